@@ -1,0 +1,50 @@
+# Needs nothing but Python. Each torch version has its own environment in .venv/, made on first use and left alone after.
+
+PYTHON  ?= python3
+TORCH   ?= 2.13.0
+WORKERS ?= 2
+ARGS    ?=
+
+VENV  := .venv/$(TORCH)
+BIN   := $(VENV)/bin
+READY := $(VENV)/.ready
+PINS  := constraints/common.txt $(wildcard constraints/torch-$(TORCH).txt)
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint format types clean
+
+help:  ## this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@echo
+	@echo "  TORCH=$(TORCH)  the torch to use; others: $(filter-out $(TORCH),$(patsubst constraints/torch-%.txt,%,$(wildcard constraints/torch-*.txt)))"
+	@echo "  ARGS=...      more arguments, for pytest (make test) or the example (make demo)"
+	@echo "  PYTHON=$(PYTHON)  WORKERS=$(WORKERS)"
+
+demo: $(READY)  ## train a small GPT with and without packed activations; writes to out/
+	$(BIN)/python examples/train_gpt.py $(ARGS)
+
+# One thread a worker: the workers are the parallelism, and Inductor's own pool would only fight them for the cores.
+test: export OMP_NUM_THREADS ?= 1
+test: export TORCHINDUCTOR_COMPILE_THREADS ?= 1
+test: $(READY)  ## run the tests; ARGS="-m core", ARGS="-k inline", TORCH=2.15.0
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
+
+lint: $(READY)  ## ruff: rules and format, changes nothing
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: $(READY)  ## ruff: fix and format in place
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+types: $(READY)  ## mypy, strict
+	$(BIN)/mypy
+
+clean:  ## remove environments, caches and outputs
+	rm -rf .venv build dist out *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache torch_compile_debug
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(READY): pyproject.toml $(PINS)
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet "torch==$(TORCH)" $(addprefix -c ,$(PINS)) -e ".[test,lint,plot,report]"
+	touch $@
