@@ -1,0 +1,60 @@
+"""What holds for every test: a fresh Dynamo, a fixed seed, no saved-tensor hook left behind, no code compiled before.
+
+`gpu` tests skip where there is no CUDA device. test_conftest.py shows that what is checked here can fail.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+INDUCTOR_CACHE = "TORCHINDUCTOR_CACHE_DIR"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        torch.set_num_threads(1)  # the workers are the parallelism
+    # What an older checkout compiled must not answer for this one. Workers get the controller's choice by environment;
+    # to keep a cache between runs, set the variable yourself.
+    if INDUCTOR_CACHE not in os.environ:
+        cache_dir = tempfile.mkdtemp(prefix="aot-hooks-tests-")
+        os.environ[INDUCTOR_CACHE] = cache_dir
+
+        def remove_cache() -> None:
+            shutil.rmtree(cache_dir, ignore_errors=True)
+            del os.environ[INDUCTOR_CACHE]
+
+        config.add_cleanup(remove_cache)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu") is not None and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+
+
+def take_left_hooks() -> list[object]:
+    """Pop every saved-tensor hook pair off autograd's stack, innermost first, and return them."""
+    left = []
+    while (pair := torch._C._autograd._top_saved_tensors_default_hooks(True)) is not None:
+        left.append(pair)
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+    return left
+
+
+@pytest.fixture(autouse=True)
+def fresh_torch() -> Iterator[None]:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    yield
+    # Popped before the assertion: a leak fails the test that made it, not those after it.
+    left = take_left_hooks()
+    assert not left, f"saved-tensor hooks left on autograd's stack, innermost first: {left}"
+    disabled = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message()
+    if disabled is not None:
+        torch._C._autograd._saved_tensors_hooks_enable()
+    assert disabled is None, f"saved-tensor hooks left disabled: {disabled!r}"
