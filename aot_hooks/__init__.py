@@ -1,0 +1,27 @@
+"""Saved-tensor hooks as a compiler feature for PyTorch. See the README; the mental model is in docs/."""
+
+from . import errors
+from .backend import last_plans, reset
+from .context import saved_tensors_hooks, saved_tensors_policy
+from .errors import AotHooksError
+from .hook import KEEP, Hook
+from .library import float8
+from .plan import Decision, Plan
+from .saved import SavedTensor
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "KEEP",
+    "AotHooksError",
+    "Decision",
+    "Hook",
+    "Plan",
+    "SavedTensor",
+    "errors",
+    "float8",
+    "last_plans",
+    "reset",
+    "saved_tensors_hooks",
+    "saved_tensors_policy",
+]

@@ -1,0 +1,419 @@
+"""The only file of this package that touches `torch._*`.
+
+Each shim names what it stands on, the torch versions it was run on, and what would delete it. A missing symbol raises
+`UnsupportedTorchError` where it is needed; `probe()` tells for all of them (printed by `python -m aot_hooks env`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from .errors import UnsupportedTorchError
+
+TESTED = ("2.11.0", "2.13.0", "2.15.0")
+
+# symbol -> what needs it
+SYMBOLS = {
+    "torch._C._autograd._push_saved_tensors_default_hooks": "entering a context",
+    "torch._C._autograd._pop_saved_tensors_default_hooks": "leaving a context",
+    "torch._C._autograd._top_saved_tensors_default_hooks": "reading the innermost context",
+    "torch._C._autograd._saved_tensors_hooks_disable": "running a graph whose hooks are inlined",
+    "torch._C._autograd._saved_tensors_hooks_enable": "running a graph whose hooks are inlined",
+    "torch._C._autograd._saved_tensors_hooks_get_disabled_error_message": "running a graph whose hooks are inlined",
+    "torch._C._DisableAutocast": "tracing hooks without the caller's autocast",
+    "torch._dynamo.comptime.comptime": "contexts inside a compiled function",
+    "torch._dynamo.assume_constant_result": "contexts inside a compiled function",
+    "torch._dynamo.source.Source": "contexts inside a compiled function",
+    "torch._guards.install_guard": "recompiling when a hook inside a compiled function changes",
+    "torch._dynamo.backends.common.aot_autograd": "options['inner'] = 'aten'",
+    "torch._functorch.partitioners.min_cut_rematerialization_partition": "the partition that is rewritten",
+    "torch._functorch.config.enable_autograd_cache": "keeping torch's cache away from graphs it has no key for",
+    "torch._inductor.compile_fx.compile_fx": "options['inner'] = 'inductor'",
+    "torch._inductor.config.custom_partitioner_fn": "options['inner'] = 'inductor'",
+    "torch._inductor.custom_graph_pass.CustomPartitionerFn": "options['inner'] = 'inductor'",
+    "torch._inductor.list_mode_options": "mode=",
+    "torch._inductor.decomposition.select_decomp_table": "tracing hooks for Inductor",
+    "torch._inductor.fx_passes.replace_random.replace_random_passes": "random hooks under Inductor",
+    "torch.utils._python_dispatch.is_traceable_wrapper_subclass": "hooks that pack into tensor subclasses",
+    "torch._subclasses.fake_tensor.DataDependentOutputException": "telling a hook that reads values",
+    "torch._dispatch.python.enable_python_dispatcher": "tracing hooks on symbolic sizes",
+    "torch._ops.HigherOrderOperator": "hooks that hold higher-order ops",
+    "torch._logging.trace_structured": "graphs in torch's structured trace",
+    "torch._subclasses.fake_tensor.FakeTensor": "telling fake tensors from real ones",
+    "torch.fx.graph._BoxedCodeGen": "options['inner'] = 'aten'",
+}
+
+
+def _resolve(path: str) -> Any:
+    parts = path.split(".")
+    for cut in range(len(parts) - 1, 0, -1):
+        try:
+            obj = importlib.import_module(".".join(parts[:cut]))
+        except ImportError:
+            continue
+        for name in parts[cut:]:
+            obj = getattr(obj, name)
+        return obj
+    raise ImportError(path)
+
+
+def probe() -> dict[str, bool]:
+    """Which private symbols this torch has: `{symbol: present}`."""
+    found = {}
+    for path in SYMBOLS:
+        try:
+            _resolve(path)
+            found[path] = True
+        except (ImportError, AttributeError):
+            found[path] = False
+    return found
+
+
+def need(path: str) -> Any:
+    """The private symbol at `path`, or an `UnsupportedTorchError` that names it and what needs it."""
+    try:
+        return _resolve(path)
+    except (ImportError, AttributeError):
+        raise UnsupportedTorchError(
+            f"torch {torch.__version__} has no {path}, which aot_hooks needs for {SYMBOLS.get(path, 'its work')}; "
+            f"tested with torch {', '.join(TESTED)}: install one of them, or report this version"
+        ) from None
+
+
+# --- the stack of saved-tensor hooks (2.11 to 2.15; goes when torch has a public reader of the stack) -----------------
+
+
+def push_hooks(pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]) -> None:
+    torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
+
+
+def pop_hooks() -> None:
+    torch._C._autograd._pop_saved_tensors_default_hooks()
+
+
+def top_hooks() -> tuple[Any, Any] | None:
+    """The innermost hook pair of this thread, also while tracing."""
+    hooks: tuple[Any, Any] | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks
+
+
+@contextlib.contextmanager
+def hooks_pushed(pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]) -> Iterator[None]:
+    push_hooks(pack, unpack)
+    try:
+        yield
+    finally:
+        pop_hooks()
+
+
+_disabled_message = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message
+_disable = torch._C._autograd._saved_tensors_hooks_disable
+_enable = torch._C._autograd._saved_tensors_hooks_enable
+
+
+def call_without_hooks(fn: Callable[..., Any], args: Sequence[Any]) -> Any:
+    """`fn(*args)` with the hooks of this thread out of sight; written flat because it stands on every call."""
+    before = _disabled_message()
+    _disable("aot_hooks: the hooks of this region are inlined in its graphs", False)
+    try:
+        return fn(*args)
+    finally:
+        if before is None:
+            _enable()
+        else:
+            _disable(before, False)
+
+
+@contextlib.contextmanager
+def hooks_hidden() -> Iterator[None]:
+    """No hooks for what runs inside: a hook's own operators save nothing."""
+    before = _disabled_message()
+    _disable("aot_hooks: inside a hook", False)
+    try:
+        yield
+    finally:
+        if before is None:
+            _enable()
+        else:
+            _disable(before, False)
+
+
+def no_autocast() -> Any:
+    return torch._C._DisableAutocast()
+
+
+# --- Dynamo: hooks inside a compiled function ------------------------------------------------------------------------
+
+
+def install_content_guard(variable: Any, digest_of: Callable[[Any], str]) -> tuple[Any, bool]:
+    """The Python value behind Dynamo's `variable`, guarded by content.
+
+    Dynamo guards functions by identity or by code alone; here the guard recomputes `digest_of(value)`, so that an equal
+    function made anew passes and a changed closure recompiles. Values made inside the compiled function have no source:
+    what they are built from is guarded already. Returns `(value, had_a_source)`.
+    Goes when Dynamo guards the contents of functions.
+    """
+    source = getattr(variable, "source", None)
+    variable = variable.realize() if hasattr(variable, "realize") else variable
+    source = source or getattr(variable, "source", None)
+    try:
+        value = variable.as_python_constant()
+    except Exception as e:
+        if not hasattr(variable, "value"):
+            raise TypeError(f"{type(variable).__name__}: {e}") from e
+        value = variable.value
+    if source is None:
+        return value, False
+    expected = digest_of(value)
+
+    def create(builder: Any, guard: Any) -> None:
+        manager = builder.get_guard_manager(guard)
+        text = [f"aot_hooks content of {guard.name if isinstance(guard.name, str) else guard.name()} == {expected}"]
+        manager.add_lambda_guard(lambda now: digest_of(now) == expected, text, guard.user_stack)
+
+    need("torch._guards.install_guard")(source.make_guard(create))
+    return value, True
+
+
+def local_variable(context: Any, name: str) -> Any:
+    """Dynamo's variable tracker of local `name` at a `comptime` call."""
+    return context.get_local(name)._i_will_not_complain_if_bc_breaks_VariableTracker()
+
+
+comptime = need("torch._dynamo.comptime.comptime")
+assume_constant_result = need("torch._dynamo.assume_constant_result")
+
+
+# --- tracing hooks ---------------------------------------------------------------------------------------------------
+
+FakeTensor = need("torch._subclasses.fake_tensor.FakeTensor")
+HigherOrderOperator = need("torch._ops.HigherOrderOperator")
+
+
+def is_traced_value(x: torch.Tensor) -> bool:
+    """Whether `x` is a tracer's stand-in, not a tensor with data."""
+    return isinstance(x, FakeTensor) or torch._is_functional_tensor(x) or type(x).__name__ == "FunctionalTensor"
+
+
+@contextlib.contextmanager
+def tracing_on_fakes(fake_mode: Any) -> Iterator[None]:
+    """Run hooks on the fake tensors of `fake_mode`: no autograd, no autocast, real constants allowed.
+
+    `allow_non_fake_inputs` is switched because a hook may hold a constant (a codebook); 2.11 to 2.15.
+    """
+    before = fake_mode.allow_non_fake_inputs
+    fake_mode.allow_non_fake_inputs = True
+    try:
+        with torch.no_grad(), no_autocast(), fake_mode:
+            yield
+    finally:
+        fake_mode.allow_non_fake_inputs = before
+
+
+@contextlib.contextmanager
+def no_new_unbacked(fake_mode: Any) -> Iterator[Callable[[], bool]]:
+    """Forgets unbacked sizes that were made inside; yields a function that tells whether there were any."""
+    env = fake_mode.shape_env
+    if env is None:
+        yield lambda: False
+        return
+    pending = getattr(env, "pending_fresh_unbacked_symbols", None)
+    start = len(pending) if pending is not None else 0
+    try:
+        yield lambda: pending is not None and len(pending) > start
+    finally:
+        if pending is not None:
+            del pending[start:]
+
+
+def python_dispatcher() -> Any:
+    """Decompositions in Python, which symbolic sizes need."""
+    return need("torch._dispatch.python.enable_python_dispatcher")()
+
+
+def statically_known(condition: Any) -> bool:
+    """Whether a symbolic condition holds for certain; adds no guard."""
+    return bool(need("torch.fx.experimental.symbolic_shapes.statically_known_true")(condition))
+
+
+def is_traceable_subclass(x: Any) -> bool:
+    return bool(need("torch.utils._python_dispatch.is_traceable_wrapper_subclass")(x))
+
+
+def storage_key(x: torch.Tensor) -> int:
+    """Identity of the storage of `x`, also for fake tensors, as long as `x` lives."""
+    return x.untyped_storage()._cdata
+
+
+def data_dependent_errors() -> tuple[type[BaseException], ...]:
+    """What a fake tensor raises when its value is asked for (`.item()`, `if tensor`)."""
+    fake = need("torch._subclasses.fake_tensor.DataDependentOutputException")
+    symbolic = need("torch.fx.experimental.symbolic_shapes.GuardOnDataDependentSymNode")
+    dynamic = need("torch._subclasses.fake_tensor.DynamicOutputShapeException")
+    return (fake, symbolic, dynamic)
+
+
+def hint(size: Any) -> int:
+    """The example value of a symbolic size, without a guard; 0 for one that has none (unbacked)."""
+    if isinstance(size, int):
+        return size
+    node = size.node
+    try:
+        value = node.hint if node.has_hint() else None
+    except Exception:  # an unbacked size has no hint, and how it says so differs between 2.11 and 2.15
+        value = None
+    return int(value) if value is not None else 0
+
+
+def expression(size: Any) -> str:
+    return str(size.node.expr) if isinstance(size, torch.SymInt) else str(size)
+
+
+def is_opaque_node(node: Node) -> bool:
+    """Neither a tensor nor a number: opaque objects, script objects, backward state."""
+    value = node.meta.get("val")
+    return not isinstance(value, torch.Tensor | torch.SymInt | torch.SymFloat | torch.SymBool | int | float | bool)
+
+
+# --- the inner compilers ---------------------------------------------------------------------------------------------
+
+
+def min_cut_partition(joint: GraphModule, inputs: Any, **kwargs: Any) -> tuple[GraphModule, GraphModule]:
+    partition = need("torch._functorch.partitioners.min_cut_rematerialization_partition")
+    out: tuple[GraphModule, GraphModule] = partition(joint, inputs, **kwargs)
+    return out
+
+
+@functools.cache
+def _partitioner_class() -> type:
+    base = need("torch._inductor.custom_graph_pass.CustomPartitionerFn")
+
+    class Partitioner(base):  # type: ignore[misc, valid-type]
+        def __init__(self, fn: Callable[..., Any], key: str) -> None:
+            self.fn, self.key = fn, key
+
+        def __call__(self, gm: GraphModule, joint_inputs: Sequence[object], **kwargs: Any) -> Any:
+            return self.fn(gm, joint_inputs, **kwargs)
+
+        def uuid(self) -> str:
+            return self.key
+
+        def __reduce__(self) -> Any:
+            return str, (self.key,)  # torch's caches pickle it into their keys: the key is all there is to know
+
+    return Partitioner
+
+
+def inductor_partitioner(fn: Callable[..., Any], key: str) -> Any:
+    """`fn` as Inductor's custom partitioner; `key` is its whole identity for torch's caches."""
+    return _partitioner_class()(fn, key)
+
+
+def mode_options(mode: str | None) -> dict[str, Any]:
+    """Inductor's settings for `torch.compile(mode=...)`. Raises `RuntimeError` for an unknown mode."""
+    if mode is None or mode == "default":
+        return {}
+    return dict(need("torch._inductor.list_mode_options")(mode))
+
+
+def inductor_config_keys() -> set[str]:
+    return set(need("torch._inductor.config").get_config_copy())
+
+
+def compile_inductor(gm: GraphModule, inputs: Sequence[Any], patches: dict[str, Any]) -> Callable[..., Any]:
+    compile_fx = need("torch._inductor.compile_fx.compile_fx")
+    compiled: Callable[..., Any] = compile_fx(gm, inputs, config_patches=patches or None)
+    return compiled
+
+
+def compile_aten(gm: GraphModule, inputs: Sequence[Any], partition: Callable[..., Any]) -> Callable[..., Any]:
+    """AOTAutograd's graphs as they are: generated Python, arguments in a list that is emptied, so memory goes early."""
+    aot_autograd = need("torch._dynamo.backends.common.aot_autograd")
+    codegen = need("torch.fx.graph._BoxedCodeGen")
+
+    def boxed(graph_module: GraphModule, _inputs: Any) -> Callable[..., Any]:
+        graph_module.graph.set_codegen(codegen())
+        graph_module.recompile()
+        forward = graph_module.forward
+
+        def run(args: list[Any]) -> Any:
+            return forward(args)
+
+        run._boxed_call = True  # type: ignore[attr-defined]
+        return run
+
+    compiled: Callable[..., Any] = aot_autograd(
+        fw_compiler=boxed, partition_fn=partition, keep_inference_input_mutations=True
+    )(gm, inputs)
+    return compiled
+
+
+def without_autograd_cache() -> Any:
+    """torch's AOT cache off: an entry would answer without the partition, and the plan would be missing."""
+    return need("torch._functorch.config").patch({"enable_autograd_cache": False})
+
+
+def inductor_decompositions() -> dict[Any, Any]:
+    return dict(need("torch._inductor.decomposition.select_decomp_table")())
+
+
+def replace_random_for_inductor(gm: GraphModule) -> int:
+    """Inductor's own rewrite of random ops (it runs on joint graphs only, before hooks stand in them)."""
+    if need("torch._inductor.config").fallback_random:
+        return 0
+    return int(need("torch._inductor.fx_passes.replace_random.replace_random_passes")(gm) or 0)
+
+
+def trace_structured(name: str, text: Callable[[], str]) -> None:
+    """`text()` as artifact `name` in torch's structured trace, where tlparse finds it; nothing if nobody listens."""
+    need("torch._logging.trace_structured")(
+        "artifact", metadata_fn=lambda: {"name": name, "encoding": "string"}, payload_fn=text
+    )
+
+
+# --- from a compiled function to its backend and back -----------------------------------------------------------------
+
+
+def calling_compile_wrapper() -> Any:
+    """The `torch.compile` wrapper object that is calling the backend, or None (a backend called by hand)."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        if frame.f_code.co_name == "__call__" and "self" in frame.f_locals:
+            owner = frame.f_locals["self"]
+            if type(owner).__name__ == "_TorchCompileWrapper":
+                return owner
+        frame = frame.f_back
+    return None
+
+
+def compile_wrapper_of(compiled: Any) -> Any:
+    """The `torch.compile` wrapper object behind `compiled`, or None if it was not made by `torch.compile`."""
+    if isinstance(compiled, torch.nn.Module):
+        context = getattr(compiled, "dynamo_ctx", None)
+        if context is None:
+            compiled = getattr(compiled, "_compiled_call_impl", None)
+            return None if compiled is None else compile_wrapper_of(compiled)
+        backend = getattr(context, "callback", None)
+    else:
+        fn = inspect.unwrap(compiled, stop=lambda f: hasattr(f, "_torchdynamo_orig_callable"))
+        cells = getattr(fn, "__closure__", None) or ()
+        names = getattr(getattr(fn, "__code__", None), "co_freevars", ())
+        closure = {n: c.cell_contents for n, c in zip(names, cells, strict=True) if c.cell_contents is not None}
+        backend = closure.get("callback") or getattr(closure.get("self"), "callback", None)
+    while hasattr(backend, "_torchdynamo_orig_backend"):
+        backend = backend._torchdynamo_orig_backend
+    return backend if type(backend).__name__ == "_TorchCompileWrapper" else None
+
+
+def eval_frame_file() -> str:
+    """The file whose frames are the outside of a compiled function."""
+    return str(sys.modules["torch._dynamo.eval_frame"].__file__)

@@ -1,0 +1,257 @@
+"""The content of a hook, as a digest: equal for functions that say the same, also when they are made anew.
+
+      def make(k):                      content(make(3)) == content(make(3))
+          return lambda x: x * k        content(make(3)) != content(make(4))
+
+A function is its bytecode, constants, defaults, closure and the globals it names, each by value and in depth. Names of
+its own locals and parameters, its file and its lines are left out: renaming changes nothing. Tensors count by their
+bytes, modules by code and state, objects by class and attributes; what has no value to look at counts by identity.
+
+Runs on each entry of a context, so code objects and tensors are digested once.
+"""
+
+from __future__ import annotations
+
+import builtins
+import ctypes
+import dataclasses
+import dis
+import enum
+import functools
+import hashlib
+import types
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from .hook import Hook
+
+__all__ = ["content"]
+
+_ATOMS = (type(None), bool, int, float, complex, str, bytes, type(Ellipsis), torch.dtype, torch.device)
+_LIBRARIES = ("aot_hooks", "torch", "functools", "contextlib", "math", "operator", "collections")
+_tensor_digests: dict[int, tuple[weakref.ref[torch.Tensor], int, str]] = {}
+
+
+def content(*values: Any) -> str:
+    """A digest of `values` (sha256, 32 hex digits)."""
+    parts: list[str] = []
+    seen: dict[int, int] = {}
+    keep: list[Any] = []  # what is made on the way must not give its id to another
+    for value in values:
+        _walk(value, parts, seen, keep)
+    return hashlib.sha256("\x00".join(parts).encode()).hexdigest()[:32]
+
+
+def _walk(value: Any, out: list[str], seen: dict[int, int], keep: list[Any]) -> None:
+    kind = type(value)
+    if kind in _ATOMS:
+        out.append(f"{kind.__name__}:{value!r}")
+        return
+    if id(value) in seen:
+        out.append(f"again:{seen[id(value)]}")
+        return
+    seen[id(value)] = len(seen)
+    keep.append(value)
+
+    def inner(*values: Any) -> None:
+        for v in values:
+            _walk(v, out, seen, keep)
+
+    if kind is types.FunctionType:
+        _function(value, out, inner)
+    elif kind is types.MethodType:
+        out.append("method")
+        inner(value.__func__, value.__self__)
+    elif kind is types.CodeType:
+        out.append(_code_digest(value))
+    elif kind is types.CellType:
+        _cell(value, out, inner)
+    elif isinstance(value, functools.partial):
+        out.append("partial")
+        inner(value.func, value.args, dict(value.keywords))
+    elif isinstance(value, torch.Tensor):
+        out.append(_tensor_digest(value))
+    elif isinstance(value, tuple | list):
+        out.append(f"{kind.__module__}.{kind.__qualname__}:{len(value)}")
+        inner(*value)
+    elif isinstance(value, dict | types.MappingProxyType):
+        out.append(f"dict:{len(value)}")
+        for k, v in value.items():
+            inner(k, v)
+    elif kind in (set, frozenset):
+        out.append(f"{kind.__name__}:{sorted(content(v) for v in value)}")
+    elif isinstance(value, enum.Enum):
+        out.append(f"enum:{kind.__module__}.{kind.__qualname__}.{value.name}")
+    elif isinstance(value, slice):
+        inner(value.start, value.stop, value.step)
+    elif isinstance(value, types.ModuleType):
+        out.append(f"module:{value.__name__}")
+    elif isinstance(value, type):
+        _class(value, out, inner)
+    elif isinstance(value, torch.fx.GraphModule):
+        _graph_module(value, out, inner)
+    elif isinstance(value, torch.nn.Module):
+        out.append("nn.Module")
+        inner(kind, dict(value.named_parameters()), dict(value.named_buffers()), _public_state(value))
+    elif dataclasses.is_dataclass(value):
+        out.append("dataclass")
+        # a hook's name says nothing about what it computes
+        names = [f.name for f in dataclasses.fields(value) if not (isinstance(value, Hook) and f.name == "name")]
+        inner(kind, {name: getattr(value, name) for name in names})
+    elif kind.__module__.split(".")[0] in ("torch", "builtins") and (name := _torch_name(value)):
+        out.append(name)
+    elif isinstance(value, types.BuiltinFunctionType):
+        out.append(f"builtin:{value.__module__}.{value.__qualname__}")
+    elif hasattr(value, "__dict__") and kind.__module__ not in ("builtins", "_thread"):
+        out.append("object")
+        inner(kind, dict(vars(value)))
+    else:
+        out.append(f"identity:{kind.__qualname__}:{id(value)}")
+
+
+def _function(fn: types.FunctionType, out: list[str], inner: Callable[..., None]) -> None:
+    code = fn.__code__
+    out.append("function:" + _code_digest(code))
+    inner(fn.__defaults__, fn.__kwdefaults__, *(fn.__closure__ or ()))
+    if _is_library(fn.__module__):
+        return  # torch's and the standard library's own globals are covered by their version
+    for name in _global_names(code):
+        if name in fn.__globals__:
+            out.append("global:" + name)
+            inner(fn.__globals__[name])
+        elif not hasattr(builtins, name):
+            out.append("no global:" + name)
+    if vars(fn):
+        inner({k: v for k, v in vars(fn).items() if k != "__wrapped__"})
+
+
+def _is_library(module: str | None) -> bool:
+    return (module or "").split(".")[0] in _LIBRARIES
+
+
+def _cell(cell: types.CellType, out: list[str], inner: Callable[..., None]) -> None:
+    try:
+        inner(cell.cell_contents)
+    except ValueError:
+        out.append("empty cell")
+
+
+def _class(cls: type, out: list[str], inner: Callable[..., None]) -> None:
+    out.append(f"class:{cls.__module__}.{cls.__qualname__}")
+    if _is_library(cls.__module__) or cls.__module__ == "builtins":
+        return
+    for base in cls.__bases__:
+        inner(base)
+    for name, member in sorted(vars(cls).items()):
+        member = member.__func__ if isinstance(member, staticmethod | classmethod) else member
+        if isinstance(member, types.FunctionType | int | float | str | bool):
+            out.append("member:" + name)
+            inner(member)
+
+
+def _public_state(module: torch.nn.Module) -> dict[str, Any]:
+    hidden = set(vars(torch.nn.Module()))
+    state = {k: v for k, v in vars(module).items() if k not in hidden}
+    return state | {"modules": [type(m) for m in module.modules()], "training": module.training}
+
+
+def _graph_module(gm: torch.fx.GraphModule, out: list[str], inner: Callable[..., None]) -> None:
+    """Node by node, by position: names of nodes and placeholders are left out."""
+    position = {node: i for i, node in enumerate(gm.graph.nodes)}
+    out.append("graph")
+
+    def arg(a: Any) -> Any:
+        if isinstance(a, torch.fx.Node):
+            return ("node", position[a])
+        if isinstance(a, tuple | list):
+            return tuple(arg(x) for x in a)
+        if isinstance(a, dict):
+            return {k: arg(v) for k, v in a.items()}
+        return a
+
+    for node in gm.graph.nodes:
+        out.append(node.op)
+        if node.op == "get_attr":
+            inner(_attribute(gm, node.target))
+        elif node.op == "call_module":
+            inner(gm.get_submodule(str(node.target)))
+        elif node.op == "call_method":
+            out.append(str(node.target))
+        elif node.op == "call_function":
+            inner(node.target)
+        inner(arg(node.args), arg(node.kwargs))
+        if "user_cache_hash" in node.meta:
+            out.append(f"hash:{node.meta['user_cache_hash']}")
+
+
+def _attribute(root: Any, path: str) -> Any:
+    for name in str(path).split("."):
+        root = getattr(root, name)
+    return root
+
+
+def _torch_name(value: Any) -> str | None:
+    if isinstance(value, torch.memory_format | torch.layout):
+        return f"torch:{value}"
+    module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
+    if isinstance(value, types.BuiltinFunctionType | types.MethodDescriptorType) and name:
+        return f"torch:{module}.{name}"
+    text = str(value)  # OpOverload and OpOverloadPacket print as their qualified name
+    return f"torch:{text}" if " at 0x" not in text and type(value).__name__.startswith("OpOverload") else None
+
+
+@functools.lru_cache(maxsize=4096)
+def _global_names(code: types.CodeType) -> tuple[str, ...]:
+    names = dict.fromkeys(
+        str(i.argval) for i in dis.get_instructions(code) if i.opname in ("LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL")
+    )
+    for const in code.co_consts:
+        if isinstance(const, types.CodeType):
+            names.update(dict.fromkeys(_global_names(const)))
+    return tuple(names)
+
+
+@functools.lru_cache(maxsize=4096)
+def _code_digest(code: types.CodeType) -> str:
+    return hashlib.sha256(_code_text(code, outermost=True).encode()).hexdigest()
+
+
+def _code_text(code: types.CodeType, outermost: bool) -> str:
+    consts = []
+    doc = code.co_consts[0] if code.co_consts and isinstance(code.co_consts[0], str) else None
+    for i, const in enumerate(code.co_consts):
+        if isinstance(const, types.CodeType):
+            consts.append(_code_text(const, outermost=False))
+        elif i == 0 and doc is not None:
+            consts.append("docstring or first string:" + doc)
+        elif isinstance(const, str) and ("<locals>" in const or const == code.co_name):
+            consts.append("name of a function")
+        else:
+            consts.append(f"{type(const).__name__}:{sorted(map(repr, const)) if isinstance(const, frozenset) else repr(const)}")
+    # an inner function may be called with keywords, so there its parameters' names count
+    parameters = () if outermost else code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    head = (code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount, code.co_flags, code.co_names, parameters)
+    return repr((head, code.co_code.hex(), consts))
+
+
+def _tensor_digest(x: torch.Tensor) -> str:
+    from ._compat import is_traced_value  # late: a digest of plain numbers needs no torch internals
+
+    if is_traced_value(x):
+        return f"traced tensor:{id(x)}"
+    known = _tensor_digests.get(id(x))
+    if known is not None and known[0]() is x and known[1] == x._version:
+        return known[2]
+    data = x.detach()
+    if type(data) is not torch.Tensor and not isinstance(data, torch.nn.Parameter):
+        return f"tensor subclass:{type(data).__qualname__}:{id(x)}:{x._version}"
+    raw = data.cpu().contiguous()
+    text = hashlib.sha256(ctypes.string_at(raw.data_ptr(), raw.nbytes) if raw.nbytes else b"").hexdigest()
+    digest = f"tensor:{x.dtype}:{tuple(x.shape)}:{x.device}:{x.requires_grad}:{text}"
+    if len(_tensor_digests) > 1024:
+        _tensor_digests.clear()
+    _tensor_digests[id(x)] = (weakref.ref(x), x._version, digest)
+    return digest

@@ -1,0 +1,228 @@
+"""What the user says, and where it is in force.
+
+      with saved_tensors_hooks(pack, unpack):        around a compiled call: a pair of GraphModules on torch's own stack,
+          loss = compiled(x)                          one pair for one content, so Dynamo's guard on identity is a guard
+                                                      on content. Eager parts call the pair (see eager.py).
+      def f(x):                                      inside a compiled function: the key of the setting on the nodes of
+          with saved_tensors_hooks(pack, unpack):     the region (`torch.fx.traceback.annotate`), guarded by content.
+              ...
+
+Contexts nest, the innermost wins; they are thread-local because torch's stack is.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+
+from . import _compat
+from .content import content
+from .eager import pack_eager, settle, unpack_eager
+from .errors import OptionError
+from .hook import Hook
+from .policy import Policy, Setting
+
+__all__ = ["EagerPack", "Pair", "ambient", "forget", "regions", "saved_tensors_hooks", "saved_tensors_policy"]
+
+
+class Pair:
+    """The two GraphModules that stand for one setting on torch's stack.
+
+    Dynamo guards them by identity. A compiled graph holds its pair, so an id is never reused while a guard looks for it;
+    otherwise a pair lives as long as somebody uses it, and the last few in any case.
+    """
+
+    def __init__(self, setting: Setting) -> None:
+        self.setting = setting
+        self.pack = _module("AotHooksPack", lambda x: pack_eager(setting, x))
+        self.unpack = _module("AotHooksUnpack", unpack_eager)
+        _pair_of_module[id(self.pack)] = weakref.ref(self)
+        weakref.finalize(self, _pair_of_module.pop, id(self.pack), None)
+        vars(self.pack)["_aot_hooks_pair"] = self  # whoever holds the module holds the pair
+
+
+_pairs: weakref.WeakValueDictionary[str, Pair] = weakref.WeakValueDictionary()
+_recent: collections.OrderedDict[str, Pair] = collections.OrderedDict()
+_pair_of_module: dict[int, weakref.ref[Pair]] = {}
+regions: collections.OrderedDict[str, Setting] = collections.OrderedDict()
+_REGIONS_KEPT, _PAIRS_KEPT = 4096, 8
+
+
+def _module(name: str, call: Callable[[Any], Any]) -> GraphModule:
+    graph = torch.fx.Graph()
+    graph.output(graph.placeholder("x"))
+    module = GraphModule(torch.nn.Module(), graph, class_name=name)
+    # eager autograd calls the module; the graph is there for torch's tools, which want one they can read
+    type(module).__call__ = lambda self, x: call(x)
+    return module
+
+
+def _intern(setting: Setting) -> Pair:
+    pair = _pairs.get(setting.key)
+    if pair is None:
+        pair = _pairs[setting.key] = Pair(setting)
+    _recent[setting.key] = pair
+    _recent.move_to_end(setting.key)
+    while len(_recent) > _PAIRS_KEPT:
+        _recent.popitem(last=False)
+    return pair
+
+
+def _as_hook(pack: Any, unpack: Any) -> Hook:
+    if isinstance(pack, Hook):
+        if unpack is not None and unpack is not pack and not isinstance(unpack, Hook):
+            raise OptionError(f"saved_tensors_hooks(hook) takes a Hook alone, got {pack!r} and {unpack!r}")
+        if unpack is None or unpack is pack:
+            return pack
+        return Hook(f"{pack.name}/{unpack.name}", pack.pack, unpack.unpack, eager=pack.eager or unpack.eager)
+    for name, fn in (("pack", pack), ("unpack", unpack)):
+        if not callable(fn):
+            raise OptionError(
+                f"saved_tensors_hooks: {name} must be a function, a torch.fx.GraphModule or a Hook, got {fn!r}"
+            )
+    name = getattr(pack, "__name__", type(pack).__name__)
+    return Hook(name, pack, unpack)
+
+
+def _setting_of_hooks(pack: Any, unpack: Any, scope: str) -> Setting:
+    return Setting(_as_hook(pack, unpack), scope)
+
+
+def _setting_of_policy(policy: Any, scope: str) -> Setting:
+    return Setting(policy, scope)
+
+
+@contextlib.contextmanager
+def saved_tensors_hooks(pack: Any, unpack: Any = None, *, scope: str = "donated") -> Iterator[None]:
+    """Store the tensors that autograd saves in this context as `pack` says.
+
+    Args:
+        pack: `tensor -> pytree`, a function, a `torch.fx.GraphModule`, or a `Hook` (which needs no `unpack`).
+        unpack: `pytree -> tensor` of the saved tensor's shape, dtype and device.
+        scope: "donated" packs intermediates only, never parameters, buffers, graph inputs or outputs; "no_static" packs
+            all but parameters and buffers; "all" everything.
+
+    May be entered around a compiled call or inside a compiled function (also with `fullgraph=True`), where it covers
+    the tensors that its region saves. Eager parts follow the same hooks and scope. The innermost context wins.
+
+    Raises:
+        OptionError: for what is not callable or an unknown scope; on entry, with nothing left on the stack.
+        HookContractError, HookTraceError: while compiling (Dynamo may wrap them) or when an eager part packs.
+    """
+    if torch.compiler.is_dynamo_compiling():
+        _compat.comptime(_note_hooks)
+        with torch.fx.traceback.annotate({"aot_hooks": _noted_key()}):
+            yield
+    else:
+        with _entered(_setting_of_hooks(pack, unpack, scope)):
+            yield
+
+
+@contextlib.contextmanager
+def saved_tensors_policy(policy: Policy | Hook, *, scope: str = "donated") -> Iterator[None]:
+    """Store the tensors that autograd saves in this context as the policy chooses for each; else as
+    `saved_tensors_hooks`."""
+    if torch.compiler.is_dynamo_compiling():
+        _compat.comptime(_note_policy)
+        with torch.fx.traceback.annotate({"aot_hooks": _noted_key()}):
+            yield
+    else:
+        with _entered(_setting_of_policy(policy, scope)):
+            yield
+
+
+class _entered:
+    """A setting on torch's stack; a class, because leaving must happen on the same thread whatever was raised."""
+
+    def __init__(self, setting: Setting) -> None:
+        self.setting = setting
+
+    def __enter__(self) -> None:
+        settle()
+        pair = _intern(self.setting)
+        if self.setting.eager:
+            # plain functions: Dynamo does not guard them and compiled graphs call them as they run
+            _compat.push_hooks(EagerPack(self.setting), unpack_eager)
+        else:
+            _compat.push_hooks(pair.pack, pair.unpack)
+
+    def __exit__(self, *exc: object) -> None:
+        _compat.pop_hooks()
+        settle()
+
+
+class EagerPack:
+    def __init__(self, setting: Setting) -> None:
+        self.setting = setting
+
+    def __call__(self, x: torch.Tensor) -> Any:
+        return pack_eager(self.setting, x)
+
+
+def ambient() -> tuple[Setting | None, Any]:
+    """The innermost setting around the current call, and what must live as long as a graph that was compiled for it.
+
+    Stock `torch.autograd.graph.saved_tensors_hooks` with two GraphModules means the same as ours; with anything else it
+    is torch's business, as in any other backend.
+    """
+    top = _compat.top_hooks()
+    if top is None:
+        return None, None
+    pack, unpack = top
+    ref = _pair_of_module.get(id(pack))
+    pair = ref() if ref is not None else None
+    if pair is not None and pair.pack is pack:
+        return pair.setting, pair
+    if isinstance(pack, GraphModule) and isinstance(unpack, GraphModule):
+        return Setting(Hook("saved_tensors_hooks", pack, unpack)), (pack, unpack)
+    return None, None
+
+
+# --- regions: what runs while Dynamo traces a `with` inside a compiled function ---------------------------------------
+
+_noted: list[str] = []
+
+
+def _note(context: Any, names: tuple[str, ...], make: Callable[..., Setting]) -> None:
+    values = []
+    for name in names:
+        variable = _compat.local_variable(context, name)
+        try:
+            values.append(_compat.install_content_guard(variable, content)[0])
+        except TypeError as e:
+            raise OptionError(
+                f"the {name} of a context inside a compiled function must be known while compiling, got {e}; make it "
+                "outside the function, or close over constants only"
+            ) from e
+    setting = make(*values)
+    regions[setting.key] = setting
+    regions.move_to_end(setting.key)
+    while len(regions) > _REGIONS_KEPT:
+        regions.popitem(last=False)
+    _noted.append(setting.key)
+
+
+def _note_hooks(context: Any) -> None:
+    _note(context, ("pack", "unpack", "scope"), _setting_of_hooks)
+
+
+def _note_policy(context: Any) -> None:
+    _note(context, ("policy", "scope"), _setting_of_policy)
+
+
+@_compat.assume_constant_result
+def _noted_key() -> str:
+    return _noted.pop()
+
+
+def forget() -> None:
+    """Drop the pairs and regions that are only kept for their next use."""
+    _recent.clear()
+    regions.clear()
+    _noted.clear()

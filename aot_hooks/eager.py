@@ -1,0 +1,277 @@
+"""The same hooks where torch runs eagerly: graph breaks, `force_eager`, code outside compile.
+
+Autograd calls `pack_eager(setting, x)` for each tensor it saves and keeps the `Kept` it gets; in the backward
+`unpack_eager(kept)` gives the tensor back. Scope "donated" must mean what it means in a graph:
+
+      saved x:   no grad_fn (leaf, parameter, buffer, mask)          -> kept
+                 view of a leaf (weight.t())                          -> kept
+                 given to the outermost module or compiled function   -> kept
+                 returned by it                                       -> kept
+                 anything else                                        -> packed
+
+Whether x will be returned is not known when it is saved. A tensor that dies while the outermost module still runs was
+not returned, so x waits, held by the user anyway, until a weak reference tells of its death; the packing itself is done
+at the next save or at the context's end, where an error can be raised. One tensor saved twice is packed once.
+
+What is kept is checked against in-place changes, as autograd does without hooks.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import weakref
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from . import _compat
+from .errors import AotHooksError, HookContractError, HookTraceError
+from .hook import KEEP, Hook
+from .policy import Setting
+from .saved import SavedTensor
+
+__all__ = ["CompiledCall", "Kept", "pack_eager", "settle", "unpack_eager"]
+
+
+class Kept:
+    """What autograd holds for one saved tensor: the tensor (detached) or what pack made of it."""
+
+    __slots__ = ("__weakref__", "hook", "like", "packed", "raw", "state", "storage", "version", "watch")
+
+    def __init__(self, x: torch.Tensor, hook: Hook) -> None:
+        self.raw: torch.Tensor | None = x.detach()
+        # as long as this lives no other storage gets the same address, which `_Local.seen` relies on
+        self.storage = StorageWeakRef(x.untyped_storage()) if x.layout is torch.strided else None
+        self.version = x._version
+        self.hook = hook
+        self.packed: Any = None
+        self.state = "kept"  # kept | waiting | due | packed
+        self.watch: Any = None
+        self.like = (x.shape, x.dtype, x.device, x.stride())
+
+
+class _Local(threading.local):
+    def __init__(self) -> None:
+        self.waiting: list[weakref.ref[Kept]] = []
+        self.seen: dict[Any, weakref.ref[Kept]] = {}
+        self.call: CompiledCall | None = None
+
+
+_local = _Local()
+_CALL_IMPL: CodeType = torch.nn.Module._call_impl.__code__
+
+
+def pack_eager(setting: Setting, x: torch.Tensor) -> Any:
+    """Autograd's pack hook. Raises what `HookContractError` and `HookTraceError` say."""
+    if _compat.is_traced_value(x) or torch.compiler.is_compiling():
+        return x  # a tracer runs the program on stand-ins: nothing is saved
+    settle()
+    outermost = _outermost_frame()
+    hook = _choose(setting, x, outermost)
+    key = (_compat.storage_key(x), x.storage_offset(), x.shape, x.stride(), x.dtype, x._version, hook) if hook is not KEEP else None
+    if key is not None:
+        known = _local.seen.get(key)
+        kept = known() if known is not None else None
+        if kept is not None:
+            return kept
+    kept = Kept(x, hook)
+    if hook is KEEP:
+        return kept
+    _local.seen[key] = weakref.ref(kept, lambda _: _local.seen.pop(key, None))
+    call = _local.call
+    if call is not None:
+        call.saved.append(kept)  # decided when the compiled call returns
+        kept.state = "waiting"
+    elif outermost is None or setting.scope != "donated":
+        _pack(kept)
+    else:
+        _wait(kept, x)
+    return kept
+
+
+def unpack_eager(kept: Any) -> torch.Tensor:
+    """Autograd's unpack hook."""
+    if not isinstance(kept, Kept):
+        return kept  # type: ignore[no-any-return]
+    if kept.state == "due":
+        _pack(kept)
+    if kept.state == "packed":
+        return _unpack(kept)
+    assert kept.raw is not None
+    if kept.raw._version != kept.version:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation: "
+            f"[{kept.raw.dtype} {list(kept.raw.shape)}] is at version {kept.raw._version}; expected version {kept.version}"
+        )
+    return kept.raw
+
+
+def settle() -> None:
+    """Pack what is known by now not to be returned."""
+    if not _local.waiting:
+        return
+    waiting, _local.waiting = _local.waiting, []
+    for ref in waiting:
+        kept = ref()
+        if kept is None:
+            continue
+        if kept.state == "due":
+            _pack(kept)
+        elif kept.state == "waiting":
+            _local.waiting.append(ref)
+
+
+def _wait(kept: Kept, x: torch.Tensor) -> None:
+    ref = weakref.ref(kept)
+
+    def died(_: Any) -> None:
+        k = ref()
+        if k is not None and k.state == "waiting":
+            # inside the outermost module still: an intermediate. Outside: the user had it in hand, so it was returned
+            k.state = "due" if _outermost_frame() is not None else "kept"
+
+    kept.state = "waiting"
+    kept.watch = weakref.ref(x, died)
+    _local.waiting.append(ref)
+
+
+def _outermost_frame() -> FrameType | None:
+    """The frame of the outermost `nn.Module.__call__` or compiled function on this thread's stack."""
+    frame: FrameType | None = sys._getframe(1)
+    found = None
+    boundary = _compat.eval_frame_file()
+    while frame is not None:
+        code = frame.f_code
+        if code is _CALL_IMPL or (code.co_filename == boundary and code.co_name in ("compile_wrapper", "_fn", "__call__")):
+            found = frame
+        frame = frame.f_back
+    return found
+
+
+def _choose(setting: Setting, x: torch.Tensor, outermost: FrameType | None) -> Hook:
+    call = _local.call
+    if x.layout is not torch.strided or type(x) not in (torch.Tensor, torch.nn.Parameter):
+        return KEEP
+    if setting.scope == "donated" and call is not None:
+        if _compat.storage_key(x) in call.given:
+            return KEEP
+    elif setting.scope == "donated":
+        root = x if x._base is None else x._base
+        if root.grad_fn is None or x.grad_fn is None:
+            return KEEP
+        if outermost is not None and _compat.storage_key(x) in _given(outermost):
+            return KEEP
+    elif setting.scope == "no_static":
+        root = x if x._base is None else x._base
+        if isinstance(root, torch.nn.Parameter):
+            return KEEP
+    hook = setting.rule if isinstance(setting.rule, Hook) else None
+    if hook is None or hook.declines is not None:
+        row = _row(x)
+        hook = hook or setting.choose(row)
+        if hook.declines is not None and hook.declines(row):
+            return KEEP
+    return hook
+
+
+def _given(frame: FrameType) -> set[int]:
+    local = frame.f_locals
+    tensors = pytree.tree_leaves((local.get("args", ()), local.get("kwargs", {})))
+    return {_compat.storage_key(t) for t in tensors if isinstance(t, torch.Tensor) and t.layout is torch.strided}
+
+
+def _row(x: torch.Tensor) -> SavedTensor:
+    """What is known of a tensor that eager code saves: no graph, so no place in one."""
+    op = type(x.grad_fn).__name__ if x.grad_fn is not None else "input"
+    return SavedTensor(
+        name=op,
+        op=op,
+        shape=tuple(x.shape),
+        dtype=x.dtype,
+        device=x.device,
+        nbytes=x.untyped_storage().nbytes(),
+        storage=_compat.storage_key(x),
+        module_path="",
+        source_line="",
+        backward_ops=(),
+        is_input=x.grad_fn is None,
+        is_output=False,
+        is_static=isinstance(x, torch.nn.Parameter),
+    )
+
+
+def _at(kept: Kept) -> str:
+    shape, dtype, _, _ = kept.like
+    return f"hook '{kept.hook.name}' on saved {str(dtype).removeprefix('torch.')}{list(shape)} (eager)"
+
+
+def _pack(kept: Kept) -> None:
+    raw = kept.raw
+    assert raw is not None
+    if raw._version != kept.version:
+        kept.state = "kept"  # changed in place since: reading it in the backward is the error it is without hooks
+        return
+    compact, expanded = raw, [d for d, (n, s) in enumerate(zip(raw.shape, raw.stride(), strict=True)) if s == 0 and n > 1]
+    for d in expanded:
+        compact = compact.narrow(d, 0, 1)
+    packed = _run(kept.hook.pack, compact, f"{_at(kept)}: pack")
+    if raw._version != kept.version:
+        raise HookContractError(f"{_at(kept)}: pack mutates its input in place; expected a pure function. Use x.clone()")
+    if packed is None:
+        raise HookContractError(f"{_at(kept)}: pack returned None; expected the packed value. Is a `return` missing?")
+    kept.packed, kept.raw, kept.state = (packed, compact.shape), None, "packed"
+
+
+def _unpack(kept: Kept) -> torch.Tensor:
+    shape, dtype, device, stride = kept.like
+    packed, compact = kept.packed
+    out = _run(kept.hook.unpack, packed, f"{_at(kept)}: unpack")
+    if not isinstance(out, torch.Tensor):
+        raise HookContractError(f"{_at(kept)}: unpack returned {type(out).__name__}; expected a tensor like the saved one")
+    if (out.shape, out.dtype, out.device) != (compact, dtype, device):
+        raise HookContractError(
+            f"{_at(kept)}: unpack returned {out.dtype}{list(out.shape)} on {out.device}; expected "
+            f"{dtype}{list(compact)} on {device}, like the saved one"
+        )
+    return out.expand(shape) if out.shape != shape else out
+
+
+def _run(fn: Any, argument: Any, at: str) -> Any:
+    try:
+        with torch.no_grad(), _compat.no_autocast(), _compat.hooks_hidden():
+            return fn(argument)
+    except AotHooksError:
+        raise
+    except Exception as e:
+        raise HookTraceError(f"{at} raised {type(e).__name__}: {e}") from e
+
+
+class CompiledCall:
+    """A compiled graph that runs with eager hooks around it: its saved tensors have no `grad_fn` to tell them by, so
+    what it was given and what it gives back is told by storage."""
+
+    def __init__(self, args: Any) -> None:
+        tensors = [a for a in pytree.tree_leaves(args) if isinstance(a, torch.Tensor) and a.layout is torch.strided]
+        self.given = {_compat.storage_key(a) for a in tensors}
+        self.saved: list[Kept] = []
+
+    def __enter__(self) -> CompiledCall:
+        self.before, _local.call = _local.call, self
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        _local.call = self.before
+
+    def returned(self, out: Any) -> None:
+        """Pack what was saved and not returned."""
+        tensors = [a for a in pytree.tree_leaves(out) if isinstance(a, torch.Tensor) and a.layout is torch.strided]
+        outputs = {_compat.storage_key(a) for a in tensors}
+        for kept in self.saved:
+            if kept.raw is not None and _compat.storage_key(kept.raw) in outputs:
+                kept.state = "kept"
+            else:
+                _pack(kept)

@@ -1,0 +1,53 @@
+"""A `Hook` is a value: a name and two pure functions.
+
+      saved tensor --pack--> pytree of tensors, symbolic ints, constants, None --unpack--> a tensor like the saved one
+
+`pack` runs at the end of a saved tensor's life in the forward, `unpack` before its first use in the backward. Both are
+retraced for every saved tensor, so Python control flow on its shape, dtype, device and size is free.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+__all__ = ["KEEP", "Hook"]
+
+
+@dataclass(frozen=True)
+class Hook:
+    """How a saved tensor is stored.
+
+    Args:
+        name: shown in reports, logs and errors.
+        pack: `tensor -> pytree`. Pure: no side effects, no mutation, no reading of values. Returning its argument
+            unchanged leaves the tensor as it is.
+        unpack: `pytree -> tensor` of the saved tensor's shape, dtype and device. Strides are restored by the package.
+        eager: True runs both functions as they are, at run time, on the tensors that the compiled graph saves, instead
+            of tracing them into the graph. The way out for hooks that cannot be traced; they cannot fuse, and the
+            compiled forward has written the tensor before they see it.
+        declines: `SavedTensor -> str | None`, why the hook leaves a tensor as it is, for reports; None if it takes it.
+            Sees what a pack cannot: the operator, the module. Must use sizes as plain numbers only.
+
+    Source: `torch.autograd.graph.saved_tensors_hooks` has the same pair for eager mode.
+    """
+
+    name: str
+    pack: Callable[[torch.Tensor], Any]
+    unpack: Callable[[Any], torch.Tensor]
+    eager: bool = False
+    declines: Callable[[Any], str | None] | None = None
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+def _same(x: Any) -> Any:
+    return x
+
+
+KEEP = Hook("keep", _same, _same)
+"""The hook that leaves a saved tensor as it is."""

@@ -1,0 +1,270 @@
+"""The rewrite: hooks into the forward and backward graphs. Chooses nothing; does what it is told.
+
+      forward                                   backward
+        x = mul(a, b)                             q, s = placeholders        # where x was
+        y = exp(x)        # last use of x         g1 = mm(tangents_1, w)
+        q, s = pack(x)    # right after it        x' = unpack(q, s)          # right before
+        ...                                       g2 = mul(g1, x')           # the first use
+        return y, q, s    # where x was
+
+`inline(fw, bw, boundary, units, ...)` edits both graphs in place, lints and recompiles them. New symbolic ints go to the
+end of the forward's outputs and before the first tensor of the backward's inputs; one expression crosses once. AOTAutograd
+counts symints and looks for donated buffers after this, on `meta["val"]`, so every node that is put in gets a value of
+its own, propagated from the node it stands on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from . import _compat
+from .saved import Boundary, SavedValue
+from .trace import TracedHook
+
+__all__ = ["Packing", "Unit", "inline"]
+
+
+@dataclass
+class Packing:
+    """One hook on one saved value, for some of its readers.
+
+    Attributes:
+        traced: the two graphs.
+        readers: nodes of the backward that read the unpacked value.
+        in_backward: pack in the backward too, from the value that crosses unpacked anyway for other readers.
+    """
+
+    traced: TracedHook
+    readers: list[Node]
+    in_backward: bool = False
+    packed_bytes: int = 0
+
+
+@dataclass
+class Unit:
+    """A saved value, what is packed of it, and further views of its storage that come back from the same packing."""
+
+    saved: SavedValue
+    packings: list[Packing]
+    keep: bool
+    views: list[SavedValue] = field(default_factory=list)
+
+
+def inline(fw: GraphModule, bw: GraphModule, boundary: Boundary, units: Iterable[Unit]) -> set[Any]:
+    """Rewrite both graphs; gives the operators that were put in."""
+    units = list(units)
+    fw_place, bw_place = _places(fw.graph), _places(bw.graph)
+    crossing: dict[Node, list[tuple[Node, Node]]] = {}  # old backward placeholder -> (forward node, placeholder)
+    added: list[tuple[Node, Node]] = list(boundary.symints)
+    targets: set[Any] = set()
+    doomed: list[Node] = []
+    for unit in units:
+        value, slot = unit.saved, unit.saved.bw_node
+        pairs: list[tuple[Node, Node]] = [(value.fw_node, slot)] if unit.keep else []
+        anchor = _last_use(value.fw_node, fw_place)
+        for packing in unit.packings:
+            first = min(packing.readers, key=bw_place.__getitem__)
+            if packing.in_backward:
+                with bw.graph.inserting_before(first):
+                    inputs = _copy_in(packing.traced.pack, bw, [slot], targets, f"{value.row.name}_pack")
+            else:
+                with fw.graph.inserting_before(anchor.next):
+                    leaves = _copy_in(packing.traced.pack, fw, [value.fw_node], targets, f"{value.row.name}_pack")
+                packing.packed_bytes = _bytes(leaves)
+                inputs = [_cross(bw, value, i, leaf, pairs, added) for i, leaf in enumerate(leaves)]
+            with bw.graph.inserting_before(first):
+                (out,) = _copy_in(packing.traced.unpack, bw, inputs, targets, f"{value.row.name}_unpack")
+            _read_from(bw, out, packing.readers, [value, *unit.views], bw_place, first)
+        crossing[slot] = pairs
+        crossing.update((v.bw_node, []) for v in unit.views)
+        doomed += [s.bw_node for s in ([] if unit.keep else [value]) + unit.views]
+    _set_outputs(fw, boundary, crossing, added)
+    for node in doomed:
+        bw.graph.erase_node(node)
+    for gm in (fw, bw):
+        gm.graph.lint()
+        gm.recompile()
+    return targets
+
+
+def _places(graph: Graph) -> dict[Node, int]:
+    return {node: i for i, node in enumerate(graph.nodes)}
+
+
+def _last_use(node: Node, place: dict[Node, int]) -> Node:
+    """The last node of the forward that reads the storage of `node`, through views as well; not the output."""
+    key = _compat.storage_key(node.meta["val"])
+    last, stack = node, [node]
+    while stack:
+        current = stack.pop()
+        for user in current.users:
+            if user.op == "output" or user not in place:
+                continue
+            if place[user] > place[last]:
+                last = user
+            val = user.meta.get("val")
+            if isinstance(val, torch.Tensor) and val.layout is torch.strided and _compat.storage_key(val) == key:
+                stack.append(user)
+    while last.op == "placeholder" and last.next.op == "placeholder":
+        last = last.next
+    return last
+
+
+def _copy_in(source: GraphModule, into: GraphModule, inputs: list[Node], targets: set[Any], name: str) -> list[Node]:
+    """Copy the nodes of `source` to the insertion point of `into.graph`, with values propagated; gives its outputs."""
+    env: dict[Node, Any] = dict(zip(source.graph.find_nodes(op="placeholder"), inputs, strict=True))
+    fake_mode = next(n.meta["val"].fake_mode for n in _tensors([*into.graph.nodes]))
+    graph = into.graph
+
+    def value_of(a: Any) -> Any:
+        return torch.fx.node.map_arg(a, lambda n: n.meta["val"])
+
+    with _compat.tracing_on_fakes(fake_mode), _compat.python_dispatcher():
+        for node in source.graph.nodes:
+            if node.op == "placeholder":
+                continue
+            if node.op == "output":
+                return [env[n] for n in node.args[0]]
+            if node.op == "get_attr":
+                env[node] = _constant(into, getattr(source, str(node.target)), fake_mode)
+                continue
+            args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), env.__getitem__)
+            new = graph.create_node(node.op, node.target, args, kwargs, name=_clean_name(f"{name}_{node.name}"))
+            new.meta = {k: v for k, v in node.meta.items() if k in ("stack_trace", "original_aten")}
+            if isinstance(node.target, _compat.HigherOrderOperator):
+                new.meta["val"] = node.meta["val"]  # its operands are graphs: nothing to run them on here
+            else:
+                new.meta["val"] = node.target(*value_of(args), **value_of(kwargs))
+            targets.add(node.target)
+            env[node] = new
+    raise AssertionError("a graph without an output")
+
+
+def _tensors(nodes: list[Node]) -> Iterable[Node]:
+    return (n for n in nodes if isinstance(n.meta.get("val"), _compat.FakeTensor))
+
+
+def _constant(into: GraphModule, constant: Any, fake_mode: Any) -> Node:
+    """A `get_attr` node for `constant`, one attribute for one object."""
+    names = {id(v): k for k, v in vars(into).items() if k.startswith("_aot_hooks_constant_")}
+    names |= {id(v): k for k, v in into.named_buffers(recurse=False) if k.startswith("_aot_hooks_constant_")}
+    name = names.get(id(constant))
+    if name is None:
+        name = f"_aot_hooks_constant_{len(names)}"
+        if isinstance(constant, torch.nn.Parameter):
+            constant = constant.detach()
+        if isinstance(constant, torch.Tensor):
+            into.register_buffer(name, constant)
+        else:
+            setattr(into, name, constant)
+    node = into.graph.get_attr(name)
+    if isinstance(constant, torch.Tensor):
+        node.meta["val"] = fake_mode.from_tensor(constant, static_shapes=True)
+    return node
+
+
+def _clean_name(name: str) -> str:
+    return name.replace("tangents", "tan").replace("primals", "prim")  # AOTAutograd tells inputs apart by these words
+
+
+def _cross(
+    bw: GraphModule, value: SavedValue, i: int, leaf: Node, pairs: list[tuple[Node, Node]], added: list[tuple[Node, Node]]
+) -> Node:
+    """The backward's input for a forward node: the one that has it already, or a new one at its place."""
+    val = leaf.meta["val"]
+    symbolic = not isinstance(val, torch.Tensor)
+    for node, placeholder in added if symbolic else pairs:
+        if node is leaf or (symbolic and _expr(node.meta["val"]) == _expr(val)):
+            return placeholder
+    before = value.bw_node
+    if symbolic:
+        known = {p for _, p in added}
+        before = next(p for p in bw.graph.find_nodes(op="placeholder") if p not in known)
+    with bw.graph.inserting_before(before):
+        placeholder = bw.graph.placeholder(_clean_name(f"{value.row.name}_packed_{i}"))
+    placeholder.meta = {"val": val}
+    if "desc" in value.bw_node.meta:
+        placeholder.meta["desc"] = value.bw_node.meta["desc"]
+    leaf.meta["aot_hooks_packed"] = True  # an outer graph that saves it again must not pack it again
+    if value.fw_node.meta.get("saved_tensor_with_no_vc_check"):
+        leaf.meta["saved_tensor_with_no_vc_check"] = True
+    (added if symbolic else pairs).append((leaf, placeholder))
+    return placeholder
+
+
+def _expr(value: Any) -> str:
+    return str(value.node.expr) if hasattr(value, "node") else str(value)
+
+
+def _read_from(
+    bw: GraphModule, out: Node, readers: list[Node], members: list[SavedValue], place: dict[Node, int], first: Node
+) -> None:
+    """Make `readers` read the unpacked node `out` instead of the placeholders of `members`; further members are views."""
+    head, *views = members
+    wanted = set(readers)
+    base: Node | None = None
+    for member in members:
+        source = out
+        if member is not head and not _same_view(head.value, member.value):
+            with bw.graph.inserting_before(first):
+                if base is None:
+                    # a copy of its own: as_strided counts from the start of the storage
+                    base = _call(bw.graph, torch.ops.aten.clone.default, (out,), {"memory_format": torch.preserve_format})
+                like = member.value
+                offset = like.storage_offset() - head.value.storage_offset()
+                source = _call(
+                    bw.graph, torch.ops.aten.as_strided.default, (base, list(like.shape), list(like.stride()), offset), {}
+                )
+        for reader in list(member.bw_node.users):
+            if reader in wanted:
+                reader.replace_input_with(member.bw_node, source)
+
+
+def _same_view(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.shape == b.shape and a.stride() == b.stride() and a.storage_offset() == b.storage_offset()
+
+
+def _call(graph: Graph, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Node:
+    node = graph.call_function(target, args, kwargs)
+    vals = torch.fx.node.map_arg(args, lambda n: n.meta["val"])
+    with _compat.tracing_on_fakes(args[0].meta["val"].fake_mode):
+        node.meta["val"] = target(*vals, **kwargs)
+    return node
+
+
+def _set_outputs(
+    fw: GraphModule,
+    boundary: Boundary,
+    crossing: dict[Node, list[tuple[Node, Node]]],
+    symints: list[tuple[Node, Node]],
+) -> None:
+    output = fw.graph.output_node()
+    old = list(output.args[0])  # type: ignore[arg-type]
+    descs = output.meta.get("desc")
+    by_node: dict[Any, Any] = dict(zip(old, descs, strict=True)) if descs and len(descs) == len(old) else {}
+    saved: list[Any] = []
+    for value in boundary.tensors:
+        saved += [node for node, _ in crossing.get(value.bw_node, [(value.fw_node, value.bw_node)])]
+        by_node.update(
+            (node, by_node.get(value.fw_node)) for node, _ in crossing.get(value.bw_node, []) if node not in by_node
+        )
+    saved += [node for node, _ in boundary.opaque]
+    saved += [node for node, _ in symints]
+    output.args = (tuple(boundary.user_outputs + saved),)
+    if by_node:
+        output.meta["desc"] = [*descs[: len(boundary.user_outputs)], *(by_node.get(n) for n in saved)]
+
+
+def _bytes(leaves: list[Node]) -> int:
+    """Bytes of the storages behind `leaves`, each once."""
+    storages = {}
+    for leaf in leaves:
+        val = leaf.meta["val"]
+        if isinstance(val, torch.Tensor):
+            storages[_compat.storage_key(val)] = _compat.hint(val.untyped_storage().nbytes())
+    return sum(storages.values())

@@ -1,0 +1,195 @@
+"""What was decided: a `Plan` of `Decision`s, the one thing that reports print.
+
+      Boundary + settings --decide--> tuple[Choice]  --(trace, inline)-->  Plan
+
+*Decide, then rewrite*: nothing in this file touches a graph.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch.fx import Node
+
+from .errors import OptionError
+from .hook import KEEP, Hook
+from .policy import Setting, out_of_scope
+from .saved import Boundary, SavedTensor, SavedValue
+
+__all__ = ["Choice", "Decision", "Plan", "decide", "region_of"]
+
+REGION = "aot_hooks"  # the key under meta["custom"] by which nodes of a region are known
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What happens to one saved tensor.
+
+    Attributes:
+        saved: the tensor.
+        hook: how it is stored; `KEEP` leaves it.
+        reason: why, in words.
+        packed_bytes: bytes kept for it from forward to backward; 0 for a further view of a storage that is counted at
+            another row.
+        saved_bytes: bytes that would be kept without hooks; 0 likewise.
+    """
+
+    saved: SavedTensor
+    hook: Hook
+    reason: str
+    packed_bytes: int
+    saved_bytes: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All decisions for one pair of graphs, in the order of the forward's outputs."""
+
+    decisions: tuple[Decision, ...]
+
+    @property
+    def saved_bytes(self) -> int:
+        """Bytes saved for backward without hooks, each storage once; parameters, buffers and graph inputs, which are
+        alive anyway, count nothing."""
+        return sum(d.saved_bytes for d in self.decisions)
+
+    @property
+    def packed_bytes(self) -> int:
+        """Bytes saved for backward as decided, each storage once."""
+        return sum(d.packed_bytes for d in self.decisions)
+
+
+@dataclass
+class Choice:
+    """What to do with one saved value: for each hook, the backward nodes that read through it, and why."""
+
+    value: SavedValue
+    uses: list[tuple[Hook, list[Node]]]
+    reason: str
+    view_of: SavedValue | None = None  # set if another value of the same storage brings this one back
+
+    @property
+    def packs(self) -> bool:
+        return any(hook is not KEEP for hook, _ in self.uses)
+
+
+def region_of(node: Node) -> str | None:
+    """The key of the region that the operator of `node` was called in; backward nodes have their forward's."""
+    custom = node.meta.get("custom")
+    return custom.get(REGION) if isinstance(custom, dict) else None
+
+
+def decide(boundary: Boundary, ambient: Setting | None, regions: Mapping[str, Setting]) -> list[Choice]:
+    """Which hook for which reader of which saved value.
+
+    A reader inside a region of the program follows the region's setting, any other the ambient one. One storage is
+    packed once: of several views of it one is packed, and if one must stay all stay.
+    """
+    choices = [_choose(value, ambient, regions) for value in boundary.tensors]
+    by_storage: dict[int, list[Choice]] = defaultdict(list)
+    for choice in choices:
+        by_storage[choice.value.row.storage].append(choice)
+    for group in by_storage.values():
+        if len(group) > 1:
+            _one_packing(group)
+    return choices
+
+
+def _choose(value: SavedValue, ambient: Setting | None, regions: Mapping[str, Setting]) -> Choice:
+    readers = [u for u in value.bw_node.users if u.op != "output"]
+    keep = Choice(value, [(KEEP, readers)], "")
+    if not readers:
+        keep.reason = "the backward gives it back as it is" if value.bw_node.users else "not read by the backward"
+        return keep
+    if value.value.layout is not torch.strided or value.value.is_quantized:
+        keep.reason = f"layout {value.value.layout}"
+        return keep
+    if value.fw_node.meta.get("aot_hooks_packed") or _packed_in_a_nested_region(value.fw_node):
+        keep.reason = "packed in a nested compiled region"
+        return keep
+    uses: dict[Hook, list[Node]] = {}
+    reasons: list[str] = []
+    for reader in readers:
+        region = region_of(reader)
+        setting = regions[region] if region is not None else ambient
+        hook, reason = KEEP, "no hook covers it"
+        if setting is not None:
+            out = out_of_scope(value.row, setting.scope)
+            hook = KEEP if out else setting.choose(value.row)
+            reason = out or ("the policy keeps it" if hook is KEEP else f"scope '{setting.scope}'")
+            declined = hook.declines(value.row) if hook.declines is not None else None
+            if declined:
+                hook, reason = KEEP, declined
+            if hook.eager:
+                raise OptionError(
+                    f"hook '{hook.name}' is to run eagerly, but a region inside a compiled function or a policy chose it "
+                    f"for saved {value.row.describe()}, where only traced hooks can go; put the context around the "
+                    "compiled call"
+                )
+        uses.setdefault(hook, []).append(reader)
+        reasons.append(reason)
+    if any(u.op == "output" for u in value.bw_node.users) and any(h is not KEEP for h in uses):
+        keep.reason = "the backward gives it back as it is"
+        return keep
+    return Choice(value, list(uses.items()), "; ".join(dict.fromkeys(reasons)))
+
+
+def _packed_in_a_nested_region(node: Node) -> bool:
+    """Whether `node` is what a nested compiled region (`invoke_subgraph`) saved for its own backward, packed there."""
+    if node.op != "call_function" or "getitem" not in str(node.target):
+        return False
+    call, index = node.args
+    if not isinstance(call, Node) or not isinstance(index, int) or "invoke_subgraph" not in str(call.target):
+        return False
+    body = call.args[0]
+    owner = node.graph.owning_module
+    inner = getattr(owner, str(body.target), None) if isinstance(body, Node) and body.op == "get_attr" else None
+    if not isinstance(inner, torch.fx.GraphModule):
+        return False
+    outputs = inner.graph.output_node().args[0]
+    out = outputs[index] if isinstance(outputs, tuple | list) else None
+    return isinstance(out, Node) and bool(out.meta.get("aot_hooks_packed"))
+
+
+def _one_packing(group: list[Choice]) -> None:
+    """Of several saved views of one storage, pack one that covers the others, or none."""
+    kept = [c for c in group if not c.packs]
+    if kept:
+        for choice in group:
+            if choice.packs:
+                choice.reason = f"shares its storage with '{kept[0].value.row.name}', which stays"
+                choice.uses = [(KEEP, [r for _, readers in choice.uses for r in readers])]
+        return
+    if any(len(c.uses) != 1 for c in group):
+        return  # different hooks for different readers: each its own packing
+    head = next((c for c in group if all(_covers(c.value.value, o.value.value) for o in group)), None)
+    if head is None:
+        return
+    for choice in group:
+        if choice is not head:
+            choice.view_of = head.value
+            choice.uses = [(head.uses[0][0], choice.uses[0][1])]
+            choice.reason = f"a view of '{head.value.row.name}'"
+
+
+def _covers(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether `b` is a view of exactly the memory of `a`, for certain."""
+    if a.dtype != b.dtype:
+        return False
+    if a is b or (a.shape == b.shape and a.stride() == b.stride() and a.storage_offset() == b.storage_offset()):
+        return True
+    numbers = [*a.shape, *a.stride(), a.storage_offset(), *b.shape, *b.stride(), b.storage_offset()]
+    if not all(isinstance(n, int) for n in numbers):
+        return False
+    spread = 1
+    for stride, size in sorted(zip(a.stride(), a.shape, strict=True)):
+        if size != 1:
+            if stride != spread:
+                return False  # not dense: unpacking it does not bring its gaps back
+            spread *= size
+    low = b.storage_offset() - a.storage_offset()
+    high = low + sum((n - 1) * s for n, s in zip(b.shape, b.stride(), strict=True))
+    return b.numel() > 0 and low >= 0 and high < a.numel()

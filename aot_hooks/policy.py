@@ -1,0 +1,75 @@
+"""Which saved tensor gets which hook.
+
+A policy is a pure function `SavedTensor -> Hook`; a `Setting` is what one context (or the options) said: a hook or a
+policy, a scope, and the digest of both, by which it is one value however often it is made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from .content import content
+from .errors import AotHooksError, OptionError, PolicyError
+from .hook import Hook
+from .saved import SavedTensor
+
+__all__ = ["SCOPES", "Policy", "Setting", "out_of_scope"]
+
+Policy = Callable[[SavedTensor], Hook]
+SCOPES = ("donated", "no_static", "all")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What the user said in one place.
+
+    Attributes:
+        rule: a `Hook` for every tensor in scope, or a policy.
+        scope: "donated" (only intermediates: no parameters, buffers, inputs, outputs), "no_static" (all but parameters
+            and buffers) or "all".
+        key: digest of both; equal settings have equal keys, in every process.
+    """
+
+    rule: Hook | Policy
+    scope: str = "donated"
+    key: str = field(init=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if self.scope not in SCOPES:
+            raise OptionError(f"unknown scope {self.scope!r}; expected one of {', '.join(map(repr, SCOPES))}")
+        if not callable(self.rule) and not isinstance(self.rule, Hook):
+            raise OptionError(f"a policy must be a function of a SavedTensor or a Hook, got {self.rule!r}")
+        object.__setattr__(self, "key", content(self.rule, self.scope))
+
+    @property
+    def eager(self) -> bool:
+        return isinstance(self.rule, Hook) and self.rule.eager
+
+    def choose(self, saved: SavedTensor) -> Hook:
+        """The hook for `saved`. Raises `PolicyError` naming the tensor if the policy raises or answers nonsense."""
+        if isinstance(self.rule, Hook):
+            return self.rule
+        name = getattr(self.rule, "__name__", type(self.rule).__name__)
+        try:
+            hook = self.rule(saved)
+        except AotHooksError:
+            raise
+        except Exception as e:
+            raise PolicyError(f"policy '{name}' raised {type(e).__name__}: {e} on saved {saved.describe()}") from e
+        if not isinstance(hook, Hook):
+            raise PolicyError(
+                f"policy '{name}' answered {hook!r} for saved {saved.describe()}; expected a Hook (aot_hooks.KEEP to leave it)"
+            )
+        return hook
+
+
+def out_of_scope(saved: SavedTensor, scope: str) -> str | None:
+    """Why `saved` is not packed in `scope`, or None if it may be."""
+    if scope != "all" and saved.is_static:
+        return "a parameter or buffer"
+    if scope == "donated" and saved.is_input:
+        return "an input of the graph"
+    if scope == "donated" and saved.is_output:
+        return "an output of the graph"
+    return None

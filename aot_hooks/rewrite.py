@@ -1,0 +1,153 @@
+"""The pass: partitioned graphs in, graphs with hooks out, and the `Plan` of what was decided.
+
+      (fw, bw) --boundary--> rows --decide--> choices --trace_hook--> units --inline--> (fw', bw') + Plan
+
+Everything it sees and makes goes to the logger "aot_hooks" (`TORCH_LOGS="+aot_hooks"`) and to torch's structured trace.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch.fx import GraphModule
+
+from . import _compat
+from .hook import KEEP, Hook
+from .inline import Packing, Unit, inline
+from .plan import Choice, Decision, Plan, decide
+from .policy import Setting
+from .saved import SavedValue, boundary
+from .trace import TracedHook, trace_hook
+
+__all__ = ["rewrite"]
+
+log = logging.getLogger("aot_hooks")
+
+
+def rewrite(
+    fw: GraphModule,
+    bw: GraphModule,
+    *,
+    num_fwd_outputs: int,
+    static_inputs: Iterable[int],
+    ambient: Setting | None,
+    regions: Mapping[str, Setting],
+    for_inductor: bool,
+) -> Plan:
+    """Put the hooks of `ambient` and `regions` into both graphs, in place.
+
+    Args:
+        num_fwd_outputs: how many of the forward's outputs are the user's.
+        static_inputs: indices of the forward's inputs that are parameters or buffers.
+        regions: settings by the key that nodes carry in `meta["custom"]["aot_hooks"]`.
+        for_inductor: decompose what is traced as Inductor wants it.
+
+    Raises:
+        HookContractError, HookTraceError, PolicyError, UnsupportedGraphError.
+    """
+    _show("forward before", fw)
+    _show("backward before", bw)
+    cross = boundary(fw, bw, num_fwd_outputs, static_inputs)
+    choices = decide(cross, ambient, regions)
+    tracer = _Tracer(_compat.inductor_decompositions() if for_inductor else None)
+    units: dict[int, Unit] = {}
+    for choice in choices:
+        if choice.packs and choice.view_of is None:
+            unit = _unit(choice, tracer)
+            if unit is not None:
+                units[id(choice.value)] = unit
+    for choice in choices:
+        unit = units.get(id(choice.view_of)) if choice.view_of is not None else None
+        if unit is not None:
+            unit.views.append(choice.value)
+            unit.packings[0].readers += choice.uses[0][1]
+        elif choice.view_of is not None:
+            choice.uses = [(KEEP, choice.uses[0][1])]
+    if units:
+        targets = inline(fw, bw, cross, units.values())
+        if for_inductor and any("rand" in str(t) for t in targets):
+            _compat.replace_random_for_inductor(fw)
+            _compat.replace_random_for_inductor(bw)
+        _show("forward after", fw)
+        _show("backward after", bw)
+    plan = _plan(choices, units)
+    log.debug("plan: %d saved tensors, %d packed", len(plan.decisions), sum(d.hook is not KEEP for d in plan.decisions))
+    return plan
+
+
+class _Tracer:
+    """Traces a hook once for all saved tensors of the same static sizes."""
+
+    def __init__(self, decompositions: dict[Any, Any] | None) -> None:
+        self.decompositions = decompositions
+        self.known: dict[Any, TracedHook] = {}
+        self.checked: set[Hook] = set()
+
+    def __call__(self, hook: Hook, saved: SavedValue) -> TracedHook:
+        value = saved.value
+        numbers = (*value.shape, *value.stride())
+        key: Any = None
+        if all(isinstance(n, int) for n in numbers):
+            key = (hook, tuple(value.shape), value.stride(), value.dtype, value.device)
+            if key in self.known:
+                return self.known[key]
+        traced = trace_hook(
+            hook, value, saved.row.describe(), decompositions=self.decompositions, twice=hook not in self.checked
+        )
+        self.checked.add(hook)
+        if key is not None:
+            self.known[key] = traced
+        _show(f"pack of '{hook.name}' for {saved.row.name}", traced.pack)
+        _show(f"unpack of '{hook.name}' for {saved.row.name}", traced.unpack)
+        return traced
+
+
+def _unit(choice: Choice, tracer: _Tracer) -> Unit | None:
+    keep = any(hook is KEEP for hook, _ in choice.uses)
+    packings: list[Packing] = []
+    uses: list[tuple[Hook, list[Any]]] = []
+    for hook, readers in choice.uses:
+        traced = tracer(hook, choice.value) if hook is not KEEP else None
+        if traced is None or traced.identity:
+            if traced is not None:
+                choice.reason = f"'{hook.name}' leaves it as it is"
+            keep = True
+            uses.append((KEEP, readers))
+        else:
+            packings.append(Packing(traced, readers))
+            uses.append((hook, readers))
+    choice.uses = uses
+    for packing in packings:
+        packing.in_backward = keep  # it crosses unpacked for other readers anyway: packing it too would only add bytes
+    return Unit(choice.value, packings, keep) if packings else None
+
+
+def _plan(choices: list[Choice], units: dict[int, Unit]) -> Plan:
+    decisions = []
+    counted: set[int] = set()
+    for choice in choices:
+        row = choice.value.row
+        first = row.storage not in counted
+        counted.add(row.storage)
+        alive_anyway = row.is_input or row.is_static
+        saved_bytes = row.nbytes if first and not alive_anyway else 0
+        unit = units.get(id(choice.value))
+        hook = next((h for h, _ in choice.uses if h is not KEEP), KEEP)
+        packed = saved_bytes
+        if unit is not None:
+            packed = (saved_bytes if unit.keep else 0) + sum(p.packed_bytes for p in unit.packings)
+        elif choice.view_of is not None:
+            packed = 0
+        decisions.append(Decision(row, hook, choice.reason, packed, saved_bytes))
+    return Plan(tuple(decisions))
+
+
+def _show(title: str, gm: GraphModule) -> None:
+    def text() -> str:
+        return str(gm.print_readable(print_output=False))
+
+    if log.isEnabledFor(logging.DEBUG):
+        log.debug("%s\n%s", title, text())
+    _compat.trace_structured("aot_hooks_" + title.replace(" ", "_").replace("'", ""), text)

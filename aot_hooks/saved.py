@@ -1,0 +1,235 @@
+"""What crosses from the forward to the backward graph, read off the two graphs.
+
+      forward outputs:  user outputs | saved tensors | opaque objects | saved symints
+                                          |  by position, never by name        |
+      backward inputs:  saved symints | saved tensors | opaque objects | tangents | ...
+
+`boundary(fw, bw, num_fwd_outputs, ...)` gives a `Boundary`: the nodes on both sides of each saved value, and for each a
+`SavedTensor`, the row that policies and reports see. Nothing here changes a graph or adds a guard.
+
+Source: the calling convention of `torch._functorch.partitioners`, the same in torch 2.11, 2.13 and 2.15.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from . import _compat
+from .errors import UnsupportedGraphError
+
+__all__ = ["Boundary", "Dim", "SavedTensor", "SavedValue", "boundary", "is_view"]
+
+
+class Dim(int):
+    """A size that is symbolic in the graph: an int (its example value) that prints as its expression."""
+
+    expression: str
+
+    def __new__(cls, value: int, expression: str) -> Dim:
+        self = super().__new__(cls, value)
+        self.expression = expression
+        return self
+
+    def __repr__(self) -> str:
+        return self.expression
+
+    __str__ = __repr__
+
+
+@dataclass(frozen=True)
+class SavedTensor:
+    """One tensor that autograd saves for backward.
+
+    Attributes:
+        name: its name in the forward graph.
+        op: the operator that made it, looking through views ("aten.gelu.default"); "input" for a graph input.
+        shape: sizes; a symbolic one is a `Dim`.
+        dtype, device: of the tensor.
+        nbytes: bytes of its storage, which is what saving it keeps alive; views of one storage have the same.
+        storage: number of its storage within the graph; equal for views of one storage.
+        module_path: where in the model it was made ("layers.0.mlp"), "" if unknown.
+        source_line: the user's line that made it ("model.py:31: h = gelu(x)"), "" if unknown.
+        backward_ops: the operators of the backward that read it.
+        is_input, is_output, is_static: its storage is that of a graph input, of an output that the user gets, of a
+            parameter or buffer.
+    """
+
+    name: str
+    op: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    nbytes: int
+    storage: int
+    module_path: str
+    source_line: str
+    backward_ops: tuple[str, ...]
+    is_input: bool
+    is_output: bool
+    is_static: bool
+
+    def describe(self) -> str:
+        """One line for messages: name, dtype, shape and the user's line."""
+        dtype = str(self.dtype).removeprefix("torch.")
+        where = f" ({self.source_line})" if self.source_line else ""
+        return f"'{self.name}' {dtype}[{', '.join(map(str, self.shape))}]{where}"
+
+
+@dataclass
+class SavedValue:
+    """A saved tensor's node in the forward, its placeholder in the backward, and its row."""
+
+    fw_node: Node
+    bw_node: Node
+    row: SavedTensor
+
+    @property
+    def value(self) -> torch.Tensor:
+        val: torch.Tensor = self.fw_node.meta["val"]
+        return val
+
+
+@dataclass
+class Boundary:
+    """All that crosses: tensors, symints and opaque objects, each as (forward node, backward placeholder)."""
+
+    user_outputs: list[Any]
+    tensors: list[SavedValue]
+    opaque: list[tuple[Any, Node]]
+    symints: list[tuple[Node, Node]]
+
+
+def boundary(fw: GraphModule, bw: GraphModule, num_fwd_outputs: int, static_inputs: Iterable[int] = ()) -> Boundary:
+    """Read what crosses from `fw` to `bw`.
+
+    Raises `UnsupportedGraphError` if the graphs don't follow AOTAutograd's calling convention.
+    """
+    outputs = list(fw.graph.output_node().args[0])  # type: ignore[arg-type]
+    user, saved = outputs[:num_fwd_outputs], outputs[num_fwd_outputs:]
+    placeholders = bw.graph.find_nodes(op="placeholder")
+    syms = [n for n in saved if isinstance(n, Node) and _is_sym(n)]
+    others = [n for n in saved if not (isinstance(n, Node) and _is_sym(n))]
+    if len(placeholders) < len(saved):
+        raise UnsupportedGraphError(
+            f"the forward saves {len(saved)} values but the backward takes {len(placeholders)} inputs; "
+            "expected one backward input for each"
+        )
+    bw_syms, bw_others = placeholders[: len(syms)], placeholders[len(syms) : len(saved)]
+
+    inputs = fw.graph.find_nodes(op="placeholder")
+    static = set(static_inputs)
+    input_storages = _storages(inputs)
+    static_storages = _storages(n for i, n in enumerate(inputs) if i in static)
+    output_storages = _storages(user)
+    numbers: dict[int, int] = {}
+    tensors, opaque = [], []
+    for fw_node, bw_node in zip(others, bw_others, strict=True):
+        value = fw_node.meta.get("val") if isinstance(fw_node, Node) else None
+        if not isinstance(value, torch.Tensor):
+            opaque.append((fw_node, bw_node))
+            continue
+        other = bw_node.meta.get("val")
+        if not isinstance(other, torch.Tensor) or other.dtype != value.dtype or other.dim() != value.dim():
+            raise UnsupportedGraphError(
+                f"saved tensor '{fw_node.name}' ({value.dtype}, {value.dim()}-d) meets backward input "
+                f"'{bw_node.name}' ({other!r}); expected the same tensor at the same position"
+            )
+        key = _storage(value)
+        row = SavedTensor(
+            name=fw_node.name,
+            op=_op_name(_producer(fw_node)),
+            shape=tuple(_dim(s) for s in value.shape),
+            dtype=value.dtype,
+            device=value.device,
+            nbytes=_storage_bytes(value),
+            storage=numbers.setdefault(key, len(numbers)),
+            module_path=_first(_module_path, fw_node, bw_node),
+            source_line=_first(_source_line, fw_node, bw_node),
+            backward_ops=tuple(dict.fromkeys(_op_name(u) for u in bw_node.users)),
+            is_input=key in input_storages,
+            is_output=key in output_storages,
+            is_static=key in static_storages,
+        )
+        tensors.append(SavedValue(fw_node, bw_node, row))
+    return Boundary(user, tensors, opaque, list(zip(syms, bw_syms, strict=True)))
+
+
+def _is_sym(node: Node) -> bool:
+    return isinstance(node.meta.get("val"), torch.SymInt | torch.SymFloat | torch.SymBool | int | float | bool)
+
+
+def _dim(size: Any) -> int:
+    return size if isinstance(size, int) else Dim(_compat.hint(size), _compat.expression(size))
+
+
+def _storage(value: torch.Tensor) -> int:
+    # a tensor without a storage (sparse) shares it with nobody
+    return _compat.storage_key(value) if value.layout is torch.strided else id(value)
+
+
+def _storages(nodes: Iterable[Any]) -> set[int]:
+    values = (n.meta.get("val") for n in nodes if isinstance(n, Node))
+    return {_storage(v) for v in values if isinstance(v, torch.Tensor)}
+
+
+def _storage_bytes(value: torch.Tensor) -> int:
+    if value.layout is not torch.strided:
+        return _compat.hint(value.numel()) * value.element_size()
+    return _compat.hint(value.untyped_storage().nbytes())
+
+
+def is_view(node: Node) -> bool:
+    """Whether `node` only looks at its first argument's storage."""
+    schema = getattr(node.target, "_schema", None)
+    return node.op == "call_function" and (
+        node.target is torch.ops.aten.detach.default
+        or (schema is not None and any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns))
+    )
+
+
+def _producer(node: Node) -> Node:
+    while node.op == "call_function" and node.args and isinstance(node.args[0], Node):
+        if not is_view(node) and "getitem" not in str(node.target):
+            break
+        node = node.args[0]
+    return node
+
+
+def _op_name(node: Node) -> str:
+    return "input" if node.op == "placeholder" else str(node.target) if node.op == "call_function" else node.op
+
+
+_FRAME = re.compile(r'File "(?P<file>[^"]*)", line (?P<line>\d+), in .*\n\s*(?P<code>.*)')
+
+
+def _first(read: Callable[[Node], str], fw_node: Node, bw_node: Node) -> str:
+    """What the node says itself; for a graph input, which says nothing, what its readers say."""
+    if fw_node.op != "placeholder":
+        return read(fw_node)
+    return next(filter(None, map(read, bw_node.users)), "")
+
+
+def _source_line(node: Node) -> str:
+    frames = list(_FRAME.finditer(node.meta.get("stack_trace") or ""))
+    if not frames:
+        return ""
+    last = frames[-1]
+    return f"{last['file'].rsplit('/', 1)[-1]}:{last['line']}: {last['code'].strip()}"
+
+
+def _module_path(node: Node) -> str:
+    stack: Any = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
+    return module_path(list(stack.values())[-1][0]) if stack else ""
+
+
+def module_path(raw: str) -> str:
+    """Dynamo's path of a module as the user writes it: `L['self']._modules['layers']._modules['0']` -> `layers.0`."""
+    path = re.sub(r"^L\[\'[^\']*\'\]", "", raw)
+    path = re.sub(r"(?:\._modules)?\[\'?([^\'\]]*)\'?\]", r".\1", path).strip(".")
+    return path.removeprefix("_orig_mod").strip(".")

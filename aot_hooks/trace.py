@@ -1,0 +1,324 @@
+"""A hook on one saved tensor: two flat, functional graphs.
+
+      saved tensor x                         leaves of pack's result            a tensor like x
+           |                                  (tensors, symbolic ints)                ^
+           +--[compact]--pack--[flatten]-->  q f8[n, m], s f32[n, 1]  --[unflatten]--unpack--[expand, restride]
+
+`trace_hook(hook, value, ...)` retraces both functions on the fake tensor that AOTAutograd holds for the value, so their
+Python control flow sees the true shape, dtype and device. What is neither a tensor nor symbolic (dtypes, numbers, None,
+constant tensors) is burned into unpack. Dimensions of stride 0 are packed once, not expanded. Strides of the saved
+tensor come back whatever unpack made.
+
+The contract is checked here: see `HookContractError`. Source: the idea of retracing for each saved tensor is that of
+torch's `saved_tensors_hooks` inlining (pytorch/pytorch#150032); the form is our own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch.fx import GraphModule, Interpreter, Node
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from . import _compat
+from .content import content
+from .errors import AotHooksError, HookContractError, HookTraceError
+from .hook import Hook
+
+__all__ = ["TracedHook", "canonical", "trace_hook"]
+
+
+@dataclass(frozen=True)
+class TracedHook:
+    """A hook's two graphs for one saved tensor.
+
+    `pack` maps the tensor to a tuple of the leaves that cross to the backward; `unpack` maps those leaves to a tuple of
+    one tensor. `identity` says that both give back what they were given: nothing to do.
+    """
+
+    pack: GraphModule
+    unpack: GraphModule
+    identity: bool
+
+
+def trace_hook(
+    hook: Hook, value: torch.Tensor, where: str, *, decompositions: dict[Any, Any] | None, twice: bool = False
+) -> TracedHook:
+    """Trace `hook` on `value`, a strided fake tensor.
+
+    Args:
+        where: the saved tensor in words, for messages.
+        decompositions: what ops are decomposed to (Inductor's table), or None to leave them.
+        twice: trace again and compare, to find hidden state.
+
+    Raises:
+        HookContractError, HookTraceError: with the hook, the saved tensor and the way out.
+    """
+    fake_mode = value.fake_mode  # type: ignore[attr-defined]
+    at = f"hook '{hook.name}' on saved {where}"
+    before = content(hook.pack, hook.unpack)
+    with _compat.no_new_unbacked(fake_mode) as made_unbacked, _compat.tracing_on_fakes(fake_mode):
+        traced = _trace(hook, value, at, decompositions, fake_mode)
+        if made_unbacked():
+            raise HookContractError(
+                f"{at}: a size depends on the values (as `nonzero` or `x[mask]` makes); expected sizes that follow from "
+                "the saved tensor's shape. Pack into a fixed size, or run the hook eagerly with Hook(..., eager=True)"
+            )
+        if content(hook.pack, hook.unpack) != before:
+            raise HookContractError(
+                f"{at}: tracing it changed something it closes over or a global it uses (a side effect); expected pure "
+                "functions, which are traced once and not called in each step. Take the side effect out, or run the "
+                "hook eagerly with Hook(..., eager=True)"
+            )
+        if twice:
+            again = _trace(hook, value, at, decompositions, fake_mode)
+            if (canonical(again.pack), canonical(again.unpack)) != (canonical(traced.pack), canonical(traced.unpack)):
+                raise HookContractError(
+                    f"{at}: two traces of it differ, so it depends on hidden state (a counter, Python's random, the "
+                    "time); expected pure functions of the tensor. Use torch's random functions, pass state as a tensor, "
+                    "or run the hook eagerly with Hook(..., eager=True)"
+                )
+    return traced
+
+
+def canonical(gm: GraphModule) -> str:
+    """The graph as text without names: equal for graphs that compute the same in the same order."""
+    position = {node: f"%{i}" for i, node in enumerate(gm.graph.nodes)}
+
+    def arg(a: Any) -> Any:
+        return pytree.tree_map_only(Node, position.__getitem__, a)
+
+    lines = []
+    for node in gm.graph.nodes:
+        target = "" if node.op in ("placeholder", "output", "get_attr") else str(node.target)
+        if node.op == "get_attr":
+            target = content(getattr(gm, str(node.target)))
+        lines.append(f"{position[node]} = {node.op} {target} {arg(node.args)} {arg(node.kwargs)}")
+    return "\n".join(lines)
+
+
+def _trace(
+    hook: Hook, value: torch.Tensor, at: str, decompositions: dict[Any, Any] | None, fake_mode: Any
+) -> TracedHook:
+    # a fresh tensor with the same sizes: a hook that mutates its argument must not reach the graph's own value
+    sample = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+    expanded = [d for d in range(value.dim()) if _is(value.stride(d), 0) and not _is(value.shape[d], 1)]
+    result: dict[str, Any] = {}
+
+    def compact(x: torch.Tensor) -> torch.Tensor:
+        for d in expanded:
+            x = x.narrow(d, 0, 1)  # a dimension of stride 0 holds one row
+        return x
+
+    def pack(x: torch.Tensor) -> list[Any]:
+        given = compact(x)
+        version = given._version
+        result["like"] = (given.shape, given.dtype, given.device)
+        packed = _call(hook.pack, given, f"{at}: pack")
+        if given._version != version:
+            raise HookContractError(
+                f"{at}: pack mutates its input in place; expected a pure function, because the forward goes on using "
+                "the tensor. Work on x.clone(), or use the out-of-place form of the op"
+            )
+        if packed is None:
+            raise HookContractError(f"{at}: pack returned None; expected the packed value. Is a `return` missing?")
+        leaves, result["rebuild"] = _flatten(packed)
+        if expanded:
+            leaves += [x.shape[d] for d in expanded]
+        crossing = [a for a in leaves if isinstance(a, torch.Tensor) or _is_symbolic(a)]
+        result["leaves"] = leaves
+        return crossing
+
+    pack_gm = _functional(pack, (sample,), decompositions)
+    crossing_nodes = list(pytree.tree_leaves(pack_gm.graph.output_node().args[0]))
+    leaves = list(result["leaves"])
+    slots: list[int] = []  # positions in `leaves` of what crosses
+    kept_nodes = []
+    at_leaf = [i for i, a in enumerate(leaves) if isinstance(a, torch.Tensor) or _is_symbolic(a)]
+    for i, node in zip(at_leaf, crossing_nodes, strict=True):
+        if not isinstance(node, Node):
+            leaves[i] = node  # tracing found a number
+        elif node.op == "get_attr":
+            leaves[i] = getattr(pack_gm, str(node.target))  # a constant needs no room between the graphs
+        else:
+            slots.append(i)
+            kept_nodes.append(node)
+    pack_gm.graph.output_node().args = (tuple(kept_nodes),)
+    _clean(pack_gm)
+
+    def unpack(*crossed: Any) -> list[torch.Tensor]:
+        full = list(leaves)
+        for i, a in zip(slots, crossed, strict=True):
+            full[i] = a
+        sizes = full[len(full) - len(expanded) :] if expanded else []
+        packed = result["rebuild"](full[: len(full) - len(expanded)])
+        out = _call(hook.unpack, packed, f"{at}: unpack")
+        _check_like(out, *result["like"], at)
+        if expanded:
+            shape = list(out.shape)
+            for d, size in zip(expanded, sizes, strict=True):
+                shape[d] = size
+            out = out.expand(shape)
+        return [_restride(out, value)]
+
+    samples = tuple(leaves[i] for i in slots)
+    unpack_gm = _functional(unpack, samples, decompositions)
+    _clean(unpack_gm)
+    for node in unpack_gm.graph.find_nodes(op="get_attr"):
+        if _compat.is_traced_value(getattr(unpack_gm, str(node.target))):
+            raise HookContractError(
+                f"{at}: unpack uses a tensor that pack did not return, or that is hidden in an object that is no "
+                "pytree; return every tensor in tuples, lists, dicts, or register the class with "
+                "torch.utils._pytree.register_pytree_node"
+            )
+    identity = _is_identity(pack_gm) and _is_identity(unpack_gm)
+    return TracedHook(pack_gm, unpack_gm, identity)
+
+
+def _call(fn: Any, argument: Any, at: str) -> Any:
+    try:
+        return fn(argument)
+    except AotHooksError:
+        raise
+    except _compat.data_dependent_errors() as e:
+        raise HookContractError(
+            f"{at} reads a value of the tensor (`.item()`, `if tensor`, a size that depends on values); expected control "
+            "flow on shape, dtype, device and size alone. Use torch.where, or run the hook eagerly with "
+            f"Hook(..., eager=True). Torch said: {_first_line(e)}"
+        ) from e
+    except Exception as e:
+        raise HookTraceError(
+            f"{at} raised {type(e).__name__}: {_first_line(e)} ({_line_in(fn, e)}); expected functions that can be "
+            "traced on this tensor. Mend it, exclude the tensor with a policy, or run the hook eagerly with "
+            "Hook(..., eager=True)"
+        ) from e
+
+
+def _first_line(e: BaseException) -> str:
+    return (str(e).strip() or type(e).__name__).splitlines()[0]
+
+
+def _line_in(fn: Any, e: BaseException) -> str:
+    """The innermost line of the traceback that stands in the hook's own file."""
+    code = getattr(fn, "__code__", None) or getattr(getattr(fn, "forward", None), "__code__", None)
+    file, tb, line = getattr(code, "co_filename", None), e.__traceback__, 0
+    while tb is not None:
+        if tb.tb_frame.f_code.co_filename == file:
+            line = tb.tb_lineno
+        tb = tb.tb_next
+    return f"{file.rsplit('/', 1)[-1]}:{line}" if file and line else f"in {fn!r}"
+
+
+def _flatten(packed: Any) -> tuple[list[Any], Any]:
+    """Leaves of a pytree, tensor subclasses taken apart, and a function that puts them together."""
+    tops, spec = pytree.tree_flatten(packed)
+    parts = [_flatten_subclass(a) for a in tops]
+    leaves = [a for part, _ in parts for a in part]
+
+    def rebuild(flat: list[Any]) -> Any:
+        it = iter(flat)
+        return pytree.tree_unflatten([make([next(it) for _ in part]) for part, make in parts], spec)
+
+    return leaves, rebuild
+
+
+def _flatten_subclass(a: Any) -> tuple[list[Any], Any]:
+    if not (isinstance(a, torch.Tensor) and _compat.is_traceable_subclass(a)):
+        return [a], lambda flat: flat[0]
+    names, context = a.__tensor_flatten__()  # type: ignore[attr-defined]
+    parts = [_flatten_subclass(getattr(a, name)) for name in names]
+    cls, size, stride = type(a), a.shape, a.stride()
+
+    def make(flat: list[Any]) -> Any:
+        it = iter(flat)
+        inner = {n: build([next(it) for _ in part]) for n, (part, build) in zip(names, parts, strict=True)}
+        return cls.__tensor_unflatten__(inner, context, size, stride)  # type: ignore[attr-defined]
+
+    return [x for part, _ in parts for x in part], make
+
+
+def _functional(fn: Any, args: tuple[Any, ...], decompositions: dict[Any, Any] | None) -> GraphModule:
+    with _compat.python_dispatcher():
+        gm = make_fx(fn, decomposition_table=decompositions)(*args)
+        if any(_mutates(n) for n in gm.graph.nodes):
+            # what mutates its own temporaries is made functional in a second trace, below any tensor subclass
+            again = torch.func.functionalize(Interpreter(gm).run, remove="mutations")
+            gm = make_fx(again, decomposition_table=decompositions)(*args)
+    return gm
+
+
+def _mutates(node: Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    return node.op == "call_function" and schema is not None and bool(schema.is_mutable)
+
+
+_ALIASES = (torch.ops.aten.detach.default, torch.ops.aten.alias.default, torch.ops.aten.lift_fresh_copy.default)
+
+
+def _clean(gm: GraphModule) -> None:
+    """Drop what has no meaning here (detach, alias) and what nobody uses; random ops that are used stay."""
+    for node in list(gm.graph.nodes):
+        if node.op == "call_function" and node.target in _ALIASES and isinstance(node.args[0], Node):
+            node.replace_all_uses_with(node.args[0])
+    for node in reversed(list(gm.graph.nodes)):
+        if node.op in ("call_function", "get_attr") and not node.users:
+            gm.graph.erase_node(node)
+    gm.graph.lint()
+    gm.recompile()
+
+
+def _is_identity(gm: GraphModule) -> bool:
+    nodes = list(gm.graph.nodes)
+    return len(nodes) == 2 and nodes[0].op == "placeholder" and pytree.tree_leaves(nodes[1].args) == [nodes[0]]
+
+
+def _is_symbolic(a: Any) -> bool:
+    return isinstance(a, torch.SymInt | torch.SymFloat | torch.SymBool)
+
+
+def _is(size: Any, number: int) -> bool:
+    """Whether a size is `number` for certain; adds no guard."""
+    return size == number if isinstance(size, int) else _compat.statically_known(size == number)
+
+
+def _check_like(out: Any, shape: Any, dtype: torch.dtype, device: torch.device, at: str) -> None:
+    wanted = f"one {dtype} tensor of shape {list(shape)} on {device}, like the saved one"
+    if not isinstance(out, torch.Tensor):
+        got = f"{len(out)} values in a {type(out).__name__}" if isinstance(out, tuple | list) else f"{type(out).__name__}"
+        raise HookContractError(f"{at}: unpack returned {got}; expected {wanted}")
+    problem = None
+    if _compat.is_traceable_subclass(out):
+        problem = f"a {type(out).__name__}; convert it to a plain tensor"
+    elif out.dtype != dtype:
+        problem = f"dtype {out.dtype}; pack the dtype too and end unpack with .to(dtype)"
+    elif out.device != device:
+        problem = f"device {out.device}; pack the device too and end unpack with .to(device)"
+    elif out.dim() != len(shape) or not all(_same_size(a, b) for a, b in zip(out.shape, shape, strict=True)):
+        problem = f"shape {list(out.shape)}; pack the shape too and end unpack with .view(shape)"
+    if problem:
+        raise HookContractError(f"{at}: unpack returned {problem}. Expected {wanted}")
+
+
+def _same_size(a: Any, b: Any) -> bool:
+    return _compat.statically_known(a == b) or bool(a == b)
+
+
+def _restride(out: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """`out` with the memory order of `like`, which the backward's views were built on."""
+    if all(_is_same(a, b) for a, b in zip(out.stride(), like.stride(), strict=True)):
+        return out
+    dims = [d for d in range(like.dim()) if not _is(like.stride(d), 0) and not _is(like.shape[d], 1)]
+    if not dims or like.numel() == 0:
+        return out
+    order = sorted(range(like.dim()), key=lambda d: (-_compat.hint(like.stride(d)), d))
+    back = [order.index(d) for d in range(like.dim())]
+    if order == list(range(like.dim())):
+        return out.contiguous()
+    return out.permute(order).contiguous().permute(back)
+
+
+def _is_same(a: Any, b: Any) -> bool:
+    return a == b if isinstance(a, int) and isinstance(b, int) else _compat.statically_known(a == b)
