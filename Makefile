@@ -45,6 +45,7 @@ clean:  ## remove environments, caches and outputs
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(READY): pyproject.toml $(PINS)
+	@echo "installing torch $(TORCH) and the tools into $(VENV), once"
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet "torch==$(TORCH)" $(addprefix -c ,$(PINS)) -e ".[test,lint,plot,report]"
 	touch $@
