@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import GraphModule, Node
 
 from .errors import UnsupportedTorchError
 
@@ -33,7 +33,7 @@ SYMBOLS = {
     "torch._dynamo.comptime.comptime": "contexts inside a compiled function",
     "torch._dynamo.assume_constant_result": "contexts inside a compiled function",
     "torch._dynamo.source.Source": "contexts inside a compiled function",
-    "torch._guards.install_guard": "recompiling when a hook inside a compiled function changes",
+    "torch._dynamo.guards.install_guard": "recompiling when a hook inside a compiled function changes",
     "torch._dynamo.backends.common.aot_autograd": "options['inner'] = 'aten'",
     "torch._functorch.partitioners.min_cut_rematerialization_partition": "the partition that is rewritten",
     "torch._functorch.config.enable_autograd_cache": "keeping torch's cache away from graphs it has no key for",
@@ -47,6 +47,7 @@ SYMBOLS = {
     "torch._subclasses.fake_tensor.DataDependentOutputException": "telling a hook that reads values",
     "torch._dispatch.python.enable_python_dispatcher": "tracing hooks on symbolic sizes",
     "torch._ops.HigherOrderOperator": "hooks that hold higher-order ops",
+    "torch.utils._pytree": "what pack may return",
     "torch._logging.trace_structured": "graphs in torch's structured trace",
     "torch._subclasses.fake_tensor.FakeTensor": "telling fake tensors from real ones",
     "torch.fx.graph._BoxedCodeGen": "options['inner'] = 'aten'",
@@ -180,7 +181,7 @@ def install_content_guard(variable: Any, digest_of: Callable[[Any], str]) -> tup
         text = [f"aot_hooks content of {guard.name if isinstance(guard.name, str) else guard.name()} == {expected}"]
         manager.add_lambda_guard(lambda now: digest_of(now) == expected, text, guard.user_stack)
 
-    need("torch._guards.install_guard")(source.make_guard(create))
+    need("torch._dynamo.guards.install_guard")(source.make_guard(create))
     return value, True
 
 
@@ -189,12 +190,16 @@ def local_variable(context: Any, name: str) -> Any:
     return context.get_local(name)._i_will_not_complain_if_bc_breaks_VariableTracker()
 
 
+MODULE_CALL = torch.nn.Module._call_impl.__code__  # frames of this code are modules being called
+
+
 comptime = need("torch._dynamo.comptime.comptime")
 assume_constant_result = need("torch._dynamo.assume_constant_result")
 
 
 # --- tracing hooks ---------------------------------------------------------------------------------------------------
 
+pytree = need("torch.utils._pytree")
 FakeTensor = need("torch._subclasses.fake_tensor.FakeTensor")
 HigherOrderOperator = need("torch._ops.HigherOrderOperator")
 
@@ -251,7 +256,7 @@ def is_traceable_subclass(x: Any) -> bool:
 
 def storage_key(x: torch.Tensor) -> int:
     """Identity of the storage of `x`, also for fake tensors, as long as `x` lives."""
-    return x.untyped_storage()._cdata
+    return int(x.untyped_storage()._cdata)
 
 
 def data_dependent_errors() -> tuple[type[BaseException], ...]:
@@ -409,8 +414,8 @@ def compile_wrapper_of(compiled: Any) -> Any:
         names = getattr(getattr(fn, "__code__", None), "co_freevars", ())
         closure = {n: c.cell_contents for n, c in zip(names, cells, strict=True) if c.cell_contents is not None}
         backend = closure.get("callback") or getattr(closure.get("self"), "callback", None)
-    while hasattr(backend, "_torchdynamo_orig_backend"):
-        backend = backend._torchdynamo_orig_backend
+    while (inner := getattr(backend, "_torchdynamo_orig_backend", None)) is not None:
+        backend = inner
     return backend if type(backend).__name__ == "_TorchCompileWrapper" else None
 
 

@@ -111,7 +111,7 @@ def last_plans(compiled: Callable[..., Any]) -> tuple[Plan, ...]:
 
 
 def reset() -> None:
-    """Forget plans and interned settings; compiled functions stay as they are. Also called by `torch._dynamo.reset()`."""
+    """Forget plans and interned settings; compiled functions stay as they are. `torch._dynamo.reset()` calls it."""
     _plans.clear()
     context.forget()
 
@@ -147,7 +147,9 @@ def aot_hooks(
     wrapper = _compat.calling_compile_wrapper()
     parsed = Options.parse(options)
     if parsed.cudagraphs:
-        raise OptionError("options['cudagraphs'] is not available yet; use mode='reduce-overhead' for torch's own trees")
+        raise OptionError(
+            "options['cudagraphs'] is not available yet; use mode='reduce-overhead' for torch's own trees"
+        )
     patches = _inductor_patches(parsed, mode)
     setting, alive = context.ambient()
     inlined_here = alive is not None
@@ -241,5 +243,3 @@ def _compile(
     if partition is not None:
         patches = patches | {"custom_partitioner_fn": _compat.inductor_partitioner(partition, f"aot_hooks {key}")}
     return _compat.compile_inductor(gm, inputs, patches)
-
-

@@ -230,7 +230,9 @@ def _code_text(code: types.CodeType, outermost: bool) -> str:
         elif isinstance(const, str) and ("<locals>" in const or const == code.co_name):
             consts.append("name of a function")
         else:
-            consts.append(f"{type(const).__name__}:{sorted(map(repr, const)) if isinstance(const, frozenset) else repr(const)}")
+            consts.append(
+                f"{type(const).__name__}:{sorted(map(repr, const)) if isinstance(const, frozenset) else repr(const)}"
+            )
     # an inner function may be called with keywords, so there its parameters' names count
     parameters = () if outermost else code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
     head = (code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount, code.co_flags, code.co_names, parameters)

@@ -1,11 +1,11 @@
 """What the user says, and where it is in force.
 
-      with saved_tensors_hooks(pack, unpack):        around a compiled call: a pair of GraphModules on torch's own stack,
-          loss = compiled(x)                          one pair for one content, so Dynamo's guard on identity is a guard
-                                                      on content. Eager parts call the pair (see eager.py).
-      def f(x):                                      inside a compiled function: the key of the setting on the nodes of
-          with saved_tensors_hooks(pack, unpack):     the region (`torch.fx.traceback.annotate`), guarded by content.
-              ...
+      with saved_tensors_hooks(pack, unpack):       around a compiled call: a pair of GraphModules on torch's own
+          loss = compiled(x)                         stack, one pair for one content, so Dynamo's guard on identity is
+                                                     a guard on content. Eager parts call the pair (see eager.py).
+      def f(x):                                     inside a compiled function: the key of the setting on the nodes
+          with saved_tensors_hooks(pack, unpack):    of the region (`torch.fx.traceback.annotate`), guarded by
+              ...                                    content.
 
 Contexts nest, the innermost wins; they are thread-local because torch's stack is.
 """
@@ -34,8 +34,8 @@ __all__ = ["EagerPack", "Pair", "ambient", "forget", "regions", "saved_tensors_h
 class Pair:
     """The two GraphModules that stand for one setting on torch's stack.
 
-    Dynamo guards them by identity. A compiled graph holds its pair, so an id is never reused while a guard looks for it;
-    otherwise a pair lives as long as somebody uses it, and the last few in any case.
+    Dynamo guards them by identity. A compiled graph holds its pair, so an id is never reused while a guard looks for
+    it; otherwise a pair lives as long as somebody uses it, and the last few in any case.
     """
 
     def __init__(self, setting: Setting) -> None:
@@ -59,7 +59,7 @@ def _module(name: str, call: Callable[[Any], Any]) -> GraphModule:
     graph.output(graph.placeholder("x"))
     module = GraphModule(torch.nn.Module(), graph, class_name=name)
     # eager autograd calls the module; the graph is there for torch's tools, which want one they can read
-    type(module).__call__ = lambda self, x: call(x)
+    setattr(type(module), "__call__", lambda _, x: call(x))  # noqa: B010
     return module
 
 
@@ -216,7 +216,7 @@ def _note_policy(context: Any) -> None:
     _note(context, ("policy", "scope"), _setting_of_policy)
 
 
-@_compat.assume_constant_result
+@_compat.assume_constant_result  # type: ignore[untyped-decorator]
 def _noted_key() -> str:
     return _noted.pop()
 

@@ -21,11 +21,10 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
-from types import CodeType, FrameType
+from types import FrameType
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from . import _compat
@@ -51,7 +50,7 @@ class Kept:
         self.packed: Any = None
         self.state = "kept"  # kept | waiting | due | packed
         self.watch: Any = None
-        self.like = (x.shape, x.dtype, x.device, x.stride())
+        self.like = (x.shape, x.dtype, x.device)
 
 
 class _Local(threading.local):
@@ -62,7 +61,6 @@ class _Local(threading.local):
 
 
 _local = _Local()
-_CALL_IMPL: CodeType = torch.nn.Module._call_impl.__code__
 
 
 def pack_eager(setting: Setting, x: torch.Tensor) -> Any:
@@ -72,15 +70,13 @@ def pack_eager(setting: Setting, x: torch.Tensor) -> Any:
     settle()
     outermost = _outermost_frame()
     hook = _choose(setting, x, outermost)
-    key = (_compat.storage_key(x), x.storage_offset(), x.shape, x.stride(), x.dtype, x._version, hook) if hook is not KEEP else None
-    if key is not None:
-        known = _local.seen.get(key)
-        kept = known() if known is not None else None
-        if kept is not None:
-            return kept
-    kept = Kept(x, hook)
     if hook is KEEP:
+        return Kept(x, hook)
+    key = (_compat.storage_key(x), x.storage_offset(), x.shape, x.stride(), x.dtype, x._version, hook)
+    known = _local.seen.get(key)
+    if known is not None and (kept := known()) is not None:
         return kept
+    kept = Kept(x, hook)
     _local.seen[key] = weakref.ref(kept, lambda _: _local.seen.pop(key, None))
     call = _local.call
     if call is not None:
@@ -105,7 +101,8 @@ def unpack_eager(kept: Any) -> torch.Tensor:
     if kept.raw._version != kept.version:
         raise RuntimeError(
             "one of the variables needed for gradient computation has been modified by an inplace operation: "
-            f"[{kept.raw.dtype} {list(kept.raw.shape)}] is at version {kept.raw._version}; expected version {kept.version}"
+            f"[{kept.raw.dtype} {list(kept.raw.shape)}] is at version {kept.raw._version}; "
+            f"expected version {kept.version}"
         )
     return kept.raw
 
@@ -139,6 +136,9 @@ def _wait(kept: Kept, x: torch.Tensor) -> None:
     _local.waiting.append(ref)
 
 
+_COMPILED_CALLS = ("compile_wrapper", "_fn", "__call__")
+
+
 def _outermost_frame() -> FrameType | None:
     """The frame of the outermost `nn.Module.__call__` or compiled function on this thread's stack."""
     frame: FrameType | None = sys._getframe(1)
@@ -146,7 +146,9 @@ def _outermost_frame() -> FrameType | None:
     boundary = _compat.eval_frame_file()
     while frame is not None:
         code = frame.f_code
-        if code is _CALL_IMPL or (code.co_filename == boundary and code.co_name in ("compile_wrapper", "_fn", "__call__")):
+        if code is _compat.MODULE_CALL or (
+            code.co_filename == boundary and code.co_name in ("compile_wrapper", "_fn", "__call__")
+        ):
             found = frame
         frame = frame.f_back
     return found
@@ -180,7 +182,7 @@ def _choose(setting: Setting, x: torch.Tensor, outermost: FrameType | None) -> H
 
 def _given(frame: FrameType) -> set[int]:
     local = frame.f_locals
-    tensors = pytree.tree_leaves((local.get("args", ()), local.get("kwargs", {})))
+    tensors = _compat.pytree.tree_leaves((local.get("args", ()), local.get("kwargs", {})))
     return {_compat.storage_key(t) for t in tensors if isinstance(t, torch.Tensor) and t.layout is torch.strided}
 
 
@@ -205,7 +207,7 @@ def _row(x: torch.Tensor) -> SavedTensor:
 
 
 def _at(kept: Kept) -> str:
-    shape, dtype, _, _ = kept.like
+    shape, dtype, _ = kept.like
     return f"hook '{kept.hook.name}' on saved {str(dtype).removeprefix('torch.')}{list(shape)} (eager)"
 
 
@@ -215,23 +217,30 @@ def _pack(kept: Kept) -> None:
     if raw._version != kept.version:
         kept.state = "kept"  # changed in place since: reading it in the backward is the error it is without hooks
         return
-    compact, expanded = raw, [d for d, (n, s) in enumerate(zip(raw.shape, raw.stride(), strict=True)) if s == 0 and n > 1]
+    compact, expanded = (
+        raw,
+        [d for d, (n, s) in enumerate(zip(raw.shape, raw.stride(), strict=True)) if s == 0 and n > 1],
+    )
     for d in expanded:
         compact = compact.narrow(d, 0, 1)
     packed = _run(kept.hook.pack, compact, f"{_at(kept)}: pack")
     if raw._version != kept.version:
-        raise HookContractError(f"{_at(kept)}: pack mutates its input in place; expected a pure function. Use x.clone()")
+        raise HookContractError(
+            f"{_at(kept)}: pack mutates its input in place; expected a pure function. Use x.clone()"
+        )
     if packed is None:
         raise HookContractError(f"{_at(kept)}: pack returned None; expected the packed value. Is a `return` missing?")
     kept.packed, kept.raw, kept.state = (packed, compact.shape), None, "packed"
 
 
 def _unpack(kept: Kept) -> torch.Tensor:
-    shape, dtype, device, stride = kept.like
+    shape, dtype, device = kept.like
     packed, compact = kept.packed
     out = _run(kept.hook.unpack, packed, f"{_at(kept)}: unpack")
     if not isinstance(out, torch.Tensor):
-        raise HookContractError(f"{_at(kept)}: unpack returned {type(out).__name__}; expected a tensor like the saved one")
+        raise HookContractError(
+            f"{_at(kept)}: unpack returned {type(out).__name__}; expected a tensor like the saved one"
+        )
     if (out.shape, out.dtype, out.device) != (compact, dtype, device):
         raise HookContractError(
             f"{_at(kept)}: unpack returned {out.dtype}{list(out.shape)} on {out.device}; expected "
@@ -255,7 +264,9 @@ class CompiledCall:
     what it was given and what it gives back is told by storage."""
 
     def __init__(self, args: Any) -> None:
-        tensors = [a for a in pytree.tree_leaves(args) if isinstance(a, torch.Tensor) and a.layout is torch.strided]
+        tensors = [
+            a for a in _compat.pytree.tree_leaves(args) if isinstance(a, torch.Tensor) and a.layout is torch.strided
+        ]
         self.given = {_compat.storage_key(a) for a in tensors}
         self.saved: list[Kept] = []
 
@@ -268,7 +279,9 @@ class CompiledCall:
 
     def returned(self, out: Any) -> None:
         """Pack what was saved and not returned."""
-        tensors = [a for a in pytree.tree_leaves(out) if isinstance(a, torch.Tensor) and a.layout is torch.strided]
+        tensors = [
+            a for a in _compat.pytree.tree_leaves(out) if isinstance(a, torch.Tensor) and a.layout is torch.strided
+        ]
         outputs = {_compat.storage_key(a) for a in tensors}
         for kept in self.saved:
             if kept.raw is not None and _compat.storage_key(kept.raw) in outputs:

@@ -7,8 +7,8 @@
         ...                                       g2 = mul(g1, x')           # the first use
         return y, q, s    # where x was
 
-`inline(fw, bw, boundary, units, ...)` edits both graphs in place, lints and recompiles them. New symbolic ints go to the
-end of the forward's outputs and before the first tensor of the backward's inputs; one expression crosses once. AOTAutograd
+`inline(fw, bw, boundary, units)` edits both graphs in place, lints and recompiles them. New symbolic ints go to the end
+of the forward's outputs and before the first tensor of the backward's inputs; one expression crosses once. AOTAutograd
 counts symints and looks for donated buffers after this, on `meta["val"]`, so every node that is put in gets a value of
 its own, propagated from the node it stands on.
 """
@@ -173,7 +173,12 @@ def _clean_name(name: str) -> str:
 
 
 def _cross(
-    bw: GraphModule, value: SavedValue, i: int, leaf: Node, pairs: list[tuple[Node, Node]], added: list[tuple[Node, Node]]
+    bw: GraphModule,
+    value: SavedValue,
+    i: int,
+    leaf: Node,
+    pairs: list[tuple[Node, Node]],
+    added: list[tuple[Node, Node]],
 ) -> Node:
     """The backward's input for a forward node: the one that has it already, or a new one at its place."""
     val = leaf.meta["val"]
@@ -204,8 +209,8 @@ def _expr(value: Any) -> str:
 def _read_from(
     bw: GraphModule, out: Node, readers: list[Node], members: list[SavedValue], place: dict[Node, int], first: Node
 ) -> None:
-    """Make `readers` read the unpacked node `out` instead of the placeholders of `members`; further members are views."""
-    head, *views = members
+    """Make `readers` read the unpacked `out` instead of the placeholders of `members`; all but the first are views."""
+    head = members[0]
     wanted = set(readers)
     base: Node | None = None
     for member in members:
@@ -214,11 +219,16 @@ def _read_from(
             with bw.graph.inserting_before(first):
                 if base is None:
                     # a copy of its own: as_strided counts from the start of the storage
-                    base = _call(bw.graph, torch.ops.aten.clone.default, (out,), {"memory_format": torch.preserve_format})
+                    base = _call(
+                        bw.graph, torch.ops.aten.clone.default, (out,), {"memory_format": torch.preserve_format}
+                    )
                 like = member.value
                 offset = like.storage_offset() - head.value.storage_offset()
                 source = _call(
-                    bw.graph, torch.ops.aten.as_strided.default, (base, list(like.shape), list(like.stride()), offset), {}
+                    bw.graph,
+                    torch.ops.aten.as_strided.default,
+                    (base, list(like.shape), list(like.stride()), offset),
+                    {},
                 )
         for reader in list(member.bw_node.users):
             if reader in wanted:
@@ -245,8 +255,8 @@ def _set_outputs(
 ) -> None:
     output = fw.graph.output_node()
     old = list(output.args[0])  # type: ignore[arg-type]
-    descs = output.meta.get("desc")
-    by_node: dict[Any, Any] = dict(zip(old, descs, strict=True)) if descs and len(descs) == len(old) else {}
+    descs = output.meta.get("desc") or []
+    by_node: dict[Any, Any] = dict(zip(old, descs, strict=True)) if len(descs) == len(old) else {}
     saved: list[Any] = []
     for value in boundary.tensors:
         saved += [node for node, _ in crossing.get(value.bw_node, [(value.fw_node, value.bw_node)])]

@@ -125,8 +125,8 @@ def _choose(value: SavedValue, ambient: Setting | None, regions: Mapping[str, Se
                 hook, reason = KEEP, declined
             if hook.eager:
                 raise OptionError(
-                    f"hook '{hook.name}' is to run eagerly, but a region inside a compiled function or a policy chose it "
-                    f"for saved {value.row.describe()}, where only traced hooks can go; put the context around the "
+                    f"hook '{hook.name}' is to run eagerly, but a region inside a compiled function or a policy chose "
+                    f"it for saved {value.row.describe()}, where only traced hooks can go; put the context around the "
                     "compiled call"
                 )
         uses.setdefault(hook, []).append(reader)

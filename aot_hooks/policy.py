@@ -59,7 +59,8 @@ class Setting:
             raise PolicyError(f"policy '{name}' raised {type(e).__name__}: {e} on saved {saved.describe()}") from e
         if not isinstance(hook, Hook):
             raise PolicyError(
-                f"policy '{name}' answered {hook!r} for saved {saved.describe()}; expected a Hook (aot_hooks.KEEP to leave it)"
+                f"policy '{name}' answered {hook!r} for saved {saved.describe()}; expected a Hook "
+                "(aot_hooks.KEEP to leave it)"
             )
         return hook
 

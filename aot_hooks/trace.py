@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch.fx import GraphModule, Interpreter, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -64,8 +63,9 @@ def trace_hook(
         traced = _trace(hook, value, at, decompositions, fake_mode)
         if made_unbacked():
             raise HookContractError(
-                f"{at}: a size depends on the values (as `nonzero` or `x[mask]` makes); expected sizes that follow from "
-                "the saved tensor's shape. Pack into a fixed size, or run the hook eagerly with Hook(..., eager=True)"
+                f"{at}: a size depends on the values (as `nonzero` or `x[mask]` makes); expected sizes that follow "
+                "from the saved tensor's shape. Pack into a fixed size, or run the hook eagerly with "
+                "Hook(..., eager=True)"
             )
         if content(hook.pack, hook.unpack) != before:
             raise HookContractError(
@@ -78,8 +78,8 @@ def trace_hook(
             if (canonical(again.pack), canonical(again.unpack)) != (canonical(traced.pack), canonical(traced.unpack)):
                 raise HookContractError(
                     f"{at}: two traces of it differ, so it depends on hidden state (a counter, Python's random, the "
-                    "time); expected pure functions of the tensor. Use torch's random functions, pass state as a tensor, "
-                    "or run the hook eagerly with Hook(..., eager=True)"
+                    "time); expected pure functions of the tensor. Use torch's random functions, pass state as a "
+                    "tensor, or run the hook eagerly with Hook(..., eager=True)"
                 )
     return traced
 
@@ -89,7 +89,7 @@ def canonical(gm: GraphModule) -> str:
     position = {node: f"%{i}" for i, node in enumerate(gm.graph.nodes)}
 
     def arg(a: Any) -> Any:
-        return pytree.tree_map_only(Node, position.__getitem__, a)
+        return _compat.pytree.tree_map_only(Node, position.__getitem__, a)
 
     lines = []
     for node in gm.graph.nodes:
@@ -133,7 +133,7 @@ def _trace(
         return crossing
 
     pack_gm = _functional(pack, (sample,), decompositions)
-    crossing_nodes = list(pytree.tree_leaves(pack_gm.graph.output_node().args[0]))
+    crossing_nodes = list(_compat.pytree.tree_leaves(pack_gm.graph.output_node().args[0]))
     leaves = list(result["leaves"])
     slots: list[int] = []  # positions in `leaves` of what crosses
     kept_nodes = []
@@ -156,12 +156,13 @@ def _trace(
         sizes = full[len(full) - len(expanded) :] if expanded else []
         packed = result["rebuild"](full[: len(full) - len(expanded)])
         out = _call(hook.unpack, packed, f"{at}: unpack")
-        _check_like(out, *result["like"], at)
+        shape, dtype, device = result["like"]
+        _check_like(out, shape, dtype, device, at)
         if expanded:
-            shape = list(out.shape)
+            full_shape = list(out.shape)
             for d, size in zip(expanded, sizes, strict=True):
-                shape[d] = size
-            out = out.expand(shape)
+                full_shape[d] = size
+            out = out.expand(full_shape)
         return [_restride(out, value)]
 
     samples = tuple(leaves[i] for i in slots)
@@ -172,7 +173,7 @@ def _trace(
             raise HookContractError(
                 f"{at}: unpack uses a tensor that pack did not return, or that is hidden in an object that is no "
                 "pytree; return every tensor in tuples, lists, dicts, or register the class with "
-                "torch.utils._pytree.register_pytree_node"
+                "torch.utils.__compat.pytree.register_pytree_node"
             )
     identity = _is_identity(pack_gm) and _is_identity(unpack_gm)
     return TracedHook(pack_gm, unpack_gm, identity)
@@ -185,8 +186,8 @@ def _call(fn: Any, argument: Any, at: str) -> Any:
         raise
     except _compat.data_dependent_errors() as e:
         raise HookContractError(
-            f"{at} reads a value of the tensor (`.item()`, `if tensor`, a size that depends on values); expected control "
-            "flow on shape, dtype, device and size alone. Use torch.where, or run the hook eagerly with "
+            f"{at} reads a value of the tensor (`.item()`, `if tensor`, a size that depends on values); expected "
+            "control flow on shape, dtype, device and size alone. Use torch.where, or run the hook eagerly with "
             f"Hook(..., eager=True). Torch said: {_first_line(e)}"
         ) from e
     except Exception as e:
@@ -214,13 +215,13 @@ def _line_in(fn: Any, e: BaseException) -> str:
 
 def _flatten(packed: Any) -> tuple[list[Any], Any]:
     """Leaves of a pytree, tensor subclasses taken apart, and a function that puts them together."""
-    tops, spec = pytree.tree_flatten(packed)
+    tops, spec = _compat.pytree.tree_flatten(packed)
     parts = [_flatten_subclass(a) for a in tops]
     leaves = [a for part, _ in parts for a in part]
 
     def rebuild(flat: list[Any]) -> Any:
         it = iter(flat)
-        return pytree.tree_unflatten([make([next(it) for _ in part]) for part, make in parts], spec)
+        return _compat.pytree.tree_unflatten([make([next(it) for _ in part]) for part, make in parts], spec)
 
     return leaves, rebuild
 
@@ -272,7 +273,7 @@ def _clean(gm: GraphModule) -> None:
 
 def _is_identity(gm: GraphModule) -> bool:
     nodes = list(gm.graph.nodes)
-    return len(nodes) == 2 and nodes[0].op == "placeholder" and pytree.tree_leaves(nodes[1].args) == [nodes[0]]
+    return len(nodes) == 2 and nodes[0].op == "placeholder" and _compat.pytree.tree_leaves(nodes[1].args) == [nodes[0]]
 
 
 def _is_symbolic(a: Any) -> bool:
@@ -287,7 +288,9 @@ def _is(size: Any, number: int) -> bool:
 def _check_like(out: Any, shape: Any, dtype: torch.dtype, device: torch.device, at: str) -> None:
     wanted = f"one {dtype} tensor of shape {list(shape)} on {device}, like the saved one"
     if not isinstance(out, torch.Tensor):
-        got = f"{len(out)} values in a {type(out).__name__}" if isinstance(out, tuple | list) else f"{type(out).__name__}"
+        got = (
+            f"{len(out)} values in a {type(out).__name__}" if isinstance(out, tuple | list) else f"{type(out).__name__}"
+        )
         raise HookContractError(f"{at}: unpack returned {got}; expected {wanted}")
     problem = None
     if _compat.is_traceable_subclass(out):

@@ -8,10 +8,10 @@
       x'    = +-inf where q is +-INF, else q * scale        # NaN is NaN in both formats
 
 TOP is the format's second largest number (e4m3: 416 of 448), so that no finite value is ever taken for an infinity:
-attention masks hold -inf, and e4m3 has none. Error: e4m3 has 3 mantissa bits, so at most 2**-4 of the value, plus scale *
-2**-10 (half its smallest step) near zero; e5m2 2**-3 and scale * 2**-17. Half the bytes of bfloat16, a quarter of float32.
+attention masks hold -inf, and e4m3 has none. Error: e4m3 has 3 mantissa bits, so at most 2**-4 of the value, plus
+scale * 2**-10 (half its smallest step) near zero; e5m2 2**-3 and scale * 2**-17. Half the bytes of bfloat16.
 
-Sources: Micikevicius et al., "FP8 Formats for Deep Learning" (arXiv:2209.05433); COAT (arXiv:2410.19313) for activations.
+Sources: Micikevicius et al., "FP8 Formats for Deep Learning" (arXiv:2209.05433); COAT (arXiv:2410.19313).
 """
 
 from __future__ import annotations
@@ -74,12 +74,13 @@ def _in_blocks(x: torch.Tensor) -> torch.Tensor:
     rest = -x.shape[-1] % _BLOCK
     if rest != 0:
         x = torch.nn.functional.pad(x, (0, rest))
-    return x.unflatten(-1, (x.shape[-1] // _BLOCK, _BLOCK))
+    blocks: torch.Tensor = x.unflatten(-1, (x.shape[-1] // _BLOCK, _BLOCK))
+    return blocks
 
 
 def _from_blocks(y: torch.Tensor, shape: Any) -> torch.Tensor:
     y = y.flatten(-2)
-    return y if y.shape[-1] == shape[-1] else y[..., : shape[-1]]
+    return y if y.shape[-1] == shape[-1] else y.narrow(-1, 0, shape[-1])
 
 
 @dataclass(frozen=True)
@@ -103,7 +104,7 @@ def is_statistic(saved: SavedTensor) -> bool:
     return "scaled_dot_product" in saved.op and len(saved.shape) == 3 and saved.dtype is torch.float32
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def float8(dtype: torch.dtype = torch.float8_e4m3fn, scaling: str = "rowwise") -> Hook:
     """Store floating-point tensors (bfloat16, float16, float32) in 8 bits.
 
@@ -112,9 +113,9 @@ def float8(dtype: torch.dtype = torch.float8_e4m3fn, scaling: str = "rowwise") -
         scaling: one float32 scale for the "tensorwise" whole, for each row along the last dimension ("rowwise"), or for
             each block of 128 along it ("blockwise").
 
-    Relative error of a value: at most 2**-4 (e4m3) or 2**-3 (e5m2), plus half the format's smallest step times the scale
-    near zero. Infinities and NaN come back as they were. Integers, 0-d and empty tensors, rows too short to gain and
-    log-sum-exp statistics are left as they are.
+    Relative error of a value: at most 2**-4 (e4m3) or 2**-3 (e5m2), plus half the format's smallest step times the
+    scale near zero. Infinities and NaN come back as they were. Integers, 0-d and empty tensors, rows too short to
+    gain and log-sum-exp statistics are left as they are.
 
     Raises:
         OptionError: for another dtype or scaling.
