@@ -40,6 +40,9 @@ SYMBOLS = {
     "torch._inductor.compile_fx.compile_fx": "options['inner'] = 'inductor'",
     "torch._inductor.config.custom_partitioner_fn": "options['inner'] = 'inductor'",
     "torch._inductor.custom_graph_pass.CustomPartitionerFn": "options['inner'] = 'inductor'",
+    "torch._inductor.compile_fx.compile_fx_inner": "options['inner'] = 'inductor'",
+    "torch._inductor.choices.InductorChoices": "kernels that pack without holding memory",
+    "torch._inductor.virtualized.V": "kernels that pack without holding memory",
     "torch._inductor.list_mode_options": "mode=",
     "torch._inductor.decomposition.select_decomp_table": "tracing hooks for Inductor",
     "torch._inductor.fx_passes.replace_random.replace_random_passes": "random hooks under Inductor",
@@ -335,9 +338,89 @@ def inductor_config_keys() -> set[str]:
 
 
 def compile_inductor(gm: GraphModule, inputs: Sequence[Any], patches: dict[str, Any]) -> Callable[..., Any]:
+    """What stock torch calls, with the same arguments."""
     compile_fx = need("torch._inductor.compile_fx.compile_fx")
     compiled: Callable[..., Any] = compile_fx(gm, inputs, config_patches=patches or None)
     return compiled
+
+
+def compile_inductor_with_hooks(gm: GraphModule, inputs: Sequence[Any], patches: dict[str, Any]) -> Callable[..., Any]:
+    """Inductor with its heuristics adapted to graphs that pack, see `_choices`. Stock heuristics without them."""
+    compile_fx = need("torch._inductor.compile_fx.compile_fx")
+    inner = need("torch._inductor.compile_fx.compile_fx_inner")
+    handler = need("torch._inductor.virtualized.V").set_choices_handler
+
+    def inner_compile(*args: Any, **kwargs: Any) -> Any:
+        with handler(_choices()):
+            return inner(*args, **kwargs)
+
+    # a buffer that waits for its reuse is a buffer that is alive: the backward of a transformer block held 0.4 GiB
+    patches = {"allow_buffer_reuse": False} | patches
+    compiled: Callable[..., Any] = compile_fx(gm, inputs, inner_compile=inner_compile, config_patches=patches)
+    return compiled
+
+
+_ALONE = "aot_hooks_alone"
+_PERSISTENT_NUMBERS = 8192  # of one row over all reductions of a kernel; a row of 14336 was 16% slower so
+
+
+def mark_alone(nodes: Sequence[Node], name: str) -> None:
+    """Keep Inductor from fusing `nodes` with any but each other."""
+    for node in nodes:
+        node.meta[_ALONE] = name
+
+
+def _group(scheduler_node: Any) -> str | None:
+    """The mark of the graph nodes behind a scheduler node."""
+    for part in scheduler_node.get_nodes():
+        for origin in getattr(getattr(part, "node", None), "origins", ()):
+            if _ALONE in origin.meta:
+                return str(origin.meta[_ALONE])
+    return None
+
+
+def _packs(features: Any) -> bool:
+    return any(
+        PACKED_ROW in origin.meta
+        for node in features.scheduler_nodes()
+        for origin in getattr(getattr(node, "node", None), "origins", ())
+    )
+
+
+PACKED_ROW = "aot_hooks_node"  # on nodes that a hook put into the graph
+
+
+@functools.cache
+def _choices() -> Any:
+    """Inductor's heuristics (`InductorChoices` is torch's place to override them), changed where hooks stand.
+
+    - What is marked alone is fused with its own kind only.
+    - A row that is reduced for its scale and then read again stays in registers up to 8192 elements, not 1024.
+    """
+    base = need("torch._inductor.choices.InductorChoices")
+
+    class Choices(base):  # type: ignore[misc, valid-type]
+        @staticmethod
+        def can_fuse(scheduler: Any, node1: Any, node2: Any, shared_data_score: int) -> bool:
+            if _group(node1) != _group(node2):
+                return False
+            return bool(base.can_fuse(scheduler, node1, node2, shared_data_score))
+
+        @staticmethod
+        def should_use_persistent_reduction(features: Any, cooperative_reduction: bool) -> bool:
+            if base.should_use_persistent_reduction(features, cooperative_reduction):
+                return True
+            hint_name = getattr(features.get_reduction_hint(), "name", "")
+            if cooperative_reduction or hint_name not in ("INNER", "DEFAULT") or not _packs(features):
+                return False
+            sizes = need("torch._inductor.virtualized.V").graph.sizevars
+            rows = max(1, len(features.reduction_nodes()))
+            return bool(sizes.statically_known_leq(features.reduction_numel * rows, _PERSISTENT_NUMBERS))
+
+        def uuid(self) -> str:
+            return "aot_hooks choices 1"
+
+    return Choices()
 
 
 def compile_aten(gm: GraphModule, inputs: Sequence[Any], partition: Callable[..., Any]) -> Callable[..., Any]:

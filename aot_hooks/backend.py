@@ -242,4 +242,5 @@ def _compile(
         return _compat.compile_aten(gm, inputs, partition or _compat.min_cut_partition)
     if partition is not None:
         patches = patches | {"custom_partitioner_fn": _compat.inductor_partitioner(partition, f"aot_hooks {key}")}
+        return _compat.compile_inductor_with_hooks(gm, inputs, patches)
     return _compat.compile_inductor(gm, inputs, patches)

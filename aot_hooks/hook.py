@@ -8,13 +8,35 @@ retraced for every saved tensor, so Python control flow on its shape, dtype, dev
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import contextvars
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-__all__ = ["KEEP", "Hook"]
+__all__ = ["KEEP", "Hook", "compiled_by", "compiling_for"]
+
+_compiler: contextvars.ContextVar[str] = contextvars.ContextVar("compiler of the graph a hook is traced into")
+
+
+def compiled_by() -> str:
+    """What will compile the graph that a hook is being traced into: "inductor", "aten", or "eager" when it just runs.
+
+    A hook may choose its form by it, as by the device; what it computes must be the same.
+    """
+    return _compiler.get("eager")
+
+
+@contextlib.contextmanager
+def compiling_for(compiler: str) -> Iterator[None]:
+    """Traces inside are for `compiler`."""
+    token = _compiler.set(compiler)
+    try:
+        yield
+    finally:
+        _compiler.reset(token)
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ its own, propagated from the node it stands on.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,7 +26,7 @@ from . import _compat
 from .saved import Boundary, SavedValue
 from .trace import TracedHook
 
-__all__ = ["Packing", "Unit", "inline"]
+__all__ = ["Packing", "Unit", "inline", "last_use"]
 
 
 @dataclass
@@ -37,11 +37,14 @@ class Packing:
         traced: the two graphs.
         readers: nodes of the backward that read the unpacked value.
         in_backward: pack in the backward too, from the value that crosses unpacked anyway for other readers.
+        early: pack where the value is made, in a kernel of its own, because memory is tight at its last use.
+        packed_bytes: bytes that cross; known once it is put in.
     """
 
     traced: TracedHook
     readers: list[Node]
     in_backward: bool = False
+    early: bool = False
     packed_bytes: int = 0
 
 
@@ -66,15 +69,18 @@ def inline(fw: GraphModule, bw: GraphModule, boundary: Boundary, units: Iterable
     for unit in units:
         value, slot = unit.saved, unit.saved.bw_node
         pairs: list[tuple[Node, Node]] = [(value.fw_node, slot)] if unit.keep else []
-        anchor = _last_use(value.fw_node, fw_place)
+        anchor = _after_inputs(last_use(value.fw_node, fw_place))
         for packing in unit.packings:
             first = min(packing.readers, key=bw_place.__getitem__)
             if packing.in_backward:
                 with bw.graph.inserting_before(first):
                     inputs = _copy_in(packing.traced.pack, bw, [slot], targets, f"{value.row.name}_pack")
             else:
-                with fw.graph.inserting_before(anchor.next):
+                place = _after_inputs(value.fw_node) if packing.early else anchor
+                with fw.graph.inserting_before(place.next):
                     leaves = _copy_in(packing.traced.pack, fw, [value.fw_node], targets, f"{value.row.name}_pack")
+                if packing.early:
+                    _compat.mark_alone(_made_from(value.fw_node, leaves), value.row.name)
                 packing.packed_bytes = _bytes(leaves)
                 inputs = [_cross(bw, value, i, leaf, pairs, added) for i, leaf in enumerate(leaves)]
             with bw.graph.inserting_before(first):
@@ -96,8 +102,9 @@ def _places(graph: Graph) -> dict[Node, int]:
     return {node: i for i, node in enumerate(graph.nodes)}
 
 
-def _last_use(node: Node, place: dict[Node, int]) -> Node:
+def last_use(node: Node, place: Mapping[Node, int] | None = None) -> Node:
     """The last node of the forward that reads the storage of `node`, through views as well; not the output."""
+    place = _places(node.graph) if place is None else place
     key = _compat.storage_key(node.meta["val"])
     last, stack = node, [node]
     while stack:
@@ -110,9 +117,25 @@ def _last_use(node: Node, place: dict[Node, int]) -> Node:
             val = user.meta.get("val")
             if isinstance(val, torch.Tensor) and val.layout is torch.strided and _compat.storage_key(val) == key:
                 stack.append(user)
-    while last.op == "placeholder" and last.next.op == "placeholder":
-        last = last.next
     return last
+
+
+def _after_inputs(node: Node) -> Node:
+    while node.op == "placeholder" and node.next.op == "placeholder":
+        node = node.next
+    return node
+
+
+def _made_from(source: Node, leaves: list[Node]) -> list[Node]:
+    """The nodes between `source` and `leaves`."""
+    found: dict[Node, None] = {}
+    stack = list(leaves)
+    while stack:
+        node = stack.pop()
+        if node is not source and node not in found:
+            found[node] = None
+            stack += node.all_input_nodes
+    return list(found)
 
 
 def _copy_in(source: GraphModule, into: GraphModule, inputs: list[Node], targets: set[Any], name: str) -> list[Node]:
@@ -140,6 +163,7 @@ def _copy_in(source: GraphModule, into: GraphModule, inputs: list[Node], targets
                 new.meta["val"] = node.meta["val"]  # its operands are graphs: nothing to run them on here
             else:
                 new.meta["val"] = node.target(*value_of(args), **value_of(kwargs))
+            new.meta[_compat.PACKED_ROW] = True
             targets.add(node.target)
             env[node] = new
     raise AssertionError("a graph without an output")

@@ -23,7 +23,7 @@ from torch.fx import GraphModule, Node
 from . import _compat
 from .errors import UnsupportedGraphError
 
-__all__ = ["Boundary", "Dim", "SavedTensor", "SavedValue", "boundary", "is_view"]
+__all__ = ["Boundary", "Dim", "SavedTensor", "SavedValue", "boundary", "is_view", "producer"]
 
 
 class Dim(int):
@@ -143,7 +143,7 @@ def boundary(fw: GraphModule, bw: GraphModule, num_fwd_outputs: int, static_inpu
         key = _storage(value)
         row = SavedTensor(
             name=fw_node.name,
-            op=_op_name(_producer(fw_node)),
+            op=_op_name(producer(fw_node)),
             shape=tuple(_dim(s) for s in value.shape),
             dtype=value.dtype,
             device=value.device,
@@ -193,7 +193,8 @@ def is_view(node: Node) -> bool:
     )
 
 
-def _producer(node: Node) -> Node:
+def producer(node: Node) -> Node:
+    """The node whose operator made the value, looking through views and tuples."""
     while node.op == "call_function" and node.args and isinstance(node.args[0], Node):
         if not is_view(node) and "getitem" not in str(node.target):
             break
