@@ -1,0 +1,119 @@
+"""Digests of what changes or travels: tensors by their bytes, modules by their state, all of it in another process."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from aot_hooks.content import content
+
+pytestmark = pytest.mark.core
+
+
+def scale(k: Any) -> Callable[[Any], Any]:
+    return lambda x: x * k
+
+
+# --- tensors ---------------------------------------------------------------------------------------------------------
+
+ZEROS = torch.zeros(2, 2)
+TENSORS = {
+    "value": torch.ones(2, 2),
+    "dtype": torch.zeros(2, 2, dtype=torch.int32),
+    "shape": torch.zeros(4),
+    "more": torch.zeros(2, 2, 1),
+    "sign of zero": -torch.zeros(2, 2),
+    "device": torch.zeros(2, 2, device="meta"),
+    "empty": torch.zeros(0, 2),
+}
+
+
+@pytest.mark.parametrize("case", TENSORS)
+def test_tensors_differ_by(case: str) -> None:
+    assert content(TENSORS[case]) != content(ZEROS)
+
+
+@pytest.mark.parametrize("change", [lambda x: x.add_(1), lambda x: x[0].fill_(2), lambda x: x.detach().add_(1)])
+def test_a_tensor_changed_in_place_is_another(change: Any) -> None:
+    x = torch.zeros(2, 2)
+    hook = scale(x)
+    before = content(hook)
+    change(x)
+    assert content(hook) != before
+
+
+def test_footgun_a_change_behind_autograds_back_goes_unseen() -> None:
+    """`x.data` has a version of its own, so the digest that is remembered for `x` stays. Use `x.detach()`."""
+    x = torch.zeros(2, 2)
+    before = content(x)
+    x.data.add_(1)
+    assert content(x) == before
+
+
+def test_a_view_shows_changes_of_its_base() -> None:
+    base = torch.zeros(4)
+    view = base[1:]
+    before = content(view)
+    base.fill_(1)
+    assert content(view) != before
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.bool, torch.complex64, torch.uint8])
+def test_tensors_of_every_dtype(dtype: torch.dtype) -> None:
+    one, other = torch.zeros(3).to(dtype), torch.ones(3).to(dtype)
+    assert content(one) == content(torch.zeros(3).to(dtype)) != content(other)
+
+
+def test_a_freed_tensor_gives_its_digest_to_nobody() -> None:
+    """Digests are remembered by `id`, which the next tensor may get."""
+    digests = {content(torch.full((3,), float(i))) for i in range(300)}
+    assert len(digests) == 300
+
+
+# --- other processes -------------------------------------------------------------------------------------------------
+
+PROGRAM = """
+import enum, functools, math, torch, aot_hooks
+from dataclasses import dataclass
+from aot_hooks.content import content
+class Color(enum.Enum): RED = 1
+K, NAMES, TABLE = 2.5, {"b", "a", "c"}, torch.arange(5.0)
+class Times:
+    def __init__(self, k): self.k = k
+    def __call__(self, x): return x * self.k
+@dataclass
+class Data:
+    k: int
+def helper(x): return x in {"x", "y", "z"} or math.sin(x)
+def pack(x):
+    return helper(x) * K, NAMES, TABLE, Color.RED, Data(1), torch.ops.aten.sin.default, torch.sin, torch.Tensor.sin
+def make(k): return lambda x: x * k
+values = [pack, make(3), make("s"), make(TABLE), Times(2), functools.partial(helper, 1), frozenset("abc"), torch.relu,
+    torch.nn.Linear, torch.nn.functional.gelu, torch.fx.symbolic_trace(lambda x: torch.sin(x) + 1), aot_hooks.float8(),
+    len, print, int, Data, Times, aot_hooks.Hook("h", pack, make(1)), torch.strided, torch.channels_last]
+print(" ".join(content(v) for v in values))
+"""
+
+
+def test_the_same_in_every_process(tmp_path: Any) -> None:
+    def digests(seed: str, folder: str) -> list[str]:
+        path = tmp_path / folder
+        path.mkdir()
+        (path / "program.py").write_text(PROGRAM)
+        root = os.path.dirname(os.path.dirname(__file__))
+        paths = os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])
+        env = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": paths}
+        done = subprocess.run(
+            [sys.executable, path / "program.py"], env=env, capture_output=True, text=True, check=True
+        )
+        return done.stdout.split()
+
+    one, other = digests("1", "here"), digests("2", "elsewhere")
+    assert [i for i, (a, b) in enumerate(zip(one, other, strict=True)) if a != b] == []
+    assert len(set(one)) == len(one)

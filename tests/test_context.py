@@ -1,0 +1,277 @@
+"""Hooks around a compiled call: which tensors they reach, which of several wins, what they leave behind."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from sentinel import Chain, assert_same, compiled, double, gradients, hand_gradients, integers, quadruple, scale
+from torch import Tensor, nn
+
+import aot_hooks
+from aot_hooks import KEEP, Hook, saved_tensors_hooks, saved_tensors_policy
+from aot_hooks.errors import OptionError
+
+SCOPES = {"donated": {"h": 4}, "no_static": {"h": 4, "x": 4}, "all": {"h": 4, "x": 4, "w": 4}}
+
+
+@pytest.fixture
+def model() -> Chain:
+    return Chain(3, 5, 4, 2)
+
+
+@pytest.fixture
+def x() -> Tensor:
+    return integers(6, 3).requires_grad_()
+
+
+def top_of_stack() -> Any:
+    return torch._C._autograd._top_saved_tensors_default_hooks(True)
+
+
+# --- scopes ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("wrap", [compiled, lambda model: model], ids=["compiled", "eager"])
+@pytest.mark.parametrize("scope", SCOPES)
+def test_packs_exactly_its_scope(model: Chain, x: Tensor, scope: str, wrap: Any) -> None:
+    with saved_tensors_hooks(*quadruple, scope=scope):
+        got = gradients(wrap(model), model, x)
+    assert_same(got, hand_gradients(model, x, **SCOPES[scope]))
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("wrap", [compiled, lambda model: model], ids=["compiled", "eager"])
+@pytest.mark.parametrize("scope", SCOPES)
+def test_an_output_is_packed_in_the_wider_scopes_only(x: Tensor, scope: str, wrap: Any) -> None:
+    model = Chain(3, 5, 4, 2, outputs=[1])
+    with saved_tensors_hooks(*quadruple, scope=scope):
+        got = gradients(wrap(model), model, x)
+    factors = {**SCOPES[scope], "h1": 1 if scope == "donated" else 4}
+    assert_same(got, hand_gradients(model, x, **factors))
+
+
+@pytest.mark.parametrize("wrap", [compiled, lambda model: model], ids=["compiled", "eager"])
+@pytest.mark.parametrize(("scope", "factor"), [("donated", 1), ("no_static", 1), ("all", 4)])
+def test_a_buffer_is_packed_in_scope_all_only(scope: str, factor: int, wrap: Any) -> None:
+    class Times(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("table", integers(4, 3))
+
+        def forward(self, w: Tensor) -> Tensor:
+            return self.table @ w
+
+    model, w = Times(), integers(3, 2).requires_grad_()
+    with saved_tensors_hooks(*quadruple, scope=scope):
+        (got,) = torch.autograd.grad(wrap(model)(w).sum(), w)
+    assert torch.equal(got, factor * model.table.T @ torch.ones(4, 2))
+
+
+def test_no_hook_no_change(model: Chain, x: Tensor) -> None:
+    assert_same(gradients(compiled(model), model, x), hand_gradients(model, x))
+
+
+# --- which hook wins -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("wrap", [compiled, lambda model: model], ids=["compiled", "eager"])
+def test_innermost_wins(model: Chain, x: Tensor, wrap: Any) -> None:
+    call = wrap(model)
+    with saved_tensors_hooks(*scale(2)):
+        with saved_tensors_hooks(*scale(3)):
+            inner = gradients(call, model, x)
+        outer = gradients(call, model, x)
+    none = gradients(call, model, x)
+    assert_same(inner, hand_gradients(model, x, h=3))
+    assert_same(outer, hand_gradients(model, x, h=2))
+    assert_same(none, hand_gradients(model, x))
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("wrap", [compiled, lambda model: model], ids=["compiled", "eager"])
+def test_keep_inside_another_context_keeps(model: Chain, x: Tensor, wrap: Any) -> None:
+    with saved_tensors_hooks(*quadruple), saved_tensors_hooks(KEEP):
+        got = gradients(wrap(model), model, x)
+    assert_same(got, hand_gradients(model, x))
+
+
+@pytest.mark.core
+def test_options_policy_holds_where_no_context_is(model: Chain, x: Tensor) -> None:
+    call = compiled(model, policy=Hook("triple", *scale(3)))
+    assert_same(gradients(call, model, x), hand_gradients(model, x, h=3))
+    with saved_tensors_hooks(*scale(2)):
+        assert_same(gradients(call, model, x), hand_gradients(model, x, h=2))
+    with saved_tensors_hooks(KEEP):
+        assert_same(gradients(call, model, x), hand_gradients(model, x))
+    assert_same(gradients(call, model, x), hand_gradients(model, x, h=3))
+
+
+@pytest.mark.parametrize("scope", SCOPES)
+def test_options_scope(model: Chain, x: Tensor, scope: str) -> None:
+    call = compiled(model, policy=Hook("quadruple", *quadruple), scope=scope)
+    assert_same(gradients(call, model, x), hand_gradients(model, x, **SCOPES[scope]))
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("wrap", [compiled, lambda model: model], ids=["compiled", "eager"])
+def test_a_policy_chooses_by_tensor(model: Chain, x: Tensor, wrap: Any) -> None:
+    by_bytes = {6 * 5 * 4: Hook("double", *scale(2)), 6 * 4 * 4: Hook("triple", *scale(3))}
+    with saved_tensors_policy(lambda saved: by_bytes[saved.nbytes]):
+        got = gradients(wrap(model), model, x)
+    assert_same(got, hand_gradients(model, x, h1=2, h2=3))
+
+
+def test_a_policy_can_leave_tensors_alone(model: Chain, x: Tensor) -> None:
+    hook = Hook("quadruple", *quadruple)
+    call = compiled(model)
+    with saved_tensors_policy(lambda saved: hook if saved.nbytes >= 6 * 5 * 4 else KEEP):
+        got = gradients(call, model, x)
+    assert_same(got, hand_gradients(model, x, h1=4))
+    (plan,) = aot_hooks.last_plans(call)
+    assert [d.saved.nbytes for d in plan.decisions if d.hook is not KEEP] == [6 * 5 * 4]
+
+
+def test_a_policy_asked_for_all_sees_parameters(model: Chain, x: Tensor) -> None:
+    hook = Hook("quadruple", *quadruple)
+    with saved_tensors_policy(lambda saved: hook if saved.is_static else KEEP, scope="all"):
+        got = gradients(compiled(model), model, x)
+    assert_same(got, hand_gradients(model, x, w=4))
+
+
+# --- forms of a hook -------------------------------------------------------------------------------------------------
+
+
+class Scale(nn.Module):
+    def __init__(self, k: float) -> None:
+        super().__init__()
+        self.register_buffer("k", torch.tensor(k))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.k
+
+
+class Callable2:
+    def __call__(self, x: Tensor) -> Tensor:
+        return x * 2
+
+    def method(self, x: Tensor) -> Tensor:
+        return x * 2
+
+
+FORMS = {
+    "functions": quadruple,
+    "hook": (Hook("quadruple", *quadruple),),
+    "two hooks": (Hook("a", double, KEEP.unpack), Hook("b", KEEP.pack, double)),
+    "modules with buffers": (Scale(2.0), Scale(2.0)),
+    "graph modules": (torch.fx.symbolic_trace(double), torch.fx.symbolic_trace(double)),
+    "callable objects": (Callable2(), Callable2()),
+    "methods": (Callable2().method, Callable2().method),
+    "lambdas": (lambda x: (x * 2, 2), lambda packed: packed[0] * packed[1]),
+    "a dict between": (lambda x: {"value": x * 4, "none": None, "dtype": x.dtype}, lambda p: p["value"].to(p["dtype"])),
+}
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("wrap", [compiled, lambda model: model], ids=["compiled", "eager"])
+@pytest.mark.parametrize("form", FORMS)
+def test_forms_of_a_hook(model: Chain, x: Tensor, form: str, wrap: Any) -> None:
+    with saved_tensors_hooks(*FORMS[form]):
+        got = gradients(wrap(model), model, x)
+    assert_same(got, hand_gradients(model, x, h=4))
+
+
+@pytest.mark.core
+def test_stock_context_with_graph_modules_means_the_same(model: Chain, x: Tensor) -> None:
+    pack, unpack = torch.fx.symbolic_trace(double), torch.fx.symbolic_trace(double)
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        got = gradients(compiled(model), model, x)
+    assert_same(got, hand_gradients(model, x, h=4))
+
+
+def test_stock_context_overrides_ours_and_the_other_way(model: Chain, x: Tensor) -> None:
+    triple = [torch.fx.symbolic_trace(fn) for fn in scale(3)]
+    call = compiled(model)
+    with saved_tensors_hooks(*scale(2)), torch.autograd.graph.saved_tensors_hooks(*triple):
+        assert_same(gradients(call, model, x), hand_gradients(model, x, h=3))
+    with torch.autograd.graph.saved_tensors_hooks(*triple), saved_tensors_hooks(*scale(2)):
+        assert_same(gradients(call, model, x), hand_gradients(model, x, h=2))
+
+
+@pytest.mark.slow
+@pytest.mark.core
+@pytest.mark.parametrize("scope", SCOPES)
+def test_inductor_packs_exactly_the_scope(model: Chain, x: Tensor, scope: str) -> None:
+    with saved_tensors_hooks(*quadruple, scope=scope):
+        got = gradients(compiled(model, inner="inductor"), model, x)
+    assert_same(got, hand_gradients(model, x, **SCOPES[scope]))
+
+
+# --- what is left behind ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.core
+def test_an_exception_inside_leaves_nothing_on_the_stack(model: Chain, x: Tensor) -> None:
+    with pytest.raises(ZeroDivisionError), saved_tensors_hooks(*scale(2)), saved_tensors_hooks(*scale(3)):
+        raise ZeroDivisionError
+    assert top_of_stack() is None
+    assert_same(gradients(compiled(model), model, x), hand_gradients(model, x))
+
+
+def test_a_refused_entry_leaves_nothing_on_the_stack() -> None:
+    with pytest.raises(OptionError, match="scope"), saved_tensors_hooks(*quadruple, scope="some"):
+        pass
+    assert top_of_stack() is None
+
+
+def test_hooks_on_the_stack_are_seen_by_no_graph_that_inlined_them(model: Chain, x: Tensor) -> None:
+    """Footgun avoided: the ambient pair must not be applied a second time to what the graph has packed already."""
+    call = compiled(model)
+    with saved_tensors_hooks(*scale(3), scope="all"):
+        for _ in range(3):
+            got = gradients(call, model, x)
+        assert top_of_stack() is not None
+    assert_same(got, hand_gradients(model, x, h=3, x=3, w=3))
+
+
+@pytest.mark.core
+def test_hooks_of_one_thread_do_not_show_in_another(model: Chain, x: Tensor) -> None:
+    call = compiled(model)
+    with saved_tensors_hooks(*scale(2)), ThreadPoolExecutor(1) as other:
+        elsewhere = other.submit(gradients, call, model, x).result()
+        here = gradients(call, model, x)
+    assert_same(elsewhere, hand_gradients(model, x))
+    assert_same(here, hand_gradients(model, x, h=2))
+
+
+@pytest.mark.core
+def test_two_threads_with_hooks_of_their_own_share_one_compiled_function(model: Chain, x: Tensor) -> None:
+    call, start = compiled(model), threading.Barrier(2)
+
+    def train(k: int) -> list[list[Tensor]]:
+        start.wait()
+        steps = []
+        for _ in range(10):
+            with saved_tensors_hooks(*scale(k)):
+                steps.append(gradients(call, model, x))
+        return steps
+
+    with ThreadPoolExecutor(2) as threads:
+        for k, steps in zip((2, 3), threads.map(train, (2, 3)), strict=True):
+            for got in steps:
+                assert_same(got, hand_gradients(model, x, h=k))
+
+
+@pytest.mark.core
+def test_the_backward_may_run_outside_or_inside_another_context(model: Chain, x: Tensor) -> None:
+    call = compiled(model)
+    with saved_tensors_hooks(*scale(2)):
+        out = call(x)
+    with saved_tensors_hooks(*scale(3), scope="all"):
+        got = torch.autograd.grad(out.sum(), [x, *model.parameters()])
+    assert_same(got, hand_gradients(model, x, h=2))

@@ -1,0 +1,180 @@
+"""Autograd's own rules hold under hooks in eager code: in-place checks, retained graphs, derivatives, lifetimes."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from sentinel import Chain, assert_same, gradients, hand_gradients, integers, quadruple, scale
+from torch import Tensor, nn
+
+from aot_hooks import Hook, saved_tensors_hooks
+
+
+@pytest.fixture
+def model() -> Chain:
+    return Chain(3, 5, 4, 2)
+
+
+@pytest.fixture
+def x() -> Tensor:
+    return integers(6, 3).requires_grad_()
+
+
+# --- autograd's own rules --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("hooked", [False, True], ids=["stock", "hooks"])
+def test_a_kept_tensor_changed_in_place_raises_as_in_stock(hooked: bool) -> None:
+    x, w = torch.randn(4, 3), torch.randn(3, 2, requires_grad=True)
+    with saved_tensors_hooks(*quadruple) if hooked else torch.enable_grad():
+        y = (x @ w).sum()
+    x.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.backward()
+
+
+def test_an_output_changed_in_place_raises_as_in_stock() -> None:
+    class Model(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.exp()
+
+    x = torch.randn(4, 3, requires_grad=True)
+    with saved_tensors_hooks(*quadruple):
+        out = Model()(x * 2)
+    out.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+def test_a_packed_tensor_may_change_later() -> None:
+    """Kinder than stock, as with stock hooks: what was packed is a copy."""
+    x, w = integers(4, 3).requires_grad_(), integers(3, 2).requires_grad_()
+    with saved_tensors_hooks(*scale(4)):
+        h = x * 2
+        y = (h @ w).sum()
+    h.detach().zero_()
+    (got,) = torch.autograd.grad(y, w)
+    assert torch.equal(got, 4 * (x.detach() * 2).T @ torch.ones(4, 2))
+
+
+def test_retain_graph(model: Chain, x: Tensor) -> None:
+    with saved_tensors_hooks(*quadruple):
+        out = model(x).sum()
+    leaves = [x, *model.parameters()]
+    for _ in range(3):
+        assert_same(list(torch.autograd.grad(out, leaves, retain_graph=True)), hand_gradients(model, x, h=4))
+
+
+@pytest.mark.core
+def test_second_derivatives() -> None:
+    """Exact hooks leave them exact: what is unpacked stays connected to the graph."""
+
+    class Model(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            h = x * x
+            return (h * h).sin().sum()
+
+    def second(hooked: bool) -> Tensor:
+        x = torch.linspace(-1, 1, 7, dtype=torch.float64, requires_grad=True)
+        with saved_tensors_hooks(lambda x: x.clone(), lambda x: x) if hooked else torch.enable_grad():
+            (g,) = torch.autograd.grad(Model()(x), x, create_graph=True)
+            (gg,) = torch.autograd.grad(g.sum(), x)
+        return gg
+
+    assert torch.equal(second(True), second(False))
+
+
+def test_anomaly_mode_and_gradcheck() -> None:
+    w = torch.randn(3, 2, dtype=torch.float64, requires_grad=True)
+    x = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)
+
+    def f(x: Tensor, w: Tensor) -> Tensor:
+        with saved_tensors_hooks(lambda x: (x * 2, 2), lambda p: p[0] / p[1]):
+            return torch.tanh(x @ w) @ w.T
+
+    with torch.autograd.detect_anomaly(check_nan=True):
+        assert torch.autograd.gradcheck(f, (x, w))
+
+
+# --- memory ----------------------------------------------------------------------------------------------------------
+
+
+class Square(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.intermediate: Any = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = x * 2
+        self.intermediate = weakref.ref(h.untyped_storage())
+        return (h * h).sum()
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("end", ["backward", "drop"])
+def test_nothing_outlives_the_graph(end: str) -> None:
+    """By reference counts alone: no cycle keeps a packed tensor until the next collection."""
+    packed: list[Any] = []
+
+    def pack(x: Tensor) -> Tensor:
+        y = x * 1
+        packed.append(weakref.ref(y))
+        return y
+
+    gc.collect()
+    gc.disable()
+    try:
+        with saved_tensors_hooks(Hook("watched", pack, lambda x: x, eager=True)):
+            loss = Square()(torch.randn(4, requires_grad=True))
+        assert len(packed) == 1 and packed[0]() is not None
+        if end == "backward":
+            loss.backward()
+        else:
+            del loss
+        assert packed[0]() is None
+    finally:
+        gc.enable()
+
+
+@pytest.mark.core
+def test_the_tensor_itself_is_gone_once_it_is_packed() -> None:
+    sizes: list[int] = []
+
+    class Watch(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            h = x * 2
+            alive = weakref.ref(h)
+            y = h * h
+            del h
+            y = y * 3
+            sizes.append(alive() is None)
+            return y
+
+    with saved_tensors_hooks(lambda x: x.half(), lambda x: x.float()):
+        out = Watch()(torch.randn(64, requires_grad=True))
+    tensors = [o for o in gc.get_objects() if type(o) is Tensor and o.shape == (64,) and o.dtype == torch.float32]
+    assert sizes == [True]
+    assert len([t for t in tensors if t is not out]) <= 1  # the leaf may live, the intermediate must not
+    out.sum().backward()
+
+
+def test_no_cycles_left_for_the_collector(model: Chain, x: Tensor) -> None:
+    def step() -> None:
+        with saved_tensors_hooks(*quadruple):
+            gradients(model, model, x)
+
+    step()
+    gc.collect()
+    gc.disable()
+    try:
+        before = len(gc.get_objects())
+        for _ in range(20):
+            step()
+        assert len(gc.get_objects()) - before < 200
+    finally:
+        gc.enable()

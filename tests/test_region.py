@@ -1,0 +1,389 @@
+"""Contexts inside a compiled function: they cover what their region saves, and mean the same in eager.
+
+      h1 = x @ w1
+      with saved_tensors_hooks(...):
+          h2 = h1 @ w2        # saves h1 and w2: the region's
+      return h2 @ w3          # saves h2 and w3: not the region's
+
+A region decides by the operator that saves, so one tensor may be packed for one reader and kept for another.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from sentinel import (
+    Chain,
+    assert_same,
+    compiled,
+    double,
+    gradients,
+    graph_count,
+    hand_gradients,
+    integers,
+    quadruple,
+    scale,
+)
+from torch import Tensor, nn
+
+import aot_hooks
+from aot_hooks import KEEP, Hook, saved_tensors_hooks, saved_tensors_policy
+
+
+@pytest.fixture
+def model() -> Chain:
+    return Chain(3, 5, 4, 2)
+
+
+@pytest.fixture
+def x() -> Tensor:
+    return integers(6, 3).requires_grad_()
+
+
+@pytest.fixture(params=["compiled", "eager"])
+def wrap(request: pytest.FixtureRequest) -> Iterator[Callable[..., Any]]:
+    yield compiled if request.param == "compiled" else lambda fn: fn
+
+
+def around_second(model: Chain, *hooks: Any, **scope: str) -> Callable[[Tensor], Tensor]:
+    """The chain with a context around its second product."""
+
+    def forward(x: Tensor) -> Tensor:
+        w1, w2, w3 = model.weights
+        h1 = x @ w1
+        with saved_tensors_hooks(*hooks, **scope):
+            h2 = h1 @ w2
+        return h2 @ w3
+
+    return forward
+
+
+# --- what a region covers --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.core
+def test_covers_exactly_what_its_region_saves(model: Chain, x: Tensor, wrap: Any) -> None:
+    got = gradients(wrap(around_second(model, *quadruple)), model, x)
+    assert_same(got, hand_gradients(model, x, h1=4))
+
+
+@pytest.mark.core
+@pytest.mark.parametrize(("scope", "factors"), [("no_static", {"h1": 4}), ("all", {"h1": 4, "w2": 4})])
+def test_scope_of_a_region(model: Chain, x: Tensor, wrap: Any, scope: str, factors: dict[str, float]) -> None:
+    got = gradients(wrap(around_second(model, *quadruple, scope=scope)), model, x)
+    assert_same(got, hand_gradients(model, x, **factors))
+
+
+@pytest.mark.core
+def test_nested_regions_the_innermost_wins(model: Chain, x: Tensor, wrap: Any) -> None:
+    def forward(x: Tensor) -> Tensor:
+        w1, w2, w3 = model.weights
+        with saved_tensors_hooks(*scale(2), scope="all"):
+            h1 = x @ w1
+            with saved_tensors_hooks(*scale(3)):
+                h2 = h1 @ w2
+            return h2 @ w3
+
+    got = gradients(wrap(forward), model, x)
+    assert_same(got, hand_gradients(model, x, x=2, w1=2, h1=3, h2=2, w3=2))
+
+
+@pytest.mark.core
+def test_a_region_wins_over_the_context_around_the_call(model: Chain, x: Tensor, wrap: Any) -> None:
+    call = wrap(around_second(model, *scale(3)))
+    with saved_tensors_hooks(*scale(2)):
+        got = gradients(call, model, x)
+    assert_same(got, hand_gradients(model, x, h1=3, h2=2))
+    assert_same(gradients(call, model, x), hand_gradients(model, x, h1=3))
+
+
+@pytest.mark.core
+def test_a_region_of_keep_shields_from_the_context_around_the_call(model: Chain, x: Tensor, wrap: Any) -> None:
+    call = wrap(around_second(model, KEEP))
+    with saved_tensors_hooks(*scale(2)):
+        got = gradients(call, model, x)
+    assert_same(got, hand_gradients(model, x, h2=2))
+
+
+def test_a_region_wins_over_options(model: Chain, x: Tensor) -> None:
+    call = compiled(around_second(model, *scale(3)), policy=Hook("double", *scale(2)))
+    assert_same(gradients(call, model, x), hand_gradients(model, x, h1=3, h2=2))
+
+
+@pytest.mark.core
+def test_one_tensor_saved_inside_and_outside(wrap: Any) -> None:
+    """The region's readers see what was packed, the others the tensor itself."""
+    x, w1 = integers(6, 3).requires_grad_(), integers(3, 5)
+    inside, outside = integers(5, 2).requires_grad_(), integers(5, 4).requires_grad_()
+
+    def f(x: Tensor) -> Tensor:
+        h = x @ w1
+        with saved_tensors_hooks(*quadruple):
+            a = h @ inside
+        return a.sum() + (h @ outside).sum()
+
+    got = torch.autograd.grad(wrap(f)(x), [inside, outside])
+    h = x.detach() @ w1
+    assert_same(got, [4 * h.T @ torch.ones(6, 2), h.T @ torch.ones(6, 4)])
+
+
+def test_two_regions_read_one_tensor(wrap: Any) -> None:
+    x, w1 = integers(6, 3).requires_grad_(), integers(3, 5)
+    first, second = integers(5, 2).requires_grad_(), integers(5, 4).requires_grad_()
+
+    def f(x: Tensor) -> Tensor:
+        h = x @ w1
+        with saved_tensors_hooks(*scale(2)):
+            a = h @ first
+        with saved_tensors_hooks(*scale(3)):
+            b = h @ second
+        return a.sum() + b.sum()
+
+    got = torch.autograd.grad(wrap(f)(x), [first, second])
+    h = x.detach() @ w1
+    assert_same(got, [2 * h.T @ torch.ones(6, 2), 3 * h.T @ torch.ones(6, 4)])
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, k: float | None) -> None:
+        super().__init__()
+        self.w, self.k = nn.Parameter(integers(width, width)), k
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.k is None:
+            return x @ self.w
+        with saved_tensors_hooks(*scale(self.k)):
+            return x @ self.w
+
+
+@pytest.mark.core
+def test_in_a_submodule_called_in_a_loop(wrap: Any) -> None:
+    blocks = nn.Sequential(Block(3, 2.0), Block(3, 2.0), Block(3, None), Block(3, 3.0))
+    x, reference = integers(4, 3).requires_grad_(), Chain(3, 3, 3, 3, 3)
+    reference.weights = nn.ParameterList(block.w for block in blocks)
+    got = gradients(wrap(blocks), reference, x)
+    assert_same(got, hand_gradients(reference, x, h1=2, h3=3))
+
+
+def test_a_policy_in_a_region(model: Chain, x: Tensor, wrap: Any) -> None:
+    hook = Hook("quadruple", *quadruple)
+    policy = lambda saved: hook if saved.nbytes == 6 * 4 * 4 else KEEP  # noqa: E731  # made inside, it couldn't close over a Hook
+
+    def forward(x: Tensor) -> Tensor:
+        with saved_tensors_policy(policy):
+            return model(x)
+
+    assert_same(gradients(wrap(forward), model, x), hand_gradients(model, x, h2=4))
+
+
+# --- where the hooks come from ---------------------------------------------------------------------------------------
+
+SCALE = 4.0
+CLOSURE = scale(4)
+
+
+def by_global(x: Tensor) -> Tensor:
+    return x * SCALE
+
+
+def clone(x: Tensor) -> Tensor:
+    return x.clone()
+
+
+def global_function(model: Chain) -> Any:
+    return around_second(model, double, double)
+
+
+def reads_a_global(model: Chain) -> Any:
+    return around_second(model, by_global, clone)
+
+
+def closure_made_outside(model: Chain) -> Any:
+    return around_second(model, *CLOSURE)
+
+
+def hook_object(model: Chain) -> Any:
+    return around_second(model, Hook("quadruple", *quadruple))
+
+
+def graph_modules(model: Chain) -> Any:
+    return around_second(model, torch.fx.symbolic_trace(double), torch.fx.symbolic_trace(double))
+
+
+def lambda_made_inside(model: Chain) -> Any:
+    def forward(x: Tensor) -> Tensor:
+        k = 2.0
+        h1 = x @ model.weights[0]
+        with saved_tensors_hooks(lambda x: x * k, lambda x: x * 2):
+            h2 = h1 @ model.weights[1]
+        return h2 @ model.weights[2]
+
+    return forward
+
+
+def factory_called_inside(model: Chain) -> Any:
+    def forward(x: Tensor) -> Tensor:
+        h1 = x @ model.weights[0]
+        with saved_tensors_hooks(*scale(4)):
+            h2 = h1 @ model.weights[1]
+        return h2 @ model.weights[2]
+
+    return forward
+
+
+SOURCES = [
+    global_function,
+    reads_a_global,
+    closure_made_outside,
+    hook_object,
+    graph_modules,
+    lambda_made_inside,
+    factory_called_inside,
+]
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("source", SOURCES, ids=lambda f: f.__name__)
+def test_hooks_may_come_from_anywhere(model: Chain, x: Tensor, wrap: Any, source: Any) -> None:
+    assert_same(gradients(wrap(source(model)), model, x), hand_gradients(model, x, h1=4))
+
+
+@pytest.mark.core
+def test_float8_in_a_region() -> None:
+    torch.manual_seed(1)
+    x, w1 = torch.randn(16, 32), torch.randn(32, 64)
+    w2 = torch.randn(64, 8, requires_grad=True)
+    x.requires_grad_()
+
+    def f(x: Tensor) -> Tensor:
+        h = x @ w1
+        with saved_tensors_hooks(aot_hooks.float8()):
+            return h @ w2
+
+    call = compiled(f)
+    (got,) = torch.autograd.grad(call(x).sum(), w2)
+    exact = (x.detach() @ w1).T @ torch.ones(16, 8)
+    bound = 2**-4 * (x.detach() @ w1).abs().sum(0)[:, None] + 0.1
+    assert not torch.equal(got, exact)
+    assert ((got - exact).abs() <= bound).all()
+    (plan,) = aot_hooks.last_plans(call)
+    assert [d.hook.name for d in plan.decisions if d.hook is not KEEP] == ["float8(e4m3fn, rowwise)"]
+
+
+# --- recompiling -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.core
+def test_a_changed_global_recompiles_once(model: Chain, x: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    call, before = compiled(reads_a_global(model)), graph_count()
+    for k in (4.0, 4.0, 3.0, 3.0, 4.0):
+        monkeypatch.setitem(globals(), "SCALE", k)
+        assert_same(gradients(call, model, x), hand_gradients(model, x, h1=k))
+    assert graph_count() - before == 2
+
+
+@pytest.mark.core
+def test_hooks_made_anew_each_step_are_one_graph(model: Chain, x: Tensor) -> None:
+    table = {"hooks": scale(3)}
+
+    def forward(x: Tensor) -> Tensor:
+        h1 = x @ model.weights[0]
+        with saved_tensors_hooks(*table["hooks"]):
+            h2 = h1 @ model.weights[1]
+        return h2 @ model.weights[2]
+
+    call, before = compiled(forward), graph_count()
+    for _ in range(20):
+        assert_same(gradients(call, model, x), hand_gradients(model, x, h1=3))
+        table["hooks"] = scale(3)
+        gc.collect(0)
+    assert graph_count() - before == 1
+    table["hooks"] = scale(2)
+    assert_same(gradients(call, model, x), hand_gradients(model, x, h1=2))
+    assert graph_count() - before == 2
+
+
+def test_hooks_given_as_arguments(model: Chain, x: Tensor) -> None:
+    def forward(x: Tensor, pack: Any, unpack: Any) -> Tensor:
+        h1 = x @ model.weights[0]
+        with saved_tensors_hooks(pack, unpack):
+            h2 = h1 @ model.weights[1]
+        return h2 @ model.weights[2]
+
+    call, before = compiled(forward), graph_count()
+    for k in (2, 2, 3, 2):
+        hooks = scale(k)
+        assert_same(gradients(lambda x, h=hooks: call(x, *h), model, x), hand_gradients(model, x, h1=k))
+    assert graph_count() - before == 2
+
+
+@pytest.mark.core
+def test_dynamic_shapes(model: Chain) -> None:
+    call, before = (
+        compiled(around_second(model, lambda x: (x * 2, x.shape), lambda p: p[0].view(p[1]) * 2), dynamic=True),
+        graph_count(),
+    )
+    for batch in (6, 7, 9, 13):
+        x = integers(batch, 3).requires_grad_()
+        assert_same(gradients(call, model, x), hand_gradients(model, x, h1=4))
+    assert graph_count() - before == 1
+
+
+# --- what goes wrong -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.core
+def test_an_exception_inside_leaves_nothing_behind(model: Chain, x: Tensor) -> None:
+    def forward(x: Tensor) -> Tensor:
+        h1 = x @ model.weights[0]
+        with saved_tensors_hooks(*scale(3)):
+            if x.shape[0] == 1:
+                raise ValueError("one row")
+            h2 = h1 @ model.weights[1]
+        return h2 @ model.weights[2]
+
+    call = compiled(forward, fullgraph=False)
+    with pytest.raises(ValueError, match="one row"):
+        call(x[:1])
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+    assert_same(gradients(call, model, x), hand_gradients(model, x, h1=3))
+
+
+def test_an_exception_caught_in_the_function_ends_the_region(model: Chain, x: Tensor, wrap: Any) -> None:
+    def forward(x: Tensor) -> Tensor:
+        h1 = x @ model.weights[0]
+        try:
+            with saved_tensors_hooks(*scale(3)):
+                h2 = h1 @ model.weights[1]
+                raise KeyError
+        except KeyError:
+            pass
+        return h2 @ model.weights[2]
+
+    assert_same(gradients(wrap(forward), model, x), hand_gradients(model, x, h1=3))
+
+
+@pytest.mark.core
+def test_a_graph_break_in_a_region_costs_the_compilation_not_the_hooks(model: Chain, x: Tensor) -> None:
+    def forward(x: Tensor) -> Tensor:
+        h1 = x @ model.weights[0]
+        with saved_tensors_hooks(*scale(3)):
+            h2 = h1 @ model.weights[1]
+            torch._dynamo.graph_break()
+        return h2 @ model.weights[2]
+
+    call = compiled(forward, fullgraph=False)
+    for _ in range(3):
+        assert_same(gradients(call, model, x), hand_gradients(model, x, h1=3))
+
+
+@pytest.mark.slow
+@pytest.mark.core
+def test_inductor(model: Chain, x: Tensor) -> None:
+    call = compiled(around_second(model, *scale(3)), inner="inductor")
+    with saved_tensors_hooks(*scale(2)):
+        assert_same(gradients(call, model, x), hand_gradients(model, x, h1=3, h2=2))

@@ -1,0 +1,236 @@
+"""A hook pair is a value: made anew it is the same one, changed it costs one recompile, dropped it is gone."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from sentinel import Chain, assert_same, compiled, gradients, graph_count, hand_gradients, integers, scale
+from torch import Tensor, nn
+
+import aot_hooks
+from aot_hooks import Hook, saved_tensors_hooks, saved_tensors_policy
+from aot_hooks.context import Pair
+
+
+@pytest.fixture
+def model() -> Chain:
+    return Chain(3, 5, 4, 2)
+
+
+@pytest.fixture
+def x() -> Tensor:
+    return integers(6, 3).requires_grad_()
+
+
+def live_pairs() -> int:
+    gc.collect()
+    return sum(type(o) is Pair for o in gc.get_objects())
+
+
+# --- one graph for one content ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.core
+def test_hooks_made_anew_each_step_are_one_pair(model: Chain, x: Tensor) -> None:
+    call, before = compiled(model), graph_count()
+    for _ in range(50):
+        with saved_tensors_hooks(*scale(3)):
+            got = gradients(call, model, x)
+        gc.collect(0)
+    assert_same(got, hand_gradients(model, x, h=3))
+    assert graph_count() - before == 1
+
+
+def test_a_policy_made_anew_each_step_is_one_value(model: Chain, x: Tensor) -> None:
+    def policy(nbytes: int) -> Any:
+        hook = Hook("triple", *scale(3))
+        return lambda saved: hook if saved.nbytes >= nbytes else aot_hooks.KEEP
+
+    call, before = compiled(model), graph_count()
+    for _ in range(20):
+        with saved_tensors_policy(policy(6 * 5 * 4)):
+            got = gradients(call, model, x)
+    assert_same(got, hand_gradients(model, x, h1=3))
+    assert graph_count() - before == 1
+
+
+@pytest.mark.core
+def test_a_changed_closure_recompiles_once_and_the_old_one_is_still_there(model: Chain, x: Tensor) -> None:
+    call, counts = compiled(model), [graph_count()]
+    for k in (2, 3, 2, 3, 3, 2):
+        with saved_tensors_hooks(*scale(k)):
+            got = gradients(call, model, x)
+        assert_same(got, hand_gradients(model, x, h=k))
+        counts.append(graph_count())
+    assert [b - a for a, b in itertools.pairwise(counts)] == [1, 1, 0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("other", [2.0, True])
+def test_numbers_of_another_type_are_another_hook(model: Chain, x: Tensor, other: float) -> None:
+    call, before = compiled(model), graph_count()
+    for k in (2, other):
+        with saved_tensors_hooks(*scale(k)):
+            assert_same(gradients(call, model, x), hand_gradients(model, x, h=k))
+    assert graph_count() - before == 2
+
+
+def test_scope_is_part_of_the_value(model: Chain, x: Tensor) -> None:
+    call, before = compiled(model), graph_count()
+    for scope, factors in (("donated", {"h": 3}), ("all", {"h": 3, "x": 3, "w": 3}), ("donated", {"h": 3})):
+        with saved_tensors_hooks(*scale(3), scope=scope):
+            assert_same(gradients(call, model, x), hand_gradients(model, x, **factors))
+    assert graph_count() - before == 2
+
+
+def test_names_of_hooks_are_not_part_of_the_value(model: Chain, x: Tensor) -> None:
+    call, before = compiled(model), graph_count()
+    for name in ("one", "another"):
+        with saved_tensors_hooks(Hook(name, *scale(3))):
+            gradients(call, model, x)
+    assert graph_count() - before == 1
+
+
+@pytest.mark.parametrize("wrap", [compiled, lambda model: model], ids=["compiled", "eager"])
+def test_an_error_names_the_hook_that_was_entered_not_an_equal_one(model: Chain, x: Tensor, wrap: Any) -> None:
+    for name in ("one", "another"):
+        hook = Hook(name, lambda x: None, lambda x: x)
+        with pytest.raises(Exception, match=f"hook '{name}' on saved"), saved_tensors_hooks(hook):
+            wrap(model)(x)
+        torch._dynamo.reset()
+
+
+def test_a_plan_names_the_hook_that_was_entered(model: Chain, x: Tensor) -> None:
+    for name in ("one", "another"):
+        torch._dynamo.reset()
+        call = compiled(model)
+        with saved_tensors_hooks(Hook(name, *scale(3))):
+            gradients(call, model, x)
+        (plan,) = aot_hooks.last_plans(call)
+        assert {d.hook.name for d in plan.decisions} == {"keep", name}
+
+
+def test_an_eager_part_calls_the_hook_that_was_entered_not_an_equal_one(model: Chain, x: Tensor) -> None:
+    """Both lists are empty on entry, so the hooks are equal; each call still goes to its own."""
+    for _ in range(2):
+        seen: list[Any] = []
+
+        def pack(x: Tensor, seen: Any = seen) -> Tensor:
+            seen.append(x.shape)
+            return x
+
+        with saved_tensors_hooks(pack, lambda x: x):
+            gradients(model, model, x)
+        assert len(seen) == 2
+
+
+@pytest.mark.core
+def test_a_buffer_changed_in_place_recompiles_once(model: Chain, x: Tensor) -> None:
+    class Scale(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("k", torch.tensor(2.0))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * self.k
+
+    pack, call, before = Scale(), compiled(model), graph_count()
+    for k in (2.0, 2.0, 3.0, 3.0):
+        pack.k.fill_(k)
+        with saved_tensors_hooks(pack, lambda x: x.clone()):
+            assert_same(gradients(call, model, x), hand_gradients(model, x, h=k))
+    assert graph_count() - before == 2
+
+
+SCALE = 2.0
+
+
+def by_global(x: Tensor) -> Tensor:
+    return x * SCALE
+
+
+def test_a_changed_global_recompiles_once(model: Chain, x: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    call, before = compiled(model), graph_count()
+    for k in (2.0, 3.0, 2.0):
+        monkeypatch.setitem(globals(), "SCALE", k)
+        with saved_tensors_hooks(by_global, lambda x: x.clone()):
+            assert_same(gradients(call, model, x), hand_gradients(model, x, h=k))
+    assert graph_count() - before == 2
+
+
+# --- nothing stays, nothing is stale ---------------------------------------------------------------------------------
+
+
+@pytest.mark.core
+def test_pairs_die_with_what_was_compiled_for_them(model: Chain, x: Tensor) -> None:
+    call = compiled(model)
+    with saved_tensors_hooks(*scale(3)):
+        pair = [weakref.ref(m) for m in torch._C._autograd._top_saved_tensors_default_hooks(True)]
+        gradients(call, model, x)
+    gc.collect()
+    assert all(ref() is not None for ref in pair)  # the compiled graph is guarded by their identity
+    torch._dynamo.reset()
+    gc.collect()
+    assert [ref() for ref in pair] == [None, None]
+
+
+def test_what_a_hook_closes_over_dies_with_it(model: Chain, x: Tensor) -> None:
+    codebook = torch.arange(4.0)
+    table = weakref.ref(codebook)
+    with saved_tensors_hooks(lambda x, c=codebook: x * c[2], lambda x: x.clone()):
+        gradients(compiled(model), model, x)
+    del codebook
+    torch._dynamo.reset()
+    gc.collect()
+    assert table() is None
+
+
+def test_many_different_pairs_in_eager_do_not_pile_up(model: Chain, x: Tensor) -> None:
+    before = live_pairs()
+    for k in range(200):
+        with saved_tensors_hooks(*scale(k)):
+            got = gradients(model, model, x)
+        assert_same(got, hand_gradients(model, x, h=k))
+    assert live_pairs() - before <= 16
+
+
+@pytest.mark.core
+def test_no_stale_graph_answers_for_other_hooks(model: Chain, x: Tensor) -> None:
+    """Dynamo guards a pair by `id`: were it freed while a graph looks for it, its id could come back as another's."""
+    call = compiled(model, fullgraph=False)
+    for i in range(60):
+        k = 2 + (i * 7) % 5
+        with saved_tensors_hooks(*scale(k)):
+            assert_same(gradients(call, model, x), hand_gradients(model, x, h=k))
+        if i % 3 == 0:
+            gc.collect()
+        if i % 7 == 0:
+            aot_hooks.reset()
+        if i % 20 == 19:
+            torch._dynamo.reset()
+
+
+def test_past_the_recompile_limit_hooks_still_hold(model: Chain, x: Tensor) -> None:
+    """Dynamo runs the function eagerly then; the gradients are the same."""
+    call = compiled(model, fullgraph=False)
+    for i in range(3 * torch._dynamo.config.recompile_limit):
+        k = 2 + i % (2 * torch._dynamo.config.recompile_limit)
+        with saved_tensors_hooks(*scale(k)):
+            assert_same(gradients(call, model, x), hand_gradients(model, x, h=k))
+        aot_hooks.reset()
+        gc.collect()
+
+
+def test_a_hook_of_a_dropped_function_compiles_again(model: Chain, x: Tensor) -> None:
+    for _ in range(5):
+        call = compiled(model)
+        for k in (2, 3):
+            with saved_tensors_hooks(*scale(k)):
+                assert_same(gradients(call, model, x), hand_gradients(model, x, h=k))
+        del call
+        torch._dynamo.reset()
+        gc.collect()
