@@ -38,6 +38,8 @@ class Packing:
         readers: nodes of the backward that read the unpacked value.
         in_backward: pack in the backward too, from the value that crosses unpacked anyway for other readers.
         early: pack where the value is made, in a kernel of its own, because memory is tight at its last use.
+        reduce_first: put what the pack reduces (a scale) where the value is made, the rest after its last use. A fusing
+            compiler then finds all scales in one pass over the data and writes all packed values in a second one.
         packed_bytes: bytes that cross; known once it is put in.
     """
 
@@ -45,17 +47,27 @@ class Packing:
     readers: list[Node]
     in_backward: bool = False
     early: bool = False
+    reduce_first: bool = False
     packed_bytes: int = 0
 
 
 @dataclass
 class Unit:
-    """A saved value, what is packed of it, and further views of its storage that come back from the same packing."""
+    """A saved value, what is packed of it, and further values that come back from the same packing.
+
+    Attributes:
+        source: the node of the forward that is packed: the value's own, or one that it is a copy of.
+        keep: the value itself crosses too, for readers that no hook covers.
+        views: values that are views of the same storage, or copies of the value.
+        replays: for the backward inputs of values that are copies, the nodes that make them from what is unpacked.
+    """
 
     saved: SavedValue
     packings: list[Packing]
     keep: bool
+    source: Node
     views: list[SavedValue] = field(default_factory=list)
+    replays: dict[Node, tuple[Node, ...]] = field(default_factory=dict)
 
 
 def inline(fw: GraphModule, bw: GraphModule, boundary: Boundary, units: Iterable[Unit]) -> set[Any]:
@@ -69,23 +81,25 @@ def inline(fw: GraphModule, bw: GraphModule, boundary: Boundary, units: Iterable
     for unit in units:
         value, slot = unit.saved, unit.saved.bw_node
         pairs: list[tuple[Node, Node]] = [(value.fw_node, slot)] if unit.keep else []
-        anchor = _after_inputs(last_use(value.fw_node, fw_place))
+        # a source other than the value itself is read where the copy is made, so as not to keep it for longer
+        own = unit.source is value.fw_node
+        anchor = _after_inputs(last_use(value.fw_node, fw_place) if own else value.fw_node)
         for packing in unit.packings:
             first = min(packing.readers, key=bw_place.__getitem__)
             if packing.in_backward:
                 with bw.graph.inserting_before(first):
                     inputs = _copy_in(packing.traced.pack, bw, [slot], targets, f"{value.row.name}_pack")
             else:
-                place = _after_inputs(value.fw_node) if packing.early else anchor
-                with fw.graph.inserting_before(place.next):
-                    leaves = _copy_in(packing.traced.pack, fw, [value.fw_node], targets, f"{value.row.name}_pack")
+                made = _after_inputs(unit.source)
+                places = (made if packing.early or packing.reduce_first else anchor, made if packing.early else anchor)
+                leaves = _copy_pack(packing.traced.pack, fw, unit, places, targets)
                 if packing.early:
-                    _compat.mark_alone(_made_from(value.fw_node, leaves), value.row.name)
+                    _compat.mark_alone(_made_from(unit.source, leaves), value.row.name)
                 packing.packed_bytes = _bytes(leaves)
                 inputs = [_cross(bw, value, i, leaf, pairs, added) for i, leaf in enumerate(leaves)]
             with bw.graph.inserting_before(first):
                 (out,) = _copy_in(packing.traced.unpack, bw, inputs, targets, f"{value.row.name}_unpack")
-            _read_from(bw, out, packing.readers, [value, *unit.views], bw_place, first)
+            _read_from(bw, out, packing.readers, unit, first)
         crossing[slot] = pairs
         crossing.update((v.bw_node, []) for v in unit.views)
         doomed += [s.bw_node for s in ([] if unit.keep else [value]) + unit.views]
@@ -138,9 +152,42 @@ def _made_from(source: Node, leaves: list[Node]) -> list[Node]:
     return list(found)
 
 
-def _copy_in(source: GraphModule, into: GraphModule, inputs: list[Node], targets: set[Any], name: str) -> list[Node]:
-    """Copy the nodes of `source` to the insertion point of `into.graph`, with values propagated; gives its outputs."""
-    env: dict[Node, Any] = dict(zip(source.graph.find_nodes(op="placeholder"), inputs, strict=True))
+def _copy_pack(
+    pack: GraphModule, fw: GraphModule, unit: Unit, places: tuple[Node, Node], targets: set[Any]
+) -> list[Node]:
+    """Copy `pack` into the forward: what its reductions need after the first place, the rest after the second."""
+    name = f"{unit.saved.row.name}_pack"
+    env: dict[Node, Any] = {}
+    if places[0] is not places[1]:
+        first = {n for n in pack.graph.nodes if torch.Tag.reduction in getattr(n.target, "tags", ())}
+        stack = list(first)
+        while stack:
+            new = [n for n in stack.pop().all_input_nodes if n not in first]
+            first.update(new)
+            stack += new
+        with fw.graph.inserting_before(places[0].next):
+            _copy_in(pack, fw, [unit.source], targets, name, env, first)
+    with fw.graph.inserting_before(places[1].next):
+        return _copy_in(pack, fw, [unit.source], targets, name, env)
+
+
+def _copy_in(
+    source: GraphModule,
+    into: GraphModule,
+    inputs: list[Node],
+    targets: set[Any],
+    name: str,
+    env: dict[Node, Any] | None = None,
+    only: set[Node] | None = None,
+) -> list[Node]:
+    """Copy nodes of `source` to the insertion point of `into.graph`, with values propagated; gives its outputs.
+
+    Args:
+        env: what has been copied before, and then too.
+        only: the nodes to copy now, all if None.
+    """
+    env = {} if env is None else env
+    env.update(zip(source.graph.find_nodes(op="placeholder"), inputs, strict=True))
     fake_mode = next(n.meta["val"].fake_mode for n in _tensors([*into.graph.nodes]))
     graph = into.graph
 
@@ -149,7 +196,7 @@ def _copy_in(source: GraphModule, into: GraphModule, inputs: list[Node], targets
 
     with _compat.tracing_on_fakes(fake_mode), _compat.python_dispatcher():
         for node in source.graph.nodes:
-            if node.op == "placeholder":
+            if node.op == "placeholder" or node in env or (only is not None and node not in only):
                 continue
             if node.op == "output":
                 return [env[n] for n in node.args[0]]
@@ -166,7 +213,7 @@ def _copy_in(source: GraphModule, into: GraphModule, inputs: list[Node], targets
             new.meta[_compat.PACKED_ROW] = True
             targets.add(node.target)
             env[node] = new
-    raise AssertionError("a graph without an output")
+    return []
 
 
 def _tensors(nodes: list[Node]) -> Iterable[Node]:
@@ -230,30 +277,26 @@ def _expr(value: Any) -> str:
     return str(value.node.expr) if hasattr(value, "node") else str(value)
 
 
-def _read_from(
-    bw: GraphModule, out: Node, readers: list[Node], members: list[SavedValue], place: dict[Node, int], first: Node
-) -> None:
-    """Make `readers` read the unpacked `out` instead of the placeholders of `members`; all but the first are views."""
-    head = members[0]
+def _read_from(bw: GraphModule, out: Node, readers: list[Node], unit: Unit, first: Node) -> None:
+    """Make `readers` read the unpacked `out`, or what is made from it, instead of the placeholders of `unit`."""
+    head = unit.saved
     wanted = set(readers)
     base: Node | None = None
-    for member in members:
+    for member in [head, *unit.views]:
         source = out
-        if member is not head and not _same_view(head.value, member.value):
-            with bw.graph.inserting_before(first):
+        with bw.graph.inserting_before(first):
+            if member.bw_node in unit.replays:
+                for node in unit.replays[member.bw_node]:
+                    source = _call(bw.graph, node.target, (source, *node.args[1:]), dict(node.kwargs))
+            elif not _same_view(head.value, member.value):
                 if base is None:
                     # a copy of its own: as_strided counts from the start of the storage
-                    base = _call(
-                        bw.graph, torch.ops.aten.clone.default, (out,), {"memory_format": torch.preserve_format}
-                    )
+                    dense = {"memory_format": torch.preserve_format}
+                    base = _call(bw.graph, torch.ops.aten.clone.default, (out,), dense)
                 like = member.value
                 offset = like.storage_offset() - head.value.storage_offset()
-                source = _call(
-                    bw.graph,
-                    torch.ops.aten.as_strided.default,
-                    (base, list(like.shape), list(like.stride()), offset),
-                    {},
-                )
+                layout = (list(like.shape), list(like.stride()), offset)
+                source = _call(bw.graph, torch.ops.aten.as_strided.default, (base, *layout), {})
         for reader in list(member.bw_node.users):
             if reader in wanted:
                 reader.replace_input_with(member.bw_node, source)

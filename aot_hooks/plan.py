@@ -64,12 +64,22 @@ class Plan:
 
 @dataclass
 class Choice:
-    """What to do with one saved value: for each hook, the backward nodes that read through it, and why."""
+    """What to do with one saved value.
+
+    Attributes:
+        uses: for each hook, the backward nodes that read through it.
+        reason: why, in words.
+        view_of: another value that brings this one back, by being of the same storage or through `replay`.
+        source: what is packed in its place, a node of the forward from which `replay` makes it.
+        replay: the nodes that make it from `view_of` or `source`; they only move data.
+    """
 
     value: SavedValue
     uses: list[tuple[Hook, list[Node]]]
     reason: str
-    view_of: SavedValue | None = None  # set if another value of the same storage brings this one back
+    view_of: SavedValue | None = None
+    source: Node | None = None
+    replay: tuple[Node, ...] = ()
 
     @property
     def packs(self) -> bool:

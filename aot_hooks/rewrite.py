@@ -15,6 +15,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from . import _compat
+from .copies import look_through
 from .hook import KEEP, Hook, compiling_for
 from .inline import Packing, Unit, inline, last_use
 from .memory import alive_bytes, fuses
@@ -55,6 +56,7 @@ def rewrite(
     _show("backward before", bw)
     cross = boundary(fw, bw, num_fwd_outputs, static_inputs)
     choices = decide(cross, ambient, regions)
+    look_through(choices, cross.kept_storages)
     tracer = _Tracer(_compat.inductor_decompositions() if for_inductor else None)
     units: dict[int, Unit] = {}
     for choice in choices:
@@ -67,11 +69,13 @@ def rewrite(
         if unit is not None:
             unit.views.append(choice.value)
             unit.packings[0].readers += choice.uses[0][1]
+            if choice.replay:
+                unit.replays[choice.value.bw_node] = choice.replay
         elif choice.view_of is not None:
             choice.uses = [(KEEP, choice.uses[0][1])]
     if units:
         if for_inductor:
-            _pack_early(fw, units.values())
+            _place_for_cuda(fw, units.values())
         targets = inline(fw, bw, cross, units.values())
         if for_inductor and any("rand" in str(t) for t in targets):
             _compat.replace_random_for_inductor(fw)
@@ -91,8 +95,7 @@ class _Tracer:
         self.known: dict[Any, TracedHook] = {}
         self.checked: set[Hook] = set()
 
-    def __call__(self, hook: Hook, saved: SavedValue) -> TracedHook:
-        value = saved.value
+    def __call__(self, hook: Hook, value: torch.Tensor, saved: SavedValue) -> TracedHook:
         numbers = (*value.shape, *value.stride())
         key: Any = None
         if all(isinstance(n, int) for n in numbers):
@@ -113,10 +116,11 @@ class _Tracer:
 
 def _unit(choice: Choice, tracer: _Tracer) -> Unit | None:
     keep = any(hook is KEEP for hook, _ in choice.uses)
+    source = choice.value.fw_node if choice.source is None else choice.source
     packings: list[Packing] = []
     uses: list[tuple[Hook, list[Any]]] = []
     for hook, readers in choice.uses:
-        traced = tracer(hook, choice.value) if hook is not KEEP else None
+        traced = tracer(hook, source.meta["val"], choice.value) if hook is not KEEP else None
         if traced is None or traced.identity:
             if traced is not None:
                 choice.reason = f"'{hook.name}' leaves it as it is"
@@ -128,11 +132,17 @@ def _unit(choice: Choice, tracer: _Tracer) -> Unit | None:
     choice.uses = uses
     for packing in packings:
         packing.in_backward = keep  # it crosses unpacked for other readers anyway: packing it too would only add bytes
-    return Unit(choice.value, packings, keep) if packings else None
+    unit = Unit(choice.value, packings, keep, source)
+    if choice.source is not None:
+        unit.replays[choice.value.bw_node] = choice.replay
+    return unit if packings else None
 
 
-def _pack_early(fw: GraphModule, units: Iterable[Unit]) -> None:
-    """Mark what is packed where it is made, in a kernel of its own, because memory is tight at its last use.
+def _place_for_cuda(fw: GraphModule, units: Iterable[Unit]) -> None:
+    """Place packings for Inductor's kernels on CUDA; elsewhere they stand right after the value's last use.
+
+    Every packing's scale is found where the value is made, see `Packing`. What is more, mark what is packed there as a
+    whole, in a kernel of its own, because memory is tight at its last use.
 
     Inductor fuses packing with the value's last reader, which saves a pass over the value but keeps the reader's result
     from taking its memory: three 14336-wide tensors of an MLP where two would do. That counts where the forward is at
@@ -142,11 +152,17 @@ def _pack_early(fw: GraphModule, units: Iterable[Unit]) -> None:
     units = [u for u in units if not u.keep and len(u.packings) == 1 and u.saved.value.device.type == "cuda"]
     if not units:
         return
+    for unit in units:
+        unit.packings[0].reduce_first = True
     alive = alive_bytes(fw, {u.saved.fw_node: _leaf_bytes(u) for u in units})
     peak = max(alive.values())
     for unit in units:
         size = _compat.hint(unit.saved.value.untyped_storage().nbytes())
-        if size >= _WORTH_A_KERNEL * peak and peak - alive[last_use(unit.saved.fw_node)] < size:
+        if (
+            unit.source is unit.saved.fw_node
+            and size >= _WORTH_A_KERNEL * peak
+            and peak - alive[last_use(unit.saved.fw_node)] < size
+        ):
             unit.packings[0].early = not fuses(producer(unit.saved.fw_node))
             log.debug("'%s' is packed early and alone: memory is tight at its last use", unit.saved.row.name)
 

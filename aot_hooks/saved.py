@@ -97,12 +97,14 @@ class SavedValue:
 
 @dataclass
 class Boundary:
-    """All that crosses: tensors, symints and opaque objects, each as (forward node, backward placeholder)."""
+    """All that crosses: tensors, symints and opaque objects, each as (forward node, backward placeholder); and the
+    storages of the forward's inputs and of what the user gets, which are alive whatever a hook does."""
 
     user_outputs: list[Any]
     tensors: list[SavedValue]
     opaque: list[tuple[Any, Node]]
     symints: list[tuple[Node, Node]]
+    kept_storages: set[int]
 
 
 def boundary(fw: GraphModule, bw: GraphModule, num_fwd_outputs: int, static_inputs: Iterable[int] = ()) -> Boundary:
@@ -157,7 +159,8 @@ def boundary(fw: GraphModule, bw: GraphModule, num_fwd_outputs: int, static_inpu
             is_static=key in static_storages,
         )
         tensors.append(SavedValue(fw_node, bw_node, row))
-    return Boundary(user, tensors, opaque, list(zip(syms, bw_syms, strict=True)))
+    symints = list(zip(syms, bw_syms, strict=True))
+    return Boundary(user, tensors, opaque, symints, input_storages | output_storages)
 
 
 def _is_sym(node: Node) -> bool:

@@ -15,22 +15,17 @@ BOUND = {torch.float8_e4m3fn: (2**-4, 2**-10), torch.float8_e5m2: (2**-3, 2**-17
 
 
 def through_graph(x: torch.Tensor, hook: aot_hooks.Hook, inner: str) -> torch.Tensor:
-    """What a backward reads for a saved intermediate equal to `x`, with `hook` inlined by our backend.
+    """What a backward reads for the saved tensor `x`, with `hook` inlined by our backend.
 
-    `h * w` saves h; with a gradient of ones, the gradient of w is h as it came back.
+    `x * w` saves x; with a gradient of ones, the gradient of w is x as it came back.
     """
     w = torch.ones_like(x, requires_grad=True)
-
-    def fn(x, w):
-        h = (x + 0).clone()
-        h = torch.where(x == x, h, x)  # not an input any more, whatever the compiler drops
-        return h * w
-
-    x = x.clone().requires_grad_()
-    compiled = torch.compile(fn, backend="aot_hooks", fullgraph=True, options={"inner": inner})
-    with aot_hooks.saved_tensors_hooks(hook):
+    compiled = torch.compile(lambda x, w: x * w, backend="aot_hooks", fullgraph=True, options={"inner": inner})
+    with aot_hooks.saved_tensors_hooks(hook, scope="all"):
         out = compiled(x, w)
     out.backward(torch.ones_like(out))
+    (plan,) = aot_hooks.last_plans(compiled)
+    assert hook in [d.hook for d in plan.decisions]
     return w.grad
 
 
