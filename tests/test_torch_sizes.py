@@ -1,0 +1,83 @@
+"""Sizes that change, sizes that torch does not know, and functions of several graphs."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+import torch
+import torch._dynamo.utils
+from steps import BITS, assert_same, compiled, packed_count, step
+from test_torch_autograd import INNER, block, gradients, leaves
+from torch import Tensor
+
+import aot_hooks
+from aot_hooks import Hook, last_plans, saved_tensors_hooks
+
+
+def graphs(hook: Hook | None, dynamic: bool | None, mark: bool) -> int:
+    """How many graphs batches of many sizes take."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    call = compiled(block, dynamic=dynamic)
+    _, w = leaves()
+    for n in (4, 5, 7, 7, 12, 3):
+        x = torch.randn(n, 8, requires_grad=True)
+        if mark:
+            torch._dynamo.mark_dynamic(x, 0)
+        with saved_tensors_hooks(hook) if hook is not None else contextlib.nullcontext():
+            out = call(x, w)
+        torch.testing.assert_close(gradients(out, x, w), gradients(block(x, w), x, w), rtol=0.5, atol=5.0)
+    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+
+
+FLAT = Hook(
+    "flat",
+    lambda x: (~x.reshape(-1).view(torch.int32), x.shape),
+    lambda p: (~p[0]).view(torch.float32).view(p[1]),
+)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize(("dynamic", "mark"), [(None, False), (True, False), (None, True)])
+@pytest.mark.parametrize("hook", [BITS, FLAT, aot_hooks.float8(), aot_hooks.float8(scaling="blockwise")], ids=str)
+def test_hooks_add_no_recompiles(hook: Hook, dynamic: bool | None, mark: bool) -> None:
+    assert graphs(hook, dynamic, mark) == graphs(None, dynamic, mark)
+
+
+@pytest.mark.core
+def test_unbacked_sizes() -> None:
+    def f(x: Tensor, w: Tensor, n: Tensor) -> Tensor:
+        size = n.item()
+        torch._check(size >= 0)
+        torch._check(size <= x.shape[0])
+        y = torch.narrow(x, 0, 0, size)
+        return (y @ w).sin() @ w
+
+    x, w = leaves()
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        call = compiled(f, fullgraph=True)
+        for n in (3, 2, 4):
+            with saved_tensors_hooks(BITS):
+                out = call(x, w, torch.tensor(n))
+            assert_same(gradients(out, x, w), gradients(block(x[:n], w), x, w), exactly=False)
+    assert packed_count(call) > 0
+
+
+# --- graph breaks ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("inner", INNER)
+def test_several_graphs(inner: str) -> None:
+    def f(x: Tensor, w: Tensor) -> Tensor:
+        y = (x @ w).sin() @ w
+        torch._dynamo.graph_break()
+        z = (y @ w).cos() @ w
+        torch._dynamo.graph_break()
+        return (z @ w).sin() @ w
+
+    args = leaves()
+    call = compiled(f, inner)
+    torch.testing.assert_close(step(call, *args, hook=BITS), step(f, *args), rtol=1e-3, atol=1e-2)
+    assert len(last_plans(call)) == 3
+    assert all(any(d.hook is BITS for d in plan.decisions) for plan in last_plans(call))
