@@ -21,7 +21,7 @@ help:  ## this list
 	@echo "  PYTHON=$(PYTHON)  WORKERS=$(WORKERS)"
 
 demo: $(READY)  ## train a small GPT with and without packed activations; writes to out/
-	$(BIN)/python examples/train_gpt.py $(ARGS)
+	$(BIN)/python examples/train_gpt.py --check $(ARGS)
 
 # One thread a worker: the workers are the parallelism, and Inductor's own pool would only fight them for the cores.
 test: export OMP_NUM_THREADS ?= 1

@@ -7,12 +7,13 @@ Each shim names what it stands on, the torch versions it was run on, and what wo
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import importlib
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.fx import GraphModule, Node
@@ -32,6 +33,7 @@ SYMBOLS = {
     "torch._C._DisableAutocast": "tracing hooks without the caller's autocast",
     "torch._dynamo.comptime.comptime": "contexts inside a compiled function",
     "torch._dynamo.assume_constant_result": "contexts inside a compiled function",
+    "torch._dynamo.exc.BackendCompilerFailed": "errors of contexts inside a compiled function",
     "torch._dynamo.source.Source": "contexts inside a compiled function",
     "torch._dynamo.guards.install_guard": "recompiling when a hook inside a compiled function changes",
     "torch._dynamo.backends.common.aot_autograd": "options['inner'] = 'aten'",
@@ -49,6 +51,7 @@ SYMBOLS = {
     "torch.utils._python_dispatch.is_traceable_wrapper_subclass": "hooks that pack into tensor subclasses",
     "torch._subclasses.fake_tensor.DataDependentOutputException": "telling a hook that reads values",
     "torch._dispatch.python.enable_python_dispatcher": "tracing hooks on symbolic sizes",
+    "torch.utils._python_dispatch._disable_current_modes": "digests of constants",
     "torch._ops.HigherOrderOperator": "hooks that hold higher-order ops",
     "torch.utils._pytree": "what pack may return",
     "torch._logging.trace_structured": "graphs in torch's structured trace",
@@ -158,7 +161,44 @@ def no_autocast() -> Any:
 # --- Dynamo: hooks inside a compiled function ------------------------------------------------------------------------
 
 
-def install_content_guard(variable: Any, digest_of: Callable[[Any], str]) -> tuple[Any, bool]:
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+def untraced(fn: _F) -> _F:
+    """`fn`, which Dynamo leaves to Python, with all that it calls."""
+    disabled: _F = torch.compiler.disable(fn)
+    return disabled
+
+
+def _constant_of(context: Any, variable: Any) -> Any:
+    """The Python value behind `variable`; a dataclass made in the function is put together from its fields."""
+    variable = variable.realize() if hasattr(variable, "realize") else variable
+    kind = type(getattr(variable, "value", None))
+    if getattr(variable, "source", None) is None and dataclasses.is_dataclass(kind):
+        tx = context._i_will_not_complain_if_bc_breaks_InstructionTranslator()
+        fields = [f.name for f in dataclasses.fields(kind) if f.init]
+        # 2.15 renamed it
+        read = getattr(variable, "var_getattr", None) or variable.tp_getattro_impl
+        return kind(**{name: _constant_of(context, read(tx, name)) for name in fields})
+    try:
+        return variable.as_python_constant()
+    except Exception as e:
+        if not hasattr(variable, "value"):
+            raise TypeError(f"{type(variable).__name__}: {e}") from e
+        return variable.value
+
+
+def backend_failure(backend: str, error: Exception) -> Exception:
+    """`error` as Dynamo wraps what a backend raises; anything else is called an internal error and loses its cause."""
+
+    def name() -> None: ...
+
+    name.__name__ = backend
+    failure: Exception = need("torch._dynamo.exc.BackendCompilerFailed")(name, error, None)
+    return failure
+
+
+def install_content_guard(context: Any, variable: Any, digest_of: Callable[[Any], str]) -> tuple[Any, bool]:
     """The Python value behind Dynamo's `variable`, guarded by content.
 
     Dynamo guards functions by identity or by code alone; here the guard recomputes `digest_of(value)`, so that an equal
@@ -169,12 +209,7 @@ def install_content_guard(variable: Any, digest_of: Callable[[Any], str]) -> tup
     source = getattr(variable, "source", None)
     variable = variable.realize() if hasattr(variable, "realize") else variable
     source = source or getattr(variable, "source", None)
-    try:
-        value = variable.as_python_constant()
-    except Exception as e:
-        if not hasattr(variable, "value"):
-            raise TypeError(f"{type(variable).__name__}: {e}") from e
-        value = variable.value
+    value = _constant_of(context, variable)
     if source is None:
         return value, False
     expected = digest_of(value)
@@ -241,6 +276,30 @@ def no_new_unbacked(fake_mode: Any) -> Iterator[Callable[[], bool]]:
     finally:
         if pending is not None:
             del pending[start:]
+
+
+def reads_values(gm: GraphModule) -> bool:
+    """Whether `gm` makes a number out of a tensor (`.item()`)."""
+    return bool(gm.graph.find_nodes(op="call_function", target=torch.ops.aten._local_scalar_dense.default))
+
+
+def makes_unbacked(gm: GraphModule) -> bool:
+    """Whether an operator of `gm` makes a size out of a tensor's values."""
+    free = need("torch.fx.experimental.symbolic_shapes.free_unbacked_symbols")
+    nodes = [n for n in gm.graph.nodes if n.op == "call_function"]
+    given: set[Any] = set().union(*(free(n.meta.get("val")) for n in gm.graph.find_nodes(op="placeholder")))
+    return any(free(n.meta["val"]) - given for n in nodes if n.meta.get("val") is not None)
+
+
+def real_constant(x: Any) -> Any:
+    """The tensor behind a fake constant; anything else as it is."""
+    constant = getattr(x, "constant", None) if isinstance(x, FakeTensor) else None
+    return x if constant is None else constant
+
+
+def without_modes() -> Any:
+    """Real operators, whatever fake or tracing mode is on."""
+    return need("torch.utils._python_dispatch._disable_current_modes")()
 
 
 def python_dispatcher() -> Any:

@@ -95,7 +95,7 @@ def _walk(value: Any, out: list[str], seen: dict[int, int], keep: list[Any]) -> 
         _graph_module(value, out, inner)
     elif isinstance(value, torch.nn.Module):
         out.append("nn.Module")
-        inner(kind, dict(value.named_parameters()), dict(value.named_buffers()), _public_state(value))
+        inner(kind, value._parameters, value._buffers, value._modules, _public_state(value))
     elif dataclasses.is_dataclass(value):
         out.append("dataclass")
         # a hook's name says nothing about what it computes
@@ -105,6 +105,9 @@ def _walk(value: Any, out: list[str], seen: dict[int, int], keep: list[Any]) -> 
         out.append(name)
     elif isinstance(value, types.BuiltinFunctionType):
         out.append(f"builtin:{value.__module__}.{value.__qualname__}")
+    elif slots := _slots(value):
+        out.append("object")
+        inner(kind, slots, getattr(value, "__dict__", {}))
     elif hasattr(value, "__dict__") and kind.__module__ not in ("builtins", "_thread"):
         out.append("object")
         inner(kind, dict(vars(value)))
@@ -147,15 +150,28 @@ def _class(cls: type, out: list[str], inner: Callable[..., None]) -> None:
         inner(base)
     for name, member in sorted(vars(cls).items()):
         member = member.__func__ if isinstance(member, staticmethod | classmethod) else member
-        if isinstance(member, types.FunctionType | int | float | str | bool):
+        if isinstance(member, property):
+            member = (member.fget, member.fset, member.fdel)
+        elif isinstance(member, functools.cached_property):
+            member = member.func
+        if name not in _CLASS_BOOKKEEPING and not isinstance(member, _DESCRIPTORS):
             out.append("member:" + name)
             inner(member)
+
+
+_CLASS_BOOKKEEPING = {"__module__", "__qualname__", "__doc__", "__firstlineno__", "__static_attributes__", "_abc_impl"}
+_DESCRIPTORS = types.GetSetDescriptorType | types.MemberDescriptorType
+
+
+def _slots(value: Any) -> dict[str, Any]:
+    slots = {n for c in type(value).__mro__ for n, m in vars(c).items() if isinstance(m, types.MemberDescriptorType)}
+    return {n: getattr(value, n) for n in sorted(slots) if hasattr(value, n)}
 
 
 def _public_state(module: torch.nn.Module) -> dict[str, Any]:
     hidden = set(vars(torch.nn.Module()))
     state = {k: v for k, v in vars(module).items() if k not in hidden}
-    return state | {"modules": [type(m) for m in module.modules()], "training": module.training}
+    return state | {"training": module.training}
 
 
 def _graph_module(gm: torch.fx.GraphModule, out: list[str], inner: Callable[..., None]) -> None:
@@ -240,7 +256,7 @@ def _code_text(code: types.CodeType, outermost: bool) -> str:
 
 
 def _tensor_digest(x: torch.Tensor) -> str:
-    from ._compat import is_traced_value  # late: a digest of plain numbers needs no torch internals
+    from ._compat import is_traced_value, without_modes  # late: a digest of plain numbers needs no torch internals
 
     if is_traced_value(x):
         return f"traced tensor:{id(x)}"
@@ -250,7 +266,7 @@ def _tensor_digest(x: torch.Tensor) -> str:
     data = x.detach()
     if type(data) is not torch.Tensor and not isinstance(data, torch.nn.Parameter):
         return f"tensor subclass:{type(data).__qualname__}:{id(x)}:{x._version}"
-    raw = data.cpu().contiguous()
+    raw = data.cpu().contiguous() if data.device.type != "meta" else torch.empty(0)
     text = hashlib.sha256(ctypes.string_at(raw.data_ptr(), raw.nbytes) if raw.nbytes else b"").hexdigest()
     digest = f"tensor:{x.dtype}:{tuple(x.shape)}:{x.device}:{x.requires_grad}:{text}"
     if len(_tensor_digests) > 1024:

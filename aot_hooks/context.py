@@ -24,7 +24,7 @@ from torch.fx import GraphModule
 from . import _compat
 from .content import content
 from .eager import pack_eager, settle, unpack_eager
-from .errors import OptionError
+from .errors import AotHooksError, OptionError
 from .hook import Hook
 from .policy import Policy, Setting
 
@@ -40,7 +40,8 @@ class Pair:
 
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
-        self.pack = _module("AotHooksPack", lambda x: pack_eager(setting, x))
+        # of all equal settings the one that was entered last: its own functions are called, its name is shown
+        self.pack = _module("AotHooksPack", lambda x: pack_eager(self.setting, x))
         self.unpack = _module("AotHooksUnpack", unpack_eager)
         _pair_of_module[id(self.pack)] = weakref.ref(self)
         weakref.finalize(self, _pair_of_module.pop, id(self.pack), None)
@@ -59,7 +60,7 @@ def _module(name: str, call: Callable[[Any], Any]) -> GraphModule:
     graph.output(graph.placeholder("x"))
     module = GraphModule(torch.nn.Module(), graph, class_name=name)
     # eager autograd calls the module; the graph is there for torch's tools, which want one they can read
-    setattr(type(module), "__call__", lambda _, x: call(x))  # noqa: B010
+    setattr(type(module), "__call__", _compat.untraced(lambda _, x: call(x)))  # noqa: B010
     return module
 
 
@@ -67,6 +68,7 @@ def _intern(setting: Setting) -> Pair:
     pair = _pairs.get(setting.key)
     if pair is None:
         pair = _pairs[setting.key] = Pair(setting)
+    pair.setting = setting
     _recent[setting.key] = pair
     _recent.move_to_end(setting.key)
     while len(_recent) > _PAIRS_KEPT:
@@ -87,7 +89,8 @@ def _as_hook(pack: Any, unpack: Any) -> Hook:
                 f"saved_tensors_hooks: {name} must be a function, a torch.fx.GraphModule or a Hook, got {fn!r}"
             )
     name = getattr(pack, "__name__", type(pack).__name__)
-    return Hook(name, pack, unpack)
+    # the functions of a Hook, given one by one, still know which tensors they leave alone
+    return Hook(name, pack, unpack, declines=getattr(pack, "declines", None))
 
 
 def _setting_of_hooks(pack: Any, unpack: Any, scope: str) -> Setting:
@@ -120,7 +123,7 @@ def saved_tensors_hooks(pack: Any, unpack: Any = None, *, scope: str = "donated"
         with torch.fx.traceback.annotate({"aot_hooks": _noted_key()}):
             yield
     else:
-        with _entered(_setting_of_hooks(pack, unpack, scope)):
+        with _entered(_setting_of_hooks, pack, unpack, scope):
             yield
 
 
@@ -133,25 +136,32 @@ def saved_tensors_policy(policy: Policy | Hook, *, scope: str = "donated") -> It
         with torch.fx.traceback.annotate({"aot_hooks": _noted_key()}):
             yield
     else:
-        with _entered(_setting_of_policy(policy, scope)):
+        with _entered(_setting_of_policy, policy, scope):
             yield
 
 
 class _entered:
-    """A setting on torch's stack; a class, because leaving must happen on the same thread whatever was raised."""
+    """A setting on torch's stack; a class, because leaving must happen on the same thread whatever was raised.
 
-    def __init__(self, setting: Setting) -> None:
-        self.setting = setting
+    `untraced`, here and below: after a graph break Dynamo compiles each function that eager code calls, and there
+    `is_compiling()` is true, so a hook would take itself for traced.
+    """
 
+    def __init__(self, make: Callable[..., Setting], *args: Any) -> None:
+        self.make, self.args = make, args
+
+    @_compat.untraced
     def __enter__(self) -> None:
         settle()
-        pair = _intern(self.setting)
-        if self.setting.eager:
+        setting = self.make(*self.args)
+        pair = _intern(setting)
+        if setting.eager:
             # plain functions: Dynamo does not guard them and compiled graphs call them as they run
-            _compat.push_hooks(EagerPack(self.setting), unpack_eager)
+            _compat.push_hooks(EagerPack(setting), _unpack_untraced)
         else:
             _compat.push_hooks(pair.pack, pair.unpack)
 
+    @_compat.untraced
     def __exit__(self, *exc: object) -> None:
         _compat.pop_hooks()
         settle()
@@ -161,8 +171,12 @@ class EagerPack:
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
 
+    @_compat.untraced
     def __call__(self, x: torch.Tensor) -> Any:
         return pack_eager(self.setting, x)
+
+
+_unpack_untraced = _compat.untraced(unpack_eager)
 
 
 def ambient() -> tuple[Setting | None, Any]:
@@ -194,13 +208,17 @@ def _note(context: Any, names: tuple[str, ...], make: Callable[..., Setting]) ->
     for name in names:
         variable = _compat.local_variable(context, name)
         try:
-            values.append(_compat.install_content_guard(variable, content)[0])
+            values.append(_compat.install_content_guard(context, variable, content)[0])
         except TypeError as e:
-            raise OptionError(
+            error = OptionError(
                 f"the {name} of a context inside a compiled function must be known while compiling, got {e}; make it "
                 "outside the function, or close over constants only"
-            ) from e
-    setting = make(*values)
+            )
+            raise _compat.backend_failure("aot_hooks", error) from e
+    try:
+        setting = make(*values)
+    except AotHooksError as e:
+        raise _compat.backend_failure("aot_hooks", e) from e
     regions[setting.key] = setting
     regions.move_to_end(setting.key)
     while len(regions) > _REGIONS_KEPT:

@@ -24,21 +24,17 @@ from .plan import Choice
 
 __all__ = ["look_through"]
 
-_aten = torch.ops.aten
-_MOVES = {
-    _aten.view.default,
-    _aten._unsafe_view.default,
-    _aten.reshape.default,
-    _aten.permute.default,
-    _aten.transpose.int,
-    _aten.t.default,
-    _aten.unsqueeze.default,
-    _aten.squeeze.dim,
-    _aten.squeeze.dims,
-    _aten.expand.default,
-    _aten.clone.default,
-    _aten.alias.default,
-    _aten.detach.default,
+_ALIASES = {"aten.alias.default", "aten.detach.default"}
+_PERMUTATIONS = {"aten.permute.default", "aten.transpose.int", "aten.t.default"} | _ALIASES
+_MOVES = _PERMUTATIONS | {
+    "aten.view.default",
+    "aten._unsafe_view.default",
+    "aten.reshape.default",
+    "aten.unsqueeze.default",
+    "aten.squeeze.dim",
+    "aten.squeeze.dims",
+    "aten.expand.default",
+    "aten.clone.default",
 }
 
 
@@ -51,7 +47,7 @@ def look_through(choices: Sequence[Choice], kept_storages: set[int]) -> None:
     heads = {id(c.view_of) for c in choices if c.view_of is not None}
     by_node = {_without_aliases(c.value.fw_node): c for c in choices if _simple(c)}
     for choice in choices:
-        if not _simple(choice) or id(choice.value) in heads:
+        if not _simple(choice) or id(choice.value) in heads or _straighten(choice):
             continue
         hook = choice.uses[0][0]
         chain: list[Node] = []
@@ -81,14 +77,34 @@ def _simple(choice: Choice) -> bool:
 
 
 def _without_aliases(node: Node) -> Node:
-    while node.op == "call_function" and node.target in (_aten.alias.default, _aten.detach.default):
+    while _moves(node, _ALIASES):
         (node,) = node.all_input_nodes
     return node
 
 
-def _moves(node: Node) -> bool:
+def _moves(node: Node, moves: set[str] = _MOVES) -> bool:
     """Whether `node` only moves data, by numbers that are known."""
-    return node.op == "call_function" and node.target in _MOVES and len(node.all_input_nodes) == 1
+    return node.op == "call_function" and str(node.target) in moves and len(node.all_input_nodes) == 1
+
+
+def _straighten(choice: Choice) -> bool:
+    """For the gradient of `h @ w` the partitioner saves `h.t()`: pack h, whose rows lie in memory, as eager does."""
+    node, chain = choice.value.fw_node, []
+    while not _rows_in_memory(node) and _moves(node, _PERMUTATIONS) and isinstance(node.args[0], Node):
+        chain.append(node)
+        node = node.args[0]
+    if not chain or not _rows_in_memory(node):
+        return False
+    choice.source, choice.replay = node, tuple(reversed(chain))
+    return True
+
+
+def _rows_in_memory(node: Node) -> bool:
+    val = node.meta.get("val")
+    if not isinstance(val, torch.Tensor) or val.layout is not torch.strided or val.dim() == 0:
+        return True
+    stride, size = val.stride(-1), val.shape[-1]
+    return _compat.statically_known(stride == 1) or _compat.statically_known(size == 1)
 
 
 def _numel(node: Node) -> float:

@@ -147,7 +147,7 @@ def _outermost_frame() -> FrameType | None:
     while frame is not None:
         code = frame.f_code
         if code is _compat.MODULE_CALL or (
-            code.co_filename == boundary and code.co_name in ("compile_wrapper", "_fn", "__call__")
+            code.co_filename == boundary and code.co_name in ("compile_wrapper", "__call__")
         ):
             found = frame
         frame = frame.f_back
@@ -171,6 +171,8 @@ def _choose(setting: Setting, x: torch.Tensor, outermost: FrameType | None) -> H
         root = x if x._base is None else x._base
         if isinstance(root, torch.nn.Parameter):
             return KEEP
+        if outermost is not None and _compat.storage_key(x) in _buffers(outermost):
+            return KEEP
     hook = setting.rule if isinstance(setting.rule, Hook) else None
     if hook is None or hook.declines is not None:
         row = _row(x)
@@ -184,6 +186,12 @@ def _given(frame: FrameType) -> set[int]:
     local = frame.f_locals
     tensors = _compat.pytree.tree_leaves((local.get("args", ()), local.get("kwargs", {})))
     return {_compat.storage_key(t) for t in tensors if isinstance(t, torch.Tensor) and t.layout is torch.strided}
+
+
+def _buffers(frame: FrameType) -> set[int]:
+    module = frame.f_locals.get("self")
+    buffers = module.buffers() if isinstance(module, torch.nn.Module) else ()
+    return {_compat.storage_key(b) for b in buffers if b.layout is torch.strided}
 
 
 def _row(x: torch.Tensor) -> SavedTensor:

@@ -263,6 +263,7 @@ def _cross(
         before = next(p for p in bw.graph.find_nodes(op="placeholder") if p not in known)
     with bw.graph.inserting_before(before):
         placeholder = bw.graph.placeholder(_clean_name(f"{value.row.name}_packed_{i}"))
+    placeholder.target = placeholder.name  # the argument's name in the code; two packings of one value need two
     placeholder.meta = {"val": val}
     if "desc" in value.bw_node.meta:
         placeholder.meta["desc"] = value.bw_node.meta["desc"]

@@ -61,7 +61,10 @@ def trace_hook(
     before = content(hook.pack, hook.unpack)
     with _compat.no_new_unbacked(fake_mode) as made_unbacked, _compat.tracing_on_fakes(fake_mode):
         traced = _trace(hook, value, at, decompositions, fake_mode)
-        if made_unbacked():
+        for part, gm in (("pack", traced.pack), ("unpack", traced.unpack)):
+            if _compat.reads_values(gm):
+                raise HookContractError(_reads_value(f"{at}: {part}"))
+        if made_unbacked() or _compat.makes_unbacked(traced.pack) or _compat.makes_unbacked(traced.unpack):
             raise HookContractError(
                 f"{at}: a size depends on the values (as `nonzero` or `x[mask]` makes); expected sizes that follow "
                 "from the saved tensor's shape. Pack into a fixed size, or run the hook eagerly with "
@@ -105,13 +108,15 @@ def _trace(
 ) -> TracedHook:
     # a fresh tensor with the same sizes: a hook that mutates its argument must not reach the graph's own value
     sample = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+    sample = sample.conj() if value.is_conj() else sample
     expanded = [d for d in range(value.dim()) if _is(value.stride(d), 0) and not _is(value.shape[d], 1)]
     result: dict[str, Any] = {}
 
     def compact(x: torch.Tensor) -> torch.Tensor:
         for d in expanded:
             x = x.narrow(d, 0, 1)  # a dimension of stride 0 holds one row
-        return x
+        # a hook sees numbers, not a promise to conjugate or negate them
+        return x.resolve_conj().resolve_neg()
 
     def pack(x: torch.Tensor) -> list[Any]:
         given = compact(x)
@@ -185,17 +190,21 @@ def _call(fn: Any, argument: Any, at: str) -> Any:
     except AotHooksError:
         raise
     except _compat.data_dependent_errors() as e:
-        raise HookContractError(
-            f"{at} reads a value of the tensor (`.item()`, `if tensor`, a size that depends on values); expected "
-            "control flow on shape, dtype, device and size alone. Use torch.where, or run the hook eagerly with "
-            f"Hook(..., eager=True). Torch said: {_first_line(e)}"
-        ) from e
+        raise HookContractError(f"{_reads_value(at)}. Torch said: {_first_line(e)}") from e
     except Exception as e:
         raise HookTraceError(
             f"{at} raised {type(e).__name__}: {_first_line(e)} ({_line_in(fn, e)}); expected functions that can be "
             "traced on this tensor. Mend it, exclude the tensor with a policy, or run the hook eagerly with "
             "Hook(..., eager=True)"
         ) from e
+
+
+def _reads_value(at: str) -> str:
+    return (
+        f"{at} reads a value of the tensor (`.item()`, `if tensor`, a size that depends on values); expected control "
+        "flow on shape, dtype, device and size alone. Use torch.where, or run the hook eagerly with "
+        "Hook(..., eager=True)"
+    )
 
 
 def _first_line(e: BaseException) -> str:
@@ -264,6 +273,9 @@ def _clean(gm: GraphModule) -> None:
     for node in list(gm.graph.nodes):
         if node.op == "call_function" and node.target in _ALIASES and isinstance(node.args[0], Node):
             node.replace_all_uses_with(node.args[0])
+    for node in gm.graph.find_nodes(op="get_attr"):
+        # a number that was written into a tensor was traced as a fake constant that knows it
+        setattr(gm, str(node.target), _compat.real_constant(getattr(gm, str(node.target))))
     for node in reversed(list(gm.graph.nodes)):
         if node.op in ("call_function", "get_attr") and not node.users:
             gm.graph.erase_node(node)

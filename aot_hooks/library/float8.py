@@ -41,6 +41,10 @@ class _Pack:
     dtype: torch.dtype
     scaling: str
 
+    @property
+    def declines(self) -> Any:
+        return _declines
+
     def __call__(self, x: torch.Tensor) -> Any:
         if x.dtype not in _FLOATS or x.dim() == 0 or x.numel() == 0:
             return x
@@ -103,18 +107,15 @@ def _from_blocks(y: torch.Tensor, shape: Any) -> torch.Tensor:
     return y if y.shape[-1] == shape[-1] else y.narrow(-1, 0, shape[-1])
 
 
-@dataclass(frozen=True)
-class _Declines:
+def _declines(saved: SavedTensor) -> str | None:
     """Why float8 leaves a tensor alone, or None."""
-
-    def __call__(self, saved: SavedTensor) -> str | None:
-        if saved.dtype not in _FLOATS:
-            return f"float8 leaves {str(saved.dtype).removeprefix('torch.')} as it is"
-        if not saved.shape or 0 in saved.shape or saved.shape[-1] * (saved.dtype.itemsize - 1) <= 4:
-            return "float8 would save nothing on rows this short"
-        if is_statistic(saved):
-            return "float8 leaves statistics (log-sum-exp) as they are"
-        return None
+    if saved.dtype not in _FLOATS:
+        return f"float8 leaves {str(saved.dtype).removeprefix('torch.')} as it is"
+    if not saved.shape or 0 in saved.shape or saved.shape[-1] * (saved.dtype.itemsize - 1) <= 4:
+        return "float8 would save nothing on rows this short"
+    if is_statistic(saved):
+        return "float8 leaves statistics (log-sum-exp) as they are"
+    return None
 
 
 def is_statistic(saved: SavedTensor) -> bool:
@@ -145,4 +146,4 @@ def float8(dtype: torch.dtype = torch.float8_e4m3fn, scaling: str = "rowwise") -
     if scaling not in _SCALINGS:
         raise OptionError(f"float8: scaling must be one of {', '.join(map(repr, _SCALINGS))}, got {scaling!r}")
     name = f"float8({str(dtype).removeprefix('torch.float8_')}, {scaling})"
-    return Hook(name, _Pack(dtype, scaling), _Unpack(dtype, scaling), declines=_Declines())
+    return Hook(name, _Pack(dtype, scaling), _Unpack(dtype, scaling), declines=_declines)
