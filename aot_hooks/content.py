@@ -263,10 +263,10 @@ def _tensor_digest(x: torch.Tensor) -> str:
     known = _tensor_digests.get(id(x))
     if known is not None and known[0]() is x and known[1] == x._version:
         return known[2]
-    data = x.detach()
-    if type(data) is not torch.Tensor and not isinstance(data, torch.nn.Parameter):
-        return f"tensor subclass:{type(data).__qualname__}:{id(x)}:{x._version}"
-    raw = data.cpu().contiguous() if data.device.type != "meta" else torch.empty(0)
+    if type(x) not in (torch.Tensor, torch.nn.Parameter):
+        return f"tensor subclass:{type(x).__qualname__}:{id(x)}:{x._version}"
+    with without_modes():  # a hook is digested while it is traced too: its bytes are read all the same
+        raw = x.detach().cpu().contiguous() if x.device.type != "meta" else torch.empty(0)
     text = hashlib.sha256(ctypes.string_at(raw.data_ptr(), raw.nbytes) if raw.nbytes else b"").hexdigest()
     digest = f"tensor:{x.dtype}:{tuple(x.shape)}:{x.device}:{x.requires_grad}:{text}"
     if len(_tensor_digests) > 1024:
