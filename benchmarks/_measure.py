@@ -11,6 +11,7 @@ import dataclasses
 import datetime
 import importlib.metadata
 import json
+import os
 import pathlib
 import platform
 import subprocess
@@ -49,7 +50,10 @@ def _version(distribution: str) -> str | None:
 
 
 def _commit() -> str | None:
-    """The commit of this checkout, with "+changes" if tracked files differ from it; None outside of a checkout."""
+    """The commit of this checkout, with "+changes" if tracked files differ from it; outside of a checkout what the
+    environment variable AOT_HOOKS_COMMIT says."""
+    if said := os.environ.get("AOT_HOOKS_COMMIT"):
+        return said
 
     def git(*arguments: str) -> str:
         return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
