@@ -52,6 +52,7 @@ SYMBOLS = {
     "torch._subclasses.fake_tensor.DataDependentOutputException": "telling a hook that reads values",
     "torch._dispatch.python.enable_python_dispatcher": "tracing hooks on symbolic sizes",
     "torch.utils._python_dispatch._disable_current_modes": "digests of constants",
+    "torch.fx.experimental.proxy_tensor.disable_proxy_modes_tracing": "comparing sizes while tracing",
     "torch._ops.HigherOrderOperator": "hooks that hold higher-order ops",
     "torch.utils._pytree": "what pack may return",
     "torch._logging.trace_structured": "graphs in torch's structured trace",
@@ -307,9 +308,18 @@ def python_dispatcher() -> Any:
     return need("torch._dispatch.python.enable_python_dispatcher")()
 
 
-def statically_known(condition: Any) -> bool:
-    """Whether a symbolic condition holds for certain; adds no guard."""
-    return bool(need("torch.fx.experimental.symbolic_shapes.statically_known_true")(condition))
+def same_size(a: Any, b: Any, *, guard: bool = False) -> bool:
+    """Whether two sizes are equal for certain; with `guard` also if they are now, and then the graph depends on it.
+
+    Also while tracing: the comparison is about sizes the trace may not know, and leaves nothing in it.
+    """
+    if isinstance(a, int) and isinstance(b, int):
+        return a == b
+    with need("torch.fx.experimental.proxy_tensor.disable_proxy_modes_tracing")():
+        equal = a == b
+        if need("torch.fx.experimental.symbolic_shapes.statically_known_true")(equal):
+            return True
+        return bool(equal) if guard else False
 
 
 def is_traceable_subclass(x: Any) -> bool:
@@ -420,7 +430,7 @@ def compile_inductor_with_hooks(gm: GraphModule, inputs: Sequence[Any], patches:
 
 
 _ALONE = "aot_hooks_alone"
-_PERSISTENT_NUMBERS = 8192  # of one row over all reductions of a kernel; a row of 14336 was 16% slower so
+_PERSISTENT_ROWS = ((1, 4096), (8, 1024))  # up to so many reductions in a kernel, rows up to so long
 
 
 def mark_alone(nodes: Sequence[Node], name: str) -> None:
@@ -454,7 +464,8 @@ def _choices() -> Any:
     """Inductor's heuristics (`InductorChoices` is torch's place to override them), changed where hooks stand.
 
     - What is marked alone is fused with its own kind only.
-    - A row that is reduced for its scale and then read again stays in registers up to 8192 elements, not 1024.
+    - A row that is reduced for its scale and then read again stays in registers where that was faster on an H200: also
+      rows that do not lie in one piece, and up to 4096 where it is the only one; not two of 3072, not one of 14336.
     """
     base = need("torch._inductor.choices.InductorChoices")
 
@@ -473,8 +484,9 @@ def _choices() -> Any:
             if cooperative_reduction or hint_name not in ("INNER", "DEFAULT") or not _packs(features):
                 return False
             sizes = need("torch._inductor.virtualized.V").graph.sizevars
-            rows = max(1, len(features.reduction_nodes()))
-            return bool(sizes.statically_known_leq(features.reduction_numel * rows, _PERSISTENT_NUMBERS))
+            count = len(features.reduction_nodes())
+            longest = max((numel for most, numel in _PERSISTENT_ROWS if count <= most), default=0)
+            return bool(sizes.statically_known_leq(features.reduction_numel, longest))
 
         def uuid(self) -> str:
             return "aot_hooks choices 1"

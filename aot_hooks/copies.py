@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch.fx import Node
@@ -21,6 +22,7 @@ from torch.fx import Node
 from . import _compat
 from .hook import KEEP
 from .plan import Choice
+from .saved import storage_of
 
 __all__ = ["look_through"]
 
@@ -38,7 +40,7 @@ _MOVES = _PERMUTATIONS | {
 }
 
 
-def look_through(choices: Sequence[Choice], kept_storages: set[int]) -> None:
+def look_through(choices: Sequence[Choice], kept_storages: set[Any]) -> None:
     """Set `view_of` or `source`, and `replay`, on choices whose value is a copy.
 
     Args:
@@ -62,7 +64,7 @@ def look_through(choices: Sequence[Choice], kept_storages: set[int]) -> None:
                 choice.reason = f"a copy of '{node.name}'"
                 heads.add(id(other.value))
                 break
-            if _storage(node) not in kept_storages and _numel(node) < smallest:
+            if storage_of(node) not in kept_storages and _numel(node) < smallest:
                 smallest, smallest_at = _numel(node), len(chain)
         else:
             if smallest_at:
@@ -103,8 +105,7 @@ def _rows_in_memory(node: Node) -> bool:
     val = node.meta.get("val")
     if not isinstance(val, torch.Tensor) or val.layout is not torch.strided or val.dim() == 0:
         return True
-    stride, size = val.stride(-1), val.shape[-1]
-    return _compat.statically_known(stride == 1) or _compat.statically_known(size == 1)
+    return _compat.same_size(val.stride(-1), 1) or _compat.same_size(val.shape[-1], 1)
 
 
 def _numel(node: Node) -> float:
@@ -112,8 +113,3 @@ def _numel(node: Node) -> float:
     val = node.meta.get("val")
     known = isinstance(val, torch.Tensor) and all(isinstance(n, int) for n in val.shape)
     return val.numel() if known and isinstance(val, torch.Tensor) else math.inf
-
-
-def _storage(node: Node) -> int:
-    val = node.meta["val"]
-    return _compat.storage_key(val) if val.layout is torch.strided else id(val)

@@ -72,7 +72,8 @@ def pack_eager(setting: Setting, x: torch.Tensor) -> Any:
     hook = _choose(setting, x, outermost)
     if hook is KEEP:
         return Kept(x, hook)
-    key = (_compat.storage_key(x), x.storage_offset(), x.shape, x.stride(), x.dtype, x._version, hook)
+    layout = (x.storage_offset(), x.shape, x.stride(), x.dtype, x.is_conj(), x.is_neg())
+    key = (_compat.storage_key(x), *layout, x._version, hook)
     known = _local.seen.get(key)
     if known is not None and (kept := known()) is not None:
         return kept
@@ -231,6 +232,7 @@ def _pack(kept: Kept) -> None:
     )
     for d in expanded:
         compact = compact.narrow(d, 0, 1)
+    compact = compact.resolve_conj().resolve_neg()
     packed = _run(kept.hook.pack, compact, f"{_at(kept)}: pack")
     if raw._version != kept.version:
         raise HookContractError(

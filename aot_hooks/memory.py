@@ -19,7 +19,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from . import _compat
-from .saved import is_view
+from .saved import is_view, storage_of
 
 __all__ = ["alive_bytes", "fuses"]
 
@@ -41,22 +41,22 @@ def alive_bytes(gm: GraphModule, packed: Mapping[Node, int]) -> dict[Node, int]:
     """
     nodes = list(gm.graph.nodes)
     place = {node: i for i, node in enumerate(nodes)}
-    outputs = {_key(n) for n in _compat.pytree.tree_leaves(nodes[-1].args) if isinstance(n, Node)}
-    inputs = {_key(n) for n in nodes if n.op == "placeholder"}
+    outputs = {storage_of(n) for n in _compat.pytree.tree_leaves(nodes[-1].args) if isinstance(n, Node)}
+    inputs = {storage_of(n) for n in nodes if n.op == "placeholder"}
     written = _written(nodes) | outputs
-    packed_keys = {_key(n) for n in packed}
+    packed_keys = {storage_of(n) for n in packed}
     last: dict[Node, int] = {}  # the last node of the kernel that reads it last
     for node in reversed(nodes):
         readers = [u for u in node.users if u.op != "output"]
         last[node] = max(
-            (place[u] if _key(u) in written and not is_view(u) else max(place[u], last[u]) for u in readers),
+            (place[u] if storage_of(u) in written and not is_view(u) else max(place[u], last[u]) for u in readers),
             default=place[node],
         )
     born: dict[Any, int] = {}
     dies: dict[Any, int] = {}
     size: dict[Any, int] = {}
     for i, node in enumerate(nodes):
-        key = _key(node)
+        key = storage_of(node)
         if key is None or key in inputs or key not in written:
             continue
         born.setdefault(key, i)
@@ -68,7 +68,7 @@ def alive_bytes(gm: GraphModule, packed: Mapping[Node, int]) -> dict[Node, int]:
         change[start] += size[key]
         change[min(dies[key] + 1, len(nodes))] -= size[key]
     for node, count in packed.items():
-        change[min(dies.get(_key(node), 0), len(nodes))] += count
+        change[min(dies.get(storage_of(node), 0), len(nodes))] += count
     alive, total = {}, 0
     for node, step in zip(nodes, change, strict=False):
         total += step
@@ -76,16 +76,11 @@ def alive_bytes(gm: GraphModule, packed: Mapping[Node, int]) -> dict[Node, int]:
     return alive
 
 
-def _key(node: Node) -> Any:
-    val = node.meta.get("val")
-    return _compat.storage_key(val) if isinstance(val, torch.Tensor) and val.layout is torch.strided else None
-
-
 def _written(nodes: list[Node]) -> set[Any]:
     """Storages that an operator which is not pointwise makes or reads."""
     found: set[Any] = set()
     for node in nodes:
         if not fuses(node) and node.op != "output":
-            found.add(_key(node))
-            found.update(_key(n) for n in node.all_input_nodes)
+            found.add(storage_of(node))
+            found.update(storage_of(n) for n in node.all_input_nodes)
     return found

@@ -17,10 +17,11 @@ from torch.fx import Node
 from .errors import OptionError
 from .hook import KEEP, Hook
 from .policy import Setting, out_of_scope
-from .saved import Boundary, SavedTensor, SavedValue
+from .saved import Boundary, SavedTensor, SavedValue, producer
 
 __all__ = ["Choice", "Decision", "Plan", "decide", "region_of"]
 
+_RANDOM_STATE = ("inductor_seeds", "inductor_lookup_seed", "rng_state")
 REGION = "aot_hooks"  # the key under meta["custom"] by which nodes of a region are known
 
 
@@ -117,6 +118,10 @@ def _choose(value: SavedValue, ambient: Setting | None, regions: Mapping[str, Se
     if value.value.layout is not torch.strided or value.value.is_quantized:
         keep.reason = f"layout {value.value.layout}"
         return keep
+    ops = [str(node.target) for node in (producer(value.fw_node), *readers)]
+    if any(name in op for name in _RANDOM_STATE for op in ops):
+        keep.reason = "random state"
+        return keep
     if value.fw_node.meta.get("aot_hooks_packed") or _packed_in_a_nested_region(value.fw_node):
         keep.reason = "packed in a nested compiled region"
         return keep
@@ -187,7 +192,7 @@ def _one_packing(group: list[Choice]) -> None:
 
 def _covers(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether `b` is a view of exactly the memory of `a`, for certain."""
-    if a.dtype != b.dtype:
+    if (a.dtype, a.is_conj(), a.is_neg()) != (b.dtype, b.is_conj(), b.is_neg()):
         return False
     if a is b or (a.shape == b.shape and a.stride() == b.stride() and a.storage_offset() == b.storage_offset()):
         return True

@@ -23,7 +23,7 @@ from torch.fx import GraphModule, Node
 from . import _compat
 from .errors import UnsupportedGraphError
 
-__all__ = ["Boundary", "Dim", "SavedTensor", "SavedValue", "boundary", "is_view", "producer"]
+__all__ = ["Boundary", "Dim", "SavedTensor", "SavedValue", "boundary", "is_view", "producer", "storage_of"]
 
 
 class Dim(int):
@@ -48,14 +48,15 @@ class SavedTensor:
 
     Attributes:
         name: its name in the forward graph.
-        op: the operator that made it, looking through views ("aten.gelu.default"); "input" for a graph input.
+        op: the operator that made it, before decompositions and looking through views ("aten.gelu.default"); "input"
+            for a graph input.
         shape: sizes; a symbolic one is a `Dim`.
         dtype, device: of the tensor.
         nbytes: bytes of its storage, which is what saving it keeps alive; views of one storage have the same.
         storage: number of its storage within the graph; equal for views of one storage.
         module_path: where in the model it was made ("layers.0.mlp"), "" if unknown.
         source_line: the user's line that made it ("model.py:31: h = gelu(x)"), "" if unknown.
-        backward_ops: the operators of the backward that read it.
+        backward_ops: the operators of the backward that read it, before decompositions.
         is_input, is_output, is_static: its storage is that of a graph input, of an output that the user gets, of a
             parameter or buffer.
     """
@@ -104,7 +105,7 @@ class Boundary:
     tensors: list[SavedValue]
     opaque: list[tuple[Any, Node]]
     symints: list[tuple[Node, Node]]
-    kept_storages: set[int]
+    kept_storages: set[Any]
 
 
 def boundary(fw: GraphModule, bw: GraphModule, num_fwd_outputs: int, static_inputs: Iterable[int] = ()) -> Boundary:
@@ -129,7 +130,7 @@ def boundary(fw: GraphModule, bw: GraphModule, num_fwd_outputs: int, static_inpu
     input_storages = _storages(inputs)
     static_storages = _storages(n for i, n in enumerate(inputs) if i in static)
     output_storages = _storages(user)
-    numbers: dict[int, int] = {}
+    numbers: dict[Any, int] = {}
     tensors, opaque = [], []
     for fw_node, bw_node in zip(others, bw_others, strict=True):
         value = fw_node.meta.get("val") if isinstance(fw_node, Node) else None
@@ -142,7 +143,7 @@ def boundary(fw: GraphModule, bw: GraphModule, num_fwd_outputs: int, static_inpu
                 f"saved tensor '{fw_node.name}' ({value.dtype}, {value.dim()}-d) meets backward input "
                 f"'{bw_node.name}' ({other!r}); expected the same tensor at the same position"
             )
-        key = _storage(value)
+        key = storage_of(fw_node)
         row = SavedTensor(
             name=fw_node.name,
             op=_op_name(producer(fw_node)),
@@ -171,14 +172,26 @@ def _dim(size: Any) -> int:
     return size if isinstance(size, int) else Dim(_compat.hint(size), _compat.expression(size))
 
 
-def _storage(value: torch.Tensor) -> int:
+def storage_of(node: Node) -> Any:
+    """Identity of the storage of a node's value, by its fake value; None if it is no tensor.
+
+    What a higher-order operator gives is its own: torch caches fake values of nested regions, so two calls seem one.
+    """
+    value = node.meta.get("val")
+    if not isinstance(value, torch.Tensor):
+        return None
+    root = node
+    while is_view(root) and isinstance(root.args[0], Node):
+        root = root.args[0]
+    if "getitem" in str(root.target) and isinstance(root.args[0], Node):
+        if isinstance(root.args[0].target, _compat.HigherOrderOperator):
+            return root
     # a tensor without a storage (sparse) shares it with nobody
     return _compat.storage_key(value) if value.layout is torch.strided else id(value)
 
 
-def _storages(nodes: Iterable[Any]) -> set[int]:
-    values = (n.meta.get("val") for n in nodes if isinstance(n, Node))
-    return {_storage(v) for v in values if isinstance(v, torch.Tensor)}
+def _storages(nodes: Iterable[Any]) -> set[Any]:
+    return {storage_of(n) for n in nodes if isinstance(n, Node)} - {None}
 
 
 def _storage_bytes(value: torch.Tensor) -> int:
@@ -206,7 +219,10 @@ def producer(node: Node) -> Node:
 
 
 def _op_name(node: Node) -> str:
-    return "input" if node.op == "placeholder" else str(node.target) if node.op == "call_function" else node.op
+    """The operator as the program called it, whatever Inductor decomposed it to."""
+    if node.op != "call_function":
+        return "input" if node.op == "placeholder" else node.op
+    return str(node.meta.get("original_aten") or node.target)
 
 
 _FRAME = re.compile(r'File "(?P<file>[^"]*)", line (?P<line>\d+), in .*\n\s*(?P<code>.*)')

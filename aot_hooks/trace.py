@@ -109,7 +109,11 @@ def _trace(
     # a fresh tensor with the same sizes: a hook that mutates its argument must not reach the graph's own value
     sample = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
     sample = sample.conj() if value.is_conj() else sample
-    expanded = [d for d in range(value.dim()) if _is(value.stride(d), 0) and not _is(value.shape[d], 1)]
+    expanded = [
+        d
+        for d in range(value.dim())
+        if _compat.same_size(value.stride(d), 0) and not _compat.same_size(value.shape[d], 1)
+    ]
     result: dict[str, Any] = {}
 
     def compact(x: torch.Tensor) -> torch.Tensor:
@@ -292,11 +296,6 @@ def _is_symbolic(a: Any) -> bool:
     return isinstance(a, torch.SymInt | torch.SymFloat | torch.SymBool)
 
 
-def _is(size: Any, number: int) -> bool:
-    """Whether a size is `number` for certain; adds no guard."""
-    return size == number if isinstance(size, int) else _compat.statically_known(size == number)
-
-
 def _check_like(out: Any, shape: Any, dtype: torch.dtype, device: torch.device, at: str) -> None:
     wanted = f"one {dtype} tensor of shape {list(shape)} on {device}, like the saved one"
     if not isinstance(out, torch.Tensor):
@@ -311,21 +310,23 @@ def _check_like(out: Any, shape: Any, dtype: torch.dtype, device: torch.device, 
         problem = f"dtype {out.dtype}; pack the dtype too and end unpack with .to(dtype)"
     elif out.device != device:
         problem = f"device {out.device}; pack the device too and end unpack with .to(device)"
-    elif out.dim() != len(shape) or not all(_same_size(a, b) for a, b in zip(out.shape, shape, strict=True)):
+    elif out.dim() != len(shape) or not all(
+        _compat.same_size(a, b, guard=True) for a, b in zip(out.shape, shape, strict=True)
+    ):
         problem = f"shape {list(out.shape)}; pack the shape too and end unpack with .view(shape)"
     if problem:
         raise HookContractError(f"{at}: unpack returned {problem}. Expected {wanted}")
 
 
-def _same_size(a: Any, b: Any) -> bool:
-    return _compat.statically_known(a == b) or bool(a == b)
-
-
 def _restride(out: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """`out` with the memory order of `like`, which the backward's views were built on."""
-    if all(_is_same(a, b) for a, b in zip(out.stride(), like.stride(), strict=True)):
+    if all(_compat.same_size(a, b) for a, b in zip(out.stride(), like.stride(), strict=True)):
         return out
-    dims = [d for d in range(like.dim()) if not _is(like.stride(d), 0) and not _is(like.shape[d], 1)]
+    dims = [
+        d
+        for d in range(like.dim())
+        if not _compat.same_size(like.stride(d), 0) and not _compat.same_size(like.shape[d], 1)
+    ]
     if not dims or like.numel() == 0:
         return out
     order = sorted(range(like.dim()), key=lambda d: (-_compat.hint(like.stride(d)), d))
@@ -333,7 +334,3 @@ def _restride(out: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     if order == list(range(like.dim())):
         return out.contiguous()
     return out.permute(order).contiguous().permute(back)
-
-
-def _is_same(a: Any, b: Any) -> bool:
-    return a == b if isinstance(a, int) and isinstance(b, int) else _compat.statically_known(a == b)

@@ -33,6 +33,7 @@ _BLOCK = 128
 # format -> (second largest number, largest number)
 _RANGE = {torch.float8_e4m3fn: (416.0, 448.0), torch.float8_e5m2: (49152.0, 57344.0)}
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+_EXPONENTIATED = ("logsumexp", "logsoftmax")
 _SMALLEST_NORMAL = 2.0**-126
 
 
@@ -114,13 +115,17 @@ def _declines(saved: SavedTensor) -> str | None:
     if not saved.shape or 0 in saved.shape or saved.shape[-1] * (saved.dtype.itemsize - 1) <= 4:
         return "float8 would save nothing on rows this short"
     if is_statistic(saved):
-        return "float8 leaves statistics (log-sum-exp) as they are"
+        return "float8 leaves logarithms that the backward exponentiates as they are"
     return None
 
 
 def is_statistic(saved: SavedTensor) -> bool:
-    """Whether `saved` is a normalizer that a backward divides by or exponentiates: small, and sensitive."""
-    if "logsumexp" in saved.op:
+    """Whether a backward exponentiates `saved`, so that an error relative to it is none relative to the result: the
+    log-sum-exp of attention, log-probabilities, and logits that only a log-softmax reads."""
+    made, *read = (op.lower().replace("_", "") for op in (saved.op, *saved.backward_ops))
+    if any(name in made for name in _EXPONENTIATED) or (
+        read and all(any(n in r for n in _EXPONENTIATED) for r in read)
+    ):
         return True
     return "scaled_dot_product" in saved.op and len(saved.shape) == 3 and saved.dtype is torch.float32
 
@@ -136,7 +141,7 @@ def float8(dtype: torch.dtype = torch.float8_e4m3fn, scaling: str = "rowwise") -
 
     Relative error of a value: at most 2**-4 (e4m3) or 2**-3 (e5m2), plus half the format's smallest step times the
     scale near zero. Infinities and NaN come back as they were. Integers, 0-d and empty tensors, rows too short to
-    gain and log-sum-exp statistics are left as they are.
+    gain and what is a logarithm (log-sum-exp, log-softmax) are left as they are.
 
     Raises:
         OptionError: for another dtype or scaling.
