@@ -38,6 +38,8 @@ class Packing:
         readers: nodes of the backward that read the unpacked value.
         in_backward: pack in the backward too, from the value that crosses unpacked anyway for other readers.
         early: pack where the value is made, in a kernel of its own, because memory is tight at its last use.
+        reduce_first: put what the pack reduces (a scale) where the value is made, the rest after its last use. A fusing
+            compiler then finds all scales in one pass over the data and writes all packed values in a second one.
         packed_bytes: bytes that cross; known once it is put in.
     """
 
@@ -45,6 +47,7 @@ class Packing:
     readers: list[Node]
     in_backward: bool = False
     early: bool = False
+    reduce_first: bool = False
     packed_bytes: int = 0
 
 
@@ -87,9 +90,9 @@ def inline(fw: GraphModule, bw: GraphModule, boundary: Boundary, units: Iterable
                 with bw.graph.inserting_before(first):
                     inputs = _copy_in(packing.traced.pack, bw, [slot], targets, f"{value.row.name}_pack")
             else:
-                place = _after_inputs(unit.source) if packing.early else anchor
-                with fw.graph.inserting_before(place.next):
-                    leaves = _copy_in(packing.traced.pack, fw, [unit.source], targets, f"{value.row.name}_pack")
+                made = _after_inputs(unit.source)
+                places = (made if packing.early or packing.reduce_first else anchor, made if packing.early else anchor)
+                leaves = _copy_pack(packing.traced.pack, fw, unit, places, targets)
                 if packing.early:
                     _compat.mark_alone(_made_from(unit.source, leaves), value.row.name)
                 packing.packed_bytes = _bytes(leaves)
@@ -149,9 +152,42 @@ def _made_from(source: Node, leaves: list[Node]) -> list[Node]:
     return list(found)
 
 
-def _copy_in(source: GraphModule, into: GraphModule, inputs: list[Node], targets: set[Any], name: str) -> list[Node]:
-    """Copy the nodes of `source` to the insertion point of `into.graph`, with values propagated; gives its outputs."""
-    env: dict[Node, Any] = dict(zip(source.graph.find_nodes(op="placeholder"), inputs, strict=True))
+def _copy_pack(
+    pack: GraphModule, fw: GraphModule, unit: Unit, places: tuple[Node, Node], targets: set[Any]
+) -> list[Node]:
+    """Copy `pack` into the forward: what its reductions need after the first place, the rest after the second."""
+    name = f"{unit.saved.row.name}_pack"
+    env: dict[Node, Any] = {}
+    if places[0] is not places[1]:
+        first = {n for n in pack.graph.nodes if torch.Tag.reduction in getattr(n.target, "tags", ())}
+        stack = list(first)
+        while stack:
+            new = [n for n in stack.pop().all_input_nodes if n not in first]
+            first.update(new)
+            stack += new
+        with fw.graph.inserting_before(places[0].next):
+            _copy_in(pack, fw, [unit.source], targets, name, env, first)
+    with fw.graph.inserting_before(places[1].next):
+        return _copy_in(pack, fw, [unit.source], targets, name, env)
+
+
+def _copy_in(
+    source: GraphModule,
+    into: GraphModule,
+    inputs: list[Node],
+    targets: set[Any],
+    name: str,
+    env: dict[Node, Any] | None = None,
+    only: set[Node] | None = None,
+) -> list[Node]:
+    """Copy nodes of `source` to the insertion point of `into.graph`, with values propagated; gives its outputs.
+
+    Args:
+        env: what has been copied before, and then too.
+        only: the nodes to copy now, all if None.
+    """
+    env = {} if env is None else env
+    env.update(zip(source.graph.find_nodes(op="placeholder"), inputs, strict=True))
     fake_mode = next(n.meta["val"].fake_mode for n in _tensors([*into.graph.nodes]))
     graph = into.graph
 
@@ -160,7 +196,7 @@ def _copy_in(source: GraphModule, into: GraphModule, inputs: list[Node], targets
 
     with _compat.tracing_on_fakes(fake_mode), _compat.python_dispatcher():
         for node in source.graph.nodes:
-            if node.op == "placeholder":
+            if node.op == "placeholder" or node in env or (only is not None and node not in only):
                 continue
             if node.op == "output":
                 return [env[n] for n in node.args[0]]
@@ -177,7 +213,7 @@ def _copy_in(source: GraphModule, into: GraphModule, inputs: list[Node], targets
             new.meta[_compat.PACKED_ROW] = True
             targets.add(node.target)
             env[node] = new
-    raise AssertionError("a graph without an output")
+    return []
 
 
 def _tensors(nodes: list[Node]) -> Iterable[Node]:

@@ -75,7 +75,7 @@ def rewrite(
             choice.uses = [(KEEP, choice.uses[0][1])]
     if units:
         if for_inductor:
-            _pack_early(fw, units.values())
+            _place_for_cuda(fw, units.values())
         targets = inline(fw, bw, cross, units.values())
         if for_inductor and any("rand" in str(t) for t in targets):
             _compat.replace_random_for_inductor(fw)
@@ -139,8 +139,11 @@ def _unit(choice: Choice, tracer: _Tracer) -> Unit | None:
     return unit if packings else None
 
 
-def _pack_early(fw: GraphModule, units: Iterable[Unit]) -> None:
-    """Mark what is packed where it is made, in a kernel of its own, because memory is tight at its last use.
+def _place_for_cuda(fw: GraphModule, units: Iterable[Unit]) -> None:
+    """Place packings for Inductor's kernels on CUDA; elsewhere they stand right after the value's last use.
+
+    Every packing's scale is found where the value is made, see `Packing`. What is more, mark what is packed there as a
+    whole, in a kernel of its own, because memory is tight at its last use.
 
     Inductor fuses packing with the value's last reader, which saves a pass over the value but keeps the reader's result
     from taking its memory: three 14336-wide tensors of an MLP where two would do. That counts where the forward is at
@@ -150,6 +153,8 @@ def _pack_early(fw: GraphModule, units: Iterable[Unit]) -> None:
     units = [u for u in units if not u.keep and len(u.packings) == 1 and u.saved.value.device.type == "cuda"]
     if not units:
         return
+    for unit in units:
+        unit.packings[0].reduce_first = True
     alive = alive_bytes(fw, {u.saved.fw_node: _leaf_bytes(u) for u in units})
     peak = max(alive.values())
     for unit in units:
