@@ -327,7 +327,7 @@ def _restride(out: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
         for d in range(like.dim())
         if not _compat.same_size(like.stride(d), 0) and not _compat.same_size(like.shape[d], 1)
     ]
-    if not dims or like.numel() == 0:
+    if not dims or _compat.same_size(like.numel(), 0):
         return out
     order = sorted(range(like.dim()), key=lambda d: (-_compat.hint(like.stride(d)), d))
     back = [order.index(d) for d in range(like.dim())]
