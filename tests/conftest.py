@@ -58,3 +58,18 @@ def fresh_torch() -> Iterator[None]:
     if disabled is not None:
         torch._C._autograd._saved_tensors_hooks_enable()
     assert disabled is None, f"saved-tensor hooks left disabled: {disabled!r}"
+
+
+@pytest.fixture
+def model() -> torch.nn.Module:
+    """A model of exact integer arithmetic, whose gradients with a lossy hook can be computed by hand."""
+    from sentinel import Chain  # late: test_conftest.py runs this file where no helpers are
+
+    return Chain(3, 5, 4, 2)
+
+
+@pytest.fixture
+def x() -> torch.Tensor:
+    from sentinel import integers
+
+    return integers(6, 3).requires_grad_()

@@ -18,16 +18,6 @@ from aot_hooks.errors import OptionError
 SCOPES = {"donated": {"h": 4}, "no_static": {"h": 4, "x": 4}, "all": {"h": 4, "x": 4, "w": 4}}
 
 
-@pytest.fixture
-def model() -> Chain:
-    return Chain(3, 5, 4, 2)
-
-
-@pytest.fixture
-def x() -> Tensor:
-    return integers(6, 3).requires_grad_()
-
-
 def top_of_stack() -> Any:
     return torch._C._autograd._top_saved_tensors_default_hooks(True)
 

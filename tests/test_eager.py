@@ -17,16 +17,6 @@ from aot_hooks import Hook, saved_tensors_hooks
 F = nn.functional
 
 
-@pytest.fixture
-def model() -> Chain:
-    return Chain(3, 5, 4, 2)
-
-
-@pytest.fixture
-def x() -> Tensor:
-    return integers(6, 3).requires_grad_()
-
-
 class Recorder:
     """A pair that notes the shapes it packs; a side effect, so the hook has to say `eager=True`."""
 

@@ -13,17 +13,6 @@ from torch import Tensor, nn
 
 from aot_hooks import Hook, saved_tensors_hooks
 
-
-@pytest.fixture
-def model() -> Chain:
-    return Chain(3, 5, 4, 2)
-
-
-@pytest.fixture
-def x() -> Tensor:
-    return integers(6, 3).requires_grad_()
-
-
 # --- autograd's own rules --------------------------------------------------------------------------------------------
 
 

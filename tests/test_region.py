@@ -34,16 +34,6 @@ import aot_hooks
 from aot_hooks import KEEP, Hook, saved_tensors_hooks, saved_tensors_policy
 
 
-@pytest.fixture
-def model() -> Chain:
-    return Chain(3, 5, 4, 2)
-
-
-@pytest.fixture
-def x() -> Tensor:
-    return integers(6, 3).requires_grad_()
-
-
 @pytest.fixture(params=["compiled", "eager"])
 def wrap(request: pytest.FixtureRequest) -> Iterator[Callable[..., Any]]:
     yield compiled if request.param == "compiled" else lambda fn: fn

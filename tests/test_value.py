@@ -9,22 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from sentinel import Chain, assert_same, compiled, gradients, graph_count, hand_gradients, integers, scale
+from sentinel import Chain, assert_same, compiled, gradients, graph_count, hand_gradients, scale
 from torch import Tensor, nn
 
 import aot_hooks
 from aot_hooks import Hook, saved_tensors_hooks, saved_tensors_policy
 from aot_hooks.context import Pair
-
-
-@pytest.fixture
-def model() -> Chain:
-    return Chain(3, 5, 4, 2)
-
-
-@pytest.fixture
-def x() -> Tensor:
-    return integers(6, 3).requires_grad_()
 
 
 def live_pairs() -> int:
