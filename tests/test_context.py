@@ -243,8 +243,8 @@ def test_hooks_of_one_thread_do_not_show_in_another(model: Chain, x: Tensor) -> 
 @pytest.mark.core
 @pytest.mark.skipif(
     torch.__version__.startswith("2.11."),
-    reason="threads upset Dynamo in torch 2.11: it crashes when two compile (stock backends too), and later tests of the "
-    "same process found resume functions uncompiled after this one; cause not found",
+    reason="threads upset Dynamo in torch 2.11: it crashes when two compile (stock backends too), and later tests of "
+    "the same process found resume functions uncompiled after this one; cause not found",
 )
 def test_two_threads_with_hooks_of_their_own_share_one_compiled_function(model: Chain, x: Tensor) -> None:
     call, start = compiled(model), threading.Barrier(2)
