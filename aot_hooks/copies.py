@@ -98,6 +98,7 @@ def _straighten(choice: Choice) -> bool:
     if not chain or not _rows_in_memory(node):
         return False
     choice.source, choice.replay = node, tuple(reversed(chain))
+    choice.reason += f"; packed as '{node.name}', which it is the transpose of"
     return True
 
 

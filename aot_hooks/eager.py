@@ -137,9 +137,6 @@ def _wait(kept: Kept, x: torch.Tensor) -> None:
     _local.waiting.append(ref)
 
 
-_COMPILED_CALLS = ("compile_wrapper", "_fn", "__call__")
-
-
 def _outermost_frame() -> FrameType | None:
     """The frame of the outermost `nn.Module.__call__` or compiled function on this thread's stack."""
     frame: FrameType | None = sys._getframe(1)
@@ -226,12 +223,10 @@ def _pack(kept: Kept) -> None:
     if raw._version != kept.version:
         kept.state = "kept"  # changed in place since: reading it in the backward is the error it is without hooks
         return
-    compact, expanded = (
-        raw,
-        [d for d, (n, s) in enumerate(zip(raw.shape, raw.stride(), strict=True)) if s == 0 and n > 1],
-    )
-    for d in expanded:
-        compact = compact.narrow(d, 0, 1)
+    compact = raw
+    for d, (size, stride) in enumerate(zip(raw.shape, raw.stride(), strict=True)):
+        if stride == 0 and size > 1:
+            compact = compact.narrow(d, 0, 1)  # a dimension of stride 0 holds one row
     compact = compact.resolve_conj().resolve_neg()
     packed = _run(kept.hook.pack, compact, f"{_at(kept)}: pack")
     if raw._version != kept.version:

@@ -71,8 +71,9 @@ def rewrite(
             unit.packings[0].readers += choice.uses[0][1]
             if choice.replay:
                 unit.replays[choice.value.bw_node] = choice.replay
-        elif choice.view_of is not None:
-            choice.uses = [(KEEP, choice.uses[0][1])]
+        elif choice.view_of is not None:  # what was to bring it back stays as it is, so it does too
+            choice.uses, choice.reason = [(KEEP, choice.uses[0][1])], f"{choice.reason}, which stays"
+            choice.view_of = None
     if units:
         if for_inductor:
             _place_for_cuda(fw, units.values())
