@@ -5,7 +5,7 @@ from .backend import last_plans, reset
 from .context import saved_tensors_hooks, saved_tensors_policy
 from .errors import AotHooksError
 from .hook import KEEP, Hook
-from .library import float8
+from .library import bitmask, cast, float8, int4, int8
 from .plan import Decision, Plan
 from .saved import SavedTensor
 
@@ -18,8 +18,12 @@ __all__ = [
     "Hook",
     "Plan",
     "SavedTensor",
+    "bitmask",
+    "cast",
     "errors",
     "float8",
+    "int4",
+    "int8",
     "last_plans",
     "reset",
     "saved_tensors_hooks",

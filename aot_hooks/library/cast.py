@@ -1,0 +1,66 @@
+"""Saved activations in a narrower floating-point type.
+
+      x f32[...] --pack--> bf16[...] --unpack--> x' f32[...]
+
+A finite value out of the narrower type's range becomes its largest, not infinity.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..errors import OptionError
+from ..hook import Hook
+from .blocks import Declines
+
+__all__ = ["cast"]
+
+_TO = (torch.bfloat16, torch.float16, torch.float32)
+_WIDER = {2: (torch.float32, torch.float64), 4: (torch.float64,)}  # bytes of an element -> what is worth casting to it
+
+
+@dataclass(frozen=True)
+class _Pack:
+    dtype: torch.dtype
+    declines: Declines
+
+    def __call__(self, x: torch.Tensor) -> Any:
+        if x.dtype not in self.declines.dtypes or x.dim() == 0:
+            return x
+        largest = torch.finfo(self.dtype).max
+        return torch.where(x.isinf(), x, x.clamp(-largest, largest)).to(self.dtype), x.dtype
+
+
+def _unpack(packed: Any) -> torch.Tensor:
+    if isinstance(packed, torch.Tensor):
+        return packed
+    x, dtype = packed
+    y: torch.Tensor = x.to(dtype)
+    return y
+
+
+@functools.cache
+def cast(dtype: torch.dtype, statistics: bool = False) -> Hook:
+    """Store floating-point tensors that are wider than `dtype` in `dtype`.
+
+    Args:
+        dtype: `torch.bfloat16` or `torch.float16` (for float32 and float64), or `torch.float32` (for float64).
+        statistics: True also takes logarithms that the backward exponentiates (log-sum-exp, log-softmax), where an
+            absolute error becomes a relative one.
+
+    Relative error of a value within the range of `dtype`: 2**-9, 2**-11, 2**-24; below its smallest normal number half
+    its smallest subnormal. Infinities and NaN come back as they were; what is finite and too large comes back as the
+    largest number of `dtype`. Tensors for which it would save no bytes are left alone.
+
+    Raises:
+        OptionError: for another dtype. For 8 bits there is `float8`, which scales.
+    """
+    if dtype not in _TO:
+        raise OptionError(f"cast: dtype must be one of {', '.join(map(str, _TO))}, got {dtype}")
+    name = f"cast({str(dtype).removeprefix('torch.')})"
+    declines = Declines(name, 8 * dtype.itemsize, dtypes=_WIDER[dtype.itemsize], statistics=statistics)
+    return Hook(name, _Pack(dtype, declines), _unpack, declines=declines)

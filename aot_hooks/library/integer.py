@@ -1,0 +1,168 @@
+"""Saved activations as integers: 8 bits, or 4 with two values a byte, with one scale a block along the last dimension.
+
+      x bf16[..., m] --pack--> q int8[..., m],             scale f32[..., ceil(m / 128)]  --unpack--> x' bf16[..., m]
+                               q uint8[..., ceil(m / 2)],  scale bf16[..., ceil(m / 32)]
+
+      amax  = max |x| over the block's finite values
+      scale = max(amax / TOP, 2**-126)                     # never zero, so a block of zeros is safe
+      q     = round(x / scale)                             # stochastic: round(x / scale + u), u uniform in [-1/2, 1/2)
+      x'    = q * scale
+
+What isn't finite has codes of its own. int8: TOP is 126, +-127 are the infinities, -128 is NaN. With 4 bits that would
+cost every block two of its 15 numbers, so only a block that holds such a value pays: TOP is 7, and where the scale is
+stored negative it is 6, +-7 are the infinities and -8 is NaN. Values lie in the memory order of `x`.
+
+Scales are a 2**-20 too large, so that rounding in finding them never takes the largest value past TOP; the 16-bit ones
+are rounded up, by at most 2**-7.
+
+Sources: stochastic rounding of saved activations: Chen et al., "ActNN" (arXiv:2104.14129); blocks: Dettmers et al.,
+"8-bit Optimizers via Block-wise Quantization" (arXiv:2110.02861).
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..hook import Hook
+from .blocks import FLOATS, SMALLEST_NORMAL, Declines, beside, check_block_size, cut, in_blocks, padded
+from .layout import from_memory_order, in_memory_order
+
+__all__ = ["int4", "int8", "pack_int4", "pack_int8", "unpack_int4", "unpack_int8"]
+
+_SLACK = 1 + 2.0**-20
+
+
+def pack_int8(x: torch.Tensor, block: int, stochastic: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """`x` [..., m] to (int8[..., m], float32[..., ceil(m / block)])."""
+    size = in_blocks(x, block).float().abs()
+    amax = torch.where(size < torch.inf, size, 0.0).amax(-1)
+    scale = (amax * (_SLACK / 126)).clamp(min=SMALLEST_NORMAL)
+    rows, inverse = beside(x, 1.0 / scale, block)
+    q = _rounded(rows * inverse, stochastic).clamp(-127, 127)
+    return torch.where(q.isnan(), -128.0, q).to(torch.int8).view(x.shape), scale
+
+
+def unpack_int8(q: torch.Tensor, scale: torch.Tensor, block: int, dtype: torch.dtype) -> torch.Tensor:
+    """What `pack_int8` was given, in `dtype`."""
+    rows, step = beside(q, scale, block)
+    code = rows.float()
+    other = torch.where(code < -127, torch.nan, code * torch.inf)
+    return torch.where(code.abs() > 126, other, _finite(code * step, dtype)).to(dtype).view(q.shape)
+
+
+def pack_int4(x: torch.Tensor, block: int, stochastic: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """`x` [..., m] to (uint8[..., ceil(m / 2)], bfloat16[..., ceil(m / block)])."""
+    size = in_blocks(x, block).float().abs()
+    finite = size < torch.inf
+    amax = torch.where(finite, size, 0.0).amax(-1)
+    plain = finite.all(-1)
+    scale = torch.where(plain, amax * (_SLACK / 7), amax * (_SLACK / 6)).clamp(min=SMALLEST_NORMAL)
+    # Up to the next bfloat16. On the bits, because Inductor leaves out a conversion there and back.
+    scale = ((scale.view(torch.int32) + 0xFFFF) & ~0xFFFF).view(torch.float32)
+    even = padded(x, 2)
+    rows, inverse = beside(even, 1.0 / scale, block)
+    q = _rounded(rows * inverse, stochastic).clamp(-7, 7)
+    q = torch.where(q.isnan(), -8.0, q).view(even.shape).unflatten(-1, (even.shape[-1] // 2, 2))
+    byte = (q[..., 0] + q[..., 1] * 16 + 136).to(torch.uint8)  # each code and 8, the first in the low half
+    return byte, torch.where(plain, scale, -scale).to(torch.bfloat16)
+
+
+def unpack_int4(q: torch.Tensor, scale: torch.Tensor, length: Any, block: int, dtype: torch.dtype) -> torch.Tensor:
+    """What `pack_int4` was given, of `length` along the last dimension, in `dtype`."""
+    places = torch.arange(0, 8, 4, dtype=torch.uint8, device=q.device)
+    codes = ((q.unsqueeze(-1) >> places) & 15).flatten(-2)
+    rows, step = beside(codes, scale.float(), block)
+    code = rows.float() - 8
+    other = torch.where(code < -7, torch.nan, code * torch.inf)
+    y = torch.where((step < 0) & (code.abs() > 6), other, _finite(code * step.abs(), dtype)).to(dtype)
+    return cut(y.view(codes.shape), length)
+
+
+def _rounded(x: torch.Tensor, stochastic: bool) -> torch.Tensor:
+    return (x + (torch.rand_like(x) - 0.5) if stochastic else x).round()
+
+
+def _finite(y: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Back in the range of `dtype`, which a scale that is slightly too large may leave."""
+    largest = torch.finfo(dtype).max
+    return y.clamp(-largest, largest)
+
+
+@dataclass(frozen=True)
+class _Pack:
+    bits: int
+    block: int
+    stochastic: bool
+    declines: Declines
+
+    def __call__(self, x: torch.Tensor) -> Any:
+        if x.dtype not in FLOATS or x.dim() == 0 or 0 in x.shape:
+            return x
+        y, permutation = in_memory_order(x)
+        q, scale = (pack_int8 if self.bits == 8 else pack_int4)(y, self.block, self.stochastic)
+        return q, scale, x.dtype, y.shape[-1], permutation
+
+
+@dataclass(frozen=True)
+class _Unpack:
+    bits: int
+    block: int
+
+    def __call__(self, packed: Any) -> torch.Tensor:
+        if isinstance(packed, torch.Tensor):
+            return packed
+        q, scale, dtype, length, permutation = packed
+        if self.bits == 8:
+            y = unpack_int8(q, scale, self.block, dtype)
+        else:
+            y = unpack_int4(q, scale, length, self.block, dtype)
+        return from_memory_order(y, permutation)
+
+
+def _hook(bits: int, block: int, stochastic: bool, statistics: bool) -> Hook:
+    check_block_size(f"int{bits}", block)
+    name = f"int{bits}({block}{', stochastic' if stochastic else ''})"
+    declines = Declines(f"int{bits}", bits, 4 if bits == 8 else 2, block, statistics=statistics)
+    return Hook(name, _Pack(bits, block, stochastic, declines), _Unpack(bits, block), declines=declines)
+
+
+@functools.cache
+def int8(block_size: int = 128, stochastic: bool = False, statistics: bool = False) -> Hook:
+    """Store floating-point tensors (bfloat16, float16, float32) in 8 bits and a float32 scale a block.
+
+    Args:
+        block_size: how many values along the last dimension share a scale: a power of two from 8 to 1024.
+        stochastic: round up or down at random, so that the expected value of what comes back is what was saved. Fresh
+            in each step, from torch's random state (`torch.manual_seed`).
+        statistics: True also takes logarithms that the backward exponentiates (log-sum-exp, log-softmax), where an
+            absolute error becomes a relative one.
+
+    Error of a value: half a step, or a whole one when stochastic, then the rounding of its own dtype. A step is the
+    largest finite value of the block / 126 * (1 + 2**-18), and at least 2**-126. Infinities and NaN come back as they
+    were. Integers, 0-d and empty tensors and rows too short to gain are left alone.
+
+    Raises:
+        OptionError: for another block_size.
+    """
+    return _hook(8, block_size, stochastic, statistics)
+
+
+@functools.cache
+def int4(block_size: int = 32, stochastic: bool = True, statistics: bool = False) -> Hook:
+    """Store floating-point tensors (bfloat16, float16, float32) in 4 bits and a bfloat16 scale a block.
+
+    Arguments, and what is left alone, as for `int8`. Rounding at random is the default: to the nearest, errors at 4
+    bits are large and of one kind (small values all become zero), and gradients that sum over many keep that bias.
+
+    Error of a value: half a step, or a whole one when stochastic, then the rounding of its own dtype. A step is the
+    largest finite value of the block / 7 * (1 + 2**-6), and at least 2**-126; / 6 in a block that holds an infinity or
+    NaN. Those come back as they were.
+
+    Raises:
+        OptionError: for another block_size.
+    """
+    return _hook(4, block_size, stochastic, statistics)
