@@ -64,6 +64,11 @@ class Setting:
             )
         return hook
 
+    def why_kept(self, saved: SavedTensor) -> str:
+        """Why the policy leaves `saved`, in words: what its own `why_kept(saved)` says, if it has one."""
+        why = getattr(self.rule, "why_kept", None)
+        return str(why(saved)) if why is not None else "the policy keeps it"
+
 
 def out_of_scope(saved: SavedTensor, scope: str) -> str | None:
     """Why `saved` is not packed in `scope`, or None if it may be."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,6 +22,8 @@ from torch.fx import GraphModule, Node
 
 from . import _compat
 from .errors import UnsupportedGraphError
+from .facts import Test, asked_of
+from .ranges import value_range
 
 __all__ = ["Boundary", "Dim", "SavedTensor", "SavedValue", "boundary", "is_view", "producer", "storage_of"]
 
@@ -59,6 +61,9 @@ class SavedTensor:
         backward_ops: the operators of the backward that read it, before decompositions.
         is_input, is_output, is_static: its storage is that of a graph input, of an output that the user gets, of a
             parameter or buffer.
+        backward_asks: tests whose outcomes are all that the backward's readers of its storage depend on, number by
+            number; () if they look at the shape only, None if one may need the numbers themselves.
+        value_range: (smallest, largest) that a number of it can be, all of them whole, if the forward proves it.
     """
 
     name: str
@@ -74,6 +79,8 @@ class SavedTensor:
     is_input: bool
     is_output: bool
     is_static: bool
+    backward_asks: tuple[Test, ...] | None = None
+    value_range: tuple[int, int] | None = None
 
     def describe(self) -> str:
         """One line for messages: name, dtype, shape and the user's line."""
@@ -158,10 +165,28 @@ def boundary(fw: GraphModule, bw: GraphModule, num_fwd_outputs: int, static_inpu
             is_input=key in input_storages,
             is_output=key in output_storages,
             is_static=key in static_storages,
+            backward_asks=asked_of(bw_node),
+            value_range=value_range(fw_node),
         )
         tensors.append(SavedValue(fw_node, bw_node, row))
+    _share_asks(tensors)
     symints = list(zip(syms, bw_syms, strict=True))
     return Boundary(user, tensors, opaque, symints, input_storages | output_storages)
+
+
+def _share_asks(tensors: list[SavedValue]) -> None:
+    """Views of one storage are packed once, for the readers of all: each asks what any of them asks."""
+    groups: dict[int, list[SavedValue]] = {}
+    for value in tensors:
+        groups.setdefault(value.row.storage, []).append(value)
+    for group in groups.values():
+        if len(group) > 1:
+            asks = [v.row.backward_asks for v in group]
+            known = [a for a in asks if a is not None]
+            one_dtype = len({v.row.dtype for v in group}) == 1
+            union = tuple(sorted({t for a in known for t in a})) if one_dtype and len(known) == len(asks) else None
+            for value in group:
+                value.row = replace(value.row, backward_asks=union)
 
 
 def _is_sym(node: Node) -> bool:

@@ -1,0 +1,263 @@
+"""What the backward asks of a saved tensor, read off graphs; the tables themselves bitwise against the kernels."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from graphs import by_hand
+
+from aot_hooks.facts import ASKS, SHAPE_ONLY, Test
+from aot_hooks.saved import boundary
+
+aten = torch.ops.aten
+LE0 = Test("le", (0.0,))
+GT0 = Test("gt", (0.0,))
+
+
+def asked(backward, x=None, dtype=torch.float32):
+    """`backward_asks` of the only saved tensor, h, for the readers in `backward(h, t)`."""
+    x = torch.randn(4, 6).to(dtype) if x is None else x
+    pair = by_hand(lambda x: (x.exp(), x.sin()), backward, x)
+    (value,) = boundary(pair.fw, pair.bw, 1).tensors
+    return value.row.backward_asks
+
+
+READS = {
+    "threshold": (lambda h, t: (aten.threshold_backward(t, h, 0),), (LE0,)),
+    "decomposed": (lambda h, t: ((~(h <= 0)) * t,), (LE0,)),
+    "a view": (lambda h, t: (aten.threshold_backward(t.view(24), h.view(24), 0),), (LE0,)),
+    "a transpose": (lambda h, t: (aten.threshold_backward(t.t(), h.t(), 0),), (LE0,)),
+    "expanded": (lambda h, t: ((h.unsqueeze(0).expand(3, 4, 6) <= 0) * t,), (LE0,)),
+    "a wider format": (lambda h, t: ((h.double() <= 0) * t,), (LE0,)),
+    "two readers": (lambda h, t: (aten.threshold_backward(t, h, 0) * (h > 0),), (GT0, LE0)),
+    "one constant in two types": (lambda h, t: ((h <= 0) * (h <= 0.0) * t,), (LE0,)),
+    "zero's sign": (lambda h, t: ((h <= -0.0) * t,), (LE0,)),
+    "relu6": (lambda h, t: (aten.hardtanh_backward(t, h, 0.0, 6.0),), (Test("isnan"), Test("outside", (0.0, 6.0)))),
+    "leaky": (lambda h, t: (aten.leaky_relu_backward(t, h, 0.1, True),), (GT0,)),
+    "shape only": (lambda h, t: (t + torch.zeros_like(h),), ()),
+    "compared, and its shape": (lambda h, t: ((h <= 0) * t + torch.zeros_like(h),), (LE0,)),
+}
+
+
+@pytest.mark.core
+@pytest.mark.parametrize(("backward", "expected"), READS.values(), ids=READS)
+def test_what_readers_ask(backward, expected):
+    assert asked(backward) == expected
+
+
+NEEDS = {
+    "a number": lambda h, t: (t * h,),
+    "compared, and a number": lambda h, t: ((h <= 0) * t * h,),
+    "a number through a view": lambda h, t: ((h <= 0) * t + h.t().contiguous().t(),),
+    "given back": lambda h, t: ((h <= 0) * t, h),
+    "a view given back": lambda h, t: ((h <= 0) * t, h.view(24)),
+    "compared with a tensor": lambda h, t: ((h <= t) * t,),
+    "compared with itself": lambda h, t: ((h <= h.t().t()) * t,),
+    "as the gradient": lambda h, t: (aten.threshold_backward(h, t, 0),),
+    "as both": lambda h, t: (aten.threshold_backward(h, h, 0),),
+    "a narrower format": lambda h, t: ((h.half() <= 0) * t,),
+    "its bits": lambda h, t: ((h.view(torch.int32) <= 0) * t,),
+    "a sum": lambda h, t: ((h.sum(0) <= 0) * t,),
+    "no number of the format": lambda h, t: ((h <= 0.1) * t,),
+    "an integer no float32 is": lambda h, t: ((h <= 2**24 + 1) * t,),
+    "a subnormal": lambda h, t: ((h <= 1e-40) * t,),
+    "NaN": lambda h, t: ((h <= math.nan) * t,),
+}
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("backward", NEEDS.values(), ids=NEEDS)
+def test_whoever_may_need_the_number_is_noticed(backward):
+    assert asked(backward) is None
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.complex64])
+def test_only_floating_point(dtype):
+    assert asked(lambda h, t: ((h == 0) * t,), dtype=torch.complex64 if dtype.is_complex else torch.float32) == (
+        None if dtype.is_complex else (Test("eq", (0.0,)),)
+    )
+    x = torch.ones(4, 6)
+    pair = by_hand(lambda x: (x.exp(), x.to(dtype)), lambda h, t: ((h == 0) * t,), x)
+    (value,) = boundary(pair.fw, pair.bw, 1).tensors
+    assert value.row.backward_asks is None
+
+
+@pytest.mark.core
+def test_views_of_one_storage_ask_together():
+    def forward(x):
+        h = x.sin()
+        return x.exp(), h, h.view(24)
+
+    def rows(backward):
+        pair = by_hand(forward, backward, torch.randn(4, 6))
+        return [v.row.backward_asks for v in boundary(pair.fw, pair.bw, 1).tensors]
+
+    both = (LE0, Test("lt", (6.0,)))
+    assert rows(lambda h, v, t: ((h <= 0) * t, (v < 6) * t.view(24))) == [both, both]
+    assert rows(lambda h, v, t: ((h <= 0) * t, v * t.view(24))) == [None, None]
+
+
+# operator -> how it is called on x with a gradient g, with constants that a test can be wrong about
+CALLS = {
+    **{f"aten.{kind}.Scalar": [(-0.5,), (0,), (6.0,), (math.inf,)] for kind in ("le", "lt", "ge", "gt", "eq", "ne")},
+    "aten.threshold_backward.default": [(0,), (-2.0,), (0.5,)],
+    "aten.hardtanh_backward.default": [(0.0, 6.0), (-1.0, 1.0), (1.0, 1.0)],
+    "aten.hardsigmoid_backward.default": [()],
+    "aten.hardshrink_backward.default": [(0.5,), (0.0,)],
+    "aten.softshrink_backward.default": [(0.5,), (0.0,)],
+    "aten.leaky_relu_backward.default": [(0.01, False), (0.5, True)],
+    **{f"aten.{name}.default": [()] for name in ("sign", "sgn", "signbit", "isnan", "isinf", "logical_not")},
+}
+
+
+def test_each_operator_has_a_call():
+    assert CALLS.keys() == ASKS.keys()
+
+
+def numbers(dtype: torch.dtype) -> torch.Tensor:
+    """All that kernels may treat apart, in vectors and in their tails: 64 of each, then random ones."""
+    info = torch.finfo(dtype)
+    special = [math.nan, -math.nan, math.inf, -math.inf, 0.0, -0.0, info.tiny / 2, -info.tiny / 2, info.tiny, info.max]
+    special += [-info.max, -info.tiny, 1.0, -1.0, 3.0, -3.0, 6.0, 0.5, -0.5, -2.0, 0.75, 6.5, -7.0]
+    x = torch.tensor(special, dtype=torch.float64).to(dtype)
+    bits = x[x.isfinite() & (x != 0)].view(INTS[dtype.itemsize])
+    x = torch.cat([x, (bits + 1).view(dtype), (bits - 1).view(dtype)])
+    return torch.cat(
+        [x.repeat_interleave(64), (torch.randn(1001, generator=torch.Generator().manual_seed(0)) * 4).to(dtype)]
+    )
+
+
+INTS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    if a.dtype.is_floating_point:
+        a, b = a.view(INTS[a.dtype.itemsize]), b.view(INTS[b.dtype.itemsize])
+    return torch.equal(a, b)
+
+
+def results(name: str, x: torch.Tensor, constants: tuple[float, ...]) -> torch.Tensor:
+    _, packet, overload = name.split(".")
+    op = getattr(getattr(aten, packet), overload)
+    if ASKS[name][0] == 0:
+        return op(x, *constants)
+    return op(numbers(x.dtype).flip(0).to(x.device), x, *constants)  # a gradient with NaN and infinities in it
+
+
+def what_is_asked(name: str, constants: tuple[float, ...]) -> tuple[Test, ...]:
+    position, read = ASKS[name]
+    return read(*[None] * (position + 1), *constants)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
+@pytest.mark.parametrize("name", ASKS)
+def test_answers_decide_the_result_bit_by_bit(name, dtype):
+    """Numbers with equal answers are equal to the kernel: any of a class may stand for any other."""
+    for constants in CALLS[name]:
+        x = numbers(dtype)
+        assert decided(x, results(name, x, constants), [t(x) for t in what_is_asked(name, constants)], name, constants)
+
+
+def decided(x, got, answers, name, constants) -> bool:
+    """Whether putting any number of a class for all others of it changes no bit of the result."""
+    code = sum(a.long() << i for i, a in enumerate(answers))
+    for c in code.unique():
+        members = (code == c).nonzero().flatten()
+        for stand_in in members[:: max(1, len(members) // 8)]:
+            y = torch.where(code == c, x[stand_in], x)
+            if not same_bits(results(name, y, constants), got):
+                return False
+    return True
+
+
+@pytest.mark.parametrize(
+    ("name", "constants", "wrong"),
+    [
+        ("aten.threshold_backward.default", (0,), [Test("lt", (0.0,))]),
+        ("aten.threshold_backward.default", (0,), [Test("signbit")]),
+        ("aten.hardtanh_backward.default", (0.0, 6.0), [Test("le", (0.0,))]),
+        ("aten.hardtanh_backward.default", (0.0, 6.0), [Test("outside", (0.0, 6.0))]),  # NaN: see ASKS
+        ("aten.hardshrink_backward.default", (0.5,), [Test("within", (-0.5, 0.5))]),
+        ("aten.hardsigmoid_backward.default", (), [Test("within", (-3.0, 3.0))]),
+        ("aten.sign.default", (), [Test("gt", (0.0,))]),
+        ("aten.leaky_relu_backward.default", (0.01, False), [Test("ge", (0.0,))]),
+        ("aten.ge.Scalar", (0,), [Test("lt", (0.0,))]),
+        ("aten.isnan.default", (), []),
+    ],
+)
+def test_a_wrong_test_is_noticed(name, constants, wrong):
+    x = numbers(torch.float32)
+    answers = [t(x) for t in wrong] or [torch.zeros_like(x, dtype=torch.bool)]
+    assert not decided(x, results(name, x, constants), answers, name, constants)
+
+
+def shape_only_calls():
+    """Each operator that looks at a shape only, on x of its dimensions."""
+    two, three = (2, 2), (2, 2, 2)
+    pools = {
+        "aten.avg_pool2d_backward.default": lambda g, x: (g, x, two, two, (0, 0), False, True, None),
+        "aten.avg_pool3d_backward.default": lambda g, x: (g, x, three, three, (0, 0, 0), False, True, None),
+        "aten._adaptive_avg_pool2d_backward.default": lambda g, x: (g, x),
+        "aten._adaptive_avg_pool3d_backward.default": lambda g, x: (g, x),
+    }
+    for name, args in pools.items():
+        spatial = 3 if "3d" in name else 2
+        yield name, (2, 3, *[4] * spatial), (2, 3, *[2] * spatial), args
+    for spatial in (2, 3):
+        index = torch.randint(4**spatial, (2, 3, *[2] * spatial), generator=torch.Generator().manual_seed(0))
+        sizes, zeros, ones = [2] * spatial, [0] * spatial, [1] * spatial
+        yield (
+            f"aten.max_pool{spatial}d_with_indices_backward.default",
+            (2, 3, *[4] * spatial),
+            tuple(index.shape),
+            lambda g, x, s=sizes, z=zeros, o=ones, i=index: (g, x, s, s, z, o, False, i),
+        )
+        yield (
+            f"aten.adaptive_max_pool{spatial}d_backward.default",
+            (2, 3, *[4] * spatial),
+            tuple(index.shape),
+            lambda g, x, i=index: (g, x, i),
+        )
+    for kind in ("reflection", "replication"):
+        for spatial in (1, 2, 3):
+            yield (
+                f"aten.{kind}_pad{spatial}d_backward.default",
+                (2, 3, *[4] * spatial),
+                (2, 3, *[6] * spatial),
+                lambda g, x, p=[1] * 2 * spatial: (g, x, p),
+            )
+    for name in ("zeros_like", "ones_like"):
+        yield f"aten.{name}.default", (2, 3), (2, 3), lambda g, x: (x,)
+    yield "aten.full_like.default", (2, 3), (2, 3), lambda g, x: (x, 2.5)
+    yield "aten.new_zeros.default", (2, 3), (2, 3), lambda g, x: (x, (4,))
+    yield "aten.new_ones.default", (2, 3), (2, 3), lambda g, x: (x, (4,))
+    yield "aten.new_full.default", (2, 3), (2, 3), lambda g, x: (x, (4,), 2.5)
+
+
+SIZES = {"aten.sym_size.int", "aten.sym_stride.int", "aten.sym_numel.default"}  # numbers, made of sizes by definition
+
+
+def test_each_operator_of_shapes_has_a_call():
+    assert {name for name, *_ in shape_only_calls()} == SHAPE_ONLY.keys() - SIZES
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize(
+    ("name", "shape", "grad_shape", "args"), list(shape_only_calls()), ids=[name for name, *_ in shape_only_calls()]
+)
+def test_what_looks_at_shapes_gives_the_same_for_any_numbers(name, shape, grad_shape, args, dtype, channels_last):
+    _, packet, overload = name.split(".")
+    op = getattr(getattr(aten, packet), overload)
+    x = torch.randn(shape).to(dtype)
+    if channels_last and len(shape) in (4, 5):
+        x = x.to(memory_format=torch.channels_last if len(shape) == 4 else torch.channels_last_3d)
+    g = torch.randn(grad_shape).to(dtype)
+    expected = op(*args(g, x))
+    assert same_bits(op(*args(g, torch.full_like(x, math.nan))), expected)
+    assert same_bits(op(*args(g, torch.zeros_like(x))), expected)
+    if SHAPE_ONLY[name] == 1:
+        assert not same_bits(op(*args(torch.zeros_like(g), x)), expected)
