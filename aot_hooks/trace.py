@@ -88,18 +88,25 @@ def trace_hook(
 
 
 def canonical(gm: GraphModule) -> str:
-    """The graph as text without names: equal for graphs that compute the same in the same order."""
-    position = {node: f"%{i}" for i, node in enumerate(gm.graph.nodes)}
+    """The graph as text without names: equal for graphs that compute the same in the same order.
 
-    def arg(a: Any) -> Any:
-        return _compat.pytree.tree_map_only(Node, position.__getitem__, a)
-
-    lines = []
+    A symbolic size counts as its expression: by which of several ways torch reads it off differs from trace to trace.
+    """
+    position: dict[Node, str] = {}
+    lines: list[str] = []
     for node in gm.graph.nodes:
+        value = node.meta.get("val")
+        if _is_symbolic(value):
+            position[node] = _compat.expression(value)
+        else:
+            position[node] = f"%{len(lines)}"
+        if _is_symbolic(value) and node.op == "call_function":
+            continue
         target = "" if node.op in ("placeholder", "output", "get_attr") else str(node.target)
         if node.op == "get_attr":
             target = content(getattr(gm, str(node.target)))
-        lines.append(f"{position[node]} = {node.op} {target} {arg(node.args)} {arg(node.kwargs)}")
+        args, kwargs = _compat.pytree.tree_map_only(Node, position.__getitem__, (node.args, node.kwargs))
+        lines.append(f"{position[node]} = {node.op} {target} {args} {kwargs}")
     return "\n".join(lines)
 
 
