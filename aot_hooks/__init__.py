@@ -6,6 +6,7 @@ from .context import saved_tensors_hooks, saved_tensors_policy
 from .errors import AotHooksError
 from .hook import KEEP, Hook
 from .library import bitmask, cast, float8, int4, int8
+from .lossless import lossless
 from .plan import Decision, Plan
 from .saved import SavedTensor
 
@@ -25,6 +26,7 @@ __all__ = [
     "int4",
     "int8",
     "last_plans",
+    "lossless",
     "reset",
     "saved_tensors_hooks",
     "saved_tensors_policy",
