@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import math
+from typing import Any
 
 import pytest
 import torch
@@ -81,3 +83,30 @@ def test_several_graphs(inner: str) -> None:
     torch.testing.assert_close(step(call, *args, hook=BITS), step(f, *args), rtol=1e-3, atol=1e-2)
     assert len(last_plans(call)) == 3
     assert all(any(d.hook is BITS for d in plan.decisions) for plan in last_plans(call))
+
+
+def test_a_size_that_torch_reads_by_several_ways_is_no_hidden_state() -> None:
+    """The length of a flattened tensor is that of the view in one trace and that of the tensor in the next."""
+
+    def pack(x: Tensor) -> Any:
+        if not x.is_floating_point():
+            return x
+        bits = (x > 0).reshape(-1).to(torch.uint8)
+        length = bits.shape[0]
+        return torch.nn.functional.pad(bits, (0, (length + 7) // 8 * 8 - length)), x.shape
+
+    def unpack(packed: Any) -> Tensor:
+        if isinstance(packed, torch.Tensor):
+            return packed
+        bits, shape = packed
+        return bits[: math.prod(shape)].view(shape).float()
+
+    def f(x: Tensor) -> Tensor:
+        return torch.nn.functional.max_pool2d(x.sin().relu(), 2)
+
+    fn = compiled(f, dynamic=True)
+    hook = Hook("positive", pack, unpack)
+    for size in ((4, 3, 6, 6), (2, 5, 8, 8)):
+        x = torch.randn(size, requires_grad=True)
+        assert_same(step(fn, x, hook=hook), step(f, x))
+    assert packed_count(fn) == 1

@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 from aot_hooks import Hook
+from aot_hooks.errors import HookContractError
 from aot_hooks.trace import TracedHook, canonical, trace_hook
 
 pytestmark = pytest.mark.core
@@ -360,3 +361,13 @@ def test_canonical_tells_constants_by_their_bytes() -> None:
 
     a = torch.tensor([1.0, 2.0, 3.0])
     assert text(a) == text(a.clone()) != text(a + 1)
+
+
+def test_another_size_in_each_trace_is_hidden_state() -> None:
+    calls = iter(range(100))
+
+    def pack(x: torch.Tensor) -> Any:
+        return x.new_zeros(x.shape[0] + next(calls)), x.half()
+
+    with pytest.raises(HookContractError, match="two traces of it differ"):
+        trace(pack, lambda p: p[1].float(), torch.randn(4, 3), dynamic=(0,))
