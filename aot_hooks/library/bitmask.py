@@ -17,6 +17,7 @@ import torch
 
 from ..hook import Hook
 from ..saved import SavedTensor
+from . import ops
 from .blocks import cut, in_blocks
 from .layout import from_memory_order, in_memory_order
 
@@ -49,14 +50,15 @@ def _pack(x: torch.Tensor) -> Any:
     if x.dtype is not torch.bool or x.dim() == 0 or 0 in x.shape:
         return x
     y, permutation = in_memory_order(x)
-    return pack_bits(y), y.shape, permutation
+    return (ops.pack_bits if ops.has_kernel(y) else pack_bits)(y), y.shape, permutation
 
 
 def _unpack(packed: Any) -> torch.Tensor:
     if isinstance(packed, torch.Tensor):
         return packed
     bits, shape, permutation = packed
-    return from_memory_order(unpack_bits(bits, shape), permutation)
+    y = (ops.unpack_bits if ops.has_kernel(bits) else unpack_bits)(bits, shape)
+    return from_memory_order(y, permutation)
 
 
 def _declines(saved: SavedTensor) -> str | None:

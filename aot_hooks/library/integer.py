@@ -28,6 +28,7 @@ from typing import Any
 import torch
 
 from ..hook import Hook
+from . import ops
 from .blocks import FLOATS, SMALLEST_NORMAL, Declines, beside, check_block_size, cut, in_blocks, padded
 from .layout import from_memory_order, in_memory_order
 
@@ -103,7 +104,11 @@ class _Pack:
         if x.dtype not in FLOATS or x.dim() == 0 or 0 in x.shape:
             return x
         y, permutation = in_memory_order(x)
-        q, scale = (pack_int8 if self.bits == 8 else pack_int4)(y, self.block, self.stochastic)
+        if ops.has_kernel(y):
+            kernel = ops.pack_int8 if self.bits == 8 else ops.pack_int4
+            q, scale = kernel(y, self.block, ops.seed_for(y, self.stochastic))
+        else:
+            q, scale = (pack_int8 if self.bits == 8 else pack_int4)(y, self.block, self.stochastic)
         return q, scale, x.dtype, y.shape[-1], permutation
 
 
@@ -116,10 +121,11 @@ class _Unpack:
         if isinstance(packed, torch.Tensor):
             return packed
         q, scale, dtype, length, permutation = packed
+        kernel = ops.has_kernel(q)
         if self.bits == 8:
-            y = unpack_int8(q, scale, self.block, dtype)
+            y = (ops.unpack_int8 if kernel else unpack_int8)(q, scale, self.block, dtype)
         else:
-            y = unpack_int4(q, scale, length, self.block, dtype)
+            y = (ops.unpack_int4 if kernel else unpack_int4)(q, scale, length, self.block, dtype)
         return from_memory_order(y, permutation)
 
 

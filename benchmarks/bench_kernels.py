@@ -1,0 +1,132 @@
+"""Bandwidth of each hook's kernels beside a device copy, on one CUDA device.
+
+    python benchmarks/bench_kernels.py [--rows 16384] [--columns 4096 14336] [--output FILE.json]
+
+GB/s counts bytes read and written, once each. Every kernel is timed in turn with the copy, round after round, and the
+fastest time of each counts; the copy is of the packed tensor's input. Inputs are larger than the L2 cache. The table
+goes to stdout, the numbers with their conditions to --output.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import pathlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from _measure import conditions, format_columns
+
+from aot_hooks.library import ops
+
+Call = Callable[[], Any]
+
+
+def candidates(x: torch.Tensor) -> Iterator[tuple[str, Call, int]]:
+    """Name, call, and bytes read and written."""
+
+    def both(name: str, pack: Call, unpack: Callable[..., Any], given: torch.Tensor) -> Iterator[tuple[str, Call, int]]:
+        packed = pack()
+        packed = packed if isinstance(packed, tuple) else (packed,)
+        moved = given.nbytes + sum(p.nbytes for p in packed)
+        yield f"{name} pack", pack, moved
+        yield f"{name} unpack", lambda: unpack(*packed), moved
+
+    dtype, columns, seed = x.dtype, x.shape[-1], torch.zeros(1, dtype=torch.int64, device=x.device)
+    for fmt in (torch.float8_e4m3fn, torch.float8_e5m2):
+        for block in (0, 128):
+            name = f"float8({str(fmt).removeprefix('torch.float8_')}, {'blockwise' if block else 'rowwise'})"
+            yield from both(
+                name,
+                lambda b=block, f=fmt: ops.pack_float8(x, b, f),
+                lambda q, s, b=block: ops.unpack_float8(q, s, b, dtype),
+                x,
+            )
+    for noise, name in ((None, ""), (seed, ", stochastic")):
+        yield from both(
+            f"int8(128{name})",
+            lambda n=noise: ops.pack_int8(x, 128, n),
+            lambda q, s: ops.unpack_int8(q, s, 128, dtype),
+            x,
+        )
+        yield from both(
+            f"int4(32{name})",
+            lambda n=noise: ops.pack_int4(x, 32, n),
+            lambda q, s: ops.unpack_int4(q, s, columns, 32, dtype),
+            x,
+        )
+    mask = torch.cat([x > 0, x < 0.1])  # as many bytes as x
+    yield from both("bitmask", lambda: ops.pack_bits(mask), lambda q: ops.unpack_bits(q, list(mask.shape)), mask)
+
+
+def seconds(call: Call, repeats: int = 5) -> float:
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    begin.record()
+    for _ in range(repeats):
+        call()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) / 1e3 / repeats
+
+
+def measure(x: torch.Tensor, rounds: int) -> list[dict[str, Any]]:
+    results = []
+    target = torch.empty_like(x)
+
+    def copy() -> None:
+        target.copy_(x)
+
+    for name, call, moved in candidates(x):
+        for _ in range(3):
+            call(), copy()
+        times = [(seconds(call), seconds(copy)) for _ in range(rounds)]
+        took, copy_took = (min(column) for column in zip(*times, strict=True))
+        results.append(
+            {
+                "kernel": name,
+                "shape": list(x.shape),
+                "dtype": str(x.dtype).removeprefix("torch."),
+                "us": took * 1e6,
+                "gb_per_s": moved / took / 1e9,
+                "copy_gb_per_s": 2 * x.nbytes / copy_took / 1e9,
+                "of_copy": moved / took / (2 * x.nbytes / copy_took),
+            }
+        )
+    return results
+
+
+def format_table(results: list[dict[str, Any]]) -> str:
+    rows = [["kernel", "shape", "dtype", "us", "GB/s", "copy GB/s", "of copy"]]
+    for r in results:
+        shape = "x".join(map(str, r["shape"]))
+        numbers = [f"{r['us']:.1f}", f"{r['gb_per_s']:.0f}", f"{r['copy_gb_per_s']:.0f}", f"{r['of_copy']:.0%}"]
+        rows.append([r["kernel"], shape, r["dtype"], *numbers])
+    return format_columns(rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rows", type=int, default=16384)
+    parser.add_argument("--columns", type=int, nargs="+", default=[4096, 14336])
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--output", type=pathlib.Path)
+    arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.exit(1, "needs a CUDA device\n")
+    device = torch.device("cuda", torch.cuda.current_device())
+    torch.manual_seed(0)
+    results = []
+    for columns in arguments.columns:
+        for dtype in (torch.bfloat16, torch.float32):
+            results += measure(torch.randn(arguments.rows, columns, device=device).to(dtype), arguments.rounds)
+            torch.cuda.empty_cache()
+    header = conditions(device, rows=arguments.rows, rounds=arguments.rounds)
+    print(", ".join(f"{k} {v}" for k, v in header.items()))
+    print(format_table(results))
+    if arguments.output:
+        arguments.output.write_text(json.dumps({"conditions": header, "results": results}, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

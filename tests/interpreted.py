@@ -1,0 +1,116 @@
+"""The kernels against plain code: run by test_kernels.py with TRITON_INTERPRET=1, on a CPU, and from it on a device."""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import sys
+
+import torch
+from roundtrip import KINDS, data
+
+from aot_hooks.library import integer, kernels
+
+float8 = importlib.import_module("aot_hooks.library.float8")
+bitmask = importlib.import_module("aot_hooks.library.bitmask")
+
+
+def same(a: torch.Tensor, b: torch.Tensor) -> None:
+    torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
+
+
+def integers(device: str, dtypes: tuple[torch.dtype, ...], columns: tuple[int, ...] = (256, 200, 33)) -> int:
+    """Bit for bit."""
+    count = 0
+    for dtype, kind, n in itertools.product(dtypes, KINDS, columns):
+        x = data(kind, dtype)[:, :n].contiguous().to(device)
+        q, scale = expected = integer.pack_int8(x, 128, False)
+        same(kernels.pack_int8(x, 128, None), expected)
+        same(kernels.unpack_int8(q, scale, 128, dtype), integer.unpack_int8(q, scale, 128, dtype))
+        q, scale = expected = integer.pack_int4(x, 32, False)
+        same(kernels.pack_int4(x, 32, None), expected)
+        same(kernels.unpack_int4(q, scale, n, 32, dtype), integer.unpack_int4(q, scale, n, 32, dtype))
+        count += 1
+    return count
+
+
+def rounding_at_random(device: str) -> int:
+    """The expected value is what was packed: each value here is in 1000 rows, rounded by itself in each."""
+    for bits, block, step in ((8, 128, 1 / 126), (4, 32, 1 / 7)):
+        row = torch.randn(128, device=device)
+        amax = row.unflatten(0, (-1, block)).abs().amax(1).repeat_interleave(block)
+        x = row.expand(1000, 128).contiguous()
+        pack = kernels.pack_int8 if bits == 8 else kernels.pack_int4
+        seeds = [torch.tensor([s], device=device) for s in (1, 1, 2, 1 + (1 << 40))]
+        packed = [pack(x, block, seed) for seed in seeds]
+        same(packed[0], packed[1])
+        assert not torch.equal(packed[0][0], packed[2][0]) and not torch.equal(packed[0][0], packed[3][0])
+        q, scale = packed[0]
+        if bits == 8:
+            y = kernels.unpack_int8(q, scale, block, x.dtype)
+        else:
+            y = kernels.unpack_int4(q, scale, 128, block, x.dtype)
+        error = (y - x) / (amax * step * (1 + 2**-6))
+        assert (error.abs() <= 1).all()
+        assert error.mean(0).abs().max() < (torch.tensor(2 / 1e-9).log() / 2000).sqrt()  # Hoeffding
+        assert error.mean().abs() < 5 * 0.5 / x.numel() ** 0.5
+        # rows are not rounded alike, nor is a value as its neighbour
+        assert (error[1:] * error[:-1]).mean().abs() < 0.01 and (error[:, 1:] * error[:, :-1]).mean().abs() < 0.01
+    return 2
+
+
+def bits(device: str) -> int:
+    for n in (1, 7, 8, 1000, 4096, 5001):
+        x = torch.rand(n, device=device) < 0.5
+        packed = kernels.pack_bits(x)
+        same(packed, bitmask.pack_bits(x))
+        same(kernels.unpack_bits(packed, (n,)), x)
+    return 6
+
+
+def on_the_grid(kind: str, fmt: torch.dtype, columns: int) -> torch.Tensor:
+    """float32 rows that `fmt` holds exactly, as normal numbers, with scales that are powers of two."""
+    top, _ = float8._RANGE[fmt]
+    codes = torch.randint(0, 256, (16, columns), dtype=torch.uint8).view(fmt).float()
+    codes = torch.where((codes.abs() <= top) & (codes.abs() >= torch.finfo(fmt).smallest_normal), codes, 0)
+    codes[:, 1::64] = top  # in each block, where no infinity comes
+    x = codes * 2.0 ** torch.randint(-20, 20, (16, 1))
+    other = data(kind, torch.float32, columns=columns)
+    return torch.where(other.isinf(), other, x)
+
+
+def float8s(device: str, dtypes: tuple[torch.dtype, ...], exact: bool) -> int:
+    """The semantics of float8.py, bit for bit. The interpreter cannot round to 8 bits (31 becomes 16: the carry is
+    lost) and has neither subnormals nor NaN there: it gets, without `exact`, numbers that need no rounding."""
+    count = 0
+    formats = (torch.float8_e4m3fn, torch.float8_e5m2)
+    shapes = ((0, 256), (0, 200), (128, 256), (0, 20000))
+    for fmt, dtype, kind, (block, columns) in itertools.product(formats, dtypes, KINDS, shapes):
+        if columns == 20000 and kind != "mixed":
+            continue
+        x = (data(kind, dtype, columns=columns) if exact else on_the_grid(kind, fmt, columns)).to(device)
+        top, inf = float8._RANGE[fmt]
+        rows = x.unflatten(-1, (-1, block)) if block else x.unsqueeze(-2)
+        size = rows.float().abs()
+        scale = (torch.where(size < torch.inf, size, 0.0).amax(-1) * (1.0 / top)).clamp(min=2.0**-126)
+        codes = (rows.float() * (1.0 / scale).unsqueeze(-1)).clamp(-inf, inf).to(fmt)
+        y = codes.float()
+        y = torch.where(y.abs() == inf, y * torch.inf, y * scale.unsqueeze(-1)).to(dtype).flatten(-2)
+        got, got_scale = kernels.pack_float8(x, block, fmt)
+        same(got_scale, scale)
+        same(got.float(), codes.flatten(-2).float())
+        same(kernels.unpack_float8(got, got_scale, block, dtype), y)
+        count += 1
+    return count
+
+
+def main() -> None:
+    torch.manual_seed(0)
+    # The interpreter's bfloat16 cuts off too and has no subnormals: bfloat16 is for a device.
+    some = (torch.float32, torch.float16)
+    print("integers", integers("cpu", some), "random", rounding_at_random("cpu"), "bits", bits("cpu"), end=" ")
+    print("float8", float8s("cpu", (torch.float32,), exact=False))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
