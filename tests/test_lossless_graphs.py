@@ -140,7 +140,9 @@ def test_inductor_trains_bitwise_the_same():
     print_plan(plan)
     assert_same(got, expected)
     assert {"bitmask", "narrow(2 bits)", "shape_only"} <= {d.hook.name for d in plan.decisions}
-    assert plan.packed_bytes < 0.8 * plan.saved_bytes
+    taken = [d for d in plan.decisions if d.hook is not KEEP]
+    assert sum(d.packed_bytes for d in taken) < 0.1 * sum(d.saved_bytes for d in taken)
+    assert plan.saved_bytes - plan.packed_bytes == sum(d.saved_bytes - d.packed_bytes for d in taken)
 
 
 def largest_of_columns(x, w):
@@ -363,7 +365,7 @@ def test_cuda_trains_bitwise_the_same(inner):
     finally:
         torch.use_deterministic_algorithms(False)
     assert_same(got, expected)
-    assert plan.packed_bytes < 0.8 * plan.saved_bytes
+    assert plan.packed_bytes < 0.9 * plan.saved_bytes
 
 
 @pytest.mark.gpu
