@@ -1,12 +1,13 @@
 """Saved-tensor hooks as a compiler feature for PyTorch. See the README; the mental model is in docs/."""
 
-from . import errors
+from . import errors, policies
 from .backend import last_plans, reset
 from .context import saved_tensors_hooks, saved_tensors_policy
 from .errors import AotHooksError
 from .hook import KEEP, Hook
 from .library import bitmask, cast, float8, int4, int8
 from .lossless import lossless
+from .names import checkpoint_name
 from .plan import Decision, Plan
 from .saved import SavedTensor
 
@@ -21,12 +22,14 @@ __all__ = [
     "SavedTensor",
     "bitmask",
     "cast",
+    "checkpoint_name",
     "errors",
     "float8",
     "int4",
     "int8",
     "last_plans",
     "lossless",
+    "policies",
     "reset",
     "saved_tensors_hooks",
     "saved_tensors_policy",

@@ -30,12 +30,16 @@ SYMBOLS = {
     "torch._C._autograd._saved_tensors_hooks_disable": "running a graph whose hooks are inlined",
     "torch._C._autograd._saved_tensors_hooks_enable": "running a graph whose hooks are inlined",
     "torch._C._autograd._saved_tensors_hooks_get_disabled_error_message": "running a graph whose hooks are inlined",
+    "torch._C._autograd._get_sequence_nr": "policies by module in eager parts",
     "torch._C._DisableAutocast": "tracing hooks without the caller's autocast",
     "torch._dynamo.comptime.comptime": "contexts inside a compiled function",
     "torch._dynamo.assume_constant_result": "contexts inside a compiled function",
     "torch._dynamo.exc.BackendCompilerFailed": "errors of contexts inside a compiled function",
     "torch._dynamo.source.Source": "contexts inside a compiled function",
     "torch._dynamo.guards.install_guard": "recompiling when a hook inside a compiled function changes",
+    "torch._dynamo.eval_frame.skip_code": "names given by code that Dynamo left to Python",
+    "torch._C._dispatch_get_all_op_names": "policies by operator",
+    "torch._C._dispatch_has_kernel_for_dispatch_key": "policies by operator",
     "torch._dynamo.backends.common.aot_autograd": "options['inner'] = 'aten'",
     "torch._functorch.partitioners.min_cut_rematerialization_partition": "the partition that is rewritten",
     "torch._functorch.config.enable_autograd_cache": "keeping torch's cache away from graphs it has no key for",
@@ -53,6 +57,10 @@ SYMBOLS = {
     "torch._dispatch.python.enable_python_dispatcher": "tracing hooks on symbolic sizes",
     "torch.utils._python_dispatch._disable_current_modes": "digests of constants",
     "torch.fx.experimental.proxy_tensor.disable_proxy_modes_tracing": "comparing sizes while tracing",
+    "torch._ops.OpOverload": "policies by operator",
+    "torch._ops.OpOverloadPacket": "policies by operator",
+    "torch._inductor.custom_graph_pass.CustomGraphPass": "names given by checkpoint_name under Inductor",
+    "torch._inductor.config.joint_custom_pre_pass": "names given by checkpoint_name under Inductor",
     "torch._ops.HigherOrderOperator": "hooks that hold higher-order ops",
     "torch.utils._pytree": "what pack may return",
     "torch._logging.trace_structured": "graphs in torch's structured trace",
@@ -171,6 +179,12 @@ def untraced(fn: _F) -> _F:
     return disabled
 
 
+def outermost_runs_in_python(fn: _F) -> _F:
+    """`fn`, which Dynamo inlines where it traces the caller and otherwise doesn't compile by itself; 2.11 to 2.15."""
+    need("torch._dynamo.eval_frame.skip_code")(fn.__code__)
+    return fn
+
+
 def _constant_of(context: Any, variable: Any) -> Any:
     """The Python value behind `variable`; a dataclass made in the function is put together from its fields."""
     variable = variable.realize() if hasattr(variable, "realize") else variable
@@ -234,6 +248,16 @@ MODULE_CALL = torch.nn.Module._call_impl.__code__  # frames of this code are mod
 
 comptime = need("torch._dynamo.comptime.comptime")
 assume_constant_result = need("torch._dynamo.assume_constant_result")
+
+
+def next_sequence_number() -> int:
+    """The number that autograd will give to its next node on this thread; 2.11 to 2.15."""
+    return int(need("torch._C._autograd._get_sequence_nr")())
+
+
+def sequence_number(node: Any) -> int:
+    """The number of a node of autograd's graph, ascending in the order in which a thread's operators ran."""
+    return int(node._sequence_nr())
 
 
 # --- tracing hooks ---------------------------------------------------------------------------------------------------
@@ -361,6 +385,24 @@ def is_opaque_node(node: Node) -> bool:
     return not isinstance(value, torch.Tensor | torch.SymInt | torch.SymFloat | torch.SymBool | int | float | bool)
 
 
+# --- operators by name (2.11 to 2.15) ---------------------------------------------------------------------------------
+
+
+def operator_names() -> list[str]:
+    """All operators that are registered now, as "aten::add.Tensor"."""
+    return list(need("torch._C._dispatch_get_all_op_names")())
+
+
+def is_operator(op: Any) -> bool:
+    """Whether `op` is `torch.ops.<space>.<name>`, with or without an overload."""
+    return isinstance(op, (need("torch._ops.OpOverload"), need("torch._ops.OpOverloadPacket")))
+
+
+def is_composite(name: str) -> bool:
+    """Whether operator `name` is always taken apart, so that autograd and AOTAutograd see what it is made of only."""
+    return bool(need("torch._C._dispatch_has_kernel_for_dispatch_key")(name, "CompositeImplicitAutograd"))
+
+
 # --- the inner compilers ---------------------------------------------------------------------------------------------
 
 
@@ -393,6 +435,40 @@ def _partitioner_class() -> type:
 def inductor_partitioner(fn: Callable[..., Any], key: str) -> Any:
     """`fn` as Inductor's custom partitioner; `key` is its whole identity for torch's caches."""
     return _partitioner_class()(fn, key)
+
+
+@functools.cache
+def _joint_pass_class() -> type:
+    base = need("torch._inductor.custom_graph_pass.CustomGraphPass")
+
+    class JointPass(base):  # type: ignore[misc, valid-type]
+        def __init__(self, fn: Callable[[Any], None], before: tuple[Any, ...]) -> None:
+            self.fn, self.before = fn, before
+
+        def __call__(self, graph: Any) -> None:
+            for each in (self.fn, *self.before):
+                each(graph)
+
+        def uuid(self) -> Any:
+            # `fn` reads the graph only, so the graph says it all; what was there says what it says
+            known = [each.uuid() if isinstance(each, base) else None for each in self.before]
+            return None if None in known else ("aot_hooks names", *map(str, known))
+
+        def __reduce__(self) -> Any:
+            return str, (str(self.uuid()),)
+
+    return JointPass
+
+
+def first_joint_pass(fn: Callable[[Any], None], patches: dict[str, Any]) -> dict[str, Any]:
+    """Inductor settings by which `fn(graph)`, which changes no node, sees the joint graph before Inductor's own passes.
+
+    A pass that the user set there runs after it; 2.11 to 2.15.
+    """
+    name = "joint_custom_pre_pass"
+    before = patches.get(name, need(f"torch._inductor.config.{name}"))
+    before = before if isinstance(before, (list, tuple)) else () if before is None else (before,)
+    return {name: _joint_pass_class()(fn, tuple(before))}
 
 
 def mode_options(mode: str | None) -> dict[str, Any]:
@@ -552,6 +628,18 @@ def calling_compile_wrapper() -> Any:
                 return owner
         frame = frame.f_back
     return None
+
+
+def frame_being_compiled() -> tuple[dict[str, Any], Any]:
+    """Locals of the frame that Dynamo is compiling, and the frame that called it; ({}, None) outside Dynamo."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        if frame.f_code.co_name == "__call__" and "frame" in frame.f_locals:
+            # several of Dynamo's wrappers hand the frame on; the outermost is the one that the interpreter called
+            if type(frame.f_locals.get("self")).__name__ == "CatchErrorsWrapper":
+                return dict(frame.f_locals["frame"].f_locals), frame.f_back
+        frame = frame.f_back
+    return {}, None
 
 
 def compile_wrapper_of(compiled: Any) -> Any:

@@ -23,6 +23,8 @@ from .content import content
 from .eager import CompiledCall
 from .errors import OptionError
 from .hook import Hook
+from .modules import roots
+from .names import carry_names, uses_names
 from .plan import Plan, region_of
 from .policy import SCOPES, Setting
 from .rewrite import rewrite
@@ -161,9 +163,11 @@ def aot_hooks(
     if setting is None and not regions:
         return _with_eager_hooks(_compile(gm, inputs, parsed, patches, None, ""))
 
+    paths = roots()
     plans = _plans.of(wrapper) if wrapper is not None else []
 
     def partition(joint: GraphModule, joint_inputs: Any, **kwargs: Any) -> tuple[GraphModule, GraphModule]:
+        carry_names(joint.graph)
         fw, bw = _compat.min_cut_partition(joint, joint_inputs, **kwargs)
         plans.append(
             rewrite(
@@ -174,10 +178,13 @@ def aot_hooks(
                 ambient=setting,
                 regions=regions,
                 for_inductor=parsed.inner == "inductor",
+                roots=paths,
             )
         )
         return fw, bw
 
+    if parsed.inner == "inductor" and uses_names(gm):
+        patches |= _compat.first_joint_pass(carry_names, patches)
     key = content(setting.key if setting else "", tuple(sorted(regions)), places)
     # a pair of plain functions on top keeps torch from inlining the hooks a second time
     with _compat.hooks_pushed(_as_it_is, _as_it_is), _compat.without_autograd_cache():

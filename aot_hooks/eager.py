@@ -28,10 +28,11 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from . import _compat
+from .eager_saved import EagerRow
 from .errors import AotHooksError, HookContractError, HookTraceError
 from .hook import KEEP, Hook
+from .modules import note_call
 from .policy import Setting
-from .saved import SavedTensor
 
 __all__ = ["CompiledCall", "Kept", "pack_eager", "settle", "unpack_eager"]
 
@@ -39,14 +40,15 @@ __all__ = ["CompiledCall", "Kept", "pack_eager", "settle", "unpack_eager"]
 class Kept:
     """What autograd holds for one saved tensor: the tensor (detached) or what pack made of it."""
 
-    __slots__ = ("__weakref__", "hook", "like", "packed", "raw", "state", "storage", "version", "watch")
+    __slots__ = ("__weakref__", "again", "hook", "like", "packed", "raw", "state", "storage", "version", "watch")
 
-    def __init__(self, x: torch.Tensor, hook: Hook) -> None:
+    def __init__(self, x: torch.Tensor, hook: Hook, again: tuple[Setting, EagerRow] | None = None) -> None:
         self.raw: torch.Tensor | None = x.detach()
         # as long as this lives no other storage gets the same address, which `_Local.seen` relies on
         self.storage = StorageWeakRef(x.untyped_storage()) if x.layout is torch.strided else None
         self.version = x._version
         self.hook = hook
+        self.again = again  # whom to ask for the hook once more when it is packed
         self.packed: Any = None
         self.state = "kept"  # kept | waiting | due | packed
         self.watch: Any = None
@@ -68,16 +70,20 @@ def pack_eager(setting: Setting, x: torch.Tensor) -> Any:
     if _compat.is_traced_value(x) or torch.compiler.is_compiling():
         return x  # a tracer runs the program on stand-ins: nothing is saved
     settle()
+    if setting.looks_at_modules:
+        note_call()
     outermost = _outermost_frame()
-    hook = _choose(setting, x, outermost)
-    if hook is KEEP:
+    hook, row = _choose(setting, x, outermost)
+    # a policy that looks at names is asked again later: the name of what an operator gives is given after it saved it
+    again = (setting, row) if row is not None and row.names is not None else None
+    if hook is KEEP and again is None:
         return Kept(x, hook)
     layout = (x.storage_offset(), x.shape, x.stride(), x.dtype, x.is_conj(), x.is_neg())
-    key = (_compat.storage_key(x), *layout, x._version, hook)
+    key = (_compat.storage_key(x), *layout, x._version, setting.key if again else hook)
     known = _local.seen.get(key)
     if known is not None and (kept := known()) is not None:
         return kept
-    kept = Kept(x, hook)
+    kept = Kept(x, hook, again)
     _local.seen[key] = weakref.ref(kept, lambda _: _local.seen.pop(key, None))
     call = _local.call
     if call is not None:
@@ -152,32 +158,37 @@ def _outermost_frame() -> FrameType | None:
     return found
 
 
-def _choose(setting: Setting, x: torch.Tensor, outermost: FrameType | None) -> Hook:
+def _choose(setting: Setting, x: torch.Tensor, outermost: FrameType | None) -> tuple[Hook, EagerRow | None]:
     call = _local.call
     if x.layout is not torch.strided or type(x) not in (torch.Tensor, torch.nn.Parameter):
-        return KEEP
+        return KEEP, None
     if setting.scope == "donated" and call is not None:
         if _compat.storage_key(x) in call.given:
-            return KEEP
+            return KEEP, None
     elif setting.scope == "donated":
         root = x if x._base is None else x._base
         if root.grad_fn is None or x.grad_fn is None:
-            return KEEP
+            return KEEP, None
         if outermost is not None and _compat.storage_key(x) in _given(outermost):
-            return KEEP
+            return KEEP, None
     elif setting.scope == "no_static":
         root = x if x._base is None else x._base
         if isinstance(root, torch.nn.Parameter):
-            return KEEP
+            return KEEP, None
         if outermost is not None and _compat.storage_key(x) in _buffers(outermost):
-            return KEEP
-    hook = setting.rule if isinstance(setting.rule, Hook) else None
-    if hook is None or hook.declines is not None:
-        row = _row(x)
-        hook = hook or setting.choose(row)
-        if hook.declines is not None and hook.declines(row):
-            return KEEP
-    return hook
+            return KEEP, None
+    if isinstance(setting.rule, Hook) and setting.rule.declines is None:
+        return setting.rule, None
+    row = EagerRow(x)
+    try:
+        return _ask(setting, row), row
+    finally:
+        row.close()
+
+
+def _ask(setting: Setting, row: EagerRow) -> Hook:
+    hook = setting.choose(row)
+    return KEEP if hook.declines is not None and hook.declines(row) else hook
 
 
 def _given(frame: FrameType) -> set[int]:
@@ -192,26 +203,6 @@ def _buffers(frame: FrameType) -> set[int]:
     return {_compat.storage_key(b) for b in buffers if b.layout is torch.strided}
 
 
-def _row(x: torch.Tensor) -> SavedTensor:
-    """What is known of a tensor that eager code saves: no graph, so no place in one."""
-    op = type(x.grad_fn).__name__ if x.grad_fn is not None else "input"
-    return SavedTensor(
-        name=op,
-        op=op,
-        shape=tuple(x.shape),
-        dtype=x.dtype,
-        device=x.device,
-        nbytes=x.untyped_storage().nbytes(),
-        storage=_compat.storage_key(x),
-        module_path="",
-        source_line="",
-        backward_ops=(),
-        is_input=x.grad_fn is None,
-        is_output=False,
-        is_static=isinstance(x, torch.nn.Parameter),
-    )
-
-
 def _at(kept: Kept) -> str:
     shape, dtype, _ = kept.like
     return f"hook '{kept.hook.name}' on saved {str(dtype).removeprefix('torch.')}{list(shape)} (eager)"
@@ -220,6 +211,13 @@ def _at(kept: Kept) -> str:
 def _pack(kept: Kept) -> None:
     raw = kept.raw
     assert raw is not None
+    if kept.again is not None:
+        (setting, row), kept.again = kept.again, None
+        row.rename()
+        kept.hook = _ask(setting, row)
+    if kept.hook is KEEP:
+        kept.state = "kept"
+        return
     if raw._version != kept.version:
         kept.state = "kept"  # changed in place since: reading it in the backward is the error it is without hooks
         return

@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 
 from .content import content
 from .errors import AotHooksError, OptionError, PolicyError
-from .hook import Hook
+from .hook import KEEP, Hook
 from .saved import SavedTensor
 
-__all__ = ["SCOPES", "Policy", "Setting", "out_of_scope"]
+__all__ = ["SCOPES", "Policy", "Setting", "choose", "out_of_scope"]
 
 Policy = Callable[[SavedTensor], Hook]
 SCOPES = ("donated", "no_static", "all")
@@ -46,23 +46,40 @@ class Setting:
     def eager(self) -> bool:
         return isinstance(self.rule, Hook) and self.rule.eager
 
+    @property
+    def looks_at_modules(self) -> bool:
+        """Whether the rule may read `SavedTensor.module_path`; a function of the user's may."""
+        return not isinstance(self.rule, Hook) and bool(getattr(self.rule, "looks_at_modules", True))
+
     def choose(self, saved: SavedTensor) -> Hook:
         """The hook for `saved`. Raises `PolicyError` naming the tensor if the policy raises or answers nonsense."""
-        if isinstance(self.rule, Hook):
-            return self.rule
-        name = getattr(self.rule, "__name__", type(self.rule).__name__)
-        try:
-            hook = self.rule(saved)
-        except AotHooksError:
-            raise
-        except Exception as e:
-            raise PolicyError(f"policy '{name}' raised {type(e).__name__}: {e} on saved {saved.describe()}") from e
-        if not isinstance(hook, Hook):
-            raise PolicyError(
-                f"policy '{name}' answered {hook!r} for saved {saved.describe()}; expected a Hook "
-                "(aot_hooks.KEEP to leave it)"
-            )
-        return hook
+        return choose(self.rule, saved)
+
+
+def choose(rule: Hook | Policy, saved: SavedTensor) -> Hook:
+    """What `rule` says for `saved`; `KEEP` is always that very object, whatever equals it.
+
+    Raises:
+        PolicyError: the policy raised, or answered with something else than a `Hook`.
+    """
+    if isinstance(rule, Hook):
+        return KEEP if rule == KEEP else rule
+    try:
+        hook = rule(saved)
+    except AotHooksError:
+        raise
+    except Exception as e:
+        raise PolicyError(f"policy '{_name(rule)}' raised {type(e).__name__}: {e} on saved {saved.describe()}") from e
+    if not isinstance(hook, Hook):
+        raise PolicyError(
+            f"policy '{_name(rule)}' answered {hook!r} for saved {saved.describe()}; expected a Hook "
+            "(aot_hooks.KEEP to leave it)"
+        )
+    return KEEP if hook == KEEP else hook
+
+
+def _name(rule: Policy) -> str:
+    return str(getattr(rule, "__name__", type(rule).__name__))
 
     def why_kept(self, saved: SavedTensor) -> str:
         """Why the policy leaves `saved`, in words: what its own `why_kept(saved)` says, if it has one."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -40,6 +41,7 @@ def rewrite(
     ambient: Setting | None,
     regions: Mapping[str, Setting],
     for_inductor: bool,
+    roots: Mapping[str, str] = MappingProxyType({}),
 ) -> Plan:
     """Put the hooks of `ambient` and `regions` into both graphs, in place.
 
@@ -48,13 +50,14 @@ def rewrite(
         static_inputs: indices of the forward's inputs that are parameters or buffers.
         regions: settings by the key that nodes carry in `meta["custom"]["aot_hooks"]`.
         for_inductor: decompose what is traced as Inductor wants it.
+        roots: modules by Dynamo's names for them, see `modules.roots`.
 
     Raises:
         HookContractError, HookTraceError, PolicyError, UnsupportedGraphError.
     """
     _show("forward before", fw)
     _show("backward before", bw)
-    cross = boundary(fw, bw, num_fwd_outputs, static_inputs)
+    cross = boundary(fw, bw, num_fwd_outputs, static_inputs, roots)
     choices = decide(cross, ambient, regions)
     look_through(choices, cross.kept_storages)
     tracer = _Tracer(_compat.inductor_decompositions() if for_inductor else None)

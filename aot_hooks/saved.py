@@ -13,8 +13,9 @@ Source: the calling convention of `torch._functorch.partitioners`, the same in t
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -25,7 +26,20 @@ from .errors import UnsupportedGraphError
 from .facts import Test, asked_of
 from .ranges import value_range
 
-__all__ = ["Boundary", "Dim", "SavedTensor", "SavedValue", "boundary", "is_view", "producer", "storage_of"]
+__all__ = [
+    "NAMES",
+    "Boundary",
+    "Dim",
+    "SavedTensor",
+    "SavedValue",
+    "boundary",
+    "is_view",
+    "producer",
+    "storage_of",
+    "view_source",
+]
+
+NAMES = "aot_hooks_names"  # the key under meta["custom"] of a value's names, see names.py
 
 
 class Dim(int):
@@ -64,6 +78,7 @@ class SavedTensor:
         backward_asks: tests whose outcomes are all that the backward's readers of its storage depend on, number by
             number; () if they look at the shape only, None if one may need the numbers themselves.
         value_range: (smallest, largest) that a number of it can be, all of them whole, if the forward proves it.
+        checkpoint_names: the names that `aot_hooks.checkpoint_name` gave it, or what it is a view of.
     """
 
     name: str
@@ -81,6 +96,7 @@ class SavedTensor:
     is_static: bool
     backward_asks: tuple[Test, ...] | None = None
     value_range: tuple[int, int] | None = None
+    checkpoint_names: tuple[str, ...] = field(default_factory=tuple)  # a factory: rows of eager tensors read it late
 
     def describe(self) -> str:
         """One line for messages: name, dtype, shape and the user's line."""
@@ -115,8 +131,14 @@ class Boundary:
     kept_storages: set[Any]
 
 
-def boundary(fw: GraphModule, bw: GraphModule, num_fwd_outputs: int, static_inputs: Iterable[int] = ()) -> Boundary:
-    """Read what crosses from `fw` to `bw`.
+def boundary(
+    fw: GraphModule,
+    bw: GraphModule,
+    num_fwd_outputs: int,
+    static_inputs: Iterable[int] = (),
+    roots: Mapping[str, str] = MappingProxyType({}),
+) -> Boundary:
+    """Read what crosses from `fw` to `bw`; `roots` are modules by Dynamo's names, see `modules.roots`.
 
     Raises `UnsupportedGraphError` if the graphs don't follow AOTAutograd's calling convention.
     """
@@ -159,7 +181,7 @@ def boundary(fw: GraphModule, bw: GraphModule, num_fwd_outputs: int, static_inpu
             device=value.device,
             nbytes=_storage_bytes(value),
             storage=numbers.setdefault(key, len(numbers)),
-            module_path=_first(_module_path, fw_node, bw_node),
+            module_path=_first(lambda n: _module_path(n, roots), fw_node, bw_node),
             source_line=_first(_source_line, fw_node, bw_node),
             backward_ops=tuple(dict.fromkeys(_op_name(u) for u in bw_node.users)),
             is_input=key in input_storages,
@@ -167,6 +189,7 @@ def boundary(fw: GraphModule, bw: GraphModule, num_fwd_outputs: int, static_inpu
             is_static=key in static_storages,
             backward_asks=asked_of(bw_node),
             value_range=value_range(fw_node),
+            checkpoint_names=_names(fw_node),
         )
         tensors.append(SavedValue(fw_node, bw_node, row))
     _share_asks(tensors)
@@ -234,13 +257,32 @@ def is_view(node: Node) -> bool:
     )
 
 
+def view_source(node: Node) -> Node | None:
+    """What `node` is a view of, also one of several (`split`) and where the schema tells nothing; else None."""
+    source = node.args[0] if node.op == "call_function" and node.args else None
+    if not isinstance(source, Node):
+        return None
+    if "getitem" in str(node.target):
+        return view_source(source)
+    return source if is_view(node) or str(node.target) == "aten._unsafe_view.default" else None
+
+
 def producer(node: Node) -> Node:
     """The node whose operator made the value, looking through views and tuples."""
-    while node.op == "call_function" and node.args and isinstance(node.args[0], Node):
-        if not is_view(node) and "getitem" not in str(node.target):
-            break
-        node = node.args[0]
+    while (source := view_source(node)) is not None:
+        node = source
+    if "getitem" in str(node.target) and isinstance(node.args[0], Node):
+        return node.args[0]
     return node
+
+
+def _names(node: Node) -> tuple[str, ...]:
+    names: dict[str, None] = {}
+    value: Node | None = node
+    while value is not None:
+        names.update(dict.fromkeys((value.meta.get("custom") or {}).get(NAMES, ())))
+        value = view_source(value)
+    return tuple(names)
 
 
 def _op_name(node: Node) -> str:
@@ -254,10 +296,13 @@ _FRAME = re.compile(r'File "(?P<file>[^"]*)", line (?P<line>\d+), in .*\n\s*(?P<
 
 
 def _first(read: Callable[[Node], str], fw_node: Node, bw_node: Node) -> str:
-    """What the node says itself; for a graph input, which says nothing, what its readers say."""
-    if fw_node.op != "placeholder":
-        return read(fw_node)
-    return next(filter(None, map(read, bw_node.users)), "")
+    """What the node of the operator that made it says; of a graph input, which says nothing, what its view or its
+    readers say."""
+    maker = producer(fw_node)
+    for node in (maker, fw_node) if maker.op != "placeholder" or fw_node is not maker else bw_node.users:
+        if found := read(node):
+            return found
+    return ""
 
 
 def _source_line(node: Node) -> str:
@@ -268,13 +313,25 @@ def _source_line(node: Node) -> str:
     return f"{last['file'].rsplit('/', 1)[-1]}:{last['line']}: {last['code'].strip()}"
 
 
-def _module_path(node: Node) -> str:
+def _module_path(node: Node, roots: Mapping[str, str]) -> str:
     stack: Any = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
-    return module_path(list(stack.values())[-1][0]) if stack else ""
+    if not stack:
+        return ""
+    raw = [path for path, _ in stack.values()]
+    return module_path(raw[-1], raw[0], roots)
 
 
-def module_path(raw: str) -> str:
-    """Dynamo's path of a module as the user writes it: `L['self']._modules['layers']._modules['0']` -> `layers.0`."""
-    path = re.sub(r"^L\[\'[^\']*\'\]", "", raw)
+def module_path(raw: str, outermost: str = "", roots: Mapping[str, str] = MappingProxyType({})) -> str:
+    """Dynamo's path of a module as the user writes it: `L['self']._modules['layers']._modules['0']` -> `layers.0`.
+
+    It is relative to the outermost module that runs: what `roots` knows of the local, or else Dynamo's own `outermost`.
+    """
+    root = re.match(r"^[LG]\['[^']*'\]", raw)
+    base = roots.get(root[0], "") if root is not None else ""
+    if not roots and outermost and raw.startswith(outermost):
+        path = raw[len(outermost) :]
+    else:
+        path = raw[root.end() :] if root is not None else raw
     path = re.sub(r"(?:\._modules)?\[\'?([^\'\]]*)\'?\]", r".\1", path).strip(".")
-    return path.removeprefix("_orig_mod").strip(".")
+    path = path.removeprefix("_orig_mod").strip(".")
+    return f"{base}.{path}".strip(".")

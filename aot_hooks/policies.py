@@ -1,0 +1,301 @@
+"""Which saved tensors get a hook: policies to say it with.
+
+      first_match(                                     SavedTensor --match--> Hook, or None: not mine
+          only_these_names({"logits": KEEP}),
+          only_these_ops({torch.ops.aten.gelu.default: float8()}),
+          larger_than(1 << 20, offload()),
+      )
+
+A policy is a pure function `SavedTensor -> Hook`; any such function is one. Those from here are frozen, hashable,
+picklable values that print as what one types. Where a hook is expected a policy may stand: `larger_than(1 << 20,
+only_these_ops(...))` is both conditions. In a mapping the first key that fits decides.
+
+Source: the form is that of `jax.checkpoint_policies`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any, TypeAlias
+
+import torch
+
+from .errors import OptionError
+from .hook import KEEP, Hook
+from .operators import operator_key, same_operator
+from .policy import Policy, choose
+from .saved import SavedTensor
+
+__all__ = [
+    "everything",
+    "first_match",
+    "larger_than",
+    "only_these_dtypes",
+    "only_these_modules",
+    "only_these_names",
+    "only_these_ops",
+]
+
+Rule: TypeAlias = Hook | Policy
+
+
+def everything(hook: Rule) -> Policy:
+    """`hook` for every tensor in scope."""
+    return _Everything(_rule("everything", hook))
+
+
+def larger_than(nbytes: int, hook: Rule) -> Policy:
+    """`hook` for tensors whose storage has more than `nbytes` bytes.
+
+    A symbolic size counts with its value at compile time: the graph is not specialized, and not compiled again when
+    later sizes fall on the other side. A size that depends on values counts as 0.
+
+    Raises:
+        OptionError: `nbytes` is no number of bytes.
+    """
+    return _LargerThan(_nbytes(nbytes), _rule("larger_than", hook))
+
+
+def only_these_ops(hooks: Mapping[Any, Rule]) -> Policy:
+    """A hook by the operator that made the tensor, looking through views.
+
+    Args:
+        hooks: `{operator: hook}`. An operator is `torch.ops.aten.gelu.default`, `torch.ops.aten.gelu` (all overloads)
+            or a name ("aten.gelu.default", "aten.gelu", "gelu"); "input" is what a graph is given. It is the one the
+            program called, whatever Inductor decomposes it to; in-place forms are their functional ones.
+
+    Raises:
+        OptionError: no such operator, or one that never saves a tensor because it is made of others (aten.linear).
+    """
+    return _OnlyTheseOps(_entries("only_these_ops", hooks, "an operator", operator_key))
+
+
+def only_these_modules(hooks: Mapping[str, Rule]) -> Policy:
+    """A hook by the module that the tensor was made in.
+
+    Args:
+        hooks: `{pattern: hook}`. A pattern is a path as `named_modules()` gives it, and covers what is inside that
+            module too: "layers.0.mlp" covers "layers.0.mlp.fc1". In it `*`, `?` and `[...]` stand within one name
+            ("layers.*.mlp"), `**` for any number of names ("**.mlp").
+    """
+    return _OnlyTheseModules(_entries("only_these_modules", hooks, "a module's path or pattern", _pattern))
+
+
+def only_these_names(hooks: Mapping[str, Rule]) -> Policy:
+    """A hook by the name that `aot_hooks.checkpoint_name(x, name)` gave the tensor, or what it is a view of."""
+    return _OnlyTheseNames(_entries("only_these_names", hooks, "a name", _name))
+
+
+def only_these_dtypes(hooks: Mapping[torch.dtype, Rule]) -> Policy:
+    """A hook by dtype: `{torch.float32: hook}`."""
+    return _OnlyTheseDtypes(_entries("only_these_dtypes", hooks, "a torch.dtype", _dtype))
+
+
+def first_match(*policies: Rule) -> Policy:
+    """The hook of the first policy that has one for the tensor; none: the tensor is kept.
+
+    A policy of this module whose condition holds decides, also for `KEEP`; of a plain function `KEEP` means "not mine".
+    A hook that declines the tensor (`Hook.declines`: `float8` a mask) leaves it to the next.
+    """
+    return _FirstMatch(tuple(_rule("first_match", policy) for policy in policies))
+
+
+# --- the values behind the functions ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, repr=False)
+class _Policy:
+    def match(self, saved: SavedTensor) -> Hook | None:
+        """The hook for `saved`, None where the policy has nothing to say."""
+        raise NotImplementedError
+
+    def __call__(self, saved: SavedTensor) -> Hook:
+        return self.match(saved) or KEEP
+
+    @property
+    def looks_at_modules(self) -> bool:
+        """Whether the policy, or one in it, may read `SavedTensor.module_path`."""
+        return any(_looks_at_modules(rule) for rule in self.rules)
+
+    @property
+    def rules(self) -> tuple[Rule, ...]:
+        raise NotImplementedError
+
+
+def _looks_at_modules(rule: Rule) -> bool:
+    return not isinstance(rule, Hook) and bool(getattr(rule, "looks_at_modules", True))
+
+
+def _ask(rule: Rule, saved: SavedTensor) -> Hook | None:
+    if isinstance(rule, _Policy):
+        return rule.match(saved)
+    hook = choose(rule, saved)
+    return None if hook is KEEP and not isinstance(rule, Hook) else hook
+
+
+@dataclass(frozen=True, repr=False)
+class _Everything(_Policy):
+    hook: Rule
+
+    def match(self, saved: SavedTensor) -> Hook | None:
+        return _ask(self.hook, saved)
+
+    @property
+    def rules(self) -> tuple[Rule, ...]:
+        return (self.hook,)
+
+    def __repr__(self) -> str:
+        return f"everything({_shown(self.hook)})"
+
+
+@dataclass(frozen=True, repr=False)
+class _LargerThan(_Policy):
+    nbytes: int
+    hook: Rule
+
+    def match(self, saved: SavedTensor) -> Hook | None:
+        return _ask(self.hook, saved) if saved.nbytes > self.nbytes else None
+
+    @property
+    def rules(self) -> tuple[Rule, ...]:
+        return (self.hook,)
+
+    def __repr__(self) -> str:
+        return f"larger_than({self.nbytes}, {_shown(self.hook)})"
+
+
+@dataclass(frozen=True, repr=False)
+class _ByKey(_Policy):
+    """The hook of the first key that fits."""
+
+    entries: tuple[tuple[Any, Rule], ...]
+
+    def fits(self, key: Any, saved: SavedTensor) -> bool:
+        raise NotImplementedError
+
+    @property
+    def rules(self) -> tuple[Rule, ...]:
+        return tuple(rule for _, rule in self.entries)
+
+    def match(self, saved: SavedTensor) -> Hook | None:
+        for key, rule in self.entries:
+            if self.fits(key, saved):
+                return _ask(rule, saved)
+        return None
+
+    def __repr__(self) -> str:
+        name = type(self).__name__.removeprefix("_Only")
+        name = "only" + "".join(f"_{c.lower()}" if c.isupper() else c for c in name)
+        return f"{name}({{{', '.join(f'{key!r}: {_shown(rule)}' for key, rule in self.entries)}}})"
+
+
+@dataclass(frozen=True, repr=False)
+class _OnlyTheseOps(_ByKey):
+    def fits(self, key: str, saved: SavedTensor) -> bool:
+        return same_operator(key, saved.op)
+
+
+@dataclass(frozen=True, repr=False)
+class _OnlyTheseModules(_ByKey):
+    @property
+    def looks_at_modules(self) -> bool:
+        return True
+
+    def fits(self, key: str, saved: SavedTensor) -> bool:
+        return _covers(tuple(key.split(".")), tuple(filter(None, saved.module_path.split("."))))
+
+
+@dataclass(frozen=True, repr=False)
+class _OnlyTheseNames(_ByKey):
+    def fits(self, key: str, saved: SavedTensor) -> bool:
+        return key in saved.checkpoint_names
+
+
+@dataclass(frozen=True, repr=False)
+class _OnlyTheseDtypes(_ByKey):
+    def fits(self, key: torch.dtype, saved: SavedTensor) -> bool:
+        return key == saved.dtype
+
+
+@dataclass(frozen=True, repr=False)
+class _FirstMatch(_Policy):
+    policies: tuple[Rule, ...]
+
+    @property
+    def rules(self) -> tuple[Rule, ...]:
+        return self.policies
+
+    def match(self, saved: SavedTensor) -> Hook | None:
+        for policy in self.policies:
+            hook = _ask(policy, saved)
+            if hook is not None and (hook.declines is None or not hook.declines(saved)):
+                return hook
+        return None
+
+    def __repr__(self) -> str:
+        return f"first_match({', '.join(map(_shown, self.policies))})"
+
+
+def _covers(pattern: tuple[str, ...], path: tuple[str, ...]) -> bool:
+    """Whether `pattern` fits `path` or a module around it."""
+    if not pattern:
+        return True
+    if pattern[0] == "**":
+        return _covers(pattern[1:], path) or (path != () and _covers(pattern, path[1:]))
+    return path != () and fnmatchcase(path[0], pattern[0]) and _covers(pattern[1:], path[1:])
+
+
+# --- arguments -------------------------------------------------------------------------------------------------------
+
+
+def _rule(function: str, value: Any) -> Rule:
+    if not isinstance(value, Hook) and not callable(value):
+        raise OptionError(f"{function}: expected a Hook, or a policy, got {value!r}")
+    if isinstance(value, type):
+        raise OptionError(f"{function}: expected a Hook, or a policy, got the class {value.__name__}; make one of it")
+    rule: Rule = value
+    return rule
+
+
+def _nbytes(value: Any) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise OptionError(f"larger_than(nbytes, hook): expected bytes as an int of at least 0, got {value!r}")
+    return value
+
+
+def _entries(function: str, hooks: Any, key: str, check: Callable[[Any], Any]) -> tuple[tuple[Any, Rule], ...]:
+    if not isinstance(hooks, Mapping) or not hooks:
+        raise OptionError(f"{function}: expected a dict from {key} to a Hook, got {hooks!r}")
+    entries = []
+    for given, hook in hooks.items():
+        try:
+            entries.append((check(given), _rule(function, hook)))
+        except OptionError as e:
+            raise OptionError(str(e) if str(e).startswith(function) else f"{function}: {e}") from None
+    return tuple(entries)
+
+
+def _pattern(value: Any) -> str:
+    if not isinstance(value, str) or "" in value.split("."):
+        raise OptionError(f"expected a module's path such as 'layers.*.mlp', got {value!r}")
+    return value
+
+
+def _name(value: Any) -> str:
+    if not isinstance(value, str) or not value:
+        raise OptionError(f"expected a name as a string, got {value!r}")
+    return value
+
+
+def _dtype(value: Any) -> torch.dtype:
+    if not isinstance(value, torch.dtype):
+        raise OptionError(f"expected a torch.dtype such as torch.float32, got {value!r}")
+    return value
+
+
+def _shown(rule: Rule) -> str:
+    if rule == KEEP:
+        return "KEEP"
+    return repr(rule) if isinstance(rule, Hook | _Policy) else str(getattr(rule, "__name__", repr(rule)))
