@@ -186,10 +186,13 @@ def outermost_runs_in_python(fn: _F) -> _F:
 
 
 def _constant_of(context: Any, variable: Any) -> Any:
-    """The Python value behind `variable`; a dataclass made in the function is put together from its fields."""
+    """The Python value behind `variable`; a tuple or dataclass made in the function is put together."""
     variable = variable.realize() if hasattr(variable, "realize") else variable
+    made_inside = getattr(variable, "source", None) is None
+    if made_inside and variable.python_type() in (tuple, list):
+        return variable.python_type()([_constant_of(context, item) for item in variable.items])
     kind = type(getattr(variable, "value", None))
-    if getattr(variable, "source", None) is None and dataclasses.is_dataclass(kind):
+    if made_inside and dataclasses.is_dataclass(kind):
         tx = context._i_will_not_complain_if_bc_breaks_InstructionTranslator()
         fields = [f.name for f in dataclasses.fields(kind) if f.init]
         # 2.15 renamed it

@@ -67,13 +67,14 @@ def made_in(number: int | None) -> str:
 
 
 def roots() -> dict[str, str]:
-    """What the locals of the frame that Dynamo is compiling are in the outermost module that runs, by Dynamo's names.
+    """What the locals of the frame that Dynamo is compiling are in the outermost module that runs, by Dynamo's names;
+    and "", the module that runs in it.
 
     {} outside any module: then Dynamo's paths begin with the outermost one.
     """
     compiled, outside = _compat.frame_being_compiled()
     modules = _running(outside)
-    found = {}
+    found = {"": ".".join(_path(modules))} if modules else {}
     for local, value in compiled.items():
         if modules and isinstance(value, nn.Module):
             path = _path(modules) if value is modules[-1] else _path([modules[0], value])

@@ -26,6 +26,7 @@ from .errors import OptionError
 __all__ = ["is_view_name", "operator_behind", "operator_key", "same_operator"]
 
 
+@_compat.assume_constant_result  # type: ignore[untyped-decorator]
 def operator_key(op: Any) -> str:
     """The name of `op` for `same_operator`.
 
@@ -47,7 +48,8 @@ def operator_key(op: Any) -> str:
     known = _overloads(space, packet)
     if not known or (overload and overload not in known):
         raise OptionError(f"torch has no operator {name}; expected one such as torch.ops.aten.gelu.default or its name")
-    if not all(_compat.is_composite(_qualified(space, packet, o)) for o in known):
+    meant = [overload] if overload else [o for o in known if "out" not in o.split("_")]
+    if not all(_compat.is_composite(_qualified(space, packet, o)) for o in meant):
         return ".".join(filter(None, (space, packet.rstrip("_") if not packet.endswith("__") else packet, overload)))
     own = _by_plain_name().get(_plain(packet)) if space == "aten" else None
     if own:

@@ -181,7 +181,7 @@ def boundary(
             device=value.device,
             nbytes=_storage_bytes(value),
             storage=numbers.setdefault(key, len(numbers)),
-            module_path=_first(lambda n: _module_path(n, roots), fw_node, bw_node),
+            module_path=_first(lambda n: _module_path(n, roots), fw_node, bw_node) or roots.get("", ""),
             source_line=_first(_source_line, fw_node, bw_node),
             backward_ops=tuple(dict.fromkeys(_op_name(u) for u in bw_node.users)),
             is_input=key in input_storages,

@@ -1,4 +1,4 @@
-"""Every ```python block of README.md runs, each by itself. A fence that says ```python notest is left out."""
+"""Every ```python block of README.md and docs/ runs, each by itself; not one whose fence says ```python notest."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from typing import NamedTuple
 
 import pytest
 
-README = Path(__file__).resolve().parents[1] / "README.md"
+ROOT = Path(__file__).resolve().parents[1]
+README = ROOT / "README.md"
+DOCS = sorted((ROOT / "docs").glob("*.md"))
 LANGUAGES = {"python", "python3", "py"}  # one that is spelled another way must not slip through
 
 FENCE = re.compile(r"^ *(?P<marks>`{3,}|~{3,})(?P<info>[^`\n]*)$")
@@ -67,6 +69,18 @@ def test_readme_has_a_block_that_runs():
 def test_readme_block_runs(block, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # what it writes stays out of the checkout
     run_block(block, README)
+
+
+def docs_blocks() -> list[tuple[Path, Block]]:
+    return [(path, block) for path in DOCS for block in python_blocks(path.read_text(encoding="utf-8")) if block.runs]
+
+
+@pytest.mark.parametrize(
+    ("path", "block"), [pytest.param(path, b, id=f"{path.stem}-{b.line}") for path, b in docs_blocks()]
+)
+def test_docs_block_runs(path, block, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run_block(block, path)
 
 
 EXAMPLE = """\
