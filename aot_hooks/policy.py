@@ -55,6 +55,11 @@ class Setting:
         """The hook for `saved`. Raises `PolicyError` naming the tensor if the policy raises or answers nonsense."""
         return choose(self.rule, saved)
 
+    def why_kept(self, saved: SavedTensor) -> str:
+        """Why the policy leaves `saved`, in words: what its own `why_kept(saved)` says, if it has one."""
+        why = getattr(self.rule, "why_kept", None)
+        return str(why(saved)) if why is not None else "the policy keeps it"
+
 
 def choose(rule: Hook | Policy, saved: SavedTensor) -> Hook:
     """What `rule` says for `saved`; `KEEP` is always that very object, whatever equals it.
@@ -80,11 +85,6 @@ def choose(rule: Hook | Policy, saved: SavedTensor) -> Hook:
 
 def _name(rule: Policy) -> str:
     return str(getattr(rule, "__name__", type(rule).__name__))
-
-    def why_kept(self, saved: SavedTensor) -> str:
-        """Why the policy leaves `saved`, in words: what its own `why_kept(saved)` says, if it has one."""
-        why = getattr(self.rule, "why_kept", None)
-        return str(why(saved)) if why is not None else "the policy keeps it"
 
 
 def out_of_scope(saved: SavedTensor, scope: str) -> str | None:
