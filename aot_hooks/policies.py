@@ -40,6 +40,8 @@ __all__ = [
 
 Rule: TypeAlias = Hook | Policy
 
+_KEPT = "the policy keeps it"
+
 
 def everything(hook: Rule) -> Policy:
     """`hook` for every tensor in scope."""
@@ -107,25 +109,42 @@ def first_match(*policies: Rule) -> Policy:
 
 @dataclass(frozen=True, repr=False)
 class _Policy:
+    @property
+    def rules(self) -> tuple[Rule, ...]:
+        raise NotImplementedError
+
+    def rules_for(self, saved: SavedTensor) -> tuple[Rule, ...]:
+        """Those of its rules whose condition holds."""
+        return self.rules
+
     def match(self, saved: SavedTensor) -> Hook | None:
         """The hook for `saved`, None where the policy has nothing to say."""
-        raise NotImplementedError
+        return next((_ask(rule, saved) for rule in self.rules_for(saved)), None)
 
     def __call__(self, saved: SavedTensor) -> Hook:
         return self.match(saved) or KEEP
+
+    def why_kept(self, saved: SavedTensor) -> str:
+        """Why the policy leaves `saved`, in words; for reports."""
+        return "; ".join(dict.fromkeys(filter(None, (_why(rule, saved) for rule in self.rules_for(saved))))) or _KEPT
 
     @property
     def looks_at_modules(self) -> bool:
         """Whether the policy, or one in it, may read `SavedTensor.module_path`."""
         return any(_looks_at_modules(rule) for rule in self.rules)
 
-    @property
-    def rules(self) -> tuple[Rule, ...]:
-        raise NotImplementedError
-
 
 def _looks_at_modules(rule: Rule) -> bool:
     return not isinstance(rule, Hook) and bool(getattr(rule, "looks_at_modules", True))
+
+
+def _why(rule: Rule, saved: SavedTensor) -> str:
+    """What a hook or policy itself says of why it leaves `saved`."""
+    if isinstance(rule, Hook):
+        return (rule.declines(saved) if rule.declines is not None else None) or ""
+    why = getattr(rule, "why_kept", None)
+    said = str(why(saved)) if why is not None else ""
+    return "" if said == _KEPT else said
 
 
 def _ask(rule: Rule, saved: SavedTensor) -> Hook | None:
@@ -138,9 +157,6 @@ def _ask(rule: Rule, saved: SavedTensor) -> Hook | None:
 @dataclass(frozen=True, repr=False)
 class _Everything(_Policy):
     hook: Rule
-
-    def match(self, saved: SavedTensor) -> Hook | None:
-        return _ask(self.hook, saved)
 
     @property
     def rules(self) -> tuple[Rule, ...]:
@@ -155,8 +171,8 @@ class _LargerThan(_Policy):
     nbytes: int
     hook: Rule
 
-    def match(self, saved: SavedTensor) -> Hook | None:
-        return _ask(self.hook, saved) if saved.nbytes > self.nbytes else None
+    def rules_for(self, saved: SavedTensor) -> tuple[Rule, ...]:
+        return self.rules if saved.nbytes > self.nbytes else ()
 
     @property
     def rules(self) -> tuple[Rule, ...]:
@@ -179,11 +195,8 @@ class _ByKey(_Policy):
     def rules(self) -> tuple[Rule, ...]:
         return tuple(rule for _, rule in self.entries)
 
-    def match(self, saved: SavedTensor) -> Hook | None:
-        for key, rule in self.entries:
-            if self.fits(key, saved):
-                return _ask(rule, saved)
-        return None
+    def rules_for(self, saved: SavedTensor) -> tuple[Rule, ...]:
+        return next(((rule,) for key, rule in self.entries if self.fits(key, saved)), ())
 
     def __repr__(self) -> str:
         name = type(self).__name__.removeprefix("_Only")

@@ -18,7 +18,7 @@ from steps import HALF
 from torch import Tensor, nn
 
 import aot_hooks
-from aot_hooks import KEEP, Hook, SavedTensor, float8, policies, saved_tensors_hooks, saved_tensors_policy
+from aot_hooks import KEEP, Hook, SavedTensor, float8, lossless, policies, saved_tensors_hooks, saved_tensors_policy
 from aot_hooks.content import content
 from aot_hooks.errors import OptionError, PolicyError
 from aot_hooks.operators import operator_behind, same_operator
@@ -149,6 +149,17 @@ def test_a_policy_where_a_hook_is_expected_is_both_conditions() -> None:
     policy = larger_than(100, only_these_ops({aten.gelu: DOUBLE}))
     assert [policy(r) for r in (row(), row(nbytes=1), row(op="aten.mm.default"))] == [DOUBLE, KEEP, KEEP]
     assert first_match(policy, TRIPLE)(row(nbytes=1)) is TRIPLE
+
+
+def test_says_why_it_keeps() -> None:
+    mask = row(dtype=torch.bool)
+    leaves = float8().declines(mask)
+    assert first_match(only_these_ops({aten.gelu: float8()}), lossless()).why_kept(
+        row(nbytes=8)
+    ) == lossless().why_kept(row(nbytes=8))
+    assert larger_than(100, float8()).why_kept(mask) == leaves
+    assert larger_than(1000, float8()).why_kept(mask) == "the policy keeps it"  # float8 wasn't asked
+    assert first_match(only_these_ops({aten.mm: float8()}), float8()).why_kept(mask) == leaves
 
 
 # --- policies are values ---------------------------------------------------------------------------------------------
