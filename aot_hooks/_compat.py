@@ -49,6 +49,8 @@ SYMBOLS = {
     "torch._inductor.compile_fx.compile_fx_inner": "options['inner'] = 'inductor'",
     "torch._inductor.choices.InductorChoices": "kernels that pack without holding memory",
     "torch._inductor.virtualized.V": "kernels that pack without holding memory",
+    "torch._inductor.ir.Pointwise": "operators that Inductor compiles as one loop",
+    "torch._inductor.lowering.register_lowering": "operators that Inductor compiles as one loop",
     "torch._inductor.list_mode_options": "mode=",
     "torch._inductor.decomposition.select_decomp_table": "tracing hooks for Inductor",
     "torch._inductor.fx_passes.replace_random.replace_random_passes": "random hooks under Inductor",
@@ -498,12 +500,14 @@ def compile_inductor_with_hooks(gm: GraphModule, inputs: Sequence[Any], patches:
     inner = need("torch._inductor.compile_fx.compile_fx_inner")
     handler = need("torch._inductor.virtualized.V").set_choices_handler
 
+    register_loops()
+
     def inner_compile(*args: Any, **kwargs: Any) -> Any:
         with handler(_choices()):
             return inner(*args, **kwargs)
 
     # a buffer that waits for its reuse is a buffer that is alive: the backward of a transformer block held 0.4 GiB
-    patches = {"allow_buffer_reuse": False} | patches
+    patches = {"allow_buffer_reuse": False, "dynamic_scale_rblock": False} | patches
     compiled: Callable[..., Any] = compile_fx(gm, inputs, inner_compile=inner_compile, config_patches=patches)
     return compiled
 
@@ -571,6 +575,63 @@ def _choices() -> Any:
             return "aot_hooks choices 1"
 
     return Choices()
+
+
+_loops: list[tuple[Any, Callable[..., Any], Callable[..., torch.dtype], str | None]] = []
+
+
+def lower_to_loop(
+    op: Any, body: Callable[..., Any], dtype_of: Callable[..., torch.dtype], *, reduce_last: str | None = None
+) -> None:
+    """Have Inductor compile `op` as one loop over its first argument, from when it is first asked to compile hooks.
+
+    Args:
+        body: `(ops, element of each tensor argument, other arguments) -> element`, in Inductor's `ops`. Tensors
+            broadcast against the first, dimensions of size 1 only.
+        dtype_of: dtype of the result, from the operator's arguments.
+        reduce_last: reduce the result over the last dimension, kept as 1, with this ATen operator.
+
+    Goes when a tensor operator can be lowered as one node publicly.
+    """
+    _loops.append((op, body, dtype_of, reduce_last))
+
+
+def register_loops() -> None:
+    """Register what `lower_to_loop` was given with Inductor."""
+    register = need("torch._inductor.lowering.register_lowering")
+    while _loops:
+        op, body, dtype_of, reduce_last = _loops.pop()
+        register(op, type_promotion_kind=None)(_lowering(body, dtype_of, reduce_last))
+
+
+def _lowering(
+    body: Callable[..., Any], dtype_of: Callable[..., torch.dtype], reduce_last: str | None
+) -> Callable[..., Any]:
+    lowerings = need("torch._inductor.lowering.lowerings")
+    pointwise, box = need("torch._inductor.ir.Pointwise"), need("torch._inductor.ir.TensorBox")
+    graph, ops = need("torch._inductor.virtualized.V"), need("torch._inductor.virtualized.ops")
+
+    def lower(*args: Any) -> Any:
+        tensors = [a for a in args if isinstance(a, box)]
+        others = args[len(tensors) :]
+        sizes = tensors[0].get_size()
+        known = graph.graph.sizevars.statically_known_equals
+        loaders = []
+        for t in tensors:
+            spread = [known(own, 1) and not known(size, 1) for own, size in zip(t.get_size(), sizes, strict=True)]
+            loaders.append((t.make_loader(), spread))
+
+        def inner(index: Any) -> Any:
+            elements = [load([0 if s else i for i, s in zip(index, spread, strict=True)]) for load, spread in loaders]
+            return body(ops, *elements, *others)
+
+        device = tensors[0].get_device()
+        out = pointwise.create(device=device, dtype=dtype_of(*args), inner_fn=inner, ranges=list(sizes))
+        if reduce_last is None:
+            return out
+        return lowerings[getattr(torch.ops.aten, reduce_last).default](out, [-1], True)
+
+    return lower
 
 
 def compile_aten(gm: GraphModule, inputs: Sequence[Any], partition: Callable[..., Any]) -> Callable[..., Any]:

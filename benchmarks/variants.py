@@ -173,6 +173,7 @@ VARIANTS = {
             "aot_hooks",
             lambda: aot_hooks.saved_tensors_hooks(pack_by_cast, unpack_by_cast),
         ),
+        Variant("ours_float8_blockwise", "aot_hooks", ours(lambda: aot_hooks.float8(FLOAT8, scaling="blockwise"))),
         Variant("ours_int8", "aot_hooks", ours(lambda: aot_hooks.int8())),
         Variant("torch_inlined_float8", "stock", torch_traced_hooks, functorch=DONATED),
         Variant(

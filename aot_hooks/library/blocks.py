@@ -16,11 +16,21 @@ import torch
 from .._compat import same_size
 from ..errors import OptionError
 from ..saved import SavedTensor
-from .float8 import is_statistic
 
-__all__ = ["FLOATS", "SMALLEST_NORMAL", "Declines", "beside", "check_block_size", "cut", "in_blocks", "padded"]
+__all__ = [
+    "FLOATS",
+    "SMALLEST_NORMAL",
+    "Declines",
+    "beside",
+    "check_block_size",
+    "cut",
+    "in_blocks",
+    "is_statistic",
+    "padded",
+]
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+_EXPONENTIATED = ("logsumexp", "logsoftmax")
 SMALLEST_NORMAL = 2.0**-126  # of float32; scales are no smaller, so that their reciprocals are finite
 
 
@@ -89,6 +99,17 @@ class Declines:
         if not self.statistics and is_statistic(saved):
             return f"{self.name} leaves logarithms that the backward exponentiates as they are"
         return None
+
+
+def is_statistic(saved: SavedTensor) -> bool:
+    """Whether a backward exponentiates `saved`, so that an error relative to it is none relative to the result: the
+    log-sum-exp of attention, log-probabilities, and logits that only a log-softmax reads."""
+    made, *read = (op.lower().replace("_", "") for op in (saved.op, *saved.backward_ops))
+    if any(name in made for name in _EXPONENTIATED) or (
+        read and all(any(n in r for n in _EXPONENTIATED) for r in read)
+    ):
+        return True
+    return "scaled_dot_product" in saved.op and len(saved.shape) == 3 and saved.dtype is torch.float32
 
 
 def check_block_size(name: str, block_size: object) -> None:
