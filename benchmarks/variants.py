@@ -175,6 +175,8 @@ VARIANTS = {
         ),
         Variant("ours_float8_blockwise", "aot_hooks", ours(lambda: aot_hooks.float8(FLOAT8, scaling="blockwise"))),
         Variant("ours_int8", "aot_hooks", ours(lambda: aot_hooks.int8())),
+        Variant("ours_int4", "aot_hooks", ours(lambda: aot_hooks.int4())),
+        Variant("ours_int4_nearest", "aot_hooks", ours(lambda: aot_hooks.int4(stochastic=False))),
         Variant("torch_inlined_float8", "stock", torch_traced_hooks, functorch=DONATED),
         Variant(
             "inductor_float8_pass",

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from ..errors import OptionError
-from ..hook import Hook, compiled_by
+from ..hook import Hook
 from . import loops, ops
 from .blocks import FLOATS, SMALLEST_NORMAL, Declines, beside, in_blocks
 from .layout import from_memory_order, in_memory_order
@@ -51,7 +51,7 @@ class _Pack:
             q, scale = ops.pack_float8(y, block, self.dtype)
             return q, scale, x.dtype, permutation
         rows = in_blocks(y, block) if block else y
-        if _fuses_on_cuda(y):
+        if loops.taken(y):
             scale = loops.amax_bits(rows)
             if block is None:
                 scale = scale.amax(list(range(scale.dim())), keepdim=True)
@@ -89,11 +89,6 @@ class _Unpack:
             code = rows.float()
             y = torch.where(code.abs() == inf, code * torch.inf, code * beside_rows).to(dtype)
         return from_memory_order(y.view(q.shape) if block else y, permutation)
-
-
-def _fuses_on_cuda(x: torch.Tensor) -> bool:
-    """Whether `x` goes through Inductor to Triton, for which loops.py has its own form of the same."""
-    return x.device.type == "cuda" and compiled_by() == "inductor"
 
 
 def _dims(x: torch.Tensor, block: int | None) -> list[int]:

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 from ..hook import Hook
-from . import ops
+from . import loops, ops
 from .blocks import FLOATS, SMALLEST_NORMAL, Declines, beside, check_block_size, cut, in_blocks, padded
 from .layout import from_memory_order, in_memory_order
 
@@ -104,7 +104,10 @@ class _Pack:
         if x.dtype not in FLOATS or x.dim() == 0 or 0 in x.shape:
             return x
         y, permutation = in_memory_order(x)
-        if ops.has_kernel(y):
+        if self.bits == 8 and not self.stochastic and loops.taken(y):
+            scale = loops.amax_bits(in_blocks(y, self.block)).squeeze(-1)  # as its bits
+            q = loops.to_int8(*beside(y, scale, self.block)).view(y.shape)
+        elif ops.has_kernel(y):
             kernel = ops.pack_int8 if self.bits == 8 else ops.pack_int4
             q, scale = kernel(y, self.block, ops.seed_for(y, self.stochastic))
         else:
@@ -122,7 +125,9 @@ class _Unpack:
             return packed
         q, scale, dtype, length, permutation = packed
         kernel = ops.has_kernel(q)
-        if self.bits == 8:
+        if scale.dtype is torch.int32:
+            y = loops.from_int8(*beside(q, scale, self.block), dtype).view(q.shape)
+        elif self.bits == 8:
             y = (ops.unpack_int8 if kernel else unpack_int8)(q, scale, self.block, dtype)
         else:
             y = (ops.unpack_int4 if kernel else unpack_int4)(q, scale, length, self.block, dtype)
