@@ -7,8 +7,11 @@
 
 A group is a block (128, 32) or a row. Rows longer than fits in registers are read twice. The arithmetic is that of
 integer.py and float8.py, operation by operation: the same bits come out, so fused multiply-adds are off. Rounding to an
-integer is adding 1.5 * 2**23, whose last bits then are that integer. Random bits are a hash (Wellons, lowbias32) of
-seed and position: Philox costs more than the memory traffic that the kernel is there to save.
+integer is adding 1.5 * 2**23, whose last bits then are that integer. Random bits are a hash of seed and position, two
+multiplications as in Wellons' lowbias32: Philox costs more than the memory traffic that the kernel is there to save.
+
+Arithmetic, not bytes, is what limits a kernel at 4 bits. A tile without infinities and NaN, and all are but a few,
+takes a branch that neither looks for them nor clamps: the scale is large enough that no finite value leaves the codes.
 
 Nothing here synchronizes or reads a value on the host, so all of it can be captured in CUDA graphs.
 """
@@ -34,6 +37,7 @@ __all__ = [
 
 _LANES = 4096  # of a tile; 16 values a thread with 8 warps
 _LONGEST = 16384  # a group up to this length is held in registers
+_INF = tl.constexpr(0x7F800000)  # its bits, as float32
 _FORMATS = {torch.int8: 0, torch.float8_e4m3fn: 1, torch.float8_e5m2: 2}
 _SLACK = 1 + 2.0**-20
 # format -> what the largest value is divided by, and the code of infinity
@@ -44,11 +48,15 @@ _TOP = {torch.int8: (126.0 / _SLACK, 127.0), torch.float8_e4m3fn: (416.0, 448.0)
 def _noise(seed_ptr, offsets):
     """Uniform in [-1/2, 1/2), 23 bits, for each position."""
     seed = tl.load(seed_ptr)
-    h = offsets.to(tl.uint32) ^ seed.to(tl.uint32)
-    h = (h ^ (h >> 16)) * 0x7FEB352D
+    h = (offsets.to(tl.uint32) ^ seed.to(tl.uint32)) * 0x7FEB352D
     h = (h ^ (h >> 15) ^ (seed >> 32).to(tl.uint32)) * 0x846CA68B
-    h = h ^ (h >> 16)
     return ((h >> 9) | 0x3F800000).to(tl.float32, bitcast=True) - 1.5
+
+
+@triton.jit
+def _magnitude(x):
+    """int32 in the order of |x|: infinity is `_INF`, NaN is larger."""
+    return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
 @triton.jit
@@ -63,6 +71,18 @@ def _encode(x, inverse, noise, limit, FORMAT: tl.constexpr):
         q = tl.where(nan, x, y).to(tl.float8e4nv)
     else:
         q = tl.where(nan, x, y).to(tl.float8e5)
+    return q
+
+
+@triton.jit
+def _encode_finite(x, inverse, noise, FORMAT: tl.constexpr):
+    """`_encode` where all is finite."""
+    if FORMAT == 0:
+        q = (x * inverse + noise + 12582912.0).to(tl.int32, bitcast=True).to(tl.int8)
+    elif FORMAT == 1:
+        q = (x * inverse).to(tl.float8e4nv)
+    else:
+        q = (x * inverse).to(tl.float8e5)
     return q
 
 
@@ -109,11 +129,16 @@ def _pack8(
     offsets = (row * length + column)[:, None] + lane[None, :]
     mask = _mask(lane, left, EVEN)
     x = tl.load(x_ptr + offsets, mask, other=0.0).to(tl.float32)
-    a = tl.abs(x)
-    amax = tl.max(tl.where(a < float("inf"), a, 0.0), 1)
-    scale = tl.maximum(amax * per_top, smallest)
     noise = _noise(seed_ptr, offsets) if STOCHASTIC else 0.0
-    q = _encode(x, tl.div_rn(1.0, scale)[:, None], noise, limit, FORMAT)
+    largest = tl.max(_magnitude(x), 1)
+    if tl.max(largest, 0) < _INF:
+        scale = tl.maximum(largest.to(tl.float32, bitcast=True) * per_top, smallest)
+        q = _encode_finite(x, tl.div_rn(1.0, scale)[:, None], noise, FORMAT)
+    else:
+        a = tl.abs(x)
+        amax = tl.max(tl.where(a < float("inf"), a, 0.0), 1)
+        scale = tl.maximum(amax * per_top, smallest)
+        q = _encode(x, tl.div_rn(1.0, scale)[:, None], noise, limit, FORMAT)
     tl.store(q_ptr + offsets, q, mask)
     tl.store(scale_ptr + g, scale, left > 0)
 
@@ -166,6 +191,12 @@ def _words(row, column, left, length, W: tl.constexpr, K: tl.constexpr, EVEN: tl
 
 
 @triton.jit
+def _up_to_16_bits(scale):
+    """The next bfloat16, as float32."""
+    return ((scale.to(tl.int32, bitcast=True) + 0xFFFF) & -65536).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def _pack4(
     x_ptr, q_ptr, scale_ptr, seed_ptr, groups, count, length, per_7, per_6, smallest,
     P: tl.constexpr, W: tl.constexpr, K: tl.constexpr, STOCHASTIC: tl.constexpr,
@@ -176,16 +207,18 @@ def _pack4(
     offsets = (row * length + column)[:, None] + lane[None, :]
     mask = _mask(lane, left, EVEN)
     x = tl.load(x_ptr + offsets, mask, other=0.0).to(tl.float32)
-    a = tl.abs(x)
-    finite = a < float("inf")
-    amax = tl.max(tl.where(finite, a, 0.0), 1)
-    plain = tl.max(tl.where(finite, 0, 1), 1) == 0
-    scale = tl.maximum(tl.where(plain, amax * per_7, amax * per_6), smallest)
-    scale = ((scale.to(tl.int32, bitcast=True) + 0xFFFF) & -65536).to(tl.float32, bitcast=True)
-    y = x * tl.div_rn(1.0, scale)[:, None]
-    if STOCHASTIC:
-        y += _noise(seed_ptr, offsets)
-    y = tl.where(x != x, -8.0, tl.minimum(tl.maximum(y, -7.0), 7.0))
+    noise = _noise(seed_ptr, offsets) if STOCHASTIC else 0.0
+    largest = tl.max(_magnitude(x), 1)
+    plain = largest < _INF
+    if tl.max(largest, 0) < _INF:
+        scale = _up_to_16_bits(tl.maximum(largest.to(tl.float32, bitcast=True) * per_7, smallest))
+        y = x * tl.div_rn(1.0, scale)[:, None] + noise
+    else:
+        a = tl.abs(x)
+        amax = tl.max(tl.where(a < float("inf"), a, 0.0), 1)
+        scale = _up_to_16_bits(tl.maximum(tl.where(plain, amax * per_7, amax * per_6), smallest))
+        y = x * tl.div_rn(1.0, scale)[:, None] + noise
+        y = tl.where(x != x, -8.0, tl.minimum(tl.maximum(y, -7.0), 7.0))
     code = (y + 12582920.0).to(tl.int32, bitcast=True) & 15  # each code and 8
     shift = 4 * tl.arange(0, K)
     word = tl.sum(tl.reshape(code, [P, W // K, K]) << shift[None, None, :], 2)
@@ -204,10 +237,15 @@ def _unpack4(
     word = tl.load(q_ptr + at, there, other=0).to(tl.int32)
     shift = 4 * tl.arange(0, K)
     code = tl.reshape((word[:, :, None] >> shift[None, None, :]) & 15, [P, W]).to(tl.float32) - 8.0
-    step = tl.load(scale_ptr + g, left > 0, other=0.0).to(tl.float32)[:, None]
-    y = tl.minimum(tl.maximum(code * tl.abs(step), -largest), largest)
-    special = tl.where(code < -7.0, float("nan"), code * float("inf"))
-    y = tl.where((step < 0.0) & (tl.abs(code) > 6.0), special, y)
+    scale = tl.load(scale_ptr + g, left > 0, other=0.0).to(tl.float32)
+    step = scale[:, None]
+    # a scale below 1 / 8 of the largest number leaves its range with no code
+    if (tl.min(scale, 0) >= 0.0) & (tl.max(scale, 0) < largest * 0.125):
+        y = code * step
+    else:
+        y = tl.minimum(tl.maximum(code * tl.abs(step), -largest), largest)
+        special = tl.where(code < -7.0, float("nan"), code * float("inf"))
+        y = tl.where((step < 0.0) & (tl.abs(code) > 6.0), special, y)
     lane = tl.arange(0, W)
     offsets = (row * length + column)[:, None] + lane[None, :]
     mask = _mask(lane, left, EVEN)
@@ -230,6 +268,17 @@ def _unpack1(q_ptr, y_ptr, length, W: tl.constexpr):
     offsets = i[:, None] * 8 + place[None, :]
     byte = tl.load(q_ptr + i, i * 8 < length, other=0).to(tl.int32)
     tl.store(y_ptr + offsets, ((byte[:, None] >> place[None, :]) & 1).to(tl.uint8), offsets < length)
+
+
+@triton.jit
+def _unpack1_words(q_ptr, y_ptr, length, W: tl.constexpr):
+    """Four bools a word: multiplied, the four bits of half a byte land at the lowest bits of four bytes."""
+    i = tl.program_id(0).to(tl.int64) * W + tl.arange(0, W)
+    half = tl.arange(0, 2)
+    offsets = i[:, None] * 2 + half[None, :]
+    byte = tl.load(q_ptr + i, i * 2 < length, other=0).to(tl.int32)
+    words = (((byte[:, None] >> (4 * half)[None, :]) & 15) * 0x00204081) & 0x01010101
+    tl.store(y_ptr + offsets, words, offsets < length)
 
 
 def _tile(groups: int, size: int) -> tuple[int, int, int]:
@@ -356,5 +405,9 @@ def unpack_bits(q: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
     """`bitmask.unpack_bits`."""
     y = torch.empty(shape, dtype=torch.bool, device=q.device)
     with torch.cuda.device_of(q):
+        if y.numel() % 4 == 0 and y.numel() > 0:
+            words = y.view(-1).view(torch.int32)
+            _unpack1_words[(triton.cdiv(words.numel(), 2048),)](q, words, words.numel(), W=1024, num_warps=4)
+            return y
         _unpack1[(triton.cdiv(q.numel(), 512),)](q, y.view(torch.uint8), y.numel(), W=512, num_warps=4)
     return y
