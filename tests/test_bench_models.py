@@ -59,10 +59,8 @@ def test_a_wrong_gradient_fails(
     monkeypatch.setitem(bench.POLICIES, "int8", lambda: negated)
     code, result = run(bench, tmp_path / "models.json", "vit")
     assert code == 1
-    assert [failure[: failure.index("gradient") + 9] for failure in result["failures"]] == [
-        "vit, lossless: gradient ",
-        "vit, int8: gradient ",
-    ]
+    found = [failure.partition(" gradient ")[0] for failure in result["failures"]]
+    assert found == ["vit, lossless:", "vit, int8:"]
     err = capsys.readouterr().err
     assert all(failure in err for failure in result["failures"])
 
