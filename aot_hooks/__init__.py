@@ -3,6 +3,7 @@
 from . import errors, policies
 from .backend import last_plans, reset
 from .context import saved_tensors_hooks, saved_tensors_policy
+from .dry_run import plan, saved_tensors
 from .errors import AotHooksError
 from .hook import KEEP, Hook
 from .library import bitmask, cast, float8, int4, int8
@@ -29,8 +30,10 @@ __all__ = [
     "int8",
     "last_plans",
     "lossless",
+    "plan",
     "policies",
     "reset",
+    "saved_tensors",
     "saved_tensors_hooks",
     "saved_tensors_policy",
 ]

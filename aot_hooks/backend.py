@@ -10,6 +10,7 @@ Two inner compilers: "inductor", and "aten", which runs AOTAutograd's graphs as 
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -23,13 +24,14 @@ from .content import content
 from .eager import CompiledCall
 from .errors import OptionError
 from .hook import Hook
+from .live import LivePoint, live_bytes
 from .modules import roots
 from .names import carry_names, uses_names
 from .plan import Plan, region_of
 from .policy import SCOPES, Setting
 from .rewrite import rewrite
 
-__all__ = ["Options", "aot_hooks", "last_plans", "reset"]
+__all__ = ["Options", "aot_hooks", "last_plans", "plan_graph", "recording", "reset"]
 
 
 @dataclass(frozen=True)
@@ -147,49 +149,39 @@ def aot_hooks(
         HookContractError, HookTraceError, PolicyError: from the rewrite; Dynamo wraps them.
     """
     wrapper = _compat.calling_compile_wrapper()
+    plans = _plans.of(wrapper) if wrapper is not None else []
+    return _compile_graph(gm, inputs, mode, Options.parse(options), plans)
+
+
+def recording(options: Mapping[str, Any] | None, record: list[Plan]) -> Callable[..., Any]:
+    """The backend with these options that also appends to `record` the plan of each graph with a backward, and its live
+    bytes; also of graphs that no hook covers."""
     parsed = Options.parse(options)
+
+    def aot_hooks_recording(gm: GraphModule, inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
+        return _compile_graph(gm, inputs, None, parsed, record, live=True)
+
+    return aot_hooks_recording
+
+
+def _compile_graph(
+    gm: GraphModule, inputs: Sequence[Any], mode: str | None, parsed: Options, plans: list[Plan], live: bool = False
+) -> Callable[..., Any]:
     if parsed.cudagraphs:
         raise OptionError(
             "options['cudagraphs'] is not available yet; use mode='reduce-overhead' for torch's own trees"
         )
     patches = _inductor_patches(parsed, mode)
-    setting, alive = context.ambient()
-    inlined_here = alive is not None
-    if setting is None and parsed.policy is not None and not _foreign_hooks():
-        setting = Setting(parsed.policy, parsed.scope)
-    regions, places = _regions_of(gm)
-    if setting is not None and setting.eager:
-        raise OptionError(f"options['policy']: '{setting.rule!r}' is to run eagerly, which a context can ask for only")
-    if setting is None and not regions:
+    setting, alive, regions, places = _in_force(gm, parsed)
+    if setting is None and not regions and not live:
         return _with_eager_hooks(_compile(gm, inputs, parsed, patches, None, ""))
 
-    paths = roots()
-    plans = _plans.of(wrapper) if wrapper is not None else []
-
-    def partition(joint: GraphModule, joint_inputs: Any, **kwargs: Any) -> tuple[GraphModule, GraphModule]:
-        carry_names(joint.graph)
-        fw, bw = _compat.min_cut_partition(joint, joint_inputs, **kwargs)
-        plans.append(
-            rewrite(
-                fw,
-                bw,
-                num_fwd_outputs=kwargs["num_fwd_outputs"],
-                static_inputs=kwargs.get("static_lifetime_input_indices") or (),
-                ambient=setting,
-                regions=regions,
-                for_inductor=parsed.inner == "inductor",
-                roots=paths,
-            )
-        )
-        return fw, bw
-
-    if parsed.inner == "inductor" and uses_names(gm):
-        patches |= _compat.first_joint_pass(carry_names, patches)
+    partition = planning_partition(setting, regions, parsed.inner, plans, live=live)
     key = content(setting.key if setting else "", tuple(sorted(regions)), places)
     # a pair of plain functions on top keeps torch from inlining the hooks a second time
     with _compat.hooks_pushed(_as_it_is, _as_it_is), _compat.without_autograd_cache():
         compiled = _compile(gm, inputs, parsed, patches, partition, key)
-    if not inlined_here:
+    if alive is None:
         return _with_eager_hooks(compiled)
 
     def run(*args: Any) -> Any:
@@ -199,7 +191,74 @@ def aot_hooks(
     return run
 
 
+def _in_force(gm: GraphModule, options: Options) -> tuple[Setting | None, Any, dict[str, Setting], str]:
+    """The setting around this call, what must live as long as the graph, and the regions of `gm` with their digest."""
+    setting, alive = context.ambient()
+    if setting is None and options.policy is not None and not _foreign_hooks():
+        setting = Setting(options.policy, options.scope)
+    if setting is not None and setting.eager:
+        raise OptionError(f"options['policy']: '{setting.rule!r}' is to run eagerly, which a context can ask for only")
+    return setting, alive, *_regions_of(gm)
+
+
 aot_hooks.reset = reset  # type: ignore[attr-defined]  # torch._dynamo.reset() calls it
+
+
+def planning_partition(
+    setting: Setting | None, regions: Mapping[str, Setting], inner: str, plans: list[Plan], *, live: bool = False
+) -> Callable[..., tuple[GraphModule, GraphModule]]:
+    """torch's min-cut partition, then hooks put in; what was decided is appended to `plans`, with `live` also the bytes
+    alive along both graphs before and after. To be called while Dynamo compiles: modules are known by its frame."""
+    paths = roots()
+
+    def partition(joint: GraphModule, joint_inputs: Any, **kwargs: Any) -> tuple[GraphModule, GraphModule]:
+        carry_names(joint.graph)
+        fw, bw = _compat.min_cut_partition(joint, joint_inputs, **kwargs)
+        count, static = kwargs["num_fwd_outputs"], tuple(kwargs.get("static_lifetime_input_indices") or ())
+
+        def alive() -> tuple[LivePoint, ...]:
+            if not live:
+                return ()
+            fused = inner == "inductor"
+            return live_bytes(fw, bw, num_fwd_outputs=count, static_inputs=static, fused=fused, roots=paths)
+
+        before = alive()
+        plan = rewrite(
+            fw,
+            bw,
+            num_fwd_outputs=count,
+            static_inputs=static,
+            ambient=setting,
+            regions=regions,
+            for_inductor=inner == "inductor",
+            roots=paths,
+        )
+        plans.append(dataclasses.replace(plan, live_before=before, live_after=alive()) if live else plan)
+        return fw, bw
+
+    return partition
+
+
+def plan_graph(gm: GraphModule, inputs: Sequence[Any], options: Options) -> list[Plan]:
+    """What `aot_hooks(gm, inputs)` would decide, with the live bytes; makes no code. `gm` may be changed."""
+    setting, _, regions, _ = _in_force(gm, options)
+    plans: list[Plan] = []
+    partition = planning_partition(setting, regions, options.inner, plans, live=True)
+    with _compat.hooks_pushed(_as_it_is, _as_it_is), _compat.without_autograd_cache():
+        if options.inner == "aten":
+            _compat.compile_aten(gm, inputs, partition)
+        else:
+            patches = dict(options.inductor or {})
+            _compat.partition_for_inductor(gm, inputs, _partitioned_by(partition, "plan", gm, patches))
+    return plans
+
+
+def _partitioned_by(
+    partition: Callable[..., Any], key: str, gm: GraphModule, patches: dict[str, Any]
+) -> dict[str, Any]:
+    """Inductor settings by which `partition` splits the joint graph of `gm`, and sees the names in it."""
+    names = _compat.first_joint_pass(carry_names, patches) if uses_names(gm) else {}
+    return patches | names | {"custom_partitioner_fn": _compat.inductor_partitioner(partition, f"aot_hooks {key}")}
 
 
 def _as_it_is(x: Any) -> Any:
@@ -248,6 +307,5 @@ def _compile(
     if options.inner == "aten":
         return _compat.compile_aten(gm, inputs, partition or _compat.min_cut_partition)
     if partition is not None:
-        patches = patches | {"custom_partitioner_fn": _compat.inductor_partitioner(partition, f"aot_hooks {key}")}
-        return _compat.compile_inductor_with_hooks(gm, inputs, patches)
+        return _compat.compile_inductor_with_hooks(gm, inputs, _partitioned_by(partition, key, gm, patches))
     return _compat.compile_inductor(gm, inputs, patches)

@@ -21,7 +21,7 @@ from torch.fx import GraphModule, Node
 from . import _compat
 from .saved import is_view, storage_of
 
-__all__ = ["alive_bytes", "fuses"]
+__all__ = ["alive_bytes", "fuses", "last_readers", "written_storages"]
 
 
 def fuses(node: Node) -> bool:
@@ -40,18 +40,11 @@ def alive_bytes(gm: GraphModule, packed: Mapping[Node, int]) -> dict[Node, int]:
         packed: packed bytes of each saved node that will be packed.
     """
     nodes = list(gm.graph.nodes)
-    place = {node: i for i, node in enumerate(nodes)}
     outputs = {storage_of(n) for n in _compat.pytree.tree_leaves(nodes[-1].args) if isinstance(n, Node)}
     inputs = {storage_of(n) for n in nodes if n.op == "placeholder"}
-    written = _written(nodes) | outputs
+    written = written_storages(nodes) | outputs
     packed_keys = {storage_of(n) for n in packed}
-    last: dict[Node, int] = {}  # the last node of the kernel that reads it last
-    for node in reversed(nodes):
-        readers = [u for u in node.users if u.op != "output"]
-        last[node] = max(
-            (place[u] if storage_of(u) in written and not is_view(u) else max(place[u], last[u]) for u in readers),
-            default=place[node],
-        )
+    last = last_readers(nodes, written)
     born: dict[Any, int] = {}
     dies: dict[Any, int] = {}
     size: dict[Any, int] = {}
@@ -76,7 +69,21 @@ def alive_bytes(gm: GraphModule, packed: Mapping[Node, int]) -> dict[Node, int]:
     return alive
 
 
-def _written(nodes: list[Node]) -> set[Any]:
+def last_readers(nodes: list[Node], written: set[Any]) -> dict[Node, int]:
+    """For each node the place of the last node of the kernel that reads it last; what is not in `written` stays in
+    registers, so its readers are read for it."""
+    place = {node: i for i, node in enumerate(nodes)}
+    last: dict[Node, int] = {}
+    for node in reversed(nodes):
+        readers = [u for u in node.users if u.op != "output"]
+        last[node] = max(
+            (place[u] if storage_of(u) in written and not is_view(u) else max(place[u], last[u]) for u in readers),
+            default=place[node],
+        )
+    return last
+
+
+def written_storages(nodes: list[Node]) -> set[Any]:
     """Storages that an operator which is not pointwise makes or reads."""
     found: set[Any] = set()
     for node in nodes:

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch.fx import Node
 
 from .errors import OptionError
 from .hook import KEEP, Hook
+from .live import LivePoint
 from .policy import Setting, out_of_scope
 from .saved import Boundary, SavedTensor, SavedValue, producer
 
@@ -47,9 +48,17 @@ class Decision:
 
 @dataclass(frozen=True)
 class Plan:
-    """All decisions for one pair of graphs, in the order of the forward's outputs."""
+    """All decisions for one pair of graphs, or for several, one after the other.
+
+    Attributes:
+        decisions: in the order of the forward's outputs.
+        live_before, live_after: bytes alive along the step without and with the hooks; only `aot_hooks.plan` finds
+            them, a compilation does not.
+    """
 
     decisions: tuple[Decision, ...]
+    live_before: tuple[LivePoint, ...] = field(default=(), compare=False, repr=False)
+    live_after: tuple[LivePoint, ...] = field(default=(), compare=False, repr=False)
 
     @property
     def saved_bytes(self) -> int:

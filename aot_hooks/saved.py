@@ -34,6 +34,7 @@ __all__ = [
     "SavedValue",
     "boundary",
     "is_view",
+    "place_of",
     "producer",
     "storage_of",
     "view_source",
@@ -231,7 +232,7 @@ def storage_of(node: Node) -> Any:
     root = node
     while is_view(root) and isinstance(root.args[0], Node):
         root = root.args[0]
-    if "getitem" in str(root.target) and isinstance(root.args[0], Node):
+    if root.op == "call_function" and "getitem" in str(root.target) and isinstance(root.args[0], Node):
         if isinstance(root.args[0].target, _compat.HigherOrderOperator):
             return root
     # a tensor without a storage (sparse) shares it with nobody
@@ -311,6 +312,12 @@ def _source_line(node: Node) -> str:
         return ""
     last = frames[-1]
     return f"{last['file'].rsplit('/', 1)[-1]}:{last['line']}: {last['code'].strip()}"
+
+
+def place_of(node: Node, roots: Mapping[str, str] = MappingProxyType({})) -> tuple[str, str]:
+    """Where `node` was made: the module's path and the user's line, each "" if unknown; `roots` as in `boundary`."""
+    line = _source_line(node)
+    return _module_path(node, roots) or (roots.get("", "") if line else ""), line
 
 
 def _module_path(node: Node, roots: Mapping[str, str]) -> str:

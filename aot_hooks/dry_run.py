@@ -1,0 +1,141 @@
+"""What would be saved, and how, without running anything.
+
+      fn, args --Dynamo--> graph --plan_graph--> Plan         for each graph, in order; no code is made
+                             |
+                             +--> runs on fake tensors --> what comes after a graph break goes on with them
+
+No kernel runs, no memory is taken for activations, and parameters, buffers, gradients and random state stay as they
+are. A program that branches on values between its graphs cannot be followed so: that raises.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from . import _compat
+from .backend import Options, plan_graph
+from .errors import AotHooksError, OptionError, UnsupportedGraphError
+from .live import join
+from .plan import Decision, Plan
+from .saved import SavedTensor
+
+__all__ = ["joined", "plan", "saved_tensors"]
+
+
+def plan(
+    fn: Callable[..., Any],
+    *args: Any,
+    policy: Any = None,
+    scope: str | None = None,
+    inner: str | None = None,
+    **kwargs: Any,
+) -> Plan:
+    """Which tensors `fn(*args, **kwargs)` would save for backward under `torch.compile(fn, backend="aot_hooks")`, and
+    how each would be stored. Nothing is run, changed or compiled for good.
+
+    Args:
+        fn: a module or function; what `torch.compile(..., backend="aot_hooks")` returned brings its options.
+        args, kwargs: what it is called with; real or fake tensors. Some of its parameters or inputs must require grad.
+        policy: a policy or `Hook`, used where no context is in force around this call.
+        scope: scope of `policy`; "donated" if not given.
+        inner: "inductor" (if not given) or "aten", see `Options`: they decompose, and so save, differently.
+
+    Returns:
+        One `Plan` for all graphs, in order, with the bytes alive along the step.
+
+    Raises:
+        OptionError: for a wrong option, or if `fn` steps an optimizer.
+        UnsupportedGraphError: if `fn` reads a tensor's value outside of its compiled graphs.
+        HookContractError, HookTraceError, PolicyError: as compiling does.
+    """
+    return joined(plans_of(fn, args, kwargs, policy=policy, scope=scope, inner=inner))
+
+
+def saved_tensors(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[SavedTensor, ...]:
+    """The tensors that `fn(*args, **kwargs)` saves for backward when it is compiled; else as `plan`."""
+    return tuple(d.saved for d in plan(fn, *args, **kwargs).decisions)
+
+
+def plans_of(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], **said: Any) -> list[Plan]:
+    """A plan for each graph with a backward; `said` overrides the options of `fn`."""
+    fn, wrapper = _compat.uncompiled(fn)
+    if not callable(fn):
+        raise OptionError(f"expected a module or function, got {fn!r}")
+    given = (_compat.options_of(wrapper) if wrapper is not None else None) or {}
+    options = Options.parse(given | {name: value for name, value in said.items() if value is not None})
+    plans: list[Plan] = []
+    module = fn if isinstance(fn, torch.nn.Module) else getattr(fn, "__self__", None)
+    state = [*module.parameters(), *module.buffers()] if isinstance(module, torch.nn.Module) else []
+    leaves = [t for t in _compat.pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+    mode = _compat.fake_mode_for([*leaves, *state])
+    traces = _compat.DynamoTraces()
+
+    def planner(gm: GraphModule, inputs: Any) -> Callable[..., Any]:
+        traces.note()
+        program = _copy(gm)  # Inductor's passes change the one they get
+        with _compat.without_modes():
+            plans.extend(plan_graph(gm, inputs, options))
+
+        def run(*values: Any) -> Any:
+            with mode:
+                return program(*_compat.to_fake(mode, values))
+
+        return run
+
+    planner.__name__ = _compat.PLANNER
+    grads = [(t, t.grad) for t in (*leaves, *state) if t.is_leaf]
+    no_step = register_optimizer_step_pre_hook(_refuse_step)
+    try:
+        with traces, _compat.random_state_kept(), mode:
+            torch.compile(fn, backend=planner, dynamic=getattr(wrapper, "dynamic", None))(*args, **kwargs)
+    except _compat.data_dependent_errors() as e:
+        raise UnsupportedGraphError(
+            f"expected a function that can be followed without its tensors' values, but outside of the compiled graphs "
+            f"one is read ({str(e).splitlines()[0]}); move what reads it (.item(), print, if) out of the function, or "
+            "compile and run it, and take aot_hooks.last_plans(compiled)"
+        ) from e
+    except Exception as e:
+        ours = getattr(e, "inner_exception", None) or e.__cause__
+        if isinstance(ours, AotHooksError):
+            raise ours from None
+        raise
+    finally:
+        no_step.remove()
+        for tensor, grad in grads:
+            tensor.grad = grad
+    return plans
+
+
+def _refuse_step(optimizer: Any, *_: Any) -> None:
+    raise OptionError(
+        f"aot_hooks.plan got a function that steps an optimizer ({type(optimizer).__name__}); give it the part of the "
+        "step that is compiled: the model or the loss function"
+    )
+
+
+def _copy(gm: GraphModule) -> GraphModule:
+    graph = Graph()
+    graph.output(graph.graph_copy(gm.graph, {}))
+    return GraphModule(gm, graph)
+
+
+def joined(plans: list[Plan]) -> Plan:
+    """Several graphs as one plan; storages are numbered through."""
+    decisions: list[Decision] = []
+    offset = 0
+    for each in plans:
+        for d in each.decisions:
+            row = dataclasses.replace(d.saved, storage=d.saved.storage + offset)
+            decisions.append(dataclasses.replace(d, saved=row))
+        offset += len({d.saved.storage for d in each.decisions})
+    return Plan(
+        tuple(decisions),
+        live_before=join([p.live_before for p in plans]),
+        live_after=join([p.live_after for p in plans]),
+    )

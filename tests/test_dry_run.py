@@ -1,0 +1,226 @@
+"""`plan` and `saved_tensors`: what compiling would decide, with nothing run and nothing left behind."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo.testing
+from steps import ATEN, HALF
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import aot_hooks
+from aot_hooks import KEEP, errors
+from aot_hooks.backend import recording
+
+
+class Net(nn.Module):
+    """Two graphs with an eager part between them; batch norms and dropout in all three."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+        self.norm, self.eager_norm, self.last_norm = nn.BatchNorm1d(16), nn.BatchNorm1d(16), nn.BatchNorm1d(8)
+
+    @torch.compiler.disable
+    def eager(self, h: torch.Tensor) -> torch.Tensor:
+        return nn.functional.dropout(self.eager_norm(h).relu())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = nn.functional.dropout(self.norm(self.up(x)).tanh())
+        h = self.eager(h)
+        return self.last_norm(self.down(h).sigmoid()).tanh()
+
+
+def entry_count(fn: Any) -> int:
+    return len(torch._dynamo.eval_frame._debug_get_cache_entry_list(fn.__code__))
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.GELU(), nn.Linear(8, 8))
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("inner", ["aten", "inductor"])
+def test_plan_is_what_compiling_decides(inner: str) -> None:
+    model, x = mlp(), torch.randn(4, 8)
+    plan = aot_hooks.plan(model, x, policy=HALF, inner=inner)
+    compiled = torch.compile(model, backend="aot_hooks", options={"inner": inner, "policy": HALF})
+    if inner == "inductor":
+        compiled = torch.compile(model, backend=recording({"policy": HALF}, recorded := []))
+        compiled(x).sum().backward()
+        (decided,) = recorded
+    else:
+        compiled(x).sum().backward()
+        (decided,) = aot_hooks.last_plans(compiled)
+    assert plan == decided
+    assert any(d.hook is HALF for d in plan.decisions) and 0 < plan.packed_bytes < plan.saved_bytes
+
+
+@pytest.mark.core
+def test_nothing_is_changed() -> None:
+    model, x = Net(), torch.randn(4, 8)
+    model(x).sum().backward()
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    grads = {k: p.grad for k, p in model.named_parameters()}
+    values = {k: g.clone() for k, g in grads.items() if g is not None}
+    random_state = torch.get_rng_state()
+    plan = aot_hooks.plan(model, x, policy=HALF)
+    assert sum(d.hook is HALF for d in plan.decisions) > 2
+    for k, v in model.state_dict().items():
+        torch.testing.assert_close(v, before[k], rtol=0, atol=0)
+        assert type(v) is torch.Tensor
+    for k, p in model.named_parameters():
+        assert p.grad is grads[k]
+        torch.testing.assert_close(p.grad, values[k], rtol=0, atol=0)
+    assert torch.equal(torch.get_rng_state(), random_state)
+
+
+def test_no_kernel_runs() -> None:
+    ran: list[str] = []
+
+    class Watch(TorchDispatchMode):
+        """Lies under the fake mode, so it sees what that lets through."""
+
+        @classmethod
+        def is_infra_mode(cls) -> bool:
+            return True
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if not any(t.__name__ == "FakeTensor" for t in types):
+                ran.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    model, x = Net(), torch.randn(4, 8)
+    with Watch():
+        model(x)
+        in_a_run = [op for op in ran if "mm" in op or "batch_norm" in op]
+        ran.clear()
+        aot_hooks.plan(model, x)
+    assert in_a_run and not [op for op in ran if "mm" in op or "batch_norm" in op]
+
+
+@pytest.mark.core
+def test_nothing_compiled_is_left() -> None:
+    model = Net()
+    aot_hooks.plan(model, torch.randn(4, 8))
+    assert entry_count(Net.forward) == 0
+    counter = torch._dynamo.testing.CompileCounter()
+    compiled = torch.compile(model, backend=counter)
+    compiled(torch.randn(6, 8))  # another size: one that is remembered would make this one dynamic
+    compiled(torch.randn(6, 8))
+    assert counter.frame_count == 2
+
+
+def test_the_compiled_function_goes_on_as_it_was() -> None:
+    model, x = mlp(), torch.randn(4, 8)
+    counter = torch._dynamo.testing.CompileCounter()
+
+    def f(x: torch.Tensor) -> torch.Tensor:
+        return model(x).sin()
+
+    compiled = torch.compile(f, backend=counter)
+    compiled(x)
+    assert aot_hooks.plan(f, x).saved_bytes == aot_hooks.plan(compiled, x).saved_bytes > 0
+    compiled(x)
+    assert counter.frame_count == 1
+
+
+@pytest.mark.core
+def test_graphs_come_in_order_and_storages_are_numbered_through() -> None:
+    rows = aot_hooks.saved_tensors(Net(), torch.randn(4, 8))
+    made = [r for r in rows if r.op == "aten.addmm.default"]
+    assert [r.shape for r in made] == [(4, 16), (4, 8)]
+    second = rows.index(made[1])
+    assert max(r.storage for r in rows[:second] if r.module_path == "up") < made[1].storage
+    assert len({r.storage for r in rows}) == len(rows)
+
+
+def test_rows_say_what_is_saved() -> None:
+    row = next(r for r in aot_hooks.saved_tensors(mlp(), torch.randn(4, 8)) if "addmm" in r.op)
+    assert (row.shape, row.dtype, row.nbytes, row.module_path) == ((4, 8), torch.float32, 128, "0")
+    assert any("batch_norm_backward" in op for op in row.backward_ops)
+
+    def f(w: torch.Tensor) -> torch.Tensor:
+        return w.sin().exp()
+
+    rows = aot_hooks.saved_tensors(f, torch.randn(4, requires_grad=True))
+    assert any("w.sin().exp()" in r.source_line and "test_dry_run.py" in r.source_line for r in rows)
+
+
+def test_the_surrounding_context_wins() -> None:
+    model, x = mlp(), torch.randn(4, 8)
+    with aot_hooks.saved_tensors_hooks(HALF):
+        plan = aot_hooks.plan(model, x, policy=KEEP)
+    assert any(d.hook is HALF for d in plan.decisions)
+    assert not any(d.hook is HALF for d in aot_hooks.plan(model, x, policy=KEEP).decisions)
+    assert {d.reason for d in aot_hooks.plan(model, x).decisions if d.saved_bytes} == {"no hook covers it"}
+
+
+def test_options_of_a_compiled_function_hold() -> None:
+    model, x = mlp(), torch.randn(4, 8)
+    compiled = torch.compile(model, backend="aot_hooks", options={**ATEN, "policy": HALF, "scope": "all"})
+    plan = aot_hooks.plan(compiled, x)
+    assert any(d.hook is HALF and d.saved.is_input for d in plan.decisions)
+    scoped = aot_hooks.plan(compiled, x, scope="donated")
+    assert not any(d.hook is HALF and d.saved.is_input for d in scoped.decisions)
+
+
+@pytest.mark.core
+def test_fake_models_are_planned() -> None:
+    """A model that this machine could not hold: 64 GiB of weights."""
+    with FakeTensorMode():
+        model = nn.Sequential(nn.Linear(1 << 16, 1 << 17, bias=False), nn.Tanh(), nn.Linear(1 << 17, 1 << 16))
+        plan = aot_hooks.plan(model, torch.randn(1 << 14, 1 << 16), policy=HALF)
+    assert plan.saved_bytes == (1 << 14) * (1 << 17) * 4
+    assert plan.packed_bytes == plan.saved_bytes // 2
+
+
+def test_a_value_that_is_read_between_graphs_is_an_error() -> None:
+    def f(x: torch.Tensor) -> torch.Tensor:
+        h = x.sin()
+        torch._dynamo.graph_break()
+        if h.sum().item() > 0:
+            h = h.cos()
+        return h.exp()
+
+    with pytest.raises(errors.UnsupportedGraphError, match=r"move what reads it .* or compile and run it"):
+        aot_hooks.plan(f, torch.randn(4, requires_grad=True))
+
+
+def test_stepping_an_optimizer_is_refused() -> None:
+    model, x = mlp(), torch.randn(4, 8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    weights = [p.detach().clone() for p in model.parameters()]
+
+    def train() -> None:
+        model(x).square().sum().backward()
+        optimizer.step()
+
+    with pytest.raises(errors.OptionError, match="steps an optimizer"):
+        aot_hooks.plan(train)
+    assert all(map(torch.equal, weights, (p.detach() for p in model.parameters())))
+    assert not optimizer.state and all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.parametrize(
+    "kwargs, message",
+    [({"scope": "some"}, "scope"), ({"inner": "none"}, "inner"), ({"policy": 3}, "policy")],
+)
+def test_wrong_options_are_named(kwargs: Any, message: str) -> None:
+    with pytest.raises(errors.OptionError, match=message):
+        aot_hooks.plan(mlp(), torch.randn(4, 8), **kwargs)
+
+
+def test_a_bad_hook_is_named_by_its_own_error() -> None:
+    bad = aot_hooks.Hook("bad", lambda x: x.half(), lambda p: p)
+    with pytest.raises(errors.HookContractError, match="hook 'bad' on saved 'addmm'"):
+        aot_hooks.plan(mlp(), torch.randn(4, 8), policy=bad)
+
+
+def test_without_gradients_there_is_nothing_to_plan() -> None:
+    with torch.no_grad():
+        assert aot_hooks.plan(mlp(), torch.randn(4, 8)).decisions == ()
