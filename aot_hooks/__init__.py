@@ -10,6 +10,7 @@ from .library import bitmask, cast, float8, int4, int8
 from .lossless import lossless
 from .names import checkpoint_name
 from .plan import Decision, Plan
+from .report import format_report, print_report
 from .saved import SavedTensor
 
 __version__ = "0.1.0"
@@ -26,12 +27,14 @@ __all__ = [
     "checkpoint_name",
     "errors",
     "float8",
+    "format_report",
     "int4",
     "int8",
     "last_plans",
     "lossless",
     "plan",
     "policies",
+    "print_report",
     "reset",
     "saved_tensors",
     "saved_tensors_hooks",

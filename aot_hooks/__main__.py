@@ -1,15 +1,26 @@
-"""`python -m aot_hooks env`: what a bug report needs."""
+"""`python -m aot_hooks env`: what a bug report needs. `python -m aot_hooks report script.py`: what a script saves."""
 
 from __future__ import annotations
 
 import argparse
 import importlib.metadata
+import json
+import pathlib
 import platform
 import sys
+import traceback
+from typing import Any
 
 import torch
 
-from . import __version__, _compat
+import aot_hooks
+
+from . import __version__, _compat, script
+from .errors import AotHooksError, OptionError
+from .plotting import plot_report
+from .policy import SCOPES
+from .report import as_data, format_report
+from .script import Recorded, ScriptError, run_script
 
 
 def env() -> str:
@@ -48,11 +59,90 @@ def _entry_point() -> str:
     return found[0].value if found else "MISSING (install the package: pip install -e .)"
 
 
+def report(options: argparse.Namespace) -> int:
+    """Run the script, print its report, write what was asked for; 1 if that failed."""
+    try:
+        settings = {"policy": _policy(options), "scope": options.scope, "inner": options.inner}
+        recorded = run_script(options.script, options.arguments, settings, options.steps)
+        plan = recorded.plan
+        data = as_data(plan)
+        data["measured_peak_bytes"] = recorded.peak_bytes
+        data["measured_optimizer_bytes"] = recorded.optimizer_bytes
+        print("\n" + _origin(options.script, recorded))
+        print(
+            format_report(
+                plan, measured_peak_bytes=recorded.peak_bytes, measured_optimizer_bytes=recorded.optimizer_bytes
+            )
+        )
+        if options.json:
+            pathlib.Path(options.json).write_text(json.dumps(data, indent=1) + "\n")
+        if options.plot:
+            plot_report(plan, options.plot)
+    except (AotHooksError, OSError) as e:
+        if isinstance(e, ScriptError) and isinstance(e.__cause__, Exception):
+            traceback.print_exception(e.__cause__)
+        print(f"aot_hooks report: {e}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _policy(options: argparse.Namespace) -> Any:
+    """The hook or policy that the command line names, None if none."""
+    if options.hook is not None:
+        make = getattr(aot_hooks, options.hook, None)
+        try:
+            hook = make() if callable(make) else make
+        except TypeError:  # it needs arguments
+            hook = None
+        if not isinstance(hook, aot_hooks.Hook):
+            raise OptionError(f"--hook: aot_hooks has no hook {options.hook!r}; for one with arguments use --policy")
+        return hook
+    if options.policy is None:
+        return None
+    try:
+        return eval(options.policy, {**vars(aot_hooks), "torch": torch})
+    except Exception as e:
+        raise OptionError(
+            f"--policy {options.policy!r}: {type(e).__name__}: {e}; expected an expression such as "
+            "'float8()' in the names of aot_hooks and torch"
+        ) from e
+
+
+def _origin(script: str, recorded: Recorded) -> str:
+    if recorded.compiled:
+        what = f"{len(recorded.compiled)} compiled graph{'s' * (len(recorded.compiled) > 1)} with a backward"
+    else:
+        modules = ", ".join(dict.fromkeys(name for name, _ in recorded.eager))
+        what = f"run eagerly, reported as torch.compile would save: {modules}"
+        recorded.notes.insert(0, "what the script computes outside of these modules, such as its loss")
+    steps = f"; optimizer steps: {recorded.step_count}" if recorded.step_count else ""
+    return "\n".join([f"{script}: {what}{steps}", *(f"  not in it: {note}" for note in recorded.notes)])
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m aot_hooks", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("env", help="print what a bug report needs")
-    parser.parse_args(argv)
+    run = commands.add_parser(
+        "report",
+        help="run a training script and print what it saves for backward",
+        usage="python -m aot_hooks report [options] script.py [-- arguments of the script]",
+        description=script.__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    run.add_argument("script")
+    run.add_argument("arguments", nargs="*", help="arguments of the script, after --")
+    how = run.add_mutually_exclusive_group()
+    how.add_argument("--hook", metavar="NAME", help="a hook of aot_hooks for every tensor: float8, ...")
+    how.add_argument("--policy", metavar="EXPRESSION", help="a policy or hook in the names of aot_hooks, evaluated")
+    run.add_argument("--scope", choices=SCOPES, default="donated")
+    run.add_argument("--inner", choices=("inductor", "aten"), default="inductor")
+    run.add_argument("--steps", type=int, metavar="N", help="stop after N optimizer steps")
+    run.add_argument("--json", metavar="PATH", help="write rows, totals and live bytes there")
+    run.add_argument("--plot", metavar="PATH", help="draw saved and live bytes there; needs matplotlib")
+    options = parser.parse_args(argv)
+    if options.command == "report":
+        return report(options)
     print(env())
     return 0
 

@@ -257,6 +257,15 @@ def local_variable(context: Any, name: str) -> Any:
 MODULE_CALL = torch.nn.Module._call_impl.__code__  # frames of this code are modules being called
 
 
+def module_call_arguments() -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """What the module was called with whose forward pre-hook is running; torch's global ones are not given keywords."""
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code is not MODULE_CALL:
+        frame = frame.f_back
+    assert frame is not None, "not in a module's hook"
+    return frame.f_locals["args"], frame.f_locals["kwargs"]
+
+
 comptime = need("torch._dynamo.comptime.comptime")
 assume_constant_result = need("torch._dynamo.assume_constant_result")
 

@@ -10,7 +10,6 @@ are. A program that branches on values between its graphs cannot be followed so:
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -21,11 +20,10 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from . import _compat
 from .backend import Options, plan_graph
 from .errors import AotHooksError, OptionError, UnsupportedGraphError
-from .live import join
-from .plan import Decision, Plan
+from .plan import Plan, joined
 from .saved import SavedTensor
 
-__all__ = ["joined", "plan", "saved_tensors"]
+__all__ = ["plan", "plans_of", "saved_tensors"]
 
 
 def plan(
@@ -92,7 +90,7 @@ def plans_of(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
     grads = [(t, t.grad) for t in (*leaves, *state) if t.is_leaf]
     no_step = register_optimizer_step_pre_hook(_refuse_step)
     try:
-        with traces, _compat.random_state_kept(), mode:
+        with torch.compiler.set_stance("default"), traces, _compat.random_state_kept(), mode:
             torch.compile(fn, backend=planner, dynamic=getattr(wrapper, "dynamic", None))(*args, **kwargs)
     except _compat.data_dependent_errors() as e:
         raise UnsupportedGraphError(
@@ -123,19 +121,3 @@ def _copy(gm: GraphModule) -> GraphModule:
     graph = Graph()
     graph.output(graph.graph_copy(gm.graph, {}))
     return GraphModule(gm, graph)
-
-
-def joined(plans: list[Plan]) -> Plan:
-    """Several graphs as one plan; storages are numbered through."""
-    decisions: list[Decision] = []
-    offset = 0
-    for each in plans:
-        for d in each.decisions:
-            row = dataclasses.replace(d.saved, storage=d.saved.storage + offset)
-            decisions.append(dataclasses.replace(d, saved=row))
-        offset += len({d.saved.storage for d in each.decisions})
-    return Plan(
-        tuple(decisions),
-        live_before=join([p.live_before for p in plans]),
-        live_after=join([p.live_after for p in plans]),
-    )

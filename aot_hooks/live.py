@@ -35,7 +35,8 @@ class LivePoint:
         phase: "forward" or "backward".
         node: its name in the graph; "(end)" when the graph has run.
         live_bytes: bytes alive, over what was alive before the step.
-        module_path, source_line: where in the model and in the user's code, "" if unknown.
+        module_path, source_line: where in the model and in the user's code; of the node before if it does not say, ""
+            if none does.
     """
 
     phase: str
@@ -110,11 +111,13 @@ def _simulate(
     for key, start in born.items():
         change[start] += size[key]
         change[dies[key] + 1] -= size[key]
-    points, total = [], base
+    points, total, place = [], base, ("", "")
     for node, step in zip(nodes, change, strict=False):
         total += step
         if node.op != "placeholder":
-            module_path, source_line = place_of(node, roots)
+            own = place_of(node, roots)
+            place = own if any(own) else place  # what a hook put there says nothing itself
+            module_path, source_line = place
             name = "(end)" if node.op == "output" else node.name
             points.append(LivePoint(phase, name, total, module_path, source_line))
     return points

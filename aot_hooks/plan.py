@@ -8,19 +8,19 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch.fx import Node
 
 from .errors import OptionError
 from .hook import KEEP, Hook
-from .live import LivePoint
+from .live import LivePoint, join
 from .policy import Setting, out_of_scope
 from .saved import Boundary, SavedTensor, SavedValue, producer
 
-__all__ = ["Choice", "Decision", "Plan", "decide", "region_of"]
+__all__ = ["Choice", "Decision", "Plan", "decide", "joined", "region_of"]
 
 _RANDOM_STATE = ("inductor_seeds", "inductor_lookup_seed", "rng_state")
 REGION = "aot_hooks"  # the key under meta["custom"] by which nodes of a region are known
@@ -70,6 +70,22 @@ class Plan:
     def packed_bytes(self) -> int:
         """Bytes saved for backward as decided, each storage once."""
         return sum(d.packed_bytes for d in self.decisions)
+
+
+def joined(plans: Sequence[Plan]) -> Plan:
+    """Several graphs as one plan; storages are numbered through."""
+    decisions: list[Decision] = []
+    offset = 0
+    for each in plans:
+        for d in each.decisions:
+            row = replace(d.saved, storage=d.saved.storage + offset)
+            decisions.append(replace(d, saved=row))
+        offset += len({d.saved.storage for d in each.decisions})
+    return Plan(
+        tuple(decisions),
+        live_before=join([p.live_before for p in plans]),
+        live_after=join([p.live_after for p in plans]),
+    )
 
 
 @dataclass
