@@ -142,7 +142,7 @@ def format_report(
     lines = [
         f"saved for backward: {_number(saved, size)} -> {_number(packed, size)} {unit} "
         f"({packed / saved if saved else 1:.3f}); {packed_count} of {len(plan.decisions)} tensors packed, "
-        f"{_number(saved - packed, size)} {unit} back",
+        f"{float(_number(saved, size)) - float(_number(packed, size)):.2f} {unit} back",
         *_peak_lines(plan, size, unit),
         *_measured_lines(plan, measured_peak_bytes, measured_optimizer_bytes, size, unit),
         "",

@@ -79,11 +79,11 @@ def run_script(path: str, arguments: list[str], options: Mapping[str, Any], step
     """
     if not Path(path).is_file():
         raise ScriptError(f"no such script: {path}")
-    recorded = Recorded()
+    recorded, cuda = Recorded(), _Cuda()
     with _as_program(path, arguments), warnings.catch_warnings(), ExitStack() as stack:
         warnings.filterwarnings("ignore", message=r"Using `torch.compile\(module\)` when there are global hooks")
         stack.enter_context(torch.compiler.set_stance("default", force_backend=recording(options, recorded.compiled)))
-        for handle in (*_watch_modules(recorded, options), *_watch_steps(recorded, steps)):
+        for handle in (*_watch_modules(recorded, options, cuda), *_watch_steps(recorded, steps, cuda)):
             stack.callback(handle.remove)
         try:
             runpy.run_path(path, run_name="__main__")
@@ -134,10 +134,7 @@ class _Cuda:
         return bytes_over
 
 
-_cuda = _Cuda()
-
-
-def _watch_modules(recorded: Recorded, options: Mapping[str, Any]) -> list[Any]:
+def _watch_modules(recorded: Recorded, options: Mapping[str, Any], cuda: _Cuda) -> list[Any]:
     depth = 0
     seen: set[int] = set()
 
@@ -147,7 +144,7 @@ def _watch_modules(recorded: Recorded, options: Mapping[str, Any]) -> list[Any]:
             return
         depth += 1
         if depth == 1:
-            _cuda.begin()
+            cuda.begin()
             if torch.is_grad_enabled() and id(module) not in seen and not recorded.compiled:
                 _plan_eager(recorded, module, options, seen)
 
@@ -177,15 +174,15 @@ def _plan_eager(recorded: Recorded, module: torch.nn.Module, options: Mapping[st
         recorded.eager.append((name, joined(found)))
 
 
-def _watch_steps(recorded: Recorded, steps: int | None) -> list[Any]:
+def _watch_steps(recorded: Recorded, steps: int | None, cuda: _Cuda) -> list[Any]:
     def before(*_: Any) -> None:
-        peak = _cuda.peak()
+        peak = cuda.peak()
         if peak is not None:
             recorded.peak_bytes = peak  # of the last step: the first one also compiles
 
     def after(*_: Any) -> None:
-        recorded.optimizer_bytes = _cuda.peak()
-        _cuda.base = None
+        recorded.optimizer_bytes = cuda.peak()
+        cuda.base = None
         recorded.step_count += 1
         if steps is not None and recorded.step_count >= steps:
             raise _Enough

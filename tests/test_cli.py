@@ -185,3 +185,14 @@ def test_as_a_program(script: str, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "saved for backward" in done.stdout and "global hooks" not in done.stderr
     assert (tmp_path / "out.png").exists()
+
+
+@pytest.mark.gpu
+def test_measured_peak_stands_beside_the_predicted_one(script: str, tmp_path: Path, capsys: Any) -> None:
+    path = tmp_path / "cuda.py"
+    path.write_text("import torch\ntorch.set_default_device('cuda')\n" + SCRIPT.replace("32", "512"))
+    assert report("--json", str(tmp_path / "out.json"), str(path), "--", "compile") == 0
+    data = json.loads((tmp_path / "out.json").read_text())
+    assert "measured peak of forward and backward" in capsys.readouterr().out
+    # the loss, outside of the graph, is in the measured one only
+    assert data["measured_peak_bytes"] == pytest.approx(data["totals"]["predicted_peak_before_bytes"], rel=0.25)
