@@ -820,6 +820,10 @@ class DynamoTraces:
         self.sizes = copy.deepcopy(dict(need("torch._dynamo.pgo.get_code_state")()))
         return self
 
+    def forget(self, fn: Callable[..., Any]) -> None:
+        """All that is stored for the code of `fn` is to go."""
+        self.codes[fn.__code__] = False
+
     def note(self) -> None:
         """To be called by the backend: remembers the code that Dynamo is compiling."""
         frame = inspect.currentframe()

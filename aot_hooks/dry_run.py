@@ -86,12 +86,17 @@ def plans_of(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
 
         return run
 
+    def program(*args: Any, **kwargs: Any) -> Any:
+        # a frame of our own on top: what Dynamo stores for `fn`, or decides to skip, is stored here and forgotten
+        return fn(*args, **kwargs)
+
     planner.__name__ = _compat.PLANNER
+    traces.forget(program)
     grads = [(t, t.grad) for t in (*leaves, *state) if t.is_leaf]
     no_step = register_optimizer_step_pre_hook(_refuse_step)
     try:
         with torch.compiler.set_stance("default"), traces, _compat.random_state_kept(), mode:
-            torch.compile(fn, backend=planner, dynamic=getattr(wrapper, "dynamic", None))(*args, **kwargs)
+            torch.compile(program, backend=planner, dynamic=getattr(wrapper, "dynamic", None))(*args, **kwargs)
     except _compat.data_dependent_errors() as e:
         raise UnsupportedGraphError(
             f"expected a function that can be followed without its tensors' values, but outside of the compiled graphs "

@@ -15,6 +15,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -293,6 +294,7 @@ def _op_name(node: Node) -> str:
     return str(node.meta.get("original_aten") or node.target)
 
 
+_PLANNER_FILE = str(Path(__file__).with_name("dry_run.py"))  # its frame stands over what `plan` traces
 _FRAME = re.compile(r'File "(?P<file>[^"]*)", line (?P<line>\d+), in .*\n\s*(?P<code>.*)')
 
 
@@ -307,7 +309,7 @@ def _first(read: Callable[[Node], str], fw_node: Node, bw_node: Node) -> str:
 
 
 def _source_line(node: Node) -> str:
-    frames = list(_FRAME.finditer(node.meta.get("stack_trace") or ""))
+    frames = [f for f in _FRAME.finditer(node.meta.get("stack_trace") or "") if f["file"] != _PLANNER_FILE]
     if not frames:
         return ""
     last = frames[-1]

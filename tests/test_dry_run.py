@@ -123,6 +123,25 @@ def test_the_compiled_function_goes_on_as_it_was() -> None:
     assert counter.frame_count == 1
 
 
+def test_planning_often_does_not_use_up_recompilations() -> None:
+    model, x = mlp(), torch.randn(4, 8)
+    counter = torch._dynamo.testing.CompileCounter()
+    compiled = torch.compile(model, backend=counter)
+    compiled(x)
+    sizes = {aot_hooks.plan(model, torch.randn(4 + i, 8)).saved_bytes for i in range(10)}
+    assert len(sizes) == 10 and 0 not in sizes
+    compiled(x)
+    assert counter.frame_count == 1
+    compiled(x.double().float()[:2])
+    assert counter.frame_count == 2
+
+
+def test_what_cannot_be_compiled_does_not_keep_others_from_it() -> None:
+    """Dynamo skips the frame that calls an LSTM, and would skip it for every other module."""
+    assert aot_hooks.plan(nn.LSTM(8, 8), torch.randn(5, 2, 8)).decisions == ()
+    assert aot_hooks.plan(nn.Sequential(nn.Linear(8, 8), nn.GELU()), torch.randn(4, 8)).saved_bytes > 0
+
+
 @pytest.mark.core
 def test_graphs_come_in_order_and_storages_are_numbered_through() -> None:
     rows = aot_hooks.saved_tensors(Net(), torch.randn(4, 8))
