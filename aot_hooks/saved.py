@@ -12,6 +12,7 @@ Source: the calling convention of `torch._functorch.partitioners`, the same in t
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -294,7 +295,7 @@ def _op_name(node: Node) -> str:
     return str(node.meta.get("original_aten") or node.target)
 
 
-_PLANNER_FILE = str(Path(__file__).with_name("dry_run.py"))  # its frame stands over what `plan` traces
+_PACKAGE = str(Path(__file__).parent) + os.sep  # frames of `plan` and `checkpoint_name` are none of the user's
 _FRAME = re.compile(r'File "(?P<file>[^"]*)", line (?P<line>\d+), in .*\n\s*(?P<code>.*)')
 
 
@@ -309,7 +310,7 @@ def _first(read: Callable[[Node], str], fw_node: Node, bw_node: Node) -> str:
 
 
 def _source_line(node: Node) -> str:
-    frames = [f for f in _FRAME.finditer(node.meta.get("stack_trace") or "") if f["file"] != _PLANNER_FILE]
+    frames = [f for f in _FRAME.finditer(node.meta.get("stack_trace") or "") if not f["file"].startswith(_PACKAGE)]
     if not frames:
         return ""
     last = frames[-1]

@@ -13,7 +13,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import aot_hooks
-from aot_hooks import KEEP, errors
+from aot_hooks import KEEP, checkpoint_name, errors, lossless, policies
+from aot_hooks.plan import joined
 
 
 class Net(nn.Module):
@@ -52,6 +53,79 @@ def test_plan_is_what_compiling_decides(inner: str) -> None:
     (decided,) = aot_hooks.last_plans(compiled)
     assert plan == decided
     assert any(d.hook is HALF for d in plan.decisions) and 0 < plan.packed_bytes < plan.saved_bytes
+
+
+class Block(nn.Module):
+    def __init__(self, breaks: bool) -> None:
+        super().__init__()
+        self.up, self.down, self.breaks = nn.Linear(8, 16), nn.Linear(16, 8), breaks
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = checkpoint_name(self.up(x).sigmoid(), "gate")
+        if self.breaks:
+            torch._dynamo.graph_break()
+        return x + nn.functional.dropout(self.down(h).relu()).sin()
+
+
+class Blocks(nn.Module):
+    """Layers with names and masks. If the middle one breaks, Dynamo leaves the loop around it to Python, and compiles
+    each layer by itself."""
+
+    def __init__(self, breaks: bool) -> None:
+        super().__init__()
+        self.layers, self.head = nn.ModuleList(Block(breaks and i == 1) for i in range(3)), nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x.exp()).exp().square()
+
+
+POLICIES = {
+    "modules": policies.only_these_modules({"layers.1": HALF}),
+    "names": policies.only_these_names({"gate": HALF}),
+    "lossless": lossless(),
+    "first": policies.first_match(policies.only_these_names({"gate": KEEP}), lossless(), HALF),
+}
+CASES = [("aten", "module", True), ("aten", "function", False)]
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(
+    "inner, called_as, breaks", [*CASES, pytest.param("inductor", "module", False, marks=pytest.mark.slow)]
+)
+def test_policies_plan_what_they_compile(inner: str, policy: str, called_as: str, breaks: bool) -> None:
+    model, x, rule = Blocks(breaks), torch.randn(4, 8), POLICIES[policy]
+    fn = model if called_as == "module" else lambda x: model(x).sin()
+    plan = aot_hooks.plan(fn, x, policy=rule, inner=inner)
+    compiled = torch.compile(fn, backend="aot_hooks", options={"inner": inner, "policy": rule})
+    compiled(x).sum().backward()
+    plans = aot_hooks.last_plans(compiled)
+    assert (len(plans) > 1) == breaks and plan == joined(plans)
+
+    packed = [d.saved for d in plan.decisions if d.hook is not KEEP]
+    places = {row.module_path.split(".up")[0].split(".down")[0] for row in packed}
+    if policy == "modules":
+        assert places == {"layers.1"}
+    elif policy == "names":
+        expected = {"layers.0", "layers.2"} if breaks else {"layers.0", "layers.1", "layers.2"}
+        assert places == expected and all(row.checkpoint_names == ("gate",) for row in packed)
+    elif policy == "lossless":
+        assert len(packed) >= 3 and all(
+            row.value_range or row.backward_asks or row.dtype is torch.bool for row in packed
+        )
+    else:
+        assert packed and not any("gate" in row.checkpoint_names for row in packed)
+        assert {d.hook.name for d in plan.decisions} >= {"keep", "half", "bitmask"}
+
+
+def test_live_bytes_are_in_the_modules_that_policies_see() -> None:
+    plan = aot_hooks.plan(Blocks(True), torch.randn(4, 8), policy=POLICIES["modules"], inner="aten")
+    places = {p.module_path for p in (*plan.live_before, *plan.live_after)}
+    assert {"layers.0.up", "layers.1.up", "layers.1.down", "layers.2.up"} <= places
+    assert places <= {name for name, _ in Blocks(True).named_modules()}
+    assert {p.source_line.split(":")[0] for p in plan.live_before} == {"test_dry_run.py"}  # not that of checkpoint_name
 
 
 @pytest.mark.core
