@@ -27,6 +27,7 @@ __all__ = ["amax_bits", "from_float8", "from_int8", "taken", "to_float8", "to_in
 _MAGNITUDE = 0x7FFFFFFF
 _STEP = 0x00800000  # one exponent step
 _SMALLEST_NORMAL = 2.0**-126
+_ROUNDING, _ROUNDING_BITS = 12582912.0, 0x4B400000
 _TOP_INT8 = 126.0  # +-127 stand for the infinities, -128 for NaN
 _STEP_INT8 = (1 - 2.0**-21) / _TOP_INT8  # of the largest value; a little less, so that times 126 it is no infinity
 
@@ -130,11 +131,15 @@ def _loop_from_float8(ops: Any, q: Any, bits: Any, dtype: torch.dtype, top: floa
 def _loop_to_int8(ops: Any, x: Any, bits: Any) -> Any:
     inverse = ops.truediv(ops.constant(_TOP_INT8, torch.float32), _loop_amax(ops, bits, _TOP_INT8))
     x = ops.to_dtype(x, torch.float32)
-    # The conversion takes infinity to the largest integer (PTX: cvt saturates). Clamped after it, not before: the
-    # smaller of two integers is one instruction, of two floats three, because of NaN.
-    code = ops.to_dtype(ops.round(ops.mul(x, inverse)), torch.int32)
-    code = ops.minimum(ops.maximum(code, ops.constant(-127, torch.int32)), ops.constant(127, torch.int32))
-    return ops.to_dtype(ops.where(ops.isnan(x), ops.constant(-128, torch.int32), code), torch.int8)
+    # Adding 1.5 * 2**23 rounds to an integer and leaves it in the last bits, which are clamped as they are: infinity's
+    # bits are beyond. Rounding and converting take a slow unit, clamping floats three instructions each, because of NaN.
+    code = ops.to_dtype_bitcast(
+        ops.add(ops.mul(x, inverse), ops.constant(_ROUNDING, torch.float32)), torch.int32, torch.float32
+    )
+    code = ops.maximum(code, ops.constant(_ROUNDING_BITS - 127, torch.int32))
+    code = ops.minimum(code, ops.constant(_ROUNDING_BITS + 127, torch.int32))
+    code = ops.where(ops.isnan(x), ops.constant(_ROUNDING_BITS - 128, torch.int32), code)
+    return ops.to_dtype(ops.bitwise_and(code, ops.constant(255, torch.int32)), torch.int8)
 
 
 def _loop_from_int8(ops: Any, q: Any, bits: Any, dtype: torch.dtype) -> Any:
