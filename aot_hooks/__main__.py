@@ -22,6 +22,8 @@ from .policy import SCOPES
 from .report import as_data, format_report
 from .script import Recorded, ScriptError, run_script
 
+_HOOKS = ("float8", "int8", "int4", "bitmask", "cast", "lossless")
+
 
 def env() -> str:
     """Versions, devices and each private symbol of torch that the package stands on, as text."""
@@ -89,28 +91,30 @@ def report(options: argparse.Namespace) -> int:
 def _policy(options: argparse.Namespace) -> Any:
     """The hook or policy that the command line names, None if none."""
     if options.hook is not None:
-        make = getattr(aot_hooks, options.hook, None)
-        try:
-            hook = make() if callable(make) else make
-        except TypeError:  # it needs arguments
-            hook = None
-        if not isinstance(hook, aot_hooks.Hook):
-            raise OptionError(f"--hook: aot_hooks has no hook {options.hook!r}; for one with arguments use --policy")
-        return hook
-    if options.policy is None:
-        return None
+        name, with_arguments, _ = options.hook.partition("(")
+        if name not in _HOOKS:
+            raise OptionError(f"--hook: aot_hooks has no hook {name!r}; it has {', '.join(_HOOKS)}")
+        return _evaluated("--hook", options.hook if with_arguments else f"{name}()")
+    return None if options.policy is None else _evaluated("--policy", options.policy)
+
+
+def _evaluated(option: str, expression: str) -> Any:
+    dtypes = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
     try:
-        return eval(options.policy, {**vars(aot_hooks), "torch": torch})
+        return eval(expression, {**dtypes, **vars(aot_hooks), "torch": torch})
     except Exception as e:
         raise OptionError(
-            f"--policy {options.policy!r}: {type(e).__name__}: {e}; expected an expression such as "
-            "'float8()' in the names of aot_hooks and torch"
+            f"{option} {expression!r}: {type(e).__name__}: {e}; expected an expression such as "
+            "'float8(scaling=\"blockwise\")' or 'cast(bfloat16)' in the names of aot_hooks and torch"
         ) from e
 
 
 def _origin(script: str, recorded: Recorded) -> str:
     if recorded.compiled:
-        what = f"{len(recorded.compiled)} compiled graph{'s' * (len(recorded.compiled) > 1)} with a backward"
+        count = len(recorded.compiled)
+        what = "1 compiled graph with a backward"
+        if count > 1:
+            what = f"{count} compiled graphs with a backward, added up as those of one step"
     else:
         modules = ", ".join(dict.fromkeys(name for name, _ in recorded.eager))
         what = f"run eagerly, reported as torch.compile would save: {modules}"
@@ -133,7 +137,9 @@ def main(argv: list[str] | None = None) -> int:
     run.add_argument("script")
     run.add_argument("arguments", nargs="*", help="arguments of the script, after --")
     how = run.add_mutually_exclusive_group()
-    how.add_argument("--hook", metavar="NAME", help="a hook of aot_hooks for every tensor: float8, ...")
+    how.add_argument(
+        "--hook", metavar="NAME", help=f"for every tensor: {', '.join(_HOOKS)}, or with arguments: 'cast(bfloat16)'"
+    )
     how.add_argument("--policy", metavar="EXPRESSION", help="a policy or hook in the names of aot_hooks, evaluated")
     run.add_argument("--scope", choices=SCOPES, default="donated")
     run.add_argument("--inner", choices=("inductor", "aten"), default="inductor")

@@ -100,6 +100,21 @@ def test_without_a_policy_everything_stays(script: str, capsys: Any) -> None:
     assert "; 0 of " in text and "keep: no hook covers it" in text
 
 
+@pytest.mark.parametrize(
+    "hook, name",
+    [("int8", "int8"), ("cast(bfloat16)", "cast(bfloat16)"), ("float8(scaling='tensorwise')", "tensorwise")],
+)
+def test_hooks_by_name_and_with_arguments(hook: str, name: str, script: str, capsys: Any) -> None:
+    assert report("--hook", hook, "--steps", "1", script) == 0
+    text = capsys.readouterr().out
+    assert name in text and "; 0 of " not in text
+
+
+def test_lossless_is_a_hook_of_the_command(script: str, capsys: Any) -> None:
+    assert report("--hook", "lossless", "--steps", "1", script) == 0
+    assert "keep: lossless" in capsys.readouterr().out
+
+
 def test_policies_are_expressions(script: str, capsys: Any) -> None:
     assert report("--policy", "lambda s: float8() if s.nbytes > 10000 else KEEP", script) == 0
     assert "float8(e4m3fn, rowwise): scope 'donated'" in capsys.readouterr().out
@@ -164,6 +179,7 @@ def test_errors_are_clear(source: str | None, message: str, tmp_path: Path, caps
     [
         (["--hook", "nothing"], "has no hook 'nothing'"),
         (["--hook", "plan"], "has no hook 'plan'"),
+        (["--hook", "cast"], "expected an expression such as"),
         (["--policy", "float8("], "SyntaxError"),
         (["--policy", "3"], "policy"),
     ],
