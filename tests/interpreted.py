@@ -23,7 +23,7 @@ def integers(device: str, dtypes: tuple[torch.dtype, ...], columns: tuple[int, .
     """Bit for bit."""
     count = 0
     for dtype, kind, n in itertools.product(dtypes, KINDS, columns):
-        x = data(kind, dtype)[:, :n].contiguous().to(device)
+        x = data(kind, dtype, columns=max(n, 256))[:, :n].contiguous().to(device)
         q, scale = expected = integer.pack_int8(x, 128, False)
         same(kernels.pack_int8(x, 128, None), expected)
         same(kernels.unpack_int8(q, scale, 128, dtype), integer.unpack_int8(q, scale, 128, dtype))

@@ -132,13 +132,13 @@ def _loop_to_int8(ops: Any, x: Any, bits: Any) -> Any:
     inverse = ops.truediv(ops.constant(_TOP_INT8, torch.float32), _loop_amax(ops, bits, _TOP_INT8))
     x = ops.to_dtype(x, torch.float32)
     # Adding 1.5 * 2**23 rounds to an integer and leaves it in the last bits, which are clamped as they are: infinity's
-    # bits are beyond. Rounding and converting take a slow unit, clamping floats three instructions each, because of NaN.
+    # bits are beyond. Rounding and converting take a slow unit, clamping floats three instructions, because of NaN.
     code = ops.to_dtype_bitcast(
         ops.add(ops.mul(x, inverse), ops.constant(_ROUNDING, torch.float32)), torch.int32, torch.float32
     )
     code = ops.maximum(code, ops.constant(_ROUNDING_BITS - 127, torch.int32))
     code = ops.minimum(code, ops.constant(_ROUNDING_BITS + 127, torch.int32))
-    code = ops.where(ops.isnan(x), ops.constant(_ROUNDING_BITS - 128, torch.int32), code)
+    code = ops.where(ops.ne(x, x), ops.constant(_ROUNDING_BITS - 128, torch.int32), code)
     return ops.to_dtype(ops.bitwise_and(code, ops.constant(255, torch.int32)), torch.int8)
 
 
