@@ -286,7 +286,8 @@ def test_reports_say_what_is_left_alone():
     index = torch.randint(0, 64, (4, 3))
     assert "int8 leaves int64 as it is" in reasons(lambda x: x.gather(1, index) * 2, x, hook=aot_hooks.int8())
     y = torch.randn(5, 1, requires_grad=True)
-    assert "int8 would save nothing on rows this short" in reasons(lambda y: y.sin(), y, hook=aot_hooks.int8())
+    assert "int8 would save too little on rows this short" in reasons(lambda y: y.sin(), y, hook=aot_hooks.int8())
+    assert "int4 would save too little on rows this short" in reasons(lambda y: y.sin(), y, hook=aot_hooks.int4())
     statistic = "int8 leaves logarithms that the backward exponentiates as they are"
     assert statistic in reasons(lambda x: x.log_softmax(-1).sin(), x, hook=aot_hooks.int8())
     assert statistic not in reasons(lambda x: x.log_softmax(-1).sin(), x, hook=aot_hooks.int8(statistics=True))

@@ -94,8 +94,10 @@ class Declines:
             return f"{self.name} leaves {str(saved.dtype).removeprefix('torch.')} as it is"
         row = saved.shape[-1] if saved.shape else 0
         packed_bytes = (row * self.bits + 7) // 8 + _count(row, self.block) * self.scale_bytes
-        if 0 in saved.shape or packed_bytes >= row * saved.dtype.itemsize:
-            return f"{self.name} would save nothing on rows this short"
+        # A row that shrinks by a quarter or less isn't worth its error: int4 would take a norm's reciprocal, one number
+        # a row, from 4 bytes to 3, and scale the norm's whole gradient by up to 2**-7.
+        if 0 in saved.shape or 4 * packed_bytes >= 3 * row * saved.dtype.itemsize:
+            return f"{self.name} would save too little on rows this short"
         if not self.statistics and is_statistic(saved):
             return f"{self.name} leaves logarithms that the backward exponentiates as they are"
         return None
