@@ -1,6 +1,7 @@
 """How far gradients are off when saved tensors are packed: every lossy hook, each kind of tensor alone and all at once.
 
-    python benchmarks/bench_error.py [--device cuda] [--seeds 5] [--json FILE.json]
+    python benchmarks/bench_error.py [--device cuda] [--seeds 5] [--json FILE]
+    python benchmarks/bench_error.py --markdown FILE        # the table in docs/hooks.md
 
     x [batch, tokens, width] --> 4 Llama-shaped blocks, float32 --> loss --> gradients of all weights   g, exact
                                        |  the same graph, saved tensors through a hook                  g', hook
@@ -271,6 +272,17 @@ def format_table(results: dict[str, dict[str, Any]]) -> str:
     return format_columns(rows)
 
 
+def format_markdown(results: dict[str, dict[str, Any]]) -> str:
+    """Median errors over the seeds, hooks and candidates in the order of the results."""
+    data = list(next(iter(results.values()))["errors"])
+    lines = [f"| hook | bytes | {' | '.join(data)} | worst tensor alone |", "|---" * (len(data) + 3) + "|"]
+    for name, result in results.items():
+        errors = " | ".join(f"{statistics.median(e):.4f}" for e in result["errors"].values())
+        kind, alone = max(result["alone"][data[0]].items(), key=lambda item: item[1])
+        lines.append(f"| {name} | {result['bytes_per_element']:.2f} | {errors} | {kind} {alone:.4f} |")
+    return "\n".join(lines)
+
+
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cpu")
@@ -280,7 +292,11 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--hooks", nargs="+", help="names as in the table; default: all")
     parser.add_argument("--training-steps", type=int, default=40, help="before the gradient on text is taken")
     parser.add_argument("--json", type=pathlib.Path)
+    parser.add_argument("--markdown", type=pathlib.Path, help="only print what this file holds as a table")
     options = parser.parse_args(arguments)
+    if options.markdown:
+        print(format_markdown(json.loads(options.markdown.read_text())["results"]))
+        return
     compared = hooks() | candidates()
     unknown = set(options.hooks or ()) - set(compared)
     if unknown:

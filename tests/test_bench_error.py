@@ -43,6 +43,12 @@ def test_smallest_run(tmp_path, capsys):
     assert f"{int8['errors']['normal'][0]:.4f}" in printed
 
 
+def test_the_docs_have_the_table_of_the_result(capsys):
+    root = Path(__file__).resolve().parents[1]
+    bench_error.main(["--markdown", str(root / "benchmarks/results/errors_cpu_torch2.13.0.json")])
+    assert capsys.readouterr().out in (root / "docs/hooks.md").read_text()
+
+
 def test_an_unknown_hook_is_named(capsys):
     with pytest.raises(SystemExit):
         bench_error.main(["--hooks", "int3(32)"])
