@@ -8,7 +8,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import pathlib
 import statistics
 from typing import Any
@@ -46,10 +45,6 @@ def summarize(result: dict[str, Any]) -> list[Summary]:
     ]
 
 
-def _spread(values: tuple[float, ...]) -> float:
-    return statistics.stdev(values) if len(values) > 1 else math.nan
-
-
 def format_table(result: dict[str, Any]) -> str:
     """Markdown."""
     lines = [
@@ -58,10 +53,13 @@ def format_table(result: dict[str, Any]) -> str:
     ]
     for row in summarize(result):
         kept = f"{row.kept:.2f}" if row.kept else "1"
-        loss = f"{statistics.fmean(row.losses):.4f} ± {_spread(row.losses):.4f}"
-        difference = "" if row.name == BASELINE else f"{statistics.fmean(row.differences):+.4f} "
-        if difference:
-            difference += f"({min(row.differences):+.4f} to {max(row.differences):+.4f})"
+        loss, difference = f"{statistics.fmean(row.losses):.4f}", ""
+        if len(row.losses) > 1:
+            loss += f" ± {statistics.stdev(row.losses):.4f}"
+        if row.name != BASELINE and row.differences:
+            difference = f"{statistics.fmean(row.differences):+.4f}"
+        if difference and len(row.differences) > 1:
+            difference += f" ({min(row.differences):+.4f} to {max(row.differences):+.4f})"
         lines.append(f"| {row.name} | {kept} | {loss} | {difference} | {row.diverged_count} of {len(row.losses)} |")
     return "\n".join(lines)
 

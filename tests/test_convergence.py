@@ -66,6 +66,8 @@ def test_differences_are_those_of_one_seed():
     }
     worse = report.summarize(result)[1]
     assert worse.differences == (0.5, 0.25) and worse.diverged_count == 1
+    alone = {"ways": {name: {"kept": way["kept"], "runs": way["runs"][:1]} for name, way in result["ways"].items()}}
+    assert "| worse | 0.50 | 1.5000 | +0.5000 | 0 of 1 |" in report.format_table(alone)
     assert "| worse | 0.50 | 4.5833 ± 3.9238 | +0.3750 (+0.2500 to +0.5000) | 1 of 3 |" in report.format_table(result)
 
 
