@@ -82,15 +82,17 @@ def _as_hook(pack: Any, unpack: Any) -> Hook:
             raise OptionError(f"saved_tensors_hooks(hook) takes a Hook alone, got {pack!r} and {unpack!r}")
         if unpack is None or unpack is pack:
             return pack
-        return Hook(f"{pack.name}/{unpack.name}", pack.pack, unpack.unpack, eager=pack.eager or unpack.eager)
+        eager, flushes = pack.eager or unpack.eager, pack.rounds_to_zero or unpack.rounds_to_zero
+        return Hook(f"{pack.name}/{unpack.name}", pack.pack, unpack.unpack, eager, rounds_to_zero=flushes)
     for name, fn in (("pack", pack), ("unpack", unpack)):
         if not callable(fn):
             raise OptionError(
                 f"saved_tensors_hooks: {name} must be a function, a torch.fx.GraphModule or a Hook, got {fn!r}"
             )
     name = getattr(pack, "__name__", type(pack).__name__)
-    # the functions of a Hook, given one by one, still know which tensors they leave alone
-    return Hook(name, pack, unpack, declines=getattr(pack, "declines", None))
+    # the functions of a Hook, given one by one, still know which tensors they leave alone and what they do to zeros
+    flushes = getattr(pack, "rounds_to_zero", False)
+    return Hook(name, pack, unpack, declines=getattr(pack, "declines", None), rounds_to_zero=flushes)
 
 
 def _setting_of_hooks(pack: Any, unpack: Any, scope: str) -> Setting:

@@ -127,8 +127,8 @@ MOVES = {
 CONVERSIONS = {"aten._to_copy.default", "prims.convert_element_type.default"}
 
 
-def asked_of(node: Node) -> tuple[Test, ...] | None:
-    """All that the readers of a backward's input `node` depend on, number by number, if that is known.
+def asked_of(node: Node, reader: Node | None = None) -> tuple[Test, ...] | None:
+    """All that the readers of a backward's input `node`, or one `reader`, depend on, number by number, if known.
 
     Gives the tests whose outcomes decide every reader's result, looking through operators that only move data or
     convert it to a wider format; () if readers look at the shape only; None if one may need the number itself.
@@ -141,7 +141,7 @@ def asked_of(node: Node) -> tuple[Test, ...] | None:
     seen = {node}
     while stack:
         current = stack.pop()
-        for user in current.users:
+        for user in current.users if reader is None or current is not node else (reader,):
             if _passes_on(user, current):
                 if user not in seen:
                     seen.add(user)

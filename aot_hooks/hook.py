@@ -53,6 +53,8 @@ class Hook:
             compiled forward has written the tensor before they see it.
         declines: `SavedTensor -> str | None`, why the hook leaves a tensor as it is, for reports; None if it takes it.
             Sees what a pack cannot: the operator, the module. Must use sizes as plain numbers only.
+        rounds_to_zero: True says that small numbers come back as zero. Readers that only compare, as ReLU's backward
+            does, then get their answers exactly, in a bit or so an element beside what is packed for the others.
 
     Source: `torch.autograd.graph.saved_tensors_hooks` has the same pair for eager mode.
     """
@@ -62,6 +64,7 @@ class Hook:
     unpack: Callable[[Any], torch.Tensor]
     eager: bool = False
     declines: Callable[[Any], str | None] | None = None
+    rounds_to_zero: bool = False
 
     def __repr__(self) -> str:
         return self.name

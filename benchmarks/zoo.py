@@ -212,7 +212,7 @@ MODELS = {
         on_images(ResNet),
         _IMAGES | {"width": 16, "stage_count": 2},
         {"batch": 128, "image": 128, "width": 64, "stage_count": 4},
-        int8_error=0.08,
+        int8_error=0.02,
     ),
     "gpt": Model(on_tokens(GPT), _TEXT | {"head_count": 4}, _LONG | {"head_count": 16}, int8_error=0.015),
     "llama": Model(on_tokens(Llama), _TEXT | {"head_count": 4}, _LONG | {"head_count": 16}, int8_error=0.015),

@@ -99,6 +99,7 @@ class _Pack:
     block: int
     stochastic: bool
     declines: Declines
+    rounds_to_zero = True
 
     def __call__(self, x: torch.Tensor) -> Any:
         if x.dtype not in FLOATS or x.dim() == 0 or 0 in x.shape:
@@ -138,7 +139,9 @@ def _hook(bits: int, block: int, stochastic: bool, statistics: bool) -> Hook:
     check_block_size(f"int{bits}", block)
     name = f"int{bits}({block}{', stochastic' if stochastic else ''})"
     declines = Declines(f"int{bits}", bits, 4 if bits == 8 else 2, block, statistics=statistics)
-    return Hook(name, _Pack(bits, block, stochastic, declines), _Unpack(bits, block), declines=declines)
+    return Hook(
+        name, _Pack(bits, block, stochastic, declines), _Unpack(bits, block), declines=declines, rounds_to_zero=True
+    )
 
 
 @functools.cache
