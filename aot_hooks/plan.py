@@ -145,7 +145,7 @@ def _keep_answers(choice: Choice) -> None:
     """Where a hook takes small numbers to zero, store the answers for the readers that only compare.
 
     With a block's largest value at three standard deviations, int8 takes one positive number in a hundred to zero, and
-    ReLU passes no gradient there: over four stages of a ResNet that was 10% of the gradient, all other rounding 1%.
+    ReLU passes no gradient there: in a ResNet of two stages that was 3.3% of the gradient, and without it 0.6%.
     """
     node, dtype = choice.value.bw_node, choice.value.row.dtype
     uses: list[tuple[Hook, list[Node]]] = []
