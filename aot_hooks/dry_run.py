@@ -4,12 +4,15 @@
                              |
                              +--> runs on fake tensors --> what comes after a graph break goes on with them
 
-No kernel runs, no memory is taken for activations, and parameters, buffers, gradients and random state stay as they
-are. A program that branches on values between its graphs cannot be followed so: that raises.
+No kernel runs, no memory is taken for activations, and parameters, buffers, gradients, attributes of modules and random
+state stay as they are. Other Python side effects happen: what the program appends to a list is there, and is fake. A
+program that branches on values between its graphs cannot be followed so: that raises.
 """
 
 from __future__ import annotations
 
+import contextlib
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -93,6 +96,7 @@ def plans_of(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
     planner.__name__ = _compat.PLANNER
     traces.forget(program)
     grads = [(t, t.grad) for t in (*leaves, *state) if t.is_leaf]
+    attributes = [(place, dict(place)) for m in _modules_in(fn, args, kwargs) for place in _places(m)]
     no_step = register_optimizer_step_pre_hook(_refuse_step)
     try:
         with torch.compiler.set_stance("default"), traces, _compat.random_state_kept(), mode:
@@ -112,7 +116,30 @@ def plans_of(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
         no_step.remove()
         for tensor, grad in grads:
             tensor.grad = grad
+        for place, before in attributes:
+            if place.keys() != before.keys() or any(place[name] is not value for name, value in before.items()):
+                place.clear()  # what was assigned meanwhile is fake
+                place.update(before)
     return plans
+
+
+def _modules_in(fn: Any, args: Any, kwargs: Any) -> set[torch.nn.Module]:
+    """The modules that `fn` is, belongs to, closes over, names as globals, or is given, with those inside them."""
+    function = getattr(fn, "__func__", fn)
+    held: list[Any] = [fn, getattr(fn, "__self__", None)]
+    for cell in getattr(function, "__closure__", None) or ():
+        with contextlib.suppress(ValueError):  # an empty one
+            held.append(cell.cell_contents)
+    if isinstance(function, types.FunctionType):
+        held += [function.__globals__.get(name) for name in function.__code__.co_names]
+    roots = _compat.pytree.tree_leaves((held, args, kwargs))
+    return {inner for root in roots if isinstance(root, torch.nn.Module) for inner in root.modules()}
+
+
+def _places(module: torch.nn.Module) -> list[dict[str, Any]]:
+    """Where the attributes of `module` are, its parameters and buffers among them."""
+    own = vars(module)
+    return [own, *(place for name in ("_parameters", "_buffers", "_modules") if type(place := own.get(name)) is dict)]
 
 
 def _refuse_step(optimizer: Any, *_: Any) -> None:

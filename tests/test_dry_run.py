@@ -162,6 +162,44 @@ def test_nothing_is_changed() -> None:
     assert torch.equal(torch.get_rng_state(), random_state)
 
 
+class Remembers(nn.Module):
+    """Assigns what it computes: a buffer, a mask that it makes once, a counter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(8, 8)
+        self.register_buffer("mean", torch.ones(8))
+        self.mask: torch.Tensor | None = None
+        self.call_count = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.mask is None:
+            self.mask = torch.ones(8, 8).tril()
+        self.call_count += 1
+        self.mean = 0.5 * self.mean + x.detach().mean(0)
+        return (self.up(x).sigmoid() @ self.mask).tanh()
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("called_as", ["module", "method", "closure", "argument"])
+def test_what_modules_assign_is_undone(called_as: str) -> None:
+    model, x = Remembers(), torch.randn(4, 8)
+    inside = nn.Sequential(model)
+    calls: dict[str, tuple[Any, tuple[Any, ...]]] = {
+        "module": (inside, (x,)),
+        "method": (model.forward, (x,)),
+        "closure": (lambda x: inside(x), (x,)),
+        "argument": (lambda m, x: m[0](x), ([inside], x)),
+    }
+    fn, args = calls[called_as]
+    mean = model.mean
+    assert aot_hooks.plan(fn, *args, inner="aten").saved_bytes > 0
+    assert model.mean is mean and model.mask is None and model.call_count == 0
+    fn(*args)
+    assert type(model.mean) is type(model.mask) is torch.Tensor and model.call_count == 1
+    torch.testing.assert_close(model.mean, 0.5 + x.mean(0))
+
+
 def test_no_kernel_runs() -> None:
     ran: list[str] = []
 
