@@ -84,13 +84,23 @@ def pack_eager(setting: Setting, x: torch.Tensor) -> Any:
     if known is not None and (kept := known()) is not None:
         return kept
     kept = Kept(x, hook, again)
-    _local.seen[key] = weakref.ref(kept, lambda _: _local.seen.pop(key, None))
+    seen = _local.seen  # this thread's: the backward, which lets go of it, may run on another one
+
+    def forget(ref: weakref.ref[Kept]) -> None:
+        if seen.get(key) is ref:
+            del seen[key]
+
+    seen[key] = weakref.ref(kept, forget)
     call = _local.call
     if call is not None:
         call.saved.append(kept)  # decided when the compiled call returns
         kept.state = "waiting"
     elif outermost is None or setting.scope != "donated":
-        _pack(kept)
+        if again:  # at the next save: until then it may get its name
+            kept.state = "due"
+            _local.waiting.append(weakref.ref(kept))
+        else:
+            _pack(kept)
     else:
         _wait(kept, x)
     return kept

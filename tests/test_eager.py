@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -287,6 +288,21 @@ def test_functions_are_covered_like_modules(wrap: Any) -> None:
         (got,) = torch.autograd.grad(call(x).sum(), w)
     v, ones = w.detach(), torch.ones(4, 3)
     assert torch.equal(got, x.detach().T @ (ones @ v.T) + 4 * (x.detach() @ v).T @ ones)
+
+
+def test_a_backward_on_another_thread_leaves_nothing_behind(model: Chain, x: Tensor) -> None:
+    """As on CUDA, where autograd's own threads let go of what was saved."""
+    from aot_hooks import eager
+
+    before = len(eager._local.seen)
+    for step in range(1, 4):
+        with saved_tensors_hooks(*quadruple):
+            loss = model(x[:step]).sum()
+        assert len(eager._local.seen) > before
+        thread = threading.Thread(target=loss.backward)
+        thread.start()
+        thread.join()
+        assert len(eager._local.seen) == before
 
 
 # --- Hook(eager=True) around a compiled call -------------------------------------------------------------------------

@@ -232,17 +232,22 @@ def test_not_on_a_tensor_that_was_changed_in_place_since(wrap: Any) -> None:
 
 @pytest.mark.core
 @WRAPS
-def test_an_operator_that_saves_its_own_result_before_it_is_named(wrap: Any) -> None:
+@pytest.mark.parametrize("scope", ["donated", "no_static"])
+@pytest.mark.parametrize("in_module", [True, False])
+def test_an_operator_that_saves_its_own_result_before_it_is_named(wrap: Any, in_module: bool, scope: str) -> None:
     """The name comes after the save: what was saved is the same value all the same."""
+
+    def gate(x: Tensor, w: Tensor) -> Tensor:
+        return checkpoint_name(torch.relu(x @ w), "gate") @ w
 
     class Gate(nn.Module):
         def forward(self, x: Tensor, w: Tensor) -> Tensor:
-            return checkpoint_name(torch.relu(x @ w), "gate") @ w
+            return gate(x, w)
 
     x, w = integers(4, 4).requires_grad_(), integers(4, 4).requires_grad_()
     for name, factor in (("gate", 2), ("other", 1)):
-        with saved_tensors_policy(only_these_names({name: DOUBLE})):
-            out = wrap(Gate())(x, w)
+        with saved_tensors_policy(only_these_names({name: DOUBLE}), scope=scope):
+            out = wrap(Gate() if in_module else gate)(x, w)
         (got,) = torch.autograd.grad(out.sum(), w)
         a, wd = x.detach(), w.detach()
         h = torch.relu(a @ wd)
