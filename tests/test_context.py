@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import aot_hooks
 from aot_hooks import KEEP, Hook, saved_tensors_hooks, saved_tensors_policy
+from aot_hooks.context import ambient
 from aot_hooks.errors import OptionError
 
 SCOPES = {"donated": {"h": 4}, "no_static": {"h": 4, "x": 4}, "all": {"h": 4, "x": 4, "w": 4}}
@@ -174,6 +175,24 @@ def test_forms_of_a_hook(model: Chain, x: Tensor, form: str, wrap: Any) -> None:
     with saved_tensors_hooks(*FORMS[form]):
         got = gradients(wrap(model), model, x)
     assert_same(got, hand_gradients(model, x, h=4))
+
+
+@pytest.mark.parametrize(
+    "hook",
+    [
+        aot_hooks.float8(),
+        aot_hooks.float8(torch.float8_e5m2, scaling="blockwise"),
+        aot_hooks.int8(),
+        aot_hooks.int4(64, stochastic=True),
+        aot_hooks.cast(torch.bfloat16),
+        aot_hooks.bitmask(),
+    ],
+    ids=repr,
+)
+def test_the_functions_of_a_hook_bring_its_name(hook: Hook) -> None:
+    with saved_tensors_hooks(hook.pack, hook.unpack):
+        setting, _ = ambient()
+    assert setting is not None and repr(setting.rule) == hook.name
 
 
 @pytest.mark.core

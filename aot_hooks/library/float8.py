@@ -41,6 +41,10 @@ class _Pack:
     scaling: str
     declines: Declines
 
+    @property
+    def __name__(self) -> str:  # as a function has one: a hook made of this pack alone is shown by it
+        return f"float8({str(self.dtype).removeprefix('torch.float8_')}, {self.scaling})"
+
     def __call__(self, x: torch.Tensor) -> Any:
         if x.dtype not in FLOATS or x.dim() == 0 or x.numel() == 0:
             return x
@@ -117,6 +121,6 @@ def float8(dtype: torch.dtype = torch.float8_e4m3fn, scaling: str = "rowwise", s
         raise OptionError(f"float8: dtype must be one of {', '.join(map(str, _RANGE))}, got {dtype}")
     if scaling not in _BLOCKS:
         raise OptionError(f"float8: scaling must be one of {', '.join(map(repr, _BLOCKS))}, got {scaling!r}")
-    name = f"float8({str(dtype).removeprefix('torch.float8_')}, {scaling})"
     declines = Declines("float8", 8, 4, _BLOCKS[scaling] or 1 << 62, statistics=statistics)
-    return Hook(name, _Pack(dtype, scaling, declines), _Unpack(dtype, scaling), declines=declines)
+    pack = _Pack(dtype, scaling, declines)
+    return Hook(pack.__name__, pack, _Unpack(dtype, scaling), declines=declines)

@@ -101,6 +101,10 @@ class _Pack:
     declines: Declines
     rounds_to_zero = True
 
+    @property
+    def __name__(self) -> str:  # as a function has one: a hook made of this pack alone is shown by it
+        return f"int{self.bits}({self.block}{', stochastic' if self.stochastic else ''})"
+
     def __call__(self, x: torch.Tensor) -> Any:
         if x.dtype not in FLOATS or x.dim() == 0 or 0 in x.shape:
             return x
@@ -137,11 +141,9 @@ class _Unpack:
 
 def _hook(bits: int, block: int, stochastic: bool, statistics: bool) -> Hook:
     check_block_size(f"int{bits}", block)
-    name = f"int{bits}({block}{', stochastic' if stochastic else ''})"
     declines = Declines(f"int{bits}", bits, 4 if bits == 8 else 2, block, statistics=statistics)
-    return Hook(
-        name, _Pack(bits, block, stochastic, declines), _Unpack(bits, block), declines=declines, rounds_to_zero=True
-    )
+    pack = _Pack(bits, block, stochastic, declines)
+    return Hook(pack.__name__, pack, _Unpack(bits, block), declines=declines, rounds_to_zero=True)
 
 
 @functools.cache
