@@ -52,7 +52,7 @@ _Path = tuple["str | tuple[int, ...]", ...]  # a part that is a number, or sever
 
 
 def fold(decisions: Iterable[Decision]) -> list[Row]:
-    """Rows that differ in numbers of the module's path and in names only become one; the largest first."""
+    """Rows that differ in numbers of the module's path and in nodes' names only become one; the largest first."""
     decisions = list(decisions)
     hooks = {d.hook.name for d in decisions}
     groups: dict[tuple[Any, _Path], list[Decision]] = defaultdict(list)
@@ -96,7 +96,8 @@ def _fold_at(place: int, groups: dict[tuple[Any, _Path], list[Decision]]) -> dic
 def _likeness(d: Decision, hooks: set[str]) -> Any:
     s = d.saved
     flags = (s.is_input, s.is_output, s.is_static)
-    return s.op, s.shape, s.dtype, s.device, s.source_line, s.backward_ops, flags, d.hook, _reason(d, hooks)
+    where = (s.device, s.source_line, s.checkpoint_names)
+    return s.op, s.shape, s.dtype, where, s.backward_ops, flags, d.hook, _reason(d, hooks)
 
 
 def _reason(d: Decision, hooks: set[str]) -> str:
@@ -174,7 +175,8 @@ def _row_lines(row: Row, numbers: str) -> list[str]:
     s = row.decision.saved
     dtype = str(s.dtype).removeprefix("torch.")
     what = f"{_short(s.op)} {dtype}[{', '.join(map(str, s.shape))}]"
-    where = "  ".join(part for part in (what, row.module_path, s.source_line) if part)
+    named = f"named {', '.join(map(repr, s.checkpoint_names))}" if s.checkpoint_names else ""
+    where = "  ".join(part for part in (what, named, row.module_path, s.source_line) if part)
     readers = ", ".join(map(_short, s.backward_ops))
     how = f"{_how(row)}; read by {readers}" if readers else _how(row)
     return [_cut(numbers + where), _cut(" " * _INDENT + how)]
@@ -199,10 +201,9 @@ def _peak_lines(plan: Plan, size: int, unit: str) -> list[str]:
     if _place(after) != _place(before):
         lines.append(_cut(f"  with hooks {_place(after)}"))
     if falls < back / 2:
-        lines.append(
-            f"  it falls by {_number(falls, size)} of the {_number(back, size)} {unit} that come back: at that place "
-            "other tensors are alive than saved ones"
-        )
+        by, of = _number(abs(falls), size), f"{_number(back, size)} {unit} that come back"
+        change = f"falls by {by} of the" if falls >= 0 else f"rises by {by} in spite of the"
+        lines.append(f"  it {change} {of}: at that place other tensors are alive than saved ones")
     return lines
 
 
@@ -275,6 +276,7 @@ def as_data(plan: Plan | Sequence[Plan]) -> dict[str, Any]:
                 "storage_bytes": d.saved.nbytes,
                 "module_path": d.saved.module_path,
                 "source_line": d.saved.source_line,
+                "checkpoint_names": list(d.saved.checkpoint_names),
                 "backward_ops": list(d.saved.backward_ops),
                 "is_input": d.saved.is_input,
                 "is_output": d.saved.is_output,

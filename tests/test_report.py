@@ -38,6 +38,7 @@ def decision(path: str, name: str = "gelu", hook: Hook = HALF, **changes: Any) -
         "is_input": False,
         "is_output": False,
         "is_static": False,
+        "checkpoint_names": (),
     }
     amounts = {"reason": "scope 'donated'", "packed_bytes": 1 << 20 if hook is KEEP else 1 << 19}
     amounts |= {"saved_bytes": 1 << 20} | {k: v for k, v in changes.items() if k not in fields}
@@ -158,6 +159,12 @@ def test_a_peak_that_cannot_fall_is_said_to_stand_elsewhere() -> None:
     assert "other tensors are alive" not in deep
 
 
+def test_a_peak_that_rises_is_said_to() -> None:
+    before, after = (LivePoint("backward", "mm", n << 20, "", "") for n in (8, 10))
+    text = format_report(Plan((decision("layers.0"),), live_before=(before,), live_after=(after,)))
+    assert "it rises by 2.00 in spite of the 0.50 MiB that come back" in text
+
+
 def test_measured_bytes_stand_beside_predicted_ones() -> None:
     point = LivePoint("backward", "mm", 4 << 20, "", "")
     plan = Plan((decision("a"),), live_before=(point,), live_after=(point,))
@@ -215,11 +222,19 @@ def test_gaps_are_shown() -> None:
         {"packed_bytes": 7},
         {"source_line": "model.py:32: h = relu(x)"},
         {"backward_ops": ("aten.mul.Tensor",)},
+        {"checkpoint_names": ("qkv",)},
     ],
 )
 def test_unequal_rows_do_not_fold(change: Any) -> None:
     assert len(fold([decision("layers.0"), decision("layers.1")])) == 1
     assert len(fold([decision("layers.0"), decision("layers.1", **change)])) == 2
+
+
+def test_names_given_by_the_program_are_shown() -> None:
+    plan = Plan((decision("layers.0", checkpoint_names=("qkv", "heads")), decision("layers.1")))
+    named, plain = format_report(plan).splitlines()[4::2]
+    assert "gelu float32[256, 1024]  named 'qkv', 'heads'  layers.0 " in named and "named" not in plain
+    assert [row["checkpoint_names"] for row in as_data(plan)["rows"]] == [["qkv", "heads"], []]
 
 
 def test_reasons_that_name_a_tensor_fold_and_those_that_name_a_hook_do_not() -> None:
@@ -254,7 +269,17 @@ def test_data_is_json_and_adds_up() -> None:
     assert data["totals"]["predicted_peak_after_bytes"] == max(p["live_bytes"] for p in data["live_after"])
     assert set(data["rows"][0]) == {
         *("name", "op", "shape", "dtype", "device", "storage", "storage_bytes", "module_path", "source_line"),
-        *("backward_ops", "is_input", "is_output", "is_static", "hook", "reason", "saved_bytes", "packed_bytes"),
+        *(
+            "checkpoint_names",
+            "backward_ops",
+            "is_input",
+            "is_output",
+            "is_static",
+            "hook",
+            "reason",
+            "saved_bytes",
+            "packed_bytes",
+        ),
     }
 
 
