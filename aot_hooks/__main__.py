@@ -70,6 +70,11 @@ def report(options: argparse.Namespace) -> int:
         data = as_data(plan)
         data["measured_peak_bytes"] = recorded.peak_bytes
         data["measured_optimizer_bytes"] = recorded.optimizer_bytes
+        data["other_graphs"] = {
+            "graph_count": len(recorded.compiled) - len(recorded.reported),
+            "saved_bytes": recorded.others.saved_bytes,
+            "packed_bytes": recorded.others.packed_bytes,
+        }
         print("\n" + _origin(options.script, recorded))
         print(
             format_report(
@@ -110,17 +115,41 @@ def _evaluated(option: str, expression: str) -> Any:
 
 
 def _origin(script: str, recorded: Recorded) -> str:
+    notes: list[str] = []
     if recorded.compiled:
-        count = len(recorded.compiled)
-        what = "1 compiled graph with a backward"
-        if count > 1:
-            what = f"{count} compiled graphs with a backward, added up as those of one step"
+        what = _compiled_graphs(recorded, notes)
     else:
         modules = ", ".join(dict.fromkeys(name for name, _ in recorded.eager))
         what = f"run eagerly, reported as torch.compile would save: {modules}"
-        recorded.notes.insert(0, "what the script computes outside of these modules, such as its loss")
-    steps = f"; optimizer steps: {recorded.step_count}" if recorded.step_count else ""
-    return "\n".join([f"{script}: {what}{steps}", *(f"  not in it: {note}" for note in recorded.notes)])
+        notes.append("what the script computes outside of these modules, such as its loss")
+    lines = [f"{script}: {what}" + (f"; optimizer steps: {recorded.step_count}" if recorded.step_count else "")]
+    if recorded.own:
+        lines.append("  by the hooks and options of the script itself")
+        notes.append("what the script compiles by other backends than aot_hooks")
+    if recorded.overridden:
+        lines.append(
+            "  the script uses aot_hooks itself: the backends and options that it asks for are overridden from the "
+            "command line (without --hook and --policy they are reported)"
+        )
+    return "\n".join([*lines, *(f"  not in it: {note}" for note in (*notes, *recorded.notes))])
+
+
+def _compiled_graphs(recorded: Recorded, notes: list[str]) -> str:
+    """Which graphs are in the report; what is not goes to `notes`."""
+    count, others = len(recorded.reported), len(recorded.compiled) - len(recorded.reported)
+    what = f"{count} compiled graph{'s' if count > 1 else ''} with a backward"
+    if not recorded.last_step:
+        return what + (", added up as those of one step" if count > 1 else "")
+    if others:
+        saved, packed = recorded.others.saved_bytes / 2**20, recorded.others.packed_bytes / 2**20
+        notes.append(
+            f"{others} compiled graph{'s' if others > 1 else ''} with a backward that did not run in the last step "
+            f"(saved for backward: {saved:.2f} -> {packed:.2f} MiB)"
+        )
+    most = max(recorded.last_step.values())
+    if most > 1:
+        notes.append(f"that a graph ran up to {most} times in the step: each graph counts once")
+    return what + ", of the last step"
 
 
 def main(argv: list[str] | None = None) -> int:

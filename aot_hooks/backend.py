@@ -10,11 +10,12 @@ Two inner compilers: "inductor", and "aten", which runs AOTAutograd's graphs as 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch.fx import GraphModule
@@ -31,7 +32,7 @@ from .plan import Plan, region_of
 from .policy import SCOPES, Setting
 from .rewrite import rewrite
 
-__all__ = ["Options", "aot_hooks", "last_plans", "plan_graph", "recording", "reset"]
+__all__ = ["Graph", "Options", "aot_hooks", "last_plans", "plan_graph", "recorded", "reset", "with_options"]
 
 
 @dataclass(frozen=True)
@@ -78,12 +79,26 @@ class Options:
         return parsed
 
 
+@dataclass(eq=False)
+class Graph:
+    """A compiled graph, as `recorded` tells of it.
+
+    Attributes:
+        plans: with live bytes; empty if it has no backward, several if Dynamo's graph became several.
+        run_count: how often its forward ran.
+    """
+
+    plans: list[Plan] = field(default_factory=list)
+    run_count: int = 0
+
+
 class _Plans:
     """Plans by the `torch.compile` wrapper that asked for them; weak, so that a dropped function drops its plans."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.by_wrapper: dict[int, tuple[weakref.ref[Any], list[Plan]]] = {}
+        self.record: list[Graph] | None = None  # while `recorded()` listens
 
     def of(self, wrapper: Any) -> list[Plan]:
         with self.lock:
@@ -153,19 +168,31 @@ def aot_hooks(
     return _compile_graph(gm, inputs, mode, Options.parse(options), plans)
 
 
-def recording(options: Mapping[str, Any] | None, record: list[Plan]) -> Callable[..., Any]:
-    """The backend with these options that also appends to `record` the plan of each graph with a backward, and its live
-    bytes; also of graphs that no hook covers."""
+def with_options(options: Mapping[str, Any] | None) -> Callable[..., Any]:
+    """The backend with these options, whatever options it is called with."""
     parsed = Options.parse(options)
 
-    def aot_hooks_recording(gm: GraphModule, inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
-        return _compile_graph(gm, inputs, None, parsed, record, live=True)
+    def aot_hooks_with_options(gm: GraphModule, inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
+        return _compile_graph(gm, inputs, None, parsed, [])
 
-    return aot_hooks_recording
+    return aot_hooks_with_options
+
+
+@contextlib.contextmanager
+def recorded() -> Iterator[list[Graph]]:
+    """Each graph that this backend compiles meanwhile, on any thread, also those that no hook covers.
+
+    `last_plans` tells what it would without it.
+    """
+    before, _plans.record = _plans.record, []
+    try:
+        yield _plans.record
+    finally:
+        _plans.record = before
 
 
 def _compile_graph(
-    gm: GraphModule, inputs: Sequence[Any], mode: str | None, parsed: Options, plans: list[Plan], live: bool = False
+    gm: GraphModule, inputs: Sequence[Any], mode: str | None, parsed: Options, plans: list[Plan]
 ) -> Callable[..., Any]:
     if parsed.cudagraphs:
         raise OptionError(
@@ -173,14 +200,21 @@ def _compile_graph(
         )
     patches = _inductor_patches(parsed, mode)
     setting, alive, regions, places = _in_force(gm, parsed)
-    if setting is None and not regions and not live:
+    record, graph = _plans.record, Graph()
+    covered = setting is not None or bool(regions)
+    if not covered and record is None:
         return _with_eager_hooks(_compile(gm, inputs, parsed, patches, None, ""))
 
-    partition = planning_partition(setting, regions, parsed.inner, plans, live=live)
+    partition = planning_partition(setting, regions, parsed.inner, graph.plans, live=record is not None)
     key = content(setting.key if setting else "", tuple(sorted(regions)), places)
     # a pair of plain functions on top keeps torch from inlining the hooks a second time
     with _compat.hooks_pushed(_as_it_is, _as_it_is), _compat.without_autograd_cache():
         compiled = _compile(gm, inputs, parsed, patches, partition, key)
+    if covered:
+        plans.extend(graph.plans)
+    if record is not None:
+        record.append(graph)
+        compiled = _counted(compiled, graph)
     if alive is None:
         return _with_eager_hooks(compiled)
 
@@ -188,6 +222,14 @@ def _compile_graph(
         return _compat.call_without_hooks(compiled, args)
 
     run._aot_hooks_pair = alive  # type: ignore[attr-defined]  # its id is in Dynamo's guards
+    return run
+
+
+def _counted(compiled: Callable[..., Any], graph: Graph) -> Callable[..., Any]:
+    def run(*args: Any) -> Any:
+        graph.run_count += 1
+        return compiled(*args)
+
     return run
 
 

@@ -1,20 +1,25 @@
 """Run a training script as it is, and record what it saves for backward.
 
-      script.py --runpy--> torch.compile(...) --stance: every backend is ours--> plans of its graphs
-                   |
+      script.py --runpy--> torch.compile(...) --stance: every backend is ours--> plans of its graphs, of those that
+                   |                                                               ran in the last step
                    +-----> an outermost module called eagerly, once each: `plan(module, ...)` on its arguments
 
 All by public hooks of torch: `torch.compiler.set_stance(force_backend=...)`, global module hooks and optimizer hooks.
 To the script this means: what it compiles is compiled by this backend with default mode, whatever backend and options
 it asked for; models that it runs eagerly run eagerly. With a policy, compiled graphs do run with hooks.
+
+A script that names this package is left alone, unless a policy is given: what it compiles by this backend is reported
+with the hooks that the script itself asked for.
 """
 
 from __future__ import annotations
 
+import ast
+import re
 import runpy
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,7 +30,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from . import _compat
-from .backend import recording
+from .backend import Graph, recorded, with_options
 from .dry_run import plans_of
 from .errors import AotHooksError
 from .plan import Plan, joined
@@ -46,25 +51,47 @@ class Recorded:
     """What a script did.
 
     Attributes:
-        compiled: plans of its compiled graphs.
+        graphs: its compiled graphs, filled while it runs.
         eager: plans of the modules it ran eagerly, by class name; empty if it compiled anything.
+        last_step: graphs with a backward that ran in the last step that ran any, and how often.
+        own: the script uses this package, and its own hooks were in force.
+        overridden: the script uses this package, and a policy from outside took the place of its backend's options.
         notes: what could not be looked at, and why.
         step_count: optimizer steps.
         peak_bytes: most bytes a forward and backward took on the CUDA device over those before; None without one.
         optimizer_bytes: likewise the optimizer's step.
     """
 
-    compiled: list[Plan] = field(default_factory=list)
+    graphs: Sequence[Graph] = ()
     eager: list[tuple[str, Plan]] = field(default_factory=list)
+    last_step: dict[Graph, int] = field(default_factory=dict)
+    own: bool = False
+    overridden: bool = False
     notes: list[str] = field(default_factory=list)
     step_count: int = 0
     peak_bytes: int | None = None
     optimizer_bytes: int | None = None
 
     @property
+    def compiled(self) -> list[Graph]:
+        """The graphs that have a backward."""
+        return [graph for graph in self.graphs if graph.plans]
+
+    @property
+    def reported(self) -> list[Graph]:
+        """The compiled graphs of the last step; all, where no optimizer stepped after one."""
+        return [graph for graph in self.compiled if graph in self.last_step or not self.last_step]
+
+    @property
     def plan(self) -> Plan:
-        """All graphs as one."""
-        return joined(self.compiled or [plan for _, plan in self.eager])
+        """The reported graphs as one."""
+        return joined([p for g in self.reported for p in g.plans] or [plan for _, plan in self.eager])
+
+    @property
+    def others(self) -> Plan:
+        """As one, the compiled graphs that are not reported."""
+        reported = set(self.reported)
+        return joined([p for g in self.compiled if g not in reported for p in g.plans])
 
 
 def run_script(path: str, arguments: list[str], options: Mapping[str, Any], steps: int | None = None) -> Recorded:
@@ -79,11 +106,16 @@ def run_script(path: str, arguments: list[str], options: Mapping[str, Any], step
     """
     if not Path(path).is_file():
         raise ScriptError(f"no such script: {path}")
-    recorded, cuda = Recorded(), _Cuda()
+    found, cuda = Recorded(), _Cuda()
+    uses_package, has_policy = _names_this_package(path), options.get("policy") is not None
+    found.own, found.overridden = uses_package and not has_policy, uses_package and has_policy
     with _as_program(path, arguments), warnings.catch_warnings(), ExitStack() as stack:
         warnings.filterwarnings("ignore", message=r"Using `torch.compile\(module\)` when there are global hooks")
-        stack.enter_context(torch.compiler.set_stance("default", force_backend=recording(options, recorded.compiled)))
-        for handle in (*_watch_modules(recorded, options, cuda), *_watch_steps(recorded, steps, cuda)):
+        backend = with_options(options)  # also where it is not used: wrong options are named before the script runs
+        if not found.own:
+            stack.enter_context(torch.compiler.set_stance("default", force_backend=backend))
+        found.graphs = stack.enter_context(recorded())
+        for handle in (*_watch_modules(found, options, cuda), *_watch_steps(found, steps, cuda)):
             stack.callback(handle.remove)
         try:
             runpy.run_path(path, run_name="__main__")
@@ -93,16 +125,34 @@ def run_script(path: str, arguments: list[str], options: Mapping[str, Any], step
             if e.code not in (None, 0):
                 raise ScriptError(f"{path} exited with {e.code!r}") from e
         except Exception as e:
-            raise ScriptError(f"{path} raised {type(e).__name__}: {e}") from e
-    if recorded.compiled:
-        recorded.eager.clear()
-    if not recorded.plan.decisions:
-        why = "".join(f"\n  {note}" for note in recorded.notes)
+            why = "; it uses aot_hooks itself: leave --hook and --policy out to run it as it is" * found.overridden
+            raise ScriptError(f"{path} raised {type(e).__name__}: {e}{why}") from e
+    if found.compiled:
+        found.eager.clear()
+    if not found.plan.decisions:
+        why = "".join(f"\n  {note}" for note in found.notes)
         raise ScriptError(
             f"{path} saved nothing for backward: no compiled function and no module was called with gradients "
             f"enabled; does it train in another process, or only when given arguments (after --)?{why}"
         )
-    return recorded
+    return found
+
+
+def _names_this_package(path: str) -> bool:
+    """Whether the script imports this package or asks `torch.compile` for it by name; comments do not count."""
+    try:
+        tree = ast.parse(Path(path).read_bytes())
+    except (SyntaxError, ValueError):
+        return False  # running it will say what is wrong
+    names: list[Any] = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names.append(node.module)
+        elif isinstance(node, ast.Constant):
+            names.append(node.value)
+    return any(isinstance(name, str) and re.fullmatch(r"aot_hooks(\.\w+)*", name) for name in names)
 
 
 @contextmanager
@@ -134,7 +184,7 @@ class _Cuda:
         return bytes_over
 
 
-def _watch_modules(recorded: Recorded, options: Mapping[str, Any], cuda: _Cuda) -> list[Any]:
+def _watch_modules(found: Recorded, options: Mapping[str, Any], cuda: _Cuda) -> list[Any]:
     depth = 0
     seen: set[int] = set()
 
@@ -145,8 +195,8 @@ def _watch_modules(recorded: Recorded, options: Mapping[str, Any], cuda: _Cuda) 
         depth += 1
         if depth == 1:
             cuda.begin()
-            if torch.is_grad_enabled() and id(module) not in seen and not recorded.compiled:
-                _plan_eager(recorded, module, options, seen)
+            if torch.is_grad_enabled() and id(module) not in seen and not found.compiled:
+                _plan_eager(found, module, options, seen)
 
     def leave(module: torch.nn.Module, args: Any, output: Any) -> None:
         nonlocal depth
@@ -156,7 +206,7 @@ def _watch_modules(recorded: Recorded, options: Mapping[str, Any], cuda: _Cuda) 
     return [register_module_forward_pre_hook(enter), register_module_forward_hook(leave, always_call=True)]
 
 
-def _plan_eager(recorded: Recorded, module: torch.nn.Module, options: Mapping[str, Any], seen: set[int]) -> None:
+def _plan_eager(found: Recorded, module: torch.nn.Module, options: Mapping[str, Any], seen: set[int]) -> None:
     args, kwargs = _compat.module_call_arguments()
     tensors = [*module.parameters(), *_compat.pytree.tree_leaves((args, kwargs))]
     if _compat.compile_wrapper_of(module) is not None:
@@ -166,25 +216,31 @@ def _plan_eager(recorded: Recorded, module: torch.nn.Module, options: Mapping[st
     seen.add(id(module))
     name = type(module).__name__
     try:
-        found = plans_of(module, args, kwargs, **options)
+        plans = plans_of(module, args, kwargs, **options)
     except AotHooksError as e:
-        recorded.notes.append(f"{name}: {e}")
+        found.notes.append(f"{name}: {e}")
         return
-    if found:
-        recorded.eager.append((name, joined(found)))
+    if plans:
+        found.eager.append((name, joined(plans)))
 
 
-def _watch_steps(recorded: Recorded, steps: int | None, cuda: _Cuda) -> list[Any]:
+def _watch_steps(found: Recorded, steps: int | None, cuda: _Cuda) -> list[Any]:
+    counted: dict[Graph, int] = {}
+
     def before(*_: Any) -> None:
         peak = cuda.peak()
         if peak is not None:
-            recorded.peak_bytes = peak  # of the last step: the first one also compiles
+            found.peak_bytes = peak  # of the last step: the first one also compiles
 
     def after(*_: Any) -> None:
-        recorded.optimizer_bytes = cuda.peak()
+        found.optimizer_bytes = cuda.peak()
         cuda.base = None
-        recorded.step_count += 1
-        if steps is not None and recorded.step_count >= steps:
+        found.step_count += 1
+        ran = {g: g.run_count - counted.get(g, 0) for g in found.compiled if g.run_count > counted.get(g, 0)}
+        if ran:  # a second optimizer of the same step comes after no graph
+            found.last_step = ran
+            counted.update((g, g.run_count) for g in ran)
+        if steps is not None and found.step_count >= steps:
             raise _Enough
 
     untraced: Callable[[Any], Any] = _compat.untraced

@@ -318,7 +318,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--inner", choices=("inductor", "aten"), help="default: inductor on CUDA, aten elsewhere")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("out"))
-    parser.add_argument("--check", action="store_true", help=f"fail if the losses end over {LOSS_TOLERANCE:.0%} apart")
+    parser.add_argument("--check", action="store_true", help=f"fail if the losses end over {LOSS_TOLERANCE:.0%}% apart")
     return parser.parse_args(arguments)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,11 @@ from typing import Any
 import pytest
 import torch
 
+from aot_hooks import backend
 from aot_hooks.__main__ import main
+from aot_hooks.script import _names_this_package
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
 
 SCRIPT = """\
 import sys
@@ -152,6 +157,146 @@ def test_a_module_that_cannot_be_followed_is_named(tmp_path: Path, capsys: Any) 
     assert report(str(path)) == 0
     text = capsys.readouterr().out
     assert "not in it: Reads: " in text and "Sequential" in text
+
+
+OWN = """\
+import sys
+import torch
+from torch import nn
+import aot_hooks
+
+torch.manual_seed(0)
+
+def train(**how):
+    net = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64), nn.Sigmoid())
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    compiled = torch.compile(net, **how)
+    for _ in range(2):
+        compiled(torch.randn(512, 64)).square().mean().backward()
+        optimizer.step()
+    return aot_hooks.last_plans(compiled)
+
+def ours(policy):
+    return train(backend="aot_hooks", options={"inner": "aten", "policy": policy})
+
+assert train(backend="aot_eager") == ()
+assert train(backend="aot_hooks", options={"inner": "aten"}) == ()
+(plan,) = ours(aot_hooks.KEEP)
+(plan,) = ours(aot_hooks.cast(torch.bfloat16))
+print("own", plan.saved_bytes, plan.packed_bytes)
+"""
+
+
+@pytest.mark.core
+def test_a_script_with_hooks_of_its_own_is_reported_as_it_is(tmp_path: Path, capsys: Any) -> None:
+    path, out = tmp_path / "own.py", tmp_path / "out.json"
+    path.write_text(OWN)
+    alone = subprocess.run([sys.executable, path], capture_output=True, text=True, check=True).stdout.split()
+    assert main(["report", "--json", str(out), str(path)]) == 0
+    text, data = capsys.readouterr().out, json.loads(out.read_text())
+    own = next(line.split() for line in text.splitlines() if line.startswith("own "))
+    totals = [data["totals"]["saved_bytes"], data["totals"]["packed_bytes"]]
+    assert own == alone == ["own", *map(str, totals)] and totals[1] < totals[0]
+    assert {row["hook"] for row in data["rows"]} == {"cast(bfloat16)", "keep"}
+    assert "1 compiled graph with a backward, of the last step" in text and "hooks and options of the script" in text
+    # the graphs without hooks are listed, that of the other backend is not seen
+    assert "not in it: 2 compiled graphs" in text and "other backends than aot_hooks" in text
+    assert data["other_graphs"] == {"graph_count": 2, "saved_bytes": 2 * totals[0], "packed_bytes": 2 * totals[0]}
+
+
+@pytest.mark.core
+def test_a_context_inside_the_script_is_reported_and_nothing_listens_on(tmp_path: Path, capsys: Any) -> None:
+    path = tmp_path / "context.py"
+    path.write_text(
+        "import torch\n"
+        "from aot_hooks import checkpoint_name, float8, saved_tensors_hooks\n"
+        "pack, unpack = float8().pack, float8().unpack\n"
+        "def f(x):\n"
+        "    with saved_tensors_hooks(pack, unpack):\n"
+        "        return checkpoint_name(x @ x, 'wave').cos().sum()\n"
+        "f = torch.compile(f, backend='aot_hooks', options={'inner': 'aten'})\n"
+        "f(torch.randn(64, 64, requires_grad=True)).backward()\n"
+    )
+    assert main(["report", str(path)]) == 0
+    text = capsys.readouterr().out
+    assert "float8(e4m3fn, rowwise): scope 'donated'" in text and "named 'wave'" in text
+    assert backend._plans.record is None
+
+
+def test_a_policy_from_outside_overrides_that_of_the_script(tmp_path: Path, capsys: Any) -> None:
+    path = tmp_path / "own.py"
+    path.write_text(OWN.replace("(plan,) = ", "plans = ").replace('print("own", plan', "raise SystemExit #"))
+    assert report("--hook", "int8", str(path)) == 0
+    text = capsys.readouterr().out
+    assert "int8(128): scope" in text and "cast(bfloat16)" not in text
+    assert "uses aot_hooks itself" in text and "overridden" in text
+    path.write_text(OWN)  # its plans are not there: the error says why
+    assert report("--hook", "int8", str(path)) == 1
+    assert "leave --hook and --policy out" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "source, own",
+    [
+        ("import aot_hooks.policies", True),
+        ("def f():\n    from aot_hooks import plan", True),
+        ("torch.compile(f, backend='aot_hooks')", True),
+        ("import aot_hooks_other  # aot_hooks", False),
+        ("print('we leave aot_hooks alone')", False),
+        ("from . import x", False),
+        ("def f(:", False),
+    ],
+)
+def test_scripts_that_use_the_package_are_told_by_their_syntax(source: str, own: bool, tmp_path: Path) -> None:
+    path = tmp_path / "some.py"
+    path.write_text(source)
+    assert _names_this_package(str(path)) is own
+
+
+def test_graphs_of_the_last_step_are_reported_and_others_named(tmp_path: Path, capsys: Any) -> None:
+    path, out = tmp_path / "two.py", tmp_path / "out.json"
+    path.write_text(
+        "import torch\n"
+        "nets = [torch.nn.Sequential(torch.nn.Linear(n, n), torch.nn.Tanh()) for n in (32, 64)]\n"
+        "optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in nets]\n"
+        "second = torch.optim.SGD(nets[1].parameters(), lr=0.1)\n"
+        "compiled = [torch.compile(net) for net in nets]\n"
+        "for _ in range(3):\n"
+        "    for n, (run, optimizer) in zip((32, 64), zip(compiled, optimizers)):\n"
+        "        for _ in range(n // 32):\n"
+        "            run(torch.randn(8, n)).sum().backward()\n"
+        "        optimizer.step()\n"
+        "    second.step()\n"
+        "compiled[0](torch.randn(8, 32))\n"  # after the last step: in no complete one
+    )
+    assert report("--json", str(out), str(path)) == 0
+    text, data = capsys.readouterr().out, json.loads(out.read_text())
+    assert data["totals"]["saved_bytes"] == 4 * 8 * 64 and data["other_graphs"]["saved_bytes"] == 4 * 8 * 32
+    assert "1 compiled graph with a backward, of the last step" in text and "not in it: 1 compiled graph" in text
+    assert "up to 2 times in the step" in text
+
+
+def test_graphs_of_one_step_are_added_up(tmp_path: Path, capsys: Any) -> None:
+    path, out = tmp_path / "break.py", tmp_path / "out.json"
+    path.write_text(
+        "import torch\n"
+        "first, second = (torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Tanh()) for _ in range(2))\n"
+        "optimizer = torch.optim.SGD([*first.parameters(), *second.parameters()], lr=0.1)\n"
+        "a, b = torch.compile(first), torch.compile(second)\n"
+        "for _ in range(2):\n"
+        "    b(a(torch.randn(8, 64))).sum().backward()\n"
+        "    optimizer.step()\n"
+    )
+    assert report("--json", str(out), str(path)) == 0
+    text, data = capsys.readouterr().out, json.loads(out.read_text())
+    assert "2 compiled graphs with a backward, of the last step" in text and "not in it" not in text
+    assert data["other_graphs"]["graph_count"] == 0
+
+
+def test_the_example_explains_its_options() -> None:
+    command = [sys.executable, EXAMPLES / "train_gpt.py", "--help"]
+    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert re.search(r"--check +fail if the losses end over \d+% apart", text)
 
 
 @pytest.mark.parametrize(
