@@ -36,6 +36,7 @@ SYMBOLS = {
     "torch._dynamo.comptime.comptime": "contexts inside a compiled function",
     "torch._dynamo.assume_constant_result": "contexts inside a compiled function",
     "torch._dynamo.exc.BackendCompilerFailed": "errors of contexts inside a compiled function",
+    "torch._dynamo.exc.TorchDynamoException": "reports of scripts with a module that cannot be planned",
     "torch._dynamo.source.Source": "contexts inside a compiled function",
     "torch._dynamo.guards.install_guard": "recompiling when a hook inside a compiled function changes",
     "torch._dynamo.eval_frame.skip_code": "names given by code that Dynamo left to Python",
@@ -381,6 +382,12 @@ def data_dependent_errors() -> tuple[type[BaseException], ...]:
     symbolic = need("torch.fx.experimental.symbolic_shapes.GuardOnDataDependentSymNode")
     dynamic = need("torch._subclasses.fake_tensor.DynamicOutputShapeException")
     return (fake, symbolic, dynamic)
+
+
+def dynamo_error() -> type[Exception]:
+    """What Dynamo raises when it cannot go on, and where what it runs raises on fake tensors."""
+    error: type[Exception] = need("torch._dynamo.exc.TorchDynamoException")
+    return error
 
 
 def hint(size: Any) -> int:

@@ -220,6 +220,9 @@ def _plan_eager(found: Recorded, module: torch.nn.Module, options: Mapping[str, 
     except AotHooksError as e:
         found.notes.append(f"{name}: {e}")
         return
+    except _compat.dynamo_error() as e:  # the script, which does not compile it, may well go on
+        found.notes.append(f"{name}: cannot be compiled, so not planned: {str(e).strip().splitlines()[0]}")
+        return
     if plans:
         found.eager.append((name, joined(plans)))
 

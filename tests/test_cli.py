@@ -159,6 +159,26 @@ def test_a_module_that_cannot_be_followed_is_named(tmp_path: Path, capsys: Any) 
     assert "not in it: Reads: " in text and "Sequential" in text
 
 
+def test_a_module_that_runs_but_does_not_compile_does_not_end_the_script(tmp_path: Path, capsys: Any) -> None:
+    path = tmp_path / "tries.py"
+    path.write_text(
+        "import torch\n"
+        "class Tries(torch.nn.Linear):\n"
+        "    def forward(self, x):\n"
+        "        try:\n"
+        "            h = super().forward(x[:, :3])\n"
+        "        except RuntimeError:\n"
+        "            h = super().forward(x)\n"
+        "        return h.tanh()\n"
+        "Tries(4, 4)(torch.randn(2, 4)).sum().backward()\n"
+        "torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh())(torch.randn(2, 4)).sum().backward()\n"
+        "print('went on')\n"
+    )
+    assert report(str(path)) == 0
+    text = capsys.readouterr().out
+    assert "went on" in text and "not in it: Tries: cannot be compiled" in text and "Sequential" in text
+
+
 OWN = """\
 import sys
 import torch
