@@ -19,6 +19,7 @@ import re
 import runpy
 import sys
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -186,7 +187,7 @@ class _Cuda:
 
 def _watch_modules(found: Recorded, options: Mapping[str, Any], cuda: _Cuda) -> list[Any]:
     depth = 0
-    seen: set[int] = set()
+    seen: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()  # an id would be that of another module later
 
     def enter(module: torch.nn.Module, args: Any) -> None:
         nonlocal depth
@@ -195,7 +196,7 @@ def _watch_modules(found: Recorded, options: Mapping[str, Any], cuda: _Cuda) -> 
         depth += 1
         if depth == 1:
             cuda.begin()
-            if torch.is_grad_enabled() and id(module) not in seen and not found.compiled:
+            if torch.is_grad_enabled() and module not in seen and not found.compiled:
                 _plan_eager(found, module, options, seen)
 
     def leave(module: torch.nn.Module, args: Any, output: Any) -> None:
@@ -206,14 +207,16 @@ def _watch_modules(found: Recorded, options: Mapping[str, Any], cuda: _Cuda) -> 
     return [register_module_forward_pre_hook(enter), register_module_forward_hook(leave, always_call=True)]
 
 
-def _plan_eager(found: Recorded, module: torch.nn.Module, options: Mapping[str, Any], seen: set[int]) -> None:
+def _plan_eager(
+    found: Recorded, module: torch.nn.Module, options: Mapping[str, Any], seen: weakref.WeakSet[torch.nn.Module]
+) -> None:
     args, kwargs = _compat.module_call_arguments()
     tensors = [*module.parameters(), *_compat.pytree.tree_leaves((args, kwargs))]
     if _compat.compile_wrapper_of(module) is not None:
         return  # its graphs come by the backend
     if not any(isinstance(t, torch.Tensor) and t.requires_grad for t in tensors):
         return
-    seen.add(id(module))
+    seen.add(module)
     name = type(module).__name__
     try:
         plans = plans_of(module, args, kwargs, **options)

@@ -142,6 +142,18 @@ def test_scripts_that_compile_a_function(tmp_path: Path, capsys: Any) -> None:
     assert "1 compiled graph with a backward" in capsys.readouterr().out
 
 
+def test_modules_that_take_the_place_of_others_in_memory_are_planned(tmp_path: Path, capsys: Any) -> None:
+    path = tmp_path / "replaced.py"
+    path.write_text(
+        "import torch\n"
+        "for i in range(12):\n"
+        "    kind = type(f'Kind{i}', (torch.nn.Tanh,), {})\n"
+        "    kind()(torch.randn(4, requires_grad=True)).sum().backward()\n"
+    )
+    assert report(str(path)) == 0
+    assert ", ".join(f"Kind{i}" for i in range(12)) in capsys.readouterr().out
+
+
 def test_a_module_that_cannot_be_followed_is_named(tmp_path: Path, capsys: Any) -> None:
     path = tmp_path / "reads.py"
     path.write_text(
