@@ -12,6 +12,7 @@ program that branches on values between its graphs cannot be followed so: that r
 from __future__ import annotations
 
 import contextlib
+import random
 import types
 from collections.abc import Callable
 from typing import Any
@@ -98,6 +99,7 @@ def plans_of(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
     grads = [(t, t.grad) for t in (*leaves, *state) if t.is_leaf]
     attributes = [(place, dict(place)) for m in _modules_in(fn, args, kwargs) for place in _places(m)]
     no_step = register_optimizer_step_pre_hook(_refuse_step)
+    drawn = random.getstate()  # of Python's generator, which layer drop and the like draw from
     try:
         with torch.compiler.set_stance("default"), traces, _compat.random_state_kept(), mode:
             torch.compile(program, backend=planner, dynamic=getattr(wrapper, "dynamic", None))(*args, **kwargs)
@@ -114,6 +116,7 @@ def plans_of(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
         raise
     finally:
         no_step.remove()
+        random.setstate(drawn)
         for tensor, grad in grads:
             tensor.grad = grad
         for place, before in attributes:

@@ -3,7 +3,7 @@
       first_match(                                     SavedTensor --match--> Hook, or None: not mine
           only_these_names({"logits": KEEP}),
           only_these_ops({torch.ops.aten.gelu.default: float8()}),
-          larger_than(1 << 20, offload()),
+          larger_than(1 << 20, float8()),
       )
 
 A policy is a pure function `SavedTensor -> Hook`; any such function is one. Those from here are frozen, hashable,

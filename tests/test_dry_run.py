@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 from dataclasses import replace
 from typing import Any
@@ -364,3 +365,15 @@ def test_a_bad_hook_is_named_by_its_own_error() -> None:
 def test_without_gradients_there_is_nothing_to_plan() -> None:
     with torch.no_grad():
         assert aot_hooks.plan(mlp(), torch.randn(4, 8)).decisions == ()
+
+
+def test_pythons_random_numbers_go_on_as_if_nothing_was_planned():
+    def f(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        torch._dynamo.graph_break()
+        return (x @ w).sin() * (2.0 if random.random() < 0.5 else 3.0)
+
+    random.seed(3)
+    expected = random.random()
+    random.seed(3)
+    aot_hooks.plan(f, torch.randn(3, 4), torch.randn(4, 4, requires_grad=True))
+    assert random.random() == expected
