@@ -83,7 +83,8 @@ def _as_hook(pack: Any, unpack: Any) -> Hook:
         if unpack is None or unpack is pack:
             return pack
         eager, flushes = pack.eager or unpack.eager, pack.rounds_to_zero or unpack.rounds_to_zero
-        return Hook(f"{pack.name}/{unpack.name}", pack.pack, unpack.unpack, eager, rounds_to_zero=flushes)
+        name = f"{pack.name}/{unpack.name}"
+        return Hook(name, pack.pack, unpack.unpack, eager, pack.declines, flushes)
     for name, fn in (("pack", pack), ("unpack", unpack)):
         if not callable(fn):
             raise OptionError(

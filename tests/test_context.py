@@ -292,3 +292,25 @@ def test_the_backward_may_run_outside_or_inside_another_context(model: Chain, x:
     with saved_tensors_hooks(*scale(3), scope="all"):
         got = torch.autograd.grad(out.sum(), [x, *model.parameters()])
     assert_same(got, hand_gradients(model, x, h=2))
+
+
+def test_two_hooks_as_a_pair_keep_what_the_packing_one_declines():
+    def narrow(x: torch.Tensor) -> torch.Tensor:
+        return x.to(torch.bfloat16)
+
+    def widen(x: torch.Tensor) -> torch.Tensor:
+        return x.to(torch.float32)
+
+    def declines(saved: aot_hooks.SavedTensor) -> str | None:
+        return "it is a sine" if "sin" in saved.op else None
+
+    packs = aot_hooks.Hook("packs", narrow, widen, declines=declines)
+    unpacks = aot_hooks.Hook("unpacks", narrow, widen)
+    w = torch.randn(4, 4, requires_grad=True)
+    f = torch.compile(lambda x, w: (x @ w).sin() @ w, backend="aot_hooks", options={"inner": "aten"})
+    with aot_hooks.saved_tensors_hooks(packs, unpacks):
+        f(torch.randn(3, 4), w).sum().backward()
+    (plan,) = aot_hooks.last_plans(f)
+    found = {d.saved.op: (d.hook.name, d.reason) for d in plan.decisions if not d.saved.is_input}
+    assert found["aten.sin.default"] == ("keep", "it is a sine")
+    assert found["aten.mm.default"][0] == "packs/unpacks"
