@@ -99,13 +99,13 @@ def without_numbers(plan: aot_hooks.Plan) -> Counter[aot_hooks.Decision]:
     return Counter(replace(d, saved=row) for d, row in zip(plan.decisions, rows, strict=True))
 
 
-CASES = [("aten", "module", True), ("aten", "function", False)]
+CASES = [(*case, policy) for case in (("aten", "module", True), ("aten", "function", False)) for policy in POLICIES]
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize(
-    "inner, called_as, breaks", [*CASES, pytest.param("inductor", "module", False, marks=pytest.mark.slow)]
+    "inner, called_as, breaks, policy",
+    [*CASES, pytest.param("inductor", "module", False, "names", marks=pytest.mark.slow)],
 )
 def test_policies_plan_what_they_compile(inner: str, policy: str, called_as: str, breaks: bool) -> None:
     model, x, rule = Blocks(breaks), torch.randn(4, 8), POLICIES[policy]

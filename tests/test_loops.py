@@ -89,7 +89,7 @@ def test_int8_as_tensor_code_keeps_its_bound(dtype):
     assert got[5].isfinite().all()  # of the dtype's largest number
 
 
-HOOKS = {f"float8 {s}": aot_hooks.float8(torch.float8_e5m2, s) for s in ("tensorwise", "rowwise", "blockwise")}
+HOOKS = {f"float8 {s}": aot_hooks.float8(torch.float8_e5m2, s) for s in ("rowwise", "blockwise")}
 HOOKS["int8"] = aot_hooks.int8()
 
 
