@@ -7,8 +7,7 @@
 They compute what float8.py and integer.py write as tensor code, which Inductor takes apart into some twenty nodes a
 saved tensor, and in fewer instructions a number: at 8 bits arithmetic costs as much time as moving the bytes.
 Compile time is per node and per buffer, so what is stored for a row is not its scale but what the reduction gives, the
-bits of its largest value: with the scale as a buffer of its own, four Llama blocks had 12 kernels more and took 4 of 16
-seconds longer to compile.
+bits of its largest value: with the scale as a buffer of its own, four Llama blocks had 114 kernels instead of 102.
 
 Only for graphs that Inductor compiles to Triton; they run anywhere, and are tested on the CPU.
 """
