@@ -68,12 +68,14 @@ def describe(result: dict[str, Any]) -> str:
     """The conditions, as a sentence."""
     c = result["conditions"]
     dtype = "bfloat16 autocast" if c["autocast"] else "float32"
-    seeds = min(len(way["runs"]) for way in result["ways"].values())
+    counts = {len(way["runs"]) for way in result["ways"].values()}
+    few, many = min(counts), max(counts)
+    seeds = f"{few} to {many} seeds" if few != many else f"{many} seed{'s' if many > 1 else ''}"
     return (
         f"{c['device']}, torch {c['torch']}, inner {c['inner']!r}, {dtype}: "
         f"{c['parameter_count'] / 1e6:.1f}M parameters ({c['layer_count']} layers of width {c['width']}), "
         f"{c['step_count']} steps of {c['batch']} × {c['sequence']} "
-        f"bytes, {seeds} seed{'s' if seeds > 1 else ''}; commit {(c['commit'] or 'unknown')[:7]}."
+        f"bytes, {seeds}; commit {(c['commit'] or 'unknown')[:7]}."
     )
 
 
