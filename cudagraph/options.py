@@ -1,0 +1,72 @@
+"""`torch.compile(..., backend="cudagraph_tree", options={...})`, read once and frozen.
+
+    options dict + environment --parse--> Options, a value
+
+What a call needs of it is built into its replay when that is recorded.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from .errors import OptionError
+
+__all__ = ["HELD_OUTPUTS", "INNER", "Options"]
+
+INNER = ("aten", "inductor")
+HELD_OUTPUTS = ("error", "copy")
+OR_ERROR_VARIABLES = ("CUDAGRAPH_OR_ERROR", "TORCHINDUCTOR_CUDAGRAPH_OR_ERROR")
+
+
+def or_error_from_environment() -> bool:
+    return any(os.environ.get(name) == "1" for name in OR_ERROR_VARIABLES)
+
+
+@dataclass(frozen=True)
+class Options:
+    """How functions are captured.
+
+    Attributes:
+        inner: "aten" (AOTAutograd's graphs as they are) or "inductor".
+        or_error: raise `NotCapturableError` where something would run without a graph. Default: True if
+            `CUDAGRAPH_OR_ERROR=1` or `TORCHINDUCTOR_CUDAGRAPH_OR_ERROR=1` is set, else False.
+        held_outputs: what becomes of an output that is still held when its memory is reused: "error" (reading it
+            raises) or "copy" (it is copied out and lives on).
+        rerecord_limit: how many new sets of static addresses a function is recorded for at one place of a path; sets
+            seen before are free. Past it the function runs without a graph there, with one warning.
+        size_limit: how many sizes (values of its integer inputs, shapes of its tensors) a function is recorded for.
+            Past it new sizes run without a graph, with one warning.
+        warmup_steps: how often a function runs as it is before it is recorded, at least 1.
+    """
+
+    inner: str = "aten"
+    or_error: bool = False
+    held_outputs: str = "error"
+    rerecord_limit: int = 128
+    size_limit: int = 64
+    warmup_steps: int = 1
+
+    @classmethod
+    def parse(cls, options: Mapping[str, Any] | None = None) -> Options:
+        """Raises `OptionError` naming what is unknown or wrong and listing what is valid."""
+        given = dict(options or {})
+        valid = list(cls.__dataclass_fields__)
+        unknown = [name for name in given if name not in valid]
+        if unknown:
+            raise OptionError(f"unknown option {unknown[0]!r}; valid options: {', '.join(valid)}")
+        given.setdefault("or_error", or_error_from_environment())
+        parsed = cls(**given)
+        for name, values in (("inner", INNER), ("held_outputs", HELD_OUTPUTS)):
+            if getattr(parsed, name) not in values:
+                listing = " or ".join(map(repr, values))
+                raise OptionError(f"options[{name!r}] must be {listing}, got {getattr(parsed, name)!r}")
+        if not isinstance(parsed.or_error, bool):
+            raise OptionError(f"options['or_error'] must be True or False, got {parsed.or_error!r}")
+        for name, least in (("rerecord_limit", 0), ("size_limit", 0), ("warmup_steps", 1)):
+            value = getattr(parsed, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise OptionError(f"options[{name!r}] must be an integer of at least {least}, got {value!r}")
+        return parsed
