@@ -3,15 +3,18 @@
 from . import errors, policies
 from .backend import last_plans, reset
 from .context import saved_tensors_hooks, saved_tensors_policy
+from .costs import Rates
 from .dry_run import plan, saved_tensors
 from .errors import AotHooksError
 from .hook import KEEP, Hook
-from .library import bitmask, cast, float8, int4, int8
+from .library import bitmask, cast, float8, int4, int8, offload
 from .lossless import lossless
 from .names import checkpoint_name
 from .plan import Decision, Plan
 from .report import format_report, print_report
 from .saved import SavedTensor
+from .schedule import Transfer
+from .transfers import offload_stats
 
 __version__ = "0.1.0"
 
@@ -21,7 +24,9 @@ __all__ = [
     "Decision",
     "Hook",
     "Plan",
+    "Rates",
     "SavedTensor",
+    "Transfer",
     "bitmask",
     "cast",
     "checkpoint_name",
@@ -32,6 +37,8 @@ __all__ = [
     "int8",
     "last_plans",
     "lossless",
+    "offload",
+    "offload_stats",
     "plan",
     "policies",
     "print_report",

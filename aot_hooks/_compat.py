@@ -51,6 +51,8 @@ SYMBOLS = {
     "torch._inductor.compile_fx.compile_fx_inner": "options['inner'] = 'inductor'",
     "torch._inductor.choices.InductorChoices": "kernels that pack without holding memory",
     "torch._inductor.virtualized.V": "kernels that pack without holding memory",
+    "torch._inductor.config._pre_fusion_custom_pass": "keeping copies of offload where they were planned",
+    "torch._inductor.dependencies.WeakDep": "keeping copies of offload where they were planned",
     "torch._inductor.ir.Pointwise": "operators that Inductor compiles as one loop",
     "torch._inductor.lowering.register_lowering": "operators that Inductor compiles as one loop",
     "torch._inductor.list_mode_options": "mode=",
@@ -529,7 +531,7 @@ def compile_inductor_with_hooks(gm: GraphModule, inputs: Sequence[Any], patches:
             return inner(*args, **kwargs)
 
     # a buffer that waits for its reuse is a buffer that is alive: the backward of a transformer block held 0.4 GiB
-    patches = {"allow_buffer_reuse": False, "dynamic_scale_rblock": False} | patches
+    patches = {"allow_buffer_reuse": False, "dynamic_scale_rblock": False} | patches | _order_pass(patches)
     compiled: Callable[..., Any] = compile_fx(gm, inputs, inner_compile=inner_compile, config_patches=patches)
     return compiled
 
@@ -597,6 +599,97 @@ def _choices() -> Any:
             return "aot_hooks choices 1"
 
     return Choices()
+
+
+PLACE = "aot_hooks_place"  # on nodes whose order is to be kept: (number, whether it is an operator of offload)
+
+
+def _place_of(scheduler_node: Any) -> tuple[int, bool] | None:
+    """The first place of the graph nodes behind a kernel that nothing is fused into yet."""
+    if not scheduler_node.is_extern() and not scheduler_node.is_template():
+        return None
+    places = [o.meta[PLACE] for o in getattr(scheduler_node.node, "origins", ()) if PLACE in o.meta]
+    return min(places, default=None)
+
+
+def _hold_order(nodes: list[Any]) -> list[Any]:
+    """Give Inductor's scheduler the dependencies that keep each operator of offload between the same kernels.
+
+    Every numbered kernel after an operator depends on it, and it on every one since the operator before it. These are
+    dependencies of order alone (`is_fake`), which hold no memory. One that would close a circle is left out: a pattern
+    of Inductor's may have moved what it replaced.
+    """
+    placed = sorted(((p, n) for n in nodes if (p := _place_of(n)) is not None), key=lambda pair: pair[0])
+    if not any(ours for (_, ours), _ in placed):
+        return nodes
+    weak = need("torch._inductor.dependencies.WeakDep")
+    makers = {name: n for n in nodes for name in n.get_buffer_names()}
+    needs = {n: {makers[d.name] for d in n.unmet_dependencies if d.name in makers} for n in nodes}
+
+    def reaches(node: Any, target: Any) -> bool:
+        seen, stack = {node}, [node]
+        while stack:
+            current = stack.pop()
+            if current is target:
+                return True
+            new = needs[current] - seen
+            seen |= new
+            stack += new
+        return False
+
+    def order(first: Any, then: Any) -> None:
+        if first is not then and first not in needs[then] and not reaches(first, then):
+            needs[then].add(first)
+            then.add_fake_dep(weak(next(iter(first.get_buffer_names())), then.get_name(), is_fake=True))
+
+    before: Any = None
+    since: list[Any] = []
+    for (_, ours), node in placed:
+        for each in (*((before,) if before is not None else ()), *(since if ours else ())):
+            order(each, node)
+        if ours:
+            before, since = node, []
+        else:
+            since.append(node)
+    scheduler = nodes[0].scheduler
+    scheduler.nodes = scheduler.topological_sort_schedule(nodes)
+    scheduler.compute_ancestors()  # what fusion looks at to make no circles
+    return list(scheduler.nodes)
+
+
+@functools.cache
+def _order_pass_class() -> type:
+    module = need("torch._inductor.custom_graph_pass")
+    base = getattr(module, "CustomSchedulerPass", module.CustomGraphPass)  # 2.11 has the second only
+
+    class OrderPass(base):  # type: ignore[misc, valid-type]
+        def __init__(self, after: Any) -> None:
+            self.after = after
+
+        def __call__(self, nodes: list[Any]) -> list[Any]:
+            nodes = _hold_order(nodes)
+            return self.after(nodes) if self.after is not None else nodes
+
+        def uuid(self) -> Any:
+            after = self.after.uuid() if self.after is not None else ""
+            return None if after is None else f"aot_hooks order 1 {after}"
+
+        def __reduce__(self) -> Any:
+            return str, (str(self.uuid()),)
+
+    return OrderPass
+
+
+def _order_pass(patches: dict[str, Any]) -> dict[str, Any]:
+    """Inductor settings by which `_hold_order` runs before fusion, and a pass of the user's after it; 2.11 to 2.15.
+
+    Goes when order can be kept publicly.
+    """
+    name = "_pre_fusion_custom_pass"
+    after = patches.get(name, getattr(need("torch._inductor.config"), name))
+    if after is not None and not hasattr(after, "uuid"):
+        return {name: lambda nodes: after(_hold_order(nodes))}  # torch caches nothing of what has no identity
+    return {name: _order_pass_class()(after)}
 
 
 _loops: list[tuple[Any, Callable[..., Any], Callable[..., torch.dtype], str | None]] = []

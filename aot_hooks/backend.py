@@ -20,7 +20,7 @@ from typing import Any
 
 from torch.fx import GraphModule
 
-from . import _compat, context
+from . import _compat, context, transfers
 from .content import content
 from .eager import CompiledCall
 from .errors import OptionError
@@ -130,8 +130,10 @@ def last_plans(compiled: Callable[..., Any]) -> tuple[Plan, ...]:
 
 
 def reset() -> None:
-    """Forget plans and interned settings; compiled functions stay as they are. `torch._dynamo.reset()` calls it."""
+    """Forget plans and interned settings, and give back the host memory of `offload`; compiled functions stay as they
+    are. `torch._dynamo.reset()` calls it."""
     _plans.clear()
+    transfers.reset()
     context.forget()
 
 

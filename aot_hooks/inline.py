@@ -26,7 +26,7 @@ from . import _compat
 from .saved import Boundary, SavedValue
 from .trace import TracedHook
 
-__all__ = ["Packing", "Unit", "inline", "last_use"]
+__all__ = ["Packing", "Unit", "inline", "last_use", "packed_bytes"]
 
 
 @dataclass
@@ -41,6 +41,7 @@ class Packing:
         reduce_first: put what the pack reduces (a scale) where the value is made, the rest after its last use. A fusing
             compiler then finds all scales in one pass over the data and writes all packed values in a second one.
         packed_bytes: bytes that cross; known once it is put in.
+        leaves: the nodes of the forward that cross, likewise.
     """
 
     traced: TracedHook
@@ -49,6 +50,7 @@ class Packing:
     early: bool = False
     reduce_first: bool = False
     packed_bytes: int = 0
+    leaves: list[Node] = field(default_factory=list)
 
 
 @dataclass
@@ -95,7 +97,7 @@ def inline(fw: GraphModule, bw: GraphModule, boundary: Boundary, units: Iterable
                 leaves = _copy_pack(packing.traced.pack, fw, unit, places, targets)
                 if packing.early:
                     _compat.mark_alone(_made_from(unit.source, leaves), value.row.name)
-                packing.packed_bytes = _bytes(leaves)
+                packing.leaves, packing.packed_bytes = leaves, packed_bytes(leaves)
                 inputs = [_cross(bw, value, i, leaf, pairs, added) for i, leaf in enumerate(leaves)]
             with bw.graph.inserting_before(first):
                 (out,) = _copy_in(packing.traced.unpack, bw, inputs, targets, f"{value.row.name}_unpack")
@@ -338,7 +340,7 @@ def _set_outputs(
         output.meta["desc"] = [*descs[: len(boundary.user_outputs)], *(by_node.get(n) for n in saved)]
 
 
-def _bytes(leaves: list[Node]) -> int:
+def packed_bytes(leaves: Iterable[Node]) -> int:
     """Bytes of the storages behind `leaves`, each once."""
     storages = {}
     for leaf in leaves:

@@ -21,6 +21,7 @@ from .live import LivePoint, join
 from .lossless import compare_hook
 from .policy import Setting, out_of_scope
 from .saved import Boundary, SavedTensor, SavedValue, producer
+from .schedule import Transfer
 
 __all__ = ["Choice", "Decision", "Plan", "decide", "joined", "region_of"]
 
@@ -54,11 +55,13 @@ class Plan:
 
     Attributes:
         decisions: in the order of the forward's outputs.
+        transfers: what `offload` copies to the host and back and when, and what it leaves on the device.
         live_before, live_after: bytes alive along the step without and with the hooks; only `aot_hooks.plan` finds
             them, a compilation does not.
     """
 
     decisions: tuple[Decision, ...]
+    transfers: tuple[Transfer, ...] = ()
     live_before: tuple[LivePoint, ...] = field(default=(), compare=False, repr=False)
     live_after: tuple[LivePoint, ...] = field(default=(), compare=False, repr=False)
 
@@ -70,8 +73,13 @@ class Plan:
 
     @property
     def packed_bytes(self) -> int:
-        """Bytes saved for backward as decided, each storage once."""
+        """Bytes saved for backward on the device as decided, each storage once."""
         return sum(d.packed_bytes for d in self.decisions)
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes that wait in host memory."""
+        return sum(t.nbytes for t in self.transfers if t.placement.offloaded)
 
 
 def joined(plans: Sequence[Plan]) -> Plan:
@@ -85,6 +93,7 @@ def joined(plans: Sequence[Plan]) -> Plan:
         offset += len({d.saved.storage for d in each.decisions})
     return Plan(
         tuple(decisions),
+        tuple(t for p in plans for t in p.transfers),
         live_before=join([p.live_before for p in plans]),
         live_after=join([p.live_after for p in plans]),
     )

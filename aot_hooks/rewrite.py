@@ -18,12 +18,16 @@ from torch.fx import GraphModule, Node
 from . import _compat
 from .copies import look_through
 from .hook import KEEP, Hook, compiling_for
-from .inline import Packing, Unit, inline, last_use
+from .inline import Packing, Unit, inline, last_use, packed_bytes
+from .library.offload import settings_of
 from .memory import alive_bytes, fuses
+from .place import Leaf, place
 from .plan import Choice, Decision, Plan, decide
 from .policy import Setting
 from .saved import SavedValue, boundary, producer
+from .schedule import Transfer
 from .trace import TracedHook, trace_hook
+from .transfers import offload_wait
 
 __all__ = ["rewrite"]
 
@@ -77,6 +81,7 @@ def rewrite(
         elif choice.view_of is not None:  # what was to bring it back stays as it is, so it does too
             choice.uses, choice.reason = [(KEEP, choice.uses[0][1])], f"{choice.reason}, which stays"
             choice.view_of = None
+    transfers: tuple[Transfer, ...] = ()
     if units:
         if for_inductor:
             _place_for_cuda(fw, units.values())
@@ -84,9 +89,11 @@ def rewrite(
         if for_inductor and any("rand" in str(t) for t in targets):
             _compat.replace_random_for_inductor(fw)
             _compat.replace_random_for_inductor(bw)
+        if offload_wait in targets:
+            transfers = _place_transfers(fw, bw, num_fwd_outputs, choices, units, for_inductor)
         _show("forward after", fw)
         _show("backward after", bw)
-    plan = _plan(choices, units)
+    plan = _plan(choices, units, transfers)
     log.debug("plan: %d saved tensors, %d packed", len(plan.decisions), sum(d.hook is not KEEP for d in plan.decisions))
     return plan
 
@@ -174,11 +181,47 @@ def _place_for_cuda(fw: GraphModule, units: Iterable[Unit]) -> None:
 
 def _leaf_bytes(unit: Unit) -> int:
     leaves = unit.packings[0].traced.pack.graph.output_node().args[0]
-    values = [n.meta["val"] for n in leaves if isinstance(n, Node)]  # type: ignore[union-attr]
+    values = [
+        n.meta["val"]
+        for n in leaves  # type: ignore[union-attr]
+        if isinstance(n, Node) and n.target is not offload_wait
+    ]
     return sum(_compat.hint(v.untyped_storage().nbytes()) for v in values if isinstance(v, torch.Tensor))
 
 
-def _plan(choices: list[Choice], units: dict[int, Unit]) -> Plan:
+def _place_transfers(
+    fw: GraphModule, bw: GraphModule, num_fwd_outputs: int, choices: list[Choice], units: dict[int, Unit], fused: bool
+) -> tuple[Transfer, ...]:
+    """Schedule the copies of `offload`; the choices tell then of what stays on the device after all."""
+    sent: list[tuple[Choice, Packing, Hook, bool]] = []
+    leaves: dict[Node, Leaf] = {}
+    for choice in choices:
+        unit = units.get(id(choice.value))
+        hooks = [hook for hook, _ in choice.uses if hook is not KEEP]
+        for hook, packing in zip(hooks, unit.packings if unit is not None else (), strict=unit is not None):
+            settings = settings_of(hook)
+            if settings is not None:
+                sent.append((choice, packing, hook, settings.exact))
+                hosts = [leaf for leaf in packing.leaves if leaf.target is offload_wait]
+                leaves.update((leaf, Leaf(choice.value.row.name, settings)) for leaf in hosts)
+    transfers, stay = place(fw, bw, num_fwd_outputs=num_fwd_outputs, leaves=leaves, fused=fused)
+    why = {(t.name, t.nbytes): t.placement.reason for t in transfers if not t.placement.offloaded}
+    for choice, packing, hook, exact in sent:
+        on_device = [stay.get(leaf, leaf) for leaf in packing.leaves if leaf not in leaves or leaf in stay]
+        packing.packed_bytes = packed_bytes(on_device)
+        staying = [leaf for leaf in packing.leaves if leaf in stay]
+        if staying:
+            reasons = dict.fromkeys(r for (name, _), r in why.items() if name == choice.value.row.name)
+            choice.reason = f"{choice.reason}; {', '.join(reasons)}"
+        if packing.leaves and len(staying) == len(packing.leaves) and exact:
+            # nothing is packed: it and its views are as they were
+            for other in choices:
+                if other is choice or other.view_of is choice.value:
+                    other.uses = [(KEEP, readers) if h == hook else (h, readers) for h, readers in other.uses]
+    return transfers
+
+
+def _plan(choices: list[Choice], units: dict[int, Unit], transfers: tuple[Transfer, ...]) -> Plan:
     decisions = []
     counted: set[int] = set()
     for choice in choices:
@@ -195,7 +238,7 @@ def _plan(choices: list[Choice], units: dict[int, Unit]) -> Plan:
         elif choice.view_of is not None:
             packed = 0
         decisions.append(Decision(row, hook, choice.reason, packed, saved_bytes))
-    return Plan(tuple(decisions))
+    return Plan(tuple(decisions), transfers)
 
 
 def _show(title: str, gm: GraphModule) -> None:

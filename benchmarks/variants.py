@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import types
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -151,6 +152,10 @@ def ours(make: Callable[[], aot_hooks.Hook]) -> Context:
     return context
 
 
+def save_on_cpu() -> contextlib.AbstractContextManager[Any]:
+    return torch.autograd.graph.save_on_cpu(pin_memory=True)
+
+
 float8_rowwise = ours(lambda: aot_hooks.float8(FLOAT8, scaling="rowwise"))
 DONATED = {"saved_tensors_hooks_filtering_mode": "donated"}
 QUANTIZATION_PASS = {
@@ -199,5 +204,10 @@ VARIANTS = {
             functorch={"activation_memory_budget": 0.7},
         ),
         Variant("checkpoint_blocks", "stock", checkpointed=True),
+        Variant("ours_offload", "aot_hooks", ours(lambda: aot_hooks.offload())),
+        Variant("ours_offload_all", "aot_hooks", ours(lambda: aot_hooks.offload(max_stall_ms=math.inf))),
+        Variant("ours_float8_offload", "aot_hooks", ours(lambda: aot_hooks.offload(then=aot_hooks.float8()))),
+        Variant("ours_int8_offload", "aot_hooks", ours(lambda: aot_hooks.offload(then=aot_hooks.int8()))),
+        Variant("save_on_cpu", "stock", save_on_cpu),
     )
 }

@@ -4,5 +4,6 @@ from .bitmask import bitmask
 from .cast import cast
 from .float8 import float8
 from .integer import int4, int8
+from .offload import offload
 
-__all__ = ["bitmask", "cast", "float8", "int4", "int8"]
+__all__ = ["bitmask", "cast", "float8", "int4", "int8", "offload"]

@@ -1,0 +1,287 @@
+"""`offload`: saved tensors wait in pinned host memory.
+
+      x --[then.pack]--> leaves --large ones--> offload_start .. offload_wait --> host     small ones stay
+                                                                                    |
+      x <-[then.unpack]- leaves <------------- reload_start .. reload_wait  <-------+
+
+In a graph this is what `pack` and `unpack` trace to; where the four operators stand is `place.py`'s business. In eager
+mode, where nothing is planned, `pack` starts a copy and goes on; see `Tape`.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .. import transfers
+from .._compat import hint, pytree, same_size
+from ..costs import Rates
+from ..errors import OptionError
+from ..hook import Hook, compiled_by
+
+__all__ = ["OffloadSettings", "offload", "settings_of"]
+
+
+@dataclass(frozen=True)
+class OffloadSettings:
+    """What `offload` was given; the schedule reads it off the hook. `exact`: there is no `then`."""
+
+    exact: bool
+    min_bytes: int
+    max_host_bytes: int | None
+    in_flight_bytes: int
+    max_stall_ms: float
+    rates: Rates | None
+
+
+def settings_of(hook: Hook) -> OffloadSettings | None:
+    """The settings of a hook that `offload` made; None for any other."""
+    return hook.pack.settings if isinstance(hook.pack, _Pack) else None
+
+
+@dataclass(frozen=True)
+class _Sent:
+    """A leaf that was sent from a graph: marks it for unpack."""
+
+    device: torch.device
+    order: tuple[int, ...] | None
+
+
+@dataclass(frozen=True)
+class _Pack:
+    settings: OffloadSettings
+    then: Hook | None
+    declines: Callable[[Any], str | None]
+    rounds_to_zero: bool
+
+    @property
+    def __name__(self) -> str:  # as a function has one: a hook made of this pack alone is shown by it
+        return "offload" if self.then is None else f"offload({self.then.name})"
+
+    def __call__(self, x: torch.Tensor) -> Any:
+        packed = x if self.then is None else self.then.pack(x)
+        leaves, spec = pytree.tree_flatten(packed)
+        if not any(self._large(a) for a in leaves):
+            return (x, None, ()) if self.then is None else (packed, None, ())
+        marks: list[Any] = []
+        for i, a in enumerate(leaves):
+            if not self._large(a):
+                marks.append(None)
+            elif compiled_by() == "eager":
+                leaves[i] = tape().send(a, self.settings)
+                marks.append(None)
+            else:
+                y, order = _in_memory(a)
+                limit = self.settings.max_host_bytes
+                ticket = transfers.offload_start(y, transfers.NO_LIMIT if limit is None else limit)
+                leaves[i] = transfers.offload_wait(ticket, y)
+                marks.append(_Sent(a.device, order))
+        return leaves, spec, tuple(marks)
+
+    def _large(self, a: Any) -> bool:
+        return isinstance(a, torch.Tensor) and hint(a.numel()) * a.element_size() >= self.settings.min_bytes
+
+
+@dataclass(frozen=True)
+class _Unpack:
+    then: Hook | None
+
+    def __call__(self, packed: Any) -> torch.Tensor:
+        leaves, spec, marks = packed
+        if spec is not None:
+            back = [self._leaf(a, mark) for a, mark in zip(leaves, marks, strict=True)]
+            leaves = pytree.tree_unflatten(back, spec)
+        return leaves if self.then is None else self.then.unpack(leaves)
+
+    def _leaf(self, a: Any, mark: _Sent | None) -> Any:
+        if isinstance(a, EagerCopy):
+            return a.back()
+        if mark is None:
+            return a
+        ticket = transfers.reload_start(a, mark.device)
+        return _from_memory(transfers.reload_wait(ticket, a, mark.device), mark.order)
+
+
+def _in_memory(x: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...] | None]:
+    """`x` with its dimensions in the order of memory, contiguous, and that order; None for the order it has."""
+    order = tuple(sorted(range(x.dim()), key=lambda d: (same_size(x.shape[d], 1), -hint(x.stride(d)))))
+    if order != tuple(range(x.dim())) and _contiguous(x, order):
+        return x.permute(order), order
+    return x.contiguous(), None
+
+
+def _contiguous(x: torch.Tensor, order: Sequence[int]) -> bool:
+    """Whether `x.permute(order)` is contiguous for certain."""
+    expected: Any = 1
+    for d in reversed(order):
+        if not same_size(x.shape[d], 1):
+            if not same_size(x.stride(d), expected):
+                return False
+            expected = expected * x.shape[d]
+    return True
+
+
+def _from_memory(y: torch.Tensor, order: tuple[int, ...] | None) -> torch.Tensor:
+    return y if order is None else y.permute(sorted(range(len(order)), key=lambda i: order[i]))
+
+
+# --- eager mode -------------------------------------------------------------------------------------------------------
+
+
+class EagerCopy:
+    """A tensor that eager code sent: on the device until its copy is done and noticed, then on the host."""
+
+    __slots__ = ("__weakref__", "device", "host", "index", "nbytes", "order", "raw", "settings", "tape", "ticket")
+
+    def __init__(self, x: torch.Tensor, settings: OffloadSettings, tape: Tape) -> None:
+        y, self.order = _in_memory(x)
+        self.raw: torch.Tensor | None = y
+        self.host: torch.Tensor | None = None
+        self.ticket: torch.Tensor | None = transfers.send(y, settings.max_host_bytes)
+        self.device, self.nbytes = y.device, y.nbytes
+        self.settings, self.tape = settings, tape
+        self.index = -1
+
+    def settle(self) -> None:
+        """Wait for the copy to the host and let go of the device's memory."""
+        if self.raw is not None:
+            assert self.ticket is not None
+            self.host, self.ticket, self.raw = transfers.claim_host(self.ticket), None, None
+
+    def fetch(self) -> None:
+        """Start the copy back, if none is under way."""
+        if self.host is not None and self.ticket is None:
+            self.ticket = transfers.fetch(self.host, self.device)
+
+    def back(self) -> torch.Tensor:
+        """The tensor on the device; those that were sent before it, and so are needed next, are on their way then."""
+        y = self.raw  # its copy may go on: whoever lets go of this object waits for it
+        if y is None:
+            self.fetch()
+            assert self.ticket is not None
+            y, self.ticket = transfers.claim_device(self.ticket), None
+        self.tape.fetch_before(self)
+        return _from_memory(y, self.order)
+
+
+class Tape:
+    """What one thread's forward sent in eager mode, in order, so that its backward fetches in reverse and ahead.
+
+    A tensor stays on the device until its copy is seen to be done, or until more than `in_flight_bytes` are under way;
+    so no stream waits as long as the link keeps up. In the backward up to half of `in_flight_bytes` are fetched ahead.
+    """
+
+    def __init__(self) -> None:
+        self.sent: list[weakref.ref[EagerCopy]] = []
+        self.under_way: deque[weakref.ref[EagerCopy]] = deque()
+
+    def send(self, x: torch.Tensor, settings: OffloadSettings) -> EagerCopy:
+        while self.sent and self.sent[-1]() is None:
+            self.sent.pop()  # what a backward has let go
+        copy = EagerCopy(x, settings, self)
+        copy.index = len(self.sent)
+        self.sent.append(weakref.ref(copy))
+        self.under_way.append(weakref.ref(copy))
+        self.settle(settings.in_flight_bytes)
+        return copy
+
+    def settle(self, in_flight_bytes: int) -> None:
+        """Let go of what has been copied, and of the oldest until no more than `in_flight_bytes` are under way."""
+        alive = [c for ref in self.under_way if (c := ref()) is not None and c.raw is not None]
+        total = sum(c.nbytes for c in alive)
+        for i, c in enumerate(alive):
+            assert c.ticket is not None
+            if total <= in_flight_bytes and not transfers.finished(c.ticket):
+                alive = alive[i:]
+                break
+            c.settle()
+            total -= c.nbytes
+        else:
+            alive = []
+        self.under_way = deque(weakref.ref(c) for c in alive)
+
+    def fetch_before(self, copy: EagerCopy) -> None:
+        """Have what was sent before `copy` fetched, as far as it may be ahead."""
+        self.settle(copy.settings.in_flight_bytes)
+        ahead = copy.settings.in_flight_bytes // 2
+        for ref in reversed(self.sent[: copy.index]):
+            other = ref()
+            if other is None or other.raw is not None:
+                continue
+            ahead -= other.nbytes
+            if ahead < 0:
+                break
+            other.fetch()
+
+
+_local = threading.local()
+
+
+def tape() -> Tape:
+    """The tape of this thread."""
+    if not hasattr(_local, "tape"):
+        _local.tape = Tape()
+    return _local.tape  # type: ignore[no-any-return]
+
+
+# --- the hook ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Declines:
+    min_bytes: int
+    then: Hook | None
+
+    def __call__(self, saved: Any) -> str | None:
+        if saved.nbytes < self.min_bytes:
+            return f"smaller than min_bytes={self.min_bytes}"
+        return self.then.declines(saved) if self.then is not None and self.then.declines is not None else None
+
+
+@functools.cache
+def offload(
+    min_bytes: int = 1 << 20,
+    then: Hook | None = None,
+    *,
+    max_host_bytes: int | None = None,
+    in_flight_bytes: int = 1 << 30,
+    max_stall_ms: float = 0.0,
+    rates: Rates | None = None,
+) -> Hook:
+    """Keep saved tensors in pinned host memory; the copies run beside the compute. Exact, unless `then` is not.
+
+    Args:
+        min_bytes: smaller tensors stay on the device, and smaller parts of what `then` makes.
+        then: a hook for the form in which they wait: with `int8()` half as many bytes go over the link. It runs on the
+            device, before the copy out and after the copy back. What it declines stays on the device.
+        max_host_bytes: most host memory for this process' pool; what does not fit stays on the device and is counted
+            by `offload_stats`. None: as much as can be pinned.
+        in_flight_bytes: most bytes that were started and not waited for, each way, in each compiled graph: they take
+            memory on the device, and the more there are, the more of an uneven step the copies can use.
+        max_stall_ms: how much longer a step may get, as predicted. 0 offloads only what the compute hides; with
+            `math.inf` all is offloaded that the rules above allow.
+        rates: speeds of link and device to plan with, see `Rates`; None measures them once per device.
+
+    On CUDA the copies have streams of their own. On a CPU they are plain copies, so that a program can be tried out.
+
+    Raises:
+        OptionError: for sizes below 0, or a `then` that runs eagerly.
+    """
+    for name, value in (("min_bytes", min_bytes), ("in_flight_bytes", in_flight_bytes), ("max_stall_ms", max_stall_ms)):
+        if value < 0:
+            raise OptionError(f"offload: {name} must not be negative, got {value!r}")
+    if max_host_bytes is not None and max_host_bytes < 0:
+        raise OptionError(f"offload: max_host_bytes must be None or not negative, got {max_host_bytes!r}")
+    if then is not None and getattr(then, "eager", True):
+        raise OptionError(f"offload: then must be a Hook that is traced, got {then!r}")
+    settings = OffloadSettings(then is None, min_bytes, max_host_bytes, in_flight_bytes, max_stall_ms, rates)
+    declines = _Declines(min_bytes, then)
+    pack = _Pack(settings, then, declines, then is not None and then.rounds_to_zero)
+    return Hook(pack.__name__, pack, _Unpack(then), declines=declines, rounds_to_zero=pack.rounds_to_zero)

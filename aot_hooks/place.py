@@ -1,0 +1,274 @@
+"""Where the copies of `offload` stand in the two graphs: by a schedule from bytes and times, and held there.
+
+      after inline     forward  ... last use of x, start, wait ... output     backward  ... reload, wait, first use ...
+      after place      forward  x, start ......... wait ......... output      backward  reload ....... wait, first use
+
+`place(fw, bw, ...)` reads items and times off the graphs, asks `schedule`, and moves the operators; what is to stay on
+the device crosses as it is instead. Then products, attention and our operators are numbered in their order
+(`_compat.PLACE`), from which Inductor's scheduler is given dependencies: it keeps an operator between the same kernels.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch.fx import GraphModule, Node
+
+from . import _compat
+from .costs import Rates, heavy, measured_rates, node_ms
+from .library.offload import OffloadSettings
+from .saved import is_view
+from .schedule import Item, Placement, Transfer, schedule
+from .transfers import offload_start, offload_wait, reload_start, reload_wait
+
+__all__ = ["Leaf", "place"]
+
+_OURS = (offload_start, offload_wait, reload_start, reload_wait)
+_BUILT_IN = ("aten", "prims", "inductor", "inductor_prims")
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """What a host tensor is part of: the saved tensor's name, and the settings of the hook that sends it."""
+
+    name: str
+    settings: OffloadSettings
+
+
+@dataclass
+class _Crossing:
+    """One tensor's operators on both sides, and what it is made from."""
+
+    leaf: Leaf
+    start: Node
+    wait: Node
+    slot: Node
+    reload: Node
+    back: Node
+    value: Node  # what is copied, contiguous
+    source: Node  # what that is a view of
+    views: list[Node]  # from source to value
+
+    @property
+    def device(self) -> torch.device:
+        device: torch.device = self.value.meta["val"].device
+        return device
+
+    @property
+    def nbytes(self) -> int:
+        value = self.value.meta["val"]
+        return _compat.hint(value.numel()) * int(value.element_size())
+
+
+def place(
+    fw: GraphModule, bw: GraphModule, *, num_fwd_outputs: int, leaves: Mapping[Node, Leaf], fused: bool
+) -> tuple[tuple[Transfer, ...], dict[Node, Node]]:
+    """Schedule the copies in both graphs, in place.
+
+    Args:
+        leaves: for each host tensor of the forward, what it is part of.
+        fused: the graphs are compiled by a compiler that fuses.
+
+    Returns:
+        The transfers, and those of `leaves` that stay on the device, with the nodes that cross in their place.
+    """
+    _leave_backward_alone(bw)
+    found = _crossings(fw, bw, num_fwd_outputs, leaves)
+    transfers: list[Transfer] = []
+    stay: dict[Node, Node] = {}
+    by_device: dict[torch.device, list[_Crossing]] = defaultdict(list)
+    for crossing in found:
+        by_device[crossing.device].append(crossing)
+    for device, crossings in by_device.items():
+        settings = [c.leaf.settings for c in crossings]
+        rates = next((s.rates for s in settings if s.rates is not None), None) or measured_rates(device)
+        transfers += _place(fw, bw, crossings, rates, settings, fused, stay)
+    for gm in (fw, bw):
+        number_places(gm)
+        gm.graph.lint()
+        gm.recompile()
+    return tuple(transfers), stay
+
+
+def _leave_backward_alone(bw: GraphModule) -> None:
+    """A value that crosses unpacked for other readers is packed in the backward: for a copy there is no use."""
+    for start in bw.graph.find_nodes(op="call_function", target=offload_start):
+        nodes: list[Node] = [start]
+        for target in (offload_wait, reload_start, reload_wait):
+            nodes.append(next(u for u in nodes[-1].users if u.target is target))
+        nodes[-1].replace_all_uses_with(start.all_input_nodes[0])
+        for node in reversed(nodes):
+            bw.graph.erase_node(node)
+
+
+def _crossings(fw: GraphModule, bw: GraphModule, num_fwd_outputs: int, leaves: Mapping[Node, Leaf]) -> list[_Crossing]:
+    outputs = list(fw.graph.output_node().args[0])[num_fwd_outputs:]  # type: ignore[arg-type]
+    slots = bw.graph.find_nodes(op="placeholder")
+    numbers = [n for n in outputs if not _compat.is_opaque_node(n) and not isinstance(n.meta["val"], torch.Tensor)]
+    others = [n for n in outputs if n not in numbers]
+    slot_of = dict(zip(others, slots[len(numbers) : len(outputs)], strict=True))
+    found = []
+    for wait in leaves:
+        start, slot = wait.args[0], slot_of[wait]
+        assert isinstance(start, Node)
+        reload = next(u for u in slot.users if u.target is reload_start)
+        back = next(u for u in reload.users if u.target is reload_wait)
+        value = source = start.args[0]
+        views: list[Node] = []
+        assert isinstance(value, Node) and isinstance(source, Node)
+        while is_view(source) and len(source.all_input_nodes) == 1:
+            views.insert(0, source)
+            source = source.all_input_nodes[0]
+        found.append(_Crossing(leaves[wait], start, wait, slot, reload, back, value, source, views))
+    place = {node: i for i, node in enumerate(fw.graph.nodes)}
+    return sorted(found, key=lambda c: place[c.source])
+
+
+def _steps(gm: GraphModule) -> list[Node]:
+    """The nodes that compute."""
+    return [
+        n
+        for n in gm.graph.nodes
+        if n.op == "call_function" and n.target not in _OURS and not is_view(n) and "getitem" not in str(n.target)
+    ]
+
+
+def _place(
+    fw: GraphModule,
+    bw: GraphModule,
+    crossings: list[_Crossing],
+    rates: Rates,
+    settings: list[OffloadSettings],
+    fused: bool,
+    stay: dict[Node, Node],
+) -> list[Transfer]:
+    ahead, behind = _steps(fw), _steps(bw)
+    forward_place = {node: i for i, node in enumerate(ahead)}
+    backward_place = {node: i for i, node in enumerate(behind)}
+    forward, backward = (node_ms(gm, lambda _: rates, fused) for gm in (fw, bw))
+    planned = schedule(
+        [
+            Item(c.nbytes, forward_place.get(_maker(c.source), -1), _first_use(c.back, backward_place, len(behind) - 1))
+            for c in crossings
+        ],
+        [forward[n] for n in ahead],
+        [backward[n] for n in behind],
+        to_host=rates.to_host,
+        to_device=rates.to_device,
+        in_flight_bytes=min(s.in_flight_bytes for s in settings),
+        max_stall_ms=max(s.max_stall_ms for s in settings),
+    )
+    last: dict[Node, Node] = {}  # in each place what was put there last, so that the next stands after it
+    transfers = []
+    for c, p in zip(crossings, planned.placements, strict=True):
+        names = {"start": "", "wait": "", "reload": "", "use": ""}
+        if not p.offloaded:
+            _stay(bw, c)
+            stay[c.wait] = c.value
+        else:
+            _move_out(fw, c, ahead, p, last)
+            names = {
+                "start": c.source.name,
+                "wait": ahead[p.wait].name if p.wait < len(ahead) else "(end)",
+                "reload": behind[p.reload].name,
+                "use": behind[p.use].name,
+            }
+        transfers.append(
+            Transfer(
+                c.leaf.name,
+                c.nbytes,
+                p,
+                **names,
+                forward_ms=planned.forward_ms,
+                backward_ms=planned.backward_ms,
+                full_stall_ms=planned.full_stall_ms,
+            )
+        )
+    sent = [(c, p) for c, p in zip(crossings, planned.placements, strict=True) if p.offloaded]
+    for c, p in sorted(sent, key=lambda each: each[1].use):
+        _move_back(c, behind, p)
+    return transfers
+
+
+def _maker(node: Node) -> Node:
+    """The step that `node` is a result of."""
+    while "getitem" in str(node.target) and isinstance(node.args[0], Node):
+        node = node.args[0]
+    return node
+
+
+def _first_use(back: Node, place: Mapping[Node, int], default: int) -> int:
+    """The first step that reads `back`, also through views."""
+    readers, stack = [], [back]
+    while stack:
+        for user in stack.pop().users:
+            if user in place:
+                readers.append(place[user])
+            elif user.op == "call_function":
+                stack.append(user)
+    return min(readers, default=default)
+
+
+def _stay(bw: GraphModule, c: _Crossing) -> None:
+    """Have the value itself cross in place of its copy on the host."""
+    output = c.wait.graph.output_node()
+    if c.value is not c.source or _compat.PACKED_ROW in c.source.meta:  # else the program made it, and marked it
+        marks = ("aot_hooks_packed", "saved_tensor_with_no_vc_check")
+        c.value.meta.update({key: c.wait.meta[key] for key in marks if key in c.wait.meta})
+    output.replace_input_with(c.wait, c.value)
+    c.slot.meta["val"] = c.value.meta["val"]
+    c.back.replace_all_uses_with(c.slot)
+    for graph, nodes in ((bw.graph, (c.back, c.reload)), (c.wait.graph, (c.wait, c.start))):
+        for node in nodes:
+            graph.erase_node(node)
+
+
+def _move_out(fw: GraphModule, c: _Crossing, steps: list[Node], p: Placement, last: dict[Node, Node]) -> None:
+    anchor = c.source
+    while anchor.op == "placeholder" and anchor.next.op == "placeholder":
+        anchor = anchor.next
+    after = last.get(anchor, anchor)
+    for node in (*c.views, c.start):
+        if node is not c.start and node < after:
+            continue  # a view that the program takes itself, before this
+        after.append(node)
+        after = node
+    last[anchor] = after
+    if p.wait < len(steps):
+        steps[p.wait].prepend(c.wait)
+    else:
+        fw.graph.output_node().prepend(c.wait)
+
+
+def _move_back(c: _Crossing, steps: list[Node], p: Placement) -> None:
+    use = steps[p.use]
+    views, stack = [c.back], [c.back]
+    while stack:
+        for user in stack.pop().users:
+            if user.op == "call_function" and (is_view(user) or "getitem" in str(user.target)) and user < use:
+                views.append(user)
+                stack.append(user)
+    order = {node: i for i, node in enumerate(use.graph.nodes)}
+    for node in sorted(set(views), key=order.__getitem__):
+        use.prepend(node)
+    if p.reload < p.use:
+        steps[p.reload].prepend(c.reload)
+    else:
+        c.back.prepend(c.reload)
+
+
+def number_places(gm: GraphModule) -> None:
+    """Number what is to keep its order: our operators, and the kernels that no compiler fuses."""
+    ours = any(n.target in _OURS for n in gm.graph.nodes)
+    kept = (n for n in gm.graph.nodes if n.target in _OURS or heavy(n) or _foreign(n))
+    for i, node in enumerate(kept if ours else ()):
+        node.meta[_compat.PLACE] = (i, node.target in _OURS)
+
+
+def _foreign(node: Node) -> bool:
+    """Whether `node` calls an operator that torch's compilers know nothing about."""
+    namespace = getattr(node.target, "namespace", None)
+    return node.op == "call_function" and namespace is not None and namespace not in _BUILT_IN

@@ -1,0 +1,214 @@
+"""What offload costs and gives: time, memory, and how much of the copies hides behind the compute.
+
+    the work of bench_memory.py, its rounds and its counters        -> ms, saved GiB, peak GiB, errors
+    the plan of each variant that offloads                          -> asked, planned and host GiB, predicted stall
+    a profile of one step, its chrome trace read as text            -> copies each way, ms, GB/s, share beside kernels
+
+A copy's hidden share is the part of its time in which a kernel runs. JSON goes to --json.
+
+    python benchmarks/bench_offload.py --json offload.json         # a CUDA machine with 80 GiB
+    python benchmarks/bench_offload.py --small                     # a look at whether all of it runs
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import json
+import pathlib
+import statistics
+import sys
+import tempfile
+from typing import Any
+
+import torch
+from _measure import GIB, conditions, format_columns
+from bench_memory import (
+    Bench,
+    Row,
+    compile_and_warm_up,
+    failing_alone,
+    format_rows,
+    measure_memory_and_error,
+    parse_arguments,
+    timed_round,
+)
+from variants import VARIANTS, Forward, Variant, patched
+
+import aot_hooks
+from aot_hooks.costs import measured_rates
+
+DEFAULT = "stock,ours_offload,ours_offload_all,ours_float8_rowwise,ours_float8_offload,ours_int8_offload,save_on_cpu"
+
+
+@dataclasses.dataclass
+class Copies:
+    """Of one direction in one step, from a trace."""
+
+    count: int = 0
+    total_ms: float = 0.0
+    hidden_ms: float = 0.0
+    nbytes: int = 0
+
+
+@dataclasses.dataclass
+class OffloadRow:
+    """What a variant planned, and what a profile of one step saw."""
+
+    name: str
+    asked_bytes: int = 0
+    planned_bytes: int = 0
+    planned_stall_ms: float = 0.0
+    full_stall_ms: float = 0.0
+    forward_ms: float = 0.0  # estimated
+    backward_ms: float = 0.0
+    step_kernels_ms: float | None = None
+    to_host: Copies = dataclasses.field(default_factory=Copies)
+    to_device: Copies = dataclasses.field(default_factory=Copies)
+
+    @property
+    def hidden_share(self) -> float | None:
+        total = self.to_host.total_ms + self.to_device.total_ms
+        return (self.to_host.hidden_ms + self.to_device.hidden_ms) / total if total else None
+
+
+def planned(row: OffloadRow, function: Any) -> None:
+    for plan in aot_hooks.last_plans(function):
+        for t in plan.transfers:
+            row.asked_bytes += t.nbytes
+            row.planned_bytes += t.nbytes if t.placement.offloaded else 0
+            row.planned_stall_ms += t.placement.stall_ms
+            row.full_stall_ms, row.forward_ms, row.backward_ms = t.full_stall_ms, t.forward_ms, t.backward_ms
+
+
+def profiled(bench: Bench, variant: Variant, function: Forward, row: OffloadRow, trace: pathlib.Path | None) -> None:
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with patched(variant):
+        bench.step(variant, function)
+        bench.synchronize()
+        with torch.profiler.profile(activities=activities) as profile:
+            bench.step(variant, function)
+            bench.synchronize()
+    with tempfile.TemporaryDirectory() as folder:
+        path = trace or pathlib.Path(folder) / "trace.json"
+        profile.export_chrome_trace(str(path))
+        read_trace(json.loads(path.read_text())["traceEvents"], row)
+
+
+def read_trace(events: list[dict[str, Any]], row: OffloadRow) -> None:
+    """Sum up the copies between host and device of a chrome trace, and how long kernels ran meanwhile."""
+    kernels = merged([(e["ts"], e["ts"] + e["dur"]) for e in events if e.get("cat") == "kernel"])
+    row.step_kernels_ms = sum(end - start for start, end in kernels) / 1e3
+    for event in events:
+        name = event.get("name", "")
+        if event.get("cat") != "gpu_memcpy" or not ("DtoH" in name or "HtoD" in name):
+            continue
+        copies = row.to_host if "DtoH" in name else row.to_device
+        start, end = event["ts"], event["ts"] + event["dur"]
+        copies.count += 1
+        copies.total_ms += event["dur"] / 1e3
+        copies.hidden_ms += sum(max(0.0, min(end, b) - max(start, a)) for a, b in kernels) / 1e3
+        copies.nbytes += int(event.get("args", {}).get("bytes", 0))
+
+
+def merged(spans: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Spans without overlaps, ascending."""
+    out: list[tuple[float, float]] = []
+    for start, end in sorted(spans):
+        if out and start <= out[-1][1]:
+            out[-1] = (out[-1][0], max(out[-1][1], end))
+        else:
+            out.append((start, end))
+    return out
+
+
+def format_offload(rows: list[OffloadRow]) -> str:
+    lines = [["variant", "asked", "planned GiB", "stall ms", "of all", "est. fw", "bw ms", "kernels ms"]]
+    lines[0] += ["out ms", "hidden", "GB/s", "back ms", "hidden", "GB/s", "hidden share"]
+    for r in rows:
+        line = [r.name, f"{r.asked_bytes / GIB:.2f}", f"{r.planned_bytes / GIB:.2f}", f"{r.planned_stall_ms:.1f}"]
+        line += [f"{r.full_stall_ms:.1f}", f"{r.forward_ms:.1f}", f"{r.backward_ms:.1f}"]
+        line.append("" if r.step_kernels_ms is None else f"{r.step_kernels_ms:.1f}")
+        for c in (r.to_host, r.to_device):
+            speed = f"{c.nbytes / c.total_ms / 1e6:.1f}" if c.total_ms else ""
+            line += [f"{c.total_ms:.1f}", f"{c.hidden_ms:.1f}", speed]
+        line.append("" if r.hidden_share is None else f"{r.hidden_share:.3f}")
+        lines.append(line)
+    return format_columns(lines)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    if "--variants" not in arguments:
+        arguments += ["--variants", DEFAULT]
+    options = parse_arguments(arguments)
+    bench = Bench(options)
+    header = conditions(
+        bench.device,
+        layers=options.layers,
+        shape=list(bench.x.shape),
+        dtype="bfloat16",
+        inner=options.inner,
+        rounds=options.rounds,
+        order="every round runs each variant once, starting one further",
+        rates=dataclasses.asdict(measured_rates(bench.device)),
+    )
+    print(json.dumps(header), flush=True)
+    eager = VARIANTS["eager"]
+    bench.step(eager, eager.compile(bench.stack, options.inner))
+    reference = tuple(gradient.clone() for gradient in bench.gradients())
+
+    rows = [Row(name) for name in options.names]
+    offload_rows: list[OffloadRow] = []
+    compiled: list[tuple[Variant, Forward, Row]] = []
+    for row in rows:
+        variant = VARIANTS[row.name]
+        with failing_alone(row, options.verbose):
+            function = compile_and_warm_up(bench, variant, row, None)
+            compiled.append((variant, function, row))
+        bench.clear()
+        gc.collect()
+        print(
+            f"{row.name}: {row.error or f'ready, compiled in {row.compile_s or 0:.1f} s'}", file=sys.stderr, flush=True
+        )
+
+    timed_round(bench, compiled, options.verbose)  # not counted: the allocator settles
+    for row in rows:
+        row.step_ms.clear()
+    for first in range(options.rounds):
+        working = [entry for entry in compiled if not entry[2].error]
+        turn = first % len(working) if working else 0
+        timed_round(bench, working[turn:] + working[:turn], options.verbose)
+    for variant, function, row in compiled:
+        if row.step_ms:
+            row.min_ms, row.median_ms = min(row.step_ms), statistics.median(row.step_ms)
+        with failing_alone(row, options.verbose):
+            measure_memory_and_error(bench, variant, function, row, reference)
+            offload_row = OffloadRow(row.name)
+            if variant.backend == "aot_hooks":
+                planned(offload_row, function)
+            if bench.device.type == "cuda":
+                profiled(bench, variant, function, offload_row, None)
+            offload_rows.append(offload_row)
+    stock_ms = next((row.min_ms for row in rows if row.name == "stock"), None)
+    for row in rows:
+        if stock_ms and row.min_ms:
+            row.ratio_to_stock = row.min_ms / stock_ms
+    stats = aot_hooks.offload_stats()
+    if options.json:
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        result = {
+            "header": header,
+            "rows": [dataclasses.asdict(row) for row in rows],
+            "offload": [dataclasses.asdict(r) | {"hidden_share": r.hidden_share} for r in offload_rows],
+            "host_memory": stats,
+        }
+        options.json.write_text(json.dumps(result, indent=1))
+    print("\n" + format_rows(rows))
+    print("\n" + format_offload(offload_rows))
+    print("\n" + json.dumps(stats))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
