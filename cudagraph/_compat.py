@@ -6,10 +6,11 @@ raises `UnsupportedTorchError` where it is needed.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.fx import GraphModule, Node
@@ -134,7 +135,153 @@ def compile_aten(
     return compiled
 
 
+def uncompiled(fn: Any) -> Any:
+    """What `torch.compile` was given to make `fn`; `fn` itself if it was not made so."""
+    if isinstance(fn, torch.nn.Module):
+        return getattr(fn, "_orig_mod", fn)
+    return getattr(fn, "_torchdynamo_orig_callable", fn)
+
+
 def set_boxed(gm: GraphModule) -> None:
     """Have `gm.forward` take one list, which it empties, so that what it was given can be freed early."""
     gm.graph.set_codegen(need("torch.fx.graph._BoxedCodeGen")())
     gm.recompile()
+
+
+def fake_mode_of(x: torch.Tensor) -> Any:
+    """A context in which tensors are made as fake as `x` is."""
+    return getattr(x, "fake_mode", None) or contextlib.nullcontext()
+
+
+def without_modes() -> Any:
+    """Real operators, whatever fake or tracing mode is on."""
+    return need("torch.utils._python_dispatch._disable_current_modes")()
+
+
+# --- Inductor (2.11 to 2.15) ---
+
+
+def mode_options(mode: str | None) -> dict[str, Any]:
+    """Inductor's settings for `torch.compile(mode=...)`. Raises `RuntimeError` for an unknown mode."""
+    if mode is None or mode == "default":
+        return {}
+    return dict(need("torch._inductor.list_mode_options")(mode))
+
+
+def inductor_inner_compile() -> Callable[..., Any]:
+    inner: Callable[..., Any] = need("torch._inductor.compile_fx.compile_fx_inner")
+    return inner
+
+
+def compile_inductor(
+    gm: GraphModule, inputs: Sequence[Any], inner_compile: Callable[..., Any], patches: dict[str, Any]
+) -> Callable[..., Any]:
+    """Inductor without CUDA graphs of its own, and without AOTAutograd's cache, which would answer with a graph that is
+    not captured; Inductor's own cache of code is used."""
+    compile_fx = need("torch._inductor.compile_fx.compile_fx")
+    patches = patches | {"triton.cudagraphs": False}
+    with need("torch._functorch.config").patch({"enable_autograd_cache": False}):
+        compiled: Callable[..., Any] = compile_fx(gm, inputs, inner_compile=inner_compile, config_patches=patches)
+    return compiled
+
+
+def inductor_capture_settings(*, cut: bool) -> Any:
+    """With `cut`, Inductor's scheduler puts what can be captured into functions of their own, which it does only where
+    it believes that it will capture them; without, all is one function."""
+    return need("torch._inductor.config").patch({"triton.cudagraphs": cut, "graph_partition": cut})
+
+
+def no_cudagraphs() -> Any:
+    """The argument `cudagraphs` of Inductor's inner compile that keeps it from capturing what it compiled."""
+    return need("torch._inductor.utils.BoxedBool")(False)
+
+
+def is_compiled_graph(code: Any) -> bool:
+    return isinstance(code, need("torch._inductor.output_code.CompiledFxGraph"))
+
+
+def callable_of(code: Any) -> Callable[[list[Any]], Any]:
+    run: Callable[[list[Any]], Any] = code.current_callable
+    return run
+
+
+def set_callable(code: Any, run: Callable[[list[Any]], Any]) -> None:
+    code.current_callable = run
+
+
+def mutated_inputs(code: Any) -> tuple[int, ...]:
+    return tuple(sorted(code.mutated_input_idxs))
+
+
+def constants_of(code: Any) -> tuple[torch.Tensor, ...]:
+    return tuple(c for c in (code.constants or {}).values() if isinstance(c, torch.Tensor))
+
+
+def reason_of_inductor(code: Any) -> str | None:
+    """Why Inductor's lowering found that a graph can't be captured."""
+    reason: str | None = code.disabled_cudagraphs_reason
+    return reason
+
+
+class PartitionMap(NamedTuple):
+    """Which input and output of the graph an input and output of a piece is; None for what is neither."""
+
+    inputs: tuple[int | None, ...]
+    outputs: tuple[int | None, ...]
+
+
+def partitions_of(code: Any) -> list[PartitionMap] | None:
+    """The pieces of the code that Inductor made to be captured; None if it did not look for any."""
+    if code.partition_maps is None:
+        return None
+
+    def one(index: int | list[int] | None) -> int | None:  # 2.15: a piece's output may be several of the graph's
+        if isinstance(index, list):
+            return index[0] if index else None
+        return index
+
+    return [
+        PartitionMap(tuple(map(one, m.input_index_mapping)), tuple(map(one, m.output_index_mapping)))
+        for m in code.partition_maps
+    ]
+
+
+def with_partitions(code: Any, wraps: Sequence[Callable[[Any], Any]]) -> Callable[[list[Any]], Any]:
+    """What runs `code` with each of its pieces wrapped.
+
+    The object that holds the pieces belongs to the generated module, which graphs with equal code share: ours is a new
+    one. What aligns inputs around the old one, which torch adds only where something is to be checked, is added again.
+    """
+    shared = code.compiled_fn_runner
+    runner = type(shared)(list(shared.partitions))
+    runner.recursively_apply_fns(list(wraps))
+    run: Callable[[list[Any]], Any] = runner.call
+    if code.inputs_to_check:
+        align = need("torch._inductor.utils.align_inputs_from_check_idxs")
+        run = align(run, code.inputs_to_check, code.mutated_input_idxs)
+    return run
+
+
+def graph_number(code: Any) -> Any:
+    """Inductor's number of a compiled graph, the same for a forward and its backward."""
+    return code.fx_kwargs.get("graph_id")
+
+
+# --- Inductor's policy for CUDA graphs (2.13 and later; goes with support of 2.11) ---
+
+_POLICY = "torch._inductor.cudagraph_utils.CUDAGraphPolicy"
+
+
+def inductor_policy_class() -> type:
+    """What a policy for CUDA graphs derives from; `object` on a torch that asks none."""
+    base: type = need(_POLICY) if has(_POLICY) else object
+    return base
+
+
+def need_inductor_policy() -> None:
+    """Raises `UnsupportedTorchError` on a torch that asks no policy."""
+    if not has("torch._inductor.config.cudagraph_policy"):
+        raise UnsupportedTorchError(
+            f"cudagraph.Policy needs torch 2.13 or later, which has torch._inductor.config.cudagraph_policy; this is "
+            f"torch {torch.__version__}: use torch.compile(backend='cudagraph_tree', options={{'inner': 'inductor'}})"
+        )

@@ -12,4 +12,10 @@ __all__ = ["CaptureDriver"]
 
 
 class CaptureDriver(Protocol):
-    """What a tree needs of a device."""
+    """What a tree needs of a device.
+
+    Attributes:
+        device_type: of the devices that it captures for, such as "cuda".
+    """
+
+    device_type: str

@@ -1,0 +1,143 @@
+"""Takes out of a graph what stands on the CPU for no reason, before it is looked at.
+
+    torch.arange(n).to("cuda")           made where it is wanted
+    torch.tensor(0.5, device="cuda")     a constant: copied when the graph is compiled, not in every call
+    x * s   with s a number on the CPU   s is copied ahead of the graph, in one place, and x * s can be captured
+
+Each rewrite gives the same bits. Numbers on the CPU are left alone beside 16-bit and smaller floats: there a kernel
+uses all digits of a number from the CPU, but rounds one that lies on the device to the tensor's type first. Likewise
+`arange` of floats is left alone: the CPU adds up in float64.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from . import _compat
+from .check import CPU, attribute_of, tensors_in, value_of
+from .placeholder import written_nodes
+
+__all__ = ["prepare"]
+
+aten = torch.ops.aten
+
+_FACTORIES = {
+    aten.arange.default,
+    aten.arange.start,
+    aten.arange.start_step,
+    aten.full.default,
+    aten.zeros.default,
+    aten.ones.default,
+    aten.eye.default,
+    aten.eye.m,
+    aten.scalar_tensor.default,
+    aten.tril_indices.default,
+    aten.triu_indices.default,
+}
+
+
+def prepare(gm: GraphModule, device: torch.device, *, numbers: bool) -> None:
+    """Rewrite `gm` in place for capture on `device`; with `numbers` also what reads a number from the CPU."""
+    if device.type == "cpu":
+        return
+    changed = _factories(gm, device) + _constants(gm, device)
+    if numbers:
+        changed += _numbers(gm, device)
+    if changed:
+        gm.graph.eliminate_dead_code()
+        gm.graph.lint()
+        gm.recompile()
+
+
+def _moved_to(node: Node, device: torch.device) -> bool:
+    """Whether `node` copies a tensor from the CPU to `device` and changes nothing else about it."""
+    if node.op != "call_function" or node.target not in (aten._to_copy.default, torch.ops.prims.device_put.default):
+        return False
+    source, result = value_of(node.all_input_nodes[0]), value_of(node)
+    return (
+        isinstance(source, torch.Tensor)
+        and isinstance(result, torch.Tensor)
+        and source.device == CPU
+        and result.device == device
+        and source.dtype == result.dtype
+    )
+
+
+def _factories(gm: GraphModule, device: torch.device) -> int:
+    count = 0
+    for node in list(gm.graph.nodes):
+        if node.target not in _FACTORIES or not node.users or not all(_moved_to(u, device) for u in node.users):
+            continue
+        if node.target.overloadpacket is aten.arange and value_of(node).is_floating_point():
+            continue
+        copies = list(node.users)
+        node.kwargs = {**node.kwargs, "device": device, "pin_memory": False}
+        node.meta = {**node.meta, "val": copies[0].meta["val"]}
+        for copy in copies:
+            copy.replace_all_uses_with(node)
+            gm.graph.erase_node(copy)
+            count += 1
+    return count
+
+
+def _constants(gm: GraphModule, device: torch.device) -> int:
+    """`_to_copy(lift_fresh_copy(constant))`; nothing writes to it, because the graph is functional."""
+    count = 0
+    for node in list(gm.graph.nodes):
+        if not _moved_to(node, device):
+            continue
+        source = node.all_input_nodes[0]
+        while source.op == "call_function" and source.target in (aten.lift_fresh_copy.default, aten.clone.default):
+            source = source.all_input_nodes[0]
+        constant = attribute_of(source)
+        if not isinstance(constant, torch.Tensor) or any(node in written_nodes(user) for user in node.users):
+            continue
+        name = f"_on_device_{count}"
+        while hasattr(gm, name):
+            name += "_"
+        with _compat.without_modes():
+            gm.register_buffer(name, constant.to(device), persistent=False)
+        with gm.graph.inserting_before(node):
+            moved = gm.graph.get_attr(name)
+        moved.meta = dict(node.meta)
+        node.replace_all_uses_with(moved)
+        gm.graph.erase_node(node)
+        count += 1
+    return count
+
+
+def _numbers(gm: GraphModule, device: torch.device) -> int:
+    count = 0
+    for node in list(gm.graph.nodes):
+        value = value_of(node)
+        if node.op == "output" or not isinstance(value, torch.Tensor) or value.device != CPU or value.ndim != 0:
+            continue
+        readers = [user for user in node.users if _reads_the_same_on(device, user)]
+        if not readers:
+            continue
+        after: Any = node
+        if node.op == "placeholder":  # behind the last of them
+            after = gm.graph.find_nodes(op="placeholder")[-1]
+        with gm.graph.inserting_after(after):
+            moved = gm.graph.call_function(aten._to_copy.default, (node,), {"device": device, "non_blocking": True})
+        moved.meta = {k: v for k, v in readers[0].meta.items() if k == "stack_trace"}
+        with _compat.fake_mode_of(value):
+            moved.meta["val"] = torch.empty((), dtype=value.dtype, device=device)
+        for reader in readers:
+            reader.replace_input_with(node, moved)
+        count += 1
+    return count
+
+
+def _reads_the_same_on(device: torch.device, node: Node) -> bool:
+    """Whether an operator gives the same bits for a number on the CPU and on `device`."""
+    if node.op != "call_function" or torch.Tag.pointwise not in getattr(node.target, "tags", ()):
+        return False
+    made = tensors_in(value_of(node))
+    given = [t for n in node.all_input_nodes for t in tensors_in(value_of(n))]
+    if not made or any(t.device != device for t in made) or not any(t.device == device for t in given):
+        return False
+    return all(not t.is_floating_point() or t.dtype.itemsize >= 4 for t in (*made, *given))
