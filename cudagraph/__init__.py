@@ -1,7 +1,47 @@
 """CUDA graph trees for compiled functions, with a host cost a call that stays small.
 
-The package is a place and a name so far: what it will hold takes a compiled forward and backward, records each as a
-CUDA graph and replays it.
+torch.compile(f, backend="cudagraph_tree", options={...})
+torch._inductor.config.cudagraph_policy = cudagraph.Policy()    # torch 2.13 and later, for Inductor's own users
 """
 
-__all__: tuple[str, ...] = ()
+from typing import TYPE_CHECKING, Any
+
+from .backend import cudagraph_tree, reset
+from .check import Blocker, register_host_operator
+from .errors import CudaGraphError, NotCapturableError, OptionError, StaleOutputError, UnsupportedTorchError
+from .explain import ExplainedPart, Explanation, explain
+from .options import Options
+from .placeholder import PlaceholderInfo, placeholder_info
+from .tree import mark_step_begin, stats
+
+if TYPE_CHECKING:
+    from .policy import Policy
+
+__all__ = [
+    "Blocker",
+    "CudaGraphError",
+    "ExplainedPart",
+    "Explanation",
+    "NotCapturableError",
+    "OptionError",
+    "Options",
+    "PlaceholderInfo",
+    "Policy",
+    "StaleOutputError",
+    "UnsupportedTorchError",
+    "cudagraph_tree",
+    "explain",
+    "mark_step_begin",
+    "placeholder_info",
+    "register_host_operator",
+    "reset",
+    "stats",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "Policy":  # late: it derives from a class of Inductor's, which takes seconds to import
+        from .policy import Policy
+
+        return Policy
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,133 @@
+"""The backend that `torch.compile(f, backend="cudagraph_tree")` finds by entry point.
+
+    gm, inputs --> AOTAutograd --> forward, backward, or inference graph
+                                       |
+       inner "aten"                    +--> graphs.callable_of: parts of the graph as it is, captured
+       inner "inductor"                +--> inductor.inner_compile: Inductor's code, captured
+
+Without a CUDA device the graphs run as they are, and one line in the log says so.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch.fx import GraphModule
+
+from . import _compat, graphs, inductor, tree
+from .driver import CaptureDriver
+from .errors import OptionError
+from .graphs import Boxed, Kind
+from .options import Options
+
+__all__ = ["Compilation", "backend_with", "cudagraph_tree", "reset"]
+
+_numbers = itertools.count()
+
+
+def cudagraph_tree(
+    gm: GraphModule, inputs: Sequence[Any], *, mode: str | None = None, options: Mapping[str, Any] | None = None
+) -> Callable[..., Any]:
+    """Compile `gm` so that it is replayed as CUDA graphs.
+
+    Args:
+        gm, inputs: what Dynamo hands a backend.
+        mode: passed on to Inductor, as in `torch.compile(mode=...)`.
+        options: see `Options`.
+
+    Raises:
+        OptionError: an unknown option or mode.
+        NotCapturableError: with `options["or_error"]`, where something would run without a graph; Dynamo wraps it.
+    """
+    return compile_graph(gm, inputs, mode, Options.parse(options), None)
+
+
+def backend_with(driver: CaptureDriver | None, options: Mapping[str, Any] | None = None) -> Callable[..., Any]:
+    """The backend with these options, whose graphs are captured by `driver`."""
+    parsed = Options.parse(options)
+
+    def cudagraph_tree_with_driver(gm: GraphModule, inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
+        return compile_graph(gm, inputs, None, parsed, driver)
+
+    return cudagraph_tree_with_driver
+
+
+def reset() -> None:
+    """Give all memory back and forget all recordings and what was logged; compiled functions record again."""
+    tree.reset()
+    graphs.forget_reports()
+
+
+cudagraph_tree.reset = reset  # type: ignore[attr-defined]  # torch._dynamo.reset() calls it
+
+
+def compile_graph(
+    gm: GraphModule, inputs: Sequence[Any], mode: str | None, options: Options, driver: CaptureDriver | None
+) -> Callable[..., Any]:
+    compilation = Compilation(options, driver)
+    if options.inner == "aten":
+        return _compat.compile_aten(gm, inputs, partition=_compat.min_cut_partition, **compilation.aten_compilers())
+    try:
+        patches = _compat.mode_options(mode)
+    except RuntimeError as e:
+        raise OptionError(f"mode={mode!r}: {e}") from e
+    return _compat.compile_inductor(gm, inputs, compilation.inner_compile(), patches)
+
+
+@dataclass(eq=False)
+class Compilation:
+    """The compilers of the graphs that one graph of Dynamo becomes.
+
+    Also for backends that call AOTAutograd or Inductor themselves: give them `aten_compilers()` or `inner_compile()`.
+
+    Attributes:
+        options, driver: how and with what to capture.
+        number: in the names of its graphs.
+        static_names: the forward's inputs that are parameters or buffers; in the backward they have the same names.
+    """
+
+    options: Options
+    driver: CaptureDriver | None = None
+    number: int = field(default_factory=lambda: next(_numbers))
+    static_names: set[str] = field(default_factory=set)
+
+    @property
+    def device_type(self) -> str:
+        return "cuda" if self.driver is None else self.driver.device_type
+
+    def kind(self, gm: GraphModule, *, is_backward: bool = False, is_inference: bool = False) -> Kind:
+        """To be called while AOTAutograd compiles `gm`: says what its static inputs are."""
+        names = [node.name for node in gm.graph.find_nodes(op="placeholder")]
+        if is_backward:
+            # Saved tensors that are parameters stay where they are. Activations don't by themselves: the tree finds
+            # those that lie in its own memory, and copies the others.
+            static = tuple(i for i, name in enumerate(names) if name in self.static_names)
+        else:
+            static = tuple(i for i in _compat.static_inputs_of_forward() if i < len(names))
+            self.static_names = {names[i] for i in static}
+        word = "backward" if is_backward else "inference" if is_inference else "forward"
+        return Kind(f"{word} {self.number}", is_backward, is_inference, static)
+
+    def aten_compilers(self) -> dict[str, Callable[..., Boxed]]:
+        """`forward`, `backward`, `inference`: compilers for AOTAutograd that run its graphs as they are, captured."""
+
+        def forward(gm: GraphModule, _: Any) -> Boxed:
+            return self._callable_of(gm, self.kind(gm))
+
+        def backward(gm: GraphModule, _: Any) -> Boxed:
+            return self._callable_of(gm, self.kind(gm, is_backward=True))
+
+        def inference(gm: GraphModule, _: Any) -> Boxed:
+            return self._callable_of(gm, self.kind(gm, is_inference=True))
+
+        return {"forward": forward, "backward": backward, "inference": inference}
+
+    def _callable_of(self, gm: GraphModule, kind: Kind) -> Boxed:
+        return graphs.callable_of(gm, kind, self.options, self.driver, self.device_type)
+
+    def inner_compile(self, inner: Callable[..., Any] | None = None) -> Callable[..., Any]:
+        """What Inductor is to compile graphs with: `inner` (its own if None), and then captured."""
+        return inductor.inner_compile(self, inner or _compat.inductor_inner_compile())

@@ -1,0 +1,267 @@
+"""One graph of AOTAutograd, turned into a callable whose capturable parts are captured.
+
+fx graph --analyse--> Analysis: device, parts, blockers --callable_of--> boxed callable
+                         |                                   captured parts: tree.capture(Piece)
+                         +--> log, explain, or_error         the others: generated Python
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from . import _compat, counters, tree
+from .check import CPU, Blocker, attribute_of, blocker_of, capture_device, is_free, reason_against, tensors_in, value_of
+from .driver import CaptureDriver
+from .errors import NotCapturableError
+from .options import Options
+from .partition import CAPTURE, EAGER, FREE, Part, assemble, part_module, split
+from .placeholder import info_of, output_traces, placeholder_info, written_nodes
+from .prepare import prepare
+
+__all__ = ["Analysis", "Boxed", "Kind", "analyse", "callable_of", "forget_reports", "report"]
+
+Boxed = Callable[[list[Any]], Sequence[Any]]
+
+log = logging.getLogger("cudagraph")
+
+_reported: set[tuple[str, ...]] = set()
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Which graph of a compiled function it is.
+
+    Attributes:
+        name: for messages, such as "backward 3".
+        is_backward, is_inference: a backward; a graph that has no backward.
+        static_inputs: its inputs that are parameters or buffers.
+    """
+
+    name: str
+    is_backward: bool = False
+    is_inference: bool = False
+    static_inputs: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class Analysis:
+    """What of a graph can be captured.
+
+    Attributes:
+        kind: which graph it is.
+        device: what it would be captured on; None if there is nothing to capture.
+        parts: in the order they run; one that is captured if nothing is in the way.
+        blockers: why it is more than one, or not captured.
+    """
+
+    kind: Kind
+    device: torch.device | None
+    parts: tuple[Part, ...]
+    blockers: tuple[Blocker, ...]
+
+    @property
+    def whole(self) -> bool:
+        return len(self.parts) == 1 and self.parts[0].captured
+
+    @property
+    def captured_count(self) -> int:
+        return sum(part.captured for part in self.parts)
+
+
+def analyse(gm: GraphModule, kind: Kind, options: Options, device_type: str) -> Analysis:
+    """Which parts of `gm`, a functional graph with fake values, can be captured. Changes nothing."""
+    device = capture_device(gm, device_type)
+    if device is None:
+        return Analysis(kind, None, split(gm.graph, lambda node: FREE if is_free(node) else EAGER), ())
+    static = _static_nodes(gm, kind)
+    found: list[Blocker] = []
+
+    def colour(node: Node) -> str:
+        if is_free(node):
+            return FREE
+        reason = reason_against(node, device)
+        if reason is None and not options.or_error:
+            reason = _writes_to_caller(node, static)
+        if reason is None:
+            return CAPTURE
+        found.append(blocker_of(node, reason))
+        return EAGER
+
+    return Analysis(kind, device, split(gm.graph, colour), tuple(found))
+
+
+def _static_nodes(gm: GraphModule, kind: Kind) -> set[Node]:
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    return {placeholders[i] for i in kind.static_inputs}
+
+
+def _writes_to_caller(node: Node, static: set[Node]) -> str | None:
+    """Writing to an input whose memory may be another in the next call; the tree would have to run all of the graph as
+    it is for that. With `or_error` the tree decides, which knows where the input comes from."""
+    for written in written_nodes(node):
+        source = written
+        while source.op == "call_function" and source.all_input_nodes and is_free(source):
+            source = source.all_input_nodes[0]
+        if source.op == "placeholder" and source not in static:
+            return f"writes to '{source.name}', an input that is the caller's own"
+    return None
+
+
+def report(analysis: Analysis, options: Options, captured_count: int | None = None) -> None:
+    """Log, once for each cause, what is not captured and why; `captured_count` says how many parts were in the end, if
+    not as in `analysis`. Raises `NotCapturableError` with `options.or_error`."""
+    kind = analysis.kind
+    if analysis.device is None:
+        tell(
+            f"{kind.name}: nothing to capture, all of it runs on the CPU",
+            "CUDA graphs need tensors on a CUDA device; it runs as it is",
+            ("nothing to capture",),
+            options,
+        )
+    elif not analysis.whole and analysis.blockers:
+        count = analysis.captured_count if captured_count is None else captured_count
+        what = f"{count} part{'s' if count > 1 else ''} of it captured" if count else "nothing of it is captured"
+        lines = [f"  {blocker}" for blocker in analysis.blockers]
+        tell(
+            f"{kind.name} can't be captured whole, {what}, because:\n" + "\n".join(lines),
+            "move these operators out of the compiled function, or give them what they need on the device",
+            tuple(sorted({f"{b.op} {b.reason} {b.source_line}" for b in analysis.blockers})),
+            options,
+        )
+
+
+def tell(what: str, way_out: str, cause: tuple[str, ...], options: Options) -> None:
+    if options.or_error:
+        raise NotCapturableError(f"{what}\n{way_out}; or leave options['or_error'] and CUDAGRAPH_OR_ERROR unset")
+    if cause not in _reported:
+        _reported.add(cause)
+        log.warning("%s\n%s", what, way_out)
+
+
+def forget_reports() -> None:
+    """Tell of each cause again."""
+    _reported.clear()
+
+
+def callable_of(gm: GraphModule, kind: Kind, options: Options, driver: CaptureDriver | None, device_type: str) -> Boxed:
+    """What runs `gm`, with its capturable parts captured.
+
+    Raises `NotCapturableError` with `options.or_error`, if it isn't captured whole.
+    """
+    device = capture_device(gm, device_type)
+    if device is not None:
+        prepare(gm, device, numbers=True)
+    analysis = analyse(gm, kind, options, device_type)
+    report(analysis, options)
+    if analysis.captured_count == 0:
+        _compat.set_boxed(gm)
+        return uncaptured(gm.forward)
+    if analysis.whole:
+        piece = whole_piece(gm, kind, analysis.device)
+        _compat.set_boxed(gm)
+        return tree.capture(dataclasses.replace(piece, run=gm.forward), options, driver)
+    counters.add("partitions")
+    static = _static_nodes(gm, kind)
+    runs = []
+    captured = 0
+    for part in analysis.parts:
+        module = part_module(gm, part)
+        if part.captured:
+            captured += 1
+            piece = _piece_of(part, module, kind, analysis, static, captured)
+            runs.append(tree.capture(piece, options, driver))
+        else:
+            runs.append(module.forward)
+    return assemble(gm, analysis.parts, runs)
+
+
+def boxed(gm: GraphModule) -> Boxed:
+    """`gm` as it is, taking a list that it empties."""
+    _compat.set_boxed(gm)
+    forward = gm.forward
+
+    def call(inputs: list[Any]) -> Any:
+        return forward(inputs)
+
+    call._boxed_call = True  # type: ignore[attr-defined]
+    return call
+
+
+def uncaptured(run: Callable[[list[Any]], Any]) -> Boxed:
+    """`run`, each call counted as one without a graph."""
+
+    def call(inputs: list[Any]) -> Any:
+        counters.add("skips")
+        return run(inputs)
+
+    call._boxed_call = True  # type: ignore[attr-defined]
+    return call
+
+
+def host_inputs(nodes: Sequence[Node], device: torch.device) -> set[int]:
+    """Inputs on the CPU of a captured part: memory that only operators declared for it touch, and that stays put."""
+    if device == CPU:
+        return set()
+    return {i for i, node in enumerate(nodes) if any(t.device == CPU for t in tensors_in(value_of(node)))}
+
+
+def whole_piece(gm: GraphModule, kind: Kind, device: torch.device | None) -> tree.Piece:
+    """All of `gm` as a piece whose `run` is to be filled in."""
+    assert device is not None
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    infos = placeholder_info(gm.graph)
+    return tree.Piece(
+        name=kind.name,
+        run=gm.forward,
+        device=device,
+        static_inputs=tuple(sorted({*kind.static_inputs, *host_inputs(placeholders, device)})),
+        mutated_inputs=_written_inputs(placeholders, list(gm.graph.nodes)),
+        placeholders=infos,
+        output_traces=output_traces(gm.graph),
+        constants=_constants(list(gm.graph.nodes)),
+        is_backward=kind.is_backward,
+        is_inference=kind.is_inference,
+    )
+
+
+def _piece_of(
+    part: Part, module: GraphModule, kind: Kind, analysis: Analysis, static: set[Node], number: int
+) -> tree.Piece:
+    assert analysis.device is not None
+    fixed = {i for i, node in enumerate(part.inputs) if node in static}
+    return tree.Piece(
+        name=f"{kind.name}, part {number} of {analysis.captured_count}",
+        run=module.forward,
+        device=analysis.device,
+        static_inputs=tuple(sorted(fixed | host_inputs(part.inputs, analysis.device))),
+        mutated_inputs=_written_inputs(part.inputs, part.nodes),
+        placeholders=tuple(map(info_of, part.inputs)),
+        output_traces=tuple(node.meta.get("stack_trace") for node in part.outputs),
+        constants=_constants([n for node in part.nodes for n in node.all_input_nodes]),
+        is_backward=kind.is_backward,
+        is_inference=kind.is_inference,
+    )
+
+
+def _written_inputs(inputs: Sequence[Node], nodes: Sequence[Node]) -> tuple[int, ...]:
+    """Which of `inputs` an operator of `nodes` writes to, itself or another view of its memory."""
+    storages = [{_compat.storage_key(t) for t in tensors_in(value_of(node))} - {None} for node in inputs]
+    written: set[int | None] = set()
+    direct: set[Node] = set()
+    for node in nodes:
+        for target in written_nodes(node):
+            direct.add(target)
+            written |= {_compat.storage_key(t) for t in tensors_in(value_of(target))}
+    return tuple(i for i, node in enumerate(inputs) if node in direct or storages[i] & written)
+
+
+def _constants(nodes: Sequence[Node]) -> tuple[torch.Tensor, ...]:
+    found = {node: attribute_of(node) for node in nodes if node.op == "get_attr"}
+    return tuple(value for value in found.values() if isinstance(value, torch.Tensor))

@@ -1,0 +1,124 @@
+"""Inductor's compiled graphs, captured.
+
+    fx graph --analyse--> nothing in the way: compiled in one piece, captured in one piece
+                     |--> something is: Inductor's scheduler cuts the code around it, and its pieces are captured
+                     +--> nothing to capture: as Inductor leaves it
+
+Inductor is told not to make CUDA graphs itself; what it tells of the compiled graph is read off it: mutated inputs,
+constants, the pieces with what of theirs is an input or output of the graph.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch.fx import GraphModule
+
+from . import _compat, counters, tree
+from .check import capture_device
+from .driver import CaptureDriver
+from .graphs import Analysis, Boxed, analyse, report, tell, uncaptured, whole_piece
+from .options import Options
+from .placeholder import PlaceholderInfo
+from .prepare import prepare
+from .tree import Piece
+
+if TYPE_CHECKING:
+    from .backend import Compilation
+
+__all__ = ["capture_partitions", "inner_compile", "pieces_of"]
+
+
+def inner_compile(compilation: Compilation, inner: Callable[..., Any]) -> Callable[..., Any]:
+    """An `inner_compile` for Inductor that compiles with `inner` and captures what comes out."""
+
+    def compile_graph(gm: GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
+        options = compilation.options
+        kind = compilation.kind(
+            gm, is_backward=bool(kwargs.get("is_backward")), is_inference=bool(kwargs.get("is_inference"))
+        )
+        device = capture_device(gm, compilation.device_type)
+        if device is not None:
+            prepare(gm, device, numbers=False)  # Inductor moves numbers itself
+        analysis = analyse(gm, kind, options, compilation.device_type)
+        # Inductor's kernels write to inputs in the middle of the code: whose they are, the tree finds out
+        blocked = tuple(b for b in analysis.blockers if "the caller's own" not in b.reason)
+        analysis = dataclasses.replace(analysis, blockers=blocked)
+        if options.or_error or device is None:
+            report(analysis, options)
+        # names and lines are read now: Inductor's passes change the graph
+        about = None if device is None else whole_piece(gm, kind, device)
+        with _compat.inductor_capture_settings(cut=bool(blocked)):
+            code = inner(gm, inputs, **{**kwargs, "cudagraphs": _compat.no_cudagraphs()})
+        if not _compat.is_compiled_graph(code):
+            return code
+        if about is None:
+            _compat.set_callable(code, uncaptured(_compat.callable_of(code)))
+            return code
+        about = dataclasses.replace(
+            about,
+            mutated_inputs=_compat.mutated_inputs(code),
+            constants=_compat.constants_of(code),
+        )
+        _capture(code, about, analysis, compilation)
+        return code
+
+    return compile_graph
+
+
+def _capture(code: Any, about: Piece, analysis: Analysis, compilation: Compilation) -> None:
+    options, driver = compilation.options, compilation.driver
+    said = _compat.reason_of_inductor(code)
+    if not analysis.blockers and said is None:
+        run = tree.capture(dataclasses.replace(about, run=_compat.callable_of(code)), options, driver)
+        _compat.set_callable(code, run)
+        return
+    maps = (_compat.partitions_of(code) or []) if said is None else []
+    if said is not None:
+        tell(f"{about.name} can't be captured; Inductor says: {said}", "it runs as it is", (said,), options)
+    report(analysis, options, captured_count=len(maps))
+    if maps:
+        counters.add("partitions")
+        _compat.set_callable(code, capture_partitions(code, about, maps, options, driver))
+    else:
+        _compat.set_callable(code, uncaptured(_compat.callable_of(code)))
+
+
+def capture_partitions(
+    code: Any,
+    graph: Piece,
+    maps: Sequence[_compat.PartitionMap],
+    options: Options,
+    driver: CaptureDriver | None,
+) -> Boxed:
+    """What runs Inductor's `code` with each of its pieces captured; `graph` is what is known of all of it."""
+    pieces = pieces_of(graph, maps)
+    return _compat.with_partitions(code, [_capturing(piece, options, driver) for piece in pieces])
+
+
+def _capturing(piece: Piece, options: Options, driver: CaptureDriver | None) -> Callable[[Boxed], Boxed]:
+    return lambda run: tree.capture(dataclasses.replace(piece, run=run), options, driver)
+
+
+def pieces_of(graph: Piece, maps: Sequence[_compat.PartitionMap]) -> list[Piece]:
+    """What is known of `graph`, told of each of Inductor's pieces of it; `maps` say which of a piece's inputs and
+    outputs are the graph's. `run` is to be filled in. Sizes that a piece takes come last and are in no map."""
+    pieces = []
+    for number, part in enumerate(maps, 1):
+        name = f"{graph.name}, part {number} of {len(maps)}"
+        pieces.append(
+            dataclasses.replace(
+                graph,
+                name=name,
+                static_inputs=tuple(i for i, given in enumerate(part.inputs) if given in graph.static_inputs),
+                mutated_inputs=tuple(i for i, given in enumerate(part.inputs) if given in graph.mutated_inputs),
+                placeholders=tuple(
+                    PlaceholderInfo(f"input {i} of {name}") if given is None else graph.placeholders[given]
+                    for i, given in enumerate(part.inputs)
+                ),
+                output_traces=tuple(None if given is None else graph.output_traces[given] for given in part.outputs),
+            )
+        )
+    return pieces
