@@ -56,6 +56,8 @@ def has(path: str) -> bool:
 
 # --- graphs: what operators are, and what they do (2.11 to 2.15) ---
 
+to_copy = torch.ops.aten._to_copy.default  # what `x.to(...)` becomes in a graph
+
 
 def is_operator(target: Any) -> bool:
     return isinstance(target, need("torch._ops.OpOverload"))

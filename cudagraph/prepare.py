@@ -54,7 +54,7 @@ def prepare(gm: GraphModule, device: torch.device, *, numbers: bool) -> None:
 
 def _moved_to(node: Node, device: torch.device) -> bool:
     """Whether `node` copies a tensor from the CPU to `device` and changes nothing else about it."""
-    if node.op != "call_function" or node.target not in (aten._to_copy.default, torch.ops.prims.device_put.default):
+    if node.op != "call_function" or node.target not in (_compat.to_copy, torch.ops.prims.device_put.default):
         return False
     source, result = value_of(node.all_input_nodes[0]), value_of(node)
     return (
@@ -122,7 +122,7 @@ def _numbers(gm: GraphModule, device: torch.device) -> int:
         if node.op == "placeholder":  # behind the last of them
             after = gm.graph.find_nodes(op="placeholder")[-1]
         with gm.graph.inserting_after(after):
-            moved = gm.graph.call_function(aten._to_copy.default, (node,), {"device": device, "non_blocking": True})
+            moved = gm.graph.call_function(_compat.to_copy, (node,), {"device": device, "non_blocking": True})
         moved.meta = {k: v for k, v in readers[0].meta.items() if k == "stack_trace"}
         with _compat.fake_mode_of(value):
             moved.meta["val"] = torch.empty((), dtype=value.dtype, device=device)
