@@ -7,10 +7,12 @@ raises `UnsupportedTorchError` where it is needed.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import importlib
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch.fx import GraphModule, Node
@@ -287,3 +289,147 @@ def need_inductor_policy() -> None:
             f"cudagraph.Policy needs torch 2.13 or later, which has torch._inductor.config.cudagraph_policy; this is "
             f"torch {torch.__version__}: use torch.compile(backend='cudagraph_tree', options={{'inner': 'inductor'}})"
         )
+
+
+# --- the allocator and capture (2.11 to 2.15) ---
+# One signature in all of them. They go when torch offers the allocator's checkpoints and use counts publicly.
+
+MARK_MODULE = "torch._inductor.cudagraph_trees"  # where torch.compiler.cudagraph_mark_step_begin() counts
+
+storage_use_count: Callable[[int], int] = torch._C._storage_Use_Count
+foreach_copy: Callable[[list[torch.Tensor], list[torch.Tensor]], None] = torch._foreach_copy_
+graph_task_id: Callable[[], int] = torch._C._current_graph_task_id  # -1 outside of a backward
+
+THREAD_KEY = "cudagraph trees of this thread"
+
+
+def torch_marks() -> int:
+    """How often `torch.compiler.cudagraph_mark_step_begin()` was called; nothing is imported for it."""
+    module = sys.modules.get(MARK_MODULE)
+    return 0 if module is None else -module.MarkStepBox.mark_step_counter
+
+
+def storage_at(address: int, device: torch.device, nbytes: int) -> torch.UntypedStorage:
+    """A storage over memory that it does not own."""
+    storage: Any = torch._C._construct_storage_from_data_pointer(address, device, nbytes)
+    return cast(torch.UntypedStorage, storage)
+
+
+def identity(storage: torch.UntypedStorage) -> int:
+    """The address of the C++ object that all aliases share; what `storage_use_count` takes."""
+    cdata: int = storage._cdata
+    return cdata
+
+
+def _pointers_equal(tensors: Sequence[Any], addresses: Sequence[int | None], indices: Sequence[int]) -> bool:
+    return all(tensors[i].data_ptr() == addresses[i] for i in indices)
+
+
+# A build without CUDA lacks it.
+pointers_equal: Callable[[Any, Any, Any], bool] = getattr(
+    torch._C, "_tensors_data_ptrs_at_indices_equal", _pointers_equal
+)
+
+
+def negated(tensor: torch.Tensor) -> torch.Tensor:
+    return torch._neg_view(tensor)
+
+
+def can_poison() -> bool:
+    return has("torch._C._set_storage_data_ptr_access_error_msg")
+
+
+def poison(storage: torch.UntypedStorage, message: str) -> None:
+    """From now on, reading the memory of any tensor on `storage` raises a `RuntimeError` with `message`."""
+    need("torch._C._set_storage_data_ptr_access_error_msg")(storage._cdata, message)
+
+
+def can_swap() -> bool:
+    return hasattr(torch.UntypedStorage, "_swap_data_ptr_")  # 2.13 and later
+
+
+def swap_memory(storage: torch.UntypedStorage, other: torch.UntypedStorage) -> None:
+    """Two storages exchange their memory; all tensors on them follow."""
+    storage._swap_data_ptr_(other)  # type: ignore[attr-defined]
+
+
+def keep_for_backward_threads(value: object) -> None:
+    """Let threads that run this thread's backwards find `value` with `kept_for_this_thread`. `value` must live on."""
+    before = sys.getrefcount(value)
+    torch._C._stash_obj_in_tls(THREAD_KEY, value)
+    if sys.getrefcount(value) == before:
+        # 2.11 takes a reference that it was not given, and gives it back when the thread ends.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
+
+
+def kept_for_this_thread() -> Any:
+    """What the thread that this one runs a backward for, or this one, has kept; None if nothing."""
+    return torch._C._get_obj_in_tls(THREAD_KEY) if torch._C._is_key_in_tls(THREAD_KEY) else None
+
+
+class PrivatePool:
+    """A memory pool of one CUDA device that only captures and staged inputs use."""
+
+    def __init__(self, device: int, handle: Any) -> None:
+        self.device = device
+        self.handle = handle
+
+    @contextlib.contextmanager
+    def routed(self) -> Iterator[None]:
+        """Allocations of this thread come out of the pool."""
+        torch._C._cuda_beginAllocateCurrentThreadToPool(self.device, self.handle)
+        try:
+            yield
+        finally:
+            torch._C._cuda_endAllocateToPool(self.device, self.handle)
+            torch._C._cuda_releasePool(self.device, self.handle)
+
+    def stop_routing(self) -> None:
+        """After a capture that could not be ended: allocations come out of the ordinary pool again."""
+        with contextlib.suppress(RuntimeError):  # where torch had stopped it before it raised
+            torch._C._cuda_endAllocateToPool(self.device, self.handle)
+
+    def checkpoint(self) -> Any:
+        return torch._C._cuda_getCheckpointState(self.device, self.handle)
+
+    def restore(self, state: Any, owners: Sequence[torch.UntypedStorage], free: Sequence[int]) -> None:
+        """The blocks of `state` are allocated; `owners` own theirs from now on; those at `free` are given back."""
+        torch._C._cuda_setCheckpointPoolState(self.device, state, [], [owner._cdata for owner in owners])
+        for address in free:
+            torch._C._cuda_cudaCachingAllocator_raw_delete(address)
+
+    def live_blocks_are(self, addresses: set[int]) -> bool:
+        equal: bool = torch._C._cuda_checkPoolLiveAllocations(self.device, self.handle, addresses)
+        return equal
+
+    def live_blocks(self) -> set[int]:
+        """Addresses of all allocated blocks; slow."""
+        live = set()
+        for segment in torch.cuda.memory_snapshot():
+            if tuple(segment["segment_pool_id"]) == tuple(self.handle):
+                address = segment["address"]
+                for block in segment["blocks"]:
+                    if block["state"] == "active_allocated":
+                        live.add(address)
+                    address += block["size"]
+        return live
+
+
+def free_keeping_address(storage: torch.UntypedStorage) -> None:
+    """Free the block that `storage` owns; it goes on pointing there without owning it."""
+    torch._C._free_And_Remove_DeleterFn(storage._cdata)
+
+
+def bare_replay(graph: torch.cuda.CUDAGraph) -> Callable[[], None]:
+    """`graph.replay` without the Python method around it."""
+    replay: Callable[[], None] = functools.partial(torch._C._CUDAGraph.replay, graph)
+    return replay
+
+
+def clear_cublas_workspaces() -> None:
+    torch._C._cuda_clearCublasWorkspaces()
+
+
+def raw_stream(device: int) -> Callable[[], int]:
+    """A call that tells which stream of `device` is current, as a number."""
+    return functools.partial(torch._C._cuda_getCurrentRawStream, device)

@@ -1,14 +1,59 @@
-"""Between the tree and the device: what records and replays.
+"""Between the tree and the device: what allocates, captures and replays.
 
-tree -> CaptureDriver -+- CUDA's allocator, streams, graphs
-                       +- a simulator of them on the CPU, in the tests
+    tree, record -> CaptureDriver -> Pool -+- CUDA: the caching allocator's private pool, a side stream, CUDAGraph
+                                           +- tests: a simulator on the CPU
+
+Between two recordings no block of a pool is allocated: what recordings use is in their graphs, what outputs lie in is
+kept apart by the tree. A recording that continues a path first restores the blocks that were allocated at its end.
 """
 
 from __future__ import annotations
 
-from typing import Protocol
+import contextlib
+import functools
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol, TypeVar
 
-__all__ = ["CaptureDriver"]
+import torch
+
+from . import _compat
+
+__all__ = ["CaptureDriver", "CudaDriver", "Pool", "cuda_driver"]
+
+T = TypeVar("T")
+
+
+class Pool(Protocol):
+    """Memory that recordings of one tree share."""
+
+    def staging(self) -> contextlib.AbstractContextManager[None]:
+        """Allocations in it come out of the pool; its work is ordered after what the current stream did before."""
+
+    def capture(self, run: Callable[[], T], generators: Sequence[torch.Generator]) -> tuple[Any, T]:
+        """Record what `run` does, without doing it: a graph with `replay()` and `reset()`, and what `run` returned.
+
+        Allocations come out of the pool. If `run` raises, or did what can't be captured, nothing is left behind but the
+        memory that the exception keeps alive.
+        """
+
+    def checkpoint(self) -> Any:
+        """Which blocks are allocated now."""
+
+    def restore(self, state: Any, owners: Sequence[torch.UntypedStorage], free: Sequence[int]) -> None:
+        """Allocate the blocks of `state`; `owners` own theirs from now on, those at `free` are given back."""
+
+    def disown(self, storage: torch.UntypedStorage) -> None:
+        """Free the block that `storage` owns. It goes on pointing there."""
+
+    def live_blocks_are(self, addresses: set[int]) -> bool:
+        """Whether exactly the blocks at `addresses` are allocated."""
+
+    def live_blocks(self) -> set[int]:
+        """The addresses of all allocated blocks."""
+
+    def release(self) -> None:
+        """Give the memory back as soon as no graph uses it."""
 
 
 class CaptureDriver(Protocol):
@@ -19,3 +64,201 @@ class CaptureDriver(Protocol):
     """
 
     device_type: str
+
+    def open_pool(self, device: torch.device) -> Pool: ...
+
+    def stream(self, device: torch.device) -> Callable[[], int]:
+        """A call that tells which stream is current."""
+
+    def order_streams(self, device: torch.device, before: Any) -> Any:
+        """Let the current stream wait for the stream object `before` (None: for nothing); returns the current one."""
+
+    def launcher(self, graph: Any) -> Callable[[], None]:
+        """What replays `graph` with the least detour."""
+
+    def can_copy_out(self, storage: torch.UntypedStorage) -> bool:
+        """Whether `copy_out` can move what lies on `storage`."""
+
+    def copy_out(self, storages: Sequence[torch.UntypedStorage]) -> None:
+        """Move what lies on them to memory of their own; every tensor on them follows."""
+
+    def poison(self, storage: torch.UntypedStorage, message: str) -> None:
+        """From now on reading a tensor on `storage` raises a `RuntimeError` with `message`."""
+
+    def is_capture_error(self, error: BaseException) -> bool:
+        """Whether `error` says that something can't be captured, rather than that it is wrong."""
+
+
+class CudaPool:
+    """The private pool of the caching allocator, and the stream that all of it is recorded on.
+
+    The allocator hands a block only to the stream that it was made on: one stream for all, so that they share.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        with torch.cuda.device(device):
+            torch.cuda.synchronize()
+            self.side_stream = torch.cuda.Stream()
+            self.pool = _compat.PrivatePool(torch.cuda.current_device(), torch.cuda.graph_pool_handle())
+            # A pool lives as long as some graph of it.
+            self.keep_alive: torch.cuda.CUDAGraph | None = self._empty_graph()
+
+    def _empty_graph(self) -> torch.cuda.CUDAGraph:
+        graph = torch.cuda.CUDAGraph()
+        with _quietly(), torch.cuda.stream(self.side_stream):
+            graph.capture_begin(pool=self.pool.handle, capture_error_mode="thread_local")
+            graph.capture_end()
+        return graph
+
+    @contextlib.contextmanager
+    def _on_side_stream(self) -> Iterator[None]:
+        with torch.cuda.device(self.device):
+            outside = torch.cuda.current_stream()
+            self.side_stream.wait_stream(outside)
+            try:
+                with torch.cuda.stream(self.side_stream):
+                    yield
+            finally:
+                outside.wait_stream(self.side_stream)
+
+    @contextlib.contextmanager
+    def staging(self) -> Iterator[None]:
+        with self._on_side_stream(), self.pool.routed():
+            yield
+
+    def capture(self, run: Callable[[], T], generators: Sequence[torch.Generator]) -> tuple[Any, T]:
+        with torch.cuda.device(self.device):
+            # The host is to be ahead of nothing, and cached blocks of the ordinary pool are given to this one.
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+            graph = torch.cuda.CUDAGraph()
+            for generator in generators:
+                graph.register_generator_state(generator)
+            states = torch.get_rng_state(), torch.cuda.get_rng_state()
+            # A workspace that a library caches would stay in the pool, where the next recording overwrites it.
+            _compat.clear_cublas_workspaces()
+            try:
+                with self._on_side_stream():
+                    graph.capture_begin(pool=self.pool.handle, capture_error_mode="thread_local")
+                    try:
+                        result = run()
+                    except BaseException:
+                        self._abandon(graph)
+                        raise
+                    try:
+                        graph.capture_end()
+                    except RuntimeError:
+                        self._heal()
+                        raise
+            finally:
+                _compat.clear_cublas_workspaces()
+                torch.set_rng_state(states[0])
+                torch.cuda.set_rng_state(states[1])
+            return graph, result
+
+    def _abandon(self, graph: torch.cuda.CUDAGraph) -> None:
+        try:
+            graph.capture_end()
+        except RuntimeError:  # the capture itself was broken, which is what the caller raises about
+            self._heal()
+        else:
+            graph.reset()
+
+    def _heal(self) -> None:
+        """After a capture that could not be ended: routing stops, and generators are told that it is over."""
+        self.pool.stop_routing()
+        torch.cuda.synchronize()
+        self._empty_graph().reset()
+
+    def checkpoint(self) -> Any:
+        return self.pool.checkpoint()
+
+    def restore(self, state: Any, owners: Sequence[torch.UntypedStorage], free: Sequence[int]) -> None:
+        self.pool.restore(state, owners, free)
+
+    def disown(self, storage: torch.UntypedStorage) -> None:
+        _compat.free_keeping_address(storage)
+
+    def live_blocks_are(self, addresses: set[int]) -> bool:
+        return self.pool.live_blocks_are(addresses)
+
+    def live_blocks(self) -> set[int]:
+        return self.pool.live_blocks()
+
+    def release(self) -> None:
+        self.keep_alive = None
+
+
+@contextlib.contextmanager
+def _quietly() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The CUDA Graph is empty")
+        yield
+
+
+class CudaDriver:
+    """Captures with torch's `CUDAGraph`."""
+
+    device_type = "cuda"
+
+    def open_pool(self, device: torch.device) -> Pool:
+        return CudaPool(device)
+
+    def stream(self, device: torch.device) -> Callable[[], int]:
+        return _compat.raw_stream(device.index)
+
+    def order_streams(self, device: torch.device, before: Any) -> Any:
+        now = torch.cuda.current_stream(device)
+        if before is not None:
+            now.wait_stream(before)
+        return now
+
+    def launcher(self, graph: Any) -> Callable[[], None]:
+        return _compat.bare_replay(graph)
+
+    def can_copy_out(self, storage: torch.UntypedStorage) -> bool:
+        return _compat.can_swap() or storage.resizable()
+
+    def copy_out(self, storages: Sequence[torch.UntypedStorage]) -> None:
+        if not storages:
+            return
+        if not _compat.can_swap():
+            for storage in storages:
+                storage.resize_(storage.nbytes())  # allocates, copies and points there
+            return
+        with torch.inference_mode(False), torch.no_grad(), torch.cuda.device(storages[0].device):
+            old = [_bytes(storage) for storage in storages]
+            new = [torch.empty_like(x) for x in old]
+            _compat.foreach_copy(new, old)
+        for storage, copy in zip(storages, new, strict=True):
+            _compat.swap_memory(storage, copy.untyped_storage())
+
+    def poison(self, storage: torch.UntypedStorage, message: str) -> None:
+        _compat.poison(storage, message)
+
+    def is_capture_error(self, error: BaseException) -> bool:
+        text = str(error)
+        return isinstance(error, RuntimeError) and any(sign in text for sign in CAPTURE_ERRORS)
+
+
+# What CUDA and torch say when an operation is not allowed while capturing.
+CAPTURE_ERRORS = (
+    "operation not permitted when stream is capturing",
+    "operation failed due to a previous error during capture",
+    "operation would make the legacy stream depend on a capturing blocking stream",
+    "during CUDA graph capture",
+    "during graph capture",
+    "during capturing stage",
+    "cudaErrorStreamCapture",
+    "captures_underway",
+)
+
+
+def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (storage.nbytes(),), (1,))
+
+
+@functools.cache
+def cuda_driver() -> CudaDriver:
+    return CudaDriver()

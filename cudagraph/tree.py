@@ -1,51 +1,39 @@
-"""Graphs of one device as a tree of recordings, walked along the path that the program takes.
+"""Which tree a call belongs to, and the callable that users of the package get.
 
-capture(piece) -> callable:   warm up -> record -> replay, a recording a path, size and set of static addresses
+    capture(piece) -> call --> trees of this thread, or of the thread whose backward this one runs
+                                 -> tree of the device -> edge of its current node
+
+Each thread has trees of its own, so that two threads can't end each other's steps. Autograd's threads use those of the
+thread that called `backward()`.
 """
 
 from __future__ import annotations
 
+import threading
+import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from . import counters
-from .driver import CaptureDriver
+from . import _compat, counters
+from .driver import CaptureDriver, cuda_driver
+from .errors import StaleOutputError
+from .function import Function, Piece
+from .liveness import STALE
 from .options import Options
+from .paths import Tree
 
 __all__ = ["Piece", "capture", "mark_step_begin", "reset", "stats"]
 
 
-@dataclass(frozen=True, eq=False)
-class Piece:
-    """One graph, or one captured part of a partitioned graph.
+class Trees(dict[tuple[CaptureDriver, torch.device], Tree]):
+    """The trees of one thread."""
 
-    Attributes:
-        name: for logs and errors, such as "forward 0, part 1 of 2".
-        run: takes a list of tensors, ints and None, which it may clear, and returns the same kinds of things.
-        device: the device all of it runs on.
-        static_inputs: inputs whose address is expected not to move: parameters, buffers. Outputs of other pieces are
-            found at run time and need not be named.
-        mutated_inputs: inputs that `run` writes to.
-        placeholders: a `PlaceholderInfo` an input, or ().
-        output_traces: the user's source line of each output, or (); for errors about outputs held too long.
-        constants: tensors that `run` reads and that are no inputs; kept alive.
-        is_backward: runs the backward of a forward that ran before.
-        is_inference: nothing of it waits for a backward.
-    """
 
-    name: str
-    run: Callable[[list[Any]], Sequence[Any]]
-    device: torch.device
-    static_inputs: tuple[int, ...] = ()
-    mutated_inputs: tuple[int, ...] = ()
-    placeholders: tuple[Any, ...] = ()
-    output_traces: tuple[str | None, ...] = ()
-    constants: tuple[torch.Tensor, ...] = ()
-    is_backward: bool = False
-    is_inference: bool = True
+local = threading.local()
+every_thread: list[Trees] = []
+marks = [0]  # how often mark_step_begin() was called
 
 
 def capture(
@@ -55,24 +43,97 @@ def capture(
 
     It takes a list of inputs and clears it, and is marked `_boxed_call`. It warms up, records, replays, records again
     when a static input has moved, and runs `piece.run` as it is where that is all that is right. `driver` is what
-    captures: CUDA's by default, a simulator in tests.
+    captures: CUDA's by default, a simulator in tests. What was recorded goes when the last callable of a thread's tree
+    is dropped.
 
-    Raises `NotCapturableError` where it would run without a graph and `options.or_error` is set.
+    Calls raise `NotCapturableError` where they would run without a graph and `options.or_error` is set, and
+    `StaleOutputError` when they are given an output whose memory was reused since.
     """
+    function = Function(piece, options, driver if driver is not None else cuda_driver())
+    where = function.driver, piece.device
 
     def call(inputs: list[Any]) -> Sequence[Any]:
-        return piece.run(inputs)
+        numbers = function.numbers
+        if numbers is None:
+            numbers = function.find_numbers(inputs)
+        key = function if not numbers else (function, *[inputs[i] for i in numbers])
+        tree: Tree
+        try:
+            tree = local.trees[where]
+        except (AttributeError, KeyError):
+            tree = _tree_of_this_thread(*where)
+        try:
+            now = marks[0] + _compat.torch_marks()
+            if now != tree.marks:
+                tree.mark(now, inputs, function)
+            edge = tree.current.edges.get(key)
+            if edge is not None:
+                outputs: Sequence[Any] | None = edge(inputs)
+                if outputs is not None:
+                    return outputs
+            if function not in tree.functions:
+                _watch_function(tree, function, call)
+            return tree.call(function, key, inputs)
+        except RuntimeError as error:
+            if STALE in str(error) and not isinstance(error, StaleOutputError):
+                raise StaleOutputError(str(error)) from None
+            raise
 
     call._boxed_call = True  # type: ignore[attr-defined]
     return call
 
 
+def _tree_of_this_thread(driver: CaptureDriver, device: torch.device) -> Tree:
+    trees: Trees | None = getattr(local, "trees", None) or _compat.kept_for_this_thread()
+    if trees is None:
+        trees = local.trees = Trees()
+        every_thread.append(trees)
+        _compat.keep_for_backward_threads(trees)
+        # A thread's outputs may outlive it; their memory is parted with in order, not pulled away.
+        weakref.finalize(threading.current_thread(), _close, trees).atexit = False
+    tree = trees.get((driver, device))
+    if tree is None:
+        tree = trees[driver, device] = Tree(driver, device, marks[0] + _compat.torch_marks())
+    return tree
+
+
+def _watch_function(tree: Tree, function: Function, call: Callable[..., Any]) -> None:
+    """Close `tree` when the last of the functions that it has seen is dropped."""
+    tree.functions.add(function)
+    weakref.finalize(call, _forget_function, weakref.ref(tree), weakref.ref(function)).atexit = False
+
+
+def _forget_function(tree_ref: weakref.ref[Tree], function_ref: weakref.ref[Function]) -> None:
+    tree, function = tree_ref(), function_ref()
+    if tree is not None and function is not None:
+        tree.functions.discard(function)
+        if not tree.functions:
+            tree.close()
+
+
+def _close(trees: Trees) -> None:
+    for tree in trees.values():
+        tree.close()
+    trees.clear()
+
+
 def mark_step_begin() -> None:
-    """A new step begins: what graphs gave out in the step before may be overwritten."""
+    """A new step begins: what graphs gave out in the step before may be overwritten by the next call.
+
+    `torch.compiler.cudagraph_mark_step_begin()` does the same. Whoever marks steps marks all of them: steps begin by
+    themselves only as long as there was no mark. A step whose forward still waits for its backward goes on.
+    """
+    marks[0] += 1
 
 
 def reset() -> None:
-    """Give all memory back and forget all recordings; compiled functions record again when they are called."""
+    """Give all memory back and forget all recordings; compiled functions record again when they are called.
+
+    Outputs that are still held are parted with as at the end of a step.
+    """
+    for trees in every_thread:
+        for tree in trees.values():
+            tree.close()
     counters.clear()
 
 

@@ -1,0 +1,164 @@
+"""Who still holds an output: memory of recordings, and what becomes of tensors on it when it is reused.
+
+    Slot: the memory of one output             storage -- templates (kept by nodes) -- tensors given out, their views
+      held?      the storage is used by more than its templates
+      renew      whoever holds it keeps the old storage; the slot goes on with a new one at the same address
+    Watch: many slots at once                  one comparison of two lists of use counts
+
+A storage's use count knows every tensor object over it, in Python and in C++: views, detached aliases, what autograd
+saved, a stolen `.grad`. So nothing is scanned and nothing has to be registered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from . import _compat
+
+__all__ = ["STALE", "Layout", "Slot", "Watch", "held", "layout_of", "stale_message", "tensor_on"]
+
+STALE = "output of a CUDA graph whose memory has been reused"
+
+
+class Layout(NamedTuple):
+    """How a tensor lies on its storage."""
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+    conjugate: bool = False
+    negative: bool = False
+
+
+def layout_of(x: torch.Tensor) -> Layout:
+    return Layout(tuple(x.shape), x.stride(), int(x.storage_offset()), x.dtype, x.is_conj(), x.is_neg())
+
+
+def tensor_on(storage: torch.UntypedStorage, layout: Layout) -> torch.Tensor:
+    """A tensor on `storage` that has no history, whatever mode the caller is in."""
+    with torch.inference_mode(False), torch.no_grad():
+        x = torch.empty(0, dtype=layout.dtype, device=storage.device)
+        x = x.set_(storage, layout.offset, layout.size, layout.stride)
+        if layout.conjugate:
+            x = x.conj()
+        return _compat.negated(x) if layout.negative else x
+
+
+class Slot:
+    """Memory that an output of a recording lives in, and the storage that tensors over it are given out on.
+
+    Attributes:
+        storage: does not own the memory, which is the pool's; `host` memory it owns.
+        address: of the first byte; it never changes.
+        copies: whoever holds it when the memory is reused gets a copy; otherwise an error on access.
+        origin: "output 2 of forward 0, from model.py:31", for that error.
+        given_as_copies: tensors over it are given out as copies, because this torch could not copy them out later.
+    """
+
+    __slots__ = (
+        "address",
+        "cdata",
+        "copies",
+        "given_as_copies",
+        "host",
+        "nbytes",
+        "origin",
+        "places",
+        "storage",
+        "watches",
+    )
+
+    def __init__(self, storage: torch.UntypedStorage, origin: str, *, copies: bool, host: bool = False) -> None:
+        self.storage = storage
+        self.cdata = _compat.identity(storage)
+        self.address = storage.data_ptr()
+        self.nbytes = storage.nbytes()
+        self.origin = origin
+        self.copies = copies
+        self.host = host
+        self.given_as_copies = False
+        self.places: list[tuple[list[torch.Tensor], int, Layout]] = []
+        self.watches: list[tuple[Watch, int]] = []
+
+    @property
+    def own_uses(self) -> int:
+        """The use count of the storage when nobody else holds it: our handle and a tensor a template."""
+        return 1 + len(self.places)
+
+    def held(self) -> bool:
+        return _compat.storage_use_count(self.cdata) > self.own_uses
+
+    def add_template(self, templates: list[torch.Tensor], layout: Layout) -> None:
+        """Append to `templates` a tensor that is given out as aliases of it; it follows when the slot is renewed."""
+        templates.append(tensor_on(self.storage, layout))
+        self.places.append((templates, len(templates) - 1, layout))
+        self._tell()
+
+    def renew(self, storage: torch.UntypedStorage) -> None:
+        """Go on with `storage` at the same address; what was given out keeps the old one."""
+        self.storage = storage
+        self.cdata = _compat.identity(storage)
+        for templates, position, layout in self.places:
+            templates[position] = tensor_on(storage, layout)
+        self._tell()
+
+    def forget(self, templates: list[torch.Tensor]) -> None:
+        """`templates` are gone."""
+        self.places = [place for place in self.places if place[0] is not templates]
+        self._tell()
+
+    def _tell(self) -> None:
+        for watch, position in self.watches:
+            watch.cdatas[position] = self.cdata
+            watch.own_uses[position] = self.own_uses
+
+
+class Watch:
+    """Several slots that are looked at together."""
+
+    __slots__ = ("cdatas", "own_uses", "slots")
+
+    def __init__(self, slots: Iterable[Slot]) -> None:
+        self.slots = tuple(slots)
+        self.cdatas = [slot.cdata for slot in self.slots]
+        self.own_uses = [slot.own_uses for slot in self.slots]
+        for position, slot in enumerate(self.slots):
+            slot.watches.append((self, position))
+
+    def none_held(self) -> bool:
+        """Whether nobody but the tree holds any of them. The cost of a call in which nobody holds anything."""
+        return list(map(_compat.storage_use_count, self.cdatas)) == self.own_uses
+
+    def close(self) -> None:
+        for slot in self.slots:
+            slot.watches = [entry for entry in slot.watches if entry[0] is not self]
+
+
+def held(slots: Iterable[Slot]) -> list[Slot]:
+    return [slot for slot in slots if slot.held()]
+
+
+def stale_message(slot: Slot) -> str:
+    return (
+        f"This tensor is {slot.origin}, an {STALE} by a later step. To keep it, clone it before the next step begins "
+        "(a step begins with mark_step_begin(), or when the first function of the step is called again), or give "
+        "options={'held_outputs': 'copy'}."
+    )
+
+
+def on_slots(inputs: Sequence[Any], slots: Iterable[Slot]) -> dict[int, Slot]:
+    """Inputs that lie on the storage of one of `slots`, by position."""
+    by_cdata = {slot.cdata: slot for slot in slots}
+    if not by_cdata:
+        return {}
+    found = {}
+    for i, value in enumerate(inputs):
+        if isinstance(value, torch.Tensor) and value.layout is torch.strided:
+            slot = by_cdata.get(_compat.identity(value.untyped_storage()))
+            if slot is not None:
+                found[i] = slot
+    return found

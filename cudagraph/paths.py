@@ -1,0 +1,332 @@
+"""Graphs of one device as a tree of recordings, walked along the path that the program takes.
+
+    root --f--> node --g--> node            current: where the program is in this step
+         \\--g--> node                       edges of current: what to do when a function comes next, ready made
+
+    a call:   edge of the current node -> replay                          the usual case, one look-up
+              other recordings there -> replay
+              a new step begins here?  -> from the root
+              never run before -> warm up, and so does the rest of the step
+              -> record
+
+A step ends with `mark_step_begin()`, or when its first function is called again, and not while a forward of it still
+waits for its backward. What is held of it then is parted with: copied out, or an error on access.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from . import _compat, counters
+from .driver import CaptureDriver, Pool
+from .function import Function, log
+from .liveness import Slot, held, on_slots, stale_message
+from .node import Edge, Node
+from .record import CannotCapture, record
+
+__all__ = ["Tree"]
+
+# Captures are taken one after the other, whichever thread asks: one empties caches that another may be filling.
+# Re-entrant, because a capture may call what is captured.
+one_at_a_time = threading.RLock()
+
+# Repetitions of a function in one step whose outputs are all dead. More of them, and the step never ends by itself:
+# something is held all the time, but never the same thing. Such calls run as they are until it is let go of.
+DEAD_REPEATS = 16
+# Marks that a step may outlive because a forward waits for its backward, for the same reason.
+OUTLIVED_MARKS = 8
+# Calls of one function while a step warms up, after which it is taken for a new step whatever is held.
+WARM_REPEATS = 64
+
+
+class Aside:
+    """Why the rest of a step runs as it is, and what ran so far.
+
+    Attributes:
+        place: where the path was left.
+        warming: functions that are not warm are the reason; else, a step that could not end.
+        calls: how often each function ran.
+        waiting: storages of what forwards gave out that no backward came for yet.
+    """
+
+    def __init__(self, place: Node, *, warming: bool) -> None:
+        self.place = place
+        self.warming = warming
+        self.calls: dict[Function, int] = {}
+        self.waiting: list[StorageWeakRef] = []
+
+    def ran(self, function: Function, outputs: Sequence[Any]) -> None:
+        self.calls[function] = self.calls.get(function, 0) + 1
+        if function.piece.is_backward:
+            self.waiting.clear()
+        elif not function.piece.is_inference:
+            self.waiting += [StorageWeakRef(x.untyped_storage()) for x in outputs if isinstance(x, torch.Tensor)]
+
+    def may_end(self, function: Function, *, marked: bool) -> bool:
+        """Whether a call of `function` begins a new step. A warm-up holds no memory of the pool: it is never wrong."""
+        calls = self.calls.get(function, 0)
+        if calls >= WARM_REPEATS:
+            return True
+        waits = any(not storage.expired() for storage in self.waiting)
+        return calls > 0 and not marked and not waits and _compat.graph_task_id() == -1
+
+
+class Tree:
+    """The recordings of one thread on one device.
+
+    Attributes:
+        current: where the path is. Replays move it.
+        marks: how many marks there had been when this step began.
+        marked: steps begin with marks, not by themselves.
+        stream: the stream that the last replay was launched on.
+        tainted: someone keeps memory of the pool that was to be free; it is not used any longer.
+    """
+
+    def __init__(self, driver: CaptureDriver, device: torch.device, marks: int) -> None:
+        self.driver = driver
+        self.device = device
+        self.stream_now = driver.stream(device)
+        self.marks = marks
+        self.functions: set[Function] = set()
+        self._begin()
+
+    def _begin(self) -> None:
+        self._pool: Pool | None = None
+        self.root = Node(self, None, None)
+        self.current = self.root
+        self.aside: Aside | None = None
+        self.nowhere = Node(self, None, None)  # the current node while aside: it has no edges
+        self.warmed: dict[Function, int] = {}
+        self.sizes: dict[Function, set[Any]] = {}
+        self.refusals: dict[tuple[Node, Any], str] = {}
+        self.marked = False
+        self.outlived_marks = 0
+        self.stream: int | None = None
+        self.stream_object: Any = None
+        self.tainted = False
+
+    @property
+    def pool(self) -> Pool:
+        if self._pool is None:
+            self._pool = self.driver.open_pool(self.device)
+        return self._pool
+
+    @property
+    def place(self) -> Node:
+        """Where the path is, also while aside."""
+        return self.current if self.aside is None else self.aside.place
+
+    def change_stream(self) -> None:
+        """The caller uses another stream than before: it waits for what was launched on that one."""
+        self.stream = self.stream_now()
+        self.stream_object = self.driver.order_streams(self.device, self.stream_object)
+
+    # --- one call
+
+    def call(self, function: Function, key: Any, inputs: list[Any]) -> list[Any]:
+        """A call that no edge of the current node was right for."""
+        if self.tainted:
+            self.close(inputs)
+        came_from = self.place
+        if self.may_end(function, inputs):
+            self.end_step(inputs, function)
+        outputs = self._known(function, key, inputs)
+        if outputs is not None:
+            if self.place is not came_from and not came_from.pending and key not in came_from.edges:
+                came_from.edges[key] = self._restart(came_from, key)
+            return outputs
+        if self.aside is not None:
+            return self._as_it_is(function, inputs)
+        if self.warmed.get(function, 0) < function.options.warmup_steps:
+            self._step_aside(warming=True)
+            return self._as_it_is(function, inputs)
+        if self._never_ends(function):
+            self._step_aside(warming=False)
+            return self._as_it_is(function, inputs)
+        reason = self.refusals.get((self.current, key)) or self._limit(function, key)
+        if reason is not None:
+            return self._without_graph(function, reason, inputs)
+        return self._record(function, key, inputs)
+
+    def _known(self, function: Function, key: Any, inputs: list[Any]) -> list[Any] | None:
+        """Replay one of the recordings at the current node, if one is right."""
+        place = self.current
+        for child in place.children.get(key, ()):
+            outputs = child.replay(inputs)
+            if outputs is not None:
+                place.edges[key] = child.replay
+                return outputs
+        return None
+
+    def _restart(self, place: Node, key: Any) -> Edge:
+        """An edge from the end of a step to its beginning, for when nothing is held."""
+
+        def restart(inputs: list[Any]) -> list[Any] | None:
+            edge = self.root.edges.get(key)
+            if edge is None or not place.watch_live.none_held():
+                return None
+            self.current = self.root
+            self.outlived_marks = 0
+            return edge(inputs)
+
+        return restart
+
+    def _limit(self, function: Function, key: Any) -> str | None:
+        """Why there is to be no more recording of `function` here; None if there may be."""
+        options, place = function.options, self.current
+        sizes = self.sizes.setdefault(function, set())
+        if key not in sizes and len(sizes) >= options.size_limit:
+            return f"it was recorded for {len(sizes)} sizes (options['size_limit']); pad its inputs to fewer sizes"
+        known = place.children.get(key, ())
+        if len(known) > options.rerecord_limit:
+            why = function.moved or "what is held there differs"
+            return f"it was recorded {len(known)} times at one place because {why} (options['rerecord_limit'])"
+        return None
+
+    def _record(self, function: Function, key: Any, inputs: list[Any]) -> list[Any]:
+        place = self.current
+        known = place.children.get(key, ())
+        if known:
+            function.note_moves(known[-1].addresses, known[-1].fixed_inputs, inputs)
+        try:
+            with one_at_a_time:
+                outputs = record(place, function, key, inputs)
+        except CannotCapture as reason:
+            return self._refuse(function, key, str(reason), inputs)
+        except RuntimeError as error:
+            if not self.driver.is_capture_error(error):
+                raise
+            return self._refuse(function, key, f"capturing it raised {type(error).__name__}: {error}", inputs)
+        self.sizes[function].add(key)
+        counters.add("recordings")
+        counters.add("rerecordings", bool(known))
+        log.debug("recorded %s, the %dth at this place of the path", function.name, len(known) + 1)
+        return outputs
+
+    def _refuse(self, function: Function, key: Any, reason: str, inputs: list[Any]) -> list[Any]:
+        """From now on `function` runs as it is at this place."""
+        self.refusals[self.current, key] = reason
+        self.current.edges[key] = lambda inputs: self._without_graph(function, reason, inputs)
+        return self._without_graph(function, reason, inputs)
+
+    def _without_graph(self, function: Function, reason: str, inputs: list[Any]) -> list[Any]:
+        function.skipped(reason)
+        counters.add("skips")
+        return list(function.piece.run(inputs))
+
+    def _step_aside(self, *, warming: bool) -> None:
+        self.aside = Aside(self.current, warming=warming)
+        self.current = self.nowhere
+
+    def _as_it_is(self, function: Function, inputs: list[Any]) -> list[Any]:
+        assert self.aside is not None
+        if not self.aside.warming:
+            reason = (
+                "forwards of earlier steps still wait for a backward; use torch.no_grad() or drop what they returned"
+            )
+            return self._without_graph(function, reason, inputs)
+        outputs = list(function.piece.run(inputs))
+        self.warmed[function] = self.warmed.get(function, 0) + 1
+        counters.add("warmups")
+        if self.aside is not None:  # a nested call may have ended the step
+            self.aside.ran(function, outputs)
+        return outputs
+
+    # --- steps
+
+    def mark(self, marks: int, inputs: list[Any], function: Function) -> None:
+        """There were marks since the last call: a new step begins, unless something waits for its backward."""
+        self.marks = marks
+        self.marked = True
+        if self._waits(self.place):
+            self.outlived_marks += 1
+            if self.outlived_marks > OUTLIVED_MARKS and self.aside is None:
+                self._step_aside(warming=False)
+        else:
+            self.end_step(inputs, function)
+
+    def _waits(self, place: Node) -> bool:
+        """Whether a backward may still need what a forward of the path gave out."""
+        return any(not forward.saved.none_held() for forward in place.pending)
+
+    def may_end(self, function: Function, inputs: list[Any]) -> bool:
+        """Whether a call of `function`, which does not follow the path as it was, begins a new step."""
+        place, aside = self.place, self.aside
+        if aside is not None and not aside.warming:
+            return not self._waits(place)
+        if aside is not None and not aside.may_end(function, marked=self.marked):
+            return False
+        if place is self.root:
+            return aside is not None
+        if place.watch_live.none_held():
+            return aside is not None or place.first is function or self._last(place, function) is not None
+        if self.marked or self._waits(place) or _compat.graph_task_id() != -1:
+            return False
+        if function.piece.mutated_inputs:
+            on_path = on_slots(inputs, place.live)
+            if any(i in on_path for i in function.piece.mutated_inputs):
+                return False  # it changes what the step gave out
+        if place.first is function:
+            return True
+        last = self._last(place, function)
+        if last is None:
+            return aside is not None
+        own = {slot for slot in last.template_slots if slot is not None}
+        return all(slot in own for slot in held(place.live))
+
+    def _never_ends(self, function: Function) -> bool:
+        """Whether the step repeats `function` while something else is held each time."""
+        if self.marked:
+            return False
+        repeats = [node for node in self.current.path() if node.function is function]
+        return sum(not any(slot is not None and slot.held() for slot in node.template_slots) for node in repeats) > (
+            DEAD_REPEATS
+        )
+
+    def _last(self, place: Node, function: Function) -> Node | None:
+        return next((node for node in reversed(place.path()) if node.function is function), None)
+
+    def end_step(self, inputs: list[Any], function: Function | None = None) -> None:
+        """The path ends: the next call starts at the root, and may overwrite everything."""
+        place = self.place
+        if not place.watch_live.none_held():
+            mutated = function.piece.mutated_inputs if function is not None else ()
+            self._part_with(held(place.live), inputs, mutated)
+        self.current = self.root
+        self.aside = None
+        self.outlived_marks = 0
+
+    def _part_with(self, slots: list[Slot], inputs: list[Any], mutated: Sequence[int]) -> None:
+        """Somebody holds `slots`, whose memory is about to be reused: they get copies, or errors when they read it."""
+        counters.add("held_outputs", len(slots))
+        given = on_slots(inputs, slots)
+        wanted = {given[i] for i in mutated if i in given}  # what is written to must be what the caller has
+        moving = [slot for slot in slots if (slot.copies or slot in wanted) and self.driver.can_copy_out(slot.storage)]
+        self.driver.copy_out([slot.storage for slot in moving])
+        counters.add("copies", len(moving))
+        with torch.no_grad():
+            for i, slot in given.items():
+                if slot not in moving:
+                    inputs[i] = inputs[i].clone()
+        for slot in slots:
+            if slot not in moving:
+                self.driver.poison(slot.storage, stale_message(slot))
+            slot.renew(_compat.storage_at(slot.address, slot.storage.device, slot.nbytes))
+            # This torch moves only what the allocator made: from now on it is copied when it is given out.
+            slot.given_as_copies = slot.copies and not self.driver.can_copy_out(slot.storage)
+        if any(slot.given_as_copies for slot in slots):
+            for node in self.root.subtree():
+                node.settle()
+
+    def close(self, inputs: list[Any] | None = None) -> None:
+        """Forget everything and give the memory back; calls warm up and record again."""
+        self.end_step([] if inputs is None else inputs)
+        self.root.close()
+        if self._pool is not None:
+            self._pool.release()
+        self._begin()

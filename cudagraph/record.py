@@ -1,0 +1,278 @@
+"""Capturing a function at a place of a path.
+
+inputs --+-- numbers, None, generators           part of the key: another value is another recording
+         +-- static                              read where they are; another address is another recording
+         +-- managed: they lie on a slot of the path   likewise; their memory may be reused while the graph runs
+         +-- others                              copied to memory of the pool before each launch
+
+plan -> restore the pool to the end of the parent -> stage copies -> capture -> which output lies on which slot
+     -> checkpoint the pool, free all of it -> launch
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from . import _compat
+from .errors import CudaGraphError
+from .liveness import Layout, Slot, Watch, held, layout_of, on_slots, tensor_on
+from .node import Node
+
+if TYPE_CHECKING:
+    from .function import Function
+
+__all__ = ["CannotCapture", "record"]
+
+
+class CannotCapture(CudaGraphError):
+    """Why a function can't be captured at this place; it runs as it is there from then on."""
+
+
+@dataclass
+class Plan:
+    """What the inputs of a recording are.
+
+    Attributes:
+        static: positions of tensors that are read where they are.
+        managed: positions of tensors on slots of the path.
+        layouts: how those lie on their slots.
+        copied: positions of tensors that are copied to the pool.
+        kept: slots that somebody else holds.
+        taken: slots that only the inputs held; the graph may reuse their memory once it is done with them.
+        free: slots that nobody holds any more.
+    """
+
+    static: list[int]
+    managed: dict[int, Slot]
+    layouts: dict[int, Layout]
+    copied: list[int]
+    kept: list[Slot]
+    taken: list[Slot]
+    free: list[Slot]
+
+
+def _plan(parent: Node, function: Function, inputs: list[Any]) -> Plan:
+    """Takes the managed tensors out of `inputs`."""
+    managed = on_slots(inputs, parent.live)
+    tensors = [i for i, x in enumerate(inputs) if isinstance(x, torch.Tensor) and i not in managed]
+    static = [i for i in tensors if i in function.static_inputs]
+    copied = [i for i in tensors if i not in function.static_inputs]
+    reason = function.reason_against(inputs, copied)
+    if reason is not None:
+        raise CannotCapture(reason)
+    layouts = {i: layout_of(inputs[i]) for i in managed}
+    for i in managed:
+        inputs[i] = None  # the references of the call go: who holds the memory after that is somebody else
+    kept = held(parent.live)
+    taken = [slot for slot in dict.fromkeys(managed.values()) if slot not in kept]
+    free = [slot for slot in parent.live if slot not in kept and slot not in taken]
+    return Plan(static, managed, layouts, copied, kept, taken, free)
+
+
+def record(parent: Node, function: Function, key: Any, inputs: list[Any]) -> list[Any]:
+    """Capture `function` after `parent` and run the graph once; the outputs. Empties `inputs`.
+
+    Raises `CannotCapture` if something speaks against it, and what the capture raises. `inputs` is whole then, and the
+    tree as it was before.
+    """
+    tree = parent.tree
+    addresses = [x.data_ptr() if isinstance(x, torch.Tensor) else None for x in inputs]
+    plan = _plan(parent, function, inputs)
+    node = Node(tree, parent, function)
+    node.addresses = addresses
+    node.fixed_inputs = sorted([*plan.static, *plan.managed])
+    try:
+        _capture(node, plan, inputs)
+    except BaseException as error:
+        traceback.clear_frames(error.__traceback__)  # they hold blocks of the pool
+        for i, slot in plan.managed.items():
+            inputs[i] = tensor_on(slot.storage, plan.layouts[i])
+        if node.graph is not None:
+            node.graph.reset()
+        # Whoever keeps a block of the pool would see it handed out again: such a pool is not used any longer.
+        tree.tainted = tree.tainted or not tree.pool.live_blocks_are(set())
+        raise
+    node.launch = tree.driver.launcher(node.graph)
+    _connect(node, plan, key)
+    node.launch()
+    return node.outputs(inputs)
+
+
+def _capture(node: Node, plan: Plan, inputs: list[Any]) -> None:
+    """Record the graph of `node`. `inputs` is left with tensors that read the same but keep no memory of the pool."""
+    assert node.parent is not None and node.function is not None
+    tree, piece = node.tree, node.function.piece
+    pool = tree.pool
+    own = {
+        slot: _compat.storage_at(slot.address, piece.device, slot.nbytes)
+        for slot in [*plan.kept, *plan.taken]
+        if not slot.host
+    }
+    if node.parent.state is not None:
+        pool.restore(node.parent.state, list(own.values()), [slot.address for slot in plan.free if not slot.host])
+
+    arguments = list(inputs)
+    with pool.staging():
+        for i in plan.copied:
+            arguments[i] = _staged(inputs[i])
+    for position, i in enumerate(plan.copied):
+        storage = arguments[i].untyped_storage()
+        unowned = _compat.storage_at(storage.data_ptr(), piece.device, storage.nbytes())
+        node.copied_inputs.append(i)
+        if overlapping(inputs[i]):
+            node.flat_copies.append((position, span_of(inputs[i])))
+            flat = Layout((span_of(inputs[i]),), (1,), 0, inputs[i].dtype)
+            node.destinations.append(tensor_on(unowned, flat))
+        inputs[i] = tensor_on(unowned, layout_of(arguments[i]))
+        if len(node.destinations) == position:
+            node.destinations.append(inputs[i])
+        del storage
+    for i, slot in plan.managed.items():
+        storage = own[slot] if slot in plan.taken and not slot.host else slot.storage
+        arguments[i] = tensor_on(storage, plan.layouts[i])
+        del storage
+
+    owners = {slot: StorageWeakRef(own[slot]) for slot in plan.taken if not slot.host}
+    for slot in owners:
+        del own[slot]  # from here on only the arguments own it
+    generators = [x for x in arguments if isinstance(x, torch.Generator)]
+    node.graph, returned = pool.capture(lambda: list(piece.run(arguments)), generators)
+    arguments.clear()
+
+    gone = [slot for slot, owner in owners.items() if owner.expired()]
+    alive = [*plan.kept, *(slot for slot in plan.taken if slot not in gone)]
+    on_known = {slot.cdata: slot for slot in alive}
+    on_known |= {owner.cdata: slot for slot, owner in owners.items() if slot not in gone}
+    new = _outputs(node, returned, on_known, {slot.address for slot in alive if not slot.host}, inputs)
+    node.state = pool.checkpoint()
+    for slot in new:
+        if not slot.host:
+            pool.disown(slot.storage)
+    node.live = (*alive, *new)
+    node.consumed = [(i, slot, plan.layouts[i]) for i, slot in plan.managed.items() if slot in gone]
+    node.watch_dead = Watch([*plan.free, *gone])
+
+
+def _outputs(
+    node: Node, returned: Sequence[Any], on_known: dict[int, Slot], known_blocks: set[int], inputs: list[Any]
+) -> list[Slot]:
+    """Prepare what a replay gives out for `returned`; the slots that are new."""
+    assert node.function is not None
+    function, tree = node.function, node.tree
+    tensors = {k: x for k, x in enumerate(returned) if isinstance(x, torch.Tensor)}
+    fixed = {id(inputs[i]): i for i in node.fixed_inputs if inputs[i] is not None}
+    node.same_inputs = [(k, fixed[id(x)]) for k, x in tensors.items() if id(x) in fixed]
+    for k, _ in node.same_inputs:
+        del tensors[k]
+    for k, x in tensors.items():
+        reason = function.reason_against_output(k, x)
+        if reason is not None:
+            raise CannotCapture(reason)
+    by_input = {
+        _compat.identity(inputs[i].untyped_storage()): i
+        for i in node.fixed_inputs
+        if isinstance(inputs[i], torch.Tensor)
+    }
+    storages = {_compat.identity(x.untyped_storage()): x.untyped_storage() for x in tensors.values()}
+    fresh = {
+        cdata: storage
+        for cdata, storage in storages.items()
+        if cdata not in on_known and cdata not in by_input and storage.nbytes() and not function.is_constant(cdata)
+    }
+    blocks = {storage.data_ptr() for storage in fresh.values() if storage.device == function.piece.device}
+    if not tree.pool.live_blocks_are(known_blocks | blocks):
+        live = tree.pool.live_blocks()
+        leaked = live - known_blocks - blocks
+        if leaked:
+            raise CannotCapture(
+                f"{function.name} keeps {len(leaked)} tensors that were made while it was captured and are no outputs"
+            )
+        foreign = blocks - live  # memory that was there before, such as a tensor the graph has of its own
+        fresh = {cdata: storage for cdata, storage in fresh.items() if storage.data_ptr() not in foreign}
+
+    slots: dict[int, Slot] = {}
+    position_of: dict[int, int] = {}
+    node.skeleton = [None if isinstance(x, torch.Tensor) else x for x in returned]
+    for k, x in tensors.items():
+        if id(x) in position_of:
+            node.repeats.append((k, position_of[id(x)]))
+            continue
+        position_of[id(x)] = k
+        storage = x.untyped_storage()
+        cdata, layout = _compat.identity(storage), layout_of(x)
+        if cdata in by_input:
+            i = by_input[cdata]
+            node.input_aliases.append((k, i, x.data_ptr() - inputs[i].data_ptr(), layout))
+            continue
+        slot = on_known.get(cdata) or slots.get(cdata)
+        if slot is None and cdata in fresh:
+            host = storage.device != function.piece.device
+            slot = slots[cdata] = Slot(storage, function.origin(k), copies=function.copies_held, host=host)
+        node.template_positions.append(k)
+        node.template_slots.append(slot)
+        if slot is None:
+            node.templates.append(tensor_on(storage, layout))
+        else:
+            slot.add_template(node.templates, layout)
+    saved = function.piece.saved_outputs
+    backward_needs = [
+        slot
+        for k, slot in zip(node.template_positions, node.template_slots, strict=True)
+        if slot is not None and (saved is None or k in saved)
+    ]
+    node.saved = Watch(dict.fromkeys(backward_needs))
+    node.settle()
+    return list(slots.values())
+
+
+def _connect(node: Node, plan: Plan, key: Any) -> None:
+    """Put `node` into the tree as what comes next at its parent."""
+    parent, function = node.parent, node.function
+    assert parent is not None and function is not None
+    node.pending = parent.pending
+    if function.piece.is_backward:
+        read = set(plan.managed.values())
+        answered = [forward for forward in parent.pending if read.intersection(forward.saved.slots)]
+        answered = answered or list(parent.pending[-1:])
+        node.pending = tuple(forward for forward in parent.pending if forward not in answered)
+    elif not function.piece.is_inference:
+        node.pending = (*parent.pending, node)
+    node.watch_live = Watch(node.live)
+    parent.children.setdefault(key, []).append(node)
+    parent.edges[key] = node.replay
+    node.tree.current = node
+
+
+def overlapping(x: torch.Tensor) -> bool:
+    """Whether two elements of `x` may share memory, as in an expanded tensor."""
+    reach = 0
+    for stride, size in sorted((stride, size) for size, stride in zip(x.shape, x.stride(), strict=True) if size > 1):
+        if stride <= reach:
+            return True
+        reach += stride * (size - 1)
+    return False
+
+
+def span_of(x: torch.Tensor) -> int:
+    """From the first to the last element of `x`, in elements."""
+    if x.numel() == 0:
+        return 0
+    return 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+
+
+def _staged(x: torch.Tensor) -> torch.Tensor:
+    """A copy of `x` that lies as `x` does: also where its elements share memory."""
+    with torch.inference_mode(False), torch.no_grad():
+        if overlapping(x):
+            span = span_of(x)
+            flat = torch.empty(span, dtype=x.dtype, device=x.device)
+            flat.copy_(x.as_strided((span,), (1,)))
+            return flat.as_strided(x.shape, x.stride(), 0)
+        y = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
+        return y.copy_(x)
