@@ -61,31 +61,39 @@ def _packet(node: Node) -> Any:
 
 
 def node_ms(gm: GraphModule, rates: Callable[[torch.device], Rates], fused: bool) -> dict[Node, float]:
-    """Milliseconds of each node of `gm`, by the fake values on it; symbolic sizes count as their hints."""
+    """Milliseconds of each node of `gm`, by the fake values on it; symbolic sizes count as their hints.
+
+    With `fused`, what pointwise operators and reductions read between two kernels that cannot be fused is read once,
+    and what they make for each other is not read at all.
+    """
     nodes = list(gm.graph.nodes)
     written = written_storages(nodes) if fused else {storage_of(n) for n in nodes}
     written |= {storage_of(n) for n in nodes if n.op == "placeholder"}
     written |= {storage_of(n) for n in _compat.pytree.tree_leaves(nodes[-1].args) if isinstance(n, Node)}
-    return {n: _ms(n, rates, written, fused) for n in nodes}
-
-
-def _ms(node: Node, rates: Callable[[torch.device], Rates], written: set[Any], fused: bool) -> float:
-    if node.op != "call_function" or is_view(node) or "getitem" in str(node.target):
-        return 0.0
-    values = [v for v in _compat.pytree.tree_leaves(node.meta.get("val")) if isinstance(v, torch.Tensor)]
-    if not values:
-        return 0.0
-    rate = rates(values[0].device)
-    moved = sum(_bytes(v) for v in values) if not fused or not fuses(node) or storage_of(node) in written else 0
-    moved += sum(
-        _bytes(n.meta["val"])
-        for n in node.all_input_nodes
-        if isinstance(n.meta.get("val"), torch.Tensor) and storage_of(n) in written
-    )
-    ms = 1e3 * moved / rate.memory
-    if heavy(node):
-        ms = max(ms, 1e3 * _operations(node) / _rate(node, values[0], rate))
-    return ms
+    found: dict[Node, float] = {}
+    at_hand: set[Any] = set()  # storages in registers or caches: read or made since the last kernel of its own
+    for node in nodes:
+        found[node] = 0.0
+        values = [v for v in _compat.pytree.tree_leaves(node.meta.get("val")) if isinstance(v, torch.Tensor)]
+        if node.op != "call_function" or is_view(node) or "getitem" in str(node.target) or not values:
+            continue
+        alone = not fused or not (fuses(node) or torch.Tag.reduction in getattr(node.target, "tags", ()))
+        if alone:
+            at_hand = set()
+        rate = rates(values[0].device)
+        moved = sum(_bytes(v) for v in values) if alone or storage_of(node) in written else 0
+        for source in {storage_of(n): n for n in node.all_input_nodes}.items():
+            key, value = source[0], source[1].meta.get("val")
+            if isinstance(value, torch.Tensor) and key in written and key not in at_hand:
+                moved += _bytes(value)
+            if not alone:
+                at_hand.add(key)
+        if not alone:
+            at_hand.add(storage_of(node))
+        found[node] = 1e3 * moved / rate.memory
+        if heavy(node):
+            found[node] = max(found[node], 1e3 * _operations(node) / _rate(node, values[0], rate))
+    return found
 
 
 def _bytes(value: torch.Tensor) -> int:

@@ -122,10 +122,9 @@ class HostPool:
         with self._lock:
             self._collect()
             self._condemned.update(self._leased)
-            for block in (*self._free, *self._graphs):
-                _give_back(block)
-            self._free.clear()
-            self._graphs.clear()
+            for blocks in (self._free, self._graphs):
+                while blocks:
+                    _give_back(blocks.pop())
             self.made_count = 0
             self.peak_bytes = self._total()
 

@@ -7,7 +7,8 @@
 A value lives from its node to its last reader, as in the code that AOTAutograd's graphs run as ("aten"). Inductor
 writes less: there, as in `memory`, only what an operator that is not pointwise makes or reads, and outputs, count.
 Outputs that the user gets live to the end of the step, gradients from where they are made, and one tangent for each
-output is given. What an operator allocates inside itself is not seen.
+output is given. What an operator allocates inside itself is not seen. What `offload` sends lives until it is waited
+for, and again from where its copy back starts; host memory counts nothing.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from torch.fx import GraphModule, Node
 from . import _compat
 from .memory import last_readers, written_storages
 from .saved import boundary, place_of, storage_of
+from .transfers import offload_wait, reload_start
 
 __all__ = ["LivePoint", "join", "live_bytes"]
 
@@ -71,9 +73,11 @@ def live_bytes(
     given: dict[Node, int] = {}
     known: set[Any] = set()
     saved = {id(v.bw_node): storage_of(v.fw_node) for v in cross.tensors}
+    on_host = {v.bw_node for v in cross.tensors if v.fw_node.target is offload_wait}
     for node in bw.graph.find_nodes(op="placeholder"):
         key = saved.get(id(node), storage_of(node))
-        given[node] = 0 if key in anyway or key in outputs or key in known else _bytes(node)
+        free = key in anyway or key in outputs or key in known or node in on_host
+        given[node] = 0 if free else _bytes(node)
         known.add(key)
     backward = _simulate(bw, given, set(), "backward", fused, roots, base=held)
     return (*forward, *backward)
@@ -106,7 +110,9 @@ def _simulate(
             size[key] = max(size.get(key, 0), given[node])
         elif key not in born:
             born[key], size[key] = i, _bytes(node)
-        dies[key] = len(nodes) if key in outputs else max(dies.get(key, 0), last[node])
+        # the memory that a copy back fills is that of its wait's result from there on
+        until = last[node] - 1 if node.target is reload_start else last[node]
+        dies[key] = len(nodes) if key in outputs else max(dies.get(key, 0), until)
     change = [0] * (len(nodes) + 2)
     for key, start in born.items():
         change[start] += size[key]
@@ -124,8 +130,9 @@ def _simulate(
 
 
 def _bytes(node: Node) -> int:
-    value = node.meta.get("val")
-    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
+    source = node.all_input_nodes[0] if node.target is reload_start else node  # a ticket stands for what it fetches
+    value = source.meta.get("val")
+    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided or node.target is offload_wait:
         return 0
     return _compat.hint(value.untyped_storage().nbytes())
 

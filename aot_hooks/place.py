@@ -21,7 +21,7 @@ from . import _compat
 from .costs import Rates, heavy, measured_rates, node_ms
 from .library.offload import OffloadSettings
 from .saved import is_view
-from .schedule import Item, Placement, Transfer, schedule
+from .schedule import Item, Transfer, schedule
 from .transfers import offload_start, offload_wait, reload_start, reload_wait
 
 __all__ = ["Leaf", "place"]
@@ -161,21 +161,19 @@ def _place(
         in_flight_bytes=min(s.in_flight_bytes for s in settings),
         max_stall_ms=max(s.max_stall_ms for s in settings),
     )
-    last: dict[Node, Node] = {}  # in each place what was put there last, so that the next stands after it
     transfers = []
     for c, p in zip(crossings, planned.placements, strict=True):
         names = {"start": "", "wait": "", "reload": "", "use": ""}
-        if not p.offloaded:
-            _stay(bw, c)
-            stay[c.wait] = c.value
-        else:
-            _move_out(fw, c, ahead, p, last)
+        if p.offloaded:
             names = {
                 "start": c.source.name,
                 "wait": ahead[p.wait].name if p.wait < len(ahead) else "(end)",
                 "reload": behind[p.reload].name,
                 "use": behind[p.use].name,
             }
+        else:
+            _stay(bw, c)
+            stay[c.wait] = c.value
         transfers.append(
             Transfer(
                 c.leaf.name,
@@ -187,10 +185,28 @@ def _place(
                 full_stall_ms=planned.full_stall_ms,
             )
         )
-    sent = [(c, p) for c, p in zip(crossings, planned.placements, strict=True) if p.offloaded]
-    for c, p in sorted(sent, key=lambda each: each[1].use):
-        _move_back(c, behind, p)
+    for steps, events in ((ahead, planned.forward), (behind, planned.backward)):
+        for gap, what, i in events:
+            before = steps[gap] if gap < len(steps) else fw.graph.output_node()
+            for node in _to_move(crossings[i], what, before):
+                before.prepend(node)
     return transfers
+
+
+def _to_move(c: _Crossing, what: str, before: Node) -> list[Node]:
+    """The nodes that go before `before` when `what` happens, in order."""
+    if what == "start":
+        return [*(v for v in c.views if not v < before), c.start]  # a view that stands before it already may stay
+    if what in ("wait", "reload"):
+        return [c.wait if what == "wait" else c.reload]
+    found, stack = {c.back}, [c.back]
+    while stack:
+        for user in stack.pop().users:
+            if user.op == "call_function" and (is_view(user) or "getitem" in str(user.target)) and user < before:
+                found.add(user)
+                stack.append(user)
+    order = {node: i for i, node in enumerate(before.graph.nodes)}
+    return sorted(found, key=order.__getitem__)
 
 
 def _maker(node: Node) -> Node:
@@ -224,40 +240,6 @@ def _stay(bw: GraphModule, c: _Crossing) -> None:
     for graph, nodes in ((bw.graph, (c.back, c.reload)), (c.wait.graph, (c.wait, c.start))):
         for node in nodes:
             graph.erase_node(node)
-
-
-def _move_out(fw: GraphModule, c: _Crossing, steps: list[Node], p: Placement, last: dict[Node, Node]) -> None:
-    anchor = c.source
-    while anchor.op == "placeholder" and anchor.next.op == "placeholder":
-        anchor = anchor.next
-    after = last.get(anchor, anchor)
-    for node in (*c.views, c.start):
-        if node is not c.start and node < after:
-            continue  # a view that the program takes itself, before this
-        after.append(node)
-        after = node
-    last[anchor] = after
-    if p.wait < len(steps):
-        steps[p.wait].prepend(c.wait)
-    else:
-        fw.graph.output_node().prepend(c.wait)
-
-
-def _move_back(c: _Crossing, steps: list[Node], p: Placement) -> None:
-    use = steps[p.use]
-    views, stack = [c.back], [c.back]
-    while stack:
-        for user in stack.pop().users:
-            if user.op == "call_function" and (is_view(user) or "getitem" in str(user.target)) and user < use:
-                views.append(user)
-                stack.append(user)
-    order = {node: i for i, node in enumerate(use.graph.nodes)}
-    for node in sorted(set(views), key=order.__getitem__):
-        use.prepend(node)
-    if p.reload < p.use:
-        steps[p.reload].prepend(c.reload)
-    else:
-        c.back.prepend(c.reload)
 
 
 def number_places(gm: GraphModule) -> None:

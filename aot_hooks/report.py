@@ -19,6 +19,7 @@ from typing import Any, TextIO
 from .hook import KEEP
 from .live import LivePoint
 from .plan import Decision, Plan, joined
+from .report_transfers import transfer_lines, transfers_as_data
 
 __all__ = ["Row", "as_data", "fold", "format_report", "module_bytes", "print_report"]
 
@@ -146,6 +147,7 @@ def format_report(
         f"{float(_number(saved, size)) - float(_number(packed, size)):.2f} {unit} back",
         *_peak_lines(plan, size, unit),
         *_measured_lines(plan, measured_peak_bytes, measured_optimizer_bytes, size, unit),
+        *map(_cut, transfer_lines(plan.transfers, size, unit)),
         "",
         f"{f'saved_{unit}':>10} {f'packed_{unit}':>11} {'tensors':>8}  what, where / how and why",
     ]
@@ -288,6 +290,7 @@ def as_data(plan: Plan | Sequence[Plan]) -> dict[str, Any]:
             }
             for d in plan.decisions
         ],
+        "transfers": transfers_as_data(plan.transfers),
         **{f"live_{k}": [vars(p).copy() for p in v] for k, v in points.items()},
     }
 

@@ -18,15 +18,18 @@ import bisect
 import math
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
-__all__ = ["Item", "Placement", "Schedule", "Transfer", "schedule"]
+__all__ = ["Event", "Item", "Placement", "Schedule", "Transfer", "schedule"]
 
 _LINK = 0.95  # of its measured speed that the link has beside the compute: kernels use the same memory
-_PLANNED = 0.8  # of that, as copies back are placed: estimates of the compute are off by as much
-_FORWARD = 0.95  # of the forward in which copies out have to be done, for the same reason
+_PLANNED = 0.8  # of that, as copies back are placed
+_COMPUTE = 0.94  # of its estimated time that the compute may take, so that copies have to be done sooner
 _SLACK_MS = 0.3
+
+
+Event = tuple[int, str, int]  # the gap, what happens ("start", "wait", "reload", "use"), the item's number
 
 
 @dataclass(frozen=True)
@@ -108,12 +111,16 @@ class Schedule:
     """Placements of all items, in their order.
 
     Attributes:
+        forward, backward: what happens in which gap, in order; what is waited for in a gap before something starts
+            there makes room for it.
         stall_ms: how much longer the step gets, as predicted.
         full_stall_ms: how much longer it would get if nothing stayed on the device but what comes back too soon.
         forward_ms, backward_ms: the compute without copies.
     """
 
     placements: tuple[Placement, ...]
+    forward: tuple[Event, ...]
+    backward: tuple[Event, ...]
     stall_ms: float
     full_stall_ms: float
     forward_ms: float
@@ -144,22 +151,47 @@ def schedule(
     """
     line = _Line(items, forward_ms, backward_ms, to_host * _LINK / 1e3, to_device * _LINK / 1e3, in_flight_bytes)
     order = sorted(range(len(items)), key=lambda i: items[i].made)
-    soon = [i for i in order if line.too_soon(items[i])]
-    wanted = [i for i in order if i not in set(soon)]
+    soon = {i for i in order if line.too_soon(items[i])}
+    wanted = [i for i in order if i not in soon]
     full = line.place(wanted)
-    chosen, found = wanted, full
-    if _stall(full) > max_stall_ms:
-        chosen, found = [], {}
-        for i in wanted:
-            trial = line.place([*chosen, i])
-            if _stall(trial) <= max_stall_ms:
-                chosen, found = [*chosen, i], trial
-    placements = [found.get(i) or Placement(False, TOO_SOON if i in set(soon) else NO_TIME) for i in range(len(items))]
-    return Schedule(tuple(placements), _stall(found), _stall(full), line.forward[-1], line.backward[-1])
+    found = full
+    if full.stall_ms > max_stall_ms:
+        chosen: list[int] = []
+        found = line.place(chosen)
+        at, count = 0, len(wanted)
+        while at < len(wanted):  # the more of them fit, the more are tried at once next
+            trial = line.place([*chosen, *wanted[at : at + count]], max_stall_ms)
+            if trial.stall_ms <= max_stall_ms:
+                chosen += wanted[at : at + count]
+                found = trial
+            elif count > 1:
+                count = (count + 1) // 2
+                continue
+            at += count
+            count *= 2
+    placements = [found.of.get(i) or Placement(False, TOO_SOON if i in soon else NO_TIME) for i in range(len(items))]
+    return Schedule(
+        tuple(placements),
+        tuple(found.forward),
+        tuple(found.backward),
+        found.stall_ms,
+        full.stall_ms,
+        line.forward[-1],
+        line.backward[-1],
+    )
 
 
-def _stall(placements: dict[int, Placement]) -> float:
-    return sum(p.stall_ms for p in placements.values())
+@dataclass
+class _Found:
+    """A trial: placements by item, and the events of both graphs."""
+
+    of: dict[int, Placement] = field(default_factory=dict)
+    forward: list[Event] = field(default_factory=list)
+    backward: list[Event] = field(default_factory=list)
+
+    @property
+    def stall_ms(self) -> float:
+        return sum(p.stall_ms for p in self.of.values())
 
 
 class _Line:
@@ -184,78 +216,73 @@ class _Line:
         gone = self.forward[-1] - self.forward[item.made + 1] + self.backward[item.used]
         return gone <= item.nbytes / self.out + item.nbytes / self.back
 
-    def place(self, chosen: Sequence[int]) -> dict[int, Placement]:
-        """The placements of `chosen`, which are in the order they are made."""
-        found = self._out(chosen)
-        return self._back(found)
+    def place(self, chosen: Sequence[int], max_stall_ms: float = math.inf) -> _Found:
+        """Place `chosen`, which are in the order they are made; only as far as it stalls no longer than allowed."""
+        found = _Found()
+        self._out(chosen, found)
+        if found.stall_ms <= max_stall_ms:
+            self._back(found)
+        return found
 
-    def _out(self, chosen: Sequence[int]) -> dict[int, Placement]:
+    def _out(self, chosen: Sequence[int], found: _Found) -> None:
         gaps, last = self.forward, len(self.forward) - 1
-        found: dict[int, Placement] = {}
         under_way: deque[int] = deque()
+        bytes_under_way = 0
         free_at = stalled = 0.0  # the link; the compute over its plain times
 
-        def wait(i: int, gap: int) -> None:
-            nonlocal stalled
-            p = found[i]
-            # the last gap counts as somewhat earlier than it is estimated to be
-            now = gaps[gap] * (_FORWARD if gap == last else 1.0) + stalled
+        def wait(gap: int | None = None) -> None:
+            """For the oldest, where it is due or, to make room, in `gap`."""
+            nonlocal stalled, bytes_under_way
+            i = under_way.popleft()
+            p = found.of[i]
+            gap = p.wait if gap is None else gap
+            now = p.start_ms + (gaps[gap] + stalled - p.start_ms) * _COMPUTE
             stall = max(0.0, p.sent_ms - now)
             stalled += stall
-            found[i] = replace(p, wait=gap, wait_ms=gaps[gap] + stalled, stall_ms=stall)
+            bytes_under_way -= self.items[i].nbytes
+            found.of[i] = replace(p, wait=gap, wait_ms=gaps[gap] + stalled, stall_ms=stall)
+            found.forward.append((gap, "wait", i))
 
         for i in chosen:
             item = self.items[i]
             gap = item.made + 1
-            while under_way and found[under_way[0]].wait <= gap:
-                first = under_way.popleft()
-                wait(first, found[first].wait)
-            while under_way and sum(self.items[j].nbytes for j in under_way) + item.nbytes > self.in_flight:
-                wait(under_way.popleft(), gap)
-            begin = max(gaps[gap] + stalled, free_at)
+            while under_way and found.of[under_way[0]].wait <= gap:
+                wait()
+            while under_way and bytes_under_way + item.nbytes > self.in_flight:
+                wait(gap)
             took = item.nbytes / self.out
-            free_at = begin + took
-            slack = _SLACK_MS + (1 / _PLANNED - 1) * took
+            begin = gaps[gap] + stalled
+            free_at = max(begin, free_at) + took
+            slack = _SLACK_MS + (1 / _COMPUTE - 1) * (free_at - begin) + (1 / _PLANNED - 1) * took
             due = min(max(bisect.bisect_left(gaps, free_at + slack - stalled), gap), last)
-            found[i] = Placement(True, start=gap, wait=due, start_ms=gaps[gap] + stalled, sent_ms=free_at)
+            due = max(due, found.of[under_way[-1]].wait if under_way else 0)  # in order
+            found.of[i] = Placement(True, start=gap, wait=due, start_ms=begin, sent_ms=free_at)
+            found.forward.append((gap, "start", i))
             under_way.append(i)
-        for i in under_way:
-            wait(i, found[i].wait)
-        return found
+            bytes_under_way += item.nbytes
+        while under_way:
+            wait(max(found.of[under_way[0]].wait, found.forward[-1][0]))
 
-    def _back(self, found: dict[int, Placement]) -> dict[int, Placement]:
-        order = sorted(found, key=lambda i: self.items[i].used)
-        reload = self._reload_gaps(order)
+    def _back(self, found: _Found) -> None:
+        order = sorted(found.of, key=lambda i: self.items[i].used)
+        events = [(key, "reload", i) for i, key in self._reload_keys(order).items()]
+        events += [((self.items[i].used, 1, n), "use", i) for n, i in enumerate(order)]
         gaps, stalled, free_at = self.backward, 0.0, 0.0
-        issued, done = {}, {}
-        # a copy that starts in the gap of a wait starts before it
-        events = sorted(
-            [(reload[i], 0, n, i) for n, i in enumerate(order)]
-            + [(self.items[i].used, 1, n, i) for n, i in enumerate(order)]
-        )
-        for gap, is_use, _, i in events:
+        for (gap, _, _), what, i in sorted(events):
+            found.backward.append((gap, what, i))
             now = gaps[gap] + stalled
-            if not is_use:
-                issued[i] = now
+            p = found.of[i]
+            if what == "reload":
                 free_at = max(now, free_at) + self.items[i].nbytes / self.back
-                done[i] = free_at
-                continue
-            stall = max(0.0, done[i] - now)
-            stalled += stall
-            p = found[i]
-            found[i] = replace(
-                p,
-                reload=reload[i],
-                use=gap,
-                reload_ms=issued[i],
-                back_ms=done[i],
-                use_ms=now + stall,
-                stall_ms=p.stall_ms + stall,
-            )
-        return found
+                found.of[i] = replace(p, reload=gap, reload_ms=now, back_ms=free_at)
+            else:
+                stall = max(0.0, p.back_ms - now)
+                stalled += stall
+                found.of[i] = replace(p, use=gap, use_ms=now + stall, stall_ms=p.stall_ms + stall)
 
-    def _reload_gaps(self, order: Sequence[int]) -> dict[int, int]:
-        """As late as each may start, then as late as the bytes under way demand."""
+    def _reload_keys(self, order: Sequence[int]) -> dict[int, tuple[int, int, float]]:
+        """Where each copy back starts, to be sorted among the uses, whose keys are (gap, 1, position in `order`): as
+        late as it may, before the uses of its gap; or after the use that makes room for it."""
         latest: dict[int, int] = {}
         next_start = math.inf
         for i in reversed(order):
@@ -263,12 +290,22 @@ class _Line:
             end = min(self.backward[item.used] - _SLACK_MS, next_start)
             next_start = end - item.nbytes / (self.back * _PLANNED)
             latest[i] = max(0, bisect.bisect_right(self.backward, next_start, hi=item.used + 1) - 1)
-        under_way: deque[int] = deque()
-        for i in order:
+        keys: dict[int, tuple[int, int, float]] = {}
+        key: tuple[int, int, float] = (0, 0, 0.0)
+        under_way: deque[tuple[int, int]] = deque()  # position and item
+        total = 0
+        for n, i in enumerate(order):
             item = self.items[i]
-            while under_way and self.items[under_way[0]].used <= latest[i]:
+            key = max(key, (latest[i], 0, 0.0))
+            while under_way:
+                position, first = under_way[0]
+                used = (self.items[first].used, 1, float(position))
+                if used > key and total + item.nbytes <= self.in_flight:
+                    break
+                key = max(key, (*used[:2], position + 0.5))
                 under_way.popleft()
-            while under_way and sum(self.items[j].nbytes for j in under_way) + item.nbytes > self.in_flight:
-                latest[i] = max(latest[i], self.items[under_way.popleft()].used)
-            under_way.append(i)
-        return latest
+                total -= self.items[first].nbytes
+            keys[i] = key
+            under_way.append((n, i))
+            total += item.nbytes
+        return keys

@@ -146,7 +146,10 @@ def _begin(source: torch.Tensor, target: torch.Tensor, device: torch.device, out
         side.wait_event(block.event)  # the last reader or writer of the block, perhaps for another stream
     with torch.cuda.stream(side):
         target.copy_(source, non_blocking=True)
-    copy.event = torch.cuda.Event() if block is None else block.events.setdefault((device, out), torch.cuda.Event())
+    if block is None or capturing:
+        copy.event = torch.cuda.Event()  # what is recorded in a capture means nothing outside of it
+    else:
+        copy.event = block.events.setdefault((device, out), torch.cuda.Event())
     copy.event.record(side)
     if block is not None and not capturing:
         block.event = copy.event

@@ -8,12 +8,14 @@ A copy's hidden share is the part of its time in which a kernel runs. JSON goes 
 
     python benchmarks/bench_offload.py --json offload.json         # a CUDA machine with 80 GiB
     python benchmarks/bench_offload.py --small                     # a look at whether all of it runs
+    python benchmarks/bench_offload.py --timeline ours_offload     # also where the compute pauses, and each copy
 """
 
 from __future__ import annotations
 
 import dataclasses
 import gc
+import itertools
 import json
 import pathlib
 import statistics
@@ -81,7 +83,26 @@ def planned(row: OffloadRow, function: Any) -> None:
             row.full_stall_ms, row.forward_ms, row.backward_ms = t.full_stall_ms, t.forward_ms, t.backward_ms
 
 
-def profiled(bench: Bench, variant: Variant, function: Forward, row: OffloadRow, trace: pathlib.Path | None) -> None:
+def format_timeline(events: list[dict[str, Any]], least_ms: float = 0.2) -> str:
+    """What the compute stream waits for: its pauses, with the kernels around them, and the copies, by start."""
+    kernels = sorted((e for e in events if e.get("cat") == "kernel"), key=lambda e: e["ts"])
+    begin = kernels[0]["ts"]
+    lines = []
+    for before, after in itertools.pairwise(kernels):
+        pause = (after["ts"] - before["ts"] - before["dur"]) / 1e3
+        if pause >= least_ms:
+            at = (after["ts"] - begin) / 1e3 - pause
+            lines.append((at, f"{at:9.2f}  pause {pause:6.2f}  {before['name'][:40]} | {after['name'][:40]}"))
+    for e in events:
+        if e.get("cat") == "gpu_memcpy" and ("DtoH" in e["name"] or "HtoD" in e["name"]):
+            at = (e["ts"] - begin) / 1e3
+            size = int(e.get("args", {}).get("bytes", 0)) / 2**20
+            lines.append((at, f"{at:9.2f}  {e['name'][7:11]} {e['dur'] / 1e3:7.2f}  {size:.1f} MiB"))
+    last = kernels[-1]
+    return "\n".join([text for _, text in sorted(lines)] + [f"{(last['ts'] + last['dur'] - begin) / 1e3:9.2f}  end"])
+
+
+def profiled(bench: Bench, variant: Variant, function: Forward, row: OffloadRow, timeline: bool) -> None:
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     with patched(variant):
         bench.step(variant, function)
@@ -90,9 +111,12 @@ def profiled(bench: Bench, variant: Variant, function: Forward, row: OffloadRow,
             bench.step(variant, function)
             bench.synchronize()
     with tempfile.TemporaryDirectory() as folder:
-        path = trace or pathlib.Path(folder) / "trace.json"
+        path = pathlib.Path(folder) / "trace.json"
         profile.export_chrome_trace(str(path))
-        read_trace(json.loads(path.read_text())["traceEvents"], row)
+        events = json.loads(path.read_text())["traceEvents"]
+    read_trace(events, row)
+    if timeline:
+        print(f"\n{row.name}, milliseconds from the first kernel:\n{format_timeline(events)}")
 
 
 def read_trace(events: list[dict[str, Any]], row: OffloadRow) -> None:
@@ -141,6 +165,11 @@ def main(arguments: list[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     if "--variants" not in arguments:
         arguments += ["--variants", DEFAULT]
+    timelines: list[str] = []  # variants whose copies and pauses are listed
+    if "--timeline" in arguments:
+        place = arguments.index("--timeline")
+        timelines = arguments[place + 1].split(",")
+        del arguments[place : place + 2]
     options = parse_arguments(arguments)
     bench = Bench(options)
     header = conditions(
@@ -188,7 +217,7 @@ def main(arguments: list[str] | None = None) -> int:
             if variant.backend == "aot_hooks":
                 planned(offload_row, function)
             if bench.device.type == "cuda":
-                profiled(bench, variant, function, offload_row, None)
+                profiled(bench, variant, function, offload_row, row.name in timelines)
             offload_rows.append(offload_row)
     stock_ms = next((row.min_ms for row in rows if row.name == "stock"), None)
     for row in rows:
