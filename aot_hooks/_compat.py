@@ -531,7 +531,10 @@ def compile_inductor_with_hooks(gm: GraphModule, inputs: Sequence[Any], patches:
             return inner(*args, **kwargs)
 
     # a buffer that waits for its reuse is a buffer that is alive: the backward of a transformer block held 0.4 GiB
-    patches = {"allow_buffer_reuse": False, "dynamic_scale_rblock": False} | patches | _order_pass(patches)
+    ours: dict[str, Any] = {"allow_buffer_reuse": False, "dynamic_scale_rblock": False}
+    if not patches.get("triton.cudagraphs", need("torch._inductor.config").triton.cudagraphs):
+        ours["graph_partition"] = False  # its pieces are for CUDA graphs; looking for them is 4% of compiling
+    patches = ours | patches | _order_pass(patches)
     compiled: Callable[..., Any] = compile_fx(gm, inputs, inner_compile=inner_compile, config_patches=patches)
     return compiled
 
@@ -547,12 +550,14 @@ def mark_alone(nodes: Sequence[Node], name: str) -> None:
 
 
 def _group(scheduler_node: Any) -> str | None:
-    """The mark of the graph nodes behind a scheduler node."""
-    for part in scheduler_node.get_nodes():
-        for origin in getattr(getattr(part, "node", None), "origins", ()):
-            if _ALONE in origin.meta:
-                return str(origin.meta[_ALONE])
-    return None
+    """The mark of the graph nodes behind a scheduler node; kept on it, as each is asked for with many others."""
+    known = scheduler_node.__dict__
+    if _ALONE not in known:
+        parts = scheduler_node.get_nodes()
+        origins = (o for part in parts for o in getattr(getattr(part, "node", None), "origins", ()))
+        known[_ALONE] = next((str(o.meta[_ALONE]) for o in origins if _ALONE in o.meta), None)
+    mark: str | None = known[_ALONE]
+    return mark
 
 
 def _packs(features: Any) -> bool:
@@ -692,11 +697,16 @@ def _order_pass(patches: dict[str, Any]) -> dict[str, Any]:
     return {name: _order_pass_class()(after)}
 
 
-_loops: list[tuple[Any, Callable[..., Any], Callable[..., torch.dtype], str | None]] = []
+_loops: list[tuple[Any, Callable[..., Any], Callable[..., Any] | None, Callable[..., torch.dtype], str | None]] = []
 
 
 def lower_to_loop(
-    op: Any, body: Callable[..., Any], dtype_of: Callable[..., torch.dtype], *, reduce_last: str | None = None
+    op: Any,
+    body: Callable[..., Any],
+    dtype_of: Callable[..., torch.dtype],
+    *,
+    nvidia: Callable[..., Any] | None = None,
+    reduce_last: str | None = None,
 ) -> None:
     """Have Inductor compile `op` as one loop over its first argument, from when it is first asked to compile hooks.
 
@@ -704,23 +714,27 @@ def lower_to_loop(
         body: `(ops, element of each tensor argument, other arguments) -> element`, in Inductor's `ops`. Tensors
             broadcast against the first, dimensions of size 1 only.
         dtype_of: dtype of the result, from the operator's arguments.
+        nvidia: a body that takes the place of `body` where PTX can be emitted.
         reduce_last: reduce the result over the last dimension, kept as 1, with this ATen operator.
 
     Goes when a tensor operator can be lowered as one node publicly.
     """
-    _loops.append((op, body, dtype_of, reduce_last))
+    _loops.append((op, body, nvidia, dtype_of, reduce_last))
 
 
 def register_loops() -> None:
     """Register what `lower_to_loop` was given with Inductor."""
     register = need("torch._inductor.lowering.register_lowering")
     while _loops:
-        op, body, dtype_of, reduce_last = _loops.pop()
-        register(op, type_promotion_kind=None)(_lowering(body, dtype_of, reduce_last))
+        op, body, nvidia, dtype_of, reduce_last = _loops.pop()
+        register(op, type_promotion_kind=None)(_lowering(body, nvidia, dtype_of, reduce_last))
 
 
 def _lowering(
-    body: Callable[..., Any], dtype_of: Callable[..., torch.dtype], reduce_last: str | None
+    body: Callable[..., Any],
+    nvidia: Callable[..., Any] | None,
+    dtype_of: Callable[..., torch.dtype],
+    reduce_last: str | None,
 ) -> Callable[..., Any]:
     lowerings = need("torch._inductor.lowering.lowerings")
     pointwise, box = need("torch._inductor.ir.Pointwise"), need("torch._inductor.ir.TensorBox")
@@ -736,11 +750,13 @@ def _lowering(
             spread = [known(own, 1) and not known(size, 1) for own, size in zip(t.get_size(), sizes, strict=True)]
             loaders.append((t.make_loader(), spread))
 
+        device = tensors[0].get_device()
+        element = nvidia if nvidia is not None and device.type == "cuda" and torch.version.hip is None else body
+
         def inner(index: Any) -> Any:
             elements = [load([0 if s else i for i, s in zip(index, spread, strict=True)]) for load, spread in loaders]
-            return body(ops, *elements, *others)
+            return element(ops, *elements, *others)
 
-        device = tensors[0].get_device()
         out = pointwise.create(device=device, dtype=dtype_of(*args), inner_fn=inner, ranges=list(sizes))
         if reduce_last is None:
             return out

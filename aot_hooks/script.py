@@ -59,7 +59,8 @@ class Recorded:
         overridden: the script uses this package, and a policy from outside took the place of its backend's options.
         notes: what could not be looked at, and why.
         step_count: optimizer steps.
-        peak_bytes: most bytes a forward and backward took on the CUDA device over those before; None without one.
+        peak_bytes: most bytes a forward and backward took on the CUDA device over those before, its
+            gradients included; None without one.
         optimizer_bytes: likewise the optimizer's step.
     """
 
@@ -167,15 +168,19 @@ def _as_program(path: str, arguments: list[str]) -> Iterator[None]:
 
 
 class _Cuda:
-    """Bytes over those that were allocated when the step's first module was called."""
+    """Bytes over those that were allocated when the step's first module was called, but for its gradients.
+
+    The gradients of the step before are given up somewhere on the way, and the step's own are part of what it takes.
+    """
 
     def __init__(self) -> None:
         self.base: int | None = None
 
-    def begin(self) -> None:
+    def begin(self, module: torch.nn.Module) -> None:
         if self.base is None and torch.cuda.is_initialized():
             torch.cuda.reset_peak_memory_stats()
-            self.base = torch.cuda.memory_allocated()
+            grads = [p.grad for p in module.parameters() if p.grad is not None and p.grad.is_cuda]
+            self.base = torch.cuda.memory_allocated() - sum(g.untyped_storage().nbytes() for g in grads)
 
     def peak(self) -> int | None:
         if self.base is None:
@@ -195,7 +200,7 @@ def _watch_modules(found: Recorded, options: Mapping[str, Any], cuda: _Cuda) -> 
             return
         depth += 1
         if depth == 1:
-            cuda.begin()
+            cuda.begin(module)
             if torch.is_grad_enabled() and module not in seen and not found.compiled:
                 _plan_eager(found, module, options, seen)
 

@@ -20,6 +20,7 @@ import torch
 
 from .. import _compat
 from ..hook import compiled_by
+from . import ptx
 
 __all__ = ["amax_bits", "from_float8", "from_int8", "taken", "to_float8", "to_int8"]
 
@@ -150,8 +151,18 @@ def _loop_from_int8(ops: Any, q: Any, bits: Any, dtype: torch.dtype) -> Any:
     return ops.to_dtype(ops.where(is_nan, ops.constant(float("nan"), torch.float32), y), dtype)
 
 
-_compat.lower_to_loop(amax_bits, _loop_bits, lambda x: torch.int32, reduce_last="amax")
-_compat.lower_to_loop(to_float8, _loop_to_float8, lambda x, bits, dtype, *_: dtype)
-_compat.lower_to_loop(from_float8, _loop_from_float8, lambda q, bits, dtype, *_: dtype)
-_compat.lower_to_loop(to_int8, _loop_to_int8, lambda x, bits: torch.int8)
-_compat.lower_to_loop(from_int8, _loop_from_int8, lambda q, bits, dtype: dtype)
+_compat.lower_to_loop(amax_bits, _loop_bits, lambda x: torch.int32, nvidia=ptx.amax_bits, reduce_last="amax")
+_compat.lower_to_loop(to_float8, _loop_to_float8, lambda x, bits, dtype, *_: dtype, nvidia=ptx.to_float8)
+_compat.lower_to_loop(from_float8, _loop_from_float8, lambda q, bits, dtype, *_: dtype, nvidia=ptx.from_float8)
+_compat.lower_to_loop(
+    to_int8,
+    _loop_to_int8,
+    lambda x, bits: torch.int8,
+    nvidia=lambda ops, x, bits: ptx.to_int8(ops, x, bits, _TOP_INT8, _ROUNDING, _ROUNDING_BITS),
+)
+_compat.lower_to_loop(
+    from_int8,
+    _loop_from_int8,
+    lambda q, bits, dtype: dtype,
+    nvidia=lambda ops, q, bits, dtype: ptx.from_int8(ops, q, bits, dtype, _TOP_INT8, _STEP_INT8),
+)
