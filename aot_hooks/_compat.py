@@ -511,14 +511,34 @@ def inductor_config_keys() -> set[str]:
     return set(need("torch._inductor.config").get_config_copy())
 
 
-def compile_inductor(gm: GraphModule, inputs: Sequence[Any], patches: dict[str, Any]) -> Callable[..., Any]:
-    """What stock torch calls, with the same arguments."""
+Capture = Callable[[Callable[..., Any]], Callable[..., Any]]  # from an inner compile to one that captures
+
+
+def compile_inductor(
+    gm: GraphModule, inputs: Sequence[Any], patches: dict[str, Any], capture: Capture | None = None
+) -> Callable[..., Any]:
+    """What stock torch calls, with the same arguments; with `capture` what it compiles is captured."""
     compile_fx = need("torch._inductor.compile_fx.compile_fx")
+    if capture is not None:
+        return _compile_captured(gm, inputs, patches, need("torch._inductor.compile_fx.compile_fx_inner"), capture)
     compiled: Callable[..., Any] = compile_fx(gm, inputs, config_patches=patches or None)
     return compiled
 
 
-def compile_inductor_with_hooks(gm: GraphModule, inputs: Sequence[Any], patches: dict[str, Any]) -> Callable[..., Any]:
+def _compile_captured(
+    gm: GraphModule, inputs: Sequence[Any], patches: dict[str, Any], inner: Callable[..., Any], capture: Capture
+) -> Callable[..., Any]:
+    """Without Inductor's own CUDA graphs, and without AOTAutograd's cache, whose answers are not captured."""
+    compile_fx = need("torch._inductor.compile_fx.compile_fx")
+    patches = patches | {"triton.cudagraphs": False}
+    with without_autograd_cache():
+        compiled: Callable[..., Any] = compile_fx(gm, inputs, inner_compile=capture(inner), config_patches=patches)
+    return compiled
+
+
+def compile_inductor_with_hooks(
+    gm: GraphModule, inputs: Sequence[Any], patches: dict[str, Any], capture: Capture | None = None
+) -> Callable[..., Any]:
     """Inductor with its heuristics adapted to graphs that pack, see `_choices`. Stock heuristics without them."""
     compile_fx = need("torch._inductor.compile_fx.compile_fx")
     inner = need("torch._inductor.compile_fx.compile_fx_inner")
@@ -535,6 +555,8 @@ def compile_inductor_with_hooks(gm: GraphModule, inputs: Sequence[Any], patches:
     if not patches.get("triton.cudagraphs", need("torch._inductor.config").triton.cudagraphs):
         ours["graph_partition"] = False  # its pieces are for CUDA graphs; looking for them is 4% of compiling
     patches = ours | patches | _order_pass(patches)
+    if capture is not None:
+        return _compile_captured(gm, inputs, patches, inner_compile, capture)
     compiled: Callable[..., Any] = compile_fx(gm, inputs, inner_compile=inner_compile, config_patches=patches)
     return compiled
 
@@ -765,8 +787,16 @@ def _lowering(
     return lower
 
 
-def compile_aten(gm: GraphModule, inputs: Sequence[Any], partition: Callable[..., Any]) -> Callable[..., Any]:
-    """AOTAutograd's graphs as they are: generated Python, arguments in a list that is emptied, so memory goes early."""
+def compile_aten(
+    gm: GraphModule,
+    inputs: Sequence[Any],
+    partition: Callable[..., Any],
+    compilers: dict[str, Callable[..., Any]] | None = None,
+) -> Callable[..., Any]:
+    """AOTAutograd's graphs as they are: generated Python, arguments in a list that is emptied, so memory goes early.
+
+    `compilers` are others for "forward", "backward" and "inference" graphs.
+    """
     aot_autograd = need("torch._dynamo.backends.common.aot_autograd")
     codegen = need("torch.fx.graph._BoxedCodeGen")
 
@@ -781,8 +811,13 @@ def compile_aten(gm: GraphModule, inputs: Sequence[Any], partition: Callable[...
         run._boxed_call = True  # type: ignore[attr-defined]
         return run
 
+    given = compilers or {"forward": boxed, "backward": boxed, "inference": boxed}
     compiled: Callable[..., Any] = aot_autograd(
-        fw_compiler=boxed, partition_fn=partition, keep_inference_input_mutations=True
+        fw_compiler=given["forward"],
+        bw_compiler=given["backward"],
+        inference_compiler=given["inference"],
+        partition_fn=partition,
+        keep_inference_input_mutations=True,
     )(gm, inputs)
     return compiled
 

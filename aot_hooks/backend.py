@@ -20,7 +20,7 @@ from typing import Any
 
 from torch.fx import GraphModule
 
-from . import _compat, context, transfers
+from . import _compat, captured, context, transfers
 from .content import content
 from .eager import CompiledCall
 from .errors import OptionError
@@ -41,14 +41,14 @@ class Options:
 
     Attributes:
         inner: "inductor" or "aten".
-        cudagraphs: hand the compiled graphs to the `cudagraph` package.
+        cudagraphs: hand the compiled graphs to the `cudagraph` package; True, or a dict of its options.
         policy: a policy or `Hook` for saved tensors that no context covers.
         scope: scope of `policy`.
         inductor: config patches for Inductor.
     """
 
     inner: str = "inductor"
-    cudagraphs: bool = False
+    cudagraphs: bool | Mapping[str, Any] = False
     policy: Any = None
     scope: str = "donated"
     inductor: Mapping[str, Any] | None = None
@@ -66,8 +66,12 @@ class Options:
             raise OptionError(f"options['inner'] must be 'inductor' or 'aten', got {parsed.inner!r}")
         if parsed.scope not in SCOPES:
             raise OptionError(f"options['scope'] must be one of {', '.join(map(repr, SCOPES))}, got {parsed.scope!r}")
-        if not isinstance(parsed.cudagraphs, bool):
-            raise OptionError(f"options['cudagraphs'] must be True or False, got {parsed.cudagraphs!r}")
+        if not isinstance(parsed.cudagraphs, bool | Mapping):
+            raise OptionError(
+                "options['cudagraphs'] must be True or False, or a dict of cudagraph's options, "
+                f"got {parsed.cudagraphs!r}"
+            )
+        captured.capture_options(parsed.inner, parsed.cudagraphs)
         if parsed.policy is not None and not isinstance(parsed.policy, Hook) and not callable(parsed.policy):
             raise OptionError(f"options['policy'] must be a policy or a Hook, got {parsed.policy!r}")
         if parsed.inductor is not None:
@@ -133,6 +137,7 @@ def reset() -> None:
     """Forget plans and interned settings, and give back the host memory of `offload`; compiled functions stay as they
     are. `torch._dynamo.reset()` calls it."""
     _plans.clear()
+    captured.forget()
     transfers.reset()
     context.forget()
 
@@ -196,10 +201,6 @@ def recorded() -> Iterator[list[Graph]]:
 def _compile_graph(
     gm: GraphModule, inputs: Sequence[Any], mode: str | None, parsed: Options, plans: list[Plan]
 ) -> Callable[..., Any]:
-    if parsed.cudagraphs:
-        raise OptionError(
-            "options['cudagraphs'] is not available yet; use mode='reduce-overhead' for torch's own trees"
-        )
     patches = _inductor_patches(parsed, mode)
     setting, alive, regions, places = _in_force(gm, parsed)
     record, graph = _plans.record, Graph()
@@ -348,8 +349,12 @@ def _compile(
     partition: Callable[..., Any] | None,
     key: str,
 ) -> Callable[..., Any]:
+    asked = captured.capture_options(options.inner, options.cudagraphs)
+    compilation = captured.compilation(asked) if asked is not None else None
     if options.inner == "aten":
-        return _compat.compile_aten(gm, inputs, partition or _compat.min_cut_partition)
+        compilers = compilation.aten_compilers() if compilation is not None else None
+        return _compat.compile_aten(gm, inputs, partition or _compat.min_cut_partition, compilers)
+    capture = compilation.inner_compile if compilation is not None else None
     if partition is not None:
-        return _compat.compile_inductor_with_hooks(gm, inputs, _partitioned_by(partition, key, gm, patches))
-    return _compat.compile_inductor(gm, inputs, patches)
+        return _compat.compile_inductor_with_hooks(gm, inputs, _partitioned_by(partition, key, gm, patches), capture)
+    return _compat.compile_inductor(gm, inputs, patches, capture)

@@ -88,6 +88,11 @@ def register_host_operator(op: Any) -> None:
     _host_operators.add(op)
 
 
+def is_host_operator(node: Node) -> bool:
+    """Whether the operator of `node` was declared by `register_host_operator`."""
+    return node.target in _host_operators
+
+
 def tensors_in(value: Any) -> list[torch.Tensor]:
     """The tensors in what a node stands for."""
     if isinstance(value, torch.Tensor):
@@ -203,7 +208,7 @@ def _by_device(node: Node, device: torch.device) -> str | None:
     given = [t for t in given if t.device.type != "meta"]
     made = [t for t in made if t.device.type != "meta"]
     others = {t.device for t in (*given, *made)} - {device}
-    if not others or (others == {CPU} and node.target in _host_operators):
+    if not others or (others == {CPU} and is_host_operator(node)):
         return None
     if device not in {t.device for t in (*given, *made)}:
         return f"runs on {_listed(others)}"

@@ -17,7 +17,18 @@ import torch
 from torch.fx import GraphModule, Node
 
 from . import _compat, counters, tree
-from .check import CPU, Blocker, attribute_of, blocker_of, capture_device, is_free, reason_against, tensors_in, value_of
+from .check import (
+    CPU,
+    Blocker,
+    attribute_of,
+    blocker_of,
+    capture_device,
+    is_free,
+    is_host_operator,
+    reason_against,
+    tensors_in,
+    value_of,
+)
 from .driver import CaptureDriver
 from .errors import NotCapturableError
 from .options import Options
@@ -94,7 +105,12 @@ def analyse(gm: GraphModule, kind: Kind, options: Options, device_type: str) -> 
         found.append(blocker_of(node, reason))
         return EAGER
 
-    return Analysis(kind, device, split(gm.graph, colour), tuple(found))
+    parts = split(gm.graph, colour)
+    if len(parts) > 1:
+        # what one part of a cut graph starts another may wait for: a recording of half of it means nothing
+        found.clear()
+        parts = split(gm.graph, lambda node: EAGER if is_host_operator(node) else colour(node))
+    return Analysis(kind, device, parts, tuple(found))
 
 
 def _static_nodes(gm: GraphModule, kind: Kind) -> set[Node]:
