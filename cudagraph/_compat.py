@@ -95,6 +95,19 @@ def data_dependent_sizes(value: Any) -> set[Any]:
     return set(need("torch.fx.experimental.symbolic_shapes.free_unbacked_symbols")(value))
 
 
+def free_symbols(value: Any) -> set[Any]:
+    """The symbols in the sizes of `value`."""
+    return set(need("torch.fx.experimental.symbolic_shapes.free_symbols")(value))
+
+
+def symbol_of(value: Any) -> tuple[Any, ...]:
+    """The symbol that a symbolic size is; () for what is no size, or a size made of others."""
+    if not isinstance(value, torch.SymInt):
+        return ()
+    expression = value.node.expr
+    return (expression,) if expression.is_symbol else ()
+
+
 def storage_key(x: torch.Tensor) -> int | None:
     """Identity of the storage of `x`, also for fake tensors, as long as `x` lives; None if it has none (sparse)."""
     if x.layout is not torch.strided:
@@ -111,6 +124,15 @@ def static_inputs_of_forward() -> tuple[int, ...]:
     if context is None or context.fw_metadata is None:
         return ()
     return tuple(context.fw_metadata.static_input_indices or ())
+
+
+def returned_by_forward() -> int | None:
+    """While AOTAutograd compiles a forward: how many of its first outputs are not kept for the backward."""
+    context = need("torch._guards.TracingContext").try_get()
+    if context is None or context.fw_metadata is None:
+        return None
+    count: int | None = getattr(context.fw_metadata, "num_forward", None)
+    return count
 
 
 def min_cut_partition(joint: GraphModule, inputs: Any, **kwargs: Any) -> tuple[GraphModule, GraphModule]:
@@ -228,10 +250,10 @@ def reason_of_inductor(code: Any) -> str | None:
 
 
 class PartitionMap(NamedTuple):
-    """Which input and output of the graph an input and output of a piece is; None for what is neither."""
+    """Which input of the graph an input of a piece is, None for what is no input; which outputs an output of it is."""
 
     inputs: tuple[int | None, ...]
-    outputs: tuple[int | None, ...]
+    outputs: tuple[tuple[int, ...], ...]
 
 
 def partitions_of(code: Any) -> list[PartitionMap] | None:
@@ -239,13 +261,11 @@ def partitions_of(code: Any) -> list[PartitionMap] | None:
     if code.partition_maps is None:
         return None
 
-    def one(index: int | list[int] | None) -> int | None:  # 2.15: a piece's output may be several of the graph's
-        if isinstance(index, list):
-            return index[0] if index else None
-        return index
+    def several(index: int | list[int] | None) -> tuple[int, ...]:  # 2.15 has a list, before it was one or None
+        return () if index is None else tuple(index) if isinstance(index, list) else (index,)
 
     return [
-        PartitionMap(tuple(map(one, m.input_index_mapping)), tuple(map(one, m.output_index_mapping)))
+        PartitionMap(tuple(m.input_index_mapping), tuple(map(several, m.output_index_mapping)))
         for m in code.partition_maps
     ]
 

@@ -108,8 +108,9 @@ class Compilation:
         else:
             static = tuple(i for i in _compat.static_inputs_of_forward() if i < len(names))
             self.static_names = {names[i] for i in static}
+        returned = None if is_backward or is_inference else _compat.returned_by_forward()
         word = "backward" if is_backward else "inference" if is_inference else "forward"
-        return Kind(f"{word} {self.number}", is_backward, is_inference, static)
+        return Kind(f"{word} {self.number}", is_backward, is_inference, static, returned)
 
     def aten_compilers(self) -> dict[str, Callable[..., Boxed]]:
         """`forward`, `backward`, `inference`: compilers for AOTAutograd that run its graphs as they are, captured."""

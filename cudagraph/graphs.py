@@ -53,12 +53,20 @@ class Kind:
         name: for messages, such as "backward 3".
         is_backward, is_inference: a backward; a graph that has no backward.
         static_inputs: its inputs that are parameters or buffers.
+        returned_count: how many of its first outputs are not kept for a backward; None if that is not known.
     """
 
     name: str
     is_backward: bool = False
     is_inference: bool = False
     static_inputs: tuple[int, ...] = ()
+    returned_count: int | None = None
+
+    def saved_outputs(self, count: int) -> tuple[int, ...] | None:
+        """Which of `count` outputs are kept for a backward."""
+        if self.is_backward or self.is_inference:
+            return ()
+        return None if self.returned_count is None else tuple(range(self.returned_count, count))
 
 
 @dataclass(frozen=True, eq=False)
@@ -232,18 +240,19 @@ def whole_piece(gm: GraphModule, kind: Kind, device: torch.device | None) -> tre
     """All of `gm` as a piece whose `run` is to be filled in."""
     assert device is not None
     placeholders = gm.graph.find_nodes(op="placeholder")
-    infos = placeholder_info(gm.graph)
+    traces = output_traces(gm.graph)
     return tree.Piece(
         name=kind.name,
         run=gm.forward,
         device=device,
         static_inputs=tuple(sorted({*kind.static_inputs, *host_inputs(placeholders, device)})),
         mutated_inputs=_written_inputs(placeholders, list(gm.graph.nodes)),
-        placeholders=infos,
-        output_traces=output_traces(gm.graph),
+        placeholders=placeholder_info(gm.graph),
+        output_traces=traces,
         constants=_constants(list(gm.graph.nodes)),
         is_backward=kind.is_backward,
         is_inference=kind.is_inference,
+        saved_outputs=kind.saved_outputs(len(traces)),
     )
 
 
@@ -251,6 +260,10 @@ def _piece_of(
     part: Part, module: GraphModule, kind: Kind, analysis: Analysis, static: set[Node], number: int
 ) -> tree.Piece:
     assert analysis.device is not None
+    (results,) = part.nodes[0].graph.output_node().args
+    assert isinstance(results, (list, tuple))
+    saved = kind.saved_outputs(len(results))
+    kept = None if saved is None else {results[i] for i in saved}
     fixed = {i for i, node in enumerate(part.inputs) if node in static}
     return tree.Piece(
         name=f"{kind.name}, part {number} of {analysis.captured_count}",
@@ -263,6 +276,7 @@ def _piece_of(
         constants=_constants([n for node in part.nodes for n in node.all_input_nodes]),
         is_backward=kind.is_backward,
         is_inference=kind.is_inference,
+        saved_outputs=None if kept is None else tuple(i for i, node in enumerate(part.outputs) if node in kept),
     )
 
 

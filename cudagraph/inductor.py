@@ -106,8 +106,12 @@ def pieces_of(graph: Piece, maps: Sequence[_compat.PartitionMap]) -> list[Piece]
     """What is known of `graph`, told of each of Inductor's pieces of it; `maps` say which of a piece's inputs and
     outputs are the graph's. `run` is to be filled in. Sizes that a piece takes come last and are in no map."""
     pieces = []
+    saved_of_graph = set(graph.saved_outputs or ())
     for number, part in enumerate(maps, 1):
         name = f"{graph.name}, part {number} of {len(maps)}"
+        saved = graph.saved_outputs
+        if saved is not None:
+            saved = tuple(i for i, given in enumerate(part.outputs) if not saved_of_graph.isdisjoint(given))
         pieces.append(
             dataclasses.replace(
                 graph,
@@ -118,7 +122,8 @@ def pieces_of(graph: Piece, maps: Sequence[_compat.PartitionMap]) -> list[Piece]
                     PlaceholderInfo(f"input {i} of {name}") if given is None else graph.placeholders[given]
                     for i, given in enumerate(part.inputs)
                 ),
-                output_traces=tuple(None if given is None else graph.output_traces[given] for given in part.outputs),
+                output_traces=tuple(graph.output_traces[given[0]] if given else None for given in part.outputs),
+                saved_outputs=saved,
             )
         )
     return pieces

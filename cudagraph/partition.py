@@ -37,7 +37,8 @@ class Part:
     Attributes:
         captured: whether it is to be captured.
         nodes: its operators, in order; constants (`get_attr`) are in none, each part that reads one has it.
-        inputs: values from before it: inputs of the graph or operators of earlier parts.
+        inputs: values from before it: inputs of the graph or operators of earlier parts. If it is captured, also the
+            sizes that its tensors have: a recording is for one of each.
         outputs: its operators that later parts or the graph's output read.
         kernel_count: how many of `nodes` are not free.
     """
@@ -197,13 +198,23 @@ def _with_boundaries(
     graph: Graph, runs: Iterable[tuple[bool, list[Node]]], colours: dict[Node, str]
 ) -> tuple[Part, ...]:
     parts = []
+    sizes = {
+        symbol: node for node in graph.find_nodes(op="placeholder") for symbol in _compat.symbol_of(value_of(node))
+    }
     for captured, run in runs:
         inside = set(run)
         given = {n: None for node in run for n in node.all_input_nodes if n not in inside and n.op != "get_attr"}
+        if captured and sizes:
+            symbols = set().union(*(_symbols(node) for node in (*given, *run)))
+            given |= {node: None for symbol, node in sizes.items() if symbol in symbols}
         outputs = [node for node in run if any(user not in inside for user in node.users)]
         kernel_count = sum(colours[node] != FREE for node in run)
         parts.append(Part(captured, tuple(run), tuple(given), tuple(outputs), kernel_count))
     return tuple(parts)
+
+
+def _symbols(node: Node) -> set[Any]:
+    return set().union(*(_compat.free_symbols(t) for t in tensors_in(value_of(node))))
 
 
 def part_module(gm: GraphModule, part: Part) -> GraphModule:
