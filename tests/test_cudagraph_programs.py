@@ -1,12 +1,15 @@
 """Whole programs through the backend and the tree, on the simulator of captures: replays give what eager gives.
 
 The simulator runs each replay on raw memory and scribbles over what is freed, so a value that a cut forgot to hand
-over, or that was freed too early, comes out as NaN.
+over, or that was freed too early, comes out as NaN. The same programs run on CUDA where there is one, with both inner
+compilers; at the end are those that need two kinds of devices.
 """
 
 from __future__ import annotations
 
 import copy
+import dataclasses
+from typing import Any
 
 import pytest
 import torch
@@ -25,6 +28,32 @@ def fresh_cudagraph():
     cudagraph.reset()
     yield
     cudagraph.reset()
+
+
+@dataclasses.dataclass
+class Place:
+    """Where programs run: on CUDA, or on the CPU with a simulator."""
+
+    device: torch.device
+    driver: Any
+    inner: str
+
+    def backend(self, **options):
+        return backend_with(self.driver, {"inner": self.inner, **options})
+
+
+PLACES = [
+    "simulator",
+    pytest.param("cuda aten", marks=pytest.mark.gpu),
+    pytest.param("cuda inductor", marks=[pytest.mark.gpu, pytest.mark.slow]),
+]
+
+
+@pytest.fixture(params=PLACES)
+def place(request) -> Place:
+    if request.param == "simulator":
+        return Place(torch.device("cpu"), Simulator(), "aten")
+    return Place(torch.device("cuda", 0), None, request.param.split()[1])
 
 
 @torch.library.custom_op("cudagraph_tests::host_scale", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
@@ -59,10 +88,11 @@ class Net(nn.Module):
 
 def trained(module, forward, steps=6, policy=None):
     torch.manual_seed(1)
+    device = module.seen.device
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     seen = []
     for step in range(steps):
-        x = torch.randn(5, 8)
+        x = torch.randn(5, 8, device=device)
         with aot_hooks.saved_tensors_policy(policy or aot_hooks.KEEP):
             out, mean = forward(x)
         (out.square().mean() + mean).backward()
@@ -74,10 +104,10 @@ def trained(module, forward, steps=6, policy=None):
 
 @pytest.mark.core
 @pytest.mark.parametrize("cut", [False, True])
-def test_training(cut):
-    module = Net(cut)
+def test_training(place, cut):
+    module = Net(cut).to(place.device)
     reference = copy.deepcopy(module)
-    compiled = torch.compile(module, backend=backend_with(Simulator()))
+    compiled = torch.compile(module, backend=place.backend())
     for a, b in zip(trained(module, compiled), trained(reference, reference), strict=True):
         torch.testing.assert_close(a, b)
     stats = cudagraph.stats()
@@ -87,13 +117,13 @@ def test_training(cut):
 
 
 @pytest.mark.parametrize("cut", [False, True])
-def test_two_forwards_in_flight(cut):
-    module = Net(cut)
+def test_two_forwards_in_flight(place, cut):
+    module = Net(cut).to(place.device)
     reference = copy.deepcopy(module)
-    compiled = torch.compile(module, backend=backend_with(Simulator()))
+    compiled = torch.compile(module, backend=place.backend())
     for step in range(6):
         torch.manual_seed(step)
-        xs = [torch.randn(5, 8) for _ in range(2)]
+        xs = [torch.randn(5, 8, device=place.device) for _ in range(2)]
         for run in (compiled, reference):
             outs = [run(x)[0] for x in xs]
             for out in outs if step % 2 else reversed(outs):
@@ -105,13 +135,13 @@ def test_two_forwards_in_flight(cut):
 
 @pytest.mark.parametrize("name", ["int8", "lossless"])
 @pytest.mark.parametrize("cut", [False, True])
-def test_training_with_hooks(monkeypatch, name, cut):
-    simulator = Simulator()
-    monkeypatch.setattr(captured, "compilation", lambda options: Compilation(options, simulator))
+def test_training_with_hooks(place, monkeypatch, name, cut):
+    if place.driver is not None:
+        monkeypatch.setattr(captured, "compilation", lambda options: Compilation(options, place.driver))
     policy = aot_hooks.lossless() if name == "lossless" else aot_hooks.policies.everything(aot_hooks.int8())
-    module = Net(cut)
+    module = Net(cut).to(place.device)
     reference = copy.deepcopy(module)
-    options = {"inner": "aten"}
+    options = {"inner": place.inner}
     compiled = torch.compile(module, backend=hooks_backend, options=options | {"cudagraphs": True})
     plain = torch.compile(reference, backend=hooks_backend, options=options)
     results = [trained(m, f, policy=policy) for m, f in ((module, compiled), (reference, plain))]
@@ -120,38 +150,41 @@ def test_training_with_hooks(monkeypatch, name, cut):
     assert cudagraph.stats()["replays"] > 4 and cudagraph.stats()["skips"] == 0
 
 
-def test_a_written_input_of_the_callers(caplog):
-    @torch.compile(backend=backend_with(Simulator()))
+def test_a_written_input_of_the_callers(place):
+    @torch.compile(backend=place.backend())
     def f(x, y):
         x.add_(y.sin().cos())
         return (x * 2).exp(), y + 1
 
     for _ in range(5):
-        x, y = torch.randn(3), torch.randn(3)
+        x, y = torch.randn(3, device=place.device), torch.randn(3, device=place.device)
         x2 = x + y.sin().cos()
         out = f(x, y)
         torch.testing.assert_close(x, x2)
         torch.testing.assert_close(out, ((x2 * 2).exp(), y + 1))
-    assert cudagraph.stats()["replays"] >= 3 and cudagraph.stats()["skips"] == 0
+    if place.inner == "aten":  # Inductor writes in the middle of its code: the tree runs it as it is
+        assert cudagraph.stats()["replays"] >= 3 and cudagraph.stats()["skips"] == 0
 
 
-def test_sizes_that_depend_on_values_go_around():
+def test_sizes_that_depend_on_values_go_around(place):
     def f(x):
         y = (x.sin() * 2).relu()
         found = y.nonzero()
         return y.exp().sum() + x.cos().sum(), found * 2
 
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
-        compiled = torch.compile(f, backend=backend_with(Simulator()), fullgraph=True)
+        compiled = torch.compile(f, backend=place.backend(), fullgraph=True)
         for _ in range(6):
-            x = torch.randn(7)
+            x = torch.randn(7, device=place.device)
             for a, b in zip(compiled(x), f(x), strict=True):
                 torch.testing.assert_close(a, b)
-    assert cudagraph.stats()["replays"] >= 4 and cudagraph.stats()["recordings"] == 1
+    assert cudagraph.stats()["replays"] >= 4
+    if place.inner == "aten":
+        assert cudagraph.stats()["recordings"] == 1
 
 
-def test_graph_breaks_and_dynamic_shapes():
-    module = Net(cut=True)
+def test_graph_breaks_and_dynamic_shapes(place):
+    module = Net(cut=True).to(place.device)
     reference = copy.deepcopy(module)
 
     def program(net, x):
@@ -159,12 +192,93 @@ def test_graph_breaks_and_dynamic_shapes():
         torch._dynamo.graph_break()
         return out * mean, mean
 
-    compiled = torch.compile(program, backend=backend_with(Simulator()), dynamic=True)
+    compiled = torch.compile(program, backend=place.backend(), dynamic=True)
     for size in (4, 6, 4, 6, 4, 6, 3):
-        x = torch.randn(size, 8)
+        x = torch.randn(size, 8, device=place.device)
         for run, net in ((compiled, module), (program, reference)):
             net.zero_grad()
             run(net, x)[0].square().sum().backward()
         for p, q in zip(module.parameters(), reference.parameters(), strict=True):
             torch.testing.assert_close(p.grad, q.grad)
     assert cudagraph.stats()["replays"] > 0
+
+
+# --- two kinds of devices ---
+
+ON_CUDA = PLACES[1:]
+
+
+@pytest.mark.parametrize("place", ON_CUDA, indirect=True)
+def test_what_stands_on_the_cpu_goes_around(place):
+    def f(x, number, table):
+        y = (x * number).sin().exp()  # a number on the CPU: copied ahead
+        rows = torch.arange(4).to(x.device)  # made where it is wanted
+        z = y + table.cos().to(x.device)  # computed on the CPU
+        return z[rows].sum() + torch.tensor(0.5, device=x.device), z.mean().cpu() + 1
+
+    compiled = torch.compile(f, backend=place.backend())
+    for step in range(6):
+        x, table = torch.randn(4, 3, device=place.device), torch.randn(3)
+        number = torch.tensor(float(step))
+        for a, b in zip(compiled(x, number, table), f(x, number, table), strict=True):
+            torch.testing.assert_close(a, b)
+    stats = cudagraph.stats()
+    assert stats["replays"] >= 4 and stats["skips"] == 0 and stats["partitions"] == 1, stats
+
+
+@pytest.mark.parametrize("place", ON_CUDA, indirect=True)
+def test_dropout_is_fresh_and_follows_the_seed(place):
+    def f(x):
+        return torch.nn.functional.dropout(x.exp(), 0.5)
+
+    with torch._inductor.config.patch(fallback_random=True):
+        compiled = torch.compile(f, backend=place.backend())
+        x = torch.randn(64, 64, device=place.device)
+        seen = []
+        for step in range(6):
+            torch.manual_seed(step // 2)
+            seen.append((compiled(x).clone(), compiled(x).clone()))
+            torch.manual_seed(step // 2)
+            torch.testing.assert_close(seen[-1], (f(x), f(x)))
+        assert not torch.equal(seen[-1][0], seen[-1][1])
+    assert cudagraph.stats()["replays"] > 4
+
+
+@pytest.mark.parametrize("place", ON_CUDA, indirect=True)
+def test_offload_is_captured_whole(place):
+    # every tensor of the model has a size of its own: blocks of the pinned pool don't fit others by chance
+    module = nn.Sequential(nn.Linear(64, 96), nn.GELU(), nn.Linear(96, 128), nn.Tanh()).to(place.device)
+    reference = copy.deepcopy(module)
+    hook = aot_hooks.offload(min_bytes=1, max_stall_ms=float("inf"))
+    compiled = torch.compile(
+        module, backend=hooks_backend, options={"inner": place.inner, "cudagraphs": {"or_error": True}}
+    )
+    for step in range(8):
+        torch.manual_seed(step)
+        x = torch.randn(32, 64, device=place.device)
+        with aot_hooks.saved_tensors_policy(aot_hooks.policies.everything(hook)):
+            compiled(x).square().mean().backward()
+        reference(x).square().mean().backward()
+        for p, q in zip(module.parameters(), reference.parameters(), strict=True):
+            torch.testing.assert_close(p.grad, q.grad, rtol=1e-3, atol=1e-5)
+            p.grad = q.grad = None
+    stats = cudagraph.stats()
+    assert aot_hooks.offload_stats()["sent_count"] > 0
+    assert stats["replays"] >= 8 and stats["skips"] == 0 and stats["partitions"] == 0, stats
+    cudagraph.reset()
+    aot_hooks.reset()
+
+
+@pytest.mark.gpu
+def test_or_error_and_explain_on_cuda():
+    def f(x):
+        return (x.sin() * 2).cpu().sum()
+
+    found = cudagraph.explain(f, torch.randn(3, device="cuda"))
+    assert [part.captured for part in found.parts] == [True, False]
+    assert (
+        found.blockers[0].reason == "copies from cuda:0 to the CPU" and "cpu().sum()" in found.blockers[0].source_line
+    )
+    compiled = torch.compile(f, backend=cudagraph.cudagraph_tree, options={"or_error": True})
+    with pytest.raises(Exception, match="copies from cuda:0 to the CPU"):
+        compiled(torch.randn(3, device="cuda"))

@@ -1,0 +1,312 @@
+"""How much of real models is captured, and what it is worth: CUDA graph trees in training.
+
+    five models of `transformers`   x   stock, reduce-overhead, cudagraph_tree      pieces, skips, ms a step, gradients
+    the Llama-shaped stack          x   float8 hooks, without and with cudagraphs   ms a step, GiB reserved at the peak
+
+Each row is compiled and timed in its own turn; times are of whole steps (forward, loss, backward), synchronized at the
+end of each round. Random numbers are eager's (`fallback_random`), so that gradients can be compared: against stock
+Inductor's, at the same seed. Memory is what the allocator has reserved, because a graph's pool is reserved as long as
+the graph lives, used or not.
+
+    python benchmarks/bench_cudagraph_models.py --json PATH                 # CUDA, 20 GiB, some minutes of compiling
+    python benchmarks/bench_cudagraph_models.py --only hf --device cpu --layers 1 --inner aten   # captures nothing
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import gc
+import json
+import pathlib
+import statistics
+import sys
+import time
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch._inductor.config as inductor_config
+from _measure import GIB, conditions, format_columns
+from model import Stack
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+
+import aot_hooks
+import cudagraph
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "examples"))
+import hf_finetune
+
+HF_VARIANTS = ("stock", "reduce-overhead", "cudagraph_tree")
+STACK_VARIANTS = ("stock", "reduce-overhead", "float8", "float8 cudagraphs")
+WRONG_GRADIENT = 2e-2  # relative, of float32 in another order through a few layers; 0 is expected of the same kernels
+
+
+@dataclasses.dataclass
+class Row:
+    """One model in one variant.
+
+    Attributes:
+        step_ms, min_ms: median and fastest step.
+        recordings, replays_a_step, skips, partitions: of our trees; replays and skips in the timed steps.
+        torch_skips, torch_partitions: what Inductor counted of its own trees.
+        reserved_bytes: most that the allocator had reserved, over what was there before.
+        gradient_error: |g - g_stock| / |g_stock|.
+        first_s: the steps until the first timed one, compiling and recording included.
+        error: what it raised, "" if nothing.
+    """
+
+    model: str
+    variant: str
+    step_ms: float | None = None
+    min_ms: float | None = None
+    recordings: int = 0
+    replays_a_step: float = 0.0
+    skips: int = 0
+    partitions: int = 0
+    torch_skips: int = 0
+    torch_partitions: int = 0
+    reserved_bytes: int = 0
+    gradient_error: float | None = None
+    first_s: float | None = None
+    error: str = ""
+
+
+Step = Callable[[], None]
+
+
+def own_code(function: types.FunctionType, name: str) -> Any:
+    """`function` with a code object of its own: Dynamo keeps what it compiled by code object."""
+    code = function.__code__.replace(co_name=name.replace("-", "_").replace(" ", "_"))
+    return types.FunctionType(code, function.__globals__, code.co_name, None, function.__closure__)
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def measured(row: Row, module: nn.Module, step: Step, options: argparse.Namespace) -> dict[str, Tensor]:
+    """Fills in `row`; the gradients of one step at a known seed."""
+    device = torch.device(options.device)
+    counters.clear()
+    cudagraph.reset()
+    gc.collect()
+    before = 0
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_reserved(device)
+        torch.cuda.reset_peak_memory_stats(device)
+    started = time.perf_counter()
+    for _ in range(options.warmup):
+        step()
+    synchronize(device)
+    row.first_s = time.perf_counter() - started
+    recorded = cudagraph.stats()
+    times = []
+    for _ in range(options.steps):
+        synchronize(device)
+        begun = time.perf_counter()
+        step()
+        synchronize(device)
+        times.append((time.perf_counter() - begun) * 1e3)
+    row.step_ms, row.min_ms = statistics.median(times), min(times)
+    stats = cudagraph.stats()
+    row.recordings, row.partitions = stats["recordings"], stats["partitions"]
+    row.replays_a_step = (stats["replays"] - recorded["replays"]) / options.steps
+    row.skips = stats["skips"] - recorded["skips"]
+    row.torch_skips = counters["inductor"]["cudagraph_skips"]
+    row.torch_partitions = counters["inductor"]["cudagraph_partitions"]
+    if device.type == "cuda":
+        row.reserved_bytes = torch.cuda.max_memory_reserved(device) - before
+    torch.manual_seed(7)
+    step()
+    return {name: p.grad.detach().clone() for name, p in module.named_parameters() if p.grad is not None}
+
+
+def error_of(found: dict[str, Tensor], exact: dict[str, Tensor]) -> float:
+    assert found.keys() == exact.keys()
+    off = sum(float((found[n].double() - g.double()).square().sum()) for n, g in exact.items())
+    return float((off / sum(float(g.double().square().sum()) for g in exact.values())) ** 0.5)
+
+
+def compile_for(variant: str, function: Any, inner: str) -> Any:
+    own = own_code(function, f"step_{variant}")
+    stock = {"inductor": {}, "aten": {"backend": "aot_eager"}}[inner]
+    if variant == "stock":
+        return torch.compile(own, **stock)
+    if variant == "reduce-overhead":
+        return torch.compile(own, mode=variant)
+    if variant == "cudagraph_tree":
+        return torch.compile(own, backend=cudagraph.cudagraph_tree, options={"inner": inner})
+    options = {"inner": inner, "cudagraphs": variant.endswith("cudagraphs")}
+    return torch.compile(own, backend="aot_hooks", options=options)
+
+
+def hf_rows(name: str, options: argparse.Namespace) -> tuple[list[Row], str]:
+    """A row a variant, and what `cudagraph.explain` says."""
+    import transformers
+
+    device = torch.device(options.device)
+    setting = hf_finetune.Setting(options.layers, 256, 4, 128, 64, 8, 8, 0)
+    corpus = hf_finetune.read_corpus(1 << 16)
+    make, make_batch = hf_finetune.MODELS[name]
+    torch.manual_seed(0)
+    module = make(transformers, setting).to(device).train()
+    generator = torch.Generator().manual_seed(0)
+    batches = [{k: v.to(device) for k, v in make_batch(corpus, setting, generator).items()} for _ in range(4)]
+    turn = 0
+
+    def loss_of(batch: dict[str, Tensor]) -> Tensor:
+        loss: Tensor = module(**batch).loss
+        return loss
+
+    rows, reference = [], None
+    for variant in HF_VARIANTS if options.inner == "inductor" else ("stock", "cudagraph_tree"):
+        row = Row(name, variant)
+        rows.append(row)
+        torch.compiler.reset()
+        compiled = compile_for(variant, loss_of, options.inner)
+
+        def step(compiled: Any = compiled, variant: str = variant) -> None:
+            nonlocal turn
+            module.zero_grad(set_to_none=True)
+            if variant == "reduce-overhead":
+                torch.compiler.cudagraph_mark_step_begin()
+            compiled(batches[turn % len(batches)]).backward()
+            turn += 1
+
+        try:
+            turn = 0
+            gradients = measured(row, module, step, options)
+        except Exception as e:  # other people's compilers too: the rest has to go on
+            row.error = f"{type(e).__name__}: {str(e).strip().splitlines()[0]}"[:300]
+            continue
+        reference = reference or gradients
+        row.gradient_error = error_of(gradients, reference)
+        del gradients, compiled, step
+    torch.compiler.reset()
+    module.zero_grad(set_to_none=True)
+    return rows, str(cudagraph.explain(own_code(loss_of, "explained_loss"), batches[0]))
+
+
+def stack_rows(options: argparse.Namespace) -> list[Row]:
+    device = torch.device(options.device)
+    small = {"width": 64, "head_count": 4, "kv_head_count": 2, "hidden": 128} if options.small else {}
+    tokens = 128 if options.small else 8192
+    torch.manual_seed(0)
+    with device:
+        stack = Stack(4, token_count=tokens, **small).to(torch.bfloat16)
+        x = torch.randn(2, tokens, stack.blocks[0].w1.in_features, dtype=torch.bfloat16, requires_grad=True)
+
+    def forward(x: Tensor) -> Tensor:
+        y: Tensor = stack(x)
+        return y
+
+    rows, reference = [], None
+    for variant in STACK_VARIANTS:
+        if options.inner == "aten" and variant == "reduce-overhead":
+            continue
+        row = Row("Llama-shaped stack", variant)
+        rows.append(row)
+        torch.compiler.reset()
+        compiled = compile_for(variant, forward, options.inner)
+        policy = aot_hooks.policies.everything(aot_hooks.float8()) if "float8" in variant else None
+
+        def step(compiled: Any = compiled, policy: Any = policy, variant: str = variant) -> None:
+            stack.zero_grad(set_to_none=True)
+            x.grad = None
+            if variant == "reduce-overhead":
+                torch.compiler.cudagraph_mark_step_begin()
+            if policy is None:
+                y = compiled(x)
+            else:
+                with aot_hooks.saved_tensors_policy(policy):
+                    y = compiled(x)
+            y.float().pow(2).mean().backward()
+
+        try:
+            gradients = measured(row, stack, step, options)
+        except Exception as e:
+            row.error = f"{type(e).__name__}: {str(e).strip().splitlines()[0]}"[:300]
+            continue
+        reference = reference or gradients
+        row.gradient_error = error_of(gradients, reference)
+        del gradients, compiled, step
+        stack.zero_grad(set_to_none=True)
+        x.grad = None
+    return rows
+
+
+def format_rows(rows: list[Row]) -> str:
+    def number(value: float | None, spec: str) -> str:
+        return "" if value is None else f"{value:{spec}}"
+
+    title = ["model", "variant", "ms", "min ms", "recorded", "replays", "skips", "cut", "torch skips", "torch pieces"]
+    lines = [[*title, "GiB", "g error", "first s"]]
+    for row in rows:
+        lines.append(
+            [
+                row.model,
+                row.variant,
+                number(row.step_ms, ".3f"),
+                number(row.min_ms, ".3f"),
+                str(row.recordings),
+                f"{row.replays_a_step:g}",
+                str(row.skips),
+                str(row.partitions),
+                str(row.torch_skips),
+                str(row.torch_partitions),
+                f"{row.reserved_bytes / GIB:.3f}",
+                number(row.gradient_error, ".1e"),
+                number(row.first_s, ".1f"),
+            ]
+        )
+    errors = [f"{row.model}, {row.variant}: {row.error}" for row in rows if row.error]
+    return "\n".join([format_columns(lines), *errors])
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--inner", default="inductor", choices=["inductor", "aten"])
+    parser.add_argument("--only", choices=["hf", "stack"])
+    parser.add_argument("--models", default=",".join(hf_finetune.MODELS))
+    parser.add_argument("--layers", type=int, default=4, help="of the models of transformers")
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--warmup", type=int, default=6)
+    parser.add_argument("--small", action="store_true", help="a small Llama-shaped stack")
+    parser.add_argument("--json", type=pathlib.Path)
+    options = parser.parse_args(arguments)
+
+    rows: list[Row] = []
+    explained: dict[str, str] = {}
+    with inductor_config.patch(fallback_random=True):
+        if options.only != "stack":
+            for name in options.models.split(","):
+                found, explained[name] = hf_rows(name, options)
+                rows += found
+                print(format_rows(found), flush=True)
+                print(f"{name}:\n{explained[name]}\n", flush=True)
+        if options.only != "hf":
+            found = stack_rows(options)
+            rows += found
+            print(format_rows(found), flush=True)
+    if options.json is not None:
+        work = {"layers": options.layers, "steps": options.steps, "inner": options.inner, "small": options.small}
+        result = {
+            **conditions(torch.device(options.device), **work),
+            "rows": [dataclasses.asdict(row) for row in rows],
+            "explained": explained,
+        }
+        options.json.write_text(json.dumps(result, indent=1) + "\n")
+    wrong = [r for r in rows if "float8" not in r.variant and (r.gradient_error or 0) > WRONG_GRADIENT]
+    for row in wrong:
+        print(f"WRONG: {row.model}, {row.variant}: gradient {row.gradient_error} off stock's")
+    return 1 if wrong or any(row.error for row in rows) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
