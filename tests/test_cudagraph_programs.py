@@ -86,19 +86,19 @@ class Net(nn.Module):
         return self.second(h), h.mean()
 
 
-def trained(module, forward, steps=6, policy=None):
+def trained(module, forward, steps=6, policy=None, set_to_none=True):
     torch.manual_seed(1)
     device = module.seen.device
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     seen = []
-    for step in range(steps):
+    for _ in range(steps):
         x = torch.randn(5, 8, device=device)
         with aot_hooks.saved_tensors_policy(policy or aot_hooks.KEEP):
             out, mean = forward(x)
         (out.square().mean() + mean).backward()
         seen += [out.detach().clone(), *(p.grad.clone() for p in module.parameters())]
         optimizer.step()
-        optimizer.zero_grad(set_to_none=step % 3 == 0)
+        optimizer.zero_grad(set_to_none=set_to_none)
     return [*seen, module.seen.clone()]
 
 
@@ -114,6 +114,20 @@ def test_training(place, cut):
     assert stats["replays"] >= (4 if cut else 2) * 3, stats  # the first steps warm up and record
     assert stats["skips"] == 0 and stats["rerecordings"] == 0, stats
     assert stats["partitions"] == (2 if cut else 0), stats
+
+
+@pytest.mark.parametrize("cut", [False, True])
+def test_gradients_that_stay_are_accumulated_into(place, cut):
+    """`.grad` is what the first backward gave out, in the memory of its graph, and is held over the next steps."""
+    if place.driver is not None and not place.driver.can_move:
+        pytest.skip("the simulator can't move memory that is held on this torch")
+    module = Net(cut).to(place.device)
+    reference = copy.deepcopy(module)
+    compiled = torch.compile(module, backend=place.backend())
+    for a, b in zip(
+        trained(module, compiled, set_to_none=False), trained(reference, reference, set_to_none=False), strict=True
+    ):
+        torch.testing.assert_close(a, b)
 
 
 @pytest.mark.parametrize("cut", [False, True])
