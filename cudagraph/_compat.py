@@ -323,10 +323,17 @@ graph_task_id: Callable[[], int] = torch._C._current_graph_task_id  # -1 outside
 THREAD_KEY = "cudagraph trees of this thread"
 
 
-def torch_marks() -> int:
-    """How often `torch.compiler.cudagraph_mark_step_begin()` was called; nothing is imported for it."""
+class NoMarks:
+    """Stands for torch's count of marks as long as nobody has imported what counts."""
+
+    mark_step_counter = 0
+
+
+def torch_marks() -> Any:
+    """What has `mark_step_counter`, minus the number of calls of `torch.compiler.cudagraph_mark_step_begin()`; nothing
+    is imported for it."""
     module = sys.modules.get(MARK_MODULE)
-    return 0 if module is None else -module.MarkStepBox.mark_step_counter
+    return NoMarks if module is None else module.MarkStepBox
 
 
 def storage_at(address: int, device: torch.device, nbytes: int) -> torch.UntypedStorage:

@@ -55,6 +55,10 @@ class Pool(Protocol):
     def release(self) -> None:
         """Give the memory back as soon as no graph uses it."""
 
+    @property
+    def broken(self) -> bool:
+        """Whether a capture could not be ended, so that nothing more can be recorded in this pool."""
+
 
 class CaptureDriver(Protocol):
     """What a tree needs of a device.
@@ -97,17 +101,22 @@ class CudaPool:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        self._broken = False
         with torch.cuda.device(device):
             torch.cuda.synchronize()
             self.side_stream = torch.cuda.Stream()
             self.pool = _compat.PrivatePool(torch.cuda.current_device(), torch.cuda.graph_pool_handle())
             # A pool lives as long as some graph of it.
-            self.keep_alive: torch.cuda.CUDAGraph | None = self._empty_graph()
+            self.keep_alive: torch.cuda.CUDAGraph | None = self._empty_graph(self.pool.handle)
 
-    def _empty_graph(self) -> torch.cuda.CUDAGraph:
+    @property
+    def broken(self) -> bool:
+        return self._broken
+
+    def _empty_graph(self, handle: Any) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
         with _quietly(), torch.cuda.stream(self.side_stream):
-            graph.capture_begin(pool=self.pool.handle, capture_error_mode="thread_local")
+            graph.capture_begin(pool=handle, capture_error_mode="thread_local")
             graph.capture_end()
         return graph
 
@@ -166,10 +175,12 @@ class CudaPool:
             graph.reset()
 
     def _heal(self) -> None:
-        """After a capture that could not be ended: routing stops, and generators are told that it is over."""
+        """After a capture that could not be ended: torch believes that it goes on. Allocations are no longer routed to
+        the pool, which can't be captured into again, and a whole capture tells generators that the other is over."""
+        self._broken = True
         self.pool.stop_routing()
         torch.cuda.synchronize()
-        self._empty_graph().reset()
+        self._empty_graph(torch.cuda.graph_pool_handle()).reset()
 
     def checkpoint(self) -> Any:
         return self.pool.checkpoint()

@@ -68,14 +68,15 @@ class Function:
         # A gradient is accumulated into over several steps, so it must outlive the memory it came in.
         self.copies_held = piece.is_backward or options.held_outputs == "copy"
         self.constants = {_compat.identity(constant.untyped_storage()) for constant in piece.constants}
-        self.numbers: tuple[int, ...] | None = None
+        self.in_key: tuple[int, ...] | None = None
         self.told: set[str] = set()
+        self.uncapturable: str | None = None  # what a capture of it said
         self.moved = ""  # which static input moved last, and from where
 
-    def find_numbers(self, inputs: Sequence[Any]) -> tuple[int, ...]:
+    def find_key(self, inputs: Sequence[Any]) -> tuple[int, ...]:
         """Positions of what is part of the key: everything that is neither a tensor nor None."""
-        self.numbers = tuple(i for i, x in enumerate(inputs) if x is not None and not isinstance(x, torch.Tensor))
-        return self.numbers
+        self.in_key = tuple(i for i, x in enumerate(inputs) if x is not None and not isinstance(x, torch.Tensor))
+        return self.in_key
 
     def is_constant(self, cdata: int) -> bool:
         return cdata in self.constants

@@ -57,6 +57,7 @@ class Node:
         self.consumed: list[tuple[int, Slot, Layout]] = []
         self.watch_dead = Watch(())
         self.copied_inputs: list[int] = []
+        self.copied_range: slice | None = None  # the same, where they stand in a row
         self.flat_copies: list[tuple[int, int]] = []
         self.destinations: list[torch.Tensor] = []
         # outputs
@@ -76,17 +77,20 @@ class Node:
         """Run the graph on `inputs`, which it empties, and give new tensors over its outputs."""
         if not _compat.pointers_equal(inputs, self.addresses, self.fixed_inputs):
             return None
-        for i, _, _ in self.consumed:
-            inputs[i] = None  # nobody but the list may have held it: its memory is reused while the graph runs
-        if not self.watch_dead.none_held():
-            for i, slot, layout in self.consumed:
-                inputs[i] = tensor_on(slot.storage, layout)
-            return None
+        if self.watch_dead.slots:
+            for i, _, _ in self.consumed:
+                inputs[i] = None  # nobody but the list may hold it: its memory is reused while the graph runs
+            if not self.watch_dead.none_held():
+                for i, slot, layout in self.consumed:
+                    inputs[i] = tensor_on(slot.storage, layout)
+                return None
         tree = self.tree
         if tree.stream_now() != tree.stream:
             tree.change_stream()
         if self.copied_inputs:
-            sources = [inputs[i] for i in self.copied_inputs]
+            sources = (
+                [inputs[i] for i in self.copied_inputs] if self.copied_range is None else inputs[self.copied_range]
+            )
             for position, span in self.flat_copies:
                 sources[position] = sources[position].as_strided((span,), (1,))
             if torch.is_grad_enabled():
@@ -118,7 +122,10 @@ class Node:
         return given
 
     def settle(self) -> None:
-        """Decide whether the outputs are new tensors over templates, in order, and nothing else."""
+        """See what can be done the short way: inputs in a row; outputs that are templates in order, and nothing else."""
+        first, last = min(self.copied_inputs, default=0), max(self.copied_inputs, default=-1)
+        if self.copied_inputs == list(range(first, last + 1)):
+            self.copied_range = slice(first, last + 1)
         self.is_plain = self.template_positions == list(range(len(self.skeleton))) and not any(
             slot is not None and slot.given_as_copies for slot in self.template_slots
         )

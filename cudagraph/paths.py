@@ -50,13 +50,15 @@ class Aside:
     Attributes:
         place: where the path was left.
         warming: functions that are not warm are the reason; else, a step that could not end.
+        after_mark: there was a mark, but a forward waited for its backward.
         calls: how often each function ran.
         waiting: storages of what forwards gave out that no backward came for yet.
     """
 
-    def __init__(self, place: Node, *, warming: bool) -> None:
+    def __init__(self, place: Node, *, warming: bool, after_mark: bool) -> None:
         self.place = place
         self.warming = warming
+        self.after_mark = after_mark
         self.calls: dict[Function, int] = {}
         self.waiting: list[StorageWeakRef] = []
 
@@ -92,6 +94,7 @@ class Tree:
         self.device = device
         self.stream_now = driver.stream(device)
         self.marks = marks
+        self.marked = False
         self.functions: set[Function] = set()
         self._begin()
 
@@ -104,7 +107,6 @@ class Tree:
         self.warmed: dict[Function, int] = {}
         self.sizes: dict[Function, set[Any]] = {}
         self.refusals: dict[tuple[Node, Any], str] = {}
-        self.marked = False
         self.outlived_marks = 0
         self.stream: int | None = None
         self.stream_object: Any = None
@@ -140,6 +142,8 @@ class Tree:
             if self.place is not came_from and not came_from.pending and key not in came_from.edges:
                 came_from.edges[key] = self._restart(came_from, key)
             return outputs
+        if function.uncapturable is not None:
+            return self._refuse(function, key, function.uncapturable, inputs)
         if self.aside is not None:
             return self._as_it_is(function, inputs)
         if self.warmed.get(function, 0) < function.options.warmup_steps:
@@ -201,7 +205,8 @@ class Tree:
         except RuntimeError as error:
             if not self.driver.is_capture_error(error):
                 raise
-            return self._refuse(function, key, f"capturing it raised {type(error).__name__}: {error}", inputs)
+            function.uncapturable = f"capturing it raised {type(error).__name__}: {str(error).splitlines()[0]}"
+            return self._refuse(function, key, function.uncapturable, inputs)
         self.sizes[function].add(key)
         counters.add("recordings")
         counters.add("rerecordings", bool(known))
@@ -219,8 +224,8 @@ class Tree:
         counters.add("skips")
         return list(function.piece.run(inputs))
 
-    def _step_aside(self, *, warming: bool) -> None:
-        self.aside = Aside(self.current, warming=warming)
+    def _step_aside(self, *, warming: bool, after_mark: bool = False) -> None:
+        self.aside = Aside(self.current, warming=warming, after_mark=after_mark)
         self.current = self.nowhere
 
     def _as_it_is(self, function: Function, inputs: list[Any]) -> list[Any]:
@@ -243,10 +248,14 @@ class Tree:
         """There were marks since the last call: a new step begins, unless something waits for its backward."""
         self.marks = marks
         self.marked = True
-        if self._waits(self.place):
+        current = self.current
+        if not current.pending and self.aside is None and current.watch_live.none_held():
+            self.current = self.root
+            self.outlived_marks = 0
+        elif self._waits(self.place):
             self.outlived_marks += 1
             if self.outlived_marks > OUTLIVED_MARKS and self.aside is None:
-                self._step_aside(warming=False)
+                self._step_aside(warming=False, after_mark=True)
         else:
             self.end_step(inputs, function)
 
@@ -257,15 +266,25 @@ class Tree:
     def may_end(self, function: Function, inputs: list[Any]) -> bool:
         """Whether a call of `function`, which does not follow the path as it was, begins a new step."""
         place, aside = self.place, self.aside
-        if aside is not None and not aside.warming:
-            return not self._waits(place)
-        if aside is not None and not aside.may_end(function, marked=self.marked):
+        if aside is None:
+            return place is not self.root and self._path_may_end(place, function, inputs)
+        if not aside.warming:
+            if aside.after_mark:
+                return not self._waits(place)
+            return self._path_may_end(place, function, inputs)
+        if not aside.may_end(function, marked=self.marked):
             return False
-        if place is self.root:
-            return aside is not None
+        if place is self.root or self._path_may_end(place, function, inputs):
+            return True
+        self.current, self.aside = place, None  # what came before the warm-up is still needed: the path goes on
+        return False
+
+    def _path_may_end(self, place: Node, function: Function, inputs: list[Any]) -> bool:
+        """Whether what the path gave out may be overwritten when `function` is called."""
+        last = next((node for node in reversed(place.path()) if node.function is function), None)
         if place.watch_live.none_held():
-            return aside is not None or place.first is function or self._last(place, function) is not None
-        if self.marked or self._waits(place) or _compat.graph_task_id() != -1:
+            return self.aside is not None or last is not None
+        if self.marked or last is None or self._waits(place) or _compat.graph_task_id() != -1:
             return False
         if function.piece.mutated_inputs:
             on_path = on_slots(inputs, place.live)
@@ -273,9 +292,7 @@ class Tree:
                 return False  # it changes what the step gave out
         if place.first is function:
             return True
-        last = self._last(place, function)
-        if last is None:
-            return aside is not None
+        # The first function may never come again. A step that repeats another one goes on from that one.
         own = {slot for slot in last.template_slots if slot is not None}
         return all(slot in own for slot in held(place.live))
 
@@ -287,9 +304,6 @@ class Tree:
         return sum(not any(slot is not None and slot.held() for slot in node.template_slots) for node in repeats) > (
             DEAD_REPEATS
         )
-
-    def _last(self, place: Node, function: Function) -> Node | None:
-        return next((node for node in reversed(place.path()) if node.function is function), None)
 
     def end_step(self, inputs: list[Any], function: Function | None = None) -> None:
         """The path ends: the next call starts at the root, and may overwrite everything."""

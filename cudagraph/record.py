@@ -96,7 +96,7 @@ def record(parent: Node, function: Function, key: Any, inputs: list[Any]) -> lis
         if node.graph is not None:
             node.graph.reset()
         # Whoever keeps a block of the pool would see it handed out again: such a pool is not used any longer.
-        tree.tainted = tree.tainted or not tree.pool.live_blocks_are(set())
+        tree.tainted = tree.tainted or tree.pool.broken or not tree.pool.live_blocks_are(set())
         raise
     node.launch = tree.driver.launcher(node.graph)
     _connect(node, plan, key)

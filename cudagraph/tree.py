@@ -27,13 +27,21 @@ from .paths import Tree
 __all__ = ["Piece", "capture", "mark_step_begin", "reset", "stats"]
 
 
-class Trees(dict[tuple[CaptureDriver, torch.device], Tree]):
-    """The trees of one thread."""
+class Trees(dict[int, Tree]):
+    """The trees of one thread, by the number of their driver and device."""
 
 
 local = threading.local()
 every_thread: list[Trees] = []
-marks = [0]  # how often mark_step_begin() was called
+numbers: dict[tuple[CaptureDriver, torch.device], int] = {}
+marks = 0  # how often mark_step_begin() was called
+torch_marks = _compat.NoMarks  # and torch's
+
+
+def marks_so_far() -> int:
+    global torch_marks
+    torch_marks = _compat.torch_marks()
+    return marks - torch_marks.mark_step_counter
 
 
 def capture(
@@ -50,20 +58,20 @@ def capture(
     `StaleOutputError` when they are given an output whose memory was reused since.
     """
     function = Function(piece, options, driver if driver is not None else cuda_driver())
-    where = function.driver, piece.device
+    number = numbers.setdefault((function.driver, piece.device), len(numbers))
 
     def call(inputs: list[Any]) -> Sequence[Any]:
-        numbers = function.numbers
-        if numbers is None:
-            numbers = function.find_numbers(inputs)
-        key = function if not numbers else (function, *[inputs[i] for i in numbers])
+        in_key = function.in_key
+        if in_key is None:
+            in_key = function.find_key(inputs)
+        key = (function, *[inputs[i] for i in in_key]) if in_key else function
         tree: Tree
         try:
-            tree = local.trees[where]
+            tree = local.trees[number]
         except (AttributeError, KeyError):
-            tree = _tree_of_this_thread(*where)
+            tree = _tree_of_this_thread(number, function.driver, piece.device)
         try:
-            now = marks[0] + _compat.torch_marks()
+            now = marks - torch_marks.mark_step_counter
             if now != tree.marks:
                 tree.mark(now, inputs, function)
             edge = tree.current.edges.get(key)
@@ -73,6 +81,9 @@ def capture(
                     return outputs
             if function not in tree.functions:
                 _watch_function(tree, function, call)
+            now = marks_so_far()  # torch's part that counts may have been imported meanwhile
+            if now != tree.marks:
+                tree.mark(now, inputs, function)
             return tree.call(function, key, inputs)
         except RuntimeError as error:
             if STALE in str(error) and not isinstance(error, StaleOutputError):
@@ -83,7 +94,7 @@ def capture(
     return call
 
 
-def _tree_of_this_thread(driver: CaptureDriver, device: torch.device) -> Tree:
+def _tree_of_this_thread(number: int, driver: CaptureDriver, device: torch.device) -> Tree:
     trees: Trees | None = getattr(local, "trees", None) or _compat.kept_for_this_thread()
     if trees is None:
         trees = local.trees = Trees()
@@ -91,9 +102,9 @@ def _tree_of_this_thread(driver: CaptureDriver, device: torch.device) -> Tree:
         _compat.keep_for_backward_threads(trees)
         # A thread's outputs may outlive it; their memory is parted with in order, not pulled away.
         weakref.finalize(threading.current_thread(), _close, trees).atexit = False
-    tree = trees.get((driver, device))
+    tree = trees.get(number)
     if tree is None:
-        tree = trees[driver, device] = Tree(driver, device, marks[0] + _compat.torch_marks())
+        tree = trees[number] = Tree(driver, device, marks_so_far())
     return tree
 
 
@@ -123,7 +134,14 @@ def mark_step_begin() -> None:
     `torch.compiler.cudagraph_mark_step_begin()` does the same. Whoever marks steps marks all of them: steps begin by
     themselves only as long as there was no mark. A step whose forward still waits for its backward goes on.
     """
-    marks[0] += 1
+    global marks
+    marks += 1
+
+
+def forget_marks() -> None:
+    """Let the steps of this thread begin by themselves again, as if there had been no mark. For tests."""
+    for tree in (getattr(local, "trees", None) or {}).values():
+        tree.marked = False
 
 
 def reset() -> None:

@@ -71,12 +71,15 @@ class Arena:
         self.tape: list[Callable[[], None]] | None = None
         self.peak = 0
         self.released = False
+        self.broken = False
 
     # --- memory
 
     def allocate(self, nbytes: int) -> torch.UntypedStorage:
         self.poll()
-        size = max(nbytes + -nbytes % ALIGNMENT, ALIGNMENT)
+        if nbytes == 0:
+            return _compat.storage_at(0, CPU, 0)
+        size = nbytes + -nbytes % ALIGNMENT
         address = self.first
         for start in sorted(self.blocks):
             if start - address >= size:
@@ -118,11 +121,15 @@ class Arena:
 
     def capture(self, run: Callable[[], Any], generators: Sequence[torch.Generator]) -> tuple[Graph, Any]:
         self.poll()
+        assert not self.broken, "a pool is used after a capture in it could not be ended"
         self.tape = tape = []
         try:
             with _Capturing(self):
                 result = run()
             self.poll()
+        except CaptureError:
+            self.broken = True  # as on CUDA, where such a capture can't be ended
+            raise
         finally:
             self.tape = None
         return Graph(tape), result
