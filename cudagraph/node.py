@@ -122,7 +122,7 @@ class Node:
         return given
 
     def settle(self) -> None:
-        """See what can be done the short way: inputs in a row; outputs that are templates in order, and nothing else."""
+        """See what can be done the short way: inputs in a row; outputs that are templates, in order."""
         first, last = min(self.copied_inputs, default=0), max(self.copied_inputs, default=-1)
         if self.copied_inputs == list(range(first, last + 1)):
             self.copied_range = slice(first, last + 1)
