@@ -112,7 +112,7 @@ class _Pack:
         if self.bits == 8 and not self.stochastic and loops.taken(y):
             scale = loops.amax_bits(in_blocks(y, self.block)).squeeze(-1)  # as its bits
             q = loops.to_int8(*beside(y, scale, self.block)).view(y.shape)
-        elif ops.has_kernel(y):
+        elif ops.has_kernel(y, beats_inductor=self.bits == 4 or self.stochastic):
             kernel = ops.pack_int8 if self.bits == 8 else ops.pack_int4
             q, scale = kernel(y, self.block, ops.seed_for(y, self.stochastic))
         else:
@@ -129,7 +129,7 @@ class _Unpack:
         if isinstance(packed, torch.Tensor):
             return packed
         q, scale, dtype, length, permutation = packed
-        kernel = ops.has_kernel(q)
+        kernel = ops.has_kernel(q, beats_inductor=self.bits == 4)
         if scale.dtype is torch.int32:
             y = loops.from_int8(*beside(q, scale, self.block), dtype).view(q.shape)
         elif self.bits == 8:

@@ -4,7 +4,9 @@
            --otherwise-----> plain tensor code                        Inductor fuses it; CPUs run it
 
 An operator is taken on CUDA where nothing would fuse the plain code: in graphs that run as they are (inner="aten")
-and in eager. Random rounding takes its seed from torch's generator by an operator of its own in the graph, so it
+and in eager. Under Inductor too where what it makes of the plain code is slower than a kernel that reads and writes
+memory once: two codes a byte (it materializes them apart), and random rounding (its Philox costs more than the bytes,
+and a minute of compiling). Random rounding takes its seed from torch's generator by an operator of its own in the graph, so it
 follows `torch.manual_seed`, and CUDA graphs draw a fresh one in each replay.
 """
 
@@ -30,9 +32,9 @@ def _capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
 
 
-def has_kernel(x: torch.Tensor, dtype: torch.dtype | None = None) -> bool:
+def has_kernel(x: torch.Tensor, dtype: torch.dtype | None = None, *, beats_inductor: bool = False) -> bool:
     """Whether `x` should go through an operator of this file; `dtype` is what it is converted to, if that is float8."""
-    if x.device.type != "cuda" or compiled_by() == "inductor" or not _triton():
+    if x.device.type != "cuda" or (compiled_by() == "inductor" and not beats_inductor) or not _triton():
         return False
     needs = {torch.float8_e4m3fn: (8, 9)}.get(dtype, (8, 0)) if dtype is not None else (8, 0)
     return _capability(x.device) >= needs
