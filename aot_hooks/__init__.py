@@ -2,6 +2,7 @@
 
 from . import errors, policies
 from .backend import last_plans, reset
+from .cache import cache_stats
 from .context import saved_tensors_hooks, saved_tensors_policy
 from .costs import Rates
 from .dry_run import plan, saved_tensors
@@ -28,6 +29,7 @@ __all__ = [
     "SavedTensor",
     "Transfer",
     "bitmask",
+    "cache_stats",
     "cast",
     "checkpoint_name",
     "errors",

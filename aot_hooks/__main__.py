@@ -1,4 +1,5 @@
-"""`python -m aot_hooks env`: what a bug report needs. `python -m aot_hooks report script.py`: what a script saves."""
+"""`python -m aot_hooks env`: what a bug report needs. `... report script.py`: what a script saves for backward.
+`... explain-miss`: why the last graph with hooks was not in torch's cache."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ import torch
 
 import aot_hooks
 
-from . import __version__, _compat, script
+from . import __version__, _compat, cache_notes, script
 from .errors import AotHooksError, OptionError
 from .plotting import plot_report
 from .policy import SCOPES
@@ -91,6 +92,17 @@ def report(options: argparse.Namespace) -> int:
         print(f"aot_hooks report: {e}", file=sys.stderr)
         return 1
     return 0
+
+
+def explain_miss(directory: str | None) -> int:
+    """Print why the last miss was one; 1 if none is known."""
+    text = cache_notes.explain(directory)
+    if text:
+        print(text)
+        return 0
+    where = directory or _compat.cache_dir()
+    print(f"aot_hooks explain-miss: no graph with hooks has missed torch's cache in {where}", file=sys.stderr)
+    return 1
 
 
 def _policy(options: argparse.Namespace) -> Any:
@@ -175,9 +187,17 @@ def main(argv: list[str] | None = None) -> int:
     run.add_argument("--steps", type=int, metavar="N", help="stop after N optimizer steps")
     run.add_argument("--json", metavar="PATH", help="write rows, totals and live bytes there")
     run.add_argument("--plot", metavar="PATH", help="draw saved and live bytes there; needs matplotlib")
+    miss = commands.add_parser(
+        "explain-miss", help="say in what the key of the last cache miss differs from the nearest one stored before"
+    )
+    miss.add_argument(
+        "--dir", metavar="PATH", help="torch's cache directory, if not TORCHINDUCTOR_CACHE_DIR or its default"
+    )
     options = parser.parse_args(argv)
     if options.command == "report":
         return report(options)
+    if options.command == "explain-miss":
+        return explain_miss(options.dir)
     print(env())
     return 0
 

@@ -13,6 +13,7 @@ import functools
 import importlib
 import inspect
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -45,6 +46,12 @@ SYMBOLS = {
     "torch._dynamo.backends.common.aot_autograd": "options['inner'] = 'aten'",
     "torch._functorch.partitioners.min_cut_rematerialization_partition": "the partition that is rewritten",
     "torch._functorch.config.enable_autograd_cache": "keeping torch's cache away from graphs it has no key for",
+    "torch._functorch._aot_autograd.autograd_cache.autograd_cache_key": "caching graphs with hooks",
+    "torch._functorch._aot_autograd.autograd_cache.AOTAutogradCache._lookup": "caching graphs with hooks",
+    "torch._functorch._aot_autograd.autograd_cache.should_use_local_autograd_cache": "caching graphs with hooks",
+    "torch._functorch._aot_autograd.autograd_cache.should_use_remote_autograd_cache": "caching graphs with hooks",
+    "torch._guards.TracingContext": "caching graphs with hooks",
+    "torch._inductor.runtime.runtime_utils.cache_dir": "saying why a graph was not in the cache",
     "torch._inductor.compile_fx.compile_fx": "options['inner'] = 'inductor'",
     "torch._inductor.config.custom_partitioner_fn": "options['inner'] = 'inductor'",
     "torch._inductor.custom_graph_pass.CustomPartitionerFn": "options['inner'] = 'inductor'",
@@ -537,18 +544,29 @@ def _compile_captured(
 
 
 def compile_inductor_with_hooks(
-    gm: GraphModule, inputs: Sequence[Any], patches: dict[str, Any], capture: Capture | None = None
+    gm: GraphModule,
+    inputs: Sequence[Any],
+    patches: dict[str, Any],
+    compiling: Callable[[], None],
+    capture: Capture | None = None,
 ) -> Callable[..., Any]:
-    """Inductor with its heuristics adapted to graphs that pack, see `_choices`. Stock heuristics without them."""
+    """Inductor with its heuristics adapted to graphs that pack, see `_choices`. Stock heuristics without them.
+
+    `compiling()` is called before each graph is compiled, of the backward maybe at its first run; not if torch's cache
+    has them.
+    """
     compile_fx = need("torch._inductor.compile_fx.compile_fx")
     inner = need("torch._inductor.compile_fx.compile_fx_inner")
     handler = need("torch._inductor.virtualized.V").set_choices_handler
 
     register_loops()
 
-    def inner_compile(*args: Any, **kwargs: Any) -> Any:
+    def inner_compile(graph: GraphModule, *args: Any, **kwargs: Any) -> Any:
+        compiling()
+        # our marks on nodes say how to fuse, and a node's meta is in no key of torch's: the graph's attributes are
+        vars(graph)["_aot_hooks_marks"] = _marks(graph)
         with handler(_choices()):
-            return inner(*args, **kwargs)
+            return inner(graph, *args, **kwargs)
 
     # a buffer that waits for its reuse is a buffer that is alive: the backward of a transformer block held 0.4 GiB
     ours: dict[str, Any] = {"allow_buffer_reuse": False, "dynamic_scale_rblock": False}
@@ -559,6 +577,11 @@ def compile_inductor_with_hooks(
         return _compile_captured(gm, inputs, patches, inner_compile, capture)
     compiled: Callable[..., Any] = compile_fx(gm, inputs, inner_compile=inner_compile, config_patches=patches)
     return compiled
+
+
+def _marks(graph: GraphModule) -> str:
+    marks = [(i, n.meta.get(_ALONE), PACKED_ROW in n.meta, n.meta.get(PLACE)) for i, n in enumerate(graph.graph.nodes)]
+    return repr([mark for mark in marks if any(mark[1:])])
 
 
 _ALONE = "aot_hooks_alone"
@@ -856,6 +879,177 @@ def trace_structured(name: str, text: Callable[[], str]) -> None:
     need("torch._logging.trace_structured")(
         "artifact", metadata_fn=lambda: {"name": name, "encoding": "string"}, payload_fn=text
     )
+
+
+# --- torch's caches of compiled graphs (2.11 to 2.15) ----------------------------------------------------------------
+
+
+def rename_node(node: Node, name: str, target: Any) -> None:
+    """Name and target of `node`, past the listeners and tables that a Node's own setter keeps: none goes by them."""
+    object.__setattr__(node, "name", name)
+    object.__setattr__(node, "target", target)
+    names = node.graph._graph_namespace
+    if node in names._obj_to_name:
+        names._rename_object(node, name)
+    else:
+        names._used_names.add(name)
+        names.associate_name_with_obj(name, node)
+
+
+@contextlib.contextmanager
+def fresh_namespace(graph: torch.fx.Graph) -> Iterator[None]:
+    """Names inside are those of the nodes alone; the graph's own bookkeeping of names comes back untouched."""
+    before = graph._graph_namespace
+    graph._graph_namespace = type(before)()
+    for node in graph.nodes:
+        graph._graph_namespace._used_names.add(node.name)
+        graph._graph_namespace.associate_name_with_obj(node.name, node)
+    try:
+        yield
+    finally:
+        graph._graph_namespace = before
+
+
+@dataclasses.dataclass
+class CacheEvent:
+    """What torch's cache of AOTAutograd's results did in one compilation.
+
+    Attributes:
+        key: of the entry, "" if none was looked for.
+        lines: what torch's part of the key is made of, if torch says it (only with its logger at debug).
+        bypass: why torch made no key.
+        found: an entry was there; and `refused` why it was not taken, "" if it was.
+        guards_failed: entries were there, for other sizes.
+        compiled: something was compiled.
+    """
+
+    key: str = ""
+    lines: tuple[str, ...] = ()
+    bypass: str = ""
+    found: bool = False
+    refused: str = ""
+    guards_failed: bool = False
+    compiled: bool = False
+
+
+_keying = threading.RLock()
+
+
+@contextlib.contextmanager
+def autograd_cache(
+    digest: str,
+    normalized: Callable[[GraphModule], contextlib.AbstractContextManager[None]],
+    refuse: Callable[[bytes | None, bool], str],
+) -> Iterator[CacheEvent]:
+    """What is compiled inside, on this thread, goes through torch's cache of AOTAutograd's results by a key of ours.
+
+    Two functions of `torch._functorch._aot_autograd.autograd_cache` are called through ours and put back on exit:
+
+    - `autograd_cache_key`: torch's key, made under `normalized(graph)` and without the names in the sources of
+      arguments (kept everywhere else: they are what AOTAutograd writes guards with), and `digest`.
+    - `AOTAutogradCache._lookup`: an entry is given up as if it were not there if `refuse(attached, has_backward)` says
+      why; `attached` is what `attach` put into it, None if nothing.
+
+    Goes when torch takes a part of its key, and data to store with an entry, from a backend.
+    """
+    module = need("torch._functorch._aot_autograd.autograd_cache")
+    cache = module.AOTAutogradCache
+    make_key, own_lookup = module.autograd_cache_key, cache.__dict__["_lookup"]
+    event, thread = CacheEvent(), threading.get_ident()
+
+    def keyed(mod: Any, inputs: Any, config: Any, *rest: Any, **named: Any) -> Any:
+        if threading.get_ident() != thread:
+            return make_key(mod, inputs, config, *rest, **named)
+        sources = config.aot_autograd_arg_pos_to_source
+        if sources is not None:
+            config = dataclasses.replace(config, aot_autograd_arg_pos_to_source=[source_shape(s) for s in sources])
+        try:
+            with normalized(mod if isinstance(mod, GraphModule) else mod.gm):
+                key, lines = make_key(mod, inputs, config, *rest, **named)
+        except Exception as e:  # torch goes on without its cache, whatever it is; we only say so
+            event.bypass = str(e).splitlines()[0] if str(e) else type(e).__name__
+            raise
+        event.key, event.lines = f"{key}_{digest}", tuple(map(str, lines))
+        return event.key, lines
+
+    def lookup(*args: Any, **named: Any) -> Any:
+        result = own_lookup.__func__(*args, **named)
+        if threading.get_ident() != thread:
+            return result
+        if result is None:
+            info = named.get("cache_info", args[4] if len(args) > 4 else {})
+            event.guards_failed = info.get("cache_status_detailed") == "guard_miss"
+            return None
+        event.found = True
+        event.refused = refuse(_attached(result[0]), result[0].compiled_bw is not None)
+        return None if event.refused else result
+
+    with _keying:
+        module.autograd_cache_key, cache._lookup = keyed, staticmethod(lookup)
+        try:
+            yield event
+        finally:
+            module.autograd_cache_key, cache._lookup = make_key, own_lookup
+
+
+def source_shape(source: Any) -> tuple[str, ...]:
+    """How an argument is reached (a local, an item of an attribute of a module, ...), without names."""
+    steps = []
+    while source is not None:
+        steps.append(type(source).__name__)
+        source = getattr(source, "base", None)
+    return tuple(steps)
+
+
+_ATTACHED = "aot_hooks"
+
+
+def attach(data: bytes) -> None:
+    """Have AOTAutograd store `data` in the entry of the graph that is being compiled.
+
+    In its metadata of the forward, which goes into the entry as it is, also when that is made at the first backward.
+    """
+    context = need("torch._guards.TracingContext").try_get()
+    metadata = context.fw_metadata if context is not None else None
+    if metadata is not None:
+        setattr(metadata, _ATTACHED, data)
+
+
+def _attached(entry: Any) -> bytes | None:
+    inner = getattr(getattr(entry, "maybe_subclass_meta", None), "fw_metadata", None)
+    found: bytes | None = getattr(entry.runtime_metadata, _ATTACHED, None) or getattr(inner, _ATTACHED, None)
+    return found
+
+
+@contextlib.contextmanager
+def fake_tensor(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Iterator[torch.Tensor]:
+    """A dense fake tensor of static sizes, in the fake mode of the compilation that is going on."""
+    context = need("torch._guards.TracingContext").try_get()
+    mode = context.fake_mode if context is not None else None
+    if mode is None:
+        mode = need("torch._subclasses.fake_tensor.FakeTensorMode")(allow_non_fake_inputs=True)
+    with without_modes():
+        with mode:
+            value = torch.empty(shape, dtype=dtype, device=device)
+        yield value
+
+
+def autograd_cache_is_on() -> bool:
+    module = need("torch._functorch._aot_autograd.autograd_cache")
+    return bool(module.should_use_local_autograd_cache() or module.should_use_remote_autograd_cache())
+
+
+def cache_dir() -> str:
+    """Where torch keeps what it compiled (`TORCHINDUCTOR_CACHE_DIR`)."""
+    return str(need("torch._inductor.runtime.runtime_utils.cache_dir")())
+
+
+def settings_of_torch() -> dict[str, str]:
+    """The configuration that torch's key holds, as text, for comparing."""
+    found = {}
+    for name in ("torch._inductor.config", "torch._functorch.config"):
+        found.update({f"{name}.{k}": repr(v) for k, v in need(name).get_config_copy().items()})
+    return found
 
 
 # --- from a compiled function to its backend and back -----------------------------------------------------------------

@@ -20,8 +20,9 @@ from typing import Any
 
 from torch.fx import GraphModule
 
-from . import _compat, captured, context, transfers
-from .content import content
+from . import _compat, cache, captured, context, transfers
+from .cache import bypassed, through_cache
+from .cache_key import nodes_of, package_digest
 from .eager import CompiledCall
 from .errors import OptionError
 from .hook import Hook
@@ -140,20 +141,13 @@ def reset() -> None:
     captured.forget()
     transfers.reset()
     context.forget()
+    cache.forget()
 
 
-def _regions_of(gm: GraphModule) -> tuple[dict[str, Setting], str]:
-    """The settings that nodes of `gm` were traced under, and a digest of which node is under which."""
-    found: dict[str, Setting] = {}
-    places = []
-    for module in gm.modules():
-        if isinstance(module, GraphModule):
-            for i, node in enumerate(module.graph.nodes):
-                key = region_of(node)
-                if key is not None:
-                    found[key] = context.regions[key]
-                    places.append((i, key))
-    return found, content(tuple(places))
+def _regions_of(gm: GraphModule) -> dict[str, Setting]:
+    """The settings that nodes of `gm` were traced under."""
+    keys = dict.fromkeys(key for node in nodes_of(gm) if (key := region_of(node)) is not None)
+    return {key: context.regions[key] for key in keys}
 
 
 def aot_hooks(
@@ -202,17 +196,38 @@ def _compile_graph(
     gm: GraphModule, inputs: Sequence[Any], mode: str | None, parsed: Options, plans: list[Plan]
 ) -> Callable[..., Any]:
     patches = _inductor_patches(parsed, mode)
-    setting, alive, regions, places = _in_force(gm, parsed)
+    setting, alive, regions = _in_force(gm, parsed)
     record, graph = _plans.record, Graph()
     covered = setting is not None or bool(regions)
     if not covered and record is None:
-        return _with_eager_hooks(_compile(gm, inputs, parsed, patches, None, ""))
+        return _with_eager_hooks(_compile(gm, inputs, parsed, patches, None, _nothing))
 
-    partition = planning_partition(setting, regions, parsed.inner, graph.plans, live=record is not None)
-    key = content(setting.key if setting else "", tuple(sorted(regions)), places)
+    paths = roots()
+    partition = planning_partition(setting, regions, parsed.inner, graph.plans, paths, live=record is not None)
+
+    def compile_graph(compiling: Callable[[], None] = _nothing) -> Callable[..., Any]:
+        return _compile(gm, inputs, parsed, patches, partition, compiling)
+
     # a pair of plain functions on top keeps torch from inlining the hooks a second time
-    with _compat.hooks_pushed(_as_it_is, _as_it_is), _compat.without_autograd_cache():
-        compiled = _compile(gm, inputs, parsed, patches, partition, key)
+    with _compat.hooks_pushed(_as_it_is, _as_it_is), _without_dynamos_copies(gm):
+        if parsed.inner == "aten":
+            compiled = bypassed("inner 'aten' compiles nothing that could be stored", compile_graph)
+        elif record is not None:
+            compiled = bypassed("a report needs the graphs", compile_graph)
+        elif parsed.cudagraphs:
+            compiled = bypassed("what is captured in CUDA graphs is traced anew", compile_graph)
+        else:
+            options = {"mode": mode, "inductor": patches}
+            compiled = through_cache(
+                gm,
+                inputs,
+                setting,
+                regions,
+                options=options,
+                roots=paths,
+                plans=graph.plans,
+                compile_graph=compile_graph,
+            )
     if covered:
         plans.extend(graph.plans)
     if record is not None:
@@ -236,25 +251,30 @@ def _counted(compiled: Callable[..., Any], graph: Graph) -> Callable[..., Any]:
     return run
 
 
-def _in_force(gm: GraphModule, options: Options) -> tuple[Setting | None, Any, dict[str, Setting], str]:
-    """The setting around this call, what must live as long as the graph, and the regions of `gm` with their digest."""
+def _in_force(gm: GraphModule, options: Options) -> tuple[Setting | None, Any, dict[str, Setting]]:
+    """The setting around this call, what must live as long as the graph, and the regions of `gm`."""
     setting, alive = context.ambient()
     if setting is None and options.policy is not None and not _foreign_hooks():
         setting = Setting(options.policy, options.scope)
     if setting is not None and setting.eager:
         raise OptionError(f"options['policy']: '{setting.rule!r}' is to run eagerly, which a context can ask for only")
-    return setting, alive, *_regions_of(gm)
+    return setting, alive, _regions_of(gm)
 
 
 aot_hooks.reset = reset  # type: ignore[attr-defined]  # torch._dynamo.reset() calls it
 
 
 def planning_partition(
-    setting: Setting | None, regions: Mapping[str, Setting], inner: str, plans: list[Plan], *, live: bool = False
+    setting: Setting | None,
+    regions: Mapping[str, Setting],
+    inner: str,
+    plans: list[Plan],
+    paths: Mapping[str, str],
+    *,
+    live: bool = False,
 ) -> Callable[..., tuple[GraphModule, GraphModule]]:
     """torch's min-cut partition, then hooks put in; what was decided is appended to `plans`, with `live` also the bytes
-    alive along both graphs before and after. To be called while Dynamo compiles: modules are known by its frame."""
-    paths = roots()
+    alive along both graphs before and after. `paths` are modules by Dynamo's names, see `modules.roots`."""
 
     def partition(joint: GraphModule, joint_inputs: Any, **kwargs: Any) -> tuple[GraphModule, GraphModule]:
         carry_names(joint.graph)
@@ -286,28 +306,48 @@ def planning_partition(
 
 def plan_graph(gm: GraphModule, inputs: Sequence[Any], options: Options) -> list[Plan]:
     """What `aot_hooks(gm, inputs)` would decide, with the live bytes; makes no code. `gm` may be changed."""
-    setting, _, regions, _ = _in_force(gm, options)
+    setting, _, regions = _in_force(gm, options)
     plans: list[Plan] = []
-    partition = planning_partition(setting, regions, options.inner, plans, live=True)
+    partition = planning_partition(setting, regions, options.inner, plans, roots(), live=True)
     with _compat.hooks_pushed(_as_it_is, _as_it_is), _compat.without_autograd_cache():
         if options.inner == "aten":
             _compat.compile_aten(gm, inputs, partition)
         else:
             patches = dict(options.inductor or {})
-            _compat.partition_for_inductor(gm, inputs, _partitioned_by(partition, "plan", gm, patches))
+            _compat.partition_for_inductor(gm, inputs, _partitioned_by(partition, gm, patches))
     return plans
 
 
-def _partitioned_by(
-    partition: Callable[..., Any], key: str, gm: GraphModule, patches: dict[str, Any]
-) -> dict[str, Any]:
-    """Inductor settings by which `partition` splits the joint graph of `gm`, and sees the names in it."""
+def _partitioned_by(partition: Callable[..., Any], gm: GraphModule, patches: dict[str, Any]) -> dict[str, Any]:
+    """Inductor settings by which `partition` splits the joint graph of `gm`, and sees the names in it.
+
+    What torch's keys see of the partition is the package; the hooks are in the key of cache.py, and in the graphs.
+    """
     names = _compat.first_joint_pass(carry_names, patches) if uses_names(gm) else {}
-    return patches | names | {"custom_partitioner_fn": _compat.inductor_partitioner(partition, f"aot_hooks {key}")}
+    return (
+        patches
+        | names
+        | {"custom_partitioner_fn": _compat.inductor_partitioner(partition, f"aot_hooks {package_digest()}")}
+    )
 
 
 def _as_it_is(x: Any) -> Any:
     return x
+
+
+def _nothing() -> None:
+    return None
+
+
+@contextlib.contextmanager
+def _without_dynamos_copies(gm: GraphModule) -> Iterator[None]:
+    """Without the hook pair that Dynamo puts into its graphs for torch's keys: ours holds the functions' content."""
+    modules = vars(gm)["_modules"]
+    taken = {name: modules.pop(name) for name in list(modules) if name.startswith("saved_tensors_hooks_")}
+    try:
+        yield
+    finally:
+        modules.update(taken)
 
 
 def _foreign_hooks() -> bool:
@@ -347,7 +387,7 @@ def _compile(
     options: Options,
     patches: dict[str, Any],
     partition: Callable[..., Any] | None,
-    key: str,
+    compiling: Callable[[], None],
 ) -> Callable[..., Any]:
     asked = captured.capture_options(options.inner, options.cudagraphs)
     compilation = captured.compilation(asked) if asked is not None else None
@@ -356,5 +396,6 @@ def _compile(
         return _compat.compile_aten(gm, inputs, partition or _compat.min_cut_partition, compilers)
     capture = compilation.inner_compile if compilation is not None else None
     if partition is not None:
-        return _compat.compile_inductor_with_hooks(gm, inputs, _partitioned_by(partition, key, gm, patches), capture)
+        patches = _partitioned_by(partition, gm, patches)
+        return _compat.compile_inductor_with_hooks(gm, inputs, patches, compiling, capture)
     return _compat.compile_inductor(gm, inputs, patches, capture)

@@ -28,7 +28,7 @@ import torch
 
 from .hook import Hook
 
-__all__ = ["content"]
+__all__ = ["Walker", "content", "is_library"]
 
 _ATOMS = (type(None), bool, int, float, complex, str, bytes, type(Ellipsis), torch.dtype, torch.device)
 _LIBRARIES = ("aot_hooks", "torch", "functools", "contextlib", "math", "operator", "collections")
@@ -37,101 +37,185 @@ _tensor_digests: dict[int, tuple[weakref.ref[torch.Tensor], int, str]] = {}
 
 def content(*values: Any) -> str:
     """A digest of `values` (sha256, 32 hex digits)."""
-    parts: list[str] = []
-    seen: dict[int, int] = {}
-    keep: list[Any] = []  # what is made on the way must not give its id to another
+    walker = Walker()
     for value in values:
-        _walk(value, parts, seen, keep)
-    return hashlib.sha256("\x00".join(parts).encode()).hexdigest()[:32]
+        walker.walk(value)
+    return walker.digest()
 
 
-def _walk(value: Any, out: list[str], seen: dict[int, int], keep: list[Any]) -> None:
-    kind = type(value)
-    if kind in _ATOMS:
-        out.append(f"{kind.__name__}:{value!r}")
-        return
-    if id(value) in seen:
-        out.append(f"again:{seen[id(value)]}")
-        return
-    seen[id(value)] = len(seen)
-    keep.append(value)
+class Walker:
+    """Writes the content of values as text, part by part; `examine` overrides what must outlive the process."""
 
-    def inner(*values: Any) -> None:
-        for v in values:
-            _walk(v, out, seen, keep)
+    def __init__(self) -> None:
+        self.out: list[str] = []
+        self.seen: dict[int, int] = {}
+        self.keep: list[Any] = []  # what is made on the way must not give its id to another
 
-    if kind is types.FunctionType:
-        _function(value, out, inner)
-    elif kind is types.MethodType:
-        out.append("method")
-        inner(value.__func__, value.__self__)
-    elif kind is types.CodeType:
-        out.append(_code_digest(value))
-    elif kind is types.CellType:
-        _cell(value, out, inner)
-    elif isinstance(value, functools.partial):
-        out.append("partial")
-        inner(value.func, value.args, dict(value.keywords))
-    elif isinstance(value, torch.Tensor):
-        out.append(_tensor_digest(value))
-    elif isinstance(value, tuple | list):
-        out.append(f"{kind.__module__}.{kind.__qualname__}:{len(value)}")
-        inner(*value)
-    elif isinstance(value, dict | types.MappingProxyType):
-        out.append(f"dict:{len(value)}")
-        for k, v in value.items():
-            inner(k, v)
-    elif kind in (set, frozenset):
-        out.append(f"{kind.__name__}:{sorted(content(v) for v in value)}")
-    elif isinstance(value, enum.Enum):
-        out.append(f"enum:{kind.__module__}.{kind.__qualname__}.{value.name}")
-    elif isinstance(value, slice):
-        inner(value.start, value.stop, value.step)
-    elif isinstance(value, types.ModuleType):
-        out.append(f"module:{value.__name__}")
-    elif isinstance(value, type):
-        _class(value, out, inner)
-    elif isinstance(value, torch.fx.GraphModule):
-        _graph_module(value, out, inner)
-    elif isinstance(value, torch.nn.Module):
-        out.append("nn.Module")
-        inner(kind, value._parameters, value._buffers, value._modules, _public_state(value))
-    elif dataclasses.is_dataclass(value):
-        out.append("dataclass")
-        # a hook's name says nothing about what it computes
-        names = [f.name for f in dataclasses.fields(value) if not (isinstance(value, Hook) and f.name == "name")]
-        inner(kind, {name: getattr(value, name) for name in names})
-    elif kind.__module__.split(".")[0] in ("torch", "builtins") and (name := _torch_name(value)):
-        out.append(name)
-    elif isinstance(value, types.BuiltinFunctionType):
-        out.append(f"builtin:{value.__module__}.{value.__qualname__}")
-    elif slots := _slots(value):
-        out.append("object")
-        inner(kind, slots, getattr(value, "__dict__", {}))
-    elif hasattr(value, "__dict__") and kind.__module__ not in ("builtins", "_thread"):
-        out.append("object")
-        inner(kind, dict(vars(value)))
-    else:
-        out.append(f"identity:{kind.__qualname__}:{id(value)}")
+    def digest(self) -> str:
+        return hashlib.sha256("\x00".join(self.out).encode()).hexdigest()[:32]
+
+    def inner(self, *values: Any) -> None:
+        for value in values:
+            self.walk(value)
+
+    def walk(self, value: Any) -> None:
+        kind = type(value)
+        if kind in _ATOMS:
+            self.out.append(f"{kind.__name__}:{value!r}")
+        elif id(value) in self.seen:
+            self.out.append(f"again:{self.seen[id(value)]}")
+        else:
+            self.seen[id(value)] = len(self.seen)
+            self.keep.append(value)
+            self.new(value, kind)
+
+    def new(self, value: Any, kind: type) -> None:
+        """A value that is no atom and was not met before."""
+        out, inner = self.out, self.inner
+        if kind is types.FunctionType:
+            self.function(value)
+        elif kind is types.MethodType:
+            out.append("method")
+            inner(value.__func__, value.__self__)
+        elif kind is types.CodeType:
+            out.append(_code_digest(value))
+        elif kind is types.CellType:
+            _cell(value, out, inner)
+        elif isinstance(value, functools.partial):
+            out.append("partial")
+            inner(value.func, value.args, dict(value.keywords))
+        elif isinstance(value, torch.Tensor):
+            self.tensor(value)
+        elif isinstance(value, tuple | list):
+            out.append(f"{kind.__module__}.{kind.__qualname__}:{len(value)}")
+            inner(*value)
+        elif isinstance(value, dict | types.MappingProxyType):
+            out.append(f"dict:{len(value)}")
+            for k, v in value.items():
+                inner(k, v)
+        elif kind in (set, frozenset):
+            self.unordered(value)
+        elif isinstance(value, enum.Enum):
+            out.append(f"enum:{kind.__module__}.{kind.__qualname__}.{value.name}")
+        elif isinstance(value, slice):
+            inner(value.start, value.stop, value.step)
+        elif isinstance(value, types.ModuleType):
+            self.module(value)
+        elif isinstance(value, type):
+            self.cls(value)
+        elif isinstance(value, torch.fx.GraphModule):
+            self.graph_module(value)
+        elif isinstance(value, torch.nn.Module):
+            out.append("nn.Module")
+            inner(kind, value._parameters, value._buffers, value._modules, _public_state(value))
+        elif dataclasses.is_dataclass(value):
+            out.append("dataclass")
+            # a hook's name says nothing about what it computes
+            names = [f.name for f in dataclasses.fields(value) if not (isinstance(value, Hook) and f.name == "name")]
+            inner(kind, {name: getattr(value, name) for name in names})
+        elif kind.__module__.split(".")[0] in ("torch", "builtins") and (name := _torch_name(value)):
+            self.of_torch(value, name)
+        elif isinstance(value, types.BuiltinFunctionType):
+            self.builtin(value)
+        elif isinstance(value, int | float | complex | str | bytes):
+            base: Any = next(c for c in kind.__mro__ if c in _ATOMS)
+            out.append(f"{base.__name__}:{base.__repr__(value)}")
+            inner(kind, _slots(value), getattr(value, "__dict__", {}))
+        elif slots := _slots(value):
+            out.append("object")
+            inner(kind, slots, getattr(value, "__dict__", {}))
+        elif hasattr(value, "__dict__") and kind.__module__ not in ("builtins", "_thread"):
+            out.append("object")
+            inner(kind, dict(vars(value)))
+        else:
+            self.identity(value, kind)
+
+    def identity(self, value: Any, kind: type) -> None:
+        """What has no value to look at."""
+        self.out.append(f"identity:{kind.__qualname__}:{id(value)}")
+
+    def tensor(self, value: torch.Tensor) -> None:
+        self.out.append(_tensor_digest(value))
+
+    def unordered(self, value: set[Any] | frozenset[Any]) -> None:
+        self.out.append(f"{type(value).__name__}:{sorted(content(v) for v in value)}")
+
+    def module(self, value: types.ModuleType) -> None:
+        self.out.append(f"module:{value.__name__}")
+
+    def of_torch(self, value: Any, name: str) -> None:
+        self.out.append(name)
+
+    def builtin(self, value: Any) -> None:
+        self.out.append(f"builtin:{value.__module__}.{value.__qualname__}")
+
+    def function(self, fn: types.FunctionType) -> None:
+        code = fn.__code__
+        self.out.append("function:" + _code_digest(code))
+        self.inner(fn.__defaults__, fn.__kwdefaults__, *(fn.__closure__ or ()))
+        if is_library(fn.__module__):
+            return  # torch's and the standard library's own globals are covered by their version
+        self.globals_of(fn)
+        if vars(fn):
+            self.inner({k: v for k, v in vars(fn).items() if k != "__wrapped__"})
+
+    def globals_of(self, fn: types.FunctionType) -> None:
+        for name in _global_names(fn.__code__):
+            if name in fn.__globals__:
+                self.out.append("global:" + name)
+                self.inner(fn.__globals__[name])
+            elif not hasattr(builtins, name):
+                self.out.append("no global:" + name)
+
+    def cls(self, cls: type) -> None:
+        self.out.append(f"class:{cls.__module__}.{cls.__qualname__}")
+        if is_library(cls.__module__) or cls.__module__ == "builtins":
+            return
+        self.inner(*cls.__bases__)
+        for name, member in sorted(vars(cls).items()):
+            member = member.__func__ if isinstance(member, staticmethod | classmethod) else member
+            if isinstance(member, property):
+                member = (member.fget, member.fset, member.fdel)
+            elif isinstance(member, functools.cached_property):
+                member = member.func
+            if name not in _CLASS_BOOKKEEPING and not isinstance(member, _DESCRIPTORS):
+                self.out.append("member:" + name)
+                self.inner(member)
+
+    def graph_module(self, gm: torch.fx.GraphModule) -> None:
+        """Node by node, by position: names of nodes and placeholders are left out."""
+        position = {node: i for i, node in enumerate(gm.graph.nodes)}
+        self.out.append("graph")
+
+        def arg(a: Any) -> Any:
+            if isinstance(a, torch.fx.Node):
+                return ("node", position[a])
+            if isinstance(a, tuple | list):
+                return tuple(arg(x) for x in a)
+            if isinstance(a, dict):
+                return {k: arg(v) for k, v in a.items()}
+            return a
+
+        for node in gm.graph.nodes:
+            self.out.append(node.op)
+            if node.op == "get_attr":
+                self.inner(_attribute(gm, node.target))
+            elif node.op == "call_module":
+                self.inner(gm.get_submodule(str(node.target)))
+            elif node.op == "call_method":
+                self.out.append(str(node.target))
+            elif node.op == "call_function":
+                self.called(node)
+            self.inner(arg(node.args), arg(node.kwargs))
+            if "user_cache_hash" in node.meta:
+                self.out.append(f"hash:{node.meta['user_cache_hash']}")
+
+    def called(self, node: torch.fx.Node) -> None:
+        self.inner(node.target)
 
 
-def _function(fn: types.FunctionType, out: list[str], inner: Callable[..., None]) -> None:
-    code = fn.__code__
-    out.append("function:" + _code_digest(code))
-    inner(fn.__defaults__, fn.__kwdefaults__, *(fn.__closure__ or ()))
-    if _is_library(fn.__module__):
-        return  # torch's and the standard library's own globals are covered by their version
-    for name in _global_names(code):
-        if name in fn.__globals__:
-            out.append("global:" + name)
-            inner(fn.__globals__[name])
-        elif not hasattr(builtins, name):
-            out.append("no global:" + name)
-    if vars(fn):
-        inner({k: v for k, v in vars(fn).items() if k != "__wrapped__"})
-
-
-def _is_library(module: str | None) -> bool:
+def is_library(module: str | None) -> bool:
+    """Whether `module` is covered by the version of a library that has no state of its own."""
     return (module or "").split(".")[0] in _LIBRARIES
 
 
@@ -140,23 +224,6 @@ def _cell(cell: types.CellType, out: list[str], inner: Callable[..., None]) -> N
         inner(cell.cell_contents)
     except ValueError:
         out.append("empty cell")
-
-
-def _class(cls: type, out: list[str], inner: Callable[..., None]) -> None:
-    out.append(f"class:{cls.__module__}.{cls.__qualname__}")
-    if _is_library(cls.__module__) or cls.__module__ == "builtins":
-        return
-    for base in cls.__bases__:
-        inner(base)
-    for name, member in sorted(vars(cls).items()):
-        member = member.__func__ if isinstance(member, staticmethod | classmethod) else member
-        if isinstance(member, property):
-            member = (member.fget, member.fset, member.fdel)
-        elif isinstance(member, functools.cached_property):
-            member = member.func
-        if name not in _CLASS_BOOKKEEPING and not isinstance(member, _DESCRIPTORS):
-            out.append("member:" + name)
-            inner(member)
 
 
 _CLASS_BOOKKEEPING = {"__module__", "__qualname__", "__doc__", "__firstlineno__", "__static_attributes__", "_abc_impl"}
@@ -172,35 +239,6 @@ def _public_state(module: torch.nn.Module) -> dict[str, Any]:
     hidden = set(vars(torch.nn.Module()))
     state = {k: v for k, v in vars(module).items() if k not in hidden}
     return state | {"training": module.training}
-
-
-def _graph_module(gm: torch.fx.GraphModule, out: list[str], inner: Callable[..., None]) -> None:
-    """Node by node, by position: names of nodes and placeholders are left out."""
-    position = {node: i for i, node in enumerate(gm.graph.nodes)}
-    out.append("graph")
-
-    def arg(a: Any) -> Any:
-        if isinstance(a, torch.fx.Node):
-            return ("node", position[a])
-        if isinstance(a, tuple | list):
-            return tuple(arg(x) for x in a)
-        if isinstance(a, dict):
-            return {k: arg(v) for k, v in a.items()}
-        return a
-
-    for node in gm.graph.nodes:
-        out.append(node.op)
-        if node.op == "get_attr":
-            inner(_attribute(gm, node.target))
-        elif node.op == "call_module":
-            inner(gm.get_submodule(str(node.target)))
-        elif node.op == "call_method":
-            out.append(str(node.target))
-        elif node.op == "call_function":
-            inner(node.target)
-        inner(arg(node.args), arg(node.kwargs))
-        if "user_cache_hash" in node.meta:
-            out.append(f"hash:{node.meta['user_cache_hash']}")
 
 
 def _attribute(root: Any, path: str) -> Any:

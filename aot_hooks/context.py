@@ -84,7 +84,8 @@ def _as_hook(pack: Any, unpack: Any) -> Hook:
             return pack
         eager, flushes = pack.eager or unpack.eager, pack.rounds_to_zero or unpack.rounds_to_zero
         name = f"{pack.name}/{unpack.name}"
-        return Hook(name, pack.pack, unpack.unpack, eager, pack.declines, flushes)
+        said = None if None in (pack.cache_hash, unpack.cache_hash) else f"{pack.cache_hash}/{unpack.cache_hash}"
+        return Hook(name, pack.pack, unpack.unpack, eager, pack.declines, flushes, said)
     for name, fn in (("pack", pack), ("unpack", unpack)):
         if not callable(fn):
             raise OptionError(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 __all__ = [
     "AotHooksError",
+    "CacheWarning",
     "HookContractError",
     "HookTraceError",
     "OptionError",
@@ -44,3 +45,7 @@ class UnsupportedGraphError(AotHooksError, RuntimeError):
 
 class UnsupportedTorchError(AotHooksError, RuntimeError):
     """This torch lacks a symbol the package stands on."""
+
+
+class CacheWarning(UserWarning):
+    """A compiled graph cannot be cached, or a stored one cannot be used; what it computes is not affected."""

@@ -55,6 +55,8 @@ class Hook:
             Sees what a pack cannot: the operator, the module. Must use sizes as plain numbers only.
         rounds_to_zero: True says that small numbers come back as zero. Readers that only compare, as ReLU's backward
             does, then get their answers exactly, in a bit or so an element beside what is packed for the others.
+        cache_hash: says what both functions do where their content cannot be read (a C function, an operator of a
+            library of one's own), so that graphs can be cached: change it when they change. See docs/caching.md.
 
     Source: `torch.autograd.graph.saved_tensors_hooks` has the same pair for eager mode.
     """
@@ -65,6 +67,7 @@ class Hook:
     eager: bool = False
     declines: Callable[[Any], str | None] | None = None
     rounds_to_zero: bool = False
+    cache_hash: str | None = None
 
     def __repr__(self) -> str:
         return self.name

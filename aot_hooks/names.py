@@ -24,7 +24,7 @@ from . import _compat
 from .errors import OptionError
 from .saved import NAMES, view_source
 
-__all__ = ["NamesOf", "carry_names", "checkpoint_name", "names_of", "uses_names"]
+__all__ = ["NamesOf", "carry_names", "checkpoint_name", "name_given", "names_of", "uses_names"]
 
 _MARK = "aot_hooks_name"  # the key under meta["custom"] of the alias that stands for a call of `checkpoint_name`
 
@@ -67,11 +67,16 @@ def _check(x: Any, name: Any) -> None:
 def uses_names(gm: torch.fx.GraphModule) -> bool:
     """Whether a node of Dynamo's graph, or of a graph inside it, is named."""
     return any(
-        _MARK in (node.meta.get("custom") or ())
+        name_given(node) is not None
         for module in gm.modules()
         if isinstance(module, torch.fx.GraphModule)
         for node in module.graph.nodes
     )
+
+
+def name_given(node: Node) -> str | None:
+    """The name that a call of `checkpoint_name` gave what `node` of Dynamo's graph makes."""
+    return (node.meta.get("custom") or {}).get(_MARK)
 
 
 def carry_names(graph: Graph) -> None:

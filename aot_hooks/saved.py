@@ -55,6 +55,9 @@ class Dim(int):
         self.expression = expression
         return self
 
+    def __getnewargs__(self) -> tuple[int, str]:  # type: ignore[override]  # for pickle; int's own lacks the expression
+        return int(self), self.expression
+
     def __repr__(self) -> str:
         return self.expression
 

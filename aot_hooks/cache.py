@@ -1,0 +1,209 @@
+"""Compiling through torch's caches: when it may, what came of it, and why.
+
+      graph, settings --key_of--> Key --+-- opaque --------> compile, torch's cache off      bypass   one warning
+                                        |
+                                        +-- torch has it --> take it, its plans with it      hit
+                                        |      `-- damaged, or a hook does otherwise now --> miss     one warning
+                                        +-- it has not ----> compile, store, plans beside    miss
+
+torch's stores are used, none is added: `TORCHINDUCTOR_CACHE_DIR`, `save_cache_artifacts` and all switches hold. What
+keys are made of is noted for `explain-miss`, see `cache_notes`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import collections
+import logging
+import os
+import shutil
+import tempfile
+import threading
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch.fx import GraphModule
+
+from . import _compat, cache_notes
+from .cache_key import Key, key_of, nodes_of, normalized
+from .errors import CacheWarning
+from .plan import Plan
+from .policy import Setting
+from .saved import place_of
+from .stored import Refused, pack_up, unpack
+
+__all__ = ["bypassed", "cache_stats", "forget", "through_cache"]
+
+log = logging.getLogger("aot_hooks")
+
+_RESULTS = ("hit", "miss", "bypass")
+_PLURAL = {"hit": "hits", "miss": "misses", "bypass": "bypasses"}
+
+
+class _Stats:
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.counts: collections.Counter[tuple[str, str]] = collections.Counter()
+        self.warned: set[str] = set()
+
+
+_stats = _Stats()
+
+
+def cache_stats() -> dict[str, Any]:
+    """What torch's caches did for graphs with hooks, since the process began or `aot_hooks.reset()`.
+
+    `{"hits": int, "misses": int, "bypasses": int, "reasons": {"bypass: <why>": int, ...}}`; reasons add up to them.
+    Graphs without hooks are torch's own business, see `torch._dynamo.utils.counters["aot_autograd"]`.
+    """
+    with _stats.lock:
+        counts = dict(_stats.counts)
+    totals = {_PLURAL[r]: sum(n for (result, _), n in counts.items() if result == r) for r in _RESULTS}
+    return {**totals, "reasons": {f"{result}: {why}": n for (result, why), n in sorted(counts.items())}}
+
+
+def forget() -> None:
+    """Count from zero."""
+    with _stats.lock:
+        _stats.counts.clear()
+
+
+def _count(result: str, why: str) -> None:
+    with _stats.lock:
+        _stats.counts[result, why] += 1
+    log.info("cache %s: %s", result, why)
+
+
+def _warn_once(about: str, message: str) -> None:
+    with _stats.lock:
+        known = about in _stats.warned
+        _stats.warned.add(about)
+    if not known:
+        warnings.warn(message, CacheWarning, stacklevel=2)
+
+
+def bypassed(why: str, compile_graph: Callable[[], Any]) -> Any:
+    """`compile_graph()` without torch's cache of AOTAutograd's results."""
+    _count("bypass", why)
+    with _compat.without_autograd_cache():
+        return compile_graph()
+
+
+def through_cache(
+    gm: GraphModule,
+    inputs: Sequence[Any],
+    ambient: Setting | None,
+    regions: Mapping[str, Setting],
+    *,
+    options: Mapping[str, Any],
+    roots: Mapping[str, str],
+    plans: list[Plan],
+    compile_graph: Callable[[Callable[[], None]], Any],
+) -> Any:
+    """What `compile_graph(compiling)` gives, from torch's cache if it has it; then `plans` is filled from there.
+
+    Args:
+        gm, inputs, ambient, regions, options, roots: see `key_of`.
+        plans: where compiling puts what it decided.
+        compile_graph: to call `compiling()` before each graph that is compiled.
+    """
+    _use_writable_directory()
+    if not _compat.autograd_cache_is_on():
+        return bypassed("torch's cache is switched off", lambda: compile_graph(lambda: None))
+    key = key_of(gm, inputs, ambient, regions, options=options, roots=roots)
+    if key.opaque:
+        _warn_of(key)
+        why = f"{_hooks(key)}: {'; '.join(key.opaque)}"
+        return bypassed(why, lambda: compile_graph(lambda: None))
+    nodes = nodes_of(gm)  # now: Inductor's passes change the graph
+    stored: list[Plan] = []
+
+    def places() -> list[tuple[str, str]]:
+        return [place_of(node, roots) for node in nodes]
+
+    def refuse(attached: bytes | None, has_backward: bool) -> str:
+        if attached is None:
+            return "nothing is stored beside it" if has_backward else ""
+        try:
+            stored.extend(unpack(attached, key, places))
+        except Refused as e:
+            return str(e)
+        return ""
+
+    attached = False
+
+    def compiling() -> None:
+        nonlocal attached
+        event.compiled = True
+        if not attached:
+            attached = True
+            _compat.attach(pack_up(plans, key, places))
+
+    with _compat.autograd_cache(key.digest, normalized, refuse) as event:
+        compiled = compile_graph(compiling)
+    if not event.compiled:
+        plans.extend(stored)
+    _tell(key, event)
+    return compiled
+
+
+def _hooks(key: Key) -> str:
+    return ", ".join(dict.fromkeys(repr(s.rule) for s in key.settings if s is not None))
+
+
+def _warn_of(key: Key) -> None:
+    what = "; ".join(key.opaque)
+    _warn_once(
+        f"{_hooks(key)} {what}",
+        f"graphs with {_hooks(key)} are compiled anew in each process: what {what} does cannot be read, so no cache "
+        "key holds it. Give the hook Hook(..., cache_hash='1'), or set that attribute on the function, object or "
+        "policy, with a text that you change whenever it does something else",
+    )
+
+
+def _tell(key: Key, event: _compat.CacheEvent) -> None:
+    """Count what came of it, and note what the key of a miss is made of."""
+    if event.bypass or not event.key:
+        return _count("bypass", f"torch: {event.bypass or 'it did not look for an entry'}")
+    if not event.compiled:
+        return _count("hit", "an entry of the same key")
+    if event.refused:
+        why = f"an entry of the same key was refused: {event.refused}"
+        _warn_once(why, f"{_hooks(key)}: compiled again, because {why}")
+    elif event.found:
+        why = "an entry of the same key, but its generated code is gone or damaged"
+        _warn_once(why, f"{_hooks(key)}: compiled again, because there was {why}")
+    elif event.guards_failed:
+        why = "entries of the same key are for other sizes"
+    else:
+        why = "no entry of this key"
+    _count("miss", why)
+    note = cache_notes.Note(event.key, _hooks(key), why, key.lines, event.lines, _compat.settings_of_torch())
+    try:
+        if log.isEnabledFor(logging.DEBUG) and (other := cache_notes.nearest(note, cache_notes.read())) is not None:
+            log.debug("cache miss: the nearest key differs in\n%s", cache_notes.difference(other, note))
+        cache_notes.write(note)
+    except OSError as e:
+        _warn_once("notes", f"explain-miss will know nothing of this process: {e}")
+
+
+def _use_writable_directory() -> None:
+    """torch writes generated code to its cache directory and fails if it can't: then use another one meanwhile."""
+    try:
+        directory = _compat.cache_dir()
+        if directory in _writable:
+            return
+        with tempfile.TemporaryFile(dir=directory):
+            _writable.add(directory)
+    except OSError as e:
+        fresh = tempfile.mkdtemp(prefix="aot-hooks-")
+        atexit.register(shutil.rmtree, fresh, ignore_errors=True)
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = fresh
+        _writable.add(fresh)
+        _warn_once(
+            "directory", f"torch's cache directory cannot be written ({e}); this process uses {fresh} and removes it"
+        )
+
+
+_writable: set[str] = set()

@@ -1,0 +1,239 @@
+"""The key of a compiled graph: all that decides the result, and no names.
+
+      Dynamo's graph    node by node, by position; constants by value            forward(self, L_x_, L_w_):
+      its inputs        shape, stride, dtype, device, who shares whose memory        h = L_x_ @ L_w_      p_0 @ p_1
+      settings          content of hooks and policies (examine.py), scope   --> lines --sha256--> digest
+      regions           which node is under which; names and modules that a policy may look at
+      versions          this package by its sources, torch, Python
+
+`key_of` makes it. torch's own key (configuration, devices, its sources) stands beside it: torch computes that one
+under `normalized(graph)`, in which placeholders and values are called by their positions, so that renaming a model's
+argument, attribute or variable is no other program. Both are linear in the graph.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from . import _compat
+from .content import content
+from .examine import Examined, examined
+from .hook import Hook
+from .names import name_given
+from .plan import region_of
+from .policy import Setting
+from .saved import place_of
+
+__all__ = ["Key", "Line", "key_of", "nodes_of", "normalized", "package_digest"]
+
+Line = tuple[str, str]  # what, and its content
+
+
+@dataclass(frozen=True)
+class Key:
+    """See the module.
+
+    Attributes:
+        lines: what the key is made of.
+        settings: the settings that the graph is under: the ambient one, None if there is none, then those of its
+            regions in the order of their first node.
+        examined: the content of each setting's rule.
+        opaque: what of the settings cannot be read, see `examine`; then there is no key to go by.
+    """
+
+    lines: tuple[Line, ...]
+    settings: tuple[Setting | None, ...]
+    examined: tuple[Examined, ...]
+    opaque: tuple[str, ...]
+
+    @functools.cached_property
+    def digest(self) -> str:
+        return hashlib.sha256(repr(self.lines).encode()).hexdigest()[:32]
+
+
+def key_of(
+    gm: GraphModule,
+    inputs: Sequence[Any],
+    ambient: Setting | None,
+    regions: Mapping[str, Setting],
+    *,
+    options: Mapping[str, Any] | None = None,
+    roots: Mapping[str, str] | None = None,
+) -> Key:
+    """The key of `gm`, which is left as it is.
+
+    Args:
+        inputs: what Dynamo gives beside it.
+        ambient, regions: the settings in force, see `context`.
+        options: what else the user said of the compilation; by `repr`.
+        roots: modules by Dynamo's names, see `modules.roots`.
+    """
+    nodes = nodes_of(gm)
+    order = dict.fromkeys(key for node in nodes if (key := region_of(node)) is not None)
+    settings = (ambient, *(regions[key] for key in order))
+    contents = tuple(examined(s.rule) if s is not None else Examined((), (), False) for s in settings)
+    lines: list[Line] = [
+        ("aot_hooks", package_digest()),
+        ("python", sys.version.split()[0]),
+        ("torch", torch.__version__),
+        *((f"option {name}", repr(value)) for name, value in sorted((options or {}).items())),
+    ]
+    for i, (setting, said) in enumerate(zip(settings, contents, strict=True)):
+        what = "ambient" if i == 0 else f"region {i}"
+        lines.append((f"{what} scope", "none" if setting is None else setting.scope))
+        lines += ((f"{what} content {j}", part) for j, part in enumerate(said.parts))
+    numbers = {key: i + 1 for i, key in enumerate(order)}
+    reads_anything = any(s is not None and _reads_anything(s.rule) for s in settings)
+    reads_modules = reads_anything or any(s is not None and s.looks_at_modules for s in settings)
+    for i, node in enumerate(nodes):
+        if (key := region_of(node)) is not None:
+            lines.append((f"region of node {i}", str(numbers[key])))
+        if (given := name_given(node)) is not None:
+            lines.append((f"name of node {i}", given))
+        if reads_modules:
+            path, line = place_of(node, roots or {})
+            lines.append((f"module of node {i}", path))
+            if reads_anything:
+                lines.append((f"line of node {i}", line))
+    for graph in _graphs(gm):
+        lines += _canonical(graph)
+    lines += _inputs(inputs)
+    return Key(tuple(lines), settings, contents, tuple(dict.fromkeys(w for said in contents for w in said.opaque)))
+
+
+def nodes_of(gm: GraphModule) -> list[Node]:
+    """The nodes of `gm` and of the graphs in it, in the order in which keys count them."""
+    return [node for graph in _graphs(gm) for node in graph.graph.nodes]
+
+
+def _graphs(gm: GraphModule) -> list[GraphModule]:
+    return [module for module in gm.modules() if isinstance(module, GraphModule)]
+
+
+def _reads_anything(rule: Any) -> bool:
+    """Whether a function that is not of this package sees the rows of saved tensors, their lines and modules too."""
+    if isinstance(rule, Hook):
+        return rule.declines is not None and examined(rule.declines).foreign
+    if type(rule).__module__.split(".")[0] == "aot_hooks":
+        return any(_reads_anything(inner) for inner in getattr(rule, "rules", ()))
+    return True
+
+
+def _canonical(gm: GraphModule) -> Iterator[Line]:
+    """The nodes of one graph, by position."""
+    position: dict[Node, str] = {}
+    for i, node in enumerate(gm.graph.nodes):
+        position[node] = f"%{i}"
+        if node.op == "placeholder":
+            target = str(node.target) if node.type is torch.SymInt else ""
+        elif node.op == "get_attr":
+            value = _attribute(gm, str(node.target))
+            target = "graph" if isinstance(value, GraphModule) else content(value)
+        elif node.op == "call_function":
+            target = _name(node.target)
+        else:
+            target = str(node.target) if node.op != "output" else ""
+        args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), position.__getitem__)
+        yield f"node {position[node]}", f"{node.op} {target} {args} {kwargs}"
+
+
+def _attribute(root: Any, path: str) -> Any:
+    for name in path.split("."):
+        root = getattr(root, name)
+    return root
+
+
+def _name(target: Any) -> str:
+    if _compat.is_operator(target):
+        return str(target)
+    name = getattr(target, "__qualname__", None) or getattr(target, "__name__", None) or str(target)
+    return f"{getattr(target, '__module__', None) or type(target).__module__}.{name}"
+
+
+def _inputs(inputs: Sequence[Any]) -> Iterator[Line]:
+    storages: dict[int, int] = {}
+    for i, value in enumerate(inputs):
+        if isinstance(value, torch.Tensor):
+            text = f"{type(value).__name__} {value.dtype} {list(value.shape)} {value.device} {value.requires_grad}"
+            if value.layout is torch.strided and not _compat.is_traceable_subclass(value):
+                shares = storages.setdefault(_compat.storage_key(value), i)
+                text += f" stride {list(value.stride())} from {value.storage_offset()} of the memory of {shares}"
+            else:
+                text += f" {value.layout}"
+        else:
+            text = f"{type(value).__name__} {value}"
+        yield f"input {i}", text
+
+
+@functools.cache
+def package_digest() -> str:
+    """Version and sources of this package: a change of what a hook of the library computes is another key."""
+    from . import __version__
+
+    folder = Path(__file__).parent
+    found = hashlib.sha256()
+    for path in sorted(folder.rglob("*.py")):
+        found.update(path.relative_to(folder).as_posix().encode())
+        found.update(path.read_bytes())
+    return f"{__version__} {found.hexdigest()[:16]}"
+
+
+# --- names taken away, and given back ---------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def normalized(gm: GraphModule) -> Iterator[None]:
+    """Inside, values of `gm` and of the graphs in it are called by their positions, except symbolic placeholders.
+
+    On exit everything is as it was: names, targets, used names, namespaces, generated code, and what Dynamo noted of
+    the user's variables. May be entered again inside itself.
+    """
+    with contextlib.ExitStack() as stack:
+        for graph in _graphs(gm):
+            stack.enter_context(_one_normalized(graph))
+        yield
+
+
+@contextlib.contextmanager
+def _one_normalized(gm: GraphModule) -> Iterator[None]:
+    nodes = list(gm.graph.nodes)
+    before = [(node, node.name, node.target) for node in nodes]
+    # by the user's names too: variables' stacks, and the code as it was generated before
+    state = {name: vars(gm).pop(name) for name in _NAMED if name in vars(gm)}
+    kept = {node.name for node in nodes if _is_symbolic(node)}
+    with _compat.fresh_namespace(gm.graph):
+        try:
+            count = 0
+            for node in nodes:
+                if not _is_symbolic(node):
+                    while f"n_{count}" in kept:
+                        count += 1
+                    name = f"n_{count}"
+                    _compat.rename_node(node, name, name if node.op == "placeholder" else node.target)
+                    count += 1
+            gm.recompile()
+            yield
+        finally:
+            for node, name, target in before:
+                _compat.rename_node(node, name, target)
+    gm.recompile()
+    for name in _NAMED:
+        vars(gm).pop(name, None)
+    vars(gm).update(state)
+
+
+_NAMED = ("_code", "_lineno_map", "_prologue_start", "_source_to_user_stacks")
+
+
+def _is_symbolic(node: Node) -> bool:
+    return node.op == "placeholder" and node.type in (torch.SymInt, torch.SymFloat, torch.SymBool)

@@ -1,0 +1,140 @@
+"""What the keys of cache misses were made of, for `python -m aot_hooks explain-miss`.
+
+      a miss --write--> <torch's cache directory>/aot_hooks_keys/<time>-<process>.json     the newest 32 are kept
+                                     |
+      explain-miss --read, nearest, difference--> - region 1 content 3: float:0.5
+                                                  + region 1 content 3: float:0.25
+
+A note says nothing of tensors but the digests of constants, and holds the graph's operators and what the hooks are made
+of. Nothing goes by it: without notes all works the same.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from . import _compat
+
+__all__ = ["Note", "difference", "explain", "nearest", "read", "write"]
+
+_KEPT = 32
+_SHOWN = 40
+
+
+@dataclass(frozen=True)
+class Note:
+    """One miss.
+
+    Attributes:
+        key: under which the entry was stored.
+        hooks: what the user said, for people.
+        why: what made it a miss.
+        lines: this package's part of the key.
+        torch_lines: torch's part, if its logger was at debug level.
+        settings: torch's configuration.
+    """
+
+    key: str
+    hooks: str
+    why: str
+    lines: tuple[tuple[str, str], ...]
+    torch_lines: tuple[str, ...] = ()
+    settings: dict[str, str] = dataclasses.field(default_factory=dict)
+    time: float = 0.0
+
+    def all_lines(self) -> dict[str, str]:
+        torch_lines = {f"torch {i}": line for i, line in enumerate(self.torch_lines)}
+        return dict(self.lines) | self.settings | torch_lines
+
+
+def _folder(directory: str | None = None) -> Path:
+    return Path(directory or _compat.cache_dir()) / "aot_hooks_keys"
+
+
+def write(note: Note, directory: str | None = None) -> None:
+    """Add `note`, and drop the oldest beyond the newest 32. Raises `OSError` if the directory cannot be written."""
+    folder = _folder(directory)
+    folder.mkdir(parents=True, exist_ok=True)
+    now = time.time()
+    path = folder / f"{int(now * 1e6)}-{os.getpid()}.json"
+    part = path.with_suffix(".part")
+    part.write_text(json.dumps(dataclasses.asdict(note) | {"time": now}))
+    part.replace(path)  # another process reads it whole or not at all
+    for old in sorted(folder.glob("*.json"))[:-_KEPT]:
+        with contextlib.suppress(FileNotFoundError):  # another process was first
+            old.unlink()
+
+
+def read(directory: str | None = None) -> list[Note]:
+    """All notes, oldest first; what cannot be read is left out."""
+    notes = []
+    for path in sorted(_folder(directory).glob("*.json")):
+        try:
+            data = json.loads(path.read_text())
+            data["lines"] = tuple((str(a), str(b)) for a, b in data["lines"])
+            data["torch_lines"] = tuple(data["torch_lines"])
+            notes.append(Note(**data))
+        except (OSError, ValueError, TypeError, KeyError):
+            continue
+    return notes
+
+
+def nearest(note: Note, others: Iterable[Note]) -> Note | None:
+    """The one of `others` with another key that has most lines in common."""
+    lines = set(note.all_lines().items())
+    candidates = [other for other in others if other.key != note.key]
+    return max(candidates, key=lambda other: len(lines & set(other.all_lines().items())), default=None)
+
+
+def difference(before: Note, after: Note, most: int = _SHOWN) -> str:
+    """The lines that differ, `-` of the one and `+` of the other, the first `most` of them."""
+    old, new = before.all_lines(), after.all_lines()
+    if not (before.torch_lines and after.torch_lines):
+        old, new = (_without(lines, "torch ") for lines in (old, new))
+    names = [name for name in dict.fromkeys([*new, *old]) if old.get(name) != new.get(name)]
+    if not names:
+        return (
+            "nothing that this package knows of: torch's own part differs (devices, its sources, autocast, ...). Run "
+            'both processes with TORCH_LOGS="+torch._functorch._aot_autograd.autograd_cache" and ask again'
+        )
+    shown = [
+        f"{sign} {name}: {lines[name]}"
+        for name in names[:most]
+        for sign, lines in (("-", old), ("+", new))
+        if name in lines
+    ]
+    if len(names) > most:
+        shown.append(f"... and {len(names) - most} more")
+    return "\n".join(shown)
+
+
+def _without(lines: dict[str, str], prefix: str) -> dict[str, str]:
+    return {
+        name: text for name, text in lines.items() if not name.startswith(prefix) or not name[len(prefix) :].isdigit()
+    }
+
+
+def explain(directory: str | None = None) -> str:
+    """Why the newest miss was one, for people; "" if there are no notes."""
+    notes = read(directory)
+    if not notes:
+        return ""
+    last = notes[-1]
+    when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(last.time))
+    head = f"last miss: {when}, {last.hooks or 'no hooks'}: {last.why}"
+    same: Sequence[Note] = [note for note in notes[:-1] if note.key == last.key]
+    if same and last.why == "no entry of this key":
+        head += "\nits key was stored before: that entry is gone, or could not be written or read"
+    other = nearest(last, notes[:-1])
+    if other is None:
+        return head + "\nno other key is known in this directory to compare it with"
+    when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(other.time))
+    head += f"\nthe nearest other key is of {when}, {other.hooks or 'no hooks'}; they differ in"
+    return f"{head}\n{difference(other, last)}"

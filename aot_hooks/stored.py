@@ -1,0 +1,237 @@
+"""What is stored beside a compiled graph, so that a warm start says and does what the cold one did.
+
+      plans, key, places --pack_up--> bytes, in torch's entry ... another process ... --unpack--> plans, or `Refused`
+
+Rows hold no place of the program that made them, but the number of a node of Dynamo's graph: the program that reads
+them may call its modules otherwise. Hooks are stored as "what the setting's rule says for this row", or pickled where
+the package made them itself. Both are checked when they are read: a policy of the user's must say for each row what it
+said then, and a hook of the user's must trace to the same program, so that what neither can be read off their content
+nor is named by it (an environment variable, the time) leads to a compilation, never to the graph of another hook.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import pickle
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from . import _compat
+from .cache_key import Key
+from .content import content
+from .errors import AotHooksError
+from .examine import examined, foreign_operator
+from .hook import KEEP, Hook, compiling_for
+from .plan import Decision, Plan
+from .policy import out_of_scope
+from .saved import SavedTensor
+from .trace import canonical, trace_hook
+
+__all__ = ["Refused", "pack_up", "unpack"]
+
+_FORMAT = 1
+Place = tuple[str, str]
+# where in a hook's row it comes from: (kind, number of the setting or pickled hook)
+_Hook = tuple[str, Any]
+
+
+class Refused(AotHooksError):
+    """A stored plan is not one for this program; the message says why."""
+
+
+@dataclass(frozen=True)
+class _Row:
+    saved: SavedTensor  # without its place
+    module_at: int | None
+    line_at: int | None
+    hook: _Hook
+    reason: str
+    packed_bytes: int
+    saved_bytes: int
+    answers: tuple[str, ...]  # digests of what each setting's rule says for the row, "" where it needs no check
+    traces_to: str  # digest of the hook's programs on a tensor of the row's shape, "" where it needs no check
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """The whole. `cudagraph` is for the metadata of the graphs' captures: bytes of the `cudagraph` package, or None."""
+
+    plans: tuple[tuple[_Row, ...], ...]
+    cannot: str  # why the entry must not be used, "" if it may
+    cudagraph: bytes | None = None
+
+
+def pack_up(plans: Sequence[Plan], key: Key, places: Callable[[], Sequence[Place]]) -> bytes:
+    """The plans of one compilation as bytes.
+
+    Args:
+        key: of the graph they are for; its settings chose the hooks.
+        places: module and line of each node of Dynamo's graph; asked once.
+    """
+    found = list(places())
+    modules = {module: i for i, (module, _) in reversed(list(enumerate(found)))}
+    lines = {line: i for i, (_, line) in reversed(list(enumerate(found)))}
+    both = {place: i for i, place in reversed(list(enumerate(found)))}
+    check = _Checks(key)
+    rows, cannot = [], ""
+    for plan in plans:
+        of_plan = []
+        for d in plan.decisions:
+            row = d.saved
+            at = both.get((row.module_path, row.source_line))
+            try:
+                stored = _Row(
+                    saved=dataclasses.replace(row, module_path="", source_line=""),
+                    module_at=modules.get(row.module_path) if at is None else at,
+                    line_at=lines.get(row.source_line) if at is None else at,
+                    hook=check.reference(d.hook, row),
+                    reason=d.reason,
+                    packed_bytes=d.packed_bytes,
+                    saved_bytes=d.saved_bytes,
+                    answers=check.answers(row),
+                    traces_to=check.programs(d.hook, row),
+                )
+            except Refused as e:
+                cannot = cannot or str(e)
+            else:
+                of_plan.append(stored)
+        rows.append(tuple(of_plan))
+    return pickle.dumps((_FORMAT, _Stored(() if cannot else tuple(rows), cannot)))
+
+
+def unpack(data: bytes, key: Key, places: Callable[[], Sequence[Place]]) -> list[Plan]:
+    """The plans that `pack_up` stored, with the hooks and places of this program.
+
+    Raises `Refused` if they are damaged, from another version, or a hook or policy does not do what it did.
+    """
+    stored = _read(data)
+    if stored.cannot:
+        raise Refused(stored.cannot)
+    check = _Checks(key)
+    found: Sequence[Place] = ()
+    if any(row.module_at is not None or row.line_at is not None for plan in stored.plans for row in plan):
+        found = places()
+    plans = []
+    for rows in stored.plans:
+        decisions = []
+        for row in rows:
+            try:
+                module = "" if row.module_at is None else found[row.module_at][0]
+                line = "" if row.line_at is None else found[row.line_at][1]
+            except IndexError:
+                raise Refused("its rows name nodes that this graph does not have") from None
+            saved = dataclasses.replace(row.saved, module_path=module, source_line=line)
+            hook = check.resolve(row.hook, saved)
+            if check.answers(saved) != row.answers:
+                raise Refused(
+                    f"the policy chooses otherwise for {saved.describe()} than when the entry was made, though its "
+                    "content is the same: it depends on something outside"
+                )
+            if row.traces_to != check.programs(hook, saved):
+                raise Refused(
+                    f"hook '{hook.name}' traces to another program on {saved.describe()} than when the entry was made, "
+                    "though its content is the same: it depends on something outside"
+                )
+            decisions.append(Decision(saved, hook, row.reason, row.packed_bytes, row.saved_bytes))
+        plans.append(Plan(tuple(decisions)))
+    return plans
+
+
+def _read(data: bytes) -> _Stored:
+    try:
+        version, stored = pickle.loads(data)
+    except _UNREADABLE as e:
+        raise Refused(f"what is stored beside it cannot be read ({type(e).__name__}: {e})") from e
+    if version != _FORMAT or not isinstance(stored, _Stored):
+        raise Refused(f"what is stored beside it has format {version}; expected {_FORMAT}")
+    return stored
+
+
+# what the pickle of another version, or half of one, may raise
+_UNREADABLE = (
+    *(pickle.UnpicklingError, EOFError, AttributeError, ImportError, IndexError, KeyError, TypeError, ValueError),
+    UnicodeDecodeError,
+)
+
+
+class _Checks:
+    """What rules say and hooks do, asked once for each row or shape."""
+
+    def __init__(self, key: Key) -> None:
+        self.key = key
+        self.digests: dict[int, tuple[Hook, str, bool]] = {}
+        self.known: dict[Any, str] = {}
+
+    def digest(self, hook: Hook) -> tuple[str, bool]:
+        """The content of `hook`, and whether code of the user's is in it."""
+        known = self.digests.get(id(hook))
+        if known is None:
+            said = examined(hook)
+            known = self.digests[id(hook)] = (hook, said.digest, said.foreign)
+        return known[1:]
+
+    def chosen(self, number: int, row: SavedTensor) -> Hook:
+        setting = self.key.settings[number]
+        return KEEP if setting is None or out_of_scope(row, setting.scope) else setting.choose(row)
+
+    def reference(self, hook: Hook, row: SavedTensor) -> _Hook:
+        if hook is KEEP:
+            return "keep", 0
+        for number in range(len(self.key.settings)):
+            if self.digest(self.chosen(number, row)) == self.digest(hook):
+                return "rule", number
+        try:
+            return "value", pickle.dumps(hook)
+        except (pickle.PicklingError, TypeError, AttributeError) as e:
+            raise Refused(f"hook '{hook.name}' cannot be stored ({e})") from e
+
+    def resolve(self, hook: _Hook, row: SavedTensor) -> Hook:
+        kind, value = hook
+        if kind == "rule" and value < len(self.key.settings):
+            return self.chosen(value, row)
+        if kind == "value":
+            try:
+                found = pickle.loads(value)
+            except _UNREADABLE as e:
+                raise Refused(f"a stored hook cannot be read ({type(e).__name__}: {e})") from e
+            if isinstance(found, Hook):
+                return found
+        if kind == "keep":
+            return KEEP
+        raise Refused(f"a row names its hook by {hook!r}")
+
+    def answers(self, row: SavedTensor) -> tuple[str, ...]:
+        said = []
+        for number, setting in enumerate(self.key.settings):
+            needless = setting is None or isinstance(setting.rule, Hook) or not self.key.examined[number].foreign
+            said.append("" if needless else self.digest(self.chosen(number, row))[0])
+        return tuple(said)
+
+    def programs(self, hook: Hook, row: SavedTensor) -> str:
+        """What `hook`, and those that the settings have for the row, are on a dense tensor of its shape; symbolic sizes
+        at their example values. Hooks of this package say it by their content."""
+        if hook is KEEP:
+            return ""
+        found = []
+        for each in (hook, *(self.chosen(number, row) for number in range(len(self.key.settings)))):
+            digest, foreign = self.digest(each)
+            if foreign:
+                place = (digest, tuple(int(size) for size in row.shape), row.dtype, row.device)
+                if place not in self.known:
+                    self.known[place] = _program(each, row)
+                found.append(self.known[place])
+        return " ".join(dict.fromkeys(found))
+
+
+def _program(hook: Hook, row: SavedTensor) -> str:
+    shape = [int(size) for size in row.shape]
+    with compiling_for("inductor"), _compat.fake_tensor(shape, row.dtype, row.device) as value:
+        try:
+            traced = trace_hook(hook, value, row.describe(), decompositions=None)
+        except AotHooksError as e:
+            return type(e).__name__
+    operator = foreign_operator(traced.pack) or foreign_operator(traced.unpack)
+    if operator is not None and "cache_hash" not in examined(hook).parts:
+        raise Refused(f"hook '{hook.name}' calls operator {operator}, which no part of its content names")
+    return content(canonical(traced.pack), canonical(traced.unpack))
