@@ -32,7 +32,7 @@ from .hook import Hook
 from .names import name_given
 from .plan import region_of
 from .policy import Setting
-from .saved import place_of
+from .saved import module_stack, place_of
 
 __all__ = ["Key", "Line", "key_of", "nodes_of", "normalized", "package_digest"]
 
@@ -102,7 +102,7 @@ def key_of(
             lines.append((f"name of node {i}", given))
         if reads_modules:
             path, line = place_of(node, roots or {})
-            lines.append((f"module of node {i}", path))
+            lines.append((f"module of node {i}", f"{path} {module_stack(node)}"))
             if reads_anything:
                 lines.append((f"line of node {i}", line))
     for graph in _graphs(gm):
@@ -211,8 +211,8 @@ def _one_normalized(gm: GraphModule) -> Iterator[None]:
     # by the user's names too: variables' stacks, and the code as it was generated before
     state = {name: vars(gm).pop(name) for name in _NAMED if name in vars(gm)}
     kept = {node.name for node in nodes if _is_symbolic(node)}
-    with _compat.fresh_namespace(gm.graph):
-        try:
+    try:
+        with _compat.fresh_namespace(gm.graph):
             count = 0
             for node in nodes:
                 if not _is_symbolic(node):
@@ -222,14 +222,16 @@ def _one_normalized(gm: GraphModule) -> Iterator[None]:
                     _compat.rename_node(node, name, name if node.op == "placeholder" else node.target)
                     count += 1
             gm.recompile()
-            yield
-        finally:
-            for node, name, target in before:
-                _compat.rename_node(node, name, target)
-    gm.recompile()
-    for name in _NAMED:
-        vars(gm).pop(name, None)
-    vars(gm).update(state)
+            try:
+                yield
+            finally:
+                for node, name, target in before:
+                    _compat.rename_node(node, name, target)
+    finally:
+        gm.recompile()
+        for attribute in _NAMED:
+            vars(gm).pop(attribute, None)
+        vars(gm).update(state)
 
 
 _NAMED = ("_code", "_lineno_map", "_prologue_start", "_source_to_user_stacks")

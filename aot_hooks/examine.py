@@ -132,7 +132,12 @@ class _Examiner(Walker):
             self.cannot_read(f"module {name}, used as a value")
 
     def of_torch(self, value: Any, name: str) -> None:
+        if isinstance(value, types.BuiltinFunctionType):
+            return self.builtin(value)
         super().of_torch(value, name)
+        owner = getattr(value, "__objclass__", None)
+        if owner is not None and not _is_pure(owner.__module__):
+            self.cannot_read(f"method {owner.__module__}.{value.__qualname__} in C")
         if _compat.is_operator(value) and (space := str(value).split(".")[0]) not in _TORCH_OPERATORS:
             self.foreign = True
             self.cannot_read(f"operator {value}, which '{space}' registered")

@@ -39,6 +39,10 @@ _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32)
 class Lossless:
     """See `lossless`."""
 
+    @property
+    def looks_at_modules(self) -> bool:
+        return False
+
     def __call__(self, saved: SavedTensor) -> Hook:
         hook = _choose(saved)
         return KEEP if isinstance(hook, str) else hook

@@ -36,6 +36,7 @@ __all__ = [
     "SavedValue",
     "boundary",
     "is_view",
+    "module_stack",
     "place_of",
     "producer",
     "storage_of",
@@ -326,11 +327,16 @@ def place_of(node: Node, roots: Mapping[str, str] = MappingProxyType({})) -> tup
     return _module_path(node, roots) or (roots.get("", "") if line else ""), line
 
 
+def module_stack(node: Node) -> list[str]:
+    """Dynamo's paths of the modules that `node` was made in, outermost first."""
+    stack: Any = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
+    return [path for path, _ in stack.values()]
+
+
 def _module_path(node: Node, roots: Mapping[str, str]) -> str:
-    stack: Any = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
-    if not stack:
+    raw = module_stack(node)
+    if not raw:
         return ""
-    raw = [path for path, _ in stack.values()]
     return module_path(raw[-1], raw[0], roots)
 
 

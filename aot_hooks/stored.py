@@ -12,6 +12,7 @@ nor is named by it (an environment variable, the time) leads to a compilation, n
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -97,7 +98,8 @@ def pack_up(plans: Sequence[Plan], key: Key, places: Callable[[], Sequence[Place
             else:
                 of_plan.append(stored)
         rows.append(tuple(of_plan))
-    return pickle.dumps((_FORMAT, _Stored(() if cannot else tuple(rows), cannot)))
+    data = pickle.dumps((_FORMAT, _Stored(() if cannot else tuple(rows), cannot)))
+    return hashlib.sha256(data).digest() + data
 
 
 def unpack(data: bytes, key: Key, places: Callable[[], Sequence[Place]]) -> list[Plan]:
@@ -139,6 +141,9 @@ def unpack(data: bytes, key: Key, places: Callable[[], Sequence[Place]]) -> list
 
 
 def _read(data: bytes) -> _Stored:
+    checksum, data = data[:32], data[32:]
+    if hashlib.sha256(data).digest() != checksum:
+        raise Refused("what is stored beside it is damaged")
     try:
         version, stored = pickle.loads(data)
     except _UNREADABLE as e:
@@ -148,7 +153,7 @@ def _read(data: bytes) -> _Stored:
     return stored
 
 
-# what the pickle of another version, or half of one, may raise
+# what the pickle of another version may raise
 _UNREADABLE = (
     *(pickle.UnpicklingError, EOFError, AttributeError, ImportError, IndexError, KeyError, TypeError, ValueError),
     UnicodeDecodeError,

@@ -1,0 +1,368 @@
+"""What is in the cache for whom: processes that share torch's cache directory, and change one thing each.
+
+base (compiles) -> the same again, renamed, moved, as new objects        must hit: nothing that counts has changed
+                -> a constant, closure, scope, policy, region, option    must miss: the stored graph is another one
+                -> what cannot be read, caches switched off              must bypass
+
+Each row is a process of its own; after each the gradients are compared with those of a second compilation without
+torch's AOTAutograd cache, which traces model and hooks anew, so a wrong hit shows in numbers too. Hooks multiply what
+they unpack by 1.5: the gradients of any two settings differ by far more than rounding. Renamed rows are run by stock
+torch as well (`backend="inductor"`, the hooks as GraphModules, which torch inlines).
+
+python benchmarks/cache_rows.py                       # all rows, about 15 minutes on two cores
+python benchmarks/cache_rows.py --only base renamed   # rows whose names begin so, and those they need
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib.util
+import json
+import os
+import pathlib
+import string
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass, field
+from typing import Any
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+
+PROGRAM = string.Template("""
+import os
+
+import torch
+from torch import nn
+import aot_hooks
+from aot_hooks import policies
+
+$padding
+GAIN = $gain_global
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.$attribute = nn.Linear(16, 32)
+        self.last = nn.Linear(32, 16)
+
+    def forward(self, $argument):
+        $local = torch.nn.functional.gelu(self.$attribute($argument))
+        $local = $name
+        $region
+            y = torch.nn.functional.silu(self.last($local))
+        $region2
+            return y.tanh() * y
+
+
+def make_hooks($closure):
+    def pack($packed_argument):
+        $pack
+
+    def unpack($unpacked_argument):
+        value, dtype = $unpacked_argument
+        return value.to(dtype) * $closure * GAIN * $constant
+
+    return pack, unpack
+
+
+def make_graph_hooks():
+    def pack($packed_argument):
+        return torch.ops.aten._to_copy.default($packed_argument, dtype=torch.float16)
+
+    def unpack($unpacked_argument):
+        return torch.ops.aten._to_copy.default($unpacked_argument, dtype=torch.float32) * $constant
+
+    return torch.fx.symbolic_trace(pack), torch.fx.symbolic_trace(unpack)
+
+
+HOOKS = $hooks
+POLICY = $policy
+""")
+
+DEFAULTS = {
+    "padding": "",
+    "gain_global": "1.0",
+    "attribute": "first",
+    "argument": "x",
+    "local": "h",
+    "name": "h",
+    "region": "if True:",
+    "region2": "if True:",
+    "closure": "gain",
+    "packed_argument": "x",
+    "unpacked_argument": "packed",
+    "pack": "return x.to(torch.float16), x.dtype",
+    "constant": "1.5",
+    "hooks": "make_hooks(1.0)",
+    "policy": "None",
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One process.
+
+    Attributes:
+        name: of the row.
+        expected: "hit", "miss" or "bypass".
+        needs: the row whose entry it is about.
+        text: what differs in the program.
+        scope, batch, dynamic, options, config: of the compilation.
+        environment: variables of the process.
+        renamed: stock torch is asked too.
+    """
+
+    name: str
+    expected: str
+    needs: str = ""
+    text: dict[str, str] = field(default_factory=dict)
+    scope: str = "donated"
+    batch: int = 8
+    dynamic: bool | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+    config: dict[str, Any] = field(default_factory=dict)
+    environment: dict[str, str] = field(default_factory=dict)
+    seed: int = 0
+    renamed: bool = False
+
+
+_GRAPHS = {"hooks": "make_graph_hooks()"}
+_T = {"packed_argument": "t", "unpacked_argument": "u"}
+_REGION = {"region": "with aot_hooks.saved_tensors_hooks(*make_hooks(0.5)):", "hooks": "None"}
+_LARGE = {"hooks": "None", "policy": "policies.larger_than(600, aot_hooks.Hook('h', *make_hooks(1.0)))"}
+_NAMED = {
+    "hooks": "None",
+    "policy": "policies.only_these_names({'a': aot_hooks.Hook('h', *make_hooks(1.0))})",
+    "name": "aot_hooks.checkpoint_name(h, 'a')",
+}
+_MODULE = {"hooks": "None", "policy": "policies.only_these_modules({'first': aot_hooks.Hook('h', *make_hooks(1.0))})"}
+_FUNCTION = {
+    "hooks": "None",
+    "policy": "lambda saved: aot_hooks.Hook('h', *make_hooks(1.0)) if 'gelu' in saved.source_line else aot_hooks.KEEP",
+}
+_OPERATOR = {
+    "padding": (
+        "@torch.library.custom_op('cache_rows::pack', mutates_args=())\n"
+        "def op(x: torch.Tensor) -> torch.Tensor:\n    return x.to(torch.float16)\n\n"
+        "op.register_fake(lambda x: x.to(torch.float16))\n"
+    ),
+    "pack": "return torch.ops.cache_rows.pack(x), x.dtype",
+}
+_WRAPPED = {
+    "padding": (
+        "@torch.fx.wrap\ndef leaf(x):\n    return x.to(torch.float16)\n\n\n"
+        "def wrapped(said):\n"
+        "    pack = torch.fx.symbolic_trace(lambda x: leaf(x))\n"
+        "    unpack = torch.fx.symbolic_trace(lambda x: x.float() * 1.5)\n"
+        "    for node in pack.graph.find_nodes(op='call_function', target=leaf):\n"
+        "        node.meta.update({'is_wrapped': True} | ({'user_cache_hash': said} if said else {}))\n"
+        "    return pack, unpack\n"
+    ),
+}
+_SEED = {"pack": "return x.to(torch.float16 if torch.initial_seed() % 2 else torch.bfloat16), x.dtype"}
+_ENVIRONMENT = {"pack": "return x.to(torch.float16 if 'CACHE_ROWS' in os.environ else torch.bfloat16), x.dtype"}
+
+
+def _operator(said: str) -> dict[str, str]:
+    return _OPERATOR | {"hooks": f"(aot_hooks.Hook('op', *make_hooks(1.0), cache_hash={said!r}),)"}
+
+
+ROWS = (
+    Row("base", "miss"),
+    Row("same again", "hit", "base"),
+    Row("hooks as new objects", "hit", "base", {"hooks": "[make_hooks(2.0), make_hooks(1.0)][1]"}),
+    Row("renamed hook arguments", "hit", "base", {"unpacked_argument": "stored"}),
+    Row("renamed argument", "hit", "base", {"argument": "tokens"}, renamed=True),
+    Row("renamed attribute", "hit", "base", {"attribute": "up"}, renamed=True),
+    Row("renamed local", "hit", "base", {"local": "hidden", "name": "hidden"}, renamed=True),
+    Row("renamed closure", "hit", "base", {"closure": "scale"}),
+    Row("moved lines", "hit", "base", {"padding": "# a comment\n\n"}),
+    Row("changed constant", "miss", "base", {"constant": "1.25"}),
+    Row("changed closure value", "miss", "base", {"hooks": "make_hooks(0.75)"}),
+    Row("changed global", "miss", "base", {"gain_global": "0.5"}),
+    Row("changed scope", "miss", "base", scope="all"),
+    Row("changed shape", "miss", "base", batch=12),
+    Row("changed option", "miss", "base", options={"inductor": {"allow_buffer_reuse": True}}),
+    Row("changed torch config", "miss", "base", config={"torch._inductor.config.max_fusion_size": 3}),
+    Row("changed partitioner config", "miss", "base", config={"torch._functorch.config.activation_memory_budget": 0.5}),
+    Row("graph hooks", "miss", "base", _GRAPHS),
+    Row("graph hooks, renamed placeholders", "hit", "graph hooks", _GRAPHS | _T, renamed=True),
+    Row("graph hooks, changed constant", "miss", "graph hooks", _GRAPHS | {"constant": "1.25"}),
+    Row("dynamic", "miss", "base", dynamic=True),
+    Row("dynamic, another batch", "hit", "dynamic", dynamic=True, batch=24),
+    Row("dynamic, changed constant", "miss", "dynamic", {"constant": "1.25"}, dynamic=True),
+    Row("region", "miss", "base", _REGION),
+    Row("region, same again", "hit", "region", _REGION),
+    Row("region, changed hook", "miss", "region", _REGION | {"region": _REGION["region"].replace("0.5", "0.25")}),
+    Row("region, elsewhere", "miss", "region", {"region2": _REGION["region"], "hooks": "None"}),
+    Row("policy", "miss", "base", _LARGE),
+    Row("policy, same again", "hit", "policy", _LARGE),
+    Row("policy, changed number", "miss", "policy", {**_LARGE, "policy": _LARGE["policy"].replace("600", "400")}),
+    Row("policy by name", "miss", "base", _NAMED),
+    Row("policy by name, renamed attribute", "hit", "policy by name", _NAMED | {"attribute": "up"}),
+    Row("policy by name, other name", "miss", "policy by name", _NAMED | {"name": "aot_hooks.checkpoint_name(h, 'b')"}),
+    Row("policy by module", "miss", "base", _MODULE),
+    Row("policy by module, renamed attribute", "miss", "policy by module", _MODULE | {"attribute": "up"}),
+    Row("policy of the line", "miss", "base", _FUNCTION),
+    Row("policy of the line, same again", "hit", "policy of the line", _FUNCTION),
+    Row("policy of the line, line changed", "miss", "policy of the line", _FUNCTION | {"local": "z", "name": "z"}),
+    Row("hook by the seed", "miss", "base", _SEED),
+    Row("hook by the seed, same", "hit", "hook by the seed", _SEED, seed=0),
+    Row("hook by the seed, other", "miss", "hook by the seed", _SEED, seed=1),
+    Row("hook by the environment", "bypass", "base", _ENVIRONMENT),
+    Row("operator of a library", "bypass", "base", _OPERATOR),
+    Row("operator with cache_hash", "miss", "base", _operator("1")),
+    Row("operator with cache_hash, same", "hit", "operator with cache_hash", _operator("1")),
+    Row("operator with cache_hash, other", "miss", "operator with cache_hash", _operator("2")),
+    Row("fx.wrap leaf", "bypass", "base", _WRAPPED | {"hooks": "wrapped(None)"}),
+    Row("fx.wrap leaf with user_cache_hash", "miss", "base", _WRAPPED | {"hooks": "wrapped('1')"}),
+    Row("fx.wrap leaf, same", "hit", "fx.wrap leaf with user_cache_hash", _WRAPPED | {"hooks": "wrapped('1')"}),
+    Row("fx.wrap leaf, other", "miss", "fx.wrap leaf with user_cache_hash", _WRAPPED | {"hooks": "wrapped('2')"}),
+    Row("TORCHINDUCTOR_AUTOGRAD_CACHE=0", "bypass", "base", environment={"TORCHINDUCTOR_AUTOGRAD_CACHE": "0"}),
+    Row("force_disable_caches", "bypass", "base", environment={"TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1"}),
+    Row("TORCHINDUCTOR_FX_GRAPH_CACHE=0", "bypass", "base", environment={"TORCHINDUCTOR_FX_GRAPH_CACHE": "0"}),
+    Row("TORCH_COMPILE_CACHE_KEY_TAG", "miss", "base", environment={"TORCH_COMPILE_CACHE_KEY_TAG": "mine"}),
+)  # fmt: skip
+
+
+def run_row(row: Row, directory: str | pathlib.Path, *, stock: bool = False, **environment: str) -> dict[str, Any]:
+    """Run `row` in a process of its own with torch's caches in `directory`; what it reports, see `child`.
+
+    Raises `subprocess.CalledProcessError`, its errors in the message, if the process fails.
+    """
+    env = os.environ | {
+        "TORCHINDUCTOR_CACHE_DIR": str(directory),
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+        "TORCHINDUCTOR_COMPILE_THREADS": "1",
+        **row.environment,
+        **environment,
+    }
+    if stock:
+        row = dataclasses.replace(row, text={**row.text, **_GRAPHS})
+    command = [
+        sys.executable,
+        __file__,
+        "--child",
+        json.dumps(dataclasses.asdict(row)),
+        *(["--stock"] if stock else []),
+    ]
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    if done.returncode != 0:
+        raise RuntimeError(f"row '{row.name}' failed:\n{done.stderr[-4000:]}")
+    report: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return report | {"stderr": done.stderr}
+
+
+def child(row: Row, stock: bool) -> dict[str, Any]:
+    """This process: {"seen", "reasons", "gradient_error", "seconds", "packed_bytes", "saved_bytes", "rows"}."""
+    import contextlib
+    import time
+
+    import torch
+
+    import aot_hooks
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = pathlib.Path(folder) / "program.py"
+        path.write_text(PROGRAM.substitute(DEFAULTS | row.text))
+        spec = importlib.util.spec_from_file_location("program", path)
+        assert spec is not None and spec.loader is not None
+        program = importlib.util.module_from_spec(spec)
+        sys.modules["program"] = program
+        spec.loader.exec_module(program)
+        for name, value in row.config.items():
+            module, _, key = name.rpartition(".")
+            setattr(importlib.import_module(module), key, value)
+
+        def run() -> tuple[list[torch.Tensor], Any, float]:
+            torch.manual_seed(7)
+            model = program.Model()
+            x = torch.randn(row.batch, 16, requires_grad=True)
+            torch.manual_seed(row.seed)
+            if stock:
+                compiled = torch.compile(model, dynamic=row.dynamic)
+                context: Any = torch.autograd.graph.saved_tensors_hooks(*program.HOOKS)
+            else:
+                options = {"policy": program.POLICY, **row.options}
+                compiled = torch.compile(model, backend="aot_hooks", dynamic=row.dynamic, options=options)
+                context = contextlib.nullcontext()
+                if program.HOOKS is not None:
+                    context = aot_hooks.saved_tensors_hooks(*program.HOOKS, scope=row.scope)
+            started = time.perf_counter()
+            with context:
+                y = compiled(x)
+            y.square().sum().backward()
+            seconds = time.perf_counter() - started
+            return [x.grad, *(p.grad for p in model.parameters())], compiled, seconds
+
+        found, compiled, seconds = run()
+        counters = torch._dynamo.utils.counters["aot_autograd"]
+        stats = aot_hooks.cache_stats()
+        if stock:
+            seen = next((s for s in ("hit", "miss", "bypass") if counters[f"autograd_cache_{s}"]), "none")
+            return {"seen": seen, "seconds": seconds}
+        plans = tuple(aot_hooks.last_plans(compiled))
+        torch._dynamo.reset()
+        with torch._functorch.config.patch(enable_autograd_cache=False):
+            expected, _, _ = run()
+    seen = {"hits": "hit", "misses": "miss", "bypasses": "bypass"}
+    return {
+        "seen": ", ".join(seen[k] for k in seen if stats[k]),
+        "reasons": stats["reasons"],
+        "gradient_error": max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(found, expected, strict=True)),
+        "seconds": seconds,
+        "packed_bytes": sum(p.packed_bytes for p in plans),
+        "saved_bytes": sum(p.saved_bytes for p in plans),
+        "rows": [[d.saved.name, str(d.hook), d.saved.module_path] for p in plans for d in p.decisions],
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="rows whose names begin so, with those they need")
+    parser.add_argument("--out", type=pathlib.Path, help="write the result there, as JSON")
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    parser.add_argument("--stock", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.child:
+        print(json.dumps(child(Row(**json.loads(options.child)), options.stock)))
+        return 0
+    wanted = {r.name for r in ROWS if not options.only or r.name.startswith(tuple(options.only))}
+    wanted |= {r.needs for r in ROWS if r.name in wanted} | {"base"}
+    results, wrong = [], 0
+    with tempfile.TemporaryDirectory() as ours, tempfile.TemporaryDirectory() as stocks:
+        stock_base = False
+        for row in (r for r in ROWS if r.name in wanted):
+            report = run_row(row, ours)
+            good = report["seen"] == row.expected and report["gradient_error"] == 0.0
+            wrong += not good
+            line = {"row": row.name, "expected": row.expected, **report, "good": good}
+            line.pop("stderr")
+            if row.renamed:
+                if not stock_base:
+                    run_row(ROWS[0], stocks, stock=True)
+                    stock_base = True
+                line["stock_torch"] = run_row(row, stocks, stock=True)["seen"]
+            results.append(line)
+            stock = f"  stock torch: {line['stock_torch']}" if row.renamed else ""
+            print(
+                f"{'ok ' if good else 'BAD'} {row.name:40} expected {row.expected:7} seen {line['seen']:7} "
+                f"error {line['gradient_error']:.1e} {line['seconds']:5.1f} s{stock}",
+                flush=True,
+            )
+    print(f"{len(results)} rows, {wrong} not as expected")
+    if options.out:
+        import torch
+        from _measure import conditions
+
+        data = conditions(torch.device("cpu"), rows=results)
+        options.out.write_text(json.dumps(data, indent=1) + "\n")
+    return int(wrong > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,206 @@
+"""Graphs with hooks in torch's caches: who gets what is stored, what comes of what is damaged, and what is said of it.
+
+benchmarks/cache_rows.py has all rows of who gets what, in processes of their own; here are the few that tell most. Its
+entries are made once, in another process; each test has a copy, so that only what it changes is compiled again.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import warnings
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
+import cache_rows
+from cache_rows import Row
+
+import aot_hooks
+from aot_hooks import _compat, cache, stored
+from aot_hooks.errors import CacheWarning
+
+pytestmark = [pytest.mark.core, pytest.mark.slow]
+
+ROWS = {row.name: row for row in cache_rows.ROWS}
+BASE = ROWS["base"]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache directory that another process compiled the base row into."""
+    directory = tmp_path_factory.mktemp("made")
+    report = cache_rows.run_row(BASE, directory)
+    assert (report["seen"], report["gradient_error"]) == ("miss", 0.0), report
+    return directory
+
+
+@pytest.fixture
+def directory(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A copy of it that this process uses."""
+    copy = tmp_path / "cache"
+    shutil.copytree(made, copy)
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(copy))
+    monkeypatch.setattr(cache._stats, "warned", set())
+    aot_hooks.reset()
+    yield copy
+
+
+def run(row: Row = BASE) -> dict[str, Any]:
+    """`row` in this process."""
+    torch._dynamo.reset()
+    report = cache_rows.child(row, stock=False)
+    assert report["gradient_error"] == 0.0
+    return report
+
+
+def cut(directory: Path, kind: str) -> int:
+    """Cut all entries of one of torch's stores in half; how many there were."""
+    paths = [path for path in (directory / kind).rglob("*") if path.is_file()]
+    for path in paths:
+        path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    return len(paths)
+
+
+def test_another_process_takes_what_is_stored_under_other_names(directory: Path) -> None:
+    first = cache_rows.run_row(ROWS["renamed attribute"], directory)
+    assert (first["seen"], first["gradient_error"]) == ("hit", 0.0), first
+    assert {module for _, _, module in first["rows"]} >= {"up", "last"}  # its own names, in the plans too
+    again = run()
+    assert again["seen"] == "hit"
+    assert {module for _, _, module in again["rows"]} >= {"first", "last"}
+    assert [row[:2] for row in again["rows"]] == [row[:2] for row in first["rows"]]
+    assert (again["packed_bytes"], again["saved_bytes"]) == (first["packed_bytes"], first["saved_bytes"])
+    assert again["packed_bytes"] < again["saved_bytes"]
+
+
+def test_a_changed_constant_is_never_answered_with_the_old_graph(directory: Path) -> None:
+    assert run()["seen"] == "hit"
+    assert run(Row("", "miss", text={"constant": "1.25"}))["seen"] == "miss"
+
+
+def test_counters_say_why(directory: Path) -> None:
+    nothing = {"hits": 0, "misses": 0, "bypasses": 0, "reasons": {}}
+    assert aot_hooks.cache_stats() == nothing
+    f = torch.compile(lambda x: x.sin().cos(), backend="aot_hooks", options={"inner": "aten"})
+    for n in (3, 4):
+        with aot_hooks.saved_tensors_hooks(aot_hooks.float8()):
+            f(torch.randn(n, 2, requires_grad=True))
+    why = "bypass: inner 'aten' compiles nothing that could be stored"
+    assert aot_hooks.cache_stats() == {"hits": 0, "misses": 0, "bypasses": 2, "reasons": {why: 2}}
+    torch._dynamo.reset()
+    assert aot_hooks.cache_stats() == nothing
+    assert run()["reasons"] == {"hit: an entry of the same key": 1}
+
+
+@pytest.mark.parametrize("kind", ["aotautograd", "fxgraph"])
+def test_damaged_entries_are_compiled_again(directory: Path, kind: str) -> None:
+    assert cut(directory, kind) > 0
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always", CacheWarning)
+        assert run()["seen"] == "miss"
+    said = [str(w.message) for w in seen if w.category is CacheWarning]
+    assert len(said) == (kind == "fxgraph") and all("gone or damaged" in text for text in said)
+    assert run()["seen"] == "hit"  # what was made instead
+
+
+def test_what_another_version_stored_is_refused_with_one_warning(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stored, "_FORMAT", 0)
+    with pytest.warns(CacheWarning, match="compiled again.* has format 1; expected 0") as seen:
+        assert run()["seen"] == "miss"
+        assert run()["seen"] in ("hit", "miss")  # whichever of the two entries torch tries first
+    assert len(seen) == 1
+
+
+def test_hooks_that_cannot_be_read_are_compiled_anew_and_say_so_once(directory: Path) -> None:
+    row = Row("", "bypass", text={"pack": "return x.to(torch.float16), os.environ and x.dtype"})
+    with pytest.warns(CacheWarning, match="os.environ does cannot be read.*cache_hash") as seen:
+        report = run(row)
+        assert report["seen"] == "bypass"
+        assert run(row)["seen"] == "bypass"
+    assert len(seen) == 1
+    assert any("os.environ" in reason for reason in report["reasons"])
+    said = {**row.text, "hooks": "(aot_hooks.Hook('h', *make_hooks(1.0), cache_hash='1'),)"}
+    assert run(Row("", "miss", text=said))["seen"] == "miss"
+    assert run(Row("", "hit", text=said))["seen"] == "hit"
+
+
+def test_torchs_switches_hold(directory: Path) -> None:
+    with torch._functorch.config.patch(enable_autograd_cache=False):
+        assert run()["reasons"] == {"bypass: torch's cache is switched off": 1}
+    with torch._inductor.config.patch(fx_graph_cache=False):
+        assert run()["reasons"] == {"bypass: torch: FX graph cache is not enabled": 1}
+    with torch.compiler.config.patch(force_disable_caches=True):
+        assert not _compat.autograd_cache_is_on()
+
+
+def test_entries_travel_as_torchs_cache_artifacts(
+    directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torch.compiler._cache import CacheArtifactManager
+
+    with CacheArtifactManager.with_fresh_cache():
+        run()
+        artifacts = torch.compiler.save_cache_artifacts()
+    assert artifacts is not None
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "elsewhere"))
+    torch.compiler.load_cache_artifacts(artifacts[0])
+    assert run()["seen"] == "hit"
+
+
+def test_a_directory_that_cannot_be_written_breaks_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("no directory")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(blocked / "below"))
+    monkeypatch.setattr(cache._stats, "warned", set())
+    with pytest.warns(CacheWarning, match="cannot be written"):
+        cache._use_writable_directory()
+    used = os.environ["TORCHINDUCTOR_CACHE_DIR"]
+    assert used != str(blocked / "below") and Path(used).is_dir()
+    cache._use_writable_directory()
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == used
+
+
+def test_processes_that_start_together_do_not_disturb_each_other(directory: Path) -> None:
+    """As under torchrun: four find nothing, compile and write the same entries."""
+    for kind in ("aotautograd", "fxgraph", "aot_hooks_keys"):
+        shutil.rmtree(directory / kind)
+    with ThreadPoolExecutor(4) as pool:
+        reports = list(pool.map(lambda _: cache_rows.run_row(BASE, directory), range(4)))
+    assert [r["gradient_error"] for r in reports] == [0.0] * 4
+    assert {r["seen"] for r in reports} <= {"miss", "hit"} and "miss" in {r["seen"] for r in reports}
+    assert not any("Warning: " in r["stderr"] and "cache" in r["stderr"] for r in reports)
+    assert run()["seen"] == "hit"
+
+
+def explain(directory: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "aot_hooks", "explain-miss", "--dir", str(directory)]
+    env = os.environ | {"PYTHONPATH": str(cache_rows.ROOT)}
+    return subprocess.run(command, capture_output=True, text=True, env=env)
+
+
+def test_explain_miss_shows_what_differs(directory: Path, caplog: pytest.LogCaptureFixture) -> None:
+    row = Row("", "miss", text={"pack": "unused = 7\n        return x.to(torch.float16), x.dtype"})
+    with caplog.at_level("DEBUG", logger="aot_hooks"):
+        assert run(row)["seen"] == "miss"
+    logged = "\n".join(r.getMessage() for r in caplog.records if "the nearest key differs" in r.getMessage())
+    done = explain(directory)
+    assert done.returncode == 0 and "no entry of this key" in done.stdout
+    for text in (logged, done.stdout):
+        lines = [line for line in text.splitlines() if line.startswith(("- ", "+ "))]
+        assert [re.sub(r"\d+: function:.*", "", line) for line in lines] == ["- ambient content ", "+ ambient content "]
+
+
+def test_explain_miss_without_a_miss(tmp_path: Path) -> None:
+    done = explain(tmp_path)
+    assert done.returncode == 1 and "no graph with hooks has missed" in done.stderr
