@@ -209,7 +209,7 @@ def _compile_graph(
         return _compile(gm, inputs, parsed, patches, partition, compiling)
 
     # a pair of plain functions on top keeps torch from inlining the hooks a second time
-    with _compat.hooks_pushed(_as_it_is, _as_it_is), _without_dynamos_copies(gm):
+    with _compat.hooks_pushed(_as_it_is, _as_it_is):
         if parsed.inner == "aten":
             compiled = bypassed("inner 'aten' compiles nothing that could be stored", compile_graph)
         elif record is not None:
@@ -337,17 +337,6 @@ def _as_it_is(x: Any) -> Any:
 
 def _nothing() -> None:
     return None
-
-
-@contextlib.contextmanager
-def _without_dynamos_copies(gm: GraphModule) -> Iterator[None]:
-    """Without the hook pair that Dynamo puts into its graphs for torch's keys: ours holds the functions' content."""
-    modules = vars(gm)["_modules"]
-    taken = {name: modules.pop(name) for name in list(modules) if name.startswith("saved_tensors_hooks_")}
-    try:
-        yield
-    finally:
-        modules.update(taken)
 
 
 def _foreign_hooks() -> bool:

@@ -14,13 +14,14 @@ from __future__ import annotations
 
 import atexit
 import collections
+import contextlib
 import logging
 import os
 import shutil
 import tempfile
 import threading
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch.fx import GraphModule
@@ -140,12 +141,23 @@ def through_cache(
             attached = True
             _compat.attach(pack_up(plans, key, places))
 
-    with _compat.autograd_cache(key.digest, normalized, refuse) as event:
+    with _without_dynamos_copies(gm), _compat.autograd_cache(key.digest, normalized, refuse) as event:
         compiled = compile_graph(compiling)
     if not event.compiled:
         plans.extend(stored)
     _tell(key, event)
     return compiled
+
+
+@contextlib.contextmanager
+def _without_dynamos_copies(gm: GraphModule) -> Iterator[None]:
+    """Without the hook pair that Dynamo puts into its graphs for torch's keys: ours holds the functions' content."""
+    modules = vars(gm)["_modules"]
+    taken = {name: modules.pop(name) for name in list(modules) if name.startswith("saved_tensors_hooks_")}
+    try:
+        yield
+    finally:
+        modules.update(taken)
 
 
 def _hooks(key: Key) -> str:

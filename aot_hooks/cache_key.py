@@ -107,7 +107,7 @@ def key_of(
                 lines.append((f"line of node {i}", line))
     for graph in _graphs(gm):
         lines += _canonical(graph)
-    lines += _inputs(inputs)
+    lines += _inputs(gm, inputs)
     return Key(tuple(lines), settings, contents, tuple(dict.fromkeys(w for said in contents for w in said.opaque)))
 
 
@@ -160,18 +160,20 @@ def _name(target: Any) -> str:
     return f"{getattr(target, '__module__', None) or type(target).__module__}.{name}"
 
 
-def _inputs(inputs: Sequence[Any]) -> Iterator[Line]:
+def _inputs(gm: GraphModule, inputs: Sequence[Any]) -> Iterator[Line]:
+    """By what Dynamo traced them as, in which sizes may be symbolic; who shares memory, by the tensors themselves."""
     storages: dict[int, int] = {}
-    for i, value in enumerate(inputs):
+    for i, (node, given) in enumerate(zip(gm.graph.find_nodes(op="placeholder"), inputs, strict=True)):
+        value = node.meta.get("example_value", given)
         if isinstance(value, torch.Tensor):
-            text = f"{type(value).__name__} {value.dtype} {list(value.shape)} {value.device} {value.requires_grad}"
+            text = f"{type(given).__name__} {value.dtype} {list(value.shape)} {value.device} {value.requires_grad}"
             if value.layout is torch.strided and not _compat.is_traceable_subclass(value):
-                shares = storages.setdefault(_compat.storage_key(value), i)
+                shares = storages.setdefault(_compat.storage_key(given), i)
                 text += f" stride {list(value.stride())} from {value.storage_offset()} of the memory of {shares}"
             else:
                 text += f" {value.layout}"
         else:
-            text = f"{type(value).__name__} {value}"
+            text = f"{type(given).__name__} {value}"
         yield f"input {i}", text
 
 

@@ -27,6 +27,7 @@ from .hook import KEEP, Hook, compiling_for
 from .plan import Decision, Plan
 from .policy import out_of_scope
 from .saved import SavedTensor
+from .schedule import Transfer
 from .trace import canonical, trace_hook
 
 __all__ = ["Refused", "pack_up", "unpack"]
@@ -58,7 +59,7 @@ class _Row:
 class _Stored:
     """The whole. `cudagraph` is for the metadata of the graphs' captures: bytes of the `cudagraph` package, or None."""
 
-    plans: tuple[tuple[_Row, ...], ...]
+    plans: tuple[tuple[tuple[_Row, ...], tuple[Transfer, ...]], ...]
     cannot: str  # why the entry must not be used, "" if it may
     cudagraph: bytes | None = None
 
@@ -75,7 +76,8 @@ def pack_up(plans: Sequence[Plan], key: Key, places: Callable[[], Sequence[Place
     lines = {line: i for i, (_, line) in reversed(list(enumerate(found)))}
     both = {place: i for i, place in reversed(list(enumerate(found)))}
     check = _Checks(key)
-    rows, cannot = [], ""
+    rows: list[tuple[tuple[_Row, ...], tuple[Transfer, ...]]] = []
+    cannot = ""
     for plan in plans:
         of_plan = []
         for d in plan.decisions:
@@ -97,7 +99,7 @@ def pack_up(plans: Sequence[Plan], key: Key, places: Callable[[], Sequence[Place
                 cannot = cannot or str(e)
             else:
                 of_plan.append(stored)
-        rows.append(tuple(of_plan))
+        rows.append((tuple(of_plan), plan.transfers))
     data = pickle.dumps((_FORMAT, _Stored(() if cannot else tuple(rows), cannot)))
     return hashlib.sha256(data).digest() + data
 
@@ -112,10 +114,10 @@ def unpack(data: bytes, key: Key, places: Callable[[], Sequence[Place]]) -> list
         raise Refused(stored.cannot)
     check = _Checks(key)
     found: Sequence[Place] = ()
-    if any(row.module_at is not None or row.line_at is not None for plan in stored.plans for row in plan):
+    if any(row.module_at is not None or row.line_at is not None for rows, _ in stored.plans for row in rows):
         found = places()
     plans = []
-    for rows in stored.plans:
+    for rows, transfers in stored.plans:
         decisions = []
         for row in rows:
             try:
@@ -136,7 +138,7 @@ def unpack(data: bytes, key: Key, places: Callable[[], Sequence[Place]]) -> list
                     "though its content is the same: it depends on something outside"
                 )
             decisions.append(Decision(saved, hook, row.reason, row.packed_bytes, row.saved_bytes))
-        plans.append(Plan(tuple(decisions)))
+        plans.append(Plan(tuple(decisions), transfers))
     return plans
 
 

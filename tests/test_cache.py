@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import subprocess
 import sys
 import warnings
 from collections.abc import Iterator
@@ -26,6 +25,7 @@ from cache_rows import Row
 
 import aot_hooks
 from aot_hooks import _compat, cache, stored
+from aot_hooks.__main__ import main
 from aot_hooks.errors import CacheWarning
 
 pytestmark = [pytest.mark.core, pytest.mark.slow]
@@ -183,24 +183,21 @@ def test_processes_that_start_together_do_not_disturb_each_other(directory: Path
     assert run()["seen"] == "hit"
 
 
-def explain(directory: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "aot_hooks", "explain-miss", "--dir", str(directory)]
-    env = os.environ | {"PYTHONPATH": str(cache_rows.ROOT)}
-    return subprocess.run(command, capture_output=True, text=True, env=env)
-
-
-def test_explain_miss_shows_what_differs(directory: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_explain_miss_shows_what_differs(
+    directory: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
     row = Row("", "miss", text={"pack": "unused = 7\n        return x.to(torch.float16), x.dtype"})
     with caplog.at_level("DEBUG", logger="aot_hooks"):
         assert run(row)["seen"] == "miss"
     logged = "\n".join(r.getMessage() for r in caplog.records if "the nearest key differs" in r.getMessage())
-    done = explain(directory)
-    assert done.returncode == 0 and "no entry of this key" in done.stdout
-    for text in (logged, done.stdout):
+    assert main(["explain-miss", "--dir", str(directory)]) == 0
+    printed = capsys.readouterr().out
+    assert "no entry of this key" in printed
+    for text in (logged, printed):
         lines = [line for line in text.splitlines() if line.startswith(("- ", "+ "))]
         assert [re.sub(r"\d+: function:.*", "", line) for line in lines] == ["- ambient content ", "+ ambient content "]
 
 
-def test_explain_miss_without_a_miss(tmp_path: Path) -> None:
-    done = explain(tmp_path)
-    assert done.returncode == 1 and "no graph with hooks has missed" in done.stderr
+def test_explain_miss_without_a_miss(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain-miss", "--dir", str(tmp_path)]) == 1
+    assert "no graph with hooks has missed" in capsys.readouterr().err
