@@ -6,8 +6,8 @@
 An operator is taken on CUDA where nothing would fuse the plain code: in graphs that run as they are (inner="aten")
 and in eager. Under Inductor too where what it makes of the plain code is slower than a kernel that reads and writes
 memory once: two codes a byte (it materializes them apart), and random rounding (its Philox costs more than the bytes,
-and a minute of compiling). Random rounding takes its seed from torch's generator by an operator of its own in the graph, so it
-follows `torch.manual_seed`, and CUDA graphs draw a fresh one in each replay.
+and a minute of compiling). Random rounding takes its seed from torch's generator by an operator of its own in the
+graph, so it follows `torch.manual_seed`, and CUDA graphs draw a fresh one in each replay.
 """
 
 from __future__ import annotations
