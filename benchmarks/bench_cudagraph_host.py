@@ -12,8 +12,9 @@ Calls: a module with i inputs, p parameters of 64 x 64 and o outputs, no gradien
     copy_replay    one foreach copy of the inputs, replay: what a call costs at the least after that
     replay         the launch alone
 
-"own part" is a variant's time less wrapper and copy_replay ("tree": less copy_replay). Training: forward, sum, backward, gradients zeroed in
-place, synchronized. All variants are compiled, then measured in turn, `--rounds` times over; the median counts.
+"own part" is a variant's time less wrapper and copy_replay ("tree": less copy_replay). Training: forward, sum,
+backward, gradients zeroed in place, synchronized. All variants are compiled, then measured in turn, `--rounds` times
+over; the median counts.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ def ours(fn: Any) -> Any:
 
 
 def by_hand(fn: Any, xs: list[torch.Tensor], weights: list[torch.Tensor], device: torch.device) -> Callable[[], Any]:
-    """A call of `fn` captured as a piece, given its weights as Dynamo gives them: as inputs that stay where they are."""
+    """A call of `fn` captured as a piece, given its weights as Dynamo gives them: as inputs that stay in place."""
     static = tuple(range(len(xs), len(xs) + len(weights)))
     piece = tree.Piece("by hand", lambda inputs: list(fn(*inputs[: len(xs)])), device, static_inputs=static)
     call = tree.capture(piece, Options())

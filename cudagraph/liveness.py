@@ -6,11 +6,13 @@
     Watch: many slots at once                  one comparison of two lists of use counts
 
 A storage's use count knows every tensor object over it, in Python and in C++: views, detached aliases, what autograd
-saved, a stolen `.grad`. So nothing is scanned and nothing has to be registered.
+saved, a stolen `.grad`. So nothing is scanned and nothing has to be registered. Only the Python object of the storage
+itself is shared by all who ask for it: of that the references are counted.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -52,7 +54,7 @@ class Slot:
     """Memory that an output of a recording lives in, and the storage that tensors over it are given out on.
 
     Attributes:
-        storage: does not own the memory, which is the pool's; `host` memory it owns.
+        storage: does not own the memory, which is the pool's; pinned memory of the host is kept by `owner`.
         address: of the first byte; it never changes.
         copies: whoever holds it when the memory is reused gets a copy; otherwise an error on access.
         origin: "output 2 of forward 0, from model.py:31", for that error.
@@ -67,16 +69,18 @@ class Slot:
         "host",
         "nbytes",
         "origin",
+        "owner",
         "places",
         "storage",
         "watches",
     )
 
     def __init__(self, storage: torch.UntypedStorage, origin: str, *, copies: bool, host: bool = False) -> None:
-        self.storage = storage
-        self.cdata = _compat.identity(storage)
         self.address = storage.data_ptr()
         self.nbytes = storage.nbytes()
+        self.owner = storage if host else None
+        self.storage = _compat.storage_at(self.address, storage.device, self.nbytes) if host else storage
+        self.cdata = _compat.identity(self.storage)
         self.origin = origin
         self.copies = copies
         self.host = host
@@ -89,14 +93,21 @@ class Slot:
         """The use count of the storage when nobody else holds it: our handle and a tensor a template."""
         return 1 + len(self.places)
 
+    @property
+    def own_handles(self) -> int:
+        """The reference count of the handle, which is the same Python object for everybody: ours and the watches'."""
+        return 1 + len(self.watches) + EXTRA_HANDLES
+
     def held(self) -> bool:
-        return _compat.storage_use_count(self.cdata) > self.own_uses
+        return (
+            _compat.storage_use_count(self.cdata) > self.own_uses or _handles([self.storage])[0] > self.own_handles + 1
+        )
 
     def add_template(self, templates: list[torch.Tensor], layout: Layout) -> None:
         """Append to `templates` a tensor that is given out as aliases of it; it follows when the slot is renewed."""
         templates.append(tensor_on(self.storage, layout))
         self.places.append((templates, len(templates) - 1, layout))
-        self._tell()
+        self.tell()
 
     def renew(self, storage: torch.UntypedStorage) -> None:
         """Go on with `storage` at the same address; what was given out keeps the old one."""
@@ -104,38 +115,67 @@ class Slot:
         self.cdata = _compat.identity(storage)
         for templates, position, layout in self.places:
             templates[position] = tensor_on(storage, layout)
-        self._tell()
+        self.tell()
 
     def forget(self, templates: list[torch.Tensor]) -> None:
         """`templates` are gone."""
         self.places = [place for place in self.places if place[0] is not templates]
-        self._tell()
+        self.tell()
 
-    def _tell(self) -> None:
+    def tell(self) -> None:
+        """Let watches know the storage and what is ours of it."""
         for watch, position in self.watches:
             watch.cdatas[position] = self.cdata
             watch.own_uses[position] = self.own_uses
+            watch.handles[position] = self.storage
+            watch.own_handles[position] = self.own_handles
 
 
 class Watch:
     """Several slots that are looked at together."""
 
-    __slots__ = ("cdatas", "own_uses", "slots")
+    __slots__ = ("cdatas", "handles", "own_handles", "own_uses", "slots")
 
     def __init__(self, slots: Iterable[Slot]) -> None:
         self.slots = tuple(slots)
-        self.cdatas = [slot.cdata for slot in self.slots]
-        self.own_uses = [slot.own_uses for slot in self.slots]
+        self.cdatas = [0] * len(self.slots)
+        self.own_uses = [0] * len(self.slots)
+        self.handles: list[Any] = [None] * len(self.slots)
+        self.own_handles = [0] * len(self.slots)
         for position, slot in enumerate(self.slots):
             slot.watches.append((self, position))
+            slot.tell()
 
     def none_held(self) -> bool:
         """Whether nobody but the tree holds any of them. The cost of a call in which nobody holds anything."""
-        return list(map(_compat.storage_use_count, self.cdatas)) == self.own_uses
+        return (
+            list(map(_compat.storage_use_count, self.cdatas)) == self.own_uses
+            and _handles(self.handles) == self.own_handles
+        )
 
     def close(self) -> None:
+        self.handles = []
         for slot in self.slots:
             slot.watches = [entry for entry in slot.watches if entry[0] is not self]
+            slot.tell()
+
+
+def _handles(storages: list[torch.UntypedStorage]) -> list[int]:
+    """How many references there are to the Python objects of `storages`."""
+    return list(map(sys.getrefcount, storages))
+
+
+def _extra_handles() -> int:
+    """References that `_handles` sees beyond those of names and lists."""
+    memory = torch.zeros(8, dtype=torch.uint8)
+    storages = [_compat.storage_at(memory.data_ptr(), memory.device, memory.nbytes)]
+    template = tensor_on(storages[0], layout_of(memory))
+    extra = _handles(storages)[0] - 1
+    del template
+    return extra
+
+
+EXTRA_HANDLES = _extra_handles()
 
 
 def held(slots: Iterable[Slot]) -> list[Slot]:

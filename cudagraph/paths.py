@@ -320,7 +320,11 @@ class Tree:
         counters.add("held_outputs", len(slots))
         given = on_slots(inputs, slots)
         wanted = {given[i] for i in mutated if i in given}  # what is written to must be what the caller has
-        moving = [slot for slot in slots if (slot.copies or slot in wanted) and self.driver.can_copy_out(slot.storage)]
+        moving = [
+            slot
+            for slot in slots
+            if (slot.copies or slot in wanted) and not slot.host and self.driver.can_copy_out(slot.storage)
+        ]
         self.driver.copy_out([slot.storage for slot in moving])
         counters.add("copies", len(moving))
         with torch.no_grad():
@@ -332,7 +336,7 @@ class Tree:
                 self.driver.poison(slot.storage, stale_message(slot))
             slot.renew(_compat.storage_at(slot.address, slot.storage.device, slot.nbytes))
             # This torch moves only what the allocator made: from now on it is copied when it is given out.
-            slot.given_as_copies = slot.copies and not self.driver.can_copy_out(slot.storage)
+            slot.given_as_copies = slot.copies and not slot.host and not self.driver.can_copy_out(slot.storage)
         if any(slot.given_as_copies for slot in slots):
             for node in self.root.subtree():
                 node.settle()

@@ -68,6 +68,7 @@ class Arena:
         self.end = start + nbytes
         self.blocks: dict[int, int] = {}
         self.owners: dict[int, StorageWeakRef] = {}
+        self.made: dict[int, StorageWeakRef] = {}  # storages that allocations returned
         self.tape: list[Callable[[], None]] | None = None
         self.peak = 0
         self.released = False
@@ -90,7 +91,7 @@ class Arena:
         self.blocks[address] = size
         self.peak = max(self.peak, sum(self.blocks.values()))
         storage = _compat.storage_at(address, CPU, nbytes)
-        self.owners[address] = StorageWeakRef(storage)
+        self.owners[address] = self.made[_compat.identity(storage)] = StorageWeakRef(storage)
         self.note(lambda: self.scribble(address, size))
         return storage
 
@@ -244,9 +245,12 @@ class Simulator:
 
     device_type = "cpu"
 
-    def __init__(self, arena_bytes: int = 1 << 20, *, can_move: bool = True) -> None:
+    def __init__(self, arena_bytes: int = 1 << 20, *, moves: str = "all") -> None:
+        """`moves`: which storages can be pointed elsewhere: "all", or "made", those that an allocation returned (as on
+        CUDA before torch 2.13). A torch without the means for it can move none."""
         self.arena_bytes = arena_bytes
-        self.can_move = can_move and _compat.can_swap()
+        self.moves = moves
+        self.can_move = _compat.can_swap()
         self.pools: list[Arena] = []
         self.poisoned: dict[int, tuple[StorageWeakRef, str]] = {}
         self.current_stream = 0
@@ -268,7 +272,8 @@ class Simulator:
         return graph.replay
 
     def can_copy_out(self, storage: torch.UntypedStorage) -> bool:
-        return self.can_move
+        made = any(storage._cdata in pool.made for pool in self.pools)
+        return self.can_move and (self.moves == "all" or made)
 
     def copy_out(self, storages: Sequence[torch.UntypedStorage]) -> None:
         for storage in storages:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from tree_programs import World, takes_list
 
-from cudagraph import counters, tree
+from cudagraph import _compat, counters, tree
 from cudagraph.errors import NotCapturableError, OptionError, StaleOutputError
 from cudagraph.options import Options
 
@@ -505,3 +505,141 @@ def test_a_stale_input_is_an_error(world):
     with pytest.raises(StaleOutputError, match="output 0 of graph"):
         g(h)
     steps(world, f, lambda x: [x.sin()], lambda: (world.randn(4),))
+
+
+@pytest.mark.skipif(not _compat.can_swap(), reason="this torch can't point a storage elsewhere")
+def test_copies_where_torch_moves_only_what_it_allocated():
+    """Before torch 2.13 a storage can be moved once. Afterwards such an output is copied when it is given out."""
+    tree.reset()
+    world = World("simulator", moves="made")
+    f = world.function(lambda x: [x.sin(), x.cos()], options={"held_outputs": "copy"})
+    g = world.function(lambda a, b: [a * b])
+    kept = []
+    for i in range(10):
+        tree.mark_step_begin()
+        x = world.randn(6)
+        a, b = f(x)
+        same(world, g(a, b), [x.sin() * x.cos()])
+        if i % 3 != 2:
+            kept.append((a, x.sin()))
+        del a, b
+        for ours, eager in kept:
+            same(world, [ours], [eager])
+    assert world.driver.copied_out == 1
+    tree.reset()
+    for ours, eager in kept:
+        same(world, [ours], [eager])
+
+
+@pytest.mark.gpu
+def test_out_of_memory_in_a_capture():
+    tree.reset()
+    world = World("cuda")
+    free, _ = torch.cuda.mem_get_info()
+    huge = [False]
+
+    def fn(x):
+        y = x.repeat(free // 2) if huge[0] and torch.cuda.is_current_stream_capturing() else x
+        return [y[:4] + torch.rand_like(x) * 0]
+
+    f = world.function(fn)
+    g = world.function(lambda x: [x * 2])
+    x = world.randn(4)
+    f(x), g(x)
+    for _ in range(2):
+        huge[0] = True
+        tree.mark_step_begin()
+        (h,) = g(x)
+        with pytest.raises(torch.OutOfMemoryError):
+            f(h)
+        same(world, [h], [x * 2])
+    huge[0] = False
+    torch.cuda.empty_cache()
+    for _ in range(3):
+        tree.mark_step_begin()
+        same(world, f(g(x)[0]), [x * 2])
+    assert tree.stats()["recordings"] == 2 and tree.stats()["skips"] == 0
+    assert torch.cuda.memory_reserved() < free // 4
+    tree.reset()
+
+
+@pytest.mark.gpu
+def test_offloaded_outputs():
+    """A forward that leaves a tensor in pinned memory of the host, and a backward that fetches it."""
+    tree.reset()
+    world = World("cuda")
+
+    def forward(x):
+        packed = torch.empty(x.shape, pin_memory=True)
+        packed.copy_(x.sin(), non_blocking=True)
+        return [x * 2, packed]
+
+    def backward(packed, g):
+        return [packed.to(g.device, non_blocking=True) * g]
+
+    f = world.function(forward, is_inference=False, saved_outputs=(1,))
+    b = world.function(backward, static=(0,), is_inference=False, is_backward=True)
+    for i in range(8):
+        tree.mark_step_begin()
+        x, g = world.randn(1 << 16), world.randn(1 << 16)
+        y, packed = f(x)
+        if i % 3 == 2:  # a second one in flight
+            tree.mark_step_begin()
+            z, packed_again = f(x + 1)
+            same(world, b(packed_again, g), [(x + 1).sin() * g])
+            del z, packed_again
+        same(world, [y, *b(packed, g)], [x * 2, x.sin() * g])
+        del y, packed
+    counts = tree.stats()
+    assert counts["skips"] == 0 and counts["rerecordings"] == 0
+    tree.reset()
+
+
+@pytest.mark.gpu
+def test_a_chain_needs_little_more_memory_than_eager():
+    """Forward and backward of 8 functions in a row, their saved tensors alive in between."""
+    tree.reset()
+    torch.cuda.empty_cache()
+    world = World("cuda")
+    size = 1 << 20
+    parameters = [world.randn(size, requires_grad=True) for _ in range(8)]
+
+    def layer(x, w):
+        h = torch.tanh(x * w)
+        return torch.sin(h * h + x)
+
+    def step(f):
+        x = world.randn(size)
+        for w in parameters:
+            x = f(x, w)
+        x.sum().backward()
+        for w in parameters:
+            w.grad = None
+
+    def peak(f):
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        begin = torch.cuda.memory_reserved()
+        step(f)
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_reserved() - begin, torch.cuda.max_memory_allocated()
+
+    step(layer)
+    eager, _ = peak(layer)
+    before = torch.cuda.memory_reserved()
+    f = torch.compile(layer, backend=world.backend())
+    for _ in range(4):
+        tree.mark_step_begin()
+        step(f)
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    ours = torch.cuda.memory_reserved() - before
+    reserved = []
+    for _ in range(1000):
+        tree.mark_step_begin()
+        step(f)
+        reserved.append(torch.cuda.memory_reserved())
+    assert ours <= 1.1 * eager, f"{ours / eager:.3f} of eager's peak"
+    assert len(set(reserved[10:])) == 1
+    tree.reset()
