@@ -651,53 +651,31 @@ def _choices() -> Any:
     return Choices()
 
 
-PLACE = "aot_hooks_place"  # on nodes whose order is to be kept: (number, whether it is an operator of offload)
-
-
-def _place_of(scheduler_node: Any) -> tuple[int, bool] | None:
-    """The first place of the graph nodes behind a kernel that nothing is fused into yet."""
-    if not scheduler_node.is_extern() and not scheduler_node.is_template():
-        return None
-    places = [o.meta[PLACE] for o in getattr(scheduler_node.node, "origins", ()) if PLACE in o.meta]
-    return min(places, default=None)
+_OFFLOAD = tuple(f"aot_hooks.{part}" for part in ("offload_start", "offload_wait", "reload_start", "reload_wait"))
 
 
 def _hold_order(nodes: list[Any]) -> list[Any]:
     """Give Inductor's scheduler the dependencies that keep each operator of offload between the same kernels.
 
-    Every numbered kernel after an operator depends on it, and it on every one since the operator before it. These are
-    dependencies of order alone (`is_fake`), which hold no memory. One that would close a circle is left out: a pattern
-    of Inductor's may have moved what it replaced.
+    Before fusion the scheduler has its nodes in the order of the graph. Of those, each kernel that is fused with none
+    (products, attention, other operators) and follows an operator of offload comes to depend on it, and it on every one
+    since the operator before it. These are dependencies of order alone (`is_fake`), which hold no memory.
     """
-    placed = sorted(((p, n) for n in nodes if (p := _place_of(n)) is not None), key=lambda pair: pair[0])
-    if not any(ours for (_, ours), _ in placed):
+    is_ours = {n: str(getattr(n.node, "op_overload", "")).startswith(_OFFLOAD) for n in nodes}
+    if not any(is_ours.values()):
         return nodes
+    placed = [n for n in nodes if is_ours[n] or n.is_extern() or n.is_template()]
     weak = need("torch._inductor.dependencies.WeakDep")
-    makers = {name: n for n in nodes for name in n.get_buffer_names()}
-    needs = {n: {makers[d.name] for d in n.unmet_dependencies if d.name in makers} for n in nodes}
-
-    def reaches(node: Any, target: Any) -> bool:
-        seen, stack = {node}, [node]
-        while stack:
-            current = stack.pop()
-            if current is target:
-                return True
-            new = needs[current] - seen
-            seen |= new
-            stack += new
-        return False
 
     def order(first: Any, then: Any) -> None:
-        if first is not then and first not in needs[then] and not reaches(first, then):
-            needs[then].add(first)
-            then.add_fake_dep(weak(next(iter(first.get_buffer_names())), then.get_name(), is_fake=True))
+        then.add_fake_dep(weak(next(iter(first.get_buffer_names())), then.get_name(), is_fake=True))
 
     before: Any = None
     since: list[Any] = []
-    for (_, ours), node in placed:
-        for each in (*((before,) if before is not None else ()), *(since if ours else ())):
+    for node in placed:
+        for each in (*((before,) if before is not None else ()), *(since if is_ours[node] else ())):
             order(each, node)
-        if ours:
+        if is_ours[node]:
             before, since = node, []
         else:
             since.append(node)

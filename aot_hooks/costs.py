@@ -24,7 +24,7 @@ from . import _compat
 from .memory import fuses, written_storages
 from .saved import is_view, storage_of
 
-__all__ = ["INSTANT", "Rates", "heavy", "measured_rates", "node_ms"]
+__all__ = ["INSTANT", "Rates", "has_formula", "measured_rates", "node_ms"]
 
 
 @dataclass(frozen=True)
@@ -50,9 +50,8 @@ _ATTENTION = 0.65  # of the speed of a plain product of matrices that attention 
 _ATTENTION_BACKWARD = 0.55  # and its backward
 
 
-def heavy(node: Node) -> bool:
-    """Whether `node` is a kernel of its own that no compiler fuses or moves into another: a product, attention, a
-    convolution."""
+def has_formula(node: Node) -> bool:
+    """Whether the operations of `node` have a formula: of a product, attention, a convolution."""
     return node.op == "call_function" and _packet(node) in flop_registry
 
 
@@ -91,7 +90,7 @@ def node_ms(gm: GraphModule, rates: Callable[[torch.device], Rates], fused: bool
         if not alone:
             at_hand.add(storage_of(node))
         found[node] = 1e3 * moved / rate.memory
-        if heavy(node):
+        if has_formula(node):
             found[node] = max(found[node], 1e3 * _operations(node) / _rate(node, values[0], rate))
     return found
 

@@ -4,8 +4,8 @@
       after place      forward  x, start ......... wait ......... output      backward  reload ....... wait, first use
 
 `place(fw, bw, ...)` reads items and times off the graphs, asks `schedule`, and moves the operators; what is to stay on
-the device crosses as it is instead. Then products, attention and our operators are numbered in their order
-(`_compat.PLACE`), from which Inductor's scheduler is given dependencies: it keeps an operator between the same kernels.
+the device crosses as it is instead. Inductor's scheduler is given dependencies by which it keeps this order, see
+`_compat.compile_inductor_with_hooks`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from . import _compat
-from .costs import Rates, heavy, measured_rates, node_ms
+from .costs import Rates, has_formula, measured_rates, node_ms
 from .library.offload import OffloadSettings
 from .saved import is_view
 from .schedule import Item, Transfer, schedule
@@ -26,8 +26,8 @@ from .transfers import offload_start, offload_wait, reload_start, reload_wait
 
 __all__ = ["Leaf", "place"]
 
+_BUILT_IN = ("aten", "prims", "inductor_prims")
 _OURS = (offload_start, offload_wait, reload_start, reload_wait)
-_BUILT_IN = ("aten", "prims", "inductor", "inductor_prims")
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,6 @@ def place(
         rates = next((s.rates for s in settings if s.rates is not None), None) or measured_rates(device)
         transfers += _place(fw, bw, crossings, rates, settings, fused, stay)
     for gm in (fw, bw):
-        number_places(gm)
         gm.graph.lint()
         gm.recompile()
     return tuple(transfers), stay
@@ -160,6 +159,8 @@ def _place(
         to_device=rates.to_device,
         in_flight_bytes=min(s.in_flight_bytes for s in settings),
         max_stall_ms=max(s.max_stall_ms for s in settings),
+        wait_gaps=_held(ahead) if fused else None,
+        reload_gaps=_held(behind) if fused else None,
     )
     transfers = []
     for c, p in zip(crossings, planned.placements, strict=True):
@@ -191,6 +192,20 @@ def _place(
             for node in _to_move(crossings[i], what, before):
                 before.prepend(node)
     return transfers
+
+
+def _held(steps: list[Node]) -> list[int]:
+    """The gaps before steps that are kernels of their own: there a compiler that fuses the others keeps an operator.
+
+    Not between a product and a sum after it, which it may make one: the sum, with the product in it, comes later.
+    """
+    return [i for i, node in enumerate(steps) if _alone(node)]
+
+
+def _alone(node: Node) -> bool:
+    namespace = getattr(node.target, "namespace", None)
+    foreign = namespace is not None and namespace not in _BUILT_IN  # what torch's compilers know nothing about
+    return foreign or has_formula(node) or "scaled_dot_product" in str(node.target)
 
 
 def _to_move(c: _Crossing, what: str, before: Node) -> list[Node]:
@@ -240,17 +255,3 @@ def _stay(bw: GraphModule, c: _Crossing) -> None:
     for graph, nodes in ((bw.graph, (c.back, c.reload)), (c.wait.graph, (c.wait, c.start))):
         for node in nodes:
             graph.erase_node(node)
-
-
-def number_places(gm: GraphModule) -> None:
-    """Number what is to keep its order: our operators, and the kernels that no compiler fuses."""
-    ours = any(n.target in _OURS for n in gm.graph.nodes)
-    kept = (n for n in gm.graph.nodes if n.target in _OURS or heavy(n) or _foreign(n))
-    for i, node in enumerate(kept if ours else ()):
-        node.meta[_compat.PLACE] = (i, node.target in _OURS)
-
-
-def _foreign(node: Node) -> bool:
-    """Whether `node` calls an operator that torch's compilers know nothing about."""
-    namespace = getattr(node.target, "namespace", None)
-    return node.op == "call_function" and namespace is not None and namespace not in _BUILT_IN

@@ -140,6 +140,8 @@ def schedule(
     to_device: float,
     in_flight_bytes: float = math.inf,
     max_stall_ms: float = 0.0,
+    wait_gaps: Sequence[int] | None = None,
+    reload_gaps: Sequence[int] | None = None,
 ) -> Schedule:
     """Place the copies of `items`.
 
@@ -148,8 +150,14 @@ def schedule(
         to_host, to_device: bytes a second over the link; both ways at once are as fast as each alone.
         in_flight_bytes: most bytes started and not waited for, each way. One item alone may be larger.
         max_stall_ms: how much longer the step may get, as predicted.
+        wait_gaps, reload_gaps: where copies out may be waited for, besides the end, and where those back may start,
+            besides the begin; ascending. All gaps if None.
     """
     line = _Line(items, forward_ms, backward_ms, to_host * _LINK / 1e3, to_device * _LINK / 1e3, in_flight_bytes)
+    if wait_gaps is not None:
+        line.wait_gaps = [*wait_gaps, len(forward_ms)]
+    if reload_gaps is not None:
+        line.reload_gaps = sorted({0, *reload_gaps})
     order = sorted(range(len(items)), key=lambda i: items[i].made)
     soon = {i for i in order if line.too_soon(items[i])}
     wanted = [i for i in order if i not in soon]
@@ -210,6 +218,8 @@ class _Line:
         self.forward = list(accumulate(forward_ms, initial=0.0))  # when each gap is, without stalls
         self.backward = list(accumulate(backward_ms, initial=0.0))
         self.out, self.back, self.in_flight = out, back, in_flight
+        self.wait_gaps: Sequence[int] = range(len(self.forward))
+        self.reload_gaps: Sequence[int] = range(len(self.backward))
 
     def too_soon(self, item: Item) -> bool:
         """Whether it would be gone for no longer than its copies take, if the link had nothing else to do."""
@@ -255,6 +265,7 @@ class _Line:
             free_at = max(begin, free_at) + took
             slack = _SLACK_MS + (1 / _COMPUTE - 1) * (free_at - begin) + (1 / _PLANNED - 1) * took
             due = min(max(bisect.bisect_left(gaps, free_at + slack - stalled), gap), last)
+            due = self.wait_gaps[bisect.bisect_left(self.wait_gaps, due)]
             due = max(due, found.of[under_way[-1]].wait if under_way else 0)  # in order
             found.of[i] = Placement(True, start=gap, wait=due, start_ms=begin, sent_ms=free_at)
             found.forward.append((gap, "start", i))
@@ -289,7 +300,8 @@ class _Line:
             item = self.items[i]
             end = min(self.backward[item.used] - _SLACK_MS, next_start)
             next_start = end - item.nbytes / (self.back * _PLANNED)
-            latest[i] = max(0, bisect.bisect_right(self.backward, next_start, hi=item.used + 1) - 1)
+            gap = max(0, bisect.bisect_right(self.backward, next_start, hi=item.used + 1) - 1)
+            latest[i] = self.reload_gaps[bisect.bisect_right(self.reload_gaps, gap) - 1]
         keys: dict[int, tuple[int, int, float]] = {}
         key: tuple[int, int, float] = (0, 0, 0.0)
         under_way: deque[tuple[int, int]] = deque()  # position and item

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from itertools import accumulate
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -17,7 +18,7 @@ MB = 10**6
 LINK = 50e9  # 50 MB a millisecond
 
 
-def plan(items: list[Item], forward: list[float], backward: list[float], **kwargs: float) -> Schedule:
+def plan(items: list[Item], forward: list[float], backward: list[float], **kwargs: Any) -> Schedule:
     return schedule(items, forward, backward, **{"to_host": LINK, "to_device": LINK, **kwargs})
 
 
@@ -102,6 +103,14 @@ def test_an_instant_link_sends_all_but_what_is_needed_at_once() -> None:
     assert [p.offloaded for p in found.placements] == [True, True, True, False]
 
 
+def test_waits_and_copies_back_stand_where_they_may() -> None:
+    items = stack(10, 20 * MB)
+    found = plan(items, [1.0] * 10, [1.0] * 20, wait_gaps=[3, 6], reload_gaps=[5, 10, 15])
+    assert {p.wait for p in found.placements if p.offloaded} == {3, 6, 10}
+    assert {p.reload for p in found.placements if p.offloaded} <= {0, 5, 10, 15}
+    assert found.stall_ms == 0.0
+
+
 def test_nothing_to_place() -> None:
     found = plan([], [1.0], [1.0, 1.0])
     assert (found.placements, found.stall_ms, found.forward_ms, found.backward_ms) == ((), 0.0, 1.0, 2.0)
@@ -126,12 +135,20 @@ def timelines(draw: st.DrawFn) -> tuple[list[Item], list[float], list[float]]:
 
 
 @settings(max_examples=300, deadline=None)
-@given(timelines(), st.sampled_from([0.0, 3.0, math.inf]), st.sampled_from([1.0, 400.0 * MB, math.inf]))
+@given(
+    timelines(),
+    st.sampled_from([0.0, 3.0, math.inf]),
+    st.sampled_from([1.0, 400.0 * MB, math.inf]),
+    st.sampled_from([{}, {"wait_gaps": [], "reload_gaps": []}, {"wait_gaps": [1], "reload_gaps": [0, 1]}]),
+)
 def test_any_timeline(
-    timeline: tuple[list[Item], list[float], list[float]], max_stall_ms: float, in_flight: float
+    timeline: tuple[list[Item], list[float], list[float]],
+    max_stall_ms: float,
+    in_flight: float,
+    gaps: dict[str, list[int]],
 ) -> None:
     items, forward, backward = timeline
-    found = plan(items, forward, backward, max_stall_ms=max_stall_ms, in_flight_bytes=in_flight)
+    found = plan(items, forward, backward, max_stall_ms=max_stall_ms, in_flight_bytes=in_flight, **gaps)
     assert len(found.placements) == len(items)
     for item, p in zip(items, found.placements, strict=True):
         if p.offloaded:
