@@ -580,7 +580,7 @@ def compile_inductor_with_hooks(
 
 
 def _marks(graph: GraphModule) -> str:
-    marks = [(i, n.meta.get(_ALONE), PACKED_ROW in n.meta, n.meta.get(PLACE)) for i, n in enumerate(graph.graph.nodes)]
+    marks = [(i, n.meta.get(_ALONE), PACKED_ROW in n.meta) for i, n in enumerate(graph.graph.nodes)]
     return repr([mark for mark in marks if any(mark[1:])])
 
 
