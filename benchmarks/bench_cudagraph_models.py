@@ -40,7 +40,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "examples")
 import hf_finetune
 
 HF_VARIANTS = ("stock", "reduce-overhead", "cudagraph_tree")
-STACK_VARIANTS = ("stock", "reduce-overhead", "float8", "float8 cudagraphs")
+STACK_VARIANTS = ("stock", "reduce-overhead", "float8", "float8 reduce-overhead", "float8 cudagraphs")
 WRONG_GRADIENT = 2e-2  # relative, of float32 in another order through a few layers; 0 is expected of the same kernels
 
 
@@ -53,6 +53,7 @@ class Row:
         recordings, replays_a_step, skips, partitions: of our trees; replays and skips in the timed steps.
         torch_skips, torch_partitions: what Inductor counted of its own trees.
         reserved_bytes: most that the allocator had reserved, over what was there before.
+        pool_bytes: of what is reserved after the steps, what belongs to pools of CUDA graphs.
         gradient_error: |g - g_stock| / |g_stock|.
         first_s: the steps until the first timed one, compiling and recording included.
         error: what it raised, "" if nothing.
@@ -69,6 +70,7 @@ class Row:
     torch_skips: int = 0
     torch_partitions: int = 0
     reserved_bytes: int = 0
+    pool_bytes: int = 0
     gradient_error: float | None = None
     first_s: float | None = None
     error: str = ""
@@ -121,6 +123,8 @@ def measured(row: Row, module: nn.Module, step: Step, options: argparse.Namespac
     row.torch_partitions = counters["inductor"]["cudagraph_partitions"]
     if device.type == "cuda":
         row.reserved_bytes = torch.cuda.max_memory_reserved(device) - before
+        segments = torch.cuda.memory_snapshot()
+        row.pool_bytes = sum(s["total_size"] for s in segments if tuple(s["segment_pool_id"]) != (0, 0))
     torch.manual_seed(7)
     step()
     return {name: p.grad.detach().clone() for name, p in module.named_parameters() if p.grad is not None}
@@ -141,8 +145,15 @@ def compile_for(variant: str, function: Any, inner: str) -> Any:
         return torch.compile(own, mode=variant)
     if variant == "cudagraph_tree":
         return torch.compile(own, backend=cudagraph.cudagraph_tree, options={"inner": inner})
+    if variant == "float8 reduce-overhead":
+        return torch.compile(own, backend="aot_hooks", mode="reduce-overhead")
     options = {"inner": inner, "cudagraphs": variant.endswith("cudagraphs")}
     return torch.compile(own, backend="aot_hooks", options=options)
+
+
+def chosen(variants: tuple[str, ...], options: argparse.Namespace) -> list[str]:
+    asked = options.variants.split(",") if options.variants else variants
+    return [v for v in variants if v in asked and (options.inner == "inductor" or "reduce-overhead" not in v)]
 
 
 def hf_rows(name: str, options: argparse.Namespace) -> tuple[list[Row], str]:
@@ -164,7 +175,7 @@ def hf_rows(name: str, options: argparse.Namespace) -> tuple[list[Row], str]:
         return loss
 
     rows, reference = [], None
-    for variant in HF_VARIANTS if options.inner == "inductor" else ("stock", "cudagraph_tree"):
+    for variant in chosen(HF_VARIANTS, options):
         row = Row(name, variant)
         rows.append(row)
         torch.compiler.reset()
@@ -173,7 +184,7 @@ def hf_rows(name: str, options: argparse.Namespace) -> tuple[list[Row], str]:
         def step(compiled: Any = compiled, variant: str = variant) -> None:
             nonlocal turn
             module.zero_grad(set_to_none=True)
-            if variant == "reduce-overhead":
+            if variant.endswith("reduce-overhead"):
                 torch.compiler.cudagraph_mark_step_begin()
             compiled(batches[turn % len(batches)]).backward()
             turn += 1
@@ -206,9 +217,7 @@ def stack_rows(options: argparse.Namespace) -> list[Row]:
         return y
 
     rows, reference = [], None
-    for variant in STACK_VARIANTS:
-        if options.inner == "aten" and variant == "reduce-overhead":
-            continue
+    for variant in chosen(STACK_VARIANTS, options):
         row = Row("Llama-shaped stack", variant)
         rows.append(row)
         torch.compiler.reset()
@@ -218,7 +227,7 @@ def stack_rows(options: argparse.Namespace) -> list[Row]:
         def step(compiled: Any = compiled, policy: Any = policy, variant: str = variant) -> None:
             stack.zero_grad(set_to_none=True)
             x.grad = None
-            if variant == "reduce-overhead":
+            if variant.endswith("reduce-overhead"):
                 torch.compiler.cudagraph_mark_step_begin()
             if policy is None:
                 y = compiled(x)
@@ -245,7 +254,7 @@ def format_rows(rows: list[Row]) -> str:
         return "" if value is None else f"{value:{spec}}"
 
     title = ["model", "variant", "ms", "min ms", "recorded", "replays", "skips", "cut", "torch skips", "torch pieces"]
-    lines = [[*title, "GiB", "g error", "first s"]]
+    lines = [[*title, "GiB", "pools", "g error", "first s"]]
     for row in rows:
         lines.append(
             [
@@ -260,6 +269,7 @@ def format_rows(rows: list[Row]) -> str:
                 str(row.torch_skips),
                 str(row.torch_partitions),
                 f"{row.reserved_bytes / GIB:.3f}",
+                f"{row.pool_bytes / GIB:.3f}",
                 number(row.gradient_error, ".1e"),
                 number(row.first_s, ".1f"),
             ]
@@ -273,6 +283,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--inner", default="inductor", choices=["inductor", "aten"])
     parser.add_argument("--only", choices=["hf", "stack"])
+    parser.add_argument("--variants", help="some of them, by name; gradients are compared with the first's")
     parser.add_argument("--models", default=",".join(hf_finetune.MODELS))
     parser.add_argument("--layers", type=int, default=4, help="of the models of transformers")
     parser.add_argument("--steps", type=int, default=30)
@@ -283,25 +294,25 @@ def main(arguments: list[str] | None = None) -> int:
 
     rows: list[Row] = []
     explained: dict[str, str] = {}
+    work = {"layers": options.layers, "steps": options.steps, "inner": options.inner, "small": options.small}
+    header = conditions(torch.device(options.device), **work)
+
+    def keep(found: list[Row]) -> None:
+        """Written after each model: what comes later may fail."""
+        rows.extend(found)
+        print(format_rows(found), flush=True)
+        if options.json is not None:
+            result = {**header, "rows": [dataclasses.asdict(row) for row in rows], "explained": explained}
+            options.json.write_text(json.dumps(result, indent=1) + "\n")
+
     with inductor_config.patch(fallback_random=True):
         if options.only != "stack":
             for name in options.models.split(","):
                 found, explained[name] = hf_rows(name, options)
-                rows += found
-                print(format_rows(found), flush=True)
+                keep(found)
                 print(f"{name}:\n{explained[name]}\n", flush=True)
         if options.only != "hf":
-            found = stack_rows(options)
-            rows += found
-            print(format_rows(found), flush=True)
-    if options.json is not None:
-        work = {"layers": options.layers, "steps": options.steps, "inner": options.inner, "small": options.small}
-        result = {
-            **conditions(torch.device(options.device), **work),
-            "rows": [dataclasses.asdict(row) for row in rows],
-            "explained": explained,
-        }
-        options.json.write_text(json.dumps(result, indent=1) + "\n")
+            keep(stack_rows(options))
     wrong = [r for r in rows if "float8" not in r.variant and (r.gradient_error or 0) > WRONG_GRADIENT]
     for row in wrong:
         print(f"WRONG: {row.model}, {row.variant}: gradient {row.gradient_error} off stock's")

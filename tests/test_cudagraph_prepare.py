@@ -87,6 +87,61 @@ def test_numbers_on_the_cpu_are_copied_ahead_where_that_gives_the_same_bits(dtyp
         assert reasons == ["reads a number from the CPU"] * 2
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
+@pytest.mark.parametrize(
+    "place",
+    [
+        lambda x, n: aten.fill.Tensor(x, n),
+        lambda x, n: aten.copy.default(x, n),
+        lambda x, n: torch.where(x > 1, x, n),
+        lambda x, n: aten.masked_fill.Tensor(x, x > 1, n),
+    ],
+)
+def test_a_known_number_that_is_put_somewhere_is_made_there(dtype, place):
+    def fn(x):
+        return place(x, torch.full((), 3, dtype=dtype)) + 1
+
+    for numbers in (True, False):
+        gm = prepared(fn, lambda: (cuda(4, dtype=dtype),), numbers=numbers)
+        assert blockers(gm, CUDA) == ()
+        (made,) = (n for n in gm.graph.nodes if n.target is aten.full.default)
+        assert made.args == ([], 3) and made.kwargs["dtype"] == dtype and made.meta["val"].device == CUDA
+
+
+def test_a_known_number_is_computed_with_where_that_gives_the_same_bits():
+    for dtype, known in ((torch.float32, True), (torch.bfloat16, False)):
+        gm = prepared(lambda x: x * torch.full((), 0.1), lambda dtype=dtype: (cuda(4, dtype=dtype),))
+        assert (blockers(gm, CUDA) == ()) == known
+
+
+def test_a_constant_number_is_known():
+    graph = torch.fx.Graph()
+    gm = GraphModule({}, graph)
+    gm.graph = graph
+    gm.register_buffer("start", torch.tensor(7))
+    x = gm.graph.placeholder("x")
+    start = gm.graph.get_attr("start")
+    fresh = gm.graph.call_function(aten.lift_fresh_copy.default, (start,))
+    filled = gm.graph.call_function(aten.fill.Tensor, (x, fresh))
+    gm.graph.output((filled,))
+    with fake_devices():
+        number, made = torch.empty((), dtype=torch.int64), cuda(4)
+    for node, value in ((x, made), (start, number), (fresh, number), (filled, made)):
+        node.meta["val"] = value
+    prepare(gm, CUDA, numbers=False)
+    assert targets(gm) == ["aten.full.default", "aten.fill.Tensor"] and blockers(gm, CUDA) == ()
+    assert next(n for n in gm.graph.nodes if n.target is aten.full.default).args == ([], 7)
+
+
+def test_a_known_number_keeps_readers_on_the_cpu():
+    def fn(x):
+        number = torch.full((), 2.0)
+        return x * number, number + 1
+
+    gm = prepared(fn, lambda: (cuda(4),))
+    assert [b.reason for b in blockers(gm, CUDA)] == ["runs on the CPU", "runs on the CPU"]
+
+
 def test_numbers_are_left_to_inductor():
     gm = prepared(lambda x, n: x * n, lambda: (cuda(4), torch.empty(())), numbers=False)
     assert targets(gm) == ["aten.mul.Tensor"]
