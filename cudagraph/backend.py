@@ -98,15 +98,23 @@ class Compilation:
     def device_type(self) -> str:
         return "cuda" if self.driver is None else self.driver.device_type
 
-    def kind(self, gm: GraphModule, *, is_backward: bool = False, is_inference: bool = False) -> Kind:
-        """To be called while AOTAutograd compiles `gm`: says what its static inputs are."""
+    def kind(
+        self,
+        gm: GraphModule,
+        *,
+        is_backward: bool = False,
+        is_inference: bool = False,
+        static: Sequence[int] | None = None,
+    ) -> Kind:
+        """To be called while AOTAutograd compiles `gm`: says what its static inputs are. `static` are those of a
+        forward where its inputs are not AOTAutograd's any more."""
         names = [node.name for node in gm.graph.find_nodes(op="placeholder")]
         if is_backward:
             # Saved tensors that are parameters stay where they are. Activations don't by themselves: the tree finds
             # those that lie in its own memory, and copies the others.
             static = tuple(i for i, name in enumerate(names) if name in self.static_names)
         else:
-            static = tuple(i for i in _compat.static_inputs_of_forward() if i < len(names))
+            static = tuple(_compat.static_inputs_of_forward() if static is None else static)
             self.static_names = {names[i] for i in static}
         returned = None if is_backward or is_inference else _compat.returned_by_forward()
         word = "backward" if is_backward else "inference" if is_inference else "forward"

@@ -90,6 +90,11 @@ class Analysis:
         return len(self.parts) == 1 and self.parts[0].captured
 
     @property
+    def idle(self) -> bool:
+        """Whether it launches nothing on any device: there is nothing to capture, and nothing is lost."""
+        return all(part.kernel_count == 0 for part in self.parts)
+
+    @property
     def captured_count(self) -> int:
         return sum(part.captured for part in self.parts)
 
@@ -142,6 +147,8 @@ def report(analysis: Analysis, options: Options, captured_count: int | None = No
     """Log, once for each cause, what is not captured and why; `captured_count` says how many parts were in the end, if
     not as in `analysis`. Raises `NotCapturableError` with `options.or_error`."""
     kind = analysis.kind
+    if analysis.idle:
+        return
     if analysis.device is None:
         tell(
             f"{kind.name}: nothing to capture, all of it runs on the CPU",
@@ -184,9 +191,10 @@ def callable_of(gm: GraphModule, kind: Kind, options: Options, driver: CaptureDr
         prepare(gm, device, numbers=True)
     analysis = analyse(gm, kind, options, device_type)
     report(analysis, options)
+    if analysis.idle:
+        return boxed(gm)
     if analysis.captured_count == 0:
-        _compat.set_boxed(gm)
-        return uncaptured(gm.forward)
+        return uncaptured(boxed(gm))
     if analysis.whole:
         piece = whole_piece(gm, kind, analysis.device)
         _compat.set_boxed(gm)

@@ -37,7 +37,10 @@ def inner_compile(compilation: Compilation, inner: Callable[..., Any]) -> Callab
     def compile_graph(gm: GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
         options = compilation.options
         kind = compilation.kind(
-            gm, is_backward=bool(kwargs.get("is_backward")), is_inference=bool(kwargs.get("is_inference"))
+            gm,
+            is_backward=bool(kwargs.get("is_backward")),
+            is_inference=bool(kwargs.get("is_inference")),
+            static=kwargs.get("static_input_idxs"),
         )
         device = capture_device(gm, compilation.device_type)
         if device is not None:
@@ -54,8 +57,9 @@ def inner_compile(compilation: Compilation, inner: Callable[..., Any]) -> Callab
             code = inner(gm, inputs, **{**kwargs, "cudagraphs": _compat.no_cudagraphs()})
         if not _compat.is_compiled_graph(code):
             return code
-        if about is None:
+        if about is None and not analysis.idle:
             _compat.set_callable(code, uncaptured(_compat.callable_of(code)))
+        if about is None:
             return code
         about = dataclasses.replace(
             about,

@@ -234,6 +234,28 @@ def test_without_cuda_it_runs_and_says_so_once(inner, caplog):
     assert isinstance(caught.value.inner_exception, cudagraph.NotCapturableError)
 
 
+@pytest.mark.parametrize("inner", INNER)
+def test_graphs_that_launch_nothing_are_no_matter(noted, inner, caplog):
+    compiled = torch.compile(lambda x: (x.t(), x[0]), backend=backend_with(noted, {"inner": inner, "or_error": True}))
+    x = torch.randn(3, 3)
+    assert all(torch.equal(a, b) for a, b in zip(compiled(x), (x.t(), x[0]), strict=True))
+    assert noted.pieces == [] and cudagraph.stats()["skips"] == 0
+    assert not [r for r in caplog.records if r.name == "cudagraph"]
+
+
+@pytest.mark.slow
+def test_static_inputs_of_frozen_graphs_are_inductors(noted):
+    module = Net().eval()
+    compiled = torch.compile(module, backend=backend_with(noted, {"inner": "inductor"}))
+    x = torch.randn(5, 8)
+    with torch.no_grad(), torch._inductor.config.patch(freezing=True):
+        torch.testing.assert_close(compiled(x), module(x))
+    (piece,) = noted.pieces
+    assert piece.is_inference and all(i < len(piece.placeholders) for i in piece.static_inputs)
+    batch = [i for i in range(len(piece.placeholders)) if i not in piece.static_inputs]
+    assert len(batch) == 1
+
+
 def test_options_are_checked():
     compiled = torch.compile(lambda x: x + 1, backend=cudagraph.cudagraph_tree, options={"inner": "c"})
     with pytest.raises(Exception, match="options\\['inner'\\] must be 'aten' or 'inductor'"):
