@@ -23,7 +23,7 @@ from .policy import SCOPES
 from .report import as_data, format_report
 from .script import Recorded, ScriptError, run_script
 
-_HOOKS = ("float8", "int8", "int4", "bitmask", "cast", "lossless")
+_HOOKS = ("float8", "int8", "int4", "bitmask", "cast", "offload", "lossless")
 
 
 def env() -> str:

@@ -50,7 +50,8 @@ class _Crossing:
     back: Node
     value: Node  # what is copied, contiguous
     source: Node  # what that is a view of
-    views: list[Node]  # from source to value
+    maker: Node  # the operator that makes that
+    views: list[Node]  # from maker to value, nothing that computes
 
     @property
     def device(self) -> torch.device:
@@ -121,9 +122,13 @@ def _crossings(fw: GraphModule, bw: GraphModule, num_fwd_outputs: int, leaves: M
         while is_view(source) and len(source.all_input_nodes) == 1:
             views.insert(0, source)
             source = source.all_input_nodes[0]
-        found.append(_Crossing(leaves[wait], start, wait, slot, reload, back, value, source, views))
+        maker = source
+        while "getitem" in str(maker.target) and len(maker.all_input_nodes) == 1:
+            views.insert(0, maker)
+            maker = maker.all_input_nodes[0]
+        found.append(_Crossing(leaves[wait], start, wait, slot, reload, back, value, source, maker, views))
     place = {node: i for i, node in enumerate(fw.graph.nodes)}
-    return sorted(found, key=lambda c: place[c.source])
+    return sorted(found, key=lambda c: place[c.maker])
 
 
 def _steps(gm: GraphModule) -> list[Node]:
@@ -150,7 +155,7 @@ def _place(
     forward, backward = (node_ms(gm, lambda _: rates, fused) for gm in (fw, bw))
     planned = schedule(
         [
-            Item(c.nbytes, forward_place.get(_maker(c.source), -1), _first_use(c.back, backward_place, len(behind) - 1))
+            Item(c.nbytes, forward_place.get(c.maker, -1), _first_use(c.back, backward_place, len(behind) - 1))
             for c in crossings
         ],
         [forward[n] for n in ahead],
@@ -222,13 +227,6 @@ def _to_move(c: _Crossing, what: str, before: Node) -> list[Node]:
                 stack.append(user)
     order = {node: i for i, node in enumerate(before.graph.nodes)}
     return sorted(found, key=order.__getitem__)
-
-
-def _maker(node: Node) -> Node:
-    """The step that `node` is a result of."""
-    while "getitem" in str(node.target) and isinstance(node.args[0], Node):
-        node = node.args[0]
-    return node
 
 
 def _first_use(back: Node, place: Mapping[Node, int], default: int) -> int:

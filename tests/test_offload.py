@@ -219,6 +219,26 @@ def test_layouts(kind: str) -> None:
     assert_same(step(f, x, hook=ALL), step(f, x))
 
 
+@pytest.mark.parametrize("rates", [None, SLOW], ids=["instant", "slow"])
+def test_attention_gives_several_values_through_views(rates: Rates | None) -> None:
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.qkv, self.out = nn.Linear(16, 48), nn.Linear(16, 16)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            q, k, v = (t.transpose(1, 2) for t in self.qkv(x).unflatten(-1, (3, 2, 8)).unbind(2))
+            mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+            return x + self.out(mixed.transpose(1, 2).flatten(2))
+
+    model, x = nn.Sequential(Attention(), Attention()), torch.randn(1, 12, 16, requires_grad=True)
+    expected = step(compiled(model), x)
+    torch._dynamo.reset()
+    fn = compiled(model)
+    assert_same(step(fn, x, hook=aot_hooks.offload(0, rates=rates, max_stall_ms=math.inf)), expected)
+    assert sum(t.placement.offloaded for t in aot_hooks.last_plans(fn)[0].transfers) > 6
+
+
 # --- how it composes --------------------------------------------------------------------------------------------------
 
 
