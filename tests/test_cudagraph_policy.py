@@ -94,3 +94,40 @@ def test_plain_inductor_is_captured(monkeypatch, partition):
         info.name for info in backward.placeholders
     }
     assert set(noted.call_counts.values()) == {3}
+
+
+@needs_policy
+@pytest.mark.slow
+def test_what_torchs_caches_give_is_captured_too(monkeypatch, tmp_path):
+    from torch._dynamo.utils import counters
+
+    noted = Noted()
+    monkeypatch.setattr(tree, "capture", noted.capture)
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    asked_by_inductor(monkeypatch)
+    settings = {
+        "cudagraph_policy": cudagraph.Policy(driver=noted),
+        "triton.cudagraphs": True,
+        "graph_partition": False,
+        "fx_graph_cache": True,
+    }
+    counters.clear()
+    with torch._inductor.config.patch(settings), torch._functorch.config.patch(enable_autograd_cache=True):
+        for _ in range(2):
+            torch.compiler.reset()
+            torch.manual_seed(0)
+            weight = nn.Parameter(torch.randn(4, 4))
+
+            @torch.compile
+            def f(x, weight=weight):
+                return (x @ weight).sin()
+
+            x = torch.randn(3, 4)
+            f(x).sum().backward()
+            torch.testing.assert_close(weight.grad, x.t() @ (x @ weight).cos())
+    assert counters["aot_autograd"]["autograd_cache_hit"] == 1, dict(counters["aot_autograd"])
+    assert [piece.is_backward for piece in noted.pieces] == [False, True] * 2
+    first, second = noted.pieces[::2]
+    assert first.static_inputs == second.static_inputs and first.placeholders == second.placeholders
+    assert noted.pieces[1].static_inputs == noted.pieces[3].static_inputs
+    assert set(noted.call_counts.values()) == {1} and len(noted.call_counts) == 4
