@@ -292,9 +292,9 @@ def test_inductors_own_pieces(noted, monkeypatch, caplog):
 
     for kind in (scheduler.BaseSchedulerNode, scheduler.FusedSchedulerNode):
         monkeypatch.setattr(kind, "is_gpu", lambda self: True)
-    monkeypatch.setattr(torch._inductor.config, "fx_graph_cache", False)
     options = {"inner": "inductor"}
-    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+    uncached = torch._inductor.config.patch(fx_graph_cache=False)
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True), uncached:
         compiled = torch.compile(blocked, backend=backend_with(noted, options))
         again = torch.compile(lambda x, w: blocked(x, w), backend=backend_with(noted, options))  # the same code
         for _ in range(2):
