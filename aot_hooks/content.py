@@ -19,6 +19,7 @@ import dis
 import enum
 import functools
 import hashlib
+import sys
 import types
 import weakref
 from collections.abc import Callable
@@ -281,7 +282,7 @@ def _code_text(code: types.CodeType, outermost: bool) -> str:
             consts.append(_code_text(const, outermost=False))
         elif i == 0 and doc is not None:
             consts.append("docstring or first string:" + doc)
-        elif isinstance(const, str) and ("<locals>" in const or const == code.co_name):
+        elif i > 0 and _names_function(const, code.co_consts[i - 1]):
             consts.append("name of a function")
         else:
             consts.append(
@@ -291,6 +292,13 @@ def _code_text(code: types.CodeType, outermost: bool) -> str:
     parameters = () if outermost else code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
     head = (code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount, code.co_flags, code.co_names, parameters)
     return repr((head, code.co_code.hex(), consts))
+
+
+def _names_function(const: Any, before: Any) -> bool:
+    """Whether `const` is there for the name of the function whose code is `before`, as Python 3.10 stores it."""
+    if sys.version_info >= (3, 11) or not isinstance(before, types.CodeType):
+        return False
+    return isinstance(const, str) and const.endswith("<locals>." + before.co_name)
 
 
 def _tensor_digest(x: torch.Tensor) -> str:

@@ -118,6 +118,8 @@ DIFFERENT = {
     "operator": ("def f(x): return x * 2", "def f(x): return x + 2"),
     "attribute": ("def f(x): return x.sin()", "def f(x): return x.cos()"),
     "string": ("def f(x): return x['a']", "def f(x): return x['b']"),
+    "string that is the function's own name": ("def a(x): return x['a']", "def b(x): return x['b']"),
+    "string like a function's name": ("def f(x): return x['f.<locals>.a']", "def f(x): return x['f.<locals>.b']"),
     "default": ("def f(x, k=2): return x * k", "def f(x, k=3): return x * k"),
     "keyword default": ("def f(x, *, k=2): return x * k", "def f(x, *, k=3): return x * k"),
     "inner constant": (
