@@ -837,7 +837,7 @@ def partition_for_inductor(gm: GraphModule, inputs: Sequence[Any], patches: dict
 
 
 def without_autograd_cache() -> Any:
-    """torch's AOT cache off: an entry would answer without the partition, and the plan would be missing."""
+    """torch's cache of AOTAutograd's results off, see cache.py for when; Inductor's own stays on."""
     return need("torch._functorch.config").patch({"enable_autograd_cache": False})
 
 

@@ -212,6 +212,7 @@ def _one_normalized(gm: GraphModule) -> Iterator[None]:
     before = [(node, node.name, node.target) for node in nodes]
     # by the user's names too: variables' stacks, and the code as it was generated before
     state = {name: vars(gm).pop(name) for name in _NAMED if name in vars(gm)}
+    forward = vars(type(gm)).get("forward")  # of a class that each GraphModule has for itself
     kept = {node.name for node in nodes if _is_symbolic(node)}
     try:
         with _compat.fresh_namespace(gm.graph):
@@ -230,10 +231,13 @@ def _one_normalized(gm: GraphModule) -> Iterator[None]:
                 for node, name, target in before:
                     _compat.rename_node(node, name, target)
     finally:
-        gm.recompile()
         for attribute in _NAMED:
             vars(gm).pop(attribute, None)
         vars(gm).update(state)
+        if forward is None:
+            gm.recompile()
+        else:
+            type(gm).forward = forward
 
 
 _NAMED = ("_code", "_lineno_map", "_prologue_start", "_source_to_user_stacks")

@@ -1,0 +1,157 @@
+"""Warm starts: a process that finds its graphs in torch's cache, beside the one that compiled them.
+
+stock cold, ours cold, stock warm, ours warm, stock warm, ours warm, ...     a process each; a cache directory each way
+    |
+    v
+seconds from the first call to the end of the first backward: cold / warm (how much a warm start saves), and ours warm /
+stock warm (what the hooks cost there), as JSON
+
+python benchmarks/bench_warm_start.py                                                  # a CUDA machine
+python benchmarks/bench_warm_start.py --device cpu --layers 4 --tokens 128 --width 128
+python benchmarks/bench_warm_start.py --key                                            # the key of 2,000 parameters
+
+`--key` times what this package does for a key of a graph with that many parameters, beside AOTAutograd's tracing of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import tempfile
+import time
+from typing import Any
+
+import torch
+from _measure import conditions
+from model import Stack
+from torch import nn
+
+import aot_hooks
+
+WAYS = ("stock", "aot_hooks")
+
+
+def start(way: str, options: argparse.Namespace) -> dict[str, Any]:
+    """Seconds to the end of the first backward in this process, and what the cache did."""
+    device = torch.device(options.device)
+    torch.manual_seed(0)
+    with device:
+        stack = Stack(
+            options.layers,
+            width=options.width,
+            head_count=options.width // 32 if options.width < 4096 else 32,
+            kv_head_count=options.width // 128 if options.width < 4096 else 8,
+            hidden=options.width * 7 // 2,
+            token_count=options.tokens,
+        ).to(torch.bfloat16)
+        x = torch.randn(options.batch, options.tokens, options.width, dtype=torch.bfloat16, requires_grad=True)
+    context: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+    if way == "aot_hooks":
+        context = aot_hooks.saved_tensors_hooks(aot_hooks.float8())
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    started, cpu_started = time.perf_counter(), sum(os.times()[:4])
+    compiled = torch.compile(stack, backend="inductor" if way == "stock" else "aot_hooks", fullgraph=True)
+    with context:
+        y = compiled(x)
+    y.float().pow(2).mean().backward()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    seconds = {"wall_s": time.perf_counter() - started, "cpu_s": sum(os.times()[:4]) - cpu_started}
+    counters = torch._dynamo.utils.counters["aot_autograd"]
+    hits, misses = counters["autograd_cache_hit"], counters["autograd_cache_miss"]
+    plans = aot_hooks.last_plans(compiled) if way == "aot_hooks" else ()
+    packed = {"packed_bytes": sum(p.packed_bytes for p in plans), "gradient": float(x.grad.float().norm())}
+    return {**seconds, "hits": hits, "misses": misses, **packed}
+
+
+def time_key(options: argparse.Namespace) -> dict[str, Any]:
+    """What the key costs for a model of `options.parameters` parameters, beside compiling it with inner "aten" (tracing
+    and partitioning alone, so the share is of the least that a compilation takes)."""
+    from aot_hooks import cache_key, context, modules
+    from aot_hooks.policy import Setting
+
+    count = options.parameters // 2
+    model = nn.Sequential(*(layer for _ in range(count) for layer in (nn.Linear(4, 4), nn.Tanh())))
+    x = torch.randn(2, 4)
+    setting, found = Setting(aot_hooks.float8()), {}
+
+    def backend(gm: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
+        started = time.perf_counter()
+        key = cache_key.key_of(gm, inputs, setting, context.regions, roots=modules.roots())
+        _ = key.digest
+        found["key_s"] = time.perf_counter() - started
+        started = time.perf_counter()
+        with cache_key.normalized(gm):
+            pass
+        found["normalize_s"] = time.perf_counter() - started
+        found["placeholders"] = len(inputs)
+        started = time.perf_counter()
+        compiled = aot_hooks.backend.with_options({"inner": "aten", "policy": aot_hooks.float8()})(gm, inputs)
+        found["aot_s"] = time.perf_counter() - started
+        return compiled
+
+    torch.compile(model, backend=backend, fullgraph=True)(x).sum().backward()
+    return found | {"share_of_aot": (found["key_s"] + found["normalize_s"]) / found["aot_s"]}
+
+
+def run(way: str, directory: str, options: argparse.Namespace) -> dict[str, Any]:
+    arguments = [f"--{k}={getattr(options, k)}" for k in ("device", "layers", "tokens", "width", "batch")]
+    command = [sys.executable, __file__, "--child", way, *arguments]
+    env = os.environ | {"TORCHINDUCTOR_CACHE_DIR": directory, "TRITON_CACHE_DIR": f"{directory}/triton"}
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    if done.returncode != 0:
+        raise RuntimeError(done.stderr[-4000:])
+    report: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return report
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--tokens", type=int, default=8192)
+    parser.add_argument("--width", type=int, default=4096)
+    parser.add_argument("--batch", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=3, help="warm starts of each way")
+    parser.add_argument("--key", action="store_true", help="time the key instead")
+    parser.add_argument("--parameters", type=int, default=2000)
+    parser.add_argument("--out", type=pathlib.Path, help="write the result there, as JSON")
+    parser.add_argument("--child", choices=WAYS, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.child:
+        print(json.dumps(start(options.child, options)))
+        return
+    device = torch.device("cpu" if options.key else options.device)
+    if options.key:
+        result = conditions(device, parameters=options.parameters, **time_key(options))
+    else:
+        work = {k: getattr(options, k) for k in ("layers", "tokens", "width", "batch", "rounds")}
+        with tempfile.TemporaryDirectory() as folder:
+            directories = {way: f"{folder}/{way}" for way in WAYS}
+            cold = {way: run(way, directories[way], options) for way in WAYS}
+            warm: dict[str, list[dict[str, Any]]] = {way: [] for way in WAYS}
+            for _ in range(options.rounds):
+                for way in WAYS:
+                    warm[way].append(run(way, directories[way], options))
+        best = {way: min(w["wall_s"] for w in warm[way]) for way in WAYS}
+        summary = {
+            "cold_over_warm": {way: cold[way]["wall_s"] / best[way] for way in WAYS},
+            "warm_over_stock_warm": best["aot_hooks"] / best["stock"],
+            "all_hit": all(w["hits"] == 1 and w["misses"] == 0 for way in WAYS for w in warm[way]),
+            "same_gradients": all(w["gradient"] == cold[way]["gradient"] for way in WAYS for w in warm[way]),
+        }
+        result = conditions(device, **work, **summary, cold=cold, warm=warm)
+    text = json.dumps(result, indent=1)
+    print(text)
+    if options.out:
+        options.out.write_text(text + "\n")
+
+
+if __name__ == "__main__":
+    main()
