@@ -21,7 +21,7 @@ from typing import Any
 from . import _compat
 from .cache_key import Key
 from .content import content
-from .errors import AotHooksError
+from .errors import AotHooksError, PolicyError
 from .examine import examined, foreign_operator
 from .hook import KEEP, Hook, compiling_for
 from .plan import Decision, Plan
@@ -180,7 +180,12 @@ class _Checks:
 
     def chosen(self, number: int, row: SavedTensor) -> Hook:
         setting = self.key.settings[number]
-        return KEEP if setting is None or out_of_scope(row, setting.scope) else setting.choose(row)
+        if setting is None or out_of_scope(row, setting.scope):
+            return KEEP
+        try:
+            return setting.choose(row)
+        except PolicyError as e:  # a region's policy may be made for the rows of that region only
+            raise Refused(f"of another region's tensor, {e}") from e
 
     def reference(self, hook: Hook, row: SavedTensor) -> _Hook:
         if hook is KEEP:
@@ -236,7 +241,7 @@ def _program(hook: Hook, row: SavedTensor) -> str:
     with compiling_for("inductor"), _compat.fake_tensor(shape, row.dtype, row.device) as value:
         try:
             traced = trace_hook(hook, value, row.describe(), decompositions=None)
-        except AotHooksError as e:
+        except (AotHooksError, RuntimeError) as e:  # on a dense tensor; on the saved one it went well
             return type(e).__name__
     operator = foreign_operator(traced.pack) or foreign_operator(traced.unpack)
     if operator is not None and "cache_hash" not in examined(hook).parts:

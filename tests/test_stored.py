@@ -162,6 +162,16 @@ def test_a_hook_that_depends_on_something_outside_is_refused() -> None:
         torch.set_float32_matmul_precision(before)
 
 
+def test_a_policy_that_another_regions_rows_upset_makes_no_entry_and_no_error() -> None:
+    def upset(saved: aot_hooks.SavedTensor) -> aot_hooks.Hook:
+        raise ValueError(saved.name)
+
+    plans = plans_of(half())
+    key = key_for(half(), upset)
+    with pytest.raises(Refused, match="of another region's tensor, policy 'upset' raised ValueError"):
+        unpack(pack_up(plans, key, lambda: places(plans)), key, lambda: places(plans))
+
+
 @torch.library.custom_op("test_stored::half", mutates_args=())
 def operator(x: torch.Tensor) -> torch.Tensor:
     return x.half()
