@@ -18,6 +18,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from . import _compat
+from .liveness import bytes_of
 
 __all__ = ["CaptureDriver", "CudaDriver", "Pool", "cuda_driver"]
 
@@ -239,7 +240,7 @@ class CudaDriver:
                 storage.resize_(storage.nbytes())  # allocates, copies and points there
             return
         with torch.inference_mode(False), torch.no_grad(), torch.cuda.device(storages[0].device):
-            old = [_bytes(storage) for storage in storages]
+            old = [bytes_of(storage) for storage in storages]
             new = [torch.empty_like(x) for x in old]
             _compat.foreach_copy(new, old)
         for storage, copy in zip(storages, new, strict=True):
@@ -264,10 +265,6 @@ CAPTURE_ERRORS = (
     "cudaErrorStreamCapture",
     "captures_underway",
 )
-
-
-def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (storage.nbytes(),), (1,))
 
 
 @functools.cache

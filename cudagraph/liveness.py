@@ -20,7 +20,21 @@ import torch
 
 from . import _compat
 
-__all__ = ["STALE", "Layout", "Slot", "Watch", "held", "layout_of", "stale_message", "tensor_on"]
+__all__ = [
+    "STALE",
+    "Layout",
+    "Slot",
+    "Watch",
+    "bytes_of",
+    "held",
+    "layout_of",
+    "on_slots",
+    "stale_message",
+    "tensor_on",
+]
+
+use_count = _compat.storage_use_count
+getrefcount = sys.getrefcount
 
 STALE = "output of a CUDA graph whose memory has been reused"
 
@@ -48,6 +62,11 @@ def tensor_on(storage: torch.UntypedStorage, layout: Layout) -> torch.Tensor:
         if layout.conjugate:
             x = x.conj()
         return _compat.negated(x) if layout.negative else x
+
+
+def bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
+    """All of `storage`, as bytes."""
+    return tensor_on(storage, Layout((storage.nbytes(),), (1,), 0, torch.uint8))
 
 
 class Slot:
@@ -99,9 +118,8 @@ class Slot:
         return 1 + len(self.watches) + EXTRA_HANDLES
 
     def held(self) -> bool:
-        return (
-            _compat.storage_use_count(self.cdata) > self.own_uses or _handles([self.storage])[0] > self.own_handles + 1
-        )
+        (handles,) = map(getrefcount, [self.storage])  # one more than `own_handles`, for the list
+        return use_count(self.cdata) > self.own_uses or handles > self.own_handles + 1
 
     def add_template(self, templates: list[torch.Tensor], layout: Layout) -> None:
         """Append to `templates` a tensor that is given out as aliases of it; it follows when the slot is renewed."""
@@ -126,32 +144,32 @@ class Slot:
         """Let watches know the storage and what is ours of it."""
         for watch, position in self.watches:
             watch.cdatas[position] = self.cdata
-            watch.own_uses[position] = self.own_uses
             watch.handles[position] = self.storage
-            watch.own_handles[position] = self.own_handles
+            watch.own[position] = self.own_uses
+            watch.own[len(watch.slots) + position] = self.own_handles
 
 
 class Watch:
-    """Several slots that are looked at together."""
+    """Several slots that are looked at together.
 
-    __slots__ = ("cdatas", "handles", "own_handles", "own_uses", "slots")
+    Attributes:
+        own: the use count of each storage when nobody else holds it, then the reference count of each handle.
+    """
+
+    __slots__ = ("cdatas", "handles", "own", "slots")
 
     def __init__(self, slots: Iterable[Slot]) -> None:
         self.slots = tuple(slots)
         self.cdatas = [0] * len(self.slots)
-        self.own_uses = [0] * len(self.slots)
         self.handles: list[Any] = [None] * len(self.slots)
-        self.own_handles = [0] * len(self.slots)
+        self.own = [0] * (2 * len(self.slots))
         for position, slot in enumerate(self.slots):
             slot.watches.append((self, position))
             slot.tell()
 
     def none_held(self) -> bool:
         """Whether nobody but the tree holds any of them. The cost of a call in which nobody holds anything."""
-        return (
-            list(map(_compat.storage_use_count, self.cdatas)) == self.own_uses
-            and _handles(self.handles) == self.own_handles
-        )
+        return [*map(use_count, self.cdatas), *map(getrefcount, self.handles)] == self.own
 
     def close(self) -> None:
         self.handles = []
@@ -160,19 +178,14 @@ class Watch:
             slot.tell()
 
 
-def _handles(storages: list[torch.UntypedStorage]) -> list[int]:
-    """How many references there are to the Python objects of `storages`."""
-    return list(map(sys.getrefcount, storages))
-
-
 def _extra_handles() -> int:
-    """References that `_handles` sees beyond those of names and lists."""
+    """References that counting by `map` sees beyond those of names and lists."""
     memory = torch.zeros(8, dtype=torch.uint8)
     storages = [_compat.storage_at(memory.data_ptr(), memory.device, memory.nbytes)]
     template = tensor_on(storages[0], layout_of(memory))
-    extra = _handles(storages)[0] - 1
+    (count,) = map(getrefcount, storages)
     del template
-    return extra
+    return count - 1
 
 
 EXTRA_HANDLES = _extra_handles()

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from . import _compat, counters
-from .liveness import Layout, Slot, Watch, tensor_on
+from .liveness import Layout, Slot, Watch, bytes_of, layout_of, tensor_on
 
 if TYPE_CHECKING:
     from .function import Function
@@ -69,6 +69,7 @@ class Node:
         self.input_aliases: list[tuple[int, int, int, Layout]] = []
         self.repeats: list[tuple[int, int]] = []
         self.is_plain = False
+        self.gives_copies = False
         # the graph
         self.graph: Any = None
         self.launch: Callable[[], None] = _no_graph
@@ -110,8 +111,10 @@ class Node:
     def outputs(self, inputs: list[Any]) -> list[Any]:
         """What the function returned, over the same memory; empties `inputs`."""
         given = self.skeleton.copy()
-        for position, template, slot in zip(self.template_positions, self.templates, self.template_slots, strict=True):
-            given[position] = template.clone() if slot is not None and slot.given_as_copies else template.data
+        for position, template in zip(self.template_positions, self.templates, strict=True):
+            given[position] = template.data
+        if self.gives_copies:
+            self._copy(given)
         for position, index in self.same_inputs:
             given[position] = inputs[index]
         for position, index, shift, layout in self.input_aliases:
@@ -121,14 +124,22 @@ class Node:
         inputs.clear()
         return given
 
+    def _copy(self, given: list[Any]) -> None:
+        """Let outputs be copies that are to be; those that alias one another share one."""
+        copies: dict[Slot, torch.UntypedStorage] = {}
+        for position, template, slot in zip(self.template_positions, self.templates, self.template_slots, strict=True):
+            if slot is not None and slot.given_as_copies:
+                if slot not in copies:
+                    copies[slot] = bytes_of(slot.storage).clone().untyped_storage()
+                given[position] = tensor_on(copies[slot], layout_of(template))
+
     def settle(self) -> None:
         """See what can be done the short way: inputs in a row; outputs that are templates, in order."""
         first, last = min(self.copied_inputs, default=0), max(self.copied_inputs, default=-1)
         if self.copied_inputs == list(range(first, last + 1)):
             self.copied_range = slice(first, last + 1)
-        self.is_plain = self.template_positions == list(range(len(self.skeleton))) and not any(
-            slot is not None and slot.given_as_copies for slot in self.template_slots
-        )
+        self.gives_copies = any(slot is not None and slot.given_as_copies for slot in self.template_slots)
+        self.is_plain = self.template_positions == list(range(len(self.skeleton))) and not self.gives_copies
 
     def path(self) -> list[Node]:
         """The nodes from the first recording to this one."""

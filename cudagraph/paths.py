@@ -135,11 +135,12 @@ class Tree:
         if self.tainted:
             self.close(inputs)
         came_from = self.place
-        if self.may_end(function, inputs):
+        ends = self.may_end(function, inputs)
+        if ends:
             self.end_step(inputs, function)
         outputs = self._known(function, key, inputs)
         if outputs is not None:
-            if self.place is not came_from and not came_from.pending and key not in came_from.edges:
+            if ends and came_from is not self.root and not came_from.pending and key not in came_from.edges:
                 came_from.edges[key] = self._restart(came_from, key)
             return outputs
         if function.uncapturable is not None:

@@ -453,9 +453,10 @@ def main() -> int:
     parser.add_argument("--device", choices=["simulator", "cuda"], default="simulator")
     parser.add_argument("--reset-every", type=int, default=25, help="programs that share recordings")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after so long")
+    parser.add_argument("--moves", choices=["all", "made"], default="all", help="of the simulator: see there")
     parser.add_argument("--trace", action="store_true", help="print what programs do; stop at the first error")
     options = parser.parse_args()
-    world = World(options.device, **({"arena_bytes": 1 << 20} if options.device == "simulator" else {}))
+    world = World(options.device, **({"moves": options.moves} if options.device == "simulator" else {}))
     begin = time.monotonic()
     wrong: list[tuple[int, str]] = []
     done = 0

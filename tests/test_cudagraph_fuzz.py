@@ -9,8 +9,8 @@ from tree_programs import World
 from cudagraph import node, tree
 from cudagraph.liveness import Watch
 
-# What they found: a warm-up that was over took away what the step before it had given out (46 of an earlier list).
-KEPT = (12, 46)
+# Found where storages can be moved only once: outputs that alias one another were given out as separate copies.
+KEPT = (5081, 5220, 5290, 5686, 5841)
 
 
 @pytest.fixture(params=["simulator", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -21,9 +21,14 @@ def world(request):
     tree.forget_marks()
 
 
-@pytest.mark.parametrize("seeds", [KEPT, range(1, 41)], ids=["kept", "some"])
-def test_programs_are_as_in_eager(world, seeds):
-    assert fuzz_cudagraph.run_seeds(list(seeds), world) == []
+def test_programs_are_as_in_eager(world):
+    assert fuzz_cudagraph.run_seeds(range(1, 41), world) == []
+
+
+@pytest.mark.parametrize("moves", ["all", "made"])
+def test_programs_that_once_differed(moves):
+    tree.reset()
+    assert fuzz_cudagraph.run_seeds(KEPT, World("simulator", moves=moves)) == []
 
 
 def test_the_fuzzer_notices(monkeypatch):
