@@ -50,8 +50,7 @@ class _Crossing:
     back: Node
     value: Node  # what is copied, contiguous
     source: Node  # what that is a view of
-    maker: Node  # the operator that makes that
-    views: list[Node]  # from maker to value, nothing that computes
+    views: list[Node]  # what makes the value from results of steps, in order
 
     @property
     def device(self) -> torch.device:
@@ -116,28 +115,40 @@ def _crossings(fw: GraphModule, bw: GraphModule, num_fwd_outputs: int, leaves: M
         assert isinstance(start, Node)
         reload = next(u for u in slot.users if u.target is reload_start)
         back = next(u for u in reload.users if u.target is reload_wait)
-        value = source = start.args[0]
-        views: list[Node] = []
-        assert isinstance(value, Node) and isinstance(source, Node)
-        while is_view(source) and len(source.all_input_nodes) == 1:
-            views.insert(0, source)
-            source = source.all_input_nodes[0]
-        maker = source
-        while "getitem" in str(maker.target) and len(maker.all_input_nodes) == 1:
-            views.insert(0, maker)
-            maker = maker.all_input_nodes[0]
-        found.append(_Crossing(leaves[wait], start, wait, slot, reload, back, value, source, maker, views))
-    place = {node: i for i, node in enumerate(fw.graph.nodes)}
-    return sorted(found, key=lambda c: place[c.maker])
+        value = source = start.all_input_nodes[0]
+        while is_view(source) and isinstance(source.args[0], Node):
+            source = source.args[0]
+        views = [n for n in _free_before(value) if _is_free(n)]
+        found.append(_Crossing(leaves[wait], start, wait, slot, reload, back, value, source, views))
+    return found
+
+
+def _is_free(node: Node) -> bool:
+    """Whether `node` computes nothing on a device: views, items of a tuple, sizes."""
+    free = (
+        is_view(node)
+        or "getitem" in str(node.target)
+        or not isinstance(node.meta.get("val"), torch.Tensor | tuple | list)
+    )
+    return node.op == "call_function" and node.target not in _OURS and free
+
+
+def _free_before(value: Node) -> list[Node]:
+    """What stands between `value` and the steps that it is made by, both included, in order."""
+    found: dict[Node, None] = {value: None}
+    stack = [value]
+    while stack:
+        node = stack.pop()
+        new = [n for n in node.all_input_nodes if n not in found] if _is_free(node) else []
+        found.update(dict.fromkeys(new))
+        stack += new
+    order = {node: i for i, node in enumerate(value.graph.nodes)}
+    return sorted(found, key=order.__getitem__)
 
 
 def _steps(gm: GraphModule) -> list[Node]:
     """The nodes that compute."""
-    return [
-        n
-        for n in gm.graph.nodes
-        if n.op == "call_function" and n.target not in _OURS and not is_view(n) and "getitem" not in str(n.target)
-    ]
+    return [n for n in gm.graph.nodes if n.op == "call_function" and n.target not in _OURS and not _is_free(n)]
 
 
 def _place(
@@ -151,13 +162,12 @@ def _place(
 ) -> list[Transfer]:
     ahead, behind = _steps(fw), _steps(bw)
     forward_place = {node: i for i, node in enumerate(ahead)}
+    made = {id(c): max((forward_place.get(n, -1) for n in _free_before(c.value)), default=-1) for c in crossings}
+    crossings = sorted(crossings, key=lambda c: made[id(c)])
     backward_place = {node: i for i, node in enumerate(behind)}
     forward, backward = (node_ms(gm, lambda _: rates, fused) for gm in (fw, bw))
     planned = schedule(
-        [
-            Item(c.nbytes, forward_place.get(c.maker, -1), _first_use(c.back, backward_place, len(behind) - 1))
-            for c in crossings
-        ],
+        [Item(c.nbytes, made[id(c)], _first_use(c.back, backward_place, len(behind) - 1)) for c in crossings],
         [forward[n] for n in ahead],
         [backward[n] for n in behind],
         to_host=rates.to_host,
@@ -222,7 +232,7 @@ def _to_move(c: _Crossing, what: str, before: Node) -> list[Node]:
     found, stack = {c.back}, [c.back]
     while stack:
         for user in stack.pop().users:
-            if user.op == "call_function" and (is_view(user) or "getitem" in str(user.target)) and user < before:
+            if _is_free(user) and user < before:
                 found.add(user)
                 stack.append(user)
     order = {node: i for i, node in enumerate(before.graph.nodes)}

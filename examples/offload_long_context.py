@@ -1,12 +1,13 @@
 """The longest sequence that trains within a memory limit: with nothing, float8, offload, and both.
 
-    for each way:   double the length until a step does not fit, then halve the step between    -> longest length
+    for each way:   double the length until a step does not fit, then halve what is between     -> longest length
                     one step at each length: forward, backward, AdamW, all within the limit
 
 The model is a stack of Llama-shaped blocks; its weights and the optimizer's state are on the device throughout. The
 limit is `torch.cuda.set_per_process_memory_fraction`: what does not fit there raises, as on a smaller device.
 
-    python examples/offload_long_context.py --limit-gib 24         # a CUDA device with more memory than that
+    python examples/offload_long_context.py                        # a CUDA device with more than 24 GiB, some minutes
+    python examples/offload_long_context.py --inner aten --limit-gib 4 --layers 4 --width 2048    # half a minute
     python examples/offload_long_context.py --small                # on a CPU: predicted peaks, nothing is limited
 """
 
@@ -62,7 +63,7 @@ class Model(nn.Module):
 
 def ways(min_bytes: int) -> dict[str, aot_hooks.Hook | None]:
     """Offloading is asked for as much as there is, whatever it costs: what counts here is what fits."""
-    everything = {"min_bytes": min_bytes, "max_stall_ms": math.inf}
+    everything = {"min_bytes": min_bytes, "max_stall_ms": math.inf, "in_flight_bytes": 256 << 20}
     return {
         "nothing": None,
         "float8": aot_hooks.float8(),
@@ -87,8 +88,9 @@ class Trainer:
         self.optimizer.step()  # makes its state, so that each length finds the same memory taken
 
     def compiled(self) -> Callable[[Tensor], Tensor]:
+        """Anew, for all lengths."""
         torch._dynamo.reset()
-        return torch.compile(self.model, backend="aot_hooks", dynamic=False, options={"inner": self.inner})
+        return torch.compile(self.model, backend="aot_hooks", dynamic=True, options={"inner": self.inner})
 
     def step(self, fn: Callable[[Tensor], Tensor], hook: aot_hooks.Hook | None, length: int) -> float:
         """One step at `length`; the loss. Raises `torch.OutOfMemoryError`."""
@@ -103,14 +105,13 @@ class Trainer:
         loss = y.float().square().mean()
         loss.backward()
         self.optimizer.step()
-        return float(loss)
+        return float(loss.detach())
 
-    def fits(self, hook: aot_hooks.Hook | None, length: int) -> dict[str, Any] | None:
-        """What two steps at `length` took, or None if they do not fit."""
+    def fits(self, fn: Callable[[Tensor], Tensor], hook: aot_hooks.Hook | None, length: int) -> dict[str, Any] | None:
+        """What the second of two steps at `length` took, or None if they do not fit."""
         self.clear()
-        fn = self.compiled()
         try:
-            self.step(fn, hook, length)  # compiles
+            self.step(fn, hook, length)  # pins host memory, and compiles if it is the first length
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
             started = time.perf_counter()
@@ -119,7 +120,8 @@ class Trainer:
         except torch.OutOfMemoryError:
             return None
         seconds, peak = time.perf_counter() - started, torch.cuda.max_memory_allocated()
-        return {"length": length, "s": seconds, "peak_gib": peak / GIB, "loss": loss, **host(fn)}
+        host = aot_hooks.offload_stats()["host_peak_bytes"]
+        return {"length": length, "s": seconds, "peak_gib": peak / GIB, "host_gib": host / GIB, "loss": loss}
 
     def clear(self) -> None:
         for p in self.model.parameters():
@@ -131,18 +133,13 @@ class Trainer:
             torch.cuda.empty_cache()
 
 
-def host(fn: Any) -> dict[str, float]:
-    plans = aot_hooks.last_plans(fn)
-    return {"host_gib": sum(p.host_bytes for p in plans) / GIB}
-
-
 def longest(trainer: Trainer, hook: aot_hooks.Hook | None, start: int, finest: int) -> dict[str, Any]:
-    """The longest length that fits, to within `finest`."""
+    """The longest length that fits: a multiple of `finest`, to within a sixteenth."""
     best: dict[str, Any] = {"length": 0}
     fails = math.inf  # the shortest that does not fit
-    length = start
-    while best["length"] < length < fails:
-        found = trainer.fits(hook, length)
+    length, fn = start, trainer.compiled()
+    while best["length"] < length < fails and fails - best["length"] > best["length"] / 16:
+        found = trainer.fits(fn, hook, length)
         print(f"    {length:7}: {'fits' if found else 'out of memory'}", file=sys.stderr, flush=True)
         if found is None:
             fails = length
@@ -165,7 +162,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--width", type=int, default=4096)
     parser.add_argument("--start", type=int, default=4096, help="the first length that is tried")
-    parser.add_argument("--finest", type=int, default=2048, help="how close the answer is")
+    parser.add_argument("--finest", type=int, default=2048, help="lengths are multiples of it")
     parser.add_argument("--ways", default="", help="comma-separated, all if not given")
     parser.add_argument("--inner", choices=("inductor", "aten"), default="inductor")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -178,7 +175,8 @@ def main(arguments: list[str] | None = None) -> int:
     held = torch.cuda.memory_allocated() / GIB
     chosen = {k: v for k, v in ways(1 << 20).items() if not options.ways or k in options.ways.split(",")}
     device = torch.cuda.get_device_name(0)
-    print(f"{device}, torch {torch.__version__}, limit {options.limit_gib} GiB, weights and state {held:.1f} GiB")
+    held_text = f"weights and state {held:.1f} GiB"
+    print(f"{device}, torch {torch.__version__}, limit {options.limit_gib} GiB, {held_text}", flush=True)
     rows = {}
     for name, hook in chosen.items():
         print(f"  {name}", file=sys.stderr, flush=True)

@@ -252,6 +252,28 @@ def test_dynamic_shapes_compile_once() -> None:
     assert sent() > 0
 
 
+def test_dynamic_shapes_through_views() -> None:
+    class Heads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.qkv, self.out = nn.Linear(16, 48), nn.Linear(16, 16)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            q, k, v = (t.transpose(1, 2) for t in self.qkv(x).unflatten(-1, (3, 2, 8)).unbind(2))
+            mixed = torch.softmax(q @ k.transpose(-1, -2), -1) @ v
+            return x + self.out(mixed.transpose(1, 2).flatten(2)).sigmoid() * x.shape[1]
+
+    model = nn.Sequential(Heads(), Heads())
+    fn = compiled(model, dynamic=True)
+    for tokens in (8, 11, 5):
+        x = torch.randn(2, tokens, 16, requires_grad=True)
+        for rates in (None, SLOW):
+            hook = aot_hooks.offload(0, rates=rates, max_stall_ms=math.inf)
+            assert_same(step(fn, x, hook=hook), step(model, x), exactly=False)
+    assert len(aot_hooks.last_plans(fn)) == 2
+    assert sent() > 0
+
+
 def test_policies_choose() -> None:
     model, x = stack(4), torch.randn(8, 16, requires_grad=True)
     fn = compiled(model)

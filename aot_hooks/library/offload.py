@@ -240,6 +240,8 @@ class _Declines:
     then: Hook | None
 
     def __call__(self, saved: Any) -> str | None:
+        if saved.device.type not in ("cuda", "cpu"):
+            return f"offload has no copies beside the compute for device {saved.device}"
         if saved.nbytes < self.min_bytes:
             return f"smaller than min_bytes={self.min_bytes}"
         return self.then.declines(saved) if self.then is not None and self.then.declines is not None else None

@@ -1,0 +1,66 @@
+"""What bench_offload.py reads off a trace, and how the example finds the longest length, on made-up numbers."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def load(folder: str, name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(ROOT / folder))
+    spec = importlib.util.spec_from_file_location(name, ROOT / folder / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, name, module)
+    spec.loader.exec_module(module)
+    return module
+
+
+def event(kind: str, name: str, start_us: float, us: float, nbytes: int = 0) -> dict[str, Any]:
+    return {"cat": kind, "name": name, "ts": start_us, "dur": us, "args": {"bytes": nbytes} if nbytes else {}}
+
+
+def test_the_share_of_copies_beside_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = load("benchmarks", "bench_offload", monkeypatch)
+    events = [
+        event("kernel", "mm", 0, 1000),
+        event("kernel", "mm", 500, 1500),  # overlaps: until 2000
+        event("kernel", "mm", 3000, 1000),
+        event("gpu_memcpy", "Memcpy DtoH (Device -> Pinned)", 1000, 1000, 50_000_000),
+        event("gpu_memcpy", "Memcpy HtoD (Pinned -> Device)", 1500, 2000, 100_000_000),  # 500 + 500 of it beside one
+        event("gpu_memcpy", "Memcpy DtoD (Device -> Device)", 0, 4000, 1),
+        {"name": "something else", "ts": 0},
+    ]
+    row = bench.OffloadRow("x")
+    bench.read_trace(events, row)
+    assert (row.to_host.count, row.to_host.total_ms, row.to_host.hidden_ms) == (1, 1.0, 1.0)
+    assert (row.to_device.count, row.to_device.total_ms, row.to_device.hidden_ms) == (1, 2.0, 1.0)
+    assert row.hidden_share == pytest.approx(2 / 3)
+    assert row.step_kernels_ms == 3.0
+    assert "50.0" in bench.format_offload([row])  # GB/s
+    timeline = bench.format_timeline(events)
+    assert "pause   1.00" in timeline and "DtoH" in timeline and timeline.endswith("4.00  end")
+
+
+@pytest.mark.parametrize("fits", [0, 499, 999, 1000, 4700, 70_000])
+def test_the_longest_length_that_fits(monkeypatch: pytest.MonkeyPatch, fits: int) -> None:
+    example = load("examples", "offload_long_context", monkeypatch)
+    tried: list[int] = []
+
+    class Trainer:
+        def compiled(self) -> None: ...
+
+        def fits(self, fn: object, hook: object, length: int) -> dict[str, int] | None:
+            tried.append(length)
+            return {"length": length} if length <= fits else None
+
+    found = example.longest(Trainer(), None, start=1000, finest=500)["length"]
+    assert found <= fits < (found + 500) * 17 / 16
+    assert len(tried) == len(set(tried)) < 13
