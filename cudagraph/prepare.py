@@ -1,7 +1,7 @@
 """Takes out of a graph what stands on the CPU for no reason, before it is looked at.
 
     torch.arange(n).to("cuda")           made where it is wanted
-    torch.tensor(0.5, device="cuda")     a constant: copied when the graph is compiled, not in every call
+    torch.tensor([1, 2], device="cuda")  a constant: moved when the graph is compiled, not in every call
     x[..., 0] = 3                        a known number: made on the device too
     x * s   with s a number on the CPU   s is copied ahead of the graph, in one place, and x * s can be captured
 
@@ -19,7 +19,6 @@ from torch.fx import GraphModule, Node
 
 from . import _compat
 from .check import CPU, attribute_of, tensors_in, value_of
-from .placeholder import written_nodes
 
 __all__ = ["prepare"]
 
@@ -103,13 +102,14 @@ def _constant_behind(node: Node) -> torch.Tensor | None:
 
 
 def _constants(gm: GraphModule, device: torch.device) -> int:
-    """`_to_copy(lift_fresh_copy(constant))`; nothing writes to it, because the graph is functional."""
+    """`_to_copy(lift_fresh_copy(constant))`: copied on the device, because each call makes a tensor of its own, which
+    may be written to by whoever gets it."""
     count = 0
     for node in list(gm.graph.nodes):
         if not _moved_to(node, device):
             continue
         constant = _constant_behind(node.all_input_nodes[0])
-        if constant is None or any(node in written_nodes(user) for user in node.users):
+        if constant is None:
             continue
         name = f"_on_device_{count}"
         while hasattr(gm, name):
@@ -117,9 +117,11 @@ def _constants(gm: GraphModule, device: torch.device) -> int:
         with _compat.without_modes():
             gm.register_buffer(name, constant.to(device), persistent=False)
         with gm.graph.inserting_before(node):
-            moved = gm.graph.get_attr(name)
-        moved.meta = dict(node.meta)
-        node.replace_all_uses_with(moved)
+            held = gm.graph.get_attr(name)
+            fresh = gm.graph.call_function(aten.lift_fresh_copy.default, (held,))  # Inductor drops a clone
+        held.meta = {"val": node.meta["val"]}
+        fresh.meta = dict(node.meta)
+        node.replace_all_uses_with(fresh)
         gm.graph.erase_node(node)
         count += 1
     return count

@@ -163,24 +163,27 @@ def test_a_device_that_is_the_cpu_changes_nothing():
     assert gm.code == before
 
 
-def test_constants_are_copied_when_the_graph_is_compiled():
+def test_constants_are_moved_when_the_graph_is_compiled_and_copied_in_each_call():
     """No CUDA here: the constant is moved to the meta device, which stands for it."""
-    gm = GraphModule({}, torch.fx.Graph())
+    graph = torch.fx.Graph()
+    gm = GraphModule({}, graph)
+    gm.graph = graph
     gm.register_buffer("table", torch.tensor([1.0, 2.0]))
-    graph = gm.graph
-    x = graph.placeholder("x")
-    table = graph.get_attr("table")
-    fresh = graph.call_function(aten.lift_fresh_copy.default, (table,))
-    moved = graph.call_function(aten._to_copy.default, (fresh,), {"device": torch.device("meta")})
-    out = graph.call_function(aten.add.Tensor, (x, moved))
-    graph.output((out,))
+    x = gm.graph.placeholder("x")
+    table = gm.graph.get_attr("table")
+    fresh = gm.graph.call_function(aten.lift_fresh_copy.default, (table,))
+    moved = gm.graph.call_function(aten._to_copy.default, (fresh,), {"device": torch.device("meta")})
+    out = gm.graph.call_function(aten.add.Tensor, (x, moved))
+    gm.graph.output((out, moved))
     with fake_devices():
         for node, device in ((x, "meta"), (fresh, "cpu"), (moved, "meta"), (out, "meta")):
             node.meta["val"] = torch.empty(2, device=device)
     table.meta["val"] = fresh.meta["val"]
-    gm.recompile()
     prepare(gm, torch.device("meta"), numbers=True)
-    assert targets(gm) == ["aten.add.Tensor"]
+    assert targets(gm) == ["aten.lift_fresh_copy.default", "aten.add.Tensor"]
     (constant,) = gm.graph.find_nodes(op="get_attr")
     held = getattr(gm, constant.target)
     assert type(held) is torch.Tensor and held.device.type == "meta" and held.shape == (2,)
+    # what is returned is the caller's: the next call must not see what was written to it
+    given = torch.empty(2, device="meta")
+    assert gm(given)[1] is not gm(given)[1] and gm(given)[1] is not held
