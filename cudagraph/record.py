@@ -221,6 +221,8 @@ def _outputs(
         else:
             slot.add_template(node.templates, layout)
     saved = function.piece.saved_outputs
+    if saved is not None:  # an output that is returned twice has its slot at the first position only
+        saved = (*saved, *(first for k, first in node.repeats if k in saved))
     backward_needs = [
         slot
         for k, slot in zip(node.template_positions, node.template_slots, strict=True)

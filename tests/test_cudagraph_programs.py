@@ -20,6 +20,7 @@ import aot_hooks
 import cudagraph
 from aot_hooks import captured
 from aot_hooks.backend import aot_hooks as hooks_backend
+from cudagraph import tree
 from cudagraph.backend import Compilation, backend_with
 
 
@@ -215,6 +216,30 @@ def test_graph_breaks_and_dynamic_shapes(place):
         for p, q in zip(module.parameters(), reference.parameters(), strict=True):
             torch.testing.assert_close(p.grad, q.grad)
     assert cudagraph.stats()["replays"] > 0
+
+
+def test_an_output_that_is_also_saved_waits_for_the_backward():
+    """Inductor returns one tensor twice for `exp` and its like: to the user, and for the backward."""
+    simulator = Simulator()
+
+    def run(inputs):
+        h = inputs.pop().exp()
+        return [h, h]
+
+    piece = tree.Piece("forward", run, torch.device("cpu"), is_inference=False, saved_outputs=(1,))
+    call = tree.capture(piece, cudagraph.Options(), simulator)
+    for _ in range(3):  # warm up, record, replay
+        cudagraph.mark_step_begin()
+        outputs = call([torch.randn(4)])
+        del outputs
+    cudagraph.mark_step_begin()
+    x = torch.randn(4)
+    shown, saved = call([x])
+    del shown
+    cudagraph.mark_step_begin()
+    other = call([torch.randn(4)])  # a second forward in flight
+    torch.testing.assert_close(simulator.read(saved), x.exp())
+    del other, saved
 
 
 # --- two kinds of devices ---
