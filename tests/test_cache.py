@@ -201,3 +201,30 @@ def test_explain_miss_shows_what_differs(
 def test_explain_miss_without_a_miss(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain-miss", "--dir", str(tmp_path)]) == 1
     assert "no graph with hooks has missed" in capsys.readouterr().err
+
+
+@pytest.mark.gpu
+def test_on_cuda_what_is_taken_computes_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    torch.manual_seed(0)
+    model = (
+        torch.nn.Sequential(torch.nn.Linear(256, 1024), torch.nn.GELU(), torch.nn.Linear(1024, 256)).cuda().bfloat16()
+    )
+    x = torch.randn(64, 256, device="cuda", dtype=torch.bfloat16)
+
+    def step() -> tuple[list[torch.Tensor], Any, dict[str, Any]]:
+        torch._dynamo.reset()
+        model.zero_grad()
+        compiled = torch.compile(model, backend="aot_hooks")
+        with aot_hooks.saved_tensors_hooks(aot_hooks.float8()):
+            y = compiled(x)
+        y.square().sum().backward()
+        return [p.grad.clone() for p in model.parameters()], aot_hooks.last_plans(compiled), aot_hooks.cache_stats()
+
+    cold, plans, stats = step()
+    assert (stats["hits"], stats["misses"]) == (0, 1)
+    warm, plans_again, stats = step()
+    assert (stats["hits"], stats["misses"]) == (1, 0)
+    assert [p.packed_bytes for p in plans] == [p.packed_bytes for p in plans_again]
+    for a, b in zip(cold, warm, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0)
