@@ -10,6 +10,7 @@ import contextlib
 import copy
 import dataclasses
 import functools
+import hashlib
 import importlib
 import inspect
 import sys
@@ -947,7 +948,12 @@ def autograd_cache(
         except Exception as e:  # torch goes on without its cache, whatever it is; we only say so
             event.bypass = str(e).splitlines()[0] if str(e) else type(e).__name__
             raise
-        event.key, event.lines = f"{key}_{digest}", tuple(map(str, lines))
+        # both in torch's own key since 2.13
+        static = sorted(getattr(config, "static_input_indices", None) or ())
+        autocast = [(d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in ("cpu", "cuda")]
+        own = hashlib.sha256(f"{digest} {static} {autocast}".encode()).hexdigest()[: len(digest)]
+        event.key = f"{key}_{own}"
+        event.lines = (*map(str, lines), f"static inputs: {static}", f"autocast: {autocast}")
         return event.key, lines
 
     def lookup(*args: Any, **named: Any) -> Any:

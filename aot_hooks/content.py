@@ -29,7 +29,7 @@ import torch
 
 from .hook import Hook
 
-__all__ = ["Walker", "content", "is_library"]
+__all__ = ["Walker", "content", "home_of", "is_library"]
 
 _ATOMS = (type(None), bool, int, float, complex, str, bytes, type(Ellipsis), torch.dtype, torch.device)
 _LIBRARIES = ("aot_hooks", "torch", "functools", "contextlib", "math", "operator", "collections")
@@ -154,7 +154,7 @@ class Walker:
         code = fn.__code__
         self.out.append("function:" + _code_digest(code))
         self.inner(fn.__defaults__, fn.__kwdefaults__, *(fn.__closure__ or ()))
-        if is_library(fn.__module__):
+        if is_library(home_of(fn)):
             return  # torch's and the standard library's own globals are covered by their version
         self.globals_of(fn)
         if vars(fn):
@@ -179,6 +179,8 @@ class Walker:
                 member = (member.fget, member.fset, member.fdel)
             elif isinstance(member, functools.cached_property):
                 member = member.func
+            if name == "__repr__" and dataclasses.is_dataclass(cls):
+                continue  # made by dataclass, of what is not ours to read
             if name not in _CLASS_BOOKKEEPING and not isinstance(member, _DESCRIPTORS):
                 self.out.append("member:" + name)
                 self.inner(member)
@@ -213,6 +215,11 @@ class Walker:
 
     def called(self, node: torch.fx.Node) -> None:
         self.inner(node.target)
+
+
+def home_of(fn: types.FunctionType) -> str:
+    """The module that `fn` was written in; `fn.__module__` may be another's, of what it wraps (`functools.wraps`)."""
+    return str(fn.__globals__.get("__name__", ""))
 
 
 def is_library(module: str | None) -> bool:

@@ -11,7 +11,6 @@ stock `user_cache_hash`) has nothing opaque in it: its author answers for that, 
 
 from __future__ import annotations
 
-import builtins
 import contextlib
 import dis
 import functools
@@ -25,7 +24,7 @@ from typing import Any
 import torch
 
 from . import _compat
-from .content import Walker, is_library
+from .content import Walker, home_of, is_library
 
 __all__ = ["Examined", "examined", "foreign_operator"]
 
@@ -154,8 +153,8 @@ class _Examiner(Walker):
             self.cannot_read(f"C function {module}.{value.__qualname__}")
 
     def function(self, fn: types.FunctionType) -> None:
-        root = (fn.__module__ or "").split(".")[0]
-        if not is_library(fn.__module__) and root not in _PURE:
+        home = home_of(fn)
+        if not is_library(home) and home.split(".")[0] not in _PURE:
             self.foreign = True
         super().function(fn)
 
@@ -262,5 +261,4 @@ def _chains(code: types.CodeType) -> tuple[tuple[str, ...], ...]:
     for const in code.co_consts:
         if isinstance(const, types.CodeType):
             found.update(dict.fromkeys(_chains(const)))
-    known = {name for name in vars(builtins) if name not in _UNREADABLE}
-    return tuple(chain for chain in found if len(chain) > 1 or chain[0] not in known)
+    return tuple(found)

@@ -223,12 +223,14 @@ class _Checks:
     def programs(self, hook: Hook, row: SavedTensor) -> str:
         """What `hook`, and those that the settings have for the row, are on a dense tensor of its shape; symbolic sizes
         at their example values. Hooks of this package say it by their content."""
-        if hook is KEEP:
-            return ""
         found = []
         for each in (hook, *(self.chosen(number, row) for number in range(len(self.key.settings)))):
             digest, foreign = self.digest(each)
-            if foreign:
+            if foreign:  # also where it declined, or gave the tensor back as it is: it may do otherwise now
+                declined = each.declines(row) if each.declines is not None else None
+                if declined:
+                    found.append(f"declines: {declined}")
+                    continue
                 place = (digest, tuple(int(size) for size in row.shape), row.dtype, row.device)
                 if place not in self.known:
                     self.known[place] = _program(each, row)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import math
 import os
 import random
@@ -178,6 +180,39 @@ def test_what_functions_reach_through_modules_counts() -> None:
     finally:
         helpers.scale = kept  # type: ignore[attr-defined]
     assert examined(pack).digest == before
+
+
+def test_what_wraps_a_function_of_torch_is_not_torchs() -> None:
+    def made(by: float) -> Any:
+        namespace = {"SCALE": by, "functools": functools, "torch": torch, "__name__": "user"}
+        exec("@functools.wraps(torch.relu)\ndef f(x): return x * SCALE", namespace)
+        exec("@functools.wraps(torch.nn.functional.relu)\ndef f(x): return x * SCALE", namespace)
+        return namespace["f"]
+
+    assert examined(made(2.0)).foreign
+    assert examined(made(2.0)).parts != examined(made(3.0)).parts
+
+
+def test_a_global_that_hides_a_builtin_counts() -> None:
+    def made(by: float) -> Any:
+        namespace: dict[str, Any] = {"__name__": "user"}
+        exec(f"def round(x): return x * {by}\ndef f(x): return round(x)", namespace)
+        return namespace["f"]
+
+    assert examined(made(2.0)).parts != examined(made(3.0)).parts
+    assert examined(made(2.0)).opaque == ()
+
+
+def test_a_dataclass_can_be_read() -> None:
+    @dataclasses.dataclass(frozen=True)
+    class Policy:
+        limit: int
+
+        def __call__(self, saved: aot_hooks.SavedTensor) -> aot_hooks.Hook:
+            return aot_hooks.int8() if saved.nbytes > self.limit else aot_hooks.KEEP
+
+    assert examined(Policy(3)).opaque == ()
+    assert examined(Policy(3)).parts != examined(Policy(4)).parts
 
 
 def test_numbers_of_a_class_of_their_own_count_by_value() -> None:

@@ -162,6 +162,28 @@ def test_a_hook_that_depends_on_something_outside_is_refused() -> None:
         torch.set_float32_matmul_precision(before)
 
 
+def test_a_hook_that_left_a_tensor_alone_is_asked_again() -> None:
+    """What it left alone is stored as kept, and it may take it now."""
+    said = {"no": True}
+
+    def declining() -> aot_hooks.Hook:
+        return dataclasses.replace(half(), declines=lambda saved: "not now" if said["no"] else None)
+
+    def giving_back() -> aot_hooks.Hook:
+        return aot_hooks.Hook("half", lambda x: x if said["no"] else (x.half(), x.dtype), half().unpack)
+
+    for hook in (declining(), giving_back()):
+        said["no"] = True
+        plans = plans_of(hook)
+        assert all(d.hook is aot_hooks.KEEP for p in plans for d in p.decisions)
+        key = key_for(hook)
+        data = pack_up(plans, key, lambda plans=plans: places(plans))
+        unpack(data, key, lambda plans=plans: places(plans))
+        said["no"] = False
+        with pytest.raises(Refused, match="traces to another program"):
+            unpack(data, key, lambda plans=plans: places(plans))
+
+
 def test_a_policy_that_another_regions_rows_upset_makes_no_entry_and_no_error() -> None:
     def upset(saved: aot_hooks.SavedTensor) -> aot_hooks.Hook:
         raise ValueError(saved.name)
