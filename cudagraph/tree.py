@@ -28,20 +28,27 @@ __all__ = ["Piece", "capture", "mark_step_begin", "reset", "stats"]
 
 
 class Trees(dict[int, Tree]):
-    """The trees of one thread, by the number of their driver and device."""
+    """The trees of one thread, by the number of their driver and device.
+
+    Attributes:
+        marks: how often the thread called `mark_step_begin()`.
+    """
+
+    marks = 0
 
 
 local = threading.local()
-every_thread: list[Trees] = []
+# Of backwards that a thread runs for one that never ran a forward of ours: not its own, it works for others, too.
+of_nobody = Trees()
+every_thread: list[Trees] = [of_nobody]
 numbers: dict[tuple[CaptureDriver, torch.device], int] = {}
-marks = 0  # how often mark_step_begin() was called
-torch_marks = _compat.NoMarks  # and torch's
+torch_marks = _compat.NoMarks  # counts torch's marks, of all threads
 
 
-def marks_so_far() -> int:
+def marks_so_far(trees: Trees) -> int:
     global torch_marks
     torch_marks = _compat.torch_marks()
-    return marks - torch_marks.mark_step_counter
+    return trees.marks - torch_marks.mark_step_counter
 
 
 def capture(
@@ -65,13 +72,15 @@ def capture(
         if in_key is None:
             in_key = function.find_key(inputs)
         key = (function, *[inputs[i] for i in in_key]) if in_key else function
-        tree: Tree
+        trees: Trees
         try:
-            tree = local.trees[number]
+            trees = local.trees
+            tree = trees[number]
         except (AttributeError, KeyError):
-            tree = _tree_of_this_thread(number, function.driver, piece.device)
+            trees = _trees_of_this_thread()
+            tree = trees.get(number) or _new_tree(trees, number, function)
         try:
-            now = marks - torch_marks.mark_step_counter
+            now = trees.marks - torch_marks.mark_step_counter
             if now != tree.marks:
                 tree.mark(now, inputs, function)
             edge = tree.current.edges.get(key)
@@ -81,7 +90,7 @@ def capture(
                     return outputs
             if function not in tree.functions:
                 _watch_function(tree, function, call)
-            now = marks_so_far()  # torch's part that counts may have been imported meanwhile
+            now = marks_so_far(trees)  # torch's part that counts may have been imported meanwhile
             if now != tree.marks:
                 tree.mark(now, inputs, function)
             return tree.call(function, key, inputs)
@@ -94,17 +103,24 @@ def capture(
     return call
 
 
-def _tree_of_this_thread(number: int, driver: CaptureDriver, device: torch.device) -> Tree:
-    trees: Trees | None = getattr(local, "trees", None) or _compat.kept_for_this_thread()
+def _trees_of_this_thread() -> Trees:
+    """The trees of this thread, or in a backward those of the thread that called for it."""
+    trees: Trees | None = getattr(local, "trees", None)
+    if trees is None:
+        trees = _compat.kept_for_this_thread()
+    if trees is None and _compat.graph_task_id() != -1:
+        return of_nobody
     if trees is None:
         trees = local.trees = Trees()
         every_thread.append(trees)
         _compat.keep_for_backward_threads(trees)
         # A thread's outputs may outlive it; their memory is parted with in order, not pulled away.
         weakref.finalize(threading.current_thread(), _close, trees).atexit = False
-    tree = trees.get(number)
-    if tree is None:
-        tree = trees[number] = Tree(driver, device, marks_so_far())
+    return trees
+
+
+def _new_tree(trees: Trees, number: int, function: Function) -> Tree:
+    tree = trees[number] = Tree(function.driver, function.piece.device, marks_so_far(trees))
     return tree
 
 
@@ -129,13 +145,12 @@ def _close(trees: Trees) -> None:
 
 
 def mark_step_begin() -> None:
-    """A new step begins: what graphs gave out in the step before may be overwritten by the next call.
+    """A new step of this thread begins: what graphs gave out in the step before may be overwritten by the next call.
 
-    `torch.compiler.cudagraph_mark_step_begin()` does the same. Whoever marks steps marks all of them: steps begin by
-    themselves only as long as there was no mark. A step whose forward still waits for its backward goes on.
+    `torch.compiler.cudagraph_mark_step_begin()` does the same, for all threads. Whoever marks steps marks all of them:
+    they begin by themselves only as long as there was no mark. A step whose forward waits for its backward goes on.
     """
-    global marks
-    marks += 1
+    _trees_of_this_thread().marks += 1
 
 
 def forget_marks() -> None:

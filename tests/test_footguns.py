@@ -334,6 +334,27 @@ def test_right_two_threads_with_steps_of_their_own(world):
     assert not wrong
 
 
+def test_right_marks_of_another_thread(world):
+    """A thread's mark is of its own steps: it does not take away what another one holds."""
+    f = world.function(lambda x: [x.sin()])
+    with torch.no_grad():
+        for _ in range(3):
+            x = world.randn(4)
+            (h,) = f(x)
+
+    def other():
+        for _ in range(3):
+            cudagraph.mark_step_begin()
+            f(world.randn(4))
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    thread.join()
+    g = world.function(lambda h: [h + 1])
+    close(world, g(h)[0], x.sin() + 1)
+    close(world, h, x.sin())
+
+
 @pytest.mark.core
 def test_right_torch_marks_steps_too(world):
     f = world.function(lambda x: [x.sin()])
