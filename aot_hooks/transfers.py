@@ -261,10 +261,10 @@ def _stay(x: torch.Tensor, limit: int | None) -> _Copy:
             "use), so they stay on the device; aot_hooks.offload_stats() counts what does",
             stacklevel=2,
         )
-    memory = mmap.mmap(-1, x.nbytes)  # pages that are never written take no memory
+    memory = mmap.mmap(-1, max(x.nbytes, 1))  # pages that are never written take no memory
     address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
     raw = (ctypes.c_ubyte * x.nbytes).from_address(address)
-    _kept[address] = x.detach()
+    _kept[address] = x.detach().clone()  # the graph counts on its memory, and Inductor's kernels write over it in place
     weakref.finalize(raw, _let_go, address, memory).atexit = False
     return _Copy(x, torch.frombuffer(raw, dtype=torch.uint8).view(x.dtype).view(x.shape))
 

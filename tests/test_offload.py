@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import math
 import threading
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -463,6 +464,32 @@ def test_max_host_bytes_keeps_the_rest_on_the_device_and_counts_it() -> None:
     stats = aot_hooks.offload_stats()
     assert stats["host_peak_bytes"] <= 40960 and stats["kept_on_device_bytes"] > 0
     assert_same(step(fn, x, hook=hook), expected)
+
+
+def test_what_stays_on_the_device_is_not_written_over_in_place() -> None:
+    """Inductor's kernels write over what the graph has given up, and what has no room on the host is given up too."""
+
+    def forward(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
+        h = x @ a
+        for _ in range(6):
+            x = x @ b
+        return (x * torch.sin(h)) @ c
+
+    values = [(torch.randn(64, 64) / 8).requires_grad_() for _ in range(4)]
+
+    def gradients(fn: Any) -> tuple[torch.Tensor, ...]:
+        return torch.autograd.grad(fn(*values).square().sum(), values)
+
+    expected = gradients(forward)
+    fn = torch.compile(forward, backend="aot_hooks")
+    slow = aot_hooks.Rates(1e9, 1e9, 1e9, 1e10, 1e9)
+    hook = aot_hooks.offload(0, max_stall_ms=math.inf, max_host_bytes=0, rates=slow)
+    with warnings.catch_warnings(), aot_hooks.saved_tensors_hooks(hook):
+        warnings.simplefilter("ignore")
+        got = gradients(fn)
+    assert aot_hooks.offload_stats()["kept_on_device_count"] > 0
+    for a, b in zip(got, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4 * float(b.abs().max()))
 
 
 def test_a_setting_made_anew_is_the_same_and_another_number_recompiles() -> None:
