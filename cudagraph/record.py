@@ -239,10 +239,9 @@ def _connect(node: Node, plan: Plan, key: Any) -> None:
     assert parent is not None and function is not None
     node.pending = parent.pending
     if function.piece.is_backward:
+        # Whose backward it is shows in what it reads: one that reads nothing of the path belongs to a warm-up.
         read = set(plan.managed.values())
-        answered = [forward for forward in parent.pending if read.intersection(forward.saved.slots)]
-        answered = answered or list(parent.pending[-1:])
-        node.pending = tuple(forward for forward in parent.pending if forward not in answered)
+        node.pending = tuple(forward for forward in parent.pending if not read.intersection(forward.saved.slots))
     elif not function.piece.is_inference:
         node.pending = (*parent.pending, node)
     node.watch_live = Watch(node.live)
