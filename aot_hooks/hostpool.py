@@ -28,6 +28,7 @@ __all__ = ["Block", "HostPool"]
 
 _PAGE = mmap.PAGESIZE
 _WASTE = 1.125  # a block may be that many times larger than what is asked for
+_SPARE = 1.5  # of the most bytes in use at once that the pool may hold without a limit
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device
 
 
@@ -64,6 +65,7 @@ class HostPool:
         self._graphs: list[Block] = []  # came back from a capture: a CUDA graph writes there in each replay
         self.made_count = 0
         self.peak_bytes = 0
+        self._most_in_use = 0
 
     @property
     def total_bytes(self) -> int:
@@ -122,10 +124,13 @@ class HostPool:
         with self._lock:
             self._collect()
             self._condemned.update(self._leased)
+            if any(block.pinned for block in self._graphs):  # a replay may run still, and no event tells of it
+                for index in range(torch.cuda.device_count()):
+                    torch.cuda.synchronize(index)
             for blocks in (self._free, self._graphs):
                 while blocks:
                     _give_back(blocks.pop())
-            self.made_count = 0
+            self.made_count = self._most_in_use = 0
             self.peak_bytes = self._total()
 
     def _total(self) -> int:
@@ -153,18 +158,30 @@ class HostPool:
         capacity = -(-nbytes // _PAGE) * _PAGE
         if capacity > room:
             return None
-        while limit is not None and self._total() + capacity > limit:
+        in_use = self._total() - sum(block.capacity for block in self._free)
+        self._most_in_use = max(self._most_in_use, in_use + capacity)
+        # sizes that vary from step to step must not leave a block for each
+        most = self._most_in_use * _SPARE if limit is None else limit
+        while self._free and self._total() + capacity > most:
             _give_back(self._free.pop(0))  # the one that has been free for longest
-        try:
-            memory = mmap.mmap(-1, capacity)  # shared, so that a fork leaves the pages where the device writes
-        except OSError:
-            return None
-        address = _address(memory)
-        if pinned and not _pin(address, capacity):
-            memory.close()
-            return None
-        self.made_count += 1
-        return Block(memory, address, capacity, pinned)
+        block = _made(capacity, pinned)
+        while block is None and self._free:
+            _give_back(self._free.pop(0))
+            block = _made(capacity, pinned)
+        self.made_count += block is not None
+        return block
+
+
+def _made(capacity: int, pinned: bool) -> Block | None:
+    try:
+        memory = mmap.mmap(-1, capacity)  # shared, so that a fork leaves the pages where the device writes
+    except OSError:
+        return None
+    address = _address(memory)
+    if pinned and not _pin(address, capacity):
+        memory.close()
+        return None
+    return Block(memory, address, capacity, pinned)
 
 
 def _address(memory: mmap.mmap) -> int:

@@ -93,7 +93,7 @@ def joined(plans: Sequence[Plan]) -> Plan:
         offset += len({d.saved.storage for d in each.decisions})
     return Plan(
         tuple(decisions),
-        tuple(t for p in plans for t in p.transfers),
+        tuple(replace(t, graph=i) for i, p in enumerate(plans) for t in p.transfers),
         live_before=join([p.live_before for p in plans]),
         live_after=join([p.live_after for p in plans]),
     )

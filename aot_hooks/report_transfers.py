@@ -24,8 +24,8 @@ def transfer_lines(transfers: Sequence[Transfer], size: int, unit: str) -> list[
         return []
     sent = [t for t in transfers if t.placement.offloaded]
     asked_bytes, sent_bytes = (sum(t.nbytes for t in some) for some in (transfers, sent))
-    graphs = {(t.forward_ms, t.backward_ms, t.full_stall_ms) for t in transfers}
-    compute, all_stall = sum(f + b for f, b, _ in graphs), sum(full for _, _, full in graphs)
+    compute = sum(f + b for _, f, b in {(t.graph, t.forward_ms, t.backward_ms) for t in transfers})
+    all_stall = sum(full for _, full in {(t.graph, t.full_stall_ms) for t in transfers})
     stall = sum(t.placement.stall_ms for t in sent)
     lines = [
         f"offload: {sent_bytes / size:.2f} of {asked_bytes / size:.2f} {unit} go to the host; predicted stall "

@@ -92,6 +92,7 @@ class Transfer:
         start, wait, reload, use: the nodes after (start) or before which the four operators stand; "" if none.
         forward_ms, backward_ms: estimated compute of the two graphs.
         full_stall_ms: how much longer the step would get if all tensors that `offload` was asked for were sent.
+        graph: which of several graphs it is in.
     """
 
     name: str
@@ -104,6 +105,7 @@ class Transfer:
     forward_ms: float
     backward_ms: float
     full_stall_ms: float
+    graph: int = 0
 
 
 @dataclass(frozen=True)

@@ -37,6 +37,7 @@ __all__ = [
     "claim_host",
     "copies",
     "fetch",
+    "fetched_here",
     "finished",
     "offload_start",
     "offload_stats",
@@ -235,6 +236,12 @@ def claim_device(ticket: torch.Tensor) -> torch.Tensor:
     return copy.target
 
 
+def fetched_here(ticket: torch.Tensor) -> bool:
+    """Whether the memory that `fetch` fills belongs to the stream that is current now."""
+    copy = _under_way.get(int(ticket.item()))
+    return copy is None or copy.stream is None or copy.stream == torch.cuda.current_stream(copy.stream.device)
+
+
 def finished(ticket: torch.Tensor) -> bool:
     """Whether the copy is done already, as far as the host may ask: not while a CUDA graph is captured."""
     copy = _under_way.get(int(ticket.item()))
@@ -247,8 +254,9 @@ def _stay(x: torch.Tensor, limit: int | None) -> _Copy:
     """No room on the host: `x` stays on the device, behind host memory of its shape that nobody touches."""
     if _capturing(x.device):
         raise RuntimeError(
-            f"offload: no pinned block of {x.nbytes} bytes is free, and none can be made while a CUDA graph is being "
-            "captured; run a step with the same shapes before the capture, or raise max_host_bytes"
+            # `cudagraph` knows these words, and runs the step without a graph
+            f"offload: no pinned block of {x.nbytes} bytes is free, and none can be made during CUDA graph capture; "
+            "run a step with the same shapes before the capture, or raise max_host_bytes"
         )
     room = "as much as could be pinned" if limit is None else f"max_host_bytes={limit}"
     with _lock:

@@ -80,6 +80,14 @@ def test_a_limit_counts_what_is_leased_and_refuses() -> None:
     assert pool.lease(1, pinned=False, limit=0) is None
 
 
+def test_varying_sizes_do_not_pile_up() -> None:
+    pool = HostPool()
+    for n in range(1, 200):
+        block = lease(pool, 1000 * PAGE + n * 97 * PAGE)
+        del block
+    assert pool.total_bytes <= 1.5 * (1000 + 200 * 97) * PAGE
+
+
 def test_reset_gives_back_what_is_free_now_and_what_is_leased_later() -> None:
     pool = HostPool()
     held, other = lease(pool, PAGE), lease(pool, PAGE)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import math
+import sys
 import threading
 import warnings
 from collections.abc import Iterator
@@ -525,3 +526,94 @@ def test_the_options_of_torch_compile() -> None:
     fn = torch.compile(model, backend="aot_hooks", options={**ATEN, "policy": ALL})
     assert_same(step(fn, x), step(model, x), exactly=False)
     assert sent() > 0
+
+
+def late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies that are not done yet when asked, as on a device."""
+    monkeypatch.setattr(transfers, "finished", lambda ticket: False)
+
+
+@pytest.mark.parametrize("max_host_bytes", [None, 0])
+def test_eager_a_change_in_place_while_it_is_copied_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, max_host_bytes: int | None
+) -> None:
+    late(monkeypatch)
+    x = torch.randn(100, requires_grad=True)
+    hook = aot_hooks.offload(0, max_host_bytes=max_host_bytes)
+    with aot_hooks.saved_tensors_hooks(hook, scope="all"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        h = x * 1.5
+        y = torch.sin(h)
+        h.mul_(-3)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+    del y, h
+
+
+def test_eager_pipelines_do_not_grow_the_tape() -> None:
+    from aot_hooks.library.offload import tape
+
+    model = stack(2)
+    pending: list[torch.Tensor] = []
+    sizes = []
+    for _ in range(8):
+        with aot_hooks.saved_tensors_hooks(ALL):
+            pending.append(model(torch.randn(8, 16)).sum())
+        if len(pending) > 1:  # the next forward runs before this backward
+            pending.pop(0).backward()
+        sizes.append(len(tape().sent))
+    assert max(sizes[2:]) == sizes[2]
+    pending.clear()
+    assert not tape().sent
+
+
+def test_eager_backwards_in_two_threads_share_a_tape(monkeypatch: pytest.MonkeyPatch) -> None:
+    late(monkeypatch)
+    model = stack(2)
+    errors: list[BaseException] = []
+
+    def backward(loss: torch.Tensor) -> None:
+        try:
+            loss.backward()
+        except BaseException as e:
+            errors.append(e)
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for _ in range(10):
+            losses = []
+            for _ in range(2):
+                with aot_hooks.saved_tensors_hooks(aot_hooks.offload(0, in_flight_bytes=4096)):
+                    losses.append(model(torch.randn(8, 16)).square().sum())
+            threads = [threading.Thread(target=backward, args=(loss,)) for loss in losses]
+            for t in threads:
+                t.start()
+            for t in threads:
+                t.join()
+            losses.clear()
+    finally:
+        sys.setswitchinterval(before)
+    assert not errors
+
+
+def test_a_report_of_several_graphs_adds_up() -> None:
+    model, x = stack(1), torch.randn(64, 16, requires_grad=True)
+    link = Rates(to_host=1e7, to_device=1e7, memory=1e9, operations=1e10, operations32=1e9)
+    hook = aot_hooks.offload(0, rates=link, max_stall_ms=1e9)
+    fn = compiled(model)
+    step(fn, x, hook=hook)
+    (one,) = aot_hooks.last_plans(fn)
+    stall, compute = sum(t.placement.stall_ms for t in one.transfers), one.transfers[0]
+    total = 3 * (compute.forward_ms + compute.backward_ms)
+    assert f"predicted stall {3 * stall:.1f} ms of a step of {total:.1f} ms" in aot_hooks.format_report([one] * 3)
+
+
+@pytest.mark.core
+def test_a_capture_without_a_free_block_fails_in_words_that_cudagraph_knows(monkeypatch: pytest.MonkeyPatch) -> None:
+    from cudagraph.driver import cuda_driver
+
+    monkeypatch.setattr(transfers, "_capturing", lambda device: True)
+    with pytest.raises(RuntimeError, match="no pinned block of 400 bytes is free") as raised:
+        transfers.send(torch.randn(100), None)
+    assert cuda_driver().is_capture_error(raised.value)

@@ -11,6 +11,7 @@ mode, where nothing is planned, `pack` starts a copy and goes on; see `Tape`.
 from __future__ import annotations
 
 import functools
+import itertools
 import threading
 import weakref
 from collections import deque
@@ -138,21 +139,40 @@ def _from_memory(y: torch.Tensor, order: tuple[int, ...] | None) -> torch.Tensor
 class EagerCopy:
     """A tensor that eager code sent: on the device until its copy is done and noticed, then on the host."""
 
-    __slots__ = ("__weakref__", "device", "host", "index", "nbytes", "order", "raw", "settings", "tape", "ticket")
+    __slots__ = (
+        "__weakref__",
+        "changed",
+        "device",
+        "host",
+        "index",
+        "nbytes",
+        "order",
+        "raw",
+        "settings",
+        "tape",
+        "ticket",
+        "version",
+    )
 
     def __init__(self, x: torch.Tensor, settings: OffloadSettings, tape: Tape) -> None:
         y, self.order = _in_memory(x)
         self.raw: torch.Tensor | None = y
+        self.version, self.changed = y._version, False
         self.host: torch.Tensor | None = None
         self.ticket: torch.Tensor | None = transfers.send(y, settings.max_host_bytes)
         self.device, self.nbytes = y.device, y.nbytes
         self.settings, self.tape = settings, tape
         self.index = -1
 
+    def look(self) -> None:
+        """Notice a change in place while the copy may still read."""
+        self.changed = self.changed or (self.raw is not None and self.raw._version != self.version)
+
     def settle(self) -> None:
         """Wait for the copy to the host and let go of the device's memory."""
         if self.raw is not None:
             assert self.ticket is not None
+            self.look()
             self.host, self.ticket, self.raw = transfers.claim_host(self.ticket), None, None
 
     def fetch(self) -> None:
@@ -161,13 +181,25 @@ class EagerCopy:
             self.ticket = transfers.fetch(self.host, self.device)
 
     def back(self) -> torch.Tensor:
-        """The tensor on the device; those that were sent before it, and so are needed next, are on their way then."""
-        y = self.raw  # its copy may go on: whoever lets go of this object waits for it
-        if y is None:
-            self.fetch()
-            assert self.ticket is not None
-            y, self.ticket = transfers.claim_device(self.ticket), None
-        self.tape.fetch_before(self)
+        """The tensor on the device; those that were sent before it, and so are needed next, are on their way then.
+
+        Raises a `RuntimeError` if it was changed in place before its copy was seen to be done.
+        """
+        with self.tape.lock:  # autograd has a thread a device
+            self.look()
+            if self.changed:
+                raise RuntimeError(
+                    "one of the variables needed for gradient computation has been modified by an inplace operation "
+                    f"while it was copied to the host: [{list(self.raw.shape) if self.raw is not None else ''}]"
+                )
+            y = self.raw  # its copy may go on: whoever lets go of this object waits for it
+            if y is None:
+                if self.ticket is not None and not transfers.fetched_here(self.ticket):
+                    self.ticket = None  # fetched ahead for another stream, to which its memory would belong
+                self.fetch()
+                assert self.ticket is not None
+                y, self.ticket = transfers.claim_device(self.ticket), None
+            self.tape.fetch_before(self)
         return _from_memory(y, self.order)
 
 
@@ -179,17 +211,19 @@ class Tape:
     """
 
     def __init__(self) -> None:
-        self.sent: list[weakref.ref[EagerCopy]] = []
+        self.lock = threading.RLock()
+        self.sent: dict[int, weakref.ref[EagerCopy]] = {}  # by number, ascending; what dies goes
         self.under_way: deque[weakref.ref[EagerCopy]] = deque()
+        self.numbers = itertools.count()
 
     def send(self, x: torch.Tensor, settings: OffloadSettings) -> EagerCopy:
-        while self.sent and self.sent[-1]() is None:
-            self.sent.pop()  # what a backward has let go
-        copy = EagerCopy(x, settings, self)
-        copy.index = len(self.sent)
-        self.sent.append(weakref.ref(copy))
-        self.under_way.append(weakref.ref(copy))
-        self.settle(settings.in_flight_bytes)
+        with self.lock:
+            copy = EagerCopy(x, settings, self)
+            copy.index = index = next(self.numbers)
+            sent = self.sent
+            sent[index] = weakref.ref(copy, lambda _: sent.pop(index, None))
+            self.under_way.append(weakref.ref(copy))
+            self.settle(settings.in_flight_bytes)
         return copy
 
     def settle(self, in_flight_bytes: int) -> None:
@@ -211,8 +245,9 @@ class Tape:
         """Have what was sent before `copy` fetched, as far as it may be ahead."""
         self.settle(copy.settings.in_flight_bytes)
         ahead = copy.settings.in_flight_bytes // 2
-        for ref in reversed(self.sent[: copy.index]):
-            other = ref()
+        for index in reversed(list(self.sent)):
+            ref = self.sent.get(index) if index < copy.index else None
+            other = ref() if ref is not None else None
             if other is None or other.raw is not None:
                 continue
             ahead -= other.nbytes
