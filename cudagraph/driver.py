@@ -78,6 +78,9 @@ class CaptureDriver(Protocol):
     def order_streams(self, device: torch.device, before: Any) -> Any:
         """Let the current stream wait for the stream object `before` (None: for nothing); returns the current one."""
 
+    def let_wait(self, stream: Any, other: Any) -> None:
+        """Let `stream` wait for what `other` has to do by now."""
+
     def launcher(self, graph: Any) -> Callable[[], None]:
         """What replays `graph` with the least detour."""
 
@@ -225,6 +228,9 @@ class CudaDriver:
         if before is not None:
             now.wait_stream(before)
         return now
+
+    def let_wait(self, stream: Any, other: Any) -> None:
+        stream.wait_stream(other)
 
     def launcher(self, graph: Any) -> Callable[[], None]:
         return _compat.bare_replay(graph)

@@ -56,6 +56,13 @@ class Piece:
     saved_outputs: tuple[int, ...] | None = None
 
 
+def in_key_as(x: Any) -> Any:
+    """What stands for an input in the key of a recording: 2, 2.0 and True are not the same, nor are 0.0 and -0.0."""
+    if isinstance(x, torch.Tensor):
+        return torch.Tensor  # where there was none before
+    return type(x), x.hex() if isinstance(x, float) else x
+
+
 class Function:
     """A piece with its options, as the trees of all threads know it. Compared by identity."""
 
@@ -74,8 +81,8 @@ class Function:
         self.moved = ""  # which static input moved last, and from where
 
     def find_key(self, inputs: Sequence[Any]) -> tuple[int, ...]:
-        """Positions of what is part of the key: everything that is neither a tensor nor None."""
-        self.in_key = tuple(i for i, x in enumerate(inputs) if x is not None and not isinstance(x, torch.Tensor))
+        """Positions of what is part of the key: everything that is not a tensor."""
+        self.in_key = tuple(i for i, x in enumerate(inputs) if not isinstance(x, torch.Tensor))
         return self.in_key
 
     def is_constant(self, cdata: int) -> bool:

@@ -26,9 +26,12 @@ __all__ = [
     "Slot",
     "Watch",
     "bytes_of",
+    "copy_as_it_lies",
     "held",
     "layout_of",
     "on_slots",
+    "overlapping",
+    "span_of",
     "stale_message",
     "tensor_on",
 ]
@@ -215,3 +218,32 @@ def on_slots(inputs: Sequence[Any], slots: Iterable[Slot]) -> dict[int, Slot]:
             if slot is not None:
                 found[i] = slot
     return found
+
+
+def overlapping(x: torch.Tensor) -> bool:
+    """Whether two elements of `x` may share memory, as in an expanded tensor."""
+    reach = 0
+    for stride, size in sorted((stride, size) for size, stride in zip(x.shape, x.stride(), strict=True) if size > 1):
+        if stride <= reach:
+            return True
+        reach += stride * (size - 1)
+    return False
+
+
+def span_of(x: torch.Tensor) -> int:
+    """From the first to the last element of `x`, in elements."""
+    if x.numel() == 0:
+        return 0
+    return 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+
+
+def copy_as_it_lies(x: torch.Tensor) -> torch.Tensor:
+    """A copy of `x` that lies as `x` does: also where its elements share memory."""
+    with torch.inference_mode(False), torch.no_grad():
+        if overlapping(x):
+            span = span_of(x)
+            flat = torch.empty(span, dtype=x.dtype, device=x.device)
+            flat.copy_(x.as_strided((span,), (1,)))
+            return flat.as_strided(x.shape, x.stride(), 0)
+        y = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
+        return y.copy_(x)

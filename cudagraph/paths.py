@@ -25,7 +25,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from . import _compat, counters
 from .driver import CaptureDriver, Pool
 from .function import Function, log
-from .liveness import Slot, held, on_slots, stale_message
+from .liveness import Slot, copy_as_it_lies, held, on_slots, stale_message
 from .node import Edge, Node
 from .record import CannotCapture, record
 
@@ -123,6 +123,10 @@ class Tree:
         """Where the path is, also while aside."""
         return self.current if self.aside is None else self.aside.place
 
+    def follow_stream(self) -> None:
+        if self.stream_now() != self.stream:
+            self.change_stream()
+
     def change_stream(self) -> None:
         """The caller uses another stream than before: it waits for what was launched on that one."""
         self.stream = self.stream_now()
@@ -132,12 +136,19 @@ class Tree:
 
     def call(self, function: Function, key: Any, inputs: list[Any]) -> list[Any]:
         """A call that no edge of the current node was right for."""
-        if self.tainted:
-            self.close(inputs)
+        self.follow_stream()
+        if self.tainted and self.aside is None:
+            if self.current is self.root:
+                self.close(inputs)
+            else:  # what the step gave out before is still needed: the pool is given up when it may end
+                self._step_aside(warming=False)
         came_from = self.place
         ends = self.may_end(function, inputs)
         if ends:
             self.end_step(inputs, function)
+            if self.tainted:
+                self.close(inputs)
+                came_from = self.root
         outputs = self._known(function, key, inputs)
         if outputs is not None:
             if ends and came_from is not self.root and not came_from.pending and key not in came_from.edges:
@@ -202,6 +213,8 @@ class Tree:
             with one_at_a_time:
                 outputs = record(place, function, key, inputs)
         except CannotCapture as reason:
+            if self.tainted:  # by the capture: another one would do the same to the next pool
+                function.uncapturable = str(reason)
             return self._refuse(function, key, str(reason), inputs)
         except RuntimeError as error:
             if not self.driver.is_capture_error(error):
@@ -232,9 +245,11 @@ class Tree:
     def _as_it_is(self, function: Function, inputs: list[Any]) -> list[Any]:
         assert self.aside is not None
         if not self.aside.warming:
-            reason = (
-                "forwards of earlier steps still wait for a backward; use torch.no_grad() or drop what they returned"
-            )
+            reason = "forwards of earlier steps wait for a backward; use torch.no_grad() or drop what they returned"
+            if self.tainted:
+                reason = "a capture failed in this step"
+            elif not self.aside.after_mark:
+                reason = "the step never ends: something of it is held all the time; mark steps, or let go of it"
             return self._without_graph(function, reason, inputs)
         outputs = list(function.piece.run(inputs))
         self.warmed[function] = self.warmed.get(function, 0) + 1
@@ -311,7 +326,11 @@ class Tree:
         place = self.place
         if not place.watch_live.none_held():
             mutated = function.piece.mutated_inputs if function is not None else ()
+            before, number = self.stream_object, self.stream
+            self.follow_stream()
             self._part_with(held(place.live), inputs, mutated)
+            if before is not None and number != self.stream:
+                self.driver.let_wait(before, self.stream_object)  # who reads a copy there finds it finished
         self.current = self.root
         self.aside = None
         self.outlived_marks = 0
@@ -328,16 +347,16 @@ class Tree:
         ]
         self.driver.copy_out([slot.storage for slot in moving])
         counters.add("copies", len(moving))
-        with torch.no_grad():
-            for i, slot in given.items():
-                if slot not in moving:
-                    inputs[i] = inputs[i].clone()
+        for i, slot in given.items():
+            if slot not in moving:
+                inputs[i] = copy_as_it_lies(inputs[i])
         for slot in slots:
             if slot not in moving:
                 self.driver.poison(slot.storage, stale_message(slot))
             slot.renew(_compat.storage_at(slot.address, slot.storage.device, slot.nbytes))
             # This torch moves only what the allocator made: from now on it is copied when it is given out.
-            slot.given_as_copies = slot.copies and not slot.host and not self.driver.can_copy_out(slot.storage)
+            wants_copies = (slot.copies or slot in wanted) and not slot.host
+            slot.given_as_copies = wants_copies and not self.driver.can_copy_out(slot.storage)
         if any(slot.given_as_copies for slot in slots):
             for node in self.root.subtree():
                 node.settle()
@@ -348,4 +367,6 @@ class Tree:
         self.root.close()
         if self._pool is not None:
             self._pool.release()
+        warmed = self.warmed if self.tainted else {}
         self._begin()
+        self.warmed = warmed

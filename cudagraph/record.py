@@ -21,7 +21,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from . import _compat
 from .errors import CudaGraphError
-from .liveness import Layout, Slot, Watch, held, layout_of, on_slots, tensor_on
+from .liveness import Layout, Slot, Watch, copy_as_it_lies, held, layout_of, on_slots, overlapping, span_of, tensor_on
 from .node import Node
 
 if TYPE_CHECKING:
@@ -120,7 +120,7 @@ def _capture(node: Node, plan: Plan, inputs: list[Any]) -> None:
     arguments = list(inputs)
     with pool.staging():
         for i in plan.copied:
-            arguments[i] = _staged(inputs[i])
+            arguments[i] = copy_as_it_lies(inputs[i])
     for position, i in enumerate(plan.copied):
         storage = arguments[i].untyped_storage()
         unowned = _compat.storage_at(storage.data_ptr(), piece.device, storage.nbytes())
@@ -248,32 +248,3 @@ def _connect(node: Node, plan: Plan, key: Any) -> None:
     parent.children.setdefault(key, []).append(node)
     parent.edges[key] = node.replay
     node.tree.current = node
-
-
-def overlapping(x: torch.Tensor) -> bool:
-    """Whether two elements of `x` may share memory, as in an expanded tensor."""
-    reach = 0
-    for stride, size in sorted((stride, size) for size, stride in zip(x.shape, x.stride(), strict=True) if size > 1):
-        if stride <= reach:
-            return True
-        reach += stride * (size - 1)
-    return False
-
-
-def span_of(x: torch.Tensor) -> int:
-    """From the first to the last element of `x`, in elements."""
-    if x.numel() == 0:
-        return 0
-    return 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
-
-
-def _staged(x: torch.Tensor) -> torch.Tensor:
-    """A copy of `x` that lies as `x` does: also where its elements share memory."""
-    with torch.inference_mode(False), torch.no_grad():
-        if overlapping(x):
-            span = span_of(x)
-            flat = torch.empty(span, dtype=x.dtype, device=x.device)
-            flat.copy_(x.as_strided((span,), (1,)))
-            return flat.as_strided(x.shape, x.stride(), 0)
-        y = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
-        return y.copy_(x)

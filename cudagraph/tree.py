@@ -19,7 +19,7 @@ import torch
 from . import _compat, counters
 from .driver import CaptureDriver, cuda_driver
 from .errors import StaleOutputError
-from .function import Function, Piece
+from .function import Function, Piece, in_key_as
 from .liveness import STALE
 from .options import Options
 from .paths import Tree
@@ -71,7 +71,11 @@ def capture(
         in_key = function.in_key
         if in_key is None:
             in_key = function.find_key(inputs)
-        key = (function, *[inputs[i] for i in in_key]) if in_key else function
+        key = (
+            (function, *[x if type(x) is int else in_key_as(x) for x in [inputs[i] for i in in_key]])
+            if in_key
+            else function
+        )
         trees: Trees
         try:
             trees = local.trees

@@ -268,6 +268,9 @@ class Simulator:
         self.ordered.append((before, self.current_stream))
         return self.current_stream
 
+    def let_wait(self, stream: Any, other: Any) -> None:
+        self.ordered.append((other, stream))
+
     def launcher(self, graph: Graph) -> Callable[[], None]:
         return graph.replay
 

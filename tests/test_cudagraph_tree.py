@@ -643,3 +643,132 @@ def test_a_chain_needs_little_more_memory_than_eager():
     assert ours <= 1.1 * eager, f"{ours / eager:.3f} of eager's peak"
     assert len(set(reserved[10:])) == 1
     tree.reset()
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("how", ["asks", "leaks"])
+def test_a_failed_capture_takes_nothing_away_from_its_step(world, how):
+    """What the step gave out before stays, a pending backward has what was saved, and the program settles."""
+    leaked = []
+
+    def fails(x):
+        if how == "asks":
+            return [x * 2 if x.sum().item() > -1e9 else x]
+        leaked.append(x * 3)
+        return [x * 2]
+
+    before = world.function(lambda x: [x.sin()])
+    middle = world.function(fails)
+    after = world.function(lambda x: [x + 1])
+    layer = torch.compile(lambda x, w: torch.tanh(x * w), backend=world.backend())
+    w = world.randn(6, requires_grad=True)
+    for step in range(8):
+        tree.mark_step_begin()
+        w.grad = None
+        x = world.randn(6)
+        (a,) = before(x)
+        y = layer(x, w)
+        (c,) = middle(a)
+        same(world, after(c), [x.sin() * 2 + 1])
+        same(world, [a, c], [x.sin(), x.sin() * 2])
+        y.sum().backward()
+        same(world, [w.grad], [((1 - torch.tanh(x * w) ** 2) * x).detach()])
+        del a, c, y
+        if step == 4:
+            settled = tree.stats()
+    counts = tree.stats()
+    assert counts["warmups"] == settled["warmups"] and counts["recordings"] == settled["recordings"]
+    assert counts["replays"] > settled["replays"]
+
+
+def test_numbers_that_compare_equal_are_not_the_same(world):
+    f = world.function(lambda x, n: [x / n])
+    g = world.function(lambda x, n: [x * n])
+    k = world.function(lambda x, y: [x if y is None else x + y])
+    x = world.randn(4)
+    for n in [0.0, 0.0, 0.0, -0.0, 0.0]:
+        tree.mark_step_begin()
+        same(world, f(x, n), [x / n])
+    i = torch.ones(3, dtype=torch.int64, device=world.device)
+    for n in [2, 2, 2, 2.0, True, 2]:
+        tree.mark_step_begin()
+        same(world, g(i, n), [i * n])
+    for y in [None, None, None, x, x, None]:
+        tree.mark_step_begin()
+        same(world, k(x, y), [x if y is None else x + y])
+
+
+def test_held_inputs_keep_their_layout(world):
+    seen = set()
+
+    def fn(x):
+        seen.add(x.stride())
+        return [x * 2, x.view(-1) if x.is_contiguous() else x + 1]
+
+    f = world.function(lambda x: [x.sin()])
+    g = world.function(fn)
+    for _ in range(5):
+        tree.mark_step_begin()
+        x = world.randn(4, 6)
+        (h,) = f(x)
+        kept = h[:, ::2]
+        del h
+        tree.mark_step_begin()
+        same(world, g(kept)[:1], [(x.sin() * 2)[:, ::2].clone(memory_format=torch.preserve_format)])
+        del kept
+    assert seen == {(6, 2)}
+
+
+@pytest.mark.parametrize("moves", ["all", "made"])
+def test_fed_back_and_written_to_again_and_again(moves):
+    if not _compat.can_swap():
+        pytest.skip("this torch can't point a storage elsewhere")
+    tree.reset()
+    world = World("simulator", moves=moves)
+    produce = world.function(lambda x: [x.sin()])
+    accumulate = world.function(lambda state, x: [state.add_(x) * 2], mutated=(0,))
+    for _ in range(5):
+        tree.mark_step_begin()
+        x = world.randn(6)
+        (state,) = produce(x)
+        expected = x.sin()
+        for _ in range(2):
+            tree.mark_step_begin()
+            x = world.randn(6)
+            expected = expected + x
+            same(world, [*accumulate(state, x), state], [expected * 2, expected])
+        del state
+    tree.reset()
+
+
+def test_a_mark_between_two_backwards(world):
+    f = torch.compile(lambda x, w: torch.tanh(x * w), backend=world.backend())
+    w = world.randn(6, requires_grad=True)
+    for first in [0, 1, 0, 1, 0]:
+        w.grad = None
+        tree.mark_step_begin()
+        xs = [world.randn(6), world.randn(6)]
+        losses = [f(x, w).sum() for x in xs]
+        losses[first].backward()
+        tree.mark_step_begin()
+        f(world.randn(6), w.detach())
+        losses[1 - first].backward()
+        same(world, [w.grad], [sum((1 - torch.tanh(x * w) ** 2) * x for x in xs).detach()])
+        del losses
+
+
+def test_a_step_that_never_ends_stops_recording(world):
+    """What the first function gave out is held all the time, and the second one is called again and again."""
+    f = world.function(lambda x: [x.sin()])
+    g = world.function(lambda x: [x.cos()])
+    for _ in range(2):
+        x = world.randn(4)
+        (first,) = f(x)
+        g(x)
+    tree.forget_marks()
+    for _ in range(80):
+        y = world.randn(4)
+        same(world, g(y), [y.cos()])
+    same(world, [first], [x.sin()])
+    counts = tree.stats()
+    assert counts["recordings"] < 30 and counts["skips"] > 40
