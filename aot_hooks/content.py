@@ -12,7 +12,6 @@ Runs on each entry of a context, so code objects and tensors are digested once.
 
 from __future__ import annotations
 
-import builtins
 import ctypes
 import dataclasses
 import dis
@@ -33,7 +32,7 @@ __all__ = ["Walker", "content", "home_of", "is_library"]
 
 _ATOMS = (type(None), bool, int, float, complex, str, bytes, type(Ellipsis), torch.dtype, torch.device)
 _LIBRARIES = ("aot_hooks", "torch", "functools", "contextlib", "math", "operator", "collections")
-_tensor_digests: dict[int, tuple[weakref.ref[torch.Tensor], int, str]] = {}
+_tensor_digests: dict[int, tuple[weakref.ref[torch.Tensor], int | None, str]] = {}
 
 
 def content(*values: Any) -> str:
@@ -51,6 +50,7 @@ class Walker:
         self.out: list[str] = []
         self.seen: dict[int, int] = {}
         self.keep: list[Any] = []  # what is made on the way must not give its id to another
+        self.depth = 0  # in how many functions and classes: those inside may be called with keywords
 
     def digest(self) -> str:
         return hashlib.sha256("\x00".join(self.out).encode()).hexdigest()[:32]
@@ -98,6 +98,9 @@ class Walker:
             self.unordered(value)
         elif isinstance(value, enum.Enum):
             out.append(f"enum:{kind.__module__}.{kind.__qualname__}.{value.name}")
+            inner(value.value)
+        elif kind in (torch.finfo, torch.iinfo):
+            out.append(f"{kind.__name__}:{value.dtype}")
         elif isinstance(value, slice):
             inner(value.start, value.stop, value.step)
         elif isinstance(value, types.ModuleType):
@@ -112,8 +115,9 @@ class Walker:
         elif dataclasses.is_dataclass(value):
             out.append("dataclass")
             # a hook's name says nothing about what it computes
-            names = [f.name for f in dataclasses.fields(value) if not (isinstance(value, Hook) and f.name == "name")]
-            inner(kind, {name: getattr(value, name) for name in names})
+            fields = [f.name for f in dataclasses.fields(value)]
+            names = [name for name in fields if not (isinstance(value, Hook) and name == "name")]
+            inner(kind, {name: getattr(value, name) for name in names}, _beside_fields(value, fields))
         elif kind.__module__.split(".")[0] in ("torch", "builtins") and (name := _torch_name(value)):
             self.of_torch(value, name)
         elif isinstance(value, types.BuiltinFunctionType):
@@ -151,27 +155,45 @@ class Walker:
         self.out.append(f"builtin:{value.__module__}.{value.__qualname__}")
 
     def function(self, fn: types.FunctionType) -> None:
-        code = fn.__code__
-        self.out.append("function:" + _code_digest(code))
+        # we call hooks and policies by position; names of parameters count of what they call themselves
+        self.out.append("function:" + _code_digest(fn.__code__, outermost=self.depth == 0))
+        self.depth += 1
         self.inner(fn.__defaults__, fn.__kwdefaults__, *(fn.__closure__ or ()))
-        if is_library(home_of(fn)):
-            return  # torch's and the standard library's own globals are covered by their version
-        self.globals_of(fn)
-        if vars(fn):
-            self.inner({k: v for k, v in vars(fn).items() if k != "__wrapped__"})
+        if not is_library(home_of(fn)):  # torch's and the standard library's globals are covered by their version
+            self.globals_of(fn)
+            if vars(fn):
+                self.inner({k: v for k, v in vars(fn).items() if k != "__wrapped__"})
+        self.depth -= 1
 
     def globals_of(self, fn: types.FunctionType) -> None:
-        for name in _global_names(fn.__code__):
-            if name in fn.__globals__:
-                self.out.append("global:" + name)
-                self.inner(fn.__globals__[name])
-            elif not hasattr(builtins, name):
-                self.out.append("no global:" + name)
+        """What `fn` reaches by its globals, through modules too: `mymodule.SCALE` is the number."""
+        for name, *rest in _chains(fn.__code__):
+            self.out.append("global:" + name)
+            if name not in fn.__globals__:
+                self.missing(name, fn)
+                continue
+            value = fn.__globals__[name]
+            while isinstance(value, types.ModuleType) and rest and hasattr(value, rest[0]):
+                self.out.append("." + rest[0])
+                if not self.through(value, rest[0]):
+                    break
+                value = getattr(value, rest.pop(0))
+            else:
+                self.inner(value)
+
+    def missing(self, name: str, fn: types.FunctionType) -> None:
+        """`name` in the code of `fn` is no global of it: of Python itself, imported inside ("import x"), or unknown."""
+        self.out.append("not a global")
+
+    def through(self, module: types.ModuleType, attribute: str) -> bool:
+        """Whether to go on with the value of `module.attribute`, which is named already."""
+        return not is_library(module.__name__)
 
     def cls(self, cls: type) -> None:
         self.out.append(f"class:{cls.__module__}.{cls.__qualname__}")
         if is_library(cls.__module__) or cls.__module__ == "builtins":
             return
+        self.depth += 1
         self.inner(*cls.__bases__)
         for name, member in sorted(vars(cls).items()):
             member = member.__func__ if isinstance(member, staticmethod | classmethod) else member
@@ -184,6 +206,7 @@ class Walker:
             if name not in _CLASS_BOOKKEEPING and not isinstance(member, _DESCRIPTORS):
                 self.out.append("member:" + name)
                 self.inner(member)
+        self.depth -= 1
 
     def graph_module(self, gm: torch.fx.GraphModule) -> None:
         """Node by node, by position: names of nodes and placeholders are left out."""
@@ -246,7 +269,15 @@ def _slots(value: Any) -> dict[str, Any]:
 def _public_state(module: torch.nn.Module) -> dict[str, Any]:
     hidden = set(vars(torch.nn.Module()))
     state = {k: v for k, v in vars(module).items() if k not in hidden}
-    return state | {"training": module.training}
+    hooks = {k: [*v.values()] for k, v in vars(module).items() if k in hidden and k.endswith("_hooks") and v}
+    return state | hooks | {"training": module.training}
+
+
+def _beside_fields(value: Any, fields: list[str]) -> dict[str, Any]:
+    """What a dataclass's object holds beside its fields (`InitVar`, `__post_init__`), but for cached properties."""
+    held = getattr(value, "__dict__", {})
+    kept = (isinstance(getattr(type(value), name, None), functools.cached_property) for name in held)
+    return {name: v for (name, v), cached in zip(held.items(), kept, strict=True) if name not in fields and not cached}
 
 
 def _attribute(root: Any, path: str) -> Any:
@@ -266,19 +297,34 @@ def _torch_name(value: Any) -> str | None:
 
 
 @functools.lru_cache(maxsize=4096)
-def _global_names(code: types.CodeType) -> tuple[str, ...]:
-    names = dict.fromkeys(
-        str(i.argval) for i in dis.get_instructions(code) if i.opname in ("LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL")
-    )
+def _chains(code: types.CodeType) -> tuple[tuple[str, ...], ...]:
+    """Globals that `code` and the functions in it name, each with the attributes read off it; and "import x"."""
+    found: dict[tuple[str, ...], None] = {}
+    current: list[str] = []
+    for instruction in dis.get_instructions(code):
+        if instruction.opname in ("LOAD_ATTR", "LOAD_METHOD") and current:
+            current.append(str(instruction.argval))
+            continue
+        if instruction.opname in ("EXTENDED_ARG", "CACHE"):
+            continue
+        if current:
+            found[tuple(current)] = None
+            current = []
+        if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL"):
+            current = [str(instruction.argval)]
+        elif instruction.opname == "IMPORT_NAME":
+            found[(f"import {instruction.argval}",)] = None
+    if current:
+        found[tuple(current)] = None
     for const in code.co_consts:
         if isinstance(const, types.CodeType):
-            names.update(dict.fromkeys(_global_names(const)))
-    return tuple(names)
+            found.update(dict.fromkeys(_chains(const)))
+    return tuple(found)
 
 
 @functools.lru_cache(maxsize=4096)
-def _code_digest(code: types.CodeType) -> str:
-    return hashlib.sha256(_code_text(code, outermost=True).encode()).hexdigest()
+def _code_digest(code: types.CodeType, outermost: bool = True) -> str:
+    return hashlib.sha256(_code_text(code, outermost).encode()).hexdigest()
 
 
 def _code_text(code: types.CodeType, outermost: bool) -> str:
@@ -313,16 +359,17 @@ def _tensor_digest(x: torch.Tensor) -> str:
 
     if is_traced_value(x):
         return f"traced tensor:{id(x)}"
+    version = None if x.is_inference() else x._version  # what inference mode made keeps none: read it each time
     known = _tensor_digests.get(id(x))
-    if known is not None and known[0]() is x and known[1] == x._version:
+    if known is not None and known[0]() is x and known[1] == version is not None:
         return known[2]
-    if type(x) not in (torch.Tensor, torch.nn.Parameter):
-        return f"tensor subclass:{type(x).__qualname__}:{id(x)}:{x._version}"
+    if type(x) not in (torch.Tensor, torch.nn.Parameter) or x.layout is not torch.strided:
+        return f"tensor {type(x).__qualname__} {x.layout}:{id(x)}:{version}"
     with without_modes():  # a hook is digested while it is traced too: its bytes are read all the same
         raw = x.detach().cpu().contiguous() if x.device.type != "meta" else torch.empty(0)
     text = hashlib.sha256(ctypes.string_at(raw.data_ptr(), raw.nbytes) if raw.nbytes else b"").hexdigest()
     digest = f"tensor:{x.dtype}:{tuple(x.shape)}:{x.device}:{x.requires_grad}:{text}"
     if len(_tensor_digests) > 1024:
         _tensor_digests.clear()
-    _tensor_digests[id(x)] = (weakref.ref(x), x._version, digest)
+    _tensor_digests[id(x)] = (weakref.ref(x), version, digest)
     return digest

@@ -12,7 +12,6 @@ stock `user_cache_hash`) has nothing opaque in it: its author answers for that, 
 from __future__ import annotations
 
 import contextlib
-import dis
 import functools
 import hashlib
 import sys
@@ -113,6 +112,8 @@ class _Examiner(Walker):
     def tensor(self, value: torch.Tensor) -> None:
         if _compat.is_traced_value(value) or type(value) not in (torch.Tensor, torch.nn.Parameter):
             self.cannot_read(f"tensor of class {type(value).__qualname__}")
+        elif value.layout is not torch.strided:
+            self.cannot_read(f"tensor of layout {value.layout}")
         else:
             super().tensor(value)
 
@@ -165,29 +166,20 @@ class _Examiner(Walker):
         self.foreign = True
         super().cls(cls)
 
-    def globals_of(self, fn: types.FunctionType) -> None:
-        for chain in _chains(fn.__code__):
-            name, rest = chain[0], list(chain[1:])
-            self.out.append("global:" + name)
-            if name.startswith("import "):
-                if not _is_pure(name.removeprefix("import ")):
-                    self.cannot_read(f"'{name}' inside of {fn.__qualname__}")
-                continue
-            if name not in fn.__globals__:
-                if name in _UNREADABLE:
-                    self.cannot_read(f"{name}() in {fn.__qualname__}")
-                continue
-            value = fn.__globals__[name]
-            while isinstance(value, types.ModuleType) and rest and hasattr(value, rest[0]):
-                self.out.append("." + rest[0])
-                if not _is_pure(value.__name__):
-                    self.foreign = True
-                    if _is_standard(value.__name__):  # os.environ, random.random, time.time
-                        self.cannot_read(f"{value.__name__}.{rest[0]}")
-                        break
-                value = getattr(value, rest.pop(0))
-            else:
-                self.inner(value)
+    def missing(self, name: str, fn: types.FunctionType) -> None:
+        if name.startswith("import "):
+            if not _is_pure(name.removeprefix("import ")):
+                self.cannot_read(f"'{name}' inside of {fn.__qualname__}")
+        elif name in _UNREADABLE:
+            self.cannot_read(f"{name}() in {fn.__qualname__}")
+
+    def through(self, module: types.ModuleType, attribute: str) -> bool:
+        if not _is_pure(module.__name__):
+            self.foreign = True
+            if _is_standard(module.__name__):  # os.environ, random.random, time.time
+                self.cannot_read(f"{module.__name__}.{attribute}")
+                return False
+        return True
 
     def graph_module(self, gm: torch.fx.GraphModule) -> None:
         self.foreign = True
@@ -236,29 +228,3 @@ def _hidden_base(kind: type) -> str | None:
             if not in_python:
                 return f"{base.__module__}.{base.__qualname__}"
     return None
-
-
-@functools.lru_cache(maxsize=4096)
-def _chains(code: types.CodeType) -> tuple[tuple[str, ...], ...]:
-    """Globals that `code` and the functions in it name, each with the attributes read off it; and "import x"."""
-    found: dict[tuple[str, ...], None] = {}
-    current: list[str] = []
-    for instruction in dis.get_instructions(code):
-        if instruction.opname in ("LOAD_ATTR", "LOAD_METHOD") and current:
-            current.append(str(instruction.argval))
-            continue
-        if instruction.opname in ("EXTENDED_ARG", "CACHE"):
-            continue
-        if current:
-            found[tuple(current)] = None
-            current = []
-        if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL"):
-            current = [str(instruction.argval)]
-        elif instruction.opname == "IMPORT_NAME":
-            found[(f"import {instruction.argval}",)] = None
-    if current:
-        found[tuple(current)] = None
-    for const in code.co_consts:
-        if isinstance(const, types.CodeType):
-            found.update(dict.fromkeys(_chains(const)))
-    return tuple(found)

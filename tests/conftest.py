@@ -56,7 +56,10 @@ def take_left_hooks() -> list[object]:
 def fresh_torch() -> Iterator[None]:
     torch._dynamo.reset()
     torch.manual_seed(0)
+    precision = torch.get_float32_matmul_precision()
     yield
+    # Programs that a test runs in this process may set it; keys of torch's caches hold it.
+    torch.set_float32_matmul_precision(precision)
     # Popped before the assertion: a leak fails the test that made it, not those after it.
     left = take_left_hooks()
     assert not left, f"saved-tensor hooks left on autograd's stack, innermost first: {left}"

@@ -6,7 +6,7 @@ import functools
 import math
 import textwrap
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 from typing import Any
 
 import pytest
@@ -108,6 +108,13 @@ def test_values_of_all_kinds_differ() -> None:
         known[digest] = value
 
 
+def test_constants_of_inference_mode_and_limits_of_dtypes_count_by_value() -> None:
+    with torch.inference_mode():
+        one, same, other = torch.tensor(2.0), torch.tensor(2.0), torch.tensor(3.0)
+    assert content(one) == content(same) != content(other)
+    assert content(torch.finfo(torch.float16)) == content(torch.finfo(torch.float16)) != content(torch.finfo())
+
+
 def test_nan_equals_itself() -> None:
     assert content(math.nan) == content(float("nan"))
 
@@ -129,6 +136,10 @@ DIFFERENT = {
     "keyword of an inner function": (
         "def f(x):\n def g(y, a=1, b=2): return y + a - b\n return g(x, a=5)",
         "def f(x):\n def g(y, b=1, a=2): return y + b - a\n return g(x, a=5)",
+    ),
+    "keyword of a helper": (
+        "def g(y, a, b): return y + a - b\ndef f(x): return g(x, a=5, b=1)",
+        "def g(y, b, a): return y + b - a\ndef f(x): return g(x, a=5, b=1)",
     ),
     "order of arguments": ("def f(x, y): return x - y", "def f(x, y): return y - x"),
     "members of a set": ("def f(x): return x in {1, 2}", "def f(x): return x in {1, 3}"),
@@ -157,6 +168,11 @@ GLOBALS = {
     "in a tuple of a class": "class C:\n k = (K, 1)\ndef f(x): return x * C.k[0]",
     "in a dict": "T = {'k': K}\ndef f(x): return x * T['k']",
     "as an attribute of a module": "import types\nm = types.SimpleNamespace(k=K)\ndef f(x): return x * m.k",
+    "through a module": "import types\nm = types.ModuleType('m')\nm.k = K\ndef f(x): return x * m.k",
+    "as the value of an enum": "import enum\nclass E(enum.Enum):\n k = K\nk = E.k\ndef f(x): return x * k.value",
+    "in a hook of a module": (
+        "k = K\nm = torch.nn.Identity()\nm.register_forward_hook(lambda m, i, o: o * k)\ndef f(x): return m(x)"
+    ),
     "in a wrapped function": (
         "import functools\ndef g(x): return x * K\n@functools.wraps(g)\ndef w(*a): return g(*a)\ndef f(x): return w(x)"
     ),
@@ -201,6 +217,21 @@ class Slots:
 
     def __call__(self, x: Any) -> Any:
         return x * self.k
+
+
+@dataclass(frozen=True)
+class BesideFields:
+    of: InitVar[float]
+
+    def __post_init__(self, of: float) -> None:
+        object.__setattr__(self, "k", of)
+
+    def __call__(self, x: Any) -> Any:
+        return x * self.k  # type: ignore[attr-defined]
+
+
+def test_what_a_dataclass_holds_beside_its_fields_counts() -> None:
+    assert content(BesideFields(2.0)) == content(BesideFields(2.0)) != content(BesideFields(3.0))
 
 
 @dataclass(frozen=True)
