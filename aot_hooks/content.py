@@ -276,8 +276,9 @@ def _public_state(module: torch.nn.Module) -> dict[str, Any]:
 def _beside_fields(value: Any, fields: list[str]) -> dict[str, Any]:
     """What a dataclass's object holds beside its fields (`InitVar`, `__post_init__`), but for cached properties."""
     held = getattr(value, "__dict__", {})
-    kept = (isinstance(getattr(type(value), name, None), functools.cached_property) for name in held)
-    return {name: v for (name, v), cached in zip(held.items(), kept, strict=True) if name not in fields and not cached}
+    beside = [name for name in held if name not in fields]
+    cached = functools.cached_property
+    return {name: held[name] for name in beside if not isinstance(getattr(type(value), name, None), cached)}
 
 
 def _attribute(root: Any, path: str) -> Any:
