@@ -19,12 +19,11 @@ import pathlib
 import subprocess
 import sys
 import tempfile
-import time
 from typing import Any
 
 import torch
 from _measure import conditions
-from model import Stack
+from model import first_step, stack_and_input
 
 import aot_hooks
 
@@ -33,30 +32,13 @@ WAYS = ("stock", "aot_hooks")
 
 def time_compile(way: str, options: argparse.Namespace) -> dict[str, float]:
     """Seconds to the end of the first backward, in this process and its children."""
-    device = torch.device(options.device)
     torch.manual_seed(0)
-    with device:
-        stack = Stack(
-            options.layers,
-            width=options.width,
-            head_count=options.width // 32 if options.width < 4096 else 32,
-            kv_head_count=options.width // 128 if options.width < 4096 else 8,
-            hidden=options.width * 7 // 2,
-            token_count=options.tokens,
-        ).to(torch.bfloat16)
-        x = torch.randn(options.batch, options.tokens, options.width, dtype=torch.bfloat16, requires_grad=True)
+    sizes = {name: getattr(options, name) for name in ("layers", "width", "tokens", "batch")}
+    stack, x = stack_and_input(torch.device(options.device), **sizes)
     context: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
     if way == "aot_hooks":
-        hook = aot_hooks.float8()
-        context = aot_hooks.saved_tensors_hooks(hook.pack, hook.unpack)
-    started, cpu_started = time.perf_counter(), sum(os.times()[:4])
-    compiled = torch.compile(stack, backend="inductor" if way == "stock" else "aot_hooks", fullgraph=True)
-    with context:
-        y = compiled(x)
-    y.float().pow(2).mean().backward()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return {"wall_s": time.perf_counter() - started, "cpu_s": sum(os.times()[:4]) - cpu_started}
+        context = aot_hooks.saved_tensors_hooks(aot_hooks.float8())
+    return first_step("inductor" if way == "stock" else "aot_hooks", stack, x, context)[1]
 
 
 def time_in_new_process(way: str, arguments: list[str]) -> dict[str, float]:

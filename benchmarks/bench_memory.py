@@ -162,6 +162,20 @@ def timed_round(bench: Bench, functions: list[tuple[Variant, Forward, Row]], ver
         row.step_ms.append(start.elapsed_time(end))
 
 
+def time_rounds(bench: Bench, compiled: list[tuple[Variant, Forward, Row]], rounds: int, verbose: bool) -> None:
+    """Each variant once a round, every round starting one further; what fails on the way is left out from then on."""
+    timed_round(bench, compiled, verbose)  # not counted: the allocator settles
+    for _, _, row in compiled:
+        row.step_ms.clear()
+    for first in range(rounds):
+        working = [entry for entry in compiled if not entry[2].error]
+        turn = first % len(working) if working else 0
+        timed_round(bench, working[turn:] + working[:turn], verbose)
+    for _, _, row in compiled:
+        if row.step_ms:
+            row.min_ms, row.median_ms = min(row.step_ms), statistics.median(row.step_ms)
+
+
 def measure_memory_and_error(bench: Bench, variant: Variant, function: Forward, row: Row, reference: Any) -> None:
     bench.clear()
     gc.collect()
@@ -284,17 +298,8 @@ def main(arguments: list[str] | None = None) -> int:
         outcome = row.error or f"ready, compiled in {row.compile_s or 0:.1f} s"
         print(f"{row.name}: {outcome}", file=sys.stderr, flush=True)
 
-    timed_round(bench, compiled, options.verbose)  # not counted: the allocator settles
-    for row in rows:
-        row.step_ms.clear()
-    for first in range(options.rounds):
-        working = [entry for entry in compiled if not entry[2].error]
-        turn = first % len(working) if working else 0
-        timed_round(bench, working[turn:] + working[:turn], options.verbose)
-
+    time_rounds(bench, compiled, options.rounds, options.verbose)
     for variant, function, row in compiled:
-        if row.step_ms:
-            row.min_ms, row.median_ms = min(row.step_ms), statistics.median(row.step_ms)
         with failing_alone(row, options.verbose):
             measure_memory_and_error(bench, variant, function, row, reference)
             if options.profile == row.name:

@@ -18,7 +18,6 @@ import gc
 import itertools
 import json
 import pathlib
-import statistics
 import sys
 import tempfile
 from typing import Any
@@ -33,7 +32,7 @@ from bench_memory import (
     format_rows,
     measure_memory_and_error,
     parse_arguments,
-    timed_round,
+    time_rounds,
 )
 from variants import VARIANTS, Forward, Variant, patched
 
@@ -201,16 +200,8 @@ def main(arguments: list[str] | None = None) -> int:
             f"{row.name}: {row.error or f'ready, compiled in {row.compile_s or 0:.1f} s'}", file=sys.stderr, flush=True
         )
 
-    timed_round(bench, compiled, options.verbose)  # not counted: the allocator settles
-    for row in rows:
-        row.step_ms.clear()
-    for first in range(options.rounds):
-        working = [entry for entry in compiled if not entry[2].error]
-        turn = first % len(working) if working else 0
-        timed_round(bench, working[turn:] + working[:turn], options.verbose)
+    time_rounds(bench, compiled, options.rounds, options.verbose)
     for variant, function, row in compiled:
-        if row.step_ms:
-            row.min_ms, row.median_ms = min(row.step_ms), statistics.median(row.step_ms)
         with failing_alone(row, options.verbose):
             measure_memory_and_error(bench, variant, function, row, reference)
             offload_row = OffloadRow(row.name)

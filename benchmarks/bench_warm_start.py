@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 from _measure import conditions
-from model import Stack
+from model import first_step, stack_and_input
 from torch import nn
 
 import aot_hooks
@@ -38,31 +38,13 @@ WAYS = ("stock", "aot_hooks")
 
 def start(way: str, options: argparse.Namespace) -> dict[str, Any]:
     """Seconds to the end of the first backward in this process, and what the cache did."""
-    device = torch.device(options.device)
     torch.manual_seed(0)
-    with device:
-        stack = Stack(
-            options.layers,
-            width=options.width,
-            head_count=options.width // 32 if options.width < 4096 else 32,
-            kv_head_count=options.width // 128 if options.width < 4096 else 8,
-            hidden=options.width * 7 // 2,
-            token_count=options.tokens,
-        ).to(torch.bfloat16)
-        x = torch.randn(options.batch, options.tokens, options.width, dtype=torch.bfloat16, requires_grad=True)
+    sizes = {name: getattr(options, name) for name in ("layers", "width", "tokens", "batch")}
+    stack, x = stack_and_input(torch.device(options.device), **sizes)
     context: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
     if way == "aot_hooks":
         context = aot_hooks.saved_tensors_hooks(aot_hooks.float8())
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    started, cpu_started = time.perf_counter(), sum(os.times()[:4])
-    compiled = torch.compile(stack, backend="inductor" if way == "stock" else "aot_hooks", fullgraph=True)
-    with context:
-        y = compiled(x)
-    y.float().pow(2).mean().backward()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    seconds = {"wall_s": time.perf_counter() - started, "cpu_s": sum(os.times()[:4]) - cpu_started}
+    compiled, seconds = first_step("inductor" if way == "stock" else "aot_hooks", stack, x, context)
     counters = torch._dynamo.utils.counters["aot_autograd"]
     hits, misses = counters["autograd_cache_hit"], counters["autograd_cache_miss"]
     plans = aot_hooks.last_plans(compiled) if way == "aot_hooks" else ()
