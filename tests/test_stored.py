@@ -150,10 +150,11 @@ def test_a_hook_that_depends_on_something_outside_is_refused() -> None:
         return x.to(torch.float16 if torch.get_float32_matmul_precision() == "highest" else torch.bfloat16), x.dtype
 
     hook = aot_hooks.Hook("by precision", pack, lambda p: p[0].to(p[1]))
-    plans, key = plans_of(hook), key_for(hook)
-    data = pack_up(plans, key, lambda: places(plans))
     before = torch.get_float32_matmul_precision()
     try:
+        torch.set_float32_matmul_precision("highest")
+        plans, key = plans_of(hook), key_for(hook)
+        data = pack_up(plans, key, lambda: places(plans))
         assert unpack(data, key, lambda: places(plans))
         torch.set_float32_matmul_precision("high")
         with pytest.raises(Refused, match="hook 'by precision' traces to another program on 'mul"):
