@@ -268,8 +268,8 @@ def test_retain_graph_is_as_without_hooks(inner: str, donated: bool) -> None:
         first = outcome(lambda: gradients(out, x, w, retain_graph=True))
         return first, outcome(lambda: gradients(out, x, w))
 
-    # With torch's cache on, whether buffers are donated goes by the backward that was compiled first (stock torch's too):
-    # with retain_graph they are not. What another test compiled must not answer here.
+    # With torch's cache on, whether buffers are donated goes by the backward that was compiled first: with retain_graph
+    # they are not. What another test compiled must not answer here. Stock torch does the same.
     with torch._functorch.config.patch(donated_buffer=donated, enable_autograd_cache=False):
         stock, ours = twice(None), twice(BITS)
     assert_same(ours, stock, exactly=inner == "aten") if not isinstance(stock[0], str) else None
