@@ -27,7 +27,7 @@ demo: $(READY)  ## train a small GPT with and without packed activations; writes
 test: export OMP_NUM_THREADS ?= 1
 test: export TORCHINDUCTOR_COMPILE_THREADS ?= 1
 test: $(READY)  ## run the tests; ARGS="-m core", ARGS="-k inline", TORCH=2.15.0
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
 
 lint: $(READY)  ## ruff: rules and format, changes nothing
 	$(BIN)/ruff check .

@@ -32,12 +32,6 @@ def pytest_configure(config: pytest.Config) -> None:
         config.add_cleanup(remove_cache)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    # First, in a worker that nothing else has run in: keys of torch's caches hold every setting of torch, so what other
-    # tests leave behind makes them others, and what another process stored is not found.
-    items.sort(key=lambda item: item.path.name != "test_cache.py")
-
-
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("gpu") is not None and not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
@@ -52,14 +46,26 @@ def take_left_hooks() -> list[object]:
     return left
 
 
+def matmul_precision() -> tuple[str, str, str]:
+    """What `torch.set_float32_matmul_precision` sets: its own value, and those of two backends that start as "none"."""
+    of_backends = torch.backends.cuda.matmul.fp32_precision, torch.backends.mkldnn.matmul.fp32_precision
+    return torch.get_float32_matmul_precision(), *of_backends
+
+
+def set_matmul_precision(precision: tuple[str, str, str]) -> None:
+    torch.set_float32_matmul_precision(precision[0])
+    torch.backends.cuda.matmul.fp32_precision, torch.backends.mkldnn.matmul.fp32_precision = precision[1:]
+
+
 @pytest.fixture(autouse=True)
 def fresh_torch() -> Iterator[None]:
     torch._dynamo.reset()
     torch.manual_seed(0)
-    precision = torch.get_float32_matmul_precision()
+    precision = matmul_precision()
     yield
-    # Programs that a test runs in this process may set it; keys of torch's caches hold it.
-    torch.set_float32_matmul_precision(precision)
+    # It is in the keys of torch's caches: a test that leaves another makes what other processes stored a miss.
+    if matmul_precision() != precision:
+        set_matmul_precision(precision)
     # Popped before the assertion: a leak fails the test that made it, not those after it.
     left = take_left_hooks()
     assert not left, f"saved-tensor hooks left on autograd's stack, innermost first: {left}"
