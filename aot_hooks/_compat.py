@@ -13,9 +13,10 @@ import functools
 import hashlib
 import importlib
 import inspect
+import re
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -924,8 +925,8 @@ def autograd_cache(
 
     Two functions of `torch._functorch._aot_autograd.autograd_cache` are called through ours and put back on exit:
 
-    - `autograd_cache_key`: torch's key, made under `normalized(graph)` and without the names in the sources of
-      arguments (kept everywhere else: they are what AOTAutograd writes guards with), and `digest`.
+    - `autograd_cache_key`: torch's key, made under `normalized(graph)`, with symbols by `SizeNumbers` and without the
+      names in the sources of arguments (kept everywhere else: AOTAutograd writes guards with them), and `digest`.
     - `AOTAutogradCache._lookup`: an entry is given up as if it were not there if `refuse(attached, has_backward)` says
       why; `attached` is what `attach` put into it, None if nothing.
 
@@ -943,7 +944,7 @@ def autograd_cache(
         if sources is not None:
             config = dataclasses.replace(config, aot_autograd_arg_pos_to_source=[source_shape(s) for s in sources])
         try:
-            with normalized(mod if isinstance(mod, GraphModule) else mod.gm):
+            with normalized(mod if isinstance(mod, GraphModule) else mod.gm), _sizes_by_number(module, inputs):
                 key, lines = make_key(mod, inputs, config, *rest, **named)
         except Exception as e:  # torch goes on without its cache, whatever it is; we only say so
             event.bypass = str(e).splitlines()[0] if str(e) else type(e).__name__
@@ -974,6 +975,49 @@ def autograd_cache(
             yield event
         finally:
             module.autograd_cache_key, cache._lookup = make_key, own_lookup
+
+
+class SizeNumbers:
+    """Symbols of sizes by where the inputs of a graph show them first; torch calls them after names in the user's code.
+
+    Symbols that no input shows by themselves, and all of a graph with tensor subclasses, which hold sizes that nothing
+    here looks at, keep the names that torch gave them.
+    """
+
+    def __init__(self, inputs: Iterable[Any]) -> None:
+        values = list(inputs)
+        self.names: dict[Any, Any] = {}
+        if any(isinstance(value, torch.Tensor) and is_traceable_subclass(value) for value in values):
+            return
+        sizes = [s for v in values for s in (v.shape if isinstance(v, torch.Tensor) else (v,))]
+        for size in sizes:
+            expr = size.node.expr if isinstance(size, torch.SymInt) else None
+            if expr is not None and expr.is_symbol and expr not in self.names and re.fullmatch(r"s\d+", expr.name):
+                self.names[expr] = expr.func(f"size{len(self.names)}", integer=True, positive=expr.is_positive)
+
+    def text(self, value: Any) -> str:
+        """`value`, a size or what is computed from sizes; what is no symbol as `str` has it."""
+        if not isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
+            return str(value)
+        return str(value.node.expr.xreplace(self.names))
+
+
+@contextlib.contextmanager
+def _sizes_by_number(module: Any, inputs: Sequence[Any]) -> Iterator[None]:
+    """torch's pickler of keys writes symbolic sizes by number. torch 2.15 does so for those that are a symbol alone."""
+    pickler, numbers, thread = module.AOTAutogradCachePickler, SizeNumbers(inputs), threading.get_ident()
+
+    class Numbering(pickler):  # type: ignore[misc, valid-type]
+        def _reduce_symint(self, size: Any) -> Any:
+            return str, (numbers.text(size) if threading.get_ident() == thread else str(size),)
+
+        _reduce_symbool = _reduce_symint
+
+    module.AOTAutogradCachePickler = Numbering
+    try:
+        yield
+    finally:
+        module.AOTAutogradCachePickler = pickler
 
 
 def source_shape(source: Any) -> tuple[str, ...]:

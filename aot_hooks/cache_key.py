@@ -8,7 +8,8 @@
 
 `key_of` makes it. torch's own key (configuration, devices, its sources) stands beside it: torch computes that one
 under `normalized(graph)`, in which placeholders and values are called by their positions, so that renaming a model's
-argument, attribute or variable is no other program. Both are linear in the graph.
+argument, attribute or variable is no other program. Symbolic sizes, which torch calls after the argument they come
+from, go by their numbers too. Both are linear in the graph.
 """
 
 from __future__ import annotations
@@ -49,12 +50,14 @@ class Key:
             regions in the order of their first node.
         examined: the content of each setting's rule.
         opaque: what of the settings cannot be read, see `examine`; then there is no key to go by.
+        sizes: symbols of sizes as this program calls them, in the order of their numbers.
     """
 
     lines: tuple[Line, ...]
     settings: tuple[Setting | None, ...]
     examined: tuple[Examined, ...]
     opaque: tuple[str, ...]
+    sizes: tuple[str, ...] = ()
 
     @functools.cached_property
     def digest(self) -> str:
@@ -105,10 +108,13 @@ def key_of(
             lines.append((f"module of node {i}", f"{path} {module_stack(node)}"))
             if reads_anything:
                 lines.append((f"line of node {i}", line))
+    traced = _traced_inputs(gm, inputs)
+    sizes = _compat.SizeNumbers(traced)
     for graph in _graphs(gm):
-        lines += _canonical(graph)
-    lines += _inputs(gm, inputs)
-    return Key(tuple(lines), settings, contents, tuple(dict.fromkeys(w for said in contents for w in said.opaque)))
+        lines += _canonical(graph, sizes)
+    lines += _inputs(traced, inputs, sizes)
+    opaque = tuple(dict.fromkeys(w for said in contents for w in said.opaque))
+    return Key(tuple(lines), settings, contents, opaque, tuple(map(str, sizes.names)))
 
 
 def nodes_of(gm: GraphModule) -> list[Node]:
@@ -129,13 +135,13 @@ def _reads_anything(rule: Any) -> bool:
     return True
 
 
-def _canonical(gm: GraphModule) -> Iterator[Line]:
+def _canonical(gm: GraphModule, sizes: _compat.SizeNumbers) -> Iterator[Line]:
     """The nodes of one graph, by position."""
     position: dict[Node, str] = {}
     for i, node in enumerate(gm.graph.nodes):
         position[node] = f"%{i}"
         if node.op == "placeholder":
-            target = str(node.target) if node.type is torch.SymInt else ""
+            target = sizes.text(node.meta.get("example_value", node.target)) if node.type is torch.SymInt else ""
         elif node.op == "get_attr":
             value = _attribute(gm, str(node.target))
             target = "graph" if isinstance(value, GraphModule) else content(value)
@@ -160,20 +166,27 @@ def _name(target: Any) -> str:
     return f"{getattr(target, '__module__', None) or type(target).__module__}.{name}"
 
 
-def _inputs(gm: GraphModule, inputs: Sequence[Any]) -> Iterator[Line]:
-    """By what Dynamo traced them as, in which sizes may be symbolic; who shares memory, by the tensors themselves."""
+def _traced_inputs(gm: GraphModule, inputs: Sequence[Any]) -> list[Any]:
+    """What Dynamo traced the inputs as, in which sizes may be symbolic."""
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    return [node.meta.get("example_value", given) for node, given in zip(placeholders, inputs, strict=True)]
+
+
+def _inputs(traced: Sequence[Any], inputs: Sequence[Any], sizes: _compat.SizeNumbers) -> Iterator[Line]:
+    """By what Dynamo traced them as; who shares memory, by the tensors themselves."""
     storages: dict[int, int] = {}
-    for i, (node, given) in enumerate(zip(gm.graph.find_nodes(op="placeholder"), inputs, strict=True)):
-        value = node.meta.get("example_value", given)
+    for i, (value, given) in enumerate(zip(traced, inputs, strict=True)):
         if isinstance(value, torch.Tensor):
-            text = f"{type(given).__name__} {value.dtype} {list(value.shape)} {value.device} {value.requires_grad}"
+            shape = f"[{', '.join(map(sizes.text, value.shape))}]"
+            text = f"{type(given).__name__} {value.dtype} {shape} {value.device} {value.requires_grad}"
             if value.layout is torch.strided and not _compat.is_traceable_subclass(value):
                 shares = storages.setdefault(_compat.storage_key(given), i)
-                text += f" stride {list(value.stride())} from {value.storage_offset()} of the memory of {shares}"
+                stride = f"[{', '.join(map(sizes.text, value.stride()))}]"
+                text += f" stride {stride} from {sizes.text(value.storage_offset())} of the memory of {shares}"
             else:
                 text += f" {value.layout}"
         else:
-            text = f"{type(given).__name__} {value}"
+            text = f"{type(given).__name__} {sizes.text(value)}"
         yield f"input {i}", text
 
 
@@ -195,7 +208,7 @@ def package_digest() -> str:
 
 @contextlib.contextmanager
 def normalized(gm: GraphModule) -> Iterator[None]:
-    """Inside, values of `gm` and of the graphs in it are called by their positions, except symbolic placeholders.
+    """Inside, values of `gm` and of the graphs in it are called by their positions.
 
     On exit everything is as it was: names, targets, used names, namespaces, generated code, and what Dynamo noted of
     the user's variables. May be entered again inside itself.
@@ -213,17 +226,10 @@ def _one_normalized(gm: GraphModule) -> Iterator[None]:
     # by the user's names too: variables' stacks, and the code as it was generated before
     state = {name: vars(gm).pop(name) for name in _NAMED if name in vars(gm)}
     forward = vars(type(gm)).get("forward")  # of a class that each GraphModule has for itself
-    kept = {node.name for node in nodes if _is_symbolic(node)}
     try:
         with _compat.fresh_namespace(gm.graph):
-            count = 0
-            for node in nodes:
-                if not _is_symbolic(node):
-                    while f"n_{count}" in kept:
-                        count += 1
-                    name = f"n_{count}"
-                    _compat.rename_node(node, name, name if node.op == "placeholder" else node.target)
-                    count += 1
+            for i, node in enumerate(nodes):
+                _compat.rename_node(node, f"n_{i}", f"n_{i}" if node.op == "placeholder" else node.target)
             gm.recompile()
             try:
                 yield
@@ -241,7 +247,3 @@ def _one_normalized(gm: GraphModule) -> Iterator[None]:
 
 
 _NAMED = ("_code", "_lineno_map", "_prologue_start", "_source_to_user_stacks")
-
-
-def _is_symbolic(node: Node) -> bool:
-    return node.op == "placeholder" and node.type in (torch.SymInt, torch.SymFloat, torch.SymBool)

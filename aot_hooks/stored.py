@@ -2,11 +2,12 @@
 
       plans, key, places --pack_up--> bytes, in torch's entry ... another process ... --unpack--> plans, or `Refused`
 
-Rows hold no place of the program that made them, but the number of a node of Dynamo's graph: the program that reads
-them may call its modules otherwise. Hooks are stored as "what the setting's rule says for this row", or pickled where
-the package made them itself. Both are checked when they are read: a policy of the user's must say for each row what it
-said then, and a hook of the user's must trace to the same program, so that what neither can be read off their content
-nor is named by it (an environment variable, the time) leads to a compilation, never to the graph of another hook.
+Rows hold no place of the program that made them, but the number of a node of Dynamo's graph, and no names of its sizes,
+but their numbers: the program that reads them may call its modules and arguments otherwise. Hooks are stored as "what
+the setting's rule says for this row", or pickled where the package made them itself. Both are checked when they are
+read: a policy of the user's must say for each row what it said then, and a hook of the user's must trace to the same
+program, so that what neither can be read off their content nor is named by it (an environment variable, the time)
+leads to a compilation, never to the graph of another hook.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import pickle
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +28,7 @@ from .examine import examined, foreign_operator
 from .hook import KEEP, Hook, compiling_for
 from .plan import Decision, Plan
 from .policy import out_of_scope
-from .saved import SavedTensor
+from .saved import Dim, SavedTensor
 from .schedule import Transfer
 from .trace import canonical, trace_hook
 
@@ -76,6 +78,7 @@ def pack_up(plans: Sequence[Plan], key: Key, places: Callable[[], Sequence[Place
     lines = {line: i for i, (_, line) in reversed(list(enumerate(found)))}
     both = {place: i for i, place in reversed(list(enumerate(found)))}
     check = _Checks(key)
+    numbered = _renamed({name: f"size{i}" for i, name in enumerate(key.sizes)})
     rows: list[tuple[tuple[_Row, ...], tuple[Transfer, ...]]] = []
     cannot = ""
     for plan in plans:
@@ -85,7 +88,7 @@ def pack_up(plans: Sequence[Plan], key: Key, places: Callable[[], Sequence[Place
             at = both.get((row.module_path, row.source_line))
             try:
                 stored = _Row(
-                    saved=dataclasses.replace(row, module_path="", source_line=""),
+                    saved=dataclasses.replace(row, shape=numbered(row.shape), module_path="", source_line=""),
                     module_at=modules.get(row.module_path) if at is None else at,
                     line_at=lines.get(row.source_line) if at is None else at,
                     hook=check.reference(d.hook, row),
@@ -113,6 +116,7 @@ def unpack(data: bytes, key: Key, places: Callable[[], Sequence[Place]]) -> list
     if stored.cannot:
         raise Refused(stored.cannot)
     check = _Checks(key)
+    named = _renamed({f"size{i}": name for i, name in enumerate(key.sizes)})
     found: Sequence[Place] = ()
     if any(row.module_at is not None or row.line_at is not None for rows, _ in stored.plans for row in rows):
         found = places()
@@ -125,7 +129,8 @@ def unpack(data: bytes, key: Key, places: Callable[[], Sequence[Place]]) -> list
                 line = "" if row.line_at is None else found[row.line_at][1]
             except IndexError:
                 raise Refused("its rows name nodes that this graph does not have") from None
-            saved = dataclasses.replace(row.saved, module_path=module, source_line=line)
+            shape = named(row.saved.shape)
+            saved = dataclasses.replace(row.saved, shape=shape, module_path=module, source_line=line)
             hook = check.resolve(row.hook, saved)
             if check.answers(saved) != row.answers:
                 raise Refused(
@@ -140,6 +145,17 @@ def unpack(data: bytes, key: Key, places: Callable[[], Sequence[Place]]) -> list
             decisions.append(Decision(saved, hook, row.reason, row.packed_bytes, row.saved_bytes))
         plans.append(Plan(tuple(decisions), transfers))
     return plans
+
+
+def _renamed(names: Mapping[str, str]) -> Callable[[tuple[int, ...]], tuple[int, ...]]:
+    """Shapes with the symbols in them called by `names`."""
+
+    def one(size: int) -> int:
+        if not isinstance(size, Dim):
+            return size
+        return Dim(int(size), re.sub(r"\w+", lambda word: names.get(word[0], word[0]), size.expression))
+
+    return lambda shape: tuple(map(one, shape))
 
 
 def _read(data: bytes) -> _Stored:

@@ -193,6 +193,8 @@ ROWS = (
     Row("graph hooks, changed constant", "miss", "graph hooks", _GRAPHS | {"constant": "1.25"}),
     Row("dynamic", "miss", "base", dynamic=True),
     Row("dynamic, another batch", "hit", "dynamic", dynamic=True, batch=24),
+    Row("dynamic, renamed argument", "hit", "dynamic", {"argument": "tokens"}, dynamic=True, renamed=True),
+    Row("dynamic, renamed argument, another batch", "hit", "dynamic", {"argument": "t"}, dynamic=True, batch=24),
     Row("dynamic, changed constant", "miss", "dynamic", {"constant": "1.25"}, dynamic=True),
     Row("region", "miss", "base", _REGION),
     Row("region, same again", "hit", "region", _REGION),

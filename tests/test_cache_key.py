@@ -98,6 +98,31 @@ def test_names_of_inner_graphs_are_no_part_of_it() -> None:
     assert key(checkpointed(Mlp()), X).digest == key(checkpointed(Renamed()), X).digest
 
 
+def test_symbolic_sizes_go_by_where_they_come_from() -> None:
+    """torch calls a symbol after the argument that it is a size of."""
+
+    def f(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        flat = y.mT.reshape(-1)[: x.numel()]
+        return x.sin() * x.shape[0] + flat.view_as(x).cos() * y.shape[1]
+
+    def renamed(tokens: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        part = mask.mT.reshape(-1)[: tokens.numel()]
+        return tokens.sin() * tokens.shape[0] + part.view_as(tokens).cos() * mask.shape[1]
+
+    def other(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        flat = y.mT.reshape(-1)[: x.numel()]
+        return x.sin() * x.shape[1] + flat.view_as(x).cos() * y.shape[1]
+
+    x, y = torch.randn(3, 4), torch.randn(5, 7)
+    key_of_f = key(f, x, y, dynamic=True)
+    key_of_renamed = key(renamed, x, y, dynamic=True)
+    assert key_of_f.sizes != key_of_renamed.sizes and len(key_of_f.sizes) == 4
+    assert key_of_f.lines == key_of_renamed.lines
+    assert key(f, torch.randn(5, 6), torch.randn(8, 7), dynamic=True).digest == key_of_f.digest
+    assert key(other, x, y, dynamic=True).digest != key_of_f.digest
+    assert key(f, torch.randn(3, 3), y, dynamic=True).digest != key_of_f.digest  # the same symbol twice
+
+
 # --- different --------------------------------------------------------------------------------------------------------
 
 
@@ -285,16 +310,6 @@ def test_normalizing_is_exact_on_exit(dynamic: bool) -> None:
     with pytest.raises(KeyError), normalized(gm):
         raise KeyError
     assert everything(gm) == before
-
-
-def test_symbolic_placeholders_are_left_alone() -> None:
-    gm, _ = graph_of(inner, torch.randn(3, 4), torch.randn(4, 5), dynamic=True)
-    symbolic = [n for n in nodes_of(gm) if n.op == "placeholder" and n.type is torch.SymInt]
-    assert symbolic
-    names = [(n.name, n.target) for n in symbolic]
-    with normalized(gm):
-        assert [(n.name, n.target) for n in symbolic] == names
-        assert all(n.name.startswith("n_") for n in nodes_of(gm) if n not in symbolic)
 
 
 def test_new_nodes_get_names_of_their_own_afterwards() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import pickle
+import re
 from typing import Any
 
 import pytest
@@ -99,8 +100,14 @@ def test_symbolic_sizes_are_stored_with_their_expressions() -> None:
     compiled(torch.randn(8, 16, requires_grad=True))
     plans = list(aot_hooks.last_plans(compiled))
     assert any("s" in str(d.saved.shape) for d in plans[0].decisions)
-    (found,) = unpack(pack_up(plans, key_for(half()), lambda: places(plans)), key_for(half()), lambda: places(plans))
-    assert [str(d.saved.shape) for d in found.decisions] == [str(d.saved.shape) for d in plans[0].decisions]
+    shapes = [str(d.saved.shape) for d in plans[0].decisions]
+    (symbol,) = {name for shape in shapes for name in re.findall(r"s\d+", shape)}
+    key = dataclasses.replace(key_for(half()), sizes=(symbol,))
+    data = pack_up(plans, key, lambda: places(plans))
+    (found,) = unpack(data, key, lambda: places(plans))
+    assert [str(d.saved.shape) for d in found.decisions] == shapes
+    (found,) = unpack(data, dataclasses.replace(key, sizes=("s99",)), lambda: places(plans))
+    assert [str(d.saved.shape) for d in found.decisions] == [shape.replace(symbol, "s99") for shape in shapes]
 
 
 def test_damage_is_refused_and_nothing_else_is_raised() -> None:
