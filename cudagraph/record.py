@@ -84,6 +84,7 @@ def record(parent: Node, function: Function, key: Any, inputs: list[Any]) -> lis
     tree = parent.tree
     addresses = [x.data_ptr() if isinstance(x, torch.Tensor) else None for x in inputs]
     plan = _plan(parent, function, inputs)
+    given = {i: inputs[i] for i in plan.copied}
     node = Node(tree, parent, function)
     node.addresses = addresses
     node.fixed_inputs = sorted([*plan.static, *plan.managed])
@@ -93,6 +94,8 @@ def record(parent: Node, function: Function, key: Any, inputs: list[Any]) -> lis
         traceback.clear_frames(error.__traceback__)  # they hold blocks of the pool
         for i, slot in plan.managed.items():
             inputs[i] = tensor_on(slot.storage, plan.layouts[i])
+        for i, x in given.items():  # in their place are copies in the pool, which the next recording overwrites
+            inputs[i] = x
         if node.graph is not None:
             node.graph.reset()
         # Whoever keeps a block of the pool would see it handed out again: such a pool is not used any longer.
