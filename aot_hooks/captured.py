@@ -49,6 +49,7 @@ def compilation(options: Options) -> Compilation:
 
     for operator in _OPERATORS:
         cudagraph.register_host_operator(operator)
+    transfers.capture_under_way = cudagraph.capturing
     return Compilation(options)
 
 

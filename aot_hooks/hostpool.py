@@ -7,8 +7,12 @@
                                                              wherever that is: autograd, a graph's frame, the user
 
 A block for a CUDA device is pinned (page-locked), or there is none: where pinning fails the lease is refused, never
-made of pageable memory. A lease made while a CUDA graph is being captured is for good, as each replay writes to it. The
-storage of a lease holds a small object whose end is the sign that the block is free; no use counts are read.
+made of pageable memory. The storage of a lease holds a small object whose end is the sign that the block is free; no
+use counts are read.
+
+Each replay of a CUDA graph writes to what its capture leased. A block that was leased in a capture by `cudagraph`
+belongs to that tree of recordings until they are gone, and is leased again in a capture where the tree's path does not
+hold it. Of other captures nobody tells when they are gone: what they leased is theirs until `reset`.
 """
 
 from __future__ import annotations
@@ -16,13 +20,18 @@ from __future__ import annotations
 import collections
 import contextlib
 import ctypes
+import math
 import mmap
 import threading
 import weakref
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+
+if TYPE_CHECKING:
+    from cudagraph import Capture
 
 __all__ = ["Block", "HostPool"]
 
@@ -41,7 +50,9 @@ class Block:
         pinned: page-locked for CUDA.
         event: the last copy from or to it, outside of captures; None if there was none.
         events: by device and direction, to record again.
-        captured: a CUDA graph writes to it in each replay.
+        leases: how many of it are alive; those of one tree's recordings may overlap.
+        owner: lives as long as the CUDA graphs that write to it in each replay; None if there are none.
+        replayed: a replay may still write to it, and `event` does not tell.
     """
 
     memory: mmap.mmap
@@ -50,7 +61,14 @@ class Block:
     pinned: bool
     event: Any = None
     events: dict[Any, Any] = field(default_factory=dict)
-    captured: bool = False
+    leases: int = 0
+    owner: Callable[[], object | None] | None = None
+    replayed: bool = False
+
+
+def _for_good() -> object:
+    """The owner of blocks of captures that nobody tells the end of."""
+    return HostPool
 
 
 class HostPool:
@@ -59,17 +77,18 @@ class HostPool:
     def __init__(self) -> None:
         self._lock = threading.RLock()
         self._free: list[Block] = []
-        self._leased: dict[int, Block] = {}  # by address
+        self._used: dict[int, Block] = {}  # by address: leased, or of CUDA graphs
         self._returned: collections.deque[Block] = collections.deque()  # without the lock: a collector may hold it
+        self._owned: set[int] = set()  # addresses of blocks of CUDA graphs
         self._condemned: set[int] = set()  # addresses of leased blocks that are to go when they come back
-        self._graphs: list[Block] = []  # came back from a capture: a CUDA graph writes there in each replay
+        self._doomed: list[Block] = []  # came back and are to go
         self.made_count = 0
         self.peak_bytes = 0
         self._most_in_use = 0
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of all blocks, leased or free."""
+        """Bytes of all blocks, in use or free."""
         with self._lock:
             self._collect()
             return self._total()
@@ -78,16 +97,22 @@ class HostPool:
     def leased_bytes(self) -> int:
         with self._lock:
             self._collect()
-            return sum(block.capacity for block in self._leased.values())
+            return sum(block.capacity for block in self._used.values() if block.leases)
 
     @property
     def block_count(self) -> int:
         with self._lock:
             self._collect()
-            return len(self._free) + len(self._leased) + len(self._graphs)
+            return len(self._free) + len(self._used)
 
     def lease(
-        self, nbytes: int, *, pinned: bool, limit: int | None = None, captured: bool = False
+        self,
+        nbytes: int,
+        *,
+        pinned: bool,
+        limit: int | None = None,
+        captured: bool = False,
+        capture: Capture | None = None,
     ) -> torch.Tensor | None:
         """uint8[nbytes] of a block, or None if there is no room for it.
 
@@ -95,20 +120,29 @@ class HostPool:
             nbytes: at least 1.
             pinned: for copies from and to a CUDA device.
             limit: most bytes that the pool may have for it, those of all others included; None for no limit.
-            captured: a CUDA graph is being captured: nothing is made or given back now, and the block is its for good.
+            captured: a CUDA graph is being captured: nothing is made or given back now.
+            capture: that capture, if it is one of `cudagraph`; else the block is the graph's for good.
         """
         with self._lock:
-            self._collect()
-            in_use = sum(block.capacity for block in (*self._leased.values(), *self._graphs))
-            room = float("inf") if limit is None else limit - in_use
-            block = self._fitting(nbytes, pinned, min(room, max(nbytes * _WASTE, _PAGE)))
-            if block is None and not captured:
-                block = self._make(nbytes, pinned, limit, room)
-            block = block or self._fitting(nbytes, pinned, room)
+            self._collect(captured)
+            room = float("inf") if limit is None else limit - self._in_use()
+            close = max(nbytes * _WASTE, _PAGE)
+            if captured:
+                own = self._of(capture, pinned)
+                block = _smallest(own, nbytes, close) or self._fitting(nbytes, pinned, min(room, close), captured)
+                block = block or _smallest(own, nbytes) or self._fitting(nbytes, pinned, room, captured)
+            else:
+                block = self._fitting(nbytes, pinned, min(room, close)) or self._make(nbytes, pinned, limit, room)
+                block = block or self._fitting(nbytes, pinned, room)
             if block is None:
                 return None
-            block.captured = captured
-            self._leased[block.address] = block
+            if capture is not None:
+                capture.lend(block.address)
+            if captured:
+                block.owner = _for_good if capture is None else weakref.ref(capture.owner)
+                self._owned.add(block.address)
+            block.leases += 1
+            self._used[block.address] = block
             self.peak_bytes = max(self.peak_bytes, self._total())
         raw = (ctypes.c_ubyte * nbytes).from_address(block.address)
         weakref.finalize(raw, self._returned.append, block).atexit = False
@@ -116,60 +150,114 @@ class HostPool:
 
     def block_of(self, host: torch.Tensor) -> Block | None:
         """The block that `host` begins; None if it is other memory."""
-        return self._leased.get(host.data_ptr())
+        return self._used.get(host.data_ptr())
 
     def reset(self) -> None:
         """Give all free blocks back to the system now, and the leased ones when they come back; also those of CUDA
         graphs, which must not be replayed any more."""
         with self._lock:
             self._collect()
-            self._condemned.update(self._leased)
-            if any(block.pinned for block in self._graphs):  # a replay may run still, and no event tells of it
-                for index in range(torch.cuda.device_count()):
-                    torch.cuda.synchronize(index)
-            for blocks in (self._free, self._graphs):
-                while blocks:
-                    _give_back(blocks.pop())
+            self._condemned.update(self._used)
+            self._disown([self._used[address] for address in self._owned])
+            self._doomed += self._free
+            self._free.clear()
+            self._discard_doomed()
             self.made_count = self._most_in_use = 0
             self.peak_bytes = self._total()
 
-    def _total(self) -> int:
-        return sum(block.capacity for block in (*self._free, *self._leased.values(), *self._graphs))
+    def _in_use(self) -> int:
+        return sum(block.capacity for block in self._used.values())
 
-    def _collect(self) -> None:
+    def _total(self) -> int:
+        return self._in_use() + sum(block.capacity for block in self._free)
+
+    def _collect(self, captured: bool = False) -> None:
+        """See what came back. In a capture nothing is given back."""
         while self._returned:
             block = self._returned.popleft()
-            del self._leased[block.address]
-            if block.address in self._condemned:
-                self._condemned.discard(block.address)
-                _give_back(block)
-            else:
-                (self._graphs if block.captured else self._free).append(block)
+            block.leases -= 1
+            self._release(block)
+        owned = [self._used[address] for address in self._owned]
+        self._disown([block for block in owned if block.owner is not None and block.owner() is None])
+        if not captured:
+            self._discard_doomed()
 
-    def _fitting(self, nbytes: int, pinned: bool, most: float) -> Block | None:
-        fits = [b for b in self._free if b.pinned == pinned and nbytes <= b.capacity <= most]
-        if not fits:
-            return None
-        block = min(fits, key=lambda b: b.capacity)
-        self._free.remove(block)
+    def _disown(self, blocks: Iterable[Block]) -> None:
+        for block in blocks:
+            block.owner, block.replayed = None, True
+            self._owned.discard(block.address)
+            self._release(block)
+
+    def _release(self, block: Block) -> None:
+        """Make `block` free if nobody uses it any more."""
+        if block.leases or block.owner is not None:
+            return
+        del self._used[block.address]
+        (self._doomed if block.address in self._condemned else self._free).append(block)
+        self._condemned.discard(block.address)
+
+    def _discard_doomed(self) -> None:
+        while self._doomed:
+            self._discard(self._doomed.pop())
+
+    def _discard(self, block: Block) -> None:
+        self._await_replays(block)
+        _give_back(block)
+
+    def _await_replays(self, block: Block) -> None:
+        """A replay may run still when its graph is gone, and no event tells of it."""
+        if not block.replayed:
+            return
+        if block.pinned:
+            for index in range(torch.cuda.device_count()):
+                torch.cuda.synchronize(index)
+        for other in (block, *self._doomed, *self._free, *self._used.values()):
+            if other.owner is None:
+                other.replayed = False
+
+    def _of(self, capture: Capture | None, pinned: bool) -> list[Block]:
+        """Blocks of the tree of `capture` that its path does not hold here."""
+        if capture is None:
+            return []
+        busy = capture.held | capture.lent
+        return [
+            block
+            for block in map(self._used.__getitem__, self._owned)
+            if block.owner is not None
+            and block.owner() is capture.owner
+            and block.pinned == pinned
+            and block.address not in busy
+        ]
+
+    def _fitting(self, nbytes: int, pinned: bool, most: float, captured: bool = False) -> Block | None:
+        """A free block, to be used; in a capture none that would have to be waited for."""
+        blocks = [b for b in self._free if b.pinned == pinned and not (captured and b.replayed)]
+        block = _smallest(blocks, nbytes, most)
+        if block is not None:
+            self._free.remove(block)
+            self._await_replays(block)
         return block
 
     def _make(self, nbytes: int, pinned: bool, limit: int | None, room: float) -> Block | None:
         capacity = -(-nbytes // _PAGE) * _PAGE
         if capacity > room:
             return None
-        in_use = self._total() - sum(block.capacity for block in self._free)
-        self._most_in_use = max(self._most_in_use, in_use + capacity)
+        self._most_in_use = max(self._most_in_use, self._in_use() + capacity)
         # sizes that vary from step to step must not leave a block for each
         most = self._most_in_use * _SPARE if limit is None else limit
         while self._free and self._total() + capacity > most:
-            _give_back(self._free.pop(0))  # the one that has been free for longest
+            self._discard(self._free.pop(0))  # the one that has been free for longest
         block = _made(capacity, pinned)
         while block is None and self._free:
-            _give_back(self._free.pop(0))
+            self._discard(self._free.pop(0))
             block = _made(capacity, pinned)
         self.made_count += block is not None
         return block
+
+
+def _smallest(blocks: Iterable[Block], nbytes: int, most: float = math.inf) -> Block | None:
+    """The smallest of `blocks` that takes `nbytes` and is no larger than `most`."""
+    return min((b for b in blocks if nbytes <= b.capacity <= most), key=lambda b: b.capacity, default=None)
 
 
 def _made(capacity: int, pinned: bool) -> Block | None:

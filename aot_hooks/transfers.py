@@ -24,12 +24,16 @@ import mmap
 import threading
 import warnings
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from .hostpool import HostPool
+
+if TYPE_CHECKING:
+    from cudagraph import Capture
 
 __all__ = [
     "NO_LIMIT",
@@ -66,6 +70,7 @@ class _Copy:
         event: done when the copy is; None where it was made at once or has not been made.
         stream: the one that `source` or `target` on the device belongs to.
         late: makes the copy, if it is to be made at the wait.
+        captured: nothing is copied now, but in each replay.
     """
 
     source: torch.Tensor
@@ -73,6 +78,7 @@ class _Copy:
     event: Any = None
     stream: Any = None
     late: bool = False
+    captured: bool = False
 
 
 class _Copies:
@@ -109,6 +115,9 @@ class _Lines:
         self.back = torch.cuda.Stream(device)
         self.ready = torch.cuda.Event()
 
+    def both(self) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
+        return self.out, self.back
+
 
 _lines: dict[int, _Lines] = {}
 
@@ -126,6 +135,18 @@ def _capturing(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
+def _captures(stream: torch.cuda.Stream) -> bool:
+    with torch.cuda.stream(stream):
+        return torch.cuda.is_current_stream_capturing()
+
+
+def _no_capture() -> None:
+    return None
+
+
+capture_under_way: Callable[[], Capture | None] = _no_capture  # `cudagraph.capturing`, once its graphs are asked for
+
+
 def _begin(source: torch.Tensor, target: torch.Tensor, device: torch.device, out: bool) -> _Copy:
     """Start a copy between the host and `device`."""
     copy = _Copy(source, target)
@@ -138,7 +159,7 @@ def _begin(source: torch.Tensor, target: torch.Tensor, device: torch.device, out
     # read before any stream is entered: inside of one it would be that one
     copy.stream = torch.cuda.current_stream(device)
     side = lines.out if out else lines.back
-    capturing = torch.cuda.is_current_stream_capturing()
+    copy.captured = capturing = torch.cuda.is_current_stream_capturing()
     block = pool.block_of(target if out else source)
     with _lock:  # a wait holds on to what was recorded last, so the event may be recorded anew right after
         lines.ready.record(copy.stream)
@@ -177,8 +198,12 @@ def _ticket(copy: _Copy) -> torch.Tensor:
     return torch.frombuffer(raw, dtype=torch.int64)
 
 
+def _number(ticket: torch.Tensor) -> int:
+    return ctypes.c_int64.from_address(ticket.data_ptr()).value
+
+
 def _claim(ticket: torch.Tensor) -> _Copy:
-    copy = _under_way.pop(int(ticket.item()), None)
+    copy = _under_way.pop(_number(ticket), None)
     if copy is None:
         raise RuntimeError(
             "a wait for an offloaded tensor got a ticket that was waited for before; each start has one wait, in order"
@@ -188,14 +213,18 @@ def _claim(ticket: torch.Tensor) -> _Copy:
 
 def _abandon(number: int) -> None:
     copy = _under_way.pop(number, None)
-    if copy is not None and copy.event is not None:
-        copy.stream.wait_event(copy.event)
+    if copy is not None and copy.event is not None and (not copy.captured or _captures(copy.stream)):
+        copy.stream.wait_event(copy.event)  # of a capture that is over there is nothing to wait for
 
 
 def send(x: torch.Tensor, limit: int | None) -> torch.Tensor:
     """Start to copy `x`, contiguous, to host memory; gives the ticket for `claim_host`."""
     nbytes = x.nbytes
-    lease = pool.lease(max(nbytes, 1), pinned=x.is_cuda, limit=limit, captured=_capturing(x.device))
+    capture = capture_under_way()
+    captured = capture is not None or _capturing(x.device)
+    lease = pool.lease(max(nbytes, 1), pinned=x.is_cuda, limit=limit, captured=captured, capture=capture)
+    if lease is None and captured:
+        raise _not_in_a_capture(x.device, capture, f"no pinned block of {nbytes} bytes is free, and none can be made")
     if lease is None:
         return _ticket(_stay(x, limit))
     host = lease[:nbytes].view(x.dtype).view(x.shape)
@@ -218,6 +247,9 @@ def fetch(host: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Start to copy `host` to new memory on `device`; gives the ticket for `claim_device`."""
     kept = _kept.get(host.data_ptr())
     if kept is not None:
+        capture = capture_under_way()
+        if capture is not None or _capturing(device):  # another step's is elsewhere
+            raise _not_in_a_capture(device, capture, "what found no room on the host can't be read")
         # a copy, because the reader may write over what it gets and another backward may ask again
         return _ticket(_Copy(host, kept.clone()))
     target = torch.empty(host.shape, dtype=host.dtype, device=device)
@@ -238,26 +270,30 @@ def claim_device(ticket: torch.Tensor) -> torch.Tensor:
 
 def fetched_here(ticket: torch.Tensor) -> bool:
     """Whether the memory that `fetch` fills belongs to the stream that is current now."""
-    copy = _under_way.get(int(ticket.item()))
+    copy = _under_way.get(_number(ticket))
     return copy is None or copy.stream is None or copy.stream == torch.cuda.current_stream(copy.stream.device)
 
 
 def finished(ticket: torch.Tensor) -> bool:
     """Whether the copy is done already, as far as the host may ask: not while a CUDA graph is captured."""
-    copy = _under_way.get(int(ticket.item()))
+    copy = _under_way.get(_number(ticket))
     if copy is None or copy.event is None:
         return True
     return not _capturing(copy.stream.device) and copy.event.query()
 
 
+def _not_in_a_capture(device: torch.device, capture: Capture | None, text: str) -> Exception:
+    """What to raise in a capture, in words that `cudagraph` knows. Copies that were started in it are joined, or it
+    could not be ended."""
+    for side in _lines_of(device).both() if device.type == "cuda" else ():
+        if _captures(side):
+            torch.cuda.current_stream(device).wait_stream(side)
+    text = f"offload: {text} during CUDA graph capture; run a step with the same shapes before, or raise max_host_bytes"
+    return RuntimeError(text) if capture is None else capture.not_warm(text)
+
+
 def _stay(x: torch.Tensor, limit: int | None) -> _Copy:
     """No room on the host: `x` stays on the device, behind host memory of its shape that nobody touches."""
-    if _capturing(x.device):
-        raise RuntimeError(
-            # `cudagraph` knows these words, and runs the step without a graph
-            f"offload: no pinned block of {x.nbytes} bytes is free, and none can be made during CUDA graph capture; "
-            "run a step with the same shapes before the capture, or raise max_host_bytes"
-        )
     room = "as much as could be pinned" if limit is None else f"max_host_bytes={limit}"
     with _lock:
         first = copies.kept_count == 0

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from .backend import cudagraph_tree, reset
 from .check import Blocker, register_host_operator
+from .current import Capture, capturing
 from .errors import CudaGraphError, NotCapturableError, OptionError, StaleOutputError, UnsupportedTorchError
 from .explain import ExplainedPart, Explanation, explain
 from .options import Options
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Blocker",
+    "Capture",
     "CudaGraphError",
     "ExplainedPart",
     "Explanation",
@@ -29,6 +31,7 @@ __all__ = [
     "Policy",
     "StaleOutputError",
     "UnsupportedTorchError",
+    "capturing",
     "cudagraph_tree",
     "explain",
     "mark_step_begin",

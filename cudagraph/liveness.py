@@ -139,8 +139,10 @@ class Slot:
         self.tell()
 
     def forget(self, templates: list[torch.Tensor]) -> None:
-        """`templates` are gone."""
+        """`templates` are gone, and with the last of them memory of the host."""
         self.places = [place for place in self.places if place[0] is not templates]
+        if not self.places:
+            self.owner = None
         self.tell()
 
     def tell(self) -> None:

@@ -23,11 +23,12 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from . import _compat, counters
+from .current import CannotCapture, NotWarmError, Owner
 from .driver import CaptureDriver, Pool
 from .function import Function, log
 from .liveness import Slot, copy_as_it_lies, held, on_slots, stale_message
 from .node import Edge, Node
-from .record import CannotCapture, record
+from .record import record
 
 __all__ = ["Tree"]
 
@@ -87,6 +88,8 @@ class Tree:
         marked: steps begin with marks, not by themselves.
         stream: the stream that the last replay was launched on.
         tainted: someone keeps memory of the pool that was to be free; it is not used any longer.
+        owner: lives as long as the recordings; see `current`.
+        put_off: captures that were to come after another warm-up.
     """
 
     def __init__(self, driver: CaptureDriver, device: torch.device, marks: int) -> None:
@@ -96,10 +99,12 @@ class Tree:
         self.marks = marks
         self.marked = False
         self.functions: set[Function] = set()
+        self.put_off: set[tuple[Function, Any]] = set()
         self._begin()
 
     def _begin(self) -> None:
         self._pool: Pool | None = None
+        self.owner = Owner()
         self.root = Node(self, None, None)
         self.current = self.root
         self.aside: Aside | None = None
@@ -213,6 +218,11 @@ class Tree:
             with one_at_a_time:
                 outputs = record(place, function, key, inputs)
         except CannotCapture as reason:
+            if isinstance(reason, NotWarmError) and (function, key) not in self.put_off:
+                self.put_off.add((function, key))
+                log.debug("%s warms up once more: %s", function.name, reason)
+                self._step_aside(warming=True)
+                return self._as_it_is(function, inputs)
             if self.tainted:  # by the capture: another one would do the same to the next pool
                 function.uncapturable = str(reason)
             return self._refuse(function, key, str(reason), inputs)
@@ -222,6 +232,7 @@ class Tree:
             function.uncapturable = f"capturing it raised {type(error).__name__}: {str(error).splitlines()[0]}"
             return self._refuse(function, key, function.uncapturable, inputs)
         self.sizes[function].add(key)
+        self.put_off.discard((function, key))
         counters.add("recordings")
         counters.add("rerecordings", bool(known))
         log.debug("recorded %s, the %dth at this place of the path", function.name, len(known) + 1)
@@ -368,5 +379,7 @@ class Tree:
         if self._pool is not None:
             self._pool.release()
         warmed = self.warmed if self.tainted else {}
+        if not self.tainted:
+            self.put_off.clear()
         self._begin()
         self.warmed = warmed

@@ -20,7 +20,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from . import _compat
-from .errors import CudaGraphError
+from .current import CannotCapture, Capture, under_way
 from .liveness import Layout, Slot, Watch, copy_as_it_lies, held, layout_of, on_slots, overlapping, span_of, tensor_on
 from .node import Node
 
@@ -28,10 +28,6 @@ if TYPE_CHECKING:
     from .function import Function
 
 __all__ = ["CannotCapture", "record"]
-
-
-class CannotCapture(CudaGraphError):
-    """Why a function can't be captured at this place; it runs as it is there from then on."""
 
 
 @dataclass
@@ -145,14 +141,17 @@ def _capture(node: Node, plan: Plan, inputs: list[Any]) -> None:
     for slot in owners:
         del own[slot]  # from here on only the arguments own it
     generators = [x for x in arguments if isinstance(x, torch.Generator)]
-    node.graph, returned = pool.capture(lambda: list(piece.run(arguments)), generators)
+    capture = Capture(tree.owner, (slot.address for slot in [*plan.kept, *plan.taken] if slot.host))
+    with under_way(capture):
+        node.graph, returned = pool.capture(lambda: list(piece.run(arguments)), generators)
     arguments.clear()
 
     gone = [slot for slot, owner in owners.items() if owner.expired()]
     alive = [*plan.kept, *(slot for slot in plan.taken if slot not in gone)]
     on_known = {slot.cdata: slot for slot in alive}
     on_known |= {owner.cdata: slot for slot, owner in owners.items() if slot not in gone}
-    new = _outputs(node, returned, on_known, {slot.address for slot in alive if not slot.host}, inputs)
+    known_blocks = {slot.address for slot in alive if not slot.host}
+    new = _outputs(node, returned, on_known, known_blocks, capture.lent, inputs)
     node.state = pool.checkpoint()
     for slot in new:
         if not slot.host:
@@ -163,9 +162,14 @@ def _capture(node: Node, plan: Plan, inputs: list[Any]) -> None:
 
 
 def _outputs(
-    node: Node, returned: Sequence[Any], on_known: dict[int, Slot], known_blocks: set[int], inputs: list[Any]
+    node: Node,
+    returned: Sequence[Any],
+    on_known: dict[int, Slot],
+    known_blocks: set[int],
+    lent: set[int],
+    inputs: list[Any],
 ) -> list[Slot]:
-    """Prepare what a replay gives out for `returned`; the slots that are new."""
+    """Prepare what a replay gives out for `returned`; the slots that are new. `lent`: host memory, see `current`."""
     assert node.function is not None
     function, tree = node.function, node.tree
     tensors = {k: x for k, x in enumerate(returned) if isinstance(x, torch.Tensor)}
@@ -188,7 +192,12 @@ def _outputs(
         for cdata, storage in storages.items()
         if cdata not in on_known and cdata not in by_input and storage.nbytes() and not function.is_constant(cdata)
     }
-    blocks = {storage.data_ptr() for storage in fresh.values() if storage.device == function.piece.device}
+    on_host = {
+        cdata
+        for cdata, storage in fresh.items()
+        if storage.device != function.piece.device or storage.data_ptr() in lent
+    }
+    blocks = {storage.data_ptr() for cdata, storage in fresh.items() if cdata not in on_host}
     if not tree.pool.live_blocks_are(known_blocks | blocks):
         live = tree.pool.live_blocks()
         leaked = live - known_blocks - blocks
@@ -215,8 +224,8 @@ def _outputs(
             continue
         slot = on_known.get(cdata) or slots.get(cdata)
         if slot is None and cdata in fresh:
-            host = storage.device != function.piece.device
-            slot = slots[cdata] = Slot(storage, function.origin(k), copies=function.copies_held, host=host)
+            slot = Slot(storage, function.origin(k), copies=function.copies_held, host=cdata in on_host)
+            slots[cdata] = slot
         node.template_positions.append(k)
         node.template_slots.append(slot)
         if slot is None:

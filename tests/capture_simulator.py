@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from cudagraph import _compat
+from cudagraph.current import capturing
 from cudagraph.liveness import layout_of, tensor_on
 
 CPU = torch.device("cpu")
@@ -30,6 +31,7 @@ graveyard: list[torch.Tensor] = []  # buffers that something may still point int
 all_garbage = torch.full((1 << 20,), GARBAGE, dtype=torch.uint8)  # what poisoned storages point to
 
 UNCAPTURABLE = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default}
+host_operators: dict[Any, Callable[..., Any]] = {}  # run on the host during the capture; what they call is recorded
 FACTORIES = {torch.ops.aten.empty.memory_format, torch.ops.aten.empty_strided.default}
 
 
@@ -165,8 +167,9 @@ class Arena:
 
 
 def raw(x: torch.Tensor, arena: Arena) -> torch.Tensor:
-    """A tensor over the same memory that keeps no block of the arena allocated."""
-    if not arena.contains(x):
+    """A tensor over the same memory that keeps no block of the arena allocated, nor what the capture was lent."""
+    capture = capturing()
+    if not arena.contains(x) and (capture is None or x.untyped_storage().data_ptr() not in capture.held | capture.lent):
         return x.detach()
     storage = x.untyped_storage()
     return tensor_on(_compat.storage_at(storage.data_ptr(), CPU, storage.nbytes()), layout_of(x))
@@ -192,6 +195,9 @@ class _Capturing(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         arena = self.arena
+        if func in host_operators:
+            with self:
+                return host_operators[func](*args, **kwargs)
         if func in UNCAPTURABLE:
             raise CaptureError(f"{func} is not permitted when stream is capturing")
         arena.poll()

@@ -12,6 +12,7 @@ import torch
 import aot_hooks
 from aot_hooks import transfers
 from aot_hooks.hostpool import HostPool
+from cudagraph.current import Capture, Owner
 
 pytestmark = pytest.mark.core
 PAGE = 4096
@@ -112,6 +113,30 @@ def test_what_a_capture_leased_is_not_leased_again_until_reset() -> None:
     assert lease(pool, PAGE).data_ptr() != address
     pool.reset()
     assert pool.total_bytes == 0
+
+
+def test_blocks_of_a_tree_are_its_own_until_its_recordings_are_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool, owner, other = HostPool(), Owner(), Owner()
+    waited: list[int] = []
+    monkeypatch.setattr(pool, "_await_replays", lambda block: waited.append(block.address) if block.replayed else None)
+
+    def captured(owner: Owner, held: tuple[int, ...] = ()) -> int | None:
+        block = pool.lease(PAGE, pinned=False, captured=True, capture=Capture(owner, held))
+        return None if block is None else block.data_ptr()
+
+    del_later = lease(pool, PAGE), lease(pool, PAGE)
+    del del_later
+    first = captured(owner)
+    assert first is not None and captured(owner) == first, "recordings take turns"
+    second = captured(owner, (first,))
+    assert second not in (None, first), "but not with what the path holds"
+    assert captured(other) is None and captured(owner, (first, second)) is None
+    assert (pool.made_count, pool.leased_bytes, pool.total_bytes) == (2, 0, 2 * PAGE)
+    del owner
+    assert captured(other) is None, "a replay may run still, and a capture can't wait for it"
+    assert not waited
+    assert lease(pool, PAGE).data_ptr() == waited[0]
+    assert pool.made_count == 2
 
 
 def test_leases_from_many_threads() -> None:
