@@ -18,7 +18,6 @@ import aot_hooks
 CANDIDATES = schemes.candidates()
 
 
-@pytest.mark.core
 def test_smallest_run(tmp_path, capsys):
     path = tmp_path / "errors.json"
     names = ["int8(128)", "int4(32)", "nf4(32)"]

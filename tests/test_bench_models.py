@@ -27,7 +27,6 @@ def run(bench: ModuleType, path: Path, models: str) -> tuple[int, dict[str, Any]
     return code, json.loads(path.read_text())
 
 
-@pytest.mark.core
 def test_a_row_for_each_model_and_policy(bench: ModuleType, tmp_path: Path) -> None:
     code, result = run(bench, tmp_path / "models.json", "resnet,llama")
     assert code == 0 and result["failures"] == []

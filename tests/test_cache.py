@@ -28,7 +28,7 @@ from aot_hooks import _compat, cache, stored
 from aot_hooks.__main__ import main
 from aot_hooks.errors import CacheWarning
 
-pytestmark = [pytest.mark.core, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 ROWS = {row.name: row for row in cache_rows.ROWS}
 BASE = ROWS["base"]
@@ -70,6 +70,7 @@ def cut(directory: Path, kind: str) -> int:
     return len(paths)
 
 
+@pytest.mark.core
 def test_another_process_takes_what_is_stored_under_other_names(directory: Path) -> None:
     first = cache_rows.run_row(ROWS["renamed attribute"], directory)
     assert (first["seen"], first["gradient_error"]) == ("hit", 0.0), first
@@ -82,11 +83,13 @@ def test_another_process_takes_what_is_stored_under_other_names(directory: Path)
     assert again["packed_bytes"] < again["saved_bytes"]
 
 
+@pytest.mark.core
 def test_a_changed_constant_is_never_answered_with_the_old_graph(directory: Path) -> None:
     assert run()["seen"] == "hit"
     assert run(Row("", "miss", text={"constant": "1.25"}))["seen"] == "miss"
 
 
+@pytest.mark.core
 def test_counters_say_why(directory: Path) -> None:
     nothing = {"hits": 0, "misses": 0, "bypasses": 0, "reasons": {}}
     assert aot_hooks.cache_stats() == nothing
@@ -101,6 +104,7 @@ def test_counters_say_why(directory: Path) -> None:
     assert run()["reasons"] == {"hit: an entry of the same key": 1}
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("kind", ["aotautograd", "fxgraph"])
 def test_damaged_entries_are_compiled_again(directory: Path, kind: str) -> None:
     assert cut(directory, kind) > 0
@@ -112,6 +116,7 @@ def test_damaged_entries_are_compiled_again(directory: Path, kind: str) -> None:
     assert run()["seen"] == "hit"  # what was made instead
 
 
+@pytest.mark.core
 def test_what_another_version_stored_is_refused_with_one_warning(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -122,6 +127,7 @@ def test_what_another_version_stored_is_refused_with_one_warning(
     assert len(seen) == 1
 
 
+@pytest.mark.core
 def test_hooks_that_cannot_be_read_are_compiled_anew_and_say_so_once(directory: Path) -> None:
     row = Row("", "bypass", text={"pack": "return x.to(torch.float16), os.environ and x.dtype"})
     with pytest.warns(CacheWarning, match="os.environ does cannot be read.*cache_hash") as seen:
@@ -135,6 +141,7 @@ def test_hooks_that_cannot_be_read_are_compiled_anew_and_say_so_once(directory: 
     assert run(Row("", "hit", text=said))["seen"] == "hit"
 
 
+@pytest.mark.core
 def test_torchs_switches_hold(directory: Path) -> None:
     with torch._functorch.config.patch(enable_autograd_cache=False):
         assert run()["reasons"] == {"bypass: torch's cache is switched off": 1}
@@ -144,6 +151,7 @@ def test_torchs_switches_hold(directory: Path) -> None:
         assert not _compat.autograd_cache_is_on()
 
 
+@pytest.mark.core
 def test_entries_travel_as_torchs_cache_artifacts(
     directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -158,6 +166,7 @@ def test_entries_travel_as_torchs_cache_artifacts(
     assert run()["seen"] == "hit"
 
 
+@pytest.mark.core
 def test_a_directory_that_cannot_be_written_breaks_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     blocked = tmp_path / "file"
     blocked.write_text("no directory")
@@ -183,6 +192,7 @@ def test_processes_that_start_together_do_not_disturb_each_other(directory: Path
     assert run()["seen"] == "hit"
 
 
+@pytest.mark.core
 def test_explain_miss_shows_what_differs(
     directory: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -198,11 +208,13 @@ def test_explain_miss_shows_what_differs(
         assert [re.sub(r"\d+: function:.*", "", line) for line in lines] == ["- ambient content ", "+ ambient content "]
 
 
+@pytest.mark.core
 def test_explain_miss_without_a_miss(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain-miss", "--dir", str(tmp_path)]) == 1
     assert "no graph with hooks has missed" in capsys.readouterr().err
 
 
+@pytest.mark.core
 @pytest.mark.gpu
 def test_on_cuda_what_is_taken_computes_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))

@@ -9,8 +9,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-pytestmark = pytest.mark.core
-
 CONFTEST = Path(__file__).with_name("conftest.py")
 
 TESTS = """

@@ -61,7 +61,9 @@ def seen(call: Any, *args: Tensor) -> list[SavedTensor]:
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("inner", ["eager", "aten", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "inner", [pytest.param("aten", marks=pytest.mark.core), pytest.param("inductor", marks=pytest.mark.slow)]
+)
 def test_is_the_identity_bitwise_with_the_identity_gradient(inner: str) -> None:
     f = lambda x: checkpoint_name(x.sin(), "a").exp()  # noqa: E731
     g = lambda x: x.sin().exp()  # noqa: E731
@@ -288,8 +290,9 @@ def test_a_named_output_stays_and_aliases_nothing_it_should_not(model: Chain, x:
 # --- where ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.core
-@pytest.mark.parametrize("inner", ["aten", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "inner", [pytest.param("aten", marks=pytest.mark.core), pytest.param("inductor", marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_in_full_graphs_static_and_dynamic(inner: str, dynamic: bool) -> None:
     lin = nn.Linear(8, 8)

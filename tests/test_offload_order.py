@@ -101,7 +101,7 @@ def test_generated_code_keeps_the_planned_order(monkeypatch: pytest.MonkeyPatch,
 def test_without_dependencies_the_order_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     """That the test above can fail; should Inductor keep the order by itself one day, `_hold_order` can go."""
     monkeypatch.setattr(_compat, "_hold_order", lambda nodes: nodes)
-    hook = aot_hooks.offload(0, aot_hooks.int8(32), rates=RATES)
+    hook = aot_hooks.offload(0, rates=RATES)
     with torch._inductor.config.patch(force_disable_caches=True):  # an entry would bring the code of the test above
         assert any(plan != code for plan, code in both(monkeypatch, hook))
 

@@ -359,7 +359,6 @@ def test_modules_in_eager_parts_of_a_compiled_model() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.core
 def test_operators_and_modules_under_inductor() -> None:
     policy, expected = CHOSEN["all mlps"]
     got = chosen(compiled(Net(), inner="inductor"), policy)

@@ -84,17 +84,22 @@ def train(make: Any, hook: Hook | None, inner: str | None, steps: int = 20) -> l
     return losses
 
 
-@pytest.mark.parametrize("inner", INNER)
-@pytest.mark.parametrize("make", [Mlp, Transformer])
+@pytest.mark.parametrize(
+    ("make", "inner"),
+    [
+        (Mlp, "aten"),
+        pytest.param(Transformer, "aten", marks=pytest.mark.core),
+        pytest.param(Transformer, "inductor", marks=pytest.mark.slow),
+    ],
+)
 def test_exactly_packed_training_is_training(make: Any, inner: str) -> None:
     exact, plain = train(make, BITS, inner), train(make, None, None)
     assert plain[-1] < plain[0]
     torch.testing.assert_close(torch.tensor(exact), torch.tensor(plain), rtol=2e-3, atol=1e-4)
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("hook", [HALF, aot_hooks.float8(), aot_hooks.float8(torch.float8_e5m2, "tensorwise")], ids=str)
-@pytest.mark.parametrize("make", [Mlp, Transformer])
+@pytest.mark.parametrize("make", [pytest.param(Mlp, marks=pytest.mark.core), Transformer])
 def test_compiled_and_eager_follow_the_same_hooks(make: Any, hook: Hook) -> None:
     """A graph saves less than eager code does, so the two are not equal; both stay by what is trained without hooks."""
     losses = {inner: torch.tensor(train(make, hook, inner)) for inner in (None, "aten")}
@@ -105,7 +110,6 @@ def test_compiled_and_eager_follow_the_same_hooks(make: Any, hook: Hook) -> None
     assert (losses[None] - losses["aten"]).abs().max() < 0.03 * plain[0]
 
 
-@pytest.mark.core
 def test_a_hook_that_spoils_gradients_shows() -> None:
     """That the comparison above can fail."""
     plain = torch.tensor(train(Transformer, None, None))
