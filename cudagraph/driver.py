@@ -96,6 +96,9 @@ class CaptureDriver(Protocol):
     def is_capture_error(self, error: BaseException) -> bool:
         """Whether `error` says that something can't be captured, rather than that it is wrong."""
 
+    def is_capturing(self) -> bool:
+        """Whether this thread captures something, be it not for a tree."""
+
 
 class CudaPool:
     """The private pool of the caching allocator, and the stream that all of it is recorded on.
@@ -258,6 +261,9 @@ class CudaDriver:
     def is_capture_error(self, error: BaseException) -> bool:
         text = str(error)
         return isinstance(error, RuntimeError) and any(sign in text for sign in CAPTURE_ERRORS)
+
+    def is_capturing(self) -> bool:
+        return torch.cuda.is_current_stream_capturing()
 
 
 # What CUDA and torch say when an operation is not allowed while capturing.

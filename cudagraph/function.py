@@ -6,6 +6,7 @@ Piece (from whoever compiled it) -> Function: names, positions and reasons that 
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -77,6 +78,7 @@ class Function:
         self.constants = {_compat.identity(constant.untyped_storage()) for constant in piece.constants}
         self.in_key: tuple[int, ...] | None = None
         self.told: set[str] = set()
+        self.causes: set[str] = set()
         self.uncapturable: str | None = None  # what a capture of it said
         self.moved = ""  # which static input moved last, and from where
 
@@ -149,6 +151,10 @@ class Function:
         """Say once that it runs without a graph; raises `NotCapturableError` if that is an error."""
         if self.options.or_error:
             raise NotCapturableError(f"{self.name} can't run as a CUDA graph: {reason}")
-        if reason not in self.told:
-            self.told.add(reason)
+        if reason in self.told:
+            return
+        self.told.add(reason)
+        cause = re.sub(r"\d+", "", reason)  # not once for each size that it names
+        if cause not in self.causes:
+            self.causes.add(cause)
             log.warning("%s runs without a CUDA graph: %s", self.name, reason)

@@ -176,6 +176,7 @@ class Node:
         self.children.clear()
         self.templates = []
         self.destinations = []
+        self.pending = ()  # it is in there itself
         self.graph, self.launch, self.state = None, _no_graph, None
 
 

@@ -15,14 +15,13 @@ waits for its backward. What is held of it then is parted with: copied out, or a
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
-from . import _compat, counters
+from . import _compat, counters, dropping
+from .aside import Aside
 from .current import CannotCapture, NotWarmError, Owner
 from .driver import CaptureDriver, Pool
 from .function import Function, log
@@ -32,51 +31,11 @@ from .record import record
 
 __all__ = ["Tree"]
 
-# Captures are taken one after the other, whichever thread asks: one empties caches that another may be filling.
-# Re-entrant, because a capture may call what is captured.
-one_at_a_time = threading.RLock()
-
 # Repetitions of a function in one step whose outputs are all dead. More of them, and the step never ends by itself:
 # something is held all the time, but never the same thing. Such calls run as they are until it is let go of.
 DEAD_REPEATS = 16
 # Marks that a step may outlive because a forward waits for its backward, for the same reason.
 OUTLIVED_MARKS = 8
-# Calls of one function while a step warms up, after which it is taken for a new step whatever is held.
-WARM_REPEATS = 64
-
-
-class Aside:
-    """Why the rest of a step runs as it is, and what ran so far.
-
-    Attributes:
-        place: where the path was left.
-        warming: functions that are not warm are the reason; else, a step that could not end.
-        after_mark: there was a mark, but a forward waited for its backward.
-        calls: how often each function ran.
-        waiting: storages of what forwards gave out that no backward came for yet.
-    """
-
-    def __init__(self, place: Node, *, warming: bool, after_mark: bool) -> None:
-        self.place = place
-        self.warming = warming
-        self.after_mark = after_mark
-        self.calls: dict[Function, int] = {}
-        self.waiting: list[StorageWeakRef] = []
-
-    def ran(self, function: Function, outputs: Sequence[Any]) -> None:
-        self.calls[function] = self.calls.get(function, 0) + 1
-        if function.piece.is_backward:
-            self.waiting.clear()
-        elif not function.piece.is_inference:
-            self.waiting += [StorageWeakRef(x.untyped_storage()) for x in outputs if isinstance(x, torch.Tensor)]
-
-    def may_end(self, function: Function, *, marked: bool) -> bool:
-        """Whether a call of `function` begins a new step. A warm-up holds no memory of the pool: it is never wrong."""
-        calls = self.calls.get(function, 0)
-        if calls >= WARM_REPEATS:
-            return True
-        waits = any(not storage.expired() for storage in self.waiting)
-        return calls > 0 and not marked and not waits and _compat.graph_task_id() == -1
 
 
 class Tree:
@@ -84,7 +43,7 @@ class Tree:
 
     Attributes:
         current: where the path is. Replays move it.
-        marks: how many marks there had been when this step began.
+        marks: how many marks there had been when this step began; None to be asked at the next call.
         marked: steps begin with marks, not by themselves.
         stream: the stream that the last replay was launched on.
         tainted: someone keeps memory of the pool that was to be free; it is not used any longer.
@@ -96,7 +55,8 @@ class Tree:
         self.driver = driver
         self.device = device
         self.stream_now = driver.stream(device)
-        self.marks = marks
+        self.marks: int | None = marks
+        self.marks_seen = marks
         self.marked = False
         self.functions: set[Function] = set()
         self.put_off: set[tuple[Function, Any]] = set()
@@ -116,12 +76,20 @@ class Tree:
         self.stream: int | None = None
         self.stream_object: Any = None
         self.tainted = False
+        self.dropped: list[Function] = []
 
     @property
     def pool(self) -> Pool:
         if self._pool is None:
             self._pool = self.driver.open_pool(self.device)
         return self._pool
+
+    def release_pool(self) -> None:
+        """No recording uses it any more."""
+        if self._pool is not None:
+            self._pool.release()
+            self._pool = None
+        self.owner = Owner()
 
     @property
     def place(self) -> Node:
@@ -200,14 +168,20 @@ class Tree:
     def _limit(self, function: Function, key: Any) -> str | None:
         """Why there is to be no more recording of `function` here; None if there may be."""
         options, place = function.options, self.current
-        sizes = self.sizes.setdefault(function, set())
-        if key not in sizes and len(sizes) >= options.size_limit:
-            return f"it was recorded for {len(sizes)} sizes (options['size_limit']); pad its inputs to fewer sizes"
+        if not self._admits(function, key):
+            return (
+                f"it was called with {options.size_limit} sizes (options['size_limit']); pad its inputs to fewer sizes"
+            )
         known = place.children.get(key, ())
         if len(known) > options.rerecord_limit:
             why = function.moved or "what is held there differs"
             return f"it was recorded {len(known)} times at one place because {why} (options['rerecord_limit'])"
         return None
+
+    def _admits(self, function: Function, key: Any) -> bool:
+        """Whether anything may be kept for this size; what is refused takes room, too."""
+        sizes = self.sizes.setdefault(function, set())
+        return key in sizes or len(sizes) < function.options.size_limit
 
     def _record(self, function: Function, key: Any, inputs: list[Any]) -> list[Any]:
         place = self.current
@@ -215,7 +189,7 @@ class Tree:
         if known:
             function.note_moves(known[-1].addresses, known[-1].fixed_inputs, inputs)
         try:
-            with one_at_a_time:
+            with dropping.one_capture():
                 outputs = record(place, function, key, inputs)
         except CannotCapture as reason:
             if isinstance(reason, NotWarmError) and (function, key) not in self.put_off:
@@ -240,8 +214,10 @@ class Tree:
 
     def _refuse(self, function: Function, key: Any, reason: str, inputs: list[Any]) -> list[Any]:
         """From now on `function` runs as it is at this place."""
-        self.refusals[self.current, key] = reason
-        self.current.edges[key] = lambda inputs: self._without_graph(function, reason, inputs)
+        if self._admits(function, key):
+            self.sizes[function].add(key)
+            self.refusals[self.current, key] = reason
+            self.current.edges[key] = lambda inputs: self._without_graph(function, reason, inputs)
         return self._without_graph(function, reason, inputs)
 
     def _without_graph(self, function: Function, reason: str, inputs: list[Any]) -> list[Any]:
@@ -274,7 +250,20 @@ class Tree:
     def mark(self, marks: int, inputs: list[Any], function: Function) -> None:
         """There were marks since the last call: a new step begins, unless something waits for its backward."""
         self.marks = marks
-        self.marked = True
+        if marks != self.marks_seen:
+            self.marks_seen = marks
+            self.marked = True
+            self._begin_marked_step(inputs, function)
+        if self.dropped:
+            dropping.prune(self)
+            if self.dropped:
+                self.look_up()
+
+    def look_up(self) -> None:
+        """There is something to do at the next call, which will come here by way of `mark`."""
+        self.marks = None
+
+    def _begin_marked_step(self, inputs: list[Any], function: Function) -> None:
         current = self.current
         if not current.pending and self.aside is None and current.watch_live.none_held():
             self.current = self.root
@@ -376,8 +365,7 @@ class Tree:
         """Forget everything and give the memory back; calls warm up and record again."""
         self.end_step([] if inputs is None else inputs)
         self.root.close()
-        if self._pool is not None:
-            self._pool.release()
+        self.release_pool()
         warmed = self.warmed if self.tainted else {}
         if not self.tainted:
             self.put_off.clear()

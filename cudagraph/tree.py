@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from . import _compat, counters
+from . import _compat, counters, dropping
 from .driver import CaptureDriver, cuda_driver
 from .errors import StaleOutputError
 from .function import Function, Piece, in_key_as
@@ -25,6 +25,10 @@ from .options import Options
 from .paths import Tree
 
 __all__ = ["Piece", "capture", "mark_step_begin", "reset", "stats"]
+
+
+class Life:
+    """Held by a callable alone, which would hold itself if it were what is watched."""
 
 
 class Trees(dict[int, Tree]):
@@ -41,6 +45,7 @@ local = threading.local()
 # Of backwards that a thread runs for one that never ran a forward of ours: not its own, it works for others, too.
 of_nobody = Trees()
 every_thread: list[Trees] = [of_nobody]
+every_thread_lock = threading.RLock()
 numbers: dict[tuple[CaptureDriver, torch.device], int] = {}
 torch_marks = _compat.NoMarks  # counts torch's marks, of all threads
 
@@ -58,14 +63,15 @@ def capture(
 
     It takes a list of inputs and clears it, and is marked `_boxed_call`. It warms up, records, replays, records again
     when a static input has moved, and runs `piece.run` as it is where that is all that is right. `driver` is what
-    captures: CUDA's by default, a simulator in tests. What was recorded goes when the last callable of a thread's tree
-    is dropped.
+    captures: CUDA's by default, a simulator in tests. When the callable is dropped, what was recorded of it goes: at
+    once if it is the last one of the thread's tree, else when another one of the tree is called next.
 
     Calls raise `NotCapturableError` where they would run without a graph and `options.or_error` is set, and
     `StaleOutputError` when they are given an output whose memory was reused since.
     """
     function = Function(piece, options, driver if driver is not None else cuda_driver())
     number = numbers.setdefault((function.driver, piece.device), len(numbers))
+    life = Life()
 
     def call(inputs: list[Any]) -> Sequence[Any]:
         in_key = function.in_key
@@ -93,7 +99,7 @@ def capture(
                 if outputs is not None:
                     return outputs
             if function not in tree.functions:
-                _watch_function(tree, function, call)
+                _watch_function(tree, function, life)
             now = marks_so_far(trees)  # torch's part that counts may have been imported meanwhile
             if now != tree.marks:
                 tree.mark(now, inputs, function)
@@ -116,7 +122,8 @@ def _trees_of_this_thread() -> Trees:
         return of_nobody
     if trees is None:
         trees = local.trees = Trees()
-        every_thread.append(trees)
+        with every_thread_lock:
+            every_thread.append(trees)
         _compat.keep_for_backward_threads(trees)
         # A thread's outputs may outlive it; their memory is parted with in order, not pulled away.
         weakref.finalize(threading.current_thread(), _close, trees).atexit = False
@@ -128,24 +135,25 @@ def _new_tree(trees: Trees, number: int, function: Function) -> Tree:
     return tree
 
 
-def _watch_function(tree: Tree, function: Function, call: Callable[..., Any]) -> None:
-    """Close `tree` when the last of the functions that it has seen is dropped."""
-    tree.functions.add(function)
-    weakref.finalize(call, _forget_function, weakref.ref(tree), weakref.ref(function)).atexit = False
+def _watch_function(tree: Tree, function: Function, life: Life) -> None:
+    """Have `tree` give back what it has of `function` when `life` ends."""
+    dropping.adopt(tree, function)
+    weakref.finalize(life, _forget_function, weakref.ref(tree), weakref.ref(function)).atexit = False
 
 
 def _forget_function(tree_ref: weakref.ref[Tree], function_ref: weakref.ref[Function]) -> None:
     tree, function = tree_ref(), function_ref()
     if tree is not None and function is not None:
-        tree.functions.discard(function)
-        if not tree.functions:
-            tree.close()
+        dropping.drop(tree, function)
 
 
 def _close(trees: Trees) -> None:
+    """The thread of `trees` is gone."""
     for tree in trees.values():
-        tree.close()
+        dropping.drop_all(tree)
     trees.clear()
+    with every_thread_lock:
+        every_thread[:] = [other for other in every_thread if other is not trees]
 
 
 def mark_step_begin() -> None:
@@ -168,7 +176,8 @@ def reset() -> None:
 
     Outputs that are still held are parted with as at the end of a step.
     """
-    for trees in every_thread:
+    dropping.settle()
+    for trees in list(every_thread):
         for tree in trees.values():
             tree.close()
     counters.clear()

@@ -304,6 +304,9 @@ class Simulator:
     def is_capture_error(self, error: BaseException) -> bool:
         return isinstance(error, CaptureError)
 
+    def is_capturing(self) -> bool:
+        return any(pool.tape is not None for pool in self.pools)
+
     def read(self, x: torch.Tensor) -> torch.Tensor:
         """A copy of `x`; raises if it is poisoned, also where torch itself can't."""
         owner, message = self.poisoned.get(x.untyped_storage()._cdata, (None, ""))

@@ -130,3 +130,28 @@ def _call_dropping(fn: Callable[..., Sequence[Any]], arguments: list[Any]) -> Se
 def takes_list(fn: Any) -> Any:
     fn.takes_list = True
     return fn
+
+
+def same(world: World, got: Sequence[Any], expected: Sequence[Any]) -> None:
+    """`got` is as `expected`: numbers, shapes, strides, types."""
+    assert len(got) == len(expected)
+    for a, b in zip(got, expected, strict=True):
+        if isinstance(b, torch.Tensor):
+            assert a.shape == b.shape and a.stride() == b.stride() and a.dtype == b.dtype
+            torch.testing.assert_close(world.read(a), b, rtol=1e-5, atol=1e-5)
+        else:
+            assert a == b
+
+
+def steps(
+    world: World,
+    f: Callable[..., Sequence[Any]],
+    eager: Callable[..., Sequence[Any]],
+    arguments: Callable[[], Sequence[Any]],
+    count: int = 4,
+) -> None:
+    """Call `f` in `count` steps, nothing held from one to the next."""
+    for _ in range(count):
+        tree.mark_step_begin()
+        xs = arguments()
+        same(world, f(*xs), eager(*xs))

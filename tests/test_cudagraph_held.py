@@ -1,0 +1,116 @@
+"""What is held of an earlier step, given to a graph of a later one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tree_programs import World, same, steps
+
+from cudagraph import _compat, tree
+from cudagraph.errors import StaleOutputError
+
+
+@pytest.fixture(params=["simulator", pytest.param("cuda", marks=pytest.mark.gpu)])
+def world(request):
+    tree.reset()
+    yield World(request.param)
+    tree.reset()
+
+
+def test_a_stale_input_is_an_error(world):
+    if not world.raises_on_access:
+        pytest.skip("this build of torch can't make reads fail")
+    f = world.function(lambda x: [x.sin()])
+    g = world.function(lambda h: [h + 1])
+    for _ in range(3):
+        tree.mark_step_begin()
+        (h,) = f(world.randn(4))
+        g(h)
+    tree.mark_step_begin()
+    f(world.randn(4))
+    with pytest.raises(StaleOutputError, match="output 0 of graph"):
+        g(h)
+    steps(world, f, lambda x: [x.sin()], lambda: (world.randn(4),))
+
+
+@pytest.mark.skipif(not _compat.can_swap(), reason="this torch can't point a storage elsewhere")
+def test_copies_where_torch_moves_only_what_it_allocated():
+    """Before torch 2.13 a storage can be moved once. Afterwards such an output is copied when it is given out."""
+    tree.reset()
+    world = World("simulator", moves="made")
+    f = world.function(lambda x: [x.sin(), x.cos()], options={"held_outputs": "copy"})
+    g = world.function(lambda a, b: [a * b])
+    kept = []
+    for i in range(10):
+        tree.mark_step_begin()
+        x = world.randn(6)
+        a, b = f(x)
+        same(world, g(a, b), [x.sin() * x.cos()])
+        if i % 3 != 2:
+            kept.append((a, x.sin()))
+        del a, b
+        for ours, eager in kept:
+            same(world, [ours], [eager])
+    assert world.driver.copied_out == 1
+    tree.reset()
+    for ours, eager in kept:
+        same(world, [ours], [eager])
+
+
+def test_held_inputs_keep_their_layout(world):
+    seen = set()
+
+    def fn(x):
+        seen.add(x.stride())
+        return [x * 2, x.view(-1) if x.is_contiguous() else x + 1]
+
+    f = world.function(lambda x: [x.sin()])
+    g = world.function(fn)
+    for _ in range(5):
+        tree.mark_step_begin()
+        x = world.randn(4, 6)
+        (h,) = f(x)
+        kept = h[:, ::2]
+        del h
+        tree.mark_step_begin()
+        same(world, g(kept)[:1], [(x.sin() * 2)[:, ::2].clone(memory_format=torch.preserve_format)])
+        del kept
+    assert seen == {(6, 2)}
+
+
+@pytest.mark.parametrize("moves", ["all", "made"])
+def test_fed_back_and_written_to_again_and_again(moves):
+    if not _compat.can_swap():
+        pytest.skip("this torch can't point a storage elsewhere")
+    tree.reset()
+    world = World("simulator", moves=moves)
+    produce = world.function(lambda x: [x.sin()])
+    accumulate = world.function(lambda state, x: [state.add_(x) * 2], mutated=(0,))
+    for _ in range(5):
+        tree.mark_step_begin()
+        x = world.randn(6)
+        (state,) = produce(x)
+        expected = x.sin()
+        for _ in range(2):
+            tree.mark_step_begin()
+            x = world.randn(6)
+            expected = expected + x
+            same(world, [*accumulate(state, x), state], [expected * 2, expected])
+        del state
+    tree.reset()
+
+
+def test_a_mark_between_two_backwards(world):
+    f = torch.compile(lambda x, w: torch.tanh(x * w), backend=world.backend())
+    w = world.randn(6, requires_grad=True)
+    for first in [0, 1, 0, 1, 0]:
+        w.grad = None
+        tree.mark_step_begin()
+        xs = [world.randn(6), world.randn(6)]
+        losses = [f(x, w).sum() for x in xs]
+        losses[first].backward()
+        tree.mark_step_begin()
+        f(world.randn(6), w.detach())
+        losses[1 - first].backward()
+        same(world, [w.grad], [sum((1 - torch.tanh(x * w) ** 2) * x for x in xs).detach()])
+        del losses

@@ -1,0 +1,283 @@
+"""What runs without a graph: limits, memory that is the caller's own, captures that fail."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from tree_programs import World, same, steps
+
+from cudagraph import tree
+from cudagraph.errors import NotCapturableError, OptionError
+from cudagraph.options import Options
+
+
+@pytest.fixture(params=["simulator", pytest.param("cuda", marks=pytest.mark.gpu)])
+def world(request):
+    tree.reset()
+    yield World(request.param)
+    tree.reset()
+
+
+def test_too_many_addresses(world, caplog):
+    f = world.function(lambda x, w: [x @ w], static=(1,), options={"rerecord_limit": 2})
+    weights = [world.randn(4, 4) for _ in range(5)]
+    with caplog.at_level(logging.WARNING, logger="cudagraph"):
+        for i in [0, 0, 1, 2, 3, 4, 3, 0, 1, 2]:
+            tree.mark_step_begin()
+            x = world.randn(3, 4)
+            same(world, f(x, weights[i]), [x @ weights[i]])
+    counts = tree.stats()
+    assert (counts["recordings"], counts["replays"], counts["skips"]) == (3, 3, 3)
+    assert len([r for r in caplog.records if "rerecord_limit" in r.getMessage()]) == 1
+
+
+def test_sizes(world, caplog):
+    f = world.function(lambda x, n: [x.sum() + n, n], options={"size_limit": 3})
+    with caplog.at_level(logging.WARNING, logger="cudagraph"):
+        for n in [2, 2, 3, 2, 4, 5, 6, 3, 4]:
+            tree.mark_step_begin()
+            x = world.randn(n)
+            same(world, f(x, n), [x.sum() + n, n])
+    counts = tree.stats()
+    assert (counts["recordings"], counts["skips"]) == (3, 2)
+    assert len([r for r in caplog.records if "size_limit" in r.getMessage()]) == 1
+
+
+@pytest.mark.parametrize("why", ["what it does", "an input"])
+def test_sizes_of_what_is_refused(world, caplog, why):
+    """No memory is kept for each of them, and they are not told one by one."""
+    fns = {
+        "what it does": lambda x, n: [x * n if x.sum().item() > 0 else x],
+        "an input": lambda x, n: [x.add_(n)],
+    }
+    f = world.function(
+        fns[why], mutated=(0,) if why == "an input" else (), options={"size_limit": 5}, name="the refused"
+    )
+    with caplog.at_level(logging.WARNING, logger="cudagraph"):
+        for n in range(1, 40):
+            tree.mark_step_begin()
+            x = world.randn(n) + 3
+            expected = fns[why](x.clone(), n)[0]
+            same(world, f(x, n), [expected])
+    (mine,) = [t for trees in tree.every_thread for t in trees.values() if t.driver is world.driver]
+    assert len(mine.refusals) <= 5 and sum(len(node.edges) for node in mine.root.subtree()) <= 5
+    assert 1 <= len([r for r in caplog.records if "the refused" in r.getMessage()]) <= 2  # and the limit
+
+
+@pytest.mark.core
+def test_mutated_inputs(world, caplog):
+    """Static and managed ones are captured, the caller's own is not."""
+
+    def add_to(x, target):
+        target.add_(x)
+        return [target * 2]
+
+    buffer = world.randn(4)
+    expected = buffer.clone()
+    static = world.function(add_to, static=(1,), mutated=(1,))
+    for _ in range(4):
+        tree.mark_step_begin()
+        x = world.randn(4)
+        expected += x
+        same(world, [*static(x, buffer), buffer], [expected * 2, expected])
+    assert tree.stats()["skips"] == 0
+
+    produce = world.function(lambda x: [x.sin()])
+    managed = world.function(add_to, mutated=(1,))
+    for _ in range(4):
+        tree.mark_step_begin()
+        x = world.randn(4)
+        (h,) = produce(x)
+        (out,) = managed(x, h)
+        same(world, [h, out], [x.sin() + x, (x.sin() + x) * 2])
+    assert tree.stats()["skips"] == 0
+
+    own = world.function(add_to, mutated=(1,), name="the writer")
+    with caplog.at_level(logging.WARNING, logger="cudagraph"):
+        for _ in range(4):
+            tree.mark_step_begin()
+            x, target = world.randn(4), world.randn(4)
+            result = target + x
+            same(world, [*own(x, target), target], [result * 2, result])
+    assert tree.stats()["skips"] == 3  # the first call was a warm-up
+    told = [r.getMessage() for r in caplog.records if "the writer" in r.getMessage()]
+    assert len(told) == 1 and "mutates input 1" in told[0]
+
+
+def test_or_error(world):
+    f = world.function(lambda x: [x.add_(1)], mutated=(0,), options={"or_error": True}, name="the writer")
+    f(world.randn(3))
+    tree.mark_step_begin()
+    with pytest.raises(NotCapturableError, match=r"the writer can't run as a CUDA graph.*mutates input 0"):
+        f(world.randn(3))
+
+
+def tree_is_capturing(world):
+    if world.kind == "cuda":
+        return torch.cuda.is_current_stream_capturing()
+    return any(pool.tape is not None for pool in world.driver.pools)
+
+
+@pytest.mark.core
+def test_an_error_in_a_capture_leaves_nothing_behind(world):
+    trouble = [None]
+
+    def fn(x):
+        y = x * 2
+        if trouble[0] is not None and tree_is_capturing(world):
+            error, trouble[0] = trouble[0], None
+            raise error
+        return [y + torch.rand_like(y) * 0]
+
+    f = world.function(fn)
+    before = world.function(lambda x: [x + 1])
+    for error in (None, ValueError("mine"), MemoryError("none left"), None, None):
+        tree.mark_step_begin()
+        trouble[0] = error
+        x = world.randn(4)
+        (h,) = before(x)
+        if error is None:
+            same(world, f(h), [(x + 1) * 2])
+        else:
+            with pytest.raises(type(error), match=str(error)):
+                f(h)
+            same(world, [h], [x + 1])
+    counts = tree.stats()
+    assert (counts["recordings"], counts["skips"]) == (2, 0)
+    # and random numbers go on as in eager
+    torch.manual_seed(0)
+    a = torch.rand(3, device=world.device)
+    torch.manual_seed(0)
+    assert torch.equal(a, torch.rand(3, device=world.device))
+
+
+@pytest.mark.core
+def test_what_cannot_be_captured_runs_as_it_is(world, caplog):
+    """An operator that asks for a value: found at the capture, told once, not tried again."""
+
+    def fn(x):
+        return [x * 2 if x.sum().item() > 0 else x * 3, torch.rand_like(x) * 0]
+
+    f = world.function(fn, name="the asker")
+    with caplog.at_level(logging.WARNING, logger="cudagraph"):
+        for _ in range(5):
+            tree.mark_step_begin()
+            x = world.randn(6)
+            same(world, f(x), fn(x))
+    assert tree.stats()["skips"] == 4 and tree.stats()["recordings"] == 0
+    assert len([r for r in caplog.records if "the asker" in r.getMessage()]) == 1
+    g = world.function(lambda x: [x + torch.rand_like(x) * 0])
+    steps(world, g, lambda x: [x], lambda: (world.randn(6),))
+    assert tree.stats()["recordings"] == 1
+
+
+@pytest.mark.gpu
+def test_out_of_memory_in_a_capture():
+    tree.reset()
+    world = World("cuda")
+    free, _ = torch.cuda.mem_get_info()
+    huge = [False]
+
+    def fn(x):
+        y = x.repeat(free // 2) if huge[0] and torch.cuda.is_current_stream_capturing() else x
+        return [y[:4] + torch.rand_like(x) * 0]
+
+    f = world.function(fn)
+    g = world.function(lambda x: [x * 2])
+    x = world.randn(4)
+    f(x), g(x)
+    for _ in range(2):
+        huge[0] = True
+        tree.mark_step_begin()
+        (h,) = g(x)
+        with pytest.raises(torch.OutOfMemoryError):
+            f(h)
+        same(world, [h], [x * 2])
+    huge[0] = False
+    torch.cuda.empty_cache()
+    for _ in range(3):
+        tree.mark_step_begin()
+        same(world, f(g(x)[0]), [x * 2])
+    assert tree.stats()["recordings"] == 2 and tree.stats()["skips"] == 0
+    assert torch.cuda.memory_reserved() < free // 4
+    tree.reset()
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("how", ["asks", "leaks"])
+def test_a_failed_capture_takes_nothing_away_from_its_step(world, how):
+    """What the step gave out before stays, a pending backward has what was saved, and the program settles."""
+    leaked = []
+
+    def fails(x):
+        if how == "asks":
+            return [x * 2 if x.sum().item() > -1e9 else x]
+        leaked.append(x * 3)
+        return [x * 2]
+
+    before = world.function(lambda x: [x.sin()])
+    middle = world.function(fails)
+    after = world.function(lambda x: [x + 1])
+    layer = torch.compile(lambda x, w: torch.tanh(x * w), backend=world.backend())
+    w = world.randn(6, requires_grad=True)
+    for step in range(8):
+        tree.mark_step_begin()
+        w.grad = None
+        x = world.randn(6)
+        (a,) = before(x)
+        y = layer(x, w)
+        (c,) = middle(a)
+        same(world, after(c), [x.sin() * 2 + 1])
+        same(world, [a, c], [x.sin(), x.sin() * 2])
+        y.sum().backward()
+        same(world, [w.grad], [((1 - torch.tanh(x * w) ** 2) * x).detach()])
+        del a, c, y
+        if step == 4:
+            settled = tree.stats()
+    counts = tree.stats()
+    assert counts["warmups"] == settled["warmups"] and counts["recordings"] == settled["recordings"]
+    assert counts["replays"] > settled["replays"]
+
+
+def test_a_step_that_never_ends_stops_recording(world):
+    """What the first function gave out is held all the time, and the second one is called again and again."""
+    f = world.function(lambda x: [x.sin()])
+    g = world.function(lambda x: [x.cos()])
+    for _ in range(2):
+        x = world.randn(4)
+        (first,) = f(x)
+        g(x)
+    tree.forget_marks()
+    for _ in range(80):
+        y = world.randn(4)
+        same(world, g(y), [y.cos()])
+    same(world, [first], [x.sin()])
+    counts = tree.stats()
+    assert counts["recordings"] < 30 and counts["skips"] > 40
+
+
+@pytest.mark.core
+def test_options():
+    assert Options.parse({}) == Options()
+    for wrong in (
+        {"no": 1},
+        {"inner": "x"},
+        {"or_error": 1},
+        {"held_outputs": "x"},
+        {"warmup_steps": 0},
+        {"size_limit": 1.5},
+    ):
+        with pytest.raises(OptionError, match=next(iter(wrong))):
+            Options.parse(wrong)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("variable", ["CUDAGRAPH_OR_ERROR", "TORCHINDUCTOR_CUDAGRAPH_OR_ERROR"])
+def test_or_error_from_the_environment(monkeypatch, variable):
+    monkeypatch.setenv(variable, "1")
+    assert Options.parse().or_error
+    assert not Options.parse({"or_error": False}).or_error
+    monkeypatch.setenv(variable, "0")
+    assert not Options.parse().or_error
