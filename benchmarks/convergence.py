@@ -180,7 +180,9 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--sequence", type=int, default=256)
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--learning-rate", type=float, default=1e-3)
-    parser.add_argument("--float32", action="store_true", help="on CUDA: no bfloat16 autocast")
+    parser.add_argument(
+        "--autocast", action=argparse.BooleanOptionalAction, help="matrix products in bfloat16; default: on CUDA"
+    )
     parser.add_argument("--json", type=pathlib.Path, default=pathlib.Path("out/convergence.json"))
     parser.add_argument("--report", type=pathlib.Path, help="only write the docs' page and plot from this file")
     parser.add_argument("--docs", type=pathlib.Path, default=ROOT / "docs", help="where --report writes")
@@ -198,7 +200,7 @@ def main(arguments: list[str] | None = None) -> None:
     on_cuda = device.type == "cuda"
     setting = Setting(
         options.layers, options.width, options.heads, options.sequence, options.batch, options.steps,
-        options.learning_rate, autocast=on_cuda and not options.float32, corpus_bytes=32 << 20,
+        options.learning_rate, autocast=on_cuda if options.autocast is None else options.autocast, corpus_bytes=32 << 20,
     )  # fmt: skip
     inner = options.inner or ("inductor" if on_cuda else "aten")
     torch.set_float32_matmul_precision("high")
