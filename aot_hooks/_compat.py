@@ -897,8 +897,8 @@ class CacheEvent:
     Attributes:
         key: of the entry, "" if none was looked for.
         lines: what torch's part of the key is made of, if torch says it (only with its logger at debug).
-        bypass: why torch made no key.
-        found: an entry was there; and `refused` why it was not taken, "" if it was.
+        bypass: why torch made no key, or nothing is to be stored.
+        found: entries were there; and `refused` why the last of them was not taken, "" if it was.
         guards_failed: entries were there, for other sizes.
         compiled: something was compiled.
     """
@@ -920,15 +920,17 @@ def autograd_cache(
     digest: str,
     normalized: Callable[[GraphModule], contextlib.AbstractContextManager[None]],
     refuse: Callable[[bytes | None, bool], str],
+    give_up: Callable[[int], str],
 ) -> Iterator[CacheEvent]:
     """What is compiled inside, on this thread, goes through torch's cache of AOTAutograd's results by a key of ours.
 
-    Two functions of `torch._functorch._aot_autograd.autograd_cache` are called through ours and put back on exit:
+    Functions of `torch._functorch._aot_autograd.autograd_cache` are called through ours and put back on exit:
 
     - `autograd_cache_key`: torch's key, made under `normalized(graph)`, with symbols by `SizeNumbers` and without the
       names in the sources of arguments (kept everywhere else: AOTAutograd writes guards with them), and `digest`.
-    - `AOTAutogradCache._lookup`: an entry is given up as if it were not there if `refuse(attached, has_backward)` says
-      why; `attached` is what `attach` put into it, None if nothing.
+    - `AOTAutogradCache._lookup`: an entry is passed over if `refuse(attached, has_backward)` says why; `attached` is
+      what `attach` put into it, None if nothing. Then the next one of the key is looked at. If all were refused,
+      `give_up(how_many)` says why nothing is to be stored beside them, "" if the new one is.
 
     Goes when torch takes a part of its key, and data to store with an entry, from a backend.
     """
@@ -957,24 +959,40 @@ def autograd_cache(
         event.lines = (*map(str, lines), f"static inputs: {static}", f"autocast: {autocast}")
         return event.key, lines
 
+    refused: set[bytes] = set()  # entries as they are stored
+    candidates = cache.iterate_over_candidates
+
+    def others(*args: Any, **named: Any) -> Iterator[Any]:
+        for candidate in candidates(*args, **named):
+            if candidate[1] not in refused:
+                yield candidate
+
     def lookup(*args: Any, **named: Any) -> Any:
         result = own_lookup.__func__(*args, **named)
         if threading.get_ident() != thread:
             return result
-        if result is None:
-            info = named.get("cache_info", args[4] if len(args) > 4 else {})
-            event.guards_failed = info.get("cache_status_detailed") == "guard_miss"
-            return None
-        event.found = True
-        event.refused = refuse(_attached(result[0]), result[0].compiled_bw is not None)
-        return None if event.refused else result
+        while result is not None:
+            event.found = True
+            event.refused = refuse(_attached(result[0]), result[0].compiled_bw is not None)
+            if not event.refused:
+                return result
+            refused.add(result[1])
+            result = own_lookup.__func__(*args, **named)
+        if refused and (why := give_up(len(refused))):
+            event.bypass = why
+            raise module.BypassAOTAutogradCache(why)
+        info = named.get("cache_info", args[4] if len(args) > 4 else {})
+        event.guards_failed = info.get("cache_status_detailed") == "guard_miss"
+        return None
 
     with _keying:
         module.autograd_cache_key, cache._lookup = keyed, staticmethod(lookup)
+        cache.iterate_over_candidates = staticmethod(others)
         try:
             yield event
         finally:
             module.autograd_cache_key, cache._lookup = make_key, own_lookup
+            del cache.iterate_over_candidates  # inherited
 
 
 class SizeNumbers:

@@ -3,7 +3,8 @@
       graph, settings --key_of--> Key --+-- opaque --------> compile, torch's cache off      bypass   one warning
                                         |
                                         +-- torch has it --> take it, its plans with it      hit
-                                        |      `-- damaged, or a hook does otherwise now --> miss     one warning
+                                        |      `-- damaged, or a hook does otherwise in all that are there
+                                        |                                --> compile, store  miss     one warning
                                         +-- it has not ----> compile, store, plans beside    miss
 
 torch's stores are used, none is added: `TORCHINDUCTOR_CACHE_DIR`, `save_cache_artifacts` and all switches hold. What
@@ -32,13 +33,14 @@ from .errors import CacheWarning
 from .plan import Plan
 from .policy import Setting
 from .saved import place_of
-from .stored import Refused, pack_up, unpack
+from .stored import Checks, Refused, Unusable, pack_up, unpack
 
 __all__ = ["bypassed", "cache_stats", "forget", "through_cache"]
 
 log = logging.getLogger("aot_hooks")
 
 _RESULTS = ("hit", "miss", "bypass")
+_MOST_ENTRIES = 8  # of one key for the same sizes: hooks that depend on something outside must not fill the disk
 _PLURAL = {"hit": "hits", "miss": "misses", "bypass": "bypasses"}
 
 
@@ -119,18 +121,30 @@ def through_cache(
         return bypassed(why, lambda: compile_graph(lambda: None))
     nodes = nodes_of(gm)  # now: Inductor's passes change the graph
     stored: list[Plan] = []
+    checks = Checks(key)
+    unusable = ""
 
     def places() -> list[tuple[str, str]]:
         return [place_of(node, roots) for node in nodes]
 
     def refuse(attached: bytes | None, has_backward: bool) -> str:
+        nonlocal unusable
         if attached is None:
-            return "nothing is stored beside it" if has_backward else ""
+            unusable = "nothing is stored beside it" if has_backward else ""
+            return unusable
         try:
-            stored.extend(unpack(attached, key, places))
+            stored.extend(unpack(attached, checks, places))
+        except Unusable as e:
+            unusable = str(e)
+            return unusable
         except Refused as e:
             return str(e)
         return ""
+
+    def give_up(refused: int) -> str:
+        if not unusable and refused >= _MOST_ENTRIES:
+            return f"{refused} entries of the same key are for other answers of the same hooks or policies"
+        return unusable
 
     attached = False
 
@@ -139,9 +153,9 @@ def through_cache(
         event.compiled = True
         if not attached:
             attached = True
-            _compat.attach(pack_up(plans, key, places))
+            _compat.attach(pack_up(plans, checks, places))
 
-    with _without_dynamos_copies(gm), _compat.autograd_cache(key.digest, normalized, refuse) as event:
+    with _without_dynamos_copies(gm), _compat.autograd_cache(key.digest, normalized, refuse, give_up) as event:
         compiled = compile_graph(compiling)
     if not event.compiled:
         plans.extend(stored)
@@ -176,6 +190,9 @@ def _warn_of(key: Key) -> None:
 
 def _tell(key: Key, event: _compat.CacheEvent) -> None:
     """Count what came of it, and note what the key of a miss is made of."""
+    if event.found and event.bypass:
+        _warn_once(event.bypass, f"{_hooks(key)}: compiled anew in each process, because {event.bypass}")
+        return _count("bypass", event.bypass)
     if event.bypass or not event.key:
         return _count("bypass", f"torch: {event.bypass or 'it did not look for an entry'}")
     if not event.compiled:

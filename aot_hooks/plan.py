@@ -40,6 +40,7 @@ class Decision:
         packed_bytes: bytes kept for it from forward to backward; 0 for a further view of a storage that is counted at
             another row.
         saved_bytes: bytes that would be kept without hooks; 0 likewise.
+        settings: keys of the settings that were asked about it, those that the backward's readers of it are under.
     """
 
     saved: SavedTensor
@@ -47,6 +48,7 @@ class Decision:
     reason: str
     packed_bytes: int
     saved_bytes: int
+    settings: tuple[str, ...] = field(default=(), repr=False)
 
 
 @dataclass(frozen=True)
@@ -109,6 +111,7 @@ class Choice:
         view_of: another value that brings this one back, by being of the same storage or through `replay`.
         source: what is packed in its place, a node of the forward from which `replay` makes it.
         replay: the nodes that make it from `view_of` or `source`; they only move data.
+        settings: keys of the settings that were asked.
     """
 
     value: SavedValue
@@ -117,6 +120,7 @@ class Choice:
     view_of: SavedValue | None = None
     source: Node | None = None
     replay: tuple[Node, ...] = ()
+    settings: tuple[str, ...] = ()
 
     @property
     def packs(self) -> bool:
@@ -191,11 +195,13 @@ def _choose(value: SavedValue, ambient: Setting | None, regions: Mapping[str, Se
         return keep
     uses: dict[Hook, list[Node]] = {}
     reasons: list[str] = []
+    settings: dict[str, None] = {}
     for reader in readers:
         region = region_of(reader)
         setting = regions[region] if region is not None else ambient
         hook, reason = KEEP, "no hook covers it"
         if setting is not None:
+            settings[setting.key] = None
             out = out_of_scope(value.row, setting.scope)
             hook = KEEP if out else setting.choose(value.row)
             reason = out or (setting.why_kept(value.row) if hook is KEEP else f"scope '{setting.scope}'")
@@ -210,10 +216,11 @@ def _choose(value: SavedValue, ambient: Setting | None, regions: Mapping[str, Se
                 )
         uses.setdefault(hook, []).append(reader)
         reasons.append(reason)
+    keep.settings = tuple(settings)
     if any(u.op == "output" for u in value.bw_node.users) and any(h is not KEEP for h in uses):
         keep.reason = "the backward gives it back as it is"
         return keep
-    return Choice(value, list(uses.items()), "; ".join(dict.fromkeys(reasons)))
+    return Choice(value, list(uses.items()), "; ".join(dict.fromkeys(reasons)), settings=tuple(settings))
 
 
 def _packed_in_a_nested_region(node: Node) -> bool:

@@ -237,7 +237,7 @@ def _plan(choices: list[Choice], units: dict[int, Unit], transfers: tuple[Transf
             packed = (saved_bytes if unit.keep else 0) + sum(p.packed_bytes for p in unit.packings)
         elif choice.view_of is not None:
             packed = 0
-        decisions.append(Decision(row, hook, choice.reason, packed, saved_bytes))
+        decisions.append(Decision(row, hook, choice.reason, packed, saved_bytes, choice.settings))
     return Plan(tuple(decisions), transfers)
 
 

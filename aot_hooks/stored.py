@@ -32,7 +32,7 @@ from .saved import Dim, SavedTensor
 from .schedule import Transfer
 from .trace import canonical, trace_hook
 
-__all__ = ["Refused", "pack_up", "unpack"]
+__all__ = ["Checks", "Refused", "Unusable", "pack_up", "unpack"]
 
 _FORMAT = 1
 Place = tuple[str, str]
@@ -44,16 +44,21 @@ class Refused(AotHooksError):
     """A stored plan is not one for this program; the message says why."""
 
 
+class Unusable(Refused):
+    """What would have to be checked cannot be, in this entry or any other of its graph; the message says what."""
+
+
 @dataclass(frozen=True)
 class _Row:
     saved: SavedTensor  # without its place
     module_at: int | None
     line_at: int | None
+    asked: tuple[int, ...]  # numbers of the settings that chose
     hook: _Hook
     reason: str
     packed_bytes: int
     saved_bytes: int
-    answers: tuple[str, ...]  # digests of what each setting's rule says for the row, "" where it needs no check
+    answers: tuple[str, ...]  # digests of what the rules of those settings say for the row, "" where it needs no check
     traces_to: str  # digest of the hook's programs on a tensor of the row's shape, "" where it needs no check
 
 
@@ -66,19 +71,18 @@ class _Stored:
     cudagraph: bytes | None = None
 
 
-def pack_up(plans: Sequence[Plan], key: Key, places: Callable[[], Sequence[Place]]) -> bytes:
+def pack_up(plans: Sequence[Plan], check: Checks, places: Callable[[], Sequence[Place]]) -> bytes:
     """The plans of one compilation as bytes.
 
     Args:
-        key: of the graph they are for; its settings chose the hooks.
+        check: made for the key of the graph they are for, whose settings chose the hooks.
         places: module and line of each node of Dynamo's graph; asked once.
     """
     found = list(places())
     modules = {module: i for i, (module, _) in reversed(list(enumerate(found)))}
     lines = {line: i for i, (_, line) in reversed(list(enumerate(found)))}
     both = {place: i for i, place in reversed(list(enumerate(found)))}
-    check = _Checks(key)
-    numbered = _renamed({name: f"size{i}" for i, name in enumerate(key.sizes)})
+    numbered = _renamed({name: f"size{i}" for i, name in enumerate(check.key.sizes)})
     rows: list[tuple[tuple[_Row, ...], tuple[Transfer, ...]]] = []
     cannot = ""
     for plan in plans:
@@ -87,16 +91,18 @@ def pack_up(plans: Sequence[Plan], key: Key, places: Callable[[], Sequence[Place
             row = d.saved
             at = both.get((row.module_path, row.source_line))
             try:
+                asked = check.asked(d.settings)
                 stored = _Row(
                     saved=dataclasses.replace(row, shape=numbered(row.shape), module_path="", source_line=""),
                     module_at=modules.get(row.module_path) if at is None else at,
                     line_at=lines.get(row.source_line) if at is None else at,
-                    hook=check.reference(d.hook, row),
+                    asked=asked,
+                    hook=check.reference(d.hook, row, asked),
                     reason=d.reason,
                     packed_bytes=d.packed_bytes,
                     saved_bytes=d.saved_bytes,
-                    answers=check.answers(row),
-                    traces_to=check.programs(d.hook, row),
+                    answers=check.answers(row, asked),
+                    traces_to=check.programs(d.hook, row, asked),
                 )
             except Refused as e:
                 cannot = cannot or str(e)
@@ -107,16 +113,17 @@ def pack_up(plans: Sequence[Plan], key: Key, places: Callable[[], Sequence[Place
     return hashlib.sha256(data).digest() + data
 
 
-def unpack(data: bytes, key: Key, places: Callable[[], Sequence[Place]]) -> list[Plan]:
+def unpack(data: bytes, check: Checks, places: Callable[[], Sequence[Place]]) -> list[Plan]:
     """The plans that `pack_up` stored, with the hooks and places of this program.
 
-    Raises `Refused` if they are damaged, from another version, or a hook or policy does not do what it did.
+    Raises:
+        Refused: they are damaged, from another version, or a hook or policy does not do what it did.
+        Unusable: no entry of this graph may be used.
     """
     stored = _read(data)
     if stored.cannot:
-        raise Refused(stored.cannot)
-    check = _Checks(key)
-    named = _renamed({f"size{i}": name for i, name in enumerate(key.sizes)})
+        raise Unusable(stored.cannot)
+    named = _renamed({f"size{i}": name for i, name in enumerate(check.key.sizes)})
     found: Sequence[Place] = ()
     if any(row.module_at is not None or row.line_at is not None for rows, _ in stored.plans for row in rows):
         found = places()
@@ -132,17 +139,22 @@ def unpack(data: bytes, key: Key, places: Callable[[], Sequence[Place]]) -> list
             shape = named(row.saved.shape)
             saved = dataclasses.replace(row.saved, shape=shape, module_path=module, source_line=line)
             hook = check.resolve(row.hook, saved)
-            if check.answers(saved) != row.answers:
+            if check.answers(saved, row.asked) != row.answers:
                 raise Refused(
                     f"the policy chooses otherwise for {saved.describe()} than when the entry was made, though its "
                     "content is the same: it depends on something outside"
                 )
-            if row.traces_to != check.programs(hook, saved):
+            try:
+                traces_to = check.programs(hook, saved, row.asked)
+            except Unusable as e:  # what made the entry could be checked
+                raise Refused(str(e)) from e
+            if row.traces_to != traces_to:
                 raise Refused(
                     f"hook '{hook.name}' traces to another program on {saved.describe()} than when the entry was made, "
                     "though its content is the same: it depends on something outside"
                 )
-            decisions.append(Decision(saved, hook, row.reason, row.packed_bytes, row.saved_bytes))
+            settings = check.keys(row.asked)
+            decisions.append(Decision(saved, hook, row.reason, row.packed_bytes, row.saved_bytes, settings))
         plans.append(Plan(tuple(decisions), transfers))
     return plans
 
@@ -178,8 +190,8 @@ _UNREADABLE = (
 )
 
 
-class _Checks:
-    """What rules say and hooks do, asked once for each row or shape."""
+class Checks:
+    """What rules say and hooks do, asked once for each row or shape of a compilation."""
 
     def __init__(self, key: Key) -> None:
         self.key = key
@@ -194,19 +206,29 @@ class _Checks:
             known = self.digests[id(hook)] = (hook, said.digest, said.foreign)
         return known[1:]
 
+    def asked(self, settings: tuple[str, ...]) -> tuple[int, ...]:
+        numbers = {s.key: number for number, s in reversed(list(enumerate(self.key.settings))) if s is not None}
+        return tuple(numbers[key] for key in settings)
+
+    def keys(self, asked: tuple[int, ...]) -> tuple[str, ...]:
+        settings = self.key.settings
+        if any(number >= len(settings) or settings[number] is None for number in asked):
+            raise Refused("a row names a setting that this graph does not have")
+        return tuple(s.key for s in (settings[number] for number in asked) if s is not None)
+
     def chosen(self, number: int, row: SavedTensor) -> Hook:
         setting = self.key.settings[number]
         if setting is None or out_of_scope(row, setting.scope):
             return KEEP
         try:
             return setting.choose(row)
-        except PolicyError as e:  # a region's policy may be made for the rows of that region only
-            raise Refused(f"of another region's tensor, {e}") from e
+        except PolicyError as e:
+            raise Refused(str(e)) from e
 
-    def reference(self, hook: Hook, row: SavedTensor) -> _Hook:
+    def reference(self, hook: Hook, row: SavedTensor, asked: tuple[int, ...]) -> _Hook:
         if hook is KEEP:
             return "keep", 0
-        for number in range(len(self.key.settings)):
+        for number in asked:
             if self.digest(self.chosen(number, row)) == self.digest(hook):
                 return "rule", number
         try:
@@ -229,18 +251,22 @@ class _Checks:
             return KEEP
         raise Refused(f"a row names its hook by {hook!r}")
 
-    def answers(self, row: SavedTensor) -> tuple[str, ...]:
+    def answers(self, row: SavedTensor, asked: tuple[int, ...]) -> tuple[str, ...]:
         said = []
-        for number, setting in enumerate(self.key.settings):
+        for number in asked:
+            setting = self.key.settings[number]
             needless = setting is None or isinstance(setting.rule, Hook) or not self.key.examined[number].foreign
             said.append("" if needless else self.digest(self.chosen(number, row))[0])
         return tuple(said)
 
-    def programs(self, hook: Hook, row: SavedTensor) -> str:
+    def programs(self, hook: Hook, row: SavedTensor, asked: tuple[int, ...]) -> str:
         """What `hook`, and those that the settings have for the row, are on a dense tensor of its shape; symbolic sizes
-        at their example values. Hooks of this package say it by their content."""
+        at their example values. Hooks of this package say it by their content.
+
+        Raises `Unusable` if one cannot be traced on such a tensor: the saved one may have another order in memory.
+        """
         found = []
-        for each in (hook, *(self.chosen(number, row) for number in range(len(self.key.settings)))):
+        for each in (hook, *(self.chosen(number, row) for number in asked)):
             digest, foreign = self.digest(each)
             if foreign:  # also where it declined, or gave the tensor back as it is: it may do otherwise now
                 declined = each.declines(row) if each.declines is not None else None
@@ -259,9 +285,12 @@ def _program(hook: Hook, row: SavedTensor) -> str:
     with compiling_for("inductor"), _compat.fake_tensor(shape, row.dtype, row.device) as value:
         try:
             traced = trace_hook(hook, value, row.describe(), decompositions=None)
-        except (AotHooksError, RuntimeError) as e:  # on a dense tensor; on the saved one it went well
-            return type(e).__name__
+        except (AotHooksError, RuntimeError) as e:
+            raise Unusable(
+                f"hook '{hook.name}' cannot be traced on a dense tensor like {row.describe()}, so that what it does "
+                f"cannot be checked later ({str(e).splitlines()[0] if str(e) else type(e).__name__})"
+            ) from e
     operator = foreign_operator(traced.pack) or foreign_operator(traced.unpack)
     if operator is not None and "cache_hash" not in examined(hook).parts:
-        raise Refused(f"hook '{hook.name}' calls operator {operator}, which no part of its content names")
+        raise Unusable(f"hook '{hook.name}' calls operator {operator}, which no part of its content names")
     return content(canonical(traced.pack), canonical(traced.unpack))

@@ -214,6 +214,7 @@ ROWS = (
     Row("hook by the seed", "miss", "base", _SEED),
     Row("hook by the seed, same", "hit", "hook by the seed", _SEED, seed=0),
     Row("hook by the seed, other", "miss", "hook by the seed", _SEED, seed=1),
+    Row("hook by the seed, the first again", "hit", "hook by the seed, other", _SEED, seed=0),
     Row("hook by the environment", "bypass", "base", _ENVIRONMENT),
     Row("operator of a library", "bypass", "base", _OPERATOR),
     Row("operator with cache_hash", "miss", "base", _operator("1")),

@@ -6,6 +6,7 @@ entries are made once, in another process; each test has a copy, so that only wh
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
 import shutil
@@ -27,6 +28,7 @@ import aot_hooks
 from aot_hooks import _compat, cache, stored
 from aot_hooks.__main__ import main
 from aot_hooks.errors import CacheWarning
+from aot_hooks.stored import Unusable
 
 pytestmark = pytest.mark.slow
 
@@ -123,8 +125,53 @@ def test_what_another_version_stored_is_refused_with_one_warning(
     monkeypatch.setattr(stored, "_FORMAT", 0)
     with pytest.warns(CacheWarning, match="compiled again.* has format 1; expected 0") as seen:
         assert run()["seen"] == "miss"
-        assert run()["seen"] in ("hit", "miss")  # whichever of the two entries torch tries first
+        assert run()["seen"] == "hit"  # the other one is passed over
     assert len(seen) == 1
+
+
+@pytest.mark.core
+def test_one_key_has_an_entry_for_each_answer_and_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(cache._stats, "warned", set())
+    x = torch.randn(4, 6, requires_grad=True)
+
+    def f(x: torch.Tensor) -> torch.Tensor:
+        return x.sin()
+
+    def pack(x: torch.Tensor) -> Any:
+        return x.to((torch.bfloat16, torch.float16, torch.float64)[torch.initial_seed() % 3]), x.dtype
+
+    def step(hook: aot_hooks.Hook, seed: int) -> str:
+        torch._dynamo.reset()
+        torch.manual_seed(seed)
+        with aot_hooks.saved_tensors_hooks(hook, scope="all"):
+            y = torch.compile(f, backend="aot_hooks")(x)
+        (found,) = torch.autograd.grad(y.sum(), x)
+        torch.testing.assert_close(found, hook.unpack(hook.pack(x)).cos(), rtol=1e-6, atol=1e-6)
+        (reason,) = aot_hooks.cache_stats()["reasons"]
+        return str(reason)
+
+    def entries() -> int:
+        return len([*(tmp_path / "aotautograd").glob("*/*")])
+
+    by_seed = aot_hooks.Hook("by seed", pack, lambda p: p[0].to(p[1]) * 1.5)
+    with pytest.warns(CacheWarning, match="'by seed' traces to another program") as seen:
+        reasons = [step(by_seed, seed) for seed in (0, 1, 0, 1)]
+    assert [reason.split(":")[0] for reason in reasons] == ["miss", "miss", "hit", "hit"]
+    assert (len(seen), entries()) == (1, 2)
+    monkeypatch.setattr(cache, "_MOST_ENTRIES", 2)
+    with pytest.warns(CacheWarning, match="compiled anew in each process, because 2 entries of the same key are for"):
+        assert step(by_seed, 2).startswith("bypass: 2 entries of the same key")
+    assert entries() == 2
+
+    def no(*_: Any) -> Any:
+        raise Unusable("this cannot be checked")
+
+    monkeypatch.setattr(stored.Checks, "programs", no)
+    with pytest.warns(CacheWarning, match="because this cannot be checked"):
+        reasons = [step(dataclasses.replace(by_seed, rounds_to_zero=True), 0) for _ in range(3)]
+    assert [reason.split(":")[0] for reason in reasons] == ["miss", "bypass", "bypass"]
+    assert entries() == 3
 
 
 @pytest.mark.core

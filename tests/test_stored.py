@@ -16,7 +16,7 @@ from aot_hooks import policies, stored
 from aot_hooks.cache_key import Key
 from aot_hooks.examine import examined
 from aot_hooks.policy import Setting
-from aot_hooks.stored import Refused, pack_up, unpack
+from aot_hooks.stored import Checks, Refused, Unusable, pack_up, unpack
 
 pytestmark = pytest.mark.core
 
@@ -68,7 +68,7 @@ RULES = [
 def test_plans_come_back_as_they_were(rule: Any) -> None:
     plans = plans_of(rule)
     key = key_for(rule)
-    found = unpack(pack_up(plans, key, lambda: places(plans)), key, lambda: places(plans))
+    found = unpack(pack_up(plans, Checks(key), lambda: places(plans)), Checks(key), lambda: places(plans))
     assert [[dataclasses.replace(d, hook=aot_hooks.KEEP) for d in p.decisions] for p in found] == [
         [dataclasses.replace(d, hook=aot_hooks.KEEP) for d in p.decisions] for p in plans
     ]
@@ -86,9 +86,9 @@ def test_plans_come_back_as_they_were(rule: Any) -> None:
 
 def test_rows_have_the_places_of_the_program_that_reads_them() -> None:
     plans = plans_of(half())
-    data = pack_up(plans, key_for(half()), lambda: places(plans))
+    data = pack_up(plans, Checks(key_for(half())), lambda: places(plans))
     there = [(f"new.{module}" if module else "", f"new {line}") for module, line in places(plans)]
-    (found,) = unpack(data, key_for(half()), lambda: there)
+    (found,) = unpack(data, Checks(key_for(half())), lambda: there)
     for new, old in zip(found.decisions, plans[0].decisions, strict=True):
         assert new.saved.source_line == f"new {old.saved.source_line}"
         assert new.saved.module_path == (f"new.{old.saved.module_path}" if old.saved.module_path else "")
@@ -103,17 +103,17 @@ def test_symbolic_sizes_are_stored_with_their_expressions() -> None:
     shapes = [str(d.saved.shape) for d in plans[0].decisions]
     (symbol,) = {name for shape in shapes for name in re.findall(r"s\d+", shape)}
     key = dataclasses.replace(key_for(half()), sizes=(symbol,))
-    data = pack_up(plans, key, lambda: places(plans))
-    (found,) = unpack(data, key, lambda: places(plans))
+    data = pack_up(plans, Checks(key), lambda: places(plans))
+    (found,) = unpack(data, Checks(key), lambda: places(plans))
     assert [str(d.saved.shape) for d in found.decisions] == shapes
-    (found,) = unpack(data, dataclasses.replace(key, sizes=("s99",)), lambda: places(plans))
+    (found,) = unpack(data, Checks(dataclasses.replace(key, sizes=("s99",))), lambda: places(plans))
     assert [str(d.saved.shape) for d in found.decisions] == [shape.replace(symbol, "s99") for shape in shapes]
 
 
 def test_damage_is_refused_and_nothing_else_is_raised() -> None:
     plans = plans_of(half())
     key = key_for(half())
-    data = pack_up(plans, key, lambda: places(plans))
+    data = pack_up(plans, Checks(key), lambda: places(plans))
     cuts = [data[:n] for n in range(0, len(data), 37)]
     flipped = [data[:n] + bytes([data[n] ^ 0x55]) + data[n + 1 :] for n in range(5, len(data), 101)]
     refused = 0
@@ -127,13 +127,13 @@ def test_damage_is_refused_and_nothing_else_is_raised() -> None:
         *flipped,
     ]:
         try:
-            unpack(broken, key, lambda: places(plans))
+            unpack(broken, Checks(key), lambda: places(plans))
         except Refused:
             refused += 1
     assert refused == len(cuts) + len(flipped) + 5
     with pytest.raises(Refused, match="nodes that this graph does not have"):
-        unpack(data, key, lambda: [])
-    assert unpack(data, key, lambda: places(plans))
+        unpack(data, Checks(key), lambda: [])
+    assert unpack(data, Checks(key), lambda: places(plans))
 
 
 def test_a_policy_that_depends_on_something_outside_is_refused() -> None:
@@ -143,11 +143,11 @@ def test_a_policy_that_depends_on_something_outside_is_refused() -> None:
         return aot_hooks.float8() if saved.nbytes < nbytes[0] else aot_hooks.KEEP
 
     plans, key = plans_of(policy), key_for(policy)
-    data = pack_up(plans, key, lambda: places(plans))
-    assert unpack(data, key, lambda: places(plans))
+    data = pack_up(plans, Checks(key), lambda: places(plans))
+    assert unpack(data, Checks(key), lambda: places(plans))
     nbytes[0] = 4000
     with pytest.raises(Refused, match="the policy chooses otherwise"):
-        unpack(data, key, lambda: places(plans))
+        unpack(data, Checks(key), lambda: places(plans))
 
 
 def test_a_hook_that_depends_on_something_outside_is_refused() -> None:
@@ -161,11 +161,11 @@ def test_a_hook_that_depends_on_something_outside_is_refused() -> None:
     try:
         torch.set_float32_matmul_precision("highest")
         plans, key = plans_of(hook), key_for(hook)
-        data = pack_up(plans, key, lambda: places(plans))
-        assert unpack(data, key, lambda: places(plans))
+        data = pack_up(plans, Checks(key), lambda: places(plans))
+        assert unpack(data, Checks(key), lambda: places(plans))
         torch.set_float32_matmul_precision("high")
         with pytest.raises(Refused, match="hook 'by precision' traces to another program on 'mul"):
-            unpack(data, key, lambda: places(plans))
+            unpack(data, Checks(key), lambda: places(plans))
     finally:
         torch.set_float32_matmul_precision(before)
 
@@ -178,28 +178,54 @@ def test_a_hook_that_left_a_tensor_alone_is_asked_again() -> None:
         return dataclasses.replace(half(), declines=lambda saved: "not now" if said["no"] else None)
 
     def giving_back() -> aot_hooks.Hook:
-        return aot_hooks.Hook("half", lambda x: x if said["no"] else (x.half(), x.dtype), half().unpack)
+        return aot_hooks.Hook("half", lambda x: x if said["no"] else half().pack(x), half().unpack)
 
     for hook in (declining(), giving_back()):
         said["no"] = True
         plans = plans_of(hook)
         assert all(d.hook is aot_hooks.KEEP for p in plans for d in p.decisions)
         key = key_for(hook)
-        data = pack_up(plans, key, lambda plans=plans: places(plans))
-        unpack(data, key, lambda plans=plans: places(plans))
+        data = pack_up(plans, Checks(key), lambda plans=plans: places(plans))
+        unpack(data, Checks(key), lambda plans=plans: places(plans))
         said["no"] = False
         with pytest.raises(Refused, match="traces to another program"):
-            unpack(data, key, lambda plans=plans: places(plans))
+            unpack(data, Checks(key), lambda plans=plans: places(plans))
 
 
-def test_a_policy_that_another_regions_rows_upset_makes_no_entry_and_no_error() -> None:
+def test_only_settings_that_were_asked_are_asked_again() -> None:
+    """A policy of a region may be made for the rows of that region only."""
+
     def upset(saved: aot_hooks.SavedTensor) -> aot_hooks.Hook:
         raise ValueError(saved.name)
 
     plans = plans_of(half())
     key = key_for(half(), upset)
-    with pytest.raises(Refused, match="of another region's tensor, policy 'upset' raised ValueError"):
-        unpack(pack_up(plans, key, lambda: places(plans)), key, lambda: places(plans))
+    (found,) = unpack(pack_up(plans, Checks(key), lambda: places(plans)), Checks(key), lambda: places(plans))
+    asked = [d.settings for d in found.decisions]
+    assert asked == [d.settings for d in plans[0].decisions]
+    assert {Setting(half()).key} == {name for settings in asked for name in settings}
+
+
+def test_a_hook_that_cannot_be_checked_is_never_taken() -> None:
+    """It was traced on a tensor of another order in memory than the one that checks are made on."""
+
+    def pack(x: torch.Tensor) -> Any:
+        if x.dim() == 2 and x.stride(0) >= x.stride(1):
+            raise RuntimeError("this is for columns")
+        return (x.half() if torch.get_float32_matmul_precision() == "highest" else x.bfloat16()), x.dtype
+
+    hook = aot_hooks.Hook("columns", pack, lambda p: p[0].to(p[1]))
+    key = key_for(hook)
+    assert key.examined[0].foreign
+    (plan,) = plans_of(half())
+    rows = [
+        dataclasses.replace(d, hook=hook, settings=(Setting(hook).key,))
+        for d in plan.decisions
+        if d.hook.name != "keep"
+    ]
+    plans = [dataclasses.replace(plan, decisions=tuple(rows))]
+    with pytest.raises(Unusable, match=r"'columns' cannot be traced on a dense tensor like .*for columns"):
+        unpack(pack_up(plans, Checks(key), lambda: places(plans)), Checks(key), lambda: places(plans))
 
 
 @torch.library.custom_op("test_stored::half", mutates_args=())
@@ -213,8 +239,8 @@ operator.register_fake(lambda x: x.half())
 def test_an_operator_that_only_the_trace_shows_is_never_taken() -> None:
     hook = aot_hooks.Hook("hidden", lambda x: (HIDDEN(x), x.dtype), lambda p: p[0].to(p[1]))
     plans, key = plans_of(hook), key_for(hook)
-    with pytest.raises(Refused, match=r"calls operator test_stored\.half"):
-        unpack(pack_up(plans, key, lambda: places(plans)), key, lambda: places(plans))
+    with pytest.raises(Unusable, match=r"calls operator test_stored\.half"):
+        unpack(pack_up(plans, Checks(key), lambda: places(plans)), Checks(key), lambda: places(plans))
 
 
 class _Hidden:
@@ -233,7 +259,7 @@ HIDDEN = _Hidden()
 def test_nothing_of_another_format_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     plans, key = plans_of(half()), key_for(half())
     monkeypatch.setattr(stored, "_FORMAT", 99)
-    data = pack_up(plans, key, lambda: places(plans))
+    data = pack_up(plans, Checks(key), lambda: places(plans))
     monkeypatch.undo()
     with pytest.raises(Refused, match="format 99; expected 1"):
-        unpack(data, key, lambda: places(plans))
+        unpack(data, Checks(key), lambda: places(plans))
