@@ -190,17 +190,25 @@ def _inputs(traced: Sequence[Any], inputs: Sequence[Any], sizes: _compat.SizeNum
         yield f"input {i}", text
 
 
-@functools.cache
-def package_digest() -> str:
-    """Version and sources of this package: a change of what a hook of the library computes is another key."""
-    from . import __version__
-
+def _sources() -> str:
     folder = Path(__file__).parent
     found = hashlib.sha256()
     for path in sorted(folder.rglob("*.py")):
         found.update(path.relative_to(folder).as_posix().encode())
         found.update(path.read_bytes())
-    return f"{__version__} {found.hexdigest()[:16]}"
+    return found.hexdigest()[:16]
+
+
+# read now, 2 ms, and not when the first graph is compiled: who edits the package meanwhile runs what it was
+_SOURCES = _sources()
+
+
+def package_digest() -> str:
+    """Version of this package and its sources as they were imported: a change of what a hook of the library computes is
+    another key."""
+    from . import __version__
+
+    return f"{__version__} {_SOURCES}"
 
 
 # --- names taken away, and given back ---------------------------------------------------------------------------------

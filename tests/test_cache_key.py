@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
+import pathlib
 from typing import Any
 
 import pytest
@@ -13,8 +14,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 import aot_hooks
-from aot_hooks import context, policies
-from aot_hooks.cache_key import Key, key_of, nodes_of, normalized
+from aot_hooks import cache_key, context, policies
+from aot_hooks.cache_key import Key, key_of, nodes_of, normalized, package_digest
 from aot_hooks.policy import Setting
 
 pytestmark = pytest.mark.core
@@ -182,6 +183,16 @@ def test_what_changes_the_result_changes_the_key() -> None:
     assert digests == again
     same = [(a, b) for a in digests for b in digests if a < b and digests[a] == digests[b]]
     assert same == []
+
+
+def test_sources_count_as_they_were_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = package_digest()
+
+    def edited(path: pathlib.Path) -> bytes:
+        return b"pass"
+
+    monkeypatch.setattr(pathlib.Path, "read_bytes", edited)
+    assert cache_key._sources() not in before and package_digest() == before
 
 
 def test_settings_that_cannot_be_read_say_so() -> None:
