@@ -21,7 +21,7 @@ from . import _compat
 from .costs import Rates, has_formula, measured_rates, node_ms
 from .library.offload import OffloadSettings
 from .saved import is_view
-from .schedule import Item, Transfer, schedule
+from .schedule import Item, Limits, Transfer, schedule
 from .transfers import offload_start, offload_wait, reload_start, reload_wait
 
 __all__ = ["Leaf", "place"]
@@ -83,9 +83,9 @@ def place(
     for crossing in found:
         by_device[crossing.device].append(crossing)
     for device, crossings in by_device.items():
-        settings = [c.leaf.settings for c in crossings]
-        rates = next((s.rates for s in settings if s.rates is not None), None) or measured_rates(device)
-        transfers += _place(fw, bw, crossings, rates, settings, fused, stay)
+        given = (c.leaf.settings.rates for c in crossings)
+        rates = next((r for r in given if r is not None), None) or measured_rates(device)
+        transfers += _place(fw, bw, crossings, rates, fused, stay)
     for gm in (fw, bw):
         gm.graph.lint()
         gm.recompile()
@@ -156,7 +156,6 @@ def _place(
     bw: GraphModule,
     crossings: list[_Crossing],
     rates: Rates,
-    settings: list[OffloadSettings],
     fused: bool,
     stay: dict[Node, Node],
 ) -> list[Transfer]:
@@ -166,14 +165,18 @@ def _place(
     crossings = sorted(crossings, key=lambda c: made[id(c)])
     backward_place = {node: i for i, node in enumerate(behind)}
     forward, backward = (node_ms(gm, lambda _: rates, fused) for gm in (fw, bw))
+    kinds = {settings: kind for kind, settings in enumerate(dict.fromkeys(c.leaf.settings for c in crossings))}
+    last = len(behind) - 1
     planned = schedule(
-        [Item(c.nbytes, made[id(c)], _first_use(c.back, backward_place, len(behind) - 1)) for c in crossings],
+        [
+            Item(c.nbytes, made[id(c)], _first_use(c.back, backward_place, last), kinds[c.leaf.settings])
+            for c in crossings
+        ],
         [forward[n] for n in ahead],
         [backward[n] for n in behind],
         to_host=rates.to_host,
         to_device=rates.to_device,
-        in_flight_bytes=min(s.in_flight_bytes for s in settings),
-        max_stall_ms=max(s.max_stall_ms for s in settings),
+        limits=[Limits(settings.in_flight_bytes, settings.max_stall_ms) for settings in kinds],
         wait_gaps=_held(ahead) if fused else None,
         reload_gaps=_held(behind) if fused else None,
     )
@@ -202,6 +205,8 @@ def _place(
                 forward_ms=planned.forward_ms,
                 backward_ms=planned.backward_ms,
                 full_stall_ms=planned.full_stall_ms,
+                device=str(c.device),
+                max_stall_ms=c.leaf.settings.max_stall_ms,
             )
         )
     for steps, events in ((ahead, planned.forward), (behind, planned.backward)):

@@ -24,8 +24,9 @@ def transfer_lines(transfers: Sequence[Transfer], size: int, unit: str) -> list[
         return []
     sent = [t for t in transfers if t.placement.offloaded]
     asked_bytes, sent_bytes = (sum(t.nbytes for t in some) for some in (transfers, sent))
-    compute = sum(f + b for _, f, b in {(t.graph, t.forward_ms, t.backward_ms) for t in transfers})
-    all_stall = sum(full for _, full in {(t.graph, t.full_stall_ms) for t in transfers})
+    # the devices of a graph see the same steps, each with its own rates
+    compute = sum({t.graph: t.forward_ms + t.backward_ms for t in reversed(transfers)}.values())
+    all_stall = sum({(t.graph, t.device): t.full_stall_ms for t in transfers}.values())
     stall = sum(t.placement.stall_ms for t in sent)
     lines = [
         f"offload: {sent_bytes / size:.2f} of {asked_bytes / size:.2f} {unit} go to the host; predicted stall "
@@ -35,6 +36,7 @@ def transfer_lines(transfers: Sequence[Transfer], size: int, unit: str) -> list[
         lines.append(
             f"  the compute is too short for the rest: all that is worth sending would stall it {all_stall:.1f} ms"
         )
+    lines += _several_graphs(sent)
     if sent:
         lines.append(f"{unit:>10}  forward: start    wait  backward: reload     use   slack   stall ms  tensor")
     for t in sent:
@@ -49,6 +51,19 @@ def transfer_lines(transfers: Sequence[Transfer], size: int, unit: str) -> list[
             stays[t.placement.reason].append(t.nbytes)
     lines += [f"{sum(sizes) / size:10.3f}  in {len(sizes)} stays: {reason}" for reason, sizes in stays.items()]
     return lines
+
+
+def _several_graphs(sent: Sequence[Transfer]) -> list[str]:
+    """Where a limit holds for each graph and device, the sum may be over it."""
+    stalls: dict[float, dict[tuple[int, str], float]] = defaultdict(lambda: defaultdict(float))
+    for t in sent:
+        stalls[t.max_stall_ms][t.graph, t.device] += t.placement.stall_ms
+    return [
+        f"  max_stall_ms={limit:g} holds for each graph and device alone: together {len(of)} of them stall "
+        f"{sum(of.values()):.1f} ms"
+        for limit, of in stalls.items()
+        if sum(of.values()) > limit and len(of) > 1
+    ]
 
 
 def transfers_as_data(transfers: Sequence[Transfer]) -> list[dict[str, Any]]:

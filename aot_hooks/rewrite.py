@@ -24,7 +24,7 @@ from .memory import alive_bytes, fuses
 from .place import Leaf, place
 from .plan import Choice, Decision, Plan, decide
 from .policy import Setting
-from .saved import SavedValue, boundary, producer
+from .saved import SavedValue, boundary, producer, storage_of
 from .schedule import Transfer
 from .trace import TracedHook, trace_hook
 from .transfers import offload_wait
@@ -205,10 +205,11 @@ def _place_transfers(
                 hosts = [leaf for leaf in packing.leaves if leaf.target is offload_wait]
                 leaves.update((leaf, Leaf(choice.value.row.name, settings)) for leaf in hosts)
     transfers, stay = place(fw, bw, num_fwd_outputs=num_fwd_outputs, leaves=leaves, fused=fused)
+    anyway = {storage_of(node) for node in fw.graph.find_nodes(op="placeholder")}
     why = {(t.name, t.nbytes): t.placement.reason for t in transfers if not t.placement.offloaded}
     for choice, packing, hook, exact in sent:
         on_device = [stay.get(leaf, leaf) for leaf in packing.leaves if leaf not in leaves or leaf in stay]
-        packing.packed_bytes = packed_bytes(on_device)
+        packing.packed_bytes = packed_bytes(leaf for leaf in on_device if storage_of(leaf) not in anyway)
         staying = [leaf for leaf in packing.leaves if leaf in stay]
         if staying:
             reasons = dict.fromkeys(r for (name, _), r in why.items() if name == choice.value.row.name)

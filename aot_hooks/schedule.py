@@ -5,11 +5,13 @@
       link out            [=== copy ===]                 link back             [=== copy ===]
 
 A copy out starts when its value is made, in that order, one at a time. It is waited for when it should be done, with
-some slack, or earlier where more than `in_flight_bytes` would be under way. A copy back starts as late as it can: so
-that it and those that are needed after it are there in time on a link slower than measured, which gives the slack.
+some slack, or earlier where more of its kind than `in_flight_bytes` would be under way. A copy back starts as late as
+it can: so that it and those that are needed after it are there in time on a link slower than measured, which gives the
+slack.
 
-`schedule` takes items in the order they are made, as long as the predicted stall stays within `max_stall_ms`; what
-would be back on the device before it was worth sending stays, as does what no longer fits beside the compute.
+`schedule` takes items in the order they are made, as long as what an item adds to the predicted stall stays within the
+`max_stall_ms` of its kind; what would be back on the device before it was worth sending stays, as does what no longer
+fits beside the compute.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
-__all__ = ["Event", "Item", "Placement", "Schedule", "Transfer", "schedule"]
+__all__ = ["Event", "Item", "Limits", "Placement", "Schedule", "Transfer", "schedule"]
 
 _LINK = 0.95  # of its measured speed that the link has beside the compute: kernels use the same memory
 _PLANNED = 0.8  # of that, as copies back are placed
@@ -40,11 +42,26 @@ class Item:
         nbytes: to be copied each way.
         made: the forward step that makes it; -1 if it is there before the first.
         used: the first backward step that reads it.
+        kind: which of several limits hold for it.
     """
 
     nbytes: int
     made: int
     used: int
+    kind: int = 0
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What holds for all items of one kind together.
+
+    Attributes:
+        in_flight_bytes: most bytes started and not waited for, each way. One item alone may be larger.
+        max_stall_ms: how much longer the step may get by them, as predicted.
+    """
+
+    in_flight_bytes: float = math.inf
+    max_stall_ms: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -91,7 +108,9 @@ class Transfer:
         placement: when, in the times of the two graphs of this plan.
         start, wait, reload, use: the nodes after (start) or before which the four operators stand; "" if none.
         forward_ms, backward_ms: estimated compute of the two graphs.
-        full_stall_ms: how much longer the step would get if all tensors that `offload` was asked for were sent.
+        full_stall_ms: how much longer the step would get if all that `offload` was asked for on this device were sent.
+        device: that it is sent from.
+        max_stall_ms: of the hook that sends it.
         graph: which of several graphs it is in.
     """
 
@@ -105,6 +124,8 @@ class Transfer:
     forward_ms: float
     backward_ms: float
     full_stall_ms: float
+    device: str
+    max_stall_ms: float
     graph: int = 0
 
 
@@ -140,8 +161,7 @@ def schedule(
     *,
     to_host: float,
     to_device: float,
-    in_flight_bytes: float = math.inf,
-    max_stall_ms: float = 0.0,
+    limits: Sequence[Limits] = (Limits(),),
     wait_gaps: Sequence[int] | None = None,
     reload_gaps: Sequence[int] | None = None,
 ) -> Schedule:
@@ -150,12 +170,11 @@ def schedule(
     Args:
         forward_ms, backward_ms: how long each step takes.
         to_host, to_device: bytes a second over the link; both ways at once are as fast as each alone.
-        in_flight_bytes: most bytes started and not waited for, each way. One item alone may be larger.
-        max_stall_ms: how much longer the step may get, as predicted.
+        limits: of each kind of items.
         wait_gaps, reload_gaps: where copies out may be waited for, besides the end, and where those back may start,
             besides the begin; ascending. All gaps if None.
     """
-    line = _Line(items, forward_ms, backward_ms, to_host * _LINK / 1e3, to_device * _LINK / 1e3, in_flight_bytes)
+    line = _Line(items, forward_ms, backward_ms, to_host * _LINK / 1e3, to_device * _LINK / 1e3, limits)
     if wait_gaps is not None:
         line.wait_gaps = [*wait_gaps, len(forward_ms)]
     if reload_gaps is not None:
@@ -165,15 +184,20 @@ def schedule(
     wanted = [i for i in order if i not in soon]
     full = line.place(wanted)
     found = full
-    if full.stall_ms > max_stall_ms:
+    left = [limit.max_stall_ms for limit in limits]  # what each kind may still add
+    if full.stall_ms > min((left[items[i].kind] for i in wanted), default=0.0):
         chosen: list[int] = []
         found = line.place(chosen)
         at, count = 0, len(wanted)
         while at < len(wanted):  # the more of them fit, the more are tried at once next
-            trial = line.place([*chosen, *wanted[at : at + count]], max_stall_ms)
-            if trial.stall_ms <= max_stall_ms:
-                chosen += wanted[at : at + count]
+            batch = wanted[at : at + count]
+            strictest = min((items[i].kind for i in batch), key=left.__getitem__)
+            trial = line.place([*chosen, *batch], found.stall_ms + left[strictest])
+            added = trial.stall_ms - found.stall_ms
+            if added <= left[strictest]:
+                chosen += batch
                 found = trial
+                left[strictest] -= added
             elif count > 1:
                 count = (count + 1) // 2
                 continue
@@ -214,12 +238,13 @@ class _Line:
         backward_ms: Sequence[float],
         out: float,
         back: float,
-        in_flight: float,
+        limits: Sequence[Limits],
     ) -> None:
         self.items = items
         self.forward = list(accumulate(forward_ms, initial=0.0))  # when each gap is, without stalls
         self.backward = list(accumulate(backward_ms, initial=0.0))
-        self.out, self.back, self.in_flight = out, back, in_flight
+        self.out, self.back = out, back
+        self.in_flight = [limit.in_flight_bytes for limit in limits]
         self.wait_gaps: Sequence[int] = range(len(self.forward))
         self.reload_gaps: Sequence[int] = range(len(self.backward))
 
@@ -236,22 +261,26 @@ class _Line:
             self._back(found)
         return found
 
+    def _room(self, item: Item, bytes_under_way: Sequence[int]) -> bool:
+        before = bytes_under_way[item.kind]
+        return before == 0 or before + item.nbytes <= self.in_flight[item.kind]
+
     def _out(self, chosen: Sequence[int], found: _Found) -> None:
         gaps, last = self.forward, len(self.forward) - 1
         under_way: deque[int] = deque()
-        bytes_under_way = 0
+        bytes_under_way = [0] * len(self.in_flight)  # of each kind
         free_at = stalled = 0.0  # the link; the compute over its plain times
 
         def wait(gap: int | None = None) -> None:
             """For the oldest, where it is due or, to make room, in `gap`."""
-            nonlocal stalled, bytes_under_way
+            nonlocal stalled
             i = under_way.popleft()
             p = found.of[i]
             gap = p.wait if gap is None else gap
             now = p.start_ms + (gaps[gap] + stalled - p.start_ms) * _COMPUTE
             stall = max(0.0, p.sent_ms - now)
             stalled += stall
-            bytes_under_way -= self.items[i].nbytes
+            bytes_under_way[self.items[i].kind] -= self.items[i].nbytes
             found.of[i] = replace(p, wait=gap, wait_ms=gaps[gap] + stalled, stall_ms=stall)
             found.forward.append((gap, "wait", i))
 
@@ -260,7 +289,7 @@ class _Line:
             gap = item.made + 1
             while under_way and found.of[under_way[0]].wait <= gap:
                 wait()
-            while under_way and bytes_under_way + item.nbytes > self.in_flight:
+            while not self._room(item, bytes_under_way):
                 wait(gap)
             took = item.nbytes / self.out
             begin = gaps[gap] + stalled
@@ -272,7 +301,7 @@ class _Line:
             found.of[i] = Placement(True, start=gap, wait=due, start_ms=begin, sent_ms=free_at)
             found.forward.append((gap, "start", i))
             under_way.append(i)
-            bytes_under_way += item.nbytes
+            bytes_under_way[item.kind] += item.nbytes
         while under_way:
             wait(max(found.of[under_way[0]].wait, found.forward[-1][0]))
 
@@ -307,19 +336,19 @@ class _Line:
         keys: dict[int, tuple[int, int, float]] = {}
         key: tuple[int, int, float] = (0, 0, 0.0)
         under_way: deque[tuple[int, int]] = deque()  # position and item
-        total = 0
+        bytes_under_way = [0] * len(self.in_flight)
         for n, i in enumerate(order):
             item = self.items[i]
             key = max(key, (latest[i], 0, 0.0))
             while under_way:
                 position, first = under_way[0]
                 used = (self.items[first].used, 1, float(position))
-                if used > key and total + item.nbytes <= self.in_flight:
+                if used > key and self._room(item, bytes_under_way):
                     break
                 key = max(key, (*used[:2], position + 0.5))
                 under_way.popleft()
-                total -= self.items[first].nbytes
+                bytes_under_way[self.items[first].kind] -= self.items[first].nbytes
             keys[i] = key
             under_way.append((n, i))
-            total += item.nbytes
+            bytes_under_way[item.kind] += item.nbytes
         return keys

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aot_hooks.schedule import NO_TIME, TOO_SOON, Event, Item, Schedule, schedule
+from aot_hooks.schedule import NO_TIME, TOO_SOON, Event, Item, Limits, Schedule, schedule
 
 pytestmark = pytest.mark.core
 MB = 10**6
@@ -19,7 +19,11 @@ LINK = 50e9  # 50 MB a millisecond
 
 
 def plan(items: list[Item], forward: list[float], backward: list[float], **kwargs: Any) -> Schedule:
-    return schedule(items, forward, backward, **{"to_host": LINK, "to_device": LINK, **kwargs})
+    """With `limits`, or those that hold for all by name."""
+    one = {name: kwargs.pop(name) for name in ("in_flight_bytes", "max_stall_ms") if name in kwargs}
+    return schedule(
+        items, forward, backward, **{"to_host": LINK, "to_device": LINK, "limits": [Limits(**one)], **kwargs}
+    )
 
 
 def stack(layers: int, nbytes: int) -> list[Item]:
@@ -93,6 +97,28 @@ def test_bytes_under_way_are_bounded() -> None:
         assert most_under_way(items, found.backward) <= bound * MB
 
 
+def test_limits_hold_for_the_items_of_their_kind() -> None:
+    forward, backward = [1.0] * 20, [1.0] * 40
+    items = [replace(item, kind=i % 2) for i, item in enumerate(stack(20, 80 * MB))]  # 1.7 ms each, in 1 ms
+
+    def of_kind(found: Schedule, kind: int) -> int:
+        return sum(p.offloaded and item.kind == kind for item, p in zip(items, found.placements, strict=True))
+
+    free, strict = Limits(max_stall_ms=math.inf), Limits()
+    both_strict = plan(items, forward, backward, limits=[strict, strict])
+    mixed = plan(items, forward, backward, limits=[strict, free])
+    assert (
+        of_kind(mixed, 1) == of_kind(plan(items, forward, backward, limits=[free, free]), 1) > of_kind(both_strict, 1)
+    )
+    assert mixed.stall_ms > 0.0
+    few = [Limits(100 * MB, math.inf), Limits(max_stall_ms=math.inf)]
+    found = plan(items, forward, backward, limits=few)
+    for kind, bound in ((0, 100 * MB), (1, math.inf)):
+        for events in (found.forward, found.backward):
+            assert most_under_way(items, tuple(e for e in events if items[e[2]].kind == kind)) <= bound
+    assert most_under_way(items, found.forward) > 200 * MB, "the other kind is not held to it"
+
+
 def test_a_value_that_is_there_before_the_first_step_is_sent_at_once() -> None:
     found = plan([Item(50 * MB, -1, 19)], [1.0] * 10, [1.0] * 20)
     assert found.placements[0].start == 0
@@ -129,7 +155,11 @@ def timelines(draw: st.DrawFn) -> tuple[list[Item], list[float], list[float]]:
     forward = draw(st.lists(times, min_size=1, max_size=12))
     backward = draw(st.lists(times, min_size=1, max_size=12))
     item = st.builds(
-        Item, st.integers(1, 300 * MB), st.integers(-1, len(forward) - 1), st.integers(0, len(backward) - 1)
+        Item,
+        st.integers(1, 300 * MB),
+        st.integers(-1, len(forward) - 1),
+        st.integers(0, len(backward) - 1),
+        st.integers(0, 1),
     )
     return draw(st.lists(item, max_size=10)), forward, backward
 
@@ -137,18 +167,19 @@ def timelines(draw: st.DrawFn) -> tuple[list[Item], list[float], list[float]]:
 @settings(max_examples=300, deadline=None)
 @given(
     timelines(),
-    st.sampled_from([0.0, 3.0, math.inf]),
-    st.sampled_from([1.0, 400.0 * MB, math.inf]),
+    st.tuples(
+        *[st.builds(Limits, st.sampled_from([1.0, 400.0 * MB, math.inf]), st.sampled_from([0.0, 3.0, math.inf]))] * 2
+    ),
     st.sampled_from([{}, {"wait_gaps": [], "reload_gaps": []}, {"wait_gaps": [1], "reload_gaps": [0, 1]}]),
 )
 def test_any_timeline(
     timeline: tuple[list[Item], list[float], list[float]],
-    max_stall_ms: float,
-    in_flight: float,
+    limits: tuple[Limits, Limits],
     gaps: dict[str, list[int]],
 ) -> None:
     items, forward, backward = timeline
-    found = plan(items, forward, backward, max_stall_ms=max_stall_ms, in_flight_bytes=in_flight, **gaps)
+    found = plan(items, forward, backward, limits=limits, **gaps)
+    max_stall_ms = sum(limit.max_stall_ms for limit in limits)
     assert len(found.placements) == len(items)
     for item, p in zip(items, found.placements, strict=True):
         if p.offloaded:
@@ -159,7 +190,7 @@ def test_any_timeline(
             assert p.reason in (TOO_SOON, NO_TIME)
     assert found.stall_ms <= max_stall_ms + 1e-9
     assert found.stall_ms == pytest.approx(sum(p.stall_ms for p in found.placements))
-    if max_stall_ms == math.inf:
+    if all(limit.max_stall_ms == math.inf for limit in limits):
         assert all(p.offloaded or p.reason == TOO_SOON for p in found.placements)
         assert found.stall_ms == found.full_stall_ms
     for events, first, last in ((found.forward, "start", "wait"), (found.backward, "reload", "use")):
@@ -167,7 +198,10 @@ def test_any_timeline(
         for i, p in enumerate(found.placements):
             own = [(gap, what) for gap, what, item in events if item == i]
             assert own == ([(getattr(p, first), first), (getattr(p, last), last)] if p.offloaded else [])
-        assert most_under_way(items, events) <= max(in_flight, *(item.nbytes for item in items), 0)
+        for kind, limit in enumerate(limits):
+            largest = max((item.nbytes for item in items), default=0)
+            of_kind = tuple(event for event in events if items[event[2]].kind == kind)
+            assert most_under_way(items, of_kind) <= max(limit.in_flight_bytes, largest)
     # the schedule's prediction is on the safe side of a plain simulation at the link's full speed
     assert simulate(items, found, forward, backward, LINK) <= found.stall_ms + 1e-6
 

@@ -300,11 +300,12 @@ def offload(
             device, before the copy out and after the copy back. What it declines stays on the device.
         max_host_bytes: most host memory for this process' pool; what does not fit stays on the device and is counted
             by `offload_stats`. None: as much as can be pinned.
-        in_flight_bytes: most bytes that were started and not waited for, each way, in each compiled graph: they take
-            memory on the device, and the more there are, the more of an uneven step the copies can use.
-        max_stall_ms: how much longer a step may get, as predicted. 0 offloads only what the compute hides; with
-            `math.inf` all is offloaded that the rules above allow.
-        rates: speeds of link and device to plan with, see `Rates`; None measures them once per device.
+        in_flight_bytes: most bytes of this hook that were started and not waited for, each way, in each compiled graph:
+            they take memory on the device, and the more there are, the more of an uneven step the copies can use.
+        max_stall_ms: how much longer this hook may make a step, as predicted, for each compiled graph and device. 0
+            offloads only what the compute hides; with `math.inf` all is offloaded that the rules above allow.
+        rates: speeds of link and device to plan with, see `Rates`; None measures them once per device. They are the
+            device's, so of several hooks in a graph the first that gives them gives them for all.
 
     On CUDA the copies have streams of their own. On a CPU they are plain copies, so that a program can be tried out.
 

@@ -1,0 +1,49 @@
+"""For tests of offload on the CPU: a model, hooks, and a fixture that makes each copy at its wait.
+
+That is the latest that a device could be: a value that was let go too soon shows.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import nn
+
+import aot_hooks
+from aot_hooks import Rates, transfers
+
+ALL = aot_hooks.offload(0, max_stall_ms=math.inf)
+SLOW = Rates(to_host=1e9, to_device=1e9, memory=1e9, operations=1e10, operations32=1e9)  # spreads small graphs out
+
+
+@pytest.fixture(autouse=True)
+def copies() -> Iterator[None]:
+    gc.collect()
+    aot_hooks.reset()
+    transfers.copies.at_wait = True
+    yield
+    transfers.copies.at_wait, transfers.copies.log = False, None
+    gc.collect()
+    assert aot_hooks.offload_stats()["host_leased_bytes"] == 0, "host memory is held by nobody who is known"
+    assert not transfers._under_way
+
+
+class Block(nn.Module):
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.nn.functional.gelu(self.up(self.norm(x))))
+
+
+def stack(layers: int = 4) -> nn.Sequential:
+    return nn.Sequential(*(Block() for _ in range(layers)))
+
+
+def sent() -> int:
+    return aot_hooks.offload_stats()["sent_count"]
