@@ -1,10 +1,10 @@
 """Bandwidth of each hook's kernels beside a device copy, on one CUDA device.
 
-    python benchmarks/bench_kernels.py [--rows 16384] [--columns 4096 14336] [--output FILE.json]
+    python benchmarks/bench_kernels.py [--rows 16384] [--columns 4096 14336] [--json FILE.json]
 
 GB/s counts bytes read and written, once each. Every kernel is timed in turn with the copy, round after round, and the
 fastest time of each counts; the copy is of the packed tensor's input. Inputs are larger than the L2 cache. The table
-goes to stdout, the numbers with their conditions to --output.
+goes to stdout, the numbers with their conditions to --json.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=16384)
     parser.add_argument("--columns", type=int, nargs="+", default=[4096, 14336])
     parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--output", type=pathlib.Path)
+    parser.add_argument("--json", type=pathlib.Path, help="write the result there as well")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         parser.exit(1, "needs a CUDA device\n")
@@ -124,8 +124,8 @@ def main() -> None:
     header = conditions(device, rows=arguments.rows, rounds=arguments.rounds)
     print(", ".join(f"{k} {v}" for k, v in header.items()))
     print(format_table(results))
-    if arguments.output:
-        arguments.output.write_text(json.dumps({"conditions": header, "results": results}, indent=2) + "\n")
+    if arguments.json:
+        arguments.json.write_text(json.dumps({"conditions": header, "results": results}, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -116,7 +116,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3, help="warm starts of each way")
     parser.add_argument("--key", action="store_true", help="time the key instead")
     parser.add_argument("--parameters", type=int, default=2000)
-    parser.add_argument("--out", type=pathlib.Path, help="write the result there, as JSON")
+    parser.add_argument("--json", type=pathlib.Path, help="write the result there as well")
     parser.add_argument("--child", choices=WAYS, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
@@ -137,8 +137,8 @@ def main() -> None:
         result = conditions(device, **work, **summarized(cold, warm), cold=cold, warm=warm)
     text = json.dumps(result, indent=1)
     print(text)
-    if options.out:
-        options.out.write_text(text + "\n")
+    if options.json:
+        options.json.write_text(text + "\n")
 
 
 if __name__ == "__main__":

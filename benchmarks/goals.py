@@ -1,0 +1,208 @@
+"""What this project holds itself to, beside what was measured: one line a goal, met or not.
+
+    GOALS  <-- value(result) --  benchmarks/results/*.json, of each kind the newest
+
+    python benchmarks/goals.py                    # as text
+    python benchmarks/goals.py --markdown         # the table in benchmarks/results/README.md
+    python benchmarks/goals.py --results out/measured   # what measure.py wrote
+
+A goal that nothing was measured for says so. Exit code 0 only if all are met.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import pathlib
+import statistics
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from _measure import GIB, ROOT, format_columns
+
+RESULTS = ROOT / "benchmarks" / "results"
+
+
+@dataclasses.dataclass(frozen=True)
+class Goal:
+    text: str
+    kind: str  # of result: how its file's name begins
+    value: Callable[[Any], float]
+    limit: float
+    at_least: bool = False
+    on: str = ""  # a part of the device's name, if it has to be that kind of machine
+
+    def met(self, value: float) -> bool:
+        return value >= self.limit if self.at_least else value <= self.limit
+
+
+def row(variant: str, key: str) -> Callable[[Any], float]:
+    return lambda result: next(float(r[key]) for r in result["rows"] if r["name"] == variant)
+
+
+def gib(variant: str, key: str) -> Callable[[Any], float]:
+    return lambda result: row(variant, key)(result) / GIB
+
+
+def of_graphs(key: str) -> Callable[[Any], float]:
+    """The float8 stack with CUDA graphs over the one without."""
+
+    def ratio(result: Any) -> float:
+        found = {r["variant"]: r for r in result["rows"]}
+        return float(found["float8 cudagraphs"][key] / found["float8"][key])
+
+    return ratio
+
+
+def offloaded(key: str, unit: float = 1) -> Callable[[Any], float]:
+    return lambda result: next(float(r[key]) for r in result["offload"] if r["name"] == "ours_offload") / unit
+
+
+def best_of_8_bits(result: Any) -> float:
+    names = (F8, "ours_float8_tensorwise", "ours_float8_blockwise", "ours_int8")
+    return min(float(r["ratio_to_stock"]) for r in result["rows"] if r["name"] in names)
+
+
+def error(hook: str, data: str) -> Callable[[Any], float]:
+    """The mean over the seeds."""
+    return lambda result: statistics.fmean(result["results"][hook]["errors"][data])
+
+
+def slowest(columns: int, *, random: bool) -> Callable[[Any], float]:
+    """Of the kernels that round at random, or of all others, the lowest bandwidth over that of a copy."""
+
+    def value(result: Any) -> float:
+        kernels = [k for k in result["results"] if k["shape"][1] == columns]
+        return min(float(k["of_copy"]) for k in kernels if ("stochastic" in k["kernel"]) == random)
+
+    return value
+
+
+def own_part(size: int) -> Callable[[Any], float]:
+    """The tree's own time, called by hand, over torch's: what is above the floor of either."""
+    return lambda r: float(r["calls"][size]["own_part_us"]["tree"] / r["calls"][size]["own_part_us"]["torch_trees"])
+
+
+F8, BLOCKS = "ours_float8_rowwise", "the stack's step over stock's"
+GOALS = (
+    Goal(f"float8 rowwise: {BLOCKS}", "memory", row(F8, "ratio_to_stock"), 1.02, on="H200"),
+    Goal("float8 rowwise: GiB at the peak of a step", "memory", gib(F8, "peak_bytes"), 6.6, on="H200"),
+    Goal(f"int8: {BLOCKS}", "memory", row("ours_int8", "ratio_to_stock"), 1.02, on="H200"),
+    Goal(f"the fastest of these: {BLOCKS}", "memory", best_of_8_bits, 1.01, on="H200"),
+    Goal("int8: GiB at the peak of a step", "memory", gib("ours_int8", "peak_bytes"), 6.6, on="H200"),
+    Goal("float8 rowwise: compile time over stock's", "compile", lambda r: float(r["ratio"]), 1.10, on="H200"),
+    Goal('live bytes in the backward, inner "aten"', "live_bytes", lambda r: float(r["ratio"]), 0.65),
+    *(
+        Goal(f"{hook}: error of gradients, {data}", "errors", error(hook, data), limit)
+        for hook, limit in (("int8(128)", 0.015), ("float8(e4m3fn, rowwise)", 0.015), ("int4(32, stochastic)", 0.2))
+        for data in ("normal", "outliers")
+    ),
+    *(
+        Goal(
+            f"slowest {'random' if random else 'other'} kernel over a copy, rows of {columns}", "kernels",
+            slowest(columns, random=random), 0.8, at_least=True, on="H200",
+        )
+        for columns in (4096, 14336)
+        for random in (False, True)
+    ),
+    *(
+        goal
+        for on in ("CPU", "H200")
+        for goal in (
+            Goal(
+                f"cold over warm start, {on}", "warm_start",
+                lambda r: float(r["cold_over_warm_cpu_s"]["aot_hooks"]), 5, at_least=True, on=on,
+            ),
+            Goal(
+                f"warm start over stock's, {on}", "warm_start",
+                lambda r: float(r["warm_over_stock_warm_cpu_s"]), 1.1, on=on,
+            ),
+        )
+    ),
+    *(
+        Goal(
+            f"a call's host time over torch's trees, {size} parameters", "cudagraph_host",
+            lambda r, i=i: float(r["calls"][i]["ratio_to_torch_trees"]), limit,
+        )
+        for i, (size, limit) in enumerate(((2, 0.5), (16, 0.5), (200, 0.55)))
+    ),
+    *(
+        Goal(f"the tree's own part over that of torch's, {size} parameters", "cudagraph_host", own_part(i), 0.2)
+        for i, size in enumerate((2, 16, 200))
+    ),
+    *(
+        Goal(
+            f"a training step of {depth} layers over torch's trees", "cudagraph_host",
+            lambda r, i=i: float(r["training"][i]["ratio_to_torch_trees"]), 0.7,
+        )
+        for i, depth in enumerate((4, 24))
+    ),
+    Goal("float8 with CUDA graphs: step over that without", "cudagraph_stack", of_graphs("step_ms"), 1.0),
+    Goal("float8 with CUDA graphs: reserved memory likewise", "cudagraph_stack", of_graphs("reserved_bytes"), 1.05),
+    Goal("offload: GiB sent", "offload", offloaded("planned_bytes", GIB), 2.2, at_least=True),
+    Goal(f"offload: {BLOCKS}", "offload", row("ours_offload", "ratio_to_stock"), 1.03),
+    Goal("offload: share of copy time hidden", "offload", offloaded("hidden_share"), 0.9, at_least=True),
+    *(
+        goal
+        for name in ("float8", "int8")
+        for goal in (
+            Goal(
+                f"{name}, then offload: saved GiB on the device", "offload",
+                gib(f"ours_{name}_offload", "after_forward_bytes"), 3.0,
+            ),
+            Goal(f"{name}, then offload: {BLOCKS}", "offload", row(f"ours_{name}_offload", "ratio_to_stock"), 1.04),
+        )
+    ),
+)  # fmt: skip
+
+
+def newest(goal: Goal, results: pathlib.Path) -> Iterator[tuple[dict[str, Any], float]]:
+    """The header of the newest result that has this goal's value, and the value; nothing if there is none."""
+    found = []
+    for path in sorted(results.glob(f"{goal.kind}*.json")):
+        result = json.loads(path.read_text())
+        header = result.get("header", result.get("conditions", result))
+        try:
+            if goal.on in header["device"]:
+                found.append((header["date"], header, goal.value(result)))
+        except (KeyError, IndexError, StopIteration, TypeError):
+            continue  # a result of fewer variants, or of one that raised
+    if found:
+        _, header, value = max(found, key=lambda one: one[0])
+        yield header, value
+
+
+def rows(results: pathlib.Path) -> list[list[str]]:
+    table = []
+    for goal in GOALS:
+        limit = f"{'≥' if goal.at_least else '≤'} {goal.limit:g}"
+        for header, value in newest(goal, results):
+            where = f"{header['device']}, torch {header['torch'].split('+')[0]}, {header['commit'][:7]}"
+            table.append([goal.text, limit, f"{value:.4g}", "yes" if goal.met(value) else "NO", where])
+            break
+        else:
+            table.append([goal.text, limit, "", "NO", "not measured"])
+    return table
+
+
+def format_markdown(table: list[list[str]]) -> str:
+    lines = ["| goal | limit | measured | met | on |", "|---|---|---|---|---|"]
+    return "\n".join(lines + [f"| {' | '.join(cells)} |" for cells in table])
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--results", type=pathlib.Path, default=RESULTS, help="a folder of JSON files")
+    parser.add_argument("--markdown", action="store_true")
+    options = parser.parse_args(arguments)
+    table = rows(options.results)
+    print(
+        format_markdown(table) if options.markdown else format_columns([["", "limit", "measured", "met", ""], *table])
+    )
+    return 0 if all(cells[3] == "yes" for cells in table) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
