@@ -50,6 +50,7 @@ class Block:
         pinned: page-locked for CUDA.
         event: the last copy from or to it, outside of captures; None if there was none.
         events: by device and direction, to record again.
+        asked: bytes of its last lease.
         leases: how many of it are alive; those of one tree's recordings may overlap.
         owner: lives as long as the CUDA graphs that write to it in each replay; None if there are none.
         replayed: a replay may still write to it, and `event` does not tell.
@@ -61,6 +62,7 @@ class Block:
     pinned: bool
     event: Any = None
     events: dict[Any, Any] = field(default_factory=dict)
+    asked: int = 0
     leases: int = 0
     owner: Callable[[], object | None] | None = None
     replayed: bool = False
@@ -132,8 +134,10 @@ class HostPool:
                 block = _smallest(own, nbytes, close) or self._fitting(nbytes, pinned, min(room, close), captured)
                 block = block or _smallest(own, nbytes) or self._fitting(nbytes, pinned, room, captured)
             else:
-                block = self._fitting(nbytes, pinned, min(room, close)) or self._make(nbytes, pinned, limit, room)
-                block = block or self._fitting(nbytes, pinned, room)
+                block = self._fitting(nbytes, pinned, min(room, close))
+                if block is None and not self._fits_beside(nbytes, limit):  # pinning takes longer than space is worth
+                    block = self._fitting(nbytes, pinned, room if limit is None else min(room, 2 * nbytes))
+                block = block or self._make(nbytes, pinned, limit, room) or self._fitting(nbytes, pinned, room)
             if block is None:
                 return None
             if capture is not None:
@@ -142,6 +146,7 @@ class HostPool:
                 block.owner = _for_good if capture is None else weakref.ref(capture.owner)
                 self._owned.add(block.address)
             block.leases += 1
+            block.asked = nbytes
             self._used[block.address] = block
             self.peak_bytes = max(self.peak_bytes, self._total())
         raw = (ctypes.c_ubyte * nbytes).from_address(block.address)
@@ -238,13 +243,23 @@ class HostPool:
             self._await_replays(block)
         return block
 
+    def _most(self, nbytes: int, limit: int | None) -> float:
+        """Bytes that the pool may have when `nbytes` more are leased."""
+        if limit is not None:
+            return limit
+        asked = sum(_in_pages(block.asked) for block in self._used.values())
+        self._most_in_use = max(self._most_in_use, asked + _in_pages(nbytes))
+        return self._most_in_use * _SPARE  # sizes that vary from step to step must not leave a block for each
+
+    def _fits_beside(self, nbytes: int, limit: int | None) -> bool:
+        """Whether a block can be made without giving others back."""
+        return self._total() + _in_pages(nbytes) <= self._most(nbytes, limit)
+
     def _make(self, nbytes: int, pinned: bool, limit: int | None, room: float) -> Block | None:
-        capacity = -(-nbytes // _PAGE) * _PAGE
+        capacity = _in_pages(nbytes)
         if capacity > room:
             return None
-        self._most_in_use = max(self._most_in_use, self._in_use() + capacity)
-        # sizes that vary from step to step must not leave a block for each
-        most = self._most_in_use * _SPARE if limit is None else limit
+        most = self._most(nbytes, limit)
         while self._free and self._total() + capacity > most:
             self._discard(self._free.pop(0))  # the one that has been free for longest
         block = _made(capacity, pinned)
@@ -253,6 +268,10 @@ class HostPool:
             block = _made(capacity, pinned)
         self.made_count += block is not None
         return block
+
+
+def _in_pages(nbytes: int) -> int:
+    return -(-nbytes // _PAGE) * _PAGE
 
 
 def _smallest(blocks: Iterable[Block], nbytes: int, most: float = math.inf) -> Block | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import random
 import threading
 from collections.abc import Iterator
 
@@ -81,12 +82,20 @@ def test_a_limit_counts_what_is_leased_and_refuses() -> None:
     assert pool.lease(1, pinned=False, limit=0) is None
 
 
-def test_varying_sizes_do_not_pile_up() -> None:
-    pool = HostPool()
-    for n in range(1, 200):
-        block = lease(pool, 1000 * PAGE + n * 97 * PAGE)
-        del block
-    assert pool.total_bytes <= 1.5 * (1000 + 200 * 97) * PAGE
+@pytest.mark.parametrize(("limit", "few"), [(None, 0.1), (12 << 20, 10)])
+def test_varying_sizes_do_not_pile_up_and_are_seldom_made_anew(limit: int | None, few: float) -> None:
+    """Steps of random length, 20 tensors each, all held at once."""
+    pool, rng, most = HostPool(), random.Random(0), 0
+    for step in range(200):
+        if step == 100:
+            made = pool.made_count
+        length = rng.randint(64, 1024)
+        sizes = [length * (256 if i % 3 else 1024) for i in range(20)]
+        held = [lease(pool, n, limit) for n in sizes]
+        most = max(most, sum(-(-n // PAGE) * PAGE for n in sizes))
+        assert pool.total_bytes <= (1.6 * most if limit is None else limit)
+        held.clear()
+    assert pool.made_count - made <= few * 100
 
 
 def test_reset_gives_back_what_is_free_now_and_what_is_leased_later() -> None:
