@@ -5,20 +5,20 @@
 
 A function is its bytecode, constants, defaults, closure and the globals it names, each by value and in depth. Names of
 its own locals and parameters, its file and its lines are left out: renaming changes nothing. Tensors count by their
-bytes, modules by code and state, objects by class and attributes; what has no value to look at counts by identity.
+bytes, modules by code and state, objects by class and attributes, containers by items and, if of a class of their own,
+by that as well; what has no value to look at counts by identity. How deeply things are nested makes no difference.
 
 Runs on each entry of a context, so code objects and tensors are digested once.
 """
 
 from __future__ import annotations
 
+import collections
 import ctypes
 import dataclasses
-import dis
 import enum
 import functools
 import hashlib
-import sys
 import types
 import weakref
 from collections.abc import Callable
@@ -26,6 +26,8 @@ from typing import Any
 
 import torch
 
+from .bytecode import chains, code_digest
+from .errors import HookContractError
 from .hook import Hook
 
 __all__ = ["Walker", "content", "home_of", "is_library"]
@@ -36,10 +38,15 @@ _tensor_digests: dict[int, tuple[weakref.ref[torch.Tensor], int | None, str]] = 
 
 
 def content(*values: Any) -> str:
-    """A digest of `values` (sha256, 32 hex digits)."""
+    """A digest of `values` (sha256, 32 hex digits). Raises `HookContractError` if sets are nested hundreds deep."""
     walker = Walker()
-    for value in values:
-        walker.walk(value)
+    try:
+        walker.all_of(*values)
+    except RecursionError:  # sets in sets in sets: each is a digest of its own
+        raise HookContractError(
+            "a hook or policy holds sets in sets nested too deeply to be read; expected a few levels; "
+            "lists, tuples and dicts may be nested as deeply as you like"
+        ) from None
     return walker.digest()
 
 
@@ -51,9 +58,25 @@ class Walker:
         self.seen: dict[int, int] = {}
         self.keep: list[Any] = []  # what is made on the way must not give its id to another
         self.depth = 0  # in how many functions and classes: those inside may be called with keywords
+        self.level = 0  # in how many values
+        self.later: list[tuple[Any, Any]] = []  # values too deep to go on from there, and the state to read them in
 
     def digest(self) -> str:
         return hashlib.sha256("\x00".join(self.out).encode()).hexdigest()[:32]
+
+    def all_of(self, *values: Any) -> None:
+        """Write `values`, the first to be written."""
+        self.inner(*values)
+        for value, state in self.later:  # which grows meanwhile
+            self.back_to(state)
+            self.out.append("later")
+            self.walk(value)
+
+    def state(self) -> Any:
+        return self.depth
+
+    def back_to(self, state: Any) -> None:
+        self.depth = state
 
     def inner(self, *values: Any) -> None:
         for value in values:
@@ -65,10 +88,15 @@ class Walker:
             self.out.append(f"{kind.__name__}:{value!r}")
         elif id(value) in self.seen:
             self.out.append(f"again:{self.seen[id(value)]}")
+        elif self.level == _MOST_LEVELS:
+            self.out.append("see later")
+            self.later.append((value, self.state()))
         else:
             self.seen[id(value)] = len(self.seen)
             self.keep.append(value)
+            self.level += 1
             self.new(value, kind)
+            self.level -= 1
 
     def new(self, value: Any, kind: type) -> None:
         """A value that is no atom and was not met before."""
@@ -79,7 +107,7 @@ class Walker:
             out.append("method")
             inner(value.__func__, value.__self__)
         elif kind is types.CodeType:
-            out.append(_code_digest(value))
+            out.append(code_digest(value))
         elif kind is types.CellType:
             _cell(value, out, inner)
         elif isinstance(value, functools.partial):
@@ -89,18 +117,26 @@ class Walker:
             self.tensor(value)
         elif isinstance(value, tuple | list):
             out.append(f"{kind.__module__}.{kind.__qualname__}:{len(value)}")
-            inner(*value)
+            inner(*(list.__iter__(value) if isinstance(value, list) else tuple.__iter__(value)))
+            self.derived(value, kind)
         elif isinstance(value, dict | types.MappingProxyType):
             out.append(f"dict:{len(value)}")
-            for k, v in value.items():
+            bases: tuple[Any, ...] = (collections.OrderedDict, dict, types.MappingProxyType)
+            # a class's own `items()` is code of the user
+            known = next(c for c in bases if isinstance(value, c))
+            for k, v in known.items(value):
                 inner(k, v)
-        elif kind in (set, frozenset):
+            self.derived(value, kind)
+        elif isinstance(value, set | frozenset):
             self.unordered(value)
+            self.derived(value, kind)
         elif isinstance(value, enum.Enum):
             out.append(f"enum:{kind.__module__}.{kind.__qualname__}.{value.name}")
             inner(value.value)
         elif kind in (torch.finfo, torch.iinfo):
             out.append(f"{kind.__name__}:{value.dtype}")
+        elif isinstance(value, types.GenericAlias | types.UnionType) or kind.__module__ == "typing":
+            out.append(f"annotation:{value!r}")
         elif isinstance(value, slice):
             inner(value.start, value.stop, value.step)
         elif isinstance(value, types.ModuleType):
@@ -135,6 +171,11 @@ class Walker:
         else:
             self.identity(value, kind)
 
+    def derived(self, value: Any, kind: type) -> None:
+        """What a container has beside its items: methods and properties of its class, attributes of its own."""
+        if kind not in _CONTAINERS:
+            self.inner(kind, _slots(value), getattr(value, "__dict__", {}), getattr(value, "default_factory", None))
+
     def identity(self, value: Any, kind: type) -> None:
         """What has no value to look at."""
         self.out.append(f"identity:{kind.__qualname__}:{id(value)}")
@@ -156,7 +197,7 @@ class Walker:
 
     def function(self, fn: types.FunctionType) -> None:
         # we call hooks and policies by position; names of parameters count of what they call themselves
-        self.out.append("function:" + _code_digest(fn.__code__, outermost=self.depth == 0))
+        self.out.append("function:" + code_digest(fn.__code__, outermost=self.depth == 0))
         self.depth += 1
         self.inner(fn.__defaults__, fn.__kwdefaults__, *(fn.__closure__ or ()))
         if not is_library(home_of(fn)):  # torch's and the standard library's globals are covered by their version
@@ -167,7 +208,7 @@ class Walker:
 
     def globals_of(self, fn: types.FunctionType) -> None:
         """What `fn` reaches by its globals, through modules too: `mymodule.SCALE` is the number."""
-        for name, *rest in _chains(fn.__code__):
+        for name, *rest in chains(fn.__code__):
             self.out.append("global:" + name)
             if name not in fn.__globals__:
                 self.missing(name, fn)
@@ -203,6 +244,8 @@ class Walker:
                 member = member.func
             if name == "__repr__" and dataclasses.is_dataclass(cls):
                 continue  # made by dataclass, of what is not ours to read
+            if issubclass(cls, tuple) and _made_by_namedtuple(member):
+                continue  # of its fields' names, which are a member too
             if name not in _CLASS_BOOKKEEPING and not isinstance(member, _DESCRIPTORS):
                 self.out.append("member:" + name)
                 self.inner(member)
@@ -257,7 +300,18 @@ def _cell(cell: types.CellType, out: list[str], inner: Callable[..., None]) -> N
         out.append("empty cell")
 
 
-_CLASS_BOOKKEEPING = {"__module__", "__qualname__", "__doc__", "__firstlineno__", "__static_attributes__", "_abc_impl"}
+def _made_by_namedtuple(member: Any) -> bool:
+    if isinstance(member, types.FunctionType):
+        return home_of(member) == "collections" or home_of(member).startswith("namedtuple_")
+    return type(member).__name__ == "_tuplegetter"
+
+
+_MOST_LEVELS = 40  # each takes up to eight frames, and Dynamo's stand below
+_CONTAINERS = (tuple, list, dict, set, frozenset, types.MappingProxyType)
+_CLASS_BOOKKEEPING = {
+    *("__module__", "__qualname__", "__doc__", "__firstlineno__", "__static_attributes__", "_abc_impl"),
+    "__orig_bases__",
+}
 _DESCRIPTORS = types.GetSetDescriptorType | types.MemberDescriptorType
 
 
@@ -295,64 +349,6 @@ def _torch_name(value: Any) -> str | None:
         return f"torch:{module}.{name}"
     text = str(value)  # OpOverload and OpOverloadPacket print as their qualified name
     return f"torch:{text}" if " at 0x" not in text and type(value).__name__.startswith("OpOverload") else None
-
-
-@functools.lru_cache(maxsize=4096)
-def _chains(code: types.CodeType) -> tuple[tuple[str, ...], ...]:
-    """Globals that `code` and the functions in it name, each with the attributes read off it; and "import x"."""
-    found: dict[tuple[str, ...], None] = {}
-    current: list[str] = []
-    for instruction in dis.get_instructions(code):
-        if instruction.opname in ("LOAD_ATTR", "LOAD_METHOD") and current:
-            current.append(str(instruction.argval))
-            continue
-        if instruction.opname in ("EXTENDED_ARG", "CACHE"):
-            continue
-        if current:
-            found[tuple(current)] = None
-            current = []
-        if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL"):
-            current = [str(instruction.argval)]
-        elif instruction.opname == "IMPORT_NAME":
-            found[(f"import {instruction.argval}",)] = None
-    if current:
-        found[tuple(current)] = None
-    for const in code.co_consts:
-        if isinstance(const, types.CodeType):
-            found.update(dict.fromkeys(_chains(const)))
-    return tuple(found)
-
-
-@functools.lru_cache(maxsize=4096)
-def _code_digest(code: types.CodeType, outermost: bool = True) -> str:
-    return hashlib.sha256(_code_text(code, outermost).encode()).hexdigest()
-
-
-def _code_text(code: types.CodeType, outermost: bool) -> str:
-    consts = []
-    doc = code.co_consts[0] if code.co_consts and isinstance(code.co_consts[0], str) else None
-    for i, const in enumerate(code.co_consts):
-        if isinstance(const, types.CodeType):
-            consts.append(_code_text(const, outermost=False))
-        elif i == 0 and doc is not None:
-            consts.append("docstring or first string:" + doc)
-        elif i > 0 and _names_function(const, code.co_consts[i - 1]):
-            consts.append("name of a function")
-        else:
-            consts.append(
-                f"{type(const).__name__}:{sorted(map(repr, const)) if isinstance(const, frozenset) else repr(const)}"
-            )
-    # an inner function may be called with keywords, so there its parameters' names count
-    parameters = () if outermost else code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
-    head = (code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount, code.co_flags, code.co_names, parameters)
-    return repr((head, code.co_code.hex(), consts))
-
-
-def _names_function(const: Any, before: Any) -> bool:
-    """Whether `const` is there for the name of the function whose code is `before`, as Python 3.10 stores it."""
-    if sys.version_info >= (3, 11) or not isinstance(before, types.CodeType):
-        return False
-    return isinstance(const, str) and const.endswith("<locals>." + before.co_name)
 
 
 def _tensor_digest(x: torch.Tensor) -> str:

@@ -63,7 +63,10 @@ class Examined:
 def examined(*values: Any) -> Examined:
     """The content of `values`, see the module."""
     walker = _Examiner()
-    walker.inner(*values)
+    try:
+        walker.all_of(*values)
+    except RecursionError:  # sets in sets in sets: each is a digest of its own
+        return Examined((), ("sets nested too deeply",), True)
     return Examined(tuple(walker.out), tuple(dict.fromkeys(walker.opaque)), walker.foreign)
 
 
@@ -73,6 +76,13 @@ class _Examiner(Walker):
         self.opaque: list[str] = []
         self.foreign = False
         self.answered = 0  # how many of the values around have a cache_hash
+
+    def state(self) -> Any:
+        return super().state(), self.answered
+
+    def back_to(self, state: Any) -> None:
+        super().back_to(state[0])
+        self.answered = state[1]
 
     @contextlib.contextmanager
     def answered_for(self, said: Any) -> Iterator[None]:
@@ -94,7 +104,7 @@ class _Examiner(Walker):
             self.opaque.append(what)
 
     def new(self, value: Any, kind: type) -> None:
-        if isinstance(value, types.ModuleType | type | torch.Tensor | tuple | list | dict | torch.nn.Module):
+        if kind in (tuple, list, dict) or isinstance(value, types.ModuleType | type | torch.Tensor | torch.nn.Module):
             said = None
             if isinstance(value, torch.nn.Module):
                 said = vars(value).get("cache_hash")

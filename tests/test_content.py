@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import os
 import textwrap
 from collections.abc import Callable
 from dataclasses import InitVar, dataclass
@@ -16,6 +17,8 @@ from hypothesis import strategies as st
 
 from aot_hooks import Hook, float8
 from aot_hooks.content import content
+from aot_hooks.errors import HookContractError
+from aot_hooks.examine import examined
 
 pytestmark = pytest.mark.core
 
@@ -287,6 +290,59 @@ def test_objects_count_by_what_they_hold(kind: str) -> None:
     make = OBJECTS[kind]
     assert content(make(2.0)) == content(make(2.0))
     assert content(make(2.0)) != content(make(3.0))
+
+
+CONTAINERS = {
+    "method of a dict": "class C(dict):\n def __missing__(self, key): return 2.0\nvalue = C(a=1)",
+    "attribute of a dict": "class C(dict): pass\nvalue = C(a=1)\nvalue.k = 2.0",
+    "item of a dict": "class C(dict): pass\nvalue = C(a=2.0)",
+    "default of a dict": "import collections\ndef f(): return 2.0\nvalue = collections.defaultdict(f)",
+    "property of a list": "class C(list):\n @property\n def k(self): return 2.0\nvalue = C([1])",
+    "property of a tuple": "class C(tuple):\n @property\n def k(self): return 2.0\nvalue = C((1,))",
+    "slot of a list": "class C(list):\n __slots__ = ('k',)\nvalue = C([1])\nvalue.k = 2.0",
+    "field of a named tuple": "import collections\nvalue = collections.namedtuple('C', 'k')(2.0)",
+    "name of a field": "import collections\nvalue = collections.namedtuple('C', 'k' if 2.0 == 2 else 'j')(1)",
+    "method of a named tuple": (
+        "from typing import NamedTuple\nclass C(NamedTuple):\n a: int | None\n"
+        " def k(self): return self.a * 2.0\nvalue = C(1)"
+    ),
+    "method of a set": "class C(set):\n def k(self): return 2.0\nvalue = C({1})",
+    "item of a set": "class C(frozenset): pass\nvalue = C({2.0})",
+}
+
+
+@pytest.mark.parametrize("what", CONTAINERS)
+def test_containers_count_by_their_items_and_by_their_class(what: str) -> None:
+    def made(source: str) -> Any:
+        space: dict[str, Any] = {"__name__": "containers"}
+        exec(source, space)
+        return scale(space["value"])
+
+    source = CONTAINERS[what]
+    same, other = made(source), made(source.replace("2.0", "3.0"))
+    assert content(made(source)) == content(same) != content(other)
+    assert examined(same).opaque == examined(other).opaque == ()
+    assert examined(made(source)).parts == examined(same).parts != examined(other).parts
+
+
+def test_how_deeply_things_are_nested_makes_no_difference() -> None:
+    def chain(k: float, make: Callable[[Any], Any], length: int = 1200) -> Any:
+        value: Any = k
+        for _ in range(length):
+            value = make(value)
+        return scale(value)
+
+    for make in (lambda v: [v], lambda v: (1, {"v": v}), Times, lambda v: functools.partial(print, v), scale):
+        assert content(chain(2.0, make)) == content(chain(2.0, make)) != content(chain(3.0, make))
+        assert examined(chain(2.0, make)).parts == examined(chain(2.0, make)).parts != examined(chain(3.0, make)).parts
+    said = examined(chain(2.0, lambda v: [v, v]), chain(2.0, lambda v: [os.environ, v]))
+    assert "C function posix.putenv" in said.opaque
+    sets = chain(2.0, lambda v: frozenset({v}), 50)
+    assert content(sets) == content(chain(2.0, lambda v: frozenset({v}), 50))
+    endless = chain(2.0, lambda v: frozenset({v}))
+    with pytest.raises(HookContractError, match="nested too deeply"):
+        content(endless)
+    assert examined(endless).opaque == ("sets nested too deeply",)
 
 
 def test_methods_of_one_object_differ() -> None:
