@@ -72,7 +72,8 @@ class Arena:
         self.owners: dict[int, StorageWeakRef] = {}
         self.made: dict[int, StorageWeakRef] = {}  # storages that allocations returned
         self.tape: list[Callable[[], None]] | None = None
-        self.peak = 0
+        self.peak = 0  # the most bytes that were allocated at a time
+        self.extent = 0  # and how far from the beginning they lay
         self.released = False
         self.broken = False
 
@@ -92,6 +93,7 @@ class Arena:
             raise OutOfArena(f"no room for {nbytes} bytes")
         self.blocks[address] = size
         self.peak = max(self.peak, sum(self.blocks.values()))
+        self.extent = max(self.extent, address + size - self.first)
         storage = _compat.storage_at(address, CPU, nbytes)
         self.owners[address] = self.made[_compat.identity(storage)] = StorageWeakRef(storage)
         self.note(lambda: self.scribble(address, size))

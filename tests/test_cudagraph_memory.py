@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import threading
 import weakref
@@ -9,9 +10,11 @@ import weakref
 import pytest
 import torch
 from torch._subclasses import FakeTensorMode
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
 from tree_programs import World, same, steps
 
-from cudagraph import _compat, dropping, tree
+from cudagraph import _compat, dropping, record, tree
 
 
 @pytest.fixture(params=["simulator", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -213,6 +216,88 @@ def test_trees_of_threads_that_are_gone_go(world):
         del thread
     gc.collect()
     assert len(tree.every_thread) == before
+
+
+class Alive(TorchDispatchMode):
+    """Bytes of what operators made and somebody holds, and the most that there were."""
+
+    def __init__(self):
+        super().__init__()
+        self.made = {}
+        self.peak = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for x in [x for x in torch.utils._pytree.tree_leaves(out) if isinstance(x, torch.Tensor)]:
+            storage = x.untyped_storage()
+            self.made.setdefault(storage._cdata, (StorageWeakRef(storage), storage.nbytes()))
+        self.made = {cdata: entry for cdata, entry in self.made.items() if not entry[0].expired()}
+        self.peak = max(self.peak, sum(nbytes for _, nbytes in self.made.values()))
+        return out
+
+
+class Uncaptured(World):
+    """Graphs run as they are, and what is alive in them is counted."""
+
+    def __init__(self):
+        super().__init__("simulator")
+        self.alive = Alive()
+
+    def capture(self, run, options=None, **piece):
+        def call(inputs):
+            with self.alive:
+                return run(inputs)
+
+        call._boxed_call = True
+        return call
+
+
+def chain_of(world, layer, parameters):
+    def step(f):
+        x = world.randn(1 << 8)
+        for w in parameters:
+            x = f(x, w)
+        x.sum().backward()
+        del x
+        for w in parameters:
+            w.grad = None
+
+    return step
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("forgets", [False, True])
+def test_a_chain_needs_little_more_than_what_is_alive(forgets, monkeypatch):
+    """Forward and backward of 8 functions; shown to notice when a backward keeps what it was given to the end."""
+    tree.reset()
+    world = World("simulator")
+    parameters = [world.randn(1 << 8, requires_grad=True) for _ in range(8)]
+    for w in parameters:
+        torch._dynamo.mark_static_address(w, guard=False)  # as the parameters of a module
+
+    def layer(x, w):
+        h = torch.tanh(x * w)
+        return torch.sin(h * h + x)
+
+    step = chain_of(world, layer, parameters)
+    uncaptured = Uncaptured()
+    step(torch.compile(layer, backend=uncaptured.backend()))
+    torch._dynamo.reset()
+    if forgets:
+
+        def plan(*args, original=record._plan):
+            made = original(*args)
+            return dataclasses.replace(made, kept=[*made.kept, *made.taken], taken=[])
+
+        monkeypatch.setattr(record, "_plan", plan)
+    f = torch.compile(layer, backend=world.backend())
+    for _ in range(4):
+        tree.mark_step_begin()
+        step(f)
+    counts = tree.stats()
+    assert (counts["recordings"], counts["skips"], counts["held_outputs"]) == (16, 0, 0)
+    assert (world.driver.pools[0].extent <= 1.1 * uncaptured.alive.peak) is not forgets
+    tree.reset()
 
 
 @pytest.mark.gpu

@@ -1,0 +1,126 @@
+"""Memory of captured training beside that of the same graphs uncaptured, without a GPU: on the simulator of the tests.
+
+    python benchmarks/bench_cudagraph_memory.py --json out.json        a CPU, two minutes
+
+The Llama-shaped stack of model.py at 1/64 of its widths and tokens, in bfloat16, so that activations and weights stand
+to each other as at full size. Per step: forward, `y.float().pow(2).mean()`, backward, gradients let go of.
+
+    alive       bytes at the peak of a step of the uncaptured graphs, all of it
+    pool        most bytes that are allocated at a time in the graphs' pool, while they are recorded
+    extent      how far those lie apart: what the pool has to reserve. The simulator takes the first gap that is large
+                enough; CUDA's allocator the smallest one, in segments
+    outside     bytes at the peak of a step whose graphs do nothing: the loss, which can't use the pool
+    ratio       (extent + outside) / alive
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import pathlib
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from _measure import conditions, measure_bytes
+from model import Stack
+from torch import Tensor
+
+import aot_hooks
+import cudagraph
+from aot_hooks import captured
+from aot_hooks.backend import aot_hooks as hooks_backend
+from cudagraph.backend import Compilation
+
+sys.path.append(str(pathlib.Path(__file__).resolve().parents[1] / "tests"))
+from capture_simulator import Simulator
+
+CPU = torch.device("cpu")
+
+
+class NoLaunch(Simulator):
+    """Records, and replays nothing."""
+
+    def launcher(self, graph: Any) -> Callable[[], Any]:
+        return int
+
+
+def loss_of(y: Tensor) -> Tensor:
+    return y.float().pow(2).mean()
+
+
+def compiled(stack: Stack, how: str, options: dict[str, Any]) -> Callable[[Tensor], Tensor]:
+    """From the input to the loss; `how`: one graph, with or without the loss, or a graph a block."""
+
+    def compile_it(f: Any) -> Any:
+        return torch.compile(f, backend=hooks_backend, options={"inner": "aten", **options})
+
+    if how == "with the loss":
+        return compile_it(lambda x: loss_of(stack(x)))  # type: ignore[no-any-return]
+    if how == "one graph":
+        whole = compile_it(lambda x: stack(x))
+        return lambda x: loss_of(whole(x))
+    blocks = [compile_it(block) for block in stack.blocks]
+
+    def in_blocks(x: Tensor) -> Tensor:
+        for block in blocks:
+            x = block(x, stack.cos, stack.sin)
+        return loss_of(x)
+
+    return in_blocks
+
+
+def row(how: str, hooks: bool) -> dict[str, Any]:
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    stack = Stack(4, token_count=128, width=64, head_count=4, kv_head_count=2, hidden=224).to(torch.bfloat16)
+    x = torch.randn(2, 128, 64, dtype=torch.bfloat16, requires_grad=True)
+    policy = aot_hooks.policies.everything(aot_hooks.float8() if hooks else aot_hooks.KEEP)
+
+    def peak(f: Callable[[Tensor], Tensor]) -> int:
+        def forward() -> Tensor:
+            with aot_hooks.saved_tensors_policy(policy):
+                return f(x)
+
+        def let_go() -> None:
+            x.grad = None
+            stack.zero_grad(set_to_none=True)
+
+        for _ in range(4):
+            forward().backward()
+            let_go()
+        gc.collect()
+        measured, _ = measure_bytes(forward, lambda loss: loss.backward(), CPU)
+        let_go()
+        return measured.peak
+
+    alive = peak(compiled(stack, how, {}))
+    driver = NoLaunch(1 << 26)
+    captured.compilation = lambda options: Compilation(options, driver)
+    try:
+        outside = peak(compiled(stack, how, {"cudagraphs": True}))
+    finally:
+        captured.compilation = Compilation
+    (pool,) = driver.pools
+    found = {"how": how, "hooks": "float8" if hooks else "none", "alive": alive, "pool": pool.peak}
+    found |= {"extent": pool.extent, "outside": outside, "ratio": round((pool.extent + outside) / alive, 3)}
+    cudagraph.reset()
+    print(json.dumps(found), flush=True)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", help="write the result there")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    rows = [row(how, hooks) for hooks in (False, True) for how in ("one graph", "with the loss", "a graph a block")]
+    if options.json:
+        with open(options.json, "w", encoding="utf-8") as file:
+            json.dump({"conditions": conditions(CPU), "rows": rows}, file, indent=1)
+
+
+if __name__ == "__main__":
+    main()
