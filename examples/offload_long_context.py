@@ -3,12 +3,18 @@
     for each way:   double the length until a step does not fit, then halve what is between     -> longest length
                     one step at each length: forward, backward, AdamW, all within the limit
 
-The model is a stack of Llama-shaped blocks; its weights and the optimizer's state are on the device throughout. The
-limit is `torch.cuda.set_per_process_memory_fraction`: what does not fit there raises, as on a smaller device.
+Read `ways`, which makes the hooks, and `Trainer.step`, which is what a training script needs: a hook around the forward
+of a compiled model. The rest is the search. The model is a stack of Llama-shaped blocks; its weights and the state of
+the optimizer are on the device throughout. The limit is `torch.cuda.set_per_process_memory_fraction`: what does not
+fit there raises, as on a smaller device.
 
     python examples/offload_long_context.py                        # a CUDA device with more than 24 GiB, some minutes
     python examples/offload_long_context.py --inner aten --limit-gib 4 --layers 4 --width 2048    # half a minute
-    python examples/offload_long_context.py --small                # on a CPU: predicted peaks, nothing is limited
+    python examples/offload_long_context.py --small                # no device: predicted peaks, half a minute
+
+Without a CUDA device it does what `--small` does. A CPU has no second memory to offload to: there copies are plain
+copies, and what the table says of memory are the predictions of `aot_hooks.plan`. With a CUDA device nothing more is
+needed than host memory to pin, as much as the column "host GiB" says.
 """
 
 from __future__ import annotations
@@ -168,7 +174,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--small", action="store_true", help="predict the peaks of a small model, run one step of each")
     options = parser.parse_args(arguments)
+    if torch.device(options.device).type == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda: this torch sees no CUDA device; leave it out, or give --small")
     if options.small or options.device == "cpu":
+        if not options.small:
+            print("No CUDA device, so nothing can be limited: peaks of a small model as predicted (--small).\n")
         return small()
     limited(options)
     trainer = Trainer(options)
@@ -194,6 +204,10 @@ def small() -> int:
     torch.manual_seed(0)
     model, x = Model(4, 64, 1, 192), torch.randn(1, 128, 64)
     expected: list[Tensor] = []
+    print(
+        "4 blocks of width 64, 128 tokens, float32. saved: what the backward needs; it waits on the device or the host."
+    )
+    print("peak: most bytes alive in the two graphs, as predicted. error: of all gradients, against the first row.\n")
     print(f"{'way':18} {'saved KiB':>10} {'on device':>10} {'on host':>10} {'peak KiB':>10} {'error':>9}")
     for name, hook in ways(1).items():
         torch._dynamo.reset()

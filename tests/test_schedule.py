@@ -206,6 +206,33 @@ def test_any_timeline(
     assert simulate(items, found, forward, backward, LINK) <= found.stall_ms + 1e-6
 
 
+@pytest.mark.parametrize(("link", "sent", "could", "peak"), [(25e9, 7, 14, 25), (50e9, 14, 22, 18)])
+def test_copies_that_go_on_into_the_backward_would_lower_no_peak(link: float, sent: int, could: int, peak: int) -> None:
+    """Why each copy out is waited for in its forward; the numbers are in docs/offload.md."""
+    layers, took = 32, 100 * MB / (link * 0.95) * 1e3
+    items = [Item(100 * MB, i, layers - 1 - i) for i in range(layers)]
+    found = plan(items, [1.0] * layers, [2.0] * layers, to_host=link, to_device=link)
+    now = {i: (p.wait_ms, layers + p.reload_ms) for i, p in enumerate(found.placements) if p.offloaded}
+    going_on, free_at = {}, 0.0
+    for i in range(layers):  # as many as are back in time, if the link back had nothing else to do
+        free_at = max(free_at, i + 1.0) + took
+        used = layers + 2.0 * (layers - 1 - i)
+        if free_at + took < used:
+            going_on[i] = (free_at, used - took)
+        else:
+            free_at -= took
+
+    def most_on_the_device(gone: dict[int, tuple[float, float]]) -> int:
+        def there(i: int, ms: float) -> bool:
+            leaves, returns = gone.get(i, (math.inf, 0.0))
+            return i + 1 <= ms < layers + 2 * (layers - i) and not leaves <= ms < returns
+
+        return max(sum(there(i, quarter / 4) for i in range(layers)) for quarter in range(12 * layers))
+
+    assert (len(now), len(going_on)) == (sent, could)
+    assert most_on_the_device(now) == most_on_the_device(going_on) == peak
+
+
 def test_the_simulation_tells_a_schedule_that_starts_too_late() -> None:
     items = [Item(100 * MB, 0, 9)]
     good = plan(items, [1.0] * 10, [1.0] * 10)
