@@ -7,6 +7,7 @@
 
     python tests/fuzz_offload.py --first 0 --count 1000               # about one a second
     python tests/fuzz_offload.py --inner inductor --count 20
+    python tests/fuzz_offload.py --captured --count 100               # CUDA graphs, on the simulator
 
 Copies on the CPU are made at their waits, and seen to be done as late as may be: a value that is let go too soon shows.
 """
@@ -14,7 +15,9 @@ Copies on the CPU are made at their waits, and seen to be done as late as may be
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
+import logging
 import math
 import random
 import sys
@@ -22,17 +25,19 @@ import threading
 import time
 import warnings
 from collections.abc import Callable
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
+from offloading import SLOW, simulate
 from torch.utils.checkpoint import checkpoint
 
 import aot_hooks
-from aot_hooks import Rates, policies, transfers
+import cudagraph
+from aot_hooks import policies, transfers
 
-SLOW = Rates(1e9, 1e9, 1e9, 1e10, 1e9)
+replays: list[int] = []  # of each captured program
 SAME = aot_hooks.Hook("same", lambda x: (x,), lambda p: p[0])
 Values = list[torch.Tensor]
 
@@ -157,7 +162,7 @@ def case(seed: int) -> Case:
     )
 
 
-@contextmanager
+@contextlib.contextmanager
 def late(at_wait: bool = True) -> Any:
     """Copies as late as they may be."""
     before = transfers.finished
@@ -188,18 +193,24 @@ def gradients(fn: Any, inputs: list[Values], hook: Any, order: list[int], scope:
     return [[loss.detach(), *(a.grad for a in values[:2])] for loss, values in zip(losses, leaves, strict=True)]
 
 
-def check(seed: int, inner: str = "aten", options: dict[str, Any] | None = None) -> int:
+def check(seed: int, inner: str = "aten", captured: bool = False) -> int:
     """Run the program of `seed`; how many tensors it sent. Raises `AssertionError` if anything is not as without."""
     drawn = case(seed)
+    if captured:  # each size warms up, is recorded and replayed
+        drawn.sizes = [rows for rows in drawn.sizes[:2] for _ in range(4)]
     torch._dynamo.reset()
     aot_hooks.reset()
     generator = torch.Generator().manual_seed(seed)
-    made = {"backend": "aot_hooks", "options": {"inner": inner, **(options or {})}, "dynamic": drawn.dynamic}
-    ours = torch.compile(drawn.program, **made)
+    options = {"inner": inner, "cudagraphs": {"held_outputs": "copy"} if captured else False}
+    ours = torch.compile(drawn.program, backend="aot_hooks", options=options, dynamic=drawn.dynamic)
     plain = torch.compile(drawn.reference, backend="aot_hooks", options={"inner": inner}, dynamic=drawn.dynamic)
     exactly = drawn.program.region is None and inner == "aten"
     sent = 0
-    with late(), warnings.catch_warnings():
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(late())
+        stack.enter_context(warnings.catch_warnings())
+        if captured:
+            simulate(stack.enter_context(pytest.MonkeyPatch.context()), 1 << 22)
         warnings.filterwarnings("ignore", message="aot_hooks.offload: the host has no room")
         for rows in drawn.sizes:
             w = torch.randn(16, 16, generator=generator) / 4
@@ -214,16 +225,18 @@ def check(seed: int, inner: str = "aten", options: dict[str, Any] | None = None)
                 assert 0 <= plan.packed_bytes and plan.host_bytes >= 0
                 assert drawn.plain is not SAME or plan.packed_bytes <= plan.saved_bytes, "more than there was"
                 assert plan.host_bytes == sum(t.nbytes for t in plan.transfers if t.placement.offloaded)
-            if options is None:
+            if not captured:
                 expected = gradients(drawn.reference, inputs, drawn.plain, drawn.order, drawn.scope, False)
                 got = gradients(drawn.program, inputs, drawn.hook, drawn.order, drawn.scope, drawn.thread)
                 compare(got, expected, drawn.program.region is None, "eager")
         sent = aot_hooks.offload_stats()["sent_count"]
-    del got, expected
-    if options is None:
-        gc.collect()
-        assert aot_hooks.offload_stats()["host_leased_bytes"] == 0, "host memory is held"
-        assert not transfers._under_way and not transfers._kept
+        del got, expected
+        if captured:
+            replays.append(cudagraph.stats()["replays"])
+            aot_hooks.reset()
+    gc.collect()
+    assert aot_hooks.offload_stats()["host_leased_bytes"] == 0, "host memory is held"
+    assert not transfers._under_way and not transfers._kept
     return sent
 
 
@@ -238,18 +251,21 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--count", type=int, default=100)
     parser.add_argument("--seconds", type=float, default=math.inf)
     parser.add_argument("--inner", choices=("aten", "inductor"), default="aten")
+    parser.add_argument("--captured", action="store_true", help="as CUDA graphs, on the simulator")
     given = parser.parse_args(arguments)
+    logging.getLogger("cudagraph").setLevel(logging.ERROR)  # what has no room runs without a graph
     started, sent, wrong, ran = time.monotonic(), 0, 0, 0
     for seed in range(given.first, given.first + given.count):
         if time.monotonic() - started > given.seconds:
             break
         ran += 1
         try:
-            sent += check(seed, given.inner)
+            sent += check(seed, given.inner, given.captured)
         except Exception as error:
             wrong += 1
             print(f"seed {seed}: {type(error).__name__}: {str(error)[:600]}\n    {case(seed).said}", flush=True)
-    print(f"{ran} programs, {wrong} wrong, {sent} tensors sent, {time.monotonic() - started:.0f} s")
+    seconds = time.monotonic() - started
+    print(f"{ran} programs, {wrong} wrong, {sent} tensors sent, {sum(replays)} replays, {seconds:.0f} s")
     return bool(wrong)
 
 

@@ -10,40 +10,21 @@ from typing import Any
 import capture_simulator
 import pytest
 import torch
-from capture_simulator import Simulator
+from offloading import ALL, simulate
 
 import aot_hooks
 import cudagraph
-from aot_hooks import captured, transfers
-from cudagraph import graphs
-from cudagraph.backend import Compilation
+from aot_hooks import transfers
 
-ALL = aot_hooks.offload(0, max_stall_ms=math.inf)
 PAGE = 4096
 
 
-def on_the_host(placeholders: list[torch.fx.Node], device: torch.device) -> set[int]:
-    """Inputs that are on the host, which the simulator's device is, too."""
-    return {i for i, n in enumerate(placeholders) if any(u.target is transfers.reload_start for u in n.users)}
-
-
 @pytest.fixture(autouse=True)
-def simulator(monkeypatch: pytest.MonkeyPatch) -> Iterator[Simulator]:
+def simulator(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     gc.collect()
     aot_hooks.reset()
-    driver = Simulator()
-    operators = {
-        transfers.offload_start: transfers._offload_start,
-        transfers.offload_wait: transfers._offload_wait,
-        transfers.reload_start: transfers._reload_start,
-        transfers.reload_wait: transfers._reload_wait,
-    }
-    monkeypatch.setattr(capture_simulator, "host_operators", operators)
-    monkeypatch.setattr(graphs, "host_inputs", on_the_host)
-    monkeypatch.setattr(transfers, "capture_under_way", cudagraph.capturing)
-    monkeypatch.setattr(captured, "compilation", lambda options: Compilation(options, driver))
-    monkeypatch.setattr(transfers.copies, "at_wait", True)
-    yield driver
+    simulate(monkeypatch)
+    yield
     torch._dynamo.reset()
     aot_hooks.reset()
     gc.collect()
