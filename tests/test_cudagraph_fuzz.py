@@ -6,7 +6,7 @@ import fuzz_cudagraph
 import pytest
 from tree_programs import World
 
-from cudagraph import node, tree
+from cudagraph import node, paths, record, tree
 from cudagraph.liveness import Watch
 
 KEPT = (
@@ -32,10 +32,10 @@ def test_programs_are_as_in_eager(world):
 @pytest.mark.parametrize("moves", ["all", "made"])
 def test_programs_that_once_differed(moves):
     tree.reset()
-    assert fuzz_cudagraph.run_seeds(KEPT, World("simulator", moves=moves)) == []
+    assert fuzz_cudagraph.run_seeds(KEPT, World("simulator", moves=moves), generation=1) == []
 
 
-def test_the_fuzzer_notices(monkeypatch):
+def dead_or_not(monkeypatch):
     """What must be dead before a replay is not looked at any more."""
 
     def replay(self, inputs, original=node.Node.replay):
@@ -43,5 +43,43 @@ def test_the_fuzzer_notices(monkeypatch):
         return original(self, inputs)
 
     monkeypatch.setattr(node.Node, "replay", replay)
-    wrong = fuzz_cudagraph.run_seeds(list(range(60)), World("simulator"))
-    assert any("differs" in message for _, message in wrong)
+
+
+def steps_at_any_time(monkeypatch):
+    """Where steps begin by themselves, each call begins one."""
+    monkeypatch.setattr(paths.Tree, "_path_may_end", lambda self, place, function, inputs: not self.marked)
+
+
+def any_backward_answers(monkeypatch):
+    """A backward is taken for that of every forward that waits."""
+
+    def connect(node, plan, key, original=record._connect):
+        original(node, plan, key)
+        if node.function.piece.is_backward:
+            node.pending = ()
+
+    monkeypatch.setattr(record, "_connect", connect)
+
+
+def failures_end_steps(monkeypatch):
+    """After a capture that failed, the tree closes at once, whatever of the step is needed."""
+
+    def call(self, function, key, inputs, original=paths.Tree.call):
+        if self.tainted and self.aside is None:
+            self.close(inputs)
+        return original(self, function, key, inputs)
+
+    monkeypatch.setattr(paths.Tree, "call", call)
+
+
+@pytest.mark.parametrize(
+    ("delete", "first"),
+    [(dead_or_not, 30), (steps_at_any_time, 5), (any_backward_answers, 165), (failures_end_steps, 95)],
+)
+def test_the_fuzzer_notices(delete, first, monkeypatch):
+    """Within ten programs from the seed `first` on."""
+    tree.reset()
+    delete(monkeypatch)
+    assert fuzz_cudagraph.run_seeds(range(first, first + 10), World("simulator"), reset_every=5)
+    for trees in tree.every_thread:
+        trees.clear()
