@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import aot_hooks
+import cudagraph
 from aot_hooks import transfers
 
 pytestmark = pytest.mark.gpu
@@ -153,8 +154,6 @@ def test_gradients_are_bitwise_the_same_over_steps_with_a_stressed_allocator(inn
     stats = aot_hooks.offload_stats()
     assert stats["sent_count"] == stats["fetched_count"]
     if cudagraphs:  # replays run no operator
-        import cudagraph
-
         assert cudagraph.stats()["replays"] > 300
         assert 0 < stats["sent_count"] < 200
     else:
@@ -219,6 +218,69 @@ def test_a_whole_step_is_captured_in_a_cuda_graph_and_replayed() -> None:
         for a, b in zip(got, expected, strict=True):
             torch.testing.assert_close(a, b)
     assert aot_hooks.offload_stats()["host_bytes"] >= held
+
+
+def captured(model: torch.nn.Module, **kwargs: Any) -> Any:
+    return torch.compile(
+        lambda x: model(x), backend="aot_hooks", options={"inner": "aten", "cudagraphs": True}, **kwargs
+    )
+
+
+def test_recordings_share_blocks_and_give_them_back() -> None:
+    torch.manual_seed(0)
+    model = mlp(3)
+    hook = aot_hooks.offload(min_bytes=1, max_stall_ms=math.inf)
+    step = captured(model)
+    sizes, held = [], []
+    for i in range(12):
+        x = torch.randn(256, 512, device="cuda")
+        expected = gradients(model, model, x, None)
+        for _ in range(2):
+            for a, b in zip(gradients(step, model, x, hook), expected, strict=True):
+                torch.testing.assert_close(a, b)
+        sizes.append(aot_hooks.offload_stats()["host_bytes"])
+        if i > 2:  # parameters move: another recording each time, and the former stay
+            held.append([p.data for p in model.parameters()])
+            for p in model.parameters():
+                p.data = p.data.clone()
+    assert cudagraph.stats()["rerecordings"] >= 8
+    assert len(set(sizes[2:])) == 1, sizes
+    cudagraph.reset()
+    assert aot_hooks.offload_stats()["host_leased_bytes"] == 0
+    made = aot_hooks.offload_stats()["host_blocks_made"]
+    x = torch.randn(256, 512, device="cuda")
+    for a, b in zip(gradients(step, model, x, hook), gradients(model, model, x, None), strict=True):
+        torch.testing.assert_close(a, b)
+    assert aot_hooks.offload_stats()["host_blocks_made"] == made
+
+
+def test_a_size_without_blocks_warms_up_once_more_and_is_captured() -> None:
+    torch.manual_seed(0)
+    model = mlp(3)
+    hook = aot_hooks.offload(min_bytes=1, max_stall_ms=math.inf)
+    step = captured(model, dynamic=True)
+    for rows in (64, 64, 64, 512, 512, 512, 512, 64):
+        x = torch.randn(rows, 512, device="cuda")
+        for a, b in zip(gradients(step, model, x, hook), gradients(model, model, x, None), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+    counts = cudagraph.stats()
+    assert (counts["warmups"], counts["recordings"], counts["skips"]) == (4, 4, 0)
+
+
+def test_a_capture_that_finds_no_block_ends_and_leaves_the_device_usable() -> None:
+    x = torch.randn(MIB, device="cuda")
+    roundtrip(x)  # one block is free
+    torch.cuda.synchronize()
+    with pytest.raises(RuntimeError, match="no pinned block of"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        first = transfers.send(x, None)  # under way, and never waited for
+        transfers.send(x, None)
+    del first
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = x * 2
+    graph.replay()
+    assert torch.equal(y, x * 2) and torch.equal(roundtrip(x), x)
 
 
 def test_backward_in_another_thread_on_another_stream() -> None:
