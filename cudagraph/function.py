@@ -31,7 +31,8 @@ class Piece:
     Attributes:
         name: for logs and errors, such as "forward 0, part 1 of 2".
         run: takes a list of tensors, ints and None, which it may clear, and returns the same kinds of things. It is no
-            part of an autograd graph: nothing it returns has a history.
+            part of an autograd graph: nothing it returns has a history. Where the ints are the same, tensors have the
+            same shapes and strides, as compilers guard.
         device: the device all of it runs on.
         static_inputs: inputs whose address is expected not to move: parameters, buffers. Outputs of other pieces are
             found at run time and need not be named.

@@ -64,6 +64,12 @@ class Held:
         self.ours, self.eager, self.born, self.givers, self.may_write = ours, eager, born, givers, may_write
         self.may_be_stale = False
 
+    def view(self, ours: torch.Tensor, eager: torch.Tensor, *, may_write: bool) -> Held:
+        """A pair of views of it."""
+        view = Held(ours, eager, self.born, self.givers, may_write=may_write)
+        view.may_be_stale = self.may_be_stale
+        return view
+
 
 class Program:
     def __init__(
@@ -177,7 +183,11 @@ class Program:
 
     def pick(self) -> tuple[torch.Tensor, torch.Tensor]:
         """A pair to call with, which the program may or may not go on holding."""
-        usable = [pair for pair in self.held if pair.ours.shape == SHAPE and not pair.ours.requires_grad]
+        usable = [
+            pair
+            for pair in self.held
+            if pair.ours.shape == SHAPE and pair.ours.is_contiguous() and not pair.ours.requires_grad
+        ]
         if not usable or self.random.random() < 0.3:
             x = self.fresh()
             return x, x.clone()
@@ -248,10 +258,11 @@ class Program:
         x = self.pick()
         ours, eager = (LAYOUTS[kind](side) for side in x)
         self.say("   ", kind)
-        givers = {giver for pair in self.held if pair.ours is x[0] for giver in pair.givers}
+        givers = [pair for pair in self.held if pair.ours is x[0]]
         del x
         if self.random.random() < 0.5 and givers:
-            self.held.append(Held(ours, eager, self.steps, givers, may_write=False))
+            self.held.append(givers[0].view(ours, eager, may_write=False))
+        del givers
         expected = any_layout(eager)
         inputs = [ours]
         del ours
@@ -314,9 +325,7 @@ class Program:
                 [torch.Tensor.detach, lambda x: x.reshape(-1)[1:], lambda x: x.t(), lambda x: x.view(x.shape)]
             )
             if pair.ours.dim() == 2 and pair.ours.is_contiguous():
-                view = Held(how(pair.ours), how(pair.eager), pair.born, pair.givers, may_write=pair.may_write)
-                view.may_be_stale = pair.may_be_stale
-                self.held.append(view)
+                self.held.append(pair.view(how(pair.ours), how(pair.eager), may_write=pair.may_write))
 
     def write(self) -> None:
         usable = [pair for pair in self.held if pair.may_write and not pair.ours.requires_grad and pair.ours.numel()]
