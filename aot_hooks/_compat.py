@@ -537,11 +537,11 @@ def compile_inductor(
 def _compile_captured(
     gm: GraphModule, inputs: Sequence[Any], patches: dict[str, Any], inner: Callable[..., Any], capture: Capture
 ) -> Callable[..., Any]:
-    """Without Inductor's own CUDA graphs, and without AOTAutograd's cache, whose answers are not captured."""
+    """Without Inductor's own CUDA graphs. To be called inside `through_cache` of what captures, because AOTAutograd's
+    cache by itself answers with a graph that is not captured."""
     compile_fx = need("torch._inductor.compile_fx.compile_fx")
     patches = patches | {"triton.cudagraphs": False}
-    with without_autograd_cache():
-        compiled: Callable[..., Any] = compile_fx(gm, inputs, inner_compile=capture(inner), config_patches=patches)
+    compiled: Callable[..., Any] = compile_fx(gm, inputs, inner_compile=capture(inner), config_patches=patches)
     return compiled
 
 

@@ -16,7 +16,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch.fx import GraphModule
 
@@ -32,6 +32,9 @@ from .names import carry_names, uses_names
 from .plan import Plan, region_of
 from .policy import SCOPES, Setting
 from .rewrite import rewrite
+
+if TYPE_CHECKING:
+    from cudagraph.backend import Compilation
 
 __all__ = ["Graph", "Options", "aot_hooks", "last_plans", "plan_graph", "recorded", "reset", "with_options"]
 
@@ -199,14 +202,16 @@ def _compile_graph(
     setting, alive, regions = _in_force(gm, parsed)
     record, graph = _plans.record, Graph()
     covered = setting is not None or bool(regions)
+    asked = captured.capture_options(parsed.inner, parsed.cudagraphs)
+    compilation = captured.compilation(asked) if asked is not None else None
     if not covered and record is None:
-        return _with_eager_hooks(_compile(gm, inputs, parsed, patches, None, _nothing))
+        return _with_eager_hooks(_compile(gm, inputs, parsed, patches, None, _nothing, compilation))
 
     paths = roots()
     partition = planning_partition(setting, regions, parsed.inner, graph.plans, paths, live=record is not None)
 
     def compile_graph(compiling: Callable[[], None] = _nothing) -> Callable[..., Any]:
-        return _compile(gm, inputs, parsed, patches, partition, compiling)
+        return _compile(gm, inputs, parsed, patches, partition, compiling, compilation)
 
     # a pair of plain functions on top keeps torch from inlining the hooks a second time
     with _compat.hooks_pushed(_as_it_is, _as_it_is):
@@ -214,10 +219,12 @@ def _compile_graph(
             compiled = bypassed("inner 'aten' compiles nothing that could be stored", compile_graph)
         elif record is not None:
             compiled = bypassed("a report needs the graphs", compile_graph)
-        elif parsed.cudagraphs:
-            compiled = bypassed("what is captured in CUDA graphs is traced anew", compile_graph)
+        elif compilation is not None and (why := compilation.why_not_stored):
+            compiled = bypassed(f"captured in CUDA graphs: {why}", compile_graph)
         else:
-            options = {"mode": mode, "inductor": patches}
+            options: dict[str, Any] = {"mode": mode, "inductor": patches}
+            if compilation is not None:  # which of its options are in the key, it says itself: see cudagraph/stored.py
+                options["cudagraphs"] = True
             compiled = through_cache(
                 gm,
                 inputs,
@@ -227,6 +234,7 @@ def _compile_graph(
                 roots=paths,
                 plans=graph.plans,
                 compile_graph=compile_graph,
+                refused=lambda: compilation.refused if compilation is not None else "",
             )
     if covered:
         plans.extend(graph.plans)
@@ -377,14 +385,14 @@ def _compile(
     patches: dict[str, Any],
     partition: Callable[..., Any] | None,
     compiling: Callable[[], None],
+    compilation: Compilation | None,
 ) -> Callable[..., Any]:
-    asked = captured.capture_options(options.inner, options.cudagraphs)
-    compilation = captured.compilation(asked) if asked is not None else None
     if options.inner == "aten":
         compilers = compilation.aten_compilers() if compilation is not None else None
         return _compat.compile_aten(gm, inputs, partition or _compat.min_cut_partition, compilers)
     capture = compilation.inner_compile if compilation is not None else None
-    if partition is not None:
-        patches = _partitioned_by(partition, gm, patches)
-        return _compat.compile_inductor_with_hooks(gm, inputs, patches, compiling, capture)
-    return _compat.compile_inductor(gm, inputs, patches, capture)
+    with compilation.through_cache(gm) if compilation is not None else contextlib.nullcontext():
+        if partition is not None:
+            patches = _partitioned_by(partition, gm, patches)
+            return _compat.compile_inductor_with_hooks(gm, inputs, patches, compiling, capture)
+        return _compat.compile_inductor(gm, inputs, patches, capture)

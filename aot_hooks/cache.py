@@ -103,6 +103,7 @@ def through_cache(
     roots: Mapping[str, str],
     plans: list[Plan],
     compile_graph: Callable[[Callable[[], None]], Any],
+    refused: Callable[[], str] = lambda: "",
 ) -> Any:
     """What `compile_graph(compiling)` gives, from torch's cache if it has it; then `plans` is filled from there.
 
@@ -110,6 +111,7 @@ def through_cache(
         gm, inputs, ambient, regions, options, roots: see `key_of`.
         plans: where compiling puts what it decided.
         compile_graph: to call `compiling()` before each graph that is compiled.
+        refused: why `compile_graph` gave an entry up that it was offered, "" if it did not.
     """
     _use_writable_directory()
     if not _compat.autograd_cache_is_on():
@@ -157,6 +159,7 @@ def through_cache(
 
     with _without_dynamos_copies(gm), _compat.autograd_cache(key.digest, normalized, refuse, give_up) as event:
         compiled = compile_graph(compiling)
+    event.refused = event.refused or refused()
     if not event.compiled:
         plans.extend(stored)
     _tell(key, event)

@@ -64,11 +64,10 @@ class _Row:
 
 @dataclass(frozen=True)
 class _Stored:
-    """The whole. `cudagraph` is for the metadata of the graphs' captures: bytes of the `cudagraph` package, or None."""
+    """The whole."""
 
     plans: tuple[tuple[tuple[_Row, ...], tuple[Transfer, ...]], ...]
     cannot: str  # why the entry must not be used, "" if it may
-    cudagraph: bytes | None = None
 
 
 def pack_up(plans: Sequence[Plan], check: Checks, places: Callable[[], Sequence[Place]]) -> bytes:

@@ -9,8 +9,10 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import hashlib
 import importlib
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, cast
 
@@ -82,6 +84,27 @@ def returns_views(target: Any) -> bool:
     """Whether each result of an operator is, by its schema, a view of an argument that is not written to."""
     returned = target._schema.returns
     return bool(returned) and all(r.alias_info is not None and not r.alias_info.is_write for r in returned)
+
+
+def overloads_of(target: Any) -> list[Any]:
+    """The operators that a node with this target may call; none for what is no operator."""
+    if is_operator(target):
+        return [target]
+    if isinstance(target, need("torch._ops.OpOverloadPacket")):
+        return [getattr(target, name) for name in target.overloads()]
+    return []
+
+
+def schema_of(operator: Any) -> str:
+    return str(operator._schema)
+
+
+def operator_called(name: str) -> Any:
+    """The operator that `str()` writes as `name`, "mine.scale.default"; None if this process has none."""
+    found: Any = torch.ops
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    return found if is_operator(found) else None
 
 
 def unsafe_by_torch(node: Node) -> bool:
@@ -202,13 +225,17 @@ def inductor_inner_compile() -> Callable[..., Any]:
 def compile_inductor(
     gm: GraphModule, inputs: Sequence[Any], inner_compile: Callable[..., Any], patches: dict[str, Any]
 ) -> Callable[..., Any]:
-    """Inductor without CUDA graphs of its own, and without AOTAutograd's cache, which would answer with a graph that is
-    not captured; Inductor's own cache of code is used."""
+    """Inductor without CUDA graphs of its own. To be called where AOTAutograd's cache is off, or inside
+    `captures_in_cache`: by itself it would answer with a graph that is not captured."""
     compile_fx = need("torch._inductor.compile_fx.compile_fx")
     patches = patches | {"triton.cudagraphs": False}
-    with need("torch._functorch.config").patch({"enable_autograd_cache": False}):
-        compiled: Callable[..., Any] = compile_fx(gm, inputs, inner_compile=inner_compile, config_patches=patches)
+    compiled: Callable[..., Any] = compile_fx(gm, inputs, inner_compile=inner_compile, config_patches=patches)
     return compiled
+
+
+def without_autograd_cache() -> Any:
+    """torch's cache of AOTAutograd's results off; Inductor's own cache of code stays on."""
+    return need("torch._functorch.config").patch({"enable_autograd_cache": False})
 
 
 def inductor_capture_settings(*, cut: bool) -> Any:
@@ -289,6 +316,111 @@ def with_partitions(code: Any, wraps: Sequence[Callable[[Any], Any]]) -> Callabl
 def graph_number(code: Any) -> Any:
     """Inductor's number of a compiled graph, the same for a forward and its backward."""
     return code.fx_kwargs.get("graph_id")
+
+
+# --- AOTAutograd's cache (2.11 to 2.15) ---
+
+_BESIDE = "cudagraph"  # attribute of the forward's metadata, which is stored in the entry as it is
+_COPIED = ("_fx_graph_cache_key", "_fx_graph_cache_debug_lines", "_time_taken_ns", "guards_expr")
+
+
+def why_not_cached() -> str:
+    """Why entries that are made or taken now would not be those of our captures; "" if they would."""
+    config = need("torch._inductor.config")
+    if getattr(config, "cudagraph_policy", None) is not None:
+        return "a cudagraph_policy is set, which changes what Inductor compiled"
+    if config.freezing and not torch.is_grad_enabled():
+        return "parameters are frozen"
+    if need("torch._functorch._aot_autograd.autograd_cache.should_bundle_autograd_cache")():
+        return "torch bundles compiled code with its entries"
+    return ""
+
+
+def stored_as(run: Callable[..., Any], code: Any) -> None:
+    """Have AOTAutograd store `run`, which it is given to call, as Inductor's `code` that `run` captures."""
+    if code._fx_graph_cache_key is None:
+        return  # then torch stores nothing
+    for name in _COPIED:
+        setattr(run, name, getattr(code, name))
+
+
+def beside_entry() -> Callable[[bytes], None] | None:
+    """While AOTAutograd compiles a forward or an inference graph: a call that puts data beside the entry that will be
+    made of it, also when that is not before the first backward. The last data counts. None if there is no place."""
+    context = need("torch._guards.TracingContext").try_get()
+    metadata = context.fw_metadata if context is not None else None
+    return None if metadata is None else functools.partial(setattr, metadata, _BESIDE)
+
+
+def _beside(entry: Any) -> bytes | None:
+    inner = getattr(getattr(entry, "maybe_subclass_meta", None), "fw_metadata", None)
+    found: bytes | None = getattr(entry.runtime_metadata, _BESIDE, None) or getattr(inner, _BESIDE, None)
+    return found
+
+
+@contextlib.contextmanager
+def captures_in_cache(
+    key: str,
+    take: Callable[[bytes | None, tuple[str, ...]], Sequence[Any] | None],
+    finish: Callable[[Any, Any], Any],
+) -> Iterator[None]:
+    """What is compiled inside, on this thread, has `key` in its key of torch's cache of AOTAutograd's results.
+
+    Of an entry that is found, `take(data beside it, ("forward", "backward") or ("inference",))` says what is known of
+    its graphs, or None: then it counts as not there. Otherwise `finish(code, known)` makes of the code of each graph
+    what is to be called. Both are asked before torch builds anything on them.
+
+    Two functions of `torch._functorch._aot_autograd.autograd_cache` are called through ours and put back on exit, as
+    `aot_hooks` does, which may be around us or not; who compiles holds Dynamo's lock, so nobody else is between. On the
+    entry, the methods that finish loaded code are ours. Goes when torch lets a backend wrap what its cache loads.
+    """
+    module = need("torch._functorch._aot_autograd.autograd_cache")
+    cache = module.AOTAutogradCache
+    thread = threading.get_ident()
+
+    def keyed(mod: Any, inputs: Any, config: Any, *rest: Any, **named: Any) -> Any:
+        found, lines = make_key(mod, inputs, config, *rest, **named)
+        if threading.get_ident() != thread:
+            return found, lines
+        static = sorted(getattr(config, "static_input_indices", None) or ())  # in torch's own key since 2.13
+        own = hashlib.sha256(f"{key} {static}".encode()).hexdigest()[:32]
+        return f"{found}_{own}", lines
+
+    def lookup(*args: Any, **named: Any) -> Any:
+        result = own_lookup.__func__(*args, **named)
+        if result is None or threading.get_ident() != thread:
+            return result
+        entry = result[0]
+        loaded = [entry.compiled_fw] if entry.compiled_bw is None else [entry.compiled_fw, entry.compiled_bw]
+        words = ("inference",) if entry.compiled_bw is None else ("forward", "backward")
+        known = take(_beside(entry), words)
+        if known is None:
+            return None
+        for each, of_it in zip(loaded, known, strict=True):
+            each.post_compile = _finishing(each, of_it, finish)
+        return result
+
+    with need("torch._dynamo.convert_frame.compile_lock"):
+        make_key, own_lookup = module.autograd_cache_key, cache.__dict__["_lookup"]
+        module.autograd_cache_key, cache._lookup = keyed, staticmethod(lookup)
+        try:
+            yield
+        finally:
+            module.autograd_cache_key, cache._lookup = make_key, own_lookup
+
+
+def _finishing(loaded: Any, known: Any, finish: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    """`post_compile` of loaded code: torch's own, and then ours."""
+    own = loaded.post_compile
+    is_backward = hasattr(loaded, "backward_state_indices")
+
+    def post_compile(code: Any, fx_config: Any) -> Any:
+        own(code, {**fx_config, "cudagraphs": no_cudagraphs()})
+        run = finish(code, known)
+        # what autograd calls is not for Dynamo to trace: as torch's own method says of a backward
+        return torch.compiler.disable(run) if is_backward else run
+
+    return post_compile
 
 
 # --- Inductor's policy for CUDA graphs (2.13 and later; goes with support of 2.11) ---

@@ -10,14 +10,16 @@ Without a CUDA device the graphs run as they are, and one line in the log says s
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch.fx import GraphModule
 
-from . import _compat, graphs, inductor, tree
+from . import _compat, graphs, inductor, stored, tree
 from .driver import CaptureDriver
 from .errors import OptionError
 from .graphs import Boxed, Kind
@@ -74,7 +76,8 @@ def compile_graph(
         patches = _compat.mode_options(mode)
     except RuntimeError as e:
         raise OptionError(f"mode={mode!r}: {e}") from e
-    return _compat.compile_inductor(gm, inputs, compilation.inner_compile(), patches)
+    with compilation.through_cache(gm):
+        return _compat.compile_inductor(gm, inputs, compilation.inner_compile(), patches)
 
 
 @dataclass(eq=False)
@@ -87,12 +90,14 @@ class Compilation:
         options, driver: how and with what to capture.
         number: in the names of its graphs.
         static_names: the forward's inputs that are parameters or buffers; in the backward they have the same names.
+        store: what goes into torch's cache and comes out of it, once `through_cache` was entered.
     """
 
     options: Options
     driver: CaptureDriver | None = None
     number: int = field(default_factory=lambda: next(_numbers))
     static_names: set[str] = field(default_factory=set)
+    store: stored.Store | None = None
 
     @property
     def device_type(self) -> str:
@@ -117,8 +122,11 @@ class Compilation:
             static = tuple(_compat.static_inputs_of_forward() if static is None else static)
             self.static_names = {names[i] for i in static}
         returned = None if is_backward or is_inference else _compat.returned_by_forward()
-        word = "backward" if is_backward else "inference" if is_inference else "forward"
-        return Kind(f"{word} {self.number}", is_backward, is_inference, static, returned)
+        kind = Kind("", is_backward, is_inference, static, returned)
+        return dataclasses.replace(kind, name=self._name(kind))
+
+    def _name(self, kind: Kind) -> str:
+        return f"{kind.word} {self.number}"
 
     def aten_compilers(self) -> dict[str, Callable[..., Boxed]]:
         """`forward`, `backward`, `inference`: compilers for AOTAutograd that run its graphs as they are, captured."""
@@ -140,3 +148,28 @@ class Compilation:
     def inner_compile(self, inner: Callable[..., Any] | None = None) -> Callable[..., Any]:
         """What Inductor is to compile graphs with: `inner` (its own if None), and then captured."""
         return inductor.inner_compile(self, inner or _compat.inductor_inner_compile())
+
+    @property
+    def why_not_stored(self) -> str:
+        """Why what is compiled now goes through no cache of AOTAutograd's results; "" if it does."""
+        return stored.why_not(self.options)
+
+    @property
+    def refused(self) -> str:
+        """Why an entry that was there was not taken; "" if it was or there was none."""
+        return self.store.refused if self.store is not None else ""
+
+    @contextlib.contextmanager
+    def through_cache(self, gm: GraphModule) -> Iterator[None]:
+        """Inductor's compilation of Dynamo's graph `gm` inside goes through torch's cache of AOTAutograd's results, and
+        what comes out of that is captured as what is compiled; see stored.py. Not if `why_not_stored`."""
+        if self.why_not_stored:
+            with _compat.without_autograd_cache():
+                yield
+            return
+        self.store = stored.Store(gm, self.options, self.device_type)
+        with self.store.through_cache(self._finish):
+            yield
+
+    def _finish(self, code: Any, found: stored.Found) -> Any:
+        return inductor.finish(code, found.named(self._name(found.verdict.kind)), self)

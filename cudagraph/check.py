@@ -88,9 +88,9 @@ def register_host_operator(op: Any) -> None:
     _host_operators.add(op)
 
 
-def is_host_operator(node: Node) -> bool:
-    """Whether the operator of `node` was declared by `register_host_operator`."""
-    return node.target in _host_operators
+def is_host_operator(node: Any) -> bool:
+    """Whether the operator of `node`, or an operator itself, was declared by `register_host_operator`."""
+    return (node.target if isinstance(node, Node) else node) in _host_operators
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:

@@ -36,7 +36,7 @@ from .partition import CAPTURE, EAGER, FREE, Part, assemble, part_module, split
 from .placeholder import info_of, output_traces, placeholder_info, written_nodes
 from .prepare import prepare
 
-__all__ = ["Analysis", "Boxed", "Kind", "analyse", "callable_of", "forget_reports", "report"]
+__all__ = ["Analysis", "Boxed", "Kind", "Verdict", "analyse", "callable_of", "forget_reports", "report"]
 
 Boxed = Callable[[list[Any]], Sequence[Any]]
 
@@ -62,11 +62,27 @@ class Kind:
     static_inputs: tuple[int, ...] = ()
     returned_count: int | None = None
 
+    @property
+    def word(self) -> str:
+        return "backward" if self.is_backward else "inference" if self.is_inference else "forward"
+
     def saved_outputs(self, count: int) -> tuple[int, ...] | None:
         """Which of `count` outputs are kept for a backward."""
         if self.is_backward or self.is_inference:
             return ()
         return None if self.returned_count is None else tuple(range(self.returned_count, count))
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What came of an `Analysis`, as plain data: its attributes are called the same."""
+
+    kind: Kind
+    device: torch.device | None
+    whole: bool
+    idle: bool
+    captured_count: int
+    blockers: tuple[Blocker, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,6 +113,10 @@ class Analysis:
     @property
     def captured_count(self) -> int:
         return sum(part.captured for part in self.parts)
+
+    @property
+    def verdict(self) -> Verdict:
+        return Verdict(self.kind, self.device, self.whole, self.idle, self.captured_count, self.blockers)
 
 
 def analyse(gm: GraphModule, kind: Kind, options: Options, device_type: str) -> Analysis:
@@ -143,7 +163,7 @@ def _writes_to_caller(node: Node, static: set[Node]) -> str | None:
     return None
 
 
-def report(analysis: Analysis, options: Options, captured_count: int | None = None) -> None:
+def report(analysis: Analysis | Verdict, options: Options, captured_count: int | None = None) -> None:
     """Log, once for each cause, what is not captured and why; `captured_count` says how many parts were in the end, if
     not as in `analysis`. Raises `NotCapturableError` with `options.or_error`."""
     kind = analysis.kind

@@ -1,8 +1,11 @@
 """Inductor's compiled graphs, captured.
 
-    fx graph --analyse--> nothing in the way: compiled in one piece, captured in one piece
-                     |--> something is: Inductor's scheduler cuts the code around it, and its pieces are captured
-                     +--> nothing to capture: as Inductor leaves it
+    fx graph ----look----> Found, and Inductor's code --+
+    torch's cache, see stored.py: Found, and the code --+--finish--> what is called
+                                                            nothing in the way: captured in one piece
+                                                            something is: Inductor's scheduler cut the code around it,
+                                                              and its pieces are captured
+                                                            nothing to capture: as Inductor leaves it
 
 Inductor is told not to make CUDA graphs itself; what it tells of the compiled graph is read off it: mutated inputs,
 constants, the pieces with what of theirs is an input or output of the graph.
@@ -19,71 +22,79 @@ from torch.fx import GraphModule
 from . import _compat, counters, tree
 from .check import capture_device
 from .driver import CaptureDriver
-from .graphs import Analysis, Boxed, analyse, report, tell, uncaptured, whole_piece
+from .graphs import Boxed, Kind, analyse, report, tell, uncaptured
 from .options import Options
 from .placeholder import PlaceholderInfo
 from .prepare import prepare
+from .stored import Found, found_of
 from .tree import Piece
 
 if TYPE_CHECKING:
     from .backend import Compilation
 
-__all__ = ["capture_partitions", "inner_compile", "pieces_of"]
+__all__ = ["capture_partitions", "finish", "inner_compile", "pieces_of"]
 
 
 def inner_compile(compilation: Compilation, inner: Callable[..., Any]) -> Callable[..., Any]:
     """An `inner_compile` for Inductor that compiles with `inner` and captures what comes out."""
 
     def compile_graph(gm: GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
-        options = compilation.options
         kind = compilation.kind(
             gm,
             is_backward=bool(kwargs.get("is_backward")),
             is_inference=bool(kwargs.get("is_inference")),
             static=kwargs.get("static_input_idxs"),
         )
-        device = capture_device(gm, compilation.device_type)
-        if device is not None:
-            prepare(gm, device, numbers=False)  # Inductor moves numbers itself
-        analysis = analyse(gm, kind, options, compilation.device_type)
-        # Inductor's kernels write to inputs in the middle of the code: whose they are, the tree finds out
-        blocked = tuple(b for b in analysis.blockers if "the caller's own" not in b.reason)
-        analysis = dataclasses.replace(analysis, blockers=blocked)
-        if options.or_error or device is None:
-            report(analysis, options)
-        # names and lines are read now: Inductor's passes change the graph
-        about = None if device is None else whole_piece(gm, kind, device)
-        with _compat.inductor_capture_settings(cut=bool(blocked)):
+        found = look(gm, kind, compilation)
+        with _compat.inductor_capture_settings(cut=bool(found.verdict.blockers)):
             code = inner(gm, inputs, **{**kwargs, "cudagraphs": _compat.no_cudagraphs()})
         if not _compat.is_compiled_graph(code):
             return code
-        if about is None and not analysis.idle:
-            _compat.set_callable(code, uncaptured(_compat.callable_of(code)))
-        if about is None:
-            return code
-        about = dataclasses.replace(
-            about,
-            mutated_inputs=_compat.mutated_inputs(code),
-            constants=_compat.constants_of(code),
-        )
-        return _capture(code, about, analysis, compilation)
+        if compilation.store is not None:
+            compilation.store.keep(found)
+        return finish(code, found, compilation)
 
     return compile_graph
 
 
-def _capture(code: Any, about: Piece, analysis: Analysis, compilation: Compilation) -> Any:
-    """What AOTAutograd is to call: `code` with its pieces captured, or where that is one piece, the tree itself, which
-    spares each call the 3 us that `code` takes to look for a profiler and to close its metrics."""
-    options, driver = compilation.options, compilation.driver
+def look(gm: GraphModule, kind: Kind, compilation: Compilation) -> Found:
+    """What can be captured of `gm`, which is made ready for it. Raises `NotCapturableError` with `or_error`."""
+    options = compilation.options
+    device = capture_device(gm, compilation.device_type)
+    if device is not None:
+        prepare(gm, device, numbers=False)  # Inductor moves numbers itself
+    analysis = analyse(gm, kind, options, compilation.device_type)
+    # Inductor's kernels write to inputs in the middle of the code: whose they are, the tree finds out
+    blocked = tuple(b for b in analysis.blockers if "the caller's own" not in b.reason)
+    analysis = dataclasses.replace(analysis, blockers=blocked)
+    if options.or_error:
+        report(analysis, options)  # before it is compiled for nothing
+    return found_of(gm, kind, analysis)
+
+
+def finish(code: Any, found: Found, compilation: Compilation) -> Any:
+    """What AOTAutograd is to call: `code`, compiled now or loaded from a cache, with its pieces captured, or where that
+    is one piece, the tree itself, which spares each call the 3 us that `code` takes to look for a profiler and to close
+    its metrics."""
+    options, driver, verdict = compilation.options, compilation.driver, found.verdict
+    if found.piece is None:
+        report(verdict, options)
+        if not verdict.idle:
+            _compat.set_callable(code, uncaptured(_compat.callable_of(code)))
+        return code
+    about = dataclasses.replace(
+        found.piece, mutated_inputs=_compat.mutated_inputs(code), constants=_compat.constants_of(code)
+    )
     said = _compat.reason_of_inductor(code)
-    if not analysis.blockers and said is None:
+    if not verdict.blockers and said is None:
         run = tree.capture(dataclasses.replace(about, run=_compat.callable_of(code)), options, driver)
         run.code = code  # type: ignore[attr-defined]  # lives as long
+        _compat.stored_as(run, code)
         return run
     maps = (_compat.partitions_of(code) or []) if said is None else []
     if said is not None:
         tell(f"{about.name} can't be captured; Inductor says: {said}", "it runs as it is", (said,), options)
-    report(analysis, options, captured_count=len(maps))
+    report(verdict, options, captured_count=len(maps))
     if maps:
         counters.add("partitions")
         _compat.set_callable(code, capture_partitions(code, about, maps, options, driver))

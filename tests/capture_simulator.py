@@ -222,7 +222,12 @@ class _Capturing(TorchDispatchMode):
             return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
 
         meta_args, meta_kwargs = tree_map_only(torch.Tensor, on_meta, (args, kwargs))
-        if "device" in kwargs or not any(isinstance(x, torch.Tensor) for x in _leaves((args, kwargs))):
+        leaves = _leaves((args, kwargs))
+        if any(isinstance(x, torch.device) for x in leaves):
+            meta_args, meta_kwargs = tree_map_only(
+                torch.device, lambda _: torch.device("meta"), (meta_args, meta_kwargs)
+            )
+        elif "device" in kwargs or not any(isinstance(x, torch.Tensor) for x in leaves):
             meta_kwargs = {**meta_kwargs, "device": "meta"}
         if "generator" in kwargs:
             meta_kwargs = {**meta_kwargs, "generator": None}

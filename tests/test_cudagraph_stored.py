@@ -1,0 +1,284 @@
+"""What is known of a graph's captures travels with its code in torch's cache: a warm start says and does what the cold
+one did, or compiles again and says why.
+
+Programs are compiled by Inductor into calls of aten (`fallback_by_default`): no C++ is built, and the simulator can
+capture them. Inductor's scheduler cuts operators out where all devices are said to be GPUs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import pickle
+import uuid
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from capture_simulator import Simulator
+from pieces import CUDA, Noted, traced
+from torch import nn
+
+import aot_hooks
+import cudagraph
+from aot_hooks import captured
+from aot_hooks.backend import aot_hooks as hooks_backend
+from cudagraph import backend, stored, tree
+from cudagraph.backend import Compilation
+from cudagraph.graphs import Kind, analyse
+from cudagraph.options import Options
+
+INDUCTOR = Options.parse({"inner": "inductor"})
+
+
+@torch.library.custom_op("cudagraph_stored_tests::scaled", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
+def scaled(x: torch.Tensor, by: float) -> torch.Tensor:
+    return x * by
+
+
+scaled.register_fake(lambda x, by: torch.empty_like(x))
+scaled.register_autograd(
+    lambda ctx, grad: (scaled(grad, ctx.by), None),
+    setup_context=lambda ctx, inputs, output: setattr(ctx, "by", inputs[1]),
+)
+
+
+# --- without compiling: graphs of fake CUDA tensors ---
+
+
+def step(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    y = (x @ w).sin()
+    w.add_(1)
+    z = scaled(y, 2.0).cos() * y
+    return y, z.cpu()
+
+
+def found_in(fn: Callable[..., Any], trace: Callable[[int], str | None] = lambda i: f'  File "m.py", line {i}, in f'):
+    gm = traced(fn, lambda: (torch.randn(4, 4, device=CUDA), torch.randn(4, 4, device=CUDA)))
+    for i, node in enumerate(gm.graph.nodes):
+        node.meta["stack_trace"] = trace(i)
+    kind = Kind("forward 7", static_inputs=(1,), returned_count=1)
+    return gm, stored.found_of(gm, kind, analyse(gm, kind, INDUCTOR, "cuda"))
+
+
+def as_data(found: stored.Found) -> Any:
+    return found.verdict, None if found.piece is None else piece_as_data(found.piece), found.operators
+
+
+def piece_as_data(piece: tree.Piece) -> dict[str, Any]:
+    named = {f.name: getattr(piece, f.name) for f in dataclasses.fields(piece)}
+    return {**named, "run": None, "constants": [c.tolist() for c in piece.constants]}
+
+
+def kept(gm: torch.fx.GraphModule, *found: stored.Found, monkeypatch: pytest.MonkeyPatch) -> bytes:
+    data: list[bytes] = []
+    monkeypatch.setattr(stored._compat, "beside_entry", lambda: data.append)
+    store = stored.Store(gm, INDUCTOR, "cuda")
+    for each in found:
+        store.keep(each)
+    return data[-1]
+
+
+@pytest.mark.core
+def test_what_is_kept_comes_back_with_the_lines_of_the_program_that_takes_it(monkeypatch) -> None:
+    gm, found = found_in(step)
+    assert [b.op for b in found.verdict.blockers] == [str(scaled._opoverload), "aten._to_copy.default"]
+    assert found.piece is not None and found.piece.placeholders[1].mutating_use_stack_trace is not None
+    attached = kept(gm, found, monkeypatch=monkeypatch)
+    (same,) = stored.Store(gm, INDUCTOR, "cuda").take(attached, ("forward",))
+    assert as_data(same) == as_data(found)
+    moved, expected = found_in(step, lambda i: f'  File "renamed.py", line {i + 100}, in g')
+    store = stored.Store(moved, INDUCTOR, "cuda")
+    (taken,) = store.take(attached, ("forward",))
+    assert as_data(taken) == as_data(expected) != as_data(found)
+    assert store.refused == ""
+    named = taken.named("forward 3")
+    assert named.verdict.kind.name == named.piece.name == "forward 3"
+    with pytest.raises(AssertionError, match="before its code"):
+        taken.piece.run([])
+
+
+@pytest.mark.core
+def test_what_is_stored_for_another_program_is_refused_with_the_reason(monkeypatch) -> None:
+    gm, found = found_in(step)
+    attached = kept(gm, found, monkeypatch=monkeypatch)
+
+    def reason(data: bytes | None, *words: str, graph: torch.fx.GraphModule = gm) -> str:
+        store = stored.Store(graph, INDUCTOR, "cuda")
+        assert store.take(data, words or ("forward",)) is None
+        return store.refused
+
+    assert "nothing of its captures" in reason(None)
+    for cut in (attached[:-40], attached[: len(attached) // 2], b""):
+        assert "cannot be read" in reason(cut)
+    assert "has format 0; expected 1" in reason(pickle.dumps((0, "", ())))
+    assert "it is of forward and backward; stored of captures: forward" in reason(attached, "forward", "backward")
+    small, _ = found_in(lambda x, w: (x @ w,))
+    assert "nodes that this graph does not have" in reason(attached, graph=small)
+    gm_2, strange = found_in(step)
+    gm_2.graph.find_nodes(op="placeholder")[0].meta["stack_trace"] = "nowhere"
+    elsewhere = kept(gm_2, strange, monkeypatch=monkeypatch)
+    assert "a line of its messages is of no operator" in reason(elsewhere)
+    monkeypatch.setattr(stored, "is_host_operator", lambda operator: True)
+    assert "scaled.default is '" in reason(attached) and "host True" in reason(attached)
+
+
+@pytest.mark.core
+def test_what_decides_the_capture_is_in_the_key_and_what_acts_later_is_not(monkeypatch) -> None:
+    gm, _ = found_in(step)
+    keys = [stored.key_of(gm, INDUCTOR, "cuda")]
+    for later in ({"held_outputs": "copy"}, {"rerecord_limit": 1}, {"size_limit": 1}, {"warmup_steps": 3}):
+        assert stored.key_of(gm, dataclasses.replace(INDUCTOR, **later), "cuda") == keys[0]
+    keys.append(stored.key_of(gm, dataclasses.replace(INDUCTOR, or_error=True), "cuda"))
+    keys.append(stored.key_of(gm, INDUCTOR, "cpu"))
+    keys.append(stored.key_of(found_in(lambda x, w: (x @ w,))[0], INDUCTOR, "cuda"))
+    monkeypatch.setattr(stored, "is_host_operator", lambda operator: True)
+    keys.append(stored.key_of(gm, INDUCTOR, "cuda"))
+    monkeypatch.setattr(stored, "_sources", lambda: "other sources")
+    keys.append(stored.key_of(gm, INDUCTOR, "cuda"))
+    assert len(set(keys)) == len(keys)
+
+
+@pytest.mark.core
+def test_where_it_cannot_be_stored_the_reason_is_said() -> None:
+    assert stored.why_not(INDUCTOR) == ""
+    assert "inner 'aten'" in stored.why_not(Options())
+    with torch._inductor.config.patch(freezing=True):
+        assert stored.why_not(INDUCTOR) == ""
+        with torch.no_grad():
+            assert stored.why_not(INDUCTOR) == "parameters are frozen"
+    with torch._functorch.config.patch(bundled_autograd_cache=True):
+        assert "bundles" in stored.why_not(INDUCTOR)
+    if cudagraph._compat.has("torch._inductor.config.cudagraph_policy"):
+        with torch._inductor.config.patch(cudagraph_policy=object()):
+            assert "cudagraph_policy" in stored.why_not(INDUCTOR)
+
+
+# --- compiled, and taken from torch's cache ---
+
+
+class Net(nn.Module):
+    """With `cut`, an operator that can't be captured stands in the middle of its forward and its backward."""
+
+    def __init__(self, cut: bool) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Linear(4, 16), nn.BatchNorm1d(16), nn.Tanh())
+        self.last = nn.Linear(16, 4)
+        self.cut = cut
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.first(x) * torch.tensor([2.0, 1.0] * 8)
+        if self.cut:
+            y = scaled(y, 2.0)
+        return self.last(nn.functional.dropout(y, 0.5)).sigmoid()
+
+
+@pytest.fixture
+def fresh() -> Iterator[None]:
+    """Keys that no other run has; a cache directory of its own would make Inductor try out the compiler again."""
+    with torch.compiler.config.patch(cache_key_tag=uuid.uuid4().hex):
+        with torch._inductor.config.patch(fallback_by_default=True):
+            yield
+    torch._dynamo.reset()
+    cudagraph.reset()
+
+
+@dataclasses.dataclass
+class Run:
+    """One start: what came out, and all that was said and done."""
+
+    values: list[torch.Tensor]
+    pieces: list[dict[str, Any]]
+    stats: dict[str, int]
+    log: str
+    cache: dict[str, int]
+
+
+class Starts:
+    """Starts the same program again and again, as if each were a process: nothing is left but torch's cache."""
+
+    def __init__(self, hooks: bool, cut: bool, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+        self.hooks, self.cut, self.monkeypatch, self.caplog = hooks, cut, monkeypatch, caplog
+
+    def __call__(self, size: Callable[[int], int] = lambda step: 6, dynamic: bool | None = None, **options: Any) -> Run:
+        torch._dynamo.reset()
+        cudagraph.reset()
+        aot_hooks.reset()
+        torch._dynamo.utils.counters.clear()
+        self.caplog.clear()
+        driver = Noted() if self.cut else Simulator()
+        pieces: list[tree.Piece] = []
+        with self.monkeypatch.context() as m:
+            capture = driver.capture if isinstance(driver, Noted) else tree.capture
+
+            def noting(piece: tree.Piece, *given: Any) -> Any:
+                pieces.append(piece)
+                return capture(piece, *given)
+
+            m.setattr(tree, "capture", noting)
+            m.setattr(captured, "compilation", lambda asked: Compilation(asked, driver))
+            m.setattr(backend, "_numbers", itertools.count())
+            if self.cut:
+                import torch._inductor.scheduler as scheduler
+
+                for kind in (scheduler.BaseSchedulerNode, scheduler.FusedSchedulerNode):
+                    m.setattr(kind, "is_gpu", lambda self: True)
+            values = self.trained(driver, size, dynamic, options)
+        counters = torch._dynamo.utils.counters["aot_autograd"]
+        cache = {k: counters[f"autograd_cache_{k}"] for k in ("hit", "miss", "bypass")}
+        log = "\n".join(r.getMessage() for r in self.caplog.records if r.name == "cudagraph")
+        return Run(values, list(map(piece_as_data, pieces)), cudagraph.stats(), log, cache)
+
+    def trained(
+        self, driver: Any, size: Callable[[int], int], dynamic: bool | None, options: Any
+    ) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = Net(self.cut)
+        if self.hooks:
+            kept = {"options": {"cudagraphs": options or True}}
+            compiled: Any = torch.compile(model, backend=hooks_backend, dynamic=dynamic, **kept)
+        else:
+            with_driver = backend.backend_with(driver, {"inner": "inductor", **options})
+            compiled = torch.compile(model, backend=with_driver, dynamic=dynamic)
+        seen = []
+        for number in range(4):
+            torch.manual_seed(number)
+            x = torch.randn(size(number), 4, requires_grad=True)
+            with aot_hooks.saved_tensors_policy(aot_hooks.cast(torch.bfloat16) if self.hooks else aot_hooks.KEEP):
+                y = compiled(x)
+            y.square().sum().backward()
+            seen += [y.detach().clone(), x.grad.clone(), *(p.grad.clone() for p in model.parameters())]
+            model.zero_grad()
+        return seen + [b.clone() for b in model.buffers()]
+
+
+HIT, MISS = {"hit": 1, "miss": 0, "bypass": 0}, {"hit": 0, "miss": 1, "bypass": 0}
+
+
+@pytest.mark.core
+@pytest.mark.slow
+@pytest.mark.parametrize("cut", [False, True])
+@pytest.mark.parametrize("hooks", [False, True])
+def test_a_warm_start_says_and_does_what_the_cold_one_did(fresh, monkeypatch, caplog, hooks, cut) -> None:
+    start = Starts(hooks, cut, monkeypatch, caplog)
+    cold, warm = start(), start()
+    assert (cold.cache, warm.cache) == (MISS, HIT)
+    stats = aot_hooks.cache_stats()
+    assert (stats["hits"], stats["misses"], stats["bypasses"]) == (int(hooks), 0, 0)
+    with torch._functorch.config.patch(enable_autograd_cache=False):
+        uncached = start()
+    for a, b, c in zip(cold.values, warm.values, uncached.values, strict=True):
+        assert torch.equal(a, b) and torch.equal(a, c)
+    assert warm.pieces == cold.pieces == uncached.pieces
+    assert warm.stats == cold.stats == uncached.stats
+    assert warm.log == cold.log == uncached.log
+    if cut:
+        names = [f"{word} 0, part {i} of 2" for word in ("forward", "backward") for i in (1, 2)]
+        assert [piece["name"] for piece in warm.pieces] == names
+        assert "y = scaled(y, 2.0)" in warm.log and "2 parts of it captured" in warm.log
+    else:
+        assert [piece["name"] for piece in warm.pieces] == ["forward 0", "backward 0"]
+        assert (warm.stats["recordings"], warm.stats["replays"], warm.stats["skips"]) == (2, 4, 0)
+        assert any(piece["constants"] for piece in warm.pieces) and warm.log == ""
+    assert sum(len(piece["static_inputs"]) for piece in warm.pieces) > 0
