@@ -111,7 +111,7 @@ def through_cache(
         gm, inputs, ambient, regions, options, roots: see `key_of`.
         plans: where compiling puts what it decided.
         compile_graph: to call `compiling()` before each graph that is compiled.
-        refused: why `compile_graph` gave an entry up that it was offered, "" if it did not.
+        refused: why `compile_graph` did not take an entry that it was offered, "" if it did.
     """
     _use_writable_directory()
     if not _compat.autograd_cache_is_on():
@@ -159,7 +159,7 @@ def through_cache(
 
     with _without_dynamos_copies(gm), _compat.autograd_cache(key.digest, normalized, refuse, give_up) as event:
         compiled = compile_graph(compiling)
-    event.refused = event.refused or refused()
+    event.bypass = event.bypass or refused()
     if not event.compiled:
         plans.extend(stored)
     _tell(key, event)

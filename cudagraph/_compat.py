@@ -361,14 +361,15 @@ def _beside(entry: Any) -> bytes | None:
 @contextlib.contextmanager
 def captures_in_cache(
     key: str,
-    take: Callable[[bytes | None, tuple[str, ...]], Sequence[Any] | None],
+    take: Callable[[bytes | None, tuple[str, ...]], Sequence[Any]],
+    refused: type[Exception],
     finish: Callable[[Any, Any], Any],
 ) -> Iterator[None]:
     """What is compiled inside, on this thread, has `key` in its key of torch's cache of AOTAutograd's results.
 
     Of an entry that is found, `take(data beside it, ("forward", "backward") or ("inference",))` says what is known of
-    its graphs, or None: then it counts as not there. Otherwise `finish(code, known)` makes of the code of each graph
-    what is to be called. Both are asked before torch builds anything on them.
+    its graphs, and `finish(code, known)` makes of the code of each what is to be called. If `take` raises `refused`,
+    all is compiled as where there is no cache.
 
     Two functions of `torch._functorch._aot_autograd.autograd_cache` are called through ours and put back on exit, as
     `aot_hooks` does, which may be around us or not; who compiles holds Dynamo's lock, so nobody else is between. On the
@@ -393,9 +394,10 @@ def captures_in_cache(
         entry = result[0]
         loaded = [entry.compiled_fw] if entry.compiled_bw is None else [entry.compiled_fw, entry.compiled_bw]
         words = ("inference",) if entry.compiled_bw is None else ("forward", "backward")
-        known = take(_beside(entry), words)
-        if known is None:
-            return None
+        try:
+            known = take(_beside(entry), words)
+        except refused as e:
+            raise module.BypassAOTAutogradCache(str(e)) from e
         for each, of_it in zip(loaded, known, strict=True):
             each.post_compile = _finishing(each, of_it, finish)
         return result

@@ -88,14 +88,15 @@ class Compilation:
 
     Attributes:
         options, driver: how and with what to capture.
-        number: in the names of its graphs.
+        number: in the names of its graphs; the next one when the first of them is named, if it is not given. (torch may
+            begin a compilation anew, which warm starts don't see.)
         static_names: the forward's inputs that are parameters or buffers; in the backward they have the same names.
         store: what goes into torch's cache and comes out of it, once `through_cache` was entered.
     """
 
     options: Options
     driver: CaptureDriver | None = None
-    number: int = field(default_factory=lambda: next(_numbers))
+    number: int | None = None
     static_names: set[str] = field(default_factory=set)
     store: stored.Store | None = None
 
@@ -126,6 +127,8 @@ class Compilation:
         return dataclasses.replace(kind, name=self._name(kind))
 
     def _name(self, kind: Kind) -> str:
+        if self.number is None:
+            self.number = next(_numbers)
         return f"{kind.word} {self.number}"
 
     def aten_compilers(self) -> dict[str, Callable[..., Boxed]]:

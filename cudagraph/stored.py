@@ -32,18 +32,23 @@ from torch.fx import GraphModule
 
 from . import _compat
 from .check import Blocker, is_host_operator
+from .errors import CudaGraphError
 from .graphs import Analysis, Kind, Verdict, whole_piece
 from .options import Options
 from .placeholder import PlaceholderInfo, source_line
 from .tree import Piece
 
-__all__ = ["Found", "Store", "found_of", "key_of", "why_not"]
+__all__ = ["Found", "Refused", "Store", "found_of", "key_of", "why_not"]
 
 log = logging.getLogger("cudagraph")
 
 _FORMAT = 1
 Operator = tuple[str, str]  # name, what it says of itself
 Trace = str | None
+
+
+class Refused(CudaGraphError):
+    """What is stored is not for this program."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -168,38 +173,39 @@ class Store:
         if self._beside is not None:
             self._beside(pickle.dumps((_FORMAT, self.cannot, tuple(self.kept.values()))))
 
-    def take(self, attached: bytes | None, words: tuple[str, ...]) -> tuple[Found, ...] | None:
-        """The graphs called `words` of an entry beside which `attached` is stored; None if it can't be taken."""
+    def take(self, attached: bytes | None, words: tuple[str, ...]) -> tuple[Found, ...]:
+        """The graphs called `words` of an entry beside which `attached` is stored.
+
+        Raises `Refused` if it can't be. Nothing is stored in its place: it would be found again, and refused again.
+        """
         try:
-            found = self._read(attached, words)
-        except _Refused as e:
+            return self._read(attached, words)
+        except Refused as e:
             self.refused = str(e)
             log.info("an entry of torch's cache is not taken: %s", e)
-            return None
-        self.refused = ""
-        return found
+            raise
 
     def _read(self, attached: bytes | None, words: tuple[str, ...]) -> tuple[Found, ...]:
         if attached is None:
-            raise _Refused("nothing of its captures is stored beside it")
+            raise Refused("nothing of its captures is stored beside it")
         try:
             version, *rest = pickle.loads(attached)
         except _UNREADABLE as e:
-            raise _Refused(f"what is stored of its captures cannot be read ({type(e).__name__}: {e})") from e
+            raise Refused(f"what is stored of its captures cannot be read ({type(e).__name__}: {e})") from e
         if version != _FORMAT:
-            raise _Refused(f"what is stored of its captures has format {version}; expected {_FORMAT}")
+            raise Refused(f"what is stored of its captures has format {version}; expected {_FORMAT}")
         cannot, stored = rest
         if cannot:
-            raise _Refused(cannot)
+            raise Refused(cannot)
         by_word = {found.word: found for found in stored}
         if set(by_word) != set(words):
-            raise _Refused(f"it is of {' and '.join(words)}; stored of captures: {' and '.join(by_word)}")
+            raise Refused(f"it is of {' and '.join(words)}; stored of captures: {' and '.join(by_word)}")
         for found in stored:
             for name, said in found.operators:
                 operator = _compat.operator_called(name)
                 now = None if operator is None else _said_by(operator)
                 if now != said:
-                    raise _Refused(f"operator {name} is '{now or 'unknown'}' here; it was '{said}' when it was stored")
+                    raise Refused(f"operator {name} is '{now or 'unknown'}' here; it was '{said}' when it was stored")
         return tuple(by_word[word].with_traces(self._from_number) for word in words)
 
     def _to_number(self, trace: Trace) -> Trace:
@@ -218,19 +224,15 @@ class Store:
         if number is None:
             return None
         if int(number) >= len(self.traces):
-            raise _Refused("it names nodes that this graph does not have")
+            raise Refused("it names nodes that this graph does not have")
         return self.traces[int(number)]
 
     @contextlib.contextmanager
     def through_cache(self, finish: Callable[[Any, Found], Any]) -> Iterator[None]:
         """What Inductor compiles inside, on this thread, goes through torch's AOTAutograd cache by a key of its own;
         `finish(code, found)` makes of code that was found there what is to be called."""
-        with _compat.captures_in_cache(self.key, self.take, finish):
+        with _compat.captures_in_cache(self.key, self.take, Refused, finish):
             yield
-
-
-class _Refused(Exception):
-    """What is stored is not for this program."""
 
 
 # what the pickle of another version, or one that is damaged, may raise

@@ -22,8 +22,9 @@ from torch import nn
 
 import aot_hooks
 import cudagraph
-from aot_hooks import captured
+from aot_hooks import cache, captured
 from aot_hooks.backend import aot_hooks as hooks_backend
+from aot_hooks.errors import CacheWarning
 from cudagraph import backend, stored, tree
 from cudagraph.backend import Compilation
 from cudagraph.graphs import Kind, analyse
@@ -106,7 +107,9 @@ def test_what_is_stored_for_another_program_is_refused_with_the_reason(monkeypat
 
     def reason(data: bytes | None, *words: str, graph: torch.fx.GraphModule = gm) -> str:
         store = stored.Store(graph, INDUCTOR, "cuda")
-        assert store.take(data, words or ("forward",)) is None
+        with pytest.raises(stored.Refused) as raised:
+            store.take(data, words or ("forward",))
+        assert store.refused == str(raised.value)
         return store.refused
 
     assert "nothing of its captures" in reason(None)
@@ -200,8 +203,9 @@ class Starts:
 
     def __init__(self, hooks: bool, cut: bool, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
         self.hooks, self.cut, self.monkeypatch, self.caplog = hooks, cut, monkeypatch, caplog
+        self.backend: Any = None  # another than ours
 
-    def __call__(self, size: Callable[[int], int] = lambda step: 6, dynamic: bool | None = None, **options: Any) -> Run:
+    def __call__(self, dynamic: bool | None = None, **options: Any) -> Run:
         torch._dynamo.reset()
         cudagraph.reset()
         aot_hooks.reset()
@@ -224,27 +228,25 @@ class Starts:
 
                 for kind in (scheduler.BaseSchedulerNode, scheduler.FusedSchedulerNode):
                     m.setattr(kind, "is_gpu", lambda self: True)
-            values = self.trained(driver, size, dynamic, options)
+            values = self.trained(driver, dynamic, options)
         counters = torch._dynamo.utils.counters["aot_autograd"]
         cache = {k: counters[f"autograd_cache_{k}"] for k in ("hit", "miss", "bypass")}
         log = "\n".join(r.getMessage() for r in self.caplog.records if r.name == "cudagraph")
         return Run(values, list(map(piece_as_data, pieces)), cudagraph.stats(), log, cache)
 
-    def trained(
-        self, driver: Any, size: Callable[[int], int], dynamic: bool | None, options: Any
-    ) -> list[torch.Tensor]:
+    def trained(self, driver: Any, dynamic: bool | None, options: Any) -> list[torch.Tensor]:
         torch.manual_seed(0)
         model = Net(self.cut)
         if self.hooks:
             kept = {"options": {"cudagraphs": options or True}}
             compiled: Any = torch.compile(model, backend=hooks_backend, dynamic=dynamic, **kept)
         else:
-            with_driver = backend.backend_with(driver, {"inner": "inductor", **options})
-            compiled = torch.compile(model, backend=with_driver, dynamic=dynamic)
+            ours = backend.backend_with(driver, {"inner": "inductor", **options})
+            compiled = torch.compile(model, backend=self.backend or ours, dynamic=dynamic)
         seen = []
         for number in range(4):
             torch.manual_seed(number)
-            x = torch.randn(size(number), 4, requires_grad=True)
+            x = torch.randn(6, 4, requires_grad=True)
             with aot_hooks.saved_tensors_policy(aot_hooks.cast(torch.bfloat16) if self.hooks else aot_hooks.KEEP):
                 y = compiled(x)
             y.square().sum().backward()
@@ -261,6 +263,7 @@ HIT, MISS = {"hit": 1, "miss": 0, "bypass": 0}, {"hit": 0, "miss": 1, "bypass": 
 @pytest.mark.parametrize("cut", [False, True])
 @pytest.mark.parametrize("hooks", [False, True])
 def test_a_warm_start_says_and_does_what_the_cold_one_did(fresh, monkeypatch, caplog, hooks, cut) -> None:
+    monkeypatch.setattr(cache._stats, "warned", set())
     start = Starts(hooks, cut, monkeypatch, caplog)
     cold, warm = start(), start()
     assert (cold.cache, warm.cache) == (MISS, HIT)
@@ -282,3 +285,44 @@ def test_a_warm_start_says_and_does_what_the_cold_one_did(fresh, monkeypatch, ca
         assert (warm.stats["recordings"], warm.stats["replays"], warm.stats["skips"]) == (2, 4, 0)
         assert any(piece["constants"] for piece in warm.pieces) and warm.log == ""
     assert sum(len(piece["static_inputs"]) for piece in warm.pieces) > 0
+    if not hooks:
+        return
+
+    def refuse(*_: Any) -> Any:
+        raise stored.Refused("it is for a test")
+
+    monkeypatch.setattr(stored.Store, "_read", refuse)
+    with pytest.warns(CacheWarning, match="compiled anew in each process, because it is for a test"):
+        again = start()
+    assert again.cache == {"hit": 0, "miss": 0, "bypass": 1} and again.pieces == warm.pieces
+    assert all(map(torch.equal, again.values, warm.values))
+    assert aot_hooks.cache_stats()["reasons"] == {"bypass: it is for a test": 1}
+
+
+@pytest.mark.slow
+def test_options_that_act_when_graphs_run_act_on_what_was_loaded(fresh, monkeypatch, caplog) -> None:
+    start = Starts(False, False, monkeypatch, caplog)
+    cold = start(dynamic=True)
+    warm = start(dynamic=True, warmup_steps=2, held_outputs="copy")
+    assert (cold.cache["hit"], warm.cache["hit"]) == (0, 1)  # torch begins such graphs anew: there are misses, too
+    assert all(map(torch.equal, cold.values, warm.values)) and cold.pieces == warm.pieces
+    assert (cold.stats["warmups"], warm.stats["warmups"]) == (2, 4)
+    strict = [start(or_error=True, dynamic=True) for _ in range(2)]
+    assert [run.cache["hit"] for run in strict] == [0, 1]  # what it lets pass is another matter
+    blocked = Starts(False, True, monkeypatch, caplog)
+    for _ in range(2):
+        with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="can't be captured whole") as raised:
+            blocked(or_error=True)
+        assert "y = scaled(y, 2.0)" in str(raised.value)
+
+
+@pytest.mark.slow
+def test_entries_of_stock_inductor_are_not_ours_and_ours_not_its(fresh, monkeypatch, caplog) -> None:
+    ours, stock = Starts(False, False, monkeypatch, caplog), Starts(False, False, monkeypatch, caplog)
+    stock.backend = "inductor"
+    with torch._inductor.config.patch({"triton.cudagraphs": False}):  # as ours is: else the keys differ by that alone
+        first = stock()
+        runs = [ours(), stock(), ours()]
+    assert [run.cache for run in (first, *runs)] == [MISS, MISS, HIT, HIT]
+    assert [len(run.pieces) for run in (first, *runs)] == [0, 2, 0, 2]
+    assert all(map(torch.equal, first.values, runs[2].values))
