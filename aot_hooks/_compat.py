@@ -16,11 +16,13 @@ import inspect
 import re
 import sys
 import threading
+import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
 from torch.fx import GraphModule, Node
+from torch.fx.experimental.symbolic_shapes import guard_scalar
 
 from .errors import UnsupportedTorchError
 
@@ -39,6 +41,7 @@ SYMBOLS = {
     "torch._dynamo.comptime.comptime": "contexts inside a compiled function",
     "torch._dynamo.assume_constant_result": "contexts inside a compiled function",
     "torch._dynamo.exc.BackendCompilerFailed": "errors of contexts inside a compiled function",
+    "torch._dynamo.exc.Unsupported": "numbers that change in hooks of a context inside a compiled function",
     "torch._dynamo.exc.TorchDynamoException": "reports of scripts with a module that cannot be planned",
     "torch._dynamo.source.Source": "contexts inside a compiled function",
     "torch._dynamo.guards.install_guard": "recompiling when a hook inside a compiled function changes",
@@ -142,18 +145,35 @@ def top_hooks() -> tuple[Any, Any] | None:
     return hooks
 
 
-@contextlib.contextmanager
-def hooks_pushed(pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]) -> Iterator[None]:
-    push_hooks(pack, unpack)
-    try:
-        yield
-    finally:
-        pop_hooks()
-
-
 _disabled_message = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message
 _disable = torch._C._autograd._saved_tensors_hooks_disable
 _enable = torch._C._autograd._saved_tensors_hooks_enable
+
+
+@contextlib.contextmanager
+def hooks_pushed(pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]) -> Iterator[None]:
+    """The pair on top, also inside `torch.autograd.graph.disable_saved_tensors_hooks`, where torch refuses a push."""
+    before = _disabled_message()
+    _enable()
+    try:
+        push_hooks(pack, unpack)
+        try:
+            yield
+        finally:
+            pop_hooks()
+    finally:
+        if before is not None:
+            _disable(before, False)
+
+
+def allow_hooks() -> None:
+    """Undo a `disable_saved_tensors_hooks` whose end an exception has skipped.
+
+    Dynamo leaves hooks disabled for the thread when it can't trace a torch.func transform inside a context, and from
+    then on torch refuses every hook, activation checkpointing's too. Goes when Dynamo puts this back itself.
+    """
+    if _disabled_message() is not None:
+        _enable()
 
 
 def call_without_hooks(fn: Callable[..., Any], args: Sequence[Any]) -> Any:
@@ -219,11 +239,41 @@ def _constant_of(context: Any, variable: Any) -> Any:
         read = getattr(variable, "var_getattr", None) or variable.tp_getattro_impl
         return kind(**{name: _constant_of(context, read(tx, name)) for name in fields})
     try:
-        return variable.as_python_constant()
+        return _closed_over(context, variable) if made_inside else _number(variable)
     except Exception as e:
         if not hasattr(variable, "value"):
             raise TypeError(f"{type(variable).__name__}: {e}") from e
         return variable.value
+
+
+def _number(variable: Any) -> Any:
+    """The constant behind `variable`; a number that Dynamo made symbolic when it changed is pinned to what it is now,
+    because a hook says one number: another recompiles."""
+    number = getattr(variable, "sym_num", None)
+    return variable.as_python_constant() if number is None else guard_scalar(number)
+
+
+def _closed_over(context: Any, variable: Any) -> Any:
+    """`_number`, and a function that was made in the compiled one with the numbers that it closes over.
+
+    Dynamo has no constant for a function over a symbolic number. Stands on `closure`, `f_globals` and `load_cell`; 2.11
+    to 2.15.
+    """
+    variable = variable.realize() if hasattr(variable, "realize") else variable
+    if getattr(variable, "closure", None) is None or not hasattr(variable, "f_globals"):
+        return _number(variable)
+    try:
+        return variable.as_python_constant()
+    except (NotImplementedError, need("torch._dynamo.exc.Unsupported")):
+        tx = context._i_will_not_complain_if_bc_breaks_InstructionTranslator()
+        if any(getattr(variable, name, None) for name in ("defaults", "kwdefaults")):
+            raise  # numbers among defaults are looked at by Dynamo alone
+        contents = [tx.output.side_effects.load_cell(cell) for cell in variable.closure.items]
+        if variable in contents:
+            raise  # it calls itself
+        cells = tuple(types.CellType(_closed_over(context, content)) for content in contents)
+        name = variable.fn_name.as_python_constant()
+        return types.FunctionType(variable.get_code(), variable.f_globals, name, None, cells)
 
 
 def backend_failure(backend: str, error: Exception) -> Exception:

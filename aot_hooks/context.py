@@ -168,6 +168,7 @@ class _entered:
     @_compat.untraced
     def __exit__(self, *exc: object) -> None:
         _compat.pop_hooks()
+        _compat.allow_hooks()  # as it was on entry, or the pair couldn't have been pushed
         settle()
 
 

@@ -72,6 +72,10 @@ class Hook:
     def __repr__(self) -> str:
         return self.name
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # KEEP is told by identity, so copies of it and what is unpickled are KEEP itself
+        return "KEEP" if self is KEEP else super().__reduce_ex__(protocol)
+
 
 def _same(x: Any) -> Any:
     return x

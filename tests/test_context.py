@@ -238,6 +238,26 @@ def test_a_refused_entry_leaves_nothing_on_the_stack() -> None:
     assert top_of_stack() is None
 
 
+def test_compiles_where_hooks_are_disabled(model: Chain, x: Tensor) -> None:
+    """torch refuses to push hooks there; graphs may still inline those of a policy."""
+    with torch.autograd.graph.disable_saved_tensors_hooks("none here"):
+        got = gradients(compiled(model, policy=Hook("quadruple", *quadruple)), model, x)
+        with pytest.raises(RuntimeError, match="none here"), saved_tensors_hooks(*quadruple):
+            pass
+    assert_same(got, hand_gradients(model, x, h=4))
+    assert top_of_stack() is None
+
+
+@pytest.mark.core
+def test_torch_func_in_a_context_leaves_hooks_usable(model: Chain, x: Tensor) -> None:
+    """Footgun avoided: Dynamo fails there, as in stock torch, and leaves hooks disabled for the rest of the thread."""
+    with pytest.raises(Exception, match="don't yet support saved tensor hooks"), saved_tensors_hooks(*quadruple):
+        compiled(torch.func.grad(lambda x: model(x).sum()))(x.detach())
+    with saved_tensors_hooks(*quadruple):
+        got = gradients(compiled(model), model, x)
+    assert_same(got, hand_gradients(model, x, h=4))
+
+
 def test_hooks_on_the_stack_are_seen_by_no_graph_that_inlined_them(model: Chain, x: Tensor) -> None:
     """Footgun avoided: the ambient pair must not be applied a second time to what the graph has packed already."""
     call = compiled(model)

@@ -5,6 +5,7 @@ Values first (plain rows, no graph), then what a model saves, then sizes and rec
 
 from __future__ import annotations
 
+import copy
 import pickle
 import subprocess
 import sys
@@ -182,6 +183,7 @@ def test_is_a_value(make: Any) -> None:
     assert policy == again and hash(policy) == hash(again) and {policy: 1}[again] == 1
     assert policy != other
     assert pickle.loads(pickle.dumps(policy)) == policy
+    assert pickle.loads(pickle.dumps(KEEP)) is copy.deepcopy(KEEP) is KEEP  # told by identity
     with pytest.raises(AttributeError):
         policy.hook = KEEP
 

@@ -297,6 +297,23 @@ def test_hooks_made_anew_each_step_are_one_graph(model: Chain, x: Tensor) -> Non
     assert graph_count() - before == 2
 
 
+@pytest.mark.core
+def test_a_number_that_changes_recompiles_once(model: Chain, x: Tensor) -> None:
+    """Dynamo makes a number symbolic when it changes, and has no constant for a function that closes over one."""
+
+    def forward(x: Tensor, k: float) -> Tensor:
+        pack, unpack = scale(k)
+        h1 = x @ model.weights[0]
+        with saved_tensors_hooks(lambda h: pack(h), unpack):
+            h2 = h1 @ model.weights[1]
+        return h2 @ model.weights[2]
+
+    call, before = compiled(forward), graph_count()
+    for k in (2.0, 2.0, 3.0, 3.0, 5.0, 2.0):
+        assert_same(gradients(lambda x, k=k: call(x, k), model, x), hand_gradients(model, x, h1=k))
+    assert graph_count() - before == 3
+
+
 def test_hooks_given_as_arguments(model: Chain, x: Tensor) -> None:
     def forward(x: Tensor, pack: Any, unpack: Any) -> Tensor:
         h1 = x @ model.weights[0]
