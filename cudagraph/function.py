@@ -106,8 +106,15 @@ class Function:
         line = source_line(trace) or (trace or "").strip()
         return f"output {k} of {self.name}{f', from {line}' if line else ''}"
 
-    def reason_against(self, inputs: Sequence[Any], copied: Iterable[int]) -> str | None:
-        """Why it can't be captured if the tensors at `copied` have to be copied; None if nothing speaks against it."""
+    def reason_against(self, inputs: Sequence[Any], copied: Iterable[int], static: Iterable[int]) -> str | None:
+        """Why it can't be captured; None if nothing speaks against it.
+
+        `copied`: tensors that are to be copied; `static`: those that are read in place.
+        """
+        for i in static:
+            x = inputs[i]
+            if x.device != self.piece.device and x.device.type != "cpu":  # there it is memory of an offload operator
+                return f"{self.input_name(i)} of {self.name} is on {x.device}, not on {self.piece.device}"
         mutated = set(self.piece.mutated_inputs)
         for i in copied:
             x = inputs[i]

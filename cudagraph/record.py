@@ -59,7 +59,7 @@ def _plan(parent: Node, function: Function, inputs: list[Any]) -> Plan:
     tensors = [i for i, x in enumerate(inputs) if isinstance(x, torch.Tensor) and i not in managed]
     static = [i for i in tensors if i in function.static_inputs]
     copied = [i for i in tensors if i not in function.static_inputs]
-    reason = function.reason_against(inputs, copied)
+    reason = function.reason_against(inputs, copied, static)
     if reason is not None:
         raise CannotCapture(reason)
     layouts = {i: layout_of(inputs[i]) for i in managed}
