@@ -4,7 +4,7 @@
                                                              +--no--> its branches go at the tree's next call
     a thread is gone -----------------finalizer--> its trees are due to be closed
 
-    due: closed at once, or when what is captured at the moment has been captured
+    due: closed at once, or when what is captured at the moment has been captured; at the latest with a mark
 
 Finalizers run wherever the garbage collector does: inside of a capture, which would record the copies that closing
 makes instead of making them; inside of a compiler that traces with fake tensors; in a thread that the tree does not

@@ -163,6 +163,8 @@ def mark_step_begin() -> None:
     they begin by themselves only as long as there was no mark. A step whose forward waits for its backward goes on.
     """
     _trees_of_this_thread().marks += 1
+    if dropping.due:
+        dropping.settle()
 
 
 def forget_marks() -> None:
