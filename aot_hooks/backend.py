@@ -223,8 +223,8 @@ def _compile_graph(
             compiled = bypassed(f"captured in CUDA graphs: {why}", compile_graph)
         else:
             options: dict[str, Any] = {"mode": mode, "inductor": patches}
-            if compilation is not None:  # which of its options are in the key, it says itself: see cudagraph/stored.py
-                options["cudagraphs"] = True
+            if compilation is not None:  # which of its options are in the key, it says itself
+                options["cudagraphs"] = compilation.key(gm)
             compiled = through_cache(
                 gm,
                 inputs,

@@ -17,14 +17,17 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import importlib.util
 import json
 import os
 import pathlib
+import re
 import string
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -113,6 +116,8 @@ class Row:
         scope, batch, dynamic, options, config: of the compilation.
         environment: variables of the process.
         renamed: stock torch is asked too.
+        captured: graphs are captured by the simulator of the tests, Inductor's code being calls of aten; a hit must do
+            and say what the row that it needs did.
     """
 
     name: str
@@ -127,6 +132,7 @@ class Row:
     environment: dict[str, str] = field(default_factory=dict)
     seed: int = 0
     renamed: bool = False
+    captured: bool = False
 
 
 _GRAPHS = {"hooks": "make_graph_hooks()"}
@@ -162,6 +168,25 @@ _WRAPPED = {
         "    return pack, unpack\n"
     ),
 }
+_CAPTURED: dict[str, Any] = {
+    "captured": True,
+    "options": {"cudagraphs": True},
+    "config": {"torch._inductor.config.fallback_by_default": True},
+}
+# an operator that is cut out of the code, where Inductor takes the CPU for a GPU
+_CUT = {
+    "padding": (
+        "import torch._inductor.scheduler as scheduler\n"
+        "scheduler.BaseSchedulerNode.is_gpu = scheduler.FusedSchedulerNode.is_gpu = lambda self: True\n\n"
+        "@torch.library.custom_op('cache_rows::same', mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))\n"
+        "def same(x: torch.Tensor) -> torch.Tensor:\n    return x.clone()\n\n"
+        "same.register_fake(torch.empty_like)\n"
+        "same.register_autograd(lambda ctx, grad: same(grad), setup_context=lambda ctx, inputs, output: None)\n"
+    ),
+    "name": "same(h)",
+}
+_CUT_MOVED = _CUT | {"padding": _CUT["padding"] + "# moved\n" * 7, "attribute": "up"}
+_CUT_TAGGED = _CUT | {"padding": _CUT["padding"].replace("cudagraph_unsafe,)", "cudagraph_unsafe, torch.Tag.core)")}
 _SEED = {"pack": "return x.to(torch.float16 if torch.initial_seed() % 2 else torch.bfloat16), x.dtype"}
 _ENVIRONMENT = {"pack": "return x.to(torch.float16 if 'CACHE_ROWS' in os.environ else torch.bfloat16), x.dtype"}
 
@@ -224,6 +249,17 @@ ROWS = (
     Row("fx.wrap leaf with user_cache_hash", "miss", "base", _WRAPPED | {"hooks": "wrapped('1')"}),
     Row("fx.wrap leaf, same", "hit", "fx.wrap leaf with user_cache_hash", _WRAPPED | {"hooks": "wrapped('1')"}),
     Row("fx.wrap leaf, other", "miss", "fx.wrap leaf with user_cache_hash", _WRAPPED | {"hooks": "wrapped('2')"}),
+    Row("captured", "miss", "base", **_CAPTURED),
+    Row("captured, same again", "hit", "captured", **_CAPTURED),
+    Row("captured, renamed attribute", "hit", "captured", {"attribute": "up"}, **_CAPTURED),
+    Row("captured, changed constant", "miss", "captured", {"constant": "1.25"}, **_CAPTURED),
+    Row("captured, or_error", "miss", "captured", **_CAPTURED | {"options": {"cudagraphs": {"or_error": True}}}),
+    Row("captured, size_limit", "hit", "captured", **_CAPTURED | {"options": {"cudagraphs": {"size_limit": 9}}}),
+    Row("captured, CUDA", "miss", "captured", **_CAPTURED | {"captured": False}),
+    Row("captured in pieces", "miss", "base", _CUT, **_CAPTURED),
+    Row("captured in pieces, same again", "hit", "captured in pieces", _CUT, **_CAPTURED),
+    Row("captured in pieces, moved, renamed", "hit", "captured in pieces", _CUT_MOVED, **_CAPTURED),
+    Row("captured in pieces, other tags", "miss", "captured in pieces", _CUT_TAGGED, **_CAPTURED),
     Row("TORCHINDUCTOR_AUTOGRAD_CACHE=0", "bypass", "base", environment={"TORCHINDUCTOR_AUTOGRAD_CACHE": "0"}),
     Row("force_disable_caches", "bypass", "base", environment={"TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1"}),
     Row("TORCHINDUCTOR_FX_GRAPH_CACHE=0", "bypass", "base", environment={"TORCHINDUCTOR_FX_GRAPH_CACHE": "0"}),
@@ -261,7 +297,8 @@ def run_row(row: Row, directory: str | pathlib.Path, *, stock: bool = False, **e
 
 
 def child(row: Row, stock: bool) -> dict[str, Any]:
-    """This process: {"seen", "reasons", "gradient_error", "seconds", "packed_bytes", "saved_bytes", "rows"}."""
+    """This process: {"seen", "reasons", "gradient_error", "seconds", "packed_bytes", "saved_bytes",
+    "captured", "rows"}."""
     import contextlib
     import time
 
@@ -281,24 +318,30 @@ def child(row: Row, stock: bool) -> dict[str, Any]:
             module, _, key = name.rpartition(".")
             setattr(importlib.import_module(module), key, value)
 
+        said = _capturing() if row.captured else {}
+
         def run() -> tuple[list[torch.Tensor], Any, float]:
             torch.manual_seed(7)
             model = program.Model()
+            hooks: Callable[[], Any]
             x = torch.randn(row.batch, 16, requires_grad=True)
             torch.manual_seed(row.seed)
             if stock:
                 compiled = torch.compile(model, dynamic=row.dynamic)
-                context: Any = torch.autograd.graph.saved_tensors_hooks(*program.HOOKS)
+                hooks = functools.partial(torch.autograd.graph.saved_tensors_hooks, *program.HOOKS)
             else:
                 options = {"policy": program.POLICY, **row.options}
                 compiled = torch.compile(model, backend="aot_hooks", dynamic=row.dynamic, options=options)
-                context = contextlib.nullcontext()
+                hooks = contextlib.nullcontext
                 if program.HOOKS is not None:
-                    context = aot_hooks.saved_tensors_hooks(*program.HOOKS, scope=row.scope)
+                    hooks = functools.partial(aot_hooks.saved_tensors_hooks, *program.HOOKS, scope=row.scope)
             started = time.perf_counter()
-            with context:
-                y = compiled(x)
-            y.square().sum().backward()
+            for _ in range(3 if row.captured else 1):  # as it is, recorded, replayed
+                x.grad = None
+                model.zero_grad()
+                with hooks():
+                    y = compiled(x)
+                y.square().sum().backward()
             seconds = time.perf_counter() - started
             return [x.grad, *(p.grad for p in model.parameters())], compiled, seconds
 
@@ -309,6 +352,7 @@ def child(row: Row, stock: bool) -> dict[str, Any]:
             seen = next((s for s in ("hit", "miss", "bypass") if counters[f"autograd_cache_{s}"]), "none")
             return {"seen": seen, "seconds": seconds}
         plans = tuple(aot_hooks.last_plans(compiled))
+        captured = said["found"]() if said else None
         torch._dynamo.reset()
         with torch._functorch.config.patch(enable_autograd_cache=False):
             expected, _, _ = run()
@@ -320,8 +364,40 @@ def child(row: Row, stock: bool) -> dict[str, Any]:
         "seconds": seconds,
         "packed_bytes": sum(p.packed_bytes for p in plans),
         "saved_bytes": sum(p.saved_bytes for p in plans),
+        "captured": captured,
         "rows": [[d.saved.name, str(d.hook), d.saved.module_path] for p in plans for d in p.decisions],
     }
+
+
+def _capturing() -> dict[str, Any]:
+    """Have graphs captured on the CPU; "found" tells what was captured, counted and logged so far."""
+    import io
+    import logging
+
+    sys.path.append(str(ROOT / "tests"))
+    from capture_simulator import Simulator
+
+    import cudagraph
+    from aot_hooks import captured
+    from cudagraph import tree
+    from cudagraph.backend import Compilation
+
+    driver, capture, log, pieces = Simulator(), tree.capture, io.StringIO(), []
+    logging.getLogger("cudagraph").addHandler(logging.StreamHandler(log))
+
+    def noted(piece: Any, *given: Any) -> Any:
+        pieces.append([piece.name, piece.static_inputs, piece.mutated_inputs, len(piece.placeholders)])
+        return capture(piece, *given)
+
+    tree.capture = noted
+    captured.compilation = lambda options: Compilation(options, driver)
+    return {"found": lambda: {"pieces": list(pieces), "stats": cudagraph.stats(), "log": log.getvalue()}}
+
+
+def same_captures(report: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Whether two rows captured, counted and logged the same, but for the numbers of lines."""
+    both = [json.loads(re.sub(r"\.py:\d+", ".py", json.dumps(r["captured"]))) for r in (report, other)]
+    return bool(both[0] == both[1])
 
 
 def main() -> int:
@@ -337,11 +413,15 @@ def main() -> int:
     wanted = {r.name for r in ROWS if not options.only or r.name.startswith(tuple(options.only))}
     wanted |= {r.needs for r in ROWS if r.name in wanted} | {"base"}
     results, wrong = [], 0
+    reports: dict[str, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory() as ours, tempfile.TemporaryDirectory() as stocks:
         stock_base = False
         for row in (r for r in ROWS if r.name in wanted):
             report = run_row(row, ours)
             good = report["seen"] == row.expected and report["gradient_error"] == 0.0
+            reports[row.name] = report
+            if row.captured and row.expected == "hit":
+                good = good and same_captures(report, reports[row.needs])
             wrong += not good
             line = {"row": row.name, "expected": row.expected, **report, "good": good}
             line.pop("stderr")

@@ -157,6 +157,10 @@ class Compilation:
         """Why what is compiled now goes through no cache of AOTAutograd's results; "" if it does."""
         return stored.why_not(self.options)
 
+    def key(self, gm: GraphModule) -> str:
+        """What stands in the keys of entries for Dynamo's graph `gm` because it is captured."""
+        return stored.key_of(gm, self.options, self.device_type)
+
     @property
     def refused(self) -> str:
         """Why an entry that was there was not taken; "" if it was or there was none."""

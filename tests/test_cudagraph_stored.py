@@ -171,7 +171,7 @@ class Net(nn.Module):
         self.cut = cut
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.first(x) * torch.tensor([2.0, 1.0] * 8)
+        y = self.first(x) * torch.tensor([2.0, 1.0] * 8, device=x.device)
         if self.cut:
             y = scaled(y, 2.0)
         return self.last(nn.functional.dropout(y, 0.5)).sigmoid()
@@ -204,6 +204,7 @@ class Starts:
     def __init__(self, hooks: bool, cut: bool, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
         self.hooks, self.cut, self.monkeypatch, self.caplog = hooks, cut, monkeypatch, caplog
         self.backend: Any = None  # another than ours
+        self.device = "cpu"
 
     def __call__(self, dynamic: bool | None = None, **options: Any) -> Run:
         torch._dynamo.reset()
@@ -211,7 +212,7 @@ class Starts:
         aot_hooks.reset()
         torch._dynamo.utils.counters.clear()
         self.caplog.clear()
-        driver = Noted() if self.cut else Simulator()
+        driver: Any = None if self.device == "cuda" else Noted() if self.cut else Simulator()
         pieces: list[tree.Piece] = []
         with self.monkeypatch.context() as m:
             capture = driver.capture if isinstance(driver, Noted) else tree.capture
@@ -223,7 +224,7 @@ class Starts:
             m.setattr(tree, "capture", noting)
             m.setattr(captured, "compilation", lambda asked: Compilation(asked, driver))
             m.setattr(backend, "_numbers", itertools.count())
-            if self.cut:
+            if self.cut and self.device == "cpu":
                 import torch._inductor.scheduler as scheduler
 
                 for kind in (scheduler.BaseSchedulerNode, scheduler.FusedSchedulerNode):
@@ -236,7 +237,7 @@ class Starts:
 
     def trained(self, driver: Any, dynamic: bool | None, options: Any) -> list[torch.Tensor]:
         torch.manual_seed(0)
-        model = Net(self.cut)
+        model = Net(self.cut).to(self.device)
         if self.hooks:
             kept = {"options": {"cudagraphs": options or True}}
             compiled: Any = torch.compile(model, backend=hooks_backend, dynamic=dynamic, **kept)
@@ -246,7 +247,7 @@ class Starts:
         seen = []
         for number in range(4):
             torch.manual_seed(number)
-            x = torch.randn(6, 4, requires_grad=True)
+            x = torch.randn(6, 4, device=self.device, requires_grad=True)
             with aot_hooks.saved_tensors_policy(aot_hooks.cast(torch.bfloat16) if self.hooks else aot_hooks.KEEP):
                 y = compiled(x)
             y.square().sum().backward()
@@ -326,3 +327,61 @@ def test_entries_of_stock_inductor_are_not_ours_and_ours_not_its(fresh, monkeypa
     assert [run.cache for run in (first, *runs)] == [MISS, MISS, HIT, HIT]
     assert [len(run.pieces) for run in (first, *runs)] == [0, 2, 0, 2]
     assert all(map(torch.equal, first.values, runs[2].values))
+
+
+# --- on CUDA: Triton code, real graphs ---
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:
+    triton = None
+
+if triton is not None:
+
+    @triton.jit
+    def doubling(source, target, count, block: tl.constexpr):  # type: ignore[no-untyped-def]
+        at = tl.program_id(0) * block + tl.arange(0, block)
+        tl.store(target + at, tl.load(source + at, mask=at < count) * 2, mask=at < count)
+
+
+def doubled(x: torch.Tensor) -> torch.Tensor:
+    out = torch.empty_like(x)
+    doubling[(triton.cdiv(x.numel(), 64),)](x, out, x.numel(), block=64)
+    return out.sin() + x
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.parametrize("cut", [False, True])
+@pytest.mark.parametrize("hooks", [False, True])
+def test_on_cuda_a_warm_start_says_and_does_what_the_cold_one_did(monkeypatch, caplog, hooks, cut) -> None:
+    start = Starts(hooks, cut, monkeypatch, caplog)
+    start.device = "cuda"
+    with torch.compiler.config.patch(cache_key_tag=uuid.uuid4().hex):
+        cold, warm = start(), start()
+        with torch._functorch.config.patch(enable_autograd_cache=False):
+            uncached = start()
+    assert (cold.cache, warm.cache) == (MISS, HIT)
+    for a, b, c in zip(cold.values, warm.values, uncached.values, strict=True):
+        assert torch.equal(a, b) and torch.equal(a, c)
+    assert warm.pieces == cold.pieces == uncached.pieces and len(warm.pieces) == (4 if cut else 2)
+    assert warm.stats == cold.stats == uncached.stats and warm.stats["replays"] > 0
+    assert warm.log == cold.log == uncached.log and ("y = scaled(y, 2.0)" in warm.log) == cut
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+def test_on_cuda_a_kernel_of_the_users_survives(monkeypatch) -> None:
+    x = torch.randn(1000, device="cuda")
+    with torch.compiler.config.patch(cache_key_tag=uuid.uuid4().hex):
+        for expected in (MISS, HIT):
+            torch._dynamo.reset()
+            cudagraph.reset()
+            torch._dynamo.utils.counters.clear()
+            compiled = torch.compile(doubled, backend="cudagraph_tree", options={"inner": "inductor"})
+            for _ in range(4):
+                torch.testing.assert_close(compiled(x), (x * 2).sin() + x)
+            counters = torch._dynamo.utils.counters["aot_autograd"]
+            assert {k: counters[f"autograd_cache_{k}"] for k in expected} == expected
+            assert cudagraph.stats()["replays"] > 0
