@@ -128,10 +128,14 @@ def test_min_bytes() -> None:
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [
-        ({"min_bytes": -1}, "min_bytes must not be negative"),
-        ({"in_flight_bytes": -1}, "in_flight_bytes must not be negative"),
-        ({"max_stall_ms": -0.5}, "max_stall_ms must not be negative"),
-        ({"max_host_bytes": -1}, "max_host_bytes must be None or not negative"),
+        ({"min_bytes": -1}, "min_bytes must be a number of bytes, an int of at least 0, got -1"),
+        ({"min_bytes": 1.5}, "min_bytes must be a number of bytes, an int of at least 0, got 1.5"),
+        ({"in_flight_bytes": -1}, "in_flight_bytes must be a number of bytes"),
+        ({"max_stall_ms": -0.5}, "max_stall_ms must be a number of at least 0"),
+        ({"max_stall_ms": math.nan}, "max_stall_ms must be a number of at least 0"),
+        ({"rates": 3}, "rates must be None or aot_hooks.Rates, got 3"),
+        ({"then": aot_hooks.offload()}, "then must say in which form tensors wait"),
+        ({"max_host_bytes": -1}, "max_host_bytes must be a number of bytes"),
         ({"then": aot_hooks.Hook("e", lambda x: x, lambda x: x, eager=True)}, "then must be a Hook that is traced"),
         ({"then": "int8"}, "then must be a Hook that is traced"),
     ],

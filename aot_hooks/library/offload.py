@@ -310,15 +310,23 @@ def offload(
     On CUDA the copies have streams of their own. On a CPU they are plain copies, so that a program can be tried out.
 
     Raises:
-        OptionError: for sizes below 0, or a `then` that runs eagerly.
+        OptionError: for sizes that are none, or a `then` that runs eagerly or offloads itself.
     """
-    for name, value in (("min_bytes", min_bytes), ("in_flight_bytes", in_flight_bytes), ("max_stall_ms", max_stall_ms)):
-        if value < 0:
-            raise OptionError(f"offload: {name} must not be negative, got {value!r}")
-    if max_host_bytes is not None and max_host_bytes < 0:
-        raise OptionError(f"offload: max_host_bytes must be None or not negative, got {max_host_bytes!r}")
+    counts: dict[str, Any] = {"min_bytes": min_bytes, "in_flight_bytes": in_flight_bytes}
+    if max_host_bytes is not None:
+        counts["max_host_bytes"] = max_host_bytes
+    for name, count in counts.items():
+        if not isinstance(count, int) or isinstance(count, bool) or count < 0:
+            raise OptionError(f"offload: {name} must be a number of bytes, an int of at least 0, got {count!r}")
+    stall: Any = max_stall_ms
+    if not isinstance(stall, int | float) or isinstance(stall, bool) or not stall >= 0:
+        raise OptionError(f"offload: max_stall_ms must be a number of at least 0, math.inf for all, got {stall!r}")
+    if rates is not None and not isinstance(rates, Rates):
+        raise OptionError(f"offload: rates must be None or aot_hooks.Rates, got {rates!r}")
     if then is not None and getattr(then, "eager", True):
         raise OptionError(f"offload: then must be a Hook that is traced, got {then!r}")
+    if then is not None and isinstance(then.pack, _Pack):
+        raise OptionError(f"offload: then must say in which form tensors wait, got {then!r}, which sends them itself")
     settings = OffloadSettings(then is None, min_bytes, max_host_bytes, in_flight_bytes, max_stall_ms, rates)
     declines = _Declines(min_bytes, then)
     pack = _Pack(settings, then, declines, then is not None and then.rounds_to_zero)
