@@ -13,6 +13,7 @@ import functools
 import hashlib
 import importlib
 import inspect
+import pickle
 import re
 import sys
 import threading
@@ -84,6 +85,9 @@ SYMBOLS = {
     "torch._logging.trace_structured": "graphs in torch's structured trace",
     "torch._subclasses.fake_tensor.FakeTensor": "telling fake tensors from real ones",
     "torch.fx.graph._BoxedCodeGen": "options['inner'] = 'aten'",
+    "torch.fx.graph_module._forward_from_src": "storing graphs of options['inner'] = 'aten'",
+    "torch._functorch._aot_autograd.schemas.SerializableAOTDispatchCompiler": "storing graphs of inner 'aten'",
+    "torch._inductor.output_code.OutputCode": "storing graphs of options['inner'] = 'aten'",
     "torch._subclasses.fake_tensor.FakeTensorMode": "aot_hooks.plan",
     "torch._dynamo.pgo.get_code_state": "aot_hooks.plan",
     "torch._dynamo.guards.DeletedGuardManagerWrapper": "aot_hooks.plan",
@@ -845,10 +849,13 @@ def compile_aten(
     inputs: Sequence[Any],
     partition: Callable[..., Any],
     compilers: dict[str, Callable[..., Any]] | None = None,
+    compiling: Callable[[], None] | None = None,
 ) -> Callable[..., Any]:
     """AOTAutograd's graphs as they are: generated Python, arguments in a list that is emptied, so memory goes early.
 
-    `compilers` are others for "forward", "backward" and "inference" graphs.
+    `compilers` are others for "forward", "backward" and "inference" graphs. With `compiling`, which is called before
+    each graph is compiled, torch's cache of AOTAutograd's results is used: only inside of `autograd_cache`, because
+    `partition` is in no key of torch's.
     """
     aot_autograd = need("torch._dynamo.backends.common.aot_autograd")
     codegen = need("torch.fx.graph._BoxedCodeGen")
@@ -864,15 +871,85 @@ def compile_aten(
         run._boxed_call = True  # type: ignore[attr-defined]
         return run
 
+    def storable(graph_module: GraphModule, _inputs: Any) -> Any:
+        if compiling is not None:
+            compiling()
+        return _aten_code_class()(boxed(graph_module, _inputs), graph_module)
+
     given = compilers or {"forward": boxed, "backward": boxed, "inference": boxed}
-    compiled: Callable[..., Any] = aot_autograd(
-        fw_compiler=given["forward"],
-        bw_compiler=given["backward"],
-        inference_compiler=given["inference"],
-        partition_fn=partition,
-        keep_inference_input_mutations=True,
-    )(gm, inputs)
+    if compiling is not None and compilers is None:
+        serializable = need("torch._functorch._aot_autograd.schemas.SerializableAOTDispatchCompiler")
+        given = {name: serializable(_aten_code_class(), storable) for name in given}
+    with _storing_aten() if compiling is not None else contextlib.nullcontext():
+        compiled: Callable[..., Any] = aot_autograd(
+            fw_compiler=given["forward"],
+            bw_compiler=given["backward"],
+            inference_compiler=given["inference"],
+            partition_fn=partition,
+            keep_inference_input_mutations=True,
+        )(gm, inputs)
     return compiled
+
+
+@functools.cache
+def _aten_code_class() -> type:
+    """What torch's cache stores of a graph that runs as it is: generated Python, and the constants it holds."""
+    output_code = need("torch._inductor.output_code.OutputCode")
+
+    class AtenCode(output_code):  # type: ignore[misc, valid-type]
+        def __init__(self, run: Callable[[list[Any]], Any], graph_module: GraphModule | None) -> None:
+            super().__init__()
+            self.run = run
+            self.graph_module: Any = graph_module
+            self.stored: Any = None
+            self._boxed_call = True
+
+        def __call__(self, inputs: list[Any]) -> Any:
+            return self.run(inputs)
+
+        def __copy__(self) -> Any:
+            return AtenCode(self.run, self.graph_module)
+
+        def prepare_for_serialization(self) -> None:
+            self.stored = _aten_as_data(self.graph_module)
+
+        def __reduce__(self) -> Any:
+            return _aten_from_data, self.stored
+
+        def post_compile(self, *_args: Any, **_kwargs: Any) -> None: ...
+
+        def set_triton_bundle(self, triton_bundle: Any) -> None: ...
+
+    return AtenCode
+
+
+def _aten_as_data(gm: GraphModule) -> tuple[str, dict[str, Any], dict[str, Any], dict[str, str]]:
+    """Source, constants, globals, and those that are modules. Makes torch store nothing if a part is no plain data."""
+    bypass = need("torch._functorch._aot_autograd.autograd_cache.BypassAOTAutogradCache")
+    constants = {}
+    for node in gm.graph.nodes:
+        if node.op == "get_attr":
+            value = getattr(gm, str(node.target), None)
+            if type(value) not in (torch.Tensor, torch.nn.Parameter):
+                raise bypass(f"'{node.target}' of the graph is a {type(value).__qualname__}")
+            constants[str(node.target)] = value
+        elif node.op in ("call_module", "call_method") or isinstance(node.target, HigherOrderOperator):
+            raise bypass(f"the graph calls {node.target}")
+    code = gm.graph.python_code("self")
+    modules = {name: value.__name__ for name, value in code.globals.items() if inspect.ismodule(value)}
+    others = {name: value for name, value in code.globals.items() if name not in modules}
+    try:
+        pickle.dumps(others)
+    except (pickle.PicklingError, TypeError, AttributeError) as e:
+        raise bypass(f"a global of the graph's code cannot be stored: {e}") from e
+    return code.src, constants, others, modules
+
+
+def _aten_from_data(src: str, constants: dict[str, Any], others: dict[str, Any], modules: dict[str, str]) -> Any:
+    space = {name: importlib.import_module(module) for name, module in modules.items()} | others
+    forward = need("torch.fx.graph_module._forward_from_src")(src, space)
+    owner = types.SimpleNamespace(**constants)
+    return _aten_code_class()(functools.partial(forward, owner), None)
 
 
 def partition_for_inductor(gm: GraphModule, inputs: Sequence[Any], patches: dict[str, Any]) -> None:
@@ -886,6 +963,18 @@ def partition_for_inductor(gm: GraphModule, inputs: Sequence[Any], patches: dict
         return run
 
     compile_fx(gm, inputs, inner_compile=nothing, config_patches=patches)
+
+
+def aten_is_stored() -> bool:
+    """Whether torch's configuration has graphs that run as they are stored too, as torch 2.13 does for `aot_eager`."""
+    config = need("torch._functorch.config")
+    return bool(config.bundled_autograd_cache or getattr(config, "force_autograd_cache", False))
+
+
+def _storing_aten() -> Any:
+    """Entries hold the graphs themselves, and are made when the forward is compiled."""
+    patches = {"bundled_autograd_cache": True, "force_non_lazy_backward_lowering": True}
+    return need("torch._functorch.config").patch(patches)
 
 
 def without_autograd_cache() -> Any:

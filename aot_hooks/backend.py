@@ -215,14 +215,14 @@ def _compile_graph(
 
     # a pair of plain functions on top keeps torch from inlining the hooks a second time
     with _compat.hooks_pushed(_as_it_is, _as_it_is):
-        if parsed.inner == "aten":
-            compiled = bypassed("inner 'aten' compiles nothing that could be stored", compile_graph)
+        if parsed.inner == "aten" and (compilation is not None or not _compat.aten_is_stored()):
+            compiled = bypassed("inner 'aten' is stored with torch's bundled_autograd_cache only", compile_graph)
         elif record is not None:
             compiled = bypassed("a report needs the graphs", compile_graph)
         elif compilation is not None and (why := compilation.why_not_stored):
             compiled = bypassed(f"captured in CUDA graphs: {why}", compile_graph)
         else:
-            options: dict[str, Any] = {"mode": mode, "inductor": patches}
+            options: dict[str, Any] = {"mode": mode, "inductor": patches, "inner": parsed.inner}
             if compilation is not None:  # which of its options are in the key, it says itself
                 options["cudagraphs"] = compilation.key(gm)
             compiled = through_cache(
@@ -389,7 +389,8 @@ def _compile(
 ) -> Callable[..., Any]:
     if options.inner == "aten":
         compilers = compilation.aten_compilers() if compilation is not None else None
-        return _compat.compile_aten(gm, inputs, partition or _compat.min_cut_partition, compilers)
+        stored = compiling if partition is not None and _compat.aten_is_stored() else None
+        return _compat.compile_aten(gm, inputs, partition or _compat.min_cut_partition, compilers, stored)
     capture = compilation.inner_compile if compilation is not None else None
     with compilation.through_cache(gm) if compilation is not None else contextlib.nullcontext():
         if partition is not None:

@@ -8,6 +8,7 @@ stock warm (what the hooks cost there), as JSON
 
 python benchmarks/bench_warm_start.py                                                  # a CUDA machine
 python benchmarks/bench_warm_start.py --device cpu --layers 4 --tokens 128 --width 128
+python benchmarks/bench_warm_start.py --device cpu --layers 4 --tokens 128 --width 128 --inner aten  # and "aot_eager"
 python benchmarks/bench_warm_start.py --key                                            # the key of 2,000 parameters
 
 `--key` times what this package does for a key of a graph with that many parameters, beside AOTAutograd's tracing of it.
@@ -44,7 +45,15 @@ def start(way: str, options: argparse.Namespace) -> dict[str, Any]:
     context: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
     if way == "aot_hooks":
         context = aot_hooks.saved_tensors_hooks(aot_hooks.float8())
-    compiled, seconds = first_step("inductor" if way == "stock" else "aot_hooks", stack, x, context)
+    inner: dict[str, Any] = {}
+    if options.inner == "aten":
+        torch._functorch.config.bundled_autograd_cache = True
+        if way == "stock":  # torch 2.13 and later; what it makes of a backward that is compiled late cannot be stored
+            torch._functorch.config.force_autograd_cache = True
+            torch._functorch.config.force_non_lazy_backward_lowering = True
+        inner = {"options": {"inner": "aten"}} if way == "aot_hooks" else {}
+    backend = {"inductor": "inductor", "aten": "aot_eager"}[options.inner] if way == "stock" else "aot_hooks"
+    compiled, seconds = first_step(backend, stack, x, context, **inner)
     counters = torch._dynamo.utils.counters["aot_autograd"]
     hits, misses = counters["autograd_cache_hit"], counters["autograd_cache_miss"]
     plans = aot_hooks.last_plans(compiled) if way == "aot_hooks" else ()
@@ -83,7 +92,7 @@ def time_key(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def run(way: str, directory: str, options: argparse.Namespace) -> dict[str, Any]:
-    arguments = [f"--{k}={getattr(options, k)}" for k in ("device", "layers", "tokens", "width", "batch")]
+    arguments = [f"--{k}={getattr(options, k)}" for k in ("device", "layers", "tokens", "width", "batch", "inner")]
     command = [sys.executable, __file__, "--child", way, *arguments]
     env = os.environ | {"TORCHINDUCTOR_CACHE_DIR": directory, "TRITON_CACHE_DIR": f"{directory}/triton"}
     done = subprocess.run(command, env=env, capture_output=True, text=True)
@@ -113,6 +122,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--width", type=int, default=4096)
     parser.add_argument("--batch", type=int, default=2)
+    parser.add_argument("--inner", choices=("inductor", "aten"), default="inductor")
     parser.add_argument("--rounds", type=int, default=3, help="warm starts of each way")
     parser.add_argument("--key", action="store_true", help="time the key instead")
     parser.add_argument("--parameters", type=int, default=2000)
@@ -126,7 +136,7 @@ def main() -> None:
     if options.key:
         result = conditions(device, parameters=options.parameters, **time_key(options))
     else:
-        work = {k: getattr(options, k) for k in ("layers", "tokens", "width", "batch", "rounds")}
+        work = {k: getattr(options, k) for k in ("layers", "tokens", "width", "batch", "rounds", "inner")}
         with tempfile.TemporaryDirectory() as folder:
             directories = {way: f"{folder}/{way}" for way in WAYS}
             cold = {way: run(way, directories[way], options) for way in WAYS}

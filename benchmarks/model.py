@@ -105,13 +105,13 @@ def stack_and_input(device: torch.device, *, layers: int, width: int, tokens: in
 
 
 def first_step(
-    backend: str, stack: Stack, x: Tensor, context: contextlib.AbstractContextManager[Any]
+    backend: str, stack: Stack, x: Tensor, context: contextlib.AbstractContextManager[Any], **said: Any
 ) -> tuple[Any, dict[str, float]]:
     """The compiled stack, and seconds to the end of its first backward, in this process and its children."""
     if x.is_cuda:
         torch.cuda.synchronize(x.device)
     started, cpu_started = time.perf_counter(), sum(os.times()[:4])
-    compiled = torch.compile(stack, backend=backend, fullgraph=True)
+    compiled = torch.compile(stack, backend=backend, fullgraph=True, **said)
     with context:
         y = compiled(x)
     y.float().pow(2).mean().backward()
