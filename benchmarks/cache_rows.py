@@ -403,7 +403,7 @@ def same_captures(report: dict[str, Any], other: dict[str, Any]) -> bool:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", metavar="NAME", help="rows whose names begin so, with those they need")
-    parser.add_argument("--out", type=pathlib.Path, help="write the result there, as JSON")
+    parser.add_argument("--json", type=pathlib.Path, help="write the result there as well")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     parser.add_argument("--stock", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -438,12 +438,12 @@ def main() -> int:
                 flush=True,
             )
     print(f"{len(results)} rows, {wrong} not as expected")
-    if options.out:
+    if options.json:
         import torch
         from _measure import conditions
 
         data = conditions(torch.device("cpu"), rows=results)
-        options.out.write_text(json.dumps(data, indent=1) + "\n")
+        options.json.write_text(json.dumps(data, indent=1) + "\n")
     return int(wrong > 0)
 
 
