@@ -17,7 +17,7 @@ import json
 import pathlib
 import statistics
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from _measure import GIB, ROOT, format_columns
@@ -158,32 +158,30 @@ GOALS = (
 )  # fmt: skip
 
 
-def newest(goal: Goal, results: pathlib.Path) -> Iterator[tuple[dict[str, Any], float]]:
-    """The header of the newest result that has this goal's value, and the value; nothing if there is none."""
+def newest(goal: Goal, results: pathlib.Path) -> tuple[dict[str, Any], float] | None:
+    """The header of the newest result that has this goal's value, and the value; None if there is none."""
     found = []
     for path in sorted(results.glob(f"{goal.kind}*.json")):
         result = json.loads(path.read_text())
         header = result.get("header", result.get("conditions", result))
         try:
             if goal.on in header["device"]:
-                found.append((header["date"], header, goal.value(result)))
+                found.append((header, goal.value(result)))
         except (KeyError, IndexError, StopIteration, TypeError):
             continue  # a result of fewer variants, or of one that raised
-    if found:
-        _, header, value = max(found, key=lambda one: one[0])
-        yield header, value
+    return max(found, key=lambda one: str(one[0]["date"]), default=None)
 
 
 def rows(results: pathlib.Path) -> list[list[str]]:
     table = []
     for goal in GOALS:
         limit = f"{'≥' if goal.at_least else '≤'} {goal.limit:g}"
-        for header, value in newest(goal, results):
+        measured, met, where = "", "NO", "not measured"
+        if (found := newest(goal, results)) is not None:
+            header, value = found
+            measured, met = f"{value:.4g}", "yes" if goal.met(value) else "NO"
             where = f"{header['device']}, torch {header['torch'].split('+')[0]}, {header['commit'][:7]}"
-            table.append([goal.text, limit, f"{value:.4g}", "yes" if goal.met(value) else "NO", where])
-            break
-        else:
-            table.append([goal.text, limit, "", "NO", "not measured"])
+        table.append([goal.text, limit, measured, met, where])
     return table
 
 

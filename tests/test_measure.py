@@ -47,11 +47,13 @@ def test_goals_are_read_off_the_newest_result(tmp_path: Path) -> None:
         (tmp_path / name).write_text(json.dumps({"header": header, "ratio": ratio}))
 
     goal = next(goal for goal in goals.GOALS if goal.kind == "compile")
-    assert list(goals.newest(goal, tmp_path)) == []
+    assert goals.newest(goal, tmp_path) is None
     write("compile_new.json", "2026-02-01", 1.05)
     write("compile_old.json", "2026-01-01", 1.5)
     write("compile_cpu.json", "2026-03-01", 9.0, "CPU x86_64")
-    ((_, value),) = goals.newest(goal, tmp_path)
+    found = goals.newest(goal, tmp_path)
+    assert found is not None
+    value = found[1]
     assert value == 1.05 and goal.met(value) and not goal.met(1.5)
     table = goals.rows(tmp_path)
     assert [goal.text, "≤ 1.1", "1.05", "yes", "NVIDIA H200, torch 2.11.0, 0123456"] in table
