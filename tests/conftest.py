@@ -10,6 +10,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -101,3 +102,19 @@ def x() -> torch.Tensor:
     from sentinel import integers
 
     return integers(6, 3).requires_grad_()
+
+
+@pytest.fixture(params=["simulator", pytest.param("cuda", marks=pytest.mark.gpu)])
+def world(request: pytest.FixtureRequest) -> Iterator[Any]:
+    """What the tests of CUDA graph trees run on, the same on both; without trees and marks of tests before."""
+    from tree_programs import World
+
+    from cudagraph import tree
+
+    def forget() -> None:
+        tree.reset()
+        tree.forget_marks()
+
+    forget()
+    yield World(request.param)
+    forget()

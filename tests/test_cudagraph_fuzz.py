@@ -17,14 +17,6 @@ KEPT = (
 )
 
 
-@pytest.fixture(params=["simulator", pytest.param("cuda", marks=pytest.mark.gpu)])
-def world(request):
-    tree.reset()
-    yield World(request.param)
-    tree.reset()
-    tree.forget_marks()
-
-
 def test_programs_are_as_in_eager(world):
     assert fuzz_cudagraph.run_seeds(range(1, 41), world) == []
 

@@ -10,13 +10,6 @@ from cudagraph import _compat, tree
 from cudagraph.errors import StaleOutputError
 
 
-@pytest.fixture(params=["simulator", pytest.param("cuda", marks=pytest.mark.gpu)])
-def world(request):
-    tree.reset()
-    yield World(request.param)
-    tree.reset()
-
-
 def test_a_stale_input_is_an_error(world):
     if not world.raises_on_access:
         pytest.skip("this build of torch can't make reads fail")

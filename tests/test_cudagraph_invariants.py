@@ -418,15 +418,6 @@ SCENARIOS = sorted({scenario for scenario, _ in DELETIONS.values()}, key=lambda 
 NEEDS_MOVING = {held_over_as_copies, accumulated_gradients}
 
 
-@pytest.fixture(params=["simulator", pytest.param("cuda", marks=pytest.mark.gpu)])
-def world(request):
-    tree.reset()
-    tree.forget_marks()
-    yield World(request.param)
-    tree.reset()
-    tree.forget_marks()
-
-
 @pytest.mark.core
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__)
 def test_it_holds(world, scenario):

@@ -17,13 +17,6 @@ from tree_programs import World, same, steps
 from cudagraph import _compat, dropping, record, tree
 
 
-@pytest.fixture(params=["simulator", pytest.param("cuda", marks=pytest.mark.gpu)])
-def world(request):
-    tree.reset()
-    yield World(request.param)
-    tree.reset()
-
-
 def test_memory_does_not_grow(world):
     f = world.function(lambda x: [x.sin(), x.cos()])
     g = world.function(lambda a, b: [a * b])

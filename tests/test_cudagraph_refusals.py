@@ -13,13 +13,6 @@ from cudagraph.errors import NotCapturableError, OptionError
 from cudagraph.options import Options
 
 
-@pytest.fixture(params=["simulator", pytest.param("cuda", marks=pytest.mark.gpu)])
-def world(request):
-    tree.reset()
-    yield World(request.param)
-    tree.reset()
-
-
 def test_too_many_addresses(world, caplog):
     f = world.function(lambda x, w: [x @ w], static=(1,), options={"rerecord_limit": 2})
     weights = [world.randn(4, 4) for _ in range(5)]

@@ -11,13 +11,6 @@ from tree_programs import World, same, steps, takes_list
 from cudagraph import counters, tree
 
 
-@pytest.fixture(params=["simulator", pytest.param("cuda", marks=pytest.mark.gpu)])
-def world(request):
-    tree.reset()
-    yield World(request.param)
-    tree.reset()
-
-
 @pytest.mark.core
 def test_warm_up_record_replay(world):
     w = world.randn(4, 4)

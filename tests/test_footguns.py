@@ -12,7 +12,6 @@ import threading
 
 import pytest
 import torch
-from tree_programs import World
 
 import cudagraph
 from cudagraph import tree
@@ -122,15 +121,6 @@ NAMES = [
     "saved",
     "again",
 ]
-
-
-@pytest.fixture(params=["simulator", pytest.param("cuda", marks=pytest.mark.gpu)])
-def world(request):
-    tree.reset()
-    tree.forget_marks()
-    yield World(request.param)
-    tree.reset()
-    tree.forget_marks()
 
 
 @pytest.mark.core
