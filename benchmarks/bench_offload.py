@@ -39,7 +39,10 @@ from variants import VARIANTS, Forward, Variant, patched
 import aot_hooks
 from aot_hooks.costs import measured_rates
 
-DEFAULT = "stock,ours_offload,ours_offload_all,ours_float8_rowwise,ours_float8_offload,ours_int8_offload,save_on_cpu"
+DEFAULT = (
+    "stock,ours_offload,ours_offload_all,ours_float8_rowwise,ours_float8_offload,ours_int8_offload,save_on_cpu,"
+    "inductor_offload"
+)
 
 
 @dataclasses.dataclass

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch._functorch.config as functorch_config
 import torch._inductor.config as inductor_config
+from _measure import MIB
 from model import Stack
 from torch import Tensor, fx, nn
 
@@ -156,6 +157,14 @@ def save_on_cpu() -> contextlib.AbstractContextManager[Any]:
     return torch.autograd.graph.save_on_cpu(pin_memory=True)
 
 
+def mark_for_offloading(graph: fx.Graph) -> None:
+    """Inductor's offloading moves only what a pass over the joint graph marked; here all of a MiB and more."""
+    for node in graph.nodes:
+        value = node.meta.get("val")
+        if node.op == "call_function" and isinstance(value, Tensor) and value.nbytes >= MIB:
+            node.meta["should_offload"] = True
+
+
 float8_rowwise = ours(lambda: aot_hooks.float8(FLOAT8, scaling="rowwise"))
 DONATED = {"saved_tensors_hooks_filtering_mode": "donated"}
 QUANTIZATION_PASS = {
@@ -209,5 +218,11 @@ VARIANTS = {
         Variant("ours_float8_offload", "aot_hooks", ours(lambda: aot_hooks.offload(then=aot_hooks.float8()))),
         Variant("ours_int8_offload", "aot_hooks", ours(lambda: aot_hooks.offload(then=aot_hooks.int8()))),
         Variant("save_on_cpu", "stock", save_on_cpu),
+        Variant(
+            "inductor_offload",
+            "stock",
+            functorch={"enable_activation_offloading": True},
+            inductor={"joint_custom_post_pass": mark_for_offloading},
+        ),
     )
 }
