@@ -1,12 +1,14 @@
 """Memory and time of one forward and backward: aot_hooks beside torch's own ways to save memory, all in one process.
 
     for each variant:   compile it in a cache of its own, from nothing, and warm it up           -> compile s
-    for each round:     one step of every variant, in an order that rotates                      -> min ms, median ms
+    for each round:     every variant in random order, two steps, the second counts               -> min ms, median ms
     for each variant:   one step with the allocator's counters read                              -> saved, peak GiB
                         its gradients of two weights against eager's                             -> error
 
 The variants share weights and input, so what they are measured on is the same; taking turns within each round, they
-also share whatever the machine does meanwhile. A variant that raises has the error as its row.
+also share whatever the machine does meanwhile. A GPU at its power limit is faster for a while after a step that let it
+cool (one that waits for copies), by 2 to 3%: so no variant always follows the same one, and the first step of a turn is
+not counted. A variant that raises has the error as its row.
 
     python benchmarks/bench_memory.py --json memory.json                          # a CUDA machine with 40 GiB
     python benchmarks/bench_memory.py --small                                     # a look at whether all of it runs
@@ -23,6 +25,7 @@ import dataclasses
 import gc
 import json
 import pathlib
+import random
 import statistics
 import sys
 import tempfile
@@ -40,6 +43,7 @@ from variants import VARIANTS, Forward, Variant, patched
 
 import aot_hooks
 
+ORDER = "in every round each variant takes its turn, in random order: two steps, the second timed"
 WARMUP_STEPS = 3  # the first compiles
 PROFILED_KERNELS = 25
 
@@ -53,7 +57,8 @@ class Row:
     step_ms: list[float] = dataclasses.field(default_factory=list)
     min_ms: float | None = None
     median_ms: float | None = None
-    ratio_to_stock: float | None = None
+    ratio_to_stock: float | None = None  # of the fastest steps
+    median_ratio_to_stock: float | None = None
     after_forward_bytes: int | None = None
     peak_bytes: int | None = None
     w1_error: float | None = None
@@ -142,13 +147,14 @@ def compile_and_warm_up(bench: Bench, variant: Variant, row: Row, dump: pathlib.
 
 
 def timed_round(bench: Bench, functions: list[tuple[Variant, Forward, Row]], verbose: bool) -> None:
-    """One step of each, queued without a pause between them, so that a GPU never waits for Python."""
+    """Two steps of each, queued without a pause between them, so that a GPU never waits for Python."""
     events = []
     for variant, function, row in functions:
         bench.clear()
         with failing_alone(row, verbose), patched(variant):
             if bench.device.type == "cuda":
                 start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+                bench.step(variant, function)
                 start.record()
                 bench.step(variant, function)
                 end.record()
@@ -163,17 +169,27 @@ def timed_round(bench: Bench, functions: list[tuple[Variant, Forward, Row]], ver
 
 
 def time_rounds(bench: Bench, compiled: list[tuple[Variant, Forward, Row]], rounds: int, verbose: bool) -> None:
-    """Each variant once a round, every round starting one further; what fails on the way is left out from then on."""
+    """Each variant once a round, in an order drawn anew; what fails on the way is left out from then on."""
+    order = random.Random(0)
     timed_round(bench, compiled, verbose)  # not counted: the allocator settles
     for _, _, row in compiled:
         row.step_ms.clear()
-    for first in range(rounds):
+    for _ in range(rounds):
         working = [entry for entry in compiled if not entry[2].error]
-        turn = first % len(working) if working else 0
-        timed_round(bench, working[turn:] + working[:turn], verbose)
+        timed_round(bench, order.sample(working, len(working)), verbose)
     for _, _, row in compiled:
         if row.step_ms:
             row.min_ms, row.median_ms = min(row.step_ms), statistics.median(row.step_ms)
+
+
+def fill_in_ratios(rows: list[Row]) -> None:
+    stock = next((row for row in rows if row.name == "stock"), None)
+    if stock is None or not stock.min_ms or not stock.median_ms:
+        return
+    for row in rows:
+        if row.min_ms and row.median_ms:
+            row.ratio_to_stock = row.min_ms / stock.min_ms
+            row.median_ratio_to_stock = row.median_ms / stock.median_ms
 
 
 def measure_memory_and_error(bench: Bench, variant: Variant, function: Forward, row: Row, reference: Any) -> None:
@@ -212,7 +228,7 @@ def format_rows(rows: list[Row]) -> str:
         return "" if value is None else f"{value / unit:{spec}}"
 
     unit, unit_name = (GIB, "GiB") if any((row.peak_bytes or 0) > GIB for row in rows) else (MIB, "MiB")
-    title = ["variant", "min ms", "median ms", "/ stock", f"saved {unit_name}", f"peak {unit_name}"]
+    title = ["variant", "min ms", "/ stock", "median ms", "/ stock", f"saved {unit_name}", f"peak {unit_name}"]
     title += ["err w1", "err q", "compile s"]
     lines = [title]
     for row in rows:
@@ -220,8 +236,9 @@ def format_rows(rows: list[Row]) -> str:
             [
                 row.name,
                 number(row.min_ms, ".2f"),
-                number(row.median_ms, ".2f"),
                 number(row.ratio_to_stock, ".3f"),
+                number(row.median_ms, ".2f"),
+                number(row.median_ratio_to_stock, ".3f"),
                 number(row.after_forward_bytes, ".3f", unit),
                 number(row.peak_bytes, ".3f", unit),
                 number(row.w1_error, ".4f"),
@@ -272,7 +289,7 @@ def main(arguments: list[str] | None = None) -> int:
         dtype="bfloat16",
         inner=options.inner,
         rounds=options.rounds,
-        order="every round runs each variant once, starting one further",
+        order=ORDER,
         parameter_count=sum(p.numel() for p in bench.stack.parameters()),
     )
     print(json.dumps(header), flush=True)
@@ -304,11 +321,7 @@ def main(arguments: list[str] | None = None) -> int:
             measure_memory_and_error(bench, variant, function, row, reference)
             if options.profile == row.name:
                 print_profile(bench, variant, function)
-    stock_ms = next((row.min_ms for row in rows if row.name == "stock"), None)
-    for row in rows:
-        if stock_ms and row.min_ms:
-            row.ratio_to_stock = row.min_ms / stock_ms
-
+    fill_in_ratios(rows)
     if options.json:
         options.json.parent.mkdir(parents=True, exist_ok=True)
         result = {"header": header, "rows": [dataclasses.asdict(row) for row in rows]}

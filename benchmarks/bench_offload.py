@@ -25,10 +25,12 @@ from typing import Any
 import torch
 from _measure import GIB, conditions, format_columns
 from bench_memory import (
+    ORDER,
     Bench,
     Row,
     compile_and_warm_up,
     failing_alone,
+    fill_in_ratios,
     format_rows,
     measure_memory_and_error,
     parse_arguments,
@@ -181,7 +183,7 @@ def main(arguments: list[str] | None = None) -> int:
         dtype="bfloat16",
         inner=options.inner,
         rounds=options.rounds,
-        order="every round runs each variant once, starting one further",
+        order=ORDER,
         rates=dataclasses.asdict(measured_rates(bench.device)),
     )
     print(json.dumps(header), flush=True)
@@ -213,10 +215,7 @@ def main(arguments: list[str] | None = None) -> int:
             if bench.device.type == "cuda":
                 profiled(bench, variant, function, offload_row, row.name in timelines)
             offload_rows.append(offload_row)
-    stock_ms = next((row.min_ms for row in rows if row.name == "stock"), None)
-    for row in rows:
-        if stock_ms and row.min_ms:
-            row.ratio_to_stock = row.min_ms / stock_ms
+    fill_in_ratios(rows)
     stats = aot_hooks.offload_stats()
     if options.json:
         options.json.parent.mkdir(parents=True, exist_ok=True)

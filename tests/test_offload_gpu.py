@@ -114,7 +114,7 @@ def test_pinning_that_fails_leaves_no_error_behind() -> None:
     from aot_hooks.hostpool import _pin
 
     ticket = transfers.send(torch.randn(MIB, device="cuda"), None)
-    block = next(iter(transfers.pool._leased.values()))
+    block = next(iter(transfers.pool._used.values()))
     assert not _pin(block.address, block.capacity)  # pinned already
     (torch.ones(4, device="cuda") * 2).sum().item()
     transfers.claim_host(ticket)
