@@ -2,11 +2,12 @@
 
     five models of `transformers`   x   stock, reduce-overhead, cudagraph_tree      pieces, skips, ms a step, gradients
     the Llama-shaped stack          x   float8 hooks, without and with cudagraphs   ms a step, GiB reserved at the peak
+    the same with its loss compiled along
 
 Each row is compiled and timed in its own turn; times are of whole steps (forward, loss, backward), synchronized at the
 end of each round. Random numbers are eager's (`fallback_random`), so that gradients can be compared: against stock
 Inductor's, at the same seed. Memory is what the allocator has reserved, because a graph's pool is reserved as long as
-the graph lives, used or not.
+the graph lives, used or not: a loss that runs eagerly can't use it and needs its memory beside it.
 
     python benchmarks/bench_cudagraph_models.py --json PATH                 # CUDA, 20 GiB, some minutes of compiling
     python benchmarks/bench_cudagraph_models.py --only hf --device cpu --layers 1 --inner aten   # captures nothing
@@ -41,6 +42,7 @@ import hf_finetune
 
 HF_VARIANTS = ("stock", "reduce-overhead", "cudagraph_tree")
 STACK_VARIANTS = ("stock", "reduce-overhead", "float8", "float8 reduce-overhead", "float8 cudagraphs")
+STACK = "Llama-shaped stack"
 WRONG_GRADIENT = 2e-2  # relative, of float32 in another order through a few layers; 0 is expected of the same kernels
 
 
@@ -53,6 +55,7 @@ class Row:
         recordings, replays_a_step, skips, partitions: of our trees; replays and skips in the timed steps.
         torch_skips, torch_partitions: what Inductor counted of its own trees.
         reserved_bytes: most that the allocator had reserved, over what was there before.
+        allocated_bytes: most that was allocated of it, likewise; what a replay uses is not counted.
         pool_bytes: of what is reserved after the steps, what belongs to pools of CUDA graphs.
         gradient_error: |g - g_stock| / |g_stock|.
         first_s: the steps until the first timed one, compiling and recording included.
@@ -70,6 +73,7 @@ class Row:
     torch_skips: int = 0
     torch_partitions: int = 0
     reserved_bytes: int = 0
+    allocated_bytes: int = 0
     pool_bytes: int = 0
     gradient_error: float | None = None
     first_s: float | None = None
@@ -96,10 +100,10 @@ def measured(row: Row, module: nn.Module, step: Step, options: argparse.Namespac
     counters.clear()
     cudagraph.reset()
     gc.collect()
-    before = 0
+    before = allocated_before = 0
     if device.type == "cuda":
         torch.cuda.empty_cache()
-        before = torch.cuda.memory_reserved(device)
+        before, allocated_before = torch.cuda.memory_reserved(device), torch.cuda.memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)
     started = time.perf_counter()
     for _ in range(options.warmup):
@@ -123,6 +127,7 @@ def measured(row: Row, module: nn.Module, step: Step, options: argparse.Namespac
     row.torch_partitions = counters["inductor"]["cudagraph_partitions"]
     if device.type == "cuda":
         row.reserved_bytes = torch.cuda.max_memory_reserved(device) - before
+        row.allocated_bytes = torch.cuda.max_memory_allocated(device) - allocated_before
         segments = torch.cuda.memory_snapshot()
         row.pool_bytes = sum(s["total_size"] for s in segments if tuple(s["segment_pool_id"]) != (0, 0))
     torch.manual_seed(7)
@@ -203,7 +208,7 @@ def hf_rows(name: str, options: argparse.Namespace) -> tuple[list[Row], str]:
     return rows, str(cudagraph.explain(own_code(loss_of, "explained_loss"), batches[0]))
 
 
-def stack_rows(options: argparse.Namespace) -> list[Row]:
+def stack_rows(options: argparse.Namespace, *, loss_compiled: bool) -> list[Row]:
     device = torch.device(options.device)
     small = {"width": 64, "head_count": 4, "kv_head_count": 2, "hidden": 128} if options.small else {}
     tokens = 128 if options.small else 8192
@@ -212,13 +217,16 @@ def stack_rows(options: argparse.Namespace) -> list[Row]:
         stack = Stack(4, token_count=tokens, **small).to(torch.bfloat16)
         x = torch.randn(2, tokens, stack.blocks[0].w1.in_features, dtype=torch.bfloat16, requires_grad=True)
 
+    def loss_of(y: Tensor) -> Tensor:
+        return y.float().pow(2).mean()
+
     def forward(x: Tensor) -> Tensor:
         y: Tensor = stack(x)
-        return y
+        return loss_of(y) if loss_compiled else y
 
     rows, reference = [], None
     for variant in chosen(STACK_VARIANTS, options):
-        row = Row("Llama-shaped stack", variant)
+        row = Row(STACK + ", loss compiled" * loss_compiled, variant)
         rows.append(row)
         torch.compiler.reset()
         compiled = compile_for(variant, forward, options.inner)
@@ -234,7 +242,7 @@ def stack_rows(options: argparse.Namespace) -> list[Row]:
             else:
                 with aot_hooks.saved_tensors_policy(policy):
                     y = compiled(x)
-            y.float().pow(2).mean().backward()
+            (y if loss_compiled else loss_of(y)).backward()
 
         try:
             gradients = measured(row, stack, step, options)
@@ -254,7 +262,7 @@ def format_rows(rows: list[Row]) -> str:
         return "" if value is None else f"{value:{spec}}"
 
     title = ["model", "variant", "ms", "min ms", "recorded", "replays", "skips", "cut", "torch skips", "torch pieces"]
-    lines = [[*title, "GiB", "pools", "g error", "first s"]]
+    lines = [[*title, "GiB", "alloc", "pools", "g error", "first s"]]
     for row in rows:
         lines.append(
             [
@@ -269,6 +277,7 @@ def format_rows(rows: list[Row]) -> str:
                 str(row.torch_skips),
                 str(row.torch_partitions),
                 f"{row.reserved_bytes / GIB:.3f}",
+                f"{row.allocated_bytes / GIB:.3f}",
                 f"{row.pool_bytes / GIB:.3f}",
                 number(row.gradient_error, ".1e"),
                 number(row.first_s, ".1f"),
@@ -312,7 +321,8 @@ def main(arguments: list[str] | None = None) -> int:
                 keep(found)
                 print(f"{name}:\n{explained[name]}\n", flush=True)
         if options.only != "hf":
-            keep(stack_rows(options))
+            for loss_compiled in (False, True):
+                keep(stack_rows(options, loss_compiled=loss_compiled))
     wrong = [r for r in rows if "float8" not in r.variant and (r.gradient_error or 0) > WRONG_GRADIENT]
     for row in wrong:
         print(f"WRONG: {row.model}, {row.variant}: gradient {row.gradient_error} off stock's")
