@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from .errors import OptionError
+
 __all__ = ["KEEP", "Hook", "compiled_by", "compiling_for"]
 
 _compiler: contextvars.ContextVar[str] = contextvars.ContextVar("compiler of the graph a hook is traced into")
@@ -58,6 +60,9 @@ class Hook:
         cache_hash: says what both functions do where their content cannot be read (a C function, an operator of a
             library of one's own), so that graphs can be cached: change it when they change. See docs/caching.md.
 
+    Raises:
+        OptionError: for an argument of another type.
+
     Source: `torch.autograd.graph.saved_tensors_hooks` has the same pair for eager mode.
     """
 
@@ -68,6 +73,19 @@ class Hook:
     declines: Callable[[Any], str | None] | None = None
     rounds_to_zero: bool = False
     cache_hash: str | None = None
+
+    def __post_init__(self) -> None:
+        for field, value, right, expected in (
+            ("name", self.name, isinstance(self.name, str), "a str"),
+            ("pack", self.pack, callable(self.pack), "a function `tensor -> pytree`"),
+            ("unpack", self.unpack, callable(self.unpack), "a function `pytree -> tensor`"),
+            ("eager", self.eager, isinstance(self.eager, bool), "True or False"),
+            ("declines", self.declines, self.declines is None or callable(self.declines), "a function or None"),
+            ("rounds_to_zero", self.rounds_to_zero, isinstance(self.rounds_to_zero, bool), "True or False"),
+            ("cache_hash", self.cache_hash, isinstance(self.cache_hash, (str, type(None))), "a str or None"),
+        ):
+            if not right:
+                raise OptionError(f"Hook({self.name!r}): {field} must be {expected}, got {value!r}")
 
     def __repr__(self) -> str:
         return self.name

@@ -97,6 +97,25 @@ def test_what_is_not_callable(given: tuple[Any, ...]) -> None:
         pytest.fail("entered")
 
 
+@pytest.mark.core
+@pytest.mark.parametrize(
+    ("wrong", "parts"),
+    [
+        ({"name": 3}, ["Hook(3)", "name must be a str"]),
+        ({"pack": 3}, ["Hook('h')", "pack must be a function `tensor -> pytree`, got 3"]),
+        ({"unpack": None}, ["Hook('h')", "unpack must be a function `pytree -> tensor`, got None"]),
+        ({"eager": "no"}, ["Hook('h')", "eager must be True or False, got 'no'"]),
+        ({"declines": True}, ["Hook('h')", "declines must be a function or None, got True"]),
+        ({"rounds_to_zero": 1}, ["Hook('h')", "rounds_to_zero must be True or False, got 1"]),
+        ({"cache_hash": 1}, ["Hook('h')", "cache_hash must be a str or None, got 1"]),
+    ],
+    ids=lambda v: next(iter(v)) if isinstance(v, dict) else "",
+)
+def test_what_is_no_hook(wrong: dict[str, Any], parts: list[str]) -> None:
+    with raises(OptionError, *parts):
+        Hook(**{"name": "h", "pack": quadruple[0], "unpack": quadruple[1], **wrong})
+
+
 def test_a_policy_that_is_not_callable() -> None:
     with raises(OptionError, "policy", "3"), saved_tensors_policy(3):  # type: ignore[arg-type]
         pytest.fail("entered")

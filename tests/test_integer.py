@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import hypothesis.strategies as st
 import pytest
 import torch
@@ -303,6 +305,25 @@ def test_one_factory_call_is_one_hook():
 def test_bad_block_sizes(block_size):
     with pytest.raises(aot_hooks.errors.OptionError, match="int8: block_size must be a power of two from 8 to 1024"):
         aot_hooks.int8(block_size)
+
+
+@pytest.mark.parametrize(
+    ("factory", "wrong"),
+    [
+        (aot_hooks.int8, {"stochastic": 1}),
+        (aot_hooks.int4, {"stochastic": "no"}),
+        (aot_hooks.int4, {"statistics": "no"}),
+        (aot_hooks.float8, {"statistics": 0}),
+        (functools.partial(aot_hooks.cast, torch.bfloat16), {"statistics": None}),
+    ],
+    ids=str,
+)
+def test_what_is_true_or_false_is_nothing_else(factory, wrong):
+    (option, value), *_ = wrong.items()
+    for right in (True, False):  # what is remembered of these is no answer to the wrong one
+        factory(**{option: right})
+    with pytest.raises(aot_hooks.errors.OptionError, match=f"{option} must be True or False, got {value!r}"):
+        factory(**wrong)
 
 
 def test_memory_order_is_that_of_layout():

@@ -23,6 +23,7 @@ __all__ = [
     "Declines",
     "beside",
     "check_block_size",
+    "check_bool",
     "cut",
     "in_blocks",
     "is_statistic",
@@ -89,6 +90,9 @@ class Declines:
     dtypes: tuple[torch.dtype, ...] = FLOATS
     statistics: bool = False
 
+    def __post_init__(self) -> None:
+        check_bool(self.name, "statistics", self.statistics)
+
     def __call__(self, saved: SavedTensor) -> str | None:
         if saved.dtype not in self.dtypes:
             return f"{self.name} leaves {str(saved.dtype).removeprefix('torch.')} as it is"
@@ -118,3 +122,9 @@ def check_block_size(name: str, block_size: object) -> None:
     """Raises `OptionError` unless `block_size` is a power of two from 8 to 1024."""
     if not isinstance(block_size, int) or block_size not in (8, 16, 32, 64, 128, 256, 512, 1024):
         raise OptionError(f"{name}: block_size must be a power of two from 8 to 1024, got {block_size!r}")
+
+
+def check_bool(name: str, option: str, value: object) -> None:
+    """Raises `OptionError` unless `value` is True or False: "no" is true."""
+    if not isinstance(value, bool):
+        raise OptionError(f"{name}: {option} must be True or False, got {value!r}")

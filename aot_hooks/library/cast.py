@@ -47,7 +47,7 @@ def _unpack(packed: Any) -> torch.Tensor:
     return y
 
 
-@functools.cache
+@functools.lru_cache(maxsize=None, typed=True)  # 1 is no True, 32.0 no 32
 def cast(dtype: torch.dtype, statistics: bool = False) -> Hook:
     """Store floating-point tensors that are wider than `dtype` in `dtype`.
 

@@ -99,7 +99,7 @@ def _dims(x: torch.Tensor, block: int | None) -> list[int]:
     return list(range(x.dim())) if block is None else [-1]
 
 
-@functools.cache
+@functools.lru_cache(maxsize=None, typed=True)  # 1 is no True, 32.0 no 32
 def float8(dtype: torch.dtype = torch.float8_e4m3fn, scaling: str = "rowwise", statistics: bool = False) -> Hook:
     """Store floating-point tensors (bfloat16, float16, float32) in 8 bits.
 

@@ -29,7 +29,7 @@ import torch
 
 from ..hook import Hook
 from . import loops, ops
-from .blocks import FLOATS, SMALLEST_NORMAL, Declines, beside, check_block_size, cut, in_blocks, padded
+from .blocks import FLOATS, SMALLEST_NORMAL, Declines, beside, check_block_size, check_bool, cut, in_blocks, padded
 from .layout import from_memory_order, in_memory_order
 
 __all__ = ["int4", "int8", "pack_int4", "pack_int8", "unpack_int4", "unpack_int8"]
@@ -141,12 +141,13 @@ class _Unpack:
 
 def _hook(bits: int, block: int, stochastic: bool, statistics: bool) -> Hook:
     check_block_size(f"int{bits}", block)
+    check_bool(f"int{bits}", "stochastic", stochastic)
     declines = Declines(f"int{bits}", bits, 4 if bits == 8 else 2, block, statistics=statistics)
     pack = _Pack(bits, block, stochastic, declines)
     return Hook(pack.__name__, pack, _Unpack(bits, block), declines=declines, rounds_to_zero=True)
 
 
-@functools.cache
+@functools.lru_cache(maxsize=None, typed=True)  # 1 is no True, 32.0 no 32
 def int8(block_size: int = 128, stochastic: bool = False, statistics: bool = False) -> Hook:
     """Store floating-point tensors (bfloat16, float16, float32) in 8 bits and a float32 scale a block.
 
@@ -162,12 +163,12 @@ def int8(block_size: int = 128, stochastic: bool = False, statistics: bool = Fal
     were. Integers, 0-d and empty tensors and rows too short to gain are left alone.
 
     Raises:
-        OptionError: for another block_size.
+        OptionError: for another block_size, or an argument of another type.
     """
     return _hook(8, block_size, stochastic, statistics)
 
 
-@functools.cache
+@functools.lru_cache(maxsize=None, typed=True)  # 1 is no True, 32.0 no 32
 def int4(block_size: int = 32, stochastic: bool = True, statistics: bool = False) -> Hook:
     """Store floating-point tensors (bfloat16, float16, float32) in 4 bits and a bfloat16 scale a block.
 
@@ -179,6 +180,6 @@ def int4(block_size: int = 32, stochastic: bool = True, statistics: bool = False
     NaN. Those come back as they were.
 
     Raises:
-        OptionError: for another block_size.
+        OptionError: for another block_size, or an argument of another type.
     """
     return _hook(4, block_size, stochastic, statistics)
