@@ -259,6 +259,11 @@ class Tree:
             if self.dropped:
                 self.look_up()
 
+    def forget_marks(self, marks: int) -> None:
+        """Let steps begin by themselves again, as if there had been none of the `marks` so far."""
+        self.marked = False
+        self.marks_seen = marks
+
     def look_up(self) -> None:
         """There is something to do at the next call, which will come here by way of `mark`."""
         self.marks = None

@@ -167,21 +167,16 @@ def mark_step_begin() -> None:
         dropping.settle()
 
 
-def forget_marks() -> None:
-    """Let the steps of this thread begin by themselves again, as if there had been no mark. For tests."""
-    for tree in (getattr(local, "trees", None) or {}).values():
-        tree.marked = False
-
-
 def reset() -> None:
-    """Give all memory back and forget all recordings; compiled functions record again when they are called.
+    """Give all memory back and forget all recordings and marks; compiled functions record again when they are called.
 
-    Outputs that are still held are parted with as at the end of a step.
+    Outputs that are still held are parted with as at the end of a step. Steps begin by themselves until the next mark.
     """
     dropping.settle()
     for trees in list(every_thread):
         for tree in trees.values():
             tree.close()
+            tree.forget_marks(marks_so_far(trees))
     counters.clear()
 
 

@@ -111,10 +111,6 @@ def world(request: pytest.FixtureRequest) -> Iterator[Any]:
 
     from cudagraph import tree
 
-    def forget() -> None:
-        tree.reset()
-        tree.forget_marks()
-
-    forget()
+    tree.reset()
     yield World(request.param)
-    forget()
+    tree.reset()

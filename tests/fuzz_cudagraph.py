@@ -31,7 +31,8 @@ def run_seeds(
         if count % reset_every == 0:
             tree.reset()
             functions = {held: Functions(world, held) for held in ("error", "copy")}
-        tree.forget_marks()
+        for kept in (each for trees in tree.every_thread for each in trees.values()):
+            kept.forget_marks(kept.marks_seen)  # programs without marks run on what others recorded
         try:
             Program(seed, world, functions, generation=generation, trace=trace).run()
         except (Mismatch, RuntimeError, AssertionError) as error:

@@ -12,10 +12,8 @@ from cudagraph import tree
 @pytest.fixture
 def worlds():
     tree.reset()
-    tree.forget_marks()
     yield World("simulator"), World("simulator")
     tree.reset()
-    tree.forget_marks()
 
 
 @pytest.mark.parametrize("marked", [False, True])

@@ -432,7 +432,6 @@ def test_its_deletion_is_noticed(name, monkeypatch):
     if scenario in NEEDS_MOVING and not _compat.can_swap():
         pytest.skip("this torch can't point a storage elsewhere")
     tree.reset()
-    tree.forget_marks()
     delete(monkeypatch)
     try:
         with pytest.raises((Wrong, AssertionError, RuntimeError, NotImplementedError)):

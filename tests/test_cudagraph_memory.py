@@ -55,6 +55,28 @@ def test_reset_gives_everything_back(world):
     assert tree.stats()["recordings"] == 1
 
 
+@pytest.mark.parametrize("mark_last", [False, True])
+def test_steps_begin_by_themselves_after_a_reset(world, mark_last):
+    """The thread's tree outlives a reset; if it waited for marks, a program that marks nothing would only warm up."""
+    f = world.function(lambda x: [x.sin()])
+    for _ in range(3):
+        tree.mark_step_begin()
+        f(world.randn(4))
+    if mark_last:  # no call has seen it
+        tree.mark_step_begin()
+    (mine,) = [t for trees in tree.every_thread for t in trees.values() if t.driver is world.driver]
+    tree.reset()
+    g = world.function(lambda x: [x.cos()])
+    for _ in range(4):
+        x = world.randn(4)
+        same(world, g(x), [x.cos()])
+    assert [tree.stats()[count] for count in ("warmups", "recordings", "replays")] == [1, 1, 2]
+    assert mine in [t for trees in tree.every_thread for t in trees.values()] and not mine.marked
+    tree.mark_step_begin()
+    g(world.randn(4))
+    assert mine.marked
+
+
 def test_the_last_function_takes_the_tree_with_it(world):
     f = world.function(lambda x: [x.sin()])
     steps(world, f, lambda x: [x.sin()], lambda: (world.randn(8),))
