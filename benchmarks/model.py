@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-__all__ = ["Block", "Stack", "first_step", "stack_and_input"]
+__all__ = ["Block", "Stack", "eager_step", "first_step", "stack_and_input"]
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -102,6 +102,15 @@ def stack_and_input(device: torch.device, *, layers: int, width: int, tokens: in
         stack = Stack(layers, width, heads, heads // 4, width * 7 // 2, tokens).to(torch.bfloat16)
         x = torch.randn(batch, tokens, width, dtype=torch.bfloat16, requires_grad=True)
     return stack, x
+
+
+def eager_step(stack: Stack, x: Tensor) -> None:
+    """A forward and a backward that nothing compiles: what a device and its libraries load for them is there then."""
+    stack(x).float().pow(2).mean().backward()
+    x.grad = None
+    stack.zero_grad()
+    if x.is_cuda:
+        torch.cuda.synchronize(x.device)
 
 
 def first_step(
