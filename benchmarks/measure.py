@@ -59,9 +59,8 @@ PARTS = (
     Part("warm_start", 180, "benchmarks/bench_warm_start.py --rounds 5 --json {json}"),
     Part("kernels", 60, "benchmarks/bench_kernels.py --json {json}"),
     Part(
-        "long_context", 60,
-        "examples/offload_long_context.py --inner aten --limit-gib 4 --layers 4 --width 2048 --start 8192 "
-        "--finest 4096",
+        "long_context", 120,
+        "examples/offload_long_context.py --inner aten --limit-gib 4 --layers 4 --width 2048 --start 8192",
     ),
     Part("convergence", 360, "benchmarks/convergence.py --device cuda --json {json}"),
     Part("train_gpt", 120, "examples/train_gpt.py --setting full --steps 200 --out {out}/train_gpt"),

@@ -1,15 +1,20 @@
 """The longest sequence that trains within a memory limit: with nothing, float8, offload, and both.
 
     for each way:   double the length until a step does not fit, then halve what is between     -> longest length
-                    one step at each length: forward, backward, AdamW, all within the limit
+                    one step at each length: forward, backward, AdamW, all within the limit     -> peak of the step
+    for all ways:   a step at a length that fits with each                                      -> peaks to compare
 
 Read `ways`, which makes the hooks, and `Trainer.step`, which is what a training script needs: a hook around the forward
 of a compiled model. The rest is the search. The model is a stack of Llama-shaped blocks; its weights and the state of
 the optimizer are on the device throughout. The limit is `torch.cuda.set_per_process_memory_fraction`: what does not
 fit there raises, as on a smaller device.
 
-    python examples/offload_long_context.py                        # a CUDA device with more than 24 GiB, some minutes
-    python examples/offload_long_context.py --inner aten --limit-gib 4 --layers 4 --width 2048    # half a minute
+How far offload reaches is up to one block of the model: once all that was saved is gone, the peak is what the backward
+of one block works with, and what is on its way back for the next (`in_flight_bytes`). float8 makes neither smaller; it
+halves what crosses the link, so that the same time hides twice as many values, and half as many bytes on their way.
+
+    python examples/offload_long_context.py                    # a CUDA device with more than 24 GiB, some ten minutes
+    python examples/offload_long_context.py --inner aten --limit-gib 4 --layers 4 --width 2048          # a minute
     python examples/offload_long_context.py --small                # no device: predicted peaks, half a minute
 
 Without a CUDA device it does what `--small` does. A CPU has no second memory to offload to: there copies are plain
@@ -23,6 +28,7 @@ import argparse
 import gc
 import json
 import math
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -69,12 +75,13 @@ class Model(nn.Module):
 
 def ways(min_bytes: int) -> dict[str, aot_hooks.Hook | None]:
     """Offloading is asked for as much as there is, whatever it costs: what counts here is what fits."""
-    everything = {"min_bytes": min_bytes, "max_stall_ms": math.inf, "in_flight_bytes": 256 << 20}
+    everything = {"min_bytes": min_bytes, "max_stall_ms": math.inf}
     return {
         "nothing": None,
         "float8": aot_hooks.float8(),
-        "offload": aot_hooks.offload(**everything),
-        "float8 + offload": aot_hooks.offload(then=aot_hooks.float8(), **everything),
+        "offload": aot_hooks.offload(in_flight_bytes=256 << 20, **everything),
+        # as many values on their way as without float8, in half the bytes
+        "float8 + offload": aot_hooks.offload(then=aot_hooks.float8(), in_flight_bytes=128 << 20, **everything),
     }
 
 
@@ -94,9 +101,9 @@ class Trainer:
         self.optimizer.step()  # makes its state, so that each length finds the same memory taken
 
     def compiled(self) -> Callable[[Tensor], Tensor]:
-        """Anew, for all lengths."""
+        """Anew, for one length: one graph for all would be planned for the bytes of the first."""
         torch._dynamo.reset()
-        return torch.compile(self.model, backend="aot_hooks", dynamic=True, options={"inner": self.inner})
+        return torch.compile(self.model, backend="aot_hooks", dynamic=False, options={"inner": self.inner})
 
     def step(self, fn: Callable[[Tensor], Tensor], hook: aot_hooks.Hook | None, length: int) -> float:
         """One step at `length`; the loss. Raises `torch.OutOfMemoryError`."""
@@ -113,11 +120,12 @@ class Trainer:
         self.optimizer.step()
         return float(loss.detach())
 
-    def fits(self, fn: Callable[[Tensor], Tensor], hook: aot_hooks.Hook | None, length: int) -> dict[str, Any] | None:
+    def fits(self, hook: aot_hooks.Hook | None, length: int) -> dict[str, Any] | None:
         """What the second of two steps at `length` took, or None if they do not fit."""
         self.clear()
+        fn = self.compiled()
         try:
-            self.step(fn, hook, length)  # pins host memory, and compiles if it is the first length
+            self.step(fn, hook, length)  # compiles, and pins host memory
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
             started = time.perf_counter()
@@ -143,9 +151,9 @@ def longest(trainer: Trainer, hook: aot_hooks.Hook | None, start: int, finest: i
     """The longest length that fits: a multiple of `finest`, to within a sixteenth."""
     best: dict[str, Any] = {"length": 0}
     fails = math.inf  # the shortest that does not fit
-    length, fn = start, trainer.compiled()
+    length = start
     while best["length"] < length < fails and fails - best["length"] > best["length"] / 16:
-        found = trainer.fits(fn, hook, length)
+        found = trainer.fits(hook, length)
         print(f"    {length:7}: {'fits' if found else 'out of memory'}", file=sys.stderr, flush=True)
         if found is None:
             fails = length
@@ -157,7 +165,12 @@ def longest(trainer: Trainer, hook: aot_hooks.Hook | None, start: int, finest: i
 
 
 def limited(options: argparse.Namespace) -> None:
-    """Leave this process no more than the limit."""
+    """Leave this process no more than the limit, and no less.
+
+    Tensors of many sizes come and go near it. In segments of fixed size, the default, hundreds of MiB of it end up in
+    pieces that are free and too small; segments that grow give the pages of such pieces to others.
+    """
+    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # before the first use of the device
     total = torch.cuda.get_device_properties(0).total_memory
     torch.cuda.set_per_process_memory_fraction(min(1.0, options.limit_gib * GIB / total))
 
@@ -192,11 +205,24 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"  {name}", file=sys.stderr, flush=True)
         rows[name] = longest(trainer, hook, options.start, options.finest)
         print(json.dumps({"way": name, **rows[name]}), flush=True)
-    print(f"\n{'way':18} {'longest':>8} {'s a step':>9} {'peak GiB':>9} {'host GiB':>9} {'loss':>9}")
-    for name, row in rows.items():
-        numbers = [row.get(key, math.nan) for key in ("s", "peak_gib", "host_gib", "loss")]
-        print(f"{name:18} {row['length']:8} " + " ".join(f"{n:9.3f}" for n in numbers))
+    common = min(row["length"] for row in rows.values())
+    for name, hook in chosen.items():
+        at_common = trainer.fits(hook, common) if common and rows[name]["length"] > common else rows[name]
+        rows[name]["at_common"] = {key: at_common.get(key, math.nan) for key in ("s", "peak_gib")} if at_common else {}
+        print(json.dumps({"way": name, "length": common, **rows[name]["at_common"]}), flush=True)
+    print("\n" + table(rows, common))
     return 0
+
+
+def table(rows: dict[str, dict[str, Any]], common: int) -> str:
+    """The longest length of each way, and all of them side by side at the length `common`."""
+    title = f"{'way':18} {'longest':>8} {'s a step':>9} {'peak GiB':>9} {'host GiB':>9}"
+    lines = [f"{title}   at {common}: {'s a step':>9} {'peak GiB':>9}"]
+    for name, row in rows.items():
+        longest_row = " ".join(f"{row.get(key, math.nan):9.3f}" for key in ("s", "peak_gib", "host_gib"))
+        beside = " ".join(f"{row['at_common'].get(key, math.nan):9.3f}" for key in ("s", "peak_gib"))
+        lines.append(f"{name:18} {row['length']:8} {longest_row}   {'':{len(f'at {common}:')}} {beside}")
+    return "\n".join(lines)
 
 
 def small() -> int:

@@ -55,12 +55,29 @@ def test_the_longest_length_that_fits(monkeypatch: pytest.MonkeyPatch, fits: int
     tried: list[int] = []
 
     class Trainer:
-        def compiled(self) -> None: ...
-
-        def fits(self, fn: object, hook: object, length: int) -> dict[str, int] | None:
+        def fits(self, hook: object, length: int) -> dict[str, int] | None:
             tried.append(length)
             return {"length": length} if length <= fits else None
 
     found = example.longest(Trainer(), None, start=1000, finest=500)["length"]
     assert found <= fits < (found + 500) * 17 / 16
     assert len(tried) == len(set(tried)) < 13
+
+
+def test_the_table_tells_the_longest_length_of_each_way_and_all_at_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    example = load("examples", "offload_long_context", monkeypatch)
+    here = {"s": 0.5, "peak_gib": 3.0}
+    there = {"s": 0.625, "peak_gib": 2.5}
+    rows = {
+        "nothing": {"length": 4096, **here, "host_gib": 0.0, "at_common": here},
+        "offload": {"length": 8192, "s": 1.25, "peak_gib": 3.5, "host_gib": 2.0, "at_common": there},
+        "too much": {"length": 0, "at_common": {}},
+    }
+    title, *lines = example.table(rows, 4096).splitlines()
+    assert [line.split() for line in lines] == [
+        ["nothing", "4096", "0.500", "3.000", "0.000", "0.500", "3.000"],
+        ["offload", "8192", "1.250", "3.500", "2.000", "0.625", "2.500"],
+        ["too", "much", "0", "nan", "nan", "nan", "nan", "nan"],
+    ]
+    assert "at 4096:" in title
+    assert {len(line) for line in lines} == {len(title)}
