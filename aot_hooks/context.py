@@ -105,8 +105,57 @@ def _setting_of_policy(policy: Any, scope: str) -> Setting:
     return Setting(policy, scope)
 
 
-@contextlib.contextmanager
-def saved_tensors_hooks(pack: Any, unpack: Any = None, *, scope: str = "donated") -> Iterator[None]:
+class _Context(contextlib.ContextDecorator):
+    """A setting in force in a `with`, entered as often as one likes, one after the other or nested; or a decorator.
+
+    Dynamo traces `__enter__` and `__exit__` where they stand in a compiled function. Where they don't, they run in
+    Python: after a graph break Dynamo compiles each function that eager code calls, and there `is_compiling()` is true,
+    so a context, as a hook, would take itself for traced.
+    """
+
+    setting: Callable[[], Setting]
+    region: Callable[[], contextlib.AbstractContextManager[None]]  # for Dynamo to trace
+
+    def __init__(self) -> None:
+        self.open: list[Any] = []  # what was entered in a compiled function, innermost last
+
+    @_compat.outermost_runs_in_python
+    def __enter__(self) -> None:
+        if torch.compiler.is_dynamo_compiling():
+            region = self.region()
+            self.open.append(region)
+            region.__enter__()
+        else:
+            _enter(self)
+
+    @_compat.outermost_runs_in_python
+    def __exit__(self, *exc: Any) -> None:
+        if torch.compiler.is_dynamo_compiling():
+            self.open.pop().__exit__(*exc)
+        else:
+            _exit()
+
+
+@_compat.untraced
+def _enter(context: Any) -> None:
+    settle()
+    setting = context.setting()
+    pair = _intern(setting)
+    if setting.eager:
+        # plain functions: Dynamo does not guard them and compiled graphs call them as they run
+        _compat.push_hooks(EagerPack(setting), _unpack_untraced)
+    else:
+        _compat.push_hooks(pair.pack, pair.unpack)
+
+
+@_compat.untraced
+def _exit() -> None:
+    _compat.pop_hooks()
+    _compat.allow_hooks()  # as it was on entry, or the pair couldn't have been pushed
+    settle()
+
+
+class saved_tensors_hooks(_Context):
     """Store the tensors that autograd saves in this context as `pack` says.
 
     Args:
@@ -116,60 +165,53 @@ def saved_tensors_hooks(pack: Any, unpack: Any = None, *, scope: str = "donated"
             all but parameters and buffers; "all" everything.
 
     May be entered around a compiled call or inside a compiled function (also with `fullgraph=True`), where it covers
-    the tensors that its region saves. Eager parts follow the same hooks and scope. The innermost context wins.
+    the tensors that its region saves. Eager parts follow the same hooks and scope. The innermost context wins. One
+    object may be entered again, and serves as a decorator.
 
     Raises:
         OptionError: for what is not callable or an unknown scope; on entry, with nothing left on the stack.
         HookContractError, HookTraceError: while compiling (Dynamo may wrap them) or when an eager part packs.
     """
-    if torch.compiler.is_dynamo_compiling():
+
+    def __init__(self, pack: Any, unpack: Any = None, *, scope: str = "donated") -> None:
+        super().__init__()
+        self.pack, self.unpack, self.scope = pack, unpack, scope
+
+    def _recreate_cm(self) -> saved_tensors_hooks:
+        # for each call of what it decorates: a Dynamo before 2.15 enters only what was made in the function it traces
+        return saved_tensors_hooks(self.pack, self.unpack, scope=self.scope)
+
+    def setting(self) -> Setting:
+        return _setting_of_hooks(self.pack, self.unpack, self.scope)
+
+    @contextlib.contextmanager
+    def region(self) -> Iterator[None]:
+        pack, unpack, scope = self.pack, self.unpack, self.scope  # noqa: F841  # locals, for `_note_hooks` to find
         _compat.comptime(_note_hooks)
         with torch.fx.traceback.annotate({"aot_hooks": _noted_key()}):
             yield
-    else:
-        with _entered(_setting_of_hooks, pack, unpack, scope):
-            yield
 
 
-@contextlib.contextmanager
-def saved_tensors_policy(policy: Policy | Hook, *, scope: str = "donated") -> Iterator[None]:
+class saved_tensors_policy(_Context):
     """Store the tensors that autograd saves in this context as the policy chooses for each; else as
     `saved_tensors_hooks`."""
-    if torch.compiler.is_dynamo_compiling():
+
+    def __init__(self, policy: Policy | Hook, *, scope: str = "donated") -> None:
+        super().__init__()
+        self.policy, self.scope = policy, scope
+
+    def _recreate_cm(self) -> saved_tensors_policy:
+        return saved_tensors_policy(self.policy, scope=self.scope)
+
+    def setting(self) -> Setting:
+        return _setting_of_policy(self.policy, self.scope)
+
+    @contextlib.contextmanager
+    def region(self) -> Iterator[None]:
+        policy, scope = self.policy, self.scope  # noqa: F841  # locals, for `_note_policy` to find
         _compat.comptime(_note_policy)
         with torch.fx.traceback.annotate({"aot_hooks": _noted_key()}):
             yield
-    else:
-        with _entered(_setting_of_policy, policy, scope):
-            yield
-
-
-class _entered:
-    """A setting on torch's stack; a class, because leaving must happen on the same thread whatever was raised.
-
-    `untraced`, here and below: after a graph break Dynamo compiles each function that eager code calls, and there
-    `is_compiling()` is true, so a hook would take itself for traced.
-    """
-
-    def __init__(self, make: Callable[..., Setting], *args: Any) -> None:
-        self.make, self.args = make, args
-
-    @_compat.untraced
-    def __enter__(self) -> None:
-        settle()
-        setting = self.make(*self.args)
-        pair = _intern(setting)
-        if setting.eager:
-            # plain functions: Dynamo does not guard them and compiled graphs call them as they run
-            _compat.push_hooks(EagerPack(setting), _unpack_untraced)
-        else:
-            _compat.push_hooks(pair.pack, pair.unpack)
-
-    @_compat.untraced
-    def __exit__(self, *exc: object) -> None:
-        _compat.pop_hooks()
-        _compat.allow_hooks()  # as it was on entry, or the pair couldn't have been pushed
-        settle()
 
 
 class EagerPack:

@@ -10,15 +10,18 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import functools
+import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ParamSpec
 
 import torch
 
+from . import _compat
 from .errors import OptionError
 
-__all__ = ["KEEP", "Hook", "compiled_by", "compiling_for"]
+__all__ = ["KEEP", "Hook", "compiled_by", "compiling_for", "interned"]
 
 _compiler: contextvars.ContextVar[str] = contextvars.ContextVar("compiler of the graph a hook is traced into")
 
@@ -101,3 +104,35 @@ def _same(x: Any) -> Any:
 
 KEEP = Hook("keep", _same, _same)
 """The hook that leaves a saved tensor as it is."""
+
+
+_Arguments = ParamSpec("_Arguments")
+_made: dict[Any, Hook] = {}
+
+
+def interned(make: Callable[_Arguments, Hook]) -> Callable[_Arguments, Hook]:
+    """`make`, which gives the same hook for the same arguments, by position or by keyword; 1 is no True, 32.0 no 32.
+
+    Not `functools.cache`: Dynamo warns of it where a compiled function makes the hook. What is known already is kept
+    outside of the function, whose content it is no part of.
+    """
+
+    @_compat.outermost_runs_in_python
+    @functools.wraps(make)
+    def made_once(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> Hook:
+        if torch.compiler.is_dynamo_compiling():
+            return make(*args, **kwargs)
+        said = (make, args, tuple(map(type, args)), tuple((k, type(v), v) for k, v in kwargs.items()))
+        try:
+            hash(said)
+        except TypeError:
+            return make(*args, **kwargs)  # which says what is wrong with them
+        if said not in _made:
+            bound = inspect.signature(make).bind(*args, **kwargs)
+            bound.apply_defaults()
+            each = (make, *((name, type(value), value) for name, value in bound.arguments.items()))
+            hook = _made.get(each) or make(*args, **kwargs)
+            _made[said] = _made.setdefault(each, hook)
+        return _made[said]
+
+    return made_once

@@ -372,6 +372,12 @@ def test_library_hooks(setting: str) -> None:
     assert content(float8(*kinds[setting])) == content(float8.__wrapped__(*kinds[setting]))
 
 
+def test_a_function_that_makes_hooks_does_not_change_by_what_it_has_made() -> None:
+    before = content(lambda x: float8().pack(x))
+    float8(torch.float8_e5m2, statistics=True)
+    assert content(lambda x: float8().pack(x)) == before
+
+
 # --- graphs of objects -----------------------------------------------------------------------------------------------
 
 

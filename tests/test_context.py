@@ -135,6 +135,40 @@ def test_a_policy_asked_for_all_sees_parameters(model: Chain, x: Tensor) -> None
     assert_same(got, hand_gradients(model, x, w=4))
 
 
+# --- one context object, entered again --------------------------------------------------------------------------------
+
+CONTEXTS = {
+    "hooks": lambda: saved_tensors_hooks(*quadruple),
+    "policy": lambda: saved_tensors_policy(aot_hooks.policies.everything(Hook("quadruple", *quadruple))),
+}
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("wrap", [compiled, lambda model: model], ids=["compiled", "eager"])
+@pytest.mark.parametrize("make", CONTEXTS.values(), ids=CONTEXTS)
+def test_a_context_is_entered_again(model: Chain, x: Tensor, make: Any, wrap: Any) -> None:
+    context, call = make(), wrap(model)
+    for _ in range(2):
+        with context:
+            assert_same(gradients(call, model, x), hand_gradients(model, x, h=4))
+        assert_same(gradients(call, model, x), hand_gradients(model, x))
+    with context:
+        with context, saved_tensors_hooks(KEEP), context:
+            assert_same(gradients(call, model, x), hand_gradients(model, x, h=4))
+        assert_same(gradients(call, model, x), hand_gradients(model, x, h=4))
+    assert top_of_stack() is None
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("wrap", [compiled, lambda fn: fn], ids=["compiled", "eager"])
+@pytest.mark.parametrize("make", CONTEXTS.values(), ids=CONTEXTS)
+def test_a_context_is_a_decorator(model: Chain, x: Tensor, make: Any, wrap: Any) -> None:
+    decorated = wrap(make()(model.forward))
+    for _ in range(2):
+        assert_same(gradients(decorated, model, x), hand_gradients(model, x, h=4))
+    assert top_of_stack() is None
+
+
 # --- forms of a hook -------------------------------------------------------------------------------------------------
 
 

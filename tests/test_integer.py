@@ -297,7 +297,7 @@ def test_reports_say_what_is_left_alone():
 
 @pytest.mark.core
 def test_one_factory_call_is_one_hook():
-    assert aot_hooks.int8() is aot_hooks.int8() and aot_hooks.int8() == aot_hooks.int8(128)
+    assert aot_hooks.int8() is aot_hooks.int8() is aot_hooks.int8(128) is aot_hooks.int8(block_size=128)
     assert len({aot_hooks.int8(), aot_hooks.int8(64), aot_hooks.int8(stochastic=True), aot_hooks.int4()}) == 4
 
 

@@ -11,6 +11,7 @@ A region decides by the operator that saves, so one tensor may be packed for one
 from __future__ import annotations
 
 import gc
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -138,6 +139,49 @@ def test_two_regions_read_one_tensor(wrap: Any) -> None:
     assert_same(got, [2 * h.T @ torch.ones(6, 2), 3 * h.T @ torch.ones(6, 4)])
 
 
+CONTEXTS = {
+    "hooks": lambda: saved_tensors_hooks(*quadruple),
+    "policy": lambda: saved_tensors_policy(aot_hooks.policies.everything(Hook("quadruple", *quadruple))),
+}
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("make", CONTEXTS.values(), ids=CONTEXTS)
+def test_a_context_made_inside_is_entered_again(model: Chain, x: Tensor, wrap: Any, make: Any) -> None:
+    def forward(x: Tensor) -> Tensor:
+        w1, w2, w3 = model.weights
+        context = make()
+        with context:
+            h1 = x @ w1
+            with context:
+                h2 = h1 @ w2
+        h3 = h2 @ w3
+        with context:
+            return h3 @ w3.T @ w2.T
+
+    def by_hand(x: Tensor) -> Tensor:
+        w1, w2, w3 = model.weights
+        h1 = x @ w1
+        h2 = Times4.apply(h1, w2)
+        return Times4.apply(Times4.apply(h2 @ w3, w3.T), w2.T)
+
+    assert_same(gradients(wrap(forward), model, x), gradients(by_hand, model, x))
+
+
+class Times4(torch.autograd.Function):
+    """A product whose left factor comes back four times as large."""
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
+        ctx.save_for_backward(a, b)
+        return a @ b
+
+    @staticmethod
+    def backward(ctx: Any, *g: Tensor) -> Any:
+        a, b = ctx.saved_tensors
+        return g[0] @ b.T, 4 * a.T @ g[0]
+
+
 class Block(nn.Module):
     def __init__(self, width: int, k: float | None) -> None:
         super().__init__()
@@ -262,6 +306,33 @@ def test_float8_in_a_region() -> None:
     assert ((got - exact).abs() <= bound).all()
     (plan,) = aot_hooks.last_plans(call)
     assert [d.hook.name for d in plan.decisions if d.hook is not KEEP] == ["float8(e4m3fn, rowwise)"]
+
+
+LIBRARY: dict[str, Callable[[], Hook]] = {
+    "float8": lambda: aot_hooks.float8(),
+    "int8": lambda: aot_hooks.int8(64, stochastic=True),
+    "int4": lambda: aot_hooks.int4(),
+    "cast": lambda: aot_hooks.cast(torch.bfloat16),
+    "bitmask": lambda: aot_hooks.bitmask(),
+    "offload": lambda: aot_hooks.offload(then=aot_hooks.float8()),
+}
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("make", LIBRARY.values(), ids=LIBRARY)
+def test_hooks_of_the_library_are_made_inside_without_a_warning(make: Callable[[], Hook]) -> None:
+    def f(x: Tensor) -> Tensor:
+        h = x.T @ x
+        with saved_tensors_hooks(make()):
+            return h @ x.T
+
+    call = compiled(f)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        call(torch.randn(64, 64, requires_grad=True))
+    (plan,) = aot_hooks.last_plans(call)
+    (decision,) = (d for d in plan.decisions if not d.saved.is_input)
+    assert make().name == decision.hook.name or make().declines(decision.saved) == decision.reason
 
 
 # --- recompiling -----------------------------------------------------------------------------------------------------

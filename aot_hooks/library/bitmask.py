@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ..hook import Hook
+from ..hook import Hook, interned
 from ..saved import SavedTensor
 from . import ops
 from .blocks import cut, in_blocks
@@ -83,7 +83,7 @@ class _Pack:
         return _pack(x)
 
 
-@functools.cache
+@interned
 def bitmask() -> Hook:
     """Store bool tensors at one bit an element: an eighth of the bytes, exact.
 

@@ -7,14 +7,13 @@ A finite value out of the narrower type's range becomes its largest, not infinit
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from ..errors import OptionError
-from ..hook import Hook
+from ..hook import Hook, interned
 from .blocks import Declines
 
 __all__ = ["cast"]
@@ -47,7 +46,7 @@ def _unpack(packed: Any) -> torch.Tensor:
     return y
 
 
-@functools.lru_cache(maxsize=None, typed=True)  # 1 is no True, 32.0 no 32
+@interned
 def cast(dtype: torch.dtype, statistics: bool = False) -> Hook:
     """Store floating-point tensors that are wider than `dtype` in `dtype`.
 

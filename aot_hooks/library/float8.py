@@ -16,14 +16,13 @@ Sources: Micikevicius et al., "FP8 Formats for Deep Learning" (arXiv:2209.05433)
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from ..errors import OptionError
-from ..hook import Hook
+from ..hook import Hook, interned
 from . import loops, ops
 from .blocks import FLOATS, SMALLEST_NORMAL, Declines, beside, in_blocks
 from .layout import from_memory_order, in_memory_order
@@ -99,7 +98,7 @@ def _dims(x: torch.Tensor, block: int | None) -> list[int]:
     return list(range(x.dim())) if block is None else [-1]
 
 
-@functools.lru_cache(maxsize=None, typed=True)  # 1 is no True, 32.0 no 32
+@interned
 def float8(dtype: torch.dtype = torch.float8_e4m3fn, scaling: str = "rowwise", statistics: bool = False) -> Hook:
     """Store floating-point tensors (bfloat16, float16, float32) in 8 bits.
 

@@ -21,13 +21,12 @@ Sources: stochastic rounding of saved activations: Chen et al., "ActNN" (arXiv:2
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from ..hook import Hook
+from ..hook import Hook, interned
 from . import loops, ops
 from .blocks import FLOATS, SMALLEST_NORMAL, Declines, beside, check_block_size, check_bool, cut, in_blocks, padded
 from .layout import from_memory_order, in_memory_order
@@ -147,7 +146,7 @@ def _hook(bits: int, block: int, stochastic: bool, statistics: bool) -> Hook:
     return Hook(pack.__name__, pack, _Unpack(bits, block), declines=declines, rounds_to_zero=True)
 
 
-@functools.lru_cache(maxsize=None, typed=True)  # 1 is no True, 32.0 no 32
+@interned
 def int8(block_size: int = 128, stochastic: bool = False, statistics: bool = False) -> Hook:
     """Store floating-point tensors (bfloat16, float16, float32) in 8 bits and a float32 scale a block.
 
@@ -168,7 +167,7 @@ def int8(block_size: int = 128, stochastic: bool = False, statistics: bool = Fal
     return _hook(8, block_size, stochastic, statistics)
 
 
-@functools.lru_cache(maxsize=None, typed=True)  # 1 is no True, 32.0 no 32
+@interned
 def int4(block_size: int = 32, stochastic: bool = True, statistics: bool = False) -> Hook:
     """Store floating-point tensors (bfloat16, float16, float32) in 4 bits and a bfloat16 scale a block.
 

@@ -10,7 +10,6 @@ mode, where nothing is planned, `pack` starts a copy and goes on; see `Tape`.
 
 from __future__ import annotations
 
-import functools
 import itertools
 import threading
 import weakref
@@ -25,7 +24,7 @@ from .. import transfers
 from .._compat import hint, pytree, same_size
 from ..costs import Rates
 from ..errors import OptionError
-from ..hook import Hook, compiled_by
+from ..hook import Hook, compiled_by, interned
 
 __all__ = ["OffloadSettings", "offload", "settings_of"]
 
@@ -282,7 +281,7 @@ class _Declines:
         return self.then.declines(saved) if self.then is not None and self.then.declines is not None else None
 
 
-@functools.cache
+@interned
 def offload(
     min_bytes: int = 1 << 20,
     then: Hook | None = None,
