@@ -26,40 +26,59 @@ from .script import Recorded, ScriptError, run_script
 _HOOKS = ("float8", "int8", "int4", "bitmask", "cast", "offload", "lossless")
 
 
+def env_data() -> dict[str, Any]:
+    """Versions, devices and each private symbol of torch that the package stands on."""
+    return {
+        "aot_hooks": __version__,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "torch": torch.__version__,
+        "torch_tested": list(_compat.TESTED),
+        "triton": _version("triton"),
+        "cuda": torch.version.cuda,
+        "devices": _devices(),
+        "backend_entry_point": _entry_point(),
+        "private_symbols": [
+            {"path": path, "found": found, "needed_for": _compat.SYMBOLS[path]}
+            for path, found in _compat.probe().items()
+        ],
+    }
+
+
 def env() -> str:
-    """Versions, devices and each private symbol of torch that the package stands on, as text."""
+    """`env_data` as text."""
+    data = env_data()
     lines = [
-        f"aot_hooks {__version__}",
-        f"python {platform.python_version()} on {platform.platform()}",
-        f"torch {torch.__version__} (tested: {', '.join(_compat.TESTED)})",
-        f"triton {_version('triton')}",
-        f"cuda {torch.version.cuda or 'none'}: {_devices()}",
-        f"backend entry point: {_entry_point()}",
+        f"aot_hooks {data['aot_hooks']}",
+        f"python {data['python']} on {data['platform']}",
+        f"torch {data['torch']} (tested: {', '.join(data['torch_tested'])})",
+        f"triton {data['triton'] or 'not installed'}",
+        f"cuda {data['cuda'] or 'none'}: {', '.join(data['devices']) or 'no device'}",
+        f"backend entry point: {data['backend_entry_point'] or 'MISSING (install the package: pip install -e .)'}",
         "private symbols:",
     ]
     lines += [
-        f"  {'ok     ' if found else 'MISSING'} {path} ({_compat.SYMBOLS[path]})"
-        for path, found in _compat.probe().items()
+        f"  {'ok     ' if symbol['found'] else 'MISSING'} {symbol['path']} ({symbol['needed_for']})"
+        for symbol in data["private_symbols"]
     ]
     return "\n".join(lines)
 
 
-def _version(distribution: str) -> str:
+def _version(distribution: str) -> str | None:
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
-        return "not installed"
+        return None
 
 
-def _devices() -> str:
-    if not torch.cuda.is_available():
-        return "no device"
-    return ", ".join(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
+def _devices() -> list[str]:
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return [torch.cuda.get_device_name(i) for i in range(count)]
 
 
-def _entry_point() -> str:
+def _entry_point() -> str | None:
     found = [e for e in importlib.metadata.entry_points(group="torch_dynamo_backends") if e.name == "aot_hooks"]
-    return found[0].value if found else "MISSING (install the package: pip install -e .)"
+    return found[0].value if found else None
 
 
 def report(options: argparse.Namespace) -> int:
@@ -94,11 +113,11 @@ def report(options: argparse.Namespace) -> int:
     return 0
 
 
-def explain_miss(directory: str | None) -> int:
+def explain_miss(directory: str | None, as_json: bool) -> int:
     """Print why the last miss was one; 1 if none is known."""
-    text = cache_notes.explain(directory)
-    if text:
-        print(text)
+    miss = cache_notes.last_miss(directory)
+    if miss is not None:
+        print(json.dumps(miss.as_data(), indent=1) if as_json else cache_notes.explain(miss))
         return 0
     where = directory or _compat.cache_dir()
     print(f"aot_hooks explain-miss: no graph with hooks has missed torch's cache in {where}", file=sys.stderr)
@@ -167,7 +186,8 @@ def _compiled_graphs(recorded: Recorded, notes: list[str]) -> str:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m aot_hooks", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("env", help="print what a bug report needs")
+    environment = commands.add_parser("env", help="print what a bug report needs")
+    environment.add_argument("--json", action="store_true", help="as JSON")
     run = commands.add_parser(
         "report",
         help="run a training script and print what it saves for backward",
@@ -193,12 +213,13 @@ def main(argv: list[str] | None = None) -> int:
     miss.add_argument(
         "--dir", metavar="PATH", help="torch's cache directory, if not TORCHINDUCTOR_CACHE_DIR or its default"
     )
+    miss.add_argument("--json", action="store_true", help="as JSON")
     options = parser.parse_args(argv)
     if options.command == "report":
         return report(options)
     if options.command == "explain-miss":
-        return explain_miss(options.dir)
-    print(env())
+        return explain_miss(options.dir, options.json)
+    print(json.dumps(env_data(), indent=1) if options.json else env())
     return 0
 
 

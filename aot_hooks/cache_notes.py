@@ -16,13 +16,14 @@ import dataclasses
 import json
 import os
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from . import _compat
 
-__all__ = ["Note", "difference", "explain", "nearest", "read", "write"]
+__all__ = ["Miss", "Note", "difference", "differences", "explain", "last_miss", "nearest", "read", "write"]
 
 _KEPT = 32
 _SHOWN = 40
@@ -93,25 +94,31 @@ def nearest(note: Note, others: Iterable[Note]) -> Note | None:
     return max(candidates, key=lambda other: len(lines & set(other.all_lines().items())), default=None)
 
 
-def difference(before: Note, after: Note, most: int = _SHOWN) -> str:
-    """The lines that differ, `-` of the one and `+` of the other, the first `most` of them."""
+def differences(before: Note, after: Note) -> list[tuple[str, str | None, str | None]]:
+    """The lines that differ: name, text of the one, text of the other; None where it has none."""
     old, new = before.all_lines(), after.all_lines()
     if not (before.torch_lines and after.torch_lines):
         old, new = (_without(lines, "torch ") for lines in (old, new))
-    names = [name for name in dict.fromkeys([*new, *old]) if old.get(name) != new.get(name)]
-    if not names:
+    names = dict.fromkeys([*new, *old])
+    return [(name, old.get(name), new.get(name)) for name in names if old.get(name) != new.get(name)]
+
+
+def difference(before: Note, after: Note, most: int = _SHOWN) -> str:
+    """The lines that differ, `-` of the one and `+` of the other, the first `most` of them."""
+    found = differences(before, after)
+    if not found:
         return (
             "nothing that this package knows of: torch's own part differs (devices, its sources, autocast, ...). Run "
             'both processes with TORCH_LOGS="+torch._functorch._aot_autograd.autograd_cache" and ask again'
         )
     shown = [
-        f"{sign} {name}: {lines[name]}"
-        for name in names[:most]
-        for sign, lines in (("-", old), ("+", new))
-        if name in lines
+        f"{sign} {name}: {text}"
+        for name, old, new in found[:most]
+        for sign, text in (("-", old), ("+", new))
+        if text is not None
     ]
-    if len(names) > most:
-        shown.append(f"... and {len(names) - most} more")
+    if len(found) > most:
+        shown.append(f"... and {len(found) - most} more")
     return "\n".join(shown)
 
 
@@ -121,20 +128,55 @@ def _without(lines: dict[str, str], prefix: str) -> dict[str, str]:
     }
 
 
-def explain(directory: str | None = None) -> str:
-    """Why the newest miss was one, for people; "" if there are no notes."""
+@dataclass(frozen=True)
+class Miss:
+    """The newest miss.
+
+    Attributes:
+        note: what was written of it.
+        was_stored: its key was stored before.
+        other: the nearest note with another key; None if there is none.
+    """
+
+    note: Note
+    was_stored: bool
+    other: Note | None
+
+    def as_data(self) -> dict[str, Any]:
+        """For JSON; times in seconds since 1970, lines as `{"name", "before", "after"}`."""
+        note, other = self.note, self.other
+        found = differences(other, note) if other is not None else []
+        return {
+            "time_s": note.time,
+            "key": note.key,
+            "hooks": note.hooks,
+            "why": note.why,
+            "was_stored": self.was_stored,
+            "nearest": None if other is None else {"time_s": other.time, "key": other.key, "hooks": other.hooks},
+            "differences": [{"name": name, "before": old, "after": new} for name, old, new in found],
+        }
+
+
+def last_miss(directory: str | None = None) -> Miss | None:
+    """The newest miss; None if there are no notes."""
     notes = read(directory)
     if not notes:
-        return ""
-    last = notes[-1]
-    when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(last.time))
-    head = f"last miss: {when}, {last.hooks or 'no hooks'}: {last.why}"
-    same: Sequence[Note] = [note for note in notes[:-1] if note.key == last.key]
-    if same and last.why == "no entry of this key":
+        return None
+    last, before = notes[-1], notes[:-1]
+    return Miss(last, any(note.key == last.key for note in before), nearest(last, before))
+
+
+def explain(miss: Miss) -> str:
+    """Why it was one, for people."""
+    head = f"last miss: {_local_time(miss.note)}, {miss.note.hooks or 'no hooks'}: {miss.note.why}"
+    if miss.was_stored and miss.note.why == "no entry of this key":
         head += "\nits key was stored before: that entry is gone, or could not be written or read"
-    other = nearest(last, notes[:-1])
+    other = miss.other
     if other is None:
         return head + "\nno other key is known in this directory to compare it with"
-    when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(other.time))
-    head += f"\nthe nearest other key is of {when}, {other.hooks or 'no hooks'}; they differ in"
-    return f"{head}\n{difference(other, last)}"
+    head += f"\nthe nearest other key is of {_local_time(other)}, {other.hooks or 'no hooks'}; they differ in"
+    return f"{head}\n{difference(other, miss.note)}"
+
+
+def _local_time(note: Note) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(note.time))

@@ -50,7 +50,7 @@ class Kept:
         self.hook = hook
         self.again = again  # whom to ask for the hook once more when it is packed
         self.packed: Any = None
-        self.state = "kept"  # kept | waiting | due | packed
+        self.state = "kept"  # kept | waiting | due | packed | spoiled
         self.watch: Any = None
         self.like = (x.shape, x.dtype, x.device)
 
@@ -112,7 +112,7 @@ def unpack_eager(kept: Any) -> torch.Tensor:
         return kept  # type: ignore[no-any-return]
     if kept.state == "due":
         _pack(kept)
-    if kept.state == "packed":
+    if kept.state in ("packed", "spoiled"):
         return _unpack(kept)
     assert kept.raw is not None
     if kept.raw._version != kept.version:
@@ -247,9 +247,20 @@ def _pack(kept: Kept) -> None:
 
 
 def _unpack(kept: Kept) -> torch.Tensor:
+    if kept.state == "spoiled":
+        raise HookContractError(
+            f"{_at(kept)}: unpack changed what was packed in place, and it is needed again (by another reader, or by a "
+            "second backward with retain_graph); expected a pure function. Work on packed.clone(), or use the "
+            "out-of-place form of the op"
+        )
     shape, dtype, device = kept.like
     packed, compact = kept.packed
-    out = _run(kept.hook.unpack, packed, f"{_at(kept)}: unpack")
+    counted: list[torch.Tensor] = []
+    anew = _containers_anew(packed, counted)
+    versions = [a._version for a in counted]
+    out = _run(kept.hook.unpack, anew, f"{_at(kept)}: unpack")
+    if [a._version for a in counted] != versions:
+        kept.state = "spoiled"
     if not isinstance(out, torch.Tensor):
         raise HookContractError(
             f"{_at(kept)}: unpack returned {type(out).__name__}; expected a tensor like the saved one"
@@ -260,6 +271,22 @@ def _unpack(kept: Kept) -> torch.Tensor:
             f"{dtype}{list(compact)} on {device}, like the saved one"
         )
     return out.expand(shape) if out.shape != shape else out
+
+
+def _containers_anew(packed: Any, tensors: list[torch.Tensor]) -> Any:
+    """`packed` in containers of its own, as in a graph: an unpack may take them apart. What of it counts versions goes
+    to `tensors`. Written out because torch's pytree leaves a cycle for the collector at each call."""
+    if isinstance(packed, torch.Tensor):
+        if not packed.is_inference():
+            tensors.append(packed)
+        return packed
+    if isinstance(packed, tuple | list):
+        each = [_containers_anew(a, tensors) for a in packed]
+        return each if type(packed) is list else tuple(each) if type(packed) is tuple else packed
+    if isinstance(packed, dict):
+        named = {k: _containers_anew(a, tensors) for k, a in packed.items()}
+        return named if type(packed) is dict else packed
+    return packed
 
 
 def _run(fn: Any, argument: Any, at: str) -> Any:

@@ -7,6 +7,7 @@ entries are made once, in another process; each test has a copy, so that only wh
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import re
 import shutil
@@ -330,6 +331,12 @@ def test_explain_miss_shows_what_differs(
     for text in (logged, printed):
         lines = [line for line in text.splitlines() if line.startswith(("- ", "+ "))]
         assert [re.sub(r"\d+: function:.*", "", line) for line in lines] == ["- ambient content ", "+ ambient content "]
+    assert main(["explain-miss", "--json", "--dir", str(directory)]) == 0
+    data = json.loads(capsys.readouterr().out)
+    (differs,) = data["differences"]
+    assert lines == [f"- {differs['name']}: {differs['before']}", f"+ {differs['name']}: {differs['after']}"]
+    assert data["why"] == "no entry of this key" and not data["was_stored"]
+    assert data["key"] != data["nearest"]["key"] and data["time_s"] > data["nearest"]["time_s"]
 
 
 @pytest.mark.core

@@ -369,9 +369,15 @@ def test_wrong_options_are_named(arguments: list[str], message: str, script: str
     assert message in capsys.readouterr().err
 
 
-def test_env_still_prints(capsys: Any) -> None:
+def test_env_prints_text_and_json(capsys: Any) -> None:
     assert main(["env"]) == 0
-    assert "private symbols:" in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert main(["env", "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert f"torch {data['torch']} (tested: {', '.join(data['torch_tested'])})" in text
+    listed = text.split("private symbols:\n")[1].splitlines()
+    assert [s["path"] for s in data["private_symbols"]] == [line.split()[1] for line in listed]
+    assert [s["found"] for s in data["private_symbols"]] == [line.split()[0] == "ok" for line in listed]
 
 
 def test_as_a_program(script: str, tmp_path: Path) -> None:

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from sentinel import Chain, assert_same, gradients, hand_gradients, integers, quadruple, scale
+from sentinel import Chain, assert_same, compiled, gradients, hand_gradients, integers, quadruple, scale
 from torch import Tensor, nn
 
 from aot_hooks import Hook, saved_tensors_hooks
+from aot_hooks.errors import HookContractError
 
 # --- autograd's own rules --------------------------------------------------------------------------------------------
 
@@ -49,6 +50,55 @@ def test_a_packed_tensor_may_change_later() -> None:
     h.detach().zero_()
     (got,) = torch.autograd.grad(y, w)
     assert torch.equal(got, 4 * (x.detach() * 2).T @ torch.ones(4, 2))
+
+
+def doubles(p: Tensor) -> Tensor:
+    return p.mul_(2)
+
+
+def doubles_a_view_in_a_dict(p: dict[str, Tensor]) -> Tensor:
+    p["packed"].t().mul_(2)
+    return p["packed"].clone()
+
+
+def pops(p: list[Tensor]) -> Tensor:
+    return p.pop() * 2
+
+
+WRITERS = {
+    "in place": (lambda x: x.clone(), doubles),
+    "in place, a view": (lambda x: {"packed": x.clone()}, doubles_a_view_in_a_dict),
+}
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("eager_hook", [False, True], ids=["eager", "around a graph"])
+@pytest.mark.parametrize("writer", WRITERS)
+def test_an_unpack_that_writes_to_what_was_packed_is_right_once(
+    model: Chain, x: Tensor, writer: str, eager_hook: bool
+) -> None:
+    """In a graph it is right each time: there it is traced, and made functional."""
+    call = compiled(model) if eager_hook else model
+    leaves = [x, *model.parameters()]
+    with saved_tensors_hooks(Hook("writer", *WRITERS[writer], eager=eager_hook)):
+        out = call(x).sum()
+    assert_same(list(torch.autograd.grad(out, leaves, retain_graph=True)), hand_gradients(model, x, h=2))
+    with pytest.raises(HookContractError, match=r"hook 'writer' .*unpack changed what was packed in place"):
+        torch.autograd.grad(out, leaves)
+    with saved_tensors_hooks(Hook("writer", *WRITERS[writer])):
+        out = compiled(model)(x).sum()
+    for _ in range(2):
+        assert_same(list(torch.autograd.grad(out, leaves, retain_graph=True)), hand_gradients(model, x, h=2))
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("wrap", [compiled, lambda model: model], ids=["compiled", "eager"])
+def test_an_unpack_may_take_containers_apart(model: Chain, x: Tensor, wrap: Any) -> None:
+    with saved_tensors_hooks(lambda x: [x.clone()], pops):
+        out = wrap(model)(x).sum()
+    for _ in range(2):
+        got = list(torch.autograd.grad(out, [x, *model.parameters()], retain_graph=True))
+        assert_same(got, hand_gradients(model, x, h=2))
 
 
 def test_retain_graph(model: Chain, x: Tensor) -> None:
