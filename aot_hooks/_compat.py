@@ -13,12 +13,14 @@ import functools
 import hashlib
 import importlib
 import inspect
+import os
 import pickle
 import re
 import sys
 import threading
 import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent import futures
 from typing import Any, TypeVar
 
 import torch
@@ -57,6 +59,8 @@ SYMBOLS = {
     "torch._functorch._aot_autograd.autograd_cache.should_use_local_autograd_cache": "caching graphs with hooks",
     "torch._functorch._aot_autograd.autograd_cache.should_use_remote_autograd_cache": "caching graphs with hooks",
     "torch._guards.TracingContext": "caching graphs with hooks",
+    "torch._inductor.codecache.torch_key": "caching graphs with hooks",
+    "torch._inductor.runtime.triton_compat.triton_key": "caching graphs with hooks",
     "torch._inductor.runtime.runtime_utils.cache_dir": "saying why a graph was not in the cache",
     "torch._inductor.compile_fx.compile_fx": "options['inner'] = 'inductor'",
     "torch._inductor.config.custom_partitioner_fn": "options['inner'] = 'inductor'",
@@ -1054,6 +1058,21 @@ class CacheEvent:
 _keying = threading.RLock()
 
 
+@functools.cache
+def _source_hashes(pid: int) -> tuple[futures.Future[Any], ...]:
+    """torch's hashes of its own and of Triton's files, which are in all of its keys, on their way in two threads.
+
+    A process makes each once, at its first key: half a second to read and to hash, for most of which the interpreter is
+    free to import the compiler. Whoever forks meanwhile has no such threads, hence `pid`. A hash that fails is made
+    again by torch, which knows what to say. Goes when torch has them in a file, as it has inside Meta.
+    """
+    threads = futures.ThreadPoolExecutor(2, "aot_hooks_hash")
+    makers = map(need, ("torch._inductor.codecache.torch_key", "torch._inductor.runtime.triton_compat.triton_key"))
+    hashes = tuple(threads.submit(make) for make in makers)
+    threads.shutdown(wait=False)
+    return hashes
+
+
 @contextlib.contextmanager
 def autograd_cache(
     digest: str,
@@ -1077,6 +1096,7 @@ def autograd_cache(
     cache = module.AOTAutogradCache
     make_key, own_lookup = module.autograd_cache_key, cache.__dict__["_lookup"]
     event, thread = CacheEvent(), threading.get_ident()
+    hashes = _source_hashes(os.getpid())
 
     def keyed(mod: Any, inputs: Any, config: Any, *rest: Any, **named: Any) -> Any:
         if threading.get_ident() != thread:
@@ -1084,6 +1104,7 @@ def autograd_cache(
         sources = config.aot_autograd_arg_pos_to_source
         if sources is not None:
             config = dataclasses.replace(config, aot_autograd_arg_pos_to_source=[source_shape(s) for s in sources])
+        futures.wait(hashes)
         try:
             with normalized(mod if isinstance(mod, GraphModule) else mod.gm), _sizes_by_number(module, inputs):
                 key, lines = make_key(mod, inputs, config, *rest, **named)

@@ -16,6 +16,7 @@ from __future__ import annotations
 import atexit
 import collections
 import contextlib
+import gc
 import logging
 import os
 import shutil
@@ -152,18 +153,43 @@ def through_cache(
 
     def compiling() -> None:
         nonlocal attached
+        collect()
         event.compiled = True
         if not attached:
             attached = True
             _compat.attach(pack_up(plans, checks, places))
 
-    with _without_dynamos_copies(gm), _compat.autograd_cache(key.digest, normalized, refuse, give_up) as event:
+    through_torch = _compat.autograd_cache(key.digest, normalized, refuse, give_up)
+    with _without_dynamos_copies(gm), through_torch as event, _without_collections() as collect:
         compiled = compile_graph(compiling)
     event.bypass = event.bypass or refused()
     if not event.compiled:
         plans.extend(stored)
     _tell(key, event)
     return compiled
+
+
+@contextlib.contextmanager
+def _without_collections() -> Iterator[Callable[[], None]]:
+    """No garbage collections until the end, or until what is given is called.
+
+    To take an entry makes next to no garbage, but so many objects that stay (the compiler is imported for it) that
+    Python looks through all there are again and again, 7% of a warm start.
+    """
+    paused = gc.isenabled()
+
+    def collect() -> None:
+        nonlocal paused
+        if paused:
+            paused = False
+            gc.enable()
+
+    if paused:
+        gc.disable()
+    try:
+        yield collect
+    finally:
+        collect()
 
 
 @contextlib.contextmanager

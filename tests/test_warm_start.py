@@ -1,0 +1,122 @@
+"""What a warm start does beside its work: torch's hashes in threads, and no garbage collections meanwhile."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import threading
+import time
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch._functorch._aot_autograd.autograd_cache as autograd_cache
+import torch._inductor.codecache as codecache
+import torch._inductor.runtime.triton_compat as triton_compat
+
+import aot_hooks
+from aot_hooks import _compat, cache
+
+pytestmark = pytest.mark.core
+
+
+@pytest.fixture
+def first_key() -> Iterator[None]:
+    """As if this process had made no key."""
+    _compat._source_hashes.cache_clear()
+    yield
+    _compat._source_hashes.cache_clear()
+
+
+@pytest.fixture(autouse=True)
+def collections_on() -> Iterator[None]:
+    yield
+    gc.enable()
+
+
+def test_a_key_is_made_when_the_hashes_are_there(first_key: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[str] = []
+
+    def slow() -> bytes:
+        time.sleep(0.2)
+        order.append(f"hashed, in the caller's thread: {threading.current_thread() is threading.main_thread()}")
+        return b""
+
+    def broken() -> str:
+        raise RuntimeError("no Triton")  # torch will say so, or need none
+
+    monkeypatch.setattr(codecache, "torch_key", slow)
+    monkeypatch.setattr(triton_compat, "triton_key", broken)
+
+    def make_key(*_: Any) -> tuple[str, list[str]]:
+        order.append("key")
+        return "torch's", []
+
+    monkeypatch.setattr(autograd_cache, "autograd_cache_key", make_key)
+    graph = torch.fx.symbolic_trace(torch.nn.Identity())
+    config = SimpleNamespace(aot_autograd_arg_pos_to_source=None, static_input_indices=())
+    nothing: Any = contextlib.nullcontext()
+    for _ in range(2):
+        with _compat.autograd_cache("ours", lambda gm: nothing, lambda *_: "", lambda _: "") as event:
+            autograd_cache.autograd_cache_key(graph, [], config)
+    assert order == ["hashed, in the caller's thread: False", "key", "key"]
+    assert event.key.startswith("torch's_")
+
+
+def test_the_hashes_are_those_that_torch_asks_for(first_key: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    for module, name in ((codecache, "torch_key"), (triton_compat, "triton_key")):
+        make = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda make=make, name=name: (calls.append(name), make())[1])
+    of_torch, of_triton = _compat._source_hashes(os.getpid())
+    assert of_torch.result() == codecache.torch_key()
+    assert (of_triton.exception() is None) == triton_compat.HAS_TRITON
+    assert sorted(calls) == ["torch_key", "torch_key", "triton_key"]
+
+
+def test_a_process_that_was_forked_off_waits_for_no_thread_of_its_parent(first_key: None) -> None:
+    here = _compat._source_hashes(os.getpid())
+    assert _compat._source_hashes(os.getpid()) is here and _compat._source_hashes(-1) is not here
+
+
+def test_collections_wait_for_an_entry_and_not_for_a_compilation() -> None:
+    assert gc.isenabled()
+    with cache._without_collections() as collect:
+        assert not gc.isenabled()
+        with cache._without_collections() as inner:  # a graph in a graph, or another thread
+            inner()
+        assert not gc.isenabled()
+        collect()
+        assert gc.isenabled()
+        gc.disable()  # by what is compiled: it stays
+    assert not gc.isenabled()
+    with cache._without_collections():  # who had none gets none
+        assert not gc.isenabled()
+    assert not gc.isenabled()
+    gc.enable()
+    with pytest.raises(ValueError, match="broken"), cache._without_collections():
+        raise ValueError("broken")
+    assert gc.isenabled()
+
+
+@pytest.mark.slow
+def test_collections_are_on_when_graphs_are_compiled_and_after_all(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    on: dict[str, list[bool]] = {"pack_up": [], "unpack": []}
+    for name in on:
+        make = getattr(cache, name)
+        monkeypatch.setattr(
+            cache, name, lambda *given, make=make, name=name: (on[name].append(gc.isenabled()), make(*given))[1]
+        )
+    for result in ("misses", "hits"):
+        torch._dynamo.reset()
+        aot_hooks.reset()
+        x = torch.randn(8, 8, requires_grad=True)
+        with torch._inductor.config.patch(fallback_by_default=True):  # no C++ is built
+            with aot_hooks.saved_tensors_hooks(aot_hooks.cast(torch.bfloat16)):
+                torch.compile(lambda x: x.sin().exp(), backend="aot_hooks")(x).sum().backward()
+        assert aot_hooks.cache_stats()[result] == 1 and gc.isenabled()
+    assert on == {"pack_up": [True], "unpack": [False]}
