@@ -158,6 +158,30 @@ def returned_by_forward() -> int | None:
     return count
 
 
+def runtime_only_passes_on(inputs: Sequence[Any]) -> bool:
+    """After AOTAutograd has compiled an inference graph for Dynamo's `inputs`: whether what it runs around that graph
+    hands on inputs and outputs as they are, and else only turns off autograd and autocast.
+
+    Read off `ViewAndMutationMeta`: no input is written to, no output made anew as an alias or marked dynamic, no
+    subclass taken apart, no effect tokens or states of generators passed along. Goes when Dynamo calls boxed backends.
+    """
+    context = need("torch._guards.TracingContext").try_get()
+    meta = context.fw_metadata if context is not None else None
+    if meta is None:
+        return False
+    fake = need("torch._subclasses.fake_tensor.FakeTensor")
+    taken_apart = need("torch._functorch._aot_autograd.schemas.SubclassCreationMeta")
+    plain = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer, fake, int, torch.SymInt)
+    return (
+        all(type(x) in plain for x in inputs)
+        and not any(info.mutates_data or info.mutates_metadata for info in meta.input_info)
+        and not any(isinstance(x, taken_apart) for x in (*meta.subclass_inp_meta, *meta.subclass_fw_graph_out_meta))
+        and meta.num_outputs_aliased == meta.num_intermediate_bases == 0
+        and not (meta.dynamic_outputs or meta.tokens or meta.is_rng_op_functionalized or meta.num_graphsafe_rng_states)
+        and meta.grad_enabled_mutation is None
+    )
+
+
 def min_cut_partition(joint: GraphModule, inputs: Any, **kwargs: Any) -> tuple[GraphModule, GraphModule]:
     partition = need("torch._functorch.partitioners.min_cut_rematerialization_partition")
     out: tuple[GraphModule, GraphModule] = partition(joint, inputs, **kwargs)
@@ -455,6 +479,8 @@ foreach_copy: Callable[[list[torch.Tensor], list[torch.Tensor]], None] = torch._
 graph_task_id: Callable[[], int] = torch._C._current_graph_task_id  # -1 outside of a backward
 # A context: operators neither record history nor count versions. Entering it takes 0.5 us.
 below_autograd: Callable[[], Any] = torch._C._AutoDispatchBelowADInplaceOrView
+
+without_autocast: Callable[[], Any] = torch._C._DisableAutocast  # a context
 
 THREAD_KEY = "cudagraph trees of this thread"
 

@@ -19,6 +19,7 @@ from .liveness import Layout, Slot, Watch, bytes_of, layout_of, tensor_on
 if TYPE_CHECKING:
     from .function import Function
     from .paths import Tree
+    from .settled import Look
 
 __all__ = ["Edge", "Node"]
 
@@ -41,6 +42,10 @@ class Node:
         live: slots of the path that may be held here.
         pending: forwards of the path that wait for a backward.
         saved: of a forward, what its backward may need.
+        in_place: addresses of inputs that nobody called static but that are read where they are, see `settled`.
+        promoted: it was made for that alone, and does not count as recorded again.
+        model: the recording in whose stead this one was made, in order to read inputs in place.
+        look: how inputs that are copied are looked at; None if they are not.
     """
 
     def __init__(self, tree: Tree, parent: Node | None, function: Function | None) -> None:
@@ -55,6 +60,10 @@ class Node:
         self.pending: tuple[Node, ...] = ()
         self.saved = Watch(())
         self.state: Any = None  # which blocks of the pool are allocated at the end of the recording
+        self.in_place: frozenset[int] = frozenset()
+        self.promoted = False
+        self.model: Node | None = None
+        self.look: Look | None = None
         # inputs
         self.addresses: list[int | None] = []
         self.fixed_inputs: list[int] = []
@@ -77,6 +86,11 @@ class Node:
         # the graph
         self.graph: Any = None
         self.launch: Callable[[], None] = _no_graph
+
+    @property
+    def edge(self) -> Edge:
+        """What leads here from the parent."""
+        return self.replay if self.look is None or self.look.decided else self.look
 
     def replay(self, inputs: list[Any]) -> list[Any] | None:
         """Run the graph on `inputs`, which it empties, and give new tensors over its outputs."""
@@ -177,6 +191,7 @@ class Node:
         self.templates = []
         self.destinations = []
         self.pending = ()  # it is in there itself
+        self.look = self.model = None
         self.graph, self.launch, self.state = None, _no_graph, None
 
 

@@ -36,7 +36,8 @@ class Options:
         held_outputs: what becomes of an output that is still held when its memory is reused: "error" (reading it
             raises) or "copy" (it is copied out and lives on).
         rerecord_limit: how many new sets of static addresses a function is recorded for at one place of a path; sets
-            seen before are free. Past it the function runs without a graph there, with one warning.
+            seen before are free. Past it the function runs without a graph there, with one warning. With 0, inputs
+            that stay where they are go on being copied, too.
         size_limit: how many sizes (values of its integer inputs, shapes of its tensors) a function is recorded for.
             Past it new sizes run without a graph, with one warning.
         warmup_steps: how often a function runs as it is before it is recorded, at least 1.

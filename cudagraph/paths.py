@@ -28,6 +28,7 @@ from .function import Function, log
 from .liveness import Slot, copy_as_it_lies, held, on_slots, stale_message
 from .node import Edge, Node
 from .record import record
+from .settled import lie_still, model_of
 
 __all__ = ["Tree"]
 
@@ -148,7 +149,7 @@ class Tree:
         for child in place.children.get(key, ()):
             outputs = child.replay(inputs)
             if outputs is not None:
-                place.edges[key] = child.replay
+                place.edges[key] = child.edge
                 return outputs
         return None
 
@@ -172,7 +173,7 @@ class Tree:
             return (
                 f"it was called with {options.size_limit} sizes (options['size_limit']); pad its inputs to fewer sizes"
             )
-        known = place.children.get(key, ())
+        known = [child for child in place.children.get(key, ()) if not child.promoted]
         if len(known) > options.rerecord_limit:
             why = function.moved or "what is held there differs"
             return f"it was recorded {len(known)} times at one place because {why} (options['rerecord_limit'])"
@@ -190,7 +191,8 @@ class Tree:
             function.note_moves(known[-1].addresses, known[-1].fixed_inputs, inputs)
         try:
             with dropping.one_capture():
-                outputs = record(place, function, key, inputs)
+                model = model_of(place, key)
+                outputs = record(place, function, key, inputs, model, lie_still(place, model, inputs))
         except CannotCapture as reason:
             if isinstance(reason, NotWarmError) and (function, key) not in self.put_off:
                 self.put_off.add((function, key))
@@ -210,6 +212,28 @@ class Tree:
         counters.add("recordings")
         counters.add("rerecordings", bool(known))
         log.debug("recorded %s, the %dth at this place of the path", function.name, len(known) + 1)
+        return outputs
+
+    def record_in_place(self, node: Node, key: Any, inputs: list[Any]) -> list[Any] | None:
+        """Record what `node` does once more, with what it copies read where it is. None, and all as before, if there is
+        something in the way: `node` goes on as it is."""
+        place, function = self.current, node.function
+        assert function is not None
+        if self.tainted or place is not node.parent or place.children[key] != [node]:
+            return None
+        if function.options.rerecord_limit == 0:
+            return None
+        try:
+            # a backend may have passed by what turns these off around its calls
+            with dropping.one_capture(), torch.no_grad(), _compat.without_autocast():
+                outputs = record(place, function, key, inputs, node, frozenset(node.copied_inputs))
+        except (CannotCapture, RuntimeError) as reason:  # whatever it is: the program runs without it
+            log.debug("%s goes on copying its inputs: %s", function.name, reason)
+            return None
+        self.current.promoted = True
+        counters.add("recordings")
+        counters.add("rerecordings")
+        log.debug("recorded %s, which reads all of its inputs where they are", function.name)
         return outputs
 
     def _refuse(self, function: Function, key: Any, reason: str, inputs: list[Any]) -> list[Any]:

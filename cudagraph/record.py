@@ -23,6 +23,7 @@ from . import _compat
 from .current import CannotCapture, Capture, under_way
 from .liveness import Layout, Slot, Watch, copy_as_it_lies, held, layout_of, on_slots, overlapping, span_of, tensor_on
 from .node import Node
+from .settled import Look
 
 if TYPE_CHECKING:
     from .function import Function
@@ -53,12 +54,13 @@ class Plan:
     free: list[Slot]
 
 
-def _plan(parent: Node, function: Function, inputs: list[Any]) -> Plan:
+def _plan(parent: Node, function: Function, inputs: list[Any], in_place: frozenset[int]) -> Plan:
     """Takes the managed tensors out of `inputs`."""
     managed = on_slots(inputs, parent.live)
     tensors = [i for i, x in enumerate(inputs) if isinstance(x, torch.Tensor) and i not in managed]
-    static = [i for i in tensors if i in function.static_inputs]
-    copied = [i for i in tensors if i not in function.static_inputs]
+    fixed = function.static_inputs | in_place.difference(function.piece.mutated_inputs)
+    static = [i for i in tensors if i in fixed]
+    copied = [i for i in tensors if i not in fixed]
     reason = function.reason_against(inputs, copied, static)
     if reason is not None:
         raise CannotCapture(reason)
@@ -71,19 +73,30 @@ def _plan(parent: Node, function: Function, inputs: list[Any]) -> Plan:
     return Plan(static, managed, layouts, copied, kept, taken, free)
 
 
-def record(parent: Node, function: Function, key: Any, inputs: list[Any]) -> list[Any]:
+def record(
+    parent: Node,
+    function: Function,
+    key: Any,
+    inputs: list[Any],
+    model: Node | None = None,
+    in_place: frozenset[int] = frozenset(),
+) -> list[Any]:
     """Capture `function` after `parent` and run the graph once; the outputs. Empties `inputs`.
+
+    It reads the inputs `in_place` where they are, as the static ones; see `settled`, also for `model`.
 
     Raises `CannotCapture` if something speaks against it, and what the capture raises. `inputs` is whole then, and the
     tree as it was before.
     """
     tree = parent.tree
     addresses = [x.data_ptr() if isinstance(x, torch.Tensor) else None for x in inputs]
-    plan = _plan(parent, function, inputs)
+    plan = _plan(parent, function, inputs, in_place)
     given = {i: inputs[i] for i in plan.copied}
     node = Node(tree, parent, function)
     node.addresses = addresses
     node.fixed_inputs = sorted([*plan.static, *plan.managed])
+    node.model = model
+    node.in_place = frozenset(x.data_ptr() for i in plan.static if i not in function.static_inputs for x in [inputs[i]])
     try:
         _capture(node, plan, inputs)
     except BaseException as error:
@@ -257,6 +270,10 @@ def _connect(node: Node, plan: Plan, key: Any) -> None:
     elif not function.piece.is_inference:
         node.pending = (*parent.pending, node)
     node.watch_live = Watch(node.live)
-    parent.children.setdefault(key, []).append(node)
-    parent.edges[key] = node.replay
+    if node.copied_inputs and node.model is None:
+        node.look = Look(node, key)
+    # one that copies always applies where one that reads in place does: it is asked later
+    known = parent.children.setdefault(key, [])
+    known.insert(0 if node.in_place else len(known), node)
+    parent.edges[key] = node.edge
     node.tree.current = node

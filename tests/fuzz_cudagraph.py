@@ -18,7 +18,7 @@ from fuzz_functions import Functions
 from fuzz_programs import Mismatch, Program
 from tree_programs import World
 
-from cudagraph import tree
+from cudagraph import settled, tree
 
 
 def run_seeds(
@@ -53,8 +53,10 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after so long")
     parser.add_argument("--moves", choices=["all", "made"], default="all", help="of the simulator: see there")
     parser.add_argument("--generation", type=int, choices=[1, 2], default=2, help="of programs")
+    parser.add_argument("--looks", type=int, default=settled.LOOKS, help="calls until inputs may be read in place")
     parser.add_argument("--trace", action="store_true", help="print what programs do; stop at the first error")
     options = parser.parse_args()
+    settled.LOOKS = options.looks
     world = World(options.device, **({"moves": options.moves} if options.device == "simulator" else {}))
     if not options.trace:
         logging.getLogger("cudagraph").setLevel(logging.ERROR)
