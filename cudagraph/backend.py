@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -71,13 +72,34 @@ def compile_graph(
 ) -> Callable[..., Any]:
     compilation = Compilation(options, driver)
     if options.inner == "aten":
-        return _compat.compile_aten(gm, inputs, partition=_compat.min_cut_partition, **compilation.aten_compilers())
+        compiled = _compat.compile_aten(gm, inputs, partition=_compat.min_cut_partition, **compilation.aten_compilers())
+        return shortcut(compiled, compilation.inference, inputs)
     try:
         patches = _compat.mode_options(mode)
     except RuntimeError as e:
         raise OptionError(f"mode={mode!r}: {e}") from e
     with compilation.through_cache(gm):
-        return _compat.compile_inductor(gm, inputs, compilation.inner_compile(), patches)
+        compiled = _compat.compile_inductor(gm, inputs, compilation.inner_compile(), patches)
+        return shortcut(compiled, compilation.inference, inputs)
+
+
+def shortcut(compiled: Callable[..., Any], captured: Any, inputs: Sequence[Any]) -> Callable[..., Any]:
+    """`compiled`, AOTAutograd's runtime around the inference graph that `captured` replays, where that runtime is all
+    that keeps a replay from being called at once; `compiled` itself if it does more, or the graph is not captured
+    whole."""
+    if not hasattr(captured, "replay") or len(captured.piece.placeholders) != len(inputs):
+        return compiled
+    if not _compat.runtime_only_passes_on(inputs):
+        return compiled
+    replay = captured.replay
+
+    @functools.wraps(compiled)
+    def call(*arguments: Any) -> Any:
+        given = list(arguments)
+        outputs = replay(given)
+        return compiled(*given) if outputs is None else outputs
+
+    return call
 
 
 @dataclass(eq=False)
@@ -92,6 +114,7 @@ class Compilation:
             begin a compilation anew, which warm starts don't see.)
         static_names: the forward's inputs that are parameters or buffers; in the backward they have the same names.
         store: what goes into torch's cache and comes out of it, once `through_cache` was entered.
+        inference: what replays the graph, if that is an inference graph that is captured whole.
     """
 
     options: Options
@@ -99,6 +122,7 @@ class Compilation:
     number: int | None = None
     static_names: set[str] = field(default_factory=set)
     store: stored.Store | None = None
+    inference: Any = None
 
     @property
     def device_type(self) -> str:
@@ -146,7 +170,10 @@ class Compilation:
         return {"forward": forward, "backward": backward, "inference": inference}
 
     def _callable_of(self, gm: GraphModule, kind: Kind) -> Boxed:
-        return graphs.callable_of(gm, kind, self.options, self.driver, self.device_type)
+        run = graphs.callable_of(gm, kind, self.options, self.driver, self.device_type)
+        if kind.is_inference:
+            self.inference = run
+        return run
 
     def inner_compile(self, inner: Callable[..., Any] | None = None) -> Callable[..., Any]:
         """What Inductor is to compile graphs with: `inner` (its own if None), and then captured."""

@@ -90,6 +90,8 @@ def finish(code: Any, found: Found, compilation: Compilation) -> Any:
         run = tree.capture(dataclasses.replace(about, run=_compat.callable_of(code)), options, driver)
         run.code = code  # type: ignore[attr-defined]  # lives as long
         _compat.stored_as(run, code)
+        if about.is_inference:
+            compilation.inference = run
         return run
     maps = (_compat.partitions_of(code) or []) if said is None else []
     if said is not None:

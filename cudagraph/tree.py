@@ -66,6 +66,9 @@ def capture(
     captures: CUDA's by default, a simulator in tests. When the callable is dropped, what was recorded of it goes: at
     once if it is the last one of the thread's tree, else when another one of the tree is called next.
 
+    `replay` of the callable is the usual case alone: it takes the same list and gives None, the list whole, where there
+    is more to do than to follow an edge; call it with that list then.
+
     Calls raise `NotCapturableError` where they would run without a graph and `options.or_error` is set, and
     `StaleOutputError` when they are given an output whose memory was reused since.
     """
@@ -73,31 +76,39 @@ def capture(
     number = numbers.setdefault((function.driver, piece.device), len(numbers))
     life = Life()
 
-    def call(inputs: list[Any]) -> Sequence[Any]:
+    def replay(inputs: list[Any]) -> Sequence[Any] | None:
         in_key = function.in_key
         if in_key is None:
             in_key = function.find_key(inputs)
-        key = (
-            (function, *[x if type(x) is int else in_key_as(x) for x in [inputs[i] for i in in_key]])
-            if in_key
-            else function
-        )
         trees: Trees
         try:
             trees = local.trees
             tree = trees[number]
         except (AttributeError, KeyError):
             trees = _trees_of_this_thread()
-            tree = trees.get(number) or _new_tree(trees, number, function)
+            if number not in trees:
+                return None
+            tree = trees[number]
         try:
             now = trees.marks - torch_marks.mark_step_counter
             if now != tree.marks:
                 tree.mark(now, inputs, function)
-            edge = tree.current.edges.get(key)
-            if edge is not None:
-                outputs: Sequence[Any] | None = edge(inputs)
-                if outputs is not None:
-                    return outputs
+            edge = tree.current.edges.get(_key(function, in_key, inputs) if in_key else function)
+            return None if edge is None else edge(inputs)
+        except RuntimeError as error:
+            if _is_stale(error):
+                raise StaleOutputError(str(error)) from None
+            raise
+
+    def call(inputs: list[Any]) -> Sequence[Any]:
+        outputs = replay(inputs)
+        if outputs is not None:
+            return outputs
+        in_key = function.in_key
+        key = _key(function, in_key, inputs) if in_key else function
+        trees = _trees_of_this_thread()
+        tree = trees.get(number) or _new_tree(trees, number, function)
+        try:
             if function not in tree.functions:
                 _watch_function(tree, function, life)
             now = marks_so_far(trees)  # torch's part that counts may have been imported meanwhile
@@ -105,12 +116,22 @@ def capture(
                 tree.mark(now, inputs, function)
             return tree.call(function, key, inputs)
         except RuntimeError as error:
-            if STALE in str(error) and not isinstance(error, StaleOutputError):
+            if _is_stale(error):
                 raise StaleOutputError(str(error)) from None
             raise
 
     call._boxed_call = True  # type: ignore[attr-defined]
+    call.replay = replay  # type: ignore[attr-defined]
+    call.piece = piece  # type: ignore[attr-defined]
     return call
+
+
+def _key(function: Function, in_key: tuple[int, ...], inputs: list[Any]) -> Any:
+    return (function, *[x if type(x) is int else in_key_as(x) for x in [inputs[i] for i in in_key]])
+
+
+def _is_stale(error: RuntimeError) -> bool:
+    return STALE in str(error) and not isinstance(error, StaleOutputError)
 
 
 def _trees_of_this_thread() -> Trees:

@@ -1,0 +1,127 @@
+"""Replays that are called without AOTAutograd's runtime around them, where that would do nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from cudagraph import backend, tree
+from cudagraph.backend import backend_with
+from cudagraph.settled import LOOKS
+
+W = torch.randn(4, 4)
+CALLS = LOOKS + 6
+INNER = {"simulator": ("aten",), "cuda": ("aten", "inductor")}
+
+
+@pytest.fixture
+def runtimes(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """For each compiled graph: how often AOTAutograd's runtime was called, and whether nothing else ever is."""
+    made: list[Any] = []
+    shortcut = backend.shortcut
+
+    def counted(compiled: Any, captured: Any, inputs: Any) -> Any:
+        entry = {"calls": 0}
+
+        def runtime(*arguments: Any) -> Any:
+            entry["calls"] += 1
+            return compiled(*arguments)
+
+        short = shortcut(runtime, captured, inputs)
+        entry["always"] = short is runtime
+        made.append(entry)
+        return short
+
+    monkeypatch.setattr(backend, "shortcut", counted)
+    return made
+
+
+def compiled(world: Any, fn: Any, inner: str = "aten") -> Any:
+    return torch.compile(fn, backend=backend_with(world.driver, {"inner": inner}), fullgraph=True)
+
+
+def test_replays_of_inference_graphs_pass_the_runtime_by(world, runtimes):
+    w = W.to(world.device)
+    for inner in INNER[world.kind]:
+        f = compiled(world, lambda x: (torch.tanh(x @ w), (y := x + 1), y.t()), inner)
+        with torch.no_grad():
+            for _ in range(CALLS):
+                tree.mark_step_begin()
+                x = world.randn(4, 4)
+                a, b, c = f(x)
+                got = world.read(a), world.read(b), world.read(c)
+                torch.testing.assert_close(got, (torch.tanh(x @ w), x + 1, (x + 1).t()), rtol=1e-4, atol=1e-4)
+                assert b.untyped_storage().data_ptr() == c.untyped_storage().data_ptr()
+                del a, b, c
+        assert runtimes.pop() == {"calls": 2, "always": False}, "for the warm-up and the recording"
+
+
+def test_numbers_and_sizes_among_the_inputs(world, runtimes):
+    f = torch.compile(lambda x, n: x * n, backend=backend_with(world.driver), dynamic=True)
+    for step in range(12):
+        tree.mark_step_begin()
+        x, n = world.randn(3 + step % 2, 4), 2 + step % 3
+        torch.testing.assert_close(world.read(f(x, n)), x * n)
+
+
+def test_gradients_that_are_on_are_not_recorded(world, runtimes):
+    x = world.randn(4, 4)
+    f = compiled(world, lambda x: x * 2)
+    for _ in range(CALLS):
+        tree.mark_step_begin()
+        y = f(x.normal_())
+        assert not y.requires_grad and y.is_leaf
+        torch.testing.assert_close(world.read(y), x * 2)
+        del y
+    assert tree.stats()["recordings"] == 2
+    assert runtimes == [{"calls": 2, "always": False}]
+
+
+def test_autocast_is_off_where_inputs_are_read_in_place(world, runtimes):
+    """That recording is made inside of a replay: the runtime, which turns autocast off, is not there."""
+    x, w = world.randn(4, 4), W.to(world.device)
+    f = compiled(world, lambda x: x @ w)
+    with torch.no_grad(), torch.autocast(world.device.type, dtype=torch.bfloat16):
+        for _ in range(CALLS):
+            tree.mark_step_begin()
+            y = f(x.normal_())
+            expected = x @ w
+            assert y.dtype == expected.dtype == torch.bfloat16
+            torch.testing.assert_close(world.read(y), expected)
+            del y
+    assert tree.stats()["recordings"] == 2
+    assert runtimes == [{"calls": 2, "always": False}]
+
+
+def writes(x: torch.Tensor) -> torch.Tensor:
+    x.add_(1)
+    return x * 2
+
+
+@pytest.mark.parametrize("fn", [writes, lambda x: x.t()], ids=["an input is written to", "an output is a view of it"])
+def test_a_runtime_that_does_more_is_called(world, runtimes, fn):
+    f = compiled(world, fn)
+    with torch.no_grad():
+        for _ in range(5):
+            tree.mark_step_begin()
+            x = world.randn(4, 4)
+            other = x.clone()
+            got, expected = f(x), fn(other)
+            torch.testing.assert_close(world.read(got), expected)
+            torch.testing.assert_close(x, other)
+            del got
+    assert runtimes == [{"calls": 5, "always": True}]
+
+
+def test_so_is_that_of_training(world, runtimes):
+    w = W.to(world.device).requires_grad_()
+    f = compiled(world, lambda x: x @ w)
+    for _ in range(4):
+        tree.mark_step_begin()
+        x = world.randn(4, 4)
+        w.grad = None
+        f(x).sum().backward()
+        torch.testing.assert_close(world.read(w.grad), x.t() @ torch.ones(4, 4, device=world.device))
+    assert runtimes == [{"calls": 4, "always": True}]
