@@ -4,8 +4,10 @@
 
 Calls: a module with i inputs, p parameters of 64 x 64 and o outputs, no gradients, a step marked before each call.
 
-    ours           cudagraph trees over what Inductor compiled
+    ours           cudagraph trees over what Inductor compiled, given the same tensors in each call
+    ours_moving    the same, given two sets of tensors in turn: inputs are copied
     tree           the same tree, called by hand: without Dynamo, AOTAutograd and Inductor's own call
+    tree_moving    likewise, given two sets of tensors in turn
     torch_trees    mode="reduce-overhead"
     cudagraphs     torch's backend="cudagraphs"
     wrapper        Dynamo and AOTAutograd's runtime around a graph that does nothing: what a call costs before any of it
@@ -13,15 +15,26 @@ Calls: a module with i inputs, p parameters of 64 x 64 and o outputs, no gradien
     floor          both: the same wrapper, in which the inputs are copied and the graph replayed
     replay         the launch alone
 
-"own part" is a variant's time less floor ("tree": less copy_replay). Training: forward, sum, backward, gradients zeroed
-in place, synchronized; its floor is the same step whose graphs do nothing. All variants are compiled, then measured in
-turn, `--rounds` times over; the median counts.
+"own part" is a variant's time less floor ("tree": less copy_replay). Ours may be less than the floor: inputs that come
+from the same place call after call are read there, and replays of graphs without gradients pass AOTAutograd's runtime
+by. torch's trees copy inputs in any case.
+
+Training: forward, sum, backward, gradients zeroed in place, synchronized; its floor is the same step whose graphs do
+nothing. "_none": gradients set to None instead. What the floor is made of, each measured by itself, less "synchronize":
+
+    zero_grad      gradients zeroed in place
+    bare           a function that gives ready-made gradients: sum, autograd's engine, accumulation into each `.grad`
+    forward        of the floor: Dynamo, AOTAutograd's runtime and what it saves
+    backward       of the floor less zero_grad, bare and forward: AOTAutograd's runtime, on autograd's thread
+
+All variants are compiled, then measured in turn, `--rounds` times over; the median counts.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import itertools
 import json
 import statistics
 import time
@@ -77,15 +90,24 @@ def ours(fn: Any) -> Any:
     return torch.compile(fn, backend="cudagraph_tree", options={"inner": "inductor"}, fullgraph=True)
 
 
-def by_hand(fn: Any, xs: list[torch.Tensor], weights: list[torch.Tensor], device: torch.device) -> Callable[[], Any]:
-    """A call of `fn` captured as a piece, given its weights as Dynamo gives them: as inputs that stay in place."""
+Inputs = Callable[[], list[torch.Tensor]]
+
+
+def by_hand(
+    fn: Any, xs: list[torch.Tensor], weights: list[torch.Tensor], device: torch.device
+) -> Callable[[Inputs], Callable[[], Any]]:
+    """Calls of `fn` captured as a piece, given its weights as Dynamo gives them: as inputs that stay in place."""
     static = tuple(range(len(xs), len(xs) + len(weights)))
     piece = tree.Piece("by hand", lambda inputs: list(fn(*inputs[: len(xs)])), device, static_inputs=static)
-    call = tree.capture(piece, Options())
 
-    def marked() -> Any:
-        torch.compiler.cudagraph_mark_step_begin()
-        return call([*xs, *weights])
+    def marked(inputs: Inputs) -> Callable[[], Any]:
+        call = tree.capture(piece, Options())
+
+        def run() -> Any:
+            torch.compiler.cudagraph_mark_step_begin()
+            return call([*inputs(), *weights])
+
+        return run
 
     return marked
 
@@ -149,21 +171,33 @@ def bench_calls(size: tuple[int, int, int], device: torch.device, calls: int, ro
 
         compiled = {
             "ours": ours(fn()),
+            "ours_moving": ours(fn()),
             "torch_trees": torch.compile(fn(), mode="reduce-overhead", fullgraph=True),
             "cudagraphs": torch.compile(fn(), backend="cudagraphs", fullgraph=True),
             "wrapper": torch.compile(fn(), backend=standing_still(lambda: None), fullgraph=True),
             "floor": torch.compile(fn(), backend=standing_still(lambda: copy_replay()), fullgraph=True),
         }
 
-        def marked(f: Callable[..., Any]) -> Callable[[], Any]:
+        def marked(f: Callable[..., Any], inputs: Inputs) -> Callable[[], Any]:
             def call() -> Any:
                 torch.compiler.cudagraph_mark_step_begin()
-                return f(*xs)
+                return f(*inputs())
 
             return call
 
-        variants: dict[str, Callable[[], Any]] = {name: marked(f) for name, f in compiled.items()}
-        variants["tree"] = by_hand(plain, xs, list(model.parameters()), device)
+        def same() -> list[torch.Tensor]:
+            return xs
+
+        turns = itertools.cycle([xs, [x.clone() for x in xs]])
+
+        def moving() -> list[torch.Tensor]:
+            return next(turns)
+
+        variants: dict[str, Callable[[], Any]] = {
+            name: marked(f, moving if name == "ours_moving" else same) for name, f in compiled.items()
+        }
+        hand = by_hand(plain, xs, list(model.parameters()), device)
+        variants |= {"tree": hand(same), "tree_moving": hand(moving)}
         for name, call in variants.items():
             for _ in range(4):
                 check(name, call(), expected)
@@ -175,8 +209,21 @@ def bench_calls(size: tuple[int, int, int], device: torch.device, calls: int, ro
         "us": us,
         "ratio_to_torch_trees": round(us["ours"] / us["torch_trees"], 3),
         "own_part_us": {name: round(us[name] - us["floor"], 2) for name in ("ours", "torch_trees")}
-        | {"tree": round(us["tree"] - us["copy_replay"], 2)},
+        | {name: round(us[name] - us["copy_replay"], 2) for name in ("tree", "tree_moving")},
     }
+
+
+class ReadyMade(torch.autograd.Function):
+    """The sum of `x`, whose backward gives `gradients`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, gradients: list[torch.Tensor], *parameters: torch.Tensor) -> torch.Tensor:
+        ctx.gradients = gradients
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return None, None, *(g.data for g in ctx.gradients)  # tensors of their own, which autograd need not copy
 
 
 def bench_training(depth: int, device: torch.device, calls: int, rounds: int) -> dict[str, Any]:
@@ -184,17 +231,17 @@ def bench_training(depth: int, device: torch.device, calls: int, rounds: int) ->
     model = nn.Sequential(*[nn.Sequential(nn.Linear(128, 128), nn.GELU()) for _ in range(depth)]).to(device)
     x = torch.randn(32, 128, device=device)
 
-    def step(f: Callable[..., Any]) -> None:
+    def step(f: Callable[..., Any], *, none: bool = False) -> None:
         torch.compiler.cudagraph_mark_step_begin()
-        model.zero_grad(set_to_none=False)
+        model.zero_grad(set_to_none=none)
         f(x).sum().backward()
 
-    def synchronized(f: Callable[..., Any]) -> Callable[[], None]:
-        def call() -> None:
-            step(f)
+    def synchronized(call: Callable[..., Any], *arguments: Any, **named: Any) -> Callable[[], None]:
+        def run() -> None:
+            call(*arguments, **named)
             torch.cuda.synchronize()
 
-        return call
+        return run
 
     def fn() -> Callable[..., Any]:
         return lambda x: model(x)
@@ -225,10 +272,32 @@ def bench_training(depth: int, device: torch.device, calls: int, rounds: int) ->
         graph.replay()
         torch.cuda.synchronize()
 
-    variants = {name: synchronized(f) for name, f in compiled.items()}
-    us = medians({**variants, "whole_step_replay": whole_step}, calls, rounds)
+    parameters = list(model.parameters())
+    ready = [torch.ones_like(p) for p in parameters]
+    out = model(x).detach()
+
+    def bare() -> None:
+        ReadyMade.apply(out, ready, *parameters).sum().backward()
+
+    parts = {
+        "zero_grad": synchronized(model.zero_grad, set_to_none=False),
+        "bare": synchronized(bare),
+        "forward": synchronized(compiled["floor"], x),
+        "synchronize": torch.cuda.synchronize,
+    }
+    variants = {name: synchronized(step, f) for name, f in compiled.items()}
+    us = medians({**variants, "whole_step_replay": whole_step, **parts}, calls, rounds)
+    nothing = us["synchronize"]
+    made_of = {name: round(us[name] - nothing, 1) for name in ("zero_grad", "bare", "forward")}
+    made_of["backward"] = round(us["floor"] - nothing - sum(made_of.values()), 1)
+    # measured after the others: these leave no gradients that the others could add to
+    none = {name: synchronized(step, compiled[name], none=True) for name in ("eager", "ours", "torch_trees", "floor")}
+    us_none = medians(none, calls, rounds)
     return {
         "depth": depth,
+        "floor_made_of_us": made_of,
+        "us_none": us_none,
+        "ratio_to_torch_trees_none": round(us_none["ours"] / us_none["torch_trees"], 3),
         "us": us,
         "ratio_to_torch_trees": round(us["ours"] / us["torch_trees"], 3),
         "own_part_us": {name: round(us[name] - us["floor"], 1) for name in ("ours", "torch_trees")},
