@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -14,10 +14,18 @@ if TYPE_CHECKING:
     from .function import Function
     from .node import Node
 
-__all__ = ["Aside"]
+__all__ = ["Aside", "below_autograd"]
+
+T = TypeVar("T")
 
 # Calls of one function while a step warms up, after which it is taken for a new step whatever is held.
 WARM_REPEATS = 64
+
+
+def below_autograd(run: Callable[..., T], *arguments: Any) -> T:
+    """What an edge runs that is no replay: who follows edges may pass by what turns these off around a call."""
+    with torch.no_grad(), _compat.without_autocast():
+        return run(*arguments)
 
 
 class Aside:

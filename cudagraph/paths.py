@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from . import _compat, counters, dropping
-from .aside import Aside
+from .aside import Aside, below_autograd
 from .current import CannotCapture, NotWarmError, Owner
 from .driver import CaptureDriver, Pool
 from .function import Function, log
@@ -219,21 +219,19 @@ class Tree:
         something in the way: `node` goes on as it is."""
         place, function = self.current, node.function
         assert function is not None
-        if self.tainted or place is not node.parent or place.children[key] != [node]:
-            return None
-        if function.options.rerecord_limit == 0:
+        if self.tainted or place.children.get(key) != [node] or function.options.rerecord_limit == 0:
             return None
         try:
-            # a backend may have passed by what turns these off around its calls
-            with dropping.one_capture(), torch.no_grad(), _compat.without_autocast():
-                outputs = record(place, function, key, inputs, node, frozenset(node.copied_inputs))
+            with dropping.one_capture():
+                in_place = frozenset(node.copied_inputs)
+                outputs = below_autograd(record, place, function, key, inputs, node, in_place)
         except (CannotCapture, RuntimeError) as reason:  # whatever it is: the program runs without it
             log.debug("%s goes on copying its inputs: %s", function.name, reason)
             return None
         self.current.promoted = True
         counters.add("recordings")
         counters.add("rerecordings")
-        log.debug("recorded %s, which reads all of its inputs where they are", function.name)
+        log.debug("recorded %s, which reads its inputs where they are", function.name)
         return outputs
 
     def _refuse(self, function: Function, key: Any, reason: str, inputs: list[Any]) -> list[Any]:
@@ -241,7 +239,7 @@ class Tree:
         if self._admits(function, key):
             self.sizes[function].add(key)
             self.refusals[self.current, key] = reason
-            self.current.edges[key] = lambda inputs: self._without_graph(function, reason, inputs)
+            self.current.edges[key] = lambda inputs: below_autograd(self._without_graph, function, reason, inputs)
         return self._without_graph(function, reason, inputs)
 
     def _without_graph(self, function: Function, reason: str, inputs: list[Any]) -> list[Any]:

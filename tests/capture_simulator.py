@@ -51,7 +51,7 @@ class Graph:
     def replay(self) -> None:
         assert self.tape is not None, "a graph that was reset is replayed"
         self.replays += 1
-        with torch.no_grad(), torch.inference_mode(False):
+        with torch.no_grad(), torch.inference_mode(False), _compat.without_autocast():  # no mode reaches a graph
             for step in self.tape:
                 step()
 

@@ -9,6 +9,7 @@ import torch
 
 from cudagraph import backend, tree
 from cudagraph.backend import backend_with
+from cudagraph.function import Function
 from cudagraph.settled import LOOKS
 
 W = torch.randn(4, 4)
@@ -79,19 +80,25 @@ def test_gradients_that_are_on_are_not_recorded(world, runtimes):
     assert runtimes == [{"calls": 2, "always": False}]
 
 
-def test_autocast_is_off_where_inputs_are_read_in_place(world, runtimes):
-    """That recording is made inside of a replay: the runtime, which turns autocast off, is not there."""
+@pytest.mark.parametrize("refused", [False, True], ids=["read in place", "refused"])
+def test_autocast_is_off(world, runtimes, refused, monkeypatch):
+    """For what runs besides replays where the runtime, which turns it off, is passed by."""
+    if refused:
+        monkeypatch.setattr(Function, "reason_against", lambda *_: "it is not to be")
     x, w = world.randn(4, 4), W.to(world.device)
-    f = compiled(world, lambda x: x @ w)
+
+    def fn(x):
+        with torch.autocast(world.device.type, enabled=False):
+            return x @ w
+
+    f = compiled(world, fn)
     with torch.no_grad(), torch.autocast(world.device.type, dtype=torch.bfloat16):
         for _ in range(CALLS):
             tree.mark_step_begin()
             y = f(x.normal_())
-            expected = x @ w
-            assert y.dtype == expected.dtype == torch.bfloat16
-            torch.testing.assert_close(world.read(y), expected)
+            torch.testing.assert_close(world.read(y), fn(x))
             del y
-    assert tree.stats()["recordings"] == 2
+    assert tree.stats()["recordings"] == (0 if refused else 2)
     assert runtimes == [{"calls": 2, "always": False}]
 
 
