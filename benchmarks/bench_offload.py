@@ -9,6 +9,7 @@ A copy's hidden share is the part of its time in which a kernel runs. JSON goes 
     python benchmarks/bench_offload.py --json offload.json         # a CUDA machine with 80 GiB
     python benchmarks/bench_offload.py --small                     # a look at whether all of it runs
     python benchmarks/bench_offload.py --timeline ours_offload     # also where the compute pauses, and each copy
+    python benchmarks/bench_offload.py --table offload.json        # no run: a result as the table of docs/offload.md
 """
 
 from __future__ import annotations
@@ -45,6 +46,18 @@ DEFAULT = (
     "stock,ours_offload,ours_offload_all,ours_float8_rowwise,ours_float8_offload,ours_int8_offload,save_on_cpu,"
     "inductor_offload"
 )
+
+
+TITLES = {
+    "stock": "`torch.compile`",
+    "ours_offload": "`offload()`",
+    "ours_float8_rowwise": "`float8()`",
+    "ours_float8_offload": "`offload(then=float8())`",
+    "ours_int8_offload": "`offload(then=int8())`",
+    "ours_offload_all": "`offload(max_stall_ms=math.inf)`",
+    "inductor_offload": "Inductor's activation offloading",
+    "save_on_cpu": "`save_on_cpu(pin_memory=True)`",
+}
 
 
 @dataclasses.dataclass
@@ -165,8 +178,34 @@ def format_offload(rows: list[OffloadRow]) -> str:
     return format_columns(lines)
 
 
+def format_markdown(result: dict[str, Any]) -> str:
+    """The table of docs/offload.md, from what --json wrote: in the order of `TITLES`, what was run; and on what."""
+    on, each_way = result["header"], result["header"]["rates"]["to_host"] / 1e9
+    text = f"{on['device']} ({each_way:.0f} GB/s each way), torch {on['torch'].split('+')[0]}, {on['inner'].title()}; "
+    text += f"{on['rounds']} rounds, the fastest step of each; commit {on['commit'].split('+')[0][:7]}:"
+    header = ["", "ms", "/ stock", "medians / stock", "sent GiB", "saved on the device, GiB", "peak GiB", "hidden"]
+    lines = [header, ["---"] * len(header)]
+    rows = {row["name"]: row for row in result["rows"] if row["error"] is None}
+    copies = {row["name"]: row for row in result["offload"]}
+    for name, title in TITLES.items():
+        if name not in rows:
+            continue
+        row, sent, share = rows[name], copies[name]["to_host"]["nbytes"] / GIB, copies[name]["hidden_share"]
+        line = [title, f"{row['min_ms']:.1f}", f"{row['ratio_to_stock']:.3f}"]
+        line.append(f"{row['median_ms'] / rows['stock']['median_ms']:.3f}")
+        line.append(f"{sent:.2f}" if sent else "")
+        line += [f"{row[key] / GIB:.2f}" for key in ("after_forward_bytes", "peak_bytes")]
+        lines.append([*line, f"{share:.1%}" if share is not None else ""])
+    return "\n".join(
+        [text, "", *("|" + "|".join(f" {cell} " if cell else " " for cell in line) + "|" for line in lines)]
+    )
+
+
 def main(arguments: list[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if arguments is None else arguments)
+    if "--table" in arguments:
+        print(format_markdown(json.loads(pathlib.Path(arguments[arguments.index("--table") + 1]).read_text())))
+        return 0
     if "--variants" not in arguments:
         arguments += ["--variants", DEFAULT]
     timelines: list[str] = []  # variants whose copies and pauses are listed

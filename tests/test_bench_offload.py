@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -47,6 +48,17 @@ def test_the_share_of_copies_beside_kernels(monkeypatch: pytest.MonkeyPatch) -> 
     assert "50.0" in bench.format_offload([row])  # GB/s
     timeline = bench.format_timeline(events)
     assert "pause   1.00" in timeline and "DtoH" in timeline and timeline.endswith("4.00  end")
+
+
+def test_the_documented_table_is_what_the_committed_result_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If it is not: python benchmarks/bench_offload.py --table benchmarks/results/offload_h200_torch2.11.0.json"""
+    bench = load("benchmarks", "bench_offload", monkeypatch)
+    result = json.loads((ROOT / "benchmarks" / "results" / "offload_h200_torch2.11.0.json").read_text())
+    said = (ROOT / "docs" / "offload.md").read_text()
+    assert bench.format_markdown(result) in said
+    stock = next(row for row in result["rows"] if row["name"] == "stock")
+    stock["min_ms"] += 1.0
+    assert bench.format_markdown(result) not in said, "another result is another table"
 
 
 @pytest.mark.parametrize("fits", [0, 499, 999, 1000, 4700, 70_000])

@@ -307,3 +307,26 @@ def test_two_devices_in_one_process() -> None:
     for index in (0, 1, 0):
         x = torch.randn(MIB, device=f"cuda:{index}")
         assert torch.equal(roundtrip(x), x)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@pytest.mark.parametrize("inner", ["aten", "inductor"])
+def test_one_graph_sends_from_two_devices(inner: str) -> None:
+    torch.manual_seed(0)
+    first, second = mlp(2), mlp(2).to("cuda:1")
+    model = torch.nn.Sequential(first, second)
+    x = torch.randn(256, 512, device="cuda:0")
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return second(first(x).to("cuda:1"))
+
+    same = aot_hooks.Hook("same", lambda x: (x,), lambda p: p[0])  # packs nothing, and has the same kernels
+    fn = torch.compile(forward, backend="aot_hooks", options={"inner": inner})
+    expected = gradients(fn, model, x, same)
+    torch._dynamo.reset()
+    fn = torch.compile(forward, backend="aot_hooks", options={"inner": inner})
+    for _ in range(3):
+        got = gradients(fn, model, x, aot_hooks.offload(1, max_stall_ms=math.inf))
+        assert all(map(torch.equal, got, expected))
+    (plan,) = aot_hooks.last_plans(fn)
+    assert {t.device for t in plan.transfers if t.placement.offloaded} == {"cuda:0", "cuda:1"}
