@@ -34,7 +34,7 @@ import torch.nn.functional as F
 import torch.utils._pytree as pytree
 from _measure import conditions, format_columns, relative_error
 from model import Stack
-from schemes import candidates, hooks
+from schemes import candidates, hooks, short_scales
 from torch import Tensor, nn
 
 import aot_hooks
@@ -297,7 +297,7 @@ def main(arguments: list[str] | None = None) -> None:
     if options.markdown:
         print(format_markdown(json.loads(options.markdown.read_text())["results"]))
         return
-    compared = hooks() | candidates()
+    compared = hooks() | short_scales() | candidates()
     unknown = set(options.hooks or ()) - set(compared)
     if unknown:
         parser.error(f"no hook {unknown.pop()!r}; there are: {', '.join(compared)}")

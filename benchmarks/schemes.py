@@ -1,4 +1,4 @@
-"""The hooks that `bench_error.py` compares, and other ways to spend 4 bits that the library does not have.
+"""The hooks that `bench_error.py` compares, and other ways to spend 4 and 8 bits that the library does not have.
 
     hooks() -> {name: Hook}          of aot_hooks, by bytes an element
     candidates() -> {name: Hook}     written here as plain tensor code, for the comparison only
@@ -6,6 +6,8 @@
       nf4        codes at equal parts of a normal distribution, between 0 and the block's largest magnitude
       minmax     16 codes from the block's smallest value to its largest: two 16-bit numbers a block
       fitted     int4's codes, with the one of eight scales that gives the least squared error; the ends are cut off
+
+    short_scales() -> {name: Hook}   int8 with bfloat16 scales, rounded up: blocks of 64 at the bytes of 128
 
 Sources: Dettmers et al., "QLoRA" (arXiv:2305.14314) for nf4; fitted scales as in weight quantization, e.g. Frantar et
 al., "GPTQ" (arXiv:2210.17323). All take finite numbers in rows of whole blocks only.
@@ -21,7 +23,7 @@ from torch import Tensor
 
 from aot_hooks import Hook, SavedTensor, cast, float8, int4, int8
 
-__all__ = ["candidates", "hooks"]
+__all__ = ["candidates", "hooks", "short_scales"]
 
 _SMALLEST = 2.0**-126
 _FITS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.65)  # of the scale that keeps the block's largest value
@@ -48,6 +50,31 @@ def candidates() -> dict[str, Hook]:
         schemes.append((f"minmax(64{suffix})", _MinMax(64, stochastic)))
     schemes.append(("fitted(32)", _Fitted(32, False)))
     return {name: Hook(name, scheme.pack, scheme.unpack, declines=_declines) for name, scheme in schemes}
+
+
+def short_scales() -> dict[str, Hook]:
+    """int8 with 2 bytes a scale."""
+    found = [_ShortScale(block) for block in (128, 64)]
+    return {s.name: Hook(s.name, s.pack, s.unpack, declines=int8(s.block).declines) for s in found}
+
+
+@dataclasses.dataclass(frozen=True)
+class _ShortScale:
+    block: int
+
+    @property
+    def name(self) -> str:
+        return f"int8({self.block}, 16-bit scale)"
+
+    def pack(self, x: Tensor) -> Any:
+        """`x` [..., m] to (int8[..., m], bfloat16[..., m / block])."""
+        blocks = x.float().unflatten(-1, (-1, self.block))
+        scale = _up(blocks.abs().amax(-1, keepdim=True) * ((1 + 2.0**-20) / 126))
+        return (blocks / scale).round().to(torch.int8), scale.to(torch.bfloat16)
+
+    def unpack(self, packed: Any) -> Tensor:
+        codes, scale = packed
+        return (codes.float() * scale.float()).flatten(-2)
 
 
 def _declines(saved: SavedTensor) -> str | None:
