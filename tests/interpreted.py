@@ -55,6 +55,15 @@ def rounding_at_random(device: str) -> int:
         assert error.mean().abs() < 5 * 0.5 / x.numel() ** 0.5
         # rows are not rounded alike, nor is a value as its neighbour
         assert (error[1:] * error[:-1]).mean().abs() < 0.01 and (error[:, 1:] * error[:, :-1]).mean().abs() < 0.01
+        # as small as scales get, and nothing at all
+        x = torch.cat([row[:block] * 2.0**-127, torch.zeros(block, device=device)]).expand(4, -1).contiguous()
+        q, scale = pack(x, block, seeds[0])
+        y = (
+            kernels.unpack_int8(q, scale, block, x.dtype)
+            if bits == 8
+            else kernels.unpack_int4(q, scale, 2 * block, block, x.dtype)
+        )
+        assert ((y - x).abs() <= 2.0**-126)[:, :block].all() and y[:, :block].any() and not y[:, block:].any()
     return 2
 
 

@@ -269,7 +269,8 @@ def _pack4(
         inverse = tl.div_rn(1.0, scale)
         if STOCHASTIC:
             # code + 8 and a fraction of 16 bits, to which as many at random are added; then without it, two a word
-            fixed = tl.fma(x, (inverse * 65536.0)[:, None], 4194304.0 + 8 * 65536.0)
+            # (not x * (inverse * 65536): that factor may be infinite, where x is zero)
+            fixed = tl.fma(x * inverse[:, None], 65536.0, 4194304.0 + 8 * 65536.0)
             bits = (tl.reshape(fixed, [P, W // K, 2, K // 2]) + random).to(tl.int32, bitcast=True)
             half = tl.arange(0, 2)[None, None, :, None]
             pair = tl.sum(tl.where(half == 0, (bits >> 16) & 0xFFFF, bits & -65536), 2)
