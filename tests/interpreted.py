@@ -9,7 +9,7 @@ import sys
 import torch
 from roundtrip import KINDS, data
 
-from aot_hooks.library import integer, kernels
+from aot_hooks.library import integer, kernels, kernels4
 
 float8 = importlib.import_module("aot_hooks.library.float8")
 bitmask = importlib.import_module("aot_hooks.library.bitmask")
@@ -28,8 +28,8 @@ def integers(device: str, dtypes: tuple[torch.dtype, ...], columns: tuple[int, .
         same(kernels.pack_int8(x, 128, None), expected)
         same(kernels.unpack_int8(q, scale, 128, dtype), integer.unpack_int8(q, scale, 128, dtype))
         q, scale = expected = integer.pack_int4(x, 32, False)
-        same(kernels.pack_int4(x, 32, None), expected)
-        same(kernels.unpack_int4(q, scale, n, 32, dtype), integer.unpack_int4(q, scale, n, 32, dtype))
+        same(kernels4.pack_int4(x, 32, None), expected)
+        same(kernels4.unpack_int4(q, scale, n, 32, dtype), integer.unpack_int4(q, scale, n, 32, dtype))
         count += 1
     return count
 
@@ -40,7 +40,7 @@ def rounding_at_random(device: str) -> int:
         row = torch.randn(128, device=device)
         amax = row.unflatten(0, (-1, block)).abs().amax(1).repeat_interleave(block)
         x = row.expand(1000, 128).contiguous()
-        pack = kernels.pack_int8 if bits == 8 else kernels.pack_int4
+        pack = kernels.pack_int8 if bits == 8 else kernels4.pack_int4
         seeds = [torch.tensor([s], device=device) for s in (1, 1, 2, 1 + (1 << 40))]
         q, scale = pack(x, block, seeds[0])
         again, other, far = (pack(x[:8], block, seed)[0] for seed in seeds[1:])
@@ -48,7 +48,7 @@ def rounding_at_random(device: str) -> int:
         if bits == 8:
             y = kernels.unpack_int8(q, scale, block, x.dtype)
         else:
-            y = kernels.unpack_int4(q, scale, 128, block, x.dtype)
+            y = kernels4.unpack_int4(q, scale, 128, block, x.dtype)
         error = (y - x) / (amax * step * (1 + 2**-6))
         assert (error.abs() <= 1).all()
         assert error.mean(0).abs().max() < (torch.tensor(2 / 1e-9).log() / 2000).sqrt()  # Hoeffding
@@ -61,7 +61,7 @@ def rounding_at_random(device: str) -> int:
         y = (
             kernels.unpack_int8(q, scale, block, x.dtype)
             if bits == 8
-            else kernels.unpack_int4(q, scale, 2 * block, block, x.dtype)
+            else kernels4.unpack_int4(q, scale, 2 * block, block, x.dtype)
         )
         assert ((y - x).abs() <= 2.0**-126)[:, :block].all() and y[:, :block].any() and not y[:, block:].any()
     return 2

@@ -96,9 +96,9 @@ def _(q: torch.Tensor, scale: torch.Tensor, block: int, dtype: torch.dtype) -> t
 
 @_op("aot_hooks::pack_int4")
 def pack_int4(x: torch.Tensor, block: int, seed: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    from . import kernels
+    from . import kernels4
 
-    return kernels.pack_int4(x, block, seed)
+    return kernels4.pack_int4(x, block, seed)
 
 
 @pack_int4.register_fake
@@ -109,9 +109,9 @@ def _(x: torch.Tensor, block: int, seed: torch.Tensor | None) -> tuple[torch.Ten
 
 @_op("aot_hooks::unpack_int4")
 def unpack_int4(q: torch.Tensor, scale: torch.Tensor, length: int, block: int, dtype: torch.dtype) -> torch.Tensor:
-    from . import kernels
+    from . import kernels4
 
-    return kernels.unpack_int4(q, scale, length, block, dtype)
+    return kernels4.unpack_int4(q, scale, length, block, dtype)
 
 
 @unpack_int4.register_fake

@@ -1,0 +1,49 @@
+"""What the Triton kernels of kernels.py and kernels4.py share: how work is cut into programs, maxima, random bits."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+__all__ = ["SLACK", "largest_of", "one_warp_tile", "random_bits", "row_groups"]
+
+SLACK = 1 + 2.0**-20  # scales are that much too large: no finite value leaves the codes
+
+
+@triton.jit
+def _nan_or_larger(a, b):
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def largest_of(x, axis: tl.constexpr):
+    """NaN if there is one."""
+    return tl.reduce(x, axis, _nan_or_larger)
+
+
+@triton.jit
+def random_bits(seed_ptr, P: tl.constexpr, W: tl.constexpr, K: tl.constexpr):
+    """2**23 and 16 random bits, as float32 [P, W / K, 2, K / 2]: each `K` neighbours have a hash of seed and place, of
+    which K / 2 multiples have two values each, their halves."""
+    seed = tl.load(seed_ptr)
+    first = tl.program_id(0).to(tl.uint32) * (P * (W // K))
+    place = first + tl.reshape(tl.arange(0, P * (W // K)), [P, W // K, 1, 1]).to(tl.uint32)
+    h = (place ^ seed.to(tl.uint32)) * 0x7FEB352D
+    h = (h ^ (h >> 15) ^ (seed >> 32).to(tl.uint32)) * 0x846CA68B
+    h = h ^ (h >> 16)
+    odd = tl.arange(0, K // 2).to(tl.uint32) * 0x9E3779B8 + 1
+    words = (h * odd[None, None, None, :]) ^ (h >> 16)
+    half = (16 * tl.arange(0, 2)).to(tl.uint32)
+    return (((words >> half[None, None, :, None]) & 0xFFFF) | 0x4B000000).to(tl.float32, bitcast=True)
+
+
+def row_groups(length: int, size: int) -> tuple[int, int]:
+    """Length and groups of a row; rows of whole groups may as well be taken for as many rows of one group, which spares
+    the kernel a division."""
+    return (size, 1) if length % size == 0 else (length, triton.cdiv(length, size))
+
+
+def one_warp_tile(groups: int, size: int) -> tuple[int, int, int]:
+    """Groups a program, lanes a group, warps: one, which finds without a barrier whether there is an infinity."""
+    lanes = triton.next_power_of_2(size)
+    return max(1, min(1024 // lanes, triton.next_power_of_2(groups))), lanes, 1
