@@ -150,6 +150,8 @@ class Functions:
             (make(fn), fn, count)
             for fn, count in ((sine, 1), (two, 2), (consuming, 2), (passing_through, 1), (odd_outputs, 1), (growing, 1))
         ]
+        buffers = [world.randn(*SHAPE) for _ in range(2)]
+        self.buffers = [(x, x.clone()) for x in buffers]
         self.writing = make(writing, mutated=(1,))
         self.weighted = make(weighted, static=(1,))
         self.counting = make(counting, static=(1,), mutated=(1,))

@@ -7,8 +7,8 @@ what an earlier step gave out, never with held_outputs="copy", and never in a ba
 the documented rules and the path that the tree is on say when one may have begun.
 
 Programs of generation 2 also call what can't be captured, raises or keeps memory in the middle of a step, save outputs
-that they return, give graphs tensors of any layout, and mark steps at any time. Those of generation 1 are kept for
-their seeds.
+that they return, give graphs tensors of any layout, and mark steps at any time. Those of generation 3 also call with
+buffers that stay where they are. Those of generations 1 and 2 are kept for their seeds.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Held:
 
 class Program:
     def __init__(
-        self, seed: int, world: World, functions: dict[str, Functions], *, generation: int = 2, trace: bool = False
+        self, seed: int, world: World, functions: dict[str, Functions], *, generation: int = 3, trace: bool = False
     ) -> None:
         self.generation = generation
         self.random = random.Random(seed)
@@ -196,6 +196,14 @@ class Program:
             self.held.remove(pair)
         return pair.ours, pair.eager
 
+    def filled_buffer(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """A pair that is in the same place as in earlier calls and programs, with other values."""
+        pair = self.random.choice(self.functions.buffers)
+        values = self.fresh()
+        for side in pair:
+            side.copy_(values)
+        return pair
+
     def calls(self, fn: Callable[..., Any], label: str = "") -> str:
         """`fn` is about to be called; its name. Where steps begin by themselves, the call may begin one."""
         name = name_of(fn, self.held_outputs, label)
@@ -221,6 +229,8 @@ class Program:
     def call(self) -> None:
         f, fn, count = self.random.choice(self.functions.plain)
         pairs = [self.pick() for _ in range(count)]
+        if self.generation > 2 and fn is not passing_through and self.random.random() < 0.6:
+            pairs[0] = self.filled_buffer()
         self.say("   ", fn.__name__)
         expected = run_eagerly(fn, [b for _, b in pairs])
         aliases = fn is passing_through
