@@ -28,6 +28,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import guard_scalar
 
 from .errors import UnsupportedTorchError
+from .reached import Reached
 
 TESTED = ("2.11.0", "2.13.0", "2.15.0")
 
@@ -233,25 +234,71 @@ def outermost_runs_in_python(fn: _F) -> _F:
     return fn
 
 
-def _constant_of(context: Any, variable: Any) -> Any:
-    """The Python value behind `variable`; a tuple or dataclass made in the function is put together."""
+_Guard = Callable[[Any, Any, Callable[[Any], Any]], None]  # source, the value there, what of it counts
+
+
+def _constant_of(context: Any, variable: Any, guard: _Guard, counts: Callable[[Any], Any] | None = None) -> Any:
+    """The Python value behind `variable`, guarded where it comes from outside of the compiled function.
+
+    A tuple, dataclass, method or function made in the function is put together.
+    """
+    source = getattr(variable, "source", None)
     variable = variable.realize() if hasattr(variable, "realize") else variable
-    made_inside = getattr(variable, "source", None) is None
-    if made_inside and variable.python_type() in (tuple, list):
-        return variable.python_type()([_constant_of(context, item) for item in variable.items])
+    source = source or getattr(variable, "source", None)
+    if source is not None:
+        value = _from_outside(context, variable)
+        if value is not None and not isinstance(value, bool | int | float | str):  # those Dynamo guards itself
+            guard(source, value, counts or (lambda now: now))
+        return value
+    if issubclass(variable.python_type(), torch.Tensor):
+        raise TypeError("a tensor that the compiled function makes")
+    if variable.python_type() in (tuple, list):
+        return variable.python_type()([_constant_of(context, item, guard) for item in variable.items])
     kind = type(getattr(variable, "value", None))
-    if made_inside and dataclasses.is_dataclass(kind):
-        tx = context._i_will_not_complain_if_bc_breaks_InstructionTranslator()
+    tx = context._i_will_not_complain_if_bc_breaks_InstructionTranslator()
+    if dataclasses.is_dataclass(kind):
         fields = [f.name for f in dataclasses.fields(kind) if f.init]
         # 2.15 renamed it
         read = getattr(variable, "var_getattr", None) or variable.tp_getattro_impl
-        return kind(**{name: _constant_of(context, read(tx, name)) for name in fields})
+        return kind(**{name: _constant_of(context, read(tx, name), guard) for name in fields})
+    owner = _owner(variable)
+    if owner is not None:
+        fn = variable.fn  # of the function alone: a guard must not hold the owner
+        return types.MethodType(fn, _constant_of(context, owner, guard, lambda now: types.MethodType(fn, now)))
+    if getattr(variable, "closure", None) is not None and hasattr(variable, "f_globals"):
+        return _closed_over(context, variable, guard)
     try:
-        return _closed_over(context, variable) if made_inside else _number(variable)
+        return _number(variable)
     except Exception as e:
         if not hasattr(variable, "value"):
             raise TypeError(f"{type(variable).__name__}: {e}") from e
         return variable.value
+
+
+def _from_outside(context: Any, variable: Any) -> Any:
+    owner = _owner(variable)
+    if owner is not None:
+        return types.MethodType(variable.fn, _from_outside(context, owner))
+    tx = context._i_will_not_complain_if_bc_breaks_InstructionTranslator()
+    if tx.output.side_effects.has_pending_mutation(variable):
+        raise TypeError(f"a {variable.python_type().__name__} that the compiled function has changed before")
+    if issubclass(variable.python_type(), torch.Tensor):
+        raise TypeError("a tensor by itself, and not as an attribute of an object (`self.table`)")
+    try:
+        return _number(variable)
+    except Exception as e:
+        if not hasattr(variable, "value"):
+            raise TypeError(f"{type(variable).__name__}: {e}") from e
+        return variable.value
+
+
+def _owner(variable: Any) -> Any:
+    """Dynamo's variable of the object that a bound method is bound to; None for anything else.
+
+    Stands on `fn` and `obj`, or `im_self`; 2.11 to 2.15.
+    """
+    owner = getattr(variable, "im_self", None) or getattr(variable, "obj", None)  # 2.15 renamed it
+    return owner if isinstance(getattr(variable, "fn", None), types.FunctionType) else None
 
 
 def _number(variable: Any) -> Any:
@@ -261,27 +308,26 @@ def _number(variable: Any) -> Any:
     return variable.as_python_constant() if number is None else guard_scalar(number)
 
 
-def _closed_over(context: Any, variable: Any) -> Any:
-    """`_number`, and a function that was made in the compiled one with the numbers that it closes over.
+def _closed_over(context: Any, variable: Any, guard: _Guard) -> Any:
+    """A function that was made in the compiled one, with what it closes over.
 
-    Dynamo has no constant for a function over a symbolic number. Stands on `closure`, `f_globals` and `load_cell`; 2.11
-    to 2.15.
+    Dynamo has no constant for a function over a symbolic number or an object, and guards no contents. Stands on
+    `closure`, `f_globals` and `load_cell`; 2.11 to 2.15.
     """
-    variable = variable.realize() if hasattr(variable, "realize") else variable
-    if getattr(variable, "closure", None) is None or not hasattr(variable, "f_globals"):
-        return _number(variable)
-    try:
-        return variable.as_python_constant()
-    except (NotImplementedError, need("torch._dynamo.exc.Unsupported")):
-        tx = context._i_will_not_complain_if_bc_breaks_InstructionTranslator()
-        if any(getattr(variable, name, None) for name in ("defaults", "kwdefaults")):
-            raise  # numbers among defaults are looked at by Dynamo alone
-        contents = [tx.output.side_effects.load_cell(cell) for cell in variable.closure.items]
-        if variable in contents:
-            raise  # it calls itself
-        cells = tuple(types.CellType(_closed_over(context, content)) for content in contents)
-        name = variable.fn_name.as_python_constant()
-        return types.FunctionType(variable.get_code(), variable.f_globals, name, None, cells)
+    tx = context._i_will_not_complain_if_bc_breaks_InstructionTranslator()
+    contents = [tx.output.side_effects.load_cell(cell) for cell in variable.closure.items]
+    if any(getattr(variable, name, None) for name in ("defaults", "kwdefaults")) or variable in contents:
+        return variable.as_python_constant()  # what Dynamo alone looks at, and what calls itself
+    code = variable.get_code()
+    cells = []
+    for cell, content in zip(code.co_freevars, contents, strict=True):
+
+        def counts(now: Any, name: str = cell) -> Any:
+            return Reached(now, code, name)
+
+        cells.append(types.CellType(_constant_of(context, content, guard, counts)))
+    name = variable.fn_name.as_python_constant()
+    return types.FunctionType(code, variable.f_globals, name, None, tuple(cells))
 
 
 def backend_failure(backend: str, error: Exception) -> Exception:
@@ -294,29 +340,26 @@ def backend_failure(backend: str, error: Exception) -> Exception:
     return failure
 
 
-def install_content_guard(context: Any, variable: Any, digest_of: Callable[[Any], str]) -> tuple[Any, bool]:
+def constant_with_guards(context: Any, variable: Any, digest_of: Callable[[Any], str]) -> Any:
     """The Python value behind Dynamo's `variable`, guarded by content.
 
-    Dynamo guards functions by identity or by code alone; here the guard recomputes `digest_of(value)`, so that an equal
-    function made anew passes and a changed closure recompiles. Values made inside the compiled function have no source:
-    what they are built from is guarded already. Returns `(value, had_a_source)`.
+    Dynamo guards functions by identity or by code alone; here a guard recomputes `digest_of(value)`, so that an equal
+    function made anew passes and a changed closure recompiles. What was made inside the compiled function is guarded
+    where its parts come from. Raises `TypeError` for what has no value while compiling.
     Goes when Dynamo guards the contents of functions.
     """
-    source = getattr(variable, "source", None)
-    variable = variable.realize() if hasattr(variable, "realize") else variable
-    source = source or getattr(variable, "source", None)
-    value = _constant_of(context, variable)
-    if source is None:
-        return value, False
-    expected = digest_of(value)
 
-    def create(builder: Any, guard: Any) -> None:
-        manager = builder.get_guard_manager(guard)
-        text = [f"aot_hooks content of {guard.name if isinstance(guard.name, str) else guard.name()} == {expected}"]
-        manager.add_lambda_guard(lambda now: digest_of(now) == expected, text, guard.user_stack)
+    def guard(source: Any, value: Any, counts: Callable[[Any], Any]) -> None:
+        expected = digest_of(counts(value))
 
-    need("torch._dynamo.guards.install_guard")(source.make_guard(create))
-    return value, True
+        def create(builder: Any, guard: Any) -> None:
+            manager = builder.get_guard_manager(guard)
+            text = [f"aot_hooks content of {guard.name if isinstance(guard.name, str) else guard.name()} == {expected}"]
+            manager.add_lambda_guard(lambda now: digest_of(counts(now)) == expected, text, guard.user_stack)
+
+        need("torch._dynamo.guards.install_guard")(source.make_guard(create))
+
+    return _constant_of(context, variable, guard)
 
 
 def local_variable(context: Any, name: str) -> Any:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.fx import GraphModule
 
-from . import _compat, cache, captured, context, transfers
+from . import _compat, cache, captured, context, recompiles, transfers
 from .cache import bypassed, through_cache
 from .cache_key import nodes_of, package_digest
 from .eager import CompiledCall
@@ -169,7 +169,7 @@ def aot_hooks(
     """
     wrapper = _compat.calling_compile_wrapper()
     plans = _plans.of(wrapper) if wrapper is not None else []
-    return _compile_graph(gm, inputs, mode, Options.parse(options), plans)
+    return _compile_graph(gm, inputs, mode, Options.parse(options), plans, wrapper)
 
 
 def with_options(options: Mapping[str, Any] | None) -> Callable[..., Any]:
@@ -196,10 +196,17 @@ def recorded() -> Iterator[list[Graph]]:
 
 
 def _compile_graph(
-    gm: GraphModule, inputs: Sequence[Any], mode: str | None, parsed: Options, plans: list[Plan]
+    gm: GraphModule,
+    inputs: Sequence[Any],
+    mode: str | None,
+    parsed: Options,
+    plans: list[Plan],
+    wrapper: Any = None,
 ) -> Callable[..., Any]:
     patches = _inductor_patches(parsed, mode)
     setting, alive, regions = _in_force(gm, parsed)
+    if wrapper is not None:
+        recompiles.note(wrapper, [s for s in (setting, *regions.values()) if s is not None])
     record, graph = _plans.record, Graph()
     covered = setting is not None or bool(regions)
     asked = captured.capture_options(parsed.inner, parsed.cudagraphs)

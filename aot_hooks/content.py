@@ -5,8 +5,9 @@
 
 A function is its bytecode, constants, defaults, closure and the globals it names, each by value and in depth. Names of
 its own locals and parameters, its file and its lines are left out: renaming changes nothing. Tensors count by their
-bytes, modules by code and state, objects by class and attributes, containers by items and, if of a class of their own,
-by that as well; what has no value to look at counts by identity. How deeply things are nested makes no difference.
+bytes, modules by code and state, objects by class and attributes (reached.py: by which), containers by items and, if of
+a class of their own, by that as well; what has no value to look at counts by identity. How deeply things are nested
+makes no difference.
 
 Runs on each entry of a context, so code objects and tensors are digested once.
 """
@@ -14,13 +15,11 @@ Runs on each entry of a context, so code objects and tensors are digested once.
 from __future__ import annotations
 
 import collections
-import ctypes
 import dataclasses
 import enum
 import functools
 import hashlib
 import types
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -29,12 +28,13 @@ import torch
 from .bytecode import chains, code_digest
 from .errors import HookContractError
 from .hook import Hook
+from .reached import Reached, members, reads
+from .tensor_digest import tensor_digest
 
 __all__ = ["Walker", "content", "home_of", "is_library"]
 
 _ATOMS = (type(None), bool, int, float, complex, str, bytes, type(Ellipsis), torch.dtype, torch.device)
 _LIBRARIES = ("aot_hooks", "torch", "functools", "contextlib", "math", "operator", "collections")
-_tensor_digests: dict[int, tuple[weakref.ref[torch.Tensor], int | None, str]] = {}
 
 
 def content(*values: Any) -> str:
@@ -56,6 +56,7 @@ class Walker:
     def __init__(self) -> None:
         self.out: list[str] = []
         self.seen: dict[int, int] = {}
+        self.methods: dict[tuple[int, int], int] = {}
         self.keep: list[Any] = []  # what is made on the way must not give its id to another
         self.depth = 0  # in how many functions and classes: those inside may be called with keywords
         self.level = 0  # in how many values
@@ -104,8 +105,9 @@ class Walker:
         if kind is types.FunctionType:
             self.function(value)
         elif kind is types.MethodType:
-            out.append("method")
-            inner(value.__func__, value.__self__)
+            self.method(value)
+        elif kind is Reached:
+            self.reached(value)
         elif kind is types.CodeType:
             out.append(code_digest(value))
         elif kind is types.CellType:
@@ -171,6 +173,32 @@ class Walker:
         else:
             self.identity(value, kind)
 
+    def method(self, value: types.MethodType) -> None:
+        fn, owner = value.__func__, value.__self__
+        key = (id(fn), id(owner))
+        if key in self.methods:
+            self.out.append(f"again method:{self.methods[key]}")
+            return
+        self.methods[key] = len(self.methods)
+        self.keep.append(value)
+        self.out.append("method")
+        self.inner(fn)
+        code = fn.__code__ if isinstance(fn, types.FunctionType) else None
+        self.inner(Reached(owner, code, code.co_varnames[0]) if code is not None and code.co_argcount else owner)
+
+    def reached(self, what: Reached) -> None:
+        names = reads(what.code, what.name)
+        held = members(what.value, names) if names is not None else None
+        if held is None:
+            self.inner(what.value)
+            return
+        self.out.append("reached")
+        self.depth += 1
+        for name, member in held:
+            self.out.append("." + name)
+            self.inner(member)
+        self.depth -= 1
+
     def derived(self, value: Any, kind: type) -> None:
         """What a container has beside its items: methods and properties of its class, attributes of its own."""
         if kind not in _CONTAINERS:
@@ -181,7 +209,7 @@ class Walker:
         self.out.append(f"identity:{kind.__qualname__}:{id(value)}")
 
     def tensor(self, value: torch.Tensor) -> None:
-        self.out.append(_tensor_digest(value))
+        self.out.append(tensor_digest(value))
 
     def unordered(self, value: set[Any] | frozenset[Any]) -> None:
         self.out.append(f"{type(value).__name__}:{sorted(content(v) for v in value)}")
@@ -199,7 +227,9 @@ class Walker:
         # we call hooks and policies by position; names of parameters count of what they call themselves
         self.out.append("function:" + code_digest(fn.__code__, outermost=self.depth == 0))
         self.depth += 1
-        self.inner(fn.__defaults__, fn.__kwdefaults__, *(fn.__closure__ or ()))
+        self.inner(fn.__defaults__, fn.__kwdefaults__)
+        for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True):
+            self.inner(_in_cell(cell, fn.__code__, name))
         if not is_library(home_of(fn)):  # torch's and the standard library's globals are covered by their version
             self.globals_of(fn)
             if vars(fn):
@@ -220,7 +250,9 @@ class Walker:
                     break
                 value = getattr(value, rest.pop(0))
             else:
-                self.inner(value)
+                # an object by the attribute read of it: where it is used otherwise too, that is a chain of its own
+                held = members(value, rest[:1]) if rest else None
+                self.inner(value if held is None else held[0][1])
 
     def missing(self, name: str, fn: types.FunctionType) -> None:
         """`name` in the code of `fn` is no global of it: of Python itself, imported inside ("import x"), or unknown."""
@@ -293,6 +325,14 @@ def is_library(module: str | None) -> bool:
     return (module or "").split(".")[0] in _LIBRARIES
 
 
+def _in_cell(cell: types.CellType, code: types.CodeType, name: str) -> Any:
+    """What `code` has in `cell` by `name`: of an object that it only reads attributes of, those."""
+    try:
+        return Reached(cell.cell_contents, code, name) if members(cell.cell_contents, ()) is not None else cell
+    except ValueError:
+        return cell
+
+
 def _cell(cell: types.CellType, out: list[str], inner: Callable[..., None]) -> None:
     try:
         inner(cell.cell_contents)
@@ -349,24 +389,3 @@ def _torch_name(value: Any) -> str | None:
         return f"torch:{module}.{name}"
     text = str(value)  # OpOverload and OpOverloadPacket print as their qualified name
     return f"torch:{text}" if " at 0x" not in text and type(value).__name__.startswith("OpOverload") else None
-
-
-def _tensor_digest(x: torch.Tensor) -> str:
-    from ._compat import is_traced_value, without_modes  # late: a digest of plain numbers needs no torch internals
-
-    if is_traced_value(x):
-        return f"traced tensor:{id(x)}"
-    version = None if x.is_inference() else x._version  # what inference mode made keeps none: read it each time
-    known = _tensor_digests.get(id(x))
-    if known is not None and known[0]() is x and known[1] == version is not None:
-        return known[2]
-    if type(x) not in (torch.Tensor, torch.nn.Parameter) or x.layout is not torch.strided:
-        return f"tensor {type(x).__qualname__} {x.layout}:{id(x)}:{version}"
-    with without_modes():  # a hook is digested while it is traced too: its bytes are read all the same
-        raw = x.detach().cpu().contiguous() if x.device.type != "meta" else torch.empty(0)
-    text = hashlib.sha256(ctypes.string_at(raw.data_ptr(), raw.nbytes) if raw.nbytes else b"").hexdigest()
-    digest = f"tensor:{x.dtype}:{tuple(x.shape)}:{x.device}:{x.requires_grad}:{text}"
-    if len(_tensor_digests) > 1024:
-        _tensor_digests.clear()
-    _tensor_digests[id(x)] = (weakref.ref(x), version, digest)
-    return digest

@@ -255,11 +255,11 @@ def _note(context: Any, names: tuple[str, ...], make: Callable[..., Setting]) ->
     for name in names:
         variable = _compat.local_variable(context, name)
         try:
-            values.append(_compat.install_content_guard(context, variable, content)[0])
+            values.append(_compat.constant_with_guards(context, variable, content))
         except TypeError as e:
             error = OptionError(
                 f"the {name} of a context inside a compiled function must be known while compiling, got {e}; make it "
-                "outside the function, or close over constants only"
+                "outside the function, or of constants and of objects that come from outside"
             )
             raise _compat.backend_failure("aot_hooks", error) from e
     try:

@@ -13,6 +13,7 @@ __all__ = [
     "HookTraceError",
     "OptionError",
     "PolicyError",
+    "RecompileWarning",
     "UnsupportedGraphError",
     "UnsupportedTorchError",
 ]
@@ -49,3 +50,7 @@ class UnsupportedTorchError(AotHooksError, RuntimeError):
 
 class CacheWarning(UserWarning):
     """A compiled graph cannot be cached, or a stored one cannot be used; what it computes is not affected."""
+
+
+class RecompileWarning(UserWarning):
+    """A hook or policy holds what changes from step to step, so that each step compiles."""

@@ -26,7 +26,7 @@ from . import _compat
 from .saved import Boundary, SavedValue
 from .trace import TracedHook
 
-__all__ = ["Packing", "Unit", "inline", "last_use", "packed_bytes"]
+__all__ = ["Packing", "Unit", "inline", "last_use", "lift_constants", "packed_bytes"]
 
 
 @dataclass
@@ -222,15 +222,16 @@ def _tensors(nodes: list[Node]) -> Iterable[Node]:
     return (n for n in nodes if isinstance(n.meta.get("val"), _compat.FakeTensor))
 
 
+_CONSTANT = "_aot_hooks_constant_"
+
+
 def _constant(into: GraphModule, constant: Any, fake_mode: Any) -> Node:
     """A `get_attr` node for `constant`, one attribute for one object."""
-    names = {id(v): k for k, v in vars(into).items() if k.startswith("_aot_hooks_constant_")}
-    names |= {id(v): k for k, v in into.named_buffers(recurse=False) if k.startswith("_aot_hooks_constant_")}
+    names = {id(v): k for k, v in vars(into).items() if k.startswith(_CONSTANT)}
+    names |= {id(v): k for k, v in into.named_buffers(recurse=False) if k.startswith(_CONSTANT)}
     name = names.get(id(constant))
     if name is None:
-        name = f"_aot_hooks_constant_{len(names)}"
-        if isinstance(constant, torch.nn.Parameter):
-            constant = constant.detach()
+        name = f"{_CONSTANT}{len(names)}"
         if isinstance(constant, torch.Tensor):
             into.register_buffer(name, constant)
         else:
@@ -239,6 +240,20 @@ def _constant(into: GraphModule, constant: Any, fake_mode: Any) -> Node:
     if isinstance(constant, torch.Tensor):
         node.meta["val"] = fake_mode.from_tensor(constant, static_shapes=True)
     return node
+
+
+def lift_constants(gm: GraphModule) -> None:
+    """Read the constants of hooks as Inductor takes them: by `lift_fresh_copy`, the one operator that may be given a
+    real tensor among fake ones. It becomes a load in the kernel that reads it."""
+    for node in gm.graph.find_nodes(op="get_attr"):
+        if not str(node.target).startswith(_CONSTANT) or "val" not in node.meta:
+            continue
+        with gm.graph.inserting_after(node):
+            lifted = gm.graph.call_function(torch.ops.aten.lift_fresh_copy.default, (node,))
+        lifted.meta.update(node.meta)
+        node.replace_all_uses_with(lifted, lambda user, lifted=lifted: user is not lifted)
+    gm.graph.lint()
+    gm.recompile()
 
 
 def _clean_name(name: str) -> str:

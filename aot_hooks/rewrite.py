@@ -18,7 +18,7 @@ from torch.fx import GraphModule, Node
 from . import _compat
 from .copies import look_through
 from .hook import KEEP, Hook, compiling_for
-from .inline import Packing, Unit, inline, last_use, packed_bytes
+from .inline import Packing, Unit, inline, last_use, lift_constants, packed_bytes
 from .library.offload import settings_of
 from .memory import alive_bytes, fuses
 from .place import Leaf, place
@@ -86,6 +86,9 @@ def rewrite(
         if for_inductor:
             _place_for_cuda(fw, units.values())
         targets = inline(fw, bw, cross, units.values())
+        if for_inductor:
+            lift_constants(fw)
+            lift_constants(bw)
         if for_inductor and any("rand" in str(t) for t in targets):
             _compat.replace_random_for_inductor(fw)
             _compat.replace_random_for_inductor(bw)

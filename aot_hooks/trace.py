@@ -26,6 +26,7 @@ from . import _compat
 from .content import content
 from .errors import AotHooksError, HookContractError, HookTraceError
 from .hook import Hook
+from .tensor_digest import by_value
 
 __all__ = ["TracedHook", "canonical", "trace_hook"]
 
@@ -286,7 +287,9 @@ def _clean(gm: GraphModule) -> None:
             node.replace_all_uses_with(node.args[0])
     for node in gm.graph.find_nodes(op="get_attr"):
         # a number that was written into a tensor was traced as a fake constant that knows it
-        setattr(gm, str(node.target), _compat.real_constant(getattr(gm, str(node.target))))
+        constant = by_value(_compat.real_constant(getattr(gm, str(node.target))))
+        delattr(gm, str(node.target))  # a parameter's name takes no plain tensor
+        setattr(gm, str(node.target), constant)
     for node in reversed(list(gm.graph.nodes)):
         if node.op in ("call_function", "get_attr") and not node.users:
             gm.graph.erase_node(node)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import gc
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -333,6 +334,124 @@ def test_hooks_of_the_library_are_made_inside_without_a_warning(make: Callable[[
     (plan,) = aot_hooks.last_plans(call)
     (decision,) = (d for d in plan.decisions if not d.saved.is_input)
     assert make().name == decision.hook.name or make().declines(decision.saved) == decision.reason
+
+
+class Scaled(nn.Module):
+    """Packs what its second product saves by methods and closures over itself."""
+
+    def __init__(self, chain: Chain, kind: str) -> None:
+        super().__init__()
+        self.chain, self.kind, self.k = chain, kind, 4
+        self.register_buffer("book", torch.tensor(4.0))
+
+    def scaled(self, x: Tensor) -> Tensor:
+        return x * self.k
+
+    def pack(self, x: Tensor) -> Tensor:
+        return self.scaled(x)
+
+    def pack_by_book(self, x: Tensor) -> Tensor:
+        return x * self.book
+
+    def unpack(self, x: Tensor) -> Tensor:
+        return x.clone()
+
+    def hooks(self) -> tuple[Any, ...]:
+        if self.kind == "methods":
+            return self.pack, self.unpack
+        if self.kind == "methods that read a buffer":
+            return self.pack_by_book, self.unpack
+        if self.kind == "closures":
+            return lambda x: x * self.k, lambda x: x.clone()
+        if self.kind == "a hook of methods":
+            return (Hook("methods", self.pack, self.unpack),)
+        return lambda x: self.pack(x), lambda x: self.unpack(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        w1, w2, w3 = self.chain.weights
+        h1 = x @ w1
+        with saved_tensors_hooks(*self.hooks()):
+            h2 = h1 @ w2
+        return h2 @ w3
+
+
+KINDS = ["methods", "methods that read a buffer", "closures", "closures over methods", "a hook of methods"]
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("kind", KINDS)
+def test_hooks_over_self_recompile_when_what_they_read_changes(model: Chain, x: Tensor, wrap: Any, kind: str) -> None:
+    scaled = Scaled(model, kind)
+    call, before = wrap(scaled), graph_count()
+    for k in (4, 4, 3, 4, 3):
+        scaled.k = k
+        scaled.book.fill_(k)
+        with torch.no_grad():  # an optimizer's step
+            for w in model.weights:
+                w.add_(1)
+        assert_same(gradients(call, model, x), hand_gradients(model, x, h1=k))
+    assert graph_count() - before == (2 if wrap is compiled else 0)
+
+
+def test_a_module_dies_with_what_was_compiled_for_it(model: Chain, x: Tensor) -> None:
+    scaled = Scaled(model, "methods")
+    call, gone = compiled(scaled), weakref.ref(scaled)
+    gradients(call, model, x)
+    del scaled, call
+    torch._dynamo.reset()
+    gc.collect()
+    assert gone() is None
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("made", [lambda p, u: (lambda x: p(x), u), lambda p, u: (Hook("inside", p, u),)])
+def test_what_is_made_inside_of_functions_from_outside_is_guarded_by_content(
+    model: Chain, x: Tensor, made: Callable[..., Any]
+) -> None:
+    """Dynamo guards a function by its code: one that closed over another number was taken for the one before."""
+    table = {}
+
+    def forward(x: Tensor) -> Tensor:
+        h1 = x @ model.weights[0]
+        with saved_tensors_hooks(*made(table["pack"], table["unpack"])):
+            h2 = h1 @ model.weights[1]
+        return h2 @ model.weights[2]
+
+    call, before = compiled(forward), graph_count()
+    for k in (3, 2, 3):
+        table["pack"], table["unpack"] = scale(k)
+        assert_same(gradients(call, model, x), hand_gradients(model, x, h1=k))
+    assert graph_count() - before == 2
+
+
+class Counting(Scaled):
+    def forward(self, x: Tensor) -> Tensor:
+        self.k = self.k + 1
+        return super().forward(x)
+
+
+@pytest.mark.core
+def test_what_is_not_known_while_compiling_is_named(model: Chain, x: Tensor) -> None:
+    table = torch.tensor(3.0)
+
+    def by_tensor(x: Tensor) -> Tensor:
+        h1 = x @ model.weights[0]
+        with saved_tensors_hooks(lambda h: h * table, lambda h: h.clone()):
+            return h1 @ model.weights[1]
+
+    def by_computed(x: Tensor) -> Tensor:
+        h1 = x @ model.weights[0]
+        largest = h1.amax()
+        with saved_tensors_hooks(lambda h: h * largest, lambda h: h.clone()):
+            return h1 @ model.weights[1]
+
+    for fn, what in (
+        (Counting(model, "methods"), "a Counting that the compiled function has changed before"),
+        (by_tensor, r"a tensor by itself, and not as an attribute of an object \(`self.table`\)"),
+        (by_computed, "a tensor that the compiled function makes"),
+    ):
+        with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match=f"got {what}; make it outside"):
+            compiled(fn)(x)
 
 
 # --- recompiling -----------------------------------------------------------------------------------------------------

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import itertools
+import warnings
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from torch import Tensor, nn
 import aot_hooks
 from aot_hooks import Hook, saved_tensors_hooks, saved_tensors_policy
 from aot_hooks.context import Pair
+from aot_hooks.errors import RecompileWarning
 
 
 def live_pairs() -> int:
@@ -134,6 +137,88 @@ def test_a_buffer_changed_in_place_recompiles_once(model: Chain, x: Tensor) -> N
         with saved_tensors_hooks(pack, lambda x: x.clone()):
             assert_same(gradients(call, model, x), hand_gradients(model, x, h=k))
     assert graph_count() - before == 2
+
+
+class Quantizer(nn.Module):
+    """A part of a model, in training, whose methods are the hooks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.linear = nn.Parameter(torch.tensor(2.0)), nn.Linear(2, 2)
+
+    def pack(self, x: Tensor) -> Tensor:
+        return x * self.scale
+
+    def unpack(self, x: Tensor) -> Tensor:
+        return x.clone()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.pack(x)
+
+
+HOLDS: dict[str, tuple[Callable[[Quantizer], Any], str]] = {
+    "methods": (lambda q: (q.pack, q.unpack), "changed: self.scale."),
+    "closures": (lambda q: (lambda x: x * q.scale, lambda x: x.clone()), "changed: q.scale."),
+    "numbers": (lambda q: scale(q.scale.item()), "changed: k."),
+    "a default": (lambda q: (lambda x, k=q.scale.item(): x * k, lambda x: x.clone()), "changed: k."),  # noqa: B008
+    "a module": (lambda q: (q, lambda x: x.clone()), "changed: pack.scale, pack.linear.weight."),
+}
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("kind", HOLDS)
+def test_a_hook_that_changes_each_step_is_warned_of_by_name(model: Chain, x: Tensor, kind: str) -> None:
+    q, (hooks, named), call = Quantizer(), HOLDS[kind], compiled(model)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(6):
+            with torch.no_grad():
+                q.scale.add_(1)
+                q.linear.weight.add_(1)
+            with saved_tensors_hooks(*hooks(q)):
+                got = gradients(call, model, x)
+            assert_same(got, hand_gradients(model, x, h=q.scale.item()))
+    (warned,) = (w for w in caught if w.category is RecompileWarning)
+    assert "compiled 4 times" in str(warned.message) and named in str(warned.message)
+
+
+@pytest.mark.core
+def test_a_module_in_training_whose_hooks_read_nothing_that_changes_is_one_graph(model: Chain, x: Tensor) -> None:
+    q, call, before = Quantizer(), compiled(model), graph_count()
+    for _ in range(6):
+        with torch.no_grad():
+            q.linear.weight.add_(1)
+        with saved_tensors_hooks(q.pack, q.unpack):
+            assert_same(gradients(call, model, x), hand_gradients(model, x, h=2))
+    assert graph_count() - before == 1
+
+
+TABLES: dict[str, Callable[[float], Tensor]] = {
+    "0-d": lambda k: torch.tensor(k),
+    "a parameter": lambda k: nn.Parameter(torch.tensor([k])),
+    "a vector": lambda k: torch.full((4,), k),
+}
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("inner", ["aten", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("table", TABLES)
+def test_a_graph_keeps_what_a_constant_said(model: Chain, x: Tensor, table: str, inner: str) -> None:
+    """A tensor that changes in place is another hook; the graph that was made of it answers for equal ones still."""
+    call, before = compiled(model, inner=inner), graph_count()
+
+    def by_table(k: Tensor) -> Any:
+        return lambda x: x * k.view(-1)[0], lambda x: x * k.view(-1)[:1]
+
+    first, second = TABLES[table](2.0), TABLES[table](2.0)
+    for k in (first, second):
+        with saved_tensors_hooks(*by_table(k)):
+            assert_same(gradients(call, model, x), hand_gradients(model, x, h=4))
+        with torch.no_grad():
+            first.fill_(3.0)
+    assert graph_count() - before == 1
+    with saved_tensors_hooks(*by_table(first)):
+        assert_same(gradients(call, model, x), hand_gradients(model, x, h=9))
 
 
 SCALE = 2.0
