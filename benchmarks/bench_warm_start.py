@@ -149,11 +149,17 @@ def run(way: str, folder: str, options: argparse.Namespace, *more: str) -> tuple
     arguments = [f"--{k}={getattr(options, k)}" for k in ("device", "layers", "tokens", "width", "batch", "inner")]
     command = [sys.executable, __file__, "--child", way, *arguments, f"--gradient={directory}.pt", *more]
     env = os.environ | {"TORCHINDUCTOR_CACHE_DIR": directory, "TRITON_CACHE_DIR": f"{directory}/triton"}
+    started = time.perf_counter()
     done = subprocess.run(command, env=env, capture_output=True, text=True)
     if done.returncode != 0:
         raise RuntimeError(done.stderr[-4000:])
-    *printed, report = done.stdout.splitlines()
-    return json.loads(report), "\n".join(printed)
+    *printed, text = done.stdout.splitlines()
+    report: dict[str, Any] = json.loads(text)
+    # what is known if it is cut short
+    print(
+        way, " ".join(more), json.dumps(report), f"{time.perf_counter() - started:.1f} s", file=sys.stderr, flush=True
+    )
+    return report, "\n".join(printed)
 
 
 def summarized(cold: dict[str, dict[str, Any]], warm: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
@@ -192,7 +198,7 @@ def main() -> None:
         return
     device = torch.device("cpu" if options.key else options.device)
     if options.key:
-        result = conditions(device, parameters=options.parameters, **time_key(options))
+        tell(conditions(device, parameters=options.parameters, **time_key(options)), options.json)
     else:
         work = {k: getattr(options, k) for k in ("layers", "tokens", "width", "batch", "rounds", "inner")}
         with tempfile.TemporaryDirectory() as folder:
@@ -201,14 +207,17 @@ def main() -> None:
             for _ in range(options.rounds):
                 for way in WAYS:
                     warm[way].append(run(way, folder, options)[0])
+            tell(conditions(device, **work, **summarized(cold, warm), cold=cold, warm=warm), options.json)
             if options.profile:
-                printed = [f"{way}\n{run(way, folder, options, '--profile=1')[1]}\n" for way in WAYS]
-                pathlib.Path(options.profile).write_text("\n".join(printed))
-        result = conditions(device, **work, **summarized(cold, warm), cold=cold, warm=warm)
+                profiles = [f"{way}\n{run(way, folder, options, '--profile=1')[1]}\n" for way in WAYS]
+                pathlib.Path(options.profile).write_text("\n".join(profiles))
+
+
+def tell(result: dict[str, Any], path: pathlib.Path | None) -> None:
     text = json.dumps(result, indent=1)
-    print(text)
-    if options.json:
-        options.json.write_text(text + "\n")
+    print(text, flush=True)
+    if path is not None:
+        path.write_text(text + "\n")
 
 
 if __name__ == "__main__":

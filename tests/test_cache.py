@@ -12,6 +12,7 @@ import os
 import re
 import shutil
 import sys
+import uuid
 import warnings
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -20,6 +21,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.testing._internal.two_tensor import TwoTensor
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
 import cache_rows
@@ -188,6 +190,28 @@ def test_hooks_that_cannot_be_read_are_compiled_anew_and_say_so_once(directory: 
     said = {**row.text, "hooks": "(aot_hooks.Hook('h', *make_hooks(1.0), cache_hash='1'),)"}
     assert run(Row("", "miss", text=said))["seen"] == "miss"
     assert run(Row("", "hit", text=said))["seen"] == "hit"
+
+
+def test_a_renamed_tensor_subclass_hits_and_symbolic_sizes_of_one_have_no_key() -> None:
+    tag = uuid.uuid4().hex  # a directory of its own would have Inductor try out the C++ compiler
+
+    def step(f: Any, dynamic: bool) -> list[str]:
+        torch._dynamo.reset()
+        aot_hooks.reset()
+        a, y = torch.rand(6, 4), torch.rand(6, 4, requires_grad=True)
+        x = TwoTensor(a, a.clone()).requires_grad_()
+        hook = aot_hooks.Hook("double", lambda x: x.double(), lambda p: p.float())
+        with torch.compiler.config.patch(cache_key_tag=tag), torch._inductor.config.patch(fallback_by_default=True):
+            with aot_hooks.saved_tensors_hooks(hook):
+                out = torch.compile(f, backend="aot_hooks", dynamic=dynamic)(x, y)
+        found = torch.autograd.grad(out.sum(), (x, y))
+        for grad, expected in zip(found, torch.autograd.grad(f(x, y).sum(), (x, y)), strict=True):
+            torch.testing.assert_close(grad.a, expected.a)
+        return [reason.split(":")[0] for reason in aot_hooks.cache_stats()["reasons"]]
+
+    programs = (lambda x, y: x.sin() * y, lambda other, name: other.sin() * name)
+    assert [step(f, False) for f in programs] == [["miss"], ["hit"]]
+    assert [step(f, True) for f in programs] == [["bypass"], ["bypass"]]
 
 
 class Odd(torch.nn.Module):

@@ -19,6 +19,7 @@ import torch
 from capture_simulator import Simulator
 from pieces import CUDA, Noted, traced
 from torch import nn
+from torch._higher_order_ops import triton_kernel_wrap
 
 import aot_hooks
 import cudagraph
@@ -377,6 +378,8 @@ def test_on_cuda_a_kernel_of_the_users_survives(monkeypatch) -> None:
         for expected in (MISS, HIT):
             torch._dynamo.reset()
             cudagraph.reset()
+            # torch's key holds a number for each call of a kernel that was traced; a process begins at 0
+            triton_kernel_wrap.kernel_side_table.reset_table()
             torch._dynamo.utils.counters.clear()
             compiled = torch.compile(doubled, backend="cudagraph_tree", options={"inner": "inductor"})
             for _ in range(4):

@@ -7,6 +7,7 @@ import gc
 import os
 import threading
 import time
+import uuid
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -103,8 +104,8 @@ def test_collections_wait_for_an_entry_and_not_for_a_compilation() -> None:
 
 
 @pytest.mark.slow
-def test_collections_are_on_when_graphs_are_compiled_and_after_all(tmp_path, monkeypatch) -> None:
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+def test_collections_are_on_when_graphs_are_compiled_and_after_all(monkeypatch) -> None:
+    tag = uuid.uuid4().hex
     on: dict[str, list[bool]] = {"pack_up": [], "unpack": []}
     for name in on:
         make = getattr(cache, name)
@@ -115,7 +116,8 @@ def test_collections_are_on_when_graphs_are_compiled_and_after_all(tmp_path, mon
         torch._dynamo.reset()
         aot_hooks.reset()
         x = torch.randn(8, 8, requires_grad=True)
-        with torch._inductor.config.patch(fallback_by_default=True):  # no C++ is built
+        inductor = torch._inductor.config.patch(fallback_by_default=True)  # no C++ is built
+        with torch.compiler.config.patch(cache_key_tag=tag), inductor:
             with aot_hooks.saved_tensors_hooks(aot_hooks.cast(torch.bfloat16)):
                 torch.compile(lambda x: x.sin().exp(), backend="aot_hooks")(x).sum().backward()
         assert aot_hooks.cache_stats()[result] == 1 and gc.isenabled()
