@@ -123,7 +123,7 @@ def test_a_runtime_that_does_more_is_called(world, runtimes, fn):
 
 
 def test_so_is_that_of_training(world, runtimes):
-    w = W.to(world.device).requires_grad_()
+    w = W.to(world.device, copy=True).requires_grad_()
     f = compiled(world, lambda x: x @ w)
     for _ in range(4):
         tree.mark_step_begin()
