@@ -109,15 +109,16 @@ GOALS = (
     ),
     *(
         goal
-        for on in ("CPU", "H200")
+        # seconds of the clock, except on the CPU, where results come from machines with other work
+        for on, clock in (("CPU", "cpu_s"), ("H200", "wall_s"))
         for goal in (
             Goal(
                 f"cold over warm start, {on}", "warm_start",
-                lambda r: float(r["cold_over_warm_cpu_s"]["aot_hooks"]), 5, at_least=True, on=on,
+                lambda r, clock=clock: float(r[f"cold_over_warm_{clock}"]["aot_hooks"]), 5, at_least=True, on=on,
             ),
             Goal(
                 f"warm start over stock's, {on}", "warm_start",
-                lambda r: float(r["warm_over_stock_warm_cpu_s"]), 1.1, on=on,
+                lambda r, clock=clock: float(r[f"warm_over_stock_warm_{clock}"]), 1.1, on=on,
             ),
         )
     ),
