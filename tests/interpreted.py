@@ -34,7 +34,7 @@ def integers(device: str, dtypes: tuple[torch.dtype, ...], columns: tuple[int, .
     return count
 
 
-def rounding_at_random(device: str) -> int:
+def rounding_at_random(device: str, dtypes: tuple[torch.dtype, ...]) -> int:
     """The expected value is what was packed: each value here is in 1000 rows, rounded by itself in each."""
     for bits, block, step in ((8, 128, 1 / 126), (4, 32, 1 / 7)):
         row = torch.randn(128, device=device)
@@ -55,15 +55,19 @@ def rounding_at_random(device: str) -> int:
         assert error.mean().abs() < 5 * 0.5 / x.numel() ** 0.5
         # rows are not rounded alike, nor is a value as its neighbour
         assert (error[1:] * error[:-1]).mean().abs() < 0.01 and (error[:, 1:] * error[:, :-1]).mean().abs() < 0.01
-        # as small as scales get, and nothing at all
-        x = torch.cat([row[:block] * 2.0**-127, torch.zeros(block, device=device)]).expand(4, -1).contiguous()
-        q, scale = pack(x, block, seeds[0])
-        y = (
-            kernels.unpack_int8(q, scale, block, x.dtype)
-            if bits == 8
-            else kernels4.unpack_int4(q, scale, 2 * block, block, x.dtype)
-        )
-        assert ((y - x).abs() <= 2.0**-126)[:, :block].all() and y[:, :block].any() and not y[:, block:].any()
+        # as small as scales get and nothing at all, in rows of whole words, and rows that are not, of each dtype
+        x = torch.cat([row[:block] * 2.0**-127, torch.zeros(block, device=device)]).expand(4, -1)
+        for given, bound in (
+            (x, 2.0**-126),
+            *((row[:33].to(dtype).expand(40, -1), amax[:33] * step * (1 + 2**-6)) for dtype in dtypes),
+        ):
+            q, scale = pack(given.contiguous(), block, seeds[0])
+            if bits == 8:
+                y = kernels.unpack_int8(q, scale, block, torch.float32)
+            else:
+                y = kernels4.unpack_int4(q, scale, given.shape[1], block, torch.float32)
+            assert ((y - given).abs() <= bound * (1 + 2**-7)).all() and y[:, :block].any()
+            assert not y[(given == 0).expand_as(y)].any()
     return 2
 
 
@@ -116,7 +120,7 @@ def main() -> None:
     torch.manual_seed(0)
     # The interpreter's bfloat16 cuts off too and has no subnormals: bfloat16 is for a device.
     some = (torch.float32, torch.float16)
-    print("integers", integers("cpu", some), "random", rounding_at_random("cpu"), "bits", bits("cpu"), end=" ")
+    print("integers", integers("cpu", some), "random", rounding_at_random("cpu", some), "bits", bits("cpu"), end=" ")
     print("float8", float8s("cpu", (torch.float32,), exact=False))
 
 

@@ -63,7 +63,7 @@ def test_kernels_equal_plain_code_on_cuda():
 
     dtypes = (torch.float32, torch.bfloat16, torch.float16)
     assert interpreted.integers("cuda", dtypes, (4096, 200, 33)) == 54
-    assert interpreted.rounding_at_random("cuda") and interpreted.bits("cuda")
+    assert interpreted.rounding_at_random("cuda", dtypes) and interpreted.bits("cuda")
     assert interpreted.float8s("cuda", dtypes, exact=True)
 
 

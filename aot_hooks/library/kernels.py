@@ -26,7 +26,7 @@ import triton
 import triton.language as tl
 
 from .blocks import SMALLEST_NORMAL
-from .tiles import SLACK, largest_of, one_warp_tile, random_bits, row_groups
+from .tiles import SLACK, hashes, largest_of, noise_of, one_warp_tile, row_groups
 
 __all__ = [
     "pack_bits",
@@ -116,26 +116,24 @@ def _pack8(
         places = (row * length + column)[:, None] + lane[None, :]
     mask = _mask(lane, left, EVEN)
     x = tl.load(x_ptr + at + places, mask, other=0.0).to(tl.float32)
-    if STOCHASTIC:
-        noise = tl.reshape(tl.fma(random_bits(seed_ptr, P, W, V), 1.0 / 65536, -128.5), [P, W])
-    else:
-        noise = 0.0
+    h = hashes(seed_ptr, P, W, V) if STOCHASTIC else 0
     # No branch for float8: of codes that leave one, Triton 3.6 gave each 16th another one's bits on an H200.
     if FORMAT == 0:
         largest = largest_of(tl.abs(x), 1)
         if largest_of(largest, 0) < float("inf"):
             scale = tl.maximum(largest * per_top, smallest)
             inverse = tl.div_rn(1.0, scale)[:, None]
-            y = tl.fma(x, inverse, noise) if STOCHASTIC else x * inverse
+            y = tl.fma(x, inverse, noise_of(h, P, W, V)) if STOCHASTIC else x * inverse
             q = (y + 12582912.0).to(tl.int32, bitcast=True).to(tl.int8)
         else:
             scale = _scale(x, per_top, smallest)
+            noise = noise_of(h, P, W, V) if STOCHASTIC else 0.0
             q = _encode(x, tl.div_rn(1.0, scale)[:, None], noise, limit, FORMAT)
         if EVEN:
             places = tl.multiple_of(places, [1, V])  # a thread stores the codes of what it has loaded
     else:
         scale = _scale(x, per_top, smallest)
-        q = _encode(x, tl.div_rn(1.0, scale)[:, None], noise, limit, FORMAT)
+        q = _encode(x, tl.div_rn(1.0, scale)[:, None], 0.0, limit, FORMAT)
     tl.store(q_ptr + at + places, q, mask)
     tl.store(scale_ptr + g, scale, left > 0)
 

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from .blocks import SMALLEST_NORMAL
-from .tiles import SLACK, largest_of, one_warp_tile, random_bits, row_groups
+from .tiles import SLACK, hashes, largest_of, noise_of, one_warp_tile, random_bits, row_groups
 
 __all__ = ["pack_int4", "unpack_int4"]
 
@@ -72,7 +72,7 @@ def _pack4(
 ):  # fmt: skip
     g, there, at, places, mask, at_words, words, word_mask = _places(groups, count, length, P, W, K, EVEN)
     x = tl.load(x_ptr + at + places, mask, other=0.0).to(tl.float32)
-    random = random_bits(seed_ptr, P, W, K) if STOCHASTIC else 0.0
+    h = hashes(seed_ptr, P, W, K) if STOCHASTIC else 0
     largest = largest_of(tl.abs(x), 1)
     plain = largest < float("inf")
     if largest_of(largest, 0) < float("inf"):
@@ -81,12 +81,12 @@ def _pack4(
         if STOCHASTIC:
             # code + 8 and a fraction of 16 bits, to which as many at random are added; then without it, two a word
             # (not x * (inverse * 65536): that factor may be infinite, where x is zero)
-            fixed = tl.fma(x * inverse[:, None], 65536.0, 4194304.0 + 8 * 65536.0)
-            bits = (tl.reshape(fixed, [P, W // K, 2, K // 2]) + random).to(tl.int32, bitcast=True)
+            fixed = tl.fma(x * inverse[:, None], 65536.0, 12582912.0 + 8 * 65536.0).to(tl.int32, bitcast=True)
+            bits = tl.reshape(fixed, [P, W // K, 2, K // 2]) + random_bits(h, K).to(tl.int32)
             half = tl.arange(0, 2)[None, None, :, None]
             pair = tl.sum(tl.where(half == 0, (bits >> 16) & 0xFFFF, bits & -65536), 2)
             shift = 4 * tl.arange(0, K // 2)
-            word = tl.sum(pair << shift[None, None, :], 2) - (0x44443F40 if K == 8 else -0x00BB00C0)
+            word = tl.sum(pair << shift[None, None, :], 2) - (0x44443F40 if K == 8 else -0x00BB00C0 if K == 4 else 0)
             if K == 4:
                 word = (word & 0xFF) | ((word >> 8) & 0xFF00)
             elif K == 2:
@@ -100,7 +100,7 @@ def _pack4(
         scale = _up_to_16_bits(tl.maximum(tl.where(plain, amax * per_7, amax * per_6), smallest))
         y = x * tl.div_rn(1.0, scale)[:, None]
         if STOCHASTIC:
-            y += tl.reshape(tl.fma(random, 1.0 / 65536, -128.5), [P, W])
+            y += noise_of(h, P, W, K)
         y = tl.where(x != x, -8.0, tl.minimum(tl.maximum(y, -7.0), 7.0)) + 12582920.0
         word = _word(y.to(tl.int32, bitcast=True), P, W // K, K)
     tl.store(q_ptr + at_words + words, word.to(q_ptr.dtype.element_ty), word_mask)

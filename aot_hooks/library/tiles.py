@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["SLACK", "largest_of", "one_warp_tile", "random_bits", "row_groups"]
+__all__ = ["SLACK", "hashes", "largest_of", "noise_of", "one_warp_tile", "random_bits", "row_groups"]
 
 SLACK = 1 + 2.0**-20  # scales are that much too large: no finite value leaves the codes
 
@@ -22,19 +22,31 @@ def largest_of(x, axis: tl.constexpr):
 
 
 @triton.jit
-def random_bits(seed_ptr, P: tl.constexpr, W: tl.constexpr, K: tl.constexpr):
-    """2**23 and 16 random bits, as float32 [P, W / K, 2, K / 2]: each `K` neighbours have a hash of seed and place, of
-    which K / 2 multiples have two values each, their halves."""
+def hashes(seed_ptr, P: tl.constexpr, W: tl.constexpr, K: tl.constexpr):
+    """32 random bits for each `K` neighbours, uint32 [P, W / K, 1, 1]: of seed and place."""
     seed = tl.load(seed_ptr)
     first = tl.program_id(0).to(tl.uint32) * (P * (W // K))
     place = first + tl.reshape(tl.arange(0, P * (W // K)), [P, W // K, 1, 1]).to(tl.uint32)
     h = (place ^ seed.to(tl.uint32)) * 0x7FEB352D
     h = (h ^ (h >> 15) ^ (seed >> 32).to(tl.uint32)) * 0x846CA68B
-    h = h ^ (h >> 16)
+    return h ^ (h >> 16)
+
+
+@triton.jit
+def random_bits(h, K: tl.constexpr):
+    """16 bits for each value, uint32 [P, W / K, 2, K / 2]: the halves of K / 2 multiples of its hash. To be made where
+    they are used: kept from before the values are there, they fill the registers."""
     odd = tl.arange(0, K // 2).to(tl.uint32) * 0x9E3779B8 + 1
     words = (h * odd[None, None, None, :]) ^ (h >> 16)
     half = (16 * tl.arange(0, 2)).to(tl.uint32)
-    return (((words >> half[None, None, :, None]) & 0xFFFF) | 0x4B000000).to(tl.float32, bitcast=True)
+    return (words >> half[None, None, :, None]) & 0xFFFF
+
+
+@triton.jit
+def noise_of(h, P: tl.constexpr, W: tl.constexpr, K: tl.constexpr):
+    """Uniform in [-1/2, 1/2), 16 bits, float32 [P, W]."""
+    bits = random_bits(h, K) | 0x4B000000  # 2**23 and they
+    return tl.reshape(tl.fma(bits.to(tl.float32, bitcast=True), 1.0 / 65536, -128.5), [P, W])
 
 
 def row_groups(length: int, size: int) -> tuple[int, int]:
