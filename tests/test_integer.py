@@ -329,3 +329,25 @@ def test_what_is_true_or_false_is_nothing_else(factory, wrong):
 def test_memory_order_is_that_of_layout():
     x = torch.randn(2, 5, 3, 64).transpose(1, 2)
     assert aot_hooks.int8().pack(x)[-1] == in_memory_order(x)[1] == (0, 2, 1, 3)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize(
+    "hook", [aot_hooks.int4(stochastic=False), aot_hooks.int8(), aot_hooks.float8(scaling="blockwise")], ids=repr
+)
+def test_rows_across_memory_of_any_length(hook):
+    """What is filled up with nothing keeps its strides, which the trace for all lengths cannot know."""
+
+    def f(x):
+        h = (x * 2).tanh().t().exp().tanh()
+        return (h * h.sin()).sum()
+
+    def gradient(call, x):
+        return torch.autograd.grad(call(x), x)
+
+    dynamic = torch.compile(f, backend="aot_hooks", dynamic=True, options={"inner": "aten", "policy": hook})
+    for length in (200, 131):
+        x = torch.randn(length, 96, requires_grad=True)
+        torch._dynamo.mark_static(x, 1)
+        static = torch.compile(f, backend="aot_hooks", dynamic=False, options={"inner": "aten", "policy": hook})
+        torch.testing.assert_close(gradient(dynamic, x), gradient(static, x), rtol=1e-5, atol=1e-6)

@@ -16,6 +16,7 @@ import torch
 from .._compat import same_size
 from ..errors import OptionError
 from ..saved import SavedTensor
+from .layout import is_contiguous
 
 __all__ = [
     "FLOATS",
@@ -40,7 +41,12 @@ def padded(x: torch.Tensor, multiple: int, length: Any = None) -> torch.Tensor:
     length = x.shape[-1] if length is None else length
     # The count first, not -m % multiple: so the sum of both is known to be count * multiple for a symbolic m.
     rest = _count(length, multiple) * multiple - length
-    return x if same_size(rest, 0) else torch.nn.functional.pad(x, (0, rest))
+    if same_size(rest, 0):
+        return x
+    if not isinstance(rest, int) and not is_contiguous(x):
+        # Filled up with nothing, which no trace knows of, a tensor keeps its strides; with anything, it is contiguous.
+        x = x.clone(memory_format=torch.contiguous_format)
+    return torch.nn.functional.pad(x, (0, rest))
 
 
 def in_blocks(x: torch.Tensor, block: int, length: Any = None) -> torch.Tensor:

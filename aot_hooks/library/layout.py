@@ -17,7 +17,7 @@ import torch
 
 from .._compat import hint, same_size
 
-__all__ = ["from_memory_order", "in_memory_order"]
+__all__ = ["from_memory_order", "in_memory_order", "is_contiguous"]
 
 
 def in_memory_order(x: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...] | None]:
@@ -41,6 +41,11 @@ def from_memory_order(y: torch.Tensor, permutation: Sequence[int] | None) -> tor
         return y
     back = sorted(range(len(permutation)), key=lambda d: permutation[d])
     return y.permute(back)
+
+
+def is_contiguous(x: torch.Tensor) -> bool:
+    """Whether `x` is contiguous for certain; leaves no guard."""
+    return _contiguous(x, range(x.dim()))
 
 
 def _contiguous(x: torch.Tensor, order: Sequence[int]) -> bool:
