@@ -1122,6 +1122,7 @@ def autograd_cache(
     normalized: Callable[[GraphModule], contextlib.AbstractContextManager[None]],
     refuse: Callable[[bytes | None, bool], str],
     give_up: Callable[[int], str],
+    missed: Callable[[], None] = lambda: None,
 ) -> Iterator[CacheEvent]:
     """What is compiled inside, on this thread, goes through torch's cache of AOTAutograd's results by a key of ours.
 
@@ -1132,6 +1133,8 @@ def autograd_cache(
     - `AOTAutogradCache._lookup`: an entry is passed over if `refuse(attached, has_backward)` says why; `attached` is
       what `attach` put into it, None if nothing. Then the next one of the key is looked at. If all were refused,
       `give_up(how_many)` says why nothing is to be stored beside them, "" if the new one is.
+
+    `missed()` is called as soon as it is known that there is no key or no entry.
 
     Goes when torch takes a part of its key, and data to store with an entry, from a backend.
     """
@@ -1153,6 +1156,7 @@ def autograd_cache(
                 key, lines = make_key(mod, inputs, config, *rest, **named)
         except Exception as e:  # torch goes on without its cache, whatever it is; we only say so
             event.bypass = str(e).splitlines()[0] if str(e) else type(e).__name__
+            missed()
             raise
         # both in torch's own key since 2.13
         static = sorted(getattr(config, "static_input_indices", None) or ())
@@ -1181,6 +1185,7 @@ def autograd_cache(
                 return result
             refused.add(result[1])
             result = own_lookup.__func__(*args, **named)
+        missed()
         if refused and (why := give_up(len(refused))):
             event.bypass = why
             raise module.BypassAOTAutogradCache(why)

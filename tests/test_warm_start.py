@@ -19,7 +19,7 @@ import torch._inductor.codecache as codecache
 import torch._inductor.runtime.triton_compat as triton_compat
 
 import aot_hooks
-from aot_hooks import _compat, cache
+from aot_hooks import _compat, backend, cache
 
 pytestmark = pytest.mark.core
 
@@ -106,12 +106,16 @@ def test_collections_wait_for_an_entry_and_not_for_a_compilation() -> None:
 @pytest.mark.slow
 def test_collections_are_on_when_graphs_are_compiled_and_after_all(monkeypatch) -> None:
     tag = uuid.uuid4().hex
-    on: dict[str, list[bool]] = {"pack_up": [], "unpack": []}
+    on: dict[str, list[bool]] = {"rewrite": [], "pack_up": [], "unpack": []}
     for name in on:
-        make = getattr(cache, name)
-        monkeypatch.setattr(
-            cache, name, lambda *given, make=make, name=name: (on[name].append(gc.isenabled()), make(*given))[1]
-        )
+        module = backend if name == "rewrite" else cache
+        make = getattr(module, name)
+
+        def noting(*given: Any, make: Any = make, name: str = name, **named: Any) -> Any:
+            on[name].append(gc.isenabled())
+            return make(*given, **named)
+
+        monkeypatch.setattr(module, name, noting)
     for result in ("misses", "hits"):
         torch._dynamo.reset()
         aot_hooks.reset()
@@ -121,4 +125,4 @@ def test_collections_are_on_when_graphs_are_compiled_and_after_all(monkeypatch) 
             with aot_hooks.saved_tensors_hooks(aot_hooks.cast(torch.bfloat16)):
                 torch.compile(lambda x: x.sin().exp(), backend="aot_hooks")(x).sum().backward()
         assert aot_hooks.cache_stats()[result] == 1 and gc.isenabled()
-    assert on == {"pack_up": [True], "unpack": [False]}
+    assert on == {"rewrite": [True], "pack_up": [True], "unpack": [False]}
