@@ -20,7 +20,7 @@ from torch.fx import Node
 
 from . import _compat
 
-__all__ = ["ASKS", "CONVERSIONS", "FLOATS", "MOVES", "SHAPE_ONLY", "TESTS", "Test", "asked_of"]
+__all__ = ["ASKS", "CONVERSIONS", "FLOATS", "MOVES", "SHAPE_ONLY", "TESTS", "Test", "asked_of", "is_exponentiated"]
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
@@ -126,6 +126,30 @@ MOVES = {
 }
 CONVERSIONS = {"aten._to_copy.default", "prims.convert_element_type.default"}
 
+# An error of the first argument is one of the result, times a factor at most; for the second set of any argument, as
+# long as no other one comes from the same tensor.
+_CARRIES = {
+    *MOVES,
+    *CONVERSIONS,
+    "aten.clamp.default",
+    "aten.clamp_max.default",
+    "aten.clamp_min.default",
+    "aten.masked_fill.Scalar",
+    "aten.masked_fill.Tensor",
+    "aten.neg.default",
+    "aten.tanh.default",
+}
+_CARRIES_ANY = {
+    *(f"aten.{op}.{kind}" for op in ("add", "sub", "rsub", "mul") for kind in ("Tensor", "Scalar")),
+    "aten.div.Scalar",
+    "aten.div.Tensor",
+    "aten.where.self",
+}
+_EXPONENTIALS = {"aten.exp.default", "aten.exp2.default"}
+# What takes an exponential of numbers of any size. Activations (sigmoid, GELU, softplus, ELU) take some inside, too,
+# but flatten out where it would matter.
+_TAKE_EXPONENTIALS = ("aten.exp.", "aten.exp2.", "softmax", "logsumexp", "logaddexp", "cross_entropy")
+
 
 def asked_of(node: Node, reader: Node | None = None) -> tuple[Test, ...] | None:
     """All that the readers of a backward's input `node`, or one `reader`, depend on, number by number, if known.
@@ -152,6 +176,29 @@ def asked_of(node: Node, reader: Node | None = None) -> tuple[Test, ...] | None:
                 return None
             tests.update(found)
     return tuple(sorted(tests))
+
+
+def is_exponentiated(node: Node) -> bool:
+    """Whether a backward exponentiates its input `node`, or what is no more than scaled, shifted, limited or moved of
+    it: an error relative to the number is then none relative to the result. Logits are the common case, where Inductor
+    computes a softmax again in the backward instead of having it saved."""
+    stack = [node]
+    derived = {node}
+    while stack:
+        current = stack.pop()
+        for user in current.users:
+            if user.op != "call_function" or user in derived:
+                continue
+            name = str(user.target)
+            if name in _EXPONENTIALS:
+                made_for = str(user.meta.get("original_aten") or name)
+                if any(take in made_for for take in _TAKE_EXPONENTIALS):
+                    return True
+            others = [n for n in user.all_input_nodes if n is not current and n in derived]
+            if (name in _CARRIES and user.args[0] is current) or (name in _CARRIES_ANY and not others):
+                derived.add(user)
+                stack.append(user)
+    return False
 
 
 def _only_at(user: Node, node: Node, position: int) -> bool:

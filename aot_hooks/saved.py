@@ -25,7 +25,7 @@ from torch.fx import GraphModule, Node
 
 from . import _compat
 from .errors import UnsupportedGraphError
-from .facts import Test, asked_of
+from .facts import Test, asked_of, is_exponentiated
 from .ranges import value_range
 
 __all__ = [
@@ -86,6 +86,8 @@ class SavedTensor:
             number; () if they look at the shape only, None if one may need the numbers themselves.
         value_range: (smallest, largest) that a number of it can be, all of them whole, if the forward proves it.
         checkpoint_names: the names that `aot_hooks.checkpoint_name` gave it, or what it is a view of.
+        backward_exponentiates: whether a backward's reader of its storage takes its exponential, or that of what is
+            scaled or shifted of it.
     """
 
     name: str
@@ -104,6 +106,7 @@ class SavedTensor:
     backward_asks: tuple[Test, ...] | None = None
     value_range: tuple[int, int] | None = None
     checkpoint_names: tuple[str, ...] = field(default_factory=tuple)  # a factory: rows of eager tensors read it late
+    backward_exponentiates: bool = False
 
     def describe(self) -> str:
         """One line for messages: name, dtype, shape and the user's line."""
@@ -197,6 +200,7 @@ def boundary(
             backward_asks=asked_of(bw_node),
             value_range=value_range(fw_node),
             checkpoint_names=_names(fw_node),
+            backward_exponentiates=is_exponentiated(bw_node),
         )
         tensors.append(SavedValue(fw_node, bw_node, row))
     _share_asks(tensors)
@@ -216,7 +220,8 @@ def _share_asks(tensors: list[SavedValue]) -> None:
             one_dtype = len({v.row.dtype for v in group}) == 1
             union = tuple(sorted({t for a in known for t in a})) if one_dtype and len(known) == len(asks) else None
             for value in group:
-                value.row = replace(value.row, backward_asks=union)
+                exponentiated = any(v.row.backward_exponentiates for v in group)
+                value.row = replace(value.row, backward_asks=union, backward_exponentiates=exponentiated)
 
 
 def _is_sym(node: Node) -> bool:

@@ -6,8 +6,11 @@ import math
 
 import pytest
 import torch
+import torch.nn.functional as F
 from graphs import by_hand
 
+import aot_hooks
+from aot_hooks import policies
 from aot_hooks.facts import ASKS, SHAPE_ONLY, Test
 from aot_hooks.saved import boundary
 
@@ -261,3 +264,43 @@ def test_what_looks_at_shapes_gives_the_same_for_any_numbers(name, shape, grad_s
     assert same_bits(op(*args(g, torch.zeros_like(x))), expected)
     if SHAPE_ONLY[name] == 1:
         assert not same_bits(op(*args(torch.zeros_like(g), x)), expected)
+
+
+SCORES = {
+    "logits, converted": (lambda h, t: F.cross_entropy(h.float(), t), True),
+    "logits, divided": (lambda h, t: F.cross_entropy(h / 0.7, t), True),
+    "logits, capped": (lambda h, t: F.cross_entropy(torch.tanh(h / 30) * 30, t), True),
+    "log-sum-exp": (lambda h, t: h.logsumexp(-1).square().sum(), True),
+    "gelu": (lambda h, t: F.gelu(h).square().sum(), False),
+    "softplus": (lambda h, t: F.softplus(h).square().sum(), False),
+    "elu": (lambda h, t: F.elu(h).square().sum(), False),
+    "sigmoid": (lambda h, t: (h.sigmoid() * h).square().sum(), False),
+    "exponential of a product with itself": (lambda h, t: (-h * h).exp().square().sum(), False),
+}
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("name", SCORES)
+def test_what_is_exponentiated_again_is_known_and_left_alone(name: str) -> None:
+    """Inductor has logits saved and computes their softmax again: 3% off a logit of 10 is 30% off a probability."""
+    read, expected = SCORES[name]
+    x, w = torch.randn(64, 32), torch.randn(32, 128, requires_grad=True)
+    target = torch.randint(0, 128, (64,))
+    plan = aot_hooks.plan(lambda: read(x @ w, target), policy=policies.everything(aot_hooks.float8()))  # by Inductor
+    [found] = [d for d in plan.decisions if "mm" in d.saved.op and d.saved.shape == (64, 128)]
+    assert found.saved.backward_exponentiates == expected
+    assert (found.hook is aot_hooks.KEEP) == expected
+
+
+@pytest.mark.core
+def test_views_of_one_storage_are_exponentiated_together() -> None:
+    def forward(x):
+        h = x.sin()
+        return x.exp(), h, h.view(24)
+
+    def rows(backward):
+        pair = by_hand(forward, backward, torch.randn(4, 6))
+        return [v.row.backward_exponentiates for v in boundary(pair.fw, pair.bw, 1).tensors]
+
+    assert rows(lambda h, v, t: (h * t, (v - 1).exp() * t.view(24))) == [True, True]
+    assert rows(lambda h, v, t: (h * t, v.sin() * t.view(24))) == [False, False]

@@ -115,11 +115,11 @@ class Declines:
 
 def is_statistic(saved: SavedTensor) -> bool:
     """Whether a backward exponentiates `saved`, so that an error relative to it is none relative to the result: the
-    log-sum-exp of attention, log-probabilities, and logits that only a log-softmax reads."""
-    made, *read = (op.lower().replace("_", "") for op in (saved.op, *saved.backward_ops))
-    if any(name in made for name in _EXPONENTIATED) or (
-        read and all(any(n in r for n in _EXPONENTIATED) for r in read)
-    ):
+    log-sum-exp of attention, log-probabilities, and logits of a softmax that is computed again."""
+    if saved.backward_exponentiates:
+        return True
+    made = saved.op.lower().replace("_", "")
+    if any(name in made for name in _EXPONENTIATED):
         return True
     return "scaled_dot_product" in saved.op and len(saved.shape) == 3 and saved.dtype is torch.float32
 
