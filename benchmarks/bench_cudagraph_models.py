@@ -54,8 +54,8 @@ class Row:
         step_ms, min_ms: median and fastest step.
         recordings, replays_a_step, skips, partitions: of our trees; replays and skips in the timed steps.
         torch_skips, torch_partitions: what Inductor counted of its own trees.
-        reserved_bytes: most that the allocator had reserved, over what was there before.
-        allocated_bytes: most that was allocated of it, likewise; what a replay uses is not counted.
+        reserved_bytes: most that the allocator had reserved, over what was allocated before.
+        allocated_bytes: most that was allocated, likewise; what a replay uses is not counted.
         pool_bytes: of what is reserved after the steps, what belongs to pools of CUDA graphs.
         gradient_error: |g - g_stock| / |g_stock|.
         first_s: the steps until the first timed one, compiling and recording included.
@@ -100,10 +100,10 @@ def measured(row: Row, module: nn.Module, step: Step, options: argparse.Namespac
     counters.clear()
     cudagraph.reset()
     gc.collect()
-    before = allocated_before = 0
+    before = 0
     if device.type == "cuda":
         torch.cuda.empty_cache()
-        before, allocated_before = torch.cuda.memory_reserved(device), torch.cuda.memory_allocated(device)
+        before = torch.cuda.memory_allocated(device)  # not what is reserved: gaps that are left there can be used again
         torch.cuda.reset_peak_memory_stats(device)
     started = time.perf_counter()
     for _ in range(options.warmup):
@@ -127,7 +127,7 @@ def measured(row: Row, module: nn.Module, step: Step, options: argparse.Namespac
     row.torch_partitions = counters["inductor"]["cudagraph_partitions"]
     if device.type == "cuda":
         row.reserved_bytes = torch.cuda.max_memory_reserved(device) - before
-        row.allocated_bytes = torch.cuda.max_memory_allocated(device) - allocated_before
+        row.allocated_bytes = torch.cuda.max_memory_allocated(device) - before
         segments = torch.cuda.memory_snapshot()
         row.pool_bytes = sum(s["total_size"] for s in segments if tuple(s["segment_pool_id"]) != (0, 0))
     torch.manual_seed(7)
