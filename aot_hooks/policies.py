@@ -174,6 +174,9 @@ class _LargerThan(_Policy):
     def rules_for(self, saved: SavedTensor) -> tuple[Rule, ...]:
         return self.rules if saved.nbytes > self.nbytes else ()
 
+    def why_kept(self, saved: SavedTensor) -> str:
+        return super().why_kept(saved) if saved.nbytes > self.nbytes else f"not larger than {self.nbytes} bytes"
+
     @property
     def rules(self) -> tuple[Rule, ...]:
         return (self.hook,)

@@ -159,7 +159,7 @@ def test_says_why_it_keeps() -> None:
         row(nbytes=8)
     ) == lossless().why_kept(row(nbytes=8))
     assert larger_than(100, float8()).why_kept(mask) == leaves
-    assert larger_than(1000, float8()).why_kept(mask) == "the policy keeps it"  # float8 wasn't asked
+    assert larger_than(1000, float8()).why_kept(mask) == "not larger than 1000 bytes"  # float8 wasn't asked
     assert first_match(only_these_ops({aten.mm: float8()}), float8()).why_kept(mask) == leaves
 
 
