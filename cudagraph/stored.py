@@ -42,7 +42,8 @@ __all__ = ["Found", "Refused", "Store", "found_of", "key_of", "why_not"]
 
 log = logging.getLogger("cudagraph")
 
-_FORMAT = 1
+_FORMAT = 2
+_FRAME = 'File "'  # begins each frame of a stack trace
 Operator = tuple[str, str]  # name, what it says of itself
 Trace = str | None
 
@@ -211,10 +212,14 @@ class Store:
     def _to_number(self, trace: Trace) -> Trace:
         if trace is None:
             return None
-        if trace not in self._number:  # where it is in the program that takes the entry, nobody knows
+        of, added = trace, ""
+        if trace not in self._number:  # torch adds a remark where it adds up the gradients of a tensor's readers
+            of = max((t for t in self._number if t and trace.startswith(t)), key=len, default=trace)
+            added = trace.removeprefix(of)
+        if of not in self._number or _FRAME in added:  # where it is in the program that takes the entry, nobody knows
             self.cannot = f"a line of its messages is of no operator that Dynamo traced: {source_line(trace)}"
             return None
-        return str(self._number[trace])
+        return f"{self._number[of]} {added}"
 
     @functools.cached_property
     def _number(self) -> dict[Trace, int]:
@@ -223,9 +228,10 @@ class Store:
     def _from_number(self, number: Trace) -> Trace:
         if number is None:
             return None
-        if int(number) >= len(self.traces):
+        node, _, added = number.partition(" ")
+        if int(node) >= len(self.traces):
             raise Refused("it names nodes that this graph does not have")
-        return self.traces[int(number)]
+        return (self.traces[int(node)] or "") + added
 
     @contextlib.contextmanager
     def through_cache(self, finish: Callable[[Any, Found], Any]) -> Iterator[None]:

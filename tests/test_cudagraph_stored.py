@@ -102,6 +102,23 @@ def test_what_is_kept_comes_back_with_the_lines_of_the_program_that_takes_it(mon
 
 
 @pytest.mark.core
+def test_a_remark_that_torch_adds_to_a_line_comes_back_too(monkeypatch) -> None:
+    """As in the backward of `x = x + f(x)`, where the gradients of two readers are added up."""
+    gm, found = found_in(step)
+    remark = "\nGradient addition node due to multiple use of tensor around:"
+    sums = found.with_traces(lambda trace: trace and trace + remark)
+    attached = kept(gm, sums, monkeypatch=monkeypatch)
+    moved, there = found_in(step, lambda i: f'  File "renamed.py", line {i + 100}, in g')
+    (taken,) = stored.Store(moved, INDUCTOR, "cuda").take(attached, ("forward",))
+    assert as_data(taken) == as_data(there.with_traces(lambda trace: trace and trace + remark))
+    elsewhere = kept(
+        gm, found.with_traces(lambda t: t and t + '\n  File "other.py", line 1, in h'), monkeypatch=monkeypatch
+    )
+    with pytest.raises(stored.Refused, match="a line of its messages is of no operator"):
+        stored.Store(gm, INDUCTOR, "cuda").take(elsewhere, ("forward",))
+
+
+@pytest.mark.core
 def test_what_is_stored_for_another_program_is_refused_with_the_reason(monkeypatch) -> None:
     gm, found = found_in(step)
     attached = kept(gm, found, monkeypatch=monkeypatch)
@@ -116,7 +133,7 @@ def test_what_is_stored_for_another_program_is_refused_with_the_reason(monkeypat
     assert "nothing of its captures" in reason(None)
     for cut in (attached[:-40], attached[: len(attached) // 2], b""):
         assert "cannot be read" in reason(cut)
-    assert "has format 0; expected 1" in reason(pickle.dumps((0, "", ())))
+    assert "has format 0; expected 2" in reason(pickle.dumps((0, "", ())))
     assert "it is of forward and backward; stored of captures: forward" in reason(attached, "forward", "backward")
     small, _ = found_in(lambda x, w: (x @ w,))
     assert "nodes that this graph does not have" in reason(attached, graph=small)
