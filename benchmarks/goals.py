@@ -154,6 +154,12 @@ GOALS = (
             ),
         )
     ),
+    Goal(
+        "the same with expandable segments: reserved memory", "cudagraph_expandable",
+        of_graphs("reserved_bytes", "Llama-shaped stack, loss compiled"), 1.05,
+    ),
+    Goal("fuzzed programs with CUDA graphs", "fuzz", lambda r: float(r["programs"]), 10_000, at_least=True, on="H200"),
+    Goal("of these, with other results than eager mode", "fuzz", lambda r: float(r["different"]), 0, on="H200"),
     Goal("offload: GiB sent", "offload", offloaded("planned_bytes", GIB), 2.2, at_least=True),
     Goal(f"offload: {BLOCKS}", "offload", row("ours_offload", "ratio_to_stock"), 1.03),
     Goal("offload: share of copy time hidden", "offload", offloaded("hidden_share"), 0.9, at_least=True),
