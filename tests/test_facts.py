@@ -287,9 +287,8 @@ def test_what_is_exponentiated_again_is_known_and_left_alone(name: str) -> None:
     x, w = torch.randn(64, 32), torch.randn(32, 128, requires_grad=True)
     target = torch.randint(0, 128, (64,))
     plan = aot_hooks.plan(lambda: read(x @ w, target), policy=policies.everything(aot_hooks.float8()))  # by Inductor
-    [found] = [d for d in plan.decisions if "mm" in d.saved.op and d.saved.shape == (64, 128)]
-    assert found.saved.backward_exponentiates == expected
-    assert (found.hook is aot_hooks.KEEP) == expected
+    found = [d for d in plan.decisions if d.saved.shape == (64, 128)]  # the product, or what torch 2.15 saves instead
+    assert [d.saved.backward_exponentiates for d in found] == [d.hook is aot_hooks.KEEP for d in found] == [expected]
 
 
 @pytest.mark.core

@@ -316,7 +316,7 @@ def test_bad_block_sizes(block_size):
         (aot_hooks.float8, {"statistics": 0}),
         (functools.partial(aot_hooks.cast, torch.bfloat16), {"statistics": None}),
     ],
-    ids=str,
+    ids=["int8", "int4, rounding", "int4, statistics", "float8", "cast"],
 )
 def test_what_is_true_or_false_is_nothing_else(factory, wrong):
     (option, value), *_ = wrong.items()
