@@ -44,7 +44,8 @@ def work(rank: int, folder: str, inner: str, device_type: str) -> None:
             loss.backward()
             optimizer.step()
         stats = aot_hooks.offload_stats()
-        assert stats["sent_count"] == stats["fetched_count"] > 0, stats
+        # the loss is eager: what it saves is not fetched if the backward comes before its copy is seen to be done
+        assert stats["sent_count"] >= stats["fetched_count"] > 0, stats
         assert stats["host_leased_bytes"] == 0
         grads = [p.grad.cpu() for p in parallel.parameters()]
         torch.save(grads, pathlib.Path(folder) / f"grads{rank}.pt")
