@@ -81,6 +81,7 @@ class Function:
         self.told: set[str] = set()
         self.causes: set[str] = set()
         self.uncapturable: str | None = None  # what a capture of it said
+        self.settles = True  # no capture that read inputs in place has broken a pool
         self.moved = ""  # which static input moved last, and from where
 
     def find_key(self, inputs: Sequence[Any]) -> tuple[int, ...]:

@@ -28,7 +28,6 @@ from .function import Function, log
 from .liveness import Slot, copy_as_it_lies, held, on_slots, stale_message
 from .node import Edge, Node
 from .record import record
-from .settled import lie_still, model_of
 
 __all__ = ["Tree"]
 
@@ -191,8 +190,7 @@ class Tree:
             function.note_moves(known[-1].addresses, known[-1].fixed_inputs, inputs)
         try:
             with dropping.one_capture():
-                model = model_of(place, key)
-                outputs = record(place, function, key, inputs, model, lie_still(place, model, inputs))
+                outputs = record(place, function, key, inputs)
         except CannotCapture as reason:
             if isinstance(reason, NotWarmError) and (function, key) not in self.put_off:
                 self.put_off.add((function, key))
@@ -219,7 +217,9 @@ class Tree:
         something in the way: `node` goes on as it is."""
         place, function = self.current, node.function
         assert function is not None
-        if self.tainted or place.children.get(key) != [node] or function.options.rerecord_limit == 0:
+        if self.tainted or node.children or place.children.get(key) != [node] or not function.settles:
+            return None
+        if function.options.rerecord_limit == 0:
             return None
         try:
             with dropping.one_capture():
@@ -227,6 +227,7 @@ class Tree:
                 outputs = below_autograd(record, place, function, key, inputs, node, in_place)
         except (CannotCapture, RuntimeError) as reason:  # whatever it is: the program runs without it
             log.debug("%s goes on copying its inputs: %s", function.name, reason)
+            function.settles = not self.tainted
             return None
         self.current.promoted = True
         counters.add("recordings")
@@ -276,6 +277,8 @@ class Tree:
             self.marks_seen = marks
             self.marked = True
             self._begin_marked_step(inputs, function)
+            if self.tainted and self.place is self.root:
+                self.close(inputs)
         if self.dropped:
             dropping.prune(self)
             if self.dropped:

@@ -270,7 +270,7 @@ def _connect(node: Node, plan: Plan, key: Any) -> None:
     elif not function.piece.is_inference:
         node.pending = (*parent.pending, node)
     node.watch_live = Watch(node.live)
-    if node.copied_inputs and node.model is None:
+    if function.piece.is_inference and node.copied_inputs and node.model is None:
         node.look = Look(node, key)
     # one that copies always applies where one that reads in place does: it is asked later
     known = parent.children.setdefault(key, [])

@@ -1,26 +1,28 @@
 """Inputs that come from the same place call after call, although nobody said that they would.
 
     recorded, its inputs copied --LOOKS calls--> were they where they are in the last half of them?
-        yes    recorded once more, reading them there; what comes next on the path likewise, as soon as it comes
+        yes    recorded once more, reading them there
         no     copied, for good
     one of them moves later    the recording that copies is still there, and is used from then on
 
 A loop whose allocations repeat, or which fills the same buffers each time, has no copies left after that. Nothing is
 taken for granted: the addresses are compared in each call, as those of parameters are.
+
+Only of what runs without gradients, and where nothing followed on the path: a forward's copy of an input is what tells
+that its backward is still to come, no guard of a backward's compares whether a tangent is conjugated, and what follows
+would have to be recorded again as well.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from . import _compat
 
 if TYPE_CHECKING:
     from .node import Node
 
-__all__ = ["LOOKS", "Look", "lie_still", "model_of"]
+__all__ = ["LOOKS", "Look"]
 
 LOOKS = 8  # calls after which it is decided, once
 
@@ -60,26 +62,3 @@ class Look:
     @property
     def decided(self) -> bool:
         return self.calls >= LOOKS
-
-
-def model_of(place: Node, key: Any) -> Node | None:
-    """What comes next at `place` came at the place that it was recorded in the stead of: the recording there, which was
-    looked at long enough."""
-    if place.model is None:
-        return None
-    for node in place.model.children.get(key, ()):
-        if node.look is None or node.look.calls >= LOOKS - 1:
-            return node
-    return None
-
-
-def lie_still(place: Node, model: Node | None, inputs: list[Any]) -> frozenset[int]:
-    """Which of `inputs` are to be read where they are by a recording in the stead of `model`: those that it was found
-    to copy from the same place each time, and what a recording of the path reads in place already."""
-    known = {address for node in place.path() for address in node.in_place}
-    found = {i for i, x in enumerate(inputs) if known and isinstance(x, torch.Tensor) and x.data_ptr() in known}
-    look = model.look if model is not None else None
-    if look is not None and look.same >= LOOKS // 2 - 1:
-        if look.addresses == [inputs[i].data_ptr() for i in look.node.copied_inputs]:
-            found.update(look.node.copied_inputs)
-    return frozenset(found)

@@ -231,7 +231,8 @@ class Store:
         node, _, added = number.partition(" ")
         if int(node) >= len(self.traces):
             raise Refused("it names nodes that this graph does not have")
-        return (self.traces[int(node)] or "") + added
+        trace = self.traces[int(node)]
+        return None if trace is None else trace + added
 
     @contextlib.contextmanager
     def through_cache(self, finish: Callable[[Any, Found], Any]) -> Iterator[None]:
