@@ -48,6 +48,7 @@ SYMBOLS = {
     "torch._dynamo.exc.Unsupported": "numbers that change in hooks of a context inside a compiled function",
     "torch._dynamo.exc.TorchDynamoException": "reports of scripts with a module that cannot be planned",
     "torch._dynamo.source.Source": "contexts inside a compiled function",
+    "torch._dynamo.source.GlobalStateSource": "globals of hooks made inside a compiled function",
     "torch._dynamo.guards.install_guard": "recompiling when a hook inside a compiled function changes",
     "torch._dynamo.eval_frame.skip_code": "names given by code that Dynamo left to Python",
     "torch._C._dispatch_get_all_op_names": "policies by operator",
@@ -265,8 +266,14 @@ def _constant_of(context: Any, variable: Any, guard: _Guard, counts: Callable[[A
     if owner is not None:
         fn = variable.fn  # of the function alone: a guard must not hold the owner
         return types.MethodType(fn, _constant_of(context, owner, guard, lambda now: types.MethodType(fn, now)))
-    if getattr(variable, "closure", None) is not None and hasattr(variable, "f_globals"):
+    if hasattr(variable, "closure") and hasattr(variable, "f_globals"):
         return _closed_over(context, variable, guard)
+    if variable.python_type() is functools.partial and hasattr(variable, "keywords"):
+        arguments = [_constant_of(context, item, guard) for item in variable.args]
+        named = {name: _constant_of(context, item, guard) for name, item in variable.keywords.items()}
+        return functools.partial(_constant_of(context, variable.func, guard), *arguments, **named)
+    if type(getattr(variable, "mutation_type", None)).__name__ == "AttributeMutationNew":
+        raise TypeError(f"a {variable.python_type().__name__} that the compiled function makes")
     try:
         return _number(variable)
     except Exception as e:
@@ -315,10 +322,14 @@ def _closed_over(context: Any, variable: Any, guard: _Guard) -> Any:
     `closure`, `f_globals` and `load_cell`; 2.11 to 2.15.
     """
     tx = context._i_will_not_complain_if_bc_breaks_InstructionTranslator()
-    contents = [tx.output.side_effects.load_cell(cell) for cell in variable.closure.items]
-    if any(getattr(variable, name, None) for name in ("defaults", "kwdefaults")) or variable in contents:
-        return variable.as_python_constant()  # what Dynamo alone looks at, and what calls itself
+    closure = variable.closure.items if variable.closure is not None else ()
+    contents = [tx.output.side_effects.load_cell(cell) for cell in closure]
     code = variable.get_code()
+    # Dynamo does not trace it, so it guards no global that it names
+    named = types.FunctionType(code, variable.f_globals, None, None, tuple(types.CellType() for _ in contents))
+    guard(need("torch._dynamo.source.GlobalStateSource")(), named, lambda _: named)
+    if variable in contents:
+        return variable.as_python_constant()  # what calls itself
     cells = []
     for cell, content in zip(code.co_freevars, contents, strict=True):
 
@@ -327,7 +338,19 @@ def _closed_over(context: Any, variable: Any, guard: _Guard) -> Any:
 
         cells.append(types.CellType(_constant_of(context, content, guard, counts)))
     name = variable.fn_name.as_python_constant()
-    return types.FunctionType(code, variable.f_globals, name, None, tuple(cells))
+    made = types.FunctionType(code, variable.f_globals, name, None, tuple(cells))
+    for kind in ("defaults", "kwdefaults"):
+        given = getattr(variable, kind, None)
+        if given is not None:
+            setattr(made, f"__{kind}__", _defaults(context, given, guard))
+    return made
+
+
+def _defaults(context: Any, given: Any, guard: _Guard) -> Any:
+    if given.python_type() is tuple:
+        return tuple(_constant_of(context, item, guard) for item in given.items)
+    items = {k.vt.as_python_constant(): v for k, v in given.items.items()}
+    return {k: _constant_of(context, v, guard) for k, v in items.items()} or None
 
 
 def backend_failure(backend: str, error: Exception) -> Exception:
@@ -1113,6 +1136,8 @@ def _source_hashes(pid: int) -> tuple[futures.Future[Any], ...]:
     makers = map(need, ("torch._inductor.codecache.torch_key", "torch._inductor.runtime.triton_compat.triton_key"))
     hashes = tuple(threads.submit(make) for make in makers)
     threads.shutdown(wait=False)
+    # torch makes each under a lock, which a child would inherit taken
+    os.register_at_fork(before=lambda: [future.exception(timeout=10) for future in hashes])
     return hashes
 
 

@@ -20,6 +20,7 @@ import enum
 import functools
 import hashlib
 import types
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -115,6 +116,9 @@ class Walker:
         elif isinstance(value, functools.partial):
             out.append("partial")
             inner(value.func, value.args, dict(value.keywords))
+        elif isinstance(value, types.BuiltinFunctionType | types.MethodWrapperType) and _bound(value):
+            out.append(f"bound {value.__name__}")  # `table.get`, `scale.mul`
+            inner(kind, value.__self__)
         elif isinstance(value, torch.Tensor):
             self.tensor(value)
         elif isinstance(value, tuple | list):
@@ -160,6 +164,13 @@ class Walker:
             self.of_torch(value, name)
         elif isinstance(value, types.BuiltinFunctionType):
             self.builtin(value)
+        elif isinstance(value, collections.deque):
+            out.append(f"deque:{value.maxlen}")
+            inner(list(value))
+            self.derived(value, kind)
+        elif kind is weakref.ref:
+            out.append("weak")
+            inner(value())
         elif isinstance(value, int | float | complex | str | bytes):
             base: Any = next(c for c in kind.__mro__ if c in _ATOMS)
             out.append(f"{base.__name__}:{base.__repr__(value)}")
@@ -170,6 +181,8 @@ class Walker:
         elif hasattr(value, "__dict__") and kind.__module__ not in ("builtins", "_thread"):
             out.append("object")
             inner(kind, dict(vars(value)))
+        elif (raw := _buffer(value)) is not None:
+            out.append(raw)
         else:
             self.identity(value, kind)
 
@@ -373,6 +386,20 @@ def _beside_fields(value: Any, fields: list[str]) -> dict[str, Any]:
     beside = [name for name in held if name not in fields]
     cached = functools.cached_property
     return {name: held[name] for name in beside if not isinstance(getattr(type(value), name, None), cached)}
+
+
+def _bound(value: Any) -> bool:
+    return not isinstance(value.__self__, types.ModuleType | type | types.NoneType)
+
+
+def _buffer(value: Any) -> str | None:
+    """An array or bytes that may change: what it holds."""
+    try:
+        view = memoryview(value)
+        raw = hashlib.sha256(view.tobytes()).hexdigest()
+    except (TypeError, ValueError, NotImplementedError):
+        return None
+    return None if "O" in view.format else f"buffer:{type(value).__qualname__}:{view.format}:{view.shape}:{raw}"
 
 
 def _attribute(root: Any, path: str) -> Any:

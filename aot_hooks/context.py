@@ -256,7 +256,7 @@ def _note(context: Any, names: tuple[str, ...], make: Callable[..., Setting]) ->
         variable = _compat.local_variable(context, name)
         try:
             values.append(_compat.constant_with_guards(context, variable, content))
-        except TypeError as e:
+        except (TypeError, NotImplementedError) as e:
             error = OptionError(
                 f"the {name} of a context inside a compiled function must be known while compiling, got {e}; make it "
                 "outside the function, or of constants and of objects that come from outside"

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import array
+import collections
 import functools
 import math
 import os
 import textwrap
+import weakref
 from collections.abc import Callable
 from dataclasses import InitVar, dataclass
 from typing import Any
@@ -431,3 +434,37 @@ values = st.recursive(
 def test_equal_digests_exactly_for_equal_values(a: Any, b: Any) -> None:
     assert (content(a) == content(b)) == (repr(a) == repr(b))
     assert (content(scale(a)) == content(scale(b))) == (repr(a) == repr(b))
+
+
+@dataclass
+class Box:
+    k: float
+
+
+KEPT: dict[float, Box] = {}
+
+
+@pytest.mark.core
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda k: torch.tensor(k).mul,
+        lambda k: {"a": k}.get,
+        lambda k: collections.deque([k]),
+        lambda k: weakref.ref(KEPT.setdefault(k, Box(k))),
+        lambda k: array.array("d", [k]),
+        lambda k: bytearray(str(k).encode()),
+        lambda k: torch.tensor(complex(1, k)).conj() if k > 2 else torch.tensor(complex(1, 3)),
+    ],
+    ids=[
+        "method of a tensor",
+        "method of a dict",
+        "deque",
+        "weak reference",
+        "array",
+        "bytes",
+        "conjugate",
+    ],
+)
+def test_what_is_held_counts_and_not_which_object_holds_it(make: Callable[[float], Any]) -> None:
+    assert content(make(2.0)) == content(make(2.0)) != content(make(3.0))

@@ -10,6 +10,7 @@ A region decides by the operator that saves, so one tensor may be packed for one
 
 from __future__ import annotations
 
+import functools
 import gc
 import warnings
 import weakref
@@ -424,6 +425,51 @@ def test_what_is_made_inside_of_functions_from_outside_is_guarded_by_content(
     assert graph_count() - before == 2
 
 
+def triple(x: Tensor) -> Tensor:
+    return x * SCALE
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("kind", ["function", "lambda", "default", "partial"])
+def test_globals_of_what_is_made_inside_are_guarded(
+    model: Chain, x: Tensor, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    def forward(x: Tensor) -> Tensor:
+        def named(x: Tensor) -> Tensor:
+            return x * SCALE
+
+        def by_default(x: Tensor, pack: Any = triple) -> Tensor:
+            return pack(x)
+
+        h1 = x @ model.weights[0]
+        if kind == "function":
+            pack: Any = named
+        elif kind == "lambda":
+            pack = lambda x: x * SCALE  # noqa: E731
+        elif kind == "default":
+            pack = by_default
+        else:
+            pack = functools.partial(triple)
+        with saved_tensors_hooks(pack, lambda p: p.clone()):
+            h2 = h1 @ model.weights[1]
+        return h2 @ model.weights[2]
+
+    call = compiled(forward)
+    for k in (3.0, 2.0, 3.0):
+        monkeypatch.setitem(globals(), "SCALE", k)
+        assert_same(gradients(call, model, x), hand_gradients(model, x, h1=k))
+
+
+class Factor:
+    k = 1.0
+
+    def __init__(self, k: float) -> None:
+        self.k = k
+
+    def pack(self, x: Tensor) -> Tensor:
+        return x * self.k
+
+
 class Counting(Scaled):
     def forward(self, x: Tensor) -> Tensor:
         self.k = self.k + 1
@@ -445,7 +491,13 @@ def test_what_is_not_known_while_compiling_is_named(model: Chain, x: Tensor) -> 
         with saved_tensors_hooks(lambda h: h * largest, lambda h: h.clone()):
             return h1 @ model.weights[1]
 
+    def by_object(x: Tensor) -> Tensor:
+        h1 = x @ model.weights[0]
+        with saved_tensors_hooks(Factor(3.0).pack, lambda h: h.clone()):
+            return h1 @ model.weights[1]
+
     for fn, what in (
+        (by_object, "a Factor that the compiled function makes"),
         (Counting(model, "methods"), "a Counting that the compiled function has changed before"),
         (by_tensor, r"a tensor by itself, and not as an attribute of an object \(`self.table`\)"),
         (by_computed, "a tensor that the compiled function makes"),

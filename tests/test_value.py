@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import types
 import warnings
 import weakref
 from collections.abc import Callable
@@ -135,6 +136,26 @@ def test_a_buffer_changed_in_place_recompiles_once(model: Chain, x: Tensor) -> N
     for k in (2.0, 2.0, 3.0, 3.0):
         pack.k.fill_(k)
         with saved_tensors_hooks(pack, lambda x: x.clone()):
+            assert_same(gradients(call, model, x), hand_gradients(model, x, h=k))
+    assert graph_count() - before == 2
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("write", ["data", "new data", "numpy"])
+def test_a_constant_written_past_autograd_recompiles_once(model: Chain, x: Tensor, write: str) -> None:
+    """None of these counts as a version of the tensor."""
+    numpy = pytest.importorskip("numpy")  # torch does without, and then so do its users
+    array = numpy.full((), 2.0, dtype=numpy.float32)
+    holder = types.SimpleNamespace(k=torch.from_numpy(array) if write == "numpy" else torch.tensor(2.0))
+    call, before = compiled(model), graph_count()
+    for k in (2.0, 2.0, 3.0, 3.0):
+        if write == "data":
+            holder.k.data.fill_(k)
+        elif write == "new data":
+            holder.k.data = torch.tensor(k)
+        else:
+            array[...] = k
+        with saved_tensors_hooks(lambda x: x * holder.k, lambda x: x.clone()):
             assert_same(gradients(call, model, x), hand_gradients(model, x, h=k))
     assert graph_count() - before == 2
 
