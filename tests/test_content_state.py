@@ -48,12 +48,16 @@ def test_a_tensor_changed_in_place_is_another(change: Any) -> None:
     assert content(hook) != before
 
 
-def test_footgun_a_change_behind_autograds_back_goes_unseen() -> None:
-    """`x.data` has a version of its own, so the digest that is remembered for `x` stays. Use `x.detach()`."""
-    x = torch.zeros(2, 2)
-    before = content(x)
-    x.data.add_(1)
-    assert content(x) == before
+def test_footgun_a_change_behind_autograds_back_goes_unseen_in_large_tensors() -> None:
+    """`x.data` has a version of its own, so the digest that is remembered for `x` stays. Use `x.detach()`. What is
+    small and on the CPU is read each time, and other memory is told by its address."""
+    small, large = torch.zeros(64, 64), torch.zeros(64, 128)
+    before = content(small), content(large)
+    small.data.add_(1), large.data.add_(1)
+    assert content(small) != before[0]
+    assert content(large) == before[1]
+    large.data = large + 1
+    assert content(large) != before[1]
 
 
 def test_a_view_shows_changes_of_its_base() -> None:
