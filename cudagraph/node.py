@@ -42,9 +42,8 @@ class Node:
         live: slots of the path that may be held here.
         pending: forwards of the path that wait for a backward.
         saved: of a forward, what its backward may need.
-        in_place: addresses of inputs that nobody called static but that are read where they are, see `settled`.
-        promoted: it was made for that alone, and does not count as recorded again.
-        model: the recording in whose stead this one was made, in order to read inputs in place.
+        in_place: addresses of inputs that nobody called static but that are read where they are, see `settled`. A
+            recording that has any was made for that alone, and does not count as recorded again.
         look: how inputs that are copied are looked at; None if they are not.
     """
 
@@ -61,8 +60,6 @@ class Node:
         self.saved = Watch(())
         self.state: Any = None  # which blocks of the pool are allocated at the end of the recording
         self.in_place: frozenset[int] = frozenset()
-        self.promoted = False
-        self.model: Node | None = None
         self.look: Look | None = None
         # inputs
         self.addresses: list[int | None] = []
@@ -191,7 +188,7 @@ class Node:
         self.templates = []
         self.destinations = []
         self.pending = ()  # it is in there itself
-        self.look = self.model = None
+        self.look = None
         self.graph, self.launch, self.state = None, _no_graph, None
 
 

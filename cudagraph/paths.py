@@ -172,7 +172,7 @@ class Tree:
             return (
                 f"it was called with {options.size_limit} sizes (options['size_limit']); pad its inputs to fewer sizes"
             )
-        known = [child for child in place.children.get(key, ()) if not child.promoted]
+        known = [child for child in place.children.get(key, ()) if not child.in_place]
         if len(known) > options.rerecord_limit:
             why = function.moved or "what is held there differs"
             return f"it was recorded {len(known)} times at one place because {why} (options['rerecord_limit'])"
@@ -219,17 +219,16 @@ class Tree:
         assert function is not None
         if self.tainted or node.children or place.children.get(key) != [node] or not function.settles:
             return None
-        if function.options.rerecord_limit == 0:
-            return None
+        storages = [x.untyped_storage().data_ptr() for x in inputs if isinstance(x, torch.Tensor)]
+        if function.options.rerecord_limit == 0 or len(set(storages)) < len(storages):
+            return None  # of which of two on one storage an output is a view, the memory does not tell
         try:
             with dropping.one_capture():
-                in_place = frozenset(node.copied_inputs)
-                outputs = below_autograd(record, place, function, key, inputs, node, in_place)
+                outputs = below_autograd(record, place, function, key, inputs, frozenset(node.copied_inputs))
         except (CannotCapture, RuntimeError) as reason:  # whatever it is: the program runs without it
             log.debug("%s goes on copying its inputs: %s", function.name, reason)
             function.settles = not self.tainted
             return None
-        self.current.promoted = True
         counters.add("recordings")
         counters.add("rerecordings")
         log.debug("recorded %s, which reads its inputs where they are", function.name)

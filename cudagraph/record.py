@@ -78,12 +78,11 @@ def record(
     function: Function,
     key: Any,
     inputs: list[Any],
-    model: Node | None = None,
     in_place: frozenset[int] = frozenset(),
 ) -> list[Any]:
     """Capture `function` after `parent` and run the graph once; the outputs. Empties `inputs`.
 
-    It reads the inputs `in_place` where they are, as the static ones; see `settled`, also for `model`.
+    It reads the inputs `in_place` where they are, as the static ones; see `settled`.
 
     Raises `CannotCapture` if something speaks against it, and what the capture raises. `inputs` is whole then, and the
     tree as it was before.
@@ -95,7 +94,6 @@ def record(
     node = Node(tree, parent, function)
     node.addresses = addresses
     node.fixed_inputs = sorted([*plan.static, *plan.managed])
-    node.model = model
     node.in_place = frozenset(x.data_ptr() for i in plan.static if i not in function.static_inputs for x in [inputs[i]])
     try:
         _capture(node, plan, inputs)
@@ -270,7 +268,7 @@ def _connect(node: Node, plan: Plan, key: Any) -> None:
     elif not function.piece.is_inference:
         node.pending = (*parent.pending, node)
     node.watch_live = Watch(node.live)
-    if function.piece.is_inference and node.copied_inputs and node.model is None:
+    if function.piece.is_inference and node.copied_inputs and not node.in_place:
         node.look = Look(node, key)
     # one that copies always applies where one that reads in place does: it is asked later
     known = parent.children.setdefault(key, [])

@@ -161,6 +161,17 @@ def test_where_it_cannot_be_recorded_once_more(world):
     assert (counts["recordings"], counts["skips"], counts["copies"]) == (1, 0, counts["replays"])
 
 
+def test_two_inputs_on_one_storage_are_copied_for_good(world):
+    """An output that is a view of one would be made of the other, once they come on storages of their own."""
+    f = world.function(lambda a, b: [a.view(2, 2), b + 1])
+    x = world.randn(8)
+    for _ in range(SETTLED + 4):
+        tree.mark_step_begin()
+        filled(x)
+        same(world, f(x[:4], x[4:]), [x[:4].view(2, 2), x[4:] + 1])
+    assert tree.stats()["recordings"] == 1
+
+
 def test_outputs_that_are_inputs(world):
     x = world.randn(4, 4)
     f = world.function(lambda x: [x, x.t(), x + 1])
