@@ -274,12 +274,7 @@ def _constant_of(context: Any, variable: Any, guard: _Guard, counts: Callable[[A
         return functools.partial(_constant_of(context, variable.func, guard), *arguments, **named)
     if type(getattr(variable, "mutation_type", None)).__name__ == "AttributeMutationNew":
         raise TypeError(f"a {variable.python_type().__name__} that the compiled function makes")
-    try:
-        return _number(variable)
-    except Exception as e:
-        if not hasattr(variable, "value"):
-            raise TypeError(f"{type(variable).__name__}: {e}") from e
-        return variable.value
+    return _value_of(variable)
 
 
 def _from_outside(context: Any, variable: Any) -> Any:
@@ -291,12 +286,7 @@ def _from_outside(context: Any, variable: Any) -> Any:
         raise TypeError(f"a {variable.python_type().__name__} that the compiled function has changed before")
     if issubclass(variable.python_type(), torch.Tensor):
         raise TypeError("a tensor by itself, and not as an attribute of an object (`self.table`)")
-    try:
-        return _number(variable)
-    except Exception as e:
-        if not hasattr(variable, "value"):
-            raise TypeError(f"{type(variable).__name__}: {e}") from e
-        return variable.value
+    return _value_of(variable)
 
 
 def _owner(variable: Any) -> Any:
@@ -306,6 +296,16 @@ def _owner(variable: Any) -> Any:
     """
     owner = getattr(variable, "im_self", None) or getattr(variable, "obj", None)  # 2.15 renamed it
     return owner if isinstance(getattr(variable, "fn", None), types.FunctionType) else None
+
+
+def _value_of(variable: Any) -> Any:
+    """The constant or the object behind `variable`. Raises `TypeError` if there is neither."""
+    try:
+        return _number(variable)
+    except Exception as e:
+        if not hasattr(variable, "value"):
+            raise TypeError(f"{type(variable).__name__}: {e}") from e
+        return variable.value
 
 
 def _number(variable: Any) -> Any:
