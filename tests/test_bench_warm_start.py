@@ -1,7 +1,9 @@
-"""How bench_warm_start.py tells a wrong gradient from one that was added up in another order, on made-up numbers."""
+"""How bench_warm_start.py tells a wrong gradient from one that was added up in another order, on made-up numbers; and
+that its processes find Python's bytecode of each other where the environment forbids to write any."""
 
 from __future__ import annotations
 
+import argparse
 from typing import Any
 
 import pytest
@@ -34,3 +36,18 @@ def test_the_first_gradient_is_what_later_ones_are_compared_with(monkeypatch, tm
     assert bench.gradient_error(first, path) == bench.gradient_error(first, path) == 0.0
     assert bench.gradient_error(first + torch.tensor([0.0, 1.0]), path) == pytest.approx(0.2)
     assert bench.gradient_error(first * float("nan"), path) != 0.0
+
+
+def test_a_start_finds_the_bytecode_that_one_before_it_wrote(monkeypatch, tmp_path) -> None:
+    bench = load("benchmarks", "bench_warm_start", monkeypatch)
+    (tmp_path / "imported_once.py").write_text("")
+    script = tmp_path / "start.py"
+    script.write_text("import imported_once\nprint('said before')\nprint('{}')\n")
+    monkeypatch.setattr(bench, "__file__", str(script))
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+    options = argparse.Namespace(device="cpu", layers=1, tokens=1, width=1, batch=1, inner="inductor")
+    first = bench.run("stock", str(tmp_path), options, cache="first")
+    second = bench.run("stock", str(tmp_path), options)
+    assert first[0]["sources_compiled"] >= 1  # and what the interpreter itself imports, where it is not in its archive
+    assert second == ({"sources_compiled": 0}, "said before")
+    assert not (tmp_path / "__pycache__").exists()
