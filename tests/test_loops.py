@@ -49,11 +49,7 @@ def test_as_tensor_code_they_agree_with_the_hook(dtype, fmt):
     assert got.dtype is dtype
     finite = x.isfinite()
     assert torch.equal(got[~finite].nan_to_num(7), x[~finite].nan_to_num(7))
-    # a scale that is rounded another way moves a value that lies between two codes to the other one
-    step = x.float().abs() * 2 * {torch.float8_e4m3fn: 2**-4, torch.float8_e5m2: 2**-3}[fmt]
-    off = (got.float() - expected).abs()[finite]
-    assert (off <= step[finite] + 1e-38).all()
-    assert (off == 0).float().mean() > 0.98
+    assert torch.equal(got.float()[finite], expected[finite])
 
 
 @pytest.mark.core
@@ -66,9 +62,7 @@ def test_the_lowering_computes_what_the_operators_do():
     ):
         assert got.dtype is expected.dtype, name
         same = (got.float() == expected.float()) | (got.float().isnan() & expected.float().isnan())
-        assert same.float().mean() > 0.98, name
-        if name == "bits":
-            assert same.all()
+        assert same.all(), name
         if name == "x":
             assert torch.equal(got[~x.isfinite()].nan_to_num(7), x[~x.isfinite()].nan_to_num(7))
 

@@ -26,6 +26,7 @@ import triton
 import triton.language as tl
 
 from .blocks import SMALLEST_NORMAL
+from .scales import MASK, largest_scale, rounding_up
 from .tiles import SLACK, hashes, largest_of, noise_of, one_warp_tile, row_groups
 
 __all__ = [
@@ -42,14 +43,25 @@ _LONGEST = 16384  # a group up to this length is held in registers
 _FORMATS = {torch.int8: 0, torch.float8_e4m3fn: 1, torch.float8_e5m2: 2}
 # format -> what the largest value is divided by, and the code of infinity
 _TOP = {torch.int8: (126.0 / SLACK, 127.0), torch.float8_e4m3fn: (416.0, 448.0), torch.float8_e5m2: (49152.0, 57344.0)}
+_EXPONENT = tl.constexpr(MASK)
 
 
 @triton.jit
-def _scale(x, per_top, smallest):
-    """By the largest finite value of each group."""
+def _finite(x):
+    """Magnitudes, 0 for what isn't finite."""
     a = tl.abs(x)
-    amax = tl.max(tl.where(a < float("inf"), a, 0.0), 1)
-    return tl.maximum(amax * per_top, smallest)
+    return tl.where(a < float("inf"), a, 0.0)
+
+
+@triton.jit
+def _scale(amax, per_top, smallest, least, add, FORMAT: tl.constexpr):
+    """For the largest finite value of each group: a power of two if FORMAT is a float8."""
+    if FORMAT == 0:
+        scale = tl.maximum(amax * per_top, smallest)
+    else:
+        bits = tl.maximum(amax.to(tl.int32, bitcast=True), least) + add
+        scale = (bits & _EXPONENT).to(tl.float32, bitcast=True)
+    return scale
 
 
 @triton.jit
@@ -101,7 +113,7 @@ def _mask(lane, left, EVEN: tl.constexpr):
 
 @triton.jit
 def _pack8(
-    x_ptr, q_ptr, scale_ptr, seed_ptr, groups, count, size, length, per_top, limit, smallest,
+    x_ptr, q_ptr, scale_ptr, seed_ptr, groups, count, size, length, per_top, limit, smallest, least, add, largest_scale,
     P: tl.constexpr, W: tl.constexpr, FORMAT: tl.constexpr, STOCHASTIC: tl.constexpr,
     EVEN: tl.constexpr,
 ):  # fmt: skip
@@ -126,21 +138,22 @@ def _pack8(
             y = tl.fma(x, inverse, noise_of(h, P, W, V)) if STOCHASTIC else x * inverse
             q = (y + 12582912.0).to(tl.int32, bitcast=True).to(tl.int8)
         else:
-            scale = _scale(x, per_top, smallest)
+            scale = _scale(tl.max(_finite(x), 1), per_top, smallest, least, add, FORMAT)
             noise = noise_of(h, P, W, V) if STOCHASTIC else 0.0
             q = _encode(x, tl.div_rn(1.0, scale)[:, None], noise, limit, FORMAT)
         if EVEN:
             places = tl.multiple_of(places, [1, V])  # a thread stores the codes of what it has loaded
     else:
-        scale = _scale(x, per_top, smallest)
+        scale = _scale(tl.max(_finite(x), 1), per_top, smallest, least, add, FORMAT)
         q = _encode(x, tl.div_rn(1.0, scale)[:, None], 0.0, limit, FORMAT)
+        scale = tl.minimum(scale, largest_scale)
     tl.store(q_ptr + at + places, q, mask)
     tl.store(scale_ptr + g, scale, left > 0)
 
 
 @triton.jit
 def _pack8_long(
-    x_ptr, q_ptr, scale_ptr, length, per_top, limit, smallest,
+    x_ptr, q_ptr, scale_ptr, length, per_top, limit, smallest, least, add, largest_scale,
     W: tl.constexpr, CHUNKS: tl.constexpr, FORMAT: tl.constexpr,
 ):  # fmt: skip
     """A row a program, read twice."""
@@ -150,16 +163,15 @@ def _pack8_long(
     for i in range(CHUNKS):
         start = i * W
         x = tl.load(x_ptr + g * length + start + lane, start + lane < length, other=0.0).to(tl.float32)
-        a = tl.abs(x)
-        amax = tl.maximum(amax, tl.where(a < float("inf"), a, 0.0))
-    scale = tl.maximum(tl.max(amax, 0) * per_top, smallest)
+        amax = tl.maximum(amax, _finite(x))
+    scale = _scale(tl.max(amax, 0), per_top, smallest, least, add, FORMAT)
     inverse = tl.div_rn(1.0, scale)
     for i in range(CHUNKS):
         start = i * W
         mask = start + lane < length
         x = tl.load(x_ptr + g * length + start + lane, mask, other=0.0).to(tl.float32)
         tl.store(q_ptr + g * length + start + lane, _encode(x, inverse, 0.0, limit, FORMAT), mask)
-    tl.store(scale_ptr + g, scale)
+    tl.store(scale_ptr + g, tl.minimum(scale, largest_scale))
 
 
 @triton.jit
@@ -220,20 +232,22 @@ def _pack(
     q = torch.empty_like(x, dtype=dtype)
     scale = torch.empty((*x.shape[:-1], triton.cdiv(x.shape[-1], size)), dtype=torch.float32, device=x.device)
     top, limit = _TOP[dtype]
+    least, add = rounding_up(top)
+    limits = (limit, SMALLEST_NORMAL, least, add, largest_scale(x.dtype, top))
     groups = scale.numel()
     length, count = row_groups(x.shape[-1], size)
     with torch.cuda.device_of(x):
         if size > _LONGEST:
             _pack8_long[(groups,)](
-                x, q, scale, length, 1.0 / top, limit, SMALLEST_NORMAL,
+                x, q, scale, length, 1.0 / top, *limits,
                 W=_LANES, CHUNKS=triton.cdiv(length, _LANES), FORMAT=_FORMATS[dtype],
                 num_warps=8, enable_fp_fusion=False,
             )  # fmt: skip
         else:
             p, w, warps = (one_warp_tile if dtype == torch.int8 else _tile)(groups, size)
             _pack8[(triton.cdiv(groups, p),)](
-                x, q, scale, scale if seed is None else seed, groups, count, size, length, 1.0 / top, limit,
-                SMALLEST_NORMAL, P=p, W=w, FORMAT=_FORMATS[dtype], STOCHASTIC=seed is not None,
+                x, q, scale, scale if seed is None else seed, groups, count, size, length, 1.0 / top, *limits,
+                P=p, W=w, FORMAT=_FORMATS[dtype], STOCHASTIC=seed is not None,
                 EVEN=length == w, num_warps=warps, enable_fp_fusion=False,
             )  # fmt: skip
     return q, scale

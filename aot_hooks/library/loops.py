@@ -21,6 +21,7 @@ import torch
 from .. import _compat
 from ..hook import compiled_by
 from . import ptx
+from .scales import INVERSE, MASK, largest_scale, power_of_two, rounding_up
 
 __all__ = ["amax_bits", "from_float8", "from_int8", "taken", "to_float8", "to_int8"]
 
@@ -59,14 +60,19 @@ def _amax(bits: torch.Tensor, top: float) -> torch.Tensor:
     return (bits.clamp(min=_STEP) - _STEP).view(torch.float32).clamp(min=top * _SMALLEST_NORMAL)
 
 
+def _scale(bits: torch.Tensor, top: float) -> torch.Tensor:
+    return power_of_two((bits.clamp(min=_STEP) - _STEP).view(torch.float32), top)
+
+
 def _to_float8(x: torch.Tensor, bits: torch.Tensor, dtype: torch.dtype, top: float) -> torch.Tensor:
     inf = torch.finfo(dtype).max
-    return (x.float() * (top / _amax(bits, top))).clamp(-inf, inf).to(dtype)
+    return (x.float() * (1.0 / _scale(bits, top))).clamp(-inf, inf).to(dtype)
 
 
 def _from_float8(q: torch.Tensor, bits: torch.Tensor, dtype: torch.dtype, top: float, inf: float) -> torch.Tensor:
     y = q.float()
-    return (y * torch.where(y.abs() == inf, torch.inf, _amax(bits, top) * (1.0 / top))).to(dtype)
+    scale = _scale(bits, top).clamp(max=largest_scale(dtype, top))
+    return (y * torch.where(y.abs() == inf, torch.inf, scale)).to(dtype)
 
 
 def _to_int8(x: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
@@ -112,8 +118,16 @@ def _loop_amax(ops: Any, bits: Any, top: float) -> Any:
     return ops.maximum(amax, ops.constant(top * _SMALLEST_NORMAL, torch.float32))
 
 
+def _loop_scale(ops: Any, bits: Any, top: float) -> Any:
+    """The bits of the scale."""
+    least, add = rounding_up(top)
+    bits = ops.maximum(bits, ops.constant(least + _STEP, torch.int32))
+    return ops.bitwise_and(ops.add(bits, ops.constant(add - _STEP, torch.int32)), ops.constant(MASK, torch.int32))
+
+
 def _loop_to_float8(ops: Any, x: Any, bits: Any, dtype: torch.dtype, top: float) -> Any:
-    inverse = ops.truediv(ops.constant(top, torch.float32), _loop_amax(ops, bits, top))
+    inverse = ops.sub(ops.constant(INVERSE, torch.int32), _loop_scale(ops, bits, top))
+    inverse = ops.to_dtype_bitcast(inverse, torch.float32, torch.int32)
     scaled = ops.mul(ops.to_dtype(x, torch.float32), inverse)
     if dtype is not torch.float8_e4m3fn:  # Triton's conversion to e4m3 takes infinity to the largest number by itself
         inf = torch.finfo(dtype).max
@@ -123,7 +137,8 @@ def _loop_to_float8(ops: Any, x: Any, bits: Any, dtype: torch.dtype, top: float)
 
 def _loop_from_float8(ops: Any, q: Any, bits: Any, dtype: torch.dtype, top: float, inf: float) -> Any:
     y = ops.to_dtype(q, torch.float32)
-    scale = ops.mul(_loop_amax(ops, bits, top), ops.constant(1.0 / top, torch.float32))
+    scale = ops.to_dtype_bitcast(_loop_scale(ops, bits, top), torch.float32, torch.int32)
+    scale = ops.minimum(scale, ops.constant(largest_scale(dtype, top), torch.float32))
     is_inf = ops.eq(ops.abs(y), ops.constant(inf, torch.float32))  # the largest number stands for infinity
     return ops.to_dtype(ops.mul(y, ops.where(is_inf, ops.constant(float("inf"), torch.float32), scale)), dtype)
 

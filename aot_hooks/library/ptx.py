@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from .scales import INVERSE, MASK, largest_scale, rounding_up
+
 __all__ = ["amax_bits", "from_float8", "from_int8", "to_float8", "to_int8"]
 
 
@@ -25,6 +27,7 @@ def _number(x: float) -> str:
 
 
 _INFINITY, _NAN = _number(float("inf")), "0f7FC00000"
+_STEP = 0x00800000  # one exponent step
 _BITS = "{ .reg .b32 t; mov.b32 t, $1; and.b32 t, t, 0x7FFFFFFF; add.s32 $0, t, 0x00800000; }"
 
 
@@ -41,11 +44,22 @@ def _inverse(top: float) -> str:
     return f"{{ {_amax('$1', top)} div.full.f32 $0, {_number(top)}, f; }}"
 
 
+def _scale(bits: str, top: float) -> str:
+    """Leaves the bits of the scale in register t; `loops._loop_scale`."""
+    least, add = rounding_up(top)
+    return f".reg .s32 t; max.s32 t, {bits}, {least + _STEP}; add.s32 t, t, {add - _STEP}; and.b32 t, t, {MASK};"
+
+
 @functools.cache
-def _float8_back(top: float, inf: float) -> str:
+def _float8_inverse(top: float) -> str:
+    return f"{{ {_scale('$1', top)} sub.s32 t, {INVERSE}, t; mov.b32 $0, t; }}"
+
+
+@functools.cache
+def _float8_back(top: float, inf: float, largest: float) -> str:
     return (
-        f"{{ {_amax('$2', top)} .reg .f32 a; .reg .pred p; mul.f32 f, f, {_number(1.0 / top)}; abs.f32 a, $1; "
-        f"setp.eq.f32 p, a, {_number(inf)}; selp.f32 f, {_INFINITY}, f, p; mul.f32 $0, $1, f; }}"
+        f"{{ {_scale('$2', top)} .reg .f32 f, a; .reg .pred p; mov.b32 f, t; min.f32 f, f, {_number(largest)}; "
+        f"abs.f32 a, $1; setp.eq.f32 p, a, {_number(inf)}; selp.f32 f, {_INFINITY}, f, p; mul.f32 $0, $1, f; }}"
     )
 
 
@@ -76,7 +90,7 @@ def amax_bits(ops: Any, x: Any) -> Any:
 
 
 def to_float8(ops: Any, x: Any, bits: Any, dtype: torch.dtype, top: float) -> Any:
-    scaled = ops.mul(ops.to_dtype(x, torch.float32), _emit(ops, _inverse(top), torch.float32, "=f,r", bits))
+    scaled = ops.mul(ops.to_dtype(x, torch.float32), _emit(ops, _float8_inverse(top), torch.float32, "=f,r", bits))
     if dtype is not torch.float8_e4m3fn:  # Triton's conversion to e4m3 takes infinity to the largest number by itself
         inf = torch.finfo(dtype).max
         scaled = ops.minimum(ops.maximum(scaled, ops.constant(-inf, torch.float32)), ops.constant(inf, torch.float32))
@@ -85,7 +99,8 @@ def to_float8(ops: Any, x: Any, bits: Any, dtype: torch.dtype, top: float) -> An
 
 def from_float8(ops: Any, q: Any, bits: Any, dtype: torch.dtype, top: float, inf: float) -> Any:
     y = ops.to_dtype(q, torch.float32)
-    return ops.to_dtype(_emit(ops, _float8_back(top, inf), torch.float32, "=f,f,r", y, bits), dtype)
+    back = _float8_back(top, inf, largest_scale(dtype, top))
+    return ops.to_dtype(_emit(ops, back, torch.float32, "=f,f,r", y, bits), dtype)
 
 
 def to_int8(ops: Any, x: Any, bits: Any, top: float, rounding: float, rounding_bits: int) -> Any:
