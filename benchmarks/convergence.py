@@ -1,6 +1,8 @@
 """Does training end where it would have without hooks: one small GPT, many ways to store its activations, some seeds.
 
     python benchmarks/convergence.py --device cuda --json FILE
+    python benchmarks/convergence.py --first-seed 1 --seeds 1 --json PART    # one on each device, side by side
+    python benchmarks/convergence.py --merge PART PART --json FILE           # into one result
     python benchmarks/convergence.py --report FILE             # writes the table and plot of docs/convergence.md anew
 
     bytes of the standard library --- of a seed the same weights and batches ---> baseline              losses
@@ -172,7 +174,8 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--inner", choices=("inductor", "aten"), help="default: inductor on CUDA, aten elsewhere")
     parser.add_argument("--hooks", nargs="+", choices=HOOKS, default=list(HOOKS), help="default: all")
-    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--seeds", type=int, default=3, help="how many")
+    parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--width", type=int, default=384)
@@ -184,17 +187,23 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
         "--autocast", action=argparse.BooleanOptionalAction, help="matrix products in bfloat16; default: on CUDA"
     )
     parser.add_argument("--json", type=pathlib.Path, default=pathlib.Path("out/convergence.json"))
+    parser.add_argument("--merge", type=pathlib.Path, nargs="+", help="only put the runs of these files into one")
     parser.add_argument("--report", type=pathlib.Path, help="only write the docs' page and plot from this file")
     parser.add_argument("--docs", type=pathlib.Path, default=ROOT / "docs", help="where --report writes")
     return parser.parse_args(arguments)
 
 
 def main(arguments: list[str] | None = None) -> None:
-    from convergence_report import format_table, write_report
+    from convergence_report import format_table, merged, write_report
 
     options = parse_arguments(arguments)
     if options.report:
         print(*write_report(json.loads(options.report.read_text()), options.docs), sep="\n")
+        return
+    if options.merge:
+        result = merged([json.loads(path.read_text()) for path in options.merge])
+        options.json.write_text(json.dumps(result) + "\n")
+        print(format_table(result))
         return
     device = torch.device(options.device)
     on_cuda = device.type == "cuda"
@@ -213,8 +222,9 @@ def main(arguments: list[str] | None = None) -> None:
     print(", ".join(f"{k} {v}" for k, v in header.items()), flush=True)
     options.json.parent.mkdir(parents=True, exist_ok=True)
     names = [BASELINE, NUDGED, *options.hooks]
-    result: dict[str, Any] = {"conditions": header, "ways": {}}
-    for name, run, kept in compare(names, setting, list(range(options.seeds)), device, inner):
+    seeds = list(range(options.first_seed, options.first_seed + options.seeds))
+    result = {"conditions": header, "ways": {}}
+    for name, run, kept in compare(names, setting, seeds, device, inner):
         way = result["ways"].setdefault(name, {"kept": kept, "runs": []})
         way["runs"].append(run)
         said = f"{run['validation_loss']:.4f}  {run['seconds']:.1f} s{', DIVERGED' if run['diverged'] else ''}"

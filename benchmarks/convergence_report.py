@@ -12,7 +12,7 @@ import pathlib
 import statistics
 from typing import Any
 
-__all__ = ["Summary", "format_table", "plot", "summarize", "write_report"]
+__all__ = ["Summary", "format_table", "merged", "plot", "summarize", "write_report"]
 
 BASELINE, NUDGED = "baseline", "baseline, nudged"
 BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
@@ -27,6 +27,28 @@ class Summary:
     losses: tuple[float, ...]
     differences: tuple[float, ...]
     diverged_count: int
+
+
+def merged(results: list[dict[str, Any]]) -> dict[str, Any]:
+    """Results of different seeds as one, under the first one's date.
+
+    Raises:
+        ValueError: they were not measured under the same conditions, or two have a seed in common.
+    """
+    apart = ("date", "seed_count")
+    first, *others = results
+    seeds = [{run["seed"] for run in result["ways"][BASELINE]["runs"]} for result in results]
+    for other in others:
+        for name, value in first["conditions"].items():
+            if name not in apart and other["conditions"].get(name) != value:
+                raise ValueError(f"{name} is {value!r} in one result and {other['conditions'].get(name)!r} in another")
+    if sum(map(len, seeds)) != len(set().union(*seeds)):
+        raise ValueError(f"expected other seeds in each result, got {', '.join(str(sorted(s)) for s in seeds)}")
+    ways: dict[str, Any] = {}
+    for result in results:
+        for name, way in result["ways"].items():
+            ways.setdefault(name, {"kept": way["kept"], "runs": []})["runs"] += way["runs"]
+    return {"conditions": {**first["conditions"], "seed_count": sum(map(len, seeds))}, "ways": ways}
 
 
 def summarize(result: dict[str, Any]) -> list[Summary]:

@@ -71,6 +71,31 @@ def test_differences_are_those_of_one_seed():
     assert "| worse | 0.50 | 4.5833 ± 3.9238 | +0.3750 (+0.2500 to +0.5000) | 1 of 3 |" in report.format_table(result)
 
 
+def test_seeds_measured_apart_are_one_result(tmp_path):
+    parts = []
+    for seed in (0, 1):
+        parts.append(tmp_path / f"{seed}.json")
+        arguments = ["--first-seed", str(seed), "--seeds", "1", "--hooks", "int8", "--json", str(parts[-1])]
+        convergence.main([*SMALLEST, *arguments])
+    whole = tmp_path / "whole.json"
+    convergence.main(["--merge", *map(str, parts), "--json", str(whole)])
+    result = json.loads(whole.read_text())
+    assert [run["seed"] for run in result["ways"]["int8"]["runs"]] == [0, 1]
+    assert result["conditions"]["seed_count"] == 2
+    together = tmp_path / "together.json"
+    convergence.main([*SMALLEST, "--hooks", "int8", "--json", str(together)])
+    expected = json.loads(together.read_text())
+    for name, way in expected["ways"].items():
+        got = [run["losses"] for run in result["ways"][name]["runs"]]
+        assert got == [run["losses"] for run in way["runs"]], name
+
+    with pytest.raises(ValueError, match="other seeds in each"):
+        report.merged([result, expected])
+    other = {**result, "conditions": {**result["conditions"], "step_count": 7}}
+    with pytest.raises(ValueError, match="step_count is 6 in one result and 7"):
+        report.merged([result, other])
+
+
 @pytest.mark.parametrize(
     ("losses", "diverged"),
     [
