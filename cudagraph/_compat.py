@@ -159,8 +159,8 @@ def returned_by_forward() -> int | None:
 
 
 def runtime_only_passes_on(inputs: Sequence[Any]) -> bool:
-    """After AOTAutograd has compiled an inference graph for Dynamo's `inputs`: whether what it runs around that graph
-    hands on inputs and outputs as they are, and else only turns off autograd and autocast.
+    """After AOTAutograd has compiled an inference graph for Dynamo's `inputs`, or `captures_in_cache` took it: whether
+    what runs around that graph hands on inputs and outputs as they are, and else only turns off autograd and autocast.
 
     Read off `ViewAndMutationMeta`: no input is written to, no output made anew as an alias or marked dynamic, no
     subclass taken apart, no effect tokens or states of generators passed along. Goes when Dynamo calls boxed backends.
@@ -377,9 +377,14 @@ def beside_entry() -> Callable[[bytes], None] | None:
 
 
 def _beside(entry: Any) -> bytes | None:
-    inner = getattr(getattr(entry, "maybe_subclass_meta", None), "fw_metadata", None)
-    found: bytes | None = getattr(entry.runtime_metadata, _BESIDE, None) or getattr(inner, _BESIDE, None)
-    return found
+    found: bytes | None = getattr(entry.runtime_metadata, _BESIDE, None)
+    return found or getattr(_traced_metadata(entry), _BESIDE, None)
+
+
+def _traced_metadata(entry: Any) -> Any:
+    """The forward's metadata as `TracingContext` has it when torch compiles: with tensor subclasses taken apart."""
+    subclasses = entry.maybe_subclass_meta
+    return entry.runtime_metadata if subclasses is None else subclasses.fw_metadata
 
 
 @contextlib.contextmanager
@@ -424,6 +429,9 @@ def captures_in_cache(
             raise module.BypassAOTAutogradCache(str(e)) from e
         for each, of_it in zip(loaded, known, strict=True):
             each.post_compile = _finishing(each, of_it, finish)
+        context = need("torch._guards.TracingContext").try_get()
+        if context is not None:  # torch puts it there only when it compiles; `runtime_only_passes_on` reads it
+            context.fw_metadata = _traced_metadata(entry)
         return result
 
     with need("torch._dynamo.convert_frame.compile_lock"):

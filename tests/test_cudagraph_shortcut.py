@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import uuid
 from typing import Any
 
 import pytest
 import torch
 
+import cudagraph
 from cudagraph import backend, tree
 from cudagraph.backend import backend_with
 from cudagraph.function import Function
@@ -132,3 +134,36 @@ def test_so_is_that_of_training(world, runtimes):
         f(x).sum().backward()
         torch.testing.assert_close(world.read(w.grad), x.t() @ torch.ones(4, 4, device=world.device))
     assert runtimes == [{"calls": 4, "always": True}]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("always", [False, True], ids=["it does nothing", "an output is a view of an input"])
+def test_a_warm_start_passes_it_by_where_the_cold_one_did(world, runtimes, always):
+    """Nothing is left of the first start but torch's cache."""
+    w = W.to(world.device)
+
+    def f(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.tanh(x @ w), x.t() if always else x + 1
+
+    seen: list[Any] = []
+    counters = torch._dynamo.utils.counters["aot_autograd"]
+    counters.clear()
+    ours = {"fallback_by_default": world.kind == "simulator"}  # calls of aten, which the simulator can capture
+    with torch.compiler.config.patch(cache_key_tag=uuid.uuid4().hex), torch._inductor.config.patch(ours):
+        for hits in range(3):
+            torch._dynamo.reset()
+            cudagraph.reset()
+            call = compiled(world, f, "inductor")
+            with torch.no_grad():
+                torch.manual_seed(0)
+                for _ in range(CALLS):
+                    tree.mark_step_begin()
+                    x = world.randn(4, 4)
+                    got = call(x)
+                    torch.testing.assert_close(tuple(map(world.read, got)), f(x), rtol=1e-4, atol=1e-4)
+                    del got
+            seen.append((cudagraph.stats(), runtimes.pop()))
+            assert counters["autograd_cache_hit"] == hits
+    assert seen[0] == seen[1] == seen[2]
+    assert seen[0][1]["always"] == always and (seen[0][1]["calls"] == CALLS) == always
+    assert seen[0][0]["replays"] > 0
