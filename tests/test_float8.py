@@ -39,7 +39,8 @@ def with_specials(dtype: torch.dtype, device: str, rows: int = 64, columns: int 
     x[4] = math.nan
     x[5] = -math.inf
     x[6] *= 1e-30
-    x[7] *= 1e4
+    x[3] *= 1e4
+    x[7] = torch.linspace(0.4, 1, columns) * torch.finfo(dtype).max  # what rounds up must not become infinite
     x[8, ::2] = -math.inf  # a row of an attention mask
     return x.to(device, dtype)
 

@@ -26,7 +26,7 @@ def rows(dtype: torch.dtype) -> torch.Tensor:
     x[2] = torch.nan
     x[3] *= 1e-39  # subnormal
     x[4] *= 1e37
-    x[5] = torch.finfo(dtype).max
+    x[5] = torch.linspace(0.4, 1, 300) * torch.finfo(dtype).max
     x[6, ::2] = -torch.inf
     return x.to(dtype)
 
@@ -39,7 +39,7 @@ def there_and_back(x: torch.Tensor, fmt: torch.dtype) -> tuple[torch.Tensor, tor
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("fmt", RANGE, ids=str)
 def test_as_tensor_code_they_agree_with_the_hook(dtype, fmt):
     x = rows(dtype)
