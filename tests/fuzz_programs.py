@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from collections.abc import Set as AbstractSet
 from typing import Any
 
 import torch
@@ -87,6 +88,7 @@ class Program:
         self.held: list[Held] = []
         self.trained: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.steps = 0  # what can be stale was born before this one
+        self.picked_from: set[str] = set()  # names of functions that gave out what was picked last
         weights = [self.fresh() for _ in range(2)]
         self.weights = [(w, w.clone()) for w in weights]
         state = self.fresh()
@@ -188,10 +190,12 @@ class Program:
             for pair in self.held
             if pair.ours.shape == SHAPE and pair.ours.is_contiguous() and not pair.ours.requires_grad
         ]
+        self.picked_from = set()
         if not usable or self.random.random() < 0.3:
             x = self.fresh()
             return x, x.clone()
         pair = self.random.choice(usable)
+        self.picked_from = pair.givers
         if self.random.random() < 0.4:
             self.held.remove(pair)
         return pair.ours, pair.eager
@@ -214,7 +218,17 @@ class Program:
                 pair.may_be_stale |= path[0] == name or name in pair.givers
         return name
 
-    def hold(self, name: str, ours: Sequence[Any], eager: Sequence[Any], *, may_write: bool = True) -> None:
+    def hold(
+        self,
+        name: str,
+        ours: Sequence[Any],
+        eager: Sequence[Any],
+        *,
+        may_write: bool = True,
+        passed: torch.Tensor | None = None,
+        givers: AbstractSet[str] = frozenset(),
+    ) -> None:
+        """`givers`: who gave out the input `passed`, which outputs may be aliases of: they are its memory."""
         if len(ours) != len(eager):
             raise Mismatch("another number of outputs")
         for a, b in zip(ours, eager, strict=True):
@@ -222,13 +236,16 @@ class Program:
                 if a != b:
                     raise Mismatch(f"{a} is not {b}")
             elif self.random.random() < (0.9 if self.holds_much else 0.6):
-                self.held.append(Held(a, b, self.steps, {name}, may_write=may_write))
+                is_passed = passed is not None and passed.untyped_storage()._cdata == b.untyped_storage()._cdata
+                givers_of_it = {name, *givers} if is_passed else {name}
+                self.held.append(Held(a, b, self.steps, givers_of_it, may_write=may_write))
             else:
                 self.compare(self.world.read(a), b, "an output")
 
     def call(self) -> None:
         f, fn, count = self.random.choice(self.functions.plain)
         pairs = [self.pick() for _ in range(count)]
+        givers, passed = set(self.picked_from), pairs[0][1]
         if self.generation > 2 and fn is not passing_through and self.random.random() < 0.6:
             pairs[0] = self.filled_buffer()
         self.say("   ", fn.__name__)
@@ -243,7 +260,7 @@ class Program:
                     pair.givers.add(name)
         inputs = [a for a, _ in pairs]
         del pairs
-        self.hold(name, f.call(inputs), expected, may_write=not aliases)
+        self.hold(name, f.call(inputs), expected, may_write=not aliases, passed=passed, givers=givers)
 
     def call_troublesome(self) -> None:
         f, fn, _ = self.random.choice(self.functions.troublesome)
