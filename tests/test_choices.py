@@ -1,0 +1,77 @@
+"""How Inductor cuts a kernel that looks for a row's scale and reads the row again: our heuristics, without a GPU."""
+
+from __future__ import annotations
+
+import types
+from typing import Any
+
+import pytest
+import sympy
+import torch
+import torch._inductor.config as config
+from torch._inductor.runtime.hints import ReductionHint
+from torch._inductor.sizevars import SizeVarAllocator
+from torch._inductor.virtualized import V
+
+from aot_hooks import _compat
+from aot_hooks.library import loops
+
+LONG = {"XBLOCK": 1, "R0_BLOCK": 2048, "num_warps": 8, "num_stages": 1}
+SHORT = {"XBLOCK": 1, "R0_BLOCK": 1024, "num_warps": 4, "num_stages": 1}
+
+
+def kernel_of(
+    length: Any, reductions: int = 2, rows: int = 16384, hint: str = "INNER", op: Any = loops.amax_bits
+) -> Any:
+    """What the heuristics ask of a kernel: `reductions` over rows of `length`."""
+    origin = types.SimpleNamespace(target=op, meta={_compat.PACKED_ROW: "x"})
+    nodes = [types.SimpleNamespace(node=types.SimpleNamespace(origins=[origin]))] * reductions
+    return types.SimpleNamespace(
+        numel=sympy.Integer(rows),
+        reduction_numel=sympy.sympify(length),
+        get_reduction_hint=lambda *_: ReductionHint[hint],
+        reduction_nodes=lambda: nodes,
+        scheduler_nodes=lambda: nodes,
+    )
+
+
+def fixed(features: Any, **kernel_kwargs: Any) -> Any:
+    groups = [features.numel, features.reduction_numel]
+    with V.set_graph_handler(types.SimpleNamespace(sizevars=SizeVarAllocator())):
+        kwargs = _compat._choices().triton_kernel_kwargs(None, features, groups, kernel_kwargs)
+    return getattr(kwargs.get("fixed_config"), "config", None)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize(
+    ("length", "reductions", "expected"),
+    [(3072, 2, SHORT), (8192, 1, SHORT), (14336, 3, LONG), (14336, 1, LONG), (4096, 3, SHORT)],
+)
+def test_a_row_that_is_read_twice_is_read_16_bytes_a_thread(length, reductions, expected):
+    assert fixed(kernel_of(length, reductions)) == expected
+
+
+@pytest.mark.core
+@pytest.mark.parametrize(
+    "features",
+    [
+        kernel_of(1024),
+        kernel_of(4096, reductions=1),  # both stay in registers
+        kernel_of(3072, hint="OUTER"),
+        kernel_of(3072, rows=8),
+        kernel_of(3072, op=torch.ops.aten.amax.default),
+        kernel_of(sympy.Symbol("s0", integer=True, positive=True)),
+    ],
+    ids=["persistent", "alone", "columns", "few rows", "not ours", "dynamic"],
+)
+def test_all_else_is_left_to_inductor(features):
+    assert fixed(features) is None
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("name", ["max_autotune", "max_autotune_pointwise", "coordinate_descent_tuning"])
+def test_who_asks_inductor_to_search_gets_a_search(name):
+    with config.patch({name: True}):
+        assert fixed(kernel_of(3072)) is None
+    with config.patch({"triton.multi_kernel": 1}):
+        assert fixed(kernel_of(3072)) is None
