@@ -794,6 +794,7 @@ def _choices() -> Any:
                 or kwargs.get("fixed_config") is not None
                 or len(groups) != 2
                 or not _reads_rows_twice(features)
+                or getattr(features, "strict_reduction_rblock", lambda: None)() is not None  # 2.15: the block is fixed
                 or getattr(features.get_reduction_hint(), "name", "") != "INNER"
                 or not sizes.statically_known_leq(
                     32, features.numel

@@ -32,6 +32,7 @@ def kernel_of(
         get_reduction_hint=lambda *_: ReductionHint[hint],
         reduction_nodes=lambda: nodes,
         scheduler_nodes=lambda: nodes,
+        strict_reduction_rblock=lambda: None,
     )
 
 
