@@ -2,12 +2,13 @@
 
     five models of `transformers`   x   stock, reduce-overhead, cudagraph_tree      pieces, skips, ms a step, gradients
     the Llama-shaped stack          x   float8 hooks, without and with cudagraphs   ms a step, GiB reserved at the peak
-    the same with its loss compiled along
+    the same with its loss compiled along; both with AdamW, too, if asked for
 
-Each row is compiled and timed in its own turn; times are of whole steps (forward, loss, backward), synchronized at the
-end of each round. Random numbers are eager's (`fallback_random`), so that gradients can be compared: against stock
-Inductor's, at the same seed. Memory is what the allocator has reserved, because a graph's pool is reserved as long as
-the graph lives, used or not: a loss that runs eagerly can't use it and needs its memory beside it.
+Each row is compiled and timed in its own turn, those of the stack each in a process of its own: gaps that one leaves in
+the allocator's segments would be memory of the next. Times are of whole steps (forward, loss, backward), synchronized
+at the end of each round. Random numbers are eager's (`fallback_random`), so that gradients can be compared: against
+stock Inductor's, at the same seed. Memory is what the allocator has reserved, because a graph's pool is reserved as
+long as the graph lives, used or not: a loss that runs eagerly can't use it and needs its memory beside it.
 
     python benchmarks/bench_cudagraph_models.py --json PATH                 # CUDA, 20 GiB, some minutes of compiling
     python benchmarks/bench_cudagraph_models.py --only hf --device cpu --layers 1 --inner aten   # captures nothing
@@ -21,7 +22,9 @@ import gc
 import json
 import pathlib
 import statistics
+import subprocess
 import sys
+import tempfile
 import time
 import types
 from collections.abc import Callable
@@ -209,13 +212,41 @@ def hf_rows(name: str, options: argparse.Namespace) -> tuple[list[Row], str]:
 
 
 def stack_rows(options: argparse.Namespace, *, loss_compiled: bool) -> list[Row]:
-    device = torch.device(options.device)
+    """A row a variant, from processes that are given `--stack-row`."""
+    rows, reference = [], None
+    asked = [*sys.argv[1:]] if options.arguments is None else [*options.arguments]
+    for variant in chosen(STACK_VARIANTS, options):
+        with tempfile.TemporaryDirectory() as folder:
+            kept = pathlib.Path(folder) / "gradients"
+            one = ["--stack-row", variant, "--gradients", str(kept), *["--loss-compiled"] * loss_compiled]
+            done = subprocess.run([sys.executable, __file__, *asked, *one], stdout=subprocess.PIPE, text=True)
+            if done.returncode:
+                rows.append(Row(stack_name(options, loss_compiled), variant, error=f"it ended with {done.returncode}"))
+                continue
+            rows.append(Row(**json.loads(done.stdout.splitlines()[-1])))
+            if rows[-1].error:
+                continue
+            gradients = torch.load(kept)
+        reference = reference or gradients
+        if options.optimizer == "none":  # an optimizer's steps carry the last bits on
+            rows[-1].gradient_error = error_of(gradients, reference)
+    return rows
+
+
+def stack_name(options: argparse.Namespace, loss_compiled: bool) -> str:
+    return STACK + ", loss compiled" * loss_compiled + ", AdamW" * (options.optimizer == "adamw")
+
+
+def stack_row(variant: str, options: argparse.Namespace) -> Row:
+    """One variant in this process. Keeps the gradients in the file `options.gradients`."""
+    device, loss_compiled = torch.device(options.device), options.loss_compiled
     small = {"width": 64, "head_count": 4, "kv_head_count": 2, "hidden": 128} if options.small else {}
     tokens = 128 if options.small else 8192
     torch.manual_seed(0)
     with device:
         stack = Stack(4, token_count=tokens, **small).to(torch.bfloat16)
         x = torch.randn(2, tokens, stack.blocks[0].w1.in_features, dtype=torch.bfloat16, requires_grad=True)
+    optimizer = torch.optim.AdamW(stack.parameters()) if options.optimizer == "adamw" else None
 
     def loss_of(y: Tensor) -> Tensor:
         return y.float().pow(2).mean()
@@ -224,37 +255,31 @@ def stack_rows(options: argparse.Namespace, *, loss_compiled: bool) -> list[Row]
         y: Tensor = stack(x)
         return loss_of(y) if loss_compiled else y
 
-    rows, reference = [], None
-    for variant in chosen(STACK_VARIANTS, options):
-        row = Row(STACK + ", loss compiled" * loss_compiled, variant)
-        rows.append(row)
-        torch.compiler.reset()
-        compiled = compile_for(variant, forward, options.inner)
-        policy = aot_hooks.policies.everything(aot_hooks.float8()) if "float8" in variant else None
+    row = Row(stack_name(options, loss_compiled), variant)
+    compiled = compile_for(variant, forward, options.inner)
+    policy = aot_hooks.policies.everything(aot_hooks.float8()) if "float8" in variant else None
 
-        def step(compiled: Any = compiled, policy: Any = policy, variant: str = variant) -> None:
-            stack.zero_grad(set_to_none=True)
-            x.grad = None
-            if variant.endswith("reduce-overhead"):
-                torch.compiler.cudagraph_mark_step_begin()
-            if policy is None:
-                y = compiled(x)
-            else:
-                with aot_hooks.saved_tensors_policy(policy):
-                    y = compiled(x)
-            (y if loss_compiled else loss_of(y)).backward()
-
-        try:
-            gradients = measured(row, stack, step, options)
-        except Exception as e:
-            row.error = f"{type(e).__name__}: {str(e).strip().splitlines()[0]}"[:300]
-            continue
-        reference = reference or gradients
-        row.gradient_error = error_of(gradients, reference)
-        del gradients, compiled, step
+    def step() -> None:
         stack.zero_grad(set_to_none=True)
         x.grad = None
-    return rows
+        if variant.endswith("reduce-overhead"):
+            torch.compiler.cudagraph_mark_step_begin()
+        if policy is None:
+            y = compiled(x)
+        else:
+            with aot_hooks.saved_tensors_policy(policy):
+                y = compiled(x)
+        (y if loss_compiled else loss_of(y)).backward()
+        if optimizer is not None:
+            optimizer.step()
+
+    try:
+        gradients = measured(row, stack, step, options)
+    except Exception as e:
+        row.error = f"{type(e).__name__}: {str(e).strip().splitlines()[0]}"[:300]
+    else:
+        torch.save({name: g.cpu() for name, g in gradients.items()}, options.gradients)
+    return row
 
 
 def format_rows(rows: list[Row]) -> str:
@@ -298,12 +323,22 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--warmup", type=int, default=6)
     parser.add_argument("--small", action="store_true", help="a small Llama-shaped stack")
+    parser.add_argument("--optimizer", choices=["none", "adamw"], default="none", help="of the stack")
     parser.add_argument("--json", type=pathlib.Path)
+    parser.add_argument("--stack-row", metavar="VARIANT", help=argparse.SUPPRESS)  # what a process of its own is for
+    parser.add_argument("--loss-compiled", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--gradients", type=pathlib.Path, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
+    options.arguments = arguments
+    if options.stack_row:
+        with inductor_config.patch(fallback_random=True):
+            print(json.dumps(dataclasses.asdict(stack_row(options.stack_row, options))))
+        return 0
 
     rows: list[Row] = []
     explained: dict[str, str] = {}
     work = {"layers": options.layers, "steps": options.steps, "inner": options.inner, "small": options.small}
+    work["optimizer"] = options.optimizer
     header = conditions(torch.device(options.device), **work)
 
     def keep(found: list[Row]) -> None:

@@ -47,7 +47,7 @@ PARTS = (
     Part("tests", 240, "-m pytest -m gpu -v -n 8 --dist loadfile -p no:cacheprovider tests"),
     Part("host", 120, "benchmarks/bench_cudagraph_host.py --json {json}"),
     Part(
-        "stack", 90,
+        "stack", 150,
         "benchmarks/bench_cudagraph_models.py --only stack --steps 8 --warmup 4 --variants "
         '"stock,float8,float8 reduce-overhead,float8 cudagraphs" --json {json}',
     ),
