@@ -72,6 +72,10 @@ class CaptureDriver(Protocol):
 
     def open_pool(self, device: torch.device) -> Pool: ...
 
+    def open_warm_pool(self, device: torch.device) -> Callable[[], contextlib.AbstractContextManager[None]]:
+        """Memory for warm-ups of training, apart from all other. In the context that it makes, allocations of this
+        thread come out of it; what is free of it is given back when the last reference to it goes."""
+
     def stream(self, device: torch.device) -> Callable[[], int]:
         """A call that tells which stream is current."""
 
@@ -222,6 +226,23 @@ class CudaDriver:
 
     def open_pool(self, device: torch.device) -> Pool:
         return CudaPool(device)
+
+    def open_warm_pool(self, device: torch.device) -> Callable[[], contextlib.AbstractContextManager[None]]:
+        with torch.cuda.device(device):
+            pool = torch.cuda.MemPool()
+
+        @contextlib.contextmanager
+        def allocating() -> Iterator[None]:
+            # As long as allocations go to a pool, running out of memory does not give cached blocks back.
+            torch.cuda.empty_cache()
+            try:
+                with torch.cuda.use_mem_pool(pool, device):
+                    yield
+            finally:
+                # What a library caches would keep its segment of the pool as long as the process lives.
+                _compat.clear_cublas_workspaces()
+
+        return allocating
 
     def stream(self, device: torch.device) -> Callable[[], int]:
         return _compat.raw_stream(device.index)

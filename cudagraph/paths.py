@@ -28,6 +28,7 @@ from .function import Function, log
 from .liveness import Slot, copy_as_it_lies, held, on_slots, stale_message
 from .node import Edge, Node
 from .record import record
+from .warming import Warming
 
 __all__ = ["Tree"]
 
@@ -49,6 +50,7 @@ class Tree:
         tainted: someone keeps memory of the pool that was to be free; it is not used any longer.
         owner: lives as long as the recordings; see `current`.
         put_off: captures that were to come after another warm-up.
+        warming: runs what is not warm.
     """
 
     def __init__(self, driver: CaptureDriver, device: torch.device, marks: int) -> None:
@@ -60,6 +62,7 @@ class Tree:
         self.marked = False
         self.functions: set[Function] = set()
         self.put_off: set[tuple[Function, Any]] = set()
+        self.warming = Warming(driver, device)
         self._begin()
 
     def _begin(self) -> None:
@@ -184,6 +187,10 @@ class Tree:
         return key in sizes or len(sizes) < function.options.size_limit
 
     def _record(self, function: Function, key: Any, inputs: list[Any]) -> list[Any]:
+        if self.warming.busy:  # what is warmed up calls it
+            self._step_aside(warming=True)
+            return self._as_it_is(function, inputs)
+        self.warming.over()
         place = self.current
         known = place.children.get(key, ())
         if known:
@@ -217,7 +224,8 @@ class Tree:
         something in the way: `node` goes on as it is."""
         place, function = self.current, node.function
         assert function is not None
-        if self.tainted or node.children or place.children.get(key) != [node] or not function.settles:
+        alone = not node.children and place.children.get(key) == [node]
+        if self.tainted or self.warming.busy or not alone or not function.settles:
             return None
         storages = [x.untyped_storage().data_ptr() for x in inputs if isinstance(x, torch.Tensor)]
         if function.options.rerecord_limit == 0 or len(set(storages)) < len(storages):
@@ -260,7 +268,7 @@ class Tree:
             elif not self.aside.after_mark:
                 reason = "the step never ends: something of it is held all the time; mark steps, or let go of it"
             return self._without_graph(function, reason, inputs)
-        outputs = list(function.piece.run(inputs))
+        outputs = self.warming.run(function, inputs)
         self.warmed[function] = self.warmed.get(function, 0) + 1
         counters.add("warmups")
         if self.aside is not None:  # a nested call may have ended the step
@@ -363,6 +371,7 @@ class Tree:
         self.current = self.root
         self.aside = None
         self.outlived_marks = 0
+        self.warming.over()
 
     def _part_with(self, slots: list[Slot], inputs: list[Any], mutated: Sequence[int]) -> None:
         """Somebody holds `slots`, whose memory is about to be reused: they get copies, or errors when they read it."""

@@ -12,6 +12,7 @@ blocks are allocated, memory that is read after it was freed (it is all ones: Na
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -62,7 +63,8 @@ class Graph:
 class Arena:
     """A pool: `blocks` that are allocated (address to bytes) and weak references to the storages that own them."""
 
-    def __init__(self, nbytes: int) -> None:
+    def __init__(self, nbytes: int, driver: Simulator | None = None) -> None:
+        self.driver = driver
         self.buffer = torch.full((nbytes,), GARBAGE, dtype=torch.uint8)
         graveyard.append(self.buffer)
         start = self.buffer.data_ptr()
@@ -126,6 +128,7 @@ class Arena:
 
     def capture(self, run: Callable[[], Any], generators: Sequence[torch.Generator]) -> tuple[Graph, Any]:
         self.poll()
+        assert self.driver is None or not self.driver.warming, "what is captured would lie in a warm-up's memory"
         assert not self.broken, "a pool is used after a capture in it could not be ended"
         self.tape = tape = []
         try:
@@ -166,6 +169,21 @@ class Arena:
     def release(self) -> None:
         self.released = True
         self.buffer.fill_(GARBAGE)
+
+
+class WarmPool:
+    """Memory of warm-ups, which is the process's own here: it tells only what runs in it."""
+
+    def __init__(self, driver: Simulator) -> None:
+        self.driver = driver
+
+    @contextlib.contextmanager
+    def __call__(self) -> Iterator[None]:
+        self.driver.warming.append(self)
+        try:
+            yield
+        finally:
+            self.driver.warming.remove(self)
 
 
 def raw(x: torch.Tensor, arena: Arena) -> torch.Tensor:
@@ -269,10 +287,18 @@ class Simulator:
         self.current_stream = 0
         self.ordered: list[tuple[Any, int]] = []
         self.copied_out = 0
+        self.warming: list[WarmPool] = []  # those that allocations are routed to
+        self.warm_pools: list[weakref.ref[WarmPool]] = []
 
     def open_pool(self, device: torch.device) -> Arena:
-        self.pools.append(Arena(self.arena_bytes))
+        self.pools.append(Arena(self.arena_bytes, self))
         return self.pools[-1]
+
+    def open_warm_pool(self, device: torch.device) -> WarmPool:
+        assert not self.warming, "a warm-up's memory is opened in a warm-up"
+        pool = WarmPool(self)
+        self.warm_pools.append(weakref.ref(pool))
+        return pool
 
     def stream(self, device: torch.device) -> Callable[[], int]:
         return lambda: self.current_stream

@@ -1,0 +1,75 @@
+"""Where warm-ups of training allocate: apart from what lives on after them.
+
+    forward, backward as they are --> memory of the warm-up --> given back when the step is over
+    loss, gradients, optimizer    --> ordinary memory
+
+An optimizer makes its state after the first backward and keeps it. In memory that the caching allocator has kept of
+that backward it would lie between activations: what is left around it is free, but no graph's pool can have it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from . import _compat
+
+if TYPE_CHECKING:
+    from .driver import CaptureDriver
+    from .function import Function
+
+__all__ = ["Warming"]
+
+
+class Warming:
+    """Runs what is not captured yet.
+
+    Attributes:
+        busy: it runs something whose allocations are routed, so that nothing can be captured meanwhile.
+    """
+
+    def __init__(self, driver: CaptureDriver, device: torch.device) -> None:
+        self.driver = driver
+        self.device = device
+        self.busy = False
+        self.allocating: Callable[[], contextlib.AbstractContextManager[None]] | None = None
+
+    def over(self) -> None:
+        """The step is: its activations are dead, or are never used by another warm-up."""
+        self.allocating = None
+
+    def run(self, function: Function, inputs: list[Any]) -> list[Any]:
+        """What `function` returns. Gradients lie in ordinary memory: they may be accumulated into as long as there is a
+        program."""
+        piece = function.piece
+        if piece.is_inference or self.busy or self.driver.is_capturing():
+            return list(piece.run(inputs))
+        given = {_compat.identity(x.untyped_storage()) for x in inputs if _is_strided(x)}
+        allocating = self.allocating = self.allocating or self.driver.open_warm_pool(self.device)
+        self.busy = True
+        try:
+            with allocating():
+                outputs = list(piece.run(inputs))
+        finally:
+            self.busy = False
+        if piece.is_backward:
+            del allocating
+            self.over()  # what is free of it can be used for the copies
+            storages = {_compat.identity(x.untyped_storage()): x.untyped_storage() for x in outputs if _is_strided(x)}
+            moving = [
+                storage
+                for cdata, storage in storages.items()
+                if cdata not in given and not function.is_constant(cdata) and self._can_move(storage)
+            ]
+            self.driver.copy_out(moving)
+        return outputs
+
+    def _can_move(self, storage: torch.UntypedStorage) -> bool:
+        return storage.device == self.device and storage.nbytes() > 0 and self.driver.can_copy_out(storage)
+
+
+def _is_strided(x: Any) -> bool:
+    return isinstance(x, torch.Tensor) and x.layout is torch.strided

@@ -1,0 +1,170 @@
+"""Memory of warm-ups: in training it is apart from what lives on."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+from tree_programs import World, same, takes_list
+
+from cudagraph import tree
+
+
+@pytest.fixture
+def simulated():
+    tree.reset()
+    yield World("simulator")
+    tree.reset()
+
+
+def layer_of(world, seen):
+    """A forward and its backward, by hand; `seen` gets how many warm-up memories were in use when they ran."""
+
+    def forward(x, w):
+        seen.append(("forward", len(world.driver.warming)))
+        h = torch.tanh(x * w)
+        return [h.sum(0), h, x, w]
+
+    @takes_list
+    def backward(inputs):
+        seen.append(("backward", len(world.driver.warming)))
+        h, x, w, g = inputs
+        inputs.clear()
+        inner = g * (1 - h * h)
+        return [inner * w, (inner * x).sum(0), g]
+
+    return (
+        world.function(forward, static=(1,), is_inference=False, saved_outputs=(1, 2, 3)),
+        world.function(backward, static=(0, 1, 2), is_inference=False, is_backward=True),
+    )
+
+
+def test_training_warms_up_in_memory_of_its_own(simulated):
+    world, seen = simulated, []
+    forward, backward = layer_of(world, seen)
+
+    def head(y):
+        seen.append(("inference", len(world.driver.warming)))
+        return [y * 2]
+
+    head = world.function(head)
+    w = world.randn(6)
+    for step in range(3):
+        tree.mark_step_begin()
+        x, g = world.randn(4, 6), world.randn(6)
+        y, *saved = forward(x, w)
+        same(world, head(y), [torch.tanh(x * w).sum(0) * 2])
+        del y
+        gradients = backward(*saved, g)
+        h = torch.tanh(x * w)
+        same(world, gradients, [g * (1 - h * h) * w, (g * (1 - h * h) * x).sum(0), g])
+        if step == 0:
+            assert seen == [("forward", 1), ("inference", 0), ("backward", 1)]
+            assert world.driver.copied_out == (2 if world.driver.can_move else 0)  # what is the tangent stays
+        del saved, gradients
+    assert not any(count for _, count in seen[3:])
+    assert [pool() for pool in world.driver.warm_pools] == [None]
+    assert (tree.stats()["warmups"], tree.stats()["recordings"]) == (3, 3)
+
+
+def test_memory_of_a_warm_up_goes_with_its_step(simulated):
+    """Where no backward comes, and nothing is ever recorded."""
+    world, seen = simulated, []
+    forward, _ = layer_of(world, seen)
+    options = {"warmup_steps": 1000}
+    never = world.function(lambda x: [x + 1], options=options, is_inference=False)
+    w = world.randn(6)
+    tree.mark_step_begin()
+    forward(world.randn(4, 6), w)
+    never(w)
+    gc.collect()
+    assert [pool() is not None for pool in world.driver.warm_pools] == [True]
+    tree.mark_step_begin()
+    never(w)
+    assert [pool() is not None for pool in world.driver.warm_pools] == [False, True]
+    tree.reset()
+    assert not any(pool() for pool in world.driver.warm_pools)
+
+
+def test_a_warm_up_that_raises_leaves_its_memory(simulated):
+    world = simulated
+
+    def failing(x):
+        raise ValueError("of the test")
+
+    f = world.function(failing, is_inference=False)
+    g = world.function(lambda x: [x.sin()])
+    with pytest.raises(ValueError, match="of the test"):
+        f(world.randn(4))
+    assert not world.driver.warming
+    for _ in range(3):
+        tree.mark_step_begin()
+        x = world.randn(4)
+        same(world, g(x), [x.sin()])
+    assert tree.stats()["recordings"] == 1
+
+
+def test_nothing_is_recorded_in_a_warm_up(simulated):
+    """What a warm-up calls may begin a step, and would be recorded into the memory that goes with the warm-up."""
+    world = simulated
+    inner = world.function(lambda x: [x.cos()])
+
+    def calling(x):
+        tree.mark_step_begin()
+        return [*inner(x), x.sin()]
+
+    outer = world.function(calling, is_inference=False)
+    x = world.randn(4)
+    tree.mark_step_begin()
+    inner(x)
+    tree.mark_step_begin()
+    same(world, outer(x), [x.cos(), x.sin()])
+    assert (tree.stats()["warmups"], tree.stats()["recordings"]) == (3, 0)
+    for _ in range(3):
+        tree.mark_step_begin()
+        same(world, inner(x), [x.cos()])
+    assert tree.stats()["recordings"] == 1
+
+
+@pytest.mark.gpu
+def test_what_an_optimizer_keeps_pins_no_activations():
+    """Its state is made after the first backward; nothing of that backward's memory stays reserved for it."""
+    tree.reset()
+    world = World("cuda")
+    size = 1 << 23
+    weights = [world.randn(size, requires_grad=True) for _ in range(4)]
+
+    def layer(x, w):
+        h = torch.tanh(x * w)
+        return torch.sin(h * h + x)
+
+    def step(f, state):
+        x = world.randn(size)
+        for w in weights:
+            x = f(x, w)
+        x.sum().backward()
+        del x
+        for w in weights:
+            state.setdefault(w, torch.zeros_like(w)).add_(w.grad)
+        for w in weights:
+            w.grad = None
+
+    def kept(f):
+        """Bytes beside the state and pools when a recording could begin."""
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_reserved()
+        state = {}
+        tree.mark_step_begin()
+        step(f, state)
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        return torch.cuda.memory_reserved() - before - sum(s.nbytes for s in state.values())
+
+    f = torch.compile(layer, backend=world.backend())
+    assert kept(f) <= 8 << 20
+    tree.mark_step_begin()
+    step(f, {})
+    expected = [w.detach().clone() for w in weights]
+    assert tree.stats()["recordings"] == 8 and len(expected) == 4
+    tree.reset()
