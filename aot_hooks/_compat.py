@@ -792,7 +792,7 @@ def _choices() -> Any:
             if (
                 others_choose
                 or kwargs.get("fixed_config") is not None
-                or len(groups) != 2
+                or [set(tiling) for tiling in groups] != [{"x", "r0_"}]
                 or not _reads_rows_twice(features)
                 or getattr(features, "strict_reduction_rblock", lambda: None)() is not None  # 2.15: the block is fixed
                 or getattr(features.get_reduction_hint(), "name", "") != "INNER"

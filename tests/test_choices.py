@@ -11,8 +11,10 @@ import torch
 import torch._inductor.config as config
 from torch._inductor.runtime.hints import ReductionHint
 from torch._inductor.sizevars import SizeVarAllocator
+from torch._inductor.utils import run_and_get_code
 from torch._inductor.virtualized import V
 
+import aot_hooks
 from aot_hooks import _compat
 from aot_hooks.library import loops
 
@@ -37,7 +39,7 @@ def kernel_of(
 
 
 def fixed(features: Any, **kernel_kwargs: Any) -> Any:
-    groups = [features.numel, features.reduction_numel]
+    groups = [{"x": features.numel, "r0_": features.reduction_numel}]
     with V.set_graph_handler(types.SimpleNamespace(sizevars=SizeVarAllocator())):
         kwargs = _compat._choices().triton_kernel_kwargs(None, features, groups, kernel_kwargs)
     return getattr(kwargs.get("fixed_config"), "config", None)
@@ -50,6 +52,21 @@ def fixed(features: Any, **kernel_kwargs: Any) -> Any:
 )
 def test_a_row_that_is_read_twice_is_read_16_bytes_a_thread(length, reductions, expected):
     assert fixed(kernel_of(length, reductions)) == expected
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("length", "expected"), [(3072, SHORT), (14336, LONG)])
+def test_inductor_asks_for_it(length, expected):
+    x = torch.randn(256, length, device="cuda", dtype=torch.bfloat16)
+    w = torch.randn(length, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+
+    def f(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        with aot_hooks.saved_tensors_hooks(aot_hooks.float8()):
+            return torch.nn.functional.gelu((x @ w) @ w.t()) @ w
+
+    torch._dynamo.reset()
+    _, codes = run_and_get_code(lambda: torch.compile(f, backend="aot_hooks", fullgraph=True)(x, w).sum().backward())
+    assert f"config={expected}" in codes[0]
 
 
 @pytest.mark.core
