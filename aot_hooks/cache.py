@@ -176,20 +176,35 @@ def _without_collections() -> Iterator[Callable[[], None]]:
     To take an entry makes next to no garbage, but so many objects that stay (the compiler is imported for it) that
     Python looks through all there are again and again, 7% of a warm start. Without an entry they go on at once.
     """
-    paused = gc.isenabled()
+    paused = True
+    _pause(1)
 
     def collect() -> None:
         nonlocal paused
         if paused:
             paused = False
-            gc.enable()
+            _pause(-1)
 
-    if paused:
-        gc.disable()
     try:
         yield collect
     finally:
         collect()
+
+
+_pauses, _thresholds = 0, (0, 0, 0)
+_pause_lock = threading.Lock()
+
+
+def _pause(more: int) -> None:
+    """The threshold, of which 0 means never, and not `gc.disable()`: that one is the user's, also meanwhile."""
+    global _pauses, _thresholds
+    with _pause_lock:
+        before, _pauses = _pauses, _pauses + more
+        if before == 0:
+            _thresholds = gc.get_threshold()
+            gc.set_threshold(0, *_thresholds[1:])
+        elif _pauses == 0 and gc.get_threshold() == (0, *_thresholds[1:]):
+            gc.set_threshold(*_thresholds)  # unless somebody else has set another one
 
 
 @contextlib.contextmanager

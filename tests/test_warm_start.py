@@ -84,23 +84,44 @@ def test_a_process_that_was_forked_off_waits_for_no_thread_of_its_parent(first_k
 
 
 def test_collections_wait_for_an_entry_and_not_for_a_compilation() -> None:
-    assert gc.isenabled()
+    before = gc.get_threshold()
     with cache._without_collections() as collect:
-        assert not gc.isenabled()
+        assert gc.get_threshold()[0] == 0  # never
         with cache._without_collections() as inner:  # a graph in a graph, or another thread
             inner()
-        assert not gc.isenabled()
+        assert gc.get_threshold()[0] == 0
         collect()
-        assert gc.isenabled()
-        gc.disable()  # by what is compiled: it stays
-    assert not gc.isenabled()
-    with cache._without_collections():  # who had none gets none
-        assert not gc.isenabled()
-    assert not gc.isenabled()
-    gc.enable()
+        assert gc.get_threshold() == before
     with pytest.raises(ValueError, match="broken"), cache._without_collections():
         raise ValueError("broken")
-    assert gc.isenabled()
+    assert gc.get_threshold() == before
+
+
+def test_what_a_user_says_of_collections_meanwhile_stays() -> None:
+    before = gc.get_threshold()
+    try:
+        with cache._without_collections():
+            gc.disable()
+        assert not gc.isenabled() and gc.get_threshold() == before
+        with cache._without_collections():
+            gc.enable()
+        assert gc.isenabled()
+        with cache._without_collections():
+            gc.set_threshold(5, 6, 7)
+        assert gc.get_threshold() == (5, 6, 7)
+    finally:
+        gc.enable()
+        gc.set_threshold(*before)
+
+
+def test_pauses_that_overlap_end_with_the_last() -> None:
+    before = gc.get_threshold()
+    first, second = cache._without_collections(), cache._without_collections()
+    first.__enter__(), second.__enter__()
+    first.__exit__(None, None, None)
+    assert gc.get_threshold()[0] == 0
+    second.__exit__(None, None, None)
+    assert gc.get_threshold() == before
 
 
 @pytest.mark.slow
@@ -112,7 +133,7 @@ def test_collections_are_on_when_graphs_are_compiled_and_after_all(monkeypatch) 
         make = getattr(module, name)
 
         def noting(*given: Any, make: Any = make, name: str = name, **named: Any) -> Any:
-            on[name].append(gc.isenabled())
+            on[name].append(gc.get_threshold()[0] > 0)
             return make(*given, **named)
 
         monkeypatch.setattr(module, name, noting)
@@ -124,5 +145,5 @@ def test_collections_are_on_when_graphs_are_compiled_and_after_all(monkeypatch) 
         with torch.compiler.config.patch(cache_key_tag=tag), inductor:
             with aot_hooks.saved_tensors_hooks(aot_hooks.cast(torch.bfloat16)):
                 torch.compile(lambda x: x.sin().exp(), backend="aot_hooks")(x).sum().backward()
-        assert aot_hooks.cache_stats()[result] == 1 and gc.isenabled()
+        assert aot_hooks.cache_stats()[result] == 1 and gc.get_threshold()[0] > 0
     assert on == {"rewrite": [True], "pack_up": [True], "unpack": [False]}
