@@ -283,11 +283,48 @@ def _from_outside(context: Any, variable: Any) -> Any:
     if owner is not None:
         return types.MethodType(variable.fn, _from_outside(context, owner))
     tx = context._i_will_not_complain_if_bc_breaks_InstructionTranslator()
-    if tx.output.side_effects.has_pending_mutation(variable):
+    if _items_change(variable, tx.output.side_effects):
         raise TypeError(f"a {variable.python_type().__name__} that the compiled function has changed before")
     if issubclass(variable.python_type(), torch.Tensor):
         raise TypeError("a tensor by itself, and not as an attribute of an object (`self.table`)")
     return _value_of(variable)
+
+
+def _items_change(variable: Any, side_effects: Any) -> bool:
+    """Whether `variable` is a container that was changed, or holds one: its value is put together of what is in it now,
+    and no longer the object that `pending_changes` knows."""
+    items = vars(variable).get("items")
+    if not isinstance(items, (list, tuple, dict)):
+        return False
+    if getattr(variable, "mutation_type", None) is not None and side_effects.is_modified(variable):
+        return True
+    return any(_items_change(item, side_effects) for item in (items.values() if isinstance(items, dict) else items))
+
+
+def pending_changes(context: Any) -> tuple[Any, ...]:
+    """What the function that Dynamo traces has changed up to a `comptime` call, which is not carried out yet.
+
+    Objects and cells by id with the names of their attributes (None: any), names of globals and the globals that they
+    are in, storages of tensors. Stands on `side_effects` and on the graph's fake inputs, whose versions begin at 0;
+    2.11 to 2.15.
+    """
+    output = context._i_will_not_complain_if_bc_breaks_InstructionTranslator().output
+    effects = output.side_effects
+    objects: dict[int, frozenset[str] | None] = {}
+    names: set[str] = set()
+    for at, variable in effects.id_to_variable.items():
+        if getattr(variable, "mutation_type", None) is None or not effects.is_modified(variable):
+            continue
+        attributes = effects.store_attr_mutations.get(variable)
+        if type(variable).__name__ == "NewGlobalVariable":
+            names.update(attributes or ())
+        elif type(variable).__name__ == "CellVariable" or not attributes:
+            objects[at] = None
+        else:
+            objects[at] = frozenset(attributes)
+    given = [a for a in output.graphargs if isinstance(a.fake_tensor, FakeTensor) and a.fake_tensor._version > 0]
+    tensors = [a.example for a in given if isinstance(a.example, torch.Tensor) and a.example.layout is torch.strided]
+    return objects, frozenset(names), output.global_scope, frozenset(map(storage_key, tensors))
 
 
 def _owner(variable: Any) -> Any:

@@ -248,6 +248,9 @@ def _compile_graph(
     if record is not None:
         record.append(graph)
         compiled = _counted(compiled, graph)
+    if setting is not None and graph.plans:
+        context.check(setting, alive)  # or the graph would be found by what the setting said before
+        compiled = _checked(compiled, setting, alive)
     if alive is None:
         return _with_eager_hooks(compiled)
 
@@ -255,6 +258,14 @@ def _compile_graph(
         return _compat.call_without_hooks(compiled, args)
 
     run._aot_hooks_pair = alive  # type: ignore[attr-defined]  # its id is in Dynamo's guards
+    return run
+
+
+def _checked(compiled: Callable[..., Any], setting: Setting, alive: Any) -> Callable[..., Any]:
+    def run(*args: Any) -> Any:
+        context.check(setting, alive)
+        return compiled(*args)
+
     return run
 
 

@@ -7,7 +7,8 @@ A function is its bytecode, constants, defaults, closure and the globals it name
 its own locals and parameters, its file and its lines are left out: renaming changes nothing. Tensors count by their
 bytes, modules by code and state, objects by class and attributes (reached.py: by which), containers by items and, if of
 a class of their own, by that as well; what has no value to look at counts by identity. How deeply things are nested
-makes no difference.
+makes no difference. Of a Python module that is reached as a value (`import cfg as c`, `getattr(cfg, "SCALE")`) those
+attributes count whose names stand in the code or are held as strings; all its data, where code makes names up.
 
 Runs on each entry of a context, so code objects and tensors are digested once.
 """
@@ -15,10 +16,16 @@ Runs on each entry of a context, so code objects and tensors are digested once.
 from __future__ import annotations
 
 import collections
+import contextlib
+import contextvars
 import dataclasses
 import enum
 import functools
 import hashlib
+import importlib
+import importlib.util
+import sys
+import threading
 import types
 import weakref
 from collections.abc import Callable
@@ -26,20 +33,48 @@ from typing import Any
 
 import torch
 
-from .bytecode import chains, code_digest
+from .bytecode import Import, chains, code_digest, computes_names, imports, words
 from .errors import HookContractError
 from .hook import Hook
-from .reached import Reached, members, reads
+from .reached import Reached, cached, cached_properties, members, reads
 from .tensor_digest import tensor_digest
 
-__all__ = ["Walker", "content", "home_of", "is_library"]
+__all__ = ["Content", "Walker", "content", "home_of", "is_library", "read"]
 
 _ATOMS = (type(None), bool, int, float, complex, str, bytes, type(Ellipsis), torch.dtype, torch.device)
 _LIBRARIES = ("aot_hooks", "torch", "functools", "contextlib", "math", "operator", "collections")
 
 
+@dataclasses.dataclass(frozen=True)
+class Content:
+    """What was read of a value.
+
+    Attributes:
+        digest: sha256, 32 hex digits.
+        bindings: variables and globals that it reaches by: (cell or namespace, name, what is bound).
+        may_change: whether anything else in it can be changed, now that it is made.
+        writes_unseen: whether its code names what writes to a tensor past autograd's versions (`x.data`).
+    """
+
+    digest: str
+    bindings: tuple[tuple[Any, str, Any], ...]
+    may_change: bool
+    writes_unseen: bool
+
+    def is_still(self, *values: Any) -> bool:
+        """Whether `values`, of which this was read, say the same now."""
+        if not self.may_change and all(map(_bound_still, self.bindings)):
+            return True
+        return content(*values) == self.digest
+
+
 def content(*values: Any) -> str:
-    """A digest of `values` (sha256, 32 hex digits). Raises `HookContractError` if sets are nested hundreds deep."""
+    """The digest of `values`. Raises `HookContractError` if sets are nested hundreds deep."""
+    return read(*values).digest
+
+
+def read(*values: Any) -> Content:
+    """As `content`, and what else is known of it."""
     walker = Walker()
     try:
         walker.all_of(*values)
@@ -48,7 +83,18 @@ def content(*values: Any) -> str:
             "a hook or policy holds sets in sets nested too deeply to be read; expected a few levels; "
             "lists, tuples and dicts may be nested as deeply as you like"
         ) from None
-    return walker.digest()
+    unseen = any(not _WRITES_UNSEEN.isdisjoint(words(code)) for code in walker.codes)
+    return Content(walker.digest(), tuple(walker.bindings), walker.may_change, unseen)
+
+
+def _bound_still(binding: tuple[Any, str, Any]) -> bool:
+    where, name, value = binding
+    if isinstance(where, dict):
+        return where.get(name) is value
+    try:
+        return where.cell_contents is value
+    except ValueError:
+        return False
 
 
 class Walker:
@@ -62,6 +108,13 @@ class Walker:
         self.depth = 0  # in how many functions and classes: those inside may be called with keywords
         self.level = 0  # in how many values
         self.later: list[tuple[Any, Any]] = []  # values too deep to go on from there, and the state to read them in
+        self.may_change = False
+        self.bindings: list[tuple[Any, str, Any]] = []
+        self.codes: dict[types.CodeType, None] = {}  # of all functions in it
+        self.held: set[str] = set()  # strings, which may be names
+        self.modules: dict[int, tuple[types.ModuleType, Any]] = {}  # Python's, reached as values, and in which state
+        self.any_module: Any = None  # in which state it reached for modules by names
+        self.caching: dict[int, tuple[Any, Any]] = {}  # objects with cached properties, and in which state
 
     def digest(self) -> str:
         return hashlib.sha256("\x00".join(self.out).encode()).hexdigest()[:32]
@@ -69,10 +122,44 @@ class Walker:
     def all_of(self, *values: Any) -> None:
         """Write `values`, the first to be written."""
         self.inner(*values)
-        for value, state in self.later:  # which grows meanwhile
+        self.rest()
+        known: set[tuple[int, str]] = set()
+        while more := [found for found in self.by_names() if (id(found[0]), found[1]) not in known]:
+            for holder, name, value, state in more:
+                known.add((id(holder), name))
+                self.back_to(state)
+                self.out.append(f"by name:{name}")
+                self.inner(value)
+            self.rest()
+
+    def rest(self) -> None:
+        while self.later:
+            value, state = self.later.pop(0)
             self.back_to(state)
             self.out.append("later")
             self.walk(value)
+
+    def by_names(self) -> list[tuple[Any, str, Any, Any]]:
+        """What functions in it may read by the names they hold: attributes of modules that they have as values, cached
+        properties of objects that count as a whole. Each with its holder, and the state that this was met in."""
+        if not self.modules and self.any_module is None and not self.caching:
+            return []
+        names = self.held.union(*map(words, self.codes)) | {"__getattr__"}
+        if self.any_module is not None:
+            named = (sys.modules.get(name) for name in sorted(names) if not _is_standard(name))
+            self.modules.update({id(m): (m, self.any_module) for m in named if isinstance(m, types.ModuleType)})
+        by_any_name = any(map(computes_names, self.codes))
+        found = []
+        for module, state in self.modules.values():
+            if not is_library(module.__name__):
+                held = vars(module)
+                found += [(module, name, held[name], state) for name in _may_read(module, names, by_any_name)]
+        for value, state in self.caching.values():
+            kind: Any = type(value)
+            for name in sorted(cached_properties(kind) & names):
+                with contextlib.suppress(LookupError):
+                    found.append((value, name, cached(value, name), state))
+        return found
 
     def state(self) -> Any:
         return self.depth
@@ -88,6 +175,8 @@ class Walker:
         kind = type(value)
         if kind in _ATOMS:
             self.out.append(f"{kind.__name__}:{value!r}")
+            if kind is str:
+                self.held.add(value)
         elif id(value) in self.seen:
             self.out.append(f"again:{self.seen[id(value)]}")
         elif self.level == _MOST_LEVELS:
@@ -103,6 +192,8 @@ class Walker:
     def new(self, value: Any, kind: type) -> None:
         """A value that is no atom and was not met before."""
         out, inner = self.out, self.inner
+        if kind not in _STAYS and not (isinstance(value, type) or _is_frozen(value)):
+            self.may_change = True
         if kind is types.FunctionType:
             self.function(value)
         elif kind is types.MethodType:
@@ -115,7 +206,8 @@ class Walker:
             _cell(value, out, inner)
         elif isinstance(value, functools.partial):
             out.append("partial")
-            inner(value.func, value.args, dict(value.keywords))
+            inner(value.func, value.args)
+            self.named(value.keywords)
         elif isinstance(value, types.BuiltinFunctionType | types.MethodWrapperType) and _bound(value):
             out.append(f"bound {value.__name__}")  # `table.get`, `scale.mul`
             inner(kind, value.__self__)
@@ -153,13 +245,15 @@ class Walker:
             self.graph_module(value)
         elif isinstance(value, torch.nn.Module):
             out.append("nn.Module")
-            inner(kind, value._parameters, value._buffers, value._modules, _public_state(value))
+            inner(kind, value._parameters, value._buffers, value._modules, self.but_cached(value, _public_state(value)))
         elif dataclasses.is_dataclass(value):
             out.append("dataclass")
             # a hook's name says nothing about what it computes
             fields = [f.name for f in dataclasses.fields(value)]
             names = [name for name in fields if not (isinstance(value, Hook) and name == "name")]
-            inner(kind, {name: getattr(value, name) for name in names}, _beside_fields(value, fields))
+            inner(kind)
+            self.named({name: getattr(value, name) for name in names})
+            self.named(self.but_cached(value, _beside_fields(value, fields)))
         elif kind.__module__.split(".")[0] in ("torch", "builtins") and (name := _torch_name(value)):
             self.of_torch(value, name)
         elif isinstance(value, types.BuiltinFunctionType):
@@ -171,20 +265,39 @@ class Walker:
         elif kind is weakref.ref:
             out.append("weak")
             inner(value())
+        elif kind is contextvars.ContextVar:
+            out.append(f"variable:{value.name}")
+            inner(value.get(None))
+        elif isinstance(value, threading.local):
+            out.append("of this thread")
+            inner(kind, dict(vars(value)))
         elif isinstance(value, int | float | complex | str | bytes):
             base: Any = next(c for c in kind.__mro__ if c in _ATOMS)
             out.append(f"{base.__name__}:{base.__repr__(value)}")
             inner(kind, _slots(value), getattr(value, "__dict__", {}))
         elif slots := _slots(value):
             out.append("object")
-            inner(kind, slots, getattr(value, "__dict__", {}))
+            inner(kind, slots, self.but_cached(value, getattr(value, "__dict__", {})))
         elif hasattr(value, "__dict__") and kind.__module__ not in ("builtins", "_thread"):
             out.append("object")
-            inner(kind, dict(vars(value)))
+            inner(kind, self.but_cached(value, vars(value)))
         elif (raw := _buffer(value)) is not None:
             out.append(raw)
         else:
             self.identity(value, kind)
+
+    def but_cached(self, value: Any, held: dict[str, Any]) -> dict[str, Any]:
+        """`held` by `value`, but for cached properties, which come by their names."""
+        kind: Any = type(value)
+        names = cached_properties(kind)
+        if names:
+            self.caching[id(value)] = value, self.state()
+        return {name: member for name, member in held.items() if name not in names}
+
+    def named(self, values: dict[str, Any]) -> None:
+        self.out.append(f"dict:{len(values)}")
+        for name, value in values.items():
+            self.inner(name, value)
 
     def method(self, value: types.MethodType) -> None:
         fn, owner = value.__func__, value.__self__
@@ -200,6 +313,7 @@ class Walker:
         self.inner(Reached(owner, code, code.co_varnames[0]) if code is not None and code.co_argcount else owner)
 
     def reached(self, what: Reached) -> None:
+        self.may_change = True
         names = reads(what.code, what.name)
         held = members(what.value, names) if names is not None else None
         if held is None:
@@ -229,6 +343,33 @@ class Walker:
 
     def module(self, value: types.ModuleType) -> None:
         self.out.append(f"module:{value.__name__}")
+        self.modules[id(value)] = value, self.state()
+
+    def imported(self, what: Import, fn: types.FunctionType) -> None:
+        """A module that `fn` imports when it runs. Imported now, it is the same to all who look later."""
+        self.may_change = True
+        try:
+            package = fn.__globals__.get("__package__") or ""
+            name = importlib.util.resolve_name("." * what.level + what.name, package)
+            if is_library(name):
+                return
+            module = importlib.import_module(name)
+            for attribute in what.attributes:
+                if not hasattr(module, attribute):
+                    importlib.import_module(f"{name}.{attribute}")
+        except ImportError:
+            self.out.append("not there")
+            return
+        if what.attributes:
+            for attribute in what.attributes:
+                self.out.append("." + attribute)
+                value = getattr(module, attribute)
+                if not (_is_standard(name) and isinstance(value, _CODE)):
+                    self.inner(value)
+            return
+        parts = name.split(".")
+        for end in range(1, len(parts) + 1):  # "import a.b" binds a
+            self.inner(sys.modules[".".join(parts[:end])])
 
     def of_torch(self, value: Any, name: str) -> None:
         self.out.append(name)
@@ -239,10 +380,17 @@ class Walker:
     def function(self, fn: types.FunctionType) -> None:
         # we call hooks and policies by position; names of parameters count of what they call themselves
         self.out.append("function:" + code_digest(fn.__code__, outermost=self.depth == 0))
+        self.codes[fn.__code__] = None
         self.depth += 1
         self.inner(fn.__defaults__, fn.__kwdefaults__)
         for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True):
-            self.inner(_in_cell(cell, fn.__code__, name))
+            try:
+                self.bindings.append((cell, name, cell.cell_contents))
+            except ValueError:
+                self.out.append("empty cell")
+                self.may_change = True
+                continue
+            self.inner(_in_cell(cell.cell_contents, fn.__code__, name))
         if not is_library(home_of(fn)):  # torch's and the standard library's globals are covered by their version
             self.globals_of(fn)
             if vars(fn):
@@ -251,21 +399,39 @@ class Walker:
 
     def globals_of(self, fn: types.FunctionType) -> None:
         """What `fn` reaches by its globals, through modules too: `mymodule.SCALE` is the number."""
+        for what in imports(fn.__code__) if not _is_standard(home_of(fn)) else ():
+            self.imported(what, fn)
         for name, *rest in chains(fn.__code__):
             self.out.append("global:" + name)
+            self.bound(fn.__globals__, name)
+            if name in _REACH_MODULES or (name, *rest[:1]) in _REACH_MODULES:
+                self.any_module, self.may_change = self.state(), True
+                if name != "__import__" and name != "globals":
+                    continue
+            if name == "globals" and isinstance(own := sys.modules.get(home_of(fn)), types.ModuleType):
+                self.module(own)
             if name not in fn.__globals__:
                 self.missing(name, fn)
                 continue
             value = fn.__globals__[name]
+            self.bindings.append((fn.__globals__, name, value))
             while isinstance(value, types.ModuleType) and rest and hasattr(value, rest[0]):
                 self.out.append("." + rest[0])
                 if not self.through(value, rest[0]):
                     break
-                value = getattr(value, rest.pop(0))
+                module, attribute = value, rest.pop(0)
+                value = getattr(module, attribute)
+                if attribute in vars(module):
+                    self.bindings.append((vars(module), attribute, value))
+                else:  # made when it is asked for
+                    self.may_change = True
             else:
                 # an object by the attribute read of it: where it is used otherwise too, that is a chain of its own
                 held = members(value, rest[:1]) if rest else None
                 self.inner(value if held is None else held[0][1])
+
+    def bound(self, where: dict[str, Any], name: str) -> None:
+        """`name` of the namespace `where` is read."""
 
     def missing(self, name: str, fn: types.FunctionType) -> None:
         """`name` in the code of `fn` is no global of it: of Python itself, imported inside ("import x"), or unknown."""
@@ -279,6 +445,7 @@ class Walker:
         self.out.append(f"class:{cls.__module__}.{cls.__qualname__}")
         if is_library(cls.__module__) or cls.__module__ == "builtins":
             return
+        self.may_change = True
         self.depth += 1
         self.inner(*cls.__bases__)
         for name, member in sorted(vars(cls).items()):
@@ -338,12 +505,13 @@ def is_library(module: str | None) -> bool:
     return (module or "").split(".")[0] in _LIBRARIES
 
 
-def _in_cell(cell: types.CellType, code: types.CodeType, name: str) -> Any:
-    """What `code` has in `cell` by `name`: of an object that it only reads attributes of, those."""
-    try:
-        return Reached(cell.cell_contents, code, name) if members(cell.cell_contents, ()) is not None else cell
-    except ValueError:
-        return cell
+def _is_standard(module: str) -> bool:
+    return module.split(".")[0] in sys.stdlib_module_names
+
+
+def _in_cell(value: Any, code: types.CodeType, name: str) -> Any:
+    """What `code` has of `value`, which it calls `name`: of an object that it only reads attributes of, those."""
+    return Reached(value, code, name) if members(value, ()) is not None else value
 
 
 def _cell(cell: types.CellType, out: list[str], inner: Callable[..., None]) -> None:
@@ -357,6 +525,25 @@ def _made_by_namedtuple(member: Any) -> bool:
     if isinstance(member, types.FunctionType):
         return home_of(member) == "collections" or home_of(member).startswith("namedtuple_")
     return type(member).__name__ == "_tuplegetter"
+
+
+# what gives a module, or its names, to code that names no module
+_REACH_MODULES = {"__import__", "globals", ("sys", "modules"), ("importlib", "import_module")}
+_WRITES_UNSEEN = {
+    *("data", "numpy", "__array__", "data_ptr", "untyped_storage", "storage", "__dlpack__", "to_dlpack", "from_dlpack"),
+}
+_CODE = (types.FunctionType, types.BuiltinFunctionType, types.ModuleType, type)
+_STAYS = (types.FunctionType, types.MethodType, types.CodeType, tuple, frozenset, functools.partial, slice)
+
+
+def _is_frozen(value: Any) -> bool:
+    """Whether `value` stays what it is, but for what it holds."""
+    if isinstance(value, types.BuiltinFunctionType | types.MethodWrapperType | enum.Enum | torch.finfo | torch.iinfo):
+        return True
+    if isinstance(value, types.GenericAlias | types.UnionType) or type(value).__name__.startswith("OpOverload"):
+        return True
+    kind = type(value)
+    return dataclasses.is_dataclass(kind) and bool(kind.__dataclass_params__.frozen)  # type: ignore[attr-defined]
 
 
 _MOST_LEVELS = 40  # each takes up to eight frames, and Dynamo's stand below
@@ -381,11 +568,27 @@ def _public_state(module: torch.nn.Module) -> dict[str, Any]:
 
 
 def _beside_fields(value: Any, fields: list[str]) -> dict[str, Any]:
-    """What a dataclass's object holds beside its fields (`InitVar`, `__post_init__`), but for cached properties."""
-    held = getattr(value, "__dict__", {})
-    beside = [name for name in held if name not in fields]
-    cached = functools.cached_property
-    return {name: held[name] for name in beside if not isinstance(getattr(type(value), name, None), cached)}
+    """What a dataclass's object holds beside its fields (`InitVar`, `__post_init__`)."""
+    return {name: held for name, held in getattr(value, "__dict__", {}).items() if name not in fields}
+
+
+def _is_data(value: Any, levels: int = 3) -> bool:
+    """Numbers, strings, tensors, and plain containers of them."""
+    if type(value) in _CONTAINERS and levels:
+        items = [*value.values()] if isinstance(value, dict | types.MappingProxyType) else [*value]
+        return all(_is_data(item, levels - 1) for item in items)
+    return isinstance(value, (*_ATOMS, torch.Tensor))
+
+
+def _may_read(module: types.ModuleType, names: set[str], by_any_name: bool) -> list[str]:
+    """The attributes of `module` that code may read which holds `names`, and may make up others."""
+    held = vars(module)
+    found = names & held.keys()
+    if by_any_name:
+        found |= {name for name, value in held.items() if _is_data(value)}
+    if _is_standard(module.__name__):  # the code is Python's; what it holds, such as os.environ, is not
+        found = {name for name in found if not isinstance(held[name], _CODE)}
+    return sorted(name for name in found if name == "__getattr__" or not name.startswith("__"))
 
 
 def _bound(value: Any) -> bool:

@@ -7,13 +7,16 @@
           with saved_tensors_hooks(pack, unpack):    of the region (`torch.fx.traceback.annotate`), guarded by
               ...                                    content.
 
-Contexts nest, the innermost wins; they are thread-local because torch's stack is.
+Contexts nest, the innermost wins; they are thread-local because torch's stack is. Around a compiled call a hook is what
+it was when the context was entered: a compiled call that finds it changed raises, because the pair that is guarded
+stands for what it was. Eager parts call it as it is; inside a compiled function guards read it at each call.
 """
 
 from __future__ import annotations
 
 import collections
 import contextlib
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -26,9 +29,10 @@ from .content import content
 from .eager import pack_eager, settle, unpack_eager
 from .errors import AotHooksError, OptionError
 from .hook import Hook
+from .pending import Pending, changed_before
 from .policy import Policy, Setting
 
-__all__ = ["EagerPack", "Pair", "ambient", "forget", "regions", "saved_tensors_hooks", "saved_tensors_policy"]
+__all__ = ["EagerPack", "Pair", "ambient", "check", "forget", "regions", "saved_tensors_hooks", "saved_tensors_policy"]
 
 
 class Pair:
@@ -53,6 +57,14 @@ _recent: collections.OrderedDict[str, Pair] = collections.OrderedDict()
 _pair_of_module: dict[int, weakref.ref[Pair]] = {}
 regions: collections.OrderedDict[str, Setting] = collections.OrderedDict()
 _REGIONS_KEPT, _PAIRS_KEPT = 4096, 8
+
+
+class _Entered(threading.local):
+    def __init__(self) -> None:
+        self.settings: list[Setting] = []  # of the contexts that this thread is in, innermost last
+
+
+_entered = _Entered()
 
 
 def _module(name: str, call: Callable[[Any], Any]) -> GraphModule:
@@ -146,11 +158,13 @@ def _enter(context: Any) -> None:
         _compat.push_hooks(EagerPack(setting), _unpack_untraced)
     else:
         _compat.push_hooks(pair.pack, pair.unpack)
+    _entered.settings.append(setting)
 
 
 @_compat.untraced
 def _exit() -> None:
     _compat.pop_hooks()
+    _entered.settings.pop()
     _compat.allow_hooks()  # as it was on entry, or the pair couldn't have been pushed
     settle()
 
@@ -170,7 +184,8 @@ class saved_tensors_hooks(_Context):
 
     Raises:
         OptionError: for what is not callable or an unknown scope; on entry, with nothing left on the stack.
-        HookContractError, HookTraceError: while compiling (Dynamo may wrap them) or when an eager part packs.
+        HookContractError, HookTraceError: while compiling (Dynamo may wrap them) or when an eager part packs; from a
+            compiled call if what the hooks hold has changed since the context around it was entered.
     """
 
     def __init__(self, pack: Any, unpack: Any = None, *, scope: str = "donated") -> None:
@@ -239,10 +254,24 @@ def ambient() -> tuple[Setting | None, Any]:
     ref = _pair_of_module.get(id(pack))
     pair = ref() if ref is not None else None
     if pair is not None and pair.pack is pack:
-        return pair.setting, pair
+        return _as_entered(pair), pair
     if isinstance(pack, GraphModule) and isinstance(unpack, GraphModule):
         return Setting(Hook("saved_tensors_hooks", pack, unpack)), (pack, unpack)
     return None, None
+
+
+def _as_entered(pair: Pair) -> Setting:
+    """The setting of `pair` that this thread entered, whose objects may be others than those of an equal one."""
+    innermost = _entered.settings[-1] if _entered.settings else pair.setting
+    return innermost if innermost.key == pair.setting.key else pair.setting
+
+
+def check(setting: Setting, alive: Any) -> None:
+    """Raises `HookContractError` if `setting`, which `ambient()` gave with `alive`, or the options, has changed."""
+    if isinstance(alive, Pair):
+        _as_entered(alive).check("its context was entered")
+    else:
+        setting.check("its context was entered" if alive is not None else "torch.compile made graphs with it")
 
 
 # --- regions: what runs while Dynamo traces a `with` inside a compiled function ---------------------------------------
@@ -252,10 +281,14 @@ _noted: list[str] = []
 
 def _note(context: Any, names: tuple[str, ...], make: Callable[..., Setting]) -> None:
     values = []
+    pending = Pending(*_compat.pending_changes(context))
     for name in names:
         variable = _compat.local_variable(context, name)
         try:
             values.append(_compat.constant_with_guards(context, variable, content))
+            changed = changed_before(values[-1], pending)
+            if changed is not None:
+                raise TypeError(f"{changed} that the compiled function has changed before")
         except (TypeError, NotImplementedError) as e:
             error = OptionError(
                 f"the {name} of a context inside a compiled function must be known while compiling, got {e}; make it "

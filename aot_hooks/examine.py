@@ -137,9 +137,11 @@ class _Examiner(Walker):
     def module(self, value: types.ModuleType) -> None:
         """A module as a value: of one without state its name says all."""
         name = value.__name__
-        self.out.append(f"module:{name}")
-        if not _is_pure(name) or _is_operators(value):
+        if _is_operators(value) or not _is_pure(name):
+            super().module(value)
             self.cannot_read(f"module {name}, used as a value")
+        else:
+            self.out.append(f"module:{name}")
 
     def of_torch(self, value: Any, name: str) -> None:
         if isinstance(value, types.BuiltinFunctionType):

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from .content import content
-from .errors import AotHooksError, OptionError, PolicyError
+from .content import Content, read
+from .errors import AotHooksError, HookContractError, OptionError, PolicyError
 from .hook import KEEP, Hook
 from .saved import SavedTensor
 
@@ -29,18 +29,32 @@ class Setting:
         scope: "donated" (only intermediates: no parameters, buffers, inputs, outputs), "no_static" (all but parameters
             and buffers) or "all".
         key: digest of both; equal settings have equal keys, in every process.
+        content: what both were when this was made.
     """
 
     rule: Hook | Policy
     scope: str = "donated"
     key: str = field(init=False, compare=False)
+    content: Content = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.scope not in SCOPES:
             raise OptionError(f"unknown scope {self.scope!r}; expected one of {', '.join(map(repr, SCOPES))}")
         if not callable(self.rule) and not isinstance(self.rule, Hook):
             raise OptionError(f"a policy must be a function of a SavedTensor or a Hook, got {self.rule!r}")
-        object.__setattr__(self, "key", content(self.rule, self.scope))
+        object.__setattr__(self, "content", read(self.rule, self.scope))
+        object.__setattr__(self, "key", self.content.digest)
+
+    def check(self, whose: str) -> None:
+        """Raises `HookContractError` if the rule says something else than when this was made: graphs hold what it said
+        then."""
+        if not self.content.is_still(self.rule, self.scope):
+            what = f"hook '{self.rule!r}'" if isinstance(self.rule, Hook) else f"policy '{_name(self.rule)}'"
+            raise HookContractError(
+                f"{what} has changed since {whose}: something that it holds, or a global that it reads, is another "
+                "now. Graphs are made of what it was then; expected no change in between. Enter a context anew after "
+                "each change (`with` inside of the loop), or run the hook as it is with Hook(..., eager=True)"
+            )
 
     @property
     def eager(self) -> bool:

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["Reached", "members", "reads"]
+__all__ = ["Reached", "cached", "cached_properties", "members", "reads"]
 
 # what may look at a local without naming it
 _LOOKS_ABOUT = {"super", "locals", "vars", "dir", "eval", "exec"}
@@ -75,8 +75,8 @@ def reads(code: types.CodeType, name: str) -> tuple[str, ...] | None:
 
 
 def members(value: Any, names: Iterable[str]) -> list[tuple[str, Any]] | None:
-    """The attributes of `value` called `names`, read without running any code of its class, methods and properties as
-    bound methods; None if that can't be done."""
+    """The attributes of `value` called `names`, methods and properties as bound methods; None if that can't be done
+    without running code of its class. That of cached properties is run: see `cached`."""
     if not _is_plain(value):
         return None
     found = []
@@ -118,7 +118,7 @@ def _member(value: Any, name: str) -> Any:
     if isinstance(of_class, property):
         return types.MethodType(_checked(of_class.fget, name), value)
     if isinstance(of_class, functools.cached_property):
-        return types.MethodType(of_class.func, value)
+        return cached(value, name)
     if hasattr(type(of_class), "__set__"):
         raise LookupError(name)
     held = getattr(value, "__dict__", {})
@@ -140,6 +140,24 @@ def _member(value: Any, name: str) -> Any:
 
 
 _NONE = object()
+
+
+@functools.lru_cache(maxsize=1024)
+def cached_properties(kind: Any) -> frozenset[str]:
+    """The names of the `functools.cached_property` of a class."""
+    return frozenset(n for c in kind.__mro__ for n, m in vars(c).items() if isinstance(m, functools.cached_property))
+
+
+def cached(value: Any, name: str) -> Any:
+    """What a cached property is. From its first use on it is an attribute like others, which may be written to; so it
+    is used now. It would be when the hook is traced, and by then on tensors without numbers. Raises `LookupError`."""
+    from ._compat import without_modes  # late: it needs what this module makes
+
+    with without_modes():
+        try:
+            return getattr(value, name)
+        except Exception as e:  # code of the user; the hook says so itself, if it reads it
+            raise LookupError(name) from e
 
 
 def _checked(found: Any, name: str) -> Any:

@@ -86,9 +86,11 @@ def _line(fn: Any) -> str:
 
 def _held(label: str, fn: Any) -> Iterator[tuple[str, Any]]:
     """What `fn` holds, each with a name that its author knows it by."""
-    if isinstance(fn, types.MethodType) and isinstance(fn.__func__, types.FunctionType):
-        code = fn.__func__.__code__
-        if code.co_argcount:
+    if isinstance(fn, types.MethodType):
+        code = fn.__func__.__code__ if isinstance(fn.__func__, types.FunctionType) else None
+        if code is None:
+            yield label, fn
+        elif code.co_argcount:
             yield from _of_object(code.co_varnames[0], fn.__self__, reads(code, code.co_varnames[0]))
     elif isinstance(fn, types.FunctionType):
         arguments = fn.__code__.co_varnames[: fn.__code__.co_argcount]

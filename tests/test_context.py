@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import types
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 import aot_hooks
 from aot_hooks import KEEP, Hook, saved_tensors_hooks, saved_tensors_policy
 from aot_hooks.context import ambient
-from aot_hooks.errors import OptionError
+from aot_hooks.errors import HookContractError, OptionError
 
 SCOPES = {"donated": {"h": 4}, "no_static": {"h": 4, "x": 4}, "all": {"h": 4, "x": 4, "w": 4}}
 
@@ -368,3 +369,113 @@ def test_two_hooks_as_a_pair_keep_what_the_packing_one_declines():
     found = {d.saved.op: (d.hook.name, d.reason) for d in plan.decisions if not d.saved.is_input}
     assert found["aten.sin.default"] == ("keep", "it is a sine")
     assert found["aten.mm.default"][0] == "packs/unpacks"
+
+
+# --- hooks that change while a context is open -----------------------------------------------------------------------
+
+
+def test_a_change_in_an_open_context_is_refused_by_compiled_calls_and_followed_by_eager_ones(
+    model: Chain, x: Tensor
+) -> None:
+    held = types.SimpleNamespace(k=2.0)
+    hooks = (lambda x: x * held.k, lambda x: x.clone())
+    call = compiled(model)
+    with saved_tensors_hooks(*hooks):
+        assert_same(gradients(call, model, x), hand_gradients(model, x, h=2))
+        held.k = 3.0
+        assert_same(gradients(model, model, x), hand_gradients(model, x, h=3))
+        with pytest.raises(HookContractError, match=r"has changed since .* was entered.*Enter a context anew"):
+            call(x)
+        with torch.no_grad():  # saves nothing
+            assert torch.equal(call(x), model(x))
+        held.k = 2.0
+        assert_same(gradients(call, model, x), hand_gradients(model, x, h=2))
+    held.k = 3.0
+    with saved_tensors_hooks(*hooks):
+        assert_same(gradients(call, model, x), hand_gradients(model, x, h=3))
+
+
+@pytest.mark.core
+def test_a_change_before_the_first_call_leaves_no_graph_that_is_called_by_another_name(model: Chain, x: Tensor) -> None:
+    """A graph that was made of 3 would have been found as that of 2."""
+    held, call = types.SimpleNamespace(k=2.0), compiled(model)
+    hooks = (lambda x: x * held.k, lambda x: x.clone())
+    with saved_tensors_hooks(*hooks):
+        held.k = 3.0
+        with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="has changed since its context was entered"):
+            call(x)
+    held.k = 2.0
+    with saved_tensors_hooks(*hooks):
+        assert_same(gradients(call, model, x), hand_gradients(model, x, h=2))
+
+
+CHANGES: dict[str, Any] = {
+    "a variable": lambda held: held["bind"](3.0),
+    "an attribute": lambda held: setattr(held["object"], "k", 3.0),
+    "a tensor": lambda held: held["object"].table.fill_(3.0),
+    "an item": lambda held: held["list"].append(3.0),
+}
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("change", CHANGES)
+def test_whatever_changes_in_an_open_context_is_noticed(model: Chain, x: Tensor, change: str) -> None:
+    k = 2.0
+
+    def bind(value: float) -> None:
+        nonlocal k
+        k = value
+
+    held: dict[str, Any] = {
+        "object": types.SimpleNamespace(k=2.0, table=torch.tensor(2.0)),
+        "list": [2.0],
+        "bind": bind,
+    }
+    thing, items = held["object"], held["list"]
+    packs = {
+        "a variable": lambda x: x * k,
+        "an attribute": lambda x: x * thing.k,
+        "a tensor": lambda x: x * thing.table,
+        "an item": lambda x: x * items[-1],
+    }
+    call = compiled(model)
+    with saved_tensors_hooks(packs[change], lambda x: x.clone()):
+        for _ in range(2):
+            assert_same(gradients(call, model, x), hand_gradients(model, x, h=2))
+        CHANGES[change](held)
+        with pytest.raises(HookContractError, match="has changed since its context was entered"):
+            call(x)
+
+
+@pytest.mark.core
+def test_a_policy_in_options_that_changes_is_refused(model: Chain, x: Tensor) -> None:
+    held = types.SimpleNamespace(k=2.0)
+    call = compiled(model, policy=Hook("scaled", lambda x: x * held.k, lambda x: x.clone()))
+    assert_same(gradients(call, model, x), hand_gradients(model, x, h=2))
+    held.k = 3.0
+    with pytest.raises(HookContractError, match=r"hook 'scaled' has changed since torch\.compile made graphs with it"):
+        call(x)
+
+
+@pytest.mark.core
+def test_each_thread_is_asked_for_the_objects_that_it_entered_with(model: Chain, x: Tensor) -> None:
+    """Equal settings are one pair, whose functions are those of who entered last."""
+    call, mine, other = compiled(model), types.SimpleNamespace(k=2.0), types.SimpleNamespace(k=2.0)
+
+    def hooks(held: Any) -> Any:
+        return lambda x: x * held.k, lambda x: x.clone()
+
+    def enter_and_leave() -> None:
+        with saved_tensors_hooks(*hooks(other)):
+            pass
+
+    with saved_tensors_hooks(*hooks(mine)):
+        gradients(call, model, x)
+        thread = threading.Thread(target=enter_and_leave)
+        thread.start()
+        thread.join()
+        other.k = 5.0  # nobody's business any more
+        assert_same(gradients(call, model, x), hand_gradients(model, x, h=2))
+        mine.k = 3.0
+        with pytest.raises(HookContractError, match="has changed"):
+            call(x)

@@ -124,6 +124,7 @@ def set_to(name: str, value: Any) -> Callable[[Quantizer], None]:
 CHANGES: dict[str, Callable[[Quantizer], Any]] = {
     "scale": set_to("scale", 5.0),
     "steps": set_to("steps", 5),
+    "steps_cached": set_to("steps_cached", 5),
     "levels": set_to("levels", 5),
     "table": lambda q: q.table.add_(1),
     "parameter": lambda q: q.linear.weight.add_(1),
@@ -133,7 +134,7 @@ COUNTS = {
     "by_table": {"table"},
     "by_method": {"scale", "levels"},
     "by_property": {"scale"},
-    "by_cached_property": {"steps"},
+    "by_cached_property": {"steps_cached"},
     "by_itself": {"scale"},
     "by_all": set(CHANGES),
 }
@@ -186,6 +187,38 @@ def test_equal_objects_of_two_classes_differ_by_what_their_methods_do() -> None:
             return x - self.scale
 
     assert content(Quantizer().by_method) == content(Quantizer().by_method) != content(Other().by_method)
+
+
+class Broken:
+    @functools.cached_property
+    def k(self) -> float:
+        raise ValueError("no k")
+
+    @functools.cached_property
+    def unread(self) -> float:
+        raise AssertionError
+
+    def pack(self, x: Any) -> Any:
+        return x * self.k
+
+
+def test_a_cached_property_counts_as_what_is_held_from_its_first_use_on() -> None:
+    q = Quantizer()
+    before = content(q.by_cached_property)
+    assert q.steps_cached == 3 and content(q.by_cached_property) == before  # use makes no difference
+    q.steps = 4  # nor what it was made of
+    assert content(q.by_cached_property) == before
+    q.steps_cached = 4
+    other = Quantizer()
+    other.steps = 4
+    assert content(q.by_cached_property) == content(other.by_cached_property) != before
+
+
+def test_a_cached_property_that_raises_or_is_not_read_is_left_alone() -> None:
+    broken = Broken()
+    assert content(broken.pack) == content(Broken().pack) and not vars(broken)
+    vars(broken)["k"] = 2.0
+    assert content(broken.pack) != content(Broken().pack)
 
 
 def test_code_of_the_class_is_not_run() -> None:

@@ -1,0 +1,234 @@
+"""What a compiled function changes before a context is not carried out yet when its hooks are read: it is refused."""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from sentinel import Chain, assert_same, compiled, gradients, hand_gradients, integers
+from torch import Tensor, nn
+
+import aot_hooks
+from aot_hooks import KEEP, Hook, saved_tensors_hooks, saved_tensors_policy
+
+SCALE = 2.0
+settings = types.ModuleType("settings_of_test_pending")
+
+
+@pytest.fixture
+def model() -> Chain:
+    torch.manual_seed(0)
+    return Chain(3, 5, 4, 2)
+
+
+@pytest.fixture
+def x() -> Tensor:
+    return integers(6, 3).requires_grad_()
+
+
+@pytest.fixture(autouse=True)
+def state(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(globals(), "SCALE", 2.0)
+    monkeypatch.setattr(settings, "scale", 2.0, raising=False)
+    monkeypatch.setitem(sys.modules, settings.__name__, settings)
+
+
+def clone(x: Tensor) -> Tensor:
+    return x.clone()
+
+
+def around_second(model: Chain, before: Callable[[], None], make: Callable[[], Any]) -> Callable[[Tensor], Tensor]:
+    def forward(x: Tensor) -> Tensor:
+        h1 = x @ model.weights[0]
+        before()
+        with make():
+            h2 = h1 @ model.weights[1]
+        return h2 @ model.weights[2]
+
+    return forward
+
+
+class Holder:
+    k = 2.0
+
+    def __init__(self, **held: Any) -> None:
+        vars(self).update(held)
+
+
+def case_of_a_nested_object() -> Any:
+    outer = Holder(inner=Holder(k=2.0))
+
+    def before() -> None:
+        outer.inner.k = outer.inner.k + 1
+
+    return before, lambda h: h * outer.inner.k, "a Holder"
+
+
+def case_of_a_method() -> Any:
+    class Module(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Holder(k=2.0)
+
+        def pack(self, h: Tensor) -> Tensor:
+            return h * self.inner.k
+
+    module = Module()
+
+    def before() -> None:
+        module.inner.k = module.inner.k + 1
+
+    return before, module.pack, "a Holder"
+
+
+def case_of_a_list() -> Any:
+    held = [2.0]
+
+    def before() -> None:
+        held[0] = held[0] + 1
+
+    return before, lambda h: h * held[0], "a list"
+
+
+def case_of_a_list_in_a_list() -> Any:
+    held = [[2.0]]
+
+    def before() -> None:
+        held[0][0] = held[0][0] + 1
+
+    return before, lambda h: h * held[0][0], "a list"
+
+
+def case_of_a_dict_in_an_object() -> Any:
+    outer = Holder(table={"k": 2.0})
+
+    def before() -> None:
+        outer.table["k"] = outer.table["k"] + 1
+
+    return before, lambda h: h * outer.table["k"], "a dict"
+
+
+def by_global(h: Tensor) -> Tensor:
+    return h * SCALE
+
+
+def add_to_global() -> None:
+    global SCALE
+    SCALE = SCALE + 1
+
+
+def case_of_a_global() -> Any:
+    return add_to_global, by_global, "a global 'SCALE'"
+
+
+def case_of_a_module() -> Any:
+    def before() -> None:
+        settings.scale = settings.scale + 1
+
+    return before, lambda h: h * settings.scale, "a module 'settings_of_test_pending'"
+
+
+def case_of_a_module_as_a_value() -> Any:
+    def before() -> None:
+        settings.scale = settings.scale + 1
+
+    return before, lambda h: h * getattr(settings, "scale"), "a module 'settings_of_test_pending'"  # noqa: B009
+
+
+def case_of_a_variable() -> Any:
+    k = 2.0
+
+    def before() -> None:
+        nonlocal k
+        k = k + 1
+
+    return before, lambda h: h * k, "a variable 'k'"
+
+
+def case_of_a_tensor_written_to() -> Any:
+    outer = Holder(table=torch.tensor(2.0))
+
+    def before() -> None:
+        outer.table.add_(1)
+
+    return before, lambda h: h * outer.table, "a tensor"
+
+
+def case_of_a_view_of_a_tensor_written_to() -> Any:
+    base = torch.full((2,), 2.0)
+    outer = Holder(base=base, table=base[0])
+
+    def before() -> None:
+        outer.base.add_(1)
+
+    return before, lambda h: h * outer.table, "a tensor"
+
+
+def case_of_a_buffer_replaced() -> Any:
+    class Module(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("table", torch.tensor(2.0))
+
+        def pack(self, h: Tensor) -> Tensor:
+            return h * self.table
+
+    module = Module()
+
+    def before() -> None:
+        module.table = module.table + 1
+
+    return before, module.pack, "a Module"
+
+
+CASES = [value for name, value in globals().items() if name.startswith("case_of_")]
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__.removeprefix("case_of_"))
+def test_what_is_changed_before_a_context_is_refused(model: Chain, x: Tensor, case: Callable[[], Any]) -> None:
+    before, pack, named = case()
+    forward = around_second(model, before, lambda: saved_tensors_hooks(pack, clone))
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="has changed before; make it outside") as raised:
+        compiled(forward)(x)
+    assert f"got {named} that the compiled function has changed before" in str(raised.value)
+    assert isinstance(raised.value.inner_exception, aot_hooks.errors.OptionError)
+
+
+@pytest.mark.core
+def test_of_a_policy_too(model: Chain, x: Tensor) -> None:
+    outer = Holder(inner=Holder(k=2.0))
+
+    def policy(saved: Any) -> Hook:
+        return Hook("triple", lambda h: h * 3, clone) if outer.inner.k > 2.5 else KEEP
+
+    def before() -> None:
+        outer.inner.k = outer.inner.k + 1
+
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="got a Holder that the compiled function has"):
+        compiled(around_second(model, before, lambda: saved_tensors_policy(policy)))(x)
+
+
+@pytest.mark.core
+def test_what_the_hooks_do_not_read_may_change_and_so_may_what_they_read_later_on(model: Chain, x: Tensor) -> None:
+    read, other = Holder(inner=Holder(k=2.0), step=0), Holder(step=0)
+
+    def before() -> None:
+        other.step = other.step + 1
+        read.step = read.step + 1  # an attribute that the hook does not read
+
+    around = around_second(model, before, lambda: saved_tensors_hooks(lambda h: h * read.inner.k, clone))
+
+    def forward(x: Tensor) -> Tensor:
+        out = around(x)
+        read.inner.k = read.inner.k + 1
+        return out
+
+    call = compiled(forward)
+    for k in (2, 3, 4):
+        assert_same(gradients(call, model, x), hand_gradients(model, x, h1=k))
+    assert (read.step, other.step) == (3, 3)
