@@ -13,7 +13,8 @@ Whether x will be returned is not known when it is saved. A tensor that dies whi
 not returned, so x waits, held by the user anyway, until a weak reference tells of its death; the packing itself is done
 at the next save or at the context's end, where an error can be raised. One tensor saved twice is packed once.
 
-What is kept is checked against in-place changes, as autograd does without hooks.
+What is kept is checked against in-place changes, as autograd does without hooks. A hook whose code names what writes
+past autograd's versions (`x.data`) is watched by the bytes.
 """
 
 from __future__ import annotations
@@ -40,15 +41,30 @@ __all__ = ["CompiledCall", "Kept", "pack_eager", "settle", "unpack_eager"]
 class Kept:
     """What autograd holds for one saved tensor: the tensor (detached) or what pack made of it."""
 
-    __slots__ = ("__weakref__", "again", "hook", "like", "packed", "raw", "state", "storage", "version", "watch")
+    __slots__ = (
+        "__weakref__",
+        "again",
+        "hook",
+        "like",
+        "packed",
+        "raw",
+        "state",
+        "storage",
+        "version",
+        "watch",
+        "watched",
+    )
 
-    def __init__(self, x: torch.Tensor, hook: Hook, again: tuple[Setting, EagerRow] | None = None) -> None:
+    def __init__(
+        self, x: torch.Tensor, hook: Hook, again: tuple[Setting, EagerRow] | None = None, *, watched: bool = False
+    ) -> None:
         self.raw: torch.Tensor | None = x.detach()
         # as long as this lives no other storage gets the same address, which `_Local.seen` relies on
         self.storage = StorageWeakRef(x.untyped_storage()) if x.layout is torch.strided else None
         self.version = x._version
         self.hook = hook
         self.again = again  # whom to ask for the hook once more when it is packed
+        self.watched = watched  # whether to look at the bytes for what the hook's functions write to
         self.packed: Any = None
         self.state = "kept"  # kept | waiting | due | packed | spoiled
         self.watch: Any = None
@@ -83,7 +99,7 @@ def pack_eager(setting: Setting, x: torch.Tensor) -> Any:
     known = _local.seen.get(key)
     if known is not None and (kept := known()) is not None:
         return kept
-    kept = Kept(x, hook, again)
+    kept = Kept(x, hook, again, watched=setting.content.writes_unseen)
     seen = _local.seen  # this thread's: the backward, which lets go of it, may run on another one
 
     def forget(ref: weakref.ref[Kept]) -> None:
@@ -236,8 +252,9 @@ def _pack(kept: Kept) -> None:
         if stride == 0 and size > 1:
             compact = compact.narrow(d, 0, 1)  # a dimension of stride 0 holds one row
     compact = compact.resolve_conj().resolve_neg()
+    before = _bytes([compact]) if kept.watched else None
     packed = _run(kept.hook.pack, compact, f"{_at(kept)}: pack")
-    if raw._version != kept.version:
+    if raw._version != kept.version or (before is not None and not _same_bytes(before, [compact])):
         raise HookContractError(
             f"{_at(kept)}: pack mutates its input in place; expected a pure function. Use x.clone()"
         )
@@ -258,8 +275,9 @@ def _unpack(kept: Kept) -> torch.Tensor:
     counted: list[torch.Tensor] = []
     anew = _containers_anew(packed, counted)
     versions = [a._version for a in counted]
+    before = _bytes(counted) if kept.watched else None
     out = _run(kept.hook.unpack, anew, f"{_at(kept)}: unpack")
-    if [a._version for a in counted] != versions:
+    if [a._version for a in counted] != versions or (before is not None and not _same_bytes(before, counted)):
         kept.state = "spoiled"
     if not isinstance(out, torch.Tensor):
         raise HookContractError(
@@ -271,6 +289,17 @@ def _unpack(kept: Kept) -> torch.Tensor:
             f"{dtype}{list(compact)} on {device}, like the saved one"
         )
     return out.expand(shape) if out.shape != shape else out
+
+
+def _bytes(tensors: list[torch.Tensor]) -> list[torch.Tensor | None]:
+    """Copies of `tensors`, as bytes."""
+    strided = [a.detach() if a.layout is torch.strided else None for a in tensors]
+    return [None if a is None else a.reshape(-1).contiguous().clone().view(torch.uint8) for a in strided]
+
+
+def _same_bytes(before: list[torch.Tensor | None], tensors: list[torch.Tensor]) -> bool:
+    now = _bytes(tensors)
+    return all(a is None or b is None or torch.equal(a, b) for a, b in zip(before, now, strict=True))
 
 
 def _containers_anew(packed: Any, tensors: list[torch.Tensor]) -> Any:

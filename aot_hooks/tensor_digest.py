@@ -1,4 +1,10 @@
-"""The digest of a tensor: its dtype, shape, device, whether it wants a gradient, and its bytes."""
+"""The digest of a tensor: its dtype, shape, device, whether it wants a gradient, and its bytes.
+
+It is remembered until the tensor changes: by autograd's version, or by other memory. What writes past autograd
+(`x.data`, NumPy, a kernel of one's own) counts no version. Tensors of up to 16 KiB on the CPU are therefore read each
+time, of larger ones there a thousand numbers; elsewhere such a writer has to say so, by
+`torch.autograd.graph.increment_version(x)`.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +14,7 @@ import weakref
 from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 __all__ = ["by_value", "tensor_digest"]
 
@@ -32,15 +39,50 @@ def by_value(x: torch.Tensor) -> torch.Tensor:
     return copy
 
 
+class _State:
+    """What changes with a tensor. The reference to its storage keeps another from having the same address."""
+
+    def __init__(self, x: torch.Tensor) -> None:
+        self.storage = StorageWeakRef(x.untyped_storage())
+        layout = (x.data_ptr(), x.dtype, x.shape, x.stride(), x.device, x.requires_grad)
+        self.said = (x._version, self.storage.cdata, layout, _sample(x))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _State) and self.said == other.said
+
+    __hash__ = None  # type: ignore[assignment]
+
+
 def _state(x: torch.Tensor) -> Any:
-    """What changes with `x`; None: read it each time. `x.data` and NumPy write without counting it as a version."""
+    """What changes with `x`; None: read it each time."""
+    if x.is_inference():  # it keeps no version
+        return None
     if type(x) not in (torch.Tensor, torch.nn.Parameter) or x.layout is not torch.strided:
         return x._version
     if x.device.type == "cpu" and x.nbytes <= _READ_EACH_TIME:
         return None
-    return x._version, x.data_ptr(), x.dtype, x.shape, x.stride(), x.device, x.requires_grad
+    return _State(x)
 
 
+def _sample(x: torch.Tensor) -> bytes:
+    """Numbers all over the memory of `x`, with its first and last."""
+    from ._compat import without_modes
+
+    if x.device.type != "cpu":
+        return b""
+    with without_modes():
+        last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+        step = max(1, last // _SAMPLED)
+        flat = x.detach().as_strided((last // step + 1,), (step,)).contiguous()
+        ends = (
+            flat
+            if last % step == 0
+            else torch.cat((flat, x.detach().as_strided((1,), (1,), x.storage_offset() + last)))
+        )
+        return hashlib.sha256(ctypes.string_at(ends.data_ptr(), ends.nbytes)).digest()
+
+
+_SAMPLED = 1024
 _READ_EACH_TIME = 1 << 14
 
 
@@ -49,7 +91,7 @@ def tensor_digest(x: torch.Tensor) -> str:
 
     if is_traced_value(x):
         return f"traced tensor:{id(x)}"
-    version = None if x.is_inference() else _state(x)  # what inference mode made keeps none: read it each time
+    version = _state(x)
     known = _known.get(id(x))
     if known is not None and known[0]() is x and known[1] == version is not None:
         return known[2]

@@ -136,10 +136,7 @@ def _trace(
         result["like"] = (given.shape, given.dtype, given.device)
         packed = _call(hook.pack, given, f"{at}: pack")
         if given._version != version:
-            raise HookContractError(
-                f"{at}: pack mutates its input in place; expected a pure function, because the forward goes on using "
-                "the tensor. Work on x.clone(), or use the out-of-place form of the op"
-            )
+            raise HookContractError(mutates)
         if packed is None:
             raise HookContractError(f"{at}: pack returned None; expected the packed value. Is a `return` missing?")
         leaves, result["rebuild"] = _flatten(packed)
@@ -149,7 +146,11 @@ def _trace(
         result["leaves"] = leaves
         return crossing
 
-    pack_gm = _functional(pack, (sample,), decompositions)
+    mutates = (
+        f"{at}: pack mutates its input in place; expected a pure function, because the forward goes on using "
+        "the tensor. Work on x.clone(), or use the out-of-place form of the op"
+    )
+    pack_gm = _functional(pack, (sample,), decompositions, mutates)
     crossing_nodes = list(_compat.pytree.tree_leaves(pack_gm.graph.output_node().args[0]))
     leaves = list(result["leaves"])
     slots: list[int] = []  # positions in `leaves` of what crosses
@@ -262,14 +263,37 @@ def _flatten_subclass(a: Any) -> tuple[list[Any], Any]:
     return [x for part, _ in parts for x in part], make
 
 
-def _functional(fn: Any, args: tuple[Any, ...], decompositions: dict[Any, Any] | None) -> GraphModule:
+def _functional(
+    fn: Any, args: tuple[Any, ...], decompositions: dict[Any, Any] | None, mutates: str | None = None
+) -> GraphModule:
+    """`fn` as a functional graph. With `mutates`, raises `HookContractError` of that text if it writes to `args`."""
     with _compat.python_dispatcher():
         gm = make_fx(fn, decomposition_table=decompositions)(*args)
+        if mutates is not None and _writes_to_inputs(gm):  # past autograd's versions: `x.data.add_(1)`
+            raise HookContractError(mutates)
         if any(_mutates(n) for n in gm.graph.nodes):
             # what mutates its own temporaries is made functional in a second trace, below any tensor subclass
             again = torch.func.functionalize(Interpreter(gm).run, remove="mutations")
             gm = make_fx(again, decomposition_table=decompositions)(*args)
     return gm
+
+
+def _writes_to_inputs(gm: GraphModule) -> bool:
+    """Whether a placeholder, or a view of one, is written to."""
+    memory: dict[Node, bool] = {}  # node -> whether it shares the memory of a placeholder
+    for node in gm.graph.nodes:
+        schema = getattr(node.target, "_schema", None)
+        memory[node] = node.op == "placeholder"
+        if node.op != "call_function" or schema is None:
+            continue
+        for i, argument in enumerate(schema.arguments):
+            given = node.args[i] if i < len(node.args) else node.kwargs.get(argument.name)
+            held = [n for n in _compat.pytree.tree_leaves(given) if isinstance(n, Node) and memory[n]]
+            if argument.alias_info is not None and held:
+                if argument.alias_info.is_write:
+                    return True
+                memory[node] = True
+    return False
 
 
 def _mutates(node: Node) -> bool:

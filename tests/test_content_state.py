@@ -48,16 +48,34 @@ def test_a_tensor_changed_in_place_is_another(change: Any) -> None:
     assert content(hook) != before
 
 
-def test_footgun_a_change_behind_autograds_back_goes_unseen_in_large_tensors() -> None:
-    """`x.data` has a version of its own, so the digest that is remembered for `x` stays. Use `x.detach()`. What is
-    small and on the CPU is read each time, and other memory is told by its address."""
-    small, large = torch.zeros(64, 64), torch.zeros(64, 128)
-    before = content(small), content(large)
-    small.data.add_(1), large.data.add_(1)
-    assert content(small) != before[0]
-    assert content(large) == before[1]
-    large.data = large + 1
-    assert content(large) != before[1]
+@pytest.mark.parametrize("shape", [(64, 64), (64, 128), (1000, 1001)])
+def test_what_is_written_past_autograd_is_noticed_on_the_cpu(shape: tuple[int, ...]) -> None:
+    """`x.data` has a version of its own. Small tensors are read each time, of large ones a thousand numbers."""
+    for x in (torch.zeros(shape), torch.zeros(shape[::-1]).t(), torch.zeros(*shape, 2)[..., 0]):
+        digests = [content(x)]
+        for write in (lambda x: x.add_(1), lambda x: x[-1, -1].add_(1), lambda x: x[0, 0].add_(1)):
+            write(x.data)
+            digests.append(content(x))
+        assert len({*digests}) == 4 and content(x) == digests[-1]
+
+
+def test_footgun_one_number_written_past_autograd_goes_unseen_in_a_large_tensor_until_it_is_said() -> None:
+    x = torch.zeros(1000, 1000)
+    before = content(x)
+    x.data.view(-1)[1] = 1
+    assert content(x) == before
+    torch.autograd.graph.increment_version(x)
+    assert content(x) != before
+
+
+def test_other_memory_is_told_from_what_was_there_before() -> None:
+    """The allocator gives an address anew as soon as it is free."""
+    x, digests = torch.zeros(1000, 1000), set()
+    for i in range(8):
+        x.data = torch.zeros(1000, 1000)
+        x.data.view(-1)[1] = i
+        digests.add(content(x))
+    assert len(digests) == 8
 
 
 def test_a_view_shows_changes_of_its_base() -> None:

@@ -65,8 +65,20 @@ def pops(p: list[Tensor]) -> Tensor:
     return p.pop() * 2
 
 
+def doubles_past_autograd(p: Tensor) -> Tensor:
+    p.data.mul_(2)
+    return p.clone()
+
+
+def doubles_by_numpy(p: Tensor) -> Tensor:
+    array = p.numpy()
+    array *= 2
+    return p.clone()
+
+
 WRITERS = {
     "in place": (lambda x: x.clone(), doubles),
+    "past autograd": (lambda x: x.clone(), doubles_past_autograd),
     "in place, a view": (lambda x: {"packed": x.clone()}, doubles_a_view_in_a_dict),
 }
 
@@ -89,6 +101,22 @@ def test_an_unpack_that_writes_to_what_was_packed_is_right_once(
         out = compiled(model)(x).sum()
     for _ in range(2):
         assert_same(list(torch.autograd.grad(out, leaves, retain_graph=True)), hand_gradients(model, x, h=2))
+
+
+@pytest.mark.parametrize("write", [doubles, doubles_past_autograd, doubles_by_numpy])
+def test_a_pack_that_writes_to_its_input_is_refused(model: Chain, x: Tensor, write: Any) -> None:
+    def forward(x: Tensor) -> Tensor:
+        h = x @ model.weights[0]
+        return h @ model.weights[1] + h.sum()
+
+    pytest.importorskip("numpy")
+    with pytest.raises(HookContractError, match=r"hook 'writer' .*pack mutates its input in place"):
+        with saved_tensors_hooks(Hook("writer", write, lambda p: p), scope="all"):
+            forward(x)
+    if write is not doubles_by_numpy:  # which can't be traced
+        with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match=r"hook 'writer' .*pack mutates its input"):
+            with saved_tensors_hooks(Hook("writer", write, lambda p: p), scope="all"):
+                compiled(forward)(x)
 
 
 @pytest.mark.core

@@ -145,6 +145,11 @@ def mutates_a_view(x: Tensor) -> Any:
     return x * 1
 
 
+def mutates_its_data(x: Tensor) -> Any:
+    x.data[0].zero_()  # counts no version
+    return x * 1
+
+
 def reads_an_item(x: Tensor) -> Any:
     return x / x.abs().max().item()
 
@@ -225,6 +230,7 @@ WRONG_PACK = {
     "returns none": (returns_none, HookContractError, ["None", "return"]),
     "mutates its input": (mutates, HookContractError, ["mutates its input", "clone"]),
     "mutates a view of its input": (mutates_a_view, HookContractError, ["mutates its input", "clone"]),
+    "mutates its data": (mutates_its_data, HookContractError, ["mutates its input", "clone"]),
     "reads an item": (reads_an_item, HookContractError, ["reads a value", ".item()", "eager=True"]),
     "branches on a value": (branches, HookContractError, ["reads a value", "torch.where", "eager=True"]),
     "nonzero": (keeps_nonzero, HookContractError, ["size depends on the values", "eager=True"]),
