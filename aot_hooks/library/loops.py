@@ -2,7 +2,7 @@
 
       x --amax_bits--> i32[n, 1]              where x is made
       x, bits --to_float8--> f8[n, m]         after x's last use
-      q, bits --from_float8--> bf16[n, m]     in the backward
+      q, bits --from_float8--> bf16[n, m]     in the backward; int8 likewise, in blocks, q u8[n, m]
 
 They compute what float8.py and integer.py write as tensor code, which Inductor takes apart into some twenty nodes a
 saved tensor, and in fewer instructions a number: at 8 bits arithmetic costs as much time as moving the bytes.
@@ -28,8 +28,9 @@ __all__ = ["amax_bits", "from_float8", "from_int8", "taken", "to_float8", "to_in
 _MAGNITUDE = 0x7FFFFFFF
 _STEP = 0x00800000  # one exponent step
 _SMALLEST_NORMAL = 2.0**-126
-_ROUNDING, _ROUNDING_BITS = 12582912.0, 0x4B400000
-_TOP_INT8 = 126.0  # +-127 stand for the infinities, -128 for NaN
+_TOP_INT8 = 126.0  # a code is stored with 127 added; 0, 254 and 255 stand for infinity, -infinity and NaN
+_CODE_ZERO = 127.0
+_ROUNDING = 12582912.0  # 1.5 * 2**23
 _STEP_INT8 = (1 - 2.0**-21) / _TOP_INT8  # of the largest value; a little less, so that times 126 it is no infinity
 
 _library = torch.library.Library("aot_hooks", "FRAGMENT")
@@ -76,14 +77,17 @@ def _from_float8(q: torch.Tensor, bits: torch.Tensor, dtype: torch.dtype, top: f
 
 
 def _to_int8(x: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
-    q = (x.float() * (_TOP_INT8 / _amax(bits, _TOP_INT8))).round().clamp(-127, 127)
-    return torch.where(x.isnan(), -128.0, q).to(torch.int8)
+    inverse = _TOP_INT8 / _amax(bits, _TOP_INT8)
+    q = (x.double() * inverse.double() + _CODE_ZERO).round()  # in float64, so that it is rounded once
+    q = torch.where(x.isnan(), 255.0, torch.where(x == -torch.inf, 254.0, torch.where(x == torch.inf, 0.0, q)))
+    return q.to(torch.uint8)
 
 
 def _from_int8(q: torch.Tensor, bits: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     code = q.float()
-    y = code * torch.where(code.abs() > 126, torch.inf, _amax(bits, _TOP_INT8) * _STEP_INT8)
-    return torch.where(code < -127, torch.nan, y).to(dtype)
+    y = (code - _CODE_ZERO) * (_amax(bits, _TOP_INT8) * _STEP_INT8)
+    special = torch.where(code > 254, torch.nan, torch.where(code > 0, -torch.inf, torch.inf))
+    return torch.where((code > 0) & (code < 254), y, special).to(dtype)
 
 
 for _name, _fn in (
@@ -99,7 +103,7 @@ for _name, _fn in (
 torch.library.register_fake("aot_hooks::amax_bits", lambda x: x.new_empty((*x.shape[:-1], 1), dtype=torch.int32))
 torch.library.register_fake("aot_hooks::to_float8", lambda x, bits, dtype, top: torch.empty_like(x, dtype=dtype))
 torch.library.register_fake("aot_hooks::from_float8", lambda q, bits, dtype, *_: torch.empty_like(q, dtype=dtype))
-torch.library.register_fake("aot_hooks::to_int8", lambda x, bits: torch.empty_like(x, dtype=torch.int8))
+torch.library.register_fake("aot_hooks::to_int8", lambda x, bits: torch.empty_like(x, dtype=torch.uint8))
 torch.library.register_fake("aot_hooks::from_int8", lambda q, bits, dtype: torch.empty_like(q, dtype=dtype))
 
 
@@ -146,24 +150,22 @@ def _loop_from_float8(ops: Any, q: Any, bits: Any, dtype: torch.dtype, top: floa
 def _loop_to_int8(ops: Any, x: Any, bits: Any) -> Any:
     inverse = ops.truediv(ops.constant(_TOP_INT8, torch.float32), _loop_amax(ops, bits, _TOP_INT8))
     x = ops.to_dtype(x, torch.float32)
-    # Adding 1.5 * 2**23 rounds to an integer and leaves it in the last bits, which are clamped as they are: infinity's
-    # bits are beyond. Rounding and converting take a slow unit, clamping floats three instructions, because of NaN.
-    code = ops.to_dtype_bitcast(
-        ops.add(ops.mul(x, inverse), ops.constant(_ROUNDING, torch.float32)), torch.int32, torch.float32
-    )
-    code = ops.maximum(code, ops.constant(_ROUNDING_BITS - 127, torch.int32))
-    code = ops.minimum(code, ops.constant(_ROUNDING_BITS + 127, torch.int32))
-    code = ops.where(ops.ne(x, x), ops.constant(_ROUNDING_BITS - 128, torch.int32), code)
-    return ops.to_dtype(ops.bitwise_and(code, ops.constant(255, torch.int32)), torch.int8)
+    # Adding 1.5 * 2**23 rounds to an integer and leaves it in the last bits; rounding and converting take a slow unit.
+    rounded = ops.add(ops.mul(x, inverse), ops.constant(_ROUNDING + _CODE_ZERO, torch.float32))
+    code = ops.bitwise_and(ops.to_dtype_bitcast(rounded, torch.int32, torch.float32), ops.constant(255, torch.int32))
+    for value, own in ((float("inf"), 0), (-float("inf"), 254)):
+        code = ops.where(ops.eq(x, ops.constant(value, torch.float32)), ops.constant(own, torch.int32), code)
+    return ops.to_dtype(ops.where(ops.ne(x, x), ops.constant(255, torch.int32), code), torch.uint8)
 
 
 def _loop_from_int8(ops: Any, q: Any, bits: Any, dtype: torch.dtype) -> Any:
     code = ops.to_dtype(q, torch.float32)
     step = ops.mul(_loop_amax(ops, bits, _TOP_INT8), ops.constant(_STEP_INT8, torch.float32))
-    special = ops.gt(ops.abs(code), ops.constant(126.0, torch.float32))
-    y = ops.mul(code, ops.where(special, ops.constant(float("inf"), torch.float32), step))
-    is_nan = ops.lt(code, ops.constant(-127.0, torch.float32))
-    return ops.to_dtype(ops.where(is_nan, ops.constant(float("nan"), torch.float32), y), dtype)
+    y = ops.mul(ops.sub(code, ops.constant(_CODE_ZERO, torch.float32)), step)
+    for least, value in ((254.0, -float("inf")), (255.0, float("nan"))):
+        y = ops.where(ops.ge(code, ops.constant(least, torch.float32)), ops.constant(value, torch.float32), y)
+    is_inf = ops.eq(code, ops.constant(0.0, torch.float32))
+    return ops.to_dtype(ops.where(is_inf, ops.constant(float("inf"), torch.float32), y), dtype)
 
 
 _compat.lower_to_loop(amax_bits, _loop_bits, lambda x: torch.int32, nvidia=ptx.amax_bits, reduce_last="amax")
@@ -172,8 +174,8 @@ _compat.lower_to_loop(from_float8, _loop_from_float8, lambda q, bits, dtype, *_:
 _compat.lower_to_loop(
     to_int8,
     _loop_to_int8,
-    lambda x, bits: torch.int8,
-    nvidia=lambda ops, x, bits: ptx.to_int8(ops, x, bits, _TOP_INT8, _ROUNDING, _ROUNDING_BITS),
+    lambda x, bits: torch.uint8,
+    nvidia=lambda ops, x, bits: ptx.to_int8(ops, x, bits, _TOP_INT8),
 )
 _compat.lower_to_loop(
     from_int8,

@@ -18,7 +18,7 @@ import torch
 
 from .scales import INVERSE, MASK, largest_scale, rounding_up
 
-__all__ = ["amax_bits", "from_float8", "from_int8", "to_float8", "to_int8"]
+__all__ = ["INT8_BACK", "INT8_CODES", "amax_bits", "from_float8", "from_int8", "to_float8", "to_int8"]
 
 
 def _number(x: float) -> str:
@@ -63,26 +63,48 @@ def _float8_back(top: float, inf: float, largest: float) -> str:
     )
 
 
-@functools.cache
-def _int8_code(rounding: float, rounding_bits: int) -> str:
-    return (
-        f"{{ .reg .f32 f; .reg .s32 t; .reg .pred p; fma.rn.f32 f, $1, $2, {_number(rounding)}; mov.b32 t, f; "
-        f"max.s32 t, t, {rounding_bits - 127}; min.s32 t, t, {rounding_bits + 127}; setp.nan.f32 p, $1, $1; "
-        f"selp.b32 t, {rounding_bits - 128}, t, p; sub.s32 $0, t, {rounding_bits}; }}"
+_ROUNDING = 12582912.0 + 127  # 1.5 * 2**23, and what codes are stored with
+
+# Four int8 codes are one register. Adding 1.5 * 2**23 + 127 rounds x / scale to an integer and leaves code + 127 in the
+# last byte, as which the hardware's infinities are 0 and its NaN is 255. Byte permutations gather four of these and,
+# from the sign, 0xFF or 0, which makes -infinity 254: 9 instructions for four values.
+INT8_CODES = (
+    "{ .reg .f32 f<4>; .reg .b32 a, b, c; "
+    + " ".join(f"fma.rn.f32 f{i}, ${i + 1}, ${i + 5}, {_number(_ROUNDING)};" for i in range(4))
+    + " prmt.b32 a, f0, f1, 0xFB40; prmt.b32 b, f2, f3, 0xFB40; prmt.b32 c, a, b, 0x5410; prmt.b32 a, a, b, 0x7632; "
+    "lop3.b32 $0, c, a, 0xFEFEFEFE, 0xF8; }"  # c | (a & 0xFE...)
+)
+
+
+def _pair(x: int) -> str:
+    return f"0x{x:04X}{x:04X}"
+
+
+# Back as float16, two at once: 0x64 before a byte is 1024 + code + 127. Times 519, 127 and -127 overflow and no other
+# code does, times 513 only 128 does; times 2**-24 what is finite gets lost in the code's rounding: 127 and -127 become
+# an infinity of the other sign, and 128 one infinity less another.
+INT8_BACK = (
+    "{ .reg .b32 c, t, u, k; .reg .b16 l, h; .reg .f32 f<4>; "
+    + " ".join(
+        f"prmt.b32 c, $4, {_pair(0x6464)}, {selector}; mov.b32 k, {_pair(0xE47F)}; add.f16x2 c, c, k; "
+        f"mov.b32 k, {_pair(0x600E)}; mul.f16x2 t, c, k; mov.b32 k, {_pair(0x6002)}; mul.f16x2 u, c, k; "
+        f"mov.b32 k, {_pair(0x8001)}; fma.rn.f16x2 c, t, k, c; mov.b32 k, {_pair(0x0001)}; fma.rn.f16x2 c, u, k, c; "
+        f"mov.b32 {{l, h}}, c; cvt.f32.f16 f{i}, l; cvt.f32.f16 f{i + 1}, h; "
+        for i, selector in ((0, "0x4140"), (2, "0x4342"))
     )
+    + " ".join(f"mul.f32 f{i}, f{i}, ${i + 5};" for i in range(4))
+    + " ".join(f" mov.b32 ${i}, f{i};" for i in range(4))  # last: they may lie where an input does
+    + " }"
+)
 
 
 @functools.cache
-def _int8_back(top: float, step: float) -> str:
-    return (
-        f"{{ {_amax('$2', top)} .reg .f32 a; .reg .pred p; mul.f32 f, f, {_number(step)}; abs.f32 a, $1; "
-        f"setp.gt.f32 p, a, {_number(126.0)}; selp.f32 f, {_INFINITY}, f, p; mul.f32 f, $1, f; "
-        f"setp.lt.f32 p, $1, {_number(-127.0)}; selp.f32 $0, {_NAN}, f, p; }}"
-    )
+def _int8_step(top: float, step: float) -> str:
+    return f"{{ {_amax('$1', top)} mul.f32 $0, f, {_number(step)}; }}"
 
 
-def _emit(ops: Any, asm: str, dtype: torch.dtype, constraints: str, *inputs: Any) -> Any:
-    return ops.inline_asm_elementwise(*inputs, asm=asm, constraints=constraints, dtype=dtype, is_pure=True, pack=1)
+def _emit(ops: Any, asm: str, dtype: torch.dtype, constraints: str, *inputs: Any, pack: int = 1) -> Any:
+    return ops.inline_asm_elementwise(*inputs, asm=asm, constraints=constraints, dtype=dtype, is_pure=True, pack=pack)
 
 
 def amax_bits(ops: Any, x: Any) -> Any:
@@ -103,13 +125,13 @@ def from_float8(ops: Any, q: Any, bits: Any, dtype: torch.dtype, top: float, inf
     return ops.to_dtype(_emit(ops, back, torch.float32, "=f,f,r", y, bits), dtype)
 
 
-def to_int8(ops: Any, x: Any, bits: Any, top: float, rounding: float, rounding_bits: int) -> Any:
+def to_int8(ops: Any, x: Any, bits: Any, top: float) -> Any:
     inverse = _emit(ops, _inverse(top), torch.float32, "=f,r", bits)
-    x = ops.to_dtype(x, torch.float32)
-    code = _emit(ops, _int8_code(rounding, rounding_bits), torch.int32, "=r,f,f", x, inverse)
-    return ops.to_dtype(code, torch.int8)
+    inputs = ops.to_dtype(x, torch.float32), inverse
+    return _emit(ops, INT8_CODES, torch.uint8, "=r,f,f,f,f,f,f,f,f", *inputs, pack=4)
 
 
 def from_int8(ops: Any, q: Any, bits: Any, dtype: torch.dtype, top: float, step: float) -> Any:
-    code = ops.to_dtype(q, torch.float32)
-    return ops.to_dtype(_emit(ops, _int8_back(top, step), torch.float32, "=f,f,r", code, bits), dtype)
+    scale = _emit(ops, _int8_step(top, step), torch.float32, "=f,r", bits)
+    x = _emit(ops, INT8_BACK, torch.float32, "=f,=f,=f,=f,r,f,f,f,f", q, scale, pack=4)
+    return ops.to_dtype(x, dtype)

@@ -1,0 +1,82 @@
+"""The PTX of int8, emulated, against the operators' own tensor code, bit for bit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from emulated_ptx import prmt, run
+
+from aot_hooks.library import loops, ptx
+
+
+class Emulated:
+    """Inductor's `ops` for a loop over `[n]` values in which a thread holds four at a time."""
+
+    def to_dtype(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        return x.to(dtype)
+
+    def inline_asm_elementwise(
+        self, *inputs: torch.Tensor, asm: str, constraints: str, dtype: torch.dtype, is_pure: bool, pack: int
+    ) -> torch.Tensor:
+        registers: list[Any] = []
+        for x in inputs:
+            step = 4 // x.element_size()  # elements in a register
+            registers += [x.reshape(-1, pack)[:, i : i + step].contiguous().numpy() for i in range(0, pack, step)]
+        outputs = constraints.count("=")
+        assert len(constraints.split(",")) == outputs + len(registers)
+        got = run(asm, outputs, *(r.view(np.uint32).reshape(-1) for r in registers))
+        return torch.from_numpy(np.stack(got, 1)).view(dtype).reshape(-1)
+
+
+def values() -> torch.Tensor:
+    torch.manual_seed(0)
+    x = torch.randn(40, 128)
+    x[0] = 0
+    x[1, 3], x[1, 4], x[1, 5] = torch.inf, -torch.inf, torch.nan
+    x[2] = torch.nan
+    x[3] *= 1e-39  # subnormal
+    x[4] *= 1e37
+    x[5] = torch.finfo(torch.float32).max
+    x[6, ::2] = -torch.inf
+    x[7] = torch.inf
+    x[8, 0] = 126.0  # of which a step is 1: ties
+    x[8, 1:] = torch.arange(127) - 62.5
+    x[9] = -0.0
+    return x
+
+
+@pytest.mark.core
+def test_packing_gives_the_codes_of_the_tensor_code():
+    x = values()
+    bits = loops.amax_bits(x)
+    spread = bits.expand_as(x).reshape(-1)
+    own = ptx.amax_bits(Emulated(), x.reshape(-1)).view_as(x).amax(-1, keepdim=True)
+    assert torch.equal(own.clamp(min=0), bits.clamp(min=0))  # negative: nothing finite, of any bits
+    got = ptx.to_int8(Emulated(), x.reshape(-1), spread, 126.0)
+    expected = loops.to_int8(x, bits)
+    assert got.dtype is expected.dtype
+    assert torch.equal(got.view_as(x), expected)
+    assert {0, 254, 255} < set(expected.unique().tolist())
+
+
+@pytest.mark.core
+def test_every_code_comes_back_as_by_the_tensor_code():
+    q = torch.arange(256, dtype=torch.uint8).expand(40, 256)
+    bits = loops.amax_bits(values())
+    got = ptx.from_int8(
+        Emulated(), q.reshape(-1), bits.expand_as(q).reshape(-1), torch.float32, 126.0, (1 - 2.0**-21) / 126
+    )
+    expected = loops.from_int8(q, bits, torch.float32)
+    torch.testing.assert_close(got.view(40, 256), expected, rtol=0, atol=0, equal_nan=True)
+    assert (expected.isnan().sum(), expected.isinf().sum()) == (40, 80)
+
+
+@pytest.mark.core
+def test_an_instruction_that_is_not_known_is_an_error():
+    with pytest.raises(KeyError):
+        run("{ popc.b32 $0, $1; }", 1, np.zeros(1, np.uint32))
+    one = np.array([0x80FF7F01], np.uint32)
+    assert prmt(one, one, np.array([0xFB40], np.uint32))[0] == 0xFFFF0101
