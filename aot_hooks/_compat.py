@@ -999,8 +999,64 @@ def lower_to_loop(
     _loops.append((op, body, nvidia, dtype_of, reduce_last))
 
 
+@dataclasses.dataclass(frozen=True)
+class PackedAsm:
+    """Inline assembly of four elements at once, for Triton, and of one for a block that holds fewer than four.
+
+    Inductor's `ops.inline_asm_elementwise` has nothing for the latter in 2.11, where such a block does not compile, and
+    from 2.13 on takes each input for as large as the first. So code for this is made by ours, called through it.
+
+    Attributes:
+        dtype: of the result.
+        four, four_constraints: 8-bit elements are in one register, others in a register each.
+        one, one_constraints: 8-bit elements are in a register each.
+    """
+
+    dtype: torch.dtype
+    four: str
+    four_constraints: str
+    one: str
+    one_constraints: str
+
+    def __call__(self, ops: Any, *inputs: Any) -> Any:
+        _packed_asm[self.four] = self
+        return ops.inline_asm_elementwise(
+            *inputs, asm=self.four, constraints=self.four_constraints, dtype=self.dtype, is_pure=True, pack=4
+        )
+
+    def code(self, *inputs: Any) -> str:
+        """As an expression of Triton's language; which of the two is known when that is compiled."""
+        byte, dtype = self.dtype.itemsize == 1, str(self.dtype).removeprefix("torch.")
+        words = [f"{x}.to(tl.int32)" if x.dtype.itemsize == 1 else str(x) for x in inputs]
+        four = (
+            f"tl.inline_asm_elementwise('{self.four}', '{self.four_constraints}', [{', '.join(map(str, inputs))}], "
+            f"dtype=tl.{dtype}, is_pure=True, pack=4)"
+        )
+        one = (
+            f"tl.inline_asm_elementwise('{self.one}', '{self.one_constraints}', [{', '.join(words)}], "
+            f"dtype=tl.{'int32' if byte else dtype}, is_pure=True, pack=1)" + (f".to(tl.{dtype})" if byte else "")
+        )
+        return f"({four} if {inputs[0]}.numel >= 4 else {one})"
+
+
+_packed_asm: dict[str, PackedAsm] = {}
+
+
+@functools.cache
+def _register_packed_asm() -> None:
+    overrides = need("torch._inductor.codegen.triton.TritonOverrides")
+    stock = overrides.inline_asm_elementwise
+
+    def inline_asm_elementwise(*inputs: Any, asm: str, **named: Any) -> Any:
+        ours = _packed_asm.get(asm)
+        return stock(*inputs, asm=asm, **named) if ours is None else ours.code(*inputs)
+
+    overrides.inline_asm_elementwise = staticmethod(inline_asm_elementwise)
+
+
 def register_loops() -> None:
     """Register what `lower_to_loop` was given with Inductor."""
+    _register_packed_asm()
     register = need("torch._inductor.lowering.register_lowering")
     while _loops:
         op, body, nvidia, dtype_of, reduce_last = _loops.pop()

@@ -31,6 +31,19 @@ class Emulated:
         return torch.from_numpy(np.stack(got, 1)).view(dtype).reshape(-1)
 
 
+class OneEach(Emulated):
+    """The same where a block holds fewer than four."""
+
+    def inline_asm_elementwise(self, *inputs: torch.Tensor, asm: str, dtype: torch.dtype, **named: Any) -> torch.Tensor:
+        packed = next((p for p in (ptx.TO_INT8, ptx.FROM_INT8) if p.four == asm), None)
+        if packed is None:
+            return super().inline_asm_elementwise(*inputs, asm=asm, dtype=dtype, **named)
+        words = [x.to(torch.int32) if x.element_size() == 1 else x for x in inputs]
+        (got,) = run(packed.one, 1, *(x.contiguous().numpy().view(np.uint32) for x in words))
+        got = torch.from_numpy(got)
+        return got.to(dtype) if dtype.itemsize == 1 else got.view(dtype)
+
+
 def values() -> torch.Tensor:
     torch.manual_seed(0)
     x = torch.randn(40, 128)
@@ -49,13 +62,14 @@ def values() -> torch.Tensor:
 
 
 @pytest.mark.core
-def test_packing_gives_the_codes_of_the_tensor_code():
+@pytest.mark.parametrize("ops", [Emulated(), OneEach()], ids=["four", "one"])
+def test_packing_gives_the_codes_of_the_tensor_code(ops):
     x = values()
     bits = loops.amax_bits(x)
     spread = bits.expand_as(x).reshape(-1)
-    own = ptx.amax_bits(Emulated(), x.reshape(-1)).view_as(x).amax(-1, keepdim=True)
+    own = ptx.amax_bits(ops, x.reshape(-1)).view_as(x).amax(-1, keepdim=True)
     assert torch.equal(own.clamp(min=0), bits.clamp(min=0))  # negative: nothing finite, of any bits
-    got = ptx.to_int8(Emulated(), x.reshape(-1), spread, 126.0)
+    got = ptx.to_int8(ops, x.reshape(-1), spread, 126.0)
     expected = loops.to_int8(x, bits)
     assert got.dtype is expected.dtype
     assert torch.equal(got.view_as(x), expected)
@@ -63,12 +77,11 @@ def test_packing_gives_the_codes_of_the_tensor_code():
 
 
 @pytest.mark.core
-def test_every_code_comes_back_as_by_the_tensor_code():
+@pytest.mark.parametrize("ops", [Emulated(), OneEach()], ids=["four", "one"])
+def test_every_code_comes_back_as_by_the_tensor_code(ops):
     q = torch.arange(256, dtype=torch.uint8).expand(40, 256)
     bits = loops.amax_bits(values())
-    got = ptx.from_int8(
-        Emulated(), q.reshape(-1), bits.expand_as(q).reshape(-1), torch.float32, 126.0, (1 - 2.0**-21) / 126
-    )
+    got = ptx.from_int8(ops, q.reshape(-1), bits.expand_as(q).reshape(-1), torch.float32, 126.0, (1 - 2.0**-21) / 126)
     expected = loops.from_int8(q, bits, torch.float32)
     torch.testing.assert_close(got.view(40, 256), expected, rtol=0, atol=0, equal_nan=True)
     assert (expected.isnan().sum(), expected.isinf().sum()) == (40, 80)

@@ -16,9 +16,10 @@ from typing import Any
 
 import torch
 
+from .._compat import PackedAsm
 from .scales import INVERSE, MASK, largest_scale, rounding_up
 
-__all__ = ["INT8_BACK", "INT8_CODES", "amax_bits", "from_float8", "from_int8", "to_float8", "to_int8"]
+__all__ = ["FROM_INT8", "TO_INT8", "amax_bits", "from_float8", "from_int8", "to_float8", "to_int8"]
 
 
 def _number(x: float) -> str:
@@ -74,28 +75,39 @@ INT8_CODES = (
     + " prmt.b32 a, f0, f1, 0xFB40; prmt.b32 b, f2, f3, 0xFB40; prmt.b32 c, a, b, 0x5410; prmt.b32 a, a, b, 0x7632; "
     "lop3.b32 $0, c, a, 0xFEFEFEFE, 0xF8; }"  # c | (a & 0xFE...)
 )
+INT8_CODE = (
+    f"{{ .reg .f32 f; .reg .b32 a, c; fma.rn.f32 f, $1, $2, {_number(_ROUNDING)}; "
+    "prmt.b32 c, f, 0, 0x4440; prmt.b32 a, f, 0, 0x444B; lop3.b32 $0, c, a, 0xFE, 0xF8; }"
+)
 
 
-def _pair(x: int) -> str:
-    return f"0x{x:04X}{x:04X}"
+def _from_bytes(q: str, selector: str, low: str, high: str) -> str:
+    """The codes in two bytes of `q` as float32.
 
+    As float16 two at once: 0x64 before a byte is 1024 + code + 127. Times 519, 127 and -127 overflow and no other code
+    does, times 513 only 128 does. Times 2**-24 what is finite gets lost in the code's rounding; 127 and -127 become an
+    infinity of the other sign, and 128 one infinity less another.
+    """
 
-# Back as float16, two at once: 0x64 before a byte is 1024 + code + 127. Times 519, 127 and -127 overflow and no other
-# code does, times 513 only 128 does; times 2**-24 what is finite gets lost in the code's rounding: 127 and -127 become
-# an infinity of the other sign, and 128 one infinity less another.
-INT8_BACK = (
-    "{ .reg .b32 c, t, u, k; .reg .b16 l, h; .reg .f32 f<4>; "
-    + " ".join(
-        f"prmt.b32 c, $4, {_pair(0x6464)}, {selector}; mov.b32 k, {_pair(0xE47F)}; add.f16x2 c, c, k; "
-        f"mov.b32 k, {_pair(0x600E)}; mul.f16x2 t, c, k; mov.b32 k, {_pair(0x6002)}; mul.f16x2 u, c, k; "
-        f"mov.b32 k, {_pair(0x8001)}; fma.rn.f16x2 c, t, k, c; mov.b32 k, {_pair(0x0001)}; fma.rn.f16x2 c, u, k, c; "
-        f"mov.b32 {{l, h}}, c; cvt.f32.f16 f{i}, l; cvt.f32.f16 f{i + 1}, h; "
-        for i, selector in ((0, "0x4140"), (2, "0x4342"))
+    def pair(half: int) -> str:
+        return f"0x{half:04X}{half:04X}"
+
+    return (
+        f"prmt.b32 c, {q}, {pair(0x6464)}, {selector}; mov.b32 k, {pair(0xE47F)}; add.f16x2 c, c, k; "
+        f"mov.b32 k, {pair(0x600E)}; mul.f16x2 t, c, k; mov.b32 k, {pair(0x6002)}; mul.f16x2 u, c, k; "
+        f"mov.b32 k, {pair(0x8001)}; fma.rn.f16x2 c, t, k, c; mov.b32 k, {pair(0x0001)}; fma.rn.f16x2 c, u, k, c; "
+        f"mov.b32 {{l, h}}, c; cvt.f32.f16 {low}, l; cvt.f32.f16 {high}, h;"
     )
+
+
+_BACK = "{ .reg .b32 c, t, u, k; .reg .b16 l, h; .reg .f32 f<4>;"
+INT8_BACK = (
+    f"{_BACK} {_from_bytes('$4', '0x4140', 'f0', 'f1')} {_from_bytes('$4', '0x4342', 'f2', 'f3')} "
     + " ".join(f"mul.f32 f{i}, f{i}, ${i + 5};" for i in range(4))
     + " ".join(f" mov.b32 ${i}, f{i};" for i in range(4))  # last: they may lie where an input does
     + " }"
 )
+INT8_BACK_ONE = f"{_BACK} {_from_bytes('$1', '0x4040', 'f0', 'f1')} mul.f32 $0, f0, $2; }}"
 
 
 @functools.cache
@@ -103,8 +115,8 @@ def _int8_step(top: float, step: float) -> str:
     return f"{{ {_amax('$1', top)} mul.f32 $0, f, {_number(step)}; }}"
 
 
-def _emit(ops: Any, asm: str, dtype: torch.dtype, constraints: str, *inputs: Any, pack: int = 1) -> Any:
-    return ops.inline_asm_elementwise(*inputs, asm=asm, constraints=constraints, dtype=dtype, is_pure=True, pack=pack)
+def _emit(ops: Any, asm: str, dtype: torch.dtype, constraints: str, *inputs: Any) -> Any:
+    return ops.inline_asm_elementwise(*inputs, asm=asm, constraints=constraints, dtype=dtype, is_pure=True, pack=1)
 
 
 def amax_bits(ops: Any, x: Any) -> Any:
@@ -127,11 +139,13 @@ def from_float8(ops: Any, q: Any, bits: Any, dtype: torch.dtype, top: float, inf
 
 def to_int8(ops: Any, x: Any, bits: Any, top: float) -> Any:
     inverse = _emit(ops, _inverse(top), torch.float32, "=f,r", bits)
-    inputs = ops.to_dtype(x, torch.float32), inverse
-    return _emit(ops, INT8_CODES, torch.uint8, "=r,f,f,f,f,f,f,f,f", *inputs, pack=4)
+    return TO_INT8(ops, ops.to_dtype(x, torch.float32), inverse)
 
 
 def from_int8(ops: Any, q: Any, bits: Any, dtype: torch.dtype, top: float, step: float) -> Any:
     scale = _emit(ops, _int8_step(top, step), torch.float32, "=f,r", bits)
-    x = _emit(ops, INT8_BACK, torch.float32, "=f,=f,=f,=f,r,f,f,f,f", q, scale, pack=4)
-    return ops.to_dtype(x, dtype)
+    return ops.to_dtype(FROM_INT8(ops, q, scale), dtype)
+
+
+TO_INT8 = PackedAsm(torch.uint8, INT8_CODES, "=r,f,f,f,f,f,f,f,f", INT8_CODE, "=r,f,f")
+FROM_INT8 = PackedAsm(torch.float32, INT8_BACK, "=f,=f,=f,=f,r,f,f,f,f", INT8_BACK_ONE, "=f,r,f")
