@@ -11,7 +11,6 @@ memory, one that is wrong costs exactness, so each entry is tested bitwise again
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -127,36 +126,31 @@ MOVES = {
 }
 CONVERSIONS = {"aten._to_copy.default", "prims.convert_element_type.default"}
 
-# An error of the first argument is one of the result, times a factor at most; in the last set of any argument, as long
-# as no other one comes from the same tensor. What is missing costs precision: float8 overflowed on logits that went
-# through a split.
-_CARRIES = {
-    *MOVES,
-    *CONVERSIONS,
-    "aten.clamp.default",
-    "aten.clamp_max.default",
-    "aten.clamp_min.default",
-    "aten.masked_fill.Scalar",
-    "aten.masked_fill.Tensor",
-    "aten.neg.default",
-    "aten.tanh.default",
-    *(f"aten.{op}.default" for op in ("relu", "leaky_relu", "elu", "hardtanh", "index_select", "gather", "repeat")),
-    *(f"aten.{op}.default" for op in ("constant_pad_nd", "flip", "roll", "tril", "triu", "as_strided", "diagonal")),
-    *("aten.clamp.Tensor", "aten.index.Tensor", "aten.lerp.Scalar", "aten.unfold.default"),
-    *("aten.split.Tensor", "aten.split_with_sizes.default", "aten.unbind.int", str(operator.getitem)),
+# Through any operator but these an error of a number is taken for one of the result. What is passed over by mistake
+# costs precision (float8 was 25% off on logits that went through a split), what is followed by mistake costs memory.
+_ENDS = {
+    # many numbers are one, and their errors cancel out
+    *(f"aten.{op}.default" for op in ("mm", "bmm", "addmm", "addbmm", "baddbmm", "mv", "addmv", "dot", "addr", "ger")),
+    *(f"aten.{op}.default" for op in ("convolution", "_scaled_mm", "_int_mm", "_cdist_forward", "linalg_vector_norm")),
+    *(f"aten.{op}" for op in ("var.correction", "var_mean.correction", "std.correction", "std_mean.correction")),
+    # the result hardly depends on large numbers
+    *(f"aten.{op}.default" for op in ("sigmoid", "erf", "erfc", "sign", "sgn", "sin", "cos", "atan", "hardsigmoid")),
+    # a relative error is a small one of the logarithm
+    *(f"aten.{op}.default" for op in ("log", "log2", "log10", "log1p")),
+    # the exponential of -x**2 is small where the error of x**2 is large
+    *("aten.pow.Tensor_Scalar", "aten.pow.Tensor_Tensor"),
 }
-# likewise, and whatever else comes from the same tensor
-_JOINS = {
-    *(f"aten.{op}.default" for op in ("cat", "stack", "maximum", "minimum", "logaddexp")),
-    "aten.where.self",
+_ENDS_IN = ("_backward", "attention")  # parts of names
+# likewise where both come from the same tensor, number by number
+_PRODUCTS = {*(f"aten.{op}.{kind}" for op in ("mul", "div") for kind in ("Tensor", "Scalar")), "aten.addcmul.default"}
+_REDUCTIONS = {
+    *(f"aten.{op}" for op in ("sum.dim_IntList", "sum.default", "mean.dim", "mean.default", "logsumexp.default"))
 }
-_CARRIES_ANY = {
-    *(f"aten.{op}.{kind}" for op in ("add", "sub", "rsub", "mul") for kind in ("Tensor", "Scalar")),
-    "aten.div.Scalar",
-    "aten.div.Tensor",
+_REDUCTIONS |= {
+    *(f"aten.{op}" for op in ("amax.default", "amin.default", "max.dim", "min.dim", "max.default", "min.default"))
 }
 _EXPONENTIALS = {
-    *(f"aten.{op}.default" for op in ("exp", "exp2", "expm1", "cosh", "sinh")),
+    *(f"aten.{op}.default" for op in ("exp", "exp2", "expm1", "cosh", "sinh", "_softmax", "logcumsumexp")),
     "aten.pow.Scalar",
 }
 # What takes an exponential of numbers of any size. Activations (sigmoid, GELU, softplus, ELU) take some inside, too,
@@ -195,11 +189,11 @@ def asked_of(node: Node, reader: Node | None = None) -> tuple[Test, ...] | None:
 
 
 def is_exponentiated(node: Node) -> bool:
-    """Whether a backward exponentiates its input `node`, or what is no more than scaled, shifted, limited or moved of
-    it: an error relative to the number is then none relative to the result. Logits are the common case, where Inductor
-    computes a softmax again in the backward instead of having it saved."""
+    """Whether a backward exponentiates its input `node`, or what it makes of it: an error relative to the number is
+    then none relative to the result. Logits are the common case, where Inductor computes a softmax again in the
+    backward instead of having it saved."""
     stack = [node]
-    derived = {node}
+    derived = {node: False}  # what comes from it, and whether of several numbers at once
     while stack:
         current = stack.pop()
         for user in current.users:
@@ -210,12 +204,24 @@ def is_exponentiated(node: Node) -> bool:
                 made_for = str(user.meta.get("original_aten") or name)
                 if any(take in made_for for take in _TAKE_EXPONENTIALS):
                     return True
-            others = [n for n in user.all_input_nodes if n is not current and n in derived]
-            alone = name in _CARRIES_ANY and not others
-            if name in _JOINS or alone or (name in _CARRIES and user.args[0] is current):
-                derived.add(user)
+            if _carries(user, current, derived):
+                derived[user] = derived[current] or name in _REDUCTIONS
                 stack.append(user)
     return False
+
+
+def _carries(user: Node, node: Node, derived: dict[Node, bool]) -> bool:
+    """Whether an error of `node` is one of `user`, which reads it and maybe others that come from the same tensor."""
+    name = str(user.target)
+    if name in _ENDS or name in SHAPE_ONLY or any(part in name for part in _ENDS_IN):
+        return False
+    value = user.meta.get("val")
+    if isinstance(value, torch.Tensor) and not value.dtype.is_floating_point:
+        return False  # a comparison, an index
+    if name not in _PRODUCTS:
+        return True
+    factors = [n for n in user.args if isinstance(n, Node) and n in derived]
+    return sum(derived[n] == derived[node] for n in factors) == 1
 
 
 def _only_at(user: Node, node: Node, position: int) -> bool:

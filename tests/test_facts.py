@@ -275,6 +275,27 @@ SCORES = {
     "scores, at least 0": (lambda h, t: (h.relu() * 3).softmax(-1).square().sum(), True),
     "the larger of two": (lambda h, t: torch.maximum(h, h.flip(0)).softmax(-1).square().sum(), True),
     "log-sum-exp": (lambda h, t: h.logsumexp(-1).square().sum(), True),
+    "logits, sharpened": (lambda h, t: F.cross_entropy(h * h.detach().std(), t), True),
+    "logits, standardized": (
+        lambda h, t: F.cross_entropy((h - h.mean(-1, keepdim=True)) / h.std(-1, keepdim=True), t),
+        True,
+    ),
+    "logits, normalized": (lambda h, t: F.cross_entropy(F.normalize(h, dim=-1) * 30, t), True),
+    "logits, less their maximum": (lambda h, t: (h - h.amax(-1, keepdim=True)).exp().square().sum(), True),
+    "logits, in other places": (
+        lambda h, t: F.cross_entropy(h.scatter_add(1, t[:, None], -torch.ones(64, 1)), t),
+        True,
+    ),
+    "distances": (lambda h, t: (-h.abs()).softmax(-1).square().sum(), True),
+    "roots": (lambda h, t: (h.relu() + 1).sqrt().softmax(-1).square().sum(), True),
+    "sums of decays": (lambda h, t: h.cumsum(-1).exp().square().sum(), True),
+    "log-sum-exp up to each": (lambda h, t: h.logcumsumexp(-1).square().sum(), True),
+    "gelu by hand": (lambda h, t: (h * 0.5 * (1 + torch.erf(h / 2**0.5))).square().sum(), False),
+    "gated by hand": (lambda h, t: (h * torch.sigmoid(1.7 * h)).square().sum(), False),
+    "a Gaussian": (lambda h, t: (-h.pow(2) / 2).exp().square().sum(), False),
+    "distances to each other": (lambda h, t: (-(h[:8, None] - h[:8]).pow(2).sum(-1)).exp().square().sum(), False),
+    "two classes": (lambda h, t: F.binary_cross_entropy_with_logits(h, (h > 0).float()), False),
+    "normalized": (lambda h, t: F.rms_norm(h, (128,)).square().sum(), False),
     "gelu": (lambda h, t: F.gelu(h).square().sum(), False),
     "softplus": (lambda h, t: F.softplus(h).square().sum(), False),
     "elu": (lambda h, t: F.elu(h).square().sum(), False),
@@ -296,6 +317,30 @@ def test_what_is_exponentiated_again_is_known_and_left_alone(name: str) -> None:
     found = [d for d in found if not d.saved.is_input]
     assert {d.hook is aot_hooks.KEEP for d in found} == {expected}
     assert all(d.saved.backward_exponentiates == expected for d in found if "softmax" not in d.saved.op)
+
+
+PATHS = {
+    "of an operator nobody thought of": (lambda h, t: (h.nan_to_num().exp() * t,), True),
+    "sorted": (lambda h, t: (h.sort(-1)[0].exp() * t,), True),
+    "the mean": (lambda h, t: (h.mean(0).exp() * t,), True),
+    "over its mean": (lambda h, t: ((h / h.mean(-1, keepdim=True)).exp() * t,), True),
+    "less its own log-sum-exp": (lambda h, t: ((h - h.logsumexp(-1, keepdim=True)).exp() * t,), True),
+    "a softmax": (lambda h, t: (aten._softmax(h, -1, False) * t,), True),
+    "of a constant of its shape": (lambda h, t: (torch.ones_like(h).exp() * t,), False),
+    "where it is large": (lambda h, t: ((h > 1).float().exp() * t,), False),
+    "a matrix product": (lambda h, t: (torch.mm(h, h.new_ones(6, 6)).exp() * t,), False),
+    "a logarithm": (lambda h, t: (h.log().exp() * t,), False),
+    "times itself": (lambda h, t: ((-(h * h)).exp() * t,), False),
+    "times what is made of it": (lambda h, t: ((h * h.tanh()).exp() * t,), False),
+}
+
+
+@pytest.mark.core
+@pytest.mark.parametrize(("backward", "expected"), PATHS.values(), ids=PATHS)
+def test_how_far_an_error_goes_until_it_is_exponentiated(backward, expected):
+    pair = by_hand(lambda x: (x.exp(), x.sin()), backward, torch.randn(4, 6))
+    (value,) = boundary(pair.fw, pair.bw, 1).tensors
+    assert value.row.backward_exponentiates == expected
 
 
 @pytest.mark.core
