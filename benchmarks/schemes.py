@@ -5,7 +5,9 @@
 
       nf4        codes at equal parts of a normal distribution, between 0 and the block's largest magnitude
       minmax     16 codes from the block's smallest value to its largest: two 16-bit numbers a block
-      fitted     int4's codes, with the one of eight scales that gives the least squared error; the ends are cut off
+      symmetric  15 codes, -7 to 7, as many on each side of 0: int4 as it was before
+      oriented   16 codes, -8 to 7 or -7 to 8: the longer side is where the larger value is, as in llama.cpp's Q4_0
+      fitted     symmetric, with the one of eight scales that gives the least squared error; the ends are cut off
 
     short_scales() -> {name: Hook}   int8 with bfloat16 scales, rounded up: blocks of 64 at the bytes of 128
 
@@ -42,13 +44,15 @@ def hooks() -> dict[str, Hook]:
 
 
 def candidates() -> dict[str, Hook]:
-    """4-bit schemes outside the library; bytes of nf4(32), fitted(32) and minmax(64) are those of int4(32)."""
+    """4-bit schemes outside the library; bytes of those in blocks of 32 and of minmax(64) are those of int4(32)."""
     schemes: list[tuple[str, _Scheme]] = []
     for stochastic in (False, True):
         suffix = ", stochastic" if stochastic else ""
         schemes.append((f"nf4(32{suffix})", _NF4(32, stochastic)))
         schemes.append((f"minmax(64{suffix})", _MinMax(64, stochastic)))
-    schemes.append(("fitted(32)", _Fitted(32, False)))
+        schemes.append((f"symmetric(32{suffix})", _Fitted(32, stochastic, (1.0,))))
+        schemes.append((f"oriented(32{suffix})", _Oriented(32, stochastic)))
+    schemes.append(("fitted(32)", _Fitted(32, False, _FITS)))
     return {name: Hook(name, scheme.pack, scheme.unpack, declines=_declines) for name, scheme in schemes}
 
 
@@ -128,11 +132,26 @@ class _MinMax(_Scheme):
         return codes * step + low
 
 
+class _Oriented(_Scheme):
+    def encode(self, x: Tensor) -> tuple[Tensor, ...]:
+        above, below = x.amax(-1, keepdim=True).clamp(min=0), -x.amin(-1, keepdim=True).clamp(max=0)
+        larger, smaller = torch.maximum(above, below), torch.minimum(above, below)
+        step = _up(torch.maximum(larger / 8, smaller / 7) * (1 + 2.0**-20))
+        step = torch.where(above > below, -step, step)
+        return self.round(x / step) + 8, step
+
+    def decode(self, codes: Tensor, *scales: Tensor) -> Tensor:
+        return (codes - 8) * scales[0]
+
+
+@dataclasses.dataclass(frozen=True)
 class _Fitted(_Scheme):
+    fits: tuple[float, ...]
+
     def encode(self, x: Tensor) -> tuple[Tensor, ...]:
         whole = x.abs().amax(-1, keepdim=True) / 7
         best = codes = error = None
-        for fit in _FITS:
+        for fit in self.fits:
             scale = _up(whole * fit)
             q = self.round(x / scale).clamp(-7, 7)
             e = (q * scale - x).square().sum(-1, keepdim=True)

@@ -24,6 +24,8 @@ def integers(device: str, dtypes: tuple[torch.dtype, ...], columns: tuple[int, .
     count = 0
     for dtype, kind, n in itertools.product(dtypes, KINDS, columns):
         x = data(kind, dtype, columns=max(n, 256))[:, :n].contiguous().to(device)
+        if kind == "largest":
+            x[3, ::9], x[4, 5], x[5, 5] = torch.nan, torch.inf, -torch.inf
         q, scale = expected = integer.pack_int8(x, 128, False)
         same(kernels.pack_int8(x, 128, None), expected)
         same(kernels.unpack_int8(q, scale, 128, dtype), integer.unpack_int8(q, scale, 128, dtype))
@@ -36,9 +38,11 @@ def integers(device: str, dtypes: tuple[torch.dtype, ...], columns: tuple[int, .
 
 def rounding_at_random(device: str, dtypes: tuple[torch.dtype, ...]) -> int:
     """The expected value is what was packed: each value here is in 1000 rows, rounded by itself in each."""
-    for bits, block, step in ((8, 128, 1 / 126), (4, 32, 1 / 7)):
+    for bits, block in ((8, 128), (4, 32)):
         row = torch.randn(128, device=device)
-        amax = row.unflatten(0, (-1, block)).abs().amax(1).repeat_interleave(block)
+        blocks = row.unflatten(0, (-1, block))
+        step = blocks.abs().amax(1) / 126 if bits == 8 else (blocks.amax(1) - blocks.amin(1)) / 14 * (1 + 2**-4)
+        step = step.repeat_interleave(block) * (1 + 2**-18)
         x = row.expand(1000, 128).contiguous()
         pack = kernels.pack_int8 if bits == 8 else kernels4.pack_int4
         seeds = [torch.tensor([s], device=device) for s in (1, 1, 2, 1 + (1 << 40))]
@@ -49,7 +53,7 @@ def rounding_at_random(device: str, dtypes: tuple[torch.dtype, ...]) -> int:
             y = kernels.unpack_int8(q, scale, block, x.dtype)
         else:
             y = kernels4.unpack_int4(q, scale, 128, block, x.dtype)
-        error = (y - x) / (amax * step * (1 + 2**-6))
+        error = (y - x) / step
         assert (error.abs() <= 1).all()
         assert error.mean(0).abs().max() < (torch.tensor(2 / 1e-9).log() / 2000).sqrt()  # Hoeffding
         assert error.mean().abs() < 5 * 0.5 / x.numel() ** 0.5
@@ -59,7 +63,7 @@ def rounding_at_random(device: str, dtypes: tuple[torch.dtype, ...]) -> int:
         x = torch.cat([row[:block] * 2.0**-127, torch.zeros(block, device=device)]).expand(4, -1)
         for given, bound in (
             (x, 2.0**-126),
-            *((row[:33].to(dtype).expand(40, -1), amax[:33] * step * (1 + 2**-6)) for dtype in dtypes),
+            *((row[:33].to(dtype).expand(40, -1), step[:33]) for dtype in dtypes),
         ):
             q, scale = pack(given.contiguous(), block, seeds[0])
             if bits == 8:
@@ -67,7 +71,7 @@ def rounding_at_random(device: str, dtypes: tuple[torch.dtype, ...]) -> int:
             else:
                 y = kernels4.unpack_int4(q, scale, given.shape[1], block, torch.float32)
             assert ((y - given).abs() <= bound * (1 + 2**-7)).all() and y[:, :block].any()
-            assert not y[(given == 0).expand_as(y)].any()
+            assert not y[(given == 0).expand_as(y)].any() and (y.sign() * given.sign() >= 0).all()
     return 2
 
 

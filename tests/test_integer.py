@@ -21,31 +21,33 @@ HOOKS = [*NEAREST, *RANDOM, aot_hooks.int8(16), aot_hooks.int4(256)]
 SMALLEST = 2.0**-126
 
 
-def largest_of_block(x: torch.Tensor, block: int) -> torch.Tensor:
-    """For each element, the largest finite magnitude of its block and whether the block is finite; row by row."""
-    amax, plain = torch.zeros_like(x), torch.ones_like(x, dtype=torch.bool)
+def step_of_block(x: torch.Tensor, bits: int, block: int) -> torch.Tensor:
+    """For each element, the largest step that is stated for its block; row by row, in float64."""
+    step = torch.zeros_like(x, dtype=torch.float64)
     for start in range(0, x.shape[-1], block):
-        part = x[..., start : start + block]
-        ok = part.isfinite()
-        amax[..., start : start + block] = torch.where(ok, part, 0).abs().amax(-1, keepdim=True)
-        plain[..., start : start + block] = ok.all(-1, keepdim=True)
-    return amax, plain
+        part = x[..., start : start + block].double()
+        finite = torch.where(part.isfinite(), part, 0)
+        above, below = (side.amax(-1, keepdim=True).clamp(min=0) for side in (finite, -finite))
+        amax = torch.maximum(above, below)
+        if bits == 8:
+            largest = (amax / 126).clamp(min=SMALLEST) * (1 + 2**-18)
+        else:
+            plain = part.isfinite().all(-1, keepdim=True)
+            largest = torch.where(plain, (above + below) / 14, amax / 6).clamp(min=SMALLEST) * (1 + 2**-4 + 2**-18)
+        step[..., start : start + block] = largest
+    return step
 
 
 def check(x: torch.Tensor, y: torch.Tensor, hook: aot_hooks.Hook) -> None:
     finite = specials_come_back(x, y)
-    block, stochastic = hook.pack.block, hook.pack.stochastic
     rounding = torch.finfo(x.dtype).eps / 2
     x, y = x.double(), y.double()
-    amax, plain = largest_of_block(x, block)
-    if hook.pack.bits == 8:
-        step = (amax / 126).clamp(min=SMALLEST) * (1 + 2**-18)
-    else:
-        step = (amax / torch.where(plain, 7, 6)).clamp(min=SMALLEST) * (1 + 2**-6)
-    bound = (step if stochastic else step / 2) * (1 + rounding) + rounding * x.abs() + 2.0**-149
+    step = step_of_block(x, hook.pack.bits, hook.pack.block)
+    bound = (step if hook.pack.stochastic else step / 2) * (1 + rounding) + rounding * x.abs() + 2.0**-149
     if rounding == 2.0**-11:
         bound += 2.0**-25  # half of float16's smallest number
     assert ((x - y).abs() <= bound)[finite].all(), ((x - y).abs() / bound)[finite].max()
+    assert (x * y >= 0)[finite].all()  # nothing changes its sign
 
 
 @pytest.mark.core
@@ -57,11 +59,29 @@ def test_the_stated_bound_holds(hook, kind, dtype):
     check(x, hook.unpack(hook.pack(x)), hook)
 
 
+@pytest.mark.core
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("hook", HOOKS, ids=repr)
+def test_the_largest_numbers_beside_what_is_not_finite(hook, dtype):
+    x = data("largest", dtype)
+    x[3, ::9], x[4, 5], x[5, 5] = torch.nan, torch.inf, -torch.inf
+    check(x, hook.unpack(hook.pack(x)), hook)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("hook", [aot_hooks.int4(), aot_hooks.int4(stochastic=False)], ids=repr)
+def test_numbers_have_the_codes_wherever_they_lie(hook):
+    x = torch.linspace(0, 13.9, 32)  # so that a step is 1
+    for row in (x, -x, x - 7, x - 1.5, x + 0.09):
+        y = hook.unpack(hook.pack(row[None]))[0]
+        assert ((y - row).abs() <= (1 if hook.pack.stochastic else 0.5)).all()
+        assert torch.equal(y, y.round()) and len(y.unique()) >= 14
+
+
 def test_the_check_can_fail():
     x, hook = data("normal", torch.float32), aot_hooks.int8()
-    amax, _ = largest_of_block(x, 128)
     with pytest.raises(AssertionError):
-        check(x, x + amax / 200, hook)
+        check(x, x + 0.6 * step_of_block(x, 8, 128), hook)
     with pytest.raises(AssertionError):
         check(x, hook.unpack(hook.pack(x)).index_fill(0, torch.tensor(3), torch.inf), hook)
 
@@ -128,8 +148,7 @@ def test_the_expected_value_is_what_was_saved(hook, kind):
     draws = 2000
     x = data(kind, torch.float32, 4, 64)
     mean = torch.stack([hook.unpack(hook.pack(x)).double() for _ in range(draws)]).mean(0)
-    amax, _ = largest_of_block(x.double(), hook.pack.block)
-    step = amax / (126 if hook.pack.bits == 8 else 7) * (1 + 2**-6)
+    step = step_of_block(x, hook.pack.bits, hook.pack.block)
     # Each draw is within one step: by Hoeffding's bound a mean is off by more than this once in 1e9
     bound = step * (torch.tensor(2 / 1e-9).log() / (2 * draws)).sqrt()
     assert ((mean - x).abs() <= bound).all()
@@ -141,7 +160,7 @@ def test_the_expected_value_is_what_was_saved(hook, kind):
 def test_rounding_to_the_nearest_is_biased():
     """What the test above would find: small values beside a large one all become zero."""
     x = torch.full((1, 32), 0.4)
-    x[0, 0] = 7.0
+    x[0, 0] = 14.0
     y = aot_hooks.int4(stochastic=False)
     assert not y.unpack(y.pack(x))[0, 1:].any()
     y = aot_hooks.int4()

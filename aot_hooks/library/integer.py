@@ -1,19 +1,25 @@
 """Saved activations as integers: 8 bits, or 4 with two values a byte, with one scale a block along the last dimension.
 
       x bf16[..., m] --pack--> q int8[..., m],             scale f32[..., ceil(m / 128)]  --unpack--> x' bf16[..., m]
-                               q uint8[..., ceil(m / 2)],  scale bf16[..., ceil(m / 32)]
+                               q uint8[..., ceil(m / 2)],  scale i16[..., ceil(m / 32)]
 
-      amax  = max |x| over the block's finite values
-      scale = max(amax / TOP, 2**-126)                     # never zero, so a block of zeros is safe
-      q     = round(x / scale)                             # stochastic: round(x / scale + u), u uniform in [-1/2, 1/2)
-      x'    = q * scale
+      int8    step = max(amax / 126, 2**-126)              # amax: the largest |x| of the block's finite values;
+              q    = round(x / step)                       #   never zero, so a block of zeros is safe
+      int4    step = max((above + below) / 14, 2**-126)    # the largest of x and of -x, at least 0
+              zero = ceil(below / step)                    # the code of 0: 0 to 14
+              q    = round(x / step) + zero                # 0 to 15: ceil(below / step) + ceil(above / step) <= 15
+      both    x'   = (q - zero) * step
 
-What isn't finite has codes of its own. int8: TOP is 126, +-127 are the infinities, -128 is NaN. With 4 bits that would
-cost every block two of its 15 numbers, so only a block that holds such a value pays: TOP is 7, and where the scale is
-stored negative it is 6, +-7 are the infinities and -8 is NaN. Values lie in the memory order of `x`.
+Stochastic: round(x / step + u), u uniform in [-1/2, 1/2). What isn't finite has codes of its own. int8: +-127 are the
+infinities, -128 is NaN. With 4 bits that would cost every block three of its 16 numbers, so only one that holds such a
+value pays: it says that its zero is 15, which is 8, its step is amax / 6, 0 and 15 are the infinities, 1 is NaN.
 
-Scales are a 2**-20 too large, so that rounding in finding them never takes the largest value past TOP; the 16-bit ones
-are rounded up, by at most 2**-7.
+A scale of int4 is 12 bits of the step's float32, those below its sign, and 4 of zero: where values lie to one side of 0
+or a few are far larger than the others, that is worth more than further bits of the step. Values lie in the memory
+order of `x`.
+
+Steps are a 2**-20 too large, so that rounding in finding them never takes a value past the codes; those of 12 bits
+are rounded up, by at most 2**-4.
 
 Sources: stochastic rounding of saved activations: Chen et al., "ActNN" (arXiv:2104.14129); blocks: Dettmers et al.,
 "8-bit Optimizers via Block-wise Quantization" (arXiv:2110.02861).
@@ -55,30 +61,37 @@ def unpack_int8(q: torch.Tensor, scale: torch.Tensor, block: int, dtype: torch.d
 
 
 def pack_int4(x: torch.Tensor, block: int, stochastic: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """`x` [..., m] to (uint8[..., ceil(m / 2)], bfloat16[..., ceil(m / block)])."""
-    size = in_blocks(x, block).float().abs()
-    finite = size < torch.inf
-    amax = torch.where(finite, size, 0.0).amax(-1)
+    """`x` [..., m] to (uint8[..., ceil(m / 2)], int16[..., ceil(m / block)])."""
+    values = in_blocks(x, block).float()
+    finite = values.abs() < torch.inf
+    values = torch.where(finite, values, 0.0)
+    above, below = values.amax(-1).clamp(min=0.0), -values.amin(-1).clamp(max=0.0)
     plain = finite.all(-1)
-    scale = torch.where(plain, amax * (_SLACK / 7), amax * (_SLACK / 6)).clamp(min=SMALLEST_NORMAL)
-    # Up to the next bfloat16. On the bits, because Inductor leaves out a conversion there and back.
-    scale = ((scale.view(torch.int32) + 0xFFFF) & ~0xFFFF).view(torch.float32)
+    span = above * (_SLACK / 14) + below * (_SLACK / 14)  # not of their sum, which may be infinite
+    step = torch.where(plain, span, torch.maximum(above, below) * (_SLACK / 6)).clamp(min=SMALLEST_NORMAL)
+    bits = (step.view(torch.int32) + 0x7FFFF) & ~0x7FFFF  # up, to 4 bits of fraction
+    inverse = 1.0 / bits.view(torch.float32)
+    zero = torch.where(plain, (below * inverse).ceil(), 8.0)
     even = padded(x, 2)
-    rows, inverse = beside(even, 1.0 / scale, block)
-    q = _rounded(rows * inverse, stochastic).clamp(-7, 7)
-    q = torch.where(q.isnan(), -8.0, q).view(even.shape).unflatten(-1, (even.shape[-1] // 2, 2))
-    byte = (q[..., 0] + q[..., 1] * 16 + 136).to(torch.uint8)  # each code and 8, the first in the low half
-    return byte, torch.where(plain, scale, -scale).to(torch.bfloat16)
+    rows, inverse = beside(even, inverse, block)
+    q = (_rounded(rows * inverse, stochastic) + beside(even, zero, block)[1]).clamp(0, 15)
+    q = torch.where(q.isnan(), 1.0, q).view(even.shape).unflatten(-1, (even.shape[-1] // 2, 2))
+    byte = (q[..., 0] + q[..., 1] * 16).to(torch.uint8)  # the first in the low half
+    word = (bits >> 15) + torch.where(plain, zero, 15.0).to(torch.int32)
+    return byte, (word - ((word & 0x8000) << 1)).to(torch.int16)
 
 
 def unpack_int4(q: torch.Tensor, scale: torch.Tensor, length: Any, block: int, dtype: torch.dtype) -> torch.Tensor:
     """What `pack_int4` was given, of `length` along the last dimension, in `dtype`."""
     places = torch.arange(0, 8, 4, dtype=torch.uint8, device=q.device)
     codes = ((q.unsqueeze(-1) >> places) & 15).flatten(-2)
-    rows, step = beside(codes, scale.float(), block)
-    code = rows.float() - 8
-    other = torch.where(code < -7, torch.nan, code * torch.inf)
-    y = torch.where((step < 0) & (code.abs() > 6), other, _finite(code * step.abs(), dtype)).to(dtype)
+    word = scale.to(torch.int32)
+    rows, step = beside(codes, ((word & 0xFFF0) << 15).view(torch.float32), block)
+    zero = beside(codes, word & 15, block)[1]
+    special = zero == 15
+    code = (rows - torch.where(special, 8, zero)).float()
+    other = torch.where(code == -7, torch.nan, code * torch.inf)
+    y = torch.where(special & (code.abs() > 6), other, _finite(code * step, dtype)).to(dtype)
     return cut(y.view(codes.shape), length)
 
 
@@ -169,14 +182,15 @@ def int8(block_size: int = 128, stochastic: bool = False, statistics: bool = Fal
 
 @interned
 def int4(block_size: int = 32, stochastic: bool = True, statistics: bool = False) -> Hook:
-    """Store floating-point tensors (bfloat16, float16, float32) in 4 bits and a bfloat16 scale a block.
+    """Store floating-point tensors (bfloat16, float16, float32) in 4 bits and a scale of 16 bits a block.
 
     Arguments, and what is left alone, as for `int8`. Rounding at random is the default: to the nearest, errors at 4
     bits are large and of one kind (small values all become zero), and gradients that sum over many keep that bias.
 
-    Error of a value: half a step, or a whole one when stochastic, then the rounding of its own dtype. A step is the
-    largest finite value of the block / 7 * (1 + 2**-6), and at least 2**-126; / 6 in a block that holds an infinity or
-    NaN. Those come back as they were.
+    Error of a value: half a step, or a whole one when stochastic, then the rounding of its own dtype. A step is at most
+    (above + below) / 14 * (1 + 2**-4 + 2**-18) and at least 2**-126; above and below are the magnitudes of the block's
+    largest positive and negative value, 0 where there is none. So it is no more than a seventh of the largest magnitude
+    and that factor. In a block that holds an infinity or NaN it is a sixth; those come back as they were.
 
     Raises:
         OptionError: for another block_size, or an argument of another type.

@@ -1,10 +1,11 @@
-"""The Triton kernels of int4: two codes a byte, a bfloat16 scale for each group.
+"""The Triton kernels of int4: two codes a byte, a scale of 16 bits for each group.
 
-      x [..., m] --_pack4--> words of K codes, low bits first, scale bf16[..., ceil(m / W)] --_unpack4--> [..., m]
+      x [..., m] --_pack4--> words of K codes, low bits first, scale i16[..., ceil(m / W)] --_unpack4--> [..., m]
 
-Tiles and rounding are those of kernels.py. Here arithmetic, not bytes, is what limits, so no code is moved by itself:
-packing sums float32 bits whole, codes and what stands above them, and takes the constant that this gives off the word;
-unpacking reads the bits of a word where they stand as a number that is a power of two too large.
+Tiles are those of kernels.py. Here arithmetic, not bytes, is what limits, so no code is moved by itself: packing sums
+float32 bits whole, codes and what stands above them, and takes the constant that this gives off the word; unpacking
+reads the bits of a word where they stand as a number that is a power of two too large. Rounding at random adds 12 bits
+to 12 bits of fraction, two values in a word: the expected value is what was packed up to 2**-13 of a step.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import triton
 import triton.language as tl
 
 from .blocks import SMALLEST_NORMAL
-from .tiles import SLACK, hashes, largest_of, noise_of, one_warp_tile, random_bits, row_groups
+from .tiles import SLACK, hashes, largest_of, one_warp_tile, row_groups
 
 __all__ = ["pack_int4", "unpack_int4"]
 
@@ -51,60 +52,117 @@ def _places(groups, count, length, P: tl.constexpr, W: tl.constexpr, K: tl.const
 
 
 @triton.jit
-def _up_to_16_bits(scale):
-    """The next bfloat16, as float32."""
-    return ((scale.to(tl.int32, bitcast=True) + 0xFFFF) & -65536).to(tl.float32, bitcast=True)
+def _bits(x):
+    return x.to(tl.int32, bitcast=True)
 
 
 @triton.jit
-def _word(bits, P: tl.constexpr, N: tl.constexpr, K: tl.constexpr):
-    """`K` codes a word, from float32 bits of 1.5 * 2**23 + 8 + code: the bits above a code are the same in all, and
-    leave the sum by a subtraction."""
-    shift = 4 * tl.arange(0, K)
-    return tl.sum(tl.reshape(bits, [P, N, K]) << shift[None, None, :], 2) - 0x3F400000
+def _float_of_bits(bits):
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _larger_of_pairs(a, b):
+    """Of two bfloat16 values a word each, NaN if either is."""
+    return tl.inline_asm_elementwise("max.NaN.bf16x2 $0, $1, $2;", "=r,r,r", [a, b], tl.int32, is_pure=True, pack=1)
+
+
+@triton.jit
+def _smaller_of_pairs(a, b):
+    return tl.inline_asm_elementwise("min.NaN.bf16x2 $0, $1, $2;", "=r,r,r", [a, b], tl.int32, is_pure=True, pack=1)
+
+
+@triton.jit
+def _sides_of_pairs(pairs, P: tl.constexpr, W: tl.constexpr):
+    """Of rows of bfloat16, two a word, the largest of x and of -x, and at least 0."""
+    words = tl.reshape(pairs, [P, W // 8, 4])
+    above = tl.reduce(words, 2, _larger_of_pairs)
+    below = tl.reduce(words, 2, _smaller_of_pairs) ^ -0x7FFF8000  # both signs
+    low, high = (above & 0xFFFF) | (below << 16), ((above >> 16) & 0xFFFF) | (below & -65536)
+    both = tl.reduce(_larger_of_pairs(low, high), 1, _larger_of_pairs)
+    both = _larger_of_pairs(both, both * 0)
+    return _float_of_bits(both << 16), _float_of_bits(both & -65536)
+
+
+@triton.jit
+def _step_of(span, smallest):
+    """As bits, `span`, or what is smallest, up to 4 bits of fraction; and its reciprocal."""
+    bits = (_bits(tl.maximum(span, smallest)) + 0x7FFFF) & -0x80000
+    return bits, tl.div_rn(1.0, _float_of_bits(bits))
+
+
+@triton.jit
+def _with_codes_for_all(x, span, below, per_6, smallest):
+    """`x` with numbers of their codes in place of infinities and NaN, reciprocals of steps, zeros, scales."""
+    a = tl.abs(x)
+    plain = span < float("inf")
+    amax = tl.max(tl.where(a < float("inf"), a, 0.0), 1)
+    span = tl.where(plain, span, amax * per_6)
+    bits, inverse = _step_of(span, smallest)
+    zero = tl.where(plain, tl.ceil(tl.where(plain, below * inverse, 0.0)), 8.0).to(tl.int32)
+    scale = (bits >> 15) | tl.where(plain, zero, 15)
+    large = span > 2.0**100  # then all in 2**-8 of it, so that 8 steps are a number
+    part, whole = tl.where(large, 2.0**-8, 1.0), tl.where(large, 2.0**8, 1.0)
+    step = tl.where(plain, float("inf"), _float_of_bits(bits) * part)[:, None]
+    x *= part[:, None]
+    x = tl.where(x != x, -7.0 * step, tl.minimum(tl.maximum(x, -8.0 * step), 7.0 * step))
+    return x, inverse * whole, zero, scale
+
+
+@triton.jit
+def _random_12_bits(h, K: tl.constexpr):
+    """12 bits for each value, two a word, uint32 [P, W / K, K / 2]: halves of multiples of its hash. To be made where
+    they are used: kept from before the values are there, they fill the registers."""
+    odd = tl.arange(0, K // 2).to(tl.uint32) * 0x9E3779B8 + 1
+    h = tl.reshape(h, [h.shape[0], h.shape[1], 1])
+    return ((h * odd[None, None, :]) ^ (h >> 16)) & 0x0FFF0FFF
 
 
 @triton.jit
 def _pack4(
-    x_ptr, q_ptr, scale_ptr, seed_ptr, groups, count, length, per_7, per_6, smallest,
+    x_ptr, q_ptr, scale_ptr, seed_ptr, groups, count, length, per_14, per_6, smallest,
     P: tl.constexpr, W: tl.constexpr, K: tl.constexpr, STOCHASTIC: tl.constexpr,
-    EVEN: tl.constexpr,
+    EVEN: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
     g, there, at, places, mask, at_words, words, word_mask = _places(groups, count, length, P, W, K, EVEN)
-    x = tl.load(x_ptr + at + places, mask, other=0.0).to(tl.float32)
-    h = hashes(seed_ptr, P, W, K) if STOCHASTIC else 0
-    largest = largest_of(tl.abs(x), 1)
-    plain = largest < float("inf")
-    if largest_of(largest, 0) < float("inf"):
-        scale = _up_to_16_bits(tl.maximum(largest * per_7, smallest))
-        inverse = tl.div_rn(1.0, scale)
-        if STOCHASTIC:
-            # code + 8 and a fraction of 16 bits, to which as many at random are added; then without it, two a word
-            # (not x * (inverse * 65536): that factor may be infinite, where x is zero)
-            fixed = tl.fma(x * inverse[:, None], 65536.0, 12582912.0 + 8 * 65536.0).to(tl.int32, bitcast=True)
-            bits = tl.reshape(fixed, [P, W // K, 2, K // 2]) + random_bits(h, K).to(tl.int32)
-            half = tl.arange(0, 2)[None, None, :, None]
-            pair = tl.sum(tl.where(half == 0, (bits >> 16) & 0xFFFF, bits & -65536), 2)
-            shift = 4 * tl.arange(0, K // 2)
-            word = tl.sum(pair << shift[None, None, :], 2) - (0x44443F40 if K == 8 else -0x00BB00C0 if K == 4 else 0)
-            if K == 4:
-                word = (word & 0xFF) | ((word >> 8) & 0xFF00)
-            elif K == 2:
-                word = (word & 0xF) | ((word >> 12) & 0xF0)
-        else:
-            code = x * inverse[:, None] + 12582920.0
-            word = _word(code.to(tl.int32, bitcast=True), P, W // K, K)
+    if PAIRS:
+        n, i = tl.arange(0, P)[:, None] * (W // 2), tl.arange(0, W // 2)[None, :]
+        pairs = tl.load(x_ptr + at // 2 + (n + i), mask, other=0)
+        x = tl.reshape(tl.join(_float_of_bits(pairs << 16), _float_of_bits(pairs & -65536)), [P, W])
+        above, below = _sides_of_pairs(pairs, P, W)
     else:
-        a = tl.abs(x)
-        amax = tl.max(tl.where(a < float("inf"), a, 0.0), 1)
-        scale = _up_to_16_bits(tl.maximum(tl.where(plain, amax * per_7, amax * per_6), smallest))
-        y = x * tl.div_rn(1.0, scale)[:, None]
-        if STOCHASTIC:
-            y += noise_of(h, P, W, K)
-        y = tl.where(x != x, -8.0, tl.minimum(tl.maximum(y, -7.0), 7.0)) + 12582920.0
-        word = _word(y.to(tl.int32, bitcast=True), P, W // K, K)
+        x = tl.load(x_ptr + at + places, mask, other=0.0).to(tl.float32)
+        above = tl.maximum(largest_of(x, 1), 0.0, propagate_nan=tl.PropagateNan.ALL)
+        below = -tl.minimum(tl.min(x, 1), 0.0)
+    h = hashes(seed_ptr, P, W, K) if STOCHASTIC else 0
+    span = above * per_14 + below * per_14
+    if largest_of(span, 0) < float("inf"):
+        bits, inverse = _step_of(span, smallest)
+        zero = tl.ceil(below * inverse).to(tl.int32)
+        scale = (bits >> 15) | zero
+    else:
+        x, inverse, zero, scale = _with_codes_for_all(x, span, below, per_6, smallest)
+    if STOCHASTIC:
+        # Beside 1.5 * 2**11 a number's bits end with the code and 12 bits of fraction, to which as many at random are
+        # added, two values a word; what stands above those of the lower is taken off the higher before
+        half = tl.arange(0, 2)
+        offset = _float_of_bits((zero[:, None] << 12) + (0x45400000 - 0x4540 * half)[None, :])
+        halves = tl.reshape(x, [P, W // K, 2, K // 2])
+        fixed = _bits(tl.fma(halves, inverse[:, None, None, None], offset[:, None, :, None]))
+        pair = tl.sum(fixed << (16 * half)[None, None, :, None], 2).to(tl.uint32) + _random_12_bits(h, K)
+        place = 4 * tl.arange(0, K // 2)[None, None, :].to(tl.uint32)
+        word = tl.sum((pair >> (12 - place)) & (0x000F000F << place), 2).to(tl.int32)
+        if K == 4:
+            word = (word & 0xFF) | ((word >> 8) & 0xFF00)
+        elif K == 2:
+            word = (word & 0xF) | ((word >> 12) & 0xF0)
+    else:
+        # Beside 1.5 * 2**23 a number's bits end with round(x / step); what stands above is the same in all and leaves
+        # the sum by a subtraction
+        rounded = tl.reshape(_bits(x * inverse[:, None] + 12582912.0), [P, W // K, K])
+        word = tl.sum(rounded << (4 * tl.arange(0, K))[None, None, :], 2) - 0x3F400000 + zero[:, None] * 0x11111111
     tl.store(q_ptr + at_words + words, word.to(q_ptr.dtype.element_ty), word_mask)
-    tl.store(scale_ptr + g, tl.where(plain, scale, -scale).to(tl.bfloat16), there)
+    tl.store(scale_ptr + g, scale.to(tl.int16), there)
 
 
 @triton.jit
@@ -114,24 +172,27 @@ def _unpack4(
 ):  # fmt: skip
     g, there, at, places, mask, at_words, words, word_mask = _places(groups, count, length, P, W, K, EVEN)
     word = tl.load(q_ptr + at_words + words, word_mask, other=0).to(tl.int32)
-    scale = tl.load(scale_ptr + g, there, other=0.0).to(tl.float32)
+    scale = tl.load(scale_ptr + g, there, other=0).to(tl.int32)
+    zero = scale & 15
+    bits = (scale & 0xFFF0) << 15
+    step = _float_of_bits(bits)
     # A code stays at its bits, 0, 4, 8 or 12 of 2**23: times a power of two, by which its step is divided
     k = tl.arange(0, K)
     place = 4 * (k % 4)
-    bits = ((word[:, :, None] >> (16 * (k // 4))[None, None, :]) & (15 << place)[None, None, :]) | 0x4B000000
-    zero = ((8 << place) | 0x4B000000).to(tl.float32, bitcast=True)
-    part = ((127 - place) << 23).to(tl.float32, bitcast=True)
-    shifted = bits.to(tl.float32, bitcast=True) - zero[None, None, :]
-    # a scale below 1 / 8 of the largest number leaves its range with no code; a negative one is larger as bits
-    last = tl.max(scale.to(tl.uint32, bitcast=True), 0)
-    if (last < 0x80000000) & (last.to(tl.float32, bitcast=True) < largest * 0.125):
-        y = tl.reshape(shifted * (scale[:, None, None] * part[None, None, :]), [P, W])
+    codes = ((word[:, :, None] >> (16 * (k // 4))[None, None, :]) & (15 << place)[None, None, :]) | 0x4B000000
+    zeros = _float_of_bits((zero[:, None] << place[None, :]) + 0x4B000000)
+    part = _float_of_bits((127 - place) << 23)
+    shifted = _float_of_bits(codes) - zeros[:, None, :]
+    # a step below 1 / 16 of the largest number leaves its range with no code; these bits are NaN
+    last = tl.max(tl.where(zero == 15, 0x7FFFFFFF, bits), 0)
+    if _float_of_bits(last) < largest * 0.0625:
+        y = tl.reshape(shifted * (step[:, None, None] * part[None, None, :]), [P, W])
     else:
-        code = tl.reshape(shifted * part[None, None, :], [P, W])
-        step = scale[:, None]
-        y = tl.minimum(tl.maximum(code * tl.abs(step), -largest), largest)
-        special = tl.where(code < -7.0, float("nan"), code * float("inf"))
-        y = tl.where((step < 0.0) & (tl.abs(code) > 6.0), special, y)
+        special = (zero == 15)[:, None]
+        code = tl.reshape(shifted * part[None, None, :], [P, W]) + tl.where(special, 7.0, 0.0)  # 0 is 8, not 15
+        y = tl.minimum(tl.maximum(code * step[:, None], -largest), largest)
+        other = tl.where(code == -7.0, float("nan"), code * float("inf"))
+        y = tl.where(special & (tl.abs(code) > 6.0), other, y)
     tl.store(y_ptr + at + places, y.to(y_ptr.dtype.element_ty), mask)
 
 
@@ -148,15 +209,16 @@ def pack_int4(x: torch.Tensor, block: int, seed: torch.Tensor | None) -> tuple[t
     """`integer.pack_int4`; stochastic with a `seed`, int64[1]."""
     x = x.contiguous()
     q = torch.empty((*x.shape[:-1], (x.shape[-1] + 1) // 2), dtype=torch.uint8, device=x.device)
-    scale = torch.empty((*x.shape[:-1], triton.cdiv(x.shape[-1], block)), dtype=torch.bfloat16, device=x.device)
+    scale = torch.empty((*x.shape[:-1], triton.cdiv(x.shape[-1], block)), dtype=torch.int16, device=x.device)
     words, k = _codes(q, x.dtype)
     length, count = row_groups(x.shape[-1], block)
     p, w, warps = one_warp_tile(scale.numel(), block)
+    pairs = x.dtype is torch.bfloat16 and k == 8 and length == w and x.storage_offset() % 2 == 0
     with torch.cuda.device_of(x):
         _pack4[(triton.cdiv(scale.numel(), p),)](
-            x, words, scale, scale if seed is None else seed, scale.numel(), count, length, SLACK / 7, SLACK / 6,
-            SMALLEST_NORMAL, P=p, W=w, K=k, STOCHASTIC=seed is not None, EVEN=length == w,
-            num_warps=warps, enable_fp_fusion=False,
+            x.view(torch.int32) if pairs else x, words, scale, scale if seed is None else seed, scale.numel(), count,
+            length, SLACK / 14, SLACK / 6, SMALLEST_NORMAL, P=p, W=w, K=k, STOCHASTIC=seed is not None,
+            EVEN=length == w, PAIRS=pairs, num_warps=warps, enable_fp_fusion=False,
         )  # fmt: skip
     return q, scale
 

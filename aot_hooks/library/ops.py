@@ -104,7 +104,7 @@ def pack_int4(x: torch.Tensor, block: int, seed: torch.Tensor | None) -> tuple[t
 @pack_int4.register_fake
 def _(x: torch.Tensor, block: int, seed: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
     q = x.new_empty((*x.shape[:-1], (x.shape[-1] + 1) // 2), dtype=torch.uint8)
-    return q, _scales(x, block, torch.bfloat16)
+    return q, _scales(x, block, torch.int16)
 
 
 @_op("aot_hooks::unpack_int4")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["SLACK", "hashes", "largest_of", "noise_of", "one_warp_tile", "random_bits", "row_groups"]
+__all__ = ["SLACK", "hashes", "largest_of", "noise_of", "one_warp_tile", "row_groups"]
 
 SLACK = 1 + 2.0**-20  # scales are that much too large: no finite value leaves the codes
 
