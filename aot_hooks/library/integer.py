@@ -8,7 +8,7 @@
       int4    step = max((above + below) / 14, 2**-126)    # the largest of x and of -x, at least 0
               zero = ceil(below / step)                    # the code of 0: 0 to 14
               q    = round(x / step) + zero                # 0 to 15: ceil(below / step) + ceil(above / step) <= 15
-      both    x'   = (q - zero) * step
+      both    x'   = (q - zero) * step                     # zero is 0 for int8
 
 Stochastic: round(x / step + u), u uniform in [-1/2, 1/2). What isn't finite has codes of its own. int8: +-127 are the
 infinities, -128 is NaN. With 4 bits that would cost every block three of its 16 numbers, so only one that holds such a
