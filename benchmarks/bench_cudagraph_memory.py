@@ -1,31 +1,34 @@
 """Memory of captured training beside that of the same graphs uncaptured, without a GPU: on the simulator of the tests.
 
-    python benchmarks/bench_cudagraph_memory.py --json out.json        a CPU, two minutes
+    python benchmarks/bench_cudagraph_memory.py --json out.json        a CPU, three minutes
 
-The Llama-shaped stack of model.py at 1/64 of its widths and tokens, in bfloat16, so that activations and weights stand
+The Llama-shaped stack of model.py at 1/32 of its widths and tokens, in bfloat16, so that activations and weights stand
 to each other as at full size. Per step: forward, `y.float().pow(2).mean()`, backward, gradients let go of.
 
     alive       bytes at the peak of a step of the uncaptured graphs, all of it
     pool        most bytes that are allocated at a time in the graphs' pool, while they are recorded
-    extent      how far those lie apart: what the pool has to reserve. The simulator takes the first gap that is large
-                enough; CUDA's allocator the smallest one, in segments
+    segments    what CUDA's allocator would reserve for them: best fit, in segments; see packing.py
+    expandable  the same where segments can be expanded
+    placed      what they would take if each block were placed with all lifetimes known
     outside     bytes at the peak of a step whose graphs do nothing: the loss, which can't use the pool
-    ratio       (extent + outside) / alive
+    ratio       (segments + outside) / alive
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import json
 import pathlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from _measure import conditions, measure_bytes
 from model import Stack
+from packing import CachingAllocator, live_peak, placed
 from torch import Tensor
 
 import aot_hooks
@@ -35,13 +38,62 @@ from aot_hooks.backend import aot_hooks as hooks_backend
 from cudagraph.backend import Compilation
 
 sys.path.append(str(pathlib.Path(__file__).resolve().parents[1] / "tests"))
-from capture_simulator import Simulator
+from capture_simulator import Arena, Simulator
 
 CPU = torch.device("cpu")
+SMALLER = 32  # widths and numbers of tokens; bytes by its square
+
+
+class TracedArena(Arena):
+    """An arena that notes what was allocated and freed. What a recording leaves is freed when the next one is known not
+    to own it."""
+
+    def __init__(self, nbytes: int) -> None:
+        super().__init__(nbytes)
+        self.trace: list[tuple[int | None, int]] = []
+        self.numbers: dict[int, int] = {}  # by address
+        self.left: set[int] = set()
+
+    def allocate(self, nbytes: int) -> torch.UntypedStorage:
+        storage = super().allocate(nbytes)
+        if nbytes:
+            self.trace.append((nbytes, len(self.trace)))
+            self.numbers[storage.data_ptr()] = self.trace[-1][1]
+        return storage
+
+    def free(self, addresses: Iterable[int]) -> None:
+        self.trace += [(None, self.numbers.pop(address)) for address in addresses]
+
+    def poll(self) -> None:
+        before = set(self.blocks)
+        super().poll()
+        dead = before - set(self.blocks)
+        if self.tape is None:  # between recordings nothing owns a block, be it needed or not
+            self.left |= dead
+        else:
+            self.free(sorted(dead))
+
+    def disown(self, storage: torch.UntypedStorage) -> None:
+        super().disown(storage)
+        self.left.add(storage.data_ptr())
+
+    def staging(self) -> contextlib.AbstractContextManager[None]:
+        self.free(sorted(self.left))  # where nothing was restored, nothing is left
+        self.left.clear()
+        return super().staging()
+
+    def restore(self, state: dict[int, int], owners: Sequence[torch.UntypedStorage], free: Sequence[int]) -> None:
+        super().restore(state, owners, free)
+        self.free(sorted(self.left - {owner.data_ptr() for owner in owners}))
+        self.left.clear()
 
 
 class NoLaunch(Simulator):
     """Records, and replays nothing."""
+
+    def open_pool(self, device: torch.device) -> TracedArena:
+        self.pools.append(TracedArena(self.arena_bytes))
+        return self.pools[-1]  # type: ignore[return-value]
 
     def launcher(self, graph: Any) -> Callable[[], Any]:
         return int
@@ -75,8 +127,11 @@ def compiled(stack: Stack, how: str, options: dict[str, Any]) -> Callable[[Tenso
 def row(how: str, hooks: bool) -> dict[str, Any]:
     torch.compiler.reset()
     torch.manual_seed(0)
-    stack = Stack(4, token_count=128, width=64, head_count=4, kv_head_count=2, hidden=224).to(torch.bfloat16)
-    x = torch.randn(2, 128, 64, dtype=torch.bfloat16, requires_grad=True)
+    tokens, width = 8192 // SMALLER, 4096 // SMALLER
+    stack = Stack(4, width, head_count=4, kv_head_count=1, hidden=14336 // SMALLER, token_count=tokens).to(
+        torch.bfloat16
+    )
+    x = torch.randn(2, tokens, width, dtype=torch.bfloat16, requires_grad=True)
     policy = aot_hooks.policies.everything(aot_hooks.float8() if hooks else aot_hooks.KEEP)
 
     def peak(f: Callable[[Tensor], Tensor]) -> int:
@@ -88,7 +143,7 @@ def row(how: str, hooks: bool) -> dict[str, Any]:
             x.grad = None
             stack.zero_grad(set_to_none=True)
 
-        for _ in range(4):
+        for _ in range(3):
             forward().backward()
             let_go()
         gc.collect()
@@ -97,15 +152,21 @@ def row(how: str, hooks: bool) -> dict[str, Any]:
         return measured.peak
 
     alive = peak(compiled(stack, how, {}))
-    driver = NoLaunch(1 << 26)
+    driver = NoLaunch(1 << 28)
     captured.compilation = lambda options: Compilation(options, driver)
     try:
         outside = peak(compiled(stack, how, {"cudagraphs": True}))
     finally:
         captured.compilation = Compilation
     (pool,) = driver.pools
-    found = {"how": how, "hooks": "float8" if hooks else "none", "alive": alive, "pool": pool.peak}
-    found |= {"extent": pool.extent, "outside": outside, "ratio": round((pool.extent + outside) / alive, 3)}
+    assert isinstance(pool, TracedArena)
+    needs = {
+        "segments": CachingAllocator(scale=SMALLER**2).run(pool.trace).reserved,
+        "expandable": CachingAllocator(scale=SMALLER**2, expandable=True).run(pool.trace).reserved,
+        "placed": placed(pool.trace),
+    }
+    found = {"how": how, "hooks": "float8" if hooks else "none", "alive": alive, "pool": live_peak(pool.trace), **needs}
+    found |= {"outside": outside, "ratio": round((needs["segments"] + outside) / alive, 3)}
     cudagraph.reset()
     print(json.dumps(found), flush=True)
     return found
