@@ -322,9 +322,16 @@ def pending_changes(context: Any) -> tuple[Any, ...]:
             objects[at] = None
         else:
             objects[at] = frozenset(attributes)
-    given = [a for a in output.graphargs if isinstance(a.fake_tensor, FakeTensor) and a.fake_tensor._version > 0]
+    # of the whole function, also where a higher-order operator has a part of it traced by itself
+    inputs = output.root_tracer.graph.find_nodes(op="placeholder")
+    given = [a for a in (node.meta.get("grapharg") for node in inputs) if _written(a)]
     tensors = [a.example for a in given if isinstance(a.example, torch.Tensor) and a.example.layout is torch.strided]
     return objects, frozenset(names), output.global_scope, frozenset(map(storage_key, tensors))
+
+
+def _written(grapharg: Any) -> bool:
+    fake = getattr(grapharg, "fake_tensor", None)
+    return isinstance(fake, FakeTensor) and fake._version > 0
 
 
 def _owner(variable: Any) -> Any:

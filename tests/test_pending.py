@@ -11,6 +11,7 @@ import pytest
 import torch
 from sentinel import Chain, assert_same, compiled, gradients, hand_gradients, integers
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import aot_hooks
 from aot_hooks import KEEP, Hook, saved_tensors_hooks, saved_tensors_policy
@@ -197,6 +198,31 @@ def test_what_is_changed_before_a_context_is_refused(model: Chain, x: Tensor, ca
         compiled(forward)(x)
     assert f"got {named} that the compiled function has changed before" in str(raised.value)
     assert isinstance(raised.value.inner_exception, aot_hooks.errors.OptionError)
+
+
+@pytest.mark.parametrize("where", ["outside", "inside"])
+def test_in_a_checkpointed_part(model: Chain, x: Tensor, where: str) -> None:
+    """Dynamo traces it by itself."""
+    outer = Holder(table=torch.tensor(2.0))
+
+    def part(h: Tensor) -> Tensor:
+        if where == "inside":
+            outer.table.add_(1)
+        with saved_tensors_hooks(lambda h: h * outer.table, clone):
+            return h @ model.weights[1]
+
+    def forward(x: Tensor, written: bool) -> Tensor:
+        h1 = x @ model.weights[0]
+        if written and where == "outside":
+            outer.table.add_(1)
+        return checkpoint(part, h1, use_reentrant=False) @ model.weights[2]
+
+    if where == "outside":
+        compiled(forward)(x, False).sum().backward()
+    with pytest.raises(
+        torch._dynamo.exc.BackendCompilerFailed, match="a tensor that the compiled function has changed"
+    ):
+        compiled(forward)(x, True)
 
 
 @pytest.mark.core
