@@ -108,8 +108,10 @@ def float8s(device: str, dtypes: tuple[torch.dtype, ...], exact: bool) -> int:
         top, inf = float8._RANGE[fmt]
         rows = x.unflatten(-1, (-1, block)) if block else x.unsqueeze(-2)
         size = rows.float().abs()
-        scale = (torch.where(size < torch.inf, size, 0.0).amax(-1) * (1.0 / top)).clamp(min=2.0**-126)
+        amax = torch.where(size < torch.inf, size, 0.0).amax(-1).double()
+        scale = torch.exp2(torch.ceil(torch.log2(amax / top))).clamp(min=2.0**-126).float()
         codes = (rows.float() * (1.0 / scale).unsqueeze(-1)).clamp(-inf, inf).to(fmt)
+        scale = scale.clamp(max=torch.finfo(dtype).max / {416.0: 2.0**8, 49152.0: 2.0**15}[top])
         y = codes.float()
         y = torch.where(y.abs() == inf, y * torch.inf, y * scale.unsqueeze(-1)).to(dtype).flatten(-2)
         got, got_scale = kernels.pack_float8(x, block, fmt)
