@@ -226,7 +226,7 @@ def stack_rows(options: argparse.Namespace, *, loss_compiled: bool) -> list[Row]
             rows.append(Row(**json.loads(done.stdout.splitlines()[-1])))
             if rows[-1].error:
                 continue
-            gradients = torch.load(kept)
+            gradients = torch.load(kept, map_location=options.device)
         reference = reference or gradients
         if options.optimizer == "none":  # an optimizer's steps carry the last bits on
             rows[-1].gradient_error = error_of(gradients, reference)
@@ -246,7 +246,9 @@ def stack_row(variant: str, options: argparse.Namespace) -> Row:
     with device:
         stack = Stack(4, token_count=tokens, **small).to(torch.bfloat16)
         x = torch.randn(2, tokens, stack.blocks[0].w1.in_features, dtype=torch.bfloat16, requires_grad=True)
-    optimizer = torch.optim.AdamW(stack.parameters()) if options.optimizer == "adamw" else None
+    optimizer = (
+        torch.optim.AdamW(stack.parameters(), fused=device.type == "cuda") if options.optimizer == "adamw" else None
+    )
 
     def loss_of(y: Tensor) -> Tensor:
         return y.float().pow(2).mean()
