@@ -14,7 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from tree_programs import World, same, steps
 
-from cudagraph import _compat, dropping, record, tree
+from cudagraph import _compat, driver, dropping, record, tree
 
 
 def test_memory_does_not_grow(world):
@@ -314,6 +314,61 @@ def test_a_chain_needs_little_more_than_what_is_alive(forgets, monkeypatch):
     assert (counts["recordings"], counts["skips"], counts["held_outputs"]) == (16, 0, 0)
     assert (world.driver.pools[0].extent <= 1.1 * uncaptured.alive.peak) is not forgets
     tree.reset()
+
+
+@pytest.mark.parametrize(
+    ("told", "then"),
+    [
+        ("", "expandable_segments:True"),
+        ("expandable_segments:False", "expandable_segments:True"),
+        ("backend:native, expandable_segments : False ,max_split_size_mb:64", None),
+        ("roundup_power2_divisions:[256:1,512:2,>:4],expandable_segments:False", None),
+        ("expandable_segments:False,expandable_segments:False", "expandable_segments:True"),
+    ],
+)
+def test_other_settings_of_the_allocator_are_told_again(told, then):
+    found = _compat.told_with(told, "expandable_segments", True)
+    assert then is None or found == then
+    assert found.count("expandable_segments") == 1 and found.endswith("expandable_segments:True")
+    for other in ("backend:native", "max_split_size_mb:64", "roundup_power2_divisions:[256:1,512:2,>:4]"):
+        assert (other in found) == (other in told)
+    assert _compat.told_with(found, "expandable_segments", False).endswith("expandable_segments:False")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("expandable", [False, True])
+def test_segments_of_the_pool_grow_where_they_are_to(expandable, monkeypatch):
+    """Several paths, so that pools are put back to what they were; all of it comes back."""
+    monkeypatch.setattr(driver, "EXPANDABLE", expandable)
+    tree.reset()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved()
+    world = World("cuda")
+    f = world.function(lambda x: [x.sin(), x.cos() * 2])
+    g = world.function(lambda a, b: [(a * b).repeat(3), a + b])
+    h = world.function(lambda a: [a.exp().repeat(5)])
+    for step in range(12):
+        tree.mark_step_begin()
+        x = world.randn(1 << 20)
+        a, b = f(x)
+        if step % 3 != 1:
+            same(world, g(a, b), [(x.sin() * x.cos() * 2).repeat(3), x.sin() + x.cos() * 2])
+        if step % 3 != 0:
+            same(world, h(b), [(x.cos() * 2).exp().repeat(5)])
+        same(world, [a, b], [x.sin(), x.cos() * 2])
+    assert tree.stats()["recordings"] >= 4 and not tree.stats()["skips"]
+    (mine,) = [t for trees in tree.every_thread for t in trees.values() if t.driver is world.driver]
+    segments = [s for s in torch.cuda.memory_snapshot() if tuple(s["segment_pool_id"]) == mine.pool.pool.handle]
+    assert segments and {s["is_expandable"] for s in segments} == {expandable}
+    plain = torch.empty(3 << 20, device="cuda")
+    (own,) = [
+        s for s in torch.cuda.memory_snapshot() if s["address"] <= plain.data_ptr() < s["address"] + s["total_size"]
+    ]
+    assert not own["is_expandable"]
+    del a, b, x, plain
+    tree.reset()
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_reserved() <= before
 
 
 @pytest.mark.gpu
