@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
+import json
+import subprocess
+import sys
 import types
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -62,6 +67,17 @@ def test_others_are_left_as_they_are():
     assert not merged(reads(*BLOCKS), packs=False, other=reads(2, 8, 14336))
     # in another order they are no longer the same once merged, and Inductor may still reorder these loops
     assert not merged(reads(*BLOCKS), other=reads(112, 16, 128, strides=(128, 14336, 1)))
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="this torch comes without triton")
+def test_a_product_and_its_packings_are_one_kernel():
+    """By the code that is generated, for a GPU that need not be there."""
+    script = Path(__file__).with_name("triton_code.py")
+    done = subprocess.run(
+        [sys.executable, script, "8", "64", "1024"], capture_output=True, text=True, check=False, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == {block: [3, 1] for block in ("8", "64", "1024")}
 
 
 @pytest.mark.gpu
