@@ -917,8 +917,8 @@ def _merge_dependencies_of_blocks(nodes: list[Any]) -> None:
 
     Inductor compares what two loops read as they stand if they are as deep, after merging them if not: it found
     [rows, blocks, 128] and [batch, tokens, width] to share nothing, and made four kernels of silu(a) * b and its three
-    packings with int8. What such packings read is merged here, and they are no longer as deep. Goes when depth makes no
-    difference there (2.11 to 2.15).
+    packings with int8. What such packings read is merged here, and they are no longer as deep. Goes with torch 2.11:
+    from 2.13 on Inductor finds them.
     """
     memory = need("torch._inductor.dependencies.MemoryDep")
 
@@ -1094,8 +1094,12 @@ def _lowering(
         element = nvidia if nvidia is not None and device.type == "cuda" and torch.version.hip is None else body
 
         def inner(index: Any) -> Any:
-            elements = [load([0 if s else i for i, s in zip(index, spread, strict=True)]) for load, spread in loaders]
-            return element(ops, *elements, *others)
+            at = [[0 if s else i for i, s in zip(index, spread, strict=True)] for _, spread in loaders]
+            # Scales first: where two layouts of a block in threads meet, Triton takes that of what was loaded last, and
+            # a scale's is one element a thread at a time. A norm's backward that unpacks then takes 662 instructions
+            # for sm_90 instead of 745, without moving codes through shared memory a byte at a time.
+            elements = [load(i) for (load, _), i in zip(reversed(loaders), reversed(at), strict=True)]
+            return element(ops, *reversed(elements), *others)
 
         out = pointwise.create(device=device, dtype=dtype_of(*args), inner_fn=inner, ranges=list(sizes))
         if reduce_last is None:

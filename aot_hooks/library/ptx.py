@@ -34,10 +34,8 @@ _BITS = "{ .reg .b32 t; mov.b32 t, $1; and.b32 t, t, 0x7FFFFFFF; add.s32 $0, t, 
 
 def _amax(bits: str, top: float) -> str:
     """Leaves the largest finite magnitude in register f; `loops._loop_amax`."""
-    return (
-        f".reg .s32 t; .reg .f32 f; max.s32 t, {bits}, 0x00800000; sub.s32 t, t, 0x00800000; mov.b32 f, t; "
-        f"max.f32 f, f, {_number(top * 2.0**-126)};"
-    )
+    (least,) = struct.unpack("<i", struct.pack("<f", top * 2.0**-126))
+    return f".reg .s32 t; .reg .f32 f; max.s32 t, {bits}, {least + _STEP}; sub.s32 t, t, {_STEP}; mov.b32 f, t;"
 
 
 @functools.cache
