@@ -28,7 +28,7 @@ import sys
 import threading
 import types
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -51,20 +51,23 @@ class Content:
 
     Attributes:
         digest: sha256, 32 hex digits.
-        bindings: variables and globals that it reaches by: (cell or namespace, name, what is bound).
+        bindings: variables, globals and attributes that it reaches by: (cell or namespace, name, what is bound).
+        tensors: that it holds, and their digests.
         may_change: whether anything else in it can be changed, now that it is made.
         writes_unseen: whether its code names what writes to a tensor past autograd's versions (`x.data`).
     """
 
     digest: str
     bindings: tuple[tuple[Any, str, Any], ...]
+    tensors: tuple[tuple[weakref.ref[torch.Tensor], str], ...]
     may_change: bool
     writes_unseen: bool
 
     def is_still(self, *values: Any) -> bool:
         """Whether `values`, of which this was read, say the same now."""
         if not self.may_change and all(map(_bound_still, self.bindings)):
-            return True
+            if all((x := ref()) is not None and tensor_digest(x) == digest for ref, digest in self.tensors):
+                return True
         return content(*values) == self.digest
 
 
@@ -84,17 +87,22 @@ def read(*values: Any) -> Content:
             "lists, tuples and dicts may be nested as deeply as you like"
         ) from None
     unseen = any(not _WRITES_UNSEEN.isdisjoint(words(code)) for code in walker.codes)
-    return Content(walker.digest(), tuple(walker.bindings), walker.may_change, unseen)
+    return Content(walker.digest(), tuple(walker.bindings), tuple(walker.tensors), walker.may_change, unseen)
 
 
 def _bound_still(binding: tuple[Any, str, Any]) -> bool:
     where, name, value = binding
-    if isinstance(where, dict):
-        return where.get(name) is value
-    try:
-        return where.cell_contents is value
-    except ValueError:
-        return False
+    if isinstance(where, types.CellType):
+        try:
+            now = where.cell_contents
+        except ValueError:
+            return False
+    else:
+        now = where.get(name, _NOT_BOUND)
+    return (value() if isinstance(value, weakref.ref) else value) is now
+
+
+_NOT_BOUND = object()
 
 
 class Walker:
@@ -110,6 +118,7 @@ class Walker:
         self.later: list[tuple[Any, Any]] = []  # values too deep to go on from there, and the state to read them in
         self.may_change = False
         self.bindings: list[tuple[Any, str, Any]] = []
+        self.tensors: list[tuple[weakref.ref[torch.Tensor], str]] = []
         self.codes: dict[types.CodeType, None] = {}  # of all functions in it
         self.held: set[str] = set()  # strings, which may be names
         self.modules: dict[int, tuple[types.ModuleType, Any]] = {}  # Python's, reached as values, and in which state
@@ -192,7 +201,11 @@ class Walker:
     def new(self, value: Any, kind: type) -> None:
         """A value that is no atom and was not met before."""
         out, inner = self.out, self.inner
-        if kind not in _STAYS and not (isinstance(value, type) or _is_frozen(value)):
+        if (
+            kind not in _STAYS
+            and not isinstance(value, torch.fx.GraphModule)
+            and not (isinstance(value, type) or _is_frozen(value))
+        ):
             self.may_change = True
         if kind is types.FunctionType:
             self.function(value)
@@ -313,9 +326,8 @@ class Walker:
         self.inner(Reached(owner, code, code.co_varnames[0]) if code is not None and code.co_argcount else owner)
 
     def reached(self, what: Reached) -> None:
-        self.may_change = True
         names = reads(what.code, what.name)
-        held = members(what.value, names) if names is not None else None
+        held = self.held_by(what.value, names) if names is not None else None
         if held is None:
             self.inner(what.value)
             return
@@ -325,6 +337,28 @@ class Walker:
             self.out.append("." + name)
             self.inner(member)
         self.depth -= 1
+
+    def held_by(self, value: Any, names: Iterable[str]) -> list[tuple[str, Any]] | None:
+        """As `members`, and notes what each is bound by."""
+        held = members(value, names)
+        for name, member in held or ():
+            own, kind = getattr(value, "__dict__", {}), type(value)
+            parts = (own, *(own[part] for part in _PARTS)) if isinstance(value, torch.nn.Module) else (own,)
+            of_class: Mapping[str, Any] = next((vars(c) for c in kind.__mro__ if name in vars(c)), {})
+            by = next((part for part in parts if name in part and part[name] is member), None)
+            if by is not None:
+                self.bind(by, name, member)
+            elif of_class.get(name) is member or isinstance(of_class.get(name), _OF_CLASSES):
+                self.bind(of_class, name, of_class[name])
+                for part in parts:
+                    self.bind(part, name, _NOT_BOUND)
+            else:
+                self.may_change = True
+        return held
+
+    def bind(self, where: Any, name: str, value: Any) -> None:
+        held = weakref.ref(value) if isinstance(value, torch.Tensor | torch.nn.Module) else value
+        self.bindings.append((where, name, held))
 
     def derived(self, value: Any, kind: type) -> None:
         """What a container has beside its items: methods and properties of its class, attributes of its own."""
@@ -336,7 +370,9 @@ class Walker:
         self.out.append(f"identity:{kind.__qualname__}:{id(value)}")
 
     def tensor(self, value: torch.Tensor) -> None:
-        self.out.append(tensor_digest(value))
+        digest = tensor_digest(value)
+        self.out.append(digest)
+        self.tensors.append((weakref.ref(value), digest))
 
     def unordered(self, value: set[Any] | frozenset[Any]) -> None:
         self.out.append(f"{type(value).__name__}:{sorted(content(v) for v in value)}")
@@ -385,7 +421,7 @@ class Walker:
         self.inner(fn.__defaults__, fn.__kwdefaults__)
         for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True):
             try:
-                self.bindings.append((cell, name, cell.cell_contents))
+                self.bind(cell, name, cell.cell_contents)
             except ValueError:
                 self.out.append("empty cell")
                 self.may_change = True
@@ -414,7 +450,7 @@ class Walker:
                 self.missing(name, fn)
                 continue
             value = fn.__globals__[name]
-            self.bindings.append((fn.__globals__, name, value))
+            self.bind(fn.__globals__, name, value)
             while isinstance(value, types.ModuleType) and rest and hasattr(value, rest[0]):
                 self.out.append("." + rest[0])
                 if not self.through(value, rest[0]):
@@ -422,12 +458,12 @@ class Walker:
                 module, attribute = value, rest.pop(0)
                 value = getattr(module, attribute)
                 if attribute in vars(module):
-                    self.bindings.append((vars(module), attribute, value))
+                    self.bind(vars(module), attribute, value)
                 else:  # made when it is asked for
                     self.may_change = True
             else:
                 # an object by the attribute read of it: where it is used otherwise too, that is a chain of its own
-                held = members(value, rest[:1]) if rest else None
+                held = self.held_by(value, rest[:1]) if rest else None
                 self.inner(value if held is None else held[0][1])
 
     def bound(self, where: dict[str, Any], name: str) -> None:
@@ -466,6 +502,7 @@ class Walker:
     def graph_module(self, gm: torch.fx.GraphModule) -> None:
         """Node by node, by position: names of nodes and placeholders are left out."""
         position = {node: i for i, node in enumerate(gm.graph.nodes)}
+        self.bind(vars(gm), "_code", vars(gm).get("_code", _NOT_BOUND))  # made anew with the code, by `recompile()`
         self.out.append("graph")
 
         def arg(a: Any) -> Any:
@@ -481,13 +518,19 @@ class Walker:
             self.out.append(node.op)
             if node.op == "get_attr":
                 self.inner(_attribute(gm, node.target))
+                parts = [part for part in (vars(gm), *(vars(gm)[part] for part in _PARTS)) if node.target in part]
+                if len(parts) == 1:
+                    self.bind(parts[0], str(node.target), parts[0][node.target])
+                else:
+                    self.may_change = True
             elif node.op == "call_module":
                 self.inner(gm.get_submodule(str(node.target)))
             elif node.op == "call_method":
                 self.out.append(str(node.target))
             elif node.op == "call_function":
                 self.called(node)
-            self.inner(arg(node.args), arg(node.kwargs))
+            self.inner(arg(node.args))
+            self.named(arg(node.kwargs))
             if "user_cache_hash" in node.meta:
                 self.out.append(f"hash:{node.meta['user_cache_hash']}")
 
@@ -533,7 +576,19 @@ _WRITES_UNSEEN = {
     *("data", "numpy", "__array__", "data_ptr", "untyped_storage", "storage", "__dlpack__", "to_dlpack", "from_dlpack"),
 }
 _CODE = (types.FunctionType, types.BuiltinFunctionType, types.ModuleType, type)
-_STAYS = (types.FunctionType, types.MethodType, types.CodeType, tuple, frozenset, functools.partial, slice)
+_PARTS = ("_parameters", "_buffers", "_modules")  # of nn.Module
+_OF_CLASSES = (types.FunctionType, property, staticmethod, classmethod)
+_STAYS = (
+    torch.Tensor,
+    torch.nn.Parameter,
+    types.FunctionType,
+    types.MethodType,
+    types.CodeType,
+    tuple,
+    frozenset,
+    functools.partial,
+    slice,
+)
 
 
 def _is_frozen(value: Any) -> bool:

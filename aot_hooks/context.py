@@ -43,9 +43,8 @@ class Pair:
     """
 
     def __init__(self, setting: Setting) -> None:
-        self.setting = setting
-        # of all equal settings the one that was entered last: its own functions are called, its name is shown
-        self.pack = _module("AotHooksPack", lambda x: pack_eager(self.setting, x))
+        self.setting = setting  # of all equal ones the one that was entered last: its name is shown
+        self.pack = _module("AotHooksPack", lambda x: pack_eager(_as_entered(self), x))
         self.unpack = _module("AotHooksUnpack", unpack_eager)
         _pair_of_module[id(self.pack)] = weakref.ref(self)
         weakref.finalize(self, _pair_of_module.pop, id(self.pack), None)

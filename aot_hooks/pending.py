@@ -8,6 +8,7 @@ def f(x):                                  Dynamo traces `f`: objects keep their
 from __future__ import annotations
 
 import types
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 
 from . import _compat
 from .content import Walker
-from .reached import Reached, reads
+from .reached import Reached
 
 __all__ = ["Pending", "changed_before"]
 
@@ -61,13 +62,14 @@ class _Finder(Walker):
             self.look(value, f"a {kind.__name__}")
         super().new(value, kind)
 
-    def reached(self, what: Reached) -> None:
-        value, read = what.value, reads(what.code, what.name)
-        self.look(value, f"a {type(value).__name__}", None if read is None else set(read))
+    def held_by(self, value: Any, names: Iterable[str]) -> list[tuple[str, Any]] | None:
+        read = set(names)
+        self.look(value, f"a {type(value).__name__}", read)
         if isinstance(value, torch.nn.Module):
             for part in (value._parameters, value._buffers, value._modules):
-                self.look(part, f"a {type(value).__name__}")
-        super().reached(what)
+                if not read.isdisjoint(part):
+                    self.look(part, f"a {type(value).__name__}")
+        return super().held_by(value, names)
 
     def function(self, fn: types.FunctionType) -> None:
         for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True):

@@ -97,6 +97,8 @@ _NOT_PLAIN = (
 def _is_plain(value: Any) -> bool:
     kind = type(value)
     looks_up: Any = kind.__getattribute__
+    if kind is types.SimpleNamespace:
+        return "cache_hash" not in vars(value)
     if isinstance(value, _NOT_PLAIN) or looks_up is not object.__getattribute__:
         return False
     if kind.__module__.split(".")[0] in ("torch", "aot_hooks", "builtins") and not isinstance(value, torch.nn.Module):

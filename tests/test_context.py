@@ -16,6 +16,7 @@ import aot_hooks
 from aot_hooks import KEEP, Hook, saved_tensors_hooks, saved_tensors_policy
 from aot_hooks.context import ambient
 from aot_hooks.errors import HookContractError, OptionError
+from aot_hooks.policy import Setting
 
 SCOPES = {"donated": {"h": 4}, "no_static": {"h": 4, "x": 4}, "all": {"h": 4, "x": 4, "w": 4}}
 
@@ -409,40 +410,114 @@ def test_a_change_before_the_first_call_leaves_no_graph_that_is_called_by_anothe
         assert_same(gradients(call, model, x), hand_gradients(model, x, h=2))
 
 
-CHANGES: dict[str, Any] = {
-    "a variable": lambda held: held["bind"](3.0),
-    "an attribute": lambda held: setattr(held["object"], "k", 3.0),
-    "a tensor": lambda held: held["object"].table.fill_(3.0),
-    "an item": lambda held: held["list"].append(3.0),
+class Slotted:
+    __slots__ = ("k",)
+
+    def __init__(self) -> None:
+        self.k = 2.0
+
+
+class Holding(nn.Module):
+    by_class = 2.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.slotted, self.k = Slotted(), 2.0
+        self.register_buffer("table", torch.tensor(2.0))
+
+    def scaled(self, x: Tensor) -> Tensor:
+        return x * self.k
+
+    @property
+    def twice(self) -> float:
+        return self.k
+
+    def by_method(self, x: Tensor) -> Tensor:
+        return self.scaled(x)
+
+    def by_property(self, x: Tensor) -> Tensor:
+        return x * self.twice
+
+    def by_attribute_of_the_class(self, x: Tensor) -> Tensor:
+        return x * self.by_class
+
+    def by_buffer(self, x: Tensor) -> Tensor:
+        return x * self.table
+
+    def by_slot(self, x: Tensor) -> Tensor:
+        return x * self.slotted.k
+
+
+HELD = types.SimpleNamespace(k=2.0)
+
+
+def triple(self: Holding, x: Tensor) -> Tensor:
+    return x * 3
+
+
+CHANGES: dict[str, tuple[str, Any]] = {
+    "a variable": ("variable", lambda held: held["bind"](3.0)),
+    "an attribute": ("attribute", lambda held: setattr(held["object"], "k", 3.0)),
+    "an attribute of a global": ("global", lambda held: setattr(HELD, "k", 3.0)),
+    "a tensor": ("tensor", lambda held: held["object"].table.fill_(3.0)),
+    "an item": ("item", lambda held: held["list"].append(3.0)),
+    "a method's attribute": ("by_method", lambda held: setattr(held["module"], "k", 3.0)),
+    "a method's method": ("by_method", lambda held: setattr(held["module"], "scaled", lambda x: x * 3)),
+    "a method of the class": ("by_method", lambda held: setattr(Holding, "scaled", triple)),
+    "a property": ("by_property", lambda held: setattr(held["module"], "k", 3.0)),
+    "of the class": ("by_attribute_of_the_class", lambda held: setattr(Holding, "by_class", 3.0)),
+    "over that of the class": ("by_attribute_of_the_class", lambda held: setattr(held["module"], "by_class", 3.0)),
+    "a buffer": ("by_buffer", lambda held: held["module"].table.fill_(3.0)),
+    "a buffer replaced": ("by_buffer", lambda held: setattr(held["module"], "table", torch.tensor(3.0))),
+    "a buffer's data": ("by_buffer", lambda held: held["module"].table.data.fill_(3.0)),
+    "a slot": ("by_slot", lambda held: setattr(held["module"].slotted, "k", 3.0)),
+    "a graph's constant": ("graph", lambda held: setattr(held["graph"], "k", torch.tensor(3.0))),
+    "a graph's code": ("graph", lambda held: graph_of(held["graph"], 3.0)),
 }
+
+
+def graph_of(made: torch.fx.GraphModule | None, k: float) -> torch.fx.GraphModule:
+    """`x * made.k * (k / 2)`, put into `made`."""
+    if made is None:
+        made = torch.fx.GraphModule(nn.Module(), torch.fx.Graph())
+        made.k = torch.tensor(2.0)
+    graph = torch.fx.Graph()
+    product = graph.call_function(torch.mul, (graph.placeholder("x"), graph.get_attr("k")))
+    graph.output(graph.call_function(torch.mul, (product, k / 2)))
+    made.graph = graph
+    made.recompile()
+    return made
 
 
 @pytest.mark.core
 @pytest.mark.parametrize("change", CHANGES)
-def test_whatever_changes_in_an_open_context_is_noticed(model: Chain, x: Tensor, change: str) -> None:
-    k = 2.0
+def test_whatever_changes_in_an_open_context_is_noticed(
+    model: Chain, x: Tensor, change: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    k, module = 2.0, Holding()
+    for owner, name in ((HELD, "k"), (Holding, "scaled"), (Holding, "by_class")):
+        monkeypatch.setattr(owner, name, getattr(owner, name))
+    graph = graph_of(None, 2.0)
 
     def bind(value: float) -> None:
         nonlocal k
         k = value
 
-    held: dict[str, Any] = {
-        "object": types.SimpleNamespace(k=2.0, table=torch.tensor(2.0)),
-        "list": [2.0],
-        "bind": bind,
-    }
-    thing, items = held["object"], held["list"]
+    thing, items = types.SimpleNamespace(k=2.0, table=torch.tensor(2.0)), [2.0]
     packs = {
-        "a variable": lambda x: x * k,
-        "an attribute": lambda x: x * thing.k,
-        "a tensor": lambda x: x * thing.table,
-        "an item": lambda x: x * items[-1],
+        "variable": lambda x: x * k,
+        "attribute": lambda x: x * thing.k,
+        "global": lambda x: x * HELD.k,
+        "tensor": lambda x: x * thing.table,
+        "item": lambda x: x * items[-1],
+        "graph": graph,
     }
-    call = compiled(model)
-    with saved_tensors_hooks(packs[change], lambda x: x.clone()):
+    held = {"object": thing, "list": items, "bind": bind, "module": module, "graph": graph}
+    call, (name, make) = compiled(model), CHANGES[change]
+    with saved_tensors_hooks(packs[name] if name in packs else getattr(module, name), lambda x: x.clone()):
         for _ in range(2):
             assert_same(gradients(call, model, x), hand_gradients(model, x, h=2))
-        CHANGES[change](held)
+        make(held)
         with pytest.raises(HookContractError, match="has changed since its context was entered"):
             call(x)
 
@@ -455,6 +530,35 @@ def test_a_policy_in_options_that_changes_is_refused(model: Chain, x: Tensor) ->
     held.k = 3.0
     with pytest.raises(HookContractError, match=r"hook 'scaled' has changed since torch\.compile made graphs with it"):
         call(x)
+
+
+@pytest.mark.core
+def test_a_hook_that_nothing_has_changed_is_not_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would be at each call, for as long as a small graph takes to run."""
+    thing, module, k = types.SimpleNamespace(k=2.0, table=torch.tensor(2.0)), Holding(), 2.0
+    packs: list[Any] = [lambda x: x * k, lambda x: x * thing.k, lambda x: x * thing.table, lambda x: x * HELD.k]
+    packs += [module.by_buffer, module.by_method, module.by_property, module.by_attribute_of_the_class]
+    packs += [graph_of(None, 2.0)]
+    settings = [
+        Setting(hook) for hook in (aot_hooks.float8(), *(Hook("h", pack, lambda x: x.clone()) for pack in packs))
+    ]
+    monkeypatch.setattr(aot_hooks.content, "read", None)
+    for setting in settings:
+        setting.check("then")
+
+
+def test_eager_parts_call_the_functions_of_the_context_they_are_in(model: Chain, x: Tensor) -> None:
+    """Equal ones were entered and left inside of it, and say something else by now."""
+    mine, other = types.SimpleNamespace(k=2.0), types.SimpleNamespace(k=2.0)
+
+    def hooks(held: Any) -> Any:
+        return lambda x: x * held.k, lambda x: x.clone()
+
+    with saved_tensors_hooks(*hooks(mine)):
+        with saved_tensors_hooks(*hooks(other)):
+            pass
+        other.k = 5.0
+        assert_same(gradients(model, model, x), hand_gradients(model, x, h=2))
 
 
 @pytest.mark.core

@@ -69,6 +69,16 @@ def case_of_a_nested_object() -> Any:
     return before, lambda h: h * outer.inner.k, "a Holder"
 
 
+OBJECT = Holder(k=2.0)
+
+
+def case_of_a_global_object() -> Any:
+    def before() -> None:
+        OBJECT.k = OBJECT.k + 1
+
+    return before, lambda h: h * OBJECT.k, "a Holder"
+
+
 def case_of_a_method() -> Any:
     class Module(nn.Module):
         def __init__(self) -> None:
