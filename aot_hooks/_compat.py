@@ -1320,20 +1320,22 @@ _keying = threading.RLock()
 
 
 @functools.cache
-def _source_hashes(pid: int) -> tuple[futures.Future[Any], ...]:
-    """torch's hashes of its own and of Triton's files, which are in all of its keys, on their way in two threads.
+def _triton_hash(pid: int) -> futures.Future[Any]:
+    """torch's hash of Triton's files, which is in all of its keys, on its way in a thread.
 
-    A process makes each once, at its first key: half a second to read and to hash, for most of which the interpreter is
-    free to import the compiler. Whoever forks meanwhile has no such threads, hence `pid`. A hash that fails is made
-    again by torch, which knows what to say. Goes when torch has them in a file, as it has inside Meta.
+    A process makes it once, at its first key: 0.4 s, nearly all of it to read and to hash one library of 400 MB, for
+    which the interpreter is free to import the compiler. The hash of torch's own files is not made so: it is thousands
+    of short calls, and a thread waits after each until the one that imports lets go of the interpreter.
+
+    Whoever forks meanwhile has no such thread, hence `pid`. A hash that fails is made again by torch, which knows what
+    to say. Goes when torch has it in a file, as it has inside Meta.
     """
-    threads = futures.ThreadPoolExecutor(2, "aot_hooks_hash")
-    makers = map(need, ("torch._inductor.codecache.torch_key", "torch._inductor.runtime.triton_compat.triton_key"))
-    hashes = tuple(threads.submit(make) for make in makers)
+    threads = futures.ThreadPoolExecutor(1, "aot_hooks_hash")
+    hashed = threads.submit(need("torch._inductor.runtime.triton_compat.triton_key"))
     threads.shutdown(wait=False)
-    # torch makes each under a lock, which a child would inherit taken
-    os.register_at_fork(before=lambda: [future.exception(timeout=10) for future in hashes])
-    return hashes
+    # torch makes it under a lock, which a child would inherit taken
+    os.register_at_fork(before=lambda: hashed.exception(timeout=10))
+    return hashed
 
 
 @contextlib.contextmanager
@@ -1362,7 +1364,7 @@ def autograd_cache(
     cache = module.AOTAutogradCache
     make_key, own_lookup = module.autograd_cache_key, cache.__dict__["_lookup"]
     event, thread = CacheEvent(), threading.get_ident()
-    hashes = _source_hashes(os.getpid())
+    hashed = _triton_hash(os.getpid())
 
     def keyed(mod: Any, inputs: Any, config: Any, *rest: Any, **named: Any) -> Any:
         if threading.get_ident() != thread:
@@ -1370,8 +1372,9 @@ def autograd_cache(
         sources = config.aot_autograd_arg_pos_to_source
         if sources is not None:
             config = dataclasses.replace(config, aot_autograd_arg_pos_to_source=[source_shape(s) for s in sources])
-        futures.wait(hashes)
         try:
+            need("torch._inductor.codecache.torch_key")()  # torch keeps it for what follows; Triton's goes on meanwhile
+            futures.wait((hashed,))
             with normalized(mod if isinstance(mod, GraphModule) else mod.gm), _sizes_by_number(module, inputs):
                 key, lines = make_key(mod, inputs, config, *rest, **named)
         except Exception as e:  # torch goes on without its cache, whatever it is; we only say so

@@ -1,4 +1,4 @@
-"""What a warm start does beside its work: torch's hashes in threads, and no garbage collections meanwhile."""
+"""What a warm start does beside its work: a hash of torch's in a thread, and no garbage collections meanwhile."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ pytestmark = pytest.mark.core
 @pytest.fixture
 def first_key() -> Iterator[None]:
     """As if this process had made no key."""
-    _compat._source_hashes.cache_clear()
+    _compat._triton_hash.cache_clear()
     yield
-    _compat._source_hashes.cache_clear()
+    _compat._triton_hash.cache_clear()
 
 
 @pytest.fixture(autouse=True)
@@ -38,19 +38,28 @@ def collections_on() -> Iterator[None]:
     gc.enable()
 
 
-def test_a_key_is_made_when_the_hashes_are_there(first_key: None, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("broken", [False, True], ids=["", "no Triton"])  # torch will say so, or need none
+def test_a_key_is_made_when_the_hashes_are_there(first_key: None, monkeypatch: pytest.MonkeyPatch, broken) -> None:
     order: list[str] = []
+    of_torch_made = threading.Event()
 
-    def slow() -> bytes:
-        time.sleep(0.2)
-        order.append(f"hashed, in the caller's thread: {threading.current_thread() is threading.main_thread()}")
+    def of_torch() -> bytes:
+        assert threading.current_thread() is threading.main_thread()
+        order.append("torch's hash")
+        of_torch_made.set()
         return b""
 
-    def broken() -> str:
-        raise RuntimeError("no Triton")  # torch will say so, or need none
+    def of_triton() -> str:
+        assert threading.current_thread() is not threading.main_thread()
+        assert of_torch_made.wait(60), "it holds up what goes on beside it"
+        if broken:
+            raise RuntimeError("no Triton")
+        time.sleep(0.2)
+        order.append("Triton's hash")
+        return ""
 
-    monkeypatch.setattr(codecache, "torch_key", slow)
-    monkeypatch.setattr(triton_compat, "triton_key", broken)
+    monkeypatch.setattr(codecache, "torch_key", of_torch)
+    monkeypatch.setattr(triton_compat, "triton_key", of_triton)
 
     def make_key(*_: Any) -> tuple[str, list[str]]:
         order.append("key")
@@ -60,27 +69,22 @@ def test_a_key_is_made_when_the_hashes_are_there(first_key: None, monkeypatch: p
     graph = torch.fx.symbolic_trace(torch.nn.Identity())
     config = SimpleNamespace(aot_autograd_arg_pos_to_source=None, static_input_indices=())
     nothing: Any = contextlib.nullcontext()
-    for _ in range(2):
-        with _compat.autograd_cache("ours", lambda gm: nothing, lambda *_: "", lambda _: "") as event:
-            autograd_cache.autograd_cache_key(graph, [], config)
-    assert order == ["hashed, in the caller's thread: False", "key", "key"]
+    with _compat.autograd_cache("ours", lambda gm: nothing, lambda *_: "", lambda _: "") as event:
+        autograd_cache.autograd_cache_key(graph, [], config)
+    assert order == ["torch's hash", *([] if broken else ["Triton's hash"]), "key"]
     assert event.key.startswith("torch's_")
 
 
-def test_the_hashes_are_those_that_torch_asks_for(first_key: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[str] = []
-    for module, name in ((codecache, "torch_key"), (triton_compat, "triton_key")):
-        make = getattr(module, name)
-        monkeypatch.setattr(module, name, lambda make=make, name=name: (calls.append(name), make())[1])
-    of_torch, of_triton = _compat._source_hashes(os.getpid())
-    assert of_torch.result() == codecache.torch_key()
-    assert (of_triton.exception() is None) == triton_compat.HAS_TRITON
-    assert sorted(calls) == ["torch_key", "torch_key", "triton_key"]
+def test_the_hash_is_the_one_that_torch_asks_for(first_key: None) -> None:
+    hashed = _compat._triton_hash(os.getpid())
+    assert (hashed.exception() is None) == triton_compat.HAS_TRITON
+    if triton_compat.HAS_TRITON:
+        assert hashed.result() == triton_compat.triton_key()
 
 
 def test_a_process_that_was_forked_off_waits_for_no_thread_of_its_parent(first_key: None) -> None:
-    here = _compat._source_hashes(os.getpid())
-    assert _compat._source_hashes(os.getpid()) is here and _compat._source_hashes(-1) is not here
+    here = _compat._triton_hash(os.getpid())
+    assert _compat._triton_hash(os.getpid()) is here and _compat._triton_hash(-1) is not here
 
 
 def test_collections_wait_for_an_entry_and_not_for_a_compilation() -> None:
