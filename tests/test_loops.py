@@ -136,3 +136,22 @@ def test_on_cuda_specials_come_back_and_codes_agree(dtype):
         assert same[~x.isfinite()].all()
         assert same.float().mean() > 0.97
         torch.testing.assert_close(got[2], expected[2], rtol=0.26, atol=1e-38, equal_nan=True)
+
+
+@pytest.mark.gpu
+def test_on_cuda_every_code_comes_back_where_a_block_holds_one_value_or_lies_across():
+    _compat.register_loops()
+    q = torch.arange(256, dtype=torch.uint8).expand(4, 256).contiguous()
+    bits = loops.amax_bits(torch.randn(4, 256) * 3)
+    weights = torch.randint(1, 3, (1024, 5000)).float()
+
+    def a_row(q: torch.Tensor, bits: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        return (weights * 0 + loops.from_int8(q, bits, torch.float32).view(-1, 1)).amax(-1)
+
+    def across(q: torch.Tensor, bits: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        return loops.from_int8(q, bits, torch.float32).t().contiguous()
+
+    for f in (a_row, across):
+        torch._dynamo.reset()
+        got = torch.compile(f, fullgraph=True, dynamic=False)(q.cuda(), bits.cuda(), weights.cuda()).cpu()
+        torch.testing.assert_close(got, f(q, bits, weights), rtol=0, atol=0, equal_nan=True)

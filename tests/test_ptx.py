@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import types
 from typing import Any
 
 import numpy as np
@@ -93,3 +95,41 @@ def test_an_instruction_that_is_not_known_is_an_error():
         run("{ popc.b32 $0, $1; }", 1, np.zeros(1, np.uint32))
     one = np.array([0x80FF7F01], np.uint32)
     assert prmt(one, one, np.array([0xFB40], np.uint32))[0] == 0xFFFF0101
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="this torch comes without triton")
+@pytest.mark.parametrize("size", [1, 2, 4, 128])
+def test_it_assembles_for_a_block_of_any_size(size, tmp_path):
+    """Triton and ptxas take it, for a GPU that need not be there."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    def variable(name: str, dtype: torch.dtype) -> Any:
+        return type("Variable", (), {"__str__": lambda _: name, "dtype": dtype})()
+
+    x, q, scale = (variable(*of) for of in (("x", torch.float32), ("q", torch.uint8), ("s", torch.float32)))
+    source = tmp_path / f"blocks_of_{size}.py"
+    source.write_text(f"""
+import triton
+import triton.language as tl
+
+@triton.jit
+def there_and_back(x_ptr, s_ptr, out_ptr, SIZE: tl.constexpr):
+    at = tl.arange(0, SIZE)[:, None]
+    x = tl.load(x_ptr + at)
+    s = tl.load(s_ptr + at)
+    q = {ptx.TO_INT8.code(x, scale)}
+    tl.store(out_ptr + at, {ptx.FROM_INT8.code(q, scale)})
+""")
+    spec = importlib.util.spec_from_file_location(source.stem, source)
+    assert spec is not None and spec.loader is not None
+    module = types.ModuleType(source.stem)
+    module.__file__ = str(source)
+    spec.loader.exec_module(module)
+    signature = {"x_ptr": "*fp32", "s_ptr": "*fp32", "out_ptr": "*fp32", "SIZE": "constexpr"}
+    compiled = triton.compile(
+        ASTSource(module.there_and_back, signature, {"SIZE": size}), target=GPUTarget("cuda", 90, 32)
+    )
+    assert (ptx.TO_INT8.four[:40] in compiled.asm["ttgir"]) == (size >= 4)
+    assert compiled.asm["cubin"]
