@@ -146,7 +146,8 @@ def float8s(device: str, dtypes: tuple[torch.dtype, ...], exact: bool) -> int:
         rows = x.unflatten(-1, (-1, block)) if block else x.unsqueeze(-2)
         size = rows.float().abs()
         amax = torch.where(size < torch.inf, size, 0.0).amax(-1).double()
-        scale = torch.exp2(torch.ceil(torch.log2(amax / top))).clamp(min=2.0**-126).float()
+        fraction, exponent = torch.frexp(amax / top)  # not log2: on CUDA that of 2**k is not always k
+        scale = torch.ldexp((amax > 0).double(), exponent - (fraction == 0.5).int()).clamp(min=2.0**-126).float()
         codes = (rows.float() * (1.0 / scale).unsqueeze(-1)).clamp(-inf, inf).to(fmt)
         scale = scale.clamp(max=torch.finfo(dtype).max / {416.0: 2.0**8, 49152.0: 2.0**15}[top])
         y = codes.float()

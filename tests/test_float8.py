@@ -98,7 +98,8 @@ def check(x: torch.Tensor, y: torch.Tensor, scaling: str, fmt: torch.dtype) -> N
 
 def power_of_two(amax: torch.Tensor, top: float) -> torch.Tensor:
     """The least 2**k with amax / 2**k <= top, at least 2**-126; float64."""
-    return torch.exp2(torch.ceil(torch.log2(amax / top))).clamp(min=2.0**-126)
+    fraction, exponent = torch.frexp(amax / top)
+    return torch.ldexp((amax > 0).double(), exponent - (fraction == 0.5).int()).clamp(min=2.0**-126)
 
 
 @pytest.mark.core
