@@ -1,10 +1,12 @@
 """Where warm-ups of training allocate: apart from what lives on after them.
 
     forward, backward as they are --> memory of the warm-up --> given back when the step is over
-    loss, gradients, optimizer    --> ordinary memory
+    gradients                     --> moved to memory of their own --> given back when they are let go of
+    loss, optimizer               --> ordinary memory
 
 An optimizer makes its state after the first backward and keeps it. In memory that the caching allocator has kept of
 that backward it would lie between activations: what is left around it is free, but no graph's pool can have it.
+Likewise gradients: in ordinary memory they would take what is free there, and the state new segments beside it.
 """
 
 from __future__ import annotations
@@ -42,8 +44,7 @@ class Warming:
         self.allocating = None
 
     def run(self, function: Function, inputs: list[Any]) -> list[Any]:
-        """What `function` returns. Gradients lie in ordinary memory: they may be accumulated into as long as there is a
-        program."""
+        """What `function` returns. Gradients do not lie with activations: they may be accumulated into for good."""
         piece = function.piece
         if piece.is_inference or self.busy or self.driver.is_capturing():
             return list(piece.run(inputs))
@@ -57,14 +58,16 @@ class Warming:
             self.busy = False
         if piece.is_backward:
             del allocating
-            self.over()  # what is free of it can be used for the copies
+            self.over()  # what is free of it is given back before the copies are made
             storages = {_compat.identity(x.untyped_storage()): x.untyped_storage() for x in outputs if _is_strided(x)}
             moving = [
                 storage
                 for cdata, storage in storages.items()
                 if cdata not in given and not function.is_constant(cdata) and self._can_move(storage)
             ]
-            self.driver.copy_out(moving)
+            if moving:
+                with self.driver.open_warm_pool(self.device)():
+                    self.driver.copy_out(moving)
         return outputs
 
     def _can_move(self, storage: torch.UntypedStorage) -> bool:
