@@ -55,6 +55,7 @@ SYMBOLS = {
     "torch._C._dispatch_has_kernel_for_dispatch_key": "policies by operator",
     "torch._dynamo.backends.common.aot_autograd": "options['inner'] = 'aten'",
     "torch._functorch.partitioners.min_cut_rematerialization_partition": "the partition that is rewritten",
+    "torch._functorch.config.cse": "regions that compute the same",
     "torch._functorch.config.enable_autograd_cache": "keeping torch's cache away from graphs it has no key for",
     "torch._functorch._aot_autograd.autograd_cache.autograd_cache_key": "caching graphs with hooks",
     "torch._functorch._aot_autograd.autograd_cache.AOTAutogradCache._lookup": "caching graphs with hooks",
@@ -613,9 +614,14 @@ def is_composite(name: str) -> bool:
 # --- the inner compilers ---------------------------------------------------------------------------------------------
 
 
-def min_cut_partition(joint: GraphModule, inputs: Any, **kwargs: Any) -> tuple[GraphModule, GraphModule]:
+def min_cut_partition(
+    joint: GraphModule, inputs: Any, *, merge_repeats: bool = True, **kwargs: Any
+) -> tuple[GraphModule, GraphModule]:
+    """torch's own; with `merge_repeats` what is computed twice is computed once, as torch is set to."""
     partition = need("torch._functorch.partitioners.min_cut_rematerialization_partition")
-    out: tuple[GraphModule, GraphModule] = partition(joint, inputs, **kwargs)
+    config = need("torch._functorch.config")
+    with config.patch(cse=config.cse and merge_repeats):
+        out: tuple[GraphModule, GraphModule] = partition(joint, inputs, **kwargs)
     return out
 
 

@@ -29,7 +29,7 @@ from .hook import Hook
 from .live import LivePoint, live_bytes
 from .modules import roots
 from .names import carry_names, uses_names
-from .plan import Plan, region_of
+from .plan import Plan, region_of, repeats_across_regions
 from .policy import SCOPES, Setting
 from .rewrite import rewrite
 
@@ -304,7 +304,8 @@ def planning_partition(
 
     def partition(joint: GraphModule, joint_inputs: Any, **kwargs: Any) -> tuple[GraphModule, GraphModule]:
         carry_names(joint.graph)
-        fw, bw = _compat.min_cut_partition(joint, joint_inputs, **kwargs)
+        apart = bool(regions) and repeats_across_regions(joint.graph)
+        fw, bw = _compat.min_cut_partition(joint, joint_inputs, merge_repeats=not apart, **kwargs)
         count, static = kwargs["num_fwd_outputs"], tuple(kwargs.get("static_lifetime_input_indices") or ())
 
         def alive() -> tuple[LivePoint, ...]:

@@ -326,6 +326,7 @@ class Walker:
         self.inner(Reached(owner, code, code.co_varnames[0]) if code is not None and code.co_argcount else owner)
 
     def reached(self, what: Reached) -> None:
+        self.codes[what.code] = None
         names = reads(what.code, what.name)
         held = self.held_by(what.value, names) if names is not None else None
         if held is None:

@@ -23,7 +23,7 @@ from .policy import Setting, out_of_scope
 from .saved import Boundary, SavedTensor, SavedValue, producer
 from .schedule import Transfer
 
-__all__ = ["Choice", "Decision", "Plan", "decide", "joined", "region_of"]
+__all__ = ["Choice", "Decision", "Plan", "decide", "joined", "region_of", "repeats_across_regions"]
 
 _RANDOM_STATE = ("inductor_seeds", "inductor_lookup_seed", "rng_state")
 REGION = "aot_hooks"  # the key under meta["custom"] by which nodes of a region are known
@@ -131,6 +131,23 @@ def region_of(node: Node) -> str | None:
     """The key of the region that the operator of `node` was called in; backward nodes have their forward's."""
     custom = node.meta.get("custom")
     return custom.get(REGION) if isinstance(custom, dict) else None
+
+
+def repeats_across_regions(graph: torch.fx.Graph) -> bool:
+    """Whether two nodes of a joint graph are the same operator on the same values, but in different regions.
+
+    As one, which the partitioner makes of them, they would read what they both read by the hook of one of them.
+    """
+    same: dict[Node, Node] = {}  # node -> the first that computes it
+    first: dict[tuple[object, ...], Node] = {}
+    for node in graph.nodes:
+        same[node] = node
+        if node.op == "call_function" and node.all_input_nodes:
+            args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), same.__getitem__)
+            same[node] = first.setdefault((node.target, repr(args), repr(kwargs)), node)
+            if region_of(same[node]) != region_of(node):
+                return True
+    return False
 
 
 def decide(boundary: Boundary, ambient: Setting | None, regions: Mapping[str, Setting]) -> list[Choice]:

@@ -11,6 +11,7 @@ import pytest
 
 from aot_hooks.bytecode import Import, computes_names, imports, words
 from aot_hooks.content import content
+from aot_hooks.reached import Reached
 
 pytestmark = pytest.mark.core
 
@@ -85,6 +86,14 @@ def test_what_is_read_of_a_module_counts(way: str, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(settings, "other", 1.0)
     monkeypatch.setattr(settings, "scale", 3.0)
     assert content(fn) != before
+
+
+def test_a_module_in_a_variable_of_what_a_guard_reads_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a function made in a compiled one Dynamo's variables are guarded each by itself."""
+    code = closed_over().__code__
+    before = content(Reached(settings, code, "c"))
+    monkeypatch.setattr(settings, "scale", 3.0)
+    assert content(Reached(settings, code, "c")) != before
 
 
 def test_globals_of_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:

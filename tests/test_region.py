@@ -141,6 +141,22 @@ def test_two_regions_read_one_tensor(wrap: Any) -> None:
     assert_same(got, [2 * h.T @ torch.ones(6, 2), 3 * h.T @ torch.ones(6, 4)])
 
 
+def test_two_regions_compute_the_same(wrap: Any) -> None:
+    """The products are one to the partitioner, and so were the hooks that they read by."""
+    x, w1, w2 = integers(6, 3).requires_grad_(), integers(3, 5), integers(5, 2).requires_grad_()
+
+    def f(x: Tensor) -> Tensor:
+        h = x @ w1
+        with saved_tensors_hooks(*scale(2)):
+            a = h @ w2
+        with saved_tensors_hooks(*scale(3)):
+            b = h @ w2
+        return (a + b + h @ w2).sum()
+
+    (got,) = torch.autograd.grad(wrap(f)(x), [w2])
+    assert torch.equal(got, (2 + 3 + 1) * (x.detach() @ w1).T @ torch.ones(6, 2))
+
+
 CONTEXTS = {
     "hooks": lambda: saved_tensors_hooks(*quadruple),
     "policy": lambda: saved_tensors_policy(aot_hooks.policies.everything(Hook("quadruple", *quadruple))),
