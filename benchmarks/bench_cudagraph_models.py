@@ -325,6 +325,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--warmup", type=int, default=6)
     parser.add_argument("--small", action="store_true", help="a small Llama-shaped stack")
+    parser.add_argument("--losses", default="eager,compiled", help="of the stack")
     parser.add_argument("--optimizer", choices=["none", "adamw"], default="none", help="of the stack")
     parser.add_argument("--json", type=pathlib.Path)
     parser.add_argument("--stack-row", metavar="VARIANT", help=argparse.SUPPRESS)  # what a process of its own is for
@@ -358,8 +359,8 @@ def main(arguments: list[str] | None = None) -> int:
                 keep(found)
                 print(f"{name}:\n{explained[name]}\n", flush=True)
         if options.only != "hf":
-            for loss_compiled in (False, True):
-                keep(stack_rows(options, loss_compiled=loss_compiled))
+            for loss in options.losses.split(","):
+                keep(stack_rows(options, loss_compiled=loss == "compiled"))
     wrong = [r for r in rows if "float8" not in r.variant and (r.gradient_error or 0) > WRONG_GRADIENT]
     for row in wrong:
         print(f"WRONG: {row.model}, {row.variant}: gradient {row.gradient_error} off stock's")
