@@ -843,6 +843,9 @@ def _choices() -> Any:
             if (
                 others_choose
                 or kwargs.get("fixed_config") is not None
+                # Inductor has decided, as where sums over columns are taken along: those blocks are called otherwise
+                or kwargs.get("override_persistent_reduction")
+                or kwargs.get("override_cooperative_reduction")
                 or [set(tiling) for tiling in groups] != [{"x", "r0_"}]
                 or not _reads_rows_twice(features)
                 or getattr(features, "strict_reduction_rblock", lambda: None)() is not None  # 2.15: the block is fixed

@@ -87,6 +87,13 @@ def test_all_else_is_left_to_inductor(features):
 
 
 @pytest.mark.core
+@pytest.mark.parametrize("name", ["override_persistent_reduction", "override_cooperative_reduction"])
+def test_a_kernel_that_inductor_has_decided_on_is_left_to_it(name):
+    assert fixed(kernel_of(3072), **{name: True}, mix_order_reduction=True) is None
+    assert fixed(kernel_of(3072), **{name: False}) == SHORT
+
+
+@pytest.mark.core
 @pytest.mark.parametrize("name", ["max_autotune", "max_autotune_pointwise", "coordinate_descent_tuning"])
 def test_who_asks_inductor_to_search_gets_a_search(name):
     with config.patch({name: True}):
