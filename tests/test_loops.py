@@ -28,6 +28,8 @@ def rows(dtype: torch.dtype) -> torch.Tensor:
     x[4] *= 1e37
     x[5] = torch.linspace(0.4, 1, 300) * torch.finfo(dtype).max
     x[6, ::2] = -torch.inf
+    x[7] = ((torch.arange(300) % 126) + 0.5) * 2048 / 126  # beside 2048 half of a step each
+    x[7, 0] = 2048
     return x.to(dtype)
 
 
@@ -79,7 +81,7 @@ def test_int8_as_tensor_code_keeps_its_bound(dtype):
     assert torch.equal(got[~finite].nan_to_num(7), x[~finite].nan_to_num(7))
     largest = torch.where(finite, x.double().abs(), 0).amax(-1, keepdim=True)
     bound = (largest / 126 / 2).clamp(min=2.0**-127) + x.double().abs() * torch.finfo(dtype).eps
-    assert (((got.double() - x.double()).abs() <= bound * (1 + 2**-18)) | ~finite).all()
+    assert (((got.double() - x.double()).abs() <= bound * (1 + 2**-12)) | ~finite).all()
     assert got[5].isfinite().all()  # of the dtype's largest number
 
 

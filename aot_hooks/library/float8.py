@@ -15,7 +15,8 @@ The scale is a power of two because a value then comes back with no more mantiss
 matrix products that read it draw less power: on a GPU at its power limit they take less time, by more than 1% of a
 training step (H200). It costs nothing: the format's own exponent makes up for the scale's, but for values below 2**-14
 of the largest. Where q * scale could leave the range of x's dtype, in rows that reach its upper end, what is stored is
-the dtype's largest number / 2**8 (e5m2: 2**15), slightly less than the power of two.
+the dtype's largest number / 2**8 (e5m2: 2**15), slightly less than the power of two: the error near zero then is larger
+by a factor of up to 1 + 2**-4.
 
 Sources: Micikevicius et al., "FP8 Formats for Deep Learning" (arXiv:2209.05433); COAT (arXiv:2410.19313); scales as
 powers of two: Rouhani et al., "Microscaling Data Formats for Deep Learning" (arXiv:2310.10537).
@@ -118,10 +119,11 @@ def float8(dtype: torch.dtype = torch.float8_e4m3fn, scaling: str = "rowwise", s
         statistics: True also takes logarithms that the backward exponentiates (log-sum-exp, log-softmax), where an
             absolute error becomes a relative one.
 
-    Error of a value: at most 2**-4 (e4m3) or 2**-3 (e5m2) of it, or 2**-10 (e5m2: 2**-17) of the scale if that is more;
-    the scale is less than the largest finite value that shares it / 208 (e5m2: 24576), or 2**-126. Infinities and NaN
-    come back as they were. Integers, 0-d and empty tensors, rows too short to gain and what is a logarithm
-    (log-sum-exp, log-softmax) are left as they are.
+    Error of a value: at most 2**-4 (e4m3) or 2**-3 (e5m2) of it, or 2**-10 (e5m2: 2**-17) of the scale if that is more,
+    times 1 + 2**-4 where the largest is more than 3/4 of what the dtype can hold; the scale is less than the largest
+    finite value that shares it / 208 (e5m2: 24576), or 2**-126. Infinities and NaN come back as they were. Integers,
+    0-d and empty tensors, rows too short to gain and what is a logarithm (log-sum-exp, log-softmax) are left as they
+    are.
 
     Raises:
         OptionError: for another dtype or scaling.

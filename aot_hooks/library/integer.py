@@ -171,7 +171,7 @@ def int8(block_size: int = 128, stochastic: bool = False, statistics: bool = Fal
             absolute error becomes a relative one.
 
     Error of a value: half a step, or a whole one when stochastic, then the rounding of its own dtype. A step is the
-    largest finite value of the block / 126 * (1 + 2**-18), and at least 2**-126. Infinities and NaN come back as they
+    largest finite value of the block / 126 * (1 + 2**-12), and at least 2**-126. Infinities and NaN come back as they
     were. Integers, 0-d and empty tensors and rows too short to gain are left alone.
 
     Raises:
