@@ -124,8 +124,8 @@ def test_no_finite_value_comes_back_infinite(device, fmt, dtype):
     largest = torch.finfo(dtype).max
     x = torch.linspace(0.4, 1, 4096, dtype=torch.float64).mul(largest).to(device, dtype)
     x = (x * x.new_tensor([1, -1]).repeat(2048)).view(64, 64)  # each row's largest another one
-    smallest = largest / 2.0**8 * 2.0**-9 if fmt is torch.float8_e4m3fn else largest / 2.0**15 * 2.0**-16
-    x[::2, 2:] = (torch.arange(62, dtype=torch.float64) / 2 * smallest).to(x)  # beside them steps of a code, and halves
+    smallest = 2.0 ** (math.frexp(largest)[1] - {torch.float8_e4m3fn: 8 + 9, torch.float8_e5m2: 15 + 16}[fmt])
+    x[::2, 2:] = (torch.arange(62, dtype=torch.float64) / 2 * smallest).to(x)  # beside them codes, and halfway between
     hook = aot_hooks.float8(fmt)
     y = hook.unpack(hook.pack(x))
     assert y.isfinite().all()
