@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from . import _compat
 
@@ -48,7 +49,8 @@ class Warming:
         piece = function.piece
         if piece.is_inference or self.busy or self.driver.is_capturing():
             return list(piece.run(inputs))
-        given = {_compat.identity(x.untyped_storage()) for x in inputs if _is_strided(x)}
+        # Weak, but the address of none is taken by another storage meanwhile.
+        kept = [StorageWeakRef(x.untyped_storage()) for x in inputs if _is_strided(x)]
         allocating = self.allocating = self.allocating or self.driver.open_warm_pool(self.device)
         self.busy = True
         try:
@@ -57,6 +59,7 @@ class Warming:
         finally:
             self.busy = False
         if piece.is_backward:
+            given = {storage.cdata for storage in kept}
             del allocating
             self.over()  # what is free of it is given back before the copies are made
             storages = {_compat.identity(x.untyped_storage()): x.untyped_storage() for x in outputs if _is_strided(x)}

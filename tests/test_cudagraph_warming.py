@@ -78,6 +78,27 @@ def test_training_warms_up_in_memory_of_its_own(simulated, monkeypatch):
     assert (tree.stats()["warmups"], tree.stats()["recordings"]) == (3, 3)
 
 
+def test_gradients_are_moved_whose_storages_lie_where_saved_ones_lay(simulated, monkeypatch):
+    """A storage's object is freed with a saved tensor, and the next gradient's is often made at its address."""
+    world, moves = simulated, []
+    if not world.driver.can_move:
+        monkeypatch.setattr(world.driver, "can_copy_out", lambda storage: True)
+    monkeypatch.setattr(world.driver, "copy_out", lambda storages: moves.append(len(storages)))
+    count = 64
+
+    @takes_list
+    def backward(inputs):
+        gradients = []
+        while inputs:
+            gradients.append(inputs.pop() * 2)
+        return gradients
+
+    backward = world.function(backward, is_inference=False, is_backward=True)
+    tree.mark_step_begin()
+    backward.call([torch.ones(6) for _ in range(count)])
+    assert moves == [count]
+
+
 def test_memory_of_a_warm_up_goes_with_its_step(simulated):
     """Where no backward comes, and nothing is ever recorded."""
     world, seen = simulated, []
