@@ -75,6 +75,10 @@ OPERATIONS: dict[str, Callable[..., Array]] = {
     "fma.rn.f32": lambda a, b, c: bits(f32(a).astype(np.float64) * f32(b).astype(np.float64) + f32(c)),
     "mul.f32": lambda a, b: bits(f32(a) * f32(b)),
     "max.f32": lambda a, b: bits(np.fmax(f32(a), f32(b))),
+    "min.f32": lambda a, b: bits(np.fmin(f32(a), f32(b))),
+    "abs.f32": lambda a: a & np.uint32(0x7FFFFFFF),
+    "setp.eq.f32": lambda a, b: (f32(a) == f32(b)).astype(np.uint32),
+    "selp.f32": lambda a, b, p: np.where(p, a, b),
     "div.full.f32": lambda a, b: bits(f32(a) / f32(b)),
     "cvt.f32.f16": lambda a: bits(a.astype(np.uint16).view(np.float16)),
 }

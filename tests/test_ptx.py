@@ -1,4 +1,4 @@
-"""The PTX of int8, emulated, against the operators' own tensor code, bit for bit."""
+"""The PTX of int8 and float8, emulated, against the operators' own tensor code, bit for bit."""
 
 from __future__ import annotations
 
@@ -18,7 +18,12 @@ class Emulated:
     """Inductor's `ops` for a loop over `[n]` values in which a thread holds four at a time."""
 
     def to_dtype(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        return x.to(dtype)
+        return (x.clamp(-448, 448) if dtype is torch.float8_e4m3fn else x).to(dtype)  # as Triton does
+
+    mul, minimum, maximum = staticmethod(torch.mul), staticmethod(torch.minimum), staticmethod(torch.maximum)
+
+    def constant(self, value: float, dtype: torch.dtype) -> torch.Tensor:
+        return torch.tensor(value, dtype=dtype)
 
     def inline_asm_elementwise(
         self, *inputs: torch.Tensor, asm: str, constraints: str, dtype: torch.dtype, is_pure: bool, pack: int
@@ -87,6 +92,28 @@ def test_every_code_comes_back_as_by_the_tensor_code(ops):
     expected = loops.from_int8(q, bits, torch.float32)
     torch.testing.assert_close(got.view(40, 256), expected, rtol=0, atol=0, equal_nan=True)
     assert (expected.isnan().sum(), expected.isinf().sum()) == (40, 80)
+
+
+FORMATS = {torch.float8_e4m3fn: (416.0, 448.0), torch.float8_e5m2: (49152.0, 57344.0)}
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("fmt", FORMATS, ids=str)
+def test_float8_is_that_of_the_tensor_code(fmt):
+    top, inf = FORMATS[fmt]
+    x = values()
+    x[10:16, 0] = torch.tensor([-1, 1, 1, 1, 1, 1]) * top * 2.0 ** torch.tensor([0, 112, -5, -150, -134, 10])
+    x[12:14] = x[12:14].nextafter(torch.tensor(torch.inf))  # just above what the scale changes at
+    bits = loops.amax_bits(x)
+    got = ptx.to_float8(Emulated(), x.reshape(-1), bits.expand_as(x).reshape(-1), fmt, top)
+    expected = loops.to_float8(x, bits, fmt, top)
+    torch.testing.assert_close(got.view_as(x).float(), expected.float(), rtol=0, atol=0, equal_nan=True)
+    q = torch.arange(256, dtype=torch.uint8).view(fmt).expand(40, 256)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        got = ptx.from_float8(Emulated(), q.reshape(-1), bits.expand(40, 256).reshape(-1), dtype, top, inf)
+        expected = loops.from_float8(q, bits, dtype, top, inf)
+        assert got.dtype is dtype
+        torch.testing.assert_close(got.view(40, 256), expected, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.core
