@@ -24,6 +24,7 @@ import functools
 import hashlib
 import importlib
 import importlib.util
+import logging
 import sys
 import threading
 import types
@@ -42,7 +43,7 @@ from .tensor_digest import tensor_digest
 __all__ = ["Content", "Walker", "content", "home_of", "is_library", "read"]
 
 _ATOMS = (type(None), bool, int, float, complex, str, bytes, type(Ellipsis), torch.dtype, torch.device)
-_LIBRARIES = ("aot_hooks", "torch", "functools", "contextlib", "math", "operator", "collections")
+_LIBRARIES = ("aot_hooks", "torch", "functools", "contextlib", "math", "operator", "collections", "logging")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,6 +54,7 @@ class Content:
         digest: sha256, 32 hex digits.
         bindings: variables, globals and attributes that it reaches by: (cell or namespace, name, what is bound).
         tensors: that it holds, and their digests.
+        holders: dicts, lists, classes, functions and partials in it, and what they held.
         may_change: whether anything else in it can be changed, now that it is made.
         writes_unseen: whether its code names what writes to a tensor past autograd's versions (`x.data`).
     """
@@ -60,12 +62,13 @@ class Content:
     digest: str
     bindings: tuple[tuple[Any, str, Any], ...]
     tensors: tuple[tuple[weakref.ref[torch.Tensor], str], ...]
+    holders: tuple[_Holder, ...]
     may_change: bool
     writes_unseen: bool
 
     def is_still(self, *values: Any) -> bool:
         """Whether `values`, of which this was read, say the same now."""
-        if not self.may_change and all(map(_bound_still, self.bindings)):
+        if not self.may_change and all(map(_bound_still, self.bindings)) and all(map(_Holder.is_still, self.holders)):
             if all((x := ref()) is not None and tensor_digest(x) == digest for ref, digest in self.tensors):
                 return True
         return content(*values) == self.digest
@@ -87,7 +90,42 @@ def read(*values: Any) -> Content:
             "lists, tuples and dicts may be nested as deeply as you like"
         ) from None
     unseen = any(not _WRITES_UNSEEN.isdisjoint(words(code)) for code in walker.codes)
-    return Content(walker.digest(), tuple(walker.bindings), tuple(walker.tensors), walker.may_change, unseen)
+    return Content(
+        walker.digest(), tuple(walker.bindings), tuple(walker.tensors), tuple(walker.holders), walker.may_change, unseen
+    )
+
+
+class _Holder:
+    """What a dict, list, class, function or partial holds: the objects, not what these say."""
+
+    __slots__ = ("held", "value")
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+        self.held = [_weakly(x) for x in _held(value)]
+
+    def is_still(self) -> bool:
+        now = _held(self.value)
+        if len(now) != len(self.held):
+            return False
+        for x, held in zip(now, self.held, strict=True):
+            if x is not held and not (type(held) is weakref.ref and x is held()):
+                return False
+        return True
+
+
+def _held(value: Any) -> tuple[Any, ...]:
+    if isinstance(value, type):
+        return (*value.__bases__, *vars(value), *vars(value).values())
+    if isinstance(value, types.FunctionType):
+        return value.__code__, value.__defaults__, value.__kwdefaults__
+    if isinstance(value, functools.partial):
+        return (*value.keywords, *value.keywords.values())
+    return tuple(value) if isinstance(value, list) else (*value, *value.values())
+
+
+def _weakly(x: Any) -> Any:
+    return weakref.ref(x) if isinstance(x, torch.Tensor | torch.nn.Module) else x
 
 
 def _bound_still(binding: tuple[Any, str, Any]) -> bool:
@@ -119,6 +157,7 @@ class Walker:
         self.may_change = False
         self.bindings: list[tuple[Any, str, Any]] = []
         self.tensors: list[tuple[weakref.ref[torch.Tensor], str]] = []
+        self.holders: list[_Holder] = []
         self.codes: dict[types.CodeType, None] = {}  # of all functions in it
         self.held: set[str] = set()  # strings, which may be names
         self.modules: dict[int, tuple[types.ModuleType, Any]] = {}  # Python's, reached as values, and in which state
@@ -201,7 +240,9 @@ class Walker:
     def new(self, value: Any, kind: type) -> None:
         """A value that is no atom and was not met before."""
         out, inner = self.out, self.inner
-        if (
+        if kind in (dict, list):
+            self.holders.append(_Holder(value))
+        elif (
             kind not in _STAYS
             and not isinstance(value, torch.fx.GraphModule)
             and not (isinstance(value, type) or _is_frozen(value))
@@ -219,6 +260,7 @@ class Walker:
             _cell(value, out, inner)
         elif isinstance(value, functools.partial):
             out.append("partial")
+            self.holders.append(_Holder(value))
             inner(value.func, value.args)
             self.named(value.keywords)
         elif isinstance(value, types.BuiltinFunctionType | types.MethodWrapperType) and _bound(value):
@@ -278,6 +320,8 @@ class Walker:
         elif kind is weakref.ref:
             out.append("weak")
             inner(value())
+        elif isinstance(value, logging.Logger):
+            out.append(f"logger:{value.name}")  # what it writes down is no part of a tensor
         elif kind is contextvars.ContextVar:
             out.append(f"variable:{value.name}")
             inner(value.get(None))
@@ -358,8 +402,7 @@ class Walker:
         return held
 
     def bind(self, where: Any, name: str, value: Any) -> None:
-        held = weakref.ref(value) if isinstance(value, torch.Tensor | torch.nn.Module) else value
-        self.bindings.append((where, name, held))
+        self.bindings.append((where, name, _weakly(value)))
 
     def derived(self, value: Any, kind: type) -> None:
         """What a container has beside its items: methods and properties of its class, attributes of its own."""
@@ -430,7 +473,9 @@ class Walker:
             self.inner(_in_cell(cell.cell_contents, fn.__code__, name))
         if not is_library(home_of(fn)):  # torch's and the standard library's globals are covered by their version
             self.globals_of(fn)
+            self.holders.append(_Holder(fn))  # tools that load code anew, as IPython's, put it into the function
             if vars(fn):
+                self.holders.append(_Holder(vars(fn)))
                 self.inner({k: v for k, v in vars(fn).items() if k != "__wrapped__"})
         self.depth -= 1
 
@@ -482,7 +527,7 @@ class Walker:
         self.out.append(f"class:{cls.__module__}.{cls.__qualname__}")
         if is_library(cls.__module__) or cls.__module__ == "builtins":
             return
-        self.may_change = True
+        self.holders.append(_Holder(cls))
         self.depth += 1
         self.inner(*cls.__bases__)
         for name, member in sorted(vars(cls).items()):
@@ -594,7 +639,10 @@ _STAYS = (
 
 def _is_frozen(value: Any) -> bool:
     """Whether `value` stays what it is, but for what it holds."""
-    if isinstance(value, types.BuiltinFunctionType | types.MethodWrapperType | enum.Enum | torch.finfo | torch.iinfo):
+    if isinstance(
+        value,
+        types.BuiltinFunctionType | types.MethodWrapperType | enum.Enum | torch.finfo | torch.iinfo | logging.Logger,
+    ):
         return True
     if isinstance(value, types.GenericAlias | types.UnionType) or type(value).__name__.startswith("OpOverload"):
         return True

@@ -14,6 +14,7 @@ from __future__ import annotations
 import dis
 import enum
 import functools
+import logging
 import types
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -91,6 +92,7 @@ def members(value: Any, names: Iterable[str]) -> list[tuple[str, Any]] | None:
 _NOT_PLAIN = (
     *(torch.Tensor, torch.fx.GraphModule, type, types.ModuleType, types.FunctionType, types.MethodType, enum.Enum),
     *(functools.partial, tuple, list, dict, set, frozenset, int, float, complex, str, bytes),
+    logging.Logger,
 )
 
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import logging
 import os
 import subprocess
 import sys
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar
 
 import pytest
 import torch
 
-from aot_hooks.content import content
+from aot_hooks.content import content, read
 
 pytestmark = pytest.mark.core
 
@@ -103,7 +106,7 @@ def test_a_freed_tensor_gives_its_digest_to_nobody() -> None:
 PROGRAM = """
 import enum, functools, math, torch, aot_hooks
 from dataclasses import dataclass
-from aot_hooks.content import content
+from aot_hooks.content import content, read
 class Color(enum.Enum): RED = 1
 K, NAMES, TABLE = 2.5, {"b", "a", "c"}, torch.arange(5.0)
 class Times:
@@ -139,3 +142,110 @@ def test_the_same_in_every_process(tmp_path: Any) -> None:
     one, other = digests("1", "here"), digests("2", "elsewhere")
     assert [i for i, (a, b) in enumerate(zip(one, other, strict=True)) if a != b] == []
     assert len(set(one)) == len(one)
+
+
+# --- whether what was read says the same later -----------------------------------------------------------------------
+
+
+class Based:
+    z = 1
+
+
+class Held(Based):
+    k = 1
+    table: ClassVar[dict[str, int]] = {"a": 1}
+
+
+class Others:
+    z = 2
+
+
+ITEMS: dict[str, Any] = {"k": [1, 2], "t": torch.ones(3)}
+
+
+def uses_all(x: Any, more: Any = (1,), *, factor: Any = 2) -> Any:
+    return x * ITEMS["k"][0] * Held().k * uses_all.said * more[0] * factor  # type: ignore[attr-defined]
+
+
+uses_all.said = 1  # type: ignore[attr-defined]
+PARTIAL = functools.partial(uses_all, factor=3)
+
+CHANGES: dict[str, tuple[Any, str, Any]] = {
+    "item": (ITEMS, "k", [3]),
+    "new item": (ITEMS, "new", 3),
+    "tensor in a dict": (ITEMS, "t", torch.zeros(3)),
+    "item of an item": (ITEMS["k"], 0, 3),
+    "class": (Held, "k", 3),
+    "item of a class": (Held.table, "a", 3),
+    "new member": (Held, "new", 3),
+    "base": (Based, "z", 3),
+    "bases": (Held, "__bases__", (Others,)),
+    "attribute of a function": (uses_all, "said", 3),
+    "defaults": (uses_all, "__defaults__", ((3,),)),
+    "defaults by name": (uses_all, "__kwdefaults__", {"factor": 5}),
+    "default by name": (uses_all.__kwdefaults__, "factor", 5),
+    "code": (uses_all, "__code__", (lambda x, more=(1,), *, factor=2: x).__code__),
+    "partial": (PARTIAL.keywords, "factor", 4),
+}
+
+
+@contextlib.contextmanager
+def changed(where: Any, name: Any, value: Any) -> Iterator[None]:
+    if isinstance(where, dict | list):
+        get, put, drop = (lambda: where[name]), where.__setitem__, where.__delitem__
+    else:
+        get = lambda: getattr(where, name)  # noqa: E731
+        put, drop = functools.partial(setattr, where), functools.partial(delattr, where)
+    try:
+        before = [get()]
+    except (KeyError, AttributeError):
+        before = []
+    put(name, value)
+    try:
+        yield
+    finally:
+        if before:
+            put(name, before[0])
+        else:
+            drop(name)
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_was_read_is_not_still_the_same_after(change: str) -> None:
+    """And it is known without reading all of it anew: nothing in it is of a kind that could change unseen."""
+    found = read(PARTIAL)
+    assert not found.may_change and found.is_still(PARTIAL)
+    with changed(*CHANGES[change]):
+        assert not found.is_still(PARTIAL) and content(PARTIAL) != found.digest
+    assert found.is_still(PARTIAL)
+
+
+def test_what_a_logger_does_is_not_content() -> None:
+    log = logging.getLogger("aot_hooks.tests.content")
+
+    class Logs:
+        def __init__(self) -> None:
+            self.log = log
+
+        def pack(self, x: Any) -> Any:
+            self.log.debug("packs %s", x)
+            return x
+
+    def pack(x: Any) -> Any:
+        log.debug("packs %s", x)
+        logging.debug("packs %s", x)
+        return x
+
+    for hook in (pack, Logs().pack, log.debug):
+        found = read(hook)
+        assert not found.may_change
+        handler = logging.NullHandler()
+        log.addHandler(handler)
+        log.setLevel(logging.DEBUG)
+        hook("x")
+        try:
+            assert found.is_still(hook) and content(hook) == found.digest
+        finally:
+            log.removeHandler(handler)
+            log.setLevel(logging.NOTSET)
+    assert content(log) != content(logging.getLogger("aot_hooks.tests.other"))
