@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 
 import pytest
 import torch
@@ -171,3 +172,14 @@ def test_one_factory_call_is_one_hook():
 def test_bad_arguments(arguments):
     with pytest.raises(aot_hooks.errors.OptionError, match=r"float8: (dtype|scaling) must be one of"):
         aot_hooks.float8(**arguments)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("fmt", BOUND, ids=str)
+def test_dynamo_has_nothing_to_warn_of(fmt):
+    hook, x = aot_hooks.float8(fmt), torch.randn(8, 64)
+    torch._dynamo.reset()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        y = torch.compile(lambda x: hook.unpack(hook.pack(x)), backend="eager", fullgraph=True)(x)
+    assert torch.equal(y, hook.unpack(hook.pack(x)))

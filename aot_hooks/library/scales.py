@@ -11,7 +11,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 
 import torch
@@ -24,7 +23,6 @@ _STEP = 0x00800000  # one exponent step
 _MANTISSA = _STEP - 1
 
 
-@functools.cache
 def rounding_up(top: float) -> tuple[int, int]:
     """(least, add): max(bits of amax, least) + add, and MASK, are the bits of the power of two for `top`."""
     fraction, exponent = math.frexp(top)  # 416 = 0.8125 * 2**9
@@ -38,7 +36,6 @@ def power_of_two(amax: torch.Tensor, top: float) -> torch.Tensor:
     return ((amax.view(torch.int32).clamp(min=least) + add) & MASK).view(torch.float32)
 
 
-@functools.cache
 def largest_scale(dtype: torch.dtype, top: float) -> float:
     """What a scale is limited to when a code is multiplied by it: a value that was rounded up, to a power of two no
     larger than `top`, then is the largest number of `dtype` at most."""
