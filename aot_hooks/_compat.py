@@ -843,9 +843,10 @@ def _choices() -> Any:
             if (
                 others_choose
                 or kwargs.get("fixed_config") is not None
-                # Inductor has decided, as where sums over columns are taken along: those blocks are called otherwise
+                # Inductor has decided, as where sums over columns are taken along: those blocks are called otherwise; of
+                # a reduction in a reduction, which 2.15 has, there are some that are too small
                 or kwargs.get("override_persistent_reduction")
-                or kwargs.get("override_cooperative_reduction")
+                or "override_cooperative_reduction" in kwargs
                 or [set(tiling) for tiling in groups] != [{"x", "r0_"}]
                 or not _reads_rows_twice(features)
                 or getattr(features, "strict_reduction_rblock", lambda: None)() is not None  # 2.15: the block is fixed

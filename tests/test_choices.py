@@ -87,10 +87,18 @@ def test_all_else_is_left_to_inductor(features):
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("name", ["override_persistent_reduction", "override_cooperative_reduction"])
-def test_a_kernel_that_inductor_has_decided_on_is_left_to_it(name):
-    assert fixed(kernel_of(3072), **{name: True}, mix_order_reduction=True) is None
-    assert fixed(kernel_of(3072), **{name: False}) == SHORT
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"override_persistent_reduction": True, "mix_order_reduction": True},  # sums over columns are taken along
+        {"override_cooperative_reduction": True},
+        {"override_cooperative_reduction": False},  # one reduction in another
+    ],
+    ids=str,
+)
+def test_a_kernel_that_inductor_has_decided_on_is_left_to_it(said):
+    assert fixed(kernel_of(3072), **said) is None
+    assert fixed(kernel_of(3072), override_persistent_reduction=False) == SHORT
 
 
 @pytest.mark.core
