@@ -843,8 +843,8 @@ def _choices() -> Any:
             if (
                 others_choose
                 or kwargs.get("fixed_config") is not None
-                # Inductor has decided, as where sums over columns are taken along: those blocks are called otherwise; of
-                # a reduction in a reduction, which 2.15 has, there are some that are too small
+                # Inductor has decided, as where sums over columns are taken along: those blocks are called otherwise.
+                # Of a reduction in a reduction, which 2.15 has, there are some that are too small
                 or kwargs.get("override_persistent_reduction")
                 or "override_cooperative_reduction" in kwargs
                 or [set(tiling) for tiling in groups] != [{"x", "r0_"}]
