@@ -371,17 +371,24 @@ class Walker:
 
     def reached(self, what: Reached) -> None:
         self.codes[what.code] = None
-        names = reads(what.code, what.name)
-        held = self.held_by(what.value, names) if names is not None else None
-        if held is None:
+        if not self.attributes(what.value, what, ()):
             self.inner(what.value)
-            return
+
+    def attributes(self, value: Any, what: Reached, path: tuple[str, ...]) -> bool:
+        """Write those of `value`, at `path` of what is reached, that are read, if nothing else is done with it."""
+        names = reads(what.code, what.name, path)
+        held = self.held_by(value, names) if names is not None else None
+        if held is None:
+            return False
         self.out.append("reached")
         self.depth += 1
         for name, member in held:
             self.out.append("." + name)
-            self.inner(member)
+            further = len(path) < _LONGEST_PATH and members(member, ()) is not None
+            if not (further and self.attributes(member, what, (*path, name))):
+                self.inner(member)
         self.depth -= 1
+        return True
 
     def held_by(self, value: Any, names: Iterable[str]) -> list[tuple[str, Any]] | None:
         """As `members`, and notes what each is bound by."""
@@ -650,6 +657,7 @@ def _is_frozen(value: Any) -> bool:
     return dataclasses.is_dataclass(kind) and bool(kind.__dataclass_params__.frozen)  # type: ignore[attr-defined]
 
 
+_LONGEST_PATH = 3  # `self.trainer.cfg.dtype`
 _MOST_LEVELS = 40  # each takes up to eight frames, and Dynamo's stand below
 _CONTAINERS = (tuple, list, dict, set, frozenset, types.MappingProxyType)
 _CLASS_BOOKKEEPING = {

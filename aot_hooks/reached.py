@@ -39,22 +39,25 @@ class Reached:
 
 
 @functools.lru_cache(maxsize=4096)
-def reads(code: types.CodeType, name: str) -> tuple[str, ...] | None:
-    """The attributes that `code` and the functions in it read off their variable `name`; None if they do more with it
-    than read attributes."""
+def reads(code: types.CodeType, name: str, path: tuple[str, ...] = ()) -> tuple[str, ...] | None:
+    """The attributes that `code` and the functions in it read off their variable `name`, or off its attribute `path`
+    (`self.cfg`); None if they do more with it than read attributes."""
     if "__class__" in code.co_freevars or _LOOKS_ABOUT & set(code.co_names):
         return None
     found: dict[str, None] = {}
-    loaded = False
+    at = -1  # how far along `path` the value is that was just read; -1: it is none of these
     for instruction in dis.get_instructions(code):
         op, said = instruction.opname, instruction.argval
         if op in ("EXTENDED_ARG", "CACHE"):
             continue
-        if loaded:
+        if at >= 0:
             if op not in ("LOAD_ATTR", "LOAD_METHOD"):
                 return None
-            found[str(said)] = None
-            loaded = False
+            if at == len(path):
+                found[str(said)] = None
+                at = -1
+            else:
+                at = at + 1 if said == path[at] else -1
         elif op.startswith(_OF_A_LOCAL) or op == "LOAD_FROM_DICT_OR_DEREF":
             names = said if isinstance(said, tuple) else (said,)  # Python 3.13 has two in one
             if name not in names:
@@ -63,12 +66,12 @@ def reads(code: types.CodeType, name: str) -> tuple[str, ...] | None:
                 continue  # the cell, for a function inside; Python 3.13
             if names[:-1].count(name) or not op.endswith(("LOAD_FAST", "LOAD_DEREF", "_BORROW", "LOAD_FAST_CHECK")):
                 return None
-            loaded = True
-    if loaded:
+            at = 0
+    if at >= 0:
         return None
     for const in code.co_consts:
         if isinstance(const, types.CodeType) and name in const.co_freevars:
-            inside = reads(const, name)
+            inside = reads(const, name, path)
             if inside is None:
                 return None
             found.update(dict.fromkeys(inside))

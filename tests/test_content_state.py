@@ -8,6 +8,7 @@ import logging
 import os
 import subprocess
 import sys
+import types
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
@@ -218,6 +219,42 @@ def test_what_was_read_is_not_still_the_same_after(change: str) -> None:
     with changed(*CHANGES[change]):
         assert not found.is_still(PARTIAL) and content(PARTIAL) != found.digest
     assert found.is_still(PARTIAL)
+
+
+def test_of_what_an_attribute_holds_that_counts_which_is_read() -> None:
+    """A config that others count steps in: `self.cfg.k` is the number, `use(self.cfg)` all of it."""
+    cfg = types.SimpleNamespace(k=2, step=0, inner=types.SimpleNamespace(k=3, step=0))
+
+    class Reads:
+        def __init__(self) -> None:
+            self.cfg = cfg
+
+        def pack(self, x: Any) -> Any:
+            return x * self.cfg.k * self.cfg.inner.k
+
+        def pack_inside(self, x: Any) -> Any:
+            return [y * self.cfg.k * self.cfg.inner.k for y in x]
+
+        def all_of_it(self, x: Any) -> Any:
+            return x * self.cfg.k * len(vars(self.cfg))
+
+        def writes(self, x: Any) -> Any:
+            self.cfg.step = x
+            return x * self.cfg.k
+
+    hook = Reads()
+    for fn in (hook.pack, hook.pack_inside):
+        found = read(fn)
+        assert not found.may_change
+        with changed(cfg, "step", 1), changed(cfg.inner, "step", 1):
+            assert found.is_still(fn) and content(fn) == found.digest
+        for holder, name in ((cfg, "k"), (cfg.inner, "k"), (hook, "cfg")):
+            with changed(holder, name, types.SimpleNamespace(k=7, inner=cfg.inner) if name == "cfg" else 7):
+                assert not found.is_still(fn) and content(fn) != found.digest
+    for fn in (hook.all_of_it, hook.writes):
+        found = read(fn)
+        with changed(cfg, "step", 1):
+            assert not found.is_still(fn) and content(fn) != found.digest
 
 
 def test_what_a_logger_does_is_not_content() -> None:
