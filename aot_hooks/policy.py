@@ -6,8 +6,11 @@ policy, a scope, and the digest of both, by which it is one value however often 
 
 from __future__ import annotations
 
+import contextlib
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from .content import Content, read
 from .errors import AotHooksError, HookContractError, OptionError, PolicyError
@@ -18,6 +21,9 @@ __all__ = ["SCOPES", "Policy", "Setting", "choose", "out_of_scope"]
 
 Policy = Callable[[SavedTensor], Hook]
 SCOPES = ("donated", "no_static", "all")
+
+# id -> policies whose own calls change what they hold: they append to a list, or count
+_noting: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
 
 @dataclass(frozen=True)
@@ -47,8 +53,8 @@ class Setting:
 
     def check(self, whose: str) -> None:
         """Raises `HookContractError` if the rule says something else than when this was made: graphs hold what it said
-        then."""
-        if not self.content.is_still(self.rule, self.scope):
+        then. A policy that notes what it is asked changes by that, and is not held to it."""
+        if not self.content.is_still(self.rule, self.scope) and _noting.get(id(self.rule)) is not self.rule:
             what = f"hook '{self.rule!r}'" if isinstance(self.rule, Hook) else f"policy '{_name(self.rule)}'"
             raise HookContractError(
                 f"{what} has changed since {whose}: something that it holds, or a global that it reads, is another "
@@ -67,7 +73,13 @@ class Setting:
 
     def choose(self, saved: SavedTensor) -> Hook:
         """The hook for `saved`. Raises `PolicyError` naming the tensor if the policy raises or answers nonsense."""
-        return choose(self.rule, saved)
+        if isinstance(self.rule, Hook) or not self.content.is_still(self.rule, self.scope):
+            return choose(self.rule, saved)
+        hook = choose(self.rule, saved)
+        if not self.content.is_still(self.rule, self.scope):
+            with contextlib.suppress(TypeError):  # without weak references it is held to what it said
+                _noting[id(self.rule)] = self.rule
+        return hook
 
     def why_kept(self, saved: SavedTensor) -> str:
         """Why the policy leaves `saved`, in words: what its own `why_kept(saved)` says, if it has one."""

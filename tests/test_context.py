@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import types
 from concurrent.futures import ThreadPoolExecutor
@@ -583,3 +584,32 @@ def test_each_thread_is_asked_for_the_objects_that_it_entered_with(model: Chain,
         mine.k = 3.0
         with pytest.raises(HookContractError, match="has changed"):
             call(x)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("way", ["open", "anew", "options", "nested", "eager"])
+def test_a_policy_may_note_what_it_is_asked(way):
+    seen: list[str] = []
+
+    def policy(saved):
+        seen.append(saved.op)
+        return aot_hooks.int8()
+
+    def model(x, w):
+        x = torch.tanh(x @ w)
+        if way == "options":
+            torch._dynamo.graph_break()  # a second graph is made while the first one is there
+        return torch.tanh(x @ w)
+
+    rule = aot_hooks.policies.first_match(policy) if way == "nested" else policy
+    options = {"inner": "aten", **({"policy": policy} if way == "options" else {})}
+    compiled = model if way == "eager" else torch.compile(model, backend="aot_hooks", options=options)
+    x, w = torch.randn(8, 32), torch.randn(32, 32, requires_grad=True)
+    around = contextlib.nullcontext if way in ("options", "anew") else lambda: aot_hooks.saved_tensors_policy(rule)
+    with around():
+        for _ in range(3):
+            with aot_hooks.saved_tensors_policy(rule) if way == "anew" else contextlib.nullcontext():
+                compiled(x, w).sum().backward()
+    assert len(seen) >= 2
+    if way == "options":
+        assert len(aot_hooks.last_plans(compiled)) == 2
