@@ -596,10 +596,10 @@ def test_a_policy_may_note_what_it_is_asked(way):
         return aot_hooks.int8()
 
     def model(x, w):
-        x = torch.tanh(x @ w)
+        x = torch.tanh(torch.tanh(x @ w) @ w)
         if way == "options":
             torch._dynamo.graph_break()  # a second graph is made while the first one is there
-        return torch.tanh(x @ w)
+        return torch.tanh(torch.tanh(x @ w) @ w)
 
     rule = aot_hooks.policies.first_match(policy) if way == "nested" else policy
     options = {"inner": "aten", **({"policy": policy} if way == "options" else {})}
