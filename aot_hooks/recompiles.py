@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from .bytecode import chains
 from .content import content
 from .errors import HookContractError, RecompileWarning
 from .hook import Hook
@@ -108,7 +109,7 @@ def _held(label: str, fn: Any) -> Iterator[tuple[str, Any]]:
                 yield from _of_object(name, cell.cell_contents, reads(fn.__code__, name))
             except ValueError:
                 continue
-        for name in fn.__code__.co_names:
+        for name in dict.fromkeys(chain[0] for chain in chains(fn.__code__)):  # not all names: some are attributes
             if name in fn.__globals__ and not isinstance(fn.__globals__[name], types.ModuleType):
                 yield from _of_object(name, fn.__globals__[name], None)
     elif isinstance(fn, functools.partial):
