@@ -213,7 +213,7 @@ def _choose(setting: Setting, x: torch.Tensor, outermost: FrameType | None) -> t
 
 
 def _ask(setting: Setting, row: EagerRow) -> Hook:
-    hook = setting.choose(row)
+    hook = setting.choose(row, eager=True)
     return KEEP if hook.declines is not None and hook.declines(row) else hook
 
 

@@ -24,6 +24,11 @@ SCOPES = ("donated", "no_static", "all")
 
 # id -> policies whose own calls change what they hold: they append to a list, or count
 _noting: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+_FIRST = 8
+
+
+def _notes(rule: Any) -> bool:
+    return _noting.get(id(rule)) is rule
 
 
 @dataclass(frozen=True)
@@ -36,12 +41,14 @@ class Setting:
             and buffers) or "all".
         key: digest of both; equal settings have equal keys, in every process.
         content: what both were when this was made.
+        asked: how often `choose` has been called.
     """
 
     rule: Hook | Policy
     scope: str = "donated"
     key: str = field(init=False, compare=False)
     content: Content = field(init=False, compare=False, repr=False)
+    asked: int = field(init=False, compare=False, repr=False, default=0)
 
     def __post_init__(self) -> None:
         if self.scope not in SCOPES:
@@ -54,7 +61,7 @@ class Setting:
     def check(self, whose: str) -> None:
         """Raises `HookContractError` if the rule says something else than when this was made: graphs hold what it said
         then. A policy that notes what it is asked changes by that, and is not held to it."""
-        if not self.content.is_still(self.rule, self.scope) and _noting.get(id(self.rule)) is not self.rule:
+        if not _notes(self.rule) and not self._is_still():
             what = f"hook '{self.rule!r}'" if isinstance(self.rule, Hook) else f"policy '{_name(self.rule)}'"
             raise HookContractError(
                 f"{what} has changed since {whose}: something that it holds, or a global that it reads, is another "
@@ -71,15 +78,24 @@ class Setting:
         """Whether the rule may read `SavedTensor.module_path`; a function of the user's may."""
         return not isinstance(self.rule, Hook) and bool(getattr(self.rule, "looks_at_modules", True))
 
-    def choose(self, saved: SavedTensor) -> Hook:
-        """The hook for `saved`. Raises `PolicyError` naming the tensor if the policy raises or answers nonsense."""
-        if isinstance(self.rule, Hook) or not self.content.is_still(self.rule, self.scope):
+    def choose(self, saved: SavedTensor, *, eager: bool = False) -> Hook:
+        """The hook for `saved`. Raises `PolicyError` naming the tensor if the policy raises or answers nonsense.
+
+        Eager code asks for each saved tensor of each step: there what takes long to compare is compared only the first
+        times, to find out whether the policy notes what it is asked.
+        """
+        object.__setattr__(self, "asked", self.asked + 1)
+        seldom = eager and self.content.may_change and self.asked > _FIRST
+        if isinstance(self.rule, Hook) or seldom or _notes(self.rule) or not self._is_still():
             return choose(self.rule, saved)
         hook = choose(self.rule, saved)
-        if not self.content.is_still(self.rule, self.scope):
+        if not self._is_still():
             with contextlib.suppress(TypeError):  # without weak references it is held to what it said
                 _noting[id(self.rule)] = self.rule
         return hook
+
+    def _is_still(self) -> bool:
+        return self.content.is_still(self.rule, self.scope)
 
     def why_kept(self, saved: SavedTensor) -> str:
         """Why the policy leaves `saved`, in words: what its own `why_kept(saved)` says, if it has one."""

@@ -587,7 +587,7 @@ def test_each_thread_is_asked_for_the_objects_that_it_entered_with(model: Chain,
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("way", ["open", "anew", "options", "nested", "eager"])
+@pytest.mark.parametrize("way", ["open", "anew", "options", "nested", "object", "eager"])
 def test_a_policy_may_note_what_it_is_asked(way):
     seen: list[str] = []
 
@@ -601,7 +601,12 @@ def test_a_policy_may_note_what_it_is_asked(way):
             torch._dynamo.graph_break()  # a second graph is made while the first one is there
         return torch.tanh(torch.tanh(x @ w) @ w)
 
-    rule = aot_hooks.policies.first_match(policy) if way == "nested" else policy
+    class Asked:
+        def __call__(self, saved):
+            self.last = saved.op
+            return policy(saved)
+
+    rule = {"nested": aot_hooks.policies.first_match(policy), "object": Asked()}.get(way, policy)
     options = {"inner": "aten", **({"policy": policy} if way == "options" else {})}
     compiled = model if way == "eager" else torch.compile(model, backend="aot_hooks", options=options)
     x, w = torch.randn(8, 32), torch.randn(32, 32, requires_grad=True)
