@@ -851,9 +851,7 @@ def _choices() -> Any:
                 or not _reads_rows_twice(features)
                 or getattr(features, "strict_reduction_rblock", lambda: None)() is not None  # 2.15: the block is fixed
                 or getattr(features.get_reduction_hint(), "name", "") != "INNER"
-                or not sizes.statically_known_leq(
-                    32, features.numel
-                )  # with few rows programs share one, or it is split
+                or not sizes.statically_known_leq(32, features.numel)  # fewer rows may be split over programs
                 or settings.triton.force_cooperative_reductions
                 or not sizes.statically_known_leq(1024, features.reduction_numel)
                 or self.should_use_persistent_reduction(features, False)
