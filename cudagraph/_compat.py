@@ -11,7 +11,6 @@ import ctypes
 import functools
 import hashlib
 import importlib
-import re
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -563,36 +562,6 @@ def keep_for_backward_threads(value: object) -> None:
 def kept_for_this_thread() -> Any:
     """What the thread that this one runs a backward for, or this one, has kept; None if nothing."""
     return torch._C._get_obj_in_tls(THREAD_KEY) if torch._C._is_key_in_tls(THREAD_KEY) else None
-
-
-_EXPANDABLE = "expandable_segments"
-
-
-def told_with(told: str, setting: str, value: bool) -> str:
-    """The allocator's settings `told`, as in PYTORCH_CUDA_ALLOC_CONF, with one of them set."""
-    others = re.sub(rf"(^|,)\s*{setting}\s*:\s*\w+", "", told).strip(",")
-    return ",".join(filter(None, [others, f"{setting}:{value}"]))
-
-
-@contextlib.contextmanager
-def expandable_segments(pool: tuple[int, int]) -> Iterator[None]:
-    """Segments that the CUDA allocator makes in any pool, on any thread, are such that grow. `pool` is one that exists:
-    what the allocator was told is read with its snapshot (before 2.13 there is no other way).
-
-    It asks for each allocation whether segments are expandable, and with that off uses no block of one that is: those
-    of a pool can be used only in here. Settings that are left out are reset, so all are told again.
-    """
-    settings = need("torch._C._cuda_memorySnapshot")((*pool, False))["allocator_settings"]
-    if settings[_EXPANDABLE]:
-        yield
-        return
-    told = next((text for key, text in settings.items() if key.endswith("ALLOC_CONF")), "")
-    tell = need("torch._C._accelerator_setAllocatorSettings")
-    tell(told_with(told, _EXPANDABLE, True))
-    try:
-        yield
-    finally:
-        tell(told_with(told, _EXPANDABLE, False))
 
 
 class PrivatePool:

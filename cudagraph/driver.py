@@ -24,10 +24,6 @@ __all__ = ["CaptureDriver", "CudaDriver", "Pool", "cuda_driver"]
 
 T = TypeVar("T")
 
-# Whether pools are made of one segment that grows, instead of many that don't: blocks leave fewer gaps. An experiment:
-# on an H200 a run of the fuzzer with it ended in a segmentation fault.
-EXPANDABLE = False
-
 
 class Pool(Protocol):
     """Memory that recordings of one tree share."""
@@ -121,7 +117,6 @@ class CudaPool:
             torch.cuda.synchronize()
             self.side_stream = torch.cuda.Stream()
             self.pool = _compat.PrivatePool(torch.cuda.current_device(), torch.cuda.graph_pool_handle())
-            self.expandable = EXPANDABLE
             # A pool lives as long as some graph of it.
             self.keep_alive: torch.cuda.CUDAGraph | None = self._empty_graph(self.pool.handle)
 
@@ -147,13 +142,9 @@ class CudaPool:
             finally:
                 outside.wait_stream(self.side_stream)
 
-    def _segments(self) -> contextlib.AbstractContextManager[None]:
-        """Around all that allocates in the pool."""
-        return _compat.expandable_segments(self.pool.handle) if self.expandable else contextlib.nullcontext()
-
     @contextlib.contextmanager
     def staging(self) -> Iterator[None]:
-        with self._segments(), self._on_side_stream(), self.pool.routed():
+        with self._on_side_stream(), self.pool.routed():
             yield
 
     def capture(self, run: Callable[[], T], generators: Sequence[torch.Generator]) -> tuple[Any, T]:
@@ -168,7 +159,7 @@ class CudaPool:
             # A workspace that a library caches would stay in the pool, where the next recording overwrites it.
             _compat.clear_cublas_workspaces()
             try:
-                with self._segments(), self._on_side_stream():
+                with self._on_side_stream():
                     graph.capture_begin(pool=self.pool.handle, capture_error_mode="thread_local")
                     try:
                         result = run()
