@@ -794,7 +794,7 @@ def _packs(features: Any) -> bool:
 def _reads_rows_twice(features: Any) -> bool:
     """Whether a kernel looks for the scale of a row, and then reads the row again to pack it."""
     return any(
-        str(origin.target).startswith("aot_hooks.amax_bits")
+        str(origin.target).startswith("aot_hooks.amax_")
         for node in features.reduction_nodes()
         for origin in getattr(getattr(node, "node", None), "origins", ())
     )
@@ -906,7 +906,7 @@ def _bound_size_hints(graph: Any) -> None:
 
     It counts the loop that reads: a scale read beside each value of its block counted as much as those in float32. To
     its search for the order with the least memory, unpacking all that was saved at once then freed more than it took:
-    four Llama blocks with int8 in blocks of 64 peaked at 8.8 GiB, in blocks of 128 at 5.8. Goes when it is bounded in
+    four Llama blocks with int8 in blocks of 64 peaked at 8.8 GiB, now 5.8. Goes when it is bounded in
     (`torch._inductor.memory.get_freeable_input_buf`; 2.11 to 2.15).
     """
     hint, whole = graph.get_dep_size_hint, need("torch._inductor.dependencies.StarDep")

@@ -34,7 +34,7 @@ import torch.nn.functional as F
 import torch.utils._pytree as pytree
 from _measure import conditions, format_columns, relative_error
 from model import Stack
-from schemes import candidates, hooks, short_scales
+from schemes import candidates, hooks
 from torch import Tensor, nn
 
 import aot_hooks
@@ -297,7 +297,7 @@ def main(arguments: list[str] | None = None) -> None:
     if options.markdown:
         print(format_markdown(json.loads(options.markdown.read_text())["results"]))
         return
-    compared = hooks() | short_scales() | candidates()
+    compared = hooks() | candidates()
     unknown = set(options.hooks or ()) - set(compared)
     if unknown:
         parser.error(f"no hook {unknown.pop()!r}; there are: {', '.join(compared)}")
@@ -311,7 +311,12 @@ def main(arguments: list[str] | None = None) -> None:
     )
     print(", ".join(f"{k} {v}" for k, v in header.items()), flush=True)
     results = measure(work, compared, tuple(options.data), options.seeds, options.training_steps)
-    defaults = [aot_hooks.float8(), aot_hooks.int8(), aot_hooks.int4(stochastic=False)]
+    defaults = [
+        aot_hooks.float8(),
+        aot_hooks.int8(),
+        aot_hooks.int8(32, power_of_two=True),
+        aot_hooks.int4(stochastic=False),
+    ]
     differences = {hook.name: inlined_difference(work, hook) for hook in defaults if hook.name in compared}
     print(format_table(results))
     print("inlined, difference from the above / error:", ", ".join(f"{n} {d:.1e}" for n, d in differences.items()))

@@ -51,12 +51,13 @@ def candidates(x: torch.Tensor) -> Iterator[tuple[str, Call, int]]:
                 x,
             )
     for noise, name in ((None, ""), (seed, ", stochastic")):
-        yield from both(
-            f"int8(128{name})",
-            lambda n=noise: ops.pack_int8(x, 128, n),
-            lambda q, s: ops.unpack_int8(q, s, 128, dtype),
-            x,
-        )
+        for block, power, scales in ((64, False, ""), (32, True, ", power of two")):
+            yield from both(
+                f"int8({block}{name}{scales})",
+                lambda n=noise, b=block, p=power: ops.pack_int8(x, b, p, n),
+                lambda q, s, b=block: ops.unpack_int8(q, s, b, dtype),
+                x,
+            )
         yield from both(
             f"int4(32{name})",
             lambda n=noise: ops.pack_int4(x, 32, n),

@@ -48,6 +48,7 @@ HOOKS: dict[str, Callable[[], Hook]] = {
     "float8 e4m3 blockwise": lambda: float8(scaling="blockwise"),
     "float8 e5m2 rowwise": lambda: float8(torch.float8_e5m2),
     "int8": lambda: int8(),
+    "int8 in powers of two": lambda: int8(32, power_of_two=True),
     "int4": lambda: int4(),
     "int4 to the nearest": lambda: int4(stochastic=False),
 }

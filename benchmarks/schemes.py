@@ -9,9 +9,6 @@
       oriented   16 codes, -8 to 7 or -7 to 8: the longer side is where the larger value is, as in llama.cpp's Q4_0
       fitted     symmetric, with the one of eight scales that gives the least squared error; the ends are cut off
 
-    short_scales() -> {name: Hook}   int8 with bfloat16 scales, rounded up: blocks of 64 at the bytes of 128; and with
-                                     powers of two, a byte each: blocks of 32 at the same (OCP's MXINT8)
-
 Sources: Dettmers et al., "QLoRA" (arXiv:2305.14314) for nf4; fitted scales as in weight quantization, e.g. Frantar et
 al., "GPTQ" (arXiv:2210.17323). All take finite numbers in rows of whole blocks only.
 """
@@ -26,7 +23,7 @@ from torch import Tensor
 
 from aot_hooks import Hook, SavedTensor, cast, float8, int4, int8
 
-__all__ = ["candidates", "hooks", "short_scales"]
+__all__ = ["candidates", "hooks"]
 
 _SMALLEST = 2.0**-126
 _FITS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.65)  # of the scale that keeps the block's largest value
@@ -39,6 +36,7 @@ def hooks() -> dict[str, Hook]:
         all_hooks += [float8(dtype, scaling) for scaling in ("tensorwise", "rowwise", "blockwise")]
     for stochastic in (False, True):
         all_hooks += [int8(block, stochastic) for block in (256, 128, 64, 32)]
+        all_hooks += [int8(block, stochastic, power_of_two=True) for block in (128, 64, 32, 16)]
     for stochastic in (False, True):
         all_hooks += [int4(block, stochastic) for block in (64, 32, 16)]
     return {hook.name: hook for hook in all_hooks}
@@ -55,55 +53,6 @@ def candidates() -> dict[str, Hook]:
         schemes.append((f"oriented(32{suffix})", _Oriented(32, stochastic)))
     schemes.append(("fitted(32)", _Fitted(32, False, _FITS)))
     return {name: Hook(name, scheme.pack, scheme.unpack, declines=_declines) for name, scheme in schemes}
-
-
-def short_scales() -> dict[str, Hook]:
-    """int8 with 2 bytes a scale, and with 1."""
-    found = [*(_ShortScale(block) for block in (128, 64)), *(_ExponentScale(block) for block in (128, 64, 32))]
-    return {s.name: Hook(s.name, s.pack, s.unpack, declines=int8(s.block).declines) for s in found}
-
-
-@dataclasses.dataclass(frozen=True)
-class _ShortScale:
-    block: int
-
-    @property
-    def name(self) -> str:
-        return f"int8({self.block}, 16-bit scale)"
-
-    def pack(self, x: Tensor) -> Any:
-        """`x` [..., m] to (int8[..., m], bfloat16[..., m / block])."""
-        blocks = x.float().unflatten(-1, (-1, self.block))
-        scale = _up(blocks.abs().amax(-1, keepdim=True) * ((1 + 2.0**-20) / 126))
-        return (blocks / scale).round().to(torch.int8), scale.to(torch.bfloat16)
-
-    def unpack(self, packed: Any) -> Tensor:
-        codes, scale = packed
-        return (codes.float() * scale.float()).flatten(-2)
-
-
-@dataclasses.dataclass(frozen=True)
-class _ExponentScale:
-    block: int
-
-    @property
-    def name(self) -> str:
-        return f"int8({self.block}, power of two)"
-
-    def pack(self, x: Tensor) -> Any:
-        """`x` [..., m] to (int8[..., m], uint8[..., m / block]), the exponent with 127 added."""
-        blocks = x.float().unflatten(-1, (-1, self.block))
-        scale = (blocks.abs().amax(-1, keepdim=True) * ((1 + 2.0**-20) / 126)).clamp(min=_SMALLEST)
-        exponent = (scale.view(torch.int32) + 0x7FFFFF) >> 23  # up
-        return (blocks / _power(exponent)).round().to(torch.int8), exponent.to(torch.uint8)
-
-    def unpack(self, packed: Any) -> Tensor:
-        codes, exponent = packed
-        return (codes.float() * _power(exponent.to(torch.int32))).flatten(-2)
-
-
-def _power(exponent: Tensor) -> Tensor:
-    return (exponent << 23).view(torch.float32)
 
 
 def _declines(saved: SavedTensor) -> str | None:

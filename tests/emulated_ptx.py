@@ -64,6 +64,10 @@ def lop3(a: Array, b: Array, c: Array, table: Array) -> Array:
 OPERATIONS: dict[str, Callable[..., Array]] = {
     "mov.b32": lambda a: a,
     "and.b32": lambda a, b: a & b,
+    "or.b32": lambda a, b: a | b,
+    "shl.b32": lambda a, b: a << b,
+    "shr.u32": lambda a, b: a >> b,
+    "shr.s32": s32(lambda a, b: a >> b),
     "add.s32": s32(lambda a, b: a + b),
     "sub.s32": s32(lambda a, b: a - b),
     "max.s32": s32(np.maximum),

@@ -28,9 +28,10 @@ def integers(device: str, dtypes: tuple[torch.dtype, ...], columns: tuple[int, .
         x = data(kind, dtype, columns=max(n, 256))[:, :n].contiguous().to(device)
         if kind == "largest":
             x[3, ::9], x[4, 5], x[5, 5] = torch.nan, torch.inf, -torch.inf
-        q, scale = expected = integer.pack_int8(x, 128, False)
-        same(kernels.pack_int8(x, 128, None), expected)
-        same(kernels.unpack_int8(q, scale, 128, dtype), integer.unpack_int8(q, scale, 128, dtype))
+        for block, power in ((64, False), (32, True)):
+            q, scale = expected = integer.pack_int8(x, block, False, power)
+            same(kernels.pack_int8(x, block, power, None), expected)
+            same(kernels.unpack_int8(q, scale, block, dtype), integer.unpack_int8(q, scale, block, dtype))
         q, scale = expected = integer.pack_int4(x, 32, False)
         same(kernels4.pack_int4(x, 32, None), expected)
         same(kernels4.unpack_int4(q, scale, n, 32, dtype), integer.unpack_int4(q, scale, n, 32, dtype))
@@ -40,13 +41,20 @@ def integers(device: str, dtypes: tuple[torch.dtype, ...], columns: tuple[int, .
 
 def rounding_at_random(device: str, dtypes: tuple[torch.dtype, ...]) -> int:
     """The expected value is what was packed: each value here is in 1000 rows, rounded by itself in each."""
-    for bits, block in ((8, 128), (4, 32)):
+    for bits, block, power in ((8, 128, False), (8, 64, True), (4, 32, False)):
         row = torch.randn(128, device=device)
         blocks = row.unflatten(0, (-1, block))
-        step = blocks.abs().amax(1) / 126 if bits == 8 else (blocks.amax(1) - blocks.amin(1)) / 14 * (1 + 2**-4)
+        step = blocks.abs().amax(1) / (63 if power else 125)
+        if bits == 4:
+            step = (blocks.amax(1) - blocks.amin(1)) / 14 * (1 + 2**-4)
         step = step.repeat_interleave(block) * (1 + 2**-18)
         x = row.expand(1000, 128).contiguous()
-        pack = kernels.pack_int8 if bits == 8 else kernels4.pack_int4
+
+        def pack(
+            x: torch.Tensor, block: int, seed: torch.Tensor, bits: int = bits, power: bool = power
+        ) -> tuple[torch.Tensor, torch.Tensor]:
+            return kernels.pack_int8(x, block, power, seed) if bits == 8 else kernels4.pack_int4(x, block, seed)
+
         seeds = [torch.tensor([s], device=device) for s in (1, 1, 2, 1 + (1 << 40))]
         q, scale = pack(x, block, seeds[0])
         again, other, far = (pack(x[:8], block, seed)[0] for seed in seeds[1:])
@@ -74,7 +82,7 @@ def rounding_at_random(device: str, dtypes: tuple[torch.dtype, ...]) -> int:
                 y = kernels4.unpack_int4(q, scale, given.shape[1], block, torch.float32)
             assert ((y - given).abs() <= bound * (1 + 2**-7)).all() and y[:, :block].any()
             assert not y[(given == 0).expand_as(y)].any() and (y.sign() * given.sign() >= 0).all()
-    return 2
+    return 3
 
 
 @triton.jit

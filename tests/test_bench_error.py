@@ -20,16 +20,16 @@ CANDIDATES = schemes.candidates()
 
 def test_smallest_run(tmp_path, capsys):
     path = tmp_path / "errors.json"
-    names = ["int8(128)", "int4(32)", "nf4(32)"]
+    names = ["int8(64)", "int4(32)", "nf4(32)"]
     bench_error.main(["--layers", "1", "--seeds", "1", "--data", "normal", "--hooks", *names, "--json", str(path)])
     found = json.loads(path.read_text())
     assert list(found["results"]) == names
     # the operator that stands for all hooks gives what the hooks give when they are inlined
-    assert found["inlined_difference"].keys() == {"int8(128)", "int4(32)"}
+    assert found["inlined_difference"].keys() == {"int8(64)", "int4(32)"}
     assert max(found["inlined_difference"].values()) < 1e-5
     int8, int4, nf4 = found["results"].values()
     assert 0.001 < int8["errors"]["normal"][0] < 0.02 < int4["errors"]["normal"][0] < 0.2
-    assert 1 + 4 / 128 <= int8["bytes_per_element"] < 1.05
+    assert 1 + 2 / 64 <= int8["bytes_per_element"] < 1.05
     assert nf4["bytes_per_element"] == 0.5 + 2 / 32
     # errors of tensors packed alone are independent of each other: their squares add up to that of all at once
     for result in (int8, int4):
@@ -79,19 +79,6 @@ def test_candidates_hold_what_they_are_given(name):
     assert sum(t.nbytes for t in packed) == 64 * 128 * 9 // 16
     again = hook.unpack(hook.pack(x))
     assert torch.equal(again, y) is ("stochastic" not in name)
-
-
-@pytest.mark.parametrize("name", schemes.short_scales())
-def test_a_short_scale_is_int8_with_steps_rounded_up(name):
-    hook, block = schemes.short_scales()[name], int(name[5:].partition(",")[0])
-    scale_bytes, larger = (1, 2.0) if "power of two" in name else (2, 1 + 2**-6)
-    x = torch.randn(64, 128)
-    x[3] = 0
-    packed = hook.pack(x)
-    assert sum(t.nbytes for t in packed) == 64 * 128 + scale_bytes * 64 * 128 // block
-    off = (hook.unpack(packed) - x).unflatten(-1, (-1, block)).abs()
-    amax = x.unflatten(-1, (-1, block)).abs().amax(-1, keepdim=True)
-    assert (off <= amax / 126 / 2 * larger).all() and (off > amax / 126 / 2 * 0.99).any()
 
 
 @pytest.mark.parametrize("name", [name for name in CANDIDATES if "stochastic" in name])

@@ -77,7 +77,7 @@ def test_a_product_and_its_packings_are_one_kernel():
         [sys.executable, script, "8", "64", "1024"], capture_output=True, text=True, check=False, timeout=300
     )
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout) == {block: [3, 1] for block in ("8", "64", "1024")}
+    assert json.loads(done.stdout) == {block: [[3, 3], [1, 1]] for block in ("8", "64", "1024")}
 
 
 @pytest.mark.gpu

@@ -263,7 +263,7 @@ def test_a_policy_from_outside_overrides_that_of_the_script(tmp_path: Path, caps
     path.write_text(OWN.replace("(plan,) = ", "plans = ").replace('print("own", plan', "raise SystemExit #"))
     assert report("--hook", "int8", str(path)) == 0
     text = capsys.readouterr().out
-    assert "int8(128): scope" in text and "cast(bfloat16)" not in text
+    assert "int8(64): scope" in text and "cast(bfloat16)" not in text
     assert "uses aot_hooks itself" in text and "overridden" in text
     path.write_text(OWN)  # its plans are not there: the error says why
     assert report("--hook", "int8", str(path)) == 1

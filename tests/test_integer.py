@@ -15,14 +15,15 @@ import aot_hooks
 from aot_hooks.library.layout import in_memory_order
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-NEAREST = [aot_hooks.int8(), aot_hooks.int4(stochastic=False)]
-RANDOM = [aot_hooks.int8(stochastic=True), aot_hooks.int4()]
+NEAREST = [aot_hooks.int8(), aot_hooks.int8(32, power_of_two=True), aot_hooks.int4(stochastic=False)]
+RANDOM = [aot_hooks.int8(stochastic=True), aot_hooks.int8(64, stochastic=True, power_of_two=True), aot_hooks.int4()]
 HOOKS = [*NEAREST, *RANDOM, aot_hooks.int8(16), aot_hooks.int4(256)]
 SMALLEST = 2.0**-126
 
 
-def step_of_block(x: torch.Tensor, bits: int, block: int) -> torch.Tensor:
+def step_of_block(x: torch.Tensor, hook: aot_hooks.Hook) -> torch.Tensor:
     """For each element, the largest step that is stated for its block; row by row, in float64."""
+    bits, block = hook.pack.bits, hook.pack.block
     step = torch.zeros_like(x, dtype=torch.float64)
     for start in range(0, x.shape[-1], block):
         part = x[..., start : start + block].double()
@@ -30,7 +31,7 @@ def step_of_block(x: torch.Tensor, bits: int, block: int) -> torch.Tensor:
         above, below = (side.amax(-1, keepdim=True).clamp(min=0) for side in (finite, -finite))
         amax = torch.maximum(above, below)
         if bits == 8:
-            largest = (amax / 126).clamp(min=SMALLEST) * (1 + 2**-18)
+            largest = (amax / (63 if hook.pack.power else 125)).clamp(min=SMALLEST)
         else:
             plain = part.isfinite().all(-1, keepdim=True)
             largest = torch.where(plain, (above + below) / 14, amax / 6).clamp(min=SMALLEST) * (1 + 2**-4 + 2**-18)
@@ -42,7 +43,7 @@ def check(x: torch.Tensor, y: torch.Tensor, hook: aot_hooks.Hook) -> None:
     finite = specials_come_back(x, y)
     rounding = torch.finfo(x.dtype).eps / 2
     x, y = x.double(), y.double()
-    step = step_of_block(x, hook.pack.bits, hook.pack.block)
+    step = step_of_block(x, hook)
     bound = (step if hook.pack.stochastic else step / 2) * (1 + rounding) + rounding * x.abs() + 2.0**-149
     if rounding == 2.0**-11:
         bound += 2.0**-25  # half of float16's smallest number
@@ -78,10 +79,25 @@ def test_numbers_have_the_codes_wherever_they_lie(hook):
         assert torch.equal(y, y.round()) and len(y.unique()) >= 14
 
 
+@pytest.mark.core
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("stochastic", [False, True])
+def test_powers_of_two_are_the_least_that_hold_a_block(stochastic, dtype):
+    hook = aot_hooks.int8(8, stochastic, power_of_two=True)
+    largest = 126.0 if stochastic else 126.25  # 126.5 is the first that is too large, and no float16 is nearer
+    for times, power in ((largest, 1.0), (largest + 0.75, 2.0), (63.5, 1.0), (126.0 * 2.0**-9, 2.0**-9)):
+        x = torch.tensor([[times, 0, 1.4 * power, -2.6 * power, 0, 0, 0, 0]]).to(dtype)
+        y = hook.unpack(hook.pack(x))
+        assert torch.equal(y / power, (y / power).round())
+        if not stochastic:
+            assert y.double()[0, 2:4].tolist() == [round(float(v) / power) * power for v in x.double()[0, 2:4]]
+        check(x, y, hook)
+
+
 def test_the_check_can_fail():
     x, hook = data("normal", torch.float32), aot_hooks.int8()
     with pytest.raises(AssertionError):
-        check(x, x + 0.6 * step_of_block(x, 8, 128), hook)
+        check(x, x + 0.6 * step_of_block(x, hook), hook)
     with pytest.raises(AssertionError):
         check(x, hook.unpack(hook.pack(x)).index_fill(0, torch.tensor(3), torch.inf), hook)
 
@@ -133,7 +149,9 @@ def test_values_are_stored_as_they_lie_in_memory(hook):
 def test_bytes_are_those_of_the_row(columns):
     x = torch.randn(4, columns)
     q, scale, *_ = aot_hooks.int8().pack(x)
-    assert (q.nbytes, scale.nbytes) == (4 * columns, 4 * 4 * -(-columns // 128))
+    assert (q.nbytes, scale.nbytes) == (4 * columns, 4 * 2 * -(-columns // 64))
+    q, scale, *_ = aot_hooks.int8(32, power_of_two=True).pack(x)
+    assert (q.nbytes, scale.nbytes) == (4 * columns, 4 * -(-columns // 32))
     q, scale, *_ = aot_hooks.int4().pack(x)
     assert (q.nbytes, scale.nbytes) == (4 * -(-columns // 2), 4 * 2 * -(-columns // 32))
 
@@ -148,7 +166,7 @@ def test_the_expected_value_is_what_was_saved(hook, kind):
     draws = 2000
     x = data(kind, torch.float32, 4, 64)
     mean = torch.stack([hook.unpack(hook.pack(x)).double() for _ in range(draws)]).mean(0)
-    step = step_of_block(x, hook.pack.bits, hook.pack.block)
+    step = step_of_block(x, hook)
     # Each draw is within one step: by Hoeffding's bound a mean is off by more than this once in 1e9
     bound = step * (torch.tensor(2 / 1e-9).log() / (2 * draws)).sqrt()
     assert ((mean - x).abs() <= bound).all()
@@ -316,8 +334,9 @@ def test_reports_say_what_is_left_alone():
 
 @pytest.mark.core
 def test_one_factory_call_is_one_hook():
-    assert aot_hooks.int8() is aot_hooks.int8() is aot_hooks.int8(128) is aot_hooks.int8(block_size=128)
-    assert len({aot_hooks.int8(), aot_hooks.int8(64), aot_hooks.int8(stochastic=True), aot_hooks.int4()}) == 4
+    assert aot_hooks.int8() is aot_hooks.int8() is aot_hooks.int8(64) is aot_hooks.int8(block_size=64)
+    others = (aot_hooks.int8(128), aot_hooks.int8(stochastic=True), aot_hooks.int8(power_of_two=True), aot_hooks.int4())
+    assert len({aot_hooks.int8(), *others}) == 5
 
 
 @pytest.mark.parametrize("block_size", [0, 4, 48, 2048, 32.0, "32"])
@@ -330,12 +349,13 @@ def test_bad_block_sizes(block_size):
     ("factory", "wrong"),
     [
         (aot_hooks.int8, {"stochastic": 1}),
+        (aot_hooks.int8, {"power_of_two": 1}),
         (aot_hooks.int4, {"stochastic": "no"}),
         (aot_hooks.int4, {"statistics": "no"}),
         (aot_hooks.float8, {"statistics": 0}),
         (functools.partial(aot_hooks.cast, torch.bfloat16), {"statistics": None}),
     ],
-    ids=["int8", "int4, rounding", "int4, statistics", "float8", "cast"],
+    ids=["int8", "int8, scales", "int4, rounding", "int4, statistics", "float8", "cast"],
 )
 def test_what_is_true_or_false_is_nothing_else(factory, wrong):
     (option, value), *_ = wrong.items()

@@ -27,7 +27,7 @@ def test_kernels_equal_plain_code_when_interpreted():
     command = [sys.executable, str(TESTS / "interpreted.py")]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["integers", "36", "random", "2", "bits", "6", "float8", "38", "pairs", "6"]
+    assert done.stdout.split() == ["integers", "36", "random", "3", "bits", "6", "float8", "38", "pairs", "6"]
 
 
 @pytest.mark.core
@@ -35,10 +35,10 @@ def test_fake_results_are_like_the_plain_ones():
     """What a graph believes of an operator, against what the plain code gives."""
     meta = torch.empty(3, 5, 33, device="meta", dtype=torch.bfloat16)
     x = torch.randn(3, 5, 33).bfloat16()
-    for bits, block in ((8, 128), (8, 16), (4, 32), (4, 8)):
-        hook = aot_hooks.int8(block) if bits == 8 else aot_hooks.int4(block, stochastic=False)
+    for bits, block, power in ((8, 128, False), (8, 16, True), (4, 32, False), (4, 8, False)):
+        hook = aot_hooks.int8(block, power_of_two=power) if bits == 8 else aot_hooks.int4(block, stochastic=False)
         q, scale, *_ = hook.pack(x)
-        got = (ops.pack_int8 if bits == 8 else ops.pack_int4)(meta, block, None)
+        got = ops.pack_int8(meta, block, power, None) if bits == 8 else ops.pack_int4(meta, block, None)
         assert [(t.shape, t.dtype, t.stride()) for t in got] == [(t.shape, t.dtype, t.stride()) for t in (q, scale)]
     assert ops.unpack_int8(got[0], got[1], 8, torch.float16).dtype is torch.float16
     assert ops.unpack_int4(got[0], got[1], 33, 8, torch.float16).shape == x.shape
@@ -68,7 +68,11 @@ def test_kernels_equal_plain_code_on_cuda():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("hook", [aot_hooks.int8(), aot_hooks.int4(), aot_hooks.int8(stochastic=True)], ids=repr)
+@pytest.mark.parametrize(
+    "hook",
+    [aot_hooks.int8(), aot_hooks.int8(power_of_two=True), aot_hooks.int4(), aot_hooks.int8(stochastic=True)],
+    ids=repr,
+)
 def test_a_graph_holds_one_operator(hook):
     x = data("mixed", torch.bfloat16, 64, 200).cuda()
     with compiling_for("aten"):

@@ -40,6 +40,12 @@ def there_and_back(x: torch.Tensor, fmt: torch.dtype) -> tuple[torch.Tensor, tor
     return bits, q, loops.from_float8(q, bits, x.dtype, top, inf)
 
 
+def int8_there_and_back(x: torch.Tensor, power: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    scale = loops.amax_exponent(x) if power else loops.amax_word(x)
+    q = loops.to_int8(x, scale, x.dtype, power)
+    return scale, q, loops.from_int8(q, scale, x.dtype, power)
+
+
 @pytest.mark.core
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("fmt", RANGE, ids=str)
@@ -70,23 +76,49 @@ def test_the_lowering_computes_what_the_operators_do():
 
 
 @pytest.mark.core
+@pytest.mark.parametrize("power", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-def test_int8_as_tensor_code_keeps_its_bound(dtype):
+def test_int8_as_tensor_code_keeps_its_bound(dtype, power):
     x = rows(dtype)
-    bits = loops.amax_bits(x)
-    q = loops.to_int8(x, bits)
-    got = loops.from_int8(q, bits, dtype)
+    _, q, got = int8_there_and_back(x, power)
     assert (q.dtype, got.dtype) == (torch.uint8, dtype)
     finite = x.isfinite()
     assert torch.equal(got[~finite].nan_to_num(7), x[~finite].nan_to_num(7))
     largest = torch.where(finite, x.double().abs(), 0).amax(-1, keepdim=True)
-    bound = (largest / 126 / 2).clamp(min=2.0**-127) + x.double().abs() * torch.finfo(dtype).eps
-    assert (((got.double() - x.double()).abs() <= bound * (1 + 2**-12)) | ~finite).all()
+    bound = (largest / (63 if power else 125) / 2).clamp(min=2.0**-127) + x.double().abs() * torch.finfo(dtype).eps
+    assert (((got.double() - x.double()).abs() <= bound) | ~finite).all()
     assert got[5].isfinite().all()  # of the dtype's largest number
 
 
 HOOKS = {f"float8 {s}": aot_hooks.float8(torch.float8_e5m2, s) for s in ("rowwise", "blockwise")}
 HOOKS["int8"] = aot_hooks.int8()
+HOOKS["int8, power of two"] = aot_hooks.int8(32, power_of_two=True)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_int8_in_powers_of_two_agrees_with_the_hook(dtype):
+    x = rows(dtype)[:, :256]
+    hook = aot_hooks.int8(256, power_of_two=True)
+    _, _, got = int8_there_and_back(x, power=True)
+    finite = x.isfinite()
+    finite[5] = False  # of the dtype's largest numbers, where the loops make a step smaller by the last digit
+    off, expected = ((y.double() - x.double()).abs()[finite] for y in (got, hook.unpack(hook.pack(x))))
+    assert torch.equal(off, expected)  # what lies between two codes may go to either
+
+
+@pytest.mark.parametrize("power", [False, True])
+def test_the_lowering_of_int8_computes_what_the_operators_do(power):
+    _compat.register_loops()
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        x = rows(dtype)
+        torch._dynamo.reset()
+        got, expected = torch.compile(int8_there_and_back, fullgraph=True)(x, power), int8_there_and_back(x, power)
+        some = x.isfinite().any(-1)  # where nothing is, a scale is any
+        assert [t.dtype for t in got] == [t.dtype for t in expected]
+        least = 7 if power else 0  # below, a scale is the smallest there is
+        assert torch.equal(got[0][some].clamp(min=least), expected[0][some].clamp(min=least))
+        assert torch.equal(got[2].nan_to_num(7), expected[2].nan_to_num(7))
 
 
 @pytest.mark.parametrize("hook", HOOKS.values(), ids=HOOKS)
@@ -124,16 +156,17 @@ def test_on_cuda_specials_come_back_and_codes_agree(dtype):
     """What the lowering leaves to the hardware: conversions that saturate."""
     _compat.register_loops()
 
-    def int8_there_and_back(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        bits = loops.amax_bits(x)
-        q = loops.to_int8(x, bits)
-        return bits, q, loops.from_int8(q, bits, x.dtype)
-
     x = rows(dtype)
-    for fn in (int8_there_and_back, *(lambda x, f=f: there_and_back(x, f) for f in RANGE)):
+    some = x.isfinite().any(-1)  # where nothing is, a scale is any
+    for fn in (
+        *(lambda x, p=p: int8_there_and_back(x, p) for p in (False, True)),
+        *(lambda x, f=f: there_and_back(x, f) for f in RANGE),
+    ):
+        torch._dynamo.reset()
         expected = fn(x)
         got = [t.cpu() for t in torch.compile(fn, fullgraph=True)(x.cuda())]
-        assert torch.equal(got[0].clamp(min=0), expected[0].clamp(min=0))  # negative: nothing finite, of any bits
+        least = 7 if got[0].dtype is torch.uint8 else 0  # below, a scale is the smallest there is
+        assert torch.equal(got[0][some].clamp(min=least), expected[0][some].clamp(min=least))
         same = (got[2] == expected[2]) | (got[2].isnan() & expected[2].isnan())
         assert same[~x.isfinite()].all()
         assert same.float().mean() > 0.97
@@ -141,17 +174,19 @@ def test_on_cuda_specials_come_back_and_codes_agree(dtype):
 
 
 @pytest.mark.gpu
-def test_on_cuda_every_code_comes_back_where_a_block_holds_one_value_or_lies_across():
+@pytest.mark.parametrize("power", [False, True])
+def test_on_cuda_every_code_comes_back_where_a_block_holds_one_value_or_lies_across(power):
     _compat.register_loops()
     q = torch.arange(256, dtype=torch.uint8).expand(4, 256).contiguous()
-    bits = loops.amax_bits(torch.randn(4, 256) * 3)
+    x = torch.randn(4, 256) * 3
+    bits = loops.amax_exponent(x) if power else loops.amax_word(x)
     weights = torch.randint(1, 3, (1024, 5000)).float()
 
     def a_row(q: torch.Tensor, bits: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        return (weights * 0 + loops.from_int8(q, bits, torch.float32).view(-1, 1)).amax(-1)
+        return (weights * 0 + loops.from_int8(q, bits, torch.float32, power).view(-1, 1)).amax(-1)
 
     def across(q: torch.Tensor, bits: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        return loops.from_int8(q, bits, torch.float32).t().contiguous()
+        return loops.from_int8(q, bits, torch.float32, power).t().contiguous()
 
     for f in (a_row, across):
         torch._dynamo.reset()

@@ -68,30 +68,41 @@ def values() -> torch.Tensor:
     return x
 
 
+def scales(x: torch.Tensor, power: bool) -> torch.Tensor:
+    return loops.amax_exponent(x) if power else loops.amax_word(x)
+
+
 @pytest.mark.core
 @pytest.mark.parametrize("ops", [Emulated(), OneEach()], ids=["four", "one"])
-def test_packing_gives_the_codes_of_the_tensor_code(ops):
+@pytest.mark.parametrize("power", [False, True])
+def test_packing_gives_the_codes_of_the_tensor_code(power, ops):
     x = values()
-    bits = loops.amax_bits(x)
-    spread = bits.expand_as(x).reshape(-1)
-    own = ptx.amax_bits(ops, x.reshape(-1)).view_as(x).amax(-1, keepdim=True)
-    assert torch.equal(own.clamp(min=0), bits.clamp(min=0))  # negative: nothing finite, of any bits
-    got = ptx.to_int8(ops, x.reshape(-1), spread, 126.0)
-    expected = loops.to_int8(x, bits)
-    assert got.dtype is expected.dtype
-    assert torch.equal(got.view_as(x), expected)
-    assert {0, 254, 255} < set(expected.unique().tolist())
+    x[10:13, 0] = torch.tensor([126.5, 253.0, 63.25 * 2.0**-100])  # above which the next power of two is taken
+    x[13:16, 0] = x[10:13, 0].nextafter(torch.tensor(0.0))
+    scale, some = scales(x, power), x.isfinite().any(-1)  # where nothing is finite, a scale is any
+    own = (ptx.amax_exponent if power else ptx.amax_word)(ops, x.reshape(-1)).view_as(x).amax(-1, keepdim=True)
+    assert torch.equal(own[some], scale[some].int())
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        got = ptx.to_int8(ops, x.reshape(-1), scale.expand_as(x).reshape(-1), dtype, power)
+        expected = loops.to_int8(x, scale, dtype, power)
+        assert got.dtype is expected.dtype
+        assert torch.equal(got.view_as(x), expected)
+        assert {0, 254, 255} < set(expected.unique().tolist())
 
 
 @pytest.mark.core
 @pytest.mark.parametrize("ops", [Emulated(), OneEach()], ids=["four", "one"])
-def test_every_code_comes_back_as_by_the_tensor_code(ops):
+@pytest.mark.parametrize("power", [False, True])
+def test_every_code_comes_back_as_by_the_tensor_code(power, ops):
     q = torch.arange(256, dtype=torch.uint8).expand(40, 256)
-    bits = loops.amax_bits(values())
-    got = ptx.from_int8(ops, q.reshape(-1), bits.expand_as(q).reshape(-1), torch.float32, 126.0, (1 - 2.0**-21) / 126)
-    expected = loops.from_int8(q, bits, torch.float32)
-    torch.testing.assert_close(got.view(40, 256), expected, rtol=0, atol=0, equal_nan=True)
-    assert (expected.isnan().sum(), expected.isinf().sum()) == (40, 80)
+    x = values()
+    x[10:12, 0] = torch.tensor([torch.finfo(torch.float16).max, torch.finfo(torch.bfloat16).max])
+    scale = scales(x, power)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        got = ptx.from_int8(ops, q.reshape(-1), scale.expand_as(q).reshape(-1), dtype, power)
+        expected = loops.from_int8(q, scale, dtype, power)
+        torch.testing.assert_close(got.view(40, 256), expected, rtol=0, atol=0, equal_nan=True)
+        assert (expected.isnan().sum(), expected[10].isinf().sum()) == (40, 2 + power * (dtype is torch.float16) * 124)
 
 
 FORMATS = {torch.float8_e4m3fn: (416.0, 448.0), torch.float8_e5m2: (49152.0, 57344.0)}

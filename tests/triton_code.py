@@ -3,7 +3,8 @@
 code(f, make_inputs)      the generated code of `f` with our heuristics, as a graph of fake CUDA tensors
 
 Only in a process of its own, because torch keeps what it found out about devices: `python tests/triton_code.py` prints,
-for each size of blocks, how many packings the largest kernel of a product holds, and how many kernels there are.
+for each size of blocks, how many packings the largest kernel of a product holds, and how many kernels there are: with
+scales of 16 bits, and with powers of two.
 """
 
 from __future__ import annotations
@@ -93,10 +94,10 @@ def code(f: Callable[..., Any], make_inputs: Callable[[], Sequence[torch.Tensor]
         return str(lowering.codegen()[0].value)
 
 
-def of_a_product(block: int) -> str:
+def of_a_product(block: int, power: bool) -> str:
     def pack(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        bits = loops.amax_bits(in_blocks(x, block)).squeeze(-1)
-        return loops.to_int8(*beside(x, bits, block)).view(x.shape), bits
+        scale = (loops.amax_exponent if power else loops.amax_word)(in_blocks(x, block)).squeeze(-1)
+        return loops.to_int8(*beside(x, scale, block), x.dtype, power).view(x.shape), scale
 
     def f(x: torch.Tensor, *weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
         a, b = (x @ w for w in weights[:2])
@@ -115,9 +116,9 @@ def main(blocks: Sequence[int]) -> None:
     pretend()
     found = {}
     for block in blocks:
-        text = of_a_product(block)
-        packings = [kernel.count(ptx.TO_INT8.four) for kernel in text.split("async_compile.triton")]
-        found[block] = max(packings), text.count(".run(")
+        texts = [of_a_product(block, power) for power in (False, True)]
+        packings = [max(kernel.count(ptx.TO_INT8.four) for kernel in t.split("async_compile.triton")) for t in texts]
+        found[block] = packings, [text.count(".run(") for text in texts]
     print(json.dumps(found))
 
 

@@ -26,7 +26,7 @@ import triton
 import triton.language as tl
 
 from .blocks import SMALLEST_NORMAL
-from .scales import MASK, largest_scale, rounding_up
+from .scales import MASK, TOP_INT8, TOP_POWER, largest_scale, rounding_up
 from .tiles import SLACK, hashes, largest_of, noise_of, one_warp_tile, row_groups
 
 __all__ = [
@@ -42,7 +42,11 @@ _LANES = 4096  # of a tile; 16 values a thread with 8 warps
 _LONGEST = 16384  # a group up to this length is held in registers
 _FORMATS = {torch.int8: 0, torch.float8_e4m3fn: 1, torch.float8_e5m2: 2}
 # format -> what the largest value is divided by, and the code of infinity
-_TOP = {torch.int8: (126.0 / SLACK, 127.0), torch.float8_e4m3fn: (416.0, 448.0), torch.float8_e5m2: (49152.0, 57344.0)}
+_TOP = {
+    torch.int8: (TOP_INT8 / SLACK, 127.0),
+    torch.float8_e4m3fn: (416.0, 448.0),
+    torch.float8_e5m2: (49152.0, 57344.0),
+}
 _EXPONENT = tl.constexpr(MASK)
 
 
@@ -54,13 +58,14 @@ def _finite(x):
 
 
 @triton.jit
-def _scale(amax, per_top, smallest, least, add, FORMAT: tl.constexpr):
-    """For the largest finite value of each group: a power of two if FORMAT is a float8."""
-    if FORMAT == 0:
-        scale = tl.maximum(amax * per_top, smallest)
-    else:
+def _scale(amax, per_top, smallest, least, add, POWER: tl.constexpr):
+    """For the largest finite value of each group: a power of two, or a bfloat16 that is rounded up."""
+    if POWER:
         bits = tl.maximum(amax.to(tl.int32, bitcast=True), least) + add
         scale = (bits & _EXPONENT).to(tl.float32, bitcast=True)
+    else:
+        bits = tl.maximum(amax * per_top, smallest).to(tl.int32, bitcast=True) + 0xFFFF
+        scale = (bits & -0x10000).to(tl.float32, bitcast=True)
     return scale
 
 
@@ -114,7 +119,7 @@ def _mask(lane, left, EVEN: tl.constexpr):
 @triton.jit
 def _pack8(
     x_ptr, q_ptr, scale_ptr, seed_ptr, groups, count, size, length, per_top, limit, smallest, least, add, largest_scale,
-    P: tl.constexpr, W: tl.constexpr, FORMAT: tl.constexpr, STOCHASTIC: tl.constexpr,
+    P: tl.constexpr, W: tl.constexpr, FORMAT: tl.constexpr, POWER: tl.constexpr, STOCHASTIC: tl.constexpr,
     EVEN: tl.constexpr,
 ):  # fmt: skip
     V: tl.constexpr = 128 // x_ptr.dtype.element_ty.primitive_bitwidth  # values that a thread loads at once
@@ -133,22 +138,24 @@ def _pack8(
     if FORMAT == 0:
         largest = largest_of(tl.abs(x), 1)
         if largest_of(largest, 0) < float("inf"):
-            scale = tl.maximum(largest * per_top, smallest)
+            scale = _scale(largest, per_top, smallest, least, add, POWER)
             inverse = tl.div_rn(1.0, scale)[:, None]
             y = tl.fma(x, inverse, noise_of(h, P, W, V)) if STOCHASTIC else x * inverse
             q = (y + 12582912.0).to(tl.int32, bitcast=True).to(tl.int8)
         else:
-            scale = _scale(tl.max(_finite(x), 1), per_top, smallest, least, add, FORMAT)
+            scale = _scale(tl.max(_finite(x), 1), per_top, smallest, least, add, POWER)
             noise = noise_of(h, P, W, V) if STOCHASTIC else 0.0
             q = _encode(x, tl.div_rn(1.0, scale)[:, None], noise, limit, FORMAT)
         if EVEN:
             places = tl.multiple_of(places, [1, V])  # a thread stores the codes of what it has loaded
     else:
-        scale = _scale(tl.max(_finite(x), 1), per_top, smallest, least, add, FORMAT)
+        scale = _scale(tl.max(_finite(x), 1), per_top, smallest, least, add, POWER)
         q = _encode(x, tl.div_rn(1.0, scale)[:, None], 0.0, limit, FORMAT)
         scale = tl.minimum(scale, largest_scale)
     tl.store(q_ptr + at + places, q, mask)
-    tl.store(scale_ptr + g, scale, left > 0)
+    if FORMAT == 0 and POWER:
+        scale = scale.to(tl.int32, bitcast=True) >> 23
+    tl.store(scale_ptr + g, scale.to(scale_ptr.dtype.element_ty), left > 0)
 
 
 @triton.jit
@@ -156,7 +163,7 @@ def _pack8_long(
     x_ptr, q_ptr, scale_ptr, length, per_top, limit, smallest, least, add, largest_scale,
     W: tl.constexpr, CHUNKS: tl.constexpr, FORMAT: tl.constexpr,
 ):  # fmt: skip
-    """A row a program, read twice."""
+    """A row a program, read twice; of float8 only, blocks of integers are shorter."""
     g = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, W)
     amax = tl.zeros([W], tl.float32)
@@ -164,7 +171,7 @@ def _pack8_long(
         start = i * W
         x = tl.load(x_ptr + g * length + start + lane, start + lane < length, other=0.0).to(tl.float32)
         amax = tl.maximum(amax, _finite(x))
-    scale = _scale(tl.max(amax, 0), per_top, smallest, least, add, FORMAT)
+    scale = _scale(tl.max(amax, 0), per_top, smallest, least, add, True)
     inverse = tl.div_rn(1.0, scale)
     for i in range(CHUNKS):
         start = i * W
@@ -183,7 +190,11 @@ def _unpack8(
     lane = tl.program_id(1) * W + tl.arange(0, W)
     offsets = (row * length + column)[:, None] + lane[None, :]
     mask = _mask(lane, left, EVEN)
-    scale = tl.load(scale_ptr + g, left > 0, other=0.0)
+    scale = tl.load(scale_ptr + g, left > 0, other=0)
+    if scale_ptr.dtype.element_ty == tl.uint8:
+        scale = (scale.to(tl.int32) << 23).to(tl.float32, bitcast=True)
+    else:
+        scale = scale.to(tl.float32)
     q = tl.load(q_ptr + offsets, mask)
     y = _decode(q, scale[:, None], largest, limit, FORMAT)
     tl.store(y_ptr + offsets, y.to(y_ptr.dtype.element_ty), mask)
@@ -226,12 +237,14 @@ def _tile(groups: int, size: int) -> tuple[int, int, int]:
 
 
 def _pack(
-    x: torch.Tensor, size: int, dtype: torch.dtype, seed: torch.Tensor | None
+    x: torch.Tensor, size: int, dtype: torch.dtype, of_scale: torch.dtype, seed: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     x = x.contiguous()
     q = torch.empty_like(x, dtype=dtype)
-    scale = torch.empty((*x.shape[:-1], triton.cdiv(x.shape[-1], size)), dtype=torch.float32, device=x.device)
+    scale = torch.empty((*x.shape[:-1], triton.cdiv(x.shape[-1], size)), dtype=of_scale, device=x.device)
     top, limit = _TOP[dtype]
+    if of_scale == torch.uint8:
+        top = TOP_POWER if seed is None else TOP_INT8
     least, add = rounding_up(top)
     limits = (limit, SMALLEST_NORMAL, least, add, largest_scale(x.dtype, top))
     groups = scale.numel()
@@ -247,7 +260,7 @@ def _pack(
             p, w, warps = (one_warp_tile if dtype == torch.int8 else _tile)(groups, size)
             _pack8[(triton.cdiv(groups, p),)](
                 x, q, scale, scale if seed is None else seed, groups, count, size, length, 1.0 / top, *limits,
-                P=p, W=w, FORMAT=_FORMATS[dtype], STOCHASTIC=seed is not None,
+                P=p, W=w, FORMAT=_FORMATS[dtype], POWER=of_scale != torch.bfloat16, STOCHASTIC=seed is not None,
                 EVEN=length == w, num_warps=warps, enable_fp_fusion=False,
             )  # fmt: skip
     return q, scale
@@ -267,9 +280,9 @@ def _unpack(q: torch.Tensor, scale: torch.Tensor, size: int, dtype: torch.dtype)
     return y
 
 
-def pack_int8(x: torch.Tensor, block: int, seed: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+def pack_int8(x: torch.Tensor, block: int, power: bool, seed: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
     """`integer.pack_int8`; stochastic with a `seed`, int64[1]."""
-    return _pack(x, block, torch.int8, seed)
+    return _pack(x, block, torch.int8, torch.uint8 if power else torch.bfloat16, seed)
 
 
 def unpack_int8(q: torch.Tensor, scale: torch.Tensor, block: int, dtype: torch.dtype) -> torch.Tensor:
@@ -279,7 +292,7 @@ def unpack_int8(q: torch.Tensor, scale: torch.Tensor, block: int, dtype: torch.d
 
 def pack_float8(x: torch.Tensor, block: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """`x` [..., m] to (float8[..., m], float32[..., ceil(m / block)]); a block of 0 is the row."""
-    return _pack(x, block or x.shape[-1], dtype, None)
+    return _pack(x, block or x.shape[-1], dtype, torch.float32, None)
 
 
 def unpack_float8(q: torch.Tensor, scale: torch.Tensor, block: int, dtype: torch.dtype) -> torch.Tensor:

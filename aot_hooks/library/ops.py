@@ -49,15 +49,15 @@ _op = functools.partial(torch.library.custom_op, mutates_args=(), device_types="
 
 
 @_op("aot_hooks::pack_int8")
-def pack_int8(x: torch.Tensor, block: int, seed: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+def pack_int8(x: torch.Tensor, block: int, power: bool, seed: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
     from . import kernels
 
-    return kernels.pack_int8(x, block, seed)
+    return kernels.pack_int8(x, block, power, seed)
 
 
 @pack_int8.register_fake
-def _(x: torch.Tensor, block: int, seed: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    return x.new_empty(x.shape, dtype=torch.int8), _scales(x, block, torch.float32)
+def _(x: torch.Tensor, block: int, power: bool, seed: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    return x.new_empty(x.shape, dtype=torch.int8), _scales(x, block, torch.uint8 if power else torch.bfloat16)
 
 
 @_op("aot_hooks::unpack_int8")

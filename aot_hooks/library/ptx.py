@@ -17,9 +17,31 @@ from typing import Any
 import torch
 
 from .._compat import PackedAsm
-from .scales import INVERSE, MASK, largest_scale, rounding_up
+from .scales import (
+    INVERSE,
+    LOW,
+    MASK,
+    OVER,
+    ROUND_UP,
+    STEP_INT8,
+    TOP_INT8,
+    full_word,
+    largest_scale,
+    rounding_up,
+    top_power,
+)
 
-__all__ = ["FROM_INT8", "TO_INT8", "amax_bits", "from_float8", "from_int8", "to_float8", "to_int8"]
+__all__ = [
+    "FROM_INT8",
+    "TO_INT8",
+    "amax_bits",
+    "amax_exponent",
+    "amax_word",
+    "from_float8",
+    "from_int8",
+    "to_float8",
+    "to_int8",
+]
 
 
 def _number(x: float) -> str:
@@ -32,15 +54,45 @@ _STEP = 0x00800000  # one exponent step
 _BITS = "{ .reg .b32 t; mov.b32 t, $1; and.b32 t, t, 0x7FFFFFFF; add.s32 $0, t, 0x00800000; }"
 
 
-def _amax(bits: str, top: float) -> str:
-    """Leaves the largest finite magnitude in register f; `loops._loop_amax`."""
-    (least,) = struct.unpack("<i", struct.pack("<f", top * 2.0**-126))
-    return f".reg .s32 t; .reg .f32 f; max.s32 t, {bits}, {least + _STEP}; sub.s32 t, t, {_STEP}; mov.b32 f, t;"
+_WORD = "{ .reg .b32 t; mov.b32 t, $1; and.b32 t, t, 0x7FFFFFFF; add.s32 t, t, 0x00800000; shr.s32 $0, t, 16; }"
+# Without its sign and one step more, an infinity or NaN has no exponent left; those of numbers stand above bit 24
+_EXPONENT = (
+    "{ .reg .b32 t; mov.b32 t, $1; shl.b32 t, t, 1; add.s32 t, t, 0x01000000; shr.u32 t, t, 17; "
+    f"add.s32 t, t, {ROUND_UP - 128}; shr.s32 $0, t, 7; }}"
+)
+
+
+def _amax(word: str, dtype: torch.dtype) -> str:
+    """Leaves at least the largest finite magnitude in register f; `loops._loop_word_amax`."""
+    full, largest = full_word(dtype), torch.finfo(dtype).max
+    instead = f"setp.eq.f32 p, f, {_number(full)}; selp.f32 f, {_number(largest)}, f, p; " if full != largest else ""
+    return (
+        f".reg .b32 t; .reg .f32 f; .reg .pred p; shl.b32 t, {word}, 16; or.b32 t, t, {LOW}; max.s32 t, t, {_STEP}; "
+        f"sub.s32 t, t, {_STEP}; mov.b32 f, t; {instead}max.f32 f, f, {_number(TOP_INT8 * 2.0**-126)};"
+    )
+
+
+def _power(exponent: str) -> str:
+    """Leaves the bits of the scale in register t; `loops._loop_exponent_scale`."""
+    return f".reg .b32 t; max.s32 t, {exponent}, {OVER + 1}; sub.s32 t, t, {OVER}; shl.b32 t, t, 23;"
 
 
 @functools.cache
-def _inverse(top: float) -> str:
-    return f"{{ {_amax('$1', top)} div.full.f32 $0, {_number(top)}, f; }}"
+def _int8_inverse(dtype: torch.dtype, power: bool) -> str:
+    if power:
+        return f"{{ {_power('$1')} sub.s32 t, {INVERSE}, t; mov.b32 $0, t; }}"
+    return f"{{ {_amax('$1', dtype)} div.full.f32 $0, {_number(TOP_INT8)}, f; }}"
+
+
+@functools.cache
+def _int8_step(dtype: torch.dtype, power: bool) -> str:
+    if not power:
+        return f"{{ {_amax('$1', dtype)} mul.f32 $0, f, {_number(STEP_INT8)}; }}"
+    top, instead = map(_number, top_power(dtype))
+    return (
+        f"{{ {_power('$1')} .reg .f32 f; .reg .pred p; mov.b32 f, t; setp.eq.f32 p, f, {top}; "
+        f"selp.f32 $0, {instead}, f, p; }}"
+    )
 
 
 def _scale(bits: str, top: float) -> str:
@@ -108,17 +160,20 @@ INT8_BACK = (
 INT8_BACK_ONE = f"{_BACK} {_from_bytes('$1', '0x4040', 'f0', 'f1')} mul.f32 $0, f0, $2; }}"
 
 
-@functools.cache
-def _int8_step(top: float, step: float) -> str:
-    return f"{{ {_amax('$1', top)} mul.f32 $0, f, {_number(step)}; }}"
-
-
 def _emit(ops: Any, asm: str, dtype: torch.dtype, constraints: str, *inputs: Any) -> Any:
     return ops.inline_asm_elementwise(*inputs, asm=asm, constraints=constraints, dtype=dtype, is_pure=True, pack=1)
 
 
 def amax_bits(ops: Any, x: Any) -> Any:
     return _emit(ops, _BITS, torch.int32, "=r,f", ops.to_dtype(x, torch.float32))
+
+
+def amax_word(ops: Any, x: Any) -> Any:
+    return _emit(ops, _WORD, torch.int32, "=r,f", ops.to_dtype(x, torch.float32))
+
+
+def amax_exponent(ops: Any, x: Any) -> Any:
+    return _emit(ops, _EXPONENT, torch.int32, "=r,f", ops.to_dtype(x, torch.float32))
 
 
 def to_float8(ops: Any, x: Any, bits: Any, dtype: torch.dtype, top: float) -> Any:
@@ -135,14 +190,16 @@ def from_float8(ops: Any, q: Any, bits: Any, dtype: torch.dtype, top: float, inf
     return ops.to_dtype(_emit(ops, back, torch.float32, "=f,f,r", y, bits), dtype)
 
 
-def to_int8(ops: Any, x: Any, bits: Any, top: float) -> Any:
-    inverse = _emit(ops, _inverse(top), torch.float32, "=f,r", bits)
+def to_int8(ops: Any, x: Any, scale: Any, dtype: torch.dtype, power: bool) -> Any:
+    scale = ops.to_dtype(scale, torch.int32)
+    inverse = _emit(ops, _int8_inverse(dtype, power), torch.float32, "=f,r", scale)
     return TO_INT8(ops, ops.to_dtype(x, torch.float32), inverse)
 
 
-def from_int8(ops: Any, q: Any, bits: Any, dtype: torch.dtype, top: float, step: float) -> Any:
-    scale = _emit(ops, _int8_step(top, step), torch.float32, "=f,r", bits)
-    return ops.to_dtype(FROM_INT8(ops, q, scale), dtype)
+def from_int8(ops: Any, q: Any, scale: Any, dtype: torch.dtype, power: bool) -> Any:
+    scale = ops.to_dtype(scale, torch.int32)
+    step = _emit(ops, _int8_step(dtype, power), torch.float32, "=f,r", scale)
+    return ops.to_dtype(FROM_INT8(ops, q, step), dtype)
 
 
 TO_INT8 = PackedAsm(torch.uint8, INT8_CODES, "=r,f,f,f,f,f,f,f,f", INT8_CODE, "=r,f,f")
