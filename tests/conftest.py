@@ -104,6 +104,29 @@ def x() -> torch.Tensor:
     return integers(6, 3).requires_grad_()
 
 
+@pytest.fixture
+def the_next_hook_is_unaffected(model: torch.nn.Module, x: torch.Tensor) -> Iterator[None]:
+    """For tests of errors: afterwards nothing is left of the hook that raised, and the next one works."""
+    from sentinel import assert_same, compiled, gradients, hand_gradients, quadruple
+
+    from aot_hooks import saved_tensors_hooks
+
+    yield
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+    torch._dynamo.reset()
+    with saved_tensors_hooks(*quadruple):
+        assert_same(gradients(compiled(model), model, x), hand_gradients(model, x, h=4))
+        assert_same(gradients(model, model, x), hand_gradients(model, x, h=4))
+
+
+@pytest.fixture(params=["compiled", "eager"])
+def wrap(request: pytest.FixtureRequest) -> Any:
+    """What a test gives its function to: hooks mean the same either way."""
+    import sentinel
+
+    return getattr(sentinel, request.param)
+
+
 @pytest.fixture(params=["simulator", pytest.param("cuda", marks=pytest.mark.gpu)])
 def world(request: pytest.FixtureRequest) -> Iterator[Any]:
     """What the tests of CUDA graph trees run on, the same on both; without trees and marks of tests before."""

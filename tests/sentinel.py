@@ -15,17 +15,24 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from aot_hooks import KEEP, Hook, SavedTensor, saved_tensors_hooks, saved_tensors_policy
+
 __all__ = [
+    "DOUBLE",
+    "TRIPLE",
     "Chain",
+    "around_second",
     "assert_same",
     "compiled",
     "double",
+    "eager",
     "gradients",
     "graph_count",
     "hand_gradients",
     "integers",
     "quadruple",
     "scale",
+    "seen",
 ]
 
 
@@ -39,6 +46,9 @@ quadruple = (double, double)
 def scale(k: Any) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]:
     """A pair made anew: what it packs comes back `k` times as large."""
     return lambda x: x * k, lambda x: x.clone()
+
+
+DOUBLE, TRIPLE = Hook("double", *scale(2)), Hook("triple", *scale(3))
 
 
 def integers(*shape: int) -> Tensor:
@@ -65,6 +75,24 @@ class Chain(nn.Module):
 def compiled(fn: Callable[..., Any], *, fullgraph: bool = True, dynamic: bool | None = None, **options: Any) -> Any:
     options = {"inner": "aten"} | options
     return torch.compile(fn, backend="aot_hooks", fullgraph=fullgraph, dynamic=dynamic, options=options)
+
+
+def eager(fn: Callable[..., Any], **_: Any) -> Callable[..., Any]:
+    """In place of `compiled`: no compiler."""
+    return fn
+
+
+def around_second(model: Chain, *hooks: Any, **scope: str) -> Callable[[Tensor], Tensor]:
+    """The chain with a context around its second product."""
+
+    def forward(x: Tensor) -> Tensor:
+        w1, w2, w3 = model.weights
+        h1 = x @ w1
+        with saved_tensors_hooks(*hooks, **scope):
+            h2 = h1 @ w2
+        return h2 @ w3
+
+    return forward
 
 
 def gradients(call: Callable[..., Any], model: Chain, x: Tensor) -> list[Tensor]:
@@ -100,3 +128,17 @@ def assert_same(got: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
 def graph_count() -> int:
     """Graphs compiled so far in this process; read before and after."""
     return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+
+
+def seen(call: Callable[..., Tensor], *args: Tensor) -> list[SavedTensor]:
+    """Rows of the intermediates with names; each once."""
+    rows: dict[Any, SavedTensor] = {}
+
+    def spy(saved: SavedTensor) -> Hook:
+        if saved.checkpoint_names:
+            rows[saved.checkpoint_names, saved.op, saved.shape] = saved
+        return KEEP
+
+    with saved_tensors_policy(spy):
+        call(*args).sum().backward()
+    return list(rows.values())

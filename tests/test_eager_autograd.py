@@ -120,7 +120,6 @@ def test_a_pack_that_writes_to_its_input_is_refused(model: Chain, x: Tensor, wri
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("wrap", [compiled, lambda model: model], ids=["compiled", "eager"])
 def test_an_unpack_may_take_containers_apart(model: Chain, x: Tensor, wrap: Any) -> None:
     with saved_tensors_hooks(lambda x: [x.clone()], pops):
         out = wrap(model)(x).sum()

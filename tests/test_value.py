@@ -89,7 +89,6 @@ def test_names_of_hooks_are_not_part_of_the_value(model: Chain, x: Tensor) -> No
     assert graph_count() - before == 1
 
 
-@pytest.mark.parametrize("wrap", [compiled, lambda model: model], ids=["compiled", "eager"])
 def test_an_error_names_the_hook_that_was_entered_not_an_equal_one(model: Chain, x: Tensor, wrap: Any) -> None:
     for name in ("one", "another"):
         hook = Hook(name, lambda x: None, lambda x: x)
