@@ -9,19 +9,16 @@ import os
 import subprocess
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import pytest
 import torch
+from digested import scale
 
 from aot_hooks.content import content, read
 
 pytestmark = pytest.mark.core
-
-
-def scale(k: Any) -> Callable[[Any], Any]:
-    return lambda x: x * k
 
 
 # --- tensors ---------------------------------------------------------------------------------------------------------
