@@ -18,7 +18,7 @@ import aot_hooks
 
 from . import __version__, _compat, cache_notes, script
 from .errors import AotHooksError, OptionError
-from .plotting import plot_report
+from .plotting import check_can_plot, plot_report
 from .policy import SCOPES
 from .report import as_data, format_report
 from .script import Recorded, ScriptError, run_script
@@ -85,6 +85,11 @@ def report(options: argparse.Namespace) -> int:
     """Run the script, print its report, write what was asked for; 1 if that failed."""
     try:
         settings = {"policy": _policy(options), "scope": options.scope, "inner": options.inner}
+        if options.json is not None:
+            _check_can_write("--json", options.json)
+        if options.plot is not None:
+            _check_can_write("--plot", options.plot)
+            check_can_plot(options.plot)
         recorded = run_script(options.script, options.arguments, settings, options.steps)
         plan = recorded.plan
         data = as_data(plan)
@@ -101,9 +106,9 @@ def report(options: argparse.Namespace) -> int:
                 plan, measured_peak_bytes=recorded.peak_bytes, measured_optimizer_bytes=recorded.optimizer_bytes
             )
         )
-        if options.json:
+        if options.json is not None:
             pathlib.Path(options.json).write_text(json.dumps(data, indent=1) + "\n")
-        if options.plot:
+        if options.plot is not None:
             plot_report(plan, options.plot)
     except (AotHooksError, OSError) as e:
         if isinstance(e, ScriptError) and isinstance(e.__cause__, Exception):
@@ -122,6 +127,23 @@ def explain_miss(directory: str | None, as_json: bool) -> int:
     where = directory or _compat.cache_dir()
     print(f"aot_hooks explain-miss: no graph with hooks has missed torch's cache in {where}", file=sys.stderr)
     return 1
+
+
+def _check_can_write(option: str, path: str) -> None:
+    """Before the script runs: what it takes hours to find out must not be lost to a misspelled folder."""
+    if not path:
+        raise OptionError(f"{option}: expected the path of a file, got {path!r}")
+    folder = pathlib.Path(path).parent
+    if not folder.is_dir():
+        raise OptionError(f"{option} {path}: no such folder: {folder}")
+    if pathlib.Path(path).is_dir():
+        raise OptionError(f"{option} {path}: is a folder; expected the path of a file")
+
+
+def _step_count(text: str) -> int:
+    if not (text.isdecimal() and int(text) >= 1):
+        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, got {text!r}")
+    return int(text)
 
 
 def _policy(options: argparse.Namespace) -> Any:
@@ -196,7 +218,7 @@ def main(argv: list[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     run.add_argument("script")
-    run.add_argument("arguments", nargs="*", help="arguments of the script, after --")
+    run.add_argument("arguments", nargs="*", default=[], help="arguments of the script, after --")
     how = run.add_mutually_exclusive_group()
     how.add_argument(
         "--hook", metavar="NAME", help=f"for every tensor: {', '.join(_HOOKS)}, or with arguments: 'cast(bfloat16)'"
@@ -204,7 +226,7 @@ def main(argv: list[str] | None = None) -> int:
     how.add_argument("--policy", metavar="EXPRESSION", help="a policy or hook in the names of aot_hooks, evaluated")
     run.add_argument("--scope", choices=SCOPES, default="donated")
     run.add_argument("--inner", choices=("inductor", "aten"), default="inductor")
-    run.add_argument("--steps", type=int, metavar="N", help="stop after N optimizer steps")
+    run.add_argument("--steps", type=_step_count, metavar="N", help="stop after N optimizer steps")
     run.add_argument("--json", metavar="PATH", help="write rows, totals and live bytes there")
     run.add_argument("--plot", metavar="PATH", help="draw saved and live bytes there; needs matplotlib")
     miss = commands.add_parser(

@@ -8,12 +8,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from .errors import AotHooksError
+from .errors import AotHooksError, OptionError
 from .live import LivePoint
 from .plan import Plan
 from .report import module_bytes
 
-__all__ = ["MissingExtraError", "plot_report"]
+__all__ = ["MissingExtraError", "check_can_plot", "plot_report"]
 
 _MIB = 1 << 20
 _MODULES_SHOWN = 12
@@ -24,22 +24,37 @@ class MissingExtraError(AotHooksError, ImportError):
 
 
 def plot_report(plan: Plan, path: str | Path) -> None:
-    """Write the picture to `path`; its ending says the format.
+    """Write the picture to `path`; its ending says the format, without one it is PNG.
 
     Raises:
         MissingExtraError: without matplotlib.
+        OptionError: matplotlib has no such format.
     """
+    check_can_plot(path)
+    figure = _figure(figsize=(9, 8), layout="constrained")
+    bars, curves = figure.subplots(2, 1)
+    _bars(bars, plan)
+    _curves(curves, plan)
+    figure.savefig(path, dpi=120)
+
+
+def check_can_plot(path: str | Path) -> None:
+    """Raises what `plot_report` would for this path, before there is anything to plot."""
+    formats = _figure().canvas.get_supported_filetypes()
+    ending = Path(path).suffix[1:]
+    if ending and ending.lower() not in formats:
+        known = ", ".join(sorted(formats))
+        raise OptionError(f"cannot plot to {path}: matplotlib has no format {ending!r}; it has {known}")
+
+
+def _figure(**how: Any) -> Any:
     try:
         from matplotlib.figure import Figure
     except ImportError as e:
         raise MissingExtraError(
             'a plot needs matplotlib, which is not installed: pip install "aot-hooks[plot]", or matplotlib alone'
         ) from e
-    figure = Figure(figsize=(9, 8), layout="constrained")
-    bars, curves = figure.subplots(2, 1)
-    _bars(bars, plan)
-    _curves(curves, plan)
-    figure.savefig(path, dpi=120)
+    return Figure(**how)
 
 
 def _bars(axes: Any, plan: Plan) -> None:
