@@ -37,6 +37,8 @@ class Piece:
         static_inputs: inputs whose address is expected not to move: parameters, buffers. Outputs of other pieces are
             found at run time and need not be named.
         mutated_inputs: inputs that `run` writes to.
+        written_later: inputs that the caller will write to when `run` is done, in the belief that they are its own.
+        unread_inputs: inputs that `run` takes and does nothing with.
         placeholders: a `PlaceholderInfo` an input, or ().
         output_traces: the user's source line of each output, or (); for errors about outputs held too long.
         constants: tensors that `run` reads and that are no inputs; kept alive.
@@ -50,6 +52,8 @@ class Piece:
     device: torch.device
     static_inputs: tuple[int, ...] = ()
     mutated_inputs: tuple[int, ...] = ()
+    written_later: tuple[int, ...] = ()
+    unread_inputs: tuple[int, ...] = ()
     placeholders: tuple[PlaceholderInfo, ...] = ()
     output_traces: tuple[str | None, ...] = ()
     constants: tuple[torch.Tensor, ...] = ()
@@ -74,6 +78,7 @@ class Function:
         self.driver = driver
         self.name = piece.name
         self.static_inputs = frozenset(piece.static_inputs)
+        self.written_inputs = (*piece.mutated_inputs, *piece.written_later)
         # A gradient is accumulated into over several steps, so it must outlive the memory it came in.
         self.copies_held = piece.is_backward or options.held_outputs == "copy"
         self.constants = {_compat.identity(constant.untyped_storage()) for constant in piece.constants}

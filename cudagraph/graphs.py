@@ -292,14 +292,17 @@ def _piece_of(
     assert isinstance(results, (list, tuple))
     saved = kind.saved_outputs(len(results))
     kept = None if saved is None else {results[i] for i in saved}
-    fixed = {i for i, node in enumerate(part.inputs) if node in static}
+    given = part.arguments
+    fixed = {i for i, node in enumerate(given) if node in static}
     return tree.Piece(
         name=f"{kind.name}, part {number} of {analysis.captured_count}",
         run=module.forward,
         device=analysis.device,
-        static_inputs=tuple(sorted(fixed | host_inputs(part.inputs, analysis.device))),
-        mutated_inputs=_written_inputs(part.inputs, part.nodes),
-        placeholders=tuple(map(info_of, part.inputs)),
+        static_inputs=tuple(sorted(fixed | host_inputs(given, analysis.device))),
+        mutated_inputs=_written_inputs(given, part.nodes),
+        written_later=tuple(i for i, node in enumerate(given) if node in part.written_later),
+        unread_inputs=tuple(range(len(part.inputs), len(given))),
+        placeholders=tuple(map(info_of, given)),
         output_traces=tuple(node.meta.get("stack_trace") for node in part.outputs),
         constants=_constants([n for node in part.nodes for n in node.all_input_nodes]),
         is_backward=kind.is_backward,

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import linecache
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -39,6 +39,7 @@ class Part:
         nodes: its operators, in order; constants (`get_attr`) are in none, each part that reads one has it.
         inputs: values from before it: inputs of the graph or operators of earlier parts. If it is captured, also the
             sizes that its tensors have: a recording is for one of each.
+        written_later: inputs of the graph that are written to after it; none if it is not captured.
         outputs: its operators that later parts or the graph's output read.
         kernel_count: how many of `nodes` are not free.
     """
@@ -48,6 +49,13 @@ class Part:
     inputs: tuple[Node, ...]
     outputs: tuple[Node, ...]
     kernel_count: int
+    written_later: tuple[Node, ...] = ()
+
+    @property
+    def arguments(self) -> tuple[Node, ...]:
+        """What it is called with: `inputs`, and what is written to later. Its call may end a step, and what is held of
+        that is no output of a graph any more; what is about to be written to has to be the caller's."""
+        return (*self.inputs, *(node for node in self.written_later if node not in self.inputs))
 
 
 def split(graph: Graph, colour: Callable[[Node], str], min_kernel_count: int = MIN_KERNEL_COUNT) -> tuple[Part, ...]:
@@ -210,7 +218,22 @@ def _with_boundaries(
         outputs = [node for node in run if any(user not in inside for user in node.users)]
         kernel_count = sum(colours[node] != FREE for node in run)
         parts.append(Part(captured, tuple(run), tuple(given), tuple(outputs), kernel_count))
-    return tuple(parts)
+    return tuple(_with_writes(graph, parts))
+
+
+def _with_writes(graph: Graph, parts: Sequence[Part]) -> list[Part]:
+    """`parts`, those that are captured with what is written to after them."""
+    if len(parts) == 1:
+        return list(parts)
+    memory = _memory([node for part in parts for node in part.nodes])
+    placeholders = [node for node in graph.find_nodes(op="placeholder") if node in memory]
+    written: set[Any] = set()
+    made: list[Part] = []
+    for part in reversed(parts):
+        later = tuple(node for node in placeholders if not memory[node].isdisjoint(written))
+        made.append(replace(part, written_later=later) if part.captured else part)
+        written = written.union(*(memory[target] for node in part.nodes for target in written_nodes(node)))
+    return made[::-1]
 
 
 def _symbols(node: Node) -> set[Any]:
@@ -218,10 +241,10 @@ def _symbols(node: Node) -> set[Any]:
 
 
 def part_module(gm: GraphModule, part: Part) -> GraphModule:
-    """`part` of `gm` as a graph of its own: it takes a list of `part.inputs`, empties it, and returns the outputs."""
+    """`part` of `gm` as a graph of its own: it takes a list of its arguments, empties it, and returns the outputs."""
     graph = Graph()
     copies: dict[Node, Node] = {}
-    for node in part.inputs:
+    for node in part.arguments:
         copies[node] = graph.placeholder(node.name)
         copies[node].meta = dict(node.meta)
 
@@ -262,7 +285,7 @@ def assemble(
     inputs = [name(node) for node in gm.graph.find_nodes(op="placeholder")]
     last_use: dict[Node, int] = {}
     for i, part in enumerate(parts):
-        last_use.update(dict.fromkeys((*part.inputs, *part.outputs), i))
+        last_use.update(dict.fromkeys((*part.arguments, *part.outputs), i))
     last_use.update({node: len(parts) for node in results if isinstance(node, Node)})
 
     lines = ["def run(args):"]
@@ -275,8 +298,8 @@ def assemble(
     for i, (part, run) in enumerate(zip(parts, runs, strict=True)):
         scope[f"part_{i}"] = run
         given = f"given_{i}"
-        lines += [f"    {given} = [{', '.join(map(name, part.inputs))}]"]
-        over = [node for node in part.inputs if last_use[node] == i]
+        lines += [f"    {given} = [{', '.join(map(name, part.arguments))}]"]
+        over = [node for node in part.arguments if last_use[node] == i]
         if over:
             lines += [f"    del {', '.join(map(name, over))}"]
         made = "".join(f"{name(node)}, " for node in part.outputs)

@@ -339,9 +339,9 @@ class Tree:
             return self.aside is not None or last is not None
         if self.marked or last is None or self._waits(place) or _compat.graph_task_id() != -1:
             return False
-        if function.piece.mutated_inputs:
+        if function.written_inputs:
             on_path = on_slots(inputs, place.live)
-            if any(i in on_path for i in function.piece.mutated_inputs):
+            if any(i in on_path for i in function.written_inputs):
                 return False  # it changes what the step gave out
         if place.first is function:
             return True
@@ -362,10 +362,10 @@ class Tree:
         """The path ends: the next call starts at the root, and may overwrite everything."""
         place = self.place
         if not place.watch_live.none_held():
-            mutated = function.piece.mutated_inputs if function is not None else ()
+            written = function.written_inputs if function is not None else ()
             before, number = self.stream_object, self.stream
             self.follow_stream()
-            self._part_with(held(place.live), inputs, mutated)
+            self._part_with(held(place.live), inputs, written)
             if before is not None and number != self.stream:
                 self.driver.let_wait(before, self.stream_object)  # who reads a copy there finds it finished
         self.current = self.root
@@ -373,11 +373,11 @@ class Tree:
         self.outlived_marks = 0
         self.warming.over()
 
-    def _part_with(self, slots: list[Slot], inputs: list[Any], mutated: Sequence[int]) -> None:
+    def _part_with(self, slots: list[Slot], inputs: list[Any], written: Sequence[int]) -> None:
         """Somebody holds `slots`, whose memory is about to be reused: they get copies, or errors when they read it."""
         counters.add("held_outputs", len(slots))
         given = on_slots(inputs, slots)
-        wanted = {given[i] for i in mutated if i in given}  # what is written to must be what the caller has
+        wanted = {given[i] for i in written if i in given}  # what is written to must be what the caller has
         moving = [
             slot
             for slot in slots

@@ -56,8 +56,9 @@ class Plan:
 
 def _plan(parent: Node, function: Function, inputs: list[Any], in_place: frozenset[int]) -> Plan:
     """Takes the managed tensors out of `inputs`."""
-    managed = on_slots(inputs, parent.live)
-    tensors = [i for i, x in enumerate(inputs) if isinstance(x, torch.Tensor) and i not in managed]
+    unread = function.piece.unread_inputs
+    managed = {i: slot for i, slot in on_slots(inputs, parent.live).items() if i not in unread}
+    tensors = [i for i, x in enumerate(inputs) if isinstance(x, torch.Tensor) and i not in managed and i not in unread]
     fixed = function.static_inputs | in_place.difference(function.piece.mutated_inputs)
     static = [i for i in tensors if i in fixed]
     copied = [i for i in tensors if i not in fixed]
