@@ -13,6 +13,7 @@ import hashlib
 import importlib
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, cast
 
@@ -580,6 +581,17 @@ class PrivatePool:
         finally:
             torch._C._cuda_endAllocateToPool(self.device, self.handle)
             torch._C._cuda_releasePool(self.device, self.handle)
+
+    def keep(self) -> None:
+        """It is there, used or not, until this object is gone. Then what is free of it goes with the next
+        `torch.cuda.empty_cache()`, and what is held when it is let go of.
+
+        `torch.cuda.MemPool` gives its memory back by itself when it is dropped, but ends the process if any thread
+        allocates from a pool, or captures, at that moment.
+        """
+        torch._C._cuda_beginAllocateCurrentThreadToPool(self.device, self.handle)
+        torch._C._cuda_endAllocateToPool(self.device, self.handle)
+        weakref.finalize(self, torch._C._cuda_releasePool, self.device, self.handle).atexit = False
 
     def stop_routing(self) -> None:
         """After a capture that could not be ended: allocations come out of the ordinary pool again."""

@@ -74,7 +74,11 @@ class CaptureDriver(Protocol):
 
     def open_warm_pool(self, device: torch.device) -> Callable[[], contextlib.AbstractContextManager[None]]:
         """Memory for warm-ups of training, apart from all other. In the context that it makes, allocations of this
-        thread come out of it; what is free of it is given back when the last reference to it goes."""
+        thread come out of it; what is free of it is given back when the last reference to it goes, or at the latest
+        before the next memory of this kind is used and before the next capture."""
+
+    def why_not(self) -> str | None:
+        """Why nothing can be captured in this process; None if nothing speaks against it."""
 
     def stream(self, device: torch.device) -> Callable[[], int]:
         """A call that tells which stream is current."""
@@ -229,20 +233,30 @@ class CudaDriver:
 
     def open_warm_pool(self, device: torch.device) -> Callable[[], contextlib.AbstractContextManager[None]]:
         with torch.cuda.device(device):
-            pool = torch.cuda.MemPool()
+            pool = _compat.PrivatePool(torch.cuda.current_device(), torch.cuda.graph_pool_handle())
+        pool.keep()
 
         @contextlib.contextmanager
         def allocating() -> Iterator[None]:
             # As long as allocations go to a pool, running out of memory does not give cached blocks back.
             torch.cuda.empty_cache()
             try:
-                with torch.cuda.use_mem_pool(pool, device):
+                with pool.routed():
                     yield
             finally:
                 # What a library caches would keep its segment of the pool as long as the process lives.
                 _compat.clear_cublas_workspaces()
 
         return allocating
+
+    def why_not(self) -> str | None:
+        allocator = torch.cuda.get_allocator_backend()
+        if allocator == "native":
+            return None
+        return (
+            f"memory comes from the allocator {allocator!r}, which can't put a pool back to what it was; leave "
+            "'backend' out of PYTORCH_CUDA_ALLOC_CONF, and torch's allocator as it is"
+        )
 
     def stream(self, device: torch.device) -> Callable[[], int]:
         return _compat.raw_stream(device.index)

@@ -85,7 +85,7 @@ class Function:
         self.in_key: tuple[int, ...] | None = None
         self.told: set[str] = set()
         self.causes: set[str] = set()
-        self.uncapturable: str | None = None  # what a capture of it said
+        self.uncapturable = driver.why_not()  # or what a capture of it said
         self.settles = True  # no capture that read inputs in place has broken a pool
         self.moved = ""  # which static input moved last, and from where
 

@@ -289,6 +289,7 @@ class Simulator:
         self.copied_out = 0
         self.warming: list[WarmPool] = []  # those that allocations are routed to
         self.warm_pools: list[weakref.ref[WarmPool]] = []
+        self.refusal: str | None = None  # why nothing can be captured
 
     def open_pool(self, device: torch.device) -> Arena:
         self.pools.append(Arena(self.arena_bytes, self))
@@ -299,6 +300,9 @@ class Simulator:
         pool = WarmPool(self)
         self.warm_pools.append(weakref.ref(pool))
         return pool
+
+    def why_not(self) -> str | None:
+        return self.refusal
 
     def stream(self, device: torch.device) -> Callable[[], int]:
         return lambda: self.current_stream

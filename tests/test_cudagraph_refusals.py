@@ -9,6 +9,7 @@ import torch
 from tree_programs import World, same, steps
 
 from cudagraph import tree
+from cudagraph.driver import CudaDriver
 from cudagraph.errors import NotCapturableError, OptionError
 from cudagraph.options import Options
 
@@ -248,6 +249,38 @@ def test_a_step_that_never_ends_stops_recording(world):
     same(world, [first], [x.sin()])
     counts = tree.stats()
     assert counts["recordings"] < 30 and counts["skips"] > 40
+
+
+def test_an_allocator_that_restores_nothing(caplog):
+    """Known before anything is captured: nothing is."""
+    tree.reset()
+    world = World("simulator")
+    world.driver.refusal = "memory comes from another allocator"
+    f = torch.compile(lambda x, w: torch.tanh(x * w), backend=world.backend())
+    w = world.randn(6, requires_grad=True)
+    with caplog.at_level(logging.WARNING, logger="cudagraph"):
+        for _ in range(4):
+            w.grad = None
+            x = world.randn(6)
+            f(x, w).sum().backward()
+            same(world, [w.grad], [((1 - torch.tanh(x * w) ** 2) * x).detach()])
+    counts = tree.stats()
+    assert (counts["warmups"], counts["recordings"], counts["skips"]) == (0, 0, 8)
+    assert not world.driver.pools and not world.driver.warm_pools
+    told = [r.getMessage() for r in caplog.records]
+    assert len(told) == 2 and all("memory comes from another allocator" in text for text in told)  # one a graph
+    strict = world.function(lambda x: [x.sin()], options={"or_error": True})
+    with pytest.raises(NotCapturableError, match="another allocator"):
+        strict(world.randn(3))
+
+
+@pytest.mark.parametrize(
+    ("allocator", "captures"), [("native", True), ("cudaMallocAsync", False), ("pluggable", False)]
+)
+def test_which_allocators_can_be_captured_with(allocator, captures, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: allocator)
+    reason = CudaDriver().why_not()
+    assert reason is None if captures else repr(allocator) in reason and "PYTORCH_CUDA_ALLOC_CONF" in reason
 
 
 @pytest.mark.core
