@@ -9,6 +9,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from . import _compat
+from .warming import storages_of
 
 if TYPE_CHECKING:
     from .function import Function
@@ -36,7 +37,8 @@ class Aside:
         warming: functions that are not warm are the reason; else, a step that could not end.
         after_mark: there was a mark, but a forward waited for its backward.
         calls: how often each function ran.
-        waiting: storages of what forwards gave out that no backward came for yet.
+        backward: which one ran a function last, as torch numbers them; -1 if it was called outside of any.
+        waiting: storages that forwards made and gave out, and that no backward came for yet.
     """
 
     def __init__(self, place: Node, *, warming: bool, after_mark: bool) -> None:
@@ -44,14 +46,19 @@ class Aside:
         self.warming = warming
         self.after_mark = after_mark
         self.calls: dict[Function, int] = {}
+        self.backward = -1
         self.waiting: list[StorageWeakRef] = []
 
-    def ran(self, function: Function, outputs: Sequence[Any]) -> None:
+    def ran(self, function: Function, outputs: Sequence[Any], given: Sequence[StorageWeakRef]) -> None:
+        """`function` has, on inputs with the storages `given`. A parameter that it saves for its backward says nothing
+        of whether that is still to come."""
         self.calls[function] = self.calls.get(function, 0) + 1
+        self.backward = _compat.graph_task_id()
         if function.piece.is_backward:
             self.waiting.clear()
         elif not function.piece.is_inference:
-            self.waiting += [StorageWeakRef(x.untyped_storage()) for x in outputs if isinstance(x, torch.Tensor)]
+            known = {storage.cdata for storage in given}
+            self.waiting += [storage for storage in storages_of(outputs) if storage.cdata not in known]
 
     def may_end(self, function: Function, *, marked: bool) -> bool:
         """Whether a call of `function` begins a new step. A warm-up holds no memory of the pool: it is never wrong."""
@@ -59,4 +66,11 @@ class Aside:
         if calls >= WARM_REPEATS:
             return True
         waits = any(not storage.expired() for storage in self.waiting)
-        return calls > 0 and not marked and not waits and _compat.graph_task_id() == -1
+        return calls > 0 and not marked and not waits and not self._in_the_middle()
+
+    def _in_the_middle(self) -> bool:
+        """Whether a backward that the step has a part in goes on. In a thread that only runs backwards, one is followed
+        by another."""
+        now = _compat.graph_task_id()
+        only_backwards = all(function.piece.is_backward for function in self.calls)
+        return now != -1 and (now == self.backward or not only_backwards)

@@ -28,7 +28,7 @@ from .function import Function, log
 from .liveness import Slot, copy_as_it_lies, held, on_slots, stale_message
 from .node import Edge, Node
 from .record import record
-from .warming import Warming
+from .warming import Warming, storages_of
 
 __all__ = ["Tree"]
 
@@ -268,11 +268,12 @@ class Tree:
             elif not self.aside.after_mark:
                 reason = "the step never ends: something of it is held all the time; mark steps, or let go of it"
             return self._without_graph(function, reason, inputs)
-        outputs = self.warming.run(function, inputs)
+        given = storages_of(inputs)
+        outputs = self.warming.run(function, inputs, given)
         self.warmed[function] = self.warmed.get(function, 0) + 1
         counters.add("warmups")
         if self.aside is not None:  # a nested call may have ended the step
-            self.aside.ran(function, outputs)
+            self.aside.ran(function, outputs, given)
         return outputs
 
     # --- steps

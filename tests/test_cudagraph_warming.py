@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import threading
 
 import pytest
 import torch
 from tree_programs import World, same, takes_list
 
 from cudagraph import tree
+from cudagraph.backend import backend_with
 
 
 @pytest.fixture
@@ -128,12 +131,63 @@ def test_a_warm_up_that_raises_leaves_its_memory(simulated):
     g = world.function(lambda x: [x.sin()])
     with pytest.raises(ValueError, match="of the test"):
         f(world.randn(4))
+    gc.collect()
     assert not world.driver.warming
+    assert [pool() for pool in world.driver.warm_pools] == [None]  # who catches it and takes less has all memory
     for _ in range(3):
         tree.mark_step_begin()
         x = world.randn(4)
         same(world, g(x), [x.sin()])
     assert tree.stats()["recordings"] == 1
+
+
+def test_gradients_stay_where_there_is_no_room_for_both(simulated, monkeypatch):
+    world = simulated
+
+    def no_room(storages, original=world.driver.copy_out):
+        if world.driver.warming:
+            raise torch.OutOfMemoryError("of the test")
+        original(storages)
+
+    monkeypatch.setattr(world.driver, "copy_out", no_room)
+    f = torch.compile(lambda x, w: torch.tanh(x * w), backend=world.backend())
+    w = world.randn(6, requires_grad=True)
+    for _ in range(5):
+        w.grad = None
+        tree.mark_step_begin()
+        x = world.randn(6)
+        f(x, w).sum().backward()
+        same(world, [w.grad], [((1 - torch.tanh(x * w) ** 2) * x).detach()])
+        assert not world.driver.warming
+    assert (tree.stats()["warmups"], tree.stats()["recordings"]) == (2, 2)
+
+
+def test_a_backward_in_another_thread_warms_up_once(simulated):
+    """The thread never runs a forward, so a tree of nobody's has it, in which no call is outside of a backward."""
+    world = simulated
+    f = torch.compile(lambda x, w: torch.tanh(x * w), backend=backend_with(world.driver))
+    w = world.randn(6, requires_grad=True)
+    for _ in range(8):
+        w.grad = None
+        x = world.randn(6)
+        loss = f(x, w).sum()
+        thread = threading.Thread(target=loss.backward)
+        thread.start()
+        thread.join()
+        same(world, [w.grad], [((1 - torch.tanh(x * w) ** 2) * x).detach()])
+    counts = tree.stats()
+    assert (counts["warmups"], counts["recordings"], counts["replays"], counts["skips"]) == (2, 2, 12, 0)
+
+
+def test_a_saved_parameter_waits_for_no_backward(simulated):
+    """Validation with gradients on: no backward comes, and what the forward saved of its own is dropped."""
+    world = simulated
+    f = torch.compile(lambda x, w: torch.tanh(x * w), backend=world.backend())
+    w = world.randn(6, requires_grad=True)
+    for _ in range(8):
+        x = world.randn(6)
+        same(world, [f(x, w)], [torch.tanh(x * w).detach()])
+    assert (tree.stats()["warmups"], tree.stats()["replays"]) == (1, 6)
 
 
 def test_nothing_is_recorded_in_a_warm_up(simulated):
@@ -156,6 +210,40 @@ def test_nothing_is_recorded_in_a_warm_up(simulated):
         tree.mark_step_begin()
         same(world, inner(x), [x.cos()])
     assert tree.stats()["recordings"] == 1
+
+
+@pytest.mark.gpu
+def test_a_warm_up_in_a_pool_of_the_callers_own():
+    """And while another thread allocates from one: dropping a warm-up's memory must not look at those."""
+    tree.reset()
+    world = World("cuda")
+    f = torch.compile(lambda x, w: torch.tanh(x * w), backend=world.backend())
+    w = world.randn(1 << 20, requires_grad=True)
+    own = torch.cuda.MemPool()
+    stop, inside = threading.Event(), threading.Event()
+
+    def allocate():
+        other = torch.cuda.MemPool()
+        with torch.cuda.use_mem_pool(other):
+            inside.set()
+            stop.wait(60)
+
+    thread = threading.Thread(target=allocate)
+    thread.start()
+    inside.wait(60)
+    try:
+        for step in range(6):
+            w.grad = None
+            tree.mark_step_begin()
+            with torch.cuda.use_mem_pool(own) if step % 2 == 0 else contextlib.nullcontext():
+                x = world.randn(1 << 20)
+                f(x, w).sum().backward()
+            same(world, [w.grad], [((1 - torch.tanh(x * w) ** 2) * x).detach()])
+    finally:
+        stop.set()
+        thread.join()
+    assert tree.stats()["recordings"] >= 2 and not tree.stats()["skips"]
+    tree.reset()
 
 
 @pytest.mark.gpu
