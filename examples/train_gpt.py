@@ -13,7 +13,7 @@
 The forward computes with the same numbers in both runs. Only what autograd keeps until the backward is stored smaller,
 so the gradient is a little off: the table says by how much, and the loss curves say whether it matters.
 
-    python examples/train_gpt.py                        # small on the CPU, 127M parameters on a CUDA machine
+    python examples/train_gpt.py                        # small on the CPU, 129M parameters on a CUDA machine
     python examples/train_gpt.py --hook int8 --check    # another hook; fail if the loss ends over 2% away
 """
 
