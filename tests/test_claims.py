@@ -11,13 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-ROOT = Path(__file__).resolve().parents[1]
-README = (ROOT / "README.md").read_text()
-
-sys.path += [str(ROOT / "benchmarks"), str(ROOT / "examples")]
+sys.path += [str(Path(__file__).resolve().parents[1] / folder) for folder in ("benchmarks", "examples")]
 import train_gpt
-from _measure import GIB
+from _measure import GIB, ROOT
 
+README = (ROOT / "README.md").read_text()
 COLUMNS = "| | ms | / stock | medians / stock | saved GiB | peak GiB | error of a weight gradient |"
 VARIANTS = {
     "`torch.compile`": "stock",
