@@ -107,6 +107,21 @@ def test_int8_in_powers_of_two_agrees_with_the_hook(dtype):
     assert torch.equal(off, expected)  # what lies between two codes may go to either
 
 
+@pytest.mark.core
+@pytest.mark.parametrize("power", [False, True])
+def test_what_is_rounded_after_its_scale_was_found_stays_a_number(power):
+    """Inductor may find the scale of what it has just computed, and read the value again as it was stored, rounded."""
+    for exponent in (-120, -14, 0, 7, 15, 120):
+        x = torch.zeros(1024, 8)
+        x[:, 0] = torch.linspace(0.96, 2.1, 1024) * 2.0**exponent
+        scale = loops.amax_exponent(x) if power else loops.amax_word(x)
+        for dtype in (torch.bfloat16, torch.float16):
+            stored = x.to(dtype)
+            some = stored[:, 0].isfinite() & (stored[:, 0] >= torch.finfo(dtype).tiny)
+            code = loops.to_int8(stored, scale, dtype, power)[some, 0]
+            assert ((code > 127) & (code < 254)).all()
+
+
 @pytest.mark.parametrize("power", [False, True])
 def test_the_lowering_of_int8_computes_what_the_operators_do(power):
     _compat.register_loops()

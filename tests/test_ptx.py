@@ -77,7 +77,7 @@ def scales(x: torch.Tensor, power: bool) -> torch.Tensor:
 @pytest.mark.parametrize("power", [False, True])
 def test_packing_gives_the_codes_of_the_tensor_code(power, ops):
     x = values()
-    x[10:13, 0] = torch.tensor([126.5, 253.0, 63.25 * 2.0**-100])  # above which the next power of two is taken
+    x[10:13, 0] = torch.tensor([126.0, 252.0, 63.0 * 2.0**-100])  # from which on the next power of two is taken
     x[13:16, 0] = x[10:13, 0].nextafter(torch.tensor(0.0))
     scale, some = scales(x, power), x.isfinite().any(-1)  # where nothing is finite, a scale is any
     own = (ptx.amax_exponent if power else ptx.amax_word)(ops, x.reshape(-1)).view_as(x).amax(-1, keepdim=True)

@@ -6,7 +6,7 @@
 
       int8    step = max(amax / 126, 2**-126), in 8 bits   # amax: the largest |x| of the block's finite values;
               q    = round(x / step)                       #   never zero, so a block of zeros is safe
-      or      step = 2**k, the least with amax / 2**k < 126.5, at random <= 126
+      or      step = 2**k, the least with amax / 2**k < 126
       int4    step = max((above + below) / 14, 2**-126)    # the largest of x and of -x, at least 0
               zero = ceil(below / step)                    # the code of 0: 0 to 14
               q    = round(x / step) + zero                # 0 to 15: ceil(below / step) + ceil(above / step) <= 15
@@ -40,7 +40,7 @@ from ..hook import Hook, interned
 from . import loops, ops
 from .blocks import FLOATS, SMALLEST_NORMAL, Declines, beside, check_block_size, check_bool, cut, in_blocks, padded
 from .layout import from_memory_order, in_memory_order
-from .scales import TOP_INT8, TOP_POWER, from_exponent, power_of_two, short, to_exponent
+from .scales import TOP_POWER, from_exponent, power_of_two, short, to_exponent
 
 __all__ = ["int4", "int8", "pack_int4", "pack_int8", "unpack_int4", "unpack_int8"]
 
@@ -52,7 +52,7 @@ def pack_int8(x: torch.Tensor, block: int, stochastic: bool, power: bool = False
     size = in_blocks(x, block).float().abs()
     amax = torch.where(size < torch.inf, size, 0.0).amax(-1)
     if power:
-        step = power_of_two(amax, TOP_INT8 if stochastic else TOP_POWER)
+        step = power_of_two(amax, TOP_POWER)
         scale = to_exponent(step)
     else:
         scale = short((amax * (_SLACK / 126)).clamp(min=SMALLEST_NORMAL))
@@ -172,7 +172,8 @@ def _hook(bits: int, block: int, stochastic: bool, statistics: bool, power: bool
     check_block_size(f"int{bits}", block)
     check_bool(f"int{bits}", "stochastic", stochastic)
     check_bool(f"int{bits}", "power_of_two", power)
-    declines = Declines(f"int{bits}", bits, 1 if power else 2, block, statistics=statistics)
+    # rows are as short for a scale of 8 bits as for one of 16: one number would be off by up to a 126th
+    declines = Declines(f"int{bits}", bits, 2, block, statistics=statistics)
     pack = _Pack(bits, block, stochastic, power, declines)
     return Hook(pack.__name__, pack, _Unpack(bits, block), declines=declines, rounds_to_zero=True)
 

@@ -244,7 +244,7 @@ def _pack(
     scale = torch.empty((*x.shape[:-1], triton.cdiv(x.shape[-1], size)), dtype=of_scale, device=x.device)
     top, limit = _TOP[dtype]
     if of_scale == torch.uint8:
-        top = TOP_POWER if seed is None else TOP_INT8
+        top = TOP_POWER
     least, add = rounding_up(top)
     limits = (limit, SMALLEST_NORMAL, least, add, largest_scale(x.dtype, top))
     groups = scale.numel()

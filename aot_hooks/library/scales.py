@@ -40,11 +40,13 @@ __all__ = [
 MASK = 0x7F800000
 INVERSE = 0x7F000000
 TOP_INT8 = 126.0  # the largest code that is a number
-TOP_POWER = 126.5 - 2.0**-17  # the largest float32 that is rounded to that
+# Of a scale that is a power of two, less than that: what Inductor rounds to bfloat16 only after its scale was found is
+# 126 at most then. 126.5 would be rounded to 127, an infinity.
+TOP_POWER = TOP_INT8 - 2.0**-17
 STEP_INT8 = (1 - 2.0**-21) / TOP_INT8  # of the largest value; a little less, so that times 126 it is no infinity
 LOW = 0xFFFF  # what 16 bits do not keep of the largest value is taken for as large as it can be
 OVER = 6  # 126 begins with 2**6: a scale's exponent is that much below the largest value's
-ROUND_UP = 128 - 125  # added to 7 bits of fraction: from 125 on, 126.5 / 64, the next power of two is taken
+ROUND_UP = 128 - 124  # added to 7 bits of fraction: from 124 on, 126 / 64, the next power of two is taken
 _STEP = 0x00800000  # one exponent step
 _MANTISSA = _STEP - 1
 
