@@ -104,9 +104,11 @@ def test_recordings_of_a_dropped_function_go(world):
         constant = world.randn(8)
         f = world.function(lambda x: [(x + number).cos() * constant], constants=(constant,))
         after = world.function(lambda y: [y * 2])
+        refused = world.function(lambda x: [x.add_(1)], mutated=(0,))
         for _ in range(4):
             tree.mark_step_begin()
             x = world.randn(16, 8)
+            same(world, refused(x.clone()), [x + 1])
             same(world, after(*f(x)), [(x + number).cos() * constant * 2])
             same(world, stays(x), [x.sin()])
         return weakref.ref(constant)
@@ -125,6 +127,23 @@ def test_recordings_of_a_dropped_function_go(world):
     assert seen[-1][-1] <= seen[1][-1]
     if world.kind == "simulator":
         assert len(world.driver.pools) == 2  # the first time, all that was recorded came after what was dropped
+
+
+def test_an_alias_that_a_dropped_function_gave_out_is_not_looked_for(world):
+    """Its own handle on an output of another one counts for no holder, and is gone."""
+    stays = world.function(lambda x: [x.sin()])
+    alias = world.function(lambda y: [y.view(-1), y.cos()])
+    for _ in range(4):
+        tree.mark_step_begin()
+        x = world.randn(16, 8)
+        same(world, alias(*stays(x)), [x.sin().view(-1), x.sin().cos()])
+    del alias
+    gc.collect()
+    steps(world, stays, lambda x: [x.sin()], lambda: (world.randn(16, 8),))
+    (node,) = recordings(world)
+    assert node.watch_live.none_held() and not node.watch_live.slots[0].held()
+    outputs = stays(world.randn(16, 8))
+    assert outputs and not node.watch_live.none_held() and node.watch_live.slots[0].held()
 
 
 def test_a_dropped_function_stays_until_its_step_has_ended(world):

@@ -190,6 +190,20 @@ def test_a_saved_parameter_waits_for_no_backward(simulated):
     assert (tree.stats()["warmups"], tree.stats()["replays"]) == (1, 6)
 
 
+def test_what_comes_after_a_warm_up_in_its_step_is_not_recorded(simulated):
+    """It would be recorded at a place where it never comes again. A function that comes again begins a step."""
+    world = simulated
+    f, g, h = (world.function(lambda x, k=k: [torch.sin(x * k)]) for k in (1, 2, 3))
+    seen = []
+    for path in ("fg", "fg", "hg", "hgf", "hgf"):
+        for each in path:
+            x = world.randn(4)
+            k = "fgh".index(each)
+            same(world, (f, g, h)[k](x), [torch.sin(x * (k + 1))])
+        seen.append((tree.stats()["warmups"], tree.stats()["recordings"]))
+    assert seen == [(2, 0), (2, 2), (4, 2), (4, 5), (4, 5)]
+
+
 def test_nothing_is_recorded_in_a_warm_up(simulated):
     """What a warm-up calls may begin a step, and would be recorded into the memory that goes with the warm-up."""
     world = simulated
