@@ -5,13 +5,13 @@ from .backend import last_plans, reset
 from .cache import cache_stats
 from .context import saved_tensors_hooks, saved_tensors_policy
 from .costs import Rates
-from .dry_run import plan, saved_tensors
 from .errors import AotHooksError
 from .hook import KEEP, Hook
 from .library import bitmask, cast, float8, int4, int8, offload
 from .lossless import lossless
 from .names import checkpoint_name
 from .plan import Decision, Plan
+from .planning.dry_run import plan, saved_tensors
 from .report import format_report, print_report
 from .saved import SavedTensor
 from .schedule import Transfer

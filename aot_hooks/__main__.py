@@ -16,13 +16,25 @@ import torch
 
 import aot_hooks
 
-from . import __version__, _compat, cache_notes, script
+from . import __version__, _compat
+from .aten import _compat as aten
+from .autograd import _compat as autograd
+from .cache import _compat as cache
+from .cache import notes
+from .dynamo import _compat as dynamo
 from .errors import AotHooksError, OptionError
+from .inductor import _compat as inductor
+from .inductor.loops import _compat as loops
+from .inductor.scheduling import _compat as scheduling
+from .planning import _compat as planning
+from .planning import script
+from .planning.script import Recorded, ScriptError, run_script
 from .plotting import check_can_plot, plot_report
 from .policy import SCOPES
 from .report import as_data, format_report
-from .script import Recorded, ScriptError, run_script
 
+# each with the table of the private symbols that it stands on
+_ROOMS = (_compat, autograd, dynamo, aten, inductor, loops, scheduling, cache, planning)
 _HOOKS = ("float8", "int8", "int4", "bitmask", "cast", "offload", "lossless")
 
 
@@ -39,8 +51,9 @@ def env_data() -> dict[str, Any]:
         "devices": _devices(),
         "backend_entry_point": _entry_point(),
         "private_symbols": [
-            {"path": path, "found": found, "needed_for": _compat.SYMBOLS[path]}
-            for path, found in _compat.probe().items()
+            {"path": path, "found": found, "needed_for": room.SYMBOLS[path]}
+            for room in _ROOMS
+            for path, found in _compat.probe(room.SYMBOLS).items()
         ],
     }
 
@@ -120,11 +133,11 @@ def report(options: argparse.Namespace) -> int:
 
 def explain_miss(directory: str | None, as_json: bool) -> int:
     """Print why the last miss was one; 1 if none is known."""
-    miss = cache_notes.last_miss(directory)
+    miss = notes.last_miss(directory)
     if miss is not None:
-        print(json.dumps(miss.as_data(), indent=1) if as_json else cache_notes.explain(miss))
+        print(json.dumps(miss.as_data(), indent=1) if as_json else notes.explain(miss))
         return 0
-    where = directory or _compat.cache_dir()
+    where = directory or cache.cache_dir()
     print(f"aot_hooks explain-miss: no graph with hooks has missed torch's cache in {where}", file=sys.stderr)
     return 1
 

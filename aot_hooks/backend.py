@@ -20,12 +20,17 @@ from typing import TYPE_CHECKING, Any
 
 from torch.fx import GraphModule
 
-from . import _compat, cache, captured, context, recompiles, transfers
+from . import cache, captured, context, recompiles, transfers
+from .aten import _compat as aten
+from .autograd import _compat as autograd
 from .cache import bypassed, through_cache
+from .cache._compat import without_autograd_cache
 from .cache_key import nodes_of, package_digest
+from .dynamo import _compat as dynamo
 from .eager import CompiledCall
 from .errors import OptionError
 from .hook import Hook
+from .inductor import _compat as inductor
 from .live import LivePoint, live_bytes
 from .modules import roots
 from .names import carry_names, uses_names
@@ -81,7 +86,7 @@ class Options:
         if parsed.inductor is not None:
             if not isinstance(parsed.inductor, Mapping):
                 raise OptionError(f"options['inductor'] must be a dict of Inductor settings, got {parsed.inductor!r}")
-            wrong = [k for k in parsed.inductor if k not in _compat.inductor_config_keys()]
+            wrong = [k for k in parsed.inductor if k not in inductor.config_keys()]
             if wrong:
                 raise OptionError(f"options['inductor']: Inductor has no setting {wrong[0]!r}")
         return parsed
@@ -131,7 +136,7 @@ def last_plans(compiled: Callable[..., Any]) -> tuple[Plan, ...]:
 
     Raises `OptionError` if `compiled` was not made by `torch.compile`.
     """
-    wrapper = _compat.compile_wrapper_of(compiled)
+    wrapper = dynamo.compile_wrapper_of(compiled)
     if wrapper is None:
         raise OptionError(f"last_plans takes what torch.compile returned, got {compiled!r}")
     return tuple(_plans.of(wrapper))
@@ -167,7 +172,7 @@ def aot_hooks(
         OptionError: an unknown option or mode.
         HookContractError, HookTraceError, PolicyError: from the rewrite; Dynamo wraps them.
     """
-    wrapper = _compat.calling_compile_wrapper()
+    wrapper = dynamo.calling_compile_wrapper()
     plans = _plans.of(wrapper) if wrapper is not None else []
     return _compile_graph(gm, inputs, mode, Options.parse(options), plans, wrapper)
 
@@ -221,8 +226,8 @@ def _compile_graph(
         return _compile(gm, inputs, parsed, patches, partition, compiling, compilation)
 
     # a pair of plain functions on top keeps torch from inlining the hooks a second time
-    with _compat.hooks_pushed(_as_it_is, _as_it_is):
-        if parsed.inner == "aten" and (compilation is not None or not _compat.aten_is_stored()):
+    with autograd.hooks_pushed(_as_it_is, _as_it_is):
+        if parsed.inner == "aten" and (compilation is not None or not aten.is_stored()):
             compiled = bypassed("inner 'aten' is stored with torch's bundled_autograd_cache only", compile_graph)
         elif record is not None:
             compiled = bypassed("a report needs the graphs", compile_graph)
@@ -255,7 +260,7 @@ def _compile_graph(
         return _with_eager_hooks(compiled)
 
     def run(*args: Any) -> Any:
-        return _compat.call_without_hooks(compiled, args)
+        return autograd.call_without_hooks(compiled, args)
 
     run._aot_hooks_pair = alive  # type: ignore[attr-defined]  # its id is in Dynamo's guards
     return run
@@ -305,7 +310,7 @@ def planning_partition(
     def partition(joint: GraphModule, joint_inputs: Any, **kwargs: Any) -> tuple[GraphModule, GraphModule]:
         carry_names(joint.graph)
         apart = bool(regions) and repeats_across_regions(joint.graph)
-        fw, bw = _compat.min_cut_partition(joint, joint_inputs, merge_repeats=not apart, **kwargs)
+        fw, bw = aten.min_cut_partition(joint, joint_inputs, merge_repeats=not apart, **kwargs)
         count, static = kwargs["num_fwd_outputs"], tuple(kwargs.get("static_lifetime_input_indices") or ())
 
         def alive() -> tuple[LivePoint, ...]:
@@ -336,26 +341,22 @@ def plan_graph(gm: GraphModule, inputs: Sequence[Any], options: Options) -> list
     setting, _, regions = _in_force(gm, options)
     plans: list[Plan] = []
     partition = planning_partition(setting, regions, options.inner, plans, roots(), live=True)
-    with _compat.hooks_pushed(_as_it_is, _as_it_is), _compat.without_autograd_cache():
+    with autograd.hooks_pushed(_as_it_is, _as_it_is), without_autograd_cache():
         if options.inner == "aten":
-            _compat.compile_aten(gm, inputs, partition)
+            aten.compile_graph(gm, inputs, partition)
         else:
             patches = dict(options.inductor or {})
-            _compat.partition_for_inductor(gm, inputs, _partitioned_by(partition, gm, patches))
+            inductor.partition_only(gm, inputs, _partitioned_by(partition, gm, patches))
     return plans
 
 
 def _partitioned_by(partition: Callable[..., Any], gm: GraphModule, patches: dict[str, Any]) -> dict[str, Any]:
     """Inductor settings by which `partition` splits the joint graph of `gm`, and sees the names in it.
 
-    What torch's keys see of the partition is the package; the hooks are in the key of cache.py, and in the graphs.
+    What torch's keys see of the partition is the package; the hooks are in the key of cache_key.py, and in the graphs.
     """
-    names = _compat.first_joint_pass(carry_names, patches) if uses_names(gm) else {}
-    return (
-        patches
-        | names
-        | {"custom_partitioner_fn": _compat.inductor_partitioner(partition, f"aot_hooks {package_digest()}")}
-    )
+    names = inductor.first_joint_pass(carry_names, patches) if uses_names(gm) else {}
+    return patches | names | inductor.partitioned_by(partition, f"aot_hooks {package_digest()}")
 
 
 def _as_it_is(x: Any) -> Any:
@@ -367,14 +368,14 @@ def _nothing() -> None:
 
 
 def _foreign_hooks() -> bool:
-    return _compat.top_hooks() is not None
+    return autograd.top_hooks() is not None
 
 
 def _with_eager_hooks(compiled: Callable[..., Any]) -> Callable[..., Any]:
     """Tell hooks that run eagerly around a compiled graph which of its saved tensors are its inputs and outputs."""
 
     def run(*args: Any) -> Any:
-        top = _compat.top_hooks()
+        top = autograd.top_hooks()
         if top is None or not isinstance(top[0], context.EagerPack):
             return compiled(*args)
         with CompiledCall(args) as call:
@@ -391,7 +392,7 @@ def _inductor_patches(options: Options, mode: str | None) -> dict[str, Any]:
             raise OptionError("options['inductor'] needs options['inner'] = 'inductor'")
         return {}
     try:
-        patches = _compat.mode_options(mode)
+        patches = inductor.mode_options(mode)
     except RuntimeError as e:
         raise OptionError(f"mode={mode!r}: {e}") from e
     return patches | dict(options.inductor or {})
@@ -408,11 +409,11 @@ def _compile(
 ) -> Callable[..., Any]:
     if options.inner == "aten":
         compilers = compilation.aten_compilers() if compilation is not None else None
-        stored = compiling if partition is not None and _compat.aten_is_stored() else None
-        return _compat.compile_aten(gm, inputs, partition or _compat.min_cut_partition, compilers, stored)
+        stored = compiling if partition is not None and aten.is_stored() else None
+        return aten.compile_graph(gm, inputs, partition or aten.min_cut_partition, compilers, stored)
     capture = compilation.inner_compile if compilation is not None else None
     with compilation.through_cache(gm) if compilation is not None else contextlib.nullcontext():
         if partition is not None:
             patches = _partitioned_by(partition, gm, patches)
-            return _compat.compile_inductor_with_hooks(gm, inputs, patches, compiling, capture)
-        return _compat.compile_inductor(gm, inputs, patches, capture)
+            return inductor.compile_with_hooks(gm, inputs, patches, compiling, capture)
+        return inductor.compile_stock(gm, inputs, patches, capture)

@@ -24,12 +24,13 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
-from . import _compat
+from .autograd import _compat as autograd
 from .content import content
+from .dynamo import _compat as dynamo
+from .dynamo.pending import Pending, changed_before
 from .eager import pack_eager, settle, unpack_eager
 from .errors import AotHooksError, OptionError
 from .hook import Hook
-from .pending import Pending, changed_before
 from .policy import Policy, Setting
 
 __all__ = ["EagerPack", "Pair", "ambient", "check", "forget", "regions", "saved_tensors_hooks", "saved_tensors_policy"]
@@ -71,7 +72,7 @@ def _module(name: str, call: Callable[[Any], Any]) -> GraphModule:
     graph.output(graph.placeholder("x"))
     module = GraphModule(torch.nn.Module(), graph, class_name=name)
     # eager autograd calls the module; the graph is there for torch's tools, which want one they can read
-    setattr(type(module), "__call__", _compat.untraced(lambda _, x: call(x)))  # noqa: B010
+    setattr(type(module), "__call__", dynamo.untraced(lambda _, x: call(x)))  # noqa: B010
     return module
 
 
@@ -130,7 +131,7 @@ class _Context(contextlib.ContextDecorator):
     def __init__(self) -> None:
         self.open: list[Any] = []  # what was entered in a compiled function, innermost last
 
-    @_compat.outermost_runs_in_python
+    @dynamo.outermost_runs_in_python
     def __enter__(self) -> None:
         if torch.compiler.is_dynamo_compiling():
             region = self.region()
@@ -139,7 +140,7 @@ class _Context(contextlib.ContextDecorator):
         else:
             _enter(self)
 
-    @_compat.outermost_runs_in_python
+    @dynamo.outermost_runs_in_python
     def __exit__(self, *exc: Any) -> None:
         if torch.compiler.is_dynamo_compiling():
             self.open.pop().__exit__(*exc)
@@ -147,24 +148,24 @@ class _Context(contextlib.ContextDecorator):
             _exit()
 
 
-@_compat.untraced
+@dynamo.untraced
 def _enter(context: Any) -> None:
     settle()
     setting = context.setting()
     pair = _intern(setting)
     if setting.eager:
         # plain functions: Dynamo does not guard them and compiled graphs call them as they run
-        _compat.push_hooks(EagerPack(setting), _unpack_untraced)
+        autograd.push_hooks(EagerPack(setting), _unpack_untraced)
     else:
-        _compat.push_hooks(pair.pack, pair.unpack)
+        autograd.push_hooks(pair.pack, pair.unpack)
     _entered.settings.append(setting)
 
 
-@_compat.untraced
+@dynamo.untraced
 def _exit() -> None:
-    _compat.pop_hooks()
+    autograd.pop_hooks()
     _entered.settings.pop()
-    _compat.allow_hooks()  # as it was on entry, or the pair couldn't have been pushed
+    autograd.allow_hooks()  # as it was on entry, or the pair couldn't have been pushed
     settle()
 
 
@@ -201,7 +202,7 @@ class saved_tensors_hooks(_Context):
     @contextlib.contextmanager
     def region(self) -> Iterator[None]:
         pack, unpack, scope = self.pack, self.unpack, self.scope  # noqa: F841  # locals, for `_note_hooks` to find
-        _compat.comptime(_note_hooks)
+        dynamo.comptime(_note_hooks)
         with torch.fx.traceback.annotate({"aot_hooks": _noted_key()}):
             yield
 
@@ -223,7 +224,7 @@ class saved_tensors_policy(_Context):
     @contextlib.contextmanager
     def region(self) -> Iterator[None]:
         policy, scope = self.policy, self.scope  # noqa: F841  # locals, for `_note_policy` to find
-        _compat.comptime(_note_policy)
+        dynamo.comptime(_note_policy)
         with torch.fx.traceback.annotate({"aot_hooks": _noted_key()}):
             yield
 
@@ -232,12 +233,12 @@ class EagerPack:
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
 
-    @_compat.untraced
+    @dynamo.untraced
     def __call__(self, x: torch.Tensor) -> Any:
         return pack_eager(self.setting, x)
 
 
-_unpack_untraced = _compat.untraced(unpack_eager)
+_unpack_untraced = dynamo.untraced(unpack_eager)
 
 
 def ambient() -> tuple[Setting | None, Any]:
@@ -246,7 +247,7 @@ def ambient() -> tuple[Setting | None, Any]:
     Stock `torch.autograd.graph.saved_tensors_hooks` with two GraphModules means the same as ours; with anything else it
     is torch's business, as in any other backend.
     """
-    top = _compat.top_hooks()
+    top = autograd.top_hooks()
     if top is None:
         return None, None
     pack, unpack = top
@@ -280,11 +281,11 @@ _noted: list[str] = []
 
 def _note(context: Any, names: tuple[str, ...], make: Callable[..., Setting]) -> None:
     values = []
-    pending = Pending(*_compat.pending_changes(context))
+    pending = Pending(*dynamo.pending_changes(context))
     for name in names:
-        variable = _compat.local_variable(context, name)
+        variable = dynamo.local_variable(context, name)
         try:
-            values.append(_compat.constant_with_guards(context, variable, content))
+            values.append(dynamo.constant_with_guards(context, variable, content))
             changed = changed_before(values[-1], pending)
             if changed is not None:
                 raise TypeError(f"{changed} that the compiled function has changed before")
@@ -293,11 +294,11 @@ def _note(context: Any, names: tuple[str, ...], make: Callable[..., Setting]) ->
                 f"the {name} of a context inside a compiled function must be known while compiling, got {e}; make it "
                 "outside the function, or of constants and of objects that come from outside"
             )
-            raise _compat.backend_failure("aot_hooks", error) from e
+            raise dynamo.backend_failure("aot_hooks", error) from e
     try:
         setting = make(*values)
     except AotHooksError as e:
-        raise _compat.backend_failure("aot_hooks", e) from e
+        raise dynamo.backend_failure("aot_hooks", e) from e
     regions[setting.key] = setting
     regions.move_to_end(setting.key)
     while len(regions) > _REGIONS_KEPT:
@@ -313,7 +314,7 @@ def _note_policy(context: Any) -> None:
     _note(context, ("policy", "scope"), _setting_of_policy)
 
 
-@_compat.assume_constant_result  # type: ignore[untyped-decorator]
+@dynamo.assume_constant_result  # type: ignore[untyped-decorator]
 def _noted_key() -> str:
     return _noted.pop()
 

@@ -29,6 +29,8 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from . import _compat
+from .autograd import _compat as autograd
+from .dynamo import _compat as dynamo
 from .eager_saved import EagerRow
 from .errors import AotHooksError, HookContractError, HookTraceError
 from .hook import KEEP, Hook
@@ -173,7 +175,7 @@ def _outermost_frame() -> FrameType | None:
     """The frame of the outermost `nn.Module.__call__` or compiled function on this thread's stack."""
     frame: FrameType | None = sys._getframe(1)
     found = None
-    boundary = _compat.eval_frame_file()
+    boundary = dynamo.eval_frame_file()
     while frame is not None:
         code = frame.f_code
         if code is _compat.MODULE_CALL or (
@@ -320,7 +322,7 @@ def _containers_anew(packed: Any, tensors: list[torch.Tensor]) -> Any:
 
 def _run(fn: Any, argument: Any, at: str) -> Any:
     try:
-        with torch.no_grad(), _compat.no_autocast(), _compat.hooks_hidden():
+        with torch.no_grad(), _compat.no_autocast(), autograd.hooks_hidden():
             return fn(argument)
     except AotHooksError:
         raise

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from . import _compat
+from .autograd import _compat as autograd
 from .modules import made_in
 from .names import NamesOf, names_of
 from .operators import is_view_name, operator_behind
@@ -102,7 +103,7 @@ def _checkpoint_names(row: EagerRow, x: torch.Tensor) -> tuple[str, ...]:
 
 def _module_path(_: EagerRow, x: torch.Tensor) -> str:
     fn = _maker(x)
-    return made_in(_compat.sequence_number(fn) if fn is not None else None)
+    return made_in(autograd.sequence_number(fn) if fn is not None else None)
 
 
 def _source_line(_: EagerRow, __: torch.Tensor) -> str:

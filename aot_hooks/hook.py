@@ -18,7 +18,7 @@ from typing import Any, ParamSpec
 
 import torch
 
-from . import _compat
+from .dynamo import _compat as dynamo
 from .errors import OptionError
 
 __all__ = ["KEEP", "Hook", "compiled_by", "compiling_for", "interned"]
@@ -117,7 +117,7 @@ def interned(make: Callable[_Arguments, Hook]) -> Callable[_Arguments, Hook]:
     outside of the function, whose content it is no part of.
     """
 
-    @_compat.outermost_runs_in_python
+    @dynamo.outermost_runs_in_python
     @functools.wraps(make)
     def made_once(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> Hook:
         if torch.compiler.is_dynamo_compiling():

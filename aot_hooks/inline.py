@@ -23,6 +23,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from . import _compat
+from .inductor.marks import PACKED_ROW, mark_alone
 from .saved import Boundary, SavedValue
 from .trace import TracedHook
 
@@ -96,7 +97,7 @@ def inline(fw: GraphModule, bw: GraphModule, boundary: Boundary, units: Iterable
                 places = (made if packing.early or packing.reduce_first else anchor, made if packing.early else anchor)
                 leaves = _copy_pack(packing.traced.pack, fw, unit, places, targets)
                 if packing.early:
-                    _compat.mark_alone(_made_from(unit.source, leaves), value.row.name)
+                    mark_alone(_made_from(unit.source, leaves), value.row.name)
                 packing.leaves, packing.packed_bytes = leaves, packed_bytes(leaves)
                 inputs = [_cross(bw, value, i, leaf, pairs, added) for i, leaf in enumerate(leaves)]
             with bw.graph.inserting_before(first):
@@ -212,7 +213,7 @@ def _copy_in(
                 new.meta["val"] = node.meta["val"]  # its operands are graphs: nothing to run them on here
             else:
                 new.meta["val"] = node.target(*value_of(args), **value_of(kwargs))
-            new.meta[_compat.PACKED_ROW] = True
+            new.meta[PACKED_ROW] = True
             targets.add(node.target)
             env[node] = new
     return []

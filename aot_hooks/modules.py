@@ -22,6 +22,8 @@ from typing import Any
 from torch import nn
 
 from . import _compat
+from .autograd import _compat as autograd
+from .dynamo import _compat as dynamo
 
 __all__ = ["made_in", "note_call", "roots"]
 
@@ -41,7 +43,7 @@ _notes = _Notes()
 
 def note_call() -> None:
     """Remember in which module the operator runs that autograd is saving for now."""
-    number = _compat.next_sequence_number() - 1
+    number = autograd.next_sequence_number() - 1
     numbers, paths = _notes.numbers, _notes.paths
     if numbers and numbers[-1] == number:
         return
@@ -72,7 +74,7 @@ def roots() -> dict[str, str]:
 
     {} outside any module: then Dynamo's paths begin with the outermost one.
     """
-    compiled, outside = _compat.frame_being_compiled()
+    compiled, outside = dynamo.frame_being_compiled()
     modules = _running(outside)
     found = {"": ".".join(_path(modules))} if modules else {}
     for local, value in compiled.items():

@@ -21,6 +21,7 @@ import torch
 from torch.fx import Graph, Node
 
 from . import _compat
+from .dynamo import _compat as dynamo
 from .errors import OptionError
 from .saved import NAMES, view_source
 
@@ -29,7 +30,7 @@ __all__ = ["NamesOf", "carry_names", "checkpoint_name", "name_given", "names_of"
 _MARK = "aot_hooks_name"  # the key under meta["custom"] of the alias that stands for a call of `checkpoint_name`
 
 
-@_compat.outermost_runs_in_python
+@dynamo.outermost_runs_in_python
 def checkpoint_name(x: torch.Tensor, name: str) -> torch.Tensor:
     """`x`, named for `aot_hooks.policies.only_these_names`: the same values, the same gradient, no memory, no copy.
 
@@ -53,7 +54,7 @@ def checkpoint_name(x: torch.Tensor, name: str) -> torch.Tensor:
     return x
 
 
-@_compat.outermost_runs_in_python
+@dynamo.outermost_runs_in_python
 def _check(x: Any, name: Any) -> None:
     if not isinstance(x, torch.Tensor):
         raise OptionError(f"checkpoint_name takes a tensor and a name, got {type(x).__name__} as the tensor")
@@ -170,7 +171,7 @@ def names_of(x: torch.Tensor) -> NamesOf:
     return NamesOf(_given_to(x), x._version, Part.of(x))
 
 
-@_compat.outermost_runs_in_python
+@dynamo.outermost_runs_in_python
 def _given_to(x: torch.Tensor) -> list[_Named]:
     root = x if x._base is None else x._base
     key = id(root)
@@ -180,7 +181,7 @@ def _given_to(x: torch.Tensor) -> list[_Named]:
     return known[1]
 
 
-@_compat.outermost_runs_in_python
+@dynamo.outermost_runs_in_python
 def _remember(x: torch.Tensor, name: str) -> None:
     root = x if x._base is None else x._base
     # sparse and other tensors without strides are never packed

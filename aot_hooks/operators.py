@@ -21,12 +21,13 @@ from typing import Any
 import torch
 
 from . import _compat
+from .dynamo import _compat as dynamo
 from .errors import OptionError
 
 __all__ = ["is_view_name", "operator_behind", "operator_key", "same_operator"]
 
 
-@_compat.assume_constant_result  # type: ignore[untyped-decorator]
+@dynamo.assume_constant_result  # type: ignore[untyped-decorator]
 def operator_key(op: Any) -> str:
     """The name of `op` for `same_operator`.
 

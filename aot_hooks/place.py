@@ -5,7 +5,7 @@
 
 `place(fw, bw, ...)` reads items and times off the graphs, asks `schedule`, and moves the operators; what is to stay on
 the device crosses as it is instead. Inductor's scheduler is given dependencies by which it keeps this order, see
-`_compat.compile_inductor_with_hooks`.
+`aot_hooks/inductor/`.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from torch.fx import GraphModule, Node
 
 from . import _compat
 from .costs import Rates, has_formula, measured_rates, node_ms
+from .inductor.marks import PACKED_ROW
 from .library.offload import OffloadSettings
 from .saved import is_view
 from .schedule import Item, Limits, Transfer, schedule
@@ -262,7 +263,7 @@ def _first_use(back: Node, place: Mapping[Node, int], default: int) -> int:
 def _stay(bw: GraphModule, c: _Crossing) -> None:
     """Have the value itself cross in place of its copy on the host."""
     output = c.wait.graph.output_node()
-    if c.value is not c.source or _compat.PACKED_ROW in c.source.meta:  # else the program made it, and marked it
+    if c.value is not c.source or PACKED_ROW in c.source.meta:  # else the program made it, and marked it
         marks = ("aot_hooks_packed", "saved_tensor_with_no_vc_check")
         c.value.meta.update({key: c.wait.meta[key] for key in marks if key in c.wait.meta})
     output.replace_input_with(c.wait, c.value)

@@ -22,6 +22,8 @@ from typing import Any
 
 import torch
 
+from ._compat import without_modes
+
 __all__ = ["Reached", "cached", "cached_properties", "members", "reads"]
 
 # what may look at a local without naming it
@@ -158,8 +160,6 @@ def cached_properties(kind: Any) -> frozenset[str]:
 def cached(value: Any, name: str) -> Any:
     """What a cached property is. From its first use on it is an attribute like others, which may be written to; so it
     is used now. It would be when the hook is traced, and by then on tensors without numbers. Raises `LookupError`."""
-    from ._compat import without_modes  # late: it needs what this module makes
-
     with without_modes():
         try:
             return getattr(value, name)

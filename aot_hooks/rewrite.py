@@ -18,6 +18,7 @@ from torch.fx import GraphModule, Node
 from . import _compat
 from .copies import look_through
 from .hook import KEEP, Hook, compiling_for
+from .inductor import _compat as inductor
 from .inline import Packing, Unit, inline, last_use, lift_constants, packed_bytes
 from .library.offload import settings_of
 from .memory import alive_bytes, fuses
@@ -64,7 +65,7 @@ def rewrite(
     cross = boundary(fw, bw, num_fwd_outputs, static_inputs, roots)
     choices = decide(cross, ambient, regions)
     look_through(choices, cross.kept_storages)
-    tracer = _Tracer(_compat.inductor_decompositions() if for_inductor else None)
+    tracer = _Tracer(inductor.decompositions() if for_inductor else None)
     units: dict[int, Unit] = {}
     for choice in choices:
         if choice.packs and choice.view_of is None:
@@ -90,8 +91,8 @@ def rewrite(
             lift_constants(fw)
             lift_constants(bw)
         if for_inductor and any("rand" in str(t) for t in targets):
-            _compat.replace_random_for_inductor(fw)
-            _compat.replace_random_for_inductor(bw)
+            inductor.replace_random(fw)
+            inductor.replace_random(bw)
         if offload_wait in targets:
             transfers = _place_transfers(fw, bw, num_fwd_outputs, choices, units, for_inductor)
         _show("forward after", fw)

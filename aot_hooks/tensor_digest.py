@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from ._compat import is_traced_value, without_modes
+
 __all__ = ["by_value", "tensor_digest"]
 
 _known: dict[int, tuple[weakref.ref[torch.Tensor], Any, str]] = {}
@@ -27,8 +29,6 @@ def by_value(x: torch.Tensor) -> torch.Tensor:
 
     A graph stands for a content, so it must not see what becomes of the tensor that it was read from.
     """
-    from ._compat import is_traced_value, without_modes
-
     if type(x) not in (torch.Tensor, torch.nn.Parameter) or x.layout is not torch.strided or is_traced_value(x):
         return x
     with without_modes():
@@ -68,8 +68,6 @@ def _state(x: torch.Tensor) -> Any:
 
 def _sample(x: torch.Tensor) -> bytes:
     """Numbers all over the memory of `x`, with its first and last."""
-    from ._compat import without_modes
-
     if x.device.type != "cpu":
         return b""
     with without_modes():
@@ -95,8 +93,6 @@ def _as_it_lies(x: torch.Tensor) -> bool:
 
 
 def tensor_digest(x: torch.Tensor) -> str:
-    from ._compat import is_traced_value, without_modes  # late: a digest of plain numbers needs no torch internals
-
     if is_traced_value(x):
         return f"traced tensor:{id(x)}"
     version = _state(x)

@@ -138,7 +138,7 @@ def key_of(gm: GraphModule, options: Options, device_type: str) -> str:
 @functools.cache
 def _sources() -> str:
     found = hashlib.sha256()
-    for path in sorted(Path(__file__).parent.glob("*.py")):
+    for path in sorted(Path(__file__).parent.rglob("*.py")):
         found.update(path.name.encode() + path.read_bytes())
     return found.hexdigest()[:16]
 

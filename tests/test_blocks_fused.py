@@ -19,7 +19,8 @@ from torch._inductor.utils import run_and_get_code
 from torch._inductor.virtualized import V
 
 import aot_hooks
-from aot_hooks import _compat
+from aot_hooks.inductor.marks import PACKED_ROW
+from aot_hooks.inductor.scheduling import _compat
 from aot_hooks.library import ptx
 
 BLOCKS = (16, 112, 128)
@@ -37,7 +38,7 @@ def merged(*deps: MemoryDep, packs: bool = True, other: MemoryDep) -> bool:
     calls: list[dict[str, Any]] = []
 
     def node(ours: bool, *deps: MemoryDep) -> Any:
-        origins = [types.SimpleNamespace(meta={_compat.PACKED_ROW: "x"} if ours else {})]
+        origins = [types.SimpleNamespace(meta={PACKED_ROW: "x"} if ours else {})]
         return types.SimpleNamespace(
             node=types.SimpleNamespace(origins=origins),
             read_writes=types.SimpleNamespace(reads_and_writes=lambda: deps),

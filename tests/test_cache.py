@@ -28,10 +28,10 @@ import cache_rows
 from cache_rows import Row
 
 import aot_hooks
-from aot_hooks import _compat, cache, stored
 from aot_hooks.__main__ import main
+from aot_hooks.cache import _compat, lookup, stored
+from aot_hooks.cache.stored import Unusable
 from aot_hooks.errors import CacheWarning
-from aot_hooks.stored import Unusable
 
 pytestmark = pytest.mark.slow
 
@@ -54,7 +54,7 @@ def directory(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> It
     copy = tmp_path / "cache"
     shutil.copytree(made, copy)
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(copy))
-    monkeypatch.setattr(cache._stats, "warned", set())
+    monkeypatch.setattr(lookup._stats, "warned", set())
     aot_hooks.reset()
     with torch._inductor.config.patch(compile_threads=1):  # torch's key holds it; the other process has one
         yield copy
@@ -136,7 +136,7 @@ def test_what_another_version_stored_is_refused_with_one_warning(
 @pytest.mark.core
 def test_one_key_has_an_entry_for_each_answer_and_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(cache._stats, "warned", set())
+    monkeypatch.setattr(lookup._stats, "warned", set())
     x = torch.randn(4, 6, requires_grad=True)
 
     def f(x: torch.Tensor) -> torch.Tensor:
@@ -163,7 +163,7 @@ def test_one_key_has_an_entry_for_each_answer_and_no_more(tmp_path: Path, monkey
         reasons = [step(by_seed, seed) for seed in (0, 1, 0, 1)]
     assert [reason.split(":")[0] for reason in reasons] == ["miss", "miss", "hit", "hit"]
     assert ([w.category for w in seen].count(CacheWarning), entries()) == (1, 2)
-    monkeypatch.setattr(cache, "_MOST_ENTRIES", 2)
+    monkeypatch.setattr(lookup, "_MOST_ENTRIES", 2)
     with pytest.warns(CacheWarning, match="compiled anew in each process, because 2 entries of the same key are for"):
         assert step(by_seed, 2).startswith("bypass: 2 entries of the same key")
     assert entries() == 2
@@ -320,12 +320,12 @@ def test_a_directory_that_cannot_be_written_breaks_nothing(tmp_path: Path, monke
     blocked = tmp_path / "file"
     blocked.write_text("no directory")
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(blocked / "below"))
-    monkeypatch.setattr(cache._stats, "warned", set())
+    monkeypatch.setattr(lookup._stats, "warned", set())
     with pytest.warns(CacheWarning, match="cannot be written"):
-        cache._use_writable_directory()
+        lookup._use_writable_directory()
     used = os.environ["TORCHINDUCTOR_CACHE_DIR"]
     assert used != str(blocked / "below") and Path(used).is_dir()
-    cache._use_writable_directory()
+    lookup._use_writable_directory()
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == used
 
 

@@ -15,7 +15,8 @@ from torch._inductor.utils import run_and_get_code
 from torch._inductor.virtualized import V
 
 import aot_hooks
-from aot_hooks import _compat
+from aot_hooks.inductor.marks import PACKED_ROW
+from aot_hooks.inductor.scheduling._compat import choices
 from aot_hooks.library import loops
 
 LONG = {"XBLOCK": 1, "R0_BLOCK": 2048, "num_warps": 8, "num_stages": 1}
@@ -26,7 +27,7 @@ def kernel_of(
     length: Any, reductions: int = 2, rows: int = 16384, hint: str = "INNER", op: Any = loops.amax_bits
 ) -> Any:
     """What the heuristics ask of a kernel: `reductions` over rows of `length`."""
-    origin = types.SimpleNamespace(target=op, meta={_compat.PACKED_ROW: "x"})
+    origin = types.SimpleNamespace(target=op, meta={PACKED_ROW: "x"})
     nodes = [types.SimpleNamespace(node=types.SimpleNamespace(origins=[origin]))] * reductions
     return types.SimpleNamespace(
         numel=sympy.Integer(rows),
@@ -41,7 +42,7 @@ def kernel_of(
 def fixed(features: Any, **kernel_kwargs: Any) -> Any:
     groups = [{"x": features.numel, "r0_": features.reduction_numel}]
     with V.set_graph_handler(types.SimpleNamespace(sizevars=SizeVarAllocator())):
-        kwargs = _compat._choices().triton_kernel_kwargs(None, features, groups, kernel_kwargs)
+        kwargs = choices().triton_kernel_kwargs(None, features, groups, kernel_kwargs)
     return getattr(kwargs.get("fixed_config"), "config", None)
 
 

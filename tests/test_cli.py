@@ -14,7 +14,7 @@ import torch
 
 from aot_hooks import backend
 from aot_hooks.__main__ import main
-from aot_hooks.script import _names_this_package
+from aot_hooks.planning.script import _names_this_package
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 

@@ -23,8 +23,9 @@ from torch._higher_order_ops import triton_kernel_wrap
 
 import aot_hooks
 import cudagraph
-from aot_hooks import cache, captured
+from aot_hooks import captured
 from aot_hooks.backend import aot_hooks as hooks_backend
+from aot_hooks.cache import lookup
 from aot_hooks.errors import CacheWarning
 from cudagraph import backend, stored, tree
 from cudagraph.backend import Compilation
@@ -282,7 +283,7 @@ HIT, MISS = {"hit": 1, "miss": 0, "bypass": 0}, {"hit": 0, "miss": 1, "bypass": 
 @pytest.mark.slow
 @pytest.mark.parametrize(("hooks", "cut"), [(False, True), (True, False)])
 def test_a_warm_start_says_and_does_what_the_cold_one_did(fresh, monkeypatch, caplog, hooks, cut) -> None:
-    monkeypatch.setattr(cache._stats, "warned", set())
+    monkeypatch.setattr(lookup._stats, "warned", set())
     start = Starts(hooks, cut, monkeypatch, caplog)
     cold, warm = start(), start()
     assert (cold.cache, warm.cache) == (MISS, HIT)

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import aot_hooks
-from aot_hooks import _compat
 from aot_hooks.hook import compiled_by
+from aot_hooks.inductor.loops._compat import register_loops
 from aot_hooks.library import loops
 
 RANGE = {torch.float8_e4m3fn: (416.0, 448.0), torch.float8_e5m2: (49152.0, 57344.0)}
@@ -63,7 +63,7 @@ def test_as_tensor_code_they_agree_with_the_hook(dtype, fmt):
 @pytest.mark.core
 def test_the_lowering_computes_what_the_operators_do():
     x = rows(torch.bfloat16)
-    _compat.register_loops()
+    register_loops()
     compiled = torch.compile(there_and_back, fullgraph=True)
     for name, got, expected in zip(
         ("bits", "q", "x"), compiled(x, torch.float8_e5m2), there_and_back(x, torch.float8_e5m2), strict=True
@@ -124,7 +124,7 @@ def test_what_is_rounded_after_its_scale_was_found_stays_a_number(power):
 
 @pytest.mark.parametrize("power", [False, True])
 def test_the_lowering_of_int8_computes_what_the_operators_do(power):
-    _compat.register_loops()
+    register_loops()
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         x = rows(dtype)
         torch._dynamo.reset()
@@ -169,7 +169,7 @@ def test_through_the_backend_the_gradient_is_that_of_the_tensor_code(hook, monke
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_on_cuda_specials_come_back_and_codes_agree(dtype):
     """What the lowering leaves to the hardware: conversions that saturate."""
-    _compat.register_loops()
+    register_loops()
 
     x = rows(dtype)
     some = x.isfinite().any(-1)  # where nothing is, a scale is any
@@ -191,7 +191,7 @@ def test_on_cuda_specials_come_back_and_codes_agree(dtype):
 @pytest.mark.gpu
 @pytest.mark.parametrize("power", [False, True])
 def test_on_cuda_every_code_comes_back_where_a_block_holds_one_value_or_lies_across(power):
-    _compat.register_loops()
+    register_loops()
     q = torch.arange(256, dtype=torch.uint8).expand(4, 256).contiguous()
     x = torch.randn(4, 256) * 3
     bits = loops.amax_exponent(x) if power else loops.amax_word(x)

@@ -12,7 +12,8 @@ from torch import nn
 from torch._inductor.utils import run_and_get_code
 
 import aot_hooks
-from aot_hooks import Rates, _compat, place
+from aot_hooks import Rates, place
+from aot_hooks.inductor.scheduling import _compat
 
 pytestmark = pytest.mark.slow
 RATES = Rates(to_host=1e9, to_device=1e9, memory=1e9, operations=1e10, operations32=1e9)

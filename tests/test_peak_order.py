@@ -10,8 +10,8 @@ import torch._inductor.memory as memory
 from torch._inductor.virtualized import V
 
 import aot_hooks
-from aot_hooks import _compat
 from aot_hooks.hook import compiled_by
+from aot_hooks.inductor.scheduling import _compat
 from aot_hooks.library import loops
 
 

@@ -1,4 +1,4 @@
-"""torch._* stays inside the two _compat.py, so that a new torch is a matter of two files.
+"""torch._* stays inside files called _compat.py, so that a new torch is a matter of those.
 
     source --ast--> names bound to something of torch --> every step `._x` from them, every import and every string
                                                           that names a private part
@@ -16,10 +16,12 @@ from typing import NamedTuple
 
 import pytest
 
+from aot_hooks.__main__ import env_data
+
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("aot_hooks", "cudagraph")
-ALLOWED = {f"{package}/_compat.py" for package in PACKAGES}
 SOURCES = sorted(path.relative_to(ROOT).as_posix() for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
+ALLOWED = [source for source in SOURCES if Path(source).name == "_compat.py"]
 
 PRIVATE_PATH = re.compile(r"torch(\.\w+)*\._(?!_)\w*([.:]\w+)*")
 BY_NAME = {"getattr", "hasattr", "setattr", "delattr"}
@@ -135,6 +137,33 @@ def test_private_torch_only_in_compat(path):
     uses = private_torch_uses((ROOT / path).read_text(encoding="utf-8"))
     listing = "\n".join(f"  {path}:{use.line}: {use.what}" for use in uses)
     assert not uses, f"private parts of torch outside _compat.py; give each a name there and import that:\n{listing}"
+
+
+OURS = [source for source in ALLOWED if source.startswith("aot_hooks/")]
+
+
+def table_of(path: str) -> tuple[set[str], str]:
+    """The symbols in the table of a `_compat.py`, and the rest of its source."""
+    source = (ROOT / path).read_text(encoding="utf-8")
+    (table,) = (
+        n for n in ast.parse(source).body if isinstance(n, ast.Assign) and ast.unparse(n.targets[0]) == "SYMBOLS"
+    )
+    text = ast.get_source_segment(source, table)
+    return set(ast.literal_eval(table.value)), source.replace(text, "")
+
+
+@pytest.mark.parametrize("path", OURS)
+def test_tables_hold_what_is_used(path):
+    listed, rest = table_of(path)
+    assert [symbol for symbol in listed if symbol.split(".")[-1] not in rest] == []
+    calls = [n for n in ast.walk(ast.parse(rest)) if isinstance(n, ast.Call) and ast.unparse(n.func) == "need"]
+    asked = {call.args[0].value for call in calls if isinstance(call.args[0], ast.Constant)}
+    assert asked <= listed
+
+
+def test_env_tells_of_every_table():
+    told = {symbol["path"] for symbol in env_data()["private_symbols"]}
+    assert told == set().union(*(table_of(path)[0] for path in OURS)) and len(OURS) > 1
 
 
 @pytest.mark.parametrize(

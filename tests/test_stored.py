@@ -12,11 +12,12 @@ import torch
 from torch import nn
 
 import aot_hooks
-from aot_hooks import policies, stored
+from aot_hooks import policies
+from aot_hooks.cache import stored
+from aot_hooks.cache.stored import Checks, Refused, Unusable, pack_up, unpack
 from aot_hooks.cache_key import Key
 from aot_hooks.examine import examined
 from aot_hooks.policy import Setting
-from aot_hooks.stored import Checks, Refused, Unusable, pack_up, unpack
 
 pytestmark = pytest.mark.core
 

@@ -19,7 +19,8 @@ import torch._inductor.codecache as codecache
 import torch._inductor.runtime.triton_compat as triton_compat
 
 import aot_hooks
-from aot_hooks import _compat, backend, cache
+from aot_hooks import backend
+from aot_hooks.cache import _compat, lookup
 
 pytestmark = pytest.mark.core
 
@@ -89,14 +90,14 @@ def test_a_process_that_was_forked_off_waits_for_no_thread_of_its_parent(first_k
 
 def test_collections_wait_for_an_entry_and_not_for_a_compilation() -> None:
     before = gc.get_threshold()
-    with cache._without_collections() as collect:
+    with lookup._without_collections() as collect:
         assert gc.get_threshold()[0] == 0  # never
-        with cache._without_collections() as inner:  # a graph in a graph, or another thread
+        with lookup._without_collections() as inner:  # a graph in a graph, or another thread
             inner()
         assert gc.get_threshold()[0] == 0
         collect()
         assert gc.get_threshold() == before
-    with pytest.raises(ValueError, match="broken"), cache._without_collections():
+    with pytest.raises(ValueError, match="broken"), lookup._without_collections():
         raise ValueError("broken")
     assert gc.get_threshold() == before
 
@@ -104,13 +105,13 @@ def test_collections_wait_for_an_entry_and_not_for_a_compilation() -> None:
 def test_what_a_user_says_of_collections_meanwhile_stays() -> None:
     before = gc.get_threshold()
     try:
-        with cache._without_collections():
+        with lookup._without_collections():
             gc.disable()
         assert not gc.isenabled() and gc.get_threshold() == before
-        with cache._without_collections():
+        with lookup._without_collections():
             gc.enable()
         assert gc.isenabled()
-        with cache._without_collections():
+        with lookup._without_collections():
             gc.set_threshold(5, 6, 7)
         assert gc.get_threshold() == (5, 6, 7)
     finally:
@@ -120,7 +121,7 @@ def test_what_a_user_says_of_collections_meanwhile_stays() -> None:
 
 def test_pauses_that_overlap_end_with_the_last() -> None:
     before = gc.get_threshold()
-    first, second = cache._without_collections(), cache._without_collections()
+    first, second = lookup._without_collections(), lookup._without_collections()
     first.__enter__(), second.__enter__()
     first.__exit__(None, None, None)
     assert gc.get_threshold()[0] == 0
@@ -133,7 +134,7 @@ def test_collections_are_on_when_graphs_are_compiled_and_after_all(monkeypatch) 
     tag = uuid.uuid4().hex
     on: dict[str, list[bool]] = {"rewrite": [], "pack_up": [], "unpack": []}
     for name in on:
-        module = backend if name == "rewrite" else cache
+        module = backend if name == "rewrite" else lookup
         make = getattr(module, name)
 
         def noting(*given: Any, make: Any = make, name: str = name, **named: Any) -> Any:

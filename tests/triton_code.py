@@ -27,7 +27,10 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from aot_hooks import _compat
+from aot_hooks.inductor._compat import decompositions
+from aot_hooks.inductor.loops._compat import register_loops
+from aot_hooks.inductor.marks import PACKED_ROW
+from aot_hooks.inductor.scheduling._compat import choices, order_pass
 from aot_hooks.library import loops, ptx
 from aot_hooks.library.blocks import beside, in_blocks
 
@@ -72,19 +75,19 @@ def code(f: Callable[..., Any], make_inputs: Callable[[], Sequence[torch.Tensor]
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
     with mode, torch.no_grad():
         inputs = make_inputs()
-        gm = make_fx(f, decomposition_table=_compat.inductor_decompositions())(*inputs)
+        gm = make_fx(f, decomposition_table=decompositions())(*inputs)
     for node in gm.graph.nodes:
         if str(node.target).startswith("aot_hooks."):
-            node.meta[_compat.PACKED_ROW] = "x"
-    _compat.register_loops()
-    patches = {"graph_partition": False, **_compat._order_pass({})}
+            node.meta[PACKED_ROW] = "x"
+    register_loops()
+    patches = {"graph_partition": False, **order_pass({})}
     lowering = GraphLowering(gm, example_inputs=inputs, shape_env=mode.shape_env)
     with contextlib.ExitStack() as stack:
         for context in (
             config.patch(patches),
             mock.patch("torch._inductor.async_compile.AsyncCompile.use_process_pool", lambda *_: False),
             V.set_fake_mode(mode),
-            V.set_choices_handler(_compat._choices()),
+            V.set_choices_handler(choices()),
             V.set_graph_handler(lowering),
             V.set_extern_kernel_nodes([]),
             V.set_debug_handler(mock.MagicMock()),

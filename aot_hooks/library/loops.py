@@ -21,8 +21,8 @@ from typing import Any
 
 import torch
 
-from .. import _compat
 from ..hook import compiled_by
+from ..inductor.loops._compat import lower_to_loop
 from . import ptx
 from .scales import (
     INVERSE,
@@ -258,12 +258,10 @@ def _loop_from_int8(ops: Any, q: Any, scale: Any, dtype: torch.dtype, power: boo
     return ops.to_dtype(ops.where(is_inf, ops.constant(float("inf"), torch.float32), y), dtype)
 
 
-_compat.lower_to_loop(amax_bits, _loop_bits, lambda x: torch.int32, nvidia=ptx.amax_bits, reduce_last="amax")
-_compat.lower_to_loop(to_float8, _loop_to_float8, lambda x, bits, dtype, *_: dtype, nvidia=ptx.to_float8)
-_compat.lower_to_loop(from_float8, _loop_from_float8, lambda q, bits, dtype, *_: dtype, nvidia=ptx.from_float8)
-_compat.lower_to_loop(amax_word, _loop_word, lambda x: torch.int16, nvidia=ptx.amax_word, reduce_last="amax")
-_compat.lower_to_loop(
-    amax_exponent, _loop_exponent, lambda x: torch.uint8, nvidia=ptx.amax_exponent, reduce_last="amax"
-)
-_compat.lower_to_loop(to_int8, _loop_to_int8, lambda *_: torch.uint8, nvidia=ptx.to_int8)
-_compat.lower_to_loop(from_int8, _loop_from_int8, lambda q, scale, dtype, _: dtype, nvidia=ptx.from_int8)
+lower_to_loop(amax_bits, _loop_bits, lambda x: torch.int32, nvidia=ptx.amax_bits, reduce_last="amax")
+lower_to_loop(to_float8, _loop_to_float8, lambda x, bits, dtype, *_: dtype, nvidia=ptx.to_float8)
+lower_to_loop(from_float8, _loop_from_float8, lambda q, bits, dtype, *_: dtype, nvidia=ptx.from_float8)
+lower_to_loop(amax_word, _loop_word, lambda x: torch.int16, nvidia=ptx.amax_word, reduce_last="amax")
+lower_to_loop(amax_exponent, _loop_exponent, lambda x: torch.uint8, nvidia=ptx.amax_exponent, reduce_last="amax")
+lower_to_loop(to_int8, _loop_to_int8, lambda *_: torch.uint8, nvidia=ptx.to_int8)
+lower_to_loop(from_int8, _loop_from_int8, lambda q, scale, dtype, _: dtype, nvidia=ptx.from_int8)

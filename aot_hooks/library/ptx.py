@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from .._compat import PackedAsm
+from ..inductor.loops._compat import PackedAsm
 from .scales import (
     INVERSE,
     LOW,

@@ -8,7 +8,7 @@
                                         +-- it has not ----> compile, store, plans beside    miss
 
 torch's stores are used, none is added: `TORCHINDUCTOR_CACHE_DIR`, `save_cache_artifacts` and all switches hold. What
-keys are made of is noted for `explain-miss`, see `cache_notes`.
+keys are made of is noted for `explain-miss`, see notes.py.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from typing import Any
 
 from torch.fx import GraphModule
 
-from . import _compat, cache_notes
-from .cache_key import Key, key_of, nodes_of, normalized
-from .errors import CacheWarning
-from .plan import Plan
-from .policy import Setting
-from .saved import place_of
+from ..cache_key import Key, key_of, nodes_of, normalized
+from ..errors import CacheWarning
+from ..plan import Plan
+from ..policy import Setting
+from ..saved import place_of
+from . import _compat, notes
 from .stored import Checks, Refused, Unusable, pack_up, unpack
 
 __all__ = ["bypassed", "cache_stats", "forget", "through_cache"]
@@ -252,11 +252,11 @@ def _tell(key: Key, event: _compat.CacheEvent) -> None:
     else:
         why = "no entry of this key"
     _count("miss", why)
-    note = cache_notes.Note(event.key, _hooks(key), why, key.lines, event.lines, _compat.settings_of_torch())
+    note = notes.Note(event.key, _hooks(key), why, key.lines, event.lines, _compat.settings_of_torch())
     try:
-        if log.isEnabledFor(logging.DEBUG) and (other := cache_notes.nearest(note, cache_notes.read())) is not None:
-            log.debug("cache miss: the nearest key differs in\n%s", cache_notes.difference(other, note))
-        cache_notes.write(note)
+        if log.isEnabledFor(logging.DEBUG) and (other := notes.nearest(note, notes.read())) is not None:
+            log.debug("cache miss: the nearest key differs in\n%s", notes.difference(other, note))
+        notes.write(note)
     except OSError as e:
         _warn_once("notes", f"explain-miss will know nothing of this process: {e}")
 

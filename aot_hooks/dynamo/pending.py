@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from . import _compat
-from .content import Walker
-from .reached import Reached
+from .. import _compat
+from ..content import Walker
+from ..reached import Reached
 
 __all__ = ["Pending", "changed_before"]
 

@@ -21,11 +21,13 @@ import torch
 from torch.fx import Graph, GraphModule
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from .._compat import data_dependent_errors, pytree, without_modes
+from ..backend import Options, plan_graph
+from ..dynamo import _compat as dynamo
+from ..errors import AotHooksError, OptionError, UnsupportedGraphError
+from ..plan import Plan, joined
+from ..saved import SavedTensor
 from . import _compat
-from .backend import Options, plan_graph
-from .errors import AotHooksError, OptionError, UnsupportedGraphError
-from .plan import Plan, joined
-from .saved import SavedTensor
 
 __all__ = ["plan", "plans_of", "saved_tensors"]
 
@@ -66,22 +68,22 @@ def saved_tensors(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Sa
 
 def plans_of(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], **said: Any) -> list[Plan]:
     """A plan for each graph with a backward; `said` overrides the options of `fn`."""
-    fn, wrapper = _compat.uncompiled(fn)
+    fn, wrapper = dynamo.uncompiled(fn)
     if not callable(fn):
         raise OptionError(f"expected a module or function, got {fn!r}")
-    given = (_compat.options_of(wrapper) if wrapper is not None else None) or {}
+    given = (dynamo.options_of(wrapper) if wrapper is not None else None) or {}
     options = Options.parse(given | {name: value for name, value in said.items() if value is not None})
     plans: list[Plan] = []
     module = fn if isinstance(fn, torch.nn.Module) else getattr(fn, "__self__", None)
     state = [*module.parameters(), *module.buffers()] if isinstance(module, torch.nn.Module) else []
-    leaves = [t for t in _compat.pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+    leaves = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
     mode = _compat.fake_mode_for([*leaves, *state])
     traces = _compat.DynamoTraces()
 
     def planner(gm: GraphModule, inputs: Any) -> Callable[..., Any]:
         traces.note()
         program = _copy(gm)  # Inductor's passes change the one they get
-        with _compat.without_modes():
+        with without_modes():
             plans.extend(plan_graph(gm, inputs, options))
 
         def run(*values: Any) -> Any:
@@ -103,7 +105,7 @@ def plans_of(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
     try:
         with torch.compiler.set_stance("default"), traces, _compat.random_state_kept(), mode:
             torch.compile(program, backend=planner, dynamic=getattr(wrapper, "dynamic", None))(*args, **kwargs)
-    except _compat.data_dependent_errors() as e:
+    except data_dependent_errors() as e:
         raise UnsupportedGraphError(
             f"expected a function that can be followed without its tensors' values, but outside of the compiled graphs "
             f"one is read ({str(e).splitlines()[0]}); move what reads it (.item(), print, if) out of the function, or "
@@ -135,7 +137,7 @@ def _modules_in(fn: Any, args: Any, kwargs: Any) -> set[torch.nn.Module]:
             held.append(cell.cell_contents)
     if isinstance(function, types.FunctionType):
         held += [function.__globals__.get(name) for name in function.__code__.co_names]
-    roots = _compat.pytree.tree_leaves((held, args, kwargs))
+    roots = pytree.tree_leaves((held, args, kwargs))
     return {inner for root in roots if isinstance(root, torch.nn.Module) for inner in root.modules()}
 
 

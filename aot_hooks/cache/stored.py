@@ -20,17 +20,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ..cache_key import Key
+from ..content import content
+from ..errors import AotHooksError, PolicyError
+from ..examine import examined, foreign_operator
+from ..hook import KEEP, Hook, compiling_for
+from ..plan import Decision, Plan
+from ..policy import out_of_scope
+from ..saved import Dim, SavedTensor
+from ..schedule import Transfer
+from ..trace import canonical, trace_hook
 from . import _compat
-from .cache_key import Key
-from .content import content
-from .errors import AotHooksError, PolicyError
-from .examine import examined, foreign_operator
-from .hook import KEEP, Hook, compiling_for
-from .plan import Decision, Plan
-from .policy import out_of_scope
-from .saved import Dim, SavedTensor
-from .schedule import Transfer
-from .trace import canonical, trace_hook
 
 __all__ = ["Checks", "Refused", "Unusable", "pack_up", "unpack"]
 

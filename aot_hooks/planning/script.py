@@ -30,11 +30,12 @@ import torch
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from . import _compat
-from .backend import Graph, recorded, with_options
+from .. import _compat
+from ..backend import Graph, recorded, with_options
+from ..dynamo import _compat as dynamo
+from ..errors import AotHooksError
+from ..plan import Plan, joined
 from .dry_run import plans_of
-from .errors import AotHooksError
-from .plan import Plan, joined
 
 __all__ = ["Recorded", "ScriptError", "run_script"]
 
@@ -217,7 +218,7 @@ def _plan_eager(
 ) -> None:
     args, kwargs = _compat.module_call_arguments()
     tensors = [*module.parameters(), *_compat.pytree.tree_leaves((args, kwargs))]
-    if _compat.compile_wrapper_of(module) is not None:
+    if dynamo.compile_wrapper_of(module) is not None:
         return  # its graphs come by the backend
     if not any(isinstance(t, torch.Tensor) and t.requires_grad for t in tensors):
         return
@@ -228,7 +229,7 @@ def _plan_eager(
     except AotHooksError as e:
         found.notes.append(f"{name}: {e}")
         return
-    except _compat.dynamo_error() as e:  # the script, which does not compile it, may well go on
+    except dynamo.dynamo_error() as e:  # the script, which does not compile it, may well go on
         found.notes.append(f"{name}: cannot be compiled, so not planned: {str(e).strip().splitlines()[0]}")
         return
     if plans:
@@ -254,5 +255,5 @@ def _watch_steps(found: Recorded, steps: int | None, cuda: _Cuda) -> list[Any]:
         if steps is not None and found.step_count >= steps:
             raise _Enough
 
-    untraced: Callable[[Any], Any] = _compat.untraced
+    untraced: Callable[[Any], Any] = dynamo.untraced
     return [register_optimizer_step_pre_hook(untraced(before)), register_optimizer_step_post_hook(untraced(after))]

@@ -1,0 +1,110 @@
+"""Autograd's stack of saved-tensor hooks, of each thread, and the numbers that it gives to operators.
+
+Versions 2.11 to 2.15; the stack's part goes when torch has a public reader of it. See `aot_hooks/_compat.py` for the
+rules of such files.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from .._compat import needing
+
+# symbol -> what needs it
+SYMBOLS = {
+    "torch._C._autograd._push_saved_tensors_default_hooks": "entering a context",
+    "torch._C._autograd._pop_saved_tensors_default_hooks": "leaving a context",
+    "torch._C._autograd._top_saved_tensors_default_hooks": "reading the innermost context",
+    "torch._C._autograd._saved_tensors_hooks_disable": "running a graph whose hooks are inlined",
+    "torch._C._autograd._saved_tensors_hooks_enable": "running a graph whose hooks are inlined",
+    "torch._C._autograd._saved_tensors_hooks_get_disabled_error_message": "running a graph whose hooks are inlined",
+    "torch._C._autograd._get_sequence_nr": "policies by module in eager parts",
+}
+
+need = needing(SYMBOLS)
+
+
+def push_hooks(pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]) -> None:
+    torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
+
+
+def pop_hooks() -> None:
+    torch._C._autograd._pop_saved_tensors_default_hooks()
+
+
+def top_hooks() -> tuple[Any, Any] | None:
+    """The innermost hook pair of this thread, also while tracing."""
+    hooks: tuple[Any, Any] | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks
+
+
+_disabled_message = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message
+_disable = torch._C._autograd._saved_tensors_hooks_disable
+_enable = torch._C._autograd._saved_tensors_hooks_enable
+
+
+@contextlib.contextmanager
+def hooks_pushed(pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]) -> Iterator[None]:
+    """The pair on top, also inside `torch.autograd.graph.disable_saved_tensors_hooks`, where torch refuses a push."""
+    before = _disabled_message()
+    _enable()
+    try:
+        push_hooks(pack, unpack)
+        try:
+            yield
+        finally:
+            pop_hooks()
+    finally:
+        if before is not None:
+            _disable(before, False)
+
+
+def allow_hooks() -> None:
+    """Undo a `disable_saved_tensors_hooks` whose end an exception has skipped.
+
+    Dynamo leaves hooks disabled for the thread when it can't trace a torch.func transform inside a context, and from
+    then on torch refuses every hook, activation checkpointing's too. Goes when Dynamo puts this back itself.
+    """
+    if _disabled_message() is not None:
+        _enable()
+
+
+def call_without_hooks(fn: Callable[..., Any], args: Sequence[Any]) -> Any:
+    """`fn(*args)` with the hooks of this thread out of sight; written flat because it stands on every call."""
+    before = _disabled_message()
+    _disable("aot_hooks: the hooks of this region are inlined in its graphs", False)
+    try:
+        return fn(*args)
+    finally:
+        if before is None:
+            _enable()
+        else:
+            _disable(before, False)
+
+
+@contextlib.contextmanager
+def hooks_hidden() -> Iterator[None]:
+    """No hooks for what runs inside: a hook's own operators save nothing."""
+    before = _disabled_message()
+    _disable("aot_hooks: inside a hook", False)
+    try:
+        yield
+    finally:
+        if before is None:
+            _enable()
+        else:
+            _disable(before, False)
+
+
+def next_sequence_number() -> int:
+    """The number that autograd will give to its next node on this thread; 2.11 to 2.15."""
+    return int(need("torch._C._autograd._get_sequence_nr")())
+
+
+def sequence_number(node: Any) -> int:
+    """The number of a node of autograd's graph, ascending in the order in which a thread's operators ran."""
+    return int(node._sequence_nr())

@@ -1,0 +1,1 @@
+"""The function that Dynamo traces, and who asked for it."""

@@ -1,0 +1,1 @@
+"""Inductor: what graphs with hooks need of it. marks.py is what the rewrite tells it."""

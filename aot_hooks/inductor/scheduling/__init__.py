@@ -1,0 +1,1 @@
+"""What is fused, in which blocks and which order."""
