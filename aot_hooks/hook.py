@@ -11,7 +11,9 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import functools
+import importlib
 import inspect
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, ParamSpec
@@ -90,12 +92,22 @@ class Hook:
             if not right:
                 raise OptionError(f"Hook({self.name!r}): {field} must be {expected}, got {value!r}")
 
-    def __repr__(self) -> str:
+    def __str__(self) -> str:
         return self.name
+
+    def __repr__(self) -> str:
+        """What one types for it, where the package made it; else its name."""
+        if self == KEEP:
+            return "KEEP"
+        call = _call_of(self)
+        return self.name if call is None else call.typed()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # KEEP is told by identity, so copies of it and what is unpickled are KEEP itself
-        return "KEEP" if self is KEEP else super().__reduce_ex__(protocol)
+        if self is KEEP:
+            return "KEEP"
+        call = _call_of(self)
+        return super().__reduce_ex__(protocol) if call is None else (_made_again, (call,))
 
 
 def _same(x: Any) -> Any:
@@ -106,8 +118,39 @@ KEEP = Hook("keep", _same, _same)
 """The hook that leaves a saved tensor as it is."""
 
 
+@dataclass(frozen=True)
+class _Call:
+    """By which call of which function a hook was made."""
+
+    module: str
+    function: str
+    arguments: tuple[tuple[str, Any], ...]  # those that are not the defaults
+    first: str  # the name of the first, which is typed without it
+
+    def typed(self) -> str:
+        each = (_typed(value) if name == self.first else f"{name}={_typed(value)}" for name, value in self.arguments)
+        return f"{self.function}({', '.join(each)})"
+
+
+def _call_of(hook: Hook) -> _Call | None:
+    try:
+        return _calls.get(hook)
+    except TypeError:  # functions without a hash: none of the package's
+        return None
+
+
+def _made_again(call: _Call) -> Hook:
+    hook: Hook = getattr(importlib.import_module(call.module), call.function)(**dict(call.arguments))
+    return hook
+
+
+def _typed(value: Any) -> str:
+    return "math.inf" if value == math.inf else repr(value)
+
+
 _Arguments = ParamSpec("_Arguments")
 _made: dict[Any, Hook] = {}
+_calls: dict[Hook, _Call] = {}
 
 
 def interned(make: Callable[_Arguments, Hook]) -> Callable[_Arguments, Hook]:
@@ -133,6 +176,10 @@ def interned(make: Callable[_Arguments, Hook]) -> Callable[_Arguments, Hook]:
             each = (make, *((name, type(value), value) for name, value in bound.arguments.items()))
             hook = _made.get(each) or make(*args, **kwargs)
             _made[said] = _made.setdefault(each, hook)
+            parameters = inspect.signature(make).parameters
+            given = tuple((n, v) for n, v in bound.arguments.items() if v != parameters[n].default)
+            call = _Call(make.__module__, make.__name__, given, next(iter(parameters), ""))
+            _calls.setdefault(hook, call)
         return _made[said]
 
     return made_once

@@ -52,6 +52,14 @@ class Lossless:
         hook = _choose(saved)
         return hook if isinstance(hook, str) else ""
 
+    def why_packed(self, saved: SavedTensor) -> str:
+        """Why `saved` can be stored exactly in fewer bytes; for reports."""
+        if saved.dtype is torch.bool:
+            return "lossless: a bool is one bit"
+        if saved.backward_asks is not None:
+            return "lossless: " + ("the backward only compares it" if saved.backward_asks else "only its shape is read")
+        return f"lossless: from {saved.value_range[0]} to {saved.value_range[1]}" if saved.value_range else ""
+
     def __repr__(self) -> str:
         return "lossless()"
 

@@ -221,7 +221,7 @@ def _choose(value: SavedValue, ambient: Setting | None, regions: Mapping[str, Se
             settings[setting.key] = None
             out = out_of_scope(value.row, setting.scope)
             hook = KEEP if out else setting.choose(value.row)
-            reason = out or (setting.why_kept(value.row) if hook is KEEP else f"scope '{setting.scope}'")
+            reason = out or (setting.why_kept(value.row) if hook is KEEP else setting.why_packed(value.row))
             declined = hook.declines(value.row) if hook.declines is not None else None
             if declined:
                 hook, reason = KEEP, declined

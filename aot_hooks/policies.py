@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 
@@ -128,6 +128,15 @@ class _Policy:
         """Why the policy leaves `saved`, in words; for reports."""
         return "; ".join(dict.fromkeys(filter(None, (_why(rule, saved) for rule in self.rules_for(saved))))) or _KEPT
 
+    def why_packed(self, saved: SavedTensor) -> str:
+        """Which condition chose the hook for `saved`, in words; "" if there was none. For reports."""
+        rule = next(iter(self.rules_for(saved)), None)
+        return "" if rule is None else ", ".join(filter(None, (self.condition(saved), _why_packed(rule, saved))))
+
+    def condition(self, saved: SavedTensor) -> str:
+        """The condition that holds for `saved`."""
+        return ""
+
     @property
     def looks_at_modules(self) -> bool:
         """Whether the policy, or one in it, may read `SavedTensor.module_path`."""
@@ -145,6 +154,14 @@ def _why(rule: Rule, saved: SavedTensor) -> str:
     why = getattr(rule, "why_kept", None)
     said = str(why(saved)) if why is not None else ""
     return "" if said == _KEPT else said
+
+
+def _why_packed(rule: Rule | None, saved: SavedTensor) -> str:
+    """What a policy says of why it chose a hook for `saved`; of a plain function its name."""
+    if rule is None or isinstance(rule, Hook):
+        return ""
+    why = getattr(rule, "why_packed", None)
+    return f"policy {_shown(rule)}" if why is None else str(why(saved))
 
 
 def _ask(rule: Rule, saved: SavedTensor) -> Hook | None:
@@ -177,6 +194,9 @@ class _LargerThan(_Policy):
     def why_kept(self, saved: SavedTensor) -> str:
         return super().why_kept(saved) if saved.nbytes > self.nbytes else f"not larger than {self.nbytes} bytes"
 
+    def condition(self, saved: SavedTensor) -> str:
+        return f"larger than {self.nbytes} bytes"
+
     @property
     def rules(self) -> tuple[Rule, ...]:
         return (self.hook,)
@@ -190,6 +210,7 @@ class _ByKey(_Policy):
     """The hook of the first key that fits."""
 
     entries: tuple[tuple[Any, Rule], ...]
+    kind: ClassVar[str]  # of key, as reports say it
 
     def fits(self, key: Any, saved: SavedTensor) -> bool:
         raise NotImplementedError
@@ -201,6 +222,10 @@ class _ByKey(_Policy):
     def rules_for(self, saved: SavedTensor) -> tuple[Rule, ...]:
         return next(((rule,) for key, rule in self.entries if self.fits(key, saved)), ())
 
+    def condition(self, saved: SavedTensor) -> str:
+        key = next(key for key, _ in self.entries if self.fits(key, saved))
+        return f"{self.kind} {str(key).removeprefix('torch.')}"
+
     def __repr__(self) -> str:
         name = type(self).__name__.removeprefix("_Only")
         name = "only" + "".join(f"_{c.lower()}" if c.isupper() else c for c in name)
@@ -209,12 +234,16 @@ class _ByKey(_Policy):
 
 @dataclass(frozen=True, repr=False)
 class _OnlyTheseOps(_ByKey):
+    kind = "operator"
+
     def fits(self, key: str, saved: SavedTensor) -> bool:
         return same_operator(key, saved.op)
 
 
 @dataclass(frozen=True, repr=False)
 class _OnlyTheseModules(_ByKey):
+    kind = "in module"
+
     @property
     def looks_at_modules(self) -> bool:
         return True
@@ -225,12 +254,16 @@ class _OnlyTheseModules(_ByKey):
 
 @dataclass(frozen=True, repr=False)
 class _OnlyTheseNames(_ByKey):
+    kind = "named"
+
     def fits(self, key: str, saved: SavedTensor) -> bool:
         return key in saved.checkpoint_names
 
 
 @dataclass(frozen=True, repr=False)
 class _OnlyTheseDtypes(_ByKey):
+    kind = "dtype"
+
     def fits(self, key: torch.dtype, saved: SavedTensor) -> bool:
         return key == saved.dtype
 
@@ -244,11 +277,18 @@ class _FirstMatch(_Policy):
         return self.policies
 
     def match(self, saved: SavedTensor) -> Hook | None:
+        return self._first(saved)[0]
+
+    def why_packed(self, saved: SavedTensor) -> str:
+        return _why_packed(self._first(saved)[1], saved)
+
+    def _first(self, saved: SavedTensor) -> tuple[Hook | None, Rule | None]:
+        """The hook, and the policy that has it."""
         for policy in self.policies:
             hook = _ask(policy, saved)
             if hook is not None and (hook.declines is None or not hook.declines(saved)):
-                return hook
-        return None
+                return hook, policy
+        return None, None
 
     def __repr__(self) -> str:
         return f"first_match({', '.join(map(_shown, self.policies))})"

@@ -102,6 +102,15 @@ class Setting:
         why = getattr(self.rule, "why_kept", None)
         return str(why(saved)) if why is not None else "the policy keeps it"
 
+    def why_packed(self, saved: SavedTensor) -> str:
+        """Why the policy chose a hook for `saved`: what its own `why_packed(saved)` says, if it has one."""
+        if isinstance(self.rule, Hook):
+            return f"scope '{self.scope}'"
+        why = getattr(self.rule, "why_packed", None)
+        if why is None or _notes(self.rule):  # which would note that it was asked again
+            return f"policy {_name(self.rule)}"
+        return str(why(saved)) or f"scope '{self.scope}'"
+
 
 def choose(rule: Hook | Policy, saved: SavedTensor) -> Hook:
     """What `rule` says for `saved`; `KEEP` is always that very object, whatever equals it.

@@ -31,6 +31,7 @@ from aot_hooks.policies import (
     only_these_names,
     only_these_ops,
 )
+from aot_hooks.policy import Setting
 
 aten = torch.ops.aten
 
@@ -159,6 +160,25 @@ def test_says_why_it_keeps() -> None:
     assert larger_than(100, float8()).why_kept(mask) == leaves
     assert larger_than(1000, float8()).why_kept(mask) == "not larger than 1000 bytes"  # float8 wasn't asked
     assert first_match(only_these_ops({aten.mm: float8()}), float8()).why_kept(mask) == leaves
+
+
+def test_says_why_it_packs() -> None:
+    def mine(saved: SavedTensor) -> Hook:
+        return DOUBLE if saved.shape == (4, 8) else KEEP
+
+    def why(policy: Any, **changes: Any) -> str:
+        return Setting(policy, "donated").why_packed(row(**changes))
+
+    assert why(DOUBLE) == why(everything(DOUBLE)) == why(first_match(DOUBLE)) == "scope 'donated'"
+    assert why(larger_than(100, DOUBLE)) == "larger than 100 bytes"
+    assert why(only_these_ops({aten.mm: KEEP, aten.gelu: DOUBLE})) == "operator aten.gelu"
+    assert why(only_these_dtypes({torch.float32: DOUBLE})) == "dtype float32"
+    assert why(only_these_names({"a_1": DOUBLE}), checkpoint_names=("a_1",)) == "named a_1"
+    inside = only_these_modules({"layers.*": larger_than(100, DOUBLE)})
+    assert why(inside, module_path="layers.3.mlp") == "in module layers.*, larger than 100 bytes"
+    assert why(mine) == why(everything(mine)) == why(first_match(larger_than(1000, DOUBLE), mine)) == "policy mine"
+    assert why(first_match(lossless(), DOUBLE), dtype=torch.bool) == "lossless: a bool is one bit"
+    assert why(lossless(), backward_asks=()) == "lossless: only its shape is read"
 
 
 # --- policies are values ---------------------------------------------------------------------------------------------
