@@ -35,7 +35,7 @@ from .live import LivePoint, live_bytes
 from .modules import roots
 from .names import carry_names, uses_names
 from .plan import Plan, region_of, repeats_across_regions
-from .policy import SCOPES, Setting
+from .policy import SCOPES, Setting, makes
 from .rewrite import rewrite
 
 if TYPE_CHECKING:
@@ -81,8 +81,9 @@ class Options:
                 f"got {parsed.cudagraphs!r}"
             )
         captured.capture_options(parsed.inner, parsed.cudagraphs)
-        if parsed.policy is not None and not isinstance(parsed.policy, Hook) and not callable(parsed.policy):
-            raise OptionError(f"options['policy'] must be a policy or a Hook, got {parsed.policy!r}")
+        policy = parsed.policy
+        if (said := makes(policy)) or not (policy is None or isinstance(policy, Hook) or callable(policy)):
+            raise OptionError(f"options['policy'] must be a policy or a Hook, got {policy!r}{said}")
         if parsed.inductor is not None:
             if not isinstance(parsed.inductor, Mapping):
                 raise OptionError(f"options['inductor'] must be a dict of Inductor settings, got {parsed.inductor!r}")

@@ -31,7 +31,7 @@ from .dynamo.pending import Pending, changed_before
 from .eager import pack_eager, settle, unpack_eager
 from .errors import AotHooksError, OptionError
 from .hook import Hook
-from .policy import Policy, Setting
+from .policy import Policy, Setting, makes
 
 __all__ = ["EagerPack", "Pair", "ambient", "check", "forget", "regions", "saved_tensors_hooks", "saved_tensors_policy"]
 
@@ -102,6 +102,7 @@ def _as_hook(pack: Any, unpack: Any) -> Hook:
         if not callable(fn):
             raise OptionError(
                 f"saved_tensors_hooks: {name} must be a function, a torch.fx.GraphModule or a Hook, got {fn!r}"
+                f"{makes(pack)}"
             )
     name = getattr(pack, "__name__", type(pack).__name__)
     # the functions of a Hook, given one by one, still know which tensors they leave alone and what they do to zeros

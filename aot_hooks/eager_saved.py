@@ -54,7 +54,7 @@ class EagerRow(SavedTensor):
     def __getattr__(self, attribute: str) -> Any:
         find = _LATE.get(attribute)
         if find is None:
-            raise AttributeError(attribute)
+            raise AttributeError(f"'{SavedTensor.__name__}' object has no attribute '{attribute}'")
         x = vars(self)["_tensor"]
         value = find(self, x) if x is not None else () if attribute == "checkpoint_names" else ""
         vars(self)[attribute] = value

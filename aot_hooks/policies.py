@@ -25,7 +25,7 @@ import torch
 from .errors import OptionError
 from .hook import KEEP, Hook
 from .operators import operator_key, same_operator
-from .policy import Policy, choose
+from .policy import Policy, choose, makes
 from .saved import SavedTensor
 
 __all__ = [
@@ -307,8 +307,8 @@ def _covers(pattern: tuple[str, ...], path: tuple[str, ...]) -> bool:
 
 
 def _rule(function: str, value: Any) -> Rule:
-    if not isinstance(value, Hook) and not callable(value):
-        raise OptionError(f"{function}: expected a Hook, or a policy, got {value!r}")
+    if (said := makes(value)) or (not isinstance(value, Hook) and not callable(value)):
+        raise OptionError(f"{function}: expected a Hook, or a policy, got {value!r}{said}")
     if isinstance(value, type):
         raise OptionError(f"{function}: expected a Hook, or a policy, got the class {value.__name__}; make one of it")
     rule: Rule = value

@@ -7,19 +7,23 @@ policy, a scope, and the digest of both, by which it is one value however often 
 from __future__ import annotations
 
 import contextlib
+import os
+import traceback
+import types
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from .content import Content, read
-from .errors import AotHooksError, HookContractError, OptionError, PolicyError
+from .errors import HookContractError, OptionError, PolicyError
 from .hook import KEEP, Hook
 from .saved import SavedTensor
 
-__all__ = ["SCOPES", "Policy", "Setting", "choose", "out_of_scope"]
+__all__ = ["SCOPES", "Policy", "Setting", "choose", "makes", "out_of_scope"]
 
 Policy = Callable[[SavedTensor], Hook]
+_PACKAGE = os.path.dirname(__file__) + os.sep
 SCOPES = ("donated", "no_static", "all")
 
 # id -> policies whose own calls change what they hold: they append to a list, or count
@@ -53,8 +57,8 @@ class Setting:
     def __post_init__(self) -> None:
         if self.scope not in SCOPES:
             raise OptionError(f"unknown scope {self.scope!r}; expected one of {', '.join(map(repr, SCOPES))}")
-        if not callable(self.rule) and not isinstance(self.rule, Hook):
-            raise OptionError(f"a policy must be a function of a SavedTensor or a Hook, got {self.rule!r}")
+        if (said := makes(self.rule)) or (not callable(self.rule) and not isinstance(self.rule, Hook)):
+            raise OptionError(f"a policy must be a function of a SavedTensor or a Hook, got {self.rule!r}{said}")
         object.__setattr__(self, "content", read(self.rule, self.scope))
         object.__setattr__(self, "key", self.content.digest)
 
@@ -122,16 +126,31 @@ def choose(rule: Hook | Policy, saved: SavedTensor) -> Hook:
         return KEEP if rule == KEEP else rule
     try:
         hook = rule(saved)
-    except AotHooksError:
+    except PolicyError:  # of a policy inside this one
         raise
     except Exception as e:
-        raise PolicyError(f"policy '{_name(rule)}' raised {type(e).__name__}: {e} on saved {saved.describe()}") from e
+        raise PolicyError(
+            f"policy '{_name(rule)}' raised {type(e).__name__}: {e}{_raised_at(e)} on saved {saved.describe()}"
+        ) from e
     if not isinstance(hook, Hook):
         raise PolicyError(
             f"policy '{_name(rule)}' answered {hook!r} for saved {saved.describe()}; expected a Hook "
             "(aot_hooks.KEEP to leave it)"
         )
     return KEEP if hook == KEEP else hook
+
+
+def _raised_at(e: Exception) -> str:
+    """The innermost line of the traceback outside of this package: the policy's own."""
+    at = [f for f in traceback.extract_tb(e.__traceback__) if not f.filename.startswith(_PACKAGE)]
+    return f" ({os.path.basename(at[-1].filename)}:{at[-1].lineno})" if at else ""
+
+
+def makes(rule: Any) -> str:
+    """What to say of a function of this package that was given in place of what it makes; "" of anything else."""
+    if not isinstance(rule, types.FunctionType) or rule.__module__.split(".")[0] != __package__:
+        return ""
+    return f"; {rule.__name__} is the function that makes one: call it, {rule.__name__}(...)"
 
 
 def _name(rule: Policy) -> str:

@@ -79,7 +79,7 @@ class SavedTensor:
         storage: number of its storage within the graph; equal for views of one storage.
         module_path: where in the model it was made ("layers.0.mlp"), "" if unknown.
         source_line: the user's line that made it ("model.py:31: h = gelu(x)"), "" if unknown.
-        backward_ops: the operators of the backward that read it, before decompositions.
+        backward_ops: the operators of the backward that read it, before decompositions and looking through views.
         is_input, is_output, is_static: its storage is that of a graph input, of an output that the user gets, of a
             parameter or buffer.
         backward_asks: tests whose outcomes are all that the backward's readers of its storage depend on, number by
@@ -193,7 +193,7 @@ def boundary(
             storage=numbers.setdefault(key, len(numbers)),
             module_path=_first(lambda n: _module_path(n, roots), fw_node, bw_node) or roots.get("", ""),
             source_line=_first(_source_line, fw_node, bw_node),
-            backward_ops=tuple(dict.fromkeys(_op_name(u) for u in bw_node.users)),
+            backward_ops=tuple(dict.fromkeys(map(_op_name, _readers(bw_node)))),
             is_input=key in input_storages,
             is_output=key in output_storages,
             is_static=key in static_storages,
@@ -286,6 +286,15 @@ def producer(node: Node) -> Node:
     if "getitem" in str(node.target) and isinstance(node.args[0], Node):
         return node.args[0]
     return node
+
+
+def _readers(node: Node) -> list[Node]:
+    """What reads the value of `node`, also of its views; a view that nothing reads stands for itself."""
+    found: list[Node] = []
+    for user in node.users:
+        inside = _readers(user) if view_source(user) is not None else []
+        found += [n for n in inside if n.op != "output"] or [user]
+    return found
 
 
 def _names(node: Node) -> tuple[str, ...]:

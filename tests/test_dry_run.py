@@ -285,6 +285,17 @@ def test_rows_say_what_is_saved() -> None:
     assert (row.shape, row.dtype, row.nbytes, row.module_path) == ((4, 8), torch.float32, 128, "0")
     assert any("batch_norm_backward" in op for op in row.backward_ops)
 
+    def viewed(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        a, b = (x @ w).view(2, 2, 8).transpose(0, 1).chunk(2, -1)
+        return torch.sigmoid(a) * b
+
+    (row,) = (
+        r
+        for r in aot_hooks.saved_tensors(viewed, torch.randn(4, 8), torch.randn(8, 8, requires_grad=True))
+        if r.op == "aten.mm.default"
+    )
+    assert "aten.mul.Tensor" in row.backward_ops and not any("view" in op or "split" in op for op in row.backward_ops)
+
     def f(w: torch.Tensor) -> torch.Tensor:
         return w.sin().exp()
 

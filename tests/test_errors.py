@@ -119,6 +119,41 @@ def test_a_policys_message_has_the_users_line(model: Chain, x: Tensor) -> None:
         compiled(model)(x)
 
 
+@pytest.mark.parametrize("wrap", [compiled, lambda model: model], ids=["compiled", "eager"])
+def test_a_policy_that_makes_a_hook_wrongly(model: Chain, x: Tensor, wrap: Any) -> None:
+    """An error of ours that a policy raises is one of the policy, which names the tensor and the policy's line."""
+
+    def wrong(saved: Any) -> Hook:
+        return aot_hooks.int8(block_size=3)
+
+    line = f"(test_errors.py:{wrong.__code__.co_firstlineno + 1})"
+    with (
+        raises(PolicyError, "policy 'wrong' raised OptionError", "block_size", line, "float32[", "(sentinel.py:"),
+        saved_tensors_policy(aot_hooks.policies.larger_than(0, wrong)),
+    ):
+        wrap(model)(x)
+
+
+@pytest.mark.parametrize("makes", [aot_hooks.float8, aot_hooks.lossless, aot_hooks.policies.everything])
+def test_the_function_that_makes_a_hook_in_its_place(model: Chain, x: Tensor, makes: Any) -> None:
+    said = f"call it, {makes.__name__}(...)"
+    with raises(OptionError, said):
+        aot_hooks.policies.everything(makes)
+    with raises(OptionError, said):
+        compiled(model, policy=makes)(x)
+    with raises(OptionError, said), saved_tensors_policy(makes):
+        pass
+    with raises(OptionError, said), saved_tensors_hooks(makes):
+        pass
+
+
+def test_a_row_has_no_such_attribute(model: Chain, x: Tensor) -> None:
+    for call in (compiled(model), model):
+        with raises(PolicyError, "'SavedTensor' object has no attribute 'bytes'"):
+            with saved_tensors_policy(lambda saved: saved.bytes):
+                call(x)
+
+
 def test_a_policy_that_answers_with_an_eager_hook(model: Chain, x: Tensor) -> None:
     hook = Hook("culprit", *quadruple, eager=True)
     with (

@@ -55,7 +55,7 @@ def cast(dtype: torch.dtype, statistics: bool = False) -> Hook:
         statistics: True also takes logarithms that the backward exponentiates (log-sum-exp, log-softmax), where an
             absolute error becomes a relative one.
 
-    Relative error of a value within the range of `dtype`: 2**-9, 2**-11, 2**-24; below its smallest normal number half
+    Relative error of a value within the range of `dtype`: 2**-8, 2**-11, 2**-24; below its smallest normal number half
     its smallest subnormal. Infinities and NaN come back as they were; what is finite and too large comes back as the
     largest number of `dtype`. Tensors for which it would save no bytes are left alone.
 
