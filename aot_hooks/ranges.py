@@ -10,6 +10,7 @@ Read off the graph, without a guard. An operator that is not in the table is not
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -36,6 +37,8 @@ def value_range(node: Node) -> _Range:
     def look(a: Any) -> _Range:
         if isinstance(a, int):  # True and False too
             return int(a), int(a)
+        if isinstance(a, float):
+            return (int(a), int(a)) if a.is_integer() and (a or math.copysign(1.0, a) > 0) else None
         value = a.meta.get("val") if isinstance(a, Node) else None
         if not isinstance(value, torch.Tensor):
             return None
@@ -224,6 +227,21 @@ def _iota(node: Node, look: _Look) -> _Range:
     return _steps(node.kwargs.get("start"), node.args[0], node.kwargs.get("step"))
 
 
+def _of_places(position: int) -> _Rule:
+    """Where a number goes among the sorted ones of an argument's last dimension: also after the last."""
+
+    def rule(node: Node, look: _Look) -> _Range:
+        value = node.args[position].meta["val"]  # type: ignore[union-attr]
+        most = _largest(value.shape[-1]) if value.dim() else None
+        return None if most is None else (0, most)
+
+    return rule
+
+
+def _triangle(node: Node, look: _Look) -> _Range:
+    return _union((look(node.args[0]), (0, 0)))
+
+
 def _constant(position: int) -> _Rule:
     return lambda node, look: look(node.args[position])
 
@@ -272,4 +290,13 @@ _RANGES: dict[str, _Rule] = {
     "prims.iota.default": _iota,
     "aten.full.default": _constant(1),
     "aten.full_like.default": _constant(1),
+    **dict.fromkeys(
+        ("aten.zeros.default", "aten.zeros_like.default", "aten.new_zeros.default"), lambda n, look: (0, 0)
+    ),
+    **dict.fromkeys(("aten.ones.default", "aten.ones_like.default", "aten.new_ones.default"), lambda n, look: (1, 1)),
+    # (0 < x) - (x < 0): of NaN and of -0.0 it is 0.0
+    **dict.fromkeys(("aten.sign.default", "aten.sgn.default"), lambda n, look: (-1, 1)),
+    **dict.fromkeys(("aten.tril.default", "aten.triu.default"), _triangle),
+    "aten.bucketize.Tensor": _of_places(1),
+    "aten.searchsorted.Tensor": _of_places(0),
 }

@@ -18,6 +18,11 @@ def found(fn, *args, mode="fake"):
     return value_range(node), fn(*args)
 
 
+def odd(x):
+    """NaN, -0.0, infinities and numbers."""
+    return torch.cat([x.log().flatten(), -x.clamp(min=0).flatten(), -1 / x.clamp(max=0).flatten()])
+
+
 X = torch.randn(5, 7, 40, 30, generator=torch.Generator().manual_seed(0))
 INTEGERS = torch.arange(-500, 500)
 MASK = torch.arange(1000) % 3 == 0
@@ -70,6 +75,15 @@ PROVEN = {
     "bernoulli of a number": (lambda x, i, m: x.bernoulli(0.3), (0, 1)),
     "gathered": (lambda x, i, m: (i % 10)[m.to(torch.int64)], (0, 9)),
     "constant": (lambda x, i, m: torch.full((4,), 7), (7, 7)),
+    "constant, floating point": (lambda x, i, m: torch.full((4,), 7.0), (7, 7)),
+    "zeros": (lambda x, i, m: torch.zeros_like(x), (0, 0)),
+    "ones": (lambda x, i, m: torch.ones_like(x), (1, 1)),
+    "sign": (lambda x, i, m: odd(x).sign(), (-1, 1)),
+    "sgn of a few": (lambda x, i, m: odd(x[0, 0, 0, :3]).bfloat16().sgn(), (-1, 1)),
+    "triangle": (lambda x, i, m: torch.ones(9, 9).tril(), (0, 1)),
+    "other triangle": (lambda x, i, m: torch.full((9, 9), -3.0).triu(1), (-3, 0)),
+    "bucketize": (lambda x, i, m: torch.bucketize(odd(x), x[0, 0, 0].sort()[0]), (0, 30)),
+    "searchsorted": (lambda x, i, m: torch.searchsorted(x[0, 0, :2].sort()[0], x[0, 1, :2]), (0, 30)),
 }
 
 
@@ -93,6 +107,11 @@ NOT_PROVEN = {
     "remainder of a number": lambda i, x: x % 10,
     "what is random and no integer": lambda i, x: torch.randint(10, (3,), dtype=torch.float32) * 1.0,
     "bits of a negative mask": lambda i, x: i & -2,
+    "the sign of a complex number": lambda i, x: torch.complex(x, x).sgn(),
+    "a constant that is no whole number": lambda i, x: torch.full((4,), 0.5),
+    "a constant that is -0.0": lambda i, x: torch.full((4,), -0.0),
+    "a constant that is no number": lambda i, x: torch.full((4,), float("nan")),
+    "a large constant": lambda i, x: torch.full((4,), 1e30),
     "values, not indices": lambda i, x: i.view(10, 100).max(0)[0],
 }
 
