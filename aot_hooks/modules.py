@@ -110,7 +110,7 @@ def _path(modules: list[nn.Module]) -> tuple[str, ...]:
         names.append(name)
         outer = inner
     # torch.compile(model) is a module around the model
-    return tuple(n for n in (name.removeprefix("_orig_mod").strip(".") for name in names) if n)
+    return tuple(part for name in names for part in name.split(".") if part not in ("", "_orig_mod"))
 
 
 _paths: weakref.WeakKeyDictionary[nn.Module, dict[int, str]] = weakref.WeakKeyDictionary()

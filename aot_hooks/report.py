@@ -132,7 +132,11 @@ def format_report(
     """
     plan = plan if isinstance(plan, Plan) else joined(plan)
     if not plan.decisions:
-        return "nothing is saved for backward: no graph has one (is a parameter or input to get a gradient?)"
+        return (
+            "nothing is saved for backward: no graph has one (is a parameter or input to get a gradient? Of functions "
+            "with the same code and options, such as layers compiled one by one, torch may run the graph of one for "
+            "all; its plan is in last_plans of that one)"
+        )
     saved, packed = plan.saved_bytes, plan.packed_bytes
     unit, size = next((u for u in _UNITS if max(saved, packed) >= u[1]), _UNITS[-1])
     rows = fold(plan.decisions)

@@ -359,12 +359,19 @@ def module_path(raw: str, outermost: str = "", roots: Mapping[str, str] = Mappin
 
     It is relative to the outermost module that runs: what `roots` knows of the local, or else Dynamo's own `outermost`.
     """
+    raw, outermost = _without_getattr(raw), _without_getattr(outermost)
     root = re.match(r"^[LG]\['[^']*'\]", raw)
     base = roots.get(root[0], "") if root is not None else ""
     if not roots and outermost and raw.startswith(outermost):
         path = raw[len(outermost) :]
     else:
         path = raw[root.end() :] if root is not None else raw
-    path = re.sub(r"(?:\._modules)?\[\'?([^\'\]]*)\'?\]", r".\1", path).strip(".")
-    path = path.removeprefix("_orig_mod").strip(".")
-    return f"{base}.{path}".strip(".")
+    path = re.sub(r"(?:\._modules)?\[\'?([^\'\]]*)\'?\]", r".\1", path)
+    # torch.compile(model) is a module around the model
+    return ".".join(name for name in f"{base}.{path}".split(".") if name not in ("", "_orig_mod"))
+
+
+def _without_getattr(raw: str) -> str:
+    """Dynamo says `getattr(G['model'].layers, '0')` in `torch.func.functional_call`: `G['model'].layers.0`."""
+    simpler = re.sub(r"getattr\(([^()]*), '([^']*)'\)", r"\1.\2", raw)
+    return raw if simpler == raw else _without_getattr(simpler)

@@ -23,13 +23,13 @@ HOOKS = {
     "float8()": aot_hooks.float8(),
     "float8(torch.float8_e5m2, scaling='blockwise')": aot_hooks.float8(torch.float8_e5m2, "blockwise"),
     "float8(scaling='tensorwise')": aot_hooks.float8(scaling="tensorwise"),
-    "int8()": aot_hooks.int8(block_size=128),
-    "int8(64, stochastic=True)": aot_hooks.int8(64, True),
+    "int8()": aot_hooks.int8(block_size=64),
+    "int8(32, stochastic=True)": aot_hooks.int8(32, True),
     "int8(statistics=True)": aot_hooks.int8(statistics=True),
     "int4()": aot_hooks.int4(),
     "int4(stochastic=False)": aot_hooks.int4(stochastic=False),
     "offload(max_stall_ms=math.inf)": aot_hooks.offload(max_stall_ms=math.inf),
-    "offload(5, then=int8(64))": aot_hooks.offload(then=aot_hooks.int8(64), min_bytes=5),
+    "offload(5, then=int8(32))": aot_hooks.offload(then=aot_hooks.int8(32), min_bytes=5),
 }
 
 

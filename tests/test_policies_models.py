@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from sentinel import compiled
+from sentinel import compiled, eager
 from steps import HALF
 from torch import Tensor, nn
 
@@ -69,6 +69,26 @@ def chosen(call: Any, policy: Any) -> set[tuple[str, str]]:
         call(x).sum().backward()
     assert x.grad is not None and x.grad.isfinite().all()
     return found
+
+
+def test_modules_that_are_compiled_inside_have_their_own_names() -> None:
+    gelu = {("aten.gelu", f"layers.{i}.mlp") for i in range(2)}
+    for wrap in (eager, compiled):
+        model = Net()
+        model.layers[1] = torch.compile(model.layers[1], backend="aot_hooks", options={"inner": "aten"})
+        assert chosen(wrap(model), only_these_modules({"layers.*.mlp": only_these_ops({aten.gelu: HALF})})) == gelu
+
+
+def test_modules_called_with_other_parameters_have_their_own_names() -> None:
+    model = Net()
+    parameters = {name: p.detach().requires_grad_() for name, p in model.named_parameters()}
+
+    def call(x: Tensor) -> Any:
+        return torch.func.functional_call(model, parameters, (x,))
+
+    gelu = {("aten.gelu", f"layers.{i}.mlp") for i in range(2)}
+    for wrap in (eager, compiled):
+        assert chosen(wrap(call), only_these_modules({"layers.*.mlp": only_these_ops({aten.gelu: HALF})})) == gelu
 
 
 LAYERS = ("layers.0", "layers.1")
