@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
-import sys
 import types
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -23,7 +22,8 @@ from typing import Any
 import torch
 
 from . import _compat
-from .content import Walker, home_of, is_library
+from .reached_globals import home_of, is_library, is_standard
+from .walker import Walker
 
 __all__ = ["Examined", "examined", "foreign_operator"]
 
@@ -63,10 +63,7 @@ class Examined:
 def examined(*values: Any) -> Examined:
     """The content of `values`, see the module."""
     walker = _Examiner()
-    try:
-        walker.all_of(*values)
-    except RecursionError:  # sets in sets in sets: each is a digest of its own
-        return Examined((), ("sets nested too deeply",), True)
+    walker.all_of(*values)
     return Examined(tuple(walker.out), tuple(dict.fromkeys(walker.opaque)), walker.foreign)
 
 
@@ -127,13 +124,6 @@ class _Examiner(Walker):
         else:
             super().tensor(value)
 
-    def unordered(self, value: set[Any] | frozenset[Any]) -> None:
-        each = [examined(v) for v in value]
-        self.out.append(f"{type(value).__name__}:{sorted(e.digest for e in each)}")
-        for what in sorted(w for e in each for w in e.opaque):
-            self.cannot_read(what)
-        self.foreign = self.foreign or any(e.foreign for e in each)
-
     def module(self, value: types.ModuleType) -> None:
         """A module as a value: of one without state its name says all."""
         name = value.__name__
@@ -188,7 +178,7 @@ class _Examiner(Walker):
     def through(self, module: types.ModuleType, attribute: str) -> bool:
         if not _is_pure(module.__name__):
             self.foreign = True
-            if _is_standard(module.__name__):  # os.environ, random.random, time.time
+            if is_standard(module.__name__):  # os.environ, random.random, time.time
                 self.cannot_read(f"{module.__name__}.{attribute}")
                 return False
         return True
@@ -215,10 +205,6 @@ def foreign_operator(gm: torch.fx.GraphModule) -> str | None:
 
 def _is_pure(module: str | None) -> bool:
     return is_library(module) or (module or "").split(".")[0] in _PURE
-
-
-def _is_standard(module: str) -> bool:
-    return module.split(".")[0] in sys.stdlib_module_names
 
 
 def _is_operators(module: types.ModuleType) -> bool:

@@ -20,7 +20,7 @@ import torch
 
 from .bytecode import chains
 from .content import content
-from .errors import HookContractError, RecompileWarning
+from .errors import RecompileWarning
 from .hook import Hook
 from .policy import Setting
 from .reached import members, reads
@@ -43,7 +43,7 @@ def note(compiled: Any, settings: Iterable[Setting]) -> None:
         seen = known.setdefault(tuple(_code(fn) for _, fn in functions), {})
         if setting.key in seen:
             continue
-        held = {name: _said(value) for label, fn in functions for name, value in _held(label, fn)}
+        held = {name: content(value) for label, fn in functions for name, value in _held(label, fn)}
         before = list(seen.values())
         seen[setting.key] = held
         if len(seen) != _WARNS_AT:
@@ -57,14 +57,6 @@ def note(compiled: Any, settings: Iterable[Setting]) -> None:
             RecompileWarning,
             stacklevel=2,
         )
-
-
-def _said(value: Any) -> str:
-    """Its digest, to tell what changed; what cannot be read by itself is left out of the warning."""
-    try:
-        return content(value)
-    except HookContractError:
-        return ""
 
 
 def _functions(rule: Any) -> list[tuple[str, Any]]:

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from .. import _compat
-from ..content import Walker
 from ..reached import Reached
+from ..walker import Walker
 
 __all__ = ["Pending", "changed_before"]
 
