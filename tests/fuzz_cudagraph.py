@@ -22,7 +22,7 @@ from cudagraph import settled, tree
 
 
 def run_seeds(
-    seeds: Sequence[int], world: World, *, generation: int = 3, reset_every: int = 25, trace: bool = False
+    seeds: Sequence[int], world: World, *, generation: int = 4, reset_every: int = 25, trace: bool = False
 ) -> list[tuple[int, str]]:
     """Run a program a seed; what went wrong, by seed."""
     wrong = []
@@ -52,7 +52,7 @@ def main() -> int:
     parser.add_argument("--reset-every", type=int, default=25, help="programs that share recordings")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after so long")
     parser.add_argument("--moves", choices=["all", "made"], default="all", help="of the simulator: see there")
-    parser.add_argument("--generation", type=int, choices=[1, 2, 3], default=3, help="of programs")
+    parser.add_argument("--generation", type=int, choices=[1, 2, 3, 4], default=4, help="of programs")
     parser.add_argument("--looks", type=int, default=settled.LOOKS, help="calls until inputs may be read in place")
     parser.add_argument("--trace", action="store_true", help="print what programs do; stop at the first error")
     options = parser.parse_args()

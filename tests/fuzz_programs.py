@@ -6,7 +6,8 @@ must be so of what it holds is in fuzz_pairs.py.
 
 Programs of generation 2 also call what can't be captured, raises or keeps memory in the middle of a step, save outputs
 that they return, give graphs tensors of any layout, and mark steps at any time. Those of generation 3 also call with
-buffers that stay where they are. Those of generations 1 and 2 are kept for their seeds.
+buffers that stay where they are; those of generation 4 run backwards that raise, or twice, drop all functions for new ones
+and reset the trees in the middle. Those of earlier generations are kept for their seeds.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from collections.abc import Callable
 import torch
 from fuzz_functions import (
     LAYOUTS,
+    Functions,
     Trouble,
     any_layout,
     counting,
@@ -59,6 +61,8 @@ class Program(Holder):
         ]
         if self.generation > 1:
             actions += [(self.call_layout, 2), (self.call_troublesome, 2), (self.step, 1)]
+        if self.generation > 3:
+            actions += [(self.backward_that_raises, 2), (self.backward_twice, 1), (self.start_over, 1)]
         choices = random.Random(self.random.random())
         bodies = [[choices.random() for _ in range(choices.randint(2, 6))] for _ in range(choices.randint(1, 3))]
         for _ in range(choices.randint(4, 10)):
@@ -203,9 +207,53 @@ class Program(Holder):
             loss = (y * y).sum() if weight is None else (y * weight).sum()
             loss.backward()
             del loss
+        self.keep_gradients()
+
+    def keep_gradients(self) -> None:
         if not self.copies_are_possible:  # nor can gradients be copied out when they are still held
             for p, _ in self.parameters:
                 p.grad = None if p.grad is None else p.grad.clone()
+
+    def backward_that_raises(self) -> None:
+        """If it runs Python. Some gradients may have come by then; without them all is as if it had not been."""
+        if not self.trained:
+            return
+        ours, eager = self.trained.pop(self.random.randrange(len(self.trained)))
+        trouble[0] = True
+        try:
+            (ours * ours).sum().backward()
+        except Trouble:
+            for p in (p for pair in self.parameters for p in pair):
+                p.grad = None
+            return
+        finally:
+            trouble[0] = False
+        (eager * eager).sum().backward()
+        self.keep_gradients()
+
+    def backward_twice(self) -> None:
+        if not self.trained:
+            return
+        pair = self.trained.pop(self.random.randrange(len(self.trained)))
+        for y in pair:
+            loss = (y * y).sum()
+            torch.autograd.function.FunctionCtx.retained = True
+            loss.backward(retain_graph=True)
+            torch.autograd.function.FunctionCtx.retained = False
+            loss.backward()
+            del loss
+        self.keep_gradients()
+
+    def start_over(self) -> None:
+        """As after a reset, or with functions that were compiled anew; what waits for a backward is given up."""
+        self.trained.clear()
+        if self.random.random() < 0.5:
+            tree.reset()
+            if self.marks:
+                tree.mark_step_begin()
+        else:
+            self.functions = Functions(self.world, self.held_outputs)
+        self.steps += 1
 
     def zero_grad(self) -> None:
         to_none = self.random.random() < 0.7

@@ -99,6 +99,7 @@ def recordings(world):
 def test_recordings_of_a_dropped_function_go(world):
     """One function stays; others are compiled, run and dropped, as in a notebook."""
     stays = world.function(lambda x: [x.sin()])
+    refused_there = world.function(lambda x: [x.mul_(2)], mutated=(0,))
 
     def session(number):
         constant = world.randn(8)
@@ -110,6 +111,7 @@ def test_recordings_of_a_dropped_function_go(world):
             x = world.randn(16, 8)
             same(world, refused(x.clone()), [x + 1])
             same(world, after(*f(x)), [(x + number).cos() * constant * 2])
+            same(world, refused_there(x.clone()), [x * 2])
             same(world, stays(x), [x.sin()])
         return weakref.ref(constant)
 
@@ -122,11 +124,27 @@ def test_recordings_of_a_dropped_function_go(world):
         used = mine.pool.peak if world.kind == "simulator" else torch.cuda.memory_reserved()
         seen.append((len(recordings(world)), *map(len, tables), used))
         assert constant() is None
-    assert seen[0][:-1] == (1, 1, 1, 1, 0)
+    assert seen[0][:-1] == (1, 2, 2, 2, 0)
     assert len({found[:-1] for found in seen}) == 1
     assert seen[-1][-1] <= seen[1][-1]
     if world.kind == "simulator":
         assert len(world.driver.pools) == 2  # the first time, all that was recorded came after what was dropped
+
+
+def test_a_function_that_is_dropped_on_the_path_goes_later(world):
+    """At the first call after its step, though nobody marks steps and nothing else is dropped."""
+    stays = world.function(lambda x: [x.sin()])
+    goes = world.function(lambda x: [x.cos()])
+    for _ in range(4):
+        x = world.randn(8)
+        same(world, [*stays(x), *goes(x)], [x.sin(), x.cos()])
+    del goes
+    gc.collect()
+    for count in (2, 1, 1):
+        x = world.randn(8)
+        same(world, stays(x), [x.sin()])
+        assert len(recordings(world)) == count
+    assert len(tree_of(world).warmed) == 1
 
 
 def test_an_alias_that_a_dropped_function_gave_out_is_not_looked_for(world):
