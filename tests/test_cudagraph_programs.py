@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import logging
+import re
 from typing import Any
 
 import pytest
@@ -179,6 +181,23 @@ def test_a_written_input_of_the_callers(place):
         torch.testing.assert_close(out, ((x2 * 2).exp(), y + 1))
     if place.inner == "aten":  # Inductor writes in the middle of its code: the tree runs it as it is
         assert cudagraph.stats()["replays"] >= 3 and cudagraph.stats()["skips"] == 0
+
+
+def test_a_parameter_that_moves_is_named(place, caplog):
+    module = Net(False).to(place.device)
+    compiled = torch.compile(module, backend=place.backend())
+    weight = module.first[0].weight
+    before = weight.data_ptr()
+    with caplog.at_level(logging.INFO, logger="cudagraph"):
+        for step in range(5):
+            if step == 3:
+                assert not [r for r in caplog.records if "moved" in r.getMessage()]
+                weight.data = weight.data.clone()
+            (out, _) = compiled(torch.randn(5, 8, device=place.device))
+            out.sum().backward()
+    (told,) = [r.getMessage() for r in caplog.records if "moved" in r.getMessage()]
+    assert f"moved from 0x{before:x} to 0x{weight.data_ptr():x}" in told and told.startswith("forward ")
+    assert re.search(r"input \d+ \(primals_\d+, test_cudagraph_programs\.py:\d+: h = self\.first\(x\)\) moved", told)
 
 
 def adding(state, x):
