@@ -153,7 +153,7 @@ def test_a_static_input_moves_and_comes_back(world, caplog):
         assert part in moved[0]
 
 
-@pytest.mark.parametrize("kind", ["expanded", "overlapping", "gaps", "transposed", "offset", "conjugate"])
+@pytest.mark.parametrize("kind", ["expanded", "overlapping", "gaps", "transposed", "offset", "conjugate", "empty"])
 def test_inputs_lie_as_they_lie(world, kind):
     def make():
         x = world.randn(24)
@@ -164,6 +164,7 @@ def test_inputs_lie_as_they_lie(world, kind):
             "transposed": lambda: x.view(4, 6).t(),
             "offset": lambda: x[5:].view(19),
             "conjugate": lambda: torch.view_as_complex(x.view(12, 2)).conj(),
+            "empty": lambda: x[:0].view(0, 8)[:, :1].expand(0, 4),
         }[kind]()
 
     fn = lambda x: [x * 2, x]  # noqa: E731
