@@ -31,6 +31,7 @@ TESTED = ("2.11.0", "2.13.0", "2.15.0")
 
 # symbol -> what needs it
 SYMBOLS = {
+    "torch.nn.Module._call_impl": "telling modules that are being called",
     "torch._C._DisableAutocast": "tracing hooks without the caller's autocast",
     "torch._C._dispatch_get_all_op_names": "policies by operator",
     "torch._C._dispatch_has_kernel_for_dispatch_key": "policies by operator",
@@ -98,7 +99,7 @@ need = needing(SYMBOLS)
 # --- modules that are being called ------------------------------------------------------------------------------------
 
 
-MODULE_CALL = torch.nn.Module._call_impl.__code__  # frames of this code are modules being called
+MODULE_CALL = need("torch.nn.Module._call_impl").__code__  # frames of this code are modules being called
 
 
 def module_call_arguments() -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -124,7 +125,7 @@ def is_traced_value(x: torch.Tensor) -> bool:
 
 
 def no_autocast() -> Any:
-    return torch._C._DisableAutocast()
+    return need("torch._C._DisableAutocast")()
 
 
 @contextlib.contextmanager

@@ -483,13 +483,13 @@ def need_inductor_policy() -> None:
 
 MARK_MODULE = "torch._inductor.cudagraph_trees"  # where torch.compiler.cudagraph_mark_step_begin() counts
 
-storage_use_count: Callable[[int], int] = torch._C._storage_Use_Count
-foreach_copy: Callable[[list[torch.Tensor], list[torch.Tensor]], None] = torch._foreach_copy_
-graph_task_id: Callable[[], int] = torch._C._current_graph_task_id  # -1 outside of a backward
+storage_use_count: Callable[[int], int] = need("torch._C._storage_Use_Count")
+foreach_copy: Callable[[list[torch.Tensor], list[torch.Tensor]], None] = need("torch._foreach_copy_")
+graph_task_id: Callable[[], int] = need("torch._C._current_graph_task_id")  # -1 outside of a backward
 # A context: operators neither record history nor count versions. Entering it takes 0.5 us.
-below_autograd: Callable[[], Any] = torch._C._AutoDispatchBelowADInplaceOrView
+below_autograd: Callable[[], Any] = need("torch._C._AutoDispatchBelowADInplaceOrView")
 
-without_autocast: Callable[[], Any] = torch._C._DisableAutocast  # a context
+without_autocast: Callable[[], Any] = need("torch._C._DisableAutocast")  # a context
 
 THREAD_KEY = "cudagraph trees of this thread"
 

@@ -139,6 +139,48 @@ def test_private_torch_only_in_compat(path):
     assert not uses, f"private parts of torch outside _compat.py; give each a name there and import that:\n{listing}"
 
 
+class WithoutBodiesAndStrings(ast.NodeTransformer):
+    """What is left of a module is what its import reaches for itself, not by a path that `need` is given."""
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.FunctionDef:
+        self.generic_visit(node)
+        node.body = [ast.Pass()]
+        return node
+
+    def visit_Lambda(self, node: ast.Lambda) -> ast.Lambda:
+        node.body = ast.Constant(None)
+        return node
+
+    def visit_Constant(self, node: ast.Constant) -> ast.Constant:
+        return ast.Constant("") if isinstance(node.value, str) else node
+
+
+def reached_at_import(source: str) -> list[str]:
+    tree = ast.fix_missing_locations(WithoutBodiesAndStrings().visit(ast.parse(source)))
+    uses = [use.what for use in private_torch_uses(ast.unparse(tree))]
+    return [use for use in uses if use != "torch._C" and not use.startswith("torch.ops.")]  # which any torch has
+
+
+@pytest.mark.parametrize("path", sorted(ALLOWED))
+def test_an_import_asks_for_private_parts_by_need(path):
+    """A missing one would end `import aot_hooks` with an AttributeError that says nothing of versions."""
+    assert reached_at_import((ROOT / path).read_text(encoding="utf-8")) == []
+
+
+@pytest.mark.parametrize(
+    ("source", "what"),
+    [
+        ("import torch\nx = torch._C._f", ["torch._C._f"]),
+        ("import torch\nclass A:\n    x: object = torch.fx._x", ["torch.fx._x"]),
+        ("import torch\ndef f(x=torch._x): return torch._y", ["torch._x"]),
+        ("import torch\nx = getattr(torch._C, '_f', None)", []),
+        ("x = need('torch._C._f')\nf = lambda: torch._x", []),
+    ],
+)
+def test_what_an_import_reaches(source, what):
+    assert reached_at_import(source) == what
+
+
 OURS = [source for source in ALLOWED if source.startswith("aot_hooks/")]
 
 

@@ -28,23 +28,26 @@ SYMBOLS = {
 need = needing(SYMBOLS)
 
 
+_push = need("torch._C._autograd._push_saved_tensors_default_hooks")
+_pop = need("torch._C._autograd._pop_saved_tensors_default_hooks")
+_top = need("torch._C._autograd._top_saved_tensors_default_hooks")
+_disabled_message = need("torch._C._autograd._saved_tensors_hooks_get_disabled_error_message")
+_disable = need("torch._C._autograd._saved_tensors_hooks_disable")
+_enable = need("torch._C._autograd._saved_tensors_hooks_enable")
+
+
 def push_hooks(pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]) -> None:
-    torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
+    _push(pack, unpack)
 
 
 def pop_hooks() -> None:
-    torch._C._autograd._pop_saved_tensors_default_hooks()
+    _pop()
 
 
 def top_hooks() -> tuple[Any, Any] | None:
     """The innermost hook pair of this thread, also while tracing."""
-    hooks: tuple[Any, Any] | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    hooks: tuple[Any, Any] | None = _top(True)
     return hooks
-
-
-_disabled_message = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message
-_disable = torch._C._autograd._saved_tensors_hooks_disable
-_enable = torch._C._autograd._saved_tensors_hooks_enable
 
 
 @contextlib.contextmanager
