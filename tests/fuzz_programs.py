@@ -6,7 +6,7 @@ must be so of what it holds is in fuzz_pairs.py.
 
 Programs of generation 2 also call what can't be captured, raises or keeps memory in the middle of a step, save outputs
 that they return, give graphs tensors of any layout, and mark steps at any time. Those of generation 3 also call with
-buffers that stay where they are. Those of generation 4 run backwards that raise or come twice, reset trees in the middle,
+buffers that stay where they are. Those of generation 4 run backwards that raise or come twice, reset trees in between,
 and go on with functions made anew. Those of earlier generations are kept for their seeds.
 """
 
