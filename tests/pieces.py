@@ -6,6 +6,7 @@ Noted                   a driver for the CPU; `notes.pieces` are what `tree.capt
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -20,6 +21,19 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from cudagraph import tree
 
 CUDA = torch.device("cuda", 0)
+
+
+@torch.library.custom_op("cudagraph_tests::scaled", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
+def scaled(x: torch.Tensor, by: float) -> torch.Tensor:
+    """An operator that can't be captured, with a gradient."""
+    return x * by
+
+
+scaled.register_fake(lambda x, by: torch.empty_like(x))
+scaled.register_autograd(
+    lambda ctx, grad: (scaled(grad, ctx.by), None),
+    setup_context=lambda ctx, inputs, output: setattr(ctx, "by", inputs[1]),
+)
 
 
 @contextmanager
@@ -58,3 +72,9 @@ class Noted:
 
         call._boxed_call = True  # type: ignore[attr-defined]
         return call
+
+
+def piece_as_data(piece: tree.Piece) -> dict[str, Any]:
+    """All of a piece but its code, to be compared."""
+    named = {f.name: getattr(piece, f.name) for f in dataclasses.fields(piece)}
+    return {**named, "run": None, "constants": [c.tolist() for c in piece.constants]}
