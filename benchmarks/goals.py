@@ -96,6 +96,7 @@ GOALS = (
             ("int8(128)", "ours_int8_128"),
             ("int8(128, power of two)", "ours_int8_128_power"),
             ("int8(32, power of two)", "ours_int8_32_power"),
+            ("int8(16, power of two)", "ours_int8_16_power"),
         )
         for goal in (
             Goal(f"{hook}: {BLOCKS}", "memory", row(name, "ratio_to_stock"), 1.02, on="H200"),
@@ -111,6 +112,7 @@ GOALS = (
             ("int8(64)", 0.015),
             ("int8(128, power of two)", 0.015),
             ("int8(32, power of two)", 0.015),
+            ("int8(16, power of two)", 0.015),
             ("float8(e4m3fn, rowwise)", 0.015),
             ("int4(32, stochastic)", 0.2),
         )
@@ -159,7 +161,11 @@ GOALS = (
     ),
     *(
         goal
-        for model, loss in (("Llama-shaped stack", "an eager loss"), ("Llama-shaped stack, loss compiled", "its loss"))
+        for model, loss in (
+            ("Llama-shaped stack", "an eager loss"),
+            ("Llama-shaped stack, AdamW", "an eager loss and AdamW"),
+            ("Llama-shaped stack, loss compiled", "its loss"),
+        )
         for goal in (
             Goal(
                 f"float8 and {loss} with CUDA graphs: step over that without", "cudagraph_stack",

@@ -192,6 +192,7 @@ VARIANTS = {
         Variant("ours_int8_128", "aot_hooks", ours(lambda: aot_hooks.int8(128))),
         Variant("ours_int8_128_power", "aot_hooks", ours(lambda: aot_hooks.int8(128, power_of_two=True))),
         Variant("ours_int8_32_power", "aot_hooks", ours(lambda: aot_hooks.int8(32, power_of_two=True))),
+        Variant("ours_int8_16_power", "aot_hooks", ours(lambda: aot_hooks.int8(16, power_of_two=True))),
         Variant("ours_int4", "aot_hooks", ours(lambda: aot_hooks.int4())),
         Variant("ours_int4_nearest", "aot_hooks", ours(lambda: aot_hooks.int4(stochastic=False))),
         Variant("torch_inlined_float8", "stock", torch_traced_hooks, functorch=DONATED),
