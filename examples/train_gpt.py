@@ -39,6 +39,7 @@ from torch import Tensor, nn
 
 import aot_hooks
 
+HOOKS = ("float8", "int8", "int4", "bitmask", "offload")  # of aot_hooks, made without arguments
 LOSS_TOLERANCE = 0.02  # what --check allows between the two final losses, relative
 
 
@@ -314,12 +315,15 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--setting", choices=SETTINGS, help="default: full on CUDA, small elsewhere")
     parser.add_argument("--steps", type=int, help="default: the setting's")
-    parser.add_argument("--hook", default="float8", help="a hook's name in aot_hooks: float8, int8, ...")
+    parser.add_argument("--hook", default="float8", choices=HOOKS)
     parser.add_argument("--inner", choices=("inductor", "aten"), help="default: inductor on CUDA, aten elsewhere")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("out"))
     parser.add_argument("--check", action="store_true", help=f"fail if the losses end over {LOSS_TOLERANCE:.0%}% apart")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if options.steps is not None and options.steps < 1:
+        parser.error(f"argument --steps: expected at least 1, got {options.steps}")
+    return options
 
 
 def main(arguments: list[str] | None = None) -> int:
