@@ -204,18 +204,17 @@ def _compiled_graphs(recorded: Recorded, notes: list[str]) -> str:
     """Which graphs are in the report; what is not goes to `notes`."""
     count, others = len(recorded.reported), len(recorded.compiled) - len(recorded.reported)
     what = f"{count} compiled graph{'s' if count > 1 else ''} with a backward"
+    times = max(map(recorded.times, recorded.reported))
+    again = f"; one counts {times} times, as often as what it saved was there at once" if times > 1 else ""
     if not recorded.last_step:
-        return what + (", added up as those of one step" if count > 1 else "")
+        return what + (", added up as those of one step" if count > 1 else "") + again
     if others:
         saved, packed = recorded.others.saved_bytes / 2**20, recorded.others.packed_bytes / 2**20
         notes.append(
             f"{others} compiled graph{'s' if others > 1 else ''} with a backward that did not run in the last step "
             f"(saved for backward: {saved:.2f} -> {packed:.2f} MiB)"
         )
-    most = max(recorded.last_step.values())
-    if most > 1:
-        notes.append(f"that a graph ran up to {most} times in the step: each graph counts once")
-    return what + ", of the last step"
+    return what + ", of the last step" + again
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -29,6 +29,7 @@ from .cache_key import nodes_of, package_digest
 from .dynamo import _compat as dynamo
 from .eager import CompiledCall
 from .errors import OptionError
+from .given_up import at_end_of_backward
 from .hook import Hook
 from .inductor import _compat as inductor
 from .live import LivePoint, live_bytes
@@ -100,10 +101,24 @@ class Graph:
     Attributes:
         plans: with live bytes; empty if it has no backward, several if Dynamo's graph became several.
         run_count: how often its forward ran.
+        held_count: of how many of these runs the backward may still come.
+        most_held: the most of them at once, since somebody set it back to `held_count`.
     """
 
     plans: list[Plan] = field(default_factory=list)
     run_count: int = 0
+    held_count: int = 0
+    most_held: int = 0
+
+    def ran(self, outputs: Any) -> None:
+        """Note a run of the forward and, until its backward has run or nobody can ask for it, what it saved."""
+        self.run_count += 1
+        if at_end_of_backward(outputs, self._over):
+            self.held_count += 1
+            self.most_held = max(self.most_held, self.held_count)
+
+    def _over(self) -> None:
+        self.held_count -= 1
 
 
 class _Plans:
@@ -277,8 +292,9 @@ def _checked(compiled: Callable[..., Any], setting: Setting, alive: Any) -> Call
 
 def _counted(compiled: Callable[..., Any], graph: Graph) -> Callable[..., Any]:
     def run(*args: Any) -> Any:
-        graph.run_count += 1
-        return compiled(*args)
+        outputs = compiled(*args)
+        graph.ran(outputs)
+        return outputs
 
     return run
 

@@ -56,6 +56,7 @@ class Recorded:
         graphs: its compiled graphs, filled while it runs.
         eager: plans of the modules it ran eagerly, by class name; empty if it compiled anything.
         last_step: graphs with a backward that ran in the last step that ran any, and how often.
+        at_once: how many of these runs were before their backward at the same time.
         own: the script uses this package, and its own hooks were in force.
         overridden: the script uses this package, and a policy from outside took the place of its backend's options.
         notes: what could not be looked at, and why.
@@ -68,6 +69,7 @@ class Recorded:
     graphs: Sequence[Graph] = ()
     eager: list[tuple[str, Plan]] = field(default_factory=list)
     last_step: dict[Graph, int] = field(default_factory=dict)
+    at_once: dict[Graph, int] = field(default_factory=dict)
     own: bool = False
     overridden: bool = False
     notes: list[str] = field(default_factory=list)
@@ -87,8 +89,14 @@ class Recorded:
 
     @property
     def plan(self) -> Plan:
-        """The reported graphs as one."""
-        return joined([p for g in self.reported for p in g.plans] or [plan for _, plan in self.eager])
+        """The reported graphs as one, each as often as what it saved was there at once: layers that are compiled one
+        by one run one graph, and so do steps of a recurrence; batches whose gradients are added up run it in turn."""
+        compiled = [p for g in self.reported for _ in range(self.times(g)) for p in g.plans]
+        return joined(compiled or [plan for _, plan in self.eager])
+
+    def times(self, graph: Graph) -> int:
+        """How often a reported graph counts."""
+        return max(1, self.at_once.get(graph, 0 if self.last_step else graph.most_held))
 
     @property
     def others(self) -> Plan:
@@ -250,7 +258,9 @@ def _watch_steps(found: Recorded, steps: int | None, cuda: _Cuda) -> list[Any]:
         found.step_count += 1
         ran = {g: g.run_count - counted.get(g, 0) for g in found.compiled if g.run_count > counted.get(g, 0)}
         if ran:  # a second optimizer of the same step comes after no graph
-            found.last_step = ran
+            found.last_step, found.at_once = ran, {g: g.most_held for g in ran}
+            for graph in ran:
+                graph.most_held = graph.held_count
             counted.update((g, g.run_count) for g in ran)
         if steps is not None and found.step_count >= steps:
             raise _Enough
