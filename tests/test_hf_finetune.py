@@ -37,8 +37,11 @@ def row(text: str, label: str) -> list[str]:
     return line.split()
 
 
+CASES = [("gpt2", "float8"), ("llama", "lossless"), ("t5", "lossless"), ("t5", "int8"), ("vit", "int8")]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(("model", "policy"), [("gpt2", "float8"), ("t5", "lossless"), ("t5", "int8"), ("vit", "int8")])
+@pytest.mark.parametrize(("model", "policy"), CASES)
 def test_gradients_bytes_and_graphs(
     example: ModuleType, model: str, policy: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -46,7 +49,10 @@ def test_gradients_bytes_and_graphs(
     assert example.main(["--model", model, "--policy", policy, *SMALL]) == 0
     out = capsys.readouterr().out
     saved, kept = map(float, row(out, "saved for backward, MiB"))
-    assert 0 < kept < (saved if policy == "lossless" else 0.45 * saved)
+    if (model, policy) == ("llama", "lossless"):
+        assert 0 < kept == saved  # it has nothing to store exactly in fewer bytes
+    else:
+        assert 0 < kept < (saved if policy == "lossless" else 0.45 * saved)
     stock_loss, hooks_loss = row(out, "first loss")
     assert stock_loss == hooks_loss  # the forward computes with the same numbers
     stock_graphs, hooks_graphs = row(out, "graphs")
