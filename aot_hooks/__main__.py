@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import json
+import math
 import pathlib
 import platform
 import sys
@@ -172,7 +173,8 @@ def _policy(options: argparse.Namespace) -> Any:
 def _evaluated(option: str, expression: str) -> Any:
     dtypes = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
     try:
-        return eval(expression, {**dtypes, **vars(aot_hooks), "torch": torch})
+        names = {**dtypes, **vars(aot_hooks.policies), **vars(aot_hooks), "torch": torch, "math": math}
+        return eval(expression, names)
     except Exception as e:
         raise OptionError(
             f"{option} {expression!r}: {type(e).__name__}: {e}; expected an expression such as "

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 import traceback
 import types
 import weakref
@@ -148,7 +149,11 @@ def _raised_at(e: Exception) -> str:
 
 def makes(rule: Any) -> str:
     """What to say of a function of this package that was given in place of what it makes; "" of anything else."""
-    if not isinstance(rule, types.FunctionType) or rule.__module__.split(".")[0] != __package__:
+    if not isinstance(rule, types.FunctionType):
+        return ""
+    # found there by its name: an expression that was evaluated in the package's names is the user's
+    module: types.ModuleType | None = sys.modules.get(rule.__module__ or "")
+    if module is None or module.__name__.split(".")[0] != __package__ or vars(module).get(rule.__name__) is not rule:
         return ""
     return f"; {rule.__name__} is the function that makes one: call it, {rule.__name__}(...)"
 

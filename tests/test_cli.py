@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from aot_hooks import backend
+from aot_hooks import backend, float8, lossless
 from aot_hooks.__main__ import main
 from aot_hooks.planning.script import _names_this_package
+from aot_hooks.policies import first_match, larger_than
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
@@ -120,9 +121,16 @@ def test_lossless_is_a_hook_of_the_command(script: str, capsys: Any) -> None:
     assert "keep: lossless" in capsys.readouterr().out
 
 
-def test_policies_are_expressions(script: str, capsys: Any) -> None:
-    assert report("--policy", "lambda s: float8() if s.nbytes > 10000 else KEEP", script) == 0
-    assert "float8(e4m3fn, rowwise): scope 'donated'" in capsys.readouterr().out
+@pytest.mark.parametrize(
+    "policy, reason",
+    [
+        ("lambda s: float8() if s.nbytes > 10000 else KEEP", "policy <lambda>"),
+        (repr(first_match(lossless(), larger_than(10000, float8()))), "larger than 10000 bytes"),
+    ],
+)
+def test_policies_are_expressions(policy: str, reason: str, script: str, capsys: Any) -> None:
+    assert report("--policy", policy, "--steps", "1", script) == 0
+    assert f"float8(e4m3fn, rowwise): {reason}; read by" in capsys.readouterr().out
 
 
 def test_steps_end_a_script(script: str, capsys: Any) -> None:

@@ -147,6 +147,13 @@ def test_the_function_that_makes_a_hook_in_its_place(model: Chain, x: Tensor, ma
         pass
 
 
+def test_functions_that_no_module_has_are_policies(model: Chain, x: Tensor) -> None:
+    for names in ({}, vars(aot_hooks)):
+        policy = eval("lambda saved: KEEP", {"KEEP": aot_hooks.KEEP} | names)
+        with saved_tensors_policy(policy):
+            model(x)
+
+
 def test_a_row_has_no_such_attribute(model: Chain, x: Tensor) -> None:
     for call in (compiled(model), model):
         with raises(PolicyError, "'SavedTensor' object has no attribute 'bytes'"):
