@@ -1,7 +1,4 @@
-"""The demo and the lossless example, as programs of their own.
-
-The others are run by test_hf_finetune.py and test_bench_offload.py.
-"""
+"""The examples at their small settings, as programs of their own; hf_finetune.py has tests of its own."""
 
 from __future__ import annotations
 
@@ -39,6 +36,15 @@ def test_lossless(tmp_path: Path) -> None:
     done = run(tmp_path, "lossless_relu.py")
     assert done.returncode == 0, done.stderr
     assert "30 of 30 gradients are equal to the last bit" in done.stdout
+
+
+@pytest.mark.slow
+def test_offload(tmp_path: Path) -> None:
+    done = run(tmp_path, "offload_long_context.py", "--small")
+    assert done.returncode == 0, done.stderr
+    (line,) = (line for line in done.stdout.splitlines() if line.startswith("offload "))
+    saved, on_device, on_host, _, error = map(float, line.split()[1:])
+    assert (on_device, on_host, error) == (0.0, saved, 0.0)
 
 
 @pytest.mark.parametrize(
