@@ -280,13 +280,12 @@ class Tree:
 
     def mark(self, marks: int, inputs: list[Any], function: Function) -> None:
         """There were marks since the last call: a new step begins, unless something waits for its backward."""
-        self.marks = marks
         if marks != self.marks_seen:
-            self.marks_seen = marks
             self.marked = True
             self._begin_marked_step(inputs, function)
             if self.tainted and self.place is self.root:
                 self.close(inputs)
+        self.marks = self.marks_seen = marks  # not if there was no room for copies: the next call tries again
         if self.dropped:
             dropping.prune(self)
             if self.dropped:
@@ -376,7 +375,6 @@ class Tree:
 
     def _part_with(self, slots: list[Slot], inputs: list[Any], written: Sequence[int]) -> None:
         """Somebody holds `slots`, whose memory is about to be reused: they get copies, or errors when they read it."""
-        counters.add("held_outputs", len(slots))
         given = on_slots(inputs, slots)
         wanted = {given[i] for i in written if i in given}  # what is written to must be what the caller has
         moving = [
@@ -385,6 +383,7 @@ class Tree:
             if (slot.copies or slot in wanted) and not slot.host and self.driver.can_copy_out(slot.storage)
         ]
         self.driver.copy_out([slot.storage for slot in moving])
+        counters.add("held_outputs", len(slots))
         counters.add("copies", len(moving))
         for i, slot in given.items():
             if slot not in moving:

@@ -147,6 +147,51 @@ def test_an_error_in_a_capture_leaves_nothing_behind(world):
     assert torch.equal(a, torch.rand(3, device=world.device))
 
 
+def test_an_error_in_a_replay_is_raised_at_once(world):
+    f = world.function(lambda x: [x.sin()])
+    steps(world, f, lambda x: [x.sin()], lambda: (world.randn(4),))
+    (mine,) = [t for trees in tree.every_thread for t in trees.values() if t.driver is world.driver]
+    (node,) = [node for node in mine.root.subtree() if node is not mine.root]
+    launch, calls = node.launch, []
+
+    def failing():
+        calls.append(1)
+        raise RuntimeError("of the test")
+
+    node.launch = failing
+    tree.mark_step_begin()
+    with pytest.raises(RuntimeError, match="of the test"):
+        f(world.randn(4))
+    assert len(calls) == 1
+    node.launch = launch
+    steps(world, f, lambda x: [x.sin()], lambda: (world.randn(4),))
+    assert tree.stats()["recordings"] == 1
+
+
+@pytest.mark.parametrize("marked", [False, True])
+def test_no_room_for_what_is_held_leaves_the_step_to_be_ended(world, marked, monkeypatch):
+    """The call after the one that raised ends it, with the copies, and replays what there is."""
+    if world.kind == "simulator" and not world.driver.can_move:
+        pytest.skip("this torch can't point a storage elsewhere")
+    f = world.function(lambda x: [x.sin()], options={"held_outputs": "copy"})
+    kept = []
+    for step in range(6):
+        if marked:
+            tree.mark_step_begin()
+        x = world.randn(4)
+        if step == 3:
+            with monkeypatch.context() as patched, pytest.raises(torch.OutOfMemoryError, match="of the test"):
+                patched.setattr(type(world.driver), "copy_out", no_room)
+                f(x)
+        kept.append((f(x)[0], x.sin()))
+        same(world, [ours for ours, _ in kept], [eager for _, eager in kept])
+    assert (tree.stats()["warmups"], tree.stats()["recordings"], tree.stats()["held_outputs"]) == (1, 1, 4)
+
+
+def no_room(self, storages):
+    raise torch.OutOfMemoryError("of the test")
+
+
 @pytest.mark.core
 def test_what_cannot_be_captured_runs_as_it_is(world, caplog):
     """An operator that asks for a value: found at the capture, told once, not tried again."""
