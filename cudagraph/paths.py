@@ -341,8 +341,10 @@ class Tree:
             return False
         if function.written_inputs:
             on_path = on_slots(inputs, place.live)
-            if any(i in on_path for i in function.written_inputs):
+            if any(i in on_path for i in function.piece.mutated_inputs):
                 return False  # it changes what the step gave out
+            if any(i in on_path and not self._can_move(on_path[i]) for i in function.piece.written_later):
+                return False
         if place.first is function:
             return True
         # The first function may never come again. A step that repeats another one goes on from that one.
@@ -377,11 +379,7 @@ class Tree:
         """Somebody holds `slots`, whose memory is about to be reused: they get copies, or errors when they read it."""
         given = on_slots(inputs, slots)
         wanted = {given[i] for i in written if i in given}  # what is written to must be what the caller has
-        moving = [
-            slot
-            for slot in slots
-            if (slot.copies or slot in wanted) and not slot.host and self.driver.can_copy_out(slot.storage)
-        ]
+        moving = [slot for slot in slots if (slot.copies or slot in wanted) and self._can_move(slot)]
         self.driver.copy_out([slot.storage for slot in moving])
         counters.add("held_outputs", len(slots))
         counters.add("copies", len(moving))
@@ -398,6 +396,9 @@ class Tree:
         if any(slot.given_as_copies for slot in slots):
             for node in self.root.subtree():
                 node.settle()
+
+    def _can_move(self, slot: Slot) -> bool:
+        return not slot.host and self.driver.can_copy_out(slot.storage)
 
     def close(self, inputs: list[Any] | None = None) -> None:
         """Forget everything and give the memory back; calls warm up and record again."""

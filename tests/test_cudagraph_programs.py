@@ -245,6 +245,26 @@ def test_a_graphs_output_is_written_to_by_a_later_one(place, write, marked):
     assert stats["held_outputs"] >= (place.inner == "aten")
 
 
+def test_written_to_while_something_else_is_held():
+    """Steps go on beginning by themselves: what is written to later is copied out, and is no reason to record again."""
+    driver = Simulator()
+    if not driver.can_move:
+        pytest.skip("the simulator can't move memory that is held on this torch")
+    produce = torch.compile(lambda x: x.sin(), backend=backend_with(driver))
+    f = torch.compile(adding, backend=backend_with(driver))
+    with torch.no_grad():
+        f(torch.randn(6), torch.randn(6))
+        for _ in range(20):
+            x = torch.randn(6)
+            state, expected = produce(x), x.sin()
+            for _ in range(2):
+                out = f(state, x)  # held while the next ones run
+                torch.testing.assert_close(driver.read(out), adding(expected, x))
+                torch.testing.assert_close(driver.read(state), expected)
+    stats = cudagraph.stats()
+    assert stats["recordings"] <= 4 and stats["replays"] >= 50 and stats["skips"] == 0, stats
+
+
 def test_sizes_that_depend_on_values_go_around(place):
     def f(x):
         y = (x.sin() * 2).relu()
