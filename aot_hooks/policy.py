@@ -151,11 +151,12 @@ def makes(rule: Any) -> str:
     """What to say of a function of this package that was given in place of what it makes; "" of anything else."""
     if not isinstance(rule, types.FunctionType):
         return ""
+    name = rule.__name__
     # found there by its name: an expression that was evaluated in the package's names is the user's
     module: types.ModuleType | None = sys.modules.get(rule.__module__ or "")
-    if module is None or module.__name__.split(".")[0] != __package__ or vars(module).get(rule.__name__) is not rule:
+    if module is None or module.__name__.split(".")[0] != __package__ or vars(module).get(name) is not rule:
         return ""
-    return f"; {rule.__name__} is the function that makes one: call it, {rule.__name__}(...)"
+    return f"; {name} is the function that makes one: call it, {name}(...)"
 
 
 def _name(rule: Policy) -> str:
