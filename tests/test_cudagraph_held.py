@@ -50,6 +50,32 @@ def test_copies_where_torch_moves_only_what_it_allocated():
         same(world, [ours], [eager])
 
 
+@pytest.mark.skipif(not _compat.can_swap(), reason="this torch can't point a storage elsewhere")
+def test_copies_on_another_stream(monkeypatch):
+    """They wait for the graph that wrote what is copied, and who reads them on the stream before waits for them."""
+    tree.reset()
+    world = World("simulator")
+    f = world.function(lambda x: [x.sin()], options={"held_outputs": "copy"})
+    waits, kept = [], []
+
+    def copy_out(storages, original=world.driver.copy_out):
+        if storages:
+            waits.append([pair for pair in world.driver.ordered if pair[0] is not None])
+        original(storages)
+
+    monkeypatch.setattr(world.driver, "copy_out", copy_out)
+    for stream in [0, 0, 0, 1]:
+        world.driver.current_stream = stream
+        tree.mark_step_begin()
+        x = world.randn(6)
+        kept.append((f(x)[0], x.sin()))
+    assert waits == [[], [(0, 1)]]
+    assert [pair for pair in world.driver.ordered if pair[0] is not None] == [(0, 1), (1, 0)]
+    for ours, eager in kept:
+        same(world, [ours], [eager])
+    tree.reset()
+
+
 def test_held_inputs_keep_their_layout(world):
     seen = set()
 
