@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from capture_simulator import Simulator
+from pieces import scaled
 from torch import nn
 
 import aot_hooks
@@ -59,18 +60,6 @@ def place(request) -> Place:
     return Place(torch.device("cuda", 0), None, request.param.split()[1])
 
 
-@torch.library.custom_op("cudagraph_tests::host_scale", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
-def host_scale(x: torch.Tensor, by: float) -> torch.Tensor:
-    return x * by
-
-
-host_scale.register_fake(lambda x, by: torch.empty_like(x))
-host_scale.register_autograd(
-    lambda ctx, grad: (host_scale(grad, ctx.by), None),
-    setup_context=lambda ctx, inputs, output: setattr(ctx, "by", inputs[1]),
-)
-
-
 class Net(nn.Module):
     """With `cut`, an operator that can't be captured stands in the middle of its forward and its backward."""
 
@@ -84,7 +73,7 @@ class Net(nn.Module):
     def forward(self, x):
         h = self.first(x)
         if self.cut:
-            h = host_scale(h, 0.5) + h
+            h = scaled(h, 0.5) + h
         self.seen += 1
         return self.second(h), h.mean()
 
