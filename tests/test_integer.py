@@ -12,6 +12,7 @@ from roundtrip import KINDS, data, product, specials_come_back, through_graph
 from steps import assert_same, compiled, packed_count, step
 
 import aot_hooks
+from aot_hooks.library import integer
 from aot_hooks.library.layout import in_memory_order
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -91,6 +92,24 @@ def test_powers_of_two_are_the_least_that_hold_a_block(stochastic, dtype):
         if not stochastic:
             assert y.double()[0, 2:4].tolist() == [round(float(v) / power) * power for v in x.double()[0, 2:4]]
         check(x, y, hook)
+
+
+@pytest.mark.parametrize("hook", HOOKS, ids=repr)
+def test_what_is_rounded_after_its_scale_was_found_stays_a_number(hook, monkeypatch):
+    """As Inductor may do it: the scale of what it has just computed, the codes of what it has stored of that."""
+    block = hook.pack.block
+    for dtype, exponents in ((torch.bfloat16, (-100, 0, 100)), (torch.float16, (*range(-25, -13), 0, 13))):
+        x = torch.zeros(3000, block)
+        x[:, 0] = torch.linspace(1, 2, 3000)
+        x[:, 1] = -x[:, 0]
+        x[::2, 2] = torch.inf  # for which int4 has codes beside those of numbers
+        for exponent in exponents:
+            unrounded = (x * 2.0**exponent).unflatten(-1, (1, block))
+            monkeypatch.setattr(integer, "in_blocks", lambda x, block, unrounded=unrounded: unrounded)
+            stored = unrounded.flatten(-2).to(dtype)
+            got = hook.unpack(hook.pack(stored))
+            assert torch.equal(got.isinf(), stored.isinf()) and not got.isnan().any()
+            assert (got.double() * stored.double() >= 0)[stored.isfinite()].all()
 
 
 def test_the_check_can_fail():

@@ -111,15 +111,29 @@ def test_int8_in_powers_of_two_agrees_with_the_hook(dtype):
 @pytest.mark.parametrize("power", [False, True])
 def test_what_is_rounded_after_its_scale_was_found_stays_a_number(power):
     """Inductor may find the scale of what it has just computed, and read the value again as it was stored, rounded."""
-    for exponent in (-120, -14, 0, 7, 15, 120):
+    for exponent in (-120, *range(-26, -13), 0, 7, 15, 120):
         x = torch.zeros(1024, 8)
         x[:, 0] = torch.linspace(0.96, 2.1, 1024) * 2.0**exponent
         scale = loops.amax_exponent(x) if power else loops.amax_word(x)
         for dtype in (torch.bfloat16, torch.float16):
             stored = x.to(dtype)
-            some = stored[:, 0].isfinite() & (stored[:, 0] >= torch.finfo(dtype).tiny)
-            code = loops.to_int8(stored, scale, dtype, power)[some, 0]
-            assert ((code > 127) & (code < 254)).all()
+            some = stored[:, 0].isfinite() & (stored[:, 0] > 0)
+            code = loops.to_int8(stored, scale, dtype, power)
+            assert ((code[some, 0] > 127) & (code[some, 0] < 254)).all()
+            back = loops.from_int8(code, scale, dtype, power)[some, 0].double()
+            step = (stored[some, 0] / (63 if power else 125)).clamp(min=2.0**-24 if dtype is torch.float16 else 0)
+            # half of a step, and half of a digit twice: of what was stored and of what comes back
+            bound = step / 2 + back * torch.finfo(dtype).eps + (2.0**-24 if dtype is torch.float16 else 0)
+            assert ((back - x[some, 0]).abs() <= bound).all()
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("power", [False, True])
+def test_multiples_of_the_smallest_float16_come_back_exactly(power):
+    x = torch.arange(-125, 126).mul(2.0**-24).half()[None]
+    hook = aot_hooks.int8(256, power_of_two=power)
+    assert torch.equal(int8_there_and_back(x, power)[2], x)
+    assert torch.equal(hook.unpack(hook.pack(x)), x)
 
 
 @pytest.mark.parametrize("power", [False, True])

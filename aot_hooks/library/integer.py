@@ -21,7 +21,8 @@ float32, those below its sign, and 4 of zero: where values lie to one side of 0 
 that is worth more than further bits of the step. Values lie in the memory order of `x`.
 
 Steps are a 2**-20 too large, so that rounding in finding them never takes a value past the codes; those of 12 bits
-are rounded up, by at most 2**-4.
+are rounded up, by at most 2**-4. Codes of what is finite are limited to those of numbers all the same: Inductor may
+find a step in float32 and read the values again as they were stored, rounded up.
 
 Sources: stochastic rounding of saved activations: Chen et al., "ActNN" (arXiv:2104.14129); blocks: Dettmers et al.,
 "8-bit Optimizers via Block-wise Quantization" (arXiv:2110.02861); powers of two in blocks of 32: MXINT8 of OCP's
@@ -40,7 +41,7 @@ from ..hook import Hook, interned
 from . import loops, ops
 from .blocks import FLOATS, SMALLEST_NORMAL, Declines, beside, check_block_size, check_bool, cut, in_blocks, padded
 from .layout import from_memory_order, in_memory_order
-from .scales import TOP_POWER, from_exponent, power_of_two, short, to_exponent
+from .scales import TOP_POWER, from_exponent, power_of_two, short, smallest_step, to_exponent
 
 __all__ = ["int4", "int8", "pack_int4", "pack_int8", "unpack_int4", "unpack_int8"]
 
@@ -52,14 +53,15 @@ def pack_int8(x: torch.Tensor, block: int, stochastic: bool, power: bool = False
     size = in_blocks(x, block).float().abs()
     amax = torch.where(size < torch.inf, size, 0.0).amax(-1)
     if power:
-        step = power_of_two(amax, TOP_POWER)
+        step = power_of_two(amax, TOP_POWER, smallest_step(x.dtype))
         scale = to_exponent(step)
     else:
-        scale = short((amax * (_SLACK / 126)).clamp(min=SMALLEST_NORMAL))
+        scale = short((amax * (_SLACK / 126)).clamp(min=smallest_step(x.dtype)))
         step = scale.float()
     rows, inverse = beside(x, 1.0 / step, block)
-    q = _rounded(rows * inverse, stochastic).clamp(-127, 127)
-    return torch.where(q.isnan(), -128.0, q).to(torch.int8).view(x.shape), scale
+    q = _rounded(rows * inverse, stochastic)
+    special = torch.where(q.isnan(), -128.0, q.clamp(-127, 127))
+    return torch.where(q.abs() < torch.inf, q.clamp(-126, 126), special).to(torch.int8).view(x.shape), scale
 
 
 def unpack_int8(q: torch.Tensor, scale: torch.Tensor, block: int, dtype: torch.dtype) -> torch.Tensor:
@@ -84,8 +86,11 @@ def pack_int4(x: torch.Tensor, block: int, stochastic: bool) -> tuple[torch.Tens
     zero = torch.where(plain, (below * inverse).ceil(), 8.0)
     even = padded(x, 2)
     rows, inverse = beside(even, inverse, block)
-    q = (_rounded(rows * inverse, stochastic) + beside(even, zero, block)[1]).clamp(0, 15)
-    q = torch.where(q.isnan(), 1.0, q).view(even.shape).unflatten(-1, (even.shape[-1] // 2, 2))
+    q = _rounded(rows * inverse, stochastic) + beside(even, zero, block)[1]
+    least = beside(even, torch.where(plain, 0.0, 2.0), block)[1]  # to 15 or 14
+    special = torch.where(q.isnan(), 1.0, q.clamp(0, 15))
+    q = torch.where(q.abs() < torch.inf, q.maximum(least).minimum(15 - least / 2), special)
+    q = q.view(even.shape).unflatten(-1, (even.shape[-1] // 2, 2))
     byte = (q[..., 0] + q[..., 1] * 16).to(torch.uint8)  # the first in the low half
     word = (bits >> 15) + torch.where(plain, zero, 15.0).to(torch.int32)
     return byte, (word - ((word & 0x8000) << 1)).to(torch.int16)
@@ -194,8 +199,10 @@ def int8(block_size: int = 64, stochastic: bool = False, statistics: bool = Fals
             quarter larger.
 
     Error of a value: half a step, or a whole one when stochastic, then the rounding of its own dtype. A step is at most
-    the largest finite value of the block / 125, or / 63 if it is a power of two, and at least 2**-126. Infinities and
-    NaN come back as they were. Integers, 0-d and empty tensors and rows too short to gain are left alone.
+    the largest finite value of the block / 125, or / 63 if it is a power of two, and at least 2**-126, or of
+    float16 its smallest number, 2**-24; if it is a power of two, the error may be a quarter of a step more in a block
+    that holds a number within a 64th of its dtype's largest. Infinities and NaN come back as they were. Integers, 0-d
+    and empty tensors and rows too short to gain are left alone.
 
     Raises:
         OptionError: for another block_size, or an argument of another type.

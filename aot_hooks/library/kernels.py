@@ -26,7 +26,7 @@ import triton
 import triton.language as tl
 
 from .blocks import SMALLEST_NORMAL
-from .scales import MASK, TOP_INT8, TOP_POWER, largest_scale, rounding_up
+from .scales import MASK, TOP_INT8, TOP_POWER, largest_scale, rounding_up, smallest_step
 from .tiles import SLACK, hashes, largest_of, noise_of, one_warp_tile, row_groups
 
 __all__ = [
@@ -245,8 +245,9 @@ def _pack(
     top, limit = _TOP[dtype]
     if of_scale == torch.uint8:
         top = TOP_POWER
-    least, add = rounding_up(top)
-    limits = (limit, SMALLEST_NORMAL, least, add, largest_scale(x.dtype, top))
+    smallest = smallest_step(x.dtype) if dtype == torch.int8 else SMALLEST_NORMAL
+    least, add = rounding_up(top, smallest)
+    limits = (limit, smallest, least, add, largest_scale(x.dtype, top))
     groups = scale.numel()
     length, count = row_groups(x.shape[-1], size)
     with torch.cuda.device_of(x):

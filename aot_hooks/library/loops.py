@@ -35,8 +35,10 @@ from .scales import (
     from_exponent,
     full_word,
     largest_scale,
+    least_exponent,
     power_of_two,
     rounding_up,
+    smallest_step,
     top_power,
 )
 
@@ -53,10 +55,8 @@ __all__ = [
 
 _MAGNITUDE = 0x7FFFFFFF
 _STEP = 0x00800000  # one exponent step
-_SMALLEST_NORMAL = 2.0**-126
 _CODE_ZERO = 127.0  # a code is stored with 127 added; 0, 254 and 255 stand for infinity, -infinity and NaN
 _ROUNDING = 12582912.0  # 1.5 * 2**23
-_LEAST_INT8 = TOP_INT8 * _SMALLEST_NORMAL
 
 _library = torch.library.Library("aot_hooks", "FRAGMENT")
 _library.define("amax_bits(Tensor x) -> Tensor", tags=(torch.Tag.reduction,))
@@ -109,18 +109,20 @@ def _from_float8(q: torch.Tensor, bits: torch.Tensor, dtype: torch.dtype, top: f
 
 
 def _word_amax(word: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """f32: at least the largest finite |x|, and no less than what gives the smallest normal step."""
+    """f32: at least the largest finite |x|, and no less than what gives the smallest step."""
     bits = (word.to(torch.int32) << 16) | LOW
     amax = (bits.clamp(min=_STEP) - _STEP).view(torch.float32)
-    return torch.where(amax == full_word(dtype), torch.finfo(dtype).max, amax).clamp(min=_LEAST_INT8)
+    return torch.where(amax == full_word(dtype), torch.finfo(dtype).max, amax).clamp(
+        min=TOP_INT8 * smallest_step(dtype)
+    )
 
 
-def _exponent_scale(exponent: torch.Tensor) -> torch.Tensor:
-    return from_exponent(exponent.to(torch.int32).clamp(min=OVER + 1) - OVER)
+def _exponent_scale(exponent: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return from_exponent(exponent.to(torch.int32).clamp(min=least_exponent(dtype)) - OVER)
 
 
 def _to_int8(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, power: bool) -> torch.Tensor:
-    inverse = 1.0 / _exponent_scale(scale) if power else TOP_INT8 / _word_amax(scale, dtype)
+    inverse = 1.0 / _exponent_scale(scale, dtype) if power else TOP_INT8 / _word_amax(scale, dtype)
     q = (x.double() * inverse.double() + _CODE_ZERO).round()  # in float64, so that it is rounded once
     q = torch.where(x.isnan(), 255.0, torch.where(x == -torch.inf, 254.0, torch.where(x == torch.inf, 0.0, q)))
     return q.to(torch.uint8)
@@ -129,7 +131,7 @@ def _to_int8(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, power: bo
 def _from_int8(q: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, power: bool) -> torch.Tensor:
     if power:
         top, instead = top_power(dtype)
-        step = _exponent_scale(scale)
+        step = _exponent_scale(scale, dtype)
         step = torch.where(step == top, instead, step)
     else:
         step = _word_amax(scale, dtype) * STEP_INT8
@@ -192,12 +194,12 @@ def _loop_word_amax(ops: Any, word: Any, dtype: torch.dtype) -> Any:
     amax = ops.to_dtype_bitcast(ops.sub(bits, step), torch.float32, torch.int32)
     is_full = ops.eq(amax, ops.constant(full_word(dtype), torch.float32))
     amax = ops.where(is_full, ops.constant(torch.finfo(dtype).max, torch.float32), amax)
-    return ops.maximum(amax, ops.constant(_LEAST_INT8, torch.float32))
+    return ops.maximum(amax, ops.constant(TOP_INT8 * smallest_step(dtype), torch.float32))
 
 
-def _loop_exponent_scale(ops: Any, exponent: Any) -> Any:
+def _loop_exponent_scale(ops: Any, exponent: Any, dtype: torch.dtype) -> Any:
     """The bits of the scale."""
-    own = ops.maximum(ops.to_dtype(exponent, torch.int32), ops.constant(OVER + 1, torch.int32))
+    own = ops.maximum(ops.to_dtype(exponent, torch.int32), ops.constant(least_exponent(dtype), torch.int32))
     own = ops.sub(own, ops.constant(OVER, torch.int32))
     return ops.bitwise_left_shift(own, ops.constant(23, torch.int32))
 
@@ -229,7 +231,7 @@ def _loop_from_float8(ops: Any, q: Any, bits: Any, dtype: torch.dtype, top: floa
 
 def _loop_to_int8(ops: Any, x: Any, scale: Any, dtype: torch.dtype, power: bool) -> Any:
     if power:
-        inverse = ops.sub(ops.constant(INVERSE, torch.int32), _loop_exponent_scale(ops, scale))
+        inverse = ops.sub(ops.constant(INVERSE, torch.int32), _loop_exponent_scale(ops, scale, dtype))
         inverse = ops.to_dtype_bitcast(inverse, torch.float32, torch.int32)
     else:
         inverse = ops.truediv(ops.constant(TOP_INT8, torch.float32), _loop_word_amax(ops, scale, dtype))
@@ -245,7 +247,7 @@ def _loop_to_int8(ops: Any, x: Any, scale: Any, dtype: torch.dtype, power: bool)
 def _loop_from_int8(ops: Any, q: Any, scale: Any, dtype: torch.dtype, power: bool) -> Any:
     if power:
         top, instead = top_power(dtype)
-        step = ops.to_dtype_bitcast(_loop_exponent_scale(ops, scale), torch.float32, torch.int32)
+        step = ops.to_dtype_bitcast(_loop_exponent_scale(ops, scale, dtype), torch.float32, torch.int32)
         is_top = ops.eq(step, ops.constant(top, torch.float32))
         step = ops.where(is_top, ops.constant(instead, torch.float32), step)
     else:

@@ -27,7 +27,9 @@ from .scales import (
     TOP_INT8,
     full_word,
     largest_scale,
+    least_exponent,
     rounding_up,
+    smallest_step,
     top_power,
 )
 
@@ -68,19 +70,19 @@ def _amax(word: str, dtype: torch.dtype) -> str:
     instead = f"setp.eq.f32 p, f, {_number(full)}; selp.f32 f, {_number(largest)}, f, p; " if full != largest else ""
     return (
         f".reg .b32 t; .reg .f32 f; .reg .pred p; shl.b32 t, {word}, 16; or.b32 t, t, {LOW}; max.s32 t, t, {_STEP}; "
-        f"sub.s32 t, t, {_STEP}; mov.b32 f, t; {instead}max.f32 f, f, {_number(TOP_INT8 * 2.0**-126)};"
+        f"sub.s32 t, t, {_STEP}; mov.b32 f, t; {instead}max.f32 f, f, {_number(TOP_INT8 * smallest_step(dtype))};"
     )
 
 
-def _power(exponent: str) -> str:
+def _power(exponent: str, dtype: torch.dtype) -> str:
     """Leaves the bits of the scale in register t; `loops._loop_exponent_scale`."""
-    return f".reg .b32 t; max.s32 t, {exponent}, {OVER + 1}; sub.s32 t, t, {OVER}; shl.b32 t, t, 23;"
+    return f".reg .b32 t; max.s32 t, {exponent}, {least_exponent(dtype)}; sub.s32 t, t, {OVER}; shl.b32 t, t, 23;"
 
 
 @functools.cache
 def _int8_inverse(dtype: torch.dtype, power: bool) -> str:
     if power:
-        return f"{{ {_power('$1')} sub.s32 t, {INVERSE}, t; mov.b32 $0, t; }}"
+        return f"{{ {_power('$1', dtype)} sub.s32 t, {INVERSE}, t; mov.b32 $0, t; }}"
     return f"{{ {_amax('$1', dtype)} div.full.f32 $0, {_number(TOP_INT8)}, f; }}"
 
 
@@ -90,7 +92,7 @@ def _int8_step(dtype: torch.dtype, power: bool) -> str:
         return f"{{ {_amax('$1', dtype)} mul.f32 $0, f, {_number(STEP_INT8)}; }}"
     top, instead = map(_number, top_power(dtype))
     return (
-        f"{{ {_power('$1')} .reg .f32 f; .reg .pred p; mov.b32 f, t; setp.eq.f32 p, f, {top}; "
+        f"{{ {_power('$1', dtype)} .reg .f32 f; .reg .pred p; mov.b32 f, t; setp.eq.f32 p, f, {top}; "
         f"selp.f32 $0, {instead}, f, p; }}"
     )
 

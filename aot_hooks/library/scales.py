@@ -18,6 +18,8 @@ import struct
 
 import torch
 
+from .blocks import SMALLEST_NORMAL
+
 __all__ = [
     "INVERSE",
     "LOW",
@@ -30,9 +32,11 @@ __all__ = [
     "from_exponent",
     "full_word",
     "largest_scale",
+    "least_exponent",
     "power_of_two",
     "rounding_up",
     "short",
+    "smallest_step",
     "to_exponent",
     "top_power",
 ]
@@ -51,16 +55,32 @@ _STEP = 0x00800000  # one exponent step
 _MANTISSA = _STEP - 1
 
 
-def rounding_up(top: float) -> tuple[int, int]:
-    """(least, add): max(bits of amax, least) + add, and MASK, are the bits of the power of two for `top`."""
+def smallest_step(dtype: torch.dtype) -> float:
+    """No step of int8 is smaller: its reciprocal is finite, and all numbers of `dtype` are its multiples then.
+
+    Else what is rounded to float16 only after its scale was found, to one of the multiples of 2**-24 that are all that
+    float16 has below 2**-14, would leave the codes: 0.6 of that one becomes 1.
+    """
+    of = torch.finfo(dtype)
+    return max(SMALLEST_NORMAL, of.tiny * of.eps)
+
+
+def least_exponent(dtype: torch.dtype) -> int:
+    """That of the largest value which has the smallest step, with 127 added, if steps are powers of two."""
+    return (_as_bits(smallest_step(dtype)) >> 23) + OVER
+
+
+def rounding_up(top: float, smallest: float = SMALLEST_NORMAL) -> tuple[int, int]:
+    """(least, add): max(bits of amax, least) + add, and MASK, are the bits of the power of two for `top`, which is no
+    less than `smallest`."""
     fraction, exponent = math.frexp(top)  # 416 = 0.8125 * 2**9
     mantissa = int((2 * fraction - 1) * _STEP)
-    return exponent * _STEP, _MANTISSA - mantissa - (exponent - 1) * _STEP
+    return _as_bits(smallest) + (exponent - 1) * _STEP, _MANTISSA - mantissa - (exponent - 1) * _STEP
 
 
-def power_of_two(amax: torch.Tensor, top: float) -> torch.Tensor:
+def power_of_two(amax: torch.Tensor, top: float, smallest: float = SMALLEST_NORMAL) -> torch.Tensor:
     """f32, of the shape of `amax`, which is f32, finite and not negative."""
-    least, add = rounding_up(top)
+    least, add = rounding_up(top, smallest)
     return ((amax.view(torch.int32).clamp(min=least) + add) & MASK).view(torch.float32)
 
 
