@@ -30,68 +30,19 @@ from .dynamo import _compat as dynamo
 from .eager import CompiledCall
 from .errors import OptionError
 from .given_up import at_end_of_backward
-from .hook import Hook
 from .inductor import _compat as inductor
 from .live import LivePoint, live_bytes
 from .modules import roots
 from .names import carry_names, uses_names
+from .options import Options, inductor_patches
 from .plan import Plan, region_of, repeats_across_regions
-from .policy import SCOPES, Setting, makes
+from .policy import Setting
 from .rewrite import rewrite
 
 if TYPE_CHECKING:
     from cudagraph.backend import Compilation
 
-__all__ = ["Graph", "Options", "aot_hooks", "last_plans", "plan_graph", "recorded", "reset", "with_options"]
-
-
-@dataclass(frozen=True)
-class Options:
-    """`torch.compile(..., options={...})`.
-
-    Attributes:
-        inner: "inductor" or "aten".
-        cudagraphs: hand the compiled graphs to the `cudagraph` package; True, or a dict of its options.
-        policy: a policy or `Hook` for saved tensors that no context covers.
-        scope: scope of `policy`.
-        inductor: config patches for Inductor.
-    """
-
-    inner: str = "inductor"
-    cudagraphs: bool | Mapping[str, Any] = False
-    policy: Any = None
-    scope: str = "donated"
-    inductor: Mapping[str, Any] | None = None
-
-    @classmethod
-    def parse(cls, options: Mapping[str, Any] | None) -> Options:
-        """Raises `OptionError` naming what is unknown and listing what is valid."""
-        given = dict(options or {})
-        valid = list(cls.__dataclass_fields__)
-        unknown = [k for k in given if k not in valid]
-        if unknown:
-            raise OptionError(f"unknown option {unknown[0]!r}; valid options: {', '.join(valid)}")
-        parsed = cls(**given)
-        if parsed.inner not in ("inductor", "aten"):
-            raise OptionError(f"options['inner'] must be 'inductor' or 'aten', got {parsed.inner!r}")
-        if parsed.scope not in SCOPES:
-            raise OptionError(f"options['scope'] must be one of {', '.join(map(repr, SCOPES))}, got {parsed.scope!r}")
-        if not isinstance(parsed.cudagraphs, bool | Mapping):
-            raise OptionError(
-                "options['cudagraphs'] must be True or False, or a dict of cudagraph's options, "
-                f"got {parsed.cudagraphs!r}"
-            )
-        captured.capture_options(parsed.inner, parsed.cudagraphs)
-        policy = parsed.policy
-        if (said := makes(policy)) or not (policy is None or isinstance(policy, Hook) or callable(policy)):
-            raise OptionError(f"options['policy'] must be a policy or a Hook, got {policy!r}{said}")
-        if parsed.inductor is not None:
-            if not isinstance(parsed.inductor, Mapping):
-                raise OptionError(f"options['inductor'] must be a dict of Inductor settings, got {parsed.inductor!r}")
-            wrong = [k for k in parsed.inductor if k not in inductor.config_keys()]
-            if wrong:
-                raise OptionError(f"options['inductor']: Inductor has no setting {wrong[0]!r}")
-        return parsed
+__all__ = ["Graph", "aot_hooks", "last_plans", "plan_graph", "recorded", "reset", "with_options"]
 
 
 @dataclass(eq=False)
@@ -224,7 +175,7 @@ def _compile_graph(
     plans: list[Plan],
     wrapper: Any = None,
 ) -> Callable[..., Any]:
-    patches = _inductor_patches(parsed, mode)
+    patches = inductor_patches(parsed, mode)
     setting, alive, regions = _in_force(gm, parsed)
     if wrapper is not None:
         recompiles.note(wrapper, [s for s in (setting, *regions.values()) if s is not None])
@@ -401,18 +352,6 @@ def _with_eager_hooks(compiled: Callable[..., Any]) -> Callable[..., Any]:
         return out
 
     return run
-
-
-def _inductor_patches(options: Options, mode: str | None) -> dict[str, Any]:
-    if options.inner != "inductor":
-        if options.inductor:
-            raise OptionError("options['inductor'] needs options['inner'] = 'inductor'")
-        return {}
-    try:
-        patches = inductor.mode_options(mode)
-    except RuntimeError as e:
-        raise OptionError(f"mode={mode!r}: {e}") from e
-    return patches | dict(options.inductor or {})
 
 
 def _compile(

@@ -20,7 +20,8 @@ from typing import Any
 
 from torch.fx import GraphModule
 
-from . import _compat, graphs, inductor, stored, tree
+from . import graphs, inductor, stored, tree
+from .compilers import _compat
 from .driver import CaptureDriver
 from .errors import OptionError
 from .graphs import Boxed, Kind

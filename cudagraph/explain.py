@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
-from . import _compat
 from .backend import Compilation
 from .check import Blocker, capture_device
+from .compilers import _compat
 from .driver import CaptureDriver
 from .graphs import Analysis, Boxed, Kind, analyse, boxed
 from .options import Options

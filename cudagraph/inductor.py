@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch.fx import GraphModule
 
-from . import _compat, counters, tree
+from . import counters, tree
 from .check import capture_device
+from .compilers import _compat
 from .driver import CaptureDriver
 from .graphs import Boxed, Kind, analyse, report, tell, uncaptured
 from .options import Options

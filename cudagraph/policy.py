@@ -17,7 +17,8 @@ from typing import Any
 
 import torch
 
-from . import _compat, counters, tree
+from . import counters, tree
+from .compilers import _compat
 from .driver import CaptureDriver
 from .graphs import Boxed, uncaptured
 from .inductor import capture_partitions

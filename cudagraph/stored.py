@@ -32,6 +32,7 @@ from torch.fx import GraphModule
 
 from . import _compat
 from .check import Blocker, is_host_operator
+from .compilers import _compat as compilers
 from .errors import CudaGraphError
 from .graphs import Analysis, Kind, Verdict, whole_piece
 from .options import Options
@@ -147,7 +148,7 @@ def why_not(options: Options) -> str:
     """Why graphs compiled now can't be stored together with what is known of them; "" if they can."""
     if options.inner != "inductor":
         return f"inner {options.inner!r} compiles nothing that could be stored"
-    return _compat.why_not_cached()
+    return compilers.why_not_cached()
 
 
 class Store:
@@ -170,7 +171,7 @@ class Store:
         """To be called while AOTAutograd compiles what `found` is of, a backward maybe long after its forward."""
         self.kept[found.word] = found.with_traces(self._to_number)
         if self._beside is None:
-            self._beside = _compat.beside_entry()
+            self._beside = compilers.beside_entry()
         if self._beside is not None:
             self._beside(pickle.dumps((_FORMAT, self.cannot, tuple(self.kept.values()))))
 
@@ -238,7 +239,7 @@ class Store:
     def through_cache(self, finish: Callable[[Any, Found], Any]) -> Iterator[None]:
         """What Inductor compiles inside, on this thread, goes through torch's AOTAutograd cache by a key of its own;
         `finish(code, found)` makes of code that was found there what is to be called."""
-        with _compat.captures_in_cache(self.key, self.take, Refused, finish):
+        with compilers.captures_in_cache(self.key, self.take, Refused, finish):
             yield
 
 

@@ -12,8 +12,8 @@ from torch import nn
 import aot_hooks
 import cudagraph
 from aot_hooks import captured, transfers
-from aot_hooks.backend import Options
 from aot_hooks.backend import aot_hooks as backend
+from aot_hooks.options import Options
 from cudagraph import tree
 from cudagraph.backend import Compilation
 from cudagraph.check import is_host_operator

@@ -47,7 +47,7 @@ def as_data(found: stored.Found) -> Any:
 
 def kept(gm: torch.fx.GraphModule, *found: stored.Found, monkeypatch: pytest.MonkeyPatch) -> bytes:
     data: list[bytes] = []
-    monkeypatch.setattr(stored._compat, "beside_entry", lambda: data.append)
+    monkeypatch.setattr(stored.compilers, "beside_entry", lambda: data.append)
     store = stored.Store(gm, INDUCTOR, "cuda")
     for each in found:
         store.keep(each)

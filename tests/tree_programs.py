@@ -17,8 +17,8 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.utils import count_tangents
 
-import cudagraph._compat as compat
-from cudagraph import tree
+from cudagraph import _compat, tree
+from cudagraph.compilers._compat import static_inputs_of_forward
 from cudagraph.driver import cuda_driver
 from cudagraph.options import Options
 from cudagraph.tree import Piece
@@ -33,7 +33,7 @@ class World:
 
     @property
     def raises_on_access(self) -> bool:
-        return compat.can_poison()
+        return _compat.can_poison()
 
     def randn(self, *size: int, **kw: Any) -> torch.Tensor:
         return torch.randn(*size, device=self.device, **kw)
@@ -87,8 +87,8 @@ class World:
 
             def piece(kind: str) -> Callable[..., Any]:
                 def compiler(graph: Any, inputs: Any) -> Any:
-                    compat.set_boxed(graph)
-                    static = compat.static_inputs_of_forward()
+                    _compat.set_boxed(graph)
+                    static = static_inputs_of_forward()
                     if kind == "backward":  # all that is saved, as torch's trees take it
                         static = tuple(range(count_tangents(graph)))
                     mutated = [

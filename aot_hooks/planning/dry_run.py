@@ -22,9 +22,10 @@ from torch.fx import Graph, GraphModule
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from .._compat import data_dependent_errors, pytree, without_modes
-from ..backend import Options, plan_graph
+from ..backend import plan_graph
 from ..dynamo import _compat as dynamo
 from ..errors import AotHooksError, OptionError, UnsupportedGraphError
+from ..options import Options
 from ..plan import Plan, joined
 from ..saved import SavedTensor
 from . import _compat

@@ -109,7 +109,7 @@ def run_script(path: str, arguments: list[str], options: Mapping[str, Any], step
     """Run the script at `path` as `python path arguments...` would.
 
     Args:
-        options: of the backend, see `backend.Options`.
+        options: of the backend, see options.py.
         steps: stop after so many optimizer steps; None runs it to its end.
 
     Raises:

@@ -1,0 +1,77 @@
+"""What users say to the backend: `torch.compile(..., backend="aot_hooks", mode=..., options={...})`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from . import captured
+from .errors import OptionError
+from .hook import Hook
+from .inductor import _compat as inductor
+from .policy import SCOPES, makes
+
+__all__ = ["Options", "inductor_patches"]
+
+
+@dataclass(frozen=True)
+class Options:
+    """`torch.compile(..., options={...})`.
+
+    Attributes:
+        inner: "inductor" or "aten".
+        cudagraphs: hand the compiled graphs to the `cudagraph` package; True, or a dict of its options.
+        policy: a policy or `Hook` for saved tensors that no context covers.
+        scope: scope of `policy`.
+        inductor: config patches for Inductor.
+    """
+
+    inner: str = "inductor"
+    cudagraphs: bool | Mapping[str, Any] = False
+    policy: Any = None
+    scope: str = "donated"
+    inductor: Mapping[str, Any] | None = None
+
+    @classmethod
+    def parse(cls, options: Mapping[str, Any] | None) -> Options:
+        """Raises `OptionError` naming what is unknown and listing what is valid."""
+        given = dict(options or {})
+        valid = list(cls.__dataclass_fields__)
+        unknown = [k for k in given if k not in valid]
+        if unknown:
+            raise OptionError(f"unknown option {unknown[0]!r}; valid options: {', '.join(valid)}")
+        parsed = cls(**given)
+        if parsed.inner not in ("inductor", "aten"):
+            raise OptionError(f"options['inner'] must be 'inductor' or 'aten', got {parsed.inner!r}")
+        if parsed.scope not in SCOPES:
+            raise OptionError(f"options['scope'] must be one of {', '.join(map(repr, SCOPES))}, got {parsed.scope!r}")
+        if not isinstance(parsed.cudagraphs, bool | Mapping):
+            raise OptionError(
+                "options['cudagraphs'] must be True or False, or a dict of cudagraph's options, "
+                f"got {parsed.cudagraphs!r}"
+            )
+        captured.capture_options(parsed.inner, parsed.cudagraphs)
+        policy = parsed.policy
+        if (said := makes(policy)) or not (policy is None or isinstance(policy, Hook) or callable(policy)):
+            raise OptionError(f"options['policy'] must be a policy or a Hook, got {policy!r}{said}")
+        if parsed.inductor is not None:
+            if not isinstance(parsed.inductor, Mapping):
+                raise OptionError(f"options['inductor'] must be a dict of Inductor settings, got {parsed.inductor!r}")
+            wrong = [k for k in parsed.inductor if k not in inductor.config_keys()]
+            if wrong:
+                raise OptionError(f"options['inductor']: Inductor has no setting {wrong[0]!r}")
+        return parsed
+
+
+def inductor_patches(options: Options, mode: str | None) -> dict[str, Any]:
+    """Inductor's settings; raises `OptionError` for an unknown mode, and for settings of what is not to run."""
+    if options.inner != "inductor":
+        if options.inductor:
+            raise OptionError("options['inductor'] needs options['inner'] = 'inductor'")
+        return {}
+    try:
+        patches = inductor.mode_options(mode)
+    except RuntimeError as e:
+        raise OptionError(f"mode={mode!r}: {e}") from e
+    return patches | dict(options.inductor or {})
