@@ -323,6 +323,7 @@ class Simulator:
 
     def copy_out(self, storages: Sequence[torch.UntypedStorage]) -> None:
         for storage in storages:
+            assert self.can_copy_out(storage), "what can't be pointed elsewhere is"
             self.copied_out += 1
             fresh = torch.empty(storage.nbytes(), dtype=torch.uint8)
             fresh.copy_(torch.empty(0, dtype=torch.uint8).set_(storage, 0, (storage.nbytes(),), (1,)))

@@ -259,6 +259,21 @@ def close_at_once():
         dropping.due.popleft().close()
 
 
+def test_nothing_is_closed_inside_of_a_capture_of_the_callers_own(monkeypatch):
+    tree.reset()
+    world = World("simulator")
+    f = world.function(lambda x: [x.sin()])
+    steps(world, f, lambda x: [x.sin()], lambda: (world.randn(4),))
+    with monkeypatch.context() as patched:
+        patched.setattr(world.driver, "is_capturing", lambda: True)
+        del f
+        gc.collect()
+        tree.mark_step_begin()
+        assert not world.driver.pools[0].released
+    tree.mark_step_begin()
+    assert world.driver.pools[0].released
+
+
 def test_trees_of_threads_that_are_gone_go(world):
     f = world.function(lambda x: [x.sin()])
     before = len(tree.every_thread)
