@@ -314,6 +314,7 @@ def _op_name(node: Node) -> str:
 
 
 _PACKAGE = str(Path(__file__).parent) + os.sep  # frames of `plan` and `checkpoint_name` are none of the user's
+_TORCH = str(Path(torch.__file__).parent) + os.sep
 _FRAME = re.compile(r'File "(?P<file>[^"]*)", line (?P<line>\d+), in .*\n\s*(?P<code>.*)')
 
 
@@ -331,7 +332,7 @@ def _source_line(node: Node) -> str:
     frames = [f for f in _FRAME.finditer(node.meta.get("stack_trace") or "") if not f["file"].startswith(_PACKAGE)]
     if not frames:
         return ""
-    last = frames[-1]
+    last = next((f for f in reversed(frames) if not f["file"].startswith(_TORCH)), frames[-1])  # not F.rms_norm's own
     return f"{last['file'].rsplit('/', 1)[-1]}:{last['line']}: {last['code'].strip()}"
 
 
