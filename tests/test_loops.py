@@ -36,7 +36,7 @@ def rows(dtype: torch.dtype) -> torch.Tensor:
 def there_and_back(x: torch.Tensor, fmt: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     top, inf = RANGE[fmt]
     bits = loops.amax_bits(x)
-    q = loops.to_float8(x, bits, fmt, top)
+    q = loops.to_float8(x, bits, fmt, top, x.dtype)
     return bits, q, loops.from_float8(q, bits, x.dtype, top, inf)
 
 
@@ -125,6 +125,22 @@ def test_what_is_rounded_after_its_scale_was_found_stays_a_number(power):
             # half of a step, and half of a digit twice: of what was stored and of what comes back
             bound = step / 2 + back * torch.finfo(dtype).eps + (2.0**-24 if dtype is torch.float16 else 0)
             assert ((back - x[some, 0]).abs() <= bound).all()
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("fmt", RANGE, ids=str)
+def test_what_float8_holds_is_no_infinity_when_it_is_rounded_later(fmt):
+    top, inf = RANGE[fmt]
+    for exponent in (-120, *range(-27, -13), 0, 7, 15):
+        x = torch.zeros(1024, 8)
+        x[:, 0] = torch.linspace(0.96, 2.1, 1024) * 2.0**exponent
+        bits = loops.amax_bits(x)
+        for dtype in (torch.bfloat16, torch.float16):
+            stored = x.to(dtype)
+            stored[stored.isinf()] = 0
+            back = loops.from_float8(loops.to_float8(stored, bits, fmt, top, dtype), bits, dtype, top, inf)
+            off = (back.double() - stored.double()).abs()
+            assert (off <= stored.double().abs() * 2.0 ** (-4 if fmt is torch.float8_e4m3fn else -3)).all()
 
 
 @pytest.mark.core

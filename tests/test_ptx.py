@@ -116,9 +116,10 @@ def test_float8_is_that_of_the_tensor_code(fmt):
     x[10:16, 0] = torch.tensor([-1, 1, 1, 1, 1, 1]) * top * 2.0 ** torch.tensor([0, 112, -5, -150, -134, 10])
     x[12:14] = x[12:14].nextafter(torch.tensor(torch.inf))  # just above what the scale changes at
     bits = loops.amax_bits(x)
-    got = ptx.to_float8(Emulated(), x.reshape(-1), bits.expand_as(x).reshape(-1), fmt, top)
-    expected = loops.to_float8(x, bits, fmt, top)
-    torch.testing.assert_close(got.view_as(x).float(), expected.float(), rtol=0, atol=0, equal_nan=True)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        got = ptx.to_float8(Emulated(), x.reshape(-1), bits.expand_as(x).reshape(-1), fmt, top, dtype)
+        expected = loops.to_float8(x, bits, fmt, top, dtype)
+        torch.testing.assert_close(got.view_as(x).float(), expected.float(), rtol=0, atol=0, equal_nan=True)
     q = torch.arange(256, dtype=torch.uint8).view(fmt).expand(40, 256)
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         got = ptx.from_float8(Emulated(), q.reshape(-1), bits.expand(40, 256).reshape(-1), dtype, top, inf)

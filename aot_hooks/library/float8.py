@@ -75,7 +75,7 @@ class _Pack:
             scale = scale.squeeze(-1)
         rows, beside_rows = beside(y, scale, block) if block else (y, scale)
         if scale.dtype is torch.int32:
-            q = loops.to_float8(rows, beside_rows, self.dtype, top)
+            q = loops.to_float8(rows, beside_rows, self.dtype, top, x.dtype)
         else:
             q = (rows.float() * (1.0 / beside_rows)).clamp(-inf, inf).to(self.dtype)
             scale = scale.clamp(max=largest_scale(x.dtype, top))

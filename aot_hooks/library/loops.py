@@ -38,6 +38,7 @@ from .scales import (
     least_exponent,
     power_of_two,
     rounding_up,
+    smallest_scale,
     smallest_step,
     top_power,
 )
@@ -60,7 +61,7 @@ _ROUNDING = 12582912.0  # 1.5 * 2**23
 
 _library = torch.library.Library("aot_hooks", "FRAGMENT")
 _library.define("amax_bits(Tensor x) -> Tensor", tags=(torch.Tag.reduction,))
-_library.define("to_float8(Tensor x, Tensor bits, ScalarType dtype, float top) -> Tensor")
+_library.define("to_float8(Tensor x, Tensor bits, ScalarType dtype, float top, ScalarType of) -> Tensor")
 _library.define("from_float8(Tensor q, Tensor bits, ScalarType dtype, float top, float inf) -> Tensor")
 _library.define("amax_word(Tensor x) -> Tensor", tags=(torch.Tag.reduction,))
 _library.define("amax_exponent(Tensor x) -> Tensor", tags=(torch.Tag.reduction,))
@@ -93,18 +94,18 @@ def _amax_exponent(x: torch.Tensor) -> torch.Tensor:
     return (((_amax_bits(x) >> 16).clamp(min=_STEP >> 16) + (ROUND_UP - (_STEP >> 16))) >> 7).to(torch.uint8)
 
 
-def _scale(bits: torch.Tensor, top: float) -> torch.Tensor:
-    return power_of_two((bits.clamp(min=_STEP) - _STEP).view(torch.float32), top)
+def _scale(bits: torch.Tensor, top: float, of: torch.dtype) -> torch.Tensor:
+    return power_of_two((bits.clamp(min=_STEP) - _STEP).view(torch.float32), top, smallest_scale(of, top))
 
 
-def _to_float8(x: torch.Tensor, bits: torch.Tensor, dtype: torch.dtype, top: float) -> torch.Tensor:
+def _to_float8(x: torch.Tensor, bits: torch.Tensor, dtype: torch.dtype, top: float, of: torch.dtype) -> torch.Tensor:
     inf = torch.finfo(dtype).max
-    return (x.float() * (1.0 / _scale(bits, top))).clamp(-inf, inf).to(dtype)
+    return (x.float() * (1.0 / _scale(bits, top, of))).clamp(-inf, inf).to(dtype)
 
 
 def _from_float8(q: torch.Tensor, bits: torch.Tensor, dtype: torch.dtype, top: float, inf: float) -> torch.Tensor:
     y = q.float()
-    scale = _scale(bits, top).clamp(max=largest_scale(dtype, top))
+    scale = _scale(bits, top, dtype).clamp(max=largest_scale(dtype, top))
     return (y * torch.where(y.abs() == inf, torch.inf, scale)).to(dtype)
 
 
@@ -157,7 +158,7 @@ for _name, _dtype in (("amax_bits", torch.int32), ("amax_word", torch.int16), ("
     torch.library.register_fake(
         f"aot_hooks::{_name}", lambda x, dtype=_dtype: x.new_empty((*x.shape[:-1], 1), dtype=dtype)
     )
-torch.library.register_fake("aot_hooks::to_float8", lambda x, bits, dtype, top: torch.empty_like(x, dtype=dtype))
+torch.library.register_fake("aot_hooks::to_float8", lambda x, bits, dtype, *_: torch.empty_like(x, dtype=dtype))
 torch.library.register_fake("aot_hooks::from_float8", lambda q, bits, dtype, *_: torch.empty_like(q, dtype=dtype))
 torch.library.register_fake("aot_hooks::to_int8", lambda x, *_: torch.empty_like(x, dtype=torch.uint8))
 torch.library.register_fake("aot_hooks::from_int8", lambda q, scale, dtype, _: torch.empty_like(q, dtype=dtype))
@@ -204,15 +205,15 @@ def _loop_exponent_scale(ops: Any, exponent: Any, dtype: torch.dtype) -> Any:
     return ops.bitwise_left_shift(own, ops.constant(23, torch.int32))
 
 
-def _loop_scale(ops: Any, bits: Any, top: float) -> Any:
+def _loop_scale(ops: Any, bits: Any, top: float, of: torch.dtype) -> Any:
     """The bits of the scale."""
-    least, add = rounding_up(top)
+    least, add = rounding_up(top, smallest_scale(of, top))
     bits = ops.maximum(bits, ops.constant(least + _STEP, torch.int32))
     return ops.bitwise_and(ops.add(bits, ops.constant(add - _STEP, torch.int32)), ops.constant(MASK, torch.int32))
 
 
-def _loop_to_float8(ops: Any, x: Any, bits: Any, dtype: torch.dtype, top: float) -> Any:
-    inverse = ops.sub(ops.constant(INVERSE, torch.int32), _loop_scale(ops, bits, top))
+def _loop_to_float8(ops: Any, x: Any, bits: Any, dtype: torch.dtype, top: float, of: torch.dtype) -> Any:
+    inverse = ops.sub(ops.constant(INVERSE, torch.int32), _loop_scale(ops, bits, top, of))
     inverse = ops.to_dtype_bitcast(inverse, torch.float32, torch.int32)
     scaled = ops.mul(ops.to_dtype(x, torch.float32), inverse)
     if dtype is not torch.float8_e4m3fn:  # Triton's conversion to e4m3 takes infinity to the largest number by itself
@@ -223,7 +224,7 @@ def _loop_to_float8(ops: Any, x: Any, bits: Any, dtype: torch.dtype, top: float)
 
 def _loop_from_float8(ops: Any, q: Any, bits: Any, dtype: torch.dtype, top: float, inf: float) -> Any:
     y = ops.to_dtype(q, torch.float32)
-    scale = ops.to_dtype_bitcast(_loop_scale(ops, bits, top), torch.float32, torch.int32)
+    scale = ops.to_dtype_bitcast(_loop_scale(ops, bits, top, dtype), torch.float32, torch.int32)
     scale = ops.minimum(scale, ops.constant(largest_scale(dtype, top), torch.float32))
     is_inf = ops.eq(ops.abs(y), ops.constant(inf, torch.float32))  # the largest number stands for infinity
     return ops.to_dtype(ops.mul(y, ops.where(is_inf, ops.constant(float("inf"), torch.float32), scale)), dtype)

@@ -29,6 +29,7 @@ from .scales import (
     largest_scale,
     least_exponent,
     rounding_up,
+    smallest_scale,
     smallest_step,
     top_power,
 )
@@ -97,21 +98,22 @@ def _int8_step(dtype: torch.dtype, power: bool) -> str:
     )
 
 
-def _scale(bits: str, top: float) -> str:
+def _scale(bits: str, top: float, of: torch.dtype) -> str:
     """Leaves the bits of the scale in register t; `loops._loop_scale`."""
-    least, add = rounding_up(top)
+    least, add = rounding_up(top, smallest_scale(of, top))
     return f".reg .s32 t; max.s32 t, {bits}, {least + _STEP}; add.s32 t, t, {add - _STEP}; and.b32 t, t, {MASK};"
 
 
 @functools.cache
-def _float8_inverse(top: float) -> str:
-    return f"{{ {_scale('$1', top)} sub.s32 t, {INVERSE}, t; mov.b32 $0, t; }}"
+def _float8_inverse(top: float, of: torch.dtype) -> str:
+    return f"{{ {_scale('$1', top, of)} sub.s32 t, {INVERSE}, t; mov.b32 $0, t; }}"
 
 
 @functools.cache
-def _float8_back(top: float, inf: float, largest: float) -> str:
+def _float8_back(top: float, inf: float, of: torch.dtype) -> str:
+    largest = _number(largest_scale(of, top))
     return (
-        f"{{ {_scale('$2', top)} .reg .f32 f, a; .reg .pred p; mov.b32 f, t; min.f32 f, f, {_number(largest)}; "
+        f"{{ {_scale('$2', top, of)} .reg .f32 f, a; .reg .pred p; mov.b32 f, t; min.f32 f, f, {largest}; "
         f"abs.f32 a, $1; setp.eq.f32 p, a, {_number(inf)}; selp.f32 f, {_INFINITY}, f, p; mul.f32 $0, $1, f; }}"
     )
 
@@ -178,8 +180,9 @@ def amax_exponent(ops: Any, x: Any) -> Any:
     return _emit(ops, _EXPONENT, torch.int32, "=r,f", ops.to_dtype(x, torch.float32))
 
 
-def to_float8(ops: Any, x: Any, bits: Any, dtype: torch.dtype, top: float) -> Any:
-    scaled = ops.mul(ops.to_dtype(x, torch.float32), _emit(ops, _float8_inverse(top), torch.float32, "=f,r", bits))
+def to_float8(ops: Any, x: Any, bits: Any, dtype: torch.dtype, top: float, of: torch.dtype) -> Any:
+    inverse = _emit(ops, _float8_inverse(top, of), torch.float32, "=f,r", bits)
+    scaled = ops.mul(ops.to_dtype(x, torch.float32), inverse)
     if dtype is not torch.float8_e4m3fn:  # Triton's conversion to e4m3 takes infinity to the largest number by itself
         inf = torch.finfo(dtype).max
         scaled = ops.minimum(ops.maximum(scaled, ops.constant(-inf, torch.float32)), ops.constant(inf, torch.float32))
@@ -188,8 +191,7 @@ def to_float8(ops: Any, x: Any, bits: Any, dtype: torch.dtype, top: float) -> An
 
 def from_float8(ops: Any, q: Any, bits: Any, dtype: torch.dtype, top: float, inf: float) -> Any:
     y = ops.to_dtype(q, torch.float32)
-    back = _float8_back(top, inf, largest_scale(dtype, top))
-    return ops.to_dtype(_emit(ops, back, torch.float32, "=f,f,r", y, bits), dtype)
+    return ops.to_dtype(_emit(ops, _float8_back(top, inf, dtype), torch.float32, "=f,f,r", y, bits), dtype)
 
 
 def to_int8(ops: Any, x: Any, scale: Any, dtype: torch.dtype, power: bool) -> Any:

@@ -36,6 +36,7 @@ __all__ = [
     "power_of_two",
     "rounding_up",
     "short",
+    "smallest_scale",
     "smallest_step",
     "to_exponent",
     "top_power",
@@ -63,6 +64,12 @@ def smallest_step(dtype: torch.dtype) -> float:
     """
     of = torch.finfo(dtype)
     return max(SMALLEST_NORMAL, of.tiny * of.eps)
+
+
+def smallest_scale(dtype: torch.dtype, top: float) -> float:
+    """The same of float8 where its largest code is `top`: up to that, all numbers of `dtype` are codes then."""
+    divisor = int(top) & -int(top)  # of 416 = 13 * 32
+    return max(SMALLEST_NORMAL, torch.finfo(dtype).tiny * torch.finfo(dtype).eps / divisor)
 
 
 def least_exponent(dtype: torch.dtype) -> int:
