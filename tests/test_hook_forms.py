@@ -69,7 +69,7 @@ def test_forms_of_a_hook(model: Chain, x: Tensor, form: str, wrap: Any) -> None:
 def test_the_functions_of_a_hook_bring_its_name(hook: Hook) -> None:
     with saved_tensors_hooks(hook.pack, hook.unpack):
         setting, _ = ambient()
-    assert setting is not None and repr(setting.rule) == hook.name
+    assert setting is not None and repr(setting.rule) == repr(hook)
 
 
 @pytest.mark.core
