@@ -22,6 +22,7 @@ VARIANTS = {
     '`backend="aot_hooks"`, no hooks': "ours_no_hooks",
     "`aot_hooks.float8()`": "ours_float8_rowwise",
     "`aot_hooks.int8()`": "ours_int8",
+    "`aot_hooks.int8(128, power_of_two=True)`": "ours_int8_128_power",
     "`aot_hooks.int4()`": "ours_int4",
     "`aot_hooks.offload()`": "ours_offload",
     "`aot_hooks.offload(then=aot_hooks.float8())`": "ours_float8_offload",
