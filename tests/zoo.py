@@ -5,7 +5,7 @@ PROGRAMS[name]() -> (module, inputs)      float inputs take gradients, as all pa
 maxima         pooled CNNs, maxima over tokens, L-inf norms and clipping, maxout, hard negatives
 routers        top-1 by max and argmax, top-2 by topk, a mixture of experts with dynamic shapes, hard Gumbel softmax
 quantizers     straight-through round and floor, fake quantization, vector quantization, top-k activations
-losses         KL distillation, focal, hinge, sparsemax, label smoothing, contrastive, quantile, Huber, sliced Wasserstein
+losses         KL distillation, focal, hinge, sparsemax, label smoothing, contrastive, quantile, Wasserstein
 models         LSTM, Mamba-like scan, BatchNorm, attention with a mask, in float32 and under bfloat16 autocast
 """
 
