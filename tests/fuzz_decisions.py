@@ -83,8 +83,10 @@ DECISIONS = (
     "{b}.gather(1, {a}.argmax(1, keepdim=True)) + {a}",
     "{b} * {a}.argmax(1, keepdim=True).to({a}.dtype) / 32",
     "F.one_hot({a}.argmax(1), 32).to({a}.dtype) * {b}",
+    "straight_through({a}, {a}.round()) * {b}",
+    "straight_through({a}, ({a} * 4).floor() / 4) * {b}",
+    "straight_through({a}.clamp(-1, 1), {a}.sign()).square()",
     "({a} + ({a}.round() - {a}).detach()) * {b}",
-    "({a} + (({a} * 4).floor() / 4 - {a}).detach()) * {b}",
     "{a}.round() * {b}",
     "{a}.floor() * {b} * 0.3",
     "({a} * 2).ceil() * {b} * 0.2",
@@ -175,10 +177,17 @@ NAMES = (
 TRAINED = 7  # of them, the first ones
 
 
+def straight_through(soft: torch.Tensor, hard: torch.Tensor) -> torch.Tensor:
+    """`hard`, with the gradient of `soft`. Under `no_grad`, not by `detach`, which the partitioner never recomputes."""
+    with torch.no_grad():
+        difference = hard - soft
+    return soft + difference
+
+
 def fake_quantize(a: torch.Tensor) -> torch.Tensor:
     """4 bits with one scale, straight through."""
     scale = a.detach().abs().max() / 7
-    return a + ((a / scale).round().clamp(-7, 7) * scale - a).detach()
+    return straight_through(a, (a / scale).round().clamp(-7, 7) * scale)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -204,6 +213,7 @@ class Program:
         name = f"<program {self.seed}, {hash(self.code) & 0xFFFFFF:x}>"
         linecache.cache[name] = (len(self.code), None, self.code.splitlines(keepends=True), name)
         made: dict[str, Any] = {"torch": torch, "F": F, "fake_quantize": fake_quantize}
+        made["straight_through"] = straight_through
         exec(compile(self.code, name, "exec"), made)
         return made["program"]  # type: ignore[no-any-return]
 

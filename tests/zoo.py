@@ -104,8 +104,8 @@ def cnn_amax() -> tuple[nn.Module, Inputs]:
 @program
 def cnn_max_pool() -> tuple[nn.Module, Inputs]:
     layers = nn.Sequential(
-        nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.MaxPool2d(2),
-        nn.Conv2d(16, 16, 3, padding=1), nn.BatchNorm2d(16), nn.GELU(), nn.MaxPool2d(3, 2),
+        nn.Conv2d(3, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16), nn.ReLU(), nn.MaxPool2d(2),
+        nn.Conv2d(16, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16), nn.GELU(), nn.MaxPool2d(3, 2),
         nn.Flatten(), nn.Linear(144, CLASSES),
     )  # fmt: skip
     return Model(layers, lambda self, h, y: F.cross_entropy(h, y)), [images(), torch.arange(4)]
@@ -274,7 +274,7 @@ def hard_gumbel_softmax() -> tuple[nn.Module, Inputs]:
     def choose(logits: Tensor) -> Tensor:
         soft = softmax(logits + noise)
         hard = torch.zeros_like(soft).scatter(-1, soft.argmax(-1, keepdim=True), 1.0)
-        return hard - soft.detach() + soft
+        return straight_through(soft, lambda soft: hard)
 
     return route(choose)
 
@@ -295,8 +295,11 @@ def mixture_of_experts_dynamic() -> tuple[nn.Module, Inputs]:
 # quantizers
 
 
-def straight_through(round_: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    return lambda h: (h + (round_(h) - h).detach()).square()
+def straight_through(h: Tensor, hard: Callable[[Tensor], Tensor]) -> Tensor:
+    """`hard(h)`, with the gradient of `h`. Under `no_grad`, not by `detach`, which the partitioner never recomputes."""
+    with torch.no_grad():
+        difference = hard(h) - h
+    return h + difference
 
 
 @program
@@ -306,41 +309,48 @@ def where_threshold() -> tuple[nn.Module, Inputs]:
 
 @program
 def ste_round() -> tuple[nn.Module, Inputs]:
-    return weighted(straight_through(torch.round), nn.Sequential(gelu(), nn.Linear(WIDTH, WIDTH), nn.Tanh()))
+    return weighted(lambda h: straight_through(h * 2, torch.round).square())
+
+
+@program
+def ste_round_by_detach() -> tuple[nn.Module, Inputs]:
+    return weighted(lambda h: (h + (h.round() - h).detach()).square())
 
 
 @program
 def ste_floor() -> tuple[nn.Module, Inputs]:
-    return weighted(straight_through(lambda h: (h * 4).floor() / 4), gelu())
+    return weighted(lambda h: straight_through(h, lambda h: (h * 4).floor() / 4) * h)
+
+
+@program
+def rounded_factor() -> tuple[nn.Module, Inputs]:
+    return weighted(lambda h: (h * 2).round() * h)
 
 
 @program
 def ste_sign() -> tuple[nn.Module, Inputs]:
-    def binarize(h: Tensor) -> Tensor:
-        soft = h.clamp(-1, 1)
-        return (soft + (h.sign() - soft).detach()) * h
+    return weighted(lambda h: straight_through((h - 0.2).clamp(-1, 1), torch.sign) * h)
 
-    return weighted(binarize, mlp())
+
+def fake_quantize(x: Tensor) -> Tensor:
+    scale = x.detach().abs().amax() / 7
+    return straight_through(x, lambda x: (x / scale).round().clamp(-7, 7) * scale)
 
 
 @program
 def fake_quantization() -> tuple[nn.Module, Inputs]:
     class Quantized(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
-            return F.linear(fake(F.gelu(x)), fake(self.weight), self.bias)
+            return F.linear(fake_quantize(F.gelu(x)), fake_quantize(self.weight), self.bias)
 
-    def fake(x: Tensor) -> Tensor:
-        scale = x.abs().amax() / 7
-        return x + ((x / scale).round().clamp(-7, 7) * scale - x).detach()
-
-    return weighted(lambda h: fake(h) * h, nn.Sequential(*(Quantized(WIDTH, WIDTH) for _ in range(3))))
+    return weighted(lambda h: fake_quantize(h) * h, nn.Sequential(*(Quantized(WIDTH, WIDTH) for _ in range(3))))
 
 
 @program
 def learned_step_size() -> tuple[nn.Module, Inputs]:
     def loss(self: Any, h: Tensor, w: Tensor) -> Tensor:
-        scaled = (h / self.step).clamp(-7, 7)
-        return ((scaled + (scaled.round() - scaled).detach()) * self.step * w).sum()
+        rounded = straight_through((h / self.step).clamp(-7, 7), torch.round)
+        return (rounded * self.step * w).sum()
 
     return on_rows(gelu(), loss, weights(), step=nn.Parameter(torch.tensor(0.2)))
 
@@ -352,7 +362,7 @@ def vector_quantization() -> tuple[nn.Module, Inputs]:
         distance = z.square().sum(1, keepdim=True) - 2 * z @ self.codes.t() + self.codes.square().sum(1)
         code = F.embedding(distance.argmin(1), self.codes)
         commitment = F.mse_loss(z, code.detach()) * 0.25 + F.mse_loss(code, z.detach())
-        out = self.decoder((z + (code - z).detach()).view(ROWS, WIDTH))
+        out = self.decoder(F.gelu(straight_through(z, lambda z: code).view(ROWS, WIDTH)))
         return F.mse_loss(out, target) + commitment
 
     return on_rows(mlp(), loss, weights(), codes=nn.Parameter(torch.randn(32, 16)), decoder=mlp())
@@ -587,12 +597,11 @@ def mamba_parallel_scan() -> tuple[nn.Module, Inputs]:
 
 def batch_norm(dtype: torch.dtype | None) -> tuple[nn.Module, Inputs]:
     layers = nn.Sequential(
-        nn.Conv2d(3, 64, 3, padding=1), nn.BatchNorm2d(64), nn.ReLU(),
-        nn.Conv2d(64, 64, 3, padding=1), nn.BatchNorm2d(64), nn.SiLU(),
-        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Linear(64, CLASSES),
+        nn.Conv2d(3, 64, 3, padding=1, bias=False), nn.BatchNorm2d(64), nn.ReLU(),
+        nn.Conv2d(64, 64, 3, padding=1, bias=False), nn.BatchNorm2d(64), nn.SiLU(), nn.Conv2d(64, CLASSES, 3),
     )  # fmt: skip
     model = Model(layers, lambda self, h, y: F.cross_entropy(h, y), dtype)
-    return model, [torch.randn(8, 3, 12, 12), torch.arange(8)]
+    return model, [torch.randn(8, 3, 12, 12), torch.randint(CLASSES, (8, 10, 10))]
 
 
 @program
