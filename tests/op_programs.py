@@ -29,11 +29,15 @@ __all__ = ["DTYPES", "EXCEPTIONS", "NoProgram", "Program", "Result", "check", "o
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 SIZES = {"S": 16, "M": 24, "L": 40}  # torch's own: 5, 10, 20
-LARGEST_COUNT = 1 << 14  # elements of a sample
+LARGEST_COUNT = 1 << 15  # elements of a sample
+LARGEST = 3.0  # number in a sample of ours, if its domain allows: beyond it, activations are constant
 FEWEST_IN_A_ROW, FEWEST_COUNT = 16, 256  # of a sample that is preferred
 FORMS = ("direct", "activated")
 # name -> why it is no program of ours
-EXCEPTIONS: dict[str, str] = {}
+EXCEPTIONS = {
+    "sparse_mm_reduce": "takes sparse tensors",
+    "sparse_sampled_addmm": "takes sparse tensors",
+}
 
 
 class NoProgram(Exception):
@@ -111,14 +115,18 @@ def _samples(op: Any, dtype: torch.dtype) -> Iterator[Any]:
     )
 
     make = functools.partial(make_tensor, (8, 64), device="cpu", dtype=dtype, requires_grad=True)
+    domain = {"low": -LARGEST, "high": LARGEST}
     if isinstance(op, UnaryUfuncInfo):
         low, high = op.domain
-        kwargs = op.sample_kwargs("cpu", dtype, None)[0]
-        yield SampleInput(make(low=low, high=high), kwargs=kwargs)
+        low = -LARGEST if low is None else max(low, -LARGEST)
+        high = LARGEST if high is None else min(high, LARGEST)
+        x = make(low=low, high=high)
+        yield SampleInput(x, kwargs=op.sample_kwargs("cpu", dtype, None)[0])
     if isinstance(op, BinaryUfuncInfo):
-        yield SampleInput(make(**op.lhs_make_tensor_kwargs), args=(make(**op.rhs_make_tensor_kwargs),))
+        lhs, rhs = (domain | kwargs for kwargs in (op.lhs_make_tensor_kwargs, op.rhs_make_tensor_kwargs))
+        yield SampleInput(make(**lhs), args=(make(**rhs),))
     if isinstance(op, ReductionOpInfo):
-        yield SampleInput(make(low=-2, high=2), kwargs={"dim": 1})
+        yield SampleInput(make(**domain), kwargs={"dim": 1})
     found = []
     for sizes in (SIZES, {}):
         with _sizes(sizes), warnings.catch_warnings():

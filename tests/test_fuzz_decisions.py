@@ -27,7 +27,7 @@ def test_inductor_obeys_the_same_rule(seed: int) -> None:
 
 
 def gelu_amax(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-    return torch.nn.functional.gelu(x @ w).amax(1).sum()
+    return torch.nn.functional.gelu(x @ w * 0.2).amax(1).sum()
 
 
 def test_the_oracle_notices_a_hook_that_is_applied_where_a_maximum_is_found_again(
