@@ -16,6 +16,7 @@ import functools
 import json
 import linecache
 import multiprocessing
+import pathlib
 import random
 import signal
 import sys
@@ -327,19 +328,25 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--count", type=int, default=100)
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--inner", choices=["aten", "inductor"], default="aten")
+    parser.add_argument("--out", type=pathlib.Path, help="write counts and the failing seeds here, as JSON")
     parser.add_argument("--shrink", action="store_true", help="print a small program in place of each that fails")
     options = parser.parse_args(arguments)
     seeds = range(options.first, options.first + options.count)
     one = functools.partial(run_seed, inner=options.inner, shrinks=options.shrink)
-    counts = {"programs": 0, "failed": 0, "with something packed": 0}
+    counts = {"programs": 0, "failed": 0, "with_something_packed": 0}
+    failing = []
     with multiprocessing.get_context("spawn").Pool(options.workers, maxtasksperchild=200) as pool:
         for result in pool.imap_unordered(one, seeds):
             counts["programs"] += 1
             counts["failed"] += not result["ok"]
-            counts["with something packed"] += bool(result.get("packed"))
+            counts["with_something_packed"] += bool(result.get("packed"))
             if not result["ok"]:
+                failing.append(result["seed"])
                 print(f"seed {result['seed']}: {', '.join(result['kinds'])}\n{result['text']}\n", flush=True)
-    print(json.dumps(counts | {"first": options.first, "inner": options.inner, "torch": torch.__version__}))
+    found = counts | {"first": options.first, "inner": options.inner, "torch": torch.__version__}
+    print(json.dumps(found))
+    if options.out:
+        options.out.write_text(json.dumps(found | {"failing_seeds": sorted(failing)}, indent=1) + "\n")
     return 1 if counts["failed"] else 0
 
 

@@ -25,8 +25,9 @@ import torch
 from oracle import HOOKS, Verdict, compare
 from torch.utils import _pytree as pytree
 
-__all__ = ["DTYPES", "EXCEPTIONS", "NoProgram", "Program", "Result", "check", "operators", "programs"]
+__all__ = ["DTYPES", "EXCEPTIONS", "NO_GRADIENT", "NoProgram", "Program", "Result", "check", "operators", "programs"]
 
+NO_GRADIENT = "has no gradient in this dtype"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 SIZES = {"S": 16, "M": 24, "L": 40}  # torch's own: 5, 10, 20
 LARGEST_COUNT = 1 << 15  # elements of a sample
@@ -284,7 +285,7 @@ def programs(name: str, dtype: torch.dtype, form: str, count: int = 1) -> list[P
     """
     op = operators()[name]
     if dtype not in op.supported_backward_dtypes("cpu"):
-        raise NoProgram("has no gradient in this dtype")
+        raise NoProgram(NO_GRADIENT)
     torch.manual_seed(zlib.crc32(name.encode()))
     found: list[Program] = []
     reason = "no sample with a floating-point tensor that takes a gradient"
