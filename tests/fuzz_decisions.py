@@ -18,6 +18,7 @@ import linecache
 import multiprocessing
 import pathlib
 import random
+import re
 import signal
 import sys
 import warnings
@@ -175,6 +176,7 @@ KINDS = ((PRODUCTS, 3), (SMOOTH, 5), (DECISIONS, 8), (SINGULAR, 4), (MOVES, 2))
 NAMES = (
     "x", "w0", "w1", "w2", "gain", "bias", "slope", "mask", "index", "permutation", "rows", "edges", "c0", "c1", "c2"
 )  # fmt: skip
+TENSOR = re.compile(r"\bv(\d+)\b")
 TRAINED = 7  # of them, the first ones
 
 
@@ -205,9 +207,17 @@ class Program:
 
     @property
     def code(self) -> str:
+        real = {0: 0}  # what a dropped statement's tensor is
         lines = [f"def program({', '.join(NAMES)}):", "    v0 = x @ w0 * 0.2"]
-        lines += [f"    v{k} = {expression}" for k, (_, expression) in enumerate(self.statements, 1)]
-        terms = [f"(v{k} * c{i}).sum()" for i, k in enumerate(self.results)]
+
+        def name(match: re.Match[str]) -> str:
+            return f"v{real[int(match[1])]}"
+
+        for k, (instead, expression) in enumerate(self.statements, 1):
+            real[k] = real[instead] if expression == f"v{instead}" else k
+            if real[k] == k:
+                lines.append(f"    v{k} = {re.sub(TENSOR, name, expression)}")
+        terms = [f"(v{real[k]} * c{i}).sum()" for i, k in enumerate(self.results)]
         return "\n".join([*lines, f"    return {' + '.join(terms)}"]) + "\n"
 
     def function(self) -> Callable[..., torch.Tensor]:
@@ -343,6 +353,8 @@ def main(arguments: list[str] | None = None) -> int:
             if not result["ok"]:
                 failing.append(result["seed"])
                 print(f"seed {result['seed']}: {', '.join(result['kinds'])}\n{result['text']}\n", flush=True)
+        pool.close()
+        pool.join()
     found = counts | {"first": options.first, "inner": options.inner, "torch": torch.__version__}
     print(json.dumps(found))
     if options.out:
