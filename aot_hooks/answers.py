@@ -12,13 +12,14 @@ read (`threshold_backward`) is stored as their outcomes, see lossless.py.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
 from torch.fx import GraphModule, Node
 
 from . import _compat
+from .backward_reads import FoundRead, tests_of
 from .hook import KEEP, Hook
 from .library.bitmask import bitmask
 from .lossless import compare_hook, narrow_hook
@@ -48,20 +49,25 @@ def add_answers(
         found.append(choice)
         if not choice.packs:
             continue
-        for node, users, tests in _wanted(choice):
+        for node, users, tests, op in _wanted(choice):
             users = tuple(user for user in users if node in user.all_input_nodes)
             if not users:
                 continue  # another value's answer, too
-            if node is choice.value.bw_node and tests and set(users) == set(node.users):
+            if (
+                node is choice.value.bw_node
+                and tests
+                and all(r in users or tests_of(node, r) == () for r in node.users)
+            ):
                 exact = compare_hook(tests, choice.value.row.dtype)
-                choice.uses, choice.reason = [(exact, list(users))], f"{choice.reason}; comparisons keep their answers"
+                readers = [r for r in node.users if r.op != "output"]
+                choice.uses, choice.reason = [(exact, readers)], f"{choice.reason}; comparisons keep their answers"
                 continue
             computed = _compute(fw, boundary, node, for_inductor)
             known = next((v for v in boundary.tensors if v.fw_node is computed), None) if not tests else None
             if known is None:
                 value = _new_value(bw, boundary, choice.value, node, computed)
                 hook = _exact_hook(value, tests)
-                reason = f"the outcome of {op_name(users[0] if tests else node)} for '{choice.value.row.name}'"
+                reason = f"the outcome of {op} for '{choice.value.row.name}'"
                 answer = Choice(value, [(hook, list(users))], reason, settings=choice.settings, is_answer=True)
                 found.append(answer)
             else:
@@ -74,17 +80,16 @@ def add_answers(
     return found
 
 
-def _wanted(choice: Choice) -> Iterable[tuple[Node, tuple[Node, ...], tuple[Test, ...] | None]]:
-    """The nodes of the backward that `choice` needs answers for, who is to read these, and the tests, if any."""
-    wanted: dict[Node, tuple[dict[Node, None], set[Test] | None]] = {}
+def _wanted(choice: Choice) -> Iterator[tuple[Node, tuple[Node, ...], tuple[Test, ...] | None, str]]:
+    """For each node of the backward that `choice` needs answers for: the node, who is to read these, the tests, if any,
+    and the operator that decides."""
+    by_node: dict[Node, list[FoundRead]] = {}
     for found in choice.answers:
-        node = choice.value.bw_node if found.answer is None else found.answer
-        users = (found.reader,) if found.answer is None else found.users
-        readers, tests = wanted.setdefault(node, ({}, None if found.tests is None else set()))
-        readers.update(dict.fromkeys(users))
-        if tests is not None:
-            tests.update(found.tests or ())
-    return [(n, tuple(users), None if t is None else tuple(sorted(t))) for n, (users, t) in wanted.items()]
+        by_node.setdefault(choice.value.bw_node if found.answer is None else found.answer, []).append(found)
+    for node, group in by_node.items():
+        users = dict.fromkeys(u for f in group for u in ((f.reader,) if f.answer is None else f.users))
+        tests = tuple(sorted({t for f in group for t in f.tests or ()}))
+        yield node, tuple(users), tests or None, group[0].read.op
 
 
 def _exact_hook(value: SavedValue, tests: tuple[Test, ...] | None) -> Hook:
@@ -193,10 +198,12 @@ def _drop_unread(choices: list[Choice]) -> None:
         choice.uses = [(hook, [r for r in rs if r in choice.value.bw_node.users]) for hook, rs in choice.uses]
     for choice in choices:
         views = [c for c in choices if c.view_of is choice.value]
-        if choice.view_of is None and not any(rs for c in (choice, *views) for _, rs in c.uses):
+        if choice.view_of is not None:
+            continue
+        if not any(readers for c in (choice, *views) for _, readers in c.uses):
             for each in (choice, *views):
-                # what the backward never read stays, as torch saved it
-                each.is_dropped = bool(each.answers) or each.had_readers
-                each.view_of = None if each.is_dropped else each.view_of
-        elif not views and choice.view_of is None:
-            choice.uses = [(hook, rs) for hook, rs in choice.uses if rs]
+                # what the backward never read, or is alive anyway, stays as torch saved it
+                if each.had_readers and not (each.value.row.is_input or each.value.row.is_static):
+                    each.is_dropped, each.uses, each.view_of = True, [], None
+        elif not views:
+            choice.uses = [(hook, readers) for hook, readers in choice.uses if readers]

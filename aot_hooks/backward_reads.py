@@ -30,6 +30,7 @@ from torch.fx import GraphModule, Node
 from . import _compat
 from .nodes import is_view, op_name, source_line
 from .read_tables import (
+    ADDENDS,
     ASKS,
     CONVERSIONS,
     DECIDES,
@@ -125,7 +126,8 @@ class BackwardReads:
             if tests is None:
                 found.update(dict.fromkeys(_follow(node, reader, self.of_tangents, self, nbytes)))
             elif tests:
-                read = Read("decision", op_name(reader), source_line(reader), answered=True)
+                decides = _deciding(reader)
+                read = Read("decision", op_name(decides), source_line(decides), answered=True)
                 found[FoundRead(read, reader, tests=tests)] = None
         return list(found)
 
@@ -178,11 +180,11 @@ def _follow(
     while stack:
         value, only, norm = stack.pop()
         for user in value.users if only is None else (only,):
-            if (value, user, norm) in seen:
+            if (value, user, norm) in seen or (user.op == "call_function" and not user.users):
                 continue
             seen.add((value, user, norm))
             direct = reader or user
-            kind, norm_after = _classify(value, user, norm)
+            kind, norm_after = _classify(value, user, norm, of_tangents)
             if kind == "none" or (user.op == "output" and graphs is not None):
                 continue
             if kind == "nested":
@@ -193,10 +195,14 @@ def _follow(
                 stack.append((user, None, norm_after))
 
 
-def _classify(value: Node, user: Node, norm: bool) -> tuple[str, bool]:
+def _classify(value: Node, user: Node, norm: bool, of_tangents: set[Node]) -> tuple[str, bool]:
     """The kind of the read of `value` by `user`, and whether the result is a norm.
 
     Kinds beside those of `Read`: "smooth", "none" (only the shape is read), "nested" (read inside of a region).
+
+    A backward is linear in the tangents. So what follows a product with a gradient is linear, too, and needs no look.
+    Where `value` is added to a gradient, that does not hold: the derivative of `logcumsumexp` takes the exponential of
+    such a sum.
     """
     name = str(user.target)
     if user.op != "call_function":
@@ -220,8 +226,10 @@ def _classify(value: Node, user: Node, norm: bool) -> tuple[str, bool]:
         smooth = user.args[1] >= 1
     else:
         smooth = positions != [] and set(positions) <= set(SMOOTH.get(name, ()))
-    if smooth and _is_broadcast(value, user):
+    if smooth and (_is_broadcast(value, user) or (user in of_tangents and set(positions) & set(ADDENDS.get(name, ())))):
         return "singular", False
+    if name == "aten.exp.default" and _is_minus_square(value):
+        return "smooth", False
     if smooth:
         return "smooth", (norm and name in KEEPS_NORM and len(user.all_input_nodes) == 1) or _gives_norm(user)
     plain = name.split(".")[1] if name.count(".") == 2 else name
@@ -267,6 +275,20 @@ def _gives_norm(user: Node) -> bool:
         or (made == "aten.mul.Tensor" and source.args[0] is source.args[1])
         or (made == "aten.pow.Tensor_Scalar" and str(source.args[1]) in ("2", "2.0"))
     )
+
+
+def _is_minus_square(node: Node) -> bool:
+    """Whether `node` is a number times a square, and not positive; exp(-x**2) takes no long steps."""
+    sign = 1.0
+    while str(node.target) in ("aten.neg.default", "aten.mul.Tensor", "aten.div.Tensor", "aten.mul.Scalar"):
+        first, *others = node.args
+        if str(node.target) == "aten.mul.Tensor" and others == [first]:
+            return sign < 0
+        factor = -1.0 if not others else others[0]
+        if not isinstance(first, Node) or not isinstance(factor, int | float):
+            return False
+        sign, node = sign * factor, first
+    return sign < 0 and str(node.target) == "aten.pow.Tensor_Scalar" and str(node.args[1]) in ("2", "2.0")
 
 
 def _is_broadcast(value: Node, user: Node) -> bool:
@@ -318,7 +340,9 @@ def _found(
             size = _numel(answer) / 4
         if answer is not None and (size > _MOST_ANSWER_BYTES * nbytes or not graphs.can_compute(answer)):
             answer, users, tests = None, (), None
-    read = Read(kind, op_name(user), source_line(user), answered=answer is not None)
+    made = user.args[0] if user.target is operator.getitem else user
+    assert isinstance(made, Node)
+    read = Read(kind, op_name(made), source_line(made), answered=answer is not None)
     return FoundRead(read, direct, answer, users, tests)
 
 
@@ -373,6 +397,13 @@ def _bytes(node: Node) -> float:
 
 
 # --- readers that compare the saved numbers with constants ------------------------------------------------------------
+
+
+def _deciding(reader: Node) -> Node:
+    """The operator behind `reader`, which may only move data."""
+    while str(reader.target) in MOVES | CONVERSIONS and reader.users:
+        reader = next(iter(reader.users))
+    return reader
 
 
 def tests_of(node: Node, reader: Node | None = None) -> tuple[Test, ...] | None:

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 __all__ = [
+    "ADDENDS",
     "ASKS",
     "CONVERSIONS",
     "DECIDES",
@@ -110,6 +111,9 @@ SHAPE_ONLY = {
     "aten.replication_pad2d_backward.default": 1,
     "aten.replication_pad3d_backward.default": 1,
     "aten.zeros_like.default": 0,
+    "aten.empty_like.default": 0,
+    "aten.rand_like.default": 0,
+    "aten.randn_like.default": 0,
     "aten.ones_like.default": 0,
     "aten.full_like.default": 0,
     "aten.new_zeros.default": 0,
@@ -209,6 +213,18 @@ SMOOTH: dict[str, tuple[int, ...]] = {
     **_aten("upsample_nearest2d.default upsample_bilinear2d.default avg_pool2d.default", 0),
     **_aten("copy.default fill.Tensor select_scatter.default slice_scatter.default", 0, 1),
     **dict.fromkeys(CONVERSIONS | MOVES, (0,)),
+}
+
+# The positions of those that are added, or stand beside what the other arguments are; not factors.
+ADDENDS: dict[str, tuple[int, ...]] = {
+    **_aten("add.Tensor sub.Tensor rsub.Tensor lerp.Scalar maximum.default minimum.default", 0, 1),
+    **_aten("lerp.Tensor clamp.Tensor", 0, 1, 2),
+    **_aten("clamp_min.Tensor clamp_max.Tensor copy.default fill.Tensor select_scatter.default", 0, 1),
+    **_aten("slice_scatter.default", 0, 1),
+    **_aten("masked_fill.Tensor", 0, 2),
+    **_aten("where.self", 1, 2),
+    **_each("addcdiv addcmul addmm baddbmm addbmm addmv addr cat stack", 0),
+    "prims.fma.default": (2,),
 }
 
 # Operators that Inductor takes apart into pieces that jump or explode, where the whole does not: silu is

@@ -245,7 +245,7 @@ SIZES = {"aten.sym_size.int", "aten.sym_stride.int", "aten.sym_numel.default"}  
 
 
 def test_each_operator_of_shapes_has_a_call():
-    assert {name for name, *_ in shape_only_calls()} == SHAPE_ONLY.keys() - SIZES
+    assert {name for name, *_ in shape_only_calls()} == SHAPE_ONLY.keys() - SIZES - ANY_NUMBERS
 
 
 @pytest.mark.parametrize("channels_last", [False, True])
@@ -293,15 +293,17 @@ SCORES = {
     "log-sum-exp up to each": (lambda h, t: h.logcumsumexp(-1).square().sum(), True),
     "gelu by hand": (lambda h, t: (h * 0.5 * (1 + torch.erf(h / 2**0.5))).square().sum(), False),
     "gated by hand": (lambda h, t: (h * torch.sigmoid(1.7 * h)).square().sum(), False),
-    "a Gaussian": (lambda h, t: (-h.pow(2) / 2).exp().square().sum(), True),
-    "distances to each other": (lambda h, t: (-(h[:8, None] - h[:8]).pow(2).sum(-1)).exp().square().sum(), True),
+    "a Gaussian": (lambda h, t: (-h.pow(2) / 2).exp().square().sum(), False),
+    "distances to each other": (lambda h, t: (-(h[:8, None] - h[:8]).pow(2).sum(-1)).exp().square().sum(), False),
     "two classes": (lambda h, t: F.binary_cross_entropy_with_logits(h, (h > 0).float()), False),
     "normalized": (lambda h, t: F.rms_norm(h, (128,)).square().sum(), False),
     "gelu": (lambda h, t: F.gelu(h).square().sum(), False),
     "softplus": (lambda h, t: F.softplus(h).square().sum(), False),
     "elu": (lambda h, t: F.elu(h).square().sum(), True),
     "sigmoid": (lambda h, t: (h.sigmoid() * h).square().sum(), False),
+    "exponential of minus a square": (lambda h, t: (-(h * h)).exp().square().sum(), False),
     "exponential of a product with itself": (lambda h, t: (-h * h).exp().square().sum(), True),
+    "exponential of a square": (lambda h, t: (h * h / 9).exp().square().sum(), True),
 }
 
 
@@ -341,7 +343,7 @@ KINDS = {
     "a logarithm": (lambda h, t: (h.log() * t,), [("singular", "log.default", False)]),
     "an exponential behind a sort": (lambda h, t: (h.sort(-1)[0].exp() * t,), [("singular", "exp.default", False)]),
     "a softmax": (lambda h, t: (aten._softmax(h, -1, False) * t,), [("singular", "_softmax.default", False)]),
-    "a statistic": (lambda h, t: ((t.exp().unsqueeze(0).expand(32, 4, 6) * 0 + h.sin() * t),), []),
+    "added to a gradient": (lambda h, t: ((h + t).exp(),), [("singular", "add.Tensor", False)]),
     "an operator nobody listed": (lambda h, t: (h.nan_to_num() * t,), [("unknown", "nan_to_num.default", False)]),
     "its bits": (lambda h, t: (h.view(torch.int32).float() * t,), [("decision", "view.dtype", False)]),
     "rounded": (lambda h, t: (h.round() * t,), [("decision", "round.default", False)]),
@@ -362,7 +364,7 @@ KINDS = {
         [("decision", "threshold_backward.default", True)],
     ),
     "more answers than numbers": (
-        lambda h, t: ((h.unsqueeze(0) > h.unsqueeze(1).sum(-1, keepdim=True).unsqueeze(-1)) * t,),
+        lambda h, t: ((h.view(24, 1) > h.view(1, 24)) * t.view(1, 24),),
         [("decision", "gt.Tensor", False)],
     ),
     "an index": (lambda h, t: (t.gather(1, h.argmax(-1, keepdim=True)),), [("decision", "argmax.default", False)]),
@@ -419,6 +421,10 @@ def test_every_smooth_operator_exists_and_reads_tensors_at_its_positions() -> No
     }
 
 
+# what they give is random or not written, so there is nothing to compare
+ANY_NUMBERS = {"aten.empty_like.default", "aten.rand_like.default", "aten.randn_like.default"}
+
+
 def decided_with(fn, *shapes, hook, dtype=torch.float32):
     """Gradients without hooks and with `hook`, compiled, and the decisions."""
     generator = torch.Generator().manual_seed(0)
@@ -444,14 +450,16 @@ def decided_with(fn, *shapes, hook, dtype=torch.float32):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_only_decisions_cross_as_bits_and_gradients_are_bitwise(dtype):
     """Only the mask of the maxima reads h: it crosses as bits, and h does not cross at all."""
-    exact, got, decisions = decided_with(
-        lambda x, w: (x @ w).amax(1).sum(), (64, 64), (64, 256), hook=aot_hooks.int8(), dtype=dtype
-    )
-    assert all(torch.equal(g, e) for g, e in zip(got, exact, strict=True)) and exact[0].any()
-    by_op = {d.saved.op: d for d in decisions if not d.saved.is_input}
-    mask, numbers = by_op["aten.eq.Tensor"], by_op["aten.mm.default"]
-    assert (str(mask.hook), mask.packed_bytes, mask.saved_bytes) == ("bitmask", 64 * 256 // 8, 0)
-    assert (str(numbers.hook), numbers.packed_bytes, numbers.saved_bytes) == ("answers", 0, 64 * 256 * dtype.itemsize)
+    x = torch.randn(8, 64).to(dtype)
+    before = by_hand(lambda x: (x.exp(), x.sin()), lambda h, t: ((h.tanh() == h.tanh().amax(-1, keepdim=True)) * t,), x)
+    after = before.copy().apply(aot_hooks.int8())
+    (exact,), (got,) = before.run(x)[1], after.run(x)[1]
+    assert torch.equal(exact, got) and exact.any()
+    numbers, mask = after.plan.decisions
+    assert (str(mask.hook), mask.packed_bytes, mask.saved_bytes) == ("bitmask", 64, 0)
+    assert (str(numbers.hook), numbers.packed_bytes, numbers.saved_bytes) == ("answers", 0, 512 * dtype.itemsize)
+    assert [s.meta["val"].dtype for s in after.saved] == [torch.uint8]
+    assert "the outcome of aten.eq.Tensor for 'sin'" in mask.reason
 
 
 @pytest.mark.core
@@ -490,13 +498,15 @@ def back(packed):
 
 @pytest.mark.core
 def test_own_functions_are_applied_as_asked_and_the_report_warns_of_decisions():
-    fn = lambda x, w: (x @ w).amax(1).sum()  # noqa: E731
-    exact, got, decisions = decided_with(fn, (64, 64), (64, 256), hook=aot_hooks.Hook("own", halves, back))
-    assert not all(torch.equal(g, e) for g, e in zip(got, exact, strict=True))
-    (warned,) = [d for d in decisions if d.saved.op == "aten.mm.default"]
-    assert "the backward decides by what unpack gives: aten.eq.Tensor (test_backward_reads.py" in warned.reason
-    exact, got, _ = decided_with(fn, (64, 64), (64, 256), hook=aot_hooks.Hook("own", halves, back, lossy=True))
-    assert all(torch.equal(g, e) for g, e in zip(got, exact, strict=True))
+    x = torch.randn(8, 64)
+    before = by_hand(lambda x: (x.exp(), x.sin()), lambda h, t: ((h == h.amax(-1, keepdim=True)) * t,), x)
+    (exact,) = before.run(x)[1]
+    asked = before.copy().apply(aot_hooks.Hook("own", halves, back))
+    assert not torch.equal(asked.run(x)[1][0], exact)
+    (warned,) = asked.plan.decisions
+    assert "the backward decides by what unpack gives: aten.eq.Tensor" in warned.reason
+    protected = before.copy().apply(aot_hooks.Hook("own", halves, back, lossy=True))
+    assert torch.equal(protected.run(x)[1][0], exact)
 
 
 @pytest.mark.core
@@ -508,6 +518,6 @@ def test_a_lossy_hook_takes_floating_point_only():
         h = x @ w
         return h.gather(1, (index + h.shape[0]) % 256).square().sum()
 
-    exact, got, decisions = decided_with(fn, (64, 64), (64, 256), hook=hook)
+    _, _, decisions = decided_with(fn, (64, 64), (64, 256), hook=hook)
     assert {d.reason for d in decisions if d.saved.dtype is torch.int64} == {"own rounds: it leaves int64 as it is"}
     assert any(d.hook is hook for d in decisions)
