@@ -27,7 +27,7 @@ from .nodes import op_name, source_line
 from .plan import Choice
 from .ranges import value_range
 from .read_tables import Test
-from .saved import Boundary, SavedTensor, SavedValue
+from .saved import Boundary, SavedTensor, SavedValue, shape_of
 
 __all__ = ["ANSWERS", "add_answers"]
 
@@ -72,12 +72,18 @@ def add_answers(
                 found.append(answer)
             else:
                 value = known
+                _also_read_by(next(c for c in choices if c.value is known), users)
             for user in users:
                 user.replace_input_with(node, value.bw_node)
             _erase_unread(node)
             choice.reason += "" if "answers" in choice.reason else "; comparisons keep their answers"
     _drop_unread(found)
     return found
+
+
+def _also_read_by(choice: Choice, users: tuple[Node, ...]) -> None:
+    (hook, readers), *others = choice.uses or [(KEEP, [])]
+    choice.uses = [(hook, [*readers, *users]), *others]
 
 
 def _wanted(choice: Choice) -> Iterator[tuple[Node, tuple[Node, ...], tuple[Test, ...] | None, str]]:
@@ -103,18 +109,17 @@ def _exact_hook(value: SavedValue, tests: tuple[Test, ...] | None) -> Hook:
 def _compute(fw: GraphModule, boundary: Boundary, node: Node, for_inductor: bool) -> Node:
     """The node of the forward that computes what the backward's `node` does; made if there is none."""
     in_forward = boundary.reads.in_forward
-    known = in_forward(node)
-    if known is not None:
-        return known
+    if node in in_forward:
+        return in_forward[node]
     cone: dict[Node, None] = {}
     stack = [node]
     while stack:
         current = stack.pop()
-        if current not in cone and in_forward(current) is None:
+        if current not in cone and current not in in_forward:
             cone[current] = None
             stack += current.all_input_nodes
     position = {n: i for i, n in enumerate(fw.graph.nodes)}
-    inputs = [f for n in cone for i in n.all_input_nodes if (f := in_forward(i)) is not None]
+    inputs = [in_forward[i] for n in cone for i in n.all_input_nodes if i in in_forward]
     last = max(inputs, key=position.__getitem__, default=next(iter(fw.graph.nodes)))
     while last.op == "placeholder" and last.next.op == "placeholder":
         last = last.next
@@ -123,9 +128,7 @@ def _compute(fw: GraphModule, boundary: Boundary, node: Node, for_inductor: bool
         for current in (n for n in node.graph.nodes if n in cone):
             for read in current.all_input_nodes:
                 if read not in env:
-                    source = in_forward(read)
-                    assert source is not None
-                    env[read] = _as_stored(fw, source) if for_inductor else source
+                    env[read] = _as_stored(fw, in_forward[read]) if for_inductor else in_forward[read]
             args, kwargs = torch.fx.node.map_arg((current.args, current.kwargs), env.__getitem__)
             env[current] = fw.graph.create_node("call_function", current.target, args, kwargs, name=current.name)
             env[current].meta = dict(current.meta)
@@ -164,9 +167,9 @@ def _new_value(bw: GraphModule, boundary: Boundary, near: SavedValue, node: Node
         near.row,
         name=computed.name,
         op=op_name(computed),
-        shape=tuple(near.row.shape) if computed is near.fw_node else tuple(_compat.hint(s) for s in result.shape),
+        shape=shape_of(result),
         dtype=result.dtype,
-        nbytes=_compat.hint(result.numel()) * result.element_size(),
+        nbytes=_compat.hint(result.untyped_storage().nbytes()),
         storage=max(v.row.storage for v in boundary.tensors) + 1,
         source_line=source_line(node) or near.row.source_line,
         is_input=False,
@@ -177,6 +180,7 @@ def _new_value(bw: GraphModule, boundary: Boundary, near: SavedValue, node: Node
         backward_reads=(),
     )
     value = SavedValue(computed, placeholder, row)
+    boundary.reads.in_forward[placeholder] = computed
     boundary.tensors.insert(boundary.tensors.index(near) + 1, value)
     return value
 

@@ -19,6 +19,7 @@ constants. lossless.py stores the outcomes in their place.
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -110,10 +111,9 @@ class BackwardReads:
     """
 
     def __init__(self, fw: GraphModule, bw: GraphModule, saved: Iterable[tuple[Any, Node]]) -> None:
-        self.forward_of: dict[Node, Node | None] = {b: f for f, b in saved if isinstance(f, Node)}
-        self.by_name = {node.name: node for node in fw.graph.nodes}
-        self.of_tangents = _depending(bw.graph, (n for n in bw.graph.nodes if _is_input(n, self.forward_of)))
-        self.computable: dict[Node, bool] = {}
+        self.fw, self.bw = fw, bw
+        self.saved = {b: f for f, b in saved if isinstance(f, Node)}
+        self.of_tangents = _depending(bw.graph, (n for n in bw.graph.nodes if _is_input(n, self.saved)))
 
     def of(self, node: Node) -> list[FoundRead]:
         """The reads of the backward's input `node` that are not smooth."""
@@ -131,26 +131,29 @@ class BackwardReads:
                 found[FoundRead(read, reader, tests=tests)] = None
         return list(found)
 
-    def in_forward(self, node: Node) -> Node | None:
-        """The forward node that computes what the backward's `node` does, if there is one."""
-        if node not in self.forward_of:
-            self.forward_of[node] = None
-            other = self.by_name.get(node.name)
-            if node.op == "call_function" and other is not None and other.target is node.target:
-                inputs = {n: self.in_forward(n) for n in node.all_input_nodes}
-                if None not in inputs.values():
-                    mapped = torch.fx.node.map_arg((node.args, node.kwargs), lambda n: inputs[n])
-                    if mapped == (other.args, other.kwargs):
-                        self.forward_of[node] = other
-        return self.forward_of[node]
+    @functools.cached_property
+    def in_forward(self) -> dict[Node, Node]:
+        """For nodes of the backward the node of the forward that computes the same, where there is one."""
+        by_name = {node.name: node for node in self.fw.graph.nodes}
+        found = dict(self.saved)
+        for node in self.bw.graph.nodes:
+            other = by_name.get(node.name)  # the partitioner copies nodes of one graph, and keeps their names
+            if node.op != "call_function" or other is None or other.target is not node.target:
+                continue
+            if all(n in found for n in node.all_input_nodes):
+                mapped = torch.fx.node.map_arg((node.args, node.kwargs), found.__getitem__)
+                if mapped == (other.args, other.kwargs):
+                    found[node] = other
+        return found
 
-    def can_compute(self, node: Node) -> bool:
-        """Whether the forward has `node`, or can compute it by cheap operators that draw no random numbers."""
-        if node not in self.computable:
-            self.computable[node] = self.in_forward(node) is not None or (
-                node not in self.of_tangents and _is_cheap(node) and all(map(self.can_compute, node.all_input_nodes))
-            )
-        return self.computable[node]
+    @functools.cached_property
+    def computable(self) -> set[Node]:
+        """The nodes of the backward that the forward has, or can compute by cheap operators without random numbers."""
+        found = set(self.in_forward)
+        for node in self.bw.graph.nodes:
+            if node not in self.of_tangents and _is_cheap(node) and found.issuperset(node.all_input_nodes):
+                found.add(node)
+        return found
 
 
 def _is_input(node: Node, saved: Mapping[Node, Any]) -> bool:
@@ -338,7 +341,7 @@ def _found(
         elif tests := _exact_tests(user, value):
             answer, users = value, (user,)
             size = _numel(answer) / 4
-        if answer is not None and (size > _MOST_ANSWER_BYTES * nbytes or not graphs.can_compute(answer)):
+        if answer is not None and (size > _MOST_ANSWER_BYTES * nbytes or answer not in graphs.computable):
             answer, users, tests = None, (), None
     made = user.args[0] if user.target is operator.getitem else user
     assert isinstance(made, Node)
@@ -353,7 +356,7 @@ def _last_of_the_decision(node: Node, graphs: BackwardReads) -> Node:
         value = user.meta.get("val")
         if user in graphs.of_tangents or not isinstance(value, torch.Tensor) or value.dtype is not torch.bool:
             break
-        if not graphs.can_compute(user) or _numel(user) > _numel(node):
+        if user not in graphs.computable or _numel(user) > _numel(node):
             break
         node = user
     return node

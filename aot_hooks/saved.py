@@ -37,6 +37,7 @@ __all__ = [
     "boundary",
     "module_stack",
     "place_of",
+    "shape_of",
 ]
 
 NAMES = "aot_hooks_names"  # the key under meta["custom"] of a value's names, see names.py
@@ -189,7 +190,7 @@ def boundary(
         row = SavedTensor(
             name=fw_node.name,
             op=op_name(producer(fw_node)),
-            shape=tuple(_dim(s) for s in value.shape),
+            shape=shape_of(value),
             dtype=value.dtype,
             device=value.device,
             nbytes=_storage_bytes(value),
@@ -230,8 +231,10 @@ def _is_sym(node: Node) -> bool:
     return isinstance(node.meta.get("val"), torch.SymInt | torch.SymFloat | torch.SymBool | int | float | bool)
 
 
-def _dim(size: Any) -> int:
-    return size if isinstance(size, int) else Dim(_compat.hint(size), _compat.expression(size))
+def shape_of(value: torch.Tensor) -> tuple[int, ...]:
+    """The sizes of `value`; symbolic ones as `Dim`s."""
+    sizes: tuple[Any, ...] = value.shape
+    return tuple(s if isinstance(s, int) else Dim(_compat.hint(s), _compat.expression(s)) for s in sizes)
 
 
 def _storages(nodes: Iterable[Any]) -> set[Any]:
