@@ -205,7 +205,7 @@ def _choose(setting: Setting, x: torch.Tensor, outermost: FrameType | None) -> t
             return KEEP, None
         if outermost is not None and _compat.storage_key(x) in _buffers(outermost):
             return KEEP, None
-    if isinstance(setting.rule, Hook) and setting.rule.declines is None:
+    if isinstance(setting.rule, Hook) and setting.rule.declines is None and not setting.rule.lossy:
         return setting.rule, None
     row = EagerRow(x)
     try:
@@ -216,7 +216,7 @@ def _choose(setting: Setting, x: torch.Tensor, outermost: FrameType | None) -> t
 
 def _ask(setting: Setting, row: EagerRow) -> Hook:
     hook = setting.choose(row, eager=True)
-    return KEEP if hook.declines is not None and hook.declines(row) else hook
+    return KEEP if hook.why_not(row) else hook
 
 
 def _given(frame: FrameType) -> set[int]:

@@ -18,12 +18,16 @@ INDUCTOR = (
 )
 
 
+# nn.LSTM is not compiled; the others round, and the rounded number is read: no bits can answer that, so it stays
+NOTHING_PACKED = {"nn_lstm", "ste_round", "ste_floor", "rounded_factor", "learned_step_size"}
+
+
 def check(name: str, inner: str) -> None:
     module, inputs, wrt = zoo.make(name)
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=name in zoo.DYNAMIC):
         verdicts, without_hooks = oracle.compare(module, inputs, wrt, inner=inner)
     assert without_hooks < 2.0**-5, f"{name} differs from eager mode without hooks by {without_hooks}"
-    assert any(v.packed_count for v in verdicts) or name == "nn_lstm", "nothing was packed"
+    assert any(v.packed_count for v in verdicts) or name in NOTHING_PACKED, "nothing was packed"
     assert all(v.ok for v in verdicts), f"{name}\n{oracle.format_failures(verdicts)}"
 
 
