@@ -55,6 +55,15 @@ def test_the_oracle_compares_errors_of_gradients() -> None:
     assert oracle.relative_error([torch.tensor([3.0, torch.nan])], infinite) == 0
 
 
+def test_a_larger_error_is_no_failure_where_eager_mode_loses_the_gradient() -> None:
+    def verdict(error: float, eager_is_finite: bool) -> oracle.Verdict:
+        return oracle.Verdict("int8", error, 0.1, eager_is_finite, 0.2, 1)
+
+    assert [verdict(e, True).kind for e in (0.2, 0.3, torch.inf)] == ["ok", "worse", "not finite"]
+    assert [verdict(e, False).kind for e in (0.2, 0.3)] == ["ok", "worse, eager not finite"]
+    assert verdict(0.3, False).ok and not verdict(torch.inf, False).ok and not verdict(0.3, True).ok
+
+
 def test_a_failing_program_shrinks_to_the_statement_that_makes_it_fail() -> None:
     program = next(p for p in map(fuzz_decisions.generate, range(100)) if p.length > 6 and "cummax" in p.code)
     small = fuzz_decisions.shrink(program, lambda p: "cummax" in p.code)
