@@ -4,6 +4,7 @@
 
 The programs and the rule are in tests/op_programs.py and tests/oracle.py; the operators that make no program are listed
 by name with the reason. Each worker is a process of its own: an operator that crashes or hangs it is a result, too.
+Takes about 40 minutes of one core.
 
       python benchmarks/bench_op_db.py --ops 'amax|softmax' --print     each verdict in words
 """
@@ -38,16 +39,20 @@ TIMEOUT = 120  # seconds for one operator in one dtype and form
 BROKEN = 2.0**-5  # relative difference of the compiled gradients from eager mode's, without hooks, that is noted
 
 
+Case = tuple[str, str, str]  # operator, dtype, form
+
+
 class TimedOut(Exception):
     pass
 
 
-def cases(pattern: str, dtypes: list[str], forms: list[str]) -> list[tuple[str, str, str]]:
-    names = [name for name in op_programs.operators() if re.search(pattern, name)]
+def cases(pattern: str, dtypes: list[str], forms: list[str], shard: int = 0, shards: int = 1) -> list[Case]:
+    """Operators that `pattern` finds, every `shards`-th from `shard` on, in each dtype and form."""
+    names = [name for name in op_programs.operators() if re.search(pattern, name)][shard::shards]
     return [(name, dtype, form) for name in names for dtype in dtypes for form in forms]
 
 
-def check(case: tuple[str, str, str], samples: int) -> list[dict[str, Any]]:
+def check(case: Case, samples: int) -> list[dict[str, Any]]:
     """The results of one case, as JSON has them."""
 
     def stop(*_: object) -> None:
@@ -68,16 +73,17 @@ def check(case: tuple[str, str, str], samples: int) -> list[dict[str, Any]]:
 
 def as_json(result: op_programs.Result) -> dict[str, Any]:
     found = dataclasses.asdict(result)
-    found["ok"] = result.ok
     for verdict, given in zip(found["verdicts"], result.verdicts, strict=True):
-        verdict["kind"] = given.kind
-        for key in ("error", "eager_error"):
-            verdict[key] = verdict[key] if math.isfinite(verdict[key]) else str(verdict[key])
-    found["without_hooks"] = found["without_hooks"] if math.isfinite(result.without_hooks) else "inf"
-    return found
+        verdict |= {"kind": given.kind, "error": finite(given.error), "eager_error": finite(given.eager_error)}
+    return found | {"ok": result.ok, "without_hooks": finite(result.without_hooks)}
 
 
-def work(todo: list[tuple[str, str, str]], samples: int, out: pathlib.Path) -> None:
+def finite(x: float) -> float | str:
+    """`x`, to four digits, or as a word: JSON has no infinity."""
+    return float(f"{x:.4g}") if math.isfinite(x) else str(x)
+
+
+def work(todo: list[Case], samples: int, out: pathlib.Path) -> None:
     """A worker: writes a line before each case and one for each result."""
     torch.set_num_threads(1)
     with out.open("a") as file:
@@ -87,7 +93,7 @@ def work(todo: list[tuple[str, str, str]], samples: int, out: pathlib.Path) -> N
                 print(json.dumps(result), file=file, flush=True)
 
 
-def run_worker(todo: list[tuple[str, str, str]], samples: int, folder: str, number: int) -> list[dict[str, Any]]:
+def run_worker(todo: list[Case], samples: int, folder: str, number: int) -> list[dict[str, Any]]:
     """Runs `todo` in a process; starts another one behind a case that kills it."""
     path = pathlib.Path(folder) / f"{number}.jsonl"
     environment = os.environ | {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
@@ -110,7 +116,7 @@ def run_worker(todo: list[tuple[str, str, str]], samples: int, folder: str, numb
     return [line for line in lines if "begins" not in line]
 
 
-def run(todo: list[tuple[str, str, str]], samples: int, workers: int) -> list[dict[str, Any]]:
+def run(todo: list[Case], samples: int, workers: int) -> list[dict[str, Any]]:
     """The results of all cases, in their order. Workers take every n-th case, so that each gets slow ones."""
     names = sorted({case[0] for case in todo}, key=[case[0] for case in todo].index)
     shares = [[case for case in todo if names.index(case[0]) % workers == i] for i in range(workers)]
@@ -129,34 +135,59 @@ def run(todo: list[tuple[str, str, str]], samples: int, workers: int) -> list[di
 
 
 def summary(results: list[dict[str, Any]]) -> dict[str, Any]:
-    """Counts, failures and exceptions."""
+    """Counts, what fails, and what was not compared, by name with the reason."""
     compared = [r for r in results if not r["reason"]]
     names = {r["name"] for r in compared}
-    failures = [r for r in compared if not r["ok"]]
     verdicts = [v for r in compared for v in r["verdicts"]]
-    exceptions = {r["name"]: r["reason"] for r in results if r["name"] not in names}
+
+    def other_than_eager(result: dict[str, Any]) -> bool:
+        return result["without_hooks"] == "inf" or result["without_hooks"] > BROKEN
+
     return {
         "operators": len(names),
         "operators_by_dtype": {d: len({r["name"] for r in compared if r["dtype"] == d}) for d in op_programs.DTYPES},
         "operators_with_something_packed": len(
-            {r["name"] for r in compared for v in r["verdicts"] if v["packed_count"]}
+            {r["name"] for r in compared if any(v["packed_count"] for v in r["verdicts"])}
         ),
         "programs": len(compared),
         "verdicts": dict(collections.Counter(v["kind"] for v in verdicts)),
-        "failing_operators": sorted({r["name"] for r in failures}),
-        "exceptions": exceptions,
-        "not_in_this_dtype": {
-            f"{r['name']} {r['dtype']} {r['form']}": r["reason"]
+        "failing_operators": sorted({r["name"] for r in compared if not r["ok"]}),
+        "exceptions": {r["name"]: r["reason"] for r in results if r["name"] not in names},
+        "exceptions_of_a_dtype": {
+            case_of(r): r["reason"]
             for r in results
-            if r["reason"] and r["name"] in names and "no gradient in this dtype" not in r["reason"]
+            if r["reason"] and r["name"] in names and r["reason"] != op_programs.NO_GRADIENT
         },
         "graph_breaks": sorted({r["name"] for r in compared if not r["fullgraph"]}),
-        "other_without_hooks": {
-            f"{r['name']} {r['dtype']} {r['form']}": r["without_hooks"]
-            for r in compared
-            if r["without_hooks"] == "inf" or r["without_hooks"] > BROKEN
-        },
+        "other_than_eager_without_hooks": {case_of(r): r["without_hooks"] for r in compared if other_than_eager(r)},
     }
+
+
+def case_of(result: dict[str, Any]) -> str:
+    return f"{result['name']} {result['dtype']} {result['form']}"
+
+
+def by_operator(results: list[dict[str, Any]]) -> dict[str, Any]:
+    """Of each operator how many programs were compared, how many of them had something packed, and the worst verdict:
+    that whose error is the largest share of what it may be."""
+    found: dict[str, Any] = {}
+    for name in dict.fromkeys(r["name"] for r in results if not r["reason"]):
+        own = [r for r in results if r["name"] == name and not r["reason"]]
+        verdicts = [(share(v), r, v) for r in own for v in r["verdicts"]]
+        worst, result, verdict = max(verdicts, key=lambda item: item[0])
+        found[name] = {
+            "programs": len(own),
+            "packed": sum(any(v["packed_count"] for v in r["verdicts"]) for r in own),
+            "worst": f"{result['dtype']} {result['form']} {verdict['hook']}",
+            **{key: verdict[key] for key in ("kind", "error", "eager_error")},
+            "share": finite(worst),
+        }
+    return found
+
+
+def share(verdict: dict[str, Any]) -> float:
+    """The error as a share of its bound."""
+    return math.inf if verdict["reason"] or verdict["error"] == "inf" else verdict["error"] / verdict["bound"]
 
 
 def format_result(result: dict[str, Any]) -> str:
@@ -191,10 +222,9 @@ def main(arguments: list[str] | None = None) -> int:
         )
         return 0
     shard, shards = map(int, options.shard.split("/"))
-    todo = cases(options.ops, options.dtypes, options.forms)
-    names = sorted({case[0] for case in todo})[shard::shards]
+    todo = cases(options.ops, options.dtypes, options.forms, shard, shards)
     began = time.monotonic()
-    results = run([case for case in todo if case[0] in names], options.samples, options.workers)
+    results = run(todo, options.samples, options.workers)
     header = conditions(torch.device("cpu"), samples=options.samples, seconds=round(time.monotonic() - began))
     counts = summary(results)
     for result in results:
@@ -203,9 +233,14 @@ def main(arguments: list[str] | None = None) -> int:
     print(json.dumps(header | counts, indent=1))
     if options.out:
         rule = {"factor": FACTOR, "roundoff": ROUNDOFF, "hooks": {name: hook.name for name, hook in HOOKS.items()}}
-        lines = ",\n".join("  " + json.dumps(result) for result in results)
-        text = json.dumps({"conditions": header, "rule": rule, "summary": counts}, indent=1)
-        options.out.write_text(text.removesuffix("\n}") + ',\n "results": [\n' + lines + "\n ]\n}\n")
+        found = {"conditions": header, "rule": rule, "summary": counts}
+        failures = [r for r in results if not r["ok"]]
+        lines = [f"  {json.dumps(name)}: {json.dumps(row)}" for name, row in by_operator(results).items()]
+        options.out.write_text(
+            json.dumps(found, indent=1).removesuffix("\n}")
+            + ',\n "failures": [\n' + ",\n".join("  " + json.dumps(r) for r in failures)
+            + '\n ],\n "operators": {\n' + ",\n".join(lines) + "\n }\n}\n"
+        )  # fmt: skip
     return 1 if counts["failing_operators"] else 0
 
 

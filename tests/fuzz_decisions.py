@@ -16,7 +16,9 @@ import functools
 import json
 import linecache
 import multiprocessing
+import pathlib
 import random
+import re
 import signal
 import sys
 import warnings
@@ -174,6 +176,7 @@ KINDS = ((PRODUCTS, 3), (SMOOTH, 5), (DECISIONS, 8), (SINGULAR, 4), (MOVES, 2))
 NAMES = (
     "x", "w0", "w1", "w2", "gain", "bias", "slope", "mask", "index", "permutation", "rows", "edges", "c0", "c1", "c2"
 )  # fmt: skip
+TENSOR = re.compile(r"\bv(\d+)\b")
 TRAINED = 7  # of them, the first ones
 
 
@@ -204,9 +207,17 @@ class Program:
 
     @property
     def code(self) -> str:
+        real = {0: 0}  # what a dropped statement's tensor is
         lines = [f"def program({', '.join(NAMES)}):", "    v0 = x @ w0 * 0.2"]
-        lines += [f"    v{k} = {expression}" for k, (_, expression) in enumerate(self.statements, 1)]
-        terms = [f"(v{k} * c{i}).sum()" for i, k in enumerate(self.results)]
+
+        def name(match: re.Match[str]) -> str:
+            return f"v{real[int(match[1])]}"
+
+        for k, (instead, expression) in enumerate(self.statements, 1):
+            real[k] = real[instead] if expression == f"v{instead}" else k
+            if real[k] == k:
+                lines.append(f"    v{k} = {re.sub(TENSOR, name, expression)}")
+        terms = [f"(v{real[k]} * c{i}).sum()" for i, k in enumerate(self.results)]
         return "\n".join([*lines, f"    return {' + '.join(terms)}"]) + "\n"
 
     def function(self) -> Callable[..., torch.Tensor]:
@@ -327,19 +338,27 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--count", type=int, default=100)
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--inner", choices=["aten", "inductor"], default="aten")
+    parser.add_argument("--out", type=pathlib.Path, help="write counts and the failing seeds here, as JSON")
     parser.add_argument("--shrink", action="store_true", help="print a small program in place of each that fails")
     options = parser.parse_args(arguments)
     seeds = range(options.first, options.first + options.count)
     one = functools.partial(run_seed, inner=options.inner, shrinks=options.shrink)
-    counts = {"programs": 0, "failed": 0, "with something packed": 0}
+    counts = {"programs": 0, "failed": 0, "with_something_packed": 0}
+    failing = []
     with multiprocessing.get_context("spawn").Pool(options.workers, maxtasksperchild=200) as pool:
         for result in pool.imap_unordered(one, seeds):
             counts["programs"] += 1
             counts["failed"] += not result["ok"]
-            counts["with something packed"] += bool(result.get("packed"))
+            counts["with_something_packed"] += bool(result.get("packed"))
             if not result["ok"]:
+                failing.append(result["seed"])
                 print(f"seed {result['seed']}: {', '.join(result['kinds'])}\n{result['text']}\n", flush=True)
-    print(json.dumps(counts | {"first": options.first, "inner": options.inner, "torch": torch.__version__}))
+        pool.close()
+        pool.join()
+    found = counts | {"first": options.first, "inner": options.inner, "torch": torch.__version__}
+    print(json.dumps(found))
+    if options.out:
+        options.out.write_text(json.dumps(found | {"failing_seeds": sorted(failing)}, indent=1) + "\n")
     return 1 if counts["failed"] else 0
 
 

@@ -25,8 +25,9 @@ import torch
 from oracle import HOOKS, Verdict, compare
 from torch.utils import _pytree as pytree
 
-__all__ = ["DTYPES", "EXCEPTIONS", "NoProgram", "Program", "Result", "check", "operators", "programs"]
+__all__ = ["DTYPES", "EXCEPTIONS", "NO_GRADIENT", "NoProgram", "Program", "Result", "check", "operators", "programs"]
 
+NO_GRADIENT = "has no gradient in this dtype"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 SIZES = {"S": 16, "M": 24, "L": 40}  # torch's own: 5, 10, 20
 LARGEST_COUNT = 1 << 15  # elements of a sample
@@ -87,6 +88,72 @@ def _sizes(sizes: dict[str, int]) -> Iterator[None]:
             setattr(module, name, size)
 
 
+@dataclasses.dataclass(frozen=True)
+class Random:
+    """A tensor that takes a gradient."""
+
+    shape: tuple[int, ...]
+    low: float = -LARGEST
+    high: float = LARGEST
+
+
+def R(*shape: int, **limits: float) -> Random:
+    return Random(shape, **limits)
+
+
+# name -> (arguments, keyword arguments), where `op_db`'s samples are tiny
+OWN: dict[str, tuple[list[Any], dict[str, Any]]] = {
+    "addmm": ([R(16, 32), R(16, 24), R(24, 32)], {}),
+    "addmm_decomposed": ([R(16, 32), R(16, 24), R(24, 32)], {}),
+    "cov": ([R(8, 64)], {}),
+    "corrcoef": ([R(8, 64)], {}),
+    "constant_pad_nd": ([R(4, 8, 32)], {"pad": (2, 2)}),
+    "median": ([R(8, 64)], {"dim": 1}),
+    "nanmedian": ([R(8, 64)], {"dim": 1}),
+    "quantile": ([R(8, 64)], {"q": 0.3, "dim": 1}),
+    "nanquantile": ([R(8, 64)], {"q": 0.3, "dim": 1}),
+    "native_layer_norm": ([R(16, 32), (32,), R(32), R(32), 1e-5], {}),
+    "nn_functional_adaptive_avg_pool1d": ([R(4, 8, 32)], {"output_size": 4}),
+    "nn_functional_adaptive_avg_pool2d": ([R(2, 4, 16, 16)], {"output_size": 4}),
+    "nn_functional_adaptive_max_pool1d": ([R(4, 8, 32)], {"output_size": 4}),
+    "nn_functional_adaptive_max_pool2d": ([R(2, 4, 16, 16)], {"output_size": 4}),
+    "nn_functional_adaptive_max_pool3d": ([R(2, 2, 8, 8, 16)], {"output_size": 4}),
+    "nn_functional_avg_pool3d": ([R(2, 2, 8, 8, 16)], {"kernel_size": 2}),
+    "nn_functional_bilinear": ([R(8, 16), R(8, 24), R(16, 16, 24), R(16)], {}),
+    "nn_functional_conv1d": ([R(4, 8, 32), R(8, 8, 3), R(8)], {}),
+    "nn_functional_conv2d": ([R(2, 4, 16, 16), R(8, 4, 3, 3), R(8)], {}),
+    "nn_functional_conv3d": ([R(2, 2, 8, 8, 16), R(4, 2, 3, 3, 3), R(4)], {}),
+    "nn_functional_conv_transpose1d": ([R(4, 8, 32), R(8, 8, 3), R(8)], {}),
+    "nn_functional_conv_transpose2d": ([R(2, 4, 16, 16), R(4, 8, 3, 3), R(8)], {}),
+    "nn_functional_conv_transpose3d": ([R(2, 2, 8, 8, 16), R(2, 4, 3, 3, 3), R(4)], {}),
+    "nn_functional_cross_entropy": ([R(16, 32)], {"target": torch.arange(16)}),
+    "nn_functional_glu": ([R(8, 64)], {}),
+    "nn_functional_interpolate_bicubic": ([R(2, 4, 8, 16)], {"scale_factor": 2, "mode": "bicubic"}),
+    "nn_functional_interpolate_bilinear": ([R(2, 4, 8, 16)], {"scale_factor": 2, "mode": "bilinear"}),
+    "nn_functional_interpolate_linear": ([R(4, 8, 32)], {"scale_factor": 2, "mode": "linear"}),
+    "nn_functional_interpolate_nearest": ([R(4, 8, 32)], {"scale_factor": 2, "mode": "nearest"}),
+    "nn_functional_kl_div": ([R(8, 64), R(8, 64, low=0.01, high=1.0)], {}),
+    "nn_functional_layer_norm": ([R(16, 32), (32,), R(32), R(32)], {}),
+    "nn_functional_linear": ([R(16, 32), R(48, 32), R(48)], {}),
+    "nn_functional_local_response_norm": ([R(4, 8, 32)], {"size": 3}),
+    "nn_functional_max_pool1d": ([R(4, 8, 32)], {"kernel_size": 3, "stride": 2}),
+    "nn_functional_max_pool2d": ([R(2, 4, 16, 16)], {"kernel_size": 3, "stride": 2}),
+    "nn_functional_max_pool3d": ([R(2, 2, 8, 8, 16)], {"kernel_size": 2}),
+    "nn_functional_nll_loss": ([R(16, 32)], {"target": torch.arange(16)}),
+    "nn_functional_normalize": ([R(8, 64)], {}),
+    "nn_functional_pairwise_distance": ([R(8, 64), R(8, 64)], {}),
+    "nn_functional_rms_norm": ([R(16, 32)], {"normalized_shape": (32,)}),
+    "nn_functional_scaled_dot_product_attention": ([R(2, 4, 16, 32), R(2, 4, 16, 32), R(2, 4, 16, 32)], {}),
+    "nn_functional_unfold": ([R(2, 4, 16, 16)], {"kernel_size": 3}),
+    "tensordot": ([R(16, 32), R(32, 16)], {"dims": 1}),
+    "torch_ops_aten__safe_softmax_default": ([R(8, 64)], {"dim": -1}),
+    "trapezoid": ([R(8, 64), R(8, 64)], {}),
+    "linalg_vecdot": ([R(8, 64), R(8, 64)], {}),
+    "linalg_matrix_norm": ([R(16, 32)], {}),
+    "linalg_vander": ([R(4, 16)], {"N": 4}),
+}
+
+
 def _tensors(sample: Any) -> list[torch.Tensor]:
     leaves = pytree.tree_leaves((sample.input, sample.args, sample.kwargs))
     return [a for a in leaves if isinstance(a, torch.Tensor)]
@@ -114,19 +181,29 @@ def _samples(op: Any, dtype: torch.dtype) -> Iterator[Any]:
         make_tensor,
     )
 
-    make = functools.partial(make_tensor, (8, 64), device="cpu", dtype=dtype, requires_grad=True)
     domain = {"low": -LARGEST, "high": LARGEST}
+
+    def make(x: Any) -> Any:
+        if not isinstance(x, Random):
+            return x
+        return make_tensor(x.shape, device="cpu", dtype=dtype, requires_grad=True, low=x.low, high=x.high)
+
+    if op.formatted_name in OWN:
+        (first, *args), kwargs = pytree.tree_map(make, OWN[op.formatted_name])
+        yield SampleInput(first, args=tuple(args), kwargs=kwargs)
     if isinstance(op, UnaryUfuncInfo):
         low, high = op.domain
         low = -LARGEST if low is None else max(low, -LARGEST)
         high = LARGEST if high is None else min(high, LARGEST)
-        x = make(low=low, high=high)
-        yield SampleInput(x, kwargs=op.sample_kwargs("cpu", dtype, None)[0])
+        yield SampleInput(make(R(8, 64, low=low, high=high)), kwargs=op.sample_kwargs("cpu", dtype, None)[0])
     if isinstance(op, BinaryUfuncInfo):
-        lhs, rhs = (domain | kwargs for kwargs in (op.lhs_make_tensor_kwargs, op.rhs_make_tensor_kwargs))
-        yield SampleInput(make(**lhs), args=(make(**rhs),))
+        lhs, rhs = (
+            make_tensor((8, 64), device="cpu", dtype=dtype, requires_grad=True, **(domain | kwargs))
+            for kwargs in (op.lhs_make_tensor_kwargs, op.rhs_make_tensor_kwargs)
+        )
+        yield SampleInput(lhs, args=(rhs,))
     if isinstance(op, ReductionOpInfo):
-        yield SampleInput(make(**domain), kwargs={"dim": 1})
+        yield SampleInput(make(R(8, 64)), kwargs={"dim": 1})
     found = []
     for sizes in (SIZES, {}):
         with _sizes(sizes), warnings.catch_warnings():
@@ -141,9 +218,9 @@ def _samples(op: Any, dtype: torch.dtype) -> Iterator[Any]:
                 if not sizes:
                     raise
 
-    def short(sample: Any) -> bool:
-        leaf = sample.input if isinstance(sample.input, torch.Tensor) else _tensors(sample)[0]
-        return leaf.dim() == 0 or leaf.shape[-1] < FEWEST_IN_A_ROW or leaf.numel() < FEWEST_COUNT
+    def short(sample: Any) -> tuple[int, int]:
+        rows, counts = zip(*((a.shape[-1] if a.dim() else 1, a.numel()) for a in _tensors(sample)), strict=True)
+        return -min(max(rows), FEWEST_IN_A_ROW), -min(max(counts), FEWEST_COUNT)
 
     yield from sorted(found, key=short)  # stable
 
@@ -208,7 +285,7 @@ def programs(name: str, dtype: torch.dtype, form: str, count: int = 1) -> list[P
     """
     op = operators()[name]
     if dtype not in op.supported_backward_dtypes("cpu"):
-        raise NoProgram("has no gradient in this dtype")
+        raise NoProgram(NO_GRADIENT)
     torch.manual_seed(zlib.crc32(name.encode()))
     found: list[Program] = []
     reason = "no sample with a floating-point tensor that takes a gradient"
