@@ -294,7 +294,7 @@ SCORES = {
     "gelu by hand": (lambda h, t: (h * 0.5 * (1 + torch.erf(h / 2**0.5))).square().sum(), False),
     "gated by hand": (lambda h, t: (h * torch.sigmoid(1.7 * h)).square().sum(), False),
     "a Gaussian": (lambda h, t: (-h.pow(2) / 2).exp().square().sum(), False),
-    "distances to each other": (lambda h, t: (-(h[:8, None] - h[:8]).pow(2).sum(-1)).exp().square().sum(), False),
+    "distances to each other": (lambda h, t: (-(h[:8, None] - h[:8]).pow(2).sum(-1)).exp().square().sum(), True),
     "two classes": (lambda h, t: F.binary_cross_entropy_with_logits(h, (h > 0).float()), False),
     "normalized": (lambda h, t: F.rms_norm(h, (128,)).square().sum(), False),
     "gelu": (lambda h, t: F.gelu(h).square().sum(), False),
