@@ -303,10 +303,26 @@ def _is_quotient(user: Node, of_tangents: set[Node]) -> bool:
     """
 
     def divides(node: Node) -> bool:
-        divisor = node.args[1] if str(node.target) == "aten.div.Tensor" else None
-        return isinstance(divisor, Node) and divisor not in of_tangents and _numel(divisor) >= _numel(node) > 1
+        divisors: list[Any] = [node.args[1]] if str(node.target) == "aten.div.Tensor" else []
+        if str(node.target) == "aten.mul.Tensor":
+            divisors = [a for a in node.args if isinstance(a, Node) and str(a.target) == "aten.reciprocal.default"]
+        big = [d for d in divisors if isinstance(d, Node) and _numel(d) >= _numel(node) > 1]
+        return any(d not in of_tangents for d in big)
 
-    return divides(user) or (user in of_tangents and any(divides(after) for after in user.users))
+    if divides(user):
+        return True
+    stack, moved = [user] if user in of_tangents else [], {user}
+    while stack:
+        for after in stack.pop().users:
+            if divides(after):
+                return True
+            if after not in moved and str(after.target) in _MOVES_BY_INDEX:
+                moved.add(after)
+                stack.append(after)
+    return False
+
+
+_MOVES_BY_INDEX = MOVES | {"aten.gather.default", "aten.index.Tensor", "aten.index_select.default"}
 
 
 def _is_minus_square(node: Node) -> bool:
