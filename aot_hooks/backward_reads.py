@@ -230,7 +230,9 @@ def _classify(value: Node, user: Node, norm: bool, of_tangents: set[Node]) -> tu
     if name == "aten.pow.Tensor_Scalar" and positions == [0] and isinstance(user.args[1], int | float):
         smooth = user.args[1] >= 1
     else:
-        smooth = positions != [] and set(positions) <= set(SMOOTH.get(name, ()))
+        smooth = positions != [] and set(positions) <= set(
+            SMOOTH.get(name, (0,) if norm and name in KEEPS_NORM else ())
+        )
     if smooth and (_is_broadcast(value, user) or _is_difference(user) or _is_quotient(user, of_tangents)):
         return "singular", False
     if smooth and user in of_tangents and set(positions) & set(ADDENDS.get(name, ())):
