@@ -280,6 +280,9 @@ def planning_partition(
         apart = bool(regions) and repeats_across_regions(joint.graph)
         fw, bw = aten.min_cut_partition(joint, joint_inputs, merge_repeats=not apart, **kwargs)
         count, static = kwargs["num_fwd_outputs"], tuple(kwargs.get("static_lifetime_input_indices") or ())
+        if joint_inputs == [] and any(s.scope == "no_static" for s in (setting, *regions.values()) if s is not None):
+            # a nested compiled region: torch doesn't say which inputs are parameters, and the graph around it decides
+            static = tuple(range(len(fw.graph.find_nodes(op="placeholder"))))
 
         def alive() -> tuple[LivePoint, ...]:
             if not live:

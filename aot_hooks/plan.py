@@ -20,7 +20,7 @@ from .hook import KEEP, Hook
 from .live import LivePoint, join
 from .lossless import compare_hook
 from .policy import Setting, out_of_scope
-from .saved import Boundary, SavedTensor, SavedValue, producer
+from .saved import Boundary, SavedTensor, SavedValue, producer, region_output
 from .schedule import Transfer
 
 __all__ = ["Choice", "Decision", "Plan", "decide", "joined", "region_of", "repeats_across_regions"]
@@ -242,19 +242,8 @@ def _choose(value: SavedValue, ambient: Setting | None, regions: Mapping[str, Se
 
 def _packed_in_a_nested_region(node: Node) -> bool:
     """Whether `node` is what a nested compiled region (`invoke_subgraph`) saved for its own backward, packed there."""
-    if node.op != "call_function" or "getitem" not in str(node.target):
-        return False
-    call, index = node.args
-    if not isinstance(call, Node) or not isinstance(index, int) or "invoke_subgraph" not in str(call.target):
-        return False
-    body = call.args[0]
-    owner = node.graph.owning_module
-    inner = getattr(owner, str(body.target), None) if isinstance(body, Node) and body.op == "get_attr" else None
-    if not isinstance(inner, torch.fx.GraphModule):
-        return False
-    outputs = inner.graph.output_node().args[0]
-    out = outputs[index] if isinstance(outputs, tuple | list) else None
-    return isinstance(out, Node) and bool(out.meta.get("aot_hooks_packed"))
+    out = region_output(node)
+    return out is not None and bool(out.meta.get("aot_hooks_packed"))
 
 
 def _one_packing(group: list[Choice]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import threading
 from typing import Any
@@ -12,7 +13,7 @@ from steps import BITS, HALF, assert_same, compiled, packed_count, step
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import aot_hooks
-from aot_hooks import Hook, last_plans, saved_tensors_hooks
+from aot_hooks import KEEP, Hook, last_plans, saved_tensors_hooks
 
 Tensor = torch.Tensor
 INNER = [pytest.param("aten", marks=pytest.mark.core), pytest.param("inductor", marks=pytest.mark.slow)]
@@ -139,6 +140,40 @@ def test_nested_compiled_regions() -> None:
     step(rounded, *args, hook=HALF)
     for plan in last_plans(rounded):
         assert all(d.saved.dtype is torch.float32 for d in plan.decisions if d.hook is HALF), "nothing is packed twice"
+
+
+@pytest.mark.skipif(not hasattr(torch.compiler, "nested_compile_region"), reason="no nested regions in this torch")
+@pytest.mark.parametrize("scope", ["donated", "no_static", "all"])
+def test_nested_regions_pack_no_parameter_input_or_output(scope: str) -> None:
+    """What a region saves is a parameter, an input or an output of the graph around it, if it was given that."""
+
+    @torch.compiler.nested_compile_region
+    def region(mlp: torch.nn.Module, x: Tensor) -> Tensor:
+        return mlp(x).exp()
+
+    class Stack(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            layers = [torch.nn.Linear(8, 32), torch.nn.GELU(), torch.nn.Linear(32, 8)]
+            self.mlps = torch.nn.ModuleList(torch.nn.Sequential(*copy.deepcopy(layers)) for _ in range(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for mlp in self.mlps:
+                x = region(mlp, x * 0.1)
+            return x
+
+    call = compiled(Stack())
+    x = torch.randn(4, 8, requires_grad=True)
+    with saved_tensors_hooks(lambda t: torch.zeros_like(t), lambda t: t, scope=scope):
+        call(x)
+    packed = [d.saved for plan in last_plans(call) for d in plan.decisions if d.hook is not KEEP]
+    assert {row.shape for row in packed} >= {(4, 32)}, "what the regions compute is packed"
+    weights = {(32, 8), (8, 32), (32,), (8,)}
+    assert any(row.shape in weights for row in packed) == (scope == "all")
+    returned = [d for d in last_plans(call)[-1].decisions if d.saved.is_output]
+    assert len(returned) == (scope == "donated"), "the last region's result; other scopes pack it in the region"
+    assert all(d.hook is KEEP for d in returned)
 
 
 # --- checkpointing ---------------------------------------------------------------------------------------------------
