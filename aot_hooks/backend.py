@@ -192,8 +192,7 @@ def _compile_graph(
     def compile_graph(compiling: Callable[[], None] = _nothing) -> Callable[..., Any]:
         return _compile(gm, inputs, parsed, patches, partition, compiling, compilation)
 
-    # a pair of plain functions on top keeps torch from inlining the hooks a second time
-    with autograd.hooks_pushed(_as_it_is, _as_it_is):
+    with _hooks_not_inlined_by_torch():
         if parsed.inner == "aten" and (compilation is not None or not aten.is_stored()):
             compiled = bypassed("inner 'aten' is stored with torch's bundled_autograd_cache only", compile_graph)
         elif record is not None:
@@ -312,7 +311,7 @@ def plan_graph(gm: GraphModule, inputs: Sequence[Any], options: Options) -> list
     setting, _, regions = _in_force(gm, options)
     plans: list[Plan] = []
     partition = planning_partition(setting, regions, options.inner, plans, roots(), live=True)
-    with autograd.hooks_pushed(_as_it_is, _as_it_is), without_autograd_cache():
+    with _hooks_not_inlined_by_torch(), without_autograd_cache():
         if options.inner == "aten":
             aten.compile_graph(gm, inputs, partition)
         else:
@@ -328,6 +327,14 @@ def _partitioned_by(partition: Callable[..., Any], gm: GraphModule, patches: dic
     """
     names = inductor.first_joint_pass(carry_names, patches) if uses_names(gm) else {}
     return patches | names | inductor.partitioned_by(partition, f"aot_hooks {package_digest()}")
+
+
+def _hooks_not_inlined_by_torch() -> contextlib.AbstractContextManager[None]:
+    """A pair of plain functions over the hooks in force, or torch would inline them a second time.
+
+    Where there are none nothing is pushed: torch.func's transforms trace on an empty stack only.
+    """
+    return contextlib.nullcontext() if autograd.top_hooks() is None else autograd.hooks_pushed(_as_it_is, _as_it_is)
 
 
 def _as_it_is(x: Any) -> Any:

@@ -403,3 +403,52 @@ def test_no_plan_without_gradients(mode: Any) -> None:
         out = call(x, w)
     assert_same(out, block(x, w).detach(), exactly=False)
     assert last_plans(call) == ()
+
+
+# --- torch.func and torch.export --------------------------------------------------------------------------------------
+
+
+def _sum(x: Tensor, w: Tensor) -> Tensor:
+    return block(x, w).exp().sum()
+
+
+TRANSFORMS = {
+    "grad": lambda x, w: torch.func.grad(_sum)(x, w),
+    "vjp": lambda x, w: torch.func.vjp(_sum, x, w)[1](torch.ones(())),
+    "vmap of grad": lambda x, w: torch.func.vmap(torch.func.grad(_sum), in_dims=(0, None))(x, w),
+    "jacrev": lambda x, w: torch.func.jacrev(lambda x: block(x, w))(x),
+    "jvp": lambda x, w: torch.func.jvp(lambda x: block(x, w), (x,), (x,)),
+}
+
+
+@pytest.mark.parametrize("policy", [aot_hooks.float8(), aot_hooks.lossless(), BITS], ids=str)
+@pytest.mark.parametrize("transform", TRANSFORMS)
+@pytest.mark.core
+def test_transforms_inside_a_function_with_a_policy(transform: str, policy: Hook) -> None:
+    def f(x: Tensor, w: Tensor) -> Any:
+        return TRANSFORMS[transform](x.tanh() @ w, w)
+
+    args = leaves()
+    expected, gradient = step(f, *args)
+    call = torch.compile(f, backend="aot_hooks", options={"inner": "aten", "policy": policy}, fullgraph=True)
+    with torch.no_grad():
+        assert_same(call(*args), expected, exactly=False)
+    out, got = step(call, *args)
+    assert_same(out, expected, exactly=False)
+    if policy is not aot_hooks.float8():
+        assert_same(got, gradient, exactly=False)
+    assert packed_count(call) > 0 or policy is not BITS
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("policy", [aot_hooks.float8(), aot_hooks.policies.only_these_modules({"0": BITS})], ids=str)
+@pytest.mark.core
+def test_export_in_a_context(policy: Any, strict: bool) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU(), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 4))
+    model.eval()
+    x = leaves()[0].detach()
+    expected = model(x)
+    with aot_hooks.saved_tensors_policy(policy):
+        program = torch.export.export(model, (x,), strict=strict).run_decompositions()
+        assert_same(program.module()(x), expected)
+    assert_same(program.module()(x), expected)
