@@ -38,6 +38,7 @@ from .options import Options, inductor_patches
 from .plan import Plan, region_of, repeats_across_regions
 from .policy import Setting
 from .rewrite import rewrite
+from .snapshots import save_what_was_read
 
 if TYPE_CHECKING:
     from cudagraph.backend import Compilation
@@ -289,6 +290,7 @@ def planning_partition(
             fused = inner == "inductor"
             return live_bytes(fw, bw, num_fwd_outputs=count, static_inputs=static, fused=fused, roots=paths)
 
+        save_what_was_read(fw, bw, count)
         before = alive()
         plan = rewrite(
             fw,
@@ -304,6 +306,13 @@ def planning_partition(
         return fw, bw
 
     return partition
+
+
+def partition_without_hooks(joint: GraphModule, joint_inputs: Any, **kwargs: Any) -> tuple[GraphModule, GraphModule]:
+    """torch's min-cut partition; only where the forward writes to an input that it saves, another is saved."""
+    fw, bw = aten.min_cut_partition(joint, joint_inputs, **kwargs)
+    save_what_was_read(fw, bw, kwargs["num_fwd_outputs"])
+    return fw, bw
 
 
 def plan_graph(gm: GraphModule, inputs: Sequence[Any], options: Options) -> list[Plan]:
@@ -376,10 +385,14 @@ def _compile(
     if options.inner == "aten":
         compilers = compilation.aten_compilers() if compilation is not None else None
         stored = compiling if partition is not None and aten.is_stored() else None
-        return aten.compile_graph(gm, inputs, partition or aten.min_cut_partition, compilers, stored)
+        return aten.compile_graph(gm, inputs, partition or partition_without_hooks, compilers, stored)
     capture = compilation.inner_compile if compilation is not None else None
     with compilation.through_cache(gm) if compilation is not None else contextlib.nullcontext():
         if partition is not None:
             patches = _partitioned_by(partition, gm, patches)
             return inductor.compile_with_hooks(gm, inputs, patches, compiling, capture)
+        if inductor.custom_partitioner(patches) is None:
+            patches = patches | inductor.partitioned_by(
+                partition_without_hooks, f"aot_hooks {package_digest()}, no hooks"
+            )
         return inductor.compile_stock(gm, inputs, patches, capture)

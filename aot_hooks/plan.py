@@ -22,6 +22,7 @@ from .lossless import compare_hook
 from .policy import Setting, out_of_scope
 from .saved import Boundary, SavedTensor, SavedValue, producer, region_output
 from .schedule import Transfer
+from .snapshots import SNAPSHOT
 
 __all__ = ["Choice", "Decision", "Plan", "decide", "joined", "region_of", "repeats_across_regions"]
 
@@ -209,6 +210,9 @@ def _choose(value: SavedValue, ambient: Setting | None, regions: Mapping[str, Se
         return keep
     if value.fw_node.meta.get("aot_hooks_packed") or _packed_in_a_nested_region(value.fw_node):
         keep.reason = "packed in a nested compiled region"
+        return keep
+    if value.fw_node.meta.get(SNAPSHOT):
+        keep.reason = "an input of the graph, as it was before the graph writes to it"
         return keep
     uses: dict[Hook, list[Node]] = {}
     reasons: list[str] = []
