@@ -385,7 +385,9 @@ def _compile(
     if options.inner == "aten":
         compilers = compilation.aten_compilers() if compilation is not None else None
         stored = compiling if partition is not None and aten.is_stored() else None
-        return aten.compile_graph(gm, inputs, partition or partition_without_hooks, compilers, stored)
+        # what runs as it is can be stored with a key of ours only: torch's has no partition
+        with contextlib.nullcontext() if stored else without_autograd_cache():
+            return aten.compile_graph(gm, inputs, partition or partition_without_hooks, compilers, stored)
     capture = compilation.inner_compile if compilation is not None else None
     with compilation.through_cache(gm) if compilation is not None else contextlib.nullcontext():
         if partition is not None:
