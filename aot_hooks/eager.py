@@ -36,6 +36,7 @@ from .errors import AotHooksError, HookContractError, HookTraceError
 from .hook import KEEP, Hook
 from .modules import note_call
 from .policy import Setting
+from .trace import has_gaps, restride
 
 __all__ = ["CompiledCall", "Kept", "pack_eager", "settle", "unpack_eager"]
 
@@ -262,7 +263,7 @@ def _pack(kept: Kept) -> None:
         )
     if packed is None:
         raise HookContractError(f"{_at(kept)}: pack returned None; expected the packed value. Is a `return` missing?")
-    kept.packed, kept.raw, kept.state = (packed, compact.shape), None, "packed"
+    kept.packed, kept.raw, kept.state = (packed, compact.shape, compact.stride()), None, "packed"
 
 
 def _unpack(kept: Kept) -> torch.Tensor:
@@ -273,7 +274,7 @@ def _unpack(kept: Kept) -> torch.Tensor:
             "out-of-place form of the op"
         )
     shape, dtype, device = kept.like
-    packed, compact = kept.packed
+    packed, compact, stride = kept.packed
     counted: list[torch.Tensor] = []
     anew = _containers_anew(packed, counted)
     versions = [a._version for a in counted]
@@ -290,6 +291,9 @@ def _unpack(kept: Kept) -> torch.Tensor:
             f"{_at(kept)}: unpack returned {out.dtype}{list(out.shape)} on {out.device}; expected "
             f"{dtype}{list(compact)} on {device}, like the saved one"
         )
+    if out.stride() != stride and not kept.hook.rounds_to_zero:  # as a graph restores it
+        like = torch.empty_strided(compact, stride, dtype=dtype, device="meta")
+        out = restride(out, like, stride if has_gaps(like) else None)
     return out.expand(shape) if out.shape != shape else out
 
 

@@ -15,6 +15,7 @@ torch's `saved_tensors_hooks` inlining (pytorch/pytorch#150032); the form is our
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +29,7 @@ from .errors import AotHooksError, HookContractError, HookTraceError
 from .hook import Hook
 from .tensor_digest import by_value
 
-__all__ = ["TracedHook", "canonical", "trace_hook"]
+__all__ = ["TracedHook", "canonical", "has_gaps", "restride", "trace_hook"]
 
 
 @dataclass(frozen=True)
@@ -122,6 +123,8 @@ def _trace(
         for d in range(value.dim())
         if _compat.same_size(value.stride(d), 0) and not _compat.same_size(value.shape[d], 1)
     ]
+    # Inductor's loops take value by value, and what rounds anyway needs no memory for gaps
+    gaps = decompositions is None and not hook.rounds_to_zero and has_gaps(sample)
     result: dict[str, Any] = {}
 
     def compact(x: torch.Tensor) -> torch.Tensor:
@@ -140,8 +143,9 @@ def _trace(
         if packed is None:
             raise HookContractError(f"{at}: pack returned None; expected the packed value. Is a `return` missing?")
         leaves, result["rebuild"] = _flatten(packed)
-        if expanded:
-            leaves += [x.shape[d] for d in expanded]
+        leaves += [x.shape[d] for d in expanded]
+        if gaps:
+            leaves += x.stride()
         crossing = [a for a in leaves if isinstance(a, torch.Tensor) or _is_symbolic(a)]
         result["leaves"] = leaves
         return crossing
@@ -171,8 +175,9 @@ def _trace(
         full = list(leaves)
         for i, a in zip(slots, crossed, strict=True):
             full[i] = a
-        sizes = full[len(full) - len(expanded) :] if expanded else []
-        packed = result["rebuild"](full[: len(full) - len(expanded)])
+        stride = [full.pop() for _ in range(value.dim())][::-1] if gaps else None
+        sizes = [full.pop() for _ in expanded][::-1]
+        packed = result["rebuild"](full)
         out = _call(hook.unpack, packed, f"{at}: unpack")
         shape, dtype, device = result["like"]
         _check_like(out, shape, dtype, device, at)
@@ -181,7 +186,7 @@ def _trace(
             for d, size in zip(expanded, sizes, strict=True):
                 full_shape[d] = size
             out = out.expand(full_shape)
-        return [_restride(out, value)]
+        return [restride(out, value, stride)]
 
     samples = tuple(leaves[i] for i in slots)
     unpack_gm = _functional(unpack, samples, decompositions)
@@ -352,15 +357,17 @@ def _check_like(out: Any, shape: Any, dtype: torch.dtype, device: torch.device, 
         raise HookContractError(f"{at}: unpack returned {problem}. Expected {wanted}")
 
 
-def _restride(out: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """`out` with the memory order of `like`, which the backward's views were built on."""
+def restride(out: torch.Tensor, like: torch.Tensor, gaps: Sequence[Any] | None) -> torch.Tensor:
+    """`out` with the memory order of `like`, which the backward's views were built on; with `gaps`, the strides of
+    `like`, which has some, also with gaps.
+
+    A kernel of ATen may take a row by itself or all rows at once, by the gaps between them, and round otherwise.
+    """
     if all(_compat.same_size(a, b) for a, b in zip(out.stride(), like.stride(), strict=True)):
         return out
-    dims = [
-        d
-        for d in range(like.dim())
-        if not _compat.same_size(like.stride(d), 0) and not _compat.same_size(like.shape[d], 1)
-    ]
+    if gaps is not None:
+        return _with_gaps(out, like, gaps)
+    dims = _dimensions(like)
     if not dims or _compat.same_size(like.numel(), 0):
         return out
     order = sorted(range(like.dim()), key=lambda d: (-_compat.hint(like.stride(d)), d))
@@ -368,3 +375,38 @@ def _restride(out: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     if order == list(range(like.dim())):
         return out.contiguous()
     return out.permute(order).contiguous().permute(back)
+
+
+def has_gaps(like: torch.Tensor) -> bool:
+    """Whether memory between the values of `like` is not its own; False where they overlap."""
+    dense, reached = True, 1
+    expected: Any = 1
+    for d in sorted(_dimensions(like), key=lambda d: (_compat.hint(like.stride(d)), -d)):
+        if _compat.hint(like.stride(d)) < reached:
+            return False
+        reached += (_compat.hint(like.shape[d]) - 1) * _compat.hint(like.stride(d))
+        dense = dense and _compat.same_size(like.stride(d), expected)
+        expected = expected * like.shape[d]
+    return not dense and not _compat.same_size(like.numel(), 0)
+
+
+def _dimensions(like: torch.Tensor) -> list[int]:
+    """The dimensions by which a stride says where a value lies."""
+    return [
+        d
+        for d in range(like.dim())
+        if not _compat.same_size(like.stride(d), 0) and not _compat.same_size(like.shape[d], 1)
+    ]
+
+
+def _with_gaps(out: torch.Tensor, like: torch.Tensor, stride: Sequence[Any]) -> torch.Tensor:
+    """`out` with `stride`, that of `like`, in memory of its own; what stands in the gaps nobody reads."""
+    rows = out
+    span: Any = 1
+    for d in range(like.dim()):
+        if _compat.same_size(like.stride(d), 0):
+            rows = rows.narrow(d, 0, 1)
+    for d in _dimensions(like):
+        span = span + (out.shape[d] - 1) * stride[d]
+    memory = torch.as_strided_scatter(out.new_empty((span,)), rows, rows.shape, stride, 0)
+    return memory.as_strided(out.shape, stride, 0)
