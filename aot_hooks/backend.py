@@ -188,10 +188,16 @@ def _compile_graph(
         return _with_eager_hooks(_compile(gm, inputs, parsed, patches, None, _nothing, compilation))
 
     paths = roots()
-    partition = planning_partition(setting, regions, parsed.inner, graph.plans, paths, live=record is not None)
+    donated: list[bool] = []
+    partition = planning_partition(setting, regions, parsed.inner, graph.plans, paths, donated, live=record is not None)
 
     def compile_graph(compiling: Callable[[], None] = _nothing) -> Callable[..., Any]:
-        return _compile(gm, inputs, parsed, patches, partition, compiling, compilation)
+        def before_each_graph() -> None:
+            compiling()
+            if donated and not donated[-1]:  # or a second backward would raise that doesn't without hooks
+                aten.donate_nothing()
+
+        return _compile(gm, inputs, parsed, patches, partition, before_each_graph, compilation)
 
     with _hooks_not_inlined_by_torch():
         if parsed.inner == "aten" and (compilation is not None or not aten.is_stored()):
@@ -269,11 +275,13 @@ def planning_partition(
     inner: str,
     plans: list[Plan],
     paths: Mapping[str, str],
+    donated: list[bool],
     *,
     live: bool = False,
 ) -> Callable[..., tuple[GraphModule, GraphModule]]:
     """torch's min-cut partition, then hooks put in; what was decided is appended to `plans`, with `live` also the bytes
-    alive along both graphs before and after. `paths` are modules by Dynamo's names, see `modules.roots`."""
+    alive along both graphs before and after. `paths` are modules by Dynamo's names, see `modules.roots`; to `donated`
+    goes whether the backward may write over what is saved without hooks, of nested regions first."""
 
     def partition(joint: GraphModule, joint_inputs: Any, **kwargs: Any) -> tuple[GraphModule, GraphModule]:
         carry_names(joint.graph)
@@ -290,6 +298,7 @@ def planning_partition(
             fused = inner == "inductor"
             return live_bytes(fw, bw, num_fwd_outputs=count, static_inputs=static, fused=fused, roots=paths)
 
+        donated.append(aten.donates(fw, bw, count))
         save_what_was_read(fw, bw, count)
         before = alive()
         plan = rewrite(
@@ -319,7 +328,7 @@ def plan_graph(gm: GraphModule, inputs: Sequence[Any], options: Options) -> list
     """What `aot_hooks(gm, inputs)` would decide, with the live bytes; makes no code. `gm` may be changed."""
     setting, _, regions = _in_force(gm, options)
     plans: list[Plan] = []
-    partition = planning_partition(setting, regions, options.inner, plans, roots(), live=True)
+    partition = planning_partition(setting, regions, options.inner, plans, roots(), [], live=True)
     with _hooks_not_inlined_by_torch(), without_autograd_cache():
         if options.inner == "aten":
             aten.compile_graph(gm, inputs, partition)
@@ -384,10 +393,11 @@ def _compile(
 ) -> Callable[..., Any]:
     if options.inner == "aten":
         compilers = compilation.aten_compilers() if compilation is not None else None
-        stored = compiling if partition is not None and aten.is_stored() else None
+        stored = partition is not None and aten.is_stored()
         # what runs as it is can be stored with a key of ours only: torch's has no partition
         with contextlib.nullcontext() if stored else without_autograd_cache():
-            return aten.compile_graph(gm, inputs, partition or partition_without_hooks, compilers, stored)
+            partition = partition or partition_without_hooks
+            return aten.compile_graph(gm, inputs, partition, compilers, compiling, stored=stored)
     capture = compilation.inner_compile if compilation is not None else None
     with compilation.through_cache(gm) if compilation is not None else contextlib.nullcontext():
         if partition is not None:

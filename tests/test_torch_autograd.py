@@ -315,6 +315,34 @@ def test_retain_graph_is_as_without_hooks(inner: str, donated: bool) -> None:
         assert "donated buffers" in stock[0] and ours == stock
 
 
+@pytest.mark.parametrize("scope", ["donated", "no_static", "all"])
+@pytest.mark.parametrize("inner", INNER)
+def test_a_second_backward_after_another_step_is_as_without_hooks(inner: str, scope: str) -> None:
+    """A backward that saves inputs and outputs alone may not write over them; nor over what is packed of them."""
+
+    def f(x: Tensor, w: Tensor) -> Tensor:
+        return (x @ w).exp()
+
+    def twice(fn: Any, hook: Hook) -> Any:
+        torch._dynamo.reset()
+        x, w = leaves()
+        call = compiled(fn, inner)
+        for retain in (False, True):
+            with saved_tensors_hooks(hook, scope=scope):
+                out = call(x, w)
+            first = outcome(lambda: gradients(out, x, w, retain_graph=retain))  # noqa: B023
+        return first, outcome(lambda: gradients(out, x, w)), packed_count(call)
+
+    with torch._functorch.config.patch(enable_autograd_cache=False):
+        first, second, packed = twice(f, BITS)
+        assert_same((first, second), twice(f, aot_hooks.KEEP)[:2], exactly=inner == "aten")
+        assert (packed > 0) == (scope != "donated") and not isinstance(second, str)
+        (ours, _, packed), (stock, _, _) = twice(block, BITS), twice(block, aot_hooks.KEEP)
+        assert packed > 0 and isinstance(ours, str) == isinstance(stock, str), (
+            "what donates without hooks does with them"
+        )
+
+
 @pytest.mark.core
 def test_create_graph_is_as_without_hooks() -> None:
     def run(hook: Hook | None) -> Any:
