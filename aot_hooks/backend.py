@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import inspect
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,7 +29,7 @@ from .cache._compat import without_autograd_cache
 from .cache_key import nodes_of, package_digest
 from .dynamo import _compat as dynamo
 from .eager import CompiledCall
-from .errors import OptionError
+from .errors import AotHooksError, OptionError
 from .given_up import at_end_of_backward
 from .inductor import _compat as inductor
 from .live import LivePoint, live_bytes
@@ -141,8 +142,13 @@ def aot_hooks(
         HookContractError, HookTraceError, PolicyError: from the rewrite; Dynamo wraps them.
     """
     wrapper = dynamo.calling_compile_wrapper()
-    plans = _plans.of(wrapper) if wrapper is not None else []
-    return _compile_graph(gm, inputs, mode, Options.parse(options), plans, wrapper)
+    if wrapper is None:
+        return _compile_graph(gm, inputs, mode, Options.parse(options), [])
+    try:
+        return _compile_graph(gm, inputs, mode, Options.parse(options), _plans.of(wrapper), wrapper)
+    except AotHooksError as e:  # wrapped here, so that our message stands first
+        failure = dynamo.backend_failure("aot_hooks", e, inspect.currentframe())
+        raise failure.with_traceback(e.__traceback__) from None
 
 
 def with_options(options: Mapping[str, Any] | None) -> Callable[..., Any]:

@@ -25,7 +25,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from . import _compat
 from .content import content
-from .errors import AotHooksError, HookContractError, HookTraceError
+from .errors import AotHooksError, HookContractError, HookTraceError, described
 from .hook import Hook
 from .tensor_digest import by_value
 
@@ -63,9 +63,9 @@ def trace_hook(
     before = content(hook.pack, hook.unpack)
     with _compat.no_new_unbacked(fake_mode) as made_unbacked, _compat.tracing_on_fakes(fake_mode):
         traced = _trace(hook, value, at, decompositions, fake_mode)
-        for part, gm in (("pack", traced.pack), ("unpack", traced.unpack)):
+        for part, fn, gm in (("pack", hook.pack, traced.pack), ("unpack", hook.unpack, traced.unpack)):
             if _compat.reads_values(gm):
-                raise HookContractError(_reads_value(f"{at}: {part}"))
+                raise HookContractError(_reads_value(f"{at}: {described(part, fn)}"))
         if made_unbacked() or _compat.makes_unbacked(traced.pack) or _compat.makes_unbacked(traced.unpack):
             raise HookContractError(
                 f"{at}: a size depends on the values (as `nonzero` or `x[mask]` makes); expected sizes that follow "
@@ -137,11 +137,11 @@ def _trace(
         given = compact(x)
         version = given._version
         result["like"] = (given.shape, given.dtype, given.device)
-        packed = _call(hook.pack, given, f"{at}: pack")
+        packed = _call(hook.pack, given, at_pack)
         if given._version != version:
             raise HookContractError(mutates)
         if packed is None:
-            raise HookContractError(f"{at}: pack returned None; expected the packed value. Is a `return` missing?")
+            raise HookContractError(f"{at_pack} returned None; expected the packed value. Is a `return` missing?")
         leaves, result["rebuild"] = _flatten(packed)
         leaves += [x.shape[d] for d in expanded]
         if gaps:
@@ -150,8 +150,9 @@ def _trace(
         result["leaves"] = leaves
         return crossing
 
+    at_pack, at_unpack = (f"{at}: {described(n, fn)}" for n, fn in (("pack", hook.pack), ("unpack", hook.unpack)))
     mutates = (
-        f"{at}: pack mutates its input in place; expected a pure function, because the forward goes on using "
+        f"{at_pack} mutates its input in place; expected a pure function, because the forward goes on using "
         "the tensor. Work on x.clone(), or use the out-of-place form of the op"
     )
     pack_gm = _functional(pack, (sample,), decompositions, mutates)
@@ -178,9 +179,9 @@ def _trace(
         stride = [full.pop() for _ in range(value.dim())][::-1] if gaps else None
         sizes = [full.pop() for _ in expanded][::-1]
         packed = result["rebuild"](full)
-        out = _call(hook.unpack, packed, f"{at}: unpack")
+        out = _call(hook.unpack, packed, at_unpack)
         shape, dtype, device = result["like"]
-        _check_like(out, shape, dtype, device, at)
+        _check_like(out, shape, dtype, device, at_unpack)
         if expanded:
             full_shape = list(out.shape)
             for d, size in zip(expanded, sizes, strict=True):
@@ -194,9 +195,9 @@ def _trace(
     for node in unpack_gm.graph.find_nodes(op="get_attr"):
         if _compat.is_traced_value(getattr(unpack_gm, str(node.target))):
             raise HookContractError(
-                f"{at}: unpack uses a tensor that pack did not return, or that is hidden in an object that is no "
-                "pytree; return every tensor in tuples, lists, dicts, or register the class with "
-                "torch.utils.__compat.pytree.register_pytree_node"
+                f"{at_unpack} uses a tensor that pack did not return, or that is hidden in an object that is no "
+                "pytree; return every tensor in tuples, lists or dicts, or register the class as a pytree by "
+                "torch.utils._pytree.register_pytree_node"
             )
     identity = _is_identity(pack_gm) and _is_identity(unpack_gm)
     return TracedHook(pack_gm, unpack_gm, identity)
@@ -341,7 +342,7 @@ def _check_like(out: Any, shape: Any, dtype: torch.dtype, device: torch.device, 
         got = (
             f"{len(out)} values in a {type(out).__name__}" if isinstance(out, tuple | list) else f"{type(out).__name__}"
         )
-        raise HookContractError(f"{at}: unpack returned {got}; expected {wanted}")
+        raise HookContractError(f"{at} returned {got}; expected {wanted}")
     problem = None
     if _compat.is_traceable_subclass(out):
         problem = f"a {type(out).__name__}; convert it to a plain tensor"
@@ -354,7 +355,7 @@ def _check_like(out: Any, shape: Any, dtype: torch.dtype, device: torch.device, 
     ):
         problem = f"shape {list(out.shape)}; pack the shape too and end unpack with .view(shape)"
     if problem:
-        raise HookContractError(f"{at}: unpack returned {problem}. Expected {wanted}")
+        raise HookContractError(f"{at} returned {problem}. Expected {wanted}")
 
 
 def restride(out: torch.Tensor, like: torch.Tensor, gaps: Sequence[Any] | None) -> torch.Tensor:
