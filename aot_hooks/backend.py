@@ -19,9 +19,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch.fx import GraphModule
 
-from . import cache, captured, context, recompiles, transfers
+from . import cache, captured, context, recompiles, transfers, unused
 from .aten import _compat as aten
 from .autograd import _compat as autograd
 from .cache import bypassed, through_cache
@@ -108,7 +109,10 @@ def last_plans(compiled: Callable[..., Any]) -> tuple[Plan, ...]:
     wrapper = dynamo.compile_wrapper_of(compiled)
     if wrapper is None:
         raise OptionError(f"last_plans takes what torch.compile returned, got {compiled!r}")
-    return tuple(_plans.of(wrapper))
+    plans = tuple(_plans.of(wrapper))
+    if not plans and isinstance(compiled, torch.nn.Module):
+        unused.compiled_in_place(compiled)
+    return plans
 
 
 def reset() -> None:
@@ -119,6 +123,7 @@ def reset() -> None:
     transfers.reset()
     context.forget()
     cache.forget()
+    unused.forget()
 
 
 def _regions_of(gm: GraphModule) -> dict[str, Setting]:
@@ -232,6 +237,8 @@ def _compile_graph(
     if record is not None:
         record.append(graph)
         compiled = _counted(compiled, graph)
+    asked_for = [s for s in (setting, *regions.values()) if s is not None]
+    compiled = unused.judged(compiled, unused.compiled(asked_for, graph.plans))
     if setting is not None and graph.plans:
         context.check(setting, alive)  # or the graph would be found by what the setting said before
         compiled = _checked(compiled, setting, alive)

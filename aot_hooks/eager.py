@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from . import _compat
+from . import _compat, unused
 from .autograd import _compat as autograd
 from .dynamo import _compat as dynamo
 from .eager_saved import EagerRow
@@ -87,7 +87,9 @@ _local = _Local()
 def pack_eager(setting: Setting, x: torch.Tensor) -> Any:
     """Autograd's pack hook. Raises what `HookContractError` and `HookTraceError` say."""
     if _compat.is_traced_value(x) or torch.compiler.is_compiling():
+        unused.traced(setting)
         return x  # a tracer runs the program on stand-ins: nothing is saved
+    unused.came_by()
     settle()
     if setting.looks_at_modules:
         note_call()

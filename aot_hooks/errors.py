@@ -23,6 +23,7 @@ __all__ = [
     "RecompileWarning",
     "UnsupportedGraphError",
     "UnsupportedTorchError",
+    "UnusedWarning",
     "bind",
     "described",
     "did_you_mean",
@@ -66,6 +67,10 @@ class CacheWarning(UserWarning):
 
 class RecompileWarning(UserWarning):
     """A hook or policy holds what changes from step to step, so that each step compiles."""
+
+
+class UnusedWarning(UserWarning):
+    """A hook, a policy, a key of one, or a context does nothing."""
 
 
 # --- words for messages -----------------------------------------------------------------------------------------------

@@ -120,6 +120,16 @@ def _strided(nodes: list[Any]) -> list[torch.Tensor]:
     return [v for v in values if isinstance(v, torch.Tensor) and v.layout is torch.strided]
 
 
+def inlines_hooks() -> bool:
+    """Whether AOTAutograd is inlining the hooks in force into a graph; 2.11 to 2.15."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        if frame.f_code.co_name == "maybe_inline_graph_saved_tensors_hooks":
+            return True
+        frame = frame.f_back
+    return False
+
+
 def donate_nothing() -> None:
     """The graphs that are being compiled share no saved tensor's memory with what the backward makes.
 
