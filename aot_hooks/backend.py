@@ -12,15 +12,17 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import inspect
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch.fx import GraphModule
 
-from . import cache, captured, context, recompiles, transfers
+from . import cache, captured, context, recompiles, transfers, unused
 from .aten import _compat as aten
 from .autograd import _compat as autograd
 from .cache import bypassed, through_cache
@@ -28,7 +30,7 @@ from .cache._compat import without_autograd_cache
 from .cache_key import nodes_of, package_digest
 from .dynamo import _compat as dynamo
 from .eager import CompiledCall
-from .errors import OptionError
+from .errors import AotHooksError, OptionError
 from .given_up import at_end_of_backward
 from .inductor import _compat as inductor
 from .live import LivePoint, live_bytes
@@ -38,6 +40,7 @@ from .options import Options, inductor_patches
 from .plan import Plan, region_of, repeats_across_regions
 from .policy import Setting
 from .rewrite import rewrite
+from .snapshots import save_what_was_read
 
 if TYPE_CHECKING:
     from cudagraph.backend import Compilation
@@ -106,7 +109,10 @@ def last_plans(compiled: Callable[..., Any]) -> tuple[Plan, ...]:
     wrapper = dynamo.compile_wrapper_of(compiled)
     if wrapper is None:
         raise OptionError(f"last_plans takes what torch.compile returned, got {compiled!r}")
-    return tuple(_plans.of(wrapper))
+    plans = tuple(_plans.of(wrapper))
+    if not plans and isinstance(compiled, torch.nn.Module):
+        unused.compiled_in_place(compiled)
+    return plans
 
 
 def reset() -> None:
@@ -117,6 +123,7 @@ def reset() -> None:
     transfers.reset()
     context.forget()
     cache.forget()
+    unused.forget()
 
 
 def _regions_of(gm: GraphModule) -> dict[str, Setting]:
@@ -140,8 +147,13 @@ def aot_hooks(
         HookContractError, HookTraceError, PolicyError: from the rewrite; Dynamo wraps them.
     """
     wrapper = dynamo.calling_compile_wrapper()
-    plans = _plans.of(wrapper) if wrapper is not None else []
-    return _compile_graph(gm, inputs, mode, Options.parse(options), plans, wrapper)
+    if wrapper is None:
+        return _compile_graph(gm, inputs, mode, Options.parse(options), [])
+    try:
+        return _compile_graph(gm, inputs, mode, Options.parse(options), _plans.of(wrapper), wrapper)
+    except AotHooksError as e:  # wrapped here, so that our message stands first
+        failure = dynamo.backend_failure("aot_hooks", e, inspect.currentframe())
+        raise failure.with_traceback(e.__traceback__) from None
 
 
 def with_options(options: Mapping[str, Any] | None) -> Callable[..., Any]:
@@ -187,13 +199,18 @@ def _compile_graph(
         return _with_eager_hooks(_compile(gm, inputs, parsed, patches, None, _nothing, compilation))
 
     paths = roots()
-    partition = planning_partition(setting, regions, parsed.inner, graph.plans, paths, live=record is not None)
+    donated: list[bool] = []
+    partition = planning_partition(setting, regions, parsed.inner, graph.plans, paths, donated, live=record is not None)
 
     def compile_graph(compiling: Callable[[], None] = _nothing) -> Callable[..., Any]:
-        return _compile(gm, inputs, parsed, patches, partition, compiling, compilation)
+        def before_each_graph() -> None:
+            compiling()
+            if donated and not donated[-1]:  # or a second backward would raise that doesn't without hooks
+                aten.donate_nothing()
 
-    # a pair of plain functions on top keeps torch from inlining the hooks a second time
-    with autograd.hooks_pushed(_as_it_is, _as_it_is):
+        return _compile(gm, inputs, parsed, patches, partition, before_each_graph, compilation)
+
+    with _hooks_not_inlined_by_torch():
         if parsed.inner == "aten" and (compilation is not None or not aten.is_stored()):
             compiled = bypassed("inner 'aten' is stored with torch's bundled_autograd_cache only", compile_graph)
         elif record is not None:
@@ -220,6 +237,8 @@ def _compile_graph(
     if record is not None:
         record.append(graph)
         compiled = _counted(compiled, graph)
+    asked_for = [s for s in (setting, *regions.values()) if s is not None]
+    compiled = unused.judged(compiled, unused.compiled(asked_for, graph.plans))
     if setting is not None and graph.plans:
         context.check(setting, alive)  # or the graph would be found by what the setting said before
         compiled = _checked(compiled, setting, alive)
@@ -269,17 +288,22 @@ def planning_partition(
     inner: str,
     plans: list[Plan],
     paths: Mapping[str, str],
+    donated: list[bool],
     *,
     live: bool = False,
 ) -> Callable[..., tuple[GraphModule, GraphModule]]:
     """torch's min-cut partition, then hooks put in; what was decided is appended to `plans`, with `live` also the bytes
-    alive along both graphs before and after. `paths` are modules by Dynamo's names, see `modules.roots`."""
+    alive along both graphs before and after. `paths` are modules by Dynamo's names, see `modules.roots`; to `donated`
+    goes whether the backward may write over what is saved without hooks, of nested regions first."""
 
     def partition(joint: GraphModule, joint_inputs: Any, **kwargs: Any) -> tuple[GraphModule, GraphModule]:
         carry_names(joint.graph)
         apart = bool(regions) and repeats_across_regions(joint.graph)
         fw, bw = aten.min_cut_partition(joint, joint_inputs, merge_repeats=not apart, **kwargs)
         count, static = kwargs["num_fwd_outputs"], tuple(kwargs.get("static_lifetime_input_indices") or ())
+        if joint_inputs == [] and any(s.scope == "no_static" for s in (setting, *regions.values()) if s is not None):
+            # a nested compiled region: torch doesn't say which inputs are parameters, and the graph around it decides
+            static = tuple(range(len(fw.graph.find_nodes(op="placeholder"))))
 
         def alive() -> tuple[LivePoint, ...]:
             if not live:
@@ -287,6 +311,8 @@ def planning_partition(
             fused = inner == "inductor"
             return live_bytes(fw, bw, num_fwd_outputs=count, static_inputs=static, fused=fused, roots=paths)
 
+        donated.append(aten.donates(fw, bw, count))
+        save_what_was_read(fw, bw, count)
         before = alive()
         plan = rewrite(
             fw,
@@ -304,12 +330,19 @@ def planning_partition(
     return partition
 
 
+def partition_without_hooks(joint: GraphModule, joint_inputs: Any, **kwargs: Any) -> tuple[GraphModule, GraphModule]:
+    """torch's min-cut partition; only where the forward writes to an input that it saves, another is saved."""
+    fw, bw = aten.min_cut_partition(joint, joint_inputs, **kwargs)
+    save_what_was_read(fw, bw, kwargs["num_fwd_outputs"])
+    return fw, bw
+
+
 def plan_graph(gm: GraphModule, inputs: Sequence[Any], options: Options) -> list[Plan]:
     """What `aot_hooks(gm, inputs)` would decide, with the live bytes; makes no code. `gm` may be changed."""
     setting, _, regions = _in_force(gm, options)
     plans: list[Plan] = []
-    partition = planning_partition(setting, regions, options.inner, plans, roots(), live=True)
-    with autograd.hooks_pushed(_as_it_is, _as_it_is), without_autograd_cache():
+    partition = planning_partition(setting, regions, options.inner, plans, roots(), [], live=True)
+    with _hooks_not_inlined_by_torch(), without_autograd_cache():
         if options.inner == "aten":
             aten.compile_graph(gm, inputs, partition)
         else:
@@ -325,6 +358,14 @@ def _partitioned_by(partition: Callable[..., Any], gm: GraphModule, patches: dic
     """
     names = inductor.first_joint_pass(carry_names, patches) if uses_names(gm) else {}
     return patches | names | inductor.partitioned_by(partition, f"aot_hooks {package_digest()}")
+
+
+def _hooks_not_inlined_by_torch() -> contextlib.AbstractContextManager[None]:
+    """A pair of plain functions over the hooks in force, or torch would inline them a second time.
+
+    Where there are none nothing is pushed: torch.func's transforms trace on an empty stack only.
+    """
+    return contextlib.nullcontext() if autograd.top_hooks() is None else autograd.hooks_pushed(_as_it_is, _as_it_is)
 
 
 def _as_it_is(x: Any) -> Any:
@@ -365,11 +406,18 @@ def _compile(
 ) -> Callable[..., Any]:
     if options.inner == "aten":
         compilers = compilation.aten_compilers() if compilation is not None else None
-        stored = compiling if partition is not None and aten.is_stored() else None
-        return aten.compile_graph(gm, inputs, partition or aten.min_cut_partition, compilers, stored)
+        stored = partition is not None and aten.is_stored()
+        # what runs as it is can be stored with a key of ours only: torch's has no partition
+        with contextlib.nullcontext() if stored else without_autograd_cache():
+            partition = partition or partition_without_hooks
+            return aten.compile_graph(gm, inputs, partition, compilers, compiling, stored=stored)
     capture = compilation.inner_compile if compilation is not None else None
     with compilation.through_cache(gm) if compilation is not None else contextlib.nullcontext():
         if partition is not None:
             patches = _partitioned_by(partition, gm, patches)
             return inductor.compile_with_hooks(gm, inputs, patches, compiling, capture)
+        if inductor.custom_partitioner(patches) is None:
+            patches = patches | inductor.partitioned_by(
+                partition_without_hooks, f"aot_hooks {package_digest()}, no hooks"
+            )
         return inductor.compile_stock(gm, inputs, patches, capture)

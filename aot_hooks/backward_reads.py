@@ -163,7 +163,9 @@ def _is_input(node: Node, saved: Mapping[Node, Any]) -> bool:
 def _depending(graph: torch.fx.Graph, on: Iterable[Node]) -> set[Node]:
     found = set(on)
     for node in graph.nodes:
-        if not found.isdisjoint(node.all_input_nodes):
+        if str(node.target) not in SHAPE_ONLY and not found.isdisjoint(node.all_input_nodes):
+            found.add(node)
+        elif any(n in found and not _only_at(node, n, SHAPE_ONLY[str(node.target)]) for n in node.all_input_nodes):
             found.add(node)
     return found
 
@@ -228,8 +230,12 @@ def _classify(value: Node, user: Node, norm: bool, of_tangents: set[Node]) -> tu
     if name == "aten.pow.Tensor_Scalar" and positions == [0] and isinstance(user.args[1], int | float):
         smooth = user.args[1] >= 1
     else:
-        smooth = positions != [] and set(positions) <= set(SMOOTH.get(name, ()))
-    if smooth and (_is_broadcast(value, user) or (user in of_tangents and set(positions) & set(ADDENDS.get(name, ())))):
+        smooth = positions != [] and set(positions) <= set(
+            SMOOTH.get(name, (0,) if norm and name in KEEPS_NORM else ())
+        )
+    if smooth and (_is_broadcast(value, user) or _is_difference(user) or _is_quotient(user, of_tangents)):
+        return "singular", False
+    if smooth and user in of_tangents and set(positions) & set(ADDENDS.get(name, ())):
         return "singular", False
     if name == "aten.exp.default" and _is_minus_square(value):
         return "smooth", False
@@ -278,6 +284,47 @@ def _gives_norm(user: Node) -> bool:
         or (made == "aten.mul.Tensor" and source.args[0] is source.args[1])
         or (made == "aten.pow.Tensor_Scalar" and str(source.args[1]) in ("2", "2.0"))
     )
+
+
+def _is_difference(user: Node) -> bool:
+    """Whether `user` adds or subtracts numbers of one tensor (neighbours, say), which may cancel each other."""
+    if str(user.target) not in ("aten.sub.Tensor", "aten.add.Tensor", "aten.rsub.Tensor"):
+        return False
+    sources = []
+    for node in user.args[:2]:
+        while isinstance(node, Node) and str(node.target) in MOVES and isinstance(node.args[0], Node):
+            node = node.args[0]
+        sources.append(node)
+    return sources[0] is sources[1] and user.args[0] is not user.args[1]
+
+
+def _is_quotient(user: Node, of_tangents: set[Node]) -> bool:
+    """Whether `user` is a dividend, or a quotient by as many numbers of which some may be small.
+
+    The derivative of `hypot(x, y)` takes x / result, which is at most 1 only if both are as they were.
+    """
+
+    def divides(node: Node) -> bool:
+        divisors: list[Any] = [node.args[1]] if str(node.target) == "aten.div.Tensor" else []
+        if str(node.target) == "aten.mul.Tensor":
+            divisors = [a for a in node.args if isinstance(a, Node) and str(a.target) == "aten.reciprocal.default"]
+        big = [d for d in divisors if isinstance(d, Node) and _numel(d) >= _numel(node) > 1]
+        return any(d not in of_tangents for d in big)
+
+    if divides(user):
+        return True
+    stack, moved = [user] if user in of_tangents else [], {user}
+    while stack:
+        for after in stack.pop().users:
+            if divides(after):
+                return True
+            if after not in moved and str(after.target) in _MOVES_BY_INDEX:
+                moved.add(after)
+                stack.append(after)
+    return False
+
+
+_MOVES_BY_INDEX = MOVES | {"aten.gather.default", "aten.index.Tensor", "aten.index_select.default"}
 
 
 def _is_minus_square(node: Node) -> bool:

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
+from . import unused
 from .autograd import _compat as autograd
 from .content import content
 from .dynamo import _compat as dynamo
@@ -160,14 +161,16 @@ def _enter(context: Any) -> None:
     else:
         autograd.push_hooks(pair.pack, pair.unpack)
     _entered.settings.append(setting)
+    unused.entered()
 
 
 @dynamo.untraced
 def _exit() -> None:
     autograd.pop_hooks()
-    _entered.settings.pop()
+    setting = _entered.settings.pop()
     autograd.allow_hooks()  # as it was on entry, or the pair couldn't have been pushed
     settle()
+    unused.left(setting)
 
 
 class saved_tensors_hooks(_Context):

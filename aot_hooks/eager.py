@@ -28,14 +28,15 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from . import _compat
+from . import _compat, unused
 from .autograd import _compat as autograd
 from .dynamo import _compat as dynamo
 from .eager_saved import EagerRow
-from .errors import AotHooksError, HookContractError, HookTraceError
+from .errors import AotHooksError, HookContractError, HookTraceError, described
 from .hook import KEEP, Hook
 from .modules import note_call
 from .policy import Setting
+from .trace import has_gaps, restride
 
 __all__ = ["CompiledCall", "Kept", "pack_eager", "settle", "unpack_eager"]
 
@@ -86,7 +87,9 @@ _local = _Local()
 def pack_eager(setting: Setting, x: torch.Tensor) -> Any:
     """Autograd's pack hook. Raises what `HookContractError` and `HookTraceError` say."""
     if _compat.is_traced_value(x) or torch.compiler.is_compiling():
+        unused.traced(setting)
         return x  # a tracer runs the program on stand-ins: nothing is saved
+    unused.came_by()
     settle()
     if setting.looks_at_modules:
         note_call()
@@ -231,9 +234,10 @@ def _buffers(frame: FrameType) -> set[int]:
     return {_compat.storage_key(b) for b in buffers if b.layout is torch.strided}
 
 
-def _at(kept: Kept) -> str:
+def _at(kept: Kept, part: str) -> str:
     shape, dtype, _ = kept.like
-    return f"hook '{kept.hook.name}' on saved {str(dtype).removeprefix('torch.')}{list(shape)} (eager)"
+    function = described(part, getattr(kept.hook, part))
+    return f"hook '{kept.hook.name}' on saved {str(dtype).removeprefix('torch.')}{list(shape)} (eager): {function}"
 
 
 def _pack(kept: Kept) -> None:
@@ -255,41 +259,44 @@ def _pack(kept: Kept) -> None:
             compact = compact.narrow(d, 0, 1)  # a dimension of stride 0 holds one row
     compact = compact.resolve_conj().resolve_neg()
     before = _bytes([compact]) if kept.watched else None
-    packed = _run(kept.hook.pack, compact, f"{_at(kept)}: pack")
+    packed = _run(kept.hook.pack, compact, kept, "pack")
     if raw._version != kept.version or (before is not None and not _same_bytes(before, [compact])):
         raise HookContractError(
-            f"{_at(kept)}: pack mutates its input in place; expected a pure function. Use x.clone()"
+            f"{_at(kept, 'pack')} mutates its input in place; expected a pure function. Use x.clone()"
         )
     if packed is None:
-        raise HookContractError(f"{_at(kept)}: pack returned None; expected the packed value. Is a `return` missing?")
-    kept.packed, kept.raw, kept.state = (packed, compact.shape), None, "packed"
+        raise HookContractError(f"{_at(kept, 'pack')} returned None; expected the packed value. Is a `return` missing?")
+    kept.packed, kept.raw, kept.state = (packed, compact.shape, compact.stride()), None, "packed"
 
 
 def _unpack(kept: Kept) -> torch.Tensor:
     if kept.state == "spoiled":
         raise HookContractError(
-            f"{_at(kept)}: unpack changed what was packed in place, and it is needed again (by another reader, or by a "
-            "second backward with retain_graph); expected a pure function. Work on packed.clone(), or use the "
+            f"{_at(kept, 'unpack')} changed what was packed in place, and it is needed again (by another reader, or "
+            "by a second backward with retain_graph); expected a pure function. Work on packed.clone(), or use the "
             "out-of-place form of the op"
         )
     shape, dtype, device = kept.like
-    packed, compact = kept.packed
+    packed, compact, stride = kept.packed
     counted: list[torch.Tensor] = []
     anew = _containers_anew(packed, counted)
     versions = [a._version for a in counted]
     before = _bytes(counted) if kept.watched else None
-    out = _run(kept.hook.unpack, anew, f"{_at(kept)}: unpack")
+    out = _run(kept.hook.unpack, anew, kept, "unpack")
     if [a._version for a in counted] != versions or (before is not None and not _same_bytes(before, counted)):
         kept.state = "spoiled"
     if not isinstance(out, torch.Tensor):
         raise HookContractError(
-            f"{_at(kept)}: unpack returned {type(out).__name__}; expected a tensor like the saved one"
+            f"{_at(kept, 'unpack')} returned {type(out).__name__}; expected a tensor like the saved one"
         )
     if (out.shape, out.dtype, out.device) != (compact, dtype, device):
         raise HookContractError(
-            f"{_at(kept)}: unpack returned {out.dtype}{list(out.shape)} on {out.device}; expected "
+            f"{_at(kept, 'unpack')} returned {out.dtype}{list(out.shape)} on {out.device}; expected "
             f"{dtype}{list(compact)} on {device}, like the saved one"
         )
+    if out.stride() != stride and not kept.hook.lossy:  # as a graph restores it
+        like = torch.empty_strided(compact, stride, dtype=dtype, device="meta")
+        out = restride(out, like, stride if has_gaps(like) else None)
     return out.expand(shape) if out.shape != shape else out
 
 
@@ -320,14 +327,14 @@ def _containers_anew(packed: Any, tensors: list[torch.Tensor]) -> Any:
     return packed
 
 
-def _run(fn: Any, argument: Any, at: str) -> Any:
+def _run(fn: Any, argument: Any, kept: Kept, part: str) -> Any:
     try:
         with torch.no_grad(), _compat.no_autocast(), autograd.hooks_hidden():
             return fn(argument)
     except AotHooksError:
         raise
     except Exception as e:
-        raise HookTraceError(f"{at} raised {type(e).__name__}: {e}") from e
+        raise HookTraceError(f"{_at(kept, part)} raised {type(e).__name__}: {e}") from e
 
 
 class CompiledCall:

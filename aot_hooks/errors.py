@@ -1,10 +1,17 @@
 """What the package raises: `AotHooksError` and its children.
 
 A message has four parts: what was expected, what came, where (the hook, the saved tensor, the user's line) and the
-way out. Dynamo wraps what a backend raises in `BackendCompilerFailed`; ours is its `inner_exception` and `__cause__`.
+way out. Dynamo wraps what a backend raises in `BackendCompilerFailed`; ours is its `inner_exception` and `__cause__`,
+and its message begins with ours.
 """
 
 from __future__ import annotations
+
+import difflib
+import inspect
+import os
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 __all__ = [
     "AotHooksError",
@@ -16,7 +23,13 @@ __all__ = [
     "RecompileWarning",
     "UnsupportedGraphError",
     "UnsupportedTorchError",
+    "UnusedWarning",
+    "bind",
+    "described",
+    "did_you_mean",
 ]
+
+_PACKAGE = os.path.dirname(__file__) + os.sep
 
 
 class AotHooksError(Exception):
@@ -54,3 +67,46 @@ class CacheWarning(UserWarning):
 
 class RecompileWarning(UserWarning):
     """A hook or policy holds what changes from step to step, so that each step compiles."""
+
+
+class UnusedWarning(UserWarning):
+    """A hook, a policy, a key of one, or a context does nothing."""
+
+
+# --- words for messages -----------------------------------------------------------------------------------------------
+
+_MEANT = {"hook": "policy", "hooks": "policy"}
+
+
+def did_you_mean(name: str, valid: Iterable[str]) -> str:
+    """ "; did you mean 'policy'?" if one of `valid` is like `name`, else ""."""
+    names = list(valid)
+    near = [_MEANT[name]] if _MEANT.get(name) in names else difflib.get_close_matches(name, names, 1)
+    return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def bind(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> inspect.BoundArguments:
+    """The arguments of `function` by name. Raises `OptionError` with its name and all of them if they don't fit."""
+    signature = inspect.signature(function)
+    try:
+        return signature.bind(*args, **kwargs)
+    except TypeError as e:
+        name = getattr(function, "__name__", repr(function))
+        wrong = next((k for k in kwargs if k not in signature.parameters), None)
+        said = f"{e}." if wrong is None else f"no argument {wrong!r}{did_you_mean(wrong, signature.parameters) or '.'}"
+        shown = ", ".join(p.name + _default(p) for p in signature.parameters.values())
+        raise OptionError(f"{name}: {said} Expected {name}({shown})") from None
+
+
+def _default(parameter: inspect.Parameter) -> str:
+    return "" if parameter.default is inspect.Parameter.empty else f"={parameter.default!r}"
+
+
+def described(part: str, function: Any) -> str:
+    """`part` with the name and place of `function`, if it is the user's: "unpack 'widen' (model.py:12)"."""
+    function = getattr(function, "func", function)  # of a partial
+    code = next((c for f in (function, type(function).__call__) if (c := getattr(f, "__code__", None))), None)
+    if code is None or code.co_filename.startswith((_PACKAGE, "<")):
+        return part
+    name = getattr(function, "__name__", type(function).__name__)
+    return f"{part} '{name}' ({os.path.basename(code.co_filename)}:{code.co_firstlineno})"

@@ -21,7 +21,7 @@ from typing import Any, ParamSpec
 import torch
 
 from .dynamo import _compat as dynamo
-from .errors import OptionError
+from .errors import OptionError, bind
 
 __all__ = ["KEEP", "Hook", "compiled_by", "compiling_for", "interned"]
 
@@ -186,9 +186,10 @@ def interned(make: Callable[_Arguments, Hook]) -> Callable[_Arguments, Hook]:
         try:
             hash(said)
         except TypeError:
+            bind(make, args, kwargs)
             return make(*args, **kwargs)  # which says what is wrong with them
         if said not in _made:
-            bound = inspect.signature(make).bind(*args, **kwargs)
+            bound = bind(make, args, kwargs)
             bound.apply_defaults()
             each = (make, *((name, type(value), value) for name, value in bound.arguments.items()))
             hook = _made.get(each) or make(*args, **kwargs)

@@ -8,17 +8,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.fx import Node
+from torch.fx import GraphModule, Node
 
 from . import _compat
 
-__all__ = ["is_view", "op_name", "producer", "source_line", "storage_of", "view_source"]
+__all__ = ["is_view", "op_name", "producer", "region_output", "source_line", "storage_of", "view_source"]
 
 
 def storage_of(node: Node) -> Any:
     """Identity of the storage of a node's value, by its fake value; None if it is no tensor.
 
     What a higher-order operator gives is its own: torch caches fake values of nested regions, so two calls seem one.
+    A nested region's outputs that share memory with each other, or with what the region is given, share it here too.
     """
     value = node.meta.get("val")
     if not isinstance(value, torch.Tensor):
@@ -28,9 +29,42 @@ def storage_of(node: Node) -> Any:
         root = root.args[0]
     if root.op == "call_function" and "getitem" in str(root.target) and isinstance(root.args[0], Node):
         if isinstance(root.args[0].target, _compat.HigherOrderOperator):
-            return root
+            return _storage_in_region(root)
     # a tensor without a storage (sparse) shares it with nobody
     return _compat.storage_key(value) if value.layout is torch.strided else id(value)
+
+
+def region_output(node: Node) -> Node | None:
+    """The node in the body of a nested compiled region (`invoke_subgraph`) whose value `node` is; None if unknown."""
+    if node.op != "call_function" or "getitem" not in str(node.target):
+        return None
+    call, index = node.args
+    if not isinstance(call, Node) or not isinstance(index, int) or "invoke_subgraph" not in str(call.target):
+        return None
+    body = call.args[0]
+    owner = node.graph.owning_module
+    inner = getattr(owner, str(body.target), None) if isinstance(body, Node) and body.op == "get_attr" else None
+    if not isinstance(inner, GraphModule):
+        return None
+    outputs = inner.graph.output_node().args[0]
+    out = outputs[index] if isinstance(outputs, tuple | list) else None
+    return out if isinstance(out, Node) else None
+
+
+def _storage_in_region(node: Node) -> Any:
+    """Identity of the storage of `node`, an output of a higher-order operator: a parameter that a region saves is the
+    parameter that it was given."""
+    out = region_output(node)
+    if out is None:
+        return node
+    call: Any = node.args[0]
+    key = storage_of(out)
+    inputs = out.graph.find_nodes(op="placeholder")
+    operands = call.args[len(call.args) - len(inputs) :]
+    for inside, outside in zip(inputs, operands, strict=True):
+        if isinstance(outside, Node) and storage_of(inside) == key:
+            return storage_of(outside)
+    return call, key
 
 
 def is_view(node: Node) -> bool:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from . import captured
-from .errors import OptionError
+from .errors import OptionError, did_you_mean
 from .hook import Hook
 from .inductor import _compat as inductor
 from .policy import SCOPES, makes
@@ -40,7 +40,8 @@ class Options:
         valid = list(cls.__dataclass_fields__)
         unknown = [k for k in given if k not in valid]
         if unknown:
-            raise OptionError(f"unknown option {unknown[0]!r}; valid options: {', '.join(valid)}")
+            meant = did_you_mean(str(unknown[0]), valid)
+            raise OptionError(f"unknown option {unknown[0]!r}{meant or ';'} valid options: {', '.join(valid)}")
         parsed = cls(**given)
         if parsed.inner not in ("inductor", "aten"):
             raise OptionError(f"options['inner'] must be 'inductor' or 'aten', got {parsed.inner!r}")

@@ -19,10 +19,11 @@ from .errors import OptionError
 from .hook import KEEP, Hook
 from .live import LivePoint, join
 from .lossless import compare_hook
-from .nodes import producer
+from .nodes import producer, region_output
 from .policy import Setting, out_of_scope
 from .saved import Boundary, SavedTensor, SavedValue
 from .schedule import Transfer
+from .snapshots import SNAPSHOT
 
 __all__ = ["Choice", "Decision", "Plan", "decide", "joined", "region_of", "repeats_across_regions"]
 
@@ -194,6 +195,9 @@ def _choose(value: SavedValue, ambient: Setting | None, regions: Mapping[str, Se
     if value.fw_node.meta.get("aot_hooks_packed") or _packed_in_a_nested_region(value.fw_node):
         keep.reason = "packed in a nested compiled region"
         return keep
+    if value.fw_node.meta.get(SNAPSHOT):
+        keep.reason = "an input of the graph, as it was before the graph writes to it"
+        return keep
     uses: dict[Hook, list[Node]] = {}
     reasons: list[str] = []
     settings: dict[str, None] = {}
@@ -245,19 +249,8 @@ def _warning(value: SavedValue) -> str:
 
 def _packed_in_a_nested_region(node: Node) -> bool:
     """Whether `node` is what a nested compiled region (`invoke_subgraph`) saved for its own backward, packed there."""
-    if node.op != "call_function" or "getitem" not in str(node.target):
-        return False
-    call, index = node.args
-    if not isinstance(call, Node) or not isinstance(index, int) or "invoke_subgraph" not in str(call.target):
-        return False
-    body = call.args[0]
-    owner = node.graph.owning_module
-    inner = getattr(owner, str(body.target), None) if isinstance(body, Node) and body.op == "get_attr" else None
-    if not isinstance(inner, torch.fx.GraphModule):
-        return False
-    outputs = inner.graph.output_node().args[0]
-    out = outputs[index] if isinstance(outputs, tuple | list) else None
-    return isinstance(out, Node) and bool(out.meta.get("aot_hooks_packed"))
+    out = region_output(node)
+    return out is not None and bool(out.meta.get("aot_hooks_packed"))
 
 
 def _one_packing(group: list[Choice]) -> None:

@@ -215,6 +215,10 @@ class _ByKey(_Policy):
     def fits(self, key: Any, saved: SavedTensor) -> bool:
         raise NotImplementedError
 
+    def values(self, saved: SavedTensor) -> tuple[str, ...]:
+        """What of `saved` keys are compared with, for messages."""
+        raise NotImplementedError
+
     @property
     def rules(self) -> tuple[Rule, ...]:
         return tuple(rule for _, rule in self.entries)
@@ -239,6 +243,9 @@ class _OnlyTheseOps(_ByKey):
     def fits(self, key: str, saved: SavedTensor) -> bool:
         return same_operator(key, saved.op)
 
+    def values(self, saved: SavedTensor) -> tuple[str, ...]:
+        return (saved.op,)
+
 
 @dataclass(frozen=True, repr=False)
 class _OnlyTheseModules(_ByKey):
@@ -251,6 +258,9 @@ class _OnlyTheseModules(_ByKey):
     def fits(self, key: str, saved: SavedTensor) -> bool:
         return _covers(tuple(key.split(".")), tuple(filter(None, saved.module_path.split("."))))
 
+    def values(self, saved: SavedTensor) -> tuple[str, ...]:
+        return (saved.module_path,)
+
 
 @dataclass(frozen=True, repr=False)
 class _OnlyTheseNames(_ByKey):
@@ -259,6 +269,9 @@ class _OnlyTheseNames(_ByKey):
     def fits(self, key: str, saved: SavedTensor) -> bool:
         return key in saved.checkpoint_names
 
+    def values(self, saved: SavedTensor) -> tuple[str, ...]:
+        return saved.checkpoint_names
+
 
 @dataclass(frozen=True, repr=False)
 class _OnlyTheseDtypes(_ByKey):
@@ -266,6 +279,9 @@ class _OnlyTheseDtypes(_ByKey):
 
     def fits(self, key: torch.dtype, saved: SavedTensor) -> bool:
         return key == saved.dtype
+
+    def values(self, saved: SavedTensor) -> tuple[str, ...]:
+        return (str(saved.dtype).removeprefix("torch."),)
 
 
 @dataclass(frozen=True, repr=False)

@@ -133,9 +133,13 @@ def format_report(
     plan = plan if isinstance(plan, Plan) else joined(plan)
     if not plan.decisions:
         return (
-            "nothing is saved for backward: no graph has one (is a parameter or input to get a gradient? Of functions "
-            "with the same code and options, such as layers compiled one by one, torch may run the graph of one for "
-            "all; its plan is in last_plans of that one)"
+            "nothing is saved for backward, because no graph was compiled that has one. What may be the case:\n"
+            "- the compiled function has not been called yet, or without gradients (no_grad, nothing requires grad);\n"
+            "- no hook or policy is in force: no context around the call, and no options['policy'];\n"
+            "- torch made no graph: of a module of its own that is compiled in place (nn.Sequential(...).compile()),\n"
+            "  use torch.compile(module); or of a function that Dynamo left to Python (TORCH_LOGS=graph_breaks);\n"
+            "- another function with the same code and options, such as a layer compiled by itself, has the graph:\n"
+            "  see last_plans of that one"
         )
     saved, packed = plan.saved_bytes, plan.packed_bytes
     unit, size = next((u for u in _UNITS if max(saved, packed) >= u[1]), _UNITS[-1])

@@ -35,6 +35,7 @@ __all__ = [
     "SavedTensor",
     "SavedValue",
     "boundary",
+    "is_size",
     "module_stack",
     "place_of",
     "shape_of",
@@ -156,8 +157,8 @@ def boundary(
     outputs = list(fw.graph.output_node().args[0])  # type: ignore[arg-type]
     user, saved = outputs[:num_fwd_outputs], outputs[num_fwd_outputs:]
     placeholders = bw.graph.find_nodes(op="placeholder")
-    syms = [n for n in saved if isinstance(n, Node) and _is_sym(n)]
-    others = [n for n in saved if not (isinstance(n, Node) and _is_sym(n))]
+    syms = [n for n in saved if isinstance(n, Node) and is_size(n)]
+    others = [n for n in saved if not (isinstance(n, Node) and is_size(n))]
     if len(placeholders) < len(saved):
         raise UnsupportedGraphError(
             f"the forward saves {len(saved)} values but the backward takes {len(placeholders)} inputs; "
@@ -227,7 +228,8 @@ def _share_asks(tensors: list[SavedValue]) -> None:
                 value.row = replace(value.row, backward_asks=union)
 
 
-def _is_sym(node: Node) -> bool:
+def is_size(node: Node) -> bool:
+    """Whether the value of `node` is a number, which crosses apart from tensors."""
     return isinstance(node.meta.get("val"), torch.SymInt | torch.SymFloat | torch.SymBool | int | float | bool)
 
 

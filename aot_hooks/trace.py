@@ -15,6 +15,7 @@ torch's `saved_tensors_hooks` inlining (pytorch/pytorch#150032); the form is our
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,11 +25,11 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from . import _compat
 from .content import content
-from .errors import AotHooksError, HookContractError, HookTraceError
+from .errors import AotHooksError, HookContractError, HookTraceError, described
 from .hook import Hook
 from .tensor_digest import by_value
 
-__all__ = ["TracedHook", "canonical", "trace_hook"]
+__all__ = ["TracedHook", "canonical", "has_gaps", "restride", "trace_hook"]
 
 
 @dataclass(frozen=True)
@@ -62,9 +63,9 @@ def trace_hook(
     before = content(hook.pack, hook.unpack)
     with _compat.no_new_unbacked(fake_mode) as made_unbacked, _compat.tracing_on_fakes(fake_mode):
         traced = _trace(hook, value, at, decompositions, fake_mode)
-        for part, gm in (("pack", traced.pack), ("unpack", traced.unpack)):
+        for part, fn, gm in (("pack", hook.pack, traced.pack), ("unpack", hook.unpack, traced.unpack)):
             if _compat.reads_values(gm):
-                raise HookContractError(_reads_value(f"{at}: {part}"))
+                raise HookContractError(_reads_value(f"{at}: {described(part, fn)}"))
         if made_unbacked() or _compat.makes_unbacked(traced.pack) or _compat.makes_unbacked(traced.unpack):
             raise HookContractError(
                 f"{at}: a size depends on the values (as `nonzero` or `x[mask]` makes); expected sizes that follow "
@@ -122,6 +123,8 @@ def _trace(
         for d in range(value.dim())
         if _compat.same_size(value.stride(d), 0) and not _compat.same_size(value.shape[d], 1)
     ]
+    # Inductor's loops take value by value, and what rounds anyway needs no memory for gaps
+    gaps = decompositions is None and not hook.lossy and has_gaps(sample)
     result: dict[str, Any] = {}
 
     def compact(x: torch.Tensor) -> torch.Tensor:
@@ -134,20 +137,22 @@ def _trace(
         given = compact(x)
         version = given._version
         result["like"] = (given.shape, given.dtype, given.device)
-        packed = _call(hook.pack, given, f"{at}: pack")
+        packed = _call(hook.pack, given, at_pack)
         if given._version != version:
             raise HookContractError(mutates)
         if packed is None:
-            raise HookContractError(f"{at}: pack returned None; expected the packed value. Is a `return` missing?")
+            raise HookContractError(f"{at_pack} returned None; expected the packed value. Is a `return` missing?")
         leaves, result["rebuild"] = _flatten(packed)
-        if expanded:
-            leaves += [x.shape[d] for d in expanded]
+        leaves += [x.shape[d] for d in expanded]
+        if gaps:
+            leaves += x.stride()
         crossing = [a for a in leaves if isinstance(a, torch.Tensor) or _is_symbolic(a)]
         result["leaves"] = leaves
         return crossing
 
+    at_pack, at_unpack = (f"{at}: {described(n, fn)}" for n, fn in (("pack", hook.pack), ("unpack", hook.unpack)))
     mutates = (
-        f"{at}: pack mutates its input in place; expected a pure function, because the forward goes on using "
+        f"{at_pack} mutates its input in place; expected a pure function, because the forward goes on using "
         "the tensor. Work on x.clone(), or use the out-of-place form of the op"
     )
     pack_gm = _functional(pack, (sample,), decompositions, mutates)
@@ -171,17 +176,18 @@ def _trace(
         full = list(leaves)
         for i, a in zip(slots, crossed, strict=True):
             full[i] = a
-        sizes = full[len(full) - len(expanded) :] if expanded else []
-        packed = result["rebuild"](full[: len(full) - len(expanded)])
-        out = _call(hook.unpack, packed, f"{at}: unpack")
+        stride = [full.pop() for _ in range(value.dim())][::-1] if gaps else None
+        sizes = [full.pop() for _ in expanded][::-1]
+        packed = result["rebuild"](full)
+        out = _call(hook.unpack, packed, at_unpack)
         shape, dtype, device = result["like"]
-        _check_like(out, shape, dtype, device, at)
+        _check_like(out, shape, dtype, device, at_unpack)
         if expanded:
             full_shape = list(out.shape)
             for d, size in zip(expanded, sizes, strict=True):
                 full_shape[d] = size
             out = out.expand(full_shape)
-        return [_restride(out, value)]
+        return [restride(out, value, stride)]
 
     samples = tuple(leaves[i] for i in slots)
     unpack_gm = _functional(unpack, samples, decompositions)
@@ -189,9 +195,9 @@ def _trace(
     for node in unpack_gm.graph.find_nodes(op="get_attr"):
         if _compat.is_traced_value(getattr(unpack_gm, str(node.target))):
             raise HookContractError(
-                f"{at}: unpack uses a tensor that pack did not return, or that is hidden in an object that is no "
-                "pytree; return every tensor in tuples, lists, dicts, or register the class with "
-                "torch.utils.__compat.pytree.register_pytree_node"
+                f"{at_unpack} uses a tensor that pack did not return, or that is hidden in an object that is no "
+                "pytree; return every tensor in tuples, lists or dicts, or register the class as a pytree by "
+                "torch.utils._pytree.register_pytree_node"
             )
     identity = _is_identity(pack_gm) and _is_identity(unpack_gm)
     return TracedHook(pack_gm, unpack_gm, identity)
@@ -336,7 +342,7 @@ def _check_like(out: Any, shape: Any, dtype: torch.dtype, device: torch.device, 
         got = (
             f"{len(out)} values in a {type(out).__name__}" if isinstance(out, tuple | list) else f"{type(out).__name__}"
         )
-        raise HookContractError(f"{at}: unpack returned {got}; expected {wanted}")
+        raise HookContractError(f"{at} returned {got}; expected {wanted}")
     problem = None
     if _compat.is_traceable_subclass(out):
         problem = f"a {type(out).__name__}; convert it to a plain tensor"
@@ -349,18 +355,20 @@ def _check_like(out: Any, shape: Any, dtype: torch.dtype, device: torch.device, 
     ):
         problem = f"shape {list(out.shape)}; pack the shape too and end unpack with .view(shape)"
     if problem:
-        raise HookContractError(f"{at}: unpack returned {problem}. Expected {wanted}")
+        raise HookContractError(f"{at} returned {problem}. Expected {wanted}")
 
 
-def _restride(out: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """`out` with the memory order of `like`, which the backward's views were built on."""
+def restride(out: torch.Tensor, like: torch.Tensor, gaps: Sequence[Any] | None) -> torch.Tensor:
+    """`out` with the memory order of `like`, which the backward's views were built on; with `gaps`, the strides of
+    `like`, which has some, also with gaps.
+
+    A kernel of ATen may take a row by itself or all rows at once, by the gaps between them, and round otherwise.
+    """
     if all(_compat.same_size(a, b) for a, b in zip(out.stride(), like.stride(), strict=True)):
         return out
-    dims = [
-        d
-        for d in range(like.dim())
-        if not _compat.same_size(like.stride(d), 0) and not _compat.same_size(like.shape[d], 1)
-    ]
+    if gaps is not None:
+        return _with_gaps(out, like, gaps)
+    dims = _dimensions(like)
     if not dims or _compat.same_size(like.numel(), 0):
         return out
     order = sorted(range(like.dim()), key=lambda d: (-_compat.hint(like.stride(d)), d))
@@ -368,3 +376,38 @@ def _restride(out: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     if order == list(range(like.dim())):
         return out.contiguous()
     return out.permute(order).contiguous().permute(back)
+
+
+def has_gaps(like: torch.Tensor) -> bool:
+    """Whether memory between the values of `like` is not its own; False where they overlap."""
+    dense, reached = True, 1
+    expected: Any = 1
+    for d in sorted(_dimensions(like), key=lambda d: (_compat.hint(like.stride(d)), -d)):
+        if _compat.hint(like.stride(d)) < reached:
+            return False
+        reached += (_compat.hint(like.shape[d]) - 1) * _compat.hint(like.stride(d))
+        dense = dense and _compat.same_size(like.stride(d), expected)
+        expected = expected * like.shape[d]
+    return not dense and not _compat.same_size(like.numel(), 0)
+
+
+def _dimensions(like: torch.Tensor) -> list[int]:
+    """The dimensions by which a stride says where a value lies."""
+    return [
+        d
+        for d in range(like.dim())
+        if not _compat.same_size(like.stride(d), 0) and not _compat.same_size(like.shape[d], 1)
+    ]
+
+
+def _with_gaps(out: torch.Tensor, like: torch.Tensor, stride: Sequence[Any]) -> torch.Tensor:
+    """`out` with `stride`, that of `like`, in memory of its own; what stands in the gaps nobody reads."""
+    rows = out
+    span: Any = 1
+    for d in range(like.dim()):
+        if _compat.same_size(like.stride(d), 0):
+            rows = rows.narrow(d, 0, 1)
+    for d in _dimensions(like):
+        span = span + (out.shape[d] - 1) * stride[d]
+    memory = torch.as_strided_scatter(out.new_empty((span,)), rows, rows.shape, stride, 0)
+    return memory.as_strided(out.shape, stride, 0)

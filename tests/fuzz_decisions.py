@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from oracle import HOOKS, Verdict, compare, format_failures
+from oracle import EAGER_LOST, HOOKS, Verdict, compare, format_failures
 
 __all__ = ["Program", "check", "generate", "shrink"]
 
@@ -343,14 +343,14 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     seeds = range(options.first, options.first + options.count)
     one = functools.partial(run_seed, inner=options.inner, shrinks=options.shrink)
-    counts = {"programs": 0, "failed": 0, "with_something_packed": 0, "worse_but_eager_not_finite": 0}
+    counts = {"programs": 0, "failed": 0, "with_something_packed": 0, "worse_where_eager_is_lost": 0}
     failing = []
     with multiprocessing.get_context("spawn").Pool(options.workers, maxtasksperchild=200) as pool:
         for result in pool.imap_unordered(one, seeds):
             counts["programs"] += 1
             counts["failed"] += not result["ok"]
             counts["with_something_packed"] += bool(result.get("packed"))
-            counts["worse_but_eager_not_finite"] += "worse, eager not finite" in result["kinds"]
+            counts["worse_where_eager_is_lost"] += EAGER_LOST in result["kinds"]
             if not result["ok"]:
                 failing.append(result["seed"])
                 print(f"seed {result['seed']}: {', '.join(result['kinds'])}\n{result['text']}\n", flush=True)

@@ -35,6 +35,11 @@ def integers(device: str, dtypes: tuple[torch.dtype, ...], columns: tuple[int, .
         q, scale = expected = integer.pack_int4(x, 32, False)
         same(kernels4.pack_int4(x, 32, None), expected)
         same(kernels4.unpack_int4(q, scale, n, 32, dtype), integer.unpack_int4(q, scale, n, 32, dtype))
+        odd = [a.unsqueeze(1).as_strided((len(a), 1, a.shape[1]), (a.stride(0), 1, 1)) for a in (x, q, scale)]
+        assert all(a.is_contiguous() for a in odd)  # though a dimension of size 1 has a stride of 1
+        same([a.squeeze(1) for a in kernels4.pack_int4(odd[0], 32, None)], list(expected))
+        y = kernels4.unpack_int4(odd[1], odd[2], n, 32, dtype)
+        same(y.squeeze(1), integer.unpack_int4(q, scale, n, 32, dtype))
         count += 1
     return count
 

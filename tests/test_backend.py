@@ -164,12 +164,17 @@ def patches_seen(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     return seen
 
 
+def without_partitioner(seen: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The patches but for ours, which changes only what writes to a saved input (see test_snapshots.py)."""
+    return [{k: v for k, v in patches.items() if k != "custom_partitioner_fn"} for patches in seen]
+
+
 @pytest.mark.core
 @pytest.mark.parametrize("mode", [None, "default", "max-autotune-no-cudagraphs", "reduce-overhead"])
 def test_mode_reaches_inductor(mode: str | None, patches_seen: list[dict[str, Any]]) -> None:
     torch.compile(mlp(), backend="aot_hooks", mode=mode)(torch.randn(2, 8))
     expected = {} if mode in (None, "default") else torch._inductor.list_mode_options(mode)
-    assert patches_seen == [expected]
+    assert without_partitioner(patches_seen) == [expected]
 
 
 @pytest.mark.core
@@ -189,7 +194,7 @@ def test_inductor_settings_win_over_the_mode(patches_seen: list[dict[str, Any]])
     aot_hooks_backend(
         gm, [torch.randn(2)], mode="max-autotune-no-cudagraphs", options={"inductor": {"max_autotune": False}}
     )
-    assert patches_seen == [{"max_autotune": False, "coordinate_descent_tuning": True}]
+    assert without_partitioner(patches_seen) == [{"max_autotune": False, "coordinate_descent_tuning": True}]
 
 
 @pytest.mark.slow

@@ -294,7 +294,7 @@ SCORES = {
     "gelu by hand": (lambda h, t: (h * 0.5 * (1 + torch.erf(h / 2**0.5))).square().sum(), False),
     "gated by hand": (lambda h, t: (h * torch.sigmoid(1.7 * h)).square().sum(), False),
     "a Gaussian": (lambda h, t: (-h.pow(2) / 2).exp().square().sum(), False),
-    "distances to each other": (lambda h, t: (-(h[:8, None] - h[:8]).pow(2).sum(-1)).exp().square().sum(), False),
+    "distances to each other": (lambda h, t: (-(h[:8, None] - h[:8]).pow(2).sum(-1)).exp().square().sum(), True),
     "two classes": (lambda h, t: F.binary_cross_entropy_with_logits(h, (h > 0).float()), False),
     "normalized": (lambda h, t: F.rms_norm(h, (128,)).square().sum(), False),
     "gelu": (lambda h, t: F.gelu(h).square().sum(), False),
@@ -333,7 +333,11 @@ KINDS = {
     "divided by a norm": (lambda h, t: (h / h.abs().sum(-1, keepdim=True).clamp_min(1e-6) * t,), []),
     "a standard deviation": (lambda h, t: (t / h.var(-1, keepdim=True).sqrt(),), []),
     "a constant of its shape": (lambda h, t: (torch.ones_like(h).exp() * t,), []),
-    "the mean of numbers of both signs": (
+    "a dividend": (lambda h, t: (h / t.new_ones(4, 6).sin() * t,), [("singular", "div.Tensor", False)]),
+    "a gradient that is divided": (lambda h, t: (h * t / t.new_ones(4, 6).sin(),), [("singular", "mul.Tensor", False)]),
+    "divided by numbers a row": (lambda h, t: (h / t.new_ones(4, 1).sin() * t,), []),
+    "a difference of neighbours": (lambda h, t: ((h[1:] - h[:-1]) * t[1:],), [("singular", "sub.Tensor", False)]),
+    "divided by the mean of numbers of both signs": (
         lambda h, t: (t / h.mean(-1, keepdim=True),),
         [("singular", "div.Tensor", False)],
     ),

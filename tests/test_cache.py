@@ -291,6 +291,25 @@ def test_what_is_no_plain_data_is_not_stored(tmp_path: Path, monkeypatch: pytest
 
 
 @pytest.mark.core
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("names", [("bundled_autograd_cache",), ("bundled_autograd_cache", "force_autograd_cache")])
+def test_a_graph_without_hooks_that_runs_as_it_is_is_not_stored(
+    names: tuple[str, ...], backward: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch's key holds no partition, so an entry of `aot_eager` would be found, whose backward may be wrong."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    x = torch.randn(4, 8, requires_grad=backward)
+    with torch._functorch.config.patch({name: True for name in names if hasattr(torch._functorch.config, name)}):
+        for _ in range(2):
+            torch._dynamo.reset()
+            out = torch.compile(lambda x: x.sin().cos(), backend="aot_hooks", options={"inner": "aten"})(x)
+            assert torch.equal(out, x.sin().cos())
+            if backward:
+                assert torch.equal(*(torch.autograd.grad(y.sum(), x)[0] for y in (out, x.sin().cos())))
+    assert not [*(tmp_path / "aotautograd").glob("*/*")]
+
+
+@pytest.mark.core
 def test_torchs_switches_hold(directory: Path) -> None:
     with torch._functorch.config.patch(enable_autograd_cache=False):
         assert run()["reasons"] == {"bypass: torch's cache is switched off": 1}

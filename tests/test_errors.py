@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import traceback
 from typing import Any
 
 import pytest
 import torch
 from raising import fails, raises, returns_none
 from sentinel import Chain, compiled, quadruple
-from torch import Tensor
+from torch import Tensor, nn
 
 import aot_hooks
-from aot_hooks import Hook, saved_tensors_hooks, saved_tensors_policy
+from aot_hooks import KEEP, Hook, saved_tensors_hooks, saved_tensors_policy
 from aot_hooks.errors import OptionError, PolicyError
 
 pytestmark = pytest.mark.usefixtures("the_next_hook_is_unaffected")
@@ -38,6 +39,38 @@ pytestmark = pytest.mark.usefixtures("the_next_hook_is_unaffected")
 def test_options(model: Chain, x: Tensor, options: dict[str, Any], parts: list[str]) -> None:
     with raises(OptionError, *parts):
         compiled(model, **options)(x)
+
+
+@pytest.mark.core
+def test_our_message_stands_first_in_what_dynamo_raises(model: Chain, x: Tensor) -> None:
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed) as info:
+        compiled(model, polcy=KEEP)(x)
+    first = str(info.value).splitlines()[0]
+    assert first.startswith("OptionError: unknown option 'polcy'; did you mean 'policy'? valid options: inner,")
+    assert "backend='aot_hooks'" in str(info.value) and type(info.value.inner_exception) is OptionError
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed) as info:
+        compiled(model, policy=Hook("culprit", fails, lambda x: x))(x)
+    assert str(info.value).startswith("HookTraceError: hook 'culprit' on saved ")
+    frames = traceback.extract_tb(info.value.__traceback__)
+    assert frames[-1].name == "_call", "the traceback goes down to where the hook was called"
+
+
+@pytest.mark.core
+@pytest.mark.parametrize(
+    ("call", "parts"),
+    [
+        (lambda: aot_hooks.int8(block=128), ["int8: ", "'block'", "did you mean 'block_size'?", "stochastic=False"]),
+        (lambda: aot_hooks.int8(block=[1]), ["int8: ", "'block'", "did you mean 'block_size'?"]),
+        (lambda: aot_hooks.int4(32, True, False, 1), ["int4: too many positional arguments", "int4(block_size=32, "]),
+        (lambda: aot_hooks.float8(rows=1), ["float8: no argument 'rows'", "Expected float8("]),
+        (lambda: aot_hooks.plan(nn.Linear(2, 2), torch.ones(2), hook=KEEP), ["plan: no argument 'hook'", "'policy'?"]),
+        (lambda: aot_hooks.plan(lambda x: x, torch.ones(2), scop="all"), ["plan: no argument 'scop'", "'scope'?"]),
+        (lambda: aot_hooks.saved_tensors(nn.GELU(), torch.ones(2), y=1), ["no argument 'y'", "GELU(input)"]),
+    ],
+)
+def test_an_unknown_argument(call: Any, parts: list[str]) -> None:
+    with raises(OptionError, *parts):
+        call()
 
 
 def test_unknown_mode(model: Chain, x: Tensor) -> None:

@@ -14,6 +14,7 @@ from torch import nn
 
 import aot_hooks
 from aot_hooks import Rates
+from aot_hooks.hook import compiling_for
 
 
 def test_a_storage_crosses_the_link_once() -> None:
@@ -68,6 +69,27 @@ def test_layouts(kind: str) -> None:
     torch._dynamo.reset()
     assert_same(step(compiled(f), x, hook=ALL), expected)
     assert_same(step(f, x, hook=ALL), step(f, x))
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("shape", [(2, 4, 1, 8, 16), (1, 8, 16), (1, 1, 16), (3, 1, 1, 4)])
+def test_sizes_of_one_come_back_with_strides_that_any_view_takes(shape: tuple[int, ...]) -> None:
+    """What `then` makes may be read as another dtype: for that torch looks at the strides of such dimensions too."""
+
+    def pack(x: torch.Tensor) -> torch.Tensor:
+        return x.view(torch.uint8)
+
+    then = aot_hooks.Hook("bytes", pack, lambda q: q.view(torch.float32))
+    hook = aot_hooks.offload(0, then, max_stall_ms=math.inf)
+    x = torch.randn(shape)
+    with compiling_for("aten"):
+        packed = hook.pack(x)
+        y = hook.unpack(packed)
+    assert torch.equal(x, y) and y.stride() == x.stride()
+    turned = x.transpose(0, -2).contiguous().transpose(0, -2)
+    with compiling_for("aten"):
+        y = hook.unpack(hook.pack(turned))
+    assert torch.equal(turned, y)
 
 
 @pytest.mark.parametrize("rates", [None, SLOW], ids=["instant", "slow"])

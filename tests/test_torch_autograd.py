@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import threading
 from typing import Any
@@ -12,7 +13,7 @@ from steps import BITS, HALF, assert_same, compiled, packed_count, step
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import aot_hooks
-from aot_hooks import Hook, last_plans, saved_tensors_hooks
+from aot_hooks import KEEP, Hook, last_plans, saved_tensors_hooks
 
 Tensor = torch.Tensor
 INNER = [pytest.param("aten", marks=pytest.mark.core), pytest.param("inductor", marks=pytest.mark.slow)]
@@ -139,6 +140,40 @@ def test_nested_compiled_regions() -> None:
     step(rounded, *args, hook=HALF)
     for plan in last_plans(rounded):
         assert all(d.saved.dtype is torch.float32 for d in plan.decisions if d.hook is HALF), "nothing is packed twice"
+
+
+@pytest.mark.skipif(not hasattr(torch.compiler, "nested_compile_region"), reason="no nested regions in this torch")
+@pytest.mark.parametrize("scope", ["donated", "no_static", "all"])
+def test_nested_regions_pack_no_parameter_input_or_output(scope: str) -> None:
+    """What a region saves is a parameter, an input or an output of the graph around it, if it was given that."""
+
+    @torch.compiler.nested_compile_region
+    def region(mlp: torch.nn.Module, x: Tensor) -> Tensor:
+        return mlp(x).exp()
+
+    class Stack(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            layers = [torch.nn.Linear(8, 32), torch.nn.GELU(), torch.nn.Linear(32, 8)]
+            self.mlps = torch.nn.ModuleList(torch.nn.Sequential(*copy.deepcopy(layers)) for _ in range(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for mlp in self.mlps:
+                x = region(mlp, x * 0.1)
+            return x
+
+    call = compiled(Stack())
+    x = torch.randn(4, 8, requires_grad=True)
+    with saved_tensors_hooks(lambda t: torch.zeros_like(t), lambda t: t, scope=scope):
+        call(x)
+    packed = [d.saved for plan in last_plans(call) for d in plan.decisions if d.hook is not KEEP]
+    assert {row.shape for row in packed} >= {(4, 32)}, "what the regions compute is packed"
+    weights = {(32, 8), (8, 32), (32,), (8,)}
+    assert any(row.shape in weights for row in packed) == (scope == "all")
+    returned = [d for d in last_plans(call)[-1].decisions if d.saved.is_output]
+    assert len(returned) == (scope == "donated"), "the last region's result; other scopes pack it in the region"
+    assert all(d.hook is KEEP for d in returned)
 
 
 # --- checkpointing ---------------------------------------------------------------------------------------------------
@@ -280,6 +315,34 @@ def test_retain_graph_is_as_without_hooks(inner: str, donated: bool) -> None:
         assert "donated buffers" in stock[0] and ours == stock
 
 
+@pytest.mark.parametrize("scope", ["donated", "no_static", "all"])
+@pytest.mark.parametrize("inner", INNER)
+def test_a_second_backward_after_another_step_is_as_without_hooks(inner: str, scope: str) -> None:
+    """A backward that saves inputs and outputs alone may not write over them; nor over what is packed of them."""
+
+    def f(x: Tensor, w: Tensor) -> Tensor:
+        return (x @ w).exp()
+
+    def twice(fn: Any, hook: Hook) -> Any:
+        torch._dynamo.reset()
+        x, w = leaves()
+        call = compiled(fn, inner)
+        for retain in (False, True):
+            with saved_tensors_hooks(hook, scope=scope):
+                out = call(x, w)
+            first = outcome(lambda: gradients(out, x, w, retain_graph=retain))  # noqa: B023
+        return first, outcome(lambda: gradients(out, x, w)), packed_count(call)
+
+    with torch._functorch.config.patch(enable_autograd_cache=False):
+        first, second, packed = twice(f, BITS)
+        assert_same((first, second), twice(f, aot_hooks.KEEP)[:2], exactly=inner == "aten")
+        assert (packed > 0) == (scope != "donated") and not isinstance(second, str)
+        (ours, _, packed), (stock, _, _) = twice(block, BITS), twice(block, aot_hooks.KEEP)
+        assert packed > 0 and isinstance(ours, str) == isinstance(stock, str), (
+            "what donates without hooks does with them"
+        )
+
+
 @pytest.mark.core
 def test_create_graph_is_as_without_hooks() -> None:
     def run(hook: Hook | None) -> Any:
@@ -368,3 +431,52 @@ def test_no_plan_without_gradients(mode: Any) -> None:
         out = call(x, w)
     assert_same(out, block(x, w).detach(), exactly=False)
     assert last_plans(call) == ()
+
+
+# --- torch.func and torch.export --------------------------------------------------------------------------------------
+
+
+def _sum(x: Tensor, w: Tensor) -> Tensor:
+    return block(x, w).exp().sum()
+
+
+TRANSFORMS = {
+    "grad": lambda x, w: torch.func.grad(_sum)(x, w),
+    "vjp": lambda x, w: torch.func.vjp(_sum, x, w)[1](torch.ones(())),
+    "vmap of grad": lambda x, w: torch.func.vmap(torch.func.grad(_sum), in_dims=(0, None))(x, w),
+    "jacrev": lambda x, w: torch.func.jacrev(lambda x: block(x, w))(x),
+    "jvp": lambda x, w: torch.func.jvp(lambda x: block(x, w), (x,), (x,)),
+}
+
+
+@pytest.mark.parametrize("policy", [aot_hooks.float8(), aot_hooks.lossless(), BITS], ids=str)
+@pytest.mark.parametrize("transform", TRANSFORMS)
+@pytest.mark.core
+def test_transforms_inside_a_function_with_a_policy(transform: str, policy: Hook) -> None:
+    def f(x: Tensor, w: Tensor) -> Any:
+        return TRANSFORMS[transform](x.tanh() @ w, w)
+
+    args = leaves()
+    expected, gradient = step(f, *args)
+    call = torch.compile(f, backend="aot_hooks", options={"inner": "aten", "policy": policy}, fullgraph=True)
+    with torch.no_grad():
+        assert_same(call(*args), expected, exactly=False)
+    out, got = step(call, *args)
+    assert_same(out, expected, exactly=False)
+    if policy is not aot_hooks.float8():
+        assert_same(got, gradient, exactly=False)
+    assert packed_count(call) > 0 or policy is not BITS
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("policy", [aot_hooks.float8(), aot_hooks.policies.only_these_modules({"0": BITS})], ids=str)
+@pytest.mark.core
+def test_export_in_a_context(policy: Any, strict: bool) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU(), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 4))
+    model.eval()
+    x = leaves()[0].detach()
+    expected = model(x)
+    with aot_hooks.saved_tensors_policy(policy):
+        program = torch.export.export(model, (x,), strict=strict).run_decompositions()
+        assert_same(program.module()(x), expected)
+    assert_same(program.module()(x), expected)

@@ -318,3 +318,54 @@ def test_subclass_inputs() -> None:
     got, call = run(BITS)
     assert_same(got, expected)
     assert packed_count(call) >= 2, "both halves of the intermediate"
+
+
+# --- gaps ------------------------------------------------------------------------------------------------------------
+
+ELEMENTWISE = {
+    "softplus": F.softplus,
+    "gelu": F.gelu,
+    "norm": lambda x: F.layer_norm(x, x.shape[-1:]),
+}
+SLICES = {
+    "chunk": lambda x: x.chunk(2, -1)[1],
+    "column": lambda x: x[:, 1:7:2],
+    "turned": lambda x: x.t()[2:9],
+    "heads": lambda x: x.view(x.shape[0], 2, -1).transpose(0, 1)[..., :3],
+    "every other row": lambda x: x[::2, 3:],
+    "expanded": lambda x: x[:, None, :5].expand(-1, 3, 5),
+}
+
+
+@pytest.mark.parametrize("where", ["input", "intermediate", "eager"])
+@pytest.mark.parametrize("part", SLICES)
+@pytest.mark.parametrize("operator", ELEMENTWISE)
+@pytest.mark.core
+def test_views_with_gaps_come_back_with_them(operator: str, part: str, where: str) -> None:
+    """A kernel of ATen may take a row by itself or several at once, and then rounds otherwise."""
+
+    def f(x: Tensor, w: Tensor) -> Tensor:
+        return ELEMENTWISE[operator](SLICES[part](x if where == "input" else x @ w))
+
+    torch.manual_seed(0)
+    args = torch.randn(17, 10, requires_grad=True), torch.randn(10, 10, requires_grad=True)
+    copying = Hook("copying", lambda x: x.clone(memory_format=torch.contiguous_format), lambda p: p)
+    call = f if where == "eager" else compiled(f)
+    expected = step(call, *args)
+    torch._dynamo.reset()
+    call = f if where == "eager" else compiled(f)
+    assert_same(step(call, *args, hook=copying, scope="all"), expected)
+    assert where == "eager" or packed_count(call) > 0
+
+
+@pytest.mark.core
+def test_dynamic_views_with_gaps_compile_once() -> None:
+    def f(x: Tensor, w: Tensor) -> Tensor:
+        return F.softplus((x @ w).chunk(2, -1)[1])
+
+    copying = Hook("copying", lambda x: x.clone(memory_format=torch.contiguous_format), lambda p: p)
+    call = compiled(f, dynamic=True)
+    for rows, columns in ((17, 10), (5, 14), (33, 6)):
+        args = torch.randn(rows, columns, requires_grad=True), torch.randn(columns, columns, requires_grad=True)
+        assert_same(step(call, *args, hook=copying), step(compiled(f), *args))
+    assert len(aot_hooks.last_plans(call)) == 1

@@ -18,9 +18,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
-from .._compat import HigherOrderOperator, needing
+from .._compat import HigherOrderOperator, needing, storage_key
 
 # symbol -> what needs it
 SYMBOLS = {
@@ -33,6 +33,7 @@ SYMBOLS = {
     "torch._functorch._aot_autograd.autograd_cache.BypassAOTAutogradCache": "storing graphs of inner 'aten'",
     "torch._functorch.config": "regions that compute the same",
     "torch._functorch.config.cse": "regions that compute the same",
+    "torch._guards.TracingContext": "a second backward (retain_graph) of graphs with hooks",
 }
 
 need = needing(SYMBOLS)
@@ -54,12 +55,14 @@ def compile_graph(
     inputs: Sequence[Any],
     partition: Callable[..., Any],
     compilers: dict[str, Callable[..., Any]] | None = None,
-    compiling: Callable[[], None] | None = None,
+    compiling: Callable[[], None] = lambda: None,
+    *,
+    stored: bool = False,
 ) -> Callable[..., Any]:
     """AOTAutograd's graphs as they are: generated Python, arguments in a list that is emptied, so memory goes early.
 
-    `compilers` are others for "forward", "backward" and "inference" graphs. With `compiling`, which is called before
-    each graph is compiled, torch's cache of AOTAutograd's results is used: only inside of `autograd_cache`, because
+    `compilers` are others for "forward", "backward" and "inference" graphs. `compiling` is called before each graph is
+    compiled. With `stored` torch's cache of AOTAutograd's results is used: only inside of `autograd_cache`, because
     `partition` is in no key of torch's.
     """
     aot_autograd = need("torch._dynamo.backends.common.aot_autograd")
@@ -77,15 +80,21 @@ def compile_graph(
         return run
 
     def storable(graph_module: GraphModule, _inputs: Any) -> Any:
-        if compiling is not None:
-            compiling()
         return _aten_code_class()(boxed(graph_module, _inputs), graph_module)
 
-    given = compilers or {"forward": boxed, "backward": boxed, "inference": boxed}
-    if compiling is not None and compilers is None:
+    def told(compiler: Callable[..., Any]) -> Callable[..., Any]:
+        def compile_it(graph_module: GraphModule, inputs: Any) -> Any:
+            compiling()
+            return compiler(graph_module, inputs)
+
+        return compile_it
+
+    names = ("forward", "backward", "inference")
+    given = {name: told(compilers[name] if compilers else storable if stored else boxed) for name in names}
+    if stored and compilers is None:
         serializable = need("torch._functorch._aot_autograd.schemas.SerializableAOTDispatchCompiler")
-        given = {name: serializable(_aten_code_class(), storable) for name in given}
-    with _storing_aten() if compiling is not None else contextlib.nullcontext():
+        given = {name: serializable(_aten_code_class(), compiler) for name, compiler in given.items()}
+    with _storing_aten() if stored else contextlib.nullcontext():
         compiled: Callable[..., Any] = aot_autograd(
             fw_compiler=given["forward"],
             bw_compiler=given["backward"],
@@ -94,6 +103,43 @@ def compile_graph(
             keep_inference_input_mutations=True,
         )(gm, inputs)
     return compiled
+
+
+def donates(fw: GraphModule, bw: GraphModule, num_fwd_outputs: int) -> bool:
+    """Whether the backward may write over a saved tensor, one that nobody else holds: then torch refuses a second
+    backward (`retain_graph=True`)."""
+    outputs = list(fw.graph.output_node().args[0])  # type: ignore[arg-type]
+    others = [*fw.graph.find_nodes(op="placeholder"), *outputs[:num_fwd_outputs]]
+    others += list(bw.graph.output_node().args[0])  # type: ignore[arg-type]
+    known = {storage_key(value) for value in _strided(others)}
+    return any(storage_key(value) not in known for value in _strided(outputs[num_fwd_outputs:]))
+
+
+def _strided(nodes: list[Any]) -> list[torch.Tensor]:
+    values = [node.meta.get("val") for node in nodes if isinstance(node, Node)]
+    return [v for v in values if isinstance(v, torch.Tensor) and v.layout is torch.strided]
+
+
+def inlines_hooks() -> bool:
+    """Whether AOTAutograd is inlining the hooks in force into a graph; 2.11 to 2.15."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        if frame.f_code.co_name == "maybe_inline_graph_saved_tensors_hooks":
+            return True
+        frame = frame.f_back
+    return False
+
+
+def donate_nothing() -> None:
+    """The graphs that are being compiled share no saved tensor's memory with what the backward makes.
+
+    To be called when the forward is compiled: AOTAutograd has found by then what could be, and the backward, as code
+    and at run time, goes by that list; 2.11 to 2.15. Goes when a partitioner can say it.
+    """
+    context = need("torch._guards.TracingContext").try_get()
+    metadata = getattr(context, "fw_metadata", None)
+    if metadata is not None and getattr(metadata, "bw_donated_idxs", None):
+        metadata.bw_donated_idxs = []
 
 
 @functools.cache

@@ -226,13 +226,18 @@ def _defaults(context: Any, given: Any, guard: _Guard) -> Any:
     return {k: _constant_of(context, v, guard) for k, v in items.items()} or None
 
 
-def backend_failure(backend: str, error: Exception) -> Exception:
-    """`error` as Dynamo wraps what a backend raises; anything else is called an internal error and loses its cause."""
+def backend_failure(backend: str, error: Exception, frame: types.FrameType | None = None) -> Exception:
+    """`error` as Dynamo wraps what a backend raises, with the error's own message first; Dynamo lets it through.
+
+    `frame` is where the traceback that users see begins. Where Dynamo traces, anything else is called an internal error
+    and loses its cause.
+    """
 
     def name() -> None: ...
 
     name.__name__ = backend
-    failure: Exception = need("torch._dynamo.exc.BackendCompilerFailed")(name, error, None)
+    failure: Exception = need("torch._dynamo.exc.BackendCompilerFailed")(name, error, frame)
+    failure.args = (f"{type(error).__name__}: {error}\n\nRaised by backend={backend!r}.", *failure.args[1:])
     return failure
 
 

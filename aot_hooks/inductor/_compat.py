@@ -86,6 +86,12 @@ def partitioned_by(fn: Callable[..., Any], key: str) -> dict[str, Any]:
     return {"custom_partitioner_fn": _partitioner_class()(fn, key)}
 
 
+def custom_partitioner(patches: dict[str, Any]) -> Any:
+    """The partitioner that the user has set, in `patches` or in Inductor's configuration; None: torch's own."""
+    name = "custom_partitioner_fn"
+    return patches.get(name, need(f"torch._inductor.config.{name}"))
+
+
 @functools.cache
 def _joint_pass_class() -> type:
     base = need("torch._inductor.custom_graph_pass.CustomGraphPass")

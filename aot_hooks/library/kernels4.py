@@ -201,8 +201,13 @@ def _codes(q: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, int]:
     where rows are no whole words."""
     word, k = (torch.int32, 8) if dtype.itemsize == 2 else (torch.int16, 4)
     if q.shape[-1] % word.itemsize == 0 and q.storage_offset() % word.itemsize == 0:
-        return q.view(word), k
+        return _flat(q).view(word), k
     return q, 2
+
+
+def _flat(x: torch.Tensor) -> torch.Tensor:
+    """`x`, contiguous, in one dimension: the strides of dimensions of size 1 may be anything, which `view` refuses."""
+    return x.view(-1)
 
 
 def pack_int4(x: torch.Tensor, block: int, seed: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -216,8 +221,8 @@ def pack_int4(x: torch.Tensor, block: int, seed: torch.Tensor | None) -> tuple[t
     pairs = x.dtype is torch.bfloat16 and k == 8 and length == w and x.storage_offset() % 2 == 0
     with torch.cuda.device_of(x):
         _pack4[(triton.cdiv(scale.numel(), p),)](
-            x.view(torch.int32) if pairs else x, words, scale, scale if seed is None else seed, scale.numel(), count,
-            length, SLACK / 14, SLACK / 6, SMALLEST_NORMAL, P=p, W=w, K=k, STOCHASTIC=seed is not None,
+            _flat(x).view(torch.int32) if pairs else x, words, scale, scale if seed is None else seed, scale.numel(),
+            count, length, SLACK / 14, SLACK / 6, SMALLEST_NORMAL, P=p, W=w, K=k, STOCHASTIC=seed is not None,
             EVEN=length == w, PAIRS=pairs, num_warps=warps, enable_fp_fusion=False,
         )  # fmt: skip
     return q, scale
@@ -225,6 +230,7 @@ def pack_int4(x: torch.Tensor, block: int, seed: torch.Tensor | None) -> tuple[t
 
 def unpack_int4(q: torch.Tensor, scale: torch.Tensor, length: int, block: int, dtype: torch.dtype) -> torch.Tensor:
     """`integer.unpack_int4`."""
+    q = q.contiguous()
     y = torch.empty((*q.shape[:-1], length), dtype=dtype, device=q.device)
     words, k = _codes(q, dtype)
     length, count = row_groups(length, block)

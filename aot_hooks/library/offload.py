@@ -111,9 +111,12 @@ class _Unpack:
 
 def _in_memory(x: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...] | None]:
     """`x` with its dimensions in the order of memory, contiguous, and that order; None for the order it has."""
-    order = tuple(sorted(range(x.dim()), key=lambda d: (same_size(x.shape[d], 1), -hint(x.stride(d)))))
-    if order != tuple(range(x.dim())) and _contiguous(x, order):
-        return x.permute(order), order
+    order = tuple(range(x.dim()))
+    if not _contiguous(x, order):
+        # dimensions of size 1 stand in front: their strides come back as multiples of all others
+        order = tuple(sorted(order, key=lambda d: (not same_size(x.shape[d], 1), -hint(x.stride(d)))))
+        if _contiguous(x, order):
+            return x.permute(order), order
     return x.contiguous(), None
 
 

@@ -12,6 +12,7 @@ program that branches on values between its graphs cannot be followed so: that r
 from __future__ import annotations
 
 import contextlib
+import inspect
 import random
 import types
 from collections.abc import Callable
@@ -24,7 +25,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from .._compat import data_dependent_errors, pytree, without_modes
 from ..backend import plan_graph
 from ..dynamo import _compat as dynamo
-from ..errors import AotHooksError, OptionError, UnsupportedGraphError
+from ..errors import AotHooksError, OptionError, UnsupportedGraphError, did_you_mean
 from ..options import Options
 from ..plan import Plan, joined
 from ..saved import SavedTensor
@@ -72,6 +73,7 @@ def plans_of(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
     fn, wrapper = dynamo.uncompiled(fn)
     if not callable(fn):
         raise OptionError(f"expected a module or function, got {fn!r}")
+    _check_keywords(fn, kwargs, said)
     given = (dynamo.options_of(wrapper) if wrapper is not None else None) or {}
     options = Options.parse(given | {name: value for name, value in said.items() if value is not None})
     plans: list[Plan] = []
@@ -127,6 +129,22 @@ def plans_of(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
                 place.clear()  # what was assigned meanwhile is fake
                 place.update(before)
     return plans
+
+
+def _check_keywords(fn: Callable[..., Any], kwargs: dict[str, Any], said: dict[str, Any]) -> None:
+    """Raises `OptionError` for a keyword that is neither ours nor one of `fn`, which would get it."""
+    try:
+        parameters = inspect.signature(fn.forward if isinstance(fn, torch.nn.Module) else fn).parameters
+    except (TypeError, ValueError):  # a function of C
+        return
+    wrong = [name for name in kwargs if name not in parameters]
+    if wrong and not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        name = getattr(fn, "__name__", type(fn).__name__)
+        valid = [*said, *parameters]
+        raise OptionError(
+            f"aot_hooks.plan: no argument {wrong[0]!r}{did_you_mean(wrong[0], valid) or ';'} its own are "
+            f"{', '.join(said)}; others go to {name}({', '.join(parameters)})"
+        )
 
 
 def _modules_in(fn: Any, args: Any, kwargs: Any) -> set[torch.nn.Module]:

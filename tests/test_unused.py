@@ -1,0 +1,209 @@
+"""What does nothing is said once, with the way out; what does something, or is to do nothing, is not."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import aot_hooks
+from aot_hooks import KEEP, Hook, last_plans, policies, saved_tensors_hooks, saved_tensors_policy, unused
+from aot_hooks.errors import UnusedWarning
+
+pytestmark = pytest.mark.core
+
+
+@pytest.fixture(autouse=True)
+def anew() -> Iterator[None]:
+    """As in a new process."""
+
+    def clear() -> None:
+        unused.forget()
+        unused._contexts.clear()
+        unused._warned.clear()
+
+    clear()
+    yield
+    clear()
+
+
+HALF = Hook("half", lambda x: (x.half(), x.dtype), lambda p: p[0].to(p[1]))
+ATEN = {"inner": "aten"}
+
+
+def model() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
+
+
+def said(run: Any) -> list[str]:
+    """What `run` warns of, as `UnusedWarning`."""
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        run()
+    ours = [w for w in found if issubclass(w.category, UnusedWarning)]
+    assert all(w.filename == __file__ for w in ours), "the warning names the user's line"
+    return [str(w.message) for w in ours]
+
+
+def steps(context: Any = contextlib.nullcontext, count: int = 3, **options: Any) -> Any:
+    """A function that trains for some steps."""
+    call = torch.compile(model(), backend="aot_hooks", options={**ATEN, **options})
+
+    def run() -> None:
+        for _ in range(count):
+            with context():
+                loss = call(torch.ones(4, 8)).sum()
+            loss.backward()
+
+    return run
+
+
+MUTE = {
+    "a hook": lambda: saved_tensors_hooks(HALF),
+    "keep": lambda: saved_tensors_hooks(KEEP),
+    "keys that fit": lambda: saved_tensors_policy(policies.only_these_modules({"1": HALF, "**": KEEP})),
+    "one of two policies": lambda: saved_tensors_policy(
+        policies.first_match(policies.larger_than(1 << 30, HALF), policies.only_these_ops({"gelu": HALF}))
+    ),
+}
+
+
+@pytest.mark.parametrize("case", MUTE)
+def test_nothing_is_said_of_what_works(case: str) -> None:
+    assert said(steps(MUTE[case])) == []
+
+
+UNUSED = {
+    "packs nothing": (policies.larger_than(1 << 30, HALF), ["packed none of the 4 tensors", "2 not larger than"]),
+    "a pattern": (policies.only_these_modules({"1": HALF, "layrs.*": HALF}), ["fits 'layrs.*'", "they have '0', '1'"]),
+    "a name": (policies.only_these_names({"logits": HALF}), ["fits 'logits'", "no such thing"]),
+    "an operator": (policies.first_match(policies.only_these_ops({"sin": HALF}), HALF), ["'aten.sin'", "'aten.gelu."]),
+    "a dtype": (policies.larger_than(1, policies.only_these_dtypes({torch.float16: HALF})), ["'float16'", "'float32'"]),
+    "a function of the user's": (lambda saved: KEEP, ["policy '<lambda>' packed none", "print_report"]),
+}
+
+
+@pytest.mark.parametrize("by", ["context", "options", "region"])
+@pytest.mark.parametrize("case", UNUSED)
+def test_a_policy_that_does_nothing(case: str, by: str) -> None:
+    policy, parts = UNUSED[case]
+    if by == "context":
+        run = steps(lambda: saved_tensors_policy(policy))
+    elif by == "options":
+        run = steps(policy=policy)
+    else:
+        inner = model()
+
+        def f(x: torch.Tensor) -> torch.Tensor:
+            with saved_tensors_policy(policy):
+                return inner(x)
+
+        call = torch.compile(f, backend="aot_hooks", options=ATEN)
+
+        def run() -> None:
+            for _ in range(2):
+                call(torch.ones(4, 8)).sum().backward()
+
+    if by == "region" and case == "a pattern":
+        parts = parts[:1]  # modules have other paths there
+    messages = said(run)
+    assert len(messages) == 1, messages
+    assert all(part in messages[0] for part in parts), messages
+    assert said(run) == []
+
+
+def test_a_key_is_judged_by_all_graphs_of_a_forward() -> None:
+    """Each layer has a graph of its own; the pattern of one fits in its own alone."""
+    torch.manual_seed(0)
+    layers = nn.ModuleList([model(), nn.Sequential(nn.Linear(8, 12), nn.Tanh(), nn.Linear(12, 8))])
+    calls = [torch.compile(layer, backend="aot_hooks", options=ATEN) for layer in layers]
+    policy = policies.only_these_ops({"gelu": HALF, "tanh": HALF})
+
+    def run() -> None:
+        with saved_tensors_policy(policy):
+            x = torch.ones(4, 8)
+            for call in calls:
+                x = call(x)
+        x.sum().backward()
+
+    assert said(run) == []
+
+
+def test_a_context_around_another_backend() -> None:
+    call = torch.compile(model(), backend="aot_eager")
+
+    def run() -> None:
+        with saved_tensors_hooks(HALF):
+            loss = call(torch.ones(4, 8)).sum()
+        loss.backward()
+
+    (message,) = said(run)
+    assert "hook 'half' is around a function that another backend compiles" in message
+    assert "backend='aot_hooks'" in message
+    assert said(run) == []
+
+
+def test_a_context_around_backward_alone() -> None:
+    def run() -> None:
+        loss = model()(torch.ones(4, 8)).sum()
+        with saved_tensors_hooks(HALF):
+            loss.backward()
+
+    (message,) = said(run)
+    assert "saw no saved tensor" in message and "around the forward" in message
+    assert said(run) == []
+
+
+def test_a_context_in_which_something_is_saved_eagerly_or_nothing_is_to_be() -> None:
+    def run() -> None:
+        with saved_tensors_hooks(HALF):
+            model()(torch.ones(4, 8))
+        with torch.no_grad(), saved_tensors_hooks(aot_hooks.int8()):
+            model()(torch.ones(4, 8))
+        with saved_tensors_hooks(aot_hooks.int4()):
+            loss = model()(torch.ones(4, 8)).sum()
+            with saved_tensors_hooks(aot_hooks.float8()):
+                model()(torch.ones(4, 8))
+        loss.backward()
+        with contextlib.suppress(KeyError), saved_tensors_hooks(aot_hooks.bitmask()):
+            raise KeyError
+
+    assert said(run) == []
+
+
+@pytest.mark.parametrize("how", ["in place", "subclass in place", "compiled", "own"])
+def test_torchs_modules_that_are_compiled_in_place(how: str) -> None:
+    class Own(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = model()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.inner(x)  # type: ignore[no-any-return]
+
+    class Named(nn.Sequential): ...
+
+    module = {"own": Own(), "subclass in place": Named(*model())}.get(how, model())
+    options = {**ATEN, "policy": HALF}
+    if how == "compiled":
+        module = torch.compile(module, backend="aot_hooks", options=options)
+    else:
+        module.compile(backend="aot_hooks", options=options)
+    module(torch.ones(4, 8)).sum().backward()
+    messages = said(lambda: last_plans(module))
+    assert (last_plans(module) == ()) == ("in place" in how) == bool(messages)
+    if messages:
+        assert "compiled in place" in messages[0] and "torch.compile(module" in messages[0]
+        report = aot_hooks.format_report(last_plans(module))
+        assert "in place" in report and "not been called yet" in report
+
+
+def test_a_graph_that_packs_has_nothing_of_this_on_its_way() -> None:
+    compiled = object()
+    call: Any = compiled
+    assert unused.judged(call, []) is call
