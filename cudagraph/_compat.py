@@ -311,6 +311,12 @@ def bare_replay(graph: torch.cuda.CUDAGraph) -> Callable[[], None]:
     return replay
 
 
+def caches_memory() -> bool:
+    """Whether the caching allocator of CUDA is in use; `PYTORCH_NO_CUDA_MEMORY_CACHING` turns it off."""
+    name = "torch._C._cuda_cudaCachingAllocator_is_enabled"
+    return not has(name) or bool(need(name)())
+
+
 def clear_cublas_workspaces() -> None:
     torch._C._cuda_clearCublasWorkspaces()
 

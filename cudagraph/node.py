@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from . import _compat, counters
-from .liveness import Layout, Slot, Watch, bytes_of, layout_of, tensor_on
+from .liveness import Layout, Slot, Watch, bytes_of, copy_as_it_lies, layout_of, tensor_on
 
 if TYPE_CHECKING:
     from .function import Function
@@ -198,6 +198,8 @@ def _no_graph() -> None:
 
 def _alias(source: torch.Tensor, shift: int, layout: Layout) -> torch.Tensor:
     """A tensor `shift` bytes after the first element of `source`, on its storage."""
+    if source.is_conj() or source.is_neg():  # what lies there is not what the graph read
+        source = copy_as_it_lies(source)
     storage = source.untyped_storage()
     offset = (source.data_ptr() + shift - storage.data_ptr()) // layout.dtype.itemsize
     return tensor_on(storage, layout._replace(offset=offset))
