@@ -78,6 +78,7 @@ class Node:
         self.same_inputs: list[tuple[int, int]] = []
         self.input_aliases: list[tuple[int, int, int, Layout]] = []
         self.repeats: list[tuple[int, int]] = []
+        self.metas: list[tuple[int, torch.Tensor]] = []
         self.is_plain = False
         self.gives_copies = False
         # the graph
@@ -134,6 +135,8 @@ class Node:
             given[position] = inputs[index]
         for position, index, shift, layout in self.input_aliases:
             given[position] = _alias(inputs[index], shift, layout)
+        for position, meta in self.metas:
+            given[position] = meta.data
         for position, first in self.repeats:
             given[position] = given[first]
         inputs.clear()

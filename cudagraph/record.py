@@ -212,6 +212,7 @@ def _outputs(
     assert node.function is not None
     function, tree = node.function, node.tree
     tensors = {k: x for k, x in enumerate(returned) if isinstance(x, torch.Tensor)}
+    node.metas = [(k, tensors.pop(k)) for k, x in list(tensors.items()) if x.is_meta]
     fixed = {id(inputs[i]): i for i in node.fixed_inputs if inputs[i] is not None}
     node.same_inputs = [(k, fixed[id(x)]) for k, x in tensors.items() if id(x) in fixed]
     for k, _ in node.same_inputs:
