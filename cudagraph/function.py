@@ -86,6 +86,7 @@ class Function:
         self.told: set[str] = set()
         self.causes: set[str] = set()
         self.uncapturable = driver.why_not()  # or what a capture of it said
+        self.failures = 0  # captures that raised what may not be raised another time
         self.settles = True  # no capture that read inputs in place has broken a pool
         self.moved = ""  # which static input moved last, and from where
 

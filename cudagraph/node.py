@@ -124,6 +124,11 @@ class Node:
             return [template.data for template in self.templates]
         return self.outputs(inputs)
 
+    def run(self, inputs: list[Any]) -> list[Any]:
+        """Launch the graph for the inputs it was just recorded with, which it empties; the outputs."""
+        self.launch()
+        return self.outputs(inputs)
+
     def outputs(self, inputs: list[Any]) -> list[Any]:
         """What the function returned, over the same memory; empties `inputs`."""
         given = self.skeleton.copy()

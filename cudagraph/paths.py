@@ -37,6 +37,26 @@ __all__ = ["Tree"]
 DEAD_REPEATS = 16
 # Marks that a step may outlive because a forward waits for its backward, for the same reason.
 OUTLIVED_MARKS = 8
+# Captures of a function that raise what may not be raised another time, such as that there is no memory.
+TRIES = 3
+
+
+class Failed:
+    """Why a capture failed, without the error, which keeps memory.
+
+    Attributes:
+        reason: for messages.
+        said: the reason is this package's own, and may hold at one place alone.
+        not_warm: another warm-up is wanted.
+        for_good: another capture would fail as well.
+    """
+
+    def __init__(self, error: Exception, *, for_good: bool) -> None:
+        self.said = isinstance(error, CannotCapture)
+        self.not_warm = isinstance(error, NotWarmError)
+        self.for_good = for_good
+        first_line = str(error).partition("\n")[0]
+        self.reason = str(error) if self.said else f"capturing it raised {type(error).__name__}: {first_line}"
 
 
 class Tree:
@@ -197,26 +217,44 @@ class Tree:
             function.note_moves(known[-1].addresses, known[-1].fixed_inputs, inputs)
         try:
             with dropping.one_capture():
-                outputs = record(place, function, key, inputs)
-        except CannotCapture as reason:
-            if isinstance(reason, NotWarmError) and (function, key) not in self.put_off:
-                self.put_off.add((function, key))
-                log.debug("%s warms up once more: %s", function.name, reason)
-                self._step_aside(warming=True)
-                return self._as_it_is(function, inputs)
-            if self.tainted:  # by the capture: another one would do the same to the next pool
-                function.uncapturable = str(reason)
-            return self._refuse(function, key, str(reason), inputs)
-        except RuntimeError as error:
-            if not self.driver.is_capture_error(error):
-                raise
-            function.uncapturable = f"capturing it raised {type(error).__name__}: {str(error).splitlines()[0]}"
-            return self._refuse(function, key, function.uncapturable, inputs)
+                node = record(place, function, key, inputs)
+        except Exception as error:  # whatever it is: all is as before, and the program runs without it
+            failed = Failed(error, for_good=isinstance(error, CannotCapture) or self.driver.is_capture_error(error))
+        else:
+            failed = None
+        if failed is not None:  # only now: the error and its traceback are gone, and what they held
+            return self._after_failure(failed, function, key, inputs)
+        function.failures = 0
         self.sizes[function].add(key)
         self.put_off.discard((function, key))
         counters.add("recordings")
         counters.add("rerecordings", bool(known))
         log.debug("recorded %s, the %dth at this place of the path", function.name, len(known) + 1)
+        return node.run(inputs)
+
+    def _after_failure(self, failed: Failed, function: Function, key: Any, inputs: list[Any]) -> list[Any]:
+        """A capture failed and has left no trace: the call runs as it is, and where that raises too, it is the program's.
+
+        What may be another time (there was no memory, say) is tried again, a few times."""
+        if failed.not_warm and (function, key) not in self.put_off:
+            self.put_off.add((function, key))
+            log.debug("%s warms up once more: %s", function.name, failed.reason)
+            self._step_aside(warming=True)
+            return self._as_it_is(function, inputs)
+        if failed.for_good and (self.tainted or not failed.said):
+            function.uncapturable = failed.reason  # another capture would do the same to the next pool
+        if failed.for_good:
+            return self._refuse(function, key, failed.reason, inputs)
+        if function.options.or_error:
+            function.skipped(failed.reason)
+        counters.add("skips")
+        outputs = list(function.piece.run(inputs))
+        function.failures += 1  # of captures alone
+        if function.failures < TRIES:
+            log.info("%s ran as it is, and is captured another time: %s", function.name, failed.reason)
+        else:
+            function.uncapturable = failed.reason
+            function.skipped(failed.reason)
         return outputs
 
     def record_in_place(self, node: Node, key: Any, inputs: list[Any]) -> list[Any] | None:
@@ -232,15 +270,15 @@ class Tree:
             return None  # of which of two on one storage an output is a view, the memory does not tell
         try:
             with dropping.one_capture():
-                outputs = below_autograd(record, place, function, key, inputs, frozenset(node.copied_inputs))
-        except (CannotCapture, RuntimeError) as reason:  # whatever it is: the program runs without it
+                in_place = below_autograd(record, place, function, key, inputs, frozenset(node.copied_inputs))
+        except Exception as reason:  # whatever it is: all is as before, and the program runs without it
             log.debug("%s goes on copying its inputs: %s", function.name, reason)
             function.settles = not self.tainted
             return None
         counters.add("recordings")
         counters.add("rerecordings")
         log.debug("recorded %s, which reads its inputs where they are", function.name)
-        return outputs
+        return below_autograd(in_place.run, inputs)
 
     def _refuse(self, function: Function, key: Any, reason: str, inputs: list[Any]) -> list[Any]:
         """From now on `function` runs as it is at this place."""

@@ -88,8 +88,8 @@ def record(
     key: Any,
     inputs: list[Any],
     in_place: frozenset[int] = frozenset(),
-) -> list[Any]:
-    """Capture `function` after `parent` and run the graph once; the outputs. Empties `inputs`.
+) -> Node:
+    """Capture `function` after `parent`: the new node, where the path is now. Its graph has not run; `Node.run` is next.
 
     It reads the inputs `in_place` where they are, as the static ones; see `settled`.
 
@@ -128,8 +128,7 @@ def record(
     del given
     node.launch = tree.driver.launcher(node.graph)
     _connect(node, plan, key)
-    node.launch()
-    return node.outputs(inputs)
+    return node
 
 
 def _capture(node: Node, plan: Plan, inputs: list[Any], before: Snapshot) -> None:
