@@ -154,8 +154,9 @@ class Holder:
         here = [t for t in (getattr(tree.local, "trees", None) or {}).values() if t.driver is self.world.driver]
         path = [node.function.name for node in here[0].place.path()] if here else []
         if not self.marks and name in path:
+            first = here[0].place.first.name
             for pair in self.held:
-                pair.may_be_stale |= path[0] == name or name in pair.givers
+                pair.may_be_stale |= first == name or name in pair.givers
         return name
 
     def hold(

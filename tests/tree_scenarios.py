@@ -71,6 +71,8 @@ def overlapping_input(world: World) -> None:
         tree.mark_step_begin()
         x = world.randn(8).expand(8, 8)
         expect(world, f(x)[0], x * 2)
+    if not tree.stats()["replays"]:
+        raise Wrong("it could not be captured")
 
 
 def other_numbers(world: World) -> None:
