@@ -43,6 +43,7 @@ class Aside:
         backward: which one ran a function last, as torch numbers them; -1 if it was called outside of any.
         waiting: storages that forwards made and gave out, and that no backward came for yet.
         made: storages that functions made and gave out, with the function.
+        first: the first function of the step.
     """
 
     def __init__(self, place: Node, *, warming: bool, after_mark: bool, belongs: bool) -> None:
@@ -53,11 +54,13 @@ class Aside:
         self.calls: dict[Function, int] = {}
         self.backward = -1
         self.waiting: list[StorageWeakRef] = []
+        self.first = place.first
         self.made: list[tuple[Function, StorageWeakRef]] = []
 
     def ran(self, function: Function, outputs: Sequence[Any], given: Sequence[StorageWeakRef]) -> None:
         """`function` has, on inputs with the storages `given`. A parameter that it saves for its backward says nothing
         of whether that is still to come."""
+        self.first = self.first or function
         self.calls[function] = self.calls.get(function, 0) + 1
         self.backward = _compat.graph_task_id()
         known = {storage.cdata for storage in given}
@@ -74,17 +77,19 @@ class Aside:
         calls = self.calls.get(function, 0)
         if calls >= WARM_REPEATS:
             return True
-        if calls == 0 and not (self.belongs and function is self.place.first):
+        if calls == 0 and not (self.belongs and function is self.first):
             return False
         if marked or (in_one_call and calls < REPEATS) or self._in_the_middle():
             return False
         if any(not storage.expired() for storage in self.waiting):
             return False
-        return calls > 1 or not self._reads_of_another(function, inputs)
-
-    def _reads_of_another(self, function: Function, inputs: Sequence[Any]) -> bool:
         read = {storage.cdata for storage in storages_of(inputs)}
-        return any(giver is not function and storage.cdata in read for giver, storage in self.made)
+        others = [
+            storage.cdata for giver, storage in self.made if giver is not function and not giver.copies_held and not storage.expired()
+        ]
+        if calls <= 1 and not read.isdisjoint(others):
+            return False
+        return function is self.first or calls >= REPEATS or read.issuperset(others)
 
     def _in_the_middle(self) -> bool:
         """Whether a backward that the step has a part in goes on. In a thread that only runs backwards, one is followed

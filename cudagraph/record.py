@@ -186,7 +186,8 @@ def _capture(node: Node, plan: Plan, inputs: list[Any], before: Snapshot) -> Non
     known_blocks = {slot.address for slot in alive if not slot.host}
     passed_on = {staged[i].cdata: i for i in staged if not staged[i].expired()}
     new = _outputs(node, returned, on_known, known_blocks, capture.lent, inputs, passed_on)
-    returned.clear()  # and with it copies of inputs that were passed on
+    for k, *_ in node.input_aliases:
+        returned[k] = None  # and with it the copy of an input that was passed on; other memory stays for the checkpoint
     node.state = pool.checkpoint()
     for slot in new:
         if not slot.host:
