@@ -45,7 +45,7 @@ def next_of(tree: Tree, place: Node, function: Function, inputs: list[Any]) -> N
     a forward waits for its backward, or a backward runs                          goes on
     the call writes to what the step gave out                                     goes on
     one call of a compiled function ran the last graph too (it has graph breaks)  goes on *
-    the call reads what another function gave out, and more would become stale    reads on *
+    the call reads what another function gave out, and more of that is held       reads on *
     `function` is the first of the step                                           begins
     what is held was given out by `function`, is read by the call, or is copied   begins
     anything else                                                                 goes on
@@ -72,7 +72,7 @@ def next_of(tree: Tree, place: Node, function: Function, inputs: list[Any]) -> N
     if sum(on_the_same(node, inputs) for node in ran) < REPEATS:
         if tree.in_one_call(function):
             return Next.GOES_ON
-        if others and read - own:
+        if read - own and not own.issuperset(others):
             return Next.READS_ON
     if place.first is function:
         return Next.BEGINS
