@@ -45,6 +45,7 @@ def next_of(tree: Tree, place: Node, function: Function, inputs: list[Any]) -> N
     a forward waits for its backward, or a backward runs                          goes on
     the call writes to what the step gave out                                     goes on
     one call of a compiled function ran the last graph too (it has graph breaks)  goes on *
+    the call reads what this torch can't copy out a second time (before 2.13)     goes on *
     the call reads what another function gave out, and more of that is held       reads on *
     `function` is the first of the step                                           begins
     what is held was given out by `function`, is read by the call, or is copied   begins
@@ -70,7 +71,7 @@ def next_of(tree: Tree, place: Node, function: Function, inputs: list[Any]) -> N
     read = set(on_path.values())
     others = [slot for slot in held(place.live) if slot not in read and not slot.copies]
     if sum(on_the_same(node, inputs) for node in ran) < REPEATS:
-        if tree.in_one_call(function):
+        if tree.in_one_call(function) or not all(map(tree.can_move, read)):
             return Next.GOES_ON
         if read - own and not own.issuperset(others):
             return Next.READS_ON

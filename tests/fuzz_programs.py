@@ -88,7 +88,7 @@ class Program(Holder):
         self.say("   ", fn.__name__)
         expected = run_eagerly(fn, [b for _, b in pairs])
         aliases = fn is passing_through
-        name = self.calls(fn)
+        name = self.calls(fn, read=[b for _, b in pairs])
         if aliases:
             # What is no output of a graph is copied, so its alias is one of the copy: none of them may be written to.
             for pair in self.held:
@@ -105,8 +105,8 @@ class Program(Holder):
         self.say("   ", fn.__name__)
         expected = run_eagerly(fn, [x[1]])
         inputs = [x[0]]
+        name = self.calls(fn, read=x[1:])
         del x
-        name = self.calls(fn)
         trouble[0] = fn is failing and self.random.random() < 0.3
         try:
             ours = f.call(inputs)
@@ -130,7 +130,7 @@ class Program(Holder):
         expected = any_layout(eager)
         inputs = [ours]
         del ours
-        name = self.calls(any_layout, kind)
+        name = self.calls(any_layout, kind, read=[eager])
         found = self.functions.layouts[kind].call(inputs)
         if [y.stride() for y in found] != [y.stride() for y in expected]:
             raise Mismatch("outputs lie in another way")
@@ -144,15 +144,16 @@ class Program(Holder):
             return
         expected = writing(x[1], target[1])
         inputs = [x[0], target[0]]
+        name = self.calls(writing, read=[x[1], target[1]])
         del x, target
-        self.hold(self.calls(writing), self.functions.writing.call(inputs), expected)
+        self.hold(name, self.functions.writing.call(inputs), expected)
 
     def call_weighted(self) -> None:
         x, (w, eager_w) = self.pick(), self.random.choice(self.weights)
         expected = weighted(x[1], eager_w)[:1]
         inputs = [x[0], w]
+        name = self.calls(weighted, read=x[1:])
         del x
-        name = self.calls(weighted)
         out = self.functions.weighted.call(inputs)
         if out[1] is not w:
             raise Mismatch("an input that is returned is another object")
@@ -162,15 +163,17 @@ class Program(Holder):
         x = self.pick()
         expected = counting(x[1], self.state[1])
         inputs = [x[0], self.state[0]]
+        name = self.calls(counting, read=x[1:])
         del x
-        self.hold(self.calls(counting), self.functions.counting.call(inputs), expected)
+        self.hold(name, self.functions.counting.call(inputs), expected)
 
     def call_sized(self) -> None:
         x, n = self.pick(), self.random.randrange(3)
         expected = sized(x[1], n)
         inputs = [x[0], n]
+        name = self.calls(sized, read=x[1:])
         del x
-        self.hold(self.calls(sized), self.functions.sized.call(inputs), expected)
+        self.hold(name, self.functions.sized.call(inputs), expected)
 
     def move_weight(self) -> None:
         i = self.random.randrange(len(self.weights))
