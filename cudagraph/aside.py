@@ -85,7 +85,9 @@ class Aside:
             return False
         read = {storage.cdata for storage in storages_of(inputs)}
         others = [
-            storage.cdata for giver, storage in self.made if giver is not function and not giver.copies_held and not storage.expired()
+            storage.cdata
+            for giver, storage in self.made
+            if giver is not function and not giver.copies_held and not storage.expired()
         ]
         if calls <= 1 and not read.isdisjoint(others):
             return False

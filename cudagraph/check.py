@@ -146,7 +146,9 @@ def capture_device(gm: GraphModule, device_type: str) -> torch.device | None:
         if node.op != "call_function" or is_free(node):
             continue
         read = [t for given in node.all_input_nodes for t in tensors_in(value_of(given))]
-        made, given = ({t.device for t in ts if t.device.type == device_type} for ts in (tensors_in(value_of(node)), read))
+        made, given = (
+            {t.device for t in ts if t.device.type == device_type} for ts in (tensors_in(value_of(node)), read)
+        )
         count.update(made or given)
     return count.most_common(1)[0][0] if count else None
 

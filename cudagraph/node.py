@@ -193,8 +193,9 @@ class Node:
             self.graph.reset()
         self.edges.clear()
         self.children.clear()
-        self.templates = []
-        self.destinations = []
+        self.templates, self.template_slots, self.live = [], [], ()
+        self.watch_dead = self.watch_live = self.saved = Watch(())
+        self.destinations, self.consumed = [], []
         self.pending = ()  # it is in there itself
         self.look = None
         self.graph, self.launch, self.state = None, _no_graph, None

@@ -110,6 +110,7 @@ def record(
     )
     try:
         _capture(node, plan, inputs, before)
+        node.launch = tree.driver.launcher(node.graph)
     except BaseException as error:
         traceback.clear_frames(error.__traceback__)  # they hold blocks of the pool
         before.restore()
@@ -117,8 +118,7 @@ def record(
             inputs[i] = tensor_on(slot.storage, plan.layouts[i])
         for i, x in given.items():  # in their place are copies in the pool, which the next recording overwrites
             inputs[i] = x
-        if node.graph is not None:
-            node.graph.reset()
+        node.close()  # slots of the path may know it
         # Whoever keeps a block of the pool would see it handed out again: such a pool is not used any longer.
         tree.tainted = tree.tainted or tree.pool.broken or not tree.pool.live_blocks_are(set())
         raise
@@ -126,7 +126,6 @@ def record(
     for i, x in given.items():  # the graph's own copy is none of the caller's business
         inputs[i] = x
     del given
-    node.launch = tree.driver.launcher(node.graph)
     _connect(node, plan, key)
     return node
 
@@ -177,7 +176,9 @@ def _capture(node: Node, plan: Plan, inputs: list[Any], before: Snapshot) -> Non
     for x in before.rebound():
         i = next((i for i in plan.static if inputs[i] is x), None)
         what = "a constant of it" if i is None else node.function.input_name(i)
-        raise CannotCapture(f"{node.function.name} gives {what} other memory or another shape, which a replay would not")
+        raise CannotCapture(
+            f"{node.function.name} gives {what} other memory or another shape, which a replay would not"
+        )
 
     gone = [slot for slot, owner in owners.items() if owner.expired()]
     alive = [*plan.kept, *(slot for slot in plan.taken if slot not in gone)]

@@ -20,7 +20,9 @@ from cudagraph.backend import backend_with
 from cudagraph.liveness import STALE
 from cudagraph.steps import REPEATS
 
-NEEDS_MOVING = pytest.mark.skipif(not _compat.can_swap(), reason="this torch can't point a storage elsewhere on the CPU")
+NEEDS_MOVING = pytest.mark.skipif(
+    not _compat.can_swap(), reason="this torch can't point a storage elsewhere on the CPU"
+)
 
 
 @dataclasses.dataclass
