@@ -65,7 +65,7 @@ _REBIND_WITHOUT_TAG = {
     "inductor::resize_storage_bytes_",
 }
 
-REBINDS = "gives an input other memory or another shape, which a replay would not"
+REBINDS = "other memory or another shape, which a replay would not"
 
 _host_operators: set[Any] = set()
 

@@ -177,13 +177,14 @@ def _rebinding(gm: GraphModule, kind: Kind) -> list[Blocker]:
     """What of `gm` gives inputs other memory or another shape: no part of such a graph is captured."""
     placeholders = gm.graph.find_nodes(op="placeholder")
     by_node = {node: source for node in gm.graph.nodes if (source := rebinds(node)) is not None}
-    found = [blocker_of(node, REBINDS) for node in by_node]
+    reason = f"gives an input {REBINDS}"
+    found = [blocker_of(node, reason) for node in by_node]
     for i in kind.rebound_inputs:  # AOTAutograd does, when the graph has run
         if i < len(placeholders) and placeholders[i] in by_node.values():
             continue
         info = info_of(placeholders[i]) if i < len(placeholders) else None
         traces = [] if info is None else [info.stack_trace, *(user.stack_trace for user in info.users)]
-        found.append(Blocker(REBINDS, "set_", "" if info is None else info.name, next(filter(None, traces), None)))
+        found.append(Blocker(reason, "set_", "" if info is None else info.name, next(filter(None, traces), None)))
     return found
 
 

@@ -222,6 +222,7 @@ class Tree:
         known = place.children.get(key, ())
         if known:
             function.note_moves(known[-1].addresses, known[-1].fixed_inputs, inputs)
+        failed: Failed | None = None
         try:
             with dropping.one_capture():
                 node = record(place, function, key, inputs)
@@ -229,8 +230,6 @@ class Tree:
             raise
         except Exception as error:  # whatever else it is: all is as before, and the program runs without it
             failed = Failed(error, for_good=isinstance(error, CannotCapture) or self.driver.is_capture_error(error))
-        else:
-            failed = None
         if failed is not None:  # only now: the error and its traceback are gone, and what they held
             return self._after_failure(failed, function, key, inputs)
         function.failures = 0
@@ -242,9 +241,10 @@ class Tree:
         return node.run(inputs)
 
     def _after_failure(self, failed: Failed, function: Function, key: Any, inputs: list[Any]) -> list[Any]:
-        """A capture failed and has left no trace: the call runs as it is, and where that raises too, it is the program's.
+        """A capture failed and left no trace: the call runs as it is. An error that this raises is the program's own.
 
-        What may be another time (there was no memory, say) is tried again, a few times."""
+        A capture that may work another time, because there was no memory, is tried again, `TRIES` times in all.
+        """
         if failed.not_warm and (function, key) not in self.put_off:
             self.put_off.add((function, key))
             log.debug("%s warms up once more: %s", function.name, failed.reason)

@@ -23,6 +23,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from . import _compat
+from .check import REBINDS
 from .current import CannotCapture, Capture, under_way
 from .liveness import Layout, Slot, Watch, copy_as_it_lies, held, layout_of, on_slots, overlapping, span_of, tensor_on
 from .node import Node
@@ -89,7 +90,7 @@ def record(
     inputs: list[Any],
     in_place: frozenset[int] = frozenset(),
 ) -> Node:
-    """Capture `function` after `parent`: the new node, where the path is now. Its graph has not run; `Node.run` is next.
+    """Capture `function` after `parent`. Returns the new node, where the path is now; `Node.run` launches it.
 
     It reads the inputs `in_place` where they are, as the static ones; see `settled`.
 
@@ -174,11 +175,8 @@ def _capture(node: Node, plan: Plan, inputs: list[Any], before: Snapshot) -> Non
         node.graph, returned = pool.capture(lambda: list(piece.run(arguments)), generators)
     arguments.clear()
     for x in before.rebound():
-        i = next((i for i in plan.static if inputs[i] is x), None)
-        what = "a constant of it" if i is None else node.function.input_name(i)
-        raise CannotCapture(
-            f"{node.function.name} gives {what} other memory or another shape, which a replay would not"
-        )
+        names = [node.function.input_name(i) for i in plan.static if inputs[i] is x]
+        raise CannotCapture(f"{node.function.name} gives {names[0] if names else 'a constant of it'} {REBINDS}")
 
     gone = [slot for slot, owner in owners.items() if owner.expired()]
     alive = [*plan.kept, *(slot for slot in plan.taken if slot not in gone)]

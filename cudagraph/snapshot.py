@@ -3,8 +3,8 @@
     Snapshot(tensors, generators) -> capture -> rebound(): which tensors were given other memory or another shape
                                              -> restore(): all as it was
 
-Kernels do not run in a capture, so the contents of memory stay. What happens on the host does happen: a tensor object is
-given other memory (`set_`, `.data =`) or another shape (`t_`), a generator moves on.
+Kernels do not run in a capture, so the contents of memory stay. What happens on the host does happen: a tensor object
+is given other memory (`set_`, `.data =`) or another shape (`t_`), a generator moves on.
 """
 
 from __future__ import annotations

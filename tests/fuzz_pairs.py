@@ -149,8 +149,7 @@ class Holder:
         return pair
 
     def calls(self, fn: Callable[..., Any], label: str = "", read: Sequence[torch.Tensor] = ()) -> str:
-        """`fn` is about to be called, in eager mode with `read`; its name. Where steps begin by themselves, the call may
-        begin one."""
+        """`fn` is about to be called, in eager mode with `read`; its name. The call may begin a step by itself."""
         name = name_of(fn, self.held_outputs, label)
         here = [t for t in (getattr(tree.local, "trees", None) or {}).values() if t.driver is self.world.driver]
         path = [node.function.name for node in here[0].place.path()] if here else []

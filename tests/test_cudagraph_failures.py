@@ -57,8 +57,9 @@ def state_of(tensors: Sequence[torch.Tensor], world: World) -> list[Any]:
 
 
 class Program:
-    """Two functions a step. The second one reads what the first gave out, held and given away, a weight, an input that is
-    copied and one that is expanded; it writes to a buffer and to what an optimizer keeps, and draws random numbers."""
+    """Two functions a step. The second one reads what the first gave out, held and given away, a weight, an input that
+    is copied and one that is expanded. It writes to a buffer and to what an optimizer keeps, and draws random numbers.
+    """
 
     def __init__(self, world: World) -> None:
         self.world = world
@@ -163,7 +164,7 @@ def programs(world: World) -> Iterator[Program]:
 @pytest.mark.parametrize("kind", ERRORS)
 @pytest.mark.parametrize("point", POINTS)
 def test_whatever_fails_all_is_as_before(world, point, kind):
-    """Each time that a capture comes to the point; the program goes on, and is captured in the end or said not to be."""
+    """Each time that a capture comes to the point. The program goes on, captured in the end or not."""
     world = failing_world(world)
     nth = 0
     for program in programs(world):
@@ -239,7 +240,7 @@ def test_what_gives_an_input_other_memory_is_put_back_and_refused(world, kind, h
     reference = w.clone()
     pointer = w.data_ptr()
     with caplog.at_level(logging.WARNING, logger="cudagraph"):
-        for step in range(5):
+        for _ in range(5):
             tree.mark_step_begin()
             x = world.randn(4)
             expected = rebinding(kind, reference)

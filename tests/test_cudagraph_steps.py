@@ -147,7 +147,7 @@ def test_eager_code_calls_one_function_again(place, marked_first):
 @pytest.mark.core
 @pytest.mark.parametrize("before", ["f", "g"])
 def test_views_and_siblings_of_what_a_call_reads(place, before):
-    """The function that ran before the loop is the loop's second one, or its first: neither is stale in its own step."""
+    """The function that ran before the loop is its second one, or its first: nothing is stale in its own step."""
     f = place.compiled(lambda x: (x.sin(), x.cos()))
     g = place.compiled(lambda h: h.exp() + 1)
     with torch.no_grad():
