@@ -13,7 +13,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from capture_simulator import CaptureError, Simulator
 from torch.utils._python_dispatch import TorchDispatchMode
+
+
+class Interrupt(BaseException):
+    """As a KeyboardInterrupt, which would stop the tests."""
+
 
 POINTS = (
     "restore",
@@ -65,8 +71,14 @@ class FailingDriver:
             raise fault.error
 
     def armed(self, fault: Fault | None) -> None:
+        """From now on, fail as `fault` says; it is counted from here."""
         self.seen = {}
         self.fail = fault
+
+    def not_permitted(self) -> RuntimeError:
+        """What says that something can't be captured."""
+        text = "operation not permitted when stream is capturing"
+        return CaptureError(text) if isinstance(self.driver, Simulator) else RuntimeError(text)
 
     def open_pool(self, device: torch.device) -> Any:
         return FailingPool(self.driver.open_pool(device), self)
@@ -132,3 +144,17 @@ class FailingPool:
     def disown(self, storage: torch.UntypedStorage) -> None:
         self.driver.at("disown")
         self.pool.disown(storage)
+
+
+def trying_again(call: Callable[[list[Any]], Sequence[Any]]) -> Callable[[list[Any]], Sequence[Any]]:
+    """`call`, for a program that catches an interrupt and calls once more, with what it has."""
+
+    def calling(inputs: list[Any]) -> Sequence[Any]:
+        count = len(inputs)
+        try:
+            return call(inputs)
+        except Interrupt:
+            assert len(inputs) == count, "the inputs of a call that raised are not whole"
+            return call(inputs)
+
+    return calling

@@ -55,7 +55,7 @@ class Holder:
     """The pairs of one program: it picks what to call with, keeps what comes out, and compares."""
 
     def __init__(
-        self, seed: int, world: World, functions: dict[str, Functions], *, generation: int = 4, trace: bool = False
+        self, seed: int, world: World, functions: dict[str, Functions], *, generation: int = 5, trace: bool = False
     ) -> None:
         self.generation = generation
         self.random = random.Random(seed)

@@ -7,7 +7,8 @@ must be so of what it holds is in fuzz_pairs.py.
 Programs of generation 2 also call what can't be captured, raises or keeps memory in the middle of a step, save outputs
 that they return, give graphs tensors of any layout, and mark steps at any time. Those of generation 3 also call with
 buffers that stay where they are. Those of generation 4 run backwards that raise or come twice, reset trees in between,
-and go on with functions made anew. Those of earlier generations are kept for their seeds.
+and go on with functions made anew. In those of generation 5 captures fail, at any point and for any reason. Those of
+earlier generations are kept for their seeds.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import random
 from collections.abc import Callable
 
 import torch
+from failing_captures import POINTS, Fault, Interrupt
 from fuzz_functions import (
     LAYOUTS,
     Functions,
@@ -64,6 +66,8 @@ class Program(Holder):
         if self.generation > 3:
             actions += [(self.backward_that_raises, 2), (self.backward_twice, 1), (self.start_over, 1)]
         choices = random.Random(self.random.random())
+        if self.generation > 4:
+            self.world.driver.armed(None)
         bodies = [[choices.random() for _ in range(choices.randint(2, 6))] for _ in range(choices.randint(1, 3))]
         for _ in range(choices.randint(4, 10)):
             body = choices.choice(bodies)
@@ -72,12 +76,23 @@ class Program(Holder):
                 self.random = random.Random(choice if choices.random() < 0.9 else choices.random())
                 action = self.random.choices([a for a, _ in actions], [w for _, w in actions])[0]
                 self.say(" ", action.__name__)
+                if self.generation > 4 and self.random.random() < 0.3:
+                    self.let_fail()
                 action()
                 self.check()
             if choices.random() < 0.5:
                 self.drop_all()
             if choices.random() < 0.8:
                 self.step()
+
+    def let_fail(self) -> None:
+        """The next capture that comes so far fails."""
+        driver = self.world.driver
+        errors = [ValueError("of the test"), torch.OutOfMemoryError("of the test"), Interrupt(), driver.not_permitted()]
+        error = self.random.choices(errors, [4, 4, 4, 1])[0]
+        fault = Fault(self.random.choice(POINTS), self.random.choice((0, 0, 0, 1, 2, 4)), error)
+        self.say("  a capture is to fail:", fault)
+        driver.armed(fault)
 
     def call(self) -> None:
         f, fn, count = self.random.choice(self.functions.plain)

@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from capture_simulator import CaptureError
-from failing_captures import POINTS, FailingDriver, Fault
+from failing_captures import POINTS, FailingDriver, Fault, Interrupt
 from tree_programs import World, takes_list
 
 from cudagraph import _compat, tree
@@ -22,22 +21,17 @@ from cudagraph.errors import NotCapturableError
 ERRORS = ("an error", "no memory", "not allowed in a capture", "an interrupt")
 
 
-class Interrupt(BaseException):
-    """As a KeyboardInterrupt, which would stop the tests."""
-
-
-def error_of(kind: str, world: World) -> BaseException:
-    if kind == "not allowed in a capture":
-        text = "operation not permitted when stream is capturing"
-        return CaptureError(text) if world.kind == "simulator" else RuntimeError(text)
+def error_of(kind: str, driver: FailingDriver) -> BaseException:
     return {
         "an error": ValueError("of the test"),
         "no memory": torch.OutOfMemoryError("of the test"),
+        "not allowed in a capture": driver.not_permitted(),
         "an interrupt": Interrupt(),
     }[kind]
 
 
-def failing_world(world: World) -> World:
+@pytest.fixture
+def failing(world: World) -> World:
     world.driver = FailingDriver(world.driver)
     return world
 
@@ -163,12 +157,11 @@ def programs(world: World) -> Iterator[Program]:
 @pytest.mark.core
 @pytest.mark.parametrize("kind", ERRORS)
 @pytest.mark.parametrize("point", POINTS)
-def test_whatever_fails_all_is_as_before(world, point, kind):
+def test_whatever_fails_all_is_as_before(failing, point, kind):
     """Each time that a capture comes to the point. The program goes on, captured in the end or not."""
-    world = failing_world(world)
-    nth = 0
+    world, nth = failing, 0
     for program in programs(world):
-        fault = Fault(point, nth, error_of(kind, world))
+        fault = Fault(point, nth, error_of(kind, world.driver))
         program.step(fault)
         if not fault.happened:
             break
@@ -190,9 +183,9 @@ def mine(world):
 
 
 @pytest.mark.parametrize("point", [point for point in POINTS if point != "restore"])  # which the root does not need
-def test_a_failure_leaves_no_memory(world, point):
+def test_a_failure_leaves_no_memory(failing, point):
     """Neither in the pool nor beside it; nobody holds what the capture made."""
-    world = failing_world(world)
+    world = failing
 
     def f(x, w):
         h = x * w
@@ -255,8 +248,8 @@ def test_what_gives_an_input_other_memory_is_put_back_and_refused(world, kind, h
         assert "gives input 1 other memory or another shape" in told
 
 
-def test_or_error_says_what_failed(world):
-    world = failing_world(world)
+def test_or_error_says_what_failed(failing):
+    world = failing
     f = world.function(lambda x: [x.sin()], options={"or_error": True}, name="the function")
     x = world.randn(4)
     f(x)
