@@ -105,23 +105,26 @@ def record(
     node.addresses = addresses
     node.fixed_inputs = sorted([*plan.static, *plan.managed])
     node.in_place = frozenset(x.data_ptr() for i in plan.static if i not in function.static_inputs for x in [inputs[i]])
-    before = Snapshot(
-        [*(inputs[i] for i in plan.static), *function.piece.constants],
-        [x for x in inputs if isinstance(x, torch.Generator)],
-    )
+    before: Snapshot | None = None
     try:
+        before = Snapshot(
+            [*(inputs[i] for i in plan.static), *function.piece.constants],
+            [x for x in inputs if isinstance(x, torch.Generator)],
+        )
         _capture(node, plan, inputs, before)
         node.launch = tree.driver.launcher(node.graph)
     except BaseException as error:
+        was_tainted, tree.tainted = tree.tainted, True  # unless what follows comes to its end
         traceback.clear_frames(error.__traceback__)  # they hold blocks of the pool
-        before.restore()
+        if before is not None:
+            before.restore()
         for i, slot in plan.managed.items():
             inputs[i] = tensor_on(slot.storage, plan.layouts[i])
         for i, x in given.items():  # in their place are copies in the pool, which the next recording overwrites
             inputs[i] = x
         node.close()  # slots of the path may know it
         # Whoever keeps a block of the pool would see it handed out again: such a pool is not used any longer.
-        tree.tainted = tree.tainted or tree.pool.broken or not tree.pool.live_blocks_are(set())
+        tree.tainted = was_tainted or tree.pool.broken or not tree.pool.live_blocks_are(set())
         raise
     del before
     for i, x in given.items():  # the graph's own copy is none of the caller's business
