@@ -102,7 +102,7 @@ class Found:
 def found_of(gm: GraphModule, kind: Kind, analysis: Analysis) -> Found:
     """To be called before Inductor's passes change `gm`: names and lines are read now."""
     piece = None
-    if analysis.captured_count:
+    if analysis.device is not None and not analysis.rebinds:
         piece = dataclasses.replace(whole_piece(gm, kind, analysis.device), run=_comes_with_the_code, constants=())
     return Found(analysis.verdict, piece, operators_of(gm))
 

@@ -3,9 +3,9 @@
 python tests/fuzz_explain.py --count 300                  seeds 0 to 299, captures simulated on the CPU
 python tests/fuzz_explain.py --count 300 --device cuda
 
-Functions are chains of operators, some of which can't be captured, are moved off the CPU, or launch nothing. For each
-graph: as many functions are recorded as `explain` has captured parts, the same reasons are in the log, word for word, no
-run is without a graph where it says "captured whole", and all is what eager mode gives.
+Functions are chains of operators, some of which can't be captured, are moved off the CPU, or launch nothing. As many
+functions are recorded as `explain` has captured parts, and the same reasons are in the log, word for word. No run is
+without a graph where it says "captured whole", and all is what eager mode gives.
 """
 
 from __future__ import annotations

@@ -17,6 +17,8 @@ from tree_programs import World, takes_list
 
 from cudagraph import _compat, tree
 from cudagraph.errors import NotCapturableError
+from cudagraph.node import Node
+from cudagraph.snapshot import Snapshot
 
 ERRORS = ("an error", "no memory", "not allowed in a capture", "an interrupt")
 
@@ -196,6 +198,7 @@ def test_a_failure_leaves_no_memory(failing, point):
     for _ in range(2):
         x = world.randn(4, 1 << 10)
         g(x, w)
+        assert mine(world).pool  # it is opened now: a part of it stays
         before = torch.cuda.memory_allocated() if world.kind == "cuda" else 0
         world.driver.armed(fault := Fault(point, 0, Interrupt()))
         with pytest.raises(Interrupt):
@@ -262,3 +265,21 @@ def test_or_error_says_what_failed(failing):
         same = f(x)
         assert torch.equal(world.read(same[0]), x.sin())
     assert tree.stats()["recordings"] == 1
+
+
+@pytest.mark.parametrize("deleted", ["inputs are put back", "what was made is dropped"])
+def test_a_trace_is_noticed(deleted, monkeypatch, caplog):
+    tree.reset()
+    world = World("simulator")
+    with pytest.raises((AssertionError, RuntimeError)):
+        if deleted == "inputs are put back":
+            monkeypatch.setattr(Snapshot, "restore", lambda self: None)
+            test_what_gives_an_input_other_memory_is_put_back_and_refused(world, "memory", "static", caplog)
+        else:
+            monkeypatch.setattr(Node, "close", lambda self: None)
+            world.driver = FailingDriver(world.driver)
+            test_a_failure_leaves_no_memory(world, "checkpoint")
+    monkeypatch.undo()
+    for trees in tree.every_thread:
+        trees.clear()  # what was deleted may have left anything behind
+    tree.reset()

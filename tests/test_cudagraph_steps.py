@@ -121,10 +121,10 @@ def test_calls_of_one_frame_are_one_path(place):
     assert cudagraph.stats()["held_outputs"] == 0
 
 
-@NEEDS_MOVING
 @pytest.mark.parametrize("marked_first", [False, True])
 def test_eager_code_calls_one_function_again(place, marked_first):
     """Each call begins a step, and what it reads of the one before stays what it was, for good."""
+    needs_moving(place)
     if marked_first:
         cudagraph.mark_step_begin()
         cudagraph.reset()  # which forgets that
@@ -143,11 +143,11 @@ def test_eager_code_calls_one_function_again(place, marked_first):
     assert cudagraph.stats()["recordings"] == 1
 
 
-@NEEDS_MOVING
 @pytest.mark.core
 @pytest.mark.parametrize("before", ["f", "g"])
 def test_views_and_siblings_of_what_a_call_reads(place, before):
     """The function that ran before the loop is its second one, or its first: nothing is stale in its own step."""
+    needs_moving(place)
     f = place.compiled(lambda x: (x.sin(), x.cos()))
     g = place.compiled(lambda h: h.exp() + 1)
     with torch.no_grad():
@@ -163,9 +163,9 @@ def test_views_and_siblings_of_what_a_call_reads(place, before):
     assert counts["skips"] == 0 and counts["recordings"] <= 6 and counts["warmups"] <= 4, counts
 
 
-@NEEDS_MOVING
 def test_a_function_that_is_compiled_in_the_middle_of_a_loop(place):
     """It warms up in the step of the function before it, which still begins the next one."""
+    needs_moving(place)
     f = place.compiled(lambda x: (x.sin(), x.cos()))
     g = None
     with torch.no_grad():
@@ -179,9 +179,9 @@ def test_a_function_that_is_compiled_in_the_middle_of_a_loop(place):
     assert len(mine.root.children) == 1 and cudagraph.stats()["recordings"] == 2
 
 
-@NEEDS_MOVING
 def test_a_loop_inside_of_one_compiled_call_is_captured(place):
     """The call is one to Dynamo, however long: after some repetitions its steps are those of its loop."""
+    needs_moving(place)
 
     def body(x):
         torch._dynamo.graph_break()
