@@ -324,6 +324,7 @@ def whole_piece(gm: GraphModule, kind: Kind, device: torch.device | None) -> tre
         device=device,
         static_inputs=tuple(sorted({*kind.static_inputs, *host_inputs(placeholders, device)})),
         mutated_inputs=_written_inputs(placeholders, list(gm.graph.nodes)),
+        unread_inputs=tuple(i for i, n in enumerate(placeholders) if not n.users and _elsewhere(n, device)),
         placeholders=placeholder_info(gm.graph),
         output_traces=traces,
         constants=_constants(list(gm.graph.nodes)),
