@@ -46,7 +46,7 @@ class Fault:
     happened: bool = False
 
 
-@dataclass
+@dataclass(eq=False)
 class FailingDriver:
     driver: Any
     fail: Fault | None = None
@@ -55,12 +55,6 @@ class FailingDriver:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.driver, name)
-
-    def __hash__(self) -> int:
-        return id(self)
-
-    def __eq__(self, other: object) -> bool:
-        return self is other
 
     def at(self, point: str) -> None:
         count = self.seen.get(point, 0)

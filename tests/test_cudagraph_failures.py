@@ -16,6 +16,7 @@ from failing_captures import POINTS, FailingDriver, Fault, Interrupt
 from tree_programs import World, takes_list
 
 from cudagraph import _compat, tree
+from cudagraph.current import capturing
 from cudagraph.errors import NotCapturableError
 from cudagraph.node import Node
 from cudagraph.snapshot import Snapshot
@@ -80,8 +81,8 @@ class Program:
             self.before = None
         return second(inputs)
 
-    def step(self, fault: Fault | None = None) -> None:
-        """One step; with a fault, its capture fails."""
+    def step(self, fault: Fault | None = None, *, fails: bool = False) -> None:
+        """One step; with a fault, its capture fails. `fails`: it does anyway."""
         tree.mark_step_begin()
         world = self.world
         x, row = world.randn(4, 6), world.randn(6).expand(4, 6)
@@ -93,7 +94,7 @@ class Program:
         inputs[3] = self.weight
         del given
         random = torch.get_rng_state(), torch.cuda.get_rng_state() if world.kind == "cuda" else None
-        if fault is not None:
+        if fault is not None or fails:
             self.before = self.noted(inputs)
             world.driver.armed(fault)
         arguments = list(inputs)
@@ -177,6 +178,41 @@ def test_whatever_fails_all_is_as_before(failing, point, kind):
             assert "the function" in captured, counts
         nth += 1
     assert nth > 0, "no capture came to that point"
+
+
+class Refused(Program):
+    """One whose capture does what only the capture tells of."""
+
+    def __init__(self, world: World, why: str) -> None:
+        super().__init__(world)
+        self.why = why
+        self.leaked: list[torch.Tensor] = []
+
+    def run(self, inputs: list[Any]) -> list[torch.Tensor]:
+        outputs = super().run(inputs)
+        if not self.world.driver.capturing:
+            return outputs
+        if self.why == "keeps a tensor":
+            self.leaked.append(outputs[0] * 2)
+        elif self.why == "gives out a parameter":
+            outputs[0] = torch.nn.Parameter(outputs[0])
+        elif self.why == "is never warm":
+            raise capturing().not_warm("of the test")
+        elif self.why == "asks for a number":
+            outputs[0].sum().item()
+        return outputs
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("why", ["keeps a tensor", "gives out a parameter", "is never warm", "asks for a number"])
+def test_what_is_refused_in_a_capture_leaves_no_trace(failing, why):
+    program = Refused(failing, why)
+    program.step()
+    for _ in range(6):
+        program.step(fails=True)
+    counts = tree.stats()
+    recorded = [node.function.name for node in mine(failing).root.subtree() if node.function is not None]
+    assert "the function" not in recorded and counts["skips"] >= 4, counts
 
 
 def mine(world):
