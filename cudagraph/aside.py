@@ -43,7 +43,7 @@ class Aside:
         backward: which one ran a function last, as torch numbers them; -1 if it was called outside of any.
         waiting: storages that forwards made and gave out, and that no backward came for yet.
         made: storages that functions made and gave out, with the function.
-        first: the first function of the step.
+        first, last: the first function of the step, and the one that ran last as it is.
     """
 
     def __init__(self, place: Node, *, warming: bool, after_mark: bool, belongs: bool) -> None:
@@ -55,12 +55,14 @@ class Aside:
         self.backward = -1
         self.waiting: list[StorageWeakRef] = []
         self.first = place.first
+        self.last: Function | None = None
         self.made: list[tuple[Function, StorageWeakRef]] = []
 
     def ran(self, function: Function, outputs: Sequence[Any], given: Sequence[StorageWeakRef]) -> None:
         """`function` has, on inputs with the storages `given`. A parameter that it saves for its backward says nothing
         of whether that is still to come."""
         self.first = self.first or function
+        self.last = function
         self.calls[function] = self.calls.get(function, 0) + 1
         self.backward = _compat.graph_task_id()
         known = {storage.cdata for storage in given}
@@ -91,7 +93,10 @@ class Aside:
         ]
         if calls <= 1 and not read.isdisjoint(others):
             return False
-        return function is self.first or calls >= REPEATS or read.issuperset(others)
+        # The same function again and again, beside what another one gave out before: as in steps.py. Where others ran in
+        # between it is a loop of several.
+        again = function is self.last and function is not self.first and calls < REPEATS
+        return not again or read.issuperset(others)
 
     def _in_the_middle(self) -> bool:
         """Whether a backward that the step has a part in goes on. In a thread that only runs backwards, one is followed

@@ -139,6 +139,7 @@ class Tree:
                 self._step_aside(warming=False)
         came_from = self.place
         then = self._next(function, inputs)
+        in_one_call = self.in_one_call(function)
         self.calling = function.calls.generation
         ends = then is Next.BEGINS
         if ends:
@@ -156,7 +157,7 @@ class Tree:
         if self.aside is not None:
             return self._as_it_is(function, inputs)
         if self.warmed.get(function, 0) < function.options.warmup_steps:
-            belongs = bool(on_slots(inputs, self.current.live)) or self.in_one_call(function)
+            belongs = in_one_call or bool(on_slots(inputs, self.current.live))
             self._step_aside(warming=True, belongs=belongs)
             return self._as_it_is(function, inputs)
         if self._never_ends(function, inputs):
@@ -366,8 +367,7 @@ class Tree:
         return any(not forward.saved.none_held() for forward in place.pending)
 
     def in_one_call(self, function: Function) -> bool:
-        """Whether one call of a compiled function, which has graph breaks, ran the last graph and now calls
-        `function`."""
+        """Whether one call of a compiled function, which has graph breaks, ran the last graph and calls `function`."""
         return bool(self.calling == function.calls.generation)
 
     def _next(self, function: Function, inputs: list[Any]) -> Next:

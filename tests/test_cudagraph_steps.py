@@ -185,6 +185,22 @@ def test_a_function_that_is_compiled_in_the_middle_of_a_loop(place):
     assert len(mine.root.children) == 1 and cudagraph.stats()["recordings"] == 2
 
 
+def test_a_loop_that_begins_with_a_new_function(place):
+    """Nothing says that it is a part of the step before: when it comes again, it begins one."""
+    f = place.compiled(lambda x: x.sin())
+    g = place.compiled(lambda x: x.cos())
+    h = place.compiled(lambda x: x.exp())
+    with torch.no_grad():
+        for _ in range(4):
+            a, b = f(place.randn(3)), g(place.randn(3))
+            a = a + b
+        for _ in range(6):
+            x, y = place.randn(3), place.randn(3)
+            a = h(x)
+            b = f(y)
+            torch.testing.assert_close(a + b, x.exp() + y.sin())
+
+
 def test_a_loop_inside_of_one_compiled_call_is_captured(place):
     """The call is one to Dynamo, however long: after some repetitions its steps are those of its loop."""
     needs_moving(place)
