@@ -93,8 +93,8 @@ class Aside:
         ]
         if calls <= 1 and not read.isdisjoint(others):
             return False
-        # The same function again and again, beside what another one gave out before: as in steps.py. Where others ran in
-        # between it is a loop of several.
+        # One function again and again, beside what another one gave out before, goes on, as in steps.py. Where others
+        # ran in between, it is a loop of several.
         again = function is self.last and function is not self.first and calls < REPEATS
         return not again or read.issuperset(others)
 
