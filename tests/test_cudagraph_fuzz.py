@@ -7,7 +7,7 @@ import pytest
 import torch
 from tree_programs import World
 
-from cudagraph import node, paths, record, settled, tree
+from cudagraph import _compat, node, paths, record, settled, tree
 from cudagraph.liveness import Watch, copy_as_it_lies, on_slots
 from cudagraph.steps import Next
 
@@ -123,6 +123,8 @@ def inputs_are_left_out(monkeypatch):
 )
 def test_the_fuzzer_notices(delete, first, monkeypatch):
     """Within ten programs from the seed `first` on."""
+    if delete is reads_take_away and not _compat.can_swap():
+        pytest.skip("this torch can't point a storage elsewhere, so nothing that is read is moved")
     tree.reset()
     delete(monkeypatch)
     generation = {moved_buffers: 3, inputs_are_left_out: 5}.get(delete, 2)
