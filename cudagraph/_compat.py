@@ -183,6 +183,21 @@ def torch_marks() -> Any:
     return NoMarks if module is None else module.MarkStepBox
 
 
+class NoCalls:
+    """Stands for Dynamo's count of calls where Dynamo does not call: each call is one by itself."""
+
+    generation = float("nan")  # equal to nothing
+
+
+def calls_of_dynamo() -> Any:
+    """While Dynamo compiles: what has `generation`, a number that is another one each time a function that was given to
+    `torch.compile` is called, and the same in all that it calls by way of graph breaks. torch's own trees go by it.
+    Else `NoCalls`."""
+    path = "torch._dynamo.mutation_guard.GenerationTracker"
+    compiling = need("torch._guards.TracingContext").try_get() is not None
+    return need(path) if compiling and has(path) else NoCalls
+
+
 def storage_at(address: int, device: torch.device, nbytes: int) -> torch.UntypedStorage:
     """A storage over memory that it does not own."""
     storage: Any = torch._C._construct_storage_from_data_pointer(address, device, nbytes)
@@ -309,6 +324,12 @@ def bare_replay(graph: torch.cuda.CUDAGraph) -> Callable[[], None]:
     """`graph.replay` without the Python method around it."""
     replay: Callable[[], None] = functools.partial(torch._C._CUDAGraph.replay, graph)
     return replay
+
+
+def caches_memory() -> bool:
+    """Whether the caching allocator of CUDA is in use; `PYTORCH_NO_CUDA_MEMORY_CACHING` turns it off."""
+    name = "torch._C._cuda_cudaCachingAllocator_is_enabled"
+    return not has(name) or bool(need(name)())
 
 
 def clear_cublas_workspaces() -> None:

@@ -148,7 +148,8 @@ class Compilation:
             static = tuple(_compat.static_inputs_of_forward() if static is None else static)
             self.static_names = {names[i] for i in static}
         returned = None if is_backward or is_inference else _compat.returned_by_forward()
-        kind = Kind("", is_backward, is_inference, static, returned)
+        rebound = () if is_backward else _compat.rebound_inputs()
+        kind = Kind("", is_backward, is_inference, static, returned, rebound)
         return dataclasses.replace(kind, name=self._name(kind))
 
     def _name(self, kind: Kind) -> str:

@@ -5,7 +5,8 @@
 
 A captured graph launches the same kernels on the same addresses each time, and nothing of it runs on the host. So what
 computes on the host, reads a number there, waits for the device to know a size, or belongs to another device stays out.
-Views and arithmetic on sizes launch nothing: they stand anywhere (`is_free`).
+Views and arithmetic on sizes launch nothing: they stand anywhere (`is_free`). Where an input is given other memory or
+another shape (`rebinds`), all of the graph stays out: what the input is given would lie in memory of the pool.
 """
 
 from __future__ import annotations
@@ -22,7 +23,15 @@ from torch.fx import GraphModule, Node
 from . import _compat
 from .placeholder import source_line, written_nodes
 
-__all__ = ["Blocker", "blockers", "capture_device", "is_free", "reason_against", "register_host_operator"]
+__all__ = [
+    "Blocker",
+    "blockers",
+    "capture_device",
+    "is_free",
+    "reason_against",
+    "rebinds",
+    "register_host_operator",
+]
 
 CPU = torch.device("cpu")
 
@@ -48,6 +57,16 @@ _COPIES = {"aten::_to_copy", "aten::copy_", "aten::copy", "prims::device_put"}
 # They check sizes, which are a key of recordings.
 _SIZE_CHECKS = {"aten::_assert_scalar", "aten::sym_constrain_range", "aten::sym_constrain_range_for_size"}
 
+# They change the memory or the shape of a tensor object, and have no tag that says so.
+_REBIND_WITHOUT_TAG = {
+    "aten::set_data",
+    "aten::_resize_output_",
+    "aten::resize_as_sparse_",
+    "inductor::resize_storage_bytes_",
+}
+
+REBINDS = "other memory or another shape, which a replay would not"
+
 _host_operators: set[Any] = set()
 
 
@@ -57,8 +76,8 @@ class Blocker:
 
     Attributes:
         reason: why, as the end of the sentence "it can't be captured because ...".
-        op: the operator, as torch writes it.
-        node: its name in the graph.
+        op: the operator, as torch writes it; "" where no operator is the reason.
+        node: its name in the graph; "" likewise.
         stack_trace: the user's stack where it was called; None if unknown.
         graph: the graph it is in, where that is not clear from what holds the blocker.
     """
@@ -76,7 +95,7 @@ class Blocker:
 
     def __str__(self) -> str:
         where = f" ({self.source_line})" if self.source_line else ""
-        return f"{self.op} {self.reason}{where}"
+        return f"{self.op} {self.reason}{where}".strip()
 
 
 def register_host_operator(op: Any) -> None:
@@ -118,11 +137,19 @@ def attribute_of(node: Node) -> Any:
 
 
 def capture_device(gm: GraphModule, device_type: str) -> torch.device | None:
-    """The device of that type that most operators of `gm` compute on; None if it has none."""
+    """The device of that type that most operators of `gm` compute on; None if it has none.
+
+    An operator that gives no tensor there computes on what it reads: `.item()`, `.cpu()`.
+    """
     count: Counter[torch.device] = Counter()
     for node in gm.graph.nodes:
-        if node.op == "call_function" and not is_free(node):
-            count.update({t.device for t in tensors_in(value_of(node)) if t.device.type == device_type})
+        if node.op != "call_function" or is_free(node):
+            continue
+        read = [t for given in node.all_input_nodes for t in tensors_in(value_of(given))]
+        made, given = (
+            {t.device for t in ts if t.device.type == device_type} for ts in (tensors_in(value_of(node)), read)
+        )
+        count.update(made or given)
     return count.most_common(1)[0][0] if count else None
 
 
@@ -137,7 +164,43 @@ def blockers(gm: GraphModule, device: torch.device) -> tuple[Blocker, ...]:
 
 
 def blocker_of(node: Node, reason: str) -> Blocker:
-    return Blocker(reason, str(node.target), node.name, node.meta.get("stack_trace"))
+    return Blocker(reason, str(node.target), node.name, traced_line(node))
+
+
+def rebinds(node: Node) -> Node | None:
+    """The input or constant that the operator of `node` gives other memory or another shape; None if it gives none.
+
+    Of what the graph itself made that is no matter: all that happens to the tensor object happens once, in the capture.
+    """
+    if node.op != "call_function" or not _compat.is_operator(node.target):
+        return None
+    tagged = torch.Tag.inplace_view in node.target.tags  # type: ignore[union-attr]
+    if not tagged and _name(node) not in _REBIND_WITHOUT_TAG:
+        return None
+    source = source_of(node.all_input_nodes[0])
+    return source if source.op in ("placeholder", "get_attr") else None
+
+
+def source_of(node: Node) -> Node:
+    """What `node` is a view of, through views of views; itself if it is none."""
+    while node.op == "call_function" and node.all_input_nodes and is_free(node):
+        node = node.all_input_nodes[0]
+    return node
+
+
+def traced_line(node: Node) -> str | None:
+    """The user's stack of `node`, or of the nearest operator that it was computed from; None if none has one."""
+    waiting, seen = [node], {node}
+    while waiting:
+        given = waiting.pop(0)
+        trace: str | None = given.meta.get("stack_trace")
+        if trace:
+            return trace
+        for source in reversed(given.all_input_nodes):
+            if source not in seen:
+                seen.add(source)
+                waiting.append(source)
+    return None
 
 
 def is_free(node: Node) -> bool:
@@ -161,7 +224,14 @@ def reason_against(node: Node, device: torch.device) -> str | None:
     """Why the operator of `node` can't be captured on `device`; None if it can, or if it is free."""
     if node.op != "call_function" or is_free(node):
         return None
-    return _by_operator(node, device) or _by_sizes(node) or _by_device(node, device)
+    return _by_layout(node) or _by_operator(node, device) or _by_sizes(node) or _by_device(node, device)
+
+
+def _by_layout(node: Node) -> str | None:
+    tensors = [t for n in (node, *node.all_input_nodes) for t in tensors_in(value_of(n))]
+    # a constant that a library packed is no input, and stays as it is
+    layouts = {str(t.layout) for t in tensors if t.layout is not torch.strided and not t.is_mkldnn}
+    return f"works on a tensor of layout {min(layouts)}" if layouts else None
 
 
 def _by_operator(node: Node, device: torch.device) -> str | None:

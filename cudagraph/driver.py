@@ -18,11 +18,14 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from . import _compat
+from .current import CannotCapture
 from .liveness import bytes_of
 
-__all__ = ["CaptureDriver", "CudaDriver", "Pool", "cuda_driver"]
+__all__ = ["LAUNCHES_NOTHING", "CaptureDriver", "CudaDriver", "Pool", "cuda_driver"]
 
 T = TypeVar("T")
+
+LAUNCHES_NOTHING = "it launches nothing on the device, so the CUDA graph would be empty"
 
 
 class Pool(Protocol):
@@ -35,7 +38,7 @@ class Pool(Protocol):
         """Record what `run` does, without doing it: a graph with `replay()` and `reset()`, and what `run` returned.
 
         Allocations come out of the pool. If `run` raises, or did what can't be captured, nothing is left behind but the
-        memory that the exception keeps alive.
+        memory that the exception keeps alive. Raises `CannotCapture` if `run` launched nothing.
         """
 
     def checkpoint(self) -> Any:
@@ -171,10 +174,13 @@ class CudaPool:
                         self._abandon(graph)
                         raise
                     try:
-                        graph.capture_end()
+                        is_empty = _ended_empty(graph)
                     except RuntimeError:
                         self._heal()
                         raise
+                if is_empty:
+                    graph.reset()
+                    raise CannotCapture(LAUNCHES_NOTHING)
             finally:
                 _compat.clear_cublas_workspaces()
                 torch.set_rng_state(states[0])
@@ -216,6 +222,18 @@ class CudaPool:
         self.keep_alive = None
 
 
+def _ended_empty(graph: torch.cuda.CUDAGraph) -> bool:
+    """End the capture; whether nothing was captured, of which torch tells by a warning alone."""
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        graph.capture_end()
+    empty = [warning for warning in told if "The CUDA Graph is empty" in str(warning.message)]
+    for warning in told:
+        if warning not in empty:
+            warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
+    return bool(empty)
+
+
 @contextlib.contextmanager
 def _quietly() -> Iterator[None]:
     with warnings.catch_warnings():
@@ -252,7 +270,9 @@ class CudaDriver:
     def why_not(self) -> str | None:
         allocator = torch.cuda.get_allocator_backend()
         if allocator == "native":
-            return None
+            if _compat.caches_memory():
+                return None
+            return "torch's allocator caches no memory, so there are no pools; unset PYTORCH_NO_CUDA_MEMORY_CACHING"
         return (
             f"memory comes from the allocator {allocator!r}, which can't put a pool back to what it was; leave "
             "'backend' out of PYTORCH_CUDA_ALLOC_CONF, and torch's allocator as it is"

@@ -1,6 +1,8 @@
 """What would be captured of a function, and what is in the way, as data.
 
-fn, args --Dynamo, AOTAutograd--> forward, backward or inference graphs --analyse--> Explanation
+fn, args --Dynamo, AOTAutograd--> forward, backward or inference graphs --graphs.look--> Explanation
+
+`graphs.look` is what the backend goes by, too: what is said here is what happens.
 """
 
 from __future__ import annotations
@@ -13,14 +15,14 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
+from . import graphs
 from .backend import Compilation
-from .check import Blocker, capture_device
+from .check import Blocker
 from .compilers import _compat
-from .driver import CaptureDriver
-from .graphs import Analysis, Boxed, Kind, analyse, boxed
+from .driver import CaptureDriver, cuda_driver
+from .graphs import Analysis, Boxed, Kind, boxed
 from .options import Options
 from .placeholder import source_line
-from .prepare import prepare
 
 __all__ = ["ExplainedPart", "Explanation", "explain"]
 
@@ -87,8 +89,6 @@ def format_explanation(found: Explanation) -> str:
             kind = "captured " if part.captured else "as it is "
             plural = "" if part.op_count == 1 else "s"
             lines.append(f"  {kind} {part.op_count:4} operator{plural}  {where}".rstrip())
-        if not captured and not blockers:
-            lines.append("  nothing of it is on a device that is captured for")
         lines += [f"  blocked: {blocker}" for blocker in blockers]
     return "\n".join(lines)
 
@@ -113,10 +113,7 @@ def explain_with(
     graph_count = 0
 
     def look(gm: GraphModule, kind: Kind, device_type: str) -> None:
-        device = capture_device(gm, device_type)
-        if device is not None:
-            prepare(gm, device, numbers=True)
-        found.append(analyse(gm, kind, options, device_type))
+        found.append(graphs.look(gm, kind, options, device_type))
 
     def explaining(gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         nonlocal graph_count
@@ -130,14 +127,20 @@ def explain_with(
             look(graph, compilation.kind(graph, is_inference=True), compilation.device_type)
             return as_it_is(graph, given)
 
+        backwards: list[GraphModule] = []
+
         def partition(joint: GraphModule, given: Any, **said: Any) -> tuple[GraphModule, GraphModule]:
             fw, bw = _compat.min_cut_partition(joint, given, **said)
-            look(fw, compilation.kind(fw), compilation.device_type)
-            look(bw, compilation.kind(bw, is_backward=True), compilation.device_type)
+            backwards.append(bw)  # AOTAutograd may not compile it before a backward runs
             return fw, bw
 
+        def forward(graph: GraphModule, _: Any) -> Boxed:
+            look(graph, compilation.kind(graph), compilation.device_type)
+            look(backwards[-1], compilation.kind(backwards[-1], is_backward=True), compilation.device_type)
+            return as_it_is(graph, _)
+
         return _compat.compile_aten(
-            gm, inputs, forward=as_it_is, backward=as_it_is, inference=inference, partition=partition
+            gm, inputs, forward=forward, backward=as_it_is, inference=inference, partition=partition
         )
 
     def program(*args: Any, **kwargs: Any) -> Any:
@@ -146,20 +149,26 @@ def explain_with(
     # a code object of its own each time: what Dynamo stores for it counts for no other function
     program.__code__ = program.__code__.replace(co_name="explained")
     torch.compile(program, backend=explaining)(*args, **kwargs)
+    refusal = None
+    if any(analysis.captured_count for analysis in found):
+        refusal = (driver or cuda_driver()).why_not()
+    blockers = [dataclasses.replace(b, graph=a.kind.name) for a in found for b in a.blockers]
+    if refusal is not None:
+        blockers += [Blocker(refusal, "", "", graph=a.kind.name) for a in found if a.captured_count]
     return Explanation(
-        parts=tuple(part for analysis in found for part in _parts(analysis)),
-        blockers=tuple(dataclasses.replace(b, graph=a.kind.name) for a in found for b in a.blockers),
+        parts=tuple(part for analysis in found for part in _parts(analysis, captures=refusal is None)),
+        blockers=tuple(blockers),
     )
 
 
-def _parts(analysis: Analysis) -> list[ExplainedPart]:
+def _parts(analysis: Analysis, *, captures: bool) -> list[ExplainedPart]:
     parts = []
     for part in analysis.parts:
         lines = list(filter(None, (source_line(node.meta.get("stack_trace")) for node in part.nodes))) or [""]
         parts.append(
             ExplainedPart(
                 graph=analysis.kind.name,
-                captured=part.captured,
+                captured=part.captured and captures,
                 op_count=part.kernel_count,
                 input_count=len(part.inputs),
                 output_count=len(part.outputs),

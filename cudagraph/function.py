@@ -78,7 +78,6 @@ class Function:
         self.driver = driver
         self.name = piece.name
         self.static_inputs = frozenset(piece.static_inputs)
-        self.written_inputs = (*piece.mutated_inputs, *piece.written_later)
         # A gradient is accumulated into over several steps, so it must outlive the memory it came in.
         self.copies_held = piece.is_backward or options.held_outputs == "copy"
         self.constants = {_compat.identity(constant.untyped_storage()) for constant in piece.constants}
@@ -86,7 +85,10 @@ class Function:
         self.told: set[str] = set()
         self.causes: set[str] = set()
         self.uncapturable = driver.why_not()  # or what a capture of it said
+        self.failures = 0  # captures that raised what may not be raised another time
         self.settles = True  # no capture that read inputs in place has broken a pool
+        # Its `generation` is another one in each outermost call of what Dynamo compiled.
+        self.calls = _compat.calls_of_dynamo()
         self.moved = ""  # which static input moved last, and from where
 
     def find_key(self, inputs: Sequence[Any]) -> tuple[int, ...]:

@@ -1,8 +1,11 @@
 """One graph of AOTAutograd, turned into a callable whose capturable parts are captured.
 
-fx graph --analyse--> Analysis: device, parts, blockers --callable_of--> boxed callable
-                         |                                   captured parts: tree.capture(Piece)
-                         +--> log, explain, or_error         the others: generated Python
+fx graph --look--> Analysis: device, parts, blockers --callable_of--> boxed callable
+                      |                                   captured parts: tree.capture(Piece)
+                      +--> log, explain, or_error         the others: generated Python
+
+`look` decides, before anything runs. All that says or does something about a graph calls it: the backend with either
+inner compiler, and `explain`.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from torch.fx import GraphModule, Node
 from . import _compat, counters, tree
 from .check import (
     CPU,
+    REBINDS,
     Blocker,
     attribute_of,
     blocker_of,
@@ -26,6 +30,8 @@ from .check import (
     is_free,
     is_host_operator,
     reason_against,
+    rebinds,
+    source_of,
     tensors_in,
     value_of,
 )
@@ -36,7 +42,7 @@ from .partition import CAPTURE, EAGER, FREE, Part, assemble, part_module, split
 from .placeholder import info_of, output_traces, placeholder_info, written_nodes
 from .prepare import prepare
 
-__all__ = ["Analysis", "Boxed", "Kind", "Verdict", "analyse", "callable_of", "forget_reports", "report"]
+__all__ = ["Analysis", "Boxed", "Kind", "Verdict", "analyse", "callable_of", "forget_reports", "look", "report"]
 
 Boxed = Callable[[list[Any]], Sequence[Any]]
 
@@ -54,6 +60,7 @@ class Kind:
         is_backward, is_inference: a backward; a graph that has no backward.
         static_inputs: its inputs that are parameters or buffers.
         returned_count: how many of its first outputs are not kept for a backward; None if that is not known.
+        rebound_inputs: inputs that AOTAutograd gives an output's memory when the graph has run.
     """
 
     name: str
@@ -61,6 +68,7 @@ class Kind:
     is_inference: bool = False
     static_inputs: tuple[int, ...] = ()
     returned_count: int | None = None
+    rebound_inputs: tuple[int, ...] = ()
 
     @property
     def word(self) -> str:
@@ -111,6 +119,11 @@ class Analysis:
         return all(part.kernel_count == 0 for part in self.parts)
 
     @property
+    def rebinds(self) -> bool:
+        """Whether an input is given other memory or another shape, so that no part is captured."""
+        return any(REBINDS in blocker.reason for blocker in self.blockers)
+
+    @property
     def captured_count(self) -> int:
         return sum(part.captured for part in self.parts)
 
@@ -119,17 +132,29 @@ class Analysis:
         return Verdict(self.kind, self.device, self.whole, self.idle, self.captured_count, self.blockers)
 
 
+def look(gm: GraphModule, kind: Kind, options: Options, device_type: str, *, numbers: bool = True) -> Analysis:
+    """Prepare `gm` for capture (see `prepare`), and say which parts of it can be captured."""
+    device = capture_device(gm, device_type)
+    if device is not None:
+        prepare(gm, device, numbers=numbers)
+    return analyse(gm, kind, options, device_type)
+
+
 def analyse(gm: GraphModule, kind: Kind, options: Options, device_type: str) -> Analysis:
     """Which parts of `gm`, a functional graph with fake values, can be captured. Changes nothing."""
     device = capture_device(gm, device_type)
+    whole_reasons = _rebinding(gm, kind)
     if device is None:
-        return Analysis(kind, None, split(gm.graph, lambda node: FREE if is_free(node) else EAGER), ())
+        whole_reasons += _on_the_cpu(gm)
+    if device is None or whole_reasons:
+        parts = split(gm.graph, lambda node: FREE if is_free(node) else EAGER)
+        return Analysis(kind, device, parts, tuple(whole_reasons))
     static = _static_nodes(gm, kind)
     found: list[Blocker] = []
 
     def colour(node: Node) -> str:
         if is_free(node):
-            return FREE
+            return EAGER if _elsewhere(node, device) else FREE
         reason = reason_against(node, device)
         if reason is None and not options.or_error:
             reason = _writes_to_caller(node, static)
@@ -146,6 +171,33 @@ def analyse(gm: GraphModule, kind: Kind, options: Options, device_type: str) -> 
     return Analysis(kind, device, parts, tuple(found))
 
 
+def _on_the_cpu(gm: GraphModule) -> list[Blocker]:
+    """Why a graph without tensors on a device stays out: what reads results on the host; else its first operator."""
+    operators = [node for node in gm.graph.nodes if not is_free(node)]
+    found = [blocker_of(node, reason) for node in operators if (reason := reason_against(node, CPU))]
+    return found or [blocker_of(node, "runs on the CPU") for node in operators[:1]]
+
+
+def _rebinding(gm: GraphModule, kind: Kind) -> list[Blocker]:
+    """What of `gm` gives inputs other memory or another shape: no part of such a graph is captured."""
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    by_node = {node: source for node in gm.graph.nodes if (source := rebinds(node)) is not None}
+    reason = f"gives an input {REBINDS}"
+    found = [blocker_of(node, reason) for node in by_node]
+    for i in kind.rebound_inputs:  # AOTAutograd does, when the graph has run
+        if i < len(placeholders) and placeholders[i] in by_node.values():
+            continue
+        info = info_of(placeholders[i]) if i < len(placeholders) else None
+        traces = [] if info is None else [info.stack_trace, *(user.stack_trace for user in info.users)]
+        found.append(Blocker(reason, "set_", "" if info is None else info.name, next(filter(None, traces), None)))
+    return found
+
+
+def _elsewhere(node: Node, device: torch.device) -> bool:
+    """Whether `node` is a view on another device: of an input that a captured part could not be given."""
+    return any(t.device not in (device, CPU) and t.device.type != "meta" for t in tensors_in(value_of(node)))
+
+
 def _static_nodes(gm: GraphModule, kind: Kind) -> set[Node]:
     placeholders = gm.graph.find_nodes(op="placeholder")
     return {placeholders[i] for i in kind.static_inputs}
@@ -155,9 +207,7 @@ def _writes_to_caller(node: Node, static: set[Node]) -> str | None:
     """Writing to an input whose memory may be another in the next call; the tree would have to run all of the graph as
     it is for that. With `or_error` the tree decides, which knows where the input comes from."""
     for written in written_nodes(node):
-        source = written
-        while source.op == "call_function" and source.all_input_nodes and is_free(source):
-            source = source.all_input_nodes[0]
+        source = source_of(written)
         if source.op == "placeholder" and source not in static:
             return f"writes to '{source.name}', an input that is the caller's own"
     return None
@@ -170,10 +220,12 @@ def report(analysis: Analysis | Verdict, options: Options, captured_count: int |
     if analysis.idle:
         return
     if analysis.device is None:
+        lines = [f"\n  {blocker}" for blocker in analysis.blockers]
         tell(
-            f"{kind.name}: nothing to capture, all of it runs on the CPU",
+            f"{kind.name}: nothing to capture, all of it runs on the CPU" + "".join(lines),
             "CUDA graphs need tensors on a CUDA device; it runs as it is",
-            ("nothing to capture",),
+            # without any device there is one line in all
+            ("nothing to capture", *(sorted(map(str, analysis.blockers)) if torch.cuda.is_available() else ())),
             options,
         )
     elif not analysis.whole and analysis.blockers:
@@ -206,10 +258,7 @@ def callable_of(gm: GraphModule, kind: Kind, options: Options, driver: CaptureDr
 
     Raises `NotCapturableError` with `options.or_error`, if it isn't captured whole.
     """
-    device = capture_device(gm, device_type)
-    if device is not None:
-        prepare(gm, device, numbers=True)
-    analysis = analyse(gm, kind, options, device_type)
+    analysis = look(gm, kind, options, device_type)
     report(analysis, options)
     if analysis.idle:
         return boxed(gm)
@@ -275,6 +324,7 @@ def whole_piece(gm: GraphModule, kind: Kind, device: torch.device | None) -> tre
         device=device,
         static_inputs=tuple(sorted({*kind.static_inputs, *host_inputs(placeholders, device)})),
         mutated_inputs=_written_inputs(placeholders, list(gm.graph.nodes)),
+        unread_inputs=tuple(i for i, n in enumerate(placeholders) if not n.users and _elsewhere(n, device)),
         placeholders=placeholder_info(gm.graph),
         output_traces=traces,
         constants=_constants(list(gm.graph.nodes)),

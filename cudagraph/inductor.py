@@ -19,14 +19,12 @@ from typing import TYPE_CHECKING, Any
 
 from torch.fx import GraphModule
 
-from . import counters, tree
-from .check import capture_device
+from . import counters, graphs, tree
 from .compilers import _compat
 from .driver import CaptureDriver
-from .graphs import Boxed, Kind, analyse, report, tell, uncaptured
+from .graphs import Boxed, Kind, report, tell, uncaptured
 from .options import Options
 from .placeholder import PlaceholderInfo
-from .prepare import prepare
 from .stored import Found, found_of
 from .tree import Piece
 
@@ -61,10 +59,8 @@ def inner_compile(compilation: Compilation, inner: Callable[..., Any]) -> Callab
 def look(gm: GraphModule, kind: Kind, compilation: Compilation) -> Found:
     """What can be captured of `gm`, which is made ready for it. Raises `NotCapturableError` with `or_error`."""
     options = compilation.options
-    device = capture_device(gm, compilation.device_type)
-    if device is not None:
-        prepare(gm, device, numbers=False)  # Inductor moves numbers itself
-    analysis = analyse(gm, kind, options, compilation.device_type)
+    # Inductor moves numbers itself
+    analysis = graphs.look(gm, kind, options, compilation.device_type, numbers=False)
     # Inductor's kernels write to inputs in the middle of the code: whose they are, the tree finds out
     blocked = tuple(b for b in analysis.blockers if "the caller's own" not in b.reason)
     analysis = dataclasses.replace(analysis, blockers=blocked)

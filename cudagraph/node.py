@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from . import _compat, counters
-from .liveness import Layout, Slot, Watch, bytes_of, layout_of, tensor_on
+from .liveness import Layout, Slot, Watch, bytes_of, copy_as_it_lies, layout_of, tensor_on
 
 if TYPE_CHECKING:
     from .function import Function
@@ -78,6 +78,7 @@ class Node:
         self.same_inputs: list[tuple[int, int]] = []
         self.input_aliases: list[tuple[int, int, int, Layout]] = []
         self.repeats: list[tuple[int, int]] = []
+        self.metas: list[tuple[int, torch.Tensor]] = []
         self.is_plain = False
         self.gives_copies = False
         # the graph
@@ -123,6 +124,11 @@ class Node:
             return [template.data for template in self.templates]
         return self.outputs(inputs)
 
+    def run(self, inputs: list[Any]) -> list[Any]:
+        """Launch the graph for the inputs it was just recorded with, which it empties; the outputs."""
+        self.launch()
+        return self.outputs(inputs)
+
     def outputs(self, inputs: list[Any]) -> list[Any]:
         """What the function returned, over the same memory; empties `inputs`."""
         given = self.skeleton.copy()
@@ -134,6 +140,8 @@ class Node:
             given[position] = inputs[index]
         for position, index, shift, layout in self.input_aliases:
             given[position] = _alias(inputs[index], shift, layout)
+        for position, meta in self.metas:
+            given[position] = meta.data
         for position, first in self.repeats:
             given[position] = given[first]
         inputs.clear()
@@ -185,8 +193,9 @@ class Node:
             self.graph.reset()
         self.edges.clear()
         self.children.clear()
-        self.templates = []
-        self.destinations = []
+        self.templates, self.template_slots, self.live = [], [], ()
+        self.watch_dead = self.watch_live = self.saved = Watch(())
+        self.destinations, self.consumed = [], []
         self.pending = ()  # it is in there itself
         self.look = None
         self.graph, self.launch, self.state = None, _no_graph, None
@@ -198,6 +207,8 @@ def _no_graph() -> None:
 
 def _alias(source: torch.Tensor, shift: int, layout: Layout) -> torch.Tensor:
     """A tensor `shift` bytes after the first element of `source`, on its storage."""
+    if source.is_conj() or source.is_neg():  # what lies there is not what the graph read
+        source = copy_as_it_lies(source)
     storage = source.untyped_storage()
     offset = (source.data_ptr() + shift - storage.data_ptr()) // layout.dtype.itemsize
     return tensor_on(storage, layout._replace(offset=offset))

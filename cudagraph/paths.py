@@ -9,13 +9,12 @@
               never run before -> warm up, and so does the rest of the step
               -> record
 
-A step ends with `mark_step_begin()`, or when its first function is called again, and not while a forward of it still
-waits for its backward. What is held of it then is parted with: copied out, or an error on access.
+A step ends with `mark_step_begin()`, or as steps.py says, and not while a forward of it still waits for its backward.
+What is held of it then is parted with: copied out, or an error on access.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -28,15 +27,33 @@ from .function import Function, log
 from .liveness import Slot, copy_as_it_lies, held, on_slots, stale_message
 from .node import Edge, Node
 from .record import record
+from .steps import REPEATS, Next, next_of, on_the_same
 from .warming import Warming, storages_of
 
 __all__ = ["Tree"]
 
-# Repetitions of a function in one step whose outputs are all dead. More of them, and the step never ends by itself:
-# something is held all the time, but never the same thing. Such calls run as they are until it is let go of.
-DEAD_REPEATS = 16
 # Marks that a step may outlive because a forward waits for its backward, for the same reason.
 OUTLIVED_MARKS = 8
+# Captures of a function that raise what may not be raised another time, such as that there is no memory.
+TRIES = 3
+
+
+class Failed:
+    """Why a capture failed, without the error, which keeps memory.
+
+    Attributes:
+        reason: for messages.
+        said: the reason is this package's own, and may hold at one place alone.
+        not_warm: another warm-up is wanted.
+        for_good: another capture would fail as well.
+    """
+
+    def __init__(self, error: Exception, *, for_good: bool) -> None:
+        self.said = isinstance(error, CannotCapture)
+        self.not_warm = isinstance(error, NotWarmError)
+        self.for_good = for_good
+        first_line = str(error).partition("\n")[0]
+        self.reason = str(error) if self.said else f"capturing it raised {type(error).__name__}: {first_line}"
 
 
 class Tree:
@@ -46,6 +63,7 @@ class Tree:
         current: where the path is. Replays move it.
         marks: how many marks there had been when this step began; None to be asked at the next call.
         marked: steps begin with marks, not by themselves.
+        calling: which outermost call of a compiled function the last call was a part of; see `Function.calls`.
         stream: the stream that the last replay was launched on.
         tainted: someone keeps memory of the pool that was to be free; it is not used any longer.
         owner: lives as long as the recordings; see `current`.
@@ -60,6 +78,7 @@ class Tree:
         self.marks: int | None = marks
         self.marks_seen = marks
         self.marked = False
+        self.calling: Any = None
         self.functions: set[Function] = set()
         self.put_off: set[tuple[Function, Any]] = set()
         self.warming = Warming(driver, device)
@@ -119,9 +138,12 @@ class Tree:
             else:  # what the step gave out before is still needed: the pool is given up when it may end
                 self._step_aside(warming=False)
         came_from = self.place
-        ends = self.may_end(function, inputs)
+        then = self._next(function, inputs)
+        in_one_call = self.in_one_call(function)
+        self.calling = function.calls.generation
+        ends = then is Next.BEGINS
         if ends:
-            self.end_step(inputs, function)
+            self.end_step(inputs)
             if self.tainted:
                 self.close(inputs)
                 came_from = self.root
@@ -135,15 +157,21 @@ class Tree:
         if self.aside is not None:
             return self._as_it_is(function, inputs)
         if self.warmed.get(function, 0) < function.options.warmup_steps:
-            self._step_aside(warming=True)
+            belongs = in_one_call or bool(on_slots(inputs, self.current.live))
+            self._step_aside(warming=True, belongs=belongs)
             return self._as_it_is(function, inputs)
-        if self._never_ends(function):
+        if self._never_ends(function, inputs):
             self._step_aside(warming=False)
             return self._as_it_is(function, inputs)
         reason = self.refusals.get((self.current, key)) or self._limit(function, key)
         if reason is not None:
             return self._without_graph(function, reason, inputs)
-        return self._record(function, key, inputs)
+        place = self.current
+        outputs = self._record(function, key, inputs)
+        if then is Next.READS_ON and function is place.first and self.current.parent is place:
+            others = (node.function for node in place.path() if node.function is not function)
+            self.current.first = next(others, function)
+        return outputs
 
     def _known(self, function: Function, key: Any, inputs: list[Any]) -> list[Any] | None:
         """Replay one of the recordings at the current node, if one is right."""
@@ -195,28 +223,48 @@ class Tree:
         known = place.children.get(key, ())
         if known:
             function.note_moves(known[-1].addresses, known[-1].fixed_inputs, inputs)
+        failed: Failed | None = None
         try:
             with dropping.one_capture():
-                outputs = record(place, function, key, inputs)
-        except CannotCapture as reason:
-            if isinstance(reason, NotWarmError) and (function, key) not in self.put_off:
-                self.put_off.add((function, key))
-                log.debug("%s warms up once more: %s", function.name, reason)
-                self._step_aside(warming=True)
-                return self._as_it_is(function, inputs)
-            if self.tainted:  # by the capture: another one would do the same to the next pool
-                function.uncapturable = str(reason)
-            return self._refuse(function, key, str(reason), inputs)
-        except RuntimeError as error:
-            if not self.driver.is_capture_error(error):
-                raise
-            function.uncapturable = f"capturing it raised {type(error).__name__}: {str(error).splitlines()[0]}"
-            return self._refuse(function, key, function.uncapturable, inputs)
+                node = record(place, function, key, inputs)
+        except AssertionError:  # somebody's mistake, which is not to be hidden
+            raise
+        except Exception as error:  # whatever else it is: all is as before, and the program runs without it
+            failed = Failed(error, for_good=isinstance(error, CannotCapture) or self.driver.is_capture_error(error))
+        if failed is not None:  # only now: the error and its traceback are gone, and what they held
+            return self._after_failure(failed, function, key, inputs)
+        function.failures = 0
         self.sizes[function].add(key)
         self.put_off.discard((function, key))
         counters.add("recordings")
         counters.add("rerecordings", bool(known))
         log.debug("recorded %s, the %dth at this place of the path", function.name, len(known) + 1)
+        return node.run(inputs)
+
+    def _after_failure(self, failed: Failed, function: Function, key: Any, inputs: list[Any]) -> list[Any]:
+        """A capture failed and left no trace: the call runs as it is. An error that this raises is the program's own.
+
+        A capture that may work another time, because there was no memory, is tried again, `TRIES` times in all.
+        """
+        if failed.not_warm and (function, key) not in self.put_off:
+            self.put_off.add((function, key))
+            log.debug("%s warms up once more: %s", function.name, failed.reason)
+            self._step_aside(warming=True)
+            return self._as_it_is(function, inputs)
+        if failed.for_good and (self.tainted or not failed.said):
+            function.uncapturable = failed.reason  # another capture would do the same to the next pool
+        if failed.for_good:
+            return self._refuse(function, key, failed.reason, inputs)
+        if function.options.or_error:
+            function.skipped(failed.reason)
+        counters.add("skips")
+        outputs = list(function.piece.run(inputs))
+        function.failures += 1  # of captures alone
+        if function.failures < TRIES:
+            log.info("%s ran as it is, and is captured another time: %s", function.name, failed.reason)
+        else:
+            function.uncapturable = failed.reason
+            function.skipped(failed.reason)
         return outputs
 
     def record_in_place(self, node: Node, key: Any, inputs: list[Any]) -> list[Any] | None:
@@ -232,15 +280,17 @@ class Tree:
             return None  # of which of two on one storage an output is a view, the memory does not tell
         try:
             with dropping.one_capture():
-                outputs = below_autograd(record, place, function, key, inputs, frozenset(node.copied_inputs))
-        except (CannotCapture, RuntimeError) as reason:  # whatever it is: the program runs without it
+                in_place = below_autograd(record, place, function, key, inputs, frozenset(node.copied_inputs))
+        except AssertionError:
+            raise
+        except Exception as reason:  # whatever it is: all is as before, and the program runs without it
             log.debug("%s goes on copying its inputs: %s", function.name, reason)
             function.settles = not self.tainted
             return None
         counters.add("recordings")
         counters.add("rerecordings")
         log.debug("recorded %s, which reads its inputs where they are", function.name)
-        return outputs
+        return below_autograd(in_place.run, inputs)
 
     def _refuse(self, function: Function, key: Any, reason: str, inputs: list[Any]) -> list[Any]:
         """From now on `function` runs as it is at this place."""
@@ -255,8 +305,8 @@ class Tree:
         counters.add("skips")
         return list(function.piece.run(inputs))
 
-    def _step_aside(self, *, warming: bool, after_mark: bool = False) -> None:
-        self.aside = Aside(self.current, warming=warming, after_mark=after_mark)
+    def _step_aside(self, *, warming: bool, after_mark: bool = False, belongs: bool = False) -> None:
+        self.aside = Aside(self.current, warming=warming, after_mark=after_mark, belongs=belongs)
         self.current = self.nowhere
 
     def _as_it_is(self, function: Function, inputs: list[Any]) -> list[Any]:
@@ -278,11 +328,11 @@ class Tree:
 
     # --- steps
 
-    def mark(self, marks: int, inputs: list[Any], function: Function) -> None:
+    def mark(self, marks: int, inputs: list[Any]) -> None:
         """There were marks since the last call: a new step begins, unless something waits for its backward."""
         if marks != self.marks_seen:
             self.marked = True
-            self._begin_marked_step(inputs, function)
+            self._begin_marked_step(inputs)
             if self.tainted and self.place is self.root:
                 self.close(inputs)
         self.marks = self.marks_seen = marks  # not if there was no room for copies: the next call tries again
@@ -300,74 +350,61 @@ class Tree:
         """There is something to do at the next call, which will come here by way of `mark`."""
         self.marks = None
 
-    def _begin_marked_step(self, inputs: list[Any], function: Function) -> None:
+    def _begin_marked_step(self, inputs: list[Any]) -> None:
         current = self.current
         if not current.pending and self.aside is None and current.watch_live.none_held():
             self.current = self.root
             self.outlived_marks = 0
-        elif self._waits(self.place):
+        elif self.waits(self.place):
             self.outlived_marks += 1
             if self.outlived_marks > OUTLIVED_MARKS and self.aside is None:
                 self._step_aside(warming=False, after_mark=True)
         else:
-            self.end_step(inputs, function)
+            self.end_step(inputs)
 
-    def _waits(self, place: Node) -> bool:
+    def waits(self, place: Node) -> bool:
         """Whether a backward may still need what a forward of the path gave out."""
         return any(not forward.saved.none_held() for forward in place.pending)
 
-    def may_end(self, function: Function, inputs: list[Any]) -> bool:
+    def in_one_call(self, function: Function) -> bool:
+        """Whether one call of a compiled function, which has graph breaks, ran the last graph and calls `function`."""
+        return bool(self.calling == function.calls.generation)
+
+    def _next(self, function: Function, inputs: list[Any]) -> Next:
         """Whether a call of `function`, which does not follow the path as it was, begins a new step."""
         place, aside = self.place, self.aside
         if aside is None:
-            return place is not self.root and self._path_may_end(place, function, inputs)
+            return Next.GOES_ON if place is self.root else next_of(self, place, function, inputs)
         if not aside.warming:
             if aside.after_mark:
-                return not self._waits(place)
-            return self._path_may_end(place, function, inputs)
-        if not aside.may_end(function, marked=self.marked):
-            return False
-        if place is self.root or self._path_may_end(place, function, inputs):
-            return True
-        self.current, self.aside = place, None  # what came before the warm-up is still needed: the path goes on
-        return False
+                return Next.GOES_ON if self.waits(place) else Next.BEGINS
+            return next_of(self, place, function, inputs)
+        in_one_call = self.in_one_call(function)
+        if not aside.may_end(function, inputs, marked=self.marked, in_one_call=in_one_call):
+            return Next.GOES_ON
+        if place is self.root:
+            return Next.BEGINS
+        then = next_of(self, place, function, inputs)
+        if then is not Next.BEGINS:
+            self.current, self.aside = place, None  # what came before the warm-up is still needed: the path goes on
+        return then
 
-    def _path_may_end(self, place: Node, function: Function, inputs: list[Any]) -> bool:
-        """Whether what the path gave out may be overwritten when `function` is called."""
-        last = next((node for node in reversed(place.path()) if node.function is function), None)
-        if place.watch_live.none_held():
-            return self.aside is not None or last is not None
-        if self.marked or last is None or self._waits(place) or _compat.graph_task_id() != -1:
-            return False
-        if function.written_inputs:
-            on_path = on_slots(inputs, place.live)
-            if any(i in on_path for i in function.piece.mutated_inputs):
-                return False  # it changes what the step gave out
-            if any(i in on_path and not self._can_move(on_path[i]) for i in function.piece.written_later):
-                return False
-        if place.first is function:
-            return True
-        # The first function may never come again. A step that repeats another one goes on from that one.
-        own = {slot for slot in last.template_slots if slot is not None}
-        return all(slot in own for slot in held(place.live))
-
-    def _never_ends(self, function: Function) -> bool:
-        """Whether the step repeats `function` while something else is held each time."""
+    def _never_ends(self, function: Function, inputs: list[Any]) -> bool:
+        """Whether the step repeats `function` while something else is held each time, so that it never ends by itself.
+        Such calls run as they are until that is let go of."""
         if self.marked:
             return False
-        repeats = [node for node in self.current.path() if node.function is function]
-        return sum(not any(slot is not None and slot.held() for slot in node.template_slots) for node in repeats) > (
-            DEAD_REPEATS
-        )
+        ran = [node for node in self.current.path() if node.function is function and on_the_same(node, inputs)]
+        dead = [node for node in ran if not any(slot is not None and slot.held() for slot in node.template_slots)]
+        return len(dead) > REPEATS
 
-    def end_step(self, inputs: list[Any], function: Function | None = None) -> None:
+    def end_step(self, inputs: list[Any]) -> None:
         """The path ends: the next call starts at the root, and may overwrite everything."""
         place = self.place
         if not place.watch_live.none_held():
-            written = function.written_inputs if function is not None else ()
             before, number = self.stream_object, self.stream
             self.follow_stream()
-            self._part_with(held(place.live), inputs, written)
+            self._part_with(held(place.live), inputs)
             if before is not None and number != self.stream:
                 self.driver.let_wait(before, self.stream_object)  # who reads a copy there finds it finished
         self.current = self.root
@@ -375,11 +412,11 @@ class Tree:
         self.outlived_marks = 0
         self.warming.over()
 
-    def _part_with(self, slots: list[Slot], inputs: list[Any], written: Sequence[int]) -> None:
+    def _part_with(self, slots: list[Slot], inputs: list[Any]) -> None:
         """Somebody holds `slots`, whose memory is about to be reused: they get copies, or errors when they read it."""
         given = on_slots(inputs, slots)
-        wanted = {given[i] for i in written if i in given}  # what is written to must be what the caller has
-        moving = [slot for slot in slots if (slot.copies or slot in wanted) and self._can_move(slot)]
+        wanted = set(given.values())  # whoever holds what this step reads goes on reading it, or is written to
+        moving = [slot for slot in slots if (slot.copies or slot in wanted) and self.can_move(slot)]
         self.driver.copy_out([slot.storage for slot in moving])
         counters.add("held_outputs", len(slots))
         counters.add("copies", len(moving))
@@ -397,7 +434,7 @@ class Tree:
             for node in self.root.subtree():
                 node.settle()
 
-    def _can_move(self, slot: Slot) -> bool:
+    def can_move(self, slot: Slot) -> bool:
         return not slot.host and self.driver.can_copy_out(slot.storage)
 
     def close(self, inputs: list[Any] | None = None) -> None:

@@ -1,12 +1,15 @@
 """Capturing a function at a place of a path.
 
 inputs --+-- numbers, None, generators           part of the key: another value is another recording
+         +-- meta tensors                        they have no memory: given on as they are
          +-- static                              read where they are; another address is another recording
          +-- managed: they lie on a slot of the path   likewise; their memory may be reused while the graph runs
          +-- others                              copied to memory of the pool before each launch
 
 plan -> restore the pool to the end of the parent -> stage copies -> capture -> which output lies on which slot
      -> checkpoint the pool, free all of it -> launch
+
+Whatever is raised on the way, all is as it was: inputs, generators, the pool, the tree; see `snapshot`.
 """
 
 from __future__ import annotations
@@ -20,10 +23,12 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from . import _compat
+from .check import REBINDS
 from .current import CannotCapture, Capture, under_way
 from .liveness import Layout, Slot, Watch, copy_as_it_lies, held, layout_of, on_slots, overlapping, span_of, tensor_on
 from .node import Node
 from .settled import Look
+from .snapshot import Snapshot
 
 if TYPE_CHECKING:
     from .function import Function
@@ -58,7 +63,11 @@ def _plan(parent: Node, function: Function, inputs: list[Any], in_place: frozens
     """Takes the managed tensors out of `inputs`."""
     unread = function.piece.unread_inputs
     managed = {i: slot for i, slot in on_slots(inputs, parent.live).items() if i not in unread}
-    tensors = [i for i, x in enumerate(inputs) if isinstance(x, torch.Tensor) and i not in managed and i not in unread]
+    tensors = [
+        i
+        for i, x in enumerate(inputs)
+        if isinstance(x, torch.Tensor) and not x.is_meta and i not in managed and i not in unread
+    ]
     fixed = function.static_inputs | in_place.difference(function.piece.mutated_inputs)
     static = [i for i in tensors if i in fixed]
     copied = [i for i in tensors if i not in fixed]
@@ -80,8 +89,8 @@ def record(
     key: Any,
     inputs: list[Any],
     in_place: frozenset[int] = frozenset(),
-) -> list[Any]:
-    """Capture `function` after `parent` and run the graph once; the outputs. Empties `inputs`.
+) -> Node:
+    """Capture `function` after `parent`. Returns the new node, where the path is now; `Node.run` launches it.
 
     It reads the inputs `in_place` where they are, as the static ones; see `settled`.
 
@@ -96,26 +105,36 @@ def record(
     node.addresses = addresses
     node.fixed_inputs = sorted([*plan.static, *plan.managed])
     node.in_place = frozenset(x.data_ptr() for i in plan.static if i not in function.static_inputs for x in [inputs[i]])
+    before: Snapshot | None = None
     try:
-        _capture(node, plan, inputs)
+        before = Snapshot(
+            [*(inputs[i] for i in plan.static), *function.piece.constants],
+            [x for x in inputs if isinstance(x, torch.Generator)],
+        )
+        _capture(node, plan, inputs, before)
+        node.launch = tree.driver.launcher(node.graph)
     except BaseException as error:
+        was_tainted, tree.tainted = tree.tainted, True  # unless what follows comes to its end
         traceback.clear_frames(error.__traceback__)  # they hold blocks of the pool
+        if before is not None:
+            before.restore()
         for i, slot in plan.managed.items():
             inputs[i] = tensor_on(slot.storage, plan.layouts[i])
         for i, x in given.items():  # in their place are copies in the pool, which the next recording overwrites
             inputs[i] = x
-        if node.graph is not None:
-            node.graph.reset()
+        node.close()  # slots of the path may know it
         # Whoever keeps a block of the pool would see it handed out again: such a pool is not used any longer.
-        tree.tainted = tree.tainted or tree.pool.broken or not tree.pool.live_blocks_are(set())
+        tree.tainted = was_tainted or tree.pool.broken or not tree.pool.live_blocks_are(set())
         raise
-    node.launch = tree.driver.launcher(node.graph)
+    del before
+    for i, x in given.items():  # the graph's own copy is none of the caller's business
+        inputs[i] = x
+    del given
     _connect(node, plan, key)
-    node.launch()
-    return node.outputs(inputs)
+    return node
 
 
-def _capture(node: Node, plan: Plan, inputs: list[Any]) -> None:
+def _capture(node: Node, plan: Plan, inputs: list[Any], before: Snapshot) -> None:
     """Record the graph of `node`. `inputs` is left with tensors that read the same but keep no memory of the pool."""
     assert node.parent is not None and node.function is not None
     tree, piece = node.tree, node.function.piece
@@ -149,6 +168,7 @@ def _capture(node: Node, plan: Plan, inputs: list[Any]) -> None:
         arguments[i] = tensor_on(storage, plan.layouts[i])
         del storage
 
+    staged = {i: StorageWeakRef(arguments[i].untyped_storage()) for i in plan.copied}
     owners = {slot: StorageWeakRef(own[slot]) for slot in plan.taken if not slot.host}
     for slot in owners:
         del own[slot]  # from here on only the arguments own it
@@ -157,13 +177,19 @@ def _capture(node: Node, plan: Plan, inputs: list[Any]) -> None:
     with under_way(capture):
         node.graph, returned = pool.capture(lambda: list(piece.run(arguments)), generators)
     arguments.clear()
+    for x in before.rebound():
+        names = [node.function.input_name(i) for i in plan.static if inputs[i] is x]
+        raise CannotCapture(f"{node.function.name} gives {names[0] if names else 'a constant of it'} {REBINDS}")
 
     gone = [slot for slot, owner in owners.items() if owner.expired()]
     alive = [*plan.kept, *(slot for slot in plan.taken if slot not in gone)]
     on_known = {slot.cdata: slot for slot in alive}
     on_known |= {owner.cdata: slot for slot, owner in owners.items() if slot not in gone}
     known_blocks = {slot.address for slot in alive if not slot.host}
-    new = _outputs(node, returned, on_known, known_blocks, capture.lent, inputs)
+    passed_on = {staged[i].cdata: i for i in staged if not staged[i].expired()}
+    new = _outputs(node, returned, on_known, known_blocks, capture.lent, inputs, passed_on)
+    for k, *_ in node.input_aliases:
+        returned[k] = None  # and with it the copy of an input that was passed on; other memory stays for the checkpoint
     node.state = pool.checkpoint()
     for slot in new:
         if not slot.host:
@@ -180,11 +206,15 @@ def _outputs(
     known_blocks: set[int],
     lent: set[int],
     inputs: list[Any],
+    passed_on: dict[int, int],
 ) -> list[Slot]:
-    """Prepare what a replay gives out for `returned`; the slots that are new. `lent`: host memory, see `current`."""
+    """Prepare what a replay gives out for `returned`; the slots that are new. `lent`: host memory, see `current`.
+
+    `passed_on`: copied inputs, by the storages of their copies."""
     assert node.function is not None
     function, tree = node.function, node.tree
     tensors = {k: x for k, x in enumerate(returned) if isinstance(x, torch.Tensor)}
+    node.metas = [(k, tensors.pop(k)) for k, x in list(tensors.items()) if x.is_meta]
     fixed = {id(inputs[i]): i for i in node.fixed_inputs if inputs[i] is not None}
     node.same_inputs = [(k, fixed[id(x)]) for k, x in tensors.items() if id(x) in fixed]
     for k, _ in node.same_inputs:
@@ -198,6 +228,10 @@ def _outputs(
         for i in node.fixed_inputs
         if isinstance(inputs[i], torch.Tensor)
     }
+    if function.piece.is_inference:
+        # A view of an input is one of the caller's tensor, not of the copy that the graph reads. Not of what a backward
+        # gets: autograd takes over a gradient that nobody else has.
+        by_input |= passed_on
     storages = {_compat.identity(x.untyped_storage()): x.untyped_storage() for x in tensors.values()}
     fresh = {
         cdata: storage
@@ -210,9 +244,10 @@ def _outputs(
         if storage.device != function.piece.device or storage.data_ptr() in lent
     }
     blocks = {storage.data_ptr() for cdata, storage in fresh.items() if cdata not in on_host}
-    if not tree.pool.live_blocks_are(known_blocks | blocks):
+    staged = {storages[cdata].data_ptr() for cdata in by_input.keys() & passed_on.keys() & storages.keys()}
+    if not tree.pool.live_blocks_are(known_blocks | blocks | staged):
         live = tree.pool.live_blocks()
-        leaked = live - known_blocks - blocks
+        leaked = live - known_blocks - blocks - staged
         if leaked:
             raise CannotCapture(
                 f"{function.name} keeps {len(leaked)} tensors that were made while it was captured and are no outputs"

@@ -43,7 +43,7 @@ __all__ = ["Found", "Refused", "Store", "found_of", "key_of", "why_not"]
 
 log = logging.getLogger("cudagraph")
 
-_FORMAT = 2
+_FORMAT = 3
 _FRAME = 'File "'  # begins each frame of a stack trace
 Operator = tuple[str, str]  # name, what it says of itself
 Trace = str | None
@@ -102,7 +102,7 @@ class Found:
 def found_of(gm: GraphModule, kind: Kind, analysis: Analysis) -> Found:
     """To be called before Inductor's passes change `gm`: names and lines are read now."""
     piece = None
-    if analysis.device is not None:
+    if analysis.device is not None and not analysis.rebinds:
         piece = dataclasses.replace(whole_piece(gm, kind, analysis.device), run=_comes_with_the_code, constants=())
     return Found(analysis.verdict, piece, operators_of(gm))
 

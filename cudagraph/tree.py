@@ -75,6 +75,7 @@ def capture(
     function = Function(piece, options, driver if driver is not None else cuda_driver())
     number = numbers.setdefault((function.driver, piece.device), len(numbers))
     life = Life()
+    calls = function.calls
 
     def replay(inputs: list[Any]) -> Sequence[Any] | None:
         in_key = function.in_key
@@ -92,9 +93,14 @@ def capture(
         try:
             now = trees.marks - torch_marks.mark_step_counter
             if now != tree.marks:
-                tree.mark(now, inputs, function)
+                tree.mark(now, inputs)
             edge = tree.current.edges.get(_key(function, in_key, inputs) if in_key else function)
-            return None if edge is None else edge(inputs)
+            if edge is None:
+                return None
+            outputs = edge(inputs)
+            if outputs is not None:
+                tree.calling = calls.generation
+            return outputs
         except RuntimeError as error:
             if _is_stale(error):
                 raise StaleOutputError(str(error)) from None
@@ -113,7 +119,7 @@ def capture(
                 _watch_function(tree, function, life)
             now = marks_so_far(trees)  # torch's part that counts may have been imported meanwhile
             if now != tree.marks:
-                tree.mark(now, inputs, function)
+                tree.mark(now, inputs)
             return tree.call(function, key, inputs)
         except RuntimeError as error:
             if _is_stale(error):

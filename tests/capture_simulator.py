@@ -22,7 +22,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from cudagraph import _compat
-from cudagraph.current import capturing
+from cudagraph.current import CannotCapture, capturing
+from cudagraph.driver import LAUNCHES_NOTHING
 from cudagraph.liveness import layout_of, tensor_on
 
 CPU = torch.device("cpu")
@@ -34,6 +35,7 @@ all_garbage = torch.full((1 << 20,), GARBAGE, dtype=torch.uint8)  # what poisone
 UNCAPTURABLE = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default}
 host_operators: dict[Any, Callable[..., Any]] = {}  # run on the host during the capture; what they call is recorded
 FACTORIES = {torch.ops.aten.empty.memory_format, torch.ops.aten.empty_strided.default}
+REBINDING = {torch.ops.aten.set_data.default}
 
 
 class CaptureError(RuntimeError):
@@ -74,6 +76,7 @@ class Arena:
         self.owners: dict[int, StorageWeakRef] = {}
         self.made: dict[int, StorageWeakRef] = {}  # storages that allocations returned
         self.tape: list[Callable[[], None]] | None = None
+        self.launches = 0  # operators that the capture under way, or the last one, recorded
         self.peak = 0  # the most bytes that were allocated at a time
         self.extent = 0  # and how far from the beginning they lay
         self.released = False
@@ -131,9 +134,12 @@ class Arena:
         assert self.driver is None or not self.driver.warming, "what is captured would lie in a warm-up's memory"
         assert not self.broken, "a pool is used after a capture in it could not be ended"
         self.tape = tape = []
+        self.launches = 0
         try:
             with _Capturing(self):
                 result = run()
+            if not self.launches:
+                raise CannotCapture(LAUNCHES_NOTHING)
             self.poll()
         except CaptureError:
             self.broken = True  # as on CUDA, where such a capture can't be ended
@@ -222,6 +228,8 @@ class _Capturing(TorchDispatchMode):
             raise CaptureError(f"{func} is not permitted when stream is capturing")
         arena.poll()
         returned = func._schema.returns
+        if torch.Tag.inplace_view in func.tags or func in REBINDING:
+            return func(*args, **kwargs)  # what happens to a tensor object happens at once, and in no replay
         if any(r.alias_info is not None and not r.alias_info.is_write for r in returned):
             return func(*args, **kwargs)  # a view touches no data
         raw_args, raw_kwargs = tree_map_only(torch.Tensor, lambda x: raw(x, arena), (args, kwargs))
@@ -232,6 +240,7 @@ class _Capturing(TorchDispatchMode):
             if a.name == name and a.alias_info is not None and a.alias_info.is_write
         }
         if written:
+            arena.launches += 1
             arena.note(lambda: func(*raw_args, **raw_kwargs))
             results = list(written.values())
             return None if not returned else results[0] if len(returned) == 1 else tuple(results[: len(returned)])
@@ -250,11 +259,14 @@ class _Capturing(TorchDispatchMode):
         if "generator" in kwargs:
             meta_kwargs = {**meta_kwargs, "generator": None}
         meta = func(*meta_args, **meta_kwargs)
+        if any(isinstance(x, torch.Tensor) and x.is_meta for x in leaves):
+            return meta
 
         def place(m: torch.Tensor) -> torch.Tensor:
             return tensor_on(arena.allocate(m.untyped_storage().nbytes()), layout_of(m))
 
         out = tree_map_only(torch.Tensor, place, meta)
+        arena.launches += func not in FACTORIES and any(x.numel() for x in _leaves(out) if isinstance(x, torch.Tensor))
         raw_out = tree_map_only(torch.Tensor, lambda x: raw(x, arena), out)
 
         def step() -> None:

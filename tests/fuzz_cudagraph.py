@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Sequence
 
+from failing_captures import FailingDriver
 from fuzz_functions import Functions
 from fuzz_programs import Mismatch, Program
 from tree_programs import World
@@ -22,10 +23,13 @@ from cudagraph import settled, tree
 
 
 def run_seeds(
-    seeds: Sequence[int], world: World, *, generation: int = 4, reset_every: int = 25, trace: bool = False
+    seeds: Sequence[int], world: World, *, generation: int = 5, reset_every: int = 25, trace: bool = False
 ) -> list[tuple[int, str]]:
     """Run a program a seed; what went wrong, by seed."""
     wrong = []
+    if generation > 4 and not isinstance(world.driver, FailingDriver):
+        world.driver = FailingDriver(world.driver)
+        world.tries_again = True
     functions: dict[str, Functions] = {}
     for count, seed in enumerate(seeds):
         if count % reset_every == 0:
@@ -35,7 +39,7 @@ def run_seeds(
             kept.forget_marks(kept.marks_seen)  # programs without marks run on what others recorded
         try:
             Program(seed, world, functions, generation=generation, trace=trace).run()
-        except (Mismatch, RuntimeError, AssertionError) as error:
+        except (Mismatch, RuntimeError, AssertionError, ValueError) as error:
             if trace:
                 raise
             wrong.append((seed, f"{type(error).__name__}: {error}"))
@@ -52,7 +56,7 @@ def main() -> int:
     parser.add_argument("--reset-every", type=int, default=25, help="programs that share recordings")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after so long")
     parser.add_argument("--moves", choices=["all", "made"], default="all", help="of the simulator: see there")
-    parser.add_argument("--generation", type=int, choices=[1, 2, 3, 4], default=4, help="of programs")
+    parser.add_argument("--generation", type=int, choices=[1, 2, 3, 4, 5], default=5, help="of programs")
     parser.add_argument("--looks", type=int, default=settled.LOOKS, help="calls until inputs may be read in place")
     parser.add_argument("--trace", action="store_true", help="print what programs do; stop at the first error")
     options = parser.parse_args()

@@ -20,7 +20,7 @@ from fuzz_functions import (
 )
 from tree_programs import World
 
-from cudagraph import tree
+from cudagraph import _compat, tree
 from cudagraph.liveness import STALE
 
 
@@ -55,7 +55,7 @@ class Holder:
     """The pairs of one program: it picks what to call with, keeps what comes out, and compares."""
 
     def __init__(
-        self, seed: int, world: World, functions: dict[str, Functions], *, generation: int = 4, trace: bool = False
+        self, seed: int, world: World, functions: dict[str, Functions], *, generation: int = 5, trace: bool = False
     ) -> None:
         self.generation = generation
         self.random = random.Random(seed)
@@ -148,14 +148,19 @@ class Holder:
             side.copy_(values)
         return pair
 
-    def calls(self, fn: Callable[..., Any], label: str = "") -> str:
-        """`fn` is about to be called; its name. Where steps begin by themselves, the call may begin one."""
+    def calls(self, fn: Callable[..., Any], label: str = "", read: Sequence[torch.Tensor] = ()) -> str:
+        """`fn` is about to be called, in eager mode with `read`; its name. The call may begin a step by itself."""
         name = name_of(fn, self.held_outputs, label)
         here = [t for t in (getattr(tree.local, "trees", None) or {}).values() if t.driver is self.world.driver]
         path = [node.function.name for node in here[0].place.path()] if here else []
-        if not self.marks and name in path:
-            for pair in self.held:
-                pair.may_be_stale |= path[0] == name or name in pair.givers
+        # where storages move only once, an unmarked call goes on with the step rather than take away what it reads
+        moves = _compat.can_swap() and getattr(self.world.driver, "moves", "all") == "all"
+        storages = {x.untyped_storage()._cdata for x in read} if moves or not self.marks else set()
+        for pair in self.held:
+            if pair.eager.untyped_storage()._cdata in storages and self.copies_are_possible:
+                pair.born = self.steps  # what the call that begins a step reads is copied out
+            elif not self.marks and name in path:
+                pair.may_be_stale |= here[0].place.first.name == name or name in pair.givers
         return name
 
     def hold(

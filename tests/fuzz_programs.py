@@ -7,7 +7,8 @@ must be so of what it holds is in fuzz_pairs.py.
 Programs of generation 2 also call what can't be captured, raises or keeps memory in the middle of a step, save outputs
 that they return, give graphs tensors of any layout, and mark steps at any time. Those of generation 3 also call with
 buffers that stay where they are. Those of generation 4 run backwards that raise or come twice, reset trees in between,
-and go on with functions made anew. Those of earlier generations are kept for their seeds.
+and go on with functions made anew. In those of generation 5 captures fail, at any point and for any reason. Those of
+earlier generations are kept for their seeds.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import random
 from collections.abc import Callable
 
 import torch
+from failing_captures import POINTS, Fault, Interrupt
 from fuzz_functions import (
     LAYOUTS,
     Functions,
@@ -64,6 +66,8 @@ class Program(Holder):
         if self.generation > 3:
             actions += [(self.backward_that_raises, 2), (self.backward_twice, 1), (self.start_over, 1)]
         choices = random.Random(self.random.random())
+        if self.generation > 4:
+            self.world.driver.armed(None)
         bodies = [[choices.random() for _ in range(choices.randint(2, 6))] for _ in range(choices.randint(1, 3))]
         for _ in range(choices.randint(4, 10)):
             body = choices.choice(bodies)
@@ -72,12 +76,23 @@ class Program(Holder):
                 self.random = random.Random(choice if choices.random() < 0.9 else choices.random())
                 action = self.random.choices([a for a, _ in actions], [w for _, w in actions])[0]
                 self.say(" ", action.__name__)
+                if self.generation > 4 and self.random.random() < 0.3:
+                    self.let_fail()
                 action()
                 self.check()
             if choices.random() < 0.5:
                 self.drop_all()
             if choices.random() < 0.8:
                 self.step()
+
+    def let_fail(self) -> None:
+        """The next capture that comes so far fails."""
+        driver = self.world.driver
+        errors = [ValueError("of the test"), torch.OutOfMemoryError("of the test"), Interrupt(), driver.not_permitted()]
+        error = self.random.choices(errors, [4, 4, 4, 1])[0]
+        fault = Fault(self.random.choice(POINTS), self.random.choice((0, 0, 0, 1, 2, 4)), error)
+        self.say("  a capture is to fail:", fault)
+        driver.armed(fault)
 
     def call(self) -> None:
         f, fn, count = self.random.choice(self.functions.plain)
@@ -88,7 +103,7 @@ class Program(Holder):
         self.say("   ", fn.__name__)
         expected = run_eagerly(fn, [b for _, b in pairs])
         aliases = fn is passing_through
-        name = self.calls(fn)
+        name = self.calls(fn, read=[b for _, b in pairs])
         if aliases:
             # What is no output of a graph is copied, so its alias is one of the copy: none of them may be written to.
             for pair in self.held:
@@ -105,8 +120,8 @@ class Program(Holder):
         self.say("   ", fn.__name__)
         expected = run_eagerly(fn, [x[1]])
         inputs = [x[0]]
+        name = self.calls(fn, read=x[1:])
         del x
-        name = self.calls(fn)
         trouble[0] = fn is failing and self.random.random() < 0.3
         try:
             ours = f.call(inputs)
@@ -130,7 +145,7 @@ class Program(Holder):
         expected = any_layout(eager)
         inputs = [ours]
         del ours
-        name = self.calls(any_layout, kind)
+        name = self.calls(any_layout, kind, read=[eager])
         found = self.functions.layouts[kind].call(inputs)
         if [y.stride() for y in found] != [y.stride() for y in expected]:
             raise Mismatch("outputs lie in another way")
@@ -144,15 +159,16 @@ class Program(Holder):
             return
         expected = writing(x[1], target[1])
         inputs = [x[0], target[0]]
+        name = self.calls(writing, read=[x[1], target[1]])
         del x, target
-        self.hold(self.calls(writing), self.functions.writing.call(inputs), expected)
+        self.hold(name, self.functions.writing.call(inputs), expected)
 
     def call_weighted(self) -> None:
         x, (w, eager_w) = self.pick(), self.random.choice(self.weights)
         expected = weighted(x[1], eager_w)[:1]
         inputs = [x[0], w]
+        name = self.calls(weighted, read=x[1:])
         del x
-        name = self.calls(weighted)
         out = self.functions.weighted.call(inputs)
         if out[1] is not w:
             raise Mismatch("an input that is returned is another object")
@@ -162,15 +178,17 @@ class Program(Holder):
         x = self.pick()
         expected = counting(x[1], self.state[1])
         inputs = [x[0], self.state[0]]
+        name = self.calls(counting, read=x[1:])
         del x
-        self.hold(self.calls(counting), self.functions.counting.call(inputs), expected)
+        self.hold(name, self.functions.counting.call(inputs), expected)
 
     def call_sized(self) -> None:
         x, n = self.pick(), self.random.randrange(3)
         expected = sized(x[1], n)
         inputs = [x[0], n]
+        name = self.calls(sized, read=x[1:])
         del x
-        self.hold(self.calls(sized), self.functions.sized.call(inputs), expected)
+        self.hold(name, self.functions.sized.call(inputs), expected)
 
     def move_weight(self) -> None:
         i = self.random.randrange(len(self.weights))

@@ -57,6 +57,9 @@ class Noted:
     pieces: list[tree.Piece] = field(default_factory=list)
     call_counts: dict[str, int] = field(default_factory=dict)
 
+    def why_not(self) -> str | None:
+        return None
+
     def capture(self, piece: tree.Piece, options: Any, driver: Any = None) -> Callable[[list[Any]], Any]:
         assert driver is self
         self.pieces.append(piece)

@@ -7,6 +7,8 @@ import torch
 from tree_programs import World, same
 
 from cudagraph import tree
+from cudagraph.function import Function
+from cudagraph.options import Options
 
 
 @pytest.fixture
@@ -60,12 +62,23 @@ def test_one_device_is_given_back_alone(worlds):
 
 
 @pytest.mark.parametrize("static", [(), (1,)])
-def test_an_input_on_another_device_is_no_part_of_a_graph(worlds, static):
+def test_a_meta_tensor_is_no_reason(worlds, static):
+    """It has no memory. What is computed of it has none, either."""
     world, _ = worlds
-    f = world.function(lambda x, elsewhere: [x * 2], static=static)
+    f = world.function(lambda x, shape: [x * 2, shape + 1, shape], static=static)
     for _ in range(4):
         tree.mark_step_begin()
-        x = world.randn(4)
-        same(world, f(x, torch.empty(4, device="meta")), [x * 2])
+        x, shape = world.randn(4), torch.empty(4, 2, device="meta")
+        doubled, *metas = f(x, shape)
+        same(world, [doubled], [x * 2])
+        assert all(y.is_meta and y.shape == (4, 2) for y in metas)
     counts = tree.stats()
-    assert (counts["recordings"], counts["skips"]) == (0, 3)
+    assert (counts["recordings"], counts["skips"]) == (1, 0)
+
+
+def test_an_input_on_another_device_is_a_reason():
+    device = torch.device("cuda", 1)
+    function = Function(tree.Piece("the graph", list, device), Options(), World("simulator").driver)
+    x = torch.randn(3)
+    assert function.reason_against([x], copied=[0], static=[]) == "input 0 of the graph is on cpu, not on cuda:1"
+    assert function.reason_against([x], copied=[], static=[0]) is None  # memory of an offload operator

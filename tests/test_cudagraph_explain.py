@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 
+import fuzz_explain
 import pytest
 import torch
+from capture_simulator import Simulator
 from pieces import Noted
 from torch import nn
 
 import cudagraph
 from cudagraph.explain import explain_with
+from cudagraph.function import Function
 
 pytestmark = pytest.mark.core
 
@@ -81,5 +84,19 @@ def test_without_a_device_nothing_is_captured():
     found = cudagraph.explain(net(), torch.randn(3, 4))
     if not torch.cuda.is_available():
         assert not any(part.captured for part in found.parts) and not found.captured_whole
-        assert "nothing of it is on a device that is captured for" in str(found)
+        (blocker,) = [b for b in found.blockers if b.graph == "forward 0"]
+        assert blocker.reason == "runs on the CPU" and "return" in blocker.source_line
     assert str(cudagraph.explain(lambda: 3)) == "no graph was compiled: nothing to capture"
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_what_explain_says_is_what_happens(device):
+    """Random functions; fuzz_explain.py runs as many as one likes."""
+    driver = Simulator() if device == "cpu" else None
+    assert fuzz_explain.run_seeds(range(16), driver, torch.device(device)) == []
+
+
+def test_the_fuzzer_notices_a_run_that_does_otherwise(monkeypatch):
+    monkeypatch.setattr(Function, "reason_against_output", lambda self, k, x: "of the test")
+    wrong = fuzz_explain.run_seeds(range(4), Simulator(), torch.device("cpu"))
+    assert wrong and "recordings" in wrong[0][1]

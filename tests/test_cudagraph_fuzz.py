@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import fuzz_cudagraph
 import pytest
+import torch
 from tree_programs import World
 
-from cudagraph import node, paths, record, settled, tree
-from cudagraph.liveness import Watch
+from cudagraph import _compat, node, paths, record, settled, tree
+from cudagraph.liveness import Watch, copy_as_it_lies, on_slots
+from cudagraph.steps import Next
 
 KEPT = (
     # where storages can be moved only once, outputs that alias one another were given out as separate copies
@@ -47,7 +49,7 @@ def dead_or_not(monkeypatch):
 
 def steps_at_any_time(monkeypatch):
     """Where steps begin by themselves, each call begins one."""
-    monkeypatch.setattr(paths.Tree, "_path_may_end", lambda self, place, function, inputs: not self.marked)
+    monkeypatch.setattr(paths, "next_of", lambda tree, *_: Next.GOES_ON if tree.marked else Next.BEGINS)
 
 
 def any_backward_answers(monkeypatch):
@@ -83,6 +85,30 @@ def moved_buffers(monkeypatch):
     monkeypatch.setattr(settled, "LOOKS", 1)
 
 
+def reads_take_away(monkeypatch):
+    """Of what the call that begins a step reads the values are saved, and whoever holds it is not thought of."""
+
+    def part_with(self, slots, inputs, original=paths.Tree._part_with):
+        for i in on_slots(inputs, slots):
+            inputs[i] = copy_as_it_lies(inputs[i])
+        original(self, slots, inputs)
+
+    monkeypatch.setattr(paths.Tree, "_part_with", part_with)
+
+
+def inputs_are_left_out(monkeypatch):
+    """After a capture that failed, the call has the copies that were made for it."""
+
+    def failed_record(place, function, key, inputs, *rest, original=record.record):
+        try:
+            return original(place, function, key, inputs, *rest)
+        except ValueError:
+            inputs[:] = [torch.zeros_like(x) if isinstance(x, torch.Tensor) else x for x in inputs]
+            raise
+
+    monkeypatch.setattr(paths, "record", failed_record)
+
+
 @pytest.mark.parametrize(
     ("delete", "first"),
     [
@@ -91,13 +117,17 @@ def moved_buffers(monkeypatch):
         (any_backward_answers, 165),
         (failures_end_steps, 95),
         (moved_buffers, 0),
+        (reads_take_away, 10),
+        (inputs_are_left_out, 0),
     ],
 )
 def test_the_fuzzer_notices(delete, first, monkeypatch):
     """Within ten programs from the seed `first` on."""
+    if delete is reads_take_away and not _compat.can_swap():
+        pytest.skip("this torch can't point a storage elsewhere, so nothing that is read is moved")
     tree.reset()
     delete(monkeypatch)
-    generation = 3 if delete is moved_buffers else 2
+    generation = {moved_buffers: 3, inputs_are_left_out: 5}.get(delete, 2)
     assert fuzz_cudagraph.run_seeds(range(first, first + 10), World("simulator"), generation=generation, reset_every=5)
     for trees in tree.every_thread:
         trees.clear()

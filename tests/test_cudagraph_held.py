@@ -133,3 +133,59 @@ def test_a_mark_between_two_backwards(world):
         losses[1 - first].backward()
         same(world, [w.grad], [sum((1 - torch.tanh(x * w) ** 2) * x for x in xs).detach()])
         del losses
+
+
+@pytest.mark.parametrize("moves", ["all", "made"])
+def test_copies_of_aliases_share_their_storage(moves):
+    """A view that a later graph gave out of an earlier one's output: what is written to one is written to both."""
+    if not _compat.can_swap():
+        pytest.skip("this torch can't point a storage elsewhere")
+    tree.reset()
+    aliases_as_in_eager(World("simulator", moves=moves))
+    tree.reset()
+
+
+@pytest.mark.gpu
+def test_copies_of_aliases_share_their_storage_on_cuda():
+    tree.reset()
+    aliases_as_in_eager(World("cuda"))
+    tree.reset()
+
+
+def aliases_as_in_eager(world):
+    options = {"held_outputs": "copy"}
+    f = world.function(lambda x: [(h := x.sin()), h[2:], x.cos()], options=options)
+    g = world.function(lambda h, c: [h[1:], h.view(2, -1), c * 2], options=options)
+    kept = []
+    for step in range(9):
+        tree.mark_step_begin()
+        x = world.randn(6)
+        h, tail, c = f(x)
+        view, square, _ = g(h, c)
+        assert len({each.untyped_storage().data_ptr() for each in (h, tail, view, square)}) == 1
+        if step % 4 != 3:  # held over some steps, not over others
+            kept.append((h, tail, view, square, x.sin()))
+        del h, tail, c, view, square, _
+        for h, tail, view, square, expected in kept:
+            assert len({each.untyped_storage().data_ptr() for each in (h, tail, view, square)}) == 1
+            same(world, [h, tail, view, square], [expected, expected[2:], expected[1:], expected.view(2, -1)])
+            view.mul_(2)  # in place, through one of them
+            expected[1:].mul_(2)
+        h = tail = view = square = expected = None
+    assert world.kind == "cuda" or world.driver.copied_out > 0
+
+
+def test_a_view_of_a_copied_input_is_the_callers(world):
+    """Not of the copy that the graph reads; whatever bits say how its memory is to be read."""
+    f = world.function(lambda x: [x[1:], x * 2, x])
+    for step in range(6):
+        tree.mark_step_begin()
+        x = torch.view_as_complex(world.randn(4, 2, 2))
+        x = x.conj().imag if step == 4 else x.imag
+        view, double, whole = f(x)
+        same(world, [view, double, whole], [x[1:], x * 2, x])
+        if not x.is_neg():
+            assert len({each.untyped_storage().data_ptr() for each in (view, whole, x)}) == 1
+            x.zero_()
+            assert not view.any() and not whole.any()
+    assert tree.stats()["skips"] == 0

@@ -62,12 +62,12 @@ def no_dead_watch(replay: Callable[..., Any]) -> Callable[..., Any]:
     return changed
 
 
-def nothing_parted(self: paths.Tree, slots: Any, inputs: Any, mutated: Any) -> None:
+def nothing_parted(self: paths.Tree, slots: Any, inputs: Any) -> None:
     return None
 
 
 def without_clones(part: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda self, slots, inputs, mutated: part(self, slots, list(inputs), mutated)
+    return lambda self, slots, inputs: part(self, slots, list(inputs))
 
 
 DELETIONS: dict[str, tuple[Callable[[World], None], Callable[[pytest.MonkeyPatch], None]]] = {
@@ -105,12 +105,15 @@ DELETIONS: dict[str, tuple[Callable[[World], None], Callable[[pytest.MonkeyPatch
     "the slot is renewed": (held_over, lambda m: m.setattr(liveness.Slot, "renew", always(None))),
     "inputs on it are saved first": (
         held_over_and_fed_back,
-        lambda m: m.setattr(paths.Tree, "_part_with", without_clones(paths.Tree._part_with)),
+        lambda m: (
+            m.setattr(paths.Tree, "can_move", always(False)),
+            m.setattr(paths.Tree, "_part_with", without_clones(paths.Tree._part_with)),
+        ),
     ),
     "copies are made": (held_over_as_copies, lambda m: m.setattr(Simulator, "copy_out", always(None))),
     "the pool is restored": (branch_after_replay, lambda m: m.setattr(Arena, "restore", always(None))),
     "the pool is freed after a recording": (branch_after_replay, lambda m: m.setattr(Arena, "disown", always(None))),
-    "forwards wait for their backward": (pending_backward, lambda m: m.setattr(paths.Tree, "_waits", always(False))),
+    "forwards wait for their backward": (pending_backward, lambda m: m.setattr(paths.Tree, "waits", always(False))),
     "no step begins inside of a backward": (
         step_inside_of_a_backward,
         lambda m: m.setattr(_compat, "graph_task_id", always(-1)),
@@ -138,10 +141,10 @@ DELETIONS: dict[str, tuple[Callable[[World], None], Callable[[pytest.MonkeyPatch
 
 
 def _with_errors_only(part: Callable[..., Any]) -> Callable[..., Any]:
-    def changed(self: paths.Tree, slots: Any, inputs: Any, mutated: Any) -> Any:
+    def changed(self: paths.Tree, slots: Any, inputs: Any) -> Any:
         for slot in slots:
             slot.copies = False
-        return part(self, slots, inputs, mutated)
+        return part(self, slots, inputs)
 
     return changed
 

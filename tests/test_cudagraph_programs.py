@@ -11,6 +11,7 @@ import copy
 import dataclasses
 import logging
 import re
+import warnings
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ from aot_hooks import captured
 from aot_hooks.backend import aot_hooks as hooks_backend
 from cudagraph import tree
 from cudagraph.backend import Compilation, backend_with
+from cudagraph.explain import explain_with
 
 
 @pytest.fixture(autouse=True)
@@ -154,6 +156,121 @@ def test_training_with_hooks(place, monkeypatch, name, cut):
     for a, b in zip(*results, strict=True):
         assert torch.equal(a, b)
     assert cudagraph.stats()["replays"] > 4 and cudagraph.stats()["skips"] == 0
+
+
+class Masked(nn.Module):
+    def __init__(self, how):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 4))
+        self.register_buffer("mask", torch.rand(4, 4))
+        self.how = how
+
+    def forward(self, x):
+        with torch.no_grad():
+            if self.how == "data *=":
+                self.weight.data *= self.mask
+            elif self.how == "data =":
+                self.weight.data = self.weight.data * self.mask
+            elif self.how == "t_":
+                self.weight.t_()
+        return (x @ self.weight).tanh() * self.mask.sum()
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("how", ["data *=", "data =", "t_"])
+def test_a_parameter_that_is_given_other_memory_or_another_shape(place, how, grad, caplog):
+    """Other memory would be the pool's: known before anything runs, and said with the line. A shape is no matter."""
+    module = Masked(how).to(place.device)
+    reference = copy.deepcopy(module)
+    compiled = torch.compile(module, backend=place.backend())
+    with torch.set_grad_enabled(grad), caplog.at_level(logging.WARNING, logger="cudagraph"):
+        for _ in range(6):
+            x = torch.randn(2, 4, device=place.device)
+            out, expected = compiled(x), reference(x)
+            torch.testing.assert_close(out, expected)
+            assert torch.equal(module.weight, reference.weight)
+            assert module.weight.stride() == reference.weight.stride()
+            if grad:
+                out.sum().backward()
+                expected.sum().backward()
+                torch.testing.assert_close(module.weight.grad, reference.weight.grad)
+                module.weight.grad = reference.weight.grad = None
+    stats = cudagraph.stats()
+    if how == "t_":
+        assert stats["skips"] == 0 and stats["replays"] > 0
+        return
+    assert stats["skips"] == 6 and stats["recordings"] == stats["warmups"] == int(grad), stats  # the backward
+    (told,) = [r.getMessage() for r in caplog.records]
+    assert "gives an input other memory or another shape" in told and f"self.weight.{how}" in told
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("how", ["data *=", "data ="])
+def test_explain_knows_of_it_too(place, how):
+    found = explain_with(place.driver, Masked(how).to(place.device), (torch.randn(2, 4, device=place.device),), {})
+    assert [part.captured for part in found.parts if part.graph == "forward 0"] == [False]
+    (blocker,) = found.blockers
+    assert "gives an input other memory" in blocker.reason and f"self.weight.{how}" in blocker.source_line
+
+
+def test_an_item_alone_is_named_with_its_line(place, caplog):
+    def f(x):
+        return x.item() + 1
+
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        compiled = torch.compile(f, backend=place.backend(), fullgraph=True)
+        with caplog.at_level(logging.WARNING, logger="cudagraph"):
+            for k in (3, 6):
+                assert compiled(torch.tensor(k, device=place.device)) == k + 1
+    told = "\n".join(r.getMessage() for r in caplog.records)
+    assert "aten._local_scalar_dense.default waits for the device and reads its result on the host" in told
+    assert "return x.item() + 1" in told and "all of it runs on the CPU" not in told
+
+
+@pytest.mark.parametrize("place", PLACES[1:], indirect=True)
+def test_an_item_of_the_cpu_is_named_with_its_line(place, caplog):
+    def f(x):
+        return x.sum().item() + 1
+
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        compiled = torch.compile(f, backend=place.backend(), fullgraph=True)
+        with caplog.at_level(logging.WARNING, logger="cudagraph"):
+            assert compiled(torch.tensor([1, 2])) == 4
+    (told,) = [r.getMessage() for r in caplog.records]
+    assert "nothing to capture, all of it runs on the CPU" in told
+    assert "aten._local_scalar_dense.default" in told and "return x.sum().item() + 1" in told
+
+
+def test_a_graph_that_launches_nothing_is_told_once(place, caplog):
+    f = torch.compile(lambda x: (x * 2, x.cos()), backend=place.backend())
+    with torch.no_grad(), warnings.catch_warnings(), caplog.at_level(logging.WARNING, logger="cudagraph"):
+        for call in range(5):
+            out, _ = f(torch.randn(0, 3, device=place.device))
+            assert out.shape == (0, 3)
+            if call == 0:  # it is compiled
+                warnings.simplefilter("error")  # torch's own words are not what users get
+    if place.inner == "aten":
+        assert cudagraph.stats()["recordings"] == 0
+        (told,) = [r.getMessage() for r in caplog.records]
+        assert "it launches nothing on the device, so the CUDA graph would be empty" in told
+
+
+def test_a_meta_tensor_among_the_inputs(place):
+    def f(x, shape):
+        return x.sin() + shape.shape[0], shape * 2
+
+    inputs = torch.randn(3, device=place.device), torch.randn(3, 2, device="meta")
+    with torch.no_grad():
+        assert explain_with(place.driver, f, inputs, {}).captured_whole
+        compiled = torch.compile(f, backend=place.backend())
+        for _ in range(4):
+            x = torch.randn(3, device=place.device)
+            out, shape = compiled(x, inputs[1])
+            torch.testing.assert_close(out, x.sin() + 3)
+            assert shape.is_meta and shape.shape == (3, 2)
+    if place.inner == "aten":
+        assert cudagraph.stats()["skips"] == 0 and cudagraph.stats()["replays"] == 2
 
 
 def test_a_written_input_of_the_callers(place):

@@ -105,7 +105,7 @@ def test_what_is_stored_for_another_program_is_refused_with_the_reason(monkeypat
     assert "nothing of its captures" in reason(None)
     for cut in (attached[:-40], attached[: len(attached) // 2], b""):
         assert "cannot be read" in reason(cut)
-    assert "has format 0; expected 2" in reason(pickle.dumps((0, "", ())))
+    assert "has format 0; expected 3" in reason(pickle.dumps((0, "", ())))
     assert "it is of forward and backward; stored of captures: forward" in reason(attached, "forward", "backward")
     small, _ = found_in(lambda x, w: (x @ w,))
     assert "nodes that this graph does not have" in reason(attached, graph=small)

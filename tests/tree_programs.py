@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from capture_simulator import Simulator
+from failing_captures import trying_again
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.utils import count_tangents
@@ -30,6 +31,7 @@ class World:
         self.driver: Any = Simulator(**simulator) if kind == "simulator" else cuda_driver()
         self.device = torch.device("cpu") if kind == "simulator" else torch.device("cuda", torch.cuda.current_device())
         self.names = itertools.count()
+        self.tries_again = False  # what an interrupt left undone is done once more
 
     @property
     def raises_on_access(self) -> bool:
@@ -47,7 +49,8 @@ class World:
     ) -> Callable[[list[Any]], Sequence[Any]]:
         """`run` takes a list, as a compiled graph does."""
         name = piece.pop("name", f"graph {next(self.names)}")
-        return tree.capture(Piece(name, run, self.device, **piece), Options.parse(options), self.driver)
+        call = tree.capture(Piece(name, run, self.device, **piece), Options.parse(options), self.driver)
+        return trying_again(call) if self.tries_again else call
 
     def function(
         self,

@@ -29,6 +29,16 @@ def static_inputs_of_forward() -> tuple[int, ...]:
     return tuple(context.fw_metadata.static_input_indices or ())
 
 
+def rebound_inputs() -> tuple[int, ...]:
+    """While AOTAutograd compiles a forward or an inference graph: inputs that are given other memory (`set_`), by the
+    graph or by AOTAutograd when the graph has run; what they are given is memory that the graph made."""
+    context = need("torch._guards.TracingContext").try_get()
+    if context is None or context.fw_metadata is None:
+        return ()
+    infos = context.fw_metadata.input_info
+    return tuple(i for i, info in enumerate(infos) if info.mutates_storage_metadata)
+
+
 def returned_by_forward() -> int | None:
     """While AOTAutograd compiles a forward: how many of its first outputs are not kept for the backward."""
     context = need("torch._guards.TracingContext").try_get()
