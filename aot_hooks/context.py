@@ -95,10 +95,10 @@ def _as_hook(pack: Any, unpack: Any) -> Hook:
             raise OptionError(f"saved_tensors_hooks(hook) takes a Hook alone, got {pack!r} and {unpack!r}")
         if unpack is None or unpack is pack:
             return pack
-        eager, flushes = pack.eager or unpack.eager, pack.rounds_to_zero or unpack.rounds_to_zero
+        eager, lossy = pack.eager or unpack.eager, pack.lossy or unpack.lossy
         name = f"{pack.name}/{unpack.name}"
         said = None if None in (pack.cache_hash, unpack.cache_hash) else f"{pack.cache_hash}/{unpack.cache_hash}"
-        return Hook(name, pack.pack, unpack.unpack, eager, pack.declines, flushes, said)
+        return Hook(name, pack.pack, unpack.unpack, lossy=lossy, eager=eager, cache_hash=said, declines=pack.declines)
     for name, fn in (("pack", pack), ("unpack", unpack)):
         if not callable(fn):
             raise OptionError(
@@ -106,9 +106,9 @@ def _as_hook(pack: Any, unpack: Any) -> Hook:
                 f"{makes(pack)}"
             )
     name = getattr(pack, "__name__", type(pack).__name__)
-    # the functions of a Hook, given one by one, still know which tensors they leave alone and what they do to zeros
-    flushes = getattr(pack, "rounds_to_zero", False)
-    return Hook(name, pack, unpack, declines=getattr(pack, "declines", None), rounds_to_zero=flushes)
+    # the functions of a Hook, given one by one, still know which tensors they leave alone and whether they round
+    lossy = getattr(pack, "lossy", False) is True
+    return Hook(name, pack, unpack, lossy=lossy, declines=getattr(pack, "declines", None))
 
 
 def _setting_of_hooks(pack: Any, unpack: Any, scope: str) -> Setting:

@@ -21,8 +21,8 @@ from torch.fx import Node
 
 from . import _compat
 from .hook import KEEP
+from .nodes import storage_of
 from .plan import Choice
-from .saved import storage_of
 
 __all__ = ["look_through"]
 

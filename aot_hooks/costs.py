@@ -22,7 +22,7 @@ from torch.utils.flop_counter import flop_registry
 
 from . import _compat
 from .memory import fuses, written_storages
-from .saved import is_view, storage_of
+from .nodes import is_view, storage_of
 
 __all__ = ["INSTANT", "Rates", "has_formula", "measured_rates", "node_ms"]
 

@@ -208,7 +208,7 @@ def _choose(setting: Setting, x: torch.Tensor, outermost: FrameType | None) -> t
             return KEEP, None
         if outermost is not None and _compat.storage_key(x) in _buffers(outermost):
             return KEEP, None
-    if isinstance(setting.rule, Hook) and setting.rule.declines is None:
+    if isinstance(setting.rule, Hook) and setting.rule.declines is None and not setting.rule.lossy:
         return setting.rule, None
     row = EagerRow(x)
     try:
@@ -219,7 +219,7 @@ def _choose(setting: Setting, x: torch.Tensor, outermost: FrameType | None) -> t
 
 def _ask(setting: Setting, row: EagerRow) -> Hook:
     hook = setting.choose(row, eager=True)
-    return KEEP if hook.declines is not None and hook.declines(row) else hook
+    return KEEP if hook.why_not(row) else hook
 
 
 def _given(frame: FrameType) -> set[int]:
@@ -294,7 +294,7 @@ def _unpack(kept: Kept) -> torch.Tensor:
             f"{_at(kept, 'unpack')} returned {out.dtype}{list(out.shape)} on {out.device}; expected "
             f"{dtype}{list(compact)} on {device}, like the saved one"
         )
-    if out.stride() != stride and not kept.hook.rounds_to_zero:  # as a graph restores it
+    if out.stride() != stride and not kept.hook.lossy:  # as a graph restores it
         like = torch.empty_strided(compact, stride, dtype=dtype, device="meta")
         out = restride(out, like, stride if has_gaps(like) else None)
     return out.expand(shape) if out.shape != shape else out

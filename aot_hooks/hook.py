@@ -15,7 +15,7 @@ import importlib
 import inspect
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, ParamSpec
 
 import torch
@@ -55,15 +55,16 @@ class Hook:
         pack: `tensor -> pytree`. Pure: no side effects, no mutation, no reading of values. Returning its argument
             unchanged leaves the tensor as it is.
         unpack: `pytree -> tensor` of the saved tensor's shape, dtype and device. Strides are restored by the package.
+        lossy: True says that unpack gives rounded numbers. Then only floating-point tensors that the backward reads
+            smoothly are packed. Its decisions (comparisons, indices) are answered from the unrounded numbers, in bits
+            that are saved beside the packed ones. False packs every tensor, as asked.
         eager: True runs both functions as they are, at run time, on the tensors that the compiled graph saves, instead
             of tracing them into the graph. The way out for hooks that cannot be traced; they cannot fuse, and the
             compiled forward has written the tensor before they see it.
-        declines: `SavedTensor -> str | None`, why the hook leaves a tensor as it is, for reports; None if it takes it.
-            Sees what a pack cannot: the operator, the module. Must use sizes as plain numbers only.
-        rounds_to_zero: True says that small numbers come back as zero. Readers that only compare, as ReLU's backward
-            does, then get their answers exactly, in a bit or so an element beside what is packed for the others.
         cache_hash: says what both functions do where their content cannot be read (a C function, an operator of a
             library of one's own), so that graphs can be cached: change it when they change. See docs/caching.md.
+        declines: `SavedTensor -> str | None`, why the hook leaves a tensor as it is, for reports; None if it takes it.
+            Sees what a pack cannot: the operator, the module. Must use sizes as plain numbers only.
 
     Raises:
         OptionError: for an argument of another type.
@@ -74,10 +75,11 @@ class Hook:
     name: str
     pack: Callable[[torch.Tensor], Any]
     unpack: Callable[[Any], torch.Tensor]
+    _: KW_ONLY
+    lossy: bool = False
     eager: bool = False
-    declines: Callable[[Any], str | None] | None = None
-    rounds_to_zero: bool = False
     cache_hash: str | None = None
+    declines: Callable[[Any], str | None] | None = None
 
     def __post_init__(self) -> None:
         for field, value, right, expected in (
@@ -86,11 +88,26 @@ class Hook:
             ("unpack", self.unpack, callable(self.unpack), "a function `pytree -> tensor`"),
             ("eager", self.eager, isinstance(self.eager, bool), "True or False"),
             ("declines", self.declines, self.declines is None or callable(self.declines), "a function or None"),
-            ("rounds_to_zero", self.rounds_to_zero, isinstance(self.rounds_to_zero, bool), "True or False"),
+            ("lossy", self.lossy, isinstance(self.lossy, bool), "True or False"),
             ("cache_hash", self.cache_hash, isinstance(self.cache_hash, (str, type(None))), "a str or None"),
         ):
             if not right:
                 raise OptionError(f"Hook({self.name!r}): {field} must be {expected}, got {value!r}")
+
+    def why_not(self, saved: Any) -> str | None:
+        """Why the hook leaves a `SavedTensor` as it is, in words; None if it takes it."""
+        if self.declines is not None and (declined := self.declines(saved)):
+            return declined
+        if not self.lossy:
+            return None
+        if not saved.dtype.is_floating_point:
+            return f"{self.name} rounds: it leaves {str(saved.dtype).removeprefix('torch.')} as it is"
+        return next((read.why() for read in saved.backward_reads if not read.answered), None)
+
+    @property
+    def is_own(self) -> bool:
+        """Whether the functions are the user's, not of this package."""
+        return str(getattr(self.pack, "__module__", "")).split(".")[0] != __package__
 
     def __str__(self) -> str:
         return self.name

@@ -23,7 +23,8 @@ from torch.fx import GraphModule, Node
 
 from . import _compat
 from .memory import last_readers, written_storages
-from .saved import boundary, place_of, storage_of
+from .nodes import storage_of
+from .saved import boundary, place_of
 from .transfers import offload_wait, reload_start
 
 __all__ = ["LivePoint", "join", "live_bytes"]

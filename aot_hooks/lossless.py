@@ -24,9 +24,9 @@ from typing import Any
 import torch
 
 from . import _compat
-from .facts import Test
 from .hook import KEEP, Hook, compiled_by
 from .library.bitmask import bitmask, pack_bits, unpack_bits
+from .read_tables import Test
 from .saved import SavedTensor
 
 __all__ = ["Lossless", "classes", "compare_hook", "lossless", "narrow_hook"]

@@ -19,7 +19,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from . import _compat
-from .saved import is_view, storage_of
+from .nodes import is_view, storage_of
 
 __all__ = ["alive_bytes", "fuses", "last_readers", "written_storages"]
 

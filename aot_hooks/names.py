@@ -23,7 +23,8 @@ from torch.fx import Graph, Node
 from . import _compat
 from .dynamo import _compat as dynamo
 from .errors import OptionError
-from .saved import NAMES, view_source
+from .nodes import view_source
+from .saved import NAMES
 
 __all__ = ["NamesOf", "carry_names", "checkpoint_name", "name_given", "names_of", "uses_names"]
 

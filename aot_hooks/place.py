@@ -21,7 +21,7 @@ from . import _compat
 from .costs import Rates, has_formula, measured_rates, node_ms
 from .inductor.marks import PACKED_ROW
 from .library.offload import OffloadSettings
-from .saved import is_view
+from .nodes import is_view
 from .schedule import Item, Limits, Transfer, schedule
 from .transfers import offload_start, offload_wait, reload_start, reload_wait
 

@@ -14,13 +14,14 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch.fx import Node
 
+from .backward_reads import FoundRead
 from .errors import OptionError
-from .facts import asked_of
 from .hook import KEEP, Hook
 from .live import LivePoint, join
 from .lossless import compare_hook
+from .nodes import producer, region_output
 from .policy import Setting, out_of_scope
-from .saved import Boundary, SavedTensor, SavedValue, producer, region_output
+from .saved import Boundary, SavedTensor, SavedValue
 from .schedule import Transfer
 from .snapshots import SNAPSHOT
 
@@ -113,6 +114,9 @@ class Choice:
         source: what is packed in its place, a node of the forward from which `replay` makes it.
         replay: the nodes that make it from `view_of` or `source`; they only move data.
         settings: keys of the settings that were asked.
+        answers: the decisions of the backward that need an exact outcome, because `uses` rounds the value.
+        is_answer: the value is such an outcome; without hooks it would not be saved.
+        is_dropped: nothing reads the value any more, because its decisions are answered; it does not cross.
     """
 
     value: SavedValue
@@ -122,6 +126,13 @@ class Choice:
     source: Node | None = None
     replay: tuple[Node, ...] = ()
     settings: tuple[str, ...] = ()
+    answers: tuple[FoundRead, ...] = ()
+    is_answer: bool = False
+    is_dropped: bool = False
+    had_readers: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.had_readers = any(readers for _, readers in self.uses)
 
     @property
     def packs(self) -> bool:
@@ -155,8 +166,8 @@ def decide(boundary: Boundary, ambient: Setting | None, regions: Mapping[str, Se
     """Which hook for which reader of which saved value.
 
     A reader inside a region of the program follows the region's setting, any other the ambient one. One storage is
-    packed once: of several views of it one is packed, and if one must stay all stay. Readers that only compare get
-    exact answers whatever is lost for the others, see `Hook.rounds_to_zero`.
+    packed once: of several views of it one is packed, and if one must stay all stay. A lossy hook takes a value only if
+    the backward's reads of it are smooth, or decisions that answers.py can answer exactly.
     """
     choices = [_choose(value, ambient, regions) for value in boundary.tensors]
     by_storage: dict[int, list[Choice]] = defaultdict(list)
@@ -165,34 +176,7 @@ def decide(boundary: Boundary, ambient: Setting | None, regions: Mapping[str, Se
     for group in by_storage.values():
         if len(group) > 1:
             _one_packing(group)
-    heads = {id(choice.view_of) for choice in choices if choice.view_of is not None}
-    for choice in choices:
-        if id(choice.value) not in heads:
-            _keep_answers(choice)
     return choices
-
-
-def _keep_answers(choice: Choice) -> None:
-    """Where a hook takes small numbers to zero, store the answers for the readers that only compare.
-
-    With a block's largest value at three standard deviations, int8 takes one positive number in a hundred to zero, and
-    ReLU passes no gradient there: in a ResNet of two stages that was 3.3% of the gradient, and without it 0.6%.
-    """
-    node, dtype = choice.value.bw_node, choice.value.row.dtype
-    uses: list[tuple[Hook, list[Node]]] = []
-    for hook, readers in choice.uses:
-        asks = {reader: asked_of(node, reader) for reader in readers} if hook.rounds_to_zero else {}
-        tests = {reader: asked for reader, asked in asks.items() if asked is not None}
-        exact = compare_hook(tuple(sorted({t for asked in tests.values() for t in asked})), dtype) if tests else KEEP
-        others = readers if exact is KEEP else [reader for reader in readers if reader not in tests]
-        if others and exact is not KEEP and choice.view_of is not None:
-            return  # it is brought back by another value, for all its readers
-        uses += [(hook, others)] if others else []
-        if exact is not KEEP:
-            uses.append((exact, list(tests)))
-            choice.reason += "; comparisons keep their answers"
-            choice.view_of = None
-    choice.uses = uses
 
 
 def _choose(value: SavedValue, ambient: Setting | None, regions: Mapping[str, Setting]) -> Choice:
@@ -226,9 +210,11 @@ def _choose(value: SavedValue, ambient: Setting | None, regions: Mapping[str, Se
             out = out_of_scope(value.row, setting.scope)
             hook = KEEP if out else setting.choose(value.row)
             reason = out or (setting.why_kept(value.row) if hook is KEEP else setting.why_packed(value.row))
-            declined = hook.declines(value.row) if hook.declines is not None else None
+            declined = hook.why_not(value.row) or _no_answer(hook, value)
             if declined:
                 hook, reason = KEEP, declined
+            elif not hook.lossy and hook.is_own:
+                reason += _warning(value)
             if hook.eager:
                 raise OptionError(
                     f"hook '{hook.name}' is to run eagerly, but a region inside a compiled function or a policy chose "
@@ -241,7 +227,24 @@ def _choose(value: SavedValue, ambient: Setting | None, regions: Mapping[str, Se
     if any(u.op == "output" for u in value.bw_node.users) and any(h is not KEEP for h in uses):
         keep.reason = "the backward gives it back as it is"
         return keep
-    return Choice(value, list(uses.items()), "; ".join(dict.fromkeys(reasons)), settings=tuple(settings))
+    lossy = {reader for hook, rs in uses.items() if hook.lossy for reader in rs}
+    answers = tuple(found for found in value.reads if found.read.answered and found.reader in lossy)
+    reason = "; ".join(dict.fromkeys(reasons))
+    return Choice(value, list(uses.items()), reason, settings=tuple(settings), answers=answers)
+
+
+def _no_answer(hook: Hook, value: SavedValue) -> str | None:
+    """Why the decisions that are read from `value` cannot be stored as outcomes of tests, if lossy `hook` takes it."""
+    for found in value.reads if hook.lossy else ():
+        if found.tests and compare_hook(found.tests, value.row.dtype) is KEEP:
+            return found.read.why()
+    return None
+
+
+def _warning(value: SavedValue) -> str:
+    """What to say of a user's own hook that may round what the backward decides by."""
+    reads = [found.read for found in value.reads if found.read.kind == "decision"]
+    return f"; the backward decides by what unpack gives: {reads[0]}" if reads else ""
 
 
 def _packed_in_a_nested_region(node: Node) -> bool:

@@ -99,7 +99,7 @@ def first_match(*policies: Rule) -> Policy:
     """The hook of the first policy that has one for the tensor; none: the tensor is kept.
 
     A policy of this module whose condition holds decides, also for `KEEP`; of a plain function `KEEP` means "not mine".
-    A hook that declines the tensor (`Hook.declines`: `float8` a mask) leaves it to the next.
+    A hook that leaves the tensor as it is (`float8` a mask, or what the backward decides by) leaves it to the next.
     """
     return _FirstMatch(tuple(_rule("first_match", policy) for policy in policies))
 
@@ -150,7 +150,7 @@ def _looks_at_modules(rule: Rule) -> bool:
 def _why(rule: Rule, saved: SavedTensor) -> str:
     """What a hook or policy itself says of why it leaves `saved`."""
     if isinstance(rule, Hook):
-        return (rule.declines(saved) if rule.declines is not None else None) or ""
+        return rule.why_not(saved) or ""
     why = getattr(rule, "why_kept", None)
     said = str(why(saved)) if why is not None else ""
     return "" if said == _KEPT else said
@@ -302,7 +302,7 @@ class _FirstMatch(_Policy):
         """The hook, and the policy that has it."""
         for policy in self.policies:
             hook = _ask(policy, saved)
-            if hook is not None and (hook.declines is None or not hook.declines(saved)):
+            if hook is not None and not hook.why_not(saved):
                 return hook, policy
         return None, None
 

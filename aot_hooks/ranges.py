@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from .facts import CONVERSIONS, FLOATS, MOVES
+from .read_tables import CONVERSIONS, FLOATS, MOVES
 
 __all__ = ["value_range"]
 

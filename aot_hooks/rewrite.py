@@ -16,16 +16,18 @@ import torch
 from torch.fx import GraphModule, Node
 
 from . import _compat
+from .answers import ANSWERS, add_answers
 from .copies import look_through
 from .hook import KEEP, Hook, compiling_for
 from .inductor import _compat as inductor
 from .inline import Packing, Unit, inline, last_use, lift_constants, packed_bytes
 from .library.offload import settings_of
 from .memory import alive_bytes, fuses
+from .nodes import producer, storage_of
 from .place import Leaf, place
 from .plan import Choice, Decision, Plan, decide
 from .policy import Setting
-from .saved import SavedValue, boundary, producer, storage_of
+from .saved import SavedValue, boundary
 from .schedule import Transfer
 from .trace import TracedHook, trace_hook
 from .transfers import offload_wait
@@ -64,6 +66,7 @@ def rewrite(
     _show("backward before", bw)
     cross = boundary(fw, bw, num_fwd_outputs, static_inputs, roots)
     choices = decide(cross, ambient, regions)
+    choices = add_answers(fw, bw, cross, choices, for_inductor=for_inductor)
     look_through(choices, cross.kept_storages)
     tracer = _Tracer(inductor.decompositions() if for_inductor else None)
     units: dict[int, Unit] = {}
@@ -72,6 +75,8 @@ def rewrite(
             unit = _unit(choice, tracer)
             if unit is not None:
                 units[id(choice.value)] = unit
+        elif choice.is_dropped:
+            units[id(choice.value)] = Unit(choice.value, [], False, choice.value.fw_node)
     for choice in choices:
         unit = units.get(id(choice.view_of)) if choice.view_of is not None else None
         if unit is not None:
@@ -231,17 +236,17 @@ def _plan(choices: list[Choice], units: dict[int, Unit], transfers: tuple[Transf
     counted: set[int] = set()
     for choice in choices:
         row = choice.value.row
-        first = row.storage not in counted
+        alive_anyway = row.is_input or row.is_static or row.storage in counted
         counted.add(row.storage)
-        alive_anyway = row.is_input or row.is_static
-        saved_bytes = row.nbytes if first and not alive_anyway else 0
+        unpacked = 0 if alive_anyway else row.nbytes
         unit = units.get(id(choice.value))
-        hook = next((h for h, _ in choice.uses if h is not KEEP), KEEP)
-        packed = saved_bytes
+        hook = ANSWERS if choice.is_dropped else next((h for h, _ in choice.uses if h is not KEEP), KEEP)
+        packed = unpacked
         if unit is not None:
-            packed = (saved_bytes if unit.keep else 0) + sum(p.packed_bytes for p in unit.packings)
+            packed = (unpacked if unit.keep else 0) + sum(p.packed_bytes for p in unit.packings)
         elif choice.view_of is not None:
             packed = 0
+        saved_bytes = 0 if choice.is_answer else unpacked
         decisions.append(Decision(row, hook, choice.reason, packed, saved_bytes, choice.settings))
     return Plan(tuple(decisions), transfers)
 

@@ -12,11 +12,9 @@ Source: the calling convention of `torch._functorch.partitioners`, the same in t
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -24,9 +22,11 @@ import torch
 from torch.fx import GraphModule, Node
 
 from . import _compat
+from .backward_reads import BackwardReads, FoundRead, Read, tests_of
 from .errors import UnsupportedGraphError
-from .facts import Test, asked_of, is_exponentiated
+from .nodes import op_name, producer, source_line, storage_of, view_source
 from .ranges import value_range
+from .read_tables import Test
 
 __all__ = [
     "NAMES",
@@ -36,13 +36,9 @@ __all__ = [
     "SavedValue",
     "boundary",
     "is_size",
-    "is_view",
     "module_stack",
     "place_of",
-    "producer",
-    "region_output",
-    "storage_of",
-    "view_source",
+    "shape_of",
 ]
 
 NAMES = "aot_hooks_names"  # the key under meta["custom"] of a value's names, see names.py
@@ -88,8 +84,8 @@ class SavedTensor:
             number; () if they look at the shape only, None if one may need the numbers themselves.
         value_range: (smallest, largest) that a number of it can be, all of them whole, if the forward proves it.
         checkpoint_names: the names that `aot_hooks.checkpoint_name` gave it, or what it is a view of.
-        backward_exponentiates: whether a backward's reader of its storage takes its exponential, or that of what is
-            scaled or shifted of it.
+        backward_reads: the reads of the backward that are not smooth: a rounded number would not do. See `Read`. ()
+            for a tensor that eager code saves, whose backward is not known.
     """
 
     name: str
@@ -108,7 +104,7 @@ class SavedTensor:
     backward_asks: tuple[Test, ...] | None = None
     value_range: tuple[int, int] | None = None
     checkpoint_names: tuple[str, ...] = field(default_factory=tuple)  # a factory: rows of eager tensors read it late
-    backward_exponentiates: bool = False
+    backward_reads: tuple[Read, ...] = ()
 
     def describe(self) -> str:
         """One line for messages: name, dtype, shape and the user's line."""
@@ -119,11 +115,13 @@ class SavedTensor:
 
 @dataclass
 class SavedValue:
-    """A saved tensor's node in the forward, its placeholder in the backward, and its row."""
+    """A saved tensor's node in the forward, its placeholder in the backward, its row, and its reads that are not
+    smooth."""
 
     fw_node: Node
     bw_node: Node
     row: SavedTensor
+    reads: tuple[FoundRead, ...] = ()
 
     @property
     def value(self) -> torch.Tensor:
@@ -134,13 +132,15 @@ class SavedValue:
 @dataclass
 class Boundary:
     """All that crosses: tensors, symints and opaque objects, each as (forward node, backward placeholder); and the
-    storages of the forward's inputs and of what the user gets, which are alive whatever a hook does."""
+    storages of the forward's inputs and of what the user gets, which are alive whatever a hook does. `reads` are the
+    reads of the backward."""
 
     user_outputs: list[Any]
     tensors: list[SavedValue]
     opaque: list[tuple[Any, Node]]
     symints: list[tuple[Node, Node]]
     kept_storages: set[Any]
+    reads: BackwardReads
 
 
 def boundary(
@@ -173,6 +173,8 @@ def boundary(
     output_storages = _storages(user)
     numbers: dict[Any, int] = {}
     tensors, opaque = [], []
+    pairs = [*zip(syms, bw_syms, strict=True), *zip(others, bw_others, strict=True)]
+    reads = BackwardReads(fw, bw, pairs)
     for fw_node, bw_node in zip(others, bw_others, strict=True):
         value = fw_node.meta.get("val") if isinstance(fw_node, Node) else None
         if not isinstance(value, torch.Tensor):
@@ -185,29 +187,30 @@ def boundary(
                 f"'{bw_node.name}' ({other!r}); expected the same tensor at the same position"
             )
         key = storage_of(fw_node)
+        found = tuple(reads.of(bw_node)) if value.dtype.is_floating_point else ()
         row = SavedTensor(
             name=fw_node.name,
-            op=_op_name(producer(fw_node)),
-            shape=tuple(_dim(s) for s in value.shape),
+            op=op_name(producer(fw_node)),
+            shape=shape_of(value),
             dtype=value.dtype,
             device=value.device,
             nbytes=_storage_bytes(value),
             storage=numbers.setdefault(key, len(numbers)),
             module_path=_first(lambda n: _module_path(n, roots), fw_node, bw_node) or roots.get("", ""),
-            source_line=_first(_source_line, fw_node, bw_node),
-            backward_ops=tuple(dict.fromkeys(map(_op_name, _readers(bw_node)))),
+            source_line=_first(source_line, fw_node, bw_node),
+            backward_ops=tuple(dict.fromkeys(map(op_name, _readers(bw_node)))),
             is_input=key in input_storages,
             is_output=key in output_storages,
             is_static=key in static_storages,
-            backward_asks=asked_of(bw_node),
+            backward_asks=tests_of(bw_node),
             value_range=value_range(fw_node),
             checkpoint_names=_names(fw_node),
-            backward_exponentiates=is_exponentiated(bw_node),
+            backward_reads=tuple(dict.fromkeys(f.read for f in found)),
         )
-        tensors.append(SavedValue(fw_node, bw_node, row))
+        tensors.append(SavedValue(fw_node, bw_node, row, found))
     _share_asks(tensors)
     symints = list(zip(syms, bw_syms, strict=True))
-    return Boundary(user, tensors, opaque, symints, input_storages | output_storages)
+    return Boundary(user, tensors, opaque, symints, input_storages | output_storages, reads)
 
 
 def _share_asks(tensors: list[SavedValue]) -> None:
@@ -222,8 +225,7 @@ def _share_asks(tensors: list[SavedValue]) -> None:
             one_dtype = len({v.row.dtype for v in group}) == 1
             union = tuple(sorted({t for a in known for t in a})) if one_dtype and len(known) == len(asks) else None
             for value in group:
-                exponentiated = any(v.row.backward_exponentiates for v in group)
-                value.row = replace(value.row, backward_asks=union, backward_exponentiates=exponentiated)
+                value.row = replace(value.row, backward_asks=union)
 
 
 def is_size(node: Node) -> bool:
@@ -231,60 +233,10 @@ def is_size(node: Node) -> bool:
     return isinstance(node.meta.get("val"), torch.SymInt | torch.SymFloat | torch.SymBool | int | float | bool)
 
 
-def _dim(size: Any) -> int:
-    return size if isinstance(size, int) else Dim(_compat.hint(size), _compat.expression(size))
-
-
-def storage_of(node: Node) -> Any:
-    """Identity of the storage of a node's value, by its fake value; None if it is no tensor.
-
-    What a higher-order operator gives is its own: torch caches fake values of nested regions, so two calls seem one.
-    A nested region's outputs that share memory with each other, or with what the region is given, share it here too.
-    """
-    value = node.meta.get("val")
-    if not isinstance(value, torch.Tensor):
-        return None
-    root = node
-    while is_view(root) and isinstance(root.args[0], Node):
-        root = root.args[0]
-    if root.op == "call_function" and "getitem" in str(root.target) and isinstance(root.args[0], Node):
-        if isinstance(root.args[0].target, _compat.HigherOrderOperator):
-            return _storage_in_region(root)
-    # a tensor without a storage (sparse) shares it with nobody
-    return _compat.storage_key(value) if value.layout is torch.strided else id(value)
-
-
-def region_output(node: Node) -> Node | None:
-    """The node in the body of a nested compiled region (`invoke_subgraph`) whose value `node` is; None if unknown."""
-    if node.op != "call_function" or "getitem" not in str(node.target):
-        return None
-    call, index = node.args
-    if not isinstance(call, Node) or not isinstance(index, int) or "invoke_subgraph" not in str(call.target):
-        return None
-    body = call.args[0]
-    owner = node.graph.owning_module
-    inner = getattr(owner, str(body.target), None) if isinstance(body, Node) and body.op == "get_attr" else None
-    if not isinstance(inner, GraphModule):
-        return None
-    outputs = inner.graph.output_node().args[0]
-    out = outputs[index] if isinstance(outputs, tuple | list) else None
-    return out if isinstance(out, Node) else None
-
-
-def _storage_in_region(node: Node) -> Any:
-    """Identity of the storage of `node`, an output of a higher-order operator: a parameter that a region saves is the
-    parameter that it was given."""
-    out = region_output(node)
-    if out is None:
-        return node
-    call: Any = node.args[0]
-    key = storage_of(out)
-    inputs = out.graph.find_nodes(op="placeholder")
-    operands = call.args[len(call.args) - len(inputs) :]
-    for inside, outside in zip(inputs, operands, strict=True):
-        if isinstance(outside, Node) and storage_of(inside) == key:
-            return storage_of(outside)
-    return call, key
+def shape_of(value: torch.Tensor) -> tuple[int, ...]:
+    """The sizes of `value`; symbolic ones as `Dim`s."""
+    sizes: tuple[Any, ...] = value.shape
+    return tuple(s if isinstance(s, int) else Dim(_compat.hint(s), _compat.expression(s)) for s in sizes)
 
 
 def _storages(nodes: Iterable[Any]) -> set[Any]:
@@ -295,34 +247,6 @@ def _storage_bytes(value: torch.Tensor) -> int:
     if value.layout is not torch.strided:
         return _compat.hint(value.numel()) * value.element_size()
     return _compat.hint(value.untyped_storage().nbytes())
-
-
-def is_view(node: Node) -> bool:
-    """Whether `node` only looks at its first argument's storage."""
-    schema = getattr(node.target, "_schema", None)
-    return node.op == "call_function" and (
-        node.target is torch.ops.aten.detach.default
-        or (schema is not None and any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns))
-    )
-
-
-def view_source(node: Node) -> Node | None:
-    """What `node` is a view of, also one of several (`split`) and where the schema tells nothing; else None."""
-    source = node.args[0] if node.op == "call_function" and node.args else None
-    if not isinstance(source, Node):
-        return None
-    if "getitem" in str(node.target):
-        return view_source(source)
-    return source if is_view(node) or str(node.target) == "aten._unsafe_view.default" else None
-
-
-def producer(node: Node) -> Node:
-    """The node whose operator made the value, looking through views and tuples."""
-    while (source := view_source(node)) is not None:
-        node = source
-    if "getitem" in str(node.target) and isinstance(node.args[0], Node):
-        return node.args[0]
-    return node
 
 
 def _readers(node: Node) -> list[Node]:
@@ -343,18 +267,6 @@ def _names(node: Node) -> tuple[str, ...]:
     return tuple(names)
 
 
-def _op_name(node: Node) -> str:
-    """The operator as the program called it, whatever Inductor decomposed it to."""
-    if node.op != "call_function":
-        return "input" if node.op == "placeholder" else node.op
-    return str(node.meta.get("original_aten") or node.target)
-
-
-_PACKAGE = str(Path(__file__).parent) + os.sep  # frames of `plan` and `checkpoint_name` are none of the user's
-_TORCH = str(Path(torch.__file__).parent) + os.sep
-_FRAME = re.compile(r'File "(?P<file>[^"]*)", line (?P<line>\d+), in .*\n\s*(?P<code>.*)')
-
-
 def _first(read: Callable[[Node], str], fw_node: Node, bw_node: Node) -> str:
     """What the node of the operator that made it says; of a graph input, which says nothing, what its view or its
     readers say."""
@@ -365,17 +277,9 @@ def _first(read: Callable[[Node], str], fw_node: Node, bw_node: Node) -> str:
     return ""
 
 
-def _source_line(node: Node) -> str:
-    frames = [f for f in _FRAME.finditer(node.meta.get("stack_trace") or "") if not f["file"].startswith(_PACKAGE)]
-    if not frames:
-        return ""
-    last = next((f for f in reversed(frames) if not f["file"].startswith(_TORCH)), frames[-1])  # not F.rms_norm's own
-    return f"{last['file'].rsplit('/', 1)[-1]}:{last['line']}: {last['code'].strip()}"
-
-
 def place_of(node: Node, roots: Mapping[str, str] = MappingProxyType({})) -> tuple[str, str]:
     """Where `node` was made: the module's path and the user's line, each "" if unknown; `roots` as in `boundary`."""
-    line = _source_line(node)
+    line = source_line(node)
     return _module_path(node, roots) or (roots.get("", "") if line else ""), line
 
 

@@ -20,7 +20,8 @@ import torch
 from torch.fx import GraphModule, Node
 
 from . import _compat
-from .saved import is_size, storage_of
+from .nodes import storage_of
+from .saved import is_size
 
 __all__ = ["SNAPSHOT", "save_what_was_read"]
 

@@ -124,7 +124,7 @@ def _trace(
         if _compat.same_size(value.stride(d), 0) and not _compat.same_size(value.shape[d], 1)
     ]
     # Inductor's loops take value by value, and what rounds anyway needs no memory for gaps
-    gaps = decompositions is None and not hook.rounds_to_zero and has_gaps(sample)
+    gaps = decompositions is None and not hook.lossy and has_gaps(sample)
     result: dict[str, Any] = {}
 
     def compact(x: torch.Tensor) -> torch.Tensor:

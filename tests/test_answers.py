@@ -78,7 +78,7 @@ def test_comparisons_keep_their_answers_with_inductor(hook: Hook) -> None:
 def test_without_it_they_would_not() -> None:
     exact = without_hooks(linear_layers, "aten")
     torch._dynamo.reset()
-    plain = dataclasses.replace(int8(), rounds_to_zero=False)
+    plain = dataclasses.replace(int8(), lossy=False)
     got = gradients(compiled(linear_layers), saved_tensors_hooks(plain))
     off = (got[0] - exact[0]).norm() / exact[0].norm()
     assert off > 0.03

@@ -173,7 +173,7 @@ def test_one_key_has_an_entry_for_each_answer_and_no_more(tmp_path: Path, monkey
 
     monkeypatch.setattr(stored.Checks, "programs", no)
     with pytest.warns(CacheWarning, match="because this cannot be checked"):
-        reasons = [step(dataclasses.replace(by_seed, rounds_to_zero=True), 0) for _ in range(3)]
+        reasons = [step(dataclasses.replace(by_seed, lossy=True), 0) for _ in range(3)]
     assert [reason.split(":")[0] for reason in reasons] == ["miss", "bypass", "bypass"]
     assert entries() == 3
 

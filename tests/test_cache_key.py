@@ -147,7 +147,7 @@ DIFFERENT: list[tuple[str, Any]] = [
     ("hook", lambda: key(Mlp(), X, rule=hook())),
     ("constant", lambda: key(Mlp(), X, rule=hook(2.0))),
     ("scope", lambda: key(Mlp(), X, rule=hook(), scope="all")),
-    ("rounds_to_zero", lambda: key(Mlp(), X, rule=hook(rounds_to_zero=True))),
+    ("lossy", lambda: key(Mlp(), X, rule=hook(lossy=True))),
     ("declines", lambda: key(Mlp(), X, rule=hook(declines=lambda row: "no" if row.nbytes > 9 else None))),
     ("cache_hash", lambda: key(Mlp(), X, rule=hook(cache_hash="1"))),
     ("other cache_hash", lambda: key(Mlp(), X, rule=hook(cache_hash="2"))),

@@ -104,7 +104,7 @@ def test_what_is_not_callable(given: tuple[Any, ...]) -> None:
         ({"unpack": None}, ["Hook('h')", "unpack must be a function `pytree -> tensor`, got None"]),
         ({"eager": "no"}, ["Hook('h')", "eager must be True or False, got 'no'"]),
         ({"declines": True}, ["Hook('h')", "declines must be a function or None, got True"]),
-        ({"rounds_to_zero": 1}, ["Hook('h')", "rounds_to_zero must be True or False, got 1"]),
+        ({"lossy": 1}, ["Hook('h')", "lossy must be True or False, got 1"]),
         ({"cache_hash": 1}, ["Hook('h')", "cache_hash must be a str or None, got 1"]),
     ],
     ids=lambda v: next(iter(v)) if isinstance(v, dict) else "",

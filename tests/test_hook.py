@@ -25,7 +25,7 @@ HOOKS = {
     "float8(scaling='tensorwise')": aot_hooks.float8(scaling="tensorwise"),
     "int8()": aot_hooks.int8(block_size=64),
     "int8(32, stochastic=True)": aot_hooks.int8(32, True),
-    "int8(statistics=True)": aot_hooks.int8(statistics=True),
+    "int8(power_of_two=True)": aot_hooks.int8(power_of_two=True),
     "int4()": aot_hooks.int4(),
     "int4(stochastic=False)": aot_hooks.int4(stochastic=False),
     "offload(max_stall_ms=math.inf)": aot_hooks.offload(max_stall_ms=math.inf),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 import hypothesis.strategies as st
 import pytest
 import torch
@@ -347,7 +345,6 @@ def test_reports_say_what_is_left_alone():
     assert "int4 would save too little on rows this short" in reasons(lambda y: y.sin(), y, hook=aot_hooks.int4())
     statistic = "int8 leaves logarithms that the backward exponentiates as they are"
     assert statistic in reasons(lambda x: x.log_softmax(-1).sin(), x, hook=aot_hooks.int8())
-    assert statistic not in reasons(lambda x: x.log_softmax(-1).sin(), x, hook=aot_hooks.int8(statistics=True))
 
 
 @pytest.mark.core
@@ -380,11 +377,8 @@ def test_bad_block_sizes(block_size):
         (aot_hooks.int8, {"stochastic": 1}),
         (aot_hooks.int8, {"power_of_two": 1}),
         (aot_hooks.int4, {"stochastic": "no"}),
-        (aot_hooks.int4, {"statistics": "no"}),
-        (aot_hooks.float8, {"statistics": 0}),
-        (functools.partial(aot_hooks.cast, torch.bfloat16), {"statistics": None}),
     ],
-    ids=["int8", "int8, scales", "int4, rounding", "int4, statistics", "float8", "cast"],
+    ids=["int8", "int8, scales", "int4, rounding"],
 )
 def test_what_is_true_or_false_is_nothing_else(factory, wrong):
     (option, value), *_ = wrong.items()

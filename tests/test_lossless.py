@@ -9,12 +9,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_facts import CALLS, numbers, results, same_bits, what_is_asked
+from test_backward_reads import CALLS, numbers, results, same_bits, what_is_asked
 
 import aot_hooks
 from aot_hooks import KEEP, lossless
-from aot_hooks.facts import ASKS, TESTS, Test
 from aot_hooks.lossless import classes
+from aot_hooks.read_tables import ASKS, TESTS, Test
 
 aten = torch.ops.aten
 HALVES = [torch.bfloat16, torch.float16]

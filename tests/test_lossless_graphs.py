@@ -6,14 +6,14 @@ import pytest
 import torch
 from graphs import by_hand, ops
 from steps import assert_same, step
-from test_facts import CALLS, decided, numbers, results, what_is_asked
+from test_backward_reads import CALLS, decided, numbers, results, what_is_asked
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import aot_hooks
 from aot_hooks import KEEP, lossless
-from aot_hooks.facts import ASKS, Test
 from aot_hooks.hook import compiling_for
 from aot_hooks.lossless import compare_hook
+from aot_hooks.read_tables import ASKS, Test
 from aot_hooks.trace import trace_hook
 
 aten = torch.ops.aten

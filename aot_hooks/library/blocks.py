@@ -27,12 +27,10 @@ __all__ = [
     "check_bool",
     "cut",
     "in_blocks",
-    "is_statistic",
     "padded",
 ]
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
-_EXPONENTIATED = ("logsumexp", "logsoftmax")
 SMALLEST_NORMAL = 2.0**-126  # of float32; scales are no smaller, so that their reciprocals are finite
 
 
@@ -79,14 +77,13 @@ def _count(length: Any, block: int) -> Any:
 
 @dataclass(frozen=True)
 class Declines:
-    """Why a hook leaves a saved tensor alone, or None: of another dtype, too small to gain, or a statistic.
+    """Why a hook leaves a saved tensor alone, or None: of another dtype, too small to gain, or a logarithm.
 
     Args:
         name: of the hook, for the message.
         bits: of a packed element.
         scale_bytes: of the scale of each `block` elements along the last dimension.
         dtypes: which it takes.
-        statistics: True takes statistics too, see `is_statistic`.
     """
 
     name: str
@@ -94,10 +91,6 @@ class Declines:
     scale_bytes: int = 0
     block: int = 1
     dtypes: tuple[torch.dtype, ...] = FLOATS
-    statistics: bool = False
-
-    def __post_init__(self) -> None:
-        check_bool(self.name, "statistics", self.statistics)
 
     def __call__(self, saved: SavedTensor) -> str | None:
         if saved.dtype not in self.dtypes:
@@ -108,20 +101,15 @@ class Declines:
         # a row, from 4 bytes to 3, and scale the norm's whole gradient by up to 2**-7.
         if 0 in saved.shape or 4 * packed_bytes >= 3 * row * saved.dtype.itemsize:
             return f"{self.name} would save too little on rows this short"
-        if not self.statistics and is_statistic(saved):
+        if _is_logarithm(saved):
             return f"{self.name} leaves logarithms that the backward exponentiates as they are"
         return None
 
 
-def is_statistic(saved: SavedTensor) -> bool:
-    """Whether a backward exponentiates `saved`, so that an error relative to it is none relative to the result: the
-    log-sum-exp of attention, log-probabilities, and logits of a softmax that is computed again."""
-    if saved.backward_exponentiates:
-        return True
+def _is_logarithm(saved: SavedTensor) -> bool:
+    """Whether an operator of eager code made a logarithm that its backward exponentiates: there reads are not known."""
     made = saved.op.lower().replace("_", "")
-    if any(name in made for name in _EXPONENTIATED):
-        return True
-    return "scaled_dot_product" in saved.op and len(saved.shape) == 3 and saved.dtype is torch.float32
+    return any(name in made for name in ("logsumexp", "logsoftmax"))
 
 
 def check_block_size(name: str, block_size: object) -> None:

@@ -26,6 +26,7 @@ _WIDER = {2: (torch.float32, torch.float64), 4: (torch.float64,)}  # bytes of an
 class _Pack:
     dtype: torch.dtype
     declines: Declines
+    lossy = True
 
     @property
     def __name__(self) -> str:  # as a function has one: a hook made of this pack alone is shown by it
@@ -47,17 +48,16 @@ def _unpack(packed: Any) -> torch.Tensor:
 
 
 @interned
-def cast(dtype: torch.dtype, statistics: bool = False) -> Hook:
+def cast(dtype: torch.dtype) -> Hook:
     """Store floating-point tensors that are wider than `dtype` in `dtype`.
 
     Args:
         dtype: `torch.bfloat16` or `torch.float16` (for float32 and float64), or `torch.float32` (for float64).
-        statistics: True also takes logarithms that the backward exponentiates (log-sum-exp, log-softmax), where an
-            absolute error becomes a relative one.
 
     Relative error of a value within the range of `dtype`: 2**-8, 2**-11, 2**-24; below its smallest normal number half
     its smallest subnormal. Infinities and NaN come back as they were; what is finite and too large comes back as the
-    largest number of `dtype`. Tensors for which it would save no bytes are left alone.
+    largest number of `dtype`. Tensors for which it would save no bytes, and what the
+    backward does not read smoothly, are left alone.
 
     Raises:
         OptionError: for another dtype. For 8 bits there is `float8`, which scales.
@@ -65,5 +65,5 @@ def cast(dtype: torch.dtype, statistics: bool = False) -> Hook:
     if dtype not in _TO:
         raise OptionError(f"cast: dtype must be one of {', '.join(map(str, _TO))}, got {dtype}")
     name = f"cast({str(dtype).removeprefix('torch.')})"
-    declines = Declines(name, 8 * dtype.itemsize, dtypes=_WIDER[dtype.itemsize], statistics=statistics)
-    return Hook(name, _Pack(dtype, declines), _unpack, declines=declines)
+    declines = Declines(name, 8 * dtype.itemsize, dtypes=_WIDER[dtype.itemsize])
+    return Hook(name, _Pack(dtype, declines), _unpack, lossy=True, declines=declines)

@@ -48,6 +48,7 @@ class _Pack:
     dtype: torch.dtype
     scaling: str
     declines: Declines
+    lossy = True
 
     @property
     def __name__(self) -> str:  # as a function has one: a hook made of this pack alone is shown by it
@@ -109,21 +110,18 @@ def _dims(x: torch.Tensor, block: int | None) -> list[int]:
 
 
 @interned
-def float8(dtype: torch.dtype = torch.float8_e4m3fn, scaling: str = "rowwise", statistics: bool = False) -> Hook:
+def float8(dtype: torch.dtype = torch.float8_e4m3fn, scaling: str = "rowwise") -> Hook:
     """Store floating-point tensors (bfloat16, float16, float32) in 8 bits.
 
     Args:
         dtype: `torch.float8_e4m3fn` (more precise) or `torch.float8_e5m2` (more range).
         scaling: one float32 scale, a power of two, for the "tensorwise" whole, for each row along the last dimension
             ("rowwise"), or for each block of 128 along it ("blockwise").
-        statistics: True also takes logarithms that the backward exponentiates (log-sum-exp, log-softmax), where an
-            absolute error becomes a relative one.
 
     Error of a value: at most 2**-4 (e4m3) or 2**-3 (e5m2) of it, or 2**-10 (e5m2: 2**-17) of the scale if that is more,
     times 1 + 2**-4 where the largest is more than 3/4 of what the dtype can hold; the scale is less than the largest
     finite value that shares it / 208 (e5m2: 24576), or 2**-126. Infinities and NaN come back as they were. Integers,
-    0-d and empty tensors, rows too short to gain and what is a logarithm (log-sum-exp, log-softmax) are left as they
-    are.
+    0-d and empty tensors, rows too short to gain and what the backward does not read smoothly are left as they are.
 
     Raises:
         OptionError: for another dtype or scaling.
@@ -132,6 +130,6 @@ def float8(dtype: torch.dtype = torch.float8_e4m3fn, scaling: str = "rowwise", s
         raise OptionError(f"float8: dtype must be one of {', '.join(map(str, _RANGE))}, got {dtype}")
     if scaling not in _BLOCKS:
         raise OptionError(f"float8: scaling must be one of {', '.join(map(repr, _BLOCKS))}, got {scaling!r}")
-    declines = Declines("float8", 8, 4, _BLOCKS[scaling] or 1 << 62, statistics=statistics)
+    declines = Declines("float8", 8, 4, _BLOCKS[scaling] or 1 << 62)
     pack = _Pack(dtype, scaling, declines)
-    return Hook(pack.__name__, pack, _Unpack(dtype, scaling), declines=declines)
+    return Hook(pack.__name__, pack, _Unpack(dtype, scaling), lossy=True, declines=declines)

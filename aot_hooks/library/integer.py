@@ -127,7 +127,7 @@ class _Pack:
     stochastic: bool
     power: bool
     declines: Declines
-    rounds_to_zero = True
+    lossy = True
 
     @property
     def __name__(self) -> str:  # as a function has one: a hook made of this pack alone is shown by it
@@ -173,26 +173,24 @@ class _Unpack:
         return from_memory_order(y, permutation)
 
 
-def _hook(bits: int, block: int, stochastic: bool, statistics: bool, power: bool = False) -> Hook:
+def _hook(bits: int, block: int, stochastic: bool, power: bool = False) -> Hook:
     check_block_size(f"int{bits}", block)
     check_bool(f"int{bits}", "stochastic", stochastic)
     check_bool(f"int{bits}", "power_of_two", power)
     # rows are as short for a scale of 8 bits as for one of 16: one number would be off by up to a 126th
-    declines = Declines(f"int{bits}", bits, 2, block, statistics=statistics)
+    declines = Declines(f"int{bits}", bits, 2, block)
     pack = _Pack(bits, block, stochastic, power, declines)
-    return Hook(pack.__name__, pack, _Unpack(bits, block), declines=declines, rounds_to_zero=True)
+    return Hook(pack.__name__, pack, _Unpack(bits, block), declines=declines, lossy=True)
 
 
 @interned
-def int8(block_size: int = 64, stochastic: bool = False, statistics: bool = False, power_of_two: bool = False) -> Hook:
+def int8(block_size: int = 64, stochastic: bool = False, *, power_of_two: bool = False) -> Hook:
     """Store floating-point tensors (bfloat16, float16, float32) in 8 bits and a scale of 16 bits a block.
 
     Args:
         block_size: how many values along the last dimension share a scale: a power of two from 8 to 1024.
         stochastic: round up or down at random, so that the expected value of what comes back is what was saved. Fresh
             in each step, from torch's random state (`torch.manual_seed`).
-        statistics: True also takes logarithms that the backward exponentiates (log-sum-exp, log-softmax), where an
-            absolute error becomes a relative one.
         power_of_two: scales that are powers of two, of 8 bits each. What comes back then has fewer digits that are not
             zero, which matrix products take less power for, and at its power limit a GPU less time. The error is up to
             twice as large, 1.5 times on the whole: with blocks of 32 of as many bytes as without blocks of 64 it is a
@@ -202,16 +200,16 @@ def int8(block_size: int = 64, stochastic: bool = False, statistics: bool = Fals
     the largest finite value of the block / 125, or / 63 if it is a power of two, and at least 2**-126, or of
     float16 its smallest number, 2**-24; if it is a power of two, the error may be a quarter of a step more in a block
     that holds a number within a 64th of its dtype's largest. Infinities and NaN come back as they were. Integers, 0-d
-    and empty tensors and rows too short to gain are left alone.
+    and empty tensors, rows too short to gain and what the backward does not read smoothly are left alone.
 
     Raises:
         OptionError: for another block_size, or an argument of another type.
     """
-    return _hook(8, block_size, stochastic, statistics, power_of_two)
+    return _hook(8, block_size, stochastic, power_of_two)
 
 
 @interned
-def int4(block_size: int = 32, stochastic: bool = True, statistics: bool = False) -> Hook:
+def int4(block_size: int = 32, stochastic: bool = True) -> Hook:
     """Store floating-point tensors (bfloat16, float16, float32) in 4 bits and a scale of 16 bits a block.
 
     Arguments, and what is left alone, as for `int8`. Rounding at random is the default: to the nearest, errors at 4
@@ -225,4 +223,4 @@ def int4(block_size: int = 32, stochastic: bool = True, statistics: bool = False
     Raises:
         OptionError: for another block_size, or an argument of another type.
     """
-    return _hook(4, block_size, stochastic, statistics)
+    return _hook(4, block_size, stochastic)

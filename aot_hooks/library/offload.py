@@ -59,7 +59,7 @@ class _Pack:
     settings: OffloadSettings
     then: Hook | None
     declines: Callable[[Any], str | None]
-    rounds_to_zero: bool
+    lossy: bool
 
     @property
     def __name__(self) -> str:  # as a function has one: a hook made of this pack alone is shown by it
@@ -281,7 +281,7 @@ class _Declines:
             return f"offload has no copies beside the compute for device {saved.device}"
         if saved.nbytes < self.min_bytes:
             return f"smaller than min_bytes={self.min_bytes}"
-        return self.then.declines(saved) if self.then is not None and self.then.declines is not None else None
+        return self.then.why_not(saved) if self.then is not None else None
 
 
 @interned
@@ -331,5 +331,5 @@ def offload(
         raise OptionError(f"offload: then must say in which form tensors wait, got {then!r}, which sends them itself")
     settings = OffloadSettings(then is None, min_bytes, max_host_bytes, in_flight_bytes, max_stall_ms, rates)
     declines = _Declines(min_bytes, then)
-    pack = _Pack(settings, then, declines, then is not None and then.rounds_to_zero)
-    return Hook(pack.__name__, pack, _Unpack(then), declines=declines, rounds_to_zero=pack.rounds_to_zero)
+    pack = _Pack(settings, then, declines, then is not None and then.lossy)
+    return Hook(pack.__name__, pack, _Unpack(then), declines=declines, lossy=pack.lossy)

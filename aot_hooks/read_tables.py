@@ -1,0 +1,270 @@
+"""Operators by how their result depends on a number that they read. Data only; backward_reads.py applies it.
+
+      SMOOTH       mul, mm, gelu_backward, ...   a small error of the number is a small error of the result
+      MOVES        view, select, clone, ...      each number of the result is one of the argument
+      SHAPE_ONLY   avg_pool2d_backward, ...      takes sizes, strides, dtype and device only
+      ASKS         threshold_backward, ...       a yes-or-no question about each number: `Test`s, answered in bits
+      SINGULAR     log, exp, rsqrt, ...          a small error may become any error
+      DECIDES      round, sign, sort, ...        jumps; an operator whose result is bool or int always does
+
+An operator that stands nowhere is unknown, and what it reads is not rounded. So an entry that is missing costs memory,
+and one that is wrong costs exactness: ASKS and SHAPE_ONLY are tested bitwise against the kernels, SMOOTH by torch's
+own operator database (benchmarks/bench_op_db.py).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+__all__ = [
+    "ADDENDS",
+    "ASKS",
+    "CONVERSIONS",
+    "DECIDES",
+    "FLOATS",
+    "KEEPS_NORM",
+    "MOVES",
+    "ROOTS",
+    "SHAPE_ONLY",
+    "SINGULAR",
+    "SMOOTH",
+    "SMOOTH_INSIDE",
+    "TESTS",
+    "Test",
+]
+
+FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+# What a test computes, written so that it takes a tensor or a Python number. NaN fails each but "ne" and "isnan".
+TESTS: dict[str, Callable[..., Any]] = {
+    "le": lambda x, c: x <= c,
+    "lt": lambda x, c: x < c,
+    "ge": lambda x, c: x >= c,
+    "gt": lambda x, c: x > c,
+    "eq": lambda x, c: x == c,
+    "ne": lambda x, c: x != c,
+    "isnan": lambda x: x != x,
+    "outside": lambda x, low, high: (x <= low) | (x >= high),
+    "inside": lambda x, low, high: (x > low) & (x < high),
+    "within": lambda x, low, high: (x >= low) & (x <= high),
+    "signbit": lambda x: torch.signbit(x) if isinstance(x, torch.Tensor) else math.copysign(1.0, x) < 0,
+}
+
+
+@dataclass(frozen=True, order=True)
+class Test:
+    """A yes-or-no question about one number: a key of `TESTS` and its constants."""
+
+    __test__ = False  # no test case, whatever pytest makes of the name
+
+    kind: str
+    constants: tuple[float, ...] = ()
+
+    def __call__(self, x: Any) -> Any:
+        """The answer for each number of a tensor, or for a Python number."""
+        return TESTS[self.kind](x, *self.constants)
+
+    def __repr__(self) -> str:
+        return " ".join([self.kind, *(f"{c:g}" for c in self.constants)])
+
+
+_NAN = Test("isnan")
+_SIGN = (Test("lt", (0.0,)), Test("gt", (0.0,)), _NAN)
+
+# Operator -> (position of the tensor, tests of its call's arguments). The result depends on nothing else of a number.
+# NaN is a case of its own where a CPU kernel treats it one way in its vectors and another way in their tails.
+ASKS: dict[str, tuple[int, Callable[..., tuple[Test, ...]]]] = {
+    **{f"aten.{kind}.Scalar": (0, lambda x, c, kind=kind: (Test(kind, (c,)),)) for kind in TESTS if len(kind) == 2},
+    "aten.threshold_backward.default": (1, lambda g, x, c: (Test("le", (c,)),)),
+    "aten.hardtanh_backward.default": (1, lambda g, x, low, high: (Test("outside", (low, high)), _NAN)),
+    "aten.hardsigmoid_backward.default": (1, lambda g, x: (Test("inside", (-3.0, 3.0)),)),
+    "aten.hardshrink_backward.default": (1, lambda g, x, c: (Test("within", (-c, c)), _NAN)),
+    "aten.softshrink_backward.default": (1, lambda g, x, c: (Test("within", (-c, c)), _NAN)),
+    "aten.leaky_relu_backward.default": (1, lambda g, x, slope, is_result: (Test("gt", (0.0,)),)),
+    "aten.sign.default": (0, lambda x: _SIGN),
+    "aten.sgn.default": (0, lambda x: _SIGN),
+    "aten.signbit.default": (0, lambda x: (Test("signbit"),)),
+    "aten.isnan.default": (0, lambda x: (Test("isnan"),)),
+    "aten.isinf.default": (0, lambda x: (Test("eq", (math.inf,)), Test("eq", (-math.inf,)))),
+    "aten.logical_not.default": (0, lambda x: (Test("eq", (0.0,)),)),
+}
+
+# operator -> position of a tensor of which it takes sizes, strides, dtype and device only (on the CPU and on CUDA)
+SHAPE_ONLY = {
+    "aten.avg_pool2d_backward.default": 1,
+    "aten.avg_pool3d_backward.default": 1,
+    "aten._adaptive_avg_pool2d_backward.default": 1,
+    "aten._adaptive_avg_pool3d_backward.default": 1,
+    "aten.max_pool2d_with_indices_backward.default": 1,
+    "aten.max_pool3d_with_indices_backward.default": 1,
+    "aten.adaptive_max_pool2d_backward.default": 1,
+    "aten.adaptive_max_pool3d_backward.default": 1,
+    "aten.reflection_pad1d_backward.default": 1,
+    "aten.reflection_pad2d_backward.default": 1,
+    "aten.reflection_pad3d_backward.default": 1,
+    "aten.replication_pad1d_backward.default": 1,
+    "aten.replication_pad2d_backward.default": 1,
+    "aten.replication_pad3d_backward.default": 1,
+    "aten.zeros_like.default": 0,
+    "aten.empty_like.default": 0,
+    "aten.rand_like.default": 0,
+    "aten.randn_like.default": 0,
+    "aten.ones_like.default": 0,
+    "aten.full_like.default": 0,
+    "aten.new_zeros.default": 0,
+    "aten.new_ones.default": 0,
+    "aten.new_full.default": 0,
+    "aten.sym_size.int": 0,
+    "aten.sym_stride.int": 0,
+    "aten.sym_numel.default": 0,
+}
+
+# each number of the result is one of the first argument
+MOVES = {
+    "aten.alias.default",
+    "aten.clone.default",
+    "aten.detach.default",
+    "aten.expand.default",
+    "aten.permute.default",
+    "aten.reshape.default",
+    "aten.select.int",
+    "aten.slice.Tensor",
+    "aten.squeeze.default",
+    "aten.squeeze.dim",
+    "aten.squeeze.dims",
+    "aten.t.default",
+    "aten.transpose.int",
+    "aten.unsqueeze.default",
+    "aten._unsafe_view.default",
+    "aten.view.default",
+}
+CONVERSIONS = {"aten._to_copy.default", "prims.convert_element_type.default"}
+
+# --- smooth reads: operator -> the positions of the arguments that may be rounded -------------------------------------
+
+
+def _each(names: str, *positions: int) -> dict[str, tuple[int, ...]]:
+    return {name if "." in name else f"aten.{name}.default": positions for name in names.split()}
+
+
+def _aten(names: str, *positions: int) -> dict[str, tuple[int, ...]]:
+    return {f"aten.{name}": positions for name in names.split()}
+
+
+SMOOTH: dict[str, tuple[int, ...]] = {
+    # Linear in each argument. Derivatives of products and sums: torch's tools/autograd/derivatives.yaml.
+    **_aten("mul.Tensor add.Tensor sub.Tensor rsub.Tensor lerp.Scalar outer.default", 0, 1),
+    **_aten("mul.Scalar add.Scalar sub.Scalar rsub.Scalar div.Scalar masked_fill.Scalar neg.default", 0),
+    **_aten("div.Tensor", 0),  # not the divisor
+    **_aten("masked_fill.Tensor", 0, 2),
+    **_aten("where.self", 1, 2),
+    **_each("addcdiv mm bmm mv dot vdot convolution _grouped_mm", 0, 1),
+    **_each("addcmul addmm baddbmm addbmm addmv addr convolution_backward", 0, 1, 2),
+    **_aten("lerp.Tensor", 0, 1, 2),
+    "prims.fma.default": (0, 1, 2),
+    **_aten("sum.default sum.dim_IntList mean.default mean.dim cumsum.default", 0),
+    # Steps no longer than the argument's: |f(x) - f(y)| <= |x - y|. As values; comparisons ask where they jump.
+    # Not `clamp`: a range much smaller than the numbers makes the same error a large one.
+    **_each("abs relu clamp_min clamp_max hardtanh leaky_relu amax amin sin cos tanh sigmoid erf erfc atan", 0),
+    **_aten("max.dim min.dim max.default min.default sort.default sort.stable topk.default kthvalue.default", 0),
+    **_aten("maximum.default minimum.default clamp_min.Tensor clamp_max.Tensor", 0, 1),
+    # Activations whose derivative has no jump (Elfwing et al. 2018; Hendrycks and Gimpel 2016; Misra 2019), and theirs.
+    **_each("gelu silu softplus mish log_sigmoid_forward glu hardswish hardsigmoid", 0),
+    **_each("gelu_backward silu_backward mish_backward softplus_backward log_sigmoid_backward glu_backward", 0, 1),
+    **_each("tanh_backward sigmoid_backward", 0, 1),
+    # y * (g - sum(g * y)) of the probabilities y
+    **_each("_softmax_backward_data", 0, 1),
+    # Norms: the numbers that are normalized; not their statistics. Ba et al. 2016; Zhang and Sennrich 2019.
+    **_each("native_layer_norm_backward native_group_norm_backward _fused_rms_norm_backward", 0, 1),
+    **_each(
+        "native_batch_norm_backward batch_norm_backward cudnn_batch_norm_backward miopen_batch_norm_backward", 0, 1
+    ),
+    **_each("native_layer_norm native_group_norm _fused_rms_norm", 0),
+    **_aten("linalg_vector_norm.default var.correction var_mean.correction", 0),
+    # Attention: queries, keys, values and the result; not the logarithm of the sum of exponentials, nor the bias.
+    # Dao, FlashAttention-2 (2023), algorithm 2.
+    **_each("_scaled_dot_product_flash_attention _scaled_dot_product_cudnn_attention", 0, 1, 2),
+    **_each("_scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_efficient_attention", 0, 1, 2),
+    **_each("_scaled_dot_product_fused_attention_overrideable", 0, 1, 2),
+    **_each("_scaled_dot_product_flash_attention_backward _scaled_dot_product_cudnn_attention_backward", 0, 1, 2, 3, 4),
+    **_each("_scaled_dot_product_flash_attention_for_cpu_backward _flash_attention_backward", 0, 1, 2, 3, 4),
+    **_each("_scaled_dot_product_efficient_attention_backward _efficient_attention_backward", 0, 1, 2, 3, 5),
+    **_each("_scaled_dot_product_fused_attention_overrideable_backward", 0, 1, 2, 3, 6),
+    "flex_attention": (0, 1, 2),
+    "flex_attention_backward": (0, 1, 2, 3),
+    # A difference.
+    **_each("mse_loss_backward", 0, 1, 2),
+    # Recurrent cells: sigmoid, tanh and products.
+    **_each("_thnn_fused_lstm_cell_backward_impl", 0, 1, 2, 3, 4),
+    # Collectives: sums and moves.
+    **_each("_c10d_functional.all_reduce.default _c10d_functional.all_gather_into_tensor.default", 0),
+    **_each("_c10d_functional.reduce_scatter_tensor.default _c10d_functional.all_to_all_single.default", 0),
+    **_each("_c10d_functional.wait_tensor.default", 0),
+    # Moves of more than one tensor, or by indices.
+    **_aten("cat.default stack.default split.Tensor split_with_sizes.default unbind.int", 0),
+    **_aten("gather.default index_select.default index.Tensor embedding.default repeat.default flip.default", 0),
+    **_aten("roll.default constant_pad_nd.default tril.default triu.default diagonal.default as_strided.default", 0),
+    **_aten("unfold.default im2col.default col2im.default pixel_shuffle.default pixel_unshuffle.default", 0),
+    **_aten("upsample_nearest2d.default upsample_bilinear2d.default avg_pool2d.default", 0),
+    **_aten("copy.default fill.Tensor select_scatter.default slice_scatter.default", 0, 1),
+    **dict.fromkeys(CONVERSIONS | MOVES, (0,)),
+}
+
+# The positions of those that are added, or stand beside what the other arguments are; not factors.
+ADDENDS: dict[str, tuple[int, ...]] = {
+    **_aten("add.Tensor sub.Tensor rsub.Tensor lerp.Scalar maximum.default minimum.default", 0, 1),
+    **_aten("lerp.Tensor", 0, 1, 2),
+    **_aten("clamp_min.Tensor clamp_max.Tensor copy.default fill.Tensor select_scatter.default", 0, 1),
+    **_aten("slice_scatter.default", 0, 1),
+    **_aten("masked_fill.Tensor", 0, 2),
+    **_aten("where.self", 1, 2),
+    **_each("addcdiv addcmul addmm baddbmm addbmm addmv addr cat stack", 0),
+    "prims.fma.default": (2,),
+}
+
+# Operators that Inductor takes apart into pieces that jump or explode, where the whole does not: silu is
+# x / (1 + exp(-x)).
+SMOOTH_INSIDE = frozenset(
+    _each(
+        "gelu gelu_backward silu silu_backward sigmoid sigmoid_backward tanh tanh_backward softplus softplus_backward "
+        "mish mish_backward log_sigmoid_forward log_sigmoid_backward glu glu_backward"
+    )
+)
+
+# A sum of squares is off by at most twice what its largest numbers are, relative to itself. So its roots and
+# reciprocals are smooth, where those of single numbers are not. These keep it one (with numbers as other arguments):
+KEEPS_NORM = frozenset(
+    [
+        *_aten("add.Tensor add.Scalar mul.Tensor mul.Scalar div.Tensor div.Scalar clamp.default clamp_min.default"),
+        *_aten("sum.default sum.dim_IntList mean.default mean.dim sqrt.default"),
+        *(MOVES | CONVERSIONS),
+    ]
+)
+# and these take its root or reciprocal: operator -> position
+ROOTS: dict[str, int] = {
+    **{f"aten.{op}.default": 0 for op in ("sqrt", "rsqrt", "reciprocal")},
+    "aten.pow.Tensor_Scalar": 0,
+    "aten.div.Tensor": 1,
+}
+
+
+def _names(*groups: str) -> frozenset[str]:
+    return frozenset(name for group in groups for name in group.split())
+
+
+# What reports call these reads; with or without an entry they are not rounded. Names without their overloads.
+SINGULAR = _names(
+    "log log2 log10 log1p exp exp2 expm1 rsqrt reciprocal sqrt pow div tan acos asin acosh atanh cosh sinh logit",
+    "_softmax _log_softmax _log_softmax_backward_data logsumexp logaddexp logaddexp2 logcumsumexp prod cumprod xlogy",
+    "digamma polygamma lgamma erfinv",
+)
+DECIDES = _names(
+    "round floor ceil trunc frac sign sgn remainder fmod heaviside median nanmedian mode cummax cummin",
+    "threshold_backward hardtanh_backward hardsigmoid_backward hardshrink_backward softshrink_backward",
+    "leaky_relu_backward elu_backward hardswish_backward smooth_l1_loss_backward huber_loss_backward",
+)

@@ -1,0 +1,61 @@
+"""A sample of the programs of fuzz_decisions.py: lossy hooks cost no more than in eager mode, whatever decides."""
+
+from __future__ import annotations
+
+import fuzz_decisions
+import oracle
+import pytest
+import torch
+
+import aot_hooks
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_a_random_program_full_of_decisions_has_the_gradients_that_eager_mode_allows(seed: int) -> None:
+    program = fuzz_decisions.generate(seed)
+    verdicts = fuzz_decisions.check(program)
+    assert verdicts
+    assert all(v.ok for v in verdicts), f"{program.code}{oracle.format_failures(verdicts)}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", (2, 3))
+def test_inductor_obeys_the_same_rule(seed: int) -> None:
+    program = fuzz_decisions.generate(seed, (torch.float32,))
+    verdicts = fuzz_decisions.check(program, "inductor")
+    assert all(v.ok for v in verdicts), f"{program.code}{oracle.format_failures(verdicts)}"
+
+
+def gelu_amax(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.gelu(x @ w * 0.2).amax(1).sum()
+
+
+def test_the_oracle_notices_a_hook_that_is_applied_where_a_maximum_is_found_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A pair of the user's own functions is applied as asked, so its rounding spoils the gradient."""
+    rounds = aot_hooks.Hook("rounds", lambda x: x.to(torch.bfloat16), lambda y: y.to(torch.float32))
+    monkeypatch.setitem(oracle.HOOKS, "cast", rounds)
+    inputs = [torch.randn(16, 32).requires_grad_(), torch.randn(32, 32).requires_grad_()]
+    (verdict,), without_hooks = oracle.compare(gelu_amax, inputs, inputs, ["cast"])
+    assert without_hooks < 1e-5
+    assert verdict.kind == "not finite" and verdict.packed_count, verdict
+
+
+def test_the_oracle_compares_errors_of_gradients() -> None:
+    exact = [torch.tensor([3.0, 4.0]), torch.tensor([1.0]), None]
+    assert oracle.relative_error(exact, exact) == 0
+    assert oracle.relative_error([torch.tensor([3.0, 4.5]), torch.tensor([1.0]), None], exact) == pytest.approx(0.1)
+    # the worst of the inputs
+    assert oracle.relative_error([torch.tensor([3.0, 4.5]), torch.tensor([1.5]), None], exact) == pytest.approx(0.5)
+    assert oracle.relative_error([exact[0], torch.tensor([torch.nan]), None], exact) == torch.inf
+    assert oracle.relative_error([exact[0], None, None], exact) == torch.inf
+    # only where the reference is finite
+    infinite = [torch.tensor([3.0, torch.inf])]
+    assert oracle.relative_error([torch.tensor([3.0, torch.nan])], infinite) == 0
+
+
+def test_a_failing_program_shrinks_to_the_statement_that_makes_it_fail() -> None:
+    program = next(p for p in map(fuzz_decisions.generate, range(100)) if p.length > 6 and "cummax" in p.code)
+    small = fuzz_decisions.shrink(program, lambda p: "cummax" in p.code)
+    assert small.length == 1 and "cummax" in small.code and len(small.results) == 1

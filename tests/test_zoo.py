@@ -1,0 +1,42 @@
+"""Gradients of every model of zoo.py under the lossy hooks: finite, and no worse than eager mode's."""
+
+from __future__ import annotations
+
+import oracle
+import pytest
+import torch
+import zoo
+
+INDUCTOR = (
+    "gelu_amax",
+    "cnn_amax",
+    "divided_by_its_maximum",
+    "where_threshold",
+    "router_by_max",
+    "softmax_log",
+    "ste_round",
+)
+
+
+# nn.LSTM is not compiled; the others round, and the rounded number is read: no bits can answer that, so it stays
+NOTHING_PACKED = {"nn_lstm", "ste_round", "ste_floor", "rounded_factor", "learned_step_size"}
+
+
+def check(name: str, inner: str) -> None:
+    module, inputs, wrt = zoo.make(name)
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=name in zoo.DYNAMIC):
+        verdicts, without_hooks = oracle.compare(module, inputs, wrt, inner=inner)
+    assert without_hooks < 2.0**-5, f"{name} differs from eager mode without hooks by {without_hooks}"
+    assert any(v.packed_count for v in verdicts) or name in NOTHING_PACKED, "nothing was packed"
+    assert all(v.ok for v in verdicts), f"{name}\n{oracle.format_failures(verdicts)}"
+
+
+@pytest.mark.parametrize("name", zoo.PROGRAMS)
+def test_a_hook_costs_a_model_no_more_than_in_eager_mode(name: str) -> None:
+    check(name, "aten")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", INDUCTOR)
+def test_inductor_obeys_the_same_rule(name: str) -> None:
+    check(name, "inductor")
