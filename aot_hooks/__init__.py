@@ -3,6 +3,7 @@
 from . import errors, policies
 from .backend import last_plans, reset
 from .cache import cache_stats
+from .check_gradients import GradientReport, GradientRow, check_gradients
 from .context import saved_tensors_hooks, saved_tensors_policy
 from .costs import Rates
 from .errors import AotHooksError
@@ -23,6 +24,8 @@ __all__ = [
     "KEEP",
     "AotHooksError",
     "Decision",
+    "GradientReport",
+    "GradientRow",
     "Hook",
     "Plan",
     "Rates",
@@ -31,6 +34,7 @@ __all__ = [
     "bitmask",
     "cache_stats",
     "cast",
+    "check_gradients",
     "checkpoint_name",
     "errors",
     "float8",

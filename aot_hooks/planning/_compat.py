@@ -62,6 +62,12 @@ def random_state_kept() -> Iterator[None]:
         yield
 
 
+def random_states() -> list[bytes]:
+    """What the generators that `random_state_kept` keeps will draw next."""
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    return [s.numpy().tobytes() for s in (torch.get_rng_state(), *(torch.cuda.get_rng_state(d) for d in devices))]
+
+
 PLANNER = "aot_hooks_planner"  # the name of the backend that only plans
 
 
