@@ -23,10 +23,9 @@ from torch.fx import GraphModule, Interpreter, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from . import _compat
-from .content import content
 from .errors import AotHooksError, HookContractError, HookTraceError
 from .hook import Hook
-from .tensor_digest import by_value
+from .identity import by_value, note_trace, tensor_digest
 
 __all__ = ["TracedHook", "canonical", "trace_hook"]
 
@@ -59,7 +58,7 @@ def trace_hook(
     """
     fake_mode = value.fake_mode  # type: ignore[attr-defined]
     at = f"hook '{hook.name}' on saved {where}"
-    before = content(hook.pack, hook.unpack)
+    note_trace(hook, value, _compat.hint)
     with _compat.no_new_unbacked(fake_mode) as made_unbacked, _compat.tracing_on_fakes(fake_mode):
         traced = _trace(hook, value, at, decompositions, fake_mode)
         for part, gm in (("pack", traced.pack), ("unpack", traced.unpack)):
@@ -70,12 +69,6 @@ def trace_hook(
                 f"{at}: a size depends on the values (as `nonzero` or `x[mask]` makes); expected sizes that follow "
                 "from the saved tensor's shape. Pack into a fixed size, or run the hook eagerly with "
                 "Hook(..., eager=True)"
-            )
-        if content(hook.pack, hook.unpack) != before:
-            raise HookContractError(
-                f"{at}: tracing it changed something it closes over or a global it uses (a side effect); expected pure "
-                "functions, which are traced once and not called in each step. Take the side effect out, or run the "
-                "hook eagerly with Hook(..., eager=True)"
             )
         if twice:
             again = _trace(hook, value, at, decompositions, fake_mode)
@@ -105,10 +98,14 @@ def canonical(gm: GraphModule) -> str:
             continue
         target = "" if node.op in ("placeholder", "output", "get_attr") else str(node.target)
         if node.op == "get_attr":
-            target = content(getattr(gm, str(node.target)))
+            target = _constant_text(getattr(gm, str(node.target)))
         args, kwargs = _compat.pytree.tree_map_only(Node, position.__getitem__, (node.args, node.kwargs))
         lines.append(f"{position[node]} = {node.op} {target} {args} {kwargs}")
     return "\n".join(lines)
+
+
+def _constant_text(value: Any) -> str:
+    return tensor_digest(value) if isinstance(value, torch.Tensor) else repr(value)
 
 
 def _trace(

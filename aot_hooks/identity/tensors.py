@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ._compat import is_traced_value, without_modes
+from .._compat import is_traced_value, without_modes
 
 __all__ = ["by_value", "tensor_digest"]
 

@@ -1,0 +1,260 @@
+"""What a compiled graph was made of, to tell on entering a context, and at a call, whether that is so still.
+
+      with recording() as seen:      the compilation: policies say what they are asked, traces of hooks what they saw
+          compile
+      record = seen.record(rule)     for each row that was asked: the answer; for each hook: examples, and its token
+      record.matches(rule)           asks and probes again: True if all answers and tokens are the same
+
+A rule that is frozen has nothing to ask: its text is all.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import threading
+import types
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+
+from .._compat import storage_key
+from ..errors import AotHooksError
+from .frozen import code_of, described, number_of
+from .probes import Example, Probe, Token, Untraceable, example_of
+
+__all__ = ["Pending", "Record", "Recording", "note_answer", "note_trace", "recording"]
+
+Choose = Callable[[Any, Any], Any]  # rule, row -> the hook that the rule has for the row
+
+_probes: collections.OrderedDict[tuple[int, int], list[Probe]] = collections.OrderedDict()  # by codes of pack, unpack
+_FAMILIES = 256
+
+
+def _probe_for(hook: Any, examples: frozenset[Example]) -> Probe:
+    """A probe that traces the functions of `hook` on `examples`, and maybe on others."""
+    key = number_of(code_of(hook.pack)), number_of(code_of(hook.unpack))
+    family = _probes.setdefault(key, [])
+    _probes.move_to_end(key)
+    while len(_probes) > _FAMILIES:
+        _probes.popitem(last=False)
+    for probe in list(family):
+        if examples <= probe.examples:
+            return probe
+    probe = Probe(examples)
+    family.append(probe)
+    return probe
+
+
+class _Answer(NamedTuple):
+    """What a rule has for a row.
+
+    `tokens` are of the user's hooks in it that were traced, in the order of `described(hook).hooks`; None for others.
+    `declined` is what functions of the user's say of the row.
+    """
+
+    text: str
+    tokens: tuple[tuple[Probe, Token] | None, ...] = ()
+    declined: tuple[str | None, ...] = ()
+
+
+class Record:
+    """See the module. `answers` are by row; None is any row, for a rule that is one hook for all."""
+
+    def __init__(self, rule: Any, choose: Choose) -> None:
+        self.text = described(rule).text
+        self.choose = choose
+        self.answers: dict[Any, _Answer] = {}
+
+    def matches(self, rule: Any) -> bool:
+        """Whether `rule` has the same answers now."""
+        found = described(rule)
+        if found.frozen or found.text != self.text:
+            return found.text == self.text
+        known: dict[Any, Any] = {}
+        try:
+            return all(self._matches(rule, row, answer, known) for row, answer in self.answers.items())
+        except AotHooksError:  # it can't be asked or traced now
+            return False
+
+    def _matches(self, rule: Any, row: Any, answer: _Answer, known: dict[Any, Any]) -> bool:
+        hook = rule if row is None else self.choose(rule, row)
+        found = known.get(id(hook))
+        if found is None:
+            found = known[id(hook)] = (hook, described(hook))
+        if found[1].text != answer.text:
+            return False
+        for own, token in zip(found[1].hooks, answer.tokens, strict=True):
+            if token is not None:
+                place = (id(own), token[0])
+                if place not in known:
+                    known[place] = token[0].token(own.pack, own.unpack)
+                if known[place] != token[1]:
+                    return False
+        return row is None or _declined(hook, found[1].functions, row) == answer.declined
+
+    def add(self, other: Record) -> None:
+        self.answers |= other.answers
+
+    @property
+    def key(self) -> Any:
+        """Equal for records of equal values that were found in the same way."""
+        return self.text, tuple((row, answer) for row, answer in self.answers.items())
+
+    def changed(self, others: list[Record]) -> list[str]:
+        """The names of what its hooks read that was otherwise in one of `others`."""
+        before = [token for o in others for a in o.answers.values() for token in a.tokens if token is not None]
+        names: dict[str, None] = {}
+        for answer in self.answers.values():
+            for token in answer.tokens:
+                if token is not None:
+                    names |= dict.fromkeys(token[0].changed(token[1], [t for p, t in before if p is token[0]]))
+        return list(names)
+
+
+def _declined(hook: Any, functions: tuple[Any, ...], row: Any) -> tuple[str | None, ...]:
+    """What the user's own `declines` says of `row`; () if the hook has none."""
+    declines = getattr(hook, "declines", None)
+    return (declines(row),) if any(fn is declines for fn in functions) else ()
+
+
+# --- while a graph is compiled ----------------------------------------------------------------------------------------
+
+
+class Pending(NamedTuple):
+    """What a function that Dynamo traces has changed, and Dynamo has yet to carry out: hooks read the old values.
+
+    `objects` have the names of the attributes that change by id, None for any; cells as well. `names` are globals in
+    `scope`. `storages` are those of tensors that are written to.
+    """
+
+    objects: dict[int, frozenset[str] | None]
+    names: frozenset[str]
+    scope: dict[str, Any]
+    storages: frozenset[int]
+
+    def has(self, value: Any, names: frozenset[str]) -> str | None:
+        """What of `value`, of which the parts called `names` are read, changes; in words."""
+        if vars(value) is self.scope if isinstance(value, types.ModuleType) else value is self.scope:
+            changed = self.names & names
+            if changed:
+                return f"a global '{min(changed)}'"
+        mine = self.objects.get(id(value), frozenset())
+        if mine is None or mine & names:
+            return f"a {type(value).__name__}"
+        if isinstance(value, torch.Tensor) and value.layout is torch.strided:
+            return "a tensor" if storage_key(value) in self.storages else None
+        return None
+
+
+class Recording:
+    """What was asked and traced."""
+
+    def __init__(self) -> None:
+        self.answers: dict[int, tuple[Any, dict[Any, Any]]] = {}  # id of a rule -> it, and what it had for each row
+        self.examples: dict[int, tuple[Any, set[Example]]] = {}  # id of a hook -> it, and what it was traced on
+
+    def record(self, rule: Any, choose: Choose) -> Record:
+        """What `rule` was in this compilation.
+
+        Raises:
+            Untraceable: a hook of the user's can't be traced by Dynamo.
+            HookContractError: one has side effects.
+        """
+        record = Record(rule, choose)
+        found = described(rule)
+        if found.frozen:
+            return record
+        _, answers = self.answers.get(id(rule), (rule, {}))
+        if hasattr(rule, "cache_hash"):  # one hook for all
+            answers = dict.fromkeys(answers if found.functions else answers and (None,), rule)
+        known: dict[int, _Answer] = {}
+        for row, hook in answers.items():
+            if id(hook) not in known:
+                known[id(hook)] = self._answer(hook)
+            declined = () if row is None else _declined(hook, described(hook).functions, row)
+            record.answers[row] = known[id(hook)]._replace(declined=declined)
+        return record
+
+    def reaches(self, rule: Any, pending: Pending) -> str | None:
+        """What the hooks of `rule` read that is pending, in words; None if nothing."""
+        if not (pending.objects or pending.names or pending.storages):
+            return None
+        for own in described(rule).hooks:
+            examples = self._examples(rule, own)
+            for value, names in Probe(examples).reached(own.pack, own.unpack) if examples else ():
+                what = pending.has(value, names)
+                if what is not None:
+                    return what
+        return None
+
+    def _answer(self, hook: Any) -> _Answer:
+        found = described(hook)
+        tokens: list[tuple[Probe, Token] | None] = []
+        for own in found.hooks:
+            examples = self._examples(hook, own)
+            if not examples:
+                tokens.append(None)
+                continue
+            probe = _probe_for(own, examples)
+            try:
+                tokens.append((probe, probe.token(own.pack, own.unpack)))
+            except AotHooksError as e:
+                raise _told(e, own) from e.__cause__
+        return _Answer(found.text, tuple(tokens))
+
+    def _examples(self, hook: Any, own: Any) -> frozenset[Example]:
+        """What `own`, a hook in `hook`, was traced on. Policies may make hooks anew: then by their code."""
+        codes = _codes(hook)
+        same = [seen for other, seen in self.examples.values() if other is hook or other is own]
+        same = same or [seen for other, seen in self.examples.values() if _codes(other) == codes]
+        return frozenset().union(*same)
+
+
+def _codes(hook: Any) -> tuple[int, int]:
+    return number_of(code_of(hook.pack)), number_of(code_of(hook.unpack))
+
+
+def _told(e: AotHooksError, hook: Any) -> AotHooksError:
+    """`e` with the hook's name, its line and the ways out."""
+    code = code_of(hook.pack)
+    line = f" ({code.co_filename.rsplit('/', 1)[-1]}:{code.co_firstlineno})" if hasattr(code, "co_filename") else ""
+    if not isinstance(e, Untraceable):
+        return type(e)(f"hook '{hook.name}'{line}: {e}")
+    return Untraceable(
+        f"hook '{hook.name}'{line} can't be traced by torch.compile, so nothing would tell when it changes; expected "
+        f"functions that Dynamo can trace. Dynamo said: {e}. Ways out: let the functions close over the number itself, "
+        "run them as they are with Hook(..., eager=True), or answer for them with Hook(..., cache_hash='1'), a text "
+        "that you change when they do something else"
+    )
+
+
+class _Local(threading.local):
+    recording: Recording | None = None
+
+
+_local = _Local()
+
+
+@contextlib.contextmanager
+def recording(on: bool = True) -> Iterator[Recording]:
+    """What this thread asks and traces inside goes into the recording; nothing if it is not `on`."""
+    seen = Recording()
+    before, _local.recording = _local.recording, seen if on else None
+    try:
+        yield seen
+    finally:
+        _local.recording = before
+
+
+def note_answer(rule: Any, row: Any, hook: Any) -> None:
+    """`rule` was asked about `row`, and has `hook` for it."""
+    if _local.recording is not None:
+        _local.recording.answers.setdefault(id(rule), (rule, {}))[1][row] = hook
+
+
+def note_trace(hook: Any, x: torch.Tensor, size_of: Callable[[Any], int]) -> None:
+    """`hook` is traced on `x`, a fake tensor."""
+    if _local.recording is not None:
+        _local.recording.examples.setdefault(id(hook), (hook, set()))[1].add(example_of(x, size_of))
