@@ -379,9 +379,6 @@ class Region:
         self.record.add(record)
         return record
 
-    def holds(self, now: Setting) -> bool:
-        return now.scope == self.setting.scope and self.record.matches(now.rule)
-
 
 regions: collections.OrderedDict[str, Region] = collections.OrderedDict()
 _noted: list[str] = []
@@ -405,17 +402,18 @@ def _note(context: Any, names: tuple[str, ...], make: Callable[..., Setting]) ->
             raise _unknown("policy", "a policy, which may read what the compiled function has changed before")
     except AotHooksError as e:
         raise dynamo.backend_failure("aot_hooks", e) from e
-    region = Region(setting, Record(setting.rule, choose), pending)
+    scope, record = setting.scope, Record(setting.rule, choose)
 
     def holds(*values: Any) -> bool:
         try:
-            return region.holds(make(*values))
+            now = make(*values)
         except AotHooksError:
             return False
+        return now.scope == scope and record.matches(now.rule)
 
     traced.guard(holds)
     key = setting.key if said.frozen else f"region {next(_numbers)}"
-    regions[key] = region
+    regions[key] = Region(setting, record, pending)
     regions.move_to_end(key)
     while len(regions) > _REGIONS_KEPT:
         regions.popitem(last=False)

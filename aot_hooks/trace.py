@@ -58,7 +58,7 @@ def trace_hook(
     """
     fake_mode = value.fake_mode  # type: ignore[attr-defined]
     at = f"hook '{hook.name}' on saved {where}"
-    note_trace(hook, value, _compat.hint)
+    note_trace(hook, value, where, _compat.hint)
     with _compat.no_new_unbacked(fake_mode) as made_unbacked, _compat.tracing_on_fakes(fake_mode):
         traced = _trace(hook, value, at, decompositions, fake_mode)
         for part, gm in (("pack", traced.pack), ("unpack", traced.unpack)):

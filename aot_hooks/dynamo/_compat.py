@@ -258,16 +258,13 @@ class Traced:
 
     def __init__(self, context: Any, names: Iterable[str], failure: Callable[[str, Exception], Exception]) -> None:
         self.parts: _Parts = []
-        self.build: dict[str, _Build] = {}
+        self.build: list[_Build] = []
         for name in names:
             try:
-                self.build[name] = _built(context, local_variable(context, name), self.parts)
+                self.build.append(_built(context, local_variable(context, name), self.parts))
             except (TypeError, NotImplementedError) as e:
                 raise failure(name, e) from e
-        self.values = self.made_of([value for _, value in self.parts])
-
-    def made_of(self, parts: list[Any]) -> list[Any]:
-        return [build(parts) for build in self.build.values()]
+        self.values = _made(self.build, [value for _, value in self.parts])
 
     def guard(self, holds: Callable[..., bool]) -> None:
         """Recompile where `holds(*values)` is false for what comes from outside now.
@@ -276,13 +273,13 @@ class Traced:
         a program alive. Goes when Dynamo guards the contents of functions.
         """
         held = [_weakly(value) for _, value in self.parts]
-        of = self.made_of
+        build = self.build
 
         def install(at: int, source: Any) -> None:
             def check(now: Any) -> bool:
                 parts = [value() for value in held]
                 parts[at] = now
-                return not any(part is None for part in parts) and holds(*of(parts))
+                return not any(part is None for part in parts) and holds(*_made(build, parts))
 
             def create(builder: Any, guard: Any) -> None:
                 manager = builder.get_guard_manager(guard)
@@ -299,9 +296,13 @@ class Traced:
             def create(builder: Any, guard: Any) -> None:
                 manager = builder.get_guard_manager(guard)
                 text = ["aot_hooks: what is made inside is the same hook or policy"]
-                manager.add_lambda_guard(lambda _: holds(*of([])), text, guard.user_stack)
+                manager.add_lambda_guard(lambda _: holds(*_made(build, [])), text, guard.user_stack)
 
             need("torch._dynamo.guards.install_guard")(install_on.make_guard(create))
+
+
+def _made(build: list[_Build], parts: list[Any]) -> list[Any]:
+    return [each(parts) for each in build]
 
 
 def _weakly(value: Any) -> Callable[[], Any]:
@@ -424,6 +425,12 @@ def guarded_values(variables: dict[str, Any], scope: dict[str, Any]) -> list[tup
         if known:
             found.append((guard.originating_source, name, value))
     return sorted(found, key=lambda item: item[1])
+
+
+def input_names(gm: torch.fx.GraphModule) -> list[str]:
+    """The expressions of the sources that the inputs of a graph of Dynamo come from; 2.11 to 2.15."""
+    given = [node.meta.get("grapharg") for node in gm.graph.find_nodes(op="placeholder")]
+    return ["" if arg is None else _source_name(arg.source) for arg in given]
 
 
 def evaluated(name: str, variables: dict[str, Any], scope: dict[str, Any]) -> tuple[bool, Any]:

@@ -118,12 +118,13 @@ class _Describer:
         if hook.eager or hook.cache_hash is not None:
             text = f"{_own(hook.pack)} {_own(hook.unpack)} {hook.cache_hash!r}"
         else:
-            graphs = [graph_text(f) if isinstance(f, torch.fx.GraphModule) else None for f in (hook.pack, hook.unpack)]
-            if None not in graphs:
-                text = f"{_OWN}{hashlib.sha256(str(graphs).encode()).hexdigest()}"
-                self.graphs.append(hook)
-            else:
-                text = f"{inside.text(hook.pack)} {inside.text(hook.unpack)}"
+            texts = []
+            for fn in (hook.pack, hook.unpack):
+                graph = graph_text(fn) if isinstance(fn, torch.fx.GraphModule) else None
+                texts.append(inside.text(fn) if graph is None else f"{_OWN}{hashlib.sha256(graph.encode()).hexdigest()}")
+                if graph is not None and hook not in self.graphs:
+                    self.graphs.append(hook)
+            text = " ".join(texts)
         if inside.functions:  # of this hook, not of one inside of it
             self.hooks.append(hook)
         self.hooks += inside.hooks

@@ -59,7 +59,7 @@ class _Local(threading.local):
     pair: tuple[Any, Any] | None = None
     counts: Any = None  # Dynamo's counters before it compiled a probe
     scope: Any = None  # the globals of the probe that Dynamo traces
-    reached: list[tuple[Any, frozenset[str]]] | None = None  # to be filled, if somebody asks
+    reached: list[tuple[str, Any, frozenset[str]]] | None = None  # to be filled, if somebody asks
 
 
 _local = _Local()
@@ -71,7 +71,8 @@ class Probe:
 
     def __init__(self, examples: Iterable[Example]) -> None:
         self.examples = frozenset(examples)
-        self.read: dict[int, dict[str, str]] = {}  # number of a token -> what it read, by name
+        self.read: dict[int, dict[str, str]] = {}  # number of a token -> the numbers that it read, by name
+        self.tensors: dict[int, list[str]] = {}  # and the names of the tensors
         self._compile()
 
     def _compile(self) -> None:
@@ -124,17 +125,19 @@ class Probe:
         return token
 
     def _backend(self, gm: torch.fx.GraphModule, inputs: list[Any]) -> Any:
-        number = next(_numbers)
-        given: Any = gm.graph.output_node().args[0]
-        results = (torch.empty(0),) * len(given)
         assert _local.pair is not None
         functions = dict(zip(("pack", "unpack"), _local.pair, strict=True))
+        number = next(_numbers)
+        self.tensors[number] = [_name(name, functions) for name in dynamo.input_names(gm)]
+        given: Any = gm.graph.output_node().args[0]
+        results = (torch.empty(0),) * len(given)
         guarded = dynamo.guarded_values(functions, _local.scope)
         read = ((_name(name, functions), _text(value)) for _, name, value in guarded)
         self.read[number] = {name: text for name, text in read if text is not None}
         if _local.reached is not None:
-            for source, _, _ in guarded:
-                _local.reached += dynamo.on_the_way(source, functions, _local.scope)
+            for source, name, _ in guarded:
+                way = dynamo.on_the_way(source, functions, _local.scope)
+                _local.reached += ((_name(name, functions), value, parts) for value, parts in way)
 
         def run(*tensors: Any) -> Any:
             _local.token = (number, *(tensor_digest(x) if isinstance(x, torch.Tensor) else x for x in tensors))
@@ -142,8 +145,8 @@ class Probe:
 
         return run
 
-    def reached(self, pack: Any, unpack: Any) -> list[tuple[Any, frozenset[str]]]:
-        """The objects that the functions reach, each with the names of what is read of it; for a probe that is new."""
+    def reached(self, pack: Any, unpack: Any) -> list[tuple[str, Any, frozenset[str]]]:
+        """The objects that the functions reach, and what is read of each: name, object, parts. For a new probe."""
         _local.reached = []
         try:
             self.token(pack, unpack)
@@ -153,9 +156,13 @@ class Probe:
 
     def changed(self, token: Token, others: Iterable[Token]) -> list[str]:
         """The names of what the value of `token` read that was otherwise for one of `others`."""
-        mine = self.read.get(token[0], {})
-        before = [self.read.get(other[0], {}) for other in others]
+        mine = self._read(token)
+        before = [self._read(other) for other in others]
         return [name for name, text in mine.items() if any(other.get(name, text) != text for other in before)]
+
+    def _read(self, token: Token) -> dict[str, str]:
+        number, *tensors = token
+        return {**self.read.get(number, {}), **dict(zip(self.tensors.get(number, ()), tensors, strict=False))}
 
 
 def _begin(_: Any) -> None:
@@ -206,8 +213,6 @@ def _name(source: str, functions: dict[str, Any]) -> str:
 
 
 def _text(value: Any) -> str | None:
-    if isinstance(value, torch.Tensor):
-        return tensor_digest(value)
     return f"{type(value).__name__}:{value!r}" if isinstance(value, _PLAIN) else None
 
 

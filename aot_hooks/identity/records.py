@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .._compat import storage_key
-from ..errors import AotHooksError
+from ..errors import AotHooksError, HookTraceError
 from .frozen import code_of, described, number_of
 from .probes import Example, Probe, Token, Untraceable, example_of
 
@@ -134,18 +134,15 @@ class Pending(NamedTuple):
     scope: dict[str, Any]
     storages: frozenset[int]
 
-    def has(self, value: Any, names: frozenset[str]) -> str | None:
-        """What of `value`, of which the parts called `names` are read, changes; in words."""
-        if vars(value) is self.scope if isinstance(value, types.ModuleType) else value is self.scope:
-            changed = self.names & names
-            if changed:
-                return f"a global '{min(changed)}'"
-        mine = self.objects.get(id(value), frozenset())
-        if mine is None or mine & names:
-            return f"a {type(value).__name__}"
-        if isinstance(value, torch.Tensor) and value.layout is torch.strided:
-            return "a tensor" if storage_key(value) in self.storages else None
-        return None
+    def has(self, value: Any, parts: frozenset[str]) -> bool:
+        """Whether `value` changes, of which these parts are read."""
+        if isinstance(value, types.ModuleType) and vars(value) is self.scope and self.names & parts:
+            return True
+        changed = self.objects.get(id(value), frozenset())
+        if changed is None or changed & parts:
+            return True
+        strided = isinstance(value, torch.Tensor) and value.layout is torch.strided
+        return strided and storage_key(value) in self.storages
 
 
 class Recording:
@@ -153,7 +150,8 @@ class Recording:
 
     def __init__(self) -> None:
         self.answers: dict[int, tuple[Any, dict[Any, Any]]] = {}  # id of a rule -> it, and what it had for each row
-        self.examples: dict[int, tuple[Any, set[Example]]] = {}  # id of a hook -> it, and what it was traced on
+        # id of a hook -> it, and what it was traced on: the example, and where it is saved
+        self.examples: dict[int, tuple[Any, dict[Example, str]]] = {}
 
     def record(self, rule: Any, choose: Choose) -> Record:
         """What `rule` was in this compilation.
@@ -178,15 +176,14 @@ class Recording:
         return record
 
     def reaches(self, rule: Any, pending: Pending) -> str | None:
-        """What the hooks of `rule` read that is pending, in words; None if nothing."""
+        """The name of what the hooks of `rule` read and is pending; None if nothing is."""
         if not (pending.objects or pending.names or pending.storages):
             return None
         for own in described(rule).hooks:
             examples = self._examples(rule, own)
-            for value, names in Probe(examples).reached(own.pack, own.unpack) if examples else ():
-                what = pending.has(value, names)
-                if what is not None:
-                    return what
+            for name, value, parts in Probe(examples).reached(own.pack, own.unpack) if examples else ():
+                if pending.has(value, parts):
+                    return f"'{name}'"
         return None
 
     def _answer(self, hook: Any) -> _Answer:
@@ -197,36 +194,34 @@ class Recording:
             if not examples:
                 tokens.append(None)
                 continue
-            probe = _probe_for(own, examples)
+            probe = _probe_for(own, frozenset(examples))
             try:
                 tokens.append((probe, probe.token(own.pack, own.unpack)))
             except AotHooksError as e:
-                raise _told(e, own) from e.__cause__
+                raise _told(e, f"hook '{own.name}' on saved {next(iter(examples.values()))}") from e.__cause__
         return _Answer(found.text, tuple(tokens))
 
-    def _examples(self, hook: Any, own: Any) -> frozenset[Example]:
+    def _examples(self, hook: Any, own: Any) -> dict[Example, str]:
         """What `own`, a hook in `hook`, was traced on. Policies may make hooks anew: then by their code."""
         codes = _codes(hook)
         same = [seen for other, seen in self.examples.values() if other is hook or other is own]
         same = same or [seen for other, seen in self.examples.values() if _codes(other) == codes]
-        return frozenset().union(*same)
+        return {example: where for seen in same for example, where in seen.items()}
 
 
 def _codes(hook: Any) -> tuple[int, int]:
     return number_of(code_of(hook.pack)), number_of(code_of(hook.unpack))
 
 
-def _told(e: AotHooksError, hook: Any) -> AotHooksError:
-    """`e` with the hook's name, its line and the ways out."""
-    code = code_of(hook.pack)
-    line = f" ({code.co_filename.rsplit('/', 1)[-1]}:{code.co_firstlineno})" if hasattr(code, "co_filename") else ""
+def _told(e: AotHooksError, at: str) -> AotHooksError:
+    """`e` with the hook, a tensor that it was traced on, and the ways out."""
     if not isinstance(e, Untraceable):
-        return type(e)(f"hook '{hook.name}'{line}: {e}")
-    return Untraceable(
-        f"hook '{hook.name}'{line} can't be traced by torch.compile, so nothing would tell when it changes; expected "
-        f"functions that Dynamo can trace. Dynamo said: {e}. Ways out: let the functions close over the number itself, "
-        "run them as they are with Hook(..., eager=True), or answer for them with Hook(..., cache_hash='1'), a text "
-        "that you change when they do something else"
+        return type(e)(f"{at}: {e}")
+    return HookTraceError(
+        f"{at} can't be traced by torch.compile, so nothing would tell when it changes; expected functions that Dynamo can "
+        f"trace. Dynamo said: {e}. Ways out: let the functions close over the number itself, run them as they are with "
+        "Hook(..., eager=True), or answer for them with Hook(..., cache_hash='1'), a text that you change when they do "
+        "something else"
     )
 
 
@@ -254,7 +249,8 @@ def note_answer(rule: Any, row: Any, hook: Any) -> None:
         _local.recording.answers.setdefault(id(rule), (rule, {}))[1][row] = hook
 
 
-def note_trace(hook: Any, x: torch.Tensor, size_of: Callable[[Any], int]) -> None:
-    """`hook` is traced on `x`, a fake tensor."""
+def note_trace(hook: Any, x: torch.Tensor, where: str, size_of: Callable[[Any], int]) -> None:
+    """`hook` is traced on `x`, a fake tensor; `where` it is saved, in words."""
     if _local.recording is not None:
-        _local.recording.examples.setdefault(id(hook), (hook, set()))[1].add(example_of(x, size_of))
+        _, examples = _local.recording.examples.setdefault(id(hook), (hook, {}))
+        examples.setdefault(example_of(x, size_of), where)
