@@ -327,7 +327,10 @@ def operator_names() -> list[str]:
 
 def is_operator(op: Any) -> bool:
     """Whether `op` is `torch.ops.<space>.<name>`, with or without an overload."""
-    return isinstance(op, (need("torch._ops.OpOverload"), need("torch._ops.OpOverloadPacket")))
+    return isinstance(op, _OPERATORS)
+
+
+_OPERATORS = (need("torch._ops.OpOverload"), need("torch._ops.OpOverloadPacket"))
 
 
 def is_composite(name: str) -> bool:

@@ -38,7 +38,7 @@ from .policy import Setting
 from .saved import module_stack, place_of
 from .trace import canonical, trace_hook
 
-__all__ = ["Key", "Line", "key_of", "nodes_of", "normalized", "package_digest"]
+__all__ = ["Key", "Line", "foreign_operator", "key_of", "nodes_of", "normalized", "package_digest"]
 
 Line = tuple[str, str]  # what, and its content
 
@@ -51,12 +51,14 @@ class Key:
         lines: what the key is made of.
         settings: the settings that the graph is under: the ambient one, None if there is none, then those of its
             regions in the order of their first node.
+        opaque: operators of others that hooks call and nobody answers for; then there is no key to go by.
         sizes: symbols of sizes as this program calls them, in the order of their numbers.
     """
 
     lines: tuple[Line, ...]
     settings: tuple[Setting | None, ...]
     sizes: tuple[str, ...] = ()
+    opaque: tuple[str, ...] = ()
 
     @functools.cached_property
     def digest(self) -> str:
@@ -91,9 +93,10 @@ def key_of(
     ]
     numbers: dict[str, int] = {}
     texts: dict[tuple[Line, ...], int] = {}  # of regions: those that say the same are one
-    lines += [(f"ambient {name}", text) for name, text in _setting_lines(ambient)]
+    opaque: list[str] = []
+    lines += [(f"ambient {name}", text) for name, text in _setting_lines(ambient, opaque)]
     for key in order:
-        text = tuple(_setting_lines(regions[key]))
+        text = tuple(_setting_lines(regions[key], opaque))
         if text not in texts:
             texts[text] = len(texts) + 1
             lines += [(f"region {len(texts)} {name}", value) for name, value in text]
@@ -115,10 +118,10 @@ def key_of(
     for graph in _graphs(gm):
         lines += _canonical(graph, sizes)
     lines += _inputs(traced, inputs, sizes)
-    return Key(tuple(lines), settings, tuple(map(str, sizes.names)))
+    return Key(tuple(lines), settings, tuple(map(str, sizes.names)), tuple(dict.fromkeys(opaque)))
 
 
-def _setting_lines(setting: Setting | None) -> Iterator[Line]:
+def _setting_lines(setting: Setting | None, opaque: list[str]) -> Iterator[Line]:
     if setting is None:
         yield "scope", "none"
         return
@@ -127,10 +130,10 @@ def _setting_lines(setting: Setting | None) -> Iterator[Line]:
     yield "rule", said.portable
     for i, hook in enumerate((*said.hooks, *said.graphs)):
         yield f"hook {i} cache_hash", repr(hook.cache_hash)
-        yield from ((f"hook {i} {name}", text) for name, text in _program_lines(hook))
+        yield from ((f"hook {i} {name}", text) for name, text in _program_lines(hook, opaque))
 
 
-def _program_lines(hook: Hook) -> Iterator[Line]:
+def _program_lines(hook: Hook, opaque: list[str]) -> Iterator[Line]:
     """What the functions of `hook` trace to on an example: most changes of them are another key."""
     with compiling_for("inductor"), recording(on=False):
         with _compat.fake_tensor((4, 8), torch.float32, torch.device("cpu")) as example:
@@ -140,8 +143,26 @@ def _program_lines(hook: Hook) -> Iterator[Line]:
                 yield "program", "none on f32[4, 8]"
                 return
     for part, gm in (("pack", traced.pack), ("unpack", traced.unpack)):
+        if hook.cache_hash is None and (operator := foreign_operator(gm)) is not None:
+            opaque.append(operator)
         for i, line in enumerate(canonical(gm).splitlines()):
             yield f"{part} {i}", line
+
+
+# what torch registers itself; its version covers them
+_TORCH_OPERATORS = {
+    *("aten", "prims", "prim", "rngprims", "inductor", "inductor_prims", "quantized", "quantized_decomposed"),
+    *("higher_order", "ao", "mkldnn", "mkldnn_prepacked", "onednn", "mkl", "c10d", "_c10d_functional"),
+    *("_c10d_functional_autograd", "sparse", "_quantized", "debugprims", "profiler", "streams", "image", "aot_hooks"),
+}  # fmt: skip
+
+
+def foreign_operator(gm: GraphModule) -> str | None:
+    """An operator in `gm` that torch did not register itself, nor this package; None if there is none."""
+    for node in gm.graph.nodes:
+        if _compat.is_operator(node.target) and str(node.target).split(".")[0] not in _TORCH_OPERATORS:
+            return str(node.target)
+    return None
 
 
 def nodes_of(gm: GraphModule) -> list[Node]:

@@ -8,9 +8,9 @@
               ...                                    value.
 
 Which value a hook or policy is, identity/ tells: its pair remembers what graphs were made of, and is found again on
-entering where that still matches. Contexts nest, the innermost wins; they are thread-local because torch's stack is. A compiled call
-that finds its hook changed since the context was entered raises, because the pair that is guarded stands for what it
-was. Eager parts call it as it is; inside a compiled function guards ask at each call.
+entering where that still matches. Contexts nest, the innermost wins; they are thread-local because torch's stack is. A
+compiled call that finds its hook changed since the context was entered raises, because the pair that is guarded stands
+for what it was. Eager parts call it as it is; inside a compiled function guards ask at each call.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import collections
 import contextlib
 import itertools
 import threading
+import types
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -75,7 +76,7 @@ _REGIONS_KEPT, _PAIRS_KEPT = 4096, 8
 
 class _Entered(threading.local):
     def __init__(self) -> None:
-        self.stack: list[tuple[Setting, Pair | None]] = []  # of the contexts that this thread is in, innermost last
+        self.stack: list[tuple[_Context, Pair | None]] = []  # the contexts that this thread is in, innermost last
 
 
 _entered = _Entered()
@@ -91,7 +92,7 @@ def _module(name: str, call: Callable[[Any], Any]) -> GraphModule:
 
 
 def _pair_of(setting: Setting) -> Pair:
-    """The pair that stands for `setting`, entered once more."""
+    """The pair that stands for `setting`."""
     said = described(setting.rule)
     place = (setting.scope, said.text)
     with _lock:
@@ -106,7 +107,6 @@ def _pair_of(setting: Setting) -> Pair:
             found = next((pair for pair in pairs if not pair.record.answers and not pair.open_count), None)
         if found is None:
             found = Pair(setting)
-        found.open_count += 1
         _pairs[place] = [weakref.ref(found), *(weakref.ref(pair) for pair in pairs if pair is not found)]
         _recent[id(found)] = found
         _recent.move_to_end(id(found))
@@ -164,6 +164,7 @@ class _Context(contextlib.ContextDecorator):
 
     def __init__(self) -> None:
         self.open: list[Any] = []  # what was entered in a compiled function, innermost last
+        self.said: Setting | None = None  # made when somebody asks
 
     @dynamo.outermost_runs_in_python
     def __enter__(self) -> None:
@@ -173,12 +174,13 @@ class _Context(contextlib.ContextDecorator):
             region.__enter__()
             return
         # a hook or policy of the library: in microseconds
-        known = getattr(self.one, "__dict__", _NOTHING).get("_aot_hooks_pairs", _NOTHING).get(self.scope)
-        if known is None or is_waiting():
-            _enter(self)
+        pair = getattr(self.one, "__dict__", _NOTHING).get("_aot_hooks_pairs", _NOTHING).get(self.scope)
+        if pair is None or is_waiting():
+            dynamo.in_python(_enter, self)
         else:
-            _push(known[1].pack, known[1].unpack)
-            _entered.stack.append(known)
+            _push(pair.pack, pair.unpack)
+            pair.open_count += 1
+            _entered.stack.append((self, pair))
 
     @dynamo.outermost_runs_in_python
     def __exit__(self, *exc: Any) -> None:
@@ -188,35 +190,69 @@ class _Context(contextlib.ContextDecorator):
         _pop()
         _, pair = _entered.stack.pop()
         if pair is not None:
-            pair.open_count -= 1  # of a pair of functions; nobody asks for the others'
+            pair.open_count -= 1
         _allow()  # as it was on entry, or the pair couldn't have been pushed
         if is_waiting():
-            _settle()
+            dynamo.in_python(settle)
 
 
 _NOTHING: dict[Any, Any] = {}
 _push, _pop, _allow = autograd.push, autograd.pop, autograd.allow_hooks
-_settle = dynamo.untraced(settle)
 
 
-@dynamo.untraced
 def _enter(context: Any) -> None:
-    settle()
-    setting = context.setting()
-    if setting.eager:
-        # plain functions: Dynamo does not guard them and compiled graphs call them as they run
-        _push(EagerPack(setting), _unpack_untraced)
-        _entered.stack.append((setting, None))
-        return
-    pair = _pair_of(setting)
-    try:
-        _push(pair.pack, pair.unpack)
-    except BaseException:
-        pair.open_count -= 1
-        raise
-    _entered.stack.append((setting, pair))
-    if context.one is setting.rule and described(setting.rule).frozen:
-        vars(setting.rule).setdefault("_aot_hooks_pairs", {})[setting.scope] = (setting, pair)
+    if is_waiting():
+        settle()
+    pair = _pair_of_functions(context)
+    if pair is None:
+        setting = context.setting()
+        if setting.eager:
+            # plain functions: Dynamo does not guard them and compiled graphs call them as they run
+            _push(EagerPack(setting), _unpack_untraced)
+            _entered.stack.append((context, None))
+            return
+        pair = _pair_of(setting)
+        if context.one is setting.rule and described(setting.rule).frozen:
+            vars(setting.rule).setdefault("_aot_hooks_pairs", {})[context.scope] = pair
+        _note_functions(context, pair)
+    _push(pair.pack, pair.unpack)
+    pair.open_count += 1
+    _entered.stack.append((context, pair))
+
+
+def _functions_of(context: Any) -> tuple[Any, ...] | None:
+    """What stays the same of two plain functions, made anew."""
+    pack, unpack = getattr(context, "pack", None), getattr(context, "unpack", None)
+    if type(pack) is types.FunctionType is type(unpack) and not pack.__dict__:
+        return pack.__code__, unpack.__code__, context.scope
+    return None
+
+
+def _pair_of_functions(context: Any) -> Pair | None:
+    """The pair for two plain functions that were entered before, and are what they were then."""
+    functions = _functions_of(context)
+    if functions is None:
+        return None
+    _, refs = _pairs_of_functions.get(tuple(map(id, functions)), (None, ()))
+    for ref in refs:
+        pair = ref()
+        if pair is not None and pair.record.is_pair(context.pack, context.unpack):
+            return pair
+    return None
+
+
+def _note_functions(context: Any, pair: Pair) -> None:
+    functions = _functions_of(context)
+    if functions is not None:
+        _, pairs = _pairs_of_functions.get(place := tuple(map(id, functions)), (None, ()))
+        alive = [ref for ref in pairs if ref() not in (None, pair)]
+        _pairs_of_functions[place] = (functions, [weakref.ref(pair), *alive])  # with the code objects: ids stay theirs
+        if len(_pairs_of_functions) > _REGIONS_KEPT:
+            _pairs_of_functions.popitem(last=False)
+
+
+# ids of two code objects, and a scope -> these, and the pairs that stand for functions of this code
+_pairs_of_functions: collections.OrderedDict[Any, tuple[Any, list[weakref.ref[Pair]]]] = collections.OrderedDict()
 
 
 class saved_tensors_hooks(_Context):
@@ -249,7 +285,9 @@ class saved_tensors_hooks(_Context):
         return saved_tensors_hooks(self.pack, self.unpack, scope=self.scope)
 
     def setting(self) -> Setting:
-        return _setting_of_hooks(self.pack, self.unpack, self.scope)
+        if self.said is None:
+            self.said = _setting_of_hooks(self.pack, self.unpack, self.scope)
+        return self.said
 
     @contextlib.contextmanager
     def region(self) -> Iterator[None]:
@@ -271,7 +309,9 @@ class saved_tensors_policy(_Context):
         return saved_tensors_policy(self.policy, scope=self.scope)
 
     def setting(self) -> Setting:
-        return _setting_of_policy(self.policy, self.scope)
+        if self.said is None:
+            self.said = _setting_of_policy(self.policy, self.scope)
+        return self.said
 
     @contextlib.contextmanager
     def region(self) -> Iterator[None]:
@@ -315,7 +355,7 @@ def ambient() -> tuple[Setting | None, Any]:
 def _as_entered(pair: Pair) -> Setting:
     """The setting of `pair` that this thread entered, whose objects may be others than those of an equal one."""
     if _entered.stack and _entered.stack[-1][1] is pair:
-        return _entered.stack[-1][0]
+        return _entered.stack[-1][0].setting()
     return pair.setting
 
 

@@ -41,9 +41,9 @@ def note(compiled: Any, setting: Setting, record: Record) -> None:
     what = f"hook '{setting.rule.name}'" if isinstance(setting.rule, Hook) else f"policy {_name(setting.rule)}"
     warnings.warn(
         f"{what}{_line(setting.rule)} has been compiled {len(before)} times for one function, because what it holds "
-        f"changed: {', '.join(record.changed(before[:-1])) or 'its code'}. What a hook or policy holds is built into the "
-        "graph, and each change compiles again. Compute it from the saved tensor inside of pack and return it with what "
-        "is packed, hold a value that stays, or run the hook as it is with Hook(..., eager=True)",
+        f"changed: {', '.join(record.changed(before[:-1])) or 'its code'}. What a hook or policy holds is built into "
+        "the graph, and each change compiles again. Compute it from the saved tensor inside of pack and return it with "
+        "what is packed, hold a value that stays, or run the hook as it is with Hook(..., eager=True)",
         RecompileWarning,
         stacklevel=2,
     )

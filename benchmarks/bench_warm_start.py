@@ -117,7 +117,7 @@ def profiled() -> Iterator[None]:
 def time_key(options: argparse.Namespace) -> dict[str, Any]:
     """What the key costs for a model of `options.parameters` parameters, beside compiling it with inner "aten" (tracing
     and partitioning alone, so the share is of the least that a compilation takes)."""
-    from aot_hooks import cache_key, context, modules
+    from aot_hooks import cache_key, modules
     from aot_hooks.policy import Setting
 
     count = options.parameters // 2

@@ -116,6 +116,15 @@ def through_cache(
     if not _compat.autograd_cache_is_on():
         return bypassed("torch's cache is switched off", lambda: compile_graph(lambda: None))
     key = key_of(gm, inputs, ambient, regions, options=options, roots=roots)
+    if key.opaque:
+        what = f"{_hooks(key)} {', '.join(key.opaque)}"
+        _warn_once(
+            what,
+            f"graphs with {_hooks(key)} are compiled anew in each process: what the operators {', '.join(key.opaque)} do "
+            "is in no graph, so no cache key holds it. Give the hook Hook(..., cache_hash='1'), a text that you change "
+            "whenever they do something else",
+        )
+        return bypassed(f"operators of others in {what}", lambda: compile_graph(lambda: None))
     nodes = nodes_of(gm)  # now: Inductor's passes change the graph
     stored: list[Plan] = []
     checks = Checks(key)

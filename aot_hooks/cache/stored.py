@@ -19,10 +19,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch.fx import GraphModule
-
 from .. import _compat
-from ..cache_key import Key
+from ..cache_key import Key, foreign_operator
 from ..errors import AotHooksError, PolicyError
 from ..hook import KEEP, Hook, compiling_for
 from ..identity import described
@@ -291,19 +289,3 @@ def _program(hook: Hook, row: SavedTensor) -> str:
         )
     programs = f"{hook.cache_hash}\n{canonical(traced.pack)}\n\n{canonical(traced.unpack)}"
     return hashlib.sha256(programs.encode()).hexdigest()
-
-
-# what torch registers itself; its version covers them
-_TORCH_OPERATORS = {
-    *("aten", "prims", "prim", "rngprims", "inductor", "inductor_prims", "quantized", "quantized_decomposed"),
-    *("higher_order", "ao", "mkldnn", "mkldnn_prepacked", "onednn", "mkl", "c10d", "_c10d_functional"),
-    *("_c10d_functional_autograd", "sparse", "_quantized", "debugprims", "profiler", "streams", "image", "aot_hooks"),
-}  # fmt: skip
-
-
-def foreign_operator(gm: GraphModule) -> str | None:
-    """An operator in `gm` that torch did not register itself, nor this package; None if there is none."""
-    for node in gm.graph.nodes:
-        if _compat.is_operator(node.target) and str(node.target).split(".")[0] not in _TORCH_OPERATORS:
-            return str(node.target)
-    return None

@@ -121,7 +121,9 @@ class _Describer:
             texts = []
             for fn in (hook.pack, hook.unpack):
                 graph = graph_text(fn) if isinstance(fn, torch.fx.GraphModule) else None
-                texts.append(inside.text(fn) if graph is None else f"{_OWN}{hashlib.sha256(graph.encode()).hexdigest()}")
+                texts.append(
+                    inside.text(fn) if graph is None else f"{_OWN}{hashlib.sha256(graph.encode()).hexdigest()}"
+                )
                 if graph is not None and hook not in self.graphs:
                     self.graphs.append(hook)
             text = " ".join(texts)

@@ -57,9 +57,15 @@ class Untraceable(HookTraceError):
 class _Local(threading.local):
     token: Token | None = None
     pair: tuple[Any, Any] | None = None
-    counts: Any = None  # Dynamo's counters before it compiled a probe
+    compiling: dynamo.Compiling | None = None
     scope: Any = None  # the globals of the probe that Dynamo traces
     reached: list[tuple[str, Any, frozenset[str]]] | None = None  # to be filled, if somebody asks
+
+    def done(self) -> tuple[Token | None, dynamo.Compiling | None]:
+        """What a call came to."""
+        found = self.token, self.compiling
+        self.token = self.pair = self.compiling = self.scope = None
+        return found
 
 
 _local = _Local()
@@ -94,7 +100,7 @@ class Probe:
             "end": _end,
         }
         exec(source, names)
-        self.call = torch.compile(names["probe"], backend=self._backend, fullgraph=True, dynamic=False)
+        self.call = torch.compile(names["probe"], backend=self._backend, fullgraph=True)
 
     def token(self, pack: Any, unpack: Any) -> Token:
         """Which value the pair is; the same token for the same value.
@@ -103,10 +109,9 @@ class Probe:
             Untraceable: with Dynamo's reason and the ways out.
             HookContractError: the functions change something that they did not make.
         """
-        _local.token, _local.pair, _local.counts = None, (pack, unpack), None
+        _local.pair = (pack, unpack)
         try:
-            with dynamo.same_state():
-                self.call(pack, unpack)
+            dynamo.in_same_state(self.call, pack, unpack)
         except dynamo.limit_error():
             self.read.clear()
             self._compile()  # with a cache of its own again; earlier tokens do not come back
@@ -117,9 +122,9 @@ class Probe:
                 raise impure from None
             raise Untraceable(dynamo.reason_of(e)) from e
         finally:
-            token, _local.token, _local.pair = _local.token, None, None
-            if _local.counts is not None:
-                dynamo.restore_counters(_local.counts)
+            token, compiling = _local.done()
+            if compiling is not None:
+                compiling.end()
         if token is None:
             raise Untraceable("Dynamo is switched off")
         return token
@@ -166,7 +171,8 @@ class Probe:
 
 
 def _begin(_: Any) -> None:
-    _local.counts = dynamo.counters()
+    if _local.compiling is None:  # or Dynamo begins the trace again
+        _local.compiling = dynamo.Compiling()
 
 
 class _Impure(Exception):

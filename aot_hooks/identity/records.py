@@ -64,7 +64,7 @@ class Record:
 
     def __init__(self, rule: Any, choose: Choose) -> None:
         self.text = described(rule).text
-        self.choose = choose
+        self.choose: Choose = choose
         self.answers: dict[Any, _Answer] = {}
 
     def matches(self, rule: Any) -> bool:
@@ -78,8 +78,19 @@ class Record:
         except AotHooksError:  # it can't be asked or traced now
             return False
 
+    def is_pair(self, pack: Any, unpack: Any) -> bool:
+        """Whether it is of these two functions, whose code is that of the hook that it is of; in microseconds."""
+        answer = self.answers.get(None)
+        if answer is None or len(self.answers) > 1 or len(answer.tokens) != 1 or answer.tokens[0] is None:
+            return False
+        probe, token = answer.tokens[0]
+        try:
+            return probe.token(pack, unpack) == token
+        except AotHooksError:
+            return False
+
     def _matches(self, rule: Any, row: Any, answer: _Answer, known: dict[Any, Any]) -> bool:
-        hook = rule if row is None else self.choose(rule, row)
+        hook: Any = rule if row is None else self.choose(rule, row)
         found = known.get(id(hook))
         if found is None:
             found = known[id(hook)] = (hook, described(hook))
@@ -115,7 +126,7 @@ class Record:
 
 def _declined(hook: Any, functions: tuple[Any, ...], row: Any) -> tuple[str | None, ...]:
     """What the user's own `declines` says of `row`; () if the hook has none."""
-    declines = getattr(hook, "declines", None)
+    declines: Any = getattr(hook, "declines", None)
     return (declines(row),) if any(fn is declines for fn in functions) else ()
 
 
@@ -218,9 +229,9 @@ def _told(e: AotHooksError, at: str) -> AotHooksError:
     if not isinstance(e, Untraceable):
         return type(e)(f"{at}: {e}")
     return HookTraceError(
-        f"{at} can't be traced by torch.compile, so nothing would tell when it changes; expected functions that Dynamo can "
-        f"trace. Dynamo said: {e}. Ways out: let the functions close over the number itself, run them as they are with "
-        "Hook(..., eager=True), or answer for them with Hook(..., cache_hash='1'), a text that you change when they do "
+        f"{at} can't be traced by torch.compile, so nothing would tell when it changes; expected functions that Dynamo "
+        f"can trace. Dynamo said: {e}. Ways out: let the functions close over the number itself, run them as they are "
+        "with Hook(..., eager=True), or answer for them with Hook(..., cache_hash='1'), a text that you change when they do "
         "something else"
     )
 
