@@ -64,6 +64,11 @@ def trace_hook(
         for part, gm in (("pack", traced.pack), ("unpack", traced.unpack)):
             if _compat.reads_values(gm):
                 raise HookContractError(_reads_value(f"{at}: {part}"))
+            if (held := _other_than_tensors(gm)) is not None:
+                raise HookTraceError(
+                    f"{at}: {part} calls an operator on a {held} that it holds; expected tensors and numbers, which a "
+                    "graph can hold. Use torch's own random state, or run the hook eagerly with Hook(..., eager=True)"
+                )
         if made_unbacked() or _compat.makes_unbacked(traced.pack) or _compat.makes_unbacked(traced.unpack):
             raise HookContractError(
                 f"{at}: a size depends on the values (as `nonzero` or `x[mask]` makes); expected sizes that follow "
@@ -102,6 +107,12 @@ def canonical(gm: GraphModule) -> str:
         args, kwargs = _compat.pytree.tree_map_only(Node, position.__getitem__, (node.args, node.kwargs))
         lines.append(f"{position[node]} = {node.op} {target} {args} {kwargs}")
     return "\n".join(lines)
+
+
+def _other_than_tensors(gm: GraphModule) -> str | None:
+    """The class of an attribute of the graph that is neither a tensor nor a graph; None if there is none."""
+    held = (getattr(gm, str(node.target)) for node in gm.graph.find_nodes(op="get_attr"))
+    return next((type(value).__name__ for value in held if not isinstance(value, torch.Tensor | GraphModule)), None)
 
 
 def _constant_text(value: Any) -> str:

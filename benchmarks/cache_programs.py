@@ -149,6 +149,8 @@ _WRAPPED = {
     "hooks": "wrapped()",
 }
 
+_WRAPPED_OTHER = _WRAPPED | {"padding": _WRAPPED["padding"].replace("float16", "bfloat16")}
+
 _CAPTURED: dict[str, Any] = {
     "captured": True,
     "options": {"cudagraphs": True},
@@ -233,7 +235,7 @@ ROWS = (
     Row("operator with cache_hash, other", "miss", "operator with cache_hash", _operator("2")),
     Row("fx.wrap leaf", "miss", "base", _WRAPPED),
     Row("fx.wrap leaf, same", "hit", "fx.wrap leaf", _WRAPPED),
-    Row("fx.wrap leaf, other", "miss", "fx.wrap leaf", _WRAPPED | {"padding": _WRAPPED["padding"].replace("float16", "bfloat16")}),
+    Row("fx.wrap leaf, other", "miss", "fx.wrap leaf", _WRAPPED_OTHER),
     Row("captured", "miss", "base", **_CAPTURED),
     Row("captured, same again", "hit", "captured", **_CAPTURED),
     Row("captured, renamed attribute", "hit", "captured", {"attribute": "up"}, **_CAPTURED),

@@ -120,9 +120,9 @@ def through_cache(
         what = f"{_hooks(key)} {', '.join(key.opaque)}"
         _warn_once(
             what,
-            f"graphs with {_hooks(key)} are compiled anew in each process: what the operators {', '.join(key.opaque)} do "
-            "is in no graph, so no cache key holds it. Give the hook Hook(..., cache_hash='1'), a text that you change "
-            "whenever they do something else",
+            f"graphs with {_hooks(key)} are compiled anew in each process: what the operators {', '.join(key.opaque)} "
+            "do is in no graph, so no cache key holds it. Give the hook Hook(..., cache_hash='1'), a text that you "
+            "change whenever they do something else",
         )
         return bypassed(f"operators of others in {what}", lambda: compile_graph(lambda: None))
     nodes = nodes_of(gm)  # now: Inductor's passes change the graph

@@ -127,9 +127,8 @@ class _Describer:
                 if graph is not None and hook not in self.graphs:
                     self.graphs.append(hook)
             text = " ".join(texts)
-        if inside.functions:  # of this hook, not of one inside of it
-            self.hooks.append(hook)
-        self.hooks += inside.hooks
+        own = [hook] if inside.functions else []  # functions of this hook, not of one inside of it
+        self.hooks += (each for each in (*own, *inside.hooks) if all(each is not other for other in self.hooks))
         self.graphs += inside.graphs
         rest = [f.name for f in dataclasses.fields(hook) if f.name not in ("name", "pack", "unpack", "cache_hash")]
         return f"Hook({text}, {', '.join(f'{n}={self.text(getattr(hook, n))}' for n in rest)})"

@@ -13,6 +13,7 @@ Dynamo and its own limit of recompilations.
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import re
 import threading
@@ -23,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..dynamo import _compat as dynamo
-from ..errors import HookContractError, HookTraceError
+from ..errors import AotHooksError, HookContractError, HookTraceError
 from .tensors import tensor_digest
 
 __all__ = ["Example", "Probe", "Token", "Untraceable", "example_of"]
@@ -70,6 +71,10 @@ class _Local(threading.local):
 
 _local = _Local()
 _numbers = itertools.count(1)
+# since 2.13 a function may have a limit of its own; past it Dynamo logs a warning, and earlier values are traced again
+_LIMIT: dict[str, Any] = (
+    {"recompile_limit": 64} if "recompile_limit" in inspect.signature(torch.compile).parameters else {}
+)
 
 
 class Probe:
@@ -100,7 +105,7 @@ class Probe:
             "end": _end,
         }
         exec(source, names)
-        self.call = torch.compile(names["probe"], backend=self._backend, fullgraph=True)
+        self.call = torch.compile(names["probe"], backend=self._backend, fullgraph=True, **_LIMIT)
 
     def token(self, pack: Any, unpack: Any) -> Token:
         """Which value the pair is; the same token for the same value.
@@ -117,9 +122,9 @@ class Probe:
             self._compile()  # with a cache of its own again; earlier tokens do not come back
             return self.token(pack, unpack)
         except Exception as e:
-            impure = _impure(e)
-            if impure is not None:
-                raise impure from None
+            ours = _ours(e)
+            if ours is not None:
+                raise ours from None
             raise Untraceable(dynamo.reason_of(e)) from e
         finally:
             token, compiling = _local.done()
@@ -175,25 +180,25 @@ def _begin(_: Any) -> None:
         _local.compiling = dynamo.Compiling()
 
 
-class _Impure(Exception):
-    pass
-
-
 def _end(context: Any) -> None:
     _local.scope = dynamo.global_scope(context)
     what = dynamo.side_effects(context)
     if what is not None:
-        raise _Impure(what)
+        raise HookContractError(
+            f"tracing it changed {what} (a side effect); expected pure functions, which are traced once and not called "
+            "in each step. Take the side effect out, or run the hook eagerly with Hook(..., eager=True)"
+        )
 
 
-def _impure(e: BaseException | None) -> HookContractError | None:
+def _ours(e: BaseException | None) -> AotHooksError | None:
+    """The error that was raised while Dynamo traced, which it wraps or turns into text."""
     while e is not None:
-        if isinstance(e, _Impure) or "_Impure: " in str(e):
-            return HookContractError(
-                f"tracing it changed {str(e).split('_Impure: ')[-1].splitlines()[0]} (a side effect); expected pure "
-                "functions, which are traced once and not called in each step. Take the side effect out, or run the "
-                "hook eagerly with Hook(..., eager=True)"
-            )
+        if isinstance(e, AotHooksError):
+            return e
+        if (inner := getattr(e, "inner_exception", None)) is not None:
+            return _ours(inner)
+        if "HookContractError: " in str(e):
+            return HookContractError(str(e).split("HookContractError: ")[-1].splitlines()[0])
         e = e.__cause__ or e.__context__
     return None
 

@@ -231,8 +231,8 @@ def _told(e: AotHooksError, at: str) -> AotHooksError:
     return HookTraceError(
         f"{at} can't be traced by torch.compile, so nothing would tell when it changes; expected functions that Dynamo "
         f"can trace. Dynamo said: {e}. Ways out: let the functions close over the number itself, run them as they are "
-        "with Hook(..., eager=True), or answer for them with Hook(..., cache_hash='1'), a text that you change when they do "
-        "something else"
+        "with Hook(..., eager=True), or answer for them with Hook(..., cache_hash='1'), a text that you change when "
+        "they do something else"
     )
 
 
