@@ -33,7 +33,7 @@ from .dynamo import _compat as dynamo
 from .eager import is_waiting, pack_eager, settle, unpack_eager
 from .errors import AotHooksError, HookContractError, OptionError
 from .hook import Hook
-from .identity import Pending, Record, Recording, described
+from .identity import Record, Recording, described
 from .policy import Policy, Setting, choose, makes
 
 __all__ = [
@@ -408,7 +408,7 @@ class Region:
 
     setting: Setting
     record: Record
-    pending: Pending
+    pending: dynamo.Pending
 
     def made_of(self, seen: Recording) -> Record:
         """What a graph was made of. Raises `OptionError` if that is about to change."""
@@ -433,7 +433,7 @@ def _unknown(name: str, what: str) -> OptionError:
 
 
 def _note(context: Any, names: tuple[str, ...], make: Callable[..., Setting]) -> None:
-    pending = Pending(*dynamo.pending_changes(context))
+    pending = dynamo.pending_changes(context)
     traced = dynamo.Traced(context, names, lambda name, e: dynamo.backend_failure("aot_hooks", _unknown(name, str(e))))
     try:
         setting = make(*traced.values)

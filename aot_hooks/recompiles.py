@@ -33,7 +33,7 @@ def note(compiled: Any, setting: Setting, record: Record) -> None:
         _known[id(compiled)] = {}
         weakref.finalize(compiled, _known.pop, id(compiled), None)
     before = _known[id(compiled)].setdefault(record.text, [])
-    if any(other.key == record.key for other in before):
+    if any(other.answers == record.answers for other in before):
         return
     before.append(record)
     if len(before) != _WARNS_AT:

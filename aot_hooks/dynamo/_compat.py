@@ -14,11 +14,12 @@ import contextlib
 import dataclasses
 import functools
 import inspect
+import re
 import sys
 import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch.fx.experimental.symbolic_shapes import guard_scalar
@@ -159,12 +160,33 @@ def _items_change(variable: Any, side_effects: Any) -> bool:
     return any(_items_change(item, side_effects) for item in (items.values() if isinstance(items, dict) else items))
 
 
-def pending_changes(context: Any) -> tuple[Any, ...]:
-    """What the function that Dynamo traces has changed of what it did not make, up to a `comptime` call.
+class Pending(NamedTuple):
+    """What the function that Dynamo traces has changed of what it did not make, and is not carried out yet.
 
-    Objects and cells by id with the names of their attributes (None: any), names of globals and the globals that they
-    are in, storages of tensors. Stands on `side_effects` and on the graph's fake inputs, whose versions begin at 0;
-    2.11 to 2.15.
+    `objects` have the names of the attributes that change by id, None for any; cells as well. `names` are globals in
+    `scope`. `storages` are those of tensors that are written to.
+    """
+
+    objects: dict[int, frozenset[str] | None]
+    names: frozenset[str]
+    scope: dict[str, Any]
+    storages: frozenset[int]
+
+    def has(self, value: Any, parts: frozenset[str]) -> bool:
+        """Whether `value` changes, of which these parts are read."""
+        if isinstance(value, types.ModuleType) and vars(value) is self.scope and self.names & parts:
+            return True
+        changed = self.objects.get(id(value), frozenset())
+        if changed is None or changed & parts:
+            return True
+        strided = isinstance(value, torch.Tensor) and value.layout is torch.strided
+        return strided and storage_key(value) in self.storages
+
+
+def pending_changes(context: Any) -> Pending:
+    """What has been changed up to a `comptime` call.
+
+    Stands on `side_effects` and on the graph's fake inputs, whose versions begin at 0; 2.11 to 2.15.
     """
     output = context._i_will_not_complain_if_bc_breaks_InstructionTranslator().output
     effects = output.side_effects
@@ -185,7 +207,7 @@ def pending_changes(context: Any) -> tuple[Any, ...]:
     inputs = output.root_tracer.graph.find_nodes(op="placeholder")
     given = [a for a in (node.meta.get("grapharg") for node in inputs) if _written(a)]
     tensors = [a.example for a in given if isinstance(a.example, torch.Tensor) and a.example.layout is torch.strided]
-    return objects, frozenset(names), output.global_scope, frozenset(map(storage_key, tensors))
+    return Pending(objects, frozenset(names), output.global_scope, frozenset(map(storage_key, tensors)))
 
 
 def _written(grapharg: Any) -> bool:
@@ -463,6 +485,23 @@ def evaluated(name: str, variables: dict[str, Any], scope: dict[str, Any]) -> tu
 
 def _source_name(source: Any) -> str:
     return str(source.name if isinstance(source.name, str) else source.name())  # a method before 2.13
+
+
+def user_name(source: str, functions: dict[str, Any]) -> str:
+    """A source's expression by the names of the user's functions: `q.k` for what a closure over `q` reads of it."""
+    for label, fn in functions.items():
+        fn = getattr(fn, "__func__", fn)
+        code = getattr(fn, "__code__", None)
+        if isinstance(code, types.CodeType):
+            free, arguments = code.co_freevars, code.co_varnames[: code.co_argcount]
+            here = re.escape(f"L['{label}']") + r"(\.__func__)?"
+            source = re.sub(here + r"\.__closure__\[(\d+)\]\.cell_contents", lambda m: free[int(m[2])], source)  # noqa: B023
+            defaults = arguments[len(arguments) - len(fn.__defaults__ or ()) :]
+            source = re.sub(here + r"\.__defaults__\[(\d+)\]", lambda m: defaults[int(m[2])], source)  # noqa: B023
+            source = source.replace(f"L['{label}'].__self__", arguments[0] if arguments else label)
+        source = source.replace(f"L['{label}']", label)
+    source = re.sub(r"\._(?:modules|parameters|buffers)\['(\w+)'\]", r".\1", source)
+    return re.sub(r"G\['(?:__import_)?(\w+)'\]\.?", "", source) if source.startswith("G[") else source
 
 
 def on_the_way(source: Any, variables: dict[str, Any], scope: dict[str, Any]) -> list[tuple[Any, frozenset[str]]]:

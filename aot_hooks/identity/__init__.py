@@ -5,17 +5,16 @@
       policies            asked again about the saved tensors that they were asked about
       Record              what a compiled graph was made of: `record.matches(rule)` tells whether that is so still
 
-Nobody's code is imported, walked or run to guess what it may mean: examples are traced by Dynamo, on fake tensors.
+Nobody's code is imported, walked or run to guess what it may mean: Dynamo traces it, on fake tensors.
 """
 
 from .frozen import Description, code_of, described
 from .probes import Untraceable
-from .records import Pending, Record, Recording, note_answer, note_trace, recording
+from .records import Record, Recording, note_answer, note_trace, recording
 from .tensors import by_value, tensor_digest
 
 __all__ = [
     "Description",
-    "Pending",
     "Record",
     "Recording",
     "Untraceable",

@@ -9,16 +9,15 @@ in place, so a text with one in it is read again each time.
 
 from __future__ import annotations
 
-import collections
 import dataclasses
-import enum
 import functools
 import hashlib
+import itertools
 import re
 import sys
 import types
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -27,19 +26,8 @@ from .graphs import graph_text
 
 __all__ = ["Description", "code_of", "described", "number_of"]
 
-_PLAIN = (
-    type(None),
-    bool,
-    int,
-    float,
-    complex,
-    str,
-    bytes,
-    torch.dtype,
-    torch.device,
-    torch.layout,
-    torch.memory_format,
-)
+_TORCH = (torch.dtype, torch.device, torch.layout, torch.memory_format)
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, *_TORCH)
 _PACKAGE = __name__.split(".")[0]
 
 
@@ -93,24 +81,28 @@ class _Describer:
         self.hooks: list[Any] = []
         self.graphs: list[Any] = []
         self.functions: list[Any] = []
+        self.has_graph = False
+
+    def function(self, fn: Any) -> str:
+        """A function of a hook, which may be a graph."""
+        graph = graph_text(fn) if isinstance(fn, torch.fx.GraphModule) else None
+        self.has_graph |= graph is not None
+        return self.text(fn) if graph is None else f"{_OWN}{hashlib.sha256(graph.encode()).hexdigest()}"
 
     def text(self, value: Any) -> str:
         if isinstance(value, _PLAIN) or is_operator(value):
             return f"{type(value).__name__}:{value!r}"
-        if isinstance(value, enum.Enum) and _ours(type(value)):
-            return str(value)
         if isinstance(value, tuple | list | frozenset):
             return f"{type(value).__name__}({', '.join(map(self.text, value))})"
         if isinstance(value, types.FunctionType) and _ours(value):
             return f"{value.__module__}.{value.__qualname__}"
         if dataclasses.is_dataclass(value) and not isinstance(value, type) and _ours(type(value)):
-            return self.hook(value) if hasattr(value, "cache_hash") else self.fields(value)
+            if hasattr(value, "cache_hash"):
+                return self.hook(value)
+            named = (f"{f.name}={self.text(getattr(value, f.name))}" for f in dataclasses.fields(value))
+            return f"{type(value).__qualname__}({', '.join(named)})"
         self.functions.append(value)
         return _own(value)
-
-    def fields(self, value: Any) -> str:
-        named = (f"{f.name}={self.text(getattr(value, f.name))}" for f in dataclasses.fields(value))
-        return f"{type(value).__qualname__}({', '.join(named)})"
 
     def hook(self, hook: Any) -> str:
         """A hook is its graphs or its functions; one that its author answers for is the code of its functions."""
@@ -118,18 +110,10 @@ class _Describer:
         if hook.eager or hook.cache_hash is not None:
             text = f"{_own(hook.pack)} {_own(hook.unpack)} {hook.cache_hash!r}"
         else:
-            texts = []
-            for fn in (hook.pack, hook.unpack):
-                graph = graph_text(fn) if isinstance(fn, torch.fx.GraphModule) else None
-                texts.append(
-                    inside.text(fn) if graph is None else f"{_OWN}{hashlib.sha256(graph.encode()).hexdigest()}"
-                )
-                if graph is not None and hook not in self.graphs:
-                    self.graphs.append(hook)
-            text = " ".join(texts)
+            text = f"{inside.function(hook.pack)} {inside.function(hook.unpack)}"
         own = [hook] if inside.functions else []  # functions of this hook, not of one inside of it
         self.hooks += (each for each in (*own, *inside.hooks) if all(each is not other for other in self.hooks))
-        self.graphs += inside.graphs
+        self.graphs += [hook] if inside.has_graph else inside.graphs
         rest = [f.name for f in dataclasses.fields(hook) if f.name not in ("name", "pack", "unpack", "cache_hash")]
         return f"Hook({text}, {', '.join(f'{n}={self.text(getattr(hook, n))}' for n in rest)})"
 
@@ -146,18 +130,10 @@ def _ours(value: Any) -> bool:
     module = sys.modules.get(value.__module__ or "")
     if module is None or module.__name__.split(".")[0] != _PACKAGE:
         return False
-    found: Any = functools.reduce(
-        lambda at, name: getattr(at, name, None), value.__qualname__.split("."), cast(Any, module)
-    )
+    found: Any = module
+    for name in value.__qualname__.split("."):
+        found = getattr(found, name, None)
     return found is value
-
-
-# --- functions by their code ------------------------------------------------------------------------------------------
-
-# id of a code object or type -> it and its number; the oldest go, and what is known of them is found anew
-_numbers: collections.OrderedDict[int, tuple[Any, int]] = collections.OrderedDict()
-_KEPT = 1024
-_last = 0
 
 
 def code_of(fn: Any) -> Any:
@@ -169,13 +145,10 @@ def code_of(fn: Any) -> Any:
     return getattr(getattr(fn, "__func__", fn), "__code__", type(fn))
 
 
+@functools.lru_cache(maxsize=1024)
 def number_of(code: Any) -> int:
-    """A number for a code object or class, the same as long as it is remembered."""
-    global _last
-    known = _numbers.get(id(code))
-    if known is None:
-        _last += 1
-        known = _numbers[id(code)] = (code, _last)
-        if len(_numbers) > _KEPT:
-            _numbers.popitem(last=False)
-    return known[1]
+    """A number for a code object or class, the same as long as it is remembered; of equal code it is the same."""
+    return next(_numbers)
+
+
+_numbers = itertools.count(1)

@@ -15,11 +15,9 @@ from __future__ import annotations
 
 import inspect
 import itertools
-import re
 import threading
-import types
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -29,26 +27,17 @@ from .tensors import tensor_digest
 
 __all__ = ["Example", "Probe", "Token", "Untraceable", "example_of"]
 
-Token = tuple[Any, ...]  # number of what was traced, digests of the tensors that it reads
+Token = tuple[Any, ...]  # the probe, number of what was traced, digests of the tensors that it reads
 
 
-class Example(NamedTuple):
-    """A tensor to trace on: dense or not, as its strides say."""
-
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-
-    def source(self) -> str:
-        return f"empty({self.shape}, {self.stride}, dtype={self.dtype}, device={str(self.device)!r})"
+Example = str  # the arguments of `torch.empty_strided`
 
 
 def example_of(x: torch.Tensor, size_of: Any) -> Example:
-    """The example for `x`, symbolic sizes by `size_of`; dimensions of stride 0 hold one row."""
+    """A tensor like `x` to trace on, symbolic sizes by `size_of`; dimensions of stride 0 hold one row."""
     strides = tuple(map(size_of, x.stride()))
     shape = tuple(size_of(n) if stride else min(size_of(n), 1) for n, stride in zip(x.shape, strides, strict=True))
-    return Example(shape, strides, x.dtype, x.device)
+    return f"{shape}, {strides}, dtype={x.dtype}, device={str(x.device)!r}"
 
 
 class Untraceable(HookTraceError):
@@ -71,10 +60,10 @@ class _Local(threading.local):
 
 _local = _Local()
 _numbers = itertools.count(1)
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 # since 2.13 a function may have a limit of its own; past it Dynamo logs a warning, and earlier values are traced again
-_LIMIT: dict[str, Any] = (
-    {"recompile_limit": 64} if "recompile_limit" in inspect.signature(torch.compile).parameters else {}
-)
+_HAS_LIMIT = "recompile_limit" in inspect.signature(torch.compile).parameters
+_LIMIT: dict[str, Any] = {"recompile_limit": 64} if _HAS_LIMIT else {}
 
 
 class Probe:
@@ -87,7 +76,7 @@ class Probe:
         self._compile()
 
     def _compile(self) -> None:
-        traced = "".join(f"unpack(pack({example.source()})), " for example in sorted(self.examples, key=repr))
+        traced = "".join(f"unpack(pack(empty({example}))), " for example in sorted(self.examples))
         source = (
             "def probe(pack, unpack):\n"
             "    if not compiling(): return\n"  # Dynamo is switched off: run nothing
@@ -96,14 +85,8 @@ class Probe:
             "    comptime(end)\n"
             "    return results\n"
         )
-        names: dict[str, Any] = {
-            "torch": torch,
-            "empty": torch.empty_strided,
-            "compiling": torch.compiler.is_dynamo_compiling,
-            "comptime": dynamo.comptime,
-            "begin": _begin,
-            "end": _end,
-        }
+        names: dict[str, Any] = {"torch": torch, "empty": torch.empty_strided, "begin": _begin, "end": _end}
+        names |= {"compiling": torch.compiler.is_dynamo_compiling, "comptime": dynamo.comptime}
         exec(source, names)
         self.call = torch.compile(names["probe"], backend=self._backend, fullgraph=True, **_LIMIT)
 
@@ -122,10 +105,7 @@ class Probe:
             self._compile()  # with a cache of its own again; earlier tokens do not come back
             return self.token(pack, unpack)
         except Exception as e:
-            ours = _ours(e)
-            if ours is not None:
-                raise ours from None
-            raise Untraceable(dynamo.reason_of(e)) from e
+            raise _ours(e) or Untraceable(dynamo.reason_of(e)) from e
         finally:
             token, compiling = _local.done()
             if compiling is not None:
@@ -138,19 +118,19 @@ class Probe:
         assert _local.pair is not None
         functions = dict(zip(("pack", "unpack"), _local.pair, strict=True))
         number = next(_numbers)
-        self.tensors[number] = [_name(name, functions) for name in dynamo.input_names(gm)]
+        self.tensors[number] = [dynamo.user_name(name, functions) for name in dynamo.input_names(gm)]
         given: Any = gm.graph.output_node().args[0]
         results = (torch.empty(0),) * len(given)
         guarded = dynamo.guarded_values(functions, _local.scope)
-        read = ((_name(name, functions), _text(value)) for _, name, value in guarded)
-        self.read[number] = {name: text for name, text in read if text is not None}
+        plain = ((name, value) for _, name, value in guarded if isinstance(value, _PLAIN))
+        self.read[number] = {dynamo.user_name(name, functions): f"{type(x).__name__}:{x!r}" for name, x in plain}
         if _local.reached is not None:
             for source, name, _ in guarded:
                 way = dynamo.on_the_way(source, functions, _local.scope)
-                _local.reached += ((_name(name, functions), value, parts) for value, parts in way)
+                _local.reached += ((dynamo.user_name(name, functions), value, parts) for value, parts in way)
 
         def run(*tensors: Any) -> Any:
-            _local.token = (number, *(tensor_digest(x) if isinstance(x, torch.Tensor) else x for x in tensors))
+            _local.token = (self, number, *(tensor_digest(x) if isinstance(x, torch.Tensor) else x for x in tensors))
             return results
 
         return run
@@ -166,13 +146,12 @@ class Probe:
 
     def changed(self, token: Token, others: Iterable[Token]) -> list[str]:
         """The names of what the value of `token` read that was otherwise for one of `others`."""
-        mine = self._read(token)
-        before = [self._read(other) for other in others]
+        mine, *before = [
+            {**self.read.get(number, {}), **dict(zip(self.tensors.get(number, ()), tensors, strict=False))}
+            for probe, number, *tensors in (token, *others)
+            if probe is self
+        ]
         return [name for name, text in mine.items() if any(other.get(name, text) != text for other in before)]
-
-    def _read(self, token: Token) -> dict[str, str]:
-        number, *tensors = token
-        return {**self.read.get(number, {}), **dict(zip(self.tensors.get(number, ()), tensors, strict=False))}
 
 
 def _begin(_: Any) -> None:
@@ -191,40 +170,7 @@ def _end(context: Any) -> None:
 
 
 def _ours(e: BaseException | None) -> AotHooksError | None:
-    """The error that was raised while Dynamo traced, which it wraps or turns into text."""
-    while e is not None:
-        if isinstance(e, AotHooksError):
-            return e
-        if (inner := getattr(e, "inner_exception", None)) is not None:
-            return _ours(inner)
-        if "HookContractError: " in str(e):
-            return HookContractError(str(e).split("HookContractError: ")[-1].splitlines()[0])
-        e = e.__cause__ or e.__context__
-    return None
-
-
-# --- what was read, by the names that its author knows it by ----------------------------------------------------------
-
-
-def _name(source: str, functions: dict[str, Any]) -> str:
-    """`L['pack'].__closure__[0].cell_contents.k` as `q.k`, for a function that closes over `q`."""
-    for label, fn in functions.items():
-        fn = getattr(fn, "__func__", fn)
-        code = getattr(fn, "__code__", None)
-        if isinstance(code, types.CodeType):
-            free, arguments = code.co_freevars, code.co_varnames[: code.co_argcount]
-            here = re.escape(f"L['{label}']") + r"(\.__func__)?"
-            source = re.sub(here + r"\.__closure__\[(\d+)\]\.cell_contents", lambda m: free[int(m[2])], source)  # noqa: B023
-            defaults = arguments[len(arguments) - len(fn.__defaults__ or ()) :]
-            source = re.sub(here + r"\.__defaults__\[(\d+)\]", lambda m: defaults[int(m[2])], source)  # noqa: B023
-            source = source.replace(f"L['{label}'].__self__", arguments[0] if arguments else label)
-        source = source.replace(f"L['{label}']", label)
-    source = re.sub(r"\._(?:modules|parameters|buffers)\['(\w+)'\]", r".\1", source)
-    return re.sub(r"G\['(?:__import_)?(\w+)'\]\.?", "", source) if source.startswith("G[") else source
-
-
-def _text(value: Any) -> str | None:
-    return f"{type(value).__name__}:{value!r}" if isinstance(value, _PLAIN) else None
-
-
-_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
+    """The error of ours that was raised while Dynamo traced, which it wraps."""
+    while e is not None and not isinstance(e, AotHooksError):
+        e = getattr(e, "inner_exception", None) or e.__cause__ or e.__context__
+    return e

@@ -13,59 +13,57 @@ from __future__ import annotations
 import collections
 import contextlib
 import threading
-import types
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 
-from .._compat import storage_key
+from ..dynamo._compat import Pending
 from ..errors import AotHooksError, HookTraceError
 from .frozen import code_of, described, number_of
 from .probes import Example, Probe, Token, Untraceable, example_of
 
-__all__ = ["Pending", "Record", "Recording", "note_answer", "note_trace", "recording"]
+__all__ = ["Record", "Recording", "note_answer", "note_trace", "recording"]
 
 Choose = Callable[[Any, Any], Any]  # rule, row -> the hook that the rule has for the row
 
-_probes: collections.OrderedDict[tuple[int, int], list[Probe]] = collections.OrderedDict()  # by codes of pack, unpack
 _FAMILIES = 256
+_probes: collections.OrderedDict[tuple[int, int], list[Probe]] = collections.OrderedDict()  # by codes of pack, unpack
 
 
 def _probe_for(hook: Any, examples: frozenset[Example]) -> Probe:
     """A probe that traces the functions of `hook` on `examples`, and maybe on others."""
-    key = number_of(code_of(hook.pack)), number_of(code_of(hook.unpack))
-    family = _probes.setdefault(key, [])
-    _probes.move_to_end(key)
+    family = _probes.setdefault(_codes(hook), [])
+    _probes.move_to_end(_codes(hook))
     while len(_probes) > _FAMILIES:
         _probes.popitem(last=False)
-    for probe in list(family):
-        if examples <= probe.examples:
-            return probe
-    probe = Probe(examples)
-    family.append(probe)
+    found = next((probe for probe in family if examples <= probe.examples), None)
+    if found is not None:
+        return found
+    family.append(probe := Probe(examples))
     return probe
 
 
 class _Answer(NamedTuple):
-    """What a rule has for a row.
+    """What a rule has for `row`, None for any row.
 
     `tokens` are of the user's hooks in it that were traced, in the order of `described(hook).hooks`; None for others.
     `declined` is what functions of the user's say of the row.
     """
 
+    row: Any
     text: str
-    tokens: tuple[tuple[Probe, Token] | None, ...] = ()
+    tokens: tuple[Token | None, ...] = ()
     declined: tuple[str | None, ...] = ()
 
 
 class Record:
-    """See the module. `answers` are by row; None is any row, for a rule that is one hook for all."""
+    """See the module."""
 
     def __init__(self, rule: Any, choose: Choose) -> None:
         self.text = described(rule).text
         self.choose: Choose = choose
-        self.answers: dict[Any, _Answer] = {}
+        self.answers: dict[_Answer, None] = {}
 
     def matches(self, rule: Any) -> bool:
         """Whether `rule` has the same answers now."""
@@ -74,54 +72,47 @@ class Record:
             return found.text == self.text
         known: dict[Any, Any] = {}
         try:
-            return all(self._matches(rule, row, answer, known) for row, answer in self.answers.items())
+            return all(self._matches(rule, answer, known) for answer in list(self.answers))
         except AotHooksError:  # it can't be asked or traced now
             return False
 
     def is_pair(self, pack: Any, unpack: Any) -> bool:
         """Whether it is of these two functions, whose code is that of the hook that it is of; in microseconds."""
-        answer = self.answers.get(None)
-        if answer is None or len(self.answers) > 1 or len(answer.tokens) != 1 or answer.tokens[0] is None:
-            return False
-        probe, token = answer.tokens[0]
         try:
-            return probe.token(pack, unpack) == token
+            for answer in list(self.answers):
+                (token,) = answer.tokens
+                if token is None or answer.row is not None or token[0].token(pack, unpack) != token:
+                    return False
         except AotHooksError:
             return False
+        return bool(self.answers)
 
-    def _matches(self, rule: Any, row: Any, answer: _Answer, known: dict[Any, Any]) -> bool:
-        hook: Any = rule if row is None else self.choose(rule, row)
-        found = known.get(id(hook))
-        if found is None:
-            found = known[id(hook)] = (hook, described(hook))
-        if found[1].text != answer.text:
+    def _matches(self, rule: Any, answer: _Answer, known: dict[Any, Any]) -> bool:
+        hook: Any = rule if answer.row is None else self.choose(rule, answer.row)
+        if id(hook) not in known:
+            known[id(hook)] = (hook, described(hook))
+        found = known[id(hook)][1]
+        if found.text != answer.text:
             return False
-        for own, token in zip(found[1].hooks, answer.tokens, strict=True):
+        for own, token in zip(found.hooks, answer.tokens, strict=True):
             if token is not None:
                 place = (id(own), token[0])
                 if place not in known:
                     known[place] = token[0].token(own.pack, own.unpack)
-                if known[place] != token[1]:
+                if known[place] != token:
                     return False
-        return row is None or _declined(hook, found[1].functions, row) == answer.declined
+        return answer.row is None or _declined(hook, found.functions, answer.row) == answer.declined
 
     def add(self, other: Record) -> None:
         self.answers |= other.answers
 
-    @property
-    def key(self) -> Any:
-        """Equal for records of equal values that were found in the same way."""
-        return self.text, tuple((row, answer) for row, answer in self.answers.items())
-
     def changed(self, others: list[Record]) -> list[str]:
         """The names of what its hooks read that was otherwise in one of `others`."""
-        before = [token for o in others for a in o.answers.values() for token in a.tokens if token is not None]
-        names: dict[str, None] = {}
-        for answer in self.answers.values():
-            for token in answer.tokens:
-                if token is not None:
-                    names |= dict.fromkeys(token[0].changed(token[1], [t for p, t in before if p is token[0]]))
-        return list(names)
+        before = [token for other in others for token in other._tokens()]
+        return list(dict.fromkeys(name for token in self._tokens() for name in token[0].changed(token, before)))
+
+    def _tokens(self) -> list[Token]:
+        return [token for answer in self.answers for token in answer.tokens if token is not None]
 
 
 def _declined(hook: Any, functions: tuple[Any, ...], row: Any) -> tuple[str | None, ...]:
@@ -131,29 +122,6 @@ def _declined(hook: Any, functions: tuple[Any, ...], row: Any) -> tuple[str | No
 
 
 # --- while a graph is compiled ----------------------------------------------------------------------------------------
-
-
-class Pending(NamedTuple):
-    """What a function that Dynamo traces has changed, and Dynamo has yet to carry out: hooks read the old values.
-
-    `objects` have the names of the attributes that change by id, None for any; cells as well. `names` are globals in
-    `scope`. `storages` are those of tensors that are written to.
-    """
-
-    objects: dict[int, frozenset[str] | None]
-    names: frozenset[str]
-    scope: dict[str, Any]
-    storages: frozenset[int]
-
-    def has(self, value: Any, parts: frozenset[str]) -> bool:
-        """Whether `value` changes, of which these parts are read."""
-        if isinstance(value, types.ModuleType) and vars(value) is self.scope and self.names & parts:
-            return True
-        changed = self.objects.get(id(value), frozenset())
-        if changed is None or changed & parts:
-            return True
-        strided = isinstance(value, torch.Tensor) and value.layout is torch.strided
-        return strided and storage_key(value) in self.storages
 
 
 class Recording:
@@ -178,12 +146,10 @@ class Recording:
         _, answers = self.answers.get(id(rule), (rule, {}))
         if hasattr(rule, "cache_hash"):  # one hook for all
             answers = dict.fromkeys(answers if found.functions else answers and (None,), rule)
-        known: dict[int, _Answer] = {}
+        known = {id(hook): self._answer(hook) for hook in {id(hook): hook for hook in answers.values()}.values()}
         for row, hook in answers.items():
-            if id(hook) not in known:
-                known[id(hook)] = self._answer(hook)
             declined = () if row is None else _declined(hook, described(hook).functions, row)
-            record.answers[row] = known[id(hook)]._replace(declined=declined)
+            record.answers[known[id(hook)]._replace(row=row, declined=declined)] = None
         return record
 
     def reaches(self, rule: Any, pending: Pending) -> str | None:
@@ -199,18 +165,15 @@ class Recording:
 
     def _answer(self, hook: Any) -> _Answer:
         found = described(hook)
-        tokens: list[tuple[Probe, Token] | None] = []
+        tokens: list[Token | None] = []
         for own in found.hooks:
             examples = self._examples(hook, own)
-            if not examples:
-                tokens.append(None)
-                continue
-            probe = _probe_for(own, frozenset(examples))
+            probe = _probe_for(own, frozenset(examples)) if examples else None
             try:
-                tokens.append((probe, probe.token(own.pack, own.unpack)))
+                tokens.append(None if probe is None else probe.token(own.pack, own.unpack))
             except AotHooksError as e:
                 raise _told(e, f"hook '{own.name}' on saved {next(iter(examples.values()))}") from e.__cause__
-        return _Answer(found.text, tuple(tokens))
+        return _Answer(None, found.text, tuple(tokens))
 
     def _examples(self, hook: Any, own: Any) -> dict[Example, str]:
         """What `own`, a hook in `hook`, was traced on. Policies may make hooks anew: then by their code."""
