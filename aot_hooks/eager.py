@@ -13,7 +13,8 @@ Whether x will be returned is not known when it is saved. A tensor that dies whi
 not returned, so x waits, held by the user anyway, until a weak reference tells of its death; the packing itself is done
 at the next save or at the context's end, where an error can be raised. One tensor saved twice is packed once.
 
-What is kept is checked against in-place changes, as autograd does without hooks.
+What is kept is checked against in-place changes, as autograd does without hooks; what the user's functions are given
+by its bytes as well, where it is small.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from .dynamo import _compat as dynamo
 from .eager_saved import EagerRow
 from .errors import AotHooksError, HookContractError, HookTraceError
 from .hook import KEEP, Hook
+from .identity import READ_EACH_TIME, described, tensor_digest
 from .modules import note_call
 from .policy import SCOPE, Setting
 
@@ -255,8 +257,9 @@ def _pack(kept: Kept) -> None:
         if stride == 0 and size > 1:
             compact = compact.narrow(d, 0, 1)  # a dimension of stride 0 holds one row
     compact = compact.resolve_conj().resolve_neg()
+    before = _digests(kept.hook, [compact])
     packed = _run(kept.hook.pack, compact, f"{_at(kept)}: pack")
-    if raw._version != kept.version:
+    if raw._version != kept.version or _digests(kept.hook, [compact]) != before:
         raise HookContractError(
             f"{_at(kept)}: pack mutates its input in place; expected a pure function. Use x.clone()"
         )
@@ -277,8 +280,9 @@ def _unpack(kept: Kept) -> torch.Tensor:
     counted: list[torch.Tensor] = []
     anew = _containers_anew(packed, counted)
     versions = [a._version for a in counted]
+    before = _digests(kept.hook, counted)
     out = _run(kept.hook.unpack, anew, f"{_at(kept)}: unpack")
-    if [a._version for a in counted] != versions:
+    if [a._version for a in counted] != versions or _digests(kept.hook, counted) != before:
         kept.state = "spoiled"
     if not isinstance(out, torch.Tensor):
         raise HookContractError(
@@ -290,6 +294,14 @@ def _unpack(kept: Kept) -> torch.Tensor:
             f"{dtype}{list(compact)} on {device}, like the saved one"
         )
     return out.expand(shape) if out.shape != shape else out
+
+
+def _digests(hook: Hook, tensors: list[torch.Tensor]) -> list[str]:
+    """Of small tensors on the CPU: a function of the user's may write to them past autograd's versions (`x.data`)."""
+    if not described(hook).own:
+        return []
+    small = (a for a in tensors if a.device.type == "cpu" and a.layout is torch.strided and a.nbytes <= READ_EACH_TIME)
+    return [tensor_digest(a) for a in small]
 
 
 def _containers_anew(packed: Any, tensors: list[torch.Tensor]) -> Any:

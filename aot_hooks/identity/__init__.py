@@ -11,9 +11,10 @@ Nobody's code is imported, walked or run to guess what it may mean: Dynamo trace
 from .frozen import Description, code_of, described
 from .probes import Untraceable
 from .records import Record, Recording, note_answer, note_trace, recording
-from .tensors import by_value, tensor_digest
+from .tensors import READ_EACH_TIME, by_value, tensor_digest
 
 __all__ = [
+    "READ_EACH_TIME",
     "Description",
     "Record",
     "Recording",

@@ -16,11 +16,11 @@ import torch
 
 from .._compat import is_traced_value, without_modes
 
-__all__ = ["by_value", "tensor_digest"]
+__all__ = ["READ_EACH_TIME", "by_value", "tensor_digest"]
 
 _known: dict[int, tuple[weakref.ref[torch.Tensor], Any, str]] = {}  # id -> tensor, what changes with it, its digest
 _copies: weakref.WeakValueDictionary[tuple[str, tuple[int, ...]], torch.Tensor] = weakref.WeakValueDictionary()
-_READ_EACH_TIME = 1 << 14
+READ_EACH_TIME = 1 << 14
 
 
 def by_value(x: torch.Tensor) -> torch.Tensor:
@@ -43,7 +43,7 @@ def tensor_digest(x: torch.Tensor) -> str:
         return f"traced tensor:{id(x)}"
     if not _is_plain(x):
         return f"tensor {type(x).__qualname__} {x.layout}:{id(x)}:{x._version}"
-    if x.is_inference() or (x.device.type == "cpu" and x.nbytes <= _READ_EACH_TIME):
+    if x.is_inference() or (x.device.type == "cpu" and x.nbytes <= READ_EACH_TIME):
         return _read(x)
     layout = (x.storage_offset(), x.dtype, x.shape, x.stride(), x.device, x.requires_grad)
     state = (x._version, x.untyped_storage().data_ptr(), layout)
