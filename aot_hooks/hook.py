@@ -62,8 +62,8 @@ class Hook:
             Sees what a pack cannot: the operator, the module. Must use sizes as plain numbers only.
         rounds_to_zero: True says that small numbers come back as zero. Readers that only compare, as ReLU's backward
             does, then get their answers exactly, in a bit or so an element beside what is packed for the others.
-        cache_hash: says what both functions do where their content cannot be read (a C function, an operator of a
-            library of one's own), so that graphs can be cached: change it when they change. See docs/caching.md.
+        cache_hash: says what both functions do where Dynamo can't trace them or a graph does not hold it (an operator
+            of a library of one's own): change it when they change. See docs/caching.md and docs/footguns.md.
 
     Raises:
         OptionError: for an argument of another type.
@@ -157,7 +157,7 @@ def interned(make: Callable[_Arguments, Hook]) -> Callable[_Arguments, Hook]:
     """`make`, which gives the same hook for the same arguments, by position or by keyword; 1 is no True, 32.0 no 32.
 
     Not `functools.cache`: Dynamo warns of it where a compiled function makes the hook. What is known already is kept
-    outside of the function, whose content it is no part of.
+    outside of the function.
     """
 
     @dynamo.outermost_runs_in_python

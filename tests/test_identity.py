@@ -291,7 +291,14 @@ def code_of_a_function() -> Case:
     return pack, lambda: setattr(pack, "__code__", (lambda x: x * 3.0).__code__)
 
 
+def globals_of_executed_code() -> Case:
+    names: dict[str, Any] = {"__name__": "__main__", "k": 2.0}
+    exec("def pack(x):\n    return x * k", names)
+    return names["pack"], lambda: operator.setitem(names, "k", 3.0)
+
+
 FOLLOWED = [
+    globals_of_executed_code,
     enum_attribute,
     enum_method,
     attribute_of_a_tensor,
@@ -531,6 +538,23 @@ def test_what_is_read_for_some_shapes_alone_is_noticed(model: Chain, x: Tensor) 
         held[4], held[5] = float(four), float(five)
         with saved_tensors_hooks(pack, clone):
             assert_same(gradients(call, model, x), hand_gradients(model, x, h1=five, h2=four))
+
+
+@pytest.mark.core
+def test_what_one_of_several_graphs_reads_is_noticed(x: Tensor) -> None:
+    """The second graph saves other shapes, and the hook reads another number for them."""
+    torch.manual_seed(1)
+    small, large, held = Chain(3, 5, 4, 2), Chain(3, 7, 9, 2), {"small": 2.0, "large": 2.0}
+
+    def pack(x: Tensor) -> Tensor:
+        return x * held["small" if x.shape[1] < 6 else "large"]
+
+    first, second = compiled(small), compiled(large)
+    for a, b in ((2, 2), (3, 2), (3, 4), (2, 4), (2, 2)):
+        held["small"], held["large"] = float(a), float(b)
+        with saved_tensors_hooks(pack, clone):
+            assert_same(gradients(first, small, x), hand_gradients(small, x, h=a))
+            assert_same(gradients(second, large, x), hand_gradients(large, x, h=b))
 
 
 @pytest.mark.core

@@ -399,6 +399,13 @@ def _plain_modes() -> Iterator[None]:
             torch.set_autocast_dtype(kind, dtype)
 
 
+def own_scope(fn: Any) -> dict[str, Any] | None:
+    """The globals of a function if they are not those of its module (`exec`): Dynamo finds such as the caller's alone."""
+    fn = getattr(fn, "__func__", fn)
+    scope, module = getattr(fn, "__globals__", None), sys.modules.get(getattr(fn, "__module__", None) or "")
+    return None if module is not None and vars(module) is scope else scope
+
+
 def limit_error() -> type[Exception]:
     """What Dynamo raises when a function has been compiled as often as it may be."""
     error: type[Exception] = need("torch._dynamo.exc.FailOnRecompileLimitHit")

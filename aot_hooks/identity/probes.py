@@ -16,6 +16,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import threading
+import types
 from collections.abc import Iterable
 from typing import Any
 
@@ -69,26 +70,32 @@ _LIMIT: dict[str, Any] = {"recompile_limit": 64} if _HAS_LIMIT else {}
 class Probe:
     """The compiled probe for one pair of code objects and some examples."""
 
-    def __init__(self, examples: Iterable[Example]) -> None:
-        self.examples = frozenset(examples)
+    def __init__(self, examples: Iterable[Example], scope: dict[str, Any] | None = None) -> None:
+        self.examples, self.scope = frozenset(examples), scope
         self.read: dict[int, dict[str, str]] = {}  # number of a token -> the numbers that it read, by name
         self.tensors: dict[int, list[str]] = {}  # and the names of the tensors
         self._compile()
 
     def _compile(self) -> None:
+        names = {"torch": torch, "empty": torch.empty_strided, "compiling": torch.compiler.is_dynamo_compiling}
+        names |= {"comptime": dynamo.comptime, "begin": _begin, "end": _end}
         traced = "".join(f"unpack(pack(empty({example}))), " for example in sorted(self.examples))
         source = (
-            "def probe(pack, unpack):\n"
-            "    if not compiling(): return\n"  # Dynamo is switched off: run nothing
-            "    comptime(begin)\n"
-            f"    results = ({traced})\n"
-            "    comptime(end)\n"
-            "    return results\n"
+            f"def make({', '.join(names)}):\n"
+            "    def probe(pack, unpack):\n"
+            "        if not compiling(): return\n"  # Dynamo is switched off: run nothing
+            "        comptime(begin)\n"
+            f"        results = ({traced})\n"
+            "        comptime(end)\n"
+            "        return results\n"
+            "    return probe\n"
         )
-        names: dict[str, Any] = {"torch": torch, "empty": torch.empty_strided, "begin": _begin, "end": _end}
-        names |= {"compiling": torch.compiler.is_dynamo_compiling, "comptime": dynamo.comptime}
-        exec(source, names)
-        self.call = torch.compile(names["probe"], backend=self._backend, fullgraph=True, **_LIMIT)
+        made: dict[str, Any] = {}
+        exec(source, made)
+        probe = made["make"](**names)
+        if self.scope is not None:
+            probe = types.FunctionType(probe.__code__, self.scope, "probe", None, probe.__closure__)
+        self.call = torch.compile(probe, backend=self._backend, fullgraph=True, **_LIMIT)
 
     def token(self, pack: Any, unpack: Any) -> Token:
         """Which value the pair is; the same token for the same value.

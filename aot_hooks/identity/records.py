@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..dynamo._compat import Pending
+from ..dynamo._compat import Pending, own_scope
 from ..errors import AotHooksError, HookTraceError
 from .frozen import code_of, described, number_of
 from .probes import Example, Probe, Token, Untraceable, example_of
@@ -28,19 +28,21 @@ __all__ = ["Record", "Recording", "note_answer", "note_trace", "recording"]
 Choose = Callable[[Any, Any], Any]  # rule, row -> the hook that the rule has for the row
 
 _FAMILIES = 256
-_probes: collections.OrderedDict[tuple[int, int], list[Probe]] = collections.OrderedDict()  # by codes of pack, unpack
+_probes: collections.OrderedDict[tuple[int, ...], list[Probe]] = collections.OrderedDict()  # by code
 
 
 def _probe_for(hook: Any, examples: frozenset[Example]) -> Probe:
     """A probe that traces the functions of `hook` on `examples`, and maybe on others."""
-    family = _probes.setdefault(_codes(hook), [])
-    _probes.move_to_end(_codes(hook))
+    scope = own_scope(hook.pack)
+    key = (*_codes(hook), id(scope))  # a probe holds its scope
+    family = _probes.setdefault(key, [])
+    _probes.move_to_end(key)
     while len(_probes) > _FAMILIES:
         _probes.popitem(last=False)
     found = next((probe for probe in family if examples <= probe.examples), None)
     if found is not None:
         return found
-    family.append(probe := Probe(examples))
+    family.append(probe := Probe(examples, scope))
     return probe
 
 
@@ -158,7 +160,9 @@ class Recording:
             return None
         for own in described(rule).hooks:
             examples = self._examples(rule, own)
-            for name, value, parts in Probe(examples).reached(own.pack, own.unpack) if examples else ():
+            for name, value, parts in (
+                Probe(examples, own_scope(own.pack)).reached(own.pack, own.unpack) if examples else ()
+            ):
                 if pending.has(value, parts):
                     return f"'{name}'"
         return None
