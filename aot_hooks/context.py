@@ -412,9 +412,11 @@ class Region:
 
     def made_of(self, seen: Recording) -> Record:
         """What a graph was made of. Raises `OptionError` if that is about to change."""
-        what = seen.reaches(self.setting.rule, self.pending)
-        if what is not None:
-            raise _unknown("hook", f"{what} that the compiled function has changed before")
+        pending = self.pending
+        if pending.objects or pending.names or pending.storages:
+            for name, value, parts in seen.reached(self.setting.rule):
+                if pending.has(value, parts):
+                    raise _unknown("hook", f"'{name}' that the compiled function has changed before")
         record = seen.record(self.setting.rule, choose)
         self.record.add(record)
         return record

@@ -374,14 +374,22 @@ def test_a_change_is_followed(model: Chain, x: Tensor, case: Callable[[], Case])
 @pytest.mark.core
 @pytest.mark.parametrize("case", REFUSED, ids=lambda case: case.__name__)
 def test_what_cannot_be_followed_is_refused_by_compiled_code(model: Chain, x: Tensor, case: Callable[[], Case]) -> None:
-    pack, _ = case()
+    """A later Dynamo may trace more: then a change is followed."""
+    pack, change = case()
+    call = compiled(model)
     with saved_tensors_hooks(pack, clone):
         assert_same(gradients(model, model, x), hand_gradients(model, x, h=2))
-        with pytest.raises(Exception) as raised:
-            gradients(compiled(model), model, x)
-    error = getattr(raised.value, "inner_exception", None)
-    assert isinstance(error, AotHooksError), raised.value
-    assert "Hook(..., eager=True)" in str(error) and "float32[" in str(error)
+        try:
+            assert_same(gradients(call, model, x), hand_gradients(model, x, h=2))
+        except torch._dynamo.exc.BackendCompilerFailed as e:
+            error = e.inner_exception
+            assert isinstance(error, AotHooksError), error
+            assert "Hook(..., eager=True)" in str(error) and "float32[" in str(error)
+            return
+    assert torch.__version__ >= "2.15", "traced by Dynamo: a case of FOLLOWED"
+    change()
+    with saved_tensors_hooks(pack, clone):
+        assert_same(gradients(call, model, x), hand_gradients(model, x, h=3))
 
 
 @pytest.mark.parametrize("case", NOT_NOTICED, ids=lambda case: case.__name__)

@@ -400,7 +400,7 @@ def _plain_modes() -> Iterator[None]:
 
 
 def own_scope(fn: Any) -> dict[str, Any] | None:
-    """The globals of a function if they are not those of its module (`exec`): Dynamo finds such as the caller's alone."""
+    """The globals of a function, if they are not its module's (`exec`): Dynamo finds such only as the caller's."""
     fn = getattr(fn, "__func__", fn)
     scope, module = getattr(fn, "__globals__", None), sys.modules.get(getattr(fn, "__module__", None) or "")
     return None if module is not None and vars(module) is scope else scope

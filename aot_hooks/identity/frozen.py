@@ -37,8 +37,7 @@ class Description:
 
     Attributes:
         text: equal for equal frozen parts; functions stand in it by their code.
-        hooks: the hooks in it whose functions are the user's, and nothing else answers for them.
-        graphs: the hooks in it that are graphs.
+        hooks, graphs: the hooks in it whose functions are the user's, unless somebody answers for them; or graphs.
         functions: other functions of the user's: policies, and what declines.
     """
 

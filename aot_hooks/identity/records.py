@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..dynamo._compat import Pending, own_scope
+from ..dynamo._compat import own_scope
 from ..errors import AotHooksError, HookTraceError
 from .frozen import code_of, described, number_of
 from .probes import Example, Probe, Token, Untraceable, example_of
@@ -47,11 +47,7 @@ def _probe_for(hook: Any, examples: frozenset[Example]) -> Probe:
 
 
 class _Answer(NamedTuple):
-    """What a rule has for `row`, None for any row.
-
-    `tokens` are of the user's hooks in it that were traced, in the order of `described(hook).hooks`; None for others.
-    `declined` is what functions of the user's say of the row.
-    """
+    """What a rule has for `row`, None for any row: tokens in the order of `described(hook).hooks`, None if not traced."""
 
     row: Any
     text: str
@@ -135,12 +131,7 @@ class Recording:
         self.examples: dict[int, tuple[Any, dict[Example, str]]] = {}
 
     def record(self, rule: Any, choose: Choose) -> Record:
-        """What `rule` was in this compilation.
-
-        Raises:
-            Untraceable: a hook of the user's can't be traced by Dynamo.
-            HookContractError: one has side effects.
-        """
+        """What `rule` was in this compilation. Raises what `Probe.token` raises, with the hook and a tensor."""
         record = Record(rule, choose)
         found = described(rule)
         if found.frozen:
@@ -154,18 +145,11 @@ class Recording:
             record.answers[known[id(hook)]._replace(row=row, declined=declined)] = None
         return record
 
-    def reaches(self, rule: Any, pending: Pending) -> str | None:
-        """The name of what the hooks of `rule` read and is pending; None if nothing is."""
-        if not (pending.objects or pending.names or pending.storages):
-            return None
+    def reached(self, rule: Any) -> Iterator[tuple[str, Any, frozenset[str]]]:
+        """What the hooks of `rule` reach, see `Probe.reached`."""
         for own in described(rule).hooks:
-            examples = self._examples(rule, own)
-            for name, value, parts in (
-                Probe(examples, own_scope(own.pack)).reached(own.pack, own.unpack) if examples else ()
-            ):
-                if pending.has(value, parts):
-                    return f"'{name}'"
-        return None
+            if examples := self._examples(rule, own):
+                yield from Probe(examples, own_scope(own.pack)).reached(own.pack, own.unpack)
 
     def _answer(self, hook: Any) -> _Answer:
         found = described(hook)

@@ -24,10 +24,7 @@ READ_EACH_TIME = 1 << 14
 
 
 def by_value(x: torch.Tensor) -> torch.Tensor:
-    """A copy of `x` for a graph to keep: one for all that are equal, and plain.
-
-    A graph stands for a content, so it must not see what becomes of the tensor that it was read from.
-    """
+    """A copy of `x` for a graph to keep, one for all that are equal: the graph must not see what becomes of `x`."""
     if not _is_plain(x) or is_traced_value(x):
         return x
     with without_modes():
