@@ -19,7 +19,7 @@ import contextlib
 import importlib
 import inspect
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -40,6 +40,8 @@ SYMBOLS = {
     "torch._dispatch.python.enable_python_dispatcher": "tracing hooks on symbolic sizes",
     "torch.utils._python_dispatch._disable_current_modes": "digests of constants",
     "torch.fx.experimental.proxy_tensor.disable_proxy_modes_tracing": "comparing sizes while tracing",
+    "torch._guards.TracingContext": "tracing a hook for a key",
+    "torch._subclasses.fake_tensor.FakeTensorMode": "tracing a hook for a key",
     "torch._ops.OpOverload": "policies by operator",
     "torch._ops.OpOverloadPacket": "policies by operator",
     "torch._ops.HigherOrderOperator": "hooks that hold higher-order ops",
@@ -157,6 +159,19 @@ def no_new_unbacked(fake_mode: Any) -> Iterator[Callable[[], bool]]:
     finally:
         if pending is not None:
             del pending[start:]
+
+
+@contextlib.contextmanager
+def fake_tensor(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Iterator[torch.Tensor]:
+    """A dense fake tensor of static sizes, in the fake mode of the compilation that is going on."""
+    context = need("torch._guards.TracingContext").try_get()
+    mode = context.fake_mode if context is not None else None
+    if mode is None:
+        mode = need("torch._subclasses.fake_tensor.FakeTensorMode")(allow_non_fake_inputs=True)
+    with without_modes():
+        with mode:
+            value = torch.empty(shape, dtype=dtype, device=device)
+        yield value
 
 
 def reads_values(gm: GraphModule) -> bool:
@@ -312,7 +327,10 @@ def operator_names() -> list[str]:
 
 def is_operator(op: Any) -> bool:
     """Whether `op` is `torch.ops.<space>.<name>`, with or without an overload."""
-    return isinstance(op, (need("torch._ops.OpOverload"), need("torch._ops.OpOverloadPacket")))
+    return isinstance(op, _OPERATORS)
+
+
+_OPERATORS = (need("torch._ops.OpOverload"), need("torch._ops.OpOverloadPacket"))
 
 
 def is_composite(name: str) -> bool:

@@ -32,6 +32,7 @@ from .dynamo import _compat as dynamo
 from .eager import CompiledCall
 from .errors import AotHooksError, OptionError
 from .given_up import at_end_of_backward
+from .identity import described, recording
 from .inductor import _compat as inductor
 from .live import LivePoint, live_bytes
 from .modules import roots
@@ -126,10 +127,10 @@ def reset() -> None:
     unused.forget()
 
 
-def _regions_of(gm: GraphModule) -> dict[str, Setting]:
-    """The settings that nodes of `gm` were traced under."""
+def _regions_of(gm: GraphModule, scope: str) -> dict[str, Setting]:
+    """The settings that nodes of `gm` were traced under, in `scope` where they say none."""
     keys = dict.fromkeys(key for node in nodes_of(gm) if (key := region_of(node)) is not None)
-    return {key: context.regions[key] for key in keys}
+    return {key: context.regions[key].setting.in_scope(scope) for key in keys}
 
 
 def aot_hooks(
@@ -189,8 +190,6 @@ def _compile_graph(
 ) -> Callable[..., Any]:
     patches = inductor_patches(parsed, mode)
     setting, alive, regions = _in_force(gm, parsed)
-    if wrapper is not None:
-        recompiles.note(wrapper, [s for s in (setting, *regions.values()) if s is not None])
     record, graph = _plans.record, Graph()
     covered = setting is not None or bool(regions)
     asked = captured.capture_options(parsed.inner, parsed.cudagraphs)
@@ -210,7 +209,7 @@ def _compile_graph(
 
         return _compile(gm, inputs, parsed, patches, partition, before_each_graph, compilation)
 
-    with _hooks_not_inlined_by_torch():
+    with _hooks_not_inlined_by_torch(), recording() as seen:
         if parsed.inner == "aten" and (compilation is not None or not aten.is_stored()):
             compiled = bypassed("inner 'aten' is stored with torch's bundled_autograd_cache only", compile_graph)
         elif record is not None:
@@ -239,9 +238,15 @@ def _compile_graph(
         compiled = _counted(compiled, graph)
     asked_for = [s for s in (setting, *regions.values()) if s is not None]
     compiled = unused.judged(compiled, unused.compiled(asked_for, graph.plans))
-    if setting is not None and graph.plans:
-        context.check(setting, alive)  # or the graph would be found by what the setting said before
-        compiled = _checked(compiled, setting, alive)
+    for key, region in regions.items():
+        made_of = context.regions[key].made_of(seen)
+        if wrapper is not None:
+            recompiles.note(wrapper, region, made_of)
+    if setting is not None and graph.plans and not described(setting.rule).frozen:
+        made_of, check = context.made_of(seen, setting, alive)
+        if wrapper is not None:
+            recompiles.note(wrapper, setting, made_of)
+        compiled = _checked(compiled, check)
     if alive is None:
         return _with_eager_hooks(compiled)
 
@@ -252,9 +257,9 @@ def _compile_graph(
     return run
 
 
-def _checked(compiled: Callable[..., Any], setting: Setting, alive: Any) -> Callable[..., Any]:
+def _checked(compiled: Callable[..., Any], check: Callable[[], None]) -> Callable[..., Any]:
     def run(*args: Any) -> Any:
-        context.check(setting, alive)
+        check()
         return compiled(*args)
 
     return run
@@ -276,7 +281,7 @@ def _in_force(gm: GraphModule, options: Options) -> tuple[Setting | None, Any, d
         setting = Setting(options.policy, options.scope)
     if setting is not None and setting.eager:
         raise OptionError(f"options['policy']: '{setting.rule!r}' is to run eagerly, which a context can ask for only")
-    return setting, alive, _regions_of(gm)
+    return setting and setting.in_scope(options.scope), alive, _regions_of(gm, options.scope)
 
 
 aot_hooks.reset = reset  # type: ignore[attr-defined]  # torch._dynamo.reset() calls it

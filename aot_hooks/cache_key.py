@@ -2,11 +2,13 @@
 
       Dynamo's graph    node by node, by position; constants by value            forward(self, L_x_, L_w_):
       its inputs        shape, stride, dtype, device, who shares whose memory        h = L_x_ @ L_w_      p_0 @ p_1
-      settings          content of hooks and policies (examine.py), scope   --> lines --sha256--> digest
+      settings          arguments of the library, programs of own hooks     --> lines --sha256--> digest
       regions           which node is under which; names and modules that a policy may look at
       versions          this package by its sources, torch, Python
 
-`key_of` makes it. torch's own key (configuration, devices, its sources) stands beside it: torch computes that one
+`key_of` makes it. Functions of the user's are in it by what they trace to on one example: what they do to the saved
+tensors themselves, and what a policy says of them, is stored beside an entry and compared (cache/stored.py).
+ torch's own key (configuration, devices, its sources) stands beside it: torch computes that one
 under `normalized(graph)`, in which placeholders and values are called by their positions, so that renaming a model's
 argument, attribute or variable is no other program. Symbolic sizes, which torch calls after the argument they come
 from, go by their numbers too. Both are linear in the graph.
@@ -27,15 +29,16 @@ import torch
 from torch.fx import GraphModule, Node
 
 from . import _compat
-from .content import content
-from .examine import Examined, examined
-from .hook import Hook
+from .errors import AotHooksError
+from .hook import Hook, compiling_for
+from .identity import described, recording, tensor_digest
 from .names import name_given
 from .plan import region_of
 from .policy import Setting
 from .saved import module_stack, place_of
+from .trace import canonical, trace_hook
 
-__all__ = ["Key", "Line", "key_of", "nodes_of", "normalized", "package_digest"]
+__all__ = ["Key", "Line", "foreign_operator", "key_of", "nodes_of", "normalized", "package_digest"]
 
 Line = tuple[str, str]  # what, and its content
 
@@ -48,16 +51,14 @@ class Key:
         lines: what the key is made of.
         settings: the settings that the graph is under: the ambient one, None if there is none, then those of its
             regions in the order of their first node.
-        examined: the content of each setting's rule.
-        opaque: what of the settings cannot be read, see `examine`; then there is no key to go by.
+        opaque: operators of others that hooks call and nobody answers for; then there is no key to go by.
         sizes: symbols of sizes as this program calls them, in the order of their numbers.
     """
 
     lines: tuple[Line, ...]
     settings: tuple[Setting | None, ...]
-    examined: tuple[Examined, ...]
-    opaque: tuple[str, ...]
     sizes: tuple[str, ...] = ()
+    opaque: tuple[str, ...] = ()
 
     @functools.cached_property
     def digest(self) -> str:
@@ -84,18 +85,22 @@ def key_of(
     nodes = nodes_of(gm)
     order = dict.fromkeys(key for node in nodes if (key := region_of(node)) is not None)
     settings = (ambient, *(regions[key] for key in order))
-    contents = tuple(examined(s.rule) if s is not None else Examined((), (), False) for s in settings)
     lines: list[Line] = [
         ("aot_hooks", package_digest()),
         ("python", sys.version.split()[0]),
         ("torch", torch.__version__),
         *((f"option {name}", repr(value)) for name, value in sorted((options or {}).items())),
     ]
-    for i, (setting, said) in enumerate(zip(settings, contents, strict=True)):
-        what = "ambient" if i == 0 else f"region {i}"
-        lines.append((f"{what} scope", "none" if setting is None else setting.scope))
-        lines += ((f"{what} content {j}", part) for j, part in enumerate(said.parts))
-    numbers = {key: i + 1 for i, key in enumerate(order)}
+    numbers: dict[str, int] = {}
+    texts: dict[tuple[Line, ...], int] = {}  # of regions: those that say the same are one
+    opaque: list[str] = []
+    lines += [(f"ambient {name}", text) for name, text in _setting_lines(ambient, opaque)]
+    for key in order:
+        text = tuple(_setting_lines(regions[key], opaque))
+        if text not in texts:
+            texts[text] = len(texts) + 1
+            lines += [(f"region {len(texts)} {name}", value) for name, value in text]
+        numbers[key] = texts[text]
     reads_anything = any(s is not None and _reads_anything(s.rule) for s in settings)
     reads_modules = reads_anything or any(s is not None and s.looks_at_modules for s in settings)
     for i, node in enumerate(nodes):
@@ -113,8 +118,51 @@ def key_of(
     for graph in _graphs(gm):
         lines += _canonical(graph, sizes)
     lines += _inputs(traced, inputs, sizes)
-    opaque = tuple(dict.fromkeys(w for said in contents for w in said.opaque))
-    return Key(tuple(lines), settings, contents, opaque, tuple(map(str, sizes.names)))
+    return Key(tuple(lines), settings, tuple(map(str, sizes.names)), tuple(dict.fromkeys(opaque)))
+
+
+def _setting_lines(setting: Setting | None, opaque: list[str]) -> Iterator[Line]:
+    if setting is None:
+        yield "scope", "none"
+        return
+    said = described(setting.rule)
+    yield "scope", str(setting.scope)
+    yield "rule", said.portable
+    for i, hook in enumerate((*said.hooks, *said.graphs)):
+        yield f"hook {i} cache_hash", repr(hook.cache_hash)
+        yield from ((f"hook {i} {name}", text) for name, text in _program_lines(hook, opaque))
+
+
+def _program_lines(hook: Hook, opaque: list[str]) -> Iterator[Line]:
+    """What the functions of `hook` trace to on an example: most changes of them are another key."""
+    with compiling_for("inductor"), recording(on=False):
+        with _compat.fake_tensor((4, 8), torch.float32, torch.device("cpu")) as example:
+            try:
+                traced = trace_hook(hook, example, "an example", decompositions=None)
+            except (AotHooksError, RuntimeError):
+                yield "program", "none on f32[4, 8]"
+                return
+    for part, gm in (("pack", traced.pack), ("unpack", traced.unpack)):
+        if hook.cache_hash is None and (operator := foreign_operator(gm)) is not None:
+            opaque.append(operator)
+        for i, line in enumerate(canonical(gm).splitlines()):
+            yield f"{part} {i}", line
+
+
+# what torch registers itself; its version covers them
+_TORCH_OPERATORS = {
+    *("aten", "prims", "prim", "rngprims", "inductor", "inductor_prims", "quantized", "quantized_decomposed"),
+    *("higher_order", "ao", "mkldnn", "mkldnn_prepacked", "onednn", "mkl", "c10d", "_c10d_functional"),
+    *("_c10d_functional_autograd", "sparse", "_quantized", "debugprims", "profiler", "streams", "image", "aot_hooks"),
+}  # fmt: skip
+
+
+def foreign_operator(gm: GraphModule) -> str | None:
+    """An operator in `gm` that torch did not register itself, nor this package; None if there is none."""
+    for node in gm.graph.nodes:
+        if _compat.is_operator(node.target) and str(node.target).split(".")[0] not in _TORCH_OPERATORS:
+            return str(node.target)
+    return None
 
 
 def nodes_of(gm: GraphModule) -> list[Node]:
@@ -128,11 +176,7 @@ def _graphs(gm: GraphModule) -> list[GraphModule]:
 
 def _reads_anything(rule: Any) -> bool:
     """Whether a function that is not of this package sees the rows of saved tensors, their lines and modules too."""
-    if isinstance(rule, Hook):
-        return rule.declines is not None and examined(rule.declines).foreign
-    if type(rule).__module__.split(".")[0] == "aot_hooks":
-        return any(_reads_anything(inner) for inner in getattr(rule, "rules", ()))
-    return True
+    return bool(described(rule).functions)
 
 
 def _canonical(gm: GraphModule, sizes: _compat.SizeNumbers) -> Iterator[Line]:
@@ -144,13 +188,17 @@ def _canonical(gm: GraphModule, sizes: _compat.SizeNumbers) -> Iterator[Line]:
             target = sizes.text(node.meta.get("example_value", node.target)) if node.type is torch.SymInt else ""
         elif node.op == "get_attr":
             value = _attribute(gm, str(node.target))
-            target = "graph" if isinstance(value, GraphModule) else content(value)
+            target = "graph" if isinstance(value, GraphModule) else _constant(value)
         elif node.op == "call_function":
             target = _name(node.target)
         else:
             target = str(node.target) if node.op != "output" else ""
         args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), position.__getitem__)
         yield f"node {position[node]}", f"{node.op} {target} {args} {kwargs}"
+
+
+def _constant(value: Any) -> str:
+    return tensor_digest(value) if isinstance(value, torch.Tensor) else f"{type(value).__name__}:{value!r}"
 
 
 def _attribute(root: Any, path: str) -> Any:

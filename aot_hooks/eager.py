@@ -13,8 +13,8 @@ Whether x will be returned is not known when it is saved. A tensor that dies whi
 not returned, so x waits, held by the user anyway, until a weak reference tells of its death; the packing itself is done
 at the next save or at the context's end, where an error can be raised. One tensor saved twice is packed once.
 
-What is kept is checked against in-place changes, as autograd does without hooks. A hook whose code names what writes
-past autograd's versions (`x.data`) is watched by the bytes.
+What is kept is checked against in-place changes, as autograd does without hooks; what the user's functions are given
+by its bytes as well, where it is small.
 """
 
 from __future__ import annotations
@@ -32,13 +32,14 @@ from . import _compat, unused
 from .autograd import _compat as autograd
 from .dynamo import _compat as dynamo
 from .eager_saved import EagerRow
-from .errors import AotHooksError, HookContractError, HookTraceError, described
+from .errors import AotHooksError, HookContractError, HookTraceError, function_named
 from .hook import KEEP, Hook
+from .identity import READ_EACH_TIME, described, tensor_digest
 from .modules import note_call
-from .policy import Setting
+from .policy import SCOPE, Setting
 from .trace import has_gaps, restride
 
-__all__ = ["CompiledCall", "Kept", "pack_eager", "settle", "unpack_eager"]
+__all__ = ["CompiledCall", "Kept", "is_waiting", "pack_eager", "settle", "unpack_eager"]
 
 
 class Kept:
@@ -55,19 +56,15 @@ class Kept:
         "storage",
         "version",
         "watch",
-        "watched",
     )
 
-    def __init__(
-        self, x: torch.Tensor, hook: Hook, again: tuple[Setting, EagerRow] | None = None, *, watched: bool = False
-    ) -> None:
+    def __init__(self, x: torch.Tensor, hook: Hook, again: tuple[Setting, EagerRow] | None = None) -> None:
         self.raw: torch.Tensor | None = x.detach()
         # as long as this lives no other storage gets the same address, which `_Local.seen` relies on
         self.storage = StorageWeakRef(x.untyped_storage()) if x.layout is torch.strided else None
         self.version = x._version
         self.hook = hook
         self.again = again  # whom to ask for the hook once more when it is packed
-        self.watched = watched  # whether to look at the bytes for what the hook's functions write to
         self.packed: Any = None
         self.state = "kept"  # kept | waiting | due | packed | spoiled
         self.watch: Any = None
@@ -104,7 +101,7 @@ def pack_eager(setting: Setting, x: torch.Tensor) -> Any:
     known = _local.seen.get(key)
     if known is not None and (kept := known()) is not None:
         return kept
-    kept = Kept(x, hook, again, watched=setting.content.writes_unseen)
+    kept = Kept(x, hook, again)
     seen = _local.seen  # this thread's: the backward, which lets go of it, may run on another one
 
     def forget(ref: weakref.ref[Kept]) -> None:
@@ -116,7 +113,7 @@ def pack_eager(setting: Setting, x: torch.Tensor) -> Any:
     if call is not None:
         call.saved.append(kept)  # decided when the compiled call returns
         kept.state = "waiting"
-    elif outermost is None or setting.scope != "donated":
+    elif outermost is None or (setting.scope or SCOPE) != "donated":
         if again:  # at the next save: until then it may get its name
             kept.state = "due"
             _local.waiting.append(weakref.ref(kept))
@@ -143,6 +140,11 @@ def unpack_eager(kept: Any) -> torch.Tensor:
             f"expected version {kept.version}"
         )
     return kept.raw
+
+
+def is_waiting() -> bool:
+    """Whether something waits to be packed on this thread."""
+    return bool(_local.waiting)
 
 
 def settle() -> None:
@@ -193,16 +195,17 @@ def _choose(setting: Setting, x: torch.Tensor, outermost: FrameType | None) -> t
     call = _local.call
     if x.layout is not torch.strided or type(x) not in (torch.Tensor, torch.nn.Parameter):
         return KEEP, None
-    if setting.scope == "donated" and call is not None:
+    scope = setting.scope or SCOPE
+    if scope == "donated" and call is not None:
         if _compat.storage_key(x) in call.given:
             return KEEP, None
-    elif setting.scope == "donated":
+    elif scope == "donated":
         root = x if x._base is None else x._base
         if root.grad_fn is None or x.grad_fn is None:
             return KEEP, None
         if outermost is not None and _compat.storage_key(x) in _given(outermost):
             return KEEP, None
-    elif setting.scope == "no_static":
+    elif scope == "no_static":
         root = x if x._base is None else x._base
         if isinstance(root, torch.nn.Parameter):
             return KEEP, None
@@ -218,7 +221,7 @@ def _choose(setting: Setting, x: torch.Tensor, outermost: FrameType | None) -> t
 
 
 def _ask(setting: Setting, row: EagerRow) -> Hook:
-    hook = setting.choose(row, eager=True)
+    hook = setting.choose(row)
     return KEEP if hook.why_not(row) else hook
 
 
@@ -236,7 +239,7 @@ def _buffers(frame: FrameType) -> set[int]:
 
 def _at(kept: Kept, part: str) -> str:
     shape, dtype, _ = kept.like
-    function = described(part, getattr(kept.hook, part))
+    function = function_named(part, getattr(kept.hook, part))
     return f"hook '{kept.hook.name}' on saved {str(dtype).removeprefix('torch.')}{list(shape)} (eager): {function}"
 
 
@@ -258,9 +261,9 @@ def _pack(kept: Kept) -> None:
         if stride == 0 and size > 1:
             compact = compact.narrow(d, 0, 1)  # a dimension of stride 0 holds one row
     compact = compact.resolve_conj().resolve_neg()
-    before = _bytes([compact]) if kept.watched else None
+    before = _digests(kept.hook, [compact])
     packed = _run(kept.hook.pack, compact, kept, "pack")
-    if raw._version != kept.version or (before is not None and not _same_bytes(before, [compact])):
+    if raw._version != kept.version or _digests(kept.hook, [compact]) != before:
         raise HookContractError(
             f"{_at(kept, 'pack')} mutates its input in place; expected a pure function. Use x.clone()"
         )
@@ -281,9 +284,9 @@ def _unpack(kept: Kept) -> torch.Tensor:
     counted: list[torch.Tensor] = []
     anew = _containers_anew(packed, counted)
     versions = [a._version for a in counted]
-    before = _bytes(counted) if kept.watched else None
+    before = _digests(kept.hook, counted)
     out = _run(kept.hook.unpack, anew, kept, "unpack")
-    if [a._version for a in counted] != versions or (before is not None and not _same_bytes(before, counted)):
+    if [a._version for a in counted] != versions or _digests(kept.hook, counted) != before:
         kept.state = "spoiled"
     if not isinstance(out, torch.Tensor):
         raise HookContractError(
@@ -300,15 +303,12 @@ def _unpack(kept: Kept) -> torch.Tensor:
     return out.expand(shape) if out.shape != shape else out
 
 
-def _bytes(tensors: list[torch.Tensor]) -> list[torch.Tensor | None]:
-    """Copies of `tensors`, as bytes."""
-    strided = [a.detach() if a.layout is torch.strided else None for a in tensors]
-    return [None if a is None else a.reshape(-1).contiguous().clone().view(torch.uint8) for a in strided]
-
-
-def _same_bytes(before: list[torch.Tensor | None], tensors: list[torch.Tensor]) -> bool:
-    now = _bytes(tensors)
-    return all(a is None or b is None or torch.equal(a, b) for a, b in zip(before, now, strict=True))
+def _digests(hook: Hook, tensors: list[torch.Tensor]) -> list[str]:
+    """Of small tensors on the CPU: a function of the user's may write to them past autograd's versions (`x.data`)."""
+    if not described(hook).own:
+        return []
+    small = (a for a in tensors if a.device.type == "cpu" and a.layout is torch.strided and a.nbytes <= READ_EACH_TIME)
+    return [tensor_digest(a) for a in small]
 
 
 def _containers_anew(packed: Any, tensors: list[torch.Tensor]) -> Any:

@@ -25,8 +25,8 @@ __all__ = [
     "UnsupportedTorchError",
     "UnusedWarning",
     "bind",
-    "described",
     "did_you_mean",
+    "function_named",
 ]
 
 _PACKAGE = os.path.dirname(__file__) + os.sep
@@ -102,7 +102,7 @@ def _default(parameter: inspect.Parameter) -> str:
     return "" if parameter.default is inspect.Parameter.empty else f"={parameter.default!r}"
 
 
-def described(part: str, function: Any) -> str:
+def function_named(part: str, function: Any) -> str:
     """`part` with the name and place of `function`, if it is the user's: "unpack 'widen' (model.py:12)"."""
     function = getattr(function, "func", function)  # of a partial
     code = next((c for f in (function, type(function).__call__) if (c := getattr(f, "__code__", None))), None)

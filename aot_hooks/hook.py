@@ -61,8 +61,8 @@ class Hook:
         eager: True runs both functions as they are, at run time, on the tensors that the compiled graph saves, instead
             of tracing them into the graph. The way out for hooks that cannot be traced; they cannot fuse, and the
             compiled forward has written the tensor before they see it.
-        cache_hash: says what both functions do where their content cannot be read (a C function, an operator of a
-            library of one's own), so that graphs can be cached: change it when they change. See docs/caching.md.
+        cache_hash: says what both functions do where Dynamo can't trace them or a graph does not hold it (an operator
+            of a library of one's own): change it when they change. See docs/caching.md and docs/footguns.md.
         declines: `SavedTensor -> str | None`, why the hook leaves a tensor as it is, for reports; None if it takes it.
             Sees what a pack cannot: the operator, the module. Must use sizes as plain numbers only.
 
@@ -174,7 +174,7 @@ def interned(make: Callable[_Arguments, Hook]) -> Callable[_Arguments, Hook]:
     """`make`, which gives the same hook for the same arguments, by position or by keyword; 1 is no True, 32.0 no 32.
 
     Not `functools.cache`: Dynamo warns of it where a compiled function makes the hook. What is known already is kept
-    outside of the function, whose content it is no part of.
+    outside of the function.
     """
 
     @dynamo.outermost_runs_in_python

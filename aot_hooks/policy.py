@@ -1,39 +1,50 @@
 """Which saved tensor gets which hook.
 
 A policy is a pure function `SavedTensor -> Hook`; a `Setting` is what one context (or the options) said: a hook or a
-policy, a scope, and the digest of both, by which it is one value however often it is made.
+policy, and a scope. Which value it is, however often it is made, see identity/.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import hashlib
+import itertools
 import os
 import sys
 import traceback
 import types
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-from .content import Content, read
-from .errors import HookContractError, OptionError, PolicyError
+from .errors import OptionError, PolicyError
 from .hook import KEEP, Hook
+from .identity import described, note_answer
 from .saved import SavedTensor
 
-__all__ = ["SCOPES", "Policy", "Setting", "choose", "makes", "out_of_scope"]
+__all__ = ["SCOPE", "SCOPES", "Policy", "Setting", "choose", "makes", "out_of_scope"]
 
 Policy = Callable[[SavedTensor], Hook]
 _PACKAGE = os.path.dirname(__file__) + os.sep
 SCOPES = ("donated", "no_static", "all")
 
-# id -> policies whose own calls change what they hold: they append to a list, or count
-_noting: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
-_FIRST = 8
+SCOPE = "donated"  # where nobody says another
+
+_numbers: dict[int, tuple[weakref.ref[Any], int]] = {}  # id of a rule -> it, and its number
+_last_number = itertools.count(1)
 
 
-def _notes(rule: Any) -> bool:
-    return _noting.get(id(rule)) is rule
+def _number(rule: Any) -> int:
+    """The number of a rule, the same as long as it lives."""
+    known = _numbers.get(id(rule))
+    if known is not None and known[0]() is rule:
+        return known[1]
+    number, at = next(_last_number), id(rule)
+    with contextlib.suppress(TypeError):  # without weak references it has another one each time
+        _numbers[at] = (weakref.ref(rule, lambda _: _numbers.pop(at, None)), number)
+    return number
 
 
 @dataclass(frozen=True)
@@ -43,36 +54,36 @@ class Setting:
     Attributes:
         rule: a `Hook` for every tensor in scope, or a policy.
         scope: "donated" (only intermediates: no parameters, buffers, inputs, outputs), "no_static" (all but parameters
-            and buffers) or "all".
-        key: digest of both; equal settings have equal keys, in every process.
-        content: what both were when this was made.
-        asked: how often `choose` has been called.
+            and buffers) or "all"; None: what the options of the compiled function say.
     """
 
     rule: Hook | Policy
-    scope: str = "donated"
-    key: str = field(init=False, compare=False)
-    content: Content = field(init=False, compare=False, repr=False)
-    asked: int = field(init=False, compare=False, repr=False, default=0)
+    scope: str | None = None
 
     def __post_init__(self) -> None:
-        if self.scope not in SCOPES:
+        if self.scope is not None and self.scope not in SCOPES:
             raise OptionError(f"unknown scope {self.scope!r}; expected one of {', '.join(map(repr, SCOPES))}")
-        if (said := makes(self.rule)) or (not callable(self.rule) and not isinstance(self.rule, Hook)):
+        if isinstance(self.rule, Hook):
+            return
+        if (said := makes(self.rule)) or not callable(self.rule):
             raise OptionError(f"a policy must be a function of a SavedTensor or a Hook, got {self.rule!r}{said}")
-        object.__setattr__(self, "content", read(self.rule, self.scope))
-        object.__setattr__(self, "key", self.content.digest)
 
-    def check(self, whose: str) -> None:
-        """Raises `HookContractError` if the rule says something else than when this was made: graphs hold what it said
-        then. A policy that notes what it is asked changes by that, and is not held to it."""
-        if not _notes(self.rule) and not self._is_still():
-            what = f"hook '{self.rule!r}'" if isinstance(self.rule, Hook) else f"policy '{_name(self.rule)}'"
-            raise HookContractError(
-                f"{what} has changed since {whose}: something that it holds, or a global that it reads, is another "
-                "now. Graphs are made of what it was then; expected no change in between. Enter a context anew after "
-                "each change (`with` inside of the loop), or run the hook as it is with Hook(..., eager=True)"
-            )
+    @functools.cached_property
+    def key(self) -> str:
+        """A name for it. Equal settings of the library have equal keys in every process; others have one an object."""
+        said = described(self.rule)
+        if said.frozen:
+            return hashlib.sha256(f"{self.scope} {said.text}".encode()).hexdigest()[:32]
+        return f"{_number(self.rule)} {self.scope}"
+
+    @functools.cached_property
+    def text(self) -> str:
+        """What the rule says, without what its functions close over."""
+        return described(self.rule).text
+
+    def in_scope(self, scope: str) -> Setting:
+        """The setting with `scope` where it says none."""
+        return self if self.scope is not None else Setting(self.rule, scope)
 
     @property
     def eager(self) -> bool:
@@ -83,24 +94,11 @@ class Setting:
         """Whether the rule may read `SavedTensor.module_path`; a function of the user's may."""
         return not isinstance(self.rule, Hook) and bool(getattr(self.rule, "looks_at_modules", True))
 
-    def choose(self, saved: SavedTensor, *, eager: bool = False) -> Hook:
-        """The hook for `saved`. Raises `PolicyError` naming the tensor if the policy raises or answers nonsense.
-
-        Eager code asks for each saved tensor of each step: there what takes long to compare is compared only the first
-        times, to find out whether the policy notes what it is asked.
-        """
-        object.__setattr__(self, "asked", self.asked + 1)
-        seldom = eager and self.content.may_change and self.asked > _FIRST
-        if isinstance(self.rule, Hook) or seldom or _notes(self.rule) or not self._is_still():
-            return choose(self.rule, saved)
+    def choose(self, saved: SavedTensor) -> Hook:
+        """The hook for `saved`. Raises `PolicyError` naming the tensor if the policy raises or answers nonsense."""
         hook = choose(self.rule, saved)
-        if not self._is_still():
-            with contextlib.suppress(TypeError):  # without weak references it is held to what it said
-                _noting[id(self.rule)] = self.rule
+        note_answer(self.rule, saved, hook)
         return hook
-
-    def _is_still(self) -> bool:
-        return self.content.is_still(self.rule, self.scope)
 
     def why_kept(self, saved: SavedTensor) -> str:
         """Why the policy leaves `saved`, in words: what its own `why_kept(saved)` says, if it has one."""
@@ -112,9 +110,7 @@ class Setting:
         if isinstance(self.rule, Hook):
             return f"scope '{self.scope}'"
         why = getattr(self.rule, "why_packed", None)
-        if why is None or _notes(self.rule):  # which would note that it was asked again
-            return f"policy {_name(self.rule)}"
-        return str(why(saved)) or f"scope '{self.scope}'"
+        return f"policy {_name(self.rule)}" if why is None else str(why(saved)) or f"scope '{self.scope}'"
 
 
 def choose(rule: Hook | Policy, saved: SavedTensor) -> Hook:
@@ -163,8 +159,9 @@ def _name(rule: Policy) -> str:
     return str(getattr(rule, "__name__", type(rule).__name__))
 
 
-def out_of_scope(saved: SavedTensor, scope: str) -> str | None:
+def out_of_scope(saved: SavedTensor, scope: str | None) -> str | None:
     """Why `saved` is not packed in `scope`, or None if it may be."""
+    scope = scope or SCOPE
     if scope != "all" and saved.is_static:
         return "a parameter or buffer"
     if scope == "donated" and saved.is_input:

@@ -24,10 +24,9 @@ from torch.fx import GraphModule, Interpreter, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from . import _compat
-from .content import content
-from .errors import AotHooksError, HookContractError, HookTraceError, described
+from .errors import AotHooksError, HookContractError, HookTraceError, function_named
 from .hook import Hook
-from .tensor_digest import by_value
+from .identity import by_value, note_trace, tensor_digest
 
 __all__ = ["TracedHook", "canonical", "has_gaps", "restride", "trace_hook"]
 
@@ -60,23 +59,23 @@ def trace_hook(
     """
     fake_mode = value.fake_mode  # type: ignore[attr-defined]
     at = f"hook '{hook.name}' on saved {where}"
-    before = content(hook.pack, hook.unpack)
+    note_trace(hook, value, where, _compat.hint)
     with _compat.no_new_unbacked(fake_mode) as made_unbacked, _compat.tracing_on_fakes(fake_mode):
         traced = _trace(hook, value, at, decompositions, fake_mode)
         for part, fn, gm in (("pack", hook.pack, traced.pack), ("unpack", hook.unpack, traced.unpack)):
             if _compat.reads_values(gm):
-                raise HookContractError(_reads_value(f"{at}: {described(part, fn)}"))
+                raise HookContractError(_reads_value(f"{at}: {function_named(part, fn)}"))
+            if (held := _other_than_tensors(gm)) is not None:
+                raise HookTraceError(
+                    f"{at}: {function_named(part, fn)} calls an operator on a {held} that it holds; expected tensors "
+                    "and numbers, which a graph can hold. Use torch's own random state, or run the hook eagerly with "
+                    "Hook(..., eager=True)"
+                )
         if made_unbacked() or _compat.makes_unbacked(traced.pack) or _compat.makes_unbacked(traced.unpack):
             raise HookContractError(
                 f"{at}: a size depends on the values (as `nonzero` or `x[mask]` makes); expected sizes that follow "
                 "from the saved tensor's shape. Pack into a fixed size, or run the hook eagerly with "
                 "Hook(..., eager=True)"
-            )
-        if content(hook.pack, hook.unpack) != before:
-            raise HookContractError(
-                f"{at}: tracing it changed something it closes over or a global it uses (a side effect); expected pure "
-                "functions, which are traced once and not called in each step. Take the side effect out, or run the "
-                "hook eagerly with Hook(..., eager=True)"
             )
         if twice:
             again = _trace(hook, value, at, decompositions, fake_mode)
@@ -106,10 +105,20 @@ def canonical(gm: GraphModule) -> str:
             continue
         target = "" if node.op in ("placeholder", "output", "get_attr") else str(node.target)
         if node.op == "get_attr":
-            target = content(getattr(gm, str(node.target)))
+            target = _constant_text(getattr(gm, str(node.target)))
         args, kwargs = _compat.pytree.tree_map_only(Node, position.__getitem__, (node.args, node.kwargs))
         lines.append(f"{position[node]} = {node.op} {target} {args} {kwargs}")
     return "\n".join(lines)
+
+
+def _other_than_tensors(gm: GraphModule) -> str | None:
+    """The class of an attribute of the graph that is neither a tensor nor a graph; None if there is none."""
+    held = (getattr(gm, str(node.target)) for node in gm.graph.find_nodes(op="get_attr"))
+    return next((type(value).__name__ for value in held if not isinstance(value, torch.Tensor | GraphModule)), None)
+
+
+def _constant_text(value: Any) -> str:
+    return tensor_digest(value) if isinstance(value, torch.Tensor) else repr(value)
 
 
 def _trace(
@@ -150,7 +159,7 @@ def _trace(
         result["leaves"] = leaves
         return crossing
 
-    at_pack, at_unpack = (f"{at}: {described(n, fn)}" for n, fn in (("pack", hook.pack), ("unpack", hook.unpack)))
+    at_pack, at_unpack = (f"{at}: {function_named(n, fn)}" for n, fn in (("pack", hook.pack), ("unpack", hook.unpack)))
     mutates = (
         f"{at_pack} mutates its input in place; expected a pure function, because the forward goes on using "
         "the tensor. Work on x.clone(), or use the out-of-place form of the op"

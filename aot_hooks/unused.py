@@ -32,7 +32,7 @@ from .plan import Decision, Plan
 from .policies import _ByKey, _Policy
 from .policy import Setting
 
-__all__ = ["came_by", "compiled", "entered", "forget", "judged", "left", "traced"]
+__all__ = ["came_by", "compiled", "entered", "forget", "is_suspect", "judged", "left", "traced"]
 
 _LIBRARIES = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(__file__) + os.sep, weakref.__file__)
 _SHOWN = 8
@@ -56,8 +56,8 @@ class _Use:
     packs: bool = False
 
 
-_uses: dict[str, _Use] = {}  # by the setting's key
-_contexts: set[str] = set()  # keys of settings whose contexts need no further look
+_uses: dict[str, _Use] = {}  # by the setting's text
+_contexts: set[str] = set()  # texts of settings whose contexts need no further look
 _warned: set[tuple[str, str]] = set()
 _lock = threading.Lock()
 
@@ -87,10 +87,10 @@ def compiled(settings: Iterable[Setting], plans: Sequence[Plan]) -> list[Setting
     suspects = []
     with _lock:
         for setting in settings:
-            use = _uses.get(setting.key)
+            use = _uses.get(setting.text)
             if use is None:
-                use = _uses[setting.key] = _Use(setting, dict.fromkeys(_keys(setting.rule)))
-            _contexts.add(setting.key)
+                use = _uses[setting.text] = _Use(setting, dict.fromkeys(_keys(setting.rule)))
+            _contexts.add(setting.text)
             for d in decisions:
                 if setting.key not in d.settings:
                     continue
@@ -134,7 +134,7 @@ def judged(run: Callable[..., Any], suspects: list[Setting]) -> Callable[..., An
 
 def _judge(suspects: list[Setting]) -> None:
     for setting in suspects:
-        use = _uses.get(setting.key)
+        use = _uses.get(setting.text)
         if use is None:
             continue
         if use.kept and not use.unmatched and not _is_keep(setting):
@@ -191,12 +191,18 @@ def entered() -> None:
     _local.counts.append(_local.count)
 
 
+def is_suspect(setting: Setting) -> bool:
+    """Whether a context of `setting` that ends now is to be looked at, by `left`."""
+    if setting.text not in _contexts and torch.is_grad_enabled():
+        return True
+    _local.counts.pop()
+    return False
+
+
 def left(setting: Setting) -> None:
     """A context ends: the first one of its setting that saw no tensor is warned of."""
     before = _local.counts.pop()
-    if setting.key in _contexts or not torch.is_grad_enabled():
-        return
-    _contexts.add(setting.key)
+    _contexts.add(setting.text)
     if _local.count == before and not _is_keep(setting) and sys.exc_info()[0] is None:
         _warn(
             setting,
@@ -209,8 +215,8 @@ def left(setting: Setting) -> None:
 
 def traced(setting: Setting) -> None:
     """A tracer runs the pair of `setting`."""
-    if setting.key not in _contexts and aten.inlines_hooks() and not _is_keep(setting):
-        _contexts.add(setting.key)
+    if setting.text not in _contexts and aten.inlines_hooks() and not _is_keep(setting):
+        _contexts.add(setting.text)
         _warn(
             setting,
             "context",
@@ -229,7 +235,7 @@ def _called(setting: Setting) -> str:
 
 
 def _warn(setting: Setting, about: str, message: str) -> None:
-    _warn_once((setting.key, about), message)
+    _warn_once((setting.text, about), message)
 
 
 def _warn_once(about: tuple[str, str], message: str) -> None:

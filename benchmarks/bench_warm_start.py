@@ -117,7 +117,7 @@ def profiled() -> Iterator[None]:
 def time_key(options: argparse.Namespace) -> dict[str, Any]:
     """What the key costs for a model of `options.parameters` parameters, beside compiling it with inner "aten" (tracing
     and partitioning alone, so the share is of the least that a compilation takes)."""
-    from aot_hooks import cache_key, context, modules
+    from aot_hooks import cache_key, modules
     from aot_hooks.policy import Setting
 
     count = options.parameters // 2
@@ -127,7 +127,7 @@ def time_key(options: argparse.Namespace) -> dict[str, Any]:
 
     def backend(gm: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
         started = time.perf_counter()
-        key = cache_key.key_of(gm, inputs, setting, context.regions, roots=modules.roots())
+        key = cache_key.key_of(gm, inputs, setting, {}, roots=modules.roots())
         _ = key.digest
         found["key_s"] = time.perf_counter() - started
         started = time.perf_counter()

@@ -143,14 +143,13 @@ _OPERATOR = {
 _WRAPPED = {
     "padding": (
         "@torch.fx.wrap\ndef leaf(x):\n    return x.to(torch.float16)\n\n\n"
-        "def wrapped(said):\n"
-        "    pack = torch.fx.symbolic_trace(lambda x: leaf(x))\n"
-        "    unpack = torch.fx.symbolic_trace(lambda x: x.float() * 1.5)\n"
-        "    for node in pack.graph.find_nodes(op='call_function', target=leaf):\n"
-        "        node.meta.update({'is_wrapped': True} | ({'user_cache_hash': said} if said else {}))\n"
-        "    return pack, unpack\n"
+        "def wrapped():\n"
+        "    return torch.fx.symbolic_trace(lambda x: leaf(x)), torch.fx.symbolic_trace(lambda x: x.float() * 1.5)\n"
     ),
+    "hooks": "wrapped()",
 }
+
+_WRAPPED_OTHER = _WRAPPED | {"padding": _WRAPPED["padding"].replace("float16", "bfloat16")}
 
 _CAPTURED: dict[str, Any] = {
     "captured": True,
@@ -175,9 +174,10 @@ _CUT_MOVED = _CUT | {"padding": _CUT["padding"] + "# moved\n" * 7, "attribute": 
 
 _CUT_TAGGED = _CUT | {"padding": _CUT["padding"].replace("cudagraph_unsafe,)", "cudagraph_unsafe, torch.Tag.core)")}
 
-_SEED = {"pack": "return x.to(torch.float16 if torch.initial_seed() % 2 else torch.bfloat16), x.dtype"}
-
 _ENVIRONMENT = {"pack": "return x.to(torch.float16 if 'CACHE_ROWS' in os.environ else torch.bfloat16), x.dtype"}
+
+
+_SET = {"CACHE_ROWS": "1"}
 
 
 def _operator(said: str) -> dict[str, str]:
@@ -225,19 +225,17 @@ ROWS = (
     Row("policy of the line", "miss", "base", _FUNCTION),
     Row("policy of the line, same again", "hit", "policy of the line", _FUNCTION),
     Row("policy of the line, line changed", "miss", "policy of the line", _FUNCTION | {"local": "z", "name": "z"}),
-    Row("hook by the seed", "miss", "base", _SEED),
-    Row("hook by the seed, same", "hit", "hook by the seed", _SEED, seed=0),
-    Row("hook by the seed, other", "miss", "hook by the seed", _SEED, seed=1),
-    Row("hook by the seed, the first again", "hit", "hook by the seed, other", _SEED, seed=0),
-    Row("hook by the environment", "bypass", "base", _ENVIRONMENT),
+    Row("hook by the environment", "miss", "base", _ENVIRONMENT),
+    Row("hook by the environment, same", "hit", "hook by the environment", _ENVIRONMENT),
+    Row("hook by the environment, other", "miss", "hook by the environment", _ENVIRONMENT, environment=_SET),
+    Row("hook by the environment, as at first", "hit", "hook by the environment, other", _ENVIRONMENT),
     Row("operator of a library", "bypass", "base", _OPERATOR),
     Row("operator with cache_hash", "miss", "base", _operator("1")),
     Row("operator with cache_hash, same", "hit", "operator with cache_hash", _operator("1")),
     Row("operator with cache_hash, other", "miss", "operator with cache_hash", _operator("2")),
-    Row("fx.wrap leaf", "bypass", "base", _WRAPPED | {"hooks": "wrapped(None)"}),
-    Row("fx.wrap leaf with user_cache_hash", "miss", "base", _WRAPPED | {"hooks": "wrapped('1')"}),
-    Row("fx.wrap leaf, same", "hit", "fx.wrap leaf with user_cache_hash", _WRAPPED | {"hooks": "wrapped('1')"}),
-    Row("fx.wrap leaf, other", "miss", "fx.wrap leaf with user_cache_hash", _WRAPPED | {"hooks": "wrapped('2')"}),
+    Row("fx.wrap leaf", "miss", "base", _WRAPPED),
+    Row("fx.wrap leaf, same", "hit", "fx.wrap leaf", _WRAPPED),
+    Row("fx.wrap leaf, other", "miss", "fx.wrap leaf", _WRAPPED_OTHER),
     Row("captured", "miss", "base", **_CAPTURED),
     Row("captured, same again", "hit", "captured", **_CAPTURED),
     Row("captured, renamed attribute", "hit", "captured", {"attribute": "up"}, **_CAPTURED),

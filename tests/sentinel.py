@@ -134,11 +134,12 @@ def seen(call: Callable[..., Tensor], *args: Tensor) -> list[SavedTensor]:
     """Rows of the intermediates with names; each once."""
     rows: dict[Any, SavedTensor] = {}
 
-    def spy(saved: SavedTensor) -> Hook:
-        if saved.checkpoint_names:
-            rows[saved.checkpoint_names, saved.op, saved.shape] = saved
-        return KEEP
+    class Spy:  # another class each time: equal policies are asked about what others of them were asked about
+        def __call__(self, saved: SavedTensor) -> Hook:
+            if saved.checkpoint_names:
+                rows[saved.checkpoint_names, saved.op, saved.shape] = saved
+            return KEEP
 
-    with saved_tensors_policy(spy):
+    with saved_tensors_policy(Spy()):
         call(*args).sum().backward()
     return list(rows.values())

@@ -200,6 +200,55 @@ def test_compiles_where_hooks_are_disabled(model: Chain, x: Tensor) -> None:
 
 
 @pytest.mark.core
+@pytest.mark.parametrize("said", [None, *SCOPES])
+@pytest.mark.parametrize("where", ["around", "inside"])
+@pytest.mark.parametrize("option", SCOPES)
+def test_a_context_that_says_no_scope_has_that_of_the_options(
+    model: Chain, x: Tensor, said: str | None, where: str, option: str
+) -> None:
+    context = saved_tensors_hooks(*quadruple, scope=said)
+    if where == "around":
+        with context:
+            got = gradients(compiled(model, scope=option), model, x)
+    else:
+
+        def inside(x: Tensor) -> Tensor:
+            with saved_tensors_hooks(*quadruple, scope=said):
+                return model(x)
+
+        got = gradients(compiled(inside, scope=option), model, x)
+    assert_same(got, hand_gradients(model, x, **SCOPES[said or option]))
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("mode", SCOPES)
+def test_torchs_own_context_has_the_scope_of_torchs_configuration(model: Chain, x: Tensor, mode: str) -> None:
+    pair = torch.fx.symbolic_trace(quadruple[0]), torch.fx.symbolic_trace(quadruple[1])
+    for option in ("donated", "no_static"):
+        torch._dynamo.reset()
+        with torch._functorch.config.patch(saved_tensors_hooks_filtering_mode=mode):
+            with torch.autograd.graph.saved_tensors_hooks(*pair):
+                got = gradients(compiled(model, scope=option), model, x)
+        assert_same(got, hand_gradients(model, x, **SCOPES[option if mode == "donated" else mode]))
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("call", [compiled, lambda fn: fn], ids=["compiled", "eager"])
+def test_a_context_that_is_refused_where_hooks_are_disabled_leaves_them_usable(
+    model: Chain, x: Tensor, call: Any
+) -> None:
+    def forward(x: Tensor) -> Tensor:
+        with torch.autograd.graph.disable_saved_tensors_hooks("none here"), saved_tensors_hooks(*quadruple):
+            return model(x)
+
+    with pytest.raises(Exception, match="none here"):
+        call(forward)(x)
+    assert torch._C._autograd._saved_tensors_hooks_get_disabled_error_message() is None
+    with saved_tensors_hooks(*quadruple):
+        assert_same(gradients(compiled(model), model, x), hand_gradients(model, x, h=4))
+
+
+@pytest.mark.core
 def test_torch_func_in_a_context_leaves_hooks_usable(model: Chain, x: Tensor) -> None:
     """Footgun avoided: Dynamo fails there, as in stock torch, and leaves hooks disabled for the rest of the thread."""
     with pytest.raises(Exception, match="don't yet support saved tensor hooks"), saved_tensors_hooks(*quadruple):

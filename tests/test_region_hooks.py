@@ -311,7 +311,7 @@ def test_what_is_not_known_while_compiling_is_named(model: Chain, x: Tensor) -> 
 
     for fn, what in (
         (by_object, "a Factor that the compiled function makes"),
-        (Counting(model, "methods"), "a Counting that the compiled function has changed before"),
+        (Counting(model, "methods"), "'self.k' that the compiled function has changed before"),
         (by_tensor, r"a tensor by itself, and not as an attribute of an object \(`self.table`\)"),
         (by_computed, "a tensor that the compiled function makes"),
     ):

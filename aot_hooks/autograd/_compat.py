@@ -22,6 +22,7 @@ SYMBOLS = {
     "torch._C._autograd._saved_tensors_hooks_disable": "running a graph whose hooks are inlined",
     "torch._C._autograd._saved_tensors_hooks_enable": "running a graph whose hooks are inlined",
     "torch._C._autograd._saved_tensors_hooks_get_disabled_error_message": "running a graph whose hooks are inlined",
+    "torch._functorch.config": "the scope of torch's own contexts",
     "torch._C._autograd._get_sequence_nr": "policies by module in eager parts",
 }
 
@@ -36,12 +37,8 @@ _disable = need("torch._C._autograd._saved_tensors_hooks_disable")
 _enable = need("torch._C._autograd._saved_tensors_hooks_enable")
 
 
-def push_hooks(pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]) -> None:
-    _push(pack, unpack)
-
-
-def pop_hooks() -> None:
-    _pop()
+push: Callable[[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]], None] = _push
+pop: Callable[[], None] = _pop
 
 
 def top_hooks() -> tuple[Any, Any] | None:
@@ -55,15 +52,40 @@ def hooks_pushed(pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], to
     """The pair on top, also inside `torch.autograd.graph.disable_saved_tensors_hooks`, where torch refuses a push."""
     before = _disabled_message()
     _enable()
+    push(pack, unpack)
     try:
-        push_hooks(pack, unpack)
-        try:
-            yield
-        finally:
-            pop_hooks()
+        yield
     finally:
+        pop()
         if before is not None:
             _disable(before, False)
+        else:
+            allow_hooks()  # what is traced inside may disable them, and fail before it allows them again
+
+
+def show_plain_hooks() -> str | None:
+    """Push a pair of plain functions; why hooks were disabled, which they are not until `hide_plain_hooks`."""
+    before = _disabled_message()
+    if before is not None:
+        _enable()
+    push(_as_it_is, _as_it_is)
+    return before  # type: ignore[no-any-return]
+
+
+def hide_plain_hooks(before: str | None) -> None:
+    pop()
+    if before is not None:
+        _disable(before, False)
+
+
+def _as_it_is(x: Any) -> Any:
+    return x
+
+
+def disabled_because() -> str | None:
+    """Why hooks are disabled on this thread (`disable_saved_tensors_hooks`); None if they are not."""
+    message: str | None = _disabled_message()
+    return message
 
 
 def allow_hooks() -> None:
@@ -101,6 +123,12 @@ def hooks_hidden() -> Iterator[None]:
             _enable()
         else:
             _disable(before, False)
+
+
+def filtering_mode() -> str | None:
+    """The scope that torch's configuration gives to its own contexts; None if nobody has changed it; 2.11 to 2.15."""
+    mode = getattr(need("torch._functorch.config"), "saved_tensors_hooks_filtering_mode", "donated")
+    return None if mode == "donated" else str(mode)
 
 
 def next_sequence_number() -> int:

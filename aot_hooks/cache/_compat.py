@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
-from .._compat import SizeNumbers, needing, without_modes
+from .._compat import SizeNumbers, needing
 
 # symbol -> what needs it
 SYMBOLS = {
@@ -29,7 +29,6 @@ SYMBOLS = {
     "torch._inductor.codecache.torch_key": "caching graphs with hooks",
     "torch._inductor.runtime.triton_compat.triton_key": "caching graphs with hooks",
     "torch._inductor.runtime.runtime_utils.cache_dir": "saying why a graph was not in the cache",
-    "torch._subclasses.fake_tensor.FakeTensorMode": "checking a stored hook",
     "torch._functorch._aot_autograd.autograd_cache": "caching graphs with hooks",
     "torch._functorch._aot_autograd.autograd_cache.autograd_cache_key": "caching graphs with hooks",
     "torch._functorch._aot_autograd.autograd_cache.AOTAutogradCache._lookup": "caching graphs with hooks",
@@ -220,19 +219,6 @@ def _attached(entry: Any) -> bytes | None:
     inner = getattr(getattr(entry, "maybe_subclass_meta", None), "fw_metadata", None)
     found: bytes | None = getattr(entry.runtime_metadata, _ATTACHED, None) or getattr(inner, _ATTACHED, None)
     return found
-
-
-@contextlib.contextmanager
-def fake_tensor(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Iterator[torch.Tensor]:
-    """A dense fake tensor of static sizes, in the fake mode of the compilation that is going on."""
-    context = need("torch._guards.TracingContext").try_get()
-    mode = context.fake_mode if context is not None else None
-    if mode is None:
-        mode = need("torch._subclasses.fake_tensor.FakeTensorMode")(allow_non_fake_inputs=True)
-    with without_modes():
-        with mode:
-            value = torch.empty(shape, dtype=dtype, device=device)
-        yield value
 
 
 def without_autograd_cache() -> Any:

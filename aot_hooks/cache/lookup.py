@@ -1,10 +1,8 @@
 """Compiling through torch's caches: when it may, what came of it, and why.
 
-      graph, settings --key_of--> Key --+-- opaque --------> compile, torch's cache off      bypass   one warning
-                                        |
-                                        +-- torch has it --> take it, its plans with it      hit
-                                        |      `-- damaged, or a hook does otherwise in all that are there
-                                        |                                --> compile, store  miss     one warning
+      graph, settings --key_of--> Key --+-- torch has it --> take it, its plans with it      hit
+                                        |      `-- for other hooks, all of them --> compile, store   miss
+                                        |      `-- damaged ----------------> compile, store  miss     one warning
                                         +-- it has not ----> compile, store, plans beside    miss
 
 torch's stores are used, none is added: `TORCHINDUCTOR_CACHE_DIR`, `save_cache_artifacts` and all switches hold. What
@@ -34,14 +32,14 @@ from ..plan import Plan
 from ..policy import Setting
 from ..saved import place_of
 from . import _compat, notes
-from .stored import Checks, Refused, Unusable, pack_up, unpack
+from .stored import Checks, ForAnother, Refused, Unusable, pack_up, unpack
 
 __all__ = ["bypassed", "cache_stats", "forget", "through_cache"]
 
 log = logging.getLogger("aot_hooks")
 
 _RESULTS = ("hit", "miss", "bypass")
-_MOST_ENTRIES = 8  # of one key for the same sizes: hooks that depend on something outside must not fill the disk
+_MOST_ENTRIES = 32  # of one key for the same sizes: policies that always say something else must not fill the disk
 _PLURAL = {"hit": "hits", "miss": "misses", "bypass": "bypasses"}
 
 
@@ -119,19 +117,24 @@ def through_cache(
         return bypassed("torch's cache is switched off", lambda: compile_graph(lambda: None))
     key = key_of(gm, inputs, ambient, regions, options=options, roots=roots)
     if key.opaque:
-        _warn_of(key)
-        why = f"{_hooks(key)}: {'; '.join(key.opaque)}"
-        return bypassed(why, lambda: compile_graph(lambda: None))
+        what = f"{_hooks(key)} {', '.join(key.opaque)}"
+        _warn_once(
+            what,
+            f"graphs with {_hooks(key)} are compiled anew in each process: what the operators {', '.join(key.opaque)} "
+            "do is in no graph, so no cache key holds it. Give the hook Hook(..., cache_hash='1'), a text that you "
+            "change whenever they do something else",
+        )
+        return bypassed(f"operators of others in {what}", lambda: compile_graph(lambda: None))
     nodes = nodes_of(gm)  # now: Inductor's passes change the graph
     stored: list[Plan] = []
     checks = Checks(key)
-    unusable = ""
+    unusable, damaged = "", False
 
     def places() -> list[tuple[str, str]]:
         return [place_of(node, roots) for node in nodes]
 
     def refuse(attached: bytes | None, has_backward: bool) -> str:
-        nonlocal unusable
+        nonlocal unusable, damaged
         if attached is None:
             unusable = "nothing is stored beside it" if has_backward else ""
             return unusable
@@ -141,12 +144,13 @@ def through_cache(
             unusable = str(e)
             return unusable
         except Refused as e:
+            damaged = damaged or not isinstance(e, ForAnother)
             return str(e)
         return ""
 
     def give_up(refused: int) -> str:
         if not unusable and refused >= _MOST_ENTRIES:
-            return f"{refused} entries of the same key are for other answers of the same hooks or policies"
+            return f"{refused} entries of the same key are for other hooks or answers of policies"
         return unusable
 
     attached = False
@@ -165,7 +169,7 @@ def through_cache(
     event.bypass = event.bypass or refused()
     if not event.compiled:
         plans.extend(stored)
-    _tell(key, event)
+    _tell(key, event, damaged)
     return compiled
 
 
@@ -222,17 +226,7 @@ def _hooks(key: Key) -> str:
     return ", ".join(dict.fromkeys(repr(s.rule) for s in key.settings if s is not None))
 
 
-def _warn_of(key: Key) -> None:
-    what = "; ".join(key.opaque)
-    _warn_once(
-        f"{_hooks(key)} {what}",
-        f"graphs with {_hooks(key)} are compiled anew in each process: what {what} does cannot be read, so no cache "
-        "key holds it. Give the hook Hook(..., cache_hash='1'), or set that attribute on the function, object or "
-        "policy, with a text that you change whenever it does something else",
-    )
-
-
-def _tell(key: Key, event: _compat.CacheEvent) -> None:
+def _tell(key: Key, event: _compat.CacheEvent, damaged: bool) -> None:
     """Count what came of it, and note what the key of a miss is made of."""
     if event.found and event.bypass:
         _warn_once(event.bypass, f"{_hooks(key)}: compiled anew in each process, because {event.bypass}")
@@ -241,7 +235,9 @@ def _tell(key: Key, event: _compat.CacheEvent) -> None:
         return _count("bypass", f"torch: {event.bypass or 'it did not look for an entry'}")
     if not event.compiled:
         return _count("hit", "an entry of the same key")
-    if event.refused:
+    if event.refused and not damaged:
+        why = f"entries of the same key are for other hooks: {event.refused}"
+    elif event.refused:
         why = f"an entry of the same key was refused: {event.refused}"
         _warn_once(why, f"{_hooks(key)}: compiled again, because {why}")
     elif event.found:

@@ -6,8 +6,7 @@ Rows hold no place of the program that made them, but the number of a node of Dy
 but their numbers: the program that reads them may call its modules and arguments otherwise. Hooks are stored as "what
 the setting's rule says for this row", or pickled where the package made them itself. Both are checked when they are
 read: a policy of the user's must say for each row what it said then, and a hook of the user's must trace to the same
-program, so that what neither can be read off their content nor is named by it (an environment variable, the time)
-leads to a compilation, never to the graph of another hook.
+program for it. An entry that is for another hook is passed over, whatever its key says.
 """
 
 from __future__ import annotations
@@ -20,19 +19,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..cache_key import Key
-from ..content import content
+from .. import _compat
+from ..cache_key import Key, foreign_operator
 from ..errors import AotHooksError, PolicyError
-from ..examine import examined, foreign_operator
 from ..hook import KEEP, Hook, compiling_for
+from ..identity import described
 from ..plan import Decision, Plan
 from ..policy import out_of_scope
 from ..saved import Dim, SavedTensor
 from ..schedule import Transfer
 from ..trace import canonical, trace_hook
-from . import _compat
 
-__all__ = ["Checks", "Refused", "Unusable", "pack_up", "unpack"]
+__all__ = ["Checks", "ForAnother", "Refused", "Unusable", "pack_up", "unpack"]
 
 _FORMAT = 1
 Place = tuple[str, str]
@@ -42,6 +40,10 @@ _Hook = tuple[str, Any]
 
 class Refused(AotHooksError):
     """A stored plan is not one for this program; the message says why."""
+
+
+class ForAnother(Refused):
+    """A hook or policy does not do what it did: the entry is another's."""
 
 
 class Unusable(Refused):
@@ -139,18 +141,14 @@ def unpack(data: bytes, check: Checks, places: Callable[[], Sequence[Place]]) ->
             saved = dataclasses.replace(row.saved, shape=shape, module_path=module, source_line=line)
             hook = check.resolve(row.hook, saved)
             if check.answers(saved, row.asked) != row.answers:
-                raise Refused(
-                    f"the policy chooses otherwise for {saved.describe()} than when the entry was made, though its "
-                    "content is the same: it depends on something outside"
-                )
+                raise ForAnother(f"the policy chooses otherwise for {saved.describe()} than when the entry was made")
             try:
                 traces_to = check.programs(hook, saved, row.asked)
             except Unusable as e:  # what made the entry could be checked
                 raise Refused(str(e)) from e
             if row.traces_to != traces_to:
-                raise Refused(
-                    f"hook '{hook.name}' traces to another program on {saved.describe()} than when the entry was made, "
-                    "though its content is the same: it depends on something outside"
+                raise ForAnother(
+                    f"hook '{hook.name}' traces to another program on {saved.describe()} than when the entry was made"
                 )
             settings = check.keys(row.asked)
             decisions.append(Decision(saved, hook, row.reason, row.packed_bytes, row.saved_bytes, settings))
@@ -194,16 +192,8 @@ class Checks:
 
     def __init__(self, key: Key) -> None:
         self.key = key
-        self.digests: dict[int, tuple[Hook, str, bool]] = {}
+        self.hooks: dict[int, Hook] = {}  # alive, so that ids stay their own
         self.known: dict[Any, str] = {}
-
-    def digest(self, hook: Hook) -> tuple[str, bool]:
-        """The content of `hook`, and whether code of the user's is in it."""
-        known = self.digests.get(id(hook))
-        if known is None:
-            said = examined(hook)
-            known = self.digests[id(hook)] = (hook, said.digest, said.foreign)
-        return known[1:]
 
     def asked(self, settings: tuple[str, ...]) -> tuple[int, ...]:
         numbers = {s.key: number for number, s in reversed(list(enumerate(self.key.settings))) if s is not None}
@@ -227,9 +217,11 @@ class Checks:
     def reference(self, hook: Hook, row: SavedTensor, asked: tuple[int, ...]) -> _Hook:
         if hook is KEEP:
             return "keep", 0
-        for number in asked:
-            if self.digest(self.chosen(number, row)) == self.digest(hook):
-                return "rule", number
+        chosen = {number: self.chosen(number, row) for number in asked}
+        for same in (lambda a: a == hook, lambda a: described(a).text == described(hook).text):
+            for number, each in chosen.items():
+                if same(each):
+                    return "rule", number
         try:
             return "value", pickle.dumps(hook)
         except (pickle.PicklingError, TypeError, AttributeError) as e:
@@ -254,25 +246,25 @@ class Checks:
         said = []
         for number in asked:
             setting = self.key.settings[number]
-            needless = setting is None or isinstance(setting.rule, Hook) or not self.key.examined[number].foreign
-            said.append("" if needless else self.digest(self.chosen(number, row))[0])
+            needless = setting is None or isinstance(setting.rule, Hook) or not described(setting.rule).own
+            said.append("" if needless else described(self.chosen(number, row)).portable)
         return tuple(said)
 
     def programs(self, hook: Hook, row: SavedTensor, asked: tuple[int, ...]) -> str:
         """What `hook`, and those that the settings have for the row, are on a dense tensor of its shape; symbolic sizes
-        at their example values. Hooks of this package say it by their content.
+        at their example values. Hooks of this package need none: their arguments are in the key.
 
         Raises `Unusable` if one cannot be traced on such a tensor: the saved one may have another order in memory.
         """
         found = []
         for each in (hook, *(self.chosen(number, row) for number in asked)):
-            digest, foreign = self.digest(each)
-            if foreign:  # also where it declined, or gave the tensor back as it is: it may do otherwise now
+            if described(each).own:  # also where it declined, or gave the tensor back as it is: it may do otherwise now
                 declined = each.declines(row) if each.declines is not None else None
                 if declined:
                     found.append(f"declines: {declined}")
                     continue
-                place = (digest, tuple(int(size) for size in row.shape), row.dtype, row.device)
+                self.hooks[id(each)] = each
+                place = (id(each), tuple(int(size) for size in row.shape), row.dtype, row.device)
                 if place not in self.known:
                     self.known[place] = _program(each, row)
                 found.append(self.known[place])
@@ -290,6 +282,10 @@ def _program(hook: Hook, row: SavedTensor) -> str:
                 f"cannot be checked later ({str(e).splitlines()[0] if str(e) else type(e).__name__})"
             ) from e
     operator = foreign_operator(traced.pack) or foreign_operator(traced.unpack)
-    if operator is not None and "cache_hash" not in examined(hook).parts:
-        raise Unusable(f"hook '{hook.name}' calls operator {operator}, which no part of its content names")
-    return content(canonical(traced.pack), canonical(traced.unpack))
+    if operator is not None and hook.cache_hash is None:
+        raise Unusable(
+            f"hook '{hook.name}' calls operator {operator}, and what that does is in no graph. Give the hook "
+            "Hook(..., cache_hash='1'), a text that you change whenever the operator does something else"
+        )
+    programs = f"{hook.cache_hash}\n{canonical(traced.pack)}\n\n{canonical(traced.unpack)}"
+    return hashlib.sha256(programs.encode()).hexdigest()

@@ -1,0 +1,183 @@
+"""Which value a pair of functions is, by Dynamo's guards.
+
+      probe(pack, unpack) = unpack(pack(example)), ...      compiled, and never run: its graph gives a token away
+      first call with k = 2    --> traced: token 1
+      made anew, k = 2         --> guards hold: token 1
+      k = 3                    --> guards fail, traced: token 2
+
+Guards cover closures, globals, attributes, modules; what they read is what the traced functions read. Tensors that they
+read are inputs of the graph: the token holds their digests. Examples are as the tensors that the functions were applied
+to, because control flow on shape and dtype picks what is read. Each probe has code of its own, hence its own cache in
+Dynamo and its own limit of recompilations.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import threading
+import types
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from ..dynamo import _compat as dynamo
+from ..errors import AotHooksError, HookContractError, HookTraceError
+from .tensors import tensor_digest
+
+__all__ = ["Example", "Probe", "Token", "Untraceable", "example_of"]
+
+Token = tuple[Any, ...]  # the probe, number of what was traced, digests of the tensors that it reads
+
+
+Example = str  # the arguments of `torch.empty_strided`
+
+
+def example_of(x: torch.Tensor, size_of: Any) -> Example:
+    """A tensor like `x` to trace on, symbolic sizes by `size_of`; dimensions of stride 0 hold one row."""
+    strides = tuple(map(size_of, x.stride()))
+    shape = tuple(size_of(n) if stride else min(size_of(n), 1) for n, stride in zip(x.shape, strides, strict=True))
+    return f"{shape}, {strides}, dtype={x.dtype}, device={str(x.device)!r}"
+
+
+class Untraceable(HookTraceError):
+    """Dynamo can't trace a pair of functions, so nothing would tell when they change."""
+
+
+class _Local(threading.local):
+    token: Token | None = None
+    pair: tuple[Any, Any] | None = None
+    compiling: dynamo.Compiling | None = None
+    scope: Any = None  # the globals of the probe that Dynamo traces
+    reached: list[tuple[str, Any, frozenset[str]]] | None = None  # to be filled, if somebody asks
+
+    def done(self) -> tuple[Token | None, dynamo.Compiling | None]:
+        """What a call came to."""
+        found = self.token, self.compiling
+        self.token = self.pair = self.compiling = self.scope = None
+        return found
+
+
+_local = _Local()
+_numbers = itertools.count(1)
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
+# since 2.13 a function may have a limit of its own; past it Dynamo logs a warning, and earlier values are traced again
+_HAS_LIMIT = "recompile_limit" in inspect.signature(torch.compile).parameters
+_LIMIT: dict[str, Any] = {"recompile_limit": 64} if _HAS_LIMIT else {}
+
+
+class Probe:
+    """The compiled probe for one pair of code objects and some examples."""
+
+    def __init__(self, examples: Iterable[Example], scope: dict[str, Any] | None = None) -> None:
+        self.examples, self.scope = frozenset(examples), scope
+        self.read: dict[int, dict[str, str]] = {}  # number of a token -> the numbers that it read, by name
+        self.tensors: dict[int, list[str]] = {}  # and the names of the tensors
+        self._compile()
+
+    def _compile(self) -> None:
+        names = {"torch": torch, "empty": torch.empty_strided, "compiling": torch.compiler.is_dynamo_compiling}
+        names |= {"comptime": dynamo.comptime, "begin": _begin, "end": _end}
+        traced = "".join(f"unpack(pack(empty({example}))), " for example in sorted(self.examples))
+        source = (
+            f"def make({', '.join(names)}):\n"
+            "    def probe(pack, unpack):\n"
+            "        if not compiling(): return\n"  # Dynamo is switched off: run nothing
+            "        comptime(begin)\n"
+            f"        results = ({traced})\n"
+            "        comptime(end)\n"
+            "        return results\n"
+            "    return probe\n"
+        )
+        made: dict[str, Any] = {}
+        exec(source, made)
+        probe = made["make"](**names)
+        if self.scope is not None:
+            probe = types.FunctionType(probe.__code__, self.scope, "probe", None, probe.__closure__)
+        self.call = torch.compile(probe, backend=self._backend, fullgraph=True, **_LIMIT)
+
+    def token(self, pack: Any, unpack: Any) -> Token:
+        """Which value the pair is; the same token for the same value.
+
+        Raises:
+            Untraceable: with Dynamo's reason and the ways out.
+            HookContractError: the functions change something that they did not make.
+        """
+        _local.pair = (pack, unpack)
+        try:
+            dynamo.in_same_state(self.call, pack, unpack)
+        except dynamo.limit_error():
+            self.read.clear()
+            self._compile()  # with a cache of its own again; earlier tokens do not come back
+            return self.token(pack, unpack)
+        except Exception as e:
+            raise _ours(e) or Untraceable(dynamo.reason_of(e)) from e
+        finally:
+            token, compiling = _local.done()
+            if compiling is not None:
+                compiling.end()
+        if token is None:
+            raise Untraceable("Dynamo is switched off")
+        return token
+
+    def _backend(self, gm: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        assert _local.pair is not None
+        functions = dict(zip(("pack", "unpack"), _local.pair, strict=True))
+        number = next(_numbers)
+        self.tensors[number] = [dynamo.user_name(name, functions) for name in dynamo.input_names(gm)]
+        given: Any = gm.graph.output_node().args[0]
+        results = (torch.empty(0),) * len(given)
+        guarded = dynamo.guarded_values(functions, _local.scope)
+        plain = ((name, value) for _, name, value in guarded if isinstance(value, _PLAIN))
+        self.read[number] = {dynamo.user_name(name, functions): f"{type(x).__name__}:{x!r}" for name, x in plain}
+        if _local.reached is not None:
+            for source, name, _ in guarded:
+                way = dynamo.on_the_way(source, functions, _local.scope)
+                _local.reached += ((dynamo.user_name(name, functions), value, parts) for value, parts in way)
+
+        def run(*tensors: Any) -> Any:
+            _local.token = (self, number, *(tensor_digest(x) if isinstance(x, torch.Tensor) else x for x in tensors))
+            return results
+
+        return run
+
+    def reached(self, pack: Any, unpack: Any) -> list[tuple[str, Any, frozenset[str]]]:
+        """The objects that the functions reach, and what is read of each: name, object, parts. For a new probe."""
+        _local.reached = []
+        try:
+            self.token(pack, unpack)
+            return _local.reached
+        finally:
+            _local.reached = None
+
+    def changed(self, token: Token, others: Iterable[Token]) -> list[str]:
+        """The names of what the value of `token` read that was otherwise for one of `others`."""
+        mine, *before = [
+            {**self.read.get(number, {}), **dict(zip(self.tensors.get(number, ()), tensors, strict=False))}
+            for probe, number, *tensors in (token, *others)
+            if probe is self
+        ]
+        return [name for name, text in mine.items() if any(other.get(name, text) != text for other in before)]
+
+
+def _begin(_: Any) -> None:
+    if _local.compiling is None:  # or Dynamo begins the trace again
+        _local.compiling = dynamo.Compiling()
+
+
+def _end(context: Any) -> None:
+    _local.scope = dynamo.global_scope(context)
+    what = dynamo.side_effects(context)
+    if what is not None:
+        raise HookContractError(
+            f"tracing it changed {what} (a side effect); expected pure functions, which are traced once and not called "
+            "in each step. Take the side effect out, or run the hook eagerly with Hook(..., eager=True)"
+        )
+
+
+def _ours(e: BaseException | None) -> AotHooksError | None:
+    """The error of ours that was raised while Dynamo traced, which it wraps."""
+    while e is not None and not isinstance(e, AotHooksError):
+        e = getattr(e, "inner_exception", None) or e.__cause__ or e.__context__
+    return e

@@ -1,0 +1,65 @@
+"""The digest of a tensor: its dtype, shape, device, whether it wants a gradient, and its bytes.
+
+It is remembered until the tensor changes: by autograd's version, or by other memory. What writes past autograd
+(`x.data`, NumPy, a kernel of one's own) counts no version. Tensors of up to 16 KiB on the CPU are therefore read each
+time; for others such a writer has to say so, by `torch.autograd.graph.increment_version(x)`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import weakref
+from typing import Any
+
+import torch
+
+from .._compat import is_traced_value, without_modes
+
+__all__ = ["READ_EACH_TIME", "by_value", "tensor_digest"]
+
+_known: dict[int, tuple[weakref.ref[torch.Tensor], Any, str]] = {}  # id -> tensor, what changes with it, its digest
+_copies: weakref.WeakValueDictionary[tuple[str, tuple[int, ...]], torch.Tensor] = weakref.WeakValueDictionary()
+READ_EACH_TIME = 1 << 14
+
+
+def by_value(x: torch.Tensor) -> torch.Tensor:
+    """A copy of `x` for a graph to keep, one for all that are equal: the graph must not see what becomes of `x`."""
+    if not _is_plain(x) or is_traced_value(x):
+        return x
+    with without_modes():
+        key = (tensor_digest(x), x.stride())
+        copy = _copies.get(key)
+        if copy is None:
+            copy = _copies[key] = x.detach().clone()
+    return copy
+
+
+def tensor_digest(x: torch.Tensor) -> str:
+    if is_traced_value(x):
+        return f"traced tensor:{id(x)}"
+    if not _is_plain(x):
+        return f"tensor {type(x).__qualname__} {x.layout}:{id(x)}:{x._version}"
+    if x.is_inference() or (x.device.type == "cpu" and x.nbytes <= READ_EACH_TIME):
+        return _read(x)
+    layout = (x.storage_offset(), x.dtype, x.shape, x.stride(), x.device, x.requires_grad)
+    state = (x._version, x.untyped_storage().data_ptr(), layout)
+    known = _known.get(id(x))
+    if known is None or known[0]() is not x or known[1] != state:
+        if len(_known) > 1024:
+            _known.clear()
+        known = _known[id(x)] = (weakref.ref(x), state, _read(x))
+    return known[2]
+
+
+def _is_plain(x: torch.Tensor) -> bool:
+    return type(x) in (torch.Tensor, torch.nn.Parameter) and x.layout is torch.strided
+
+
+def _read(x: torch.Tensor) -> str:
+    raw = x  # as it lies: what each compiled call may check takes no operator
+    if x.device.type != "cpu" or not x.is_contiguous() or x.is_conj() or x.is_neg():
+        with without_modes():  # a hook is digested while it is traced too: its bytes are read all the same
+            raw = torch.empty(0) if x.is_meta else x.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    digest = hashlib.sha256(ctypes.string_at(raw.data_ptr(), raw.nbytes) if raw.nbytes else b"").hexdigest()
+    return f"tensor:{x.dtype}:{tuple(x.shape)}:{x.device}:{x.requires_grad}:{digest}"
