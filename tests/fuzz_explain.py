@@ -73,7 +73,9 @@ class Drawn(nn.Module):
         self.names = [name for i, name in enumerate(drawn) if name != "rebind" or name not in drawn[:i]]
         self.writes_to_input = draw.random() < 0.1
         self.returns_meta = draw.random() < 0.2
-        self.grad = draw.random() < 0.4 and not self.writes_to_input
+        # nor does its backward read what was given other memory since
+        rebinds_late = "rebind" in self.names[1:]
+        self.grad = draw.random() < 0.4 and not self.writes_to_input and not rebinds_late
 
     def forward(self, x: torch.Tensor, meta: torch.Tensor) -> Any:
         if self.writes_to_input:
