@@ -127,7 +127,10 @@ def test_without_hooks_there_are_no_plans() -> None:
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"innner": "aten"}, "unknown option 'innner'; valid options: inner, cudagraphs, policy, scope, inductor"),
+        (
+            {"innner": "aten"},
+            "unknown option 'innner'; did you mean 'inner'? valid options: inner, cudagraphs, policy, scope, inductor",
+        ),
         ({"inner": "eager"}, "'inductor' or 'aten', got 'eager'"),
         ({"scope": "everything"}, "'donated', 'no_static', 'all', got 'everything'"),
         ({"cudagraphs": 1}, "must be True or False, or a dict of cudagraph's options, got 1"),
