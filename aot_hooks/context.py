@@ -35,6 +35,7 @@ from .eager import is_waiting, pack_eager, settle, unpack_eager
 from .errors import AotHooksError, HookContractError, OptionError
 from .hook import Hook
 from .identity import Record, Recording, described
+from .memo import Memo
 from .policy import Policy, Setting, choose, makes
 
 __all__ = [
@@ -59,7 +60,9 @@ class Pair:
     def __init__(self, setting: Setting) -> None:
         self.setting = setting  # of all equal ones the one that was entered last: its name is shown
         self.record = Record(setting.rule, choose)  # what graphs were made of under it
-        self.open_count = 0  # contexts that it stands for now
+        said = described(setting.rule)
+        self.own = bool(said.hooks or said.functions)  # functions of the user's, which may change
+        self.open_count = 0  # contexts that it stands for now; of own functions
         self.pack = _module("AotHooksPack", lambda x: pack_eager(_as_entered(self), x))
         self.unpack = _module("AotHooksUnpack", unpack_eager)
         _pair_of_module[id(self.pack)] = weakref.ref(self)
@@ -93,21 +96,20 @@ def _module(name: str, call: Callable[[Any], Any]) -> GraphModule:
 
 
 def _pair_of(setting: Setting) -> Pair:
-    """The pair that stands for `setting`."""
+    """The pair that stands for `setting`, entered once more."""
     said = described(setting.rule)
     place = (setting.scope, said.text)
     with _lock:
         pairs = [pair for ref in _pairs.get(place, ()) if (pair := ref()) is not None]
-    own = bool(said.hooks or said.functions)
     # the guards of probes are asked without the lock: whoever compiles meanwhile holds Dynamo's
-    found = next(
-        (pair for pair in pairs if not own or (pair.record.answers and pair.record.matches(setting.rule))), None
-    )
+    recorded = (pair for pair in pairs if not pair.own or pair.record.answers)
+    found = next((pair for pair in recorded if not pair.own or pair.record.matches(setting.rule)), None)
     with _lock:
         if found is None:  # one that no graph was made under stands for whatever it is entered with
             found = next((pair for pair in pairs if not pair.record.answers and not pair.open_count), None)
         if found is None:
             found = Pair(setting)
+        found.open_count += found.own
         _pairs[place] = [weakref.ref(found), *(weakref.ref(pair) for pair in pairs if pair is not found)]
         _recent[id(found)] = found
         _recent.move_to_end(id(found))
@@ -175,12 +177,12 @@ class _Context(contextlib.ContextDecorator):
             region.__enter__()
             return
         # a hook or policy of the library: in microseconds
-        pair = getattr(self.one, "__dict__", _NOTHING).get("_aot_hooks_pairs", _NOTHING).get(self.scope)
+        known = _library.get(self.one)
+        pair = known[self.scope]() if known is not None and self.scope in known else None
         if pair is None or is_waiting():
             dynamo.in_python(_enter, self)
         else:
             _push(pair.pack, pair.unpack)
-            pair.open_count += 1
             _entered.stack.append((self, pair))
             unused.entered()
 
@@ -191,8 +193,9 @@ class _Context(contextlib.ContextDecorator):
             return
         _pop()
         context, pair = _entered.stack.pop()
-        if pair is not None:
-            pair.open_count -= 1
+        if pair is not None and pair.own:
+            with _lock:
+                pair.open_count -= 1
         _allow()  # as it was on entry, or the pair couldn't have been pushed
         if is_waiting():
             dynamo.in_python(settle)
@@ -200,7 +203,7 @@ class _Context(contextlib.ContextDecorator):
             dynamo.in_python(unused.left, context.setting() if pair is None else pair.setting)
 
 
-_NOTHING: dict[Any, Any] = {}
+_library: Memo[dict[str | None, weakref.ref[Pair]]] = Memo()  # hooks and policies of the library -> scope -> pair
 _push, _pop, _allow = autograd.push, autograd.pop, autograd.allow_hooks
 
 
@@ -218,10 +221,14 @@ def _enter(context: Any) -> None:
             return
         pair = _pair_of(setting)
         if context.one is setting.rule and described(setting.rule).frozen:
-            vars(setting.rule).setdefault("_aot_hooks_pairs", {})[context.scope] = pair
+            (_library.get(setting.rule) or _library.set(setting.rule, {}))[context.scope] = weakref.ref(pair)
         _note_functions(context, pair)
-    _push(pair.pack, pair.unpack)
-    pair.open_count += 1
+    try:
+        _push(pair.pack, pair.unpack)
+    except BaseException:
+        with _lock:
+            pair.open_count -= pair.own
+        raise
     _entered.stack.append((context, pair))
     unused.entered()
 
@@ -243,6 +250,8 @@ def _pair_of_functions(context: Any) -> Pair | None:
     for ref in refs:
         pair = ref()
         if pair is not None and pair.record.is_pair(context.pack, context.unpack):
+            with _lock:
+                pair.open_count += 1
             return pair
     return None
 

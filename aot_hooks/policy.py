@@ -6,7 +6,6 @@ policy, and a scope. Which value it is, however often it is made, see identity/.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import hashlib
 import itertools
@@ -14,7 +13,6 @@ import os
 import sys
 import traceback
 import types
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +20,7 @@ from typing import Any
 from .errors import OptionError, PolicyError
 from .hook import KEEP, Hook
 from .identity import described, note_answer
+from .memo import Memo
 from .saved import SavedTensor
 
 __all__ = ["SCOPE", "SCOPES", "Policy", "Setting", "choose", "makes", "out_of_scope"]
@@ -32,19 +31,13 @@ SCOPES = ("donated", "no_static", "all")
 
 SCOPE = "donated"  # where nobody says another
 
-_numbers: dict[int, tuple[weakref.ref[Any], int]] = {}  # id of a rule -> it, and its number
+_numbers: Memo[int] = Memo()
 _last_number = itertools.count(1)
 
 
 def _number(rule: Any) -> int:
-    """The number of a rule, the same as long as it lives."""
-    known = _numbers.get(id(rule))
-    if known is not None and known[0]() is rule:
-        return known[1]
-    number, at = next(_last_number), id(rule)
-    with contextlib.suppress(TypeError):  # without weak references it has another one each time
-        _numbers[at] = (weakref.ref(rule, lambda _: _numbers.pop(at, None)), number)
-    return number
+    """The number of a rule, the same as long as it lives; another each time for one without weak references."""
+    return _numbers.get(rule) or _numbers.set(rule, next(_last_number))
 
 
 @dataclass(frozen=True)

@@ -16,13 +16,16 @@ import datetime
 import decimal
 import enum
 import functools
+import gc
 import importlib
 import operator
 import os
+import pickle
 import random
 import sys
 import time
 import types
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -645,6 +648,22 @@ def test_hooks_of_the_library_are_no_functions_to_trace(
         with saved_tensors_hooks(dataclasses.replace(float8(), name="renamed")):
             gradients(call, model, x)
     assert graph_count() - before == 1
+
+
+def test_what_was_entered_can_be_pickled_and_dies(model: Chain, x: Tensor) -> None:
+    """Nothing is kept in it."""
+    from aot_hooks import policies
+
+    renamed, policy = dataclasses.replace(float8(), name="renamed"), policies.larger_than(1, float8())
+    for rule in (renamed, policy):
+        with saved_tensors_policy(rule):
+            gradients(compiled(model), model, x)
+        assert pickle.loads(pickle.dumps(rule)) == rule
+    gone = weakref.ref(policy)
+    del policy, rule
+    torch._dynamo.reset()
+    gc.collect()
+    assert gone() is None
 
 
 @pytest.mark.core

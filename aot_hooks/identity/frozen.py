@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from .._compat import is_operator
+from ..memo import Memo
 from .graphs import graph_text
 
 __all__ = ["Description", "code_of", "described", "number_of"]
@@ -64,15 +65,18 @@ class Description:
 
 def described(rule: Any) -> Description:
     """The description of a hook or policy; of a hook of the library it is found once."""
-    known = getattr(rule, "__dict__", {}).get("_aot_hooks_described")
+    known = _known.get(rule)
     if known is not None:
-        return known  # type: ignore[no-any-return]
+        return known
     found = _Describer()
     text = found.text(rule)
     description = Description(text, tuple(found.hooks), tuple(found.graphs), tuple(found.functions))
     if description.frozen and type(rule).__module__.split(".")[0] == _PACKAGE:
-        object.__setattr__(rule, "_aot_hooks_described", description)  # for the life of the object, which is frozen
+        _known.set(rule, description)
     return description
+
+
+_known: Memo[Description] = Memo()
 
 
 class _Describer:

@@ -1,11 +1,9 @@
 """What a compiled graph was made of, to tell on entering a context, and at a call, whether that is so still.
 
-      with recording() as seen:      the compilation: policies say what they are asked, traces of hooks what they saw
-          compile
-      record = seen.record(rule)     for each row that was asked: the answer; for each hook: examples, and its token
-      record.matches(rule)           asks and probes again: True if all answers and tokens are the same
-
-A rule that is frozen has nothing to ask: its text is all.
+with recording() as seen:      the compilation: policies say what they are asked, traces of hooks what they saw
+    compile
+record = seen.record(rule)     for each row that was asked: the answer; for each hook: examples, and its token
+record.matches(rule)           asks and probes again: True if all answers and tokens are the same
 """
 
 from __future__ import annotations
@@ -47,7 +45,7 @@ def _probe_for(hook: Any, examples: frozenset[Example]) -> Probe:
 
 
 class _Answer(NamedTuple):
-    """What a rule has for `row` (None: any row): tokens in the order of `described(hook).hooks`, None if not traced."""
+    """What a rule has for `row`, None for any row; tokens in the order of `described(hook).hooks`."""
 
     row: Any
     text: str

@@ -1,8 +1,7 @@
 """The digest of a tensor: its dtype, shape, device, whether it wants a gradient, and its bytes.
 
 It is remembered until the tensor changes: by autograd's version, or by other memory. What writes past autograd
-(`x.data`, NumPy, a kernel of one's own) counts no version. Tensors of up to 16 KiB on the CPU are therefore read each
-time; for others such a writer has to say so, by `torch.autograd.graph.increment_version(x)`.
+(`x.data`, NumPy) counts no version: tensors of up to 16 KiB on the CPU are therefore read each time.
 """
 
 from __future__ import annotations

@@ -1,0 +1,28 @@
+"""What is known of an object, for as long as it lives; nothing is put into the object itself, which may be pickled."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from typing import Any, Generic, TypeVar
+
+__all__ = ["Memo"]
+
+_T = TypeVar("_T")
+
+
+class Memo(Generic[_T]):
+    """Values by the identity of objects. A value must not hold its object; one without weak references is forgotten."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[weakref.ref[Any], _T]] = {}
+
+    def get(self, of: Any) -> _T | None:
+        known = self._known.get(id(of))
+        return known[1] if known is not None and known[0]() is of else None
+
+    def set(self, of: Any, value: _T) -> _T:
+        at = id(of)
+        with contextlib.suppress(TypeError):
+            self._known[at] = (weakref.ref(of, lambda _: self._known.pop(at, None)), value)
+        return value
