@@ -406,6 +406,12 @@ def own_scope(fn: Any) -> dict[str, Any] | None:
     return None if module is not None and vars(module) is scope else scope
 
 
+def more_recompiles() -> Any:
+    """Inside, functions may be compiled 512 times."""
+    config = need("torch._dynamo.config")
+    return config.patch(recompile_limit=512, accumulated_recompile_limit=4096)
+
+
 def limit_error() -> type[Exception]:
     """What Dynamo raises when a function has been compiled as often as it may be."""
     error: type[Exception] = need("torch._dynamo.exc.FailOnRecompileLimitHit")

@@ -1,9 +1,9 @@
 """What a compiled graph was made of, to tell on entering a context, and at a call, whether that is so still.
 
-      with recording() as seen:      the compilation: policies say what they are asked, traces of hooks what they saw
-          compile
-      record = seen.record(rule)     for each row that was asked: the answer; for each hook: examples, and its token
-      record.matches(rule)           asks and probes again: True if all answers and tokens are the same
+with recording() as seen:      the compilation: policies say what they are asked, traces of hooks what they saw
+    compile
+record = seen.record(rule)     for each row that was asked: the answer; for each hook: examples, and its token
+record.matches(rule)           asks and probes again: True if all answers and tokens are the same
 """
 
 from __future__ import annotations
