@@ -497,7 +497,9 @@ def evaluated(name: str, variables: dict[str, Any], scope: dict[str, Any]) -> tu
 
 
 def _source_name(source: Any) -> str:
-    return str(source.name if isinstance(source.name, str) else source.name())  # a method before 2.13
+    name = str(source.name if isinstance(source.name, str) else source.name())  # a method before 2.13
+    # 2.11 traces a closure through a function of its own, `inner(*args)`
+    return name.replace("L['args'][0]", "L['pack']").replace("L['args'][1]", "L['unpack']")
 
 
 def user_name(source: str, functions: dict[str, Any]) -> str:
