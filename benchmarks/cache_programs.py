@@ -174,7 +174,7 @@ _CUT_MOVED = _CUT | {"padding": _CUT["padding"] + "# moved\n" * 7, "attribute": 
 
 _CUT_TAGGED = _CUT | {"padding": _CUT["padding"].replace("cudagraph_unsafe,)", "cudagraph_unsafe, torch.Tag.core)")}
 
-_ENVIRONMENT = {"pack": "return x.to(torch.float16 if 'CACHE_ROWS' in os.environ else torch.bfloat16), x.dtype"}
+_ENVIRONMENT = {"pack": "return x.to(torch.float64 if 'CACHE_ROWS' in os.environ else torch.bfloat16), x.dtype"}
 
 
 _SET = {"CACHE_ROWS": "1"}

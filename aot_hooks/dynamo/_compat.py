@@ -411,6 +411,12 @@ def own_scope(fn: Any) -> dict[str, Any] | None:
     return None if module is not None and vars(module) is scope else scope
 
 
+def more_recompiles() -> Any:
+    """Inside, functions may be compiled 512 times."""
+    config = need("torch._dynamo.config")
+    return config.patch(recompile_limit=512, accumulated_recompile_limit=4096)
+
+
 def limit_error() -> type[Exception]:
     """What Dynamo raises when a function has been compiled as often as it may be."""
     error: type[Exception] = need("torch._dynamo.exc.FailOnRecompileLimitHit")
@@ -496,7 +502,9 @@ def evaluated(name: str, variables: dict[str, Any], scope: dict[str, Any]) -> tu
 
 
 def _source_name(source: Any) -> str:
-    return str(source.name if isinstance(source.name, str) else source.name())  # a method before 2.13
+    name = str(source.name if isinstance(source.name, str) else source.name())  # a method before 2.13
+    # 2.11 traces a closure through a function of its own, `inner(*args)`
+    return name.replace("L['args'][0]", "L['pack']").replace("L['args'][1]", "L['unpack']")
 
 
 def user_name(source: str, functions: dict[str, Any]) -> str:

@@ -77,18 +77,19 @@ class Probe:
         self._compile()
 
     def _compile(self) -> None:
+        self.number = next(_numbers)
         names = {"torch": torch, "empty": torch.empty_strided, "compiling": torch.compiler.is_dynamo_compiling}
         names |= {"comptime": dynamo.comptime, "begin": _begin, "end": _end}
         traced = "".join(f"unpack(pack(empty({example}))), " for example in sorted(self.examples))
         source = (
             f"def make({', '.join(names)}):\n"
-            "    def probe(pack, unpack):\n"
+            f"    def probe_{self.number}(pack, unpack):\n"  # Dynamo takes equal code objects for one
             "        if not compiling(): return\n"  # Dynamo is switched off: run nothing
             "        comptime(begin)\n"
             f"        results = ({traced})\n"
             "        comptime(end)\n"
             "        return results\n"
-            "    return probe\n"
+            f"    return probe_{self.number}\n"
         )
         made: dict[str, Any] = {}
         exec(source, made)
@@ -106,11 +107,11 @@ class Probe:
         """
         _local.pair = (pack, unpack)
         try:
-            dynamo.in_same_state(self.call, pack, unpack)
-        except dynamo.limit_error():
-            self.read.clear()
-            self._compile()  # with a cache of its own again; earlier tokens do not come back
-            return self.token(pack, unpack)
+            try:
+                dynamo.in_same_state(self.call, pack, unpack)
+            except dynamo.limit_error():  # of a torch before 2.13, where a function has none of its own
+                with dynamo.more_recompiles():
+                    dynamo.in_same_state(self.call, pack, unpack)
         except Exception as e:
             raise _ours(e) or Untraceable(dynamo.reason_of(e)) from e
         finally:
