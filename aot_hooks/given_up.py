@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from . import _compat
+from .dynamo import _compat as dynamo
 
 __all__ = ["at_end_of_backward"]
 
@@ -33,6 +34,7 @@ def at_end_of_backward(outputs: Any, over: Callable[[], None]) -> bool:
     once = weakref.finalize(token, over)
     node.metadata["aot_hooks"] = token
 
+    @dynamo.untraced  # a backward may run where Dynamo compiles each function that is called
     def has_run(*_: Any) -> None:
         once()
 

@@ -67,7 +67,7 @@ class Switch:
     @contextlib.contextmanager
     def on(self, hook: Hook, kinds: tuple[str, ...] | None = None) -> Iterator[None]:
         """All tensors that `hook` does not decline, or those of `kinds`, go through it."""
-        takes = [k for k, row in self.rows.items() if hook.declines is None or not hook.declines(row)]
+        takes = [k for k, row in self.rows.items() if not hook.why_not(row)]
         self.hooks = {kind: hook for kind in takes if kinds is None or kind in kinds}
         self.packed_bytes = self.element_count = 0
         try:

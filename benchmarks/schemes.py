@@ -57,7 +57,7 @@ def candidates() -> dict[str, Hook]:
 
 def _declines(saved: SavedTensor) -> str | None:
     """As int4, and what it would take of short rows too."""
-    return "a row shorter than a block" if saved.shape[-1] < 32 else int4().declines(saved)
+    return "a row shorter than a block" if saved.shape[-1] < 32 else int4().why_not(saved)
 
 
 @dataclasses.dataclass(frozen=True)

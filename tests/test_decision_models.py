@@ -1,11 +1,11 @@
-"""Gradients of every model of zoo.py under the lossy hooks: finite, and no worse than eager mode's."""
+"""Gradients of every model of decision_models.py under the lossy hooks: finite, and no worse than eager mode's."""
 
 from __future__ import annotations
 
+import decision_models
 import oracle
 import pytest
 import torch
-import zoo
 
 INDUCTOR = (
     "gelu_amax",
@@ -19,19 +19,19 @@ INDUCTOR = (
 
 
 # nn.LSTM is not compiled; the others round, and the rounded number is read: no bits can answer that, so it stays
-NOTHING_PACKED = {"nn_lstm", "ste_round", "ste_floor", "rounded_factor", "learned_step_size"}
+NOTHING_PACKED = {"nn_lstm", "ste_round", "ste_floor", "ste_sign", "rounded_factor", "learned_step_size"}
 
 
 def check(name: str, inner: str) -> None:
-    module, inputs, wrt = zoo.make(name)
-    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=name in zoo.DYNAMIC):
+    module, inputs, wrt = decision_models.make(name)
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=name in decision_models.DYNAMIC):
         verdicts, without_hooks = oracle.compare(module, inputs, wrt, inner=inner)
     assert without_hooks < 2.0**-5, f"{name} differs from eager mode without hooks by {without_hooks}"
     assert any(v.packed_count for v in verdicts) or name in NOTHING_PACKED, "nothing was packed"
     assert all(v.ok for v in verdicts), f"{name}\n{oracle.format_failures(verdicts)}"
 
 
-@pytest.mark.parametrize("name", zoo.PROGRAMS)
+@pytest.mark.parametrize("name", decision_models.PROGRAMS)
 def test_a_hook_costs_a_model_no_more_than_in_eager_mode(name: str) -> None:
     check(name, "aten")
 
