@@ -131,8 +131,10 @@ class CudaPool:
     def broken(self) -> bool:
         return self._broken
 
-    def _empty_graph(self, handle: Any) -> torch.cuda.CUDAGraph:
+    def _empty_graph(self, handle: Any, generators: Sequence[torch.Generator] = ()) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
+        for generator in generators:
+            graph.register_generator_state(generator)
         with _quietly(), torch.cuda.stream(self.side_stream):
             graph.capture_begin(pool=handle, capture_error_mode="thread_local")
             graph.capture_end()
@@ -171,12 +173,12 @@ class CudaPool:
                     try:
                         result = run()
                     except BaseException:
-                        self._abandon(graph)
+                        self._abandon(graph, generators)
                         raise
                     try:
                         is_empty = _ended_empty(graph)
                     except RuntimeError:
-                        self._heal()
+                        self._heal(generators)
                         raise
                 if is_empty:
                     graph.reset()
@@ -187,21 +189,21 @@ class CudaPool:
                 torch.cuda.set_rng_state(states[1])
             return graph, result
 
-    def _abandon(self, graph: torch.cuda.CUDAGraph) -> None:
+    def _abandon(self, graph: torch.cuda.CUDAGraph, generators: Sequence[torch.Generator]) -> None:
         try:
             graph.capture_end()
         except RuntimeError:  # the capture itself was broken, which is what the caller raises about
-            self._heal()
+            self._heal(generators)
         else:
             graph.reset()
 
-    def _heal(self) -> None:
+    def _heal(self, generators: Sequence[torch.Generator]) -> None:
         """After a capture that could not be ended: torch believes that it goes on. Allocations are no longer routed to
         the pool, which can't be captured into again, and a whole capture tells generators that the other is over."""
         self._broken = True
         self.pool.stop_routing()
         torch.cuda.synchronize()
-        self._empty_graph(torch.cuda.graph_pool_handle()).reset()
+        self._empty_graph(torch.cuda.graph_pool_handle(), generators).reset()
 
     def checkpoint(self) -> Any:
         return self.pool.checkpoint()

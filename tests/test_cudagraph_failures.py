@@ -242,7 +242,7 @@ def test_a_failure_leaves_no_memory(failing, point):
             g(x, w)
         assert fault.happened and not mine(world).root.children
         if world.kind == "cuda":
-            assert torch.cuda.memory_allocated() == before
+            assert torch.cuda.memory_allocated() <= before
         else:
             assert all(not pool.live_blocks() for pool in world.driver.pools)
         assert not mine(world).tainted

@@ -181,6 +181,8 @@ class Masked(nn.Module):
 @pytest.mark.parametrize("how", ["data *=", "data =", "t_"])
 def test_a_parameter_that_is_given_other_memory_or_another_shape(place, how, grad, caplog):
     """Other memory would be the pool's: known before anything runs, and said with the line. A shape is no matter."""
+    if how == "t_" and torch.__version__ < "2.13":
+        pytest.skip("this Dynamo has no guard on the strides of parameters: Inductor raises, docs/compatibility.md")
     module = Masked(how).to(place.device)
     reference = copy.deepcopy(module)
     compiled = torch.compile(module, backend=place.backend())
