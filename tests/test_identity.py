@@ -360,8 +360,6 @@ def clone(x: Tensor) -> Tensor:
 @pytest.mark.core
 @pytest.mark.parametrize("case", FOLLOWED, ids=lambda case: case.__name__)
 def test_a_change_is_followed(model: Chain, x: Tensor, case: Callable[[], Case]) -> None:
-    if case is default_of_a_function and torch.__version__.startswith("2.11."):
-        pytest.skip("that Dynamo guards no defaults of a function that it is given")
     pack, change = case()
     call, before = compiled(model), graph_count()
     for _ in range(3):

@@ -28,7 +28,7 @@ from .tensors import tensor_digest
 
 __all__ = ["Example", "Probe", "Token", "Untraceable", "example_of"]
 
-Token = tuple[Any, ...]  # the probe, number of what was traced, digests of the tensors that it reads
+Token = tuple[Any, ...]  # the probe, number of what was traced, digests of the tensors that it reads, plain defaults
 
 
 Example = str  # the arguments of `torch.empty_strided`
@@ -120,7 +120,7 @@ class Probe:
                 compiling.end()
         if token is None:
             raise Untraceable("Dynamo is switched off")
-        return token
+        return (*token, (*_defaults(pack), *_defaults(unpack)))
 
     def _backend(self, gm: torch.fx.GraphModule, inputs: list[Any]) -> Any:
         assert _local.pair is not None
@@ -155,11 +155,22 @@ class Probe:
     def changed(self, token: Token, others: Iterable[Token]) -> list[str]:
         """The names of what the value of `token` read that was otherwise for one of `others`."""
         mine, *before = [
-            {**self.read.get(number, {}), **dict(zip(self.tensors.get(number, ()), tensors, strict=False))}
-            for probe, number, *tensors in (token, *others)
+            self.read.get(number, {}) | dict(zip(self.tensors.get(number, ()), tensors, strict=False)) | dict(defaults)
+            for probe, number, *tensors, defaults in (token, *others)
             if probe is self
         ]
         return [name for name, text in mine.items() if any(other.get(name, text) != text for other in before)]
+
+
+def _defaults(fn: Any) -> list[tuple[str, str]]:
+    """The default arguments of a function, which Dynamo doesn't guard on torch 2.11: names, and what they are."""
+    fn = getattr(fn, "__func__", fn)
+    if not isinstance(fn, types.FunctionType) or not (fn.__defaults__ or fn.__kwdefaults__):
+        return []
+    values, code = fn.__defaults__ or (), fn.__code__
+    names = code.co_varnames[code.co_argcount - len(values) : code.co_argcount]
+    each = (*zip(names, values, strict=True), *(fn.__kwdefaults__ or {}).items())
+    return [(name, f"{type(x).__name__}:{x!r}") for name, x in each if isinstance(x, _PLAIN)]
 
 
 def _begin(_: Any) -> None:
