@@ -250,6 +250,6 @@ def _level() -> int:
     """How many frames above `_warn` the user's code is."""
     frame: FrameType | None = sys._getframe(2)
     level = 2
-    while frame is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
+    while frame is not None and frame.f_code.co_filename.startswith((*_LIBRARIES, "<")):  # "<": code that torch made
         frame, level = frame.f_back, level + 1
     return level

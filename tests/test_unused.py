@@ -196,7 +196,9 @@ def test_torchs_modules_that_are_compiled_in_place(how: str) -> None:
         module.compile(backend="aot_hooks", options=options)
     module(torch.ones(4, 8)).sum().backward()
     messages = said(lambda: last_plans(module))
-    assert (last_plans(module) == ()) == ("in place" in how) == bool(messages)
+    assert (last_plans(module) == ()) == bool(messages)  # torch 2.15 makes a graph of those in place, too
+    assert "in place" in how or not messages
+    assert messages or "in place" not in how or torch.__version__ >= "2.15"
     if messages:
         assert "compiled in place" in messages[0] and "torch.compile(module" in messages[0]
         report = aot_hooks.format_report(last_plans(module))
