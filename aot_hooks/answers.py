@@ -19,11 +19,12 @@ import torch
 from torch.fx import GraphModule, Node
 
 from . import _compat
-from .backward_reads import FoundRead, tests_of
+from .backward_reads import FoundRead
 from .hook import KEEP, Hook
 from .library.bitmask import bitmask
 from .lossless import compare_hook, narrow_hook
 from .nodes import op_name, source_line
+from .number_tests import tests_of
 from .plan import Choice
 from .ranges import value_range
 from .read_tables import Test

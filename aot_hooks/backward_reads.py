@@ -13,8 +13,7 @@ list is "unknown". Only a value whose reads are all smooth or answered may be ro
 A decision is *answered* if the forward can compute its outcome from unrounded values, in at most a quarter of the bytes
 of the saved tensor. Nothing here changes a graph; answers.py does.
 
-`tests_of(node, reader)` is the special case that needs no new value: readers that compare the saved numbers with
-constants. lossless.py stores the outcomes in their place.
+number_tests.py knows the special case that needs no new value: readers that compare the saved numbers with constants.
 """
 
 from __future__ import annotations
@@ -30,12 +29,11 @@ from torch.fx import GraphModule, Node
 
 from . import _compat
 from .nodes import is_view, op_name, source_line
+from .number_tests import exact_tests, only_at, tests_of
 from .read_tables import (
     ADDENDS,
-    ASKS,
     CONVERSIONS,
     DECIDES,
-    FLOATS,
     KEEPS_NORM,
     MOVES,
     ROOTS,
@@ -46,7 +44,7 @@ from .read_tables import (
     Test,
 )
 
-__all__ = ["BackwardReads", "FoundRead", "Read", "tests_of"]
+__all__ = ["BackwardReads", "FoundRead", "Read"]
 
 _MOST_ANSWER_BYTES = 1 / 4  # of the saved tensor's; more is not worth keeping beside what is packed
 _BROADCAST = 16  # a value read for more numbers than this is a statistic: all of them would be off by the same error
@@ -165,7 +163,7 @@ def _depending(graph: torch.fx.Graph, on: Iterable[Node]) -> set[Node]:
     for node in graph.nodes:
         if str(node.target) not in SHAPE_ONLY and not found.isdisjoint(node.all_input_nodes):
             found.add(node)
-        elif any(n in found and not _only_at(node, n, SHAPE_ONLY[str(node.target)]) for n in node.all_input_nodes):
+        elif any(n in found and not only_at(node, n, SHAPE_ONLY[str(node.target)]) for n in node.all_input_nodes):
             found.add(node)
     return found
 
@@ -385,7 +383,7 @@ def _found(
             answer = _last_of_the_decision(user, graphs)
             users = tuple(answer.users)
             size = _numel(answer) / 8 if answer.meta["val"].dtype is torch.bool else _bytes(answer)
-        elif tests := _exact_tests(user, value):
+        elif tests := exact_tests(user, value):
             answer, users = value, (user,)
             size = _numel(answer) / 4
         if answer is not None and (size > _MOST_ANSWER_BYTES * nbytes or answer not in graphs.computable):
@@ -446,95 +444,8 @@ def _bytes(node: Node) -> float:
     return _numel(node) * value.element_size() if isinstance(value, torch.Tensor) else 0.0
 
 
-# --- readers that compare the saved numbers with constants ------------------------------------------------------------
-
-
 def _deciding(reader: Node) -> Node:
     """The operator behind `reader`, which may only move data."""
     while str(reader.target) in MOVES | CONVERSIONS and reader.users:
         reader = next(iter(reader.users))
     return reader
-
-
-def tests_of(node: Node, reader: Node | None = None) -> tuple[Test, ...] | None:
-    """The tests that decide the results of all readers of `node`, or of one `reader`; None if they read more.
-
-    Looks through operators that only move data or convert it to a wider format. () if readers look at the shape only.
-    """
-    value = node.meta["val"]
-    if value.dtype not in FLOATS or value.is_neg() or value.device.type not in ("cpu", "cuda"):
-        return None
-    tests: set[Test] = set()
-    stack = [node]
-    seen = {node}
-    while stack:
-        current = stack.pop()
-        for user in current.users if reader is None or current is not node else (reader,):
-            if _passes_on(user, current):
-                if user not in seen:
-                    seen.add(user)
-                    stack.append(user)
-                continue
-            found = _exact_tests(user, current, value.dtype)
-            if found is None:
-                return None
-            tests.update(found)
-    return tuple(sorted(tests))
-
-
-def _only_at(user: Node, node: Node, position: int) -> bool:
-    """Whether `user` reads `node` as its argument at `position` and nowhere else."""
-    others = [a for i, a in enumerate(user.args) if i != position]
-    inputs: list[Node] = []
-    torch.fx.node.map_arg((others, user.kwargs), inputs.append)
-    return len(user.args) > position and user.args[position] is node and node not in inputs
-
-
-def _passes_on(user: Node, node: Node) -> bool:
-    name = str(user.target)
-    if user.op != "call_function" or not _only_at(user, node, 0):
-        return False
-    if name in MOVES:
-        return True
-    if name not in CONVERSIONS:
-        return False
-    before, after = node.meta["val"].dtype, user.meta["val"].dtype
-    # a wider format has all numbers of the narrower one, in the same order
-    return after in FLOATS and torch.promote_types(before, after) is after
-
-
-def _tests(user: Node, node: Node) -> tuple[Test, ...] | None:
-    name = str(user.target)
-    if user.op != "call_function":
-        return None
-    if name in SHAPE_ONLY:
-        return () if _only_at(user, node, SHAPE_ONLY[name]) else None
-    if name not in ASKS or user.kwargs or not _only_at(user, node, ASKS[name][0]):
-        return None
-    position, read = ASKS[name]
-    constants = user.args[position + 1 :]
-    if not all(isinstance(c, int | float) and float(c) == c for c in constants):
-        return None
-    return tuple(
-        Test(test.kind, tuple(0.0 if c == 0 else float(c) for c in test.constants)) for test in read(*user.args)
-    )
-
-
-def _exact_tests(user: Node, node: Node, dtype: torch.dtype | None = None) -> tuple[Test, ...] | None:
-    """As `_tests`, if all kernels agree on the outcomes for numbers of `dtype`, by default that of `node`."""
-    found = _tests(user, node)
-    dtype = dtype or node.meta["val"].dtype
-    if found is None or dtype not in FLOATS or not all(_exact(c, dtype) for test in found for c in test.constants):
-        return None
-    return found
-
-
-def _exact(constant: float, dtype: torch.dtype) -> bool:
-    """Whether comparing with `constant` means the same to every kernel: it is a number of the format, and no subnormal.
-
-    Kernels differ in whether they round a constant to the tensor's dtype or the number to theirs, and may take
-    subnormal numbers for zero.
-    """
-    with _compat.without_modes():
-        rounded = torch.tensor(constant, dtype=torch.float64).to(dtype).item()
-    return rounded == constant and (constant == 0 or abs(constant) >= 4 * torch.finfo(dtype).tiny)

@@ -22,9 +22,10 @@ import torch
 from torch.fx import GraphModule, Node
 
 from . import _compat
-from .backward_reads import BackwardReads, FoundRead, Read, tests_of
+from .backward_reads import BackwardReads, FoundRead, Read
 from .errors import UnsupportedGraphError
 from .nodes import op_name, producer, source_line, storage_of, view_source
+from .number_tests import tests_of
 from .ranges import value_range
 from .read_tables import Test
 
