@@ -15,6 +15,7 @@ torch's `saved_tensors_hooks` inlining (pytorch/pytorch#150032); the form is our
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,7 +27,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from . import _compat
 from .errors import AotHooksError, HookContractError, HookTraceError, function_named
 from .hook import Hook
-from .identity import by_value, note_trace, tensor_digest
+from .identity import is_plain, note_trace, tensor_digest
 
 __all__ = ["TracedHook", "canonical", "has_gaps", "restride", "trace_hook"]
 
@@ -326,7 +327,7 @@ def _clean(gm: GraphModule) -> None:
             node.replace_all_uses_with(node.args[0])
     for node in gm.graph.find_nodes(op="get_attr"):
         # a number that was written into a tensor was traced as a fake constant that knows it
-        constant = by_value(_compat.real_constant(getattr(gm, str(node.target))))
+        constant = _copy_by_value(_compat.real_constant(getattr(gm, str(node.target))))
         delattr(gm, str(node.target))  # a parameter's name takes no plain tensor
         setattr(gm, str(node.target), constant)
     for node in reversed(list(gm.graph.nodes)):
@@ -334,6 +335,21 @@ def _clean(gm: GraphModule) -> None:
             gm.graph.erase_node(node)
     gm.graph.lint()
     gm.recompile()
+
+
+def _copy_by_value(x: torch.Tensor) -> torch.Tensor:
+    """A copy of `x` for a graph to keep, one for all that are equal: the graph must not see what becomes of `x`."""
+    if not is_plain(x) or _compat.is_traced_value(x):
+        return x
+    with _compat.without_modes():
+        key = (tensor_digest(x), x.stride())
+        copy = _copies.get(key)
+        if copy is None:
+            copy = _copies[key] = x.detach().clone()
+    return copy
+
+
+_copies: weakref.WeakValueDictionary[tuple[str, tuple[int, ...]], torch.Tensor] = weakref.WeakValueDictionary()
 
 
 def _is_identity(gm: GraphModule) -> bool:

@@ -78,6 +78,17 @@ def metaclass_attribute() -> Case:
     return lambda x: x * Config.k, lambda: setattr(Meta, "k", 3.0)
 
 
+def metaclass_attribute_by_type() -> Case:
+    class Meta(type):
+        k = 2.0
+
+    class Config(metaclass=Meta):
+        pass
+
+    config = Config()
+    return lambda x: x * type(config).k, lambda: setattr(Meta, "k", 3.0)
+
+
 def method_of_a_class() -> Case:
     class Scale:
         def scaled(self, x: Tensor) -> Tensor:
@@ -339,11 +350,13 @@ REFUSED = [
     sparse_tensor,
     copied_object,
     masked_array,
+    metaclass_attribute,
+    metaclass_attribute_by_type,
 ]
 
 
 # listed in docs/footguns.md: Dynamo guards none of these, for any compiled function
-NOT_NOTICED = [metaclass_attribute, method_of_a_class]
+NOT_NOTICED = [method_of_a_class]
 
 
 @pytest.fixture(autouse=True)

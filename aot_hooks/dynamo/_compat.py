@@ -471,6 +471,13 @@ def global_scope(context: Any) -> dict[str, Any]:
     return scope
 
 
+def classes(context: Any) -> list[tuple[str, type]]:
+    """The classes that the function that is traced has reached: the expression of the source, and the class."""
+    built = context._i_will_not_complain_if_bc_breaks_InstructionTranslator().output.variable_tracker_cache
+    values = [(_source_name(source), vars(variable).get("value")) for source, variable in built.items()]  # builds none
+    return [(name, value) for name, value in values if isinstance(value, type)]
+
+
 def guarded_values(variables: dict[str, Any], scope: dict[str, Any]) -> list[tuple[Any, str, Any]]:
     """What Dynamo guards of the function that it compiles now: source, its expression, the value there.
 
@@ -485,6 +492,16 @@ def guarded_values(variables: dict[str, Any], scope: dict[str, Any]) -> list[tup
         if known:
             found.append((guard.originating_source, name, value))
     return sorted(found, key=lambda item: item[1])
+
+
+def defaults(fn: Any) -> list[tuple[str, Any]]:
+    """The default arguments of a function, by name. Dynamo 2.11 doesn't guard them."""
+    fn = getattr(fn, "__func__", fn)
+    if not isinstance(fn, types.FunctionType):
+        return []
+    values, code = fn.__defaults__ or (), fn.__code__
+    names = code.co_varnames[code.co_argcount - len(values) : code.co_argcount]
+    return [*zip(names, values, strict=True), *(fn.__kwdefaults__ or {}).items()]
 
 
 def input_names(gm: torch.fx.GraphModule) -> list[str]:

@@ -8,20 +8,17 @@
 Nobody's code is imported, walked or run to guess what it may mean: Dynamo traces it, on fake tensors.
 """
 
-from .frozen import Description, code_of, described
-from .probes import Untraceable
+from .frozen import code_of, described
 from .records import Record, Recording, note_answer, note_trace, recording
-from .tensors import READ_EACH_TIME, by_value, tensor_digest
+from .tensors import READ_EACH_TIME, is_plain, tensor_digest
 
 __all__ = [
     "READ_EACH_TIME",
-    "Description",
     "Record",
     "Recording",
-    "Untraceable",
-    "by_value",
     "code_of",
     "described",
+    "is_plain",
     "note_answer",
     "note_trace",
     "recording",

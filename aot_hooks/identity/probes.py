@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import sys
 import threading
 import types
 from collections.abc import Iterable
@@ -29,8 +30,6 @@ from .tensors import tensor_digest
 __all__ = ["Example", "Probe", "Token", "Untraceable", "example_of"]
 
 Token = tuple[Any, ...]  # the probe, number of what was traced, digests of the tensors that it reads, plain defaults
-
-
 Example = str  # the arguments of `torch.empty_strided`
 
 
@@ -52,16 +51,18 @@ class _Local(threading.local):
     scope: Any = None  # the globals of the probe that Dynamo traces
     reached: list[tuple[str, Any, frozenset[str]]] | None = None  # to be filled, if somebody asks
 
-    def done(self) -> tuple[Token | None, dynamo.Compiling | None]:
-        """What a call came to."""
-        found = self.token, self.compiling
+    def functions(self) -> dict[str, Any]:
+        """The functions that are probed, by the names of the probe's arguments."""
+        return dict(zip(("pack", "unpack"), self.pair or (), strict=False))
+
+    def done(self) -> None:
         self.token = self.pair = self.compiling = self.scope = None
-        return found
 
 
 _local = _Local()
 _numbers = itertools.count(1)
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
+_KNOWN_METACLASSES = sys.stdlib_module_names | {"torch", "numpy"}  # modules whose metaclasses hold no user's numbers
 # since 2.13 a function may have a limit of its own; past it Dynamo logs a warning, and earlier values are traced again
 _HAS_LIMIT = "recompile_limit" in inspect.signature(torch.compile).parameters
 _LIMIT: dict[str, Any] = {"recompile_limit": 64} if _HAS_LIMIT else {}
@@ -115,23 +116,22 @@ class Probe:
         except Exception as e:
             raise _ours(e) or Untraceable(dynamo.reason_of(e)) from e
         finally:
-            token, compiling = _local.done()
+            token, compiling = _local.token, _local.compiling
+            _local.done()
             if compiling is not None:
                 compiling.end()
         if token is None:
             raise Untraceable("Dynamo is switched off")
-        return (*token, (*_defaults(pack), *_defaults(unpack)))
+        return (*token, _plain((*dynamo.defaults(pack), *dynamo.defaults(unpack))))
 
     def _backend(self, gm: torch.fx.GraphModule, inputs: list[Any]) -> Any:
-        assert _local.pair is not None
-        functions = dict(zip(("pack", "unpack"), _local.pair, strict=True))
+        functions = _local.functions()
         number = next(_numbers)
         self.tensors[number] = [dynamo.user_name(name, functions) for name in dynamo.input_names(gm)]
         given: Any = gm.graph.output_node().args[0]
         results = (torch.empty(0),) * len(given)
         guarded = dynamo.guarded_values(functions, _local.scope)
-        plain = ((name, value) for _, name, value in guarded if isinstance(value, _PLAIN))
-        self.read[number] = {dynamo.user_name(name, functions): f"{type(x).__name__}:{x!r}" for name, x in plain}
+        self.read[number] = dict(_plain((dynamo.user_name(name, functions), value) for _, name, value in guarded))
         if _local.reached is not None:
             for source, name, _ in guarded:
                 way = dynamo.on_the_way(source, functions, _local.scope)
@@ -162,15 +162,16 @@ class Probe:
         return [name for name, text in mine.items() if any(other.get(name, text) != text for other in before)]
 
 
-def _defaults(fn: Any) -> list[tuple[str, str]]:
-    """The default arguments of a function, which Dynamo doesn't guard on torch 2.11: names, and what they are."""
-    fn = getattr(fn, "__func__", fn)
-    if not isinstance(fn, types.FunctionType) or not (fn.__defaults__ or fn.__kwdefaults__):
-        return []
-    values, code = fn.__defaults__ or (), fn.__code__
-    names = code.co_varnames[code.co_argcount - len(values) : code.co_argcount]
-    each = (*zip(names, values, strict=True), *(fn.__kwdefaults__ or {}).items())
-    return [(name, f"{type(x).__name__}:{x!r}") for name, x in each if isinstance(x, _PLAIN)]
+def _plain(values: Iterable[tuple[str, Any]]) -> tuple[tuple[str, str], ...]:
+    return tuple((name, f"{type(x).__name__}:{x!r}") for name, x in values if isinstance(x, _PLAIN))
+
+
+def _refuse_metaclasses(context: Any) -> None:
+    """Raise if the functions reach a class with a metaclass of the user's: Dynamo guards no attribute of those."""
+    for name, value in dynamo.classes(context):
+        if type(value).__module__.partition(".")[0] not in _KNOWN_METACLASSES:
+            name = dynamo.user_name(name, _local.functions())
+            raise Untraceable(f"no guard covers attributes of {type(value).__qualname__}, the metaclass of {name}")
 
 
 def _begin(_: Any) -> None:
@@ -180,6 +181,7 @@ def _begin(_: Any) -> None:
 
 def _end(context: Any) -> None:
     _local.scope = dynamo.global_scope(context)
+    _refuse_metaclasses(context)
     what = dynamo.side_effects(context)
     if what is not None:
         raise HookContractError(

@@ -15,29 +15,16 @@ import torch
 
 from .._compat import is_traced_value, without_modes
 
-__all__ = ["READ_EACH_TIME", "by_value", "tensor_digest"]
+__all__ = ["READ_EACH_TIME", "is_plain", "tensor_digest"]
 
 _known: dict[int, tuple[weakref.ref[torch.Tensor], Any, str]] = {}  # id -> tensor, what changes with it, its digest
-_copies: weakref.WeakValueDictionary[tuple[str, tuple[int, ...]], torch.Tensor] = weakref.WeakValueDictionary()
 READ_EACH_TIME = 1 << 14
-
-
-def by_value(x: torch.Tensor) -> torch.Tensor:
-    """A copy of `x` for a graph to keep, one for all that are equal: the graph must not see what becomes of `x`."""
-    if not _is_plain(x) or is_traced_value(x):
-        return x
-    with without_modes():
-        key = (tensor_digest(x), x.stride())
-        copy = _copies.get(key)
-        if copy is None:
-            copy = _copies[key] = x.detach().clone()
-    return copy
 
 
 def tensor_digest(x: torch.Tensor) -> str:
     if is_traced_value(x):
         return f"traced tensor:{id(x)}"
-    if not _is_plain(x):
+    if not is_plain(x):
         return f"tensor {type(x).__qualname__} {x.layout}:{id(x)}:{x._version}"
     if x.is_inference() or (x.device.type == "cpu" and x.nbytes <= READ_EACH_TIME):
         return _read(x)
@@ -51,7 +38,7 @@ def tensor_digest(x: torch.Tensor) -> str:
     return known[2]
 
 
-def _is_plain(x: torch.Tensor) -> bool:
+def is_plain(x: torch.Tensor) -> bool:
     return type(x) in (torch.Tensor, torch.nn.Parameter) and x.layout is torch.strided
 
 
