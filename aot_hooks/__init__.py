@@ -1,24 +1,24 @@
 """Saved-tensor hooks as a compiler feature for PyTorch. See the README; the mental model is in docs/."""
 
 from . import errors, policies
+from ._version import __version__ as __version__
 from .backend import last_plans, reset
 from .cache import cache_stats
-from .check_gradients import GradientReport, GradientRow, check_gradients
 from .context import saved_tensors_hooks, saved_tensors_policy
-from .costs import Rates
 from .errors import AotHooksError
+from .graphs.roofline import Rates
+from .graphs.saved import SavedTensor
 from .hook import KEEP, Hook
-from .library import bitmask, cast, float8, int4, int8, offload
-from .lossless import lossless
-from .names import checkpoint_name
-from .plan import Decision, Plan
-from .planning.dry_run import plan, saved_tensors
-from .report import format_report, print_report
-from .saved import SavedTensor
-from .schedule import Transfer
-from .transfers import offload_stats
-
-__version__ = "0.1.0"
+from .library import bitmask, cast, float8, int4, int8
+from .library.lossless import lossless
+from .offloading.hook import offload
+from .offloading.schedule import Transfer
+from .offloading.transfers import offload_stats
+from .passes.plan import Decision, Plan
+from .report.dry_run import plan, saved_tensors
+from .report.gradients import GradientReport, GradientRow, check_gradients
+from .report.text import format_report, print_report
+from .settings.names import checkpoint_name
 
 __all__ = [
     "KEEP",

@@ -17,25 +17,20 @@ import torch
 
 import aot_hooks
 
-from . import __version__, _compat
-from .aten import _compat as aten
-from .autograd import _compat as autograd
-from .cache import _compat as cache
+from ._version import __version__
 from .cache import notes
-from .dynamo import _compat as dynamo
 from .errors import AotHooksError, OptionError
-from .inductor import _compat as inductor
-from .inductor.loops import _compat as loops
-from .inductor.scheduling import _compat as scheduling
-from .planning import _compat as planning
-from .planning import script
-from .planning.script import Recorded, ScriptError, run_script
-from .plotting import check_can_plot, plot_report
-from .policy import SCOPES
-from .report import as_data, format_report
+from .report import script
+from .report.plot import check_can_plot, plot_report
+from .report.script import Recorded, ScriptError, run_script
+from .report.text import as_data, format_report
+from .settings.setting import SCOPES
+from .torch_private import aot, aot_cache, autograd, dynamo, inductor, inductor_fusion, inductor_lowering, symbols
+from .torch_private import dry_run as torch_dry_run
+from .torch_private import values as torch_values
 
 # each with the table of the private symbols that it stands on
-_ROOMS = (_compat, autograd, dynamo, aten, inductor, loops, scheduling, cache, planning)
+_ROOMS = (torch_values, autograd, dynamo, aot, inductor, inductor_lowering, inductor_fusion, aot_cache, torch_dry_run)
 _HOOKS = ("float8", "int8", "int4", "bitmask", "cast", "offload", "lossless")
 
 
@@ -46,7 +41,7 @@ def env_data() -> dict[str, Any]:
         "python": platform.python_version(),
         "platform": platform.platform(),
         "torch": torch.__version__,
-        "torch_tested": list(_compat.TESTED),
+        "torch_tested": list(symbols.TESTED),
         "triton": _version("triton"),
         "cuda": torch.version.cuda,
         "devices": _devices(),
@@ -54,7 +49,7 @@ def env_data() -> dict[str, Any]:
         "private_symbols": [
             {"path": path, "found": found, "needed_for": room.SYMBOLS[path]}
             for room in _ROOMS
-            for path, found in _compat.probe(room.SYMBOLS).items()
+            for path, found in symbols.probe(room.SYMBOLS).items()
         ],
     }
 
@@ -138,7 +133,7 @@ def explain_miss(directory: str | None, as_json: bool) -> int:
     if miss is not None:
         print(json.dumps(miss.as_data(), indent=1) if as_json else notes.explain(miss))
         return 0
-    where = directory or cache.cache_dir()
+    where = directory or aot_cache.cache_dir()
     print(f"aot_hooks explain-miss: no graph with hooks has missed torch's cache in {where}", file=sys.stderr)
     return 1
 

@@ -22,26 +22,25 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.fx import GraphModule
 
-from . import cache, captured, context, recompiles, transfers, unused
-from .aten import _compat as aten
-from .autograd import _compat as autograd
+from . import cache, context, cudagraphs, unused
 from .cache import bypassed, through_cache
-from .cache._compat import without_autograd_cache
-from .cache_key import nodes_of, package_digest
-from .dynamo import _compat as dynamo
-from .eager import CompiledCall
+from .cache.key import nodes_of, package_digest
+from .eager.modules import roots
+from .eager.packing import CompiledCall
 from .errors import AotHooksError, OptionError
-from .given_up import at_end_of_backward
 from .identity import described, recording
-from .inductor import _compat as inductor
-from .live import LivePoint, live_bytes
-from .modules import roots
-from .names import carry_names, uses_names
+from .offloading import transfers
 from .options import Options, inductor_patches
-from .plan import Plan, region_of, repeats_across_regions
-from .policy import Setting
-from .rewrite import rewrite
-from .snapshots import save_what_was_read
+from .passes.live_bytes import LivePoint, live_bytes
+from .passes.plan import Plan, region_of, repeats_across_regions
+from .passes.rewrite import rewrite
+from .passes.snapshots import save_what_was_read
+from .records import at_end_of_backward
+from .settings import recompiles
+from .settings.names import carry_names, uses_names
+from .settings.setting import Setting
+from .torch_private import aot, autograd, dynamo, inductor
+from .torch_private.aot_cache import without_autograd_cache
 
 if TYPE_CHECKING:
     from cudagraph.backend import Compilation
@@ -120,7 +119,7 @@ def reset() -> None:
     """Forget plans and interned settings, and give back the host memory of `offload`; compiled functions stay as they
     are. `torch._dynamo.reset()` calls it."""
     _plans.clear()
-    captured.forget()
+    cudagraphs.forget()
     transfers.reset()
     context.forget()
     cache.forget()
@@ -192,8 +191,8 @@ def _compile_graph(
     setting, alive, regions = _in_force(gm, parsed)
     record, graph = _plans.record, Graph()
     covered = setting is not None or bool(regions)
-    asked = captured.capture_options(parsed.inner, parsed.cudagraphs)
-    compilation = captured.compilation(asked) if asked is not None else None
+    asked = cudagraphs.capture_options(parsed.inner, parsed.cudagraphs)
+    compilation = cudagraphs.compilation(asked) if asked is not None else None
     if not covered and record is None:
         return _with_eager_hooks(_compile(gm, inputs, parsed, patches, None, _nothing, compilation))
 
@@ -205,12 +204,12 @@ def _compile_graph(
         def before_each_graph() -> None:
             compiling()
             if donated and not donated[-1]:  # or a second backward would raise that doesn't without hooks
-                aten.donate_nothing()
+                aot.donate_nothing()
 
         return _compile(gm, inputs, parsed, patches, partition, before_each_graph, compilation)
 
     with _hooks_not_inlined_by_torch(), recording() as seen:
-        if parsed.inner == "aten" and (compilation is not None or not aten.is_stored()):
+        if parsed.inner == "aten" and (compilation is not None or not aot.is_stored()):
             compiled = bypassed("inner 'aten' is stored with torch's bundled_autograd_cache only", compile_graph)
         elif record is not None:
             compiled = bypassed("a report needs the graphs", compile_graph)
@@ -304,7 +303,7 @@ def planning_partition(
     def partition(joint: GraphModule, joint_inputs: Any, **kwargs: Any) -> tuple[GraphModule, GraphModule]:
         carry_names(joint.graph)
         apart = bool(regions) and repeats_across_regions(joint.graph)
-        fw, bw = aten.min_cut_partition(joint, joint_inputs, merge_repeats=not apart, **kwargs)
+        fw, bw = aot.min_cut_partition(joint, joint_inputs, merge_repeats=not apart, **kwargs)
         count, static = kwargs["num_fwd_outputs"], tuple(kwargs.get("static_lifetime_input_indices") or ())
         if joint_inputs == [] and any(s.scope == "no_static" for s in (setting, *regions.values()) if s is not None):
             # a nested compiled region: torch doesn't say which inputs are parameters, and the graph around it decides
@@ -316,7 +315,7 @@ def planning_partition(
             fused = inner == "inductor"
             return live_bytes(fw, bw, num_fwd_outputs=count, static_inputs=static, fused=fused, roots=paths)
 
-        donated.append(aten.donates(fw, bw, count))
+        donated.append(aot.donates(fw, bw, count))
         save_what_was_read(fw, bw, count)
         before = alive()
         plan = rewrite(
@@ -337,7 +336,7 @@ def planning_partition(
 
 def partition_without_hooks(joint: GraphModule, joint_inputs: Any, **kwargs: Any) -> tuple[GraphModule, GraphModule]:
     """torch's min-cut partition; only where the forward writes to an input that it saves, another is saved."""
-    fw, bw = aten.min_cut_partition(joint, joint_inputs, **kwargs)
+    fw, bw = aot.min_cut_partition(joint, joint_inputs, **kwargs)
     save_what_was_read(fw, bw, kwargs["num_fwd_outputs"])
     return fw, bw
 
@@ -349,7 +348,7 @@ def plan_graph(gm: GraphModule, inputs: Sequence[Any], options: Options) -> list
     partition = planning_partition(setting, regions, options.inner, plans, roots(), [], live=True)
     with _hooks_not_inlined_by_torch(), without_autograd_cache():
         if options.inner == "aten":
-            aten.compile_graph(gm, inputs, partition)
+            aot.compile_graph(gm, inputs, partition)
         else:
             patches = dict(options.inductor or {})
             inductor.partition_only(gm, inputs, _partitioned_by(partition, gm, patches))
@@ -411,11 +410,11 @@ def _compile(
 ) -> Callable[..., Any]:
     if options.inner == "aten":
         compilers = compilation.aten_compilers() if compilation is not None else None
-        stored = partition is not None and aten.is_stored()
+        stored = partition is not None and aot.is_stored()
         # what runs as it is can be stored with a key of ours only: torch's has no partition
         with contextlib.nullcontext() if stored else without_autograd_cache():
             partition = partition or partition_without_hooks
-            return aten.compile_graph(gm, inputs, partition, compilers, compiling, stored=stored)
+            return aot.compile_graph(gm, inputs, partition, compilers, compiling, stored=stored)
     capture = compilation.inner_compile if compilation is not None else None
     with compilation.through_cache(gm) if compilation is not None else contextlib.nullcontext():
         if partition is not None:

@@ -29,14 +29,13 @@ import torch
 from torch.fx import GraphModule
 
 from . import unused
-from .autograd import _compat as autograd
-from .dynamo import _compat as dynamo
-from .eager import is_waiting, pack_eager, settle, unpack_eager
+from .eager.packing import is_waiting, pack_eager, settle, unpack_eager
 from .errors import AotHooksError, HookContractError, OptionError
 from .hook import Hook
 from .identity import Record, Recording, described
-from .memo import Memo
-from .policy import Policy, Setting, choose, makes
+from .identity.memo import Memo
+from .settings.setting import Policy, Setting, choose, makes
+from .torch_private import autograd, dynamo
 
 __all__ = [
     "EagerPack",

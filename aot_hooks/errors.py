@@ -29,7 +29,7 @@ __all__ = [
     "function_named",
 ]
 
-_PACKAGE = os.path.dirname(__file__) + os.sep
+PACKAGE = os.path.dirname(__file__) + os.sep  # files of frames that are none of the user's start so
 
 
 class AotHooksError(Exception):
@@ -106,7 +106,7 @@ def function_named(part: str, function: Any) -> str:
     """`part` with the name and place of `function`, if it is the user's: "unpack 'widen' (model.py:12)"."""
     function = getattr(function, "func", function)  # of a partial
     code = next((c for f in (function, type(function).__call__) if (c := getattr(f, "__code__", None))), None)
-    if code is None or code.co_filename.startswith((_PACKAGE, "<")):
+    if code is None or code.co_filename.startswith((PACKAGE, "<")):
         return part
     name = getattr(function, "__name__", type(function).__name__)
     return f"{part} '{name}' ({os.path.basename(code.co_filename)}:{code.co_firstlineno})"

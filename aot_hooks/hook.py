@@ -20,8 +20,8 @@ from typing import Any, ParamSpec
 
 import torch
 
-from .dynamo import _compat as dynamo
 from .errors import OptionError, bind
+from .torch_private import dynamo
 
 __all__ = ["KEEP", "Hook", "compiled_by", "compiling_for", "interned"]
 

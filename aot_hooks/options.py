@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from . import captured
+from . import cudagraphs
 from .errors import OptionError, did_you_mean
 from .hook import Hook
-from .inductor import _compat as inductor
-from .policy import SCOPES, makes
+from .settings.setting import SCOPES, makes
+from .torch_private import inductor
 
 __all__ = ["Options", "inductor_patches"]
 
@@ -52,7 +52,7 @@ class Options:
                 "options['cudagraphs'] must be True or False, or a dict of cudagraph's options, "
                 f"got {parsed.cudagraphs!r}"
             )
-        captured.capture_options(parsed.inner, parsed.cudagraphs)
+        cudagraphs.capture_options(parsed.inner, parsed.cudagraphs)
         policy = parsed.policy
         if (said := makes(policy)) or not (policy is None or isinstance(policy, Hook) or callable(policy)):
             raise OptionError(f"options['policy'] must be a policy or a Hook, got {policy!r}{said}")

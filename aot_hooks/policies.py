@@ -23,10 +23,10 @@ from typing import Any, ClassVar, TypeAlias
 import torch
 
 from .errors import OptionError
+from .graphs.saved import SavedTensor
 from .hook import KEEP, Hook
-from .operators import operator_key, same_operator
-from .policy import Policy, choose, makes
-from .saved import SavedTensor
+from .settings.operators import operator_key, same_operator
+from .settings.setting import Policy, choose, makes
 
 __all__ = [
     "everything",

@@ -24,17 +24,17 @@ from typing import Any
 
 import torch
 
-from .aten import _compat as aten
-from .errors import UnusedWarning
-from .given_up import at_end_of_backward
+from .errors import PACKAGE, UnusedWarning
 from .hook import KEEP, Hook
-from .plan import Decision, Plan
+from .passes.plan import Decision, Plan
 from .policies import _ByKey, _Policy
-from .policy import Setting
+from .records import at_end_of_backward
+from .settings.setting import Setting
+from .torch_private import aot
 
 __all__ = ["came_by", "compiled", "entered", "forget", "is_suspect", "judged", "left", "traced"]
 
-_LIBRARIES = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(__file__) + os.sep, weakref.__file__)
+_LIBRARIES = (os.path.dirname(torch.__file__) + os.sep, PACKAGE, weakref.__file__)
 _SHOWN = 8
 
 
@@ -215,7 +215,7 @@ def left(setting: Setting) -> None:
 
 def traced(setting: Setting) -> None:
     """A tracer runs the pair of `setting`."""
-    if setting.text not in _contexts and aten.inlines_hooks() and not _is_keep(setting):
+    if setting.text not in _contexts and aot.inlines_hooks() and not _is_keep(setting):
         _contexts.add(setting.text)
         _warn(
             setting,

@@ -45,7 +45,8 @@ import torch
 from _measure import conditions
 from torch import nn
 
-from cudagraph import Options, tree
+from cudagraph import Options
+from cudagraph.tree import dispatch
 
 SIZES = ((1, 2, 1), (8, 16, 4), (64, 200, 16))
 DEPTHS = (4, 24)
@@ -98,10 +99,10 @@ def by_hand(
 ) -> Callable[[Inputs], Callable[[], Any]]:
     """Calls of `fn` captured as a piece, given its weights as Dynamo gives them: as inputs that stay in place."""
     static = tuple(range(len(xs), len(xs) + len(weights)))
-    piece = tree.Piece("by hand", lambda inputs: list(fn(*inputs[: len(xs)])), device, static_inputs=static)
+    piece = dispatch.Piece("by hand", lambda inputs: list(fn(*inputs[: len(xs)])), device, static_inputs=static)
 
     def marked(inputs: Inputs) -> Callable[[], Any]:
-        call = tree.capture(piece, Options())
+        call = dispatch.capture(piece, Options())
 
         def run() -> Any:
             torch.compiler.cudagraph_mark_step_begin()

@@ -33,11 +33,11 @@ from torch import Tensor
 
 import aot_hooks
 import cudagraph
-from aot_hooks import captured
+from aot_hooks import cudagraphs
 from aot_hooks.backend import aot_hooks as hooks_backend
 from cudagraph.backend import Compilation
 
-sys.path.append(str(pathlib.Path(__file__).resolve().parents[1] / "tests"))
+sys.path.append(str(pathlib.Path(__file__).resolve().parents[1] / "tests" / "support"))
 from capture_simulator import Arena, Simulator
 
 CPU = torch.device("cpu")
@@ -153,11 +153,11 @@ def row(how: str, hooks: bool) -> dict[str, Any]:
 
     alive = peak(compiled(stack, how, {}))
     driver = NoLaunch(1 << 28)
-    captured.compilation = lambda options: Compilation(options, driver)
+    cudagraphs.compilation = lambda options: Compilation(options, driver)
     try:
         outside = peak(compiled(stack, how, {"cudagraphs": True}))
     finally:
-        captured.compilation = Compilation
+        cudagraphs.compilation = Compilation
     (pool,) = driver.pools
     assert isinstance(pool, TracedArena)
     needs = {

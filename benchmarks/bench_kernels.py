@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from _measure import conditions, format_columns
 
-from aot_hooks.library import ops
+from aot_hooks.library.triton import ops
 
 Call = Callable[[], Any]
 

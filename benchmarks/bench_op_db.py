@@ -2,8 +2,8 @@
 
       python benchmarks/bench_op_db.py --workers 16 --out results/op_db.json
 
-The programs and the rule are in tests/op_programs.py and tests/oracle.py; the operators that make no program are listed
-by name with the reason. Each worker is a process of its own: an operator that crashes or hangs it is a result, too.
+The programs are in tests/support/op_programs.py, the rule is in tests/support/oracle.py. Operators without a program
+are listed with the reason. Each worker is a process of its own: an operator that crashes or hangs it is a result too.
 Takes about 40 minutes of one core.
 
       python benchmarks/bench_op_db.py --ops 'amax|softmax' --print     each verdict in words
@@ -31,7 +31,7 @@ from typing import Any
 import torch
 from _measure import conditions
 
-sys.path.append(str(pathlib.Path(__file__).resolve().parents[1] / "tests"))
+sys.path.append(str(pathlib.Path(__file__).resolve().parents[1] / "tests" / "support"))
 import op_programs
 from oracle import FACTOR, HOOKS, ROUNDOFF
 

@@ -117,8 +117,9 @@ def profiled() -> Iterator[None]:
 def time_key(options: argparse.Namespace) -> dict[str, Any]:
     """What the key costs for a model of `options.parameters` parameters, beside compiling it with inner "aten" (tracing
     and partitioning alone, so the share is of the least that a compilation takes)."""
-    from aot_hooks import cache_key, modules
-    from aot_hooks.policy import Setting
+    from aot_hooks.cache import key as cache_key
+    from aot_hooks.eager import modules
+    from aot_hooks.settings.setting import Setting
 
     count = options.parameters // 2
     model = nn.Sequential(*(layer for _ in range(count) for layer in (nn.Linear(4, 4), nn.Tanh())))

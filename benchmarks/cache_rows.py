@@ -119,7 +119,7 @@ def child(row: Row, stock: bool) -> dict[str, Any]:
             seen = next((s for s in ("hit", "miss", "bypass") if counters[f"autograd_cache_{s}"]), "none")
             return {"seen": seen, "seconds": seconds}
         plans = tuple(aot_hooks.last_plans(compiled))
-        captured = said["found"]() if said else None
+        cudagraphs = said["found"]() if said else None
         torch._dynamo.reset()
         with torch._functorch.config.patch(enable_autograd_cache=False):
             expected, _, _ = run()
@@ -131,7 +131,7 @@ def child(row: Row, stock: bool) -> dict[str, Any]:
         "seconds": seconds,
         "packed_bytes": sum(p.packed_bytes for p in plans),
         "saved_bytes": sum(p.saved_bytes for p in plans),
-        "captured": captured,
+        "captured": cudagraphs,
         "rows": [[d.saved.name, str(d.hook), d.saved.module_path] for p in plans for d in p.decisions],
     }
 
@@ -141,23 +141,23 @@ def _capturing() -> dict[str, Any]:
     import io
     import logging
 
-    sys.path.append(str(ROOT / "tests"))
+    sys.path.append(str(ROOT / "tests" / "support"))
     from capture_simulator import Simulator
 
     import cudagraph
-    from aot_hooks import captured
-    from cudagraph import tree
+    from aot_hooks import cudagraphs
     from cudagraph.backend import Compilation
+    from cudagraph.tree import dispatch
 
-    driver, capture, log, pieces = Simulator(), tree.capture, io.StringIO(), []
+    driver, capture, log, pieces = Simulator(), dispatch.capture, io.StringIO(), []
     logging.getLogger("cudagraph").addHandler(logging.StreamHandler(log))
 
     def noted(piece: Any, *given: Any) -> Any:
         pieces.append([piece.name, piece.static_inputs, piece.mutated_inputs, len(piece.placeholders)])
         return capture(piece, *given)
 
-    tree.capture = noted
-    captured.compilation = lambda options: Compilation(options, driver)
+    dispatch.capture = noted
+    cudagraphs.compilation = lambda options: Compilation(options, driver)
     return {"found": lambda: {"pieces": list(pieces), "stats": cudagraph.stats(), "log": log.getvalue()}}
 
 

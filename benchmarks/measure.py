@@ -52,7 +52,7 @@ PARTS = (
         '"stock,float8,float8 reduce-overhead,float8 cudagraphs" --json {json}',
     ),
     Part("models", 90, "benchmarks/bench_cudagraph_models.py --only hf --layers 1 --steps 15 --warmup 5 --json {json}"),
-    Part("fuzz", 360, "tests/fuzz_cudagraph.py --device cuda --count 10000 --reset-every 100"),
+    Part("fuzz", 360, "tests/support/fuzz_cudagraph.py --device cuda --count 10000 --reset-every 100"),
     Part("memory", 240, "benchmarks/bench_memory.py --json {json}"),
     Part("compile", 90, "benchmarks/bench_compile.py --repeats 3 --json {json}"),
     Part("offload", 120, "benchmarks/bench_offload.py --json {json}"),

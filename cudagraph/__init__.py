@@ -7,16 +7,16 @@ torch._inductor.config.cudagraph_policy = cudagraph.Policy()    # torch 2.13 and
 from typing import TYPE_CHECKING, Any
 
 from .backend import cudagraph_tree, reset
-from .check import Blocker, register_host_operator
-from .current import Capture, capturing
 from .errors import CudaGraphError, NotCapturableError, OptionError, StaleOutputError, UnsupportedTorchError
 from .explain import ExplainedPart, Explanation, explain
+from .graph.blockers import Blocker, register_host_operator
 from .options import Options
 from .placeholder import PlaceholderInfo, placeholder_info
-from .tree import mark_step_begin, stats
+from .tree.capture import Capture, capturing
+from .tree.dispatch import mark_step_begin, stats
 
 if TYPE_CHECKING:
-    from .policy import Policy
+    from .compile.inductor_policy import Policy
 
 __all__ = [
     "Blocker",
@@ -44,7 +44,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name == "Policy":  # late: it derives from a class of Inductor's, which takes seconds to import
-        from .policy import Policy
+        from .compile.inductor_policy import Policy
 
         return Policy
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -20,12 +20,14 @@ from typing import Any
 
 from torch.fx import GraphModule
 
-from . import graphs, inductor, stored, tree
-from .compilers import _compat
-from .driver import CaptureDriver
+from .compile import entry, inductor
 from .errors import OptionError
-from .graphs import Boxed, Kind
+from .graph import analyse
+from .graph.analyse import Boxed, Kind
 from .options import Options
+from .torch_private import compilers
+from .tree import dispatch
+from .tree.driver import CaptureDriver
 
 __all__ = ["Compilation", "backend_with", "cudagraph_tree", "reset"]
 
@@ -61,8 +63,8 @@ def backend_with(driver: CaptureDriver | None, options: Mapping[str, Any] | None
 
 def reset() -> None:
     """Give all memory back and forget all recordings and what was logged; compiled functions record again."""
-    tree.reset()
-    graphs.forget_reports()
+    dispatch.reset()
+    analyse.forget_reports()
 
 
 cudagraph_tree.reset = reset  # type: ignore[attr-defined]  # torch._dynamo.reset() calls it
@@ -73,14 +75,16 @@ def compile_graph(
 ) -> Callable[..., Any]:
     compilation = Compilation(options, driver)
     if options.inner == "aten":
-        compiled = _compat.compile_aten(gm, inputs, partition=_compat.min_cut_partition, **compilation.aten_compilers())
+        compiled = compilers.compile_aten(
+            gm, inputs, partition=compilers.min_cut_partition, **compilation.aten_compilers()
+        )
         return shortcut(compiled, compilation.inference, inputs)
     try:
-        patches = _compat.mode_options(mode)
+        patches = compilers.mode_options(mode)
     except RuntimeError as e:
         raise OptionError(f"mode={mode!r}: {e}") from e
     with compilation.through_cache(gm):
-        compiled = _compat.compile_inductor(gm, inputs, compilation.inner_compile(), patches)
+        compiled = compilers.compile_inductor(gm, inputs, compilation.inner_compile(), patches)
         return shortcut(compiled, compilation.inference, inputs)
 
 
@@ -90,7 +94,7 @@ def shortcut(compiled: Callable[..., Any], captured: Any, inputs: Sequence[Any])
     whole."""
     if not hasattr(captured, "replay") or len(captured.piece.placeholders) != len(inputs):
         return compiled
-    if not _compat.runtime_only_passes_on(inputs):
+    if not compilers.runtime_only_passes_on(inputs):
         return compiled
     replay = captured.replay
 
@@ -122,7 +126,7 @@ class Compilation:
     driver: CaptureDriver | None = None
     number: int | None = None
     static_names: set[str] = field(default_factory=set)
-    store: stored.Store | None = None
+    store: entry.Store | None = None
     inference: Any = None
 
     @property
@@ -145,10 +149,10 @@ class Compilation:
             # those that lie in its own memory, and copies the others.
             static = tuple(i for i, name in enumerate(names) if name in self.static_names)
         else:
-            static = tuple(_compat.static_inputs_of_forward() if static is None else static)
+            static = tuple(compilers.static_inputs_of_forward() if static is None else static)
             self.static_names = {names[i] for i in static}
-        returned = None if is_backward or is_inference else _compat.returned_by_forward()
-        rebound = () if is_backward else _compat.rebound_inputs()
+        returned = None if is_backward or is_inference else compilers.returned_by_forward()
+        rebound = () if is_backward else compilers.rebound_inputs()
         kind = Kind("", is_backward, is_inference, static, returned, rebound)
         return dataclasses.replace(kind, name=self._name(kind))
 
@@ -172,23 +176,23 @@ class Compilation:
         return {"forward": forward, "backward": backward, "inference": inference}
 
     def _callable_of(self, gm: GraphModule, kind: Kind) -> Boxed:
-        run = graphs.callable_of(gm, kind, self.options, self.driver, self.device_type)
+        run = analyse.callable_of(gm, kind, self.options, self.driver, self.device_type)
         if kind.is_inference:
             self.inference = run
         return run
 
     def inner_compile(self, inner: Callable[..., Any] | None = None) -> Callable[..., Any]:
         """What Inductor is to compile graphs with: `inner` (its own if None), and then captured."""
-        return inductor.inner_compile(self, inner or _compat.inductor_inner_compile())
+        return inductor.inner_compile(self, inner or compilers.inductor_inner_compile())
 
     @property
     def why_not_stored(self) -> str:
         """Why what is compiled now goes through no cache of AOTAutograd's results; "" if it does."""
-        return stored.why_not(self.options)
+        return entry.why_not(self.options)
 
     def key(self, gm: GraphModule) -> str:
         """What stands in the keys of entries for Dynamo's graph `gm` because it is captured."""
-        return stored.key_of(gm, self.options, self.device_type)
+        return entry.key_of(gm, self.options, self.device_type)
 
     @property
     def refused(self) -> str:
@@ -200,12 +204,12 @@ class Compilation:
         """Inductor's compilation of Dynamo's graph `gm` inside goes through torch's cache of AOTAutograd's results, and
         what comes out of that is captured as what is compiled; see stored.py. Not if `why_not_stored`."""
         if self.why_not_stored:
-            with _compat.without_autograd_cache():
+            with compilers.without_autograd_cache():
                 yield
             return
-        self.store = stored.Store(gm, self.options, self.device_type)
+        self.store = entry.Store(gm, self.options, self.device_type)
         with self.store.through_cache(self._finish):
             yield
 
-    def _finish(self, code: Any, found: stored.Found) -> Any:
+    def _finish(self, code: Any, found: entry.Found) -> Any:
         return inductor.finish(code, found.named(self._name(found.verdict.kind)), self)

@@ -15,14 +15,14 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
-from . import graphs
 from .backend import Compilation
-from .check import Blocker
-from .compilers import _compat
-from .driver import CaptureDriver, cuda_driver
-from .graphs import Analysis, Boxed, Kind, boxed
+from .graph import analyse
+from .graph.analyse import Analysis, Boxed, Kind, boxed
+from .graph.blockers import Blocker
 from .options import Options
 from .placeholder import source_line
+from .torch_private import compilers
+from .tree.driver import CaptureDriver, cuda_driver
 
 __all__ = ["ExplainedPart", "Explanation", "explain"]
 
@@ -109,11 +109,11 @@ def explain_with(
     """`explain` for another driver than CUDA's."""
     found: list[Analysis] = []
     options = Options()
-    fn = _compat.uncompiled(fn)
+    fn = compilers.uncompiled(fn)
     graph_count = 0
 
     def look(gm: GraphModule, kind: Kind, device_type: str) -> None:
-        found.append(graphs.look(gm, kind, options, device_type))
+        found.append(analyse.look(gm, kind, options, device_type))
 
     def explaining(gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         nonlocal graph_count
@@ -130,7 +130,7 @@ def explain_with(
         backwards: list[GraphModule] = []
 
         def partition(joint: GraphModule, given: Any, **said: Any) -> tuple[GraphModule, GraphModule]:
-            fw, bw = _compat.min_cut_partition(joint, given, **said)
+            fw, bw = compilers.min_cut_partition(joint, given, **said)
             backwards.append(bw)  # AOTAutograd may not compile it before a backward runs
             return fw, bw
 
@@ -139,7 +139,7 @@ def explain_with(
             look(backwards[-1], compilation.kind(backwards[-1], is_backward=True), compilation.device_type)
             return as_it_is(graph, _)
 
-        return _compat.compile_aten(
+        return compilers.compile_aten(
             gm, inputs, forward=forward, backward=as_it_is, inference=inference, partition=partition
         )
 

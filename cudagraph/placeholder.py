@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from . import _compat
+from .torch_private import cuda as torch_cuda
 
 __all__ = ["PlaceholderInfo", "output_traces", "placeholder_info", "source_line"]
 
@@ -66,21 +66,21 @@ def _writers(node: Node) -> Iterator[Node]:
     while waiting:
         value = waiting.pop(0)
         for user in value.users:
-            if user.op != "call_function" or not _compat.is_operator(user.target):
+            if user.op != "call_function" or not torch_cuda.is_operator(user.target):
                 continue
             if value in written_nodes(user):
                 yield user
-            elif _compat.returns_views(user.target) and user not in seen:
+            elif torch_cuda.returns_views(user.target) and user not in seen:
                 seen.add(user)
                 waiting.append(user)
 
 
 def written_nodes(node: Node) -> list[Node]:
     """The argument nodes that the operator of `node` writes to."""
-    if node.op != "call_function" or not _compat.is_operator(node.target):
+    if node.op != "call_function" or not torch_cuda.is_operator(node.target):
         return []
     found: list[Node] = []
-    for position, name in _compat.written_arguments(node.target):
+    for position, name in torch_cuda.written_arguments(node.target):
         value: Any = node.args[position] if position < len(node.args) else node.kwargs.get(name)
         found += [v for v in (value if isinstance(value, (list, tuple)) else (value,)) if isinstance(v, Node)]
     return found

@@ -132,8 +132,8 @@ def world(request: pytest.FixtureRequest) -> Iterator[Any]:
     """What the tests of CUDA graph trees run on, the same on both; without trees and marks of tests before."""
     from tree_programs import World
 
-    from cudagraph import tree
+    from cudagraph.tree import dispatch
 
-    tree.reset()
+    dispatch.reset()
     yield World(request.param)
-    tree.reset()
+    dispatch.reset()

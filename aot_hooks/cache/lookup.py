@@ -26,13 +26,14 @@ from typing import Any
 
 from torch.fx import GraphModule
 
-from ..cache_key import Key, key_of, nodes_of, normalized
 from ..errors import CacheWarning
-from ..plan import Plan
-from ..policy import Setting
-from ..saved import place_of
-from . import _compat, notes
-from .stored import Checks, ForAnother, Refused, Unusable, pack_up, unpack
+from ..graphs.saved import place_of
+from ..passes.plan import Plan
+from ..settings.setting import Setting
+from ..torch_private import aot_cache
+from . import notes
+from .entry import Checks, ForAnother, Refused, Unusable, pack_up, unpack
+from .key import Key, key_of, nodes_of, normalized
 
 __all__ = ["bypassed", "cache_stats", "forget", "through_cache"]
 
@@ -88,7 +89,7 @@ def _warn_once(about: str, message: str) -> None:
 def bypassed(why: str, compile_graph: Callable[[], Any]) -> Any:
     """`compile_graph()` without torch's cache of AOTAutograd's results."""
     _count("bypass", why)
-    with _compat.without_autograd_cache():
+    with aot_cache.without_autograd_cache():
         return compile_graph()
 
 
@@ -113,7 +114,7 @@ def through_cache(
         refused: why `compile_graph` did not take an entry that it was offered, "" if it did.
     """
     _use_writable_directory()
-    if not _compat.autograd_cache_is_on():
+    if not aot_cache.autograd_cache_is_on():
         return bypassed("torch's cache is switched off", lambda: compile_graph(lambda: None))
     key = key_of(gm, inputs, ambient, regions, options=options, roots=roots)
     if key.opaque:
@@ -161,10 +162,10 @@ def through_cache(
         event.compiled = True
         if not attached:
             attached = True
-            _compat.attach(pack_up(plans, checks, places))
+            aot_cache.attach(pack_up(plans, checks, places))
 
     with _without_dynamos_copies(gm), _without_collections() as collect:
-        with _compat.autograd_cache(key.digest, normalized, refuse, give_up, missed=collect) as event:
+        with aot_cache.autograd_cache(key.digest, normalized, refuse, give_up, missed=collect) as event:
             compiled = compile_graph(compiling)
     event.bypass = event.bypass or refused()
     if not event.compiled:
@@ -226,7 +227,7 @@ def _hooks(key: Key) -> str:
     return ", ".join(dict.fromkeys(repr(s.rule) for s in key.settings if s is not None))
 
 
-def _tell(key: Key, event: _compat.CacheEvent, damaged: bool) -> None:
+def _tell(key: Key, event: aot_cache.CacheEvent, damaged: bool) -> None:
     """Count what came of it, and note what the key of a miss is made of."""
     if event.found and event.bypass:
         _warn_once(event.bypass, f"{_hooks(key)}: compiled anew in each process, because {event.bypass}")
@@ -248,7 +249,7 @@ def _tell(key: Key, event: _compat.CacheEvent, damaged: bool) -> None:
     else:
         why = "no entry of this key"
     _count("miss", why)
-    note = notes.Note(event.key, _hooks(key), why, key.lines, event.lines, _compat.settings_of_torch())
+    note = notes.Note(event.key, _hooks(key), why, key.lines, event.lines, aot_cache.settings_of_torch())
     try:
         if log.isEnabledFor(logging.DEBUG) and (other := notes.nearest(note, notes.read())) is not None:
             log.debug("cache miss: the nearest key differs in\n%s", notes.difference(other, note))
@@ -260,7 +261,7 @@ def _tell(key: Key, event: _compat.CacheEvent, damaged: bool) -> None:
 def _use_writable_directory() -> None:
     """torch writes generated code to its cache directory and fails if it can't: then use another one meanwhile."""
     try:
-        directory = _compat.cache_dir()
+        directory = aot_cache.cache_dir()
         if directory in _writable:
             return
         with tempfile.TemporaryFile(dir=directory):

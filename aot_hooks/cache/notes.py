@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from . import _compat
+from ..torch_private import aot_cache
 
 __all__ = ["Miss", "Note", "difference", "differences", "explain", "last_miss", "nearest", "read", "write"]
 
@@ -56,7 +56,7 @@ class Note:
 
 
 def _folder(directory: str | None = None) -> Path:
-    return Path(directory or _compat.cache_dir()) / "aot_hooks_keys"
+    return Path(directory or aot_cache.cache_dir()) / "aot_hooks_keys"
 
 
 def write(note: Note, directory: str | None = None) -> None:

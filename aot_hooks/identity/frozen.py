@@ -21,9 +21,9 @@ from typing import Any
 
 import torch
 
-from .._compat import is_operator
-from ..memo import Memo
-from .graphs import graph_text
+from ..torch_private.values import is_operator
+from .graph_text import graph_text
+from .memo import Memo
 
 __all__ = ["Description", "code_of", "described", "number_of"]
 

@@ -23,8 +23,8 @@ from typing import Any
 
 import torch
 
-from ..dynamo import _compat as dynamo
 from ..errors import AotHooksError, HookContractError, HookTraceError
+from ..torch_private import dynamo
 from .tensors import tensor_digest
 
 __all__ = ["Example", "Probe", "Token", "Untraceable", "example_of"]

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..dynamo._compat import own_scope
 from ..errors import AotHooksError, HookTraceError
+from ..torch_private.dynamo import own_scope
 from .frozen import code_of, described, number_of
 from .probes import Example, Probe, Token, Untraceable, example_of
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from .._compat import is_traced_value, without_modes
+from ..torch_private.values import is_traced_value, without_modes
 
 __all__ = ["READ_EACH_TIME", "is_plain", "tensor_digest"]
 

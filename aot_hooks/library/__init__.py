@@ -4,6 +4,5 @@ from .bitmask import bitmask
 from .cast import cast
 from .float8 import float8
 from .integer import int4, int8
-from .offload import offload
 
-__all__ = ["bitmask", "cast", "float8", "int4", "int8", "offload"]
+__all__ = ["bitmask", "cast", "float8", "int4", "int8"]

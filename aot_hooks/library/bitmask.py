@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 
+from ..graphs.saved import SavedTensor
 from ..hook import Hook, interned
-from ..saved import SavedTensor
-from . import ops
 from .blocks import cut, in_blocks
 from .layout import from_memory_order, in_memory_order
+from .triton import ops
 
 __all__ = ["bitmask", "pack_bits", "unpack_bits"]
 

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from .._compat import same_size
 from ..errors import OptionError
-from ..saved import SavedTensor
+from ..graphs.saved import SavedTensor
+from ..torch_private.values import same_size
 from .layout import is_contiguous
 
 __all__ = [

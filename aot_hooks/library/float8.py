@@ -31,10 +31,11 @@ import torch
 
 from ..errors import OptionError
 from ..hook import Hook, interned
-from . import loops, ops
 from .blocks import FLOATS, Declines, beside, in_blocks
 from .layout import from_memory_order, in_memory_order
+from .loops import operators
 from .scales import largest_scale, power_of_two
+from .triton import ops
 
 __all__ = ["float8"]
 
@@ -64,8 +65,8 @@ class _Pack:
             q, scale = ops.pack_float8(y, block, self.dtype)
             return q, scale, x.dtype, permutation
         rows = in_blocks(y, block) if block else y
-        if loops.taken(y):
-            scale = loops.amax_bits(rows)
+        if operators.taken(y):
+            scale = operators.amax_bits(rows)
             if block is None:
                 scale = scale.amax(list(range(scale.dim())), keepdim=True)
         else:
@@ -76,7 +77,7 @@ class _Pack:
             scale = scale.squeeze(-1)
         rows, beside_rows = beside(y, scale, block) if block else (y, scale)
         if scale.dtype is torch.int32:
-            q = loops.to_float8(rows, beside_rows, self.dtype, top, x.dtype)
+            q = operators.to_float8(rows, beside_rows, self.dtype, top, x.dtype)
         else:
             q = (rows.float() * (1.0 / beside_rows)).clamp(-inf, inf).to(self.dtype)
             scale = scale.clamp(max=largest_scale(x.dtype, top))
@@ -98,7 +99,7 @@ class _Unpack:
             return from_memory_order(ops.unpack_float8(q, scale, block, dtype), permutation)
         rows, beside_rows = beside(q, scale, block) if block else (q, scale)
         if scale.dtype is torch.int32:
-            y = loops.from_float8(rows, beside_rows, dtype, top, inf)
+            y = operators.from_float8(rows, beside_rows, dtype, top, inf)
         else:
             code = rows.float()
             y = torch.where(code.abs() == inf, code * torch.inf, code * beside_rows).to(dtype)

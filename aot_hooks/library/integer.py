@@ -38,10 +38,11 @@ from typing import Any
 import torch
 
 from ..hook import Hook, interned
-from . import loops, ops
 from .blocks import FLOATS, SMALLEST_NORMAL, Declines, beside, check_block_size, check_bool, cut, in_blocks, padded
 from .layout import from_memory_order, in_memory_order
+from .loops import operators
 from .scales import TOP_POWER, from_exponent, power_of_two, short, smallest_step, to_exponent
+from .triton import ops
 
 __all__ = ["int4", "int8", "pack_int4", "pack_int8", "unpack_int4", "unpack_int8"]
 
@@ -139,10 +140,10 @@ class _Pack:
             return x
         y, permutation = in_memory_order(x)
         seed = functools.partial(ops.seed_for, y, self.stochastic)
-        if self.bits == 8 and not self.stochastic and loops.taken(y):
-            largest = loops.amax_exponent if self.power else loops.amax_word
+        if self.bits == 8 and not self.stochastic and operators.taken(y):
+            largest = operators.amax_exponent if self.power else operators.amax_word
             scale = largest(in_blocks(y, self.block)).squeeze(-1)
-            q = loops.to_int8(*beside(y, scale, self.block), x.dtype, self.power).view(y.shape)
+            q = operators.to_int8(*beside(y, scale, self.block), x.dtype, self.power).view(y.shape)
         elif self.bits == 8 and ops.has_kernel(y, beats_inductor=self.stochastic):
             q, scale = ops.pack_int8(y, self.block, self.power, seed())
         elif self.bits == 8:
@@ -165,7 +166,7 @@ class _Unpack:
         q, scale, dtype, length, permutation = packed
         kernel = ops.has_kernel(q, beats_inductor=self.bits == 4)
         if q.dtype is torch.uint8 and self.bits == 8:  # as loops.py has codes
-            y = loops.from_int8(*beside(q, scale, self.block), dtype, scale.dtype is torch.uint8).view(q.shape)
+            y = operators.from_int8(*beside(q, scale, self.block), dtype, scale.dtype is torch.uint8).view(q.shape)
         elif self.bits == 8:
             y = (ops.unpack_int8 if kernel else unpack_int8)(q, scale, self.block, dtype)
         else:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from .._compat import hint, same_size
+from ..torch_private.values import hint, same_size
 
 __all__ = ["from_memory_order", "in_memory_order", "is_contiguous"]
 

@@ -1,1 +1,0 @@
-"""AOTAutograd's graphs as they are: `options["inner"] = "aten"`, and the partition of both inner compilers."""

@@ -1,1 +1,0 @@
-"""Autograd's stack of saved-tensor hooks, and the numbers of its operators."""

@@ -1,0 +1,304 @@
+"""The key of a compiled graph: all that decides the result, and no names.
+
+      Dynamo's graph    node by node, by position; constants by value            forward(self, L_x_, L_w_):
+      its inputs        shape, stride, dtype, device, who shares whose memory        h = L_x_ @ L_w_      p_0 @ p_1
+      settings          arguments of the library, programs of own hooks     --> lines --sha256--> digest
+      regions           which node is under which; names and modules that a policy may look at
+      versions          this package by its sources, torch, Python
+
+`key_of` makes it. Functions of the user's are in it by what they trace to on one example: what they do to the saved
+tensors themselves, and what a policy says of them, is stored beside an entry and compared (cache/stored.py).
+ torch's own key (configuration, devices, its sources) stands beside it: torch computes that one
+under `normalized(graph)`, in which placeholders and values are called by their positions, so that renaming a model's
+argument, attribute or variable is no other program. Symbolic sizes, which torch calls after the argument they come
+from, go by their numbers too. Both are linear in the graph.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from .._version import __version__
+from ..errors import PACKAGE, AotHooksError
+from ..graphs.saved import module_stack, place_of
+from ..hook import Hook, compiling_for
+from ..identity import described, recording, tensor_digest
+from ..passes.plan import region_of
+from ..passes.trace import canonical, trace_hook
+from ..settings.names import name_given
+from ..settings.setting import Setting
+from ..torch_private import values as torch_values
+
+__all__ = ["Key", "Line", "foreign_operator", "key_of", "nodes_of", "normalized", "package_digest"]
+
+Line = tuple[str, str]  # what, and its content
+
+
+@dataclass(frozen=True)
+class Key:
+    """See the module.
+
+    Attributes:
+        lines: what the key is made of.
+        settings: the settings that the graph is under: the ambient one, None if there is none, then those of its
+            regions in the order of their first node.
+        opaque: operators of others that hooks call and nobody answers for; then there is no key to go by.
+        sizes: symbols of sizes as this program calls them, in the order of their numbers.
+    """
+
+    lines: tuple[Line, ...]
+    settings: tuple[Setting | None, ...]
+    sizes: tuple[str, ...] = ()
+    opaque: tuple[str, ...] = ()
+
+    @functools.cached_property
+    def digest(self) -> str:
+        return hashlib.sha256(repr(self.lines).encode()).hexdigest()[:32]
+
+
+def key_of(
+    gm: GraphModule,
+    inputs: Sequence[Any],
+    ambient: Setting | None,
+    regions: Mapping[str, Setting],
+    *,
+    options: Mapping[str, Any] | None = None,
+    roots: Mapping[str, str] | None = None,
+) -> Key:
+    """The key of `gm`, which is left as it is.
+
+    Args:
+        inputs: what Dynamo gives beside it.
+        ambient, regions: the settings in force, see `context`.
+        options: what else the user said of the compilation; by `repr`.
+        roots: modules by Dynamo's names, see `modules.roots`.
+    """
+    nodes = nodes_of(gm)
+    order = dict.fromkeys(key for node in nodes if (key := region_of(node)) is not None)
+    settings = (ambient, *(regions[key] for key in order))
+    lines: list[Line] = [
+        ("aot_hooks", package_digest()),
+        ("python", sys.version.split()[0]),
+        ("torch", torch.__version__),
+        *((f"option {name}", repr(value)) for name, value in sorted((options or {}).items())),
+    ]
+    numbers: dict[str, int] = {}
+    texts: dict[tuple[Line, ...], int] = {}  # of regions: those that say the same are one
+    opaque: list[str] = []
+    lines += [(f"ambient {name}", text) for name, text in _setting_lines(ambient, opaque)]
+    for key in order:
+        text = tuple(_setting_lines(regions[key], opaque))
+        if text not in texts:
+            texts[text] = len(texts) + 1
+            lines += [(f"region {len(texts)} {name}", value) for name, value in text]
+        numbers[key] = texts[text]
+    reads_anything = any(s is not None and _reads_anything(s.rule) for s in settings)
+    reads_modules = reads_anything or any(s is not None and s.looks_at_modules for s in settings)
+    for i, node in enumerate(nodes):
+        if (key := region_of(node)) is not None:
+            lines.append((f"region of node {i}", str(numbers[key])))
+        if (given := name_given(node)) is not None:
+            lines.append((f"name of node {i}", given))
+        if reads_modules:
+            path, line = place_of(node, roots or {})
+            lines.append((f"module of node {i}", f"{path} {module_stack(node)}"))
+            if reads_anything:
+                lines.append((f"line of node {i}", line))
+    traced = _traced_inputs(gm, inputs)
+    sizes = torch_values.SizeNumbers(traced)
+    for graph in _graphs(gm):
+        lines += _canonical(graph, sizes)
+    lines += _inputs(traced, inputs, sizes)
+    return Key(tuple(lines), settings, tuple(map(str, sizes.names)), tuple(dict.fromkeys(opaque)))
+
+
+def _setting_lines(setting: Setting | None, opaque: list[str]) -> Iterator[Line]:
+    if setting is None:
+        yield "scope", "none"
+        return
+    said = described(setting.rule)
+    yield "scope", str(setting.scope)
+    yield "rule", said.portable
+    for i, hook in enumerate((*said.hooks, *said.graphs)):
+        yield f"hook {i} cache_hash", repr(hook.cache_hash)
+        yield from ((f"hook {i} {name}", text) for name, text in _program_lines(hook, opaque))
+
+
+def _program_lines(hook: Hook, opaque: list[str]) -> Iterator[Line]:
+    """What the functions of `hook` trace to on an example: most changes of them are another key."""
+    with compiling_for("inductor"), recording(on=False):
+        with torch_values.fake_tensor((4, 8), torch.float32, torch.device("cpu")) as example:
+            try:
+                traced = trace_hook(hook, example, "an example", decompositions=None)
+            except (AotHooksError, RuntimeError):
+                yield "program", "none on f32[4, 8]"
+                return
+    for part, gm in (("pack", traced.pack), ("unpack", traced.unpack)):
+        if hook.cache_hash is None and (operator := foreign_operator(gm)) is not None:
+            opaque.append(operator)
+        for i, line in enumerate(canonical(gm).splitlines()):
+            yield f"{part} {i}", line
+
+
+# what torch registers itself; its version covers them
+_TORCH_OPERATORS = {
+    *("aten", "prims", "prim", "rngprims", "inductor", "inductor_prims", "quantized", "quantized_decomposed"),
+    *("higher_order", "ao", "mkldnn", "mkldnn_prepacked", "onednn", "mkl", "c10d", "_c10d_functional"),
+    *("_c10d_functional_autograd", "sparse", "_quantized", "debugprims", "profiler", "streams", "image", "aot_hooks"),
+}  # fmt: skip
+
+
+def foreign_operator(gm: GraphModule) -> str | None:
+    """An operator in `gm` that torch did not register itself, nor this package; None if there is none."""
+    for node in gm.graph.nodes:
+        if torch_values.is_operator(node.target) and str(node.target).split(".")[0] not in _TORCH_OPERATORS:
+            return str(node.target)
+    return None
+
+
+def nodes_of(gm: GraphModule) -> list[Node]:
+    """The nodes of `gm` and of the graphs in it, in the order in which keys count them."""
+    return [node for graph in _graphs(gm) for node in graph.graph.nodes]
+
+
+def _graphs(gm: GraphModule) -> list[GraphModule]:
+    return [module for module in gm.modules() if isinstance(module, GraphModule)]
+
+
+def _reads_anything(rule: Any) -> bool:
+    """Whether a function that is not of this package sees the rows of saved tensors, their lines and modules too."""
+    return bool(described(rule).functions)
+
+
+def _canonical(gm: GraphModule, sizes: torch_values.SizeNumbers) -> Iterator[Line]:
+    """The nodes of one graph, by position."""
+    position: dict[Node, str] = {}
+    for i, node in enumerate(gm.graph.nodes):
+        position[node] = f"%{i}"
+        if node.op == "placeholder":
+            target = sizes.text(node.meta.get("example_value", node.target)) if node.type is torch.SymInt else ""
+        elif node.op == "get_attr":
+            value = _attribute(gm, str(node.target))
+            target = "graph" if isinstance(value, GraphModule) else _constant(value)
+        elif node.op == "call_function":
+            target = _name(node.target)
+        else:
+            target = str(node.target) if node.op != "output" else ""
+        args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), position.__getitem__)
+        yield f"node {position[node]}", f"{node.op} {target} {args} {kwargs}"
+
+
+def _constant(value: Any) -> str:
+    return tensor_digest(value) if isinstance(value, torch.Tensor) else f"{type(value).__name__}:{value!r}"
+
+
+def _attribute(root: Any, path: str) -> Any:
+    for name in path.split("."):
+        root = getattr(root, name)
+    return root
+
+
+def _name(target: Any) -> str:
+    if torch_values.is_operator(target):
+        return str(target)
+    name = getattr(target, "__qualname__", None) or getattr(target, "__name__", None) or str(target)
+    return f"{getattr(target, '__module__', None) or type(target).__module__}.{name}"
+
+
+def _traced_inputs(gm: GraphModule, inputs: Sequence[Any]) -> list[Any]:
+    """What Dynamo traced the inputs as, in which sizes may be symbolic."""
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    return [node.meta.get("example_value", given) for node, given in zip(placeholders, inputs, strict=True)]
+
+
+def _inputs(traced: Sequence[Any], inputs: Sequence[Any], sizes: torch_values.SizeNumbers) -> Iterator[Line]:
+    """By what Dynamo traced them as; who shares memory, by the tensors themselves."""
+    storages: dict[int, int] = {}
+    for i, (value, given) in enumerate(zip(traced, inputs, strict=True)):
+        if isinstance(value, torch.Tensor):
+            shape = f"[{', '.join(map(sizes.text, value.shape))}]"
+            text = f"{type(given).__name__} {value.dtype} {shape} {value.device} {value.requires_grad}"
+            if value.layout is torch.strided and not torch_values.is_traceable_subclass(value):
+                shares = storages.setdefault(torch_values.storage_key(given), i)
+                stride = f"[{', '.join(map(sizes.text, value.stride()))}]"
+                text += f" stride {stride} from {sizes.text(value.storage_offset())} of the memory of {shares}"
+            else:
+                text += f" {value.layout}"
+        else:
+            text = f"{type(given).__name__} {sizes.text(value)}"
+        yield f"input {i}", text
+
+
+def _sources() -> str:
+    folder = Path(PACKAGE)
+    found = hashlib.sha256()
+    for path in sorted(folder.rglob("*.py")):
+        found.update(path.relative_to(folder).as_posix().encode())
+        found.update(path.read_bytes())
+    return found.hexdigest()[:16]
+
+
+# read now, 2 ms, and not when the first graph is compiled: who edits the package meanwhile runs what it was
+_SOURCES = _sources()
+
+
+def package_digest() -> str:
+    """Version of this package and its sources as they were imported: a change of what a hook of the library computes is
+    another key."""
+    return f"{__version__} {_SOURCES}"
+
+
+# --- names taken away, and given back ---------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def normalized(gm: GraphModule) -> Iterator[None]:
+    """Inside, values of `gm` and of the graphs in it are called by their positions.
+
+    On exit everything is as it was: names, targets, used names, namespaces, generated code, and what Dynamo noted of
+    the user's variables. May be entered again inside itself.
+    """
+    with contextlib.ExitStack() as stack:
+        for graph in _graphs(gm):
+            stack.enter_context(_one_normalized(graph))
+        yield
+
+
+@contextlib.contextmanager
+def _one_normalized(gm: GraphModule) -> Iterator[None]:
+    nodes = list(gm.graph.nodes)
+    before = [(node, node.name, node.target) for node in nodes]
+    # by the user's names too: variables' stacks, and the code as it was generated before
+    state = {name: vars(gm).pop(name) for name in _NAMED if name in vars(gm)}
+    forward = vars(type(gm)).get("forward")  # of a class that each GraphModule has for itself
+    try:
+        with torch_values.fresh_namespace(gm.graph):
+            for i, node in enumerate(nodes):
+                torch_values.rename_node(node, f"n_{i}", f"n_{i}" if node.op == "placeholder" else node.target)
+            gm.recompile()
+            try:
+                yield
+            finally:
+                for node, name, target in before:
+                    torch_values.rename_node(node, name, target)
+    finally:
+        for attribute in _NAMED:
+            vars(gm).pop(attribute, None)
+        vars(gm).update(state)
+        if forward is None:
+            gm.recompile()
+        else:
+            type(gm).forward = forward
+
+
+_NAMED = ("_code", "_lineno_map", "_prologue_start", "_source_to_user_stacks")

@@ -1,1 +1,0 @@
-"""The function that Dynamo traces, and who asked for it."""

@@ -1,0 +1,131 @@
+"""Paths of modules ("layers.0.mlp"), relative to the outermost module that runs, from the Python stack.
+
+      compiled   Dynamo's path: the name of a local and what follows, L['self'].mlp.fc1
+                 --roots--> what the local is in the outermost module that runs: "layers.0"
+      eager      frames of `nn.Module.__call__` at the moment autograd saves for an operator
+                 --note_call--> that operator's number --made_in--> path of the operator that made a tensor
+
+Autograd numbers its operators in order, so the path of one that saves something itself is known. One that saves
+nothing (an addition) counts to the innermost module around its neighbours.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import sys
+import threading
+import weakref
+from types import FrameType
+from typing import Any
+
+from torch import nn
+
+from ..torch_private import autograd, dynamo
+from ..torch_private import values as torch_values
+
+__all__ = ["made_in", "note_call", "roots"]
+
+_NOTES_KEPT = 1 << 16
+
+
+class _Notes(threading.local):
+    """Numbers of operators, ascending, and the modules around each, outermost first."""
+
+    def __init__(self) -> None:
+        self.numbers: list[int] = []
+        self.paths: list[tuple[str, ...]] = []
+
+
+_notes = _Notes()
+
+
+def note_call() -> None:
+    """Remember in which module the operator runs that autograd is saving for now."""
+    number = autograd.next_sequence_number() - 1
+    numbers, paths = _notes.numbers, _notes.paths
+    if numbers and numbers[-1] == number:
+        return
+    if len(numbers) == _NOTES_KEPT:
+        del numbers[: _NOTES_KEPT // 2], paths[: _NOTES_KEPT // 2]
+    numbers.append(number)
+    paths.append(_called(sys._getframe(1)))
+
+
+def made_in(number: int | None) -> str:
+    """The path of the module in which operator `number` ran; of None (nobody made it) the one that saves it now."""
+    numbers, paths = _notes.numbers, _notes.paths
+    if not numbers:
+        return ".".join(_called(sys._getframe(1)))
+    if number is None:
+        return ".".join(paths[-1])
+    i = bisect.bisect_left(numbers, number)
+    if i < len(numbers) and numbers[i] == number:
+        return ".".join(paths[i])
+    around = paths[max(i - 1, 0) : i + 1]
+    common = itertools.takewhile(lambda names: len(set(names)) == 1, zip(*around, strict=False))
+    return ".".join(names[0] for names in common)
+
+
+def roots() -> dict[str, str]:
+    """What the locals of the frame that Dynamo is compiling are in the outermost module that runs, by Dynamo's names;
+    and "", the module that runs in it.
+
+    {} outside any module: then Dynamo's paths begin with the outermost one.
+    """
+    compiled, outside = dynamo.frame_being_compiled()
+    modules = _running(outside)
+    found = {"": ".".join(_path(modules))} if modules else {}
+    for local, value in compiled.items():
+        if modules and isinstance(value, nn.Module):
+            path = _path(modules) if value is modules[-1] else _path([modules[0], value])
+            found[f"L['{local}']"] = ".".join(path)
+    return found
+
+
+def _called(frame: FrameType | None) -> tuple[str, ...]:
+    return _path(_running(frame))
+
+
+def _running(frame: FrameType | None) -> list[nn.Module]:
+    """The modules that run in `frame`, outermost first."""
+    modules: list[nn.Module] = []
+    while frame is not None:
+        if frame.f_code is torch_values.MODULE_CALL:
+            modules.append(frame.f_locals["self"])
+        frame = frame.f_back
+    return modules[::-1]
+
+
+def _path(modules: list[nn.Module]) -> tuple[str, ...]:
+    """Names of `modules`, each within the one before it."""
+    names: list[str] = []
+    outer = modules[0] if modules else None
+    for inner in modules[1:]:
+        assert outer is not None
+        name = _name_within(outer, inner)
+        if name is None:
+            continue  # called, but no submodule of its caller: what it does counts as the caller's
+        names.append(name)
+        outer = inner
+    # torch.compile(model) is a module around the model
+    return tuple(part for name in names for part in name.split(".") if part not in ("", "_orig_mod"))
+
+
+_paths: weakref.WeakKeyDictionary[nn.Module, dict[int, str]] = weakref.WeakKeyDictionary()
+
+
+def _name_within(outer: nn.Module, inner: nn.Module) -> str | None:
+    """The name of `inner` among the modules in `outer`."""
+    name = _paths.get(outer, {}).get(id(inner))
+    if name is not None and _found(outer, name) is inner:
+        return name
+    paths = _paths[outer] = {id(module): name for name, module in outer.named_modules()}
+    return paths.get(id(inner))
+
+
+def _found(outer: nn.Module, name: str) -> Any:
+    try:
+        return outer.get_submodule(name)
+    except AttributeError:  # the model was changed since
+        return None

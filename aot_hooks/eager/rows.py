@@ -1,0 +1,128 @@
+"""The `SavedTensor` of a tensor that eager code saves: the same words as in a compiled graph, found without one.
+
+      grad_fn                       --> op            GeluBackward0 -> "aten.gelu.default", looking through views
+      frames of `nn.Module.__call__` --> module_path  see modules.py
+      innermost frame of the user's --> source_line  where it is saved; where it was made is not known
+      names.py                      --> checkpoint_names
+
+What costs time is looked up when the row is asked for it: a plain hook never asks.
+"""
+
+from __future__ import annotations
+
+import linecache
+import os
+import sys
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import PACKAGE
+from ..graphs.saved import SavedTensor
+from ..settings.names import NamesOf, names_of
+from ..settings.operators import is_view_name, operator_behind
+from ..torch_private import autograd
+from ..torch_private import values as torch_values
+from .modules import made_in
+
+__all__ = ["EagerRow"]
+
+_LIBRARIES = (os.path.dirname(torch.__file__) + os.sep, PACKAGE)
+
+
+class EagerRow(SavedTensor):
+    """A row that looks up where the tensor comes from when asked, while autograd saves it.
+
+    After `close` what nobody asked for is unknown, and says so as a graph's row does: "".
+    """
+
+    def __init__(self, x: torch.Tensor) -> None:
+        known = {
+            "shape": tuple(x.shape),
+            "dtype": x.dtype,
+            "device": x.device,
+            "nbytes": x.untyped_storage().nbytes(),
+            "storage": torch_values.storage_key(x),
+            "backward_ops": (),
+            "is_input": x.grad_fn is None,
+            "is_output": False,
+            "is_static": isinstance(x, nn.Parameter),
+        }
+        vars(self).update(known, _tensor=x, _names=None)
+
+    def __getattr__(self, attribute: str) -> Any:
+        find = _LATE.get(attribute)
+        if find is None:
+            raise AttributeError(f"'{SavedTensor.__name__}' object has no attribute '{attribute}'")
+        x = vars(self)["_tensor"]
+        value = find(self, x) if x is not None else () if attribute == "checkpoint_names" else ""
+        vars(self)[attribute] = value
+        return value
+
+    @property
+    def names(self) -> NamesOf | None:
+        """Where the names come from, if somebody asked for them."""
+        names: NamesOf | None = vars(self)["_names"]
+        return names
+
+    def close(self) -> None:
+        """Let go of the tensor. If the names were asked for, the rest is looked up: the row will be asked again."""
+        if self.names is not None:
+            for attribute in _LATE:
+                getattr(self, attribute)
+        vars(self)["_tensor"] = None
+
+    def rename(self) -> None:
+        """Take over the names that were given meanwhile."""
+        assert self.names is not None
+        vars(self)["checkpoint_names"] = self.names.now()
+
+
+def _maker(x: torch.Tensor) -> Any:
+    """The `grad_fn` of the operator that made the value, looking through views; None for a leaf."""
+    fn: Any = (x if x._base is None else x._base).grad_fn
+    while fn is not None and is_view_name(operator_behind(type(fn).__name__)):
+        fn = fn.next_functions[0][0]
+    return None if type(fn).__name__ == "AccumulateGrad" else fn
+
+
+def _op(_: EagerRow, x: torch.Tensor) -> str:
+    fn = _maker(x)
+    return "input" if fn is None else operator_behind(type(fn).__name__)
+
+
+def _name(row: EagerRow, _: torch.Tensor) -> str:
+    return row.op.split(".")[1] if "." in row.op else row.op
+
+
+def _checkpoint_names(row: EagerRow, x: torch.Tensor) -> tuple[str, ...]:
+    names = vars(row)["_names"] = names_of(x)
+    return names.now()
+
+
+def _module_path(_: EagerRow, x: torch.Tensor) -> str:
+    fn = _maker(x)
+    return made_in(autograd.sequence_number(fn) if fn is not None else None)
+
+
+def _source_line(_: EagerRow, __: torch.Tensor) -> str:
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_name != "pack_eager":
+        frame = frame.f_back  # the policy's own frames
+    while frame is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
+        frame = frame.f_back
+    if frame is None:
+        return ""
+    file, line = frame.f_code.co_filename, frame.f_lineno
+    return f"{os.path.basename(file)}:{line}: {linecache.getline(file, line).strip()}"
+
+
+_LATE = {
+    "op": _op,
+    "name": _name,
+    "module_path": _module_path,
+    "source_line": _source_line,
+    "checkpoint_names": _checkpoint_names,
+}

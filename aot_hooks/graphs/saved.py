@@ -1,0 +1,320 @@
+"""What crosses from the forward to the backward graph, read off the two graphs.
+
+      forward outputs:  user outputs | saved tensors | opaque objects | saved symints
+                                          |  by position, never by name        |
+      backward inputs:  saved symints | saved tensors | opaque objects | tangents | ...
+
+`boundary(fw, bw, num_fwd_outputs, ...)` gives a `Boundary`: the nodes on both sides of each saved value, and for each a
+`SavedTensor`, the row that policies and reports see. Nothing here changes a graph or adds a guard.
+
+Source: the calling convention of `torch._functorch.partitioners`, the same in torch 2.11, 2.13 and 2.15.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from ..errors import UnsupportedGraphError
+from ..torch_private import values as torch_values
+from .backward_reads import BackwardReads, FoundRead, Read
+from .nodes import op_name, producer, source_line, storage_of, view_source
+from .number_tests import tests_of
+from .read_tables import Test
+from .value_ranges import value_range
+
+__all__ = [
+    "NAMES",
+    "Boundary",
+    "Dim",
+    "SavedTensor",
+    "SavedValue",
+    "boundary",
+    "is_size",
+    "module_stack",
+    "place_of",
+    "shape_of",
+]
+
+NAMES = "aot_hooks_names"  # the key under meta["custom"] of a value's names, see names.py
+
+
+class Dim(int):
+    """A size that is symbolic in the graph: an int (its example value) that prints as its expression."""
+
+    expression: str
+
+    def __new__(cls, value: int, expression: str) -> Dim:
+        self = super().__new__(cls, value)
+        self.expression = expression
+        return self
+
+    def __getnewargs__(self) -> tuple[int, str]:  # type: ignore[override]  # for pickle; int's own lacks the expression
+        return int(self), self.expression
+
+    def __repr__(self) -> str:
+        return self.expression
+
+    __str__ = __repr__
+
+
+@dataclass(frozen=True)
+class SavedTensor:
+    """One tensor that autograd saves for backward.
+
+    Attributes:
+        name: its name in the forward graph.
+        op: the operator that made it, before decompositions and looking through views ("aten.gelu.default"); "input"
+            for a graph input.
+        shape: sizes; a symbolic one is a `Dim`.
+        dtype, device: of the tensor.
+        nbytes: bytes of its storage, which is what saving it keeps alive; views of one storage have the same.
+        storage: number of its storage within the graph; equal for views of one storage.
+        module_path: where in the model it was made ("layers.0.mlp"), "" if unknown.
+        source_line: the user's line that made it ("model.py:31: h = gelu(x)"), "" if unknown.
+        backward_ops: the operators of the backward that read it, before decompositions and looking through views.
+        is_input, is_output, is_static: its storage is that of a graph input, of an output that the user gets, of a
+            parameter or buffer.
+        backward_asks: tests whose outcomes are all that the backward's readers of its storage depend on, number by
+            number; () if they look at the shape only, None if one may need the numbers themselves.
+        value_range: (smallest, largest) that a number of it can be, all of them whole, if the forward proves it.
+        checkpoint_names: the names that `aot_hooks.checkpoint_name` gave it, or what it is a view of.
+        backward_reads: the reads of the backward that are not smooth: a rounded number would not do. See `Read`. ()
+            for a tensor that eager code saves, whose backward is not known.
+    """
+
+    name: str
+    op: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    nbytes: int
+    storage: int
+    module_path: str
+    source_line: str
+    backward_ops: tuple[str, ...]
+    is_input: bool
+    is_output: bool
+    is_static: bool
+    backward_asks: tuple[Test, ...] | None = None
+    value_range: tuple[int, int] | None = None
+    checkpoint_names: tuple[str, ...] = field(default_factory=tuple)  # a factory: rows of eager tensors read it late
+    backward_reads: tuple[Read, ...] = ()
+
+    def describe(self) -> str:
+        """One line for messages: name, dtype, shape and the user's line."""
+        dtype = str(self.dtype).removeprefix("torch.")
+        where = f" ({self.source_line})" if self.source_line else ""
+        return f"'{self.name}' {dtype}[{', '.join(map(str, self.shape))}]{where}"
+
+
+@dataclass
+class SavedValue:
+    """A saved tensor's node in the forward, its placeholder in the backward, its row, and its reads that are not
+    smooth."""
+
+    fw_node: Node
+    bw_node: Node
+    row: SavedTensor
+    reads: tuple[FoundRead, ...] = ()
+
+    @property
+    def value(self) -> torch.Tensor:
+        val: torch.Tensor = self.fw_node.meta["val"]
+        return val
+
+
+@dataclass
+class Boundary:
+    """All that crosses: tensors, symints and opaque objects, each as (forward node, backward placeholder); and the
+    storages of the forward's inputs and of what the user gets, which are alive whatever a hook does. `reads` are the
+    reads of the backward."""
+
+    user_outputs: list[Any]
+    tensors: list[SavedValue]
+    opaque: list[tuple[Any, Node]]
+    symints: list[tuple[Node, Node]]
+    kept_storages: set[Any]
+    reads: BackwardReads
+
+
+def boundary(
+    fw: GraphModule,
+    bw: GraphModule,
+    num_fwd_outputs: int,
+    static_inputs: Iterable[int] = (),
+    roots: Mapping[str, str] = MappingProxyType({}),
+) -> Boundary:
+    """Read what crosses from `fw` to `bw`; `roots` are modules by Dynamo's names, see `modules.roots`.
+
+    Raises `UnsupportedGraphError` if the graphs don't follow AOTAutograd's calling convention.
+    """
+    outputs = list(fw.graph.output_node().args[0])  # type: ignore[arg-type]
+    user, saved = outputs[:num_fwd_outputs], outputs[num_fwd_outputs:]
+    placeholders = bw.graph.find_nodes(op="placeholder")
+    syms = [n for n in saved if isinstance(n, Node) and is_size(n)]
+    others = [n for n in saved if not (isinstance(n, Node) and is_size(n))]
+    if len(placeholders) < len(saved):
+        raise UnsupportedGraphError(
+            f"the forward saves {len(saved)} values but the backward takes {len(placeholders)} inputs; "
+            "expected one backward input for each"
+        )
+    bw_syms, bw_others = placeholders[: len(syms)], placeholders[len(syms) : len(saved)]
+
+    inputs = fw.graph.find_nodes(op="placeholder")
+    static = set(static_inputs)
+    input_storages = _storages(inputs)
+    static_storages = _storages(n for i, n in enumerate(inputs) if i in static)
+    output_storages = _storages(user)
+    numbers: dict[Any, int] = {}
+    tensors, opaque = [], []
+    pairs = [*zip(syms, bw_syms, strict=True), *zip(others, bw_others, strict=True)]
+    reads = BackwardReads(fw, bw, pairs)
+    for fw_node, bw_node in zip(others, bw_others, strict=True):
+        value = fw_node.meta.get("val") if isinstance(fw_node, Node) else None
+        if not isinstance(value, torch.Tensor):
+            opaque.append((fw_node, bw_node))
+            continue
+        other = bw_node.meta.get("val")
+        if not isinstance(other, torch.Tensor) or other.dtype != value.dtype or other.dim() != value.dim():
+            raise UnsupportedGraphError(
+                f"saved tensor '{fw_node.name}' ({value.dtype}, {value.dim()}-d) meets backward input "
+                f"'{bw_node.name}' ({other!r}); expected the same tensor at the same position"
+            )
+        key = storage_of(fw_node)
+        found = tuple(reads.of(bw_node)) if value.dtype.is_floating_point else ()
+        row = SavedTensor(
+            name=fw_node.name,
+            op=op_name(producer(fw_node)),
+            shape=shape_of(value),
+            dtype=value.dtype,
+            device=value.device,
+            nbytes=_storage_bytes(value),
+            storage=numbers.setdefault(key, len(numbers)),
+            module_path=_first(lambda n: _module_path(n, roots), fw_node, bw_node) or roots.get("", ""),
+            source_line=_first(source_line, fw_node, bw_node),
+            backward_ops=tuple(dict.fromkeys(map(op_name, _readers(bw_node)))),
+            is_input=key in input_storages,
+            is_output=key in output_storages,
+            is_static=key in static_storages,
+            backward_asks=tests_of(bw_node),
+            value_range=value_range(fw_node),
+            checkpoint_names=_names(fw_node),
+            backward_reads=tuple(dict.fromkeys(f.read for f in found)),
+        )
+        tensors.append(SavedValue(fw_node, bw_node, row, found))
+    _share_asks(tensors)
+    symints = list(zip(syms, bw_syms, strict=True))
+    return Boundary(user, tensors, opaque, symints, input_storages | output_storages, reads)
+
+
+def _share_asks(tensors: list[SavedValue]) -> None:
+    """Views of one storage are packed once, for the readers of all: each asks what any of them asks."""
+    groups: dict[int, list[SavedValue]] = {}
+    for value in tensors:
+        groups.setdefault(value.row.storage, []).append(value)
+    for group in groups.values():
+        if len(group) > 1:
+            asks = [v.row.backward_asks for v in group]
+            known = [a for a in asks if a is not None]
+            one_dtype = len({v.row.dtype for v in group}) == 1
+            union = tuple(sorted({t for a in known for t in a})) if one_dtype and len(known) == len(asks) else None
+            for value in group:
+                value.row = replace(value.row, backward_asks=union)
+
+
+def is_size(node: Node) -> bool:
+    """Whether the value of `node` is a number, which crosses apart from tensors."""
+    return isinstance(node.meta.get("val"), torch.SymInt | torch.SymFloat | torch.SymBool | int | float | bool)
+
+
+def shape_of(value: torch.Tensor) -> tuple[int, ...]:
+    """The sizes of `value`; symbolic ones as `Dim`s."""
+    sizes: tuple[Any, ...] = value.shape
+    return tuple(s if isinstance(s, int) else Dim(torch_values.hint(s), torch_values.expression(s)) for s in sizes)
+
+
+def _storages(nodes: Iterable[Any]) -> set[Any]:
+    return {storage_of(n) for n in nodes if isinstance(n, Node)} - {None}
+
+
+def _storage_bytes(value: torch.Tensor) -> int:
+    if value.layout is not torch.strided:
+        return torch_values.hint(value.numel()) * value.element_size()
+    return torch_values.hint(value.untyped_storage().nbytes())
+
+
+def _readers(node: Node) -> list[Node]:
+    """What reads the value of `node`, also of its views; a view that nothing reads stands for itself."""
+    found: list[Node] = []
+    for user in node.users:
+        inside = _readers(user) if view_source(user) is not None else []
+        found += [n for n in inside if n.op != "output"] or [user]
+    return found
+
+
+def _names(node: Node) -> tuple[str, ...]:
+    names: dict[str, None] = {}
+    value: Node | None = node
+    while value is not None:
+        names.update(dict.fromkeys((value.meta.get("custom") or {}).get(NAMES, ())))
+        value = view_source(value)
+    return tuple(names)
+
+
+def _first(read: Callable[[Node], str], fw_node: Node, bw_node: Node) -> str:
+    """What the node of the operator that made it says; of a graph input, which says nothing, what its view or its
+    readers say."""
+    maker = producer(fw_node)
+    for node in (maker, fw_node) if maker.op != "placeholder" or fw_node is not maker else bw_node.users:
+        if found := read(node):
+            return found
+    return ""
+
+
+def place_of(node: Node, roots: Mapping[str, str] = MappingProxyType({})) -> tuple[str, str]:
+    """Where `node` was made: the module's path and the user's line, each "" if unknown; `roots` as in `boundary`."""
+    line = source_line(node)
+    return _module_path(node, roots) or (roots.get("", "") if line else ""), line
+
+
+def module_stack(node: Node) -> list[str]:
+    """Dynamo's paths of the modules that `node` was made in, outermost first."""
+    stack: Any = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
+    return [path for path, _ in stack.values()]
+
+
+def _module_path(node: Node, roots: Mapping[str, str]) -> str:
+    raw = module_stack(node)
+    if not raw:
+        return ""
+    return module_path(raw[-1], raw[0], roots)
+
+
+def module_path(raw: str, outermost: str = "", roots: Mapping[str, str] = MappingProxyType({})) -> str:
+    """Dynamo's path of a module as the user writes it: `L['self']._modules['layers']._modules['0']` -> `layers.0`.
+
+    It is relative to the outermost module that runs: what `roots` knows of the local, or else Dynamo's own `outermost`.
+    """
+    raw, outermost = _without_getattr(raw), _without_getattr(outermost)
+    root = re.match(r"^[LG]\['[^']*'\]", raw)
+    base = roots.get(root[0], "") if root is not None else ""
+    if not roots and outermost and raw.startswith(outermost):
+        path = raw[len(outermost) :]
+    else:
+        path = raw[root.end() :] if root is not None else raw
+    path = re.sub(r"(?:\._modules)?\[\'?([^\'\]]*)\'?\]", r".\1", path)
+    # torch.compile(model) is a module around the model
+    return ".".join(name for name in f"{base}.{path}".split(".") if name not in ("", "_orig_mod"))
+
+
+def _without_getattr(raw: str) -> str:
+    """Dynamo says `getattr(G['model'].layers, '0')` in `torch.func.functional_call`: `G['model'].layers.0`."""
+    simpler = re.sub(r"getattr\(([^()]*), '([^']*)'\)", r"\1.\2", raw)
+    return raw if simpler == raw else _without_getattr(simpler)

@@ -1,1 +1,0 @@
-"""Inductor: what graphs with hooks need of it. marks.py is what the rewrite tells it."""

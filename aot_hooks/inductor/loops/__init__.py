@@ -1,1 +1,0 @@
-"""Operators as one loop."""

@@ -1,1 +1,0 @@
-"""What is fused, in which blocks and which order."""

@@ -1,0 +1,259 @@
+"""`lossless()`: the policy that changes no bit and always makes smaller.
+
+      dropout mask    bool[n]                                     8 an element a byte         bitmask
+      ReLU's result   f32[n], backward asks only `x <= 0`         1 bit: the answer           compare(le 0)
+      pooled tensor   f32[n], backward looks at its shape only    nothing                     shape_only
+      pool's indices  int64[n], the plane has 56 * 56 places      int16                       narrow(int16)
+      anything else                                               stays, and says why
+
+For what the backward only compares, numbers fall into classes that no reader can tell apart (`x <= 0`, and the rest
+with NaN). Each class's number crosses, and one representative of it comes back. Source of the idea: Jain et al., "Gist:
+Efficient Data Encoding for Deep Neural Network Training" (ISCA 2018), there for ReLU and max-pooling by name; here for
+whatever facts.py and ranges.py read off a graph.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..graphs.read_tables import Test
+from ..graphs.saved import SavedTensor
+from ..hook import KEEP, Hook, compiled_by
+from ..torch_private import values as torch_values
+from .bitmask import bitmask, pack_bits, unpack_bits
+
+__all__ = ["Lossless", "classes", "compare_hook", "lossless", "narrow_hook"]
+
+_MOST_BITS = 4  # of a place in a range; beyond that a byte is as good
+_INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32)
+
+
+@dataclass(frozen=True)
+class Lossless:
+    """See `lossless`."""
+
+    @property
+    def looks_at_modules(self) -> bool:
+        return False
+
+    def __call__(self, saved: SavedTensor) -> Hook:
+        hook = _choose(saved)
+        return KEEP if isinstance(hook, str) else hook
+
+    def why_kept(self, saved: SavedTensor) -> str:
+        """Why `saved` stays as it is; for reports."""
+        hook = _choose(saved)
+        return hook if isinstance(hook, str) else ""
+
+    def why_packed(self, saved: SavedTensor) -> str:
+        """Why `saved` can be stored exactly in fewer bytes; for reports."""
+        if saved.dtype is torch.bool:
+            return "lossless: a bool is one bit"
+        if saved.backward_asks is not None:
+            return "lossless: " + ("the backward only compares it" if saved.backward_asks else "only its shape is read")
+        return f"lossless: from {saved.value_range[0]} to {saved.value_range[1]}" if saved.value_range else ""
+
+    def __repr__(self) -> str:
+        return "lossless()"
+
+
+def lossless() -> Lossless:
+    """The policy that stores in fewer bytes what it can store exactly, and leaves everything else.
+
+    - bool tensors: 1 bit an element;
+    - tensors that the backward only compares with constants (ReLU, ReLU6, leaky ReLU, hard shrinking, sign, ...): the
+      answers, 1 to 4 bits an element; nothing if it only looks at their shape (the input of average pooling);
+    - integers whose range the graph proves (indices of pooling, argmax, sort, top-k; `% n`): 1 to 32 bits.
+
+    Gradients are bitwise what they are without it, for NaN, infinities, -0.0 and subnormal numbers too. Symbolic sizes
+    are narrowed by the largest that the graph admits, without a guard. Parts that run eagerly have no graph to read, so
+    there only bool tensors in scope are packed.
+    """
+    return Lossless()
+
+
+def _choose(saved: SavedTensor) -> Hook | str:
+    """The hook for `saved`, or why it stays."""
+    numel = min(math.prod(saved.shape), saved.nbytes // saved.dtype.itemsize)  # a dimension of stride 0 is one row
+    if not saved.shape or numel < 2:
+        return "lossless: too few elements to get smaller"
+    if saved.dtype is torch.bool:
+        return bitmask()
+    if saved.backward_asks is not None:
+        hook = compare_hook(saved.backward_asks, saved.dtype)
+        bits = hook.pack.bits if isinstance(hook.pack, _PackAnswers) else 64
+    elif saved.value_range is not None:
+        hook = narrow_hook(*saved.value_range)
+        bits = hook.pack.bits if isinstance(hook.pack, _PackPlaces | _Convert) else 64
+    elif saved.dtype.is_floating_point or saved.dtype.is_complex:
+        return "lossless: the backward may need its numbers"
+    else:
+        return "lossless: the graph does not prove a smaller range"
+    packed_bytes = math.ceil(numel / 8) * bits
+    return hook if packed_bytes < numel * saved.dtype.itemsize else "lossless: as small as it gets"
+
+
+# --- tensors that are only compared -----------------------------------------------------------------------------------
+
+# The answers of all tests, and a number that has them.
+_Class = tuple[tuple[bool, ...], float]
+
+
+def classes(tests: Sequence[Test], dtype: torch.dtype) -> tuple[_Class, ...] | None:
+    """The classes of numbers of `dtype` that `tests` cannot tell apart, each by its answers and one number of it.
+
+    Between two constants, and beyond the outermost, all answers are the same; so these places, the constants, the two
+    zeros and the NaNs are all that can differ. None if only a NaN with its sign set is in a class: no graph can say
+    that number.
+    """
+    constants = sorted({0.0, *(c for test in tests for c in test.constants)})
+    finite = [c for c in constants if math.isfinite(c)]
+    middles = [a / 2 + b / 2 for a, b in itertools.pairwise(finite)]
+    largest = torch.finfo(dtype).max
+    beyond = [2 * finite[0] - 1, 2 * finite[-1] + 1, -largest, largest]
+    candidates = [*beyond, *constants, *middles, -0.0, math.inf, -math.inf]
+    with torch_values.without_modes():
+        numbers = torch.tensor(candidates, dtype=torch.float64).to(dtype).tolist()
+    numbers += [math.nan, -math.nan]  # here: a conversion may flip a NaN's sign
+    found: dict[tuple[bool, ...], float] = {}
+    for number in numbers:
+        answers = tuple(bool(test(number)) for test in tests)
+        if answers not in found and math.isnan(number) and math.copysign(1.0, number) < 0:
+            return None
+        found.setdefault(answers, math.nan if math.isnan(number) else number)
+    return tuple(sorted(found.items(), key=lambda item: item[0]))
+
+
+@functools.cache
+def compare_hook(tests: tuple[Test, ...], dtype: torch.dtype) -> Hook:
+    """The hook that stores the answers of `tests`; `KEEP` if no number of `dtype` can stand for some class."""
+    found = classes(tests, dtype)
+    if found is None:
+        return KEEP
+    name = f"compare({', '.join(map(repr, tests))})" if tests else "shape_only"
+    return Hook(name, _PackAnswers(tests, found), _UnpackNumbers(tuple(number for _, number in found)))
+
+
+@dataclass(frozen=True)
+class _PackAnswers:
+    tests: tuple[Test, ...]
+    classes: tuple[_Class, ...]
+
+    @property
+    def bits(self) -> int:
+        """Of one element."""
+        return (len(self.classes) - 1).bit_length()
+
+    def __call__(self, x: torch.Tensor) -> Any:
+        y, back = _in_memory_order(x)
+        like = (y.shape, x.dtype, x.device, back)
+        if x.dtype.itemsize == 2 and compiled_by() == "inductor":
+            # Inductor computes in float32 and hands a fused reader the number before it is rounded; the bits are of
+            # the rounded one, which is what the backward would have read
+            y = y.view(torch.int16).view(x.dtype)
+        answers = [test(y) for test in self.tests]
+        bits = []
+        for place in range(self.bits):
+            members = [wanted for i, (wanted, _) in enumerate(self.classes) if i >> place & 1]
+            bits.append(pack_bits(_any([_all(answers, wanted) for wanted in members])))
+        return bits, like
+
+
+def _all(answers: list[torch.Tensor], wanted: tuple[bool, ...]) -> torch.Tensor:
+    terms = [a if w else ~a for a, w in zip(answers, wanted, strict=True)]
+    return functools.reduce(torch.logical_and, terms)
+
+
+def _any(terms: list[torch.Tensor]) -> torch.Tensor:
+    return functools.reduce(torch.logical_or, terms)
+
+
+@dataclass(frozen=True)
+class _UnpackNumbers:
+    numbers: tuple[float, ...]
+
+    def __call__(self, packed: Any) -> torch.Tensor:
+        bits, (shape, dtype, device, back) = packed
+
+        def full(number: float, sizes: Any = ()) -> torch.Tensor:
+            return torch.full(sizes, number, dtype=dtype, device=device)
+
+        if not bits:
+            return full(self.numbers[0], shape).permute(back)
+        level = [full(number) for number in self.numbers]
+        for plane in bits:  # halves the numbers that it can still be, lowest bit first
+            bit = unpack_bits(plane, shape)
+            level += level[-1:] * (len(level) % 2)
+            level = [torch.where(bit, odd, even) for even, odd in zip(level[::2], level[1::2], strict=True)]
+        return level[0].permute(back)
+
+
+# --- whole numbers of a known range -----------------------------------------------------------------------------------
+
+
+@functools.cache
+def narrow_hook(low: int, high: int) -> Hook:
+    """The hook for whole numbers from `low` to `high`; `KEEP` if they need 64 bits."""
+    bits = (high - low).bit_length()
+    if bits <= _MOST_BITS:
+        return Hook(f"narrow({bits} bits)", _PackPlaces(low, bits), _UnpackPlaces(low, bits))
+    for dtype in _INTEGERS:
+        if torch.iinfo(dtype).min <= low and high <= torch.iinfo(dtype).max:
+            return Hook(f"narrow({str(dtype).removeprefix('torch.')})", _Convert(dtype), _convert_back)
+    return KEEP
+
+
+@dataclass(frozen=True)
+class _PackPlaces:
+    low: int
+    bits: int
+
+    def __call__(self, x: torch.Tensor) -> Any:
+        y, back = _in_memory_order(x)
+        places = (y - self.low).to(torch.uint8)
+        bits = [pack_bits((places >> place & 1).to(torch.bool)) for place in range(self.bits)]
+        return bits, (y.shape, x.dtype, x.device, back)
+
+
+@dataclass(frozen=True)
+class _UnpackPlaces:
+    low: int
+    bits: int
+
+    def __call__(self, packed: Any) -> torch.Tensor:
+        bits, (shape, dtype, device, back) = packed
+        x = torch.full(shape, self.low, dtype=dtype, device=device)
+        for place, plane in enumerate(bits):
+            x = x + unpack_bits(plane, shape).to(dtype) * (1 << place)
+        return x.permute(back)
+
+
+@dataclass(frozen=True)
+class _Convert:
+    dtype: torch.dtype
+
+    @property
+    def bits(self) -> int:
+        return 8 * self.dtype.itemsize
+
+    def __call__(self, x: torch.Tensor) -> Any:
+        return x.to(self.dtype), x.dtype
+
+
+def _convert_back(packed: Any) -> torch.Tensor:
+    x, dtype = packed
+    y: torch.Tensor = x.to(dtype)
+    return y
+
+
+def _in_memory_order(x: torch.Tensor) -> tuple[torch.Tensor, list[int]]:
+    """`x` with its dimensions from the outermost to the innermost in memory, and the permutation back."""
+    order = sorted(range(x.dim()), key=lambda d: (-torch_values.hint(x.stride(d)), d))
+    return x.permute(order), [order.index(d) for d in range(x.dim())]

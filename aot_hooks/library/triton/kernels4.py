@@ -1,0 +1,243 @@
+"""The Triton kernels of int4: two codes a byte, a scale of 16 bits for each group.
+
+      x [..., m] --_pack4--> words of K codes, low bits first, scale i16[..., ceil(m / W)] --_unpack4--> [..., m]
+
+Tiles are those of kernels.py. Here arithmetic, not bytes, is what limits, so no code is moved by itself: packing sums
+float32 bits whole, codes and what stands above them, and takes the constant that this gives off the word; unpacking
+reads the bits of a word where they stand as a number that is a power of two too large. Rounding at random adds 12 bits
+to 12 bits of fraction, two values in a word: the expected value is what was packed up to 2**-13 of a step.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from ..blocks import SMALLEST_NORMAL
+from .tiles import SLACK, hashes, largest_of, one_warp_tile, row_groups
+
+__all__ = ["pack_int4", "unpack_int4"]
+
+
+@triton.jit
+def _places(groups, count, length, P: tl.constexpr, W: tl.constexpr, K: tl.constexpr, EVEN: tl.constexpr):
+    """The `P` groups of this program, up to `W` values each: numbers, which there are, where values stand and which
+    there are, where words of `K` codes stand and which there are. Places count from a scalar, which stands before them:
+    in 32 bits if EVEN, when rows are as long as the tile is wide."""
+    start = tl.program_id(0).to(tl.int64) * P
+    n = tl.arange(0, P)
+    lane = tl.arange(0, W)
+    i = tl.arange(0, W // K)
+    if EVEN:
+        there = n < tl.minimum(groups - start, P).to(tl.int32)
+        at, at_words = start * W, start * (W // K)
+        places, words = n[:, None] * W + lane[None, :], n[:, None] * (W // K) + i[None, :]
+        mask = there[:, None]
+        word_mask = there[:, None]
+    else:
+        g = start + n
+        row = g // count
+        column = ((g - row * count) * W).to(tl.int32)
+        left = tl.where(g < groups, tl.minimum(length - column, W), 0)
+        there = left > 0
+        at, at_words = start * 0, start * 0
+        places = (row * length + column)[:, None] + lane[None, :]
+        words = (row * ((length + K - 1) // K) + column // K)[:, None] + i[None, :]
+        mask = lane[None, :] < left[:, None]
+        word_mask = (i * K)[None, :] < left[:, None]
+    # One word a thread, that of its values: if it had two to store at once, they would come from other threads
+    words = tl.multiple_of(words, [1, 1])
+    return start + n, there, at, places, mask, at_words, words, word_mask
+
+
+@triton.jit
+def _bits(x):
+    return x.to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def _float_of_bits(bits):
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _larger_of_pairs(a, b):
+    """Of two bfloat16 values a word each, NaN if either is."""
+    return tl.inline_asm_elementwise("max.NaN.bf16x2 $0, $1, $2;", "=r,r,r", [a, b], tl.int32, is_pure=True, pack=1)
+
+
+@triton.jit
+def _smaller_of_pairs(a, b):
+    return tl.inline_asm_elementwise("min.NaN.bf16x2 $0, $1, $2;", "=r,r,r", [a, b], tl.int32, is_pure=True, pack=1)
+
+
+@triton.jit
+def _sides_of_pairs(pairs, P: tl.constexpr, W: tl.constexpr):
+    """Of rows of bfloat16, two a word, the largest of x and of -x, and at least 0."""
+    words = tl.reshape(pairs, [P, W // 8, 4])
+    above = tl.reduce(words, 2, _larger_of_pairs)
+    below = tl.reduce(words, 2, _smaller_of_pairs) ^ -0x7FFF8000  # both signs
+    low, high = (above & 0xFFFF) | (below << 16), ((above >> 16) & 0xFFFF) | (below & -65536)
+    both = tl.reduce(_larger_of_pairs(low, high), 1, _larger_of_pairs)
+    both = _larger_of_pairs(both, both * 0)
+    return _float_of_bits(both << 16), _float_of_bits(both & -65536)
+
+
+@triton.jit
+def _step_of(span, smallest):
+    """As bits, `span`, or what is smallest, up to 4 bits of fraction; and its reciprocal."""
+    bits = (_bits(tl.maximum(span, smallest)) + 0x7FFFF) & -0x80000
+    return bits, tl.div_rn(1.0, _float_of_bits(bits))
+
+
+@triton.jit
+def _with_codes_for_all(x, span, below, per_6, smallest):
+    """`x` with numbers of their codes in place of infinities and NaN, reciprocals of steps, zeros, scales."""
+    a = tl.abs(x)
+    plain = span < float("inf")
+    amax = tl.max(tl.where(a < float("inf"), a, 0.0), 1)
+    span = tl.where(plain, span, amax * per_6)
+    bits, inverse = _step_of(span, smallest)
+    zero = tl.where(plain, tl.ceil(tl.where(plain, below * inverse, 0.0)), 8.0).to(tl.int32)
+    scale = (bits >> 15) | tl.where(plain, zero, 15)
+    large = span > 2.0**100  # then all in 2**-8 of it, so that 8 steps are a number
+    part, whole = tl.where(large, 2.0**-8, 1.0), tl.where(large, 2.0**8, 1.0)
+    step = tl.where(plain, float("inf"), _float_of_bits(bits) * part)[:, None]
+    x *= part[:, None]
+    x = tl.where(x != x, -7.0 * step, tl.minimum(tl.maximum(x, -8.0 * step), 7.0 * step))
+    return x, inverse * whole, zero, scale
+
+
+@triton.jit
+def _random_12_bits(h, K: tl.constexpr):
+    """12 bits for each value, two a word, uint32 [P, W / K, K / 2]: halves of multiples of its hash. To be made where
+    they are used: kept from before the values are there, they fill the registers."""
+    odd = tl.arange(0, K // 2).to(tl.uint32) * 0x9E3779B8 + 1
+    h = tl.reshape(h, [h.shape[0], h.shape[1], 1])
+    return ((h * odd[None, None, :]) ^ (h >> 16)) & 0x0FFF0FFF
+
+
+@triton.jit
+def _pack4(
+    x_ptr, q_ptr, scale_ptr, seed_ptr, groups, count, length, per_14, per_6, smallest,
+    P: tl.constexpr, W: tl.constexpr, K: tl.constexpr, STOCHASTIC: tl.constexpr,
+    EVEN: tl.constexpr, PAIRS: tl.constexpr,
+):  # fmt: skip
+    g, there, at, places, mask, at_words, words, word_mask = _places(groups, count, length, P, W, K, EVEN)
+    if PAIRS:
+        n, i = tl.arange(0, P)[:, None] * (W // 2), tl.arange(0, W // 2)[None, :]
+        pairs = tl.load(x_ptr + at // 2 + (n + i), mask, other=0)
+        x = tl.reshape(tl.join(_float_of_bits(pairs << 16), _float_of_bits(pairs & -65536)), [P, W])
+        above, below = _sides_of_pairs(pairs, P, W)
+    else:
+        x = tl.load(x_ptr + at + places, mask, other=0.0).to(tl.float32)
+        above = tl.maximum(largest_of(x, 1), 0.0, propagate_nan=tl.PropagateNan.ALL)
+        below = -tl.minimum(tl.min(x, 1), 0.0)
+    h = hashes(seed_ptr, P, W, K) if STOCHASTIC else 0
+    span = above * per_14 + below * per_14
+    if largest_of(span, 0) < float("inf"):
+        bits, inverse = _step_of(span, smallest)
+        zero = tl.ceil(below * inverse).to(tl.int32)
+        scale = (bits >> 15) | zero
+    else:
+        x, inverse, zero, scale = _with_codes_for_all(x, span, below, per_6, smallest)
+    if STOCHASTIC:
+        # Beside 1.5 * 2**11 a number's bits end with the code and 12 bits of fraction, to which as many at random are
+        # added, two values a word; what stands above those of the lower is taken off the higher before
+        half = tl.arange(0, 2)
+        offset = _float_of_bits((zero[:, None] << 12) + (0x45400000 - 0x4540 * half)[None, :])
+        halves = tl.reshape(x, [P, W // K, 2, K // 2])
+        fixed = _bits(tl.fma(halves, inverse[:, None, None, None], offset[:, None, :, None]))
+        pair = tl.sum(fixed << (16 * half)[None, None, :, None], 2).to(tl.uint32) + _random_12_bits(h, K)
+        place = 4 * tl.arange(0, K // 2)[None, None, :].to(tl.uint32)
+        word = tl.sum((pair >> (12 - place)) & (0x000F000F << place), 2).to(tl.int32)
+        if K == 4:
+            word = (word & 0xFF) | ((word >> 8) & 0xFF00)
+        elif K == 2:
+            word = (word & 0xF) | ((word >> 12) & 0xF0)
+    else:
+        # Beside 1.5 * 2**23 a number's bits end with round(x / step); what stands above is the same in all and leaves
+        # the sum by a subtraction
+        rounded = tl.reshape(_bits(x * inverse[:, None] + 12582912.0), [P, W // K, K])
+        word = tl.sum(rounded << (4 * tl.arange(0, K))[None, None, :], 2) - 0x3F400000 + zero[:, None] * 0x11111111
+    tl.store(q_ptr + at_words + words, word.to(q_ptr.dtype.element_ty), word_mask)
+    tl.store(scale_ptr + g, scale.to(tl.int16), there)
+
+
+@triton.jit
+def _unpack4(
+    q_ptr, scale_ptr, y_ptr, groups, count, length, largest,
+    P: tl.constexpr, W: tl.constexpr, K: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    g, there, at, places, mask, at_words, words, word_mask = _places(groups, count, length, P, W, K, EVEN)
+    word = tl.load(q_ptr + at_words + words, word_mask, other=0).to(tl.int32)
+    scale = tl.load(scale_ptr + g, there, other=0).to(tl.int32)
+    zero = scale & 15
+    bits = (scale & 0xFFF0) << 15
+    step = _float_of_bits(bits)
+    # A code stays at its bits, 0, 4, 8 or 12 of 2**23: times a power of two, by which its step is divided
+    k = tl.arange(0, K)
+    place = 4 * (k % 4)
+    codes = ((word[:, :, None] >> (16 * (k // 4))[None, None, :]) & (15 << place)[None, None, :]) | 0x4B000000
+    zeros = _float_of_bits((zero[:, None] << place[None, :]) + 0x4B000000)
+    part = _float_of_bits((127 - place) << 23)
+    shifted = _float_of_bits(codes) - zeros[:, None, :]
+    # a step below 1 / 16 of the largest number leaves its range with no code; these bits are NaN
+    last = tl.max(tl.where(zero == 15, 0x7FFFFFFF, bits), 0)
+    if _float_of_bits(last) < largest * 0.0625:
+        y = tl.reshape(shifted * (step[:, None, None] * part[None, None, :]), [P, W])
+    else:
+        special = (zero == 15)[:, None]
+        code = tl.reshape(shifted * part[None, None, :], [P, W]) + tl.where(special, 7.0, 0.0)  # 0 is 8, not 15
+        y = tl.minimum(tl.maximum(code * step[:, None], -largest), largest)
+        other = tl.where(code == -7.0, float("nan"), code * float("inf"))
+        y = tl.where(special & (tl.abs(code) > 6.0), other, y)
+    tl.store(y_ptr + at + places, y.to(y_ptr.dtype.element_ty), mask)
+
+
+def _codes(q: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, int]:
+    """4-bit codes as they are read and written: those of 16 bytes of values in a word, which a thread has, or 2 a byte
+    where rows are no whole words."""
+    word, k = (torch.int32, 8) if dtype.itemsize == 2 else (torch.int16, 4)
+    if q.shape[-1] % word.itemsize == 0 and q.storage_offset() % word.itemsize == 0:
+        return _flat(q).view(word), k
+    return q, 2
+
+
+def _flat(x: torch.Tensor) -> torch.Tensor:
+    """`x`, contiguous, in one dimension: the strides of dimensions of size 1 may be anything, which `view` refuses."""
+    return x.view(-1)
+
+
+def pack_int4(x: torch.Tensor, block: int, seed: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """`integer.pack_int4`; stochastic with a `seed`, int64[1]."""
+    x = x.contiguous()
+    q = torch.empty((*x.shape[:-1], (x.shape[-1] + 1) // 2), dtype=torch.uint8, device=x.device)
+    scale = torch.empty((*x.shape[:-1], triton.cdiv(x.shape[-1], block)), dtype=torch.int16, device=x.device)
+    words, k = _codes(q, x.dtype)
+    length, count = row_groups(x.shape[-1], block)
+    p, w, warps = one_warp_tile(scale.numel(), block)
+    pairs = x.dtype is torch.bfloat16 and k == 8 and length == w and x.storage_offset() % 2 == 0
+    with torch.cuda.device_of(x):
+        _pack4[(triton.cdiv(scale.numel(), p),)](
+            _flat(x).view(torch.int32) if pairs else x, words, scale, scale if seed is None else seed, scale.numel(),
+            count, length, SLACK / 14, SLACK / 6, SMALLEST_NORMAL, P=p, W=w, K=k, STOCHASTIC=seed is not None,
+            EVEN=length == w, PAIRS=pairs, num_warps=warps, enable_fp_fusion=False,
+        )  # fmt: skip
+    return q, scale
+
+
+def unpack_int4(q: torch.Tensor, scale: torch.Tensor, length: int, block: int, dtype: torch.dtype) -> torch.Tensor:
+    """`integer.unpack_int4`."""
+    q = q.contiguous()
+    y = torch.empty((*q.shape[:-1], length), dtype=dtype, device=q.device)
+    words, k = _codes(q, dtype)
+    length, count = row_groups(length, block)
+    p, w, warps = one_warp_tile(scale.numel(), block)
+    with torch.cuda.device_of(q):
+        _unpack4[(triton.cdiv(scale.numel(), p),)](
+            words, scale, y, scale.numel(), count, length, torch.finfo(dtype).max,
+            P=p, W=w, K=k, EVEN=length == w, num_warps=warps, enable_fp_fusion=False,
+        )  # fmt: skip
+    return y

@@ -1,0 +1,322 @@
+"""What the hooks of this library compute, each as one Triton kernel, for where no compiler fuses them.
+
+      x [..., m], contiguous: rows of ceil(m / size) groups, each with a scale of its own
+
+      [ g0 | g1 | g2 . ][ g0 | g1 | g2 . ]   a program takes a tile of `P` groups, `W` lanes each (a power of two):
+      `---- row 0 -----'`---- row 1 -----'   reads it once, finds the scales, writes codes and scales
+
+A group is a block (128, 32) or a row. Rows longer than fits in registers are read twice. The arithmetic is that of
+integer.py and float8.py, operation by operation: the same bits come out, so fused multiply-adds are off. Rounding to an
+integer is adding 1.5 * 2**23, whose last bits then are that integer. Random bits are 16 a value, so the expected value
+is off by at most 2**-16 of a step, from a hash of seed and position, two multiplications as in Wellons' lowbias32:
+Philox costs more than the memory traffic that the kernel is there to save.
+
+Arithmetic, not bytes, is what limits a kernel at 4 bits. A tile without infinities and NaN, and all are but a few,
+takes a branch that neither looks for them nor clamps: the scale is large enough that no finite value leaves the codes.
+Such a program is one warp, which finds out without a barrier. Codes, words of codes and random bits are laid out so
+that each thread makes and stores those of the 16 bytes that it has loaded.
+
+Nothing here synchronizes or reads a value on the host, so all of it can be captured in CUDA graphs.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from ..blocks import SMALLEST_NORMAL
+from ..scales import MASK, TOP_INT8, TOP_POWER, largest_scale, rounding_up, smallest_step
+from .tiles import SLACK, hashes, largest_of, noise_of, one_warp_tile, row_groups
+
+__all__ = [
+    "pack_bits",
+    "pack_float8",
+    "pack_int8",
+    "unpack_bits",
+    "unpack_float8",
+    "unpack_int8",
+]
+
+_LANES = 4096  # of a tile; 16 values a thread with 8 warps
+_LONGEST = 16384  # a group up to this length is held in registers
+_FORMATS = {torch.int8: 0, torch.float8_e4m3fn: 1, torch.float8_e5m2: 2}
+# format -> what the largest value is divided by, and the code of infinity
+_TOP = {
+    torch.int8: (TOP_INT8 / SLACK, 127.0),
+    torch.float8_e4m3fn: (416.0, 448.0),
+    torch.float8_e5m2: (49152.0, 57344.0),
+}
+_EXPONENT = tl.constexpr(MASK)
+
+
+@triton.jit
+def _finite(x):
+    """Magnitudes, 0 for what isn't finite."""
+    a = tl.abs(x)
+    return tl.where(a < float("inf"), a, 0.0)
+
+
+@triton.jit
+def _scale(amax, per_top, smallest, least, add, POWER: tl.constexpr):
+    """For the largest finite value of each group: a power of two, or a bfloat16 that is rounded up."""
+    if POWER:
+        bits = tl.maximum(amax.to(tl.int32, bitcast=True), least) + add
+        scale = (bits & _EXPONENT).to(tl.float32, bitcast=True)
+    else:
+        bits = tl.maximum(amax * per_top, smallest).to(tl.int32, bitcast=True) + 0xFFFF
+        scale = (bits & -0x10000).to(tl.float32, bitcast=True)
+    return scale
+
+
+@triton.jit
+def _encode(x, inverse, noise, limit, FORMAT: tl.constexpr):
+    """float32 to codes; `limit` is the code of infinity."""
+    y = x * inverse + noise if FORMAT == 0 else x * inverse
+    nan = x != x
+    y = tl.minimum(tl.maximum(y, -limit), limit)
+    if FORMAT == 0:
+        q = (tl.where(nan, -128.0, y) + 12582912.0).to(tl.int32, bitcast=True).to(tl.int8)
+    elif FORMAT == 1:
+        q = tl.where(nan, x, y).to(tl.float8e4nv)
+    else:
+        q = tl.where(nan, x, y).to(tl.float8e5)
+    return q
+
+
+@triton.jit
+def _decode(q, scale, largest, limit, FORMAT: tl.constexpr):
+    code = q.to(tl.float32)
+    y = code * scale
+    if FORMAT == 0:
+        special = tl.where(code < -127.0, float("nan"), code * float("inf"))
+        y = tl.where(tl.abs(code) > 126.0, special, tl.minimum(tl.maximum(y, -largest), largest))
+    else:
+        y = tl.where(tl.abs(code) == limit, code * float("inf"), y)
+    return y
+
+
+@triton.jit
+def _groups(groups, count, size, length, P: tl.constexpr):
+    """The `P` groups of this program: numbers, rows, first columns, and lengths, 0 where there is none."""
+    g = tl.program_id(0).to(tl.int64) * P + tl.arange(0, P)
+    row = g // count
+    column = ((g - row * count) * size).to(tl.int32)
+    left = tl.minimum(length - column, size)
+    return g, row, column, tl.where(g < groups, left, 0)
+
+
+@triton.jit
+def _mask(lane, left, EVEN: tl.constexpr):
+    """EVEN: groups are as long as the tile is wide, or absent, so a whole group is masked and not each of its lanes."""
+    if EVEN:
+        mask = (left > 0)[:, None]
+    else:
+        mask = lane[None, :] < left[:, None]
+    return mask
+
+
+@triton.jit
+def _pack8(
+    x_ptr, q_ptr, scale_ptr, seed_ptr, groups, count, size, length, per_top, limit, smallest, least, add, largest_scale,
+    P: tl.constexpr, W: tl.constexpr, FORMAT: tl.constexpr, POWER: tl.constexpr, STOCHASTIC: tl.constexpr,
+    EVEN: tl.constexpr,
+):  # fmt: skip
+    V: tl.constexpr = 128 // x_ptr.dtype.element_ty.primitive_bitwidth  # values that a thread loads at once
+    g, row, column, left = _groups(groups, count, size, length, P)
+    lane = tl.arange(0, W)
+    if EVEN:
+        at = tl.program_id(0).to(tl.int64) * (P * W)
+        places = tl.arange(0, P)[:, None] * W + lane[None, :]
+    else:
+        at = tl.program_id(0).to(tl.int64) * 0
+        places = (row * length + column)[:, None] + lane[None, :]
+    mask = _mask(lane, left, EVEN)
+    x = tl.load(x_ptr + at + places, mask, other=0.0).to(tl.float32)
+    h = hashes(seed_ptr, P, W, V) if STOCHASTIC else 0
+    # No branch for float8: of codes that leave one, Triton 3.6 gave each 16th another one's bits on an H200.
+    if FORMAT == 0:
+        largest = largest_of(tl.abs(x), 1)
+        if largest_of(largest, 0) < float("inf"):
+            scale = _scale(largest, per_top, smallest, least, add, POWER)
+            inverse = tl.div_rn(1.0, scale)[:, None]
+            y = tl.fma(x, inverse, noise_of(h, P, W, V)) if STOCHASTIC else x * inverse
+            q = (y + 12582912.0).to(tl.int32, bitcast=True).to(tl.int8)
+        else:
+            scale = _scale(tl.max(_finite(x), 1), per_top, smallest, least, add, POWER)
+            noise = noise_of(h, P, W, V) if STOCHASTIC else 0.0
+            q = _encode(x, tl.div_rn(1.0, scale)[:, None], noise, limit, FORMAT)
+        if EVEN:
+            places = tl.multiple_of(places, [1, V])  # a thread stores the codes of what it has loaded
+    else:
+        scale = _scale(tl.max(_finite(x), 1), per_top, smallest, least, add, POWER)
+        q = _encode(x, tl.div_rn(1.0, scale)[:, None], 0.0, limit, FORMAT)
+        scale = tl.minimum(scale, largest_scale)
+    tl.store(q_ptr + at + places, q, mask)
+    if FORMAT == 0 and POWER:
+        scale = scale.to(tl.int32, bitcast=True) >> 23
+    tl.store(scale_ptr + g, scale.to(scale_ptr.dtype.element_ty), left > 0)
+
+
+@triton.jit
+def _pack8_long(
+    x_ptr, q_ptr, scale_ptr, length, per_top, limit, smallest, least, add, largest_scale,
+    W: tl.constexpr, CHUNKS: tl.constexpr, FORMAT: tl.constexpr,
+):  # fmt: skip
+    """A row a program, read twice; of float8 only, blocks of integers are shorter."""
+    g = tl.program_id(0).to(tl.int64)
+    lane = tl.arange(0, W)
+    amax = tl.zeros([W], tl.float32)
+    for i in range(CHUNKS):
+        start = i * W
+        x = tl.load(x_ptr + g * length + start + lane, start + lane < length, other=0.0).to(tl.float32)
+        amax = tl.maximum(amax, _finite(x))
+    scale = _scale(tl.max(amax, 0), per_top, smallest, least, add, True)
+    inverse = tl.div_rn(1.0, scale)
+    for i in range(CHUNKS):
+        start = i * W
+        mask = start + lane < length
+        x = tl.load(x_ptr + g * length + start + lane, mask, other=0.0).to(tl.float32)
+        tl.store(q_ptr + g * length + start + lane, _encode(x, inverse, 0.0, limit, FORMAT), mask)
+    tl.store(scale_ptr + g, tl.minimum(scale, largest_scale))
+
+
+@triton.jit
+def _unpack8(
+    q_ptr, scale_ptr, y_ptr, groups, count, size, length, largest, limit,
+    P: tl.constexpr, W: tl.constexpr, FORMAT: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    g, row, column, left = _groups(groups, count, size, length, P)
+    lane = tl.program_id(1) * W + tl.arange(0, W)
+    offsets = (row * length + column)[:, None] + lane[None, :]
+    mask = _mask(lane, left, EVEN)
+    scale = tl.load(scale_ptr + g, left > 0, other=0)
+    if scale_ptr.dtype.element_ty == tl.uint8:
+        scale = (scale.to(tl.int32) << 23).to(tl.float32, bitcast=True)
+    else:
+        scale = scale.to(tl.float32)
+    q = tl.load(q_ptr + offsets, mask)
+    y = _decode(q, scale[:, None], largest, limit, FORMAT)
+    tl.store(y_ptr + offsets, y.to(y_ptr.dtype.element_ty), mask)
+
+
+@triton.jit
+def _pack1(x_ptr, q_ptr, length, W: tl.constexpr):
+    i = tl.program_id(0).to(tl.int64) * W + tl.arange(0, W)
+    place = tl.arange(0, 8)
+    offsets = i[:, None] * 8 + place[None, :]
+    bits = tl.load(x_ptr + offsets, offsets < length, other=0).to(tl.int32)
+    tl.store(q_ptr + i, tl.sum(bits << place[None, :], 1).to(tl.uint8), i * 8 < length)
+
+
+@triton.jit
+def _unpack1(q_ptr, y_ptr, length, W: tl.constexpr):
+    i = tl.program_id(0).to(tl.int64) * W + tl.arange(0, W)
+    place = tl.arange(0, 8)
+    offsets = i[:, None] * 8 + place[None, :]
+    byte = tl.load(q_ptr + i, i * 8 < length, other=0).to(tl.int32)
+    tl.store(y_ptr + offsets, ((byte[:, None] >> place[None, :]) & 1).to(tl.uint8), offsets < length)
+
+
+@triton.jit
+def _unpack1_words(q_ptr, y_ptr, length, W: tl.constexpr):
+    """Four bools a word: multiplied, the four bits of half a byte land at the lowest bits of four bytes."""
+    i = tl.program_id(0).to(tl.int64) * W + tl.arange(0, W)
+    half = tl.arange(0, 2)
+    offsets = i[:, None] * 2 + half[None, :]
+    byte = tl.load(q_ptr + i, i * 2 < length, other=0).to(tl.int32)
+    words = (((byte[:, None] >> (4 * half)[None, :]) & 15) * 0x00204081) & 0x01010101
+    tl.store(y_ptr + offsets, words, offsets < length)
+
+
+def _tile(groups: int, size: int) -> tuple[int, int, int]:
+    """Groups a program, lanes a group, warps."""
+    lanes = triton.next_power_of_2(size)
+    per_program = max(1, min(_LANES // lanes, triton.next_power_of_2(groups)))
+    return per_program, lanes, min(max(per_program * lanes // 512, 1), 16)
+
+
+def _pack(
+    x: torch.Tensor, size: int, dtype: torch.dtype, of_scale: torch.dtype, seed: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    x = x.contiguous()
+    q = torch.empty_like(x, dtype=dtype)
+    scale = torch.empty((*x.shape[:-1], triton.cdiv(x.shape[-1], size)), dtype=of_scale, device=x.device)
+    top, limit = _TOP[dtype]
+    if of_scale == torch.uint8:
+        top = TOP_POWER
+    smallest = smallest_step(x.dtype) if dtype == torch.int8 else SMALLEST_NORMAL
+    least, add = rounding_up(top, smallest)
+    limits = (limit, smallest, least, add, largest_scale(x.dtype, top))
+    groups = scale.numel()
+    length, count = row_groups(x.shape[-1], size)
+    with torch.cuda.device_of(x):
+        if size > _LONGEST:
+            _pack8_long[(groups,)](
+                x, q, scale, length, 1.0 / top, *limits,
+                W=_LANES, CHUNKS=triton.cdiv(length, _LANES), FORMAT=_FORMATS[dtype],
+                num_warps=8, enable_fp_fusion=False,
+            )  # fmt: skip
+        else:
+            p, w, warps = (one_warp_tile if dtype == torch.int8 else _tile)(groups, size)
+            _pack8[(triton.cdiv(groups, p),)](
+                x, q, scale, scale if seed is None else seed, groups, count, size, length, 1.0 / top, *limits,
+                P=p, W=w, FORMAT=_FORMATS[dtype], POWER=of_scale != torch.bfloat16, STOCHASTIC=seed is not None,
+                EVEN=length == w, num_warps=warps, enable_fp_fusion=False,
+            )  # fmt: skip
+    return q, scale
+
+
+def _unpack(q: torch.Tensor, scale: torch.Tensor, size: int, dtype: torch.dtype) -> torch.Tensor:
+    y = torch.empty_like(q, dtype=dtype)
+    groups = scale.numel()
+    length, count = row_groups(q.shape[-1], size)
+    p, w, warps = _tile(groups, min(size, _LANES))
+    with torch.cuda.device_of(q):
+        _unpack8[(triton.cdiv(groups, p), triton.cdiv(min(size, length), w))](
+            q, scale, y, groups, count, size, length, torch.finfo(dtype).max, _TOP[q.dtype][1],
+            P=p, W=w, FORMAT=_FORMATS[q.dtype], EVEN=length == size and size % w == 0,
+            num_warps=warps, enable_fp_fusion=False,
+        )  # fmt: skip
+    return y
+
+
+def pack_int8(x: torch.Tensor, block: int, power: bool, seed: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """`integer.pack_int8`; stochastic with a `seed`, int64[1]."""
+    return _pack(x, block, torch.int8, torch.uint8 if power else torch.bfloat16, seed)
+
+
+def unpack_int8(q: torch.Tensor, scale: torch.Tensor, block: int, dtype: torch.dtype) -> torch.Tensor:
+    """`integer.unpack_int8`."""
+    return _unpack(q, scale, block, dtype)
+
+
+def pack_float8(x: torch.Tensor, block: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """`x` [..., m] to (float8[..., m], float32[..., ceil(m / block)]); a block of 0 is the row."""
+    return _pack(x, block or x.shape[-1], dtype, torch.float32, None)
+
+
+def unpack_float8(q: torch.Tensor, scale: torch.Tensor, block: int, dtype: torch.dtype) -> torch.Tensor:
+    """What `pack_float8` was given, in `dtype`."""
+    return _unpack(q, scale, block or q.shape[-1], dtype)
+
+
+def pack_bits(x: torch.Tensor) -> torch.Tensor:
+    """`bitmask.pack_bits`."""
+    x = x.contiguous().view(torch.uint8)
+    q = torch.empty(triton.cdiv(x.numel(), 8), dtype=torch.uint8, device=x.device)
+    with torch.cuda.device_of(x):
+        _pack1[(triton.cdiv(q.numel(), 512),)](x, q, x.numel(), W=512, num_warps=4)
+    return q
+
+
+def unpack_bits(q: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    """`bitmask.unpack_bits`."""
+    y = torch.empty(shape, dtype=torch.bool, device=q.device)
+    with torch.cuda.device_of(q):
+        if y.numel() % 4 == 0 and y.numel() > 0:
+            words = y.view(-1).view(torch.int32)
+            _unpack1_words[(triton.cdiv(words.numel(), 2048),)](q, words, words.numel(), W=1024, num_warps=4)
+            return y
+        _unpack1[(triton.cdiv(q.numel(), 512),)](q, y.view(torch.uint8), y.numel(), W=512, num_warps=4)
+    return y

@@ -1,0 +1,269 @@
+"""Run a training script as it is, and record what it saves for backward.
+
+      script.py --runpy--> torch.compile(...) --stance: every backend is ours--> plans of its graphs, of those that
+                   |                                                               ran in the last step
+                   +-----> an outermost module called eagerly, once each: `plan(module, ...)` on its arguments
+
+All by public hooks of torch: `torch.compiler.set_stance(force_backend=...)`, global module hooks and optimizer hooks.
+To the script this means: what it compiles is compiled by this backend with default mode, whatever backend and options
+it asked for; models that it runs eagerly run eagerly. With a policy, compiled graphs do run with hooks.
+
+A script that names this package is left alone, unless a policy is given: what it compiles by this backend is reported
+with the hooks that the script itself asked for.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import runpy
+import sys
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from ..backend import Graph, recorded, with_options
+from ..errors import AotHooksError
+from ..passes.plan import Plan, joined
+from ..torch_private import dynamo
+from ..torch_private import values as torch_values
+from .dry_run import plans_of
+
+__all__ = ["Recorded", "ScriptError", "run_script"]
+
+
+class ScriptError(AotHooksError, RuntimeError):
+    """The script is not there, failed, or saved nothing for a backward."""
+
+
+class _Enough(BaseException):
+    """The steps that were asked for are done; not an Exception, so that the script does not catch it."""
+
+
+@dataclass
+class Recorded:
+    """What a script did.
+
+    Attributes:
+        graphs: its compiled graphs, filled while it runs.
+        eager: plans of the modules it ran eagerly, by class name; empty if it compiled anything.
+        last_step: graphs with a backward that ran in the last step that ran any, and how often.
+        at_once: how many of these runs were before their backward at the same time.
+        own: the script uses this package, and its own hooks were in force.
+        overridden: the script uses this package, and a policy from outside took the place of its backend's options.
+        notes: what could not be looked at, and why.
+        step_count: optimizer steps.
+        peak_bytes: most bytes a forward and backward took on the CUDA device over those before, its
+            gradients included; None without one.
+        optimizer_bytes: likewise the optimizer's step.
+    """
+
+    graphs: Sequence[Graph] = ()
+    eager: list[tuple[str, Plan]] = field(default_factory=list)
+    last_step: dict[Graph, int] = field(default_factory=dict)
+    at_once: dict[Graph, int] = field(default_factory=dict)
+    own: bool = False
+    overridden: bool = False
+    notes: list[str] = field(default_factory=list)
+    step_count: int = 0
+    peak_bytes: int | None = None
+    optimizer_bytes: int | None = None
+
+    @property
+    def compiled(self) -> list[Graph]:
+        """The graphs that have a backward."""
+        return [graph for graph in self.graphs if graph.plans]
+
+    @property
+    def reported(self) -> list[Graph]:
+        """The compiled graphs of the last step; all, where no optimizer stepped after one."""
+        return [graph for graph in self.compiled if graph in self.last_step or not self.last_step]
+
+    @property
+    def plan(self) -> Plan:
+        """The reported graphs as one, each as often as what it saved was there at once: layers that are compiled one
+        by one run one graph, and so do steps of a recurrence; batches whose gradients are added up run it in turn."""
+        compiled = [p for g in self.reported for _ in range(self.times(g)) for p in g.plans]
+        return joined(compiled or [plan for _, plan in self.eager])
+
+    def times(self, graph: Graph) -> int:
+        """How often a reported graph counts."""
+        return max(1, self.at_once.get(graph, 0 if self.last_step else graph.most_held))
+
+    @property
+    def others(self) -> Plan:
+        """As one, the compiled graphs that are not reported."""
+        reported = set(self.reported)
+        return joined([p for g in self.compiled if g not in reported for p in g.plans])
+
+
+def run_script(path: str, arguments: list[str], options: Mapping[str, Any], steps: int | None = None) -> Recorded:
+    """Run the script at `path` as `python path arguments...` would.
+
+    Args:
+        options: of the backend, see options.py.
+        steps: stop after so many optimizer steps; None runs it to its end.
+
+    Raises:
+        ScriptError: no such script, it raised or exited with an error, or nothing was saved for backward.
+    """
+    if not Path(path).is_file():
+        raise ScriptError(f"no such script: {path}")
+    found, cuda = Recorded(), _Cuda()
+    uses_package, has_policy = _names_this_package(path), options.get("policy") is not None
+    found.own, found.overridden = uses_package and not has_policy, uses_package and has_policy
+    with _as_program(path, arguments), warnings.catch_warnings(), ExitStack() as stack:
+        warnings.filterwarnings("ignore", message=r"Using `torch.compile\(module\)` when there are global hooks")
+        backend = with_options(options)  # also where it is not used: wrong options are named before the script runs
+        if not found.own:
+            stack.enter_context(torch.compiler.set_stance("default", force_backend=backend))
+        found.graphs = stack.enter_context(recorded())
+        for handle in (*_watch_modules(found, options, cuda), *_watch_steps(found, steps, cuda)):
+            stack.callback(handle.remove)
+        try:
+            runpy.run_path(path, run_name="__main__")
+        except _Enough:
+            pass
+        except SystemExit as e:
+            if e.code not in (None, 0):
+                raise ScriptError(f"{path} exited with {e.code!r}") from e
+        except Exception as e:
+            why = "; it uses aot_hooks itself: leave --hook and --policy out to run it as it is" * found.overridden
+            raise ScriptError(f"{path} raised {type(e).__name__}: {e}{why}") from e
+    if found.compiled:
+        found.eager.clear()
+    if not found.plan.decisions:
+        why = "".join(f"\n  {note}" for note in found.notes)
+        raise ScriptError(
+            f"{path} saved nothing for backward: no compiled function and no module was called with gradients "
+            f"enabled; does it train in another process, or only when given arguments (after --)?{why}"
+        )
+    return found
+
+
+def _names_this_package(path: str) -> bool:
+    """Whether the script imports this package or asks `torch.compile` for it by name; comments do not count."""
+    try:
+        tree = ast.parse(Path(path).read_bytes())
+    except (SyntaxError, ValueError):
+        return False  # running it will say what is wrong
+    names: list[Any] = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names.append(node.module)
+        elif isinstance(node, ast.Constant):
+            names.append(node.value)
+    return any(isinstance(name, str) and re.fullmatch(r"aot_hooks(\.\w+)*", name) for name in names)
+
+
+@contextmanager
+def _as_program(path: str, arguments: list[str]) -> Iterator[None]:
+    argv, search = sys.argv, list(sys.path)
+    sys.argv, sys.path[:0] = [path, *arguments], [str(Path(path).resolve().parent)]
+    try:
+        yield
+    finally:
+        sys.argv, sys.path[:] = argv, search
+
+
+class _Cuda:
+    """Bytes over those that were allocated when the step's first module was called, but for its gradients.
+
+    The gradients of the step before are given up somewhere on the way, and the step's own are part of what it takes.
+    """
+
+    def __init__(self) -> None:
+        self.base: int | None = None
+
+    def begin(self, module: torch.nn.Module) -> None:
+        if self.base is None and torch.cuda.is_initialized():
+            torch.cuda.reset_peak_memory_stats()
+            grads = [p.grad for p in module.parameters() if p.grad is not None and p.grad.is_cuda]
+            self.base = torch.cuda.memory_allocated() - sum(g.untyped_storage().nbytes() for g in grads)
+
+    def peak(self) -> int | None:
+        if self.base is None:
+            return None
+        bytes_over = torch.cuda.max_memory_allocated() - self.base
+        torch.cuda.reset_peak_memory_stats()
+        return bytes_over
+
+
+def _watch_modules(found: Recorded, options: Mapping[str, Any], cuda: _Cuda) -> list[Any]:
+    depth = 0
+    seen: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()  # an id would be that of another module later
+
+    def enter(module: torch.nn.Module, args: Any) -> None:
+        nonlocal depth
+        if torch.compiler.is_compiling():
+            return
+        depth += 1
+        if depth == 1:
+            cuda.begin(module)
+            if torch.is_grad_enabled() and module not in seen and not found.compiled:
+                _plan_eager(found, module, options, seen)
+
+    def leave(module: torch.nn.Module, args: Any, output: Any) -> None:
+        nonlocal depth
+        if not torch.compiler.is_compiling():
+            depth -= 1
+
+    return [register_module_forward_pre_hook(enter), register_module_forward_hook(leave, always_call=True)]
+
+
+def _plan_eager(
+    found: Recorded, module: torch.nn.Module, options: Mapping[str, Any], seen: weakref.WeakSet[torch.nn.Module]
+) -> None:
+    args, kwargs = torch_values.module_call_arguments()
+    tensors = [*module.parameters(), *torch_values.pytree.tree_leaves((args, kwargs))]
+    if dynamo.compile_wrapper_of(module) is not None:
+        return  # its graphs come by the backend
+    if not any(isinstance(t, torch.Tensor) and t.requires_grad for t in tensors):
+        return
+    seen.add(module)
+    name = type(module).__name__
+    try:
+        plans = plans_of(module, args, kwargs, **options)
+    except AotHooksError as e:
+        found.notes.append(f"{name}: {e}")
+        return
+    except dynamo.dynamo_error() as e:  # the script, which does not compile it, may well go on
+        found.notes.append(f"{name}: cannot be compiled, so not planned: {str(e).strip().splitlines()[0]}")
+        return
+    if plans:
+        found.eager.append((name, joined(plans)))
+
+
+def _watch_steps(found: Recorded, steps: int | None, cuda: _Cuda) -> list[Any]:
+    counted: dict[Graph, int] = {}
+
+    def before(*_: Any) -> None:
+        peak = cuda.peak()
+        if peak is not None:
+            found.peak_bytes = peak  # of the last step: the first one also compiles
+
+    def after(*_: Any) -> None:
+        found.optimizer_bytes = cuda.peak()
+        cuda.base = None
+        found.step_count += 1
+        ran = {g: g.run_count - counted.get(g, 0) for g in found.compiled if g.run_count > counted.get(g, 0)}
+        if ran:  # a second optimizer of the same step comes after no graph
+            found.last_step, found.at_once = ran, {g: g.most_held for g in ran}
+            for graph in ran:
+                graph.most_held = graph.held_count
+            counted.update((g, g.run_count) for g in ran)
+        if steps is not None and found.step_count >= steps:
+            raise _Enough
+
+    untraced: Callable[[Any], Any] = dynamo.untraced
+    return [register_optimizer_step_pre_hook(untraced(before)), register_optimizer_step_post_hook(untraced(after))]

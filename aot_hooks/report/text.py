@@ -1,0 +1,313 @@
+"""A plan as text and as data: how much comes back, from what, and what stays and why.
+
+      Plan --fold--> Rows --format_report--> text      rows equal but for numbers in the module's path are one row
+        |
+        +--as_data--> dict of numbers and strings      one entry a tensor, for programs
+
+Each printed column adds up to its total in the header: what is lost by rounding is spread over the rows.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, TextIO
+
+from ..hook import KEEP
+from ..passes.live_bytes import LivePoint
+from ..passes.plan import Decision, Plan, joined
+from .transfers import transfer_lines, transfers_as_data
+
+__all__ = ["Row", "as_data", "fold", "format_report", "module_bytes", "print_report"]
+
+WIDTH = 110
+_INDENT = 12  # of the second line of a row
+_UNITS = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10), ("bytes", 1))
+
+
+@dataclass(frozen=True)
+class Row:
+    """Equal decisions of one or more layers.
+
+    Attributes:
+        decision: the first of them.
+        module_path: of all of them, "layers.0-31.mlp".
+        reason: why, without the numbers of one layer.
+        tensor_count, saved_bytes, packed_bytes: of all of them together.
+    """
+
+    decision: Decision
+    module_path: str
+    reason: str
+    tensor_count: int
+    saved_bytes: int
+    packed_bytes: int
+
+
+# --- folding ----------------------------------------------------------------------------------------------------------
+
+_Path = tuple["str | tuple[int, ...]", ...]  # a part that is a number, or several, is a tuple of them
+
+
+def fold(decisions: Iterable[Decision]) -> list[Row]:
+    """Rows that differ in numbers of the module's path and in nodes' names only become one; the largest first."""
+    decisions = list(decisions)
+    hooks = {d.hook.name for d in decisions}
+    groups: dict[tuple[Any, _Path], list[Decision]] = defaultdict(list)
+    for d in decisions:
+        parts = (d.saved.module_path or "").split(".")
+        path: _Path = tuple((int(part),) if part.isdigit() else part for part in parts)
+        groups[_likeness(d, hooks), path].append(d)
+    for place in reversed(range(max((len(path) for _, path in groups), default=0))):
+        groups = _fold_at(place, groups)
+    rows = [
+        Row(
+            decision=members[0],
+            module_path=".".join(part if isinstance(part, str) else _ranges(part) for part in path),
+            reason=_reason(members[0], hooks),
+            tensor_count=len(members),
+            saved_bytes=sum(d.saved_bytes for d in members),
+            packed_bytes=sum(d.packed_bytes for d in members),
+        )
+        for (_, path), members in groups.items()
+    ]
+    return sorted(rows, key=lambda r: (-max(r.saved_bytes, r.packed_bytes), -r.tensor_count))
+
+
+def _fold_at(place: int, groups: dict[tuple[Any, _Path], list[Decision]]) -> dict[tuple[Any, _Path], list[Decision]]:
+    alike: dict[Any, list[tuple[_Path, list[Decision]]]] = defaultdict(list)
+    for (likeness, path), members in groups.items():
+        size = (len(members), sum(d.saved_bytes for d in members), sum(d.packed_bytes for d in members))
+        rest = (*path[:place], None, *path[place + 1 :])
+        numbered = place < len(path) and isinstance(path[place], tuple)
+        alike[likeness, rest if numbered else path, size].append((path, members))
+    folded: dict[tuple[Any, _Path], list[Decision]] = {}
+    for (likeness, _, _), found in alike.items():
+        path = found[0][0]
+        if len(found) > 1:
+            numbers = sorted({n for p, _ in found for n in p[place]})
+            path = (*path[:place], tuple(numbers), *path[place + 1 :])  # type: ignore[arg-type]
+        folded[likeness, path] = [d for _, members in found for d in members]
+    return folded
+
+
+def _likeness(d: Decision, hooks: set[str]) -> Any:
+    s = d.saved
+    flags = (s.is_input, s.is_output, s.is_static)
+    where = (s.device, s.source_line, s.checkpoint_names)
+    return s.op, s.shape, s.dtype, where, s.backward_ops, flags, d.hook, _reason(d, hooks)
+
+
+def _reason(d: Decision, hooks: set[str]) -> str:
+    """The reason, with a tensor that it names ('gelu_1') by its kind ('gelu')."""
+    return re.sub(r"'(\w+?)_\d+'", lambda m: m[0] if m[0][1:-1] in hooks else f"'{m[1]}'", d.reason)
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """(0, 1, 2, 5) -> "0-2,5"."""
+    runs: list[list[int]] = []
+    for n in numbers:
+        if runs and n == runs[-1][-1] + 1:
+            runs[-1].append(n)
+        else:
+            runs.append([n])
+    return ",".join(str(r[0]) if len(r) == 1 else f"{r[0]}-{r[-1]}" for r in runs)
+
+
+# --- text -------------------------------------------------------------------------------------------------------------
+
+
+def format_report(
+    plan: Plan | Sequence[Plan], *, measured_peak_bytes: int | None = None, measured_optimizer_bytes: int | None = None
+) -> str:
+    """How much less is saved for backward, from which tensors, and what stays and why.
+
+    Args:
+        plan: of `aot_hooks.plan`, or `aot_hooks.last_plans(compiled)`, which has no predicted live bytes.
+        measured_peak_bytes: most bytes of forward and backward over those before the step, as the allocator counted.
+        measured_optimizer_bytes: likewise while the optimizer stepped.
+    """
+    plan = plan if isinstance(plan, Plan) else joined(plan)
+    if not plan.decisions:
+        return (
+            "nothing is saved for backward, because no graph was compiled that has one. What may be the case:\n"
+            "- the compiled function has not been called yet, or without gradients (no_grad, nothing requires grad);\n"
+            "- no hook or policy is in force: no context around the call, and no options['policy'];\n"
+            "- torch made no graph: of a module of its own that is compiled in place (nn.Sequential(...).compile()),\n"
+            "  use torch.compile(module); or of a function that Dynamo left to Python (TORCH_LOGS=graph_breaks);\n"
+            "- another function with the same code and options, such as a layer compiled by itself, has the graph:\n"
+            "  see last_plans of that one"
+        )
+    saved, packed = plan.saved_bytes, plan.packed_bytes
+    unit, size = next((u for u in _UNITS if max(saved, packed) >= u[1]), _UNITS[-1])
+    rows = fold(plan.decisions)
+    counting = [r for r in rows if r.saved_bytes or r.packed_bytes]
+    saved_column = dict(zip(counting, _spread([r.saved_bytes for r in counting], size), strict=True))
+    packed_column = dict(zip(counting, _spread([r.packed_bytes for r in counting], size), strict=True))
+
+    packed_count = sum(d.hook is not KEEP for d in plan.decisions)
+    lines = [
+        f"saved for backward: {_number(saved, size)} -> {_number(packed, size)} {unit} "
+        f"({packed / saved if saved else 1:.3f}); {packed_count} of {len(plan.decisions)} tensors packed, "
+        f"{float(_number(saved, size)) - float(_number(packed, size)):.2f} {unit} back",
+        *_peak_lines(plan, size, unit),
+        *_measured_lines(plan, measured_peak_bytes, measured_optimizer_bytes, size, unit),
+        *map(_cut, transfer_lines(plan.transfers, size, unit)),
+        "",
+        f"{f'saved_{unit}':>10} {f'packed_{unit}':>11} {'tensors':>8}  what, where / how and why",
+    ]
+    for title, kind in (("packed", True), ("stays", False)):
+        section = [r for r in counting if (r.decision.hook is not KEEP) == kind]
+        if section:
+            lines.append(f"{title}:")
+        for row in section:
+            lines += _row_lines(row, f"{saved_column[row]:10.2f} {packed_column[row]:11.2f} {row.tensor_count:8}  ")
+    free: dict[str, int] = defaultdict(int)
+    for row in rows:
+        if row not in saved_column:
+            free[_how(row)] += row.tensor_count
+    if free:
+        lines.append("counts nothing, because it is alive anyway or counted above:")
+    for how, count in sorted(free.items(), key=lambda item: -item[1]):
+        lines.append(_cut(f"{0:10.2f} {0:11.2f} {count:8}  {how}"))
+    return "\n".join(lines)
+
+
+def print_report(plan: Plan | Sequence[Plan], file: TextIO | None = None) -> None:
+    """`format_report(plan)` to `file`, or to the standard output."""
+    print(format_report(plan), file=file or sys.stdout)
+
+
+def _row_lines(row: Row, numbers: str) -> list[str]:
+    s = row.decision.saved
+    dtype = str(s.dtype).removeprefix("torch.")
+    what = f"{_short(s.op)} {dtype}[{', '.join(map(str, s.shape))}]"
+    named = f"named {', '.join(map(repr, s.checkpoint_names))}" if s.checkpoint_names else ""
+    where = "  ".join(part for part in (what, named, row.module_path, s.source_line) if part)
+    readers = ", ".join(map(_short, s.backward_ops))
+    how = f"{_how(row)}; read by {readers}" if readers else _how(row)
+    return [_cut(numbers + where), _cut(" " * _INDENT + how)]
+
+
+def _how(row: Row) -> str:
+    return f"{row.decision.hook.name}: {row.reason}"
+
+
+def _peak_lines(plan: Plan, size: int, unit: str) -> list[str]:
+    if not plan.live_before or not plan.live_after:
+        return []
+    before, after = _peak(plan.live_before), _peak(plan.live_after)
+    falls, back = before.live_bytes - after.live_bytes, plan.saved_bytes - plan.packed_bytes
+    lines = [
+        f"predicted peak of the step, over parameters and inputs: {_number(before.live_bytes, size)} -> "
+        f"{_number(after.live_bytes, size)} {unit}",
+        _cut(f"  it stands {_place(before)}"),
+    ]
+    if back <= 0:
+        return lines
+    if _place(after) != _place(before):
+        lines.append(_cut(f"  with hooks {_place(after)}"))
+    if falls < back / 2:
+        by, of = _number(abs(falls), size), f"{_number(back, size)} {unit} that come back"
+        change = f"falls by {by} of the" if falls >= 0 else f"rises by {by} in spite of the"
+        lines.append(f"  it {change} {of}: at that place other tensors are alive than saved ones")
+    return lines
+
+
+def _measured_lines(plan: Plan, peak: int | None, optimizer: int | None, size: int, unit: str) -> list[str]:
+    if peak is None:
+        return []
+    lines = [f"measured peak of forward and backward, over what was allocated before: {_number(peak, size)} {unit}"]
+    if optimizer is not None and optimizer > peak:
+        lines.append(f"  the step's peak cannot fall further: it stands in the optimizer, {_number(optimizer, size)}")
+    elif plan.live_after and peak > 1.25 * _peak(plan.live_after).live_bytes:
+        lines.append("  more than predicted: the rest is outside of the planned graphs, or inside of operators")
+    return lines
+
+
+def _peak(points: Sequence[LivePoint]) -> LivePoint:
+    return max(points, key=lambda p: p.live_bytes)
+
+
+def _place(point: LivePoint) -> str:
+    where = "  ".join(part for part in (point.module_path, point.source_line) if part)
+    return f"in the {point.phase} at '{point.node}'" + (f": {where}" if where else "")
+
+
+def _number(nbytes: int, size: int) -> str:
+    return f"{nbytes / size:.2f}"
+
+
+def _spread(values: Sequence[int], size: int) -> list[float]:
+    """`values` in units of `size`, rounded to hundredths so that they add up to their rounded sum."""
+    exact = [100 * v / size for v in values]
+    whole = [int(e) for e in exact]
+    missing = round(100 * sum(values) / size) - sum(whole)
+    for i in sorted(range(len(values)), key=lambda i: whole[i] - exact[i])[:missing]:
+        whole[i] += 1
+    return [w / 100 for w in whole]
+
+
+def _short(op: str) -> str:
+    return op.removeprefix("aten.").removesuffix(".default")
+
+
+def _cut(line: str) -> str:
+    return line if len(line) <= WIDTH else line[: WIDTH - 3] + "..."
+
+
+# --- data -------------------------------------------------------------------------------------------------------------
+
+
+def as_data(plan: Plan | Sequence[Plan]) -> dict[str, Any]:
+    """The plan in numbers, strings, lists and dicts, for `json.dump`; keys stay, new ones may come."""
+    plan = plan if isinstance(plan, Plan) else joined(plan)
+    points = {"before": plan.live_before, "after": plan.live_after}
+    return {
+        "version": 1,
+        "totals": {
+            "saved_bytes": plan.saved_bytes,
+            "packed_bytes": plan.packed_bytes,
+            "tensor_count": len(plan.decisions),
+            "packed_tensor_count": sum(d.hook is not KEEP for d in plan.decisions),
+            **{f"predicted_peak_{k}_bytes": _peak(v).live_bytes if v else None for k, v in points.items()},
+        },
+        "rows": [
+            {
+                "name": d.saved.name,
+                "op": d.saved.op,
+                "shape": [int(n) for n in d.saved.shape],
+                "dtype": str(d.saved.dtype).removeprefix("torch."),
+                "device": str(d.saved.device),
+                "storage": d.saved.storage,
+                "storage_bytes": d.saved.nbytes,
+                "module_path": d.saved.module_path,
+                "source_line": d.saved.source_line,
+                "checkpoint_names": list(d.saved.checkpoint_names),
+                "backward_ops": list(d.saved.backward_ops),
+                "is_input": d.saved.is_input,
+                "is_output": d.saved.is_output,
+                "is_static": d.saved.is_static,
+                "hook": d.hook.name,
+                "reason": d.reason,
+                "saved_bytes": d.saved_bytes,
+                "packed_bytes": d.packed_bytes,
+            }
+            for d in plan.decisions
+        ],
+        "transfers": transfers_as_data(plan.transfers),
+        **{f"live_{k}": [vars(p).copy() for p in v] for k, v in points.items()},
+    }
+
+
+def module_bytes(plan: Plan) -> dict[str, tuple[int, int]]:
+    """Saved and packed bytes by module, numbers folded away ("layers.*.mlp"), the largest first."""
+    found: dict[str, tuple[int, int]] = {}
+    for d in plan.decisions:
+        name = re.sub(r"(?<![^.])\d+(?![^.])", "*", d.saved.module_path) or "(no module)"
+        saved, packed = found.get(name, (0, 0))
+        found[name] = (saved + d.saved_bytes, packed + d.packed_bytes)
+    return dict(sorted(found.items(), key=lambda item: -item[1][0]))

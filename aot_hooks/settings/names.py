@@ -1,0 +1,193 @@
+"""Names that the user gives to tensors, for policies to choose by.
+
+      qkv = checkpoint_name(linear(x), "qkv")
+         compiled:  alias(linear), its node annotated with the name --carry_names--> the name stands on the value's own
+                    node, and on what it is a whole view of, before torch removes the alias
+         eager:     the tensor itself; the name is remembered with the tensor that owns its memory
+
+Either way the name belongs to the value: to views of it, and to what it is a view of if it shows all of that
+(`linear(x).view(b, t, h, d).transpose(1, 2)`); not to copies, casts and other results.
+
+Source: `jax.ad_checkpoint.checkpoint_name` names values in the same way.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from ..errors import OptionError
+from ..graphs.nodes import view_source
+from ..graphs.saved import NAMES
+from ..torch_private import dynamo
+from ..torch_private import values as torch_values
+
+__all__ = ["NamesOf", "carry_names", "checkpoint_name", "name_given", "names_of", "uses_names"]
+
+_MARK = "aot_hooks_name"  # the key under meta["custom"] of the alias that stands for a call of `checkpoint_name`
+
+
+@dynamo.outermost_runs_in_python
+def checkpoint_name(x: torch.Tensor, name: str) -> torch.Tensor:
+    """`x`, named for `aot_hooks.policies.only_these_names`: the same values, the same gradient, no memory, no copy.
+
+    Args:
+        x: a tensor, best one that an operator has just made. A name on what a compiled function or module is given is
+            seen in scope "all" (or "no_static") only, as all of its inputs are. A tensor may have several names.
+        name: any string; one that changes between calls of a compiled function recompiles it.
+
+    Works in eager mode, in compiled functions (also with `fullgraph=True`) and under activation checkpointing. A name
+    does not pass a graph break: it is seen by the graph, or the eager part, that it was given in.
+
+    Raises:
+        OptionError: `x` is no tensor or `name` no string, or an empty one.
+    """
+    _check(x, name)
+    if torch.compiler.is_dynamo_compiling():
+        with torch.fx.traceback.annotate({_MARK: name}):
+            named: torch.Tensor = torch.ops.aten.alias.default(x)
+            return named
+    _remember(x, name)
+    return x
+
+
+@dynamo.outermost_runs_in_python
+def _check(x: Any, name: Any) -> None:
+    if not isinstance(x, torch.Tensor):
+        raise OptionError(f"checkpoint_name takes a tensor and a name, got {type(x).__name__} as the tensor")
+    if not isinstance(name, str) or name == "":
+        raise OptionError(f"checkpoint_name: the name must be a string that is not empty, got {name!r}")
+
+
+# --- compiled --------------------------------------------------------------------------------------------------------
+
+
+def uses_names(gm: torch.fx.GraphModule) -> bool:
+    """Whether a node of Dynamo's graph, or of a graph inside it, is named."""
+    return any(
+        name_given(node) is not None
+        for module in gm.modules()
+        if isinstance(module, torch.fx.GraphModule)
+        for node in module.graph.nodes
+    )
+
+
+def name_given(node: Node) -> str | None:
+    """The name that a call of `checkpoint_name` gave what `node` of Dynamo's graph makes."""
+    return (node.meta.get("custom") or {}).get(_MARK)
+
+
+def carry_names(graph: Graph) -> None:
+    """Write names from the aliases in a joint graph to the nodes of the values; changes nothing but `meta`.
+
+    To be called before torch's passes over the joint graph, which take aliases for the nothing they are.
+    """
+    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.alias.default):
+        name = (node.meta.get("custom") or {}).get(_MARK)
+        value: Node | None = node
+        while name is not None and value is not None:
+            custom = value.meta.get("custom") or {}
+            # a new dict: nodes that were traced together share theirs
+            value.meta["custom"] = custom | {NAMES: tuple(dict.fromkeys((*custom.get(NAMES, ()), name)))}
+            source = view_source(value)
+            value = source if source is not None and _shows_all(value, source) else None
+
+
+def _shows_all(view: Node, source: Node) -> bool:
+    a, b = view.meta.get("val"), source.meta.get("val")
+    if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
+        return False
+    return torch_values.same_size(a.numel(), b.numel())
+
+
+# --- eager -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Named:
+    """A name, and which elements of which version of a memory it was given to."""
+
+    name: str
+    version: int
+    part: Part | None  # None: all of it
+
+
+@dataclass(frozen=True)
+class Part:
+    """Where the elements of a tensor lie in its memory."""
+
+    dtype: torch.dtype
+    offset: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    @classmethod
+    def of(cls, x: torch.Tensor) -> Part:
+        return cls(x.dtype, int(x.storage_offset()), tuple(x.shape), x.stride())
+
+    def __contains__(self, other: Part) -> bool:
+        """Whether `other`, of the same memory, is a view of this: its first and last element and its steps lie here."""
+        if self.dtype != other.dtype or 0 in other.shape:
+            return self == other
+        start = other.offset - self.offset
+        steps = [(size - 1) * stride for size, stride in zip(other.shape, other.stride, strict=True)]
+        return all(map(self._has, [start, start + sum(steps), *(start + step for step in steps)]))
+
+    def _has(self, place: int) -> bool:
+        if place < 0:
+            return False
+        for stride, size in sorted(zip(self.stride, self.shape, strict=True), reverse=True):
+            if stride > 0 and size > 1:
+                index = min(place // stride, size - 1)
+                place -= index * stride
+        return place == 0
+
+
+@dataclass(frozen=True)
+class NamesOf:
+    """The names of one tensor, also those that it gets after this was made.
+
+    Autograd may save a tensor before its name is given: `checkpoint_name(torch.sigmoid(x), "gate")`.
+    """
+
+    given: list[_Named]  # shared by all tensors of the memory
+    version: int
+    part: Part
+
+    def now(self) -> tuple[str, ...]:
+        found = [n.name for n in self.given if n.version == self.version and (n.part is None or self.part in n.part)]
+        return tuple(dict.fromkeys(found))
+
+
+# by the tensor that owns the memory, as long as that lives
+_given: dict[int, tuple[weakref.ref[torch.Tensor], list[_Named]]] = {}
+
+
+def names_of(x: torch.Tensor) -> NamesOf:
+    """The names of an eager tensor, and of what it is a view of."""
+    return NamesOf(_given_to(x), x._version, Part.of(x))
+
+
+@dynamo.outermost_runs_in_python
+def _given_to(x: torch.Tensor) -> list[_Named]:
+    root = x if x._base is None else x._base
+    key = id(root)
+    known = _given.get(key)
+    if known is None or known[0]() is not root:
+        known = _given[key] = (weakref.ref(root, lambda _: _given.pop(key, None)), [])
+    return known[1]
+
+
+@dynamo.outermost_runs_in_python
+def _remember(x: torch.Tensor, name: str) -> None:
+    root = x if x._base is None else x._base
+    # sparse and other tensors without strides are never packed
+    if x.layout is torch.strided:
+        named = _Named(name, x._version, None if x.numel() == root.numel() else Part.of(x))
+        given = _given_to(x)
+        if named not in given:
+            given.append(named)

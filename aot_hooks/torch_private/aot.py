@@ -1,0 +1,214 @@
+"""AOTAutograd: its partition into forward and backward, and its graphs run as they are (`options["inner"] = "aten"`).
+
+gm --aot_autograd--> joint --partition--> fw, bw --boxed--> generated Python
+                                            `--storable--> AtenCode, in torch's cache: source, constants, globals
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import inspect
+import pickle
+import types
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from .symbols import needing
+from .values import HigherOrderOperator, storage_key
+
+# symbol -> what needs it
+SYMBOLS = {
+    "torch._dynamo.backends.common.aot_autograd": "options['inner'] = 'aten'",
+    "torch._functorch.partitioners.min_cut_rematerialization_partition": "the partition that is rewritten",
+    "torch.fx.graph._BoxedCodeGen": "options['inner'] = 'aten'",
+    "torch.fx.graph_module._forward_from_src": "storing graphs of options['inner'] = 'aten'",
+    "torch._functorch._aot_autograd.schemas.SerializableAOTDispatchCompiler": "storing graphs of inner 'aten'",
+    "torch._inductor.output_code.OutputCode": "storing graphs of options['inner'] = 'aten'",
+    "torch._functorch._aot_autograd.autograd_cache.BypassAOTAutogradCache": "storing graphs of inner 'aten'",
+    "torch._functorch.config": "regions that compute the same",
+    "torch._functorch.config.cse": "regions that compute the same",
+    "torch._guards.TracingContext": "a second backward (retain_graph) of graphs with hooks",
+}
+
+need = needing(SYMBOLS)
+
+
+def min_cut_partition(
+    joint: GraphModule, inputs: Any, *, merge_repeats: bool = True, **kwargs: Any
+) -> tuple[GraphModule, GraphModule]:
+    """torch's own; with `merge_repeats` what is computed twice is computed once, as torch is set to."""
+    partition = need("torch._functorch.partitioners.min_cut_rematerialization_partition")
+    config = need("torch._functorch.config")
+    with config.patch(cse=config.cse and merge_repeats):
+        out: tuple[GraphModule, GraphModule] = partition(joint, inputs, **kwargs)
+    return out
+
+
+def compile_graph(
+    gm: GraphModule,
+    inputs: Sequence[Any],
+    partition: Callable[..., Any],
+    compilers: dict[str, Callable[..., Any]] | None = None,
+    compiling: Callable[[], None] = lambda: None,
+    *,
+    stored: bool = False,
+) -> Callable[..., Any]:
+    """AOTAutograd's graphs as they are: generated Python, arguments in a list that is emptied, so memory goes early.
+
+    `compilers` are others for "forward", "backward" and "inference" graphs. `compiling` is called before each graph is
+    compiled. With `stored` torch's cache of AOTAutograd's results is used: only inside of `autograd_cache`, because
+    `partition` is in no key of torch's.
+    """
+    aot_autograd = need("torch._dynamo.backends.common.aot_autograd")
+    codegen = need("torch.fx.graph._BoxedCodeGen")
+
+    def boxed(graph_module: GraphModule, _inputs: Any) -> Callable[..., Any]:
+        graph_module.graph.set_codegen(codegen())
+        graph_module.recompile()
+        forward = graph_module.forward
+
+        def run(args: list[Any]) -> Any:
+            return forward(args)
+
+        run._boxed_call = True  # type: ignore[attr-defined]
+        return run
+
+    def storable(graph_module: GraphModule, _inputs: Any) -> Any:
+        return _aten_code_class()(boxed(graph_module, _inputs), graph_module)
+
+    def told(compiler: Callable[..., Any]) -> Callable[..., Any]:
+        def compile_it(graph_module: GraphModule, inputs: Any) -> Any:
+            compiling()
+            return compiler(graph_module, inputs)
+
+        return compile_it
+
+    names = ("forward", "backward", "inference")
+    given = {name: told(compilers[name] if compilers else storable if stored else boxed) for name in names}
+    if stored and compilers is None:
+        serializable = need("torch._functorch._aot_autograd.schemas.SerializableAOTDispatchCompiler")
+        given = {name: serializable(_aten_code_class(), compiler) for name, compiler in given.items()}
+    with _storing_aten() if stored else contextlib.nullcontext():
+        compiled: Callable[..., Any] = aot_autograd(
+            fw_compiler=given["forward"],
+            bw_compiler=given["backward"],
+            inference_compiler=given["inference"],
+            partition_fn=partition,
+            keep_inference_input_mutations=True,
+        )(gm, inputs)
+    return compiled
+
+
+def donates(fw: GraphModule, bw: GraphModule, num_fwd_outputs: int) -> bool:
+    """Whether the backward may write over a saved tensor, one that nobody else holds: then torch refuses a second
+    backward (`retain_graph=True`)."""
+    outputs = list(fw.graph.output_node().args[0])  # type: ignore[arg-type]
+    others = [*fw.graph.find_nodes(op="placeholder"), *outputs[:num_fwd_outputs]]
+    others += list(bw.graph.output_node().args[0])  # type: ignore[arg-type]
+    known = {storage_key(value) for value in _strided(others)}
+    return any(storage_key(value) not in known for value in _strided(outputs[num_fwd_outputs:]))
+
+
+def _strided(nodes: list[Any]) -> list[torch.Tensor]:
+    values = [node.meta.get("val") for node in nodes if isinstance(node, Node)]
+    return [v for v in values if isinstance(v, torch.Tensor) and v.layout is torch.strided]
+
+
+def inlines_hooks() -> bool:
+    """Whether AOTAutograd is inlining the hooks in force into a graph; 2.11 to 2.15."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        if frame.f_code.co_name == "maybe_inline_graph_saved_tensors_hooks":
+            return True
+        frame = frame.f_back
+    return False
+
+
+def donate_nothing() -> None:
+    """The graphs that are being compiled share no saved tensor's memory with what the backward makes.
+
+    To be called when the forward is compiled: AOTAutograd has found by then what could be, and the backward, as code
+    and at run time, goes by that list; 2.11 to 2.15. Goes when a partitioner can say it.
+    """
+    context = need("torch._guards.TracingContext").try_get()
+    metadata = getattr(context, "fw_metadata", None)
+    if metadata is not None and getattr(metadata, "bw_donated_idxs", None):
+        metadata.bw_donated_idxs = []
+
+
+@functools.cache
+def _aten_code_class() -> type:
+    """What torch's cache stores of a graph that runs as it is: generated Python, and the constants it holds."""
+    output_code = need("torch._inductor.output_code.OutputCode")
+
+    class AtenCode(output_code):  # type: ignore[misc, valid-type]
+        def __init__(self, run: Callable[[list[Any]], Any], graph_module: GraphModule | None) -> None:
+            super().__init__()
+            self.run = run
+            self.graph_module: Any = graph_module
+            self.stored: Any = None
+            self._boxed_call = True
+
+        def __call__(self, inputs: list[Any]) -> Any:
+            return self.run(inputs)
+
+        def __copy__(self) -> Any:
+            return AtenCode(self.run, self.graph_module)
+
+        def prepare_for_serialization(self) -> None:
+            self.stored = _aten_as_data(self.graph_module)
+
+        def __reduce__(self) -> Any:
+            return _aten_from_data, self.stored
+
+        def post_compile(self, *_args: Any, **_kwargs: Any) -> None: ...
+
+        def set_triton_bundle(self, triton_bundle: Any) -> None: ...
+
+    return AtenCode
+
+
+def _aten_as_data(gm: GraphModule) -> tuple[str, dict[str, Any], dict[str, Any], dict[str, str]]:
+    """Source, constants, globals, and those that are modules. Makes torch store nothing if a part is no plain data."""
+    bypass = need("torch._functorch._aot_autograd.autograd_cache.BypassAOTAutogradCache")
+    constants = {}
+    for node in gm.graph.nodes:
+        if node.op == "get_attr":
+            value = getattr(gm, str(node.target), None)
+            if type(value) not in (torch.Tensor, torch.nn.Parameter):
+                raise bypass(f"'{node.target}' of the graph is a {type(value).__qualname__}")
+            constants[str(node.target)] = value
+        elif node.op in ("call_module", "call_method") or isinstance(node.target, HigherOrderOperator):
+            raise bypass(f"the graph calls {node.target}")
+    code = gm.graph.python_code("self")
+    modules = {name: value.__name__ for name, value in code.globals.items() if inspect.ismodule(value)}
+    others = {name: value for name, value in code.globals.items() if name not in modules}
+    try:
+        pickle.dumps(others)
+    except (pickle.PicklingError, TypeError, AttributeError) as e:
+        raise bypass(f"a global of the graph's code cannot be stored: {e}") from e
+    return code.src, constants, others, modules
+
+
+def _aten_from_data(src: str, constants: dict[str, Any], others: dict[str, Any], modules: dict[str, str]) -> Any:
+    space = {name: importlib.import_module(module) for name, module in modules.items()} | others
+    forward = need("torch.fx.graph_module._forward_from_src")(src, space)
+    owner = types.SimpleNamespace(**constants)
+    return _aten_code_class()(functools.partial(forward, owner), None)
+
+
+def is_stored() -> bool:
+    """Whether torch's configuration has graphs that run as they are stored too, as torch 2.13 does for `aot_eager`."""
+    config = need("torch._functorch.config")
+    return bool(config.bundled_autograd_cache or getattr(config, "force_autograd_cache", False))
+
+
+def _storing_aten() -> Any:
+    """Entries hold the graphs themselves, and are made when the forward is compiled."""
+    patches = {"bundled_autograd_cache": True, "force_non_lazy_backward_lowering": True}
+    return need("torch._functorch.config").patch(patches)

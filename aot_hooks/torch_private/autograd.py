@@ -1,0 +1,140 @@
+"""Autograd's stack of saved-tensor hooks, of each thread, and the numbers that it gives to operators.
+
+Versions 2.11 to 2.15; the stack's part goes when torch has a public reader of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from .symbols import needing
+
+# symbol -> what needs it
+SYMBOLS = {
+    "torch._C._autograd._push_saved_tensors_default_hooks": "entering a context",
+    "torch._C._autograd._pop_saved_tensors_default_hooks": "leaving a context",
+    "torch._C._autograd._top_saved_tensors_default_hooks": "reading the innermost context",
+    "torch._C._autograd._saved_tensors_hooks_disable": "running a graph whose hooks are inlined",
+    "torch._C._autograd._saved_tensors_hooks_enable": "running a graph whose hooks are inlined",
+    "torch._C._autograd._saved_tensors_hooks_get_disabled_error_message": "running a graph whose hooks are inlined",
+    "torch._functorch.config": "the scope of torch's own contexts",
+    "torch._C._autograd._get_sequence_nr": "policies by module in eager parts",
+}
+
+need = needing(SYMBOLS)
+
+
+_push = need("torch._C._autograd._push_saved_tensors_default_hooks")
+_pop = need("torch._C._autograd._pop_saved_tensors_default_hooks")
+_top = need("torch._C._autograd._top_saved_tensors_default_hooks")
+_disabled_message = need("torch._C._autograd._saved_tensors_hooks_get_disabled_error_message")
+_disable = need("torch._C._autograd._saved_tensors_hooks_disable")
+_enable = need("torch._C._autograd._saved_tensors_hooks_enable")
+
+
+push: Callable[[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]], None] = _push
+pop: Callable[[], None] = _pop
+
+
+def top_hooks() -> tuple[Any, Any] | None:
+    """The innermost hook pair of this thread, also while tracing."""
+    hooks: tuple[Any, Any] | None = _top(True)
+    return hooks
+
+
+@contextlib.contextmanager
+def hooks_pushed(pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]) -> Iterator[None]:
+    """The pair on top, also inside `torch.autograd.graph.disable_saved_tensors_hooks`, where torch refuses a push."""
+    before = _disabled_message()
+    _enable()
+    push(pack, unpack)
+    try:
+        yield
+    finally:
+        pop()
+        if before is not None:
+            _disable(before, False)
+        else:
+            allow_hooks()  # what is traced inside may disable them, and fail before it allows them again
+
+
+def show_plain_hooks() -> str | None:
+    """Push a pair of plain functions; why hooks were disabled, which they are not until `hide_plain_hooks`."""
+    before = _disabled_message()
+    if before is not None:
+        _enable()
+    push(_as_it_is, _as_it_is)
+    return before  # type: ignore[no-any-return]
+
+
+def hide_plain_hooks(before: str | None) -> None:
+    pop()
+    if before is not None:
+        _disable(before, False)
+
+
+def _as_it_is(x: Any) -> Any:
+    return x
+
+
+def disabled_because() -> str | None:
+    """Why hooks are disabled on this thread (`disable_saved_tensors_hooks`); None if they are not."""
+    message: str | None = _disabled_message()
+    return message
+
+
+def allow_hooks() -> None:
+    """Undo a `disable_saved_tensors_hooks` whose end an exception has skipped.
+
+    Dynamo leaves hooks disabled for the thread when it can't trace a torch.func transform inside a context, and from
+    then on torch refuses every hook, activation checkpointing's too. Goes when Dynamo puts this back itself.
+    """
+    if _disabled_message() is not None:
+        _enable()
+
+
+def call_without_hooks(fn: Callable[..., Any], args: Sequence[Any]) -> Any:
+    """`fn(*args)` with the hooks of this thread out of sight; written flat because it stands on every call."""
+    before = _disabled_message()
+    _disable("aot_hooks: the hooks of this region are inlined in its graphs", False)
+    try:
+        return fn(*args)
+    finally:
+        if before is None:
+            _enable()
+        else:
+            _disable(before, False)
+
+
+@contextlib.contextmanager
+def hooks_hidden() -> Iterator[None]:
+    """No hooks for what runs inside: a hook's own operators save nothing."""
+    before = _disabled_message()
+    _disable("aot_hooks: inside a hook", False)
+    try:
+        yield
+    finally:
+        if before is None:
+            _enable()
+        else:
+            _disable(before, False)
+
+
+def filtering_mode() -> str | None:
+    """The scope that torch's configuration gives to its own contexts; None if nobody has changed it; 2.11 to 2.15."""
+    mode = getattr(need("torch._functorch.config"), "saved_tensors_hooks_filtering_mode", "donated")
+    return None if mode == "donated" else str(mode)
+
+
+def next_sequence_number() -> int:
+    """The number that autograd will give to its next node on this thread; 2.11 to 2.15."""
+    return int(need("torch._C._autograd._get_sequence_nr")())
+
+
+def sequence_number(node: Any) -> int:
+    """The number of a node of autograd's graph, ascending in the order in which a thread's operators ran."""
+    return int(node._sequence_nr())

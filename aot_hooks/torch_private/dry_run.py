@@ -1,0 +1,117 @@
+"""A program on fake tensors, and Dynamo as it was before."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from .symbols import needing
+from .values import FakeTensor, is_traced_value, pytree
+
+# symbol -> what needs it
+SYMBOLS = {
+    "torch._subclasses.fake_tensor.FakeTensor": "telling fake tensors from real ones",
+    "torch._subclasses.fake_tensor.FakeTensorMode": "aot_hooks.plan",
+    "torch._dynamo.pgo.get_code_state": "aot_hooks.plan",
+    "torch._dynamo.guards.DeletedGuardManagerWrapper": "aot_hooks.plan",
+    "torch._C._dynamo.eval_frame._debug_get_cache_entry_list": "aot_hooks.plan",
+    "torch._C._dynamo.eval_frame.reset_code": "aot_hooks.plan",
+}
+
+need = needing(SYMBOLS)
+
+
+@functools.cache
+def _all_fake_class() -> type:
+    base = need("torch._subclasses.fake_tensor.FakeTensorMode")
+
+    class AllFake(base):  # type: ignore[misc, valid-type]
+        """A fake mode in which no operator runs, also none on real tensors alone: a buffer stays what it is."""
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            args, kwargs = to_fake(self, (args, kwargs or {}))
+            return super().__torch_dispatch__(func, (FakeTensor,), args, kwargs)
+
+    return AllFake
+
+
+def to_fake(mode: Any, tree: Any) -> Any:
+    """`tree` with each real tensor as its stand-in in `mode`, always the same one."""
+    convert = lambda t: t if is_traced_value(t) else mode.from_tensor(t)  # noqa: E731
+    return pytree.tree_map_only(torch.Tensor, convert, tree)
+
+
+def fake_mode_for(tensors: Sequence[torch.Tensor]) -> Any:
+    """The mode of those of `tensors` that are fake; if none is, a new one in which nothing runs."""
+    for t in tensors:
+        if isinstance(t, FakeTensor):
+            return t.fake_mode
+    return _all_fake_class()(allow_non_fake_inputs=True)
+
+
+@contextlib.contextmanager
+def random_state_kept() -> Iterator[None]:
+    """The random state of the CPU, and of each CUDA device if there is one in use, as it was."""
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    with torch.random.fork_rng(list(devices)):
+        yield
+
+
+def random_states() -> list[bytes]:
+    """What the generators that `random_state_kept` keeps will draw next."""
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    return [s.numpy().tobytes() for s in (torch.get_rng_state(), *(torch.cuda.get_rng_state(d) for d in devices))]
+
+
+PLANNER = "aot_hooks_planner"  # the name of the backend that only plans
+
+
+class DynamoTraces:
+    """Removes what Dynamo stored while it was in force: entries of the codes it compiled, and the sizes it saw, by
+    which it would take a size for a dynamic one. Where a code had entries of others, ours are made dead instead, and
+    count against the recompile limit. Dynamo has no call for one function (2.11 to 2.15); goes when it has."""
+
+    def __init__(self) -> None:
+        self.codes: dict[Any, bool] = {}  # code -> whether it had entries before
+
+    def __enter__(self) -> DynamoTraces:
+        self.sizes = copy.deepcopy(dict(need("torch._dynamo.pgo.get_code_state")()))
+        return self
+
+    def forget(self, fn: Callable[..., Any]) -> None:
+        """All that is stored for the code of `fn` is to go."""
+        self.codes[fn.__code__] = False
+
+    def note(self) -> None:
+        """To be called by the backend: remembers the code that Dynamo is compiling."""
+        frame = inspect.currentframe()
+        while frame is not None:
+            if frame.f_code.co_name == "_compile" and "code" in frame.f_locals:
+                code = frame.f_locals["code"]
+                entries = need("torch._C._dynamo.eval_frame._debug_get_cache_entry_list")(code)
+                self.codes.setdefault(code, bool(entries))
+                return
+            frame = frame.f_back
+
+    def __exit__(self, *exc: object) -> None:
+        state = need("torch._dynamo.pgo.get_code_state")()
+        state.clear()
+        state.update(self.sizes)
+        for code, others in self.codes.items():
+            if others:
+                self._invalidate(code)
+            else:
+                need("torch._C._dynamo.eval_frame.reset_code")(code)
+
+    def _invalidate(self, code: Any) -> None:
+        deleted = need("torch._dynamo.guards.DeletedGuardManagerWrapper")
+        for entry in need("torch._C._dynamo.eval_frame._debug_get_cache_entry_list")(code):
+            manager = entry.guard_manager
+            if getattr(entry.backend, "compiler_name", "") == PLANNER and manager.extra_state is not None:
+                manager.extra_state.invalidate(entry, deleted("aot_hooks.plan is done"))

@@ -1,0 +1,198 @@
+"""Inductor as stock torch calls it, and with what hooks need: a partition, names in the joint graph, heuristics.
+
+gm --compile_fx--> joint pass --> partitioner, `rewrite` in it --> fw, bw --inner_compile--> code
+loops/         operators that it compiles as one loop
+scheduling/    what it fuses, and in which order
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch.fx import GraphModule
+
+from .inductor_fusion import choices, order_pass
+from .inductor_lowering import register_loops
+from .inductor_marks import marks_of
+from .symbols import needing
+
+# symbol -> what needs it
+SYMBOLS = {
+    "torch._inductor.compile_fx.compile_fx": "options['inner'] = 'inductor'",
+    "torch._inductor.custom_graph_pass.CustomPartitionerFn": "options['inner'] = 'inductor'",
+    "torch._inductor.compile_fx.compile_fx_inner": "options['inner'] = 'inductor'",
+    "torch._inductor.virtualized.V": "kernels that pack without holding memory",
+    "torch._inductor.list_mode_options": "mode=",
+    "torch._inductor.decomposition.select_decomp_table": "tracing hooks for Inductor",
+    "torch._inductor.fx_passes.replace_random.replace_random_passes": "random hooks under Inductor",
+    "torch._inductor.custom_graph_pass.CustomGraphPass": "names given by checkpoint_name under Inductor",
+    "torch._inductor.config": "options['inductor']",
+    "torch._inductor.config.custom_partitioner_fn": "options['inner'] = 'inductor'",
+    "torch._inductor.config.joint_custom_pre_pass": "names given by checkpoint_name under Inductor",
+    "torch._inductor.config.fallback_random": "random hooks under Inductor",
+}
+
+need = needing(SYMBOLS)
+
+
+def mode_options(mode: str | None) -> dict[str, Any]:
+    """Inductor's settings for `torch.compile(mode=...)`. Raises `RuntimeError` for an unknown mode."""
+    if mode is None or mode == "default":
+        return {}
+    return dict(need("torch._inductor.list_mode_options")(mode))
+
+
+def config_keys() -> set[str]:
+    return set(need("torch._inductor.config").get_config_copy())
+
+
+def decompositions() -> dict[Any, Any]:
+    return dict(need("torch._inductor.decomposition.select_decomp_table")())
+
+
+def replace_random(gm: GraphModule) -> int:
+    """Inductor's own rewrite of random ops (it runs on joint graphs only, before hooks stand in them)."""
+    if need("torch._inductor.config").fallback_random:
+        return 0
+    return int(need("torch._inductor.fx_passes.replace_random.replace_random_passes")(gm) or 0)
+
+
+@functools.cache
+def _partitioner_class() -> type:
+    base = need("torch._inductor.custom_graph_pass.CustomPartitionerFn")
+
+    class Partitioner(base):  # type: ignore[misc, valid-type]
+        def __init__(self, fn: Callable[..., Any], key: str) -> None:
+            self.fn, self.key = fn, key
+
+        def __call__(self, gm: GraphModule, joint_inputs: Sequence[object], **kwargs: Any) -> Any:
+            return self.fn(gm, joint_inputs, **kwargs)
+
+        def uuid(self) -> str:
+            return self.key
+
+        def __reduce__(self) -> Any:
+            return str, (self.key,)  # torch's caches pickle it into their keys: the key is all there is to know
+
+    return Partitioner
+
+
+def partitioned_by(fn: Callable[..., Any], key: str) -> dict[str, Any]:
+    """Inductor settings by which `fn` splits joint graphs; `key` is its whole identity for torch's caches."""
+    return {"custom_partitioner_fn": _partitioner_class()(fn, key)}
+
+
+def custom_partitioner(patches: dict[str, Any]) -> Any:
+    """The partitioner that the user has set, in `patches` or in Inductor's configuration; None: torch's own."""
+    name = "custom_partitioner_fn"
+    return patches.get(name, need(f"torch._inductor.config.{name}"))
+
+
+@functools.cache
+def _joint_pass_class() -> type:
+    base = need("torch._inductor.custom_graph_pass.CustomGraphPass")
+
+    class JointPass(base):  # type: ignore[misc, valid-type]
+        def __init__(self, fn: Callable[[Any], None], before: tuple[Any, ...]) -> None:
+            self.fn, self.before = fn, before
+
+        def __call__(self, graph: Any) -> None:
+            for each in (self.fn, *self.before):
+                each(graph)
+
+        def uuid(self) -> Any:
+            # `fn` reads the graph only, so the graph says it all; what was there says what it says
+            known = [each.uuid() if isinstance(each, base) else None for each in self.before]
+            return None if None in known else ("aot_hooks names", *map(str, known))
+
+        def __reduce__(self) -> Any:
+            return str, (str(self.uuid()),)
+
+    return JointPass
+
+
+def first_joint_pass(fn: Callable[[Any], None], patches: dict[str, Any]) -> dict[str, Any]:
+    """Inductor settings by which `fn(graph)`, which changes no node, sees the joint graph before Inductor's own passes.
+
+    A pass that the user set there runs after it; 2.11 to 2.15.
+    """
+    name = "joint_custom_pre_pass"
+    before = patches.get(name, need(f"torch._inductor.config.{name}"))
+    before = before if isinstance(before, (list, tuple)) else () if before is None else (before,)
+    return {name: _joint_pass_class()(fn, tuple(before))}
+
+
+Capture = Callable[[Callable[..., Any]], Callable[..., Any]]  # from an inner compile to one that captures
+
+
+def compile_stock(
+    gm: GraphModule, inputs: Sequence[Any], patches: dict[str, Any], capture: Capture | None = None
+) -> Callable[..., Any]:
+    """What stock torch calls, with the same arguments; with `capture` what it compiles is captured."""
+    compile_fx = need("torch._inductor.compile_fx.compile_fx")
+    if capture is not None:
+        return _compile_captured(gm, inputs, patches, need("torch._inductor.compile_fx.compile_fx_inner"), capture)
+    compiled: Callable[..., Any] = compile_fx(gm, inputs, config_patches=patches or None)
+    return compiled
+
+
+def _compile_captured(
+    gm: GraphModule, inputs: Sequence[Any], patches: dict[str, Any], inner: Callable[..., Any], capture: Capture
+) -> Callable[..., Any]:
+    """Without Inductor's own CUDA graphs. To be called inside `through_cache` of what captures, because AOTAutograd's
+    cache by itself answers with a graph that is not captured."""
+    compile_fx = need("torch._inductor.compile_fx.compile_fx")
+    patches = patches | {"triton.cudagraphs": False}
+    compiled: Callable[..., Any] = compile_fx(gm, inputs, inner_compile=capture(inner), config_patches=patches)
+    return compiled
+
+
+def compile_with_hooks(
+    gm: GraphModule,
+    inputs: Sequence[Any],
+    patches: dict[str, Any],
+    compiling: Callable[[], None],
+    capture: Capture | None = None,
+) -> Callable[..., Any]:
+    """Inductor with its heuristics adapted to graphs that pack, see `choices`. Stock heuristics without them.
+
+    `compiling()` is called before each graph is compiled, of the backward maybe at its first run; not if torch's cache
+    has them.
+    """
+    compile_fx = need("torch._inductor.compile_fx.compile_fx")
+    inner = need("torch._inductor.compile_fx.compile_fx_inner")
+    handler = need("torch._inductor.virtualized.V").set_choices_handler
+
+    register_loops()
+
+    def inner_compile(graph: GraphModule, *args: Any, **kwargs: Any) -> Any:
+        compiling()
+        # our marks on nodes say how to fuse, and a node's meta is in no key of torch's: the graph's attributes are
+        vars(graph)["_aot_hooks_marks"] = marks_of(graph)
+        with handler(choices()):
+            return inner(graph, *args, **kwargs)
+
+    # a buffer that waits for its reuse is a buffer that is alive: the backward of a transformer block held 0.4 GiB
+    ours: dict[str, Any] = {"allow_buffer_reuse": False, "dynamic_scale_rblock": False}
+    if not patches.get("triton.cudagraphs", need("torch._inductor.config").triton.cudagraphs):
+        ours["graph_partition"] = False  # its pieces are for CUDA graphs; looking for them is 4% of compiling
+    patches = ours | patches | order_pass(patches)
+    if capture is not None:
+        return _compile_captured(gm, inputs, patches, inner_compile, capture)
+    compiled: Callable[..., Any] = compile_fx(gm, inputs, inner_compile=inner_compile, config_patches=patches)
+    return compiled
+
+
+def partition_only(gm: GraphModule, inputs: Sequence[Any], patches: dict[str, Any]) -> None:
+    """Inductor up to its partition, with its decompositions and joint-graph passes; nothing is generated."""
+    compile_fx = need("torch._inductor.compile_fx.compile_fx")
+
+    def nothing(*_args: Any, **_kwargs: Any) -> Callable[..., Any]:
+        def run(_inputs: list[Any]) -> Any:
+            raise AssertionError("a graph that was only planned was called")
+
+        return run
+
+    compile_fx(gm, inputs, inner_compile=nothing, config_patches=patches)

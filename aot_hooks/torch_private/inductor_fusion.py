@@ -1,0 +1,246 @@
+"""Which nodes become one kernel, with which blocks, and in which order: Inductor's scheduler, where hooks stand.
+
+nodes of a lowered graph --before_fusion--> sizes bounded, dependencies merged, offload's order held
+                         --choices--------> fused by their marks (see marks.py), rows in one piece
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from .inductor_marks import ALONE, PACKED_ROW
+from .symbols import needing
+
+# symbol -> what needs it
+SYMBOLS = {
+    "torch._inductor.choices.InductorChoices": "kernels that pack without holding memory",
+    "torch._inductor.virtualized.V": "kernels that pack without holding memory",
+    "torch._inductor.codegen.triton.FixedTritonConfig": "kernels that pack in time",
+    "torch._inductor.dependencies.WeakDep": "keeping copies of offload where they were planned",
+    "torch._inductor.config": "kernels that pack in time",
+    "torch._inductor.config._pre_fusion_custom_pass": "keeping copies of offload where they were planned",
+    "torch._inductor.custom_graph_pass": "keeping copies of offload where they were planned",
+    "torch._inductor.dependencies.MemoryDep": "kernels that pack without holding memory",
+    "torch._inductor.dependencies.StarDep": "an order of kernels with a low peak",
+}
+
+need = needing(SYMBOLS)
+
+
+_PERSISTENT_ROWS = ((1, 4096), (8, 1024))  # up to so many reductions in a kernel, rows up to so long
+
+
+def _group(scheduler_node: Any) -> str | None:
+    """The mark of the graph nodes behind a scheduler node; kept on it, as each is asked for with many others."""
+    known = scheduler_node.__dict__
+    if ALONE not in known:
+        parts = scheduler_node.get_nodes()
+        origins = (o for part in parts for o in getattr(getattr(part, "node", None), "origins", ()))
+        known[ALONE] = next((str(o.meta[ALONE]) for o in origins if ALONE in o.meta), None)
+    mark: str | None = known[ALONE]
+    return mark
+
+
+def _is_ours(scheduler_node: Any) -> bool:
+    origins = getattr(getattr(scheduler_node, "node", None), "origins", ())
+    return any(PACKED_ROW in origin.meta for origin in origins)
+
+
+def _packs(features: Any) -> bool:
+    return any(map(_is_ours, features.scheduler_nodes()))
+
+
+def _reads_rows_twice(features: Any) -> bool:
+    """Whether a kernel looks for the scale of a row, and then reads the row again to pack it."""
+    return any(
+        str(origin.target).startswith("aot_hooks.amax_")
+        for node in features.reduction_nodes()
+        for origin in getattr(getattr(node, "node", None), "origins", ())
+    )
+
+
+@functools.cache
+def choices() -> Any:
+    """Inductor's heuristics (`InductorChoices` is torch's place to override them), changed where hooks stand.
+
+    - What is marked alone is fused with its own kind only.
+    - A row that is reduced for its scale and then read again stays in registers where that was faster on an H200: also
+      rows that do not lie in one piece, and up to 4096 where it is the only one; not two of 3072, not one of 14336.
+    - A row that does not is read 16 bytes a thread at a time, in pieces of 1024, or 2048 if it is longer than 8192. By
+      Inductor's own choice (2048 in 16 warps, 8 bytes) a GELU of 3072 and its two packings took 340 us instead of 208,
+      of 11008 449 instead of 394; silu(a) * b with three packings of 4096 221 instead of 175, of 14336 654 and 660.
+    """
+    base = need("torch._inductor.choices.InductorChoices")
+
+    class Choices(base):  # type: ignore[misc, valid-type]
+        @staticmethod
+        def can_fuse(scheduler: Any, node1: Any, node2: Any, shared_data_score: int) -> bool:
+            if _group(node1) != _group(node2):
+                return False
+            return bool(base.can_fuse(scheduler, node1, node2, shared_data_score))
+
+        @staticmethod
+        def should_use_persistent_reduction(features: Any, cooperative_reduction: bool) -> bool:
+            if base.should_use_persistent_reduction(features, cooperative_reduction):
+                return True
+            hint_name = getattr(features.get_reduction_hint(), "name", "")
+            if cooperative_reduction or hint_name not in ("INNER", "DEFAULT") or not _packs(features):
+                return False
+            sizes = need("torch._inductor.virtualized.V").graph.sizevars
+            count = len(features.reduction_nodes())
+            longest = max((numel for most, numel in _PERSISTENT_ROWS if count <= most), default=0)
+            return bool(sizes.statically_known_leq(features.reduction_numel, longest))
+
+        def triton_kernel_kwargs(self, kernel_cls: Any, features: Any, groups: Any, kernel_kwargs: Any) -> Any:
+            kwargs = super().triton_kernel_kwargs(kernel_cls, features, groups, kernel_kwargs)
+            settings, sizes = need("torch._inductor.config"), need("torch._inductor.virtualized.V").graph.sizevars
+            others_choose = settings.max_autotune or settings.max_autotune_pointwise
+            others_choose |= settings.coordinate_descent_tuning or bool(settings.triton.multi_kernel)
+            if (
+                others_choose
+                or kwargs.get("fixed_config") is not None
+                # Inductor has decided, as where sums over columns are taken along: those blocks are called otherwise.
+                # Of a reduction in a reduction, which 2.15 has, there are some that are too small
+                or kwargs.get("override_persistent_reduction")
+                or "override_cooperative_reduction" in kwargs
+                or [set(tiling) for tiling in groups] != [{"x", "r0_"}]
+                or not _reads_rows_twice(features)
+                or getattr(features, "strict_reduction_rblock", lambda: None)() is not None  # 2.15: the block is fixed
+                or getattr(features.get_reduction_hint(), "name", "") != "INNER"
+                or not sizes.statically_known_leq(32, features.numel)  # fewer rows may be split over programs
+                or settings.triton.force_cooperative_reductions
+                or not sizes.statically_known_leq(1024, features.reduction_numel)
+                or self.should_use_persistent_reduction(features, False)
+            ):
+                return kwargs
+            block, warps = (1024, 4) if sizes.statically_known_leq(features.reduction_numel, 8192) else (2048, 8)
+            config = {"XBLOCK": 1, "R0_BLOCK": block, "num_warps": warps, "num_stages": 1}
+            return {**kwargs, "fixed_config": need("torch._inductor.codegen.triton.FixedTritonConfig")(config)}
+
+        def uuid(self) -> str:
+            return "aot_hooks choices 2"
+
+    return Choices()
+
+
+_OFFLOAD = tuple(f"aot_hooks.{part}" for part in ("offload_start", "offload_wait", "reload_start", "reload_wait"))
+
+
+def _hold_order(nodes: list[Any]) -> list[Any]:
+    """Give Inductor's scheduler the dependencies that keep each operator of offload between the same kernels.
+
+    Before fusion the scheduler has its nodes in the order of the graph. Of those, each kernel that is fused with none
+    (products, attention, other operators) and follows an operator of offload comes to depend on it, and it on every one
+    since the operator before it. These are dependencies of order alone (`is_fake`), which hold no memory.
+    """
+    is_ours = {n: str(getattr(n.node, "op_overload", "")).startswith(_OFFLOAD) for n in nodes}
+    if not any(is_ours.values()):
+        return nodes
+    placed = [n for n in nodes if is_ours[n] or n.is_extern() or n.is_template()]
+    weak = need("torch._inductor.dependencies.WeakDep")
+
+    def order(first: Any, then: Any) -> None:
+        then.add_fake_dep(weak(next(iter(first.get_buffer_names())), then.get_name(), is_fake=True))
+
+    before: Any = None
+    since: list[Any] = []
+    for node in placed:
+        for each in (*((before,) if before is not None else ()), *(since if is_ours[node] else ())):
+            order(each, node)
+        if is_ours[node]:
+            before, since = node, []
+        else:
+            since.append(node)
+    scheduler = nodes[0].scheduler
+    scheduler.nodes = scheduler.topological_sort_schedule(nodes)
+    scheduler.compute_ancestors()  # what fusion looks at to make no circles
+    return list(scheduler.nodes)
+
+
+def _bound_size_hints(graph: Any) -> None:
+    """Let Inductor count for what is read of an input of `graph` no more than the input has.
+
+    It counts the loop that reads: a scale read beside each value of its block counted as much as those in float32. To
+    its search for the order with the least memory, unpacking all that was saved at once then freed more than it took:
+    four Llama blocks with int8 in blocks of 64 peaked at 8.8 GiB, now 5.8. Goes when it is bounded in
+    (`torch._inductor.memory.get_freeable_input_buf`; 2.11 to 2.15).
+    """
+    hint, whole = graph.get_dep_size_hint, need("torch._inductor.dependencies.StarDep")
+
+    def bounded(dep: Any, count_bytes: bool = True) -> int:
+        size: int = hint(dep, count_bytes)
+        if size > 1 and dep.name in graph.graph_inputs:
+            size = min(size, hint(whole(dep.name), count_bytes))
+        return size
+
+    graph.get_dep_size_hint = bounded
+
+
+def _merge_dependencies_of_blocks(nodes: list[Any]) -> None:
+    """Let what packs a value in blocks be fused with what else makes or reads it.
+
+    Inductor compares what two loops read as they stand if they are as deep, after merging them if not: it found
+    [rows, blocks, 128] and [batch, tokens, width] to share nothing, and made four kernels of silu(a) * b and its three
+    packings with int8. What such packings read is merged here, and they are no longer as deep. Goes with torch 2.11:
+    from 2.13 on Inductor finds them.
+    """
+    memory = need("torch._inductor.dependencies.MemoryDep")
+
+    def dependencies(node: Any) -> list[Any]:
+        return [d for d in node.read_writes.reads_and_writes() if isinstance(d, memory) and d.num_vars > 1]
+
+    ours = {node: hasattr(node, "refresh_dependencies") and _is_ours(node) for node in nodes}
+    others: dict[str, list[Any]] = {}
+    for node in nodes:
+        if not ours[node]:
+            for d in dependencies(node):
+                others.setdefault(d.name, []).append(d)
+
+    def differ(a: Any, b: Any) -> bool:
+        return bool(a.num_vars == b.num_vars and a.size != b.size and a.normalize() == b.normalize())
+
+    for node in nodes:
+        if ours[node] and any(differ(d, other) for d in dependencies(node) for other in others.get(d.name, ())):
+            node.refresh_dependencies(normalize=True, need_clear_tiling_cache=False)
+
+
+def _before_fusion(nodes: list[Any]) -> list[Any]:
+    _bound_size_hints(need("torch._inductor.virtualized.V").graph)
+    _merge_dependencies_of_blocks(nodes)
+    return _hold_order(nodes)
+
+
+@functools.cache
+def _order_pass_class() -> type:
+    module = need("torch._inductor.custom_graph_pass")
+    base = getattr(module, "CustomSchedulerPass", module.CustomGraphPass)  # 2.11 has the second only
+
+    class OrderPass(base):  # type: ignore[misc, valid-type]
+        def __init__(self, after: Any) -> None:
+            self.after = after
+
+        def __call__(self, nodes: list[Any]) -> list[Any]:
+            nodes = _before_fusion(nodes)
+            return self.after(nodes) if self.after is not None else nodes
+
+        def uuid(self) -> Any:
+            after = self.after.uuid() if self.after is not None else ""
+            return None if after is None else f"aot_hooks order 2 {after}"
+
+        def __reduce__(self) -> Any:
+            return str, (str(self.uuid()),)
+
+    return OrderPass
+
+
+def order_pass(patches: dict[str, Any]) -> dict[str, Any]:
+    """Inductor settings by which `_before_fusion` runs before fusion, and a pass of the user's after it; 2.11 to 2.15.
+
+    Goes when order can be kept publicly.
+    """
+    name = "_pre_fusion_custom_pass"
+    after = patches.get(name, getattr(need("torch._inductor.config"), name))
+    if after is not None and not hasattr(after, "uuid"):
+        return {name: lambda nodes: after(_before_fusion(nodes))}  # torch caches nothing of what has no identity
+    return {name: _order_pass_class()(after)}

@@ -1,0 +1,157 @@
+"""Operators that Inductor compiles as one loop, in its own `ops` or in PTX.
+
+lower_to_loop(op, body, ...)   at import; torch's Inductor is not imported for it
+register_loops()               when Inductor is first asked to compile hooks
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from .symbols import needing
+
+# symbol -> what needs it
+SYMBOLS = {
+    "torch._inductor.virtualized.V": "kernels that pack without holding memory",
+    "torch._inductor.ir.Pointwise": "operators that Inductor compiles as one loop",
+    "torch._inductor.lowering.register_lowering": "operators that Inductor compiles as one loop",
+    "torch._inductor.codegen.triton.TritonOverrides": "operators that Inductor compiles as one loop",
+    "torch._inductor.ir.TensorBox": "operators that Inductor compiles as one loop",
+    "torch._inductor.lowering.lowerings": "operators that Inductor compiles as one loop",
+    "torch._inductor.virtualized.ops": "operators that Inductor compiles as one loop",
+}
+
+need = needing(SYMBOLS)
+
+
+_loops: list[tuple[Any, Callable[..., Any], Callable[..., Any] | None, Callable[..., torch.dtype], str | None]] = []
+
+
+def lower_to_loop(
+    op: Any,
+    body: Callable[..., Any],
+    dtype_of: Callable[..., torch.dtype],
+    *,
+    nvidia: Callable[..., Any] | None = None,
+    reduce_last: str | None = None,
+) -> None:
+    """Have Inductor compile `op` as one loop over its first argument, from when it is first asked to compile hooks.
+
+    Args:
+        body: `(ops, element of each tensor argument, other arguments) -> element`, in Inductor's `ops`. Tensors
+            broadcast against the first, dimensions of size 1 only.
+        dtype_of: dtype of the result, from the operator's arguments.
+        nvidia: a body that takes the place of `body` where PTX can be emitted.
+        reduce_last: reduce the result over the last dimension, kept as 1, with this ATen operator.
+
+    Goes when a tensor operator can be lowered as one node publicly.
+    """
+    _loops.append((op, body, nvidia, dtype_of, reduce_last))
+
+
+@dataclasses.dataclass(frozen=True)
+class PackedAsm:
+    """Inline assembly of four elements at once, for Triton, and of one for a block that holds fewer than four.
+
+    Inductor's `ops.inline_asm_elementwise` has nothing for the latter in 2.11, where such a block does not compile, and
+    from 2.13 on takes each input for as large as the first. So code for this is made by ours, called through it.
+
+    Attributes:
+        dtype: of the result.
+        four, four_constraints: 8-bit elements are in one register, others in a register each.
+        one, one_constraints: 8-bit elements are in a register each.
+    """
+
+    dtype: torch.dtype
+    four: str
+    four_constraints: str
+    one: str
+    one_constraints: str
+
+    def __call__(self, ops: Any, *inputs: Any) -> Any:
+        _packed_asm[self.four] = self
+        return ops.inline_asm_elementwise(
+            *inputs, asm=self.four, constraints=self.four_constraints, dtype=self.dtype, is_pure=True, pack=4
+        )
+
+    def code(self, *inputs: Any) -> str:
+        """As an expression of Triton's language; which of the two is known when that is compiled."""
+        byte, dtype = self.dtype.itemsize == 1, str(self.dtype).removeprefix("torch.")
+        words = [f"{x}.to(tl.int32)" if x.dtype.itemsize == 1 else str(x) for x in inputs]
+        four = (
+            f"tl.inline_asm_elementwise('{self.four}', '{self.four_constraints}', [{', '.join(map(str, inputs))}], "
+            f"dtype=tl.{dtype}, is_pure=True, pack=4)"
+        )
+        one = (
+            f"tl.inline_asm_elementwise('{self.one}', '{self.one_constraints}', [{', '.join(words)}], "
+            f"dtype=tl.{'int32' if byte else dtype}, is_pure=True, pack=1)" + (f".to(tl.{dtype})" if byte else "")
+        )
+        return f"({four} if {inputs[0]}.numel >= 4 else {one})"
+
+
+_packed_asm: dict[str, PackedAsm] = {}
+
+
+@functools.cache
+def _register_packed_asm() -> None:
+    overrides = need("torch._inductor.codegen.triton.TritonOverrides")
+    stock = overrides.inline_asm_elementwise
+
+    def inline_asm_elementwise(*inputs: Any, asm: str, **named: Any) -> Any:
+        ours = _packed_asm.get(asm)
+        return stock(*inputs, asm=asm, **named) if ours is None else ours.code(*inputs)
+
+    overrides.inline_asm_elementwise = staticmethod(inline_asm_elementwise)
+
+
+def register_loops() -> None:
+    """Register what `lower_to_loop` was given with Inductor."""
+    _register_packed_asm()
+    register = need("torch._inductor.lowering.register_lowering")
+    while _loops:
+        op, body, nvidia, dtype_of, reduce_last = _loops.pop()
+        register(op, type_promotion_kind=None)(_lowering(body, nvidia, dtype_of, reduce_last))
+
+
+def _lowering(
+    body: Callable[..., Any],
+    nvidia: Callable[..., Any] | None,
+    dtype_of: Callable[..., torch.dtype],
+    reduce_last: str | None,
+) -> Callable[..., Any]:
+    lowerings = need("torch._inductor.lowering.lowerings")
+    pointwise, box = need("torch._inductor.ir.Pointwise"), need("torch._inductor.ir.TensorBox")
+    graph, ops = need("torch._inductor.virtualized.V"), need("torch._inductor.virtualized.ops")
+
+    def lower(*args: Any) -> Any:
+        tensors = [a for a in args if isinstance(a, box)]
+        others = args[len(tensors) :]
+        sizes = tensors[0].get_size()
+        known = graph.graph.sizevars.statically_known_equals
+        loaders = []
+        for t in tensors:
+            spread = [known(own, 1) and not known(size, 1) for own, size in zip(t.get_size(), sizes, strict=True)]
+            loaders.append((t.make_loader(), spread))
+
+        device = tensors[0].get_device()
+        element = nvidia if nvidia is not None and device.type == "cuda" and torch.version.hip is None else body
+
+        def inner(index: Any) -> Any:
+            at = [[0 if s else i for i, s in zip(index, spread, strict=True)] for _, spread in loaders]
+            # Scales first: where two layouts of a block in threads meet, Triton takes that of what was loaded last, and
+            # a scale's is one element a thread at a time. A norm's backward that unpacks then takes 662 instructions
+            # for sm_90 instead of 745, without moving codes through shared memory a byte at a time.
+            elements = [load(i) for (load, _), i in zip(reversed(loaders), reversed(at), strict=True)]
+            return element(ops, *reversed(elements), *others)
+
+        out = pointwise.create(device=device, dtype=dtype_of(*args), inner_fn=inner, ranges=list(sizes))
+        if reduce_last is None:
+            return out
+        return lowerings[getattr(torch.ops.aten, reduce_last).default](out, [-1], True)
+
+    return lower

@@ -1,0 +1,1 @@
+"""Around AOTAutograd and Inductor: their compiled graphs become captured functions, and entries of torch's caches."""

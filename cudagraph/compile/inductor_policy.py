@@ -1,0 +1,136 @@
+"""`cudagraph.Policy()`: Inductor's own users switch to this package's trees.
+
+    torch._inductor.config.cudagraph_policy = cudagraph.Policy()      torch 2.13 and later
+    torch.compile(model, mode="reduce-overhead")
+
+Inductor finds out what it captures, as for its own trees, and asks the policy to wrap each compiled graph; code that
+its scheduler cut is captured piece by piece. Works on graphs that torch's caches loaded, too.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from .. import counters
+from ..graph.analyse import Boxed, uncaptured
+from ..options import Options
+from ..placeholder import PlaceholderInfo
+from ..torch_private import compilers
+from ..tree import dispatch
+from ..tree.dispatch import Piece
+from ..tree.driver import CaptureDriver
+from .inductor import capture_partitions
+
+__all__ = ["Policy"]
+
+_numbers = itertools.count()
+
+
+class _Pending:
+    """What stands in a compiled graph between the two calls that Inductor makes: what to capture, not yet captured."""
+
+    def __init__(self, run: Boxed, piece: Piece, given: Sequence[int]) -> None:
+        self.run, self.piece, self.given = run, piece, given
+
+    def __call__(self, inputs: list[Any]) -> Any:
+        return self.run(inputs)
+
+
+class Policy(compilers.inductor_policy_class()):  # type: ignore[misc]
+    """For `torch._inductor.config.cudagraph_policy`.
+
+    Args:
+        options: as of `torch.compile(backend="cudagraph_tree", options=...)`; "inner" has no meaning here.
+        driver: what captures; CUDA's if None.
+
+    Raises:
+        UnsupportedTorchError: torch before 2.13 does not ask a policy.
+        OptionError: an unknown or ill-typed option.
+    """
+
+    def __init__(self, options: Mapping[str, Any] | None = None, *, driver: CaptureDriver | None = None) -> None:
+        compilers.need_inductor_policy()
+        self.options = Options.parse(options)
+        self.driver = driver
+        self.device_type = "cuda" if driver is None else driver.device_type
+        self._local = threading.local()  # .pending: of the graph that this thread is compiling
+        self._static: dict[Any, set[str]] = {}  # by Inductor's number of a graph: the forward's static inputs
+
+    def __deepcopy__(self, _: Any) -> Policy:
+        return self  # torch.compile copies Inductor's settings
+
+    def cudagraphify(
+        self,
+        model: Callable[..., Any],
+        example_inputs: Sequence[Any],
+        static_input_idxs: Sequence[int],
+        *,
+        device_index: int,
+        is_backward: bool,
+        is_inference: bool,
+        **kwargs: Any,
+    ) -> Callable[..., Any]:
+        """Inductor's question how to wrap `model`; the answer is given in `wrap_output`, which sees the pieces."""
+        word = "backward" if is_backward else "inference" if is_inference else "forward"
+        piece = Piece(
+            name=f"{word} {next(_numbers)} of Inductor",
+            run=model,
+            device=torch.device("cpu") if self.device_type == "cpu" else torch.device(self.device_type, device_index),
+            mutated_inputs=tuple(kwargs.get("mutated_input_idxs") or ()),
+            placeholders=tuple(map(_info, kwargs.get("placeholders") or ())),
+            output_traces=tuple(kwargs.get("stack_traces") or ()),
+            constants=tuple(kwargs.get("constants") or ()),
+            is_backward=is_backward,
+            is_inference=is_inference,
+        )
+        self._local.pending = _Pending(model, piece, static_input_idxs)
+        return self._local.pending  # type: ignore[no-any-return]
+
+    def should_wrap(self, compiled_graph: Any) -> bool:
+        """Whether to ask at all: always."""
+        return True
+
+    def wrap_output(self, output_code: Any) -> Any:
+        """Capture what `cudagraphify` was asked for: whole, or piece by piece as the code was cut."""
+        pending, self._local.pending = getattr(self._local, "pending", None), None
+        if pending is None or not compilers.is_compiled_graph(output_code):
+            return output_code  # Inductor decided against it, and said so
+        static = self._static_inputs(pending, compilers.graph_number(output_code))
+        piece = dataclasses.replace(pending.piece, static_inputs=static)
+        maps = compilers.partitions_of(output_code)
+        if maps is None:
+            run = dispatch.capture(piece, self.options, self.driver)
+        elif maps:
+            counters.add("partitions", len(maps) > 1)
+            run = capture_partitions(output_code, piece, maps, self.options, self.driver)
+        else:
+            run = uncaptured(pending.run)
+        if compilers.callable_of(output_code) is pending:
+            compilers.set_callable(output_code, run)
+        else:  # wrapped once more since
+            pending.run = run
+        return output_code
+
+    def _static_inputs(self, pending: _Pending, graph_number: Any) -> tuple[int, ...]:
+        """Inductor calls every saved tensor static. Parameters are; what lies in the tree's own memory it finds by
+        itself; a caller's tensor that is saved is elsewhere in each step."""
+        names = [info.name for info in pending.piece.placeholders]
+        if not pending.piece.is_backward:
+            self._static[graph_number] = {names[i] for i in pending.given if i < len(names)}
+            return tuple(pending.given)
+        known = self._static.get(graph_number)
+        if known is None:  # the forward was not captured
+            return tuple(i for i in pending.given if names[i].startswith("primals"))
+        return tuple(i for i in pending.given if names[i] in known)
+
+
+def _info(theirs: Any) -> PlaceholderInfo:
+    """torch's record of a placeholder as ours."""
+    users = tuple(PlaceholderInfo(user.name, user.stack_trace) for user in theirs.users)
+    return PlaceholderInfo(theirs.name, theirs.stack_trace, users, theirs.mutating_use_stack_trace)

@@ -1,0 +1,314 @@
+"""What of a graph can be captured, found before anything is captured.
+
+    graph, device --reason_against(node)--> None, or why this operator can't stand in a CUDA graph
+                  --blockers--> tuple[Blocker]     each with the user's line
+
+A captured graph launches the same kernels on the same addresses each time, and nothing of it runs on the host. So what
+computes on the host, reads a number there, waits for the device to know a size, or belongs to another device stays out.
+Views and arithmetic on sizes launch nothing: they stand anywhere (`is_free`). Where an input is given other memory or
+another shape (`rebinds`), all of the graph stays out: what the input is given would lie in memory of the pool.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from ..placeholder import source_line, written_nodes
+from ..torch_private import cuda as torch_cuda
+
+__all__ = [
+    "Blocker",
+    "blockers",
+    "capture_device",
+    "is_free",
+    "reason_against",
+    "rebinds",
+    "register_host_operator",
+]
+
+CPU = torch.device("cpu")
+
+# They choose on the host what runs.
+_CONTROL_FLOW = {"cond", "while_loop", "while_loop_stack_output", "switch"}
+
+# They look at the result on the host, to raise if it is not good, or run on a library that can't be captured.
+_HOST_READS = {
+    "aten::_linalg_check_errors",
+    "aten::_linalg_eigh",
+    "aten::_linalg_svd",
+    "aten::linalg_eig",
+    "aten::linalg_lstsq",
+    "aten::equal",
+    "aten::is_nonzero",
+    "aten::_local_scalar_dense",
+    "aten::_pin_memory",
+    "aten::record_stream",
+}
+
+_COPIES = {"aten::_to_copy", "aten::copy_", "aten::copy", "prims::device_put"}
+
+# They check sizes, which are a key of recordings.
+_SIZE_CHECKS = {"aten::_assert_scalar", "aten::sym_constrain_range", "aten::sym_constrain_range_for_size"}
+
+# They change the memory or the shape of a tensor object, and have no tag that says so.
+_REBIND_WITHOUT_TAG = {
+    "aten::set_data",
+    "aten::_resize_output_",
+    "aten::resize_as_sparse_",
+    "inductor::resize_storage_bytes_",
+}
+
+REBINDS = "other memory or another shape, which a replay would not"
+
+_host_operators: set[Any] = set()
+
+
+@dataclass(frozen=True)
+class Blocker:
+    """An operator that keeps a graph from being captured whole.
+
+    Attributes:
+        reason: why, as the end of the sentence "it can't be captured because ...".
+        op: the operator, as torch writes it; "" where no operator is the reason.
+        node: its name in the graph; "" likewise.
+        stack_trace: the user's stack where it was called; None if unknown.
+        graph: the graph it is in, where that is not clear from what holds the blocker.
+    """
+
+    reason: str
+    op: str
+    node: str
+    stack_trace: str | None = None
+    graph: str = ""
+
+    @property
+    def source_line(self) -> str:
+        """The user's line, as "model.py:31: code"; "" if unknown."""
+        return source_line(self.stack_trace)
+
+    def __str__(self) -> str:
+        where = f" ({self.source_line})" if self.source_line else ""
+        return f"{self.op} {self.reason}{where}".strip()
+
+
+def register_host_operator(op: Any) -> None:
+    """Declare that custom operator `op` can be captured although it takes or gives CPU tensors.
+
+    It must read and write them by copies in stream order only, never on the host, and they must be pinned memory that
+    stays where it is as long as a recording of it lives. `op` is an overload, such as `torch.ops.mine.offload.default`.
+    """
+    _host_operators.add(op)
+
+
+def is_host_operator(node: Any) -> bool:
+    """Whether the operator of `node`, or an operator itself, was declared by `register_host_operator`."""
+    return (node.target if isinstance(node, Node) else node) in _host_operators
+
+
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """The tensors in what a node stands for."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, (list, tuple)):
+        return [t for item in value for t in tensors_in(item)]
+    return []
+
+
+def value_of(node: Node) -> Any:
+    """What `node` stands for while compiling: a fake tensor, a number, a list of them; None if it is not known."""
+    return node.meta["val"] if "val" in node.meta else attribute_of(node)
+
+
+def attribute_of(node: Node) -> Any:
+    """The tensor or subgraph that a `get_attr` node reads; None for other nodes."""
+    if node.op != "get_attr":
+        return None
+    found: Any = node.graph.owning_module
+    for name in str(node.target).split("."):
+        found = getattr(found, name, None)
+    return found
+
+
+def capture_device(gm: GraphModule, device_type: str) -> torch.device | None:
+    """The device of that type that most operators of `gm` compute on; None if it has none.
+
+    An operator that gives no tensor there computes on what it reads: `.item()`, `.cpu()`.
+    """
+    count: Counter[torch.device] = Counter()
+    for node in gm.graph.nodes:
+        if node.op != "call_function" or is_free(node):
+            continue
+        read = [t for given in node.all_input_nodes for t in tensors_in(value_of(given))]
+        made, given = (
+            {t.device for t in ts if t.device.type == device_type} for ts in (tensors_in(value_of(node)), read)
+        )
+        count.update(made or given)
+    return count.most_common(1)[0][0] if count else None
+
+
+def blockers(gm: GraphModule, device: torch.device) -> tuple[Blocker, ...]:
+    """The operators of `gm` that can't be captured on `device`, in order."""
+    found = []
+    for node in gm.graph.nodes:
+        reason = reason_against(node, device)
+        if reason is not None:
+            found.append(blocker_of(node, reason))
+    return tuple(found)
+
+
+def blocker_of(node: Node, reason: str) -> Blocker:
+    return Blocker(reason, str(node.target), node.name, traced_line(node))
+
+
+def rebinds(node: Node) -> Node | None:
+    """The input or constant that the operator of `node` gives other memory or another shape; None if it gives none.
+
+    Of what the graph itself made that is no matter: all that happens to the tensor object happens once, in the capture.
+    """
+    if node.op != "call_function" or not torch_cuda.is_operator(node.target):
+        return None
+    tagged = torch.Tag.inplace_view in node.target.tags  # type: ignore[union-attr]
+    if not tagged and _name(node) not in _REBIND_WITHOUT_TAG:
+        return None
+    source = source_of(node.all_input_nodes[0])
+    return source if source.op in ("placeholder", "get_attr") else None
+
+
+def source_of(node: Node) -> Node:
+    """What `node` is a view of, through views of views; itself if it is none."""
+    while node.op == "call_function" and node.all_input_nodes and is_free(node):
+        node = node.all_input_nodes[0]
+    return node
+
+
+def traced_line(node: Node) -> str | None:
+    """The user's stack of `node`, or of the nearest operator that it was computed from; None if none has one."""
+    waiting, seen = [node], {node}
+    while waiting:
+        given = waiting.pop(0)
+        trace: str | None = given.meta.get("stack_trace")
+        if trace:
+            return trace
+        for source in reversed(given.all_input_nodes):
+            if source not in seen:
+                seen.add(source)
+                waiting.append(source)
+    return None
+
+
+def is_free(node: Node) -> bool:
+    """Whether `node` launches nothing: a view, an item of a tuple, arithmetic on sizes and checks of it."""
+    if node.op != "call_function":
+        return True
+    if node.target is operator.getitem:
+        return True
+    if torch_cuda.is_operator(node.target):
+        return torch_cuda.returns_views(node.target) or _name(node) in _SIZE_CHECKS or _is_size(node)
+    return not torch_cuda.is_higher_order(node.target) and not tensors_in(value_of(node))
+
+
+def _is_size(node: Node) -> bool:
+    return str(node.target).startswith(
+        ("aten.sym_size", "aten.sym_stride", "aten.sym_numel", "aten.sym_storage_offset")
+    )
+
+
+def reason_against(node: Node, device: torch.device) -> str | None:
+    """Why the operator of `node` can't be captured on `device`; None if it can, or if it is free."""
+    if node.op != "call_function" or is_free(node):
+        return None
+    return _by_layout(node) or _by_operator(node, device) or _by_sizes(node) or _by_device(node, device)
+
+
+def _by_layout(node: Node) -> str | None:
+    tensors = [t for n in (node, *node.all_input_nodes) for t in tensors_in(value_of(n))]
+    # a constant that a library packed is no input, and stays as it is
+    layouts = {str(t.layout) for t in tensors if t.layout is not torch.strided and not t.is_mkldnn}
+    return f"works on a tensor of layout {min(layouts)}" if layouts else None
+
+
+def _by_operator(node: Node, device: torch.device) -> str | None:
+    target = node.target
+    if torch_cuda.is_higher_order(target):
+        if str(target) in _CONTROL_FLOW:
+            return "chooses on the host what runs"
+        for called in _operators_given(node):
+            if torch.Tag.cudagraph_unsafe in called.tags:
+                return f"calls {called}, which is tagged cudagraph_unsafe"
+        for sub in _subgraphs(node):
+            for inner in sub.graph.nodes:
+                reason = reason_against(inner, device)
+                if reason is not None:
+                    return f"holds {inner.target}, which {reason}"
+    elif torch_cuda.is_operator(target):
+        if torch.Tag.cudagraph_unsafe in target.tags:  # type: ignore[union-attr]
+            return "is tagged cudagraph_unsafe"
+        if _name(node) in _HOST_READS or torch.Tag.data_dependent_output in target.tags:  # type: ignore[union-attr]
+            return "waits for the device and reads its result on the host"
+    if torch_cuda.unsafe_by_torch(node):
+        return "is an operator that torch does not capture (it reads or allocates on the host)"
+    return None
+
+
+def _by_sizes(node: Node) -> str | None:
+    for value in (value_of(node), *map(value_of, node.all_input_nodes)):
+        symbols = set().union(*(torch_cuda.data_dependent_sizes(v) for v in (*tensors_in(value), *_numbers(value))))
+        if symbols:
+            return f"has a size that depends on the values of a tensor ({', '.join(sorted(map(str, symbols)))})"
+    return None
+
+
+def _numbers(value: Any) -> list[Any]:
+    return [value] if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)) else []
+
+
+def _by_device(node: Node, device: torch.device) -> str | None:
+    given = [t for n in node.all_input_nodes for t in tensors_in(value_of(n))]
+    made = tensors_in(value_of(node))
+    if not given and not made and not torch_cuda.is_higher_order(node.target):
+        return "acts on the host only"
+    # meta tensors have no memory: nothing is computed with them
+    given = [t for t in given if t.device.type != "meta"]
+    made = [t for t in made if t.device.type != "meta"]
+    others = {t.device for t in (*given, *made)} - {device}
+    if not others or (others == {CPU} and is_host_operator(node)):
+        return None
+    if device not in {t.device for t in (*given, *made)}:
+        return f"runs on {_listed(others)}"
+    sources, results = {t.device for t in given}, {t.device for t in made}
+    written = {t.device for n in written_nodes(node) for t in tensors_in(value_of(n))}
+    if _name(node) in _COPIES:
+        goes_to = written or results
+        comes_from = sources - goes_to
+        return f"copies from {_listed(comes_from)} to {_listed(goes_to)}"
+    if results == {device} and all(t.ndim == 0 for t in given if t.device == CPU) and others == {CPU}:
+        return "reads a number from the CPU"
+    return f"works on tensors of {_listed(others | {device})}"
+
+
+def _listed(devices: set[torch.device]) -> str:
+    return " and ".join("the CPU" if d == CPU else str(d) for d in sorted(devices, key=str))
+
+
+def _name(node: Node) -> str:
+    return str(node.target.name()).split(".")[0] if torch_cuda.is_operator(node.target) else ""  # type: ignore[union-attr]
+
+
+def _operators_given(node: Node) -> Iterator[Any]:
+    """The operators that a higher-order one is given to call."""
+    return (a for a in (*node.args, *node.kwargs.values()) if torch_cuda.is_operator(a))
+
+
+def _subgraphs(node: Node) -> Iterator[GraphModule]:
+    for given in node.all_input_nodes:
+        if given.op == "get_attr":
+            value = attribute_of(given)
+            if isinstance(value, GraphModule):
+                yield value

@@ -1,0 +1,200 @@
+"""Takes out of a graph what stands on the CPU for no reason, before it is looked at.
+
+    torch.arange(n).to("cuda")           made where it is wanted
+    torch.tensor([1, 2], device="cuda")  a constant: moved when the graph is compiled, not in every call
+    x[..., 0] = 3                        a known number: made on the device too
+    x * s   with s a number on the CPU   s is copied ahead of the graph, in one place, and x * s can be captured
+
+Each rewrite gives the same bits. Where it is computed with, a number on the CPU is left alone beside 16-bit and smaller
+floats: there a kernel uses all digits of a number from the CPU, but rounds one that lies on the device to the tensor's
+type first. Likewise `arange` of floats is left alone: the CPU adds up in float64.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from ..torch_private import cuda as torch_cuda
+from .blockers import CPU, attribute_of, tensors_in, value_of
+
+__all__ = ["prepare"]
+
+aten = torch.ops.aten
+
+_FACTORIES = {
+    aten.arange.default,
+    aten.arange.start,
+    aten.arange.start_step,
+    aten.full.default,
+    aten.zeros.default,
+    aten.ones.default,
+    aten.eye.default,
+    aten.eye.m,
+    aten.scalar_tensor.default,
+    aten.tril_indices.default,
+    aten.triu_indices.default,
+}
+
+# They put a number somewhere as it is and compute nothing with it.
+_PLACING = {
+    aten.copy.default,
+    aten.copy_.default,
+    aten.fill.Tensor,
+    aten.index_put.default,
+    aten.masked_fill.Tensor,
+    aten.where.self,
+}
+
+
+def prepare(gm: GraphModule, device: torch.device, *, numbers: bool) -> None:
+    """Rewrite `gm` in place for capture on `device`; with `numbers` also what reads a number from the CPU."""
+    if device.type == "cpu":
+        return
+    changed = _factories(gm, device) + _constants(gm, device) + _known_numbers(gm, device)
+    if numbers:
+        changed += _numbers(gm, device)
+    if changed:
+        gm.graph.eliminate_dead_code()
+        gm.graph.lint()
+        gm.recompile()
+
+
+def _moved_to(node: Node, device: torch.device) -> bool:
+    """Whether `node` copies a tensor from the CPU to `device` and changes nothing else about it."""
+    if node.op != "call_function" or node.target not in (torch_cuda.to_copy, torch.ops.prims.device_put.default):
+        return False
+    source, result = value_of(node.all_input_nodes[0]), value_of(node)
+    return (
+        isinstance(source, torch.Tensor)
+        and isinstance(result, torch.Tensor)
+        and source.device == CPU
+        and result.device == device
+        and source.dtype == result.dtype
+    )
+
+
+def _factories(gm: GraphModule, device: torch.device) -> int:
+    count = 0
+    for node in list(gm.graph.nodes):
+        if node.target not in _FACTORIES or not node.users or not all(_moved_to(u, device) for u in node.users):
+            continue
+        if node.target.overloadpacket is aten.arange and value_of(node).is_floating_point():
+            continue
+        copies = list(node.users)
+        node.kwargs = {**node.kwargs, "device": device, "pin_memory": False}
+        node.meta = {**node.meta, "val": copies[0].meta["val"]}
+        for copy in copies:
+            copy.replace_all_uses_with(node)
+            gm.graph.erase_node(copy)
+            count += 1
+    return count
+
+
+def _constant_behind(node: Node) -> torch.Tensor | None:
+    """The tensor that `torch.tensor(...)` in the user's code is: a copy of a constant of the graph; else None."""
+    if node.target is not aten.lift_fresh_copy.default:
+        return None
+    constant = attribute_of(node.all_input_nodes[0])
+    return constant if type(constant) is torch.Tensor else None
+
+
+def _constants(gm: GraphModule, device: torch.device) -> int:
+    """`_to_copy(lift_fresh_copy(constant))`: copied on the device, because each call makes a tensor of its own, which
+    may be written to by whoever gets it."""
+    count = 0
+    for node in list(gm.graph.nodes):
+        if not _moved_to(node, device):
+            continue
+        constant = _constant_behind(node.all_input_nodes[0])
+        if constant is None:
+            continue
+        name = f"_on_device_{count}"
+        while hasattr(gm, name):
+            name += "_"
+        with torch_cuda.without_modes():
+            gm.register_buffer(name, constant.to(device), persistent=False)
+        with gm.graph.inserting_before(node):
+            held = gm.graph.get_attr(name)
+            fresh = gm.graph.call_function(aten.lift_fresh_copy.default, (held,))  # Inductor drops a clone
+        held.meta = {"val": node.meta["val"]}
+        fresh.meta = dict(node.meta)
+        node.replace_all_uses_with(fresh)
+        gm.graph.erase_node(node)
+        count += 1
+    return count
+
+
+def _is_number(node: Node) -> bool:
+    value = value_of(node)
+    return node.op != "output" and isinstance(value, torch.Tensor) and value.device == CPU and value.ndim == 0
+
+
+def _known_numbers(gm: GraphModule, device: torch.device) -> int:
+    count = 0
+    for node in list(gm.graph.nodes):
+        if not _is_number(node):
+            continue
+        known = _known(node)
+        readers = [user for user in node.users if _reads_the_same_on(device, user)]
+        if known is None or not readers:
+            continue
+        with gm.graph.inserting_after(node):
+            made = gm.graph.call_function(
+                aten.full.default, ([], known), {"dtype": value_of(node).dtype, "device": device, "pin_memory": False}
+            )
+        _describe(made, node, readers[0], device)
+        for reader in readers:
+            reader.replace_input_with(node, made)
+        count += 1
+    return count
+
+
+def _known(node: Node) -> bool | int | float | complex | None:
+    """The number that the tensor of `node` always is; None if that is not known."""
+    constant = _constant_behind(node)
+    if constant is not None:
+        with torch_cuda.without_modes():
+            return constant.item() if constant.numel() == 1 else None
+    if node.target in (aten.full.default, aten.scalar_tensor.default):
+        number = node.args[-1]
+        return number if isinstance(number, bool | int | float | complex) else None
+    return None
+
+
+def _describe(made: Node, number: Node, reader: Node, device: torch.device) -> None:
+    made.meta = {k: v for k, v in reader.meta.items() if k == "stack_trace"}
+    with torch_cuda.fake_mode_of(value_of(number)):
+        made.meta["val"] = torch.empty((), dtype=value_of(number).dtype, device=device)
+
+
+def _numbers(gm: GraphModule, device: torch.device) -> int:
+    count = 0
+    for node in list(gm.graph.nodes):
+        readers = [user for user in node.users if _reads_the_same_on(device, user)] if _is_number(node) else []
+        if not readers:
+            continue
+        after: Any = node
+        if node.op == "placeholder":  # behind the last of them
+            after = gm.graph.find_nodes(op="placeholder")[-1]
+        with gm.graph.inserting_after(after):
+            moved = gm.graph.call_function(torch_cuda.to_copy, (node,), {"device": device, "non_blocking": True})
+        _describe(moved, node, readers[0], device)
+        for reader in readers:
+            reader.replace_input_with(node, moved)
+        count += 1
+    return count
+
+
+def _reads_the_same_on(device: torch.device, node: Node) -> bool:
+    """Whether an operator gives the same bits for a number on the CPU and on `device`."""
+    places = node.target in _PLACING
+    if node.op != "call_function" or not (places or torch.Tag.pointwise in getattr(node.target, "tags", ())):
+        return False
+    made = tensors_in(value_of(node))
+    given = [t for n in node.all_input_nodes for t in tensors_in(value_of(n))]
+    if not made or any(t.device != device for t in made) or not any(t.device == device for t in given):
+        return False
+    return places or all(not t.is_floating_point() or t.dtype.itemsize >= 4 for t in (*made, *given))

@@ -1,0 +1,329 @@
+"""A graph cut into parts that are captured and parts that run as they are, in as few captured parts as order allows.
+
+    graph, colours --split--> parts:   [capture | eager | capture]     a topological order of the graph, cut where the
+                                                                       colour changes
+    parts, a callable each --assemble--> one boxed callable            that frees each value after its last use
+
+Colours: "capture", "eager", or "free" for what launches nothing and goes wherever it is ready. Order is what data flow
+demands, and: writes and reads of one memory stay in order, random operators stay in order among each other (each draws
+from where the last one stopped), other side effects too.
+"""
+
+from __future__ import annotations
+
+import linecache
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from ..placeholder import written_nodes
+from ..torch_private import cuda as torch_cuda
+from .blockers import attribute_of, is_free, tensors_in, value_of
+
+__all__ = ["CAPTURE", "EAGER", "FREE", "Part", "assemble", "part_module", "split"]
+
+CAPTURE, EAGER, FREE = "capture", "eager", "free"
+
+MIN_KERNEL_COUNT = 2  # a captured part of a cut graph with fewer operators costs more than it saves
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """A run of operators.
+
+    Attributes:
+        captured: whether it is to be captured.
+        nodes: its operators, in order; constants (`get_attr`) are in none, each part that reads one has it.
+        inputs: values from before it: inputs of the graph or operators of earlier parts. If it is captured, also the
+            sizes that its tensors have: a recording is for one of each.
+        written_later: inputs of the graph that are written to after it; none if it is not captured.
+        outputs: its operators that later parts or the graph's output read.
+        kernel_count: how many of `nodes` are not free.
+    """
+
+    captured: bool
+    nodes: tuple[Node, ...]
+    inputs: tuple[Node, ...]
+    outputs: tuple[Node, ...]
+    kernel_count: int
+    written_later: tuple[Node, ...] = ()
+
+    @property
+    def arguments(self) -> tuple[Node, ...]:
+        """What it is called with: `inputs`, and what is written to later. Its call may end a step, and what is held of
+        that is no output of a graph any more; what is about to be written to has to be the caller's."""
+        return (*self.inputs, *(node for node in self.written_later if node not in self.inputs))
+
+
+def split(graph: Graph, colour: Callable[[Node], str], min_kernel_count: int = MIN_KERNEL_COUNT) -> tuple[Part, ...]:
+    """The parts of `graph`; `colour(node)` is asked once for each operator.
+
+    With nothing "eager" there is one part, captured, whatever its size; with nothing to capture one that is not.
+    """
+    nodes = [node for node in graph.nodes if node.op not in ("placeholder", "get_attr", "output")]
+    colours = {node: colour(node) for node in nodes}
+    after = _after(nodes)
+    if EAGER not in colours.values():
+        captured = CAPTURE in colours.values()
+        return _with_boundaries(graph, [(captured, nodes)], colours) if nodes else ()
+    while True:
+        runs = _fewest_runs(nodes, colours, after)
+        small = [
+            node
+            for captured, run in runs
+            if captured and sum(colours[n] == CAPTURE for n in run) < min_kernel_count
+            for node in run
+            if colours[node] == CAPTURE
+        ]
+        if not small:
+            return _with_boundaries(graph, runs, colours)
+        colours.update(dict.fromkeys(small, EAGER))
+
+
+def _after(nodes: Sequence[Node]) -> dict[Node, set[Node]]:
+    """What must come before each operator."""
+    known = set(nodes)
+    after = {node: {n for n in node.all_input_nodes if n in known} for node in nodes}
+    memory = _memory(nodes)
+    writer: dict[Any, Node] = {}  # the last write to a memory
+    readers: dict[Any, list[Node]] = {}  # reads since then
+    last: dict[str, Node] = {}
+    for node in nodes:
+        written = set().union(*(memory[n] for n in written_nodes(node)))
+        touched = written.union(*(memory[n] for n in node.all_input_nodes))
+        for key in touched:
+            if key in writer:
+                after[node].add(writer[key])
+        for key in written:
+            after[node].update(readers.pop(key, ()))
+            writer[key] = node
+        for key in touched - written:
+            readers.setdefault(key, []).append(node)
+        for chain in _chains(node):
+            if chain in last:
+                after[node].add(last[chain])
+            last[chain] = node
+        after[node].discard(node)
+    return after
+
+
+def _memory(nodes: Sequence[Node]) -> dict[Node, set[Any]]:
+    """What names the memory of each value: the storages of its fake tensors, and the values that it is a view of by the
+    operators' schemas, because not all fake tensors of views share a storage."""
+    memory: dict[Node, set[Any]] = {}
+
+    def of(node: Node) -> set[Any]:
+        if node not in memory:  # an input or a constant
+            memory[node] = {node} | _storages(node)
+        return memory[node]
+
+    for node in nodes:
+        memory[node] = {node} | _storages(node)
+        memory[node] = memory[node].union(*(of(n) for n in _viewed(node)))
+        for given in node.all_input_nodes:
+            of(given)
+    return memory
+
+
+def _viewed(node: Node) -> list[Node]:
+    """The arguments that a result of `node` may be a view of, or be."""
+    if not torch_cuda.is_operator(node.target):
+        return list(node.all_input_nodes) if is_free(node) else []
+    return [*written_nodes(node), *(node.all_input_nodes if torch_cuda.returns_views(node.target) else ())]
+
+
+def _storages(node: Node) -> set[int]:
+    keys = (torch_cuda.storage_key(t) for t in tensors_in(value_of(node)))
+    return {key for key in keys if key is not None}
+
+
+def _chains(node: Node) -> list[str]:
+    """The orders beyond data flow that an operator belongs to."""
+    chains = []
+    tags = getattr(node.target, "tags", ())
+    if torch.Tag.nondeterministic_seeded in tags or "rng_state" in str(node.target):
+        chains.append("random")
+    if node.is_impure():
+        chains.append("effects")
+    return chains
+
+
+def _fewest_runs(
+    nodes: Sequence[Node], colours: dict[Node, str], after: dict[Node, set[Node]]
+) -> list[tuple[bool, list[Node]]]:
+    """Runs of one colour, begun with the colour that leads to fewer captured ones.
+
+    Taking all that is ready before changing colour is optimal for a given first colour: what stands in an earlier run
+    never makes a later one necessary.
+    """
+    first = next(colours[n] for n in nodes if colours[n] != FREE)
+    other = EAGER if first == CAPTURE else CAPTURE
+    tries = [_runs(nodes, colours, after, begin) for begin in (first, other)]
+    return min(tries, key=lambda runs: (sum(captured for captured, _ in runs), len(runs)))
+
+
+def _runs(
+    nodes: Sequence[Node], colours: dict[Node, str], after: dict[Node, set[Node]], begin: str
+) -> list[tuple[bool, list[Node]]]:
+    waiting = list(nodes)
+    done: set[Node] = set()
+    runs: list[tuple[bool, list[Node]]] = []
+    now = begin
+    while waiting:
+        run, left = [], []
+        for node in waiting:  # in the graph's order, which keeps memory as it was planned
+            if colours[node] in (now, FREE) and after[node] <= done:
+                run.append(node)
+                done.add(node)
+            else:
+                left.append(node)
+        if run:
+            runs.append((now == CAPTURE, run))
+        waiting = left
+        now = EAGER if now == CAPTURE else CAPTURE
+    return _without_idle(runs, colours)
+
+
+def _without_idle(runs: list[tuple[bool, list[Node]]], colours: dict[Node, str]) -> list[tuple[bool, list[Node]]]:
+    """Runs of free operators alone join the one before, or the next if they are the first."""
+    kept: list[tuple[bool, list[Node]]] = []
+    carried: list[Node] = []
+    for captured, run in runs:
+        if all(colours[node] == FREE for node in run):
+            (kept[-1][1] if kept else carried).extend(run)
+        elif kept and kept[-1][0] == captured:
+            kept[-1][1].extend(run)
+        else:
+            kept.append((captured, carried + run))
+            carried = []
+    return kept
+
+
+def _with_boundaries(
+    graph: Graph, runs: Iterable[tuple[bool, list[Node]]], colours: dict[Node, str]
+) -> tuple[Part, ...]:
+    parts = []
+    sizes = {
+        symbol: node for node in graph.find_nodes(op="placeholder") for symbol in torch_cuda.symbol_of(value_of(node))
+    }
+    for captured, run in runs:
+        inside = set(run)
+        given = {n: None for node in run for n in node.all_input_nodes if n not in inside and n.op != "get_attr"}
+        if captured and sizes:
+            symbols = set().union(*(_symbols(node) for node in (*given, *run)))
+            given |= {node: None for symbol, node in sizes.items() if symbol in symbols}
+        outputs = [node for node in run if any(user not in inside for user in node.users)]
+        kernel_count = sum(colours[node] != FREE for node in run)
+        parts.append(Part(captured, tuple(run), tuple(given), tuple(outputs), kernel_count))
+    return tuple(_with_writes(graph, parts))
+
+
+def _with_writes(graph: Graph, parts: Sequence[Part]) -> list[Part]:
+    """`parts`, those that are captured with what is written to after them."""
+    if len(parts) == 1:
+        return list(parts)
+    memory = _memory([node for part in parts for node in part.nodes])
+    placeholders = [node for node in graph.find_nodes(op="placeholder") if node in memory]
+    written: set[Any] = set()
+    made: list[Part] = []
+    for part in reversed(parts):
+        later = tuple(node for node in placeholders if not memory[node].isdisjoint(written))
+        made.append(replace(part, written_later=later) if part.captured else part)
+        written = written.union(*(memory[target] for node in part.nodes for target in written_nodes(node)))
+    return made[::-1]
+
+
+def _symbols(node: Node) -> set[Any]:
+    return set().union(*(torch_cuda.free_symbols(t) for t in tensors_in(value_of(node))))
+
+
+def part_module(gm: GraphModule, part: Part) -> GraphModule:
+    """`part` of `gm` as a graph of its own: it takes a list of its arguments, empties it, and returns the outputs."""
+    graph = Graph()
+    copies: dict[Node, Node] = {}
+    for node in part.arguments:
+        copies[node] = graph.placeholder(node.name)
+        copies[node].meta = dict(node.meta)
+
+    def copy_of(node: Node) -> Node:
+        if node not in copies:  # a constant
+            assert node.op == "get_attr", node
+            copies[node] = graph.node_copy(node)
+        return copies[node]
+
+    for node in part.nodes:
+        copies[node] = graph.node_copy(node, copy_of)
+    graph.output(tuple(copies[node] for node in part.outputs))
+    graph.lint()
+    made = GraphModule(gm, graph)
+    torch_cuda.set_boxed(made)
+    return made
+
+
+def assemble(
+    gm: GraphModule, parts: Sequence[Part], runs: Sequence[Callable[[list[Any]], Sequence[Any]]]
+) -> Callable[[list[Any]], list[Any]]:
+    """One boxed callable that runs `runs`, one a part, in turn: generated straight-line code.
+
+    It empties the list it is given, and forgets each value when the last part that reads it has it.
+    """
+    (results,) = gm.graph.output_node().args
+    assert isinstance(results, (list, tuple))
+    names: dict[Node, str] = {}
+    scope: dict[str, Any] = {}
+
+    def name(node: Node) -> str:
+        if node not in names:
+            names[node] = f"v{len(names)}_{node.name}"
+            if node.op == "get_attr":
+                scope[names[node]] = attribute_of(node)
+        return names[node]
+
+    inputs = [name(node) for node in gm.graph.find_nodes(op="placeholder")]
+    last_use: dict[Node, int] = {}
+    for i, part in enumerate(parts):
+        last_use.update(dict.fromkeys((*part.arguments, *part.outputs), i))
+    last_use.update({node: len(parts) for node in results if isinstance(node, Node)})
+
+    lines = ["def run(args):"]
+    if inputs:
+        lines += [f"    {', '.join(inputs)}{',' if len(inputs) == 1 else ''} = args"]
+    lines += ["    args.clear()"]
+    unread = [node for node in gm.graph.find_nodes(op="placeholder") if node not in last_use]
+    if unread:
+        lines += [f"    del {', '.join(map(name, unread))}"]
+    for i, (part, run) in enumerate(zip(parts, runs, strict=True)):
+        scope[f"part_{i}"] = run
+        given = f"given_{i}"
+        lines += [f"    {given} = [{', '.join(map(name, part.arguments))}]"]
+        over = [node for node in part.arguments if last_use[node] == i]
+        if over:
+            lines += [f"    del {', '.join(map(name, over))}"]
+        made = "".join(f"{name(node)}, " for node in part.outputs)
+        lines += [f"    {made and made.rstrip() + ' = '}part_{i}({given})  # {_what(part)}"]
+    # values that only an operator of the same part reads are no outputs; all others have a last use at or after here
+    returned = [name(node) if isinstance(node, Node) else repr(node) for node in results]
+    lines += [f"    return [{', '.join(returned)}]", ""]
+    return _defined("\n".join(lines), scope)
+
+
+def _what(part: Part) -> str:
+    return f"{'captured' if part.captured else 'as it is'}: {part.kernel_count} operators"
+
+
+_made = 0
+
+
+def _defined(source: str, scope: dict[str, Any]) -> Callable[[list[Any]], list[Any]]:
+    """The function `run` of `source`; tracebacks through it show its lines."""
+    global _made
+    _made += 1
+    file = f"<cudagraph parts {_made}>"
+    linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
+    exec(compile(source, file, "exec"), scope)
+    run: Callable[[list[Any]], list[Any]] = scope["run"]
+    run._boxed_call = True  # type: ignore[attr-defined]
+    return run

@@ -1,0 +1,340 @@
+"""What the tree and graphs need of `torch._*`: operators, storages, the allocator.
+
+Each shim names what it stands on, the torch versions it was read and run on, and what would delete it. A missing symbol
+raises `UnsupportedTorchError` where it is needed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import importlib
+import sys
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, cast
+
+import torch
+from torch.fx import GraphModule, Node
+
+from ..errors import UnsupportedTorchError
+
+TESTED = ("2.11.0", "2.13.0", "2.15.0")
+
+
+def _resolve(path: str) -> Any:
+    parts = path.split(".")
+    for cut in range(len(parts) - 1, 0, -1):
+        try:
+            obj = importlib.import_module(".".join(parts[:cut]))
+        except ImportError:
+            continue
+        for name in parts[cut:]:
+            obj = getattr(obj, name)
+        return obj
+    raise ImportError(path)
+
+
+@functools.cache
+def need(path: str) -> Any:
+    """The private symbol at `path`; raises `UnsupportedTorchError` naming it if this torch has none."""
+    try:
+        return _resolve(path)
+    except (ImportError, AttributeError):
+        raise UnsupportedTorchError(
+            f"torch {torch.__version__} has no {path}, which cudagraph needs; tested with torch {', '.join(TESTED)}: "
+            "install one of them, or report this version"
+        ) from None
+
+
+def has(path: str) -> bool:
+    """Whether this torch has the private symbol at `path`."""
+    try:
+        _resolve(path)
+    except (ImportError, AttributeError):
+        return False
+    return True
+
+
+# --- graphs: what operators are, and what they do (2.11 to 2.15) ---
+
+to_copy = torch.ops.aten._to_copy.default  # what `x.to(...)` becomes in a graph
+
+
+def is_operator(target: Any) -> bool:
+    return isinstance(target, need("torch._ops.OpOverload"))
+
+
+def is_higher_order(target: Any) -> bool:
+    return isinstance(target, need("torch._ops.HigherOrderOperator"))
+
+
+def written_arguments(target: Any) -> list[tuple[int, str]]:
+    """(position, name) of each argument that an operator's schema says it writes to."""
+    return [
+        (i, argument.name)
+        for i, argument in enumerate(target._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
+
+
+def returns_views(target: Any) -> bool:
+    """Whether each result of an operator is, by its schema, a view of an argument that is not written to."""
+    returned = target._schema.returns
+    return bool(returned) and all(r.alias_info is not None and not r.alias_info.is_write for r in returned)
+
+
+def overloads_of(target: Any) -> list[Any]:
+    """The operators that a node with this target may call; none for what is no operator."""
+    if is_operator(target):
+        return [target]
+    if isinstance(target, need("torch._ops.OpOverloadPacket")):
+        return [getattr(target, name) for name in target.overloads()]
+    return []
+
+
+def schema_of(operator: Any) -> str:
+    return str(operator._schema)
+
+
+def operator_called(name: str) -> Any:
+    """The operator that `str()` writes as `name`, "mine.scale.default"; None if this process has none."""
+    found: Any = torch.ops
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    return found if is_operator(found) else None
+
+
+def unsafe_by_torch(node: Node) -> bool:
+    """Whether torch's own list says that the operator of `node` can't be captured: forbidden by name, tagged
+    `cudagraph_unsafe`, writing through a boolean index, or giving sparse tensors."""
+    return bool(need("torch._inductor.utils.is_cudagraph_unsafe_fx_node")(node))
+
+
+def data_dependent_sizes(value: Any) -> set[Any]:
+    """The symbols in the sizes of `value` that come from a tensor's values ("unbacked")."""
+    return set(need("torch.fx.experimental.symbolic_shapes.free_unbacked_symbols")(value))
+
+
+def free_symbols(value: Any) -> set[Any]:
+    """The symbols in the sizes of `value`."""
+    return set(need("torch.fx.experimental.symbolic_shapes.free_symbols")(value))
+
+
+def symbol_of(value: Any) -> tuple[Any, ...]:
+    """The symbol that a symbolic size is; () for what is no size, or a size made of others."""
+    if not isinstance(value, torch.SymInt):
+        return ()
+    expression = value.node.expr
+    return (expression,) if expression.is_symbol else ()
+
+
+def storage_key(x: torch.Tensor) -> int | None:
+    """Identity of the storage of `x`, also for fake tensors, as long as `x` lives; None if it has none (sparse)."""
+    if x.layout is not torch.strided:
+        return None
+    return int(x.untyped_storage()._cdata)
+
+
+def set_boxed(gm: GraphModule) -> None:
+    """Have `gm.forward` take one list, which it empties, so that what it was given can be freed early."""
+    gm.graph.set_codegen(need("torch.fx.graph._BoxedCodeGen")())
+    gm.recompile()
+
+
+def fake_mode_of(x: torch.Tensor) -> Any:
+    """A context in which tensors are made as fake as `x` is."""
+    return getattr(x, "fake_mode", None) or contextlib.nullcontext()
+
+
+def without_modes() -> Any:
+    """Real operators, whatever fake or tracing mode is on."""
+    return need("torch.utils._python_dispatch._disable_current_modes")()
+
+
+# --- the allocator and capture (2.11 to 2.15) ---
+# One signature in all of them. They go when torch offers the allocator's checkpoints and use counts publicly.
+
+MARK_MODULE = "torch._inductor.cudagraph_trees"  # where torch.compiler.cudagraph_mark_step_begin() counts
+
+storage_use_count: Callable[[int], int] = need("torch._C._storage_Use_Count")
+foreach_copy: Callable[[list[torch.Tensor], list[torch.Tensor]], None] = need("torch._foreach_copy_")
+graph_task_id: Callable[[], int] = need("torch._C._current_graph_task_id")  # -1 outside of a backward
+# A context: operators neither record history nor count versions. Entering it takes 0.5 us.
+below_autograd: Callable[[], Any] = need("torch._C._AutoDispatchBelowADInplaceOrView")
+
+without_autocast: Callable[[], Any] = need("torch._C._DisableAutocast")  # a context
+
+THREAD_KEY = "cudagraph trees of this thread"
+
+
+class NoMarks:
+    """Stands for torch's count of marks as long as nobody has imported what counts."""
+
+    mark_step_counter = 0
+
+
+def torch_marks() -> Any:
+    """What has `mark_step_counter`, minus the number of calls of `torch.compiler.cudagraph_mark_step_begin()`; nothing
+    is imported for it."""
+    module = sys.modules.get(MARK_MODULE)
+    return NoMarks if module is None else module.MarkStepBox
+
+
+class NoCalls:
+    """Stands for Dynamo's count of calls where Dynamo does not call: each call is one by itself."""
+
+    generation = float("nan")  # equal to nothing
+
+
+def calls_of_dynamo() -> Any:
+    """While Dynamo compiles: what has `generation`, a number that is another one each time a function that was given to
+    `torch.compile` is called, and the same in all that it calls by way of graph breaks. torch's own trees go by it.
+    Else `NoCalls`."""
+    path = "torch._dynamo.mutation_guard.GenerationTracker"
+    compiling = need("torch._guards.TracingContext").try_get() is not None
+    return need(path) if compiling and has(path) else NoCalls
+
+
+def storage_at(address: int, device: torch.device, nbytes: int) -> torch.UntypedStorage:
+    """A storage over memory that it does not own."""
+    storage: Any = torch._C._construct_storage_from_data_pointer(address, device, nbytes)
+    return cast(torch.UntypedStorage, storage)
+
+
+def identity(storage: torch.UntypedStorage) -> int:
+    """The address of the C++ object that all aliases share; what `storage_use_count` takes."""
+    cdata: int = storage._cdata
+    return cdata
+
+
+def _pointers_equal(tensors: Sequence[Any], addresses: Sequence[int | None], indices: Sequence[int]) -> bool:
+    return all(tensors[i].data_ptr() == addresses[i] for i in indices)
+
+
+# A build without CUDA lacks it.
+pointers_equal: Callable[[Any, Any, Any], bool] = getattr(
+    torch._C, "_tensors_data_ptrs_at_indices_equal", _pointers_equal
+)
+
+
+def negated(tensor: torch.Tensor) -> torch.Tensor:
+    return torch._neg_view(tensor)
+
+
+def can_poison() -> bool:
+    return has("torch._C._set_storage_data_ptr_access_error_msg")
+
+
+def poison(storage: torch.UntypedStorage, message: str) -> None:
+    """From now on, reading the memory of any tensor on `storage` raises a `RuntimeError` with `message`."""
+    need("torch._C._set_storage_data_ptr_access_error_msg")(storage._cdata, message)
+
+
+def can_swap() -> bool:
+    return hasattr(torch.UntypedStorage, "_swap_data_ptr_")  # 2.13 and later
+
+
+def swap_memory(storage: torch.UntypedStorage, other: torch.UntypedStorage) -> None:
+    """Two storages exchange their memory; all tensors on them follow."""
+    storage._swap_data_ptr_(other)  # type: ignore[attr-defined]
+
+
+def keep_for_backward_threads(value: object) -> None:
+    """Let threads that run this thread's backwards find `value` with `kept_for_this_thread`. `value` must live on."""
+    before = sys.getrefcount(value)
+    torch._C._stash_obj_in_tls(THREAD_KEY, value)
+    if sys.getrefcount(value) == before:
+        # 2.11 takes a reference that it was not given, and gives it back when the thread ends.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
+
+
+def kept_for_this_thread() -> Any:
+    """What the thread that this one runs a backward for, or this one, has kept; None if nothing."""
+    return torch._C._get_obj_in_tls(THREAD_KEY) if torch._C._is_key_in_tls(THREAD_KEY) else None
+
+
+class PrivatePool:
+    """A memory pool of one CUDA device that only captures and staged inputs use."""
+
+    def __init__(self, device: int, handle: Any) -> None:
+        self.device = device
+        self.handle = handle
+
+    @contextlib.contextmanager
+    def routed(self) -> Iterator[None]:
+        """Allocations of this thread come out of the pool."""
+        torch._C._cuda_beginAllocateCurrentThreadToPool(self.device, self.handle)
+        try:
+            yield
+        finally:
+            torch._C._cuda_endAllocateToPool(self.device, self.handle)
+            torch._C._cuda_releasePool(self.device, self.handle)
+
+    def keep(self) -> None:
+        """It is there, used or not, until this object is gone. Then what is free of it goes with the next
+        `torch.cuda.empty_cache()`, and what is held when it is let go of.
+
+        `torch.cuda.MemPool` gives its memory back by itself when it is dropped, but ends the process if any thread
+        allocates from a pool, or captures, at that moment.
+        """
+        torch._C._cuda_beginAllocateCurrentThreadToPool(self.device, self.handle)
+        torch._C._cuda_endAllocateToPool(self.device, self.handle)
+        weakref.finalize(self, torch._C._cuda_releasePool, self.device, self.handle).atexit = False
+
+    def stop_routing(self) -> None:
+        """After a capture that could not be ended: allocations come out of the ordinary pool again."""
+        with contextlib.suppress(RuntimeError):  # where torch had stopped it before it raised
+            torch._C._cuda_endAllocateToPool(self.device, self.handle)
+
+    def checkpoint(self) -> Any:
+        return torch._C._cuda_getCheckpointState(self.device, self.handle)
+
+    def restore(self, state: Any, owners: Sequence[torch.UntypedStorage], free: Sequence[int]) -> None:
+        """The blocks of `state` are allocated; `owners` own theirs from now on; those at `free` are given back."""
+        torch._C._cuda_setCheckpointPoolState(self.device, state, [], [owner._cdata for owner in owners])
+        for address in free:
+            torch._C._cuda_cudaCachingAllocator_raw_delete(address)
+
+    def live_blocks_are(self, addresses: set[int]) -> bool:
+        equal: bool = torch._C._cuda_checkPoolLiveAllocations(self.device, self.handle, addresses)
+        return equal
+
+    def live_blocks(self) -> set[int]:
+        """Addresses of all allocated blocks; slow."""
+        live = set()
+        for segment in torch.cuda.memory_snapshot():
+            if tuple(segment["segment_pool_id"]) == tuple(self.handle):
+                address = segment["address"]
+                for block in segment["blocks"]:
+                    if block["state"] == "active_allocated":
+                        live.add(address)
+                    address += block["size"]
+        return live
+
+
+def free_keeping_address(storage: torch.UntypedStorage) -> None:
+    """Free the block that `storage` owns; it goes on pointing there without owning it."""
+    torch._C._free_And_Remove_DeleterFn(storage._cdata)
+
+
+def bare_replay(graph: torch.cuda.CUDAGraph) -> Callable[[], None]:
+    """`graph.replay` without the Python method around it."""
+    replay: Callable[[], None] = functools.partial(torch._C._CUDAGraph.replay, graph)
+    return replay
+
+
+def caches_memory() -> bool:
+    """Whether the caching allocator of CUDA is in use; `PYTORCH_NO_CUDA_MEMORY_CACHING` turns it off."""
+    name = "torch._C._cuda_cudaCachingAllocator_is_enabled"
+    return not has(name) or bool(need(name)())
+
+
+def clear_cublas_workspaces() -> None:
+    torch._C._cuda_clearCublasWorkspaces()
+
+
+def raw_stream(device: int) -> Callable[[], int]:
+    """A call that tells which stream of `device` is current, as a number."""
+    return functools.partial(torch._C._cuda_getCurrentRawStream, device)

@@ -1,0 +1,383 @@
+"""Sharp edges of CUDA graphs, as a table: what is an error, and what is right, with eager mode as the judge.
+
+    ERRORS   the program gets a clear error: which output, from which line, what to do
+    RIGHT    the program may look risky; its numbers are those of eager mode
+
+Nothing else happens: no case reads other data. Each runs on the simulator, and on CUDA with the same code.
+"""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+import cudagraph
+from cudagraph.errors import NotCapturableError, OptionError, StaleOutputError
+from cudagraph.tree import dispatch
+from cudagraph.tree.liveness import STALE
+
+
+def close(world, x, expected):
+    torch.testing.assert_close(world.read(x), expected, rtol=1e-5, atol=1e-5)
+
+
+def loop(world, f, hold, *, later=1, marked=True):
+    """Hold on to something of a replay, and go `later` steps on."""
+    for _ in range(3):
+        if marked:
+            cudagraph.mark_step_begin()
+        out = f(world.randn(4, 4))
+    kept = hold(out)
+    del out
+    for _ in range(later):
+        if marked:
+            cudagraph.mark_step_begin()
+        f(world.randn(4, 4))
+    return kept
+
+
+# --- errors
+
+
+def held_output(world, **kw):
+    f = torch.compile(lambda x: (x.sin(), x.cos()), backend=world.backend())
+    return loop(world, f, lambda out: out[0], **kw)
+
+
+def held_view(world):
+    f = torch.compile(lambda x: x.sin(), backend=world.backend())
+    return loop(world, f, lambda out: out[1:])
+
+
+def held_detached_alias(world):
+    f = torch.compile(lambda x: x.sin(), backend=world.backend())
+    return loop(world, f, torch.Tensor.detach)
+
+
+def held_transpose(world):
+    f = torch.compile(lambda x: x.sin(), backend=world.backend())
+    return loop(world, f, torch.Tensor.t)
+
+
+def held_storage(world):
+    f = torch.compile(lambda x: x.sin(), backend=world.backend())
+    storage = loop(world, f, torch.Tensor.untyped_storage)
+    return torch.empty(0, device=world.device).set_(storage, 0, (4, 4), (4, 1))
+
+
+def collected_in_a_list(world):
+    f = torch.compile(lambda x: x.sin(), backend=world.backend())
+    f(world.randn(4, 4))
+    outputs = [f(world.randn(4, 4)) for _ in range(4)]
+    return outputs[0]
+
+
+def saved_by_eager_code(world):
+    """Eager autograd saved an output for the exponential; then the output's step was over."""
+    f = torch.compile(lambda x: x.sin(), backend=world.backend())
+    w = world.randn(4, 4, requires_grad=True)
+    loss = loop(world, f, lambda out: (out * w).sum())
+    return torch.autograd.grad(loss, w)[0]
+
+
+def backward_a_second_time(world):
+    f = torch.compile(lambda x, w: torch.tanh(x * w), backend=world.backend())
+    w = world.randn(4, 4, requires_grad=True)
+    for _ in range(4):
+        cudagraph.mark_step_begin()
+        loss = f(world.randn(4, 4), w).sum()
+        loss.backward(retain_graph=True)
+    cudagraph.mark_step_begin()
+    f(world.randn(4, 4), w)
+    loss.backward()
+    return w.grad
+
+
+STALE_READS = [
+    held_output,
+    lambda world: held_output(world, later=2),
+    lambda world: held_output(world, later=7),
+    lambda world: held_output(world, marked=False),
+    held_view,
+    held_detached_alias,
+    held_transpose,
+    held_storage,
+    collected_in_a_list,
+    saved_by_eager_code,
+    backward_a_second_time,
+]
+NAMES = [
+    "later_1",
+    "later_2",
+    "later_7",
+    "not_marked",
+    "view",
+    "alias",
+    "transpose",
+    "storage",
+    "list",
+    "saved",
+    "again",
+]
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("case", STALE_READS, ids=NAMES)
+def test_error_on_access(world, case):
+    if not world.raises_on_access and case in (saved_by_eager_code, backward_a_second_time):
+        pytest.skip("only the tests can notice such a read in this build of torch")
+    with pytest.raises(RuntimeError, match=STALE) as caught:
+        world.read(case(world))
+    message = str(caught.value)
+    assert "test_footguns.py" in message or "forward" in message or "inference" in message
+    assert "clone it" in message and "held_outputs" in message
+
+
+def test_error_for_an_unknown_option():
+    with pytest.raises(OptionError, match=r"unknown option 'hold'; valid options: .*held_outputs"):
+        cudagraph.Options.parse({"hold": True})
+
+
+def test_error_where_or_error_is_set(world):
+    f = world.function(lambda x: [x.mul_(2)], mutated=(0,), options={"or_error": True})
+    f(world.randn(3))
+    cudagraph.mark_step_begin()
+    with pytest.raises(NotCapturableError, match="the caller's own memory"):
+        f(world.randn(3))
+
+
+def test_error_when_a_stale_output_is_an_input(world):
+    if not world.raises_on_access:
+        pytest.skip("this build of torch can't make reads fail")
+    f = torch.compile(lambda x: x.sin(), backend=world.backend())
+    stale = loop(world, f, lambda out: out)
+    with pytest.raises(StaleOutputError, match=STALE):
+        f(stale)
+    close(world, f(torch.ones(4, 4, device=world.device)), torch.ones(4, 4, device=world.device).sin())
+
+
+# --- right
+
+
+@pytest.mark.core
+def test_right_held_as_copies(world):
+    if world.kind == "simulator" and not world.driver.can_move:
+        pytest.skip("this torch can't point a storage elsewhere")
+    f = torch.compile(lambda x: x.sin(), backend=world.backend({"held_outputs": "copy"}))
+    kept = []
+    for _ in range(6):
+        cudagraph.mark_step_begin()
+        x = world.randn(4, 4)
+        out = f(x)
+        kept.append((out[1:], x.sin()[1:]))
+        del out
+    for ours, eager in kept:
+        close(world, ours, eager)
+
+
+@pytest.mark.core
+def test_right_output_fed_back(world):
+    f = torch.compile(lambda h, x: torch.tanh(h + x), backend=world.backend())
+    h = eager = world.randn(4, 4)
+    for _ in range(6):
+        x = world.randn(4, 4)
+        h, eager = f(h, x), torch.tanh(eager + x)
+        close(world, h, eager)
+
+
+def test_right_output_fed_back_and_written_to(world):
+    produce = torch.compile(lambda x: x.sin(), backend=world.backend())
+
+    @torch.compile(backend=world.backend())
+    def accumulate(state, x):
+        state.add_(x.cos())
+        return state * 2
+
+    for marked in (False, True):
+        if marked and world.kind == "simulator" and not world.driver.can_move:
+            continue
+        x = world.randn(4, 4)
+        cudagraph.mark_step_begin()
+        state, eager = produce(x), x.sin()
+        for _ in range(6):
+            if marked:
+                cudagraph.mark_step_begin()
+            x = world.randn(4, 4)
+            out = accumulate(state, x)
+            eager = eager + x.cos()
+            close(world, out, eager * 2)
+            close(world, state, eager)
+            del out
+
+
+@pytest.mark.parametrize("marked", [False, True])
+def test_right_accumulated_gradients(world, marked):
+    if world.kind == "simulator" and not world.driver.can_move:
+        pytest.skip("this torch can't point a storage elsewhere")
+    layer = torch.nn.Linear(4, 4).to(world.device)
+    reference = torch.nn.Linear(4, 4).to(world.device)
+    reference.load_state_dict(layer.state_dict())
+    f = torch.compile(lambda x: layer(x).tanh(), backend=world.backend())
+    for i in range(9):
+        if marked:
+            cudagraph.mark_step_begin()
+        x = world.randn(3, 4)
+        f(x).sum().backward()
+        reference(x).tanh().sum().backward()
+        for p, q in zip(layer.parameters(), reference.parameters(), strict=True):
+            close(world, p.grad, q.grad)
+        if i % 3 == 2:
+            layer.zero_grad(set_to_none=i < 5)
+            reference.zero_grad(set_to_none=i < 5)
+
+
+def test_right_two_forwards_in_flight(world):
+    f = torch.compile(lambda x, w: torch.tanh(x * w), backend=world.backend())
+    w = world.randn(4, 4, requires_grad=True)
+    v = w.detach().clone().requires_grad_()
+    for i in range(6):
+        w.grad = v.grad = None
+        xs = [world.randn(4, 4) for _ in range(2 + i % 2)]
+        losses = []
+        for x in xs:
+            cudagraph.mark_step_begin()
+            losses.append(f(x, w).sum())
+        for loss, x in zip(losses[:: 1 if i % 3 else -1], xs[:: 1 if i % 3 else -1], strict=True):
+            loss.backward()
+            torch.tanh(x * v).sum().backward()
+        del losses, loss
+        close(world, w.grad, v.grad)
+
+
+def test_right_validation_without_no_grad(world):
+    """Each forward could have a backward. None comes, and what it saved is dropped one call later."""
+    f = torch.compile(lambda x, w: torch.tanh(x * w), backend=world.backend())
+    w = world.randn(4, 4, requires_grad=True)
+    for marked in (False, True):
+        for _ in range(40):
+            if marked:
+                cudagraph.mark_step_begin()
+            x = world.randn(4, 4)
+            out = f(x, w)
+            close(world, out, torch.tanh(x * w).detach())
+        assert dispatch.stats()["recordings"] < 30
+
+
+def test_right_one_of_many_backwards(world):
+    """A loss whose backward never comes does not keep the next steps from being replayed."""
+    f = torch.compile(lambda x, w: torch.tanh(x * w), backend=world.backend())
+    w = world.randn(4, 4, requires_grad=True)
+    for i in range(12):
+        cudagraph.mark_step_begin()
+        w.grad = None
+        x = world.randn(4, 4)
+        loss = f(x, w).sum()
+        if i % 4 == 3:
+            del loss
+            continue
+        loss.backward()
+        close(world, w.grad, ((1 - torch.tanh(x * w) ** 2) * x).detach())
+        del loss
+    assert dispatch.stats()["replays"] > 12
+
+
+def test_right_backward_in_another_thread(world):
+    f = torch.compile(lambda x, w: torch.tanh(x * w), backend=world.backend())
+    w = world.randn(4, 4, requires_grad=True)
+    for _ in range(5):
+        w.grad = None
+        x = world.randn(4, 4)
+        loss = f(x, w).sum()
+        thread = threading.Thread(target=loss.backward)
+        thread.start()
+        thread.join()
+        close(world, w.grad, ((1 - torch.tanh(x * w) ** 2) * x).detach())
+
+
+def test_right_two_threads_with_steps_of_their_own(world):
+    f = world.function(lambda x: [x.sin(), x.cos()])
+    wrong: list[str] = []
+    turn = threading.Barrier(2)
+
+    def work(marks):
+        with torch.no_grad():
+            for i in range(6):
+                turn.wait()
+                x = world.randn(8)
+                a, b = f(x)
+                if marks and i % 2:
+                    turn.wait()  # the other thread goes on to its next call
+                else:
+                    turn.wait()
+                for ours, eager in ((a, x.sin()), (b, x.cos())):
+                    if not torch.allclose(world.read(ours), eager, atol=1e-5):
+                        wrong.append("other numbers")
+                del a, b
+
+    threads = [threading.Thread(target=work, args=(marks,)) for marks in (False, True)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_right_marks_of_another_thread(world):
+    """A thread's mark is of its own steps: it does not take away what another one holds."""
+    f = world.function(lambda x: [x.sin()])
+    with torch.no_grad():
+        for _ in range(3):
+            x = world.randn(4)
+            (h,) = f(x)
+
+    def other():
+        for _ in range(3):
+            cudagraph.mark_step_begin()
+            f(world.randn(4))
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    thread.join()
+    g = world.function(lambda h: [h + 1])
+    close(world, g(h)[0], x.sin() + 1)
+    close(world, h, x.sin())
+
+
+@pytest.mark.core
+def test_right_torch_marks_steps_too(world):
+    f = world.function(lambda x: [x.sin()])
+    g = world.function(lambda x: [x + 1])
+    for _ in range(4):
+        torch.compiler.cudagraph_mark_step_begin()
+        x = world.randn(4)
+        (h,) = f(x)
+        close(world, g(h)[0], x.sin() + 1)
+        (h,) = f(x + 1)  # in a marked step the first function may come again
+        close(world, g(h)[0], (x + 1).sin() + 1)
+    assert dispatch.stats()["recordings"] == 4 and dispatch.stats()["held_outputs"] > 0
+
+
+def test_right_random_numbers_after_a_refusal(world):
+    """Writing to the caller's memory is refused before anything was drawn."""
+    f = world.function(lambda x, y: [y.add_(torch.rand_like(x))], mutated=(1,))
+    for _ in range(4):
+        cudagraph.mark_step_begin()
+        y, eager = torch.zeros(4, device=world.device), torch.zeros(4, device=world.device)
+        torch.manual_seed(2)
+        f(y, y)
+        torch.manual_seed(2)
+        close(world, y, eager.add_(torch.rand_like(eager)))
+
+
+def test_right_constants(world):
+    table = world.randn(4, 4)
+    f = world.function(lambda x: [x @ table, table, table[1:]], constants=(table,))
+    for _ in range(4):
+        cudagraph.mark_step_begin()
+        x = world.randn(3, 4)
+        out = f(x)
+        for ours, eager in zip(out, [x @ table, table, table[1:]], strict=True):
+            close(world, ours, eager)
+    assert dispatch.stats()["held_outputs"] == 2  # of two steps one output each, not the constants

@@ -1,0 +1,121 @@
+"""The order that the schedule asks for is the order of the code that Inductor generates."""
+
+from __future__ import annotations
+
+import re
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch._inductor.utils import run_and_get_code
+
+import aot_hooks
+from aot_hooks import Rates
+from aot_hooks.offloading import placement
+from aot_hooks.torch_private import inductor_fusion
+
+pytestmark = pytest.mark.slow
+RATES = Rates(to_host=1e9, to_device=1e9, memory=1e9, operations=1e10, operations32=1e9)
+CALL = re.compile(r"torch\.ops\.aot_hooks\.(\w+)\.default\((?:buf\d+, )?(\w+_packed_\d+)?|(extern_kernels\.\w+)\(")
+
+
+class Mlp(nn.Module):
+    """Each layer has branches that could run in another order, and temporaries whose memory a scheduler would save."""
+
+    def __init__(self, layers: int = 3, width: int = 32) -> None:
+        super().__init__()
+        self.up = nn.ModuleList(nn.Linear(width, 3 * width, bias=False) for _ in range(layers))
+        self.gate = nn.ModuleList(nn.Linear(width, 3 * width, bias=False) for _ in range(layers))
+        self.down = nn.ModuleList(nn.Linear(3 * width, width, bias=False) for _ in range(layers))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for up, gate, down in zip(self.up, self.gate, self.down, strict=True):
+            # no residual connection: a product and a sum after it become one kernel, whose place is that of the sum
+            x = torch.tanh(down(torch.nn.functional.silu(gate(x)) * up(x)))
+        return x
+
+
+def planned(gm: torch.fx.GraphModule) -> list[str]:
+    """Products and our operators in the graph's order, in the backward with the name of what they bring."""
+    found = []
+    for node in gm.graph.nodes:
+        ours = str(node.target).startswith("aot_hooks")
+        if ours or str(node.target) == "aten.mm.default":
+            slot = next((n.name for n in node.all_input_nodes if n.op == "placeholder"), "") if ours else ""
+            found.append(f"{str(node.target).split('.')[1]} {slot if '_packed_' in slot else ''}".strip())
+    return found
+
+
+def generated(code: str) -> list[str]:
+    """The same of the wrapper that calls the kernels."""
+    body = code[code.index("def call(") :]
+    lines = [line.split("#")[0] for line in body.splitlines() if "assert_" not in line]
+    return [
+        "mm" if m[3] else f"{m[1]} {m[2] or ''}".strip()  # addmm too: a product and the sum after it
+        for line in lines
+        if (m := CALL.search(line))
+    ]
+
+
+def both(monkeypatch: pytest.MonkeyPatch, hook: aot_hooks.Hook) -> list[tuple[list[str], list[str]]]:
+    plans: list[list[str]] = []
+
+    def spy(fw: torch.fx.GraphModule, bw: torch.fx.GraphModule, **kwargs: Any) -> Any:
+        found = placement.place(fw, bw, **kwargs)
+        plans.extend(map(planned, (fw, bw)))
+        return found
+
+    monkeypatch.setattr(sys.modules["aot_hooks.passes.rewrite"], "place", spy)
+    torch.manual_seed(0)
+    model, x = Mlp(), torch.randn(64, 32, requires_grad=True)
+    fn = torch.compile(model, backend="aot_hooks")
+
+    def step() -> None:
+        with aot_hooks.saved_tensors_hooks(hook):
+            y = fn(x)
+        y.square().sum().backward()
+
+    _, code = run_and_get_code(step)
+    got = [p.grad for p in model.parameters()]
+    model.zero_grad(set_to_none=True)
+    if hook.name == "offload":  # exact
+        model(x).square().sum().backward()
+        for p, grad in zip(model.parameters(), got, strict=True):
+            torch.testing.assert_close(grad, p.grad, rtol=1e-4, atol=1e-5)
+    assert len(code) == len(plans) == 2
+    return list(zip(plans, map(generated, code), strict=True))
+
+
+@pytest.mark.parametrize("then", [pytest.param(None, marks=pytest.mark.core), aot_hooks.int8(32)], ids=str)
+def test_generated_code_keeps_the_planned_order(monkeypatch: pytest.MonkeyPatch, then: aot_hooks.Hook | None) -> None:
+    (forward, forward_code), (backward, backward_code) = both(monkeypatch, aot_hooks.offload(0, then, rates=RATES))
+    assert forward_code == forward
+    assert backward_code == backward
+    ours = [line.split()[0] for line in (*forward, *backward) if "load" in line]
+    assert ours.count("offload_start") == ours.count("offload_wait") == ours.count("reload_start") > 5
+    # waits are not next to their starts: products stand between
+    first = forward.index("offload_start")
+    assert "mm" in forward[first : forward.index("offload_wait")]
+
+
+def test_without_dependencies_the_order_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That the test above can fail; should Inductor keep the order by itself one day, `_hold_order` can go."""
+    monkeypatch.setattr(inductor_fusion, "_hold_order", lambda nodes: nodes)
+    hook = aot_hooks.offload(0, rates=RATES)
+    with torch._inductor.config.patch(force_disable_caches=True):  # an entry would bring the code of the test above
+        assert any(plan != code for plan, code in both(monkeypatch, hook))
+
+
+def test_a_pass_of_the_users_still_runs() -> None:
+    seen: list[int] = []
+
+    def count(nodes: list[Any]) -> list[Any]:
+        seen.append(len(nodes))
+        return nodes
+
+    model, x = Mlp(1), torch.randn(64, 32, requires_grad=True)
+    options = {"policy": aot_hooks.offload(0, rates=RATES), "inductor": {"_pre_fusion_custom_pass": count}}
+    torch.compile(model, backend="aot_hooks", options=options)(x).sum().backward()
+    assert len(seen) == 2

@@ -1,0 +1,441 @@
+"""`python -m aot_hooks`: a script is run as it is, and what it saves is reported."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from aot_hooks import backend, float8, lossless
+from aot_hooks.__main__ import main
+from aot_hooks.policies import first_match, larger_than
+from aot_hooks.report.script import _names_this_package
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+SCRIPT = """\
+import sys
+import torch
+from torch import nn
+
+torch.manual_seed(0)
+
+class Block(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+
+    def forward(self, x):
+        return x + self.down(self.up(x).tanh())
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(Block(32) for _ in range(3))
+
+    def forward(self, x, *, scale):
+        for layer in self.layers:
+            x = layer(x)
+        return x * scale
+
+net = Net()
+optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+run = torch.compile(net) if "compile" in sys.argv else net
+for step in range(4):
+    loss = run(torch.randn(64, 32), scale=2.0).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    print("step", step, loss.item())
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> str:
+    path = tmp_path / "train.py"
+    path.write_text(SCRIPT)
+    return str(path)
+
+
+def losses(text: str) -> list[str]:
+    return [line for line in text.splitlines() if line.startswith("step ")]
+
+
+def report(*arguments: str) -> int:
+    return main(["report", "--inner", "aten", *arguments])
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("how", ["eager", "compile"])
+def test_report_of_a_script(how: str, script: str, tmp_path: Path, capsys: Any) -> None:
+    assert report("--hook", "float8", "--json", str(tmp_path / "out.json"), script, "--", how) == 0
+    text = capsys.readouterr().out
+    data = json.loads((tmp_path / "out.json").read_text())
+    assert f"{data['totals']['packed_tensor_count']} of {data['totals']['tensor_count']} tensors packed" in text
+    assert 0 < data["totals"]["packed_bytes"] < data["totals"]["saved_bytes"]
+    assert "layers.0-2 " in text and "train.py:13" in text and "predicted peak" in text
+    assert "optimizer steps: 4" in text and len(losses(text)) == 4
+    assert ("compiled graph" in text) == (how == "compile")
+    assert ("run eagerly" in text) == (how == "eager")
+    assert data["measured_peak_bytes"] is None or data["measured_peak_bytes"] > 0
+
+
+@pytest.mark.core
+def test_a_script_computes_what_it_would(script: str, capsys: Any) -> None:
+    out = subprocess.run([sys.executable, script], capture_output=True, text=True, check=True).stdout
+    before = (list(sys.argv), list(sys.path))
+    for how in ("eager", "compile"):
+        torch._dynamo.reset()
+        assert report(script, "--", how) == 0
+        got, expected = losses(capsys.readouterr().out), losses(out)
+        assert len(got) == len(expected) == 4
+        for a, b in zip(got, expected, strict=True):
+            assert float(a.split()[2]) == pytest.approx(float(b.split()[2]), rel=1e-5)
+    assert (sys.argv, sys.path) == before
+
+
+def test_without_a_policy_everything_stays(script: str, capsys: Any) -> None:
+    assert report(script) == 0
+    text = capsys.readouterr().out
+    assert "; 0 of " in text and "keep: no hook covers it" in text
+
+
+@pytest.mark.parametrize(
+    "hook, name",
+    [("int8", "int8"), ("cast(bfloat16)", "cast(bfloat16)"), ("float8(scaling='tensorwise')", "tensorwise")],
+)
+def test_hooks_by_name_and_with_arguments(hook: str, name: str, script: str, capsys: Any) -> None:
+    assert report("--hook", hook, "--steps", "1", script) == 0
+    text = capsys.readouterr().out
+    assert name in text and "; 0 of " not in text
+
+
+def test_lossless_is_a_hook_of_the_command(script: str, capsys: Any) -> None:
+    assert report("--hook", "lossless", "--steps", "1", script) == 0
+    assert "keep: lossless" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "policy, reason",
+    [
+        ("lambda s: float8() if s.nbytes > 10000 else KEEP", "policy <lambda>"),
+        (repr(first_match(lossless(), larger_than(10000, float8()))), "larger than 10000 bytes"),
+    ],
+)
+def test_policies_are_expressions(policy: str, reason: str, script: str, capsys: Any) -> None:
+    assert report("--policy", policy, "--steps", "1", script) == 0
+    assert f"float8(e4m3fn, rowwise): {reason}; read by" in capsys.readouterr().out
+
+
+def test_steps_end_a_script(script: str, capsys: Any) -> None:
+    assert report("--steps", "2", script) == 0
+    text = capsys.readouterr().out
+    assert "optimizer steps: 2" in text and len(losses(text)) == 1  # it stops inside of the second
+
+
+def test_scripts_that_compile_a_function(tmp_path: Path, capsys: Any) -> None:
+    path = tmp_path / "fn.py"
+    path.write_text(
+        "import torch\n"
+        "f = torch.compile(lambda x: x.sin().exp().sum(), backend='eager')\n"
+        "f(torch.randn(64, requires_grad=True)).backward()\n"
+    )
+    assert report(str(path)) == 0
+    assert "1 compiled graph with a backward" in capsys.readouterr().out
+
+
+def test_modules_that_take_the_place_of_others_in_memory_are_planned(tmp_path: Path, capsys: Any) -> None:
+    path = tmp_path / "replaced.py"
+    path.write_text(
+        "import torch\n"
+        "for i in range(12):\n"
+        "    kind = type(f'Kind{i}', (torch.nn.Tanh,), {})\n"
+        "    kind()(torch.randn(4, requires_grad=True)).sum().backward()\n"
+    )
+    assert report(str(path)) == 0
+    assert ", ".join(f"Kind{i}" for i in range(12)) in capsys.readouterr().out
+
+
+def test_a_module_that_cannot_be_followed_is_named(tmp_path: Path, capsys: Any) -> None:
+    path = tmp_path / "reads.py"
+    path.write_text(
+        "import torch\n"
+        "class Reads(torch.nn.Module):\n"
+        "    def forward(self, x):\n"
+        "        h = x.sin()\n"
+        "        return h.exp() if h.sum().item() > 0 else h.cos()\n"
+        "torch.nn.Linear(4, 4)(torch.randn(2, 4)).tanh().sum().backward()\n"
+        "Reads()(torch.randn(4, requires_grad=True)).sum().backward()\n"
+        "torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh())(torch.randn(2, 4)).sum().backward()\n"
+    )
+    assert report(str(path)) == 0
+    text = capsys.readouterr().out
+    assert "not in it: Reads: " in text and "Sequential" in text
+
+
+def test_a_module_that_runs_but_does_not_compile_does_not_end_the_script(tmp_path: Path, capsys: Any) -> None:
+    path = tmp_path / "tries.py"
+    path.write_text(
+        "import torch\n"
+        "class Tries(torch.nn.Linear):\n"
+        "    def forward(self, x):\n"
+        "        try:\n"
+        "            h = super().forward(x[:, :3])\n"
+        "        except RuntimeError:\n"
+        "            h = super().forward(x)\n"
+        "        return h.tanh()\n"
+        "Tries(4, 4)(torch.randn(2, 4)).sum().backward()\n"
+        "torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh())(torch.randn(2, 4)).sum().backward()\n"
+        "print('went on')\n"
+    )
+    assert report(str(path)) == 0
+    text = capsys.readouterr().out
+    # torch 2.15 follows the `try` on fake tensors too, so there it is planned
+    named = "not in it: Tries: cannot be compiled" in text
+    assert "went on" in text and "Sequential" in text
+    assert named or torch.__version__ >= "2.15"
+
+
+OWN = """\
+import sys
+import torch
+from torch import nn
+import aot_hooks
+
+torch.manual_seed(0)
+
+def train(**how):
+    net = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64), nn.Sigmoid())
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    compiled = torch.compile(net, **how)
+    for _ in range(2):
+        compiled(torch.randn(512, 64)).square().mean().backward()
+        optimizer.step()
+    return aot_hooks.last_plans(compiled)
+
+def ours(policy):
+    return train(backend="aot_hooks", options={"inner": "aten", "policy": policy})
+
+assert train(backend="aot_eager") == ()
+assert train(backend="aot_hooks", options={"inner": "aten"}) == ()
+(plan,) = ours(aot_hooks.KEEP)
+(plan,) = ours(aot_hooks.cast(torch.bfloat16))
+print("own", plan.saved_bytes, plan.packed_bytes)
+"""
+
+
+@pytest.mark.core
+def test_a_script_with_hooks_of_its_own_is_reported_as_it_is(tmp_path: Path, capsys: Any) -> None:
+    path, out = tmp_path / "own.py", tmp_path / "out.json"
+    path.write_text(OWN)
+    alone = subprocess.run([sys.executable, path], capture_output=True, text=True, check=True).stdout.split()
+    assert main(["report", "--json", str(out), str(path)]) == 0
+    text, data = capsys.readouterr().out, json.loads(out.read_text())
+    own = next(line.split() for line in text.splitlines() if line.startswith("own "))
+    totals = [data["totals"]["saved_bytes"], data["totals"]["packed_bytes"]]
+    assert own == alone == ["own", *map(str, totals)] and totals[1] < totals[0]
+    assert {row["hook"] for row in data["rows"]} == {"cast(bfloat16)", "keep"}
+    assert "1 compiled graph with a backward, of the last step" in text and "hooks and options of the script" in text
+    # the graphs without hooks are listed, that of the other backend is not seen
+    assert "not in it: 2 compiled graphs" in text and "other backends than aot_hooks" in text
+    assert data["other_graphs"] == {"graph_count": 2, "saved_bytes": 2 * totals[0], "packed_bytes": 2 * totals[0]}
+
+
+@pytest.mark.core
+def test_a_context_inside_the_script_is_reported_and_nothing_listens_on(tmp_path: Path, capsys: Any) -> None:
+    path = tmp_path / "context.py"
+    path.write_text(
+        "import torch\n"
+        "from aot_hooks import checkpoint_name, float8, saved_tensors_hooks\n"
+        "pack, unpack = float8().pack, float8().unpack\n"
+        "def f(x):\n"
+        "    with saved_tensors_hooks(pack, unpack):\n"
+        "        return checkpoint_name(x @ x, 'wave').cos().sum()\n"
+        "f = torch.compile(f, backend='aot_hooks', options={'inner': 'aten'})\n"
+        "f(torch.randn(64, 64, requires_grad=True)).backward()\n"
+    )
+    assert main(["report", str(path)]) == 0
+    text = capsys.readouterr().out
+    assert "float8(e4m3fn, rowwise): scope 'donated'" in text and "named 'wave'" in text
+    assert backend._plans.record is None
+
+
+def test_a_policy_from_outside_overrides_that_of_the_script(tmp_path: Path, capsys: Any) -> None:
+    path = tmp_path / "own.py"
+    path.write_text(OWN.replace("(plan,) = ", "plans = ").replace('print("own", plan', "raise SystemExit #"))
+    assert report("--hook", "int8", str(path)) == 0
+    text = capsys.readouterr().out
+    assert "int8(64): scope" in text and "cast(bfloat16)" not in text
+    assert "uses aot_hooks itself" in text and "overridden" in text
+    path.write_text(OWN)  # its plans are not there: the error says why
+    assert report("--hook", "int8", str(path)) == 1
+    assert "leave --hook and --policy out" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "source, own",
+    [
+        ("import aot_hooks.policies", True),
+        ("def f():\n    from aot_hooks import plan", True),
+        ("torch.compile(f, backend='aot_hooks')", True),
+        ("import aot_hooks_other  # aot_hooks", False),
+        ("print('we leave aot_hooks alone')", False),
+        ("from . import x", False),
+        ("def f(:", False),
+    ],
+)
+def test_scripts_that_use_the_package_are_told_by_their_syntax(source: str, own: bool, tmp_path: Path) -> None:
+    path = tmp_path / "some.py"
+    path.write_text(source)
+    assert _names_this_package(str(path)) is own
+
+
+def test_graphs_of_the_last_step_are_reported_and_others_named(tmp_path: Path, capsys: Any) -> None:
+    path, out = tmp_path / "two.py", tmp_path / "out.json"
+    path.write_text(
+        "import torch\n"
+        "nets = [torch.nn.Sequential(torch.nn.Linear(n, n), torch.nn.Tanh()) for n in (32, 64)]\n"
+        "optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in nets]\n"
+        "second = torch.optim.SGD(nets[1].parameters(), lr=0.1)\n"
+        "compiled = [torch.compile(net) for net in nets]\n"
+        "for _ in range(3):\n"
+        "    for n, (run, optimizer) in zip((32, 64), zip(compiled, optimizers)):\n"
+        "        for _ in range(n // 32):\n"
+        "            run(torch.randn(8, n)).sum().backward()\n"
+        "        optimizer.step()\n"
+        "    second.step()\n"
+        "compiled[0](torch.randn(8, 32))\n"  # after the last step: in no complete one
+    )
+    assert report("--json", str(out), str(path)) == 0
+    text, data = capsys.readouterr().out, json.loads(out.read_text())
+    assert data["totals"]["saved_bytes"] == 4 * 8 * 64 and data["other_graphs"]["saved_bytes"] == 4 * 8 * 32
+    assert "1 compiled graph with a backward, of the last step" in text and "not in it: 1 compiled graph" in text
+    assert "times" not in text  # the second ran twice, one after the other
+
+
+LAYERS = """
+import torch
+class Layer(torch.nn.Linear):
+    def forward(self, x):
+        return super().forward(x).tanh()
+layers = torch.nn.ModuleList(Layer(64, 64) for _ in range(4))
+optimizer = torch.optim.SGD(layers.parameters(), lr=0.1)
+for layer in layers:
+    layer.compile()
+for _ in range(2):
+    for _ in range({batches}):
+        x = torch.randn(8, 64, requires_grad=True)
+        for layer in layers:
+            x = layer(x)
+        {between}
+        x.sum().backward()
+    {step}
+    before = x  # of a step that is over
+"""
+
+
+@pytest.mark.parametrize("batches", [1, 3])
+@pytest.mark.parametrize("step", ["optimizer.step()", "pass"])
+def test_layers_that_run_one_graph_count_each(tmp_path: Path, capsys: Any, batches: int, step: str) -> None:
+    path, out = tmp_path / "layers.py", tmp_path / "out.json"
+    path.write_text(LAYERS.format(batches=batches, step=step, between="lost = layers[0](x); del lost"))
+    assert report("--json", str(out), "--hook", "cast(bfloat16)", str(path)) == 0
+    text, data = capsys.readouterr().out, json.loads(out.read_text())
+    assert data["totals"]["saved_bytes"] == sum(row["saved_bytes"] for row in data["rows"]) == 5 * 4 * 8 * 64
+    assert "one counts 5 times, as often as what it saved was there at once" in text
+    assert data["totals"]["predicted_peak_before_bytes"] >= 5 * 4 * 8 * 64
+
+
+def test_graphs_of_one_step_are_added_up(tmp_path: Path, capsys: Any) -> None:
+    path, out = tmp_path / "break.py", tmp_path / "out.json"
+    path.write_text(
+        "import torch\n"
+        "first, second = (torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Tanh()) for _ in range(2))\n"
+        "optimizer = torch.optim.SGD([*first.parameters(), *second.parameters()], lr=0.1)\n"
+        "a, b = torch.compile(first), torch.compile(second)\n"
+        "for _ in range(2):\n"
+        "    b(a(torch.randn(8, 64))).sum().backward()\n"
+        "    optimizer.step()\n"
+    )
+    assert report("--json", str(out), str(path)) == 0
+    text, data = capsys.readouterr().out, json.loads(out.read_text())
+    assert "2 compiled graphs with a backward, of the last step" in text and "not in it" not in text
+    assert data["other_graphs"]["graph_count"] == 0
+
+
+def test_the_example_explains_its_options() -> None:
+    command = [sys.executable, EXAMPLES / "train_gpt.py", "--help"]
+    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert re.search(r"--check +fail if the losses end over \d+% apart", text)
+
+
+@pytest.mark.parametrize(
+    "source, message",
+    [
+        (None, "no such script"),
+        ("raise ValueError('mine')", "raised ValueError: mine"),
+        ("import sys; sys.exit(3)", "exited with 3"),
+        ("print('no training')", "saved nothing for backward"),
+        ("import torch\nwith torch.no_grad(): torch.nn.Linear(2, 2)(torch.ones(2, 2))", "saved nothing for backward"),
+    ],
+)
+def test_errors_are_clear(source: str | None, message: str, tmp_path: Path, capsys: Any) -> None:
+    path = tmp_path / "bad.py"
+    if source is not None:
+        path.write_text(source)
+    assert report(str(path)) == 1
+    error = capsys.readouterr().err
+    assert f"aot_hooks report: {path}" in error or "aot_hooks report: no such script" in error
+    assert message in error
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--hook", "nothing"], "has no hook 'nothing'"),
+        (["--hook", "plan"], "has no hook 'plan'"),
+        (["--hook", "cast"], "expected an expression such as"),
+        (["--policy", "float8("], "SyntaxError"),
+        (["--policy", "3"], "policy"),
+    ],
+)
+def test_wrong_options_are_named(arguments: list[str], message: str, script: str, capsys: Any) -> None:
+    assert report(*arguments, script) == 1
+    assert message in capsys.readouterr().err
+
+
+def test_env_prints_text_and_json(capsys: Any) -> None:
+    assert main(["env"]) == 0
+    text = capsys.readouterr().out
+    assert main(["env", "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert f"torch {data['torch']} (tested: {', '.join(data['torch_tested'])})" in text
+    listed = text.split("private symbols:\n")[1].splitlines()
+    assert [s["path"] for s in data["private_symbols"]] == [line.split()[1] for line in listed]
+    assert [s["found"] for s in data["private_symbols"]] == [line.split()[0] == "ok" for line in listed]
+
+
+def test_as_a_program(script: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "aot_hooks", "report", "--hook", "float8", "--inner", "aten"]
+    command += ["--plot", str(tmp_path / "out.png")]
+    done = subprocess.run([*command, script, "--", "compile"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "saved for backward" in done.stdout and "global hooks" not in done.stderr
+    assert (tmp_path / "out.png").exists()
+
+
+@pytest.mark.gpu
+def test_measured_peak_stands_beside_the_predicted_one(script: str, tmp_path: Path, capsys: Any) -> None:
+    path = tmp_path / "cuda.py"
+    path.write_text("import torch\ntorch.set_default_device('cuda')\n" + SCRIPT.replace("32", "512"))
+    assert report("--json", str(tmp_path / "out.json"), str(path), "--", "compile") == 0
+    data = json.loads((tmp_path / "out.json").read_text())
+    assert "measured peak of forward and backward" in capsys.readouterr().out
+    # the loss, outside of the graph, is in the measured one only
+    assert data["measured_peak_bytes"] == pytest.approx(data["totals"]["predicted_peak_before_bytes"], rel=0.25)

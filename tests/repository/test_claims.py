@@ -1,0 +1,85 @@
+"""The measurements that README.md shows are those of the result files that it names."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+sys.path += [str(Path(__file__).resolve().parents[2] / folder) for folder in ("benchmarks", "examples")]
+import train_gpt
+from _measure import GIB, ROOT
+
+README = (ROOT / "README.md").read_text()
+COLUMNS = "| | ms | / stock | medians / stock | saved GiB | peak GiB | error of a weight gradient |"
+VARIANTS = {
+    "`torch.compile`": "stock",
+    '`backend="aot_hooks"`, no hooks': "ours_no_hooks",
+    "`aot_hooks.float8()`": "ours_float8_rowwise",
+    "`aot_hooks.int8()`": "ours_int8",
+    "`aot_hooks.int8(128, power_of_two=True)`": "ours_int8_128_power",
+    "`aot_hooks.int4()`": "ours_int4",
+    "`aot_hooks.offload()`": "ours_offload",
+    "`aot_hooks.offload(then=aot_hooks.float8())`": "ours_float8_offload",
+    "torch's own inlining of the float8 hook": "torch_inlined_float8",
+    "Inductor's activation quantization pass": "inductor_float8_pass",
+    "the float8 hook as Python functions": "python_hooks_float8",
+    "`activation_memory_budget` 0.7": "budget_0.7",
+    "`activation_memory_budget` 0.7 + torch's inlining": "budget_0.7_torch_inlined_float8",
+    "`activation_memory_budget` 0.7 + `aot_hooks.float8()`": "budget_0.7_ours_float8",
+    "checkpoint every block": "checkpoint_blocks",
+    "Inductor's activation offloading": "inductor_offload",
+    "`save_on_cpu(pin_memory=True)`": "save_on_cpu",
+}
+
+
+def result_before(text: str) -> dict[str, Any]:
+    """The result file that README.md names last before `text`."""
+    names = re.findall(r"\((benchmarks/results/\S+\.json)\)", README[: README.index(text)])
+    return json.loads((ROOT / names[-1]).read_text())
+
+
+def shown(row: dict[str, Any]) -> list[str]:
+    errors = sorted({f"{row[key]:.3f}" for key in ("w1_error", "q_error")})
+    return [
+        f"{row['min_ms']:.1f}",
+        f"{row['ratio_to_stock']:.3f}",
+        f"{row['median_ratio_to_stock']:.3f}",
+        f"{row['after_forward_bytes'] / GIB:.2f}",
+        f"{row['peak_bytes'] / GIB:.2f}",
+        " to ".join(errors),
+    ]
+
+
+def table() -> dict[str, list[str]]:
+    lines = README[README.index(COLUMNS) :].partition("\n\n")[0].splitlines()[2:]
+    rows = [[cell.strip().strip("*") for cell in line.strip("|").split(" | ")] for line in lines]
+    return {label: cells for label, *cells in rows}
+
+
+@pytest.mark.parametrize("label", VARIANTS)
+def test_what_it_costs(label: str) -> None:
+    (measured,) = (row for row in result_before(COLUMNS)["rows"] if row["name"] == VARIANTS[label])
+    assert table()[label] == shown(measured)
+
+
+def test_every_row_of_that_table_is_looked_at() -> None:
+    assert table().keys() == VARIANTS.keys()
+    header = result_before(COLUMNS)["header"]
+    before = README[: README.index(COLUMNS)][-500:]
+    assert header["device"] in before and f"{header['rounds']} rounds" in before
+    assert header["commit"] in before and header["torch"].partition("+")[0] in before
+
+
+def test_what_the_demo_prints() -> None:
+    printed = "final loss  "
+    measured = result_before(printed)
+    text = train_gpt.format_table(measured["rows"], torch.device("cuda"), "inductor")
+    assert f"```\n{text}\n```" in README
+    command = f"examples/train_gpt.py --steps {measured['header']['step_count']}"
+    assert command in README and measured["header"]["device"] in README[: README.index(printed)]

@@ -1,0 +1,284 @@
+"""torch._* stays inside the folders torch_private, so that a new torch is a matter of those.
+
+    source --ast--> names bound to something of torch --> every step `._x` from them, every import and every string
+                                                          that names a private part
+
+What is followed: imports, attribute chains (through calls and subscripts), plain assignments, getattr and its like, and
+strings that are a dotted path into torch. What a value's type says (`node._erased`) is not: that needs a type checker.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from aot_hooks.__main__ import env_data
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = ("aot_hooks", "cudagraph")
+SOURCES = sorted(path.relative_to(ROOT).as_posix() for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
+ALLOWED = [source for source in SOURCES if Path(source).parts[1] == "torch_private"]
+
+PRIVATE_PATH = re.compile(r"torch(\.\w+)*\._(?!_)\w*([.:]\w+)*")
+BY_NAME = {"getattr", "hasattr", "setattr", "delattr"}
+BY_PATH = {"import_module", "__import__", "find_spec", "resolve_name"}
+
+
+class Use(NamedTuple):
+    line: int
+    what: str
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not (name.startswith("__") and name.endswith("__"))
+
+
+def is_torch(module: str | None) -> bool:
+    return module is not None and module.split(".")[0] == "torch"
+
+
+def has_private_part(path: str) -> bool:
+    return any(is_private(part) for part in path.split("."))
+
+
+def torch_path(node: ast.expr, aliases: dict[str, str]) -> str | None:
+    """The path into torch that an expression follows (`nn._x` -> `torch.nn._x`), or None if it starts elsewhere."""
+    if isinstance(node, ast.Name):
+        return aliases.get(node.id)
+    if isinstance(node, ast.Attribute):
+        base = torch_path(node.value, aliases)
+        return base and f"{base}.{node.attr}"
+    if isinstance(node, ast.Call):
+        return torch_path(node.func, aliases)
+    if isinstance(node, ast.Subscript):
+        return torch_path(node.value, aliases)
+    if isinstance(node, ast.NamedExpr):
+        return torch_path(node.value, aliases)
+    return None
+
+
+def torch_aliases(tree: ast.Module) -> dict[str, str]:
+    """Names that stand for something of torch anywhere in the file: imports, then assignments from what they reach."""
+    aliases: dict[str, str] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for item in node.names:
+                if is_torch(item.name):
+                    aliases[item.asname or "torch"] = item.name if item.asname else "torch"
+        elif isinstance(node, ast.ImportFrom) and node.level == 0 and is_torch(node.module):
+            for item in node.names:
+                aliases[item.asname or item.name] = f"{node.module}.{item.name}"
+    # Only plain names and attributes: `x = torch.zeros(3)` is a value, and what it offers is not torch's namespace.
+    assignments = [node for node in ast.walk(tree) if isinstance(node, ast.Assign | ast.AnnAssign | ast.NamedExpr)]
+    changed = True
+    while changed:
+        changed = False
+        for node in assignments:
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            if not isinstance(node.value, ast.Name | ast.Attribute):
+                continue
+            path = torch_path(node.value, aliases)
+            for target in targets:
+                if path is not None and isinstance(target, ast.Name) and target.id not in aliases:
+                    aliases[target.id] = path
+                    changed = True
+    return aliases
+
+
+def call_uses(call: ast.Call, aliases: dict[str, str]) -> list[Use]:
+    function = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+    strings = [arg.value for arg in call.args if isinstance(arg, ast.Constant) and isinstance(arg.value, str)]
+    if function in BY_PATH:
+        return [Use(call.lineno, text) for text in strings if text.startswith("torch.") and has_private_part(text)]
+    if function in BY_NAME and call.args:
+        base = torch_path(call.args[0], aliases)
+        return [Use(call.lineno, f"{base}.{text}") for text in strings if base and has_private_part(text)]
+    return []
+
+
+def private_torch_uses(source: str) -> list[Use]:
+    """Every place where the source reaches into a private part of torch, by line."""
+    tree = ast.parse(source)
+    aliases = torch_aliases(tree)
+    found: set[Use] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {Use(node.lineno, i.name) for i in node.names if is_torch(i.name) and has_private_part(i.name)}
+        elif isinstance(node, ast.ImportFrom) and node.level == 0 and is_torch(node.module):
+            paths = [f"{node.module}.{item.name}" for item in node.names]
+            found |= {Use(node.lineno, path) for path in paths if has_private_part(path)}
+        elif isinstance(node, ast.Attribute) and is_private(node.attr):
+            path = torch_path(node, aliases)
+            found |= {Use(node.lineno, path)} if path else set()
+        elif isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
+            path = torch_path(node, aliases)
+            found |= (
+                {Use(node.lineno, f"{path}.{node.slice.value}")}
+                if path and is_private(str(node.slice.value))
+                else set()
+            )
+        elif isinstance(node, ast.Call):
+            found |= set(call_uses(node, aliases))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and PRIVATE_PATH.fullmatch(node.value):
+            found.add(Use(node.lineno, node.value))
+    return sorted(found)
+
+
+def test_there_is_something_to_look_at():
+    assert {Path(source).parts[0] for source in SOURCES} == set(PACKAGES)
+
+
+@pytest.mark.parametrize("path", [source for source in SOURCES if source not in ALLOWED])
+def test_private_torch_only_in_its_folder(path):
+    uses = private_torch_uses((ROOT / path).read_text(encoding="utf-8"))
+    listing = "\n".join(f"  {path}:{use.line}: {use.what}" for use in uses)
+    assert not uses, f"private parts of torch outside torch_private; give each a name there and import that:\n{listing}"
+
+
+class WithoutBodiesAndStrings(ast.NodeTransformer):
+    """What is left of a module is what its import reaches for itself, not by a path that `need` is given."""
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.FunctionDef:
+        self.generic_visit(node)
+        node.body = [ast.Pass()]
+        return node
+
+    def visit_Lambda(self, node: ast.Lambda) -> ast.Lambda:
+        node.body = ast.Constant(None)
+        return node
+
+    def visit_Constant(self, node: ast.Constant) -> ast.Constant:
+        return ast.Constant("") if isinstance(node.value, str) else node
+
+
+def reached_at_import(source: str) -> list[str]:
+    tree = ast.fix_missing_locations(WithoutBodiesAndStrings().visit(ast.parse(source)))
+    uses = [use.what for use in private_torch_uses(ast.unparse(tree))]
+    return [use for use in uses if use != "torch._C" and not use.startswith("torch.ops.")]  # which any torch has
+
+
+@pytest.mark.parametrize("path", sorted(ALLOWED))
+def test_an_import_asks_for_private_parts_by_need(path):
+    """A missing one would end `import aot_hooks` with an AttributeError that says nothing of versions."""
+    assert reached_at_import((ROOT / path).read_text(encoding="utf-8")) == []
+
+
+@pytest.mark.parametrize(
+    ("source", "what"),
+    [
+        ("import torch\nx = torch._C._f", ["torch._C._f"]),
+        ("import torch\nclass A:\n    x: object = torch.fx._x", ["torch.fx._x"]),
+        ("import torch\ndef f(x=torch._x): return torch._y", ["torch._x"]),
+        ("import torch\nx = getattr(torch._C, '_f', None)", []),
+        ("x = need('torch._C._f')\nf = lambda: torch._x", []),
+    ],
+)
+def test_what_an_import_reaches(source, what):
+    assert reached_at_import(source) == what
+
+
+OURS = [s for s in ALLOWED if s.startswith("aot_hooks/") and "\nSYMBOLS = {" in (ROOT / s).read_text(encoding="utf-8")]
+
+
+def table_of(path: str) -> tuple[set[str], str]:
+    """The symbols in the table of a file, and the rest of its source."""
+    source = (ROOT / path).read_text(encoding="utf-8")
+    (table,) = (
+        n for n in ast.parse(source).body if isinstance(n, ast.Assign) and ast.unparse(n.targets[0]) == "SYMBOLS"
+    )
+    text = ast.get_source_segment(source, table)
+    return set(ast.literal_eval(table.value)), source.replace(text, "")
+
+
+@pytest.mark.parametrize("path", OURS)
+def test_tables_hold_what_is_used(path):
+    listed, rest = table_of(path)
+    assert [symbol for symbol in listed if symbol.split(".")[-1] not in rest] == []
+    calls = [n for n in ast.walk(ast.parse(rest)) if isinstance(n, ast.Call) and ast.unparse(n.func) == "need"]
+    asked = {call.args[0].value for call in calls if isinstance(call.args[0], ast.Constant)}
+    assert asked <= listed
+
+
+def test_env_tells_of_every_table():
+    told = {symbol["path"] for symbol in env_data()["private_symbols"]}
+    assert told == set().union(*(table_of(path)[0] for path in OURS)) and len(OURS) > 1
+
+
+@pytest.mark.parametrize(
+    ("source", "what"),
+    [
+        # imports
+        ("import torch._dynamo", "torch._dynamo"),
+        ("import torch._inductor.config as config", "torch._inductor.config"),
+        ("import os, torch.utils._pytree as pytree", "torch.utils._pytree"),
+        ("from torch import _C", "torch._C"),
+        ("from torch._functorch.aot_autograd import aot_module", "torch._functorch.aot_autograd.aot_module"),
+        ("from torch._dynamo import *", "torch._dynamo.*"),
+        ("from torch.fx.graph import _Namespace", "torch.fx.graph._Namespace"),
+        ("def f():\n    from torch._subclasses import FakeTensor", "torch._subclasses.FakeTensor"),
+        ("if TYPE_CHECKING:\n    from torch._ops import OpOverload", "torch._ops.OpOverload"),
+        # attributes
+        ("import torch\ntorch._C", "torch._C"),
+        ("import torch\ntorch._C._autograd.f()", "torch._C._autograd"),
+        ("import torch as t\nt._dynamo.reset()", "torch._dynamo"),
+        ("import torch.fx\ntorch.fx._symbolic_trace.f", "torch.fx._symbolic_trace"),
+        ("import torch.utils as u\nu._pytree", "torch.utils._pytree"),
+        ("from torch import nn as n\nn.modules._functions", "torch.nn.modules._functions"),
+        ("from torch.fx import Graph\nGraph._codegen", "torch.fx.Graph._codegen"),
+        ("import torch\ntorch.fx.Graph()._codegen", "torch.fx.Graph._codegen"),
+        ("import torch\ntorch.ops.aten[0]._schema", "torch.ops.aten._schema"),
+        ("import torch\ntorch.autograd._x = 1", "torch.autograd._x"),
+        ("import torch\n@torch._disable\ndef f(): ...", "torch._disable"),
+        ("import torch\ndef f(x: torch._C.Graph): ...", "torch._C"),
+        # other names for the same thing
+        ("import torch\nt = torch\nt._C", "torch._C"),
+        ("import torch\na = b._C\nb = torch", "torch._C"),
+        ("import torch\n(t := torch.fx)._x", "torch.fx._x"),
+        ("import torch\nfx: object = torch.fx\nfx._x", "torch.fx._x"),
+        # strings
+        ("import torch\ngetattr(torch, '_C')", "torch._C"),
+        ("import torch\nhasattr(torch.fx, '_x')", "torch.fx._x"),
+        ("import torch\ntorch.__dict__['_C']", "torch.__dict__._C"),
+        ("import importlib\nimportlib.import_module('torch._inductor')", "torch._inductor"),
+        ("__import__('torch._dynamo')", "torch._dynamo"),
+        ("from importlib.util import find_spec\nfind_spec('torch._dynamo')", "torch._dynamo"),
+        ("import sys\nsys.modules['torch._C']", "torch._C"),
+        ("NAME = 'torch._inductor.config'", "torch._inductor.config"),
+        ("load('torch._dynamo:reset')", "torch._dynamo:reset"),
+        ("name = f'torch._{x}'", "torch._"),
+        ("def f(x: 'torch._C.Graph'): ...", "torch._C.Graph"),
+    ],
+)
+def test_detector_finds(source, what):
+    assert what in [use.what for use in private_torch_uses(source)]
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import torch\ntorch.__version__",
+        "import torch\ntorch.compile(f)",
+        "import torch\ngetattr(torch, 'float8_e4m3fn')",
+        "from torch.fx import Graph, GraphModule as GM",
+        "from ._torch import x",
+        "from . import values\nvalues.reset()",
+        "import torchvision._internally",
+        "self._C",
+        "torch = None",
+        "import torch\nx = torch.zeros(3)\nx.shape",
+        "import torch\nclass A(torch.nn.Module):\n    def f(self): return self._x",
+        "'torch._dynamo.reset() is what you want'",
+        '"""torch._C, in prose."""',
+    ],
+)
+def test_detector_leaves_alone(source):
+    assert private_torch_uses(source) == []
+
+
+def test_detector_gives_lines_in_order():
+    source = "import torch\nimport torch._dynamo\n\ntorch._C\ntorch.fx._x\n"
+    assert private_torch_uses(source) == [(2, "torch._dynamo"), (4, "torch._C"), (5, "torch.fx._x")]

@@ -1,0 +1,365 @@
+"""A `CaptureDriver` on the CPU that is honest about memory: the tree's mistakes give wrong numbers without a GPU.
+
+    Arena      one buffer with real addresses; first fit; blocks are freed when the storage that owns them dies
+    capture    operators are recorded and not run; what they return lies in the arena and holds garbage
+    replay     the tape runs on raw memory: what is allocated or freed on the way is scribbled over
+    restore    the blocks of a checkpoint, and nothing else, must come out
+
+What the simulator is strict about, CUDA is silent about: an allocated block that nobody accounts for, a restore while
+blocks are allocated, memory that is read after it was freed (it is all ones: NaN in every floating type).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+
+from cudagraph.torch_private import cuda as torch_cuda
+from cudagraph.tree.capture import CannotCapture, capturing
+from cudagraph.tree.driver import LAUNCHES_NOTHING
+from cudagraph.tree.liveness import layout_of, tensor_on
+
+CPU = torch.device("cpu")
+ALIGNMENT = 64
+GARBAGE = 0xFF
+graveyard: list[torch.Tensor] = []  # buffers that something may still point into
+all_garbage = torch.full((1 << 20,), GARBAGE, dtype=torch.uint8)  # what poisoned storages point to
+
+UNCAPTURABLE = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default}
+host_operators: dict[Any, Callable[..., Any]] = {}  # run on the host during the capture; what they call is recorded
+FACTORIES = {torch.ops.aten.empty.memory_format, torch.ops.aten.empty_strided.default}
+REBINDING = {torch.ops.aten.set_data.default}
+
+
+class CaptureError(RuntimeError):
+    """Something that can't be captured."""
+
+
+class OutOfArena(RuntimeError):
+    """The arena is full."""
+
+
+class Graph:
+    def __init__(self, tape: list[Callable[[], None]]) -> None:
+        self.tape = tape
+        self.replays = 0
+
+    def replay(self) -> None:
+        assert self.tape is not None, "a graph that was reset is replayed"
+        self.replays += 1
+        with torch.no_grad(), torch.inference_mode(False), torch_cuda.without_autocast():  # no mode reaches a graph
+            for step in self.tape:
+                step()
+
+    def reset(self) -> None:
+        self.tape = None
+
+
+class Arena:
+    """A pool: `blocks` that are allocated (address to bytes) and weak references to the storages that own them."""
+
+    def __init__(self, nbytes: int, driver: Simulator | None = None) -> None:
+        self.driver = driver
+        self.buffer = torch.full((nbytes,), GARBAGE, dtype=torch.uint8)
+        graveyard.append(self.buffer)
+        start = self.buffer.data_ptr()
+        self.first = start + -start % ALIGNMENT
+        self.end = start + nbytes
+        self.blocks: dict[int, int] = {}
+        self.owners: dict[int, StorageWeakRef] = {}
+        self.made: dict[int, StorageWeakRef] = {}  # storages that allocations returned
+        self.tape: list[Callable[[], None]] | None = None
+        self.launches = 0  # operators that the capture under way, or the last one, recorded
+        self.peak = 0  # the most bytes that were allocated at a time
+        self.extent = 0  # and how far from the beginning they lay
+        self.released = False
+        self.broken = False
+
+    # --- memory
+
+    def allocate(self, nbytes: int) -> torch.UntypedStorage:
+        self.poll()
+        if nbytes == 0:
+            return torch_cuda.storage_at(0, CPU, 0)
+        size = nbytes + -nbytes % ALIGNMENT
+        address = self.first
+        for start in sorted(self.blocks):
+            if start - address >= size:
+                break
+            address = start + self.blocks[start]
+        if address + size > self.end:
+            raise OutOfArena(f"no room for {nbytes} bytes")
+        self.blocks[address] = size
+        self.peak = max(self.peak, sum(self.blocks.values()))
+        self.extent = max(self.extent, address + size - self.first)
+        storage = torch_cuda.storage_at(address, CPU, nbytes)
+        self.owners[address] = self.made[torch_cuda.identity(storage)] = StorageWeakRef(storage)
+        self.note(lambda: self.scribble(address, size))
+        return storage
+
+    def poll(self) -> None:
+        """Free the blocks whose owners have died."""
+        for address in [address for address, owner in self.owners.items() if owner.expired()]:
+            del self.owners[address]
+            size = self.blocks.pop(address)
+            self.note(lambda address=address, size=size: self.scribble(address, size))
+
+    def note(self, step: Callable[[], None]) -> None:
+        if self.tape is not None:
+            self.tape.append(step)
+
+    def scribble(self, address: int, nbytes: int) -> None:
+        offset = address - self.buffer.data_ptr()
+        self.buffer[offset : offset + nbytes] = GARBAGE
+
+    def contains(self, x: torch.Tensor) -> bool:
+        return x.untyped_storage().nbytes() > 0 and self.first <= x.untyped_storage().data_ptr() < self.end
+
+    # --- Pool
+
+    @contextlib.contextmanager
+    def staging(self) -> Iterator[None]:
+        with _Staging(self):
+            yield
+
+    def capture(self, run: Callable[[], Any], generators: Sequence[torch.Generator]) -> tuple[Graph, Any]:
+        self.poll()
+        assert self.driver is None or not self.driver.warming, "what is captured would lie in a warm-up's memory"
+        assert not self.broken, "a pool is used after a capture in it could not be ended"
+        self.tape = tape = []
+        self.launches = 0
+        try:
+            with _Capturing(self):
+                result = run()
+            if not self.launches:
+                raise CannotCapture(LAUNCHES_NOTHING)
+            self.poll()
+        except CaptureError:
+            self.broken = True  # as on CUDA, where such a capture can't be ended
+            raise
+        finally:
+            self.tape = None
+        return Graph(tape), result
+
+    def checkpoint(self) -> dict[int, int]:
+        self.poll()
+        return dict(self.blocks)
+
+    def restore(self, state: dict[int, int], owners: Sequence[torch.UntypedStorage], free: Sequence[int]) -> None:
+        self.poll()
+        assert not self.blocks, f"blocks are allocated between recordings: {self.blocks}"
+        addresses = [owner.data_ptr() for owner in owners]
+        assert sorted([*addresses, *free]) == sorted(state), "every block of the checkpoint is owned or given back"
+        self.blocks = {address: state[address] for address in addresses}
+        self.owners = {owner.data_ptr(): StorageWeakRef(owner) for owner in owners}
+
+    def disown(self, storage: torch.UntypedStorage) -> None:
+        address = storage.data_ptr()
+        assert self.owners.pop(address).cdata == storage._cdata, "only the owner can give a block back"
+        del self.blocks[address]
+
+    def live_blocks_are(self, addresses: set[int]) -> bool:
+        return self.live_blocks() == addresses
+
+    def live_blocks(self) -> set[int]:
+        self.poll()
+        return set(self.blocks)
+
+    def release(self) -> None:
+        self.released = True
+        self.buffer.fill_(GARBAGE)
+
+
+class WarmPool:
+    """Memory of warm-ups, which is the process's own here: it tells only what runs in it."""
+
+    def __init__(self, driver: Simulator) -> None:
+        self.driver = driver
+
+    @contextlib.contextmanager
+    def __call__(self) -> Iterator[None]:
+        self.driver.warming.append(self)
+        try:
+            yield
+        finally:
+            self.driver.warming.remove(self)
+
+
+def raw(x: torch.Tensor, arena: Arena) -> torch.Tensor:
+    """A tensor over the same memory that keeps no block of the arena allocated, nor what the capture was lent."""
+    capture = capturing()
+    if not arena.contains(x) and (capture is None or x.untyped_storage().data_ptr() not in capture.held | capture.lent):
+        return x.detach()
+    storage = x.untyped_storage()
+    return tensor_on(torch_cuda.storage_at(storage.data_ptr(), CPU, storage.nbytes()), layout_of(x))
+
+
+class _Staging(TorchDispatchMode):
+    def __init__(self, arena: Arena) -> None:
+        super().__init__()
+        self.arena = arena
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func not in FACTORIES:
+            return func(*args, **(kwargs or {}))
+        meta = func(*args, **{**(kwargs or {}), "device": "meta"})
+        return tensor_on(self.arena.allocate(meta.untyped_storage().nbytes()), layout_of(meta))
+
+
+class _Capturing(TorchDispatchMode):
+    def __init__(self, arena: Arena) -> None:
+        super().__init__()
+        self.arena = arena
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        arena = self.arena
+        if func in host_operators:
+            with self:
+                return host_operators[func](*args, **kwargs)
+        if func in UNCAPTURABLE:
+            raise CaptureError(f"{func} is not permitted when stream is capturing")
+        arena.poll()
+        returned = func._schema.returns
+        if torch.Tag.inplace_view in func.tags or func in REBINDING:
+            return func(*args, **kwargs)  # what happens to a tensor object happens at once, and in no replay
+        if any(r.alias_info is not None and not r.alias_info.is_write for r in returned):
+            return func(*args, **kwargs)  # a view touches no data
+        raw_args, raw_kwargs = tree_map_only(torch.Tensor, lambda x: raw(x, arena), (args, kwargs))
+        written = {
+            name: value
+            for name, value in [*zip((a.name for a in func._schema.arguments), args, strict=False), *kwargs.items()]
+            for a in func._schema.arguments
+            if a.name == name and a.alias_info is not None and a.alias_info.is_write
+        }
+        if written:
+            arena.launches += 1
+            arena.note(lambda: func(*raw_args, **raw_kwargs))
+            results = list(written.values())
+            return None if not returned else results[0] if len(returned) == 1 else tuple(results[: len(returned)])
+
+        def on_meta(x: torch.Tensor) -> torch.Tensor:
+            return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+
+        meta_args, meta_kwargs = tree_map_only(torch.Tensor, on_meta, (args, kwargs))
+        leaves = _leaves((args, kwargs))
+        if any(isinstance(x, torch.device) for x in leaves):
+            meta_args, meta_kwargs = tree_map_only(
+                torch.device, lambda _: torch.device("meta"), (meta_args, meta_kwargs)
+            )
+        elif "device" in kwargs or not any(isinstance(x, torch.Tensor) for x in leaves):
+            meta_kwargs = {**meta_kwargs, "device": "meta"}
+        if "generator" in kwargs:
+            meta_kwargs = {**meta_kwargs, "generator": None}
+        meta = func(*meta_args, **meta_kwargs)
+        if any(isinstance(x, torch.Tensor) and x.is_meta for x in leaves):
+            return meta
+
+        def place(m: torch.Tensor) -> torch.Tensor:
+            return tensor_on(arena.allocate(m.untyped_storage().nbytes()), layout_of(m))
+
+        out = tree_map_only(torch.Tensor, place, meta)
+        arena.launches += func not in FACTORIES and any(x.numel() for x in _leaves(out) if isinstance(x, torch.Tensor))
+        raw_out = tree_map_only(torch.Tensor, lambda x: raw(x, arena), out)
+
+        def step() -> None:
+            values = func(*raw_args, **raw_kwargs)
+            for target, value in zip(_leaves(raw_out), _leaves(values), strict=True):
+                if isinstance(target, torch.Tensor):
+                    target.copy_(value)
+
+        arena.note(step)
+        return out
+
+
+def _leaves(value: Any) -> list[Any]:
+    return torch.utils._pytree.tree_leaves(value)
+
+
+class Simulator:
+    """The driver. `poisoned` tells what was poisoned where this torch can't make reads fail; see `read`."""
+
+    device_type = "cpu"
+
+    def __init__(self, arena_bytes: int = 1 << 20, *, moves: str = "all") -> None:
+        """`moves`: which storages can be pointed elsewhere: "all", or "made", those that an allocation returned (as on
+        CUDA before torch 2.13). A torch without the means for it can move none."""
+        self.arena_bytes = arena_bytes
+        self.moves = moves
+        self.can_move = torch_cuda.can_swap()
+        self.pools: list[Arena] = []
+        self.poisoned: dict[int, tuple[StorageWeakRef, str]] = {}
+        self.current_stream = 0
+        self.ordered: list[tuple[Any, int]] = []
+        self.copied_out = 0
+        self.warming: list[WarmPool] = []  # those that allocations are routed to
+        self.warm_pools: list[weakref.ref[WarmPool]] = []
+        self.refusal: str | None = None  # why nothing can be captured
+
+    def open_pool(self, device: torch.device) -> Arena:
+        self.pools.append(Arena(self.arena_bytes, self))
+        return self.pools[-1]
+
+    def open_warm_pool(self, device: torch.device) -> WarmPool:
+        assert not self.warming, "a warm-up's memory is opened in a warm-up"
+        pool = WarmPool(self)
+        self.warm_pools.append(weakref.ref(pool))
+        return pool
+
+    def why_not(self) -> str | None:
+        return self.refusal
+
+    def stream(self, device: torch.device) -> Callable[[], int]:
+        return lambda: self.current_stream
+
+    def order_streams(self, device: torch.device, before: Any) -> Any:
+        self.ordered.append((before, self.current_stream))
+        return self.current_stream
+
+    def let_wait(self, stream: Any, other: Any) -> None:
+        self.ordered.append((other, stream))
+
+    def launcher(self, graph: Graph) -> Callable[[], None]:
+        return graph.replay
+
+    def can_copy_out(self, storage: torch.UntypedStorage) -> bool:
+        made = any(storage._cdata in pool.made for pool in self.pools)
+        return self.can_move and (self.moves == "all" or made)
+
+    def copy_out(self, storages: Sequence[torch.UntypedStorage]) -> None:
+        for storage in storages:
+            assert self.can_copy_out(storage), "what can't be pointed elsewhere is"
+            self.copied_out += 1
+            fresh = torch.empty(storage.nbytes(), dtype=torch.uint8)
+            fresh.copy_(torch.empty(0, dtype=torch.uint8).set_(storage, 0, (storage.nbytes(),), (1,)))
+            torch_cuda.swap_memory(storage, fresh.untyped_storage())
+
+    def poison(self, storage: torch.UntypedStorage, message: str) -> None:
+        if torch_cuda.can_poison():
+            torch_cuda.poison(storage, message)
+            return
+        self.poisoned = {cdata: entry for cdata, entry in self.poisoned.items() if not entry[0].expired()}
+        self.poisoned[storage._cdata] = StorageWeakRef(storage), message
+        if torch_cuda.can_swap():
+            assert storage.nbytes() <= all_garbage.nbytes
+            torch_cuda.swap_memory(storage, torch_cuda.storage_at(all_garbage.data_ptr(), CPU, storage.nbytes()))
+
+    def is_capture_error(self, error: BaseException) -> bool:
+        return isinstance(error, CaptureError)
+
+    def is_capturing(self) -> bool:
+        return any(pool.tape is not None for pool in self.pools)
+
+    def read(self, x: torch.Tensor) -> torch.Tensor:
+        """A copy of `x`; raises if it is poisoned, also where torch itself can't."""
+        owner, message = self.poisoned.get(x.untyped_storage()._cdata, (None, ""))
+        if owner is not None and not owner.expired():
+            raise RuntimeError(message)
+        return x.detach().clone()
