@@ -1,7 +1,7 @@
 """torch's caches of compiled graphs, for graphs with hooks: when they may be used, what came of it, and why.
 
-lookup.py compiles through them; stored.py is what is kept beside an entry, notes.py what is said of a miss. The key is
-made in `aot_hooks.cache_key`.
+lookup.py compiles through them, by a key that key.py makes. entry.py has the data that an entry stores for hooks,
+notes.py what `explain-miss` prints of a miss.
 """
 
 from .lookup import bypassed, cache_stats, forget, through_cache

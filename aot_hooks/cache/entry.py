@@ -1,12 +1,13 @@
-"""What is stored beside a compiled graph, so that a warm start says and does what the cold one did.
+"""The plans that an entry of torch's cache stores, so that a warm start reports what the cold one did.
 
       plans, key, places --pack_up--> bytes, in torch's entry ... another process ... --unpack--> plans, or `Refused`
 
-Rows hold no place of the program that made them, but the number of a node of Dynamo's graph, and no names of its sizes,
-but their numbers: the program that reads them may call its modules and arguments otherwise. Hooks are stored as "what
-the setting's rule says for this row", or pickled where the package made them itself. Both are checked when they are
-read: a policy of the user's must say for each row what it said then, and a hook of the user's must trace to the same
-program for it. An entry that is for another hook is passed over, whatever its key says.
+A program with other names for its modules and arguments may take the entry. So a row stores the number of a node of
+Dynamo's graph instead of a module and a line, and numbers of sizes instead of their names. A hook is stored as "the
+choice of the setting's rule for this row", or pickled if the package made it.
+
+`unpack` checks both: a policy of the user's must choose as it chose then, and a hook of the user's must trace to the
+same program. An entry for another hook is passed over, whatever its key is.
 """
 
 from __future__ import annotations
@@ -33,21 +34,20 @@ from .key import Key, foreign_operator
 __all__ = ["Checks", "ForAnother", "Refused", "Unusable", "pack_up", "unpack"]
 
 _FORMAT = 1
-Place = tuple[str, str]
-# where in a hook's row it comes from: (kind, number of the setting or pickled hook)
-_Hook = tuple[str, Any]
+Place = tuple[str, str]  # module and line
+_Hook = tuple[str, Any]  # ("keep", 0), ("rule", number of the setting), or ("value", the pickled hook)
 
 
 class Refused(AotHooksError):
-    """A stored plan is not one for this program; the message says why."""
+    """The entry is for another program, or damaged; the message says why."""
 
 
 class ForAnother(Refused):
-    """A hook or policy does not do what it did: the entry is another's."""
+    """A hook or policy does something else than when the entry was made."""
 
 
 class Unusable(Refused):
-    """What would have to be checked cannot be, in this entry or any other of its graph; the message says what."""
+    """A hook or policy cannot be checked, in this entry or any other of its graph; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -55,19 +55,19 @@ class _Row:
     saved: SavedTensor  # without its place
     module_at: int | None
     line_at: int | None
-    asked: tuple[int, ...]  # numbers of the settings that chose
+    chosen_by: tuple[int, ...]  # numbers of settings
     hook: _Hook
     reason: str
     packed_bytes: int
     saved_bytes: int
-    answers: tuple[str, ...]  # digests of what the rules of those settings say for the row, "" where it needs no check
-    traces_to: str  # digest of the hook's programs on a tensor of the row's shape, "" where it needs no check
+    choices: tuple[
+        str, ...
+    ]  # digests of the hooks that the rules of those settings choose, "" where no check is needed
+    traces_to: str  # digest of the hook's programs on a tensor of the row's shape, "" where no check is needed
 
 
 @dataclass(frozen=True)
 class _Stored:
-    """The whole."""
-
     plans: tuple[tuple[tuple[_Row, ...], tuple[Transfer, ...]], ...]
     cannot: str  # why the entry must not be used, "" if it may
 
@@ -76,8 +76,8 @@ def pack_up(plans: Sequence[Plan], check: Checks, places: Callable[[], Sequence[
     """The plans of one compilation as bytes.
 
     Args:
-        check: made for the key of the graph they are for, whose settings chose the hooks.
-        places: module and line of each node of Dynamo's graph; asked once.
+        check: made for the key of their graph, whose settings chose the hooks.
+        places: module and line of each node of Dynamo's graph; called once.
     """
     found = list(places())
     modules = {module: i for i, (module, _) in reversed(list(enumerate(found)))}
@@ -92,18 +92,18 @@ def pack_up(plans: Sequence[Plan], check: Checks, places: Callable[[], Sequence[
             row = d.saved
             at = both.get((row.module_path, row.source_line))
             try:
-                asked = check.asked(d.settings)
+                chosen_by = check.numbers_of(d.settings)
                 stored = _Row(
                     saved=dataclasses.replace(row, shape=numbered(row.shape), module_path="", source_line=""),
                     module_at=modules.get(row.module_path) if at is None else at,
                     line_at=lines.get(row.source_line) if at is None else at,
-                    asked=asked,
-                    hook=check.reference(d.hook, row, asked),
+                    chosen_by=chosen_by,
+                    hook=check.reference(d.hook, row, chosen_by),
                     reason=d.reason,
                     packed_bytes=d.packed_bytes,
                     saved_bytes=d.saved_bytes,
-                    answers=check.answers(row, asked),
-                    traces_to=check.programs(d.hook, row, asked),
+                    choices=check.choices(row, chosen_by),
+                    traces_to=check.programs(d.hook, row, chosen_by),
                 )
             except Refused as e:
                 cannot = cannot or str(e)
@@ -140,24 +140,24 @@ def unpack(data: bytes, check: Checks, places: Callable[[], Sequence[Place]]) ->
             shape = named(row.saved.shape)
             saved = dataclasses.replace(row.saved, shape=shape, module_path=module, source_line=line)
             hook = check.resolve(row.hook, saved)
-            if check.answers(saved, row.asked) != row.answers:
+            if check.choices(saved, row.chosen_by) != row.choices:
                 raise ForAnother(f"the policy chooses otherwise for {saved.describe()} than when the entry was made")
             try:
-                traces_to = check.programs(hook, saved, row.asked)
+                traces_to = check.programs(hook, saved, row.chosen_by)
             except Unusable as e:  # what made the entry could be checked
                 raise Refused(str(e)) from e
             if row.traces_to != traces_to:
                 raise ForAnother(
                     f"hook '{hook.name}' traces to another program on {saved.describe()} than when the entry was made"
                 )
-            settings = check.keys(row.asked)
+            settings = check.keys(row.chosen_by)
             decisions.append(Decision(saved, hook, row.reason, row.packed_bytes, row.saved_bytes, settings))
         plans.append(Plan(tuple(decisions), transfers))
     return plans
 
 
 def _renamed(names: Mapping[str, str]) -> Callable[[tuple[int, ...]], tuple[int, ...]]:
-    """Shapes with the symbols in them called by `names`."""
+    """A function that renames the symbols in a shape."""
 
     def one(size: int) -> int:
         if not isinstance(size, Dim):
@@ -188,22 +188,22 @@ _UNREADABLE = (
 
 
 class Checks:
-    """What rules say and hooks do, asked once for each row or shape of a compilation."""
+    """Choices of rules, and programs of hooks, each found once for a row or shape of a compilation."""
 
     def __init__(self, key: Key) -> None:
         self.key = key
-        self.hooks: dict[int, Hook] = {}  # alive, so that ids stay their own
-        self.known: dict[Any, str] = {}
+        self.hooks: dict[int, Hook] = {}  # kept alive, so that no other object gets their ids
+        self.known: dict[Any, str] = {}  # digests of programs
 
-    def asked(self, settings: tuple[str, ...]) -> tuple[int, ...]:
+    def numbers_of(self, settings: tuple[str, ...]) -> tuple[int, ...]:
         numbers = {s.key: number for number, s in reversed(list(enumerate(self.key.settings))) if s is not None}
         return tuple(numbers[key] for key in settings)
 
-    def keys(self, asked: tuple[int, ...]) -> tuple[str, ...]:
+    def keys(self, chosen_by: tuple[int, ...]) -> tuple[str, ...]:
         settings = self.key.settings
-        if any(number >= len(settings) or settings[number] is None for number in asked):
+        if any(number >= len(settings) or settings[number] is None for number in chosen_by):
             raise Refused("a row names a setting that this graph does not have")
-        return tuple(s.key for s in (settings[number] for number in asked) if s is not None)
+        return tuple(s.key for s in (settings[number] for number in chosen_by) if s is not None)
 
     def chosen(self, number: int, row: SavedTensor) -> Hook:
         setting = self.key.settings[number]
@@ -214,10 +214,10 @@ class Checks:
         except PolicyError as e:
             raise Refused(str(e)) from e
 
-    def reference(self, hook: Hook, row: SavedTensor, asked: tuple[int, ...]) -> _Hook:
+    def reference(self, hook: Hook, row: SavedTensor, chosen_by: tuple[int, ...]) -> _Hook:
         if hook is KEEP:
             return "keep", 0
-        chosen = {number: self.chosen(number, row) for number in asked}
+        chosen = {number: self.chosen(number, row) for number in chosen_by}
         for same in (lambda a: a == hook, lambda a: described(a).text == described(hook).text):
             for number, each in chosen.items():
                 if same(each):
@@ -242,32 +242,32 @@ class Checks:
             return KEEP
         raise Refused(f"a row names its hook by {hook!r}")
 
-    def answers(self, row: SavedTensor, asked: tuple[int, ...]) -> tuple[str, ...]:
-        said = []
-        for number in asked:
+    def choices(self, row: SavedTensor, chosen_by: tuple[int, ...]) -> tuple[str, ...]:
+        digests = []
+        for number in chosen_by:
             setting = self.key.settings[number]
             needless = setting is None or isinstance(setting.rule, Hook) or not described(setting.rule).own
-            said.append("" if needless else described(self.chosen(number, row)).portable)
-        return tuple(said)
+            digests.append("" if needless else described(self.chosen(number, row)).portable)
+        return tuple(digests)
 
-    def programs(self, hook: Hook, row: SavedTensor, asked: tuple[int, ...]) -> str:
-        """What `hook`, and those that the settings have for the row, are on a dense tensor of its shape; symbolic sizes
-        at their example values. Hooks of this package need none: their arguments are in the key.
+    def programs(self, hook: Hook, row: SavedTensor, chosen_by: tuple[int, ...]) -> str:
+        """Digests of the programs of `hook`, and of the hooks that the settings choose, on a dense tensor of the row.
 
-        Raises `Unusable` if one cannot be traced on such a tensor: the saved one may have another order in memory.
+        Symbolic sizes have their example values. Hooks of this package have no digest: their arguments are in the key.
+        Raises `Unusable` if a hook cannot be traced on such a tensor: the saved one may have another order in memory.
         """
         found = []
-        for each in (hook, *(self.chosen(number, row) for number in asked)):
-            if described(each).own:  # also where it declined, or gave the tensor back as it is: it may do otherwise now
+        for each in (hook, *(self.chosen(number, row) for number in chosen_by)):
+            if described(each).own:  # also a hook that declined: it may accept the tensor now
                 declined = each.declines(row) if each.declines is not None else None
                 if declined:
                     found.append(f"declines: {declined}")
                     continue
                 self.hooks[id(each)] = each
-                place = (id(each), tuple(int(size) for size in row.shape), row.dtype, row.device)
-                if place not in self.known:
-                    self.known[place] = _program(each, row)
-                found.append(self.known[place])
+                example = (id(each), tuple(int(size) for size in row.shape), row.dtype, row.device)
+                if example not in self.known:
+                    self.known[example] = _program(each, row)
+                found.append(self.known[example])
         return " ".join(dict.fromkeys(found))
 
 

@@ -1,17 +1,17 @@
-"""The key of a compiled graph: all that decides the result, and no names.
+"""The key of a compiled graph: everything that decides the result, and no names.
 
       Dynamo's graph    node by node, by position; constants by value            forward(self, L_x_, L_w_):
       its inputs        shape, stride, dtype, device, who shares whose memory        h = L_x_ @ L_w_      p_0 @ p_1
-      settings          arguments of the library, programs of own hooks     --> lines --sha256--> digest
+      settings          the library's arguments, programs of user's hooks   --> lines --sha256--> digest
       regions           which node is under which; names and modules that a policy may look at
       versions          this package by its sources, torch, Python
 
-`key_of` makes it. Functions of the user's are in it by what they trace to on one example: what they do to the saved
-tensors themselves, and what a policy says of them, is stored beside an entry and compared (cache/stored.py).
- torch's own key (configuration, devices, its sources) stands beside it: torch computes that one
-under `normalized(graph)`, in which placeholders and values are called by their positions, so that renaming a model's
-argument, attribute or variable is no other program. Symbolic sizes, which torch calls after the argument they come
-from, go by their numbers too. Both are linear in the graph.
+`key_of` makes it. It holds the program that a function of the user's traces to on one example. The programs on the
+saved tensors themselves, and a policy's choices, are stored in the entry and compared (entry.py).
+
+torch adds its own key (configuration, devices, its sources). torch computes it under `normalized(graph)`, in which
+placeholders and values are named by their positions: renaming a model's argument, attribute or variable changes no key.
+Symbolic sizes, which torch names after arguments, are numbered too. Both keys are linear in the graph.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ class Key:
     """See the module.
 
     Attributes:
-        lines: what the key is made of.
-        settings: the settings that the graph is under: the ambient one, None if there is none, then those of its
-            regions in the order of their first node.
-        opaque: operators of others that hooks call and nobody answers for; then there is no key to go by.
-        sizes: symbols of sizes as this program calls them, in the order of their numbers.
+        lines: the content that is hashed.
+        settings: of the graph: the ambient one, None if there is none, then those of its regions in the order of their
+            first node.
+        opaque: operators of other packages that hooks call without a `cache_hash`; with one, the key is not used.
+        sizes: this program's names for symbols of sizes, in the order of their numbers.
     """
 
     lines: tuple[Line, ...]
@@ -77,12 +77,12 @@ def key_of(
     options: Mapping[str, Any] | None = None,
     roots: Mapping[str, str] | None = None,
 ) -> Key:
-    """The key of `gm`, which is left as it is.
+    """The key of `gm`, which does not change.
 
     Args:
-        inputs: what Dynamo gives beside it.
+        inputs: the example inputs that Dynamo passes with it.
         ambient, regions: the settings in force, see `context`.
-        options: what else the user said of the compilation; by `repr`.
+        options: other options of the compilation; their `repr` is in the key.
         roots: modules by Dynamo's names, see `modules.roots`.
     """
     nodes = nodes_of(gm)
@@ -95,7 +95,7 @@ def key_of(
         *((f"option {name}", repr(value)) for name, value in sorted((options or {}).items())),
     ]
     numbers: dict[str, int] = {}
-    texts: dict[tuple[Line, ...], int] = {}  # of regions: those that say the same are one
+    texts: dict[tuple[Line, ...], int] = {}  # of regions: equal ones have one number
     opaque: list[str] = []
     lines += [(f"ambient {name}", text) for name, text in _setting_lines(ambient, opaque)]
     for key in order:
@@ -128,16 +128,16 @@ def _setting_lines(setting: Setting | None, opaque: list[str]) -> Iterator[Line]
     if setting is None:
         yield "scope", "none"
         return
-    said = described(setting.rule)
+    rule = described(setting.rule)
     yield "scope", str(setting.scope)
-    yield "rule", said.portable
-    for i, hook in enumerate((*said.hooks, *said.graphs)):
+    yield "rule", rule.portable
+    for i, hook in enumerate((*rule.hooks, *rule.graphs)):
         yield f"hook {i} cache_hash", repr(hook.cache_hash)
         yield from ((f"hook {i} {name}", text) for name, text in _program_lines(hook, opaque))
 
 
 def _program_lines(hook: Hook, opaque: list[str]) -> Iterator[Line]:
-    """What the functions of `hook` trace to on an example: most changes of them are another key."""
+    """The programs of `hook` on an example: most changes of its functions change the key."""
     with compiling_for("inductor"), recording(on=False):
         with torch_values.fake_tensor((4, 8), torch.float32, torch.device("cpu")) as example:
             try:
@@ -152,7 +152,7 @@ def _program_lines(hook: Hook, opaque: list[str]) -> Iterator[Line]:
             yield f"{part} {i}", line
 
 
-# what torch registers itself; its version covers them
+# namespaces of torch's own operators, which its version covers
 _TORCH_OPERATORS = {
     *("aten", "prims", "prim", "rngprims", "inductor", "inductor_prims", "quantized", "quantized_decomposed"),
     *("higher_order", "ao", "mkldnn", "mkldnn_prepacked", "onednn", "mkl", "c10d", "_c10d_functional"),
@@ -161,7 +161,7 @@ _TORCH_OPERATORS = {
 
 
 def foreign_operator(gm: GraphModule) -> str | None:
-    """An operator in `gm` that torch did not register itself, nor this package; None if there is none."""
+    """An operator in `gm` that neither torch nor this package registers; None if there is none."""
     for node in gm.graph.nodes:
         if torch_values.is_operator(node.target) and str(node.target).split(".")[0] not in _TORCH_OPERATORS:
             return str(node.target)
@@ -178,7 +178,7 @@ def _graphs(gm: GraphModule) -> list[GraphModule]:
 
 
 def _reads_anything(rule: Any) -> bool:
-    """Whether a function that is not of this package sees the rows of saved tensors, their lines and modules too."""
+    """Whether a user's function sees the rows of saved tensors, with their lines and modules."""
     return bool(described(rule).functions)
 
 
@@ -218,13 +218,13 @@ def _name(target: Any) -> str:
 
 
 def _traced_inputs(gm: GraphModule, inputs: Sequence[Any]) -> list[Any]:
-    """What Dynamo traced the inputs as, in which sizes may be symbolic."""
+    """The values that Dynamo traced the inputs as; their sizes may be symbolic."""
     placeholders = gm.graph.find_nodes(op="placeholder")
     return [node.meta.get("example_value", given) for node, given in zip(placeholders, inputs, strict=True)]
 
 
 def _inputs(traced: Sequence[Any], inputs: Sequence[Any], sizes: torch_values.SizeNumbers) -> Iterator[Line]:
-    """By what Dynamo traced them as; who shares memory, by the tensors themselves."""
+    """A line for each input as Dynamo traced it; the tensors themselves tell which share memory."""
     storages: dict[int, int] = {}
     for i, (value, given) in enumerate(zip(traced, inputs, strict=True)):
         if isinstance(value, torch.Tensor):
@@ -251,13 +251,12 @@ def _sources() -> str:
     return found.hexdigest()[:16]
 
 
-# read now, 2 ms, and not when the first graph is compiled: who edits the package meanwhile runs what it was
+# read now, in 2 ms, not when the first graph is compiled: an edit until then changes the files, not this process
 _SOURCES = _sources()
 
 
 def package_digest() -> str:
-    """Version of this package and its sources as they were imported: a change of what a hook of the library computes is
-    another key."""
+    """The version of this package and a digest of its sources as they were imported."""
     return f"{__version__} {_SOURCES}"
 
 
@@ -266,10 +265,10 @@ def package_digest() -> str:
 
 @contextlib.contextmanager
 def normalized(gm: GraphModule) -> Iterator[None]:
-    """Inside, values of `gm` and of the graphs in it are called by their positions.
+    """Inside, values of `gm` and of the graphs in it are named by their positions.
 
-    On exit everything is as it was: names, targets, used names, namespaces, generated code, and what Dynamo noted of
-    the user's variables. May be entered again inside itself.
+    On exit everything is as it was: names, targets, namespaces, generated code, and Dynamo's notes on the user's
+    variables. May be entered again inside itself.
     """
     with contextlib.ExitStack() as stack:
         for graph in _graphs(gm):
@@ -281,9 +280,9 @@ def normalized(gm: GraphModule) -> Iterator[None]:
 def _one_normalized(gm: GraphModule) -> Iterator[None]:
     nodes = list(gm.graph.nodes)
     before = [(node, node.name, node.target) for node in nodes]
-    # by the user's names too: variables' stacks, and the code as it was generated before
+    # these have the user's names too: stacks of variables, and the code that was generated before
     state = {name: vars(gm).pop(name) for name in _NAMED if name in vars(gm)}
-    forward = vars(type(gm)).get("forward")  # of a class that each GraphModule has for itself
+    forward = vars(type(gm)).get("forward")  # each GraphModule has a class of its own
     try:
         with torch_values.fresh_namespace(gm.graph):
             for i, node in enumerate(nodes):

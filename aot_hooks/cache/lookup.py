@@ -5,8 +5,8 @@
                                         |      `-- damaged ----------------> compile, store  miss     one warning
                                         +-- it has not ----> compile, store, plans beside    miss
 
-torch's stores are used, none is added: `TORCHINDUCTOR_CACHE_DIR`, `save_cache_artifacts` and all switches hold. What
-keys are made of is noted for `explain-miss`, see notes.py.
+Entries go to torch's stores: `TORCHINDUCTOR_CACHE_DIR`, `save_cache_artifacts` and all switches have their effect.
+The lines of each missed key are noted for `explain-miss`, see notes.py.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ log = logging.getLogger("aot_hooks")
 
 _RESULTS = ("hit", "miss", "bypass")
 _NAME = "aot_hooks"  # of what is attached to an entry
-_MOST_ENTRIES = 32  # of one key for the same sizes: policies that always say something else must not fill the disk
+_MOST_ENTRIES = 32  # of one key for the same sizes: policies that never choose alike must not fill the disk
 _PLURAL = {"hit": "hits", "miss": "misses", "bypass": "bypasses"}
 
 
@@ -58,7 +58,7 @@ _stats = _Stats()
 
 
 def cache_stats() -> dict[str, Any]:
-    """What torch's caches did for graphs with hooks, since the process began or `aot_hooks.reset()`.
+    """Hits, misses and bypasses of graphs with hooks, since the process began or `aot_hooks.reset()`.
 
     `{"hits": int, "misses": int, "bypasses": int, "reasons": {"bypass: <why>": int, ...}}`; reasons add up to them.
     Graphs without hooks are torch's own business, see `torch._dynamo.utils.counters["aot_autograd"]`.
@@ -108,13 +108,13 @@ def through_cache(
     compile_graph: Callable[[Callable[[], None]], Any],
     refused: Callable[[], str] = lambda: "",
 ) -> Any:
-    """What `compile_graph(compiling)` gives, from torch's cache if it has it; then `plans` is filled from there.
+    """`compile_graph(compiling)`, from torch's cache if it has the entry; `plans` then come from the entry.
 
     Args:
         gm, inputs, ambient, regions, options, roots: see `key_of`.
-        plans: where compiling puts what it decided.
-        compile_graph: to call `compiling()` before each graph that is compiled.
-        refused: why `compile_graph` did not take an entry that it was offered, "" if it did.
+        plans: the list that a compilation appends its plans to.
+        compile_graph: calls `compiling()` before each graph that it compiles.
+        refused: why `compile_graph` did not take an entry that was found, "" if it did.
     """
     _use_writable_directory()
     if not aot_cache.autograd_cache_is_on():
@@ -224,10 +224,10 @@ class _Lookup(Extension):
 
 @contextlib.contextmanager
 def _without_collections() -> Iterator[Callable[[], None]]:
-    """No garbage collections until the end, or until what is given is called.
+    """No garbage collections until the end, or until the function that is yielded is called.
 
-    To take an entry makes next to no garbage, but so many objects that stay (the compiler is imported for it) that
-    Python looks through all there are again and again, 7% of a warm start. Without an entry they go on at once.
+    Taking an entry makes next to no garbage, but many objects that stay, because it imports the compiler. Collecting
+    among them again and again was 7% of a warm start. Where there is no entry, collections go on at once.
     """
     paused = True
     _pause(1)
@@ -249,7 +249,7 @@ _pause_lock = threading.Lock()
 
 
 def _pause(more: int) -> None:
-    """The threshold, of which 0 means never, and not `gc.disable()`: that one is the user's, also meanwhile."""
+    """Sets the threshold to 0, which means never. Not `gc.disable()`: the user may call that meanwhile."""
     global _pauses, _thresholds
     with _pause_lock:
         before, _pauses = _pauses, _pauses + more
@@ -262,7 +262,7 @@ def _pause(more: int) -> None:
 
 @contextlib.contextmanager
 def _without_dynamos_copies(gm: GraphModule) -> Iterator[None]:
-    """Without the hook pair that Dynamo puts into its graphs for torch's keys: ours holds the functions' content."""
+    """Removes the hook pair that Dynamo puts into its graphs for torch's keys: our key has the functions' content."""
     modules = vars(gm)["_modules"]
     taken = {name: modules.pop(name) for name in list(modules) if name.startswith("saved_tensors_hooks_")}
     try:

@@ -5,8 +5,8 @@
       explain-miss --read, nearest, difference--> - region 1 content 3: float:0.5
                                                   + region 1 content 3: float:0.25
 
-A note says nothing of tensors but the digests of constants, and holds the graph's operators and what the hooks are made
-of. Nothing goes by it: without notes all works the same.
+A note holds the graph's operators, the content of hooks, and of tensors the digests of constants only. Without notes
+everything else works the same.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class Note:
 
     Attributes:
         key: under which the entry was stored.
-        hooks: what the user said, for people.
-        why: what made it a miss.
+        hooks: the user's rules, for people.
+        why: the reason of the miss.
         lines: this package's part of the key.
         torch_lines: torch's part, if its logger was at debug level.
         settings: torch's configuration.
@@ -88,7 +88,7 @@ def read(directory: str | None = None) -> list[Note]:
 
 
 def nearest(note: Note, others: Iterable[Note]) -> Note | None:
-    """The one of `others` with another key that has most lines in common."""
+    """The note of `others` that has another key and most lines in common."""
     lines = set(note.all_lines().items())
     candidates = [other for other in others if other.key != note.key]
     return max(candidates, key=lambda other: len(lines & set(other.all_lines().items())), default=None)
@@ -167,7 +167,7 @@ def last_miss(directory: str | None = None) -> Miss | None:
 
 
 def explain(miss: Miss) -> str:
-    """Why it was one, for people."""
+    """The reason of a miss, for people."""
     head = f"last miss: {_local_time(miss.note)}, {miss.note.hooks or 'no hooks'}: {miss.note.why}"
     if miss.was_stored and miss.note.why == "no entry of this key":
         head += "\nits key was stored before: that entry is gone, or could not be written or read"

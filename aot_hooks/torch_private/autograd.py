@@ -70,7 +70,7 @@ def hooks_pushed(pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], to
 
 
 def show_plain_hooks() -> str | None:
-    """Push a pair of plain functions; why hooks were disabled, which they are not until `hide_plain_hooks`."""
+    """Push a pair of plain functions, and allow hooks until `hide_plain_hooks`; returns why hooks were disabled."""
     before = _disabled_message()
     if before is not None:
         _enable()
@@ -105,7 +105,7 @@ def allow_hooks() -> None:
 
 
 def call_without_hooks(fn: Callable[..., Any], args: Sequence[Any]) -> Any:
-    """`fn(*args)` with the hooks of this thread out of sight; written flat because it stands on every call."""
+    """`fn(*args)` with the hooks of this thread disabled; written flat because every call runs it."""
     before = _disabled_message()
     _disable("aot_hooks: the hooks of this region are inlined in its graphs", False)
     try:

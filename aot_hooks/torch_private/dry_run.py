@@ -1,4 +1,4 @@
-"""A program on fake tensors, and Dynamo as it was before."""
+"""Runs a program on fake tensors, and removes the traces that this leaves in Dynamo."""
 
 from __future__ import annotations
 
@@ -52,13 +52,13 @@ def _all_fake_class() -> type:
 
 
 def to_fake(mode: Any, tree: Any) -> Any:
-    """`tree` with each real tensor as its stand-in in `mode`, always the same one."""
+    """`tree` with each real tensor replaced by its fake in `mode`; the same tensor has the same fake."""
     convert = lambda t: t if is_traced_value(t) else mode.from_tensor(t)  # noqa: E731
     return pytree.tree_map_only(torch.Tensor, convert, tree)
 
 
 def fake_mode_for(tensors: Sequence[torch.Tensor]) -> Any:
-    """The mode of those of `tensors` that are fake; if none is, a new one in which nothing runs."""
+    """The fake mode of `tensors`; if none of them is fake, a new mode in which no operator runs."""
     for t in tensors:
         if isinstance(t, FakeTensor):
             return t.fake_mode
@@ -67,14 +67,14 @@ def fake_mode_for(tensors: Sequence[torch.Tensor]) -> Any:
 
 @contextlib.contextmanager
 def random_state_kept() -> Iterator[None]:
-    """The random state of the CPU, and of each CUDA device if there is one in use, as it was."""
+    """Puts back the random state of the CPU, and of each CUDA device if CUDA is in use."""
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     with torch.random.fork_rng(list(devices)):
         yield
 
 
 def random_states() -> list[bytes]:
-    """What the generators that `random_state_kept` keeps will draw next."""
+    """The states that `random_state_kept` puts back."""
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     return [s.numpy().tobytes() for s in (torch.get_rng_state(), *(torch.cuda.get_rng_state(d) for d in devices))]
 
@@ -83,9 +83,11 @@ PLANNER = "aot_hooks_planner"  # the name of the backend that only plans
 
 
 class DynamoTraces:
-    """Removes what Dynamo stored while it was in force: entries of the codes it compiled, and the sizes it saw, by
-    which it would take a size for a dynamic one. Where a code had entries of others, ours are made dead instead, and
-    count against the recompile limit. Dynamo has no call for one function (2.11 to 2.15); goes when it has."""
+    """Removes on exit what Dynamo has stored since: cache entries of the code it compiled, and the sizes it saw.
+
+    Dynamo would make a size dynamic that differs from one it saw. Where a code had other entries before, ours are
+    invalidated instead, and count against the recompile limit. Goes when Dynamo can reset one function; 2.11 to 2.15.
+    """
 
     def __init__(self) -> None:
         self.codes: dict[Any, bool] = {}  # code -> whether it had entries before
@@ -95,11 +97,11 @@ class DynamoTraces:
         return self
 
     def forget(self, fn: Callable[..., Any]) -> None:
-        """All that is stored for the code of `fn` is to go."""
+        """Remove on exit all entries for the code of `fn`."""
         self.codes[fn.__code__] = False
 
     def note(self) -> None:
-        """To be called by the backend: remembers the code that Dynamo is compiling."""
+        """Remembers the code that Dynamo is compiling; call it in the backend."""
         frame = inspect.currentframe()
         while frame is not None:
             if frame.f_code.co_name == "_compile" and "code" in frame.f_locals:

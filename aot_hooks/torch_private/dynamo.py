@@ -45,13 +45,13 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 
 def untraced(fn: _F) -> _F:
-    """`fn`, which Dynamo leaves to Python, with all that it calls."""
+    """Has Dynamo leave `fn` to Python, with all that it calls."""
     disabled: _F = torch.compiler.disable(fn)
     return disabled
 
 
 def outermost_runs_in_python(fn: _F) -> _F:
-    """`fn`, which Dynamo inlines where it traces the caller and otherwise doesn't compile by itself; 2.11 to 2.15."""
+    """Has Dynamo inline `fn` where it traces the caller, and else leave it to Python; 2.11 to 2.15."""
     need("torch._dynamo.eval_frame.skip_code")(fn.__code__)
     return fn
 
@@ -60,7 +60,7 @@ _set_eval_frame = need("torch._C._dynamo.eval_frame.set_eval_frame")
 
 
 def in_python(fn: Callable[..., Any], *args: Any) -> Any:
-    """`fn(*args)`, of which Dynamo compiles nothing; a tenth of the time of `untraced`. 2.11 to 2.15."""
+    """`fn(*args)` without Dynamo, in a tenth of the time of `untraced`; 2.11 to 2.15."""
     before = _set_eval_frame(None)
     try:
         return fn(*args)
@@ -69,16 +69,16 @@ def in_python(fn: Callable[..., Any], *args: Any) -> Any:
 
 
 def dynamo_error() -> type[Exception]:
-    """What Dynamo raises when it cannot go on, and where what it runs raises on fake tensors."""
+    """The base of Dynamo's errors, also of those that wrap an error on fake tensors."""
     error: type[Exception] = need("torch._dynamo.exc.TorchDynamoException")
     return error
 
 
 def backend_failure(backend: str, error: Exception, frame: types.FrameType | None = None) -> Exception:
-    """`error` as Dynamo wraps what a backend raises, with the error's own message first; Dynamo lets it through.
+    """`error` wrapped as Dynamo wraps errors of backends, but with its own message first.
 
-    `frame` is where the traceback that users see begins. Where Dynamo traces, anything else is called an internal error
-    and loses its cause.
+    Dynamo calls any other error that is raised while it traces an internal error, and drops the cause. The traceback
+    that users see begins at `frame`.
     """
 
     def name() -> None: ...
@@ -136,7 +136,7 @@ def compile_wrapper_of(compiled: Any) -> Any:
 
 
 def uncompiled(fn: Any) -> tuple[Any, Any]:
-    """What `torch.compile` was given to make `fn`, and its wrapper; `fn` itself and None if it was not made so."""
+    """The function or module that was compiled to `fn`, and its wrapper; `fn` and None if it was not compiled."""
     wrapper = compile_wrapper_of(fn) if callable(fn) else None
     if wrapper is None:
         return fn, None
@@ -152,5 +152,5 @@ def options_of(wrapper: Any) -> dict[str, Any] | None:
 
 
 def eval_frame_file() -> str:
-    """The file whose frames are the outside of a compiled function."""
+    """The file whose frames call compiled functions."""
     return str(sys.modules["torch._dynamo.eval_frame"].__file__)

@@ -17,7 +17,7 @@ import torch
 from cudagraph.torch_private.symbols import Protocols, Symbols
 
 from . import autograd
-from .dynamo_trace import pending_changes
+from .dynamo_trace import output_graph, pending_changes
 from .symbols import needing
 
 SYMBOLS: Symbols = {
@@ -46,11 +46,11 @@ need = needing(SYMBOLS)
 
 
 def in_same_state(fn: Callable[..., Any], *args: Any) -> Any:
-    """`fn(*args)` where the thread's state that Dynamo guards beside what a function reads is the same at every call.
+    """`fn(*args)` in the same state of the thread at every call: Dynamo guards that state too.
 
     No gradients, no autocast, no torch functions of subclasses: Dynamo evaluates its own new guards without these.
-    Plain functions stand over the saved-tensor hooks in force, which Dynamo guards by identity. Written flat: it
-    stands on every entry of a context.
+    Plain functions cover the saved-tensor hooks in force, which Dynamo guards by identity. Written flat: every entry of
+    a context runs it.
     """
     if torch.is_inference_mode_enabled() or any(map(torch.is_autocast_enabled, _AUTOCAST)):
         with _plain_modes():
@@ -86,7 +86,7 @@ def _plain_modes() -> Iterator[None]:
 
 
 def own_scope(fn: Any) -> dict[str, Any] | None:
-    """The globals of a function, if they are not its module's (`exec`): Dynamo finds such only as the caller's."""
+    """The globals of a function, if they are not its module's (`exec`): Dynamo looks for them in the caller."""
     fn = getattr(fn, "__func__", fn)
     scope, module = getattr(fn, "__globals__", None), sys.modules.get(getattr(fn, "__module__", None) or "")
     return None if module is not None and vars(module) is scope else scope
@@ -99,13 +99,13 @@ def more_recompiles() -> Any:
 
 
 def limit_error() -> type[Exception]:
-    """What Dynamo raises when a function has been compiled as often as it may be."""
+    """The error of Dynamo's recompile limit."""
     error: type[Exception] = need("torch._dynamo.exc.FailOnRecompileLimitHit")
     return error
 
 
 def reason_of(e: BaseException) -> str:
-    """Why Dynamo could not trace a function, in a line; of its messages the head and the explanation."""
+    """Why Dynamo could not trace a function: the head of its message and the explanation, in a line."""
     lines = [line.strip() for line in str(e).splitlines() if line.strip()]
     explained = [line for line in lines if line.startswith("Explanation:")]
     text = " ".join([*lines[:1], *explained[:1]]) or type(e).__name__
@@ -113,10 +113,10 @@ def reason_of(e: BaseException) -> str:
 
 
 class Compiling:
-    """From the first instruction of a probe that Dynamo traces to the end of the call: every number counts as it is.
+    """Dynamo's settings and counters from the first traced instruction of a probe until `end`.
 
-    Dynamo would take a number that changes for a symbol. On exit its counters are as if the probe had not been
-    compiled, which is none of the user's graphs.
+    Each number is a constant; Dynamo would make one that changes a symbol. `end` puts back Dynamo's counters, because a
+    probe is none of the user's graphs.
     """
 
     def __init__(self) -> None:
@@ -134,36 +134,35 @@ class Compiling:
 
 
 def side_effects(context: Any) -> str | None:
-    """What the function that is traced has changed of what it did not make, in words; None if nothing."""
+    """A side effect of the function that is traced, in words; None if there is none."""
     objects, names, _, storages = pending_changes(context)
     if names:
         return f"global '{min(names)}'"
     if storages:
         return "a tensor that it reads"
-    output = context._i_will_not_complain_if_bc_breaks_InstructionTranslator().output
+    output = output_graph(context)
     if getattr(output, "random_calls", None):
         return "Python's random state"
     return "an object, list or variable that it reaches" if objects else None
 
 
 def global_scope(context: Any) -> dict[str, Any]:
-    """The globals by which Dynamo's sources go, of the function that it traces."""
-    scope: dict[str, Any] = context._i_will_not_complain_if_bc_breaks_InstructionTranslator().output.global_scope
+    """The globals that Dynamo's sources of the traced function refer to."""
+    scope: dict[str, Any] = output_graph(context).global_scope
     return scope
 
 
 def classes(context: Any) -> list[tuple[str, type]]:
-    """The classes that the function that is traced has reached: the expression of the source, and the class."""
-    built = context._i_will_not_complain_if_bc_breaks_InstructionTranslator().output.variable_tracker_cache
+    """The classes that the traced function has reached, with the expressions of their sources."""
+    built = output_graph(context).variable_tracker_cache
     values = [(_source_name(source), vars(variable).get("value")) for source, variable in built.items()]  # builds none
     return [(name, value) for name, value in values if isinstance(value, type)]
 
 
 def guarded_values(variables: dict[str, Any], scope: dict[str, Any]) -> list[tuple[Any, str, Any]]:
-    """What Dynamo guards of the function that it compiles now: source, its expression, the value there.
+    """(source, expression, value) of each value that Dynamo guards for the function that it is compiling; 2.11 to 2.15.
 
-    To be called by the backend. `variables` are the arguments, `scope` the globals. Stands on Dynamo's sources, which
-    are expressions; 2.11 to 2.15.
+    Call it in the backend. `variables` are the arguments, `scope` the globals.
     """
     context = need("torch._guards.TracingContext").try_get()
     found = []
@@ -186,9 +185,9 @@ def defaults(fn: Any) -> list[tuple[str, Any]]:
 
 
 def input_names(gm: torch.fx.GraphModule) -> list[str]:
-    """The expressions of the sources that the inputs of a graph of Dynamo come from; 2.11 to 2.15."""
-    given = [node.meta.get("grapharg") for node in gm.graph.find_nodes(op="placeholder")]
-    return ["" if arg is None else _source_name(arg.source) for arg in given]
+    """The expressions of the sources of a graph's inputs; 2.11 to 2.15."""
+    graphargs = [node.meta.get("grapharg") for node in gm.graph.find_nodes(op="placeholder")]
+    return ["" if arg is None else _source_name(arg.source) for arg in graphargs]
 
 
 def evaluated(name: str, variables: dict[str, Any], scope: dict[str, Any]) -> tuple[bool, Any]:
@@ -206,7 +205,7 @@ def _source_name(source: Any) -> str:
 
 
 def user_name(source: str, functions: dict[str, Any]) -> str:
-    """A source's expression by the names of the user's functions: `q.k` for what a closure over `q` reads of it."""
+    """A source's expression in the user's names: `q.k` for attribute `k` of a variable `q` in a closure."""
     for label, fn in functions.items():
         fn = getattr(fn, "__func__", fn)
         code = getattr(fn, "__code__", None)
@@ -223,7 +222,7 @@ def user_name(source: str, functions: dict[str, Any]) -> str:
 
 
 def on_the_way(source: Any, variables: dict[str, Any], scope: dict[str, Any]) -> list[tuple[Any, frozenset[str]]]:
-    """The objects that a source goes through, each with the names and indices that come after it."""
+    """The objects on the path of a source, each with the names and indices that follow it."""
     found, after = [], frozenset[str]()
     while source is not None:
         known, value = evaluated(_source_name(source), variables, scope)

@@ -64,14 +64,14 @@ PROTOCOLS: Protocols = {
 
 need = needing(SYMBOLS)
 
-_Build = Callable[[list[Any]], Any]  # parts that come from outside -> the value
-_Parts = list[tuple[Any, Any]]  # source, the value there
+_Build = Callable[[list[Any]], Any]  # the values of parts that come from outside -> the whole value
+_Parts = list[tuple[Any, Any]]  # (source, value) of each part
 
 
 def _built(context: Any, variable: Any, parts: _Parts) -> _Build:
-    """How the Python value behind `variable` is made of `parts`, to which those are added that come from outside.
+    """A function that builds the Python value behind `variable`. Appends its parts from outside to `parts`.
 
-    A tuple, dataclass, method, partial or function made in the compiled function is put together.
+    A tuple, dataclass, method, partial or function that the compiled function makes is built of its own parts.
     """
     source = getattr(variable, "source", None)
     variable = variable.realize() if hasattr(variable, "realize") else variable
@@ -82,31 +82,31 @@ def _built(context: Any, variable: Any, parts: _Parts) -> _Build:
             return lambda _: value
         at = len(parts)
         parts.append((source, value))
-        return lambda given: given[at]
+        return lambda values: values[at]
     if issubclass(variable.python_type(), torch.Tensor):
         raise TypeError("a tensor that the compiled function makes")
     if variable.python_type() in (tuple, list):
         kind, items = variable.python_type(), [_built(context, item, parts) for item in variable.items]
-        return lambda given: kind(item(given) for item in items)
+        return lambda values: kind(item(values) for item in items)
     kind = type(getattr(variable, "value", None))
     tx = context._i_will_not_complain_if_bc_breaks_InstructionTranslator()
     if dataclasses.is_dataclass(kind):
         # 2.15 renamed it
         read = getattr(variable, "var_getattr", None) or variable.tp_getattro_impl
         fields = {f.name: _built(context, read(tx, f.name), parts) for f in dataclasses.fields(kind) if f.init}
-        return lambda given: kind(**{name: field(given) for name, field in fields.items()})
+        return lambda values: kind(**{name: field(values) for name, field in fields.items()})
     owner = _owner(variable)
     if owner is not None:
         fn, owner = variable.fn, _built(context, owner, parts)
-        return lambda given: types.MethodType(fn, owner(given))
+        return lambda values: types.MethodType(fn, owner(values))
     if hasattr(variable, "closure") and hasattr(variable, "f_globals"):
         return _closed_over(context, variable, parts)
     if variable.python_type() is functools.partial and hasattr(variable, "keywords"):
         called = _built(context, variable.func, parts)
         arguments = [_built(context, item, parts) for item in variable.args]
         named = {name: _built(context, item, parts) for name, item in variable.keywords.items()}
-        return lambda given: functools.partial(
-            called(given), *(a(given) for a in arguments), **{name: a(given) for name, a in named.items()}
+        return lambda values: functools.partial(
+            called(values), *(a(values) for a in arguments), **{name: a(values) for name, a in named.items()}
         )
     if type(getattr(variable, "mutation_type", None)).__name__ == "AttributeMutationNew":
         raise TypeError(f"a {variable.python_type().__name__} that the compiled function makes")
@@ -118,8 +118,7 @@ def _from_outside(context: Any, variable: Any) -> Any:
     owner = _owner(variable)
     if owner is not None:
         return types.MethodType(variable.fn, _from_outside(context, owner))
-    tx = context._i_will_not_complain_if_bc_breaks_InstructionTranslator()
-    if _items_change(variable, tx.output.side_effects):
+    if _items_change(variable, output_graph(context).side_effects):
         raise TypeError(f"a {variable.python_type().__name__} that the compiled function has changed before")
     if issubclass(variable.python_type(), torch.Tensor):
         raise TypeError("a tensor by itself, and not as an attribute of an object (`self.table`)")
@@ -127,8 +126,10 @@ def _from_outside(context: Any, variable: Any) -> Any:
 
 
 def _items_change(variable: Any, side_effects: Any) -> bool:
-    """Whether `variable` is a container that was changed, or holds one: its value is put together of what is in it now,
-    and no longer the object that `pending_changes` knows."""
+    """Whether `variable` is a container that was changed, or holds one.
+
+    Its value would be a new object of the items that are in it now, which `pending_changes` does not know.
+    """
     items = vars(variable).get("items")
     if not isinstance(items, (list, tuple, dict)):
         return False
@@ -138,10 +139,12 @@ def _items_change(variable: Any, side_effects: Any) -> bool:
 
 
 class Pending(NamedTuple):
-    """What the function that Dynamo traces has changed of what it did not make, and is not carried out yet.
+    """Side effects of the function that Dynamo traces, which Dynamo has not replayed yet.
 
-    `objects` have the names of the attributes that change by id, None for any; cells as well. `names` are globals in
-    `scope`. `storages` are those of tensors that are written to.
+    Attributes:
+        objects: ids of objects and cells, with the names of the attributes that change; None for any attribute.
+        names: globals that change, of `scope`.
+        storages: keys of the storages of tensors that are written to.
     """
 
     objects: dict[int, frozenset[str] | None]
@@ -150,7 +153,7 @@ class Pending(NamedTuple):
     storages: frozenset[int]
 
     def has(self, value: Any, parts: frozenset[str]) -> bool:
-        """Whether `value` changes, of which these parts are read."""
+        """Whether `value` changes in one of its `parts`, names of attributes."""
         if isinstance(value, types.ModuleType) and vars(value) is self.scope and self.names & parts:
             return True
         changed = self.objects.get(id(value), frozenset())
@@ -161,11 +164,11 @@ class Pending(NamedTuple):
 
 
 def pending_changes(context: Any) -> Pending:
-    """What has been changed up to a `comptime` call.
+    """The side effects up to a `comptime` call; 2.11 to 2.15.
 
-    Stands on `side_effects` and on the graph's fake inputs, whose versions begin at 0; 2.11 to 2.15.
+    Tensors that are written to are found by the versions of the graph's fake inputs, which begin at 0.
     """
-    output = context._i_will_not_complain_if_bc_breaks_InstructionTranslator().output
+    output = output_graph(context)
     effects = output.side_effects
     objects: dict[int, frozenset[str] | None] = {}
     names: set[str] = set()
@@ -182,21 +185,18 @@ def pending_changes(context: Any) -> Pending:
             objects[at] = frozenset(attributes)
     # of the whole function, also where a higher-order operator has a part of it traced by itself
     inputs = output.root_tracer.graph.find_nodes(op="placeholder")
-    given = [a for a in (node.meta.get("grapharg") for node in inputs) if _written(a)]
-    tensors = [a.example for a in given if isinstance(a.example, torch.Tensor) and a.example.layout is torch.strided]
+    written = [a for a in (node.meta.get("grapharg") for node in inputs) if _is_written(a)]
+    tensors = [a.example for a in written if isinstance(a.example, torch.Tensor) and a.example.layout is torch.strided]
     return Pending(objects, frozenset(names), output.global_scope, frozenset(map(storage_key, tensors)))
 
 
-def _written(grapharg: Any) -> bool:
+def _is_written(grapharg: Any) -> bool:
     fake = getattr(grapharg, "fake_tensor", None)
     return isinstance(fake, FakeTensor) and fake._version > 0
 
 
 def _owner(variable: Any) -> Any:
-    """Dynamo's variable of the object that a bound method is bound to; None for anything else.
-
-    Stands on `fn` and `obj`, or `im_self`; 2.11 to 2.15.
-    """
+    """The variable of the object that a bound method is bound to; None for anything else."""
     owner = getattr(variable, "im_self", None) or getattr(variable, "obj", None)  # 2.15 renamed it
     return owner if isinstance(getattr(variable, "fn", None), types.FunctionType) else None
 
@@ -212,52 +212,53 @@ def _value_of(variable: Any) -> Any:
 
 
 def _number(variable: Any) -> Any:
-    """The constant behind `variable`; a number that Dynamo made symbolic when it changed is pinned to what it is now,
-    because a hook says one number: another recompiles."""
+    """The constant behind `variable`.
+
+    A number that Dynamo made symbolic, because it changed, gets a guard on its present value: another number makes
+    another hook, and recompiles.
+    """
     number = getattr(variable, "sym_num", None)
     return variable.as_python_constant() if number is None else guard_scalar(number)
 
 
 def _closed_over(context: Any, variable: Any, parts: _Parts) -> _Build:
-    """A function that was made in the compiled one, with what it closes over.
+    """`_built` for a function that is made inside the compiled one.
 
-    Dynamo has no constant for a function over a symbolic number or an object. Stands on `closure`, `f_globals` and
-    `load_cell`; 2.11 to 2.15.
+    Dynamo has no constant for a function that closes over a symbolic number or an object.
     """
-    tx = context._i_will_not_complain_if_bc_breaks_InstructionTranslator()
     closure = variable.closure.items if variable.closure is not None else ()
-    contents = [tx.output.side_effects.load_cell(cell) for cell in closure]
+    contents = [output_graph(context).side_effects.load_cell(cell) for cell in closure]
     if variable in contents:
-        constant = variable.as_python_constant()  # what calls itself
+        constant = variable.as_python_constant()  # a recursive function
         return lambda _: constant
     code, name = variable.get_code(), variable.fn_name.as_python_constant()
     cells = [_built(context, content, parts) for content in contents]
     defaults = _defaults(context, getattr(variable, "defaults", None), parts)
     named = _defaults(context, getattr(variable, "kwdefaults", None), parts)
 
-    def build(given: list[Any]) -> Any:
-        closed = tuple(types.CellType(cell(given)) for cell in cells)
-        made = types.FunctionType(code, variable.f_globals, name, defaults(given), closed)
-        made.__kwdefaults__ = named(given)
+    def build(values: list[Any]) -> Any:
+        closed = tuple(types.CellType(cell(values)) for cell in cells)
+        made = types.FunctionType(code, variable.f_globals, name, defaults(values), closed)
+        made.__kwdefaults__ = named(values)
         return made
 
     return build
 
 
-def _defaults(context: Any, given: Any, parts: _Parts) -> _Build:
-    if given is None:
+def _defaults(context: Any, variable: Any, parts: _Parts) -> _Build:
+    if variable is None:
         return lambda _: None
-    if given.python_type() is tuple:
-        items = [_built(context, item, parts) for item in given.items]
-        return lambda now: tuple(item(now) for item in items)
-    named = {k.vt.as_python_constant(): _built(context, v, parts) for k, v in given.items.items()}
-    return lambda now: {k: v(now) for k, v in named.items()} or None
+    if variable.python_type() is tuple:
+        items = [_built(context, item, parts) for item in variable.items]
+        return lambda values: tuple(item(values) for item in items)
+    named = {k.vt.as_python_constant(): _built(context, v, parts) for k, v in variable.items.items()}
+    return lambda values: {k: v(values) for k, v in named.items()} or None
 
 
 class Traced:
-    """Values of the function that Dynamo traces, by the names of its variables, and how they are made.
+    """The values of local variables in the function that Dynamo traces, and how to build them again.
 
-    `values` are what they are now. For what has no value while compiling `failure(name, why)` is raised.
+    `values` are the present ones. A variable without a value at compile time raises `failure(name, why)`.
     """
 
     def __init__(self, context: Any, names: Iterable[str], failure: Callable[[str, Exception], Exception]) -> None:
@@ -271,17 +272,17 @@ class Traced:
         self.values = _made(self.build, [value for _, value in self.parts])
 
     def guard(self, holds: Callable[..., bool]) -> None:
-        """Recompile where `holds(*values)` is false for what comes from outside now.
+        """Recompile when `holds(*values)` is false for the values that are built of the parts then.
 
-        Dynamo guards functions by identity or by code alone. Modules and tensors are held weakly: a guard must not keep
-        a program alive. Goes when Dynamo guards the contents of functions.
+        Dynamo guards functions by identity or by code alone. Modules and tensors are referenced weakly: a guard must
+        not keep a program alive. Goes when Dynamo guards the contents of functions.
         """
-        held = [_weakly(value) for _, value in self.parts]
+        references = [_weakly(value) for _, value in self.parts]
         build = self.build
 
         def install(at: int, source: Any) -> None:
             def check(now: Any) -> bool:
-                parts = [value() for value in held]
+                parts = [value() for value in references]
                 parts[at] = now
                 return not any(part is None for part in parts) and holds(*_made(build, parts))
 
@@ -294,7 +295,7 @@ class Traced:
 
         for at, (source, _) in enumerate(self.parts):
             install(at, source)
-        if not self.parts:  # made of constants: of the globals that it names
+        if not self.parts:  # made of constants; a guard needs a source
             install_on = need("torch._dynamo.source.GlobalStateSource")()
 
             def create(builder: Any, guard: Any) -> None:
@@ -316,6 +317,11 @@ def _weakly(value: Any) -> Callable[[], Any]:
         fn, owner = value.__func__, _weakly(value.__self__)
         return lambda: None if (at := owner()) is None else types.MethodType(fn, at)
     return lambda: value
+
+
+def output_graph(context: Any) -> Any:
+    """Dynamo's `OutputGraph` at a `comptime` call."""
+    return context._i_will_not_complain_if_bc_breaks_InstructionTranslator().output
 
 
 def local_variable(context: Any, name: str) -> Any:

@@ -72,7 +72,7 @@ MODULE_CALL = need("torch.nn.Module._call_impl").__code__  # frames of this code
 
 
 def module_call_arguments() -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """What the module was called with whose forward pre-hook is running; torch's global ones are not given keywords."""
+    """The arguments of the module whose forward pre-hook is running; torch gives its global hooks no keywords."""
     frame = inspect.currentframe()
     while frame is not None and frame.f_code is not MODULE_CALL:
         frame = frame.f_back
@@ -114,7 +114,7 @@ def tracing_on_fakes(fake_mode: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def no_new_unbacked(fake_mode: Any) -> Iterator[Callable[[], bool]]:
-    """Forgets unbacked sizes that were made inside; yields a function that tells whether there were any."""
+    """Forgets unbacked sizes that are made inside; yields a function that returns whether there are any."""
     env = fake_mode.shape_env
     if env is None:
         yield lambda: False
@@ -130,7 +130,7 @@ def no_new_unbacked(fake_mode: Any) -> Iterator[Callable[[], bool]]:
 
 @contextlib.contextmanager
 def fake_tensor(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Iterator[torch.Tensor]:
-    """A dense fake tensor of static sizes, in the fake mode of the compilation that is going on."""
+    """A dense fake tensor of static sizes, in the fake mode of the current compilation."""
     context = need("torch._guards.TracingContext").try_get()
     mode = context.fake_mode if context is not None else None
     if mode is None:
@@ -150,8 +150,8 @@ def makes_unbacked(gm: GraphModule) -> bool:
     """Whether an operator of `gm` makes a size out of a tensor's values."""
     free = need("torch.fx.experimental.symbolic_shapes.free_unbacked_symbols")
     nodes = [n for n in gm.graph.nodes if n.op == "call_function"]
-    given: set[Any] = set().union(*(free(n.meta.get("val")) for n in gm.graph.find_nodes(op="placeholder")))
-    return any(free(n.meta["val"]) - given for n in nodes if n.meta.get("val") is not None)
+    inputs: set[Any] = set().union(*(free(n.meta.get("val")) for n in gm.graph.find_nodes(op="placeholder")))
+    return any(free(n.meta["val"]) - inputs for n in nodes if n.meta.get("val") is not None)
 
 
 def real_constant(x: Any) -> Any:
@@ -169,9 +169,9 @@ def python_dispatcher() -> Any:
 
 
 def same_size(a: Any, b: Any, *, guard: bool = False) -> bool:
-    """Whether two sizes are equal for certain; with `guard` also if they are now, and then the graph depends on it.
+    """Whether two sizes are equal for certain; with `guard`, whether they are equal now, which the graph then requires.
 
-    Also while tracing: the comparison is about sizes the trace may not know, and leaves nothing in it.
+    A trace in progress records nothing of the comparison.
     """
     if isinstance(a, int) and isinstance(b, int):
         return a == b
@@ -192,7 +192,7 @@ def storage_key(x: torch.Tensor) -> int:
 
 
 def data_dependent_errors() -> tuple[type[BaseException], ...]:
-    """What a fake tensor raises when its value is asked for (`.item()`, `if tensor`)."""
+    """The errors of a fake tensor whose value is read (`.item()`, `if tensor`)."""
     fake = need("torch._subclasses.fake_tensor.DataDependentOutputException")
     symbolic = need("torch.fx.experimental.symbolic_shapes.GuardOnDataDependentSymNode")
     dynamic = need("torch._subclasses.fake_tensor.DynamicOutputShapeException")
@@ -216,13 +216,13 @@ def expression(size: Any) -> str:
 
 
 def is_opaque_node(node: Node) -> bool:
-    """Neither a tensor nor a number: opaque objects, script objects, backward state."""
+    """Whether the value of `node` is neither a tensor nor a number: a script object, backward state."""
     value = node.meta.get("val")
     return not isinstance(value, torch.Tensor | torch.SymInt | torch.SymFloat | torch.SymBool | int | float | bool)
 
 
 def trace_structured(name: str, text: Callable[[], str]) -> None:
-    """`text()` as artifact `name` in torch's structured trace, where tlparse finds it; nothing if nobody listens."""
+    """Writes `text()` as artifact `name` to torch's structured trace, for tlparse, if that trace is on."""
     need("torch._logging.trace_structured")(
         "artifact", metadata_fn=lambda: {"name": name, "encoding": "string"}, payload_fn=text
     )
@@ -232,7 +232,7 @@ def trace_structured(name: str, text: Callable[[], str]) -> None:
 
 
 def rename_node(node: Node, name: str, target: Any) -> None:
-    """Name and target of `node`, past the listeners and tables that a Node's own setter keeps: none goes by them."""
+    """Set name and target of `node` without the listeners that a Node's own setter calls."""
     object.__setattr__(node, "name", name)
     object.__setattr__(node, "target", target)
     names = node.graph._graph_namespace
@@ -245,7 +245,7 @@ def rename_node(node: Node, name: str, target: Any) -> None:
 
 @contextlib.contextmanager
 def fresh_namespace(graph: torch.fx.Graph) -> Iterator[None]:
-    """Names inside are those of the nodes alone; the graph's own bookkeeping of names comes back untouched."""
+    """Inside, only the names of the nodes are in use; the graph's own table of names comes back untouched."""
     before = graph._graph_namespace
     graph._graph_namespace = type(before)()
     for node in graph.nodes:
@@ -258,10 +258,10 @@ def fresh_namespace(graph: torch.fx.Graph) -> Iterator[None]:
 
 
 class SizeNumbers:
-    """Symbols of sizes by where the inputs of a graph show them first; torch calls them after names in the user's code.
+    """Numbers for the symbols of sizes, by their first use in a graph's inputs; torch names them after the user's.
 
-    Symbols that no input shows by themselves, and all of a graph with tensor subclasses, which hold sizes that nothing
-    here looks at, keep the names that torch gave them.
+    A symbol that is no input's size by itself keeps torch's name. So do all symbols of a graph with tensor subclasses,
+    whose inner sizes are not read here.
     """
 
     def __init__(self, inputs: Iterable[Any]) -> None:
@@ -276,7 +276,7 @@ class SizeNumbers:
                 self.names[expr] = expr.func(f"size{len(self.names)}", integer=True, positive=expr.is_positive)
 
     def text(self, value: Any) -> str:
-        """`value`, a size or what is computed from sizes; what is no symbol as `str` has it."""
+        """A size, or a number computed from sizes, with the symbols numbered; `str(value)` of anything else."""
         if not isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
             return str(value)
         return str(value.node.expr.xreplace(self.names))
@@ -299,5 +299,5 @@ _OPERATORS = (need("torch._ops.OpOverload"), need("torch._ops.OpOverloadPacket")
 
 
 def is_composite(name: str) -> bool:
-    """Whether operator `name` is always taken apart, so that autograd and AOTAutograd see what it is made of only."""
+    """Whether operator `name` is always decomposed, so that autograd and AOTAutograd never see it."""
     return bool(need("torch._C._dispatch_has_kernel_for_dispatch_key")(name, "CompositeImplicitAutograd"))
