@@ -101,8 +101,10 @@ def compile_graph(
 
 
 def donates(fw: GraphModule, bw: GraphModule, num_fwd_outputs: int) -> bool:
-    """Whether the backward may write over a saved tensor, one that nobody else holds: then torch refuses a second
-    backward (`retain_graph=True`)."""
+    """Whether the backward may write over a saved tensor, one that is no input or output.
+
+    torch then refuses a second backward (`retain_graph=True`).
+    """
     outputs = list(fw.graph.output_node().args[0])  # type: ignore[arg-type]
     others = [*fw.graph.find_nodes(op="placeholder"), *outputs[:num_fwd_outputs]]
     others += list(bw.graph.output_node().args[0])  # type: ignore[arg-type]
@@ -126,20 +128,19 @@ def inlines_hooks() -> bool:
 
 
 def donate_nothing() -> None:
-    """The graphs that are being compiled share no saved tensor's memory with what the backward makes.
+    """Keep the backward that is being compiled from writing over saved tensors; 2.11 to 2.15.
 
-    To be called when the forward is compiled: AOTAutograd has found by then what could be, and the backward, as code
-    and at run time, goes by that list; 2.11 to 2.15. Goes when a partitioner can say it.
+    Call it when the forward is compiled. AOTAutograd has listed the saved tensors that can be donated by then, and
+    reads that list for the code of the backward and at run time. Goes when a partitioner can decide it.
     """
-    context = need("torch._guards.TracingContext").try_get()
-    metadata = getattr(context, "fw_metadata", None)
+    metadata = compilers.forward_metadata(need=need)
     if metadata is not None and getattr(metadata, "bw_donated_idxs", None):
         metadata.bw_donated_idxs = []
 
 
 @functools.cache
 def _aten_code_class() -> type:
-    """What torch's cache stores of a graph that runs as it is: generated Python, and the constants it holds."""
+    """The class of a graph that runs as it is, for torch's cache: generated Python, and its constants."""
     output_code = need("torch._inductor.output_code.OutputCode")
 
     class AtenCode(output_code):  # type: ignore[misc, valid-type]
@@ -170,7 +171,7 @@ def _aten_code_class() -> type:
 
 
 def _aten_as_data(gm: GraphModule) -> tuple[str, dict[str, Any], dict[str, Any], dict[str, str]]:
-    """Source, constants, globals, and those that are modules. Makes torch store nothing if a part is no plain data."""
+    """Source, constants, globals, and globals that are modules. Bypasses torch's cache if a part is no plain data."""
     bypass = need("torch._functorch._aot_autograd.autograd_cache.BypassAOTAutogradCache")
     constants = {}
     for node in gm.graph.nodes:
@@ -199,7 +200,7 @@ def _aten_from_data(src: str, constants: dict[str, Any], others: dict[str, Any],
 
 
 def is_stored() -> bool:
-    """Whether torch's configuration has graphs that run as they are stored too, as torch 2.13 does for `aot_eager`."""
+    """Whether torch's settings store graphs that run as they are, as torch 2.13 does for `aot_eager`."""
     config = need("torch._functorch.config")
     return bool(config.bundled_autograd_cache or getattr(config, "force_autograd_cache", False))
 

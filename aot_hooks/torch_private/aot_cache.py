@@ -48,14 +48,14 @@ need = needing(SYMBOLS)
 
 @functools.cache
 def _triton_hash(pid: int) -> futures.Future[Any]:
-    """torch's hash of Triton's files, which is in all of its keys, on its way in a thread.
+    """torch's hash of Triton's files, which is in all of torch's keys, computed in a thread.
 
-    A process makes it once, at its first key: 0.4 s, nearly all of it to read and to hash one library of 400 MB, for
-    which the interpreter is free to import the compiler. The hash of torch's own files is not made so: it is thousands
-    of short calls, and a thread waits after each until the one that imports lets go of the interpreter.
+    A process computes it once, for its first key, in 0.4 s: nearly all of that reads and hashes one library of 400 MB,
+    without the interpreter's lock, so that the compiler can be imported meanwhile. The hash of torch's own files stays
+    in the main thread: it is thousands of short calls, each of which would wait for that lock.
 
-    Whoever forks meanwhile has no such thread, hence `pid`. A hash that fails is made again by torch, which knows what
-    to say. Goes when torch has it in a file, as it has inside Meta.
+    A forked process has no such thread, hence `pid`. If the hash fails, torch computes it again and raises. Goes when
+    torch has it in a file, as inside Meta.
     """
     threads = futures.ThreadPoolExecutor(1, "aot_hooks_hash")
     hashed = threads.submit(need("torch._inductor.runtime.triton_compat.triton_key"))
@@ -66,7 +66,7 @@ def _triton_hash(pid: int) -> futures.Future[Any]:
 
 
 def start_hashing() -> None:
-    """Before a key is made: begin what takes time, in a thread."""
+    """Start the thread that computes a hash for the key that will be made."""
     _triton_hash(os.getpid())
 
 
@@ -94,7 +94,7 @@ def key_without_names(
 
 @contextlib.contextmanager
 def _sizes_by_number(module: Any, inputs: Sequence[Any]) -> Iterator[None]:
-    """torch's pickler of keys writes symbolic sizes by number. torch 2.15 does so for those that are a symbol alone."""
+    """Has torch's pickler of keys number symbolic sizes. torch 2.15 itself numbers those that are one symbol."""
     pickler, numbers, thread = module.AOTAutogradCachePickler, SizeNumbers(inputs), threading.get_ident()
 
     class Numbering(pickler):  # type: ignore[misc, valid-type]
@@ -111,7 +111,7 @@ def _sizes_by_number(module: Any, inputs: Sequence[Any]) -> Iterator[None]:
 
 
 def source_shape(source: Any) -> tuple[str, ...]:
-    """How an argument is reached (a local, an item of an attribute of a module, ...), without names."""
+    """The kinds of access to an argument (a local, an item of an attribute of a module, ...), without names."""
     steps = []
     while source is not None:
         steps.append(type(source).__name__)

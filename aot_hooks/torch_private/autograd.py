@@ -55,7 +55,7 @@ def top_hooks() -> tuple[Any, Any] | None:
 
 @contextlib.contextmanager
 def hooks_pushed(pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]) -> Iterator[None]:
-    """The pair on top, also inside `torch.autograd.graph.disable_saved_tensors_hooks`, where torch refuses a push."""
+    """Push a pair, also inside `torch.autograd.graph.disable_saved_tensors_hooks`, where torch refuses a push."""
     before = _disabled_message()
     _enable()
     push(pack, unpack)
@@ -119,7 +119,7 @@ def call_without_hooks(fn: Callable[..., Any], args: Sequence[Any]) -> Any:
 
 @contextlib.contextmanager
 def hooks_hidden() -> Iterator[None]:
-    """No hooks for what runs inside: a hook's own operators save nothing."""
+    """Disables hooks inside: a hook's own operators save nothing."""
     before = _disabled_message()
     _disable("aot_hooks: inside a hook", False)
     try:
@@ -132,7 +132,7 @@ def hooks_hidden() -> Iterator[None]:
 
 
 def filtering_mode() -> str | None:
-    """The scope that torch's configuration gives to its own contexts; None if nobody has changed it; 2.11 to 2.15."""
+    """torch's setting for the scope of its own contexts; None if nobody has changed it; 2.11 to 2.15."""
     mode = getattr(need("torch._functorch.config"), "saved_tensors_hooks_filtering_mode", "donated")
     return None if mode == "donated" else str(mode)
 

@@ -1,8 +1,8 @@
 """Inductor as stock torch calls it, and with what hooks need: a partition, names in the joint graph, heuristics.
 
 gm --compile_fx--> joint pass --> partitioner, `rewrite` in it --> fw, bw --inner_compile--> code
-loops/         operators that it compiles as one loop
-scheduling/    what it fuses, and in which order
+inductor_lowering    operators that it compiles as one loop
+inductor_fusion      which nodes it fuses, and in which order
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def _partitioner_class() -> type:
             return self.key
 
         def __reduce__(self) -> Any:
-            return str, (self.key,)  # torch's caches pickle it into their keys: the key is all there is to know
+            return str, (self.key,)  # torch's caches pickle it into their keys
 
     return Partitioner
 
@@ -106,7 +106,7 @@ def _joint_pass_class() -> type:
                 each(graph)
 
         def uuid(self) -> Any:
-            # `fn` reads the graph only, so the graph says it all; what was there says what it says
+            # torch's key has the graph, and `fn` reads nothing else
             known = [each.uuid() if isinstance(each, base) else None for each in self.before]
             return None if None in known else ("aot_hooks names", *map(str, known))
 
@@ -133,7 +133,7 @@ Capture = Callable[[Callable[..., Any]], Callable[..., Any]]  # from an inner co
 def compile_stock(
     gm: GraphModule, inputs: Sequence[Any], patches: dict[str, Any], capture: Capture | None = None
 ) -> Callable[..., Any]:
-    """What stock torch calls, with the same arguments; with `capture` the compiled graphs are captured."""
+    """The same call as stock torch's; with `capture` the compiled graphs are captured."""
     if capture is not None:
         inner = need("torch._inductor.compile_fx.compile_fx_inner")
         return compilers.compile_inductor(gm, inputs, capture(inner), patches, need=need)
@@ -152,8 +152,8 @@ def compile_with_hooks(
 ) -> Callable[..., Any]:
     """Inductor with its heuristics adapted to graphs that pack, see `choices`. Stock heuristics without them.
 
-    `compiling()` is called before each graph is compiled, of the backward maybe at its first run; not if torch's cache
-    has them.
+    `compiling()` is called before each graph is compiled, which may be at the first run of a backward, and is not
+    called for graphs from torch's cache.
     """
     compile_fx = need("torch._inductor.compile_fx.compile_fx")
     inner = need("torch._inductor.compile_fx.compile_fx_inner")
@@ -163,12 +163,12 @@ def compile_with_hooks(
 
     def inner_compile(graph: GraphModule, *args: Any, **kwargs: Any) -> Any:
         compiling()
-        # our marks on nodes say how to fuse, and a node's meta is in no key of torch's: the graph's attributes are
+        # torch's key has a graph's attributes, but not its nodes' meta, where our marks for fusion are
         vars(graph)["_aot_hooks_marks"] = marks_of(graph)
         with handler(choices()), packed_asm_in_force():
             return inner(graph, *args, **kwargs)
 
-    # a buffer that waits for its reuse is a buffer that is alive: the backward of a transformer block held 0.4 GiB
+    # a buffer that waits for its reuse stays alive: the backward of a transformer block held 0.4 GiB
     ours: dict[str, Any] = {"allow_buffer_reuse": False, "dynamic_scale_rblock": False}
     if not patches.get("triton.cudagraphs", need("torch._inductor.config").triton.cudagraphs):
         ours["graph_partition"] = False  # its pieces are for CUDA graphs; looking for them is 4% of compiling

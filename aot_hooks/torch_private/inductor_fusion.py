@@ -1,7 +1,7 @@
 """Which nodes become one kernel, with which blocks, and in which order: Inductor's scheduler, where hooks stand.
 
 nodes of a lowered graph --before_fusion--> sizes bounded, dependencies merged, offload's order held
-                         --choices--------> fused by their marks (see marks.py), rows in one piece
+                         --choices--------> fused by their marks (see inductor_marks.py), rows in one piece
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _PERSISTENT_ROWS = ((1, 4096), (8, 1024))  # up to so many reductions in a kerne
 
 
 def _group(scheduler_node: Any) -> str | None:
-    """The mark of the graph nodes behind a scheduler node; kept on it, as each is asked for with many others."""
+    """The mark of the graph nodes behind a scheduler node, cached on it: each is compared with many others."""
     known = scheduler_node.__dict__
     if ALONE not in known:
         parts = scheduler_node.get_nodes()
@@ -75,7 +75,7 @@ def _packs(features: Any) -> bool:
 
 
 def _reads_rows_twice(features: Any) -> bool:
-    """Whether a kernel looks for the scale of a row, and then reads the row again to pack it."""
+    """Whether a kernel computes the scale of a row, and then reads the row again to pack it."""
     return any(
         str(origin.target).startswith("aot_hooks.amax_")
         for node in features.reduction_nodes()
@@ -85,12 +85,12 @@ def _reads_rows_twice(features: Any) -> bool:
 
 @functools.cache
 def choices() -> Any:
-    """Inductor's heuristics (`InductorChoices` is torch's place to override them), changed where hooks stand.
+    """Inductor's heuristics, which torch lets `InductorChoices` override, changed for nodes of hooks.
 
-    - What is marked alone is fused with its own kind only.
+    - Nodes that are marked alone are fused only with nodes of the same mark.
     - A row that is reduced for its scale and then read again stays in registers where that was faster on an H200: also
       rows that do not lie in one piece, and up to 4096 where it is the only one; not two of 3072, not one of 14336.
-    - A row that does not is read 16 bytes a thread at a time, in pieces of 1024, or 2048 if it is longer than 8192. By
+    - Any other row is read 16 bytes a thread at a time, in pieces of 1024, or 2048 if it is longer than 8192. By
       Inductor's own choice (2048 in 16 warps, 8 bytes) a GELU of 3072 and its two packings took 340 us instead of 208,
       of 11008 449 instead of 394; silu(a) * b with three packings of 4096 221 instead of 175, of 14336 654 and 660.
     """
@@ -123,8 +123,8 @@ def choices() -> Any:
             if (
                 others_choose
                 or kwargs.get("fixed_config") is not None
-                # Inductor has decided, as where sums over columns are taken along: those blocks are called otherwise.
-                # Of a reduction in a reduction, which 2.15 has, there are some that are too small
+                # Inductor has decided, as for kernels that also sum over columns: their blocks have other names.
+                # Some blocks of a reduction in a reduction, which 2.15 has, are too small
                 or kwargs.get("override_persistent_reduction")
                 or "override_cooperative_reduction" in kwargs
                 or [set(tiling) for tiling in groups] != [{"x", "r0_"}]
@@ -153,9 +153,10 @@ _OFFLOAD = tuple(f"aot_hooks.{part}" for part in ("offload_start", "offload_wait
 def _hold_order(nodes: list[Any]) -> list[Any]:
     """Give Inductor's scheduler the dependencies that keep each operator of offload between the same kernels.
 
-    Before fusion the scheduler has its nodes in the order of the graph. Of those, each kernel that is fused with none
-    (products, attention, other operators) and follows an operator of offload comes to depend on it, and it on every one
-    since the operator before it. These are dependencies of order alone (`is_fake`), which hold no memory.
+    Before fusion the scheduler has its nodes in the order of the graph. A kernel that is never fused (a product,
+    attention, other operators) gets a dependency on the last operator of offload before it. An operator of offload gets
+    dependencies on all such kernels since the operator before it. They are for order alone (`is_fake`): no buffer lives
+    longer by them.
     """
     is_ours = {n: str(getattr(n.node, "op_overload", "")).startswith(_OFFLOAD) for n in nodes}
     if not any(is_ours.values()):
@@ -182,12 +183,12 @@ def _hold_order(nodes: list[Any]) -> list[Any]:
 
 
 def _bound_size_hints(graph: Any) -> None:
-    """Let Inductor count for what is read of an input of `graph` no more than the input has.
+    """Bound the bytes that Inductor counts for a read of an input of `graph` by the size of the input.
 
-    It counts the loop that reads: a scale read beside each value of its block counted as much as those in float32. To
-    its search for the order with the least memory, unpacking all that was saved at once then freed more than it took:
-    four Llama blocks with int8 in blocks of 64 peaked at 8.8 GiB, now 5.8. Goes when it is bounded in
-    (`torch._inductor.memory.get_freeable_input_buf`; 2.11 to 2.15).
+    Inductor counts iterations of the loop that reads: a scale that is read beside each value of its block counted as
+    float32 values. Its search for the order with the least memory then found that unpacking everything at once frees
+    more than it takes: four Llama blocks with int8 in blocks of 64 peaked at 8.8 GiB, now 5.8. Goes when it is bounded
+    in `torch._inductor.memory.get_freeable_input_buf`; 2.11 to 2.15.
     """
     hint, whole = graph.get_dep_size_hint, need("torch._inductor.dependencies.StarDep")
 
@@ -201,12 +202,11 @@ def _bound_size_hints(graph: Any) -> None:
 
 
 def _merge_dependencies_of_blocks(nodes: list[Any]) -> None:
-    """Let what packs a value in blocks be fused with what else makes or reads it.
+    """Let a packing in blocks be fused with the other nodes that make or read its value.
 
-    Inductor compares what two loops read as they stand if they are as deep, after merging them if not: it found
-    [rows, blocks, 128] and [batch, tokens, width] to share nothing, and made four kernels of silu(a) * b and its three
-    packings with int8. What such packings read is merged here, and they are no longer as deep. Goes with torch 2.11:
-    from 2.13 on Inductor finds them.
+    Inductor merges loops before it compares their reads, but not loops of the same depth. So [rows, blocks, 128] and
+    [batch, tokens, width] shared nothing, and silu(a) * b with its three packings in int8 became four kernels. Here the
+    reads of such packings are merged. Goes with torch 2.11: from 2.13 on Inductor merges them.
     """
     memory = need("torch._inductor.dependencies.MemoryDep")
 

@@ -1,7 +1,7 @@
 """Operators that Inductor compiles as one loop, in its own `ops` or in PTX.
 
 lower_to_loop(op, body, ...)   at import; torch's Inductor is not imported for it
-register_loops()               when Inductor is first asked to compile hooks
+register_loops()               before Inductor first compiles hooks
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def lower_to_loop(
     nvidia: Callable[..., Any] | None = None,
     reduce_last: str | None = None,
 ) -> None:
-    """Have Inductor compile `op` as one loop over its first argument, from when it is first asked to compile hooks.
+    """Have Inductor compile `op` as one loop over its first argument.
 
     Args:
         body: `(ops, element of each tensor argument, other arguments) -> element`, in Inductor's `ops`. Tensors
@@ -69,8 +69,8 @@ def lower_to_loop(
 class PackedAsm:
     """Inline assembly of four elements at once, for Triton, and of one for a block that holds fewer than four.
 
-    Inductor's `ops.inline_asm_elementwise` has nothing for the latter in 2.11, where such a block does not compile, and
-    from 2.13 on takes each input for as large as the first. So code for this is made by ours, called through it.
+    Blocks of fewer than four do not compile with Inductor's `ops.inline_asm_elementwise` in 2.11; from 2.13 on it takes
+    all inputs to be as large as the first. So it calls `code`, see `packed_asm_in_force`.
 
     Attributes:
         dtype: of the result.
@@ -91,7 +91,7 @@ class PackedAsm:
         )
 
     def code(self, *inputs: Any) -> str:
-        """As an expression of Triton's language; which of the two is known when that is compiled."""
+        """An expression of Triton's language, which chooses between the two when Triton compiles it."""
         byte, dtype = self.dtype.itemsize == 1, str(self.dtype).removeprefix("torch.")
         words = [f"{x}.to(tl.int32)" if x.dtype.itemsize == 1 else str(x) for x in inputs]
         four = (

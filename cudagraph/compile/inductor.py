@@ -1,14 +1,14 @@
 """Inductor's compiled graphs, captured.
 
     fx graph ----look----> Found, and Inductor's code --+
-    torch's cache, see stored.py: Found, and the code --+--finish--> what is called
+    torch's cache, see entry.py: Found, and the code ---+--finish--> the callable
                                                             nothing in the way: captured in one piece
                                                             something is: Inductor's scheduler cut the code around it,
                                                               and its pieces are captured
                                                             nothing to capture: as Inductor leaves it
 
-Inductor is told not to make CUDA graphs itself; what it tells of the compiled graph is read off it: mutated inputs,
-constants, the pieces with what of theirs is an input or output of the graph.
+Inductor makes no CUDA graphs itself. The compiled graph has its mutated inputs, its constants, and its pieces, with
+the inputs and outputs of each.
 """
 
 from __future__ import annotations
@@ -59,11 +59,11 @@ def inner_compile(compilation: Compilation, inner: Callable[..., Any]) -> Callab
 
 
 def look(gm: GraphModule, kind: Kind, compilation: Compilation) -> Found:
-    """What can be captured of `gm`, which is made ready for it. Raises `NotCapturableError` with `or_error`."""
+    """Analyse `gm`, and prepare it for capture. Raises `NotCapturableError` with `or_error`."""
     options = compilation.options
     # Inductor moves numbers itself
     analysis = analyse.look(gm, kind, options, compilation.device_type, numbers=False)
-    # Inductor's kernels write to inputs in the middle of the code: whose they are, the tree finds out
+    # Inductor's kernels write to inputs in the middle of the code: the tree finds the owners
     blocked = tuple(b for b in analysis.blockers if "the caller's own" not in b.reason)
     analysis = dataclasses.replace(analysis, blockers=blocked)
     if options.or_error:
@@ -72,9 +72,11 @@ def look(gm: GraphModule, kind: Kind, compilation: Compilation) -> Found:
 
 
 def finish(code: Any, found: Found, compilation: Compilation) -> Any:
-    """What AOTAutograd is to call: `code`, compiled now or loaded from a cache, with its pieces captured, or where that
-    is one piece, the tree itself, which spares each call the 3 us that `code` takes to look for a profiler and to close
-    its metrics."""
+    """The callable for AOTAutograd: `code`, compiled now or loaded from a cache, with its pieces captured.
+
+    For one piece it is the tree itself: each call saves the 3 us that `code` takes to look for a profiler and to close
+    its metrics.
+    """
     options, driver, verdict = compilation.options, compilation.driver, found.verdict
     if found.piece is None:
         report(verdict, options)
@@ -111,7 +113,7 @@ def capture_partitions(
     options: Options,
     driver: CaptureDriver | None,
 ) -> Boxed:
-    """What runs Inductor's `code` with each of its pieces captured; `graph` is what is known of all of it."""
+    """A call of Inductor's `code` in which each piece is captured; `graph` describes the whole graph."""
     pieces = pieces_of(graph, maps)
     return compilers.with_partitions(code, [_capturing(piece, options, driver) for piece in pieces])
 
@@ -121,8 +123,10 @@ def _capturing(piece: Piece, options: Options, driver: CaptureDriver | None) -> 
 
 
 def pieces_of(graph: Piece, maps: Sequence[compilers.PartitionMap]) -> list[Piece]:
-    """What is known of `graph`, told of each of Inductor's pieces of it; `maps` say which of a piece's inputs and
-    outputs are the graph's. `run` is to be filled in. Sizes that a piece takes come last and are in no map."""
+    """A `Piece` for each of Inductor's pieces of `graph`, without `run`.
+
+    `maps` name the graph's inputs and outputs among those of a piece. Sizes that a piece takes come last, in no map.
+    """
     pieces = []
     saved_of_graph = set(graph.saved_outputs or ())
     for number, part in enumerate(maps, 1):

@@ -33,7 +33,7 @@ _numbers = itertools.count()
 
 
 class _Pending:
-    """What stands in a compiled graph between the two calls that Inductor makes: what to capture, not yet captured."""
+    """The callable of a compiled graph between `cudagraphify` and `wrap_output`: a piece that is not captured yet."""
 
     def __init__(self, run: Boxed, piece: Piece, given: Sequence[int]) -> None:
         self.run, self.piece, self.given = run, piece, given
@@ -50,7 +50,7 @@ class Policy(compilers.inductor_policy_class()):  # type: ignore[misc]
         driver: what captures; CUDA's if None.
 
     Raises:
-        UnsupportedTorchError: torch before 2.13 does not ask a policy.
+        UnsupportedTorchError: torch before 2.13 has no such policy.
         OptionError: an unknown or ill-typed option.
     """
 
@@ -76,7 +76,7 @@ class Policy(compilers.inductor_policy_class()):  # type: ignore[misc]
         is_inference: bool,
         **kwargs: Any,
     ) -> Callable[..., Any]:
-        """Inductor's question how to wrap `model`; the answer is given in `wrap_output`, which sees the pieces."""
+        """Called by Inductor to wrap `model`; `wrap_output` captures it, because it sees the pieces."""
         word = "backward" if is_backward else "inference" if is_inference else "forward"
         piece = Piece(
             name=f"{word} {next(_numbers)} of Inductor",
@@ -93,11 +93,10 @@ class Policy(compilers.inductor_policy_class()):  # type: ignore[misc]
         return self._local.pending  # type: ignore[no-any-return]
 
     def should_wrap(self, compiled_graph: Any) -> bool:
-        """Whether to ask at all: always."""
         return True
 
     def wrap_output(self, output_code: Any) -> Any:
-        """Capture what `cudagraphify` was asked for: whole, or piece by piece as the code was cut."""
+        """Capture the graph of the last `cudagraphify`, whole or in the pieces of the code."""
         pending, self._local.pending = getattr(self._local, "pending", None), None
         if pending is None or not compilers.is_compiled_graph(output_code):
             return output_code  # Inductor decided against it, and said so
@@ -118,8 +117,10 @@ class Policy(compilers.inductor_policy_class()):  # type: ignore[misc]
         return output_code
 
     def _static_inputs(self, pending: _Pending, graph_number: Any) -> tuple[int, ...]:
-        """Inductor calls every saved tensor static. Parameters are; what lies in the tree's own memory it finds by
-        itself; a caller's tensor that is saved is elsewhere in each step."""
+        """Inductor calls every saved tensor static, but only parameters are.
+
+        The tree finds saved tensors in its own memory by itself; a saved tensor of the caller moves at each step.
+        """
         names = [info.name for info in pending.piece.placeholders]
         if not pending.piece.is_backward:
             self._static[graph_number] = {names[i] for i in pending.given if i < len(names)}

@@ -25,6 +25,7 @@ from typing import Any, NoReturn
 import torch
 
 from ..errors import UnsupportedTorchError
+from .compilers import forward_metadata, no_cudagraphs
 from .symbols import Protocols, Symbols, needing
 
 SYMBOLS: Symbols = {
@@ -39,7 +40,6 @@ SYMBOLS: Symbols = {
     "torch._functorch.config.enable_autograd_cache": "keeping torch's cache away from captures that it cannot store",
     "torch._guards.TracingContext": "storing captured graphs",
     "torch._inductor.config": "storing captured graphs",
-    "torch._inductor.utils.BoxedBool": "loading captured graphs",
 }
 PROTOCOLS: Protocols = {
     "storing captured graphs": {
@@ -89,7 +89,7 @@ def _finishing(loaded: Any, graph: Any, finish: Callable[[Any, Any], Any]) -> Ca
     is_backward = hasattr(loaded, "backward_state_indices")
 
     def post_compile(code: Any, fx_config: Any) -> Any:
-        post_compile_of_torch(code, {**fx_config, "cudagraphs": need("torch._inductor.utils.BoxedBool")(False)})
+        post_compile_of_torch(code, {**fx_config, "cudagraphs": no_cudagraphs()})
         run = finish(code, graph)
         # Dynamo must not trace what autograd calls: torch's own method does the same for a backward
         return torch.compiler.disable(run) if is_backward else run
@@ -205,8 +205,7 @@ def attacher(name: str, need: Callable[[str], Any] = need) -> Callable[[bytes], 
     The data goes into the metadata of the forward, which torch stores as it is, also when it makes the entry at the
     first backward. The last data counts. None outside of a compilation.
     """
-    context = need("torch._guards.TracingContext").try_get()
-    metadata = context.fw_metadata if context is not None else None
+    metadata = forward_metadata(need=need)
     return None if metadata is None else functools.partial(setattr, metadata, name)
 
 

@@ -1,6 +1,6 @@
-"""AOTAutograd and Inductor: how they are called, and what they tell of the graphs that they compile (2.11 to 2.15).
+"""AOTAutograd and Inductor: calling them, and reading properties of the graphs that they compile (2.11 to 2.15).
 
-Functions with a parameter `need` are `aot_hooks`' too, which passes its own.
+`aot_hooks` calls the functions with a parameter `need`, too, and passes its own.
 """
 
 from __future__ import annotations
@@ -59,51 +59,52 @@ need = needing(SYMBOLS, "cudagraph", UnsupportedTorchError)
 # --- AOTAutograd ---
 
 
-def static_inputs_of_forward() -> tuple[int, ...]:
-    """While AOTAutograd compiles a forward: its inputs that are parameters or buffers, which stay where they are."""
+def forward_metadata(need: Callable[[str], Any] = need) -> Any:
+    """AOTAutograd's `ViewAndMutationMeta` of the forward or inference graph that it compiles; None outside of that."""
     context = need("torch._guards.TracingContext").try_get()
-    if context is None or context.fw_metadata is None:
-        return ()
-    return tuple(context.fw_metadata.static_input_indices or ())
+    return None if context is None else context.fw_metadata
+
+
+def static_inputs_of_forward() -> tuple[int, ...]:
+    """While AOTAutograd compiles a forward: its inputs that are parameters or buffers, which keep their addresses."""
+    meta = forward_metadata()
+    return () if meta is None else tuple(meta.static_input_indices or ())
 
 
 def rebound_inputs() -> tuple[int, ...]:
-    """While AOTAutograd compiles a forward or an inference graph: inputs that are given other memory (`set_`), by the
-    graph or by AOTAutograd when the graph has run; what they are given is memory that the graph made."""
-    context = need("torch._guards.TracingContext").try_get()
-    if context is None or context.fw_metadata is None:
-        return ()
-    infos = context.fw_metadata.input_info
+    """While AOTAutograd compiles a forward or an inference graph: inputs that get other memory (`set_`).
+
+    The graph does that, or AOTAutograd when the graph has run; the memory is made by the graph.
+    """
+    meta = forward_metadata()
+    infos = () if meta is None else meta.input_info
     return tuple(i for i, info in enumerate(infos) if info.mutates_storage_metadata)
 
 
 def returned_by_forward() -> int | None:
-    """While AOTAutograd compiles a forward: how many of its first outputs are not kept for the backward."""
-    context = need("torch._guards.TracingContext").try_get()
-    if context is None or context.fw_metadata is None:
-        return None
-    count: int | None = getattr(context.fw_metadata, "num_forward", None)
+    """While AOTAutograd compiles a forward: the number of its first outputs, before those that are saved."""
+    count: int | None = getattr(forward_metadata(), "num_forward", None)
     return count
 
 
 def runtime_only_passes_on(inputs: Sequence[Any]) -> bool:
-    """After AOTAutograd has compiled an inference graph for Dynamo's `inputs`, or `captures_in_cache` took it: whether
-    what runs around that graph hands on inputs and outputs as they are, and else only turns off autograd and autocast.
+    """Whether AOTAutograd's runtime around an inference graph passes inputs and outputs on as they are.
 
-    Read off `ViewAndMutationMeta`: no input is written to, no output made anew as an alias or marked dynamic, no
-    subclass taken apart, no effect tokens or states of generators passed along. Goes when Dynamo calls boxed backends.
+    Call it when the graph for Dynamo's `inputs` is compiled, or was taken from the cache. The runtime may turn off
+    autograd and autocast. Read off `ViewAndMutationMeta`: no input is written to, no output made anew as an alias or
+    marked dynamic, no subclass flattened, no effect tokens or states of generators passed along. Goes when Dynamo calls
+    boxed backends.
     """
-    context = need("torch._guards.TracingContext").try_get()
-    meta = context.fw_metadata if context is not None else None
+    meta = forward_metadata()
     if meta is None:
         return False
     fake = need("torch._subclasses.fake_tensor.FakeTensor")
-    taken_apart = need("torch._functorch._aot_autograd.schemas.SubclassCreationMeta")
+    flattened = need("torch._functorch._aot_autograd.schemas.SubclassCreationMeta")
     plain = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer, fake, int, torch.SymInt)
     return (
         all(type(x) in plain for x in inputs)
         and not any(info.mutates_data or info.mutates_metadata for info in meta.input_info)
-        and not any(isinstance(x, taken_apart) for x in (*meta.subclass_inp_meta, *meta.subclass_fw_graph_out_meta))
+        and not any(isinstance(x, flattened) for x in (*meta.subclass_inp_meta, *meta.subclass_fw_graph_out_meta))
         and meta.num_outputs_aliased == meta.num_intermediate_bases == 0
         and not (meta.dynamic_outputs or meta.tokens or meta.is_rng_op_functionalized or meta.num_graphsafe_rng_states)
         and meta.grad_enabled_mutation is None
@@ -143,7 +144,7 @@ def compile_aten(
 
 
 def uncompiled(fn: Any) -> Any:
-    """What `torch.compile` was given to make `fn`; `fn` itself if it was not made so."""
+    """The function or module that `torch.compile` made `fn` of; `fn` itself if it is not compiled."""
     if isinstance(fn, torch.nn.Module):
         return getattr(fn, "_orig_mod", fn)
     return getattr(fn, "_torchdynamo_orig_callable", fn)
@@ -180,13 +181,15 @@ def compile_inductor(
 
 
 def inductor_capture_settings(*, cut: bool) -> Any:
-    """With `cut`, Inductor's scheduler puts what can be captured into functions of their own, which it does only where
-    it believes that it will capture them; without, all is one function."""
+    """Inductor's settings with which its scheduler puts the parts that can be captured into functions, if `cut`.
+
+    It does so only where its settings have it capture them; without `cut` all is one function.
+    """
     return need("torch._inductor.config").patch({"triton.cudagraphs": cut, "graph_partition": cut})
 
 
 def no_cudagraphs() -> Any:
-    """The argument `cudagraphs` of Inductor's inner compile that keeps it from capturing what it compiled."""
+    """The argument `cudagraphs` with which Inductor's inner compile captures nothing."""
     return need("torch._inductor.utils.BoxedBool")(False)
 
 
@@ -218,14 +221,14 @@ def reason_of_inductor(code: Any) -> str | None:
 
 
 class PartitionMap(NamedTuple):
-    """Which input of the graph an input of a piece is, None for what is no input; which outputs an output of it is."""
+    """For each input of a piece the graph's input, or None; for each output of a piece the graph's outputs."""
 
     inputs: tuple[int | None, ...]
     outputs: tuple[tuple[int, ...], ...]
 
 
 def partitions_of(code: Any) -> list[PartitionMap] | None:
-    """The pieces of the code that Inductor made to be captured; None if it did not look for any."""
+    """The pieces that Inductor cut the code into; None if it did not look for any."""
     if code.partition_maps is None:
         return None
 
@@ -239,7 +242,7 @@ def partitions_of(code: Any) -> list[PartitionMap] | None:
 
 
 def with_partitions(code: Any, wraps: Sequence[Callable[[Any], Any]]) -> Callable[[list[Any]], Any]:
-    """What runs `code` with each of its pieces wrapped.
+    """A call of `code` in which each of its pieces is wrapped.
 
     The object that holds the pieces belongs to the generated module, which graphs with equal code share: ours is a new
     one. What aligns inputs around the old one, which torch adds only where something is to be checked, is added again.
@@ -276,13 +279,13 @@ _POLICY = "torch._inductor.cudagraph_utils.CUDAGraphPolicy"
 
 
 def inductor_policy_class() -> type:
-    """What a policy for CUDA graphs derives from; `object` on a torch that asks none."""
+    """The base class of policies for CUDA graphs; `object` on a torch without them."""
     base: type = need(_POLICY) if has(_POLICY) else object
     return base
 
 
 def need_inductor_policy() -> None:
-    """Raises `UnsupportedTorchError` on a torch that asks no policy."""
+    """Raises `UnsupportedTorchError` on a torch without policies for CUDA graphs."""
     if not has("torch._inductor.config.cudagraph_policy"):
         raise UnsupportedTorchError(
             f"cudagraph.Policy needs torch 2.13 or later, which has torch._inductor.config.cudagraph_policy; this is "

@@ -1,7 +1,6 @@
-"""What the tree and graphs need of `torch._*`: operators, storages, the allocator.
+"""Operators, storages, the allocator and CUDA graphs.
 
-Each shim names what it stands on, the torch versions it was read and run on, and what would delete it. A missing symbol
-raises `UnsupportedTorchError` where it is needed.
+A missing symbol raises `UnsupportedTorchError` where it is needed, not when the package is imported.
 """
 
 from __future__ import annotations
@@ -103,7 +102,7 @@ def returns_views(target: Any) -> bool:
 
 
 def overloads_of(target: Any) -> list[Any]:
-    """The operators that a node with this target may call; none for what is no operator."""
+    """The operators that a node with this target may call; none if it is no operator."""
     if is_operator(target):
         return [target]
     if isinstance(target, need("torch._ops.OpOverloadPacket")):
@@ -124,8 +123,8 @@ def operator_called(name: str) -> Any:
 
 
 def unsafe_by_torch(node: Node) -> bool:
-    """Whether torch's own list says that the operator of `node` can't be captured: forbidden by name, tagged
-    `cudagraph_unsafe`, writing through a boolean index, or giving sparse tensors."""
+    """Whether torch's own list has the operator of `node`: it is forbidden by name or tagged `cudagraph_unsafe`, writes
+    through a boolean index, or returns sparse tensors."""
     return bool(need("torch._inductor.utils.is_cudagraph_unsafe_fx_node")(node))
 
 
@@ -140,7 +139,7 @@ def free_symbols(value: Any) -> set[Any]:
 
 
 def symbol_of(value: Any) -> tuple[Any, ...]:
-    """The symbol that a symbolic size is; () for what is no size, or a size made of others."""
+    """The symbol of a size that is one symbol; () for any other value."""
     if not isinstance(value, torch.SymInt):
         return ()
     expression = value.node.expr
@@ -155,7 +154,7 @@ def storage_key(x: torch.Tensor) -> int | None:
 
 
 def set_boxed(gm: GraphModule, need: Callable[[str], Any] = need) -> None:
-    """Have `gm.forward` take one list, which it empties, so that what it was given can be freed early."""
+    """Have `gm.forward` take one list, which it empties, so that arguments can be freed early."""
     gm.graph.set_codegen(need("torch.fx.graph._BoxedCodeGen")())
     gm.recompile()
 
@@ -187,28 +186,31 @@ THREAD_KEY = "cudagraph trees of this thread"
 
 
 class NoMarks:
-    """Stands for torch's count of marks as long as nobody has imported what counts."""
+    """torch's count of marks while nobody has imported the module that counts."""
 
     mark_step_counter = 0
 
 
 def torch_marks() -> Any:
-    """What has `mark_step_counter`, minus the number of calls of `torch.compiler.cudagraph_mark_step_begin()`; nothing
-    is imported for it."""
+    """An object with `mark_step_counter`, minus the number of `torch.compiler.cudagraph_mark_step_begin()` calls.
+
+    Nothing is imported for it.
+    """
     module = sys.modules.get(MARK_MODULE)
     return NoMarks if module is None else module.MarkStepBox
 
 
 class NoCalls:
-    """Stands for Dynamo's count of calls where Dynamo does not call: each call is one by itself."""
+    """Dynamo's count of calls where Dynamo does not call: each call counts by itself."""
 
     generation = float("nan")  # equal to nothing
 
 
 def calls_of_dynamo() -> Any:
-    """While Dynamo compiles: what has `generation`, a number that is another one each time a function that was given to
-    `torch.compile` is called, and the same in all that it calls by way of graph breaks. torch's own trees go by it.
-    Else `NoCalls`."""
+    """While Dynamo compiles, an object with `generation`, a number that changes with each call of a compiled function.
+
+    It is the same in all graphs of one call, also after graph breaks. torch's own trees use it. Else `NoCalls`.
+    """
     path = "torch._dynamo.mutation_guard.GenerationTracker"
     compiling = need("torch._guards.TracingContext").try_get() is not None
     return need(path) if compiling and has(path) else NoCalls
@@ -221,7 +223,7 @@ def storage_at(address: int, device: torch.device, nbytes: int) -> torch.Untyped
 
 
 def identity(storage: torch.UntypedStorage) -> int:
-    """The address of the C++ object that all aliases share; what `storage_use_count` takes."""
+    """The address of the C++ object that all aliases share; the argument of `storage_use_count`."""
     cdata: int = storage._cdata
     return cdata
 
@@ -259,7 +261,7 @@ def swap_memory(storage: torch.UntypedStorage, other: torch.UntypedStorage) -> N
 
 
 def keep_for_backward_threads(value: object) -> None:
-    """Let threads that run this thread's backwards find `value` with `kept_for_this_thread`. `value` must live on."""
+    """Let threads that run this thread's backwards get `value` from `kept_for_this_thread`. `value` must stay alive."""
     before = sys.getrefcount(value)
     torch._C._stash_obj_in_tls(THREAD_KEY, value)
     if sys.getrefcount(value) == before:
@@ -268,7 +270,7 @@ def keep_for_backward_threads(value: object) -> None:
 
 
 def kept_for_this_thread() -> Any:
-    """What the thread that this one runs a backward for, or this one, has kept; None if nothing."""
+    """The value of `keep_for_backward_threads` in this thread, or in the one that it runs a backward for; else None."""
     return torch._C._get_obj_in_tls(THREAD_KEY) if torch._C._is_key_in_tls(THREAD_KEY) else None
 
 
@@ -281,7 +283,7 @@ class PrivatePool:
 
     @contextlib.contextmanager
     def routed(self) -> Iterator[None]:
-        """Allocations of this thread come out of the pool."""
+        """Allocations of this thread come from the pool."""
         torch._C._cuda_beginAllocateCurrentThreadToPool(self.device, self.handle)
         try:
             yield
@@ -290,18 +292,18 @@ class PrivatePool:
             torch._C._cuda_releasePool(self.device, self.handle)
 
     def keep(self) -> None:
-        """It is there, used or not, until this object is gone. Then what is free of it goes with the next
-        `torch.cuda.empty_cache()`, and what is held when it is let go of.
+        """The pool exists, used or not, as long as this object. Its free memory then goes with the next
+        `torch.cuda.empty_cache()`, and the rest when its tensors are gone.
 
-        `torch.cuda.MemPool` gives its memory back by itself when it is dropped, but ends the process if any thread
-        allocates from a pool, or captures, at that moment.
+        `torch.cuda.MemPool` frees its memory by itself when it is dropped, but ends the process if any thread allocates
+        from a pool, or captures, at that moment.
         """
         torch._C._cuda_beginAllocateCurrentThreadToPool(self.device, self.handle)
         torch._C._cuda_endAllocateToPool(self.device, self.handle)
         weakref.finalize(self, torch._C._cuda_releasePool, self.device, self.handle).atexit = False
 
     def stop_routing(self) -> None:
-        """After a capture that could not be ended: allocations come out of the ordinary pool again."""
+        """After a capture that could not be ended: allocations come from the ordinary pool again."""
         with contextlib.suppress(RuntimeError):  # where torch had stopped it before it raised
             torch._C._cuda_endAllocateToPool(self.device, self.handle)
 
@@ -332,7 +334,7 @@ class PrivatePool:
 
 
 def free_keeping_address(storage: torch.UntypedStorage) -> None:
-    """Free the block that `storage` owns; it goes on pointing there without owning it."""
+    """Free the block that `storage` owns; it keeps the address without owning it."""
     torch._C._free_And_Remove_DeleterFn(storage._cdata)
 
 
