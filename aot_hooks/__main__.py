@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 import aot_hooks
+from cudagraph.torch_private import autograd_cache, compilers, cuda, symbols
 
 from ._version import __version__
 from .cache import notes
@@ -25,17 +26,31 @@ from .report.plot import check_can_plot, plot_report
 from .report.script import Recorded, ScriptError, run_script
 from .report.text import as_data, format_report
 from .settings.setting import SCOPES
-from .torch_private import aot, aot_cache, autograd, dynamo, inductor, inductor_fusion, inductor_lowering, symbols
+from .torch_private import (
+    aot,
+    aot_cache,
+    autograd,
+    dynamo,
+    dynamo_guards,
+    dynamo_trace,
+    inductor,
+    inductor_fusion,
+    inductor_lowering,
+)
 from .torch_private import dry_run as torch_dry_run
 from .torch_private import values as torch_values
 
-# each with the table of the private symbols that it stands on
-_ROOMS = (torch_values, autograd, dynamo, aot, inductor, inductor_lowering, inductor_fusion, aot_cache, torch_dry_run)
+# files with tables of the private symbols that they use
+_DYNAMO, _INDUCTOR = (dynamo, dynamo_trace, dynamo_guards), (inductor, inductor_lowering, inductor_fusion)
+_TABLES = {
+    "aot_hooks": (torch_values, autograd, *_DYNAMO, aot, *_INDUCTOR, aot_cache, torch_dry_run),
+    "cudagraph": (cuda, compilers, autograd_cache),
+}
 _HOOKS = ("float8", "int8", "int4", "bitmask", "cast", "offload", "lossless")
 
 
 def env_data() -> dict[str, Any]:
-    """Versions, devices and each private symbol of torch that the package stands on."""
+    """Versions, devices, and each private symbol of torch that the two packages use."""
     return {
         "aot_hooks": __version__,
         "python": platform.python_version(),
@@ -47,9 +62,10 @@ def env_data() -> dict[str, Any]:
         "devices": _devices(),
         "backend_entry_point": _entry_point(),
         "private_symbols": [
-            {"path": path, "found": found, "needed_for": room.SYMBOLS[path]}
-            for room in _ROOMS
-            for path, found in symbols.probe(room.SYMBOLS).items()
+            {**row._asdict(), "found": row.status == "ok"}
+            for package, files in _TABLES.items()
+            for file in files
+            for row in symbols.rows_of(package, file.SYMBOLS, file.PROTOCOLS)
         ],
     }
 
@@ -66,10 +82,11 @@ def env() -> str:
         f"backend entry point: {data['backend_entry_point'] or 'MISSING (install the package: pip install -e .)'}",
         "private symbols:",
     ]
-    lines += [
-        f"  {'ok     ' if symbol['found'] else 'MISSING'} {symbol['path']} ({symbol['needed_for']})"
-        for symbol in data["private_symbols"]
-    ]
+    for row in data["private_symbols"]:
+        versions = "" if row["tested"] == symbols.TESTED else f"; torch {', '.join(row['tested'])}"
+        lines.append(
+            f"  {row['status']:7} {row['path']} ({row['package']}: {row['needed_for']}{versions}) {row['link']}"
+        )
     return "\n".join(lines)
 
 

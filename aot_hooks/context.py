@@ -35,7 +35,7 @@ from .hook import Hook
 from .identity import Record, Recording, described
 from .identity.memo import Memo
 from .settings.setting import Policy, Setting, choose, makes
-from .torch_private import autograd, dynamo
+from .torch_private import autograd, dynamo, dynamo_trace
 
 __all__ = [
     "EagerPack",
@@ -422,7 +422,7 @@ class Region:
 
     setting: Setting
     record: Record
-    pending: dynamo.Pending
+    pending: dynamo_trace.Pending
 
     def made_of(self, seen: Recording) -> Record:
         """What a graph was made of. Raises `OptionError` if that is about to change."""
@@ -449,8 +449,10 @@ def _unknown(name: str, what: str) -> OptionError:
 
 
 def _note(context: Any, names: tuple[str, ...], make: Callable[..., Setting]) -> None:
-    pending = dynamo.pending_changes(context)
-    traced = dynamo.Traced(context, names, lambda name, e: dynamo.backend_failure("aot_hooks", _unknown(name, str(e))))
+    pending = dynamo_trace.pending_changes(context)
+    traced = dynamo_trace.Traced(
+        context, names, lambda name, e: dynamo.backend_failure("aot_hooks", _unknown(name, str(e)))
+    )
     try:
         if (why := autograd.disabled_because()) is not None:
             raise OptionError(f"hooks are disabled here, by torch.autograd.graph.disable_saved_tensors_hooks: {why}")

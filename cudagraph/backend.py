@@ -25,7 +25,7 @@ from .errors import OptionError
 from .graph import analyse
 from .graph.analyse import Boxed, Kind
 from .options import Options
-from .torch_private import compilers
+from .torch_private import autograd_cache, compilers
 from .tree import dispatch
 from .tree.driver import CaptureDriver
 
@@ -204,7 +204,7 @@ class Compilation:
         """Inductor's compilation of Dynamo's graph `gm` inside goes through torch's cache of AOTAutograd's results, and
         what comes out of that is captured as what is compiled; see stored.py. Not if `why_not_stored`."""
         if self.why_not_stored:
-            with compilers.without_autograd_cache():
+            with autograd_cache.without_autograd_cache():
                 yield
             return
         self.store = entry.Store(gm, self.options, self.device_type)

@@ -28,6 +28,8 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
+from cudagraph.torch_private import symbols
+
 from .._version import __version__
 from ..errors import PACKAGE, AotHooksError
 from ..graphs.saved import module_stack, place_of
@@ -240,11 +242,12 @@ def _inputs(traced: Sequence[Any], inputs: Sequence[Any], sizes: torch_values.Si
 
 
 def _sources() -> str:
-    folder = Path(PACKAGE)
+    """Of this package, and of the other one's part that this one compiles by."""
     found = hashlib.sha256()
-    for path in sorted(folder.rglob("*.py")):
-        found.update(path.relative_to(folder).as_posix().encode())
-        found.update(path.read_bytes())
+    for folder in (Path(PACKAGE), Path(symbols.__file__).parent):
+        for path in sorted(folder.rglob("*.py")):
+            found.update(path.relative_to(folder).as_posix().encode())
+            found.update(path.read_bytes())
     return found.hexdigest()[:16]
 
 

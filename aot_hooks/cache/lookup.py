@@ -26,6 +26,8 @@ from typing import Any
 
 from torch.fx import GraphModule
 
+from cudagraph.torch_private.autograd_cache import Entry, Extension, bypass
+
 from ..errors import CacheWarning
 from ..graphs.saved import place_of
 from ..passes.plan import Plan
@@ -40,6 +42,7 @@ __all__ = ["bypassed", "cache_stats", "forget", "through_cache"]
 log = logging.getLogger("aot_hooks")
 
 _RESULTS = ("hit", "miss", "bypass")
+_NAME = "aot_hooks"  # of what is attached to an entry
 _MOST_ENTRIES = 32  # of one key for the same sizes: policies that always say something else must not fill the disk
 _PLURAL = {"hit": "hits", "miss": "misses", "bypass": "bypasses"}
 
@@ -127,51 +130,96 @@ def through_cache(
         )
         return bypassed(f"operators of others in {what}", lambda: compile_graph(lambda: None))
     nodes = nodes_of(gm)  # now: Inductor's passes change the graph
-    stored: list[Plan] = []
-    checks = Checks(key)
-    unusable, damaged = "", False
+    with _without_dynamos_copies(gm), _without_collections() as collect:
+        lookup = _Lookup(key, plans, lambda: [place_of(node, roots) for node in nodes], collect)
+        aot_cache.start_hashing()
+        with aot_cache.extended(lookup):
+            compiled = compile_graph(lookup.compiling)
+    lookup.bypass = lookup.bypass or refused()
+    if not lookup.compiled:
+        plans.extend(lookup.stored_plans)
+    _report(lookup)
+    return compiled
 
-    def places() -> list[tuple[str, str]]:
-        return [place_of(node, roots) for node in nodes]
 
-    def refuse(attached: bytes | None, has_backward: bool) -> str:
-        nonlocal unusable, damaged
-        if attached is None:
-            unusable = "nothing is stored beside it" if has_backward else ""
-            return unusable
+class _Lookup(Extension):
+    """One graph of Dynamo on its way through torch's cache.
+
+    Attributes:
+        full_key: torch's part and ours, "" if torch made none.
+        lines: what torch's part is made of, if torch's logger is at debug level.
+        bypass: why torch made no key, or stores nothing.
+        found: there were entries; `refused` why the last one was not taken, "" if it was.
+        unusable: why no entry of this graph can be checked.
+        damaged: an entry was refused that is not simply for other hooks.
+        other_sizes: there were entries, for other sizes.
+        compiled: something was compiled.
+        stored_plans: the plans of the entry that was taken.
+    """
+
+    def __init__(
+        self, key: Key, plans: list[Plan], places: Callable[[], list[tuple[str, str]]], collect: Callable[[], None]
+    ) -> None:
+        super().__init__(key.digest)
+        self.key, self.plans, self.places, self.collect = key, plans, places, collect
+        self.checks = Checks(key)
+        self.full_key = self.bypass = self.refused = self.unusable = ""
+        self.lines: tuple[str, ...] = ()
+        self.found = self.damaged = self.other_sizes = self.compiled = self.attached = False
+        self.stored_plans: list[Plan] = []
+
+    @contextlib.contextmanager
+    def making_key(self, mod: Any, inputs: Sequence[Any], config: Any) -> Iterator[Any]:
         try:
-            stored.extend(unpack(attached, checks, places))
+            with aot_cache.key_without_names(mod, inputs, config, normalized) as nameless:
+                yield nameless
+        except Exception as e:  # torch goes on without its cache, whatever it is; we only say so
+            self.bypass = str(e).splitlines()[0] if str(e) else type(e).__name__
+            self.collect()
+            raise
+
+    def keyed(self, key: str, lines: tuple[str, ...]) -> None:
+        self.full_key, self.lines = key, lines
+
+    def refuse(self, entry: Entry) -> str:
+        self.found = True
+        self.refused = self._why_not(entry)
+        return self.refused
+
+    def _why_not(self, entry: Entry) -> str:
+        data = entry.attached(_NAME)
+        if data is None:
+            self.unusable = "nothing is stored beside it" if entry.has_backward else ""
+            return self.unusable
+        try:
+            self.stored_plans.extend(unpack(data, self.checks, self.places))
         except Unusable as e:
-            unusable = str(e)
-            return unusable
+            self.unusable = str(e)
+            return self.unusable
         except Refused as e:
-            damaged = damaged or not isinstance(e, ForAnother)
+            self.damaged = self.damaged or not isinstance(e, ForAnother)
             return str(e)
         return ""
 
-    def give_up(refused: int) -> str:
-        if not unusable and refused >= _MOST_ENTRIES:
-            return f"{refused} entries of the same key are for other hooks or answers of policies"
-        return unusable
+    def missed(self, *, other_sizes: bool) -> None:
+        self.collect()
+        self.other_sizes = other_sizes
+        count = len(self.refused_entries)
+        why = self.unusable if count else ""
+        if not why and count >= _MOST_ENTRIES:
+            why = f"{count} entries of the same key are for other hooks or answers of policies"
+        if why:
+            self.bypass = why
+            bypass(why)
 
-    attached = False
-
-    def compiling() -> None:
-        nonlocal attached
-        collect()
-        event.compiled = True
-        if not attached:
-            attached = True
-            aot_cache.attach(pack_up(plans, checks, places))
-
-    with _without_dynamos_copies(gm), _without_collections() as collect:
-        with aot_cache.autograd_cache(key.digest, normalized, refuse, give_up, missed=collect) as event:
-            compiled = compile_graph(compiling)
-    event.bypass = event.bypass or refused()
-    if not event.compiled:
-        plans.extend(stored)
-    _tell(key, event, damaged)
-    return compiled
+    def compiling(self) -> None:
+        """A graph is about to be compiled: the plans are made, and go into the entry."""
+        self.collect()
+        self.compiled = True
+        if not self.attached:
+            self.attached = True
+            if (attach := aot_cache.attacher(_NAME)) is not None:
+                attach(pack_up(self.plans, self.checks, self.places))
 
 
 @contextlib.contextmanager
@@ -227,29 +275,30 @@ def _hooks(key: Key) -> str:
     return ", ".join(dict.fromkeys(repr(s.rule) for s in key.settings if s is not None))
 
 
-def _tell(key: Key, event: aot_cache.CacheEvent, damaged: bool) -> None:
-    """Count what came of it, and note what the key of a miss is made of."""
-    if event.found and event.bypass:
-        _warn_once(event.bypass, f"{_hooks(key)}: compiled anew in each process, because {event.bypass}")
-        return _count("bypass", event.bypass)
-    if event.bypass or not event.key:
-        return _count("bypass", f"torch: {event.bypass or 'it did not look for an entry'}")
-    if not event.compiled:
+def _report(lookup: _Lookup) -> None:
+    """Count the result, and note what the key of a miss is made of."""
+    hooks, refused = _hooks(lookup.key), lookup.refused
+    if lookup.found and lookup.bypass:
+        _warn_once(lookup.bypass, f"{hooks}: compiled anew in each process, because {lookup.bypass}")
+        return _count("bypass", lookup.bypass)
+    if lookup.bypass or not lookup.full_key:
+        return _count("bypass", f"torch: {lookup.bypass or 'it did not look for an entry'}")
+    if not lookup.compiled:
         return _count("hit", "an entry of the same key")
-    if event.refused and not damaged:
-        why = f"entries of the same key are for other hooks: {event.refused}"
-    elif event.refused:
-        why = f"an entry of the same key was refused: {event.refused}"
-        _warn_once(why, f"{_hooks(key)}: compiled again, because {why}")
-    elif event.found:
+    if refused and not lookup.damaged:
+        why = f"entries of the same key are for other hooks: {refused}"
+    elif refused:
+        why = f"an entry of the same key was refused: {refused}"
+        _warn_once(why, f"{hooks}: compiled again, because {why}")
+    elif lookup.found:
         why = "an entry of the same key, but its generated code is gone or damaged"
-        _warn_once(why, f"{_hooks(key)}: compiled again, because there was {why}")
-    elif event.guards_failed:
+        _warn_once(why, f"{hooks}: compiled again, because there was {why}")
+    elif lookup.other_sizes:
         why = "entries of the same key are for other sizes"
     else:
         why = "no entry of this key"
     _count("miss", why)
-    note = notes.Note(event.key, _hooks(key), why, key.lines, event.lines, aot_cache.settings_of_torch())
+    note = notes.Note(lookup.full_key, hooks, why, lookup.key.lines, lookup.lines, aot_cache.settings_of_torch())
     try:
         if log.isEnabledFor(logging.DEBUG) and (other := notes.nearest(note, notes.read())) is not None:
             log.debug("cache miss: the nearest key differs in\n%s", notes.difference(other, note))

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from ..errors import AotHooksError, HookContractError, HookTraceError
-from ..torch_private import dynamo
+from ..torch_private import dynamo, dynamo_guards
 from .tensors import tensor_digest
 
 __all__ = ["Example", "Probe", "Token", "Untraceable", "example_of"]
@@ -47,7 +47,7 @@ class Untraceable(HookTraceError):
 class _Local(threading.local):
     token: Token | None = None
     pair: tuple[Any, Any] | None = None
-    compiling: dynamo.Compiling | None = None
+    compiling: dynamo_guards.Compiling | None = None
     scope: Any = None  # the globals of the probe that Dynamo traces
     reached: list[tuple[str, Any, frozenset[str]]] | None = None  # to be filled, if somebody asks
 
@@ -109,12 +109,12 @@ class Probe:
         _local.pair = (pack, unpack)
         try:
             try:
-                dynamo.in_same_state(self.call, pack, unpack)
-            except dynamo.limit_error():  # of a torch before 2.13, where a function has none of its own
-                with dynamo.more_recompiles():
-                    dynamo.in_same_state(self.call, pack, unpack)
+                dynamo_guards.in_same_state(self.call, pack, unpack)
+            except dynamo_guards.limit_error():  # of a torch before 2.13, where a function has none of its own
+                with dynamo_guards.more_recompiles():
+                    dynamo_guards.in_same_state(self.call, pack, unpack)
         except Exception as e:
-            raise _ours(e) or Untraceable(dynamo.reason_of(e)) from e
+            raise _ours(e) or Untraceable(dynamo_guards.reason_of(e)) from e
         finally:
             token, compiling = _local.token, _local.compiling
             _local.done()
@@ -122,20 +122,22 @@ class Probe:
                 compiling.end()
         if token is None:
             raise Untraceable("Dynamo is switched off")
-        return (*token, _plain((*dynamo.defaults(pack), *dynamo.defaults(unpack))))
+        return (*token, _plain((*dynamo_guards.defaults(pack), *dynamo_guards.defaults(unpack))))
 
     def _backend(self, gm: torch.fx.GraphModule, inputs: list[Any]) -> Any:
         functions = _local.functions()
         number = next(_numbers)
-        self.tensors[number] = [dynamo.user_name(name, functions) for name in dynamo.input_names(gm)]
+        self.tensors[number] = [dynamo_guards.user_name(name, functions) for name in dynamo_guards.input_names(gm)]
         given: Any = gm.graph.output_node().args[0]
         results = (torch.empty(0),) * len(given)
-        guarded = dynamo.guarded_values(functions, _local.scope)
-        self.read[number] = dict(_plain((dynamo.user_name(name, functions), value) for _, name, value in guarded))
+        guarded = dynamo_guards.guarded_values(functions, _local.scope)
+        self.read[number] = dict(
+            _plain((dynamo_guards.user_name(name, functions), value) for _, name, value in guarded)
+        )
         if _local.reached is not None:
             for source, name, _ in guarded:
-                way = dynamo.on_the_way(source, functions, _local.scope)
-                _local.reached += ((dynamo.user_name(name, functions), value, parts) for value, parts in way)
+                way = dynamo_guards.on_the_way(source, functions, _local.scope)
+                _local.reached += ((dynamo_guards.user_name(name, functions), value, parts) for value, parts in way)
 
         def run(*tensors: Any) -> Any:
             _local.token = (self, number, *(tensor_digest(x) if isinstance(x, torch.Tensor) else x for x in tensors))
@@ -168,21 +170,21 @@ def _plain(values: Iterable[tuple[str, Any]]) -> tuple[tuple[str, str], ...]:
 
 def _refuse_metaclasses(context: Any) -> None:
     """Raise if the functions reach a class with a metaclass of the user's: Dynamo guards no attribute of those."""
-    for name, value in dynamo.classes(context):
+    for name, value in dynamo_guards.classes(context):
         if type(value).__module__.partition(".")[0] not in _KNOWN_METACLASSES:
-            name = dynamo.user_name(name, _local.functions())
+            name = dynamo_guards.user_name(name, _local.functions())
             raise Untraceable(f"no guard covers attributes of {type(value).__qualname__}, the metaclass of {name}")
 
 
 def _begin(_: Any) -> None:
     if _local.compiling is None:  # or Dynamo begins the trace again
-        _local.compiling = dynamo.Compiling()
+        _local.compiling = dynamo_guards.Compiling()
 
 
 def _end(context: Any) -> None:
-    _local.scope = dynamo.global_scope(context)
+    _local.scope = dynamo_guards.global_scope(context)
     _refuse_metaclasses(context)
-    what = dynamo.side_effects(context)
+    what = dynamo_guards.side_effects(context)
     if what is not None:
         raise HookContractError(
             f"tracing it changed {what} (a side effect); expected pure functions, which are traced once and not called "

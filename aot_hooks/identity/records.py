@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..errors import AotHooksError, HookTraceError
-from ..torch_private.dynamo import own_scope
+from ..torch_private.dynamo_guards import own_scope
 from .frozen import code_of, described, number_of
 from .probes import Example, Probe, Token, Untraceable, example_of
 

@@ -18,11 +18,14 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
+from cudagraph.torch_private import compilers
+from cudagraph.torch_private.cuda import set_boxed
+from cudagraph.torch_private.symbols import Protocols, Symbols
+
 from .symbols import needing
 from .values import HigherOrderOperator, storage_key
 
-# symbol -> what needs it
-SYMBOLS = {
+SYMBOLS: Symbols = {
     "torch._dynamo.backends.common.aot_autograd": "options['inner'] = 'aten'",
     "torch._functorch.partitioners.min_cut_rematerialization_partition": "the partition that is rewritten",
     "torch.fx.graph._BoxedCodeGen": "options['inner'] = 'aten'",
@@ -35,41 +38,41 @@ SYMBOLS = {
     "torch._guards.TracingContext": "a second backward (retain_graph) of graphs with hooks",
 }
 
+PROTOCOLS: Protocols = {
+    "storing graphs of options['inner'] = 'aten'": {
+        "torch._inductor.output_code.OutputCode": "prepare_for_serialization post_compile set_triton_bundle",
+    },
+    "a second backward (retain_graph)": {
+        "torch._functorch._aot_autograd.schemas.ViewAndMutationMeta": "bw_donated_idxs",
+    },
+}
+
 need = needing(SYMBOLS)
 
 
-def min_cut_partition(
-    joint: GraphModule, inputs: Any, *, merge_repeats: bool = True, **kwargs: Any
-) -> tuple[GraphModule, GraphModule]:
-    """torch's own; with `merge_repeats` what is computed twice is computed once, as torch is set to."""
-    partition = need("torch._functorch.partitioners.min_cut_rematerialization_partition")
-    config = need("torch._functorch.config")
-    with config.patch(cse=config.cse and merge_repeats):
-        out: tuple[GraphModule, GraphModule] = partition(joint, inputs, **kwargs)
-    return out
+min_cut_partition = functools.partial(compilers.min_cut_partition, need=need)
 
 
 def compile_graph(
     gm: GraphModule,
     inputs: Sequence[Any],
     partition: Callable[..., Any],
-    compilers: dict[str, Callable[..., Any]] | None = None,
+    compile_with: dict[str, Callable[..., Any]] | None = None,
     compiling: Callable[[], None] = lambda: None,
     *,
     stored: bool = False,
 ) -> Callable[..., Any]:
-    """AOTAutograd's graphs as they are: generated Python, arguments in a list that is emptied, so memory goes early.
+    """AOTAutograd's graphs as they are: Python code, whose arguments are a list that it empties to free memory early.
 
-    `compilers` are others for "forward", "backward" and "inference" graphs. `compiling` is called before each graph is
-    compiled. With `stored` torch's cache of AOTAutograd's results is used: only inside of `autograd_cache`, because
-    `partition` is in no key of torch's.
+    Args:
+        compile_with: other compilers for "forward", "backward" and "inference" graphs.
+        compiling: called before each graph is compiled.
+        stored: use torch's cache of AOTAutograd's results. Only inside of `autograd_cache.extended`: `partition` is
+            in no key of torch's.
     """
-    aot_autograd = need("torch._dynamo.backends.common.aot_autograd")
-    codegen = need("torch.fx.graph._BoxedCodeGen")
 
     def boxed(graph_module: GraphModule, _inputs: Any) -> Callable[..., Any]:
-        graph_module.graph.set_codegen(codegen())
-        graph_module.recompile()
+        set_boxed(graph_module, need=need)
         forward = graph_module.forward
 
         def run(args: list[Any]) -> Any:
@@ -81,27 +84,20 @@ def compile_graph(
     def storable(graph_module: GraphModule, _inputs: Any) -> Any:
         return _aten_code_class()(boxed(graph_module, _inputs), graph_module)
 
-    def told(compiler: Callable[..., Any]) -> Callable[..., Any]:
+    def announced(compiler: Callable[..., Any]) -> Callable[..., Any]:
         def compile_it(graph_module: GraphModule, inputs: Any) -> Any:
             compiling()
             return compiler(graph_module, inputs)
 
         return compile_it
 
-    names = ("forward", "backward", "inference")
-    given = {name: told(compilers[name] if compilers else storable if stored else boxed) for name in names}
-    if stored and compilers is None:
+    names, ours = ("forward", "backward", "inference"), storable if stored else boxed
+    using = {name: announced(compile_with[name] if compile_with else ours) for name in names}
+    if stored and compile_with is None:
         serializable = need("torch._functorch._aot_autograd.schemas.SerializableAOTDispatchCompiler")
-        given = {name: serializable(_aten_code_class(), compiler) for name, compiler in given.items()}
+        using = {name: serializable(_aten_code_class(), compiler) for name, compiler in using.items()}
     with _storing_aten() if stored else contextlib.nullcontext():
-        compiled: Callable[..., Any] = aot_autograd(
-            fw_compiler=given["forward"],
-            bw_compiler=given["backward"],
-            inference_compiler=given["inference"],
-            partition_fn=partition,
-            keep_inference_input_mutations=True,
-        )(gm, inputs)
-    return compiled
+        return compilers.compile_aten(gm, inputs, partition=partition, need=need, **using)
 
 
 def donates(fw: GraphModule, bw: GraphModule, num_fwd_outputs: int) -> bool:

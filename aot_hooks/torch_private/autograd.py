@@ -11,10 +11,11 @@ from typing import Any
 
 import torch
 
+from cudagraph.torch_private.symbols import Protocols, Symbols
+
 from .symbols import needing
 
-# symbol -> what needs it
-SYMBOLS = {
+SYMBOLS: Symbols = {
     "torch._C._autograd._push_saved_tensors_default_hooks": "entering a context",
     "torch._C._autograd._pop_saved_tensors_default_hooks": "leaving a context",
     "torch._C._autograd._top_saved_tensors_default_hooks": "reading the innermost context",
@@ -23,6 +24,12 @@ SYMBOLS = {
     "torch._C._autograd._saved_tensors_hooks_get_disabled_error_message": "running a graph whose hooks are inlined",
     "torch._functorch.config": "the scope of torch's own contexts",
     "torch._C._autograd._get_sequence_nr": "policies by module in eager parts",
+}
+PROTOCOLS: Protocols = {
+    "policies by module in eager parts": {
+        "torch.autograd.graph.Node": "_sequence_nr",
+        "torch._C._FunctionBase": "_sequence_nr",
+    },
 }
 
 need = needing(SYMBOLS)

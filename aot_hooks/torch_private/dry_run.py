@@ -11,17 +11,27 @@ from typing import Any
 
 import torch
 
+from cudagraph.torch_private.symbols import Protocols, Symbols
+
 from .symbols import needing
 from .values import FakeTensor, is_traced_value, pytree
 
-# symbol -> what needs it
-SYMBOLS = {
+SYMBOLS: Symbols = {
     "torch._subclasses.fake_tensor.FakeTensor": "telling fake tensors from real ones",
     "torch._subclasses.fake_tensor.FakeTensorMode": "aot_hooks.plan",
     "torch._dynamo.pgo.get_code_state": "aot_hooks.plan",
     "torch._dynamo.guards.DeletedGuardManagerWrapper": "aot_hooks.plan",
     "torch._C._dynamo.eval_frame._debug_get_cache_entry_list": "aot_hooks.plan",
     "torch._C._dynamo.eval_frame.reset_code": "aot_hooks.plan",
+}
+PROTOCOLS: Protocols = {
+    "aot_hooks.plan": {
+        "torch._C._dynamo.eval_frame._CacheEntry": "guard_manager backend",
+        "torch._dynamo.guards.GuardManagerWrapper": "extra_state",
+        "torch._C._dynamo.eval_frame._ExtraState": "invalidate",
+        "torch._subclasses.fake_tensor.FakeTensorMode": "from_tensor allow_non_fake_inputs",
+        "torch._subclasses.fake_tensor.FakeTensor": "fake_mode",
+    },
 }
 
 need = needing(SYMBOLS)

@@ -13,13 +13,15 @@ from typing import Any
 
 from torch.fx import GraphModule
 
+from cudagraph.torch_private import compilers
+from cudagraph.torch_private.symbols import Protocols, Symbols
+
 from .inductor_fusion import choices, order_pass
-from .inductor_lowering import register_loops
+from .inductor_lowering import packed_asm_in_force, register_loops
 from .inductor_marks import marks_of
 from .symbols import needing
 
-# symbol -> what needs it
-SYMBOLS = {
+SYMBOLS: Symbols = {
     "torch._inductor.compile_fx.compile_fx": "options['inner'] = 'inductor'",
     "torch._inductor.custom_graph_pass.CustomPartitionerFn": "options['inner'] = 'inductor'",
     "torch._inductor.compile_fx.compile_fx_inner": "options['inner'] = 'inductor'",
@@ -33,15 +35,16 @@ SYMBOLS = {
     "torch._inductor.config.joint_custom_pre_pass": "names given by checkpoint_name under Inductor",
     "torch._inductor.config.fallback_random": "random hooks under Inductor",
 }
+PROTOCOLS: Protocols = {
+    "kernels that pack without holding memory": {
+        "torch._inductor.virtualized._V": "set_choices_handler graph",
+    },
+}
 
 need = needing(SYMBOLS)
 
 
-def mode_options(mode: str | None) -> dict[str, Any]:
-    """Inductor's settings for `torch.compile(mode=...)`. Raises `RuntimeError` for an unknown mode."""
-    if mode is None or mode == "default":
-        return {}
-    return dict(need("torch._inductor.list_mode_options")(mode))
+mode_options = functools.partial(compilers.mode_options, need=need)
 
 
 def config_keys() -> set[str]:
@@ -130,22 +133,13 @@ Capture = Callable[[Callable[..., Any]], Callable[..., Any]]  # from an inner co
 def compile_stock(
     gm: GraphModule, inputs: Sequence[Any], patches: dict[str, Any], capture: Capture | None = None
 ) -> Callable[..., Any]:
-    """What stock torch calls, with the same arguments; with `capture` what it compiles is captured."""
-    compile_fx = need("torch._inductor.compile_fx.compile_fx")
+    """What stock torch calls, with the same arguments; with `capture` the compiled graphs are captured."""
     if capture is not None:
-        return _compile_captured(gm, inputs, patches, need("torch._inductor.compile_fx.compile_fx_inner"), capture)
-    compiled: Callable[..., Any] = compile_fx(gm, inputs, config_patches=patches or None)
-    return compiled
-
-
-def _compile_captured(
-    gm: GraphModule, inputs: Sequence[Any], patches: dict[str, Any], inner: Callable[..., Any], capture: Capture
-) -> Callable[..., Any]:
-    """Without Inductor's own CUDA graphs. To be called inside `through_cache` of what captures, because AOTAutograd's
-    cache by itself answers with a graph that is not captured."""
-    compile_fx = need("torch._inductor.compile_fx.compile_fx")
-    patches = patches | {"triton.cudagraphs": False}
-    compiled: Callable[..., Any] = compile_fx(gm, inputs, inner_compile=capture(inner), config_patches=patches)
+        inner = need("torch._inductor.compile_fx.compile_fx_inner")
+        return compilers.compile_inductor(gm, inputs, capture(inner), patches, need=need)
+    compiled: Callable[..., Any] = need("torch._inductor.compile_fx.compile_fx")(
+        gm, inputs, config_patches=patches or None
+    )
     return compiled
 
 
@@ -171,7 +165,7 @@ def compile_with_hooks(
         compiling()
         # our marks on nodes say how to fuse, and a node's meta is in no key of torch's: the graph's attributes are
         vars(graph)["_aot_hooks_marks"] = marks_of(graph)
-        with handler(choices()):
+        with handler(choices()), packed_asm_in_force():
             return inner(graph, *args, **kwargs)
 
     # a buffer that waits for its reuse is a buffer that is alive: the backward of a transformer block held 0.4 GiB
@@ -180,7 +174,7 @@ def compile_with_hooks(
         ours["graph_partition"] = False  # its pieces are for CUDA graphs; looking for them is 4% of compiling
     patches = ours | patches | order_pass(patches)
     if capture is not None:
-        return _compile_captured(gm, inputs, patches, inner_compile, capture)
+        return compilers.compile_inductor(gm, inputs, capture(inner_compile), patches, need=need)
     compiled: Callable[..., Any] = compile_fx(gm, inputs, inner_compile=inner_compile, config_patches=patches)
     return compiled
 

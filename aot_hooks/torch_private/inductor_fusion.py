@@ -9,11 +9,12 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+from cudagraph.torch_private.symbols import Protocols, Symbols
+
 from .inductor_marks import ALONE, PACKED_ROW
 from .symbols import needing
 
-# symbol -> what needs it
-SYMBOLS = {
+SYMBOLS: Symbols = {
     "torch._inductor.choices.InductorChoices": "kernels that pack without holding memory",
     "torch._inductor.virtualized.V": "kernels that pack without holding memory",
     "torch._inductor.codegen.triton.FixedTritonConfig": "kernels that pack in time",
@@ -23,6 +24,28 @@ SYMBOLS = {
     "torch._inductor.custom_graph_pass": "keeping copies of offload where they were planned",
     "torch._inductor.dependencies.MemoryDep": "kernels that pack without holding memory",
     "torch._inductor.dependencies.StarDep": "an order of kernels with a low peak",
+}
+PROTOCOLS: Protocols = {
+    "kernels that pack without holding memory": {
+        "torch._inductor.choices.InductorChoices": "can_fuse should_use_persistent_reduction triton_kernel_kwargs",
+        "torch._inductor.codegen.simd_kernel_features.SIMDKernelFeatures": (
+            "scheduler_nodes reduction_nodes get_reduction_hint numel reduction_numel"
+        ),
+        "torch._inductor.graph.GraphLowering": "sizevars graph_inputs get_dep_size_hint",
+        "torch._inductor.sizevars.SizeVarAllocator": "statically_known_leq",
+        "torch._inductor.dependencies.MemoryDep": "name size num_vars normalize",
+        "torch._inductor.dependencies.ReadWrites": "reads_and_writes",
+        "torch._inductor.custom_graph_pass.CustomGraphPass": "uuid",
+        "torch._inductor.ir.IRNode": "origins",
+    },
+    "keeping copies of offload where they were planned": {
+        "torch._inductor.scheduler.BaseSchedulerNode": (
+            "node scheduler read_writes get_nodes get_name get_buffer_names is_extern is_template add_fake_dep"
+        ),
+        "torch._inductor.scheduler.SchedulerNode": "refresh_dependencies",
+        "torch._inductor.scheduler.Scheduler": "nodes topological_sort_schedule compute_ancestors",
+        "torch._inductor.ir.FallbackKernel": "op_overload",
+    },
 }
 
 need = needing(SYMBOLS)

@@ -6,17 +6,19 @@ register_loops()               when Inductor is first asked to compile hooks
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import functools
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
+from cudagraph.torch_private.symbols import Protocols, Symbols
+
 from .symbols import needing
 
-# symbol -> what needs it
-SYMBOLS = {
+SYMBOLS: Symbols = {
     "torch._inductor.virtualized.V": "kernels that pack without holding memory",
     "torch._inductor.ir.Pointwise": "operators that Inductor compiles as one loop",
     "torch._inductor.lowering.register_lowering": "operators that Inductor compiles as one loop",
@@ -24,6 +26,15 @@ SYMBOLS = {
     "torch._inductor.ir.TensorBox": "operators that Inductor compiles as one loop",
     "torch._inductor.lowering.lowerings": "operators that Inductor compiles as one loop",
     "torch._inductor.virtualized.ops": "operators that Inductor compiles as one loop",
+}
+PROTOCOLS: Protocols = {
+    "operators that Inductor compiles as one loop": {
+        "torch._inductor.ir.TensorBox": "get_size get_device make_loader",
+        "torch._inductor.ir.Pointwise": "create",
+        "torch._inductor.sizevars.SizeVarAllocator": "statically_known_equals",
+        "torch._inductor.ops_handler.OpsHandler": "inline_asm_elementwise",
+        "torch._inductor.codegen.triton.TritonOverrides": "inline_asm_elementwise",
+    },
 }
 
 need = needing(SYMBOLS)
@@ -97,21 +108,46 @@ class PackedAsm:
 _packed_asm: dict[str, PackedAsm] = {}
 
 
-@functools.cache
-def _register_packed_asm() -> None:
-    overrides = need("torch._inductor.codegen.triton.TritonOverrides")
-    stock = overrides.inline_asm_elementwise
+class _PackedAsmPatch:
+    """Replaces the method of Inductor that generates inline assembly while at least one graph of ours is compiled."""
 
-    def inline_asm_elementwise(*inputs: Any, asm: str, **named: Any) -> Any:
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.compiling_count = 0  # graphs, of all threads
+
+    def add(self, count: int) -> None:
+        with self.lock:
+            before, self.compiling_count = self.compiling_count, self.compiling_count + count
+            if before == 0:
+                self.overrides = need("torch._inductor.codegen.triton.TritonOverrides")
+                self.stock = vars(self.overrides)["inline_asm_elementwise"]
+                self.overrides.inline_asm_elementwise = staticmethod(self.inline_asm_elementwise)
+            elif self.compiling_count == 0:
+                self.overrides.inline_asm_elementwise = self.stock
+
+    def inline_asm_elementwise(self, *inputs: Any, asm: str, **named: Any) -> Any:
         ours = _packed_asm.get(asm)
-        return stock(*inputs, asm=asm, **named) if ours is None else ours.code(*inputs)
+        return self.stock.__func__(*inputs, asm=asm, **named) if ours is None else ours.code(*inputs)
 
-    overrides.inline_asm_elementwise = staticmethod(inline_asm_elementwise)
+
+_packed_asm_patch = _PackedAsmPatch()
+
+
+@contextlib.contextmanager
+def packed_asm_in_force() -> Iterator[None]:
+    """Code that Inductor generates inside for a `PackedAsm` is `PackedAsm.code`.
+
+    Goes when `ops.inline_asm_elementwise` compiles blocks that hold fewer elements than a register.
+    """
+    _packed_asm_patch.add(1)
+    try:
+        yield
+    finally:
+        _packed_asm_patch.add(-1)
 
 
 def register_loops() -> None:
-    """Register what `lower_to_loop` was given with Inductor."""
-    _register_packed_asm()
+    """Register with Inductor what `lower_to_loop` was called for."""
     register = need("torch._inductor.lowering.register_lowering")
     while _loops:
         op, body, nvidia, dtype_of, reduce_last = _loops.pop()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -11,10 +12,13 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
+from cudagraph.torch_private import cuda
+from cudagraph.torch_private.symbols import Protocols, Symbols
+
 from .symbols import needing
 
-# symbol -> what needs it
-SYMBOLS = {
+SYMBOLS: Symbols = {
+    "torch._is_functional_tensor": "telling fake tensors from real ones",
     "torch.nn.Module._call_impl": "telling modules that are being called",
     "torch._C._DisableAutocast": "tracing hooks without the caller's autocast",
     "torch._C._dispatch_get_all_op_names": "policies by operator",
@@ -37,7 +41,26 @@ SYMBOLS = {
     "torch.fx.experimental.symbolic_shapes.free_unbacked_symbols": "telling a hook that makes sizes of values",
     "torch.fx.experimental.symbolic_shapes.statically_known_true": "comparing sizes while tracing",
 }
-
+PROTOCOLS: Protocols = {
+    "hooks that make sizes of values": {
+        "torch.fx.experimental.symbolic_shapes.ShapeEnv": "pending_fresh_unbacked_symbols",
+    },
+    "rows with symbolic sizes": {
+        "torch.fx.experimental.sym_node.SymNode": "expr hint has_hint",
+    },
+    "keys without names": {
+        "torch.fx.graph.Graph": "_graph_namespace",
+        "torch.fx.graph._Namespace": "_obj_to_name _rename_object _used_names associate_name_with_obj",
+    },
+    "telling who shares memory": {
+        "torch.UntypedStorage": "_cdata",
+    },
+    "tracing a hook for a key": {
+        "torch._guards.TracingContext": "try_get fake_mode",
+        "torch._subclasses.fake_tensor.FakeTensor": "constant",
+        "torch._subclasses.fake_tensor.FakeTensorMode": "allow_non_fake_inputs shape_env",
+    },
+}
 
 need = needing(SYMBOLS)
 
@@ -137,9 +160,7 @@ def real_constant(x: Any) -> Any:
     return x if constant is None else constant
 
 
-def without_modes() -> Any:
-    """Real operators, whatever fake or tracing mode is on."""
-    return need("torch.utils._python_dispatch._disable_current_modes")()
+without_modes = functools.partial(cuda.without_modes, need=need)
 
 
 def python_dispatcher() -> Any:
@@ -167,7 +188,7 @@ def is_traceable_subclass(x: Any) -> bool:
 
 def storage_key(x: torch.Tensor) -> int:
     """Identity of the storage of `x`, also for fake tensors, as long as `x` lives."""
-    return int(x.untyped_storage()._cdata)
+    return cuda.identity(x.untyped_storage())
 
 
 def data_dependent_errors() -> tuple[type[BaseException], ...]:

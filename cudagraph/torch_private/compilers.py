@@ -1,24 +1,62 @@
-"""What this package knows of AOTAutograd and Inductor: how they are called, what they tell, what torch's caches hold.
+"""AOTAutograd and Inductor: how they are called, and what they tell of the graphs that they compile (2.11 to 2.15).
 
-See `cudagraph/torch_private/cuda.py` for the rules of such files.
+Functions with a parameter `need` are `aot_hooks`' too, which passes its own.
 """
 
 from __future__ import annotations
 
-import contextlib
-import functools
-import hashlib
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch.fx import GraphModule
 
 from ..errors import UnsupportedTorchError
-from .cuda import has, need
+from .symbols import Needed, Protocols, Symbols, has, needing
 
-# --- AOTAutograd (2.11 to 2.15) ---
+_SINCE_2_13 = ("2.13.0", "2.15.0")
+SYMBOLS: Symbols = {
+    "torch._guards.TracingContext": "telling parameters from other inputs of a graph",
+    "torch._subclasses.fake_tensor.FakeTensor": "replaying inference graphs without AOTAutograd's runtime",
+    "torch._functorch._aot_autograd.schemas.SubclassCreationMeta": "replaying without AOTAutograd's runtime",
+    "torch._functorch.partitioners.min_cut_rematerialization_partition": "options['inner'] = 'aten'",
+    "torch._functorch.config": "options['inner'] = 'aten'",
+    "torch._functorch.config.cse": "options['inner'] = 'aten'",
+    "torch._dynamo.backends.common.aot_autograd": "options['inner'] = 'aten'",
+    "torch._inductor.list_mode_options": "mode=",
+    "torch._inductor.compile_fx.compile_fx": "options['inner'] = 'inductor'",
+    "torch._inductor.compile_fx.compile_fx_inner": "options['inner'] = 'inductor'",
+    "torch._inductor.config": "options['inner'] = 'inductor'",
+    "torch._inductor.utils.BoxedBool": "options['inner'] = 'inductor'",
+    "torch._inductor.utils.align_inputs_from_check_idxs": "capturing the pieces that Inductor cuts",
+    "torch._inductor.output_code.CompiledFxGraph": "options['inner'] = 'inductor'",
+    "torch._inductor.cudagraph_utils.CUDAGraphPolicy": Needed("cudagraph.Policy", _SINCE_2_13),
+    "torch._inductor.config.cudagraph_policy": Needed("cudagraph.Policy", _SINCE_2_13),
+}
+PROTOCOLS: Protocols = {
+    "telling parameters and aliases of a graph": {
+        "torch._functorch._aot_autograd.schemas.ViewAndMutationMeta": (
+            "static_input_indices input_info num_forward subclass_inp_meta subclass_fw_graph_out_meta "
+            "num_outputs_aliased num_intermediate_bases dynamic_outputs tokens is_rng_op_functionalized "
+            "num_graphsafe_rng_states grad_enabled_mutation"
+        ),
+        "torch._functorch._aot_autograd.schemas.InputAliasInfo": (
+            "mutates_data mutates_metadata mutates_storage_metadata"
+        ),
+    },
+    "options['inner'] = 'inductor'": {
+        "torch._inductor.output_code.CompiledFxGraph": (
+            "current_callable mutated_input_idxs constants disabled_cudagraphs_reason partition_maps "
+            "compiled_fn_runner inputs_to_check fx_kwargs _fx_graph_cache_key _fx_graph_cache_debug_lines "
+            "_time_taken_ns guards_expr"
+        ),
+        "torch._inductor.utils.GraphPartitionMap": "input_index_mapping output_index_mapping",
+    },
+}
+
+need = needing(SYMBOLS, "cudagraph", UnsupportedTorchError)
+
+# --- AOTAutograd ---
 
 
 def static_inputs_of_forward() -> tuple[int, ...]:
@@ -72,9 +110,14 @@ def runtime_only_passes_on(inputs: Sequence[Any]) -> bool:
     )
 
 
-def min_cut_partition(joint: GraphModule, inputs: Any, **kwargs: Any) -> tuple[GraphModule, GraphModule]:
+def min_cut_partition(
+    joint: GraphModule, inputs: Any, *, merge_repeats: bool = True, need: Callable[[str], Any] = need, **kwargs: Any
+) -> tuple[GraphModule, GraphModule]:
+    """torch's own partition; `merge_repeats=False` keeps repeated computations apart, whatever torch's settings are."""
     partition = need("torch._functorch.partitioners.min_cut_rematerialization_partition")
-    out: tuple[GraphModule, GraphModule] = partition(joint, inputs, **kwargs)
+    config = need("torch._functorch.config")
+    with config.patch(cse=config.cse and merge_repeats):
+        out: tuple[GraphModule, GraphModule] = partition(joint, inputs, **kwargs)
     return out
 
 
@@ -86,6 +129,7 @@ def compile_aten(
     backward: Callable[..., Any],
     inference: Callable[..., Any],
     partition: Callable[..., Any],
+    need: Callable[[str], Any] = need,
 ) -> Callable[..., Any]:
     """AOTAutograd with a compiler for each kind of graph; mutations of inputs stay in inference graphs."""
     compiled: Callable[..., Any] = need("torch._dynamo.backends.common.aot_autograd")(
@@ -105,10 +149,10 @@ def uncompiled(fn: Any) -> Any:
     return getattr(fn, "_torchdynamo_orig_callable", fn)
 
 
-# --- Inductor (2.11 to 2.15) ---
+# --- Inductor ---
 
 
-def mode_options(mode: str | None) -> dict[str, Any]:
+def mode_options(mode: str | None, need: Callable[[str], Any] = need) -> dict[str, Any]:
     """Inductor's settings for `torch.compile(mode=...)`. Raises `RuntimeError` for an unknown mode."""
     if mode is None or mode == "default":
         return {}
@@ -121,19 +165,18 @@ def inductor_inner_compile() -> Callable[..., Any]:
 
 
 def compile_inductor(
-    gm: GraphModule, inputs: Sequence[Any], inner_compile: Callable[..., Any], patches: dict[str, Any]
+    gm: GraphModule,
+    inputs: Sequence[Any],
+    inner_compile: Callable[..., Any],
+    patches: dict[str, Any],
+    need: Callable[[str], Any] = need,
 ) -> Callable[..., Any]:
-    """Inductor without CUDA graphs of its own. To be called where AOTAutograd's cache is off, or inside
-    `captures_in_cache`: by itself it would answer with a graph that is not captured."""
+    """Inductor without CUDA graphs of its own. Call it where AOTAutograd's cache is off, or extended: the cache by
+    itself would return a graph that is not captured."""
     compile_fx = need("torch._inductor.compile_fx.compile_fx")
     patches = patches | {"triton.cudagraphs": False}
     compiled: Callable[..., Any] = compile_fx(gm, inputs, inner_compile=inner_compile, config_patches=patches)
     return compiled
-
-
-def without_autograd_cache() -> Any:
-    """torch's cache of AOTAutograd's results off; Inductor's own cache of code stays on."""
-    return need("torch._functorch.config").patch({"enable_autograd_cache": False})
 
 
 def inductor_capture_settings(*, cut: bool) -> Any:
@@ -216,119 +259,15 @@ def graph_number(code: Any) -> Any:
     return code.fx_kwargs.get("graph_id")
 
 
-# --- AOTAutograd's cache (2.11 to 2.15) ---
-
-_BESIDE = "cudagraph"  # attribute of the forward's metadata, which is stored in the entry as it is
-_COPIED = ("_fx_graph_cache_key", "_fx_graph_cache_debug_lines", "_time_taken_ns", "guards_expr")
-
-
-def why_not_cached() -> str:
-    """Why entries that are made or taken now would not be those of our captures; "" if they would."""
-    config = need("torch._inductor.config")
-    if getattr(config, "cudagraph_policy", None) is not None:
-        return "a cudagraph_policy is set, which changes what Inductor compiled"
-    if config.freezing and not torch.is_grad_enabled():
-        return "parameters are frozen"
-    if need("torch._functorch._aot_autograd.autograd_cache.should_bundle_autograd_cache")():
-        return "torch bundles compiled code with its entries"
-    return ""
+_CACHE_KEY = ("_fx_graph_cache_key", "_fx_graph_cache_debug_lines", "_time_taken_ns", "guards_expr")
 
 
 def stored_as(run: Callable[..., Any], code: Any) -> None:
     """Have AOTAutograd store `run`, which it is given to call, as Inductor's `code` that `run` captures."""
     if code._fx_graph_cache_key is None:
         return  # then torch stores nothing
-    for name in _COPIED:
+    for name in _CACHE_KEY:
         setattr(run, name, getattr(code, name))
-
-
-def beside_entry() -> Callable[[bytes], None] | None:
-    """While AOTAutograd compiles a forward or an inference graph: a call that puts data beside the entry that will be
-    made of it, also when that is not before the first backward. The last data counts. None if there is no place."""
-    context = need("torch._guards.TracingContext").try_get()
-    metadata = context.fw_metadata if context is not None else None
-    return None if metadata is None else functools.partial(setattr, metadata, _BESIDE)
-
-
-def _beside(entry: Any) -> bytes | None:
-    found: bytes | None = getattr(entry.runtime_metadata, _BESIDE, None)
-    return found or getattr(_traced_metadata(entry), _BESIDE, None)
-
-
-def _traced_metadata(entry: Any) -> Any:
-    """The forward's metadata as `TracingContext` has it when torch compiles: with tensor subclasses taken apart."""
-    subclasses = entry.maybe_subclass_meta
-    return entry.runtime_metadata if subclasses is None else subclasses.fw_metadata
-
-
-@contextlib.contextmanager
-def captures_in_cache(
-    key: str,
-    take: Callable[[bytes | None, tuple[str, ...]], Sequence[Any]],
-    refused: type[Exception],
-    finish: Callable[[Any, Any], Any],
-) -> Iterator[None]:
-    """What is compiled inside, on this thread, has `key` in its key of torch's cache of AOTAutograd's results.
-
-    Of an entry that is found, `take(data beside it, ("forward", "backward") or ("inference",))` says what is known of
-    its graphs, and `finish(code, known)` makes of the code of each what is to be called. If `take` raises `refused`,
-    all is compiled as where there is no cache.
-
-    Two functions of `torch._functorch._aot_autograd.autograd_cache` are called through ours and put back on exit, as
-    `aot_hooks` does, which may be around us or not; who compiles holds Dynamo's lock, so nobody else is between. On the
-    entry, the methods that finish loaded code are ours. Goes when torch lets a backend wrap what its cache loads.
-    """
-    module = need("torch._functorch._aot_autograd.autograd_cache")
-    cache = module.AOTAutogradCache
-    thread = threading.get_ident()
-
-    def keyed(mod: Any, inputs: Any, config: Any, *rest: Any, **named: Any) -> Any:
-        found, lines = make_key(mod, inputs, config, *rest, **named)
-        if threading.get_ident() != thread:
-            return found, lines
-        static = sorted(getattr(config, "static_input_indices", None) or ())  # in torch's own key since 2.13
-        own = hashlib.sha256(f"{key} {static}".encode()).hexdigest()[:32]
-        return f"{found}_{own}", lines
-
-    def lookup(*args: Any, **named: Any) -> Any:
-        result = own_lookup.__func__(*args, **named)
-        if result is None or threading.get_ident() != thread:
-            return result
-        entry = result[0]
-        loaded = [entry.compiled_fw] if entry.compiled_bw is None else [entry.compiled_fw, entry.compiled_bw]
-        words = ("inference",) if entry.compiled_bw is None else ("forward", "backward")
-        try:
-            known = take(_beside(entry), words)
-        except refused as e:
-            raise module.BypassAOTAutogradCache(str(e)) from e
-        for each, of_it in zip(loaded, known, strict=True):
-            each.post_compile = _finishing(each, of_it, finish)
-        context = need("torch._guards.TracingContext").try_get()
-        if context is not None:  # torch puts it there only when it compiles; `runtime_only_passes_on` reads it
-            context.fw_metadata = _traced_metadata(entry)
-        return result
-
-    with need("torch._dynamo.convert_frame.compile_lock"):
-        make_key, own_lookup = module.autograd_cache_key, cache.__dict__["_lookup"]
-        module.autograd_cache_key, cache._lookup = keyed, staticmethod(lookup)
-        try:
-            yield
-        finally:
-            module.autograd_cache_key, cache._lookup = make_key, own_lookup
-
-
-def _finishing(loaded: Any, known: Any, finish: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    """`post_compile` of loaded code: torch's own, and then ours."""
-    own = loaded.post_compile
-    is_backward = hasattr(loaded, "backward_state_indices")
-
-    def post_compile(code: Any, fx_config: Any) -> Any:
-        own(code, {**fx_config, "cudagraphs": no_cudagraphs()})
-        run = finish(code, known)
-        # what autograd calls is not for Dynamo to trace: as torch's own method says of a backward
-        return torch.compiler.disable(run) if is_backward else run
-
-    return post_compile
 
 
 # --- Inductor's policy for CUDA graphs (2.13 and later; goes with support of 2.11) ---

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
-import importlib
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -19,42 +18,60 @@ import torch
 from torch.fx import GraphModule, Node
 
 from ..errors import UnsupportedTorchError
+from .symbols import Needed, Protocols, Symbols, has, late, needing
 
-TESTED = ("2.11.0", "2.13.0", "2.15.0")
+SYMBOLS: Symbols = {
+    "torch._ops.OpOverload": "telling what the operators of a graph do",
+    "torch._ops.OpOverloadPacket": "telling what the operators of a graph do",
+    "torch._ops.HigherOrderOperator": "telling what the operators of a graph do",
+    "torch._inductor.utils.is_cudagraph_unsafe_fx_node": "operators that cannot be captured",
+    "torch.fx.experimental.symbolic_shapes.free_unbacked_symbols": "sizes that come from a tensor's values",
+    "torch.fx.experimental.symbolic_shapes.free_symbols": "sizes that the parts of a graph share",
+    "torch.fx.graph._BoxedCodeGen": "freeing inputs early",
+    "torch.utils._python_dispatch._disable_current_modes": "constants of graphs",
+    "torch._C._storage_Use_Count": "telling which outputs are alive",
+    "torch._foreach_copy_": "copying inputs",
+    "torch._C._current_graph_task_id": "telling when a step ends",
+    "torch._C._AutoDispatchBelowADInplaceOrView": "copying inputs",
+    "torch._C._DisableAutocast": "running the rest of a step without graphs",
+    "torch._dynamo.mutation_guard.GenerationTracker": "telling when a step ends",
+    "torch._guards.TracingContext": "telling when a step ends",
+    "torch._inductor.cudagraph_trees.MarkStepBox": "telling when a step ends",
+    "torch._C._construct_storage_from_data_pointer": "outputs at their recorded addresses",
+    "torch._C._tensors_data_ptrs_at_indices_equal": Needed("telling inputs that moved, fast", cuda=True),
+    "torch._neg_view": "outputs that are negated views",
+    "torch._C._set_storage_data_ptr_access_error_msg": Needed("errors of outputs that were overwritten", cuda=True),
+    "torch.UntypedStorage._swap_data_ptr_": Needed("held outputs", ("2.13.0", "2.15.0")),
+    "torch._C._stash_obj_in_tls": "finding a thread's trees in its backward",
+    "torch._C._get_obj_in_tls": "finding a thread's trees in its backward",
+    "torch._C._is_key_in_tls": "finding a thread's trees in its backward",
+    "torch._C._cuda_beginAllocateCurrentThreadToPool": Needed("the memory of captures", cuda=True),
+    "torch._C._cuda_endAllocateToPool": Needed("the memory of captures", cuda=True),
+    "torch._C._cuda_releasePool": Needed("the memory of captures", cuda=True),
+    "torch._C._cuda_getCheckpointState": Needed("the memory of captures", cuda=True),
+    "torch._C._cuda_setCheckpointPoolState": Needed("the memory of captures", cuda=True),
+    "torch._C._cuda_cudaCachingAllocator_raw_delete": Needed("the memory of captures", cuda=True),
+    "torch._C._cuda_checkPoolLiveAllocations": Needed("the memory of captures", cuda=True),
+    "torch._C._free_And_Remove_DeleterFn": Needed("the memory of captures", cuda=True),
+    "torch._C._CUDAGraph.replay": Needed("replaying", cuda=True),
+    "torch._C._cuda_cudaCachingAllocator_is_enabled": Needed("PYTORCH_NO_CUDA_MEMORY_CACHING", ("2.15.0",), cuda=True),
+    "torch._C._cuda_clearCublasWorkspaces": Needed("the memory of captures", cuda=True),
+    "torch._C._cuda_getCurrentRawStream": Needed("replaying on the current stream", cuda=True),
+}
+PROTOCOLS: Protocols = {
+    "telling which outputs are alive": {
+        "torch.UntypedStorage": "_cdata",
+    },
+    "telling what the operators of a graph do": {
+        "torch._ops.OpOverload": "_schema",
+    },
+    "telling when a step ends": {
+        "torch._inductor.cudagraph_trees.MarkStepBox": "mark_step_counter",
+        "torch._dynamo.mutation_guard.GenerationTracker": "generation",
+    },
+}
 
-
-def _resolve(path: str) -> Any:
-    parts = path.split(".")
-    for cut in range(len(parts) - 1, 0, -1):
-        try:
-            obj = importlib.import_module(".".join(parts[:cut]))
-        except ImportError:
-            continue
-        for name in parts[cut:]:
-            obj = getattr(obj, name)
-        return obj
-    raise ImportError(path)
-
-
-@functools.cache
-def need(path: str) -> Any:
-    """The private symbol at `path`; raises `UnsupportedTorchError` naming it if this torch has none."""
-    try:
-        return _resolve(path)
-    except (ImportError, AttributeError):
-        raise UnsupportedTorchError(
-            f"torch {torch.__version__} has no {path}, which cudagraph needs; tested with torch {', '.join(TESTED)}: "
-            "install one of them, or report this version"
-        ) from None
-
-
-def has(path: str) -> bool:
-    """Whether this torch has the private symbol at `path`."""
-    try:
-        _resolve(path)
-    except (ImportError, AttributeError):
-        return False
-    return True
+need = functools.cache(needing(SYMBOLS, "cudagraph", UnsupportedTorchError))
 
 
 # --- graphs: what operators are, and what they do (2.11 to 2.15) ---
@@ -137,7 +154,7 @@ def storage_key(x: torch.Tensor) -> int | None:
     return int(x.untyped_storage()._cdata)
 
 
-def set_boxed(gm: GraphModule) -> None:
+def set_boxed(gm: GraphModule, need: Callable[[str], Any] = need) -> None:
     """Have `gm.forward` take one list, which it empties, so that what it was given can be freed early."""
     gm.graph.set_codegen(need("torch.fx.graph._BoxedCodeGen")())
     gm.recompile()
@@ -148,7 +165,7 @@ def fake_mode_of(x: torch.Tensor) -> Any:
     return getattr(x, "fake_mode", None) or contextlib.nullcontext()
 
 
-def without_modes() -> Any:
+def without_modes(need: Callable[[str], Any] = need) -> Any:
     """Real operators, whatever fake or tracing mode is on."""
     return need("torch.utils._python_dispatch._disable_current_modes")()
 
@@ -158,13 +175,13 @@ def without_modes() -> Any:
 
 MARK_MODULE = "torch._inductor.cudagraph_trees"  # where torch.compiler.cudagraph_mark_step_begin() counts
 
-storage_use_count: Callable[[int], int] = need("torch._C._storage_Use_Count")
-foreach_copy: Callable[[list[torch.Tensor], list[torch.Tensor]], None] = need("torch._foreach_copy_")
-graph_task_id: Callable[[], int] = need("torch._C._current_graph_task_id")  # -1 outside of a backward
+storage_use_count: Callable[[int], int] = late(need, "torch._C._storage_Use_Count")
+foreach_copy: Callable[[list[torch.Tensor], list[torch.Tensor]], None] = late(need, "torch._foreach_copy_")
+graph_task_id: Callable[[], int] = late(need, "torch._C._current_graph_task_id")  # -1 outside of a backward
 # A context: operators neither record history nor count versions. Entering it takes 0.5 us.
-below_autograd: Callable[[], Any] = need("torch._C._AutoDispatchBelowADInplaceOrView")
+below_autograd: Callable[[], Any] = late(need, "torch._C._AutoDispatchBelowADInplaceOrView")
 
-without_autocast: Callable[[], Any] = need("torch._C._DisableAutocast")  # a context
+without_autocast: Callable[[], Any] = late(need, "torch._C._DisableAutocast")  # a context
 
 THREAD_KEY = "cudagraph trees of this thread"
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import os
 import threading
@@ -21,6 +20,7 @@ import torch._inductor.runtime.triton_compat as triton_compat
 import aot_hooks
 from aot_hooks import backend
 from aot_hooks.cache import lookup
+from aot_hooks.cache.key import Key
 from aot_hooks.torch_private import aot_cache
 
 pytestmark = pytest.mark.core
@@ -70,11 +70,12 @@ def test_a_key_is_made_when_the_hashes_are_there(first_key: None, monkeypatch: p
     monkeypatch.setattr(autograd_cache, "autograd_cache_key", make_key)
     graph = torch.fx.symbolic_trace(torch.nn.Identity())
     config = SimpleNamespace(aot_autograd_arg_pos_to_source=None, static_input_indices=())
-    nothing: Any = contextlib.nullcontext()
-    with aot_cache.autograd_cache("ours", lambda gm: nothing, lambda *_: "", lambda _: "") as event:
+    event = lookup._Lookup(Key((), ()), [], list, lambda: None)
+    aot_cache.start_hashing()
+    with aot_cache.extended(event):
         autograd_cache.autograd_cache_key(graph, [], config)
     assert order == ["torch's hash", *([] if broken else ["Triton's hash"]), "key"]
-    assert event.key.startswith("torch's_")
+    assert event.full_key.startswith("torch's_")
 
 
 def test_the_hash_is_the_one_that_torch_asks_for(first_key: None) -> None:

@@ -47,7 +47,7 @@ def as_data(found: entry.Found) -> Any:
 
 def kept(gm: torch.fx.GraphModule, *found: entry.Found, monkeypatch: pytest.MonkeyPatch) -> bytes:
     data: list[bytes] = []
-    monkeypatch.setattr(entry.compilers, "beside_entry", lambda: data.append)
+    monkeypatch.setattr(entry.autograd_cache, "attacher", lambda name: data.append)
     store = entry.Store(gm, INDUCTOR, "cuda")
     for each in found:
         store.keep(each)

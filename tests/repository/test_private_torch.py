@@ -10,13 +10,20 @@ strings that are a dotted path into torch. What a value's type says (`node._eras
 from __future__ import annotations
 
 import ast
+import importlib
 import re
+from collections.abc import Iterable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
+import torch
 
+import aot_hooks
+import cudagraph
 from aot_hooks.__main__ import env_data
+from aot_hooks.torch_private import inductor
+from cudagraph.torch_private import compilers, symbols
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("aot_hooks", "cudagraph")
@@ -181,31 +188,133 @@ def test_what_an_import_reaches(source, what):
     assert reached_at_import(source) == what
 
 
-OURS = [s for s in ALLOWED if s.startswith("aot_hooks/") and "\nSYMBOLS = {" in (ROOT / s).read_text(encoding="utf-8")]
+WITH_TABLES = [s for s in ALLOWED if "\nSYMBOLS" in (ROOT / s).read_text(encoding="utf-8")]
 
 
-def table_of(path: str) -> tuple[set[str], str]:
-    """The symbols in the table of a file, and the rest of its source."""
-    source = (ROOT / path).read_text(encoding="utf-8")
-    (table,) = (
-        n for n in ast.parse(source).body if isinstance(n, ast.Assign) and ast.unparse(n.targets[0]) == "SYMBOLS"
-    )
-    text = ast.get_source_segment(source, table)
-    return set(ast.literal_eval(table.value)), source.replace(text, "")
+def tables_of(path: str) -> Any:
+    """The module of a file with tables."""
+    return importlib.import_module(path.removesuffix(".py").replace("/", "."))
 
 
-@pytest.mark.parametrize("path", OURS)
-def test_tables_hold_what_is_used(path):
-    listed, rest = table_of(path)
-    assert [symbol for symbol in listed if symbol.split(".")[-1] not in rest] == []
-    calls = [n for n in ast.walk(ast.parse(rest)) if isinstance(n, ast.Call) and ast.unparse(n.func) == "need"]
-    asked = {call.args[0].value for call in calls if isinstance(call.args[0], ast.Constant)}
-    assert asked <= listed
+def rows_of(path: str) -> list[symbols.Row]:
+    module = tables_of(path)
+    return list(symbols.rows_of(path.split("/")[0], module.SYMBOLS, module.PROTOCOLS))
 
 
-def test_env_tells_of_every_table():
-    told = {symbol["path"] for symbol in env_data()["private_symbols"]}
-    assert told == set().union(*(table_of(path)[0] for path in OURS)) and len(OURS) > 1
+def source_without_tables(path: str) -> str:
+    tree = ast.parse((ROOT / path).read_text(encoding="utf-8"))
+    tables = [
+        n for n in tree.body if isinstance(n, ast.AnnAssign) and ast.unparse(n.target) in ("SYMBOLS", "PROTOCOLS")
+    ]
+    assert len(tables) == 2
+    tree.body = [n for n in tree.body if n not in tables]
+    return ast.unparse(tree)
+
+
+def not_listed(source: str, listed: Iterable[str]) -> list[str]:
+    """Private symbols that a source uses directly or by `need`, and that are neither listed nor part of one listed."""
+    calls = [n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.Call) and ast.unparse(n.func) == "need"]
+    used = {call.args[0].value for call in calls if call.args and isinstance(call.args[0], ast.Constant)}
+    used |= {use.what for use in private_torch_uses(source) if not use.what.startswith("torch.ops.")}
+    known = list(listed)
+    return sorted(u for u in used if not any(f"{k}.".startswith(f"{u}.") or f"{u}.".startswith(f"{k}.") for k in known))
+
+
+@pytest.mark.parametrize("path", WITH_TABLES)
+def test_tables_hold_what_is_used_and_nothing_else(path: str) -> None:
+    module, source = tables_of(path), source_without_tables(path)
+    assert not_listed(source, module.SYMBOLS) == []
+    if "need=need" in source and path.startswith("aot_hooks/"):  # functions of both packages look up these symbols too
+        source += "".join(source_without_tables(p) for p in WITH_TABLES if p.startswith("cudagraph/"))
+    assert [symbol for symbol in module.SYMBOLS if symbol.split(".")[-1] not in source] == []
+    for classes in module.PROTOCOLS.values():
+        for owner, names in classes.items():
+            for name in names.split():
+                assert name == "__name__" or any(each in source for each in name.split("|")), f"{owner}.{name}"
+
+
+def test_each_file_that_uses_private_torch_has_tables() -> None:
+    assert {Path(path).parts[0] for path in WITH_TABLES} == set(PACKAGES)
+    others = {path: (ROOT / path).read_text(encoding="utf-8") for path in ALLOWED if path not in WITH_TABLES}
+    assert {
+        path: uses for path, text in others.items() if "symbols.py" not in path and (uses := not_listed(text, ()))
+    } == {}
+
+
+@pytest.mark.parametrize(
+    ("source", "missing"),
+    [
+        ("import torch\ntorch._C._f()", ["torch._C._f"]),
+        ("import torch\ntorch._C._g()", []),
+        ("need('torch.fx.x')", ["torch.fx.x"]),
+        ("late(need, 'torch._y')", ["torch._y"]),
+        ("need(path)", []),
+        ("need('torch._inductor.config').x", []),
+    ],
+)
+def test_what_is_not_listed_is_found(source: str, missing: list[str]) -> None:
+    assert not_listed(source, ["torch._C._g", "torch._inductor.config.y"]) == missing
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("path", WITH_TABLES)
+def test_this_torch_has_each_symbol_and_each_attribute(path: str) -> None:
+    rows = rows_of(path)
+    assert [row.path for row in rows if row.status == "MISSING"] == []
+    absent = [row for row in rows if row.status == "absent"]
+    assert all(row.tested != symbols.TESTED or torch.version.cuda is None for row in absent)
+    for row in rows:
+        assert row.needed_for and set(row.tested) <= set(symbols.TESTED)
+        assert re.fullmatch(r"https://github.com/pytorch/pytorch/blob/v[\d.]+/torch/[\w/]+\.pyi?(\.in)?", row.link)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize(
+    ("owner", "name", "found"),
+    [
+        ("torch.fx.graph._Namespace", "_used_names", True),  # set on self
+        ("torch.fx.graph._Namespace", "create_name", True),
+        ("torch.fx.graph._Namespace", "used_up", False),
+        ("torch.fx.graph._Namespace", "used_up|create_name", True),
+        ("torch.fx.graph._Nothing", "__name__", False),
+        ("torch._guards.Guard", "user_stack", True),  # field of a dataclass
+    ],
+)
+def test_an_attribute_is_found_where_instances_have_it(owner: str, name: str, found: bool) -> None:
+    assert symbols.has_attribute(owner, name) == found
+
+
+@pytest.mark.core
+def test_a_missing_symbol_raises_the_error_of_the_package_that_needs_it() -> None:
+    table = {"torch._nothing": "a test"}
+    for package, error, need in (
+        ("aot_hooks", aot_hooks.errors.UnsupportedTorchError, aot_hooks.torch_private.symbols.needing(table)),
+        (
+            "cudagraph",
+            cudagraph.UnsupportedTorchError,
+            symbols.needing(table, "cudagraph", cudagraph.UnsupportedTorchError),
+        ),
+    ):
+        with pytest.raises(error, match=f"has no torch._nothing, which {package} needs for a test; tested with torch"):
+            need("torch._nothing")
+        with pytest.raises(error, match="a test"):
+            symbols.late(need, "torch._nothing")(1, x=2)
+
+
+def test_functions_of_both_packages_raise_the_error_of_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch._inductor
+
+    monkeypatch.delattr(torch._inductor, "list_mode_options")
+    with pytest.raises(aot_hooks.errors.UnsupportedTorchError, match="which aot_hooks needs for mode="):
+        inductor.mode_options("max-autotune")
+    with pytest.raises(cudagraph.UnsupportedTorchError, match="which cudagraph needs for mode="):
+        compilers.mode_options("max-autotune")
+
+
+def test_env_lists_every_table_of_both_packages() -> None:
+    listed = {(row["package"], row["path"]) for row in env_data()["private_symbols"]}
+    assert listed == {(row.package, row.path) for path in WITH_TABLES for row in rows_of(path)}
+    assert {package for package, _ in listed} == set(PACKAGES)
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ from aot_hooks.library.blocks import beside, in_blocks
 from aot_hooks.library.loops import operators, ptx
 from aot_hooks.torch_private.inductor import decompositions
 from aot_hooks.torch_private.inductor_fusion import choices, order_pass
-from aot_hooks.torch_private.inductor_lowering import register_loops
+from aot_hooks.torch_private.inductor_lowering import packed_asm_in_force, register_loops
 from aot_hooks.torch_private.inductor_marks import PACKED_ROW
 
 NUMBERS: dict[str, Any] = {
@@ -91,6 +91,7 @@ def code(f: Callable[..., Any], make_inputs: Callable[[], Sequence[torch.Tensor]
             V.set_graph_handler(lowering),
             V.set_extern_kernel_nodes([]),
             V.set_debug_handler(mock.MagicMock()),
+            packed_asm_in_force(),
         ):
             stack.enter_context(context)
         lowering.run(*inputs)

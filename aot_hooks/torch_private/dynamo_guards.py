@@ -1,0 +1,235 @@
+"""The guards of a probe: a function that Dynamo compiles to find out which values a hook reads.
+
+probe(pack, unpack) --compiled, `in_same_state`--> Dynamo's guards --`guarded_values`--> source, expression, value
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import sys
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from cudagraph.torch_private.symbols import Protocols, Symbols
+
+from . import autograd
+from .dynamo_trace import pending_changes
+from .symbols import needing
+
+SYMBOLS: Symbols = {
+    "torch._C._set_grad_enabled": "telling when a hook changes",
+    "torch._C.DisableTorchFunction": "telling when a hook changes",
+    "torch._dynamo.exc.FailOnRecompileLimitHit": "telling when a hook changes",
+    "torch._dynamo.exc.Unsupported": "saying why a hook cannot be traced",
+    "torch._dynamo.config": "telling when a hook changes",
+    "torch._dynamo.utils.counters": "leaving probes out of Dynamo's counts",
+    "torch._guards.TracingContext": "telling what a hook reads",
+}
+PROTOCOLS: Protocols = {
+    "telling what a hook reads": {
+        "torch._dynamo.output_graph.OutputGraph": "global_scope random_calls variable_tracker_cache",
+        "torch._guards.TracingContext": "try_get guards_context",
+        "torch._guards.GuardsContext": "dynamo_guards",
+        "torch._guards.Guard": "originating_source",
+        "torch._dynamo.source.AttrSource": "name base member",
+        "torch._dynamo.source.GetItemSource": "base index",
+        "torch._dynamo.source.GlobalSource": "name global_name",
+        "torch._dynamo.variables.builder.GraphArg": "source",
+    },
+}
+
+need = needing(SYMBOLS)
+
+
+def in_same_state(fn: Callable[..., Any], *args: Any) -> Any:
+    """`fn(*args)` where the thread's state that Dynamo guards beside what a function reads is the same at every call.
+
+    No gradients, no autocast, no torch functions of subclasses: Dynamo evaluates its own new guards without these.
+    Plain functions stand over the saved-tensor hooks in force, which Dynamo guards by identity. Written flat: it
+    stands on every entry of a context.
+    """
+    if torch.is_inference_mode_enabled() or any(map(torch.is_autocast_enabled, _AUTOCAST)):
+        with _plain_modes():
+            return in_same_state(fn, *args)
+    disabled, grad = autograd.show_plain_hooks(), torch.is_grad_enabled()
+    _set_grad_enabled(False)
+    try:
+        with _no_functions():
+            return fn(*args)
+    finally:
+        _set_grad_enabled(grad)
+        autograd.hide_plain_hooks(disabled)
+
+
+_AUTOCAST = {kind: torch.get_autocast_dtype(kind) for kind in ("cpu", "cuda")}
+_no_functions = need("torch._C.DisableTorchFunction")
+_set_grad_enabled = need("torch._C._set_grad_enabled")
+
+
+@contextlib.contextmanager
+def _plain_modes() -> Iterator[None]:
+    before = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in _AUTOCAST]
+    try:
+        for kind, dtype in _AUTOCAST.items():
+            torch.set_autocast_enabled(kind, False)
+            torch.set_autocast_dtype(kind, dtype)
+        with torch.inference_mode(False):
+            yield
+    finally:
+        for kind, enabled, dtype in before:
+            torch.set_autocast_enabled(kind, enabled)
+            torch.set_autocast_dtype(kind, dtype)
+
+
+def own_scope(fn: Any) -> dict[str, Any] | None:
+    """The globals of a function, if they are not its module's (`exec`): Dynamo finds such only as the caller's."""
+    fn = getattr(fn, "__func__", fn)
+    scope, module = getattr(fn, "__globals__", None), sys.modules.get(getattr(fn, "__module__", None) or "")
+    return None if module is not None and vars(module) is scope else scope
+
+
+def more_recompiles() -> Any:
+    """Inside, functions may be compiled 512 times."""
+    config = need("torch._dynamo.config")
+    return config.patch(recompile_limit=512, accumulated_recompile_limit=4096)
+
+
+def limit_error() -> type[Exception]:
+    """What Dynamo raises when a function has been compiled as often as it may be."""
+    error: type[Exception] = need("torch._dynamo.exc.FailOnRecompileLimitHit")
+    return error
+
+
+def reason_of(e: BaseException) -> str:
+    """Why Dynamo could not trace a function, in a line; of its messages the head and the explanation."""
+    lines = [line.strip() for line in str(e).splitlines() if line.strip()]
+    explained = [line for line in lines if line.startswith("Explanation:")]
+    text = " ".join([*lines[:1], *explained[:1]]) or type(e).__name__
+    return text if isinstance(e, need("torch._dynamo.exc.Unsupported")) else f"{type(e).__name__}: {text}"
+
+
+class Compiling:
+    """From the first instruction of a probe that Dynamo traces to the end of the call: every number counts as it is.
+
+    Dynamo would take a number that changes for a symbol. On exit its counters are as if the probe had not been
+    compiled, which is none of the user's graphs.
+    """
+
+    def __init__(self) -> None:
+        self.counters = need("torch._dynamo.utils.counters")
+        self.before = {kind: dict(self.counters[kind]) for kind in ("stats", "frames")}
+        self.numbers = need("torch._dynamo.config").patch(automatic_dynamic_shapes=False, assume_static_by_default=True)
+        self.numbers.__enter__()
+
+    def end(self) -> None:
+        self.numbers.__exit__(None, None, None)
+        self.before["frames"]["total"] = self.before["frames"].get("total", 1) - 1  # counted before it is traced
+        for kind, counts in self.before.items():
+            self.counters[kind].clear()
+            self.counters[kind].update({name: n for name, n in counts.items() if n})
+
+
+def side_effects(context: Any) -> str | None:
+    """What the function that is traced has changed of what it did not make, in words; None if nothing."""
+    objects, names, _, storages = pending_changes(context)
+    if names:
+        return f"global '{min(names)}'"
+    if storages:
+        return "a tensor that it reads"
+    output = context._i_will_not_complain_if_bc_breaks_InstructionTranslator().output
+    if getattr(output, "random_calls", None):
+        return "Python's random state"
+    return "an object, list or variable that it reaches" if objects else None
+
+
+def global_scope(context: Any) -> dict[str, Any]:
+    """The globals by which Dynamo's sources go, of the function that it traces."""
+    scope: dict[str, Any] = context._i_will_not_complain_if_bc_breaks_InstructionTranslator().output.global_scope
+    return scope
+
+
+def classes(context: Any) -> list[tuple[str, type]]:
+    """The classes that the function that is traced has reached: the expression of the source, and the class."""
+    built = context._i_will_not_complain_if_bc_breaks_InstructionTranslator().output.variable_tracker_cache
+    values = [(_source_name(source), vars(variable).get("value")) for source, variable in built.items()]  # builds none
+    return [(name, value) for name, value in values if isinstance(value, type)]
+
+
+def guarded_values(variables: dict[str, Any], scope: dict[str, Any]) -> list[tuple[Any, str, Any]]:
+    """What Dynamo guards of the function that it compiles now: source, its expression, the value there.
+
+    To be called by the backend. `variables` are the arguments, `scope` the globals. Stands on Dynamo's sources, which
+    are expressions; 2.11 to 2.15.
+    """
+    context = need("torch._guards.TracingContext").try_get()
+    found = []
+    for guard in () if context is None else context.guards_context.dynamo_guards:
+        name = _source_name(guard.originating_source)
+        known, value = evaluated(name, variables, scope)
+        if known:
+            found.append((guard.originating_source, name, value))
+    return sorted(found, key=lambda item: item[1])
+
+
+def defaults(fn: Any) -> list[tuple[str, Any]]:
+    """The default arguments of a function, by name. Dynamo 2.11 doesn't guard them."""
+    fn = getattr(fn, "__func__", fn)
+    if not isinstance(fn, types.FunctionType):
+        return []
+    values, code = fn.__defaults__ or (), fn.__code__
+    names = code.co_varnames[code.co_argcount - len(values) : code.co_argcount]
+    return [*zip(names, values, strict=True), *(fn.__kwdefaults__ or {}).items()]
+
+
+def input_names(gm: torch.fx.GraphModule) -> list[str]:
+    """The expressions of the sources that the inputs of a graph of Dynamo come from; 2.11 to 2.15."""
+    given = [node.meta.get("grapharg") for node in gm.graph.find_nodes(op="placeholder")]
+    return ["" if arg is None else _source_name(arg.source) for arg in given]
+
+
+def evaluated(name: str, variables: dict[str, Any], scope: dict[str, Any]) -> tuple[bool, Any]:
+    """Whether a source's expression has a value, and the value."""
+    try:
+        return True, eval(name, {"L": variables, "G": scope, "torch": torch})
+    except Exception:  # some call helpers of Dynamo's
+        return False, None
+
+
+def _source_name(source: Any) -> str:
+    name = str(source.name if isinstance(source.name, str) else source.name())  # a method before 2.13
+    # 2.11 traces a closure through a function of its own, `inner(*args)`
+    return name.replace("L['args'][0]", "L['pack']").replace("L['args'][1]", "L['unpack']")
+
+
+def user_name(source: str, functions: dict[str, Any]) -> str:
+    """A source's expression by the names of the user's functions: `q.k` for what a closure over `q` reads of it."""
+    for label, fn in functions.items():
+        fn = getattr(fn, "__func__", fn)
+        code = getattr(fn, "__code__", None)
+        if isinstance(code, types.CodeType):
+            free, arguments = code.co_freevars, code.co_varnames[: code.co_argcount]
+            here = re.escape(f"L['{label}']") + r"(\.__func__)?"
+            source = re.sub(here + r"\.__closure__\[(\d+)\]\.cell_contents", lambda m: free[int(m[2])], source)  # noqa: B023
+            defaults = arguments[len(arguments) - len(fn.__defaults__ or ()) :]
+            source = re.sub(here + r"\.__defaults__\[(\d+)\]", lambda m: defaults[int(m[2])], source)  # noqa: B023
+            source = source.replace(f"L['{label}'].__self__", arguments[0] if arguments else label)
+        source = source.replace(f"L['{label}']", label)
+    source = re.sub(r"\._(?:modules|parameters|buffers)\['(\w+)'\]", r".\1", source)
+    return re.sub(r"G\['(?:__import_)?(\w+)'\]\.?", "", source) if source.startswith("G[") else source
+
+
+def on_the_way(source: Any, variables: dict[str, Any], scope: dict[str, Any]) -> list[tuple[Any, frozenset[str]]]:
+    """The objects that a source goes through, each with the names and indices that come after it."""
+    found, after = [], frozenset[str]()
+    while source is not None:
+        known, value = evaluated(_source_name(source), variables, scope)
+        if known:
+            found.append((value, after))
+        after |= {str(part) for part in (getattr(source, "member", None), getattr(source, "index", None)) if part}
+        after |= {str(source.global_name)} if hasattr(source, "global_name") else frozenset()
+        source = getattr(source, "base", None)
+    return found

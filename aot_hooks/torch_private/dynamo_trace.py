@@ -1,0 +1,323 @@
+"""The function that Dynamo is tracing: values of its variables, guards on them, and what it has changed before.
+
+def f(x):
+    with saved_tensors_hooks(pack, ...):     `Traced`: the Python value of `pack`, guarded by its content
+                                             `pending_changes`: side effects that Dynamo has not replayed yet
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import types
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch.fx.experimental.symbolic_shapes import guard_scalar
+
+from cudagraph.torch_private.symbols import Protocols, Symbols
+
+from .symbols import needing
+from .values import FakeTensor, storage_key
+
+SYMBOLS: Symbols = {
+    "torch._dynamo.source.GlobalStateSource": "globals of hooks made inside a compiled function",
+    "torch._dynamo.guards.install_guard": "recompiling when a hook inside a compiled function changes",
+}
+PROTOCOLS: Protocols = {
+    "contexts inside a compiled function": {
+        "torch._dynamo.comptime.ComptimeContext": "get_local _i_will_not_complain_if_bc_breaks_InstructionTranslator",
+        "torch._dynamo.comptime.ComptimeVar": "_i_will_not_complain_if_bc_breaks_VariableTracker",
+        "torch._dynamo.symbolic_convert.InstructionTranslator": "output",
+        "torch._dynamo.output_graph.OutputGraph": "side_effects root_tracer global_scope",
+        "torch._dynamo.output_graph.SubgraphTracer": "graph",
+        "torch._dynamo.side_effects.SideEffects": "id_to_variable store_attr_mutations is_modified load_cell",
+        "torch._dynamo.variables.base.VariableTracker": (
+            "source realize mutation_type python_type as_python_constant var_getattr|tp_getattro_impl"
+        ),
+        "torch._dynamo.variables.base.AttributeMutationNew": "__name__",
+        "torch._dynamo.variables.base.AttributeMutationExisting": "__name__",
+        "torch._dynamo.variables.base.ValueMutationExisting": "__name__",
+        "torch._dynamo.variables.misc.NewGlobalVariable": "__name__",
+        "torch._dynamo.variables.misc.CellVariable": "__name__",
+        "torch._dynamo.variables.lists.TupleVariable": "items",
+        "torch._dynamo.variables.dicts.ConstDictVariable": "items",
+        "torch._dynamo.variables.user_defined.UserDefinedObjectVariable": "value",
+        "torch._dynamo.variables.tensor.SymNodeVariable": "sym_num",
+        "torch._dynamo.variables.functions.UserMethodVariable": "fn obj|im_self",
+        "torch._dynamo.variables.functions.NestedUserFunctionVariable": (
+            "closure f_globals fn_name get_code defaults kwdefaults"
+        ),
+        "torch._dynamo.variables.functions.FunctoolsPartialVariable": "func args keywords",
+        "torch._dynamo.variables.builder.GraphArg": "example fake_tensor",
+        "torch._subclasses.fake_tensor.FakeTensor": "_version",
+    },
+    "recompiling when a hook inside a compiled function changes": {
+        "torch._dynamo.source.GlobalSource": "name make_guard",
+        "torch._dynamo.guards.GuardBuilder": "get_guard_manager",
+        "torch._guards.Guard": "name user_stack",
+        "torch._C._dynamo.guards.GuardManager": "add_lambda_guard",
+    },
+}
+
+need = needing(SYMBOLS)
+
+_Build = Callable[[list[Any]], Any]  # parts that come from outside -> the value
+_Parts = list[tuple[Any, Any]]  # source, the value there
+
+
+def _built(context: Any, variable: Any, parts: _Parts) -> _Build:
+    """How the Python value behind `variable` is made of `parts`, to which those are added that come from outside.
+
+    A tuple, dataclass, method, partial or function made in the compiled function is put together.
+    """
+    source = getattr(variable, "source", None)
+    variable = variable.realize() if hasattr(variable, "realize") else variable
+    source = source or getattr(variable, "source", None)
+    if source is not None:
+        value = _from_outside(context, variable)
+        if value is None or isinstance(value, bool | int | float | str):  # those Dynamo guards itself
+            return lambda _: value
+        at = len(parts)
+        parts.append((source, value))
+        return lambda given: given[at]
+    if issubclass(variable.python_type(), torch.Tensor):
+        raise TypeError("a tensor that the compiled function makes")
+    if variable.python_type() in (tuple, list):
+        kind, items = variable.python_type(), [_built(context, item, parts) for item in variable.items]
+        return lambda given: kind(item(given) for item in items)
+    kind = type(getattr(variable, "value", None))
+    tx = context._i_will_not_complain_if_bc_breaks_InstructionTranslator()
+    if dataclasses.is_dataclass(kind):
+        # 2.15 renamed it
+        read = getattr(variable, "var_getattr", None) or variable.tp_getattro_impl
+        fields = {f.name: _built(context, read(tx, f.name), parts) for f in dataclasses.fields(kind) if f.init}
+        return lambda given: kind(**{name: field(given) for name, field in fields.items()})
+    owner = _owner(variable)
+    if owner is not None:
+        fn, owner = variable.fn, _built(context, owner, parts)
+        return lambda given: types.MethodType(fn, owner(given))
+    if hasattr(variable, "closure") and hasattr(variable, "f_globals"):
+        return _closed_over(context, variable, parts)
+    if variable.python_type() is functools.partial and hasattr(variable, "keywords"):
+        called = _built(context, variable.func, parts)
+        arguments = [_built(context, item, parts) for item in variable.args]
+        named = {name: _built(context, item, parts) for name, item in variable.keywords.items()}
+        return lambda given: functools.partial(
+            called(given), *(a(given) for a in arguments), **{name: a(given) for name, a in named.items()}
+        )
+    if type(getattr(variable, "mutation_type", None)).__name__ == "AttributeMutationNew":
+        raise TypeError(f"a {variable.python_type().__name__} that the compiled function makes")
+    constant = _value_of(variable)
+    return lambda _: constant
+
+
+def _from_outside(context: Any, variable: Any) -> Any:
+    owner = _owner(variable)
+    if owner is not None:
+        return types.MethodType(variable.fn, _from_outside(context, owner))
+    tx = context._i_will_not_complain_if_bc_breaks_InstructionTranslator()
+    if _items_change(variable, tx.output.side_effects):
+        raise TypeError(f"a {variable.python_type().__name__} that the compiled function has changed before")
+    if issubclass(variable.python_type(), torch.Tensor):
+        raise TypeError("a tensor by itself, and not as an attribute of an object (`self.table`)")
+    return _value_of(variable)
+
+
+def _items_change(variable: Any, side_effects: Any) -> bool:
+    """Whether `variable` is a container that was changed, or holds one: its value is put together of what is in it now,
+    and no longer the object that `pending_changes` knows."""
+    items = vars(variable).get("items")
+    if not isinstance(items, (list, tuple, dict)):
+        return False
+    if getattr(variable, "mutation_type", None) is not None and side_effects.is_modified(variable):
+        return True
+    return any(_items_change(item, side_effects) for item in (items.values() if isinstance(items, dict) else items))
+
+
+class Pending(NamedTuple):
+    """What the function that Dynamo traces has changed of what it did not make, and is not carried out yet.
+
+    `objects` have the names of the attributes that change by id, None for any; cells as well. `names` are globals in
+    `scope`. `storages` are those of tensors that are written to.
+    """
+
+    objects: dict[int, frozenset[str] | None]
+    names: frozenset[str]
+    scope: dict[str, Any]
+    storages: frozenset[int]
+
+    def has(self, value: Any, parts: frozenset[str]) -> bool:
+        """Whether `value` changes, of which these parts are read."""
+        if isinstance(value, types.ModuleType) and vars(value) is self.scope and self.names & parts:
+            return True
+        changed = self.objects.get(id(value), frozenset())
+        if changed is None or changed & parts:
+            return True
+        strided = isinstance(value, torch.Tensor) and value.layout is torch.strided
+        return strided and storage_key(value) in self.storages
+
+
+def pending_changes(context: Any) -> Pending:
+    """What has been changed up to a `comptime` call.
+
+    Stands on `side_effects` and on the graph's fake inputs, whose versions begin at 0; 2.11 to 2.15.
+    """
+    output = context._i_will_not_complain_if_bc_breaks_InstructionTranslator().output
+    effects = output.side_effects
+    objects: dict[int, frozenset[str] | None] = {}
+    names: set[str] = set()
+    for at, variable in effects.id_to_variable.items():
+        existed = type(getattr(variable, "mutation_type", None)).__name__.endswith("Existing")
+        if not existed or not effects.is_modified(variable):
+            continue
+        attributes = effects.store_attr_mutations.get(variable)
+        if type(variable).__name__ == "NewGlobalVariable":
+            names.update(attributes or ())
+        elif type(variable).__name__ == "CellVariable" or not attributes:
+            objects[at] = None
+        else:
+            objects[at] = frozenset(attributes)
+    # of the whole function, also where a higher-order operator has a part of it traced by itself
+    inputs = output.root_tracer.graph.find_nodes(op="placeholder")
+    given = [a for a in (node.meta.get("grapharg") for node in inputs) if _written(a)]
+    tensors = [a.example for a in given if isinstance(a.example, torch.Tensor) and a.example.layout is torch.strided]
+    return Pending(objects, frozenset(names), output.global_scope, frozenset(map(storage_key, tensors)))
+
+
+def _written(grapharg: Any) -> bool:
+    fake = getattr(grapharg, "fake_tensor", None)
+    return isinstance(fake, FakeTensor) and fake._version > 0
+
+
+def _owner(variable: Any) -> Any:
+    """Dynamo's variable of the object that a bound method is bound to; None for anything else.
+
+    Stands on `fn` and `obj`, or `im_self`; 2.11 to 2.15.
+    """
+    owner = getattr(variable, "im_self", None) or getattr(variable, "obj", None)  # 2.15 renamed it
+    return owner if isinstance(getattr(variable, "fn", None), types.FunctionType) else None
+
+
+def _value_of(variable: Any) -> Any:
+    """The constant or the object behind `variable`. Raises `TypeError` if there is neither."""
+    try:
+        return _number(variable)
+    except Exception as e:
+        if not hasattr(variable, "value"):
+            raise TypeError(f"{type(variable).__name__}: {e}") from e
+        return variable.value
+
+
+def _number(variable: Any) -> Any:
+    """The constant behind `variable`; a number that Dynamo made symbolic when it changed is pinned to what it is now,
+    because a hook says one number: another recompiles."""
+    number = getattr(variable, "sym_num", None)
+    return variable.as_python_constant() if number is None else guard_scalar(number)
+
+
+def _closed_over(context: Any, variable: Any, parts: _Parts) -> _Build:
+    """A function that was made in the compiled one, with what it closes over.
+
+    Dynamo has no constant for a function over a symbolic number or an object. Stands on `closure`, `f_globals` and
+    `load_cell`; 2.11 to 2.15.
+    """
+    tx = context._i_will_not_complain_if_bc_breaks_InstructionTranslator()
+    closure = variable.closure.items if variable.closure is not None else ()
+    contents = [tx.output.side_effects.load_cell(cell) for cell in closure]
+    if variable in contents:
+        constant = variable.as_python_constant()  # what calls itself
+        return lambda _: constant
+    code, name = variable.get_code(), variable.fn_name.as_python_constant()
+    cells = [_built(context, content, parts) for content in contents]
+    defaults = _defaults(context, getattr(variable, "defaults", None), parts)
+    named = _defaults(context, getattr(variable, "kwdefaults", None), parts)
+
+    def build(given: list[Any]) -> Any:
+        closed = tuple(types.CellType(cell(given)) for cell in cells)
+        made = types.FunctionType(code, variable.f_globals, name, defaults(given), closed)
+        made.__kwdefaults__ = named(given)
+        return made
+
+    return build
+
+
+def _defaults(context: Any, given: Any, parts: _Parts) -> _Build:
+    if given is None:
+        return lambda _: None
+    if given.python_type() is tuple:
+        items = [_built(context, item, parts) for item in given.items]
+        return lambda now: tuple(item(now) for item in items)
+    named = {k.vt.as_python_constant(): _built(context, v, parts) for k, v in given.items.items()}
+    return lambda now: {k: v(now) for k, v in named.items()} or None
+
+
+class Traced:
+    """Values of the function that Dynamo traces, by the names of its variables, and how they are made.
+
+    `values` are what they are now. For what has no value while compiling `failure(name, why)` is raised.
+    """
+
+    def __init__(self, context: Any, names: Iterable[str], failure: Callable[[str, Exception], Exception]) -> None:
+        self.parts: _Parts = []
+        self.build: list[_Build] = []
+        for name in names:
+            try:
+                self.build.append(_built(context, local_variable(context, name), self.parts))
+            except (TypeError, NotImplementedError) as e:
+                raise failure(name, e) from e
+        self.values = _made(self.build, [value for _, value in self.parts])
+
+    def guard(self, holds: Callable[..., bool]) -> None:
+        """Recompile where `holds(*values)` is false for what comes from outside now.
+
+        Dynamo guards functions by identity or by code alone. Modules and tensors are held weakly: a guard must not keep
+        a program alive. Goes when Dynamo guards the contents of functions.
+        """
+        held = [_weakly(value) for _, value in self.parts]
+        build = self.build
+
+        def install(at: int, source: Any) -> None:
+            def check(now: Any) -> bool:
+                parts = [value() for value in held]
+                parts[at] = now
+                return not any(part is None for part in parts) and holds(*_made(build, parts))
+
+            def create(builder: Any, guard: Any) -> None:
+                manager = builder.get_guard_manager(guard)
+                name = guard.name if isinstance(guard.name, str) else guard.name()
+                manager.add_lambda_guard(check, [f"aot_hooks: {name} is the same hook or policy"], guard.user_stack)
+
+            need("torch._dynamo.guards.install_guard")(source.make_guard(create))
+
+        for at, (source, _) in enumerate(self.parts):
+            install(at, source)
+        if not self.parts:  # made of constants: of the globals that it names
+            install_on = need("torch._dynamo.source.GlobalStateSource")()
+
+            def create(builder: Any, guard: Any) -> None:
+                manager = builder.get_guard_manager(guard)
+                text = ["aot_hooks: what is made inside is the same hook or policy"]
+                manager.add_lambda_guard(lambda _: holds(*_made(build, [])), text, guard.user_stack)
+
+            need("torch._dynamo.guards.install_guard")(install_on.make_guard(create))
+
+
+def _made(build: list[_Build], parts: list[Any]) -> list[Any]:
+    return [each(parts) for each in build]
+
+
+def _weakly(value: Any) -> Callable[[], Any]:
+    if isinstance(value, torch.nn.Module | torch.Tensor):
+        return weakref.ref(value)
+    if isinstance(value, types.MethodType):
+        fn, owner = value.__func__, _weakly(value.__self__)
+        return lambda: None if (at := owner()) is None else types.MethodType(fn, at)
+    return lambda: value
+
+
+def local_variable(context: Any, name: str) -> Any:
+    """Dynamo's variable tracker of local `name` at a `comptime` call."""
+    return context.get_local(name)._i_will_not_complain_if_bc_breaks_VariableTracker()

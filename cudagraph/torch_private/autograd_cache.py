@@ -1,0 +1,227 @@
+"""torch's cache of AOTAutograd's results, with keys and entries that packages extend (2.11 to 2.15).
+
+    with extended(extension):          nested, if several packages extend one compilation; the outermost comes first
+        key      torch's own, made inside `making_key`; `part` of each extension is added to it
+        entry    `refuse` says why: the next entry of the key is tried
+                 else `accept` prepares what was loaded
+        none     `missed`; then torch compiles, and stores
+
+`accept` and `missed` may call `bypass`: torch then compiles without its cache, and stores nothing. Data that an
+`attacher` takes while torch compiles is stored in the entry.
+
+This is the only patch of that cache in this project. It goes when torch takes a part of its key, and data to store with
+an entry, from a backend, and lets the backend wrap what its cache loads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NoReturn
+
+import torch
+
+from ..errors import UnsupportedTorchError
+from .symbols import Protocols, Symbols, needing
+
+SYMBOLS: Symbols = {
+    "torch._functorch._aot_autograd.autograd_cache": "storing captured graphs",
+    "torch._functorch._aot_autograd.autograd_cache.autograd_cache_key": "storing captured graphs",
+    "torch._functorch._aot_autograd.autograd_cache.AOTAutogradCache._lookup": "storing captured graphs",
+    "torch._functorch._aot_autograd.autograd_cache.AOTAutogradCache.iterate_over_candidates": "storing captured graphs",
+    "torch._functorch._aot_autograd.autograd_cache.BypassAOTAutogradCache": "storing captured graphs",
+    "torch._functorch._aot_autograd.autograd_cache.should_bundle_autograd_cache": "storing captured graphs",
+    "torch._dynamo.convert_frame.compile_lock": "storing captured graphs",
+    "torch._functorch.config": "keeping torch's cache away from captures that it cannot store",
+    "torch._functorch.config.enable_autograd_cache": "keeping torch's cache away from captures that it cannot store",
+    "torch._guards.TracingContext": "storing captured graphs",
+    "torch._inductor.config": "storing captured graphs",
+    "torch._inductor.utils.BoxedBool": "loading captured graphs",
+}
+PROTOCOLS: Protocols = {
+    "storing captured graphs": {
+        "torch._functorch._aot_autograd.autograd_cache.GenericAOTAutogradResult": (
+            "compiled_fw compiled_bw runtime_metadata maybe_subclass_meta"
+        ),
+        "torch._functorch._aot_autograd.autograd_cache.CompiledForward": "post_compile",
+        "torch._functorch._aot_autograd.autograd_cache.CompiledBackward": "post_compile backward_state_indices",
+        "torch._functorch._aot_autograd.schemas.SubclassMeta": "fw_metadata",
+        "torch._functorch._aot_autograd.schemas.AOTConfig": "static_input_indices",
+    },
+}
+
+need = needing(SYMBOLS, "cudagraph", UnsupportedTorchError)
+
+_CACHE = "torch._functorch._aot_autograd.autograd_cache"
+
+
+class Entry:
+    """An entry that torch found: of a forward and its backward, or of an inference graph."""
+
+    def __init__(self, stored: Any) -> None:
+        self.stored = stored
+        self.has_backward = stored.compiled_bw is not None
+        subclasses = stored.maybe_subclass_meta
+        # the forward's metadata as TracingContext has it when torch compiles: with tensor subclasses taken apart
+        self.traced_metadata = stored.runtime_metadata if subclasses is None else subclasses.fw_metadata
+
+    def attached(self, name: str) -> bytes | None:
+        """What `attacher(name)` put into the entry; None if nothing."""
+        found: bytes | None = getattr(self.stored.runtime_metadata, name, None)
+        return found or getattr(self.traced_metadata, name, None)
+
+    def finish_with(self, finish: Callable[[Any, Any], Any], graphs: Sequence[Any]) -> None:
+        """`finish(code, graph)` replaces the code that torch loads; `graphs` describe the forward and the backward."""
+        loaded = [self.stored.compiled_fw] + ([self.stored.compiled_bw] if self.has_backward else [])
+        for each, graph in zip(loaded, graphs, strict=True):
+            each.post_compile = _finishing(each, graph, finish)
+        context = need("torch._guards.TracingContext").try_get()
+        if context is not None:  # torch puts it there only when it compiles; `runtime_only_passes_on` reads it
+            context.fw_metadata = self.traced_metadata
+
+
+def _finishing(loaded: Any, graph: Any, finish: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    """`post_compile` of a loaded graph: torch's own without CUDA graphs, then `finish`."""
+    post_compile_of_torch = loaded.post_compile
+    is_backward = hasattr(loaded, "backward_state_indices")
+
+    def post_compile(code: Any, fx_config: Any) -> Any:
+        post_compile_of_torch(code, {**fx_config, "cudagraphs": need("torch._inductor.utils.BoxedBool")(False)})
+        run = finish(code, graph)
+        # Dynamo must not trace what autograd calls: torch's own method does the same for a backward
+        return torch.compiler.disable(run) if is_backward else run
+
+    return post_compile
+
+
+class Extension:
+    """What a package adds to one compilation. The methods here add nothing but `part` to the key."""
+
+    def __init__(self, part: str) -> None:
+        self.part = part
+        self.thread = 0
+        self.refused_entries: set[bytes] = set()  # as they are stored
+
+    @contextlib.contextmanager
+    def making_key(self, mod: Any, inputs: Sequence[Any], config: Any) -> Iterator[Any]:
+        """Around torch's function that makes its key; yields the `AOTConfig` that this function gets."""
+        yield config
+
+    def keyed(self, key: str, lines: tuple[str, ...]) -> None:
+        """The key is made; `lines` are what torch says of its part, and facts that are added to it."""
+
+    def refuse(self, entry: Entry) -> str:
+        """Why `entry` is another program's, "" if it is not."""
+        return ""
+
+    def accept(self, entry: Entry) -> None:
+        """No extension refuses `entry`: prepare it."""
+
+    def missed(self, *, other_sizes: bool) -> None:
+        """There is no entry, or all are refused; with `other_sizes` there are some whose guards fail."""
+
+
+def bypass(why: str) -> NoReturn:
+    """To be raised by an extension: torch compiles this graph without its cache."""
+    raise need(f"{_CACHE}.BypassAOTAutogradCache")(why)
+
+
+_extensions: list[Extension] = []  # in force, the outermost first; changed under Dynamo's lock of compilations
+
+
+def _extensions_here() -> list[Extension]:
+    thread = threading.get_ident()
+    return [each for each in _extensions if each.thread == thread]
+
+
+@contextlib.contextmanager
+def extended(extension: Extension, need: Callable[[str], Any] = need) -> Iterator[None]:
+    """What this thread compiles inside goes through torch's cache as `extension` has it."""
+    with need("torch._dynamo.convert_frame.compile_lock"):
+        extension.thread = threading.get_ident()
+        _extensions.append(extension)
+        try:
+            with _patched(need(_CACHE)) if len(_extensions) == 1 else contextlib.nullcontext():
+                yield
+        finally:
+            _extensions.pop()
+
+
+@contextlib.contextmanager
+def _patched(module: Any) -> Iterator[None]:
+    """torch's functions that make a key, list the entries of a key and look one up call the extensions."""
+    cache = module.AOTAutogradCache
+    make_key, find, candidates = module.autograd_cache_key, cache.__dict__["_lookup"], cache.iterate_over_candidates
+
+    def keyed(mod: Any, inputs: Any, config: Any, *rest: Any, **named: Any) -> Any:
+        extensions = _extensions_here()
+        with contextlib.ExitStack() as stack:
+            for each in extensions:
+                config = stack.enter_context(each.making_key(mod, inputs, config))
+            key, lines = make_key(mod, inputs, config, *rest, **named)
+        # both in torch's own key since 2.13
+        static = sorted(getattr(config, "static_input_indices", None) or ())
+        autocast = [(d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in ("cpu", "cuda")]
+        for each in extensions:
+            key = f"{key}_{hashlib.sha256(f'{each.part} {static} {autocast}'.encode()).hexdigest()[:32]}"
+        for each in extensions:
+            each.keyed(key, (*map(str, lines), f"static inputs: {static}", f"autocast: {autocast}"))
+        return key, lines
+
+    def not_refused(*args: Any, **named: Any) -> Iterator[Any]:
+        refused = set().union(*(each.refused_entries for each in _extensions_here()))
+        return (candidate for candidate in candidates(*args, **named) if candidate[1] not in refused)
+
+    def lookup(*args: Any, **named: Any) -> Any:
+        extensions = _extensions_here()
+        while (result := find.__func__(*args, **named)) is not None:
+            entry = Entry(result[0])
+            refusing = next((each for each in extensions if each.refuse(entry)), None)
+            if refusing is None:
+                for each in extensions:
+                    each.accept(entry)
+                return result
+            refusing.refused_entries.add(result[1])
+        info = named.get("cache_info", args[4] if len(args) > 4 else {})
+        for each in extensions:
+            each.missed(other_sizes=info.get("cache_status_detailed") == "guard_miss")
+        return None
+
+    module.autograd_cache_key, cache._lookup = keyed, staticmethod(lookup)
+    cache.iterate_over_candidates = staticmethod(not_refused)
+    try:
+        yield
+    finally:
+        module.autograd_cache_key, cache._lookup = make_key, find
+        del cache.iterate_over_candidates  # inherited
+
+
+def attacher(name: str, need: Callable[[str], Any] = need) -> Callable[[bytes], None] | None:
+    """While AOTAutograd compiles a forward or an inference graph: a call that puts data into the entry to be made.
+
+    The data goes into the metadata of the forward, which torch stores as it is, also when it makes the entry at the
+    first backward. The last data counts. None outside of a compilation.
+    """
+    context = need("torch._guards.TracingContext").try_get()
+    metadata = context.fw_metadata if context is not None else None
+    return None if metadata is None else functools.partial(setattr, metadata, name)
+
+
+def without_autograd_cache(need: Callable[[str], Any] = need) -> Any:
+    """torch's cache of AOTAutograd's results off; Inductor's own cache of code stays on."""
+    return need("torch._functorch.config").patch({"enable_autograd_cache": False})
+
+
+def why_captures_are_not_cached() -> str:
+    """Why entries that are made or taken now would not be those of our captures; "" if they would."""
+    config = need("torch._inductor.config")
+    if getattr(config, "cudagraph_policy", None) is not None:
+        return "a cudagraph_policy is set, which changes what Inductor compiled"
+    if config.freezing and not torch.is_grad_enabled():
+        return "parameters are frozen"
+    if need("torch._functorch._aot_autograd.autograd_cache.should_bundle_autograd_cache")():
+        return "torch bundles compiled code with its entries"
+    return ""
