@@ -65,8 +65,6 @@ _REBIND_WITHOUT_TAG = {
     "inductor::resize_storage_bytes_",
 }
 
-REBINDS = "other memory or another shape, which a replay would not"
-
 _host_operators: set[Any] = set()
 
 

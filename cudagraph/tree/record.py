@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ..graph.blockers import REBINDS
+from ..errors import REBINDS
 from ..torch_private import cuda as torch_cuda
 from .capture import CannotCapture, Capture, under_way
 from .liveness import Layout, Slot, Watch, copy_as_it_lies, held, layout_of, on_slots, overlapping, span_of, tensor_on
