@@ -92,8 +92,8 @@ def shortcut(compiled: Callable[..., Any], captured: Any, inputs: Sequence[Any])
 
     @functools.wraps(compiled)
     def call(*arguments: Any) -> Any:
-        given = list(arguments)
-        outputs = replay(given)
-        return compiled(*given) if outputs is None else outputs
+        inputs_list = list(arguments)
+        outputs = replay(inputs_list)
+        return compiled(*inputs_list) if outputs is None else outputs
 
     return call

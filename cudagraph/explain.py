@@ -1,4 +1,4 @@
-"""Explains what would be captured of a function, and what blocks it, as data.
+"""Explains which parts of a function would be captured, and which operators block a capture.
 
 fn, args --Dynamo, AOTAutograd--> forward, backward or inference graphs --prepare_and_analyse--> Explanation
 

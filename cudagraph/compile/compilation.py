@@ -134,7 +134,7 @@ class Compilation:
 
     @property
     def why_not_stored(self) -> str:
-        """Why torch's AOTAutograd cache is not used for what is compiled now; "" if it is used."""
+        """Why this compilation does not use torch's AOTAutograd cache; "" if it does."""
         return entry.why_not(self.options)
 
     def key(self, gm: GraphModule) -> str:

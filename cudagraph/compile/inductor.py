@@ -107,18 +107,18 @@ def pieces_of(graph: Piece, maps: Sequence[compilers.PartitionMap]) -> list[Piec
         name = f"{graph.name}, part {number} of {len(maps)}"
         saved = graph.saved_outputs
         if saved is not None:
-            saved = tuple(i for i, given in enumerate(part.outputs) if not saved_of_graph.isdisjoint(given))
+            saved = tuple(i for i, theirs in enumerate(part.outputs) if not saved_of_graph.isdisjoint(theirs))
         pieces.append(
             dataclasses.replace(
                 graph,
                 name=name,
-                static_inputs=tuple(i for i, given in enumerate(part.inputs) if given in graph.static_inputs),
-                mutated_inputs=tuple(i for i, given in enumerate(part.inputs) if given in graph.mutated_inputs),
+                static_inputs=tuple(i for i, theirs in enumerate(part.inputs) if theirs in graph.static_inputs),
+                mutated_inputs=tuple(i for i, theirs in enumerate(part.inputs) if theirs in graph.mutated_inputs),
                 placeholders=tuple(
-                    PlaceholderInfo(f"input {i} of {name}") if given is None else graph.placeholders[given]
-                    for i, given in enumerate(part.inputs)
+                    PlaceholderInfo(f"input {i} of {name}") if theirs is None else graph.placeholders[theirs]
+                    for i, theirs in enumerate(part.inputs)
                 ),
-                output_traces=tuple(graph.output_traces[given[0]] if given else None for given in part.outputs),
+                output_traces=tuple(graph.output_traces[theirs[0]] if theirs else None for theirs in part.outputs),
                 saved_outputs=saved,
             )
         )

@@ -1,4 +1,4 @@
-"""A piece of a program to capture, and what is known of it before it runs.
+"""A piece of a program to capture, and the questions that a tree asks about it.
 
 Piece (from the compiler) -> Function: names, positions and reasons for the tree
 """

@@ -37,7 +37,7 @@ class InputLayout:
     """Where a recording finds each input.
 
     Attributes:
-        addresses: the address of each input when it was recorded; None for what is no tensor.
+        addresses: the address of each tensor when it was recorded; None for other inputs.
         fixed: positions of inputs that are read where they are; their addresses are compared before each replay.
         in_place: addresses of inputs that are read where they are although nobody called them static; see
             stable_inputs.py.
@@ -72,13 +72,14 @@ class Template(NamedTuple):
 
 @dataclass(frozen=True, eq=False, slots=True)
 class OutputLayout:
-    """How a replay makes each output: `skeleton` has what is no tensor, one of the others each tensor.
+    """How a replay makes each output. Each tensor is in one of the lists; positions are those of outputs and inputs.
 
     Attributes:
+        skeleton: the outputs that are no tensors, in their positions.
         same_inputs: output, input: an input itself.
         input_aliases: output, input, distance in bytes, layout: a view of an input.
         repeats: output, earlier output: the same tensor object again.
-        metas: meta tensors.
+        metas: output, meta tensor.
         saved: slots that a backward may need.
     """
 
@@ -96,7 +97,7 @@ NO_OUTPUTS = OutputLayout([], [], [], [], [], [], [])
 
 
 class Captured(NamedTuple):
-    """A captured graph, and what the capture found out.
+    """A captured graph, and the facts that the capture found.
 
     Attributes:
         live: slots that may be held after it.
@@ -146,8 +147,8 @@ class Node:
 
     Attributes:
         first: the first function of the path.
-        edges: what to call with the inputs when a function comes next. An edge returns the outputs, or None if
-            something has changed since it was made; the inputs are whole then.
+        edges: a callable for each function that may come next. It takes the inputs and returns the outputs, or None
+            with the inputs whole, if something has changed since it was made.
         children: all recordings at this node, by edge key.
         refusals: why functions run without a graph at this node, by edge key.
         live: slots of the path that may be held here.
@@ -169,7 +170,7 @@ class Node:
         self.state: Any = None
 
     def waits_for_backward(self) -> bool:
-        """Whether a backward may still need what a forward of the path gave out."""
+        """Whether a backward may still need an output of a forward of the path."""
         return any(not forward.watch_saved.none_held() for forward in self.pending)
 
     def path(self) -> list[Recording]:
@@ -199,7 +200,7 @@ class Node:
         self.children.clear()
         self.refusals.clear()
         self.live = ()
-        self.pending = ()  # a forward is in its own
+        self.pending = ()  # a forward's own list has the forward itself
         self.state = None
 
 

@@ -40,7 +40,7 @@ class Closable(Protocol):
 
 
 # Threads capture one after the other: a capture empties caches that another may be filling.
-# Re-entrant, because a capture may call what is captured.
+# Re-entrant, because captured code may call a captured function.
 one_at_a_time = threading.RLock()
 captures_under_way = 0
 pending: deque[Closable] = deque()

@@ -121,7 +121,7 @@ def record(
         recording = Recording(parent, function, key, captured)
         recording.attach_to_slots()
     except BaseException as error:
-        was_broken, pool.broken = pool.broken, True  # unless what follows comes to its end
+        was_broken, pool.broken = pool.broken, True  # until the clean-up has succeeded
         traceback.clear_frames(error.__traceback__)  # they hold blocks of the pool
         if before is not None:
             before.restore()
@@ -135,7 +135,7 @@ def record(
         pool.broken = was_broken or pool.opened.broken or not pool.opened.live_blocks_are(set())
         raise
     del before
-    for i, x in copied.items():  # a view of an input that is given out is one of the caller's tensor
+    for i, x in copied.items():  # outputs that are views of an input are views of the caller's tensor
         inputs[i] = x
     del copied
     _connect(recording, plan)
@@ -261,7 +261,7 @@ def _outputs(
     passed_on: dict[int, int],
     lent: set[int],
 ) -> tuple[OutputLayout, list[Slot]]:
-    """How a replay makes what the function `returned`, and the slots that are new.
+    """How a replay makes the outputs that the function `returned`, and the slots that are new.
 
     fixed: positions of inputs that are read where they are.
     known: slots of the path that are alive, by storage.
@@ -363,7 +363,7 @@ def _new_slots(
 
 
 def _connect(recording: Recording, plan: Plan) -> None:
-    """Put `recording` into the tree as what comes next at its parent, and move the path there."""
+    """Put `recording` into the tree as its parent's next one, and move the path there."""
     parent, function = recording.parent, recording.function
     recording.pending = parent.pending
     if function.piece.is_backward:

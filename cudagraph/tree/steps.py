@@ -34,7 +34,7 @@ class Next(enum.Enum):
 
     BEGINS = "begins a step"
     GOES_ON = "goes on with the path"
-    READS_ON = "goes on with the path, because it reads what the path gave out"
+    READS_ON = "goes on with the path, because it reads an output of it"
     WARMS_UP = "goes on with the warm-up"
 
 
@@ -60,42 +60,42 @@ class Call:
 
 
 def next_of(call: Call) -> Next:
-    """Whether `call` begins a step, so that what the path gave out may be overwritten.
+    """Whether `call` begins a step, so that outputs of the path may be overwritten.
 
-    The first row that is true decides:
+    The first row that is true decides. "Given out" means: an output of a recording of this step.
 
     ============================================================================  ==========
-    **where the path is**
-    at the root, with nothing uncaptured                                          goes on
-    the step is uncaptured because marks were ignored: a forward waits            goes on
+    WHERE THE PATH IS
+    at the root, and nothing of the step is uncaptured                            goes on
+    the step is uncaptured because marks were ignored, and a forward waits        goes on
     ... and no forward waits                                                      begins
-    the step warms up, and the table of the warm-up says that it goes on          warms up
-    ... and says that it is over, at the root                                     begins
-    else                                                                          see below
+    the step warms up, and the rows of the warm-up say that it goes on            warms up
+    ... and they say that it is over, at the root                                 begins
+    in all other cases                                                            see below
 
-    **what the path gave out**
-    nothing is held that the step gave out, and `function` ran in it              begins
+    MEMORY OF THE PATH
+    nothing is held that was given out, and `function` ran in the step            begins
     the thread marks its steps                                                    goes on
     `function` did not run in this step                                           goes on
     a forward waits for its backward, or a backward runs                          goes on
-    the call writes to what the step gave out                                     goes on
+    the call writes to memory that was given out                                  goes on
     one call of a compiled function ran the last graph too (it has graph breaks)  goes on *
-    the call reads what this torch can't copy out a second time (before 2.13)     goes on *
-    the call reads what another function gave out, and more of that is held       reads on *
+    the call reads memory that can't be copied out a second time (torch < 2.13)   goes on *
+    the call reads another function's output, and more of those are held          reads on *
     `function` is the first of the step                                           begins
-    what is held was given out by `function`, is read by the call, or is copied   begins
-    anything else                                                                 goes on
+    each held output is one of `function`, or read by the call, or copied out     begins
+    in all other cases                                                            goes on
 
-    **the warm-up**, which holds no memory of the pool
+    WARM-UP (holds no memory of the pool)
     `function` ran `WARMUP_REPEATS` times                                         is over
-    `function` did not run in it **                                               goes on
+    `function` did not run in it                                                  goes on **
     the thread marks its steps                                                    goes on
     one call of a compiled function ran the last graph too                        goes on *
     a forward waits for its backward, or a backward runs                          goes on
-    `function` ran at most once, and the call reads what another one gave out     goes on
-    `function` ran last, is not the first of the step, and what another one gave
-    out is held and not read                                                      goes on *
-    anything else                                                                 is over
+    `function` ran at most once, and the call reads another function's output     goes on
+    `function` ran last, is not the first of the step, and another function's
+    output is held that the call does not read                                    goes on *
+    in all other cases                                                            is over
     ============================================================================  ==========
 
     \\* as long as `function` ran less than `REPEATS` times: on the same parameters, or in the warm-up.
@@ -121,7 +121,7 @@ def next_of(call: Call) -> Next:
 
 
 def _next_on_path(call: Call) -> Next:
-    """The rows "what the path gave out" of `next_of`."""
+    """The rows "memory of the path" of `next_of`."""
     function, inputs, node = call.function, call.inputs, call.node
     ran = [recording for recording in node.path() if recording.function is function]
     if node.watch_live.none_held():
@@ -147,9 +147,9 @@ def _next_on_path(call: Call) -> Next:
 
 
 def _warmup_is_over(call: Call, step: UncapturedStep) -> bool:
-    """The rows "the warm-up" of `next_of`.
+    """The rows "warm-up" of `next_of`.
 
-    A step of a warm-up that is too short or too long is never wrong, but later steps begin where this one does.
+    A warm-up that is too short or too long is never wrong, but later steps begin where this one does.
     """
     function = call.function
     count = step.call_counts.get(function, 0)

@@ -66,13 +66,13 @@ class Tree(Cursor):
     """The recordings of one thread on one device.
 
     Attributes:
-        marks: how many marks there had been when this step began; None to look again at the next call.
+        marks: the count of marks when this step began; None makes the next call come to `mark`.
         last_mark: the count of the last mark that a call has seen.
         is_marked: the thread marks its steps, so they don't begin by themselves.
         calling: the generation of the last call's outermost compiled function; see `Function.call_counter`.
         functions: those that somebody can still call.
         dropped: those whose recordings are to be closed.
-        states: what is known of each function.
+        states: warm-ups and sizes of each function.
         off_path: the current node while the step runs uncaptured. Only refused functions have edges here.
     """
 
@@ -113,7 +113,7 @@ class Tree(Cursor):
         if self.pool.broken and self.uncaptured is None:
             if self.current is self.root:
                 self.close(inputs)
-            else:  # what the step gave out is still needed: the pool is given up when the step may end
+            else:  # outputs of the step are still needed: the pool is given up when the step may end
                 self._stop_capturing(Cause.NEVER_ENDS)
         came_from = self.path_end
         call = Call(
@@ -133,7 +133,7 @@ class Tree(Cursor):
                 self.close(inputs)
                 came_from = self.root
         elif then is not Next.WARMS_UP and self.uncaptured is not None and self.uncaptured.cause is Cause.WARMUP:
-            # what the path gave out before the warm-up is still needed: the path goes on
+            # outputs of the path from before the warm-up are still needed: the path goes on
             self.current, self.uncaptured = came_from, None
         outputs = self._replay_known(key, inputs)
         if outputs is not None:
@@ -380,7 +380,7 @@ class Tree(Cursor):
             if slot not in moving:
                 self.driver.poison(slot.storage, stale_message(slot))
             slot.renew(torch_cuda.storage_at(slot.address, slot.storage.device, slot.nbytes))
-            # This torch moves only what the allocator made: from now on the output is given out as a copy.
+            # Before 2.13, torch moves only storages that its allocator made: a renewed slot gives out copies.
             wants_copies = (slot.copies or slot in read) and not slot.host
             slot.given_as_copies = wants_copies and not self.driver.can_copy_out(slot.storage)
         if any(slot.given_as_copies for slot in slots):
@@ -391,7 +391,7 @@ class Tree(Cursor):
     def can_move(self, slot: Slot) -> bool:
         return not slot.host and self.driver.can_copy_out(slot.storage)
 
-    # --- what is given back
+    # --- functions and memory
 
     def adopt(self, function: Function) -> None:
         """Keep the tree open as long as somebody can call `function`."""

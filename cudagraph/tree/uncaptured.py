@@ -1,4 +1,4 @@
-"""A step whose rest runs uncaptured: the cause, and what ran so far."""
+"""A step whose rest runs uncaptured: the cause, and the functions that ran so far."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class UncapturedStep:
 
     Attributes:
         node: where the path was left.
-        continues_path: the function that warms up reads what the path gave out, or runs in one call with it. The first
+        continues_path: the function that warms up reads an output of the path, or runs in one call with it. The first
             function of the path begins the next step, too.
         call_counts: how often each function ran.
         backward: the number of the backward that ran a function last; -1 if none did.
