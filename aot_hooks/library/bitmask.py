@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 
+from ..graphs.layout import from_memory_order, in_memory_order
 from ..graphs.saved import SavedTensor
 from ..hook import Hook, interned
 from .blocks import Pack, first_elements, hook_of, in_blocks
-from .layout import from_memory_order, in_memory_order
 from .triton import ops
 
 __all__ = ["bitmask", "pack_bits", "unpack_bits"]

@@ -15,10 +15,10 @@ from typing import Any, ClassVar
 import torch
 
 from ..errors import OptionError
+from ..graphs.layout import is_contiguous
 from ..graphs.saved import SavedTensor
 from ..hook import Hook
 from ..torch_private.values import same_size
-from .layout import is_contiguous
 
 __all__ = [
     "FLOATS",

@@ -33,9 +33,9 @@ from typing import Any
 import torch
 
 from ..errors import OptionError
+from ..graphs.layout import from_memory_order, in_memory_order
 from ..hook import Hook, interned
 from .blocks import FLOATS, Declines, Pack, broadcast_scales, hook_of, in_blocks
-from .layout import from_memory_order, in_memory_order
 from .loops import operators
 from .scales import FLOAT8_RANGE, finite_magnitudes, largest_scale, power_of_two
 from .triton import ops

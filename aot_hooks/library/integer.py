@@ -39,6 +39,7 @@ from typing import Any
 
 import torch
 
+from ..graphs.layout import from_memory_order, in_memory_order
 from ..hook import Hook, interned
 from .blocks import (
     FLOATS,
@@ -52,7 +53,6 @@ from .blocks import (
     in_blocks,
     padded,
 )
-from .layout import from_memory_order, in_memory_order
 from .loops import operators
 from .scales import (
     SLACK,
