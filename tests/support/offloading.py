@@ -35,7 +35,7 @@ def copies() -> Iterator[None]:
     transfers.copies.at_wait, transfers.copies.log = False, None
     gc.collect()
     assert aot_hooks.offload_stats()["host_leased_bytes"] == 0, "host memory is held by nobody who is known"
-    assert not transfers._under_way
+    assert not transfers._in_flight
 
 
 class Block(nn.Module):
