@@ -17,7 +17,7 @@ from ..identity import described
 from ..identity.memo import Memo
 from ..settings.setting import Policy, Setting, uncalled_factory
 from ..torch_private import autograd, dynamo
-from .pairs import EagerPack, Pair, note_functions, open_contexts, pair_for, pair_of_functions
+from .pairs import EagerPack, Pair, open_contexts, pair_for
 from .region import note_region, take_key
 
 __all__ = ["saved_tensors_hooks", "saved_tensors_policy"]
@@ -87,23 +87,18 @@ _frozen_pairs: Memo[dict[str | None, weakref.ref[Pair]]] = Memo()  # hooks and p
 
 def _enter(context: _Context) -> None:
     pack_pending()
-    pair = pair_of_functions(context)
+    pair = pair_for(context)
     if pair is None:
-        setting = context.setting()
-        if setting.eager:
-            _push(EagerPack(setting), _unpack_untraced)
-            open_contexts.stack.append((context, None))
-            unused.context_entered()
-            return
-        pair = pair_for(setting)
-        if context.rule is setting.rule and described(setting.rule).frozen:
-            (_frozen_pairs.get(setting.rule) or _frozen_pairs.set(setting.rule, {}))[context.scope] = weakref.ref(pair)
-        note_functions(context, pair)
-    try:
-        _push(pair.pack, pair.unpack)
-    except BaseException:
-        pair.closed()
-        raise
+        _push(EagerPack(context.setting()), _unpack_untraced)
+    else:
+        try:
+            _push(pair.pack, pair.unpack)
+        except BaseException:
+            pair.closed()
+            raise
+        rule = pair.setting.rule
+        if context.rule is rule and described(rule).frozen:
+            (_frozen_pairs.get(rule) or _frozen_pairs.set(rule, {}))[context.scope] = weakref.ref(pair)
     open_contexts.stack.append((context, pair))
     unused.context_entered()
 

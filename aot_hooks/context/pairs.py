@@ -21,20 +21,10 @@ from ..eager.packing import pack_eager, unpack_eager
 from ..errors import HookContractError
 from ..hook import Hook
 from ..identity import Record, Recording, described
-from ..settings.setting import Setting, choose, policy_name
+from ..settings.setting import Setting, choose
 from ..torch_private import autograd, dynamo
 
-__all__ = [
-    "EagerPack",
-    "Pair",
-    "ambient",
-    "forget",
-    "made_of",
-    "note_functions",
-    "open_contexts",
-    "pair_for",
-    "pair_of_functions",
-]
+__all__ = ["EagerPack", "Pair", "ambient", "forget", "made_of", "open_contexts", "pair_for"]
 
 _MAX_KEYS, _MAX_RECENT = 4096, 8
 
@@ -96,8 +86,41 @@ def _module(name: str, call: Callable[[Any], Any]) -> GraphModule:
     return module
 
 
-def pair_for(setting: Setting) -> Pair:
-    """The pair that stands for `setting`, counted as opened."""
+def pair_for(context: Any) -> Pair | None:
+    """The pair that stands for the setting of a context, counted as opened; None for an eager hook."""
+    functions = _code_and_scope(context)
+    key = tuple(map(id, functions))
+    _, refs = _pairs_of_functions.get(key, (None, ()))
+    for ref in refs:
+        pair = ref()
+        if pair is not None and pair.record.is_pair(context.pack, context.unpack):
+            pair.opened()
+            return pair
+    setting: Setting = context.setting()
+    if setting.eager:
+        return None
+    pair = _pair_of_setting(setting)
+    if functions:
+        alive = [ref for ref in refs if ref() not in (None, pair)]
+        _pairs_of_functions[key] = (functions, [weakref.ref(pair), *alive])
+        if len(_pairs_of_functions) > _MAX_KEYS:
+            _pairs_of_functions.popitem(last=False)
+    return pair
+
+
+# ids of two code objects and a scope -> these objects, so that ids stay theirs, and pairs of functions with this code
+_pairs_of_functions: collections.OrderedDict[Any, tuple[Any, list[weakref.ref[Pair]]]] = collections.OrderedDict()
+
+
+def _code_and_scope(context: Any) -> tuple[Any, ...]:
+    """The parts of two plain functions that are the same when they are made anew, and the scope; () for others."""
+    pack, unpack = getattr(context, "pack", None), getattr(context, "unpack", None)
+    if type(pack) is types.FunctionType is type(unpack) and not pack.__dict__:
+        return pack.__code__, unpack.__code__, context.scope
+    return ()
+
+
+def _pair_of_setting(setting: Setting) -> Pair:
     key = (setting.scope, described(setting.rule).text)
     with _lock:
         pairs = [pair for ref in _pairs.get(key, ()) if (pair := ref()) is not None]
@@ -117,44 +140,6 @@ def pair_for(setting: Setting) -> Pair:
                 del _pairs[dead]
     found.setting = setting
     return found
-
-
-# --- two plain functions that are made anew: their pair, in microseconds ----------------------------------------------
-
-# ids of two code objects and a scope -> these objects, so that ids stay theirs, and pairs of functions with this code
-_pairs_of_functions: collections.OrderedDict[Any, tuple[Any, list[weakref.ref[Pair]]]] = collections.OrderedDict()
-
-
-def _code_and_scope(context: Any) -> tuple[Any, ...] | None:
-    pack, unpack = getattr(context, "pack", None), getattr(context, "unpack", None)
-    if type(pack) is types.FunctionType is type(unpack) and not pack.__dict__:
-        return pack.__code__, unpack.__code__, context.scope
-    return None
-
-
-def pair_of_functions(context: Any) -> Pair | None:
-    """The pair for the two functions of `context`, counted as opened, if an equal pair of functions has one."""
-    objects = _code_and_scope(context)
-    if objects is None:
-        return None
-    _, refs = _pairs_of_functions.get(tuple(map(id, objects)), (None, ()))
-    for ref in refs:
-        pair = ref()
-        if pair is not None and pair.record.is_pair(context.pack, context.unpack):
-            pair.opened()
-            return pair
-    return None
-
-
-def note_functions(context: Any, pair: Pair) -> None:
-    objects = _code_and_scope(context)
-    if objects is not None:
-        key = tuple(map(id, objects))
-        _, refs = _pairs_of_functions.get(key, (None, ()))
-        alive = [ref for ref in refs if ref() not in (None, pair)]
-        _pairs_of_functions[key] = (objects, [weakref.ref(pair), *alive])
-        if len(_pairs_of_functions) > _MAX_KEYS:
-            _pairs_of_functions.popitem(last=False)
 
 
 # --- the setting around a call ----------------------------------------------------------------------------------------
@@ -220,10 +205,8 @@ def made_of(seen: Recording, setting: Setting, alive: Any) -> tuple[Record, Call
 
 
 def _changed(setting: Setting, since: str) -> HookContractError:
-    rule = setting.rule
-    what = f"hook '{rule!r}'" if isinstance(rule, Hook) else f"policy '{policy_name(rule)}'"
     return HookContractError(
-        f"{what} has changed since {since}: something that it holds, or a global that it reads, is another now. Graphs "
-        "are made of what it was then; expected no change in between. Enter a context anew after each change (`with` "
-        "inside of the loop), or run the hook as it is with Hook(..., eager=True)"
+        f"{setting.title} has changed since {since}: something that it holds, or a global that it reads, is another "
+        "now. Graphs are made of what it was then; expected no change in between. Enter a context anew after each "
+        "change (`with` inside of the loop), or run the hook as it is with Hook(..., eager=True)"
     )

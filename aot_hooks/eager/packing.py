@@ -223,26 +223,20 @@ def _out_of_scope(scope: str, x: torch.Tensor, outermost: FrameType | None) -> b
             return torch_values.storage_key(x) in call.inputs
         if root.grad_fn is None or x.grad_fn is None:
             return True
-        return outermost is not None and torch_values.storage_key(x) in _storages(_arguments(outermost))
+        arguments = (outermost.f_locals.get("args", ()), outermost.f_locals.get("kwargs", {})) if outermost else ()
+        return torch_values.storage_key(x) in _storages(arguments)
     if scope == "no_static":
         if isinstance(root, torch.nn.Parameter):
             return True
-        return outermost is not None and torch_values.storage_key(x) in _storages(_buffers(outermost))
+        module = outermost.f_locals.get("self") if outermost else None
+        buffers = list(module.buffers()) if isinstance(module, torch.nn.Module) else []
+        return torch_values.storage_key(x) in _storages(buffers)
     return False
 
 
 def _choose_for(setting: Setting, row: EagerRow) -> Hook:
     hook = setting.choose(row)
     return KEEP if hook.why_not(row) else hook
-
-
-def _arguments(frame: FrameType) -> Any:
-    return frame.f_locals.get("args", ()), frame.f_locals.get("kwargs", {})
-
-
-def _buffers(frame: FrameType) -> Any:
-    module = frame.f_locals.get("self")
-    return list(module.buffers()) if isinstance(module, torch.nn.Module) else []
 
 
 def _storages(tree: Any) -> set[int]:

@@ -23,17 +23,7 @@ from ..identity import described, note_choice
 from ..identity.frozen import is_package_object
 from ..identity.memo import Memo
 
-__all__ = [
-    "SCOPE",
-    "SCOPES",
-    "Policy",
-    "Setting",
-    "choose",
-    "looks_at_modules",
-    "out_of_scope",
-    "policy_name",
-    "uncalled_factory",
-]
+__all__ = ["SCOPE", "SCOPES", "Policy", "Setting", "choose", "looks_at_modules", "out_of_scope", "uncalled_factory"]
 
 Policy = Callable[[SavedTensor], Hook]
 SCOPES = ("donated", "no_static", "all")
@@ -84,9 +74,9 @@ class Setting:
 
     @property
     def title(self) -> str:
-        """The rule in messages: "hook 'int8'", "policy 'by_size'", "policy larger_than(1024, int8())"."""
+        """The rule in messages: "hook 'int8()'", "policy 'by_size'", "policy larger_than(1024, int8())"."""
         if isinstance(self.rule, Hook):
-            return f"hook '{self.rule.name}'"
+            return f"hook '{self.rule!r}'"
         return f"policy {getattr(self.rule, '__name__', self.rule)!r}"
 
     @property
@@ -122,7 +112,7 @@ class Setting:
         if isinstance(self.rule, Hook):
             return f"scope '{self.scope}'"
         why = getattr(self.rule, "why_packed", None)
-        return f"policy {policy_name(self.rule)}" if why is None else str(why(saved)) or f"scope '{self.scope}'"
+        return f"policy {_name(self.rule)}" if why is None else str(why(saved)) or f"scope '{self.scope}'"
 
 
 def choose(rule: Hook | Policy, saved: SavedTensor) -> Hook:
@@ -139,11 +129,11 @@ def choose(rule: Hook | Policy, saved: SavedTensor) -> Hook:
         raise
     except Exception as e:
         raise PolicyError(
-            f"policy '{policy_name(rule)}' raised {type(e).__name__}: {e}{_raised_at(e)} on saved {saved.describe()}"
+            f"policy '{_name(rule)}' raised {type(e).__name__}: {e}{_raised_at(e)} on saved {saved.describe()}"
         ) from e
     if not isinstance(hook, Hook):
         raise PolicyError(
-            f"policy '{policy_name(rule)}' answered {hook!r} for saved {saved.describe()}; expected a Hook "
+            f"policy '{_name(rule)}' answered {hook!r} for saved {saved.describe()}; expected a Hook "
             "(aot_hooks.KEEP to leave it)"
         )
     return KEEP if hook == KEEP else hook
@@ -167,7 +157,7 @@ def uncalled_factory(rule: Any) -> str:
     return f"; {rule.__name__} is the function that makes one: call it, {rule.__name__}(...)"
 
 
-def policy_name(rule: Any) -> str:
+def _name(rule: Any) -> str:
     return str(getattr(rule, "__name__", type(rule).__name__))
 
 
