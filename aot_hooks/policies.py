@@ -26,7 +26,7 @@ from .errors import OptionError
 from .graphs.saved import SavedTensor
 from .hook import KEEP, Hook
 from .settings.operators import operator_key, same_operator
-from .settings.setting import Policy, choose, looks_at_modules, uncalled_factory
+from .settings.setting import KEPT, Policy, choose, looks_at_modules, uncalled_factory, why_kept, why_packed
 
 __all__ = [
     "everything",
@@ -39,8 +39,6 @@ __all__ = [
 ]
 
 Rule: TypeAlias = Hook | Policy
-
-_KEPT = "the policy keeps it"
 
 
 def everything(hook: Rule) -> Policy:
@@ -126,13 +124,13 @@ class _Policy:
 
     def why_kept(self, saved: SavedTensor) -> str:
         """The reason to leave `saved`, for reports."""
-        reasons = (_why_kept(rule, saved) for rule in self.rules_for(saved))
-        return "; ".join(dict.fromkeys(filter(None, reasons))) or _KEPT
+        reasons = (why_kept(rule, saved) for rule in self.rules_for(saved))
+        return "; ".join(dict.fromkeys(filter(None, reasons))) or KEPT
 
     def why_packed(self, saved: SavedTensor) -> str:
         """The condition that chose the hook for `saved`, for reports; "" if there was none."""
         rule = next(iter(self.rules_for(saved)), None)
-        return "" if rule is None else ", ".join(filter(None, (self.condition(saved), _why_packed(rule, saved))))
+        return "" if rule is None else ", ".join(filter(None, (self.condition(saved), why_packed(rule, saved))))
 
     def condition(self, saved: SavedTensor) -> str:
         """The policy's own condition, which `saved` meets, in words."""
@@ -142,23 +140,6 @@ class _Policy:
     def looks_at_modules(self) -> bool:
         """Whether the policy, or a policy in it, may read `SavedTensor.module_path`."""
         return any(looks_at_modules(rule) for rule in self.rules)
-
-
-def _why_kept(rule: Rule, saved: SavedTensor) -> str:
-    """The own reason of a hook or policy to leave `saved`."""
-    if isinstance(rule, Hook):
-        return rule.why_not(saved) or ""
-    why = getattr(rule, "why_kept", None)
-    reason = str(why(saved)) if why is not None else ""
-    return "" if reason == _KEPT else reason
-
-
-def _why_packed(rule: Rule | None, saved: SavedTensor) -> str:
-    """The reason of a policy for the hook that it chose for `saved`; a plain function's name."""
-    if rule is None or isinstance(rule, Hook):
-        return ""
-    why = getattr(rule, "why_packed", None)
-    return f"policy {_shown(rule)}" if why is None else str(why(saved))
 
 
 def _match(rule: Rule, saved: SavedTensor) -> Hook | None:
@@ -293,7 +274,8 @@ class _FirstMatch(_Policy):
         return self._first(saved)[0]
 
     def why_packed(self, saved: SavedTensor) -> str:
-        return _why_packed(self._first(saved)[1], saved)
+        policy = self._first(saved)[1]
+        return "" if policy is None else why_packed(policy, saved)
 
     def _first(self, saved: SavedTensor) -> tuple[Hook | None, Rule | None]:
         """The first hook that packs `saved`, and its policy."""

@@ -23,11 +23,24 @@ from ..identity import described, note_choice
 from ..identity.frozen import is_package_object
 from ..identity.memo import Memo
 
-__all__ = ["SCOPE", "SCOPES", "Policy", "Setting", "choose", "looks_at_modules", "out_of_scope", "uncalled_factory"]
+__all__ = [
+    "KEPT",
+    "SCOPE",
+    "SCOPES",
+    "Policy",
+    "Setting",
+    "choose",
+    "looks_at_modules",
+    "out_of_scope",
+    "uncalled_factory",
+    "why_kept",
+    "why_packed",
+]
 
 Policy = Callable[[SavedTensor], Hook]
 SCOPES = ("donated", "no_static", "all")
 SCOPE = "donated"  # the default
+KEPT = "the policy keeps it"  # the reason of a policy without reasons
 
 _numbers: Memo[int] = Memo()
 _last_number = itertools.count(1)
@@ -103,16 +116,27 @@ class Setting:
         return hook
 
     def why_kept(self, saved: SavedTensor) -> str:
-        """The policy's reason to leave `saved`: the result of its `why_kept(saved)`, if it has one."""
-        why = getattr(self.rule, "why_kept", None)
-        return str(why(saved)) if why is not None else "the policy keeps it"
+        return why_kept(self.rule, saved) or KEPT
 
     def why_packed(self, saved: SavedTensor) -> str:
-        """The policy's reason to pack `saved`: the result of its `why_packed(saved)`, if it has one."""
-        if isinstance(self.rule, Hook):
-            return f"scope '{self.scope}'"
-        why = getattr(self.rule, "why_packed", None)
-        return f"policy {_name(self.rule)}" if why is None else str(why(saved)) or f"scope '{self.scope}'"
+        return why_packed(self.rule, saved) or f"scope '{self.scope}'"
+
+
+def why_kept(rule: Hook | Policy, saved: SavedTensor) -> str:
+    """The own reason of a hook or policy to leave `saved`; "" if it has none."""
+    if isinstance(rule, Hook):
+        return rule.why_not(saved) or ""
+    why = getattr(rule, "why_kept", None)
+    reason = str(why(saved)) if why is not None else ""
+    return "" if reason == KEPT else reason
+
+
+def why_packed(rule: Hook | Policy, saved: SavedTensor) -> str:
+    """The own reason of a policy for the hook that it chose for `saved`, a plain function's name; "" of a hook."""
+    if isinstance(rule, Hook):
+        return ""
+    why = getattr(rule, "why_packed", None)
+    return f"policy {_name(rule)}" if why is None else str(why(saved))
 
 
 def choose(rule: Hook | Policy, saved: SavedTensor) -> Hook:
