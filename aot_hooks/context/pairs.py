@@ -53,6 +53,7 @@ class Pair:
             with _lock:
                 self.open_count += 1
 
+    @dynamo.outermost_runs_in_python
     def closed(self) -> None:
         if self.may_change:
             with _lock:
