@@ -9,7 +9,7 @@ from typing import Any
 from . import cudagraphs
 from .errors import OptionError, did_you_mean
 from .hook import Hook
-from .settings.setting import SCOPES, makes
+from .settings.setting import SCOPES, uncalled_factory
 from .torch_private import inductor
 
 __all__ = ["Options", "inductor_patches"]
@@ -54,7 +54,7 @@ class Options:
             )
         cudagraphs.capture_options(parsed.inner, parsed.cudagraphs)
         policy = parsed.policy
-        if (said := makes(policy)) or not (policy is None or isinstance(policy, Hook) or callable(policy)):
+        if (said := uncalled_factory(policy)) or not (policy is None or isinstance(policy, Hook) or callable(policy)):
             raise OptionError(f"options['policy'] must be a policy or a Hook, got {policy!r}{said}")
         if parsed.inductor is not None:
             if not isinstance(parsed.inductor, Mapping):
