@@ -70,7 +70,7 @@ def lossless() -> Lossless:
     - bool tensors: 1 bit an element;
     - tensors that the backward only compares with constants (ReLU, ReLU6, leaky ReLU, hard shrinking, sign, ...): the
       answers, 1 to 4 bits an element; nothing if it only looks at their shape (the input of average pooling);
-    - integers whose range the graph proves (indices of pooling, argmax, sort, top-k; `% n`): 1 to 32 bits.
+    - integers whose range the graph proves (indices of pooling, argmax, sort, top-k; signs): 1 to 32 bits.
 
     Gradients are bitwise what they are without it, for NaN, infinities, -0.0 and subnormal numbers too. Symbolic sizes
     are narrowed by the largest that the graph admits, without a guard. Parts that run eagerly have no graph to read, so
