@@ -28,7 +28,7 @@ from .errors import PACKAGE, UnusedWarning
 from .hook import KEEP, Hook
 from .passes.plan import Decision, Plan
 from .policies import _ByKey, _Policy
-from .records import at_end_of_backward
+from .release import at_end_of_backward
 from .settings.setting import Setting
 from .torch_private import aot
 
