@@ -24,7 +24,7 @@ from .errors import TORCH, UnusedWarning, user_frame
 from .hook import KEEP
 from .passes.plan import Decision, Plan
 from .policies import _ByKey, _Policy
-from .records import at_end_of_backward
+from .release import at_end_of_backward
 from .settings.setting import Setting
 from .torch_private import aot
 

@@ -72,7 +72,7 @@ def lossless() -> Lossless:
     - bool tensors: 1 bit an element;
     - tensors that the backward only compares with constants (ReLU, ReLU6, leaky ReLU, hard shrinking, sign, ...): the
       answers, 1 to 4 bits an element; nothing if it reads only their shape (the input of average pooling);
-    - integers whose range the graph proves (indices of pooling, argmax, sort, top-k; `% n`): 1 to 32 bits.
+    - integers whose range the graph proves (indices of pooling, argmax, sort, top-k; signs): 1 to 32 bits.
 
     Gradients are bitwise the same as without it, for NaN, infinities, -0.0 and subnormal numbers too. Ranges that
     depend on a symbolic size use the largest size that the graph admits, without a guard. Parts that run eagerly have

@@ -19,12 +19,13 @@ from typing import Any
 
 import torch
 
-from ..backend import recorded, with_options
+from ..backend import with_options
 from ..context import ambient, saved_tensors_policy
 from ..errors import OptionError
 from ..hook import KEEP, Hook
 from ..options import Options
 from ..passes.plan import Plan, joined
+from ..records import recorded
 from ..settings.setting import Setting
 from ..torch_private import autograd, dynamo
 from ..torch_private import dry_run as torch_dry_run

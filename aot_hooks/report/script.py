@@ -29,9 +29,10 @@ import torch
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from ..backend import Graph, recorded, with_options
+from ..backend import with_options
 from ..errors import AotHooksError
 from ..passes.plan import Plan, joined
+from ..records import Graph, recorded
 from ..torch_private import dynamo
 from ..torch_private import values as torch_values
 from .dry_run import plans_of

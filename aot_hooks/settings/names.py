@@ -21,8 +21,7 @@ import torch
 from torch.fx import Graph, Node
 
 from ..errors import OptionError
-from ..graphs.nodes import view_source
-from ..graphs.saved import NAMES
+from ..graphs.nodes import NAMES, view_source
 from ..torch_private import dynamo
 from ..torch_private import values as torch_values
 
