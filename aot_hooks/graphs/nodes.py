@@ -153,7 +153,7 @@ def view_source(node: Node) -> Node | None:
         return None
     if node.target is operator.getitem:
         return view_source(source)
-    return source if is_view(node) or op_name(node) == "aten._unsafe_view.default" else None
+    return source if is_view(node) or str(node.target) == "aten._unsafe_view.default" else None
 
 
 def producer(node: Node) -> Node:
