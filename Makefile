@@ -19,6 +19,7 @@ help:  ## this list
 	@echo "  TORCH=$(TORCH)  the torch to use; others: $(filter-out $(TORCH),$(patsubst constraints/torch-%.txt,%,$(wildcard constraints/torch-*.txt)))"
 	@echo "  ARGS=...      more arguments, for pytest (make test) or the example (make demo)"
 	@echo "  PYTHON=$(PYTHON)  WORKERS=$(WORKERS)"
+	@echo "  CONTRIBUTING.md has the markers of tests and the quick loop"
 
 demo: $(READY)  ## train a small GPT with and without packed activations; writes to out/
 	$(BIN)/python examples/train_gpt.py --check $(ARGS)

@@ -12,30 +12,29 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import inspect
-import threading
-import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.fx import GraphModule
 
-from . import cache, context, cudagraphs, unused
+from . import cache, context, cudagraphs, records, unused
 from .cache import bypassed, through_cache
 from .cache.key import nodes_of, package_digest
 from .eager.modules import roots
 from .eager.packing import CompiledCall
 from .errors import AotHooksError, OptionError
-from .identity import described, recording
+from .graphs.nodes import REGION, annotation
+from .identity import Recording, described, recording
 from .offloading import transfers
 from .options import Options, inductor_patches
 from .passes.live_bytes import LivePoint, live_bytes
-from .passes.plan import Plan, region_of, repeats_across_regions
+from .passes.plan import Plan, repeats_across_regions
 from .passes.rewrite import rewrite
 from .passes.snapshots import save_what_was_read
-from .records import at_end_of_backward
 from .settings import recompiles
 from .settings.names import carry_names, uses_names
 from .settings.setting import Setting
@@ -45,91 +44,36 @@ from .torch_private.aot_cache import without_autograd_cache
 if TYPE_CHECKING:
     from cudagraph.backend import Compilation
 
-__all__ = ["Graph", "aot_hooks", "last_plans", "plan_graph", "recorded", "reset", "with_options"]
+__all__ = ["aot_hooks", "last_plans", "plan_graph", "reset", "with_options"]
 
-
-@dataclass(eq=False)
-class Graph:
-    """A compiled graph, as `recorded` tells of it.
-
-    Attributes:
-        plans: with live bytes; empty if it has no backward, several if Dynamo's graph became several.
-        run_count: how often its forward ran.
-        held_count: of how many of these runs the backward may still come.
-        most_held: the most of them at once, since somebody set it back to `held_count`.
-    """
-
-    plans: list[Plan] = field(default_factory=list)
-    run_count: int = 0
-    held_count: int = 0
-    most_held: int = 0
-
-    def ran(self, outputs: Any) -> None:
-        """Note a run of the forward and, until its backward has run or nobody can ask for it, what it saved."""
-        self.run_count += 1
-        if at_end_of_backward(outputs, self._over):
-            self.held_count += 1
-            self.most_held = max(self.most_held, self.held_count)
-
-    def _over(self) -> None:
-        self.held_count -= 1
-
-
-class _Plans:
-    """Plans by the `torch.compile` wrapper that asked for them; weak, so that a dropped function drops its plans."""
-
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.by_wrapper: dict[int, tuple[weakref.ref[Any], list[Plan]]] = {}
-        self.record: list[Graph] | None = None  # while `recorded()` listens
-
-    def of(self, wrapper: Any) -> list[Plan]:
-        with self.lock:
-            known = self.by_wrapper.get(id(wrapper))
-            if known is None or known[0]() is not wrapper:
-                known = (weakref.ref(wrapper), [])
-                self.by_wrapper[id(wrapper)] = known
-                weakref.finalize(wrapper, self.by_wrapper.pop, id(wrapper), None)
-            return known[1]
-
-    def clear(self) -> None:
-        with self.lock:
-            for _, plans in self.by_wrapper.values():
-                plans.clear()
-
-
-_plans = _Plans()
+_Compiled = Callable[..., Any]
 
 
 def last_plans(compiled: Callable[..., Any]) -> tuple[Plan, ...]:
-    """What was decided for each graph with a backward that `compiled` has now, oldest first; compiles nothing.
+    """The decisions for each graph with a backward that `compiled` has now, oldest first; compiles nothing.
 
     Raises `OptionError` if `compiled` was not made by `torch.compile`.
     """
     wrapper = dynamo.compile_wrapper_of(compiled)
     if wrapper is None:
         raise OptionError(f"last_plans takes what torch.compile returned, got {compiled!r}")
-    plans = tuple(_plans.of(wrapper))
+    plans = tuple(records.plans_of(wrapper))
     if not plans and isinstance(compiled, torch.nn.Module):
         unused.compiled_in_place(compiled)
     return plans
 
 
 def reset() -> None:
-    """Forget plans and interned settings, and give back the host memory of `offload`; compiled functions stay as they
-    are. `torch._dynamo.reset()` calls it."""
-    _plans.clear()
+    """Forget plans and interned settings, and free the host memory of `offload`. Compiled functions stay as they are.
+
+    `torch._dynamo.reset()` calls it.
+    """
+    records.forget()
     cudagraphs.forget()
     transfers.reset()
     context.forget()
     cache.forget()
     unused.forget()
-
-
-def _regions_of(gm: GraphModule, scope: str) -> dict[str, Setting]:
-    """The settings that nodes of `gm` were traced under, in `scope` where they say none."""
-    keys = dict.fromkeys(key for node in nodes_of(gm) if (key := region_of(node)) is not None)
-    return {key: context.regions[key].setting.in_scope(scope) for key in keys}
 
 
 def aot_hooks(
@@ -150,14 +94,14 @@ def aot_hooks(
     if wrapper is None:
         return _compile_graph(gm, inputs, mode, Options.parse(options), [])
     try:
-        return _compile_graph(gm, inputs, mode, Options.parse(options), _plans.of(wrapper), wrapper)
+        return _compile_graph(gm, inputs, mode, Options.parse(options), records.plans_of(wrapper), wrapper)
     except AotHooksError as e:  # wrapped here, so that our message stands first
         failure = dynamo.backend_failure("aot_hooks", e, inspect.currentframe())
         raise failure.with_traceback(e.__traceback__) from None
 
 
 def with_options(options: Mapping[str, Any] | None) -> Callable[..., Any]:
-    """The backend with these options, whatever options it is called with."""
+    """The backend with these options; it ignores those that it is called with."""
     parsed = Options.parse(options)
 
     def aot_hooks_with_options(gm: GraphModule, inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
@@ -166,97 +110,141 @@ def with_options(options: Mapping[str, Any] | None) -> Callable[..., Any]:
     return aot_hooks_with_options
 
 
-@contextlib.contextmanager
-def recorded() -> Iterator[list[Graph]]:
-    """Each graph that this backend compiles meanwhile, on any thread, also those that no hook covers.
+aot_hooks.reset = reset  # type: ignore[attr-defined]  # torch._dynamo.reset() calls it
 
-    `last_plans` tells what it would without it.
+
+# --- hooks in force ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _InForce:
+    """The settings that cover a graph.
+
+    Attributes:
+        setting: of the context around the call, or of the options; None without one.
+        pair: the object on torch's stack of hooks that stands for the context; None for the options.
+        regions: settings of the contexts inside the graph, by key.
     """
-    before, _plans.record = _plans.record, []
-    try:
-        yield _plans.record
-    finally:
-        _plans.record = before
+
+    setting: Setting | None
+    pair: Any
+    regions: dict[str, Setting]
+
+    @property
+    def settings(self) -> list[Setting]:
+        return [s for s in (self.setting, *self.regions.values()) if s is not None]
+
+
+def _in_force(gm: GraphModule, options: Options) -> _InForce:
+    setting, pair = context.ambient()
+    if setting is None and options.policy is not None and autograd.top_hooks() is None:
+        setting = Setting(options.policy, options.scope)
+    if setting is not None and setting.eager:
+        raise OptionError(f"options['policy']: '{setting.rule!r}' is to run eagerly, which a context can ask for only")
+    keys = dict.fromkeys(key for node in nodes_of(gm) if (key := annotation(node, REGION)) is not None)
+    regions = {key: context.regions[key].setting.in_scope(options.scope) for key in keys}
+    return _InForce(setting and setting.in_scope(options.scope), pair, regions)
+
+
+# --- compiling --------------------------------------------------------------------------------------------------------
 
 
 def _compile_graph(
-    gm: GraphModule,
-    inputs: Sequence[Any],
-    mode: str | None,
-    parsed: Options,
-    plans: list[Plan],
-    wrapper: Any = None,
-) -> Callable[..., Any]:
-    patches = inductor_patches(parsed, mode)
-    setting, alive, regions = _in_force(gm, parsed)
-    record, graph = _plans.record, Graph()
-    covered = setting is not None or bool(regions)
-    asked = cudagraphs.capture_options(parsed.inner, parsed.cudagraphs)
-    compilation = cudagraphs.compilation(asked) if asked is not None else None
-    if not covered and record is None:
-        return _with_eager_hooks(_compile(gm, inputs, parsed, patches, None, _nothing, compilation))
+    gm: GraphModule, inputs: Sequence[Any], mode: str | None, options: Options, plans: list[Plan], wrapper: Any = None
+) -> _Compiled:
+    """Compile a graph of Dynamo, and append its plans to `plans`.
 
-    paths = roots()
+    Guards protect the compiled graph at run time:
+
+    - a context around the call: Dynamo guards on the id of its pair, so the graph keeps the pair alive;
+    - a context inside of the graph: Dynamo guards on the objects that its functions read;
+    - functions of the user's, around the call or in the options: `_checked` compares them with the traced ones;
+    - hooks on torch's stack: `_without_hooks` hides those that are inlined, `_with_eager_hooks` is for the others.
+    """
+    patches = inductor_patches(options, mode)
+    hooks = _in_force(gm, options)
+    capture = cudagraphs.capture_options(options.inner, options.cudagraphs)
+    compilation = cudagraphs.compilation(capture) if capture is not None else None
+    listed = records.recording_graphs()
+    if not hooks.settings and listed is None:
+        return _with_eager_hooks(_compile(gm, inputs, options, patches, None, _nothing, compilation))
+
+    graph, paths = records.Graph(), roots()
     donated: list[bool] = []
-    partition = planning_partition(setting, regions, parsed.inner, graph.plans, paths, donated, live=record is not None)
+    live = listed is not None
+    partition = planning_partition(hooks, options.inner, graph.plans, paths, donated, live=live)
 
-    def compile_graph(compiling: Callable[[], None] = _nothing) -> Callable[..., Any]:
+    def compile_graph(compiling: Callable[[], None] = _nothing) -> _Compiled:
         def before_each_graph() -> None:
             compiling()
             if donated and not donated[-1]:  # or a second backward would raise that doesn't without hooks
                 aot.donate_nothing()
 
-        return _compile(gm, inputs, parsed, patches, partition, before_each_graph, compilation)
+        return _compile(gm, inputs, options, patches, partition, before_each_graph, compilation)
 
     with _hooks_not_inlined_by_torch(), recording() as seen:
-        if parsed.inner == "aten" and (compilation is not None or not aot.is_stored()):
-            compiled = bypassed("inner 'aten' is stored with torch's bundled_autograd_cache only", compile_graph)
-        elif record is not None:
-            compiled = bypassed("a report needs the graphs", compile_graph)
-        elif compilation is not None and (why := compilation.why_not_stored):
-            compiled = bypassed(f"captured in CUDA graphs: {why}", compile_graph)
+        if why := _why_not_stored(options, compilation, reported=live):
+            compiled = bypassed(why, compile_graph)
         else:
-            options: dict[str, Any] = {"mode": mode, "inductor": patches, "inner": parsed.inner}
-            if compilation is not None:  # which of its options are in the key, it says itself
-                options["cudagraphs"] = compilation.key(gm)
+            in_key: dict[str, Any] = {"mode": mode, "inductor": patches, "inner": options.inner}
+            if compilation is not None:
+                in_key["cudagraphs"] = compilation.key(gm)
             compiled = through_cache(
                 gm,
                 inputs,
-                setting,
-                regions,
-                options=options,
+                hooks.setting,
+                hooks.regions,
+                options=in_key,
                 roots=paths,
                 plans=graph.plans,
                 compile_graph=compile_graph,
                 refused=lambda: compilation.refused if compilation is not None else "",
             )
-    if covered:
+    if hooks.settings:
         plans.extend(graph.plans)
-    if record is not None:
-        record.append(graph)
-        compiled = _counted(compiled, graph)
-    asked_for = [s for s in (setting, *regions.values()) if s is not None]
-    compiled = unused.judged(compiled, unused.compiled(asked_for, graph.plans))
-    for key, region in regions.items():
+    if listed is not None:
+        listed.append(graph)
+    return _wrapped(compiled, graph, hooks, seen, wrapper, counted=live)
+
+
+def _why_not_stored(options: Options, compilation: Compilation | None, *, reported: bool) -> str:
+    """Why a graph with hooks bypasses torch's cache; "" if it does not."""
+    if options.inner == "aten" and (compilation is not None or not aot.is_stored()):
+        return "inner 'aten' is stored with torch's bundled_autograd_cache only"
+    if reported:
+        return "a report needs the graphs"
+    if compilation is not None and (why := compilation.why_not_stored):
+        return f"captured in CUDA graphs: {why}"
+    return ""
+
+
+def _wrapped(
+    compiled: _Compiled, graph: records.Graph, hooks: _InForce, seen: Recording, wrapper: Any, *, counted: bool
+) -> _Compiled:
+    """`compiled` in its wrappers, the innermost first; notes what the graph was made of."""
+    wrappers: list[Callable[[_Compiled], _Compiled]] = []
+    if counted:  # a report counts its runs
+        wrappers.append(graph.counted)
+    suspects = unused.compiled(hooks.settings, graph.plans)  # a setting that packed nothing is warned of
+    wrappers.append(functools.partial(unused.judged, suspects=suspects))
+    for key, region in hooks.regions.items():
         made_of = context.regions[key].made_of(seen)
         if wrapper is not None:
             recompiles.note(wrapper, region, made_of)
+    setting = hooks.setting
     if setting is not None and graph.plans and not described(setting.rule).frozen:
-        made_of, check = context.made_of(seen, setting, alive)
+        made_of, check = context.made_of(seen, setting, hooks.pair)
         if wrapper is not None:
             recompiles.note(wrapper, setting, made_of)
-        compiled = _checked(compiled, check)
-    if alive is None:
-        return _with_eager_hooks(compiled)
-
-    def run(*args: Any) -> Any:
-        return autograd.call_without_hooks(compiled, args)
-
-    run._aot_hooks_pair = alive  # type: ignore[attr-defined]  # its id is in Dynamo's guards
-    return run
+        wrappers.append(functools.partial(_checked, check=check))  # functions of the user's must not have changed
+    if hooks.pair is None:  # eager hooks may stand around the call
+        wrappers.append(_with_eager_hooks)
+    else:  # the hooks around the call are in the graph
+        wrappers.append(functools.partial(_without_hooks, pair=hooks.pair))
+    return functools.reduce(lambda run, wrap: wrap(run), wrappers, compiled)
 
 
-def _checked(compiled: Callable[..., Any], check: Callable[[], None]) -> Callable[..., Any]:
+def _checked(compiled: _Compiled, check: Callable[[], None]) -> _Compiled:
     def run(*args: Any) -> Any:
         check()
         return compiled(*args)
@@ -264,128 +252,18 @@ def _checked(compiled: Callable[..., Any], check: Callable[[], None]) -> Callabl
     return run
 
 
-def _counted(compiled: Callable[..., Any], graph: Graph) -> Callable[..., Any]:
-    def run(*args: Any) -> Any:
-        outputs = compiled(*args)
-        graph.ran(outputs)
-        return outputs
+def _without_hooks(compiled: _Compiled, pair: Any) -> _Compiled:
+    """`compiled`, run with torch's stack of hooks out of sight; keeps `pair`, whose id is in Dynamo's guards."""
 
+    def run(*args: Any) -> Any:
+        return autograd.call_without_hooks(compiled, args)
+
+    run._aot_hooks_pair = pair  # type: ignore[attr-defined]
     return run
 
 
-def _in_force(gm: GraphModule, options: Options) -> tuple[Setting | None, Any, dict[str, Setting]]:
-    """The setting around this call, what must live as long as the graph, and the regions of `gm`."""
-    setting, alive = context.ambient()
-    if setting is None and options.policy is not None and not _foreign_hooks():
-        setting = Setting(options.policy, options.scope)
-    if setting is not None and setting.eager:
-        raise OptionError(f"options['policy']: '{setting.rule!r}' is to run eagerly, which a context can ask for only")
-    return setting and setting.in_scope(options.scope), alive, _regions_of(gm, options.scope)
-
-
-aot_hooks.reset = reset  # type: ignore[attr-defined]  # torch._dynamo.reset() calls it
-
-
-def planning_partition(
-    setting: Setting | None,
-    regions: Mapping[str, Setting],
-    inner: str,
-    plans: list[Plan],
-    paths: Mapping[str, str],
-    donated: list[bool],
-    *,
-    live: bool = False,
-) -> Callable[..., tuple[GraphModule, GraphModule]]:
-    """torch's min-cut partition, then hooks put in; what was decided is appended to `plans`, with `live` also the bytes
-    alive along both graphs before and after. `paths` are modules by Dynamo's names, see `modules.roots`; to `donated`
-    goes whether the backward may write over what is saved without hooks, of nested regions first."""
-
-    def partition(joint: GraphModule, joint_inputs: Any, **kwargs: Any) -> tuple[GraphModule, GraphModule]:
-        carry_names(joint.graph)
-        apart = bool(regions) and repeats_across_regions(joint.graph)
-        fw, bw = aot.min_cut_partition(joint, joint_inputs, merge_repeats=not apart, **kwargs)
-        count, static = kwargs["num_fwd_outputs"], tuple(kwargs.get("static_lifetime_input_indices") or ())
-        if joint_inputs == [] and any(s.scope == "no_static" for s in (setting, *regions.values()) if s is not None):
-            # a nested compiled region: torch doesn't say which inputs are parameters, and the graph around it decides
-            static = tuple(range(len(fw.graph.find_nodes(op="placeholder"))))
-
-        def alive() -> tuple[LivePoint, ...]:
-            if not live:
-                return ()
-            fused = inner == "inductor"
-            return live_bytes(fw, bw, num_fwd_outputs=count, static_inputs=static, fused=fused, roots=paths)
-
-        donated.append(aot.donates(fw, bw, count))
-        save_what_was_read(fw, bw, count)
-        before = alive()
-        plan = rewrite(
-            fw,
-            bw,
-            num_fwd_outputs=count,
-            static_inputs=static,
-            ambient=setting,
-            regions=regions,
-            for_inductor=inner == "inductor",
-            roots=paths,
-        )
-        plans.append(dataclasses.replace(plan, live_before=before, live_after=alive()) if live else plan)
-        return fw, bw
-
-    return partition
-
-
-def partition_without_hooks(joint: GraphModule, joint_inputs: Any, **kwargs: Any) -> tuple[GraphModule, GraphModule]:
-    """torch's min-cut partition; only where the forward writes to an input that it saves, another is saved."""
-    fw, bw = aot.min_cut_partition(joint, joint_inputs, **kwargs)
-    save_what_was_read(fw, bw, kwargs["num_fwd_outputs"])
-    return fw, bw
-
-
-def plan_graph(gm: GraphModule, inputs: Sequence[Any], options: Options) -> list[Plan]:
-    """What `aot_hooks(gm, inputs)` would decide, with the live bytes; makes no code. `gm` may be changed."""
-    setting, _, regions = _in_force(gm, options)
-    plans: list[Plan] = []
-    partition = planning_partition(setting, regions, options.inner, plans, roots(), [], live=True)
-    with _hooks_not_inlined_by_torch(), without_autograd_cache():
-        if options.inner == "aten":
-            aot.compile_graph(gm, inputs, partition)
-        else:
-            patches = dict(options.inductor or {})
-            inductor.partition_only(gm, inputs, _partitioned_by(partition, gm, patches))
-    return plans
-
-
-def _partitioned_by(partition: Callable[..., Any], gm: GraphModule, patches: dict[str, Any]) -> dict[str, Any]:
-    """Inductor settings by which `partition` splits the joint graph of `gm`, and sees the names in it.
-
-    What torch's keys see of the partition is the package; the hooks are in the key of cache_key.py, and in the graphs.
-    """
-    names = inductor.first_joint_pass(carry_names, patches) if uses_names(gm) else {}
-    return patches | names | inductor.partitioned_by(partition, f"aot_hooks {package_digest()}")
-
-
-def _hooks_not_inlined_by_torch() -> contextlib.AbstractContextManager[None]:
-    """A pair of plain functions over the hooks in force, or torch would inline them a second time.
-
-    Where there are none nothing is pushed: torch.func's transforms trace on an empty stack only.
-    """
-    return contextlib.nullcontext() if autograd.top_hooks() is None else autograd.hooks_pushed(_as_it_is, _as_it_is)
-
-
-def _as_it_is(x: Any) -> Any:
-    return x
-
-
-def _nothing() -> None:
-    return None
-
-
-def _foreign_hooks() -> bool:
-    return autograd.top_hooks() is not None
-
-
-def _with_eager_hooks(compiled: Callable[..., Any]) -> Callable[..., Any]:
-    """Tell hooks that run eagerly around a compiled graph which of its saved tensors are its inputs and outputs."""
+def _with_eager_hooks(compiled: _Compiled) -> _Compiled:
+    """`compiled`, which tells eager hooks around it which of its saved tensors are its inputs and outputs."""
 
     def run(*args: Any) -> Any:
         top = autograd.top_hooks()
@@ -407,7 +285,8 @@ def _compile(
     partition: Callable[..., Any] | None,
     compiling: Callable[[], None],
     compilation: Compilation | None,
-) -> Callable[..., Any]:
+) -> _Compiled:
+    """Compile by the inner compiler, with `partition`, or as stock torch does if it is None."""
     if options.inner == "aten":
         compilers = compilation.aten_compilers() if compilation is not None else None
         stored = partition is not None and aot.is_stored()
@@ -425,3 +304,104 @@ def _compile(
                 partition_without_hooks, f"aot_hooks {package_digest()}, no hooks"
             )
         return inductor.compile_stock(gm, inputs, patches, capture)
+
+
+# --- partitions -------------------------------------------------------------------------------------------------------
+
+
+def planning_partition(
+    hooks: _InForce,
+    inner: str,
+    plans: list[Plan],
+    paths: Mapping[str, str],
+    donated: list[bool],
+    *,
+    live: bool = False,
+) -> Callable[..., tuple[GraphModule, GraphModule]]:
+    """A partition function for AOTAutograd: torch's min-cut partition, then the rewrite.
+
+    Args:
+        plans: the plan of each graph is appended.
+        paths: modules by Dynamo's names, see `modules.roots`.
+        donated: for each graph, nested regions first, whether the backward may reuse the memory of saved tensors when
+            there are no hooks.
+        live: plans have the bytes alive along both graphs, before and after the rewrite.
+    """
+
+    def partition(joint: GraphModule, joint_inputs: Any, **kwargs: Any) -> tuple[GraphModule, GraphModule]:
+        carry_names(joint.graph)
+        apart = bool(hooks.regions) and repeats_across_regions(joint.graph)
+        fw, bw = aot.min_cut_partition(joint, joint_inputs, merge_repeats=not apart, **kwargs)
+        count, static = kwargs["num_fwd_outputs"], tuple(kwargs.get("static_lifetime_input_indices") or ())
+        if joint_inputs == [] and any(s.scope == "no_static" for s in hooks.settings):
+            # a nested compiled region: torch doesn't say which inputs are parameters, and the graph around it decides
+            static = tuple(range(len(fw.graph.find_nodes(op="placeholder"))))
+
+        def alive() -> tuple[LivePoint, ...]:
+            if not live:
+                return ()
+            fused = inner == "inductor"
+            return live_bytes(fw, bw, num_fwd_outputs=count, static_inputs=static, fused=fused, roots=paths)
+
+        donated.append(aot.donates(fw, bw, count))
+        save_what_was_read(fw, bw, count)
+        before = alive()
+        plan = rewrite(
+            fw,
+            bw,
+            num_fwd_outputs=count,
+            static_inputs=static,
+            ambient=hooks.setting,
+            regions=hooks.regions,
+            for_inductor=inner == "inductor",
+            roots=paths,
+        )
+        plans.append(dataclasses.replace(plan, live_before=before, live_after=alive()) if live else plan)
+        return fw, bw
+
+    return partition
+
+
+def partition_without_hooks(joint: GraphModule, joint_inputs: Any, **kwargs: Any) -> tuple[GraphModule, GraphModule]:
+    """torch's min-cut partition; a saved input that the forward writes to is copied first, see passes/snapshots.py."""
+    fw, bw = aot.min_cut_partition(joint, joint_inputs, **kwargs)
+    save_what_was_read(fw, bw, kwargs["num_fwd_outputs"])
+    return fw, bw
+
+
+def plan_graph(gm: GraphModule, inputs: Sequence[Any], options: Options) -> list[Plan]:
+    """What `aot_hooks(gm, inputs)` would decide, with the live bytes; makes no code. `gm` may be changed."""
+    plans: list[Plan] = []
+    partition = planning_partition(_in_force(gm, options), options.inner, plans, roots(), [], live=True)
+    with _hooks_not_inlined_by_torch(), without_autograd_cache():
+        if options.inner == "aten":
+            aot.compile_graph(gm, inputs, partition)
+        else:
+            patches = dict(options.inductor or {})
+            inductor.partition_only(gm, inputs, _partitioned_by(partition, gm, patches))
+    return plans
+
+
+def _partitioned_by(partition: Callable[..., Any], gm: GraphModule, patches: dict[str, Any]) -> dict[str, Any]:
+    """Inductor settings by which `partition` splits the joint graph of `gm`, and sees the names in it.
+
+    In torch's cache keys the partition is the digest of the package. The hooks are in our key, see cache/key.py.
+    """
+    names = inductor.first_joint_pass(carry_names, patches) if uses_names(gm) else {}
+    return patches | names | inductor.partitioned_by(partition, f"aot_hooks {package_digest()}")
+
+
+def _hooks_not_inlined_by_torch() -> contextlib.AbstractContextManager[None]:
+    """Push a pair of plain functions over the hooks in force: torch would inline these a second time.
+
+    An empty stack stays empty: torch.func's transforms trace on an empty stack only.
+    """
+    return contextlib.nullcontext() if autograd.top_hooks() is None else autograd.hooks_pushed(_identity, _identity)
+
+
+def _identity(x: Any) -> Any:
+    return x
+
+
+def _nothing() -> None:
+    return None

@@ -2,9 +2,9 @@
 
     AOTAutograd's graphs, hooks inlined --Compilation--> captured whole, or in parts around what can't be
 
-What hooks pack is classified value by value: parameters that are saved stay where they are, activations lie where the
-tree put them, and what `offload` sent lies in pinned memory, which its operators alone touch: they are declared, so
-that a graph whose only tensors on the CPU are theirs is captured whole.
+Each saved value has its place: a parameter stays at its address, an activation is in the memory of the CUDA graph tree,
+a tensor that `offload` sent is in pinned host memory. Only the operators of `offload` touch that memory. `cudagraph`
+knows them as host operators, so it captures a graph whole whose only CPU tensors are theirs.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ __all__ = ["capture_options", "compilation", "forget"]
 _OPERATORS = (transfers.offload_start, transfers.offload_wait, transfers.reload_start, transfers.reload_wait)
 
 
-def capture_options(inner: str, said: bool | Mapping[str, Any]) -> Options | None:
-    """The options of `cudagraph` that `options["cudagraphs"]` asks for; None if it asks for no graphs.
+def capture_options(inner: str, option: bool | Mapping[str, Any]) -> Options | None:
+    """The options of `cudagraph` for the value of `options["cudagraphs"]`; None if that is False.
 
-    Raises `OptionError` for what `cudagraph` does not know.
+    Raises `OptionError` for an option that `cudagraph` does not know.
     """
-    if isinstance(said, Mapping) and "inner" in said:
+    if isinstance(option, Mapping) and "inner" in option:
         raise OptionError("options['cudagraphs'] takes no 'inner': options['inner'] says it")
-    if said is False:
+    if option is False:
         return None
     import cudagraph
 
     try:
-        return cudagraph.Options.parse({**(said if isinstance(said, Mapping) else {}), "inner": inner})
+        return cudagraph.Options.parse({**(option if isinstance(option, Mapping) else {}), "inner": inner})
     except cudagraph.OptionError as e:
         raise OptionError(f"options['cudagraphs']: {e}") from e
 
@@ -54,6 +54,6 @@ def compilation(options: Options) -> Compilation:
 
 
 def forget() -> None:
-    """Forget recordings: they write to host memory that is about to be given back."""
+    """Forget recordings: they write to host memory that is about to be freed."""
     if "cudagraph" in sys.modules:
         sys.modules["cudagraph"].reset()

@@ -1,8 +1,8 @@
-"""What the package raises: `AotHooksError` and its children.
+"""The errors and warnings of the package: `AotHooksError` and its children.
 
-A message has four parts: what was expected, what came, where (the hook, the saved tensor, the user's line) and the
-way out. Dynamo wraps what a backend raises in `BackendCompilerFailed`; ours is its `inner_exception` and `__cause__`,
-and its message begins with ours.
+A message has four parts: expected, got, where (the hook, the saved tensor, the user's line) and the way out. Dynamo
+wraps an error of a backend in `BackendCompilerFailed`: ours is its `inner_exception` and `__cause__`, and its message
+begins with ours.
 """
 
 from __future__ import annotations
@@ -10,8 +10,12 @@ from __future__ import annotations
 import difflib
 import inspect
 import os
+import weakref
 from collections.abc import Callable, Iterable, Mapping
+from types import FrameType
 from typing import Any
+
+import torch
 
 __all__ = [
     "AotHooksError",
@@ -26,10 +30,14 @@ __all__ = [
     "UnusedWarning",
     "bind",
     "did_you_mean",
-    "function_named",
+    "is_library_file",
+    "unwrapped",
+    "user_frame",
 ]
 
-PACKAGE = os.path.dirname(__file__) + os.sep  # files of frames that are none of the user's start so
+# the files of this package, and of torch, start with these
+PACKAGE = os.path.dirname(__file__) + os.sep
+TORCH = os.path.dirname(torch.__file__) + os.sep
 
 
 class AotHooksError(Exception):
@@ -41,8 +49,8 @@ class OptionError(AotHooksError, ValueError):
 
 
 class HookContractError(AotHooksError, RuntimeError):
-    """A hook broke its contract: pack mutated its input, packed into nothing, read a value, had a side effect or hidden
-    state; unpack did not give back the saved tensor's shape, dtype and device."""
+    """A hook broke its contract: pack mutated its input, returned None, read a value, had a side effect or hidden
+    state; unpack returned another shape, dtype or device than the saved tensor's."""
 
 
 class HookTraceError(AotHooksError, RuntimeError):
@@ -50,7 +58,7 @@ class HookTraceError(AotHooksError, RuntimeError):
 
 
 class PolicyError(AotHooksError, RuntimeError):
-    """A policy raised, or answered with something that is not a `Hook`."""
+    """A policy raised, or returned something that is not a `Hook`."""
 
 
 class UnsupportedGraphError(AotHooksError, RuntimeError):
@@ -58,15 +66,15 @@ class UnsupportedGraphError(AotHooksError, RuntimeError):
 
 
 class UnsupportedTorchError(AotHooksError, RuntimeError):
-    """This torch lacks a symbol the package stands on."""
+    """This torch lacks a private symbol that the package needs."""
 
 
 class CacheWarning(UserWarning):
-    """A compiled graph cannot be cached, or a stored one cannot be used; what it computes is not affected."""
+    """A compiled graph cannot be cached, or a stored one cannot be used; results are not affected."""
 
 
 class RecompileWarning(UserWarning):
-    """A hook or policy holds what changes from step to step, so that each step compiles."""
+    """A hook or policy holds a value that changes from step to step, so each step compiles."""
 
 
 class UnusedWarning(UserWarning):
@@ -75,13 +83,13 @@ class UnusedWarning(UserWarning):
 
 # --- words for messages -----------------------------------------------------------------------------------------------
 
-_MEANT = {"hook": "policy", "hooks": "policy"}
+_SYNONYMS = {"hook": "policy", "hooks": "policy"}
 
 
 def did_you_mean(name: str, valid: Iterable[str]) -> str:
     """ "; did you mean 'policy'?" if one of `valid` is like `name`, else ""."""
     names = list(valid)
-    near = [_MEANT[name]] if _MEANT.get(name) in names else difflib.get_close_matches(name, names, 1)
+    near = [_SYNONYMS[name]] if _SYNONYMS.get(name) in names else difflib.get_close_matches(name, names, 1)
     return f"; did you mean {near[0]!r}?" if near else ""
 
 
@@ -93,20 +101,35 @@ def bind(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[st
     except TypeError as e:
         name = getattr(function, "__name__", repr(function))
         wrong = next((k for k in kwargs if k not in signature.parameters), None)
-        said = f"{e}." if wrong is None else f"no argument {wrong!r}{did_you_mean(wrong, signature.parameters) or '.'}"
+        hint = "." if wrong is None else did_you_mean(wrong, signature.parameters) or "."
+        problem = f"{e}{hint}" if wrong is None else f"no argument {wrong!r}{hint}"
         shown = ", ".join(p.name + _default(p) for p in signature.parameters.values())
-        raise OptionError(f"{name}: {said} Expected {name}({shown})") from None
+        raise OptionError(f"{name}: {problem} Expected {name}({shown})") from None
 
 
 def _default(parameter: inspect.Parameter) -> str:
     return "" if parameter.default is inspect.Parameter.empty else f"={parameter.default!r}"
 
 
-def function_named(part: str, function: Any) -> str:
-    """`part` with the name and place of `function`, if it is the user's: "unpack 'widen' (model.py:12)"."""
-    function = getattr(function, "func", function)  # of a partial
-    code = next((c for f in (function, type(function).__call__) if (c := getattr(f, "__code__", None))), None)
-    if code is None or code.co_filename.startswith((PACKAGE, "<")):
-        return part
-    name = getattr(function, "__name__", type(function).__name__)
-    return f"{part} '{name}' ({os.path.basename(code.co_filename)}:{code.co_firstlineno})"
+# --- the user's frames ------------------------------------------------------------------------------------------------
+
+# weakref calls what this package leaves to it; "<": code that torch generates
+_LIBRARY_FILES = (PACKAGE, TORCH, weakref.__file__, "<")
+
+
+def is_library_file(file: str) -> bool:
+    return file.startswith(_LIBRARY_FILES) and file != "<stdin>"
+
+
+def user_frame(frame: FrameType | None) -> tuple[FrameType | None, int]:
+    """The innermost frame of the user's code, from `frame` outwards, and how many frames are skipped before it."""
+    skipped = 0
+    while frame is not None and is_library_file(frame.f_code.co_filename):
+        frame, skipped = frame.f_back, skipped + 1
+    return frame, skipped
+
+
+def unwrapped(e: Exception) -> AotHooksError | None:
+    """The error of this package that Dynamo has wrapped in `e`, if there is one."""
+    wrapped = getattr(e, "inner_exception", None) or e.__cause__
+    return wrapped if isinstance(wrapped, AotHooksError) else None

@@ -2,8 +2,8 @@
 
       saved tensor --pack--> pytree of tensors, symbolic ints, constants, None --unpack--> a tensor like the saved one
 
-`pack` runs at the end of a saved tensor's life in the forward, `unpack` before its first use in the backward. Both are
-retraced for every saved tensor, so Python control flow on its shape, dtype, device and size is free.
+`pack` runs after the last use of a saved tensor in the forward, `unpack` before its first use in the backward. Both
+are retraced for every saved tensor, so Python control flow on its shape, dtype, device and size costs nothing.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ _compiler: contextvars.ContextVar[str] = contextvars.ContextVar("compiler of the
 
 
 def compiled_by() -> str:
-    """What will compile the graph that a hook is being traced into: "inductor", "aten", or "eager" when it just runs.
+    """The compiler of the graph that a hook is being traced into: "inductor", "aten", or "eager" when it just runs.
 
-    A hook may choose its form by it, as by the device; what it computes must be the same.
+    A hook may choose its form by it, as by the device; its results must be the same.
     """
     return _compiler.get("eager")
 
 
 @contextlib.contextmanager
 def compiling_for(compiler: str) -> Iterator[None]:
-    """Traces inside are for `compiler`."""
+    """Hooks traced inside are compiled by `compiler`."""
     token = _compiler.set(compiler)
     try:
         yield
@@ -52,22 +52,23 @@ class Hook:
 
     Args:
         name: shown in reports, logs and errors.
-        pack: `tensor -> pytree`. Pure: no side effects, no mutation, no reading of values. Returning its argument
-            unchanged leaves the tensor as it is.
+        pack: `tensor -> pytree`. Pure: no side effects, no mutation, no reading of values. If it returns its argument,
+            the tensor stays as it is.
         unpack: `pytree -> tensor` of the saved tensor's shape, dtype and device. Strides are restored by the package.
-        lossy: True says that unpack gives rounded numbers. Then only floating-point tensors that the backward reads
-            smoothly are packed. Its decisions (comparisons, indices) are answered from the unrounded numbers, in bits
-            that are saved beside the packed ones. False packs every tensor, as asked.
-        eager: True runs both functions as they are, at run time, on the tensors that the compiled graph saves, instead
-            of tracing them into the graph. The way out for hooks that cannot be traced; they cannot fuse, and the
-            compiled forward has written the tensor before they see it.
-        cache_hash: says what both functions do where Dynamo can't trace them or a graph does not hold it (an operator
-            of a library of one's own): change it when they change. See docs/caching.md and docs/footguns.md.
-        declines: `SavedTensor -> str | None`, why the hook leaves a tensor as it is, for reports; None if it takes it.
-            Sees what a pack cannot: the operator, the module. Must use sizes as plain numbers only.
+        lossy: True means that unpack returns rounded numbers. Then only floating-point tensors that the backward reads
+            smoothly are packed. Decisions of the backward (comparisons, indices) are computed from the unrounded
+            numbers and saved as bits beside the packed tensor. False packs every tensor.
+        eager: True runs both functions untraced, at run time, on the tensors that the compiled graph saves. The way out
+            for hooks that cannot be traced. They cannot fuse, and the compiled forward has written the tensor before
+            they see it.
+        cache_hash: a text that stands for the functions where Dynamo can't trace them, or where a graph does not define
+            them (an operator of a library of one's own). Change it when they change. See docs/caching.md and
+            docs/footguns.md.
+        declines: `SavedTensor -> str | None`: the reason to leave a tensor as it is, for reports; None to pack it. It
+            sees the operator and the module, unlike pack. It must use sizes as plain numbers only.
 
     Raises:
-        OptionError: for an argument of another type.
+        OptionError: for an argument of a wrong type.
 
     Source: `torch.autograd.graph.saved_tensors_hooks` has the same pair for eager mode.
     """
@@ -95,7 +96,7 @@ class Hook:
                 raise OptionError(f"Hook({self.name!r}): {field} must be {expected}, got {value!r}")
 
     def why_not(self, saved: Any) -> str | None:
-        """Why the hook leaves a `SavedTensor` as it is, in words; None if it takes it."""
+        """The reason why the hook leaves a `SavedTensor` as it is; None if it packs it."""
         if self.declines is not None and (declined := self.declines(saved)):
             return declined
         if not self.lossy:
@@ -106,63 +107,60 @@ class Hook:
 
     @property
     def is_own(self) -> bool:
-        """Whether the functions are the user's, not of this package."""
+        """Whether the functions are the user's."""
         return str(getattr(self.pack, "__module__", "")).split(".")[0] != __package__
 
     def __str__(self) -> str:
         return self.name
 
     def __repr__(self) -> str:
-        """What one types for it, where the package made it; else its name."""
+        """The call that makes it, for a hook of the package; else its name."""
         if self == KEEP:
             return "KEEP"
         call = _call_of(self)
-        return self.name if call is None else call.typed()
+        return self.name if call is None else str(call)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # KEEP is told by identity, so copies of it and what is unpickled are KEEP itself
+        # KEEP is compared by identity, so copying and unpickling must return KEEP itself
         if self is KEEP:
             return "KEEP"
         call = _call_of(self)
-        return super().__reduce_ex__(protocol) if call is None else (_made_again, (call,))
+        return super().__reduce_ex__(protocol) if call is None else (_remade, (call,))
 
 
-def _same(x: Any) -> Any:
+def _identity(x: Any) -> Any:
     return x
 
 
-KEEP = Hook("keep", _same, _same)
+KEEP = Hook("keep", _identity, _identity)
 """The hook that leaves a saved tensor as it is."""
 
 
 @dataclass(frozen=True)
 class _Call:
-    """By which call of which function a hook was made."""
+    """The call that made a hook."""
 
     module: str
     function: str
-    arguments: tuple[tuple[str, Any], ...]  # those that are not the defaults
-    first: str  # the name of the first, which is typed without it
+    arguments: tuple[tuple[str, Any], ...]  # without defaults
+    first: str  # the name of the first parameter, whose argument is shown without a name
 
-    def typed(self) -> str:
-        each = (_typed(value) if name == self.first else f"{name}={_typed(value)}" for name, value in self.arguments)
-        return f"{self.function}({', '.join(each)})"
+    def __str__(self) -> str:
+        values = ((name, "math.inf" if value == math.inf else repr(value)) for name, value in self.arguments)
+        shown = (value if name == self.first else f"{name}={value}" for name, value in values)
+        return f"{self.function}({', '.join(shown)})"
 
 
 def _call_of(hook: Hook) -> _Call | None:
     try:
         return _calls.get(hook)
-    except TypeError:  # functions without a hash: none of the package's
+    except TypeError:  # a user's function without a hash
         return None
 
 
-def _made_again(call: _Call) -> Hook:
+def _remade(call: _Call) -> Hook:
     hook: Hook = getattr(importlib.import_module(call.module), call.function)(**dict(call.arguments))
     return hook
-
-
-def _typed(value: Any) -> str:
-    return "math.inf" if value == math.inf else repr(value)
 
 
 _Arguments = ParamSpec("_Arguments")
@@ -171,10 +169,9 @@ _calls: dict[Hook, _Call] = {}
 
 
 def interned(make: Callable[_Arguments, Hook]) -> Callable[_Arguments, Hook]:
-    """`make`, which gives the same hook for the same arguments, by position or by keyword; 1 is no True, 32.0 no 32.
+    """`make` with a cache: equal arguments, by position or keyword, make the same hook. 1 is not True, 32.0 not 32.
 
-    Not `functools.cache`: Dynamo warns of it where a compiled function makes the hook. What is known already is kept
-    outside of the function.
+    Not `functools.cache`: Dynamo warns of it where a compiled function makes the hook. So the cache is a global.
     """
 
     @dynamo.outermost_runs_in_python
@@ -182,22 +179,22 @@ def interned(make: Callable[_Arguments, Hook]) -> Callable[_Arguments, Hook]:
     def made_once(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> Hook:
         if torch.compiler.is_dynamo_compiling():
             return make(*args, **kwargs)
-        said = (make, args, tuple(map(type, args)), tuple((k, type(v), v) for k, v in kwargs.items()))
+        as_called = (make, args, tuple(map(type, args)), tuple((k, type(v), v) for k, v in kwargs.items()))
         try:
-            hash(said)
+            hash(as_called)
         except TypeError:
             bind(make, args, kwargs)
-            return make(*args, **kwargs)  # which says what is wrong with them
-        if said not in _made:
+            return make(*args, **kwargs)  # raises: no valid argument lacks a hash
+        if as_called not in _made:
             bound = bind(make, args, kwargs)
             bound.apply_defaults()
-            each = (make, *((name, type(value), value) for name, value in bound.arguments.items()))
-            hook = _made.get(each) or make(*args, **kwargs)
-            _made[said] = _made.setdefault(each, hook)
+            normalized = (make, *((name, type(value), value) for name, value in bound.arguments.items()))
+            hook = _made.get(normalized) or make(*args, **kwargs)
+            _made[as_called] = _made.setdefault(normalized, hook)
             parameters = inspect.signature(make).parameters
-            given = tuple((n, v) for n, v in bound.arguments.items() if v != parameters[n].default)
-            call = _Call(make.__module__, make.__name__, given, next(iter(parameters), ""))
+            changed = tuple((n, v) for n, v in bound.arguments.items() if v != parameters[n].default)
+            call = _Call(make.__module__, make.__name__, changed, next(iter(parameters), ""))
             _calls.setdefault(hook, call)
-        return _made[said]
+        return _made[as_called]
 
     return made_once

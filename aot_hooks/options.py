@@ -1,4 +1,4 @@
-"""What users say to the backend: `torch.compile(..., backend="aot_hooks", mode=..., options={...})`."""
+"""The options of the backend: `torch.compile(..., backend="aot_hooks", mode=..., options={...})`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from . import cudagraphs
 from .errors import OptionError, did_you_mean
 from .hook import Hook
-from .settings.setting import SCOPES, makes
+from .settings.setting import SCOPES, uncalled_factory
 from .torch_private import inductor
 
 __all__ = ["Options", "inductor_patches"]
@@ -35,7 +35,7 @@ class Options:
 
     @classmethod
     def parse(cls, options: Mapping[str, Any] | None) -> Options:
-        """Raises `OptionError` naming what is unknown and listing what is valid."""
+        """Raises `OptionError` that names the unknown option and lists the valid ones."""
         given = dict(options or {})
         valid = list(cls.__dataclass_fields__)
         unknown = [k for k in given if k not in valid]
@@ -54,8 +54,8 @@ class Options:
             )
         cudagraphs.capture_options(parsed.inner, parsed.cudagraphs)
         policy = parsed.policy
-        if (said := makes(policy)) or not (policy is None or isinstance(policy, Hook) or callable(policy)):
-            raise OptionError(f"options['policy'] must be a policy or a Hook, got {policy!r}{said}")
+        if (advice := uncalled_factory(policy)) or not (policy is None or isinstance(policy, Hook) or callable(policy)):
+            raise OptionError(f"options['policy'] must be a policy or a Hook, got {policy!r}{advice}")
         if parsed.inductor is not None:
             if not isinstance(parsed.inductor, Mapping):
                 raise OptionError(f"options['inductor'] must be a dict of Inductor settings, got {parsed.inductor!r}")
@@ -66,7 +66,7 @@ class Options:
 
 
 def inductor_patches(options: Options, mode: str | None) -> dict[str, Any]:
-    """Inductor's settings; raises `OptionError` for an unknown mode, and for settings of what is not to run."""
+    """Inductor's settings. Raises `OptionError` for an unknown mode, and for settings if Inductor does not run."""
     if options.inner != "inductor":
         if options.inductor:
             raise OptionError("options['inductor'] needs options['inner'] = 'inductor'")

@@ -1,14 +1,14 @@
-"""Which saved tensors get a hook: policies to say it with.
+"""Policies: which saved tensors get which hook.
 
-      first_match(                                     SavedTensor --match--> Hook, or None: not mine
+      first_match(                                     SavedTensor --match--> Hook, or None: no choice
           only_these_names({"logits": KEEP}),
           only_these_ops({torch.ops.aten.gelu.default: float8()}),
           larger_than(1 << 20, float8()),
       )
 
-A policy is a pure function `SavedTensor -> Hook`; any such function is one. Those from here are frozen, hashable,
-picklable values that print as what one types. Where a hook is expected a policy may stand: `larger_than(1 << 20,
-only_these_ops(...))` is both conditions. In a mapping the first key that fits decides.
+A policy is a pure function `SavedTensor -> Hook`; any such function is one. The policies of this module are frozen,
+hashable, picklable values that print as the call that makes them. A policy may stand in place of a hook: `larger_than(1
+<< 20, only_these_ops(...))` combines both conditions. In a mapping the first key that matches decides.
 
 Source: the form is that of `jax.checkpoint_policies`.
 """
@@ -26,7 +26,7 @@ from .errors import OptionError
 from .graphs.saved import SavedTensor
 from .hook import KEEP, Hook
 from .settings.operators import operator_key, same_operator
-from .settings.setting import Policy, choose, makes
+from .settings.setting import KEPT, Policy, choose, looks_at_modules, uncalled_factory, why_kept, why_packed
 
 __all__ = [
     "everything",
@@ -40,8 +40,6 @@ __all__ = [
 
 Rule: TypeAlias = Hook | Policy
 
-_KEPT = "the policy keeps it"
-
 
 def everything(hook: Rule) -> Policy:
     """`hook` for every tensor in scope."""
@@ -51,11 +49,11 @@ def everything(hook: Rule) -> Policy:
 def larger_than(nbytes: int, hook: Rule) -> Policy:
     """`hook` for tensors whose storage has more than `nbytes` bytes.
 
-    A symbolic size counts with its value at compile time: the graph is not specialized, and not compiled again when
-    later sizes fall on the other side. A size that depends on values counts as 0.
+    A symbolic size counts with its value at compile time. The graph is not specialized for it, and not recompiled when
+    a later size is on the other side. A size that depends on values counts as 0.
 
     Raises:
-        OptionError: `nbytes` is no number of bytes.
+        OptionError: `nbytes` is not an int of at least 0.
     """
     return _LargerThan(_nbytes(nbytes), _rule("larger_than", hook))
 
@@ -65,11 +63,11 @@ def only_these_ops(hooks: Mapping[Any, Rule]) -> Policy:
 
     Args:
         hooks: `{operator: hook}`. An operator is `torch.ops.aten.gelu.default`, `torch.ops.aten.gelu` (all overloads)
-            or a name ("aten.gelu.default", "aten.gelu", "gelu"); "input" is what a graph is given. It is the one the
-            program called, whatever Inductor decomposes it to; in-place forms are their functional ones.
+            or a name ("aten.gelu.default", "aten.gelu", "gelu"); "input" stands for inputs of a graph. The operator is
+            the one that the program calls, whatever Inductor decomposes it to. In-place forms count as functional.
 
     Raises:
-        OptionError: no such operator, or one that never saves a tensor because it is made of others (aten.linear).
+        OptionError: no such operator, or a composite one, which never saves a tensor itself (aten.linear).
     """
     return _OnlyTheseOps(_entries("only_these_ops", hooks, "an operator", operator_key))
 
@@ -78,15 +76,15 @@ def only_these_modules(hooks: Mapping[str, Rule]) -> Policy:
     """A hook by the module that the tensor was made in.
 
     Args:
-        hooks: `{pattern: hook}`. A pattern is a path as `named_modules()` gives it, and covers what is inside that
-            module too: "layers.0.mlp" covers "layers.0.mlp.fc1". In it `*`, `?` and `[...]` stand within one name
-            ("layers.*.mlp"), `**` for any number of names ("**.mlp").
+        hooks: `{pattern: hook}`. A pattern is a path as in `named_modules()`, and covers the modules inside it:
+            "layers.0.mlp" covers "layers.0.mlp.fc1". `*`, `?` and `[...]` match within one name ("layers.*.mlp"), `**`
+            matches any number of names ("**.mlp").
     """
     return _OnlyTheseModules(_entries("only_these_modules", hooks, "a module's path or pattern", _pattern))
 
 
 def only_these_names(hooks: Mapping[str, Rule]) -> Policy:
-    """A hook by the name that `aot_hooks.checkpoint_name(x, name)` gave the tensor, or what it is a view of."""
+    """A hook by the name that `aot_hooks.checkpoint_name(x, name)` set on the tensor, or on the base of the view."""
     return _OnlyTheseNames(_entries("only_these_names", hooks, "a name", _name))
 
 
@@ -96,10 +94,10 @@ def only_these_dtypes(hooks: Mapping[torch.dtype, Rule]) -> Policy:
 
 
 def first_match(*policies: Rule) -> Policy:
-    """The hook of the first policy that has one for the tensor; none: the tensor is kept.
+    """The hook of the first policy that chooses one for the tensor; without one, the tensor stays.
 
-    A policy of this module whose condition holds decides, also for `KEEP`; of a plain function `KEEP` means "not mine".
-    A hook that leaves the tensor as it is (`float8` a mask, or what the backward decides by) leaves it to the next.
+    A policy of this module whose condition holds decides, also for `KEEP`. `KEEP` from a plain function means no
+    choice. If the chosen hook declines the tensor (`float8` declines masks), the next policy is asked.
     """
     return _FirstMatch(tuple(_rule("first_match", policy) for policy in policies))
 
@@ -114,57 +112,37 @@ class _Policy:
         raise NotImplementedError
 
     def rules_for(self, saved: SavedTensor) -> tuple[Rule, ...]:
-        """Those of its rules whose condition holds."""
+        """The rules whose condition holds."""
         return self.rules
 
     def match(self, saved: SavedTensor) -> Hook | None:
-        """The hook for `saved`, None where the policy has nothing to say."""
-        return next((_ask(rule, saved) for rule in self.rules_for(saved)), None)
+        """The hook for `saved`; None if the policy makes no choice."""
+        return next((_match(rule, saved) for rule in self.rules_for(saved)), None)
 
     def __call__(self, saved: SavedTensor) -> Hook:
         return self.match(saved) or KEEP
 
     def why_kept(self, saved: SavedTensor) -> str:
-        """Why the policy leaves `saved`, in words; for reports."""
-        return "; ".join(dict.fromkeys(filter(None, (_why(rule, saved) for rule in self.rules_for(saved))))) or _KEPT
+        """The reason to leave `saved`, for reports."""
+        reasons = (why_kept(rule, saved) for rule in self.rules_for(saved))
+        return "; ".join(dict.fromkeys(filter(None, reasons))) or KEPT
 
     def why_packed(self, saved: SavedTensor) -> str:
-        """Which condition chose the hook for `saved`, in words; "" if there was none. For reports."""
+        """The condition that chose the hook for `saved`, for reports; "" if there was none."""
         rule = next(iter(self.rules_for(saved)), None)
-        return "" if rule is None else ", ".join(filter(None, (self.condition(saved), _why_packed(rule, saved))))
+        return "" if rule is None else ", ".join(filter(None, (self.condition(saved), why_packed(rule, saved))))
 
     def condition(self, saved: SavedTensor) -> str:
-        """The condition that holds for `saved`."""
+        """The policy's own condition, which `saved` meets, in words."""
         return ""
 
     @property
     def looks_at_modules(self) -> bool:
-        """Whether the policy, or one in it, may read `SavedTensor.module_path`."""
-        return any(_looks_at_modules(rule) for rule in self.rules)
+        """Whether the policy, or a policy in it, may read `SavedTensor.module_path`."""
+        return any(looks_at_modules(rule) for rule in self.rules)
 
 
-def _looks_at_modules(rule: Rule) -> bool:
-    return not isinstance(rule, Hook) and bool(getattr(rule, "looks_at_modules", True))
-
-
-def _why(rule: Rule, saved: SavedTensor) -> str:
-    """What a hook or policy itself says of why it leaves `saved`."""
-    if isinstance(rule, Hook):
-        return rule.why_not(saved) or ""
-    why = getattr(rule, "why_kept", None)
-    said = str(why(saved)) if why is not None else ""
-    return "" if said == _KEPT else said
-
-
-def _why_packed(rule: Rule | None, saved: SavedTensor) -> str:
-    """What a policy says of why it chose a hook for `saved`; of a plain function its name."""
-    if rule is None or isinstance(rule, Hook):
-        return ""
-    why = getattr(rule, "why_packed", None)
-    return f"policy {_shown(rule)}" if why is None else str(why(saved))
-
-
-def _ask(rule: Rule, saved: SavedTensor) -> Hook | None:
+def _match(rule: Rule, saved: SavedTensor) -> Hook | None:
     if isinstance(rule, _Policy):
         return rule.match(saved)
     hook = choose(rule, saved)
@@ -210,13 +188,13 @@ class _ByKey(_Policy):
     """The hook of the first key that fits."""
 
     entries: tuple[tuple[Any, Rule], ...]
-    kind: ClassVar[str]  # of key, as reports say it
+    kind: ClassVar[str]  # of keys, in reports
 
     def fits(self, key: Any, saved: SavedTensor) -> bool:
         raise NotImplementedError
 
     def values(self, saved: SavedTensor) -> tuple[str, ...]:
-        """What of `saved` keys are compared with, for messages."""
+        """The values of `saved` that keys are compared with, for messages."""
         raise NotImplementedError
 
     @property
@@ -296,12 +274,13 @@ class _FirstMatch(_Policy):
         return self._first(saved)[0]
 
     def why_packed(self, saved: SavedTensor) -> str:
-        return _why_packed(self._first(saved)[1], saved)
+        policy = self._first(saved)[1]
+        return "" if policy is None else why_packed(policy, saved)
 
     def _first(self, saved: SavedTensor) -> tuple[Hook | None, Rule | None]:
-        """The hook, and the policy that has it."""
+        """The first hook that packs `saved`, and its policy."""
         for policy in self.policies:
-            hook = _ask(policy, saved)
+            hook = _match(policy, saved)
             if hook is not None and not hook.why_not(saved):
                 return hook, policy
         return None, None
@@ -311,7 +290,7 @@ class _FirstMatch(_Policy):
 
 
 def _covers(pattern: tuple[str, ...], path: tuple[str, ...]) -> bool:
-    """Whether `pattern` fits `path` or a module around it."""
+    """Whether `pattern` matches `path` or a module around it."""
     if not pattern:
         return True
     if pattern[0] == "**":
@@ -323,8 +302,8 @@ def _covers(pattern: tuple[str, ...], path: tuple[str, ...]) -> bool:
 
 
 def _rule(function: str, value: Any) -> Rule:
-    if (said := makes(value)) or (not isinstance(value, Hook) and not callable(value)):
-        raise OptionError(f"{function}: expected a Hook, or a policy, got {value!r}{said}")
+    if (hint := uncalled_factory(value)) or (not isinstance(value, Hook) and not callable(value)):
+        raise OptionError(f"{function}: expected a Hook, or a policy, got {value!r}{hint}")
     if isinstance(value, type):
         raise OptionError(f"{function}: expected a Hook, or a policy, got the class {value.__name__}; make one of it")
     rule: Rule = value
@@ -341,9 +320,9 @@ def _entries(function: str, hooks: Any, key: str, check: Callable[[Any], Any]) -
     if not isinstance(hooks, Mapping) or not hooks:
         raise OptionError(f"{function}: expected a dict from {key} to a Hook, got {hooks!r}")
     entries = []
-    for given, hook in hooks.items():
+    for key_or_name, hook in hooks.items():
         try:
-            entries.append((check(given), _rule(function, hook)))
+            entries.append((check(key_or_name), _rule(function, hook)))
         except OptionError as e:
             raise OptionError(str(e) if str(e).startswith(function) else f"{function}: {e}") from None
     return tuple(entries)

@@ -1,49 +1,104 @@
-"""When what a compiled forward saved is given up: its backward has run, or nobody can ask for it any more.
+"""Records of compiled graphs: the plans that `last_plans` returns, and for reports how often each graph ran.
 
-      outputs --grad_fn, through views--> the graph's node of autograd --+-- has run -------+--> over(), once
-                                                                        +-- is collected --+
+      compile --> plans by `torch.compile` wrapper            last_plans(compiled)
+              --> Graph, while `recorded()` is entered        how often it ran, how many runs wait for their backward
 
-For reports alone: a step that is not reported pays nothing for it.
+A dropped function drops its plans.
 """
 
 from __future__ import annotations
 
+import contextlib
+import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
-import torch
+from .passes.plan import Plan
+from .release import at_end_of_backward
 
-from .torch_private import dynamo
-from .torch_private import values as torch_values
-
-__all__ = ["at_end_of_backward"]
+__all__ = ["Graph", "forget", "plans_of", "recorded", "recording_graphs"]
 
 
-class _Token:
-    """Held by a node of autograd alone."""
+# --- plans ------------------------------------------------------------------------------------------------------------
 
 
-def at_end_of_backward(outputs: Any, over: Callable[[], None]) -> bool:
-    """Call `over` once when what the graph that gave `outputs` saved is given up; False if it saved nothing."""
-    tensors = (t for t in torch_values.pytree.tree_leaves(outputs) if isinstance(t, torch.Tensor))
-    node = next((n for t in tensors if (n := _node_of(t)) is not None), None)
-    if node is None:
-        return False
-    token = _Token()
-    once = weakref.finalize(token, over)
-    node.metadata["aot_hooks"] = token
-
-    @dynamo.untraced  # a backward may run where Dynamo compiles each function that is called
-    def has_run(*_: Any) -> None:
-        once()
-
-    node.register_hook(has_run)
-    return True
+_plans: dict[int, tuple[weakref.ref[Any], list[Plan]]] = {}  # by id of the wrapper; weak, so that it drops its plans
+_lock = threading.Lock()
 
 
-def _node_of(x: torch.Tensor) -> Any:
-    node: Any = x.grad_fn
-    while node is not None and "CompiledFunction" not in type(node).__name__:
-        node = node.next_functions[0][0] if node.next_functions else None
-    return node
+def plans_of(wrapper: Any) -> list[Plan]:
+    """The list of plans of a `torch.compile` wrapper; compiling appends to it."""
+    with _lock:
+        known = _plans.get(id(wrapper))
+        if known is None or known[0]() is not wrapper:
+            known = _plans[id(wrapper)] = (weakref.ref(wrapper), [])
+            weakref.finalize(wrapper, _plans.pop, id(wrapper), None)
+        return known[1]
+
+
+def forget() -> None:
+    """Empty the plans of all wrappers."""
+    with _lock:
+        for _, plans in _plans.values():
+            plans.clear()
+
+
+# --- graphs -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class Graph:
+    """A compiled graph, as `recorded` lists it.
+
+    Attributes:
+        plans: with live bytes; empty if it has no backward, several if Dynamo's graph became several.
+        run_count: how often its forward ran.
+        held_count: how many of these runs still have saved tensors.
+        most_held: the largest `held_count` since somebody set `most_held` back to it.
+    """
+
+    plans: list[Plan] = field(default_factory=list)
+    run_count: int = 0
+    held_count: int = 0
+    most_held: int = 0
+
+    def counted(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        """`run`, the compiled forward, with each run counted."""
+
+        def run_and_count(*args: Any) -> Any:
+            outputs = run(*args)
+            self.run_count += 1
+            if at_end_of_backward(outputs, self._released):
+                self.held_count += 1
+                self.most_held = max(self.most_held, self.held_count)
+            return outputs
+
+        return run_and_count
+
+    def _released(self) -> None:
+        self.held_count -= 1
+
+
+_recorded: list[Graph] | None = None
+
+
+@contextlib.contextmanager
+def recorded() -> Iterator[list[Graph]]:
+    """Lists each graph that the backend compiles inside, on any thread, with hooks or without.
+
+    `last_plans` returns the same inside as outside.
+    """
+    global _recorded
+    graphs: list[Graph] = []
+    before, _recorded = _recorded, graphs
+    try:
+        yield graphs
+    finally:
+        _recorded = before
+
+
+def recording_graphs() -> list[Graph] | None:
+    """The list of the innermost `recorded()`; None outside of one."""
+    return _recorded

@@ -1,6 +1,6 @@
 """Gradients of every differentiable operator of torch's `op_db` under lossy hooks, held against eager mode.
 
-      python benchmarks/bench_op_db.py --workers 16 --out results/op_db.json
+      python benchmarks/bench_op_db.py --workers 16 --out out/op_db.json
 
 The programs are in tests/support/op_programs.py, the rule is in tests/support/oracle.py. Operators without a program
 are listed with the reason. Each worker is a process of its own: an operator that crashes or hangs it is a result too.

@@ -1,12 +1,14 @@
-"""What this project holds itself to, beside what was measured: one line a goal, met or not.
+"""The project's goals beside what was measured, one line each, and the README of the results.
 
-    GOALS  <-- value(result) --  benchmarks/results/*.json, of each kind the newest
+    GOALS  <-- value(result) --  the file that benchmarks/results/manifest.json names for the goal's kind
+    manifest.json, GOALS     --> benchmarks/results/README.md
 
-    python benchmarks/goals.py                    # as text
-    python benchmarks/goals.py --markdown         # the table in benchmarks/results/README.md
-    python benchmarks/goals.py --results out/measured   # what measure.py wrote
+    python benchmarks/goals.py                    # the goals as text
+    python benchmarks/goals.py --try memory.h200=out/measured/memory.json    # as if that were the current file
+    python benchmarks/goals.py --write            # benchmarks/results/README.md
 
-A goal that nothing was measured for says so. Exit code 0 only if all are met.
+Only the manifest decides which file is current: a new file counts when a person has named it there. A goal whose file
+has no such number says so. Exit code 0 only if all goals are met, or after --write.
 """
 
 from __future__ import annotations
@@ -23,23 +25,37 @@ from typing import Any
 from _measure import GIB, ROOT, format_columns
 
 RESULTS = ROOT / "benchmarks" / "results"
+NOT_KEPT = "the script was not kept"
+HEAD = """# Results
+
+`python benchmarks/goals.py --write` makes this page from `manifest.json`; a test compares. Each file's header has its
+device, torch, triton, commit, date and shapes. What was tried and decided is in [the log](../LOG.md).
+"""
+GOALS_HEAD = """
+## Goals
+
+A step is *met* by the fastest step of a run. Machines differ by about 1% from run to run.
+"""
 
 
 @dataclasses.dataclass(frozen=True)
 class Goal:
     text: str
-    kind: str  # of result: how its file's name begins
+    kind: str  # of result: its name in manifest.json
     value: Callable[[Any], float]
     limit: float
     at_least: bool = False
-    on: str = ""  # a part of the device's name, if it has to be that kind of machine
 
     def met(self, value: float) -> bool:
         return value >= self.limit if self.at_least else value <= self.limit
 
 
+def named(rows: list[dict[str, Any]], by: str = "name") -> dict[str, dict[str, Any]]:
+    return {row[by]: row for row in rows}
+
+
 def row(variant: str, key: str) -> Callable[[Any], float]:
-    return lambda result: next(float(r[key]) for r in result["rows"] if r["name"] == variant)
+    return lambda result: float(named(result["rows"])[variant][key])
 
 
 def gib(variant: str, key: str) -> Callable[[Any], float]:
@@ -50,19 +66,19 @@ def of_graphs(key: str, model: str) -> Callable[[Any], float]:
     """The float8 stack with CUDA graphs over the one without."""
 
     def ratio(result: Any) -> float:
-        found = {r["variant"]: r for r in result["rows"] if r["model"] == model}
+        found = named([r for r in result["rows"] if r["model"] == model], by="variant")
         return float(found["float8 cudagraphs"][key] / found["float8"][key])
 
     return ratio
 
 
 def offloaded(key: str, unit: float = 1) -> Callable[[Any], float]:
-    return lambda result: next(float(r[key]) for r in result["offload"] if r["name"] == "ours_offload") / unit
+    return lambda result: float(named(result["offload"])["ours_offload"][key]) / unit
 
 
 def best_of_8_bits(result: Any) -> float:
     names = (F8, "ours_float8_tensorwise", "ours_float8_blockwise", "ours_int8_128_power")
-    return min(float(r["ratio_to_stock"]) for r in result["rows"] if r["name"] in names)
+    return min(row(name, "ratio_to_stock")(result) for name in names)  # raises where one is missing
 
 
 def error(hook: str, data: str) -> Callable[[Any], float]:
@@ -87,8 +103,8 @@ def own_part(size: int) -> Callable[[Any], float]:
 
 F8, BLOCKS = "ours_float8_rowwise", "the stack's step over stock's"
 GOALS = (
-    Goal(f"float8 rowwise: {BLOCKS}", "memory", row(F8, "ratio_to_stock"), 1.02, on="H200"),
-    Goal("float8 rowwise: GiB at the peak of a step", "memory", gib(F8, "peak_bytes"), 6.6, on="H200"),
+    Goal(f"float8 rowwise: {BLOCKS}", "memory.h200", row(F8, "ratio_to_stock"), 1.02),
+    Goal("float8 rowwise: GiB at the peak of a step", "memory.h200", gib(F8, "peak_bytes"), 6.6),
     *(
         goal
         for hook, name in (
@@ -99,15 +115,15 @@ GOALS = (
             ("int8(16, power of two)", "ours_int8_16_power"),
         )
         for goal in (
-            Goal(f"{hook}: {BLOCKS}", "memory", row(name, "ratio_to_stock"), 1.02, on="H200"),
-            Goal(f"{hook}: GiB at the peak of a step", "memory", gib(name, "peak_bytes"), 6.6, on="H200"),
+            Goal(f"{hook}: {BLOCKS}", "memory.h200", row(name, "ratio_to_stock"), 1.02),
+            Goal(f"{hook}: GiB at the peak of a step", "memory.h200", gib(name, "peak_bytes"), 6.6),
         )
     ),
-    Goal(f"the fastest of these: {BLOCKS}", "memory", best_of_8_bits, 1.01, on="H200"),
-    Goal("float8 rowwise: compile time over stock's", "compile", lambda r: float(r["ratio"]), 1.10, on="H200"),
-    Goal('live bytes in the backward, inner "aten"', "live_bytes", lambda r: float(r["ratio"]), 0.65),
+    Goal(f"the fastest of these: {BLOCKS}", "memory.h200", best_of_8_bits, 1.01),
+    Goal("float8 rowwise: compile time over stock's", "compile.h200", lambda r: float(r["ratio"]), 1.10),
+    Goal('live bytes in the backward, inner "aten"', "live_bytes.cpu", lambda r: float(r["ratio"]), 0.65),
     *(
-        Goal(f"{hook}: error of gradients, {data}", "errors", error(hook, data), limit)
+        Goal(f"{hook}: error of gradients, {data}", "errors.cpu", error(hook, data), limit)
         for hook, limit in (
             ("int8(64)", 0.015),
             ("int8(128, power of two)", 0.015),
@@ -120,8 +136,8 @@ GOALS = (
     ),
     *(
         Goal(
-            f"slowest {'random' if random else 'other'} kernel over a copy, rows of {columns}", "kernels",
-            slowest(columns, random=random), 0.8, at_least=True, on="H200",
+            f"slowest {'random' if random else 'other'} kernel over a copy, rows of {columns}", "kernels.h200",
+            slowest(columns, random=random), 0.8, at_least=True,
         )
         for columns in (4096, 14336)
         for random in (False, True)
@@ -132,115 +148,157 @@ GOALS = (
         for on, clock in (("CPU", "cpu_s"), ("H200", "wall_s"))
         for goal in (
             Goal(
-                f"cold over warm start, {on}", "warm_start",
-                lambda r, clock=clock: float(r[f"cold_over_warm_{clock}"]["aot_hooks"]), 5, at_least=True, on=on,
+                f"cold over warm start, {on}", f"warm_start.{on.lower()}",
+                lambda r, clock=clock: float(r[f"cold_over_warm_{clock}"]["aot_hooks"]), 5, at_least=True,
             ),
             Goal(
-                f"warm start over stock's, {on}", "warm_start",
-                lambda r, clock=clock: float(r[f"warm_over_stock_warm_{clock}"]), 1.1, on=on,
+                f"warm start over stock's, {on}", f"warm_start.{on.lower()}",
+                lambda r, clock=clock: float(r[f"warm_over_stock_warm_{clock}"]), 1.1,
             ),
         )
     ),
     *(
         Goal(
-            f"a call's host time over torch's trees, {size} parameters", "cudagraph_host",
+            f"a call's host time over torch's trees, {size} parameters", "cudagraph_host.h200",
             lambda r, i=i: float(r["calls"][i]["ratio_to_torch_trees"]), limit,
         )
         for i, (size, limit) in enumerate(((2, 0.5), (16, 0.5), (200, 0.55)))
     ),
     *(
-        Goal(f"the tree's own part over that of torch's, {size} parameters", "cudagraph_host", own_part(i), 0.2)
+        Goal(f"the tree's own part over that of torch's, {size} parameters", "cudagraph_host.h200", own_part(i), 0.2)
         for i, size in enumerate((2, 16, 200))
     ),
     *(
         Goal(
-            f"a training step of {depth} layers over torch's trees", "cudagraph_host",
+            f"a training step of {depth} layers over torch's trees", "cudagraph_host.h200",
             lambda r, i=i: float(r["training"][i]["ratio_to_torch_trees"]), 0.7,
         )
         for i, depth in enumerate((4, 24))
     ),
     *(
         goal
-        for model, loss in (
-            ("Llama-shaped stack", "an eager loss"),
-            ("Llama-shaped stack, AdamW", "an eager loss and AdamW"),
-            ("Llama-shaped stack, loss compiled", "its loss"),
+        for kind, model, loss in (
+            ("cudagraph_stack.h200", "Llama-shaped stack", "an eager loss"),
+            ("cudagraph_stack_adamw.h200", "Llama-shaped stack, AdamW", "an eager loss and AdamW"),
+            ("cudagraph_stack_compiled.h200", "Llama-shaped stack, loss compiled", "its loss"),
         )
         for goal in (
             Goal(
-                f"float8 and {loss} with CUDA graphs: step over that without", "cudagraph_stack",
+                f"float8 and {loss} with CUDA graphs: step over that without", kind,
                 of_graphs("step_ms", model), 1.0,
             ),
             Goal(
-                f"float8 and {loss} with CUDA graphs: reserved memory likewise", "cudagraph_stack",
+                f"float8 and {loss} with CUDA graphs: reserved memory likewise", kind,
                 of_graphs("reserved_bytes", model), 1.05,
             ),
         )
     ),
     Goal(
-        "the same with expandable segments: reserved memory", "cudagraph_expandable",
+        "the same with expandable segments: reserved memory", "cudagraph_stack_expandable.h200",
         of_graphs("reserved_bytes", "Llama-shaped stack, loss compiled"), 1.05,
     ),
-    Goal("fuzzed programs with CUDA graphs", "fuzz", lambda r: float(r["programs"]), 10_000, at_least=True, on="H200"),
-    Goal("of these, with other results than eager mode", "fuzz", lambda r: float(r["different"]), 0, on="H200"),
-    Goal("offload: GiB sent", "offload", offloaded("planned_bytes", GIB), 2.2, at_least=True),
-    Goal(f"offload: {BLOCKS}", "offload", row("ours_offload", "ratio_to_stock"), 1.03),
-    Goal("offload: share of copy time hidden", "offload", offloaded("hidden_share"), 0.9, at_least=True),
+    Goal("fuzzed programs with CUDA graphs", "fuzz.h200", lambda r: float(r["programs"]), 10_000, at_least=True),
+    Goal("of these, with other results than eager mode", "fuzz.h200", lambda r: float(r["different"]), 0),
+    Goal("offload: GiB sent", "offload.h200", offloaded("planned_bytes", GIB), 2.2, at_least=True),
+    Goal(f"offload: {BLOCKS}", "offload.h200", row("ours_offload", "ratio_to_stock"), 1.03),
+    Goal("offload: share of copy time hidden", "offload.h200", offloaded("hidden_share"), 0.9, at_least=True),
     *(
         goal
         for name in ("float8", "int8")
         for goal in (
             Goal(
-                f"{name}, then offload: saved GiB on the device", "offload",
+                f"{name}, then offload: saved GiB on the device", "offload.h200",
                 gib(f"ours_{name}_offload", "after_forward_bytes"), 3.0,
             ),
-            Goal(f"{name}, then offload: {BLOCKS}", "offload", row(f"ours_{name}_offload", "ratio_to_stock"), 1.04),
+            Goal(
+                f"{name}, then offload: {BLOCKS}", "offload.h200",
+                row(f"ours_{name}_offload", "ratio_to_stock"), 1.04,
+            ),
         )
     ),
 )  # fmt: skip
 
 
-def newest(goal: Goal, results: pathlib.Path) -> tuple[dict[str, Any], float] | None:
-    """The header of the newest result that has this goal's value, and the value; None if there is none."""
-    found = []
-    for path in sorted(results.glob(f"{goal.kind}*.json")):
-        result = json.loads(path.read_text())
-        header = result.get("header", result.get("conditions", result))
-        try:
-            if goal.on in header["device"]:
-                found.append((header, goal.value(result)))
-        except (KeyError, IndexError, StopIteration, TypeError):
-            continue  # a result of fewer variants, or of one that raised
-    return max(found, key=lambda one: str(one[0]["date"]), default=None)
+def header(result: dict[str, Any]) -> dict[str, Any]:
+    """Device, versions, commit and date of a result."""
+    return dict(result.get("header", result.get("conditions", result)))
 
 
-def rows(results: pathlib.Path) -> list[list[str]]:
+def current(results: pathlib.Path) -> dict[str, pathlib.Path]:
+    """The file of each kind that `results`/manifest.json names; a kind that has none is not there."""
+    named = json.loads((results / "manifest.json").read_text())["current"]
+    return {kind: results / entry["file"] for kind, entry in named.items()}
+
+
+def rows(files: dict[str, pathlib.Path]) -> list[list[str]]:
+    """For each goal its text, limit, measured value, whether it is met, and where; `files` is what current() gives."""
+    found = {kind: json.loads(path.read_text()) for kind, path in files.items()}
     table = []
     for goal in GOALS:
         limit = f"{'≥' if goal.at_least else '≤'} {goal.limit:g}"
         measured, met, where = "", "NO", "not measured"
-        if (found := newest(goal, results)) is not None:
-            header, value = found
-            measured, met = f"{value:.4g}", "yes" if goal.met(value) else "NO"
-            where = f"{header['device']}, torch {header['torch'].split('+')[0]}, {header['commit'][:7]}"
+        if goal.kind in found:
+            try:
+                value = goal.value(found[goal.kind])
+                measured, met = f"{value:.4g}", "yes" if goal.met(value) else "NO"
+                where = made_on(found[goal.kind])
+            except (KeyError, IndexError, TypeError):  # a run of fewer variants, or of one that raised
+                where = f"not in {files[goal.kind].name}"
         table.append([goal.text, limit, measured, met, where])
     return table
 
 
-def format_markdown(table: list[list[str]]) -> str:
-    lines = ["| goal | limit | measured | met | on |", "|---|---|---|---|---|"]
-    return "\n".join(lines + [f"| {' | '.join(cells)} |" for cells in table])
+def made_on(result: dict[str, Any], *more: str) -> str:
+    """Device, torch and commit of a result, then those of `more` that its header has."""
+    top = header(result)
+    torch, commit = top["torch"].split("+")[0], (top.get("commit") or "").removeprefix("just before ")[:7]
+    parts = [top["device"], f"torch {torch}", commit, *(str(top[key])[:10] for key in more if key in top)]
+    return ", ".join(part for part in parts if part)
+
+
+def format_markdown(head: list[str], table: list[list[str]]) -> str:
+    lines = [head, ["---"] * len(head), *table]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def format_readme(results: pathlib.Path) -> str:
+    """README.md of `results`: the current files, the goals, the history with the newest first."""
+    manifest = json.loads((results / "manifest.json").read_text())
+
+    def index(entries: dict[str, dict[str, str | None]]) -> str:
+        table = []
+        for name, entry in entries.items():
+            command = f"`{entry['command']}`" if entry["command"] else NOT_KEPT
+            where = made_on(json.loads((results / name).read_text()), "date")
+            table.append([f"[{pathlib.Path(name).stem}]({name})", str(entry["shows"]), where, command])
+        return format_markdown(["file", "what it shows", "measured on", "command"], table)
+
+    now = {entry["file"]: entry for entry in manifest["current"].values()}
+    goals = format_markdown(["goal", "limit", "measured", "met", "on"], rows(current(results)))
+    dates = {name: str(header(json.loads((results / name).read_text()))["date"]) for name in manifest["history"]}
+    past = {name: manifest["history"][name] for name in sorted(dates, key=dates.__getitem__, reverse=True)}
+    return "\n".join(
+        [HEAD, "## Current files", "", index(now), GOALS_HEAD, goals, "", "## History", "", index(past), ""]
+    )
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--results", type=pathlib.Path, default=RESULTS, help="a folder of JSON files")
-    parser.add_argument("--markdown", action="store_true")
-    options = parser.parse_args(arguments)
-    table = rows(options.results)
-    print(
-        format_markdown(table) if options.markdown else format_columns([["", "limit", "measured", "met", ""], *table])
+    parser.add_argument(
+        "--try", dest="tried", action="append", default=[], metavar="KIND=FILE", help="instead of the manifest's"
     )
+    parser.add_argument("--write", action="store_true", help="write benchmarks/results/README.md")
+    options = parser.parse_args(arguments)
+    if options.write:
+        (RESULTS / "README.md").write_text(format_readme(RESULTS))
+        return 0
+    files = current(RESULTS)
+    for kind, _, path in (text.partition("=") for text in options.tried):
+        if kind not in {goal.kind for goal in GOALS}:
+            parser.error(f"no goal reads {kind!r}; goals read {', '.join(sorted({goal.kind for goal in GOALS}))}")
+        files[kind] = pathlib.Path(path)
+    table = rows(files)
+    print(format_columns([["", "limit", "measured", "met", ""], *table]))
     return 0 if all(cells[3] == "yes" for cells in table) else 1
 
 

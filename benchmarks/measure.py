@@ -4,7 +4,7 @@
                                                               `-> DIR/<part>.json     what each benchmark wrote
 
 measured.json is written after every part, so a run that is cut off leaves what it did. A part that would not end within
-the minutes that are left is not begun. Copy the files worth keeping to benchmarks/results/, then look at goals.py.
+the minutes that are left is not begun. benchmarks/README.md says how a file becomes a current result.
 
     python benchmarks/measure.py --list
     python benchmarks/measure.py --minutes 25 --out out/measured

@@ -1,4 +1,4 @@
-"""CUDA graph trees for compiled functions, with a host cost a call that stays small.
+"""CUDA graph trees for compiled functions, with a small host cost for each call.
 
 torch.compile(f, backend="cudagraph_tree", options={...})
 torch._inductor.config.cudagraph_policy = cudagraph.Policy()    # torch 2.13 and later, for Inductor's own users
@@ -43,7 +43,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name == "Policy":  # late: it derives from a class of Inductor's, which takes seconds to import
+    if name == "Policy":  # imported late: it derives from a class of Inductor's, which takes seconds to import
         from .compile.inductor_policy import Policy
 
         return Policy

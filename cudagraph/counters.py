@@ -1,4 +1,4 @@
-"""What happened since the last reset, as plain numbers: data that `stats()` copies out.
+"""Counts what happened since the last reset; `stats()` returns a copy.
 
 warm up, record, replay, copy, skip, partition --add--> one dict
 """
@@ -25,9 +25,9 @@ def clear() -> None:
 def stats() -> dict[str, int]:
     """How often each thing happened since `reset()`.
 
-    warmups: runs as they are, before a recording; recordings: captures, of which rerecordings for addresses that
-    moved; replays: launches of a captured graph; copies: inputs copied to where a graph reads them; skips: runs
-    without a graph for a reason; partitions: graphs cut into pieces; held_outputs: outputs held when their memory was
-    reused.
+    warmups: uncaptured runs before a recording; recordings: captures; rerecordings: those of them for addresses that
+    moved; replays: launches of a captured graph; copies: inputs copied to a graph's memory, and outputs copied out of
+    it; skips: runs without a graph for a reason; partitions: graphs cut into pieces; held_outputs: outputs that were
+    held when their memory was reused.
     """
     return dict(counts)

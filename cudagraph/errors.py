@@ -1,4 +1,4 @@
-"""What the package raises: `CudaGraphError` and its children.
+"""The errors of this package: `CudaGraphError` and its subclasses.
 
 A message says what was expected, what came, where in the user's code, and the way out. The package stands alone:
 nothing here comes from `aot_hooks`.
@@ -14,6 +14,9 @@ __all__ = [
     "UnsupportedTorchError",
 ]
 
+# The end of a reason against a capture, found in the graph (graph/blockers.py) or during the capture (tree/record.py).
+REBINDS = "other memory or another shape, which a replay would not"
+
 
 class CudaGraphError(Exception):
     """Base of all errors of this package."""
@@ -28,11 +31,11 @@ class NotCapturableError(CudaGraphError, RuntimeError):
 
 
 class StaleOutputError(CudaGraphError, RuntimeError):
-    """A tensor was handed to a graph whose memory had been reused since it was an output.
+    """A graph was called with an earlier output whose memory has been reused since.
 
     A read by an ordinary operator raises a `RuntimeError` with the same text: torch makes that one.
     """
 
 
 class UnsupportedTorchError(CudaGraphError, RuntimeError):
-    """This torch lacks a symbol the package stands on."""
+    """This torch lacks a symbol that the package needs."""

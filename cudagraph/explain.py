@@ -1,8 +1,8 @@
-"""What would be captured of a function, and what is in the way, as data.
+"""Explains which parts of a function would be captured, and which operators block a capture.
 
-fn, args --Dynamo, AOTAutograd--> forward, backward or inference graphs --graphs.look--> Explanation
+fn, args --Dynamo, AOTAutograd--> forward, backward or inference graphs --prepare_and_analyse--> Explanation
 
-`graphs.look` is what the backend goes by, too: what is said here is what happens.
+The backend decides by the same `prepare_and_analyse`, so the explanation is what happens.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
-from .backend import Compilation
-from .graph import analyse
-from .graph.analyse import Analysis, Boxed, Kind, boxed
+from .compile.compilation import Compilation
+from .compile.pieces import Boxed, boxed
+from .graph.analyse import Analysis, Kind, prepare_and_analyse
 from .graph.blockers import Blocker
 from .options import Options
 from .placeholder import source_line
@@ -29,13 +29,13 @@ __all__ = ["ExplainedPart", "Explanation", "explain"]
 
 @dataclass(frozen=True)
 class ExplainedPart:
-    """A part of a graph, in the order they run.
+    """One part of a graph.
 
     Attributes:
-        graph: the graph it is of: "forward 0", "backward 0", "inference 1"; numbered in the order they are compiled.
+        graph: its graph's name: "forward 0", "backward 0", "inference 1"; numbered in the order of compilation.
         captured: whether it would be a CUDA graph.
-        op_count: how many operators it has that launch something.
-        input_count, output_count: tensors and numbers that go in and come out.
+        op_count: how many of its operators launch something.
+        input_count, output_count: how many tensors and numbers go in and come out.
         first_line, last_line: the user's lines of its first and last operator, "" if unknown.
     """
 
@@ -50,10 +50,10 @@ class ExplainedPart:
 
 @dataclass(frozen=True)
 class Explanation:
-    """What `explain` found; `str()` of it is for people.
+    """The result of `explain`; `str()` gives text for people.
 
     Attributes:
-        parts: of all graphs, in order. A graph that is captured whole has one.
+        parts: the parts of all graphs, in the order they run. A graph that is captured whole has one part.
         blockers: the operators that can't be captured, with their reasons and lines.
     """
 
@@ -71,7 +71,7 @@ class Explanation:
 
 
 def format_explanation(found: Explanation) -> str:
-    """Text: a line a part under each graph, then a line a blocker."""
+    """Text with one line for each part, under its graph, then one line for each blocker."""
     if not found.parts:
         return "no graph was compiled: nothing to capture"
     lines: list[str] = []
@@ -94,11 +94,11 @@ def format_explanation(found: Explanation) -> str:
 
 
 def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
-    """What of `fn(*args, **kwargs)` would be captured under `torch.compile(fn, backend="cudagraph_tree")`, and why not
-    the rest. Its backward graphs are looked at too.
+    """Explain which parts of `fn(*args, **kwargs)` `torch.compile(fn, backend="cudagraph_tree")` would capture.
 
-    `fn` runs once, as its compiled graphs without captures would: what it writes to is written to. No backward runs.
-    With Inductor the parts may be others, because it cuts its own code; the blockers are the same.
+    Forward and backward graphs are analysed, and each blocker comes with its reason. `fn` runs once, uncaptured, with
+    its side effects; no backward runs. With Inductor the parts may differ, because it cuts its own code. The blockers
+    are the same.
     """
     return explain_with(None, fn, args, kwargs)
 
@@ -106,47 +106,47 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
 def explain_with(
     driver: CaptureDriver | None, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Explanation:
-    """`explain` for another driver than CUDA's."""
+    """`explain` with a driver other than CUDA's."""
     found: list[Analysis] = []
     options = Options()
     fn = compilers.uncompiled(fn)
     graph_count = 0
 
-    def look(gm: GraphModule, kind: Kind, device_type: str) -> None:
-        found.append(analyse.look(gm, kind, options, device_type))
+    def add(gm: GraphModule, kind: Kind, device_type: str) -> None:
+        found.append(prepare_and_analyse(gm, kind, options, device_type))
 
     def explaining(gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         nonlocal graph_count
         compilation = Compilation(options, driver, number=graph_count)
         graph_count += 1
 
-        def as_it_is(graph: GraphModule, _: Any) -> Boxed:
+        def uncaptured(graph: GraphModule, _: Any) -> Boxed:
             return boxed(graph)
 
-        def inference(graph: GraphModule, given: Any) -> Boxed:
-            look(graph, compilation.kind(graph, is_inference=True), compilation.device_type)
-            return as_it_is(graph, given)
+        def inference(graph: GraphModule, graph_inputs: Any) -> Boxed:
+            add(graph, compilation.kind(graph, is_inference=True), compilation.device_type)
+            return uncaptured(graph, graph_inputs)
 
         backwards: list[GraphModule] = []
 
-        def partition(joint: GraphModule, given: Any, **said: Any) -> tuple[GraphModule, GraphModule]:
-            fw, bw = compilers.min_cut_partition(joint, given, **said)
+        def partition(joint: GraphModule, joint_inputs: Any, **kwargs: Any) -> tuple[GraphModule, GraphModule]:
+            fw, bw = compilers.min_cut_partition(joint, joint_inputs, **kwargs)
             backwards.append(bw)  # AOTAutograd may not compile it before a backward runs
             return fw, bw
 
         def forward(graph: GraphModule, _: Any) -> Boxed:
-            look(graph, compilation.kind(graph), compilation.device_type)
-            look(backwards[-1], compilation.kind(backwards[-1], is_backward=True), compilation.device_type)
-            return as_it_is(graph, _)
+            add(graph, compilation.kind(graph), compilation.device_type)
+            add(backwards[-1], compilation.kind(backwards[-1], is_backward=True), compilation.device_type)
+            return uncaptured(graph, _)
 
         return compilers.compile_aten(
-            gm, inputs, forward=forward, backward=as_it_is, inference=inference, partition=partition
+            gm, inputs, forward=forward, backward=uncaptured, inference=inference, partition=partition
         )
 
     def program(*args: Any, **kwargs: Any) -> Any:
         return fn(*args, **kwargs)
 
-    # a code object of its own each time: what Dynamo stores for it counts for no other function
+    # A new code object each time: Dynamo keeps its caches and limits by code object.
     program.__code__ = program.__code__.replace(co_name="explained")
     torch.compile(program, backend=explaining)(*args, **kwargs)
     refusal = None

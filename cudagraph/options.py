@@ -2,7 +2,7 @@
 
     options dict + environment --parse--> Options, a value
 
-What a call needs of it is built into its replay when that is recorded.
+A replay reads no options: a recording is built for them.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ class Options:
         inner: "aten" (AOTAutograd's graphs as they are) or "inductor".
         or_error: raise `NotCapturableError` where something would run without a graph. Default: True if
             `CUDAGRAPH_OR_ERROR=1` or `TORCHINDUCTOR_CUDAGRAPH_OR_ERROR=1` is set, else False.
-        held_outputs: what becomes of an output that is still held when its memory is reused: "error" (reading it
-            raises) or "copy" (it is copied out and lives on).
-        rerecord_limit: how many new sets of static addresses a function is recorded for at one place of a path; sets
-            seen before are free. Past it the function runs without a graph there, with one warning. With 0, inputs
-            that stay where they are go on being copied, too.
-        size_limit: how many sizes (values of its integer inputs, shapes of its tensors) a function is recorded for.
-            Past it new sizes run without a graph, with one warning.
-        warmup_steps: how often a function runs as it is before it is recorded, at least 1.
+        held_outputs: what happens to an output that is still held when its memory is reused: "error" (reading it
+            raises) or "copy" (it is copied out and stays valid).
+        rerecord_limit: for how many new sets of static addresses a function is recorded again at one node of the tree;
+            known sets are free. Beyond it the function runs without a graph there, with one warning. With 0, inputs
+            whose addresses repeat go on being copied, too.
+        size_limit: for how many sizes (values of its integer inputs, shapes of its tensors) a function is recorded.
+            Beyond it new sizes run without a graph, with one warning.
+        warmup_steps: how often a function runs uncaptured before it is recorded, at least 1.
     """
 
     inner: str = "aten"
@@ -52,17 +52,17 @@ class Options:
 
     @classmethod
     def parse(cls, options: Mapping[str, Any] | None = None) -> Options:
-        """Raises `OptionError` naming what is unknown or wrong and listing what is valid."""
-        given = dict(options or {})
+        """Raises `OptionError`, which names the unknown or wrong option and lists the valid ones."""
+        values = dict(options or {})
         valid = list(cls.__dataclass_fields__)
-        unknown = [name for name in given if name not in valid]
+        unknown = [name for name in values if name not in valid]
         if unknown:
             raise OptionError(f"unknown option {unknown[0]!r}; valid options: {', '.join(valid)}")
-        given.setdefault("or_error", or_error_from_environment())
-        parsed = cls(**given)
-        for name, values in (("inner", INNER), ("held_outputs", HELD_OUTPUTS)):
-            if getattr(parsed, name) not in values:
-                listing = " or ".join(map(repr, values))
+        values.setdefault("or_error", or_error_from_environment())
+        parsed = cls(**values)
+        for name, choices in (("inner", INNER), ("held_outputs", HELD_OUTPUTS)):
+            if getattr(parsed, name) not in choices:
+                listing = " or ".join(map(repr, choices))
                 raise OptionError(f"options[{name!r}] must be {listing}, got {getattr(parsed, name)!r}")
         if not isinstance(parsed.or_error, bool):
             raise OptionError(f"options['or_error'] must be True or False, got {parsed.or_error!r}")

@@ -1,8 +1,8 @@
-"""What a message may say about an input of a graph: its name, and the user's lines that made, use and write to it.
+"""Describes the inputs of a graph for messages: their names, and the user's lines that make, use and write to them.
 
     fx placeholders --placeholder_info--> PlaceholderInfo     plain data, no nodes: can be pickled
 
-`source_line` makes "model.py:31: y.add_(1)" of a stack trace that Dynamo kept.
+`source_line` turns a stack trace that Dynamo stored into "model.py:31: y.add_(1)".
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ class PlaceholderInfo:
     """An input of a graph.
 
     Attributes:
-        name: of the placeholder in the graph.
-        stack_trace: where the user made it; None for most inputs, which are made outside of the graph.
-        users: the operators that read it, each as such a record without users of its own.
+        name: the placeholder's name in the graph.
+        stack_trace: where the user made the input; None for most inputs, which are made outside of the graph.
+        users: the operators that read it, each as a `PlaceholderInfo` without users.
         mutating_use_stack_trace: where the user wrote to it; None if the graph doesn't.
     """
 
@@ -42,7 +42,7 @@ class PlaceholderInfo:
 
     @property
     def source_line(self) -> str:
-        """The user's line that made it, or else the first that uses it, as "model.py:31: code"; "" if none is known."""
+        """The user's line that made it, or else the first that uses it, as "model.py:31: code"; "" if unknown."""
         traces = [self.stack_trace, *(user.stack_trace for user in self.users)]
         return next(filter(None, map(source_line, traces)), "")
 
@@ -53,7 +53,7 @@ def placeholder_info(graph: Graph) -> tuple[PlaceholderInfo, ...]:
 
 
 def info_of(node: Node) -> PlaceholderInfo:
-    """What is known of the value of `node`, a placeholder or, in a part of a graph, any value that comes in."""
+    """The `PlaceholderInfo` of `node`: a placeholder, or any node whose value is an input of a part."""
     users = tuple(PlaceholderInfo(user.name, user.meta.get("stack_trace")) for user in node.users)
     writer = next(_writers(node), None)
     written = None if writer is None else writer.meta.get("stack_trace")
@@ -62,9 +62,9 @@ def info_of(node: Node) -> PlaceholderInfo:
 
 def _writers(node: Node) -> Iterator[Node]:
     """The operators that write to `node` itself or through a view of it, in the graph's order of use."""
-    seen, waiting = {node}, [node]
-    while waiting:
-        value = waiting.pop(0)
+    seen, queue = {node}, [node]
+    while queue:
+        value = queue.pop(0)
         for user in value.users:
             if user.op != "call_function" or not torch_cuda.is_operator(user.target):
                 continue
@@ -72,7 +72,7 @@ def _writers(node: Node) -> Iterator[Node]:
                 yield user
             elif torch_cuda.returns_views(user.target) and user not in seen:
                 seen.add(user)
-                waiting.append(user)
+                queue.append(user)
 
 
 def written_nodes(node: Node) -> list[Node]:
@@ -87,14 +87,14 @@ def written_nodes(node: Node) -> list[Node]:
 
 
 def output_traces(graph: Graph) -> tuple[str | None, ...]:
-    """Where the user made each output of `graph`; None where it is not known or the output is no tensor."""
+    """The user's stack of each output of `graph`; None if it is unknown or the output is no tensor."""
     (values,) = graph.output_node().args
     assert isinstance(values, (list, tuple))
     return tuple(v.meta.get("stack_trace") if isinstance(v, Node) else None for v in values)
 
 
 def source_line(stack_trace: str | None) -> str:
-    """The innermost line of `stack_trace` that is not torch's own, as "model.py:31: code"; "" if there is none."""
+    """The innermost line of `stack_trace` outside of torch, as "model.py:31: code"; "" if there is no line."""
     frames = [frame for frame in _FRAME.finditer(stack_trace or "")]
     own = [frame for frame in frames if not frame["file"].startswith(_TORCH)] or frames
     if not own:

@@ -32,10 +32,10 @@ from cudagraph.torch_private import symbols
 
 from .._version import __version__
 from ..errors import PACKAGE, AotHooksError
+from ..graphs.nodes import REGION, annotation
 from ..graphs.saved import module_stack, place_of
 from ..hook import Hook, compiling_for
 from ..identity import described, recording, tensor_digest
-from ..passes.plan import region_of
 from ..passes.trace import canonical, trace_hook
 from ..settings.names import name_given
 from ..settings.setting import Setting
@@ -86,7 +86,7 @@ def key_of(
         roots: modules by Dynamo's names, see `modules.roots`.
     """
     nodes = nodes_of(gm)
-    order = dict.fromkeys(key for node in nodes if (key := region_of(node)) is not None)
+    order = dict.fromkeys(key for node in nodes if (key := annotation(node, REGION)) is not None)
     settings = (ambient, *(regions[key] for key in order))
     lines: list[Line] = [
         ("aot_hooks", package_digest()),
@@ -107,7 +107,7 @@ def key_of(
     reads_anything = any(s is not None and _reads_anything(s.rule) for s in settings)
     reads_modules = reads_anything or any(s is not None and s.looks_at_modules for s in settings)
     for i, node in enumerate(nodes):
-        if (key := region_of(node)) is not None:
+        if (key := annotation(node, REGION)) is not None:
             lines.append((f"region of node {i}", str(numbers[key])))
         if (given := name_given(node)) is not None:
             lines.append((f"name of node {i}", given))

@@ -1,1 +1,1 @@
-"""The same hooks on what eager parts save: the code around compiled graphs, and functions that are not compiled."""
+"""Hooks on tensors that eager code saves: the code around compiled graphs, and functions that are not compiled."""

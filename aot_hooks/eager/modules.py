@@ -1,11 +1,11 @@
 """Paths of modules ("layers.0.mlp"), relative to the outermost module that runs, from the Python stack.
 
-      compiled   Dynamo's path: the name of a local and what follows, L['self'].mlp.fc1
-                 --roots--> what the local is in the outermost module that runs: "layers.0"
-      eager      frames of `nn.Module.__call__` at the moment autograd saves for an operator
-                 --note_call--> that operator's number --made_in--> path of the operator that made a tensor
+      compiled   Dynamo's path starts at a local: L['self'].mlp.fc1
+                 --roots--> the local's path in the outermost running module: "layers.0"
+      eager      frames of `nn.Module.__call__` while autograd saves for an operator
+                 --note_call--> path by the operator's number --made_in--> path of the operator that made a tensor
 
-Autograd numbers its operators in order, so the path of one that saves something itself is known. One that saves
+Autograd numbers its operators in order. The path of an operator that saves a tensor is noted. An operator that saves
 nothing (an addition) counts to the innermost module around its neighbours.
 """
 
@@ -26,7 +26,7 @@ from ..torch_private import values as torch_values
 
 __all__ = ["made_in", "note_call", "roots"]
 
-_NOTES_KEPT = 1 << 16
+_MAX_NOTES = 1 << 16
 
 
 class _Notes(threading.local):
@@ -41,22 +41,22 @@ _notes = _Notes()
 
 
 def note_call() -> None:
-    """Remember in which module the operator runs that autograd is saving for now."""
+    """Note the running module for the operator that autograd is saving for."""
     number = autograd.next_sequence_number() - 1
     numbers, paths = _notes.numbers, _notes.paths
     if numbers and numbers[-1] == number:
         return
-    if len(numbers) == _NOTES_KEPT:
-        del numbers[: _NOTES_KEPT // 2], paths[: _NOTES_KEPT // 2]
+    if len(numbers) == _MAX_NOTES:
+        del numbers[: _MAX_NOTES // 2], paths[: _MAX_NOTES // 2]
     numbers.append(number)
-    paths.append(_called(sys._getframe(1)))
+    paths.append(_path(_running(sys._getframe(1))))
 
 
 def made_in(number: int | None) -> str:
-    """The path of the module in which operator `number` ran; of None (nobody made it) the one that saves it now."""
+    """The path of the module in which operator `number` ran; for None, the module that runs now."""
     numbers, paths = _notes.numbers, _notes.paths
     if not numbers:
-        return ".".join(_called(sys._getframe(1)))
+        return ".".join(_path(_running(sys._getframe(1))))
     if number is None:
         return ".".join(paths[-1])
     i = bisect.bisect_left(numbers, number)
@@ -68,10 +68,10 @@ def made_in(number: int | None) -> str:
 
 
 def roots() -> dict[str, str]:
-    """What the locals of the frame that Dynamo is compiling are in the outermost module that runs, by Dynamo's names;
-    and "", the module that runs in it.
+    """Paths of the locals of the frame that Dynamo is compiling, within the outermost running module.
 
-    {} outside any module: then Dynamo's paths begin with the outermost one.
+    The keys are Dynamo's names of the locals; "" is the innermost running module. {} outside any module: then Dynamo's
+    paths begin with the outermost one.
     """
     compiled, outside = dynamo.frame_being_compiled()
     modules = _running(outside)
@@ -83,12 +83,8 @@ def roots() -> dict[str, str]:
     return found
 
 
-def _called(frame: FrameType | None) -> tuple[str, ...]:
-    return _path(_running(frame))
-
-
 def _running(frame: FrameType | None) -> list[nn.Module]:
-    """The modules that run in `frame`, outermost first."""
+    """The modules whose call `frame` is part of, outermost first."""
     modules: list[nn.Module] = []
     while frame is not None:
         if frame.f_code is torch_values.MODULE_CALL:
@@ -98,14 +94,14 @@ def _running(frame: FrameType | None) -> list[nn.Module]:
 
 
 def _path(modules: list[nn.Module]) -> tuple[str, ...]:
-    """Names of `modules`, each within the one before it."""
+    """The names of `modules`, each within the one before it."""
     names: list[str] = []
     outer = modules[0] if modules else None
     for inner in modules[1:]:
         assert outer is not None
         name = _name_within(outer, inner)
         if name is None:
-            continue  # called, but no submodule of its caller: what it does counts as the caller's
+            continue  # no submodule of its caller: its operators count as the caller's
         names.append(name)
         outer = inner
     # torch.compile(model) is a module around the model
@@ -118,13 +114,13 @@ _paths: weakref.WeakKeyDictionary[nn.Module, dict[int, str]] = weakref.WeakKeyDi
 def _name_within(outer: nn.Module, inner: nn.Module) -> str | None:
     """The name of `inner` among the modules in `outer`."""
     name = _paths.get(outer, {}).get(id(inner))
-    if name is not None and _found(outer, name) is inner:
+    if name is not None and _submodule(outer, name) is inner:
         return name
     paths = _paths[outer] = {id(module): name for name, module in outer.named_modules()}
     return paths.get(id(inner))
 
 
-def _found(outer: nn.Module, name: str) -> Any:
+def _submodule(outer: nn.Module, name: str) -> Any:
     try:
         return outer.get_submodule(name)
     except AttributeError:  # the model was changed since

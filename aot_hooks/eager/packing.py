@@ -1,24 +1,26 @@
 """The same hooks where torch runs eagerly: graph breaks, `force_eager`, code outside compile.
 
-Autograd calls `pack_eager(setting, x)` for each tensor it saves and keeps the `Kept` it gets; in the backward
-`unpack_eager(kept)` gives the tensor back. Scope "donated" must mean what it means in a graph:
+Autograd calls `pack_eager(setting, x)` for each tensor it saves and stores the returned `SavedValue`; in the backward
+`unpack_eager(value)` returns the tensor. Scope "donated" must mean the same as in a graph:
 
-      saved x:   no grad_fn (leaf, parameter, buffer, mask)          -> kept
-                 view of a leaf (weight.t())                          -> kept
-                 given to the outermost module or compiled function   -> kept
-                 returned by it                                       -> kept
-                 anything else                                        -> packed
+      saved x:   no grad_fn (leaf, parameter, buffer, mask)              -> stays
+                 view of a leaf (weight.t())                             -> stays
+                 input of the outermost module or compiled function      -> stays
+                 output of it                                            -> stays
+                 anything else                                           -> packed
 
-Whether x will be returned is not known when it is saved. A tensor that dies while the outermost module still runs was
-not returned, so x waits, held by the user anyway, until a weak reference tells of its death; the packing itself is done
-at the next save or at the context's end, where an error can be raised. One tensor saved twice is packed once.
+When x is saved, nobody knows yet whether it will be an output. A tensor that dies while the outermost module still runs
+is not one. So x is pending until a weak reference reports its death; this costs no memory, as the user holds x anyway.
+It is packed at the next save or at the end of the context, where an error can be raised. A tensor that is saved twice
+is packed once.
 
-What is kept is checked against in-place changes, as autograd does without hooks; what the user's functions are given
-by its bytes as well, where it is small.
+Saved values are checked for in-place changes, as autograd does without hooks. The user's functions could write past
+autograd's versions, so small arguments of theirs are also compared by their bytes.
 """
 
 from __future__ import annotations
 
+import enum
 import sys
 import threading
 import weakref
@@ -29,7 +31,8 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from .. import unused
-from ..errors import AotHooksError, HookContractError, HookTraceError, function_named
+from ..contract import check_packed, check_unpacked, function_named, input_mutated
+from ..errors import AotHooksError, HookContractError, HookTraceError
 from ..hook import KEEP, Hook
 from ..identity import READ_EACH_TIME, described, tensor_digest
 from ..passes.trace import has_gaps, restride
@@ -39,141 +42,148 @@ from ..torch_private import values as torch_values
 from .modules import note_call
 from .rows import EagerRow
 
-__all__ = ["CompiledCall", "Kept", "is_waiting", "pack_eager", "settle", "unpack_eager"]
+__all__ = ["CompiledCall", "SavedValue", "has_pending", "pack_eager", "pack_pending", "unpack_eager"]
 
 
-class Kept:
-    """What autograd holds for one saved tensor: the tensor (detached) or what pack made of it."""
+class State(enum.Enum):
+    STAYS = enum.auto()  # the tensor itself is stored
+    UNDECIDED = enum.auto()  # it may turn out to be an output
+    READY = enum.auto()  # to be packed at the next chance
+    PACKED = enum.auto()
+    MUTATED = enum.auto()  # unpack changed the packed value: it serves no second reader
+
+
+class SavedValue:
+    """Autograd's entry for one saved tensor: the tensor (detached), or the result of pack."""
 
     __slots__ = (
         "__weakref__",
-        "again",
+        "death",
         "hook",
         "like",
         "packed",
-        "raw",
+        "reconsider",
         "state",
         "storage",
+        "tensor",
         "version",
-        "watch",
     )
 
-    def __init__(self, x: torch.Tensor, hook: Hook, again: tuple[Setting, EagerRow] | None = None) -> None:
-        self.raw: torch.Tensor | None = x.detach()
+    def __init__(self, x: torch.Tensor, hook: Hook, reconsider: tuple[Setting, EagerRow] | None = None) -> None:
+        self.tensor: torch.Tensor | None = x.detach()
         # as long as this lives no other storage gets the same address, which `_Local.seen` relies on
         self.storage = StorageWeakRef(x.untyped_storage()) if x.layout is torch.strided else None
         self.version = x._version
         self.hook = hook
-        self.again = again  # whom to ask for the hook once more when it is packed
+        self.reconsider = reconsider  # the policy to ask again before packing
         self.packed: Any = None
-        self.state = "kept"  # kept | waiting | due | packed | spoiled
-        self.watch: Any = None
+        self.state = State.STAYS
+        self.death: Any = None  # the weak reference that reports the death of `x`
         self.like = (x.shape, x.dtype, x.device)
 
 
 class _Local(threading.local):
     def __init__(self) -> None:
-        self.waiting: list[weakref.ref[Kept]] = []
-        self.seen: dict[Any, weakref.ref[Kept]] = {}
-        self.call: CompiledCall | None = None
+        self.pending: list[weakref.ref[SavedValue]] = []
+        self.seen: dict[Any, weakref.ref[SavedValue]] = {}
+        self.compiled_call: CompiledCall | None = None
 
 
 _local = _Local()
 
 
 def pack_eager(setting: Setting, x: torch.Tensor) -> Any:
-    """Autograd's pack hook. Raises what `HookContractError` and `HookTraceError` say."""
+    """Autograd's pack hook. Raises `HookContractError` and `HookTraceError`."""
     if torch_values.is_traced_value(x) or torch.compiler.is_compiling():
         unused.traced(setting)
-        return x  # a tracer runs the program on stand-ins: nothing is saved
-    unused.came_by()
-    settle()
+        return x  # a tracer runs the program on fake tensors: nothing is saved
+    unused.tensor_saved()
+    pack_pending()
     if setting.looks_at_modules:
         note_call()
     outermost = _outermost_frame()
     hook, row = _choose(setting, x, outermost)
-    # a policy that looks at names is asked again later: the name of what an operator gives is given after it saved it
-    again = (setting, row) if row is not None and row.names is not None else None
-    if hook is KEEP and again is None:
-        return Kept(x, hook)
+    # a policy that reads names is asked again before packing: the program names a result after autograd has saved it
+    reconsider = (setting, row) if row is not None and row.names is not None else None
+    if hook is KEEP and reconsider is None:
+        return SavedValue(x, hook)
     layout = (x.storage_offset(), x.shape, x.stride(), x.dtype, x.is_conj(), x.is_neg())
-    key = (torch_values.storage_key(x), *layout, x._version, setting.key if again else hook)
-    known = _local.seen.get(key)
-    if known is not None and (kept := known()) is not None:
-        return kept
-    kept = Kept(x, hook, again)
-    seen = _local.seen  # this thread's: the backward, which lets go of it, may run on another one
+    key = (torch_values.storage_key(x), *layout, x._version, setting.key if reconsider else hook)
+    seen = _local.seen  # this thread's: the backward, which drops the value, may run on another one
+    ref = seen.get(key)
+    if ref is not None and (value := ref()) is not None:
+        return value
+    value = SavedValue(x, hook, reconsider)
 
-    def forget(ref: weakref.ref[Kept]) -> None:
+    def forget(ref: weakref.ref[SavedValue]) -> None:
         if seen.get(key) is ref:
             del seen[key]
 
-    seen[key] = weakref.ref(kept, forget)
-    call = _local.call
-    if call is not None:
-        call.saved.append(kept)  # decided when the compiled call returns
-        kept.state = "waiting"
-    elif outermost is None or (setting.scope or SCOPE) != "donated":
-        if again:  # at the next save: until then it may get its name
-            kept.state = "due"
-            _local.waiting.append(weakref.ref(kept))
-        else:
-            _pack(kept)
+    seen[key] = weakref.ref(value, forget)
+    if _local.compiled_call is not None:
+        _local.compiled_call.saved.append(value)  # decided when the compiled call returns
+        value.state = State.UNDECIDED
+    elif outermost is not None and (setting.scope or SCOPE) == "donated":
+        _decide_at_death(value, x)
+    elif reconsider:  # at the next save: until then it may get its name
+        value.state = State.READY
+        _local.pending.append(weakref.ref(value))
     else:
-        _wait(kept, x)
-    return kept
+        _pack(value)
+    return value
 
 
-def unpack_eager(kept: Any) -> torch.Tensor:
+def unpack_eager(value: Any) -> torch.Tensor:
     """Autograd's unpack hook."""
-    if not isinstance(kept, Kept):
-        return kept  # type: ignore[no-any-return]
-    if kept.state == "due":
-        _pack(kept)
-    if kept.state in ("packed", "spoiled"):
-        return _unpack(kept)
-    assert kept.raw is not None
-    if kept.raw._version != kept.version:
+    if not isinstance(value, SavedValue):
+        return value  # type: ignore[no-any-return]
+    if value.state is State.READY:
+        _pack(value)
+    if value.state is State.PACKED or value.state is State.MUTATED:
+        return _unpack(value)
+    tensor = value.tensor
+    assert tensor is not None
+    if tensor._version != value.version:
         raise RuntimeError(
             "one of the variables needed for gradient computation has been modified by an inplace operation: "
-            f"[{kept.raw.dtype} {list(kept.raw.shape)}] is at version {kept.raw._version}; "
-            f"expected version {kept.version}"
+            f"[{tensor.dtype} {list(tensor.shape)}] is at version {tensor._version}; "
+            f"expected version {value.version}"
         )
-    return kept.raw
+    return tensor
 
 
-def is_waiting() -> bool:
-    """Whether something waits to be packed on this thread."""
-    return bool(_local.waiting)
+def has_pending() -> bool:
+    """Whether values of this thread wait to be packed."""
+    return bool(_local.pending)
 
 
-def settle() -> None:
-    """Pack what is known by now not to be returned."""
-    if not _local.waiting:
+def pack_pending() -> None:
+    """Pack the values that are known by now not to be outputs."""
+    if not _local.pending:
         return
-    waiting, _local.waiting = _local.waiting, []
-    for ref in waiting:
-        kept = ref()
-        if kept is None:
+    pending, _local.pending = _local.pending, []
+    for ref in pending:
+        value = ref()
+        if value is None:
             continue
-        if kept.state == "due":
-            _pack(kept)
-        elif kept.state == "waiting":
-            _local.waiting.append(ref)
+        if value.state is State.READY:
+            _pack(value)
+        elif value.state is State.UNDECIDED:
+            _local.pending.append(ref)
 
 
-def _wait(kept: Kept, x: torch.Tensor) -> None:
-    ref = weakref.ref(kept)
+def _decide_at_death(value: SavedValue, x: torch.Tensor) -> None:
+    ref = weakref.ref(value)
 
     def died(_: Any) -> None:
-        k = ref()
-        if k is not None and k.state == "waiting":
-            # inside the outermost module still: an intermediate. Outside: the user had it in hand, so it was returned
-            k.state = "due" if _outermost_frame() is not None else "kept"
+        value = ref()
+        if value is not None and value.state is State.UNDECIDED:
+            # while the outermost module runs: an intermediate. After it: the user had it, so it was an output
+            value.state = State.READY if _outermost_frame() is not None else State.STAYS
 
-    kept.state = "waiting"
-    kept.watch = weakref.ref(x, died)
-    _local.waiting.append(ref)
+    value.state = State.UNDECIDED
+    value.death = weakref.ref(x, died)
+    _local.pending.append(ref)
 
 
 def _outermost_frame() -> FrameType | None:
@@ -192,179 +202,164 @@ def _outermost_frame() -> FrameType | None:
 
 
 def _choose(setting: Setting, x: torch.Tensor, outermost: FrameType | None) -> tuple[Hook, EagerRow | None]:
-    call = _local.call
     if x.layout is not torch.strided or type(x) not in (torch.Tensor, torch.nn.Parameter):
         return KEEP, None
-    scope = setting.scope or SCOPE
-    if scope == "donated" and call is not None:
-        if torch_values.storage_key(x) in call.given:
-            return KEEP, None
-    elif scope == "donated":
-        root = x if x._base is None else x._base
-        if root.grad_fn is None or x.grad_fn is None:
-            return KEEP, None
-        if outermost is not None and torch_values.storage_key(x) in _given(outermost):
-            return KEEP, None
-    elif scope == "no_static":
-        root = x if x._base is None else x._base
-        if isinstance(root, torch.nn.Parameter):
-            return KEEP, None
-        if outermost is not None and torch_values.storage_key(x) in _buffers(outermost):
-            return KEEP, None
+    if _out_of_scope(setting.scope or SCOPE, x, outermost):
+        return KEEP, None
     if isinstance(setting.rule, Hook) and setting.rule.declines is None and not setting.rule.lossy:
         return setting.rule, None
     row = EagerRow(x)
     try:
-        return _ask(setting, row), row
+        return _choose_for(setting, row), row
     finally:
         row.close()
 
 
-def _ask(setting: Setting, row: EagerRow) -> Hook:
+def _out_of_scope(scope: str, x: torch.Tensor, outermost: FrameType | None) -> bool:
+    call = _local.compiled_call
+    root = x if x._base is None else x._base
+    if scope == "donated":
+        if call is not None:
+            return torch_values.storage_key(x) in call.inputs
+        if root.grad_fn is None or x.grad_fn is None:
+            return True
+        arguments = (outermost.f_locals.get("args", ()), outermost.f_locals.get("kwargs", {})) if outermost else ()
+        return torch_values.storage_key(x) in _storages(arguments)
+    if scope == "no_static":
+        if isinstance(root, torch.nn.Parameter):
+            return True
+        module = outermost.f_locals.get("self") if outermost else None
+        buffers = list(module.buffers()) if isinstance(module, torch.nn.Module) else []
+        return torch_values.storage_key(x) in _storages(buffers)
+    return False
+
+
+def _choose_for(setting: Setting, row: EagerRow) -> Hook:
     hook = setting.choose(row)
     return KEEP if hook.why_not(row) else hook
 
 
-def _given(frame: FrameType) -> set[int]:
-    local = frame.f_locals
-    tensors = torch_values.pytree.tree_leaves((local.get("args", ()), local.get("kwargs", {})))
-    return {torch_values.storage_key(t) for t in tensors if isinstance(t, torch.Tensor) and t.layout is torch.strided}
+def _storages(tree: Any) -> set[int]:
+    return {
+        torch_values.storage_key(t)
+        for t in torch_values.pytree.tree_leaves(tree)
+        if isinstance(t, torch.Tensor) and t.layout is torch.strided
+    }
 
 
-def _buffers(frame: FrameType) -> set[int]:
-    module = frame.f_locals.get("self")
-    buffers = module.buffers() if isinstance(module, torch.nn.Module) else ()
-    return {torch_values.storage_key(b) for b in buffers if b.layout is torch.strided}
+def _at(value: SavedValue, part: str) -> str:
+    shape, dtype, _ = value.like
+    function = function_named(part, getattr(value.hook, part))
+    return f"hook '{value.hook.name}' on saved {str(dtype).removeprefix('torch.')}{list(shape)} (eager): {function}"
 
 
-def _at(kept: Kept, part: str) -> str:
-    shape, dtype, _ = kept.like
-    function = function_named(part, getattr(kept.hook, part))
-    return f"hook '{kept.hook.name}' on saved {str(dtype).removeprefix('torch.')}{list(shape)} (eager): {function}"
-
-
-def _pack(kept: Kept) -> None:
-    raw = kept.raw
-    assert raw is not None
-    if kept.again is not None:
-        (setting, row), kept.again = kept.again, None
+def _pack(value: SavedValue) -> None:
+    tensor = value.tensor
+    assert tensor is not None
+    if value.reconsider is not None:
+        (setting, row), value.reconsider = value.reconsider, None
         row.rename()
-        kept.hook = _ask(setting, row)
-    if kept.hook is KEEP:
-        kept.state = "kept"
+        value.hook = _choose_for(setting, row)
+    # changed in place since it was saved: its reader in the backward raises, as without hooks
+    if value.hook is KEEP or tensor._version != value.version:
+        value.state = State.STAYS
         return
-    if raw._version != kept.version:
-        kept.state = "kept"  # changed in place since: reading it in the backward is the error it is without hooks
-        return
-    compact = raw
-    for d, (size, stride) in enumerate(zip(raw.shape, raw.stride(), strict=True)):
+    compact = tensor
+    for d, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
         if stride == 0 and size > 1:
             compact = compact.narrow(d, 0, 1)  # a dimension of stride 0 holds one row
     compact = compact.resolve_conj().resolve_neg()
-    before = _digests(kept.hook, [compact])
-    packed = _run(kept.hook.pack, compact, kept, "pack")
-    if raw._version != kept.version or _digests(kept.hook, [compact]) != before:
-        raise HookContractError(
-            f"{_at(kept, 'pack')} mutates its input in place; expected a pure function. Use x.clone()"
-        )
-    if packed is None:
-        raise HookContractError(f"{_at(kept, 'pack')} returned None; expected the packed value. Is a `return` missing?")
-    kept.packed, kept.raw, kept.state = (packed, compact.shape, compact.stride()), None, "packed"
+    before = _digests(value.hook, [compact])
+    packed = _call(value, "pack", compact)
+    if tensor._version != value.version or _digests(value.hook, [compact]) != before:
+        raise input_mutated(_at(value, "pack"))
+    check_packed(packed, lambda: _at(value, "pack"))
+    value.packed, value.tensor, value.state = (packed, compact.shape, compact.stride()), None, State.PACKED
 
 
-def _unpack(kept: Kept) -> torch.Tensor:
-    if kept.state == "spoiled":
+def _unpack(value: SavedValue) -> torch.Tensor:
+    if value.state is State.MUTATED:
         raise HookContractError(
-            f"{_at(kept, 'unpack')} changed what was packed in place, and it is needed again (by another reader, or "
+            f"{_at(value, 'unpack')} changed what was packed in place, and it is needed again (by another reader, or "
             "by a second backward with retain_graph); expected a pure function. Work on packed.clone(), or use the "
             "out-of-place form of the op"
         )
-    shape, dtype, device = kept.like
-    packed, compact, stride = kept.packed
-    counted: list[torch.Tensor] = []
-    anew = _containers_anew(packed, counted)
-    versions = [a._version for a in counted]
-    before = _digests(kept.hook, counted)
-    out = _run(kept.hook.unpack, anew, kept, "unpack")
-    if [a._version for a in counted] != versions or _digests(kept.hook, counted) != before:
-        kept.state = "spoiled"
-    if not isinstance(out, torch.Tensor):
-        raise HookContractError(
-            f"{_at(kept, 'unpack')} returned {type(out).__name__}; expected a tensor like the saved one"
-        )
-    if (out.shape, out.dtype, out.device) != (compact, dtype, device):
-        raise HookContractError(
-            f"{_at(kept, 'unpack')} returned {out.dtype}{list(out.shape)} on {out.device}; expected "
-            f"{dtype}{list(compact)} on {device}, like the saved one"
-        )
-    if out.stride() != stride and not kept.hook.lossy:  # as a graph restores it
-        like = torch.empty_strided(compact, stride, dtype=dtype, device="meta")
+    shape, dtype, device = value.like
+    packed, compact_shape, stride = value.packed
+    tensors: list[torch.Tensor] = []
+    argument = _copy_containers(packed, tensors)
+    versions = [a._version for a in tensors]
+    before = _digests(value.hook, tensors)
+    out = _call(value, "unpack", argument)
+    if [a._version for a in tensors] != versions or _digests(value.hook, tensors) != before:
+        value.state = State.MUTATED
+    check_unpacked(out, compact_shape, dtype, device, lambda: _at(value, "unpack"))
+    if out.stride() != stride and not value.hook.lossy:  # as a graph restores it
+        like = torch.empty_strided(compact_shape, stride, dtype=dtype, device="meta")
         out = restride(out, like, stride if has_gaps(like) else None)
-    return out.expand(shape) if out.shape != shape else out
+    restored: torch.Tensor = out if out.shape == shape else out.expand(shape)
+    return restored
 
 
 def _digests(hook: Hook, tensors: list[torch.Tensor]) -> list[str]:
-    """Of small tensors on the CPU: a function of the user's may write to them past autograd's versions (`x.data`)."""
+    """Digests of small CPU tensors: a user's function may write to them past autograd's versions (`x.data`)."""
     if not described(hook).own:
         return []
     small = (a for a in tensors if a.device.type == "cpu" and a.layout is torch.strided and a.nbytes <= READ_EACH_TIME)
     return [tensor_digest(a) for a in small]
 
 
-def _containers_anew(packed: Any, tensors: list[torch.Tensor]) -> Any:
-    """`packed` in containers of its own, as in a graph: an unpack may take them apart. What of it counts versions goes
-    to `tensors`. Written out because torch's pytree leaves a cycle for the collector at each call."""
+def _copy_containers(packed: Any, tensors: list[torch.Tensor]) -> Any:
+    """`packed` with its tuples, lists and dicts copied, because an unpack may change them, as in a graph.
+
+    Appends the tensors that count versions to `tensors`. Written out because torch's pytree leaves a reference cycle
+    at each call.
+    """
     if isinstance(packed, torch.Tensor):
         if not packed.is_inference():
             tensors.append(packed)
         return packed
     if isinstance(packed, tuple | list):
-        each = [_containers_anew(a, tensors) for a in packed]
+        each = [_copy_containers(a, tensors) for a in packed]
         return each if type(packed) is list else tuple(each) if type(packed) is tuple else packed
     if isinstance(packed, dict):
-        named = {k: _containers_anew(a, tensors) for k, a in packed.items()}
+        named = {k: _copy_containers(a, tensors) for k, a in packed.items()}
         return named if type(packed) is dict else packed
     return packed
 
 
-def _run(fn: Any, argument: Any, kept: Kept, part: str) -> Any:
+def _call(value: SavedValue, part: str, argument: Any) -> Any:
     try:
         with torch.no_grad(), torch_values.no_autocast(), autograd.hooks_hidden():
-            return fn(argument)
+            return getattr(value.hook, part)(argument)
     except AotHooksError:
         raise
     except Exception as e:
-        raise HookTraceError(f"{_at(kept, part)} raised {type(e).__name__}: {e}") from e
+        raise HookTraceError(f"{_at(value, part)} raised {type(e).__name__}: {e}") from e
 
 
 class CompiledCall:
-    """A compiled graph that runs with eager hooks around it: its saved tensors have no `grad_fn` to tell them by, so
-    what it was given and what it gives back is told by storage."""
+    """A call of a compiled graph with eager hooks around it.
+
+    Its saved tensors have no `grad_fn` that tells inputs and outputs from intermediates, so storages tell them apart.
+    """
 
     def __init__(self, args: Any) -> None:
-        tensors = [
-            a
-            for a in torch_values.pytree.tree_leaves(args)
-            if isinstance(a, torch.Tensor) and a.layout is torch.strided
-        ]
-        self.given = {torch_values.storage_key(a) for a in tensors}
-        self.saved: list[Kept] = []
+        self.inputs = _storages(args)
+        self.saved: list[SavedValue] = []
 
     def __enter__(self) -> CompiledCall:
-        self.before, _local.call = _local.call, self
+        self.before, _local.compiled_call = _local.compiled_call, self
         return self
 
     def __exit__(self, *exc: object) -> None:
-        _local.call = self.before
+        _local.compiled_call = self.before
 
     def returned(self, out: Any) -> None:
-        """Pack what was saved and not returned."""
-        tensors = [
-            a for a in torch_values.pytree.tree_leaves(out) if isinstance(a, torch.Tensor) and a.layout is torch.strided
-        ]
-        outputs = {torch_values.storage_key(a) for a in tensors}
-        for kept in self.saved:
-            if kept.raw is not None and torch_values.storage_key(kept.raw) in outputs:
-                kept.state = "kept"
+        """Pack the saved tensors that are not outputs."""
+        outputs = _storages(out)
+        for value in self.saved:
+            if value.tensor is not None and torch_values.storage_key(value.tensor) in outputs:
+                value.state = State.STAYS
             else:
-                _pack(kept)
+                _pack(value)

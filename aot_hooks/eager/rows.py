@@ -1,11 +1,11 @@
-"""The `SavedTensor` of a tensor that eager code saves: the same words as in a compiled graph, found without one.
+"""The `SavedTensor` row of a tensor that eager code saves, with the same attributes as in a compiled graph.
 
-      grad_fn                       --> op            GeluBackward0 -> "aten.gelu.default", looking through views
-      frames of `nn.Module.__call__` --> module_path  see modules.py
-      innermost frame of the user's --> source_line  where it is saved; where it was made is not known
-      names.py                      --> checkpoint_names
+      grad_fn                         --> op            GeluBackward0 -> "aten.gelu.default", looking through views
+      frames of `nn.Module.__call__`  --> module_path   see modules.py
+      innermost frame of user code    --> source_line   the line that saves it; the line that made it is not known
+      names.py                        --> checkpoint_names
 
-What costs time is looked up when the row is asked for it: a plain hook never asks.
+Costly attributes are looked up at their first read: a plain hook reads none.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..errors import PACKAGE
+from ..errors import user_frame
 from ..graphs.saved import SavedTensor
 from ..settings.names import NamesOf, names_of
 from ..settings.operators import is_view_name, operator_behind
@@ -29,13 +29,11 @@ from .modules import made_in
 
 __all__ = ["EagerRow"]
 
-_LIBRARIES = (os.path.dirname(torch.__file__) + os.sep, PACKAGE)
-
 
 class EagerRow(SavedTensor):
-    """A row that looks up where the tensor comes from when asked, while autograd saves it.
+    """A row that looks up the origin of its tensor at the first read, while autograd saves it.
 
-    After `close` what nobody asked for is unknown, and says so as a graph's row does: "".
+    After `close` an attribute that was never read is unknown: "", as in a graph's row.
     """
 
     def __init__(self, x: torch.Tensor) -> None:
@@ -53,35 +51,35 @@ class EagerRow(SavedTensor):
         vars(self).update(known, _tensor=x, _names=None)
 
     def __getattr__(self, attribute: str) -> Any:
-        find = _LATE.get(attribute)
-        if find is None:
+        lookup = _LOOKUPS.get(attribute)
+        if lookup is None:
             raise AttributeError(f"'{SavedTensor.__name__}' object has no attribute '{attribute}'")
         x = vars(self)["_tensor"]
-        value = find(self, x) if x is not None else () if attribute == "checkpoint_names" else ""
+        value = lookup(self, x) if x is not None else () if attribute == "checkpoint_names" else ""
         vars(self)[attribute] = value
         return value
 
     @property
     def names(self) -> NamesOf | None:
-        """Where the names come from, if somebody asked for them."""
+        """The source of the names, if `checkpoint_names` was read."""
         names: NamesOf | None = vars(self)["_names"]
         return names
 
     def close(self) -> None:
-        """Let go of the tensor. If the names were asked for, the rest is looked up: the row will be asked again."""
+        """Release the tensor. If the names were read, everything is looked up: a policy will read the row again."""
         if self.names is not None:
-            for attribute in _LATE:
+            for attribute in _LOOKUPS:
                 getattr(self, attribute)
         vars(self)["_tensor"] = None
 
     def rename(self) -> None:
-        """Take over the names that were given meanwhile."""
+        """Update `checkpoint_names` with the names given since the tensor was saved."""
         assert self.names is not None
         vars(self)["checkpoint_names"] = self.names.now()
 
 
 def _maker(x: torch.Tensor) -> Any:
-    """The `grad_fn` of the operator that made the value, looking through views; None for a leaf."""
+    """The `grad_fn` of the operator that made `x`, looking through views; None for a leaf."""
     fn: Any = (x if x._base is None else x._base).grad_fn
     while fn is not None and is_view_name(operator_behind(type(fn).__name__)):
         fn = fn.next_functions[0][0]
@@ -111,15 +109,14 @@ def _source_line(_: EagerRow, __: torch.Tensor) -> str:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_name != "pack_eager":
         frame = frame.f_back  # the policy's own frames
-    while frame is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
-        frame = frame.f_back
+    frame, _skipped = user_frame(frame)
     if frame is None:
         return ""
     file, line = frame.f_code.co_filename, frame.f_lineno
     return f"{os.path.basename(file)}:{line}: {linecache.getline(file, line).strip()}"
 
 
-_LATE = {
+_LOOKUPS = {
     "op": _op,
     "name": _name,
     "module_path": _module_path,

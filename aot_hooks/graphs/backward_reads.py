@@ -7,13 +7,13 @@
         r = log(h)             # recomputed      singular: h stays
 
 `BackwardReads(fw, bw, saved).of(h)` follows h through every operator that does not depend on the tangents, to the
-operators that do. read_tables.py says for each operator and argument whether the read is smooth. What the tables do not
-list is "unknown". Only a value whose reads are all smooth or answered may be rounded.
+operators that do. read_tables.py has for each operator and argument whether the read is smooth; an operator in no table
+is "unknown". A value may be rounded only if all its reads are smooth or answered.
 
 A decision is *answered* if the forward can compute its outcome from unrounded values, in at most a quarter of the bytes
-of the saved tensor. Nothing here changes a graph; answers.py does.
+of the saved tensor; answers.py then moves it there.
 
-number_tests.py knows the special case that needs no new value: readers that compare the saved numbers with constants.
+number_tests.py has the special case that needs no new value: readers that compare the saved numbers with constants.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from ..torch_private import values as torch_values
-from .nodes import is_view, op_name, source_line
+from .nodes import argument_positions, is_view, op_name, region_body, source_line
 from .number_tests import exact_tests, only_at, tests_of
 from .read_tables import (
     ADDENDS,
@@ -46,8 +46,9 @@ from .read_tables import (
 
 __all__ = ["BackwardReads", "FoundRead", "Read"]
 
-_MOST_ANSWER_BYTES = 1 / 4  # of the saved tensor's; more is not worth keeping beside what is packed
-_BROADCAST = 16  # a value read for more numbers than this is a statistic: all of them would be off by the same error
+_MAX_ANSWER_BYTES = 1 / 4  # of the saved tensor's; larger answers are not worth their bytes beside the packed ones
+_aten = torch.ops.aten
+_BROADCAST = 16  # a number that is read for more results than this is a statistic: one error would shift them all
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,7 @@ class Read:
         return f"{self.op}{f' ({self.line})' if self.line else ''}"
 
     def why(self) -> str:
-        """Why a value that is read so is not rounded, in words."""
+        """Why a value with this read is not rounded, in words."""
         if self.kind == "decision":
             return f"the backward decides by it: {self}"
         if self.kind == "singular":
@@ -86,11 +87,11 @@ class FoundRead:
     Attributes:
         read: what it is.
         reader: the node through which it reads the saved tensor, a direct user of the backward's input.
-        answer: for an answered decision, the backward node that is to be computed in the forward instead; None if
-            `tests` are about the saved tensor itself.
-        users: the users of `answer` that are to read what the forward computed.
-        tests: the decision depends on the outcomes of these for each number of `answer`, and on nothing else; None if
-            it depends on the number, which is a bool or an int.
+        answer: for an answered decision, the backward node that the forward computes instead; None if `tests` are about
+            the saved tensor itself.
+        users: the users of `answer` that read the forward's result.
+        tests: tests of each number of `answer`; the decision depends on their outcomes alone. None if it depends on the
+            number itself, which is a bool or an int.
     """
 
     read: Read
@@ -131,7 +132,7 @@ class BackwardReads:
 
     @functools.cached_property
     def in_forward(self) -> dict[Node, Node]:
-        """For nodes of the backward the node of the forward that computes the same, where there is one."""
+        """Nodes of the backward, each with the node of the forward that computes the same."""
         by_name = {node.name: node for node in self.fw.graph.nodes}
         found = dict(self.saved)
         for node in self.bw.graph.nodes:
@@ -203,18 +204,17 @@ def _classify(value: Node, user: Node, norm: bool, of_tangents: set[Node]) -> tu
 
     Kinds beside those of `Read`: "smooth", "none" (only the shape is read), "nested" (read inside of a region).
 
-    A backward is linear in the tangents. So what follows a product with a gradient is linear, too, and needs no look.
-    Where `value` is added to a gradient, that does not hold: the derivative of `logcumsumexp` takes the exponential of
-    such a sum.
+    A backward is linear in the tangents. So the readers of a product with a gradient are linear, too, and are not
+    followed. This does not hold for a sum with a gradient: the derivative of `logcumsumexp` takes its exponential.
     """
     name = str(user.target)
     if user.op != "call_function":
         return "unknown", False
-    positions = _positions(value, user)
+    positions = argument_positions(user, value)
     result = user.meta.get("val")
     if name in SHAPE_ONLY and positions == [SHAPE_ONLY[name]]:
         return "none", False
-    if name == "invoke_subgraph":
+    if user.target is torch.ops.higher_order.invoke_subgraph:
         return "nested", False
     if user.target is operator.getitem:
         floating = not isinstance(result, torch.Tensor) or result.dtype.is_floating_point
@@ -224,8 +224,8 @@ def _classify(value: Node, user: Node, norm: bool, of_tangents: set[Node]) -> tu
     if _smooth_inside(user):
         return "smooth", False
     if norm and ROOTS.get(name) in positions and len(positions) == 1:
-        return "smooth", name == "aten.sqrt.default"
-    if name == "aten.pow.Tensor_Scalar" and positions == [0] and isinstance(user.args[1], int | float):
+        return "smooth", user.target is _aten.sqrt.default
+    if user.target is _aten.pow.Tensor_Scalar and positions == [0] and isinstance(user.args[1], int | float):
         smooth = user.args[1] >= 1
     else:
         smooth = positions != [] and set(positions) <= set(
@@ -235,7 +235,7 @@ def _classify(value: Node, user: Node, norm: bool, of_tangents: set[Node]) -> tu
         return "singular", False
     if smooth and user in of_tangents and set(positions) & set(ADDENDS.get(name, ())):
         return "singular", False
-    if name == "aten.exp.default" and _is_minus_square(value):
+    if user.target is _aten.exp.default and _is_minus_square(value):
         return "smooth", False
     if smooth:
         return "smooth", (norm and name in KEEPS_NORM and len(user.all_input_nodes) == 1) or _gives_norm(user)
@@ -245,20 +245,8 @@ def _classify(value: Node, user: Node, norm: bool, of_tangents: set[Node]) -> tu
     return ("singular" if plain in SINGULAR else "unknown"), False
 
 
-def _positions(value: Node, user: Node) -> list[int]:
-    """The positions of the arguments of `user` that are, or hold, `value`; [] if a keyword does."""
-    found = [i for i, a in enumerate(user.args) if value in _nodes_in(a)]
-    return [] if value in _nodes_in(user.kwargs) else found
-
-
-def _nodes_in(a: Any) -> list[Node]:
-    nodes: list[Node] = []
-    torch.fx.node.map_arg(a, nodes.append)
-    return nodes
-
-
 def _smooth_inside(node: Node) -> bool:
-    """Whether `node` is a piece of an operator that is smooth as a whole: its result, or read by such pieces only."""
+    """Whether `node` is a piece of an operator that is smooth as a whole: the result, or only read by other pieces."""
     if str(node.meta.get("original_aten")) not in SMOOTH_INSIDE:
         return False
     return len({str(user.meta.get("original_aten")) in SMOOTH_INSIDE for user in node.users}) <= 1
@@ -266,27 +254,27 @@ def _smooth_inside(node: Node) -> bool:
 
 def _gives_norm(user: Node) -> bool:
     """Whether `user` sums up squares or absolute values, or is a variance."""
-    name = str(user.target)
-    if name in ("aten.linalg_vector_norm.default", "aten.var.correction"):
+    if user.target in (_aten.linalg_vector_norm.default, _aten.var.correction):
         return True
     source = user.args[0] if user.args else None
     if not isinstance(source, Node):
         return False
     if user.target is operator.getitem:
-        return str(source.target) == "aten.var_mean.correction" and str(user.args[1]) == "0"
-    if name not in ("aten.sum.dim_IntList", "aten.sum.default", "aten.mean.dim", "aten.mean.default"):
+        return source.target is _aten.var_mean.correction and user.args[1:] == (0,)
+    if user.target not in (_aten.sum.dim_IntList, _aten.sum.default, _aten.mean.dim, _aten.mean.default):
         return False
-    made = str(source.target)
-    return (
-        made == "aten.abs.default"
-        or (made == "aten.mul.Tensor" and source.args[0] is source.args[1])
-        or (made == "aten.pow.Tensor_Scalar" and str(source.args[1]) in ("2", "2.0"))
-    )
+    return source.target is _aten.abs.default or _is_square(source)
+
+
+def _is_square(node: Node) -> bool:
+    if node.target is _aten.mul.Tensor:
+        return node.args[0] is node.args[1]
+    return node.target is _aten.pow.Tensor_Scalar and node.args[1:] == (2,)
 
 
 def _is_difference(user: Node) -> bool:
     """Whether `user` adds or subtracts numbers of one tensor (neighbours, say), which may cancel each other."""
-    if str(user.target) not in ("aten.sub.Tensor", "aten.add.Tensor", "aten.rsub.Tensor"):
+    if user.target not in (_aten.sub.Tensor, _aten.add.Tensor, _aten.rsub.Tensor):
         return False
     sources = []
     for node in user.args[:2]:
@@ -297,15 +285,15 @@ def _is_difference(user: Node) -> bool:
 
 
 def _is_quotient(user: Node, of_tangents: set[Node]) -> bool:
-    """Whether `user` is a dividend, or a quotient by as many numbers of which some may be small.
+    """Whether `user` is a dividend, or a quotient, of a division number by number: some divisors may be small.
 
     The derivative of `hypot(x, y)` takes x / result, which is at most 1 only if both are as they were.
     """
 
     def divides(node: Node) -> bool:
-        divisors: list[Any] = [node.args[1]] if str(node.target) == "aten.div.Tensor" else []
-        if str(node.target) == "aten.mul.Tensor":
-            divisors = [a for a in node.args if isinstance(a, Node) and str(a.target) == "aten.reciprocal.default"]
+        divisors: list[Any] = [node.args[1]] if node.target is _aten.div.Tensor else []
+        if node.target is _aten.mul.Tensor:
+            divisors = [a for a in node.args if isinstance(a, Node) and a.target is _aten.reciprocal.default]
         big = [d for d in divisors if isinstance(d, Node) and _numel(d) >= _numel(node) > 1]
         return any(d not in of_tangents for d in big)
 
@@ -326,17 +314,17 @@ _MOVES_BY_INDEX = MOVES | {"aten.gather.default", "aten.index.Tensor", "aten.ind
 
 
 def _is_minus_square(node: Node) -> bool:
-    """Whether `node` is a number times a square, and not positive; exp(-x**2) takes no long steps."""
+    """Whether `node` is a negative number times a square; exp(-x**2) is smooth."""
     sign = 1.0
-    while str(node.target) in ("aten.neg.default", "aten.mul.Tensor", "aten.div.Tensor", "aten.mul.Scalar"):
+    while node.target in (_aten.neg.default, _aten.mul.Tensor, _aten.div.Tensor, _aten.mul.Scalar):
         first, *others = node.args
-        if str(node.target) == "aten.mul.Tensor" and others == [first]:
+        if node.target is _aten.mul.Tensor and others == [first]:
             return sign < 0
         factor = -1.0 if not others else others[0]
         if not isinstance(first, Node) or not isinstance(factor, int | float):
             return False
         sign, node = sign * factor, first
-    return sign < 0 and str(node.target) == "aten.pow.Tensor_Scalar" and str(node.args[1]) in ("2", "2.0")
+    return sign < 0 and _is_square(node)
 
 
 def _is_broadcast(value: Node, user: Node) -> bool:
@@ -347,13 +335,10 @@ def _is_broadcast(value: Node, user: Node) -> bool:
 
 
 def _follow_nested(value: Node, user: Node, direct: Node, of_tangents: set[Node]) -> Iterator[FoundRead]:
-    """The reads of `value` inside of the region that `user` calls; what the region gives back of it is unknown."""
-    body = user.args[0]
-    owner = user.graph.owning_module
-    inner = getattr(owner, str(body.target), None) if isinstance(body, Node) and body.op == "get_attr" else None
-    operands = list(user.args[2:])
-    placeholders = inner.graph.find_nodes(op="placeholder") if isinstance(inner, GraphModule) else []
-    if len(placeholders) != len(operands) or value in _nodes_in((user.kwargs, user.args[:2])):
+    """The reads of `value` inside of the region that `user` calls; a read of the region's results is unknown."""
+    inner, operands = region_body(user), list(user.args[2:])
+    placeholders = inner.graph.find_nodes(op="placeholder") if inner is not None else []
+    if len(placeholders) != len(operands) or not all(i >= 2 for i in argument_positions(user, value) or [0]):
         yield FoundRead(Read("unknown", op_name(user), source_line(user)), direct)
         return
     tangents = [p for p, o in zip(placeholders, operands, strict=True) if isinstance(o, Node) and o in of_tangents]
@@ -386,7 +371,7 @@ def _found(
         elif tests := exact_tests(user, value):
             answer, users = value, (user,)
             size = _numel(answer) / 4
-        if answer is not None and (size > _MOST_ANSWER_BYTES * nbytes or answer not in graphs.computable):
+        if answer is not None and (size > _MAX_ANSWER_BYTES * nbytes or answer not in graphs.computable):
             answer, users, tests = None, (), None
     made = user.args[0] if user.target is operator.getitem else user
     assert isinstance(made, Node)
@@ -395,7 +380,7 @@ def _found(
 
 
 def _last_of_the_decision(node: Node, graphs: BackwardReads) -> Node:
-    """The bool that `node` ends up in: `logical_and(ge(x, a), le(x, b))` is one answer, not two."""
+    """The last bool that is computed from `node` alone: `logical_and(ge(x, a), le(x, b))` is one answer, not two."""
     while node.meta["val"].dtype is torch.bool and len(node.users) == 1:
         (user,) = node.users
         value = user.meta.get("val")
@@ -445,7 +430,7 @@ def _bytes(node: Node) -> float:
 
 
 def _deciding(reader: Node) -> Node:
-    """The operator behind `reader`, which may only move data."""
+    """The operator that decides: `reader`, or its reader if it only moves data."""
     while str(reader.target) in MOVES | CONVERSIONS and reader.users:
         reader = next(iter(reader.users))
     return reader

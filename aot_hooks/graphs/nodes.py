@@ -1,9 +1,14 @@
-"""Questions about one node of a graph: its storage, its views, its operator, the user's line."""
+"""Questions about one node of a graph: its storage, its views, its operator, the user's line; and the keys of its meta.
+
+Inductor's scheduler reads two more keys, see torch_private/inductor_marks.py.
+"""
 
 from __future__ import annotations
 
+import operator
 import os
 import re
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +18,52 @@ from torch.fx import GraphModule, Node
 from ..errors import PACKAGE
 from ..torch_private import values as torch_values
 
-__all__ = ["is_view", "op_name", "producer", "region_output", "source_line", "storage_of", "view_source"]
+__all__ = [
+    "NAMES",
+    "NO_VERSION_CHECK",
+    "PACKED",
+    "REGION",
+    "SNAPSHOT",
+    "aliased_arguments",
+    "annotation",
+    "argument_positions",
+    "is_view",
+    "op_name",
+    "output_storages",
+    "producer",
+    "region_body",
+    "region_output",
+    "source_line",
+    "storage_bytes",
+    "storage_of",
+    "storages",
+    "view_source",
+]
+
+# keys of node.meta
+PACKED = "aot_hooks_packed"  # a hook made this value; an outer graph that saves it must not pack it again
+SNAPSHOT = "aot_hooks_snapshot"  # a copy of an input, made before the graph writes to the input
+NO_VERSION_CHECK = "saved_tensor_with_no_vc_check"  # torch's own: save it without the check of autograd's versions
+# keys of node.meta["custom"], which torch carries from the user's program to the joint graph
+REGION = "aot_hooks"  # the key of the setting that the operator was called under
+NAMES = "aot_hooks_names"  # the value's names, see settings/names.py
+
+
+def annotation(node: Node, key: str) -> Any:
+    """`node.meta["custom"][key]`; None without it."""
+    custom = node.meta.get("custom")
+    return custom.get(key) if isinstance(custom, dict) else None
+
+
+# --- storages ---------------------------------------------------------------------------------------------------------
 
 
 def storage_of(node: Node) -> Any:
     """Identity of the storage of a node's value, by its fake value; None if it is no tensor.
 
-    What a higher-order operator gives is its own: torch caches fake values of nested regions, so two calls seem one.
-    A nested region's outputs that share memory with each other, or with what the region is given, share it here too.
+    The result of a higher-order operator has a storage of its own: torch caches the fake values of nested regions, so
+    those of two calls are the same objects. An output of a nested region may share memory with another output, or with
+    an operand of the region; then it has that one's storage.
     """
     value = node.meta.get("val")
     if not isinstance(value, torch.Tensor):
@@ -28,33 +71,32 @@ def storage_of(node: Node) -> Any:
     root = node
     while is_view(root) and isinstance(root.args[0], Node):
         root = root.args[0]
-    if root.op == "call_function" and "getitem" in str(root.target) and isinstance(root.args[0], Node):
+    if root.target is operator.getitem and isinstance(root.args[0], Node):
         if isinstance(root.args[0].target, torch_values.HigherOrderOperator):
             return _storage_in_region(root)
     # a tensor without a storage (sparse) shares it with nobody
     return torch_values.storage_key(value) if value.layout is torch.strided else id(value)
 
 
-def region_output(node: Node) -> Node | None:
-    """The node in the body of a nested compiled region (`invoke_subgraph`) whose value `node` is; None if unknown."""
-    if node.op != "call_function" or "getitem" not in str(node.target):
-        return None
-    call, index = node.args
-    if not isinstance(call, Node) or not isinstance(index, int) or "invoke_subgraph" not in str(call.target):
-        return None
-    body = call.args[0]
-    owner = node.graph.owning_module
-    inner = getattr(owner, str(body.target), None) if isinstance(body, Node) and body.op == "get_attr" else None
-    if not isinstance(inner, GraphModule):
-        return None
-    outputs = inner.graph.output_node().args[0]
-    out = outputs[index] if isinstance(outputs, tuple | list) else None
-    return out if isinstance(out, Node) else None
+def storages(nodes: Iterable[Any]) -> set[Any]:
+    """The storages of those of `nodes` that are nodes and hold a tensor."""
+    return {storage_of(n) for n in nodes if isinstance(n, Node)} - {None}
+
+
+def output_storages(graph: torch.fx.Graph) -> set[Any]:
+    return storages(torch_values.pytree.tree_leaves(graph.output_node().args))
+
+
+def storage_bytes(value: torch.Tensor) -> int:
+    """Bytes of the storage behind a fake tensor, by the hints of symbolic sizes."""
+    if value.layout is not torch.strided:
+        return torch_values.hint(value.numel()) * value.element_size()
+    return torch_values.hint(value.untyped_storage().nbytes())
 
 
 def _storage_in_region(node: Node) -> Any:
-    """Identity of the storage of `node`, an output of a higher-order operator: a parameter that a region saves is the
-    parameter that it was given."""
+    """The storage of `node`, an output of a higher-order operator. A parameter that a nested region saves is the
+    operand that it was called with."""
     out = region_output(node)
     if out is None:
         return node
@@ -68,8 +110,35 @@ def _storage_in_region(node: Node) -> Any:
     return call, key
 
 
+# --- nested compiled regions ------------------------------------------------------------------------------------------
+
+
+def region_body(call: Node) -> GraphModule | None:
+    """The graph that `call` of `invoke_subgraph` runs; None for any other node."""
+    if call.target is not torch.ops.higher_order.invoke_subgraph:
+        return None
+    body = call.args[0]
+    owner = call.graph.owning_module
+    inner = getattr(owner, str(body.target), None) if isinstance(body, Node) and body.op == "get_attr" else None
+    return inner if isinstance(inner, GraphModule) else None
+
+
+def region_output(node: Node) -> Node | None:
+    """The node in the body of a nested compiled region whose value `node` is; None if unknown."""
+    if node.target is not operator.getitem:
+        return None
+    call, index = node.args
+    inner = region_body(call) if isinstance(call, Node) and isinstance(index, int) else None
+    outputs = inner.graph.output_node().args[0] if inner is not None else None
+    out = outputs[index] if isinstance(outputs, tuple | list) else None  # type: ignore[index]
+    return out if isinstance(out, Node) else None
+
+
+# --- views ------------------------------------------------------------------------------------------------------------
+
+
 def is_view(node: Node) -> bool:
-    """Whether `node` only looks at its first argument's storage."""
+    """Whether the result of `node` shares the storage of its first argument."""
     schema = getattr(node.target, "_schema", None)
     return node.op == "call_function" and (
         node.target is torch.ops.aten.detach.default
@@ -78,11 +147,11 @@ def is_view(node: Node) -> bool:
 
 
 def view_source(node: Node) -> Node | None:
-    """What `node` is a view of, also one of several (`split`) and where the schema tells nothing; else None."""
+    """The node that `node` is a view of, else None. `_unsafe_view` is one, too, though its schema says nothing."""
     source = node.args[0] if node.op == "call_function" and node.args else None
     if not isinstance(source, Node):
         return None
-    if "getitem" in str(node.target):
+    if node.target is operator.getitem:
         return view_source(source)
     return source if is_view(node) or str(node.target) == "aten._unsafe_view.default" else None
 
@@ -91,9 +160,37 @@ def producer(node: Node) -> Node:
     """The node whose operator made the value, looking through views and tuples."""
     while (source := view_source(node)) is not None:
         node = source
-    if "getitem" in str(node.target) and isinstance(node.args[0], Node):
+    if node.target is operator.getitem and isinstance(node.args[0], Node):
         return node.args[0]
     return node
+
+
+def argument_positions(user: Node, node: Node) -> list[int]:
+    """The positions of the arguments of `user` that are, or hold, `node`; [] if a keyword does."""
+
+    def holds(argument: Any) -> bool:
+        found: list[Node] = []
+        torch.fx.node.map_arg(argument, found.append)
+        return node in found
+
+    return [] if holds(user.kwargs) else [i for i, a in enumerate(user.args) if holds(a)]
+
+
+def aliased_arguments(node: Node) -> Iterator[tuple[Node, bool]]:
+    """The arguments of `node` that its operator writes to, or that its result shares memory with, by its schema; each
+    with whether it is written to."""
+    schema = getattr(node.target, "_schema", None)
+    if node.op != "call_function" or schema is None:
+        return
+    for i, argument in enumerate(schema.arguments):
+        if argument.alias_info is not None:
+            value = node.args[i] if i < len(node.args) else node.kwargs.get(argument.name)
+            for n in torch_values.pytree.tree_leaves(value):
+                if isinstance(n, Node):
+                    yield n, argument.alias_info.is_write
+
+
+# --- the program ------------------------------------------------------------------------------------------------------
 
 
 def op_name(node: Node) -> str:
@@ -108,6 +205,7 @@ _FRAME = re.compile(r'File "(?P<file>[^"]*)", line (?P<line>\d+), in .*\n\s*(?P<
 
 
 def source_line(node: Node) -> str:
+    """The user's line that called the operator ("model.py:31: h = gelu(x)"); "" if unknown."""
     frames = [f for f in _FRAME.finditer(node.meta.get("stack_trace") or "") if not f["file"].startswith(PACKAGE)]
     if not frames:
         return ""

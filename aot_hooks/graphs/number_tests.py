@@ -1,10 +1,10 @@
-"""Readers that only compare the saved numbers with constants: the tests whose outcomes decide their results.
+"""Readers that only compare the saved numbers with constants: their results depend on the outcomes of these tests.
 
       g = threshold_backward(t, view(h), 0)         tests_of(h) = (Test("le", (0,)),)
       g = avg_pool2d_backward(t, h, ...)            tests_of(h) = (): only the shape is read
       g = mul(t, h)                                 tests_of(h) = None: the numbers are read
 
-lossless.py stores the outcomes in place of the numbers. Nothing here changes a graph or adds a guard.
+lossless.py stores the outcomes in place of the numbers.
 """
 
 from __future__ import annotations
@@ -13,15 +13,17 @@ import torch
 from torch.fx import Node
 
 from ..torch_private import values as torch_values
+from .nodes import argument_positions
 from .read_tables import ASKS, CONVERSIONS, FLOATS, MOVES, SHAPE_ONLY, Test
 
 __all__ = ["exact_tests", "only_at", "tests_of"]
 
 
 def tests_of(node: Node, reader: Node | None = None) -> tuple[Test, ...] | None:
-    """The tests that decide the results of all readers of `node`, or of one `reader`; None if they read more.
+    """The tests that decide the results of all readers of `node`, or of one `reader`.
 
-    Looks through operators that only move data or convert it to a wider format. () if readers look at the shape only.
+    () if they read the shape only, None if they read the numbers. An operator that only moves data, or converts it to
+    a wider format, stands for its own readers.
     """
     value = node.meta["val"]
     if value.dtype not in FLOATS or value.is_neg() or value.device.type not in ("cpu", "cuda"):
@@ -32,7 +34,7 @@ def tests_of(node: Node, reader: Node | None = None) -> tuple[Test, ...] | None:
     while stack:
         current = stack.pop()
         for user in current.users if reader is None or current is not node else (reader,):
-            if _passes_on(user, current):
+            if _moves_numbers(user, current):
                 if user not in seen:
                     seen.add(user)
                     stack.append(user)
@@ -46,13 +48,10 @@ def tests_of(node: Node, reader: Node | None = None) -> tuple[Test, ...] | None:
 
 def only_at(user: Node, node: Node, position: int) -> bool:
     """Whether `user` reads `node` as its argument at `position` and nowhere else."""
-    others = [a for i, a in enumerate(user.args) if i != position]
-    inputs: list[Node] = []
-    torch.fx.node.map_arg((others, user.kwargs), inputs.append)
-    return len(user.args) > position and user.args[position] is node and node not in inputs
+    return argument_positions(user, node) == [position] and user.args[position] is node
 
 
-def _passes_on(user: Node, node: Node) -> bool:
+def _moves_numbers(user: Node, node: Node) -> bool:
     name = str(user.target)
     if user.op != "call_function" or not only_at(user, node, 0):
         return False
@@ -83,7 +82,10 @@ def _tests(user: Node, node: Node) -> tuple[Test, ...] | None:
 
 
 def exact_tests(user: Node, node: Node, dtype: torch.dtype | None = None) -> tuple[Test, ...] | None:
-    """As `_tests`, if all kernels agree on the outcomes for numbers of `dtype`, by default that of `node`."""
+    """The tests that decide the result of `user`, () for the shape only, None if it reads the numbers of `node`.
+
+    None as well if kernels may differ in the outcomes for numbers of `dtype`, by default that of `node`.
+    """
     found = _tests(user, node)
     dtype = dtype or node.meta["val"].dtype
     if found is None or dtype not in FLOATS or not all(_exact(c, dtype) for test in found for c in test.constants):
@@ -92,7 +94,7 @@ def exact_tests(user: Node, node: Node, dtype: torch.dtype | None = None) -> tup
 
 
 def _exact(constant: float, dtype: torch.dtype) -> bool:
-    """Whether comparing with `constant` means the same to every kernel: it is a number of the format, and no subnormal.
+    """Whether every kernel compares with `constant` alike: it is a number of the format, and not subnormal.
 
     Kernels differ in whether they round a constant to the tensor's dtype or the number to theirs, and may take
     subnormal numbers for zero.

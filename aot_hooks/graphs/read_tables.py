@@ -7,8 +7,8 @@
       SINGULAR     log, exp, rsqrt, ...          a small error may become any error
       DECIDES      round, sign, sort, ...        jumps; an operator whose result is bool or int always does
 
-An operator that stands nowhere is unknown, and what it reads is not rounded. So an entry that is missing costs memory,
-and one that is wrong costs exactness: ASKS and SHAPE_ONLY are tested bitwise against the kernels, SMOOTH by torch's
+An operator in no table is unknown, and the tensors that it reads are not rounded. So a missing entry costs memory, and
+a wrong one costs exactness: ASKS and SHAPE_ONLY are tested bitwise against the kernels, SMOOTH by torch's
 own operator database (benchmarks/bench_op_db.py).
 """
 
@@ -94,7 +94,7 @@ ASKS: dict[str, tuple[int, Callable[..., tuple[Test, ...]]]] = {
     "aten.logical_not.default": (0, lambda x: (Test("eq", (0.0,)),)),
 }
 
-# operator -> position of a tensor of which it takes sizes, strides, dtype and device only (on the CPU and on CUDA)
+# operator -> position of a tensor; it reads the tensor's sizes, strides, dtype and device only (on the CPU and on CUDA)
 SHAPE_ONLY = {
     "aten.avg_pool2d_backward.default": 1,
     "aten.avg_pool3d_backward.default": 1,
@@ -215,7 +215,7 @@ SMOOTH: dict[str, tuple[int, ...]] = {
     **dict.fromkeys(CONVERSIONS | MOVES, (0,)),
 }
 
-# The positions of those that are added, or stand beside what the other arguments are; not factors.
+# The positions of arguments that are added to the others, or put beside them; not of factors.
 ADDENDS: dict[str, tuple[int, ...]] = {
     **_aten("add.Tensor sub.Tensor rsub.Tensor lerp.Scalar maximum.default minimum.default", 0, 1),
     **_aten("lerp.Tensor", 0, 1, 2),
@@ -227,7 +227,7 @@ ADDENDS: dict[str, tuple[int, ...]] = {
     "prims.fma.default": (2,),
 }
 
-# Operators that Inductor takes apart into pieces that jump or explode, where the whole does not: silu is
+# Operators whose decompositions in Inductor have pieces that jump or explode, though the whole does not: silu is
 # x / (1 + exp(-x)).
 SMOOTH_INSIDE = frozenset(
     _each(
@@ -236,8 +236,8 @@ SMOOTH_INSIDE = frozenset(
     )
 )
 
-# A sum of squares is off by at most twice what its largest numbers are, relative to itself. So its roots and
-# reciprocals are smooth, where those of single numbers are not. These keep it one (with numbers as other arguments):
+# The relative error of a sum of squares is at most twice that of its largest numbers. So its roots and reciprocals are
+# smooth, where those of single numbers are not. The result of these is such a sum again (if the rest are constants):
 KEEPS_NORM = frozenset(
     [
         *_aten("add.Tensor add.Scalar mul.Tensor mul.Scalar div.Tensor div.Scalar clamp.default clamp_min.default"),
@@ -257,7 +257,7 @@ def _names(*groups: str) -> frozenset[str]:
     return frozenset(name for group in groups for name in group.split())
 
 
-# What reports call these reads; with or without an entry they are not rounded. Names without their overloads.
+# How reports call these reads; with or without an entry they are not rounded. Names have no overload.
 SINGULAR = _names(
     "log log2 log10 log1p exp exp2 expm1 rsqrt reciprocal sqrt pow div tan acos asin acosh atanh cosh sinh logit",
     "_softmax _log_softmax _log_softmax_backward_data logsumexp logaddexp logaddexp2 logcumsumexp prod cumprod xlogy",

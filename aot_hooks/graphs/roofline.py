@@ -1,10 +1,10 @@
-"""How long a node takes and how fast a copy is, to plan with: estimates, not measurements of the program.
+"""Estimates of how long a node takes and how fast a copy is, for plans.
 
       Rates     bytes a second over the link each way and in the device's memory, multiplications and additions a second
       node_ms   max(operations / rate, bytes / rate), from the formulas of `torch.utils.flop_counter`
 
-Rates are measured once per device, in a few milliseconds, or given. Where fused kernels are made, what lies between
-pointwise operators costs nothing, as in `memory`. A CPU has no second engine: there every copy counts as instant.
+Rates are measured once per device, in a few milliseconds, or come from the user. In a fused graph a value between two
+pointwise operators costs nothing, as in fusion_memory.py. A CPU has no copy engine: its copies count as instant.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +23,7 @@ from torch.utils.flop_counter import flop_registry
 
 from ..torch_private import values as torch_values
 from .fusion_memory import fuses, written_storages
-from .nodes import is_view, storage_of
+from .nodes import is_view, output_storages, storage_of, storages
 
 __all__ = ["INSTANT", "Rates", "has_formula", "measured_rates", "node_ms"]
 
@@ -45,13 +46,14 @@ class Rates:
     operations32: float
 
 
-INSTANT = Rates(math.inf, math.inf, 2e10, 1e11, 1e11)  # of a CPU
-_ATTENTION = 0.65  # of the speed of a plain product of matrices that attention reaches on an H100 or H200,
-_ATTENTION_BACKWARD = 0.55  # and its backward
+INSTANT = Rates(math.inf, math.inf, 2e10, 1e11, 1e11)  # for a CPU
+# the share of a plain matrix product's speed that attention and its backward reach on an H100 or H200
+_ATTENTION = 0.65
+_ATTENTION_BACKWARD = 0.55
 
 
 def has_formula(node: Node) -> bool:
-    """Whether the operations of `node` have a formula: of a product, attention, a convolution."""
+    """Whether torch has a formula for the operations of `node`: a matrix product, attention, a convolution."""
     return node.op == "call_function" and _packet(node) in flop_registry
 
 
@@ -62,33 +64,32 @@ def _packet(node: Node) -> Any:
 def node_ms(gm: GraphModule, rates: Callable[[torch.device], Rates], fused: bool) -> dict[Node, float]:
     """Milliseconds of each node of `gm`, by the fake values on it; symbolic sizes count as their hints.
 
-    With `fused`, what pointwise operators and reductions read between two kernels that cannot be fused is read once,
-    and what they make for each other is not read at all.
+    With `fused`, pointwise operators and reductions between two unfused kernels are one kernel: it reads each input
+    once, and its intermediates cost nothing.
     """
     nodes = list(gm.graph.nodes)
     written = written_storages(nodes) if fused else {storage_of(n) for n in nodes}
-    written |= {storage_of(n) for n in nodes if n.op == "placeholder"}
-    written |= {storage_of(n) for n in torch_values.pytree.tree_leaves(nodes[-1].args) if isinstance(n, Node)}
+    written |= storages(gm.graph.find_nodes(op="placeholder")) | output_storages(gm.graph)
     found: dict[Node, float] = {}
-    at_hand: set[Any] = set()  # storages in registers or caches: read or made since the last kernel of its own
+    in_kernel: set[Any] = set()  # storages that the fused kernel has read or made
     for node in nodes:
         found[node] = 0.0
         values = [v for v in torch_values.pytree.tree_leaves(node.meta.get("val")) if isinstance(v, torch.Tensor)]
-        if node.op != "call_function" or is_view(node) or "getitem" in str(node.target) or not values:
+        if node.op != "call_function" or is_view(node) or node.target is operator.getitem or not values:
             continue
-        alone = not fused or not (fuses(node) or torch.Tag.reduction in getattr(node.target, "tags", ()))
-        if alone:
-            at_hand = set()
+        unfused = not fused or not (fuses(node) or torch.Tag.reduction in getattr(node.target, "tags", ()))
+        if unfused:
+            in_kernel = set()
         rate = rates(values[0].device)
-        moved = sum(_bytes(v) for v in values) if alone or storage_of(node) in written else 0
-        for source in {storage_of(n): n for n in node.all_input_nodes}.items():
-            key, value = source[0], source[1].meta.get("val")
-            if isinstance(value, torch.Tensor) and key in written and key not in at_hand:
+        moved = sum(_bytes(v) for v in values) if unfused or storage_of(node) in written else 0
+        for key, source in {storage_of(n): n for n in node.all_input_nodes}.items():
+            value = source.meta.get("val")
+            if isinstance(value, torch.Tensor) and key in written and key not in in_kernel:
                 moved += _bytes(value)
-            if not alone:
-                at_hand.add(key)
-        if not alone:
-            at_hand.add(storage_of(node))
+            if not unfused:
+                in_kernel.add(key)
+        if not unfused:
+            in_kernel.add(storage_of(node))
         found[node] = 1e3 * moved / rate.memory
         if has_formula(node):
             found[node] = max(found[node], 1e3 * _operations(node) / _rate(node, values[0], rate))
@@ -132,7 +133,7 @@ def _causal(node: Node) -> bool:
 
 
 def measured_rates(device: torch.device) -> Rates:
-    """The rates of `device`: measured on the first call, in some ten milliseconds, then known. Of a CPU: `INSTANT`."""
+    """The rates of `device`, measured on the first call in some ten milliseconds; `INSTANT` for a CPU."""
     if device.type != "cuda":
         return INSTANT
     return _measured(device.index or 0)
@@ -159,7 +160,7 @@ def _measured(index: int) -> Rates:
 
 
 def _seconds(work: Callable[[], Any], repeats: int = 6) -> float:
-    """The shortest of a few runs, by the device's clock."""
+    """The time of the fastest of a few runs, by the device's clock."""
     marks = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
     work()
     for mark in marks:

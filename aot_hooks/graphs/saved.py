@@ -1,11 +1,11 @@
-"""What crosses from the forward to the backward graph, read off the two graphs.
+"""The values that cross from the forward to the backward graph, read off the two graphs.
 
       forward outputs:  user outputs | saved tensors | opaque objects | saved symints
                                           |  by position, never by name        |
       backward inputs:  saved symints | saved tensors | opaque objects | tangents | ...
 
 `boundary(fw, bw, num_fwd_outputs, ...)` gives a `Boundary`: the nodes on both sides of each saved value, and for each a
-`SavedTensor`, the row that policies and reports see. Nothing here changes a graph or adds a guard.
+`SavedTensor`, the row that policies and reports see. No guard is added.
 
 Source: the calling convention of `torch._functorch.partitioners`, the same in torch 2.11, 2.13 and 2.15.
 """
@@ -24,13 +24,22 @@ from torch.fx import GraphModule, Node
 from ..errors import UnsupportedGraphError
 from ..torch_private import values as torch_values
 from .backward_reads import BackwardReads, FoundRead, Read
-from .nodes import op_name, producer, source_line, storage_of, view_source
+from .nodes import (
+    NAMES,
+    annotation,
+    op_name,
+    producer,
+    source_line,
+    storage_bytes,
+    storage_of,
+    storages,
+    view_source,
+)
 from .number_tests import tests_of
 from .read_tables import Test
 from .value_ranges import value_range
 
 __all__ = [
-    "NAMES",
     "Boundary",
     "Dim",
     "SavedTensor",
@@ -41,8 +50,6 @@ __all__ = [
     "place_of",
     "shape_of",
 ]
-
-NAMES = "aot_hooks_names"  # the key under meta["custom"] of a value's names, see names.py
 
 
 class Dim(int):
@@ -81,12 +88,12 @@ class SavedTensor:
         backward_ops: the operators of the backward that read it, before decompositions and looking through views.
         is_input, is_output, is_static: its storage is that of a graph input, of an output that the user gets, of a
             parameter or buffer.
-        backward_asks: tests whose outcomes are all that the backward's readers of its storage depend on, number by
-            number; () if they look at the shape only, None if one may need the numbers themselves.
-        value_range: (smallest, largest) that a number of it can be, all of them whole, if the forward proves it.
-        checkpoint_names: the names that `aot_hooks.checkpoint_name` gave it, or what it is a view of.
-        backward_reads: the reads of the backward that are not smooth: a rounded number would not do. See `Read`. ()
-            for a tensor that eager code saves, whose backward is not known.
+        backward_asks: tests of each number; the backward's readers of its storage depend on their outcomes alone. () if
+            they read the shape only, None if one may need the numbers themselves.
+        value_range: (smallest, largest) number that it can hold, if the forward proves it and all are whole.
+        checkpoint_names: the names that `aot_hooks.checkpoint_name` gave it, or the tensor that it is a view of.
+        backward_reads: the reads of the backward that are not smooth and need the exact number, see `Read`. () for a
+            tensor that eager code saves: its backward is not known.
     """
 
     name: str
@@ -114,10 +121,9 @@ class SavedTensor:
         return f"'{self.name}' {dtype}[{', '.join(map(str, self.shape))}]{where}"
 
 
-@dataclass
+@dataclass(eq=False)
 class SavedValue:
-    """A saved tensor's node in the forward, its placeholder in the backward, its row, and its reads that are not
-    smooth."""
+    """A saved tensor: its forward node, its backward placeholder, its row, and its reads that are not smooth."""
 
     fw_node: Node
     bw_node: Node
@@ -132,9 +138,14 @@ class SavedValue:
 
 @dataclass
 class Boundary:
-    """All that crosses: tensors, symints and opaque objects, each as (forward node, backward placeholder); and the
-    storages of the forward's inputs and of what the user gets, which are alive whatever a hook does. `reads` are the
-    reads of the backward."""
+    """All that crosses.
+
+    Attributes:
+        user_outputs: the forward's outputs that the user gets.
+        tensors, opaque, symints: the values that cross, each with its forward node and its backward placeholder.
+        kept_storages: storages of the forward's inputs and of the user's outputs, which are alive without hooks too.
+        reads: the reads of the backward.
+    """
 
     user_outputs: list[Any]
     tensors: list[SavedValue]
@@ -151,7 +162,7 @@ def boundary(
     static_inputs: Iterable[int] = (),
     roots: Mapping[str, str] = MappingProxyType({}),
 ) -> Boundary:
-    """Read what crosses from `fw` to `bw`; `roots` are modules by Dynamo's names, see `modules.roots`.
+    """Read the boundary of `fw` and `bw`; `roots` are modules by Dynamo's names, see `modules.roots`.
 
     Raises `UnsupportedGraphError` if the graphs don't follow AOTAutograd's calling convention.
     """
@@ -169,9 +180,9 @@ def boundary(
 
     inputs = fw.graph.find_nodes(op="placeholder")
     static = set(static_inputs)
-    input_storages = _storages(inputs)
-    static_storages = _storages(n for i, n in enumerate(inputs) if i in static)
-    output_storages = _storages(user)
+    input_storages = storages(inputs)
+    static_storages = storages(n for i, n in enumerate(inputs) if i in static)
+    output_storages = storages(user)
     numbers: dict[Any, int] = {}
     tensors, opaque = [], []
     pairs = [*zip(syms, bw_syms, strict=True), *zip(others, bw_others, strict=True)]
@@ -195,7 +206,7 @@ def boundary(
             shape=shape_of(value),
             dtype=value.dtype,
             device=value.device,
-            nbytes=_storage_bytes(value),
+            nbytes=storage_bytes(value),
             storage=numbers.setdefault(key, len(numbers)),
             module_path=_first(lambda n: _module_path(n, roots), fw_node, bw_node) or roots.get("", ""),
             source_line=_first(source_line, fw_node, bw_node),
@@ -215,7 +226,7 @@ def boundary(
 
 
 def _share_asks(tensors: list[SavedValue]) -> None:
-    """Views of one storage are packed once, for the readers of all: each asks what any of them asks."""
+    """Give all views of one storage the union of their tests: they are packed once, for the readers of all."""
     groups: dict[int, list[SavedValue]] = {}
     for value in tensors:
         groups.setdefault(value.row.storage, []).append(value)
@@ -240,18 +251,8 @@ def shape_of(value: torch.Tensor) -> tuple[int, ...]:
     return tuple(s if isinstance(s, int) else Dim(torch_values.hint(s), torch_values.expression(s)) for s in sizes)
 
 
-def _storages(nodes: Iterable[Any]) -> set[Any]:
-    return {storage_of(n) for n in nodes if isinstance(n, Node)} - {None}
-
-
-def _storage_bytes(value: torch.Tensor) -> int:
-    if value.layout is not torch.strided:
-        return torch_values.hint(value.numel()) * value.element_size()
-    return torch_values.hint(value.untyped_storage().nbytes())
-
-
 def _readers(node: Node) -> list[Node]:
-    """What reads the value of `node`, also of its views; a view that nothing reads stands for itself."""
+    """The readers of `node` and of its views; a view without readers counts as one."""
     found: list[Node] = []
     for user in node.users:
         inside = _readers(user) if view_source(user) is not None else []
@@ -263,14 +264,13 @@ def _names(node: Node) -> tuple[str, ...]:
     names: dict[str, None] = {}
     value: Node | None = node
     while value is not None:
-        names.update(dict.fromkeys((value.meta.get("custom") or {}).get(NAMES, ())))
+        names.update(dict.fromkeys(annotation(value, NAMES) or ()))
         value = view_source(value)
     return tuple(names)
 
 
 def _first(read: Callable[[Node], str], fw_node: Node, bw_node: Node) -> str:
-    """What the node of the operator that made it says; of a graph input, which says nothing, what its view or its
-    readers say."""
+    """`read` of the operator that made the value; for a graph input, which has no operator, of its view or readers."""
     maker = producer(fw_node)
     for node in (maker, fw_node) if maker.op != "placeholder" or fw_node is not maker else bw_node.users:
         if found := read(node):
@@ -300,7 +300,7 @@ def _module_path(node: Node, roots: Mapping[str, str]) -> str:
 def module_path(raw: str, outermost: str = "", roots: Mapping[str, str] = MappingProxyType({})) -> str:
     """Dynamo's path of a module as the user writes it: `L['self']._modules['layers']._modules['0']` -> `layers.0`.
 
-    It is relative to the outermost module that runs: what `roots` knows of the local, or else Dynamo's own `outermost`.
+    The path is relative to the outermost module that runs: the one in `roots`, or else Dynamo's own `outermost`.
     """
     raw, outermost = _without_getattr(raw), _without_getattr(outermost)
     root = re.match(r"^[LG]\['[^']*'\]", raw)
@@ -315,6 +315,6 @@ def module_path(raw: str, outermost: str = "", roots: Mapping[str, str] = Mappin
 
 
 def _without_getattr(raw: str) -> str:
-    """Dynamo says `getattr(G['model'].layers, '0')` in `torch.func.functional_call`: `G['model'].layers.0`."""
+    """`getattr(G['model'].layers, '0')`, which `torch.func.functional_call` leads to, as `G['model'].layers.0`."""
     simpler = re.sub(r"getattr\(([^()]*), '([^']*)'\)", r"\1.\2", raw)
     return raw if simpler == raw else _without_getattr(simpler)

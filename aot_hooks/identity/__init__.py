@@ -1,15 +1,15 @@
-"""Which value a hook or policy is, so that hooks made anew cost nothing and a change of them exactly one compilation.
+"""Equality of hooks and policies: a hook made anew costs nothing, a changed one exactly one compilation.
 
-      rule --described--> text of what is frozen (arguments of the library, graphs), and the functions in it, if any
-      functions           `Probe`: Dynamo traces `unpack(pack(example))`; its guards tell on a call which value they are
-      policies            asked again about the saved tensors that they were asked about
-      Record              what a compiled graph was made of: `record.matches(rule)` tells whether that is so still
+      rule --described--> text of its frozen parts (arguments of the library, graphs), and its functions, if any
+      functions           `Probe`: Dynamo traces `unpack(pack(example))`; its guards tell at a call which value they are
+      policies            called again for the same saved tensors
+      Record              everything that a graph depends on: `record.matches(rule)` tells whether it is unchanged
 
-Nobody's code is imported, walked or run to guess what it may mean: Dynamo traces it, on fake tensors.
+No user code is imported, walked or run to guess its meaning: Dynamo traces it, on fake tensors.
 """
 
 from .frozen import code_of, described
-from .records import Record, Recording, note_answer, note_trace, recording
+from .records import Record, Recording, note_choice, note_trace, recording
 from .tensors import READ_EACH_TIME, is_plain, tensor_digest
 
 __all__ = [
@@ -19,7 +19,7 @@ __all__ = [
     "code_of",
     "described",
     "is_plain",
-    "note_answer",
+    "note_choice",
     "note_trace",
     "recording",
     "tensor_digest",

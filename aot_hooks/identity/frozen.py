@@ -1,10 +1,10 @@
-"""A hook or policy as text, as far as it is frozen, and the functions in it that are not.
+"""A hook or policy as text of its frozen parts, and the functions in it that are not frozen.
 
-      larger_than(1024, float8())       "_LargerThan(nbytes=1024, hook=Hook(pack=_Pack(...), ...))"     nothing else
-      larger_than(1024, Hook("h", f, g))    "... own[3, 4] ..."     and the hook, whose functions a probe tells apart
+      larger_than(1024, float8())         "_LargerThan(nbytes=1024, hook=Hook(pack=_Pack(...), ...))"
+      larger_than(1024, Hook("h", f, g))  "... own[3, 4] ..."   and the hook: a probe compares its functions
 
-Frozen are the dataclasses and functions of this package, plain values, and graphs (graphs.py). A graph may be changed
-in place, so a text with one in it is read again each time.
+Frozen are dataclasses and functions of this package, plain values, and graphs. A graph may be changed in place, so a
+text with a graph in it is made anew each time.
 """
 
 from __future__ import annotations
@@ -21,25 +21,26 @@ from typing import Any
 
 import torch
 
-from ..torch_private.values import is_operator
-from .graph_text import graph_text
+from ..torch_private.values import HigherOrderOperator, is_operator
 from .memo import Memo
+from .tensors import tensor_digest
 
-__all__ = ["Description", "code_of", "described", "number_of"]
+__all__ = ["PLAIN", "Description", "code_of", "described", "is_package_object", "number_of"]
 
 _TORCH = (torch.dtype, torch.device, torch.layout, torch.memory_format)
-_PLAIN = (type(None), bool, int, float, complex, str, bytes, *_TORCH)
+PLAIN = (type(None), bool, int, float, complex, str, bytes, *_TORCH)
 _PACKAGE = __name__.split(".")[0]
 
 
 @dataclass(frozen=True)
 class Description:
-    """What a rule is.
+    """A hook or policy by its parts.
 
     Attributes:
-        text: equal for equal frozen parts; functions stand in it by their code.
-        hooks, graphs: the hooks in it whose functions are the user's, unless somebody answers for them; or graphs.
-        functions: other functions of the user's: policies, and what declines.
+        text: equal for equal frozen parts; it holds the numbers of functions' code.
+        hooks: hooks in it with functions of the user's, without those that are eager or have a `cache_hash`.
+        graphs: likewise hooks with graphs.
+        functions: other functions of the user's: policies and `declines`.
     """
 
     text: str
@@ -49,28 +50,28 @@ class Description:
 
     @property
     def frozen(self) -> bool:
-        """Whether the text is all, and stays as it is."""
+        """Whether the text describes all of it, for good."""
         return not (self.hooks or self.graphs or self.functions)
 
     @property
     def own(self) -> bool:
-        """Whether functions or graphs of the user's are in it, also where a hash answers for them."""
+        """Whether functions or graphs of the user's are in it, also eager ones and those with a `cache_hash`."""
         return _OWN in self.text
 
     @property
     def portable(self) -> str:
-        """The text without what is told apart in this process only."""
+        """The text without the numbers of this process."""
         return re.sub(f"{_OWN}\\w+", "own", self.text)
 
 
 def described(rule: Any) -> Description:
-    """The description of a hook or policy; of a hook of the library it is found once."""
+    """The description of a hook or policy; cached for those of the library."""
     known = _known.get(rule)
     if known is not None:
         return known
-    found = _Describer()
-    text = found.text(rule)
-    description = Description(text, tuple(found.hooks), tuple(found.graphs), tuple(found.functions))
+    parts = _Describer()
+    text = parts.text(rule)
+    description = Description(text, tuple(parts.hooks), tuple(parts.graphs), tuple(parts.functions))
     if description.frozen and type(rule).__module__.split(".")[0] == _PACKAGE:
         _known.set(rule, description)
     return description
@@ -87,19 +88,19 @@ class _Describer:
         self.has_graph = False
 
     def function(self, fn: Any) -> str:
-        """A function of a hook, which may be a graph."""
-        graph = graph_text(fn) if isinstance(fn, torch.fx.GraphModule) else None
+        """The text of a hook's function, which may be a graph."""
+        graph = _graph_text(fn) if isinstance(fn, torch.fx.GraphModule) else None
         self.has_graph |= graph is not None
         return self.text(fn) if graph is None else f"{_OWN}{hashlib.sha256(graph.encode()).hexdigest()}"
 
     def text(self, value: Any) -> str:
-        if isinstance(value, _PLAIN) or is_operator(value):
+        if isinstance(value, PLAIN) or is_operator(value):
             return f"{type(value).__name__}:{value!r}"
         if isinstance(value, tuple | list | frozenset):
             return f"{type(value).__name__}({', '.join(map(self.text, value))})"
-        if isinstance(value, types.FunctionType) and _ours(value):
+        if isinstance(value, types.FunctionType) and is_package_object(value):
             return f"{value.__module__}.{value.__qualname__}"
-        if dataclasses.is_dataclass(value) and not isinstance(value, type) and _ours(type(value)):
+        if dataclasses.is_dataclass(value) and is_package_object(type(value)):
             if hasattr(value, "cache_hash"):
                 return self.hook(value)
             named = (f"{f.name}={self.text(getattr(value, f.name))}" for f in dataclasses.fields(value))
@@ -108,39 +109,36 @@ class _Describer:
         return _own(value)
 
     def hook(self, hook: Any) -> str:
-        """A hook is its graphs or its functions; one that its author answers for is the code of its functions."""
+        """The text of a hook: of its graphs or functions; of their code if it is eager or has a `cache_hash`."""
         inside = _Describer()
         if hook.eager or hook.cache_hash is not None:
             text = f"{_own(hook.pack)} {_own(hook.unpack)} {hook.cache_hash!r}"
         else:
             text = f"{inside.function(hook.pack)} {inside.function(hook.unpack)}"
-        own = [hook] if inside.functions else []  # functions of this hook, not of one inside of it
+        own = [hook] if inside.functions else []  # functions of this hook, not of a hook inside of it
         self.hooks += (each for each in (*own, *inside.hooks) if all(each is not other for other in self.hooks))
         self.graphs += [hook] if inside.has_graph else inside.graphs
         rest = [f.name for f in dataclasses.fields(hook) if f.name not in ("name", "pack", "unpack", "cache_hash")]
         return f"Hook({text}, {', '.join(f'{n}={self.text(getattr(hook, n))}' for n in rest)})"
 
 
-_OWN = "\0own"  # which no text of plain values holds
+_OWN = "\0own"  # in no text of plain values
 
 
 def _own(fn: Any) -> str:
     return f"{_OWN}{number_of(code_of(fn))}"
 
 
-def _ours(value: Any) -> bool:
-    """Whether a class or function is this package's own and found there by its name, so that its source says it all."""
-    module = sys.modules.get(value.__module__ or "")
-    if module is None or module.__name__.split(".")[0] != _PACKAGE:
-        return False
-    found: Any = module
+def is_package_object(value: Any) -> bool:
+    """Whether this package has the class or function `value` under its name, and so defines it in its source."""
+    found: Any = sys.modules.get(value.__module__ or "") if (value.__module__ or "").split(".")[0] == _PACKAGE else None
     for name in value.__qualname__.split("."):
         found = getattr(found, name, None)
     return found is value
 
 
 def code_of(fn: Any) -> Any:
-    """What stays the same of a function that is made anew: its code; of an object its class."""
+    """The part of a function that is the same when it is made anew: its code. Of another object, the class."""
     if isinstance(fn, functools.partial):
         return code_of(fn.func)
     if isinstance(fn, types.BuiltinFunctionType):
@@ -150,8 +148,47 @@ def code_of(fn: Any) -> Any:
 
 @functools.lru_cache(maxsize=1024)
 def number_of(code: Any) -> int:
-    """A number for a code object or class, the same as long as it is remembered; of equal code it is the same."""
+    """A number for a code object or class, the same for equal code, while the cache has it."""
     return next(_numbers)
 
 
 _numbers = itertools.count(1)
+
+
+# --- graphs -----------------------------------------------------------------------------------------------------------
+
+_FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodDescriptorType, type)
+_LIBRARIES = {"torch", "_operator", "operator", "math", "builtins"}
+_PLAIN_ATTRIBUTES = (bool, int, float, str, torch.dtype, type(None))
+
+
+def _graph_text(gm: torch.fx.GraphModule) -> str | None:
+    """Generated code, the attributes that it reads, and the training mode of `gm`: equal texts compute the same.
+
+    None if the graph calls a function or module of the user's: Dynamo traces it like any other function.
+    """
+    lines = [f"{type(gm).__bases__[0].__qualname__} {gm.training}", gm.code]
+    for node in gm.graph.nodes:
+        if node.op == "call_module" or (node.op == "call_function" and not _is_library(node.target)):
+            return None
+        if node.op == "get_attr":
+            text = _attribute_text(gm, str(node.target))
+            if text is None:
+                return None
+            lines.append(f"{node.target} = {text}")
+    return "\n".join(lines)
+
+
+def _is_library(target: Any) -> bool:
+    if is_operator(target) or isinstance(target, HigherOrderOperator):
+        return True
+    return isinstance(target, _FUNCTIONS) and (target.__module__ or "torch").split(".")[0] in _LIBRARIES
+
+
+def _attribute_text(root: Any, path: str) -> str | None:
+    value = functools.reduce(getattr, path.split("."), root)
+    if isinstance(value, torch.Tensor):
+        return tensor_digest(value)
+    if isinstance(value, torch.fx.GraphModule):
+        return _graph_text(value)
+    return repr(value) if isinstance(value, _PLAIN_ATTRIBUTES) else None

@@ -1,4 +1,4 @@
-"""What is known of an object, for as long as it lives; nothing is put into the object itself, which may be pickled."""
+"""Values attached to objects while these live, without touching the objects, which may be pickled."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _T = TypeVar("_T")
 
 
 class Memo(Generic[_T]):
-    """Values by the identity of objects. A value must not hold its object; one without weak references is forgotten."""
+    """Values by identity of their object. A value must not hold its object. No value for objects without weakrefs."""
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[weakref.ref[Any], _T]] = {}

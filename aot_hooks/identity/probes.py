@@ -1,14 +1,14 @@
-"""Which value a pair of functions is, by Dynamo's guards.
+"""Probes: Dynamo's guards tell which value a pair of functions is.
 
-      probe(pack, unpack) = unpack(pack(example)), ...      compiled, and never run: its graph gives a token away
+      probe(pack, unpack) = unpack(pack(example)), ...      compiled, but its graph returns a token and computes nothing
       first call with k = 2    --> traced: token 1
       made anew, k = 2         --> guards hold: token 1
       k = 3                    --> guards fail, traced: token 2
 
-Guards cover closures, globals, attributes, modules; what they read is what the traced functions read. Tensors that they
-read are inputs of the graph: the token holds their digests. Examples are as the tensors that the functions were applied
-to, because control flow on shape and dtype picks what is read. Each probe has code of its own, hence its own cache in
-Dynamo and its own limit of recompilations.
+Guards cover the closures, globals, attributes and modules that the traced functions read. Tensors that they read are
+inputs of the graph: the token holds their digests. An example is like a tensor that the functions were applied to,
+because control flow may depend on shape and dtype. Each probe has code of its own, and so a cache and a recompile
+limit of its own in Dynamo.
 """
 
 from __future__ import annotations
@@ -25,72 +25,66 @@ import torch
 
 from ..errors import AotHooksError, HookContractError, HookTraceError
 from ..torch_private import dynamo, dynamo_guards
+from .frozen import PLAIN
 from .tensors import tensor_digest
 
 __all__ = ["Example", "Probe", "Token", "Untraceable", "example_of"]
 
-Token = tuple[Any, ...]  # the probe, number of what was traced, digests of the tensors that it reads, plain defaults
+Token = tuple[Any, ...]  # the probe, the trace's number, digests of the tensors that it reads, plain defaults
 Example = str  # the arguments of `torch.empty_strided`
 
 
 def example_of(x: torch.Tensor, size_of: Any) -> Example:
-    """A tensor like `x` to trace on, symbolic sizes by `size_of`; dimensions of stride 0 hold one row."""
+    """The example for `x`; symbolic sizes by `size_of`, one row for dimensions of stride 0."""
     strides = tuple(map(size_of, x.stride()))
     shape = tuple(size_of(n) if stride else min(size_of(n), 1) for n, stride in zip(x.shape, strides, strict=True))
     return f"{shape}, {strides}, dtype={x.dtype}, device={str(x.device)!r}"
 
 
 class Untraceable(HookTraceError):
-    """Dynamo can't trace a pair of functions, so nothing would tell when they change."""
+    """Dynamo can't trace a pair of functions, so their changes would go unnoticed."""
 
 
 class _Local(threading.local):
     token: Token | None = None
-    pair: tuple[Any, Any] | None = None
+    functions: dict[str, Any] | None = None  # the probed functions by the names of the probe's arguments
     compiling: dynamo_guards.Compiling | None = None
-    scope: Any = None  # the globals of the probe that Dynamo traces
-    reached: list[tuple[str, Any, frozenset[str]]] | None = None  # to be filled, if somebody asks
+    scope: Any = None  # the globals of the traced probe
+    reached: list[tuple[str, Any, frozenset[str]]] | None = None  # to be filled by a trace
 
-    def functions(self) -> dict[str, Any]:
-        """The functions that are probed, by the names of the probe's arguments."""
-        return dict(zip(("pack", "unpack"), self.pair or (), strict=False))
-
-    def done(self) -> None:
-        self.token = self.pair = self.compiling = self.scope = None
+    def clear(self) -> None:
+        self.token = self.functions = self.compiling = self.scope = None
 
 
 _local = _Local()
 _numbers = itertools.count(1)
-_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 _KNOWN_METACLASSES = sys.stdlib_module_names | {"torch", "numpy"}  # modules whose metaclasses hold no user's numbers
-# since 2.13 a function may have a limit of its own; past it Dynamo logs a warning, and earlier values are traced again
+# since 2.13 a function may have a limit of its own; past it Dynamo logs a warning and traces earlier values again
 _HAS_LIMIT = "recompile_limit" in inspect.signature(torch.compile).parameters
 _LIMIT: dict[str, Any] = {"recompile_limit": 64} if _HAS_LIMIT else {}
 
 
 class Probe:
-    """The compiled probe for one pair of code objects and some examples."""
+    """The compiled probe for two code objects and some examples."""
 
     def __init__(self, examples: Iterable[Example], scope: dict[str, Any] | None = None) -> None:
         self.examples, self.scope = frozenset(examples), scope
-        self.read: dict[int, dict[str, str]] = {}  # number of a token -> the numbers that it read, by name
-        self.tensors: dict[int, list[str]] = {}  # and the names of the tensors
-        self._compile()
-
-    def _compile(self) -> None:
-        self.number = next(_numbers)
+        # number of a trace -> the plain values that it read, by name, and the names of the tensors
+        self.read: dict[int, dict[str, str]] = {}
+        self.tensors: dict[int, list[str]] = {}
+        number = next(_numbers)
         names = {"torch": torch, "empty": torch.empty_strided, "compiling": torch.compiler.is_dynamo_compiling}
         names |= {"comptime": dynamo.comptime, "begin": _begin, "end": _end}
         traced = "".join(f"unpack(pack(empty({example}))), " for example in sorted(self.examples))
         source = (
             f"def make({', '.join(names)}):\n"
-            f"    def probe_{self.number}(pack, unpack):\n"  # Dynamo takes equal code objects for one
+            f"    def probe_{number}(pack, unpack):\n"  # Dynamo takes equal code objects for one
             "        if not compiling(): return\n"  # Dynamo is switched off: run nothing
             "        comptime(begin)\n"
             f"        results = ({traced})\n"
             "        comptime(end)\n"
             "        return results\n"
-            f"    return probe_{self.number}\n"
+            f"    return probe_{number}\n"
         )
         made: dict[str, Any] = {}
         exec(source, made)
@@ -100,24 +94,24 @@ class Probe:
         self.call = torch.compile(probe, backend=self._backend, fullgraph=True, **_LIMIT)
 
     def token(self, pack: Any, unpack: Any) -> Token:
-        """Which value the pair is; the same token for the same value.
+        """The token of the pair's value; equal values have equal tokens.
 
         Raises:
             Untraceable: with Dynamo's reason and the ways out.
-            HookContractError: the functions change something that they did not make.
+            HookContractError: the functions have a side effect.
         """
-        _local.pair = (pack, unpack)
+        _local.functions = {"pack": pack, "unpack": unpack}
         try:
             try:
                 dynamo_guards.in_same_state(self.call, pack, unpack)
-            except dynamo_guards.limit_error():  # of a torch before 2.13, where a function has none of its own
+            except dynamo_guards.limit_error():  # before torch 2.13, where a function has no limit of its own
                 with dynamo_guards.more_recompiles():
                     dynamo_guards.in_same_state(self.call, pack, unpack)
         except Exception as e:
-            raise _ours(e) or Untraceable(dynamo_guards.reason_of(e)) from e
+            raise _own_error(e) or Untraceable(dynamo_guards.reason_of(e)) from e
         finally:
             token, compiling = _local.token, _local.compiling
-            _local.done()
+            _local.clear()
             if compiling is not None:
                 compiling.end()
         if token is None:
@@ -125,19 +119,19 @@ class Probe:
         return (*token, _plain((*dynamo_guards.defaults(pack), *dynamo_guards.defaults(unpack))))
 
     def _backend(self, gm: torch.fx.GraphModule, inputs: list[Any]) -> Any:
-        functions = _local.functions()
+        functions = _local.functions or {}
         number = next(_numbers)
         self.tensors[number] = [dynamo_guards.user_name(name, functions) for name in dynamo_guards.input_names(gm)]
-        given: Any = gm.graph.output_node().args[0]
-        results = (torch.empty(0),) * len(given)
+        outputs: Any = gm.graph.output_node().args[0]
+        results = (torch.empty(0),) * len(outputs)
         guarded = dynamo_guards.guarded_values(functions, _local.scope)
         self.read[number] = dict(
             _plain((dynamo_guards.user_name(name, functions), value) for _, name, value in guarded)
         )
         if _local.reached is not None:
             for source, name, _ in guarded:
-                way = dynamo_guards.on_the_way(source, functions, _local.scope)
-                _local.reached += ((dynamo_guards.user_name(name, functions), value, parts) for value, parts in way)
+                path = dynamo_guards.on_the_way(source, functions, _local.scope)
+                _local.reached += ((dynamo_guards.user_name(name, functions), value, parts) for value, parts in path)
 
         def run(*tensors: Any) -> Any:
             _local.token = (self, number, *(tensor_digest(x) if isinstance(x, torch.Tensor) else x for x in tensors))
@@ -146,7 +140,7 @@ class Probe:
         return run
 
     def reached(self, pack: Any, unpack: Any) -> list[tuple[str, Any, frozenset[str]]]:
-        """The objects that the functions reach, and what is read of each: name, object, parts. For a new probe."""
+        """The objects that the functions reach, as name, object, and the parts that they read. For a new probe."""
         _local.reached = []
         try:
             self.token(pack, unpack)
@@ -155,7 +149,7 @@ class Probe:
             _local.reached = None
 
     def changed(self, token: Token, others: Iterable[Token]) -> list[str]:
-        """The names of what the value of `token` read that was otherwise for one of `others`."""
+        """The names of values that the trace of `token` read and that differ in one of `others`."""
         mine, *before = [
             self.read.get(number, {}) | dict(zip(self.tensors.get(number, ()), tensors, strict=False)) | dict(defaults)
             for probe, number, *tensors, defaults in (token, *others)
@@ -165,35 +159,30 @@ class Probe:
 
 
 def _plain(values: Iterable[tuple[str, Any]]) -> tuple[tuple[str, str], ...]:
-    return tuple((name, f"{type(x).__name__}:{x!r}") for name, x in values if isinstance(x, _PLAIN))
-
-
-def _refuse_metaclasses(context: Any) -> None:
-    """Raise if the functions reach a class with a metaclass of the user's: Dynamo guards no attribute of those."""
-    for name, value in dynamo_guards.classes(context):
-        if type(value).__module__.partition(".")[0] not in _KNOWN_METACLASSES:
-            name = dynamo_guards.user_name(name, _local.functions())
-            raise Untraceable(f"no guard covers attributes of {type(value).__qualname__}, the metaclass of {name}")
+    return tuple((name, f"{type(x).__name__}:{x!r}") for name, x in values if isinstance(x, PLAIN))
 
 
 def _begin(_: Any) -> None:
-    if _local.compiling is None:  # or Dynamo begins the trace again
+    if _local.compiling is None:  # else Dynamo restarts the trace
         _local.compiling = dynamo_guards.Compiling()
 
 
 def _end(context: Any) -> None:
     _local.scope = dynamo_guards.global_scope(context)
-    _refuse_metaclasses(context)
-    what = dynamo_guards.side_effects(context)
-    if what is not None:
+    for name, value in dynamo_guards.classes(context):
+        if type(value).__module__.partition(".")[0] not in _KNOWN_METACLASSES:
+            name = dynamo_guards.user_name(name, _local.functions or {})
+            raise Untraceable(f"no guard covers attributes of {type(value).__qualname__}, the metaclass of {name}")
+    changed = dynamo_guards.side_effects(context)
+    if changed is not None:
         raise HookContractError(
-            f"tracing it changed {what} (a side effect); expected pure functions, which are traced once and not called "
-            "in each step. Take the side effect out, or run the hook eagerly with Hook(..., eager=True)"
+            f"tracing it changed {changed} (a side effect); expected pure functions, which are traced once and not "
+            "called in each step. Take the side effect out, or run the hook eagerly with Hook(..., eager=True)"
         )
 
 
-def _ours(e: BaseException | None) -> AotHooksError | None:
-    """The error of ours that was raised while Dynamo traced, which it wraps."""
+def _own_error(e: BaseException | None) -> AotHooksError | None:
+    """The error of this package that was raised while Dynamo traced, which wraps it."""
     while e is not None and not isinstance(e, AotHooksError):
         e = getattr(e, "inner_exception", None) or e.__cause__ or e.__context__
     return e

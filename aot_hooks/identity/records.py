@@ -1,9 +1,9 @@
-"""What a compiled graph was made of, to tell on entering a context, and at a call, whether that is so still.
+"""The dependence of a compiled graph on a hook or policy, compared on entering a context and at a call.
 
-with recording() as seen:      the compilation: policies say what they are asked, traces of hooks what they saw
+with recording() as seen:      while compiling: policies note the hooks that they choose, traces note their examples
     compile
-record = seen.record(rule)     for each row that was asked: the answer; for each hook: examples, and its token
-record.matches(rule)           asks and probes again: True if all answers and tokens are the same
+record = seen.record(rule)     for each saved tensor the chosen hook, and the token of its probe on the examples
+record.matches(rule)           calls policies and probes again: True if all choices and tokens are the same
 """
 
 from __future__ import annotations
@@ -21,31 +21,30 @@ from ..torch_private.dynamo_guards import own_scope
 from .frozen import code_of, described, number_of
 from .probes import Example, Probe, Token, Untraceable, example_of
 
-__all__ = ["Record", "Recording", "note_answer", "note_trace", "recording"]
+__all__ = ["Record", "Recording", "note_choice", "note_trace", "recording"]
 
 Choose = Callable[[Any, Any], Any]  # rule, row -> the hook that the rule has for the row
 
-_FAMILIES = 256
-_probes: collections.OrderedDict[tuple[int, ...], list[Probe]] = collections.OrderedDict()  # by code
+_MAX_FAMILIES = 256
+_probes: collections.OrderedDict[tuple[int, ...], list[Probe]] = collections.OrderedDict()  # families, by code
 
 
 def _probe_for(hook: Any, examples: frozenset[Example]) -> Probe:
     """A probe that traces the functions of `hook` on `examples`, and maybe on others."""
     scope = own_scope(hook.pack)
-    key = (*_codes(hook), id(scope))  # a probe holds its scope
+    key = (*_codes(hook), id(scope))  # a probe keeps its scope alive
     family = _probes.setdefault(key, [])
     _probes.move_to_end(key)
-    while len(_probes) > _FAMILIES:
+    while len(_probes) > _MAX_FAMILIES:
         _probes.popitem(last=False)
     found = next((probe for probe in family if examples <= probe.examples), None)
-    if found is not None:
-        return found
-    family.append(probe := Probe(examples, scope))
-    return probe
+    if found is None:
+        family.append(found := Probe(examples, scope))
+    return found
 
 
-class _Answer(NamedTuple):
-    """What a rule has for `row`, None for any row; tokens in the order of `described(hook).hooks`."""
+class _Choice(NamedTuple):
+    """The hook that a rule has for `row`, None for any row; tokens in the order of `described(hook).hooks`."""
 
     row: Any
     text: str
@@ -54,65 +53,65 @@ class _Answer(NamedTuple):
 
 
 class Record:
-    """See the module."""
+    """All choices of a rule that graphs depend on."""
 
     def __init__(self, rule: Any, choose: Choose) -> None:
         self.text = described(rule).text
         self.choose: Choose = choose
-        self.answers: dict[_Answer, None] = {}
+        self.choices: dict[_Choice, None] = {}
 
     def matches(self, rule: Any) -> bool:
-        """Whether `rule` has the same answers now."""
-        found = described(rule)
-        if found.frozen or found.text != self.text:
-            return found.text == self.text
-        known: dict[Any, Any] = {}
+        """Whether `rule` makes the same choices now."""
+        description = described(rule)
+        if description.frozen or description.text != self.text:
+            return description.text == self.text
+        cache: dict[Any, Any] = {}
         try:
-            return all(self._matches(rule, answer, known) for answer in list(self.answers))
-        except AotHooksError:  # it can't be asked or traced now
+            return all(self._repeats(choice, rule, cache) for choice in list(self.choices))
+        except AotHooksError:  # it can't be called or traced now
             return False
 
     def is_pair(self, pack: Any, unpack: Any) -> bool:
-        """Whether it is of these two functions, whose code is that of the hook that it is of; in microseconds."""
+        """Whether it is of these two functions, whose code is that of its hook; in microseconds."""
         try:
-            for answer in list(self.answers):
-                (token,) = answer.tokens
-                if token is None or answer.row is not None or token[0].token(pack, unpack) != token:
+            for choice in list(self.choices):
+                (token,) = choice.tokens
+                if token is None or choice.row is not None or token[0].token(pack, unpack) != token:
                     return False
         except AotHooksError:
             return False
-        return bool(self.answers)
+        return bool(self.choices)
 
-    def _matches(self, rule: Any, answer: _Answer, known: dict[Any, Any]) -> bool:
-        hook: Any = rule if answer.row is None else self.choose(rule, answer.row)
-        if id(hook) not in known:
-            known[id(hook)] = (hook, described(hook))
-        found = known[id(hook)][1]
-        if found.text != answer.text:
+    def _repeats(self, choice: _Choice, rule: Any, cache: dict[Any, Any]) -> bool:
+        hook: Any = rule if choice.row is None else self.choose(rule, choice.row)
+        if id(hook) not in cache:
+            cache[id(hook)] = (hook, described(hook))
+        description = cache[id(hook)][1]
+        if description.text != choice.text:
             return False
-        for own, token in zip(found.hooks, answer.tokens, strict=True):
+        for inner, token in zip(description.hooks, choice.tokens, strict=True):
             if token is not None:
-                place = (id(own), token[0])
-                if place not in known:
-                    known[place] = token[0].token(own.pack, own.unpack)
-                if known[place] != token:
+                key = (id(inner), token[0])
+                if key not in cache:
+                    cache[key] = token[0].token(inner.pack, inner.unpack)
+                if cache[key] != token:
                     return False
-        return answer.row is None or _declined(hook, found.functions, answer.row) == answer.declined
+        return choice.row is None or _declined(hook, description.functions, choice.row) == choice.declined
 
     def add(self, other: Record) -> None:
-        self.answers |= other.answers
+        self.choices |= other.choices
 
     def changed(self, others: list[Record]) -> list[str]:
-        """The names of what its hooks read that was otherwise in one of `others`."""
+        """The names of values that its hooks read and that differed in one of `others`."""
         before = [token for other in others for token in other._tokens()]
         return list(dict.fromkeys(name for token in self._tokens() for name in token[0].changed(token, before)))
 
     def _tokens(self) -> list[Token]:
-        return [token for answer in self.answers for token in answer.tokens if token is not None]
+        return [token for choice in self.choices for token in choice.tokens if token is not None]
 
 
 def _declined(hook: Any, functions: tuple[Any, ...], row: Any) -> tuple[str | None, ...]:
-    """What the user's own `declines` says of `row`; () if the hook has none."""
+    """The result of the user's `declines` for `row`; () if the hook has none."""
     declines: Any = getattr(hook, "declines", None)
     return (declines(row),) if any(fn is declines for fn in functions) else ()
 
@@ -121,50 +120,50 @@ def _declined(hook: Any, functions: tuple[Any, ...], row: Any) -> tuple[str | No
 
 
 class Recording:
-    """What was asked and traced."""
+    """Choices of rules and examples of hooks in one compilation."""
 
     def __init__(self) -> None:
-        self.answers: dict[int, tuple[Any, dict[Any, Any]]] = {}  # id of a rule -> it, and what it had for each row
-        # id of a hook -> it, and what it was traced on: the example, and where it is saved
+        self.choices: dict[int, tuple[Any, dict[Any, Any]]] = {}  # id of a rule -> it, and its hook for each row
+        # id of a hook -> it, and its examples with the place where each is saved
         self.examples: dict[int, tuple[Any, dict[Example, str]]] = {}
 
     def record(self, rule: Any, choose: Choose) -> Record:
-        """What `rule` was in this compilation. Raises what `Probe.token` raises, with the hook and a tensor."""
+        """The record of `rule` in this compilation. Raises as `Probe.token`, with the hook and a tensor."""
         record = Record(rule, choose)
-        found = described(rule)
-        if found.frozen:
+        description = described(rule)
+        if description.frozen:
             return record
-        _, answers = self.answers.get(id(rule), (rule, {}))
-        if hasattr(rule, "cache_hash"):  # one hook for all
-            answers = dict.fromkeys(answers if found.functions else answers and (None,), rule)
-        known = {id(hook): self._answer(hook) for hook in {id(hook): hook for hook in answers.values()}.values()}
-        for row, hook in answers.items():
+        _, hooks = self.choices.get(id(rule), (rule, {}))  # by row
+        if hasattr(rule, "cache_hash"):  # a hook: the same for all rows
+            hooks = dict.fromkeys(hooks if description.functions else hooks and (None,), rule)
+        choices = {id(hook): self._choice(hook) for hook in {id(hook): hook for hook in hooks.values()}.values()}
+        for row, hook in hooks.items():
             declined = () if row is None else _declined(hook, described(hook).functions, row)
-            record.answers[known[id(hook)]._replace(row=row, declined=declined)] = None
+            record.choices[choices[id(hook)]._replace(row=row, declined=declined)] = None
         return record
 
     def reached(self, rule: Any) -> Iterator[tuple[str, Any, frozenset[str]]]:
-        """What the hooks of `rule` reach, see `Probe.reached`."""
-        for own in described(rule).hooks:
-            if examples := self._examples(rule, own):
-                yield from Probe(examples, own_scope(own.pack)).reached(own.pack, own.unpack)
+        """The objects that the hooks of `rule` reach, see `Probe.reached`."""
+        for inner in described(rule).hooks:
+            if examples := self._examples(rule, inner):
+                yield from Probe(examples, own_scope(inner.pack)).reached(inner.pack, inner.unpack)
 
-    def _answer(self, hook: Any) -> _Answer:
-        found = described(hook)
+    def _choice(self, hook: Any) -> _Choice:
+        description = described(hook)
         tokens: list[Token | None] = []
-        for own in found.hooks:
-            examples = self._examples(hook, own)
-            probe = _probe_for(own, frozenset(examples)) if examples else None
+        for inner in description.hooks:
+            examples = self._examples(hook, inner)
+            probe = _probe_for(inner, frozenset(examples)) if examples else None
             try:
-                tokens.append(None if probe is None else probe.token(own.pack, own.unpack))
+                tokens.append(None if probe is None else probe.token(inner.pack, inner.unpack))
             except AotHooksError as e:
-                raise _told(e, f"hook '{own.name}' on saved {next(iter(examples.values()))}") from e.__cause__
-        return _Answer(None, found.text, tuple(tokens))
+                raise _located(e, f"hook '{inner.name}' on saved {next(iter(examples.values()))}") from e.__cause__
+        return _Choice(None, description.text, tuple(tokens))
 
-    def _examples(self, hook: Any, own: Any) -> dict[Example, str]:
-        """What `own`, a hook in `hook`, was traced on. Policies may make hooks anew: then by their code."""
-        codes = _codes(hook)
-        same = [seen for other, seen in self.examples.values() if other is hook or other is own]
+    def _examples(self, hook: Any, inner: Any) -> dict[Example, str]:
+        """The examples of `inner`, a hook in `hook`; by code if a policy has made the hook anew."""
+        codes = _codes(inner)
+        same = [seen for other, seen in self.examples.values() if other is hook or other is inner]
         same = same or [seen for other, seen in self.examples.values() if _codes(other) == codes]
         return {example: where for seen in same for example, where in seen.items()}
 
@@ -173,7 +172,7 @@ def _codes(hook: Any) -> tuple[int, int]:
     return number_of(code_of(hook.pack)), number_of(code_of(hook.unpack))
 
 
-def _told(e: AotHooksError, at: str) -> AotHooksError:
+def _located(e: AotHooksError, at: str) -> AotHooksError:
     """`e` with the hook, a tensor that it was traced on, and the ways out."""
     if not isinstance(e, Untraceable):
         return type(e)(f"{at}: {e}")
@@ -194,7 +193,7 @@ _local = _Local()
 
 @contextlib.contextmanager
 def recording(on: bool = True) -> Iterator[Recording]:
-    """What this thread asks and traces inside goes into the recording; nothing if it is not `on`."""
+    """Records this thread's choices and traces inside; nothing if not `on`."""
     seen = Recording()
     before, _local.recording = _local.recording, seen if on else None
     try:
@@ -203,14 +202,13 @@ def recording(on: bool = True) -> Iterator[Recording]:
         _local.recording = before
 
 
-def note_answer(rule: Any, row: Any, hook: Any) -> None:
-    """`rule` was asked about `row`, and has `hook` for it."""
+def note_choice(rule: Any, row: Any, hook: Any) -> None:
     if _local.recording is not None:
-        _local.recording.answers.setdefault(id(rule), (rule, {}))[1][row] = hook
+        _local.recording.choices.setdefault(id(rule), (rule, {}))[1][row] = hook
 
 
 def note_trace(hook: Any, x: torch.Tensor, where: str, size_of: Callable[[Any], int]) -> None:
-    """`hook` is traced on `x`, a fake tensor; `where` it is saved, in words."""
+    """`hook` is traced on `x`, a fake tensor; `where` it is saved, for messages."""
     if _local.recording is not None:
         _, examples = _local.recording.examples.setdefault(id(hook), (hook, {}))
         examples.setdefault(example_of(x, size_of), where)

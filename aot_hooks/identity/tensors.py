@@ -1,7 +1,7 @@
-"""The digest of a tensor: its dtype, shape, device, whether it wants a gradient, and its bytes.
+"""The digest of a tensor: its dtype, shape, device, `requires_grad`, and a hash of its bytes.
 
-It is remembered until the tensor changes: by autograd's version, or by other memory. What writes past autograd
-(`x.data`, NumPy) counts no version: tensors of up to 16 KiB on the CPU are therefore read each time.
+The digest is cached until autograd's version or the memory of the tensor changes. Writes past autograd (`x.data`,
+NumPy) count no version: tensors of up to 16 KiB on the CPU are therefore read each time.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ..torch_private.values import is_traced_value, without_modes
 
 __all__ = ["READ_EACH_TIME", "is_plain", "tensor_digest"]
 
-_known: dict[int, tuple[weakref.ref[torch.Tensor], Any, str]] = {}  # id -> tensor, what changes with it, its digest
+_known: dict[int, tuple[weakref.ref[torch.Tensor], Any, str]] = {}  # id -> tensor, version and memory, digest
 READ_EACH_TIME = 1 << 14
 
 
@@ -43,9 +43,9 @@ def is_plain(x: torch.Tensor) -> bool:
 
 
 def _read(x: torch.Tensor) -> str:
-    raw = x  # as it lies: what each compiled call may check takes no operator
+    raw = x  # read without an operator where possible: a compiled call may check it each time
     if x.device.type != "cpu" or not x.is_contiguous() or x.is_conj() or x.is_neg():
-        with without_modes():  # a hook is digested while it is traced too: its bytes are read all the same
+        with without_modes():  # while a hook is traced, too, real bytes are read
             raw = torch.empty(0) if x.is_meta else x.detach().cpu().resolve_conj().resolve_neg().contiguous()
     digest = hashlib.sha256(ctypes.string_at(raw.data_ptr(), raw.nbytes) if raw.nbytes else b"").hexdigest()
     return f"tensor:{x.dtype}:{tuple(x.shape)}:{x.device}:{x.requires_grad}:{digest}"

@@ -2,23 +2,25 @@
 
       mask bool[b, s, d] --pack--> bits uint8[ceil(b * s * d / 8)] --unpack--> mask bool[b, s, d]
 
-      bit j of byte i is element 8 i + j, in memory order; what is missing in the last byte is zero
+      bit j of byte i is element 8 i + j, in memory order; the last byte is padded with zeros
 
-What a comparison, a dropout or a ReLU saves is a byte an element. Source: Jain et al., "Gist" (ISCA 2018).
+torch stores the mask of a comparison, a dropout or a ReLU in a byte an element.
+Source: Jain et al., "Gist" (ISCA 2018).
 """
 
 from __future__ import annotations
 
 import functools
+import operator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from ..graphs.layout import from_memory_order, in_memory_order
 from ..graphs.saved import SavedTensor
 from ..hook import Hook, interned
-from .blocks import cut, in_blocks
-from .layout import from_memory_order, in_memory_order
+from .blocks import Pack, first_elements, hook_of, in_blocks
 from .triton import ops
 
 __all__ = ["bitmask", "pack_bits", "unpack_bits"]
@@ -26,31 +28,43 @@ __all__ = ["bitmask", "pack_bits", "unpack_bits"]
 
 def pack_bits(x: torch.Tensor) -> torch.Tensor:
     """bool[...] to uint8[ceil(numel / 8)]."""
-    length = _count(x.shape)
-    # the length is said, not asked of the view: traced, a symbolic one is now the view's, now the tensor's
+    length = _numel(x.shape)
+    # The view's own length can't be used: in a trace with symbolic sizes it is at times the view's, at times x's.
     bits = in_blocks(x.reshape(length).to(torch.uint8), 8, length)
-    return (bits << _places(x.device)).sum(-1, dtype=torch.uint8)
+    return (bits << _bit_numbers(x.device)).sum(-1, dtype=torch.uint8)
 
 
 def unpack_bits(packed: torch.Tensor, shape: Any) -> torch.Tensor:
-    """What `pack_bits` was given, of `shape`."""
-    bits = ((packed.unsqueeze(-1) >> _places(packed.device)) & 1).to(torch.bool).flatten()
-    return cut(bits, _count(shape)).view(shape)
+    """Undoes `pack_bits` for a tensor of `shape`."""
+    bits = ((packed.unsqueeze(-1) >> _bit_numbers(packed.device)) & 1).to(torch.bool).flatten()
+    return first_elements(bits, _numel(shape)).view(shape)
 
 
-def _count(shape: Any) -> Any:
-    return functools.reduce(lambda a, b: a * b, shape)
+def _numel(shape: Any) -> Any:
+    return functools.reduce(operator.mul, shape)
 
 
-def _places(device: torch.device) -> torch.Tensor:
+def _bit_numbers(device: torch.device) -> torch.Tensor:
     return torch.arange(8, dtype=torch.uint8, device=device)
 
 
-def _pack(x: torch.Tensor) -> Any:
-    if x.dtype is not torch.bool or x.dim() == 0 or 0 in x.shape:
-        return x
-    y, permutation = in_memory_order(x)
-    return (ops.pack_bits if ops.has_kernel(y) else pack_bits)(y), y.shape, permutation
+def _declines(saved: SavedTensor) -> str | None:
+    if saved.dtype is not torch.bool:
+        return f"bitmask leaves {str(saved.dtype).removeprefix('torch.')} as it is"
+    if not saved.shape or _numel(saved.shape) < 2:
+        return "bitmask would save nothing on so few elements"
+    return None
+
+
+@dataclass(frozen=True)
+class _Pack(Pack):
+    lossy = False
+
+    def __call__(self, x: torch.Tensor) -> Any:
+        if x.dtype is not torch.bool or x.dim() == 0 or 0 in x.shape:
+            return x
+        y, permutation = in_memory_order(x)
+        return (ops.pack_bits if ops.has_kernel(y) else pack_bits)(y), y.shape, permutation
 
 
 def _unpack(packed: Any) -> torch.Tensor:
@@ -61,33 +75,11 @@ def _unpack(packed: Any) -> torch.Tensor:
     return from_memory_order(y, permutation)
 
 
-def _declines(saved: SavedTensor) -> str | None:
-    if saved.dtype is not torch.bool:
-        return f"bitmask leaves {str(saved.dtype).removeprefix('torch.')} as it is"
-    if not saved.shape or _count(saved.shape) < 2:
-        return "bitmask would save nothing on so few elements"
-    return None
-
-
-@dataclass(frozen=True)
-class _Pack:
-    """`_pack`, with what it declines beside it."""
-
-    declines: Any = _declines
-
-    @property
-    def __name__(self) -> str:  # as a function has one: a hook made of this pack alone is shown by it
-        return "bitmask"
-
-    def __call__(self, x: torch.Tensor) -> Any:
-        return _pack(x)
-
-
 @interned
 def bitmask() -> Hook:
     """Store bool tensors at one bit an element: an eighth of the bytes, exact.
 
-    Any size and shape. Other dtypes are left alone, also integers that happen to be 0 and 1: a pack cannot look at
-    values. 0-d and empty tensors and single elements are left alone.
+    Any size and shape. Other dtypes are left as they are, even integers that are all 0 and 1, because a pack cannot
+    read values. So are 0-d and empty tensors and single elements.
     """
-    return Hook("bitmask", _Pack(), _unpack, declines=_declines)
+    return hook_of(_Pack("bitmask", _declines), _unpack)

@@ -1,73 +1,75 @@
-"""What the hooks that store numbers in few bits share.
+"""Blocks along the last dimension, and what else the hooks that store numbers in few bits share.
 
       x [..., m] --in_blocks--> [..., ceil(m / block), block] --amax--> scale [..., ceil(m / block)]
-      x, scale --beside--> two that broadcast: each value beside the scale of its block
+      x, scale --broadcast_scales--> both in shapes that broadcast: each value with the scale of its block
 
-The last block of a row is filled up with zeros, to find its scale only. Sizes may be symbolic.
+To find its scale, the last block of a row is padded with zeros. Sizes may be symbolic.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
 from ..errors import OptionError
+from ..graphs.layout import is_contiguous
 from ..graphs.saved import SavedTensor
+from ..hook import Hook
 from ..torch_private.values import same_size
-from .layout import is_contiguous
 
 __all__ = [
     "FLOATS",
-    "SMALLEST_NORMAL",
     "Declines",
-    "beside",
+    "Pack",
+    "broadcast_scales",
     "check_block_size",
     "check_bool",
-    "cut",
+    "first_elements",
+    "hook_of",
     "in_blocks",
     "padded",
 ]
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
-SMALLEST_NORMAL = 2.0**-126  # of float32; scales are no smaller, so that their reciprocals are finite
 
 
 def padded(x: torch.Tensor, multiple: int, length: Any = None) -> torch.Tensor:
-    """`x` [..., m], filled up with zeros to a multiple along the last dimension; `length` is m."""
+    """`x` [..., m], padded with zeros to a multiple along the last dimension; `length` is m."""
     length = x.shape[-1] if length is None else length
-    # The count first, not -m % multiple: so the sum of both is known to be count * multiple for a symbolic m.
+    # By the count and not by -m % multiple: the padded length is then known to be count * multiple for a symbolic m.
     rest = _count(length, multiple) * multiple - length
     if same_size(rest, 0):
         return x
     if not isinstance(rest, int) and not is_contiguous(x):
-        # Filled up with nothing, which no trace knows of, a tensor keeps its strides; with anything, it is contiguous.
+        # A pad of 0 keeps the strides, any other makes `x` contiguous. A trace with symbolic sizes can't tell which.
         x = x.clone(memory_format=torch.contiguous_format)
     return torch.nn.functional.pad(x, (0, rest))
 
 
 def in_blocks(x: torch.Tensor, block: int, length: Any = None) -> torch.Tensor:
-    """`x` [..., m] as [..., ceil(m / block), block], filled up with zeros; `length` is m."""
+    """`x` [..., m] as [..., ceil(m / block), block], padded with zeros; `length` is m."""
     length = x.shape[-1] if length is None else length
     blocks: torch.Tensor = padded(x, block, length).unflatten(-1, (_count(length, block), block))
     return blocks
 
 
-def beside(x: torch.Tensor, scale: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """`x` [..., m] and `scale` [..., ceil(m / block)] in shapes that broadcast, of as many elements as `x`."""
+def broadcast_scales(x: torch.Tensor, scale: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """`x` [..., m] and `scale` [..., ceil(m / block)], reshaped to broadcast; `x` keeps its number of elements."""
     if same_size(_count(x.shape[-1], block) * block, x.shape[-1]):
         return x.unflatten(-1, (scale.shape[-1], block)), scale.unsqueeze(-1)
-    # Not in blocks that are filled up and cut again: Inductor's C++ code for that is wrong (2.13 and 2.15).
+    # Blocks that are padded and cut again would do, but Inductor's C++ code for them is wrong (2.13 and 2.15).
     index = torch.arange(x.shape[-1], device=x.device) // block
     return x, scale.index_select(-1, index)
 
 
-def cut(y: torch.Tensor, length: Any) -> torch.Tensor:
-    """The first `length` along the last dimension, contiguous."""
+def first_elements(y: torch.Tensor, length: Any) -> torch.Tensor:
+    """The first `length` elements along the last dimension, contiguous."""
     if same_size(y.shape[-1], length):
         return y
-    # not by slicing: that asks whether the result is contiguous, which for a symbolic length leaves a guard
+    # A slice would check whether the result is contiguous, which leaves a guard on a symbolic length.
     return y.index_select(-1, torch.arange(length, device=y.device))
 
 
@@ -76,14 +78,34 @@ def _count(length: Any, block: int) -> Any:
 
 
 @dataclass(frozen=True)
+class Pack:
+    """Base of the library's packs. A user may take `hook.pack` out of its hook, and these fields go with it."""
+
+    name: str
+    declines: Callable[[SavedTensor], str | None]
+    lossy: ClassVar[bool] = True
+
+    @property
+    def __name__(self) -> str:
+        return self.name
+
+    def __call__(self, x: torch.Tensor) -> Any:
+        raise NotImplementedError
+
+
+def hook_of(pack: Pack, unpack: Callable[[Any], torch.Tensor]) -> Hook:
+    return Hook(pack.name, pack, unpack, lossy=pack.lossy, declines=pack.declines)
+
+
+@dataclass(frozen=True)
 class Declines:
-    """Why a hook leaves a saved tensor alone, or None: of another dtype, too small to gain, or a logarithm.
+    """Returns why a hook leaves a saved tensor as it is: its dtype, short rows, or a logarithm. None if it packs.
 
     Args:
-        name: of the hook, for the message.
-        bits: of a packed element.
-        scale_bytes: of the scale of each `block` elements along the last dimension.
-        dtypes: which it takes.
+        name: the hook's, for the message.
+        bits: bits of a packed element.
+        scale_bytes: bytes of the scale of each `block` elements along the last dimension.
+        dtypes: the dtypes that the hook packs.
     """
 
     name: str
@@ -97,8 +119,8 @@ class Declines:
             return f"{self.name} leaves {str(saved.dtype).removeprefix('torch.')} as it is"
         row = saved.shape[-1] if saved.shape else 0
         packed_bytes = (row * self.bits + 7) // 8 + _count(row, self.block) * self.scale_bytes
-        # A row that shrinks by a quarter or less isn't worth its error: int4 would take a norm's reciprocal, one number
-        # a row, from 4 bytes to 3, and scale the norm's whole gradient by up to 2**-7.
+        # A row that shrinks by a quarter or less isn't worth its error. A norm's reciprocal, one number a row, would
+        # shrink from 4 bytes to 3 with int4, and its error scale the norm's whole gradient by up to 2**-7.
         if 0 in saved.shape or 4 * packed_bytes >= 3 * row * saved.dtype.itemsize:
             return f"{self.name} would save too little on rows this short"
         if _is_logarithm(saved):
@@ -107,9 +129,9 @@ class Declines:
 
 
 def _is_logarithm(saved: SavedTensor) -> bool:
-    """Whether an operator of eager code made a logarithm that its backward exponentiates: there reads are not known."""
-    made = saved.op.lower().replace("_", "")
-    return any(name in made for name in ("logsumexp", "logsoftmax"))
+    """Whether the backward exponentiates `saved`, judged by its operator: eager code has no graph with the reads."""
+    op = saved.op.lower().replace("_", "")
+    return any(name in op for name in ("logsumexp", "logsoftmax"))
 
 
 def check_block_size(name: str, block_size: object) -> None:
@@ -119,6 +141,6 @@ def check_block_size(name: str, block_size: object) -> None:
 
 
 def check_bool(name: str, option: str, value: object) -> None:
-    """Raises `OptionError` unless `value` is True or False: "no" is true."""
+    """Raises `OptionError` unless `value` is True or False; a truthy "no" would turn the option on."""
     if not isinstance(value, bool):
         raise OptionError(f"{name}: {option} must be True or False, got {value!r}")

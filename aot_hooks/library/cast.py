@@ -14,26 +14,20 @@ import torch
 
 from ..errors import OptionError
 from ..hook import Hook, interned
-from .blocks import Declines
+from .blocks import Declines, Pack, hook_of
 
 __all__ = ["cast"]
 
 _TO = (torch.bfloat16, torch.float16, torch.float32)
-_WIDER = {2: (torch.float32, torch.float64), 4: (torch.float64,)}  # bytes of an element -> what is worth casting to it
+_WIDER = {2: (torch.float32, torch.float64), 4: (torch.float64,)}  # bytes of an element -> dtypes worth casting to it
 
 
 @dataclass(frozen=True)
-class _Pack:
+class _Pack(Pack):
     dtype: torch.dtype
-    declines: Declines
-    lossy = True
-
-    @property
-    def __name__(self) -> str:  # as a function has one: a hook made of this pack alone is shown by it
-        return self.declines.name
 
     def __call__(self, x: torch.Tensor) -> Any:
-        if x.dtype not in self.declines.dtypes or x.dim() == 0:
+        if x.dtype not in _WIDER[self.dtype.itemsize] or x.dim() == 0:
             return x
         largest = torch.finfo(self.dtype).max
         return torch.where(x.isinf(), x, x.clamp(-largest, largest)).to(self.dtype), x.dtype
@@ -55,9 +49,9 @@ def cast(dtype: torch.dtype) -> Hook:
         dtype: `torch.bfloat16` or `torch.float16` (for float32 and float64), or `torch.float32` (for float64).
 
     Relative error of a value within the range of `dtype`: 2**-8, 2**-11, 2**-24; below its smallest normal number half
-    its smallest subnormal. Infinities and NaN come back as they were; what is finite and too large comes back as the
-    largest number of `dtype`. Tensors for which it would save no bytes, and what the
-    backward does not read smoothly, are left alone.
+    its smallest subnormal. Infinities and NaN come back as they were; a finite value that is too large comes back as
+    the largest number of `dtype`. Left as they are: tensors for which it would save no bytes, and values that the
+    backward does not read smoothly.
 
     Raises:
         OptionError: for another dtype. For 8 bits there is `float8`, which scales.
@@ -66,4 +60,4 @@ def cast(dtype: torch.dtype) -> Hook:
         raise OptionError(f"cast: dtype must be one of {', '.join(map(str, _TO))}, got {dtype}")
     name = f"cast({str(dtype).removeprefix('torch.')})"
     declines = Declines(name, 8 * dtype.itemsize, dtypes=_WIDER[dtype.itemsize])
-    return Hook(name, _Pack(dtype, declines), _unpack, lossy=True, declines=declines)
+    return hook_of(_Pack(name, declines, dtype), _unpack)

@@ -2,7 +2,7 @@
 
       x bf16[..., m] --pack--> q int8[..., m],             scale bf16[..., ceil(m / 64)]  --unpack--> x' bf16[..., m]
                                the same,                   scale u8[..., ceil(m / 32)]    if it is a power of two
-                               q uint8[..., ceil(m / 2)],  scale i16[..., ceil(m / 32)]
+                               q uint8[..., ceil(m / 2)],  scale i16[..., ceil(m / 32)]   int4
 
       int8    step = max(amax / 126, 2**-126), in 8 bits   # amax: the largest |x| of the block's finite values;
               q    = round(x / step)                       #   never zero, so a block of zeros is safe
@@ -12,21 +12,23 @@
               q    = round(x / step) + zero                # 0 to 15: ceil(below / step) + ceil(above / step) <= 15
       both    x'   = (q - zero) * step                     # zero is 0 for int8
 
-Stochastic: round(x / step + u), u uniform in [-1/2, 1/2). What isn't finite has codes of its own. int8: +-127 are the
-infinities, -128 is NaN. With 4 bits that would cost every block three of its 16 numbers, so only one that holds such a
-value pays: it says that its zero is 15, which is 8, its step is amax / 6, 0 and 15 are the infinities, 1 is NaN.
+Stochastic rounding: round(x / step + u), u uniform in [-1/2, 1/2). Values lie in the memory order of `x`.
 
-A scale of int8 is a bfloat16, rounded up, or of a power of two the exponent. A scale of int4 is 12 bits of the step's
-float32, those below its sign, and 4 of zero: where values lie to one side of 0 or a few are far larger than the others,
-that is worth more than further bits of the step. Values lie in the memory order of `x`.
+Infinities and NaN have codes of their own. In int8, +-127 are the infinities and -128 is NaN. With 4 bits that would
+cost every block three of its 16 numbers. So only an int4 block that holds such a value pays. It stores 15 as its zero
+but uses 8; its step is amax / 6; codes 0 and 15 are the infinities, and 1 is NaN.
 
-Steps are a 2**-20 too large, so that rounding in finding them never takes a value past the codes; those of 12 bits
-are rounded up, by at most 2**-4. Codes of what is finite are limited to those of numbers all the same: Inductor may
-find a step in float32 and read the values again as they were stored, rounded up.
+An int8 scale is a bfloat16, rounded up, or the exponent of a power of two. An int4 scale is 16 bits: 12 of the step's
+float32, without the sign, and 4 of the zero. Where values lie to one side of 0, or a few are far larger than the rest,
+a zero is worth more than further bits of the step.
+
+Steps are too large by a factor of 1 + 2**-20, so that rounding errors in finding them take no value past the codes.
+Those of 12 bits are rounded up, by at most 2**-4. Codes of finite values are clamped to numbers all the same. Inductor
+may find a step from float32 values and then read the same values as they were stored, rounded up.
 
 Sources: stochastic rounding of saved activations: Chen et al., "ActNN" (arXiv:2104.14129); blocks: Dettmers et al.,
 "8-bit Optimizers via Block-wise Quantization" (arXiv:2110.02861); powers of two in blocks of 32: MXINT8 of OCP's
-"Microscaling Formats (MX) Specification", which cuts the largest values off where this takes the next power.
+"Microscaling Formats (MX) Specification", which clips the largest values where this takes the next power.
 """
 
 from __future__ import annotations
@@ -37,37 +39,58 @@ from typing import Any
 
 import torch
 
+from ..graphs.layout import from_memory_order, in_memory_order
 from ..hook import Hook, interned
-from .blocks import FLOATS, SMALLEST_NORMAL, Declines, beside, check_block_size, check_bool, cut, in_blocks, padded
-from .layout import from_memory_order, in_memory_order
+from .blocks import (
+    FLOATS,
+    Declines,
+    Pack,
+    broadcast_scales,
+    check_block_size,
+    check_bool,
+    first_elements,
+    hook_of,
+    in_blocks,
+    padded,
+)
 from .loops import operators
-from .scales import TOP_POWER, from_exponent, power_of_two, short, smallest_step, to_exponent
+from .scales import (
+    SLACK,
+    SMALLEST_NORMAL,
+    TOP_INT8,
+    TOP_POWER,
+    finite_magnitudes,
+    from_exponent,
+    power_of_two,
+    round_up_to_bfloat16,
+    smallest_step,
+    to_exponent,
+)
 from .triton import ops
 
 __all__ = ["int4", "int8", "pack_int4", "pack_int8", "unpack_int4", "unpack_int8"]
 
-_SLACK = 1 + 2.0**-20
+_STEP_BITS = ~0x7FFFF  # of a float32 int4 keeps the exponent and 4 bits of fraction
 
 
 def pack_int8(x: torch.Tensor, block: int, stochastic: bool, power: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-    """`x` [..., m] to (int8[..., m], bfloat16 or, of a power of two, uint8 [..., ceil(m / block)])."""
-    size = in_blocks(x, block).float().abs()
-    amax = torch.where(size < torch.inf, size, 0.0).amax(-1)
+    """`x` [..., m] to (int8[..., m], scale[..., ceil(m / block)]): bfloat16, or uint8 for a power of two."""
+    amax = finite_magnitudes(in_blocks(x, block)).amax(-1)
     if power:
         step = power_of_two(amax, TOP_POWER, smallest_step(x.dtype))
         scale = to_exponent(step)
     else:
-        scale = short((amax * (_SLACK / 126)).clamp(min=smallest_step(x.dtype)))
+        scale = round_up_to_bfloat16((amax * (SLACK / TOP_INT8)).clamp(min=smallest_step(x.dtype)))
         step = scale.float()
-    rows, inverse = beside(x, 1.0 / step, block)
+    rows, inverse = broadcast_scales(x, 1.0 / step, block)
     q = _rounded(rows * inverse, stochastic)
     special = torch.where(q.isnan(), -128.0, q.clamp(-127, 127))
     return torch.where(q.abs() < torch.inf, q.clamp(-126, 126), special).to(torch.int8).view(x.shape), scale
 
 
 def unpack_int8(q: torch.Tensor, scale: torch.Tensor, block: int, dtype: torch.dtype) -> torch.Tensor:
-    """What `pack_int8` was given, in `dtype`."""
-    rows, step = beside(q, from_exponent(scale) if scale.dtype is torch.uint8 else scale.float(), block)
+    """Undoes `pack_int8`, in `dtype`."""
+    rows, step = broadcast_scales(q, from_exponent(scale) if scale.dtype is torch.uint8 else scale.float(), block)
     code = rows.float()
     other = torch.where(code < -127, torch.nan, code * torch.inf)
     return torch.where(code.abs() > 126, other, _finite(code * step, dtype)).to(dtype).view(q.shape)
@@ -80,15 +103,16 @@ def pack_int4(x: torch.Tensor, block: int, stochastic: bool) -> tuple[torch.Tens
     values = torch.where(finite, values, 0.0)
     above, below = values.amax(-1).clamp(min=0.0), -values.amin(-1).clamp(max=0.0)
     plain = finite.all(-1)
-    span = above * (_SLACK / 14) + below * (_SLACK / 14)  # not of their sum, which may be infinite
-    step = torch.where(plain, span, torch.maximum(above, below) * (_SLACK / 6)).clamp(min=SMALLEST_NORMAL)
-    bits = (step.view(torch.int32) + 0x7FFFF) & ~0x7FFFF  # up, to 4 bits of fraction
+    span = above * (SLACK / 14) + below * (SLACK / 14)  # not (above + below), which may be infinite
+    step = torch.where(plain, span, torch.maximum(above, below) * (SLACK / 6)).clamp(min=SMALLEST_NORMAL)
+    bits = (step.view(torch.int32) + ~_STEP_BITS) & _STEP_BITS  # rounded up
     inverse = 1.0 / bits.view(torch.float32)
     zero = torch.where(plain, (below * inverse).ceil(), 8.0)
     even = padded(x, 2)
-    rows, inverse = beside(even, inverse, block)
-    q = _rounded(rows * inverse, stochastic) + beside(even, zero, block)[1]
-    least = beside(even, torch.where(plain, 0.0, 2.0), block)[1]  # to 15 or 14
+    rows, inverse = broadcast_scales(even, inverse, block)
+    q = _rounded(rows * inverse, stochastic) + broadcast_scales(even, zero, block)[1]
+    # Codes of finite values: 0 to 15, or 2 to 14 beside those of infinities and NaN.
+    least = broadcast_scales(even, torch.where(plain, 0.0, 2.0), block)[1]
     special = torch.where(q.isnan(), 1.0, q.clamp(0, 15))
     q = torch.where(q.abs() < torch.inf, q.maximum(least).minimum(15 - least / 2), special)
     q = q.view(even.shape).unflatten(-1, (even.shape[-1] // 2, 2))
@@ -98,17 +122,17 @@ def pack_int4(x: torch.Tensor, block: int, stochastic: bool) -> tuple[torch.Tens
 
 
 def unpack_int4(q: torch.Tensor, scale: torch.Tensor, length: Any, block: int, dtype: torch.dtype) -> torch.Tensor:
-    """What `pack_int4` was given, of `length` along the last dimension, in `dtype`."""
-    places = torch.arange(0, 8, 4, dtype=torch.uint8, device=q.device)
-    codes = ((q.unsqueeze(-1) >> places) & 15).flatten(-2)
+    """Undoes `pack_int4` for rows of `length`, in `dtype`."""
+    shifts = torch.arange(0, 8, 4, dtype=torch.uint8, device=q.device)
+    codes = ((q.unsqueeze(-1) >> shifts) & 15).flatten(-2)
     word = scale.to(torch.int32)
-    rows, step = beside(codes, ((word & 0xFFF0) << 15).view(torch.float32), block)
-    zero = beside(codes, word & 15, block)[1]
+    rows, step = broadcast_scales(codes, ((word & 0xFFF0) << 15).view(torch.float32), block)
+    zero = broadcast_scales(codes, word & 15, block)[1]
     special = zero == 15
     code = (rows - torch.where(special, 8, zero)).float()
     other = torch.where(code == -7, torch.nan, code * torch.inf)
     y = torch.where(special & (code.abs() > 6), other, _finite(code * step, dtype)).to(dtype)
-    return cut(y.view(codes.shape), length)
+    return first_elements(y.view(codes.shape), length)
 
 
 def _rounded(x: torch.Tensor, stochastic: bool) -> torch.Tensor:
@@ -116,34 +140,27 @@ def _rounded(x: torch.Tensor, stochastic: bool) -> torch.Tensor:
 
 
 def _finite(y: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Back in the range of `dtype`, which a scale that is slightly too large may leave."""
+    """`y` clamped to the range of `dtype`, which it may leave because scales are slightly too large."""
     largest = torch.finfo(dtype).max
     return y.clamp(-largest, largest)
 
 
 @dataclass(frozen=True)
-class _Pack:
+class _Pack(Pack):
     bits: int
     block: int
     stochastic: bool
     power: bool
-    declines: Declines
-    lossy = True
-
-    @property
-    def __name__(self) -> str:  # as a function has one: a hook made of this pack alone is shown by it
-        said = (", stochastic" if self.stochastic else "") + (", power of two" if self.power else "")
-        return f"int{self.bits}({self.block}{said})"
 
     def __call__(self, x: torch.Tensor) -> Any:
         if x.dtype not in FLOATS or x.dim() == 0 or 0 in x.shape:
             return x
         y, permutation = in_memory_order(x)
         seed = functools.partial(ops.seed_for, y, self.stochastic)
-        if self.bits == 8 and not self.stochastic and operators.taken(y):
-            largest = operators.amax_exponent if self.power else operators.amax_word
-            scale = largest(in_blocks(y, self.block)).squeeze(-1)
-            q = operators.to_int8(*beside(y, scale, self.block), x.dtype, self.power).view(y.shape)
+        if self.bits == 8 and not self.stochastic and operators.use_operators(y):
+            amax = operators.amax_exponent if self.power else operators.amax_word
+            scale = amax(in_blocks(y, self.block)).squeeze(-1)
+            q = operators.to_int8(*broadcast_scales(y, scale, self.block), x.dtype, self.power).view(y.shape)
         elif self.bits == 8 and ops.has_kernel(y, beats_inductor=self.stochastic):
             q, scale = ops.pack_int8(y, self.block, self.power, seed())
         elif self.bits == 8:
@@ -165,8 +182,9 @@ class _Unpack:
             return packed
         q, scale, dtype, length, permutation = packed
         kernel = ops.has_kernel(q, beats_inductor=self.bits == 4)
-        if q.dtype is torch.uint8 and self.bits == 8:  # as loops.py has codes
-            y = operators.from_int8(*beside(q, scale, self.block), dtype, scale.dtype is torch.uint8).view(q.shape)
+        if q.dtype is torch.uint8 and self.bits == 8:  # packed by `operators`
+            power = scale.dtype is torch.uint8
+            y = operators.from_int8(*broadcast_scales(q, scale, self.block), dtype, power).view(q.shape)
         elif self.bits == 8:
             y = (ops.unpack_int8 if kernel else unpack_int8)(q, scale, self.block, dtype)
         else:
@@ -178,10 +196,12 @@ def _hook(bits: int, block: int, stochastic: bool, power: bool = False) -> Hook:
     check_block_size(f"int{bits}", block)
     check_bool(f"int{bits}", "stochastic", stochastic)
     check_bool(f"int{bits}", "power_of_two", power)
-    # rows are as short for a scale of 8 bits as for one of 16: one number would be off by up to a 126th
+    # A scale counts 16 bits even where it has 8: a row of one number, off by up to a 126th, isn't worth packing.
     declines = Declines(f"int{bits}", bits, 2, block)
-    pack = _Pack(bits, block, stochastic, power, declines)
-    return Hook(pack.__name__, pack, _Unpack(bits, block), declines=declines, lossy=True)
+    options = (", stochastic" if stochastic else "") + (", power of two" if power else "")
+    return hook_of(
+        _Pack(f"int{bits}({block}{options})", declines, bits, block, stochastic, power), _Unpack(bits, block)
+    )
 
 
 @interned
@@ -190,18 +210,20 @@ def int8(block_size: int = 64, stochastic: bool = False, *, power_of_two: bool =
 
     Args:
         block_size: how many values along the last dimension share a scale: a power of two from 8 to 1024.
-        stochastic: round up or down at random, so that the expected value of what comes back is what was saved. Fresh
-            in each step, from torch's random state (`torch.manual_seed`).
-        power_of_two: scales that are powers of two, of 8 bits each. What comes back then has fewer digits that are not
-            zero, which matrix products take less power for, and at its power limit a GPU less time. The error is up to
-            twice as large, 1.5 times on the whole: with blocks of 32 of as many bytes as without blocks of 64 it is a
-            quarter larger.
+        stochastic: round up or down at random, so that the expected value after unpacking is the saved value. Each step
+            draws anew from torch's random state (`torch.manual_seed`).
+        power_of_two: scales that are powers of two, of 8 bits each. Unpacked values then have fewer digits that are not
+            zero. Matrix products take less power for them, and a GPU at its power limit less time. The error is up to
+            twice as large, 1.5 times on the whole. At the same number of bytes it is a quarter larger: blocks of 32
+            with this option, and of 64 without.
 
     Error of a value: half a step, or a whole one when stochastic, then the rounding of its own dtype. A step is at most
-    the largest finite value of the block / 125, or / 63 if it is a power of two, and at least 2**-126, or of
-    float16 its smallest number, 2**-24; if it is a power of two, the error may be a quarter of a step more in a block
-    that holds a number within a 64th of its dtype's largest. Infinities and NaN come back as they were. Integers, 0-d
-    and empty tensors, rows too short to gain and what the backward does not read smoothly are left alone.
+    the largest finite value of the block / 125, or / 63 if it is a power of two. It is at least 2**-126, or for float16
+    its smallest number, 2**-24. If it is a power of two, the error may be a quarter of a step more in a block that
+    holds a number within a 64th of its dtype's largest.
+
+    Infinities and NaN come back as they were. Left as they are: integers, 0-d and empty tensors, rows too short to
+    gain, and values that the backward does not read smoothly.
 
     Raises:
         OptionError: for another block_size, or an argument of another type.
@@ -213,13 +235,14 @@ def int8(block_size: int = 64, stochastic: bool = False, *, power_of_two: bool =
 def int4(block_size: int = 32, stochastic: bool = True) -> Hook:
     """Store floating-point tensors (bfloat16, float16, float32) in 4 bits and a scale of 16 bits a block.
 
-    Arguments, and what is left alone, as for `int8`. Rounding at random is the default: to the nearest, errors at 4
-    bits are large and of one kind (small values all become zero), and gradients that sum over many keep that bias.
+    Takes the arguments of `int8` and leaves the same tensors as they are. Stochastic rounding is the default. Rounded
+    to the nearest, errors at 4 bits are large and all alike: small values become zero. Gradients that sum over many
+    values keep that bias.
 
     Error of a value: half a step, or a whole one when stochastic, then the rounding of its own dtype. A step is at most
-    (above + below) / 14 * (1 + 2**-4 + 2**-18) and at least 2**-126; above and below are the magnitudes of the block's
-    largest positive and negative value, 0 where there is none. So it is no more than a seventh of the largest magnitude
-    and that factor. In a block that holds an infinity or NaN it is a sixth; those come back as they were.
+    (above + below) / 14 * (1 + 2**-4 + 2**-18) and at least 2**-126. Here above and below are the magnitudes of the
+    block's largest positive and negative value, 0 where there is none. So a step is at most a seventh of the largest
+    magnitude, times that factor; a sixth in a block that holds an infinity or NaN. Those come back as they were.
 
     Raises:
         OptionError: for another block_size, or an argument of another type.

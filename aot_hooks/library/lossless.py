@@ -1,15 +1,17 @@
-"""`lossless()`: the policy that changes no bit and always makes smaller.
+"""`lossless()`: the policy that packs only what gets smaller without changing a bit.
 
       dropout mask    bool[n]                                     8 an element a byte         bitmask
-      ReLU's result   f32[n], backward asks only `x <= 0`         1 bit: the answer           compare(le 0)
-      pooled tensor   f32[n], backward looks at its shape only    nothing                     shape_only
-      pool's indices  int64[n], the plane has 56 * 56 places      int16                       narrow(int16)
-      anything else                                               stays, and says why
+      ReLU's result   f32[n], backward evaluates `x <= 0` only    1 bit: the answer           compare(le 0)
+      pooled tensor   f32[n], backward reads its shape only       nothing                     shape_only
+      pool's indices  int64[n], the plane has 56 * 56 cells       int16                       narrow(int16)
+      anything else                                               stays, with a reason
 
-For what the backward only compares, numbers fall into classes that no reader can tell apart (`x <= 0`, and the rest
-with NaN). Each class's number crosses, and one representative of it comes back. Source of the idea: Jain et al., "Gist:
-Efficient Data Encoding for Deep Neural Network Training" (ISCA 2018), there for ReLU and max-pooling by name; here for
-whatever facts.py and ranges.py read off a graph.
+Where the backward only compares a tensor, numbers fall into classes that no reader can tell apart (`x <= 0`, and the
+rest with NaN). The index of each element's class crosses, and one representative of the class comes back.
+
+Source of the idea: Jain et al., "Gist: Efficient Data Encoding for Deep Neural Network Training" (ISCA 2018), there for
+ReLU and max-pooling by name. Here it applies to all comparisons that graphs/backward_reads.py finds, and to all integer
+ranges that graphs/value_ranges.py proves.
 """
 
 from __future__ import annotations
@@ -31,13 +33,13 @@ from .bitmask import bitmask, pack_bits, unpack_bits
 
 __all__ = ["Lossless", "classes", "compare_hook", "lossless", "narrow_hook"]
 
-_MOST_BITS = 4  # of a place in a range; beyond that a byte is as good
+_MOST_BITS = 4  # of a number in a range stored bit by bit; beyond that a byte is as good
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32)
 
 
 @dataclass(frozen=True)
 class Lossless:
-    """See `lossless`."""
+    """The policy that `lossless` makes."""
 
     @property
     def looks_at_modules(self) -> bool:
@@ -69,12 +71,12 @@ def lossless() -> Lossless:
 
     - bool tensors: 1 bit an element;
     - tensors that the backward only compares with constants (ReLU, ReLU6, leaky ReLU, hard shrinking, sign, ...): the
-      answers, 1 to 4 bits an element; nothing if it only looks at their shape (the input of average pooling);
-    - integers whose range the graph proves (indices of pooling, argmax, sort, top-k; `% n`): 1 to 32 bits.
+      answers, 1 to 4 bits an element; nothing if it reads only their shape (the input of average pooling);
+    - integers whose range the graph proves (indices of pooling, argmax, sort, top-k; signs): 1 to 32 bits.
 
-    Gradients are bitwise what they are without it, for NaN, infinities, -0.0 and subnormal numbers too. Symbolic sizes
-    are narrowed by the largest that the graph admits, without a guard. Parts that run eagerly have no graph to read, so
-    there only bool tensors in scope are packed.
+    Gradients are bitwise the same as without it, for NaN, infinities, -0.0 and subnormal numbers too. Ranges that
+    depend on a symbolic size use the largest size that the graph admits, without a guard. Parts that run eagerly have
+    no graph to read, so there only bool tensors in scope are packed.
     """
     return Lossless()
 
@@ -91,7 +93,7 @@ def _choose(saved: SavedTensor) -> Hook | str:
         bits = hook.pack.bits if isinstance(hook.pack, _PackAnswers) else 64
     elif saved.value_range is not None:
         hook = narrow_hook(*saved.value_range)
-        bits = hook.pack.bits if isinstance(hook.pack, _PackPlaces | _Convert) else 64
+        bits = hook.pack.bits if isinstance(hook.pack, _PackOffsets | _Convert) else 64
     elif saved.dtype.is_floating_point or saved.dtype.is_complex:
         return "lossless: the backward may need its numbers"
     else:
@@ -102,16 +104,16 @@ def _choose(saved: SavedTensor) -> Hook | str:
 
 # --- tensors that are only compared -----------------------------------------------------------------------------------
 
-# The answers of all tests, and a number that has them.
+# The answers of all tests, and a number that gives them.
 _Class = tuple[tuple[bool, ...], float]
 
 
 def classes(tests: Sequence[Test], dtype: torch.dtype) -> tuple[_Class, ...] | None:
-    """The classes of numbers of `dtype` that `tests` cannot tell apart, each by its answers and one number of it.
+    """The classes of numbers of `dtype` that `tests` cannot tell apart: the answers, and one number of each class.
 
-    Between two constants, and beyond the outermost, all answers are the same; so these places, the constants, the two
-    zeros and the NaNs are all that can differ. None if only a NaN with its sign set is in a class: no graph can say
-    that number.
+    Answers are the same between two neighbouring constants, and beyond the outermost. So it is enough to try a number
+    from each of these intervals, the constants, both zeros and the NaNs. None if a class has no number but a NaN with
+    its sign set, which no graph can hold.
     """
     constants = sorted({0.0, *(c for test in tests for c in test.constants)})
     finite = [c for c in constants if math.isfinite(c)]
@@ -121,7 +123,7 @@ def classes(tests: Sequence[Test], dtype: torch.dtype) -> tuple[_Class, ...] | N
     candidates = [*beyond, *constants, *middles, -0.0, math.inf, -math.inf]
     with torch_values.without_modes():
         numbers = torch.tensor(candidates, dtype=torch.float64).to(dtype).tolist()
-    numbers += [math.nan, -math.nan]  # here: a conversion may flip a NaN's sign
+    numbers += [math.nan, -math.nan]  # not above: a conversion may flip a NaN's sign
     found: dict[tuple[bool, ...], float] = {}
     for number in numbers:
         answers = tuple(bool(test(number)) for test in tests)
@@ -155,13 +157,13 @@ class _PackAnswers:
         y, back = _in_memory_order(x)
         like = (y.shape, x.dtype, x.device, back)
         if x.dtype.itemsize == 2 and compiled_by() == "inductor":
-            # Inductor computes in float32 and hands a fused reader the number before it is rounded; the bits are of
-            # the rounded one, which is what the backward would have read
+            # Inductor computes in float32 and gives a fused reader the number before it is rounded. A view as bits
+            # forces the rounded number, which the backward would have read.
             y = y.view(torch.int16).view(x.dtype)
         answers = [test(y) for test in self.tests]
         bits = []
-        for place in range(self.bits):
-            members = [wanted for i, (wanted, _) in enumerate(self.classes) if i >> place & 1]
+        for k in range(self.bits):
+            members = [wanted for i, (wanted, _) in enumerate(self.classes) if i >> k & 1]
             bits.append(pack_bits(_any([_all(answers, wanted) for wanted in members])))
         return bits, like
 
@@ -188,7 +190,7 @@ class _UnpackNumbers:
         if not bits:
             return full(self.numbers[0], shape).permute(back)
         level = [full(number) for number in self.numbers]
-        for plane in bits:  # halves the numbers that it can still be, lowest bit first
+        for plane in bits:  # from the lowest bit on, each halves the candidates
             bit = unpack_bits(plane, shape)
             level += level[-1:] * (len(level) % 2)
             level = [torch.where(bit, odd, even) for even, odd in zip(level[::2], level[1::2], strict=True)]
@@ -203,7 +205,7 @@ def narrow_hook(low: int, high: int) -> Hook:
     """The hook for whole numbers from `low` to `high`; `KEEP` if they need 64 bits."""
     bits = (high - low).bit_length()
     if bits <= _MOST_BITS:
-        return Hook(f"narrow({bits} bits)", _PackPlaces(low, bits), _UnpackPlaces(low, bits))
+        return Hook(f"narrow({bits} bits)", _PackOffsets(low, bits), _UnpackOffsets(low, bits))
     for dtype in _INTEGERS:
         if torch.iinfo(dtype).min <= low and high <= torch.iinfo(dtype).max:
             return Hook(f"narrow({str(dtype).removeprefix('torch.')})", _Convert(dtype), _convert_back)
@@ -211,27 +213,27 @@ def narrow_hook(low: int, high: int) -> Hook:
 
 
 @dataclass(frozen=True)
-class _PackPlaces:
+class _PackOffsets:
     low: int
     bits: int
 
     def __call__(self, x: torch.Tensor) -> Any:
         y, back = _in_memory_order(x)
-        places = (y - self.low).to(torch.uint8)
-        bits = [pack_bits((places >> place & 1).to(torch.bool)) for place in range(self.bits)]
+        offsets = (y - self.low).to(torch.uint8)
+        bits = [pack_bits((offsets >> k & 1).to(torch.bool)) for k in range(self.bits)]
         return bits, (y.shape, x.dtype, x.device, back)
 
 
 @dataclass(frozen=True)
-class _UnpackPlaces:
+class _UnpackOffsets:
     low: int
     bits: int
 
     def __call__(self, packed: Any) -> torch.Tensor:
         bits, (shape, dtype, device, back) = packed
         x = torch.full(shape, self.low, dtype=dtype, device=device)
-        for place, plane in enumerate(bits):
-            x = x + unpack_bits(plane, shape).to(dtype) * (1 << place)
+        for k, plane in enumerate(bits):
+            x = x + unpack_bits(plane, shape).to(dtype) * (1 << k)
         return x.permute(back)
 
 

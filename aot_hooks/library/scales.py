@@ -1,14 +1,14 @@
-"""Scales on the bits of float32 numbers: powers of two, exact and a few integer instructions, and short ones.
+"""Scales of the 8-bit hooks, found on the bits of float32 numbers: powers of two, and bfloat16 rounded up.
 
-      amax f32 --power_of_two--> 2**k, the least with amax / 2**k <= top, and no less than 2**-126
+      amax f32 --power_of_two--> 2**k, the least with amax / 2**k <= top, and at least 2**-126
 
-      bits   [ exponent | mantissa ]           top = 416 = 1.625 * 2**8
-      + add  rounds the exponent up where the mantissa is larger than top's, and takes top's exponent off
-      & MASK leaves the exponent: the bits of 2**k. Those of 2**-k are INVERSE less them.
+      bits             [ exponent | mantissa ]             top = 416 = 1.625 * 2**8
+      + add            carries into the exponent where the mantissa exceeds top's, and subtracts top's exponent
+      & EXPONENT_MASK  leaves the exponent: the bits of 2**k. Those of 2**-k are RECIPROCAL - bits.
 
-`loops.py`, `ptx.py` and `kernels.py` do the same with these numbers.
+      step f32 --round_up_to_bfloat16--> bf16, the next that is no smaller
 
-      step f32 --short--> bf16, the next that is no smaller
+The table in `loops/__init__.py` names the other files that compute with these numbers.
 """
 
 from __future__ import annotations
@@ -18,110 +18,139 @@ import struct
 
 import torch
 
-from .blocks import SMALLEST_NORMAL
-
 __all__ = [
-    "INVERSE",
-    "LOW",
-    "MASK",
-    "OVER",
+    "EXPONENT_MASK",
+    "EXPONENT_STEP",
+    "FLOAT8_RANGE",
+    "LOW_HALF",
+    "RECIPROCAL",
+    "ROUND_TO_INTEGER",
     "ROUND_UP",
+    "SLACK",
+    "SMALLEST_NORMAL",
     "STEP_INT8",
+    "TOP_EXPONENT",
     "TOP_INT8",
     "TOP_POWER",
+    "finite_magnitudes",
     "from_exponent",
     "full_word",
     "largest_scale",
     "least_exponent",
     "power_of_two",
+    "round_up_to_bfloat16",
     "rounding_up",
-    "short",
     "smallest_scale",
     "smallest_step",
     "to_exponent",
     "top_power",
 ]
 
-MASK = 0x7F800000
-INVERSE = 0x7F000000
+# format -> (second largest number, largest number); the largest stands for infinity
+FLOAT8_RANGE = {torch.float8_e4m3fn: (416.0, 448.0), torch.float8_e5m2: (49152.0, 57344.0)}
+SMALLEST_NORMAL = 2.0**-126  # of float32; no scale is smaller, so that every reciprocal is finite
+SLACK = 1 + 2.0**-20  # steps are too large by this factor, so that no finite value leaves the codes
+ROUND_TO_INTEGER = 12582912.0  # 1.5 * 2**23: a sum with it ends in round(x), as an integer
+
+EXPONENT_MASK = 0x7F800000
+EXPONENT_STEP = 0x00800000  # the lowest bit of the exponent
+RECIPROCAL = 0x7F000000
+_MANTISSA = EXPONENT_STEP - 1
+
 TOP_INT8 = 126.0  # the largest code that is a number
-# Of a scale that is a power of two, less than that: what Inductor rounds to bfloat16 only after its scale was found is
-# 126 at most then. 126.5 would be rounded to 127, an infinity.
+# A power-of-two scale is found for a bit less than 126. Inductor may round to bfloat16 only after the scale was found,
+# and the rounded value is then 126 at most. From 126.5 on it would become 127, an infinity.
 TOP_POWER = TOP_INT8 - 2.0**-17
-STEP_INT8 = (1 - 2.0**-21) / TOP_INT8  # of the largest value; a little less, so that times 126 it is no infinity
-LOW = 0xFFFF  # what 16 bits do not keep of the largest value is taken for as large as it can be
-OVER = 6  # 126 begins with 2**6: a scale's exponent is that much below the largest value's
-ROUND_UP = 128 - 124  # added to 7 bits of fraction: from 124 on, 126 / 64, the next power of two is taken
-_STEP = 0x00800000  # one exponent step
-_MANTISSA = _STEP - 1
+STEP_INT8 = (1 - 2.0**-21) / TOP_INT8  # step of a largest value of 1; slightly less, or 126 steps could be an infinity
+LOW_HALF = 0xFFFF  # a 16-bit word lacks the low half of the largest value's bits: all ones, the most that it can be
+TOP_EXPONENT = 6  # 126 is 1.97 * 2**6: the scale's exponent is the largest value's less 6
+ROUND_UP = 128 - 124  # added to 7 bits of fraction: from 124, 126 / 64, on the next power of two is taken
 
 
 def smallest_step(dtype: torch.dtype) -> float:
-    """No step of int8 is smaller: its reciprocal is finite, and all numbers of `dtype` are its multiples then.
+    """The smallest step of int8: its reciprocal is finite, and every number of `dtype` is a multiple of it.
 
-    Else what is rounded to float16 only after its scale was found, to one of the multiples of 2**-24 that are all that
-    float16 has below 2**-14, would leave the codes: 0.6 of that one becomes 1.
+    The second matters for float16, whose numbers below 2**-14 are multiples of 2**-24. Inductor may round to them only
+    after the scale was found, so that 0.6 of a multiple becomes 1, which a smaller step would push out of the codes.
     """
-    of = torch.finfo(dtype)
-    return max(SMALLEST_NORMAL, of.tiny * of.eps)
+    limits = torch.finfo(dtype)
+    return max(SMALLEST_NORMAL, limits.tiny * limits.eps)
 
 
 def smallest_scale(dtype: torch.dtype, top: float) -> float:
-    """The same of float8 where its largest code is `top`: up to that, all numbers of `dtype` are codes then."""
-    divisor = int(top) & -int(top)  # of 416 = 13 * 32
-    return max(SMALLEST_NORMAL, torch.finfo(dtype).tiny * torch.finfo(dtype).eps / divisor)
+    """The smallest scale of float8: the numbers of `dtype` up to `top` times this scale are codes."""
+    limits = torch.finfo(dtype)
+    divisor = int(top) & -int(top)  # 32 of 416 = 13 * 32
+    return max(SMALLEST_NORMAL, limits.tiny * limits.eps / divisor)
 
 
 def least_exponent(dtype: torch.dtype) -> int:
-    """That of the largest value which has the smallest step, with 127 added, if steps are powers of two."""
-    return (_as_bits(smallest_step(dtype)) >> 23) + OVER
+    """The biased exponent of the largest value whose power-of-two step is the smallest one."""
+    return (_as_bits(smallest_step(dtype)) >> 23) + TOP_EXPONENT
 
 
 def rounding_up(top: float, smallest: float = SMALLEST_NORMAL) -> tuple[int, int]:
-    """(least, add): max(bits of amax, least) + add, and MASK, are the bits of the power of two for `top`, which is no
-    less than `smallest`."""
+    """Returns (least, add): the scale's bits are `(max(bits of amax, least) + add) & EXPONENT_MASK`.
+
+    The scale is the least power of two with amax / scale <= `top`, and at least `smallest`.
+    """
     fraction, exponent = math.frexp(top)  # 416 = 0.8125 * 2**9
-    mantissa = int((2 * fraction - 1) * _STEP)
-    return _as_bits(smallest) + (exponent - 1) * _STEP, _MANTISSA - mantissa - (exponent - 1) * _STEP
+    mantissa = int((2 * fraction - 1) * EXPONENT_STEP)
+    top_exponent = (exponent - 1) * EXPONENT_STEP
+    return _as_bits(smallest) + top_exponent, _MANTISSA - mantissa - top_exponent
+
+
+def finite_magnitudes(x: torch.Tensor) -> torch.Tensor:
+    """f32 of the shape of `x`: |x|, and 0 for infinities and NaN."""
+    size = x.float().abs()
+    return torch.where(size < torch.inf, size, 0.0)
 
 
 def power_of_two(amax: torch.Tensor, top: float, smallest: float = SMALLEST_NORMAL) -> torch.Tensor:
-    """f32, of the shape of `amax`, which is f32, finite and not negative."""
+    """f32 of the shape of `amax`, which is f32, finite and not negative."""
     least, add = rounding_up(top, smallest)
-    return ((amax.view(torch.int32).clamp(min=least) + add) & MASK).view(torch.float32)
+    return ((amax.view(torch.int32).clamp(min=least) + add) & EXPONENT_MASK).view(torch.float32)
 
 
-def short(step: torch.Tensor) -> torch.Tensor:
-    """bf16, of the shape of `step`, which is f32 and no larger than a 126th of its largest number."""
-    return ((step.view(torch.int32) + 0xFFFF) & ~0xFFFF).view(torch.float32).to(torch.bfloat16)
+def round_up_to_bfloat16(step: torch.Tensor) -> torch.Tensor:
+    """bf16 of the shape of `step`, which is f32 and at most a 126th of the largest number."""
+    return ((step.view(torch.int32) + LOW_HALF) & ~LOW_HALF).view(torch.float32).to(torch.bfloat16)
 
 
 def to_exponent(scale: torch.Tensor) -> torch.Tensor:
-    """u8: the exponent of a power of two, with 127 added (E8M0 of OCP's microscaling formats)."""
+    """u8: the biased exponent of a power of two (E8M0 of OCP's microscaling formats)."""
     return (scale.view(torch.int32) >> 23).to(torch.uint8)
 
 
 def from_exponent(exponent: torch.Tensor) -> torch.Tensor:
-    """f32: what `to_exponent` was given."""
+    """f32: the power of two with this biased exponent."""
     return (exponent.to(torch.int32) << 23).view(torch.float32)
 
 
 def largest_scale(dtype: torch.dtype, top: float) -> float:
-    """What a scale is limited to when a code is multiplied by it: a value that was rounded up, to a power of two no
-    larger than `top`, then is the largest number of `dtype` at most."""
+    """The largest scale that a code may be multiplied by without leaving the range of `dtype`.
+
+    The product is then the largest number of `dtype` for a value that was rounded up to the power of two below `top`.
+    """
     return torch.finfo(dtype).max / 2.0 ** (math.frexp(top)[1] - 1)
 
 
 def full_word(dtype: torch.dtype) -> float:
-    """What the 16 bits of the largest number of `dtype` are taken for: an infinity there, so that number is meant."""
-    return _as_float(_as_bits(torch.finfo(dtype).max) | LOW)
+    """The value that a 16-bit word stands for when it holds the upper half of the largest number of `dtype`.
+
+    In a 16-bit dtype it exceeds that number and would come back as an infinity, so readers take the number instead.
+    """
+    return _as_float(_as_bits(torch.finfo(dtype).max) | LOW_HALF)
 
 
 def top_power(dtype: torch.dtype) -> tuple[float, float]:
-    """The scale of the largest number of `dtype`, by which its code would be an infinity, and what is used instead."""
-    largest = torch.finfo(dtype).max
+    """Returns (scale, instead): the power-of-two scale of the largest number of `dtype`, and what replaces it.
+
+    126 times that scale would be an infinity.
+    """
     least, add = rounding_up(TOP_POWER)
-    return _as_float((max(_as_bits(largest), least) + add) & MASK), largest_scale(dtype, TOP_POWER)
+    bits = (max(_as_bits(torch.finfo(dtype).max), least) + add) & EXPONENT_MASK
+    return _as_float(bits), largest_scale(dtype, TOP_POWER)
 
 
 def _as_bits(x: float) -> int:

@@ -4,8 +4,8 @@
                                                                                     |
       x <-[then.unpack]- leaves <------------- reload_start .. reload_wait  <-------+
 
-In a graph this is what `pack` and `unpack` trace to; where the four operators stand is `place.py`'s business. In eager
-mode, where nothing is planned, `pack` starts a copy and goes on; see `Tape`.
+In a graph, `pack` and `unpack` trace to these four operators, and `placement.py` moves them. In eager mode nothing is
+planned: `pack` starts a copy and returns, see `Tape`.
 """
 
 from __future__ import annotations
@@ -14,16 +14,17 @@ import itertools
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from ..errors import OptionError
+from ..graphs.layout import from_memory_order, in_memory_order
 from ..graphs.roofline import Rates
 from ..hook import Hook, compiled_by, interned
-from ..torch_private.values import hint, pytree, same_size
+from ..torch_private.values import hint, pytree
 from . import transfers
 
 __all__ = ["OffloadSettings", "offload", "settings_of"]
@@ -31,7 +32,7 @@ __all__ = ["OffloadSettings", "offload", "settings_of"]
 
 @dataclass(frozen=True)
 class OffloadSettings:
-    """What `offload` was given; the schedule reads it off the hook. `exact`: there is no `then`."""
+    """The arguments of `offload`, which the schedule reads from the hook. `exact` means that there is no `then`."""
 
     exact: bool
     min_bytes: int
@@ -48,10 +49,10 @@ def settings_of(hook: Hook) -> OffloadSettings | None:
 
 @dataclass(frozen=True)
 class _Sent:
-    """A leaf that was sent from a graph: marks it for unpack."""
+    """Tells unpack that a graph sent this leaf, and how to restore it."""
 
     device: torch.device
-    order: tuple[int, ...] | None
+    permutation: tuple[int, ...] | None
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ class _Pack:
     lossy: bool
 
     @property
-    def __name__(self) -> str:  # as a function has one: a hook made of this pack alone is shown by it
+    def __name__(self) -> str:
         return "offload" if self.then is None else f"offload({self.then.name})"
 
     def __call__(self, x: torch.Tensor) -> Any:
@@ -78,11 +79,11 @@ class _Pack:
                 leaves[i] = tape().send(a, self.settings)
                 marks.append(None)
             else:
-                y, order = _in_memory(a)
+                y, permutation = _contiguous_in_memory(a)
                 limit = self.settings.max_host_bytes
                 ticket = transfers.offload_start(y, transfers.NO_LIMIT if limit is None else limit)
                 leaves[i] = transfers.offload_wait(ticket, y)
-                marks.append(_Sent(a.device, order))
+                marks.append(_Sent(a.device, permutation))
         return leaves, spec, tuple(marks)
 
     def _large(self, a: Any) -> bool:
@@ -102,37 +103,17 @@ class _Unpack:
 
     def _leaf(self, a: Any, mark: _Sent | None) -> Any:
         if isinstance(a, EagerCopy):
-            return a.back()
+            return a.restore()
         if mark is None:
             return a
         ticket = transfers.reload_start(a, mark.device)
-        return _from_memory(transfers.reload_wait(ticket, a, mark.device), mark.order)
+        return from_memory_order(transfers.reload_wait(ticket, a, mark.device), mark.permutation)
 
 
-def _in_memory(x: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...] | None]:
-    """`x` with its dimensions in the order of memory, contiguous, and that order; None for the order it has."""
-    order = tuple(range(x.dim()))
-    if not _contiguous(x, order):
-        # dimensions of size 1 stand in front: their strides come back as multiples of all others
-        order = tuple(sorted(order, key=lambda d: (not same_size(x.shape[d], 1), -hint(x.stride(d)))))
-        if _contiguous(x, order):
-            return x.permute(order), order
-    return x.contiguous(), None
-
-
-def _contiguous(x: torch.Tensor, order: Sequence[int]) -> bool:
-    """Whether `x.permute(order)` is contiguous for certain."""
-    expected: Any = 1
-    for d in reversed(order):
-        if not same_size(x.shape[d], 1):
-            if not same_size(x.stride(d), expected):
-                return False
-            expected = expected * x.shape[d]
-    return True
-
-
-def _from_memory(y: torch.Tensor, order: tuple[int, ...] | None) -> torch.Tensor:
-    return y if order is None else y.permute(sorted(range(len(order)), key=lambda i: order[i]))
+def _contiguous_in_memory(x: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...] | None]:
+    """`in_memory_order` of all dimensions, or a contiguous copy where there is no such order."""
+    y, permutation = in_memory_order(x, keep_rows=False)
+    return (x.contiguous() if permutation is None else y), permutation
 
 
 # --- eager mode -------------------------------------------------------------------------------------------------------
@@ -148,8 +129,8 @@ class EagerCopy:
         "host",
         "index",
         "nbytes",
-        "order",
-        "raw",
+        "original",
+        "permutation",
         "settings",
         "tape",
         "ticket",
@@ -157,8 +138,8 @@ class EagerCopy:
     )
 
     def __init__(self, x: torch.Tensor, settings: OffloadSettings, tape: Tape) -> None:
-        y, self.order = _in_memory(x)
-        self.raw: torch.Tensor | None = y
+        y, self.permutation = _contiguous_in_memory(x)
+        self.original: torch.Tensor | None = y
         self.version, self.changed = y._version, False
         self.host: torch.Tensor | None = None
         self.ticket: torch.Tensor | None = transfers.send(y, settings.max_host_bytes)
@@ -166,56 +147,58 @@ class EagerCopy:
         self.settings, self.tape = settings, tape
         self.index = -1
 
-    def look(self) -> None:
+    def note_changes(self) -> None:
         """Notice a change in place while the copy may still read."""
-        self.changed = self.changed or (self.raw is not None and self.raw._version != self.version)
+        self.changed = self.changed or (self.original is not None and self.original._version != self.version)
 
-    def settle(self) -> None:
-        """Wait for the copy to the host and let go of the device's memory."""
-        if self.raw is not None:
+    def release_original(self) -> None:
+        """Wait for the copy to the host and free the device's memory."""
+        if self.original is not None:
             assert self.ticket is not None
-            self.look()
-            self.host, self.ticket, self.raw = transfers.claim_host(self.ticket), None, None
+            self.note_changes()
+            self.host, self.ticket, self.original = transfers.claim_host(self.ticket), None, None
 
     def fetch(self) -> None:
-        """Start the copy back, if none is under way."""
+        """Start the copy back, unless it has started."""
         if self.host is not None and self.ticket is None:
             self.ticket = transfers.fetch(self.host, self.device)
 
-    def back(self) -> torch.Tensor:
-        """The tensor on the device; those that were sent before it, and so are needed next, are on their way then.
+    def restore(self) -> torch.Tensor:
+        """The tensor on the device. Also starts to fetch the tensors that were sent before it and are needed next.
 
-        Raises a `RuntimeError` if it was changed in place before its copy was seen to be done.
+        Raises:
+            RuntimeError: if the tensor was changed in place before its copy was seen to be done.
         """
         with self.tape.lock:  # autograd has a thread a device
-            self.look()
+            self.note_changes()
             if self.changed:
+                shape = list(self.original.shape) if self.original is not None else ""
                 raise RuntimeError(
                     "one of the variables needed for gradient computation has been modified by an inplace operation "
-                    f"while it was copied to the host: [{list(self.raw.shape) if self.raw is not None else ''}]"
+                    f"while it was copied to the host: [{shape}]"
                 )
-            y = self.raw  # its copy may go on: whoever lets go of this object waits for it
+            y = self.original  # its copy may go on: the ticket's end waits for it
             if y is None:
                 if self.ticket is not None and not transfers.fetched_here(self.ticket):
-                    self.ticket = None  # fetched ahead for another stream, to which its memory would belong
+                    self.ticket = None  # fetched ahead into another stream's memory
                 self.fetch()
                 assert self.ticket is not None
                 y, self.ticket = transfers.claim_device(self.ticket), None
             self.tape.fetch_before(self)
-        return _from_memory(y, self.order)
+        return from_memory_order(y, self.permutation)
 
 
 class Tape:
-    """What one thread's forward sent in eager mode, in order, so that its backward fetches in reverse and ahead.
+    """The copies that one thread's forward started in eager mode, in order. Its backward fetches in reverse and ahead.
 
-    A tensor stays on the device until its copy is seen to be done, or until more than `in_flight_bytes` are under way;
-    so no stream waits as long as the link keeps up. In the backward up to half of `in_flight_bytes` are fetched ahead.
+    A tensor stays on the device until its copy is seen to be done, or until more than `in_flight_bytes` are in flight.
+    So no stream waits while the link keeps up. The backward fetches up to half of `in_flight_bytes` ahead.
     """
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
-        self.sent: dict[int, weakref.ref[EagerCopy]] = {}  # by number, ascending; what dies goes
-        self.under_way: deque[weakref.ref[EagerCopy]] = deque()
+        self.sent: dict[int, weakref.ref[EagerCopy]] = {}  # by number, ascending; a dead copy removes itself
+        self.in_flight: deque[weakref.ref[EagerCopy]] = deque()
         self.numbers = itertools.count()
 
     def send(self, x: torch.Tensor, settings: OffloadSettings) -> EagerCopy:
@@ -224,33 +207,33 @@ class Tape:
             copy.index = index = next(self.numbers)
             sent = self.sent
             sent[index] = weakref.ref(copy, lambda _: sent.pop(index, None))
-            self.under_way.append(weakref.ref(copy))
-            self.settle(settings.in_flight_bytes)
+            self.in_flight.append(weakref.ref(copy))
+            self.release_copied(settings.in_flight_bytes)
         return copy
 
-    def settle(self, in_flight_bytes: int) -> None:
-        """Let go of what has been copied, and of the oldest until no more than `in_flight_bytes` are under way."""
-        alive = [c for ref in self.under_way if (c := ref()) is not None and c.raw is not None]
+    def release_copied(self, in_flight_bytes: int) -> None:
+        """Release originals that are copied, and the oldest others until at most `in_flight_bytes` are in flight."""
+        alive = [c for ref in self.in_flight if (c := ref()) is not None and c.original is not None]
         total = sum(c.nbytes for c in alive)
         for i, c in enumerate(alive):
             assert c.ticket is not None
             if total <= in_flight_bytes and not transfers.finished(c.ticket):
                 alive = alive[i:]
                 break
-            c.settle()
+            c.release_original()
             total -= c.nbytes
         else:
             alive = []
-        self.under_way = deque(weakref.ref(c) for c in alive)
+        self.in_flight = deque(weakref.ref(c) for c in alive)
 
     def fetch_before(self, copy: EagerCopy) -> None:
-        """Have what was sent before `copy` fetched, as far as it may be ahead."""
-        self.settle(copy.settings.in_flight_bytes)
+        """Fetch the tensors that were sent before `copy`, as many as may be ahead."""
+        self.release_copied(copy.settings.in_flight_bytes)
         ahead = copy.settings.in_flight_bytes // 2
         for index in reversed(list(self.sent)):
             ref = self.sent.get(index) if index < copy.index else None
             other = ref() if ref is not None else None
-            if other is None or other.raw is not None:
+            if other is None or other.original is not None:
                 continue
             ahead -= other.nbytes
             if ahead < 0:
@@ -262,7 +245,7 @@ _local = threading.local()
 
 
 def tape() -> Tape:
-    """The tape of this thread."""
+    """This thread's tape."""
     if not hasattr(_local, "tape"):
         _local.tape = Tape()
     return _local.tape  # type: ignore[no-any-return]
@@ -294,25 +277,26 @@ def offload(
     max_stall_ms: float = 0.0,
     rates: Rates | None = None,
 ) -> Hook:
-    """Keep saved tensors in pinned host memory; the copies run beside the compute. Exact, unless `then` is not.
+    """Store saved tensors in pinned host memory; the copies run beside the compute. Exact, unless `then` is not.
 
     Args:
-        min_bytes: smaller tensors stay on the device, and smaller parts of what `then` makes.
-        then: a hook for the form in which they wait: with `int8()` half as many bytes go over the link. It runs on the
-            device, before the copy out and after the copy back. What it declines stays on the device.
-        max_host_bytes: most host memory for this process' pool; what does not fit stays on the device and is counted
-            by `offload_stats`. None: as much as can be pinned.
-        in_flight_bytes: most bytes of this hook that were started and not waited for, each way, in each compiled graph:
-            they take memory on the device, and the more there are, the more of an uneven step the copies can use.
+        min_bytes: smaller tensors stay on the device, and so do smaller tensors of the packed form of `then`.
+        then: a hook for the form in which tensors wait: with `int8()` half as many bytes go over the link. It runs on
+            the device, before the copy out and after the copy back. Tensors that it declines stay on the device.
+        max_host_bytes: most host memory for this process' pool. Tensors that do not fit stay on the device, and
+            `offload_stats` counts them. None: as much as can be pinned.
+        in_flight_bytes: most bytes of this hook in flight, each way, in each compiled graph: copies that were started
+            and not waited for. They take memory on the device. The more there are, the more of an uneven step the
+            copies can use.
         max_stall_ms: how much longer this hook may make a step, as predicted, for each compiled graph and device. 0
-            offloads only what the compute hides; with `math.inf` all is offloaded that the rules above allow.
-        rates: speeds of link and device to plan with, see `Rates`; None measures them once per device. They are the
-            device's, so of several hooks in a graph the first that gives them gives them for all.
+            offloads only as much as the compute hides; `math.inf` offloads all that the rules above allow.
+        rates: speeds of link and device to plan with, see `Rates`; None measures them once per device. The first hook
+            of a graph that has rates sets them for all others on its device.
 
     On CUDA the copies have streams of their own. On a CPU they are plain copies, so that a program can be tried out.
 
     Raises:
-        OptionError: for sizes that are none, or a `then` that runs eagerly or offloads itself.
+        OptionError: for sizes that are not numbers of bytes, or a `then` that runs eagerly or offloads itself.
     """
     counts: dict[str, Any] = {"min_bytes": min_bytes, "in_flight_bytes": in_flight_bytes}
     if max_host_bytes is not None:
@@ -330,6 +314,5 @@ def offload(
     if then is not None and isinstance(then.pack, _Pack):
         raise OptionError(f"offload: then must say in which form tensors wait, got {then!r}, which sends them itself")
     settings = OffloadSettings(then is None, min_bytes, max_host_bytes, in_flight_bytes, max_stall_ms, rates)
-    declines = _Declines(min_bytes, then)
-    pack = _Pack(settings, then, declines, then is not None and then.lossy)
-    return Hook(pack.__name__, pack, _Unpack(then), declines=declines, lossy=pack.lossy)
+    pack = _Pack(settings, then, _Declines(min_bytes, then), then is not None and then.lossy)
+    return Hook(pack.__name__, pack, _Unpack(then), declines=pack.declines, lossy=pack.lossy)

@@ -1,18 +1,18 @@
-"""Host memory that offloaded tensors wait in: blocks that are made once and leased again and again.
+"""A pool of the host memory that offloaded tensors wait in: blocks are allocated once and leased again and again.
 
-      lease(n) --> block of a fitting size: one that came back, or a new one while `limit` allows
+      lease(n) --> block of a fitting size: one that was returned, or a new one while `limit` allows
          |
          v
-      uint8[n] --view--> what crosses to the backward        the block comes back when the last view of it dies,
-                                                             wherever that is: autograd, a graph's frame, the user
+      uint8[n] --view--> the host tensor that crosses        the block returns when the last view of it dies,
+                         to the backward                     wherever that is: autograd, a graph's frame, the user
 
-A block for a CUDA device is pinned (page-locked), or there is none: where pinning fails the lease is refused, never
-made of pageable memory. The storage of a lease holds a small object whose end is the sign that the block is free; no
-use counts are read.
+A block for a CUDA device is pinned (page-locked). Where pinning fails the lease is refused; pageable memory never
+replaces it. The storage of a lease owns a small object, and the block is free when that object dies. No use counts are
+read.
 
-Each replay of a CUDA graph writes to what its capture leased. A block that was leased in a capture by `cudagraph`
-belongs to that tree of recordings until they are gone, and is leased again in a capture where the tree's path does not
-hold it. Of other captures nobody tells when they are gone: what they leased is theirs until `reset`.
+Each replay of a CUDA graph writes to the blocks that its capture leased. In a capture by `cudagraph`, a block belongs
+to that tree of recordings until they are gone. It is leased again in captures of the same tree whose path does not hold
+it. Other captures do not report their end, so their blocks stay theirs until `reset`.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 __all__ = ["Block", "HostPool"]
 
 _PAGE = mmap.PAGESIZE
-_WASTE = 1.125  # a block may be that many times larger than what is asked for
-_SPARE = 1.5  # of the most bytes in use at once that the pool may hold without a limit
+_WASTE = 1.125  # a block may be larger than the requested bytes by this factor
+_SPARE = 1.5  # without a limit, the pool may hold this many times the most bytes that were in use at once
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device
 
 
@@ -49,11 +49,11 @@ class Block:
         capacity: its bytes, whole pages.
         pinned: page-locked for CUDA.
         event: the last copy from or to it, outside of captures; None if there was none.
-        events: by device and direction, to record again.
-        asked: bytes of its last lease.
-        leases: how many of it are alive; those of one tree's recordings may overlap.
+        events: events to record again, by device and direction.
+        requested: bytes of its last lease.
+        leases: how many leases of it are alive; those of one tree's recordings may overlap.
         owner: lives as long as the CUDA graphs that write to it in each replay; None if there are none.
-        replayed: a replay may still write to it, and `event` does not tell.
+        replayed: a replay may still write to it, which `event` does not cover.
     """
 
     memory: mmap.mmap
@@ -62,28 +62,29 @@ class Block:
     pinned: bool
     event: Any = None
     events: dict[Any, Any] = field(default_factory=dict)
-    asked: int = 0
+    requested: int = 0
     leases: int = 0
     owner: Callable[[], object | None] | None = None
     replayed: bool = False
 
 
-def _for_good() -> object:
-    """The owner of blocks of captures that nobody tells the end of."""
+def _immortal() -> object:
+    """The owner of blocks of captures that do not report their end."""
     return HostPool
 
 
 class HostPool:
-    """See the module. Thread-safe; returns may come from any thread, also from the garbage collector."""
+    """See the module. Thread-safe; blocks may return from any thread, even from within the garbage collector."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
         self._free: list[Block] = []
         self._used: dict[int, Block] = {}  # by address: leased, or of CUDA graphs
-        self._returned: collections.deque[Block] = collections.deque()  # without the lock: a collector may hold it
+        # Returned blocks, appended without the lock: a garbage collection may run in a thread that holds it.
+        self._returned: collections.deque[Block] = collections.deque()
         self._owned: set[int] = set()  # addresses of blocks of CUDA graphs
-        self._condemned: set[int] = set()  # addresses of leased blocks that are to go when they come back
-        self._doomed: list[Block] = []  # came back and are to go
+        self._free_on_return: set[int] = set()  # addresses of leased blocks that `reset` wants freed
+        self._to_free: list[Block] = []  # returned blocks that wait to be freed
         self.made_count = 0
         self.peak_bytes = 0
         self._most_in_use = 0
@@ -121,32 +122,32 @@ class HostPool:
         Args:
             nbytes: at least 1.
             pinned: for copies from and to a CUDA device.
-            limit: most bytes that the pool may have for it, those of all others included; None for no limit.
-            captured: a CUDA graph is being captured: nothing is made or given back now.
-            capture: that capture, if it is one of `cudagraph`; else the block is the graph's for good.
+            limit: most bytes that the pool may hold in all, this lease included; None for no limit.
+            captured: a CUDA graph is being captured: no memory is allocated or freed now.
+            capture: that capture, if it is one of `cudagraph`. Any other graph owns the block until `reset`.
         """
         with self._lock:
             self._collect(captured)
             room = float("inf") if limit is None else limit - self._in_use()
             close = max(nbytes * _WASTE, _PAGE)
             if captured:
-                own = self._of(capture, pinned)
-                block = _smallest(own, nbytes, close) or self._fitting(nbytes, pinned, min(room, close), captured)
-                block = block or _smallest(own, nbytes) or self._fitting(nbytes, pinned, room, captured)
+                own = self._blocks_of(capture, pinned)
+                block = _smallest(own, nbytes, close) or self._take_free(nbytes, pinned, min(room, close), captured)
+                block = block or _smallest(own, nbytes) or self._take_free(nbytes, pinned, room, captured)
             else:
-                block = self._fitting(nbytes, pinned, min(room, close))
-                if block is None and not self._fits_beside(nbytes, limit):  # pinning takes longer than space is worth
-                    block = self._fitting(nbytes, pinned, room if limit is None else min(room, 2 * nbytes))
-                block = block or self._make(nbytes, pinned, limit, room) or self._fitting(nbytes, pinned, room)
+                block = self._take_free(nbytes, pinned, min(room, close))
+                if block is None and self._is_full_for(nbytes, limit):  # waste space: pinning another block costs more
+                    block = self._take_free(nbytes, pinned, room if limit is None else min(room, 2 * nbytes))
+                block = block or self._make(nbytes, pinned, limit, room) or self._take_free(nbytes, pinned, room)
             if block is None:
                 return None
             if capture is not None:
                 capture.lend(block.address)
             if captured:
-                block.owner = _for_good if capture is None else weakref.ref(capture.owner)
+                block.owner = _immortal if capture is None else weakref.ref(capture.owner)
                 self._owned.add(block.address)
             block.leases += 1
-            block.asked = nbytes
+            block.requested = nbytes
             self._used[block.address] = block
             self.peak_bytes = max(self.peak_bytes, self._total())
         raw = (ctypes.c_ubyte * nbytes).from_address(block.address)
@@ -158,15 +159,17 @@ class HostPool:
         return self._used.get(host.data_ptr())
 
     def reset(self) -> None:
-        """Give all free blocks back to the system now, and the leased ones when they come back; also those of CUDA
-        graphs, which must not be replayed any more."""
+        """Free all unused blocks now, and leased ones when they return.
+
+        This includes the blocks of CUDA graphs, which must not be replayed any more.
+        """
         with self._lock:
             self._collect()
-            self._condemned.update(self._used)
+            self._free_on_return.update(self._used)
             self._disown([self._used[address] for address in self._owned])
-            self._doomed += self._free
+            self._to_free += self._free
             self._free.clear()
-            self._discard_doomed()
+            self._free_waiting()
             self.made_count = self._most_in_use = 0
             self.peak_bytes = self._total()
 
@@ -177,7 +180,7 @@ class HostPool:
         return self._in_use() + sum(block.capacity for block in self._free)
 
     def _collect(self, captured: bool = False) -> None:
-        """See what came back. In a capture nothing is given back."""
+        """Process the returned blocks, and those whose CUDA graphs are gone."""
         while self._returned:
             block = self._returned.popleft()
             block.leases -= 1
@@ -185,7 +188,7 @@ class HostPool:
         owned = [self._used[address] for address in self._owned]
         self._disown([block for block in owned if block.owner is not None and block.owner() is None])
         if not captured:
-            self._discard_doomed()
+            self._free_waiting()
 
     def _disown(self, blocks: Iterable[Block]) -> None:
         for block in blocks:
@@ -198,30 +201,30 @@ class HostPool:
         if block.leases or block.owner is not None:
             return
         del self._used[block.address]
-        (self._doomed if block.address in self._condemned else self._free).append(block)
-        self._condemned.discard(block.address)
+        (self._to_free if block.address in self._free_on_return else self._free).append(block)
+        self._free_on_return.discard(block.address)
 
-    def _discard_doomed(self) -> None:
-        while self._doomed:
-            self._discard(self._doomed.pop())
+    def _free_waiting(self) -> None:
+        while self._to_free:
+            self._free_memory(self._to_free.pop())
 
-    def _discard(self, block: Block) -> None:
+    def _free_memory(self, block: Block) -> None:
         self._await_replays(block)
-        _give_back(block)
+        _free_memory(block)
 
     def _await_replays(self, block: Block) -> None:
-        """A replay may run still when its graph is gone, and no event tells of it."""
+        """Wait for replays on the host: one may still run when its graph is gone, and it records no event."""
         if not block.replayed:
             return
         if block.pinned:
             for index in range(torch.cuda.device_count()):
                 torch.cuda.synchronize(index)
-        for other in (block, *self._doomed, *self._free, *self._used.values()):
+        for other in (block, *self._to_free, *self._free, *self._used.values()):
             if other.owner is None:
                 other.replayed = False
 
-    def _of(self, capture: Capture | None, pinned: bool) -> list[Block]:
-        """Blocks of the tree of `capture` that its path does not hold here."""
+    def _blocks_of(self, capture: Capture | None, pinned: bool) -> list[Block]:
+        """The blocks of the tree of `capture` that its path does not hold at this point."""
         if capture is None:
             return []
         busy = capture.held | capture.lent
@@ -234,8 +237,8 @@ class HostPool:
             and block.address not in busy
         ]
 
-    def _fitting(self, nbytes: int, pinned: bool, most: float, captured: bool = False) -> Block | None:
-        """A free block, to be used; in a capture none that would have to be waited for."""
+    def _take_free(self, nbytes: int, pinned: bool, most: float, captured: bool = False) -> Block | None:
+        """Takes the smallest free block of `nbytes` to `most`; in a capture only one that needs no waiting."""
         blocks = [b for b in self._free if b.pinned == pinned and not (captured and b.replayed)]
         block = _smallest(blocks, nbytes, most)
         if block is not None:
@@ -243,29 +246,29 @@ class HostPool:
             self._await_replays(block)
         return block
 
-    def _most(self, nbytes: int, limit: int | None) -> float:
-        """Bytes that the pool may have when `nbytes` more are leased."""
+    def _most_bytes(self, nbytes: int, limit: int | None) -> float:
+        """Bytes that the pool may hold when `nbytes` more are leased."""
         if limit is not None:
             return limit
-        asked = sum(_in_pages(block.asked) for block in self._used.values())
-        self._most_in_use = max(self._most_in_use, asked + _in_pages(nbytes))
-        return self._most_in_use * _SPARE  # sizes that vary from step to step must not leave a block for each
+        requested = sum(_in_pages(block.requested) for block in self._used.values())
+        self._most_in_use = max(self._most_in_use, requested + _in_pages(nbytes))
+        return self._most_in_use * _SPARE  # else sizes that vary from step to step would leave a block for each
 
-    def _fits_beside(self, nbytes: int, limit: int | None) -> bool:
-        """Whether a block can be made without giving others back."""
-        return self._total() + _in_pages(nbytes) <= self._most(nbytes, limit)
+    def _is_full_for(self, nbytes: int, limit: int | None) -> bool:
+        """Whether a new block would need others to be freed first."""
+        return self._total() + _in_pages(nbytes) > self._most_bytes(nbytes, limit)
 
     def _make(self, nbytes: int, pinned: bool, limit: int | None, room: float) -> Block | None:
         capacity = _in_pages(nbytes)
         if capacity > room:
             return None
-        most = self._most(nbytes, limit)
+        most = self._most_bytes(nbytes, limit)
         while self._free and self._total() + capacity > most:
-            self._discard(self._free.pop(0))  # the one that has been free for longest
-        block = _made(capacity, pinned)
+            self._free_memory(self._free.pop(0))  # the one that has been free for longest
+        block = _allocate(capacity, pinned)
         while block is None and self._free:
-            self._discard(self._free.pop(0))
-            block = _made(capacity, pinned)
+            self._free_memory(self._free.pop(0))
+            block = _allocate(capacity, pinned)
         self.made_count += block is not None
         return block
 
@@ -275,37 +278,35 @@ def _in_pages(nbytes: int) -> int:
 
 
 def _smallest(blocks: Iterable[Block], nbytes: int, most: float = math.inf) -> Block | None:
-    """The smallest of `blocks` that takes `nbytes` and is no larger than `most`."""
+    """The smallest of `blocks` with `nbytes` to `most` bytes."""
     return min((b for b in blocks if nbytes <= b.capacity <= most), key=lambda b: b.capacity, default=None)
 
 
-def _made(capacity: int, pinned: bool) -> Block | None:
+def _allocate(capacity: int, pinned: bool) -> Block | None:
     try:
-        memory = mmap.mmap(-1, capacity)  # shared, so that a fork leaves the pages where the device writes
+        memory = mmap.mmap(
+            -1, capacity
+        )  # shared: copy-on-write after a fork would move the pages that the device writes
     except OSError:
         return None
-    address = _address(memory)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
     if pinned and not _pin(address, capacity):
         memory.close()
         return None
     return Block(memory, address, capacity, pinned)
 
 
-def _address(memory: mmap.mmap) -> int:
-    return ctypes.addressof(ctypes.c_char.from_buffer(memory))
-
-
 def _pin(address: int, nbytes: int) -> bool:
     if int(torch.cuda.cudart().cudaHostRegister(address, nbytes, _PORTABLE)) == 0:
         return True
     with contextlib.suppress(RuntimeError):
-        torch.zeros(1, device="cuda")  # CUDA tells of the error once more at the next launch: let it be this one
+        torch.zeros(1, device="cuda")  # the next launch reports the error again: let it be this one
     return False
 
 
-def _give_back(block: Block) -> None:
+def _free_memory(block: Block) -> None:
     if block.event is not None:
-        block.event.synchronize()  # a copy may be on its way still
+        block.event.synchronize()  # a copy may still be in flight
     if block.pinned:
         error = int(torch.cuda.cudart().cudaHostUnregister(block.address))
         if error:

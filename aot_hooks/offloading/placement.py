@@ -1,18 +1,19 @@
-"""Where the copies of `offload` stand in the two graphs: by a schedule from bytes and times, and held there.
+"""The positions of `offload`'s copies in the two graphs: from a schedule of bytes and times.
 
       after inline     forward  ... last use of x, start, wait ... output     backward  ... reload, wait, first use ...
       after place      forward  x, start ......... wait ......... output      backward  reload ....... wait, first use
 
-`place(fw, bw, ...)` reads items and times off the graphs, asks `schedule`, and moves the operators; what is to stay on
-the device crosses as it is instead. Inductor's scheduler is given dependencies by which it keeps this order, see
-`aot_hooks/inductor/`.
+`place(fw, bw, ...)` reads items and times off the graphs, calls `schedule`, and moves the four operators. A tensor that
+should stay on the device crosses to the backward itself, in place of its copy. Inductor's scheduler gets dependencies
+by which it keeps this order, see `torch_private/inductor_fusion.py`.
 """
 
 from __future__ import annotations
 
+import operator
 from collections import defaultdict
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 
 import torch
 from torch.fx import GraphModule, Node
@@ -22,10 +23,10 @@ from ..graphs.roofline import Rates, has_formula, measured_rates, node_ms
 from ..torch_private import values as torch_values
 from ..torch_private.inductor_marks import PACKED_ROW
 from .hook import OffloadSettings
-from .schedule import Item, Limits, Transfer, schedule
+from .schedule import Item, Limits, Placement, Schedule, Transfer, schedule
 from .transfers import offload_start, offload_wait, reload_start, reload_wait
 
-__all__ = ["Leaf", "place"]
+__all__ = ["Leaf", "is_unfused_kernel", "kernel_boundaries", "place"]
 
 _BUILT_IN = ("aten", "prims", "inductor_prims")
 _OURS = (offload_start, offload_wait, reload_start, reload_wait)
@@ -33,7 +34,7 @@ _OURS = (offload_start, offload_wait, reload_start, reload_wait)
 
 @dataclass(frozen=True)
 class Leaf:
-    """What a host tensor is part of: the saved tensor's name, and the settings of the hook that sends it."""
+    """The origin of a host tensor: the saved tensor's name, and the settings of the hook that sends it."""
 
     name: str
     settings: OffloadSettings
@@ -41,7 +42,15 @@ class Leaf:
 
 @dataclass
 class _Crossing:
-    """One tensor's operators on both sides, and what it is made from."""
+    """One tensor's operators in both graphs, and the nodes that it is computed from.
+
+    Attributes:
+        start, wait: the copy out, in the forward.
+        slot, reload, back: the copy's placeholder, and the copy back, in the backward.
+        value: the tensor that is copied, contiguous.
+        source: the tensor that `value` is a view of.
+        views: the nodes that make `value` from the results of steps, in order.
+    """
 
     leaf: Leaf
     start: Node
@@ -49,9 +58,9 @@ class _Crossing:
     slot: Node
     reload: Node
     back: Node
-    value: Node  # what is copied, contiguous
-    source: Node  # what that is a view of
-    views: list[Node]  # what makes the value from results of steps, in order
+    value: Node
+    source: Node
+    views: list[Node]
 
     @property
     def device(self) -> torch.device:
@@ -64,37 +73,68 @@ class _Crossing:
         return torch_values.hint(value.numel()) * int(value.element_size())
 
 
+class _Steps:
+    """The steps of a graph: its nodes that compute, in order, with their estimated times."""
+
+    def __init__(self, gm: GraphModule, rates: Rates, fused: bool) -> None:
+        self.nodes = [
+            n for n in gm.graph.nodes if n.op == "call_function" and n.target not in _OURS and not _is_free(n)
+        ]
+        self.index = {node: i for i, node in enumerate(self.nodes)}
+        times = node_ms(gm, lambda _: rates, fused)
+        self.ms = [times[node] for node in self.nodes]
+        self.gaps = kernel_boundaries(self.nodes) if fused else None
+        self.output = gm.graph.output_node()
+
+    def after(self, gap: int) -> Node:
+        """The node that follows a gap of the schedule."""
+        return self.nodes[gap] if gap < len(self.nodes) else self.output
+
+
 def place(
     fw: GraphModule, bw: GraphModule, *, num_fwd_outputs: int, leaves: Mapping[Node, Leaf], fused: bool
 ) -> tuple[tuple[Transfer, ...], dict[Node, Node]]:
     """Schedule the copies in both graphs, in place.
 
     Args:
-        leaves: for each host tensor of the forward, what it is part of.
+        leaves: each host tensor of the forward, with its origin.
         fused: the graphs are compiled by a compiler that fuses.
 
     Returns:
-        The transfers, and those of `leaves` that stay on the device, with the nodes that cross in their place.
+        The transfers, and the `leaves` that stay on the device, each with the node that crosses in its place.
     """
-    _leave_backward_alone(bw)
-    found = _crossings(fw, bw, num_fwd_outputs, leaves)
-    transfers: list[Transfer] = []
-    stay: dict[Node, Node] = {}
+    _remove_copies_in_backward(bw)
     by_device: dict[torch.device, list[_Crossing]] = defaultdict(list)
-    for crossing in found:
+    for crossing in _crossings(fw, bw, num_fwd_outputs, leaves):
         by_device[crossing.device].append(crossing)
+    transfers: list[Transfer] = []
+    on_device: dict[Node, Node] = {}
     for device, crossings in by_device.items():
-        given = (c.leaf.settings.rates for c in crossings)
-        rates = next((r for r in given if r is not None), None) or measured_rates(device)
-        transfers += _place(fw, bw, crossings, rates, fused, stay)
+        from_users = (c.leaf.settings.rates for c in crossings)
+        rates = next((r for r in from_users if r is not None), None) or measured_rates(device)
+        forward, backward = _Steps(fw, rates, fused), _Steps(bw, rates, fused)
+        items = [(_item(c, forward, backward), c) for c in crossings]
+        items.sort(key=lambda pair: pair[0].made)
+        crossings = [c for _, c in items]
+        planned = _schedule(crossings, [item for item, _ in items], forward, backward, rates)
+        for crossing, placement in zip(crossings, planned.placements, strict=True):
+            if not placement.offloaded:
+                _keep_on_device(bw, crossing)
+                on_device[crossing.wait] = crossing.value
+            transfers.append(_transfer(crossing, placement, forward, backward, planned))
+        for steps, events in ((forward, planned.forward), (backward, planned.backward)):
+            for gap, what, i in events:
+                following = steps.after(gap)
+                for node in _to_move(crossings[i], what, following):
+                    following.prepend(node)
     for gm in (fw, bw):
         gm.graph.lint()
         gm.recompile()
-    return tuple(transfers), stay
+    return tuple(transfers), on_device
 
 
-def _leave_backward_alone(bw: GraphModule) -> None:
-    """A value that crosses unpacked for other readers is packed in the backward: for a copy there is no use."""
+def _remove_copies_in_backward(bw: GraphModule) -> None:
+    """A value that also crosses unpacked, for other readers, is packed in the backward: a copy there saves nothing."""
     for start in bw.graph.find_nodes(op="call_function", target=offload_start):
         nodes: list[Node] = [start]
         for target in (offload_wait, reload_start, reload_wait):
@@ -102,6 +142,9 @@ def _leave_backward_alone(bw: GraphModule) -> None:
         nodes[-1].replace_all_uses_with(start.all_input_nodes[0])
         for node in reversed(nodes):
             bw.graph.erase_node(node)
+
+
+# --- read the graphs --------------------------------------------------------------------------------------------------
 
 
 def _crossings(fw: GraphModule, bw: GraphModule, num_fwd_outputs: int, leaves: Mapping[Node, Leaf]) -> list[_Crossing]:
@@ -119,7 +162,7 @@ def _crossings(fw: GraphModule, bw: GraphModule, num_fwd_outputs: int, leaves: M
         value = source = start.all_input_nodes[0]
         while is_view(source) and isinstance(source.args[0], Node):
             source = source.args[0]
-        views = [n for n in _free_before(value) if _is_free(n)]
+        views = [n for n in _views_and_steps(value) if _is_free(n)]
         found.append(_Crossing(leaves[wait], start, wait, slot, reload, back, value, source, views))
     return found
 
@@ -128,14 +171,14 @@ def _is_free(node: Node) -> bool:
     """Whether `node` computes nothing on a device: views, items of a tuple, sizes."""
     free = (
         is_view(node)
-        or "getitem" in str(node.target)
+        or node.target is operator.getitem
         or not isinstance(node.meta.get("val"), torch.Tensor | tuple | list)
     )
     return node.op == "call_function" and node.target not in _OURS and free
 
 
-def _free_before(value: Node) -> list[Node]:
-    """What stands between `value` and the steps that it is made by, both included, in order."""
+def _views_and_steps(value: Node) -> list[Node]:
+    """`value`, the views that make it, and the steps whose results these views read, in order."""
     found: dict[Node, None] = {value: None}
     stack = [value]
     while stack:
@@ -143,132 +186,114 @@ def _free_before(value: Node) -> list[Node]:
         new = [n for n in node.all_input_nodes if n not in found] if _is_free(node) else []
         found.update(dict.fromkeys(new))
         stack += new
-    order = {node: i for i, node in enumerate(value.graph.nodes)}
-    return sorted(found, key=order.__getitem__)
+    return _in_order(found, value)
 
 
-def _steps(gm: GraphModule) -> list[Node]:
-    """The nodes that compute."""
-    return [n for n in gm.graph.nodes if n.op == "call_function" and n.target not in _OURS and not _is_free(n)]
+def _in_order(nodes: Iterable[Node], of_graph: Node) -> list[Node]:
+    position = {node: i for i, node in enumerate(of_graph.graph.nodes)}
+    return sorted(nodes, key=position.__getitem__)
 
 
-def _place(
-    fw: GraphModule,
-    bw: GraphModule,
-    crossings: list[_Crossing],
-    rates: Rates,
-    fused: bool,
-    stay: dict[Node, Node],
-) -> list[Transfer]:
-    ahead, behind = _steps(fw), _steps(bw)
-    forward_place = {node: i for i, node in enumerate(ahead)}
-    made = {id(c): max((forward_place.get(n, -1) for n in _free_before(c.value)), default=-1) for c in crossings}
-    crossings = sorted(crossings, key=lambda c: made[id(c)])
-    backward_place = {node: i for i, node in enumerate(behind)}
-    forward, backward = (node_ms(gm, lambda _: rates, fused) for gm in (fw, bw))
-    kinds = {settings: kind for kind, settings in enumerate(dict.fromkeys(c.leaf.settings for c in crossings))}
-    last = len(behind) - 1
-    planned = schedule(
-        [
-            Item(c.nbytes, made[id(c)], _first_use(c.back, backward_place, last), kinds[c.leaf.settings])
-            for c in crossings
-        ],
-        [forward[n] for n in ahead],
-        [backward[n] for n in behind],
-        to_host=rates.to_host,
-        to_device=rates.to_device,
-        limits=[Limits(settings.in_flight_bytes, settings.max_stall_ms) for settings in kinds],
-        wait_gaps=_held(ahead) if fused else None,
-        reload_gaps=_held(behind) if fused else None,
-    )
-    transfers = []
-    for c, p in zip(crossings, planned.placements, strict=True):
-        names = {"start": "", "wait": "", "reload": "", "use": ""}
-        if p.offloaded:
-            names = {
-                "start": c.source.name,
-                "wait": ahead[p.wait].name if p.wait < len(ahead) else "(end)",
-                "reload": behind[p.reload].name,
-                "use": behind[p.use].name,
-            }
-        else:
-            _stay(bw, c)
-            stay[c.wait] = c.value
-        transfers.append(
-            Transfer(
-                c.leaf.name,
-                c.nbytes,
-                p,
-                start=names["start"],
-                wait=names["wait"],
-                reload=names["reload"],
-                use=names["use"],
-                forward_ms=planned.forward_ms,
-                backward_ms=planned.backward_ms,
-                full_stall_ms=planned.full_stall_ms,
-                device=str(c.device),
-                max_stall_ms=c.leaf.settings.max_stall_ms,
-            )
-        )
-    for steps, events in ((ahead, planned.forward), (behind, planned.backward)):
-        for gap, what, i in events:
-            before = steps[gap] if gap < len(steps) else fw.graph.output_node()
-            for node in _to_move(crossings[i], what, before):
-                before.prepend(node)
-    return transfers
-
-
-def _held(steps: list[Node]) -> list[int]:
-    """The gaps before steps that are kernels of their own: there a compiler that fuses the others keeps an operator.
-
-    Not between a product and a sum after it, which it may make one: the sum, with the product in it, comes later.
-    """
-    return [i for i, node in enumerate(steps) if _alone(node)]
-
-
-def _alone(node: Node) -> bool:
-    namespace = getattr(node.target, "namespace", None)
-    foreign = namespace is not None and namespace not in _BUILT_IN  # what torch's compilers know nothing about
-    return foreign or has_formula(node) or "scaled_dot_product" in str(node.target)
-
-
-def _to_move(c: _Crossing, what: str, before: Node) -> list[Node]:
-    """The nodes that go before `before` when `what` happens, in order."""
-    if what == "start":
-        return [*(v for v in c.views if not v < before), c.start]  # a view that stands before it already may stay
-    if what in ("wait", "reload"):
-        return [c.wait if what == "wait" else c.reload]
-    found, stack = {c.back}, [c.back]
-    while stack:
-        for user in stack.pop().users:
-            if _is_free(user) and user < before:
-                found.add(user)
-                stack.append(user)
-    order = {node: i for i, node in enumerate(before.graph.nodes)}
-    return sorted(found, key=order.__getitem__)
-
-
-def _first_use(back: Node, place: Mapping[Node, int], default: int) -> int:
-    """The first step that reads `back`, also through views."""
+def _first_use(back: Node, steps: _Steps) -> int:
+    """The first step that reads `back`, also through views; the last step if none does."""
     readers, stack = [], [back]
     while stack:
         for user in stack.pop().users:
-            if user in place:
-                readers.append(place[user])
+            if user in steps.index:
+                readers.append(steps.index[user])
             elif user.op == "call_function":
                 stack.append(user)
-    return min(readers, default=default)
+    return min(readers, default=len(steps.nodes) - 1)
 
 
-def _stay(bw: GraphModule, c: _Crossing) -> None:
+# --- schedule ---------------------------------------------------------------------------------------------------------
+
+
+def _item(crossing: _Crossing, forward: _Steps, backward: _Steps) -> Item:
+    made = max((forward.index.get(n, -1) for n in _views_and_steps(crossing.value)), default=-1)
+    return Item(crossing.nbytes, made, _first_use(crossing.back, backward))
+
+
+def _schedule(
+    crossings: list[_Crossing], items: list[Item], forward: _Steps, backward: _Steps, rates: Rates
+) -> Schedule:
+    """The schedule of one device's items; those that one hook sends share limits."""
+    kinds = {settings: kind for kind, settings in enumerate(dict.fromkeys(c.leaf.settings for c in crossings))}
+    return schedule(
+        [replace(item, kind=kinds[c.leaf.settings]) for c, item in zip(crossings, items, strict=True)],
+        forward.ms,
+        backward.ms,
+        to_host=rates.to_host,
+        to_device=rates.to_device,
+        limits=[Limits(settings.in_flight_bytes, settings.max_stall_ms) for settings in kinds],
+        wait_gaps=forward.gaps,
+        reload_gaps=backward.gaps,
+    )
+
+
+def kernel_boundaries(steps: list[Node]) -> list[int]:
+    """The gaps before steps that are kernels of their own, where a compiler that fuses the others keeps an operator.
+
+    Not between a product and a sum after it: a compiler may make one kernel of them, which stands where the sum does.
+    """
+    return [i for i, node in enumerate(steps) if is_unfused_kernel(node)]
+
+
+def is_unfused_kernel(node: Node) -> bool:
+    namespace = getattr(node.target, "namespace", None)
+    foreign = namespace is not None and namespace not in _BUILT_IN  # unknown to torch's compilers
+    return foreign or has_formula(node) or "scaled_dot_product" in str(node.target)
+
+
+def _transfer(
+    crossing: _Crossing, placement: Placement, forward: _Steps, backward: _Steps, planned: Schedule
+) -> Transfer:
+    names = ("", "", "", "")
+    if placement.offloaded:
+        wait = forward.nodes[placement.wait].name if placement.wait < len(forward.nodes) else "(end)"
+        reload, use = backward.nodes[placement.reload].name, backward.nodes[placement.use].name
+        names = (crossing.source.name, wait, reload, use)
+    return Transfer(
+        crossing.leaf.name,
+        crossing.nbytes,
+        placement,
+        *names,
+        forward_ms=planned.forward_ms,
+        backward_ms=planned.backward_ms,
+        full_stall_ms=planned.full_stall_ms,
+        device=str(crossing.device),
+        max_stall_ms=crossing.leaf.settings.max_stall_ms,
+    )
+
+
+# --- move -------------------------------------------------------------------------------------------------------------
+
+
+def _to_move(crossing: _Crossing, what: str, following: Node) -> list[Node]:
+    """The nodes that move in front of `following` for an event of the schedule, in order."""
+    if what == "start":
+        # a view that stands before it already need not move
+        return [*(v for v in crossing.views if not v < following), crossing.start]
+    if what in ("wait", "reload"):
+        return [crossing.wait if what == "wait" else crossing.reload]
+    found, stack = {crossing.back}, [crossing.back]
+    while stack:
+        for user in stack.pop().users:
+            if _is_free(user) and user < following:
+                found.add(user)
+                stack.append(user)
+    return _in_order(found, following)
+
+
+def _keep_on_device(bw: GraphModule, crossing: _Crossing) -> None:
     """Have the value itself cross in place of its copy on the host."""
-    output = c.wait.graph.output_node()
-    if c.value is not c.source or PACKED_ROW in c.source.meta:  # else the program made it, and marked it
+    value, wait = crossing.value, crossing.wait
+    if value is not crossing.source or PACKED_ROW in crossing.source.meta:  # else the program made it, and marked it
         marks = ("aot_hooks_packed", "saved_tensor_with_no_vc_check")
-        c.value.meta.update({key: c.wait.meta[key] for key in marks if key in c.wait.meta})
-    output.replace_input_with(c.wait, c.value)
-    c.slot.meta["val"] = c.value.meta["val"]
-    c.back.replace_all_uses_with(c.slot)
-    for graph, nodes in ((bw.graph, (c.back, c.reload)), (c.wait.graph, (c.wait, c.start))):
+        value.meta.update({key: wait.meta[key] for key in marks if key in wait.meta})
+    wait.graph.output_node().replace_input_with(wait, value)
+    crossing.slot.meta["val"] = value.meta["val"]
+    crossing.back.replace_all_uses_with(crossing.slot)
+    for graph, nodes in ((bw.graph, (crossing.back, crossing.reload)), (wait.graph, (wait, crossing.start))):
         for node in nodes:
             graph.erase_node(node)

@@ -1,17 +1,16 @@
-"""When to start and when to wait for copies: a pure function of bytes and times, which knows no graph and no device.
+"""When copies start and when to wait for them: a pure function of bytes and times, which knows no graph and no device.
 
       forward steps   |0 |1    |2  |3      |4 |          backward steps  |0    |1 |2      |3  |4   |
       item            made^ start       ^wait            item                 ^reload          ^use
       link out            [=== copy ===]                 link back             [=== copy ===]
 
-A copy out starts when its value is made, in that order, one at a time. It is waited for when it should be done, with
-some slack, or earlier where more of its kind than `in_flight_bytes` would be under way. A copy back starts as late as
-it can: so that it and those that are needed after it are there in time on a link slower than measured, which gives the
-slack.
+A copy out starts when its value is made; copies run one at a time, in that order. The wait stands where the copy
+should be done, with some slack, or earlier where more than `in_flight_bytes` of its kind would be in flight. A copy
+back starts as late as possible: it and those needed after it are there in time even on a link slower than measured,
+which gives the slack.
 
-`schedule` takes items in the order they are made, as long as what an item adds to the predicted stall stays within the
-`max_stall_ms` of its kind; what would be back on the device before it was worth sending stays, as does what no longer
-fits beside the compute.
+`schedule` takes items in the order they are made, while the stall that an item adds stays within the `max_stall_ms` of
+its kind. Items that are needed again too soon stay on the device, and so do those that the compute can't hide.
 """
 
 from __future__ import annotations
@@ -25,9 +24,9 @@ from itertools import accumulate
 
 __all__ = ["Event", "Item", "Limits", "Placement", "Schedule", "Transfer", "schedule"]
 
-_LINK = 0.95  # of its measured speed that the link has beside the compute: kernels use the same memory
-_PLANNED = 0.8  # of that, as copies back are placed
-_COMPUTE = 0.94  # of its estimated time that the compute may take, so that copies have to be done sooner
+_LINK = 0.95  # share of its measured speed that the link has beside the compute: kernels use the same memory
+_PLANNED = 0.8  # share of that speed with which copies back are planned
+_COMPUTE = 0.94  # share of its estimated time that the compute may take; copies then have to be done sooner
 _SLACK_MS = 0.3
 
 
@@ -39,10 +38,10 @@ class Item:
     """A value that may be offloaded.
 
     Attributes:
-        nbytes: to be copied each way.
-        made: the forward step that makes it; -1 if it is there before the first.
+        nbytes: bytes to copy each way.
+        made: the forward step that makes it; -1 if it exists before the first.
         used: the first backward step that reads it.
-        kind: which of several limits hold for it.
+        kind: the index of its limits.
     """
 
     nbytes: int
@@ -53,11 +52,11 @@ class Item:
 
 @dataclass(frozen=True)
 class Limits:
-    """What holds for all items of one kind together.
+    """The limits of all items of one kind together.
 
     Attributes:
-        in_flight_bytes: most bytes started and not waited for, each way. One item alone may be larger.
-        max_stall_ms: how much longer the step may get by them, as predicted.
+        in_flight_bytes: most bytes started and not waited for, each way. A single item may be larger.
+        max_stall_ms: how much longer they may make the step, as predicted.
     """
 
     in_flight_bytes: float = math.inf
@@ -66,10 +65,10 @@ class Limits:
 
 @dataclass(frozen=True)
 class Placement:
-    """Where one item's copies stand. Gap i is before step i; the last one is after all steps.
+    """The positions of one item's copies. Gap i is before step i; the last one is after all steps.
 
     Attributes:
-        offloaded: False: it stays on the device, and the rest says nothing.
+        offloaded: False if it stays on the device; only `reason` then means anything.
         reason: why it stays.
         start, wait: gaps of the forward.
         reload, use: gaps of the backward.
@@ -94,7 +93,7 @@ class Placement:
 
     @property
     def slack_ms(self) -> float:
-        """How much later than predicted the copy that has less time may be done without a stall."""
+        """How much later than predicted each copy may be done without a stall."""
         return max(0.0, min(self.wait_ms - self.sent_ms, self.use_ms - self.back_ms))
 
 
@@ -104,14 +103,14 @@ class Transfer:
 
     Attributes:
         name: the saved tensor's.
-        nbytes: to be copied each way.
-        placement: when, in the times of the two graphs of this plan.
+        nbytes: bytes to copy each way.
+        placement: the positions and times in the two graphs.
         start, wait, reload, use: the nodes after (start) or before which the four operators stand; "" if none.
         forward_ms, backward_ms: estimated compute of the two graphs.
-        full_stall_ms: how much longer the step would get if all that `offload` was asked for on this device were sent.
-        device: that it is sent from.
-        max_stall_ms: of the hook that sends it.
-        graph: which of several graphs it is in.
+        full_stall_ms: how much longer the step would get if every candidate on this device were sent.
+        device: the device that it is sent from.
+        max_stall_ms: the limit of the hook that sends it.
+        graph: the number of its graph among several.
     """
 
     name: str
@@ -134,10 +133,9 @@ class Schedule:
     """Placements of all items, in their order.
 
     Attributes:
-        forward, backward: what happens in which gap, in order; what is waited for in a gap before something starts
-            there makes room for it.
+        forward, backward: the events of each graph, in order. A wait in a gap before a start makes room for it.
         stall_ms: how much longer the step gets, as predicted.
-        full_stall_ms: how much longer it would get if nothing stayed on the device but what comes back too soon.
+        full_stall_ms: how much longer it would get if only the items stayed that come back too soon.
         forward_ms, backward_ms: the compute without copies.
     """
 
@@ -170,11 +168,11 @@ def schedule(
     Args:
         forward_ms, backward_ms: how long each step takes.
         to_host, to_device: bytes a second over the link; both ways at once are as fast as each alone.
-        limits: of each kind of items.
-        wait_gaps, reload_gaps: where copies out may be waited for, besides the end, and where those back may start,
-            besides the begin; ascending. All gaps if None.
+        limits: the limits of each kind of items.
+        wait_gaps: the gaps where waits for copies out may stand, besides the end; ascending. None: all.
+        reload_gaps: the gaps where copies back may start, besides the first; ascending. None: all.
     """
-    line = _Line(items, forward_ms, backward_ms, to_host * _LINK / 1e3, to_device * _LINK / 1e3, limits)
+    line = _Timeline(items, forward_ms, backward_ms, to_host * _LINK / 1e3, to_device * _LINK / 1e3, limits)
     if wait_gaps is not None:
         line.wait_gaps = [*wait_gaps, len(forward_ms)]
     if reload_gaps is not None:
@@ -184,12 +182,12 @@ def schedule(
     wanted = [i for i in order if i not in soon]
     full = line.place(wanted)
     found = full
-    left = [limit.max_stall_ms for limit in limits]  # what each kind may still add
+    left = [limit.max_stall_ms for limit in limits]  # that each kind may still add
     if full.stall_ms > min((left[items[i].kind] for i in wanted), default=0.0):
         chosen: list[int] = []
         found = line.place(chosen)
         at, count = 0, len(wanted)
-        while at < len(wanted):  # the more of them fit, the more are tried at once next
+        while at < len(wanted):  # a batch that fits doubles the next one
             batch = wanted[at : at + count]
             strictest = min((items[i].kind for i in batch), key=left.__getitem__)
             trial = line.place([*chosen, *batch], found.stall_ms + left[strictest])
@@ -228,8 +226,8 @@ class _Found:
         return sum(p.stall_ms for p in self.of.values())
 
 
-class _Line:
-    """The times of both graphs and the speeds of both ways, in bytes a millisecond."""
+class _Timeline:
+    """The times of both graphs, and the speeds of the link both ways, in bytes a millisecond."""
 
     def __init__(
         self,
@@ -244,66 +242,66 @@ class _Line:
         self.forward = list(accumulate(forward_ms, initial=0.0))  # when each gap is, without stalls
         self.backward = list(accumulate(backward_ms, initial=0.0))
         self.out, self.back = out, back
-        self.in_flight = [limit.in_flight_bytes for limit in limits]
+        self.in_flight_limits = [limit.in_flight_bytes for limit in limits]
         self.wait_gaps: Sequence[int] = range(len(self.forward))
         self.reload_gaps: Sequence[int] = range(len(self.backward))
 
     def too_soon(self, item: Item) -> bool:
-        """Whether it would be gone for no longer than its copies take, if the link had nothing else to do."""
+        """Whether its copies take at least as long as it would be gone, on a link with nothing else to do."""
         gone = self.forward[-1] - self.forward[item.made + 1] + self.backward[item.used]
         return gone <= item.nbytes / self.out + item.nbytes / self.back
 
     def place(self, chosen: Sequence[int], max_stall_ms: float = math.inf) -> _Found:
-        """Place `chosen`, which are in the order they are made; only as far as it stalls no longer than allowed."""
+        """Place `chosen`, in the order they are made. Stops after the forward if that stalls for too long already."""
         found = _Found()
         self._out(chosen, found)
         if found.stall_ms <= max_stall_ms:
             self._back(found)
         return found
 
-    def _room(self, item: Item, bytes_under_way: Sequence[int]) -> bool:
-        before = bytes_under_way[item.kind]
-        return before == 0 or before + item.nbytes <= self.in_flight[item.kind]
+    def _has_room(self, item: Item, bytes_in_flight: Sequence[int]) -> bool:
+        before = bytes_in_flight[item.kind]
+        return before == 0 or before + item.nbytes <= self.in_flight_limits[item.kind]
 
     def _out(self, chosen: Sequence[int], found: _Found) -> None:
         gaps, last = self.forward, len(self.forward) - 1
-        under_way: deque[int] = deque()
-        bytes_under_way = [0] * len(self.in_flight)  # of each kind
+        in_flight: deque[int] = deque()
+        bytes_in_flight = [0] * len(self.in_flight_limits)  # of each kind
         free_at = stalled = 0.0  # the link; the compute over its plain times
 
         def wait(gap: int | None = None) -> None:
-            """For the oldest, where it is due or, to make room, in `gap`."""
+            """Wait for the oldest copy: at its planned gap or, to make room, in `gap`."""
             nonlocal stalled
-            i = under_way.popleft()
+            i = in_flight.popleft()
             p = found.of[i]
             gap = p.wait if gap is None else gap
             now = p.start_ms + (gaps[gap] + stalled - p.start_ms) * _COMPUTE
             stall = max(0.0, p.sent_ms - now)
             stalled += stall
-            bytes_under_way[self.items[i].kind] -= self.items[i].nbytes
+            bytes_in_flight[self.items[i].kind] -= self.items[i].nbytes
             found.of[i] = replace(p, wait=gap, wait_ms=gaps[gap] + stalled, stall_ms=stall)
             found.forward.append((gap, "wait", i))
 
         for i in chosen:
             item = self.items[i]
             gap = item.made + 1
-            while under_way and found.of[under_way[0]].wait <= gap:
+            while in_flight and found.of[in_flight[0]].wait <= gap:
                 wait()
-            while not self._room(item, bytes_under_way):
+            while not self._has_room(item, bytes_in_flight):
                 wait(gap)
             took = item.nbytes / self.out
             begin = gaps[gap] + stalled
             free_at = max(begin, free_at) + took
             slack = _SLACK_MS + (1 / _COMPUTE - 1) * (free_at - begin) + (1 / _PLANNED - 1) * took
-            due = min(max(bisect.bisect_left(gaps, free_at + slack - stalled), gap), last)
-            due = self.wait_gaps[bisect.bisect_left(self.wait_gaps, due)]
-            due = max(due, found.of[under_way[-1]].wait if under_way else 0)  # in order
-            found.of[i] = Placement(True, start=gap, wait=due, start_ms=begin, sent_ms=free_at)
+            wait_gap = min(max(bisect.bisect_left(gaps, free_at + slack - stalled), gap), last)
+            wait_gap = self.wait_gaps[bisect.bisect_left(self.wait_gaps, wait_gap)]
+            wait_gap = max(wait_gap, found.of[in_flight[-1]].wait if in_flight else 0)  # in order
+            found.of[i] = Placement(True, start=gap, wait=wait_gap, start_ms=begin, sent_ms=free_at)
             found.forward.append((gap, "start", i))
-            under_way.append(i)
-            bytes_under_way[item.kind] += item.nbytes
-        while under_way:
-            wait(max(found.of[under_way[0]].wait, found.forward[-1][0]))
+            in_flight.append(i)
+            bytes_in_flight[item.kind] += item.nbytes
+        while in_flight:
+            wait(max(found.of[in_flight[0]].wait, found.forward[-1][0]))
 
     def _back(self, found: _Found) -> None:
         order = sorted(found.of, key=lambda i: self.items[i].used)
@@ -323,8 +321,10 @@ class _Line:
                 found.of[i] = replace(p, use=gap, use_ms=now + stall, stall_ms=p.stall_ms + stall)
 
     def _reload_keys(self, order: Sequence[int]) -> dict[int, tuple[int, int, float]]:
-        """Where each copy back starts, to be sorted among the uses, whose keys are (gap, 1, position in `order`): as
-        late as it may, before the uses of its gap; or after the use that makes room for it."""
+        """The position of each copy back, as a key to sort by among those of the uses: (gap, 1, position in `order`).
+
+        A copy back starts as late as possible, before the uses of its gap; or after the use that makes room for it.
+        """
         latest: dict[int, int] = {}
         next_start = math.inf
         for i in reversed(order):
@@ -335,20 +335,20 @@ class _Line:
             latest[i] = self.reload_gaps[bisect.bisect_right(self.reload_gaps, gap) - 1]
         keys: dict[int, tuple[int, int, float]] = {}
         key: tuple[int, int, float] = (0, 0, 0.0)
-        under_way: deque[tuple[int, int]] = deque()  # position and item
-        bytes_under_way = [0] * len(self.in_flight)
+        in_flight: deque[tuple[int, int]] = deque()  # position and item
+        bytes_in_flight = [0] * len(self.in_flight_limits)
         for n, i in enumerate(order):
             item = self.items[i]
             key = max(key, (latest[i], 0, 0.0))
-            while under_way:
-                position, first = under_way[0]
+            while in_flight:
+                position, first = in_flight[0]
                 used = (self.items[first].used, 1, float(position))
-                if used > key and self._room(item, bytes_under_way):
+                if used > key and self._has_room(item, bytes_in_flight):
                     break
                 key = max(key, (*used[:2], position + 0.5))
-                under_way.popleft()
-                bytes_under_way[self.items[first].kind] -= self.items[first].nbytes
+                in_flight.popleft()
+                bytes_in_flight[self.items[first].kind] -= self.items[first].nbytes
             keys[i] = key
-            under_way.append((n, i))
-            bytes_under_way[item.kind] += item.nbytes
+            in_flight.append((n, i))
+            bytes_in_flight[item.kind] += item.nbytes
         return keys

@@ -1,19 +1,19 @@
 """Copies to host memory and back that run beside the compute, as four operators.
 
-      forward    t = offload_start(x)        the copy begins when what the current stream has queued so far is done
+      forward    t = offload_start(x)        the copy begins after the work that the current stream has queued so far
                  ...                         x must live until
-                 host = offload_wait(t, x)   the current stream waits for the copy; then the memory of x may go
-      backward   t = reload_start(host)      memory on the device, and the copy begins
+                 host = offload_wait(t, x)   the current stream waits for the copy; then the memory of x may be freed
+      backward   t = reload_start(host)      allocates on the device, and the copy begins
                  ...
-                 x = reload_wait(t, host)    the current stream waits; then x may be read and host may go
+                 x = reload_wait(t, host)    the current stream waits; then x may be read and host be freed
 
-`torch.ops.aot_hooks.*`, all functional: nothing aliases, nothing is mutated, and what must happen has a result that is
-used, so no compiler can drop, double or reorder them against their data. A ticket is int64[1] on the CPU.
+`torch.ops.aot_hooks.*`, all functional: nothing aliases, nothing is mutated, and each side effect has a result that is
+used. So no compiler can drop, double or reorder them against their data. A ticket is int64[1] on the CPU.
 
-Lifetime is by the waits, never by `record_stream`: memory is freed on the stream that made it after that stream waited.
-A ticket that dies unclaimed (an exception between start and wait) makes its stream wait too. On the CPU they copy at
-once. Each device has one stream a direction, made once. Nothing here synchronizes with the host, so that CUDA graphs
-can capture it.
+The waits determine lifetimes, `record_stream` is never called: memory is freed on the stream that allocated it, after
+that stream waited. When a ticket dies unclaimed (an exception between start and wait), its stream waits too. On the CPU
+the operators copy at once. Each device has one stream a direction, made once. Nothing here synchronizes with the host,
+so CUDA graphs can capture it.
 """
 
 from __future__ import annotations
@@ -53,24 +53,24 @@ __all__ = [
     "send",
 ]
 
-NO_LIMIT = -1  # operators have no optional numbers that all inner compilers pass on alike
+NO_LIMIT = -1  # not None: inner compilers differ in how they pass an optional number to an operator
 pool = HostPool()
 _numbers = itertools.count(1)
-_under_way: dict[int, _Copy] = {}
-_kept: dict[int, torch.Tensor] = {}  # by the address of the stand-in on the host
+_in_flight: dict[int, _Copy] = {}
+_kept: dict[int, torch.Tensor] = {}  # tensors without room on the host, by the address of their stand-in there
 _lock = threading.Lock()
 
 
 @dataclass(eq=False)
 class _Copy:
-    """A copy that was started and not waited for.
+    """A copy in flight: started and not waited for.
 
     Attributes:
-        source, target: kept alive by it.
-        event: done when the copy is; None where it was made at once or has not been made.
-        stream: the one that `source` or `target` on the device belongs to.
-        late: makes the copy, if it is to be made at the wait.
-        captured: nothing is copied now, but in each replay.
+        source, target: alive as long as this object.
+        event: recorded after the copy; None where there is nothing to wait for.
+        stream: the stream that owns the device memory of `source` or `target`.
+        late: the wait makes the copy.
+        captured: the copy is part of a CUDA graph and runs in each replay, not now.
     """
 
     source: torch.Tensor
@@ -82,11 +82,11 @@ class _Copy:
 
 
 class _Copies:
-    """Counts since the last `reset`, and how copies on the CPU behave.
+    """Counts since the last `reset`, and the behaviour of copies on the CPU.
 
     Attributes:
-        at_wait: on the CPU, copy at the wait and not at the start: the two extremes of what a device may do.
-        log: if it is a list, each step is noted in it: ("start", bytes), ("wait", bytes), ...
+        at_wait: on the CPU, copy at the wait and not at the start. A device may do either, and anything between.
+        log: if it is a list, every step is appended to it: ("start", bytes), ("wait", bytes), ...
     """
 
     def __init__(self) -> None:
@@ -107,28 +107,25 @@ class _Copies:
 copies = _Copies()
 
 
-class _Lines:
-    """The two streams of a CUDA device, and the event by which they wait for the current one."""
+class _Streams:
+    """The two streams of a CUDA device, and the event by which they wait for the current stream."""
 
     def __init__(self, device: torch.device) -> None:
         self.out = torch.cuda.Stream(device)
         self.back = torch.cuda.Stream(device)
         self.ready = torch.cuda.Event()
 
-    def both(self) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
-        return self.out, self.back
+
+_streams: dict[int, _Streams] = {}
 
 
-_lines: dict[int, _Lines] = {}
-
-
-def _lines_of(device: torch.device) -> _Lines:
-    index = device.index or 0  # a tensor's device has one
-    lines = _lines.get(index)
-    if lines is None:
+def _streams_of(device: torch.device) -> _Streams:
+    index = device.index or 0  # the device of a tensor has an index
+    streams = _streams.get(index)
+    if streams is None:
         with _lock:
-            lines = _lines.setdefault(index, _Lines(torch.device("cuda", index)))
-    return lines
+            streams = _streams.setdefault(index, _Streams(torch.device("cuda", index)))
+    return streams
 
 
 def _capturing(device: torch.device) -> bool:
@@ -144,7 +141,7 @@ def _no_capture() -> None:
     return None
 
 
-capture_under_way: Callable[[], Capture | None] = _no_capture  # `cudagraph.capturing`, once its graphs are asked for
+capture_under_way: Callable[[], Capture | None] = _no_capture  # `cudagraph.capturing`, once CUDA graphs are in use
 
 
 def _begin(source: torch.Tensor, target: torch.Tensor, device: torch.device, out: bool) -> _Copy:
@@ -155,21 +152,21 @@ def _begin(source: torch.Tensor, target: torch.Tensor, device: torch.device, out
         if not copy.late:
             target.copy_(source)
         return copy
-    lines = _lines_of(device)
-    # read before any stream is entered: inside of one it would be that one
+    streams = _streams_of(device)
+    # read here: within `torch.cuda.stream` below it would be the side stream
     copy.stream = torch.cuda.current_stream(device)
-    side = lines.out if out else lines.back
+    side = streams.out if out else streams.back
     copy.captured = capturing = torch.cuda.is_current_stream_capturing()
     block = pool.block_of(target if out else source)
-    with _lock:  # a wait holds on to what was recorded last, so the event may be recorded anew right after
-        lines.ready.record(copy.stream)
-        side.wait_event(lines.ready)
+    with _lock:  # a wait is for the event's last record, so another thread may record it right after
+        streams.ready.record(copy.stream)
+        side.wait_event(streams.ready)
     if block is not None and block.event is not None and not capturing:
         side.wait_event(block.event)  # the last reader or writer of the block, perhaps for another stream
     with torch.cuda.stream(side):
         target.copy_(source, non_blocking=True)
     if block is None or capturing:
-        copy.event = torch.cuda.Event()  # what is recorded in a capture means nothing outside of it
+        copy.event = torch.cuda.Event()  # a record in a capture means nothing outside of it
     else:
         copy.event = block.events.setdefault((device, out), torch.cuda.Event())
     copy.event.record(side)
@@ -179,7 +176,7 @@ def _begin(source: torch.Tensor, target: torch.Tensor, device: torch.device, out
 
 
 def _join(copy: _Copy) -> None:
-    """Have the stream that waits, and the one the memory belongs to, go on after the copy."""
+    """Have the current stream, and the stream that owns the memory, wait for the copy."""
     if copy.late:
         copy.target.copy_(copy.source)
     elif copy.event is not None:
@@ -190,9 +187,9 @@ def _join(copy: _Copy) -> None:
 
 
 def _ticket(copy: _Copy) -> torch.Tensor:
-    """int64[1] that stands for `copy`; if it dies unclaimed, what was under way is waited for and let go."""
+    """int64[1] with the number of `copy`; if it dies unclaimed, the copy is waited for and released."""
     number = next(_numbers)
-    _under_way[number] = copy
+    _in_flight[number] = copy
     raw = (ctypes.c_int64 * 1)(number)
     weakref.finalize(raw, _abandon, number).atexit = False
     return torch.frombuffer(raw, dtype=torch.int64)
@@ -203,7 +200,7 @@ def _number(ticket: torch.Tensor) -> int:
 
 
 def _claim(ticket: torch.Tensor) -> _Copy:
-    copy = _under_way.pop(_number(ticket), None)
+    copy = _in_flight.pop(_number(ticket), None)
     if copy is None:
         raise RuntimeError(
             "a wait for an offloaded tensor got a ticket that was waited for before; each start has one wait, in order"
@@ -212,13 +209,13 @@ def _claim(ticket: torch.Tensor) -> _Copy:
 
 
 def _abandon(number: int) -> None:
-    copy = _under_way.pop(number, None)
+    copy = _in_flight.pop(number, None)
     if copy is not None and copy.event is not None and (not copy.captured or _captures(copy.stream)):
-        copy.stream.wait_event(copy.event)  # of a capture that is over there is nothing to wait for
+        copy.stream.wait_event(copy.event)  # after its capture has ended, a captured copy needs no wait
 
 
 def send(x: torch.Tensor, limit: int | None) -> torch.Tensor:
-    """Start to copy `x`, contiguous, to host memory; gives the ticket for `claim_host`."""
+    """Start to copy `x`, contiguous, to host memory; returns the ticket for `claim_host`."""
     nbytes = x.nbytes
     capture = capture_under_way()
     captured = capture is not None or _capturing(x.device)
@@ -226,7 +223,7 @@ def send(x: torch.Tensor, limit: int | None) -> torch.Tensor:
     if lease is None and captured:
         raise _not_in_a_capture(x.device, capture, f"no pinned block of {nbytes} bytes is free, and none can be made")
     if lease is None:
-        return _ticket(_stay(x, limit))
+        return _ticket(_keep_on_device(x, limit))
     host = lease[:nbytes].view(x.dtype).view(x.shape)
     with _lock:
         copies.sent_count += 1
@@ -236,7 +233,7 @@ def send(x: torch.Tensor, limit: int | None) -> torch.Tensor:
 
 
 def claim_host(ticket: torch.Tensor) -> torch.Tensor:
-    """The host tensor of `send`, when the current stream has waited for its copy."""
+    """The host tensor of `send`, after the current stream waits for its copy."""
     copy = _claim(ticket)
     _join(copy)
     copies.note("wait", copy.target.nbytes)
@@ -244,13 +241,13 @@ def claim_host(ticket: torch.Tensor) -> torch.Tensor:
 
 
 def fetch(host: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Start to copy `host` to new memory on `device`; gives the ticket for `claim_device`."""
+    """Start to copy `host` to new memory on `device`; returns the ticket for `claim_device`."""
     kept = _kept.get(host.data_ptr())
     if kept is not None:
         capture = capture_under_way()
-        if capture is not None or _capturing(device):  # another step's is elsewhere
+        if capture is not None or _capturing(device):  # the next step's tensor has another address
             raise _not_in_a_capture(device, capture, "what found no room on the host can't be read")
-        # a copy, because the reader may write over what it gets and another backward may ask again
+        # a copy, because the reader may write over it before another backward reads it
         return _ticket(_Copy(host, kept.clone()))
     target = torch.empty(host.shape, dtype=host.dtype, device=device)
     with _lock:
@@ -261,7 +258,7 @@ def fetch(host: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def claim_device(ticket: torch.Tensor) -> torch.Tensor:
-    """The tensor of `fetch`, when the current stream has waited for its copy."""
+    """The tensor of `fetch`, after the current stream waits for its copy."""
     copy = _claim(ticket)
     _join(copy)
     copies.note("use", copy.target.nbytes)
@@ -269,31 +266,38 @@ def claim_device(ticket: torch.Tensor) -> torch.Tensor:
 
 
 def fetched_here(ticket: torch.Tensor) -> bool:
-    """Whether the memory that `fetch` fills belongs to the stream that is current now."""
-    copy = _under_way.get(_number(ticket))
+    """Whether the current stream owns the memory that `fetch` fills."""
+    copy = _in_flight.get(_number(ticket))
     return copy is None or copy.stream is None or copy.stream == torch.cuda.current_stream(copy.stream.device)
 
 
 def finished(ticket: torch.Tensor) -> bool:
-    """Whether the copy is done already, as far as the host may ask: not while a CUDA graph is captured."""
-    copy = _under_way.get(_number(ticket))
+    """Whether the copy is known to be done; False during a CUDA graph capture, where events can't be queried."""
+    copy = _in_flight.get(_number(ticket))
     if copy is None or copy.event is None:
         return True
     return not _capturing(copy.stream.device) and copy.event.query()
 
 
 def _not_in_a_capture(device: torch.device, capture: Capture | None, text: str) -> Exception:
-    """What to raise in a capture, in words that `cudagraph` knows. Copies that were started in it are joined, or it
-    could not be ended."""
-    for side in _lines_of(device).both() if device.type == "cuda" else ():
-        if _captures(side):
-            torch.cuda.current_stream(device).wait_stream(side)
+    """The error to raise in a capture, of a class that `cudagraph` knows.
+
+    Also joins the streams of copies that were started in the capture, without which it could not end.
+    """
+    if device.type == "cuda":
+        streams = _streams_of(device)
+        for side in (streams.out, streams.back):
+            if _captures(side):
+                torch.cuda.current_stream(device).wait_stream(side)
     text = f"offload: {text} during CUDA graph capture; run a step with the same shapes before, or raise max_host_bytes"
     return RuntimeError(text) if capture is None else capture.not_warm(text)
 
 
-def _stay(x: torch.Tensor, limit: int | None) -> _Copy:
-    """No room on the host: `x` stays on the device, behind host memory of its shape that nobody touches."""
+def _keep_on_device(x: torch.Tensor, limit: int | None) -> _Copy:
+    """A copy for a tensor without room on the host: it stays on the device.
+
+    Its stand-in is host memory of the same shape that is never read or written, by whose address `fetch` finds it.
+    """
     room = "as much as could be pinned" if limit is None else f"max_host_bytes={limit}"
     with _lock:
         first = copies.kept_count == 0
@@ -308,19 +312,22 @@ def _stay(x: torch.Tensor, limit: int | None) -> _Copy:
     memory = mmap.mmap(-1, max(x.nbytes, 1))  # pages that are never written take no memory
     address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
     raw = (ctypes.c_ubyte * x.nbytes).from_address(address)
-    _kept[address] = x.detach().clone()  # the graph counts on its memory, and Inductor's kernels write over it in place
-    weakref.finalize(raw, _let_go, address, memory).atexit = False
+    _kept[address] = x.detach().clone()  # the graph reuses the memory of `x`: Inductor's kernels write over it in place
+    weakref.finalize(raw, _release, address, memory).atexit = False
     return _Copy(x, torch.frombuffer(raw, dtype=torch.uint8).view(x.dtype).view(x.shape))
 
 
-def _let_go(address: int, memory: mmap.mmap) -> None:
+def _release(address: int, memory: mmap.mmap) -> None:
     _kept.pop(address, None)
     memory.close()
 
 
 def offload_stats() -> dict[str, int]:
-    """Counts since the last `aot_hooks.reset()`: tensors and bytes sent to the host, fetched back, and kept on the
-    device because the host had no room; the pool's bytes now, at most, and leased now; its blocks, and those made."""
+    """Counts since the last `aot_hooks.reset()`, and the host memory in use.
+
+    Tensors and bytes sent to the host, fetched back, and kept on the device because the host had no room. The pool's
+    bytes now, at most, and leased now; its blocks now, and those allocated.
+    """
     return {
         "sent_count": copies.sent_count,
         "sent_bytes": copies.sent_bytes,
@@ -337,7 +344,7 @@ def offload_stats() -> dict[str, int]:
 
 
 def reset() -> None:
-    """Give host memory back and start counting anew. What waits there now stays until it is let go."""
+    """Free unused host memory and reset the counts. Memory that tensors wait in is freed when they are."""
     pool.reset()
     copies.clear()
 

@@ -5,21 +5,21 @@
         m = eq(amax, h)     # copied here     g = mul(tangents, m)           g = mul(tangents, m)
         return ..., m       # one bit each
 
-`add_answers` edits both graphs for the choices that round a value from which the backward decides (backward_reads.py
-finds these decisions). What only decisions read is not saved any more. A float from which only tests of its numbers are
-read (`threshold_backward`) is stored as their outcomes, see lossless.py.
+The backward decides by some values that a hook rounds; backward_reads.py finds these decisions. A value that only
+decisions read is not saved any more. A float that the backward only tests (`threshold_backward`) is stored as the
+outcomes of the tests, see lossless.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import torch
 from torch.fx import GraphModule, Node
 
 from ..graphs.backward_reads import FoundRead
-from ..graphs.nodes import op_name, source_line
+from ..graphs.nodes import op_name, source_line, storage_bytes
 from ..graphs.number_tests import tests_of
 from ..graphs.read_tables import Test
 from ..graphs.saved import Boundary, SavedTensor, SavedValue, shape_of
@@ -27,7 +27,7 @@ from ..graphs.value_ranges import value_range
 from ..hook import KEEP, Hook
 from ..library.bitmask import bitmask
 from ..library.lossless import compare_hook, narrow_hook
-from ..torch_private import values as torch_values
+from .edits import after_inputs, call, insert_backward_input, share_version_check
 from .plan import Choice
 
 __all__ = ["ANSWERS", "add_answers"]
@@ -37,59 +37,59 @@ ANSWERS = Hook("answers", lambda x: (), lambda p: p)
 
 
 def add_answers(
-    fw: GraphModule, bw: GraphModule, boundary: Boundary, choices: list[Choice], *, for_inductor: bool
-) -> list[Choice]:
-    """Let the forward make the decisions that `choices` need, in place; gives the choices with those for the answers.
+    fw: GraphModule, bw: GraphModule, boundary: Boundary, choices: Sequence[Choice], *, for_inductor: bool
+) -> tuple[Choice, ...]:
+    """Move the decisions that `choices` need to the forward; returns the choices with those for the answers.
+
+    Edits both graphs in place.
 
     Args:
-        boundary: what crosses; the answers are added to its tensors.
+        boundary: the values that cross; the answers are added to its tensors.
         for_inductor: the forward will be fused, see `_as_stored`.
     """
-    found: list[Choice] = []
+    current = {choice.value: choice for choice in choices}
+    new: dict[SavedValue, list[Choice]] = {}  # the answers, each beside the value whose reader decides
     for choice in choices:
-        found.append(choice)
-        if not choice.packs:
-            continue
-        for node, users, tests, op in _wanted(choice):
+        value = choice.value
+        for node, users, tests, op in _wanted(choice) if choice.packs else ():
             users = tuple(user for user in users if node in user.all_input_nodes)
             if not users:
-                continue  # another value's answer, too
-            if (
-                node is choice.value.bw_node
-                and tests
-                and all(r in users or tests_of(node, r) == () for r in node.users)
-            ):
-                exact = compare_hook(tests, choice.value.row.dtype)
-                readers = [r for r in node.users if r.op != "output"]
-                choice.uses, choice.reason = [(exact, readers)], f"{choice.reason}; comparisons keep their answers"
+                continue  # another value had the same answer
+            choice = current[value]
+            if tests and node is value.bw_node and all(r in users or tests_of(node, r) == () for r in node.users):
+                readers = tuple(r for r in node.users if r.op != "output")
+                uses = ((compare_hook(tests, value.row.dtype), readers),)
+                current[value] = replace(choice, uses=uses, reason=f"{choice.reason}; comparisons keep their answers")
                 continue
             computed = _compute(fw, boundary, node, for_inductor)
             known = next((v for v in boundary.tensors if v.fw_node is computed), None) if not tests else None
             if known is None:
-                value = _new_value(bw, boundary, choice.value, node, computed)
-                hook = _exact_hook(value, tests)
-                reason = f"the outcome of {op} for '{choice.value.row.name}'"
-                answer = Choice(value, [(hook, list(users))], reason, settings=choice.settings, is_answer=True)
-                found.append(answer)
+                answer = _new_value(bw, boundary, value, node, computed)
+                uses = ((_exact_hook(answer, tests), users),)
+                reason = f"the outcome of {op} for '{value.row.name}'"
+                new.setdefault(value, []).append(Choice(answer, uses, reason, settings=choice.settings, is_answer=True))
             else:
-                value = known
-                _also_read_by(next(c for c in choices if c.value is known), users)
+                answer = known
+                current[known] = _read_also_by(users, current[known])
             for user in users:
-                user.replace_input_with(node, value.bw_node)
+                user.replace_input_with(node, answer.bw_node)
             _erase_unread(node)
-            choice.reason += "" if "answers" in choice.reason else "; comparisons keep their answers"
-    _drop_unread(found)
-    return found
+            if "answers" not in choice.reason:
+                choice = current[value]
+                current[value] = replace(choice, reason=f"{choice.reason}; comparisons keep their answers")
+    return _drop_unread([c for value, choice in current.items() for c in (choice, *new.get(value, ()))])
 
 
-def _also_read_by(choice: Choice, users: tuple[Node, ...]) -> None:
-    (hook, readers), *others = choice.uses or [(KEEP, [])]
-    choice.uses = [(hook, [*readers, *users]), *others]
+def _read_also_by(users: tuple[Node, ...], choice: Choice) -> Choice:
+    (hook, readers), *others = choice.uses or ((KEEP, ()),)
+    return replace(choice, uses=((hook, (*readers, *users)), *others))
 
 
 def _wanted(choice: Choice) -> Iterator[tuple[Node, tuple[Node, ...], tuple[Test, ...] | None, str]]:
-    """For each node of the backward that `choice` needs answers for: the node, who is to read these, the tests, if any,
-    and the operator that decides."""
+    """The nodes of the backward that `choice` needs answers for.
+
+    Each comes with the users that are to read the answer, the tests, if any, and the operator that decides.
+    """
     by_node: dict[Node, list[FoundRead]] = {}
     for found in choice.answers:
         by_node.setdefault(choice.value.bw_node if found.answer is None else found.answer, []).append(found)
@@ -108,7 +108,7 @@ def _exact_hook(value: SavedValue, tests: tuple[Test, ...] | None) -> Hook:
 
 
 def _compute(fw: GraphModule, boundary: Boundary, node: Node, for_inductor: bool) -> Node:
-    """The node of the forward that computes what the backward's `node` does; made if there is none."""
+    """The node of the forward that computes the same as the backward's `node`; a new one if there is none."""
     in_forward = boundary.reads.in_forward
     if node in in_forward:
         return in_forward[node]
@@ -121,9 +121,7 @@ def _compute(fw: GraphModule, boundary: Boundary, node: Node, for_inductor: bool
             stack += current.all_input_nodes
     position = {n: i for i, n in enumerate(fw.graph.nodes)}
     inputs = [in_forward[i] for n in cone for i in n.all_input_nodes if i in in_forward]
-    last = max(inputs, key=position.__getitem__, default=next(iter(fw.graph.nodes)))
-    while last.op == "placeholder" and last.next.op == "placeholder":
-        last = last.next
+    last = after_inputs(max(inputs, key=position.__getitem__, default=next(iter(fw.graph.nodes))))
     env: dict[Node, Node] = {}
     with fw.graph.inserting_before(last.next):
         for current in (n for n in node.graph.nodes if n in cone):
@@ -139,30 +137,21 @@ def _compute(fw: GraphModule, boundary: Boundary, node: Node, for_inductor: bool
 def _as_stored(fw: GraphModule, node: Node) -> Node:
     """`node` rounded to its dtype.
 
-    Inductor computes in float32 and hands a fused reader the number before it is rounded to 16 bits. The backward reads
-    the rounded one, so a comparison with it must, too: else no number would equal its own maximum.
+    Inductor computes in float32, and a fused reader gets the number before it is rounded to 16 bits. The backward reads
+    the rounded number, so a comparison must read it too: else no number would equal its own maximum.
     """
     value = node.meta.get("val")
     if not isinstance(value, torch.Tensor) or not value.dtype.is_floating_point or value.dtype.itemsize != 2:
         return node
-    for dtype in (torch.int16, value.dtype):
-        new = fw.graph.call_function(torch.ops.aten.view.dtype, (node, dtype))
-        with torch_values.tracing_on_fakes(value.fake_mode):  # type: ignore[attr-defined]
-            new.meta["val"] = node.meta["val"].view(dtype)
-        node = new
-    return node
+    bits = call(fw.graph, torch.ops.aten.view.dtype, node, torch.int16)
+    return call(fw.graph, torch.ops.aten.view.dtype, bits, value.dtype)
 
 
 def _new_value(bw: GraphModule, boundary: Boundary, near: SavedValue, node: Node, computed: Node) -> SavedValue:
-    """A saved value for `computed`, which the backward reads in place of its own `node`; crosses beside `near`."""
-    with bw.graph.inserting_before(near.bw_node.next):
-        placeholder = bw.graph.placeholder(node.name.replace("tangents", "tan") + "_answer")
-    placeholder.target = placeholder.name
-    placeholder.meta = {"val": computed.meta["val"]}
-    if "desc" in near.bw_node.meta:
-        placeholder.meta["desc"] = near.bw_node.meta["desc"]
-    if near.fw_node.meta.get("saved_tensor_with_no_vc_check"):
-        computed.meta["saved_tensor_with_no_vc_check"] = True
+    """A saved value for `computed`: it crosses beside `near`, and the backward reads it in place of its own `node`."""
+    name = node.name + "_answer"
+    placeholder = insert_backward_input(bw, near.bw_node.next, name, computed.meta["val"], near)
+    share_version_check(computed, near)
     result: torch.Tensor = computed.meta["val"]
     row: SavedTensor = replace(
         near.row,
@@ -170,7 +159,7 @@ def _new_value(bw: GraphModule, boundary: Boundary, near: SavedValue, node: Node
         op=op_name(computed),
         shape=shape_of(result),
         dtype=result.dtype,
-        nbytes=torch_values.hint(result.untyped_storage().nbytes()),
+        nbytes=storage_bytes(result),
         storage=max(v.row.storage for v in boundary.tensors) + 1,
         source_line=source_line(node) or near.row.source_line,
         is_input=False,
@@ -197,18 +186,23 @@ def _erase_unread(node: Node) -> None:
             current.graph.erase_node(current)
 
 
-def _drop_unread(choices: list[Choice]) -> None:
+def _drop_unread(choices: list[Choice]) -> tuple[Choice, ...]:
     """Take out the readers that are gone, and drop the values that have none left."""
-    for choice in choices:
-        choice.uses = [(hook, [r for r in rs if r in choice.value.bw_node.users]) for hook, rs in choice.uses]
-    for choice in choices:
-        views = [c for c in choices if c.view_of is choice.value]
-        if choice.view_of is not None:
+    had_readers = {c.value for c in choices if c.readers}
+    left = [
+        replace(c, uses=tuple((hook, tuple(r for r in rs if r in c.value.bw_node.users)) for hook, rs in c.uses))
+        for c in choices
+    ]
+    found = {c.value: c for c in left}
+    for head in left:
+        views = [c for c in left if c.view_of is head.value]
+        if head.view_of is not None:
             continue
-        if not any(readers for c in (choice, *views) for _, readers in c.uses):
-            for each in (choice, *views):
-                # what the backward never read, or is alive anyway, stays as torch saved it
-                if each.had_readers and not (each.value.row.is_input or each.value.row.is_static):
-                    each.is_dropped, each.uses, each.view_of = True, [], None
+        if not any(c.readers for c in (head, *views)):
+            for c in (head, *views):
+                # a value that the backward never read, or that is alive anyway, stays as torch saved it
+                if c.value in had_readers and not (c.value.row.is_input or c.value.row.is_static):
+                    found[c.value] = replace(c, is_dropped=True, uses=(), view_of=None)
         elif not views:
-            choice.uses = [(hook, readers) for hook, readers in choice.uses if readers]
+            found[head.value] = replace(head, uses=tuple((hook, readers) for hook, readers in head.uses if readers))
+    return tuple(found.values())

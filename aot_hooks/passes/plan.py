@@ -1,4 +1,4 @@
-"""What was decided: a `Plan` of `Decision`s, the one thing that reports print.
+"""A `Plan` of `Decision`s, which reports print, and the choices that it comes from.
 
       Boundary + settings --decide--> tuple[Choice]  --(trace, inline)-->  Plan
 
@@ -16,19 +16,21 @@ from torch.fx import Node
 
 from ..errors import OptionError
 from ..graphs.backward_reads import FoundRead
-from ..graphs.nodes import producer, region_output
+from ..graphs.nodes import PACKED, REGION, SNAPSHOT, annotation, producer, region_output
 from ..graphs.saved import Boundary, SavedTensor, SavedValue
 from ..hook import KEEP, Hook
 from ..library.lossless import compare_hook
 from ..offloading.schedule import Transfer
 from ..settings.setting import Setting, out_of_scope
 from .live_bytes import LivePoint, join
-from .snapshots import SNAPSHOT
 
-__all__ = ["Choice", "Decision", "Plan", "decide", "joined", "region_of", "repeats_across_regions"]
+__all__ = ["Choice", "Decision", "Plan", "decide", "joined", "repeats_across_regions"]
 
-_RANDOM_STATE = ("inductor_seeds", "inductor_lookup_seed", "rng_state")
-REGION = "aot_hooks"  # the key under meta["custom"] by which nodes of a region are known
+# operators that make or read the state of a random generator; registered late, so by name (2.11 to 2.15)
+_RANDOM_STATE = frozenset(
+    ["prims.inductor_seeds.default", "prims.inductor_lookup_seed.default", "run_and_save_rng_state"]
+    + ["run_with_rng_state", "graphsafe_run_with_rng_state"]
+)
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,7 @@ class Decision:
         packed_bytes: bytes kept for it from forward to backward; 0 for a further view of a storage that is counted at
             another row.
         saved_bytes: bytes that would be kept without hooks; 0 likewise.
-        settings: keys of the settings that were asked about it, those that the backward's readers of it are under.
+        settings: keys of the settings that were asked about it: those around its readers in the backward.
     """
 
     saved: SavedTensor
@@ -59,9 +61,10 @@ class Plan:
 
     Attributes:
         decisions: in the order of the forward's outputs.
-        transfers: what `offload` copies to the host and back and when, and what it leaves on the device.
-        live_before, live_after: bytes alive along the step without and with the hooks; only `aot_hooks.plan` finds
-            them, a compilation does not.
+        transfers: the copies of `offload` to the host and back with their times, and the tensors that it leaves on the
+            device.
+        live_before, live_after: bytes alive along the step without and with the hooks; `aot_hooks.plan` predicts them,
+            a compilation does not.
     """
 
     decisions: tuple[Decision, ...]
@@ -71,8 +74,8 @@ class Plan:
 
     @property
     def saved_bytes(self) -> int:
-        """Bytes saved for backward without hooks, each storage once; parameters, buffers and graph inputs, which are
-        alive anyway, count nothing."""
+        """Bytes saved for backward without hooks, each storage once. Parameters, buffers and graph inputs are alive
+        anyway and count nothing."""
         return sum(d.saved_bytes for d in self.decisions)
 
     @property
@@ -82,7 +85,7 @@ class Plan:
 
     @property
     def host_bytes(self) -> int:
-        """Bytes that wait in host memory."""
+        """Bytes that are in host memory between forward and backward."""
         return sum(t.nbytes for t in self.transfers if t.placement.offloaded)
 
 
@@ -103,24 +106,24 @@ def joined(plans: Sequence[Plan]) -> Plan:
     )
 
 
-@dataclass
+@dataclass(frozen=True)
 class Choice:
     """What to do with one saved value.
 
     Attributes:
-        uses: for each hook, the backward nodes that read through it.
+        uses: each hook, with the backward nodes that read the value through it.
         reason: why, in words.
-        view_of: another value that brings this one back, by being of the same storage or through `replay`.
-        source: what is packed in its place, a node of the forward from which `replay` makes it.
-        replay: the nodes that make it from `view_of` or `source`; they only move data.
+        view_of: another value that this one comes back from: a view of the same storage, or a copy by `replay`.
+        source: the forward node that is packed in place of the value; `replay` makes the value from it.
+        replay: the nodes that make the value from `view_of` or `source`; they only move data.
         settings: keys of the settings that were asked.
-        answers: the decisions of the backward that need an exact outcome, because `uses` rounds the value.
+        answers: the decisions of the backward that need an exact outcome, because a hook in `uses` rounds the value.
         is_answer: the value is such an outcome; without hooks it would not be saved.
         is_dropped: nothing reads the value any more, because its decisions are answered; it does not cross.
     """
 
     value: SavedValue
-    uses: list[tuple[Hook, list[Node]]]
+    uses: tuple[tuple[Hook, tuple[Node, ...]], ...]
     reason: str
     view_of: SavedValue | None = None
     source: Node | None = None
@@ -129,26 +132,24 @@ class Choice:
     answers: tuple[FoundRead, ...] = ()
     is_answer: bool = False
     is_dropped: bool = False
-    had_readers: bool = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.had_readers = any(readers for _, readers in self.uses)
 
     @property
     def packs(self) -> bool:
         return any(hook is not KEEP for hook, _ in self.uses)
 
+    @property
+    def readers(self) -> tuple[Node, ...]:
+        return tuple(reader for _, readers in self.uses for reader in readers)
 
-def region_of(node: Node) -> str | None:
-    """The key of the region that the operator of `node` was called in; backward nodes have their forward's."""
-    custom = node.meta.get("custom")
-    return custom.get(REGION) if isinstance(custom, dict) else None
+    def kept(self, reason: str) -> Choice:
+        """The same choice without a hook."""
+        return replace(self, uses=((KEEP, self.readers),), reason=reason, view_of=None)
 
 
 def repeats_across_regions(graph: torch.fx.Graph) -> bool:
     """Whether two nodes of a joint graph are the same operator on the same values, but in different regions.
 
-    As one, which the partitioner makes of them, they would read what they both read by the hook of one of them.
+    The partitioner would merge them, and the merged node would read its inputs by the hook of one region only.
     """
     same: dict[Node, Node] = {}  # node -> the first that computes it
     first: dict[tuple[object, ...], Node] = {}
@@ -157,12 +158,12 @@ def repeats_across_regions(graph: torch.fx.Graph) -> bool:
         if node.op == "call_function" and node.all_input_nodes:
             args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), same.__getitem__)
             same[node] = first.setdefault((node.target, repr(args), repr(kwargs)), node)
-            if region_of(same[node]) != region_of(node):
+            if annotation(same[node], REGION) != annotation(node, REGION):
                 return True
     return False
 
 
-def decide(boundary: Boundary, ambient: Setting | None, regions: Mapping[str, Setting]) -> list[Choice]:
+def decide(boundary: Boundary, ambient: Setting | None, regions: Mapping[str, Setting]) -> tuple[Choice, ...]:
     """Which hook for which reader of which saved value.
 
     A reader inside a region of the program follows the region's setting, any other the ambient one. One storage is
@@ -173,68 +174,79 @@ def decide(boundary: Boundary, ambient: Setting | None, regions: Mapping[str, Se
     by_storage: dict[int, list[Choice]] = defaultdict(list)
     for choice in choices:
         by_storage[choice.value.row.storage].append(choice)
-    for group in by_storage.values():
-        if len(group) > 1:
-            _one_packing(group)
-    return choices
+    decided = {choice.value: choice for views in by_storage.values() for choice in _pack_once(views)}
+    return tuple(decided[choice.value] for choice in choices)
 
 
 def _choose(value: SavedValue, ambient: Setting | None, regions: Mapping[str, Setting]) -> Choice:
-    readers = [u for u in value.bw_node.users if u.op != "output"]
-    keep = Choice(value, [(KEEP, readers)], "")
-    if not readers:
-        keep.reason = "the backward gives it back as it is" if value.bw_node.users else "not read by the backward"
-        return keep
-    if value.value.layout is not torch.strided or value.value.is_quantized:
-        keep.reason = f"layout {value.value.layout}"
-        return keep
-    ops = [str(node.target) for node in (producer(value.fw_node), *readers)]
-    if any(name in op for name in _RANDOM_STATE for op in ops):
-        keep.reason = "random state"
-        return keep
-    if value.fw_node.meta.get("aot_hooks_packed") or _packed_in_a_nested_region(value.fw_node):
-        keep.reason = "packed in a nested compiled region"
-        return keep
-    if value.fw_node.meta.get(SNAPSHOT):
-        keep.reason = "an input of the graph, as it was before the graph writes to it"
-        return keep
+    readers = tuple(u for u in value.bw_node.users if u.op != "output")
+    if reason := _why_untouched(value, readers):
+        return Choice(value, ((KEEP, readers),), reason)
     uses: dict[Hook, list[Node]] = {}
-    reasons: list[str] = []
+    reasons: dict[str, None] = {}
     settings: dict[str, None] = {}
     for reader in readers:
-        region = region_of(reader)
+        region = annotation(reader, REGION)
         setting = regions[region] if region is not None else ambient
-        hook, reason = KEEP, "no hook covers it"
         if setting is not None:
             settings[setting.key] = None
-            out = out_of_scope(value.row, setting.scope)
-            hook = KEEP if out else setting.choose(value.row)
-            reason = out or (setting.why_kept(value.row) if hook is KEEP else setting.why_packed(value.row))
-            declined = hook.why_not(value.row) or _no_answer(hook, value)
-            if declined:
-                hook, reason = KEEP, declined
-            elif not hook.lossy and hook.is_own:
-                reason += _warning(value)
-            if hook.eager:
-                raise OptionError(
-                    f"hook '{hook.name}' is to run eagerly, but a region inside a compiled function or a policy chose "
-                    f"it for saved {value.row.describe()}, where only traced hooks can go; put the context around the "
-                    "compiled call"
-                )
+        hook, reason = _ask(setting, value)
         uses.setdefault(hook, []).append(reader)
-        reasons.append(reason)
-    keep.settings = tuple(settings)
-    if any(u.op == "output" for u in value.bw_node.users) and any(h is not KEEP for h in uses):
-        keep.reason = "the backward gives it back as it is"
-        return keep
-    lossy = {reader for hook, rs in uses.items() if hook.lossy for reader in rs}
-    answers = tuple(found for found in value.reads if found.read.answered and found.reader in lossy)
-    reason = "; ".join(dict.fromkeys(reasons))
-    return Choice(value, list(uses.items()), reason, settings=tuple(settings), answers=answers)
+        reasons[reason] = None
+    lossy = {reader for hook, through in uses.items() if hook.lossy for reader in through}
+    choice = Choice(
+        value,
+        tuple((hook, tuple(through)) for hook, through in uses.items()),
+        "; ".join(reasons),
+        settings=tuple(settings),
+        answers=tuple(found for found in value.reads if found.read.answered and found.reader in lossy),
+    )
+    returned = any(user.op == "output" for user in value.bw_node.users)
+    return replace(choice.kept(_RETURNED), answers=()) if returned and choice.packs else choice
+
+
+_RETURNED = "the backward gives it back as it is"
+
+
+def _why_untouched(value: SavedValue, readers: Sequence[Node]) -> str:
+    """Why no setting is asked about `value`; "" if they are."""
+    node = value.fw_node
+    if not readers:
+        return _RETURNED if value.bw_node.users else "not read by the backward"
+    if value.value.layout is not torch.strided or value.value.is_quantized:
+        return f"layout {value.value.layout}"
+    if any(str(n.target) in _RANDOM_STATE for n in (producer(node), *readers)):
+        return "random state"
+    inside = region_output(node)  # a nested compiled region saved it for its own backward
+    if node.meta.get(PACKED) or (inside is not None and inside.meta.get(PACKED)):
+        return "packed in a nested compiled region"
+    if node.meta.get(SNAPSHOT):
+        return "an input of the graph, as it was before the graph writes to it"
+    return ""
+
+
+def _ask(setting: Setting | None, value: SavedValue) -> tuple[Hook, str]:
+    """The hook that `setting` has for `value`, and why; `KEEP` if the hook can't take it."""
+    if setting is None:
+        return KEEP, "no hook covers it"
+    if out := out_of_scope(value.row, setting.scope):
+        return KEEP, out
+    hook = setting.choose(value.row)
+    if hook is KEEP:
+        return KEEP, setting.why_kept(value.row)
+    if declined := hook.why_not(value.row) or _no_answer(hook, value):
+        return KEEP, declined
+    if hook.eager:
+        raise OptionError(
+            f"hook '{hook.name}' is to run eagerly, but a region inside a compiled function or a policy chose "
+            f"it for saved {value.row.describe()}, where only traced hooks can go; put the context around the "
+            "compiled call"
+        )
+    return hook, setting.why_packed(value.row) + ("" if hook.lossy or not hook.is_own else _warning(value))
 
 
 def _no_answer(hook: Hook, value: SavedValue) -> str | None:
-    """Why the decisions that are read from `value` cannot be stored as outcomes of tests, if lossy `hook` takes it."""
+    """Why lossy `hook` cannot take `value`: no number of its dtype stands for some outcome of a decision's tests."""
     for found in value.reads if hook.lossy else ():
         if found.tests and compare_hook(found.tests, value.row.dtype) is KEEP:
             return found.read.why()
@@ -242,36 +254,27 @@ def _no_answer(hook: Hook, value: SavedValue) -> str | None:
 
 
 def _warning(value: SavedValue) -> str:
-    """What to say of a user's own hook that may round what the backward decides by."""
+    """A warning for the report: a user's own hook, which may round, takes a value that the backward decides by."""
     reads = [found.read for found in value.reads if found.read.kind == "decision"]
     return f"; the backward decides by what unpack gives: {reads[0]}" if reads else ""
 
 
-def _packed_in_a_nested_region(node: Node) -> bool:
-    """Whether `node` is what a nested compiled region (`invoke_subgraph`) saved for its own backward, packed there."""
-    out = region_output(node)
-    return out is not None and bool(out.meta.get("aot_hooks_packed"))
-
-
-def _one_packing(group: list[Choice]) -> None:
+def _pack_once(views: list[Choice]) -> list[Choice]:
     """Of several saved views of one storage, pack one that covers the others, or none."""
-    kept = [c for c in group if not c.packs]
-    if kept:
-        for choice in group:
-            if choice.packs:
-                choice.reason = f"shares its storage with '{kept[0].value.row.name}', which stays"
-                choice.uses = [(KEEP, [r for _, readers in choice.uses for r in readers])]
-        return
-    if any(len(c.uses) != 1 for c in group):
-        return  # different hooks for different readers: each its own packing
-    head = next((c for c in group if all(_covers(c.value.value, o.value.value) for o in group)), None)
+    if len(views) == 1:
+        return views
+    kept = next((c for c in views if not c.packs), None)
+    if kept is not None:
+        reason = f"shares its storage with '{kept.value.row.name}', which stays"
+        return [c.kept(reason) if c.packs else c for c in views]
+    if any(len(c.uses) != 1 for c in views):
+        return views  # different hooks for different readers: each its own packing
+    head = next((c for c in views if all(_covers(c.value.value, o.value.value) for o in views)), None)
     if head is None:
-        return
-    for choice in group:
-        if choice is not head:
-            choice.view_of = head.value
-            choice.uses = [(head.uses[0][0], choice.uses[0][1])]
-            choice.reason = f"a view of '{head.value.row.name}'"
+        return views
+    hook = head.uses[0][0]
+    reason = f"a view of '{head.value.row.name}'"
+    return [c if c is head else replace(c, view_of=head.value, uses=((hook, c.readers),), reason=reason) for c in views]
 
 
 def _covers(a: torch.Tensor, b: torch.Tensor) -> bool:

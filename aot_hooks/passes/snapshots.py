@@ -6,9 +6,9 @@
         return out, x, mean, w                        copy_(mean, lerp(mean, x_mean, .1))
                                                       return out, x, was, w
 
-torch's partitioner may save an input and compute again from it what the backward reads, also where the graph writes to
-that input afterwards: a running mean, say. Eager mode saves `x - mean` there. `save_what_was_read(fw, ...)` puts copies
-in their place, made before anything is written; no other graph is changed.
+torch's partitioner may save an input, a running mean say, and recompute a value from it in the backward, though the
+graph writes to that input meanwhile. Eager mode saves `x - mean` there. `save_what_was_read(fw, ...)` saves copies in
+their place, made before anything is written; no other graph is changed.
 """
 
 from __future__ import annotations
@@ -19,13 +19,11 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from ..graphs.nodes import storage_of
+from ..graphs.nodes import SNAPSHOT, aliased_arguments, storage_of, storages
 from ..graphs.saved import is_size
-from ..torch_private import values as torch_values
+from .edits import after_inputs, call
 
-__all__ = ["SNAPSHOT", "save_what_was_read"]
-
-SNAPSHOT = "aot_hooks_snapshot"  # the key under meta of such a copy
+__all__ = ["save_what_was_read"]
 
 
 def save_what_was_read(fw: GraphModule, bw: GraphModule, num_fwd_outputs: int) -> None:
@@ -34,8 +32,8 @@ def save_what_was_read(fw: GraphModule, bw: GraphModule, num_fwd_outputs: int) -
     output = fw.graph.output_node()
     outputs: list[Any] = list(output.args[0])  # type: ignore[arg-type]
     saved = [n for n in outputs[num_fwd_outputs:] if isinstance(n, Node) and storage_of(n) in written]
-    given = {storage_of(n) for n in fw.graph.find_nodes(op="placeholder")}
-    copies = {n: _copy(n) for n in dict.fromkeys(saved) if storage_of(n) in given}
+    inputs = storages(fw.graph.find_nodes(op="placeholder"))
+    copies = {n: _copy(n) for n in dict.fromkeys(saved) if storage_of(n) in inputs}
     if not copies:
         return
     after = outputs[num_fwd_outputs:]
@@ -51,16 +49,10 @@ def save_what_was_read(fw: GraphModule, bw: GraphModule, num_fwd_outputs: int) -
 
 
 def _written(fw: GraphModule, num_fwd_outputs: int) -> Iterator[Any]:
-    """Storages that operators of `fw` write to, and those of inputs to which torch copies an output of `fw` after it
-    ran, as AOTAutograd's descriptions of the outputs say."""
+    """Storages that operators of `fw` write to, and storages of inputs that torch writes to after `fw` ran: AOTAutograd
+    describes such an output as that of a mutated input."""
     for node in fw.graph.nodes:
-        schema = getattr(node.target, "_schema", None)
-        if node.op != "call_function" or schema is None or not schema.is_mutable:
-            continue
-        for i, argument in enumerate(schema.arguments):
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                value = node.args[i] if i < len(node.args) else node.kwargs.get(argument.name)
-                yield from (storage_of(n) for n in torch_values.pytree.tree_leaves(value) if isinstance(n, Node))
+        yield from (storage_of(n) for n, is_write in aliased_arguments(node) if is_write)
     descriptions = (fw.graph.output_node().meta.get("desc") or ())[:num_fwd_outputs]
     mutated = [getattr(d, "mutated_input", None) for d in descriptions]
     for node in fw.graph.find_nodes(op="placeholder"):
@@ -70,13 +62,7 @@ def _written(fw: GraphModule, num_fwd_outputs: int) -> Iterator[Any]:
 
 def _copy(node: Node) -> Node:
     """A copy of `node`, an input or a view of one, made right after it: every write comes later."""
-    at = node
-    while at.op == "placeholder" and at.next.op == "placeholder":
-        at = at.next
-    with node.graph.inserting_after(at):
-        copy = node.graph.call_function(torch.ops.aten.clone.default, (node,))
-    copy.meta = {k: v for k, v in node.meta.items() if k not in ("val", "desc")} | {SNAPSHOT: True}
-    value = node.meta["val"]
-    with torch_values.tracing_on_fakes(value.fake_mode):
-        copy.meta["val"] = torch.ops.aten.clone.default(value)
+    with node.graph.inserting_after(after_inputs(node)):
+        copy = call(node.graph, torch.ops.aten.clone.default, node)
+    copy.meta |= {k: v for k, v in node.meta.items() if k not in ("val", "desc")} | {SNAPSHOT: True}
     return copy

@@ -24,7 +24,8 @@ import torch
 from torch.fx import GraphModule, Interpreter, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from ..errors import AotHooksError, HookContractError, HookTraceError, function_named
+from ..contract import check_packed, check_unpacked, function_named, input_mutated
+from ..errors import AotHooksError, HookContractError, HookTraceError
 from ..hook import Hook
 from ..identity import is_plain, note_trace, tensor_digest
 from ..torch_private import values as torch_values
@@ -149,9 +150,8 @@ def _trace(
         result["like"] = (given.shape, given.dtype, given.device)
         packed = _call(hook.pack, given, at_pack)
         if given._version != version:
-            raise HookContractError(mutates)
-        if packed is None:
-            raise HookContractError(f"{at_pack} returned None; expected the packed value. Is a `return` missing?")
+            raise input_mutated(at_pack)
+        check_packed(packed, lambda: at_pack)
         leaves, result["rebuild"] = _flatten(packed)
         leaves += [x.shape[d] for d in expanded]
         if gaps:
@@ -161,11 +161,7 @@ def _trace(
         return crossing
 
     at_pack, at_unpack = (f"{at}: {function_named(n, fn)}" for n, fn in (("pack", hook.pack), ("unpack", hook.unpack)))
-    mutates = (
-        f"{at_pack} mutates its input in place; expected a pure function, because the forward goes on using "
-        "the tensor. Work on x.clone(), or use the out-of-place form of the op"
-    )
-    pack_gm = _functional(pack, (sample,), decompositions, mutates)
+    pack_gm = _functional(pack, (sample,), decompositions, at_pack)
     crossing_nodes = list(torch_values.pytree.tree_leaves(pack_gm.graph.output_node().args[0]))
     leaves = list(result["leaves"])
     slots: list[int] = []  # positions in `leaves` of what crosses
@@ -191,7 +187,7 @@ def _trace(
         packed = result["rebuild"](full)
         out = _call(hook.unpack, packed, at_unpack)
         shape, dtype, device = result["like"]
-        _check_like(out, shape, dtype, device, at_unpack)
+        check_unpacked(out, shape, dtype, device, lambda: at_unpack, plain=True)
         if expanded:
             full_shape = list(out.shape)
             for d, size in zip(expanded, sizes, strict=True):
@@ -280,13 +276,13 @@ def _flatten_subclass(a: Any) -> tuple[list[Any], Any]:
 
 
 def _functional(
-    fn: Any, args: tuple[Any, ...], decompositions: dict[Any, Any] | None, mutates: str | None = None
+    fn: Any, args: tuple[Any, ...], decompositions: dict[Any, Any] | None, pure_at: str | None = None
 ) -> GraphModule:
-    """`fn` as a functional graph. With `mutates`, raises `HookContractError` of that text if it writes to `args`."""
+    """`fn` as a functional graph. With `pure_at`, raises `HookContractError` at that place if `fn` writes to `args`."""
     with torch_values.python_dispatcher():
         gm = make_fx(fn, decomposition_table=decompositions)(*args)
-        if mutates is not None and _writes_to_inputs(gm):  # past autograd's versions: `x.data.add_(1)`
-            raise HookContractError(mutates)
+        if pure_at is not None and _writes_to_inputs(gm):  # past autograd's versions: `x.data.add_(1)`
+            raise input_mutated(pure_at)
         if any(_mutates(n) for n in gm.graph.nodes):
             # what mutates its own temporaries is made functional in a second trace, below any tensor subclass
             again = torch.func.functionalize(Interpreter(gm).run, remove="mutations")
@@ -363,28 +359,6 @@ def _is_identity(gm: GraphModule) -> bool:
 
 def _is_symbolic(a: Any) -> bool:
     return isinstance(a, torch.SymInt | torch.SymFloat | torch.SymBool)
-
-
-def _check_like(out: Any, shape: Any, dtype: torch.dtype, device: torch.device, at: str) -> None:
-    wanted = f"one {dtype} tensor of shape {list(shape)} on {device}, like the saved one"
-    if not isinstance(out, torch.Tensor):
-        got = (
-            f"{len(out)} values in a {type(out).__name__}" if isinstance(out, tuple | list) else f"{type(out).__name__}"
-        )
-        raise HookContractError(f"{at} returned {got}; expected {wanted}")
-    problem = None
-    if torch_values.is_traceable_subclass(out):
-        problem = f"a {type(out).__name__}; convert it to a plain tensor"
-    elif out.dtype != dtype:
-        problem = f"dtype {out.dtype}; pack the dtype too and end unpack with .to(dtype)"
-    elif out.device != device:
-        problem = f"device {out.device}; pack the device too and end unpack with .to(device)"
-    elif out.dim() != len(shape) or not all(
-        torch_values.same_size(a, b, guard=True) for a, b in zip(out.shape, shape, strict=True)
-    ):
-        problem = f"shape {list(out.shape)}; pack the shape too and end unpack with .view(shape)"
-    if problem:
-        raise HookContractError(f"{at} returned {problem}. Expected {wanted}")
 
 
 def restride(out: torch.Tensor, like: torch.Tensor, gaps: Sequence[Any] | None) -> torch.Tensor:

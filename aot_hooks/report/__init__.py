@@ -1,1 +1,1 @@
-"""What happened, as data and then as text: plans as tables, dry runs without memory, scripts, plots, gradients."""
+"""Reports, as data and as text: plans as tables, dry runs without memory, scripts, plots, gradients."""

@@ -1,11 +1,11 @@
-"""`check_gradients(fn, *args, policy=...)`: what hooks do to the gradients of one step, parameter by parameter.
+"""`check_gradients(fn, *args, policy=...)`: the effect of hooks on the gradients of one step, for each parameter.
 
       fn, args --compiled, nothing packed--> outputs --backward, random cotangents--> g0
                --compiled, with hooks------> outputs --the same cotangents----------> g     |g - g0| / |g0|, finite?
 
-Both run from the same random state, so dropout is the same. Hooks that draw random numbers themselves would shift it:
-then the first run packs too, and gives back what was saved. Gradients, buffers, random state and the arguments are
-afterwards as they were; what else `fn` does in Python it does in each run.
+Both runs start from the same random state, so dropout is the same. Hooks that draw random numbers themselves would
+shift it: then the first run packs too, but restores the exact tensors. Gradients, buffers, random state and arguments
+are restored at the end; other side effects of `fn` happen in each run.
 """
 
 from __future__ import annotations
@@ -13,30 +13,28 @@ from __future__ import annotations
 import contextlib
 import inspect
 import math
-import random
-import types
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch.fx import GraphModule
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ..backend import recorded, with_options
+from ..backend import with_options
 from ..context import ambient, saved_tensors_policy
-from ..errors import AotHooksError, OptionError
+from ..errors import OptionError
 from ..hook import KEEP, Hook
 from ..options import Options
 from ..passes.plan import Plan, joined
+from ..records import recorded
 from ..settings.setting import Setting
 from ..torch_private import autograd, dynamo
 from ..torch_private import dry_run as torch_dry_run
 from ..torch_private import values as torch_values
+from .trial import reachable_values, trial
 
 __all__ = ["GradientReport", "GradientRow", "check_gradients"]
 
-_ALIKE, _ROUNDED = 1e-6, 1e-2  # how far outputs are off: not at all, or with low precision and fused otherwise
+_SAME, _ROUNDED = 1e-6, 1e-2  # error of outputs: equal up to rounding; low precision and another fusion
 _SHOWN = 40  # rows of a printed report
 _ROUNDING = {torch.float64: 1e-14, torch.float32: 1e-7, torch.float16: 1e-4, torch.bfloat16: 1e-4}
 
@@ -50,10 +48,10 @@ class GradientRow:
         shape, dtype: of the gradient.
         norm: |g0|, of the gradient without hooks.
         error: |g - g0| / |g0|; 0 if both are zero, infinite if g0 alone is, NaN if one of them is not finite.
-        finite: whether all of the gradient with hooks is.
+        finite: whether the gradient with hooks is finite everywhere.
         finite_without: likewise without hooks.
-        vanishes: g0 is zero but for rounding, beside all gradients together (a bias before a BatchNorm): the error says
-            nothing then.
+        vanishes: g0 is zero but for rounding, compared with all gradients together (a bias before a BatchNorm): the
+            error means nothing then.
     """
 
     name: str
@@ -71,11 +69,11 @@ class GradientReport:
     """Gradients with hooks against those without; `str()` is a table.
 
     Attributes:
-        rows: the worst first: what is finite without hooks only, then by error, last what vanishes.
-        error: of all gradients together, |g - g0| / |g0|; those that are not finite without hooks left out.
-        output_error: likewise of the outputs, which hooks don't change: what is left is rounding.
-        same_random_numbers: whether dropout and the like took the same numbers; if not, nothing here can be compared.
-        plan: what the hooks packed in compiled graphs.
+        rows: the worst first: gradients that only the hooks make infinite, then by error, vanishing ones last.
+        error: |g - g0| / |g0| of all gradients together, without those that are not finite without hooks.
+        output_error: likewise of the outputs. Hooks don't change these, so it is rounding.
+        same_random_numbers: whether dropout and the like drew the same numbers; if not, the errors mean nothing.
+        plan: the decisions of the hooks in compiled graphs.
     """
 
     rows: tuple[GradientRow, ...]
@@ -102,10 +100,10 @@ class GradientReport:
         lines.append(f"{'error':>10} {'norm':>10}  gradient")
         for row in self.rows[:_SHOWN]:
             dtype = str(row.dtype).removeprefix("torch.")
-            told = "  zero but for rounding without hooks" if row.vanishes else ""
+            remark = "  zero but for rounding without hooks" if row.vanishes else ""
             if not row.finite:
-                told = "  not finite" if row.finite_without else "  not finite, without hooks either"
-            lines.append(f"{row.error:10.3g} {row.norm:10.3g}  {row.name} {dtype}{list(row.shape)}{told}")
+                remark = "  not finite" if row.finite_without else "  not finite, without hooks either"
+            lines.append(f"{row.error:10.3g} {row.norm:10.3g}  {row.name} {dtype}{list(row.shape)}{remark}")
         if len(self.rows) > _SHOWN:
             lines.append(f"{len(self.rows) - _SHOWN} more, no worse: see .rows")
         return "\n".join(lines)
@@ -122,16 +120,15 @@ def check_gradients(
     """Run `fn(*args, **kwargs)` and its backward twice, without hooks and with them, and compare the gradients.
 
     Args:
-        fn: a module or function; what `torch.compile(..., backend="aot_hooks")` returned brings its options.
-        args, kwargs: what it is called with. Gradients are of the parameters of the module that `fn` is, belongs to or
-            reads, and of those arguments that require grad. A scalar output's gradient is taken as it is, others by
-            random cotangents.
-        policy: a policy or `Hook`; if not given the context in force around this call, or that of the options of `fn`.
-        scope: scope of `policy`; as of a context if not given.
-        inner: "inductor" (if not given) or "aten".
+        fn: a module or function; a result of `torch.compile(..., backend="aot_hooks")` brings its options.
+        args, kwargs: its arguments. Gradients are those of the parameters of modules that `fn` is, belongs to or
+            reads, and of arguments that require grad. The backward starts from random cotangents, from 1 for a scalar.
+        policy: a policy or `Hook`. None: the context around this call, or else the policy in the options of `fn`.
+        scope: the scope of `policy`; the default is that of a context.
+        inner: "inductor" (the default) or "aten".
 
     Raises:
-        OptionError: no hooks are given or in force, or `fn` has no gradients, writes to its parameters or steps an
+        OptionError: there are no hooks to check, or `fn` has no gradients, writes to its parameters or steps an
             optimizer.
         HookContractError, HookTraceError, PolicyError: as compiling does.
     """
@@ -140,43 +137,44 @@ def check_gradients(
         raise OptionError(f"check_gradients: expected a module or function, got {fn!r}")
     options = dict((dynamo.options_of(wrapper) if wrapper is not None else None) or {})
     options |= {"inner": inner or options.get("inner", "inductor"), "cudagraphs": False}
-    chosen = options.pop("policy", None)
-    scopes = {} if scope is None else {"scope": scope}
+    own_policy = options.pop("policy", None)
     if policy is None and autograd.top_hooks() is None:
-        if chosen is None:
+        if own_policy is None:
             raise OptionError(
                 "check_gradients: no hooks to check; give policy=aot_hooks.float8(), say, or call it inside a context"
             )
-        policy, scopes = chosen, {"scope": scope or options.get("scope", "donated")}
+        policy, scope = own_policy, scope or options.get("scope", "donated")
     Options.parse(options)
-    hooks = contextlib.nullcontext() if policy is None else saved_tensors_policy(policy, **scopes)
+    hooks = None if policy is None else saved_tensors_policy(policy, scope=scope)
     modules = _modules(fn, args, kwargs)
     dynamic = getattr(wrapper, "dynamic", None)
 
     def run(context: Any) -> _Run:
         return _run(fn, args, kwargs, options, dynamic, modules, context)
 
-    reference, found = run(saved_tensors_policy(KEEP)), run(hooks)
-    if reference.drawn != found.drawn and _off(reference, found) > _ALIKE:
-        setting = hooks.setting() if isinstance(hooks, saved_tensors_policy) else ambient()[0]
+    reference, found = run(saved_tensors_policy(KEEP)), run(hooks or contextlib.nullcontext())
+    if reference.random_states != found.random_states and _output_error(reference, found) > _SAME:
+        setting = hooks.setting() if hooks is not None else ambient()[0]
         if setting is not None and not setting.eager:
-            # the order in which Inductor has them drawn may be another one even so
-            packing = run(saved_tensors_policy(_GivingBack(setting), scope=setting.scope))
-            reference = min((reference, packing), key=lambda other: _off(other, found))
-    gradients = list(zip(reference.names, reference.grads, found.grads, strict=True))
-    whole = _norm([g0 for _, g0, _ in gradients if g0 is not None and bool(torch.isfinite(g0).all())])
-    rows = [_row(name, g0, g, whole) for name, g0, g in gradients if g0 is not None]
-    rows.sort(key=_goodness)
-    known = [(g0, g) for _, g0, g in gradients if g0 is not None and bool(torch.isfinite(g0).all())]
-    off = _off(reference, found)
-    same = reference.drawn == found.drawn or off < _ROUNDED
-    return GradientReport(tuple(rows), _error(known), off, same, found.plan)
+            # Inductor may order random operators differently even so: take the reference that is closer
+            packing = run(saved_tensors_policy(_PackButRestore(setting), scope=setting.scope))
+            reference = min((reference, packing), key=lambda other: _output_error(other, found))
+    gradients = [
+        (name, g0, g)
+        for name, g0, g in zip(reference.names, reference.grads, found.grads, strict=True)
+        if g0 is not None
+    ]
+    finite = [(g0, g) for _, g0, g in gradients if _is_finite(g0)]
+    total_norm = _norm([g0 for g0, _ in finite])
+    rows = sorted((_row(name, g0, g, total_norm) for name, g0, g in gradients), key=_worst_first)
+    output_error = _output_error(reference, found)
+    same_random_numbers = reference.random_states == found.random_states or output_error < _ROUNDED
+    return GradientReport(tuple(rows), _error(finite), output_error, same_random_numbers, found.plan)
 
 
 @dataclass(frozen=True)
-class _GivingBack:
-    """A policy that packs as `setting` does, so that hooks draw as many random numbers, and gives back what was
-    saved."""
+class _PackButRestore:
+    """A policy that packs as `setting` does, and so draws as many random numbers, but restores the exact tensor."""
 
     setting: Setting
 
@@ -205,67 +203,44 @@ class _Run:
     names: list[str]
     outputs: list[torch.Tensor]
     grads: list[torch.Tensor | None]
-    drawn: list[bytes]  # the generators' states afterwards
+    random_states: list[bytes]  # of the generators, after the forward
     plan: Plan
 
 
 def _run(
     fn: Any, args: Any, kwargs: Any, options: dict[str, Any], dynamic: Any, modules: dict[str, Any], hooks: Any
 ) -> _Run:
-    def program(*args: Any, **kwargs: Any) -> Any:
-        return fn(*args, **kwargs)
-
     copies: dict[int, torch.Tensor] = {}
 
     def copy(t: torch.Tensor) -> torch.Tensor:
-        if any(t is p for p in parameters.values()):
+        if id(t) in parameter_ids:
             return t
         return copies.setdefault(id(t), t.detach().clone().requires_grad_(t.requires_grad))
 
     parameters = {name: p for name, p in _parameters(modules) if p.requires_grad}
+    parameter_ids = {id(p) for p in parameters.values()}
     args, kwargs = torch_values.pytree.tree_map_only(torch.Tensor, copy, (args, kwargs))
-    given = {id(p) for p in parameters.values()}
-    wanted = parameters | {name: t for name, t in _inputs(fn, args, kwargs) if id(t) not in given}
-    if not wanted:
+    sources = parameters | {name: t for name, t in _inputs(fn, args, kwargs) if id(t) not in parameter_ids}
+    if not sources:
         raise OptionError(
             "check_gradients: no parameter of the function's modules requires grad, and no argument; call "
             "requires_grad_() on what should have a gradient"
         )
-    backend, traces = with_options(options), torch_dry_run.DynamoTraces()
-
-    def noting(gm: GraphModule, inputs: Any) -> Callable[..., Any]:
-        traces.note()
-        compiled: Callable[..., Any] = backend(gm, inputs)
-        return compiled
-
-    # neither the graphs of another check nor entries that count against Dynamo's limit
-    noting.__name__ = torch_dry_run.PLANNER
-    traces.forget(program)
-    pythons = random.getstate()
-    try:
-        with _as_before(modules), torch_dry_run.random_state_kept(), torch.enable_grad():
-            with torch.compiler.set_stance("default"), hooks, traces, recorded() as graphs:
-                out = torch.compile(program, backend=noting, dynamic=dynamic)(*args, **kwargs)
-            outputs = [
-                t for t in torch_values.pytree.tree_leaves(out) if isinstance(t, torch.Tensor) and t.requires_grad
-            ]
-            if not outputs:
-                raise OptionError(
-                    "check_gradients: no output of the function requires grad; return the loss or what it is made of, "
-                    "undetached"
-                )
-            cotangents = [_cotangent(t) for t in outputs]
-            drawn = torch_dry_run.random_states()
-            grads = torch.autograd.grad(outputs, list(wanted.values()), cotangents, allow_unused=True)
-    except Exception as e:
-        ours = getattr(e, "inner_exception", None) or e.__cause__
-        if isinstance(ours, AotHooksError):
-            raise ours from None
-        raise
-    finally:
-        random.setstate(pythons)
+    backend = with_options(options)
+    with trial("check_gradients", fn, backend, dynamic) as compiled, _restored(modules), torch.enable_grad():
+        with hooks, recorded() as graphs:
+            out = compiled(*args, **kwargs)
+        outputs = [t for t in torch_values.pytree.tree_leaves(out) if isinstance(t, torch.Tensor) and t.requires_grad]
+        if not outputs:
+            raise OptionError(
+                "check_gradients: no output of the function requires grad; return the loss or what it is made of, "
+                "undetached"
+            )
+        random_states = torch_dry_run.random_states()
+        cotangents = [_cotangent(t) for t in outputs]
+        grads = torch.autograd.grad(outputs, list(sources.values()), cotangents, allow_unused=True)
     plan = joined([plan for graph in graphs for plan in graph.plans])
-    return _Run(list(wanted), [t.detach() for t in outputs], list(grads), drawn, plan)
+    return _Run(list(sources), [t.detach() for t in outputs], list(grads), random_states, plan)
 
 
 def _cotangent(output: torch.Tensor) -> torch.Tensor:
@@ -275,23 +250,25 @@ def _cotangent(output: torch.Tensor) -> torch.Tensor:
     return torch.randn(output.shape, generator=generator, device=output.device).to(output.dtype)
 
 
-def _row(name: str, g0: torch.Tensor, g: torch.Tensor | None, whole: float) -> GradientRow:
+def _row(name: str, g0: torch.Tensor, g: torch.Tensor | None, total_norm: float) -> GradientRow:
     g = torch.zeros_like(g0) if g is None else g
-    finite, without = bool(torch.isfinite(g).all()), bool(torch.isfinite(g0).all())
     norm = _norm([g0])
-    vanishes = norm < _ROUNDING.get(g0.dtype, 0.0) * whole
-    return GradientRow(name, tuple(g0.shape), g0.dtype, norm, _error([(g0, g)]), finite, without, vanishes)
+    vanishes = norm < _ROUNDING.get(g0.dtype, 0.0) * total_norm
+    error = _error([(g0, g)])
+    return GradientRow(name, tuple(g0.shape), g0.dtype, norm, error, _is_finite(g), _is_finite(g0), vanishes)
 
 
-def _off(reference: _Run, found: _Run) -> float:
-    """How far the outputs are off."""
-    return _error(list(zip(reference.outputs, found.outputs, strict=True)))
-
-
-def _goodness(row: GradientRow) -> tuple[bool, bool, bool, float]:
-    """Ascending from the worst row."""
+def _worst_first(row: GradientRow) -> tuple[bool, bool, bool, float]:
     error = math.inf if math.isnan(row.error) else row.error
     return row.finite or not row.finite_without, not row.finite_without, row.vanishes, -error
+
+
+def _is_finite(t: torch.Tensor) -> bool:
+    return bool(torch.isfinite(t).all())
+
+
+def _output_error(reference: _Run, found: _Run) -> float:
+    return _error(list(zip(reference.outputs, found.outputs, strict=True)))
 
 
 def _error(pairs: Sequence[tuple[torch.Tensor, torch.Tensor | None]]) -> float:
@@ -308,22 +285,18 @@ def _wide(t: torch.Tensor) -> torch.dtype:
     return torch.complex128 if t.is_complex() else torch.float64
 
 
-# --- parameters, inputs, and how they were ----------------------------------------------------------------------------
+# --- parameters, inputs, and their restoration ------------------------------------------------------------------------
 
 
 def _modules(fn: Any, args: Any, kwargs: Any) -> dict[str, torch.nn.Module]:
-    """The modules that `fn` is, belongs to, closes over or names as globals, and those it is given, by name."""
-    function = getattr(fn, "__func__", fn)
-    held: dict[str, Any] = {"": fn if isinstance(fn, torch.nn.Module) else getattr(fn, "__self__", None)}
-    if isinstance(function, types.FunctionType):
-        held |= {name: function.__globals__.get(name) for name in function.__code__.co_names}
-        held |= inspect.getclosurevars(function).nonlocals
-    held |= {f"argument {i}": a for i, a in enumerate(torch_values.pytree.tree_leaves((args, kwargs)))}
+    """The outermost modules that `fn` is, belongs to, names, or takes as arguments, by name."""
+    leaves = torch_values.pytree.tree_leaves((args, kwargs))
+    values = reachable_values(fn) | {f"argument {i}": a for i, a in enumerate(leaves)}
     found: dict[str, torch.nn.Module] = {}
-    for name, value in held.items():
-        inner = dynamo.uncompiled(value)[0] if isinstance(value, torch.nn.Module) else value
-        if isinstance(inner, torch.nn.Module) and not any(inner in m.modules() for m in found.values()):
-            found[name] = inner
+    for name, value in values.items():
+        module = dynamo.uncompiled(value)[0] if isinstance(value, torch.nn.Module) else value
+        if isinstance(module, torch.nn.Module) and not any(module in m.modules() for m in found.values()):
+            found[name] = module
     return found
 
 
@@ -337,7 +310,7 @@ def _inputs(fn: Any, args: Any, kwargs: Any) -> Iterator[tuple[str, torch.Tensor
     try:
         target = fn.forward if isinstance(fn, torch.nn.Module) else fn
         named = inspect.signature(target).bind(*args, **kwargs).arguments
-    except (TypeError, ValueError):  # a function of C, or a call that will say what is wrong with it
+    except (TypeError, ValueError):  # a function of C, or wrong arguments, which the call will name
         named = {str(i): a for i, a in enumerate(args)} | kwargs
     for name, value in named.items():
         leaves = [t for t in torch_values.pytree.tree_leaves(value) if isinstance(t, torch.Tensor)]
@@ -347,33 +320,23 @@ def _inputs(fn: Any, args: Any, kwargs: Any) -> Iterator[tuple[str, torch.Tensor
 
 
 @contextlib.contextmanager
-def _as_before(modules: dict[str, torch.nn.Module]) -> Iterator[None]:
-    """Gradients and buffers as they were, at the end; refuses what changes parameters."""
-    parameters = dict(_parameters(modules))
-    versions = {name: (p, p.grad, p._version) for name, p in parameters.items()}
+def _restored(modules: dict[str, torch.nn.Module]) -> Iterator[None]:
+    """Restores gradients and buffers at the end. Raises `OptionError` if a parameter has changed."""
+    before = [(name, p, p.grad, p._version) for name, p in _parameters(modules)]
     owners = [m for module in modules.values() for m in module.modules()]
     buffers = [(m, name, b, b.clone()) for m in owners for name, b in m.named_buffers(recurse=False)]
-    no_step = register_optimizer_step_pre_hook(_refuse_step)
     try:
         yield
     finally:
-        no_step.remove()
-        for p, grad, _ in versions.values():
+        for _, p, grad, _ in before:
             p.grad = grad
         with torch.no_grad():
-            for module, name, buffer, before in buffers:
-                buffer.copy_(before)
+            for module, name, buffer, copy in buffers:
+                buffer.copy_(copy)
                 setattr(module, name, buffer)
-    changed = [name for name, (p, _, version) in versions.items() if p._version != version]
+    changed = [name for name, p, _, version in before if p._version != version]
     if changed:
         raise OptionError(
             f"check_gradients: the function writes to its parameter '{changed[0]}', so its second run is another one; "
             "take the write out of it (it is done: restore the parameters)"
         )
-
-
-def _refuse_step(optimizer: Any, *_: Any) -> None:
-    raise OptionError(
-        f"check_gradients got a function that steps an optimizer ({type(optimizer).__name__}); give it the model or "
-        "the loss function"
-    )

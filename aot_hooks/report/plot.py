@@ -24,7 +24,7 @@ class MissingExtraError(AotHooksError, ImportError):
 
 
 def plot_report(plan: Plan, path: str | Path) -> None:
-    """Write the picture to `path`; its ending says the format, without one it is PNG.
+    """Write the picture to `path`, in the format of its suffix, by default PNG.
 
     Raises:
         MissingExtraError: without matplotlib.
@@ -39,7 +39,7 @@ def plot_report(plan: Plan, path: str | Path) -> None:
 
 
 def check_can_plot(path: str | Path) -> None:
-    """Raises what `plot_report` would for this path, before there is anything to plot."""
+    """Raises the errors of `plot_report` for this path, before there is a plan to plot."""
     formats = _figure().canvas.get_supported_filetypes()
     ending = Path(path).suffix[1:]
     if ending and ending.lower() not in formats:
@@ -47,14 +47,14 @@ def check_can_plot(path: str | Path) -> None:
         raise OptionError(f"cannot plot to {path}: matplotlib has no format {ending!r}; it has {known}")
 
 
-def _figure(**how: Any) -> Any:
+def _figure(**options: Any) -> Any:
     try:
         from matplotlib.figure import Figure
     except ImportError as e:
         raise MissingExtraError(
             'a plot needs matplotlib, which is not installed: pip install "aot-hooks[plot]", or matplotlib alone'
         ) from e
-    return Figure(**how)
+    return Figure(**options)
 
 
 def _bars(axes: Any, plan: Plan) -> None:
@@ -63,10 +63,10 @@ def _bars(axes: Any, plan: Plan) -> None:
     rest = list(modules.values())[_MODULES_SHOWN:]
     if rest:
         shown[f"({len(rest)} more)"] = (sum(s for s, _ in rest), sum(p for _, p in rest))
-    places = range(len(shown))
-    axes.barh([i - 0.2 for i in places], [s / _MIB for s, _ in shown.values()], 0.4, label="without hooks")
-    axes.barh([i + 0.2 for i in places], [p / _MIB for _, p in shown.values()], 0.4, label="with hooks")
-    axes.set_yticks(list(places), list(shown))
+    rows = range(len(shown))
+    axes.barh([i - 0.2 for i in rows], [s / _MIB for s, _ in shown.values()], 0.4, label="without hooks")
+    axes.barh([i + 0.2 for i in rows], [p / _MIB for _, p in shown.values()], 0.4, label="with hooks")
+    axes.set_yticks(list(rows), list(shown))
     axes.invert_yaxis()
     axes.set_xlabel("saved for backward, MiB")
     axes.set_title(f"{plan.saved_bytes / _MIB:.1f} -> {plan.packed_bytes / _MIB:.1f} MiB")
@@ -74,7 +74,7 @@ def _bars(axes: Any, plan: Plan) -> None:
 
 
 def _curves(axes: Any, plan: Plan) -> None:
-    """Forward and backward have as many nodes as they have; each is drawn as half of the step."""
+    """Draws forward and backward as one half of the step each, however many nodes they have."""
     for label, points in (("without hooks", plan.live_before), ("with hooks", plan.live_after)):
         x: list[float] = []
         for i, phase in enumerate(("forward", "backward")):

@@ -1,15 +1,14 @@
-"""Run a training script as it is, and record what it saves for backward.
+"""Run an unchanged training script, and record the tensors that it saves for backward.
 
-      script.py --runpy--> torch.compile(...) --stance: every backend is ours--> plans of its graphs, of those that
-                   |                                                               ran in the last step
-                   +-----> an outermost module called eagerly, once each: `plan(module, ...)` on its arguments
+      script.py --runpy--> torch.compile(...) --stance: every backend is ours--> plans of the graphs that ran in the
+                   |                                                             last step
+                   +-----> each outermost module called eagerly, once: `plan(module, ...)` on its arguments
 
 All by public hooks of torch: `torch.compiler.set_stance(force_backend=...)`, global module hooks and optimizer hooks.
-To the script this means: what it compiles is compiled by this backend with default mode, whatever backend and options
-it asked for; models that it runs eagerly run eagerly. With a policy, compiled graphs do run with hooks.
+For the script this means: this backend compiles its functions with default mode, whatever backend and options it
+chose. Models that it runs eagerly run eagerly. With a policy, compiled graphs do run with hooks.
 
-A script that names this package is left alone, unless a policy is given: what it compiles by this backend is reported
-with the hooks that the script itself asked for.
+A script that uses this package keeps its own backends and hooks, which are reported, unless a policy is passed.
 """
 
 from __future__ import annotations
@@ -30,9 +29,10 @@ import torch
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from ..backend import Graph, recorded, with_options
+from ..backend import with_options
 from ..errors import AotHooksError
 from ..passes.plan import Plan, joined
+from ..records import Graph, recorded
 from ..torch_private import dynamo
 from ..torch_private import values as torch_values
 from .dry_run import plans_of
@@ -41,29 +41,29 @@ __all__ = ["Recorded", "ScriptError", "run_script"]
 
 
 class ScriptError(AotHooksError, RuntimeError):
-    """The script is not there, failed, or saved nothing for a backward."""
+    """The script does not exist, failed, or saved nothing for backward."""
 
 
 class _Enough(BaseException):
-    """The steps that were asked for are done; not an Exception, so that the script does not catch it."""
+    """Ends the script after the last step; not an Exception, so that the script does not catch it."""
 
 
 @dataclass
 class Recorded:
-    """What a script did.
+    """The record of a script's run.
 
     Attributes:
         graphs: its compiled graphs, filled while it runs.
         eager: plans of the modules it ran eagerly, by class name; empty if it compiled anything.
-        last_step: graphs with a backward that ran in the last step that ran any, and how often.
-        at_once: how many of these runs were before their backward at the same time.
+        last_step: graphs with a backward in the last step that ran any, with the number of their runs.
+        at_once: the most runs of each whose backward was outstanding at the same time.
         own: the script uses this package, and its own hooks were in force.
-        overridden: the script uses this package, and a policy from outside took the place of its backend's options.
-        notes: what could not be looked at, and why.
+        overridden: the script uses this package, and the policy passed in replaced its backend's options.
+        notes: modules that could not be planned, with the reason.
         step_count: optimizer steps.
-        peak_bytes: most bytes a forward and backward took on the CUDA device over those before, its
-            gradients included; None without one.
-        optimizer_bytes: likewise the optimizer's step.
+        peak_bytes: peak of forward and backward on the CUDA device over the bytes before, gradients included; None
+            without a device.
+        optimizer_bytes: likewise of the optimizer's step.
     """
 
     graphs: Sequence[Graph] = ()
@@ -84,23 +84,26 @@ class Recorded:
 
     @property
     def reported(self) -> list[Graph]:
-        """The compiled graphs of the last step; all, where no optimizer stepped after one."""
+        """The compiled graphs of the last step; all if no optimizer has stepped after one."""
         return [graph for graph in self.compiled if graph in self.last_step or not self.last_step]
 
     @property
     def plan(self) -> Plan:
-        """The reported graphs as one, each as often as what it saved was there at once: layers that are compiled one
-        by one run one graph, and so do steps of a recurrence; batches whose gradients are added up run it in turn."""
+        """One plan of the reported graphs, each repeated by the number of its runs that were outstanding at once.
+
+        Layers that are compiled one by one share a graph, and so do the steps of a recurrence: these repeat. Batches
+        whose gradients accumulate run it in turn: these don't.
+        """
         compiled = [p for g in self.reported for _ in range(self.times(g)) for p in g.plans]
         return joined(compiled or [plan for _, plan in self.eager])
 
     def times(self, graph: Graph) -> int:
-        """How often a reported graph counts."""
+        """How often a reported graph counts in `plan`."""
         return max(1, self.at_once.get(graph, 0 if self.last_step else graph.most_held))
 
     @property
     def others(self) -> Plan:
-        """As one, the compiled graphs that are not reported."""
+        """One plan of the compiled graphs that are not reported."""
         reported = set(self.reported)
         return joined([p for g in self.compiled if g not in reported for p in g.plans])
 
@@ -110,10 +113,10 @@ def run_script(path: str, arguments: list[str], options: Mapping[str, Any], step
 
     Args:
         options: of the backend, see options.py.
-        steps: stop after so many optimizer steps; None runs it to its end.
+        steps: stop after this number of optimizer steps; None runs the script to its end.
 
     Raises:
-        ScriptError: no such script, it raised or exited with an error, or nothing was saved for backward.
+        ScriptError: the script does not exist, raised, exited with an error, or saved nothing for backward.
     """
     if not Path(path).is_file():
         raise ScriptError(f"no such script: {path}")
@@ -122,7 +125,7 @@ def run_script(path: str, arguments: list[str], options: Mapping[str, Any], step
     found.own, found.overridden = uses_package and not has_policy, uses_package and has_policy
     with _as_program(path, arguments), warnings.catch_warnings(), ExitStack() as stack:
         warnings.filterwarnings("ignore", message=r"Using `torch.compile\(module\)` when there are global hooks")
-        backend = with_options(options)  # also where it is not used: wrong options are named before the script runs
+        backend = with_options(options)  # even if unused: it raises for wrong options before the script runs
         if not found.own:
             stack.enter_context(torch.compiler.set_stance("default", force_backend=backend))
         found.graphs = stack.enter_context(recorded())
@@ -150,11 +153,11 @@ def run_script(path: str, arguments: list[str], options: Mapping[str, Any], step
 
 
 def _names_this_package(path: str) -> bool:
-    """Whether the script imports this package or asks `torch.compile` for it by name; comments do not count."""
+    """Whether the script imports this package or has its name as a string; comments do not count."""
     try:
         tree = ast.parse(Path(path).read_bytes())
     except (SyntaxError, ValueError):
-        return False  # running it will say what is wrong
+        return False  # running it will raise the error
     names: list[Any] = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -177,9 +180,9 @@ def _as_program(path: str, arguments: list[str]) -> Iterator[None]:
 
 
 class _Cuda:
-    """Bytes over those that were allocated when the step's first module was called, but for its gradients.
+    """Peak bytes over the allocation at the step's first module call, gradients excluded from that allocation.
 
-    The gradients of the step before are given up somewhere on the way, and the step's own are part of what it takes.
+    The gradients of the step before are freed at some point in the step, and its own count as part of its peak.
     """
 
     def __init__(self) -> None:
@@ -201,7 +204,7 @@ class _Cuda:
 
 def _watch_modules(found: Recorded, options: Mapping[str, Any], cuda: _Cuda) -> list[Any]:
     depth = 0
-    seen: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()  # an id would be that of another module later
+    seen: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()  # an id may be reused by another module
 
     def enter(module: torch.nn.Module, args: Any) -> None:
         nonlocal depth
@@ -227,7 +230,7 @@ def _plan_eager(
     args, kwargs = torch_values.module_call_arguments()
     tensors = [*module.parameters(), *torch_values.pytree.tree_leaves((args, kwargs))]
     if dynamo.compile_wrapper_of(module) is not None:
-        return  # its graphs come by the backend
+        return  # the backend reports its graphs
     if not any(isinstance(t, torch.Tensor) and t.requires_grad for t in tensors):
         return
     seen.add(module)
@@ -237,7 +240,7 @@ def _plan_eager(
     except AotHooksError as e:
         found.notes.append(f"{name}: {e}")
         return
-    except dynamo.dynamo_error() as e:  # the script, which does not compile it, may well go on
+    except dynamo.dynamo_error() as e:  # the script does not compile it, and may go on
         found.notes.append(f"{name}: cannot be compiled, so not planned: {str(e).strip().splitlines()[0]}")
         return
     if plans:

@@ -1,10 +1,10 @@
-"""A plan as text and as data: how much comes back, from what, and what stays and why.
+"""A plan as text and as data: the bytes that hooks save, the tensors they save them on, and the reasons.
 
-      Plan --fold--> Rows --format_report--> text      rows equal but for numbers in the module's path are one row
+      Plan --fold--> Rows --format_report--> text      decisions that differ in the layer's number only are one row
         |
-        +--as_data--> dict of numbers and strings      one entry a tensor, for programs
+        +--as_data--> dict of numbers and strings      one entry for each tensor, for programs
 
-Each printed column adds up to its total in the header: what is lost by rounding is spread over the rows.
+Each printed column adds up to its total in the header: rounding errors are spread over the rows.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ class Row:
     """Equal decisions of one or more layers.
 
     Attributes:
-        decision: the first of them.
-        module_path: of all of them, "layers.0-31.mlp".
-        reason: why, without the numbers of one layer.
-        tensor_count, saved_bytes, packed_bytes: of all of them together.
+        decision: the first of the decisions.
+        module_path: of all layers, "layers.0-31.mlp".
+        reason: the reason, without the number of a node.
+        tensor_count, saved_bytes, packed_bytes: totals.
     """
 
     decision: Decision
@@ -49,11 +49,11 @@ class Row:
 
 # --- folding ----------------------------------------------------------------------------------------------------------
 
-_Path = tuple["str | tuple[int, ...]", ...]  # a part that is a number, or several, is a tuple of them
+_Path = tuple["str | tuple[int, ...]", ...]  # names and numbers; numbers of folded layers are one tuple
 
 
 def fold(decisions: Iterable[Decision]) -> list[Row]:
-    """Rows that differ in numbers of the module's path and in nodes' names only become one; the largest first."""
+    """Rows of decisions that differ only in numbers of the module's path and in nodes' names; the largest first."""
     decisions = list(decisions)
     hooks = {d.hook.name for d in decisions}
     groups: dict[tuple[Any, _Path], list[Decision]] = defaultdict(list)
@@ -61,8 +61,8 @@ def fold(decisions: Iterable[Decision]) -> list[Row]:
         parts = (d.saved.module_path or "").split(".")
         path: _Path = tuple((int(part),) if part.isdigit() else part for part in parts)
         groups[_likeness(d, hooks), path].append(d)
-    for place in reversed(range(max((len(path) for _, path in groups), default=0))):
-        groups = _fold_at(place, groups)
+    for position in reversed(range(max((len(path) for _, path in groups), default=0))):
+        groups = _fold_at(position, groups)
     rows = [
         Row(
             decision=members[0],
@@ -77,19 +77,20 @@ def fold(decisions: Iterable[Decision]) -> list[Row]:
     return sorted(rows, key=lambda r: (-max(r.saved_bytes, r.packed_bytes), -r.tensor_count))
 
 
-def _fold_at(place: int, groups: dict[tuple[Any, _Path], list[Decision]]) -> dict[tuple[Any, _Path], list[Decision]]:
+def _fold_at(position: int, groups: dict[tuple[Any, _Path], list[Decision]]) -> dict[tuple[Any, _Path], list[Decision]]:
+    """`groups` with those merged whose paths differ in the number at `position` only, and that have equal sizes."""
     alike: dict[Any, list[tuple[_Path, list[Decision]]]] = defaultdict(list)
     for (likeness, path), members in groups.items():
         size = (len(members), sum(d.saved_bytes for d in members), sum(d.packed_bytes for d in members))
-        rest = (*path[:place], None, *path[place + 1 :])
-        numbered = place < len(path) and isinstance(path[place], tuple)
+        rest = (*path[:position], None, *path[position + 1 :])
+        numbered = position < len(path) and isinstance(path[position], tuple)
         alike[likeness, rest if numbered else path, size].append((path, members))
     folded: dict[tuple[Any, _Path], list[Decision]] = {}
     for (likeness, _, _), found in alike.items():
         path = found[0][0]
         if len(found) > 1:
-            numbers = sorted({n for p, _ in found for n in p[place]})
-            path = (*path[:place], tuple(numbers), *path[place + 1 :])  # type: ignore[arg-type]
+            numbers = sorted({n for p, _ in found for n in p[position]})
+            path = (*path[:position], tuple(numbers), *path[position + 1 :])  # type: ignore[arg-type]
         folded[likeness, path] = [d for _, members in found for d in members]
     return folded
 
@@ -102,7 +103,7 @@ def _likeness(d: Decision, hooks: set[str]) -> Any:
 
 
 def _reason(d: Decision, hooks: set[str]) -> str:
-    """The reason, with a tensor that it names ('gelu_1') by its kind ('gelu')."""
+    """The reason; a tensor's name in it ('gelu_1') becomes its kind ('gelu')."""
     return re.sub(r"'(\w+?)_\d+'", lambda m: m[0] if m[0][1:-1] in hooks else f"'{m[1]}'", d.reason)
 
 
@@ -123,12 +124,12 @@ def _ranges(numbers: Sequence[int]) -> str:
 def format_report(
     plan: Plan | Sequence[Plan], *, measured_peak_bytes: int | None = None, measured_optimizer_bytes: int | None = None
 ) -> str:
-    """How much less is saved for backward, from which tensors, and what stays and why.
+    """The report as text: bytes saved for backward with and without hooks, by tensor, with the reasons.
 
     Args:
-        plan: of `aot_hooks.plan`, or `aot_hooks.last_plans(compiled)`, which has no predicted live bytes.
-        measured_peak_bytes: most bytes of forward and backward over those before the step, as the allocator counted.
-        measured_optimizer_bytes: likewise while the optimizer stepped.
+        plan: a result of `aot_hooks.plan`, or of `aot_hooks.last_plans(compiled)`, which predicts no live bytes.
+        measured_peak_bytes: the allocator's peak in forward and backward, over the bytes before the step.
+        measured_optimizer_bytes: likewise during the optimizer's step.
     """
     plan = plan if isinstance(plan, Plan) else joined(plan)
     if not plan.decisions:
@@ -177,7 +178,7 @@ def format_report(
 
 
 def print_report(plan: Plan | Sequence[Plan], file: TextIO | None = None) -> None:
-    """`format_report(plan)` to `file`, or to the standard output."""
+    """Write `format_report(plan)` to `file`, by default the standard output."""
     print(format_report(plan), file=file or sys.stdout)
 
 
@@ -200,19 +201,19 @@ def _peak_lines(plan: Plan, size: int, unit: str) -> list[str]:
     if not plan.live_before or not plan.live_after:
         return []
     before, after = _peak(plan.live_before), _peak(plan.live_after)
-    falls, back = before.live_bytes - after.live_bytes, plan.saved_bytes - plan.packed_bytes
+    decrease, saving = before.live_bytes - after.live_bytes, plan.saved_bytes - plan.packed_bytes
     lines = [
         f"predicted peak of the step, over parameters and inputs: {_number(before.live_bytes, size)} -> "
         f"{_number(after.live_bytes, size)} {unit}",
         _cut(f"  it stands {_place(before)}"),
     ]
-    if back <= 0:
+    if saving <= 0:
         return lines
     if _place(after) != _place(before):
         lines.append(_cut(f"  with hooks {_place(after)}"))
-    if falls < back / 2:
-        by, of = _number(abs(falls), size), f"{_number(back, size)} {unit} that come back"
-        change = f"falls by {by} of the" if falls >= 0 else f"rises by {by} in spite of the"
+    if decrease < saving / 2:
+        by, of = _number(abs(decrease), size), f"{_number(saving, size)} {unit} that come back"
+        change = f"falls by {by} of the" if decrease >= 0 else f"rises by {by} in spite of the"
         lines.append(f"  it {change} {of}: at that place other tensors are alive than saved ones")
     return lines
 
@@ -242,7 +243,7 @@ def _number(nbytes: int, size: int) -> str:
 
 
 def _spread(values: Sequence[int], size: int) -> list[float]:
-    """`values` in units of `size`, rounded to hundredths so that they add up to their rounded sum."""
+    """`values` in units of `size`, rounded to hundredths that add up to the rounded sum."""
     exact = [100 * v / size for v in values]
     whole = [int(e) for e in exact]
     missing = round(100 * sum(values) / size) - sum(whole)
@@ -263,7 +264,7 @@ def _cut(line: str) -> str:
 
 
 def as_data(plan: Plan | Sequence[Plan]) -> dict[str, Any]:
-    """The plan in numbers, strings, lists and dicts, for `json.dump`; keys stay, new ones may come."""
+    """The plan in numbers, strings, lists and dicts, for `json.dump`. Keys are stable; new ones may be added."""
     plan = plan if isinstance(plan, Plan) else joined(plan)
     points = {"before": plan.live_before, "after": plan.live_after}
     return {

@@ -1,9 +1,9 @@
-"""The part of a report that tells of `offload`: what is copied, when, and what does not fit beside the compute.
+"""The part of a report about `offload`: which tensors are copied, when, and which stay because compute is too short.
 
-      Transfers --transfer_lines--> text, one line a tensor that is sent, one line a reason why others stay
+      Transfers --transfer_lines--> text: a line for each copied tensor, and for each reason why others stay
                 --transfers_as_data--> numbers and strings
 
-Times are estimates, in milliseconds from the begin of the tensor's own forward and backward graph.
+Times are estimates, in milliseconds from the start of the tensor's own forward and backward graph.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ __all__ = ["transfer_lines", "transfers_as_data"]
 
 
 def transfer_lines(transfers: Sequence[Transfer], size: int, unit: str) -> list[str]:
-    """Nothing if `offload` was not asked for any tensor; `size` bytes are one `unit`."""
+    """The lines; none if no tensor has an `offload` hook. `size` bytes are one `unit`."""
     if not transfers:
         return []
     sent = [t for t in transfers if t.placement.offloaded]
-    asked_bytes, sent_bytes = (sum(t.nbytes for t in some) for some in (transfers, sent))
-    # the devices of a graph see the same steps, each with its own rates
+    all_bytes, sent_bytes = (sum(t.nbytes for t in some) for some in (transfers, sent))
+    # the devices of a graph share its steps, each with its own rates
     compute = sum({t.graph: t.forward_ms + t.backward_ms for t in reversed(transfers)}.values())
     all_stall = sum({(t.graph, t.device): t.full_stall_ms for t in transfers}.values())
     stall = sum(t.placement.stall_ms for t in sent)
     lines = [
-        f"offload: {sent_bytes / size:.2f} of {asked_bytes / size:.2f} {unit} go to the host; predicted stall "
+        f"offload: {sent_bytes / size:.2f} of {all_bytes / size:.2f} {unit} go to the host; predicted stall "
         f"{stall:.1f} ms of a step of {compute:.1f} ms"
     ]
     if all_stall > stall:
@@ -54,25 +54,25 @@ def transfer_lines(transfers: Sequence[Transfer], size: int, unit: str) -> list[
 
 
 def _several_graphs(sent: Sequence[Transfer]) -> list[str]:
-    """Where a limit holds for each graph and device, the sum may be over it."""
+    """A limit holds for each graph and device, so the sum may exceed it: one line for each such limit."""
     stalls: dict[float, dict[tuple[int, str], float]] = defaultdict(lambda: defaultdict(float))
     for t in sent:
         stalls[t.max_stall_ms][t.graph, t.device] += t.placement.stall_ms
     return [
-        f"  max_stall_ms={limit:g} holds for each graph and device alone: together {len(of)} of them stall "
-        f"{sum(of.values()):.1f} ms"
-        for limit, of in stalls.items()
-        if sum(of.values()) > limit and len(of) > 1
+        f"  max_stall_ms={limit:g} holds for each graph and device alone: together {len(each)} of them stall "
+        f"{sum(each.values()):.1f} ms"
+        for limit, each in stalls.items()
+        if sum(each.values()) > limit and len(each) > 1
     ]
 
 
 def transfers_as_data(transfers: Sequence[Transfer]) -> list[dict[str, Any]]:
-    """One dict a transfer, its placement taken apart."""
+    """A dict for each transfer; the fields of its placement stand in the same dict."""
     rows = []
     for t in transfers:
         row = asdict(t)
         row |= row.pop("placement") | {"slack_ms": t.placement.slack_ms}
-        # where it stands, by node: the gaps' numbers say less
+        # positions by node: the gaps' numbers say less
         row |= {name: getattr(t, name) for name in ("start", "wait", "reload", "use")}
         rows.append(row)
     return rows

@@ -1,4 +1,4 @@
-"""What the user asked for: a hook or policy with its scope, names given by `checkpoint_name`, operators by name.
+"""The user's settings: a hook or policy with its scope, names set by `checkpoint_name`, operators by name.
 
-`setting.Setting` is the unit that everything else takes. `recompiles` warns of a setting that changes in each step.
+Every other room takes a `setting.Setting`. `recompiles` warns of a setting that changes in each step.
 """

@@ -1,11 +1,11 @@
-"""Names that the user gives to tensors, for policies to choose by.
+"""Names that the user sets on tensors, for policies to choose by.
 
       qkv = checkpoint_name(linear(x), "qkv")
-         compiled:  alias(linear), its node annotated with the name --carry_names--> the name stands on the value's own
-                    node, and on what it is a whole view of, before torch removes the alias
-         eager:     the tensor itself; the name is remembered with the tensor that owns its memory
+         compiled:  alias(linear), a node annotated with the name --carry_names--> the nodes of the value and of the
+                    bases that it views as a whole get the name, before torch removes the alias
+         eager:     the tensor itself; the name is stored with the tensor that owns the memory
 
-Either way the name belongs to the value: to views of it, and to what it is a view of if it shows all of that
+Either way the name belongs to the value: to its views, and to the base of a view that shows all of it
 (`linear(x).view(b, t, h, d).transpose(1, 2)`); not to copies, casts and other results.
 
 Source: `jax.ad_checkpoint.checkpoint_name` names values in the same way.
@@ -21,14 +21,13 @@ import torch
 from torch.fx import Graph, Node
 
 from ..errors import OptionError
-from ..graphs.nodes import view_source
-from ..graphs.saved import NAMES
+from ..graphs.nodes import NAMES, view_source
 from ..torch_private import dynamo
 from ..torch_private import values as torch_values
 
 __all__ = ["NamesOf", "carry_names", "checkpoint_name", "name_given", "names_of", "uses_names"]
 
-_MARK = "aot_hooks_name"  # the key under meta["custom"] of the alias that stands for a call of `checkpoint_name`
+_MARK = "aot_hooks_name"  # the key in meta["custom"] of an alias made by `checkpoint_name`
 
 
 @dynamo.outermost_runs_in_python
@@ -36,22 +35,22 @@ def checkpoint_name(x: torch.Tensor, name: str) -> torch.Tensor:
     """`x`, named for `aot_hooks.policies.only_these_names`: the same values, the same gradient, no memory, no copy.
 
     Args:
-        x: a tensor, best one that an operator has just made. A name on what a compiled function or module is given is
-            seen in scope "all" (or "no_static") only, as all of its inputs are. A tensor may have several names.
-        name: any string; one that changes between calls of a compiled function recompiles it.
+        x: a tensor, best one that an operator has just made. A name on an input of a compiled function or module has an
+            effect in scope "all" (or "no_static") only, as for all inputs. A tensor may have several names.
+        name: any string; a string that changes between calls of a compiled function recompiles it.
 
     Works in eager mode, in compiled functions (also with `fullgraph=True`) and under activation checkpointing. A name
-    does not pass a graph break: it is seen by the graph, or the eager part, that it was given in.
+    does not pass a graph break: it is valid in the graph, or the eager part, where it is set.
 
     Raises:
-        OptionError: `x` is no tensor or `name` no string, or an empty one.
+        OptionError: `x` is not a tensor, or `name` is not a string or is empty.
     """
     _check(x, name)
     if torch.compiler.is_dynamo_compiling():
         with torch.fx.traceback.annotate({_MARK: name}):
             named: torch.Tensor = torch.ops.aten.alias.default(x)
             return named
-    _remember(x, name)
+    _store(x, name)
     return x
 
 
@@ -67,7 +66,7 @@ def _check(x: Any, name: Any) -> None:
 
 
 def uses_names(gm: torch.fx.GraphModule) -> bool:
-    """Whether a node of Dynamo's graph, or of a graph inside it, is named."""
+    """Whether a node of Dynamo's graph, or of a graph inside it, has a name."""
     return any(
         name_given(node) is not None
         for module in gm.modules()
@@ -77,21 +76,21 @@ def uses_names(gm: torch.fx.GraphModule) -> bool:
 
 
 def name_given(node: Node) -> str | None:
-    """The name that a call of `checkpoint_name` gave what `node` of Dynamo's graph makes."""
+    """The name that `checkpoint_name` set on the value of `node`, a node of Dynamo's graph."""
     return (node.meta.get("custom") or {}).get(_MARK)
 
 
 def carry_names(graph: Graph) -> None:
-    """Write names from the aliases in a joint graph to the nodes of the values; changes nothing but `meta`.
+    """Copy names from the aliases in a joint graph to the nodes of the values; changes `meta` only.
 
-    To be called before torch's passes over the joint graph, which take aliases for the nothing they are.
+    Call it before torch's passes over the joint graph, which remove aliases.
     """
     for node in graph.find_nodes(op="call_function", target=torch.ops.aten.alias.default):
-        name = (node.meta.get("custom") or {}).get(_MARK)
+        name = name_given(node)
         value: Node | None = node
         while name is not None and value is not None:
             custom = value.meta.get("custom") or {}
-            # a new dict: nodes that were traced together share theirs
+            # a new dict: nodes that were traced together share one
             value.meta["custom"] = custom | {NAMES: tuple(dict.fromkeys((*custom.get(NAMES, ()), name)))}
             source = view_source(value)
             value = source if source is not None and _shows_all(value, source) else None
@@ -109,16 +108,16 @@ def _shows_all(view: Node, source: Node) -> bool:
 
 @dataclass(frozen=True)
 class _Named:
-    """A name, and which elements of which version of a memory it was given to."""
+    """A name, with the version and the part of the memory that it was set on."""
 
     name: str
     version: int
-    part: Part | None  # None: all of it
+    part: Part | None  # None: all of the memory
 
 
 @dataclass(frozen=True)
 class Part:
-    """Where the elements of a tensor lie in its memory."""
+    """The positions of a tensor's elements in its memory."""
 
     dtype: torch.dtype
     offset: int
@@ -130,64 +129,63 @@ class Part:
         return cls(x.dtype, int(x.storage_offset()), tuple(x.shape), x.stride())
 
     def __contains__(self, other: Part) -> bool:
-        """Whether `other`, of the same memory, is a view of this: its first and last element and its steps lie here."""
+        """Whether `other`, in the same memory, views this: its first and last element and its steps are in it."""
         if self.dtype != other.dtype or 0 in other.shape:
             return self == other
         start = other.offset - self.offset
         steps = [(size - 1) * stride for size, stride in zip(other.shape, other.stride, strict=True)]
         return all(map(self._has, [start, start + sum(steps), *(start + step for step in steps)]))
 
-    def _has(self, place: int) -> bool:
-        if place < 0:
+    def _has(self, offset: int) -> bool:
+        if offset < 0:
             return False
         for stride, size in sorted(zip(self.stride, self.shape, strict=True), reverse=True):
             if stride > 0 and size > 1:
-                index = min(place // stride, size - 1)
-                place -= index * stride
-        return place == 0
+                offset -= min(offset // stride, size - 1) * stride
+        return offset == 0
 
 
 @dataclass(frozen=True)
 class NamesOf:
-    """The names of one tensor, also those that it gets after this was made.
+    """The names of one tensor, including names set later.
 
-    Autograd may save a tensor before its name is given: `checkpoint_name(torch.sigmoid(x), "gate")`.
+    Autograd may save a tensor before its name is set: `checkpoint_name(torch.sigmoid(x), "gate")`.
     """
 
-    given: list[_Named]  # shared by all tensors of the memory
+    names: list[_Named]  # of all tensors in the memory
     version: int
     part: Part
 
     def now(self) -> tuple[str, ...]:
-        found = [n.name for n in self.given if n.version == self.version and (n.part is None or self.part in n.part)]
+        found = [n.name for n in self.names if n.version == self.version and (n.part is None or self.part in n.part)]
         return tuple(dict.fromkeys(found))
 
 
-# by the tensor that owns the memory, as long as that lives
-_given: dict[int, tuple[weakref.ref[torch.Tensor], list[_Named]]] = {}
+# id of the tensor that owns the memory -> the tensor, while it lives, and all names in the memory
+_names: dict[int, tuple[weakref.ref[torch.Tensor], list[_Named]]] = {}
 
 
 def names_of(x: torch.Tensor) -> NamesOf:
-    """The names of an eager tensor, and of what it is a view of."""
-    return NamesOf(_given_to(x), x._version, Part.of(x))
+    """The names of an eager tensor, including those of its base."""
+    return NamesOf(_names_in_memory(x), x._version, Part.of(x))
 
 
 @dynamo.outermost_runs_in_python
-def _given_to(x: torch.Tensor) -> list[_Named]:
+def _names_in_memory(x: torch.Tensor) -> list[_Named]:
     root = x if x._base is None else x._base
     key = id(root)
-    known = _given.get(key)
+    known = _names.get(key)
     if known is None or known[0]() is not root:
-        known = _given[key] = (weakref.ref(root, lambda _: _given.pop(key, None)), [])
+        known = _names[key] = (weakref.ref(root, lambda _: _names.pop(key, None)), [])
     return known[1]
 
 
 @dynamo.outermost_runs_in_python
-def _remember(x: torch.Tensor, name: str) -> None:
+def _store(x: torch.Tensor, name: str) -> None:
     root = x if x._base is None else x._base
     # sparse and other tensors without strides are never packed
     if x.layout is torch.strided:
         named = _Named(name, x._version, None if x.numel() == root.numel() else Part.of(x))
-        given = _given_to(x)
-        if named not in given:
-            given.append(named)
+        names = _names_in_memory(x)
+        if named not in names:
+            names.append(named)

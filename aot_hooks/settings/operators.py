@@ -2,13 +2,13 @@
 
       torch.ops.aten.gelu.default, torch.ops.aten.gelu, "gelu"  --operator_key-->     "aten.gelu.default", "aten.gelu"
       GeluBackward0 (the grad_fn of an eager tensor)            --operator_behind-->  "aten.gelu.default"
-      "aten.gelu.default" of a compiled graph                                          as it is
+      "aten.gelu.default" of a compiled graph                                          unchanged
       same_operator(key, op)
 
-A grad_fn says less than a graph, so names are compared without underscores and case (`_softmax` is Softmax, `relu_` is
-relu), and overloads only where both sides know theirs: MulBackward0 is "aten.mul", which stands for `mul.Tensor` and
-`mul.Scalar`. Some operators differ between the two worlds, because torch chooses other ones: dropout on the CPU is
-`mul` in eager code and `native_dropout` in graphs.
+A grad_fn tells less than a graph. So names are compared without underscores and case (`_softmax` is Softmax, `relu_` is
+relu), and overloads only if both sides have one: MulBackward0 is "aten.mul", which stands for `mul.Tensor` and
+`mul.Scalar`. Some operators differ in eager code, because torch chooses others: dropout on the CPU is `mul` in eager
+code and `native_dropout` in graphs.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def operator_key(op: Any) -> str:
             one, or a name: "aten.gelu.default", "aten.gelu", "gelu", "input" (graph inputs).
 
     Raises:
-        OptionError: no such operator, or one that autograd never sees because it is made of others.
+        OptionError: no such operator, or a composite one, which autograd never sees.
     """
     if isinstance(op, torch_values.HigherOrderOperator) or op == "input":
         return str(op)
@@ -49,12 +49,12 @@ def operator_key(op: Any) -> str:
     known = _overloads(space, packet)
     if not known or (overload and overload not in known):
         raise OptionError(f"torch has no operator {name}; expected one such as torch.ops.aten.gelu.default or its name")
-    meant = [overload] if overload else [o for o in known if "out" not in o.split("_")]
-    if not all(torch_values.is_composite(_qualified(space, packet, o)) for o in meant):
+    overloads = [overload] if overload else [o for o in known if "out" not in o.split("_")]
+    if not all(torch_values.is_composite(_qualified(space, packet, o)) for o in overloads):
         return ".".join(filter(None, (space, packet.rstrip("_") if not packet.endswith("__") else packet, overload)))
-    own = _by_plain_name().get(_plain(packet)) if space == "aten" else None
-    if own:
-        return f"aten.{_best(own)[0]}"
+    entries = _by_plain_name().get(_plain(packet)) if space == "aten" else None
+    if entries:
+        return f"aten.{_best(entries)[0]}"
     raise OptionError(
         f"{name} is made of other operators, and only those save tensors; expected one of them (aten.linear: "
         "aten.addmm or aten.mm). What made each saved tensor is in the decisions of aot_hooks.last_plans(compiled)"
@@ -63,7 +63,7 @@ def operator_key(op: Any) -> str:
 
 @functools.lru_cache(maxsize=4096)
 def same_operator(key: str, op: str) -> bool:
-    """Whether `op`, as a saved tensor has it, is one that `key` stands for."""
+    """Whether `key` stands for `op`, the operator of a saved tensor."""
     if "." not in key or "." not in op:
         return key == op
     a, b = (*key.split("."), ""), (*op.split("."), "")
@@ -74,9 +74,9 @@ def same_operator(key: str, op: str) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def operator_behind(grad_fn: str) -> str:
-    """The operator that left a `grad_fn` of this class name, without an overload where several may have.
+    """The operator with a `grad_fn` of this class name; without an overload if several have it.
 
-    A class of a `torch.autograd.Function` of the user's stays as it is.
+    The class name of a user's `torch.autograd.Function` stays as it is.
     """
     generated = re.fullmatch(r"GeneratedBackwardFor_(.+)Backward\d*", grad_fn)
     if generated is not None:  # a torch.library.custom_op
@@ -94,7 +94,7 @@ def operator_behind(grad_fn: str) -> str:
 
 @functools.lru_cache(maxsize=4096)
 def is_view_name(op: str) -> bool:
-    """Whether an operator of this name only looks at its first argument."""
+    """Whether an operator of this name returns a view of its first argument."""
     space, packet, *_ = (*op.split("."), "")
     if space != "aten" or not packet:
         return False
@@ -118,19 +118,19 @@ def _qualified(space: str, packet: str, overload: str) -> str:
 
 
 def _overloads(space: str, packet: str) -> list[str]:
-    """Overloads of an operator; [] if there is none."""
+    """Overloads of an operator; [] if there is no such operator."""
     found = getattr(getattr(torch.ops, space), packet, None)
     return list(found.overloads()) if found is not None else []
 
 
 @functools.cache
 def _by_plain_name() -> dict[str, list[tuple[str, str]]]:
-    """Operators of torch that can be behind a `grad_fn`, as (name, overload) by their plain names."""
+    """Operators of torch that can have a `grad_fn`, as (name, overload) by their plain names."""
     table: dict[str, list[tuple[str, str]]] = defaultdict(list)
     for name in torch_values.operator_names():
         space, packet, overload = _dotted(name).split(".")
         in_place = packet.endswith("_") and not packet.endswith("__")
-        # out variants are not differentiable, neither are those that only say the type of the result
+        # out variants are not differentiable, nor are overloads that only choose the dtype of the result
         not_differentiable = "out" in overload.split("_") or packet.endswith("_out") or overload.startswith("dtype")
         if space == "aten" and not in_place and not not_differentiable and not torch_values.is_composite(name):
             table[_plain(packet)].append((packet, overload))
@@ -138,6 +138,6 @@ def _by_plain_name() -> dict[str, list[tuple[str, str]]]:
 
 
 def _best(entries: list[tuple[str, str]]) -> tuple[str, list[str]]:
-    """The name among operators that differ in underscores only (`convolution`, `_convolution`), and its overloads."""
+    """Of operators that differ in underscores only (`convolution`, `_convolution`), the name to use, and overloads."""
     packet = min((p for p, _ in entries), key=len)
     return packet, [o for p, o in entries if p == packet]

@@ -1,7 +1,7 @@
 """Which saved tensor gets which hook.
 
-A policy is a pure function `SavedTensor -> Hook`; a `Setting` is what one context (or the options) said: a hook or a
-policy, and a scope. Which value it is, however often it is made, see identity/.
+A policy is a pure function `SavedTensor -> Hook`. A `Setting` is a hook or a policy with a scope, of one context or of
+the options. identity/ tells whether two settings are equal.
 """
 
 from __future__ import annotations
@@ -10,43 +10,55 @@ import functools
 import hashlib
 import itertools
 import os
-import sys
 import traceback
 import types
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from ..errors import PACKAGE, OptionError, PolicyError
+from ..errors import OptionError, PolicyError, is_library_file
 from ..graphs.saved import SavedTensor
 from ..hook import KEEP, Hook
-from ..identity import described, note_answer
+from ..identity import described, note_choice
+from ..identity.frozen import is_package_object
 from ..identity.memo import Memo
 
-__all__ = ["SCOPE", "SCOPES", "Policy", "Setting", "choose", "makes", "out_of_scope"]
+__all__ = [
+    "KEPT",
+    "SCOPE",
+    "SCOPES",
+    "Policy",
+    "Setting",
+    "choose",
+    "looks_at_modules",
+    "out_of_scope",
+    "uncalled_factory",
+    "why_kept",
+    "why_packed",
+]
 
 Policy = Callable[[SavedTensor], Hook]
 SCOPES = ("donated", "no_static", "all")
-
-SCOPE = "donated"  # where nobody says another
+SCOPE = "donated"  # the default
+KEPT = "the policy keeps it"  # the reason of a policy without reasons
 
 _numbers: Memo[int] = Memo()
 _last_number = itertools.count(1)
 
 
 def _number(rule: Any) -> int:
-    """The number of a rule, the same as long as it lives; another each time for one without weak references."""
+    """A number for a rule, the same as long as it lives. A rule without weak references gets a new one each time."""
     return _numbers.get(rule) or _numbers.set(rule, next(_last_number))
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What the user said in one place.
+    """A hook or policy with its scope.
 
     Attributes:
         rule: a `Hook` for every tensor in scope, or a policy.
         scope: "donated" (only intermediates: no parameters, buffers, inputs, outputs), "no_static" (all but parameters
-            and buffers) or "all"; None: what the options of the compiled function say.
+            and buffers) or "all". None: the scope in the options of the compiled function.
     """
 
     rule: Hook | Policy
@@ -57,24 +69,35 @@ class Setting:
             raise OptionError(f"unknown scope {self.scope!r}; expected one of {', '.join(map(repr, SCOPES))}")
         if isinstance(self.rule, Hook):
             return
-        if (said := makes(self.rule)) or not callable(self.rule):
-            raise OptionError(f"a policy must be a function of a SavedTensor or a Hook, got {self.rule!r}{said}")
+        if (hint := uncalled_factory(self.rule)) or not callable(self.rule):
+            raise OptionError(f"a policy must be a function of a SavedTensor or a Hook, got {self.rule!r}{hint}")
 
     @functools.cached_property
     def key(self) -> str:
-        """A name for it. Equal settings of the library have equal keys in every process; others have one an object."""
-        said = described(self.rule)
-        if said.frozen:
-            return hashlib.sha256(f"{self.scope} {said.text}".encode()).hexdigest()[:32]
+        """Equal frozen settings have equal keys in every process; others have a key for each object."""
+        description = described(self.rule)
+        if description.frozen:
+            return hashlib.sha256(f"{self.scope} {description.text}".encode()).hexdigest()[:32]
         return f"{_number(self.rule)} {self.scope}"
 
     @functools.cached_property
     def text(self) -> str:
-        """What the rule says, without what its functions close over."""
+        """The description of the rule, without the values that its functions close over."""
         return described(self.rule).text
 
+    @property
+    def title(self) -> str:
+        """The rule in messages: "hook 'int8()'", "policy 'by_size'", "policy larger_than(1024, int8())"."""
+        if isinstance(self.rule, Hook):
+            return f"hook '{self.rule!r}'"
+        return f"policy {getattr(self.rule, '__name__', self.rule)!r}"
+
+    @property
+    def is_keep(self) -> bool:
+        return isinstance(self.rule, Hook) and self.rule == KEEP
+
     def in_scope(self, scope: str) -> Setting:
-        """The setting with `scope` where it says none."""
+        """The setting, with `scope` if it has none."""
         return self if self.scope is not None else Setting(self.rule, scope)
 
     @property
@@ -83,39 +106,50 @@ class Setting:
 
     @property
     def looks_at_modules(self) -> bool:
-        """Whether the rule may read `SavedTensor.module_path`; a function of the user's may."""
-        return not isinstance(self.rule, Hook) and bool(getattr(self.rule, "looks_at_modules", True))
+        """Whether the rule may read `SavedTensor.module_path`."""
+        return looks_at_modules(self.rule)
 
     def choose(self, saved: SavedTensor) -> Hook:
-        """The hook for `saved`. Raises `PolicyError` naming the tensor if the policy raises or answers nonsense."""
+        """The hook for `saved`; else as `choose`."""
         hook = choose(self.rule, saved)
-        note_answer(self.rule, saved, hook)
+        note_choice(self.rule, saved, hook)
         return hook
 
     def why_kept(self, saved: SavedTensor) -> str:
-        """Why the policy leaves `saved`, in words: what its own `why_kept(saved)` says, if it has one."""
-        why = getattr(self.rule, "why_kept", None)
-        return str(why(saved)) if why is not None else "the policy keeps it"
+        return why_kept(self.rule, saved) or KEPT
 
     def why_packed(self, saved: SavedTensor) -> str:
-        """Why the policy chose a hook for `saved`: what its own `why_packed(saved)` says, if it has one."""
-        if isinstance(self.rule, Hook):
-            return f"scope '{self.scope}'"
-        why = getattr(self.rule, "why_packed", None)
-        return f"policy {_name(self.rule)}" if why is None else str(why(saved)) or f"scope '{self.scope}'"
+        return why_packed(self.rule, saved) or f"scope '{self.scope}'"
+
+
+def why_kept(rule: Hook | Policy, saved: SavedTensor) -> str:
+    """The own reason of a hook or policy to leave `saved`; "" if it has none."""
+    if isinstance(rule, Hook):
+        return rule.why_not(saved) or ""
+    why = getattr(rule, "why_kept", None)
+    reason = str(why(saved)) if why is not None else ""
+    return "" if reason == KEPT else reason
+
+
+def why_packed(rule: Hook | Policy, saved: SavedTensor) -> str:
+    """The own reason of a policy for the hook that it chose for `saved`, a plain function's name; "" of a hook."""
+    if isinstance(rule, Hook):
+        return ""
+    why = getattr(rule, "why_packed", None)
+    return f"policy {_name(rule)}" if why is None else str(why(saved))
 
 
 def choose(rule: Hook | Policy, saved: SavedTensor) -> Hook:
-    """What `rule` says for `saved`; `KEEP` is always that very object, whatever equals it.
+    """The hook that `rule` has for `saved`; a hook that equals `KEEP` becomes that very object.
 
     Raises:
-        PolicyError: the policy raised, or answered with something else than a `Hook`.
+        PolicyError: the policy raised, or returned something else than a `Hook`.
     """
     if isinstance(rule, Hook):
         return KEEP if rule == KEEP else rule
     try:
         hook = rule(saved)
-    except PolicyError:  # of a policy inside this one
+    except PolicyError:  # from a policy inside this one
         raise
     except Exception as e:
         raise PolicyError(
@@ -130,29 +164,29 @@ def choose(rule: Hook | Policy, saved: SavedTensor) -> Hook:
 
 
 def _raised_at(e: Exception) -> str:
-    """The innermost line of the traceback outside of this package: the policy's own."""
-    at = [f for f in traceback.extract_tb(e.__traceback__) if not f.filename.startswith(PACKAGE)]
+    """The innermost line of user code in the traceback."""
+    at = [f for f in traceback.extract_tb(e.__traceback__) if not is_library_file(f.filename)]
     return f" ({os.path.basename(at[-1].filename)}:{at[-1].lineno})" if at else ""
 
 
-def makes(rule: Any) -> str:
-    """What to say of a function of this package that was given in place of what it makes; "" of anything else."""
-    if not isinstance(rule, types.FunctionType):
-        return ""
-    name = rule.__name__
-    # found there by its name: an expression that was evaluated in the package's names is the user's
-    module: types.ModuleType | None = sys.modules.get(rule.__module__ or "")
-    if module is None or module.__name__.split(".")[0] != __package__ or vars(module).get(name) is not rule:
-        return ""
-    return f"; {name} is the function that makes one: call it, {name}(...)"
+def looks_at_modules(rule: Hook | Policy) -> bool:
+    """Whether `rule` may read `SavedTensor.module_path`; a user's function may."""
+    return not isinstance(rule, Hook) and bool(getattr(rule, "looks_at_modules", True))
 
 
-def _name(rule: Policy) -> str:
+def uncalled_factory(rule: Any) -> str:
+    """The way out for a function of this package that was passed without a call (`int8` for `int8()`); else ""."""
+    if not isinstance(rule, types.FunctionType) or not is_package_object(rule):
+        return ""
+    return f"; {rule.__name__} is the function that makes one: call it, {rule.__name__}(...)"
+
+
+def _name(rule: Any) -> str:
     return str(getattr(rule, "__name__", type(rule).__name__))
 
 
 def out_of_scope(saved: SavedTensor, scope: str | None) -> str | None:
-    """Why `saved` is not packed in `scope`, or None if it may be."""
+    """The reason why `saved` is not packed in `scope`; None if it may be."""
     scope = scope or SCOPE
     if scope != "all" and saved.is_static:
         return "a parameter or buffer"

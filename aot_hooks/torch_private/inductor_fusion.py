@@ -1,7 +1,7 @@
-"""Which nodes become one kernel, with which blocks, and in which order: Inductor's scheduler, where hooks stand.
+"""Inductor's scheduler, for graphs with hooks: the nodes of one kernel, its blocks, and the order of kernels.
 
-nodes of a lowered graph --before_fusion--> sizes bounded, dependencies merged, offload's order held
-                         --choices--------> fused by their marks (see inductor_marks.py), rows in one piece
+nodes of a lowered graph --_before_fusion--> sizes bounded, dependencies merged, offload's order fixed
+                         --choices---------> fused by their marks (see inductor_marks.py), rows kept in registers
 """
 
 from __future__ import annotations
@@ -51,17 +51,17 @@ PROTOCOLS: Protocols = {
 need = needing(SYMBOLS)
 
 
-_PERSISTENT_ROWS = ((1, 4096), (8, 1024))  # up to so many reductions in a kernel, rows up to so long
+_PERSISTENT_ROWS = ((1, 4096), (8, 1024))  # (most reductions in a kernel, longest row)
 
 
 def _group(scheduler_node: Any) -> str | None:
-    """The mark of the graph nodes behind a scheduler node, cached on it: each is compared with many others."""
-    known = scheduler_node.__dict__
-    if ALONE not in known:
+    """The mark of the graph nodes behind a scheduler node, cached there: fusion compares each node with many others."""
+    cache = scheduler_node.__dict__
+    if ALONE not in cache:
         parts = scheduler_node.get_nodes()
         origins = (o for part in parts for o in getattr(getattr(part, "node", None), "origins", ()))
-        known[ALONE] = next((str(o.meta[ALONE]) for o in origins if ALONE in o.meta), None)
-    mark: str | None = known[ALONE]
+        cache[ALONE] = next((str(o.meta[ALONE]) for o in origins if ALONE in o.meta), None)
+    mark: str | None = cache[ALONE]
     return mark
 
 
@@ -75,7 +75,7 @@ def _packs(features: Any) -> bool:
 
 
 def _reads_rows_twice(features: Any) -> bool:
-    """Whether a kernel computes the scale of a row, and then reads the row again to pack it."""
+    """Whether a kernel finds the scale of a row, and then reads the row again to pack it."""
     return any(
         str(origin.target).startswith("aot_hooks.amax_")
         for node in features.reduction_nodes()
@@ -85,14 +85,16 @@ def _reads_rows_twice(features: Any) -> bool:
 
 @functools.cache
 def choices() -> Any:
-    """Inductor's heuristics, which torch lets `InductorChoices` override, changed for nodes of hooks.
+    """Inductor's heuristics, changed for kernels with hooks. Torch means `InductorChoices` to be overridden so.
 
-    - Nodes that are marked alone are fused only with nodes of the same mark.
-    - A row that is reduced for its scale and then read again stays in registers where that was faster on an H200: also
-      rows that do not lie in one piece, and up to 4096 where it is the only one; not two of 3072, not one of 14336.
-    - Any other row is read 16 bytes a thread at a time, in pieces of 1024, or 2048 if it is longer than 8192. By
-      Inductor's own choice (2048 in 16 warps, 8 bytes) a GELU of 3072 and its two packings took 340 us instead of 208,
-      of 11008 449 instead of 394; silu(a) * b with three packings of 4096 221 instead of 175, of 14336 654 and 660.
+    - Nodes that are marked alone are fused with nodes of the same mark only.
+    - A row that is reduced for its scale and then read again stays in registers where that was faster on an H200. This
+      includes rows that are not contiguous. Lengths: up to 4096 for a single reduction, but not two of 3072 or one of
+      14336.
+    - Any other such row is read 16 bytes a thread at a time, in pieces of 1024, or of 2048 if it is longer than 8192.
+      Inductor's own choice is 2048 in 16 warps, 8 bytes a thread. With it a GELU of 3072 and its two packings took 340
+      us instead of 208, of 11008 449 instead of 394; silu(a) * b with three packings of 4096 221 instead of 175, of
+      14336 654 and 660.
     """
     base = need("torch._inductor.choices.InductorChoices")
 
@@ -118,13 +120,13 @@ def choices() -> Any:
         def triton_kernel_kwargs(self, kernel_cls: Any, features: Any, groups: Any, kernel_kwargs: Any) -> Any:
             kwargs = super().triton_kernel_kwargs(kernel_cls, features, groups, kernel_kwargs)
             settings, sizes = need("torch._inductor.config"), need("torch._inductor.virtualized.V").graph.sizevars
-            others_choose = settings.max_autotune or settings.max_autotune_pointwise
-            others_choose |= settings.coordinate_descent_tuning or bool(settings.triton.multi_kernel)
+            autotuned = settings.max_autotune or settings.max_autotune_pointwise
+            autotuned |= settings.coordinate_descent_tuning or bool(settings.triton.multi_kernel)
             if (
-                others_choose
+                autotuned
                 or kwargs.get("fixed_config") is not None
-                # Inductor has decided, as for kernels that also sum over columns: their blocks have other names.
-                # Some blocks of a reduction in a reduction, which 2.15 has, are too small
+                # Inductor has decided. A kernel that also sums over columns names its blocks differently, and a
+                # reduction within a reduction, as in 2.15, has some blocks that are too small.
                 or kwargs.get("override_persistent_reduction")
                 or "override_cooperative_reduction" in kwargs
                 or [set(tiling) for tiling in groups] != [{"x", "r0_"}]
@@ -151,12 +153,11 @@ _OFFLOAD = tuple(f"aot_hooks.{part}" for part in ("offload_start", "offload_wait
 
 
 def _hold_order(nodes: list[Any]) -> list[Any]:
-    """Give Inductor's scheduler the dependencies that keep each operator of offload between the same kernels.
+    """Add dependencies by which Inductor's scheduler keeps each operator of offload between the same kernels.
 
-    Before fusion the scheduler has its nodes in the order of the graph. A kernel that is never fused (a product,
-    attention, other operators) gets a dependency on the last operator of offload before it. An operator of offload gets
-    dependencies on all such kernels since the operator before it. They are for order alone (`is_fake`): no buffer lives
-    longer by them.
+    Before fusion the scheduler has its nodes in the order of the graph. Some kernels are fused with no other: products,
+    attention, other operators. Each of these depends on the operator of offload before it, and each operator of offload
+    on all of these since the one before it. The dependencies are of order alone (`is_fake`), which hold no memory.
     """
     is_ours = {n: str(getattr(n.node, "op_overload", "")).startswith(_OFFLOAD) for n in nodes}
     if not any(is_ours.values()):
@@ -178,17 +179,17 @@ def _hold_order(nodes: list[Any]) -> list[Any]:
             since.append(node)
     scheduler = nodes[0].scheduler
     scheduler.nodes = scheduler.topological_sort_schedule(nodes)
-    scheduler.compute_ancestors()  # what fusion looks at to make no circles
+    scheduler.compute_ancestors()  # by which fusion avoids cycles
     return list(scheduler.nodes)
 
 
 def _bound_size_hints(graph: Any) -> None:
-    """Bound the bytes that Inductor counts for a read of an input of `graph` by the size of the input.
+    """Bound the bytes that Inductor counts for a read of an input of `graph` by the size of that input.
 
-    Inductor counts iterations of the loop that reads: a scale that is read beside each value of its block counted as
-    float32 values. Its search for the order with the least memory then found that unpacking everything at once frees
-    more than it takes: four Llama blocks with int8 in blocks of 64 peaked at 8.8 GiB, now 5.8. Goes when it is bounded
-    in `torch._inductor.memory.get_freeable_input_buf`; 2.11 to 2.15.
+    Inductor counts the elements of the loop that reads. A scale, read once for each value of its block, counted as many
+    bytes as those values in float32. Inductor searches the order of kernels with the least memory. Unpacking all saved
+    tensors at once then seemed to free more than it took: four Llama blocks with int8 in blocks of 64 peaked at 8.8
+    GiB, now 5.8. Goes when `torch._inductor.memory.get_freeable_input_buf` bounds it (2.11 to 2.15).
     """
     hint, whole = graph.get_dep_size_hint, need("torch._inductor.dependencies.StarDep")
 
@@ -202,11 +203,12 @@ def _bound_size_hints(graph: Any) -> None:
 
 
 def _merge_dependencies_of_blocks(nodes: list[Any]) -> None:
-    """Let a packing in blocks be fused with the other nodes that make or read its value.
+    """Let the loop that packs a value in blocks be fused with the other loops that make or read the value.
 
-    Inductor merges loops before it compares their reads, but not loops of the same depth. So [rows, blocks, 128] and
-    [batch, tokens, width] shared nothing, and silu(a) * b with its three packings in int8 became four kernels. Here the
-    reads of such packings are merged. Goes with torch 2.11: from 2.13 on Inductor merges them.
+    Inductor merges the dimensions of two loops before it compares their reads, but only if their numbers of dimensions
+    differ. So [rows, blocks, 128] and [batch, tokens, width] seemed to share nothing, and silu(a) * b and its three
+    packings with int8 became four kernels. This merges the dimensions of such packings' reads. Goes with torch 2.11:
+    from 2.13 on Inductor finds them.
     """
     memory = need("torch._inductor.dependencies.MemoryDep")
 
@@ -258,12 +260,12 @@ def _order_pass_class() -> type:
 
 
 def order_pass(patches: dict[str, Any]) -> dict[str, Any]:
-    """Inductor settings by which `_before_fusion` runs before fusion, and a pass of the user's after it; 2.11 to 2.15.
+    """Inductor settings that run `_before_fusion` before fusion, and then the user's own pass; 2.11 to 2.15.
 
-    Goes when order can be kept publicly.
+    Goes when the order of kernels can be fixed publicly.
     """
     name = "_pre_fusion_custom_pass"
     after = patches.get(name, getattr(need("torch._inductor.config"), name))
     if after is not None and not hasattr(after, "uuid"):
-        return {name: lambda nodes: after(_before_fusion(nodes))}  # torch caches nothing of what has no identity
+        return {name: lambda nodes: after(_before_fusion(nodes))}  # torch caches no graph with a pass that has no uuid
     return {name: _order_pass_class()(after)}

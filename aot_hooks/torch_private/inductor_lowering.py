@@ -1,6 +1,6 @@
-"""Operators that Inductor compiles as one loop, in its own `ops` or in PTX.
+"""Operators that Inductor compiles as one loop, with inline PTX.
 
-lower_to_loop(op, body, ...)   at import; torch's Inductor is not imported for it
+lower_to_loop(op, body, ...)   when the library is imported; does not import Inductor
 register_loops()               before Inductor first compiles hooks
 """
 
@@ -24,6 +24,7 @@ SYMBOLS: Symbols = {
     "torch._inductor.lowering.register_lowering": "operators that Inductor compiles as one loop",
     "torch._inductor.codegen.triton.TritonOverrides": "operators that Inductor compiles as one loop",
     "torch._inductor.ir.TensorBox": "operators that Inductor compiles as one loop",
+    "torch._inductor.lowering.fallback_handler": "operators that Inductor compiles as one loop",
     "torch._inductor.lowering.lowerings": "operators that Inductor compiles as one loop",
     "torch._inductor.virtualized.ops": "operators that Inductor compiles as one loop",
 }
@@ -40,42 +41,43 @@ PROTOCOLS: Protocols = {
 need = needing(SYMBOLS)
 
 
-_loops: list[tuple[Any, Callable[..., Any], Callable[..., Any] | None, Callable[..., torch.dtype], str | None]] = []
+_loops: list[tuple[Any, Callable[..., Any], Callable[..., torch.dtype], str | None]] = []
+
+
+def emits_ptx(device: torch.device) -> bool:
+    """Whether Inductor compiles loops on `device` to Triton for NVIDIA GPUs."""
+    return device.type == "cuda" and torch.version.hip is None
 
 
 def lower_to_loop(
-    op: Any,
-    body: Callable[..., Any],
-    dtype_of: Callable[..., torch.dtype],
-    *,
-    nvidia: Callable[..., Any] | None = None,
-    reduce_last: str | None = None,
+    op: Any, body: Callable[..., Any], dtype_of: Callable[..., torch.dtype], *, reduce_last: str | None = None
 ) -> None:
-    """Have Inductor compile `op` as one loop over its first argument.
+    """Have Inductor compile `op` as one loop over its first argument, once `register_loops` has run.
+
+    Only where PTX can be emitted; elsewhere Inductor calls the operator.
 
     Args:
         body: `(ops, element of each tensor argument, other arguments) -> element`, in Inductor's `ops`. Tensors
-            broadcast against the first, dimensions of size 1 only.
+            broadcast against the first, along dimensions of size 1 only.
         dtype_of: dtype of the result, from the operator's arguments.
-        nvidia: a body that takes the place of `body` where PTX can be emitted.
-        reduce_last: reduce the result over the last dimension, kept as 1, with this ATen operator.
+        reduce_last: the ATen operator that reduces the result over the last dimension, which stays with size 1.
 
     Goes when a tensor operator can be lowered as one node publicly.
     """
-    _loops.append((op, body, nvidia, dtype_of, reduce_last))
+    _loops.append((op, body, dtype_of, reduce_last))
 
 
 @dataclasses.dataclass(frozen=True)
 class PackedAsm:
-    """Inline assembly of four elements at once, for Triton, and of one for a block that holds fewer than four.
+    """Inline assembly for Triton: for four elements at once, and for one where a block holds fewer than four.
 
-    Blocks of fewer than four do not compile with Inductor's `ops.inline_asm_elementwise` in 2.11; from 2.13 on it takes
-    all inputs to be as large as the first. So it calls `code`, see `packed_asm_in_force`.
+    Inductor's `ops.inline_asm_elementwise` can't express the second. In 2.11 such a block does not compile; from 2.13
+    on it takes every input to be as large as the first. So `code` generates this call instead.
 
     Attributes:
-        dtype: of the result.
-        four, four_constraints: 8-bit elements are in one register, others in a register each.
-        one, one_constraints: 8-bit elements are in a register each.
+        dtype: dtype of the result.
+        four, four_constraints: for four elements. 8-bit elements share one register, others have one each.
+        one, one_constraints: for one element, with one register for each input and output.
     """
 
     dtype: torch.dtype
@@ -91,7 +93,7 @@ class PackedAsm:
         )
 
     def code(self, *inputs: Any) -> str:
-        """An expression of Triton's language, which chooses between the two when Triton compiles it."""
+        """The call in Triton's language. Triton knows a block's size, so its compiler chooses between the two."""
         byte, dtype = self.dtype.itemsize == 1, str(self.dtype).removeprefix("torch.")
         words = [f"{x}.to(tl.int32)" if x.dtype.itemsize == 1 else str(x) for x in inputs]
         four = (
@@ -150,22 +152,22 @@ def register_loops() -> None:
     """Register with Inductor what `lower_to_loop` was called for."""
     register = need("torch._inductor.lowering.register_lowering")
     while _loops:
-        op, body, nvidia, dtype_of, reduce_last = _loops.pop()
-        register(op, type_promotion_kind=None)(_lowering(body, nvidia, dtype_of, reduce_last))
+        op, body, dtype_of, reduce_last = _loops.pop()
+        register(op, type_promotion_kind=None)(_lowering(op, body, dtype_of, reduce_last))
 
 
 def _lowering(
-    body: Callable[..., Any],
-    nvidia: Callable[..., Any] | None,
-    dtype_of: Callable[..., torch.dtype],
-    reduce_last: str | None,
+    op: Any, body: Callable[..., Any], dtype_of: Callable[..., torch.dtype], reduce_last: str | None
 ) -> Callable[..., Any]:
-    lowerings = need("torch._inductor.lowering.lowerings")
+    lowerings, call = need("torch._inductor.lowering.lowerings"), need("torch._inductor.lowering.fallback_handler")(op)
     pointwise, box = need("torch._inductor.ir.Pointwise"), need("torch._inductor.ir.TensorBox")
     graph, ops = need("torch._inductor.virtualized.V"), need("torch._inductor.virtualized.ops")
 
     def lower(*args: Any) -> Any:
         tensors = [a for a in args if isinstance(a, box)]
+        device = tensors[0].get_device()
+        if not emits_ptx(device):
+            return call(*args)
         others = args[len(tensors) :]
         sizes = tensors[0].get_size()
         known = graph.graph.sizevars.statically_known_equals
@@ -174,16 +176,13 @@ def _lowering(
             spread = [known(own, 1) and not known(size, 1) for own, size in zip(t.get_size(), sizes, strict=True)]
             loaders.append((t.make_loader(), spread))
 
-        device = tensors[0].get_device()
-        element = nvidia if nvidia is not None and device.type == "cuda" and torch.version.hip is None else body
-
         def inner(index: Any) -> Any:
             at = [[0 if s else i for i, s in zip(index, spread, strict=True)] for _, spread in loaders]
-            # Scales first: where two layouts of a block in threads meet, Triton takes that of what was loaded last, and
-            # a scale's is one element a thread at a time. A norm's backward that unpacks then takes 662 instructions
-            # for sm_90 instead of 745, without moving codes through shared memory a byte at a time.
+            # Load scales first. Where two layouts of a block in threads meet, Triton takes that of the last load, and
+            # in a scale's layout a thread has one element at a time. A norm's backward that unpacks then takes 662
+            # instructions for sm_90 instead of 745, and moves no codes through shared memory a byte at a time.
             elements = [load(i) for (load, _), i in zip(reversed(loaders), reversed(at), strict=True)]
-            return element(ops, *reversed(elements), *others)
+            return body(ops, *reversed(elements), *others)
 
         out = pointwise.create(device=device, dtype=dtype_of(*args), inner_fn=inner, ranges=list(sizes))
         if reduce_last is None:

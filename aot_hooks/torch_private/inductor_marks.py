@@ -1,6 +1,6 @@
-"""Marks in the `meta` of nodes, from the rewrite for Inductor's scheduler.
+"""Marks in the `meta` of graph nodes, by which the rewrite tells Inductor's scheduler about them.
 
-inline, placement --PACKED_ROW, mark_alone--> nodes of (fw', bw') --lowered--> inductor_fusion reads them
+passes.inline --PACKED_ROW, mark_alone--> nodes of (fw', bw') --lowered--> inductor_fusion reads the marks
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ ALONE = "aot_hooks_alone"
 
 
 def mark_alone(nodes: Sequence[Node], name: str) -> None:
-    """Keep Inductor from fusing `nodes` with other nodes."""
+    """Let Inductor fuse `nodes` with each other only."""
     for node in nodes:
         node.meta[ALONE] = name
 
 
 def marks_of(graph: GraphModule) -> str:
-    """All marks in a graph, by position, as text."""
+    """All marks of a graph's nodes with their positions, as text for cache keys."""
     marks = [(i, n.meta.get(ALONE), PACKED_ROW in n.meta) for i, n in enumerate(graph.graph.nodes)]
     return repr([mark for mark in marks if any(mark[1:])])

@@ -1,7 +1,7 @@
 """What is stored of a graph's captures in torch's caches, so that a warm start captures what the cold one did.
 
-    cold   fx graph --inductor.look--> Found --Store.keep--> bytes in the entry of torch's AOTAutograd cache
-    warm   entry --Store.take--> Found, with this program's lines --inductor.finish--> the loaded code, captured
+    cold   fx graph --inductor.analysed--> Found --Store.keep--> bytes in the entry of torch's AOTAutograd cache
+    warm   entry --Store.take--> Found, with this program's lines --inductor.captured--> the loaded code, captured
 
 `Found` is plain data: the inputs (`PlaceholderInfo`), which of them are static, the saved outputs, and the blockers.
 A graph that was renamed or moved to other lines is the same graph. So lines of the user's are stored as numbers of
@@ -30,13 +30,14 @@ import torch
 from torch.fx import GraphModule
 
 from ..errors import CudaGraphError
-from ..graph.analyse import Analysis, Kind, Verdict, whole_piece
+from ..graph.analyse import Analysis, Kind, Verdict
 from ..graph.blockers import Blocker, is_host_operator
 from ..options import Options
 from ..placeholder import PlaceholderInfo, source_line
 from ..torch_private import autograd_cache
 from ..torch_private import cuda as torch_cuda
-from ..tree.dispatch import Piece
+from ..tree.function import Piece
+from .pieces import whole_piece
 
 __all__ = ["Found", "Refused", "Store", "found_of", "key_of", "why_not"]
 

@@ -1,106 +1,80 @@
 """Inductor's compiled graphs, captured.
 
-    fx graph ----look----> Found, and Inductor's code --+
-    torch's cache, see entry.py: Found, and the code ---+--finish--> the callable
-                                                            nothing in the way: captured in one piece
-                                                            something is: Inductor's scheduler cut the code around it,
+    fx graph --analysed--> Found, and Inductor's code --+
+    torch's cache, see entry.py: Found, and the code --+--captured--> the callable for AOTAutograd
+                                                            no blockers: captured in one piece
+                                                            blockers: Inductor's scheduler cut the code around them,
                                                               and its pieces are captured
-                                                            nothing to capture: as Inductor leaves it
+                                                            nothing to capture: Inductor's code itself
 
-Inductor makes no CUDA graphs itself. The compiled graph has its mutated inputs, its constants, and its pieces, with
-the inputs and outputs of each.
+Inductor is told not to make CUDA graphs itself. Mutated inputs, constants and pieces are read off its compiled graph.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch.fx import GraphModule
 
 from .. import counters
-from ..graph import analyse
-from ..graph.analyse import Boxed, Kind, report, tell, uncaptured
+from ..graph.analyse import Kind, prepare_and_analyse, report, warn_once
 from ..options import Options
 from ..placeholder import PlaceholderInfo
 from ..torch_private import compilers
 from ..tree import dispatch
-from ..tree.dispatch import Piece
 from ..tree.driver import CaptureDriver
+from ..tree.function import Piece
 from .entry import Found, found_of
+from .pieces import Boxed, uncaptured
 
-if TYPE_CHECKING:
-    from ..backend import Compilation
-
-__all__ = ["capture_partitions", "finish", "inner_compile", "pieces_of"]
+__all__ = ["analysed", "capture_partitions", "captured", "pieces_of"]
 
 
-def inner_compile(compilation: Compilation, inner: Callable[..., Any]) -> Callable[..., Any]:
-    """An `inner_compile` for Inductor that compiles with `inner` and captures what comes out."""
+def analysed(gm: GraphModule, kind: Kind, options: Options, device_type: str) -> Found:
+    """What can be captured of `gm`, found before Inductor's passes change it.
 
-    def compile_graph(gm: GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
-        kind = compilation.kind(
-            gm,
-            is_backward=bool(kwargs.get("is_backward")),
-            is_inference=bool(kwargs.get("is_inference")),
-            static=kwargs.get("static_input_idxs"),
-        )
-        found = look(gm, kind, compilation)
-        with compilers.inductor_capture_settings(cut=bool(found.verdict.blockers)):
-            code = inner(gm, inputs, **{**kwargs, "cudagraphs": compilers.no_cudagraphs()})
-        if not compilers.is_compiled_graph(code):
-            return code
-        if compilation.store is not None:
-            compilation.store.keep(found)
-        return finish(code, found, compilation)
-
-    return compile_graph
-
-
-def look(gm: GraphModule, kind: Kind, compilation: Compilation) -> Found:
-    """Analyse `gm`, and prepare it for capture. Raises `NotCapturableError` with `or_error`."""
-    options = compilation.options
-    # Inductor moves numbers itself
-    analysis = analyse.look(gm, kind, options, compilation.device_type, numbers=False)
-    # Inductor's kernels write to inputs in the middle of the code: the tree finds the owners
+    Raises `NotCapturableError` with `options.or_error`.
+    """
+    # Inductor moves CPU numbers itself.
+    analysis = prepare_and_analyse(gm, kind, options, device_type, numbers=False)
+    # Inductor's kernels write to inputs in the middle of the code; the tree finds out whose memory that is.
     blocked = tuple(b for b in analysis.blockers if "the caller's own" not in b.reason)
     analysis = dataclasses.replace(analysis, blockers=blocked)
     if options.or_error:
-        report(analysis, options)  # before it is compiled for nothing
+        report(analysis, options)  # before compiling in vain
     return found_of(gm, kind, analysis)
 
 
-def finish(code: Any, found: Found, compilation: Compilation) -> Any:
-    """The callable for AOTAutograd: `code`, compiled now or loaded from a cache, with its pieces captured.
+def captured(code: Any, found: Found, options: Options, driver: CaptureDriver | None) -> Any:
+    """The callable that AOTAutograd gets for `code`, compiled now or loaded from a cache.
 
-    For one piece it is the tree itself: each call saves the 3 us that `code` takes to look for a profiler and to close
-    its metrics.
+    Code in one piece is replaced by the tree's own callable: `code` takes 3 us a call to look for a profiler and to
+    close its metrics. Otherwise `code` is returned, with its pieces captured.
     """
-    options, driver, verdict = compilation.options, compilation.driver, found.verdict
+    verdict = found.verdict
     if found.piece is None:
         report(verdict, options)
         if not verdict.idle:
             compilers.set_callable(code, uncaptured(compilers.callable_of(code)))
         return code
-    about = dataclasses.replace(
+    graph = dataclasses.replace(
         found.piece, mutated_inputs=compilers.mutated_inputs(code), constants=compilers.constants_of(code)
     )
-    said = compilers.reason_of_inductor(code)
-    if not verdict.blockers and said is None:
-        run = dispatch.capture(dataclasses.replace(about, run=compilers.callable_of(code)), options, driver)
-        run.code = code  # type: ignore[attr-defined]  # lives as long
+    reason = compilers.reason_of_inductor(code)
+    if not verdict.blockers and reason is None:
+        run = dispatch.capture(dataclasses.replace(graph, run=compilers.callable_of(code)), options, driver)
+        run.code = code  # type: ignore[attr-defined]  # kept alive with its callable
         compilers.stored_as(run, code)
-        if about.is_inference:
-            compilation.inference = run
         return run
-    maps = (compilers.partitions_of(code) or []) if said is None else []
-    if said is not None:
-        tell(f"{about.name} can't be captured; Inductor says: {said}", "it runs as it is", (said,), options)
+    maps = (compilers.partitions_of(code) or []) if reason is None else []
+    if reason is not None:
+        warn_once(f"{graph.name} can't be captured; Inductor says: {reason}", "it runs as it is", (reason,), options)
     report(verdict, options, captured_count=len(maps))
     if maps:
         counters.add("partitions")
-        compilers.set_callable(code, capture_partitions(code, about, maps, options, driver))
+        compilers.set_callable(code, capture_partitions(code, graph, maps, options, driver))
     else:
         compilers.set_callable(code, uncaptured(compilers.callable_of(code)))
     return code
@@ -113,7 +87,7 @@ def capture_partitions(
     options: Options,
     driver: CaptureDriver | None,
 ) -> Boxed:
-    """A call of Inductor's `code` in which each piece is captured; `graph` describes the whole graph."""
+    """A callable that runs Inductor's `code` with each of its pieces captured. `graph` describes all of it."""
     pieces = pieces_of(graph, maps)
     return compilers.with_partitions(code, [_capturing(piece, options, driver) for piece in pieces])
 
@@ -123,9 +97,9 @@ def _capturing(piece: Piece, options: Options, driver: CaptureDriver | None) -> 
 
 
 def pieces_of(graph: Piece, maps: Sequence[compilers.PartitionMap]) -> list[Piece]:
-    """A `Piece` for each of Inductor's pieces of `graph`, without `run`.
+    """Descriptions of Inductor's pieces of `graph`; the caller replaces their `run`.
 
-    `maps` name the graph's inputs and outputs among those of a piece. Sizes that a piece takes come last, in no map.
+    `maps` say which of a piece's inputs and outputs are the graph's. A piece takes sizes last; no map has them.
     """
     pieces = []
     saved_of_graph = set(graph.saved_outputs or ())
@@ -133,18 +107,18 @@ def pieces_of(graph: Piece, maps: Sequence[compilers.PartitionMap]) -> list[Piec
         name = f"{graph.name}, part {number} of {len(maps)}"
         saved = graph.saved_outputs
         if saved is not None:
-            saved = tuple(i for i, given in enumerate(part.outputs) if not saved_of_graph.isdisjoint(given))
+            saved = tuple(i for i, theirs in enumerate(part.outputs) if not saved_of_graph.isdisjoint(theirs))
         pieces.append(
             dataclasses.replace(
                 graph,
                 name=name,
-                static_inputs=tuple(i for i, given in enumerate(part.inputs) if given in graph.static_inputs),
-                mutated_inputs=tuple(i for i, given in enumerate(part.inputs) if given in graph.mutated_inputs),
+                static_inputs=tuple(i for i, theirs in enumerate(part.inputs) if theirs in graph.static_inputs),
+                mutated_inputs=tuple(i for i, theirs in enumerate(part.inputs) if theirs in graph.mutated_inputs),
                 placeholders=tuple(
-                    PlaceholderInfo(f"input {i} of {name}") if given is None else graph.placeholders[given]
-                    for i, given in enumerate(part.inputs)
+                    PlaceholderInfo(f"input {i} of {name}") if theirs is None else graph.placeholders[theirs]
+                    for i, theirs in enumerate(part.inputs)
                 ),
-                output_traces=tuple(graph.output_traces[given[0]] if given else None for given in part.outputs),
+                output_traces=tuple(graph.output_traces[theirs[0]] if theirs else None for theirs in part.outputs),
                 saved_outputs=saved,
             )
         )

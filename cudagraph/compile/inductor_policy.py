@@ -1,10 +1,10 @@
-"""`cudagraph.Policy()`: Inductor's own users switch to this package's trees.
+"""`cudagraph.Policy()` lets Inductor's own users switch to this package's trees.
 
     torch._inductor.config.cudagraph_policy = cudagraph.Policy()      torch 2.13 and later
     torch.compile(model, mode="reduce-overhead")
 
-Inductor finds out what it captures, as for its own trees, and asks the policy to wrap each compiled graph; code that
-its scheduler cut is captured piece by piece. Works on graphs that torch's caches loaded, too.
+Inductor decides what to capture, as for its own trees, and asks the policy to wrap each compiled graph. Code that its
+scheduler cut is captured piece by piece. Graphs that torch's caches loaded are captured, too.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from typing import Any
 import torch
 
 from .. import counters
-from ..graph.analyse import Boxed, uncaptured
 from ..options import Options
 from ..placeholder import PlaceholderInfo
 from ..torch_private import compilers
 from ..tree import dispatch
-from ..tree.dispatch import Piece
 from ..tree.driver import CaptureDriver
+from ..tree.function import Piece
 from .inductor import capture_partitions
+from .pieces import Boxed, uncaptured
 
 __all__ = ["Policy"]
 
@@ -33,10 +33,10 @@ _numbers = itertools.count()
 
 
 class _Pending:
-    """The callable of a compiled graph between `cudagraphify` and `wrap_output`: a piece that is not captured yet."""
+    """The uncaptured callable that stands in a compiled graph between Inductor's two calls of the policy."""
 
-    def __init__(self, run: Boxed, piece: Piece, given: Sequence[int]) -> None:
-        self.run, self.piece, self.given = run, piece, given
+    def __init__(self, run: Boxed, piece: Piece, static: Sequence[int]) -> None:
+        self.run, self.piece, self.static = run, piece, static
 
     def __call__(self, inputs: list[Any]) -> Any:
         return self.run(inputs)
@@ -46,11 +46,11 @@ class Policy(compilers.inductor_policy_class()):  # type: ignore[misc]
     """For `torch._inductor.config.cudagraph_policy`.
 
     Args:
-        options: as of `torch.compile(backend="cudagraph_tree", options=...)`; "inner" has no meaning here.
-        driver: what captures; CUDA's if None.
+        options: those of `torch.compile(backend="cudagraph_tree", options=...)`; "inner" has no meaning here.
+        driver: the driver that captures; CUDA's if None.
 
     Raises:
-        UnsupportedTorchError: torch before 2.13 has no such policy.
+        UnsupportedTorchError: torch before 2.13 has no such policies.
         OptionError: an unknown or ill-typed option.
     """
 
@@ -59,7 +59,7 @@ class Policy(compilers.inductor_policy_class()):  # type: ignore[misc]
         self.options = Options.parse(options)
         self.driver = driver
         self.device_type = "cuda" if driver is None else driver.device_type
-        self._local = threading.local()  # .pending: of the graph that this thread is compiling
+        self._local = threading.local()  # .pending: the graph that this thread is compiling
         self._static: dict[Any, set[str]] = {}  # by Inductor's number of a graph: the forward's static inputs
 
     def __deepcopy__(self, _: Any) -> Policy:
@@ -76,7 +76,7 @@ class Policy(compilers.inductor_policy_class()):  # type: ignore[misc]
         is_inference: bool,
         **kwargs: Any,
     ) -> Callable[..., Any]:
-        """Called by Inductor to wrap `model`; `wrap_output` captures it, because it sees the pieces."""
+        """Called by Inductor to wrap `model`. `wrap_output` does it, because it sees the pieces."""
         word = "backward" if is_backward else "inference" if is_inference else "forward"
         piece = Piece(
             name=f"{word} {next(_numbers)} of Inductor",
@@ -93,13 +93,14 @@ class Policy(compilers.inductor_policy_class()):  # type: ignore[misc]
         return self._local.pending  # type: ignore[no-any-return]
 
     def should_wrap(self, compiled_graph: Any) -> bool:
+        """Called by Inductor: whether to call `wrap_output`. Always."""
         return True
 
     def wrap_output(self, output_code: Any) -> Any:
-        """Capture the graph of the last `cudagraphify`, whole or in the pieces of the code."""
+        """Capture the graph of the last `cudagraphify`: whole, or piece by piece as the code was cut."""
         pending, self._local.pending = getattr(self._local, "pending", None), None
         if pending is None or not compilers.is_compiled_graph(output_code):
-            return output_code  # Inductor decided against it, and said so
+            return output_code  # Inductor decided against a capture, and logged why
         static = self._static_inputs(pending, compilers.graph_number(output_code))
         piece = dataclasses.replace(pending.piece, static_inputs=static)
         maps = compilers.partitions_of(output_code)
@@ -117,21 +118,21 @@ class Policy(compilers.inductor_policy_class()):  # type: ignore[misc]
         return output_code
 
     def _static_inputs(self, pending: _Pending, graph_number: Any) -> tuple[int, ...]:
-        """Inductor calls every saved tensor static, but only parameters are.
+        """The inputs that are parameters. Inductor calls every saved tensor static.
 
-        The tree finds saved tensors in its own memory by itself; a saved tensor of the caller moves at each step.
+        The tree finds those in its own memory by itself. A saved tensor of the caller's moves in each step.
         """
         names = [info.name for info in pending.piece.placeholders]
         if not pending.piece.is_backward:
-            self._static[graph_number] = {names[i] for i in pending.given if i < len(names)}
-            return tuple(pending.given)
+            self._static[graph_number] = {names[i] for i in pending.static if i < len(names)}
+            return tuple(pending.static)
         known = self._static.get(graph_number)
         if known is None:  # the forward was not captured
-            return tuple(i for i in pending.given if names[i].startswith("primals"))
-        return tuple(i for i in pending.given if names[i] in known)
+            return tuple(i for i in pending.static if names[i].startswith("primals"))
+        return tuple(i for i in pending.static if names[i] in known)
 
 
 def _info(theirs: Any) -> PlaceholderInfo:
-    """torch's record of a placeholder as ours."""
+    """torch's record of a placeholder as this package's."""
     users = tuple(PlaceholderInfo(user.name, user.stack_trace) for user in theirs.users)
     return PlaceholderInfo(theirs.name, theirs.stack_trace, users, theirs.mutating_use_stack_trace)

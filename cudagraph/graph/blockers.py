@@ -1,12 +1,12 @@
-"""What of a graph can be captured, found before anything is captured.
+"""Finds the operators of a graph that can't be captured.
 
-    graph, device --reason_against(node)--> None, or why this operator can't stand in a CUDA graph
+    graph, device --reason_against(node)--> None, or why this operator can't be in a CUDA graph
                   --blockers--> tuple[Blocker]     each with the user's line
 
-A captured graph launches the same kernels on the same addresses each time, and nothing of it runs on the host. So what
-computes on the host, reads a number there, waits for the device to know a size, or belongs to another device stays out.
-Views and arithmetic on sizes launch nothing: they stand anywhere (`is_free`). Where an input is given other memory or
-another shape (`rebinds`), all of the graph stays out: what the input is given would lie in memory of the pool.
+A captured graph launches the same kernels on the same addresses each time, and none of its host code runs again. So an
+operator stays out if it computes on the host, reads a number there, waits for the device to know a size, or belongs to
+another device. Views and arithmetic on sizes launch nothing and can be anywhere (`is_free`). If an input gets other
+memory or another shape (`rebinds`), the whole graph stays out: the input's new memory would be the pool's.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ __all__ = [
 
 CPU = torch.device("cpu")
 
-# They choose on the host what runs.
+# Higher-order operators whose branch is chosen on the host.
 _CONTROL_FLOW = {"cond", "while_loop", "while_loop_stack_output", "switch"}
 
-# They look at the result on the host, to raise if it is not good, or run on a library that can't be captured.
+# Operators that read a result on the host, for example to raise an error, or use a library that can't be captured.
 _HOST_READS = {
     "aten::_linalg_check_errors",
     "aten::_linalg_eigh",
@@ -54,18 +54,16 @@ _HOST_READS = {
 
 _COPIES = {"aten::_to_copy", "aten::copy_", "aten::copy", "prims::device_put"}
 
-# They check sizes, which are a key of recordings.
+# Checks of sizes, which are part of the edge keys of recordings.
 _SIZE_CHECKS = {"aten::_assert_scalar", "aten::sym_constrain_range", "aten::sym_constrain_range_for_size"}
 
-# They change the memory or the shape of a tensor object, and have no tag that says so.
+# Operators that change the memory or the shape of a tensor object without the tag `inplace_view`.
 _REBIND_WITHOUT_TAG = {
     "aten::set_data",
     "aten::_resize_output_",
     "aten::resize_as_sparse_",
     "inductor::resize_storage_bytes_",
 }
-
-REBINDS = "other memory or another shape, which a replay would not"
 
 _host_operators: set[Any] = set()
 
@@ -76,10 +74,10 @@ class Blocker:
 
     Attributes:
         reason: why, as the end of the sentence "it can't be captured because ...".
-        op: the operator, as torch writes it; "" where no operator is the reason.
+        op: the operator, as torch writes it; "" if the reason is no operator.
         node: its name in the graph; "" likewise.
         stack_trace: the user's stack where it was called; None if unknown.
-        graph: the graph it is in, where that is not clear from what holds the blocker.
+        graph: the name of its graph; "" if the blocker is part of that graph's `Analysis`.
     """
 
     reason: str
@@ -99,21 +97,21 @@ class Blocker:
 
 
 def register_host_operator(op: Any) -> None:
-    """Declare that custom operator `op` can be captured although it takes or gives CPU tensors.
+    """Declare that the custom operator `op` can be captured although it takes or returns CPU tensors.
 
-    It must read and write them by copies in stream order only, never on the host, and they must be pinned memory that
-    stays where it is as long as a recording of it lives. `op` is an overload, such as `torch.ops.mine.offload.default`.
+    It must read and write them only by copies in stream order, never on the host. They must be pinned memory that does
+    not move as long as a recording of it lives. `op` is an overload, such as `torch.ops.mine.offload.default`.
     """
     _host_operators.add(op)
 
 
 def is_host_operator(node: Any) -> bool:
-    """Whether the operator of `node`, or an operator itself, was declared by `register_host_operator`."""
+    """Whether `node`, a node or an operator, was declared by `register_host_operator`."""
     return (node.target if isinstance(node, Node) else node) in _host_operators
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
-    """The tensors in what a node stands for."""
+    """The tensors in a node's value."""
     if isinstance(value, torch.Tensor):
         return [value]
     if isinstance(value, (list, tuple)):
@@ -122,7 +120,7 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
 
 
 def value_of(node: Node) -> Any:
-    """What `node` stands for while compiling: a fake tensor, a number, a list of them; None if it is not known."""
+    """The value of `node` while compiling: a fake tensor, a number, or a list of them; None if unknown."""
     return node.meta["val"] if "val" in node.meta else attribute_of(node)
 
 
@@ -137,30 +135,25 @@ def attribute_of(node: Node) -> Any:
 
 
 def capture_device(gm: GraphModule, device_type: str) -> torch.device | None:
-    """The device of that type that most operators of `gm` compute on; None if it has none.
+    """The device of type `device_type` that most operators of `gm` compute on; None if there is none.
 
-    An operator that gives no tensor there computes on what it reads: `.item()`, `.cpu()`.
+    An operator without a result there, such as `.item()` or `.cpu()`, counts for the device of its inputs.
     """
     count: Counter[torch.device] = Counter()
     for node in gm.graph.nodes:
         if node.op != "call_function" or is_free(node):
             continue
-        read = [t for given in node.all_input_nodes for t in tensors_in(value_of(given))]
-        made, given = (
-            {t.device for t in ts if t.device.type == device_type} for ts in (tensors_in(value_of(node)), read)
+        inputs = [t for source in node.all_input_nodes for t in tensors_in(value_of(source))]
+        written, read = (
+            {t.device for t in ts if t.device.type == device_type} for ts in (tensors_in(value_of(node)), inputs)
         )
-        count.update(made or given)
+        count.update(written or read)
     return count.most_common(1)[0][0] if count else None
 
 
 def blockers(gm: GraphModule, device: torch.device) -> tuple[Blocker, ...]:
     """The operators of `gm` that can't be captured on `device`, in order."""
-    found = []
-    for node in gm.graph.nodes:
-        reason = reason_against(node, device)
-        if reason is not None:
-            found.append(blocker_of(node, reason))
-    return tuple(found)
+    return tuple(blocker_of(node, reason) for node in gm.graph.nodes if (reason := reason_against(node, device)))
 
 
 def blocker_of(node: Node, reason: str) -> Blocker:
@@ -168,9 +161,9 @@ def blocker_of(node: Node, reason: str) -> Blocker:
 
 
 def rebinds(node: Node) -> Node | None:
-    """The input or constant that the operator of `node` gives other memory or another shape; None if it gives none.
+    """The input or constant to which the operator of `node` gives other memory or another shape; None if there is none.
 
-    Of what the graph itself made that is no matter: all that happens to the tensor object happens once, in the capture.
+    A tensor that the graph made itself may be rebound: its tensor object exists only during the capture.
     """
     if node.op != "call_function" or not torch_cuda.is_operator(node.target):
         return None
@@ -182,7 +175,7 @@ def rebinds(node: Node) -> Node | None:
 
 
 def source_of(node: Node) -> Node:
-    """What `node` is a view of, through views of views; itself if it is none."""
+    """The node that `node` is a view of, through views of views; itself if it is no view."""
     while node.op == "call_function" and node.all_input_nodes and is_free(node):
         node = node.all_input_nodes[0]
     return node
@@ -190,16 +183,16 @@ def source_of(node: Node) -> Node:
 
 def traced_line(node: Node) -> str | None:
     """The user's stack of `node`, or of the nearest operator that it was computed from; None if none has one."""
-    waiting, seen = [node], {node}
-    while waiting:
-        given = waiting.pop(0)
-        trace: str | None = given.meta.get("stack_trace")
+    queue, seen = [node], {node}
+    while queue:
+        current = queue.pop(0)
+        trace: str | None = current.meta.get("stack_trace")
         if trace:
             return trace
-        for source in reversed(given.all_input_nodes):
+        for source in reversed(current.all_input_nodes):
             if source not in seen:
                 seen.add(source)
-                waiting.append(source)
+                queue.append(source)
     return None
 
 
@@ -229,7 +222,7 @@ def reason_against(node: Node, device: torch.device) -> str | None:
 
 def _by_layout(node: Node) -> str | None:
     tensors = [t for n in (node, *node.all_input_nodes) for t in tensors_in(value_of(n))]
-    # a constant that a library packed is no input, and stays as it is
+    # An mkldnn tensor is a constant that a library packed; it is no input and never changes.
     layouts = {str(t.layout) for t in tensors if t.layout is not torch.strided and not t.is_mkldnn}
     return f"works on a tensor of layout {min(layouts)}" if layouts else None
 
@@ -239,7 +232,7 @@ def _by_operator(node: Node, device: torch.device) -> str | None:
     if torch_cuda.is_higher_order(target):
         if str(target) in _CONTROL_FLOW:
             return "chooses on the host what runs"
-        for called in _operators_given(node):
+        for called in _operator_arguments(node):
             if torch.Tag.cudagraph_unsafe in called.tags:
                 return f"calls {called}, which is tagged cudagraph_unsafe"
         for sub in _subgraphs(node):
@@ -270,25 +263,25 @@ def _numbers(value: Any) -> list[Any]:
 
 
 def _by_device(node: Node, device: torch.device) -> str | None:
-    given = [t for n in node.all_input_nodes for t in tensors_in(value_of(n))]
-    made = tensors_in(value_of(node))
-    if not given and not made and not torch_cuda.is_higher_order(node.target):
+    inputs = [t for n in node.all_input_nodes for t in tensors_in(value_of(n))]
+    outputs = tensors_in(value_of(node))
+    if not inputs and not outputs and not torch_cuda.is_higher_order(node.target):
         return "acts on the host only"
     # meta tensors have no memory: nothing is computed with them
-    given = [t for t in given if t.device.type != "meta"]
-    made = [t for t in made if t.device.type != "meta"]
-    others = {t.device for t in (*given, *made)} - {device}
+    inputs = [t for t in inputs if t.device.type != "meta"]
+    outputs = [t for t in outputs if t.device.type != "meta"]
+    others = {t.device for t in (*inputs, *outputs)} - {device}
     if not others or (others == {CPU} and is_host_operator(node)):
         return None
-    if device not in {t.device for t in (*given, *made)}:
+    if device not in {t.device for t in (*inputs, *outputs)}:
         return f"runs on {_listed(others)}"
-    sources, results = {t.device for t in given}, {t.device for t in made}
+    sources, results = {t.device for t in inputs}, {t.device for t in outputs}
     written = {t.device for n in written_nodes(node) for t in tensors_in(value_of(n))}
     if _name(node) in _COPIES:
         goes_to = written or results
         comes_from = sources - goes_to
         return f"copies from {_listed(comes_from)} to {_listed(goes_to)}"
-    if results == {device} and all(t.ndim == 0 for t in given if t.device == CPU) and others == {CPU}:
+    if results == {device} and all(t.ndim == 0 for t in inputs if t.device == CPU) and others == {CPU}:
         return "reads a number from the CPU"
     return f"works on tensors of {_listed(others | {device})}"
 
@@ -301,14 +294,13 @@ def _name(node: Node) -> str:
     return str(node.target.name()).split(".")[0] if torch_cuda.is_operator(node.target) else ""  # type: ignore[union-attr]
 
 
-def _operators_given(node: Node) -> Iterator[Any]:
-    """The operators that a higher-order one is given to call."""
+def _operator_arguments(node: Node) -> Iterator[Any]:
+    """The operators that a higher-order one calls, which are its arguments."""
     return (a for a in (*node.args, *node.kwargs.values()) if torch_cuda.is_operator(a))
 
 
 def _subgraphs(node: Node) -> Iterator[GraphModule]:
-    for given in node.all_input_nodes:
-        if given.op == "get_attr":
-            value = attribute_of(given)
-            if isinstance(value, GraphModule):
-                yield value
+    for source in node.all_input_nodes:
+        value = attribute_of(source)
+        if isinstance(value, GraphModule):
+            yield value

@@ -1,13 +1,13 @@
-"""Takes out of a graph what stands on the CPU for no reason, before it is looked at.
+"""Moves values of a graph from the CPU to the device where they need not be on the CPU.
 
-    torch.arange(n).to("cuda")           made where it is wanted
+    torch.arange(n).to("cuda")           created on the device
     torch.tensor([1, 2], device="cuda")  a constant: moved when the graph is compiled, not in every call
-    x[..., 0] = 3                        a known number: made on the device too
-    x * s   with s a number on the CPU   s is copied ahead of the graph, in one place, and x * s can be captured
+    x[..., 0] = 3                        a known number: created on the device, too
+    x * s   with s a number on the CPU   s is copied before the graph, once, and x * s can be captured
 
-Each rewrite gives the same bits. Where it is computed with, a number on the CPU is left alone beside 16-bit and smaller
-floats: there a kernel uses all digits of a number from the CPU, but rounds one that lies on the device to the tensor's
-type first. Likewise `arange` of floats is left alone: the CPU adds up in float64.
+Each rewrite gives the same bits. A number on the CPU stays there if it is computed with 16-bit or smaller floats: a
+kernel uses all digits of a number from the CPU, but rounds one on the device to the tensor's type first. `arange` of
+floats stays, too: the CPU adds up in float64.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ _FACTORIES = {
     aten.triu_indices.default,
 }
 
-# They put a number somewhere as it is and compute nothing with it.
-_PLACING = {
+# Operators that write a number unchanged and compute nothing with it.
+_COPYING = {
     aten.copy.default,
     aten.copy_.default,
     aten.fill.Tensor,
@@ -50,7 +50,7 @@ _PLACING = {
 
 
 def prepare(gm: GraphModule, device: torch.device, *, numbers: bool) -> None:
-    """Rewrite `gm` in place for capture on `device`; with `numbers` also what reads a number from the CPU."""
+    """Rewrite `gm` in place for capture on `device`; with `numbers`, also operators that read a number from the CPU."""
     if device.type == "cpu":
         return
     changed = _factories(gm, device) + _constants(gm, device) + _known_numbers(gm, device)
@@ -94,7 +94,7 @@ def _factories(gm: GraphModule, device: torch.device) -> int:
 
 
 def _constant_behind(node: Node) -> torch.Tensor | None:
-    """The tensor that `torch.tensor(...)` in the user's code is: a copy of a constant of the graph; else None."""
+    """The constant behind `torch.tensor(...)` in the user's code, which `node` copies; None for other nodes."""
     if node.target is not aten.lift_fresh_copy.default:
         return None
     constant = attribute_of(node.all_input_nodes[0])
@@ -102,8 +102,8 @@ def _constant_behind(node: Node) -> torch.Tensor | None:
 
 
 def _constants(gm: GraphModule, device: torch.device) -> int:
-    """`_to_copy(lift_fresh_copy(constant))`: copied on the device, because each call makes a tensor of its own, which
-    may be written to by whoever gets it."""
+    """Rewrite `_to_copy(lift_fresh_copy(constant))` to a copy on the device. Each call needs a copy: the user may write
+    to it."""
     count = 0
     for node in list(gm.graph.nodes):
         if not _moved_to(node, device):
@@ -117,9 +117,9 @@ def _constants(gm: GraphModule, device: torch.device) -> int:
         with torch_cuda.without_modes():
             gm.register_buffer(name, constant.to(device), persistent=False)
         with gm.graph.inserting_before(node):
-            held = gm.graph.get_attr(name)
-            fresh = gm.graph.call_function(aten.lift_fresh_copy.default, (held,))  # Inductor drops a clone
-        held.meta = {"val": node.meta["val"]}
+            on_device = gm.graph.get_attr(name)
+            fresh = gm.graph.call_function(aten.lift_fresh_copy.default, (on_device,))  # Inductor drops a clone
+        on_device.meta = {"val": node.meta["val"]}
         fresh.meta = dict(node.meta)
         node.replace_all_uses_with(fresh)
         gm.graph.erase_node(node)
@@ -153,7 +153,7 @@ def _known_numbers(gm: GraphModule, device: torch.device) -> int:
 
 
 def _known(node: Node) -> bool | int | float | complex | None:
-    """The number that the tensor of `node` always is; None if that is not known."""
+    """The number that the tensor of `node` always has; None if unknown."""
     constant = _constant_behind(node)
     if constant is not None:
         with torch_cuda.without_modes():
@@ -177,7 +177,7 @@ def _numbers(gm: GraphModule, device: torch.device) -> int:
         if not readers:
             continue
         after: Any = node
-        if node.op == "placeholder":  # behind the last of them
+        if node.op == "placeholder":  # after the last placeholder
             after = gm.graph.find_nodes(op="placeholder")[-1]
         with gm.graph.inserting_after(after):
             moved = gm.graph.call_function(torch_cuda.to_copy, (node,), {"device": device, "non_blocking": True})
@@ -190,11 +190,11 @@ def _numbers(gm: GraphModule, device: torch.device) -> int:
 
 def _reads_the_same_on(device: torch.device, node: Node) -> bool:
     """Whether an operator gives the same bits for a number on the CPU and on `device`."""
-    places = node.target in _PLACING
-    if node.op != "call_function" or not (places or torch.Tag.pointwise in getattr(node.target, "tags", ())):
+    copies = node.target in _COPYING
+    if node.op != "call_function" or not (copies or torch.Tag.pointwise in getattr(node.target, "tags", ())):
         return False
-    made = tensors_in(value_of(node))
-    given = [t for n in node.all_input_nodes for t in tensors_in(value_of(n))]
-    if not made or any(t.device != device for t in made) or not any(t.device == device for t in given):
+    outputs = tensors_in(value_of(node))
+    inputs = [t for n in node.all_input_nodes for t in tensors_in(value_of(n))]
+    if not outputs or any(t.device != device for t in outputs) or not any(t.device == device for t in inputs):
         return False
-    return places or all(not t.is_floating_point() or t.dtype.itemsize >= 4 for t in (*made, *given))
+    return copies or all(not t.is_floating_point() or t.dtype.itemsize >= 4 for t in (*outputs, *inputs))

@@ -1,12 +1,12 @@
-"""A graph cut into parts that are captured and parts that run as they are, in as few captured parts as order allows.
+"""Cuts a graph into captured and uncaptured parts, with as few captured parts as the order allows.
 
     graph, colours --split--> parts:   [capture | eager | capture]     a topological order of the graph, cut where the
                                                                        colour changes
     parts, a callable each --assemble--> one boxed callable            that frees each value after its last use
 
-Colours: "capture", "eager", or "free" for what launches nothing and goes wherever it is ready. Order is what data flow
-demands, and: writes and reads of one memory stay in order, random operators stay in order among each other (each draws
-from where the last one stopped), other side effects too.
+Colours: "capture", "eager", or "free" for operators that launch nothing and go wherever their inputs are ready. The
+order keeps data flow, writes and reads of one memory, and side effects. Random operators keep their order, because each
+one continues the random numbers of the last.
 """
 
 from __future__ import annotations
@@ -32,14 +32,13 @@ MIN_KERNEL_COUNT = 2  # a captured part of a cut graph with fewer operators cost
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """A run of operators.
+    """A sequence of operators that is captured, or not, as a whole.
 
     Attributes:
-        captured: whether it is to be captured.
-        nodes: its operators, in order; constants (`get_attr`) are in none, each part that reads one has it.
-        inputs: values from before it: inputs of the graph or operators of earlier parts. If it is captured, also the
-            sizes that its tensors have: a recording is for one of each.
-        written_later: inputs of the graph that are written to after it; none if it is not captured.
+        nodes: its operators, in order. Constants (`get_attr`) are in no part; each part that reads one gets it.
+        inputs: values from before the part: inputs of the graph, or operators of earlier parts. A captured part also
+            takes the sizes of its tensors, because a recording is for one size.
+        written_later: inputs of the graph that later parts write to; none for an uncaptured part.
         outputs: its operators that later parts or the graph's output read.
         kernel_count: how many of `nodes` are not free.
     """
@@ -53,15 +52,18 @@ class Part:
 
     @property
     def arguments(self) -> tuple[Node, ...]:
-        """What it is called with: `inputs`, and what is written to later. Its call may end a step, and what is held of
-        that is no output of a graph any more; what is about to be written to has to be the caller's."""
+        """The arguments of its call: `inputs` and `written_later`.
+
+        The call may end a step, which copies out outputs of graphs that are still held. An input that is written to
+        later must be an argument, so that the caller's own tensor is moved and not a copy of it.
+        """
         return (*self.inputs, *(node for node in self.written_later if node not in self.inputs))
 
 
 def split(graph: Graph, colour: Callable[[Node], str], min_kernel_count: int = MIN_KERNEL_COUNT) -> tuple[Part, ...]:
-    """The parts of `graph`; `colour(node)` is asked once for each operator.
+    """The parts of `graph`. `colour(node)` is called once for each operator.
 
-    With nothing "eager" there is one part, captured, whatever its size; with nothing to capture one that is not.
+    Without an "eager" operator there is one part, whatever its size: captured if an operator is "capture".
     """
     nodes = [node for node in graph.nodes if node.op not in ("placeholder", "get_attr", "output")]
     colours = {node: colour(node) for node in nodes}
@@ -84,7 +86,7 @@ def split(graph: Graph, colour: Callable[[Node], str], min_kernel_count: int = M
 
 
 def _after(nodes: Sequence[Node]) -> dict[Node, set[Node]]:
-    """What must come before each operator."""
+    """The operators that must come before each operator."""
     known = set(nodes)
     after = {node: {n for n in node.all_input_nodes if n in known} for node in nodes}
     memory = _memory(nodes)
@@ -111,8 +113,11 @@ def _after(nodes: Sequence[Node]) -> dict[Node, set[Node]]:
 
 
 def _memory(nodes: Sequence[Node]) -> dict[Node, set[Any]]:
-    """What names the memory of each value: the storages of its fake tensors, and the values that it is a view of by the
-    operators' schemas, because not all fake tensors of views share a storage."""
+    """Keys for the memory of each value. Values that share a key may share memory.
+
+    The keys are the storages of its fake tensors, and the values that it is a view of by the operators' schemas: the
+    fake tensors of some views don't share a storage.
+    """
     memory: dict[Node, set[Any]] = {}
 
     def of(node: Node) -> set[Any]:
@@ -123,13 +128,13 @@ def _memory(nodes: Sequence[Node]) -> dict[Node, set[Any]]:
     for node in nodes:
         memory[node] = {node} | _storages(node)
         memory[node] = memory[node].union(*(of(n) for n in _viewed(node)))
-        for given in node.all_input_nodes:
-            of(given)
+        for source in node.all_input_nodes:
+            of(source)
     return memory
 
 
 def _viewed(node: Node) -> list[Node]:
-    """The arguments that a result of `node` may be a view of, or be."""
+    """The arguments that a result of `node` may be, or be a view of."""
     if not torch_cuda.is_operator(node.target):
         return list(node.all_input_nodes) if is_free(node) else []
     return [*written_nodes(node), *(node.all_input_nodes if torch_cuda.returns_views(node.target) else ())]
@@ -141,7 +146,7 @@ def _storages(node: Node) -> set[int]:
 
 
 def _chains(node: Node) -> list[str]:
-    """The orders beyond data flow that an operator belongs to."""
+    """The sequences beyond data flow that an operator is ordered in."""
     chains = []
     tags = getattr(node.target, "tags", ())
     if torch.Tag.nondeterministic_seeded in tags or "rng_state" in str(node.target):
@@ -154,10 +159,10 @@ def _chains(node: Node) -> list[str]:
 def _fewest_runs(
     nodes: Sequence[Node], colours: dict[Node, str], after: dict[Node, set[Node]]
 ) -> list[tuple[bool, list[Node]]]:
-    """Runs of one colour, begun with the colour that leads to fewer captured ones.
+    """Runs of one colour, beginning with the colour that leads to fewer captured runs.
 
-    Taking all that is ready before changing colour is optimal for a given first colour: what stands in an earlier run
-    never makes a later one necessary.
+    Taking all operators that are ready before changing colour is optimal for a given first colour: an operator in an
+    earlier run never makes a later one necessary.
     """
     first = next(colours[n] for n in nodes if colours[n] != FREE)
     other = EAGER if first == CAPTURE else CAPTURE
@@ -188,18 +193,18 @@ def _runs(
 
 
 def _without_idle(runs: list[tuple[bool, list[Node]]], colours: dict[Node, str]) -> list[tuple[bool, list[Node]]]:
-    """Runs of free operators alone join the one before, or the next if they are the first."""
-    kept: list[tuple[bool, list[Node]]] = []
+    """Merge runs of free operators into the run before, or into the next if they are the first."""
+    merged: list[tuple[bool, list[Node]]] = []
     carried: list[Node] = []
     for captured, run in runs:
         if all(colours[node] == FREE for node in run):
-            (kept[-1][1] if kept else carried).extend(run)
-        elif kept and kept[-1][0] == captured:
-            kept[-1][1].extend(run)
+            (merged[-1][1] if merged else carried).extend(run)
+        elif merged and merged[-1][0] == captured:
+            merged[-1][1].extend(run)
         else:
-            kept.append((captured, carried + run))
+            merged.append((captured, carried + run))
             carried = []
-    return kept
+    return merged
 
 
 def _with_boundaries(
@@ -211,18 +216,18 @@ def _with_boundaries(
     }
     for captured, run in runs:
         inside = set(run)
-        given = {n: None for node in run for n in node.all_input_nodes if n not in inside and n.op != "get_attr"}
+        inputs = {n: None for node in run for n in node.all_input_nodes if n not in inside and n.op != "get_attr"}
         if captured and sizes:
-            symbols = set().union(*(_symbols(node) for node in (*given, *run)))
-            given |= {node: None for symbol, node in sizes.items() if symbol in symbols}
+            symbols = set().union(*(_symbols(node) for node in (*inputs, *run)))
+            inputs |= {node: None for symbol, node in sizes.items() if symbol in symbols}
         outputs = [node for node in run if any(user not in inside for user in node.users)]
         kernel_count = sum(colours[node] != FREE for node in run)
-        parts.append(Part(captured, tuple(run), tuple(given), tuple(outputs), kernel_count))
+        parts.append(Part(captured, tuple(run), tuple(inputs), tuple(outputs), kernel_count))
     return tuple(_with_writes(graph, parts))
 
 
 def _with_writes(graph: Graph, parts: Sequence[Part]) -> list[Part]:
-    """`parts`, those that are captured with what is written to after them."""
+    """`parts`, with `written_later` for those that are captured."""
     if len(parts) == 1:
         return list(parts)
     memory = _memory([node for part in parts for node in part.nodes])
@@ -241,7 +246,7 @@ def _symbols(node: Node) -> set[Any]:
 
 
 def part_module(gm: GraphModule, part: Part) -> GraphModule:
-    """`part` of `gm` as a graph of its own: it takes a list of its arguments, empties it, and returns the outputs."""
+    """`part` of `gm` as a graph of its own, which takes a list of arguments, empties it, and returns the outputs."""
     graph = Graph()
     copies: dict[Node, Node] = {}
     for node in part.arguments:
@@ -266,9 +271,9 @@ def part_module(gm: GraphModule, part: Part) -> GraphModule:
 def assemble(
     gm: GraphModule, parts: Sequence[Part], runs: Sequence[Callable[[list[Any]], Sequence[Any]]]
 ) -> Callable[[list[Any]], list[Any]]:
-    """One boxed callable that runs `runs`, one a part, in turn: generated straight-line code.
+    """One boxed callable that calls `runs`, one for each part, in turn: generated straight-line code.
 
-    It empties the list it is given, and forgets each value when the last part that reads it has it.
+    It empties its list of inputs, and drops each value when it is passed to the last part that reads it.
     """
     (results,) = gm.graph.output_node().args
     assert isinstance(results, (list, tuple))
@@ -297,14 +302,12 @@ def assemble(
         lines += [f"    del {', '.join(map(name, unread))}"]
     for i, (part, run) in enumerate(zip(parts, runs, strict=True)):
         scope[f"part_{i}"] = run
-        given = f"given_{i}"
-        lines += [f"    {given} = [{', '.join(map(name, part.arguments))}]"]
-        over = [node for node in part.arguments if last_use[node] == i]
-        if over:
-            lines += [f"    del {', '.join(map(name, over))}"]
-        made = "".join(f"{name(node)}, " for node in part.outputs)
-        lines += [f"    {made and made.rstrip() + ' = '}part_{i}({given})  # {_what(part)}"]
-    # values that only an operator of the same part reads are no outputs; all others have a last use at or after here
+        lines += [f"    args_{i} = [{', '.join(map(name, part.arguments))}]"]
+        dead = [node for node in part.arguments if last_use[node] == i]
+        if dead:
+            lines += [f"    del {', '.join(map(name, dead))}"]
+        targets = "".join(f"{name(node)}, " for node in part.outputs)
+        lines += [f"    {targets and targets.rstrip() + ' = '}part_{i}(args_{i})  # {_what(part)}"]
     returned = [name(node) if isinstance(node, Node) else repr(node) for node in results]
     lines += [f"    return [{', '.join(returned)}]", ""]
     return _defined("\n".join(lines), scope)

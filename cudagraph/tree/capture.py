@@ -1,15 +1,15 @@
-"""What code may ask while it is captured: whose host memory each replay writes to, and for another warm-up.
+"""What code can find out and do while it is captured: lend host memory to the graph, or ask for another warm-up.
 
     record --Capture--> capturing() in this thread, until the capture ends
 
-    .owner     lives as long as recordings of this tree: memory that was lent may go to others after that,
-               when what they launched last is done
-    .held      host memory that the path holds here, and that must not be written to
-    .lend(a)   host memory at `a` that each replay writes to. An output on it is given out like other outputs: not
-               to be read when a later step has begun
+    .owner     lives as long as the recordings of this tree. Lent memory may go to others after that, once the
+               last launch is done
+    .held      addresses of host memory that the path holds here, and that must not be written to
+    .lend(a)   lends the host memory at `a`, which each replay writes to. An output on it is given out like other
+               outputs: it must not be read after a later step has begun
 
-Recordings of one tree take turns, so what one was lent may be lent to another unless the path holds it: they share host
-memory as they share the pool.
+Recordings of one tree share host memory as they share the pool: memory that one was lent may be lent to another,
+unless the path holds it.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ __all__ = ["CannotCapture", "Capture", "NotWarmError", "Owner", "capturing", "un
 
 
 class CannotCapture(CudaGraphError):
-    """Why a function can't be captured at this place; it runs as it is there from then on."""
+    """Why a function can't be captured here; it runs uncaptured from then on."""
 
 
 class NotWarmError(CannotCapture):
-    """A capture lacks what a run as it is would leave behind: that comes first, once, and then another capture."""
+    """The capture needs something that an uncaptured run leaves behind: one more warm-up, then another capture."""
 
 
 class Owner:
-    """Stands for all recordings of one tree."""
+    """An object that lives as long as the recordings of one tree."""
 
     __slots__ = ("__weakref__",)
 
 
 class Capture:
-    """One capture; see the module."""
+    """One capture; see the module docstring."""
 
     def __init__(self, owner: Owner, held: Iterable[int]) -> None:
         self.owner = owner
@@ -49,7 +49,7 @@ class Capture:
         self.lent.add(address)
 
     def not_warm(self, reason: str) -> NotWarmError:
-        """To be raised by what is captured."""
+        """An error for the captured code to raise."""
         return NotWarmError(reason)
 
 
@@ -57,7 +57,7 @@ _local = threading.local()
 
 
 def capturing() -> Capture | None:
-    """The capture by this package that runs in this thread."""
+    """This package's capture that is under way in this thread; None if there is none."""
     return getattr(_local, "capture", None)
 
 

@@ -1,10 +1,10 @@
-"""Which tree a call belongs to, and the callable that users of the package get.
+"""The callable of a captured function, which finds the tree that a call belongs to.
 
     capture(piece) -> call --> trees of this thread, or of the thread whose backward this one runs
                                  -> tree of the device -> edge of its current node
 
-Each thread has trees of its own, so that two threads can't end each other's steps. Autograd's threads use those of the
-thread that called `backward()`.
+Each thread has trees of its own, so that two threads can't end each other's steps. Autograd's threads use the trees of
+the thread that called `backward()`.
 """
 
 from __future__ import annotations
@@ -22,15 +22,17 @@ from ..options import Options
 from ..torch_private import cuda as torch_cuda
 from . import reclaim
 from .driver import CaptureDriver, cuda_driver
-from .function import Function, Piece, in_key_as
+from .function import Function, Piece, key_value
 from .liveness import STALE
+from .node import EdgeKey
 from .tree import Tree
 
 __all__ = ["Piece", "capture", "mark_step_begin", "reset", "stats"]
 
 
 class Life:
-    """Held by a callable alone, which would hold itself if it were what is watched."""
+    """Shows by its end that a callable is gone. A finalizer of the callable's function would never run: the tree holds
+    the function."""
 
 
 class Trees(dict[int, Tree]):
@@ -44,12 +46,13 @@ class Trees(dict[int, Tree]):
 
 
 local = threading.local()
-# Of backwards that a thread runs for one that never ran a forward of ours: not its own, it works for others, too.
+# For backwards called by a thread that never ran a forward of ours. They run on autograd's thread, which works for
+# several threads, so they don't use its own trees.
 of_nobody = Trees()
 every_thread: list[Trees] = [of_nobody]
 every_thread_lock = threading.RLock()
 numbers: dict[tuple[CaptureDriver, torch.device], int] = {}
-torch_marks = torch_cuda.NoMarks  # counts torch's marks, of all threads
+torch_marks = torch_cuda.NoMarks  # counts torch's marks, for all threads
 
 
 def marks_so_far(trees: Trees) -> int:
@@ -61,28 +64,29 @@ def marks_so_far(trees: Trees) -> int:
 def capture(
     piece: Piece, options: Options, driver: CaptureDriver | None = None
 ) -> Callable[[list[Any]], Sequence[Any]]:
-    """A callable that does what `piece.run` does, by replaying a graph of it as soon as it can.
+    """A callable that does the same as `piece.run`, by replaying a graph of it as soon as possible.
 
-    It takes a list of inputs and clears it, and is marked `_boxed_call`. It warms up, records, replays, records again
-    when a static input has moved, and runs `piece.run` as it is where that is all that is right. `driver` is what
-    captures: CUDA's by default, a simulator in tests. When the callable is dropped, what was recorded of it goes: at
-    once if it is the last one of the thread's tree, else when another one of the tree is called next.
+    It takes a list of inputs and clears it, and is marked `_boxed_call`. It warms up, records, replays, and records
+    again when a static input has moved. Where no graph would be right it calls `piece.run`. `driver` is the driver that
+    captures: CUDA's by default, a simulator in tests. Dropping the callable frees its recordings: at once if it is the
+    last one of the thread's tree, else when another one of the tree is called next.
 
-    `replay` of the callable is the usual case alone: it takes the same list and gives None, the list whole, where there
-    is more to do than to follow an edge; call it with that list then.
+    The callable's attribute `replay` is the usual case alone: it takes the same list and follows an edge. Where there
+    is more to do it returns None and leaves the list whole; call the callable with that list then.
 
     Calls raise `NotCapturableError` where they would run without a graph and `options.or_error` is set, and
-    `StaleOutputError` when they are given an output whose memory was reused since.
+    `StaleOutputError` for an input whose memory was reused since it was an output.
     """
     function = Function(piece, options, driver if driver is not None else cuda_driver())
     number = numbers.setdefault((function.driver, piece.device), len(numbers))
     life = Life()
-    calls = function.calls
+    key_without_values: EdgeKey = (function,)
+    call_counter = function.call_counter
 
     def replay(inputs: list[Any]) -> Sequence[Any] | None:
-        in_key = function.in_key
-        if in_key is None:
-            in_key = function.find_key(inputs)
+        key_inputs = function.key_inputs
+        if key_inputs is None:
+            key_inputs = function.find_key_inputs(inputs)
         trees: Trees
         try:
             trees = local.trees
@@ -96,12 +100,12 @@ def capture(
             now = trees.marks - torch_marks.mark_step_counter
             if now != tree.marks:
                 tree.mark(now, inputs)
-            edge = tree.current.edges.get(_key(function, in_key, inputs) if in_key else function)
+            edge = tree.current.edges.get(_key(function, key_inputs, inputs) if key_inputs else key_without_values)
             if edge is None:
                 return None
             outputs = edge(inputs)
             if outputs is not None:
-                tree.calling = calls.generation
+                tree.calling = call_counter.generation
             return outputs
         except RuntimeError as error:
             if _is_stale(error):
@@ -112,8 +116,8 @@ def capture(
         outputs = replay(inputs)
         if outputs is not None:
             return outputs
-        in_key = function.in_key
-        key = _key(function, in_key, inputs) if in_key else function
+        key_inputs = function.key_inputs
+        key = _key(function, key_inputs, inputs) if key_inputs else key_without_values
         trees = _trees_of_this_thread()
         tree = trees.get(number) or _new_tree(trees, number, function)
         try:
@@ -134,8 +138,8 @@ def capture(
     return call
 
 
-def _key(function: Function, in_key: tuple[int, ...], inputs: list[Any]) -> Any:
-    return (function, *[x if type(x) is int else in_key_as(x) for x in [inputs[i] for i in in_key]])
+def _key(function: Function, key_inputs: tuple[int, ...], inputs: list[Any]) -> EdgeKey:
+    return (function, *[x if type(x) is int else key_value(x) for x in [inputs[i] for i in key_inputs]])
 
 
 def _is_stale(error: RuntimeError) -> bool:
@@ -154,7 +158,7 @@ def _trees_of_this_thread() -> Trees:
         with every_thread_lock:
             every_thread.append(trees)
         torch_cuda.keep_for_backward_threads(trees)
-        # A thread's outputs may outlive it; their memory is parted with in order, not pulled away.
+        # A thread's outputs may outlive it: closing its trees copies them out or makes reading them an error.
         weakref.finalize(threading.current_thread(), _close, trees).atexit = False
     return trees
 
@@ -165,43 +169,43 @@ def _new_tree(trees: Trees, number: int, function: Function) -> Tree:
 
 
 def _watch_function(tree: Tree, function: Function, life: Life) -> None:
-    """Have `tree` give back what it has of `function` when `life` ends."""
-    reclaim.adopt(tree, function)
+    """Have `tree` close its recordings of `function` when `life` ends."""
+    tree.adopt(function)
     weakref.finalize(life, _forget_function, weakref.ref(tree), weakref.ref(function)).atexit = False
 
 
 def _forget_function(tree_ref: weakref.ref[Tree], function_ref: weakref.ref[Function]) -> None:
     tree, function = tree_ref(), function_ref()
     if tree is not None and function is not None:
-        reclaim.drop(tree, function)
+        tree.drop(function)
 
 
 def _close(trees: Trees) -> None:
-    """The thread of `trees` is gone."""
+    """Close `trees`, whose thread is gone."""
     for tree in trees.values():
-        reclaim.drop_all(tree)
+        tree.drop_all()
     trees.clear()
     with every_thread_lock:
         every_thread[:] = [other for other in every_thread if other is not trees]
 
 
 def mark_step_begin() -> None:
-    """A new step of this thread begins: what graphs gave out in the step before may be overwritten by the next call.
+    """Begin a new step of this thread: the next call may overwrite the outputs of the step before.
 
-    `torch.compiler.cudagraph_mark_step_begin()` does the same, for all threads. Whoever marks steps marks all of them:
-    they begin by themselves only as long as there was no mark. A step whose forward waits for its backward goes on.
+    `torch.compiler.cudagraph_mark_step_begin()` does the same, for all threads. A program that marks steps marks all of
+    them: steps begin by themselves only until the first mark. A step whose forward waits for its backward goes on.
     """
     _trees_of_this_thread().marks += 1
-    if reclaim.due:
-        reclaim.settle()
+    if reclaim.pending:
+        reclaim.close_pending()
 
 
 def reset() -> None:
-    """Give all memory back and forget all recordings and marks; compiled functions record again when they are called.
+    """Free all recordings and their memory, and forget marks; compiled functions record again when they are called.
 
-    Outputs that are still held are parted with as at the end of a step. Steps begin by themselves until the next mark.
+    Outputs that are still held are treated as at the end of a step. Steps begin by themselves until the next mark.
     """
-    reclaim.settle()
+    reclaim.close_pending()
     for trees in list(every_thread):
         for tree in trees.values():
             tree.close()
@@ -210,5 +214,5 @@ def reset() -> None:
 
 
 def stats() -> dict[str, int]:
-    """How often things happened since `reset()`; see `cudagraph.counters`."""
+    """How often each thing happened since `reset()`; see `cudagraph.counters`."""
     return counters.stats()

@@ -1,10 +1,11 @@
-"""Between the tree and the device: what allocates, captures and replays.
+"""The interface between the tree and the device, which allocates, captures and replays.
 
     tree, record -> CaptureDriver -> Pool -+- CUDA: the caching allocator's private pool, a side stream, CUDAGraph
                                            +- tests: a simulator on the CPU
 
-Between two recordings no block of a pool is allocated: what recordings use is in their graphs, what outputs lie in is
-kept apart by the tree. A recording that continues a path first restores the blocks that were allocated at its end.
+Between two recordings no block of a pool is allocated: graphs have the addresses that they use, and the tree keeps
+track of the memory of outputs. A recording that continues a path first restores the blocks that were allocated at its
+end.
 """
 
 from __future__ import annotations
@@ -32,23 +33,23 @@ class Pool(Protocol):
     """Memory that recordings of one tree share."""
 
     def staging(self) -> contextlib.AbstractContextManager[None]:
-        """Allocations in it come out of the pool; its work is ordered after what the current stream did before."""
+        """A context whose allocations come from the pool. Its work is ordered after the current stream's."""
 
     def capture(self, run: Callable[[], T], generators: Sequence[torch.Generator]) -> tuple[Any, T]:
-        """Record what `run` does, without doing it: a graph with `replay()` and `reset()`, and what `run` returned.
+        """Record the work of `run` without doing it. Returns a graph with `replay()` and `reset()`, and `run`'s result.
 
-        Allocations come out of the pool. If `run` raises, or did what can't be captured, nothing is left behind but the
-        memory that the exception keeps alive. Raises `CannotCapture` if `run` launched nothing.
+        Allocations come from the pool. If `run` raises, or does something that can't be captured, only the memory that
+        the exception keeps alive is left. Raises `CannotCapture` if `run` launched nothing.
         """
 
     def checkpoint(self) -> Any:
-        """Which blocks are allocated now."""
+        """The state of the pool: which blocks are allocated now."""
 
     def restore(self, state: Any, owners: Sequence[torch.UntypedStorage], free: Sequence[int]) -> None:
-        """Allocate the blocks of `state`; `owners` own theirs from now on, those at `free` are given back."""
+        """Allocate the blocks of `state`. `owners` own theirs from now on; the blocks at `free` are freed."""
 
     def disown(self, storage: torch.UntypedStorage) -> None:
-        """Free the block that `storage` owns. It goes on pointing there."""
+        """Free the block that `storage` owns. The storage keeps its address."""
 
     def live_blocks_are(self, addresses: set[int]) -> bool:
         """Whether exactly the blocks at `addresses` are allocated."""
@@ -65,10 +66,10 @@ class Pool(Protocol):
 
 
 class CaptureDriver(Protocol):
-    """What a tree needs of a device.
+    """The operations of a device that a tree needs.
 
     Attributes:
-        device_type: of the devices that it captures for, such as "cuda".
+        device_type: the type of the devices that it captures for, such as "cuda".
     """
 
     device_type: str
@@ -76,45 +77,47 @@ class CaptureDriver(Protocol):
     def open_pool(self, device: torch.device) -> Pool: ...
 
     def open_warm_pool(self, device: torch.device) -> Callable[[], contextlib.AbstractContextManager[None]]:
-        """Memory for warm-ups of training, apart from all other. In the context that it makes, allocations of this
-        thread come out of it; what is free of it is given back when the last reference to it goes, or at the latest
-        before the next memory of this kind is used and before the next capture."""
+        """A pool for warm-ups of training. In the context that it makes, this thread's allocations come from the pool.
+
+        Its free memory is given back when the last reference to it goes: at the latest before the next such pool is
+        used, and before the next capture.
+        """
 
     def why_not(self) -> str | None:
-        """Why nothing can be captured in this process; None if nothing speaks against it."""
+        """Why nothing can be captured in this process; None if captures are possible."""
 
     def stream(self, device: torch.device) -> Callable[[], int]:
-        """A call that tells which stream is current."""
+        """A function that returns the number of the current stream."""
 
     def order_streams(self, device: torch.device, before: Any) -> Any:
-        """Let the current stream wait for the stream object `before` (None: for nothing); returns the current one."""
+        """Let the current stream wait for the stream `before` (None: for nothing), and return the current one."""
 
     def let_wait(self, stream: Any, other: Any) -> None:
-        """Let `stream` wait for what `other` has to do by now."""
+        """Let `stream` wait for the work launched on `other` so far."""
 
     def launcher(self, graph: Any) -> Callable[[], None]:
-        """What replays `graph` with the least detour."""
+        """The fastest function that replays `graph`."""
 
     def can_copy_out(self, storage: torch.UntypedStorage) -> bool:
-        """Whether `copy_out` can move what lies on `storage`."""
+        """Whether `copy_out` can move the tensors on `storage`."""
 
     def copy_out(self, storages: Sequence[torch.UntypedStorage]) -> None:
-        """Move what lies on them to memory of their own; every tensor on them follows."""
+        """Move the contents of `storages` to memory of their own. Every tensor on them follows."""
 
     def poison(self, storage: torch.UntypedStorage, message: str) -> None:
-        """From now on reading a tensor on `storage` raises a `RuntimeError` with `message`."""
+        """Let each read of a tensor on `storage` raise a `RuntimeError` with `message`."""
 
     def is_capture_error(self, error: BaseException) -> bool:
-        """Whether `error` says that something can't be captured, rather than that it is wrong."""
+        """Whether `error` means that an operation can't be captured, and not that the program is wrong."""
 
     def is_capturing(self) -> bool:
-        """Whether this thread captures something, be it not for a tree."""
+        """Whether this thread captures a graph, for a tree or not."""
 
 
 class CudaPool:
-    """The private pool of the caching allocator, and the stream that all of it is recorded on.
+    """The private pool of the caching allocator, and the stream that all its graphs are recorded on.
 
-    The allocator hands a block only to the stream that it was made on: one stream for all, so that they share.
+    The allocator reuses a block only on the stream that it was made for, so all recordings use one stream.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -124,7 +127,7 @@ class CudaPool:
             torch.cuda.synchronize()
             self.side_stream = torch.cuda.Stream()
             self.pool = torch_cuda.PrivatePool(torch.cuda.current_device(), torch.cuda.graph_pool_handle())
-            # A pool lives as long as some graph of it.
+            # A pool lives as long as one of its graphs.
             self.keep_alive: torch.cuda.CUDAGraph | None = self._empty_graph(self.pool.handle)
 
     @property
@@ -158,14 +161,14 @@ class CudaPool:
 
     def capture(self, run: Callable[[], T], generators: Sequence[torch.Generator]) -> tuple[Any, T]:
         with torch.cuda.device(self.device):
-            # The host is to be ahead of nothing, and cached blocks of the ordinary pool are given to this one.
+            # All launched work is done, and cached blocks of the ordinary pool are given back for this one.
             torch.cuda.synchronize()
             torch.cuda.empty_cache()
             graph = torch.cuda.CUDAGraph()
             for generator in generators:
                 graph.register_generator_state(generator)
             states = torch.get_rng_state(), torch.cuda.get_rng_state()
-            # A workspace that a library caches would stay in the pool, where the next recording overwrites it.
+            # A library's cached workspace would stay in the pool, where the next recording overwrites it.
             torch_cuda.clear_cublas_workspaces()
             try:
                 with self._on_side_stream():
@@ -192,14 +195,17 @@ class CudaPool:
     def _abandon(self, graph: torch.cuda.CUDAGraph, generators: Sequence[torch.Generator]) -> None:
         try:
             graph.capture_end()
-        except RuntimeError:  # the capture itself was broken, which is what the caller raises about
+        except RuntimeError:  # the capture itself was broken; the caller raises the error that broke it
             self._heal(generators)
         else:
             graph.reset()
 
     def _heal(self, generators: Sequence[torch.Generator]) -> None:
-        """After a capture that could not be ended: torch believes that it goes on. Allocations are no longer routed to
-        the pool, which can't be captured into again, and a whole capture tells generators that the other is over."""
+        """Clean up after a capture that could not be ended, which torch believes to be under way.
+
+        Allocations are no longer routed to the pool, which can't be captured into again. Another, complete capture
+        tells generators that the broken one is over.
+        """
         self._broken = True
         self.pool.stop_routing()
         torch.cuda.synchronize()
@@ -225,12 +231,12 @@ class CudaPool:
 
 
 def _ended_empty(graph: torch.cuda.CUDAGraph) -> bool:
-    """End the capture; whether nothing was captured, of which torch tells by a warning alone."""
-    with warnings.catch_warnings(record=True) as told:
+    """End the capture, and return whether it is empty, which torch only says in a warning."""
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         graph.capture_end()
-    empty = [warning for warning in told if "The CUDA Graph is empty" in str(warning.message)]
-    for warning in told:
+    empty = [warning for warning in caught if "The CUDA Graph is empty" in str(warning.message)]
+    for warning in caught:
         if warning not in empty:
             warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
     return bool(empty)
@@ -258,13 +264,13 @@ class CudaDriver:
 
         @contextlib.contextmanager
         def allocating() -> Iterator[None]:
-            # As long as allocations go to a pool, running out of memory does not give cached blocks back.
+            # While allocations go to a pool, running out of memory does not free cached blocks.
             torch.cuda.empty_cache()
             try:
                 with pool.routed():
                     yield
             finally:
-                # What a library caches would keep its segment of the pool as long as the process lives.
+                # A library's cached workspace would keep its segment of the pool as long as the process lives.
                 torch_cuda.clear_cublas_workspaces()
 
         return allocating
@@ -323,7 +329,7 @@ class CudaDriver:
         return torch.cuda.is_current_stream_capturing()
 
 
-# What CUDA and torch say when an operation is not allowed while capturing.
+# Parts of the messages of CUDA and torch about an operation that is not allowed in a capture.
 CAPTURE_ERRORS = (
     "operation not permitted when stream is capturing",
     "operation failed due to a previous error during capture",

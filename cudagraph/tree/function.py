@@ -1,6 +1,6 @@
-"""What is captured: a piece of a program, and what can be said about it before it runs.
+"""A piece of a program to capture, and the questions that a tree asks about it.
 
-Piece (from whoever compiled it) -> Function: names, positions and reasons that the tree asks for
+Piece (from the compiler) -> Function: names, positions and reasons for the tree
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,32 +19,30 @@ from ..placeholder import PlaceholderInfo, source_line
 from ..torch_private import cuda as torch_cuda
 from .driver import CaptureDriver
 
-__all__ = ["Function", "Piece"]
+__all__ = ["Function", "FunctionState", "Piece"]
 
 log = logging.getLogger("cudagraph")
 
 
 @dataclass(frozen=True, eq=False)
 class Piece:
-    """One graph, or one captured part of a partitioned graph.
+    """One graph, or one captured part of a partitioned graph. Inputs and outputs are named by position.
 
     Attributes:
         name: for logs and errors, such as "forward 0, part 1 of 2".
-        run: takes a list of tensors, ints and None, which it may clear, and returns the same kinds of things. It is no
-            part of an autograd graph: nothing it returns has a history. Where the ints are the same, tensors have the
-            same shapes and strides, as compilers guard.
-        device: the device all of it runs on.
-        static_inputs: inputs whose address is expected not to move: parameters, buffers. Outputs of other pieces are
-            found at run time and need not be named.
+        run: takes a list of tensors, ints and None, which it may clear, and returns the same kinds of values. Autograd
+            does not record it. Equal ints mean equal shapes and strides of the tensors, as compilers guard.
+        static_inputs: inputs whose address should not change: parameters, buffers. Outputs of other pieces need not be
+            named; they are found at run time.
         mutated_inputs: inputs that `run` writes to.
-        written_later: inputs that the caller will write to when `run` is done, in the belief that they are its own.
-        unread_inputs: inputs that `run` takes and does nothing with.
-        placeholders: a `PlaceholderInfo` an input, or ().
-        output_traces: the user's source line of each output, or (); for errors about outputs held too long.
-        constants: tensors that `run` reads and that are no inputs; kept alive.
-        is_backward: runs the backward of a forward that ran before.
-        is_inference: nothing of it waits for a backward.
-        saved_outputs: outputs that are kept for the backward; None if that is not known: all of them may be.
+        written_later: inputs that another part of the same graph writes to after this one.
+        unread_inputs: inputs that `run` does not use.
+        placeholders: a `PlaceholderInfo` for each input, or ().
+        output_traces: the user's stack of each output, or (); for errors about stale outputs.
+        constants: tensors other than inputs that `run` reads; kept alive.
+        is_backward: runs the backward of an earlier forward.
+        is_inference: has no backward.
+        saved_outputs: outputs that are saved for the backward; None if unknown, so that all may be.
     """
 
     name: str
@@ -62,15 +60,25 @@ class Piece:
     saved_outputs: tuple[int, ...] | None = None
 
 
-def in_key_as(x: Any) -> Any:
-    """What stands for an input in the key of a recording: 2, 2.0 and True are not the same, nor are 0.0 and -0.0."""
+def key_value(x: Any) -> Any:
+    """An input's value in an edge key: 2, 2.0 and True differ, and so do 0.0 and -0.0."""
     if isinstance(x, torch.Tensor):
-        return torch.Tensor  # where there was none before
+        return torch.Tensor  # the first call had no tensor here
     return type(x), x.hex() if isinstance(x, float) else x
 
 
 class Function:
-    """A piece with its options, as the trees of all threads know it. Compared by identity."""
+    """A piece with its options, shared by the trees of all threads. Compared by identity.
+
+    Attributes:
+        copies_held: outputs that are still held at the end of a step are copied out.
+        key_inputs: positions of the inputs that are part of an edge key; None before the first call.
+        uncapturable: why no capture is tried any more; None if captures are tried.
+        failed_captures: captures in a row that raised an error that may not come again.
+        may_read_in_place: no capture that read inputs in place has broken a pool.
+        call_counter: its `generation` changes with each outermost call of a function that Dynamo compiled.
+        last_move: which static input moved last, and from where; "" if none has.
+    """
 
     def __init__(self, piece: Piece, options: Options, driver: CaptureDriver) -> None:
         self.piece = piece
@@ -80,27 +88,26 @@ class Function:
         self.static_inputs = frozenset(piece.static_inputs)
         # A gradient is accumulated into over several steps, so it must outlive the memory it came in.
         self.copies_held = piece.is_backward or options.held_outputs == "copy"
-        self.constants = {torch_cuda.identity(constant.untyped_storage()) for constant in piece.constants}
-        self.in_key: tuple[int, ...] | None = None
-        self.told: set[str] = set()
-        self.causes: set[str] = set()
-        self.uncapturable = driver.why_not()  # or what a capture of it said
-        self.failures = 0  # captures that raised what may not be raised another time
-        self.settles = True  # no capture that read inputs in place has broken a pool
-        # Its `generation` is another one in each outermost call of what Dynamo compiled.
-        self.calls = torch_cuda.calls_of_dynamo()
-        self.moved = ""  # which static input moved last, and from where
+        self.key_inputs: tuple[int, ...] | None = None
+        self.uncapturable = driver.why_not()
+        self.failed_captures = 0
+        self.may_read_in_place = True
+        self.call_counter = torch_cuda.calls_of_dynamo()
+        self.last_move = ""
+        self._constants = {torch_cuda.identity(constant.untyped_storage()) for constant in piece.constants}
+        self._logged_reasons: set[str] = set()
+        self._logged_causes: set[str] = set()
 
-    def find_key(self, inputs: Sequence[Any]) -> tuple[int, ...]:
-        """Positions of what is part of the key: everything that is not a tensor."""
-        self.in_key = tuple(i for i, x in enumerate(inputs) if not isinstance(x, torch.Tensor))
-        return self.in_key
+    def find_key_inputs(self, inputs: Sequence[Any]) -> tuple[int, ...]:
+        """Find `key_inputs`: all inputs that are no tensors."""
+        self.key_inputs = tuple(i for i, x in enumerate(inputs) if not isinstance(x, torch.Tensor))
+        return self.key_inputs
 
     def is_constant(self, cdata: int) -> bool:
-        return cdata in self.constants
+        return cdata in self._constants
 
     def input_name(self, i: int) -> str:
-        """ "input 2 (x, model.py:31: y = x + 1)", as far as it is known."""
+        """Text such as "input 2 (x, model.py:31: y = x + 1)", as far as known."""
         if i >= len(self.piece.placeholders):
             return f"input {i}"
         info = self.piece.placeholders[i]
@@ -115,35 +122,34 @@ class Function:
         return f"output {k} of {self.name}{f', from {line}' if line else ''}"
 
     def reason_against(self, inputs: Sequence[Any], copied: Iterable[int], static: Iterable[int]) -> str | None:
-        """Why it can't be captured; None if nothing speaks against it.
+        """Why the inputs rule out a capture; None if they don't.
 
-        `copied`: tensors that are to be copied; `static`: those that are read in place.
+        `copied`: positions of tensors that would be copied; `static`: of those that would be read in place.
         """
         for i in static:
             x = inputs[i]
-            if x.device != self.piece.device and x.device.type != "cpu":  # there it is memory of an offload operator
+            if x.device != self.piece.device and x.device.type != "cpu":  # on the CPU: memory of an offload operator
                 return f"{self.input_name(i)} of {self.name} is on {x.device}, not on {self.piece.device}"
         mutated = set(self.piece.mutated_inputs)
         for i in copied:
             x = inputs[i]
             if i in mutated:
-                return (
-                    f"{self.name} mutates {self.input_name(i)}, {self.mutating_line(i)}which is the caller's own memory"
-                )
+                line = self._mutating_line(i)
+                return f"{self.name} mutates {self.input_name(i)}, {line}which is the caller's own memory"
             if x.device != self.piece.device:
                 return f"{self.input_name(i)} of {self.name} is on {x.device}, not on {self.piece.device}"
             if x.layout is not torch.strided or type(x) not in (torch.Tensor, torch.nn.Parameter):
                 return f"{self.input_name(i)} of {self.name} is a {type(x).__name__} of layout {x.layout}"
         return None
 
-    def mutating_line(self, i: int) -> str:
+    def _mutating_line(self, i: int) -> str:
         if i >= len(self.piece.placeholders):
             return ""
         line = source_line(self.piece.placeholders[i].mutating_use_stack_trace)
         return f"at {line}, " if line else ""
 
     def reason_against_output(self, k: int, x: torch.Tensor) -> str | None:
-        """Why what `run` returned at `k` can't be given out by a replay."""
+        """Why a replay can't give out `x`, output `k` of `run`; None if it can."""
         if x.layout is not torch.strided or type(x) is not torch.Tensor:
             return f"{self.origin(k)} is a {type(x).__name__} of layout {x.layout}"
         if x.device == self.piece.device or x.untyped_storage().nbytes() == 0:
@@ -153,24 +159,43 @@ class Function:
         return f"{self.origin(k)} is on {x.device}: its value would stay what it was when the graph was captured"
 
     def note_moves(self, addresses: Sequence[int | None], fixed: Iterable[int], inputs: Sequence[Any]) -> None:
-        """Log which inputs are no longer where a recording has them."""
+        """Log which inputs have moved since a recording."""
         moves = [
             f"{self.input_name(i)} moved from 0x{addresses[i] or 0:x} to 0x{inputs[i].data_ptr():x}"
             for i in fixed
             if isinstance(inputs[i], torch.Tensor) and inputs[i].data_ptr() != addresses[i]
         ]
         if moves:
-            self.moved = moves[0]
+            self.last_move = moves[0]
             log.info("%s is recorded again: %s", self.name, "; ".join(moves))
 
     def skipped(self, reason: str) -> None:
-        """Say once that it runs without a graph; raises `NotCapturableError` if that is an error."""
+        """Log once that the function runs without a graph. Raises `NotCapturableError` with `options.or_error`."""
         if self.options.or_error:
             raise NotCapturableError(f"{self.name} can't run as a CUDA graph: {reason}")
-        if reason in self.told:
+        if reason in self._logged_reasons:
             return
-        self.told.add(reason)
-        cause = re.sub(r"\d+", "", reason)  # not once for each size that it names
-        if cause not in self.causes:
-            self.causes.add(cause)
+        self._logged_reasons.add(reason)
+        cause = re.sub(r"\d+", "", reason)  # not once for each size in the text
+        if cause not in self._logged_causes:
+            self._logged_causes.add(cause)
             log.warning("%s runs without a CUDA graph: %s", self.name, reason)
+
+
+@dataclass(eq=False)
+class FunctionState:
+    """What one tree knows of a function.
+
+    Attributes:
+        warmup_count: how often it was warmed up.
+        keys: edge keys that it was recorded or refused for; each is a size.
+        awaiting_second_warmup: edge keys whose capture asked for another warm-up.
+    """
+
+    warmup_count: int = 0
+    keys: set[Any] = field(default_factory=set)
+    awaiting_second_warmup: set[Any] = field(default_factory=set)
+
+    def admits(self, key: Any, size_limit: int) -> bool:
+        """Whether `key` may be recorded or refused. Refusals take memory, too."""
+        return key in self.keys or len(self.keys) < size_limit

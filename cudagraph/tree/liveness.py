@@ -1,13 +1,13 @@
-"""Who still holds an output: memory of recordings, and what becomes of tensors on it when it is reused.
+"""Liveness of outputs: whether somebody still holds one, and what happens to its tensors when its memory is reused.
 
-    Slot: the memory of one output             storage -- templates (kept by nodes) -- tensors given out, their views
-      held?      the storage is used by more than its templates
-      renew      whoever holds it keeps the old storage; the slot goes on with a new one at the same address
+    Slot: the memory of one output             storage -- templates (of recordings) -- tensors given out, their views
+      held()     the storage is used by more than its templates
+      renew()    whoever holds it keeps the old storage; the slot goes on with a new one at the same address
     Watch: many slots at once                  one comparison of two lists of use counts
 
-A storage's use count knows every tensor object over it, in Python and in C++: views, detached aliases, what autograd
-saved, a stolen `.grad`. So nothing is scanned and nothing has to be registered. Only the Python object of the storage
-itself is shared by all who ask for it: of that the references are counted.
+A storage's use count includes every tensor object over it, in Python and in C++: views, detached aliases, tensors that
+autograd saved, a stolen `.grad`. So nothing is scanned and nothing has to be registered. The exception is the storage's
+own Python object: all who ask for it share it, so its references are counted.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = [
     "Slot",
     "Watch",
     "bytes_of",
-    "copy_as_it_lies",
+    "copy_preserving_layout",
     "held",
     "layout_of",
     "on_slots",
@@ -43,7 +43,7 @@ STALE = "output of a CUDA graph whose memory has been reused"
 
 
 class Layout(NamedTuple):
-    """How a tensor lies on its storage."""
+    """A tensor's geometry on its storage."""
 
     size: tuple[int, ...]
     stride: tuple[int, ...]
@@ -73,14 +73,17 @@ def bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
 
 
 class Slot:
-    """Memory that an output of a recording lives in, and the storage that tensors over it are given out on.
+    """The memory of a recording's output, and the storage of the tensors that are given out over it.
 
     Attributes:
-        storage: does not own the memory, which is the pool's; pinned memory of the host is kept by `owner`.
+        storage: does not own the memory, which is the pool's.
+        owner: the owning storage of pinned host memory, if `host`.
         address: of the first byte; it never changes.
-        copies: whoever holds it when the memory is reused gets a copy; otherwise an error on access.
+        copies: whoever holds the output when its memory is reused gets a copy; otherwise an error on access.
         origin: "output 2 of forward 0, from model.py:31", for that error.
         given_as_copies: tensors over it are given out as copies, because this torch could not copy them out later.
+        templates: the tensors over it that recordings have: their list, the position there, the layout.
+        watches: the watches that look at it, and the position there.
     """
 
     __slots__ = (
@@ -92,8 +95,8 @@ class Slot:
         "nbytes",
         "origin",
         "owner",
-        "places",
         "storage",
+        "templates",
         "watches",
     )
 
@@ -107,17 +110,17 @@ class Slot:
         self.copies = copies
         self.host = host
         self.given_as_copies = False
-        self.places: list[tuple[list[torch.Tensor], int, Layout]] = []
+        self.templates: list[tuple[list[torch.Tensor], int, Layout]] = []
         self.watches: list[tuple[Watch, int]] = []
 
     @property
     def own_uses(self) -> int:
-        """The use count of the storage when nobody else holds it: our handle and a tensor a template."""
-        return 1 + len(self.places)
+        """The use count of the storage when nobody else holds it: the handle and one tensor for each template."""
+        return 1 + len(self.templates)
 
     @property
     def own_handles(self) -> int:
-        """The reference count of the handle, which is the same Python object for everybody: ours and the watches'."""
+        """The reference count of the handle, one Python object for everybody: the slot's reference and the watches'."""
         return 1 + len(self.watches) + EXTRA_HANDLES
 
     def held(self) -> bool:
@@ -125,66 +128,65 @@ class Slot:
         return use_count(self.cdata) > self.own_uses or handles > self.own_handles + 1
 
     def add_template(self, templates: list[torch.Tensor], layout: Layout) -> None:
-        """Append to `templates` a tensor that is given out as aliases of it; it follows when the slot is renewed."""
+        """Append to `templates` a tensor whose aliases are given out. Renewing the slot replaces it."""
         templates.append(tensor_on(self.storage, layout))
-        self.places.append((templates, len(templates) - 1, layout))
-        self.tell()
+        self.templates.append((templates, len(templates) - 1, layout))
+        self.update_watches()
 
     def renew(self, storage: torch.UntypedStorage) -> None:
-        """Go on with `storage` at the same address; what was given out keeps the old one."""
+        """Go on with `storage` at the same address; tensors that were given out keep the old one."""
         self.storage = storage
         self.cdata = torch_cuda.identity(storage)
-        for templates, position, layout in self.places:
+        for templates, position, layout in self.templates:
             templates[position] = tensor_on(storage, layout)
-        self.tell()
+        self.update_watches()
 
-    def forget(self, templates: list[torch.Tensor]) -> None:
-        """`templates` are gone, and with the last of them memory of the host."""
-        self.places = [place for place in self.places if place[0] is not templates]
-        if not self.places:
+    def forget_templates(self, templates: list[torch.Tensor]) -> None:
+        """The recording with `templates` is gone. With the last one, host memory is released."""
+        self.templates = [entry for entry in self.templates if entry[0] is not templates]
+        if not self.templates:
             self.owner = None
-        self.tell()
+        self.update_watches()
 
-    def tell(self) -> None:
-        """Let watches know the storage and what is ours of it."""
+    def update_watches(self) -> None:
         for watch, position in self.watches:
             watch.cdatas[position] = self.cdata
             watch.handles[position] = self.storage
-            watch.own[position] = self.own_uses
-            watch.own[len(watch.slots) + position] = self.own_handles
+            watch.own_counts[position] = self.own_uses
+            watch.own_counts[len(watch.slots) + position] = self.own_handles
 
 
 class Watch:
-    """Several slots that are looked at together.
+    """Several slots whose liveness is checked together.
 
     Attributes:
-        own: the use count of each storage when nobody else holds it, then the reference count of each handle.
+        own_counts: the use count of each storage when nobody else holds it, then the reference count of each handle.
     """
 
-    __slots__ = ("cdatas", "handles", "own", "slots")
+    __slots__ = ("cdatas", "handles", "own_counts", "slots")
 
     def __init__(self, slots: Iterable[Slot]) -> None:
         self.slots = tuple(slots)
         self.cdatas = [0] * len(self.slots)
         self.handles: list[Any] = [None] * len(self.slots)
-        self.own = [0] * (2 * len(self.slots))
+        self.own_counts = [0] * (2 * len(self.slots))
         for position, slot in enumerate(self.slots):
             slot.watches.append((self, position))
-            slot.tell()
+            slot.update_watches()
 
     def none_held(self) -> bool:
-        """Whether nobody but the tree holds any of them. The cost of a call in which nobody holds anything."""
-        return [*map(use_count, self.cdatas), *map(getrefcount, self.handles)] == self.own
+        """Whether nobody but the tree holds any of the slots. On the way of each replay, so it is one comparison."""
+        return [*map(use_count, self.cdatas), *map(getrefcount, self.handles)] == self.own_counts
 
     def close(self) -> None:
         self.handles = []
         for slot in self.slots:
             slot.watches = [entry for entry in slot.watches if entry[0] is not self]
-            slot.tell()
+            slot.update_watches()
 
 
 def _extra_handles() -> int:
-    """References that counting by `map` sees beyond those of names and lists."""
+    """How many references `map(getrefcount, ...)` counts beyond those of names and lists."""
     memory = torch.zeros(8, dtype=torch.uint8)
     storages = [torch_cuda.storage_at(memory.data_ptr(), memory.device, memory.nbytes)]
     template = tensor_on(storages[0], layout_of(memory))
@@ -209,7 +211,7 @@ def stale_message(slot: Slot) -> str:
 
 
 def on_slots(inputs: Sequence[Any], slots: Iterable[Slot]) -> dict[int, Slot]:
-    """Inputs that lie on the storage of one of `slots`, by position."""
+    """The slots whose storage an input is on, by the input's position."""
     by_cdata = {slot.cdata: slot for slot in slots}
     if not by_cdata:
         return {}
@@ -233,14 +235,14 @@ def overlapping(x: torch.Tensor) -> bool:
 
 
 def span_of(x: torch.Tensor) -> int:
-    """From the first to the last element of `x`, in elements."""
+    """The distance from the first to the last element of `x`, both included, in elements."""
     if x.numel() == 0:
         return 0
     return 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
 
 
-def copy_as_it_lies(x: torch.Tensor) -> torch.Tensor:
-    """A copy of `x` that lies as `x` does: also where its elements share memory."""
+def copy_preserving_layout(x: torch.Tensor) -> torch.Tensor:
+    """A copy of `x` with the same strides, even where its elements share memory."""
     with torch.inference_mode(False), torch.no_grad():
         if overlapping(x):
             span = span_of(x)

@@ -1,178 +1,186 @@
-"""One recording at one place of a path, and how it is replayed.
+"""One recording after a node of a path, and how it is replayed.
 
-    Node.replay(inputs):  addresses as recorded? -> what had died by then is dead? -> one foreach copy -> launch
-                          -> new tensors over the outputs
+    Recording.replay(inputs):  addresses as recorded? -> memory that it reuses is dead? -> one foreach copy -> launch
+                               -> new tensors over the outputs
 
-What can be known when it is recorded (record.py) is prepared: a replay decides nothing but whether it applies.
+record.py prepares all that is known when a graph is captured. A replay only decides whether it applies.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from .. import counters
 from ..torch_private import cuda as torch_cuda
-from .liveness import Layout, Slot, Watch, bytes_of, copy_as_it_lies, layout_of, tensor_on
+from .driver import CaptureDriver
+from .liveness import Layout, Slot, Watch, bytes_of, copy_preserving_layout, layout_of, tensor_on
 
 if TYPE_CHECKING:
     from .function import Function
-    from .stable_inputs import Look
-    from .tree import Tree
 
-__all__ = ["Edge", "Node"]
+__all__ = ["Captured", "Cursor", "Edge", "EdgeKey", "InputLayout", "Node", "OutputLayout", "Recording", "Template"]
 
 Edge = Callable[[list[Any]], "list[Any] | None"]
+EdgeKey = tuple[Any, ...]  # the function, then its inputs that are no tensors
 
-# So many copies are cheaper with autograd passed by, although that has to be switched off: without gradients it takes
-# 0.07 us a tensor to find that there is nothing to record.
-MANY = 16
+# From this many copies on, switching autograd off around the foreach copy pays: without gradients it takes 0.07 us a
+# tensor to find that there is nothing to record.
+MANY_COPIES = 16
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class InputLayout:
+    """Where a recording finds each input.
+
+    Attributes:
+        addresses: the address of each tensor when it was recorded; None for other inputs.
+        fixed: positions of inputs that are read where they are; their addresses are compared before each replay.
+        in_place: addresses of inputs that are read where they are although nobody called them static; see
+            stable_inputs.py.
+        copied: positions of inputs that are copied to `destinations` before each launch.
+        copied_range: the same positions as a slice, if they are consecutive.
+        flat_copies: position among `copied`, number of elements: inputs with overlapping elements, copied flat.
+        consumed: position, slot and layout of inputs whose memory the graph reuses.
+    """
+
+    addresses: list[int | None]
+    fixed: list[int]
+    in_place: frozenset[int]
+    copied: list[int]
+    copied_range: slice | None
+    flat_copies: list[tuple[int, int]]
+    destinations: list[torch.Tensor]
+    consumed: list[tuple[int, Slot, Layout]]
+
+
+class Template(NamedTuple):
+    """An output that is given out as an alias of one tensor of the recording.
+
+    Attributes:
+        slot: its memory in the pool or on the host; None for other memory, such as a constant's, which `storage` is.
+    """
+
+    position: int
+    layout: Layout
+    slot: Slot | None
+    storage: torch.UntypedStorage | None
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class OutputLayout:
+    """How a replay makes each output. Each tensor is in one of the lists; positions are those of outputs and inputs.
+
+    Attributes:
+        skeleton: the outputs that are no tensors, in their positions.
+        same_inputs: output, input: an input itself.
+        input_aliases: output, input, distance in bytes, layout: a view of an input.
+        repeats: output, earlier output: the same tensor object again.
+        metas: output, meta tensor.
+        saved: slots that a backward may need.
+    """
+
+    skeleton: list[Any]
+    templates: list[Template]
+    same_inputs: list[tuple[int, int]]
+    input_aliases: list[tuple[int, int, int, Layout]]
+    repeats: list[tuple[int, int]]
+    metas: list[tuple[int, torch.Tensor]]
+    saved: list[Slot]
+
+
+NO_INPUTS = InputLayout([], [], frozenset(), [], None, [], [], [])
+NO_OUTPUTS = OutputLayout([], [], [], [], [], [], [])
+
+
+class Captured(NamedTuple):
+    """A captured graph, and the facts that the capture found.
+
+    Attributes:
+        live: slots that may be held after it.
+        must_be_dead: slots whose memory it reuses.
+        state: which blocks of the pool are allocated at its end.
+    """
+
+    graph: Any
+    launch: Callable[[], None]
+    inputs: InputLayout
+    outputs: OutputLayout
+    live: tuple[Slot, ...]
+    must_be_dead: tuple[Slot, ...]
+    state: Any
+
+
+class Cursor:
+    """Where the program is in a tree, and the stream that it uses.
+
+    Attributes:
+        current: the node whose edges the next call follows. Replays move it.
+        stream: the number of the stream that the last replay was launched on.
+        stream_now: returns the number of the current stream.
+    """
+
+    current: Node
+
+    def __init__(self, driver: CaptureDriver, device: torch.device) -> None:
+        self.driver = driver
+        self.device = device
+        self.stream_now = driver.stream(device)
+        self.stream: int | None = None
+        self.stream_object: Any = None
+
+    def follow_stream(self) -> None:
+        if self.stream_now() != self.stream:
+            self.change_stream()
+
+    def change_stream(self) -> None:
+        """Let the caller's new stream wait for the work that was launched on the old one."""
+        self.stream = self.stream_now()
+        self.stream_object = self.driver.order_streams(self.device, self.stream_object)
 
 
 class Node:
-    """A place in the tree: the recording that leads there, and what is known there.
+    """A position in the tree, and what may come next there. The root is one; all others are recordings.
 
     Attributes:
-        function: what was recorded; None at the root.
         first: the first function of the path.
-        edges: for a function and its numbers, what to call with its inputs when it comes next. It gives the outputs, or
-            None if something is not as it was when recorded; the inputs are whole then.
-        children: all recordings of a function and its numbers at this place.
+        edges: a callable for each function that may come next. It takes the inputs and returns the outputs, or None
+            with the inputs whole, if something has changed since it was made.
+        children: all recordings at this node, by edge key.
+        refusals: why functions run without a graph at this node, by edge key.
         live: slots of the path that may be held here.
         pending: forwards of the path that wait for a backward.
-        saved: of a forward, what its backward may need.
-        in_place: addresses of inputs that nobody called static but that are read where they are, see `settled`. A
-            recording that has any was made for that alone, and does not count as recorded again.
-        look: how inputs that are copied are looked at; None if they are not.
+        state: which blocks of the pool are allocated here; None at the root.
     """
 
-    def __init__(self, tree: Tree, parent: Node | None, function: Function | None) -> None:
-        self.tree = tree
-        self.parent = parent
-        self.function = function
-        self.first: Function | None = function if parent is None or parent.first is None else parent.first
-        self.edges: dict[Any, Edge] = {}
-        self.children: dict[Any, list[Node]] = {}
+    is_root = True
+
+    def __init__(self, cursor: Cursor) -> None:
+        self.cursor = cursor
+        self.first: Function | None = None
+        self.edges: dict[EdgeKey, Edge] = {}
+        self.children: dict[EdgeKey, list[Recording]] = {}
+        self.refusals: dict[EdgeKey, str] = {}
         self.live: tuple[Slot, ...] = ()
         self.watch_live = Watch(())
-        self.pending: tuple[Node, ...] = ()
-        self.saved = Watch(())
-        self.state: Any = None  # which blocks of the pool are allocated at the end of the recording
-        self.in_place: frozenset[int] = frozenset()
-        self.look: Look | None = None
-        # inputs
-        self.addresses: list[int | None] = []
-        self.fixed_inputs: list[int] = []
-        self.consumed: list[tuple[int, Slot, Layout]] = []
-        self.watch_dead = Watch(())
-        self.copied_inputs: list[int] = []
-        self.copied_range: slice | None = None  # the same, where they stand in a row
-        self.flat_copies: list[tuple[int, int]] = []
-        self.destinations: list[torch.Tensor] = []
-        # outputs
-        self.skeleton: list[Any] = []
-        self.templates: list[torch.Tensor] = []
-        self.template_positions: list[int] = []
-        self.template_slots: list[Slot | None] = []
-        self.same_inputs: list[tuple[int, int]] = []
-        self.input_aliases: list[tuple[int, int, int, Layout]] = []
-        self.repeats: list[tuple[int, int]] = []
-        self.metas: list[tuple[int, torch.Tensor]] = []
-        self.is_plain = False
-        self.gives_copies = False
-        # the graph
-        self.graph: Any = None
-        self.launch: Callable[[], None] = _no_graph
+        self.pending: tuple[Recording, ...] = ()
+        self.state: Any = None
 
-    @property
-    def edge(self) -> Edge:
-        """What leads here from the parent."""
-        return self.replay if self.look is None or self.look.decided else self.look
+    def waits_for_backward(self) -> bool:
+        """Whether a backward may still need an output of a forward of the path."""
+        return any(not forward.watch_saved.none_held() for forward in self.pending)
 
-    def replay(self, inputs: list[Any]) -> list[Any] | None:
-        """Run the graph on `inputs`, which it empties, and give new tensors over its outputs."""
-        if not torch_cuda.pointers_equal(inputs, self.addresses, self.fixed_inputs):
-            return None
-        if self.watch_dead.slots:
-            for i, _, _ in self.consumed:
-                inputs[i] = None  # nobody but the list may hold it: its memory is reused while the graph runs
-            if not self.watch_dead.none_held():
-                for i, slot, layout in self.consumed:
-                    inputs[i] = tensor_on(slot.storage, layout)
-                return None
-        tree = self.tree
-        if tree.stream_now() != tree.stream:
-            tree.change_stream()
-        if self.copied_inputs:
-            sources = (
-                [inputs[i] for i in self.copied_inputs] if self.copied_range is None else inputs[self.copied_range]
-            )
-            for position, span in self.flat_copies:
-                sources[position] = sources[position].as_strided((span,), (1,))
-            if len(sources) >= MANY or torch.is_grad_enabled():
-                with torch_cuda.below_autograd():
-                    torch_cuda.foreach_copy(self.destinations, sources)
-            else:
-                torch_cuda.foreach_copy(self.destinations, sources)
-            counters.counts["copies"] += len(sources)
-        self.launch()
-        tree.current = self
-        counters.counts["replays"] += 1
-        if self.is_plain:
-            inputs.clear()
-            return [template.data for template in self.templates]
-        return self.outputs(inputs)
-
-    def run(self, inputs: list[Any]) -> list[Any]:
-        """Launch the graph for the inputs it was just recorded with, which it empties; the outputs."""
-        self.launch()
-        return self.outputs(inputs)
-
-    def outputs(self, inputs: list[Any]) -> list[Any]:
-        """What the function returned, over the same memory; empties `inputs`."""
-        given = self.skeleton.copy()
-        for position, template in zip(self.template_positions, self.templates, strict=True):
-            given[position] = template.data
-        if self.gives_copies:
-            self._copy(given)
-        for position, index in self.same_inputs:
-            given[position] = inputs[index]
-        for position, index, shift, layout in self.input_aliases:
-            given[position] = _alias(inputs[index], shift, layout)
-        for position, meta in self.metas:
-            given[position] = meta.data
-        for position, first in self.repeats:
-            given[position] = given[first]
-        inputs.clear()
-        return given
-
-    def _copy(self, given: list[Any]) -> None:
-        """Let outputs be copies that are to be; those that alias one another share one."""
-        copies: dict[Slot, torch.UntypedStorage] = {}
-        for position, template, slot in zip(self.template_positions, self.templates, self.template_slots, strict=True):
-            if slot is not None and slot.given_as_copies:
-                if slot not in copies:
-                    copies[slot] = bytes_of(slot.storage).clone().untyped_storage()
-                given[position] = tensor_on(copies[slot], layout_of(template))
-
-    def settle(self) -> None:
-        """See what can be done the short way: inputs in a row; outputs that are templates, in order."""
-        first, last = min(self.copied_inputs, default=0), max(self.copied_inputs, default=-1)
-        if self.copied_inputs == list(range(first, last + 1)):
-            self.copied_range = slice(first, last + 1)
-        self.gives_copies = any(slot is not None and slot.given_as_copies for slot in self.template_slots)
-        self.is_plain = self.template_positions == list(range(len(self.skeleton))) and not self.gives_copies
-
-    def path(self) -> list[Node]:
-        """The nodes from the first recording to this one."""
-        nodes: list[Node] = []
-        node: Node | None = self
-        while node is not None and node.function is not None:
-            nodes.append(node)
+    def path(self) -> list[Recording]:
+        """The recordings from the first of the step to this one."""
+        recordings: list[Recording] = []
+        node: Node = self
+        while isinstance(node, Recording):
+            recordings.append(node)
             node = node.parent
-        return nodes[::-1]
+        return recordings[::-1]
 
     def subtree(self) -> Iterator[Node]:
         """This node and all recordings after it."""
@@ -182,34 +190,164 @@ class Node:
                 yield from child.subtree()
 
     def close(self) -> None:
-        """Give back the graphs from here on, and let go of slots."""
+        """Give back the graphs after this node, and let go of slots."""
         for children in self.children.values():
             for child in children:
                 child.close()
-        for watch in (self.watch_dead, self.watch_live, self.saved):
-            watch.close()
-        for slot in {id(slot): slot for slot in self.template_slots if slot is not None}.values():
-            slot.forget(self.templates)
-        if self.graph is not None:
-            self.graph.reset()
+        self.watch_live.close()
+        self.watch_live = Watch(())
         self.edges.clear()
         self.children.clear()
-        self.templates, self.template_slots, self.live = [], [], ()
-        self.watch_dead = self.watch_live = self.saved = Watch(())
-        self.destinations, self.consumed = [], []
-        self.pending = ()  # it is in there itself
-        self.look = None
-        self.graph, self.launch, self.state = None, _no_graph, None
+        self.refusals.clear()
+        self.live = ()
+        self.pending = ()  # a forward's own list has the forward itself
+        self.state = None
 
 
-def _no_graph() -> None:
-    raise AssertionError("there is no graph here")
+class Recording(Node):
+    """A captured graph of a function after `parent`.
+
+    Attributes:
+        edge: the edge that leads here from the parent: `replay`, or a `StableInputProbe`.
+        slots: the memory of its outputs, which earlier recordings may have made.
+        templates: tensors whose aliases are given out. Slots replace them when they are renewed.
+        watch_dead: slots whose memory the graph reuses.
+        watch_saved: slots that its backward may need.
+        is_plain: the outputs are the templates, in order.
+        gives_copies: some outputs are given out as copies; see `Slot.given_as_copies`.
+    """
+
+    is_root = False
+
+    def __init__(self, parent: Node, function: Function, key: EdgeKey, captured: Captured) -> None:
+        super().__init__(parent.cursor)
+        self.parent = parent
+        self.function = function
+        self.key = key
+        self.first = parent.first or function
+        self.graph, self.launch, self.state = captured.graph, captured.launch, captured.state
+        self.inputs, self.outputs = captured.inputs, captured.outputs
+        self.edge: Edge = self.replay
+        self.live = captured.live
+        self.must_be_dead = captured.must_be_dead
+        self.slots = tuple(dict.fromkeys(t.slot for t in self.outputs.templates if t.slot is not None))
+        self.templates: list[torch.Tensor] = []
+        self.watch_dead = self.watch_saved = Watch(())
+        self.choose_output_path()
+
+    def attach_to_slots(self) -> None:
+        """Make templates and watches. Slots count them, so `close` has to follow even if this raises."""
+        for template in self.outputs.templates:
+            if template.slot is not None:
+                template.slot.add_template(self.templates, template.layout)
+            else:
+                assert template.storage is not None
+                self.templates.append(tensor_on(template.storage, template.layout))
+        self.watch_live = Watch(self.live)
+        self.watch_dead = Watch(self.must_be_dead)
+        self.watch_saved = Watch(self.outputs.saved)
+
+    def replay(self, inputs: list[Any]) -> list[Any] | None:
+        """Run the graph on `inputs` and return new tensors over its outputs; None if the recording does not apply.
+
+        Empties `inputs`, unless it returns None.
+        """
+        layout = self.inputs
+        if not torch_cuda.pointers_equal(inputs, layout.addresses, layout.fixed):
+            return None
+        if self.watch_dead.slots:
+            for i, _, _ in layout.consumed:
+                inputs[i] = None  # nobody but the list may hold it: its memory is reused while the graph runs
+            if not self.watch_dead.none_held():
+                for i, slot, where in layout.consumed:
+                    inputs[i] = tensor_on(slot.storage, where)
+                return None
+        cursor = self.cursor
+        if cursor.stream_now() != cursor.stream:
+            cursor.change_stream()
+        if layout.copied:
+            sources = [inputs[i] for i in layout.copied] if layout.copied_range is None else inputs[layout.copied_range]
+            for position, span in layout.flat_copies:
+                sources[position] = sources[position].as_strided((span,), (1,))
+            if len(sources) >= MANY_COPIES or torch.is_grad_enabled():
+                with torch_cuda.below_autograd():
+                    torch_cuda.foreach_copy(layout.destinations, sources)
+            else:
+                torch_cuda.foreach_copy(layout.destinations, sources)
+            counters.counts["copies"] += len(sources)
+        self.launch()
+        cursor.current = self
+        counters.counts["replays"] += 1
+        if self.is_plain:
+            inputs.clear()
+            return [template.data for template in self.templates]
+        return self.make_outputs(inputs)
+
+    def run(self, inputs: list[Any]) -> list[Any]:
+        """Launch the graph for the inputs it was just recorded with, which it empties; returns the outputs."""
+        self.launch()
+        return self.make_outputs(inputs)
+
+    def make_outputs(self, inputs: list[Any]) -> list[Any]:
+        """What the function returned, over the same memory. Empties `inputs`."""
+        layout = self.outputs
+        made = layout.skeleton.copy()
+        for template, tensor in zip(layout.templates, self.templates, strict=True):
+            made[template.position] = tensor.data
+        if self.gives_copies:
+            self._copy(made)
+        for position, index in layout.same_inputs:
+            made[position] = inputs[index]
+        for position, index, distance, where in layout.input_aliases:
+            made[position] = _alias(inputs[index], distance, where)
+        for position, meta in layout.metas:
+            made[position] = meta.data
+        for position, first in layout.repeats:
+            made[position] = made[first]
+        inputs.clear()
+        return made
+
+    def _copy(self, made: list[Any]) -> None:
+        """Replace outputs by copies where their slots ask for it. Outputs that share a slot share its copy."""
+        copies: dict[Slot, torch.UntypedStorage] = {}
+        for template, tensor in zip(self.outputs.templates, self.templates, strict=True):
+            slot = template.slot
+            if slot is not None and slot.given_as_copies:
+                if slot not in copies:
+                    copies[slot] = bytes_of(slot.storage).clone().untyped_storage()
+                made[template.position] = tensor_on(copies[slot], layout_of(tensor))
+
+    def choose_output_path(self) -> None:
+        """Find out whether the outputs are the templates, in order, so that a replay can take the short way."""
+        self.gives_copies = any(slot.given_as_copies for slot in self.slots)
+        positions = [template.position for template in self.outputs.templates]
+        self.is_plain = positions == list(range(len(self.outputs.skeleton))) and not self.gives_copies
+
+    def close(self) -> None:
+        super().close()
+        for watch in (self.watch_dead, self.watch_saved):
+            watch.close()
+        self.watch_dead = self.watch_saved = Watch(())
+        for slot in self.slots:
+            slot.forget_templates(self.templates)
+        self.graph.reset()
+        self.graph, self.launch, self.edge = None, _closed, _closed_edge
+        self.inputs, self.outputs = NO_INPUTS, NO_OUTPUTS
+        self.templates, self.slots, self.must_be_dead = [], (), ()
 
 
-def _alias(source: torch.Tensor, shift: int, layout: Layout) -> torch.Tensor:
-    """A tensor `shift` bytes after the first element of `source`, on its storage."""
-    if source.is_conj() or source.is_neg():  # what lies there is not what the graph read
-        source = copy_as_it_lies(source)
+def _closed() -> None:
+    raise AssertionError("this recording was closed")
+
+
+def _closed_edge(inputs: list[Any]) -> list[Any] | None:
+    raise AssertionError("this recording was closed")
+
+
+def _alias(source: torch.Tensor, distance: int, layout: Layout) -> torch.Tensor:
+    """A tensor on the storage of `source`, `distance` bytes after its first element."""
+    if source.is_conj() or source.is_neg():  # its bytes are not the values that the graph read
+        source = copy_preserving_layout(source)
     storage = source.untyped_storage()
-    offset = (source.data_ptr() + shift - storage.data_ptr()) // layout.dtype.itemsize
+    offset = (source.data_ptr() + distance - storage.data_ptr()) // layout.dtype.itemsize
     return tensor_on(storage, layout._replace(offset=offset))

@@ -1,14 +1,14 @@
-"""What was recorded for functions and threads that are gone is given back.
+"""Frees the recordings of functions and threads that are gone.
 
-    a callable's last reference goes --finalizer--> its last tree function? --yes--> the tree is due to be closed
-                                                             +--no--> its branches go at the tree's next call
-    a thread is gone -----------------finalizer--> its trees are due to be closed
+    a callable's last reference goes --finalizer--> its tree's last function? --yes--> the tree is pending
+                                                             +--no--> `Tree.drop_recordings` at the tree's next call
+    a thread is gone -----------------finalizer--> its trees are pending
 
-    due: closed at once, or when what is captured at the moment has been captured; at the latest with a mark
+    pending: closed at once, or after the capture under way; at the latest with a mark
 
-Finalizers run wherever the garbage collector does: inside of a capture, which would record the copies that closing
-makes instead of making them; inside of a compiler that traces with fake tensors; in a thread that the tree does not
-belong to. So they only note what is to be done.
+Finalizers run wherever the garbage collector does. That may be inside a capture, which would record the copies that
+closing makes instead of making them. It may be inside a compiler that traces with fake tensors, or in a thread that the
+tree does not belong to. So finalizers only note what is to be closed.
 """
 
 from __future__ import annotations
@@ -16,28 +16,39 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import deque
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Collection, Iterator
+from typing import Protocol
 
 from ..torch_private import cuda as torch_cuda
+from .driver import CaptureDriver
+from .function import Function
+from .node import Node
 
-if TYPE_CHECKING:
-    from .function import Function
-    from .node import Node
-    from .tree import Tree
+__all__ = ["Closable", "close_branches", "close_later", "close_pending", "one_at_a_time", "one_capture"]
 
-__all__ = ["adopt", "drop", "drop_all", "one_capture", "prune", "settle"]
 
-# Captures are taken one after the other, whichever thread asks: one empties caches that another may be filling.
-# Re-entrant, because a capture may call what is captured.
+class Closable(Protocol):
+    """A tree: `functions` are those that somebody can still call."""
+
+    @property
+    def driver(self) -> CaptureDriver: ...
+
+    @property
+    def functions(self) -> Collection[Function]: ...
+
+    def close(self) -> None: ...
+
+
+# Threads capture one after the other: a capture empties caches that another may be filling.
+# Re-entrant, because captured code may call a captured function.
 one_at_a_time = threading.RLock()
 captures_under_way = 0
-due: deque[Tree] = deque()
+pending: deque[Closable] = deque()
 
 
 @contextlib.contextmanager
 def one_capture() -> Iterator[None]:
-    """Around a capture: it is the only one, and nothing is closed until it is over."""
+    """Around a capture: no other capture runs, and nothing is closed until it is over."""
     global captures_under_way
     try:
         with one_at_a_time:
@@ -47,40 +58,22 @@ def one_capture() -> Iterator[None]:
             finally:
                 captures_under_way -= 1
     finally:
-        settle()
+        close_pending()
 
 
-def adopt(tree: Tree, function: Function) -> None:
-    """`tree` is not to be closed as long as `function` is there."""
-    with one_at_a_time:
-        tree.functions.add(function)
+def close_later(tree: Closable) -> None:
+    """Close `tree` as soon as nothing is captured. For finalizers."""
+    pending.append(tree)
+    close_pending()
 
 
-def drop(tree: Tree, function: Function) -> None:
-    """Nobody can call `function` any more. For finalizers."""
-    tree.functions.discard(function)
-    tree.dropped.append(function)
-    if tree.functions:
-        tree.look_up()
-    else:
-        due.append(tree)
-        settle()
-
-
-def drop_all(tree: Tree) -> None:
-    """Nobody will call anything of `tree` any more. For finalizers."""
-    tree.functions.clear()
-    due.append(tree)
-    settle()
-
-
-def settle() -> None:
-    """Close the trees that are due, if nothing is captured."""
-    while due and one_at_a_time.acquire(blocking=False):
+def close_pending() -> None:
+    """Close the pending trees, unless a capture is under way. A tree that got a new function stays."""
+    while pending and one_at_a_time.acquire(blocking=False):
         try:
-            if captures_under_way or due[0].driver.is_capturing():
+            if captures_under_way or pending[0].driver.is_capturing():
                 return
-            tree = due.popleft()
+            tree = pending.popleft()
             if not tree.functions:
                 with torch_cuda.without_modes():
                     tree.close()
@@ -90,20 +83,16 @@ def settle() -> None:
             one_at_a_time.release()
 
 
-def prune(tree: Tree) -> None:
-    """Close the recordings of dropped functions and all that follow them, which no path leads to any more.
+def close_branches(root: Node, gone: set[Function], path: Collection[Node]) -> None:
+    """Close the recordings of functions that are `gone`, and all recordings after them.
 
-    The path that the program is on stays until it has ended.
+    Recordings on `path`, where the program is, stay.
     """
-    gone = set()
-    while tree.dropped:  # others may be added meanwhile
-        gone.add(tree.dropped.pop())
-    path = tree.place.path()
     closed: set[Node] = set()
-    for node in list(tree.root.subtree()):
+    for node in list(root.subtree()):
         if node in closed:
             continue
-        for key in [key for key in node.children if function_of(key) in gone]:
+        for key in [key for key in node.children if key[0] in gone]:
             children = node.children.pop(key)
             if any(child in path for child in children):
                 node.children[key] = [child for child in children if child in path]
@@ -111,25 +100,10 @@ def prune(tree: Tree) -> None:
                 if child not in path:
                     closed.update(child.subtree())
                     child.close()
-        for key in [key for key in node.edges if function_of(key) in gone]:
-            del node.edges[key]
-    tree.refusals = {
-        (node, key): reason
-        for (node, key), reason in tree.refusals.items()
-        if node not in closed and function_of(key) not in gone
-    }
-    tree.put_off = {(function, key) for function, key in tree.put_off if function not in gone}
-    tables: list[dict[Function, Any]] = [tree.warmed, tree.sizes]
-    if tree.aside is not None:
-        tables.append(tree.aside.calls)
-    for table in tables:
-        for function in gone.intersection(table):
-            del table[function]
-    tree.dropped += [function for function in gone if any(node.function is function for node in path)]
-    if not tree.root.children:
-        tree.release_pool()
+        forget_edges(node, gone)
 
 
-def function_of(key: Any) -> Any:
-    """The function of the key of an edge, which is the function, or the function and numbers."""
-    return key[0] if isinstance(key, tuple) else key
+def forget_edges(node: Node, gone: set[Function]) -> None:
+    for table in (node.edges, node.refusals):
+        for key in [key for key in table if key[0] in gone]:
+            del table[key]

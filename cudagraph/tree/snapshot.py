@@ -1,10 +1,10 @@
-"""What a capture may have touched of the caller's, so that one that fails can put it back.
+"""A snapshot of the caller's tensors and generators, so that a failed capture can put them back.
 
-    Snapshot(tensors, generators) -> capture -> rebound(): which tensors were given other memory or another shape
-                                             -> restore(): all as it was
+    Snapshot(tensors, generators) -> capture -> rebound(): which tensors got other memory or another shape
+                                             -> restore(): everything as before
 
-Kernels do not run in a capture, so the contents of memory stay. What happens on the host does happen: a tensor object
-is given other memory (`set_`, `.data =`) or another shape (`t_`), a generator moves on.
+Kernels do not run in a capture, so the contents of memory stay. Host code does run: it may give a tensor object other
+memory (`set_`, `.data =`) or another shape (`t_`), or advance a generator.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from .liveness import Layout, layout_of
 
 __all__ = ["Snapshot"]
 
-Memory = tuple[int, int, Layout]  # of a tensor: its storage, the bytes of that, how it lies there
+Memory = tuple[int, int, Layout]  # a tensor's storage, its size in bytes, the tensor's layout on it
 
 
 class Snapshot:
     """The memory and shapes of `tensors` and the states of `generators`, as they are now.
 
-    It holds the memory of the tensors: drop it when the capture is over.
+    It holds the memory of the tensors, so drop it when the capture is over.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor], generators: Sequence[torch.Generator]) -> None:
@@ -33,7 +33,7 @@ class Snapshot:
         self.states = [(generator, generator.get_state()) for generator in generators]
 
     def rebound(self) -> list[torch.Tensor]:
-        """The tensors that lie elsewhere or in another way by now."""
+        """The tensors whose memory or layout has changed since."""
         return [x for x, _, memory in self.tensors if memory_of(x) != memory]
 
     def restore(self) -> None:

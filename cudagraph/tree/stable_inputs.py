@@ -1,64 +1,61 @@
-"""Inputs that come from the same place call after call, although nobody said that they would.
+"""Inputs whose address repeats call after call, although nobody called them static.
 
-    recorded, its inputs copied --LOOKS calls--> were they where they are in the last half of them?
-        yes    recorded once more, reading them there
+    recorded, its inputs copied --PROBED_CALLS calls--> did the addresses repeat in the last half of them?
+        yes    recorded once more, reading the inputs where they are
         no     copied, for good
-    one of them moves later    the recording that copies is still there, and is used from then on
+    an input moves later    the recording that copies still exists, and is used from then on
 
-A loop whose allocations repeat, or which fills the same buffers each time, has no copies left after that. Nothing is
-taken for granted: the addresses are compared in each call, as those of parameters are.
+A loop whose allocations repeat, or that fills the same buffers each time, makes no copies after that. Each replay
+compares these addresses, like those of parameters.
 
-Only of what runs without gradients, and where nothing followed on the path: a forward's copy of an input is what tells
-that its backward is still to come, no guard of a backward's compares whether a tangent is conjugated, and what follows
-would have to be recorded again as well.
+Only for inference functions, and only at the end of a path. A forward's copy of an input shows that its backward is
+still to come. No guard of a backward compares whether a tangent is conjugated. Recordings that follow would have to be
+recorded again as well.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 from ..torch_private import cuda as torch_cuda
+from .node import Recording
 
-if TYPE_CHECKING:
-    from .node import Node
+__all__ = ["PROBED_CALLS", "StableInputProbe"]
 
-__all__ = ["LOOKS", "Look"]
-
-LOOKS = 8  # calls after which it is decided, once
+PROBED_CALLS = 8
 
 
-class Look:
-    """The edge to a recording that copies inputs, until it is decided whether it has to."""
+class StableInputProbe:
+    """The edge to a recording that copies inputs, for its first `PROBED_CALLS` calls.
 
-    __slots__ = ("addresses", "calls", "key", "node", "same")
+    `record_in_place(recording, inputs)` records once more and returns the outputs; None if that is not possible.
+    """
 
-    def __init__(self, node: Node, key: Any) -> None:
-        self.node = node
-        self.key = key
+    __slots__ = ("addresses", "call_count", "record_in_place", "recording", "repeat_count")
+
+    def __init__(
+        self, recording: Recording, record_in_place: Callable[[Recording, list[Any]], list[Any] | None]
+    ) -> None:
+        self.recording = recording
+        self.record_in_place = record_in_place
         self.addresses: list[int] = []
-        self.calls = 0
-        self.same = 0  # calls in a row whose inputs were where those of the call before were
+        self.call_count = 0
+        self.repeat_count = 0  # the last calls in a row with the addresses of the call before
 
     def __call__(self, inputs: list[Any]) -> list[Any] | None:
-        node = self.node
-        if not torch_cuda.pointers_equal(inputs, node.addresses, node.fixed_inputs):
+        recording = self.recording
+        layout = recording.inputs
+        if not torch_cuda.pointers_equal(inputs, layout.addresses, layout.fixed):
             return None
-        self.note(inputs)
-        if self.decided:
-            assert node.parent is not None
-            node.parent.edges[self.key] = node.replay
-            if self.same >= LOOKS // 2:
-                outputs = node.tree.record_in_place(node, self.key, inputs)
+        addresses = [inputs[i].data_ptr() for i in layout.copied]
+        self.call_count += 1
+        self.repeat_count = self.repeat_count + 1 if addresses == self.addresses else 0
+        self.addresses = addresses
+        if self.call_count >= PROBED_CALLS:
+            recording.edge = recording.parent.edges[recording.key] = recording.replay
+            if self.repeat_count >= PROBED_CALLS // 2:
+                outputs = self.record_in_place(recording, inputs)
                 if outputs is not None:
                     return outputs
-        return node.replay(inputs)
-
-    def note(self, inputs: list[Any]) -> None:
-        addresses = [inputs[i].data_ptr() for i in self.node.copied_inputs]
-        self.calls += 1
-        self.same = self.same + 1 if addresses == self.addresses else 0
-        self.addresses = addresses
-
-    @property
-    def decided(self) -> bool:
-        return self.calls >= LOOKS
+        return recording.replay(inputs)

@@ -1,4 +1,4 @@
-"""What begins a step: `next_of`, asked for each call that does not follow the path as it was recorded.
+"""Decides when a step begins: `next_of`, for each call that does not follow the path as it was recorded.
 
 The paragraph for users is in docs/cuda_graphs.md, "Steps, paths and memory".
 """
@@ -6,86 +6,190 @@ The paragraph for users is in docs/cuda_graphs.md, "Steps, paths and memory".
 from __future__ import annotations
 
 import enum
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from ..torch_private import cuda as torch_cuda
-from .liveness import held, on_slots
+from .function import Function
+from .liveness import Slot, held, on_slots
+from .node import Node, Recording
+from .uncaptured import Cause, UncapturedStep
+from .warmup import storages_of
 
-if TYPE_CHECKING:
-    from .function import Function
-    from .node import Node
-    from .tree import Tree
-
-__all__ = ["REPEATS", "Next", "next_of"]
+__all__ = ["REPEATS", "Call", "Next", "never_ends", "next_of"]
 
 # Runs of one function on the same parameters in one step that are no reason to begin another, where there is evidence
 # that the step goes on. More of them are a loop that is one call to Dynamo, or a recurrence.
 REPEATS = 16
 
+# Calls of one function in a step that warms up, after which another step begins in any case.
+WARMUP_REPEATS = 64
+
 
 class Next(enum.Enum):
-    """What a call does: begin a step, go on with the one there is, or go on because it reads what that gave out."""
+    """What a call does to the step."""
 
-    BEGINS = "begins"
-    GOES_ON = "goes on"
-    READS_ON = "reads on"
+    BEGINS = "begins a step"
+    GOES_ON = "goes on with the path"
+    READS_ON = "goes on with the path, because it reads an output of it"
+    WARMS_UP = "goes on with the warm-up"
 
 
-def next_of(tree: Tree, place: Node, function: Function, inputs: list[Any]) -> Next:
-    """Whether a call of `function` at `place` begins a step, so that what the path gave out may be overwritten.
+@dataclass(frozen=True, eq=False)
+class Call:
+    """A call that does not follow the path as it was recorded.
 
-    The first row that is so decides:
+    Attributes:
+        node: where the path is; during an uncaptured step, where it was left.
+        uncaptured: the step's rest runs uncaptured.
+        is_marked: the thread marks its steps.
+        in_one_call: one call of a compiled function, which has graph breaks, ran the last graph too.
+        can_move: whether the tensors on a slot can be copied out.
+    """
 
-    ============================================================================  =========
-    nothing is held that the step gave out, and `function` ran in it              begins
+    function: Function
+    inputs: list[Any]
+    node: Node
+    uncaptured: UncapturedStep | None
+    is_marked: bool
+    in_one_call: bool
+    can_move: Callable[[Slot], bool]
+
+
+def next_of(call: Call) -> Next:
+    """Whether `call` begins a step, so that outputs of the path may be overwritten.
+
+    The first row that is true decides. "Given out" means: an output of a recording of this step.
+
+    ============================================================================  ==========
+    WHERE THE PATH IS
+    at the root, and nothing of the step is uncaptured                            goes on
+    the step is uncaptured because marks were ignored, and a forward waits        goes on
+    ... and no forward waits                                                      begins
+    the step warms up, and the rows of the warm-up say that it goes on            warms up
+    ... and they say that it is over, at the root                                 begins
+    in all other cases                                                            see below
+
+    MEMORY OF THE PATH
+    nothing is held that was given out, and `function` ran in the step            begins
     the thread marks its steps                                                    goes on
     `function` did not run in this step                                           goes on
     a forward waits for its backward, or a backward runs                          goes on
-    the call writes to what the step gave out                                     goes on
+    the call writes to memory that was given out                                  goes on
     one call of a compiled function ran the last graph too (it has graph breaks)  goes on *
-    the call reads what this torch can't copy out a second time (before 2.13)     goes on *
-    the call reads what another function gave out, and more of that is held       reads on *
+    the call reads memory that can't be copied out a second time (torch < 2.13)   goes on *
+    the call reads another function's output, and more of those are held          reads on *
     `function` is the first of the step                                           begins
-    what is held was given out by `function`, is read by the call, or is copied   begins
-    anything else                                                                 goes on
-    ============================================================================  =========
+    each held output is one of `function`, or read by the call, or copied out     begins
+    in all other cases                                                            goes on
 
-    \\* as long as `function` ran less than `REPEATS` times on the same parameters.
+    WARM-UP (holds no memory of the pool)
+    `function` ran `WARMUP_REPEATS` times                                         is over
+    `function` did not run in it                                                  goes on **
+    the thread marks its steps                                                    goes on
+    one call of a compiled function ran the last graph too                        goes on *
+    a forward waits for its backward, or a backward runs                          goes on
+    `function` ran at most once, and the call reads another function's output     goes on
+    `function` ran last, is not the first of the step, and another function's
+    output is held that the call does not read                                    goes on *
+    in all other cases                                                            is over
+    ============================================================================  ==========
 
-    What the call that begins a step reads is copied out first. After "reads on" by the first function of the step, the
-    next one counts as the first: the call before a loop is no part of it.
+    \\* as long as `function` ran less than `REPEATS` times: on the same parameters, or in the warm-up.
+
+    \\*\\* except for the first function of the step, where the warm-up continues the path.
+
+    The inputs of a call that begins a step are copied out first. After "reads on" by the first function of the step,
+    the next one counts as the first: the call before a loop is no part of it. If the warm-up is over and the path goes
+    on, it does so from where it was left. A mark begins a step unless a forward waits for its backward.
     """
-    ran = [node for node in place.path() if node.function is function]
-    if place.watch_live.none_held():
-        return Next.BEGINS if ran or tree.aside is not None else Next.GOES_ON
-    if tree.marked or not ran or tree.waits(place) or torch_cuda.graph_task_id() != -1:
+    step = call.uncaptured
+    if step is None:
+        if call.node.is_root:
+            return Next.GOES_ON
+    elif step.cause is Cause.IGNORED_MARKS:
+        return Next.GOES_ON if call.node.waits_for_backward() else Next.BEGINS
+    elif step.cause is Cause.WARMUP:
+        if not _warmup_is_over(call, step):
+            return Next.WARMS_UP
+        if call.node.is_root:
+            return Next.BEGINS
+    return _next_on_path(call)
+
+
+def _next_on_path(call: Call) -> Next:
+    """The rows "memory of the path" of `next_of`."""
+    function, inputs, node = call.function, call.inputs, call.node
+    ran = [recording for recording in node.path() if recording.function is function]
+    if node.watch_live.none_held():
+        return Next.BEGINS if ran or call.uncaptured is not None else Next.GOES_ON
+    if call.is_marked or not ran or node.waits_for_backward() or torch_cuda.graph_task_id() != -1:
         return Next.GOES_ON
-    on_path = on_slots(inputs, place.live)
+    on_path = on_slots(inputs, node.live)
     if any(i in on_path for i in function.piece.mutated_inputs):
         return Next.GOES_ON
-    if any(i in on_path and not tree.can_move(on_path[i]) for i in function.piece.written_later):
+    if any(i in on_path and not call.can_move(on_path[i]) for i in function.piece.written_later):
         return Next.GOES_ON
-    own = {slot for node in ran for slot in node.template_slots}
+    own = {slot for recording in ran for slot in recording.slots}
     read = set(on_path.values())
-    others = [slot for slot in held(place.live) if slot not in read and not slot.copies]
-    if sum(on_the_same(node, inputs) for node in ran) < REPEATS:
-        if tree.in_one_call(function) or not all(map(tree.can_move, read)):
+    others = [slot for slot in held(node.live) if slot not in read and not slot.copies]
+    if sum(_on_same_parameters(recording, inputs) for recording in ran) < REPEATS:
+        if call.in_one_call or not all(map(call.can_move, read)):
             return Next.GOES_ON
         if read - own and not own.issuperset(others):
             return Next.READS_ON
-    if place.first is function:
+    if node.first is function or set(ran[-1].slots).issuperset(others):
         return Next.BEGINS
-    last = {slot for slot in ran[-1].template_slots}
-    return Next.BEGINS if all(slot in last for slot in others) else Next.GOES_ON
+    return Next.GOES_ON
 
 
-def on_the_same(node: Node, inputs: list[Any]) -> bool:
-    """Whether `node` was recorded on the parameters and buffers in `inputs`."""
-    assert node.function is not None
+def _warmup_is_over(call: Call, step: UncapturedStep) -> bool:
+    """The rows "warm-up" of `next_of`.
+
+    A warm-up that is too short or too long is never wrong, but later steps begin where this one does.
+    """
+    function = call.function
+    count = step.call_counts.get(function, 0)
+    if count >= WARMUP_REPEATS:
+        return True
+    if count == 0 and not (step.continues_path and function is step.first):
+        return False
+    if call.is_marked or (call.in_one_call and count < REPEATS):
+        return False
+    if step.in_a_backward() or step.waits_for_backward():
+        return False
+    read = {storage.cdata for storage in storages_of(call.inputs)}
+    others = [
+        storage.cdata
+        for giver, storage in step.made
+        if giver is not function and not giver.copies_held and not storage.expired()
+    ]
+    if count <= 1 and not read.isdisjoint(others):
+        return False
+    # Where other functions ran in between, it is a loop of several.
+    is_repeat = function is step.last and function is not step.first and count < REPEATS
+    return not is_repeat or read.issuperset(others)
+
+
+def never_ends(call: Call) -> bool:
+    """Whether the step repeats `function` while something else is held each time, so that it never ends by itself.
+
+    Such calls run uncaptured until that is let go of.
+    """
+    if call.is_marked:
+        return False
+    ran = [recording for recording in call.node.path() if recording.function is call.function]
+    dead = [each for each in ran if _on_same_parameters(each, call.inputs) and not held(each.slots)]
+    return len(dead) > REPEATS
+
+
+def _on_same_parameters(recording: Recording, inputs: list[Any]) -> bool:
+    """Whether `recording` was made with the parameters and buffers in `inputs`."""
     return all(
-        inputs[i].data_ptr() == node.addresses[i]
-        for i in node.function.static_inputs
+        inputs[i].data_ptr() == recording.inputs.addresses[i]
+        for i in recording.function.static_inputs
         if isinstance(inputs[i], torch.Tensor)
     )

@@ -1,20 +1,21 @@
-"""Graphs of one device as a tree of recordings, walked along the path that the program takes.
+"""The recordings of one thread on one device: a tree of nodes, walked along the path that the program takes.
 
     root --f--> node --g--> node            current: where the program is in this step
-         \\--g--> node                       edges of current: what to do when a function comes next, ready made
+         \\--g--> node                       edges of current: prepared, by the function that comes next
 
     a call:   edge of the current node -> replay                          the usual case, one look-up
               other recordings there -> replay
-              a new step begins here?  -> from the root
-              never run before -> warm up, and so does the rest of the step
+              a new step begins here? -> from the root
+              never run before -> warm up; the rest of the step runs uncaptured
               -> record
 
-A step ends with `mark_step_begin()`, or as steps.py says, and not while a forward of it still waits for its backward.
-What is held of it then is parted with: copied out, or an error on access.
+A step ends with `mark_step_begin()`, or as steps.py decides. It does not end while a forward of it waits for its
+backward. Outputs that are still held then are copied out, or reading them becomes an error.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
@@ -22,430 +23,422 @@ import torch
 from .. import counters
 from ..torch_private import cuda as torch_cuda
 from . import reclaim
-from .capture import CannotCapture, NotWarmError, Owner
-from .driver import CaptureDriver, Pool
-from .function import Function, log
-from .liveness import Slot, copy_as_it_lies, held, on_slots, stale_message
-from .node import Edge, Node
+from .capture import CannotCapture, NotWarmError
+from .driver import CaptureDriver
+from .function import Function, FunctionState, log
+from .liveness import Slot, copy_preserving_layout, held, on_slots, stale_message
+from .node import Cursor, Edge, EdgeKey, Node, Recording
+from .pool import SharedPool
 from .record import record
-from .steps import REPEATS, Next, next_of, on_the_same
-from .uncaptured import Aside, below_autograd
-from .warmup import Warming, storages_of
+from .stable_inputs import StableInputProbe
+from .steps import Call, Next, never_ends, next_of
+from .uncaptured import BROKEN_POOL, Cause, UncapturedStep, below_autograd
+from .warmup import Warmup, storages_of
 
 __all__ = ["Tree"]
 
-# Marks that a step may outlive because a forward waits for its backward, for the same reason.
-OUTLIVED_MARKS = 8
-# Captures of a function that raise what may not be raised another time, such as that there is no memory.
-TRIES = 3
+# Marks that a step ignores because a forward waits for its backward. After more of them nothing is recorded until none
+# waits.
+MAX_IGNORED_MARKS = 8
+# Captures of a function that raise an error that may not come again, such as out of memory.
+MAX_FAILED_CAPTURES = 3
 
 
-class Failed:
+class Failure:
     """Why a capture failed, without the error, which keeps memory.
 
     Attributes:
         reason: for messages.
-        said: the reason is this package's own, and may hold at one place alone.
-        not_warm: another warm-up is wanted.
-        for_good: another capture would fail as well.
+        is_ours: this package raised it; the reason may hold at one node only.
+        needs_warmup: another warm-up is wanted.
+        is_final: another capture would fail as well.
     """
 
-    def __init__(self, error: Exception, *, for_good: bool) -> None:
-        self.said = isinstance(error, CannotCapture)
-        self.not_warm = isinstance(error, NotWarmError)
-        self.for_good = for_good
+    def __init__(self, error: Exception, driver: CaptureDriver) -> None:
+        self.is_ours = isinstance(error, CannotCapture)
+        self.needs_warmup = isinstance(error, NotWarmError)
+        self.is_final = self.is_ours or driver.is_capture_error(error)
         first_line = str(error).partition("\n")[0]
-        self.reason = str(error) if self.said else f"capturing it raised {type(error).__name__}: {first_line}"
+        self.reason = str(error) if self.is_ours else f"capturing it raised {type(error).__name__}: {first_line}"
 
 
-class Tree:
+class Tree(Cursor):
     """The recordings of one thread on one device.
 
     Attributes:
-        current: where the path is. Replays move it.
-        marks: how many marks there had been when this step began; None to be asked at the next call.
-        marked: steps begin with marks, not by themselves.
-        calling: which outermost call of a compiled function the last call was a part of; see `Function.calls`.
-        stream: the stream that the last replay was launched on.
-        tainted: someone keeps memory of the pool that was to be free; it is not used any longer.
-        owner: lives as long as the recordings; see `current`.
-        put_off: captures that were to come after another warm-up.
-        warming: runs what is not warm.
+        marks: the count of marks when this step began; None makes the next call come to `mark`.
+        last_mark: the count of the last mark that a call has seen.
+        is_marked: the thread marks its steps, so they don't begin by themselves.
+        calling: the generation of the last call's outermost compiled function; see `Function.call_counter`.
+        functions: those that somebody can still call.
+        dropped: those whose recordings are to be closed.
+        states: warm-ups and sizes of each function.
+        off_path: the current node while the step runs uncaptured. Only refused functions have edges here.
     """
 
     def __init__(self, driver: CaptureDriver, device: torch.device, marks: int) -> None:
-        self.driver = driver
-        self.device = device
-        self.stream_now = driver.stream(device)
+        super().__init__(driver, device)
         self.marks: int | None = marks
-        self.marks_seen = marks
-        self.marked = False
+        self.last_mark = marks
+        self.is_marked = False
         self.calling: Any = None
         self.functions: set[Function] = set()
-        self.put_off: set[tuple[Function, Any]] = set()
-        self.warming = Warming(driver, device)
+        self.warmup = Warmup(driver, device)
+        self.states: dict[Function, FunctionState] = {}
         self._begin()
 
     def _begin(self) -> None:
-        self._pool: Pool | None = None
-        self.owner = Owner()
-        self.root = Node(self, None, None)
-        self.current = self.root
-        self.aside: Aside | None = None
-        self.nowhere = Node(self, None, None)  # the current node while aside: it has no edges
-        self.warmed: dict[Function, int] = {}
-        self.sizes: dict[Function, set[Any]] = {}
-        self.refusals: dict[tuple[Node, Any], str] = {}
-        self.outlived_marks = 0
-        self.stream: int | None = None
-        self.stream_object: Any = None
-        self.tainted = False
+        self.pool = SharedPool(self.driver, self.device)
+        self.root = self.current = Node(self)
+        self.off_path = Node(self)
+        self.uncaptured: UncapturedStep | None = None
+        self.ignored_marks = 0
+        self.stream = None
+        self.stream_object = None
         self.dropped: list[Function] = []
 
     @property
-    def pool(self) -> Pool:
-        if self._pool is None:
-            self._pool = self.driver.open_pool(self.device)
-        return self._pool
+    def path_end(self) -> Node:
+        """Where the path is; during an uncaptured step, where it was left."""
+        return self.current if self.uncaptured is None else self.uncaptured.node
 
-    def release_pool(self) -> None:
-        """No recording uses it any more."""
-        if self._pool is not None:
-            self._pool.release()
-            self._pool = None
-        self.owner = Owner()
-
-    @property
-    def place(self) -> Node:
-        """Where the path is, also while aside."""
-        return self.current if self.aside is None else self.aside.place
-
-    def follow_stream(self) -> None:
-        if self.stream_now() != self.stream:
-            self.change_stream()
-
-    def change_stream(self) -> None:
-        """The caller uses another stream than before: it waits for what was launched on that one."""
-        self.stream = self.stream_now()
-        self.stream_object = self.driver.order_streams(self.device, self.stream_object)
+    def _state(self, function: Function) -> FunctionState:
+        return self.states.setdefault(function, FunctionState())
 
     # --- one call
 
-    def call(self, function: Function, key: Any, inputs: list[Any]) -> list[Any]:
-        """A call that no edge of the current node was right for."""
+    def call(self, function: Function, key: EdgeKey, inputs: list[Any]) -> list[Any]:
+        """Run a call for which the current node has no edge that applies."""
         self.follow_stream()
-        if self.tainted and self.aside is None:
+        if self.pool.broken and self.uncaptured is None:
             if self.current is self.root:
                 self.close(inputs)
-            else:  # what the step gave out before is still needed: the pool is given up when it may end
-                self._step_aside(warming=False)
-        came_from = self.place
-        then = self._next(function, inputs)
-        in_one_call = self.in_one_call(function)
-        self.calling = function.calls.generation
-        ends = then is Next.BEGINS
-        if ends:
+            else:  # outputs of the step are still needed: the pool is given up when the step may end
+                self._stop_capturing(Cause.NEVER_ENDS)
+        came_from = self.path_end
+        call = Call(
+            function,
+            inputs,
+            came_from,
+            self.uncaptured,
+            is_marked=self.is_marked,
+            in_one_call=self.calling == function.call_counter.generation,
+            can_move=self.can_move,
+        )
+        self.calling = function.call_counter.generation
+        then = next_of(call)
+        if then is Next.BEGINS:
             self.end_step(inputs)
-            if self.tainted:
+            if self.pool.broken:
                 self.close(inputs)
                 came_from = self.root
-        outputs = self._known(function, key, inputs)
+        elif then is not Next.WARMS_UP and self.uncaptured is not None and self.uncaptured.cause is Cause.WARMUP:
+            # outputs of the path from before the warm-up are still needed: the path goes on
+            self.current, self.uncaptured = came_from, None
+        outputs = self._replay_known(key, inputs)
         if outputs is not None:
-            if ends and came_from is not self.root and not came_from.pending and key not in came_from.edges:
+            is_restart = then is Next.BEGINS and came_from is not self.root
+            if is_restart and not came_from.pending and key not in came_from.edges:
                 came_from.edges[key] = self._restart(came_from, key)
             return outputs
         if function.uncapturable is not None:
             return self._refuse(function, key, function.uncapturable, inputs)
-        if self.aside is not None:
-            return self._as_it_is(function, inputs)
-        if self.warmed.get(function, 0) < function.options.warmup_steps:
-            belongs = in_one_call or bool(on_slots(inputs, self.current.live))
-            self._step_aside(warming=True, belongs=belongs)
-            return self._as_it_is(function, inputs)
-        if self._never_ends(function, inputs):
-            self._step_aside(warming=False)
-            return self._as_it_is(function, inputs)
-        reason = self.refusals.get((self.current, key)) or self._limit(function, key)
+        if self.uncaptured is not None:
+            return self._run_uncaptured(function, inputs)
+        if self._state(function).warmup_count < function.options.warmup_steps:
+            continues_path = call.in_one_call or bool(on_slots(inputs, self.current.live))
+            self._stop_capturing(Cause.WARMUP, continues_path=continues_path)
+            return self._run_uncaptured(function, inputs)
+        node = self.current
+        if never_ends(dataclasses.replace(call, node=node)):
+            self._stop_capturing(Cause.NEVER_ENDS)
+            return self._run_uncaptured(function, inputs)
+        reason = node.refusals.get(key) or self._limit(function, key)
         if reason is not None:
-            return self._without_graph(function, reason, inputs)
-        place = self.current
+            return self._skip(function, reason, inputs)
         outputs = self._record(function, key, inputs)
-        if then is Next.READS_ON and function is place.first and self.current.parent is place:
-            others = (node.function for node in place.path() if node.function is not function)
+        if then is Next.READS_ON and function is node.first and self.current in node.children.get(key, ()):
+            others = (recording.function for recording in node.path() if recording.function is not function)
             self.current.first = next(others, function)
         return outputs
 
-    def _known(self, function: Function, key: Any, inputs: list[Any]) -> list[Any] | None:
-        """Replay one of the recordings at the current node, if one is right."""
-        place = self.current
-        for child in place.children.get(key, ()):
+    def _replay_known(self, key: EdgeKey, inputs: list[Any]) -> list[Any] | None:
+        """Replay one of the recordings at the current node; None if none applies."""
+        node = self.current
+        for child in node.children.get(key, ()):
             outputs = child.replay(inputs)
             if outputs is not None:
-                place.edges[key] = child.edge
+                node.edges[key] = child.edge
                 return outputs
         return None
 
-    def _restart(self, place: Node, key: Any) -> Edge:
+    def _restart(self, end: Node, key: EdgeKey) -> Edge:
         """An edge from the end of a step to its beginning, for when nothing is held."""
 
         def restart(inputs: list[Any]) -> list[Any] | None:
             edge = self.root.edges.get(key)
-            if edge is None or not place.watch_live.none_held():
+            if edge is None or not end.watch_live.none_held():
                 return None
             self.current = self.root
-            self.outlived_marks = 0
+            self.ignored_marks = 0
             return edge(inputs)
 
         return restart
 
-    def _limit(self, function: Function, key: Any) -> str | None:
-        """Why there is to be no more recording of `function` here; None if there may be."""
-        options, place = function.options, self.current
-        if not self._admits(function, key):
+    def _limit(self, function: Function, key: EdgeKey) -> str | None:
+        """Why `function` is not recorded here any more; None if it may be."""
+        options = function.options
+        if not self._state(function).admits(key, options.size_limit):
             return (
                 f"it was called with {options.size_limit} sizes (options['size_limit']); pad its inputs to fewer sizes"
             )
-        known = [child for child in place.children.get(key, ()) if not child.in_place]
+        known = [child for child in self.current.children.get(key, ()) if not child.inputs.in_place]
         if len(known) > options.rerecord_limit:
-            why = function.moved or "what is held there differs"
+            why = function.last_move or "what is held there differs"
             return f"it was recorded {len(known)} times at one place because {why} (options['rerecord_limit'])"
         return None
 
-    def _admits(self, function: Function, key: Any) -> bool:
-        """Whether anything may be kept for this size; what is refused takes room, too."""
-        sizes = self.sizes.setdefault(function, set())
-        return key in sizes or len(sizes) < function.options.size_limit
-
-    def _record(self, function: Function, key: Any, inputs: list[Any]) -> list[Any]:
-        if self.warming.busy:  # what is warmed up calls it
-            self._step_aside(warming=True)
-            return self._as_it_is(function, inputs)
-        self.warming.over()
-        place = self.current
-        known = place.children.get(key, ())
+    def _record(self, function: Function, key: EdgeKey, inputs: list[Any]) -> list[Any]:
+        if self.warmup.busy:  # a function that warms up calls this one
+            self._stop_capturing(Cause.WARMUP)
+            return self._run_uncaptured(function, inputs)
+        self.warmup.end()
+        node = self.current
+        known = node.children.get(key, ())
         if known:
-            function.note_moves(known[-1].addresses, known[-1].fixed_inputs, inputs)
-        failed: Failed | None = None
+            layout = known[-1].inputs
+            function.note_moves(layout.addresses, layout.fixed, inputs)
+        failure: Failure | None = None
         try:
             with reclaim.one_capture():
-                node = record(place, function, key, inputs)
-        except AssertionError:  # somebody's mistake, which is not to be hidden
+                recording = record(self.pool, node, function, key, inputs)
+        except AssertionError:  # a bug, which is not to be hidden
             raise
-        except Exception as error:  # whatever else it is: all is as before, and the program runs without it
-            failed = Failed(error, for_good=isinstance(error, CannotCapture) or self.driver.is_capture_error(error))
-        if failed is not None:  # only now: the error and its traceback are gone, and what they held
-            return self._after_failure(failed, function, key, inputs)
-        function.failures = 0
-        self.sizes[function].add(key)
-        self.put_off.discard((function, key))
+        except Exception as error:  # everything is as before, and the program runs without a graph
+            failure = Failure(error, self.driver)
+        if failure is not None:  # only now: the error and its traceback are gone, and the memory that they held
+            return self._after_failure(failure, function, key, inputs)
+        if function.piece.is_inference and recording.inputs.copied:
+            recording.edge = node.edges[key] = StableInputProbe(recording, self._record_in_place)
+        function.failed_captures = 0
+        state = self._state(function)
+        state.keys.add(key)
+        state.awaiting_second_warmup.discard(key)
         counters.add("recordings")
         counters.add("rerecordings", bool(known))
         log.debug("recorded %s, the %dth at this place of the path", function.name, len(known) + 1)
-        return node.run(inputs)
+        return recording.run(inputs)
 
-    def _after_failure(self, failed: Failed, function: Function, key: Any, inputs: list[Any]) -> list[Any]:
-        """A capture failed and left no trace: the call runs as it is. An error that this raises is the program's own.
+    def _after_failure(self, failure: Failure, function: Function, key: EdgeKey, inputs: list[Any]) -> list[Any]:
+        """Run the call uncaptured after a capture that failed and left no trace. Its errors are the program's own.
 
-        A capture that may work another time, because there was no memory, is tried again, `TRIES` times in all.
+        A capture that may work another time, such as after out of memory, is tried `MAX_FAILED_CAPTURES` times in all.
         """
-        if failed.not_warm and (function, key) not in self.put_off:
-            self.put_off.add((function, key))
-            log.debug("%s warms up once more: %s", function.name, failed.reason)
-            self._step_aside(warming=True)
-            return self._as_it_is(function, inputs)
-        if failed.for_good and (self.tainted or not failed.said):
-            function.uncapturable = failed.reason  # another capture would do the same to the next pool
-        if failed.for_good:
-            return self._refuse(function, key, failed.reason, inputs)
+        awaiting = self._state(function).awaiting_second_warmup
+        if failure.needs_warmup and key not in awaiting:
+            awaiting.add(key)
+            log.debug("%s warms up once more: %s", function.name, failure.reason)
+            self._stop_capturing(Cause.WARMUP)
+            return self._run_uncaptured(function, inputs)
+        if failure.is_final:
+            if self.pool.broken or not failure.is_ours:
+                function.uncapturable = failure.reason  # another capture would do the same to the next pool
+            return self._refuse(function, key, failure.reason, inputs)
         if function.options.or_error:
-            function.skipped(failed.reason)
+            function.skipped(failure.reason)
         counters.add("skips")
         outputs = list(function.piece.run(inputs))
-        function.failures += 1  # of captures alone
-        if function.failures < TRIES:
-            log.info("%s ran as it is, and is captured another time: %s", function.name, failed.reason)
+        function.failed_captures += 1  # not if the program's own error was raised
+        if function.failed_captures < MAX_FAILED_CAPTURES:
+            log.info("%s ran as it is, and is captured another time: %s", function.name, failure.reason)
         else:
-            function.uncapturable = failed.reason
-            function.skipped(failed.reason)
+            function.uncapturable = failure.reason
+            function.skipped(failure.reason)
         return outputs
 
-    def record_in_place(self, node: Node, key: Any, inputs: list[Any]) -> list[Any] | None:
-        """Record what `node` does once more, with what it copies read where it is. None, and all as before, if there is
-        something in the way: `node` goes on as it is."""
-        place, function = self.current, node.function
-        assert function is not None
-        alone = not node.children and place.children.get(key) == [node]
-        if self.tainted or self.warming.busy or not alone or not function.settles:
+    def _record_in_place(self, recording: Recording, inputs: list[Any]) -> list[Any] | None:
+        """Record the function of `recording` once more, reading its copied inputs where they are.
+
+        Returns None, with everything as before, if that is not possible: `recording` goes on copying.
+        """
+        node, function, key = self.current, recording.function, recording.key
+        is_alone = not recording.children and node.children.get(key) == [recording]
+        if self.pool.broken or self.warmup.busy or not is_alone or not function.may_read_in_place:
             return None
         storages = [x.untyped_storage().data_ptr() for x in inputs if isinstance(x, torch.Tensor)]
         if function.options.rerecord_limit == 0 or len(set(storages)) < len(storages):
-            return None  # of which of two on one storage an output is a view, the memory does not tell
+            return None  # of two inputs on one storage, memory does not tell which one an output is a view of
+        copied = frozenset(recording.inputs.copied)
         try:
             with reclaim.one_capture():
-                in_place = below_autograd(record, place, function, key, inputs, frozenset(node.copied_inputs))
+                in_place = below_autograd(record, self.pool, node, function, key, inputs, copied)
         except AssertionError:
             raise
-        except Exception as reason:  # whatever it is: all is as before, and the program runs without it
+        except Exception as reason:  # everything is as before, and `recording` still applies
             log.debug("%s goes on copying its inputs: %s", function.name, reason)
-            function.settles = not self.tainted
+            function.may_read_in_place = not self.pool.broken
             return None
         counters.add("recordings")
         counters.add("rerecordings")
         log.debug("recorded %s, which reads its inputs where they are", function.name)
         return below_autograd(in_place.run, inputs)
 
-    def _refuse(self, function: Function, key: Any, reason: str, inputs: list[Any]) -> list[Any]:
-        """From now on `function` runs as it is at this place."""
-        if self._admits(function, key):
-            self.sizes[function].add(key)
-            self.refusals[self.current, key] = reason
-            self.current.edges[key] = lambda inputs: below_autograd(self._without_graph, function, reason, inputs)
-        return self._without_graph(function, reason, inputs)
+    def _refuse(self, function: Function, key: EdgeKey, reason: str, inputs: list[Any]) -> list[Any]:
+        """Run `function` uncaptured, now and whenever it comes next at this node."""
+        state = self._state(function)
+        if state.admits(key, function.options.size_limit):
+            state.keys.add(key)
+            self.current.refusals[key] = reason
+            self.current.edges[key] = lambda inputs: below_autograd(self._skip, function, reason, inputs)
+        return self._skip(function, reason, inputs)
 
-    def _without_graph(self, function: Function, reason: str, inputs: list[Any]) -> list[Any]:
+    def _skip(self, function: Function, reason: str, inputs: list[Any]) -> list[Any]:
         function.skipped(reason)
         counters.add("skips")
         return list(function.piece.run(inputs))
 
-    def _step_aside(self, *, warming: bool, after_mark: bool = False, belongs: bool = False) -> None:
-        self.aside = Aside(self.current, warming=warming, after_mark=after_mark, belongs=belongs)
-        self.current = self.nowhere
+    def _stop_capturing(self, cause: Cause, *, continues_path: bool = False) -> None:
+        """The rest of the step runs uncaptured."""
+        self.uncaptured = UncapturedStep(self.current, cause, continues_path=continues_path)
+        self.current = self.off_path
 
-    def _as_it_is(self, function: Function, inputs: list[Any]) -> list[Any]:
-        assert self.aside is not None
-        if not self.aside.warming:
-            reason = "forwards of earlier steps wait for a backward; use torch.no_grad() or drop what they returned"
-            if self.tainted:
-                reason = "a capture failed in this step"
-            elif not self.aside.after_mark:
-                reason = "the step never ends: something of it is held all the time; mark steps, or let go of it"
-            return self._without_graph(function, reason, inputs)
-        given = storages_of(inputs)
-        outputs = self.warming.run(function, inputs, given)
-        self.warmed[function] = self.warmed.get(function, 0) + 1
+    def _run_uncaptured(self, function: Function, inputs: list[Any]) -> list[Any]:
+        assert self.uncaptured is not None
+        cause = self.uncaptured.cause
+        if cause is not Cause.WARMUP:
+            return self._skip(function, BROKEN_POOL if self.pool.broken else cause.value, inputs)
+        storages = storages_of(inputs)
+        outputs = self.warmup.run(function, inputs, storages)
+        self._state(function).warmup_count += 1
         counters.add("warmups")
-        if self.aside is not None:  # a nested call may have ended the step
-            self.aside.ran(function, outputs, given)
+        if self.uncaptured is not None:  # a nested call may have ended the step
+            self.uncaptured.ran(function, outputs, storages)
         return outputs
 
     # --- steps
 
     def mark(self, marks: int, inputs: list[Any]) -> None:
-        """There were marks since the last call: a new step begins, unless something waits for its backward."""
-        if marks != self.marks_seen:
-            self.marked = True
+        """Note marks since the last call: a new step begins, unless a forward waits for its backward."""
+        if marks != self.last_mark:
+            self.is_marked = True
             self._begin_marked_step(inputs)
-            if self.tainted and self.place is self.root:
+            if self.pool.broken and self.path_end is self.root:
                 self.close(inputs)
-        self.marks = self.marks_seen = marks  # not if there was no room for copies: the next call tries again
+        self.marks = self.last_mark = marks  # not if there was no room for copies: the next call tries again
         if self.dropped:
-            reclaim.prune(self)
+            self._close_dropped()
             if self.dropped:
-                self.look_up()
+                self.look_again()
 
     def forget_marks(self, marks: int) -> None:
         """Let steps begin by themselves again, as if there had been none of the `marks` so far."""
-        self.marked = False
-        self.marks_seen = marks
+        self.is_marked = False
+        self.last_mark = marks
 
-    def look_up(self) -> None:
-        """There is something to do at the next call, which will come here by way of `mark`."""
+    def look_again(self) -> None:
+        """Make the next call come to `mark`, because there is something to do."""
         self.marks = None
 
     def _begin_marked_step(self, inputs: list[Any]) -> None:
         current = self.current
-        if not current.pending and self.aside is None and current.watch_live.none_held():
+        if not current.pending and self.uncaptured is None and current.watch_live.none_held():
             self.current = self.root
-            self.outlived_marks = 0
-        elif self.waits(self.place):
-            self.outlived_marks += 1
-            if self.outlived_marks > OUTLIVED_MARKS and self.aside is None:
-                self._step_aside(warming=False, after_mark=True)
+            self.ignored_marks = 0
+        elif self.path_end.waits_for_backward():
+            self.ignored_marks += 1
+            if self.ignored_marks > MAX_IGNORED_MARKS and self.uncaptured is None:
+                self._stop_capturing(Cause.IGNORED_MARKS)
         else:
             self.end_step(inputs)
 
-    def waits(self, place: Node) -> bool:
-        """Whether a backward may still need what a forward of the path gave out."""
-        return any(not forward.saved.none_held() for forward in place.pending)
-
-    def in_one_call(self, function: Function) -> bool:
-        """Whether one call of a compiled function, which has graph breaks, ran the last graph and calls `function`."""
-        return bool(self.calling == function.calls.generation)
-
-    def _next(self, function: Function, inputs: list[Any]) -> Next:
-        """Whether a call of `function`, which does not follow the path as it was, begins a new step."""
-        place, aside = self.place, self.aside
-        if aside is None:
-            return Next.GOES_ON if place is self.root else next_of(self, place, function, inputs)
-        if not aside.warming:
-            if aside.after_mark:
-                return Next.GOES_ON if self.waits(place) else Next.BEGINS
-            return next_of(self, place, function, inputs)
-        in_one_call = self.in_one_call(function)
-        if not aside.may_end(function, inputs, marked=self.marked, in_one_call=in_one_call):
-            return Next.GOES_ON
-        if place is self.root:
-            return Next.BEGINS
-        then = next_of(self, place, function, inputs)
-        if then is not Next.BEGINS:
-            self.current, self.aside = place, None  # what came before the warm-up is still needed: the path goes on
-        return then
-
-    def _never_ends(self, function: Function, inputs: list[Any]) -> bool:
-        """Whether the step repeats `function` while something else is held each time, so that it never ends by itself.
-        Such calls run as they are until that is let go of."""
-        if self.marked:
-            return False
-        ran = [node for node in self.current.path() if node.function is function and on_the_same(node, inputs)]
-        dead = [node for node in ran if not any(slot is not None and slot.held() for slot in node.template_slots)]
-        return len(dead) > REPEATS
-
     def end_step(self, inputs: list[Any]) -> None:
-        """The path ends: the next call starts at the root, and may overwrite everything."""
-        place = self.place
-        if not place.watch_live.none_held():
+        """End the path: the next call starts at the root, and may overwrite everything."""
+        end = self.path_end
+        if not end.watch_live.none_held():
             before, number = self.stream_object, self.stream
             self.follow_stream()
-            self._part_with(held(place.live), inputs)
+            self._release_held_outputs(held(end.live), inputs)
             if before is not None and number != self.stream:
-                self.driver.let_wait(before, self.stream_object)  # who reads a copy there finds it finished
+                self.driver.let_wait(before, self.stream_object)  # a copy is finished before it is read there
         self.current = self.root
-        self.aside = None
-        self.outlived_marks = 0
-        self.warming.over()
+        self.uncaptured = None
+        self.ignored_marks = 0
+        self.warmup.end()
 
-    def _part_with(self, slots: list[Slot], inputs: list[Any]) -> None:
-        """Somebody holds `slots`, whose memory is about to be reused: they get copies, or errors when they read it."""
-        given = on_slots(inputs, slots)
-        wanted = set(given.values())  # whoever holds what this step reads goes on reading it, or is written to
-        moving = [slot for slot in slots if (slot.copies or slot in wanted) and self.can_move(slot)]
+    def _release_held_outputs(self, slots: list[Slot], inputs: list[Any]) -> None:
+        """Copy out the tensors on `slots`, whose memory is about to be reused, or make reading them an error."""
+        by_input = on_slots(inputs, slots)
+        read = set(by_input.values())  # this call reads them or writes to them, whatever becomes of the others
+        moving = [slot for slot in slots if (slot.copies or slot in read) and self.can_move(slot)]
         self.driver.copy_out([slot.storage for slot in moving])
         counters.add("held_outputs", len(slots))
         counters.add("copies", len(moving))
-        for i, slot in given.items():
+        for i, slot in by_input.items():
             if slot not in moving:
-                inputs[i] = copy_as_it_lies(inputs[i])
+                inputs[i] = copy_preserving_layout(inputs[i])
         for slot in slots:
             if slot not in moving:
                 self.driver.poison(slot.storage, stale_message(slot))
             slot.renew(torch_cuda.storage_at(slot.address, slot.storage.device, slot.nbytes))
-            # This torch moves only what the allocator made: from now on it is copied when it is given out.
-            wants_copies = (slot.copies or slot in wanted) and not slot.host
+            # Before 2.13, torch moves only storages that its allocator made: a renewed slot gives out copies.
+            wants_copies = (slot.copies or slot in read) and not slot.host
             slot.given_as_copies = wants_copies and not self.driver.can_copy_out(slot.storage)
         if any(slot.given_as_copies for slot in slots):
             for node in self.root.subtree():
-                node.settle()
+                if isinstance(node, Recording):
+                    node.choose_output_path()
 
     def can_move(self, slot: Slot) -> bool:
         return not slot.host and self.driver.can_copy_out(slot.storage)
 
+    # --- functions and memory
+
+    def adopt(self, function: Function) -> None:
+        """Keep the tree open as long as somebody can call `function`."""
+        with reclaim.one_at_a_time:
+            self.functions.add(function)
+
+    def drop(self, function: Function) -> None:
+        """Note that nobody can call `function` any more. For finalizers."""
+        self.functions.discard(function)
+        self.dropped.append(function)
+        if self.functions:
+            self.look_again()
+        else:
+            reclaim.close_later(self)
+
+    def drop_all(self) -> None:
+        """Note that nobody will call anything of this tree any more. For finalizers."""
+        self.functions.clear()
+        reclaim.close_later(self)
+
+    def _close_dropped(self) -> None:
+        """Close the recordings of dropped functions. The path that the program is on stays until it has ended."""
+        gone = set()
+        while self.dropped:  # others may be added meanwhile
+            gone.add(self.dropped.pop())
+        path = self.path_end.path()
+        reclaim.close_branches(self.root, gone, path)
+        reclaim.forget_edges(self.off_path, gone)
+        for function in gone:
+            self.states.pop(function, None)
+            if self.uncaptured is not None:
+                self.uncaptured.call_counts.pop(function, None)
+        self.dropped += [function for function in gone if any(each.function is function for each in path)]
+        if not self.root.children:
+            self.pool.release()
+
     def close(self, inputs: list[Any] | None = None) -> None:
-        """Forget everything and give the memory back; calls warm up and record again."""
+        """Forget everything and give the memory back; calls warm up and record again.
+
+        After a broken pool, warm-ups still count.
+        """
         self.end_step([] if inputs is None else inputs)
         self.root.close()
-        self.release_pool()
-        warmed = self.warmed if self.tainted else {}
-        if not self.tainted:
-            self.put_off.clear()
+        self.pool.release()
+        if self.pool.broken:
+            for state in self.states.values():
+                state.keys.clear()
+        else:
+            self.states.clear()
         self._begin()
-        self.warmed = warmed

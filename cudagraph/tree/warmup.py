@@ -1,12 +1,12 @@
-"""Where warm-ups of training allocate: apart from what lives on after them.
+"""Warm-ups of training, whose activations get a memory pool of their own.
 
-    forward, backward as they are --> memory of the warm-up --> given back when the step is over
-    gradients                     --> moved to memory of their own --> given back when they are let go of
+    forward, backward, uncaptured --> pool of the warm-up --> given back when the step is over
+    gradients                     --> moved to a pool of their own --> given back when they are released
     loss, optimizer               --> ordinary memory
 
-An optimizer makes its state after the first backward and keeps it. In memory that the caching allocator has kept of
-that backward it would lie between activations: what is left around it is free, but no graph's pool can have it.
-Likewise gradients: in ordinary memory they would take what is free there, and the state new segments beside it.
+An optimizer makes its state after the first backward and keeps it. In memory that the caching allocator has cached
+from that backward, the state would lie between activations: the rest of such a segment is free, but no graph's pool
+can have it. Gradients in ordinary memory would take the free memory there, and the state would need new segments.
 """
 
 from __future__ import annotations
@@ -25,48 +25,49 @@ if TYPE_CHECKING:
     from .driver import CaptureDriver
     from .function import Function
 
-__all__ = ["Warming", "storages_of"]
+__all__ = ["Warmup", "storages_of"]
 
 
-class Warming:
-    """Runs what is not captured yet.
+class Warmup:
+    """Runs functions that are not captured yet.
 
     Attributes:
-        busy: it runs something whose allocations are routed, so that nothing can be captured meanwhile.
+        busy: a function runs whose allocations go to the warm-up's pool, so that nothing can be captured.
     """
 
     def __init__(self, driver: CaptureDriver, device: torch.device) -> None:
         self.driver = driver
         self.device = device
         self.busy = False
-        self.allocating: Callable[[], contextlib.AbstractContextManager[None]] | None = None
+        self._allocating: Callable[[], contextlib.AbstractContextManager[None]] | None = None
 
-    def over(self) -> None:
-        """The step is: its activations are dead, or are never used by another warm-up."""
-        self.allocating = None
+    def end(self) -> None:
+        """Give the pool back: the step's activations are dead, or no other warm-up uses them."""
+        self._allocating = None
 
-    def run(self, function: Function, inputs: list[Any], given: Sequence[StorageWeakRef]) -> list[Any]:
-        """What `function` returns. Gradients do not lie with activations: they may be accumulated into for good.
+    def run(self, function: Function, inputs: list[Any], input_storages: Sequence[StorageWeakRef]) -> list[Any]:
+        """Run `function` and return its outputs. Gradients move out of the pool: the program may keep them for good.
 
-        `given`: storages of `inputs`. Weak, but the address of none is taken by another storage meanwhile."""
+        `input_storages`: weak, but no other storage takes the address of one meanwhile.
+        """
         piece = function.piece
         if piece.is_inference or self.busy or self.driver.is_capturing():
             return list(piece.run(inputs))
-        allocating = self.allocating = self.allocating or self.driver.open_warm_pool(self.device)
+        allocating = self._allocating = self._allocating or self.driver.open_warm_pool(self.device)
         self.busy = True
         try:
             with allocating():
                 outputs = list(piece.run(inputs))
         except BaseException:
             del allocating
-            self.over()  # who tries again, with less, finds all memory
+            self.end()  # a program that tries again with less finds all memory
             raise
         finally:
             self.busy = False
         if piece.is_backward:
-            known = {storage.cdata for storage in given}
+            known = {storage.cdata for storage in input_storages}
             del allocating
-            self.over()  # what is free of it is given back before the copies are made
+            self.end()  # free memory of the pool is given back before the copies are made
             storages = {torch_cuda.identity(x.untyped_storage()): x.untyped_storage() for x in outputs if is_strided(x)}
             self._move(
                 [
@@ -78,7 +79,7 @@ class Warming:
         return outputs
 
     def _move(self, storages: list[torch.UntypedStorage]) -> None:
-        """To memory apart from all other; if there is too little for both, they stay."""
+        """Move `storages` to a pool of their own. If memory is too short for both, they stay."""
         if not storages:
             return
         try:

@@ -303,16 +303,16 @@ def test_dynamo_reset_calls_ours() -> None:
 
 @pytest.mark.core
 def test_a_dropped_function_drops_its_plans() -> None:
-    from aot_hooks.backend import _plans
+    from aot_hooks.records import _plans
 
     compiled: Any = torch.compile(lambda x: x.sin().exp(), backend="aot_hooks", options=ATEN)
     with saved_tensors_hooks(HALF):
         compiled(torch.randn(4, requires_grad=True)).sum().backward()
-    before = len(_plans.by_wrapper)
+    before = len(_plans)
     torch._dynamo.reset()
     del compiled
     gc.collect()
-    assert len(_plans.by_wrapper) < before
+    assert len(_plans) < before
 
 
 # --- memory ----------------------------------------------------------------------------------------------------------

@@ -16,7 +16,8 @@ from aot_hooks.backend import aot_hooks as backend
 from aot_hooks.offloading import transfers
 from aot_hooks.options import Options
 from cudagraph.backend import Compilation
-from cudagraph.graph.analyse import Kind, analyse, whole_piece
+from cudagraph.compile.pieces import whole_piece
+from cudagraph.graph.analyse import Kind, analyse
 from cudagraph.graph.blockers import is_host_operator
 from cudagraph.tree import dispatch
 

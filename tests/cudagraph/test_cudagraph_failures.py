@@ -17,9 +17,8 @@ from tree_programs import World, takes_list
 
 from cudagraph.errors import NotCapturableError
 from cudagraph.torch_private import cuda as torch_cuda
-from cudagraph.tree import dispatch
+from cudagraph.tree import dispatch, record
 from cudagraph.tree.capture import capturing
-from cudagraph.tree.node import Node
 from cudagraph.tree.snapshot import Snapshot
 
 ERRORS = ("an error", "no memory", "not allowed in a capture", "an interrupt")
@@ -172,7 +171,7 @@ def test_whatever_fails_all_is_as_before(failing, point, kind):
         for _ in range(5):
             program.step()
         counts = dispatch.stats()
-        captured = [node.function.name for node in mine(world).root.subtree() if node.function is not None]
+        captured = [node.function.name for node in mine(world).root.subtree() if not node.is_root]
         if kind == "not allowed in a capture":
             assert "the function" not in captured and counts["skips"] >= 5, counts
         else:
@@ -212,7 +211,7 @@ def test_what_is_refused_in_a_capture_leaves_no_trace(failing, why):
     for _ in range(6):
         program.step(fails=True)
     counts = dispatch.stats()
-    recorded = [node.function.name for node in mine(failing).root.subtree() if node.function is not None]
+    recorded = [node.function.name for node in mine(failing).root.subtree() if not node.is_root]
     assert "the function" not in recorded and counts["skips"] >= 4, counts
 
 
@@ -235,7 +234,7 @@ def test_a_failure_leaves_no_memory(failing, point):
     for _ in range(2):
         x = world.randn(4, 1 << 10)
         g(x, w)
-        assert mine(world).pool  # it is opened now: a part of it stays
+        assert mine(world).pool.opened  # it is opened now: a part of it stays
         before = torch.cuda.memory_allocated() if world.kind == "cuda" else 0
         world.driver.armed(fault := Fault(point, 0, Interrupt()))
         with pytest.raises(Interrupt):
@@ -246,7 +245,7 @@ def test_a_failure_leaves_no_memory(failing, point):
             assert torch.cuda.memory_allocated() <= before
         else:
             assert all(not pool.live_blocks() for pool in world.driver.pools)
-        assert not mine(world).tainted
+        assert not mine(world).pool.broken
         world.driver.armed(None)
         dispatch.reset()
 
@@ -313,7 +312,7 @@ def test_a_trace_is_noticed(deleted, monkeypatch, caplog):
             monkeypatch.setattr(Snapshot, "restore", lambda self: None)
             test_what_gives_an_input_other_memory_is_put_back_and_refused(world, "memory", "static", caplog)
         else:
-            monkeypatch.setattr(Node, "close", lambda self: None)
+            monkeypatch.setattr(record.traceback, "clear_frames", lambda traceback: None)
             world.driver = FailingDriver(world.driver)
             test_a_failure_leaves_no_memory(world, "checkpoint")
     monkeypatch.undo()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import fuzz_cudagraph
 import pytest
 import torch
@@ -9,7 +11,7 @@ from tree_programs import World
 
 from cudagraph.torch_private import cuda as torch_cuda
 from cudagraph.tree import dispatch, node, record, stable_inputs, tree
-from cudagraph.tree.liveness import Watch, copy_as_it_lies, on_slots
+from cudagraph.tree.liveness import Watch, copy_preserving_layout, on_slots
 from cudagraph.tree.steps import Next
 
 KEPT = (
@@ -20,9 +22,9 @@ KEPT = (
 )
 
 
-@pytest.mark.parametrize("looks", [1, stable_inputs.LOOKS])
-def test_programs_are_as_in_eager(world, looks, monkeypatch):
-    monkeypatch.setattr(stable_inputs, "LOOKS", looks)
+@pytest.mark.parametrize("probed_calls", [1, stable_inputs.PROBED_CALLS])
+def test_programs_are_as_in_eager(world, probed_calls, monkeypatch):
+    monkeypatch.setattr(stable_inputs, "PROBED_CALLS", probed_calls)
     assert fuzz_cudagraph.run_seeds(range(1, 41), world) == []
 
 
@@ -41,25 +43,25 @@ def test_what_a_function_passes_on_is_its_givers():
 def dead_or_not(monkeypatch):
     """What must be dead before a replay is not looked at any more."""
 
-    def replay(self, inputs, original=node.Node.replay):
+    def replay(self, inputs, original=node.Recording.replay):
         self.watch_dead = Watch(())
         return original(self, inputs)
 
-    monkeypatch.setattr(node.Node, "replay", replay)
+    monkeypatch.setattr(node.Recording, "replay", replay)
 
 
 def steps_at_any_time(monkeypatch):
     """Where steps begin by themselves, each call begins one."""
-    monkeypatch.setattr(tree, "next_of", lambda tree, *_: Next.GOES_ON if tree.marked else Next.BEGINS)
+    monkeypatch.setattr(tree, "next_of", lambda call: Next.GOES_ON if call.is_marked else Next.BEGINS)
 
 
 def any_backward_answers(monkeypatch):
     """A backward is taken for that of every forward that waits."""
 
-    def connect(node, plan, key, original=record._connect):
-        original(node, plan, key)
-        if node.function.piece.is_backward:
-            node.pending = ()
+    def connect(recording, plan, original=record._connect):
+        original(recording, plan)
+        if recording.function.piece.is_backward:
+            recording.pending = ()
 
     monkeypatch.setattr(record, "_connect", connect)
 
@@ -68,7 +70,7 @@ def failures_end_steps(monkeypatch):
     """After a capture that failed, the tree closes at once, whatever of the step is needed."""
 
     def call(self, function, key, inputs, original=tree.Tree.call):
-        if self.tainted and self.aside is None:
+        if self.pool.broken and self.uncaptured is None:
             self.close(inputs)
         return original(self, function, key, inputs)
 
@@ -78,31 +80,33 @@ def failures_end_steps(monkeypatch):
 def moved_buffers(monkeypatch):
     """Addresses of inputs that are read in place are not compared."""
 
-    def replay(self, inputs, original=node.Node.replay):
-        self.fixed_inputs = [i for i in self.fixed_inputs if self.addresses[i] not in self.in_place]
+    def replay(self, inputs, original=node.Recording.replay):
+        layout = self.inputs
+        fixed = [i for i in layout.fixed if layout.addresses[i] not in layout.in_place]
+        self.inputs = dataclasses.replace(layout, fixed=fixed)
         return original(self, inputs)
 
-    monkeypatch.setattr(node.Node, "replay", replay)
-    monkeypatch.setattr(stable_inputs, "LOOKS", 1)
+    monkeypatch.setattr(node.Recording, "replay", replay)
+    monkeypatch.setattr(stable_inputs, "PROBED_CALLS", 1)
 
 
 def reads_take_away(monkeypatch):
     """Of what the call that begins a step reads the values are saved, and whoever holds it is not thought of."""
 
-    def part_with(self, slots, inputs, original=tree.Tree._part_with):
+    def release(self, slots, inputs, original=tree.Tree._release_held_outputs):
         for i in on_slots(inputs, slots):
-            inputs[i] = copy_as_it_lies(inputs[i])
+            inputs[i] = copy_preserving_layout(inputs[i])
         original(self, slots, inputs)
 
-    monkeypatch.setattr(tree.Tree, "_part_with", part_with)
+    monkeypatch.setattr(tree.Tree, "_release_held_outputs", release)
 
 
 def inputs_are_left_out(monkeypatch):
     """After a capture that failed, the call has the copies that were made for it."""
 
-    def failed_record(place, function, key, inputs, *rest, original=record.record):
+    def failed_record(pool, node, function, key, inputs, *rest, original=record.record):
         try:
-            return original(place, function, key, inputs, *rest)
+            return original(pool, node, function, key, inputs, *rest)
         except ValueError:
             inputs[:] = [torch.zeros_like(x) if isinstance(x, torch.Tensor) else x for x in inputs]
             raise

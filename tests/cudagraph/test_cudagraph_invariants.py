@@ -6,6 +6,7 @@ scenario(world) under `delete`       wrong numbers, a missing error, or a refusa
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -47,23 +48,22 @@ def always(value: Any) -> Callable[..., Any]:
 def keep_plan(plan: Callable[..., record.Plan]) -> Callable[..., record.Plan]:
     def changed(*args: Any) -> record.Plan:
         made = plan(*args)
-        held_inputs = [slot for slot in dict.fromkeys(made.managed.values()) if slot in made.kept]
-        made.taken += held_inputs
-        made.kept = [slot for slot in made.kept if slot not in held_inputs]
-        return made
+        held_inputs = [slot for slot in dict.fromkeys(made.managed.values()) if slot in made.held]
+        held = [slot for slot in made.held if slot not in held_inputs]
+        return dataclasses.replace(made, held=held, donated=[*made.donated, *held_inputs])
 
     return changed
 
 
 def no_dead_watch(replay: Callable[..., Any]) -> Callable[..., Any]:
-    def changed(self: node.Node, inputs: list[Any]) -> Any:
+    def changed(self: node.Recording, inputs: list[Any]) -> Any:
         self.watch_dead = liveness.Watch(())
         return replay(self, inputs)
 
     return changed
 
 
-def nothing_parted(self: tree.Tree, slots: Any, inputs: Any) -> None:
+def nothing_released(self: tree.Tree, slots: Any, inputs: Any) -> None:
     return None
 
 
@@ -81,26 +81,26 @@ DELETIONS: dict[str, tuple[Callable[[World], None], Callable[[pytest.MonkeyPatch
         lambda m: m.setattr(torch_cuda, "pointers_equal", always(True)),
     ),
     "inputs are copied": (new_inputs, lambda m: m.setattr(torch_cuda, "foreach_copy", always(None))),
-    "numbers are part of the key": (other_numbers, lambda m: m.setattr(Function, "find_key", always(()))),
+    "numbers are part of the key": (other_numbers, lambda m: m.setattr(Function, "find_key_inputs", always(()))),
     "overlapping inputs are copied flat": (
         overlapping_input,
         lambda m: (m.setattr(record, "overlapping", always(False)), m.setattr(liveness, "overlapping", always(False))),
     ),
     "what was dead must be dead": (
         held_for_the_first_time,
-        lambda m: m.setattr(node.Node, "replay", no_dead_watch(node.Node.replay)),
+        lambda m: m.setattr(node.Recording, "replay", no_dead_watch(node.Recording.replay)),
     ),
     "what was given away must be given away": (
         given_away_then_kept,
-        lambda m: m.setattr(node.Node, "replay", no_dead_watch(node.Node.replay)),
+        lambda m: m.setattr(node.Recording, "replay", no_dead_watch(node.Recording.replay)),
     ),
     "what is kept is not given away": (
         kept_while_recorded,
         lambda m: m.setattr(record, "_plan", keep_plan(record._plan)),
     ),
-    "what is held at the end of a step is parted with": (
+    "what is held at the end of a step is released": (
         held_over,
-        lambda m: m.setattr(tree.Tree, "_part_with", nothing_parted),
+        lambda m: m.setattr(tree.Tree, "_release_held_outputs", nothing_released),
     ),
     "it is poisoned": (held_over, lambda m: m.setattr(Simulator, "poison", always(None))),
     "the slot is renewed": (held_over, lambda m: m.setattr(liveness.Slot, "renew", always(None))),
@@ -108,20 +108,23 @@ DELETIONS: dict[str, tuple[Callable[[World], None], Callable[[pytest.MonkeyPatch
         held_over_and_fed_back,
         lambda m: (
             m.setattr(tree.Tree, "can_move", always(False)),
-            m.setattr(tree.Tree, "_part_with", without_clones(tree.Tree._part_with)),
+            m.setattr(tree.Tree, "_release_held_outputs", without_clones(tree.Tree._release_held_outputs)),
         ),
     ),
     "copies are made": (held_over_as_copies, lambda m: m.setattr(Simulator, "copy_out", always(None))),
     "the pool is restored": (branch_after_replay, lambda m: m.setattr(Arena, "restore", always(None))),
     "the pool is freed after a recording": (branch_after_replay, lambda m: m.setattr(Arena, "disown", always(None))),
-    "forwards wait for their backward": (pending_backward, lambda m: m.setattr(tree.Tree, "waits", always(False))),
+    "forwards wait for their backward": (
+        pending_backward,
+        lambda m: m.setattr(node.Node, "waits_for_backward", always(False)),
+    ),
     "no step begins inside of a backward": (
         step_inside_of_a_backward,
         lambda m: m.setattr(torch_cuda, "graph_task_id", always(-1)),
     ),
     "gradients are copied out": (
         accumulated_gradients,
-        lambda m: m.setattr(tree.Tree, "_part_with", _with_errors_only(tree.Tree._part_with)),
+        lambda m: m.setattr(tree.Tree, "_release_held_outputs", _with_errors_only(tree.Tree._release_held_outputs)),
     ),
     "the caller's own memory is not written to by a graph": (
         write_to_the_caller,

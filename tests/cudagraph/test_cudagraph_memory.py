@@ -72,10 +72,10 @@ def test_steps_begin_by_themselves_after_a_reset(world, mark_last):
         x = world.randn(4)
         same(world, g(x), [x.cos()])
     assert [dispatch.stats()[count] for count in ("warmups", "recordings", "replays")] == [1, 1, 2]
-    assert mine in [t for trees in dispatch.every_thread for t in trees.values()] and not mine.marked
+    assert mine in [t for trees in dispatch.every_thread for t in trees.values()] and not mine.is_marked
     dispatch.mark_step_begin()
     g(world.randn(4))
-    assert mine.marked
+    assert mine.is_marked
 
 
 def test_the_last_function_takes_the_tree_with_it(world):
@@ -94,7 +94,7 @@ def tree_of(world):
 
 
 def recordings(world):
-    return [node for node in tree_of(world).root.subtree() if node.function is not None]
+    return [node for node in tree_of(world).root.subtree() if not node.is_root]
 
 
 def test_recordings_of_a_dropped_function_go(world):
@@ -121,11 +121,12 @@ def test_recordings_of_a_dropped_function_go(world):
         constant = session(number)
         steps(world, stays, lambda x: [x.sin()], lambda: (world.randn(16, 8),))
         mine = tree_of(world)
-        tables = (mine.functions, mine.warmed, mine.sizes, mine.refusals)
-        used = mine.pool.peak if world.kind == "simulator" else torch.cuda.memory_reserved()
+        refusals = [key for node in (mine.off_path, *mine.root.subtree()) for key in node.refusals]
+        tables = (mine.functions, mine.states, refusals)
+        used = mine.pool.opened.peak if world.kind == "simulator" else torch.cuda.memory_reserved()
         seen.append((len(recordings(world)), *map(len, tables), used))
         assert constant() is None
-    assert seen[0][:-1] == (1, 2, 2, 2, 0)
+    assert seen[0][:-1] == (1, 2, 2, 0)
     assert len({found[:-1] for found in seen}) == 1
     assert seen[-1][-1] <= seen[1][-1]
     if world.kind == "simulator":
@@ -145,7 +146,7 @@ def test_a_function_that_is_dropped_on_the_path_goes_later(world):
         x = world.randn(8)
         same(world, stays(x), [x.sin()])
         assert len(recordings(world)) == count
-    assert len(tree_of(world).warmed) == 1
+    assert len(tree_of(world).states) == 1
 
 
 def test_an_alias_that_a_dropped_function_gave_out_is_not_looked_for(world):
@@ -248,16 +249,16 @@ def test_the_garbage_collector_closes_trees_in_order(case, deleted, monkeypatch)
     if not deleted:
         case()
         return
-    monkeypatch.setattr(reclaim, "settle", close_at_once)
+    monkeypatch.setattr(reclaim, "close_pending", close_at_once)
     monkeypatch.setattr("sys.unraisablehook", lambda args: None)  # what a finalizer raises
     with pytest.raises((AssertionError, RuntimeError)):
         case()
-    reclaim.due.clear()
+    reclaim.pending.clear()
 
 
 def close_at_once():
-    while reclaim.due:
-        reclaim.due.popleft().close()
+    while reclaim.pending:
+        reclaim.pending.popleft().close()
 
 
 def test_nothing_is_closed_inside_of_a_capture_of_the_callers_own(monkeypatch):
@@ -356,7 +357,7 @@ def test_a_chain_needs_little_more_than_what_is_alive(forgets, monkeypatch):
 
         def plan(*args, original=record._plan):
             made = original(*args)
-            return dataclasses.replace(made, kept=[*made.kept, *made.taken], taken=[])
+            return dataclasses.replace(made, held=[*made.held, *made.donated], donated=[])
 
         monkeypatch.setattr(record, "_plan", plan)
     f = torch.compile(layer, backend=world.backend())

@@ -241,4 +241,4 @@ def test_a_traceback_shows_the_generated_line():
     run = assemble(gm, parts, [part_module(gm, parts[0]).forward, fails])
     with pytest.raises(ZeroDivisionError) as caught:
         run([torch.randn(3)])
-    assert any("part_1(given_1)  # as it is: 1 operators" in str(line) for line in caught.traceback)
+    assert any("part_1(args_1)  # as it is: 1 operators" in str(line) for line in caught.traceback)

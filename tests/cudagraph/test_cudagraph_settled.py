@@ -1,4 +1,4 @@
-"""Inputs that come from the same place call after call are read there; see `cudagraph.settled`."""
+"""Inputs that come from the same place call after call are read there; see `cudagraph.tree.stable_inputs`."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import torch
 from tree_programs import World, same
 
 from cudagraph.tree import dispatch
-from cudagraph.tree.stable_inputs import LOOKS
+from cudagraph.tree.stable_inputs import PROBED_CALLS
 
-SETTLED = LOOKS + 2  # calls after which it is decided: a warm-up and a recording come first
+SETTLED = PROBED_CALLS + 2  # calls after which it is decided: a warm-up and a recording come first
 
 
 def filled(x):
@@ -27,8 +27,8 @@ def test_a_buffer_that_is_filled_again_is_not_copied(world):
         filled(x)
         same(world, f(x), [x.sin(), x + 1])
     counts = dispatch.stats()
-    assert (counts["recordings"], counts["rerecordings"], counts["replays"]) == (2, 1, LOOKS - 1 + 4)
-    assert counts["copies"] == LOOKS - 1
+    assert (counts["recordings"], counts["rerecordings"], counts["replays"]) == (2, 1, PROBED_CALLS - 1 + 4)
+    assert counts["copies"] == PROBED_CALLS - 1
 
 
 def test_one_that_moves_is_copied_again_and_nothing_is_recorded(world):
@@ -40,7 +40,7 @@ def test_one_that_moves_is_copied_again_and_nothing_is_recorded(world):
         same(world, f(given), [given.sin()])
     counts = dispatch.stats()
     assert (counts["recordings"], counts["skips"]) == (2, 0)
-    assert counts["copies"] == LOOKS - 1 + 7  # from the first move on
+    assert counts["copies"] == PROBED_CALLS - 1 + 7  # from the first move on
 
 
 def test_inputs_in_turns_are_copied_for_good(world):

@@ -13,10 +13,10 @@ from cudagraph import backend
 from cudagraph.backend import backend_with
 from cudagraph.tree import dispatch
 from cudagraph.tree.function import Function
-from cudagraph.tree.stable_inputs import LOOKS
+from cudagraph.tree.stable_inputs import PROBED_CALLS
 
 W = torch.randn(4, 4)
-CALLS = LOOKS + 6
+CALLS = PROBED_CALLS + 6
 INNER = {"simulator": ("aten",), "cuda": ("aten", "inductor")}
 
 

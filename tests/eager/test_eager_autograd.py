@@ -42,7 +42,7 @@ def test_an_output_changed_in_place_raises_as_in_stock() -> None:
 
 
 def test_a_packed_tensor_may_change_later() -> None:
-    """Kinder than stock, as with stock hooks: what was packed is a copy."""
+    """Kinder than autograd without hooks, and equal to torch's own hooks: the packed tensor is a copy."""
     x, w = integers(4, 3).requires_grad_(), integers(3, 2).requires_grad_()
     with saved_tensors_hooks(*scale(4)):
         h = x * 2
@@ -140,7 +140,7 @@ def test_retain_graph(model: Chain, x: Tensor) -> None:
 
 @pytest.mark.core
 def test_second_derivatives() -> None:
-    """Exact hooks leave them exact: what is unpacked stays connected to the graph."""
+    """Exact hooks leave them exact: the unpacked tensor stays connected to the graph."""
 
     class Model(nn.Module):
         def forward(self, x: Tensor) -> Tensor:

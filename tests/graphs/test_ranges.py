@@ -54,36 +54,12 @@ PROVEN = {
     "kthvalue": (lambda x, i, m: x.kthvalue(3, 1)[1], (0, 6)),
     "cummax": (lambda x, i, m: x.cummax(2)[1], (0, 39)),
     "of a number": (lambda x, i, m: x[0, 0, 0, 0].max(0)[1].expand(4), (0, 0)),
-    "remainder": (lambda x, i, m: i % 10, (0, 9)),
-    "remainder of a negative": (lambda x, i, m: i % -10, (-9, 0)),
-    "clamped": (lambda x, i, m: i.clamp(-3, 90), (-3, 90)),
-    "clamped twice": (lambda x, i, m: i.clamp_min(0).clamp_max(90), (0, 90)),
-    "masked bits": (lambda x, i, m: i & 15, (0, 15)),
-    "arange": (lambda x, i, m: torch.arange(5, 50, 7), (5, 47)),
-    "arange down": (lambda x, i, m: torch.arange(50, 5, -7), (8, 50)),
-    "arange of an end": (lambda x, i, m: torch.arange(12), (0, 11)),
-    "sums": (lambda x, i, m: (i % 10) * -3 + 7 - (i % 2), (-21, 7)),
-    "where": (lambda x, i, m: torch.where(m, i % 10, (i % 3) + 20), (0, 22)),
-    "cat": (lambda x, i, m: torch.cat([i % 10, i % 20 - 5]), (-5, 14)),
     "of bytes": (lambda x, i, m: i.to(torch.uint8).to(torch.int64), (0, 255)),
-    "of bytes, shifted": (lambda x, i, m: i.to(torch.uint8).to(torch.int64) - 256, (-256, -1)),
     "of bools": (lambda x, i, m: m.to(torch.int64), (0, 1)),
     "of bools, floating point": (lambda x, i, m: m.to(torch.bfloat16), (0, 1)),
-    "randint": (lambda x, i, m: torch.randint(17, (100,)), (0, 16)),
-    "randint from": (lambda x, i, m: torch.randint(-4, 17, (100,)), (-4, 16)),
-    "bernoulli": (lambda x, i, m: torch.bernoulli(x.sigmoid()), (0, 1)),
-    "bernoulli of a number": (lambda x, i, m: x.bernoulli(0.3), (0, 1)),
-    "gathered": (lambda x, i, m: (i % 10)[m.to(torch.int64)], (0, 9)),
-    "constant": (lambda x, i, m: torch.full((4,), 7), (7, 7)),
-    "constant, floating point": (lambda x, i, m: torch.full((4,), 7.0), (7, 7)),
-    "zeros": (lambda x, i, m: torch.zeros_like(x), (0, 0)),
-    "ones": (lambda x, i, m: torch.ones_like(x), (1, 1)),
+    "gathered": (lambda x, i, m: x.argmax(-1)[m.to(torch.int64)[:5]], (0, 29)),
     "sign": (lambda x, i, m: odd(x).sign(), (-1, 1)),
     "sgn of a few": (lambda x, i, m: odd(x[0, 0, 0, :3]).bfloat16().sgn(), (-1, 1)),
-    "triangle": (lambda x, i, m: torch.ones(9, 9).tril(), (0, 1)),
-    "other triangle": (lambda x, i, m: torch.full((9, 9), -3.0).triu(1), (-3, 0)),
-    "bucketize": (lambda x, i, m: torch.bucketize(odd(x), x[0, 0, 0].sort()[0]), (0, 30)),
-    "searchsorted": (lambda x, i, m: torch.searchsorted(x[0, 0, :2].sort()[0], x[0, 1, :2]), (0, 30)),
 }
 
 
@@ -98,21 +74,12 @@ def test_what_the_graph_proves(fn, expected):
 
 NOT_PROVEN = {
     "an argument": lambda i, x: i + 0,
-    "a sum that may wrap around": lambda i, x: (i % 100).to(torch.int8) * 2,
-    "a conversion that may wrap around": lambda i, x: (i % 1000).to(torch.int8),
-    "a division": lambda i, x: (i % 100) / 2,
-    "a product that may be -0.0": lambda i, x: (i % 2).to(torch.float32) * -1.0,
+    "a conversion that may wrap around": lambda i, x: x.expand(300, 8).argmax(0).to(torch.int8),
     "a conversion of any number": lambda i, x: x.to(torch.int64),
-    "large floating-point numbers": lambda i, x: (i % 1000).to(torch.bfloat16),
-    "remainder of a number": lambda i, x: x % 10,
-    "what is random and no integer": lambda i, x: torch.randint(10, (3,), dtype=torch.float32) * 1.0,
-    "bits of a negative mask": lambda i, x: i & -2,
+    "large floating-point numbers": lambda i, x: x.expand(300, 8).argmax(0).to(torch.bfloat16),
     "the sign of a complex number": lambda i, x: torch.complex(x, x).sgn(),
-    "a constant that is no whole number": lambda i, x: torch.full((4,), 0.5),
-    "a constant that is -0.0": lambda i, x: torch.full((4,), -0.0),
-    "a constant that is no number": lambda i, x: torch.full((4,), float("nan")),
-    "a large constant": lambda i, x: torch.full((4,), 1e30),
     "values, not indices": lambda i, x: i.view(10, 100).max(0)[0],
+    "a sum of indices": lambda i, x: x.argmax(0, keepdim=True) + x.argmin(0, keepdim=True),
 }
 
 
@@ -139,4 +106,3 @@ def test_symbolic_sizes_count_as_the_largest_that_the_graph_admits():
 
     assert found(lambda x: argmax(x), torch.randn(12, 3), mode="symbolic")[0] is None
     assert found(lambda x: argmax(x, 300), torch.randn(12, 3), mode="symbolic")[0] == (0, 299)
-    assert found(lambda x: x.argmax(0) % 5, torch.randn(12, 3), mode="symbolic")[0] == (0, 4)

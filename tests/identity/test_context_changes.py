@@ -185,7 +185,7 @@ def test_eager_parts_call_the_functions_of_the_context_they_are_in(model: Chain,
 
 @pytest.mark.core
 def test_each_thread_is_asked_for_the_objects_that_it_entered_with(model: Chain, x: Tensor) -> None:
-    """Equal settings are one pair, whose functions are those of who entered last."""
+    """Equal settings are one pair. Its functions are those that were entered last."""
     call, mine, other = compiled(model), types.SimpleNamespace(k=2.0), types.SimpleNamespace(k=2.0)
 
     def hooks(held: Any) -> Any:

@@ -663,8 +663,8 @@ def test_hooks_of_the_library_are_no_functions_to_trace(
     assert graph_count() - before == 1
 
 
-def test_what_was_entered_can_be_pickled_and_dies(model: Chain, x: Tensor) -> None:
-    """Nothing is kept in it."""
+def test_an_entered_hook_can_be_pickled_and_dies(model: Chain, x: Tensor) -> None:
+    """Nothing is stored in it."""
     from aot_hooks import policies
 
     renamed, policy = dataclasses.replace(float8(), name="renamed"), policies.larger_than(1, float8())

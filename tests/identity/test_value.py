@@ -223,8 +223,8 @@ TABLES: dict[str, Callable[[float], Tensor]] = {
 @pytest.mark.core
 @pytest.mark.parametrize("inner", ["aten", pytest.param("inductor", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("table", TABLES)
-def test_a_graph_keeps_what_a_constant_said(model: Chain, x: Tensor, table: str, inner: str) -> None:
-    """A tensor that changes in place is another hook; the graph that was made of it answers for equal ones still."""
+def test_a_graph_keeps_the_value_of_a_constant(model: Chain, x: Tensor, table: str, inner: str) -> None:
+    """A tensor that changes in place makes another hook; its graph still serves hooks with the old value."""
     call, before = compiled(model, inner=inner), graph_count()
 
     def by_table(k: Tensor) -> Any:

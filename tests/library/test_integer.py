@@ -10,8 +10,8 @@ from roundtrip import KINDS, data, product, specials_come_back, through_graph
 from steps import assert_same, compiled, packed_count, step
 
 import aot_hooks
+from aot_hooks.graphs.layout import in_memory_order
 from aot_hooks.library import integer
-from aot_hooks.library.layout import in_memory_order
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 NEAREST = [aot_hooks.int8(), aot_hooks.int8(32, power_of_two=True), aot_hooks.int4(stochastic=False)]

@@ -1,18 +1,21 @@
-"""float8 and int8 as the operators that Inductor compiles in one loop each: the same numbers as the tensor code.
+"""float8 and int8 as the operators that Inductor compiles as one loop each: their errors are those of the hooks.
 
-The lowering is for Triton; here it goes through Inductor's C++, where only e5m2 holds an infinity.
+Their PTX runs on an emulator in test_ptx.py; here their tensor code runs.
 """
 
 from __future__ import annotations
 
 import contextlib
+import types
+from typing import Any
 
 import pytest
 import torch
 
 import aot_hooks
-from aot_hooks.hook import compiled_by
+from aot_hooks.hook import compiled_by, compiling_for
 from aot_hooks.library.loops import operators
+from aot_hooks.torch_private import inductor_lowering
 from aot_hooks.torch_private.inductor_lowering import register_loops
 
 RANGE = {torch.float8_e4m3fn: (416.0, 448.0), torch.float8_e5m2: (49152.0, 57344.0)}
@@ -60,19 +63,60 @@ def test_as_tensor_code_they_agree_with_the_hook(dtype, fmt):
     assert torch.equal(got.float()[finite], expected[finite])
 
 
+@pytest.fixture
+def toy_library():
+    with torch.library._scoped_library("toy_loops", "DEF") as library:
+        yield library
+
+
 @pytest.mark.core
-def test_the_lowering_computes_what_the_operators_do():
-    x = rows(torch.bfloat16)
+@pytest.mark.parametrize("reduce_last", [None, "amax"])
+def test_an_operator_is_one_loop_over_its_first_argument(reduce_last, toy_library, monkeypatch):
+    """Broadcasting, dtype and reduction, by a loop that Inductor's C++ can compile, as PTX can't be on a CPU."""
+
+    def scaled(x: torch.Tensor, scale: torch.Tensor, factor: float) -> torch.Tensor:
+        y = (x * scale * factor).to(torch.float64)
+        return y if reduce_last is None else y.amax(-1, keepdim=True)
+
+    name = f"scaled_{reduce_last}"  # Inductor knows operators by their names
+    toy_library.define(f"{name}(Tensor x, Tensor scale, float factor) -> Tensor")
+    toy_library.impl(name, lambda *_: pytest.fail("it was called, not compiled"), "CPU")
+    toy_library.impl(name, lambda *args: torch.empty_like(scaled(*args)), "Meta")
+
+    def body(ops: Any, x: Any, scale: Any, factor: float) -> Any:
+        return ops.to_dtype(ops.mul(ops.mul(x, scale), ops.constant(factor, torch.float32)), torch.float64)
+
+    op = getattr(torch.ops.toy_loops, name).default
+    inductor_lowering.lower_to_loop(op, body, lambda *_: torch.float64, reduce_last=reduce_last)
     register_loops()
-    compiled = torch.compile(there_and_back, fullgraph=True)
-    for name, got, expected in zip(
-        ("bits", "q", "x"), compiled(x, torch.float8_e5m2), there_and_back(x, torch.float8_e5m2), strict=True
-    ):
-        assert got.dtype is expected.dtype, name
-        same = (got.float() == expected.float()) | (got.float().isnan() & expected.float().isnan())
-        assert same.all(), name
-        if name == "x":
-            assert torch.equal(got[~x.isfinite()].nan_to_num(7), x[~x.isfinite()].nan_to_num(7))
+    monkeypatch.setattr(inductor_lowering, "emits_ptx", lambda device: True)
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda x, scale: op(x, scale, 0.5), fullgraph=True)
+    for scale in (torch.rand(4, 1, 6), torch.rand(4, 5, 1), torch.rand(4, 5, 6)):
+        x = torch.rand(4, 5, 6)
+        assert torch.equal(compiled(x, scale), scaled(x, scale, 0.5))
+
+
+@pytest.mark.core
+def test_without_ptx_inductor_calls_the_operators():
+    register_loops()
+    for fn, option in ((there_and_back, torch.float8_e5m2), (int8_there_and_back, True), (int8_there_and_back, False)):
+        torch._dynamo.reset()
+        x = rows(torch.bfloat16)
+        for got, expected in zip(torch.compile(fn, fullgraph=True)(x, option), fn(x, option), strict=True):
+            assert got.dtype is expected.dtype
+            torch.testing.assert_close(got.float(), expected.float(), rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.core
+def test_the_operators_are_for_nvidia_gpus_under_inductor(monkeypatch):
+    gpu, cpu = types.SimpleNamespace(device=torch.device("cuda")), torch.empty(2)
+    assert not operators.use_operators(gpu)
+    with compiling_for("inductor"):
+        assert operators.use_operators(gpu) == (torch.version.hip is None)
+        assert not operators.use_operators(cpu)
+        monkeypatch.setattr(torch.version, "hip", "6.4")
+        assert not operators.use_operators(gpu)
 
 
 @pytest.mark.core
@@ -152,20 +196,6 @@ def test_multiples_of_the_smallest_float16_come_back_exactly(power):
     assert torch.equal(hook.unpack(hook.pack(x)), x)
 
 
-@pytest.mark.parametrize("power", [False, True])
-def test_the_lowering_of_int8_computes_what_the_operators_do(power):
-    register_loops()
-    for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        x = rows(dtype)
-        torch._dynamo.reset()
-        got, expected = torch.compile(int8_there_and_back, fullgraph=True)(x, power), int8_there_and_back(x, power)
-        some = x.isfinite().any(-1)  # where nothing is, a scale is any
-        assert [t.dtype for t in got] == [t.dtype for t in expected]
-        least = 7 if power else 0  # below, a scale is the smallest there is
-        assert torch.equal(got[0][some].clamp(min=least), expected[0][some].clamp(min=least))
-        assert torch.equal(got[2].nan_to_num(7), expected[2].nan_to_num(7))
-
-
 @pytest.mark.parametrize("hook", HOOKS.values(), ids=HOOKS)
 def test_through_the_backend_the_gradient_is_that_of_the_tensor_code(hook, monkeypatch):
     torch.manual_seed(0)
@@ -178,7 +208,7 @@ def test_through_the_backend_the_gradient_is_that_of_the_tensor_code(hook, monke
     for form in ("no hooks", "tensor code", "loops"):
         torch._dynamo.reset()
         if form == "loops":
-            monkeypatch.setattr(operators, "taken", lambda x: compiled_by() == "inductor")
+            monkeypatch.setattr(operators, "use_operators", lambda x: compiled_by() == "inductor")
         w = torch.eye(130).add(0.01).requires_grad_()
         compiled = torch.compile(f, backend="aot_hooks", fullgraph=True)
         with contextlib.nullcontext() if form == "no hooks" else aot_hooks.saved_tensors_hooks(hook):

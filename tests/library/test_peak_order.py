@@ -10,8 +10,6 @@ import torch._inductor.memory as memory
 from torch._inductor.virtualized import V
 
 import aot_hooks
-from aot_hooks.hook import compiled_by
-from aot_hooks.library.loops import operators
 from aot_hooks.torch_private import inductor_fusion
 
 
@@ -28,7 +26,6 @@ def freed_and_held(block: int, monkeypatch: pytest.MonkeyPatch) -> dict[str, tup
         return buffers
 
     monkeypatch.setattr(memory, "get_freeable_input_buf", note)
-    monkeypatch.setattr(operators, "taken", lambda x: compiled_by() == "inductor")
     torch._dynamo.reset()
 
     def f(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:

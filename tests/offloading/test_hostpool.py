@@ -27,7 +27,7 @@ def fresh() -> Iterator[None]:
     transfers.copies.at_wait, transfers.copies.log = False, None
     gc.collect()
     aot_hooks.reset()
-    assert not transfers._under_way, "a copy was never waited for and never let go"
+    assert not transfers._in_flight, "a copy was never waited for and never let go"
 
 
 def lease(pool: HostPool, nbytes: int, limit: int | None = None) -> torch.Tensor:

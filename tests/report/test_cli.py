@@ -1,4 +1,4 @@
-"""`python -m aot_hooks`: a script is run as it is, and what it saves is reported."""
+"""`python -m aot_hooks`: runs an unchanged script and reports the tensors that it saves."""
 
 from __future__ import annotations
 

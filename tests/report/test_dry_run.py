@@ -93,7 +93,7 @@ POLICIES = {
 
 
 def without_numbers(plan: aot_hooks.Plan) -> Counter[aot_hooks.Decision]:
-    """Torch 2.11 numbers the inputs of a graph by where they come from: what a closure holds, what is passed."""
+    """Torch 2.11 numbers the inputs of a graph by origin: closure variables, arguments."""
     inputs = {d.saved.name for d in plan.decisions if d.saved.is_input}
     rows = [replace(d.saved, storage=0, name="" if d.saved.name in inputs else d.saved.name) for d in plan.decisions]
     return Counter(replace(d, saved=row) for d, row in zip(plan.decisions, rows, strict=True))
@@ -164,7 +164,7 @@ def test_nothing_is_changed() -> None:
 
 
 class Remembers(nn.Module):
-    """Assigns what it computes: a buffer, a mask that it makes once, a counter."""
+    """Assigns its results: a buffer, a mask that it makes once, a counter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -205,7 +205,7 @@ def test_no_kernel_runs() -> None:
     ran: list[str] = []
 
     class Watch(TorchDispatchMode):
-        """Lies under the fake mode, so it sees what that lets through."""
+        """A mode below the fake mode: it sees the operators that pass through that."""
 
         @classmethod
         def is_infra_mode(cls) -> bool:

@@ -44,7 +44,7 @@ def test_smallest_run(tmp_path, capsys):
 
 def test_the_docs_have_the_table_of_the_result(capsys):
     root = Path(__file__).resolve().parents[2]
-    bench_error.main(["--markdown", str(root / "benchmarks/results/errors_cpu_torch2.13.0.json")])
+    bench_error.main(["--markdown", str(root / "benchmarks/results/current/errors.cpu.json")])
     assert capsys.readouterr().out in (root / "docs/hooks.md").read_text()
 
 

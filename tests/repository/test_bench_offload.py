@@ -51,9 +51,9 @@ def test_the_share_of_copies_beside_kernels(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_the_documented_table_is_what_the_committed_result_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If it is not: python benchmarks/bench_offload.py --table benchmarks/results/offload_h200_torch2.11.0.json"""
+    """If it is not: python benchmarks/bench_offload.py --table benchmarks/results/current/offload.h200.json"""
     bench = load("benchmarks", "bench_offload", monkeypatch)
-    result = json.loads((ROOT / "benchmarks" / "results" / "offload_h200_torch2.11.0.json").read_text())
+    result = json.loads((ROOT / "benchmarks/results/current/offload.h200.json").read_text())
     said = (ROOT / "docs" / "offload.md").read_text()
     assert bench.format_markdown(result) in said
     stock = next(row for row in result["rows"] if row["name"] == "stock")

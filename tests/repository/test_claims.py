@@ -68,6 +68,14 @@ def test_what_it_costs(label: str) -> None:
     assert table()[label] == shown(measured)
 
 
+def test_what_the_introduction_says_of_float8() -> None:
+    rows = {row["name"]: row for row in result_before(COLUMNS)["rows"]}
+    stock, float8 = rows["stock"], rows["ours_float8_rowwise"]
+    fastest, median = (100 * float8[key] - 100 for key in ("ratio_to_stock", "median_ratio_to_stock"))
+    assert 0.45 < float8["peak_bytes"] / stock["peak_bytes"] < 0.55
+    assert f"float8 halves the peak memory for {fastest:.0f} to {median:.0f}% of the step time" in README
+
+
 def test_every_row_of_that_table_is_looked_at() -> None:
     assert table().keys() == VARIANTS.keys()
     header = result_before(COLUMNS)["header"]

@@ -14,7 +14,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("aot_hooks", "cudagraph")
 NEEDED = ("tests", "examples", "docs", "benchmarks", "constraints", *PACKAGES)  # folders
-FILES = ("README.md", "CHANGELOG.md", "LICENSE", "Makefile", "pyproject.toml", "MANIFEST.in")
+FILES = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "Makefile", "pyproject.toml", "MANIFEST.in")
 
 
 @pytest.fixture(scope="module")

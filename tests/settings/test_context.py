@@ -259,7 +259,7 @@ def test_torch_func_in_a_context_leaves_hooks_usable(model: Chain, x: Tensor) ->
 
 
 def test_hooks_on_the_stack_are_seen_by_no_graph_that_inlined_them(model: Chain, x: Tensor) -> None:
-    """Footgun avoided: the ambient pair must not be applied a second time to what the graph has packed already."""
+    """Footgun avoided: the ambient pair must not be applied again to tensors that the graph has packed already."""
     call = compiled(model)
     with saved_tensors_hooks(*scale(3), scope="all"):
         for _ in range(3):

@@ -154,7 +154,7 @@ def test_chooses_exactly_what_is_named_under_inductor(model: Chain, x: Tensor) -
 
 @pytest.mark.core
 def test_covers_views_of_the_named(wrap: Any) -> None:
-    """`chunk` of a named tensor is named; of a whole view that is named, so is what it is a view of."""
+    """A `chunk` of a named tensor has the name; so has the base of a named view that shows all of it."""
     lin = nn.Linear(8, 24)
 
     def chunks(x: Tensor) -> Tensor:
@@ -214,7 +214,7 @@ def test_not_on_a_tensor_that_was_changed_in_place_since(wrap: Any) -> None:
 @pytest.mark.parametrize("scope", ["donated", "no_static"])
 @pytest.mark.parametrize("in_module", [True, False])
 def test_an_operator_that_saves_its_own_result_before_it_is_named(wrap: Any, in_module: bool, scope: str) -> None:
-    """The name comes after the save: what was saved is the same value all the same."""
+    """The name is set after autograd has saved the tensor: it counts, because the value is the same."""
 
     def gate(x: Tensor, w: Tensor) -> Tensor:
         return checkpoint_name(torch.relu(x @ w), "gate") @ w

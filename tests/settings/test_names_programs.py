@@ -47,7 +47,7 @@ def test_in_full_graphs_static_and_dynamic(inner: str, dynamic: bool) -> None:
 
 @pytest.mark.core
 def test_under_activation_checkpointing(wrap: Any) -> None:
-    """What is recomputed isn't saved; what is named outside is chosen; gradients are those without names."""
+    """Recomputed tensors aren't saved, tensors named outside are chosen, gradients are those without names."""
     lin = nn.Linear(8, 8)
 
     def block(x: Tensor) -> Tensor:
@@ -152,14 +152,14 @@ def test_an_eager_name_keeps_nothing_alive() -> None:
     from aot_hooks.settings import names
 
     gc.collect()
-    before = len(names._given)
+    before = len(names._names)
     x = torch.randn(4, requires_grad=True)
     for _ in range(3):
         y = checkpoint_name(checkpoint_name(x * 2, "a").view(2, 2), "b").sum()
-    assert len(names._given) <= before + 1
+    assert len(names._names) <= before + 1
     del y
     gc.collect()
-    assert len(names._given) == before
+    assert len(names._names) == before
 
 
 def test_a_named_tensor_is_saved_to_disk_as_it_would_be() -> None:

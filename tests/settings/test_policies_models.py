@@ -94,7 +94,7 @@ CHOSEN = {
     "softmax": (only_these_ops({aten._softmax: HALF}), {("aten._softmax", layer) for layer in LAYERS}),
     "gelu": (only_these_ops({aten.gelu.default: HALF}), {("aten.gelu", f"{layer}.mlp") for layer in LAYERS}),
     "tanh": (only_these_ops({"tanh": HALF}), {("aten.tanh", layer) for layer in LAYERS}),
-    # `linear` of 3-d inputs gives a view of what the product gave, with and without a bias
+    # `linear` of 3-d inputs returns a view of the product, with and without a bias
     "addmm": (only_these_ops({aten.addmm: HALF}), {("aten.addmm", f"{layer}.mlp.fc1") for layer in LAYERS}),
     "mm": (only_these_ops({aten.mm: HALF}), {("aten.mm", f"{layer}.proj") for layer in LAYERS}),
     "all mlps": (
@@ -138,7 +138,7 @@ def test_modules_in_eager_parts_of_a_compiled_model() -> None:
 def test_operators_and_modules_under_inductor() -> None:
     policy, expected = CHOSEN["all mlps"]
     got = chosen(compiled(Net(), inner="inductor"), policy)
-    assert expected <= got  # and what the min-cut saves because it recomputes `tanh`
+    assert expected <= got  # and tensors that the min-cut saves to recompute `tanh`
     assert got - expected <= {("aten.addmm", f"{layer}.mlp.fc2") for layer in LAYERS}
 
 
@@ -160,7 +160,7 @@ def test_paths_begin_at_the_outermost_module(form: int, wrap: Any) -> None:
 
 
 def test_an_operator_that_saves_nothing_counts_to_what_is_around_its_neighbours() -> None:
-    """Footgun: in eager parts nothing tells where an addition ran; its place is found from those before and after."""
+    """Footgun: in eager parts an addition leaves no trace; its module is found from the operators before and after."""
 
     class Residual(nn.Module):
         def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Contexts inside a compiled function: they cover what their region saves, and mean the same in eager.
+"""Contexts inside a compiled function: they cover the tensors that their region saves, and mean the same in eager.
 
       h1 = x @ w1
       with saved_tensors_hooks(...):

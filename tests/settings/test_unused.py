@@ -1,4 +1,4 @@
-"""What does nothing is said once, with the way out; what does something, or is to do nothing, is not."""
+"""Hooks, policies and contexts without effect: each is warned of once, with the way out; others are not."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def anew() -> Iterator[None]:
 
     def clear() -> None:
         unused.forget()
-        unused._contexts.clear()
+        unused._ended.clear()
         unused._warned.clear()
 
     clear()
@@ -40,8 +40,8 @@ def model() -> nn.Module:
     return nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
 
 
-def said(run: Any) -> list[str]:
-    """What `run` warns of, as `UnusedWarning`."""
+def warned(run: Any) -> list[str]:
+    """The messages of `run`, as `UnusedWarning`."""
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         run()
@@ -74,8 +74,8 @@ MUTE = {
 
 
 @pytest.mark.parametrize("case", MUTE)
-def test_nothing_is_said_of_what_works(case: str) -> None:
-    assert said(steps(MUTE[case])) == []
+def test_no_warning_of_a_setting_with_an_effect(case: str) -> None:
+    assert warned(steps(MUTE[case])) == []
 
 
 UNUSED = {
@@ -111,10 +111,10 @@ def test_a_policy_that_does_nothing(case: str, by: str) -> None:
 
     if by == "region" and case == "a pattern":
         parts = parts[:1]  # modules have other paths there
-    messages = said(run)
+    messages = warned(run)
     assert len(messages) == 1, messages
     assert all(part in messages[0] for part in parts), messages
-    assert said(run) == []
+    assert warned(run) == []
 
 
 def test_a_key_is_judged_by_all_graphs_of_a_forward() -> None:
@@ -131,7 +131,7 @@ def test_a_key_is_judged_by_all_graphs_of_a_forward() -> None:
                 x = call(x)
         x.sum().backward()
 
-    assert said(run) == []
+    assert warned(run) == []
 
 
 def test_a_context_around_another_backend() -> None:
@@ -142,10 +142,10 @@ def test_a_context_around_another_backend() -> None:
             loss = call(torch.ones(4, 8)).sum()
         loss.backward()
 
-    (message,) = said(run)
+    (message,) = warned(run)
     assert "hook 'half' is around a function that another backend compiles" in message
     assert "backend='aot_hooks'" in message
-    assert said(run) == []
+    assert warned(run) == []
 
 
 def test_a_context_around_backward_alone() -> None:
@@ -154,9 +154,9 @@ def test_a_context_around_backward_alone() -> None:
         with saved_tensors_hooks(HALF):
             loss.backward()
 
-    (message,) = said(run)
+    (message,) = warned(run)
     assert "saw no saved tensor" in message and "around the forward" in message
-    assert said(run) == []
+    assert warned(run) == []
 
 
 def test_a_context_in_which_something_is_saved_eagerly_or_nothing_is_to_be() -> None:
@@ -173,7 +173,7 @@ def test_a_context_in_which_something_is_saved_eagerly_or_nothing_is_to_be() -> 
         with contextlib.suppress(KeyError), saved_tensors_hooks(aot_hooks.bitmask()):
             raise KeyError
 
-    assert said(run) == []
+    assert warned(run) == []
 
 
 @pytest.mark.parametrize("how", ["in place", "subclass in place", "compiled", "own"])
@@ -195,7 +195,7 @@ def test_torchs_modules_that_are_compiled_in_place(how: str) -> None:
     else:
         module.compile(backend="aot_hooks", options=options)
     module(torch.ones(4, 8)).sum().backward()
-    messages = said(lambda: last_plans(module))
+    messages = warned(lambda: last_plans(module))
     assert (last_plans(module) == ()) == bool(messages)  # torch 2.15 makes a graph of those in place, too
     assert "in place" in how or not messages
     assert messages or "in place" not in how or torch.__version__ >= "2.15"

@@ -237,7 +237,7 @@ def check(seed: int, inner: str = "aten", captured: bool = False) -> int:
             aot_hooks.reset()
     gc.collect()
     assert aot_hooks.offload_stats()["host_leased_bytes"] == 0, "host memory is held"
-    assert not transfers._under_way and not transfers._kept
+    assert not transfers._in_flight and not transfers._kept
     return sent
 
 

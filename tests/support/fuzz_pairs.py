@@ -153,7 +153,7 @@ class Holder:
         """`fn` is about to be called, in eager mode with `read`; its name. The call may begin a step by itself."""
         name = name_of(fn, self.held_outputs, label)
         here = [t for t in (getattr(dispatch.local, "trees", None) or {}).values() if t.driver is self.world.driver]
-        path = [node.function.name for node in here[0].place.path()] if here else []
+        path = [node.function.name for node in here[0].path_end.path()] if here else []
         # where storages move only once, an unmarked call goes on with the step rather than take away what it reads
         moves = torch_cuda.can_swap() and getattr(self.world.driver, "moves", "all") == "all"
         storages = {x.untyped_storage()._cdata for x in read} if moves or not self.marks else set()
@@ -161,7 +161,7 @@ class Holder:
             if pair.eager.untyped_storage()._cdata in storages and self.copies_are_possible:
                 pair.born = self.steps  # what the call that begins a step reads is copied out
             elif not self.marks and name in path:
-                pair.may_be_stale |= here[0].place.first.name == name or name in pair.givers
+                pair.may_be_stale |= here[0].path_end.first.name == name or name in pair.givers
         return name
 
     def hold(

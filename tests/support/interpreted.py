@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from roundtrip import KINDS, data
 
-from aot_hooks.library import integer
+from aot_hooks.library import integer, scales
 from aot_hooks.library.triton import kernels4, kernels8
 
 float8 = importlib.import_module("aot_hooks.library.float8")
@@ -137,7 +137,7 @@ def bits(device: str) -> int:
 
 def on_the_grid(kind: str, fmt: torch.dtype, columns: int) -> torch.Tensor:
     """float32 rows that `fmt` holds exactly, as normal numbers, with scales that are powers of two."""
-    top, _ = float8._RANGE[fmt]
+    top, _ = scales.FLOAT8_RANGE[fmt]
     codes = torch.randint(0, 256, (16, columns), dtype=torch.uint8).view(fmt).float()
     codes = torch.where((codes.abs() <= top) & (codes.abs() >= torch.finfo(fmt).smallest_normal), codes, 0)
     codes[:, 1::64] = top  # in each block, where no infinity comes
@@ -156,7 +156,7 @@ def float8s(device: str, dtypes: tuple[torch.dtype, ...], exact: bool) -> int:
         if columns == 20000 and kind != "mixed":
             continue
         x = (data(kind, dtype, columns=columns) if exact else on_the_grid(kind, fmt, columns)).to(device)
-        top, inf = float8._RANGE[fmt]
+        top, inf = scales.FLOAT8_RANGE[fmt]
         rows = x.unflatten(-1, (-1, block)) if block else x.unsqueeze(-2)
         size = rows.float().abs()
         amax = torch.where(size < torch.inf, size, 0.0).amax(-1).double()

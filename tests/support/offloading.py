@@ -20,7 +20,7 @@ import cudagraph
 from aot_hooks import Rates, cudagraphs
 from aot_hooks.offloading import transfers
 from cudagraph.backend import Compilation
-from cudagraph.graph import analyse
+from cudagraph.compile import pieces
 
 ALL = aot_hooks.offload(0, max_stall_ms=math.inf)
 SLOW = Rates(to_host=1e9, to_device=1e9, memory=1e9, operations=1e10, operations32=1e9)  # spreads small graphs out
@@ -35,7 +35,7 @@ def copies() -> Iterator[None]:
     transfers.copies.at_wait, transfers.copies.log = False, None
     gc.collect()
     assert aot_hooks.offload_stats()["host_leased_bytes"] == 0, "host memory is held by nobody who is known"
-    assert not transfers._under_way
+    assert not transfers._in_flight
 
 
 class Block(nn.Module):
@@ -70,7 +70,7 @@ def simulate(monkeypatch: pytest.MonkeyPatch, arena_bytes: int = 1 << 20) -> Non
         return {i for i, n in enumerate(placeholders) if any(u.target is transfers.reload_start for u in n.users)}
 
     monkeypatch.setattr(capture_simulator, "host_operators", operators)
-    monkeypatch.setattr(analyse, "host_inputs", on_the_host)
+    monkeypatch.setattr(pieces, "host_inputs", on_the_host)
     monkeypatch.setattr(transfers, "capture_under_way", cudagraph.capturing)
     monkeypatch.setattr(cudagraphs, "compilation", lambda options: Compilation(options, driver))
     monkeypatch.setattr(transfers.copies, "at_wait", True)

@@ -11,7 +11,7 @@ from tree_programs import World, takes_list
 
 from cudagraph.tree import dispatch
 from cudagraph.tree.liveness import STALE
-from cudagraph.tree.stable_inputs import LOOKS
+from cudagraph.tree.stable_inputs import PROBED_CALLS
 
 SIZE = 64
 
@@ -51,9 +51,9 @@ def moving_weight(world: World) -> None:
 def buffer_that_is_left(world: World) -> None:
     f = world.function(lambda x: [x * 2])
     buffer = world.randn(SIZE)
-    for step in range(LOOKS + 6):
+    for step in range(PROBED_CALLS + 6):
         dispatch.mark_step_begin()
-        x = world.randn(SIZE) if step == LOOKS + 4 else buffer.copy_(world.randn(SIZE))
+        x = world.randn(SIZE) if step == PROBED_CALLS + 4 else buffer.copy_(world.randn(SIZE))
         expect(world, f(x)[0], x * 2)
 
 

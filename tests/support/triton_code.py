@@ -27,7 +27,7 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from aot_hooks.library.blocks import beside, in_blocks
+from aot_hooks.library.blocks import broadcast_scales, in_blocks
 from aot_hooks.library.loops import operators, ptx
 from aot_hooks.torch_private.inductor import decompositions
 from aot_hooks.torch_private.inductor_fusion import choices, order_pass
@@ -101,7 +101,7 @@ def code(f: Callable[..., Any], make_inputs: Callable[[], Sequence[torch.Tensor]
 def of_a_product(block: int, power: bool) -> str:
     def pack(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         scale = (operators.amax_exponent if power else operators.amax_word)(in_blocks(x, block)).squeeze(-1)
-        return operators.to_int8(*beside(x, scale, block), x.dtype, power).view(x.shape), scale
+        return operators.to_int8(*broadcast_scales(x, scale, block), x.dtype, power).view(x.shape), scale
 
     def f(x: torch.Tensor, *weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
         a, b = (x @ w for w in weights[:2])

@@ -1,11 +1,11 @@
-"""The arithmetic of loops.py, a PTX sequence for each step: one operation where Inductor's own language takes ten.
+"""The operators of operators.py in PTX: one operation of Inductor's for each step, where its own language takes ten.
 
     bits = and, add                 (x)          q = clamp(x * inverse(bits))          x' = q * scale(bits), or infinity
 
-What Inductor does for a loop it does for each operation in it, several times: types, ranges, common subexpressions,
-printing. Four Llama blocks with float8 took a quarter fewer Python calls over stock in generating code this way.
+Inductor handles each operation of a loop several times: types, ranges, common subexpressions, printing. With one
+operation a step, generating code for four Llama blocks with float8 took a quarter fewer Python calls over stock.
 
-For NVIDIA GPUs. What each computes is what the function of the same name in loops.py does, which is tested to agree.
+For NVIDIA GPUs. Each function here computes the same as its namesake in operators.py; an emulator tests that.
 """
 
 from __future__ import annotations
@@ -18,12 +18,14 @@ import torch
 
 from ...torch_private.inductor_lowering import PackedAsm
 from ..scales import (
-    INVERSE,
-    LOW,
-    MASK,
-    OVER,
+    EXPONENT_MASK,
+    EXPONENT_STEP,
+    LOW_HALF,
+    RECIPROCAL,
+    ROUND_TO_INTEGER,
     ROUND_UP,
     STEP_INT8,
+    TOP_EXPONENT,
     TOP_INT8,
     full_word,
     largest_scale,
@@ -35,7 +37,9 @@ from ..scales import (
 )
 
 __all__ = [
+    "CODE_OF_ZERO",
     "FROM_INT8",
+    "MAGNITUDE_MASK",
     "TO_INT8",
     "amax_bits",
     "amax_exponent",
@@ -46,122 +50,219 @@ __all__ = [
     "to_int8",
 ]
 
+MAGNITUDE_MASK = 0x7FFFFFFF
+CODE_OF_ZERO = 127  # codes are stored with 127 added; 0, 254 and 255 stand for infinity, -infinity and NaN
 
-def _number(x: float) -> str:
+_Instructions = tuple[str, ...]
+
+
+def _block(*instructions: str) -> str:
+    return "{ " + " ".join(f"{each};" for each in instructions) + " }"
+
+
+def _f32(x: float) -> str:
     """A float32 as PTX writes it."""
     return f"0f{struct.unpack('<I', struct.pack('<f', x))[0]:08X}"
 
 
-_INFINITY, _NAN = _number(float("inf")), "0f7FC00000"
-_STEP = 0x00800000  # one exponent step
-_BITS = "{ .reg .b32 t; mov.b32 t, $1; and.b32 t, t, 0x7FFFFFFF; add.s32 $0, t, 0x00800000; }"
+def _f16x2(x: float) -> str:
+    """The bits of a float16, twice in a register."""
+    (bits,) = struct.unpack("<H", struct.pack("<e", x))
+    return f"0x{bits:04X}{bits:04X}"
 
 
-_WORD = "{ .reg .b32 t; mov.b32 t, $1; and.b32 t, t, 0x7FFFFFFF; add.s32 t, t, 0x00800000; shr.s32 $0, t, 16; }"
-# Without its sign and one step more, an infinity or NaN has no exponent left; those of numbers stand above bit 24
-_EXPONENT = (
-    "{ .reg .b32 t; mov.b32 t, $1; shl.b32 t, t, 1; add.s32 t, t, 0x01000000; shr.u32 t, t, 17; "
-    f"add.s32 t, t, {ROUND_UP - 128}; shr.s32 $0, t, 7; }}"
+# --- the largest magnitude --------------------------------------------------------------------------------------------
+
+_MAGNITUDE = (
+    ".reg .b32 bits",
+    "mov.b32 bits, $1",
+    f"and.b32 bits, bits, {MAGNITUDE_MASK}",
+)
+_AMAX_BITS = _block(
+    *_MAGNITUDE,
+    f"add.s32 $0, bits, {EXPONENT_STEP}",
+)
+_AMAX_WORD = _block(
+    *_MAGNITUDE,
+    f"add.s32 bits, bits, {EXPONENT_STEP}",
+    "shr.s32 $0, bits, 16",
+)
+_AMAX_EXPONENT = _block(
+    ".reg .b32 bits",
+    "mov.b32 bits, $1",
+    "shl.b32 bits, bits, 1",  # without the sign: the exponent is in the highest byte
+    f"add.s32 bits, bits, {EXPONENT_STEP << 1}",  # the exponent of an infinity or NaN becomes 0
+    "shr.u32 bits, bits, 17",  # exponent and 7 bits of fraction
+    f"add.s32 bits, bits, {ROUND_UP - 128}",  # 128: the exponent step that was added
+    "shr.s32 $0, bits, 7",
 )
 
 
-def _amax(word: str, dtype: torch.dtype) -> str:
-    """Leaves at least the largest finite magnitude in register f; `loops._loop_word_amax`."""
+# --- scales -----------------------------------------------------------------------------------------------------------
+
+
+def _amax_of_word(word: str, dtype: torch.dtype) -> _Instructions:
+    """Leaves at least the largest finite magnitude in register `amax`."""
     full, largest = full_word(dtype), torch.finfo(dtype).max
-    instead = f"setp.eq.f32 p, f, {_number(full)}; selp.f32 f, {_number(largest)}, f, p; " if full != largest else ""
+    replace_full = (f"setp.eq.f32 full, amax, {_f32(full)}", f"selp.f32 amax, {_f32(largest)}, amax, full")
     return (
-        f".reg .b32 t; .reg .f32 f; .reg .pred p; shl.b32 t, {word}, 16; or.b32 t, t, {LOW}; max.s32 t, t, {_STEP}; "
-        f"sub.s32 t, t, {_STEP}; mov.b32 f, t; {instead}max.f32 f, f, {_number(TOP_INT8 * smallest_step(dtype))};"
+        ".reg .b32 bits",
+        ".reg .f32 amax",
+        ".reg .pred full",
+        f"shl.b32 bits, {word}, 16",
+        f"or.b32 bits, bits, {LOW_HALF}",
+        f"max.s32 bits, bits, {EXPONENT_STEP}",
+        f"sub.s32 bits, bits, {EXPONENT_STEP}",
+        "mov.b32 amax, bits",
+        *(replace_full if full != largest else ()),
+        f"max.f32 amax, amax, {_f32(TOP_INT8 * smallest_step(dtype))}",
     )
 
 
-def _power(exponent: str, dtype: torch.dtype) -> str:
-    """Leaves the bits of the scale in register t; `loops._loop_exponent_scale`."""
-    return f".reg .b32 t; max.s32 t, {exponent}, {least_exponent(dtype)}; sub.s32 t, t, {OVER}; shl.b32 t, t, 23;"
+def _scale_of_exponent(exponent: str, dtype: torch.dtype) -> _Instructions:
+    """Leaves the bits of the scale in register `scale`."""
+    return (
+        ".reg .b32 scale",
+        f"max.s32 scale, {exponent}, {least_exponent(dtype)}",
+        f"sub.s32 scale, scale, {TOP_EXPONENT}",
+        "shl.b32 scale, scale, 23",
+    )
+
+
+def _scale_of_bits(bits: str, top: float, dtype: torch.dtype) -> _Instructions:
+    """Leaves the bits of the scale in register `scale`."""
+    least, add = rounding_up(top, smallest_scale(dtype, top))
+    return (
+        ".reg .s32 scale",
+        f"max.s32 scale, {bits}, {least + EXPONENT_STEP}",
+        f"add.s32 scale, scale, {add - EXPONENT_STEP}",
+        f"and.b32 scale, scale, {EXPONENT_MASK}",
+    )
+
+
+_INVERT_SCALE = (
+    f"sub.s32 scale, {RECIPROCAL}, scale",
+    "mov.b32 $0, scale",
+)
 
 
 @functools.cache
 def _int8_inverse(dtype: torch.dtype, power: bool) -> str:
     if power:
-        return f"{{ {_power('$1', dtype)} sub.s32 t, {INVERSE}, t; mov.b32 $0, t; }}"
-    return f"{{ {_amax('$1', dtype)} div.full.f32 $0, {_number(TOP_INT8)}, f; }}"
+        return _block(*_scale_of_exponent("$1", dtype), *_INVERT_SCALE)
+    return _block(*_amax_of_word("$1", dtype), f"div.full.f32 $0, {_f32(TOP_INT8)}, amax")
 
 
 @functools.cache
 def _int8_step(dtype: torch.dtype, power: bool) -> str:
     if not power:
-        return f"{{ {_amax('$1', dtype)} mul.f32 $0, f, {_number(STEP_INT8)}; }}"
-    top, instead = map(_number, top_power(dtype))
-    return (
-        f"{{ {_power('$1', dtype)} .reg .f32 f; .reg .pred p; mov.b32 f, t; setp.eq.f32 p, f, {top}; "
-        f"selp.f32 $0, {instead}, f, p; }}"
+        return _block(*_amax_of_word("$1", dtype), f"mul.f32 $0, amax, {_f32(STEP_INT8)}")
+    top, instead = top_power(dtype)
+    return _block(
+        *_scale_of_exponent("$1", dtype),
+        ".reg .f32 step",
+        ".reg .pred is_top",
+        "mov.b32 step, scale",
+        f"setp.eq.f32 is_top, step, {_f32(top)}",
+        f"selp.f32 $0, {_f32(instead)}, step, is_top",
     )
 
 
-def _scale(bits: str, top: float, of: torch.dtype) -> str:
-    """Leaves the bits of the scale in register t; `loops._loop_scale`."""
-    least, add = rounding_up(top, smallest_scale(of, top))
-    return f".reg .s32 t; max.s32 t, {bits}, {least + _STEP}; add.s32 t, t, {add - _STEP}; and.b32 t, t, {MASK};"
+@functools.cache
+def _float8_inverse(top: float, dtype: torch.dtype) -> str:
+    return _block(*_scale_of_bits("$1", top, dtype), *_INVERT_SCALE)
+
+
+# --- codes ------------------------------------------------------------------------------------------------------------
 
 
 @functools.cache
-def _float8_inverse(top: float, of: torch.dtype) -> str:
-    return f"{{ {_scale('$1', top, of)} sub.s32 t, {INVERSE}, t; mov.b32 $0, t; }}"
-
-
-@functools.cache
-def _float8_back(top: float, inf: float, of: torch.dtype) -> str:
-    largest = _number(largest_scale(of, top))
-    return (
-        f"{{ {_scale('$2', top, of)} .reg .f32 f, a; .reg .pred p; mov.b32 f, t; min.f32 f, f, {largest}; "
-        f"abs.f32 a, $1; setp.eq.f32 p, a, {_number(inf)}; selp.f32 f, {_INFINITY}, f, p; mul.f32 $0, $1, f; }}"
+def _float8_value(top: float, inf: float, dtype: torch.dtype) -> str:
+    return _block(
+        *_scale_of_bits("$2", top, dtype),
+        ".reg .f32 factor, size",
+        ".reg .pred is_inf",
+        "mov.b32 factor, scale",
+        f"min.f32 factor, factor, {_f32(largest_scale(dtype, top))}",
+        "abs.f32 size, $1",
+        f"setp.eq.f32 is_inf, size, {_f32(inf)}",
+        f"selp.f32 factor, {_f32(float('inf'))}, factor, is_inf",
+        "mul.f32 $0, $1, factor",
     )
 
 
-_ROUNDING = 12582912.0 + 127  # 1.5 * 2**23, and what codes are stored with
+# A sum with this ends in round(x / scale) + 127. In its last byte infinities are 0, and the hardware's NaN is 255.
+_ROUND_TO_CODE = _f32(ROUND_TO_INTEGER + CODE_OF_ZERO)
+_LOP3_OR_AND = 0xF8  # a | (b & c)
 
-# Four int8 codes are one register. Adding 1.5 * 2**23 + 127 rounds x / scale to an integer and leaves code + 127 in the
-# last byte, as which the hardware's infinities are 0 and its NaN is 255. Byte permutations gather four of these and,
-# from the sign, 0xFF or 0, which makes -infinity 254: 9 instructions for four values.
-INT8_CODES = (
-    "{ .reg .f32 f<4>; .reg .b32 a, b, c; "
-    + " ".join(f"fma.rn.f32 f{i}, ${i + 1}, ${i + 5}, {_number(_ROUNDING)};" for i in range(4))
-    + " prmt.b32 a, f0, f1, 0xFB40; prmt.b32 b, f2, f3, 0xFB40; prmt.b32 c, a, b, 0x5410; prmt.b32 a, a, b, 0x7632; "
-    "lop3.b32 $0, c, a, 0xFEFEFEFE, 0xF8; }"  # c | (a & 0xFE...)
+# 9 instructions for four codes, which share a register.
+_TO_INT8_FOUR = _block(
+    ".reg .f32 sum<4>",
+    ".reg .b32 low, high, codes",
+    *(f"fma.rn.f32 sum{i}, ${i + 1}, ${i + 5}, {_ROUND_TO_CODE}" for i in range(4)),
+    "prmt.b32 low, sum0, sum1, 0xFB40",  # the last bytes of both; then their signs, 0xFF or 0 each
+    "prmt.b32 high, sum2, sum3, 0xFB40",
+    "prmt.b32 codes, low, high, 0x5410",  # the last bytes of all
+    "prmt.b32 low, low, high, 0x7632",  # their signs
+    f"lop3.b32 $0, codes, low, 0xFEFEFEFE, 0x{_LOP3_OR_AND:02X}",  # -infinity becomes 254
 )
-INT8_CODE = (
-    f"{{ .reg .f32 f; .reg .b32 a, c; fma.rn.f32 f, $1, $2, {_number(_ROUNDING)}; "
-    "prmt.b32 c, f, 0, 0x4440; prmt.b32 a, f, 0, 0x444B; lop3.b32 $0, c, a, 0xFE, 0xF8; }"
+_TO_INT8_ONE = _block(
+    ".reg .f32 sum",
+    ".reg .b32 sign, code",
+    f"fma.rn.f32 sum, $1, $2, {_ROUND_TO_CODE}",
+    "prmt.b32 code, sum, 0, 0x4440",
+    "prmt.b32 sign, sum, 0, 0x444B",
+    f"lop3.b32 $0, code, sign, 0xFE, 0x{_LOP3_OR_AND:02X}",
 )
 
 
-def _from_bytes(q: str, selector: str, low: str, high: str) -> str:
-    """The codes in two bytes of `q` as float32.
+def _from_bytes(q: str, selector: str, first: str, second: str) -> _Instructions:
+    """Turns the codes in two bytes of `q` into float32 numbers, in registers `first` and `second`.
 
-    As float16 two at once: 0x64 before a byte is 1024 + code + 127. Times 519, 127 and -127 overflow and no other code
-    does, times 513 only 128 does. Times 2**-24 what is finite gets lost in the code's rounding; 127 and -127 become an
-    infinity of the other sign, and 128 one infinity less another.
+    Both at once, as float16. Codes +-127 overflow in `over127` and no other code does; only 128 overflows in `over128`.
+    Added back times 2**-24, a finite product is lost in the rounding. An infinity is not: +-127 become an infinity of
+    the other sign, and 128 one infinity less another, which is NaN.
     """
-
-    def pair(half: int) -> str:
-        return f"0x{half:04X}{half:04X}"
-
     return (
-        f"prmt.b32 c, {q}, {pair(0x6464)}, {selector}; mov.b32 k, {pair(0xE47F)}; add.f16x2 c, c, k; "
-        f"mov.b32 k, {pair(0x600E)}; mul.f16x2 t, c, k; mov.b32 k, {pair(0x6002)}; mul.f16x2 u, c, k; "
-        f"mov.b32 k, {pair(0x8001)}; fma.rn.f16x2 c, t, k, c; mov.b32 k, {pair(0x0001)}; fma.rn.f16x2 c, u, k, c; "
-        f"mov.b32 {{l, h}}, c; cvt.f32.f16 {low}, l; cvt.f32.f16 {high}, h;"
+        f"prmt.b32 codes, {q}, 0x64646464, {selector}",  # 0x64 before a byte is 1024 + the byte
+        f"mov.b32 factor, {_f16x2(-1024 - CODE_OF_ZERO)}",
+        "add.f16x2 codes, codes, factor",
+        f"mov.b32 factor, {_f16x2(519)}",
+        "mul.f16x2 over127, codes, factor",
+        f"mov.b32 factor, {_f16x2(513)}",
+        "mul.f16x2 over128, codes, factor",
+        f"mov.b32 factor, {_f16x2(-(2.0**-24))}",
+        "fma.rn.f16x2 codes, over127, factor, codes",
+        f"mov.b32 factor, {_f16x2(2.0**-24)}",
+        "fma.rn.f16x2 codes, over128, factor, codes",
+        "mov.b32 {low, high}, codes",
+        f"cvt.f32.f16 {first}, low",
+        f"cvt.f32.f16 {second}, high",
     )
 
 
-_BACK = "{ .reg .b32 c, t, u, k; .reg .b16 l, h; .reg .f32 f<4>;"
-INT8_BACK = (
-    f"{_BACK} {_from_bytes('$4', '0x4140', 'f0', 'f1')} {_from_bytes('$4', '0x4342', 'f2', 'f3')} "
-    + " ".join(f"mul.f32 f{i}, f{i}, ${i + 5};" for i in range(4))
-    + " ".join(f" mov.b32 ${i}, f{i};" for i in range(4))  # last: they may lie where an input does
-    + " }"
+_FROM_INT8_REGISTERS = (
+    ".reg .b32 codes, over127, over128, factor",
+    ".reg .b16 low, high",
+    ".reg .f32 value<4>",
 )
-INT8_BACK_ONE = f"{_BACK} {_from_bytes('$1', '0x4040', 'f0', 'f1')} mul.f32 $0, f0, $2; }}"
+_FROM_INT8_FOUR = _block(
+    *_FROM_INT8_REGISTERS,
+    *_from_bytes("$4", "0x4140", "value0", "value1"),
+    *_from_bytes("$4", "0x4342", "value2", "value3"),
+    *(f"mul.f32 value{i}, value{i}, ${i + 5}" for i in range(4)),
+    *(f"mov.b32 ${i}, value{i}" for i in range(4)),  # last, because an output may share its register with an input
+)
+_FROM_INT8_ONE = _block(
+    *_FROM_INT8_REGISTERS,
+    *_from_bytes("$1", "0x4040", "value0", "value1"),
+    "mul.f32 $0, value0, $2",
+)
+TO_INT8 = PackedAsm(torch.uint8, _TO_INT8_FOUR, "=r,f,f,f,f,f,f,f,f", _TO_INT8_ONE, "=r,f,f")
+FROM_INT8 = PackedAsm(torch.float32, _FROM_INT8_FOUR, "=f,=f,=f,=f,r,f,f,f,f", _FROM_INT8_ONE, "=f,r,f")
+
+
+# --- the operators ----------------------------------------------------------------------------------------------------
 
 
 def _emit(ops: Any, asm: str, dtype: torch.dtype, constraints: str, *inputs: Any) -> Any:
@@ -169,29 +270,29 @@ def _emit(ops: Any, asm: str, dtype: torch.dtype, constraints: str, *inputs: Any
 
 
 def amax_bits(ops: Any, x: Any) -> Any:
-    return _emit(ops, _BITS, torch.int32, "=r,f", ops.to_dtype(x, torch.float32))
+    return _emit(ops, _AMAX_BITS, torch.int32, "=r,f", ops.to_dtype(x, torch.float32))
 
 
 def amax_word(ops: Any, x: Any) -> Any:
-    return _emit(ops, _WORD, torch.int32, "=r,f", ops.to_dtype(x, torch.float32))
+    return _emit(ops, _AMAX_WORD, torch.int32, "=r,f", ops.to_dtype(x, torch.float32))
 
 
 def amax_exponent(ops: Any, x: Any) -> Any:
-    return _emit(ops, _EXPONENT, torch.int32, "=r,f", ops.to_dtype(x, torch.float32))
+    return _emit(ops, _AMAX_EXPONENT, torch.int32, "=r,f", ops.to_dtype(x, torch.float32))
 
 
-def to_float8(ops: Any, x: Any, bits: Any, dtype: torch.dtype, top: float, of: torch.dtype) -> Any:
-    inverse = _emit(ops, _float8_inverse(top, of), torch.float32, "=f,r", bits)
+def to_float8(ops: Any, x: Any, bits: Any, fmt: torch.dtype, top: float, dtype: torch.dtype) -> Any:
+    inverse = _emit(ops, _float8_inverse(top, dtype), torch.float32, "=f,r", bits)
     scaled = ops.mul(ops.to_dtype(x, torch.float32), inverse)
-    if dtype is not torch.float8_e4m3fn:  # Triton's conversion to e4m3 takes infinity to the largest number by itself
-        inf = torch.finfo(dtype).max
+    if fmt is not torch.float8_e4m3fn:  # Triton's conversion to e4m3 takes infinity to the largest number by itself
+        inf = torch.finfo(fmt).max
         scaled = ops.minimum(ops.maximum(scaled, ops.constant(-inf, torch.float32)), ops.constant(inf, torch.float32))
-    return ops.to_dtype(scaled, dtype)
+    return ops.to_dtype(scaled, fmt)
 
 
 def from_float8(ops: Any, q: Any, bits: Any, dtype: torch.dtype, top: float, inf: float) -> Any:
     y = ops.to_dtype(q, torch.float32)
-    return ops.to_dtype(_emit(ops, _float8_back(top, inf, dtype), torch.float32, "=f,f,r", y, bits), dtype)
+    return ops.to_dtype(_emit(ops, _float8_value(top, inf, dtype), torch.float32, "=f,f,r", y, bits), dtype)
 
 
 def to_int8(ops: Any, x: Any, scale: Any, dtype: torch.dtype, power: bool) -> Any:
@@ -204,7 +305,3 @@ def from_int8(ops: Any, q: Any, scale: Any, dtype: torch.dtype, power: bool) -> 
     scale = ops.to_dtype(scale, torch.int32)
     step = _emit(ops, _int8_step(dtype, power), torch.float32, "=f,r", scale)
     return ops.to_dtype(FROM_INT8(ops, q, step), dtype)
-
-
-TO_INT8 = PackedAsm(torch.uint8, INT8_CODES, "=r,f,f,f,f,f,f,f,f", INT8_CODE, "=r,f,f")
-FROM_INT8 = PackedAsm(torch.float32, INT8_BACK, "=f,=f,=f,=f,r,f,f,f,f", INT8_BACK_ONE, "=f,r,f")

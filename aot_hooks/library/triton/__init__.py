@@ -1,1 +1,1 @@
-"""float8, int8, int4 and bit masks as Triton kernels of our own, for graphs that no compiler fuses (`inner="aten"`)."""
+"""float8, int8, int4 and bit masks as Triton kernels where no compiler fuses: in eager mode and with `inner="aten"`."""

@@ -2,10 +2,11 @@
 
       x [..., m] --_pack4--> words of K codes, low bits first, scale i16[..., ceil(m / W)] --_unpack4--> [..., m]
 
-Tiles are those of kernels.py. Here arithmetic, not bytes, is what limits, so no code is moved by itself: packing sums
-float32 bits whole, codes and what stands above them, and takes the constant that this gives off the word; unpacking
-reads the bits of a word where they stand as a number that is a power of two too large. Rounding at random adds 12 bits
-to 12 bits of fraction, two values in a word: the expected value is what was packed up to 2**-13 of a step.
+Tiles are those of kernels8.py. These kernels are limited by arithmetic, not by bytes, so no code is moved by itself.
+Packing sums whole float32 bit patterns, whose last bits are codes. The bits above sum to a constant, which it subtracts
+from the word. Unpacking leaves a code's bits where they are in the word and reads them as a float32 that is too large
+by a power of two. Stochastic rounding adds 12 random bits to 12 bits of fraction, for two values in a word at once. The
+expected value is the packed one up to 2**-13 of a step.
 """
 
 from __future__ import annotations
@@ -14,17 +15,21 @@ import torch
 import triton
 import triton.language as tl
 
-from ..blocks import SMALLEST_NORMAL
-from .tiles import SLACK, hashes, largest_of, one_warp_tile, row_groups
+from ..scales import ROUND_TO_INTEGER, SLACK, SMALLEST_NORMAL
+from .tiles import hashes, largest_of, one_warp_tile, row_groups
 
 __all__ = ["pack_int4", "unpack_int4"]
+
+_ROUND_TO_INTEGER = tl.constexpr(ROUND_TO_INTEGER)
 
 
 @triton.jit
 def _places(groups, count, length, P: tl.constexpr, W: tl.constexpr, K: tl.constexpr, EVEN: tl.constexpr):
-    """The `P` groups of this program, up to `W` values each: numbers, which there are, where values stand and which
-    there are, where words of `K` codes stand and which there are. Places count from a scalar, which stands before them:
-    in 32 bits if EVEN, when rows are as long as the tile is wide."""
+    """The `P` groups of this program, up to `W` values each, in words of `K` codes.
+
+    Returns group numbers and their mask; for values, then for words: a scalar start, offsets from it, and their mask.
+    EVEN means that rows are as long as the tile is wide. Offsets then have 32 bits.
+    """
     start = tl.program_id(0).to(tl.int64) * P
     n = tl.arange(0, P)
     lane = tl.arange(0, W)
@@ -46,7 +51,7 @@ def _places(groups, count, length, P: tl.constexpr, W: tl.constexpr, K: tl.const
         words = (row * ((length + K - 1) // K) + column // K)[:, None] + i[None, :]
         mask = lane[None, :] < left[:, None]
         word_mask = (i * K)[None, :] < left[:, None]
-    # One word a thread, that of its values: if it had two to store at once, they would come from other threads
+    # One word a thread, of its own values: Triton must not let it store two, whose values other threads hold
     words = tl.multiple_of(words, [1, 1])
     return start + n, there, at, places, mask, at_words, words, word_mask
 
@@ -63,7 +68,7 @@ def _float_of_bits(bits):
 
 @triton.jit
 def _larger_of_pairs(a, b):
-    """Of two bfloat16 values a word each, NaN if either is."""
+    """The larger of each half of two words, two bfloat16 values a word; NaN if either is."""
     return tl.inline_asm_elementwise("max.NaN.bf16x2 $0, $1, $2;", "=r,r,r", [a, b], tl.int32, is_pure=True, pack=1)
 
 
@@ -74,10 +79,10 @@ def _smaller_of_pairs(a, b):
 
 @triton.jit
 def _sides_of_pairs(pairs, P: tl.constexpr, W: tl.constexpr):
-    """Of rows of bfloat16, two a word, the largest of x and of -x, and at least 0."""
+    """The largest of x and of -x in rows of bfloat16, two values a word; each at least 0."""
     words = tl.reshape(pairs, [P, W // 8, 4])
     above = tl.reduce(words, 2, _larger_of_pairs)
-    below = tl.reduce(words, 2, _smaller_of_pairs) ^ -0x7FFF8000  # both signs
+    below = tl.reduce(words, 2, _smaller_of_pairs) ^ -0x7FFF8000  # flips both signs
     low, high = (above & 0xFFFF) | (below << 16), ((above >> 16) & 0xFFFF) | (below & -65536)
     both = tl.reduce(_larger_of_pairs(low, high), 1, _larger_of_pairs)
     both = _larger_of_pairs(both, both * 0)
@@ -86,14 +91,14 @@ def _sides_of_pairs(pairs, P: tl.constexpr, W: tl.constexpr):
 
 @triton.jit
 def _step_of(span, smallest):
-    """As bits, `span`, or what is smallest, up to 4 bits of fraction; and its reciprocal."""
+    """Returns the step's bits and its reciprocal: `span`, at least `smallest`, rounded up to 4 bits of fraction."""
     bits = (_bits(tl.maximum(span, smallest)) + 0x7FFFF) & -0x80000
     return bits, tl.div_rn(1.0, _float_of_bits(bits))
 
 
 @triton.jit
 def _with_codes_for_all(x, span, below, per_6, smallest):
-    """`x` with numbers of their codes in place of infinities and NaN, reciprocals of steps, zeros, scales."""
+    """Returns `x` with infinities and NaN as the numbers of their codes, reciprocals of steps, zeros, scales."""
     a = tl.abs(x)
     plain = span < float("inf")
     amax = tl.max(tl.where(a < float("inf"), a, 0.0), 1)
@@ -101,7 +106,7 @@ def _with_codes_for_all(x, span, below, per_6, smallest):
     bits, inverse = _step_of(span, smallest)
     zero = tl.where(plain, tl.ceil(tl.where(plain, below * inverse, 0.0)), 8.0).to(tl.int32)
     scale = (bits >> 15) | tl.where(plain, zero, 15)
-    large = span > 2.0**100  # then all in 2**-8 of it, so that 8 steps are a number
+    large = span > 2.0**100  # scaled by 2**-8, so that 8 steps are finite
     part, whole = tl.where(large, 2.0**-8, 1.0), tl.where(large, 2.0**8, 1.0)
     step = tl.where(plain, float("inf"), _float_of_bits(bits) * part)[:, None]
     x *= part[:, None]
@@ -111,8 +116,10 @@ def _with_codes_for_all(x, span, below, per_6, smallest):
 
 @triton.jit
 def _random_12_bits(h, K: tl.constexpr):
-    """12 bits for each value, two a word, uint32 [P, W / K, K / 2]: halves of multiples of its hash. To be made where
-    they are used: kept from before the values are there, they fill the registers."""
+    """12 bits for each value, two a word, uint32 [P, W / K, K / 2]: halves of multiples of its hash.
+
+    Call it right before their use. Computed before the values are loaded, these bits fill the registers.
+    """
     odd = tl.arange(0, K // 2).to(tl.uint32) * 0x9E3779B8 + 1
     h = tl.reshape(h, [h.shape[0], h.shape[1], 1])
     return ((h * odd[None, None, :]) ^ (h >> 16)) & 0x0FFF0FFF
@@ -143,23 +150,23 @@ def _pack4(
     else:
         x, inverse, zero, scale = _with_codes_for_all(x, span, below, per_6, smallest)
     if STOCHASTIC:
-        # Beside 1.5 * 2**11 a number's bits end with the code and 12 bits of fraction, to which as many at random are
-        # added, two values a word; what stands above those of the lower is taken off the higher before
+        # The bits of a sum with 1.5 * 2**11 end in the code and 12 bits of fraction. To these 12 random bits are added,
+        # for two values in a word. The higher value's offset is smaller by the lower one's bits above its code.
         half = tl.arange(0, 2)
         offset = _float_of_bits((zero[:, None] << 12) + (0x45400000 - 0x4540 * half)[None, :])
         halves = tl.reshape(x, [P, W // K, 2, K // 2])
         fixed = _bits(tl.fma(halves, inverse[:, None, None, None], offset[:, None, :, None]))
         pair = tl.sum(fixed << (16 * half)[None, None, :, None], 2).to(tl.uint32) + _random_12_bits(h, K)
-        place = 4 * tl.arange(0, K // 2)[None, None, :].to(tl.uint32)
-        word = tl.sum((pair >> (12 - place)) & (0x000F000F << place), 2).to(tl.int32)
+        shift = 4 * tl.arange(0, K // 2)[None, None, :].to(tl.uint32)
+        word = tl.sum((pair >> (12 - shift)) & (0x000F000F << shift), 2).to(tl.int32)
         if K == 4:
             word = (word & 0xFF) | ((word >> 8) & 0xFF00)
         elif K == 2:
             word = (word & 0xF) | ((word >> 12) & 0xF0)
     else:
-        # Beside 1.5 * 2**23 a number's bits end with round(x / step); what stands above is the same in all and leaves
-        # the sum by a subtraction
-        rounded = tl.reshape(_bits(x * inverse[:, None] + 12582912.0), [P, W // K, K])
+        # The bits of a sum with 1.5 * 2**23 end in round(x / step). The bits above are the same in all K values, so a
+        # constant removes them from the word.
+        rounded = tl.reshape(_bits(x * inverse[:, None] + _ROUND_TO_INTEGER), [P, W // K, K])
         word = tl.sum(rounded << (4 * tl.arange(0, K))[None, None, :], 2) - 0x3F400000 + zero[:, None] * 0x11111111
     tl.store(q_ptr + at_words + words, word.to(q_ptr.dtype.element_ty), word_mask)
     tl.store(scale_ptr + g, scale.to(tl.int16), there)
@@ -176,20 +183,20 @@ def _unpack4(
     zero = scale & 15
     bits = (scale & 0xFFF0) << 15
     step = _float_of_bits(bits)
-    # A code stays at its bits, 0, 4, 8 or 12 of 2**23: times a power of two, by which its step is divided
+    # A code stays where it is, from bit 0, 4, 8 or 12 on. Read there it is 2**shift too large, so its step is divided.
     k = tl.arange(0, K)
-    place = 4 * (k % 4)
-    codes = ((word[:, :, None] >> (16 * (k // 4))[None, None, :]) & (15 << place)[None, None, :]) | 0x4B000000
-    zeros = _float_of_bits((zero[:, None] << place[None, :]) + 0x4B000000)
-    part = _float_of_bits((127 - place) << 23)
+    shift = 4 * (k % 4)
+    codes = ((word[:, :, None] >> (16 * (k // 4))[None, None, :]) & (15 << shift)[None, None, :]) | 0x4B000000
+    zeros = _float_of_bits((zero[:, None] << shift[None, :]) + 0x4B000000)
+    part = _float_of_bits((127 - shift) << 23)
     shifted = _float_of_bits(codes) - zeros[:, None, :]
-    # a step below 1 / 16 of the largest number leaves its range with no code; these bits are NaN
+    # With a step below 1/16 of the dtype's largest number no code leaves the range. 0x7FFFFFFF is NaN, which fails it.
     last = tl.max(tl.where(zero == 15, 0x7FFFFFFF, bits), 0)
     if _float_of_bits(last) < largest * 0.0625:
         y = tl.reshape(shifted * (step[:, None, None] * part[None, None, :]), [P, W])
     else:
         special = (zero == 15)[:, None]
-        code = tl.reshape(shifted * part[None, None, :], [P, W]) + tl.where(special, 7.0, 0.0)  # 0 is 8, not 15
+        code = tl.reshape(shifted * part[None, None, :], [P, W]) + tl.where(special, 7.0, 0.0)  # the zero is 8, not 15
         y = tl.minimum(tl.maximum(code * step[:, None], -largest), largest)
         other = tl.where(code == -7.0, float("nan"), code * float("inf"))
         y = tl.where(special & (tl.abs(code) > 6.0), other, y)
@@ -197,8 +204,10 @@ def _unpack4(
 
 
 def _codes(q: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, int]:
-    """4-bit codes as they are read and written: those of 16 bytes of values in a word, which a thread has, or 2 a byte
-    where rows are no whole words."""
+    """Returns a view of `q` in the words that a thread reads and writes, and the number of codes in one.
+
+    A word has the codes of 16 bytes of values. Rows that are no whole words are read by the byte, with 2 codes.
+    """
     word, k = (torch.int32, 8) if dtype.itemsize == 2 else (torch.int16, 4)
     if q.shape[-1] % word.itemsize == 0 and q.storage_offset() % word.itemsize == 0:
         return _flat(q).view(word), k
@@ -206,7 +215,7 @@ def _codes(q: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, int]:
 
 
 def _flat(x: torch.Tensor) -> torch.Tensor:
-    """`x`, contiguous, in one dimension: the strides of dimensions of size 1 may be anything, which `view` refuses."""
+    """Contiguous `x` in one dimension, because `view(dtype)` refuses odd strides of dimensions of size 1."""
     return x.view(-1)
 
 

@@ -1,22 +1,24 @@
-"""What the hooks of this library compute, each as one Triton kernel, for where no compiler fuses them.
+"""float8, int8 and bit masks as Triton kernels, one for each pack and unpack, where no compiler fuses the tensor code.
 
       x [..., m], contiguous: rows of ceil(m / size) groups, each with a scale of its own
 
       [ g0 | g1 | g2 . ][ g0 | g1 | g2 . ]   a program takes a tile of `P` groups, `W` lanes each (a power of two):
       `---- row 0 -----'`---- row 1 -----'   reads it once, finds the scales, writes codes and scales
 
-A group is a block (128, 32) or a row. Rows longer than fits in registers are read twice. The arithmetic is that of
-integer.py and float8.py, operation by operation: the same bits come out, so fused multiply-adds are off. Rounding to an
-integer is adding 1.5 * 2**23, whose last bits then are that integer. Random bits are 16 a value, so the expected value
-is off by at most 2**-16 of a step, from a hash of seed and position, two multiplications as in Wellons' lowbias32:
-Philox costs more than the memory traffic that the kernel is there to save.
+A group is a block (128, 32) or a row. Rows that do not fit in registers are read twice. The arithmetic is that of
+integer.py and float8.py, operation by operation, with fused multiply-adds off, so that the same bits come out.
+A value is rounded by adding 1.5 * 2**23: the last bits of the sum are the integer.
 
-Arithmetic, not bytes, is what limits a kernel at 4 bits. A tile without infinities and NaN, and all are but a few,
-takes a branch that neither looks for them nor clamps: the scale is large enough that no finite value leaves the codes.
-Such a program is one warp, which finds out without a barrier. Codes, words of codes and random bits are laid out so
-that each thread makes and stores those of the 16 bytes that it has loaded.
+Stochastic rounding takes 16 random bits a value, so the expected value is off by at most 2**-16 of a step. They come
+from a hash of seed and position with two multiplications, as in Wellons' lowbias32. Philox would cost more than the
+memory traffic that the kernel saves.
 
-Nothing here synchronizes or reads a value on the host, so all of it can be captured in CUDA graphs.
+A kernel at 4 bits is limited by arithmetic, not by bytes. Nearly all tiles hold no infinity or NaN. Such a tile takes a
+branch that neither replaces them nor clamps: the scale is large enough that no finite value leaves the codes. Its
+program is one warp, which chooses the branch without a barrier. Codes, words of codes and random bits are laid out so
+that each thread computes and stores those of the 16 bytes that it has loaded.
+
+Nothing here synchronizes or reads a value on the host, so CUDA graphs can capture all of it.
 """
 
 from __future__ import annotations
@@ -25,9 +27,19 @@ import torch
 import triton
 import triton.language as tl
 
-from ..blocks import SMALLEST_NORMAL
-from ..scales import MASK, TOP_INT8, TOP_POWER, largest_scale, rounding_up, smallest_step
-from .tiles import SLACK, hashes, largest_of, noise_of, one_warp_tile, row_groups
+from ..scales import (
+    EXPONENT_MASK,
+    FLOAT8_RANGE,
+    ROUND_TO_INTEGER,
+    SLACK,
+    SMALLEST_NORMAL,
+    TOP_INT8,
+    TOP_POWER,
+    largest_scale,
+    rounding_up,
+    smallest_step,
+)
+from .tiles import hashes, largest_of, noise_of, one_warp_tile, row_groups
 
 __all__ = [
     "pack_bits",
@@ -41,28 +53,25 @@ __all__ = [
 _LANES = 4096  # of a tile; 16 values a thread with 8 warps
 _LONGEST = 16384  # a group up to this length is held in registers
 _FORMATS = {torch.int8: 0, torch.float8_e4m3fn: 1, torch.float8_e5m2: 2}
-# format -> what the largest value is divided by, and the code of infinity
-_TOP = {
-    torch.int8: (TOP_INT8 / SLACK, 127.0),
-    torch.float8_e4m3fn: (416.0, 448.0),
-    torch.float8_e5m2: (49152.0, 57344.0),
-}
-_EXPONENT = tl.constexpr(MASK)
+# format -> (what the largest value is divided by to give the scale, the code of infinity)
+_RANGE = {torch.int8: (TOP_INT8 / SLACK, 127.0), **FLOAT8_RANGE}
+_EXPONENT_MASK = tl.constexpr(EXPONENT_MASK)
+_ROUND_TO_INTEGER = tl.constexpr(ROUND_TO_INTEGER)
 
 
 @triton.jit
 def _finite(x):
-    """Magnitudes, 0 for what isn't finite."""
+    """Magnitudes, with 0 for infinities and NaN."""
     a = tl.abs(x)
     return tl.where(a < float("inf"), a, 0.0)
 
 
 @triton.jit
 def _scale(amax, per_top, smallest, least, add, POWER: tl.constexpr):
-    """For the largest finite value of each group: a power of two, or a bfloat16 that is rounded up."""
+    """The scale of each group, from its largest finite value: a power of two, or a bfloat16 that is rounded up."""
     if POWER:
         bits = tl.maximum(amax.to(tl.int32, bitcast=True), least) + add
-        scale = (bits & _EXPONENT).to(tl.float32, bitcast=True)
+        scale = (bits & _EXPONENT_MASK).to(tl.float32, bitcast=True)
     else:
         bits = tl.maximum(amax * per_top, smallest).to(tl.int32, bitcast=True) + 0xFFFF
         scale = (bits & -0x10000).to(tl.float32, bitcast=True)
@@ -76,7 +85,7 @@ def _encode(x, inverse, noise, limit, FORMAT: tl.constexpr):
     nan = x != x
     y = tl.minimum(tl.maximum(y, -limit), limit)
     if FORMAT == 0:
-        q = (tl.where(nan, -128.0, y) + 12582912.0).to(tl.int32, bitcast=True).to(tl.int8)
+        q = (tl.where(nan, -128.0, y) + _ROUND_TO_INTEGER).to(tl.int32, bitcast=True).to(tl.int8)
     elif FORMAT == 1:
         q = tl.where(nan, x, y).to(tl.float8e4nv)
     else:
@@ -98,7 +107,7 @@ def _decode(q, scale, largest, limit, FORMAT: tl.constexpr):
 
 @triton.jit
 def _groups(groups, count, size, length, P: tl.constexpr):
-    """The `P` groups of this program: numbers, rows, first columns, and lengths, 0 where there is none."""
+    """The `P` groups of this program: numbers, rows, first columns, and lengths, which are 0 past the last group."""
     g = tl.program_id(0).to(tl.int64) * P + tl.arange(0, P)
     row = g // count
     column = ((g - row * count) * size).to(tl.int32)
@@ -108,7 +117,7 @@ def _groups(groups, count, size, length, P: tl.constexpr):
 
 @triton.jit
 def _mask(lane, left, EVEN: tl.constexpr):
-    """EVEN: groups are as long as the tile is wide, or absent, so a whole group is masked and not each of its lanes."""
+    """With EVEN, a group is as long as the tile is wide or absent, so the mask is one value a group."""
     if EVEN:
         mask = (left > 0)[:, None]
     else:
@@ -134,20 +143,20 @@ def _pack8(
     mask = _mask(lane, left, EVEN)
     x = tl.load(x_ptr + at + places, mask, other=0.0).to(tl.float32)
     h = hashes(seed_ptr, P, W, V) if STOCHASTIC else 0
-    # No branch for float8: of codes that leave one, Triton 3.6 gave each 16th another one's bits on an H200.
+    # No branch for float8: Triton 3.6 on an H200 gave each 16th code that leaves a branch another code's bits.
     if FORMAT == 0:
         largest = largest_of(tl.abs(x), 1)
         if largest_of(largest, 0) < float("inf"):
             scale = _scale(largest, per_top, smallest, least, add, POWER)
             inverse = tl.div_rn(1.0, scale)[:, None]
             y = tl.fma(x, inverse, noise_of(h, P, W, V)) if STOCHASTIC else x * inverse
-            q = (y + 12582912.0).to(tl.int32, bitcast=True).to(tl.int8)
+            q = (y + _ROUND_TO_INTEGER).to(tl.int32, bitcast=True).to(tl.int8)
         else:
             scale = _scale(tl.max(_finite(x), 1), per_top, smallest, least, add, POWER)
             noise = noise_of(h, P, W, V) if STOCHASTIC else 0.0
             q = _encode(x, tl.div_rn(1.0, scale)[:, None], noise, limit, FORMAT)
         if EVEN:
-            places = tl.multiple_of(places, [1, V])  # a thread stores the codes of what it has loaded
+            places = tl.multiple_of(places, [1, V])  # a thread stores the codes of the values that it has loaded
     else:
         scale = _scale(tl.max(_finite(x), 1), per_top, smallest, least, add, POWER)
         q = _encode(x, tl.div_rn(1.0, scale)[:, None], 0.0, limit, FORMAT)
@@ -163,7 +172,7 @@ def _pack8_long(
     x_ptr, q_ptr, scale_ptr, length, per_top, limit, smallest, least, add, largest_scale,
     W: tl.constexpr, CHUNKS: tl.constexpr, FORMAT: tl.constexpr,
 ):  # fmt: skip
-    """A row a program, read twice; of float8 only, blocks of integers are shorter."""
+    """A row a program, read twice. Only float8 needs it, because blocks of integers are shorter."""
     g = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, W)
     amax = tl.zeros([W], tl.float32)
@@ -220,7 +229,7 @@ def _unpack1(q_ptr, y_ptr, length, W: tl.constexpr):
 
 @triton.jit
 def _unpack1_words(q_ptr, y_ptr, length, W: tl.constexpr):
-    """Four bools a word: multiplied, the four bits of half a byte land at the lowest bits of four bytes."""
+    """Four bools a word. The product spreads the four bits of half a byte to the lowest bits of four bytes."""
     i = tl.program_id(0).to(tl.int64) * W + tl.arange(0, W)
     half = tl.arange(0, 2)
     offsets = i[:, None] * 2 + half[None, :]
@@ -230,20 +239,20 @@ def _unpack1_words(q_ptr, y_ptr, length, W: tl.constexpr):
 
 
 def _tile(groups: int, size: int) -> tuple[int, int, int]:
-    """Groups a program, lanes a group, warps."""
+    """Returns groups a program, lanes a group, warps."""
     lanes = triton.next_power_of_2(size)
     per_program = max(1, min(_LANES // lanes, triton.next_power_of_2(groups)))
     return per_program, lanes, min(max(per_program * lanes // 512, 1), 16)
 
 
 def _pack(
-    x: torch.Tensor, size: int, dtype: torch.dtype, of_scale: torch.dtype, seed: torch.Tensor | None
+    x: torch.Tensor, size: int, dtype: torch.dtype, scale_dtype: torch.dtype, seed: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     x = x.contiguous()
     q = torch.empty_like(x, dtype=dtype)
-    scale = torch.empty((*x.shape[:-1], triton.cdiv(x.shape[-1], size)), dtype=of_scale, device=x.device)
-    top, limit = _TOP[dtype]
-    if of_scale == torch.uint8:
+    scale = torch.empty((*x.shape[:-1], triton.cdiv(x.shape[-1], size)), dtype=scale_dtype, device=x.device)
+    top, limit = _RANGE[dtype]
+    if scale_dtype == torch.uint8:
         top = TOP_POWER
     smallest = smallest_step(x.dtype) if dtype == torch.int8 else SMALLEST_NORMAL
     least, add = rounding_up(top, smallest)
@@ -261,7 +270,7 @@ def _pack(
             p, w, warps = (one_warp_tile if dtype == torch.int8 else _tile)(groups, size)
             _pack8[(triton.cdiv(groups, p),)](
                 x, q, scale, scale if seed is None else seed, groups, count, size, length, 1.0 / top, *limits,
-                P=p, W=w, FORMAT=_FORMATS[dtype], POWER=of_scale != torch.bfloat16, STOCHASTIC=seed is not None,
+                P=p, W=w, FORMAT=_FORMATS[dtype], POWER=scale_dtype != torch.bfloat16, STOCHASTIC=seed is not None,
                 EVEN=length == w, num_warps=warps, enable_fp_fusion=False,
             )  # fmt: skip
     return q, scale
@@ -274,7 +283,7 @@ def _unpack(q: torch.Tensor, scale: torch.Tensor, size: int, dtype: torch.dtype)
     p, w, warps = _tile(groups, min(size, _LANES))
     with torch.cuda.device_of(q):
         _unpack8[(triton.cdiv(groups, p), triton.cdiv(min(size, length), w))](
-            q, scale, y, groups, count, size, length, torch.finfo(dtype).max, _TOP[q.dtype][1],
+            q, scale, y, groups, count, size, length, torch.finfo(dtype).max, _RANGE[q.dtype][1],
             P=p, W=w, FORMAT=_FORMATS[q.dtype], EVEN=length == size and size % w == 0,
             num_warps=warps, enable_fp_fusion=False,
         )  # fmt: skip
@@ -297,7 +306,7 @@ def pack_float8(x: torch.Tensor, block: int, dtype: torch.dtype) -> tuple[torch.
 
 
 def unpack_float8(q: torch.Tensor, scale: torch.Tensor, block: int, dtype: torch.dtype) -> torch.Tensor:
-    """What `pack_float8` was given, in `dtype`."""
+    """Undoes `pack_float8`, in `dtype`."""
     return _unpack(q, scale, block or q.shape[-1], dtype)
 
 

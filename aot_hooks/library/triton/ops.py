@@ -3,11 +3,13 @@
       hook --has_kernel()--> torch.ops.aot_hooks.pack_int8(x, ...)    one Triton kernel
            --otherwise-----> plain tensor code                        Inductor fuses it; CPUs run it
 
-An operator is taken on CUDA where nothing would fuse the plain code: in graphs that run as they are (inner="aten")
-and in eager. Under Inductor too where what it makes of the plain code is slower than a kernel that reads and writes
-memory once: two codes a byte (it materializes them apart), and random rounding (its Philox costs more than the bytes,
-and a minute of compiling). Random rounding takes its seed from torch's generator by an operator of its own in the
-graph, so it follows `torch.manual_seed`, and CUDA graphs draw a fresh one in each replay.
+Hooks call an operator on CUDA where nothing would fuse the plain code: in eager mode and in graphs with inner="aten".
+Under Inductor they call it where the fused plain code is slower than a kernel that reads and writes memory once. That
+is int4, whose two codes a byte Inductor materializes apart, and stochastic rounding, where its Philox costs more than
+the bytes and a minute of compiling.
+
+An operator of its own draws the seed of stochastic rounding from torch's generator. So the seed follows
+`torch.manual_seed`, and CUDA graphs draw a new one in each replay.
 """
 
 from __future__ import annotations
@@ -33,15 +35,14 @@ def _capability(device: torch.device) -> tuple[int, int]:
 
 
 def has_kernel(x: torch.Tensor, dtype: torch.dtype | None = None, *, beats_inductor: bool = False) -> bool:
-    """Whether `x` should go through an operator of this file; `dtype` is what it is converted to, if that is float8."""
+    """Whether `x` should go through an operator of this file; `dtype` is the float8 format that it is converted to."""
     if x.device.type != "cuda" or (compiled_by() == "inductor" and not beats_inductor) or not _triton():
         return False
-    needs = {torch.float8_e4m3fn: (8, 9)}.get(dtype, (8, 0)) if dtype is not None else (8, 0)
-    return _capability(x.device) >= needs
+    return _capability(x.device) >= ((8, 9) if dtype is torch.float8_e4m3fn else (8, 0))
 
 
 def seed_for(x: torch.Tensor, stochastic: bool) -> torch.Tensor | None:
-    """int64[1], fresh, for rounding `x` at random; None if it is not."""
+    """A new random int64[1] for stochastic rounding of `x`; None if it is not stochastic."""
     return torch.randint(1 << 62, (1,), device=x.device) if stochastic else None
 
 

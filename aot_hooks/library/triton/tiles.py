@@ -1,13 +1,11 @@
-"""What the Triton kernels of kernels.py and kernels4.py share: how work is cut into programs, maxima, random bits."""
+"""Tiles, maxima and random bits, which the Triton kernels of kernels8.py and kernels4.py share."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-__all__ = ["SLACK", "hashes", "largest_of", "noise_of", "one_warp_tile", "row_groups"]
-
-SLACK = 1 + 2.0**-20  # scales are that much too large: no finite value leaves the codes
+__all__ = ["hashes", "largest_of", "noise_of", "one_warp_tile", "row_groups"]
 
 
 @triton.jit
@@ -17,25 +15,27 @@ def _nan_or_larger(a, b):
 
 @triton.jit
 def largest_of(x, axis: tl.constexpr):
-    """NaN if there is one."""
+    """The maximum along `axis`, NaN if there is one."""
     return tl.reduce(x, axis, _nan_or_larger)
 
 
 @triton.jit
 def hashes(seed_ptr, P: tl.constexpr, W: tl.constexpr, K: tl.constexpr):
-    """32 random bits for each `K` neighbours, uint32 [P, W / K, 1, 1]: of seed and place."""
+    """32 random bits for each `K` neighbours, uint32 [P, W / K, 1, 1]: a hash of seed and position."""
     seed = tl.load(seed_ptr)
     first = tl.program_id(0).to(tl.uint32) * (P * (W // K))
-    place = first + tl.reshape(tl.arange(0, P * (W // K)), [P, W // K, 1, 1]).to(tl.uint32)
-    h = (place ^ seed.to(tl.uint32)) * 0x7FEB352D
+    position = first + tl.reshape(tl.arange(0, P * (W // K)), [P, W // K, 1, 1]).to(tl.uint32)
+    h = (position ^ seed.to(tl.uint32)) * 0x7FEB352D
     h = (h ^ (h >> 15) ^ (seed >> 32).to(tl.uint32)) * 0x846CA68B
     return h ^ (h >> 16)
 
 
 @triton.jit
 def random_bits(h, K: tl.constexpr):
-    """16 bits for each value, uint32 [P, W / K, 2, K / 2]: the halves of K / 2 multiples of its hash. To be made where
-    they are used: kept from before the values are there, they fill the registers."""
+    """16 bits for each value, uint32 [P, W / K, 2, K / 2]: the halves of K / 2 multiples of its hash.
+
+    Call it right before their use. Computed before the values are loaded, these bits fill the registers.
+    """
     odd = tl.arange(0, K // 2).to(tl.uint32) * 0x9E3779B8 + 1
     words = (h * odd[None, None, None, :]) ^ (h >> 16)
     half = (16 * tl.arange(0, 2)).to(tl.uint32)
@@ -45,17 +45,19 @@ def random_bits(h, K: tl.constexpr):
 @triton.jit
 def noise_of(h, P: tl.constexpr, W: tl.constexpr, K: tl.constexpr):
     """Uniform in [-1/2, 1/2), 16 bits, float32 [P, W]."""
-    bits = random_bits(h, K) | 0x4B000000  # 2**23 and they
+    bits = random_bits(h, K) | 0x4B000000  # the float32 2**23 + bits
     return tl.reshape(tl.fma(bits.to(tl.float32, bitcast=True), 1.0 / 65536, -128.5), [P, W])
 
 
 def row_groups(length: int, size: int) -> tuple[int, int]:
-    """Length and groups of a row; rows of whole groups may as well be taken for as many rows of one group, which spares
-    the kernel a division."""
+    """Returns a row's length and its number of groups.
+
+    Rows of whole groups count as rows of one group each, which spares the kernel a division.
+    """
     return (size, 1) if length % size == 0 else (length, triton.cdiv(length, size))
 
 
 def one_warp_tile(groups: int, size: int) -> tuple[int, int, int]:
-    """Groups a program, lanes a group, warps: one, which finds without a barrier whether there is an infinity."""
+    """Groups a program, lanes a group, warps. One warp finds without a barrier whether the tile holds an infinity."""
     lanes = triton.next_power_of_2(size)
     return max(1, min(1024 // lanes, triton.next_power_of_2(groups))), lanes, 1

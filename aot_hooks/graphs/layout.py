@@ -1,11 +1,10 @@
-"""A tensor as it lies in memory, so that packing reads it, and unpacking writes it, from front to back.
+"""Memory order: a tensor permuted so that packing reads it, and unpacking writes it, from front to back.
 
       query bf16[b, h, s, d], in memory [b, s, h, d] --in_memory_order--> y bf16[b, s, h, d] contiguous, (0, 2, 1, 3)
                                                      <-from_memory_order-
 
-Only leading dimensions move: rows stay rows, so what a hook finds along the last dimension is the same. Decided from
-sizes and strides alone, without a guard on symbolic ones: an order is tried by their example values and taken only if
-the result is contiguous for certain.
+Sizes and strides alone decide, without a guard on symbolic ones: their example values suggest an order, which is taken
+only if it is contiguous for every value.
 """
 
 from __future__ import annotations
@@ -20,27 +19,29 @@ from ..torch_private.values import hint, same_size
 __all__ = ["from_memory_order", "in_memory_order", "is_contiguous"]
 
 
-def in_memory_order(x: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...] | None]:
-    """`x` with its leading dimensions permuted so that it is contiguous, and the permutation.
+def in_memory_order(x: torch.Tensor, *, keep_rows: bool = True) -> tuple[torch.Tensor, tuple[int, ...] | None]:
+    """`x` with its dimensions permuted so that it is contiguous, and the permutation.
 
-    `(x, None)` if it is contiguous already, or if no such order exists for certain: the last dimension is not the
-    innermost, or there are gaps or overlaps.
+    Returns `(x, None)` if it is contiguous already, or if no permutation is certain to make it so: it may have gaps or
+    overlaps.
+
+    Args:
+        keep_rows: leave the last dimension last. A hook's scales along it then are those of the program's rows.
     """
     order = tuple(range(x.dim()))
-    if x.dim() < 3 or _contiguous(x, order):
+    if is_contiguous(x):
         return x, None
-    ones = tuple(d for d in order[:-1] if same_size(x.shape[d], 1))  # their strides say nothing: out of the way
-    rest = sorted((d for d in order[:-1] if d not in ones), key=lambda d: -hint(x.stride(d)))
-    order = (*ones, *rest, order[-1])
+    moved, last = (order[:-1], order[-1:]) if keep_rows else (order, ())
+    # Dimensions of size 1 go first, because their strides mean nothing.
+    order = *sorted(moved, key=lambda d: (0, 0) if same_size(x.shape[d], 1) else (1, -hint(x.stride(d)))), *last
     return (x.permute(order), order) if _contiguous(x, order) else (x, None)
 
 
 def from_memory_order(y: torch.Tensor, permutation: Sequence[int] | None) -> torch.Tensor:
-    """What `in_memory_order` was given, from the two that it returned: sizes and strides (but for those of size 1)."""
+    """Undoes `in_memory_order`: `y` with the sizes and strides of its argument, but for strides of dimensions of 1."""
     if permutation is None:
         return y
-    back = sorted(range(len(permutation)), key=lambda d: permutation[d])
-    return y.permute(back)
+    return y.permute(sorted(range(len(permutation)), key=lambda d: permutation[d]))
 
 
 def is_contiguous(x: torch.Tensor) -> bool:

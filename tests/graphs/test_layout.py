@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from aot_hooks.library.layout import from_memory_order, in_memory_order
+from aot_hooks.graphs.layout import from_memory_order, in_memory_order
 
 
 def strides_that_count(x: torch.Tensor) -> list[int]:

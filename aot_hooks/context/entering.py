@@ -1,0 +1,202 @@
+"""Entering and leaving: `saved_tensors_hooks` and `saved_tensors_policy`."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from .. import unused
+from ..eager.packing import has_pending, pack_pending, unpack_eager
+from ..errors import OptionError
+from ..hook import Hook
+from ..identity import described
+from ..identity.memo import Memo
+from ..settings.setting import Policy, Setting, uncalled_factory
+from ..torch_private import autograd, dynamo
+from .pairs import EagerPack, Pair, open_contexts, pair_for
+from .region import note_region, take_key
+
+__all__ = ["saved_tensors_hooks", "saved_tensors_policy"]
+
+_push, _pop, _allow = autograd.push, autograd.pop, autograd.allow_hooks
+_unpack_untraced = dynamo.untraced(unpack_eager)
+
+
+class _Context(contextlib.ContextDecorator):
+    """A setting in force in a `with`, or a decorator. It may be entered again, also nested in itself.
+
+    Dynamo traces `__enter__` and `__exit__` in a compiled function. Elsewhere they must run in Python: after a graph
+    break Dynamo compiles each function that eager code calls. In these `is_compiling()` is true, and the context would
+    take itself for traced.
+    """
+
+    rule: Any  # the hook or policy; None for two functions
+    scope: str | None
+    make_setting: Callable[[], Setting]
+    region: Callable[[], contextlib.AbstractContextManager[None]]  # for Dynamo to trace
+
+    def __init__(self) -> None:
+        self.open_regions: list[Any] = []  # entered in a compiled function, innermost last
+        self._setting: Setting | None = None
+
+    def setting(self) -> Setting:
+        if self._setting is None:
+            self._setting = self.make_setting()
+        return self._setting
+
+    @dynamo.outermost_runs_in_python
+    def __enter__(self) -> None:
+        if torch.compiler.is_dynamo_compiling():
+            region = self.region()
+            self.open_regions.append(region)
+            region.__enter__()
+            return
+        # a hook or policy of the library: in microseconds
+        known = _frozen_pairs.get(self.rule)
+        pair = known[self.scope]() if known is not None and self.scope in known else None
+        if pair is None or has_pending():
+            dynamo.in_python(_enter, self)
+        else:
+            _push(pair.pack, pair.unpack)
+            open_contexts.stack.append((self, pair))
+            unused.context_entered()
+
+    @dynamo.outermost_runs_in_python
+    def __exit__(self, *exc: Any) -> None:
+        if torch.compiler.is_dynamo_compiling():
+            self.open_regions.pop().__exit__(*exc)
+            return
+        _pop()
+        context, pair = open_contexts.stack.pop()
+        if pair is not None:
+            pair.closed()
+        _allow()  # as on entry, or the push would have failed
+        if has_pending():
+            dynamo.in_python(pack_pending)
+        setting = context.setting() if pair is None else pair.setting
+        if unused.is_suspect(setting):
+            dynamo.in_python(unused.context_left, setting)
+
+
+_frozen_pairs: Memo[dict[str | None, weakref.ref[Pair]]] = Memo()  # hooks and policies of the library -> scope -> pair
+
+
+def _enter(context: _Context) -> None:
+    pack_pending()
+    pair = pair_for(context)
+    if pair is None:
+        _push(EagerPack(context.setting()), _unpack_untraced)
+    else:
+        try:
+            _push(pair.pack, pair.unpack)
+        except BaseException:
+            pair.closed()
+            raise
+        rule = pair.setting.rule
+        if context.rule is rule and described(rule).frozen:
+            (_frozen_pairs.get(rule) or _frozen_pairs.set(rule, {}))[context.scope] = weakref.ref(pair)
+    open_contexts.stack.append((context, pair))
+    unused.context_entered()
+
+
+class saved_tensors_hooks(_Context):
+    """Store the tensors that autograd saves in this context by `pack`, and restore them by `unpack`.
+
+    Args:
+        pack: `tensor -> pytree`, a function, a `torch.fx.GraphModule`, or a `Hook` (which needs no `unpack`).
+        unpack: `pytree -> tensor` of the saved tensor's shape, dtype and device.
+        scope: "donated" packs intermediates only, never parameters, buffers, graph inputs or outputs; "no_static" packs
+            all but parameters and buffers; "all" everything. None: `options["scope"]` of the compiled function;
+            "donated" if that is not set, and in eager parts.
+
+    May be entered around a compiled call or inside a compiled function (also with `fullgraph=True`), where it covers
+    the tensors that its region saves. Eager parts follow the same hooks and scope. The innermost context wins. One
+    object may be entered again, and serves as a decorator.
+
+    Raises:
+        OptionError: for an argument that is not callable or an unknown scope; on entry, with nothing left on the stack.
+        HookContractError, HookTraceError: while compiling (Dynamo may wrap them) or when an eager part packs; from a
+            compiled call if the values that the hooks read have changed since the context around it was entered.
+    """
+
+    def __init__(self, pack: Any, unpack: Any = None, *, scope: str | None = None) -> None:
+        super().__init__()
+        self.pack, self.unpack, self.scope = pack, unpack, scope
+        self.rule = pack if unpack is None else None
+
+    def _recreate_cm(self) -> saved_tensors_hooks:
+        # at each call of a decorated function: Dynamo before 2.15 enters only contexts made in the function it traces
+        return saved_tensors_hooks(self.pack, self.unpack, scope=self.scope)
+
+    def make_setting(self) -> Setting:
+        return _setting_of_hooks(self.pack, self.unpack, self.scope)
+
+    @contextlib.contextmanager
+    def region(self) -> Iterator[None]:
+        pack, unpack, scope = self.pack, self.unpack, self.scope  # noqa: F841  # locals, for `_note_hooks` to find
+        dynamo.comptime(_note_hooks)
+        with torch.fx.traceback.annotate({"aot_hooks": take_key()}):
+            yield
+
+
+class saved_tensors_policy(_Context):
+    """Store the tensors that autograd saves in this context by the hook that the policy chooses for each.
+
+    Else as `saved_tensors_hooks`.
+    """
+
+    def __init__(self, policy: Policy | Hook, *, scope: str | None = None) -> None:
+        super().__init__()
+        self.policy, self.scope, self.rule = policy, scope, policy
+
+    def _recreate_cm(self) -> saved_tensors_policy:
+        return saved_tensors_policy(self.policy, scope=self.scope)
+
+    def make_setting(self) -> Setting:
+        return Setting(self.policy, self.scope)
+
+    @contextlib.contextmanager
+    def region(self) -> Iterator[None]:
+        policy, scope = self.policy, self.scope  # noqa: F841  # locals, for `_note_policy` to find
+        dynamo.comptime(_note_policy)
+        with torch.fx.traceback.annotate({"aot_hooks": take_key()}):
+            yield
+
+
+def _note_hooks(context: Any) -> None:
+    note_region(context, ("pack", "unpack", "scope"), _setting_of_hooks)
+
+
+def _note_policy(context: Any) -> None:
+    note_region(context, ("policy", "scope"), Setting)
+
+
+def _setting_of_hooks(pack: Any, unpack: Any, scope: str | None) -> Setting:
+    return Setting(_as_hook(pack, unpack), scope)
+
+
+def _as_hook(pack: Any, unpack: Any) -> Hook:
+    if isinstance(pack, Hook):
+        if unpack is not None and unpack is not pack and not isinstance(unpack, Hook):
+            raise OptionError(f"saved_tensors_hooks(hook) takes a Hook alone, got {pack!r} and {unpack!r}")
+        if unpack is None or unpack is pack:
+            return pack
+        eager, lossy = pack.eager or unpack.eager, pack.lossy or unpack.lossy
+        name = f"{pack.name}/{unpack.name}"
+        cache_hash = None if None in (pack.cache_hash, unpack.cache_hash) else f"{pack.cache_hash}/{unpack.cache_hash}"
+        functions = pack.pack, unpack.unpack
+        return Hook(name, *functions, lossy=lossy, eager=eager, cache_hash=cache_hash, declines=pack.declines)
+    for name, fn in (("pack", pack), ("unpack", unpack)):
+        if not callable(fn):
+            raise OptionError(
+                f"saved_tensors_hooks: {name} must be a function, a torch.fx.GraphModule or a Hook, got {fn!r}"
+                f"{uncalled_factory(pack)}"
+            )
+    name = getattr(pack, "__name__", type(pack).__name__)
+    # the two functions of a library hook, passed one by one, still know which tensors they decline and if they round
+    lossy = getattr(pack, "lossy", False) is True
+    return Hook(name, pack, unpack, lossy=lossy, declines=getattr(pack, "declines", None))

@@ -1,0 +1,213 @@
+"""Pairs of GraphModules on torch's stack: one pair stands for all equal settings.
+
+setting --pair_for--> Pair --push--> torch's stack --ambient--> the setting, while a graph is compiled
+                       |
+                       +-- record: what graphs depend on; `made_of` adds to it and checks it at each call
+"""
+
+from __future__ import annotations
+
+import collections
+import threading
+import types
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+
+from ..eager.packing import pack_eager, unpack_eager
+from ..errors import HookContractError
+from ..hook import Hook
+from ..identity import Record, Recording, described
+from ..settings.setting import Setting, choose
+from ..torch_private import autograd, dynamo
+
+__all__ = ["EagerPack", "Pair", "ambient", "forget", "made_of", "open_contexts", "pair_for"]
+
+_MAX_KEYS, _MAX_RECENT = 4096, 8
+
+
+class Pair:
+    """The two GraphModules that stand for one setting on torch's stack.
+
+    Dynamo guards them by identity. A compiled graph holds its pair, so no id is reused while a guard compares it. Other
+    pairs live while somebody uses them; the last few stay in any case.
+    """
+
+    def __init__(self, setting: Setting) -> None:
+        self.setting = setting  # of all equal ones the one entered last: its name is shown
+        self.record = Record(setting.rule, choose)  # what graphs depend on
+        description = described(setting.rule)
+        self.may_change = bool(description.hooks or description.functions)  # it holds functions of the user's
+        self.open_count = 0  # open contexts; counted if it may change
+        self.pack = _module("AotHooksPack", lambda x: pack_eager(_as_entered(self), x))
+        self.unpack = _module("AotHooksUnpack", unpack_eager)
+        _pair_of_module[id(self.pack)] = weakref.ref(self)
+        weakref.finalize(self, _pair_of_module.pop, id(self.pack), None)
+        vars(self.pack)["_aot_hooks_pair"] = self  # the module keeps its pair alive
+
+    def opened(self) -> None:
+        if self.may_change:
+            with _lock:
+                self.open_count += 1
+
+    @dynamo.outermost_runs_in_python
+    def closed(self) -> None:
+        if self.may_change:
+            with _lock:
+                self.open_count -= 1
+
+
+class _OpenContexts(threading.local):
+    def __init__(self) -> None:
+        self.stack: list[tuple[Any, Pair | None]] = []  # of this thread, with their pairs; innermost last
+
+
+open_contexts = _OpenContexts()
+
+# scope and text of a rule, see `described` -> its pairs; the one entered last is the first
+_pairs: dict[tuple[str | None, str], list[weakref.ref[Pair]]] = {}
+_recent: collections.deque[Pair] = collections.deque(maxlen=_MAX_RECENT)
+_pair_of_module: dict[int, weakref.ref[Pair]] = {}
+_lock = threading.RLock()
+
+
+def forget() -> None:
+    _recent.clear()
+
+
+def _module(name: str, call: Callable[[Any], Any]) -> GraphModule:
+    graph = torch.fx.Graph()
+    graph.output(graph.placeholder("x"))
+    module = GraphModule(torch.nn.Module(), graph, class_name=name)
+    # eager autograd calls the module; torch's tools only need a graph that they can read
+    setattr(type(module), "__call__", dynamo.untraced(lambda _, x: call(x)))  # noqa: B010
+    return module
+
+
+def pair_for(context: Any) -> Pair | None:
+    """The pair that stands for the setting of a context, counted as opened; None for an eager hook."""
+    functions = _code_and_scope(context)
+    key = tuple(map(id, functions))
+    _, refs = _pairs_of_functions.get(key, (None, ()))
+    for ref in refs:
+        pair = ref()
+        if pair is not None and pair.record.is_pair(context.pack, context.unpack):
+            pair.opened()
+            return pair
+    setting: Setting = context.setting()
+    if setting.eager:
+        return None
+    pair = _pair_of_setting(setting)
+    if functions:
+        alive = [ref for ref in refs if ref() not in (None, pair)]
+        _pairs_of_functions[key] = (functions, [weakref.ref(pair), *alive])
+        if len(_pairs_of_functions) > _MAX_KEYS:
+            _pairs_of_functions.popitem(last=False)
+    return pair
+
+
+# ids of two code objects and a scope -> these objects, so that ids stay theirs, and pairs of functions with this code
+_pairs_of_functions: collections.OrderedDict[Any, tuple[Any, list[weakref.ref[Pair]]]] = collections.OrderedDict()
+
+
+def _code_and_scope(context: Any) -> tuple[Any, ...]:
+    """The parts of two plain functions that are the same when they are made anew, and the scope; () for others."""
+    pack, unpack = getattr(context, "pack", None), getattr(context, "unpack", None)
+    if type(pack) is types.FunctionType is type(unpack) and not pack.__dict__:
+        return pack.__code__, unpack.__code__, context.scope
+    return ()
+
+
+def _pair_of_setting(setting: Setting) -> Pair:
+    key = (setting.scope, described(setting.rule).text)
+    with _lock:
+        pairs = [pair for ref in _pairs.get(key, ()) if (pair := ref()) is not None]
+    # without the lock: probes need Dynamo's, which a thread that compiles meanwhile holds
+    unchanged = (p for p in pairs if not p.may_change or (p.record.choices and p.record.matches(setting.rule)))
+    found = next(unchanged, None)
+    with _lock:
+        if found is None:  # a pair that no graph depends on may stand for any value
+            found = next((p for p in pairs if not p.record.choices and not p.open_count), None) or Pair(setting)
+        found.opened()
+        _pairs[key] = [weakref.ref(found), *(weakref.ref(pair) for pair in pairs if pair is not found)]
+        if found in _recent:
+            _recent.remove(found)
+        _recent.append(found)
+        if len(_pairs) > _MAX_KEYS:
+            for dead in [key for key, refs in _pairs.items() if not any(ref() for ref in refs)]:
+                del _pairs[dead]
+    found.setting = setting
+    return found
+
+
+# --- the setting around a call ----------------------------------------------------------------------------------------
+
+
+class EagerPack:
+    """The pack function of an eager hook on torch's stack. Dynamo doesn't guard it; compiled graphs call it."""
+
+    def __init__(self, setting: Setting) -> None:
+        self.setting = setting
+
+    @dynamo.untraced
+    def __call__(self, x: torch.Tensor) -> Any:
+        return pack_eager(self.setting, x)
+
+
+def ambient() -> tuple[Setting | None, Any]:
+    """The innermost setting around the current call, and the object that a graph compiled for it must keep alive.
+
+    Stock `torch.autograd.graph.saved_tensors_hooks` with two GraphModules means the same as ours. Any other pair is
+    left to torch, as in any other backend.
+    """
+    top = autograd.top_hooks()
+    if top is None:
+        return None, None
+    pack, unpack = top
+    ref = _pair_of_module.get(id(pack))
+    pair = ref() if ref is not None else None
+    if pair is not None and pair.pack is pack:
+        return _as_entered(pair), pair
+    if isinstance(pack, GraphModule) and isinstance(unpack, GraphModule):
+        return Setting(Hook("saved_tensors_hooks", pack, unpack), autograd.filtering_mode()), (pack, unpack)
+    return None, None
+
+
+def _as_entered(pair: Pair) -> Setting:
+    """The setting of `pair` that this thread entered; its objects may differ from those of an equal one."""
+    if open_contexts.stack and open_contexts.stack[-1][1] is pair:
+        setting: Setting = open_contexts.stack[-1][0].setting()
+        return setting
+    return pair.setting
+
+
+def made_of(seen: Recording, setting: Setting, alive: Any) -> tuple[Record, Callable[[], None]]:
+    """The record of a graph under `setting`, and a check to call before each run of the graph.
+
+    `setting` and `alive` are from `ambient()`, or from the options (None). Both this function and the check raise
+    `HookContractError` if the setting has changed.
+    """
+    record = seen.record(setting.rule, choose)
+    pair = alive if isinstance(alive, Pair) else None
+    if pair is not None:
+        if not pair.record.matches(setting.rule):
+            raise _changed(setting, "its context was entered")
+        pair.record.add(record)
+
+    def check() -> None:
+        now = setting if pair is None else _as_entered(pair)
+        if not record.matches(now.rule):
+            raise _changed(now, "torch.compile made graphs with it" if alive is None else "its context was entered")
+
+    return record, check
+
+
+def _changed(setting: Setting, since: str) -> HookContractError:
+    return HookContractError(
+        f"{setting.title} has changed since {since}: something that it holds, or a global that it reads, is another "
+        "now. Graphs are made of what it was then; expected no change in between. Enter a context anew after each "
+        "change (`with` inside of the loop), or run the hook as it is with Hook(..., eager=True)"
+    )

@@ -1,0 +1,77 @@
+"""A trial run: one call of a function under `torch.compile` that leaves no trace.
+
+fn --trial--> compiled by the given backend, Dynamo's entries for it forgotten
+              random state as before, an optimizer step refused, errors of this package unwrapped
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from ..errors import OptionError, unwrapped
+from ..torch_private import dry_run as torch_dry_run
+
+__all__ = ["reachable_values", "trial"]
+
+
+@contextlib.contextmanager
+def trial(
+    caller: str, fn: Callable[..., Any], backend: Callable[..., Any], dynamic: bool | None
+) -> Iterator[Callable[..., Any]]:
+    """`fn` compiled by `backend(gm, inputs)`, for one call inside. `caller` is named in errors.
+
+    Raises:
+        OptionError: `fn` steps an optimizer.
+    """
+    traces = torch_dry_run.DynamoTraces()
+
+    def noting_backend(gm: GraphModule, inputs: Any) -> Callable[..., Any]:
+        traces.note()
+        compiled: Callable[..., Any] = backend(gm, inputs)
+        return compiled
+
+    def program(*args: Any, **kwargs: Any) -> Any:
+        # an outermost frame of our own: entries and decisions of Dynamo for `fn` are stored with it, and forgotten
+        return fn(*args, **kwargs)
+
+    def refuse_step(optimizer: Any, *_: Any) -> None:
+        raise OptionError(
+            f"{caller} got a function that steps an optimizer ({type(optimizer).__name__}); give it the part of the "
+            "step that is compiled: the model or the loss function"
+        )
+
+    # no entry of another trial is taken for this one, and none counts against Dynamo's limit
+    noting_backend.__name__ = torch_dry_run.PLANNER
+    traces.forget(program)
+    no_step = register_optimizer_step_pre_hook(refuse_step)
+    python_random_state = random.getstate()  # layer drop and the like draw from it
+    try:
+        with torch.compiler.set_stance("default"), traces, torch_dry_run.random_state_kept():
+            yield torch.compile(program, backend=noting_backend, dynamic=dynamic)
+    except Exception as e:
+        if (ours := unwrapped(e)) is not None:
+            raise ours from None
+        raise
+    finally:
+        no_step.remove()
+        random.setstate(python_random_state)
+
+
+def reachable_values(fn: Any) -> dict[str, Any]:
+    """The globals and closure variables that `fn` names; as "" the module that it is, or the object of a method."""
+    function = getattr(fn, "__func__", fn)
+    values = {"": fn if isinstance(fn, torch.nn.Module) else getattr(fn, "__self__", None)}
+    if isinstance(function, types.FunctionType):
+        values |= {name: function.__globals__.get(name) for name in function.__code__.co_names}
+        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+            with contextlib.suppress(ValueError):  # an empty cell
+                values[name] = cell.cell_contents
+    return values
