@@ -37,7 +37,7 @@ from ..graphs.layout import from_memory_order, in_memory_order
 from ..hook import Hook, interned
 from .blocks import FLOATS, Declines, Pack, broadcast_scales, hook_of, in_blocks
 from .loops import operators
-from .scales import FLOAT8_RANGE, finite_magnitudes, largest_scale, power_of_two
+from .scales import FLOAT8_RANGE, finite_magnitudes, float8_codes, float8_values, largest_scale, power_of_two
 from .triton import ops
 
 __all__ = ["float8"]
@@ -53,7 +53,7 @@ class _Pack(Pack):
     def __call__(self, x: torch.Tensor) -> Any:
         if x.dtype not in FLOATS or x.dim() == 0 or x.numel() == 0:
             return x
-        top, inf = FLOAT8_RANGE[self.dtype]
+        top, _ = FLOAT8_RANGE[self.dtype]
         block = _BLOCKS[self.scaling]
         y, permutation = in_memory_order(x)
         if block is not None and ops.has_kernel(y, self.dtype):
@@ -74,7 +74,7 @@ class _Pack(Pack):
         if scale.dtype is torch.int32:
             q = operators.to_float8(rows, row_scale, self.dtype, top, x.dtype)
         else:
-            q = (rows.float() * (1.0 / row_scale)).clamp(-inf, inf).to(self.dtype)
+            q = float8_codes(rows, row_scale, self.dtype)
             scale = scale.clamp(max=largest_scale(x.dtype, top))
         return q.view(y.shape) if block else q, scale, x.dtype, permutation
 
@@ -96,8 +96,7 @@ class _Unpack:
         if scale.dtype is torch.int32:
             y = operators.from_float8(rows, row_scale, dtype, top, inf)
         else:
-            code = rows.float()
-            y = torch.where(code.abs() == inf, code * torch.inf, code * row_scale).to(dtype)
+            y = float8_values(rows, row_scale, dtype)
         return from_memory_order(y.view(q.shape) if block else y, permutation)
 
 

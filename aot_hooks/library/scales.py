@@ -33,6 +33,8 @@ __all__ = [
     "TOP_INT8",
     "TOP_POWER",
     "finite_magnitudes",
+    "float8_codes",
+    "float8_values",
     "from_exponent",
     "full_word",
     "largest_scale",
@@ -110,6 +112,16 @@ def power_of_two(amax: torch.Tensor, top: float, smallest: float = SMALLEST_NORM
     """f32 of the shape of `amax`, which is f32, finite and not negative."""
     least, add = rounding_up(top, smallest)
     return ((amax.view(torch.int32).clamp(min=least) + add) & EXPONENT_MASK).view(torch.float32)
+
+
+def float8_codes(x: torch.Tensor, scale: torch.Tensor, fmt: torch.dtype) -> torch.Tensor:
+    inf = torch.finfo(fmt).max
+    return (x.float() * (1.0 / scale)).clamp(-inf, inf).to(fmt)
+
+
+def float8_values(q: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    code = q.float()
+    return torch.where(code.abs() == torch.finfo(q.dtype).max, code * torch.inf, code * scale).to(dtype)
 
 
 def round_up_to_bfloat16(step: torch.Tensor) -> torch.Tensor:

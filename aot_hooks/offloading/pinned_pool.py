@@ -284,9 +284,8 @@ def _smallest(blocks: Iterable[Block], nbytes: int, most: float = math.inf) -> B
 
 def _allocate(capacity: int, pinned: bool) -> Block | None:
     try:
-        memory = mmap.mmap(
-            -1, capacity
-        )  # shared: copy-on-write after a fork would move the pages that the device writes
+        # shared, because copy-on-write after a fork would move the pages that the device writes
+        memory = mmap.mmap(-1, capacity)
     except OSError:
         return None
     address = ctypes.addressof(ctypes.c_char.from_buffer(memory))

@@ -1,4 +1,4 @@
-"""Memory order: found where there is one, refused where there is none, without a guard."""
+"""Memory order: found where a tensor has one, None where it has none, without a guard."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_dense_tensors_of_any_shape(sizes, random):
     x = x.as_strided(x.shape, odd)
     y, permutation = in_memory_order(x)
     assert y.is_contiguous()
-    fresh = y.clone()  # as an unpack makes it
+    fresh = y.clone()  # as an unpack allocates it
     back = from_memory_order(fresh, permutation)
     assert torch.equal(back, x) and strides_that_count(back) == strides_that_count(x)
 

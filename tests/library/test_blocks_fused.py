@@ -1,4 +1,4 @@
-"""What packs a value in blocks is fused with what makes and reads it, though Inductor loops over both differently."""
+"""The loop that packs a value in blocks is fused with those that make and read it, though their dimensions differ."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def reads(*sizes: int, strides: tuple[int, ...] | None = None) -> MemoryDep:
 
 
 def merged(*deps: MemoryDep, packs: bool = True, other: MemoryDep) -> bool:
-    """Whether the dependencies of a node that reads `deps` are merged, beside one of someone else's."""
+    """Whether the dependencies of a node that reads `deps` are merged, in a graph with a node that reads `other`."""
     calls: list[dict[str, Any]] = []
 
     def node(ours: bool, *deps: MemoryDep) -> Any:
@@ -63,16 +63,16 @@ def test_loops_as_deep_over_the_same_values_are_merged():
 
 @pytest.mark.core
 def test_others_are_left_as_they_are():
-    assert not merged(reads(*BLOCKS), other=reads(16, 14336))  # Inductor merges what is not as deep
+    assert not merged(reads(*BLOCKS), other=reads(16, 14336))  # of other depths, Inductor merges them
     assert not merged(reads(*BLOCKS), other=reads(*BLOCKS))
     assert not merged(reads(*BLOCKS), packs=False, other=reads(2, 8, 14336))
-    # in another order they are no longer the same once merged, and Inductor may still reorder these loops
+    # In another order they differ once merged, and Inductor may still reorder these loops.
     assert not merged(reads(*BLOCKS), other=reads(112, 16, 128, strides=(128, 14336, 1)))
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="this torch comes without triton")
 def test_a_product_and_its_packings_are_one_kernel():
-    """By the code that is generated, for a GPU that need not be there."""
+    """Counted in the code that Inductor generates for a GPU, which need not exist."""
     script = Path(__file__).parents[1] / "support" / "triton_code.py"
     done = subprocess.run(
         [sys.executable, script, "8", "64", "1024"], capture_output=True, text=True, check=False, timeout=300
@@ -98,7 +98,7 @@ def test_on_cuda_a_product_and_its_packings_are_one_kernel(block):
     compiled = torch.compile(f, backend="aot_hooks", fullgraph=True)
     with torch._inductor.config.patch(force_disable_caches=True), aot_hooks.saved_tensors_hooks(aot_hooks.int8(block)):
         y, (code, *_) = run_and_get_code(compiled, x)
-    # the last layer's may stand alone, because there memory is tight
+    # the last layer's packings may be a kernel of their own, because memory is tight there
     assert max(kernel.count(ptx.TO_INT8.four) for kernel in code.split("async_compile.triton")) == 3
     y.sum().backward()
     got = wide[0].grad

@@ -1,4 +1,4 @@
-"""How Inductor cuts a kernel that looks for a row's scale and reads the row again: our heuristics, without a GPU."""
+"""The block sizes of a kernel that finds a row's scale and reads the row again: our heuristics, without a GPU."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SHORT = {"XBLOCK": 1, "R0_BLOCK": 1024, "num_warps": 4, "num_stages": 1}
 def kernel_of(
     length: Any, reductions: int = 2, rows: int = 16384, hint: str = "INNER", op: Any = operators.amax_bits
 ) -> Any:
-    """What the heuristics ask of a kernel: `reductions` over rows of `length`."""
+    """The features of a kernel that the heuristics read: `reductions` over rows of `length`."""
     origin = types.SimpleNamespace(target=op, meta={PACKED_ROW: "x"})
     nodes = [types.SimpleNamespace(node=types.SimpleNamespace(origins=[origin]))] * reductions
     return types.SimpleNamespace(
@@ -91,7 +91,7 @@ def test_all_else_is_left_to_inductor(features):
 @pytest.mark.parametrize(
     "said",
     [
-        {"override_persistent_reduction": True, "mix_order_reduction": True},  # sums over columns are taken along
+        {"override_persistent_reduction": True, "mix_order_reduction": True},  # also sums over columns
         {"override_cooperative_reduction": True},
         {"override_cooperative_reduction": False},  # one reduction in another
     ],

@@ -1,4 +1,4 @@
-"""float8: its error bound, and what it must not touch."""
+"""float8: its error bound, and the values that it must leave as they are."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TOP = {torch.float8_e4m3fn: 416, torch.float8_e5m2: 49152}
 
 
 def through_graph(x: torch.Tensor, hook: aot_hooks.Hook, inner: str) -> torch.Tensor:
-    """What a backward reads for the saved tensor `x`, with `hook` inlined by our backend.
+    """The tensor that a backward reads for the saved tensor `x`, with `hook` inlined by our backend.
 
     `x * w` saves x; with a gradient of ones, the gradient of w is x as it came back.
     """
@@ -41,7 +41,7 @@ def with_specials(dtype: torch.dtype, device: str, rows: int = 64, columns: int 
     x[5] = -math.inf
     x[6] *= 1e-30
     x[3] *= 1e4
-    x[7] = torch.linspace(0.4, 1, columns) * torch.finfo(dtype).max  # what rounds up must not become infinite
+    x[7] = torch.linspace(0.4, 1, columns) * torch.finfo(dtype).max  # rounded up, these must not become infinite
     x[8, ::2] = -math.inf  # a row of an attention mask
     return x.to(device, dtype)
 
@@ -76,7 +76,7 @@ def test_inductor_agrees_with_eager_on_cuda(columns):
     got, expected = through_graph(x, hook, "inductor"), hook.unpack(hook.pack(x))
     finite = expected.isfinite()
     assert torch.equal(got[~finite].nan_to_num(1, 2, 3), expected[~finite].nan_to_num(1, 2, 3))
-    assert torch.equal(got[finite], expected[finite])  # scales are powers of two: nothing rounds but to the format
+    assert torch.equal(got[finite], expected[finite])  # scales are powers of two: only the format rounds
 
 
 def check(x: torch.Tensor, y: torch.Tensor, scaling: str, fmt: torch.dtype) -> None:
@@ -94,7 +94,7 @@ def check(x: torch.Tensor, y: torch.Tensor, scaling: str, fmt: torch.dtype) -> N
     }[scaling]()
     relative, step = BOUND[fmt]
     scale = power_of_two(amax, TOP[fmt])
-    at_the_end = amax > 3 / 4 * torch.finfo(dtype).max  # what is stored there is less than a power of two
+    at_the_end = amax > 3 / 4 * torch.finfo(dtype).max  # the stored scale is less than a power of two there
     step = torch.where(at_the_end, step * (1 + 2**-4), step)
     assert ((x - y).abs()[finite] <= torch.maximum(relative * clean, step * scale)[finite]).all()
 
@@ -124,9 +124,10 @@ def test_values_come_back_with_no_more_mantissa_bits_than_they_were_stored_with(
 def test_no_finite_value_comes_back_infinite(device, fmt, dtype):
     largest = torch.finfo(dtype).max
     x = torch.linspace(0.4, 1, 4096, dtype=torch.float64).mul(largest).to(device, dtype)
-    x = (x * x.new_tensor([1, -1]).repeat(2048)).view(64, 64)  # each row's largest another one
+    x = (x * x.new_tensor([1, -1]).repeat(2048)).view(64, 64)  # each row has another largest value
     smallest = 2.0 ** (math.frexp(largest)[1] - {torch.float8_e4m3fn: 8 + 9, torch.float8_e5m2: 15 + 16}[fmt])
-    x[::2, 2:] = (torch.arange(62, dtype=torch.float64) / 2 * smallest).to(x)  # beside them codes, and halfway between
+    # codes, and numbers halfway between two
+    x[::2, 2:] = (torch.arange(62, dtype=torch.float64) / 2 * smallest).to(x)
     hook = aot_hooks.float8(fmt)
     y = hook.unpack(hook.pack(x))
     assert y.isfinite().all()

@@ -94,13 +94,13 @@ def test_powers_of_two_are_the_least_that_hold_a_block(stochastic, dtype):
 
 @pytest.mark.parametrize("hook", HOOKS, ids=repr)
 def test_what_is_rounded_after_its_scale_was_found_stays_a_number(hook, monkeypatch):
-    """As Inductor may do it: the scale of what it has just computed, the codes of what it has stored of that."""
+    """Inductor may find the scale of values that it has just computed, and the codes of the same values as stored."""
     block = hook.pack.block
     for dtype, exponents in ((torch.bfloat16, (-100, 0, 100)), (torch.float16, (*range(-25, -13), 0, 13))):
         x = torch.zeros(3000, block)
         x[:, 0] = torch.linspace(1, 2, 3000)
         x[:, 1] = -x[:, 0]
-        x[::2, 2] = torch.inf  # for which int4 has codes beside those of numbers
+        x[::2, 2] = torch.inf  # for which int4 has codes of their own
         for exponent in exponents:
             unrounded = (x * 2.0**exponent).unflatten(-1, (1, block))
             monkeypatch.setattr(integer, "in_blocks", lambda x, block, unrounded=unrounded: unrounded)
@@ -123,7 +123,7 @@ def test_the_check_can_fail():
 def test_zeros_are_exact_beside_other_blocks_too(hook):
     assert not hook.unpack(hook.pack(torch.zeros(3, 200))).any()
     block = hook.pack.block
-    x = torch.zeros(2, 3 * block)  # a block of zeros beside one that is not, and one value in a block
+    x = torch.zeros(2, 3 * block)  # a block of zeros, one that is not, and one with a single value
     x[:, block : 2 * block] = torch.randn(2, block)
     x[:, -1] = 1.5
     y = hook.unpack(hook.pack(x))
@@ -172,7 +172,7 @@ def test_bytes_are_those_of_the_row(columns):
     assert (q.nbytes, scale.nbytes) == (4 * -(-columns // 2), 4 * 2 * -(-columns // 32))
 
 
-# --- rounding at random ----------------------------------------------------------------------------------------------
+# --- stochastic rounding ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.core
@@ -192,7 +192,7 @@ def test_the_expected_value_is_what_was_saved(hook, kind):
 
 
 def test_rounding_to_the_nearest_is_biased():
-    """What the test above would find: small values beside a large one all become zero."""
+    """The test above notices a bias: all small values in a block with a large one become zero."""
     x = torch.full((1, 32), 0.4)
     x[0, 0] = 14.0
     y = aot_hooks.int4(stochastic=False)
@@ -350,7 +350,7 @@ def test_reports_say_what_is_left_alone():
 @pytest.mark.core
 @pytest.mark.parametrize("hook", [*HOOKS, aot_hooks.float8()], ids=repr)
 def test_one_number_a_row_is_left_alone(hook):
-    """As a norm's reciprocal: what is off by a hundredth there is the whole row's gradient."""
+    """A norm's reciprocal is such a number: an error of a hundredth is one of the whole row's gradient."""
     x = torch.randn(64, 1, requires_grad=True)
     call = compiled(lambda x: x.sin())
     step(call, x, hook=hook, scope="all")
@@ -382,7 +382,7 @@ def test_bad_block_sizes(block_size):
 )
 def test_what_is_true_or_false_is_nothing_else(factory, wrong):
     (option, value), *_ = wrong.items()
-    for right in (True, False):  # what is remembered of these is no answer to the wrong one
+    for right in (True, False):  # hooks cached for these must not answer for the wrong one
         factory(**{option: right})
     with pytest.raises(aot_hooks.errors.OptionError, match=f"{option} must be True or False, got {value!r}"):
         factory(**wrong)
@@ -398,7 +398,7 @@ def test_memory_order_is_that_of_layout():
     "hook", [aot_hooks.int4(stochastic=False), aot_hooks.int8(), aot_hooks.float8(scaling="blockwise")], ids=repr
 )
 def test_rows_across_memory_of_any_length(hook):
-    """What is filled up with nothing keeps its strides, which the trace for all lengths cannot know."""
+    """A pad of 0 keeps the strides, and the trace for all lengths cannot know whether it is 0."""
 
     def f(x):
         h = (x * 2).tanh().t().exp().tanh()

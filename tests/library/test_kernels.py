@@ -1,4 +1,4 @@
-"""The Triton kernels compute what the plain code does: interpreted on any machine, compiled where there is CUDA."""
+"""The Triton kernels compute the same as the plain code: interpreted on any machine, compiled where there is CUDA."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_kernels_equal_plain_code_when_interpreted():
 
 @pytest.mark.core
 def test_fake_results_are_like_the_plain_ones():
-    """What a graph believes of an operator, against what the plain code gives."""
+    """The shapes, dtypes and strides that tracing gives an operator's results are those of the plain code."""
     meta = torch.empty(3, 5, 33, device="meta", dtype=torch.bfloat16)
     x = torch.randn(3, 5, 33).bfloat16()
     for bits, block, power in ((8, 128, False), (8, 16, True), (4, 32, False), (4, 8, False)):

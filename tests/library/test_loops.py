@@ -31,7 +31,7 @@ def rows(dtype: torch.dtype) -> torch.Tensor:
     x[4] *= 1e37
     x[5] = torch.linspace(0.4, 1, 300) * torch.finfo(dtype).max
     x[6, ::2] = -torch.inf
-    x[7] = ((torch.arange(300) % 126) + 0.5) * 2048 / 126  # beside 2048 half of a step each
+    x[7] = ((torch.arange(300) % 126) + 0.5) * 2048 / 126  # with a largest value of 2048, each is half a step off
     x[7, 0] = 2048
     return x.to(dtype)
 
@@ -131,7 +131,7 @@ def test_int8_as_tensor_code_keeps_its_bound(dtype, power):
     largest = torch.where(finite, x.double().abs(), 0).amax(-1, keepdim=True)
     bound = (largest / (63 if power else 125) / 2).clamp(min=2.0**-127) + x.double().abs() * torch.finfo(dtype).eps
     assert (((got.double() - x.double()).abs() <= bound) | ~finite).all()
-    assert got[5].isfinite().all()  # of the dtype's largest number
+    assert got[5].isfinite().all()  # row 5 holds the dtype's largest number
 
 
 HOOKS = {f"float8 {s}": aot_hooks.float8(torch.float8_e5m2, s) for s in ("rowwise", "blockwise")}
@@ -146,15 +146,15 @@ def test_int8_in_powers_of_two_agrees_with_the_hook(dtype):
     hook = aot_hooks.int8(256, power_of_two=True)
     _, _, got = int8_there_and_back(x, power=True)
     finite = x.isfinite()
-    finite[5] = False  # of the dtype's largest numbers, where the loops make a step smaller by the last digit
+    finite[5] = False  # the dtype's largest numbers, for which the loops make the step smaller by the last digit
     off, expected = ((y.double() - x.double()).abs()[finite] for y in (got, hook.unpack(hook.pack(x))))
-    assert torch.equal(off, expected)  # what lies between two codes may go to either
+    assert torch.equal(off, expected)  # a value halfway between two codes may go to either
 
 
 @pytest.mark.core
 @pytest.mark.parametrize("power", [False, True])
 def test_what_is_rounded_after_its_scale_was_found_stays_a_number(power):
-    """Inductor may find the scale of what it has just computed, and read the value again as it was stored, rounded."""
+    """Inductor may find the scale of values that it has just computed, and read the same values as stored, rounded."""
     for exponent in (-120, *range(-26, -13), 0, 7, 15, 120):
         x = torch.zeros(1024, 8)
         x[:, 0] = torch.linspace(0.96, 2.1, 1024) * 2.0**exponent
@@ -166,7 +166,7 @@ def test_what_is_rounded_after_its_scale_was_found_stays_a_number(power):
             assert ((code[some, 0] > 127) & (code[some, 0] < 254)).all()
             back = operators.from_int8(code, scale, dtype, power)[some, 0].double()
             step = (stored[some, 0] / (63 if power else 125)).clamp(min=2.0**-24 if dtype is torch.float16 else 0)
-            # half of a step, and half of a digit twice: of what was stored and of what comes back
+            # half of a step, and half of the last digit twice: when stored, and when unpacked
             bound = step / 2 + back * torch.finfo(dtype).eps + (2.0**-24 if dtype is torch.float16 else 0)
             assert ((back - x[some, 0]).abs() <= bound).all()
 
@@ -203,7 +203,7 @@ def test_through_the_backend_the_gradient_is_that_of_the_tensor_code(hook, monke
     exact, gradients = None, []
 
     def f(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        return (x @ w).transpose(1, 2).sin() @ w.exp()  # the product is saved as it lies in memory, transposed
+        return (x @ w).transpose(1, 2).sin() @ w.exp()  # the product is saved in its memory order, transposed
 
     for form in ("no hooks", "tensor code", "loops"):
         torch._dynamo.reset()
@@ -228,11 +228,11 @@ def test_through_the_backend_the_gradient_is_that_of_the_tensor_code(hook, monke
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_on_cuda_specials_come_back_and_codes_agree(dtype):
-    """What the lowering leaves to the hardware: conversions that saturate."""
+    """Conversions that saturate, which the lowering leaves to the hardware."""
     register_loops()
 
     x = rows(dtype)
-    some = x.isfinite().any(-1)  # where nothing is, a scale is any
+    some = x.isfinite().any(-1)  # a row without finite values may have any scale
     for fn in (
         *(lambda x, p=p: int8_there_and_back(x, p) for p in (False, True)),
         *(lambda x, f=f: there_and_back(x, f) for f in RANGE),
@@ -240,7 +240,7 @@ def test_on_cuda_specials_come_back_and_codes_agree(dtype):
         torch._dynamo.reset()
         expected = fn(x)
         got = [t.cpu() for t in torch.compile(fn, fullgraph=True)(x.cuda())]
-        least = 7 if got[0].dtype is torch.uint8 else 0  # below, a scale is the smallest there is
+        least = 7 if got[0].dtype is torch.uint8 else 0  # any smaller exponent means the smallest scale
         assert torch.equal(got[0][some].clamp(min=least), expected[0][some].clamp(min=least))
         same = (got[2] == expected[2]) | (got[2].isnan() & expected[2].isnan())
         assert same[~x.isfinite()].all()

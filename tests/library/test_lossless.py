@@ -1,4 +1,4 @@
-"""lossless(): what it stores of one tensor, against the kernels that read it; what it leaves alone, and why."""
+"""lossless() on single tensors: exact for the kernels that read them; the tensors that it keeps, and why."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_the_kernel_gives_the_same_bits_for_what_comes_back(name, dtype):
 
 @pytest.mark.parametrize("kind", ["lt", "signbit", "ge"])
 def test_a_wrong_rule_is_noticed(monkeypatch, kind):
-    """What shows exactness above fails when the stored answer is to another question than the kernel's."""
+    """The test above fails when the stored answer is that of another comparison than the kernel's."""
     name = "aten.threshold_backward.default"
     x = numbers(torch.float32)
     (right,) = what_is_asked(name, (0,))
@@ -118,7 +118,7 @@ def a_test(constants: st.SearchStrategy[float]) -> st.SearchStrategy[Test]:
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_classes_cover_every_number_of_a_format(dtype, data):
-    """Over all 65536 numbers: each gets an answer by a class, and comes back as one with the same answers."""
+    """Each of all 65536 numbers is in a class, and comes back as a number with the same answers."""
     x = every_number(dtype)
     normal = x[x.isfinite() & ((x.abs() >= 4 * torch.finfo(dtype).tiny) | (x == 0))]
     constants = st.one_of(

@@ -253,7 +253,7 @@ def test_equal_copies_are_packed_once():
 
     plan = plan_of(relu, lambda h, c, t: ((h <= 0) * t, (c <= 0) * t.t()), torch.randn(8, 16))
     assert [d.packed_bytes for d in plan.decisions] == [16, 0]
-    # another question: a packing of its own, since one answers not the other
+    # another comparison has a packing of its own, because neither answers the other
     plan = plan_of(relu, lambda h, c, t: ((h <= 0) * t, (c < 0.5) * t.t()), torch.randn(8, 16))
     assert [d.packed_bytes for d in plan.decisions] == [16, 16]
 
@@ -342,8 +342,10 @@ def test_eager_parts_pack_only_what_the_dtype_tells():
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 def test_for_inductor_the_rounded_number_is_compared(dtype):
-    """Inductor hands a fused reader the float32 number, the backward reads the rounded one: 1e-9 is 0 in float16. The
-    bits are of the rounded one, so there the number goes through them."""
+    """The stored bits are of the rounded number: 1e-9 is 0 in float16.
+
+    Inductor gives a fused reader the float32 number, but the backward reads the rounded one.
+    """
     mode = FakeTensorMode()
     value = mode.from_tensor(torch.randn(4, 6, dtype=dtype))
     hook = compare_hook((Test("le", (0.0,)),), dtype)
@@ -357,8 +359,11 @@ def test_for_inductor_the_rounded_number_is_compared(dtype):
 @pytest.mark.gpu
 @pytest.mark.parametrize("inner", ["aten", "inductor"])
 def test_cuda_trains_the_same(inner):
-    """Bitwise where kernels stay what they are. Inductor fuses another way around what is packed, and a sum in another
-    order rounds another way, though every saved value comes back bit by bit."""
+    """Bitwise where the kernels are the same.
+
+    Around packed values Inductor fuses differently, and a sum in another order rounds differently, although every saved
+    value comes back exactly.
+    """
     x = [b.cuda() for b in batches(4)]
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
@@ -372,7 +377,7 @@ def test_cuda_trains_the_same(inner):
 
 @pytest.mark.gpu
 def test_cuda_kernels_ask_the_same():
-    """The tables of facts.py hold for CUDA's kernels too: every operator, bit by bit."""
+    """The tables of graphs/read_tables.py hold for CUDA's kernels too: every operator, bit by bit."""
     for name in ASKS:
         for constants in CALLS[name]:
             for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.float64):

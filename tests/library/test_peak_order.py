@@ -1,4 +1,4 @@
-"""Inductor's search for the order of kernels with the least memory knows how large what it reads is."""
+"""Inductor's search for the order of kernels with the least memory knows the sizes of packed inputs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from aot_hooks.torch_private import inductor_fusion
 
 
 def freed_and_held(block: int, monkeypatch: pytest.MonkeyPatch) -> dict[str, tuple[int, int]]:
-    """Of each input of the backward, what reading it last is thought to free, and what it holds, in bytes."""
+    """For each packed input of the backward: the bytes that Inductor expects its last read to free, and its bytes."""
     found: dict[str, tuple[int, int]] = {}
     find = memory.get_freeable_input_buf
 

@@ -62,7 +62,7 @@ def values() -> torch.Tensor:
     x[5] = torch.finfo(torch.float32).max
     x[6, ::2] = -torch.inf
     x[7] = torch.inf
-    x[8, 0] = 126.0  # of which a step is 1: ties
+    x[8, 0] = 126.0  # a step of 1: ties
     x[8, 1:] = torch.arange(127) - 62.5
     x[9] = -0.0
     return x
@@ -77,9 +77,9 @@ def scales(x: torch.Tensor, power: bool) -> torch.Tensor:
 @pytest.mark.parametrize("power", [False, True])
 def test_packing_gives_the_codes_of_the_tensor_code(power, ops):
     x = values()
-    x[10:13, 0] = torch.tensor([126.0, 252.0, 63.0 * 2.0**-100])  # from which on the next power of two is taken
+    x[10:13, 0] = torch.tensor([126.0, 252.0, 63.0 * 2.0**-100])  # at these the next power of two begins
     x[13:16, 0] = x[10:13, 0].nextafter(torch.tensor(0.0))
-    scale, some = scales(x, power), x.isfinite().any(-1)  # where nothing is finite, a scale is any
+    scale, some = scales(x, power), x.isfinite().any(-1)  # a row without finite values may have any scale
     own = (ptx.amax_exponent if power else ptx.amax_word)(ops, x.reshape(-1)).view_as(x).amax(-1, keepdim=True)
     assert torch.equal(own[some], scale[some].int())
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
@@ -114,7 +114,7 @@ def test_float8_is_that_of_the_tensor_code(fmt):
     top, inf = FORMATS[fmt]
     x = values()
     x[10:16, 0] = torch.tensor([-1, 1, 1, 1, 1, 1]) * top * 2.0 ** torch.tensor([0, 112, -5, -150, -134, 10])
-    x[12:14] = x[12:14].nextafter(torch.tensor(torch.inf))  # just above what the scale changes at
+    x[12:14] = x[12:14].nextafter(torch.tensor(torch.inf))  # just above a change of the scale
     bits = operators.amax_bits(x)
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         got = ptx.to_float8(Emulated(), x.reshape(-1), bits.expand_as(x).reshape(-1), fmt, top, dtype)
@@ -139,7 +139,7 @@ def test_an_instruction_that_is_not_known_is_an_error():
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="this torch comes without triton")
 @pytest.mark.parametrize("size", [1, 2, 4, 128])
 def test_it_assembles_for_a_block_of_any_size(size, tmp_path):
-    """Triton and ptxas take it, for a GPU that need not be there."""
+    """Triton and ptxas accept it, for a GPU that need not exist."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource

@@ -1,4 +1,4 @@
-"""Blocks of host memory and copies on the CPU: reused, bounded, given back, and let go of whatever goes wrong."""
+"""Blocks of host memory and copies on the CPU: reused, bounded, returned, and freed whatever goes wrong."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def fresh() -> Iterator[None]:
     transfers.copies.at_wait, transfers.copies.log = False, None
     gc.collect()
     aot_hooks.reset()
-    assert not transfers._in_flight, "a copy was never waited for and never let go"
+    assert not transfers._in_flight, "a copy was neither waited for nor released"
 
 
 def lease(pool: HostPool, nbytes: int, limit: int | None = None) -> torch.Tensor:
@@ -66,7 +66,7 @@ def test_a_much_larger_block_is_not_taken_while_another_can_be_made() -> None:
     pool = HostPool()
     del_later = lease(pool, 100 * PAGE)
     del del_later
-    kept = lease(pool, 10 * PAGE, limit=105 * PAGE)  # making room for it gives the larger one back
+    kept = lease(pool, 10 * PAGE, limit=105 * PAGE)  # frees the larger one to make room
     assert (pool.total_bytes, pool.block_count) == (10 * PAGE, 1)
     del kept
 
@@ -216,7 +216,7 @@ def test_without_room_a_tensor_stays_where_it_is_and_is_counted() -> None:
     with pytest.warns(UserWarning, match="no room for 20000 more bytes .max_host_bytes=8192"):
         host = transfers.claim_host(transfers.send(x, 8192))
     assert (host.shape, host.dtype, host.device.type) == (x.shape, x.dtype, "cpu")
-    for _ in range(2):  # each reader gets one of its own
+    for _ in range(2):  # each reader gets a copy of its own
         back = transfers.claim_device(transfers.fetch(host, x.device))
         assert torch.equal(back, x)
         back.zero_()

@@ -49,7 +49,7 @@ def test_in_the_graph_starts_come_early_and_waits_late() -> None:
     assert count == what.count("wait") == what.count("reload") == what.count("use") > 8
     forward, backward = what[: 2 * count], what[2 * count :]
     assert set(forward) == {"start", "wait"} and set(backward) == {"reload", "use"}
-    # not one after the other, as hooks that know no time would have it
+    # not one after the other, as hooks without a schedule would have it
     assert forward[:2] == ["start", "start"] and forward[-1] == "wait" and backward[0] == "reload"
 
 
@@ -161,7 +161,7 @@ def test_a_report_of_several_graphs_and_devices_adds_up() -> None:
         f"max_stall_ms=1 holds for each graph and device alone: together 3 of them stall {3 * stall:.1f} ms" in report
     )
     assert "holds for each graph" not in aot_hooks.format_report(one)
-    # two devices of one graph: its steps count once, what each would stall twice
+    # two devices of one graph: its steps count once, the stalls of both devices add up
     other = tuple(replace(t, device="cuda:1", forward_ms=9 * t.forward_ms) for t in one.transfers)
     report = aot_hooks.format_report(replace(one, transfers=one.transfers + other))
     assert f"predicted stall {2 * stall:.1f} ms of a step of {compute:.1f} ms" in report

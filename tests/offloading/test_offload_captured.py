@@ -1,4 +1,4 @@
-"""Offload in recordings of `cudagraph`, on the capture simulator: gradients, and whose the blocks of the host are."""
+"""Offload in recordings of `cudagraph`, on the capture simulator: gradients, and the owners of host blocks."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def test_a_capture_without_free_blocks_comes_after_another_warm_up() -> None:
         check(fn, model, torch.randn(rows, 16))
     before = cudagraph.stats()
     assert before["recordings"] == 2
-    for _ in range(4):  # larger: no block of the warm-up takes it
+    for _ in range(4):  # larger than all blocks of the warm-up
         check(fn, model, torch.randn(300, 16))
     after = cudagraph.stats()
     assert after["warmups"] == before["warmups"] + 2, "one more step as it is"

@@ -44,7 +44,7 @@ def work(rank: int, folder: str, inner: str, device_type: str) -> None:
             loss.backward()
             optimizer.step()
         stats = aot_hooks.offload_stats()
-        # the loss is eager: what it saves is not fetched if the backward comes before its copy is seen to be done
+        # The loss is eager. Its saved tensor is not fetched if the backward comes before its copy is seen to be done.
         assert stats["sent_count"] >= stats["fetched_count"] > 0, stats
         assert stats["host_leased_bytes"] == 0
         grads = [p.grad.cpu() for p in parallel.parameters()]

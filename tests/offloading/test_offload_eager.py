@@ -47,7 +47,7 @@ def test_eager_fetches_ahead_in_the_order_of_the_backward() -> None:
 
 
 def late(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Copies that are not done yet when asked, as on a device."""
+    """Copies that are never reported as done, as on a slow device."""
     monkeypatch.setattr(transfers, "finished", lambda ticket: False)
 
 

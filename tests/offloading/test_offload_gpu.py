@@ -91,7 +91,7 @@ def test_memory_on_the_device_is_free_after_the_wait() -> None:
     host = transfers.claim_host(ticket)
     del x
     assert torch.cuda.memory_allocated() == before - 64 * MIB
-    y = torch.full((16 * MIB,), 7.0, device="cuda")  # takes the place at once: the stream has waited
+    y = torch.full((16 * MIB,), 7.0, device="cuda")  # reuses the memory at once: the stream has waited
     torch.cuda.synchronize()
     assert not bool((host == 7.0).any())
     del y
@@ -272,7 +272,7 @@ def test_a_capture_that_finds_no_block_ends_and_leaves_the_device_usable() -> No
     roundtrip(x)  # one block is free
     torch.cuda.synchronize()
     with pytest.raises(RuntimeError, match="no pinned block of"), torch.cuda.graph(torch.cuda.CUDAGraph()):
-        first = transfers.send(x, None)  # under way, and never waited for
+        first = transfers.send(x, None)  # in flight, and never waited for
         transfers.send(x, None)
     del first
     torch.cuda.synchronize()

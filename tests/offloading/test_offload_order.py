@@ -32,13 +32,13 @@ class Mlp(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for up, gate, down in zip(self.up, self.gate, self.down, strict=True):
-            # no residual connection: a product and a sum after it become one kernel, whose place is that of the sum
+            # no residual connection: a product and a sum after it become one kernel, which stands where the sum does
             x = torch.tanh(down(torch.nn.functional.silu(gate(x)) * up(x)))
         return x
 
 
 def planned(gm: torch.fx.GraphModule) -> list[str]:
-    """Products and our operators in the graph's order, in the backward with the name of what they bring."""
+    """Products and our operators in the graph's order; in the backward with the names of the tensors they fetch."""
     found = []
     for node in gm.graph.nodes:
         ours = str(node.target).startswith("aot_hooks")
@@ -49,7 +49,7 @@ def planned(gm: torch.fx.GraphModule) -> list[str]:
 
 
 def generated(code: str) -> list[str]:
-    """The same of the wrapper that calls the kernels."""
+    """The same for the generated wrapper that calls the kernels."""
     body = code[code.index("def call(") :]
     lines = [line.split("#")[0] for line in body.splitlines() if "assert_" not in line]
     return [
@@ -101,10 +101,10 @@ def test_generated_code_keeps_the_planned_order(monkeypatch: pytest.MonkeyPatch,
 
 
 def test_without_dependencies_the_order_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    """That the test above can fail; should Inductor keep the order by itself one day, `_hold_order` can go."""
+    """The test above can fail; should Inductor keep the order by itself one day, `_hold_order` can go."""
     monkeypatch.setattr(inductor_fusion, "_hold_order", lambda nodes: nodes)
     hook = aot_hooks.offload(0, rates=RATES)
-    with torch._inductor.config.patch(force_disable_caches=True):  # an entry would bring the code of the test above
+    with torch._inductor.config.patch(force_disable_caches=True):  # a cache entry would give the code of the test above
         assert any(plan != code for plan, code in both(monkeypatch, hook))
 
 

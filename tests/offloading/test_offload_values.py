@@ -74,7 +74,7 @@ def test_layouts(kind: str) -> None:
 @pytest.mark.core
 @pytest.mark.parametrize("shape", [(2, 4, 1, 8, 16), (1, 8, 16), (1, 1, 16), (3, 1, 1, 4)])
 def test_sizes_of_one_come_back_with_strides_that_any_view_takes(shape: tuple[int, ...]) -> None:
-    """What `then` makes may be read as another dtype: for that torch looks at the strides of such dimensions too."""
+    """A packed tensor may be viewed as another dtype, and torch then checks the strides of such dimensions too."""
 
     def pack(x: torch.Tensor) -> torch.Tensor:
         return x.view(torch.uint8)
@@ -159,7 +159,7 @@ def test_max_host_bytes_keeps_the_rest_on_the_device_and_counts_it() -> None:
 
 
 def test_what_stays_on_the_device_is_not_written_over_in_place() -> None:
-    """Inductor's kernels write over what the graph has given up, and what has no room on the host is given up too."""
+    """Inductor's kernels write over tensors after their last use, also over those without room on the host."""
 
     def forward(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
         h = x @ a

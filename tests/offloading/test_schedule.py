@@ -1,4 +1,4 @@
-"""The schedule of copies on timelines made up by hand and by hypothesis, checked by a simulation of its own."""
+"""The schedule of copies on made-up timelines, by hand and by hypothesis, checked by an independent simulation."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LINK = 50e9  # 50 MB a millisecond
 
 
 def plan(items: list[Item], forward: list[float], backward: list[float], **kwargs: Any) -> Schedule:
-    """With `limits`, or those that hold for all by name."""
+    """Calls `schedule` with `limits`, or with one kind of limits given by name."""
     one = {name: kwargs.pop(name) for name in ("in_flight_bytes", "max_stall_ms") if name in kwargs}
     return schedule(
         items, forward, backward, **{"to_host": LINK, "to_device": LINK, "limits": [Limits(**one)], **kwargs}
@@ -32,7 +32,7 @@ def stack(layers: int, nbytes: int) -> list[Item]:
 
 
 def simulate(items: list[Item], found: Schedule, forward: list[float], backward: list[float], link: float) -> float:
-    """How long the compute waits, event by event: the copies of each way run one at a time, in the order they start."""
+    """How long the compute waits, event by event. The copies of each way run one at a time, in the order they start."""
     stall = 0.0
     for times, events in ((forward, found.forward), (backward, found.backward)):
         gaps = [0.0, *accumulate(times)]
@@ -214,7 +214,7 @@ def test_copies_that_go_on_into_the_backward_would_lower_no_peak(link: float, se
     found = plan(items, [1.0] * layers, [2.0] * layers, to_host=link, to_device=link)
     now = {i: (p.wait_ms, layers + p.reload_ms) for i, p in enumerate(found.placements) if p.offloaded}
     going_on, free_at = {}, 0.0
-    for i in range(layers):  # as many as are back in time, if the link back had nothing else to do
+    for i in range(layers):  # as many as are back in time on an idle link
         free_at = max(free_at, i + 1.0) + took
         used = layers + 2.0 * (layers - 1 - i)
         if free_at + took < used:

@@ -19,8 +19,8 @@ trace to the tensor code, which Inductor lowers by itself.
       of a stored exponent      operators._scale_of_exponent      _scale_of_exponent         kernels8._unpack8
     scale: bfloat16, up         scales.round_up_to_bfloat16       -                          kernels8._scale
     amax of 16 stored bits      operators._amax_of_word           _amax_of_word              -
-    float8 codes                float8._Pack                      to_float8                  kernels8._encode
-      and back                  float8._Unpack                    from_float8                kernels8._decode
+    float8 codes                scales.float8_codes               to_float8                  kernels8._encode
+      and back                  scales.float8_values              from_float8                kernels8._decode
     int8 codes, -128 to 127     integer.pack_int8                 -                          kernels8._encode
       and back                  integer.unpack_int8               -                          kernels8._decode
     int8 codes + 127, 0 to 255  operators._to_int8                to_int8                    -

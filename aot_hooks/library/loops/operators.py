@@ -31,6 +31,8 @@ from ..scales import (
     STEP_INT8,
     TOP_EXPONENT,
     TOP_INT8,
+    float8_codes,
+    float8_values,
     from_exponent,
     full_word,
     largest_scale,
@@ -81,14 +83,11 @@ def _scale_of_bits(bits: torch.Tensor, top: float, dtype: torch.dtype) -> torch.
 
 
 def _to_float8(x: torch.Tensor, bits: torch.Tensor, fmt: torch.dtype, top: float, dtype: torch.dtype) -> torch.Tensor:
-    inf = torch.finfo(fmt).max
-    return (x.float() * (1.0 / _scale_of_bits(bits, top, dtype))).clamp(-inf, inf).to(fmt)
+    return float8_codes(x, _scale_of_bits(bits, top, dtype), fmt)
 
 
 def _from_float8(q: torch.Tensor, bits: torch.Tensor, dtype: torch.dtype, top: float, inf: float) -> torch.Tensor:
-    y = q.float()
-    scale = _scale_of_bits(bits, top, dtype).clamp(max=largest_scale(dtype, top))
-    return (y * torch.where(y.abs() == inf, torch.inf, scale)).to(dtype)
+    return float8_values(q, _scale_of_bits(bits, top, dtype).clamp(max=largest_scale(dtype, top)), dtype)
 
 
 def _amax_of_word(word: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
