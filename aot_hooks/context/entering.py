@@ -72,7 +72,7 @@ class _Context(contextlib.ContextDecorator):
             return
         _pop()
         context, pair = open_contexts.stack.pop()
-        if pair is not None:
+        if pair is not None and pair.may_change:
             pair.closed()
         _allow()  # as on entry, or the push would have failed
         if has_pending():

@@ -131,8 +131,9 @@ def _own(fn: Any) -> str:
 
 def is_package_object(value: Any) -> bool:
     """Whether this package has the class or function `value` under its name, and so defines it in its source."""
-    found: Any = sys.modules.get(value.__module__ or "") if (value.__module__ or "").split(".")[0] == _PACKAGE else None
-    for name in value.__qualname__.split("."):
+    module = value.__module__ or ""
+    found: Any = sys.modules.get(module) if module.startswith(f"{_PACKAGE}.") else None
+    for name in value.__qualname__.split(".") if found is not None else ():
         found = getattr(found, name, None)
     return found is value
 
