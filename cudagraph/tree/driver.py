@@ -122,17 +122,13 @@ class CudaPool:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._broken = False
+        self.broken = False
         with torch.cuda.device(device):
             torch.cuda.synchronize()
             self.side_stream = torch.cuda.Stream()
             self.pool = torch_cuda.PrivatePool(torch.cuda.current_device(), torch.cuda.graph_pool_handle())
             # A pool lives as long as one of its graphs.
             self.keep_alive: torch.cuda.CUDAGraph | None = self._empty_graph(self.pool.handle)
-
-    @property
-    def broken(self) -> bool:
-        return self._broken
 
     def _empty_graph(self, handle: Any, generators: Sequence[torch.Generator] = ()) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
@@ -206,7 +202,7 @@ class CudaPool:
         Allocations are no longer routed to the pool, which can't be captured into again. Another, complete capture
         tells generators that the broken one is over.
         """
-        self._broken = True
+        self.broken = True
         self.pool.stop_routing()
         torch.cuda.synchronize()
         self._empty_graph(torch.cuda.graph_pool_handle(), generators).reset()

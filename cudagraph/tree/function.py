@@ -111,9 +111,7 @@ class Function:
         if i >= len(self.piece.placeholders):
             return f"input {i}"
         info = self.piece.placeholders[i]
-        traces = [info.stack_trace, *(user.stack_trace for user in info.users)]
-        line = next((found for found in map(source_line, traces) if found), None)
-        return f"input {i} ({info.name}{f', {line}' if line else ''})"
+        return f"input {i} ({info.name}{f', {info.source_line}' if info.source_line else ''})"
 
     def origin(self, k: int) -> str:
         traces = self.piece.output_traces

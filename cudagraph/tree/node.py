@@ -22,7 +22,7 @@ from .liveness import Layout, Slot, Watch, bytes_of, copy_preserving_layout, lay
 if TYPE_CHECKING:
     from .function import Function
 
-__all__ = ["Captured", "Cursor", "Edge", "EdgeKey", "InputLayout", "Node", "OutputLayout", "Recording", "Template"]
+__all__ = ["Cursor", "Edge", "EdgeKey", "InputLayout", "Node", "OutputLayout", "Recording", "Template"]
 
 Edge = Callable[[list[Any]], "list[Any] | None"]
 EdgeKey = tuple[Any, ...]  # the function, then its inputs that are no tensors
@@ -94,24 +94,6 @@ class OutputLayout:
 
 NO_INPUTS = InputLayout([], [], frozenset(), [], None, [], [], [])
 NO_OUTPUTS = OutputLayout([], [], [], [], [], [], [])
-
-
-class Captured(NamedTuple):
-    """A captured graph, and the facts that the capture found.
-
-    Attributes:
-        live: slots that may be held after it.
-        must_be_dead: slots whose memory it reuses.
-        state: which blocks of the pool are allocated at its end.
-    """
-
-    graph: Any
-    launch: Callable[[], None]
-    inputs: InputLayout
-    outputs: OutputLayout
-    live: tuple[Slot, ...]
-    must_be_dead: tuple[Slot, ...]
-    state: Any
 
 
 class Cursor:
@@ -209,9 +191,9 @@ class Recording(Node):
 
     Attributes:
         edge: the edge that leads here from the parent: `replay`, or a `StableInputProbe`.
+        must_be_dead: slots whose memory the graph reuses; watched by `watch_dead`.
         slots: the memory of its outputs, which earlier recordings may have made.
         templates: tensors whose aliases are given out. Slots replace them when they are renewed.
-        watch_dead: slots whose memory the graph reuses.
         watch_saved: slots that its backward may need.
         is_plain: the outputs are the templates, in order.
         gives_copies: some outputs are given out as copies; see `Slot.given_as_copies`.
@@ -219,20 +201,32 @@ class Recording(Node):
 
     is_root = False
 
-    def __init__(self, parent: Node, function: Function, key: EdgeKey, captured: Captured) -> None:
+    def __init__(
+        self,
+        parent: Node,
+        function: Function,
+        key: EdgeKey,
+        *,
+        graph: Any,
+        launch: Callable[[], None],
+        inputs: InputLayout,
+        outputs: OutputLayout,
+        live: tuple[Slot, ...],
+        must_be_dead: tuple[Slot, ...],
+        state: Any,
+    ) -> None:
         super().__init__(parent.cursor)
         self.parent = parent
         self.function = function
         self.key = key
         self.first = parent.first or function
-        self.graph, self.launch, self.state = captured.graph, captured.launch, captured.state
-        self.inputs, self.outputs = captured.inputs, captured.outputs
-        self.edge: Edge = self.replay
-        self.live = captured.live
-        self.must_be_dead = captured.must_be_dead
-        self.slots = tuple(dict.fromkeys(t.slot for t in self.outputs.templates if t.slot is not None))
+        self.graph, self.launch = graph, launch
+        self.inputs, self.outputs = inputs, outputs
+        self.live, self.must_be_dead, self.state = live, must_be_dead, state
+        self.slots = tuple(dict.fromkeys(t.slot for t in outputs.templates if t.slot is not None))
         self.templates: list[torch.Tensor] = []
         self.watch_dead = self.watch_saved = Watch(())
+        self.edge: Edge = self.replay
         self.choose_output_path()
 
     def attach_to_slots(self) -> None:

@@ -30,11 +30,8 @@ __all__ = ["Closable", "close_branches", "close_later", "close_pending", "one_at
 class Closable(Protocol):
     """A tree: `functions` are those that somebody can still call."""
 
-    @property
-    def driver(self) -> CaptureDriver: ...
-
-    @property
-    def functions(self) -> Collection[Function]: ...
+    driver: CaptureDriver
+    functions: set[Function]
 
     def close(self) -> None: ...
 

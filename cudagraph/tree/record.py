@@ -38,7 +38,7 @@ from .liveness import (
     span_of,
     tensor_on,
 )
-from .node import Captured, EdgeKey, InputLayout, Node, OutputLayout, Recording, Template
+from .node import EdgeKey, InputLayout, Node, OutputLayout, Recording, Template
 from .pool import SharedPool
 from .snapshot import Snapshot
 
@@ -117,8 +117,7 @@ def record(
             [*(inputs[i] for i in plan.static), *function.piece.constants],
             [x for x in inputs if isinstance(x, torch.Generator)],
         )
-        captured = _capture(pool, parent, function, plan, addresses, inputs, before)
-        recording = Recording(parent, function, key, captured)
+        recording = _capture(pool, parent, function, key, plan, addresses, inputs, before)
         recording.attach_to_slots()
     except BaseException as error:
         was_broken, pool.broken = pool.broken, True  # until the clean-up has succeeded
@@ -146,11 +145,12 @@ def _capture(
     shared: SharedPool,
     parent: Node,
     function: Function,
+    key: EdgeKey,
     plan: Plan,
     addresses: list[int | None],
     inputs: list[Any],
     before: Snapshot,
-) -> Captured:
+) -> Recording:
     """Capture the graph. `inputs` is left with tensors that read the same but keep no memory of the pool."""
     piece, pool = function.piece, shared.opened
     own = {
@@ -200,7 +200,10 @@ def _capture(
         for slot in new:
             if not slot.host:
                 pool.disown(slot.storage)
-        return Captured(
+        return Recording(
+            parent,
+            function,
+            key,
             graph=graph,
             launch=shared.driver.launcher(graph),
             inputs=InputLayout(

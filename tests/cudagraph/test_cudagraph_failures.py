@@ -1,4 +1,4 @@
-"""A capture that fails leaves no trace: whatever raises, wherever, all that the program can reach is as it was.
+"""A failed capture leaves no trace: whatever raises, and wherever, the program's state is as before.
 
 A step of a program that has it all runs with a fault at each point that a capture comes to; the same program runs in
 eager mode beside it. Everything is compared bitwise: when the call runs as it is instead, and step by step afterwards.
@@ -40,7 +40,7 @@ def failing(world: World) -> World:
 
 
 def state_of(tensors: Sequence[torch.Tensor], world: World) -> list[Any]:
-    """What of `tensors` and of random numbers must be as it was: where they lie, how, and each bit."""
+    """The state that a failed capture must not change: addresses, layouts and bits of `tensors`, and random states."""
     found: list[Any] = []
     for x in tensors:
         storage = x.untyped_storage()
@@ -82,7 +82,7 @@ class Program:
         return second(inputs)
 
     def step(self, fault: Fault | None = None, *, fails: bool = False) -> None:
-        """One step; with a fault, its capture fails. `fails`: it does anyway."""
+        """One step; with a fault, its capture fails. `fails`: the capture fails without a fault, too."""
         dispatch.mark_step_begin()
         world = self.world
         x, row = world.randn(4, 6), world.randn(6).expand(4, 6)
@@ -161,7 +161,7 @@ def programs(world: World) -> Iterator[Program]:
 @pytest.mark.parametrize("kind", ERRORS)
 @pytest.mark.parametrize("point", POINTS)
 def test_whatever_fails_all_is_as_before(failing, point, kind):
-    """Each time that a capture comes to the point. The program goes on, captured in the end or not."""
+    """The fault is raised at each time that a capture comes to the point. The program goes on, captured or not."""
     world, nth = failing, 0
     for program in programs(world):
         fault = Fault(point, nth, error_of(kind, world.driver))
@@ -181,7 +181,7 @@ def test_whatever_fails_all_is_as_before(failing, point, kind):
 
 
 class Refused(Program):
-    """One whose capture does what only the capture tells of."""
+    """A program whose capture does something that is found only during the capture."""
 
     def __init__(self, world: World, why: str) -> None:
         super().__init__(world)
@@ -222,7 +222,7 @@ def mine(world):
 
 @pytest.mark.parametrize("point", [point for point in POINTS if point != "restore"])  # which the root does not need
 def test_a_failure_leaves_no_memory(failing, point):
-    """Neither in the pool nor beside it; nobody holds what the capture made."""
+    """Neither in the pool nor outside of it."""
     world = failing
 
     def f(x, w):
@@ -264,7 +264,7 @@ def rebinding(kind, w):
 @pytest.mark.parametrize("kind", ["memory", "shape", "set"])
 @pytest.mark.parametrize("how", ["static", "copied"])
 def test_what_gives_an_input_other_memory_is_put_back_and_refused(world, kind, how, caplog):
-    """A custom operator may do that and say nothing of it: only then it is not known before."""
+    """A custom operator may rebind an input without declaring it, so that only the capture finds it."""
     f = world.function(
         lambda x, w: [x + 1, *rebinding(kind, w)], static=(1,) if how == "static" else (), name="the binder"
     )

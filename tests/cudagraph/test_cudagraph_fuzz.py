@@ -35,13 +35,13 @@ def test_programs_that_once_differed(moves):
 
 
 def test_what_a_function_passes_on_is_its_givers():
-    """The last one repeats a function while only what it gave out is held, by way of another: that begins a step."""
+    """The last program repeats a function while only its own output is held, which another passed on: a step begins."""
     dispatch.reset()
     assert fuzz_cudagraph.run_seeds(range(739, 742), World("simulator"), generation=3, reset_every=50) == []
 
 
 def dead_or_not(monkeypatch):
-    """What must be dead before a replay is not looked at any more."""
+    """Replays don't check the slots that must be dead."""
 
     def replay(self, inputs, original=node.Recording.replay):
         self.watch_dead = Watch(())
@@ -67,7 +67,7 @@ def any_backward_answers(monkeypatch):
 
 
 def failures_end_steps(monkeypatch):
-    """After a capture that failed, the tree closes at once, whatever of the step is needed."""
+    """After a failed capture the tree closes at once, although the step's outputs are needed."""
 
     def call(self, function, key, inputs, original=tree.Tree.call):
         if self.pool.broken and self.uncaptured is None:
@@ -91,7 +91,7 @@ def moved_buffers(monkeypatch):
 
 
 def reads_take_away(monkeypatch):
-    """Of what the call that begins a step reads the values are saved, and whoever holds it is not thought of."""
+    """The inputs of a call that begins a step are copied, but other holders of them get nothing."""
 
     def release(self, slots, inputs, original=tree.Tree._release_held_outputs):
         for i in on_slots(inputs, slots):

@@ -1,4 +1,4 @@
-"""What is held of an earlier step, given to a graph of a later one."""
+"""Held outputs of an earlier step as inputs of a graph of a later one."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_copies_where_torch_moves_only_what_it_allocated():
 
 @pytest.mark.skipif(not torch_cuda.can_swap(), reason="this torch can't point a storage elsewhere")
 def test_copies_on_another_stream(monkeypatch):
-    """They wait for the graph that wrote what is copied, and who reads them on the stream before waits for them."""
+    """Copies wait for the graph that wrote the values, and a reader on the stream before waits for the copies."""
     dispatch.reset()
     world = World("simulator")
     f = world.function(lambda x: [x.sin()], options={"held_outputs": "copy"})
@@ -138,7 +138,7 @@ def test_a_mark_between_two_backwards(world):
 
 @pytest.mark.parametrize("moves", ["all", "made"])
 def test_copies_of_aliases_share_their_storage(moves):
-    """A view that a later graph gave out of an earlier one's output: what is written to one is written to both."""
+    """A later graph returns a view of an earlier one's output: a write to one is a write to both."""
     if not torch_cuda.can_swap():
         pytest.skip("this torch can't point a storage elsewhere")
     dispatch.reset()
@@ -177,7 +177,7 @@ def aliases_as_in_eager(world):
 
 
 def test_a_view_of_a_copied_input_is_the_callers(world):
-    """Not of the copy that the graph reads; whatever bits say how its memory is to be read."""
+    """The view is one of the caller's tensor and not of the graph's copy, also with a conjugate or negative bit."""
     f = world.function(lambda x: [x[1:], x * 2, x])
     for step in range(6):
         dispatch.mark_step_begin()

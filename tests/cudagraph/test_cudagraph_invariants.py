@@ -1,4 +1,4 @@
-"""Each invariant that the tree keeps: a scenario that holds with it, and that notices when it is deleted.
+"""Each invariant of the tree: a scenario that passes with it and fails without it.
 
 scenario(world)                      right as the code is
 scenario(world) under `delete`       wrong numbers, a missing error, or a refusal of the simulator

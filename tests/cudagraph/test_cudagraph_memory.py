@@ -1,4 +1,4 @@
-"""Memory of recordings: how much there is, and when it is given back."""
+"""Memory of recordings: how much they use, and when it is freed."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_reset_gives_everything_back(world):
 
 @pytest.mark.parametrize("mark_last", [False, True])
 def test_steps_begin_by_themselves_after_a_reset(world, mark_last):
-    """The thread's tree outlives a reset; if it waited for marks, a program that marks nothing would only warm up."""
+    """The thread's tree outlives a reset. If it waited for marks, a program without marks would only warm up."""
     f = world.function(lambda x: [x.sin()])
     for _ in range(3):
         dispatch.mark_step_begin()
@@ -134,7 +134,7 @@ def test_recordings_of_a_dropped_function_go(world):
 
 
 def test_a_function_that_is_dropped_on_the_path_goes_later(world):
-    """At the first call after its step, though nobody marks steps and nothing else is dropped."""
+    """Its recordings go at the first call after its step, without marks and although nothing else is dropped."""
     stays = world.function(lambda x: [x.sin()])
     goes = world.function(lambda x: [x.cos()])
     for _ in range(4):
@@ -150,7 +150,7 @@ def test_a_function_that_is_dropped_on_the_path_goes_later(world):
 
 
 def test_an_alias_that_a_dropped_function_gave_out_is_not_looked_for(world):
-    """Its own handle on an output of another one counts for no holder, and is gone."""
+    """Its own handle on another function's output does not count as a holder, and is gone."""
     stays = world.function(lambda x: [x.sin()])
     alias = world.function(lambda y: [y.view(-1), y.cos()])
     for _ in range(4):
@@ -289,7 +289,7 @@ def test_trees_of_threads_that_are_gone_go(world):
 
 
 class Alive(TorchDispatchMode):
-    """Bytes of what operators made and somebody holds, and the most that there were."""
+    """Bytes of the tensors that operators made and somebody holds, and their peak."""
 
     def __init__(self):
         super().__init__()
@@ -307,7 +307,7 @@ class Alive(TorchDispatchMode):
 
 
 class Uncaptured(World):
-    """Graphs run as they are, and what is alive in them is counted."""
+    """Graphs run uncaptured, and the live bytes in them are counted."""
 
     def __init__(self):
         super().__init__("simulator")
@@ -338,7 +338,7 @@ def chain_of(world, layer, parameters):
 @pytest.mark.core
 @pytest.mark.parametrize("forgets", [False, True])
 def test_a_chain_needs_little_more_than_what_is_alive(forgets, monkeypatch):
-    """Forward and backward of 8 functions; shown to notice when a backward keeps what it was given to the end."""
+    """Forward and backward of 8 functions. The test is shown to notice a backward that holds its inputs to the end."""
     dispatch.reset()
     world = World("simulator")
     parameters = [world.randn(1 << 8, requires_grad=True) for _ in range(8)]
@@ -372,7 +372,7 @@ def test_a_chain_needs_little_more_than_what_is_alive(forgets, monkeypatch):
 
 @pytest.mark.gpu
 def test_the_pool_of_several_paths_comes_back():
-    """Pools are put back to what they were in between."""
+    """Pools are restored to earlier states in between."""
     dispatch.reset()
     torch.cuda.empty_cache()
     before = torch.cuda.memory_reserved()

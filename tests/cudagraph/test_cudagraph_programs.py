@@ -63,7 +63,7 @@ def place(request) -> Place:
 
 
 class Net(nn.Module):
-    """With `cut`, an operator that can't be captured stands in the middle of its forward and its backward."""
+    """With `cut`, an operator in the middle of its forward and its backward can't be captured."""
 
     def __init__(self, cut: bool):
         super().__init__()
@@ -112,7 +112,7 @@ def test_training(place, cut):
 
 @pytest.mark.parametrize("cut", [False, True])
 def test_gradients_that_stay_are_accumulated_into(place, cut):
-    """`.grad` is what the first backward gave out, in the memory of its graph, and is held over the next steps."""
+    """`.grad` is the first backward's output, in the memory of its graph, and is held over the next steps."""
     if place.driver is not None and not place.driver.can_move:
         pytest.skip("the simulator can't move memory that is held on this torch")
     module = Net(cut).to(place.device)
@@ -180,7 +180,7 @@ class Masked(nn.Module):
 @pytest.mark.parametrize("grad", [False, True])
 @pytest.mark.parametrize("how", ["data *=", "data =", "t_"])
 def test_a_parameter_that_is_given_other_memory_or_another_shape(place, how, grad, caplog):
-    """Other memory would be the pool's: known before anything runs, and said with the line. A shape is no matter."""
+    """Other memory would be the pool's: found before anything runs, and logged with the line. A shape is fine."""
     if how == "t_" and torch.__version__ < "2.13":
         pytest.skip("this Dynamo has no guard on the strides of parameters: Inductor raises, docs/compatibility.md")
     module = Masked(how).to(place.device)
@@ -327,7 +327,7 @@ def writing_to_a_view(state, x):
 @pytest.mark.parametrize("marked", [False, True])
 @pytest.mark.parametrize("write", [adding, replacing, writing_to_a_view])
 def test_a_graphs_output_is_written_to_by_a_later_one(place, write, marked):
-    """The writing stays out of the captured part, whose call is what ends the step that the output is of."""
+    """The write stays out of the captured part, whose call ends the step of the output."""
     if place.driver is not None and not place.driver.can_move:
         pytest.skip("the simulator can't move memory that is held on this torch")
     produce = torch.compile(lambda x: (x.sin(), x.cos()), backend=place.backend())
@@ -354,7 +354,7 @@ def test_a_graphs_output_is_written_to_by_a_later_one(place, write, marked):
 
 
 def test_written_to_while_something_else_is_held():
-    """Steps go on beginning by themselves: what is written to later is copied out, and is no reason to record again."""
+    """Steps begin by themselves: an input that is written to later is copied out, and nothing is recorded again."""
     driver = Simulator()
     if not driver.can_move:
         pytest.skip("the simulator can't move memory that is held on this torch")

@@ -1,4 +1,4 @@
-"""What runs without a graph: limits, memory that is the caller's own, captures that fail."""
+"""Functions that run without a graph: limits, the caller's own memory, failed captures."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_sizes(world, caplog):
 
 @pytest.mark.parametrize("why", ["what it does", "an input"])
 def test_sizes_of_what_is_refused(world, caplog, why):
-    """No memory is kept for each of them, and they are not told one by one."""
+    """They take no memory each, and are not logged one by one."""
     fns = {
         "what it does": lambda x, n: [x * n if x.sum().item() > 0 else x],
         "an input": lambda x, n: [x.add_(n)],
@@ -64,7 +64,7 @@ def test_sizes_of_what_is_refused(world, caplog, why):
 
 @pytest.mark.core
 def test_mutated_inputs(world, caplog):
-    """Static and managed ones are captured, the caller's own is not."""
+    """Mutations of static and managed inputs are captured; of the caller's own memory they are not."""
 
     def add_to(x, target):
         target.add_(x)
@@ -119,7 +119,7 @@ def tree_is_capturing(world):
 @pytest.mark.core
 @pytest.mark.parametrize("in_capture_alone", [True, False])
 def test_an_error_in_a_capture_leaves_nothing_behind(world, in_capture_alone):
-    """One that the run as it is does not raise is nobody's; one that it raises too is the program's."""
+    """An error is the program's only if the uncaptured run raises it, too."""
     trouble = [None]
 
     def fn(x):
@@ -189,7 +189,7 @@ def test_an_error_in_a_replay_is_raised_at_once(world):
 
 @pytest.mark.parametrize("marked", [False, True])
 def test_no_room_for_what_is_held_leaves_the_step_to_be_ended(world, marked, monkeypatch):
-    """The call after the one that raised ends it, with the copies, and replays what there is."""
+    """The call after the one that raised ends the step, with the copies, and replays."""
     if not torch_cuda.can_swap():
         pytest.skip("this torch can't point a storage elsewhere twice")
     f = world.function(lambda x: [x.sin()], options={"held_outputs": "copy"})
@@ -213,7 +213,7 @@ def no_room(self, storages):
 
 @pytest.mark.core
 def test_what_cannot_be_captured_runs_as_it_is(world, caplog):
-    """An operator that asks for a value: found at the capture, told once, not tried again."""
+    """An operator that reads a value on the host: found at the capture, logged once, not tried again."""
 
     def fn(x):
         return [x * 2 if x.sum().item() > 0 else x * 3, torch.rand_like(x) * 0]
@@ -265,7 +265,7 @@ def test_out_of_memory_in_a_capture():
 @pytest.mark.core
 @pytest.mark.parametrize("how", ["asks", "leaks"])
 def test_a_failed_capture_takes_nothing_away_from_its_step(world, how):
-    """What the step gave out before stays, a pending backward has what was saved, and the program settles."""
+    """Outputs of the step stay valid, a pending backward has its saved tensors, and recording stops after a while."""
     leaked = []
 
     def fails(x):
@@ -299,7 +299,7 @@ def test_a_failed_capture_takes_nothing_away_from_its_step(world, how):
 
 
 def test_a_step_that_never_ends_stops_recording(world):
-    """What the first function gave out is held all the time, and the second one is called again and again."""
+    """The first function's output is held all the time, and the second one is called again and again."""
     f = world.function(lambda x: [x.sin()])
     g = world.function(lambda x: [x.cos()])
     for _ in range(2):
@@ -315,7 +315,7 @@ def test_a_step_that_never_ends_stops_recording(world):
 
 
 def test_an_allocator_that_restores_nothing(caplog):
-    """Known before anything is captured: nothing is."""
+    """Known before a capture, so nothing is captured."""
     dispatch.reset()
     world = World("simulator")
     world.driver.refusal = "memory comes from another allocator"

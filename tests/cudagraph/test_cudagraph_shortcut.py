@@ -22,7 +22,7 @@ INNER = {"simulator": ("aten",), "cuda": ("aten", "inductor")}
 
 @pytest.fixture
 def runtimes(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """For each compiled graph: how often AOTAutograd's runtime was called, and whether nothing else ever is."""
+    """For each compiled graph: how often AOTAutograd's runtime was called, and whether only it ever is."""
     made: list[Any] = []
     shortcut = backend.shortcut
 
@@ -85,7 +85,7 @@ def test_gradients_that_are_on_are_not_recorded(world, runtimes):
 
 @pytest.mark.parametrize("refused", [False, True], ids=["read in place", "refused"])
 def test_autocast_is_off(world, runtimes, refused, monkeypatch):
-    """For what runs besides replays where the runtime, which turns it off, is passed by."""
+    """Autograd and autocast are off also where the runtime that turns them off is not called."""
     if refused:
         monkeypatch.setattr(Function, "reason_against", lambda *_: "it is not to be")
     x, w = world.randn(4, 4), W.to(world.device)

@@ -27,7 +27,7 @@ NEEDS_MOVING = pytest.mark.skipif(
 
 
 def needs_moving(place):
-    """Skips where what an eager program reads of an earlier step can't be moved; on CUDA every torch can."""
+    """Skips if outputs that a later step reads can't be copied out; on CUDA every torch can."""
     if place.driver is not None and not place.driver.can_move:
         pytest.skip("this torch can't move a storage on the CPU")
 
@@ -130,7 +130,7 @@ def test_calls_of_one_frame_are_one_path(place):
 
 @pytest.mark.parametrize("marked_first", [False, True])
 def test_eager_code_calls_one_function_again(place, marked_first):
-    """Each call begins a step, and what it reads of the one before stays what it was, for good."""
+    """Each call begins a step, and its inputs from the step before stay valid for good."""
     needs_moving(place)
     if marked_first:
         cudagraph.mark_step_begin()
@@ -153,7 +153,7 @@ def test_eager_code_calls_one_function_again(place, marked_first):
 @pytest.mark.core
 @pytest.mark.parametrize("before", ["f", "g"])
 def test_views_and_siblings_of_what_a_call_reads(place, before):
-    """The function that ran before the loop is its second one, or its first: nothing is stale in its own step."""
+    """The function before the loop is also the loop's second one, or its first. No output is stale in its own step."""
     needs_moving(place)
     f = place.compiled(lambda x: (x.sin(), x.cos()))
     g = place.compiled(lambda h: h.exp() + 1)
@@ -187,7 +187,7 @@ def test_a_function_that_is_compiled_in_the_middle_of_a_loop(place):
 
 
 def test_a_loop_that_begins_with_a_new_function(place):
-    """Nothing says that it is a part of the step before: when it comes again, it begins one."""
+    """Nothing shows that it belongs to the step before: when it comes again, it begins a step."""
     f = place.compiled(lambda x: x.sin())
     g = place.compiled(lambda x: x.cos())
     h = place.compiled(lambda x: x.exp())
@@ -203,7 +203,7 @@ def test_a_loop_that_begins_with_a_new_function(place):
 
 
 def test_a_loop_inside_of_one_compiled_call_is_captured(place):
-    """The call is one to Dynamo, however long: after some repetitions its steps are those of its loop."""
+    """For Dynamo it is one call, however long. After some repetitions each turn of its loop is a step."""
     needs_moving(place)
 
     def body(x):
@@ -233,7 +233,7 @@ class Block(torch.nn.Module):
 
 
 def test_layers_of_one_shape_in_one_compiled_call():
-    """One graph and many parameters: more of them than repetitions that a loop is told by."""
+    """One graph and more sets of parameters than the repetitions that make a loop."""
     cudagraph.reset()
     driver = Simulator()
     layers = torch.nn.ModuleList(Block() for _ in range(2 * REPEATS))

@@ -107,7 +107,7 @@ def test_liveness_makes_another_recording(world):
 
 
 def test_an_input_that_only_the_call_holds_lends_its_memory(world):
-    """The memory of `h` is reused inside of the graph when it is given away, and not when it is kept."""
+    """The graph reuses the memory of `h` if the call had the only reference, and not if the caller holds one."""
 
     @takes_list
     def consume(inputs):
@@ -240,7 +240,7 @@ def test_requires_grad_inputs_leave_no_history(world):
 
 
 def test_outputs_are_new_tensors(world):
-    """What a caller does to an output is not there in the next step."""
+    """A caller's change to an output does not show in the next step."""
     f = world.function(lambda x: [x * 2])
     for _ in range(4):
         dispatch.mark_step_begin()

@@ -1,4 +1,4 @@
-"""Memory of warm-ups: in training it is apart from what lives on."""
+"""Memory of warm-ups: in training it is a pool of its own."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def simulated():
 
 
 def layer_of(world, seen):
-    """A forward and its backward, by hand; `seen` gets how many warm-up memories were in use when they ran."""
+    """A forward and its backward, by hand. `seen` gets the number of warm-up pools in use when they ran."""
 
     def forward(x, w):
         seen.append(("forward", len(world.driver.warming)))
@@ -82,7 +82,7 @@ def test_training_warms_up_in_memory_of_its_own(simulated, monkeypatch):
 
 
 def test_gradients_are_moved_whose_storages_lie_where_saved_ones_lay(simulated, monkeypatch):
-    """A storage's object is freed with a saved tensor, and the next gradient's is often made at its address."""
+    """A saved tensor's storage is freed, and the next gradient's storage often gets its address."""
     world, moves = simulated, []
     if not world.driver.can_move:
         monkeypatch.setattr(world.driver, "can_copy_out", lambda storage: True)
@@ -103,7 +103,7 @@ def test_gradients_are_moved_whose_storages_lie_where_saved_ones_lay(simulated, 
 
 
 def test_memory_of_a_warm_up_goes_with_its_step(simulated):
-    """Where no backward comes, and nothing is ever recorded."""
+    """No backward comes, and nothing is ever recorded."""
     world, seen = simulated, []
     forward, _ = layer_of(world, seen)
     options = {"warmup_steps": 1000}
@@ -163,7 +163,7 @@ def test_gradients_stay_where_there_is_no_room_for_both(simulated, monkeypatch):
 
 
 def test_a_backward_in_another_thread_warms_up_once(simulated):
-    """The thread never runs a forward, so a tree of nobody's has it, in which no call is outside of a backward."""
+    """The thread never runs a forward, so its backwards use the tree of no thread. All its calls are in a backward."""
     world = simulated
     f = torch.compile(lambda x, w: torch.tanh(x * w), backend=backend_with(world.driver))
     w = world.randn(6, requires_grad=True)
@@ -180,7 +180,7 @@ def test_a_backward_in_another_thread_warms_up_once(simulated):
 
 
 def test_a_saved_parameter_waits_for_no_backward(simulated):
-    """Validation with gradients on: no backward comes, and what the forward saved of its own is dropped."""
+    """Validation with gradients on: no backward comes, and the forward's saved tensors are dropped."""
     world = simulated
     f = torch.compile(lambda x, w: torch.tanh(x * w), backend=world.backend())
     w = world.randn(6, requires_grad=True)
@@ -191,7 +191,7 @@ def test_a_saved_parameter_waits_for_no_backward(simulated):
 
 
 def test_what_comes_after_a_warm_up_in_its_step_is_not_recorded(simulated):
-    """It would be recorded at a place where it never comes again. A function that comes again begins a step."""
+    """It would be recorded at a node where it never comes again. A function that comes again begins a step."""
     world = simulated
     f, g, h = (world.function(lambda x, k=k: [torch.sin(x * k)]) for k in (1, 2, 3))
     seen = []
@@ -205,7 +205,7 @@ def test_what_comes_after_a_warm_up_in_its_step_is_not_recorded(simulated):
 
 
 def test_nothing_is_recorded_in_a_warm_up(simulated):
-    """What a warm-up calls may begin a step, and would be recorded into the memory that goes with the warm-up."""
+    """A function that a warm-up calls may begin a step. Recorded there, it would use the memory of the warm-up."""
     world = simulated
     inner = world.function(lambda x: [x.cos()])
 
@@ -228,7 +228,7 @@ def test_nothing_is_recorded_in_a_warm_up(simulated):
 
 @pytest.mark.gpu
 def test_a_warm_up_in_a_pool_of_the_callers_own():
-    """And while another thread allocates from one: dropping a warm-up's memory must not look at those."""
+    """Also while another thread allocates from a pool: releasing a warm-up's memory must leave that pool alone."""
     dispatch.reset()
     world = World("cuda")
     f = torch.compile(lambda x, w: torch.tanh(x * w), backend=world.backend())
@@ -262,7 +262,7 @@ def test_a_warm_up_in_a_pool_of_the_callers_own():
 
 @pytest.mark.gpu
 def test_what_an_optimizer_keeps_pins_no_activations():
-    """Its state is made after the first backward; nothing of that backward's memory stays reserved for it."""
+    """Its state is made after the first backward. None of that backward's memory stays reserved for it."""
     dispatch.reset()
     world = World("cuda")
     size = 1 << 23
@@ -284,7 +284,7 @@ def test_what_an_optimizer_keeps_pins_no_activations():
             w.grad = None
 
     def kept(f):
-        """Bytes beside the state and pools when a recording could begin."""
+        """Bytes other than the state and pools when a recording could begin."""
         torch.cuda.empty_cache()
         before = torch.cuda.memory_reserved()
         state = {}

@@ -1,4 +1,4 @@
-"""Inputs that come from the same place call after call are read there; see `cudagraph.tree.stable_inputs`."""
+"""Inputs whose address repeats are read where they are; see `cudagraph.tree.stable_inputs`."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from tree_programs import World, same
 from cudagraph.tree import dispatch
 from cudagraph.tree.stable_inputs import PROBED_CALLS
 
-SETTLED = PROBED_CALLS + 2  # calls after which it is decided: a warm-up and a recording come first
+DECIDED = PROBED_CALLS + 2  # calls after which it is decided: a warm-up and a recording come first
 
 
 def filled(x):
-    """`x` with other values in the same place."""
+    """`x` with other values at the same address."""
     return x.copy_(torch.randn_like(x))
 
 
 def test_a_buffer_that_is_filled_again_is_not_copied(world):
     x = world.randn(5)
     f = world.function(lambda x: [x.sin(), x + 1])
-    for _ in range(SETTLED + 4):
+    for _ in range(DECIDED + 4):
         dispatch.mark_step_begin()
         filled(x)
         same(world, f(x), [x.sin(), x + 1])
@@ -34,9 +34,9 @@ def test_a_buffer_that_is_filled_again_is_not_copied(world):
 def test_one_that_moves_is_copied_again_and_nothing_is_recorded(world):
     x = world.randn(5)
     f = world.function(lambda x: [x.sin()])
-    for step in range(SETTLED + 8):
+    for step in range(DECIDED + 8):
         dispatch.mark_step_begin()
-        given = world.randn(5) if step in (SETTLED + 1, SETTLED + 5) else filled(x)
+        given = world.randn(5) if step in (DECIDED + 1, DECIDED + 5) else filled(x)
         same(world, f(given), [given.sin()])
     counts = dispatch.stats()
     assert (counts["recordings"], counts["skips"]) == (2, 0)
@@ -46,7 +46,7 @@ def test_one_that_moves_is_copied_again_and_nothing_is_recorded(world):
 def test_inputs_in_turns_are_copied_for_good(world):
     xs = [world.randn(5), world.randn(5)]
     f = world.function(lambda x, y: [x - y])
-    for step in range(2 * SETTLED):
+    for step in range(2 * DECIDED):
         dispatch.mark_step_begin()
         x, y = filled(xs[step % 2]), filled(xs[0])
         same(world, f(x, y), [x - y])
@@ -55,11 +55,11 @@ def test_inputs_in_turns_are_copied_for_good(world):
 
 
 def test_of_a_path_only_the_last_is_recorded_once_more(world):
-    """What follows would have to be recorded again along with it."""
+    """Recordings that follow would have to be recorded again, too."""
     count = 5
     xs = [world.randn(5) for _ in range(count)]
     fs = [world.function(lambda h, x: [(h * x).sin()]) for _ in range(count)]
-    for _ in range(3 * SETTLED):
+    for _ in range(3 * DECIDED):
         dispatch.mark_step_begin()
         h = e = filled(xs[0])
         for f, x in zip(fs, xs, strict=True):
@@ -74,7 +74,7 @@ def test_training_copies_for_good(world):
     x, g = world.randn(4, 4), world.randn(4, 4)
     w = world.randn(4, 4, requires_grad=True)
     f = torch.compile(lambda x, w: torch.tanh(x @ w), backend=world.backend())
-    for _ in range(2 * SETTLED):
+    for _ in range(2 * DECIDED):
         dispatch.mark_step_begin()
         filled(x), filled(g)
         w.grad = None
@@ -87,11 +87,11 @@ def test_training_copies_for_good(world):
 
 @pytest.mark.parametrize("marked", [False, True])
 def test_two_forwards_in_flight_on_buffers(world, marked):
-    """Of a product only the inputs are saved: their copies tell that the backward is still to come."""
+    """A product saves only its inputs. Their copies show that the backward is still to come."""
     xs = [world.randn(4, 4), world.randn(4, 4)]
     w = world.randn(4, 4, requires_grad=True)
     f = torch.compile(lambda x, w: x @ w, backend=world.backend())
-    for _ in range(3 * SETTLED):
+    for _ in range(3 * DECIDED):
         w.grad = None
         x, y = map(filled, xs)
         if marked:
@@ -106,14 +106,14 @@ def test_two_forwards_in_flight_on_buffers(world, marked):
 
 
 def test_a_tangent_that_is_negated_in_the_same_place(world):
-    """By the bit that says so: no guard looks at what comes into a backward."""
+    """Only its negative bit changes, and no guard checks the inputs of a backward."""
     x, g = world.randn(4, 4), world.randn(4, 4)
     w = world.randn(4, 4, requires_grad=True)
     f = torch.compile(lambda x, w: torch.sin(x @ w), backend=world.backend())
-    for step in range(2 * SETTLED + 6):
+    for step in range(2 * DECIDED + 6):
         dispatch.mark_step_begin()
         w.grad = None
-        tangent = g if step < 2 * SETTLED or step % 2 else torch._neg_view(g)
+        tangent = g if step < 2 * DECIDED or step % 2 else torch._neg_view(g)
         f(x, w).backward(tangent)
         same(world, [w.grad], [x.t() @ (torch.cos(x @ w.detach()) * tangent)])
 
@@ -121,7 +121,7 @@ def test_a_tangent_that_is_negated_in_the_same_place(world):
 def test_a_weight_that_moves_later(world):
     x, weights = world.randn(5), [world.randn(5), world.randn(5)]
     f = world.function(lambda x, w: [x * w], static=(1,))
-    for which in [0] * (SETTLED + 2) + [1] * (SETTLED + 2) + [0, 1, 0]:
+    for which in [0] * (DECIDED + 2) + [1] * (DECIDED + 2) + [0, 1, 0]:
         dispatch.mark_step_begin()
         filled(x)
         same(world, f(x, weights[which]), [x * weights[which]])
@@ -135,7 +135,7 @@ def test_no_limit_of_recordings_counts_it_and_none_forbids_it(world):
     for limit, recordings in ((0, 1), (1, 3)):
         dispatch.reset()
         f = world.function(lambda x, w: [x * w], static=(1,), options={"rerecord_limit": limit})
-        for which in [0] * (SETTLED + 2) + [1] * (limit * 3):
+        for which in [0] * (DECIDED + 2) + [1] * (limit * 3):
             dispatch.mark_step_begin()
             filled(x)
             same(world, f(x, weights[which]), [x * weights[which]])
@@ -152,7 +152,7 @@ def test_where_it_cannot_be_recorded_once_more(world):
 
     x = world.randn(5)
     f = world.function(fn)
-    for _ in range(SETTLED + 4):
+    for _ in range(DECIDED + 4):
         dispatch.mark_step_begin()
         filled(x)
         same(world, f(x), [x.sin()])
@@ -162,10 +162,10 @@ def test_where_it_cannot_be_recorded_once_more(world):
 
 
 def test_two_inputs_on_one_storage_are_copied_for_good(world):
-    """An output that is a view of one would be made of the other, once they come on storages of their own."""
+    """On storages of their own, a view of one input could be taken for a view of the other."""
     f = world.function(lambda a, b: [a.view(2, 2), b + 1])
     x = world.randn(8)
-    for _ in range(SETTLED + 4):
+    for _ in range(DECIDED + 4):
         dispatch.mark_step_begin()
         filled(x)
         same(world, f(x[:4], x[4:]), [x[:4].view(2, 2), x[4:] + 1])
@@ -175,7 +175,7 @@ def test_two_inputs_on_one_storage_are_copied_for_good(world):
 def test_outputs_that_are_inputs(world):
     x = world.randn(4, 4)
     f = world.function(lambda x: [x, x.t(), x + 1])
-    for _ in range(SETTLED + 2):
+    for _ in range(DECIDED + 2):
         dispatch.mark_step_begin()
         filled(x)
         out = f(x)
@@ -187,7 +187,7 @@ def test_held_outputs_are_as_stale_as_ever():
     world = World("simulator")
     x = world.randn(5)
     f = world.function(lambda x: [x.sin()])
-    for _ in range(SETTLED + 2):
+    for _ in range(DECIDED + 2):
         dispatch.mark_step_begin()
         filled(x)
         kept = f(x)[0]
