@@ -32,7 +32,7 @@ from .. import unused
 from ..errors import AotHooksError, HookContractError, HookTraceError, function_named
 from ..hook import KEEP, Hook
 from ..identity import READ_EACH_TIME, described, tensor_digest
-from ..passes.trace import has_gaps, restride
+from ..passes.strides import has_gaps, restride
 from ..settings.setting import SCOPE, Setting
 from ..torch_private import autograd, dynamo
 from ..torch_private import values as torch_values
