@@ -35,7 +35,7 @@ from ..contract import check_packed, check_unpacked, function_named, input_mutat
 from ..errors import AotHooksError, HookContractError, HookTraceError
 from ..hook import KEEP, Hook
 from ..identity import READ_EACH_TIME, described, tensor_digest
-from ..passes.trace import has_gaps, restride
+from ..passes.strides import has_gaps, restride
 from ..settings.setting import SCOPE, Setting
 from ..torch_private import autograd, dynamo
 from ..torch_private import values as torch_values

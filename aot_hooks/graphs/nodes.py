@@ -153,6 +153,7 @@ def view_source(node: Node) -> Node | None:
         return None
     if node.target is operator.getitem:
         return view_source(source)
+    # by name, because torch_private alone names private operators
     return source if is_view(node) or str(node.target) == "aten._unsafe_view.default" else None
 
 

@@ -5,9 +5,9 @@
            +--[compact]--pack--[flatten]-->  q f8[n, m], s f32[n, 1]  --[unflatten]--unpack--[expand, restride]
 
 `trace_hook(hook, value, ...)` retraces both functions on the fake tensor that AOTAutograd holds for the value, so their
-Python control flow sees the true shape, dtype and device. What is neither a tensor nor symbolic (dtypes, numbers, None,
-constant tensors) is burned into unpack. Dimensions of stride 0 are packed once, not expanded. Strides of the saved
-tensor come back whatever unpack made.
+Python control flow sees the true shape, dtype and device. Leaves that are neither tensors nor symbolic (dtypes,
+numbers, None) and constant tensors become constants of unpack. Dimensions of stride 0 are packed once, not expanded.
+The result has the strides of the saved tensor, whatever unpack returned.
 
 The contract is checked here: see `HookContractError`. Source: the idea of retracing for each saved tensor is that of
 torch's `saved_tensors_hooks` inlining (pytorch/pytorch#150032); the form is our own.
@@ -16,7 +16,7 @@ torch's `saved_tensors_hooks` inlining (pytorch/pytorch#150032); the form is our
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,11 +26,13 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from ..contract import check_packed, check_unpacked, function_named, input_mutated
 from ..errors import AotHooksError, HookContractError, HookTraceError
+from ..graphs.nodes import aliased_arguments
 from ..hook import Hook
 from ..identity import is_plain, note_trace, tensor_digest
 from ..torch_private import values as torch_values
+from .strides import expanded_dimensions, has_gaps, restride
 
-__all__ = ["TracedHook", "canonical", "has_gaps", "restride", "trace_hook"]
+__all__ = ["TracedHook", "canonical", "trace_hook"]
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,7 @@ class TracedHook:
     """A hook's two graphs for one saved tensor.
 
     `pack` maps the tensor to a tuple of the leaves that cross to the backward; `unpack` maps those leaves to a tuple of
-    one tensor. `identity` says that both give back what they were given: nothing to do.
+    one tensor. `identity`: both return their argument, so the hook leaves the tensor as it is.
     """
 
     pack: GraphModule
@@ -53,7 +55,7 @@ def trace_hook(
 
     Args:
         where: the saved tensor in words, for messages.
-        decompositions: what ops are decomposed to (Inductor's table), or None to leave them.
+        decompositions: Inductor's table of decompositions, or None.
         twice: trace again and compare, to find hidden state.
 
     Raises:
@@ -63,13 +65,13 @@ def trace_hook(
     at = f"hook '{hook.name}' on saved {where}"
     note_trace(hook, value, where, torch_values.hint)
     with torch_values.no_new_unbacked(fake_mode) as made_unbacked, torch_values.tracing_on_fakes(fake_mode):
-        traced = _trace(hook, value, at, decompositions, fake_mode)
+        traced = _trace(hook, value, at, decompositions)
         for part, fn, gm in (("pack", hook.pack, traced.pack), ("unpack", hook.unpack, traced.unpack)):
             if torch_values.reads_values(gm):
                 raise HookContractError(_reads_value(f"{at}: {function_named(part, fn)}"))
-            if (held := _other_than_tensors(gm)) is not None:
+            if (other := _other_than_tensors(gm)) is not None:
                 raise HookTraceError(
-                    f"{at}: {function_named(part, fn)} calls an operator on a {held} that it holds; expected tensors "
+                    f"{at}: {function_named(part, fn)} calls an operator on a {other} that it holds; expected tensors "
                     "and numbers, which a graph can hold. Use torch's own random state, or run the hook eagerly with "
                     "Hook(..., eager=True)"
                 )
@@ -80,7 +82,7 @@ def trace_hook(
                 "Hook(..., eager=True)"
             )
         if twice:
-            again = _trace(hook, value, at, decompositions, fake_mode)
+            again = _trace(hook, value, at, decompositions)
             if (canonical(again.pack), canonical(again.unpack)) != (canonical(traced.pack), canonical(traced.unpack)):
                 raise HookContractError(
                     f"{at}: two traces of it differ, so it depends on hidden state (a counter, Python's random, the "
@@ -93,7 +95,7 @@ def trace_hook(
 def canonical(gm: GraphModule) -> str:
     """The graph as text without names: equal for graphs that compute the same in the same order.
 
-    A symbolic size counts as its expression: by which of several ways torch reads it off differs from trace to trace.
+    A symbolic size counts as its expression: the operators that torch reads it off by differ from trace to trace.
     """
     position: dict[Node, str] = {}
     lines: list[str] = []
@@ -115,98 +117,132 @@ def canonical(gm: GraphModule) -> str:
 
 def _other_than_tensors(gm: GraphModule) -> str | None:
     """The class of an attribute of the graph that is neither a tensor nor a graph; None if there is none."""
-    held = (getattr(gm, str(node.target)) for node in gm.graph.find_nodes(op="get_attr"))
-    return next((type(value).__name__ for value in held if not isinstance(value, torch.Tensor | GraphModule)), None)
+    values = (getattr(gm, str(node.target)) for node in gm.graph.find_nodes(op="get_attr"))
+    return next((type(value).__name__ for value in values if not isinstance(value, torch.Tensor | GraphModule)), None)
 
 
 def _constant_text(value: Any) -> str:
     return tensor_digest(value) if isinstance(value, torch.Tensor) else repr(value)
 
 
-def _trace(
-    hook: Hook, value: torch.Tensor, at: str, decompositions: dict[Any, Any] | None, fake_mode: Any
-) -> TracedHook:
+@dataclass(frozen=True)
+class _Packed:
+    """The result of one call of pack.
+
+    Attributes:
+        leaves: of the result, then the sizes of expanded dimensions, then the strides if unpack needs them.
+        rebuild: makes the result of its own leaves.
+        like: shape, dtype and device that unpack must return.
+    """
+
+    leaves: list[Any]
+    rebuild: Callable[[list[Any]], Any]
+    like: tuple[torch.Size, torch.dtype, torch.device]
+
+
+@dataclass(frozen=True)
+class _PackTrace:
+    """Pack as traced, with all that unpack needs besides the leaves that cross.
+
+    Attributes:
+        graph: returns the leaves at the positions `crossing`; the other leaves are constants.
+        expanded: dimensions that are packed as one row.
+        stride_count: how many strides are among the leaves.
+    """
+
+    graph: GraphModule
+    packed: _Packed
+    crossing: list[int]
+    expanded: list[int]
+    stride_count: int
+
+
+def _trace(hook: Hook, value: torch.Tensor, at: str, decompositions: dict[Any, Any] | None) -> TracedHook:
+    at_pack, at_unpack = (f"{at}: {function_named(n, fn)}" for n, fn in (("pack", hook.pack), ("unpack", hook.unpack)))
+    pack = _trace_pack(hook, value, at_pack, decompositions)
+    unpack = _trace_unpack(hook, value, pack, at_unpack, decompositions)
+    return TracedHook(pack.graph, unpack, _is_identity(pack.graph) and _is_identity(unpack))
+
+
+def _trace_pack(hook: Hook, value: torch.Tensor, at: str, decompositions: dict[Any, Any] | None) -> _PackTrace:
     # a fresh tensor with the same sizes: a hook that mutates its argument must not reach the graph's own value
     sample = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
     sample = sample.conj() if value.is_conj() else sample
-    expanded = [
-        d
-        for d in range(value.dim())
-        if torch_values.same_size(value.stride(d), 0) and not torch_values.same_size(value.shape[d], 1)
-    ]
-    # Inductor's loops take value by value, and what rounds anyway needs no memory for gaps
-    gaps = decompositions is None and not hook.lossy and has_gaps(sample)
-    result: dict[str, Any] = {}
-
-    def compact(x: torch.Tensor) -> torch.Tensor:
-        for d in expanded:
-            x = x.narrow(d, 0, 1)  # a dimension of stride 0 holds one row
-        # a hook sees numbers, not a promise to conjugate or negate them
-        return x.resolve_conj().resolve_neg()
+    expanded = expanded_dimensions(value)
+    # Inductor's loops take value by value, and a hook that rounds needs no memory for gaps
+    stride_count = value.dim() if decompositions is None and not hook.lossy and has_gaps(sample) else 0
+    calls: list[_Packed] = []  # make_fx returns the graph alone
 
     def pack(x: torch.Tensor) -> list[Any]:
-        given = compact(x)
-        version = given._version
-        result["like"] = (given.shape, given.dtype, given.device)
-        packed = _call(hook.pack, given, at_pack)
-        if given._version != version:
-            raise input_mutated(at_pack)
-        check_packed(packed, lambda: at_pack)
-        leaves, result["rebuild"] = _flatten(packed)
-        leaves += [x.shape[d] for d in expanded]
-        if gaps:
-            leaves += x.stride()
-        crossing = [a for a in leaves if isinstance(a, torch.Tensor) or _is_symbolic(a)]
-        result["leaves"] = leaves
-        return crossing
+        rows = x
+        for d in expanded:
+            rows = rows.narrow(d, 0, 1)
+        argument = rows.resolve_conj().resolve_neg()  # a hook sees numbers, not a promise to conjugate or negate them
+        version = argument._version
+        like = (argument.shape, argument.dtype, argument.device)
+        packed = _call(hook.pack, argument, at)
+        if argument._version != version:
+            raise input_mutated(at)
+        check_packed(packed, lambda: at)
+        own, rebuild = _flatten(packed)
+        leaves = [*own, *(x.shape[d] for d in expanded), *(x.stride() if stride_count else ())]
+        calls.append(_Packed(leaves, rebuild, like))
+        return [a for a in leaves if _may_cross(a)]
 
-    at_pack, at_unpack = (f"{at}: {function_named(n, fn)}" for n, fn in (("pack", hook.pack), ("unpack", hook.unpack)))
-    pack_gm = _functional(pack, (sample,), decompositions, at_pack)
-    crossing_nodes = list(torch_values.pytree.tree_leaves(pack_gm.graph.output_node().args[0]))
-    leaves = list(result["leaves"])
-    slots: list[int] = []  # positions in `leaves` of what crosses
-    kept_nodes = []
-    at_leaf = [i for i, a in enumerate(leaves) if isinstance(a, torch.Tensor) or _is_symbolic(a)]
-    for i, node in zip(at_leaf, crossing_nodes, strict=True):
+    graph = _functional(pack, (sample,), decompositions, at)
+    crossing = _keep_constants(graph, calls[-1].leaves)
+    return _PackTrace(graph, calls[-1], crossing, expanded, stride_count)
+
+
+def _keep_constants(pack: GraphModule, leaves: list[Any]) -> list[int]:
+    """Move constants from the outputs of `pack` into `leaves`; returns the positions of the leaves that cross."""
+    output = pack.graph.output_node()
+    crossing: dict[int, Node] = {}
+    positions = [i for i, a in enumerate(leaves) if _may_cross(a)]
+    for i, node in zip(positions, torch_values.pytree.tree_leaves(output.args[0]), strict=True):
         if not isinstance(node, Node):
-            leaves[i] = node  # tracing found a number
+            leaves[i] = node  # a number
         elif node.op == "get_attr":
-            leaves[i] = getattr(pack_gm, str(node.target))  # a constant needs no room between the graphs
+            leaves[i] = getattr(pack, str(node.target))
         else:
-            slots.append(i)
-            kept_nodes.append(node)
-    pack_gm.graph.output_node().args = (tuple(kept_nodes),)
-    _clean(pack_gm)
+            crossing[i] = node
+    output.args = (tuple(crossing.values()),)
+    _clean(pack)
+    return list(crossing)
 
+
+def _may_cross(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) or _is_symbolic(leaf)
+
+
+def _trace_unpack(
+    hook: Hook, value: torch.Tensor, pack: _PackTrace, at: str, decompositions: dict[Any, Any] | None
+) -> GraphModule:
     def unpack(*crossed: Any) -> list[torch.Tensor]:
-        full = list(leaves)
-        for i, a in zip(slots, crossed, strict=True):
-            full[i] = a
-        stride = [full.pop() for _ in range(value.dim())][::-1] if gaps else None
-        sizes = [full.pop() for _ in expanded][::-1]
-        packed = result["rebuild"](full)
-        out = _call(hook.unpack, packed, at_unpack)
-        shape, dtype, device = result["like"]
-        check_unpacked(out, shape, dtype, device, lambda: at_unpack, plain=True)
-        if expanded:
-            full_shape = list(out.shape)
-            for d, size in zip(expanded, sizes, strict=True):
-                full_shape[d] = size
-            out = out.expand(full_shape)
-        return [restride(out, value, stride)]
+        leaves = list(pack.packed.leaves)
+        for i, a in zip(pack.crossing, crossed, strict=True):
+            leaves[i] = a
+        stride = [leaves.pop() for _ in range(pack.stride_count)][::-1]
+        sizes = [leaves.pop() for _ in pack.expanded][::-1]
+        out = _call(hook.unpack, pack.packed.rebuild(leaves), at)
+        check_unpacked(out, *pack.packed.like, lambda: at, plain=True)
+        if pack.expanded:
+            shape = list(out.shape)
+            for d, size in zip(pack.expanded, sizes, strict=True):
+                shape[d] = size
+            out = out.expand(shape)
+        return [restride(out, value, stride or None)]
 
-    samples = tuple(leaves[i] for i in slots)
-    unpack_gm = _functional(unpack, samples, decompositions)
-    _clean(unpack_gm)
-    for node in unpack_gm.graph.find_nodes(op="get_attr"):
-        if torch_values.is_traced_value(getattr(unpack_gm, str(node.target))):
+    gm = _functional(unpack, tuple(pack.packed.leaves[i] for i in pack.crossing), decompositions)
+    _clean(gm)
+    for node in gm.graph.find_nodes(op="get_attr"):
+        if torch_values.is_traced_value(getattr(gm, str(node.target))):
             raise HookContractError(
-                f"{at_unpack} uses a tensor that pack did not return, or that is hidden in an object that is no "
+                f"{at} uses a tensor that pack did not return, or that is hidden in an object that is no "
                 "pytree; return every tensor in tuples, lists or dicts, or register the class as a pytree by "
                 "torch.utils._pytree.register_pytree_node"
             )
-    identity = _is_identity(pack_gm) and _is_identity(unpack_gm)
-    return TracedHook(pack_gm, unpack_gm, identity)
+    return gm
 
 
 def _call(fn: Any, argument: Any, at: str) -> Any:
@@ -237,7 +273,7 @@ def _first_line(e: BaseException) -> str:
 
 
 def _line_in(fn: Any, e: BaseException) -> str:
-    """The innermost line of the traceback that stands in the hook's own file."""
+    """The innermost line of the traceback in the hook's own file."""
     code = getattr(fn, "__code__", None) or getattr(getattr(fn, "forward", None), "__code__", None)
     file, tb, line = getattr(code, "co_filename", None), e.__traceback__, 0
     while tb is not None:
@@ -248,7 +284,7 @@ def _line_in(fn: Any, e: BaseException) -> str:
 
 
 def _flatten(packed: Any) -> tuple[list[Any], Any]:
-    """Leaves of a pytree, tensor subclasses taken apart, and a function that puts them together."""
+    """The leaves of a pytree, with tensor subclasses taken apart, and a function that rebuilds the pytree."""
     tops, spec = torch_values.pytree.tree_flatten(packed)
     parts = [_flatten_subclass(a) for a in tops]
     leaves = [a for part, _ in parts for a in part]
@@ -284,27 +320,21 @@ def _functional(
         if pure_at is not None and _writes_to_inputs(gm):  # past autograd's versions: `x.data.add_(1)`
             raise input_mutated(pure_at)
         if any(_mutates(n) for n in gm.graph.nodes):
-            # what mutates its own temporaries is made functional in a second trace, below any tensor subclass
+            # mutations of temporaries are removed in a second trace, below any tensor subclass
             again = torch.func.functionalize(Interpreter(gm).run, remove="mutations")
             gm = make_fx(again, decomposition_table=decompositions)(*args)
     return gm
 
 
 def _writes_to_inputs(gm: GraphModule) -> bool:
-    """Whether a placeholder, or a view of one, is written to."""
-    memory: dict[Node, bool] = {}  # node -> whether it shares the memory of a placeholder
+    """Whether an operator writes to a placeholder, or to a view of one."""
+    inputs = set(gm.graph.find_nodes(op="placeholder"))  # and nodes that share memory with one
     for node in gm.graph.nodes:
-        schema = getattr(node.target, "_schema", None)
-        memory[node] = node.op == "placeholder"
-        if node.op != "call_function" or schema is None:
-            continue
-        for i, argument in enumerate(schema.arguments):
-            given = node.args[i] if i < len(node.args) else node.kwargs.get(argument.name)
-            held = [n for n in torch_values.pytree.tree_leaves(given) if isinstance(n, Node) and memory[n]]
-            if argument.alias_info is not None and held:
-                if argument.alias_info.is_write:
+        for argument, is_write in aliased_arguments(node):
+            if argument in inputs:
+                if is_write:
                     return True
-                memory[node] = True
+                inputs.add(node)
     return False
 
 
@@ -317,12 +347,12 @@ _ALIASES = (torch.ops.aten.detach.default, torch.ops.aten.alias.default, torch.o
 
 
 def _clean(gm: GraphModule) -> None:
-    """Drop what has no meaning here (detach, alias) and what nobody uses; random ops that are used stay."""
+    """Drop `detach` and `alias`, which mean nothing here, and nodes without users; random operators in use stay."""
     for node in list(gm.graph.nodes):
         if node.op == "call_function" and node.target in _ALIASES and isinstance(node.args[0], Node):
             node.replace_all_uses_with(node.args[0])
     for node in gm.graph.find_nodes(op="get_attr"):
-        # a number that was written into a tensor was traced as a fake constant that knows it
+        # `torch.tensor(3.0)` is traced as a fake constant, which holds the real tensor
         constant = _copy_by_value(torch_values.real_constant(getattr(gm, str(node.target))))
         delattr(gm, str(node.target))  # a parameter's name takes no plain tensor
         setattr(gm, str(node.target), constant)
@@ -334,7 +364,7 @@ def _clean(gm: GraphModule) -> None:
 
 
 def _copy_by_value(x: torch.Tensor) -> torch.Tensor:
-    """A copy of `x` for a graph to keep, one for all that are equal: the graph must not see what becomes of `x`."""
+    """A copy of `x` for a graph, which must not see later changes of `x`; one copy for all equal tensors."""
     if not is_plain(x) or torch_values.is_traced_value(x):
         return x
     with torch_values.without_modes():
@@ -361,56 +391,23 @@ def _is_symbolic(a: Any) -> bool:
     return isinstance(a, torch.SymInt | torch.SymFloat | torch.SymBool)
 
 
-def restride(out: torch.Tensor, like: torch.Tensor, gaps: Sequence[Any] | None) -> torch.Tensor:
-    """`out` with the memory order of `like`, which the backward's views were built on; with `gaps`, the strides of
-    `like`, which has some, also with gaps.
-
-    A kernel of ATen may take a row by itself or all rows at once, by the gaps between them, and round otherwise.
-    """
-    if all(torch_values.same_size(a, b) for a, b in zip(out.stride(), like.stride(), strict=True)):
-        return out
-    if gaps is not None:
-        return _with_gaps(out, like, gaps)
-    dims = _dimensions(like)
-    if not dims or torch_values.same_size(like.numel(), 0):
-        return out
-    order = sorted(range(like.dim()), key=lambda d: (-torch_values.hint(like.stride(d)), d))
-    back = [order.index(d) for d in range(like.dim())]
-    if order == list(range(like.dim())):
-        return out.contiguous()
-    return out.permute(order).contiguous().permute(back)
-
-
-def has_gaps(like: torch.Tensor) -> bool:
-    """Whether memory between the values of `like` is not its own; False where they overlap."""
-    dense, reached = True, 1
-    expected: Any = 1
-    for d in sorted(_dimensions(like), key=lambda d: (torch_values.hint(like.stride(d)), -d)):
-        if torch_values.hint(like.stride(d)) < reached:
-            return False
-        reached += (torch_values.hint(like.shape[d]) - 1) * torch_values.hint(like.stride(d))
-        dense = dense and torch_values.same_size(like.stride(d), expected)
-        expected = expected * like.shape[d]
-    return not dense and not torch_values.same_size(like.numel(), 0)
-
-
-def _dimensions(like: torch.Tensor) -> list[int]:
-    """The dimensions by which a stride says where a value lies."""
-    return [
-        d
-        for d in range(like.dim())
-        if not torch_values.same_size(like.stride(d), 0) and not torch_values.same_size(like.shape[d], 1)
-    ]
-
-
-def _with_gaps(out: torch.Tensor, like: torch.Tensor, stride: Sequence[Any]) -> torch.Tensor:
-    """`out` with `stride`, that of `like`, in memory of its own; what stands in the gaps nobody reads."""
-    rows = out
-    span: Any = 1
-    for d in range(like.dim()):
-        if torch_values.same_size(like.stride(d), 0):
-            rows = rows.narrow(d, 0, 1)
-    for d in _dimensions(like):
-        span = span + (out.shape[d] - 1) * stride[d]
-    memory = torch.as_strided_scatter(out.new_empty((span,)), rows, rows.shape, stride, 0)
-    return memory.as_strided(out.shape, stride, 0)
+def _check_like(out: Any, shape: Any, dtype: torch.dtype, device: torch.device, at: str) -> None:
+    wanted = f"one {dtype} tensor of shape {list(shape)} on {device}, like the saved one"
+    if not isinstance(out, torch.Tensor):
+        got = (
+            f"{len(out)} values in a {type(out).__name__}" if isinstance(out, tuple | list) else f"{type(out).__name__}"
+        )
+        raise HookContractError(f"{at} returned {got}; expected {wanted}")
+    problem = None
+    if torch_values.is_traceable_subclass(out):
+        problem = f"a {type(out).__name__}; convert it to a plain tensor"
+    elif out.dtype != dtype:
+        problem = f"dtype {out.dtype}; pack the dtype too and end unpack with .to(dtype)"
+    elif out.device != device:
+        problem = f"device {out.device}; pack the device too and end unpack with .to(device)"
+    elif out.dim() != len(shape) or not all(
+        torch_values.same_size(a, b, guard=True) for a, b in zip(out.shape, shape, strict=True)
+    ):
+        problem = f"shape {list(out.shape)}; pack the shape too and end unpack with .view(shape)"
+    if problem:
+        raise HookContractError(f"{at} returned {problem}. Expected {wanted}")
