@@ -389,25 +389,3 @@ def _is_identity(gm: GraphModule) -> bool:
 
 def _is_symbolic(a: Any) -> bool:
     return isinstance(a, torch.SymInt | torch.SymFloat | torch.SymBool)
-
-
-def _check_like(out: Any, shape: Any, dtype: torch.dtype, device: torch.device, at: str) -> None:
-    wanted = f"one {dtype} tensor of shape {list(shape)} on {device}, like the saved one"
-    if not isinstance(out, torch.Tensor):
-        got = (
-            f"{len(out)} values in a {type(out).__name__}" if isinstance(out, tuple | list) else f"{type(out).__name__}"
-        )
-        raise HookContractError(f"{at} returned {got}; expected {wanted}")
-    problem = None
-    if torch_values.is_traceable_subclass(out):
-        problem = f"a {type(out).__name__}; convert it to a plain tensor"
-    elif out.dtype != dtype:
-        problem = f"dtype {out.dtype}; pack the dtype too and end unpack with .to(dtype)"
-    elif out.device != device:
-        problem = f"device {out.device}; pack the device too and end unpack with .to(device)"
-    elif out.dim() != len(shape) or not all(
-        torch_values.same_size(a, b, guard=True) for a, b in zip(out.shape, shape, strict=True)
-    ):
-        problem = f"shape {list(out.shape)}; pack the shape too and end unpack with .view(shape)"
-    if problem:
-        raise HookContractError(f"{at} returned {problem}. Expected {wanted}")
