@@ -28,7 +28,7 @@ from aot_hooks.cache import lookup
 from aot_hooks.errors import CacheWarning
 from cudagraph import backend
 from cudagraph.backend import Compilation
-from cudagraph.compile import entry
+from cudagraph.compile import compilation, entry
 from cudagraph.tree import dispatch
 
 # --- compiled, and taken from torch's cache --------------------------------------------------------------------------
@@ -97,7 +97,7 @@ class Starts:
 
             m.setattr(dispatch, "capture", noting)
             m.setattr(cudagraphs, "compilation", lambda asked: Compilation(asked, driver))
-            m.setattr(backend, "_numbers", itertools.count())
+            m.setattr(compilation, "_numbers", itertools.count())
             if self.cut and self.device == "cpu":
                 import torch._inductor.scheduler as scheduler
 
