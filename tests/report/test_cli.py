@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from aot_hooks import backend, float8, lossless
+from aot_hooks import float8, lossless, records
 from aot_hooks.__main__ import main
 from aot_hooks.policies import first_match, larger_than
 from aot_hooks.report.script import _names_this_package
@@ -263,7 +263,7 @@ def test_a_context_inside_the_script_is_reported_and_nothing_listens_on(tmp_path
     assert main(["report", str(path)]) == 0
     text = capsys.readouterr().out
     assert "float8(e4m3fn, rowwise): scope 'donated'" in text and "named 'wave'" in text
-    assert backend._plans.record is None
+    assert records.recording_graphs() is None
 
 
 def test_a_policy_from_outside_overrides_that_of_the_script(tmp_path: Path, capsys: Any) -> None:
