@@ -17,7 +17,7 @@ from ..identity import described
 from ..identity.memo import Memo
 from ..settings.setting import Policy, Setting, uncalled_factory
 from ..torch_private import autograd, dynamo
-from .pairs import EagerPack, Pair, open_contexts, pair_for
+from .pairs import EagerPack, Pair, keep_alive, open_contexts, pair_for
 from .region import note_region, take_key
 
 __all__ = ["saved_tensors_hooks", "saved_tensors_policy"]
@@ -61,6 +61,7 @@ class _Context(contextlib.ContextDecorator):
         if pair is None or has_pending():
             dynamo.in_python(_enter, self)
         else:
+            keep_alive(pair)
             _push(pair.pack, pair.unpack)
             open_contexts.stack.append((self, pair))
             unused.context_entered()

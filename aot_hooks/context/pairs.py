@@ -78,6 +78,15 @@ def forget() -> None:
     _recent.clear()
 
 
+def keep_alive(pair: Pair) -> None:
+    """Keep `pair` alive until other pairs have been entered: Dynamo guards its modules by their ids."""
+    if not _recent or _recent[-1] is not pair:
+        with _lock:
+            if pair in _recent:
+                _recent.remove(pair)
+            _recent.append(pair)
+
+
 def _module(name: str, call: Callable[[Any], Any]) -> GraphModule:
     graph = torch.fx.Graph()
     graph.output(graph.placeholder("x"))
@@ -96,6 +105,7 @@ def pair_for(context: Any) -> Pair | None:
         pair = ref()
         if pair is not None and pair.record.is_pair(context.pack, context.unpack):
             pair.opened()
+            keep_alive(pair)
             return pair
     setting: Setting = context.setting()
     if setting.eager:
@@ -133,9 +143,7 @@ def _pair_of_setting(setting: Setting) -> Pair:
             found = next((p for p in pairs if not p.record.choices and not p.open_count), None) or Pair(setting)
         found.opened()
         _pairs[key] = [weakref.ref(found), *(weakref.ref(pair) for pair in pairs if pair is not found)]
-        if found in _recent:
-            _recent.remove(found)
-        _recent.append(found)
+        keep_alive(found)
         if len(_pairs) > _MAX_KEYS:
             for dead in [key for key, refs in _pairs.items() if not any(ref() for ref in refs)]:
                 del _pairs[dead]

@@ -114,6 +114,8 @@ def pieces_of(graph: Piece, maps: Sequence[compilers.PartitionMap]) -> list[Piec
                 name=name,
                 static_inputs=tuple(i for i, theirs in enumerate(part.inputs) if theirs in graph.static_inputs),
                 mutated_inputs=tuple(i for i, theirs in enumerate(part.inputs) if theirs in graph.mutated_inputs),
+                unread_inputs=tuple(i for i, theirs in enumerate(part.inputs) if theirs in graph.unread_inputs),
+                reusable_inputs=tuple(i for i, theirs in enumerate(part.inputs) if theirs is None),
                 placeholders=tuple(
                     PlaceholderInfo(f"input {i} of {name}") if theirs is None else graph.placeholders[theirs]
                     for i, theirs in enumerate(part.inputs)

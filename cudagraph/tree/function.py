@@ -37,6 +37,7 @@ class Piece:
         mutated_inputs: inputs that `run` writes to.
         written_later: inputs that another part of the same graph writes to after this one.
         unread_inputs: inputs that `run` does not use.
+        reusable_inputs: inputs that another part of the same graph made; `run` may reuse their memory for an output.
         placeholders: a `PlaceholderInfo` for each input, or ().
         output_traces: the user's stack of each output, or (); for errors about stale outputs.
         constants: tensors other than inputs that `run` reads; kept alive.
@@ -52,6 +53,7 @@ class Piece:
     mutated_inputs: tuple[int, ...] = ()
     written_later: tuple[int, ...] = ()
     unread_inputs: tuple[int, ...] = ()
+    reusable_inputs: tuple[int, ...] = ()
     placeholders: tuple[PlaceholderInfo, ...] = ()
     output_traces: tuple[str | None, ...] = ()
     constants: tuple[torch.Tensor, ...] = ()

@@ -190,8 +190,9 @@ def _capture(
         known = {slot.cdata: slot for slot in alive}
         known |= {owner.cdata: slot for slot, owner in owners.items() if slot not in reused}
         # A view of an input is one of the caller's tensor, not of the copy that the graph reads. Not for backwards:
-        # autograd takes over a gradient that nobody else has.
-        passed_on = {copy.cdata: i for i, copy in staged.items() if piece.is_inference and not copy.expired()}
+        # autograd takes over a gradient that nobody else has. Nor where the graph may have written an output there.
+        views = {i: copy for i, copy in staged.items() if piece.is_inference and i not in piece.reusable_inputs}
+        passed_on = {copy.cdata: i for i, copy in views.items() if not copy.expired()}
         fixed = sorted([*plan.static, *plan.managed])
         outputs, new = _outputs(function, pool, returned, inputs, fixed, known, passed_on, capture.lent)
         for k, *_ in outputs.input_aliases:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 import torch
 from sentinel import Chain, assert_same, compiled, gradients, hand_gradients, integers, quadruple, scale
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounter
 
 import aot_hooks
 from aot_hooks import KEEP, Hook, saved_tensors_hooks, saved_tensors_policy
@@ -312,3 +314,33 @@ def test_the_backward_may_run_outside_or_inside_another_context(model: Chain, x:
     with saved_tensors_hooks(*scale(3), scope="all"):
         got = torch.autograd.grad(out.sum(), [x, *model.parameters()])
     assert_same(got, hand_gradients(model, x, h=2))
+
+
+def compilations_of_steps(policies: list[Any], between: Any = lambda: None) -> int:
+    """How often Dynamo compiles a function for one policy, entered first and last, others around it in between."""
+    counter = CompileCounter()
+    call = torch.compile(lambda x: x.sin() * 2, backend=counter)
+
+    def step() -> None:
+        with saved_tensors_policy(KEEP):
+            call(torch.randn(4, requires_grad=True))
+
+    step()
+    for policy in policies:
+        with policy:
+            pass
+        step()
+    between()
+    gc.collect()
+    step()
+    return int(counter.frame_count)
+
+
+def test_a_setting_in_use_costs_no_compilation_after_many_others_or_a_reset() -> None:
+    """Dynamo guards the ids of a setting's modules, so they must live as long as the setting is entered again."""
+    others = [saved_tensors_hooks(lambda x, k=k: x + k, lambda x, k=k: x - k) for k in range(12)]
+    assert compilations_of_steps(others) == 1
+    torch._dynamo.reset()
+    aot_hooks.reset()
+    assert compilations_of_steps([]) == 1
+    assert compilations_of_steps([], between=torch._dynamo.reset) == 2
