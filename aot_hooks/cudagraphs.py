@@ -9,7 +9,6 @@ knows them as host operators, so it captures a graph whole whose only CPU tensor
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -55,5 +54,6 @@ def compilation(options: Options) -> Compilation:
 
 def forget() -> None:
     """Forget recordings: they write to host memory that is about to be freed."""
-    if "cudagraph" in sys.modules:
-        sys.modules["cudagraph"].reset()
+    import cudagraph
+
+    cudagraph.reset()

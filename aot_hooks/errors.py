@@ -113,12 +113,13 @@ def _default(parameter: inspect.Parameter) -> str:
 
 # --- the user's frames ------------------------------------------------------------------------------------------------
 
-# weakref calls what this package leaves to it; "<": code that torch generates
-_LIBRARY_FILES = (PACKAGE, TORCH, weakref.__file__, "<")
+# weakref runs finalizers of this package; the others are code that torch or Python generates. A user's code may have a
+# name in brackets, too: a cell of a notebook, `python -c`
+_LIBRARY_FILES = (PACKAGE, TORCH, weakref.__file__, "<eval_with_key>", "<frozen ", "<torch_package")
 
 
 def is_library_file(file: str) -> bool:
-    return file.startswith(_LIBRARY_FILES) and file != "<stdin>"
+    return file.startswith(_LIBRARY_FILES)
 
 
 def user_frame(frame: FrameType | None) -> tuple[FrameType | None, int]:

@@ -52,9 +52,6 @@ class _Local(threading.local):
     scope: Any = None  # the globals of the traced probe
     reached: list[tuple[str, Any, frozenset[str]]] | None = None  # to be filled by a trace
 
-    def clear(self) -> None:
-        self.token = self.functions = self.compiling = self.scope = None
-
 
 _local = _Local()
 _numbers = itertools.count(1)
@@ -111,7 +108,7 @@ class Probe:
             raise _own_error(e) or Untraceable(dynamo_guards.reason_of(e)) from e
         finally:
             token, compiling = _local.token, _local.compiling
-            _local.clear()
+            _local.token = _local.functions = _local.compiling = _local.scope = None
             if compiling is not None:
                 compiling.end()
         if token is None:

@@ -162,9 +162,9 @@ class Recording:
 
     def _examples(self, hook: Any, inner: Any) -> dict[Example, str]:
         """The examples of `inner`, a hook in `hook`; by code if a policy has made the hook anew."""
-        codes = _codes(inner)
+        codes = {_codes(each) for each in (inner, hook) if hasattr(each, "pack")}  # a policy has no functions
         same = [seen for other, seen in self.examples.values() if other is hook or other is inner]
-        same = same or [seen for other, seen in self.examples.values() if _codes(other) == codes]
+        same = same or [seen for other, seen in self.examples.values() if _codes(other) in codes]
         return {example: where for seen in same for example, where in seen.items()}
 
 

@@ -119,13 +119,13 @@ class _PackedAsmPatch:
 
     def add(self, count: int) -> None:
         with self.lock:
-            before, self.compiling_count = self.compiling_count, self.compiling_count + count
-            if before == 0:
+            if self.compiling_count == 0:
                 self.overrides = need("torch._inductor.codegen.triton.TritonOverrides")
                 self.stock = vars(self.overrides)["inline_asm_elementwise"]
                 self.overrides.inline_asm_elementwise = staticmethod(self.inline_asm_elementwise)
-            elif self.compiling_count == 0:
+            elif self.compiling_count + count == 0:
                 self.overrides.inline_asm_elementwise = self.stock
+            self.compiling_count += count  # last: what failed is not counted
 
     def inline_asm_elementwise(self, *inputs: Any, asm: str, **named: Any) -> Any:
         ours = _packed_asm.get(asm)

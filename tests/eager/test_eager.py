@@ -13,7 +13,9 @@ from sentinel import Chain, assert_same, compiled, gradients, hand_gradients, in
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+import aot_hooks
 from aot_hooks import Hook, saved_tensors_hooks
+from aot_hooks.errors import PolicyError
 
 F = nn.functional
 
@@ -339,3 +341,31 @@ def test_eager_and_traced_hooks_take_turns(model: Chain, x: Tensor) -> None:
         with saved_tensors_hooks(Hook("traced", *scale(3))):
             assert_same(gradients(call, model, x), hand_gradients(model, x, h=3))
         assert_same(gradients(call, model, x), hand_gradients(model, x))
+
+
+CELL = """
+def run(x, policy):
+    with aot_hooks.saved_tensors_policy(policy, scope="all"):
+        return x.sin().exp()
+
+def wrong(saved):
+    return saved.nonsense
+"""
+
+
+@pytest.mark.parametrize("file", ["<ipython-input-1-abc>", "<string>", "<stdin>"])
+def test_lines_of_a_notebook_cell_or_of_a_command_are_the_users(file: str) -> None:
+    names: dict[str, Any] = {"aot_hooks": aot_hooks}
+    exec(compile(CELL, file, "exec"), names)
+    lines = []
+
+    def look(saved: Any) -> Any:
+        lines.append(saved.source_line)
+        return aot_hooks.KEEP
+
+    x = torch.ones(3, requires_grad=True)
+    names["run"](x, look)
+    assert lines and all(line.startswith(f"{file}:4") for line in lines), lines
+    with pytest.raises(PolicyError) as error:
+        names["run"](x, names["wrong"])
+    assert f"({file}:7)" in str(error.value)

@@ -10,9 +10,7 @@ import torch
 INDUCTOR = (
     "gelu_amax",
     "cnn_amax",
-    "divided_by_its_maximum",
     "where_threshold",
-    "router_by_max",
     "softmax_log",
     "ste_round",
 )

@@ -17,6 +17,7 @@ import torch._inductor.compile_fx as compile_fx
 from torch._inductor.codegen.triton import TritonOverrides
 
 import aot_hooks
+from aot_hooks.torch_private import inductor_lowering
 from aot_hooks.torch_private.inductor_lowering import PackedAsm, packed_asm_in_force
 from cudagraph.torch_private.autograd_cache import Entry, Extension, bypass, extended
 
@@ -68,6 +69,19 @@ def test_assembly_of_ours_is_generated_while_graphs_of_ours_are_compiled_only() 
         assert "bar;" in others and "numel" not in others
     with contextlib.suppress(ValueError), packed_asm_in_force():
         raise ValueError
+
+
+def test_a_torch_without_the_method_is_noticed_each_time_and_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(path: str) -> Any:
+        raise aot_hooks.errors.UnsupportedTorchError(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(inductor_lowering, "need", missing)
+        for _ in range(2):
+            with pytest.raises(aot_hooks.errors.UnsupportedTorchError), packed_asm_in_force():
+                pass
+    with packed_asm_in_force():
+        assert replaced() == {"inline_asm_elementwise"}
 
 
 def test_assembly_of_ours_stays_until_the_last_thread_has_compiled() -> None:
