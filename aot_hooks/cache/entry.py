@@ -228,6 +228,7 @@ class Checks:
             raise Refused(f"hook '{hook.name}' cannot be stored ({e})") from e
 
     def resolve(self, hook: _Hook, row: SavedTensor) -> Hook:
+        """The hook that the stored `hook` stands for: a setting's choice for `row`, a pickled hook, or `KEEP`."""
         kind, value = hook
         if kind == "rule" and value < len(self.key.settings):
             return self.chosen(value, row)

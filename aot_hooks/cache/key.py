@@ -77,7 +77,7 @@ def key_of(
     options: Mapping[str, Any] | None = None,
     roots: Mapping[str, str] | None = None,
 ) -> Key:
-    """The key of `gm`, which does not change.
+    """The key of `gm`. Changes nothing in `gm`.
 
     Args:
         inputs: the example inputs that Dynamo passes with it.
@@ -137,7 +137,7 @@ def _setting_lines(setting: Setting | None, opaque: list[str]) -> Iterator[Line]
 
 
 def _program_lines(hook: Hook, opaque: list[str]) -> Iterator[Line]:
-    """The programs of `hook` on an example: most changes of its functions change the key."""
+    """The graphs that `hook` traces to on one example tensor. Most changes of its functions change these graphs."""
     with compiling_for("inductor"), recording(on=False):
         with torch_values.fake_tensor((4, 8), torch.float32, torch.device("cpu")) as example:
             try:
@@ -224,7 +224,7 @@ def _traced_inputs(gm: GraphModule, inputs: Sequence[Any]) -> list[Any]:
 
 
 def _inputs(traced: Sequence[Any], inputs: Sequence[Any], sizes: torch_values.SizeNumbers) -> Iterator[Line]:
-    """A line for each input as Dynamo traced it; the tensors themselves tell which share memory."""
+    """A line for each input. `traced` has what Dynamo saw; the real `inputs` show which of them share memory."""
     storages: dict[int, int] = {}
     for i, (value, given) in enumerate(zip(traced, inputs, strict=True)):
         if isinstance(value, torch.Tensor):

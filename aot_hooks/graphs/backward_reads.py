@@ -231,7 +231,7 @@ def _classify(value: Node, user: Node, norm: bool, of_tangents: set[Node]) -> tu
         smooth = positions != [] and set(positions) <= set(
             SMOOTH.get(name, (0,) if norm and name in KEEPS_NORM else ())
         )
-    if smooth and (_is_broadcast(value, user) or _is_difference(user) or _is_quotient(user, of_tangents)):
+    if smooth and (_is_broadcast(value, user) or _is_difference(user) or _is_divided(user, of_tangents)):
         return "singular", False
     if smooth and user in of_tangents and set(positions) & set(ADDENDS.get(name, ())):
         return "singular", False
@@ -284,10 +284,11 @@ def _is_difference(user: Node) -> bool:
     return sources[0] is sources[1] and user.args[0] is not user.args[1]
 
 
-def _is_quotient(user: Node, of_tangents: set[Node]) -> bool:
-    """Whether `user` is a dividend, or a quotient, of a division number by number: some divisors may be small.
+def _is_divided(user: Node, of_tangents: set[Node]) -> bool:
+    """Whether `user` divides element by element, or moves a gradient into such a division. Small divisors raise errors.
 
-    The derivative of `hypot(x, y)` takes x / result, which is at most 1 only if both are as they were.
+    Divisors made from tangents don't count. Example: the derivative of `hypot(x, y)` divides x by the result. The
+    quotient is at most 1 only if neither was rounded.
     """
 
     def divides(node: Node) -> bool:

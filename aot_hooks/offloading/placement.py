@@ -134,7 +134,10 @@ def place(
 
 
 def _remove_copies_in_backward(bw: GraphModule) -> None:
-    """A value that also crosses unpacked, for other readers, is packed in the backward: a copy there saves nothing."""
+    """Remove copies to the host that start in the backward.
+
+    A value that also crosses unpacked, for other readers, is packed in the backward. A copy there saves nothing.
+    """
     for start in bw.graph.find_nodes(op="call_function", target=offload_start):
         nodes: list[Node] = [start]
         for target in (offload_wait, reload_start, reload_wait):
@@ -178,7 +181,7 @@ def _is_free(node: Node) -> bool:
 
 
 def _views_and_steps(value: Node) -> list[Node]:
-    """`value`, the views that make it, and the steps whose results these views read, in order."""
+    """`value` and its sources: views are followed back to the steps that computed their data. In the graph's order."""
     found: dict[Node, None] = {value: None}
     stack = [value]
     while stack:

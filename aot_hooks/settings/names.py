@@ -97,6 +97,7 @@ def carry_names(graph: Graph) -> None:
 
 
 def _shows_all(view: Node, source: Node) -> bool:
+    """Whether `view` has all elements of `source`."""
     a, b = view.meta.get("val"), source.meta.get("val")
     if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
         return False

@@ -215,7 +215,7 @@ def without_autograd_cache(need: Callable[[str], Any] = need) -> Any:
 
 
 def why_captures_are_not_cached() -> str:
-    """Why entries that are made or taken now would not be those of our captures; "" if they would."""
+    """Why torch's cache can't store and load captured graphs under the current settings; "" if it can."""
     config = need("torch._inductor.config")
     if getattr(config, "cudagraph_policy", None) is not None:
         return "a cudagraph_policy is set, which changes what Inductor compiled"
