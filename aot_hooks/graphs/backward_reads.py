@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -112,7 +112,8 @@ class BackwardReads:
     def __init__(self, fw: GraphModule, bw: GraphModule, saved: Iterable[tuple[Any, Node]]) -> None:
         self.fw, self.bw = fw, bw
         self.saved = {b: f for f, b in saved if isinstance(f, Node)}
-        self.of_tangents = _depending(bw.graph, (n for n in bw.graph.nodes if _is_input(n, self.saved)))
+        inputs = bw.graph.find_nodes(op="placeholder")
+        self.of_tangents = _depending(bw.graph, (n for n in inputs if n not in self.saved))
 
     def of(self, node: Node) -> list[FoundRead]:
         """The reads of the backward's input `node` that are not smooth."""
@@ -153,10 +154,6 @@ class BackwardReads:
             if node not in self.of_tangents and _is_cheap(node) and found.issuperset(node.all_input_nodes):
                 found.add(node)
         return found
-
-
-def _is_input(node: Node, saved: Mapping[Node, Any]) -> bool:
-    return node.op == "placeholder" and node not in saved
 
 
 def _depending(graph: torch.fx.Graph, on: Iterable[Node]) -> set[Node]:

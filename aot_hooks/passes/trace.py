@@ -109,7 +109,8 @@ def canonical(gm: GraphModule) -> str:
             continue
         target = "" if node.op in ("placeholder", "output", "get_attr") else str(node.target)
         if node.op == "get_attr":
-            target = _constant_text(getattr(gm, str(node.target)))
+            constant = getattr(gm, str(node.target))
+            target = tensor_digest(constant) if isinstance(constant, torch.Tensor) else repr(constant)
         args, kwargs = torch_values.pytree.tree_map_only(Node, position.__getitem__, (node.args, node.kwargs))
         lines.append(f"{position[node]} = {node.op} {target} {args} {kwargs}")
     return "\n".join(lines)
@@ -119,10 +120,6 @@ def _other_than_tensors(gm: GraphModule) -> str | None:
     """The class of an attribute of the graph that is neither a tensor nor a graph; None if there is none."""
     values = (getattr(gm, str(node.target)) for node in gm.graph.find_nodes(op="get_attr"))
     return next((type(value).__name__ for value in values if not isinstance(value, torch.Tensor | GraphModule)), None)
-
-
-def _constant_text(value: Any) -> str:
-    return tensor_digest(value) if isinstance(value, torch.Tensor) else repr(value)
 
 
 @dataclass(frozen=True)

@@ -218,7 +218,8 @@ def _with_boundaries(
         inside = set(run)
         inputs = {n: None for node in run for n in node.all_input_nodes if n not in inside and n.op != "get_attr"}
         if captured and sizes:
-            symbols = set().union(*(_symbols(node) for node in (*inputs, *run)))
+            tensors = (t for node in (*inputs, *run) for t in tensors_in(value_of(node)))
+            symbols = set().union(*map(torch_cuda.free_symbols, tensors))
             inputs |= {node: None for symbol, node in sizes.items() if symbol in symbols}
         outputs = [node for node in run if any(user not in inside for user in node.users)]
         kernel_count = sum(colours[node] != FREE for node in run)
@@ -239,10 +240,6 @@ def _with_writes(graph: Graph, parts: Sequence[Part]) -> list[Part]:
         made.append(replace(part, written_later=later) if part.captured else part)
         written = written.union(*(memory[target] for node in part.nodes for target in written_nodes(node)))
     return made[::-1]
-
-
-def _symbols(node: Node) -> set[Any]:
-    return set().union(*(torch_cuda.free_symbols(t) for t in tensors_in(value_of(node))))
 
 
 def part_module(gm: GraphModule, part: Part) -> GraphModule:
