@@ -79,11 +79,8 @@ def format_explanation(found: Explanation) -> str:
         parts = [part for part in found.parts if part.graph == name]
         captured = sum(part.captured for part in parts)
         blockers = [blocker for blocker in found.blockers if blocker.graph == name]
-        if captured == len(parts) == 1:
-            told = "captured whole"
-        else:
-            told = f"{captured} of {len(parts)} parts captured"
-        lines.append(f"{name}: {told}")
+        whole = captured == len(parts) == 1
+        lines.append(f"{name}: captured whole" if whole else f"{name}: {captured} of {len(parts)} parts captured")
         for part in parts:
             where = part.first_line if part.first_line == part.last_line else f"{part.first_line} ... {part.last_line}"
             kind = "captured " if part.captured else "as it is "

@@ -138,6 +138,7 @@ class Part:
         return all(map(self._has, [start, start + sum(steps), *(start + step for step in steps)]))
 
     def _has(self, offset: int) -> bool:
+        """Whether an element lies `offset` elements after the first."""
         if offset < 0:
             return False
         for stride, size in sorted(zip(self.stride, self.shape, strict=True), reverse=True):
