@@ -17,12 +17,13 @@ import torch
 from torch.fx import GraphModule
 
 from .compile.compilation import Compilation
-from .compile.pieces import Boxed, boxed
+from .compile.pieces import Boxed
 from .graph.analyse import Analysis, Kind, prepare_and_analyse
 from .graph.blockers import Blocker
 from .options import Options
 from .placeholder import source_line
 from .torch_private import compilers
+from .torch_private.cuda import boxed
 from .tree.driver import CaptureDriver, cuda_driver
 
 __all__ = ["ExplainedPart", "Explanation", "explain"]

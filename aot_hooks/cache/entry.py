@@ -60,9 +60,7 @@ class _Row:
     reason: str
     packed_bytes: int
     saved_bytes: int
-    choices: tuple[
-        str, ...
-    ]  # digests of the hooks that the rules of those settings choose, "" where no check is needed
+    choices: tuple[str, ...]  # digests of the hooks that those settings choose, "" where no check is needed
     traces_to: str  # digest of the hook's programs on a tensor of the row's shape, "" where no check is needed
 
 
