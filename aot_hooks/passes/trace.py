@@ -15,6 +15,7 @@ torch's `saved_tensors_hooks` inlining (pytorch/pytorch#150032); the form is our
 
 from __future__ import annotations
 
+import traceback
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -272,12 +273,9 @@ def _first_line(e: BaseException) -> str:
 def _line_in(fn: Any, e: BaseException) -> str:
     """The innermost line of the traceback in the hook's own file."""
     code = getattr(fn, "__code__", None) or getattr(getattr(fn, "forward", None), "__code__", None)
-    file, tb, line = getattr(code, "co_filename", None), e.__traceback__, 0
-    while tb is not None:
-        if tb.tb_frame.f_code.co_filename == file:
-            line = tb.tb_lineno
-        tb = tb.tb_next
-    return f"{file.rsplit('/', 1)[-1]}:{line}" if file and line else f"in {fn!r}"
+    file = getattr(code, "co_filename", None)
+    lines = [line for frame, line in traceback.walk_tb(e.__traceback__) if frame.f_code.co_filename == file]
+    return f"{file.rsplit('/', 1)[-1]}:{lines[-1]}" if file and lines else f"in {fn!r}"
 
 
 def _flatten(packed: Any) -> tuple[list[Any], Any]:
