@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch.fx import GraphModule, Node
 
-from ..graphs.nodes import is_view
+from ..graphs.nodes import NO_VERSION_CHECK, PACKED, is_view
 from ..graphs.roofline import Rates, has_formula, measured_rates, node_ms
 from ..torch_private import values as torch_values
 from ..torch_private.inductor_marks import PACKED_ROW
@@ -292,8 +292,7 @@ def _keep_on_device(bw: GraphModule, crossing: _Crossing) -> None:
     """Have the value itself cross in place of its copy on the host."""
     value, wait = crossing.value, crossing.wait
     if value is not crossing.source or PACKED_ROW in crossing.source.meta:  # else the program made it, and marked it
-        marks = ("aot_hooks_packed", "saved_tensor_with_no_vc_check")
-        value.meta.update({key: wait.meta[key] for key in marks if key in wait.meta})
+        value.meta.update({key: wait.meta[key] for key in (PACKED, NO_VERSION_CHECK) if key in wait.meta})
     wait.graph.output_node().replace_input_with(wait, value)
     crossing.slot.meta["val"] = value.meta["val"]
     crossing.back.replace_all_uses_with(crossing.slot)
