@@ -53,8 +53,10 @@ _HOST_READS = {
 
 _COPIES = {"aten::_to_copy", "aten::copy_", "aten::copy", "prims::device_put"}
 
-# Checks of sizes, which are part of the edge keys of recordings.
+# Reads of sizes, without their overloads.
 _SIZES = ("aten.sym_size", "aten.sym_stride", "aten.sym_numel", "aten.sym_storage_offset")
+
+# Checks of sizes, which are part of the edge keys of recordings.
 _SIZE_CHECKS = {"aten::_assert_scalar", "aten::sym_constrain_range", "aten::sym_constrain_range_for_size"}
 
 # Operators that change the memory or the shape of a tensor object without the tag `inplace_view`.
@@ -200,12 +202,12 @@ def is_free(node: Node) -> bool:
     """Whether `node` launches nothing: a view, an item of a tuple, arithmetic on sizes and checks of it."""
     if node.op != "call_function":
         return True
-    if node.target is operator.getitem:
+    target = node.target
+    if target is operator.getitem:
         return True
-    if torch_cuda.is_operator(node.target):
-        is_check, is_size = _name(node) in _SIZE_CHECKS, str(node.target).startswith(_SIZES)
-        return torch_cuda.returns_views(node.target) or is_check or is_size
-    return not torch_cuda.is_higher_order(node.target) and not tensors_in(value_of(node))
+    if torch_cuda.is_operator(target):
+        return torch_cuda.returns_views(target) or _name(node) in _SIZE_CHECKS or str(target).startswith(_SIZES)
+    return not torch_cuda.is_higher_order(target) and not tensors_in(value_of(node))
 
 
 def reason_against(node: Node, device: torch.device) -> str | None:
@@ -227,7 +229,7 @@ def _by_operator(node: Node, device: torch.device) -> str | None:
     if torch_cuda.is_higher_order(target):
         if str(target) in _CONTROL_FLOW:
             return "chooses on the host what runs"
-        arguments: list[Any] = [*node.args, *node.kwargs.values()]
+        arguments: list[Any] = [*node.args, *node.kwargs.values()]  # the operators that it calls are among these
         for called in filter(torch_cuda.is_operator, arguments):
             if torch.Tag.cudagraph_unsafe in called.tags:
                 return f"calls {called}, which is tagged cudagraph_unsafe"
