@@ -282,10 +282,10 @@ def _is_difference(user: Node) -> bool:
 
 
 def _is_divided(user: Node, of_tangents: set[Node]) -> bool:
-    """Whether `user` divides element by element, or moves a gradient into such a division. Small divisors raise errors.
+    """Whether `user` divides element by element, or moves a gradient into such a division.
 
-    Divisors made from tangents don't count. Example: the derivative of `hypot(x, y)` divides x by the result. The
-    quotient is at most 1 only if neither was rounded.
+    A small divisor makes the error of a rounded value large. Divisors made from tangents don't count. Example: the
+    derivative of `hypot(x, y)` divides x by the result; the quotient is at most 1 only if neither was rounded.
     """
 
     def divides(node: Node) -> bool:
