@@ -1,5 +1,6 @@
 """`python -m aot_hooks env`: what a bug report needs. `... report script.py`: what a script saves for backward.
-`... explain-miss`: why the last graph with hooks was not in torch's cache."""
+`... explain-miss`: why the last graph with hooks was not in torch's cache.
+"""
 
 from __future__ import annotations
 
@@ -156,7 +157,7 @@ def explain_miss(directory: str | None, as_json: bool) -> int:
 
 
 def _check_can_write(option: str, path: str) -> None:
-    """Before the script runs: what it takes hours to find out must not be lost to a misspelled folder."""
+    """Raises `OptionError` unless `path` can be a file. Called before the script runs, which may take hours."""
     if not path:
         raise OptionError(f"{option}: expected the path of a file, got {path!r}")
     folder = pathlib.Path(path).parent
@@ -195,6 +196,7 @@ def _evaluated(option: str, expression: str) -> Any:
 
 
 def _origin(script: str, recorded: Recorded) -> str:
+    """The lines over a report: the graphs or modules in it, and what the script does that is not in it."""
     notes: list[str] = []
     if recorded.compiled:
         what = _compiled_graphs(recorded, notes)

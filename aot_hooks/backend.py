@@ -28,6 +28,7 @@ from .eager.modules import roots
 from .eager.packing import CompiledCall
 from .errors import AotHooksError, OptionError
 from .graphs.nodes import REGION, annotation
+from .hook import KEEP
 from .identity import Recording, described, recording
 from .offloading import transfers
 from .options import Options, inductor_patches
@@ -396,11 +397,8 @@ def _hooks_not_inlined_by_torch() -> contextlib.AbstractContextManager[None]:
 
     An empty stack stays empty: torch.func's transforms trace on an empty stack only.
     """
-    return contextlib.nullcontext() if autograd.top_hooks() is None else autograd.hooks_pushed(_identity, _identity)
-
-
-def _identity(x: Any) -> Any:
-    return x
+    empty = autograd.top_hooks() is None
+    return contextlib.nullcontext() if empty else autograd.hooks_pushed(KEEP.pack, KEEP.unpack)
 
 
 def _nothing() -> None:

@@ -69,7 +69,7 @@ def only_these_ops(hooks: Mapping[Any, Rule]) -> Policy:
     Raises:
         OptionError: no such operator, or a composite one, which never saves a tensor itself (aten.linear).
     """
-    return _OnlyTheseOps(_entries("only_these_ops", hooks, "an operator", operator_key))
+    return _OnlyTheseOps(_checked_entries("only_these_ops", hooks, "an operator", operator_key))
 
 
 def only_these_modules(hooks: Mapping[str, Rule]) -> Policy:
@@ -80,17 +80,17 @@ def only_these_modules(hooks: Mapping[str, Rule]) -> Policy:
             "layers.0.mlp" covers "layers.0.mlp.fc1". `*`, `?` and `[...]` match within one name ("layers.*.mlp"), `**`
             matches any number of names ("**.mlp").
     """
-    return _OnlyTheseModules(_entries("only_these_modules", hooks, "a module's path or pattern", _pattern))
+    return _OnlyTheseModules(_checked_entries("only_these_modules", hooks, "a module's path or pattern", _checked_path))
 
 
 def only_these_names(hooks: Mapping[str, Rule]) -> Policy:
     """A hook by the name that `aot_hooks.checkpoint_name(x, name)` set on the tensor, or on the base of the view."""
-    return _OnlyTheseNames(_entries("only_these_names", hooks, "a name", _name))
+    return _OnlyTheseNames(_checked_entries("only_these_names", hooks, "a name", _name))
 
 
 def only_these_dtypes(hooks: Mapping[torch.dtype, Rule]) -> Policy:
     """A hook by dtype: `{torch.float32: hook}`."""
-    return _OnlyTheseDtypes(_entries("only_these_dtypes", hooks, "a torch.dtype", _dtype))
+    return _OnlyTheseDtypes(_checked_entries("only_these_dtypes", hooks, "a torch.dtype", _dtype))
 
 
 def first_match(*policies: Rule) -> Policy:
@@ -158,7 +158,7 @@ class _Everything(_Policy):
         return (self.hook,)
 
     def __repr__(self) -> str:
-        return f"everything({_shown(self.hook)})"
+        return f"everything({_rule_text(self.hook)})"
 
 
 @dataclass(frozen=True, repr=False)
@@ -180,7 +180,7 @@ class _LargerThan(_Policy):
         return (self.hook,)
 
     def __repr__(self) -> str:
-        return f"larger_than({self.nbytes}, {_shown(self.hook)})"
+        return f"larger_than({self.nbytes}, {_rule_text(self.hook)})"
 
 
 @dataclass(frozen=True, repr=False)
@@ -211,7 +211,7 @@ class _ByKey(_Policy):
     def __repr__(self) -> str:
         name = type(self).__name__.removeprefix("_Only")
         name = "only" + "".join(f"_{c.lower()}" if c.isupper() else c for c in name)
-        return f"{name}({{{', '.join(f'{key!r}: {_shown(rule)}' for key, rule in self.entries)}}})"
+        return f"{name}({{{', '.join(f'{key!r}: {_rule_text(rule)}' for key, rule in self.entries)}}})"
 
 
 @dataclass(frozen=True, repr=False)
@@ -286,7 +286,7 @@ class _FirstMatch(_Policy):
         return None, None
 
     def __repr__(self) -> str:
-        return f"first_match({', '.join(map(_shown, self.policies))})"
+        return f"first_match({', '.join(map(_rule_text, self.policies))})"
 
 
 def _covers(pattern: tuple[str, ...], path: tuple[str, ...]) -> bool:
@@ -316,7 +316,7 @@ def _nbytes(value: Any) -> int:
     return value
 
 
-def _entries(function: str, hooks: Any, key: str, check: Callable[[Any], Any]) -> tuple[tuple[Any, Rule], ...]:
+def _checked_entries(function: str, hooks: Any, key: str, check: Callable[[Any], Any]) -> tuple[tuple[Any, Rule], ...]:
     if not isinstance(hooks, Mapping) or not hooks:
         raise OptionError(f"{function}: expected a dict from {key} to a Hook, got {hooks!r}")
     entries = []
@@ -328,7 +328,7 @@ def _entries(function: str, hooks: Any, key: str, check: Callable[[Any], Any]) -
     return tuple(entries)
 
 
-def _pattern(value: Any) -> str:
+def _checked_path(value: Any) -> str:
     if not isinstance(value, str) or "" in value.split("."):
         raise OptionError(f"expected a module's path such as 'layers.*.mlp', got {value!r}")
     return value
@@ -346,7 +346,7 @@ def _dtype(value: Any) -> torch.dtype:
     return value
 
 
-def _shown(rule: Rule) -> str:
+def _rule_text(rule: Rule) -> str:
     if rule == KEEP:
         return "KEEP"
     return repr(rule) if isinstance(rule, Hook | _Policy) else str(getattr(rule, "__name__", repr(rule)))

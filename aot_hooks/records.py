@@ -55,14 +55,14 @@ class Graph:
     Attributes:
         plans: with live bytes; empty if it has no backward, several if Dynamo's graph became several.
         run_count: how often its forward ran.
-        held_count: how many of these runs still have saved tensors.
-        most_held: the largest `held_count` since somebody set `most_held` back to it.
+        waiting_count: how many of these runs still have saved tensors.
+        most_waiting: the peak of `waiting_count`; a report resets it after each step.
     """
 
     plans: list[Plan] = field(default_factory=list)
     run_count: int = 0
-    held_count: int = 0
-    most_held: int = 0
+    waiting_count: int = 0
+    most_waiting: int = 0
 
     def counted(self, run: Callable[..., Any]) -> Callable[..., Any]:
         """`run`, the compiled forward, with each run counted."""
@@ -71,14 +71,14 @@ class Graph:
             outputs = run(*args)
             self.run_count += 1
             if at_end_of_backward(outputs, self._released):
-                self.held_count += 1
-                self.most_held = max(self.most_held, self.held_count)
+                self.waiting_count += 1
+                self.most_waiting = max(self.most_waiting, self.waiting_count)
             return outputs
 
         return run_and_count
 
     def _released(self) -> None:
-        self.held_count -= 1
+        self.waiting_count -= 1
 
 
 _recorded: list[Graph] | None = None

@@ -8,6 +8,7 @@ The backend decides by the same `prepare_and_analyse`, so the explanation is wha
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,12 +17,13 @@ import torch
 from torch.fx import GraphModule
 
 from .compile.compilation import Compilation
-from .compile.pieces import Boxed, boxed
+from .compile.pieces import Boxed
 from .graph.analyse import Analysis, Kind, prepare_and_analyse
 from .graph.blockers import Blocker
 from .options import Options
 from .placeholder import source_line
 from .torch_private import compilers
+from .torch_private.cuda import boxed
 from .tree.driver import CaptureDriver, cuda_driver
 
 __all__ = ["ExplainedPart", "Explanation", "explain"]
@@ -79,11 +81,8 @@ def format_explanation(found: Explanation) -> str:
         parts = [part for part in found.parts if part.graph == name]
         captured = sum(part.captured for part in parts)
         blockers = [blocker for blocker in found.blockers if blocker.graph == name]
-        if captured == len(parts) == 1:
-            told = "captured whole"
-        else:
-            told = f"{captured} of {len(parts)} parts captured"
-        lines.append(f"{name}: {told}")
+        whole = captured == len(parts) == 1
+        lines.append(f"{name}: captured whole" if whole else f"{name}: {captured} of {len(parts)} parts captured")
         for part in parts:
             where = part.first_line if part.first_line == part.last_line else f"{part.first_line} ... {part.last_line}"
             kind = "captured " if part.captured else "as it is "
@@ -110,24 +109,14 @@ def explain_with(
     found: list[Analysis] = []
     options = Options()
     fn = compilers.uncompiled(fn)
-    graph_count = 0
-
-    def add(gm: GraphModule, kind: Kind, device_type: str) -> None:
-        found.append(prepare_and_analyse(gm, kind, options, device_type))
+    numbers = itertools.count()
 
     def explaining(gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        nonlocal graph_count
-        compilation = Compilation(options, driver, number=graph_count)
-        graph_count += 1
-
-        def uncaptured(graph: GraphModule, _: Any) -> Boxed:
-            return boxed(graph)
-
-        def inference(graph: GraphModule, graph_inputs: Any) -> Boxed:
-            add(graph, compilation.kind(graph, is_inference=True), compilation.device_type)
-            return uncaptured(graph, graph_inputs)
-
+        compilation = Compilation(options, driver, number=next(numbers))
         backwards: list[GraphModule] = []
+
+        def analyse(graph: GraphModule, kind: Kind) -> None:
+            found.append(prepare_and_analyse(graph, kind, options, compilation.device_type))
 
         def partition(joint: GraphModule, joint_inputs: Any, **kwargs: Any) -> tuple[GraphModule, GraphModule]:
             fw, bw = compilers.min_cut_partition(joint, joint_inputs, **kwargs)
@@ -135,12 +124,19 @@ def explain_with(
             return fw, bw
 
         def forward(graph: GraphModule, _: Any) -> Boxed:
-            add(graph, compilation.kind(graph), compilation.device_type)
-            add(backwards[-1], compilation.kind(backwards[-1], is_backward=True), compilation.device_type)
-            return uncaptured(graph, _)
+            analyse(graph, compilation.kind(graph))
+            analyse(backwards[-1], compilation.kind(backwards[-1], is_backward=True))
+            return boxed(graph)
+
+        def backward(graph: GraphModule, _: Any) -> Boxed:
+            return boxed(graph)
+
+        def inference(graph: GraphModule, _: Any) -> Boxed:
+            analyse(graph, compilation.kind(graph, is_inference=True))
+            return boxed(graph)
 
         return compilers.compile_aten(
-            gm, inputs, forward=forward, backward=uncaptured, inference=inference, partition=partition
+            gm, inputs, forward=forward, backward=backward, inference=inference, partition=partition
         )
 
     def program(*args: Any, **kwargs: Any) -> Any:

@@ -60,9 +60,7 @@ class _Row:
     reason: str
     packed_bytes: int
     saved_bytes: int
-    choices: tuple[
-        str, ...
-    ]  # digests of the hooks that the rules of those settings choose, "" where no check is needed
+    choices: tuple[str, ...]  # digests of the hooks that those settings choose, "" where no check is needed
     traces_to: str  # digest of the hook's programs on a tensor of the row's shape, "" where no check is needed
 
 
@@ -228,6 +226,7 @@ class Checks:
             raise Refused(f"hook '{hook.name}' cannot be stored ({e})") from e
 
     def resolve(self, hook: _Hook, row: SavedTensor) -> Hook:
+        """The hook that the stored `hook` stands for: a setting's choice for `row`, a pickled hook, or `KEEP`."""
         kind, value = hook
         if kind == "rule" and value < len(self.key.settings):
             return self.chosen(value, row)

@@ -19,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import operator
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -77,7 +78,7 @@ def key_of(
     options: Mapping[str, Any] | None = None,
     roots: Mapping[str, str] | None = None,
 ) -> Key:
-    """The key of `gm`, which does not change.
+    """The key of `gm`. Changes nothing in `gm`.
 
     Args:
         inputs: the example inputs that Dynamo passes with it.
@@ -104,7 +105,8 @@ def key_of(
             texts[text] = len(texts) + 1
             lines += [(f"region {len(texts)} {name}", value) for name, value in text]
         numbers[key] = texts[text]
-    reads_anything = any(s is not None and _reads_anything(s.rule) for s in settings)
+    # a user's function sees the rows of saved tensors, with their lines and modules
+    reads_anything = any(s is not None and described(s.rule).functions for s in settings)
     reads_modules = reads_anything or any(s is not None and s.looks_at_modules for s in settings)
     for i, node in enumerate(nodes):
         if (key := annotation(node, REGION)) is not None:
@@ -137,7 +139,7 @@ def _setting_lines(setting: Setting | None, opaque: list[str]) -> Iterator[Line]
 
 
 def _program_lines(hook: Hook, opaque: list[str]) -> Iterator[Line]:
-    """The programs of `hook` on an example: most changes of its functions change the key."""
+    """The graphs that `hook` traces to on one example tensor. Most changes of its functions change these graphs."""
     with compiling_for("inductor"), recording(on=False):
         with torch_values.fake_tensor((4, 8), torch.float32, torch.device("cpu")) as example:
             try:
@@ -146,8 +148,8 @@ def _program_lines(hook: Hook, opaque: list[str]) -> Iterator[Line]:
                 yield "program", "none on f32[4, 8]"
                 return
     for part, gm in (("pack", traced.pack), ("unpack", traced.unpack)):
-        if hook.cache_hash is None and (operator := foreign_operator(gm)) is not None:
-            opaque.append(operator)
+        if hook.cache_hash is None and (foreign := foreign_operator(gm)) is not None:
+            opaque.append(foreign)
         for i, line in enumerate(canonical(gm).splitlines()):
             yield f"{part} {i}", line
 
@@ -177,11 +179,6 @@ def _graphs(gm: GraphModule) -> list[GraphModule]:
     return [module for module in gm.modules() if isinstance(module, GraphModule)]
 
 
-def _reads_anything(rule: Any) -> bool:
-    """Whether a user's function sees the rows of saved tensors, with their lines and modules."""
-    return bool(described(rule).functions)
-
-
 def _canonical(gm: GraphModule, sizes: torch_values.SizeNumbers) -> Iterator[Line]:
     """The nodes of one graph, by position."""
     position: dict[Node, str] = {}
@@ -190,7 +187,7 @@ def _canonical(gm: GraphModule, sizes: torch_values.SizeNumbers) -> Iterator[Lin
         if node.op == "placeholder":
             target = sizes.text(node.meta.get("example_value", node.target)) if node.type is torch.SymInt else ""
         elif node.op == "get_attr":
-            value = _attribute(gm, str(node.target))
+            value = operator.attrgetter(str(node.target))(gm)
             target = "graph" if isinstance(value, GraphModule) else _constant(value)
         elif node.op == "call_function":
             target = _name(node.target)
@@ -202,12 +199,6 @@ def _canonical(gm: GraphModule, sizes: torch_values.SizeNumbers) -> Iterator[Lin
 
 def _constant(value: Any) -> str:
     return tensor_digest(value) if isinstance(value, torch.Tensor) else f"{type(value).__name__}:{value!r}"
-
-
-def _attribute(root: Any, path: str) -> Any:
-    for name in path.split("."):
-        root = getattr(root, name)
-    return root
 
 
 def _name(target: Any) -> str:
@@ -224,7 +215,7 @@ def _traced_inputs(gm: GraphModule, inputs: Sequence[Any]) -> list[Any]:
 
 
 def _inputs(traced: Sequence[Any], inputs: Sequence[Any], sizes: torch_values.SizeNumbers) -> Iterator[Line]:
-    """A line for each input as Dynamo traced it; the tensors themselves tell which share memory."""
+    """A line for each input. `traced` has what Dynamo saw; the real `inputs` show which of them share memory."""
     storages: dict[int, int] = {}
     for i, (value, given) in enumerate(zip(traced, inputs, strict=True)):
         if isinstance(value, torch.Tensor):

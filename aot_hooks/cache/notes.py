@@ -96,9 +96,9 @@ def nearest(note: Note, others: Iterable[Note]) -> Note | None:
 
 def differences(before: Note, after: Note) -> list[tuple[str, str | None, str | None]]:
     """The lines that differ: name, text of the one, text of the other; None where it has none."""
-    old, new = before.all_lines(), after.all_lines()
     if not (before.torch_lines and after.torch_lines):
-        old, new = (_without(lines, "torch ") for lines in (old, new))
+        before, after = (dataclasses.replace(note, torch_lines=()) for note in (before, after))
+    old, new = before.all_lines(), after.all_lines()
     names = dict.fromkeys([*new, *old])
     return [(name, old.get(name), new.get(name)) for name in names if old.get(name) != new.get(name)]
 
@@ -120,12 +120,6 @@ def difference(before: Note, after: Note, most: int = _SHOWN) -> str:
     if len(found) > most:
         shown.append(f"... and {len(found) - most} more")
     return "\n".join(shown)
-
-
-def _without(lines: dict[str, str], prefix: str) -> dict[str, str]:
-    return {
-        name: text for name, text in lines.items() if not name.startswith(prefix) or not name[len(prefix) :].isdigit()
-    }
 
 
 @dataclass(frozen=True)

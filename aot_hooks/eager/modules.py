@@ -68,10 +68,9 @@ def made_in(number: int | None) -> str:
 
 
 def roots() -> dict[str, str]:
-    """Paths of the locals of the frame that Dynamo is compiling, within the outermost running module.
+    """Dynamo's name of each local of the frame that it compiles, with its path in the outermost running module.
 
-    The keys are Dynamo's names of the locals; "" is the innermost running module. {} outside any module: then Dynamo's
-    paths begin with the outermost one.
+    "" stands for the innermost running module. Empty if no module runs: Dynamo's own paths are right then.
     """
     compiled, outside = dynamo.frame_being_compiled()
     modules = _running(outside)

@@ -330,8 +330,8 @@ def _copy_containers(packed: Any, tensors: list[torch.Tensor]) -> Any:
 
 def _call(value: SavedValue, part: str, argument: Any) -> Any:
     try:
-        with torch.no_grad(), torch_values.no_autocast(), autograd.hooks_hidden():
-            return getattr(value.hook, part)(argument)
+        with torch.no_grad(), torch_values.no_autocast():  # a hook's own operators save nothing
+            return autograd.call_without_hooks(getattr(value.hook, part), (argument,), "aot_hooks: inside a hook")
     except AotHooksError:
         raise
     except Exception as e:

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -112,7 +112,8 @@ class BackwardReads:
     def __init__(self, fw: GraphModule, bw: GraphModule, saved: Iterable[tuple[Any, Node]]) -> None:
         self.fw, self.bw = fw, bw
         self.saved = {b: f for f, b in saved if isinstance(f, Node)}
-        self.of_tangents = _depending(bw.graph, (n for n in bw.graph.nodes if _is_input(n, self.saved)))
+        inputs = bw.graph.find_nodes(op="placeholder")
+        self.of_tangents = _depending(bw.graph, (n for n in inputs if n not in self.saved))
 
     def of(self, node: Node) -> list[FoundRead]:
         """The reads of the backward's input `node` that are not smooth."""
@@ -153,10 +154,6 @@ class BackwardReads:
             if node not in self.of_tangents and _is_cheap(node) and found.issuperset(node.all_input_nodes):
                 found.add(node)
         return found
-
-
-def _is_input(node: Node, saved: Mapping[Node, Any]) -> bool:
-    return node.op == "placeholder" and node not in saved
 
 
 def _depending(graph: torch.fx.Graph, on: Iterable[Node]) -> set[Node]:
@@ -231,7 +228,7 @@ def _classify(value: Node, user: Node, norm: bool, of_tangents: set[Node]) -> tu
         smooth = positions != [] and set(positions) <= set(
             SMOOTH.get(name, (0,) if norm and name in KEEPS_NORM else ())
         )
-    if smooth and (_is_broadcast(value, user) or _is_difference(user) or _is_quotient(user, of_tangents)):
+    if smooth and (_is_broadcast(value, user) or _is_difference(user) or _is_divided(user, of_tangents)):
         return "singular", False
     if smooth and user in of_tangents and set(positions) & set(ADDENDS.get(name, ())):
         return "singular", False
@@ -284,10 +281,11 @@ def _is_difference(user: Node) -> bool:
     return sources[0] is sources[1] and user.args[0] is not user.args[1]
 
 
-def _is_quotient(user: Node, of_tangents: set[Node]) -> bool:
-    """Whether `user` is a dividend, or a quotient, of a division number by number: some divisors may be small.
+def _is_divided(user: Node, of_tangents: set[Node]) -> bool:
+    """Whether `user` divides element by element, or moves a gradient into such a division.
 
-    The derivative of `hypot(x, y)` takes x / result, which is at most 1 only if both are as they were.
+    A small divisor makes the error of a rounded value large. Divisors made from tangents don't count. Example: the
+    derivative of `hypot(x, y)` divides x by the result; the quotient is at most 1 only if neither was rounded.
     """
 
     def divides(node: Node) -> bool:

@@ -62,17 +62,13 @@ def alive_bytes(gm: GraphModule, packed: Mapping[Node, int]) -> dict[Node, int]:
     return dict(zip(nodes, alive_along(len(nodes), [*found.values(), *crossing]), strict=True))
 
 
-def _value_bytes(node: Node) -> int:
-    return storage_bytes(node.meta["val"])
-
-
 def lifetimes(
     nodes: Sequence[Node],
     counted: Collection[Any],
     *,
     to_end: Collection[Any],
     last_reader: Mapping[Node, int],
-    nbytes: Callable[[Node], int] = _value_bytes,
+    nbytes: Callable[[Node], int] = lambda node: storage_bytes(node.meta["val"]),
 ) -> dict[Any, Lifetime]:
     """When each of the `counted` storages is alive: from its first node to its last reader, or to the end.
 

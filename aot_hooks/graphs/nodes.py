@@ -95,8 +95,7 @@ def storage_bytes(value: torch.Tensor) -> int:
 
 
 def _storage_in_region(node: Node) -> Any:
-    """The storage of `node`, an output of a higher-order operator. A parameter that a nested region saves is the
-    operand that it was called with."""
+    """The storage of `node`. An output of a nested region on the memory of one of its operands has the operand's."""
     out = region_output(node)
     if out is None:
         return node

@@ -92,7 +92,7 @@ def node_ms(gm: GraphModule, rates: Callable[[torch.device], Rates], fused: bool
             in_kernel.add(storage_of(node))
         found[node] = 1e3 * moved / rate.memory
         if has_formula(node):
-            found[node] = max(found[node], 1e3 * _operations(node) / _rate(node, values[0], rate))
+            found[node] = max(found[node], 1e3 * _operation_count(node) / _rate(node, values[0], rate))
     return found
 
 
@@ -107,7 +107,7 @@ def _rate(node: Node, value: torch.Tensor, rates: Rates) -> float:
     return rate
 
 
-def _operations(node: Node) -> int:
+def _operation_count(node: Node) -> int:
     def plain(value: Any) -> Any:
         """Sizes as numbers: a formula must leave no guard."""
         value = value.meta.get("val") if isinstance(value, Node) else value

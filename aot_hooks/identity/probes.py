@@ -127,7 +127,7 @@ class Probe:
         )
         if _local.reached is not None:
             for source, name, _ in guarded:
-                path = dynamo_guards.on_the_way(source, functions, _local.scope)
+                path = dynamo_guards.objects_on_path(source, functions, _local.scope)
                 _local.reached += ((dynamo_guards.user_name(name, functions), value, parts) for value, parts in path)
 
         def run(*tensors: Any) -> Any:

@@ -134,8 +134,8 @@ class Recording:
         if description.frozen:
             return record
         _, hooks = self.choices.get(id(rule), (rule, {}))  # by row
-        if hasattr(rule, "cache_hash"):  # a hook: the same for all rows
-            hooks = dict.fromkeys(hooks if description.functions else hooks and (None,), rule)
+        if hasattr(rule, "cache_hash"):  # a hook: one choice for all rows, unless its `declines` reads them
+            hooks = dict.fromkeys(hooks if description.functions or not hooks else (None,), rule)
         choices = {id(hook): self._choice(hook) for hook in {id(hook): hook for hook in hooks.values()}.values()}
         for row, hook in hooks.items():
             declined = () if row is None else _declined(hook, described(hook).functions, row)
@@ -208,7 +208,7 @@ def note_choice(rule: Any, row: Any, hook: Any) -> None:
 
 
 def note_trace(hook: Any, x: torch.Tensor, where: str, size_of: Callable[[Any], int]) -> None:
-    """`hook` is traced on `x`, a fake tensor; `where` it is saved, for messages."""
+    """Note that `hook` is traced on `x`, a fake tensor. `where` is the place that saves it, for messages."""
     if _local.recording is not None:
         _, examples = _local.recording.examples.setdefault(id(hook), (hook, {}))
         examples.setdefault(example_of(x, size_of), where)

@@ -163,18 +163,14 @@ class _PackAnswers:
         answers = [test(y) for test in self.tests]
         bits = []
         for k in range(self.bits):
-            members = [wanted for i, (wanted, _) in enumerate(self.classes) if i >> k & 1]
-            bits.append(pack_bits(_any([_all(answers, wanted) for wanted in members])))
+            members = [_all(answers, wanted) for i, (wanted, _) in enumerate(self.classes) if i >> k & 1]
+            bits.append(pack_bits(functools.reduce(torch.logical_or, members)))
         return bits, like
 
 
 def _all(answers: list[torch.Tensor], wanted: tuple[bool, ...]) -> torch.Tensor:
     terms = [a if w else ~a for a, w in zip(answers, wanted, strict=True)]
     return functools.reduce(torch.logical_and, terms)
-
-
-def _any(terms: list[torch.Tensor]) -> torch.Tensor:
-    return functools.reduce(torch.logical_or, terms)
 
 
 @dataclass(frozen=True)

@@ -97,11 +97,12 @@ class _Unpack:
     def __call__(self, packed: Any) -> torch.Tensor:
         leaves, spec, marks = packed
         if spec is not None:
-            back = [self._leaf(a, mark) for a, mark in zip(leaves, marks, strict=True)]
+            back = [self._restored(a, mark) for a, mark in zip(leaves, marks, strict=True)]
             leaves = pytree.tree_unflatten(back, spec)
         return leaves if self.then is None else self.then.unpack(leaves)
 
-    def _leaf(self, a: Any, mark: _Sent | None) -> Any:
+    def _restored(self, a: Any, mark: _Sent | None) -> Any:
+        """Leaf `a` of the packed data, fetched if it is an eager copy or `mark` says that it was sent."""
         if isinstance(a, EagerCopy):
             return a.restore()
         if mark is None:

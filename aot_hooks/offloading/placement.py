@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch.fx import GraphModule, Node
 
-from ..graphs.nodes import is_view
+from ..graphs.nodes import NO_VERSION_CHECK, PACKED, is_view
 from ..graphs.roofline import Rates, has_formula, measured_rates, node_ms
 from ..torch_private import values as torch_values
 from ..torch_private.inductor_marks import PACKED_ROW
@@ -134,7 +134,10 @@ def place(
 
 
 def _remove_copies_in_backward(bw: GraphModule) -> None:
-    """A value that also crosses unpacked, for other readers, is packed in the backward: a copy there saves nothing."""
+    """Remove copies to the host that start in the backward.
+
+    A value that also crosses unpacked, for other readers, is packed in the backward. A copy there saves nothing.
+    """
     for start in bw.graph.find_nodes(op="call_function", target=offload_start):
         nodes: list[Node] = [start]
         for target in (offload_wait, reload_start, reload_wait):
@@ -178,7 +181,7 @@ def _is_free(node: Node) -> bool:
 
 
 def _views_and_steps(value: Node) -> list[Node]:
-    """`value`, the views that make it, and the steps whose results these views read, in order."""
+    """`value` and its sources: views are followed back to the steps that computed their data. In the graph's order."""
     found: dict[Node, None] = {value: None}
     stack = [value]
     while stack:
@@ -289,8 +292,7 @@ def _keep_on_device(bw: GraphModule, crossing: _Crossing) -> None:
     """Have the value itself cross in place of its copy on the host."""
     value, wait = crossing.value, crossing.wait
     if value is not crossing.source or PACKED_ROW in crossing.source.meta:  # else the program made it, and marked it
-        marks = ("aot_hooks_packed", "saved_tensor_with_no_vc_check")
-        value.meta.update({key: wait.meta[key] for key in marks if key in wait.meta})
+        value.meta.update({key: wait.meta[key] for key in (PACKED, NO_VERSION_CHECK) if key in wait.meta})
     wait.graph.output_node().replace_input_with(wait, value)
     crossing.slot.meta["val"] = value.meta["val"]
     crossing.back.replace_all_uses_with(crossing.slot)

@@ -145,7 +145,7 @@ capture_under_way: Callable[[], Capture | None] = _no_capture  # `cudagraph.capt
 
 
 def _begin(source: torch.Tensor, target: torch.Tensor, device: torch.device, out: bool) -> _Copy:
-    """Start a copy between the host and `device`."""
+    """Start a copy between the host and `device`: to the host if `out`."""
     copy = _Copy(source, target)
     if device.type != "cuda":
         copy.late = copies.at_wait

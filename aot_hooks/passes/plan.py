@@ -180,7 +180,7 @@ def decide(boundary: Boundary, ambient: Setting | None, regions: Mapping[str, Se
 
 def _choose(value: SavedValue, ambient: Setting | None, regions: Mapping[str, Setting]) -> Choice:
     readers = tuple(u for u in value.bw_node.users if u.op != "output")
-    if reason := _why_untouched(value, readers):
+    if reason := _why_unpackable(value, readers):
         return Choice(value, ((KEEP, readers),), reason)
     uses: dict[Hook, list[Node]] = {}
     reasons: dict[str, None] = {}
@@ -190,7 +190,7 @@ def _choose(value: SavedValue, ambient: Setting | None, regions: Mapping[str, Se
         setting = regions[region] if region is not None else ambient
         if setting is not None:
             settings[setting.key] = None
-        hook, reason = _ask(setting, value)
+        hook, reason = _hook_for(setting, value)
         uses.setdefault(hook, []).append(reader)
         reasons[reason] = None
     lossy = {reader for hook, through in uses.items() if hook.lossy for reader in through}
@@ -208,8 +208,8 @@ def _choose(value: SavedValue, ambient: Setting | None, regions: Mapping[str, Se
 _RETURNED = "the backward gives it back as it is"
 
 
-def _why_untouched(value: SavedValue, readers: Sequence[Node]) -> str:
-    """Why no setting is asked about `value`; "" if they are."""
+def _why_unpackable(value: SavedValue, readers: Sequence[Node]) -> str:
+    """Why `value` stays whatever the settings choose; "" if they decide."""
     node = value.fw_node
     if not readers:
         return _RETURNED if value.bw_node.users else "not read by the backward"
@@ -225,7 +225,7 @@ def _why_untouched(value: SavedValue, readers: Sequence[Node]) -> str:
     return ""
 
 
-def _ask(setting: Setting | None, value: SavedValue) -> tuple[Hook, str]:
+def _hook_for(setting: Setting | None, value: SavedValue) -> tuple[Hook, str]:
     """The hook that `setting` has for `value`, and why; `KEEP` if the hook can't take it."""
     if setting is None:
         return KEEP, "no hook covers it"

@@ -28,7 +28,7 @@ __all__ = ["save_what_was_read"]
 
 def save_what_was_read(fw: GraphModule, bw: GraphModule, num_fwd_outputs: int) -> None:
     """Save a copy of each saved input that `fw`, or torch after it, writes to. Edits both graphs in place."""
-    written = set(_written(fw, num_fwd_outputs))
+    written = set(_written_storages(fw, num_fwd_outputs))
     output = fw.graph.output_node()
     outputs: list[Any] = list(output.args[0])  # type: ignore[arg-type]
     saved = [n for n in outputs[num_fwd_outputs:] if isinstance(n, Node) and storage_of(n) in written]
@@ -48,9 +48,11 @@ def save_what_was_read(fw: GraphModule, bw: GraphModule, num_fwd_outputs: int) -
     fw.recompile()
 
 
-def _written(fw: GraphModule, num_fwd_outputs: int) -> Iterator[Any]:
-    """Storages that operators of `fw` write to, and storages of inputs that torch writes to after `fw` ran: AOTAutograd
-    describes such an output as that of a mutated input."""
+def _written_storages(fw: GraphModule, num_fwd_outputs: int) -> Iterator[Any]:
+    """Storages that operators of `fw` write to, and inputs that torch writes to after `fw` ran.
+
+    AOTAutograd describes the output with such an input's new value as that of a mutated input.
+    """
     for node in fw.graph.nodes:
         yield from (storage_of(n) for n, is_write in aliased_arguments(node) if is_write)
     descriptions = (fw.graph.output_node().meta.get("desc") or ())[:num_fwd_outputs]

@@ -15,6 +15,7 @@ torch's `saved_tensors_hooks` inlining (pytorch/pytorch#150032); the form is our
 
 from __future__ import annotations
 
+import traceback
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -109,7 +110,8 @@ def canonical(gm: GraphModule) -> str:
             continue
         target = "" if node.op in ("placeholder", "output", "get_attr") else str(node.target)
         if node.op == "get_attr":
-            target = _constant_text(getattr(gm, str(node.target)))
+            constant = getattr(gm, str(node.target))
+            target = tensor_digest(constant) if isinstance(constant, torch.Tensor) else repr(constant)
         args, kwargs = torch_values.pytree.tree_map_only(Node, position.__getitem__, (node.args, node.kwargs))
         lines.append(f"{position[node]} = {node.op} {target} {args} {kwargs}")
     return "\n".join(lines)
@@ -119,10 +121,6 @@ def _other_than_tensors(gm: GraphModule) -> str | None:
     """The class of an attribute of the graph that is neither a tensor nor a graph; None if there is none."""
     values = (getattr(gm, str(node.target)) for node in gm.graph.find_nodes(op="get_attr"))
     return next((type(value).__name__ for value in values if not isinstance(value, torch.Tensor | GraphModule)), None)
-
-
-def _constant_text(value: Any) -> str:
-    return tensor_digest(value) if isinstance(value, torch.Tensor) else repr(value)
 
 
 @dataclass(frozen=True)
@@ -275,12 +273,9 @@ def _first_line(e: BaseException) -> str:
 def _line_in(fn: Any, e: BaseException) -> str:
     """The innermost line of the traceback in the hook's own file."""
     code = getattr(fn, "__code__", None) or getattr(getattr(fn, "forward", None), "__code__", None)
-    file, tb, line = getattr(code, "co_filename", None), e.__traceback__, 0
-    while tb is not None:
-        if tb.tb_frame.f_code.co_filename == file:
-            line = tb.tb_lineno
-        tb = tb.tb_next
-    return f"{file.rsplit('/', 1)[-1]}:{line}" if file and line else f"in {fn!r}"
+    file = getattr(code, "co_filename", None)
+    lines = [line for frame, line in traceback.walk_tb(e.__traceback__) if frame.f_code.co_filename == file]
+    return f"{file.rsplit('/', 1)[-1]}:{lines[-1]}" if file and lines else f"in {fn!r}"
 
 
 def _flatten(packed: Any) -> tuple[list[Any], Any]:

@@ -126,7 +126,7 @@ def trace_units(choices: Sequence[Choice], tracer: Tracer) -> tuple[tuple[Choice
         if choice.is_dropped:
             units[choice.value] = Unit(choice.value, (), False, choice.value.fw_node)
         elif choice.packs and choice.view_of is None:
-            choice, packings = _trace(choice, tracer)
+            choice, packings = _trace_choice(choice, tracer)
             if packings:
                 units[choice.value] = _unit(choice, packings, views[choice.value])
         traced.append(choice)
@@ -135,8 +135,8 @@ def trace_units(choices: Sequence[Choice], tracer: Tracer) -> tuple[tuple[Choice
     return tuple(found), tuple(units.values())
 
 
-def _trace(choice: Choice, tracer: Tracer) -> tuple[Choice, list[Packing]]:
-    """The packings of `choice`, and the choice with `KEEP` for the hooks that leave the value as it is."""
+def _trace_choice(choice: Choice, tracer: Tracer) -> tuple[Choice, list[Packing]]:
+    """Trace the hooks of `choice`. Returns the choice, with `KEEP` for hooks that change nothing, and its packings."""
     source = choice.value.fw_node if choice.source is None else choice.source
     packings: list[Packing] = []
     uses: list[tuple[Hook, tuple[Node, ...]]] = []

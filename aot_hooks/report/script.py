@@ -99,7 +99,7 @@ class Recorded:
 
     def times(self, graph: Graph) -> int:
         """How often a reported graph counts in `plan`."""
-        return max(1, self.at_once.get(graph, 0 if self.last_step else graph.most_held))
+        return max(1, self.at_once.get(graph, 0 if self.last_step else graph.most_waiting))
 
     @property
     def others(self) -> Plan:
@@ -261,9 +261,9 @@ def _watch_steps(found: Recorded, steps: int | None, cuda: _Cuda) -> list[Any]:
         found.step_count += 1
         ran = {g: g.run_count - counted.get(g, 0) for g in found.compiled if g.run_count > counted.get(g, 0)}
         if ran:  # a second optimizer of the same step comes after no graph
-            found.last_step, found.at_once = ran, {g: g.most_held for g in ran}
+            found.last_step, found.at_once = ran, {g: g.most_waiting for g in ran}
             for graph in ran:
-                graph.most_held = graph.held_count
+                graph.most_waiting = graph.waiting_count
             counted.update((g, g.run_count) for g in ran)
         if steps is not None and found.step_count >= steps:
             raise _Enough

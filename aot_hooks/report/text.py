@@ -60,7 +60,7 @@ def fold(decisions: Iterable[Decision]) -> list[Row]:
     for d in decisions:
         parts = (d.saved.module_path or "").split(".")
         path: _Path = tuple((int(part),) if part.isdigit() else part for part in parts)
-        groups[_likeness(d, hooks), path].append(d)
+        groups[_group_key(d, hooks), path].append(d)
     for position in reversed(range(max((len(path) for _, path in groups), default=0))):
         groups = _fold_at(position, groups)
     rows = [
@@ -80,22 +80,23 @@ def fold(decisions: Iterable[Decision]) -> list[Row]:
 def _fold_at(position: int, groups: dict[tuple[Any, _Path], list[Decision]]) -> dict[tuple[Any, _Path], list[Decision]]:
     """`groups` with those merged whose paths differ in the number at `position` only, and that have equal sizes."""
     alike: dict[Any, list[tuple[_Path, list[Decision]]]] = defaultdict(list)
-    for (likeness, path), members in groups.items():
+    for (group_key, path), members in groups.items():
         size = (len(members), sum(d.saved_bytes for d in members), sum(d.packed_bytes for d in members))
         rest = (*path[:position], None, *path[position + 1 :])
         numbered = position < len(path) and isinstance(path[position], tuple)
-        alike[likeness, rest if numbered else path, size].append((path, members))
+        alike[group_key, rest if numbered else path, size].append((path, members))
     folded: dict[tuple[Any, _Path], list[Decision]] = {}
-    for (likeness, _, _), found in alike.items():
+    for (group_key, _, _), found in alike.items():
         path = found[0][0]
         if len(found) > 1:
             numbers = sorted({n for p, _ in found for n in p[position]})
             path = (*path[:position], tuple(numbers), *path[position + 1 :])  # type: ignore[arg-type]
-        folded[likeness, path] = [d for _, members in found for d in members]
+        folded[group_key, path] = [d for _, members in found for d in members]
     return folded
 
 
-def _likeness(d: Decision, hooks: set[str]) -> Any:
+def _group_key(d: Decision, hooks: set[str]) -> Any:
+    """The parts of `d` in which all decisions of a row are equal; paths and sizes are compared apart."""
     s = d.saved
     flags = (s.is_input, s.is_output, s.is_static)
     where = (s.device, s.source_line, s.checkpoint_names)

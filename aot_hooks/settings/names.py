@@ -97,6 +97,7 @@ def carry_names(graph: Graph) -> None:
 
 
 def _shows_all(view: Node, source: Node) -> bool:
+    """Whether `view` has all elements of `source`."""
     a, b = view.meta.get("val"), source.meta.get("val")
     if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
         return False
@@ -137,6 +138,7 @@ class Part:
         return all(map(self._has, [start, start + sum(steps), *(start + step for step in steps)]))
 
     def _has(self, offset: int) -> bool:
+        """Whether an element lies `offset` elements after the first."""
         if offset < 0:
             return False
         for stride, size in sorted(zip(self.stride, self.shape, strict=True), reverse=True):

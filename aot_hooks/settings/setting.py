@@ -110,7 +110,7 @@ class Setting:
         return looks_at_modules(self.rule)
 
     def choose(self, saved: SavedTensor) -> Hook:
-        """The hook for `saved`; else as `choose`."""
+        """The hook for `saved`, noted for the recording of this compilation. Raises as the function `choose`."""
         hook = choose(self.rule, saved)
         note_choice(self.rule, saved, hook)
         return hook

@@ -1,7 +1,7 @@
 """AOTAutograd: its partition into forward and backward, and its graphs run as they are (`options["inner"] = "aten"`).
 
 gm --aot_autograd--> joint --partition--> fw, bw --boxed--> generated Python
-                                            `--storable--> AtenCode, in torch's cache: source, constants, globals
+                                            `--if stored--> AtenCode, in torch's cache: source, constants, globals
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import functools
 import importlib
 import inspect
 import pickle
+import traceback
 import types
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,7 +20,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from cudagraph.torch_private import compilers
-from cudagraph.torch_private.cuda import set_boxed
+from cudagraph.torch_private.cuda import boxed
 from cudagraph.torch_private.symbols import Protocols, Symbols
 
 from .symbols import needing
@@ -71,18 +72,9 @@ def compile_graph(
             in no key of torch's.
     """
 
-    def boxed(graph_module: GraphModule, _inputs: Any) -> Callable[..., Any]:
-        set_boxed(graph_module, need=need)
-        forward = graph_module.forward
-
-        def run(args: list[Any]) -> Any:
-            return forward(args)
-
-        run._boxed_call = True  # type: ignore[attr-defined]
-        return run
-
-    def storable(graph_module: GraphModule, _inputs: Any) -> Any:
-        return _aten_code_class()(boxed(graph_module, _inputs), graph_module)
+    def own(graph_module: GraphModule, _inputs: Any) -> Any:
+        run = boxed(graph_module, need=need)
+        return _aten_code_class()(run, graph_module) if stored else run
 
     def announced(compiler: Callable[..., Any]) -> Callable[..., Any]:
         def compile_it(graph_module: GraphModule, inputs: Any) -> Any:
@@ -91,8 +83,8 @@ def compile_graph(
 
         return compile_it
 
-    names, ours = ("forward", "backward", "inference"), storable if stored else boxed
-    using = {name: announced(compile_with[name] if compile_with else ours) for name in names}
+    names = ("forward", "backward", "inference")
+    using = {name: announced(compile_with[name] if compile_with else own) for name in names}
     if stored and compile_with is None:
         serializable = need("torch._functorch._aot_autograd.schemas.SerializableAOTDispatchCompiler")
         using = {name: serializable(_aten_code_class(), compiler) for name, compiler in using.items()}
@@ -119,12 +111,8 @@ def _strided(nodes: list[Any]) -> list[torch.Tensor]:
 
 def inlines_hooks() -> bool:
     """Whether AOTAutograd is inlining the hooks in force into a graph; 2.11 to 2.15."""
-    frame = inspect.currentframe()
-    while frame is not None:
-        if frame.f_code.co_name == "maybe_inline_graph_saved_tensors_hooks":
-            return True
-        frame = frame.f_back
-    return False
+    frames = traceback.walk_stack(inspect.currentframe())
+    return any(frame.f_code.co_name == "maybe_inline_graph_saved_tensors_hooks" for frame, _ in frames)
 
 
 def donate_nothing() -> None:

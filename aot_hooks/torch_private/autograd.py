@@ -34,17 +34,14 @@ PROTOCOLS: Protocols = {
 
 need = needing(SYMBOLS)
 
-
-_push = need("torch._C._autograd._push_saved_tensors_default_hooks")
-_pop = need("torch._C._autograd._pop_saved_tensors_default_hooks")
+_Pack = Callable[[torch.Tensor], Any]
+_Unpack = Callable[[Any], torch.Tensor]
+push: Callable[[_Pack, _Unpack], None] = need("torch._C._autograd._push_saved_tensors_default_hooks")
+pop: Callable[[], None] = need("torch._C._autograd._pop_saved_tensors_default_hooks")
 _top = need("torch._C._autograd._top_saved_tensors_default_hooks")
 _disabled_message = need("torch._C._autograd._saved_tensors_hooks_get_disabled_error_message")
 _disable = need("torch._C._autograd._saved_tensors_hooks_disable")
 _enable = need("torch._C._autograd._saved_tensors_hooks_enable")
-
-
-push: Callable[[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]], None] = _push
-pop: Callable[[], None] = _pop
 
 
 def top_hooks() -> tuple[Any, Any] | None:
@@ -54,7 +51,7 @@ def top_hooks() -> tuple[Any, Any] | None:
 
 
 @contextlib.contextmanager
-def hooks_pushed(pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]) -> Iterator[None]:
+def hooks_pushed(pack: _Pack, unpack: _Unpack) -> Iterator[None]:
     """Push a pair, also inside `torch.autograd.graph.disable_saved_tensors_hooks`, where torch refuses a push."""
     before = _disabled_message()
     _enable()
@@ -104,26 +101,16 @@ def allow_hooks() -> None:
         _enable()
 
 
-def call_without_hooks(fn: Callable[..., Any], args: Sequence[Any]) -> Any:
+def call_without_hooks(
+    fn: Callable[..., Any],
+    args: Sequence[Any],
+    why: str = "aot_hooks: the hooks of this region are inlined in its graphs",
+) -> Any:
     """`fn(*args)` with the hooks of this thread disabled; written flat because every call runs it."""
     before = _disabled_message()
-    _disable("aot_hooks: the hooks of this region are inlined in its graphs", False)
+    _disable(why, False)
     try:
         return fn(*args)
-    finally:
-        if before is None:
-            _enable()
-        else:
-            _disable(before, False)
-
-
-@contextlib.contextmanager
-def hooks_hidden() -> Iterator[None]:
-    """Disables hooks inside: a hook's own operators save nothing."""
-    before = _disabled_message()
-    _disable("aot_hooks: inside a hook", False)
-    try:
-        yield
     finally:
         if before is None:
             _enable()

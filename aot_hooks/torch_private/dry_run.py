@@ -6,6 +6,7 @@ import contextlib
 import copy
 import functools
 import inspect
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -102,14 +103,12 @@ class DynamoTraces:
 
     def note(self) -> None:
         """Remembers the code that Dynamo is compiling; call it in the backend."""
-        frame = inspect.currentframe()
-        while frame is not None:
+        for frame, _ in traceback.walk_stack(inspect.currentframe()):
             if frame.f_code.co_name == "_compile" and "code" in frame.f_locals:
                 code = frame.f_locals["code"]
                 entries = need("torch._C._dynamo.eval_frame._debug_get_cache_entry_list")(code)
                 self.codes.setdefault(code, bool(entries))
                 return
-            frame = frame.f_back
 
     def __exit__(self, *exc: object) -> None:
         state = need("torch._dynamo.pgo.get_code_state")()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+import traceback
 import types
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -94,25 +95,20 @@ def backend_failure(backend: str, error: Exception, frame: types.FrameType | Non
 
 def calling_compile_wrapper() -> Any:
     """The `torch.compile` wrapper object that is calling the backend, or None (a backend called by hand)."""
-    frame = inspect.currentframe()
-    while frame is not None:
-        if frame.f_code.co_name == "__call__" and "self" in frame.f_locals:
-            owner = frame.f_locals["self"]
-            if type(owner).__name__ == "_TorchCompileWrapper":
-                return owner
-        frame = frame.f_back
+    for frame, _ in traceback.walk_stack(inspect.currentframe()):
+        owner = frame.f_locals.get("self") if frame.f_code.co_name == "__call__" else None
+        if type(owner).__name__ == "_TorchCompileWrapper":
+            return owner
     return None
 
 
 def frame_being_compiled() -> tuple[dict[str, Any], Any]:
     """Locals of the frame that Dynamo is compiling, and the frame that called it; ({}, None) outside Dynamo."""
-    frame = inspect.currentframe()
-    while frame is not None:
+    for frame, _ in traceback.walk_stack(inspect.currentframe()):
         if frame.f_code.co_name == "__call__" and "frame" in frame.f_locals:
             # several of Dynamo's wrappers hand the frame on; the outermost is the one that the interpreter called
             if type(frame.f_locals.get("self")).__name__ == "CatchErrorsWrapper":
                 return dict(frame.f_locals["frame"].f_locals), frame.f_back
-        frame = frame.f_back
     return {}, None
 
 

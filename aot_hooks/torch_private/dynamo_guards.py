@@ -221,7 +221,7 @@ def user_name(source: str, functions: dict[str, Any]) -> str:
     return re.sub(r"G\['(?:__import_)?(\w+)'\]\.?", "", source) if source.startswith("G[") else source
 
 
-def on_the_way(source: Any, variables: dict[str, Any], scope: dict[str, Any]) -> list[tuple[Any, frozenset[str]]]:
+def objects_on_path(source: Any, variables: dict[str, Any], scope: dict[str, Any]) -> list[tuple[Any, frozenset[str]]]:
     """The objects on the path of a source, each with the names and indices that follow it."""
     found, after = [], frozenset[str]()
     while source is not None:

@@ -280,30 +280,24 @@ class Traced:
         references = [_weakly(value) for _, value in self.parts]
         build = self.build
 
-        def install(at: int, source: Any) -> None:
+        def install(source: Any, at: int | None) -> None:
             def check(now: Any) -> bool:
                 parts = [value() for value in references]
-                parts[at] = now
+                if at is not None:
+                    parts[at] = now
                 return not any(part is None for part in parts) and holds(*_made(build, parts))
 
             def create(builder: Any, guard: Any) -> None:
-                manager = builder.get_guard_manager(guard)
                 name = guard.name if isinstance(guard.name, str) else guard.name()
-                manager.add_lambda_guard(check, [f"aot_hooks: {name} is the same hook or policy"], guard.user_stack)
+                text = f"aot_hooks: {'what is made inside' if at is None else name} is the same hook or policy"
+                builder.get_guard_manager(guard).add_lambda_guard(check, [text], guard.user_stack)
 
             need("torch._dynamo.guards.install_guard")(source.make_guard(create))
 
         for at, (source, _) in enumerate(self.parts):
-            install(at, source)
+            install(source, at)
         if not self.parts:  # made of constants; a guard needs a source
-            install_on = need("torch._dynamo.source.GlobalStateSource")()
-
-            def create(builder: Any, guard: Any) -> None:
-                manager = builder.get_guard_manager(guard)
-                text = ["aot_hooks: what is made inside is the same hook or policy"]
-                manager.add_lambda_guard(lambda _: holds(*_made(build, [])), text, guard.user_stack)
-
-            need("torch._dynamo.guards.install_guard")(install_on.make_guard(create))
+            install(need("torch._dynamo.source.GlobalStateSource")(), None)
 
 
 def _made(build: list[_Build], parts: list[Any]) -> list[Any]:

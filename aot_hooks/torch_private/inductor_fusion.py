@@ -152,7 +152,7 @@ def choices() -> Any:
 _OFFLOAD = tuple(f"aot_hooks.{part}" for part in ("offload_start", "offload_wait", "reload_start", "reload_wait"))
 
 
-def _hold_order(nodes: list[Any]) -> list[Any]:
+def _order_offload(nodes: list[Any]) -> list[Any]:
     """Add dependencies by which Inductor's scheduler keeps each operator of offload between the same kernels.
 
     Before fusion the scheduler has its nodes in the order of the graph. Some kernels are fused with no other: products,
@@ -233,7 +233,7 @@ def _merge_dependencies_of_blocks(nodes: list[Any]) -> None:
 def _before_fusion(nodes: list[Any]) -> list[Any]:
     _bound_size_hints(need("torch._inductor.virtualized.V").graph)
     _merge_dependencies_of_blocks(nodes)
-    return _hold_order(nodes)
+    return _order_offload(nodes)
 
 
 @functools.cache

@@ -137,7 +137,7 @@ _packed_asm_patch = _PackedAsmPatch()
 
 @contextlib.contextmanager
 def packed_asm_in_force() -> Iterator[None]:
-    """Code that Inductor generates inside for a `PackedAsm` is `PackedAsm.code`.
+    """While entered, Inductor prints a `PackedAsm` operation with `PackedAsm.code`.
 
     Goes when `ops.inline_asm_elementwise` compiles blocks that hold fewer elements than a register.
     """

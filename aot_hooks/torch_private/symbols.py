@@ -1,4 +1,4 @@
-"""`needing(SYMBOLS)`: what looks up the private symbols of torch that a file's table lists.
+"""`needing(SYMBOLS)` returns `need(path)`, which looks up a private symbol of torch that the file's table lists.
 
 The tables are described in `cudagraph/torch_private/symbols.py`. Functions of `cudagraph.torch_private` that both
 packages call take a parameter `need`, so that each package raises its own error.

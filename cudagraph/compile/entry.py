@@ -195,7 +195,7 @@ class Store(autograd_cache.Extension):
             yield
 
     def accept(self, stored: autograd_cache.Entry) -> None:
-        """Nothing is stored in place of an entry that is refused: it would be found, and refused, again."""
+        """Take the captures of `stored`, or bypass the cache. A new entry would not replace a refused one."""
         words = ("forward", "backward") if stored.has_backward else ("inference",)
         try:
             graphs = self.take(stored.attached(_NAME), words)

@@ -24,7 +24,7 @@ from ..tree import dispatch
 from ..tree.driver import CaptureDriver
 from ..tree.function import Piece
 
-__all__ = ["Boxed", "boxed", "callable_of", "uncaptured", "whole_piece"]
+__all__ = ["Boxed", "callable_of", "uncaptured", "whole_piece"]
 
 Boxed = Callable[[list[Any]], Sequence[Any]]
 
@@ -37,9 +37,9 @@ def callable_of(gm: GraphModule, kind: Kind, options: Options, driver: CaptureDr
     analysis = prepare_and_analyse(gm, kind, options, device_type)
     report(analysis, options)
     if analysis.idle:
-        return boxed(gm)
+        return torch_cuda.boxed(gm)
     if analysis.captured_count == 0:
-        return uncaptured(boxed(gm))
+        return uncaptured(torch_cuda.boxed(gm))
     if analysis.whole:
         piece = whole_piece(gm, kind, analysis.device)
         torch_cuda.set_boxed(gm)
@@ -57,18 +57,6 @@ def callable_of(gm: GraphModule, kind: Kind, options: Options, driver: CaptureDr
         else:
             runs.append(module.forward)
     return assemble(gm, analysis.parts, runs)
-
-
-def boxed(gm: GraphModule) -> Boxed:
-    """`gm` uncaptured, as a callable that takes a list and empties it."""
-    torch_cuda.set_boxed(gm)
-    forward = gm.forward
-
-    def call(inputs: list[Any]) -> Any:
-        return forward(inputs)
-
-    call._boxed_call = True  # type: ignore[attr-defined]
-    return call
 
 
 def uncaptured(run: Callable[[list[Any]], Any]) -> Boxed:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,6 +52,9 @@ _HOST_READS = {
 }
 
 _COPIES = {"aten::_to_copy", "aten::copy_", "aten::copy", "prims::device_put"}
+
+# Reads of sizes, without their overloads.
+_SIZES = ("aten.sym_size", "aten.sym_stride", "aten.sym_numel", "aten.sym_storage_offset")
 
 # Checks of sizes, which are part of the edge keys of recordings.
 _SIZE_CHECKS = {"aten::_assert_scalar", "aten::sym_constrain_range", "aten::sym_constrain_range_for_size"}
@@ -200,17 +202,12 @@ def is_free(node: Node) -> bool:
     """Whether `node` launches nothing: a view, an item of a tuple, arithmetic on sizes and checks of it."""
     if node.op != "call_function":
         return True
-    if node.target is operator.getitem:
+    target = node.target
+    if target is operator.getitem:
         return True
-    if torch_cuda.is_operator(node.target):
-        return torch_cuda.returns_views(node.target) or _name(node) in _SIZE_CHECKS or _is_size(node)
-    return not torch_cuda.is_higher_order(node.target) and not tensors_in(value_of(node))
-
-
-def _is_size(node: Node) -> bool:
-    return str(node.target).startswith(
-        ("aten.sym_size", "aten.sym_stride", "aten.sym_numel", "aten.sym_storage_offset")
-    )
+    if torch_cuda.is_operator(target):
+        return torch_cuda.returns_views(target) or _name(node) in _SIZE_CHECKS or str(target).startswith(_SIZES)
+    return not torch_cuda.is_higher_order(target) and not tensors_in(value_of(node))
 
 
 def reason_against(node: Node, device: torch.device) -> str | None:
@@ -232,10 +229,12 @@ def _by_operator(node: Node, device: torch.device) -> str | None:
     if torch_cuda.is_higher_order(target):
         if str(target) in _CONTROL_FLOW:
             return "chooses on the host what runs"
-        for called in _operator_arguments(node):
+        arguments: list[Any] = [*node.args, *node.kwargs.values()]  # the operators that it calls are among these
+        for called in filter(torch_cuda.is_operator, arguments):
             if torch.Tag.cudagraph_unsafe in called.tags:
                 return f"calls {called}, which is tagged cudagraph_unsafe"
-        for sub in _subgraphs(node):
+        subgraphs = (g for g in map(attribute_of, node.all_input_nodes) if isinstance(g, GraphModule))
+        for sub in subgraphs:
             for inner in sub.graph.nodes:
                 reason = reason_against(inner, device)
                 if reason is not None:
@@ -292,15 +291,3 @@ def _listed(devices: set[torch.device]) -> str:
 
 def _name(node: Node) -> str:
     return str(node.target.name()).split(".")[0] if torch_cuda.is_operator(node.target) else ""  # type: ignore[union-attr]
-
-
-def _operator_arguments(node: Node) -> Iterator[Any]:
-    """The operators that a higher-order one calls, which are its arguments."""
-    return (a for a in (*node.args, *node.kwargs.values()) if torch_cuda.is_operator(a))
-
-
-def _subgraphs(node: Node) -> Iterator[GraphModule]:
-    for source in node.all_input_nodes:
-        value = attribute_of(source)
-        if isinstance(value, GraphModule):
-            yield value

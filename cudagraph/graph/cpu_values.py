@@ -53,9 +53,9 @@ def prepare(gm: GraphModule, device: torch.device, *, numbers: bool) -> None:
     """Rewrite `gm` in place for capture on `device`; with `numbers`, also operators that read a number from the CPU."""
     if device.type == "cpu":
         return
-    changed = _factories(gm, device) + _constants(gm, device) + _known_numbers(gm, device)
+    changed = _create_on_device(gm, device) + _copy_constants(gm, device) + _create_known_numbers(gm, device)
     if numbers:
-        changed += _numbers(gm, device)
+        changed += _copy_numbers(gm, device)
     if changed:
         gm.graph.eliminate_dead_code()
         gm.graph.lint()
@@ -76,7 +76,7 @@ def _moved_to(node: Node, device: torch.device) -> bool:
     )
 
 
-def _factories(gm: GraphModule, device: torch.device) -> int:
+def _create_on_device(gm: GraphModule, device: torch.device) -> int:
     count = 0
     for node in list(gm.graph.nodes):
         if node.target not in _FACTORIES or not node.users or not all(_moved_to(u, device) for u in node.users):
@@ -101,7 +101,7 @@ def _constant_behind(node: Node) -> torch.Tensor | None:
     return constant if type(constant) is torch.Tensor else None
 
 
-def _constants(gm: GraphModule, device: torch.device) -> int:
+def _copy_constants(gm: GraphModule, device: torch.device) -> int:
     """Rewrite `_to_copy(lift_fresh_copy(constant))` to a copy on the device. Each call needs a copy: the user may write
     to it."""
     count = 0
@@ -132,7 +132,7 @@ def _is_number(node: Node) -> bool:
     return node.op != "output" and isinstance(value, torch.Tensor) and value.device == CPU and value.ndim == 0
 
 
-def _known_numbers(gm: GraphModule, device: torch.device) -> int:
+def _create_known_numbers(gm: GraphModule, device: torch.device) -> int:
     count = 0
     for node in list(gm.graph.nodes):
         if not _is_number(node):
@@ -170,7 +170,7 @@ def _describe(made: Node, number: Node, reader: Node, device: torch.device) -> N
         made.meta["val"] = torch.empty((), dtype=value_of(number).dtype, device=device)
 
 
-def _numbers(gm: GraphModule, device: torch.device) -> int:
+def _copy_numbers(gm: GraphModule, device: torch.device) -> int:
     count = 0
     for node in list(gm.graph.nodes):
         readers = [user for user in node.users if _reads_the_same_on(device, user)] if _is_number(node) else []

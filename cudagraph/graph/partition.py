@@ -67,12 +67,12 @@ def split(graph: Graph, colour: Callable[[Node], str], min_kernel_count: int = M
     """
     nodes = [node for node in graph.nodes if node.op not in ("placeholder", "get_attr", "output")]
     colours = {node: colour(node) for node in nodes}
-    after = _after(nodes)
+    before = _predecessors(nodes)
     if EAGER not in colours.values():
         captured = CAPTURE in colours.values()
         return _with_boundaries(graph, [(captured, nodes)], colours) if nodes else ()
     while True:
-        runs = _fewest_runs(nodes, colours, after)
+        runs = _fewest_runs(nodes, colours, before)
         small = [
             node
             for captured, run in runs
@@ -85,10 +85,10 @@ def split(graph: Graph, colour: Callable[[Node], str], min_kernel_count: int = M
         colours.update(dict.fromkeys(small, EAGER))
 
 
-def _after(nodes: Sequence[Node]) -> dict[Node, set[Node]]:
+def _predecessors(nodes: Sequence[Node]) -> dict[Node, set[Node]]:
     """The operators that must come before each operator."""
     known = set(nodes)
-    after = {node: {n for n in node.all_input_nodes if n in known} for node in nodes}
+    before = {node: {n for n in node.all_input_nodes if n in known} for node in nodes}
     memory = _memory(nodes)
     writer: dict[Any, Node] = {}  # the last write to a memory
     readers: dict[Any, list[Node]] = {}  # reads since then
@@ -98,18 +98,18 @@ def _after(nodes: Sequence[Node]) -> dict[Node, set[Node]]:
         touched = written.union(*(memory[n] for n in node.all_input_nodes))
         for key in touched:
             if key in writer:
-                after[node].add(writer[key])
+                before[node].add(writer[key])
         for key in written:
-            after[node].update(readers.pop(key, ()))
+            before[node].update(readers.pop(key, ()))
             writer[key] = node
         for key in touched - written:
             readers.setdefault(key, []).append(node)
-        for chain in _chains(node):
-            if chain in last:
-                after[node].add(last[chain])
-            last[chain] = node
-        after[node].discard(node)
-    return after
+        for kind in _side_effects(node):
+            if kind in last:
+                before[node].add(last[kind])
+            last[kind] = node
+        before[node].discard(node)
+    return before
 
 
 def _memory(nodes: Sequence[Node]) -> dict[Node, set[Any]]:
@@ -145,19 +145,19 @@ def _storages(node: Node) -> set[int]:
     return {key for key in keys if key is not None}
 
 
-def _chains(node: Node) -> list[str]:
-    """The sequences beyond data flow that an operator is ordered in."""
-    chains = []
+def _side_effects(node: Node) -> list[str]:
+    """Kinds of side effects that an operator has. Operators with the same kind stay in their order."""
+    kinds = []
     tags = getattr(node.target, "tags", ())
     if torch.Tag.nondeterministic_seeded in tags or "rng_state" in str(node.target):
-        chains.append("random")
+        kinds.append("random")
     if node.is_impure():
-        chains.append("effects")
-    return chains
+        kinds.append("effects")
+    return kinds
 
 
 def _fewest_runs(
-    nodes: Sequence[Node], colours: dict[Node, str], after: dict[Node, set[Node]]
+    nodes: Sequence[Node], colours: dict[Node, str], before: dict[Node, set[Node]]
 ) -> list[tuple[bool, list[Node]]]:
     """Runs of one colour, beginning with the colour that leads to fewer captured runs.
 
@@ -166,12 +166,12 @@ def _fewest_runs(
     """
     first = next(colours[n] for n in nodes if colours[n] != FREE)
     other = EAGER if first == CAPTURE else CAPTURE
-    tries = [_runs(nodes, colours, after, begin) for begin in (first, other)]
+    tries = [_runs(nodes, colours, before, begin) for begin in (first, other)]
     return min(tries, key=lambda runs: (sum(captured for captured, _ in runs), len(runs)))
 
 
 def _runs(
-    nodes: Sequence[Node], colours: dict[Node, str], after: dict[Node, set[Node]], begin: str
+    nodes: Sequence[Node], colours: dict[Node, str], before: dict[Node, set[Node]], begin: str
 ) -> list[tuple[bool, list[Node]]]:
     waiting = list(nodes)
     done: set[Node] = set()
@@ -180,7 +180,7 @@ def _runs(
     while waiting:
         run, left = [], []
         for node in waiting:  # in the graph's order, which keeps memory as it was planned
-            if colours[node] in (now, FREE) and after[node] <= done:
+            if colours[node] in (now, FREE) and before[node] <= done:
                 run.append(node)
                 done.add(node)
             else:
@@ -218,7 +218,8 @@ def _with_boundaries(
         inside = set(run)
         inputs = {n: None for node in run for n in node.all_input_nodes if n not in inside and n.op != "get_attr"}
         if captured and sizes:
-            symbols = set().union(*(_symbols(node) for node in (*inputs, *run)))
+            tensors = (t for node in (*inputs, *run) for t in tensors_in(value_of(node)))
+            symbols = set().union(*map(torch_cuda.free_symbols, tensors))
             inputs |= {node: None for symbol, node in sizes.items() if symbol in symbols}
         outputs = [node for node in run if any(user not in inside for user in node.users)]
         kernel_count = sum(colours[node] != FREE for node in run)
@@ -239,10 +240,6 @@ def _with_writes(graph: Graph, parts: Sequence[Part]) -> list[Part]:
         made.append(replace(part, written_later=later) if part.captured else part)
         written = written.union(*(memory[target] for node in part.nodes for target in written_nodes(node)))
     return made[::-1]
-
-
-def _symbols(node: Node) -> set[Any]:
-    return set().union(*(torch_cuda.free_symbols(t) for t in tensors_in(value_of(node))))
 
 
 def part_module(gm: GraphModule, part: Part) -> GraphModule:

@@ -139,7 +139,7 @@ def _extensions_here() -> list[Extension]:
 
 @contextlib.contextmanager
 def extended(extension: Extension, need: Callable[[str], Any] = need) -> Iterator[None]:
-    """What this thread compiles inside goes through torch's cache as `extension` has it."""
+    """While entered, compilations of this thread go through torch's cache with `extension`."""
     with need("torch._dynamo.convert_frame.compile_lock"):
         extension.thread = threading.get_ident()
         _extensions.append(extension)
@@ -152,7 +152,7 @@ def extended(extension: Extension, need: Callable[[str], Any] = need) -> Iterato
 
 @contextlib.contextmanager
 def _patched(module: Any) -> Iterator[None]:
-    """torch's functions that make a key, list the entries of a key and look one up call the extensions."""
+    """While entered, torch's functions that make a key, list its entries and look one up call the extensions."""
     cache = module.AOTAutogradCache
     make_key, find, candidates = module.autograd_cache_key, cache.__dict__["_lookup"], cache.iterate_over_candidates
 
@@ -215,7 +215,7 @@ def without_autograd_cache(need: Callable[[str], Any] = need) -> Any:
 
 
 def why_captures_are_not_cached() -> str:
-    """Why entries that are made or taken now would not be those of our captures; "" if they would."""
+    """Why torch's cache can't store and load captured graphs under the current settings; "" if it can."""
     config = need("torch._inductor.config")
     if getattr(config, "cudagraph_policy", None) is not None:
         return "a cudagraph_policy is set, which changes what Inductor compiled"

@@ -181,9 +181,9 @@ def compile_inductor(
 
 
 def inductor_capture_settings(*, cut: bool) -> Any:
-    """Inductor's settings with which its scheduler puts the parts that can be captured into functions, if `cut`.
+    """Inductor's settings for code in one function, or with `cut` in one function for each part that can be captured.
 
-    It does so only where its settings have it capture them; without `cut` all is one function.
+    Its scheduler cuts only with `triton.cudagraphs` on; the capture itself is turned off by `no_cudagraphs`.
     """
     return need("torch._inductor.config").patch({"triton.cudagraphs": cut, "graph_partition": cut})
 
@@ -245,7 +245,7 @@ def with_partitions(code: Any, wraps: Sequence[Callable[[Any], Any]]) -> Callabl
     """A call of `code` in which each of its pieces is wrapped.
 
     The object that holds the pieces belongs to the generated module, which graphs with equal code share: ours is a new
-    one. What aligns inputs around the old one, which torch adds only where something is to be checked, is added again.
+    one. torch wraps the old one in a function that aligns inputs, where inputs must be checked; so does this.
     """
     shared = code.compiled_fn_runner
     runner = type(shared)(list(shared.partitions))

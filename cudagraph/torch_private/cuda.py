@@ -159,6 +159,18 @@ def set_boxed(gm: GraphModule, need: Callable[[str], Any] = need) -> None:
     gm.recompile()
 
 
+def boxed(gm: GraphModule, need: Callable[[str], Any] = need) -> Callable[[list[Any]], Any]:
+    """`gm` as it is, as a callable with one list as argument, see `set_boxed`."""
+    set_boxed(gm, need)
+    forward = gm.forward
+
+    def run(inputs: list[Any]) -> Any:
+        return forward(inputs)
+
+    run._boxed_call = True  # type: ignore[attr-defined]
+    return run
+
+
 def fake_mode_of(x: torch.Tensor) -> Any:
     """A context in which tensors are made as fake as `x` is."""
     return getattr(x, "fake_mode", None) or contextlib.nullcontext()

@@ -328,14 +328,14 @@ class Tree(Cursor):
         if self.dropped:
             self._close_dropped()
             if self.dropped:
-                self.look_again()
+                self.request_mark()
 
     def forget_marks(self, marks: int) -> None:
         """Let steps begin by themselves again, as if there had been none of the `marks` so far."""
         self.is_marked = False
         self.last_mark = marks
 
-    def look_again(self) -> None:
+    def request_mark(self) -> None:
         """Make the next call come to `mark`, because there is something to do."""
         self.marks = None
 
@@ -403,7 +403,7 @@ class Tree(Cursor):
         self.functions.discard(function)
         self.dropped.append(function)
         if self.functions:
-            self.look_again()
+            self.request_mark()
         else:
             reclaim.close_later(self)
 

@@ -101,8 +101,8 @@ def test_generated_code_keeps_the_planned_order(monkeypatch: pytest.MonkeyPatch,
 
 
 def test_without_dependencies_the_order_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The test above can fail; should Inductor keep the order by itself one day, `_hold_order` can go."""
-    monkeypatch.setattr(inductor_fusion, "_hold_order", lambda nodes: nodes)
+    """The test above can fail; should Inductor keep the order by itself one day, `_order_offload` can go."""
+    monkeypatch.setattr(inductor_fusion, "_order_offload", lambda nodes: nodes)
     hook = aot_hooks.offload(0, rates=RATES)
     with torch._inductor.config.patch(force_disable_caches=True):  # a cache entry would give the code of the test above
         assert any(plan != code for plan, code in both(monkeypatch, hook))

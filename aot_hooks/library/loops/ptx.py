@@ -1,11 +1,14 @@
-"""The operators of operators.py in PTX: one operation of Inductor's for each step, where its own language takes ten.
+"""The operators of operators.py in PTX, for NVIDIA GPUs. Each step is one assembly operation in Inductor's loop.
 
-    bits = and, add                 (x)          q = clamp(x * inverse(bits))          x' = q * scale(bits), or infinity
+    amax_bits     bits = max over the row of asm(x)
+    to_float8     q    = float8(clamp(x * asm(bits)))          asm: the inverse of the scale
+    from_float8   x'   = asm(q, bits)                          q times the scale, or infinity
 
-Inductor handles each operation of a loop several times: types, ranges, common subexpressions, printing. With one
-operation a step, generating code for four Llama blocks with float8 took a quarter fewer Python calls over stock.
+In Inductor's own language a step takes ten operations, and Inductor handles each several times: types, ranges, common
+subexpressions, printing. With one operation a step, generating code for four Llama blocks with float8 took a quarter
+fewer Python calls over stock.
 
-For NVIDIA GPUs. Each function here computes the same as its namesake in operators.py; an emulator tests that.
+Each function here computes the same as its namesake in operators.py; an emulator tests that.
 """
 
 from __future__ import annotations
@@ -102,7 +105,7 @@ _AMAX_EXPONENT = _block(
 
 
 def _amax_of_word(word: str, dtype: torch.dtype) -> _Instructions:
-    """Leaves at least the largest finite magnitude in register `amax`."""
+    """PTX that sets register `amax` to a bound of the largest finite magnitude, from its upper 16 bits in `word`."""
     full, largest = full_word(dtype), torch.finfo(dtype).max
     replace_full = (f"setp.eq.f32 full, amax, {_f32(full)}", f"selp.f32 amax, {_f32(largest)}, amax, full")
     return (

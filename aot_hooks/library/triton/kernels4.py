@@ -2,7 +2,8 @@
 
       x [..., m] --_pack4--> words of K codes, low bits first, scale i16[..., ceil(m / W)] --_unpack4--> [..., m]
 
-Tiles are those of kernels8.py. These kernels are limited by arithmetic, not by bytes, so no code is moved by itself.
+Tiles are those of int8, see kernels8.py. These kernels are limited by arithmetic, not by bytes, so no code is moved by
+itself.
 Packing sums whole float32 bit patterns, whose last bits are codes. The bits above sum to a constant, which it subtracts
 from the word. Unpacking leaves a code's bits where they are in the word and reads them as a float32 that is too large
 by a power of two. Stochastic rounding adds 12 random bits to 12 bits of fraction, for two values in a word at once. The

@@ -13,10 +13,10 @@ Stochastic rounding takes 16 random bits a value, so the expected value is off b
 from a hash of seed and position with two multiplications, as in Wellons' lowbias32. Philox would cost more than the
 memory traffic that the kernel saves.
 
-A kernel at 4 bits is limited by arithmetic, not by bytes. Nearly all tiles hold no infinity or NaN. Such a tile takes a
-branch that neither replaces them nor clamps: the scale is large enough that no finite value leaves the codes. Its
-program is one warp, which chooses the branch without a barrier. Codes, words of codes and random bits are laid out so
-that each thread computes and stores those of the 16 bytes that it has loaded.
+Nearly all int8 tiles hold no infinity or NaN. Such a tile takes a branch that neither replaces them nor clamps: the
+scale is large enough that no finite value leaves the codes. Its program is one warp, which chooses the branch without a
+barrier. Codes and random bits are laid out so that each thread computes and stores those of the 16 bytes that it has
+loaded.
 
 Nothing here synchronizes or reads a value on the host, so CUDA graphs can capture all of it.
 """
