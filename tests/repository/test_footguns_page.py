@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from test_readme import ROOT, python_blocks
 
-from aot_hooks import errors
+from aot_hooks import errors, unused
 
 PAGE = (ROOT / "docs" / "footguns.md").read_text()
 SETUP = next(block.source for block in python_blocks(PAGE) if block.runs)
@@ -45,8 +45,11 @@ def test_the_line_is_true_and_nothing_raises(row: list[str]) -> None:
 
 
 @pytest.mark.parametrize("row", cells("A warning"), ids=lambda row: row[0][:40])
-def test_the_line_warns(row: list[str]) -> None:
-    with warnings.catch_warnings(record=True) as caught:  # once a process: each line has a hook of its own
+def test_the_line_warns(row: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    # once a process: other tests may have used the same hooks
+    for name, empty in (("_uses", {}), ("_ended", set()), ("_warned", set())):
+        monkeypatch.setattr(unused, name, empty)
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         run(code(row[1]))
     assert any(issubclass(each.category, errors.UnusedWarning) for each in caught)
