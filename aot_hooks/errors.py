@@ -125,9 +125,14 @@ def is_library_file(file: str) -> bool:
 def user_frame(frame: FrameType | None) -> tuple[FrameType | None, int]:
     """The innermost frame of the user's code, from `frame` outwards, and how many frames are skipped before it."""
     skipped = 0
-    while frame is not None and is_library_file(frame.f_code.co_filename):
+    while frame is not None and (is_library_file(frame.f_code.co_filename) or _is_generated(frame)):
         frame, skipped = frame.f_back, skipped + 1
     return frame, skipped
+
+
+def _is_generated(frame: FrameType) -> bool:
+    """Whether torch generated the code: AOTAutograd 2.15 gives it the file name that `python -c` gives the user's."""
+    return frame.f_code.co_filename == "<string>" and frame.f_globals.get("__name__") != "__main__"
 
 
 def unwrapped(e: Exception) -> AotHooksError | None:

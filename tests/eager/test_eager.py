@@ -355,7 +355,7 @@ def wrong(saved):
 
 @pytest.mark.parametrize("file", ["<ipython-input-1-abc>", "<string>", "<stdin>"])
 def test_lines_of_a_notebook_cell_or_of_a_command_are_the_users(file: str) -> None:
-    names: dict[str, Any] = {"aot_hooks": aot_hooks}
+    names: dict[str, Any] = {"aot_hooks": aot_hooks, "__name__": "__main__"}
     exec(compile(CELL, file, "exec"), names)
     lines = []
 
