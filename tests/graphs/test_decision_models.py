@@ -8,7 +8,6 @@ import pytest
 import torch
 
 INDUCTOR = (
-    "gelu_amax",
     "cnn_amax",
     "where_threshold",
     "softmax_log",

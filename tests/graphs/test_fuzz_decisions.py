@@ -19,7 +19,7 @@ def test_a_random_program_full_of_decisions_has_the_gradients_that_eager_mode_al
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", (2, 3))
+@pytest.mark.parametrize("seed", (2,))
 def test_inductor_obeys_the_same_rule(seed: int) -> None:
     program = fuzz_decisions.generate(seed, (torch.float32,))
     verdicts = fuzz_decisions.check(program, "inductor")
