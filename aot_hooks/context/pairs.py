@@ -75,13 +75,14 @@ _lock = threading.RLock()
 
 
 def forget() -> None:
-    _recent.clear()
+    with _lock:
+        _recent.clear()
 
 
 def keep_alive(pair: Pair) -> None:
     """Keep `pair` alive until other pairs have been entered: Dynamo guards its modules by their ids."""
-    if not _recent or _recent[-1] is not pair:
-        with _lock:
+    with _lock:  # another thread may forget them
+        if not _recent or _recent[-1] is not pair:
             if pair in _recent:
                 _recent.remove(pair)
             _recent.append(pair)
