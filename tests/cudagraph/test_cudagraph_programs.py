@@ -154,7 +154,10 @@ def test_training_with_hooks(place, monkeypatch, name, cut):
     plain = torch.compile(reference, backend=hooks_backend, options=options)
     results = [trained(m, f, policy=policy) for m, f in ((module, compiled), (reference, plain))]
     for a, b in zip(*results, strict=True):
-        assert torch.equal(a, b)
+        if cut and place.inner == "inductor":  # fuses otherwise where it cuts a graph: 6e-7 apart without hooks
+            torch.testing.assert_close(a, b)
+        else:
+            assert torch.equal(a, b)
     assert cudagraph.stats()["replays"] > 4 and cudagraph.stats()["skips"] == 0
 
 
