@@ -114,7 +114,7 @@ DECISIONS = (
     "F.huber_loss({a}, {b}, reduction='none', delta=0.5)",
     "(1 - {a} * {b}).clamp(min=0.0)",
     "{a} * (torch.bucketize({b}, edges) - 2).to({a}.dtype)",
-    "{a} - {a}.aminmax(dim=1, keepdim=True).min",
+    "{a} - {a}.amin(1, keepdim=True)",
     "{a} * {b}.isclose({b}.round(), atol=0.1).to({a}.dtype)",
     "{a}.renorm(2, 0, 3.0)",
     "{a}.scatter_reduce(1, index, {b}, 'amax')",
