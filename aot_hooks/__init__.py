@@ -15,6 +15,7 @@ from .offloading.hook import offload
 from .offloading.schedule import Transfer
 from .offloading.transfers import offload_stats
 from .passes.plan import Decision, Plan
+from .planning.budget import budget
 from .report.dry_run import plan, saved_tensors
 from .report.gradients import GradientReport, GradientRow, check_gradients
 from .report.text import format_report, print_report
@@ -32,6 +33,7 @@ __all__ = [
     "SavedTensor",
     "Transfer",
     "bitmask",
+    "budget",
     "cache_stats",
     "cast",
     "check_gradients",

@@ -28,6 +28,7 @@ from .eager.modules import roots
 from .eager.packing import CompiledCall
 from .errors import AotHooksError, OptionError
 from .graphs.nodes import REGION, annotation
+from .graphs.roofline import step_ms
 from .hook import KEEP
 from .identity import Recording, described, recording
 from .offloading import transfers
@@ -36,6 +37,8 @@ from .passes.live_bytes import LivePoint, live_bytes
 from .passes.plan import Plan, repeats_across_regions
 from .passes.rewrite import rewrite
 from .passes.snapshots import save_what_was_read
+from .planning.budget import Budget
+from .planning.within import partition_within
 from .settings import recompiles
 from .settings.names import carry_names, uses_names
 from .settings.setting import Setting
@@ -332,32 +335,57 @@ def planning_partition(
     def partition(joint: GraphModule, joint_inputs: Any, **kwargs: Any) -> tuple[GraphModule, GraphModule]:
         carry_names(joint.graph)
         apart = bool(hooks.regions) and repeats_across_regions(joint.graph)
-        fw, bw = aot.min_cut_partition(joint, joint_inputs, merge_repeats=not apart, **kwargs)
         count, static = kwargs["num_fwd_outputs"], tuple(kwargs.get("static_lifetime_input_indices") or ())
-        if joint_inputs == [] and any(s.scope == "no_static" for s in hooks.settings):
-            # a nested compiled region: torch doesn't say which inputs are parameters, and the graph around it decides
-            static = tuple(range(len(fw.graph.find_nodes(op="placeholder"))))
+        nested = joint_inputs == []  # a nested compiled region
+        fused = inner == "inductor"
+
+        def split() -> tuple[GraphModule, GraphModule]:
+            fw, bw = aot.min_cut_partition(joint, joint_inputs, merge_repeats=not apart, **kwargs)
+            donated[number:] = [aot.donates(fw, bw, count)]
+            save_what_was_read(fw, bw, count)
+            return fw, bw
+
+        def rewritten(fw: GraphModule, bw: GraphModule, setting: Setting | None) -> Plan:
+            return rewrite(
+                fw,
+                bw,
+                num_fwd_outputs=count,
+                static_inputs=static,
+                ambient=setting,
+                regions=hooks.regions,
+                for_inductor=fused,
+                roots=paths,
+            )
 
         def alive() -> tuple[LivePoint, ...]:
-            if not live:
-                return ()
-            fused = inner == "inductor"
             return live_bytes(fw, bw, num_fwd_outputs=count, static_inputs=static, fused=fused, roots=paths)
 
-        donated.append(aot.donates(fw, bw, count))
-        save_what_was_read(fw, bw, count)
-        before = alive()
-        plan = rewrite(
-            fw,
-            bw,
-            num_fwd_outputs=count,
-            static_inputs=static,
-            ambient=hooks.setting,
-            regions=hooks.regions,
-            for_inductor=inner == "inductor",
-            roots=paths,
-        )
-        plans.append(dataclasses.replace(plan, live_before=before, live_after=alive()) if live else plan)
+        number = len(donated)
+        if hooks.setting is not None and isinstance(hooks.setting.rule, Budget) and not nested:
+            fw, bw, plan = partition_within(
+                joint,
+                split,
+                rewritten,
+                hooks.setting,
+                num_fwd_outputs=count,
+                static_inputs=static,
+                roots=paths,
+                fused=fused,
+            )
+            plans.append(plan)
+            return fw, bw
+        fw, bw = split()
+        if nested and any(s.scope == "no_static" for s in hooks.settings):
+            # torch doesn't say which inputs are parameters, and the graph around it decides
+            static = tuple(range(len(fw.graph.find_nodes(op="placeholder"))))
+        if not live:
+            plans.append(rewritten(fw, bw, hooks.setting))
+            return fw, bw
+        before, before_ms = alive(), step_ms(fw, bw, fused)
+        plan = rewritten(fw, bw, hooks.setting)
+        after_ms = step_ms(fw, bw, fused) + sum(t.placement.stall_ms for t in plan.transfers)
+        times = {"before_ms": before_ms, "after_ms": after_ms}
+        plans.append(dataclasses.replace(plan, live_before=before, live_after=alive(), **times))
         return fw, bw
 
     return partition

@@ -19,6 +19,7 @@ import torch
 
 __all__ = [
     "AotHooksError",
+    "BudgetError",
     "CacheWarning",
     "HookContractError",
     "HookTraceError",
@@ -67,6 +68,10 @@ class UnsupportedGraphError(AotHooksError, RuntimeError):
 
 class UnsupportedTorchError(AotHooksError, RuntimeError):
     """This torch lacks a private symbol that the package needs."""
+
+
+class BudgetError(AotHooksError, RuntimeError):
+    """No plan keeps a step within its budget; the message names the least that can be reached, and what holds it."""
 
 
 class CacheWarning(UserWarning):

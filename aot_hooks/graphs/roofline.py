@@ -25,7 +25,7 @@ from ..torch_private import values as torch_values
 from .fusion_memory import fuses, written_storages
 from .nodes import is_view, output_storages, storage_of, storages
 
-__all__ = ["INSTANT", "Rates", "has_formula", "measured_rates", "node_ms"]
+__all__ = ["INSTANT", "Rates", "has_formula", "measured_rates", "node_ms", "step_ms"]
 
 
 @dataclass(frozen=True)
@@ -94,6 +94,11 @@ def node_ms(gm: GraphModule, rates: Callable[[torch.device], Rates], fused: bool
         if has_formula(node):
             found[node] = max(found[node], 1e3 * _operation_count(node) / _rate(node, values[0], rate))
     return found
+
+
+def step_ms(fw: GraphModule, bw: GraphModule, fused: bool) -> float:
+    """Milliseconds of a forward and its backward, without waits for copies."""
+    return sum(sum(node_ms(gm, measured_rates, fused).values()) for gm in (fw, bw))
 
 
 def _bytes(value: torch.Tensor) -> int:

@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -65,12 +66,26 @@ class Plan:
             device.
         live_before, live_after: bytes alive along the step without and with the hooks; `aot_hooks.plan` predicts them,
             a compilation does not.
+        before_ms, after_ms: predicted time of the step without and with the hooks, likewise.
     """
 
     decisions: tuple[Decision, ...]
     transfers: tuple[Transfer, ...] = ()
     live_before: tuple[LivePoint, ...] = field(default=(), compare=False, repr=False)
     live_after: tuple[LivePoint, ...] = field(default=(), compare=False, repr=False)
+    before_ms: float = field(default=0.0, compare=False, repr=False)
+    after_ms: float = field(default=0.0, compare=False, repr=False)
+
+    @property
+    def peak_bytes(self) -> int:
+        """Most bytes that the step takes over what is alive before it, with the hooks, as predicted. 0 without a
+        prediction: a compilation makes one for a budget only."""
+        return max((p.live_bytes for p in self.live_after), default=0)
+
+    @property
+    def step_ratio(self) -> float:
+        """Time of a step with the hooks over that without, as predicted; NaN without a prediction."""
+        return self.after_ms / self.before_ms if self.before_ms else math.nan
 
     @property
     def saved_bytes(self) -> int:
@@ -103,6 +118,8 @@ def joined(plans: Sequence[Plan]) -> Plan:
         tuple(replace(t, graph=i) for i, p in enumerate(plans) for t in p.transfers),
         live_before=join([p.live_before for p in plans]),
         live_after=join([p.live_after for p in plans]),
+        before_ms=sum(p.before_ms for p in plans),
+        after_ms=sum(p.after_ms for p in plans),
     )
 
 

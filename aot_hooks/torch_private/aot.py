@@ -13,11 +13,12 @@ import inspect
 import pickle
 import traceback
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
+from torch.utils.checkpoint import CheckpointPolicy
 
 from cudagraph.torch_private import compilers
 from cudagraph.torch_private.cuda import boxed
@@ -90,6 +91,32 @@ def compile_graph(
         using = {name: serializable(_aten_code_class(), compiler) for name, compiler in using.items()}
     with _storing_aten() if stored else contextlib.nullcontext():
         return compilers.compile_aten(gm, inputs, partition=partition, need=need, **using)
+
+
+@contextlib.contextmanager
+def recomputed(joint: GraphModule, again: set[str], kept: set[str]) -> Iterator[None]:
+    """While entered, torch's partition of `joint` computes the nodes `again` in the backward, and saves `kept`.
+
+    The marks are those of `torch.utils.checkpoint`; nodes that the program has marked itself keep theirs. torch's
+    partition replaces the graph of `joint`, so nodes go by name. 2.11 to 2.15.
+    """
+    key = "recompute"
+    own = {n.name: n.meta.get(key) for n in joint.graph.nodes}
+
+    def mark(node: Node, policy: CheckpointPolicy | None) -> None:
+        if policy is None:
+            node.meta.pop(key, None)
+        else:
+            node.meta[key] = policy
+
+    for node in joint.graph.nodes:
+        if own[node.name] is None and node.name in again | kept and node.op == "call_function":
+            mark(node, CheckpointPolicy.MUST_RECOMPUTE if node.name in again else CheckpointPolicy.MUST_SAVE)
+    try:
+        yield
+    finally:
+        for node in joint.graph.nodes:
+            mark(node, own.get(node.name))
 
 
 def donates(fw: GraphModule, bw: GraphModule, num_fwd_outputs: int) -> bool:

@@ -1,0 +1,106 @@
+"""`budget`: how many bytes a step may take, in place of a choice of hooks."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..errors import OptionError
+from ..graphs.saved import SavedTensor
+from ..hook import KEEP, Hook
+
+__all__ = ["ALLOWED", "Budget", "budget", "bytes_of"]
+
+ALLOWED = ("recompute", "lossless", "offload", "float8", "int8", "int4")
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30}
+_UNITS["ti"] = 1 << 40
+_SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([kmgt]i?)?b?\s*", re.IGNORECASE)
+
+
+@dataclass(frozen=True, repr=False)
+class Budget:
+    """The policy that `budget` makes. It chooses for a whole graph at once, so it stands alone.
+
+    Attributes:
+        peak: bytes, "fit", or None.
+        max_slowdown: the longest step over one without hooks, as a ratio; None: any.
+    """
+
+    peak: int | str | None
+    max_slowdown: float | None
+    allow: tuple[str, ...]
+    max_error: float
+
+    @property
+    def looks_at_modules(self) -> bool:
+        return False
+
+    def __call__(self, saved: SavedTensor) -> Hook:
+        return KEEP  # asked by eager parts, which no plan covers
+
+    def why_kept(self, saved: SavedTensor) -> str:
+        return "budget: eager code is not planned"
+
+    @property
+    def max_relative_error(self) -> float:
+        return self.max_error
+
+    def __repr__(self) -> str:
+        arguments = [] if self.peak is None else [repr(self.peak)]
+        arguments += [] if self.max_slowdown is None else [f"max_slowdown={self.max_slowdown!r}"]
+        arguments += [] if self.allow == ALLOWED else [f"allow={self.allow!r}"]
+        arguments += [] if self.max_error == 0.05 else [f"max_error={self.max_error!r}"]
+        return f"budget({', '.join(arguments)})"
+
+
+def budget(
+    peak: int | str | None = None,
+    *,
+    max_slowdown: float | None = None,
+    allow: Sequence[str] = ALLOWED,
+    max_error: float = 0.05,
+) -> Budget:
+    """A policy: the fastest step that takes at most `peak` bytes.
+
+    For each saved tensor one of these is chosen: keep it, compute it again in the backward, store it exactly in fewer
+    bytes, round it, or send it to the host.
+
+    Args:
+        peak: bytes that the step may take over what is allocated before it: a number, "24GiB", "500MB", or "fit": what
+            the device has free when the graph is compiled, less 5%.
+        max_slowdown: how much longer the step may take than without hooks: 0.05 or 1.05 for 5%. Without `peak` the plan
+            with the lowest peak within that time is taken.
+        allow: the means that may be used.
+        max_error: predicted relative error of the gradient; 0 for exact means only.
+
+    Raises:
+        OptionError: a wrong argument.
+        BudgetError: when a graph is compiled that cannot stay under `peak`.
+    """
+    if peak is None and max_slowdown is None:
+        raise OptionError('budget: expected peak (bytes, "24GiB" or "fit"), max_slowdown, or both, got neither')
+    if isinstance(allow, str) or not set(allow) <= set(ALLOWED):
+        raise OptionError(f"budget: allow must be some of {', '.join(map(repr, ALLOWED))}, got {allow!r}")
+    if not _is_number(max_error) or not 0 <= max_error:
+        raise OptionError(f"budget: max_error must be a number of at least 0, got {max_error!r}")
+    if max_slowdown is not None:
+        if not _is_number(max_slowdown) or not max_slowdown >= 0:
+            raise OptionError(f"budget: max_slowdown must be 0.05 or 1.05 for 5%, or the like, got {max_slowdown!r}")
+        max_slowdown = float(max_slowdown if max_slowdown >= 1 else 1 + max_slowdown)
+    means = tuple(name for name in ALLOWED if name in allow)
+    return Budget(peak if peak in (None, "fit") else bytes_of(peak), max_slowdown, means, float(max_error))
+
+
+def bytes_of(size: int | str | None) -> int:
+    """`size` in bytes: 25769803776, "24GiB", "24 GB", "500M". Raises `OptionError`."""
+    if isinstance(size, int) and not isinstance(size, bool) and size > 0:
+        return size
+    match = _SIZE.fullmatch(size) if isinstance(size, str) else None
+    if match is None or float(match[1]) == 0:
+        raise OptionError(f'budget: peak must be bytes as an int, "24GiB", "500MB" or "fit", got {size!r}')
+    return int(float(match[1]) * _UNITS[(match[2] or "").lower()])
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

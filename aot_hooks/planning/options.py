@@ -1,0 +1,312 @@
+"""Reads a `Step` off a forward and its backward: the bytes of each saved tensor, and what else can be done with it.
+
+Bytes are those of passes/live_bytes.py, times those of graphs/roofline.py. Which hook may take which value is decided
+by passes/plan.py, as without a budget: lossy hooks take only what the backward reads smoothly.
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from ..graphs.fusion_memory import alive_along, fuses, last_readers, lifetimes, written_storages
+from ..graphs.nodes import REGION, annotation, output_storages, storage_bytes, storage_of, storages
+from ..graphs.roofline import Rates, measured_rates, node_ms
+from ..graphs.saved import Boundary, SavedValue, boundary
+from ..library import float8, int4, int8
+from ..library.lossless import lossless
+from ..offloading.hook import offload
+from ..offloading.transfers import offload_wait
+from ..passes.live_bytes import live_bytes
+from ..passes.plan import decide
+from ..passes.trace import TracedHook
+from ..passes.units import Tracer, Unit, trace_units
+from ..settings.setting import Setting, out_of_scope
+from ..torch_private import inductor
+from .step import Option, Step, Value
+
+__all__ = ["Graphs", "chains", "step_of"]
+
+# relative error of a value that comes back, root mean square over normal data (benchmarks/results, errors.cpu)
+_ERRORS = {"float8": 0.032, "int8": 0.009, "int4": 0.165}
+_SEGMENT = 8  # most storages of a part of the backward that no module marks off
+
+
+@dataclass(frozen=True)
+class Graphs:
+    """A partitioned graph, and how to read it."""
+
+    fw: GraphModule
+    bw: GraphModule
+    num_fwd_outputs: int
+    static_inputs: tuple[int, ...]
+    roots: Mapping[str, str]
+    fused: bool
+
+    def boundary(self) -> Boundary:
+        return boundary(self.fw, self.bw, self.num_fwd_outputs, self.static_inputs, self.roots)
+
+
+def step_of(graphs: Graphs, scope: str | None, allow: Iterable[str], max_error: float) -> tuple[Step, list[list[Any]]]:
+    """The step of one graph, and for each of its values the saved values that share its storage."""
+    cross = graphs.boundary()
+    forward, backward = _nodes(graphs.fw), _nodes(graphs.bw)
+    points = live_bytes(
+        graphs.fw,
+        graphs.bw,
+        num_fwd_outputs=graphs.num_fwd_outputs,
+        static_inputs=graphs.static_inputs,
+        fused=graphs.fused,
+        roots=graphs.roots,
+    )
+    groups = _storages_in_scope(cross, scope)
+    rates = measured_rates(groups[0][0].row.device) if groups else measured_rates(torch.device("cpu"))
+    times = [node_ms(gm, lambda _: rates, graphs.fused) for gm in (graphs.fw, graphs.bw)]
+    hooks = _hook_options(graphs, cross, groups, scope, allow, max_error, rates)
+    gone = _gone(graphs, cross)
+    position = {node: len(forward) + i for i, node in enumerate(backward)}
+    readers = [[u for v in group for u in v.bw_node.users if u.op != "output"] for group in groups]
+    firsts = [min(position[u] for u in own) for own in readers]
+    order = sorted(range(len(groups)), key=firsts.__getitem__)
+    segments = _segments([groups[i] for i in order])
+    saved = _numbered(cross, groups)
+    starts: dict[int, int] = {}
+    for i, segment in zip(order, segments, strict=True):
+        starts.setdefault(segment, firsts[i])
+    segment_of = dict(zip(order, segments, strict=True))
+    values = []
+    for i, group in enumerate(groups):
+        options, sources = list(hooks[i]), ()
+        chain = _chain(group, saved, i) if "recompute" in allow else None
+        if chain is not None:
+            ms = sum(times[0][n] for n in chain[0])
+            options.append(Option("recompute", ms=ms))
+            sources = tuple(sorted({number for number in chain[1].values() if number is not None}))
+        row = group[0].row
+        values.append(
+            Value(
+                tuple(v.row.name for v in group),
+                row.nbytes,
+                gone.get(storage_of(group[0].fw_node), len(forward) - 1) + 1,
+                firsts[i],
+                segment_of[i],
+                starts[segment_of[i]],
+                tuple(options),
+                sources,
+                row.module_path or row.source_line,
+            )
+        )
+    forward_ms, backward_ms = (sum(t.values()) for t in times)
+    step = Step(
+        tuple(p.live_bytes for p in points),
+        tuple(values),
+        forward_ms + backward_ms,
+        forward_ms,
+        backward_ms,
+        rates.to_host,
+        rates.to_device,
+        tuple(f"{p.phase} {p.node}" + (f" ({p.module_path})" if p.module_path else "") for p in points),
+    )
+    return step, groups
+
+
+def _numbered(cross: Boundary, groups: Sequence[Sequence[SavedValue]]) -> dict[Any, int | None]:
+    """The number of each saved storage; None for those that the budget does not decide for."""
+    numbers: dict[Any, int | None] = {storage_of(v.fw_node): None for v in cross.tensors}
+    return numbers | {storage_of(group[0].fw_node): i for i, group in enumerate(groups)}
+
+
+def _nodes(gm: GraphModule) -> list[Node]:
+    return [n for n in gm.graph.nodes if n.op != "placeholder"]
+
+
+def _storages_in_scope(cross: Boundary, scope: str | None) -> list[list[SavedValue]]:
+    """The saved values that the budget decides for, by storage."""
+    groups: dict[int, list[SavedValue]] = defaultdict(list)
+    for value in cross.tensors:
+        groups[value.row.storage].append(value)
+
+    def ours(value: SavedValue) -> bool:
+        readers = [u for u in value.bw_node.users if u.op != "output"]
+        inside = any(annotation(u, REGION) is not None for u in readers)
+        return bool(readers) and not inside and out_of_scope(value.row, scope) is None and value.row.nbytes > 0
+
+    return [group for group in groups.values() if all(map(ours, group))]
+
+
+def _gone(graphs: Graphs, cross: Boundary) -> dict[Any, int]:
+    """By storage, the position of the forward's last kernel that reads it."""
+    nodes = _nodes(graphs.fw)
+    outputs = output_storages(graphs.fw.graph)
+    counted = written_storages(nodes) | outputs if graphs.fused else {storage_of(n) for n in nodes}
+    found = lifetimes(nodes, counted, to_end=storages(cross.user_outputs), last_reader=last_readers(nodes, counted))
+    return {key: min(life.last, len(nodes) - 1) for key, life in found.items()}
+
+
+# --- hooks ------------------------------------------------------------------------------------------------------------
+
+
+def _hook_options(
+    graphs: Graphs,
+    cross: Boundary,
+    groups: Sequence[Sequence[SavedValue]],
+    scope: str | None,
+    allow: Iterable[str],
+    max_error: float,
+    rates: Rates,
+) -> list[list[Option]]:
+    """For each storage the hooks that can take it, with their bytes and times."""
+    found: list[list[Option]] = [[] for _ in groups]
+    tracer = Tracer(inductor.decompositions() if graphs.fused else None)
+    on_cuda = [group[0].row.device.type == "cuda" for group in groups]
+    for name, rule in _rules(set(allow), max_error).items():
+        choices = decide(cross, Setting(rule, scope), {})
+        choices, units = trace_units(choices, tracer)
+        packed = {choice.value: choice for choice in choices if choice.packs}
+        unit_of = {unit.saved: unit for unit in units}
+        for i, group in enumerate(groups):
+            if not all(value in packed for value in group) or ("offload" in name and not on_cuda[i]):
+                continue
+            own = [unit_of[value] for value in group if value in unit_of]
+            if len(own) != 1 or own[0].keep or len(own[0].packings) != 1:
+                continue
+            on_device, on_host = (sum(_leaf_bytes(u, host) for u in own) for host in (False, True))
+            answers = sum(len(packed[v].answers) * v.value.numel() // 8 for v in group if not on_host or "(" in name)
+            if on_device + answers >= group[0].row.nbytes:
+                continue
+            error = max((e for kind, e in _ERRORS.items() if kind in name), default=0.0)
+            hook = own[0].packings[0].hook
+            traced = own[0].packings[0].traced
+            ms = _hook_ms(group, traced, graphs.fused, rates)
+            work = max(_work_bytes(gm, graphs.fused) for gm in (traced.pack, traced.unpack))
+            found[i].append(Option(name, hook, on_device + answers, ms, error, on_host, work))
+    return found
+
+
+def _rules(allow: set[str], max_error: float) -> dict[str, Any]:
+    rules: dict[str, Any] = {}
+    if "lossless" in allow:
+        rules["lossless()"] = lossless()
+    lossy = {"float8": float8, "int8": int8, "int4": int4}
+    rounded = {f"{name}()": make() for name, make in lossy.items() if name in allow and max_error > 0}
+    rules |= rounded
+    if "offload" in allow:
+        rules["offload()"] = offload()
+        rules |= {f"offload(then={name})": offload(then=hook) for name, hook in rounded.items()}
+    return rules
+
+
+def _leaf_bytes(unit: Unit, host: bool) -> int:
+    nbytes = 0
+    for packing in unit.packings:
+        leaves: Any = packing.traced.pack.graph.output_node().args[0]
+        for leaf in leaves:
+            value = leaf.meta.get("val") if isinstance(leaf, Node) else None
+            if isinstance(value, torch.Tensor) and (leaf.target is offload_wait) == host:
+                nbytes += storage_bytes(value)
+    return nbytes
+
+
+def _work_bytes(gm: GraphModule, fused: bool) -> int:
+    """The most bytes alive inside of a traced pack or unpack, without its input; with its result."""
+    nodes = list(gm.graph.nodes)
+    outputs = output_storages(gm.graph)
+    counted = written_storages(nodes) | outputs if fused else {storage_of(n) for n in nodes}
+    counted = counted - storages(gm.graph.find_nodes(op="placeholder")) - {None}
+    found = lifetimes(nodes, counted, to_end=outputs, last_reader=last_readers(nodes, counted))
+    return max(alive_along(len(nodes), found.values()), default=0)
+
+
+def _hook_ms(group: Sequence[SavedValue], traced: TracedHook, fused: bool, rates: Rates) -> float:
+    """Time of pack and unpack. Fused, pack reads the value with its last reader, and unpack gives it to its readers
+    without memory between them, if they are no kernels of their own."""
+    ms = [sum(node_ms(gm, lambda _: rates, fused).values()) for gm in (traced.pack, traced.unpack)]
+    if not fused:
+        return sum(ms)
+    pass_ms = 1e3 * group[0].row.nbytes / rates.memory
+    readers = [u for v in group for u in v.bw_node.users if u.op != "output"]
+    saved = 2 * pass_ms if all(map(fuses, readers)) else 0.0
+    return max(0.0, ms[0] - pass_ms) + max(0.0, ms[1] - saved)
+
+
+# --- recomputation ----------------------------------------------------------------------------------------------------
+
+
+def _chain(
+    group: Sequence[SavedValue], saved: Mapping[Any, int | None], own: int
+) -> tuple[dict[Node, None], dict[Node, int | None]] | None:
+    """The nodes that compute the values of `group` again, and the values that they start from; None if that can't be.
+
+    A chain starts from inputs of the graph and from other saved storages.
+    """
+    nodes: dict[Node, None] = {}
+    sources: dict[Node, int | None] = {}
+    stack = [value.fw_node for value in group]
+    while stack:
+        node = stack.pop()
+        key = storage_of(node)
+        if node in nodes or node.op == "placeholder":
+            continue
+        if key in saved and saved[key] != own:
+            sources[node] = saved[key]
+        elif not _repeatable(node):
+            return None
+        else:
+            nodes[node] = None
+            stack += node.all_input_nodes
+    return nodes, sources
+
+
+def chains(cross: Boundary, groups: Sequence[Sequence[SavedValue]], chosen: set[int]) -> tuple[set[str], set[str]]:
+    """The names of the nodes to compute again for the storages `chosen`, and of the nodes to save for that."""
+    numbers = _numbered(cross, groups)
+    saved = {key: number for key, number in numbers.items() if number not in chosen}
+    again: set[str] = set()
+    kept = {v.fw_node.name for v in cross.tensors if storage_of(v.fw_node) in saved}
+    for i in chosen:
+        found = _chain(groups[i], saved, i)
+        assert found is not None  # its direct chain can be repeated, and so can those of its sources
+        again |= {n.name for n in found[0]}
+        kept |= {n.name for n in found[1]}
+    return again, kept
+
+
+def _repeatable(node: Node) -> bool:
+    """Whether `node` gives the same once more: no random numbers, no communication, no writes, no graph inside."""
+    if node.target is operator.getitem:
+        return True
+    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    target = node.target
+    if target.namespace not in ("aten", "prims") or target._schema.is_mutable or node.is_impure():
+        return False
+    return torch.Tag.nondeterministic_seeded not in target.tags
+
+
+# --- parts of the backward --------------------------------------------------------------------------------------------
+
+
+def _segments(groups: Sequence[Sequence[SavedValue]]) -> list[int]:
+    """A number for each storage, in the order of the backward: by layers as modules mark them off, or runs of a few."""
+    keys = [_layer(group[0].row.module_path) for group in groups]
+    numbers: list[int] = []
+    number = -1
+    for _, run in itertools.groupby(range(len(keys)), key=keys.__getitem__):
+        for k, _i in enumerate(run):
+            number += k % _SEGMENT == 0
+            numbers.append(number)
+    return numbers
+
+
+def _layer(path: str) -> str:
+    """The module path up to its first number: "model.layers.3" of "model.layers.3.mlp.up"."""
+    parts = path.split(".")
+    at = next((i for i, part in enumerate(parts) if part.isdigit()), None)
+    return path if at is None else ".".join(parts[: at + 1])

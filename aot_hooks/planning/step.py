@@ -1,0 +1,98 @@
+"""A training step as data: bytes alive along it, and the ways to store each tensor that it saves for backward.
+
+      position   0 1 2 3 ... forward ...        | ... backward ...                  n-1
+      live       bytes alive with all tensors kept as they are
+      value          made   gone                      first         last
+                            |- kept otherwise --------|  until here its bytes can be something else
+
+Positions count the nodes of all graphs of the step in the order that they run. Nothing here knows a graph, so one step
+may be made of many.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+__all__ = ["KEPT", "Option", "Step", "Value"]
+
+
+@dataclass(frozen=True)
+class Option:
+    """One way to store a value.
+
+    Attributes:
+        name: "keep", "recompute", or the hook as a user types it.
+        hook: None for "keep" and "recompute".
+        packed_bytes: what is alive on the device while the value is stored.
+        ms: how much longer the step takes.
+        error: relative error of the value that comes back; 0 if exact.
+        link_bytes: bytes sent to the host, and back.
+        work_bytes: most bytes alive while it is packed or unpacked, beside the value itself when it is packed.
+    """
+
+    name: str
+    hook: Any = None
+    packed_bytes: int = 0
+    ms: float = 0.0
+    error: float = 0.0
+    link_bytes: int = 0
+    work_bytes: int = 0
+
+
+KEPT = Option("keep")
+
+
+@dataclass(frozen=True)
+class Value:
+    """A storage that the step saves for backward.
+
+    Attributes:
+        names: of the saved tensors that share it.
+        nbytes: its bytes.
+        gone: the first position of the forward at which only the backward needs it.
+        first: the position of its first reader in the backward.
+        segment: number of the part of the backward that it belongs to, and the position where that part begins. What is
+            recomputed for a part is counted from its begin.
+        segment_first: that position.
+        options: besides keeping it; "recompute" at most once.
+        sources: numbers of the values that recomputing it reads.
+        where: module path or line, for messages.
+    """
+
+    names: tuple[str, ...]
+    nbytes: int
+    gone: int
+    first: int
+    segment: int = 0
+    segment_first: int = 0
+    options: tuple[Option, ...] = ()
+    sources: tuple[int, ...] = ()
+    where: str = ""
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a budget is solved for.
+
+    Attributes:
+        live: bytes alive at each position if every value is kept, over what is alive before the step.
+        labels: what runs at each position, for messages.
+        values: the saved storages.
+        ms: predicted time of the step if every value is kept.
+        forward_ms, backward_ms: its parts; copies run beside them.
+        to_host, to_device: bytes a second over the link.
+    """
+
+    live: tuple[int, ...]
+    values: tuple[Value, ...]
+    ms: float
+    forward_ms: float = 0.0
+    backward_ms: float = 0.0
+    to_host: float = float("inf")
+    to_device: float = float("inf")
+    labels: tuple[str, ...] = field(default=(), repr=False)
+
+    @property
+    def peak_bytes(self) -> int:
+        return max(self.live, default=0)
