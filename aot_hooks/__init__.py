@@ -17,6 +17,7 @@ from .offloading.transfers import offload_stats
 from .passes.plan import Decision, Plan
 from .planning.budget import budget
 from .report.dry_run import plan, saved_tensors
+from .report.frontier import Frontier, frontier
 from .report.gradients import GradientReport, GradientRow, check_gradients
 from .report.text import format_report, print_report
 from .settings.names import checkpoint_name
@@ -25,6 +26,7 @@ __all__ = [
     "KEEP",
     "AotHooksError",
     "Decision",
+    "Frontier",
     "GradientReport",
     "GradientRow",
     "Hook",
@@ -41,6 +43,7 @@ __all__ = [
     "errors",
     "float8",
     "format_report",
+    "frontier",
     "int4",
     "int8",
     "last_plans",

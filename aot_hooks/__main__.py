@@ -1,5 +1,6 @@
 """`python -m aot_hooks env`: what a bug report needs. `... report script.py`: what a script saves for backward.
-`... explain-miss`: why the last graph with hooks was not in torch's cache.
+`... frontier script.py`: what memory a script can do without, at what cost. `... explain-miss`: why the last graph with
+hooks was not in torch's cache.
 """
 
 from __future__ import annotations
@@ -21,8 +22,11 @@ from cudagraph.torch_private import autograd_cache, compilers, cuda, symbols
 
 from ._version import __version__
 from .cache import notes
-from .errors import AotHooksError, OptionError
+from .errors import AotHooksError, OptionError, unwrapped
+from .passes.plan import Plan
+from .planning.budget import ALLOWED, budget
 from .report import script
+from .report.frontier import frontier_of
 from .report.plot import check_can_plot, plot_report
 from .report.script import Recorded, ScriptError, run_script
 from .report.text import as_data, format_report
@@ -138,11 +142,31 @@ def report(options: argparse.Namespace) -> int:
         if options.plot is not None:
             plot_report(plan, options.plot)
     except (AotHooksError, OSError) as e:
-        if isinstance(e, ScriptError) and isinstance(e.__cause__, Exception):
+        if isinstance(e, ScriptError) and isinstance(e.__cause__, Exception) and unwrapped(e.__cause__) is None:
             traceback.print_exception(e.__cause__)
         print(f"aot_hooks report: {e}", file=sys.stderr)
         return 1
     return 0
+
+
+def print_frontier(options: argparse.Namespace) -> int:
+    """Run the script for one step per point; 1 if that failed."""
+
+    def plan_with(policy: Any) -> Plan:
+        settings = {"policy": policy, "scope": options.scope, "inner": options.inner}
+        torch.compiler.reset()
+        return run_script(options.script, options.arguments, settings, 1).plan
+
+    try:
+        print(frontier_of(plan_with, allow=_allowed(options), max_error=options.max_error))
+    except AotHooksError as e:
+        print(f"aot_hooks frontier: {e}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _allowed(options: argparse.Namespace) -> tuple[str, ...]:
+    return ALLOWED if options.allow is None else tuple(options.allow.split(","))
 
 
 def explain_miss(directory: str | None, as_json: bool) -> int:
@@ -180,6 +204,8 @@ def _policy(options: argparse.Namespace) -> Any:
         if name not in _HOOKS:
             raise OptionError(f"--hook: aot_hooks has no hook {name!r}; it has {', '.join(_HOOKS)}")
         return _evaluated("--hook", options.hook if with_arguments else f"{name}()")
+    if options.budget is not None:
+        return budget(options.budget, allow=_allowed(options), max_error=options.max_error)
     return None if options.policy is None else _evaluated("--policy", options.policy)
 
 
@@ -252,9 +278,20 @@ def main(argv: list[str] | None = None) -> int:
         "--hook", metavar="NAME", help=f"for every tensor: {', '.join(_HOOKS)}, or with arguments: 'cast(bfloat16)'"
     )
     how.add_argument("--policy", metavar="EXPRESSION", help="a policy or hook in the names of aot_hooks, evaluated")
-    run.add_argument("--scope", choices=SCOPES, default="donated")
-    run.add_argument("--inner", choices=("inductor", "aten"), default="inductor")
+    how.add_argument("--budget", metavar="PEAK", help="the fastest step under this peak: 24GiB, 500MB, fit")
     run.add_argument("--steps", type=_step_count, metavar="N", help="stop after N optimizer steps")
+    curve = commands.add_parser(
+        "frontier",
+        help="run a training script for a step per point, and print what memory a step can do without at what cost",
+        usage="python -m aot_hooks frontier [options] script.py [-- arguments of the script]",
+    )
+    for command in (run, curve):
+        command.add_argument("--scope", choices=SCOPES, default="donated")
+        command.add_argument("--inner", choices=("inductor", "aten"), default="inductor")
+        command.add_argument("--allow", metavar="MEANS", help=f"what a budget may use: {','.join(ALLOWED)}")
+        command.add_argument("--max-error", type=float, default=0.05, help="predicted relative error of the gradient")
+    curve.add_argument("script")
+    curve.add_argument("arguments", nargs="*", default=[], help="arguments of the script, after --")
     run.add_argument("--json", metavar="PATH", help="write rows, totals and live bytes there")
     run.add_argument("--plot", metavar="PATH", help="draw saved and live bytes there; needs matplotlib")
     miss = commands.add_parser(
@@ -267,6 +304,8 @@ def main(argv: list[str] | None = None) -> int:
     options = parser.parse_args(argv)
     if options.command == "report":
         return report(options)
+    if options.command == "frontier":
+        return print_frontier(options)
     if options.command == "explain-miss":
         return explain_miss(options.dir, options.json)
     print(json.dumps(env_data(), indent=1) if options.json else env())

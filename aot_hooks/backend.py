@@ -147,6 +147,9 @@ def _in_force(gm: GraphModule, options: Options) -> _InForce:
         raise OptionError(f"options['policy']: '{setting.rule!r}' is to run eagerly, which a context can ask for only")
     keys = dict.fromkeys(key for node in nodes_of(gm) if (key := annotation(node, REGION)) is not None)
     regions = {key: context.regions[key].setting.in_scope(options.scope) for key in keys}
+    for region in regions.values():
+        if isinstance(region.rule, Budget):
+            raise OptionError(f"{region.title} is for whole compiled functions; put its context around the call")
     return _InForce(setting and setting.in_scope(options.scope), pair, regions)
 
 
@@ -384,8 +387,8 @@ def planning_partition(
         before, before_ms = alive(), step_ms(fw, bw, fused)
         plan = rewritten(fw, bw, hooks.setting)
         after_ms = step_ms(fw, bw, fused) + sum(t.placement.stall_ms for t in plan.transfers)
-        times = {"before_ms": before_ms, "after_ms": after_ms}
-        plans.append(dataclasses.replace(plan, live_before=before, live_after=alive(), **times))
+        live_plan = dataclasses.replace(plan, live_before=before, live_after=alive())
+        plans.append(dataclasses.replace(live_plan, before_ms=before_ms, after_ms=after_ms))
         return fw, bw
 
     return partition

@@ -306,6 +306,8 @@ def _rule(function: str, value: Any) -> Rule:
         raise OptionError(f"{function}: expected a Hook, or a policy, got {value!r}{hint}")
     if isinstance(value, type):
         raise OptionError(f"{function}: expected a Hook, or a policy, got the class {value.__name__}; make one of it")
+    if getattr(value, "decides_for_graph", False):
+        raise OptionError(f"{function}: {value!r} decides for all tensors of a graph at once; it can't be in a policy")
     rule: Rule = value
     return rule
 

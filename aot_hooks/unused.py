@@ -64,7 +64,9 @@ class _Use:
 
     @property
     def packed_nothing(self) -> bool:
-        return bool(self.kept) and not self.setting.is_keep
+        # a budget that is met without hooks has done its work
+        budget = getattr(self.setting.rule, "decides_for_graph", False)
+        return bool(self.kept) and not self.setting.is_keep and not budget
 
 
 _uses: dict[str, _Use] = {}  # by the setting's text

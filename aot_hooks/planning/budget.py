@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from ..errors import OptionError
 from ..graphs.saved import SavedTensor
@@ -32,6 +33,8 @@ class Budget:
     allow: tuple[str, ...]
     max_error: float
 
+    decides_for_graph: ClassVar[bool] = True  # so no other policy may ask it for one tensor
+
     @property
     def looks_at_modules(self) -> bool:
         return False
@@ -41,10 +44,6 @@ class Budget:
 
     def why_kept(self, saved: SavedTensor) -> str:
         return "budget: eager code is not planned"
-
-    @property
-    def max_relative_error(self) -> float:
-        return self.max_error
 
     def __repr__(self) -> str:
         arguments = [] if self.peak is None else [repr(self.peak)]

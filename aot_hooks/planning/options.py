@@ -9,9 +9,9 @@ from __future__ import annotations
 import itertools
 import operator
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.fx import GraphModule, Node
@@ -20,6 +20,7 @@ from ..graphs.fusion_memory import alive_along, fuses, last_readers, lifetimes, 
 from ..graphs.nodes import REGION, annotation, output_storages, storage_bytes, storage_of, storages
 from ..graphs.roofline import Rates, measured_rates, node_ms
 from ..graphs.saved import Boundary, SavedValue, boundary
+from ..hook import Hook
 from ..library import float8, int4, int8
 from ..library.lossless import lossless
 from ..offloading.hook import offload
@@ -30,6 +31,7 @@ from ..passes.trace import TracedHook
 from ..passes.units import Tracer, Unit, trace_units
 from ..settings.setting import Setting, out_of_scope
 from ..torch_private import inductor
+from ..torch_private.values import is_operator
 from .step import Option, Step, Value
 
 __all__ = ["Graphs", "chains", "step_of"]
@@ -83,7 +85,7 @@ def step_of(graphs: Graphs, scope: str | None, allow: Iterable[str], max_error: 
     segment_of = dict(zip(order, segments, strict=True))
     values = []
     for i, group in enumerate(groups):
-        options, sources = list(hooks[i]), ()
+        options, sources = list(hooks[i]), cast("tuple[int, ...]", ())
         chain = _chain(group, saved, i) if "recompute" in allow else None
         if chain is not None:
             ms = sum(times[0][n] for n in chain[0])
@@ -194,7 +196,7 @@ def _rules(allow: set[str], max_error: float) -> dict[str, Any]:
     rules: dict[str, Any] = {}
     if "lossless" in allow:
         rules["lossless()"] = lossless()
-    lossy = {"float8": float8, "int8": int8, "int4": int4}
+    lossy: dict[str, Callable[[], Hook]] = {"float8": float8, "int8": int8, "int4": int4}
     rounded = {f"{name}()": make() for name, make in lossy.items() if name in allow and max_error > 0}
     rules |= rounded
     if "offload" in allow:
@@ -282,9 +284,9 @@ def _repeatable(node: Node) -> bool:
     """Whether `node` gives the same once more: no random numbers, no communication, no writes, no graph inside."""
     if node.target is operator.getitem:
         return True
-    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+    target: Any = node.target
+    if node.op != "call_function" or not is_operator(target):
         return False
-    target = node.target
     if target.namespace not in ("aten", "prims") or target._schema.is_mutable or node.is_impure():
         return False
     return torch.Tag.nondeterministic_seeded not in target.tags

@@ -19,7 +19,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 
 import numpy
-from scipy import optimize, sparse
+from scipy import optimize, sparse  # type: ignore[import-untyped]
 
 from .step import KEPT, Option, Step
 
@@ -153,6 +153,7 @@ def solve(
 
     cost = times.copy()
     cost[:first_early] += [_TIE * (1 + o.error) * step.values[v].nbytes / _MIB for v, o in choices]
+    cost[first_early:first_delta] = _TIE  # no more than the constraints ask for
     if peak is None:
         cost *= 1e-6
         cost[peak_column] = 1.0
@@ -198,5 +199,5 @@ def _groups(step: Step, starts: dict[int, int]) -> list[tuple[int, int]]:
     for value in step.values:
         ends |= {value.gone, value.first, value.segment_first}
     firsts = sorted(p for p in ends if p < len(step.live))
-    limits = [*firsts[1:], len(step.live)]
+    limits = [*firsts[1:], len(step.live)][: len(firsts)]
     return [(a, max(step.live[a:b])) for a, b in zip(firsts, limits, strict=True)]

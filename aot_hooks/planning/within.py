@@ -20,8 +20,9 @@ import torch
 from torch.fx import GraphModule
 
 from ..errors import BudgetError
+from ..graphs.nodes import storage_of
 from ..graphs.roofline import step_ms
-from ..graphs.saved import SavedTensor, SavedValue
+from ..graphs.saved import Boundary, SavedTensor, SavedValue
 from ..hook import KEEP, Hook
 from ..passes.live_bytes import LivePoint, live_bytes
 from ..passes.plan import Decision, Plan
@@ -113,6 +114,7 @@ def partition_within(
         chosen = {i for i, option in enumerate(solution.options) if option.name == "recompute"}
         with aot.recomputed(joint, *chains(cross, groups, chosen)) if chosen else contextlib.nullcontext():
             found = read(*split())
+        saved = {v.row.name: storage_of(v.fw_node) for v in found.boundary().tensors}
         plan = rewrite(found.fw, found.bw, Setting(_policy(solution, step), setting.scope))
         after = _live(found)
         got = max((p.live_bytes for p in after), default=0)
@@ -123,7 +125,7 @@ def partition_within(
             raise BudgetError(_infeasible(budget, step, peak, least, solution))
         assert limit is not None
         limit -= 1.05 * (got - peak)
-    plan = _with_recomputed(plan, groups, solution, step)
+    plan = _with_recomputed(plan, cross, groups, saved, solution, step)
     after_ms = step_ms(found.fw, found.bw, fused) + sum(t.placement.stall_ms for t in plan.transfers)
     return (
         found.fw,
@@ -202,16 +204,28 @@ def _offer(option: Option, nbytes: int) -> str:
     return f"{option.name} frees {(nbytes - option.packed_bytes) / _MIB:.1f} MiB for {option.ms:.3f} ms"
 
 
-def _with_recomputed(plan: Plan, groups: Sequence[Sequence[SavedValue]], solution: Solution, step: Step) -> Plan:
-    """`plan` with a row for each value that the backward computes again."""
-    rows = list(plan.decisions)
+def _with_recomputed(
+    plan: Plan,
+    stock: Boundary,
+    groups: Sequence[Sequence[SavedValue]],
+    saved: Mapping[str, Any],
+    solution: Solution,
+    step: Step,
+) -> Plan:
+    """`plan` with a row for each value that the backward computes again, and without hooks' bytes for values that are
+    saved for that only. `saved` has the storages that cross now, by name, `stock` what crosses without a budget."""
+    before = {storage_of(v.fw_node) for v in stock.tensors}
+    new = {name for name, key in saved.items() if key not in before}
+    rows = [dataclasses.replace(d, saved_bytes=0) if d.saved.name in new else d for d in plan.decisions]
     offset = max((d.saved.storage for d in rows), default=-1) + 1
-    for i, option in enumerate(solution.options):
-        if option.name != "recompute":
+    for i, group in enumerate(groups):
+        if storage_of(group[0].fw_node) in saved.values():
             continue
-        for k, value in enumerate(groups[i]):
+        chosen = solution.options[i].name == "recompute"
+        reason = _why(solution, step, i) if chosen else "budget: what is recomputed anyway gives it too"
+        for k, value in enumerate(group):
             row = dataclasses.replace(value.row, storage=offset)
-            rows.append(Decision(row, RECOMPUTED, _why(solution, step, i), 0, 0 if k else row.nbytes))
+            rows.append(Decision(row, RECOMPUTED, reason, 0, 0 if k else row.nbytes))
         offset += 1
     return dataclasses.replace(plan, decisions=tuple(rows))
 

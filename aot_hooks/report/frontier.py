@@ -1,0 +1,132 @@
+"""`aot_hooks.frontier`: how much memory a step can do without, and what that costs.
+
+without hooks ... peak 24.0 GiB, step 1.000
+budget(p1)        peak p1,       step 1.01         budgets between the lowest peak and that without hooks;
+...                                                points that another point beats are left out
+the lowest peak
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..errors import BudgetError, OptionError, unwrapped
+from ..hook import KEEP
+from ..passes.plan import Plan
+from ..planning.budget import ALLOWED, Budget, budget
+from .dry_run import plan
+
+__all__ = ["Frontier", "Point", "frontier", "frontier_of"]
+
+_POINTS = 8
+
+
+@dataclass(frozen=True)
+class Point:
+    """One plan of a frontier.
+
+    Attributes:
+        peak_bytes: of the step, over what is allocated before it, as predicted.
+        step_ratio: its time over that without hooks, as predicted.
+        plan: what is done with each saved tensor.
+        policy: what gives this plan: for `options={"policy": ...}` or a context.
+    """
+
+    peak_bytes: int
+    step_ratio: float
+    plan: Plan = field(repr=False)
+    policy: Budget | None
+
+
+@dataclass(frozen=True)
+class Frontier:
+    """Plans of which none is both faster and smaller than another, by their peak.
+
+    `str()` is a table; iterating gives the points.
+    """
+
+    points: tuple[Point, ...]
+
+    def __iter__(self) -> Iterator[Point]:
+        return iter(self.points)
+
+    def __len__(self) -> int:
+        return len(self.points)
+
+    def __str__(self) -> str:
+        lines = [f"{'peak MiB':>10}  {'step':>6}  saved bytes by what is done with them"]
+        for point in self.points:
+            lines.append(f"{point.peak_bytes / 2**20:10.1f}  {point.step_ratio:6.3f}  {_means(point.plan)}")
+        return "\n".join(lines)
+
+
+def _means(of: Plan) -> str:
+    """The share of saved bytes by hook: "keep 40%, recompute 35%, float8(...) 25%"."""
+    shares: dict[str, int] = defaultdict(int)
+    for decision in of.decisions:
+        shares["keep" if decision.hook == KEEP else decision.hook.name] += decision.saved_bytes
+    total = sum(shares.values()) or 1
+    found = sorted(shares.items(), key=lambda item: -item[1])
+    return ", ".join(f"{name} {100 * nbytes / total:.0f}%" for name, nbytes in found if nbytes)
+
+
+def frontier(
+    fn: Callable[..., Any],
+    *args: Any,
+    allow: Sequence[str] = ALLOWED,
+    max_error: float = 0.05,
+    scope: str | None = None,
+    inner: str | None = None,
+    **kwargs: Any,
+) -> Frontier:
+    """What memory a step of `fn(*args, **kwargs)` can do without, and what that costs. Nothing runs on real tensors.
+
+    Args:
+        fn, args, kwargs, scope, inner: see `plan`.
+        allow, max_error: see `budget`.
+
+    Raises as `plan` and `budget` do.
+    """
+
+    def plan_with(policy: Any) -> Plan:
+        return plan(fn, *args, policy=policy, scope=scope, inner=inner, **kwargs)
+
+    return frontier_of(plan_with, allow=allow, max_error=max_error)
+
+
+def frontier_of(plan_with: Callable[[Any], Plan], *, allow: Sequence[str] = ALLOWED, max_error: float) -> Frontier:
+    """The frontier of the plans that `plan_with` gives for policies."""
+    stock = plan_with(KEEP)
+    if not stock.decisions:
+        raise OptionError("frontier: expected a function that saves tensors for backward, but it saves none")
+    found = [Point(stock.peak_bytes, 1.0, stock, None)]
+    policies = [budget(max_slowdown=float("inf"), allow=allow, max_error=max_error)]
+    while policies:
+        policy = policies.pop(0)
+        try:
+            given = plan_with(policy)
+        except Exception as e:
+            if not isinstance(_innermost(e), BudgetError):
+                raise
+            continue  # the solver's bounds lie a little under what it can reach
+        found.append(Point(given.peak_bytes, given.step_ratio, given, policy))
+        if policy.peak is None:
+            least, most = given.peak_bytes, stock.peak_bytes
+            peaks = [least + (most - least) * k // _POINTS for k in range(1, _POINTS)]
+            policies = [budget(peak, allow=allow, max_error=max_error) for peak in peaks if peak > 0]
+    found.sort(key=lambda point: (point.peak_bytes, point.step_ratio))
+    best: list[Point] = []
+    for point in found:
+        if not best or point.step_ratio < best[-1].step_ratio:
+            best.append(point)
+    return Frontier(tuple(best))
+
+
+def _innermost(e: BaseException | None) -> BaseException | None:
+    """The error of this package that a script's or Dynamo's error comes from."""
+    while e is not None and not isinstance(e, BudgetError):
+        e = (unwrapped(e) if isinstance(e, Exception) else None) or e.__cause__
+    return e

@@ -1,0 +1,280 @@
+"""`budget`: the step stays under the peak, exact means are bitwise, and what can't be says what holds it."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from profiled import measured
+from steps import ATEN
+from torch import nn
+
+import aot_hooks
+from aot_hooks import budget
+from aot_hooks.errors import BudgetError, OptionError, unwrapped
+from aot_hooks.planning.budget import ALLOWED, bytes_of
+
+KEEP_ALL = aot_hooks.policies.everything(aot_hooks.KEEP)
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.gate, self.up = nn.Linear(width, 4 * width), nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.norm(x)
+        return x + self.down(nn.functional.silu(self.gate(h)) * self.up(h))
+
+
+@pytest.fixture
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*(Block(32) for _ in range(3)))
+
+
+@pytest.fixture
+def x() -> torch.Tensor:
+    return torch.randn(256, 32)
+
+
+def stock_peak(model: nn.Module, x: torch.Tensor) -> int:
+    return aot_hooks.plan(model, x, policy=aot_hooks.KEEP, inner="aten").peak_bytes
+
+
+def gradients(model: nn.Module, x: torch.Tensor, policy: Any) -> tuple[list[torch.Tensor], aot_hooks.Plan]:
+    torch._dynamo.reset()
+    model.zero_grad(set_to_none=True)
+    compiled = torch.compile(model, backend="aot_hooks", options={**ATEN, "policy": policy})
+    compiled(x).sin().sum().backward()
+    (plan,) = aot_hooks.last_plans(compiled)
+    return [p.grad.clone() for p in model.parameters()], plan
+
+
+def distance(found: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
+    """|found - expected| / |expected| over all parameters."""
+    apart = sum((f - e).square().sum() for f, e in zip(found, expected, strict=True))
+    return math.sqrt(apart / sum(e.square().sum() for e in expected))
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("share", [0.9, 0.67])
+@pytest.mark.parametrize("allow", [("recompute",), ("recompute", "lossless", "offload")])
+def test_exact_means_are_bitwise_and_stay_under_the_peak(model, x, share, allow, tmp_path):
+    peak = int(share * stock_peak(model, x))
+    expected, _ = gradients(model, x, KEEP_ALL)
+    policy = budget(peak, allow=allow, max_error=0)
+    found, plan = gradients(model, x, policy)
+    assert all(torch.equal(f, e) for f, e in zip(found, expected, strict=True))
+    assert 0 < plan.peak_bytes <= peak
+    assert any(d.hook.name == "recompute" for d in plan.decisions)
+    seen = max(measured(model, x, policy, tmp_path))
+    assert seen <= peak and abs(seen - plan.peak_bytes) <= 0.03 * plan.peak_bytes
+
+
+@pytest.mark.parametrize("allow", [("float8",), ("int8", "lossless"), ALLOWED])
+def test_rounding_means_stay_within_the_error(model, x, allow, tmp_path):
+    peak = int(0.75 * stock_peak(model, x))
+    expected, _ = gradients(model, x, KEEP_ALL)
+    policy = budget(peak, allow=allow)
+    found, plan = gradients(model, x, policy)
+    assert distance(found, expected) <= policy.max_error and plan.peak_bytes <= peak
+    assert max(measured(model, x, policy, tmp_path)) <= 1.03 * peak
+
+
+def test_a_tighter_error_excludes_coarser_hooks(model, x):
+    peak = int(0.75 * stock_peak(model, x))
+    for max_error, excluded in ((0.02, "int4"), (0.0, "int8")):
+        plan = aot_hooks.plan(model, x, policy=budget(peak, max_error=max_error), inner="aten")
+        assert not any(excluded in d.hook.name for d in plan.decisions)
+
+
+def test_a_budget_above_the_peak_changes_nothing(model, x):
+    plan = aot_hooks.plan(model, x, policy=budget(2 * stock_peak(model, x)), inner="aten")
+    assert {d.hook for d in plan.decisions} == {aot_hooks.KEEP} and plan.step_ratio == 1
+    assert plan.packed_bytes == plan.saved_bytes
+
+
+def test_the_same_program_gets_the_same_plan(model, x):
+    policy = budget(int(0.6 * stock_peak(model, x)))
+    first, second = (aot_hooks.plan(model, x, policy=policy, inner="aten") for _ in range(2))
+    assert first.decisions == second.decisions
+
+
+def test_every_decision_has_its_reason(model, x):
+    plan = aot_hooks.plan(model, x, policy=budget(int(0.6 * stock_peak(model, x))), inner="aten")
+    changed = [d for d in plan.decisions if d.hook != aot_hooks.KEEP]
+    chosen = [d for d in changed if "recomputed anyway" not in d.reason]
+    assert chosen and all("frees" in d.reason and " ms" in d.reason for d in chosen)
+    assert any("next best" in d.reason for d in changed)
+    text = aot_hooks.format_report(plan)
+    assert "recompute" in text
+    recomputed = [d for d in changed if d.hook.name == "recompute"]
+    assert all(d.packed_bytes == 0 for d in recomputed)
+    stock = aot_hooks.plan(model, x, policy=aot_hooks.KEEP, inner="aten")
+    assert plan.saved_bytes == stock.saved_bytes  # the header is that of the step without hooks
+
+
+@pytest.mark.core
+def test_what_can_not_be_is_an_error_that_names_the_least_and_what_holds_it(model, x):
+    with pytest.raises(
+        BudgetError, match=r"expected a step under 0\.0 MiB, but the least that was found takes \d"
+    ) as e:
+        aot_hooks.plan(model, x, policy=budget(1), inner="aten")
+    message = str(e.value)
+    assert "largest that stay" in message and "raise the peak" in message
+    least = float(message.split("least that was found takes ")[1].split(" MiB")[0])
+    plan = aot_hooks.plan(model, x, policy=budget(int((least + 0.06) * 2**20)), inner="aten")
+    assert plan.peak_bytes <= (least + 0.06) * 2**20
+    compiled = torch.compile(model, backend="aot_hooks", options={**ATEN, "policy": budget(1)})
+    with pytest.raises(Exception, match="expected a step under") as wrapped:
+        compiled(x)
+    assert isinstance(unwrapped(wrapped.value), BudgetError)
+
+
+def test_a_slowdown_instead_of_a_peak(model, x):
+    stock = stock_peak(model, x)
+    peaks = []
+    for slowdown in (0, 1.02, 0.1, math.inf):
+        plan = aot_hooks.plan(model, x, policy=budget(max_slowdown=slowdown, max_error=0), inner="aten")
+        peaks.append(plan.peak_bytes)
+        assert plan.step_ratio <= (slowdown if slowdown >= 1 else 1 + slowdown) + 0.02
+    assert stock >= peaks[0] >= peaks[1] >= peaks[2] >= peaks[3] and peaks[3] < 0.7 * stock
+
+
+def test_a_context_around_the_call(model, x):
+    expected, _ = gradients(model, x, KEEP_ALL)
+    compiled = torch.compile(model, backend="aot_hooks", options=ATEN)
+    model.zero_grad(set_to_none=True)
+    with aot_hooks.saved_tensors_policy(budget(int(0.7 * stock_peak(model, x)), max_error=0)):
+        out = compiled(x)
+    out.sin().sum().backward()
+    assert all(torch.equal(p.grad, e) for p, e in zip(model.parameters(), expected, strict=True))
+    (plan,) = aot_hooks.last_plans(compiled)
+    assert any(d.hook.name == "recompute" for d in plan.decisions)
+
+
+def test_random_numbers_are_not_drawn_again(x):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 256), nn.Dropout(0.5), nn.Tanh(), nn.Linear(256, 32), nn.Dropout(0.5))
+
+    def seeded(policy: Any) -> list[torch.Tensor]:
+        torch.manual_seed(1)
+        return gradients(model, x, policy)[0]
+
+    expected = seeded(KEEP_ALL)
+    found = seeded(budget(max_slowdown=math.inf, max_error=0))
+    assert all(torch.equal(f, e) for f, e in zip(found, expected, strict=True))
+
+
+def test_checkpoints_of_the_program_stay(model, x):
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = model
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for block in self.model:
+                x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)
+            return x
+
+    whole = Checkpointed()
+    expected, plain = gradients(whole, x, KEEP_ALL)
+    found, plan = gradients(whole, x, budget(plain.saved_bytes * 100, max_error=0))
+    assert plan.saved_bytes == plain.saved_bytes
+    assert all(torch.equal(f, e) for f, e in zip(found, expected, strict=True))
+
+
+def test_sizes_that_are_symbolic(model):
+    peak = int(0.7 * stock_peak(model, torch.randn(256, 32)))
+    compiled = torch.compile(
+        model, backend="aot_hooks", dynamic=True, options={**ATEN, "policy": budget(peak, max_error=0)}
+    )
+    for rows in (256, 200, 100):
+        x = torch.randn(rows, 32)
+        model.zero_grad(set_to_none=True)
+        compiled(x).sin().sum().backward()
+        found = [p.grad.clone() for p in model.parameters()]
+        model.zero_grad(set_to_none=True)
+        model(x).sin().sum().backward()
+        for f, p in zip(found, model.parameters(), strict=True):
+            torch.testing.assert_close(f, p.grad)
+
+
+class Nothing(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + 1
+
+
+class One(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.sin()
+
+
+@pytest.mark.parametrize("module", [Nothing(), One()])
+def test_graphs_of_one_node(module, x):
+    x = x.requires_grad_()
+    compiled = torch.compile(module, backend="aot_hooks", options={**ATEN, "policy": budget("1GiB")})
+    compiled(x).sum().backward()
+    expected = torch.autograd.grad(module(x).sum(), x)[0]
+    assert torch.equal(x.grad, expected)
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [("24GiB", 24 << 30), ("24 gib", 24 << 30), ("1.5G", 1_500_000_000), ("500MB", 500_000_000), ("7", 7), (9, 9)],
+)
+def test_sizes_as_text(text, nbytes):
+    assert bytes_of(text) == nbytes == budget(text).peak
+
+
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    [
+        ({}, "expected peak"),
+        ({"peak": "24 gigs"}, "24GiB"),
+        ({"peak": 0}, "peak must be"),
+        ({"peak": -5}, "peak must be"),
+        ({"peak": True}, "peak must be"),
+        ({"peak": 1e9}, "peak must be"),
+        ({"peak": "1GiB", "allow": ("float16",)}, "allow must be some of"),
+        ({"peak": "1GiB", "allow": "float8"}, "allow must be some of"),
+        ({"peak": "1GiB", "max_error": -0.1}, "max_error"),
+        ({"max_slowdown": "5%"}, "max_slowdown"),
+        ({"max_slowdown": math.nan}, "max_slowdown"),
+    ],
+)
+def test_wrong_arguments(arguments, match):
+    with pytest.raises(OptionError, match=match):
+        budget(**arguments)
+
+
+def test_where_a_budget_can_not_be(model, x):
+    with pytest.raises(OptionError, match="decides for all tensors"):
+        aot_hooks.policies.larger_than(1024, budget("1GiB"))
+
+    def inside(x: torch.Tensor) -> torch.Tensor:
+        with aot_hooks.saved_tensors_policy(budget("1GiB")):
+            return model(x)
+
+    compiled = torch.compile(inside, backend="aot_hooks", options=ATEN)
+    with pytest.raises(Exception, match="around the call") as e:
+        compiled(x)
+    assert isinstance(unwrapped(e.value), OptionError)
+
+
+def test_a_budget_is_a_value_that_prints_as_its_call():
+    one, other = budget("1GiB", allow=["int8", "float8"]), budget(1 << 30, allow=("float8", "int8"))
+    assert one == other and hash(one) == hash(other) and one != budget("2GiB")
+    assert repr(one) == "budget(1073741824, allow=('float8', 'int8'))"
+    assert repr(budget("fit", max_slowdown=0.05, max_error=0)) == "budget('fit', max_slowdown=1.05, max_error=0.0)"
+    assert eval(repr(one)) == one
+
+
+def test_fit_needs_a_device(model, x):
+    with pytest.raises(BudgetError, match="CUDA device"):
+        aot_hooks.plan(model, x, policy=budget("fit"), inner="aten")
