@@ -30,13 +30,6 @@ from cudagraph.explain import explain_with
 from cudagraph.tree import dispatch
 
 
-@pytest.fixture(autouse=True)
-def fresh_cudagraph():
-    cudagraph.reset()
-    yield
-    cudagraph.reset()
-
-
 @dataclasses.dataclass
 class Place:
     """Where programs run: on CUDA, or on the CPU with a simulator."""

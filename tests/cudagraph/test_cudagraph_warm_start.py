@@ -58,7 +58,6 @@ def fresh() -> Iterator[None]:
         with torch._inductor.config.patch(fallback_by_default=True):
             yield
     torch._dynamo.reset()
-    cudagraph.reset()
 
 
 @dataclasses.dataclass
