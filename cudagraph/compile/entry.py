@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
-from ..errors import CudaGraphError
+from ..errors import REBINDS, CudaGraphError
 from ..graph.analyse import Analysis, Kind
 from ..graph.blockers import is_host_operator
 from ..options import Options
@@ -83,7 +83,8 @@ class Found:
 def found_of(gm: GraphModule, kind: Kind, analysis: Analysis) -> Found:
     """Call it before Inductor's passes change `gm`: names and lines are read now."""
     piece = None
-    if analysis.device is not None and not analysis.rebinds:
+    rebinds = any(REBINDS in blocker.reason for blocker in analysis.blockers)  # then no part is captured
+    if analysis.device is not None and not rebinds:
         piece = dataclasses.replace(whole_piece(gm, kind, analysis.device), run=_comes_with_the_code, constants=())
     return Found(analysis.as_data(), piece, operators_of(gm))
 

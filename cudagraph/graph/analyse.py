@@ -97,11 +97,6 @@ class Analysis:
         return all(part.kernel_count == 0 for part in self.parts)
 
     @property
-    def rebinds(self) -> bool:
-        """Whether an input gets other memory or another shape, so that no part is captured."""
-        return any(REBINDS in blocker.reason for blocker in self.blockers)
-
-    @property
     def captured_count(self) -> int:
         return sum(part.captured for part in self.parts)
 

@@ -65,7 +65,8 @@ class Part:
 def split(graph: Graph, colour: Callable[[Node], str], min_kernel_count: int = MIN_KERNEL_COUNT) -> tuple[Part, ...]:
     """The parts of `graph`. `colour(node)` is called once for each operator.
 
-    Without an "eager" operator there is one part, whatever its size: captured if an operator is "capture".
+    Without an "eager" operator there is one part, whatever its size: captured if an operator is "capture". Else the
+    first part has the colour that leads to fewer captured parts.
     """
     nodes = [node for node in graph.nodes if node.op not in ("placeholder", "get_attr", "output")]
     colours = {node: colour(node) for node in nodes}
@@ -75,7 +76,9 @@ def split(graph: Graph, colour: Callable[[Node], str], min_kernel_count: int = M
         return _parts(graph, [(captured, nodes)], colours, memory) if nodes else ()
     before = _predecessors(nodes, memory)
     while True:
-        runs = _fewest_runs(nodes, colours, before)
+        first = next(colours[n] for n in nodes if colours[n] != FREE)
+        tries = [_runs(nodes, colours, before, captured) for captured in (first == CAPTURE, first != CAPTURE)]
+        runs = min(tries, key=lambda runs: (sum(captured for captured, _ in runs), len(runs)))
         kernels = [[node for node in run if colours[node] == CAPTURE] for captured, run in runs if captured]
         small = [node for run in kernels if len(run) < min_kernel_count for node in run]
         if not small:
@@ -131,19 +134,12 @@ def storages_of(node: Node) -> set[int]:
     return {key for t in tensors_of(node) if (key := torch_cuda.storage_key(t)) is not None}
 
 
-def _fewest_runs(nodes: Sequence[Node], colours: dict[Node, str], before: dict[Node, set[Node]]) -> list[Run]:
-    """Runs of one colour, beginning with the colour that leads to fewer captured runs.
+def _runs(nodes: Sequence[Node], colours: dict[Node, str], before: dict[Node, set[Node]], captured: bool) -> list[Run]:
+    """Runs of one colour, the first one `captured` or not. Runs of free operators join the run before, or the next.
 
     Taking all operators that are ready before changing colour is optimal for a given first colour: an operator in an
     earlier run never makes a later one necessary.
     """
-    first = next(colours[n] for n in nodes if colours[n] != FREE)
-    tries = [_runs(nodes, colours, before, captured) for captured in (first == CAPTURE, first != CAPTURE)]
-    return min(tries, key=lambda runs: (sum(captured for captured, _ in runs), len(runs)))
-
-
-def _runs(nodes: Sequence[Node], colours: dict[Node, str], before: dict[Node, set[Node]], captured: bool) -> list[Run]:
-    """Runs of one colour, the first one `captured` or not. Runs of free operators join the run before, or the next."""
     waiting = list(nodes)
     done: set[Node] = set()
     runs: list[Run] = []
@@ -252,13 +248,9 @@ def assemble(
         what = f"{'captured' if part.captured else 'as it is'}: {part.kernel_count} operators"
         lines.append(f"    [{listed(part.outputs)}] = part_{i}(args_{i})  # {what}")
     returned = [name(node) if isinstance(node, Node) else repr(node) for node in results]
-    return _defined("\n".join([*lines, f"    return [{', '.join(returned)}]", ""]), scope)
-
-
-def _defined(source: str, scope: dict[str, Any]) -> Callable[[list[Any]], list[Any]]:
-    """The function `run` of `source`; tracebacks through it show its lines."""
+    source = "\n".join([*lines, f"    return [{', '.join(returned)}]", ""])
     file = f"<cudagraph parts {next(_numbers)}>"
-    linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
+    linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)  # tracebacks show its lines
     exec(compile(source, file, "exec"), scope)
     run: Callable[[list[Any]], list[Any]] = scope["run"]
     run._boxed_call = True  # type: ignore[attr-defined]
