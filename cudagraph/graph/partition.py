@@ -92,7 +92,7 @@ def _predecessors(nodes: Sequence[Node], memory: dict[Node, set[Any]]) -> dict[N
     before = {node: {n for n in node.all_input_nodes if n in known} for node in nodes}
     writer: dict[Any, Node] = {}  # the last write to a memory
     readers: dict[Any, list[Node]] = {}  # reads since then
-    last: dict[str, Node] = {}  # the last operator with a side effect
+    last: dict[str, Node] = {}  # with a side effect: operators with the same one stay in their order
     for node in nodes:
         written = set().union(*(memory[n] for n in written_nodes(node)))
         touched = written.union(*(memory[n] for n in node.all_input_nodes))
