@@ -2,7 +2,7 @@
 
 fn, args --Dynamo, AOTAutograd--> forward, backward or inference graphs --prepare_and_analyse--> Explanation
 
-The backend decides by the same `prepare_and_analyse`, so the explanation is what happens.
+The backend decides by the same function, so the explanation is what happens.
 """
 
 from __future__ import annotations

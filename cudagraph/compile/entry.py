@@ -126,9 +126,8 @@ def _sources() -> str:
 class Store(autograd_cache.Extension):
     """The captures of the graphs that one graph of Dynamo becomes: into an entry of torch's cache, or out of it.
 
-    `finish(code, found)` returns what replaces code that was loaded from the cache.
-
     Attributes:
+        finish: `finish(code, found)` returns what replaces code that was loaded from the cache.
         refused: why an entry that was found was not taken; "" if it was, or none was found.
         cannot: why no program can take what is stored; "" if one can.
     """

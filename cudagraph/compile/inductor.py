@@ -29,10 +29,7 @@ from .pieces import Boxed, uncaptured
 
 
 def analysed(gm: GraphModule, kind: Kind, options: Options, device_type: str) -> Found:
-    """What can be captured of `gm`, found before Inductor's passes change it.
-
-    Raises `NotCapturableError` with `options.or_error`.
-    """
+    """What can be captured of `gm`. Call it before Inductor's passes change `gm`. Raises `NotCapturableError`."""
     # Inductor moves CPU numbers itself.
     analysis = prepare_and_analyse(gm, kind, options, device_type, numbers=False)
     # Inductor's kernels write to inputs in the middle of the code; the tree finds out whose memory that is.
@@ -44,10 +41,8 @@ def analysed(gm: GraphModule, kind: Kind, options: Options, device_type: str) ->
 
 
 def captured(code: Any, found: Found, options: Options, driver: CaptureDriver | None) -> Any:
-    """The callable that AOTAutograd gets for `code`, compiled now or loaded from a cache.
-
-    Code in one piece is replaced by the tree's own callable: `code` takes 3 us a call to look for a profiler and to
-    close its metrics. Otherwise `code` is returned, with its pieces captured.
+    """The callable that AOTAutograd gets for `code`. Code in one piece is replaced by the tree's own callable: `code`
+    takes 3 us a call to look for a profiler and to close its metrics. Else it is `code`, with its pieces captured.
     """
     maps: Sequence[compilers.PartitionMap] = ()
     if found.piece is not None:

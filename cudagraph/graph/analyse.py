@@ -1,7 +1,6 @@
 """Finds which parts of one graph of AOTAutograd can be captured.
 
 fx graph --prepare_and_analyse--> Analysis: device, parts, blockers --report--> log, or `NotCapturableError`
-                                     +--> compile/pieces.py captures the parts; `explain` prints them
 
 The backend with either inner compiler and `explain` call the same function, so they agree.
 """

@@ -5,9 +5,8 @@
     x[..., 0] = 3                        a known number: created on the device, too
     x * s   with s a number on the CPU   s is copied before the graph, once, and x * s can be captured
 
-Each rewrite gives the same bits. A number on the CPU stays there if it is computed with 16-bit or smaller floats: a
-kernel uses all digits of a number from the CPU, but rounds one on the device to the tensor's type first. `arange` of
-floats stays, too: the CPU adds up in float64.
+Each rewrite gives the same bits. A number stays on the CPU if it is computed with floats of 16 bits or fewer: a kernel
+rounds one on the device to the tensor's type first. `arange` of floats stays, too: the CPU adds up in float64.
 """
 
 from __future__ import annotations

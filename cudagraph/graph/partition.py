@@ -3,9 +3,8 @@
     graph, colours --split--> parts:   [capture | eager | capture]     cut where the colour changes
     parts, a callable each --assemble--> one boxed callable            that frees each value after its last use
 
-Colours: "capture", "eager", or "free" for operators that launch nothing and go wherever their inputs are ready. The
-order keeps data flow, writes and reads of one memory, and side effects. Random operators keep their order, because each
-one continues the random numbers of the last.
+Operators that launch nothing are "free": they go wherever their inputs are ready. The order keeps data flow, writes and
+reads of one memory, and side effects: each random operator continues the random numbers of the last.
 """
 
 from __future__ import annotations
