@@ -46,7 +46,7 @@ from .torch_private import aot, autograd, dynamo, inductor
 from .torch_private.aot_cache import without_autograd_cache
 
 if TYPE_CHECKING:
-    from cudagraph.backend import Compilation
+    from cudagraph.compile.compilation import Compilation
 
 __all__ = ["aot_hooks", "last_plans", "plan_graph", "reset", "with_options"]
 

@@ -17,7 +17,7 @@ from .offloading import transfers
 
 if TYPE_CHECKING:
     from cudagraph import Options
-    from cudagraph.backend import Compilation
+    from cudagraph.compile.compilation import Compilation
 
 __all__ = ["capture_options", "compilation", "forget"]
 
@@ -44,7 +44,7 @@ def capture_options(inner: str, option: bool | Mapping[str, Any]) -> Options | N
 def compilation(options: Options) -> Compilation:
     """The compilers of `cudagraph` for the graphs that one graph of Dynamo becomes."""
     import cudagraph
-    from cudagraph.backend import Compilation
+    from cudagraph.compile.compilation import Compilation
 
     for operator in _OPERATORS:
         cudagraph.register_host_operator(operator)

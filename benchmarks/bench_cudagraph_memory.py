@@ -35,7 +35,7 @@ import aot_hooks
 import cudagraph
 from aot_hooks import cudagraphs
 from aot_hooks.backend import aot_hooks as hooks_backend
-from cudagraph.backend import Compilation
+from cudagraph.compile.compilation import Compilation
 
 sys.path.append(str(pathlib.Path(__file__).resolve().parents[1] / "tests" / "support"))
 from capture_simulator import Arena, Simulator

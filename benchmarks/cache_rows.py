@@ -146,7 +146,7 @@ def _capturing() -> dict[str, Any]:
 
     import cudagraph
     from aot_hooks import cudagraphs
-    from cudagraph.backend import Compilation
+    from cudagraph.compile.compilation import Compilation
     from cudagraph.tree import dispatch
 
     driver, capture, log, pieces = Simulator(), dispatch.capture, io.StringIO(), []

@@ -7,39 +7,23 @@ torch._inductor.config.cudagraph_policy = cudagraph.Policy()    # torch 2.13 and
 from typing import TYPE_CHECKING, Any
 
 from .backend import cudagraph_tree, reset
+from .counters import stats
 from .errors import CudaGraphError, NotCapturableError, OptionError, StaleOutputError, UnsupportedTorchError
 from .explain import ExplainedPart, Explanation, explain
 from .graph.blockers import Blocker, register_host_operator
 from .options import Options
 from .placeholder import PlaceholderInfo, placeholder_info
 from .tree.capture import Capture, capturing
-from .tree.dispatch import mark_step_begin, stats
+from .tree.dispatch import mark_step_begin
 
 if TYPE_CHECKING:
     from .compile.inductor_policy import Policy
 
 __all__ = [
-    "Blocker",
-    "Capture",
-    "CudaGraphError",
-    "ExplainedPart",
-    "Explanation",
-    "NotCapturableError",
-    "OptionError",
-    "Options",
-    "PlaceholderInfo",
-    "Policy",
-    "StaleOutputError",
-    "UnsupportedTorchError",
-    "capturing",
-    "cudagraph_tree",
-    "explain",
-    "mark_step_begin",
-    "placeholder_info",
-    "register_host_operator",
-    "reset",
-    "stats",
-]
+    "Blocker", "Capture", "CudaGraphError", "ExplainedPart", "Explanation", "NotCapturableError", "OptionError",
+    "Options", "PlaceholderInfo", "Policy", "StaleOutputError", "UnsupportedTorchError", "capturing", "cudagraph_tree",
+    "explain", "mark_step_begin", "placeholder_info", "register_host_operator", "reset", "stats",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

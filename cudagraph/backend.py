@@ -15,13 +15,11 @@ from torch.fx import GraphModule
 
 from .compile.compilation import Compilation
 from .errors import OptionError
-from .graph.analyse import forget_reports
+from .graph import analyse
 from .options import Options
 from .torch_private import compilers
 from .tree import dispatch
 from .tree.driver import CaptureDriver
-
-__all__ = ["Compilation", "backend_with", "cudagraph_tree", "reset"]
 
 
 def cudagraph_tree(
@@ -43,18 +41,13 @@ def cudagraph_tree(
 
 def backend_with(driver: CaptureDriver | None, options: Mapping[str, Any] | None = None) -> Callable[..., Any]:
     """A backend with these options that captures with `driver`."""
-    parsed = Options.parse(options)
-
-    def cudagraph_tree_with_driver(gm: GraphModule, inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
-        return compile_graph(gm, inputs, None, parsed, driver)
-
-    return cudagraph_tree_with_driver
+    return functools.partial(compile_graph, mode=None, options=Options.parse(options), driver=driver)
 
 
 def reset() -> None:
     """Free all recordings and their memory, and forget which warnings were logged; compiled functions record again."""
     dispatch.reset()
-    forget_reports()
+    analyse.reported.clear()
 
 
 cudagraph_tree.reset = reset  # type: ignore[attr-defined]  # torch._dynamo.reset() calls it
@@ -65,17 +58,16 @@ def compile_graph(
 ) -> Callable[..., Any]:
     compilation = Compilation(options, driver)
     if options.inner == "aten":
-        compiled = compilers.compile_aten(
-            gm, inputs, partition=compilers.min_cut_partition, **compilation.aten_compilers()
-        )
-        return shortcut(compiled, compilation.inference, inputs)
-    try:
-        patches = compilers.mode_options(mode)
-    except RuntimeError as e:
-        raise OptionError(f"mode={mode!r}: {e}") from e
-    with compilation.through_cache(gm):
-        compiled = compilers.compile_inductor(gm, inputs, compilation.inner_compile(), patches)
-        return shortcut(compiled, compilation.inference, inputs)
+        to_aten = compilation.aten_compilers()
+        compiled = compilers.compile_aten(gm, inputs, partition=compilers.min_cut_partition, **to_aten)
+    else:
+        try:
+            patches = compilers.mode_options(mode)
+        except RuntimeError as e:
+            raise OptionError(f"mode={mode!r}: {e}") from e
+        with compilation.through_cache(gm):
+            compiled = compilers.compile_inductor(gm, inputs, compilation.inner_compile(), patches)
+    return shortcut(compiled, compilation.inference, inputs)
 
 
 def shortcut(compiled: Callable[..., Any], captured: Any, inputs: Sequence[Any]) -> Callable[..., Any]:

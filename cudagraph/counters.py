@@ -1,11 +1,6 @@
-"""Counts what happened since the last reset; `stats()` returns a copy.
-
-warm up, record, replay, copy, skip, partition --add--> one dict
-"""
+"""Counts what happened since the last reset: warm up, record, replay, ... --add--> one dict; `stats()` copies it."""
 
 from __future__ import annotations
-
-__all__ = ["COUNTERS", "add", "clear", "stats"]
 
 COUNTERS = ("warmups", "recordings", "rerecordings", "replays", "copies", "skips", "partitions", "held_outputs")
 
@@ -18,8 +13,7 @@ def add(name: str, count: int = 1) -> None:
 
 
 def clear() -> None:
-    for name in COUNTERS:
-        counts[name] = 0
+    counts.update(dict.fromkeys(COUNTERS, 0))
 
 
 def stats() -> dict[str, int]:

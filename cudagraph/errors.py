@@ -1,18 +1,6 @@
-"""The errors of this package: `CudaGraphError` and its subclasses.
-
-A message says what was expected, what came, where in the user's code, and the way out. The package stands alone:
-nothing here comes from `aot_hooks`.
-"""
+"""The errors of this package. A message says what was expected, what came, where, and the way out."""
 
 from __future__ import annotations
-
-__all__ = [
-    "CudaGraphError",
-    "NotCapturableError",
-    "OptionError",
-    "StaleOutputError",
-    "UnsupportedTorchError",
-]
 
 # The end of a reason against a capture, found in the graph (graph/blockers.py) or during the capture (tree/record.py).
 REBINDS = "other memory or another shape, which a replay would not"

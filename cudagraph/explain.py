@@ -2,7 +2,7 @@
 
 fn, args --Dynamo, AOTAutograd--> forward, backward or inference graphs --prepare_and_analyse--> Explanation
 
-The backend decides by the same `prepare_and_analyse`, so the explanation is what happens.
+The backend decides by the same function, so the explanation is what happens.
 """
 
 from __future__ import annotations
@@ -18,15 +18,14 @@ from torch.fx import GraphModule
 
 from .compile.compilation import Compilation
 from .compile.pieces import Boxed
-from .graph.analyse import Analysis, Kind, prepare_and_analyse
+from .graph.analyse import Analysis, prepare_and_analyse
 from .graph.blockers import Blocker
+from .graph.partition import Part
 from .options import Options
-from .placeholder import source_line
+from .placeholder import source_line, trace_of
 from .torch_private import compilers
 from .torch_private.cuda import boxed
 from .tree.driver import CaptureDriver, cuda_driver
-
-__all__ = ["ExplainedPart", "Explanation", "explain"]
 
 
 @dataclass(frozen=True)
@@ -69,27 +68,22 @@ class Explanation:
         return bool(names) and len(names) == len(set(names)) and all(part.captured for part in self.parts)
 
     def __str__(self) -> str:
-        return format_explanation(self)
+        """Text with one line for each part, under its graph, then one line for each blocker."""
+        lines: list[str] = []
+        for name in dict.fromkeys(part.graph for part in self.parts):
+            parts = [part for part in self.parts if part.graph == name]
+            captured = sum(part.captured for part in parts)
+            whole = captured == len(parts) == 1
+            lines.append(f"{name}: captured whole" if whole else f"{name}: {captured} of {len(parts)} parts captured")
+            lines += map(_line, parts)
+            lines += [f"  blocked: {blocker}" for blocker in self.blockers if blocker.graph == name]
+        return "\n".join(lines) or "no graph was compiled: nothing to capture"
 
 
-def format_explanation(found: Explanation) -> str:
-    """Text with one line for each part, under its graph, then one line for each blocker."""
-    if not found.parts:
-        return "no graph was compiled: nothing to capture"
-    lines: list[str] = []
-    for name in dict.fromkeys(part.graph for part in found.parts):
-        parts = [part for part in found.parts if part.graph == name]
-        captured = sum(part.captured for part in parts)
-        blockers = [blocker for blocker in found.blockers if blocker.graph == name]
-        whole = captured == len(parts) == 1
-        lines.append(f"{name}: captured whole" if whole else f"{name}: {captured} of {len(parts)} parts captured")
-        for part in parts:
-            where = part.first_line if part.first_line == part.last_line else f"{part.first_line} ... {part.last_line}"
-            kind = "captured " if part.captured else "as it is "
-            plural = "" if part.op_count == 1 else "s"
-            lines.append(f"  {kind} {part.op_count:4} operator{plural}  {where}".rstrip())
-        lines += [f"  blocked: {blocker}" for blocker in blockers]
-    return "\n".join(lines)
+def _line(part: ExplainedPart) -> str:
+    where = part.first_line if part.first_line == part.last_line else f"{part.first_line} ... {part.last_line}"
+    kind = "captured " if part.captured else "as it is "
+    return f"  {kind} {part.op_count:4} operator{'' if part.op_count == 1 else 's'}  {where}".rstrip()
 
 
 def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
@@ -115,7 +109,8 @@ def explain_with(
         compilation = Compilation(options, driver, number=next(numbers))
         backwards: list[GraphModule] = []
 
-        def analyse(graph: GraphModule, kind: Kind) -> None:
+        def analyse(graph: GraphModule, word: str) -> None:
+            kind = compilation.kind(graph, word)
             found.append(prepare_and_analyse(graph, kind, options, compilation.device_type))
 
         def partition(joint: GraphModule, joint_inputs: Any, **kwargs: Any) -> tuple[GraphModule, GraphModule]:
@@ -124,15 +119,15 @@ def explain_with(
             return fw, bw
 
         def forward(graph: GraphModule, _: Any) -> Boxed:
-            analyse(graph, compilation.kind(graph))
-            analyse(backwards[-1], compilation.kind(backwards[-1], is_backward=True))
+            analyse(graph, "forward")
+            analyse(backwards[-1], "backward")
             return boxed(graph)
 
         def backward(graph: GraphModule, _: Any) -> Boxed:
             return boxed(graph)
 
         def inference(graph: GraphModule, _: Any) -> Boxed:
-            analyse(graph, compilation.kind(graph, is_inference=True))
+            analyse(graph, "inference")
             return boxed(graph)
 
         return compilers.compile_aten(
@@ -145,31 +140,16 @@ def explain_with(
     # A new code object each time: Dynamo keeps its caches and limits by code object.
     program.__code__ = program.__code__.replace(co_name="explained")
     torch.compile(program, backend=explaining)(*args, **kwargs)
-    refusal = None
-    if any(analysis.captured_count for analysis in found):
-        refusal = (driver or cuda_driver()).why_not()
+    to_capture = [analysis for analysis in found if analysis.captured_count]
+    refusal = (driver or cuda_driver()).why_not() if to_capture else None
     blockers = [dataclasses.replace(b, graph=a.kind.name) for a in found for b in a.blockers]
     if refusal is not None:
-        blockers += [Blocker(refusal, "", "", graph=a.kind.name) for a in found if a.captured_count]
-    return Explanation(
-        parts=tuple(part for analysis in found for part in _parts(analysis, captures=refusal is None)),
-        blockers=tuple(blockers),
-    )
+        blockers += [Blocker(refusal, "", "", graph=a.kind.name) for a in to_capture]
+    parts = tuple(_explained(part, a.kind.name, refusal is None) for a in found for part in a.parts)
+    return Explanation(parts, tuple(blockers))
 
 
-def _parts(analysis: Analysis, *, captures: bool) -> list[ExplainedPart]:
-    parts = []
-    for part in analysis.parts:
-        lines = list(filter(None, (source_line(node.meta.get("stack_trace")) for node in part.nodes))) or [""]
-        parts.append(
-            ExplainedPart(
-                graph=analysis.kind.name,
-                captured=part.captured and captures,
-                op_count=part.kernel_count,
-                input_count=len(part.inputs),
-                output_count=len(part.outputs),
-                first_line=lines[0],
-                last_line=lines[-1],
-            )
-        )
-    return parts
+def _explained(part: Part, graph: str, captures: bool) -> ExplainedPart:
+    lines = list(filter(None, (source_line(trace_of(node)) for node in part.nodes))) or [""]
+    counts = part.kernel_count, len(part.inputs), len(part.outputs)
+    return ExplainedPart(graph, part.captured and captures, *counts, lines[0], lines[-1])

@@ -14,15 +14,9 @@ from typing import Any
 
 from .errors import OptionError
 
-__all__ = ["HELD_OUTPUTS", "INNER", "Options"]
-
-INNER = ("aten", "inductor")
-HELD_OUTPUTS = ("error", "copy")
+CHOICES = {"inner": ("aten", "inductor"), "held_outputs": ("error", "copy")}
+LEAST = {"rerecord_limit": 0, "size_limit": 0, "warmup_steps": 1}
 OR_ERROR_VARIABLES = ("CUDAGRAPH_OR_ERROR", "TORCHINDUCTOR_CUDAGRAPH_OR_ERROR")
-
-
-def or_error_from_environment() -> bool:
-    return any(os.environ.get(name) == "1" for name in OR_ERROR_VARIABLES)
 
 
 @dataclass(frozen=True)
@@ -53,20 +47,20 @@ class Options:
     @classmethod
     def parse(cls, options: Mapping[str, Any] | None = None) -> Options:
         """Raises `OptionError`, which names the unknown or wrong option and lists the valid ones."""
-        values = dict(options or {})
+        from_environment = any(os.environ.get(name) == "1" for name in OR_ERROR_VARIABLES)
+        values = {"or_error": from_environment, **(options or {})}
         valid = list(cls.__dataclass_fields__)
         unknown = [name for name in values if name not in valid]
         if unknown:
             raise OptionError(f"unknown option {unknown[0]!r}; valid options: {', '.join(valid)}")
-        values.setdefault("or_error", or_error_from_environment())
         parsed = cls(**values)
-        for name, choices in (("inner", INNER), ("held_outputs", HELD_OUTPUTS)):
+        for name, choices in CHOICES.items():
             if getattr(parsed, name) not in choices:
                 listing = " or ".join(map(repr, choices))
                 raise OptionError(f"options[{name!r}] must be {listing}, got {getattr(parsed, name)!r}")
         if not isinstance(parsed.or_error, bool):
             raise OptionError(f"options['or_error'] must be True or False, got {parsed.or_error!r}")
-        for name, least in (("rerecord_limit", 0), ("size_limit", 0), ("warmup_steps", 1)):
+        for name, least in LEAST.items():
             value = getattr(parsed, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise OptionError(f"options[{name!r}] must be an integer of at least {least}, got {value!r}")

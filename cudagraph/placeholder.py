@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,8 +18,6 @@ import torch
 from torch.fx import Graph, Node
 
 from .torch_private import cuda as torch_cuda
-
-__all__ = ["PlaceholderInfo", "output_traces", "placeholder_info", "source_line"]
 
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in [^\n]+\n\s*(?P<code>[^\n]*)')
 _TORCH = os.path.dirname(torch.__file__) + os.sep
@@ -49,35 +48,43 @@ class PlaceholderInfo:
 
 def placeholder_info(graph: Graph) -> tuple[PlaceholderInfo, ...]:
     """A `PlaceholderInfo` for each input of `graph`, in order."""
-    return tuple(info_of(node) for node in graph.find_nodes(op="placeholder"))
+    return tuple(map(info_of, graph.find_nodes(op="placeholder")))
 
 
 def info_of(node: Node) -> PlaceholderInfo:
     """The `PlaceholderInfo` of `node`: a placeholder, or any node whose value is an input of a part."""
-    users = tuple(PlaceholderInfo(user.name, user.meta.get("stack_trace")) for user in node.users)
-    writer = next(_writers(node), None)
-    written = None if writer is None else writer.meta.get("stack_trace")
-    return PlaceholderInfo(node.name, node.meta.get("stack_trace"), users, written)
+    users = tuple(PlaceholderInfo(user.name, trace_of(user)) for user in node.users)
+    return PlaceholderInfo(node.name, trace_of(node), users, trace_of(_writer(node)))
 
 
-def _writers(node: Node) -> Iterator[Node]:
-    """The operators that write to `node` itself or through a view of it, in the graph's order of use."""
-    seen, queue = {node}, [node]
+def trace_of(value: Any) -> str | None:
+    """The user's stack where a node was made; None if it is unknown, or `value` is no node."""
+    return value.meta.get("stack_trace") if isinstance(value, Node) else None
+
+
+def _writer(node: Node) -> Node | None:
+    """The first operator that writes to `node` itself or through a view of it."""
+
+    def views(value: Node) -> Iterator[Node]:
+        return (u for u in value.users if torch_cuda.is_operator(u.target) and torch_cuda.returns_views(u.target))
+
+    values = nearest_first(node, views)
+    return next((user for value in values for user in value.users if value in written_nodes(user)), None)
+
+
+def nearest_first(node: Node, onward: Callable[[Node], Iterable[Node]]) -> Iterator[Node]:
+    """`node`, then those that `onward(node)` gives, then those that it gives for them, and so on; each once."""
+    queue, seen = deque([node]), {node}
     while queue:
-        value = queue.pop(0)
-        for user in value.users:
-            if user.op != "call_function" or not torch_cuda.is_operator(user.target):
-                continue
-            if value in written_nodes(user):
-                yield user
-            elif torch_cuda.returns_views(user.target) and user not in seen:
-                seen.add(user)
-                queue.append(user)
+        yield (node := queue.popleft())
+        new = [n for n in onward(node) if n not in seen]
+        seen.update(new)
+        queue.extend(new)
 
 
 def written_nodes(node: Node) -> list[Node]:
     """The argument nodes that the operator of `node` writes to."""
-    if node.op != "call_function" or not torch_cuda.is_operator(node.target):
+    if not torch_cuda.is_operator(node.target):
         return []
     found: list[Node] = []
     for position, name in torch_cuda.written_arguments(node.target):
@@ -86,18 +93,17 @@ def written_nodes(node: Node) -> list[Node]:
     return found
 
 
-def output_traces(graph: Graph) -> tuple[str | None, ...]:
-    """The user's stack of each output of `graph`; None if it is unknown or the output is no tensor."""
-    (values,) = graph.output_node().args
-    assert isinstance(values, (list, tuple))
-    return tuple(v.meta.get("stack_trace") if isinstance(v, Node) else None for v in values)
+def results_of(graph: Graph) -> Sequence[Any]:
+    """The outputs of `graph`: nodes, numbers and None."""
+    (results,) = graph.output_node().args
+    assert isinstance(results, (list, tuple))
+    return results
 
 
 def source_line(stack_trace: str | None) -> str:
     """The innermost line of `stack_trace` outside of torch, as "model.py:31: code"; "" if there is no line."""
-    frames = [frame for frame in _FRAME.finditer(stack_trace or "")]
+    frames = list(_FRAME.finditer(stack_trace or ""))
     own = [frame for frame in frames if not frame["file"].startswith(_TORCH)] or frames
     if not own:
         return ""
-    last = own[-1]
-    return f"{os.path.basename(last['file'])}:{last['line']}: {last['code'].strip()}"
+    return f"{os.path.basename(own[-1]['file'])}:{own[-1]['line']}: {own[-1]['code'].strip()}"

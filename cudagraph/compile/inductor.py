@@ -2,10 +2,8 @@
 
     fx graph --analysed--> Found, and Inductor's code --+
     torch's cache, see entry.py: Found, and the code --+--captured--> the callable for AOTAutograd
-                                                            no blockers: captured in one piece
-                                                            blockers: Inductor's scheduler cut the code around them,
-                                                              and its pieces are captured
-                                                            nothing to capture: Inductor's code itself
+                                                            in one piece if there are no blockers; else the pieces
+                                                            that Inductor's scheduler cut around them
 
 Inductor is told not to make CUDA graphs itself. Mutated inputs, constants and pieces are read off its compiled graph.
 """
@@ -13,7 +11,7 @@ Inductor is told not to make CUDA graphs itself. Mutated inputs, constants and p
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any
 
 from torch.fx import GraphModule
@@ -29,14 +27,9 @@ from ..tree.function import Piece
 from .entry import Found, found_of
 from .pieces import Boxed, uncaptured
 
-__all__ = ["analysed", "capture_partitions", "captured", "pieces_of"]
-
 
 def analysed(gm: GraphModule, kind: Kind, options: Options, device_type: str) -> Found:
-    """What can be captured of `gm`, found before Inductor's passes change it.
-
-    Raises `NotCapturableError` with `options.or_error`.
-    """
+    """What can be captured of `gm`. Call it before Inductor's passes change `gm`. Raises `NotCapturableError`."""
     # Inductor moves CPU numbers itself.
     analysis = prepare_and_analyse(gm, kind, options, device_type, numbers=False)
     # Inductor's kernels write to inputs in the middle of the code; the tree finds out whose memory that is.
@@ -48,52 +41,43 @@ def analysed(gm: GraphModule, kind: Kind, options: Options, device_type: str) ->
 
 
 def captured(code: Any, found: Found, options: Options, driver: CaptureDriver | None) -> Any:
-    """The callable that AOTAutograd gets for `code`, compiled now or loaded from a cache.
-
-    Code in one piece is replaced by the tree's own callable: `code` takes 3 us a call to look for a profiler and to
-    close its metrics. Otherwise `code` is returned, with its pieces captured.
+    """The callable that AOTAutograd gets for `code`. Code in one piece is replaced by the tree's own callable: `code`
+    takes 3 us a call to look for a profiler and to close its metrics. Else it is `code`, with its pieces captured.
     """
-    verdict = found.verdict
-    if found.piece is None:
-        report(verdict, options)
-        if not verdict.idle:
-            compilers.set_callable(code, uncaptured(compilers.callable_of(code)))
-        return code
-    graph = dataclasses.replace(
-        found.piece, mutated_inputs=compilers.mutated_inputs(code), constants=compilers.constants_of(code)
-    )
-    reason = compilers.reason_of_inductor(code)
-    if not verdict.blockers and reason is None:
-        run = dispatch.capture(dataclasses.replace(graph, run=compilers.callable_of(code)), options, driver)
-        run.code = code  # type: ignore[attr-defined]  # kept alive with its callable
-        compilers.stored_as(run, code)
-        return run
-    maps = (compilers.partitions_of(code) or []) if reason is None else []
-    if reason is not None:
-        warn_once(f"{graph.name} can't be captured; Inductor says: {reason}", "it runs as it is", (reason,), options)
-    report(verdict, options, captured_count=len(maps))
+    maps: Sequence[compilers.PartitionMap] = ()
+    if found.piece is not None:
+        graph = dataclasses.replace(
+            found.piece, mutated_inputs=compilers.mutated_inputs(code), constants=compilers.constants_of(code)
+        )
+        reason = compilers.reason_of_inductor(code)
+        if reason is not None:
+            what = f"{graph.name} can't be captured; Inductor says: {reason}"
+            warn_once(what, "it runs as it is", (reason,), options)
+        elif not found.verdict.blockers:
+            run = dispatch.capture(dataclasses.replace(graph, run=compilers.callable_of(code)), options, driver)
+            run.code = code  # type: ignore[attr-defined]  # kept alive with its callable
+            compilers.stored_as(run, code)
+            return run
+        else:
+            maps = compilers.partitions_of(code) or ()
+    report(found.verdict, options, captured_count=len(maps))
     if maps:
         counters.add("partitions")
         compilers.set_callable(code, capture_partitions(code, graph, maps, options, driver))
-    else:
+    elif not found.verdict.idle:
         compilers.set_callable(code, uncaptured(compilers.callable_of(code)))
     return code
 
 
 def capture_partitions(
-    code: Any,
-    graph: Piece,
-    maps: Sequence[compilers.PartitionMap],
-    options: Options,
-    driver: CaptureDriver | None,
+    code: Any, graph: Piece, maps: Sequence[compilers.PartitionMap], options: Options, driver: CaptureDriver | None
 ) -> Boxed:
     """A callable that runs Inductor's `code` with each of its pieces captured. `graph` describes all of it."""
-    pieces = pieces_of(graph, maps)
-    return compilers.with_partitions(code, [_capturing(piece, options, driver) for piece in pieces])
 
+    def capturing(piece: Piece) -> Callable[[Boxed], Boxed]:
+        return lambda run: dispatch.capture(dataclasses.replace(piece, run=run), options, driver)
 
-def _capturing(piece: Piece, options: Options, driver: CaptureDriver | None) -> Callable[[Boxed], Boxed]:
-    return lambda run: dispatch.capture(dataclasses.replace(piece, run=run), options, driver)
+    return compilers.with_partitions(code, list(map(capturing, pieces_of(graph, maps))))
 
 
 def pieces_of(graph: Piece, maps: Sequence[compilers.PartitionMap]) -> list[Piece]:
@@ -101,27 +85,27 @@ def pieces_of(graph: Piece, maps: Sequence[compilers.PartitionMap]) -> list[Piec
 
     `maps` say which of a piece's inputs and outputs are the graph's. A piece takes sizes last; no map has them.
     """
-    pieces = []
-    saved_of_graph = set(graph.saved_outputs or ())
-    for number, part in enumerate(maps, 1):
-        name = f"{graph.name}, part {number} of {len(maps)}"
-        saved = graph.saved_outputs
-        if saved is not None:
-            saved = tuple(i for i, theirs in enumerate(part.outputs) if not saved_of_graph.isdisjoint(theirs))
-        pieces.append(
-            dataclasses.replace(
-                graph,
-                name=name,
-                static_inputs=tuple(i for i, theirs in enumerate(part.inputs) if theirs in graph.static_inputs),
-                mutated_inputs=tuple(i for i, theirs in enumerate(part.inputs) if theirs in graph.mutated_inputs),
-                unread_inputs=tuple(i for i, theirs in enumerate(part.inputs) if theirs in graph.unread_inputs),
-                reusable_inputs=tuple(i for i, theirs in enumerate(part.inputs) if theirs is None),
-                placeholders=tuple(
-                    PlaceholderInfo(f"input {i} of {name}") if theirs is None else graph.placeholders[theirs]
-                    for i, theirs in enumerate(part.inputs)
-                ),
-                output_traces=tuple(graph.output_traces[theirs[0]] if theirs else None for theirs in part.outputs),
-                saved_outputs=saved,
-            )
-        )
-    return pieces
+    return [_piece_of(graph, part, f"{graph.name}, part {i} of {len(maps)}") for i, part in enumerate(maps, 1)]
+
+
+def _piece_of(graph: Piece, part: compilers.PartitionMap, name: str) -> Piece:
+    def inputs_in(of_graph: Container[int | None]) -> tuple[int, ...]:
+        return tuple(i for i, theirs in enumerate(part.inputs) if theirs in of_graph)
+
+    saved = graph.saved_outputs
+    if saved is not None:
+        saved = tuple(i for i, theirs in enumerate(part.outputs) if not set(theirs).isdisjoint(saved))
+    return dataclasses.replace(
+        graph,
+        name=name,
+        static_inputs=inputs_in(graph.static_inputs),
+        mutated_inputs=inputs_in(graph.mutated_inputs),
+        unread_inputs=inputs_in(graph.unread_inputs),
+        reusable_inputs=inputs_in((None,)),
+        placeholders=tuple(
+            PlaceholderInfo(f"input {i} of {name}") if theirs is None else graph.placeholders[theirs]
+            for i, theirs in enumerate(part.inputs)
+        ),
+        output_traces=tuple(graph.output_traces[theirs[0]] if theirs else None for theirs in part.outputs),
+        saved_outputs=saved,
+    )

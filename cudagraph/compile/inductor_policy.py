@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from .. import counters
+from ..graph.analyse import word_of
 from ..options import Options
 from ..placeholder import PlaceholderInfo
 from ..torch_private import compilers
@@ -25,9 +26,7 @@ from ..tree import dispatch
 from ..tree.driver import CaptureDriver
 from ..tree.function import Piece
 from .inductor import capture_partitions
-from .pieces import Boxed, uncaptured
-
-__all__ = ["Policy"]
+from .pieces import uncaptured
 
 _numbers = itertools.count()
 
@@ -35,8 +34,9 @@ _numbers = itertools.count()
 class _Pending:
     """The uncaptured callable that stands in a compiled graph between Inductor's two calls of the policy."""
 
-    def __init__(self, run: Boxed, piece: Piece, static: Sequence[int]) -> None:
-        self.run, self.piece, self.static = run, piece, static
+    def __init__(self, piece: Piece) -> None:
+        self.piece = piece
+        self.run = piece.run
 
     def __call__(self, inputs: list[Any]) -> Any:
         return self.run(inputs)
@@ -66,22 +66,16 @@ class Policy(compilers.inductor_policy_class()):  # type: ignore[misc]
         return self  # torch.compile copies Inductor's settings
 
     def cudagraphify(
-        self,
-        model: Callable[..., Any],
-        example_inputs: Sequence[Any],
-        static_input_idxs: Sequence[int],
-        *,
-        device_index: int,
-        is_backward: bool,
-        is_inference: bool,
-        **kwargs: Any,
+        self, model: Callable[..., Any], example_inputs: Any, static_input_idxs: Sequence[int], **kwargs: Any
     ) -> Callable[..., Any]:
         """Called by Inductor to wrap `model`. `wrap_output` does it, because it sees the pieces."""
-        word = "backward" if is_backward else "inference" if is_inference else "forward"
+        is_backward, is_inference = kwargs["is_backward"], kwargs["is_inference"]
+        index, kind = kwargs["device_index"], self.device_type
         piece = Piece(
-            name=f"{word} {next(_numbers)} of Inductor",
+            name=f"{word_of(is_backward, is_inference)} {next(_numbers)} of Inductor",
             run=model,
-            device=torch.device("cpu") if self.device_type == "cpu" else torch.device(self.device_type, device_index),
+            device=torch.device("cpu") if kind == "cpu" else torch.device(kind, index),
+            static_inputs=tuple(static_input_idxs),
             mutated_inputs=tuple(kwargs.get("mutated_input_idxs") or ()),
             placeholders=tuple(map(_info, kwargs.get("placeholders") or ())),
             output_traces=tuple(kwargs.get("stack_traces") or ()),
@@ -89,7 +83,7 @@ class Policy(compilers.inductor_policy_class()):  # type: ignore[misc]
             is_backward=is_backward,
             is_inference=is_inference,
         )
-        self._local.pending = _Pending(model, piece, static_input_idxs)
+        self._local.pending = _Pending(piece)
         return self._local.pending  # type: ignore[no-any-return]
 
     def should_wrap(self, compiled_graph: Any) -> bool:
@@ -101,7 +95,7 @@ class Policy(compilers.inductor_policy_class()):  # type: ignore[misc]
         pending, self._local.pending = getattr(self._local, "pending", None), None
         if pending is None or not compilers.is_compiled_graph(output_code):
             return output_code  # Inductor decided against a capture, and logged why
-        static = self._static_inputs(pending, compilers.graph_number(output_code))
+        static = self._static_inputs(pending.piece, compilers.graph_number(output_code))
         piece = dataclasses.replace(pending.piece, static_inputs=static)
         maps = compilers.partitions_of(output_code)
         if maps is None:
@@ -110,29 +104,29 @@ class Policy(compilers.inductor_policy_class()):  # type: ignore[misc]
             counters.add("partitions", len(maps) > 1)
             run = capture_partitions(output_code, piece, maps, self.options, self.driver)
         else:
-            run = uncaptured(pending.run)
+            run = uncaptured(piece.run)
         if compilers.callable_of(output_code) is pending:
             compilers.set_callable(output_code, run)
         else:  # wrapped once more since
             pending.run = run
         return output_code
 
-    def _static_inputs(self, pending: _Pending, graph_number: Any) -> tuple[int, ...]:
+    def _static_inputs(self, piece: Piece, graph_number: Any) -> tuple[int, ...]:
         """The inputs that are parameters. Inductor calls every saved tensor static.
 
         The tree finds those in its own memory by itself. A saved tensor of the caller's moves in each step.
         """
-        names = [info.name for info in pending.piece.placeholders]
-        if not pending.piece.is_backward:
-            self._static[graph_number] = {names[i] for i in pending.static if i < len(names)}
-            return tuple(pending.static)
+        names = [info.name for info in piece.placeholders]
+        if not piece.is_backward:
+            self._static[graph_number] = {names[i] for i in piece.static_inputs if i < len(names)}
+            return piece.static_inputs
         known = self._static.get(graph_number)
         if known is None:  # the forward was not captured
-            return tuple(i for i in pending.static if names[i].startswith("primals"))
-        return tuple(i for i in pending.static if names[i] in known)
+            known = {name for name in names if name.startswith("primals")}
+        return tuple(i for i in piece.static_inputs if names[i] in known)
 
 
 def _info(theirs: Any) -> PlaceholderInfo:
     """torch's record of a placeholder as this package's."""
-    users = tuple(PlaceholderInfo(user.name, user.stack_trace) for user in theirs.users)
+    users = tuple(map(_info, theirs.users))
     return PlaceholderInfo(theirs.name, theirs.stack_trace, users, theirs.mutating_use_stack_trace)

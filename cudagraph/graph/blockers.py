@@ -1,36 +1,26 @@
 """Finds the operators of a graph that can't be captured.
 
-    graph, device --reason_against(node)--> None, or why this operator can't be in a CUDA graph
-                  --blockers--> tuple[Blocker]     each with the user's line
+    node, device --reason_against--> None, or why this operator can't be in a CUDA graph --blocker_of--> Blocker
 
-A captured graph launches the same kernels on the same addresses each time, and none of its host code runs again. So an
-operator stays out if it computes on the host, reads a number there, waits for the device to know a size, or belongs to
-another device. Views and arithmetic on sizes launch nothing and can be anywhere (`is_free`). If an input gets other
-memory or another shape (`rebinds`), the whole graph stays out: the input's new memory would be the pool's.
+None of a captured graph's host code runs again. So an operator stays out if it computes on the host, reads a number
+there, waits for the device to know a size, or belongs to another device. Views and arithmetic on sizes launch nothing
+and can be anywhere (`is_free`). If an input gets other memory or another shape (`rebinds`), the whole graph stays out:
+the input's new memory would be the pool's.
 """
 
 from __future__ import annotations
 
 import operator
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
 
-from ..placeholder import source_line, written_nodes
+from ..placeholder import nearest_first, source_line, trace_of, written_nodes
 from ..torch_private import cuda as torch_cuda
-
-__all__ = [
-    "Blocker",
-    "blockers",
-    "capture_device",
-    "is_free",
-    "reason_against",
-    "rebinds",
-    "register_host_operator",
-]
 
 CPU = torch.device("cpu")
 
@@ -39,17 +29,9 @@ _CONTROL_FLOW = {"cond", "while_loop", "while_loop_stack_output", "switch"}
 
 # Operators that read a result on the host, for example to raise an error, or use a library that can't be captured.
 _HOST_READS = {
-    "aten::_linalg_check_errors",
-    "aten::_linalg_eigh",
-    "aten::_linalg_svd",
-    "aten::linalg_eig",
-    "aten::linalg_lstsq",
-    "aten::equal",
-    "aten::is_nonzero",
-    "aten::_local_scalar_dense",
-    "aten::_pin_memory",
-    "aten::record_stream",
-}
+    "aten::_linalg_check_errors", "aten::_linalg_eigh", "aten::_linalg_svd", "aten::linalg_eig", "aten::linalg_lstsq",
+    "aten::equal", "aten::is_nonzero", "aten::_local_scalar_dense", "aten::_pin_memory", "aten::record_stream",
+}  # fmt: skip
 
 _COPIES = {"aten::_to_copy", "aten::copy_", "aten::copy", "prims::device_put"}
 
@@ -61,11 +43,8 @@ _SIZE_CHECKS = {"aten::_assert_scalar", "aten::sym_constrain_range", "aten::sym_
 
 # Operators that change the memory or the shape of a tensor object without the tag `inplace_view`.
 _REBIND_WITHOUT_TAG = {
-    "aten::set_data",
-    "aten::_resize_output_",
-    "aten::resize_as_sparse_",
-    "inductor::resize_storage_bytes_",
-}
+    "aten::set_data", "aten::_resize_output_", "aten::resize_as_sparse_", "inductor::resize_storage_bytes_",
+}  # fmt: skip
 
 _host_operators: set[Any] = set()
 
@@ -112,13 +91,15 @@ def is_host_operator(node: Any) -> bool:
     return (node.target if isinstance(node, Node) else node) in _host_operators
 
 
-def tensors_in(value: Any) -> list[torch.Tensor]:
-    """The tensors in a node's value."""
+def tensors_of(*nodes: Node) -> list[torch.Tensor]:
+    """The tensors in the values of `nodes`."""
+    return _tensors_in([value_of(node) for node in nodes])
+
+
+def _tensors_in(value: Any) -> list[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         return [value]
-    if isinstance(value, (list, tuple)):
-        return [t for item in value for t in tensors_in(item)]
-    return []
+    return [t for item in value for t in _tensors_in(item)] if isinstance(value, (list, tuple)) else []
 
 
 def value_of(node: Node) -> Any:
@@ -143,23 +124,19 @@ def capture_device(gm: GraphModule, device_type: str) -> torch.device | None:
     """
     count: Counter[torch.device] = Counter()
     for node in gm.graph.nodes:
-        if node.op != "call_function" or is_free(node):
-            continue
-        inputs = [t for source in node.all_input_nodes for t in tensors_in(value_of(source))]
-        written, read = (
-            {t.device for t in ts if t.device.type == device_type} for ts in (tensors_in(value_of(node)), inputs)
-        )
-        count.update(written or read)
+        if not is_free(node):
+            written, read = (
+                {t.device for t in tensors_of(*nodes) if t.device.type == device_type}
+                for nodes in ([node], node.all_input_nodes)
+            )
+            count.update(written or read)
     return count.most_common(1)[0][0] if count else None
 
 
-def blockers(gm: GraphModule, device: torch.device) -> tuple[Blocker, ...]:
-    """The operators of `gm` that can't be captured on `device`, in order."""
-    return tuple(blocker_of(node, reason) for node in gm.graph.nodes if (reason := reason_against(node, device)))
-
-
 def blocker_of(node: Node, reason: str) -> Blocker:
-    return Blocker(reason, str(node.target), node.name, traced_line(node))
+    """With the user's stack of `node`, or of the nearest operator that it was computed from."""
+    sources = nearest_first(node, lambda n: reversed(n.all_input_nodes))
+    return Blocker(reason, str(node.target), node.name, next(filter(None, map(trace_of, sources)), None))
 
 
 def rebinds(node: Node) -> Node | None:
@@ -167,10 +144,7 @@ def rebinds(node: Node) -> Node | None:
 
     A tensor that the graph made itself may be rebound: its tensor object exists only during the capture.
     """
-    if node.op != "call_function" or not torch_cuda.is_operator(node.target):
-        return None
-    tagged = torch.Tag.inplace_view in node.target.tags  # type: ignore[union-attr]
-    if not tagged and _name(node) not in _REBIND_WITHOUT_TAG:
+    if not _has_tag(node, torch.Tag.inplace_view) and _name(node) not in _REBIND_WITHOUT_TAG:
         return None
     source = source_of(node.all_input_nodes[0])
     return source if source.op in ("placeholder", "get_attr") else None
@@ -183,106 +157,81 @@ def source_of(node: Node) -> Node:
     return node
 
 
-def traced_line(node: Node) -> str | None:
-    """The user's stack of `node`, or of the nearest operator that it was computed from; None if none has one."""
-    queue, seen = [node], {node}
-    while queue:
-        current = queue.pop(0)
-        trace: str | None = current.meta.get("stack_trace")
-        if trace:
-            return trace
-        for source in reversed(current.all_input_nodes):
-            if source not in seen:
-                seen.add(source)
-                queue.append(source)
-    return None
-
-
 def is_free(node: Node) -> bool:
     """Whether `node` launches nothing: a view, an item of a tuple, arithmetic on sizes and checks of it."""
-    if node.op != "call_function":
-        return True
     target = node.target
-    if target is operator.getitem:
+    if node.op != "call_function" or target is operator.getitem:
         return True
     if torch_cuda.is_operator(target):
         return torch_cuda.returns_views(target) or _name(node) in _SIZE_CHECKS or str(target).startswith(_SIZES)
-    return not torch_cuda.is_higher_order(target) and not tensors_in(value_of(node))
+    return not torch_cuda.is_higher_order(target) and not tensors_of(node)
 
 
 def reason_against(node: Node, device: torch.device) -> str | None:
     """Why the operator of `node` can't be captured on `device`; None if it can, or if it is free."""
-    if node.op != "call_function" or is_free(node):
+    if is_free(node):
         return None
     return _by_layout(node) or _by_operator(node, device) or _by_sizes(node) or _by_device(node, device)
 
 
 def _by_layout(node: Node) -> str | None:
-    tensors = [t for n in (node, *node.all_input_nodes) for t in tensors_in(value_of(n))]
+    tensors = tensors_of(node, *node.all_input_nodes)
     # An mkldnn tensor is a constant that a library packed; it is no input and never changes.
     layouts = {str(t.layout) for t in tensors if t.layout is not torch.strided and not t.is_mkldnn}
     return f"works on a tensor of layout {min(layouts)}" if layouts else None
 
 
 def _by_operator(node: Node, device: torch.device) -> str | None:
-    target = node.target
-    if torch_cuda.is_higher_order(target):
-        if str(target) in _CONTROL_FLOW:
+    if torch_cuda.is_higher_order(node.target):
+        if str(node.target) in _CONTROL_FLOW:
             return "chooses on the host what runs"
         arguments: list[Any] = [*node.args, *node.kwargs.values()]  # the operators that it calls are among these
         for called in filter(torch_cuda.is_operator, arguments):
             if torch.Tag.cudagraph_unsafe in called.tags:
                 return f"calls {called}, which is tagged cudagraph_unsafe"
         subgraphs = (g for g in map(attribute_of, node.all_input_nodes) if isinstance(g, GraphModule))
-        for sub in subgraphs:
-            for inner in sub.graph.nodes:
-                reason = reason_against(inner, device)
-                if reason is not None:
-                    return f"holds {inner.target}, which {reason}"
-    elif torch_cuda.is_operator(target):
-        if torch.Tag.cudagraph_unsafe in target.tags:  # type: ignore[union-attr]
-            return "is tagged cudagraph_unsafe"
-        if _name(node) in _HOST_READS or torch.Tag.data_dependent_output in target.tags:  # type: ignore[union-attr]
-            return "waits for the device and reads its result on the host"
+        for inner in (inner for subgraph in subgraphs for inner in subgraph.graph.nodes):
+            if reason := reason_against(inner, device):
+                return f"holds {inner.target}, which {reason}"
+    elif _has_tag(node, torch.Tag.cudagraph_unsafe):
+        return "is tagged cudagraph_unsafe"
+    elif _name(node) in _HOST_READS or _has_tag(node, torch.Tag.data_dependent_output):
+        return "waits for the device and reads its result on the host"
     if torch_cuda.unsafe_by_torch(node):
         return "is an operator that torch does not capture (it reads or allocates on the host)"
     return None
 
 
 def _by_sizes(node: Node) -> str | None:
-    for value in (value_of(node), *map(value_of, node.all_input_nodes)):
-        symbols = set().union(*(torch_cuda.data_dependent_sizes(v) for v in (*tensors_in(value), *_numbers(value))))
+    for value in map(value_of, (node, *node.all_input_nodes)):
+        number = isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool))
+        symbols = set().union(*map(torch_cuda.data_dependent_sizes, [value] if number else _tensors_in(value)))
         if symbols:
             return f"has a size that depends on the values of a tensor ({', '.join(sorted(map(str, symbols)))})"
     return None
 
 
-def _numbers(value: Any) -> list[Any]:
-    return [value] if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)) else []
-
-
 def _by_device(node: Node, device: torch.device) -> str | None:
-    inputs = [t for n in node.all_input_nodes for t in tensors_in(value_of(n))]
-    outputs = tensors_in(value_of(node))
+    inputs, outputs = tensors_of(*node.all_input_nodes), tensors_of(node)
     if not inputs and not outputs and not torch_cuda.is_higher_order(node.target):
         return "acts on the host only"
-    # meta tensors have no memory: nothing is computed with them
-    inputs = [t for t in inputs if t.device.type != "meta"]
-    outputs = [t for t in outputs if t.device.type != "meta"]
-    others = {t.device for t in (*inputs, *outputs)} - {device}
+    sources, results = _devices(inputs), _devices(outputs)
+    others = (sources | results) - {device}
     if not others or (others == {CPU} and is_host_operator(node)):
         return None
-    if device not in {t.device for t in (*inputs, *outputs)}:
+    if device not in sources | results:
         return f"runs on {_listed(others)}"
-    sources, results = {t.device for t in inputs}, {t.device for t in outputs}
-    written = {t.device for n in written_nodes(node) for t in tensors_in(value_of(n))}
     if _name(node) in _COPIES:
-        goes_to = written or results
-        comes_from = sources - goes_to
-        return f"copies from {_listed(comes_from)} to {_listed(goes_to)}"
-    if results == {device} and all(t.ndim == 0 for t in inputs if t.device == CPU) and others == {CPU}:
+        goes_to = {t.device for t in tensors_of(*written_nodes(node))} or results
+        return f"copies from {_listed(sources - goes_to)} to {_listed(goes_to)}"
+    if results == {device} and others == {CPU} and all(t.ndim == 0 for t in inputs if t.device == CPU):
         return "reads a number from the CPU"
     return f"works on tensors of {_listed(others | {device})}"
+
+
+def _devices(tensors: Iterable[torch.Tensor]) -> set[torch.device]:
+    """Without meta tensors: they have no memory, and nothing is computed with them."""
+    return {t.device for t in tensors if t.device.type != "meta"}
 
 
 def _listed(devices: set[torch.device]) -> str:
@@ -290,4 +239,11 @@ def _listed(devices: set[torch.device]) -> str:
 
 
 def _name(node: Node) -> str:
-    return str(node.target.name()).split(".")[0] if torch_cuda.is_operator(node.target) else ""  # type: ignore[union-attr]
+    """The name of an operator without its overload, "aten::add"; "" for other nodes."""
+    target: Any = node.target
+    return str(target.name()).split(".")[0] if torch_cuda.is_operator(target) else ""
+
+
+def _has_tag(node: Node, tag: torch.Tag) -> bool:
+    target: Any = node.target
+    return torch_cuda.is_operator(target) and tag in target.tags

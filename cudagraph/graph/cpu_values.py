@@ -5,9 +5,8 @@
     x[..., 0] = 3                        a known number: created on the device, too
     x * s   with s a number on the CPU   s is copied before the graph, once, and x * s can be captured
 
-Each rewrite gives the same bits. A number on the CPU stays there if it is computed with 16-bit or smaller floats: a
-kernel uses all digits of a number from the CPU, but rounds one on the device to the tensor's type first. `arange` of
-floats stays, too: the CPU adds up in float64.
+Each rewrite gives the same bits. A number stays on the CPU if it is computed with floats of 16 bits or fewer: a kernel
+rounds one on the device to the tensor's type first. `arange` of floats stays, too: the CPU adds up in float64.
 """
 
 from __future__ import annotations
@@ -18,44 +17,28 @@ import torch
 from torch.fx import GraphModule, Node
 
 from ..torch_private import cuda as torch_cuda
-from .blockers import CPU, attribute_of, tensors_in, value_of
-
-__all__ = ["prepare"]
+from .blockers import CPU, attribute_of, tensors_of, value_of
 
 aten = torch.ops.aten
 
 _FACTORIES = {
-    aten.arange.default,
-    aten.arange.start,
-    aten.arange.start_step,
-    aten.full.default,
-    aten.zeros.default,
-    aten.ones.default,
-    aten.eye.default,
-    aten.eye.m,
-    aten.scalar_tensor.default,
-    aten.tril_indices.default,
+    aten.arange.default, aten.arange.start, aten.arange.start_step, aten.full.default, aten.zeros.default,
+    aten.ones.default, aten.eye.default, aten.eye.m, aten.scalar_tensor.default, aten.tril_indices.default,
     aten.triu_indices.default,
-}
+}  # fmt: skip
 
 # Operators that write a number unchanged and compute nothing with it.
 _COPYING = {
-    aten.copy.default,
-    aten.copy_.default,
-    aten.fill.Tensor,
-    aten.index_put.default,
-    aten.masked_fill.Tensor,
+    aten.copy.default, aten.copy_.default, aten.fill.Tensor, aten.index_put.default, aten.masked_fill.Tensor,
     aten.where.self,
-}
+}  # fmt: skip
 
 
 def prepare(gm: GraphModule, device: torch.device, *, numbers: bool) -> None:
     """Rewrite `gm` in place for capture on `device`; with `numbers`, also operators that read a number from the CPU."""
     if device.type == "cpu":
         return
-    changed = _create_on_device(gm, device) + _copy_constants(gm, device) + _create_known_numbers(gm, device)
-    if numbers:
-        changed += _copy_numbers(gm, device)
+    changed = _create_on_device(gm, device) + _copy_constants(gm, device) + _move_numbers(gm, device, unknown=numbers)
     if changed:
         gm.graph.eliminate_dead_code()
         gm.graph.lint()
@@ -64,16 +47,12 @@ def prepare(gm: GraphModule, device: torch.device, *, numbers: bool) -> None:
 
 def _moved_to(node: Node, device: torch.device) -> bool:
     """Whether `node` copies a tensor from the CPU to `device` and changes nothing else about it."""
-    if node.op != "call_function" or node.target not in (torch_cuda.to_copy, torch.ops.prims.device_put.default):
+    if node.target not in (torch_cuda.to_copy, torch.ops.prims.device_put.default):
         return False
     source, result = value_of(node.all_input_nodes[0]), value_of(node)
-    return (
-        isinstance(source, torch.Tensor)
-        and isinstance(result, torch.Tensor)
-        and source.device == CPU
-        and result.device == device
-        and source.dtype == result.dtype
-    )
+    if not isinstance(source, torch.Tensor) or not isinstance(result, torch.Tensor):
+        return False
+    return source.device == CPU and result.device == device and source.dtype == result.dtype
 
 
 def _create_on_device(gm: GraphModule, device: torch.device) -> int:
@@ -89,7 +68,7 @@ def _create_on_device(gm: GraphModule, device: torch.device) -> int:
         for copy in copies:
             copy.replace_all_uses_with(node)
             gm.graph.erase_node(copy)
-            count += 1
+        count += 1
     return count
 
 
@@ -102,13 +81,10 @@ def _constant_behind(node: Node) -> torch.Tensor | None:
 
 
 def _copy_constants(gm: GraphModule, device: torch.device) -> int:
-    """Rewrite `_to_copy(lift_fresh_copy(constant))` to a copy on the device. Each call needs a copy: the user may write
-    to it."""
+    """Each call copies the constant on the device then: the user may write to the copy."""
     count = 0
     for node in list(gm.graph.nodes):
-        if not _moved_to(node, device):
-            continue
-        constant = _constant_behind(node.all_input_nodes[0])
+        constant = _constant_behind(node.all_input_nodes[0]) if _moved_to(node, device) else None
         if constant is None:
             continue
         name = f"_on_device_{count}"
@@ -127,27 +103,30 @@ def _copy_constants(gm: GraphModule, device: torch.device) -> int:
     return count
 
 
-def _is_number(node: Node) -> bool:
-    value = value_of(node)
-    return node.op != "output" and isinstance(value, torch.Tensor) and value.device == CPU and value.ndim == 0
-
-
-def _create_known_numbers(gm: GraphModule, device: torch.device) -> int:
+def _move_numbers(gm: GraphModule, device: torch.device, *, unknown: bool) -> int:
+    """Create known numbers on the device, and with `unknown` copy the others, for operators that read them there."""
     count = 0
     for node in list(gm.graph.nodes):
-        if not _is_number(node):
+        value = value_of(node)
+        if not isinstance(value, torch.Tensor) or value.device != CPU or value.ndim > 0:
             continue
         known = _known(node)
         readers = [user for user in node.users if _reads_the_same_on(device, user)]
-        if known is None or not readers:
+        if not readers or (known is None and not unknown):
             continue
-        with gm.graph.inserting_after(node):
-            made = gm.graph.call_function(
-                aten.full.default, ([], known), {"dtype": value_of(node).dtype, "device": device, "pin_memory": False}
-            )
-        _describe(made, node, readers[0], device)
+        # after the last placeholder, if it is one
+        after = gm.graph.find_nodes(op="placeholder")[-1] if node.op == "placeholder" else node
+        with gm.graph.inserting_after(after):
+            if known is None:
+                moved = gm.graph.call_function(torch_cuda.to_copy, (node,), {"device": device, "non_blocking": True})
+            else:
+                settings: dict[str, Any] = {"dtype": value.dtype, "device": device, "pin_memory": False}
+                moved = gm.graph.call_function(aten.full.default, ([], known), settings)
+        moved.meta = {k: v for k, v in readers[0].meta.items() if k == "stack_trace"}
+        with torch_cuda.fake_mode_of(value):
+            moved.meta["val"] = torch.empty((), dtype=value.dtype, device=device)
         for reader in readers:
-            reader.replace_input_with(node, made)
+            reader.replace_input_with(node, moved)
         count += 1
     return count
 
@@ -158,43 +137,16 @@ def _known(node: Node) -> bool | int | float | complex | None:
     if constant is not None:
         with torch_cuda.without_modes():
             return constant.item() if constant.numel() == 1 else None
-    if node.target in (aten.full.default, aten.scalar_tensor.default):
-        number = node.args[-1]
-        return number if isinstance(number, bool | int | float | complex) else None
-    return None
-
-
-def _describe(made: Node, number: Node, reader: Node, device: torch.device) -> None:
-    made.meta = {k: v for k, v in reader.meta.items() if k == "stack_trace"}
-    with torch_cuda.fake_mode_of(value_of(number)):
-        made.meta["val"] = torch.empty((), dtype=value_of(number).dtype, device=device)
-
-
-def _copy_numbers(gm: GraphModule, device: torch.device) -> int:
-    count = 0
-    for node in list(gm.graph.nodes):
-        readers = [user for user in node.users if _reads_the_same_on(device, user)] if _is_number(node) else []
-        if not readers:
-            continue
-        after: Any = node
-        if node.op == "placeholder":  # after the last placeholder
-            after = gm.graph.find_nodes(op="placeholder")[-1]
-        with gm.graph.inserting_after(after):
-            moved = gm.graph.call_function(torch_cuda.to_copy, (node,), {"device": device, "non_blocking": True})
-        _describe(moved, node, readers[0], device)
-        for reader in readers:
-            reader.replace_input_with(node, moved)
-        count += 1
-    return count
+    number: Any = node.args[-1] if node.target in (aten.full.default, aten.scalar_tensor.default) else None
+    return number if isinstance(number, bool | int | float | complex) else None
 
 
 def _reads_the_same_on(device: torch.device, node: Node) -> bool:
     """Whether an operator gives the same bits for a number on the CPU and on `device`."""
     copies = node.target in _COPYING
-    if node.op != "call_function" or not (copies or torch.Tag.pointwise in getattr(node.target, "tags", ())):
+    if not copies and torch.Tag.pointwise not in getattr(node.target, "tags", ()):
         return False
-    outputs = tensors_in(value_of(node))
-    inputs = [t for n in node.all_input_nodes for t in tensors_in(value_of(n))]
+    outputs, inputs = tensors_of(node), tensors_of(*node.all_input_nodes)
     if not outputs or any(t.device != device for t in outputs) or not any(t.device == device for t in inputs):
         return False
     return copies or all(not t.is_floating_point() or t.dtype.itemsize >= 4 for t in (*outputs, *inputs))

@@ -1,53 +1,54 @@
 """Cuts a graph into captured and uncaptured parts, with as few captured parts as the order allows.
 
-    graph, colours --split--> parts:   [capture | eager | capture]     a topological order of the graph, cut where the
-                                                                       colour changes
+    graph, colours --split--> parts:   [capture | eager | capture]     cut where the colour changes
     parts, a callable each --assemble--> one boxed callable            that frees each value after its last use
 
-Colours: "capture", "eager", or "free" for operators that launch nothing and go wherever their inputs are ready. The
-order keeps data flow, writes and reads of one memory, and side effects. Random operators keep their order, because each
-one continues the random numbers of the last.
+Operators that launch nothing are "free": they go wherever their inputs are ready. The order keeps data flow, writes and
+reads of one memory, and side effects: each random operator continues the random numbers of the last.
 """
 
 from __future__ import annotations
 
+import itertools
 import linecache
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from ..placeholder import written_nodes
+from ..placeholder import results_of, written_nodes
 from ..torch_private import cuda as torch_cuda
-from .blockers import attribute_of, is_free, tensors_in, value_of
-
-__all__ = ["CAPTURE", "EAGER", "FREE", "Part", "assemble", "part_module", "split"]
+from .blockers import attribute_of, is_free, tensors_of, value_of
 
 CAPTURE, EAGER, FREE = "capture", "eager", "free"
 
 MIN_KERNEL_COUNT = 2  # a captured part of a cut graph with fewer operators costs more than it saves
 
+Run = tuple[bool, list[Node]]  # whether it is captured, its operators
 
-@dataclass(frozen=True, eq=False)
+_numbers = itertools.count(1)
+
+
+@dataclass(frozen=True)
 class Part:
     """A sequence of operators that is captured, or not, as a whole.
 
     Attributes:
+        kernel_count: how many of `nodes` are not free.
         nodes: its operators, in order. Constants (`get_attr`) are in no part; each part that reads one gets it.
         inputs: values from before the part: inputs of the graph, or operators of earlier parts. A captured part also
             takes the sizes of its tensors, because a recording is for one size.
-        written_later: inputs of the graph that later parts write to; none for an uncaptured part.
         outputs: its operators that later parts or the graph's output read.
-        kernel_count: how many of `nodes` are not free.
+        written_later: inputs of the graph that later parts write to; none for an uncaptured part.
     """
 
     captured: bool
-    nodes: tuple[Node, ...]
-    inputs: tuple[Node, ...]
-    outputs: tuple[Node, ...]
     kernel_count: int
+    nodes: tuple[Node, ...] = ()
+    inputs: tuple[Node, ...] = ()
+    outputs: tuple[Node, ...] = ()
     written_later: tuple[Node, ...] = ()
 
     @property
@@ -63,183 +64,128 @@ class Part:
 def split(graph: Graph, colour: Callable[[Node], str], min_kernel_count: int = MIN_KERNEL_COUNT) -> tuple[Part, ...]:
     """The parts of `graph`. `colour(node)` is called once for each operator.
 
-    Without an "eager" operator there is one part, whatever its size: captured if an operator is "capture".
+    Without an "eager" operator there is one part, whatever its size: captured if an operator is "capture". Else the
+    first part has the colour that leads to fewer captured parts.
     """
     nodes = [node for node in graph.nodes if node.op not in ("placeholder", "get_attr", "output")]
     colours = {node: colour(node) for node in nodes}
-    before = _predecessors(nodes)
+    memory = _memory(nodes)
     if EAGER not in colours.values():
         captured = CAPTURE in colours.values()
-        return _with_boundaries(graph, [(captured, nodes)], colours) if nodes else ()
+        return _parts(graph, [(captured, nodes)], colours, memory) if nodes else ()
+    before = _predecessors(nodes, memory)
     while True:
-        runs = _fewest_runs(nodes, colours, before)
-        small = [
-            node
-            for captured, run in runs
-            if captured and sum(colours[n] == CAPTURE for n in run) < min_kernel_count
-            for node in run
-            if colours[node] == CAPTURE
-        ]
+        first = next(colours[n] for n in nodes if colours[n] != FREE)
+        tries = [_runs(nodes, colours, before, captured) for captured in (first == CAPTURE, first != CAPTURE)]
+        runs = min(tries, key=lambda runs: (sum(captured for captured, _ in runs), len(runs)))
+        kernels = [[node for node in run if colours[node] == CAPTURE] for captured, run in runs if captured]
+        small = [node for run in kernels if len(run) < min_kernel_count for node in run]
         if not small:
-            return _with_boundaries(graph, runs, colours)
+            return _parts(graph, runs, colours, memory)
         colours.update(dict.fromkeys(small, EAGER))
 
 
-def _predecessors(nodes: Sequence[Node]) -> dict[Node, set[Node]]:
+def _predecessors(nodes: Sequence[Node], memory: dict[Node, set[Any]]) -> dict[Node, set[Node]]:
     """The operators that must come before each operator."""
     known = set(nodes)
     before = {node: {n for n in node.all_input_nodes if n in known} for node in nodes}
-    memory = _memory(nodes)
     writer: dict[Any, Node] = {}  # the last write to a memory
     readers: dict[Any, list[Node]] = {}  # reads since then
-    last: dict[str, Node] = {}
+    last: dict[str, Node] = {}  # with a side effect: operators with the same one stay in their order
     for node in nodes:
         written = set().union(*(memory[n] for n in written_nodes(node)))
         touched = written.union(*(memory[n] for n in node.all_input_nodes))
-        for key in touched:
-            if key in writer:
-                before[node].add(writer[key])
+        before[node].update(writer[key] for key in touched if key in writer)
         for key in written:
             before[node].update(readers.pop(key, ()))
             writer[key] = node
         for key in touched - written:
             readers.setdefault(key, []).append(node)
-        for kind in _side_effects(node):
-            if kind in last:
-                before[node].add(last[kind])
-            last[kind] = node
+        random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+        effects = {"random": random or "rng_state" in str(node.target), "other": node.is_impure()}
+        for effect in filter(effects.get, effects):
+            if effect in last:
+                before[node].add(last[effect])
+            last[effect] = node
         before[node].discard(node)
     return before
 
 
 def _memory(nodes: Sequence[Node]) -> dict[Node, set[Any]]:
-    """Keys for the memory of each value. Values that share a key may share memory.
+    """Keys for the memory of each operator's value and inputs. Values that share a key may share memory.
 
     The keys are the storages of its fake tensors, and the values that it is a view of by the operators' schemas: the
     fake tensors of some views don't share a storage.
     """
     memory: dict[Node, set[Any]] = {}
-
-    def of(node: Node) -> set[Any]:
-        if node not in memory:  # an input or a constant
-            memory[node] = {node} | _storages(node)
-        return memory[node]
-
     for node in nodes:
-        memory[node] = {node} | _storages(node)
-        memory[node] = memory[node].union(*(of(n) for n in _viewed(node)))
         for source in node.all_input_nodes:
-            of(source)
+            if source not in memory:  # an input or a constant
+                memory[source] = {source, *storages_of(source)}
+        is_view = torch_cuda.returns_views(node.target) if torch_cuda.is_operator(node.target) else is_free(node)
+        viewed = node.all_input_nodes if is_view else written_nodes(node)
+        memory[node] = {node, *storages_of(node)}.union(*(memory[n] for n in viewed))
     return memory
 
 
-def _viewed(node: Node) -> list[Node]:
-    """The arguments that a result of `node` may be, or be a view of."""
-    if not torch_cuda.is_operator(node.target):
-        return list(node.all_input_nodes) if is_free(node) else []
-    return [*written_nodes(node), *(node.all_input_nodes if torch_cuda.returns_views(node.target) else ())]
+def storages_of(node: Node) -> set[int]:
+    """Keys for the storages of the tensors in the value of `node`."""
+    return {key for t in tensors_of(node) if (key := torch_cuda.storage_key(t)) is not None}
 
 
-def _storages(node: Node) -> set[int]:
-    keys = (torch_cuda.storage_key(t) for t in tensors_in(value_of(node)))
-    return {key for key in keys if key is not None}
-
-
-def _side_effects(node: Node) -> list[str]:
-    """Kinds of side effects that an operator has. Operators with the same kind stay in their order."""
-    kinds = []
-    tags = getattr(node.target, "tags", ())
-    if torch.Tag.nondeterministic_seeded in tags or "rng_state" in str(node.target):
-        kinds.append("random")
-    if node.is_impure():
-        kinds.append("effects")
-    return kinds
-
-
-def _fewest_runs(
-    nodes: Sequence[Node], colours: dict[Node, str], before: dict[Node, set[Node]]
-) -> list[tuple[bool, list[Node]]]:
-    """Runs of one colour, beginning with the colour that leads to fewer captured runs.
+def _runs(nodes: Sequence[Node], colours: dict[Node, str], before: dict[Node, set[Node]], captured: bool) -> list[Run]:
+    """Runs of one colour, the first one `captured` or not. Runs of free operators join the run before, or the next.
 
     Taking all operators that are ready before changing colour is optimal for a given first colour: an operator in an
     earlier run never makes a later one necessary.
     """
-    first = next(colours[n] for n in nodes if colours[n] != FREE)
-    other = EAGER if first == CAPTURE else CAPTURE
-    tries = [_runs(nodes, colours, before, begin) for begin in (first, other)]
-    return min(tries, key=lambda runs: (sum(captured for captured, _ in runs), len(runs)))
-
-
-def _runs(
-    nodes: Sequence[Node], colours: dict[Node, str], before: dict[Node, set[Node]], begin: str
-) -> list[tuple[bool, list[Node]]]:
     waiting = list(nodes)
     done: set[Node] = set()
-    runs: list[tuple[bool, list[Node]]] = []
-    now = begin
+    runs: list[Run] = []
+    free: list[Node] = []  # before the first run
     while waiting:
         run, left = [], []
         for node in waiting:  # in the graph's order, which keeps memory as it was planned
-            if colours[node] in (now, FREE) and before[node] <= done:
+            if colours[node] in (CAPTURE if captured else EAGER, FREE) and before[node] <= done:
                 run.append(node)
                 done.add(node)
             else:
                 left.append(node)
-        if run:
-            runs.append((now == CAPTURE, run))
-        waiting = left
-        now = EAGER if now == CAPTURE else CAPTURE
-    return _without_idle(runs, colours)
-
-
-def _without_idle(runs: list[tuple[bool, list[Node]]], colours: dict[Node, str]) -> list[tuple[bool, list[Node]]]:
-    """Merge runs of free operators into the run before, or into the next if they are the first."""
-    merged: list[tuple[bool, list[Node]]] = []
-    carried: list[Node] = []
-    for captured, run in runs:
         if all(colours[node] == FREE for node in run):
-            (merged[-1][1] if merged else carried).extend(run)
-        elif merged and merged[-1][0] == captured:
-            merged[-1][1].extend(run)
+            (runs[-1][1] if runs else free).extend(run)
+        elif runs and runs[-1][0] == captured:
+            runs[-1][1].extend(run)
         else:
-            merged.append((captured, carried + run))
-            carried = []
-    return merged
+            runs.append((captured, free + run))
+            free = []
+        waiting, captured = left, not captured
+    return runs
 
 
-def _with_boundaries(
-    graph: Graph, runs: Iterable[tuple[bool, list[Node]]], colours: dict[Node, str]
+def _parts(
+    graph: Graph, runs: Sequence[Run], colours: dict[Node, str], memory: dict[Node, set[Any]]
 ) -> tuple[Part, ...]:
+    placeholders = graph.find_nodes(op="placeholder")
+    sizes = {symbol: node for node in placeholders for symbol in torch_cuda.symbol_of(value_of(node))}
+    written: set[Any] = set()  # by later parts
     parts = []
-    sizes = {
-        symbol: node for node in graph.find_nodes(op="placeholder") for symbol in torch_cuda.symbol_of(value_of(node))
-    }
-    for captured, run in runs:
+    for captured, run in reversed(runs):
         inside = set(run)
         inputs = {n: None for node in run for n in node.all_input_nodes if n not in inside and n.op != "get_attr"}
         if captured and sizes:
-            tensors = (t for node in (*inputs, *run) for t in tensors_in(value_of(node)))
-            symbols = set().union(*map(torch_cuda.free_symbols, tensors))
+            symbols = set().union(*map(torch_cuda.free_symbols, tensors_of(*inputs, *run)))
             inputs |= {node: None for symbol, node in sizes.items() if symbol in symbols}
-        outputs = [node for node in run if any(user not in inside for user in node.users)]
-        kernel_count = sum(colours[node] != FREE for node in run)
-        parts.append(Part(captured, tuple(run), tuple(inputs), tuple(outputs), kernel_count))
-    return tuple(_with_writes(graph, parts))
-
-
-def _with_writes(graph: Graph, parts: Sequence[Part]) -> list[Part]:
-    """`parts`, with `written_later` for those that are captured."""
-    if len(parts) == 1:
-        return list(parts)
-    memory = _memory([node for part in parts for node in part.nodes])
-    placeholders = [node for node in graph.find_nodes(op="placeholder") if node in memory]
-    written: set[Any] = set()
-    made: list[Part] = []
-    for part in reversed(parts):
-        later = tuple(node for node in placeholders if not memory[node].isdisjoint(written))
-        made.append(replace(part, written_later=later) if part.captured else part)
-        written = written.union(*(memory[target] for node in part.nodes for target in written_nodes(node)))
-    return made[::-1]
+        part = Part(
+            captured,
+            sum(colours[node] != FREE for node in run),
+            nodes=tuple(run),
+            inputs=tuple(inputs),
+            outputs=tuple(node for node in run if any(user not in inside for user in node.users)),
+            written_later=tuple(n for n in placeholders if captured and not written.isdisjoint(memory.get(n, ()))),
+        )
+        parts.append(part)
+        written.update(*(memory[target] for node in run for target in written_nodes(node)))
+    return tuple(reversed(parts))
 
 
 def part_module(gm: GraphModule, part: Part) -> GraphModule:
@@ -249,15 +195,12 @@ def part_module(gm: GraphModule, part: Part) -> GraphModule:
     for node in part.arguments:
         copies[node] = graph.placeholder(node.name)
         copies[node].meta = dict(node.meta)
-
-    def copy_of(node: Node) -> Node:
-        if node not in copies:  # a constant
-            assert node.op == "get_attr", node
-            copies[node] = graph.node_copy(node)
-        return copies[node]
-
     for node in part.nodes:
-        copies[node] = graph.node_copy(node, copy_of)
+        for source in node.all_input_nodes:
+            if source not in copies:  # a constant
+                assert source.op == "get_attr", source
+                copies[source] = graph.node_copy(source)
+        copies[node] = graph.node_copy(node, copies.__getitem__)
     graph.output(tuple(copies[node] for node in part.outputs))
     graph.lint()
     made = GraphModule(gm, graph)
@@ -272,10 +215,10 @@ def assemble(
 
     It empties its list of inputs, and drops each value when it is passed to the last part that reads it.
     """
-    (results,) = gm.graph.output_node().args
-    assert isinstance(results, (list, tuple))
+    results = results_of(gm.graph)
+    placeholders = gm.graph.find_nodes(op="placeholder")
     names: dict[Node, str] = {}
-    scope: dict[str, Any] = {}
+    scope: dict[str, Any] = {f"part_{i}": run for i, run in enumerate(runs)}
 
     def name(node: Node) -> str:
         if node not in names:
@@ -284,45 +227,29 @@ def assemble(
                 scope[names[node]] = attribute_of(node)
         return names[node]
 
-    inputs = [name(node) for node in gm.graph.find_nodes(op="placeholder")]
+    def listed(nodes: Sequence[Node]) -> str:
+        return ", ".join(map(name, nodes))
+
     last_use: dict[Node, int] = {}
     for i, part in enumerate(parts):
         last_use.update(dict.fromkeys((*part.arguments, *part.outputs), i))
     last_use.update({node: len(parts) for node in results if isinstance(node, Node)})
 
-    lines = ["def run(args):"]
-    if inputs:
-        lines += [f"    {', '.join(inputs)}{',' if len(inputs) == 1 else ''} = args"]
-    lines += ["    args.clear()"]
-    unread = [node for node in gm.graph.find_nodes(op="placeholder") if node not in last_use]
+    lines = ["def run(args):", f"    [{listed(placeholders)}] = args", "    args.clear()"]
+    unread = [node for node in placeholders if node not in last_use]
     if unread:
-        lines += [f"    del {', '.join(map(name, unread))}"]
-    for i, (part, run) in enumerate(zip(parts, runs, strict=True)):
-        scope[f"part_{i}"] = run
-        lines += [f"    args_{i} = [{', '.join(map(name, part.arguments))}]"]
+        lines.append(f"    del {listed(unread)}")
+    for i, part in enumerate(parts):
+        lines.append(f"    args_{i} = [{listed(part.arguments)}]")
         dead = [node for node in part.arguments if last_use[node] == i]
         if dead:
-            lines += [f"    del {', '.join(map(name, dead))}"]
-        targets = "".join(f"{name(node)}, " for node in part.outputs)
-        lines += [f"    {targets and targets.rstrip() + ' = '}part_{i}(args_{i})  # {_what(part)}"]
+            lines.append(f"    del {listed(dead)}")
+        what = f"{'captured' if part.captured else 'as it is'}: {part.kernel_count} operators"
+        lines.append(f"    [{listed(part.outputs)}] = part_{i}(args_{i})  # {what}")
     returned = [name(node) if isinstance(node, Node) else repr(node) for node in results]
-    lines += [f"    return [{', '.join(returned)}]", ""]
-    return _defined("\n".join(lines), scope)
-
-
-def _what(part: Part) -> str:
-    return f"{'captured' if part.captured else 'as it is'}: {part.kernel_count} operators"
-
-
-_made = 0
-
-
-def _defined(source: str, scope: dict[str, Any]) -> Callable[[list[Any]], list[Any]]:
-    """The function `run` of `source`; tracebacks through it show its lines."""
-    global _made
-    _made += 1
-    file = f"<cudagraph parts {_made}>"
-    linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
+    source = "\n".join([*lines, f"    return [{', '.join(returned)}]", ""])
+    file = f"<cudagraph parts {next(_numbers)}>"
+    linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)  # tracebacks show its lines
     exec(compile(source, file, "exec"), scope)
     run: Callable[[list[Any]], list[Any]] = scope["run"]
     run._boxed_call = True  # type: ignore[attr-defined]

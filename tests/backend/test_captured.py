@@ -15,7 +15,7 @@ from aot_hooks import cudagraphs
 from aot_hooks.backend import aot_hooks as backend
 from aot_hooks.offloading import transfers
 from aot_hooks.options import Options
-from cudagraph.backend import Compilation
+from cudagraph.compile.compilation import Compilation
 from cudagraph.compile.pieces import whole_piece
 from cudagraph.graph.analyse import Kind, analyse
 from cudagraph.graph.blockers import is_host_operator
@@ -113,10 +113,10 @@ def test_a_graph_whose_only_host_tensors_are_offloaded_is_captured_whole():
         return torch.empty(4, 4, device="cuda")
 
     made = traced(forward, lambda: (on_cuda(), on_cuda()))
-    found = analyse(made, Kind("forward 0", static_inputs=(1,)), cudagraph.Options(), "cuda")
+    found = analyse(made, Kind("forward", 0, static_inputs=(1,)), cudagraph.Options(), "cuda")
     assert found.whole and found.blockers == ()
     made = traced(lambda *given: (backward(*given),), lambda: (torch.empty(4, 4), on_cuda(), on_cuda()))
-    kind = Kind("backward 0", is_backward=True, static_inputs=(1,))
+    kind = Kind("backward", 0, static_inputs=(1,))
     found = analyse(made, kind, cudagraph.Options(), "cuda")
     assert found.whole
     # pinned memory is never copied elsewhere; it is static beside the parameter
@@ -135,7 +135,7 @@ def test_offload_is_left_out_where_a_graph_is_cut():
         return (back.exp() + 1).sqrt(), transfers.offload_wait(ticket, y)
 
     made = traced(forward, lambda: (torch.empty(4, device="cuda"), torch.empty(4)))
-    found = analyse(made, Kind("forward 0"), cudagraph.Options(), "cuda")
+    found = analyse(made, Kind("forward", 0), cudagraph.Options(), "cuda")
     assert found.captured_count == 2 and len(found.blockers) == 3
     for part in found.parts:
         assert not (part.captured and any(is_host_operator(node) for node in part.nodes))

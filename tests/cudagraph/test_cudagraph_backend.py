@@ -10,28 +10,12 @@ import logging
 
 import pytest
 import torch
-from pieces import Noted
 from torch import nn
 
 import cudagraph
 from cudagraph.backend import backend_with
-from cudagraph.tree import dispatch
 
 INNER = ["aten", pytest.param("inductor", marks=pytest.mark.slow)]
-
-
-@pytest.fixture
-def noted(monkeypatch) -> Noted:
-    driver = Noted()
-    monkeypatch.setattr(dispatch, "capture", driver.capture)
-    return driver
-
-
-@pytest.fixture(autouse=True)
-def fresh_cudagraph():
-    cudagraph.reset()
-    yield
-    cudagraph.reset()
 
 
 class Net(nn.Module):

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from pieces import CUDA, traced
+from pieces import CUDA, blockers, traced
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from cudagraph.graph.blockers import blockers, capture_device, is_free, reason_against, register_host_operator
+from cudagraph.graph.blockers import capture_device, is_free, reason_against, register_host_operator
 
 pytestmark = pytest.mark.core
 

@@ -9,7 +9,7 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from cudagraph import PlaceholderInfo, placeholder_info
-from cudagraph.placeholder import output_traces, source_line, written_nodes
+from cudagraph.placeholder import results_of, source_line, trace_of, written_nodes
 
 pytestmark = pytest.mark.core
 
@@ -36,7 +36,7 @@ def test_names_users_and_traces():
     assert x.users[0].users == ()
     assert x.mutating_use_stack_trace is None
     assert x.source_line == "net.py:7: return h.add_(1)"
-    assert output_traces(graph) == (TRACE, TRACE)
+    assert list(map(trace_of, results_of(graph))) == [TRACE, TRACE]
 
 
 def test_is_plain_data():

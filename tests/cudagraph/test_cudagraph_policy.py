@@ -5,16 +5,15 @@ Inductor captures nothing on the CPU and does not ask there; the tests have it b
 
 from __future__ import annotations
 
+import contextlib
 import copy
 
 import pytest
 import torch
-from pieces import Noted
 from torch import nn
 
 import cudagraph
 from cudagraph.torch_private import cuda as torch_cuda
-from cudagraph.tree import dispatch
 
 HAS_POLICY = torch_cuda.has("torch._inductor.config.cudagraph_policy")
 needs_policy = pytest.mark.skipif(not HAS_POLICY, reason="this torch asks no policy")
@@ -57,27 +56,27 @@ def asked_by_inductor(monkeypatch) -> None:
     monkeypatch.setattr(CompiledFxGraph, "__init__", with_a_device)
 
 
+@contextlib.contextmanager
+def policy_in_force(driver, *, partition, caches):
+    policy = {"cudagraph_policy": cudagraph.Policy(driver=driver), "triton.cudagraphs": True}
+    with torch._inductor.config.patch({**policy, "graph_partition": partition, "fx_graph_cache": caches}):
+        with torch._functorch.config.patch(enable_autograd_cache=caches):
+            yield
+
+
 @needs_policy
 @pytest.mark.slow
 @pytest.mark.parametrize("partition", [False, True])
-def test_plain_inductor_is_captured(monkeypatch, partition):
+def test_plain_inductor_is_captured(monkeypatch, noted, partition):
     import torch._inductor.scheduler as scheduler
 
-    noted = Noted()
-    monkeypatch.setattr(dispatch, "capture", noted.capture)
     asked_by_inductor(monkeypatch)
     if partition:
         for kind in (scheduler.BaseSchedulerNode, scheduler.FusedSchedulerNode):
             monkeypatch.setattr(kind, "is_gpu", lambda self: True)
     module = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 2))
     reference = copy.deepcopy(module)
-    settings = {
-        "cudagraph_policy": cudagraph.Policy(driver=noted),
-        "triton.cudagraphs": True,
-        "graph_partition": partition,
-        "fx_graph_cache": False,
-    }
-    with torch._inductor.config.patch(settings), torch._functorch.config.patch(enable_autograd_cache=False):
+    with policy_in_force(noted, partition=partition, caches=False):
         compiled = torch.compile(module)
         for _ in range(3):
             x = torch.randn(5, 4, requires_grad=True)
@@ -99,21 +98,13 @@ def test_plain_inductor_is_captured(monkeypatch, partition):
 
 @needs_policy
 @pytest.mark.slow
-def test_what_torchs_caches_give_is_captured_too(monkeypatch, tmp_path):
+def test_what_torchs_caches_give_is_captured_too(monkeypatch, noted, tmp_path):
     from torch._dynamo.utils import counters
 
-    noted = Noted()
-    monkeypatch.setattr(dispatch, "capture", noted.capture)
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     asked_by_inductor(monkeypatch)
-    settings = {
-        "cudagraph_policy": cudagraph.Policy(driver=noted),
-        "triton.cudagraphs": True,
-        "graph_partition": False,
-        "fx_graph_cache": True,
-    }
     counters.clear()
-    with torch._inductor.config.patch(settings), torch._functorch.config.patch(enable_autograd_cache=True):
+    with policy_in_force(noted, partition=False, caches=True):
         for _ in range(2):
             torch.compiler.reset()
             torch.manual_seed(0)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from pieces import CUDA, fake_devices, traced
+from pieces import CUDA, blockers, fake_devices, traced
 from torch.fx import GraphModule
 
-from cudagraph.graph.blockers import blockers
 from cudagraph.graph.cpu_values import prepare
 
 pytestmark = pytest.mark.core

@@ -24,16 +24,10 @@ import aot_hooks
 import cudagraph
 from aot_hooks import cudagraphs
 from aot_hooks.backend import aot_hooks as hooks_backend
-from cudagraph.backend import Compilation, backend_with
+from cudagraph.backend import backend_with
+from cudagraph.compile.compilation import Compilation
 from cudagraph.explain import explain_with
 from cudagraph.tree import dispatch
-
-
-@pytest.fixture(autouse=True)
-def fresh_cudagraph():
-    cudagraph.reset()
-    yield
-    cudagraph.reset()
 
 
 @dataclasses.dataclass

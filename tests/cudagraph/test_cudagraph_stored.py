@@ -9,13 +9,16 @@ from __future__ import annotations
 import dataclasses
 import pickle
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from pieces import CUDA, piece_as_data, scaled, traced
+from torch._functorch._aot_autograd.autograd_cache import BypassAOTAutogradCache
 
 from cudagraph.compile import entry
+from cudagraph.compile.compilation import Compilation
 from cudagraph.graph.analyse import Kind, analyse
 from cudagraph.options import Options
 from cudagraph.torch_private import cuda as torch_cuda
@@ -37,7 +40,7 @@ def found_in(fn: Callable[..., Any], trace: Callable[[int], str | None] = lambda
     gm = traced(fn, lambda: (torch.randn(4, 4, device=CUDA), torch.randn(4, 4, device=CUDA)))
     for i, node in enumerate(gm.graph.nodes):
         node.meta["stack_trace"] = trace(i)
-    kind = Kind("forward 7", static_inputs=(1,), returned_count=1)
+    kind = Kind("forward", 7, static_inputs=(1,), returned_count=1)
     return gm, entry.found_of(gm, kind, analyse(gm, kind, INDUCTOR, "cuda"))
 
 
@@ -45,10 +48,14 @@ def as_data(found: entry.Found) -> Any:
     return found.verdict, None if found.piece is None else piece_as_data(found.piece), found.operators
 
 
+def store_of(gm: torch.fx.GraphModule) -> entry.Store:
+    return entry.Store(gm, INDUCTOR, "cuda", lambda code, found: code)
+
+
 def kept(gm: torch.fx.GraphModule, *found: entry.Found, monkeypatch: pytest.MonkeyPatch) -> bytes:
     data: list[bytes] = []
     monkeypatch.setattr(entry.autograd_cache, "attacher", lambda name: data.append)
-    store = entry.Store(gm, INDUCTOR, "cuda")
+    store = store_of(gm)
     for each in found:
         store.keep(each)
     return data[-1]
@@ -60,14 +67,12 @@ def test_what_is_kept_comes_back_with_the_lines_of_the_program_that_takes_it(mon
     assert [b.op for b in found.verdict.blockers] == [str(scaled._opoverload), "aten._to_copy.default"]
     assert found.piece is not None and found.piece.placeholders[1].mutating_use_stack_trace is not None
     attached = kept(gm, found, monkeypatch=monkeypatch)
-    (same,) = entry.Store(gm, INDUCTOR, "cuda").take(attached, ("forward",))
+    (same,) = store_of(gm).take(attached, ("forward",))
     assert as_data(same) == as_data(found)
     moved, expected = found_in(step, lambda i: f'  File "renamed.py", line {i + 100}, in g')
-    store = entry.Store(moved, INDUCTOR, "cuda")
-    (taken,) = store.take(attached, ("forward",))
+    (taken,) = store_of(moved).take(attached, ("forward",))
     assert as_data(taken) == as_data(expected) != as_data(found)
-    assert store.refused == ""
-    named = taken.named("forward 3")
+    named = taken.numbered(3)
     assert named.verdict.kind.name == named.piece.name == "forward 3"
     with pytest.raises(AssertionError, match="before its code"):
         taken.piece.run([])
@@ -76,18 +81,18 @@ def test_what_is_kept_comes_back_with_the_lines_of_the_program_that_takes_it(mon
 @pytest.mark.core
 def test_a_remark_that_torch_adds_to_a_line_comes_back_too(monkeypatch) -> None:
     """As in the backward of `x = x + f(x)`, where the gradients of two readers are added up."""
-    gm, found = found_in(step)
+    gm, _ = found_in(step)
     remark = "\nGradient addition node due to multiple use of tensor around:"
-    sums = found.with_traces(lambda trace: trace and trace + remark)
+    _, sums = found_in(step, lambda i: f'  File "m.py", line {i}, in f{remark}')
     attached = kept(gm, sums, monkeypatch=monkeypatch)
-    moved, there = found_in(step, lambda i: f'  File "renamed.py", line {i + 100}, in g')
-    (taken,) = entry.Store(moved, INDUCTOR, "cuda").take(attached, ("forward",))
-    assert as_data(taken) == as_data(there.with_traces(lambda trace: trace and trace + remark))
-    elsewhere = kept(
-        gm, found.with_traces(lambda t: t and t + '\n  File "other.py", line 1, in h'), monkeypatch=monkeypatch
-    )
+    moved, _ = found_in(step, lambda i: f'  File "renamed.py", line {i + 100}, in g')
+    _, there = found_in(step, lambda i: f'  File "renamed.py", line {i + 100}, in g{remark}')
+    (taken,) = store_of(moved).take(attached, ("forward",))
+    assert as_data(taken) == as_data(there)
+    _, strange = found_in(step, lambda i: f'  File "m.py", line {i}, in f\n  File "other.py", line 1, in h')
+    elsewhere = kept(gm, strange, monkeypatch=monkeypatch)
     with pytest.raises(entry.Refused, match="a line of its messages is of no operator"):
-        entry.Store(gm, INDUCTOR, "cuda").take(elsewhere, ("forward",))
+        store_of(gm).take(elsewhere, ("forward",))
 
 
 @pytest.mark.core
@@ -96,17 +101,19 @@ def test_what_is_stored_for_another_program_is_refused_with_the_reason(monkeypat
     attached = kept(gm, found, monkeypatch=monkeypatch)
 
     def reason(data: bytes | None, *words: str, graph: torch.fx.GraphModule = gm) -> str:
-        store = entry.Store(graph, INDUCTOR, "cuda")
         with pytest.raises(entry.Refused) as raised:
-            store.take(data, words or ("forward",))
-        assert store.refused == str(raised.value)
-        return store.refused
+            store_of(graph).take(data, words or ("forward",))
+        return str(raised.value)
 
     assert "nothing of its captures" in reason(None)
     for cut in (attached[:-40], attached[: len(attached) // 2], b""):
         assert "cannot be read" in reason(cut)
-    assert "has format 0; expected 3" in reason(pickle.dumps((0, "", ())))
+    assert "has format 0; expected 4" in reason(pickle.dumps((0, "", ())))
     assert "it is of forward and backward; stored of captures: forward" in reason(attached, "forward", "backward")
+    store, loaded = store_of(gm), SimpleNamespace(has_backward=True, attached=lambda name: attached)
+    with pytest.raises(BypassAOTAutogradCache):
+        store.accept(loaded)
+    assert store.refused == reason(attached, "forward", "backward")
     small, _ = found_in(lambda x, w: (x @ w,))
     assert "nodes that this graph does not have" in reason(attached, graph=small)
     gm_2, strange = found_in(step)
@@ -135,14 +142,14 @@ def test_what_decides_the_capture_is_in_the_key_and_what_acts_later_is_not(monke
 
 @pytest.mark.core
 def test_where_it_cannot_be_stored_the_reason_is_said() -> None:
-    assert entry.why_not(INDUCTOR) == ""
-    assert "inner 'aten'" in entry.why_not(Options())
+    assert Compilation(INDUCTOR).why_not_stored == ""
+    assert "inner 'aten'" in Compilation(Options()).why_not_stored
     with torch._inductor.config.patch(freezing=True):
-        assert entry.why_not(INDUCTOR) == ""
+        assert Compilation(INDUCTOR).why_not_stored == ""
         with torch.no_grad():
-            assert entry.why_not(INDUCTOR) == "parameters are frozen"
+            assert Compilation(INDUCTOR).why_not_stored == "parameters are frozen"
     with torch._functorch.config.patch(bundled_autograd_cache=True):
-        assert "bundles" in entry.why_not(INDUCTOR)
+        assert "bundles" in Compilation(INDUCTOR).why_not_stored
     if torch_cuda.has("torch._inductor.config.cudagraph_policy"):
         with torch._inductor.config.patch(cudagraph_policy=object()):
-            assert "cudagraph_policy" in entry.why_not(INDUCTOR)
+            assert "cudagraph_policy" in Compilation(INDUCTOR).why_not_stored

@@ -27,8 +27,8 @@ from aot_hooks.backend import aot_hooks as hooks_backend
 from aot_hooks.cache import lookup
 from aot_hooks.errors import CacheWarning
 from cudagraph import backend
-from cudagraph.backend import Compilation
 from cudagraph.compile import compilation, entry
+from cudagraph.compile.compilation import Compilation
 from cudagraph.tree import dispatch
 
 # --- compiled, and taken from torch's cache --------------------------------------------------------------------------
@@ -58,7 +58,6 @@ def fresh() -> Iterator[None]:
         with torch._inductor.config.patch(fallback_by_default=True):
             yield
     torch._dynamo.reset()
-    cudagraph.reset()
 
 
 @dataclasses.dataclass
@@ -165,7 +164,7 @@ def test_a_warm_start_says_and_does_what_the_cold_one_did(fresh, monkeypatch, ca
     def refuse(*_: Any) -> Any:
         raise entry.Refused("it is for a test")
 
-    monkeypatch.setattr(entry.Store, "_read", refuse)
+    monkeypatch.setattr(entry.Store, "take", refuse)
     with pytest.warns(CacheWarning, match="compiled anew in each process, because it is for a test"):
         again = start()
     assert again.cache == {"hit": 0, "miss": 0, "bypass": 1} and again.pieces == warm.pieces

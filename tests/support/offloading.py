@@ -19,8 +19,8 @@ import aot_hooks
 import cudagraph
 from aot_hooks import Rates, cudagraphs
 from aot_hooks.offloading import transfers
-from cudagraph.backend import Compilation
 from cudagraph.compile import pieces
+from cudagraph.compile.compilation import Compilation
 
 ALL = aot_hooks.offload(0, max_stall_ms=math.inf)
 SLOW = Rates(to_host=1e9, to_device=1e9, memory=1e9, operations=1e10, operations32=1e9)  # spreads small graphs out

@@ -18,6 +18,7 @@ from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+from cudagraph.graph.blockers import Blocker, blocker_of, reason_against
 from cudagraph.tree import dispatch
 
 CUDA = torch.device("cuda", 0)
@@ -47,6 +48,11 @@ def traced(fn: Callable[..., Any], make_inputs: Callable[[], tuple[Any, ...]]) -
     """The graph of `fn(*make_inputs())` on fake tensors, functional but for operators that write by themselves."""
     with fake_devices():
         return make_fx(fn)(*make_inputs())
+
+
+def blockers(gm: GraphModule, device: torch.device) -> tuple[Blocker, ...]:
+    """The operators of `gm` that can't be captured on `device`, in order."""
+    return tuple(blocker_of(node, reason) for node in gm.graph.nodes if (reason := reason_against(node, device)))
 
 
 @dataclass
