@@ -12,19 +12,17 @@ nothing (an addition) counts to the innermost module around its neighbours.
 from __future__ import annotations
 
 import bisect
+import contextlib
 import itertools
 import sys
 import threading
 import weakref
 from types import FrameType
-from typing import Any
 
 from torch import nn
 
 from ..torch_private import autograd, dynamo
 from ..torch_private import values as torch_values
-
-__all__ = ["made_in", "note_call", "roots"]
 
 _MAX_NOTES = 1 << 16
 
@@ -94,15 +92,15 @@ def _running(frame: FrameType | None) -> list[nn.Module]:
 
 def _path(modules: list[nn.Module]) -> tuple[str, ...]:
     """The names of `modules`, each within the one before it."""
+    if not modules:
+        return ()
     names: list[str] = []
-    outer = modules[0] if modules else None
+    outer = modules[0]
     for inner in modules[1:]:
-        assert outer is not None
         name = _name_within(outer, inner)
-        if name is None:
-            continue  # no submodule of its caller: its operators count as the caller's
-        names.append(name)
-        outer = inner
+        if name is not None:  # else no submodule of its caller: its operators count as the caller's
+            names.append(name)
+            outer = inner
     # torch.compile(model) is a module around the model
     return tuple(part for name in names for part in name.split(".") if part not in ("", "_orig_mod"))
 
@@ -111,16 +109,10 @@ _paths: weakref.WeakKeyDictionary[nn.Module, dict[int, str]] = weakref.WeakKeyDi
 
 
 def _name_within(outer: nn.Module, inner: nn.Module) -> str | None:
-    """The name of `inner` among the modules in `outer`."""
     name = _paths.get(outer, {}).get(id(inner))
-    if name is not None and _submodule(outer, name) is inner:
-        return name
+    if name is not None:
+        with contextlib.suppress(AttributeError):  # the model was changed since
+            if outer.get_submodule(name) is inner:
+                return name
     paths = _paths[outer] = {id(module): name for name, module in outer.named_modules()}
     return paths.get(id(inner))
-
-
-def _submodule(outer: nn.Module, name: str) -> Any:
-    try:
-        return outer.get_submodule(name)
-    except AttributeError:  # the model was changed since
-        return None
