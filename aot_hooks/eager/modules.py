@@ -14,6 +14,7 @@ from __future__ import annotations
 import bisect
 import contextlib
 import itertools
+import operator
 import sys
 import threading
 import weakref
@@ -27,40 +28,35 @@ from ..torch_private import values as torch_values
 _MAX_NOTES = 1 << 16
 
 
-class _Notes(threading.local):
-    """Numbers of operators, ascending, and the modules around each, outermost first."""
-
+class _Local(threading.local):
     def __init__(self) -> None:
-        self.numbers: list[int] = []
-        self.paths: list[tuple[str, ...]] = []
+        self.notes: list[tuple[int, tuple[str, ...]]] = []  # operators' numbers, ascending, and the modules around each
 
 
-_notes = _Notes()
+_local = _Local()
 
 
 def note_call() -> None:
     """Note the running module for the operator that autograd is saving for."""
-    number = autograd.next_sequence_number() - 1
-    numbers, paths = _notes.numbers, _notes.paths
-    if numbers and numbers[-1] == number:
+    number, notes = autograd.next_sequence_number() - 1, _local.notes
+    if notes and notes[-1][0] == number:
         return
-    if len(numbers) == _MAX_NOTES:
-        del numbers[: _MAX_NOTES // 2], paths[: _MAX_NOTES // 2]
-    numbers.append(number)
-    paths.append(_path(_running(sys._getframe(1))))
+    if len(notes) == _MAX_NOTES:
+        del notes[: _MAX_NOTES // 2]
+    notes.append((number, _path(_running(sys._getframe(1)))))
 
 
 def made_in(number: int | None) -> str:
     """The path of the module in which operator `number` ran; for None, the module that runs now."""
-    numbers, paths = _notes.numbers, _notes.paths
-    if not numbers:
+    notes = _local.notes
+    if not notes:
         return ".".join(_path(_running(sys._getframe(1))))
     if number is None:
-        return ".".join(paths[-1])
-    i = bisect.bisect_left(numbers, number)
-    if i < len(numbers) and numbers[i] == number:
-        return ".".join(paths[i])
-    around = paths[max(i - 1, 0) : i + 1]
+        return ".".join(notes[-1][1])
+    i = bisect.bisect_left(notes, number, key=operator.itemgetter(0))
+    if i < len(notes) and notes[i][0] == number:
+        return ".".join(notes[i][1])
+    around = [path for _, path in notes[max(i - 1, 0) : i + 1]]
     common = itertools.takewhile(lambda names: len(set(names)) == 1, zip(*around, strict=False))
     return ".".join(names[0] for names in common)
 

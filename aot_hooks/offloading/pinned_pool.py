@@ -55,11 +55,6 @@ class Block:
     free_on_return: bool = False  # `reset` wants it freed as soon as nobody uses it
 
 
-def _immortal() -> object:
-    """The owner of blocks of captures that do not report their end."""
-    return HostPool
-
-
 class HostPool:
     """See the module. Thread-safe; blocks may return from any thread, even from within the garbage collector."""
 
@@ -127,7 +122,8 @@ class HostPool:
             if capture is not None:
                 capture.lend(block.address)
             if captured:
-                block.owner = _immortal if capture is None else weakref.ref(capture.owner)
+                # other captures do not report their end: an owner that is never None
+                block.owner = object if capture is None else weakref.ref(capture.owner)
             block.leases += 1
             block.requested = nbytes
             self._used[block.address] = block
