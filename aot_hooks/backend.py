@@ -25,7 +25,7 @@ from . import cache, context, cudagraphs, records, unused
 from .cache import bypassed, through_cache
 from .cache.key import nodes_of, package_digest
 from .eager.modules import roots
-from .eager.packing import CompiledCall
+from .eager.packing import call_compiled
 from .errors import AotHooksError, OptionError
 from .graphs.nodes import REGION, annotation
 from .graphs.roofline import step_ms
@@ -276,10 +276,7 @@ def _with_eager_hooks(compiled: _Compiled) -> _Compiled:
         top = autograd.top_hooks()
         if top is None or not isinstance(top[0], context.EagerPack):
             return compiled(*args)
-        with CompiledCall(args) as call:
-            out = compiled(*args)
-        call.returned(out)
-        return out
+        return call_compiled(compiled, args)
 
     return run
 

@@ -12,57 +12,51 @@ nothing (an addition) counts to the innermost module around its neighbours.
 from __future__ import annotations
 
 import bisect
+import contextlib
 import itertools
+import operator
 import sys
 import threading
 import weakref
 from types import FrameType
-from typing import Any
 
 from torch import nn
 
 from ..torch_private import autograd, dynamo
 from ..torch_private import values as torch_values
 
-__all__ = ["made_in", "note_call", "roots"]
-
 _MAX_NOTES = 1 << 16
 
 
-class _Notes(threading.local):
-    """Numbers of operators, ascending, and the modules around each, outermost first."""
-
+class _Local(threading.local):
     def __init__(self) -> None:
-        self.numbers: list[int] = []
-        self.paths: list[tuple[str, ...]] = []
+        self.notes: list[tuple[int, tuple[str, ...]]] = []  # operators' numbers, ascending, and the modules around each
 
 
-_notes = _Notes()
+_local = _Local()
 
 
 def note_call() -> None:
     """Note the running module for the operator that autograd is saving for."""
-    number = autograd.next_sequence_number() - 1
-    numbers, paths = _notes.numbers, _notes.paths
-    if numbers and numbers[-1] == number:
+    number, notes = autograd.next_sequence_number() - 1, _local.notes
+    if notes and notes[-1][0] == number:
         return
-    if len(numbers) == _MAX_NOTES:
-        del numbers[: _MAX_NOTES // 2], paths[: _MAX_NOTES // 2]
-    numbers.append(number)
-    paths.append(_path(_running(sys._getframe(1))))
+    if len(notes) == _MAX_NOTES:
+        del notes[: _MAX_NOTES // 2]
+    notes.append((number, _path(_running(sys._getframe(1)))))
 
 
 def made_in(number: int | None) -> str:
     """The path of the module in which operator `number` ran; for None, the module that runs now."""
-    numbers, paths = _notes.numbers, _notes.paths
-    if not numbers:
+    notes = _local.notes
+    if not notes:
         return ".".join(_path(_running(sys._getframe(1))))
     if number is None:
-        return ".".join(paths[-1])
-    i = bisect.bisect_left(numbers, number)
-    if i < len(numbers) and numbers[i] == number:
-        return ".".join(paths[i])
-    around = paths[max(i - 1, 0) : i + 1]
+        return ".".join(notes[-1][1])
+    i = bisect.bisect_left(notes, number, key=operator.itemgetter(0))
+    if i < len(notes) and notes[i][0] == number:
+        return ".".join(notes[i][1])
+    around = [path for _, path in notes[max(i - 1, 0) : i + 1]]
     common = itertools.takewhile(lambda names: len(set(names)) == 1, zip(*around, strict=False))
     return ".".join(names[0] for names in common)
 
@@ -94,15 +88,15 @@ def _running(frame: FrameType | None) -> list[nn.Module]:
 
 def _path(modules: list[nn.Module]) -> tuple[str, ...]:
     """The names of `modules`, each within the one before it."""
+    if not modules:
+        return ()
     names: list[str] = []
-    outer = modules[0] if modules else None
+    outer = modules[0]
     for inner in modules[1:]:
-        assert outer is not None
         name = _name_within(outer, inner)
-        if name is None:
-            continue  # no submodule of its caller: its operators count as the caller's
-        names.append(name)
-        outer = inner
+        if name is not None:  # else no submodule of its caller: its operators count as the caller's
+            names.append(name)
+            outer = inner
     # torch.compile(model) is a module around the model
     return tuple(part for name in names for part in name.split(".") if part not in ("", "_orig_mod"))
 
@@ -111,16 +105,10 @@ _paths: weakref.WeakKeyDictionary[nn.Module, dict[int, str]] = weakref.WeakKeyDi
 
 
 def _name_within(outer: nn.Module, inner: nn.Module) -> str | None:
-    """The name of `inner` among the modules in `outer`."""
     name = _paths.get(outer, {}).get(id(inner))
-    if name is not None and _submodule(outer, name) is inner:
-        return name
+    if name is not None:
+        with contextlib.suppress(AttributeError):  # the model was changed since
+            if outer.get_submodule(name) is inner:
+                return name
     paths = _paths[outer] = {id(module): name for name, module in outer.named_modules()}
     return paths.get(id(inner))
-
-
-def _submodule(outer: nn.Module, name: str) -> Any:
-    try:
-        return outer.get_submodule(name)
-    except AttributeError:  # the model was changed since
-        return None

@@ -1,7 +1,6 @@
 """The same hooks where torch runs eagerly: graph breaks, `force_eager`, code outside compile.
 
-Autograd calls `pack_eager(setting, x)` for each tensor it saves and stores the returned `SavedValue`; in the backward
-`unpack_eager(value)` returns the tensor. Scope "donated" must mean the same as in a graph:
+Scope "donated" must mean the same as in a graph:
 
       saved x:   no grad_fn (leaf, parameter, buffer, mask)              -> stays
                  view of a leaf (weight.t())                             -> stays
@@ -10,7 +9,7 @@ Autograd calls `pack_eager(setting, x)` for each tensor it saves and stores the 
                  anything else                                           -> packed
 
 When x is saved, nobody knows yet whether it will be an output. A tensor that dies while the outermost module still runs
-is not one. So x is pending until a weak reference reports its death; this costs no memory, as the user holds x anyway.
+is not one. So x is pending until a weak reference reports its death, which costs no memory: the user holds x anyway.
 It is packed at the next save or at the end of the context, where an error can be raised. A tensor that is saved twice
 is packed once.
 
@@ -24,6 +23,7 @@ import enum
 import sys
 import threading
 import weakref
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
@@ -42,8 +42,6 @@ from ..torch_private import values as torch_values
 from .modules import note_call
 from .rows import EagerRow
 
-__all__ = ["CompiledCall", "SavedValue", "has_pending", "pack_eager", "pack_pending", "unpack_eager"]
-
 
 class State(enum.Enum):
     STAYS = enum.auto()  # the tensor itself is stored
@@ -57,17 +55,8 @@ class SavedValue:
     """Autograd's entry for one saved tensor: the tensor (detached), or the result of pack."""
 
     __slots__ = (
-        "__weakref__",
-        "death",
-        "hook",
-        "like",
-        "packed",
-        "reconsider",
-        "state",
-        "storage",
-        "tensor",
-        "version",
-    )
+        "__weakref__", "death", "hook", "like", "packed", "reconsider", "state", "storage", "tensor", "version"
+    )  # fmt: skip
 
     def __init__(self, x: torch.Tensor, hook: Hook, reconsider: tuple[Setting, EagerRow] | None = None) -> None:
         self.tensor: torch.Tensor | None = x.detach()
@@ -85,8 +74,9 @@ class SavedValue:
 class _Local(threading.local):
     def __init__(self) -> None:
         self.pending: list[weakref.ref[SavedValue]] = []
-        self.seen: dict[Any, weakref.ref[SavedValue]] = {}
-        self.compiled_call: CompiledCall | None = None
+        self.seen: weakref.WeakValueDictionary[Any, SavedValue] = weakref.WeakValueDictionary()
+        self.saved_by_compiled: list[SavedValue] | None = None  # in a compiled call: what it has saved so far
+        self.compiled_inputs: set[int] = set()  # and the storages of its inputs
 
 
 _local = _Local()
@@ -109,19 +99,11 @@ def pack_eager(setting: Setting, x: torch.Tensor) -> Any:
         return SavedValue(x, hook)
     layout = (x.storage_offset(), x.shape, x.stride(), x.dtype, x.is_conj(), x.is_neg())
     key = (torch_values.storage_key(x), *layout, x._version, setting.key if reconsider else hook)
-    seen = _local.seen  # this thread's: the backward, which drops the value, may run on another one
-    ref = seen.get(key)
-    if ref is not None and (value := ref()) is not None:
+    if (value := _local.seen.get(key)) is not None:
         return value
-    value = SavedValue(x, hook, reconsider)
-
-    def forget(ref: weakref.ref[SavedValue]) -> None:
-        if seen.get(key) is ref:
-            del seen[key]
-
-    seen[key] = weakref.ref(value, forget)
-    if _local.compiled_call is not None:
-        _local.compiled_call.saved.append(value)  # decided when the compiled call returns
+    value = _local.seen[key] = SavedValue(x, hook, reconsider)
+    if _local.saved_by_compiled is not None:
+        _local.saved_by_compiled.append(value)  # decided when the compiled call returns
         value.state = State.UNDECIDED
     elif outermost is not None and (setting.scope or SCOPE) == "donated":
         _decide_at_death(value, x)
@@ -139,7 +121,7 @@ def unpack_eager(value: Any) -> torch.Tensor:
         return value  # type: ignore[no-any-return]
     if value.state is State.READY:
         _pack(value)
-    if value.state is State.PACKED or value.state is State.MUTATED:
+    if value.state in (State.PACKED, State.MUTATED):
         return _unpack(value)
     tensor = value.tensor
     assert tensor is not None
@@ -159,16 +141,12 @@ def has_pending() -> bool:
 
 def pack_pending() -> None:
     """Pack the values that are known by now not to be outputs."""
-    if not _local.pending:
-        return
     pending, _local.pending = _local.pending, []
     for ref in pending:
         value = ref()
-        if value is None:
-            continue
-        if value.state is State.READY:
+        if value is not None and value.state is State.READY:
             _pack(value)
-        elif value.state is State.UNDECIDED:
+        elif value is not None and value.state is State.UNDECIDED:
             _local.pending.append(ref)
 
 
@@ -216,11 +194,10 @@ def _choose(setting: Setting, x: torch.Tensor, outermost: FrameType | None) -> t
 
 
 def _out_of_scope(scope: str, x: torch.Tensor, outermost: FrameType | None) -> bool:
-    call = _local.compiled_call
     root = x if x._base is None else x._base
     if scope == "donated":
-        if call is not None:
-            return torch_values.storage_key(x) in call.inputs
+        if _local.saved_by_compiled is not None:
+            return torch_values.storage_key(x) in _local.compiled_inputs
         if root.grad_fn is None or x.grad_fn is None:
             return True
         arguments = (outermost.f_locals.get("args", ()), outermost.f_locals.get("kwargs", {})) if outermost else ()
@@ -338,28 +315,22 @@ def _call(value: SavedValue, part: str, argument: Any) -> Any:
         raise HookTraceError(f"{_at(value, part)} raised {type(e).__name__}: {e}") from e
 
 
-class CompiledCall:
-    """A call of a compiled graph with eager hooks around it.
+def call_compiled(compiled: Callable[..., Any], args: Any) -> Any:
+    """Call a compiled graph with eager hooks around it.
 
     Its saved tensors have no `grad_fn` that tells inputs and outputs from intermediates, so storages tell them apart.
     """
-
-    def __init__(self, args: Any) -> None:
-        self.inputs = _storages(args)
-        self.saved: list[SavedValue] = []
-
-    def __enter__(self) -> CompiledCall:
-        self.before, _local.compiled_call = _local.compiled_call, self
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        _local.compiled_call = self.before
-
-    def returned(self, out: Any) -> None:
-        """Pack the saved tensors that are not outputs."""
-        outputs = _storages(out)
-        for value in self.saved:
-            if value.tensor is not None and torch_values.storage_key(value.tensor) in outputs:
-                value.state = State.STAYS
-            else:
-                _pack(value)
+    saved: list[SavedValue] = []
+    before = _local.saved_by_compiled, _local.compiled_inputs
+    _local.saved_by_compiled, _local.compiled_inputs = saved, _storages(args)
+    try:
+        out = compiled(*args)
+    finally:
+        _local.saved_by_compiled, _local.compiled_inputs = before
+    outputs = _storages(out)
+    for value in saved:
+        if value.tensor is not None and torch_values.storage_key(value.tensor) in outputs:
+            value.state = State.STAYS
+        else:
+            _pack(value)
+    return out

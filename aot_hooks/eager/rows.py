@@ -13,6 +13,7 @@ from __future__ import annotations
 import linecache
 import os
 import sys
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
@@ -27,8 +28,6 @@ from ..torch_private import autograd
 from ..torch_private import values as torch_values
 from .modules import made_in
 
-__all__ = ["EagerRow"]
-
 
 class EagerRow(SavedTensor):
     """A row that looks up the origin of its tensor at the first read, while autograd saves it.
@@ -36,19 +35,22 @@ class EagerRow(SavedTensor):
     After `close` an attribute that was never read is unknown: "", as in a graph's row.
     """
 
+    names: NamesOf | None  # the source of the names, if `checkpoint_names` was read
+
     def __init__(self, x: torch.Tensor) -> None:
-        known = {
-            "shape": tuple(x.shape),
-            "dtype": x.dtype,
-            "device": x.device,
-            "nbytes": x.untyped_storage().nbytes(),
-            "storage": torch_values.storage_key(x),
-            "backward_ops": (),
-            "is_input": x.grad_fn is None,
-            "is_output": False,
-            "is_static": isinstance(x, nn.Parameter),
-        }
-        vars(self).update(known, _tensor=x, _names=None)
+        vars(self).update(
+            shape=tuple(x.shape),
+            dtype=x.dtype,
+            device=x.device,
+            nbytes=x.untyped_storage().nbytes(),
+            storage=torch_values.storage_key(x),
+            backward_ops=(),
+            is_input=x.grad_fn is None,
+            is_output=False,
+            is_static=isinstance(x, nn.Parameter),
+            names=None,
+            _tensor=x,
+        )
 
     def __getattr__(self, attribute: str) -> Any:
         lookup = _LOOKUPS.get(attribute)
@@ -58,12 +60,6 @@ class EagerRow(SavedTensor):
         value = lookup(self, x) if x is not None else () if attribute == "checkpoint_names" else ""
         vars(self)[attribute] = value
         return value
-
-    @property
-    def names(self) -> NamesOf | None:
-        """The source of the names, if `checkpoint_names` was read."""
-        names: NamesOf | None = vars(self)["_names"]
-        return names
 
     def close(self) -> None:
         """Release the tensor. If the names were read, everything is looked up: a policy will read the row again."""
@@ -91,12 +87,8 @@ def _op(_: EagerRow, x: torch.Tensor) -> str:
     return "input" if fn is None else operator_behind(type(fn).__name__)
 
 
-def _name(row: EagerRow, _: torch.Tensor) -> str:
-    return row.op.split(".")[1] if "." in row.op else row.op
-
-
 def _checkpoint_names(row: EagerRow, x: torch.Tensor) -> tuple[str, ...]:
-    names = vars(row)["_names"] = names_of(x)
+    names = vars(row)["names"] = names_of(x)
     return names.now()
 
 
@@ -116,9 +108,9 @@ def _source_line(_: EagerRow, __: torch.Tensor) -> str:
     return f"{os.path.basename(file)}:{line}: {linecache.getline(file, line).strip()}"
 
 
-_LOOKUPS = {
+_LOOKUPS: dict[str, Callable[[EagerRow, torch.Tensor], Any]] = {
     "op": _op,
-    "name": _name,
+    "name": lambda row, _: row.op.split(".")[1] if "." in row.op else row.op,
     "module_path": _module_path,
     "source_line": _source_line,
     "checkpoint_names": _checkpoint_names,

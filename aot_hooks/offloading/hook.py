@@ -27,8 +27,6 @@ from ..hook import Hook, compiled_by, interned
 from ..torch_private.values import hint, pytree
 from . import transfers
 
-__all__ = ["OffloadSettings", "offload", "settings_of"]
-
 
 @dataclass(frozen=True)
 class OffloadSettings:
@@ -70,20 +68,19 @@ class _Pack:
         packed = x if self.then is None else self.then.pack(x)
         leaves, spec = pytree.tree_flatten(packed)
         if not any(self._large(a) for a in leaves):
-            return (x, None, ()) if self.then is None else (packed, None, ())
-        marks: list[Any] = []
+            return packed, None, ()
+        marks: list[_Sent | None] = [None] * len(leaves)
         for i, a in enumerate(leaves):
             if not self._large(a):
-                marks.append(None)
-            elif compiled_by() == "eager":
+                continue
+            if compiled_by() == "eager":
                 leaves[i] = tape().send(a, self.settings)
-                marks.append(None)
-            else:
-                y, permutation = _contiguous_in_memory(a)
-                limit = self.settings.max_host_bytes
-                ticket = transfers.offload_start(y, transfers.NO_LIMIT if limit is None else limit)
-                leaves[i] = transfers.offload_wait(ticket, y)
-                marks.append(_Sent(a.device, permutation))
+                continue
+            y, permutation = _contiguous_in_memory(a)
+            limit = self.settings.max_host_bytes
+            ticket = transfers.offload_start(y, transfers.NO_LIMIT if limit is None else limit)
+            leaves[i] = transfers.offload_wait(ticket, y)
+            marks[i] = _Sent(a.device, permutation)
         return leaves, spec, tuple(marks)
 
     def _large(self, a: Any) -> bool:
@@ -101,7 +98,8 @@ class _Unpack:
             leaves = pytree.tree_unflatten(back, spec)
         return leaves if self.then is None else self.then.unpack(leaves)
 
-    def _restored(self, a: Any, mark: _Sent | None) -> Any:
+    @staticmethod
+    def _restored(a: Any, mark: _Sent | None) -> Any:
         """Leaf `a` of the packed data, fetched if it is an eager copy or `mark` says that it was sent."""
         if isinstance(a, EagerCopy):
             return a.restore()
@@ -117,36 +115,22 @@ def _contiguous_in_memory(x: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...
     return (x.contiguous() if permutation is None else y), permutation
 
 
-# --- eager mode -------------------------------------------------------------------------------------------------------
-
-
 class EagerCopy:
     """A tensor that eager code sent: on the device until its copy is done and noticed, then on the host."""
 
     __slots__ = (
-        "__weakref__",
-        "changed",
-        "device",
-        "host",
-        "index",
-        "nbytes",
-        "original",
-        "permutation",
-        "settings",
-        "tape",
-        "ticket",
-        "version",
-    )
+        "__weakref__", "changed", "device", "host", "index", "nbytes", "original", "permutation", "settings", "tape",
+        "ticket", "version",
+    )  # fmt: skip
 
-    def __init__(self, x: torch.Tensor, settings: OffloadSettings, tape: Tape) -> None:
+    def __init__(self, x: torch.Tensor, settings: OffloadSettings, tape: Tape, index: int) -> None:
         y, self.permutation = _contiguous_in_memory(x)
         self.original: torch.Tensor | None = y
         self.version, self.changed = y._version, False
         self.host: torch.Tensor | None = None
-        self.ticket: torch.Tensor | None = transfers.send(y, settings.max_host_bytes)
+        self.ticket: Any = transfers.send(y, settings.max_host_bytes)  # None while no copy is under way
         self.device, self.nbytes = y.device, y.nbytes
-        self.settings, self.tape = settings, tape
-        self.index = -1
+        self.settings, self.tape, self.index = settings, tape, index
 
     def note_changes(self) -> None:
         """Notice a change in place while the copy may still read."""
@@ -155,7 +139,6 @@ class EagerCopy:
     def release_original(self) -> None:
         """Wait for the copy to the host and free the device's memory."""
         if self.original is not None:
-            assert self.ticket is not None
             self.note_changes()
             self.host, self.ticket, self.original = transfers.claim_host(self.ticket), None, None
 
@@ -183,7 +166,6 @@ class EagerCopy:
                 if self.ticket is not None and not transfers.fetched_here(self.ticket):
                     self.ticket = None  # fetched ahead into another stream's memory
                 self.fetch()
-                assert self.ticket is not None
                 y, self.ticket = transfers.claim_device(self.ticket), None
             self.tape.fetch_before(self)
         return from_memory_order(y, self.permutation)
@@ -198,43 +180,35 @@ class Tape:
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
-        self.sent: dict[int, weakref.ref[EagerCopy]] = {}  # by number, ascending; a dead copy removes itself
-        self.in_flight: deque[weakref.ref[EagerCopy]] = deque()
+        self.sent: weakref.WeakValueDictionary[int, EagerCopy] = weakref.WeakValueDictionary()  # by number, ascending
+        self.in_flight: list[weakref.ref[EagerCopy]] = []
         self.numbers = itertools.count()
 
     def send(self, x: torch.Tensor, settings: OffloadSettings) -> EagerCopy:
         with self.lock:
-            copy = EagerCopy(x, settings, self)
-            copy.index = index = next(self.numbers)
-            sent = self.sent
-            sent[index] = weakref.ref(copy, lambda _: sent.pop(index, None))
+            copy = EagerCopy(x, settings, self, next(self.numbers))
+            self.sent[copy.index] = copy
             self.in_flight.append(weakref.ref(copy))
             self.release_copied(settings.in_flight_bytes)
         return copy
 
     def release_copied(self, in_flight_bytes: int) -> None:
         """Release originals that are copied, and the oldest others until at most `in_flight_bytes` are in flight."""
-        alive = [c for ref in self.in_flight if (c := ref()) is not None and c.original is not None]
+        alive = deque(c for ref in self.in_flight if (c := ref()) is not None and c.original is not None)
         total = sum(c.nbytes for c in alive)
-        for i, c in enumerate(alive):
-            assert c.ticket is not None
-            if total <= in_flight_bytes and not transfers.finished(c.ticket):
-                alive = alive[i:]
-                break
-            c.release_original()
-            total -= c.nbytes
-        else:
-            alive = []
-        self.in_flight = deque(weakref.ref(c) for c in alive)
+        while alive and (total > in_flight_bytes or transfers.finished(alive[0].ticket)):
+            oldest = alive.popleft()
+            oldest.release_original()
+            total -= oldest.nbytes
+        self.in_flight = [weakref.ref(c) for c in alive]
 
     def fetch_before(self, copy: EagerCopy) -> None:
         """Fetch the tensors that were sent before `copy`, as many as may be ahead."""
         self.release_copied(copy.settings.in_flight_bytes)
         ahead = copy.settings.in_flight_bytes // 2
-        for index in reversed(list(self.sent)):
-            ref = self.sent.get(index) if index < copy.index else None
-            other = ref() if ref is not None else None
-            if other is None or other.original is not None:
+        for ref in reversed(self.sent.valuerefs()):
+            other = ref()
+            if other is None or other.index >= copy.index or other.original is not None:
                 continue
             ahead -= other.nbytes
             if ahead < 0:
@@ -250,9 +224,6 @@ def tape() -> Tape:
     if not hasattr(_local, "tape"):
         _local.tape = Tape()
     return _local.tape  # type: ignore[no-any-return]
-
-
-# --- the hook ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -300,8 +271,7 @@ def offload(
         OptionError: for sizes that are not numbers of bytes, or a `then` that runs eagerly or offloads itself.
     """
     counts: dict[str, Any] = {"min_bytes": min_bytes, "in_flight_bytes": in_flight_bytes}
-    if max_host_bytes is not None:
-        counts["max_host_bytes"] = max_host_bytes
+    counts |= {} if max_host_bytes is None else {"max_host_bytes": max_host_bytes}
     for name, count in counts.items():
         if not isinstance(count, int) or isinstance(count, bool) or count < 0:
             raise OptionError(f"offload: {name} must be a number of bytes, an int of at least 0, got {count!r}")

@@ -7,8 +7,7 @@
                          to the backward                     wherever that is: autograd, a graph's frame, the user
 
 A block for a CUDA device is pinned (page-locked). Where pinning fails the lease is refused; pageable memory never
-replaces it. The storage of a lease owns a small object, and the block is free when that object dies. No use counts are
-read.
+replaces it. The storage of a lease owns a small object, and the block is free when that object dies.
 
 Each replay of a CUDA graph writes to the blocks that its capture leased. In a capture by `cudagraph`, a block belongs
 to that tree of recordings until they are gone. It is leased again in captures of the same tree whose path does not hold
@@ -33,8 +32,6 @@ import torch
 if TYPE_CHECKING:
     from cudagraph import Capture
 
-__all__ = ["Block", "HostPool"]
-
 _PAGE = mmap.PAGESIZE
 _WASTE = 1.125  # a block may be larger than the requested bytes by this factor
 _SPARE = 1.5  # without a limit, the pool may hold this many times the most bytes that were in use at once
@@ -43,34 +40,19 @@ _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device
 
 @dataclass(eq=False)
 class Block:
-    """A piece of host memory.
-
-    Attributes:
-        capacity: its bytes, whole pages.
-        pinned: page-locked for CUDA.
-        event: the last copy from or to it, outside of captures; None if there was none.
-        events: events to record again, by device and direction.
-        requested: bytes of its last lease.
-        leases: how many leases of it are alive; those of one tree's recordings may overlap.
-        owner: lives as long as the CUDA graphs that write to it in each replay; None if there are none.
-        replayed: a replay may still write to it, which `event` does not cover.
-    """
+    """A piece of host memory, page-locked for CUDA if `pinned`."""
 
     memory: mmap.mmap
     address: int
-    capacity: int
+    capacity: int  # bytes, whole pages
     pinned: bool
-    event: Any = None
-    events: dict[Any, Any] = field(default_factory=dict)
-    requested: int = 0
-    leases: int = 0
-    owner: Callable[[], object | None] | None = None
-    replayed: bool = False
-
-
-def _immortal() -> object:
-    """The owner of blocks of captures that do not report their end."""
-    return HostPool
+    event: Any = None  # the last copy from or to it, outside of captures
+    events: dict[Any, Any] = field(default_factory=dict)  # to record again, by device and direction
+    requested: int = 0  # bytes of its last lease
+    leases: int = 0  # how many are alive; those of one tree's recordings may overlap
+    owner: Callable[[], object | None] | None = None  # lives as long as CUDA graphs that write to it in each replay
+    replayed: bool = False  # a replay may still write to it, which `event` does not cover
+    free_on_return: bool = False  # `reset` wants it freed as soon as nobody uses it
 
 
 class HostPool:
@@ -82,31 +64,26 @@ class HostPool:
         self._used: dict[int, Block] = {}  # by address: leased, or of CUDA graphs
         # Returned blocks, appended without the lock: a garbage collection may run in a thread that holds it.
         self._returned: collections.deque[Block] = collections.deque()
-        self._owned: set[int] = set()  # addresses of blocks of CUDA graphs
-        self._free_on_return: set[int] = set()  # addresses of leased blocks that `reset` wants freed
         self._to_free: list[Block] = []  # returned blocks that wait to be freed
-        self.made_count = 0
-        self.peak_bytes = 0
-        self._most_in_use = 0
+        self.made_count = self.peak_bytes = self._most_in_use = 0
 
     @property
     def total_bytes(self) -> int:
         """Bytes of all blocks, in use or free."""
-        with self._lock:
-            self._collect()
-            return self._total()
+        return _bytes(self._blocks())
 
     @property
     def leased_bytes(self) -> int:
-        with self._lock:
-            self._collect()
-            return sum(block.capacity for block in self._used.values() if block.leases)
+        return _bytes(block for block in self._blocks() if block.leases)
 
     @property
     def block_count(self) -> int:
+        return len(self._blocks())
+
+    def _blocks(self) -> list[Block]:
         with self._lock:
             self._collect()
-            return len(self._free) + len(self._used)
+            return [*self._used.values(), *self._free]
 
     def lease(
         self,
@@ -128,7 +105,7 @@ class HostPool:
         """
         with self._lock:
             self._collect(captured)
-            room = float("inf") if limit is None else limit - self._in_use()
+            room = math.inf if limit is None else limit - _bytes(self._used.values())
             close = max(nbytes * _WASTE, _PAGE)
             if captured:
                 own = self._blocks_of(capture, pinned)
@@ -136,7 +113,8 @@ class HostPool:
                 block = block or _smallest(own, nbytes) or self._take_free(nbytes, pinned, room, captured)
             else:
                 block = self._take_free(nbytes, pinned, min(room, close))
-                if block is None and self._is_full_for(nbytes, limit):  # waste space: pinning another block costs more
+                if block is None and self._total() + _in_pages(nbytes) > self._most_bytes(nbytes, limit):
+                    # others would be freed for a new block: waste space, pinning another block costs more
                     block = self._take_free(nbytes, pinned, room if limit is None else min(room, 2 * nbytes))
                 block = block or self._make(nbytes, pinned, limit, room) or self._take_free(nbytes, pinned, room)
             if block is None:
@@ -144,8 +122,8 @@ class HostPool:
             if capture is not None:
                 capture.lend(block.address)
             if captured:
-                block.owner = _immortal if capture is None else weakref.ref(capture.owner)
-                self._owned.add(block.address)
+                # other captures do not report their end: an owner that is never None
+                block.owner = object if capture is None else weakref.ref(capture.owner)
             block.leases += 1
             block.requested = nbytes
             self._used[block.address] = block
@@ -165,19 +143,18 @@ class HostPool:
         """
         with self._lock:
             self._collect()
-            self._free_on_return.update(self._used)
-            self._disown([self._used[address] for address in self._owned])
+            for block in list(self._used.values()):
+                block.free_on_return = True
+                if block.owner is not None:
+                    self._disown(block)
             self._to_free += self._free
             self._free.clear()
-            self._free_waiting()
+            self._collect()
             self.made_count = self._most_in_use = 0
             self.peak_bytes = self._total()
 
-    def _in_use(self) -> int:
-        return sum(block.capacity for block in self._used.values())
-
     def _total(self) -> int:
-        return self._in_use() + sum(block.capacity for block in self._free)
+        return _bytes(self._used.values()) + _bytes(self._free)
 
     def _collect(self, captured: bool = False) -> None:
         """Process the returned blocks, and those whose CUDA graphs are gone."""
@@ -185,32 +162,31 @@ class HostPool:
             block = self._returned.popleft()
             block.leases -= 1
             self._release(block)
-        owned = [self._used[address] for address in self._owned]
-        self._disown([block for block in owned if block.owner is not None and block.owner() is None])
-        if not captured:
-            self._free_waiting()
+        for block in list(self._used.values()):
+            if block.owner is not None and block.owner() is None:
+                self._disown(block)
+        while self._to_free and not captured:
+            self._free_memory(self._to_free.pop())
 
-    def _disown(self, blocks: Iterable[Block]) -> None:
-        for block in blocks:
-            block.owner, block.replayed = None, True
-            self._owned.discard(block.address)
-            self._release(block)
+    def _disown(self, block: Block) -> None:
+        block.owner, block.replayed = None, True
+        self._release(block)
 
     def _release(self, block: Block) -> None:
         """Make `block` free if nobody uses it any more."""
-        if block.leases or block.owner is not None:
-            return
-        del self._used[block.address]
-        (self._to_free if block.address in self._free_on_return else self._free).append(block)
-        self._free_on_return.discard(block.address)
-
-    def _free_waiting(self) -> None:
-        while self._to_free:
-            self._free_memory(self._to_free.pop())
+        if not block.leases and block.owner is None:
+            del self._used[block.address]
+            (self._to_free if block.free_on_return else self._free).append(block)
 
     def _free_memory(self, block: Block) -> None:
         self._await_replays(block)
-        _free_memory(block)
+        if block.event is not None:
+            block.event.synchronize()  # a copy may still be in flight
+        if block.pinned:
+            error = int(torch.cuda.cudart().cudaHostUnregister(block.address))
+            if error:
+                raise RuntimeError(f"cudaHostUnregister of {block.capacity} bytes failed with CUDA error {error}")
+        block.memory.close()
 
     def _await_replays(self, block: Block) -> None:
         """Wait for replays on the host: one may still run when its graph is gone, and it records no event."""
@@ -228,14 +204,8 @@ class HostPool:
         if capture is None:
             return []
         busy = capture.held | capture.lent
-        return [
-            block
-            for block in map(self._used.__getitem__, self._owned)
-            if block.owner is not None
-            and block.owner() is capture.owner
-            and block.pinned == pinned
-            and block.address not in busy
-        ]
+        own = [b for b in self._used.values() if b.owner is not None and b.owner() is capture.owner]
+        return [b for b in own if b.pinned == pinned and b.address not in busy]
 
     def _take_free(self, nbytes: int, pinned: bool, most: float, captured: bool = False) -> Block | None:
         """Takes the smallest free block of `nbytes` to `most`; in a capture only one that needs no waiting."""
@@ -254,10 +224,6 @@ class HostPool:
         self._most_in_use = max(self._most_in_use, requested + _in_pages(nbytes))
         return self._most_in_use * _SPARE  # else sizes that vary from step to step would leave a block for each
 
-    def _is_full_for(self, nbytes: int, limit: int | None) -> bool:
-        """Whether a new block would need others to be freed first."""
-        return self._total() + _in_pages(nbytes) > self._most_bytes(nbytes, limit)
-
     def _make(self, nbytes: int, pinned: bool, limit: int | None, room: float) -> Block | None:
         capacity = _in_pages(nbytes)
         if capacity > room:
@@ -273,12 +239,15 @@ class HostPool:
         return block
 
 
+def _bytes(blocks: Iterable[Block]) -> int:
+    return sum(block.capacity for block in blocks)
+
+
 def _in_pages(nbytes: int) -> int:
     return -(-nbytes // _PAGE) * _PAGE
 
 
 def _smallest(blocks: Iterable[Block], nbytes: int, most: float = math.inf) -> Block | None:
-    """The smallest of `blocks` with `nbytes` to `most` bytes."""
     return min((b for b in blocks if nbytes <= b.capacity <= most), key=lambda b: b.capacity, default=None)
 
 
@@ -301,13 +270,3 @@ def _pin(address: int, nbytes: int) -> bool:
     with contextlib.suppress(RuntimeError):
         torch.zeros(1, device="cuda")  # the next launch reports the error again: let it be this one
     return False
-
-
-def _free_memory(block: Block) -> None:
-    if block.event is not None:
-        block.event.synchronize()  # a copy may still be in flight
-    if block.pinned:
-        error = int(torch.cuda.cudart().cudaHostUnregister(block.address))
-        if error:
-            raise RuntimeError(f"cudaHostUnregister of {block.capacity} bytes failed with CUDA error {error}")
-    block.memory.close()

@@ -3,30 +3,28 @@
       after inline     forward  ... last use of x, start, wait ... output     backward  ... reload, wait, first use ...
       after place      forward  x, start ......... wait ......... output      backward  reload ....... wait, first use
 
-`place(fw, bw, ...)` reads items and times off the graphs, calls `schedule`, and moves the four operators. A tensor that
-should stay on the device crosses to the backward itself, in place of its copy. Inductor's scheduler gets dependencies
-by which it keeps this order, see `torch_private/inductor_fusion.py`.
+A tensor that should stay on the device crosses to the backward itself, in place of its copy. Inductor's scheduler gets
+dependencies by which it keeps this order, see `torch_private/inductor_fusion.py`.
 """
 
 from __future__ import annotations
 
 import operator
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch.fx import GraphModule, Node
 
 from ..graphs.nodes import NO_VERSION_CHECK, PACKED, is_view
 from ..graphs.roofline import Rates, has_formula, measured_rates, node_ms
+from ..graphs.saved import is_size
 from ..torch_private import values as torch_values
 from ..torch_private.inductor_marks import PACKED_ROW
 from .hook import OffloadSettings
 from .schedule import Item, Limits, Placement, Schedule, Transfer, schedule
 from .transfers import offload_start, offload_wait, reload_start, reload_wait
-
-__all__ = ["Leaf", "is_unfused_kernel", "kernel_boundaries", "place"]
 
 _BUILT_IN = ("aten", "prims", "inductor_prims")
 _OURS = (offload_start, offload_wait, reload_start, reload_wait)
@@ -42,48 +40,36 @@ class Leaf:
 
 @dataclass
 class _Crossing:
-    """One tensor's operators in both graphs, and the nodes that it is computed from.
-
-    Attributes:
-        start, wait: the copy out, in the forward.
-        slot, reload, back: the copy's placeholder, and the copy back, in the backward.
-        value: the tensor that is copied, contiguous.
-        source: the tensor that `value` is a view of.
-        views: the nodes that make `value` from the results of steps, in order.
-    """
+    """One tensor's operators in both graphs, and the nodes that it is computed from."""
 
     leaf: Leaf
-    start: Node
+    start: Node  # the copy out, in the forward
     wait: Node
-    slot: Node
-    reload: Node
+    slot: Node  # the copy's placeholder in the backward
+    reload: Node  # the copy back
     back: Node
-    value: Node
-    source: Node
-    views: list[Node]
+    value: Node  # the tensor that is copied, contiguous
+    source: Node  # the tensor that `value` is a view of
+    views: list[Node]  # the nodes that make `value` from the results of steps, in order
 
     @property
     def device(self) -> torch.device:
         device: torch.device = self.value.meta["val"].device
         return device
 
-    @property
-    def nbytes(self) -> int:
-        value = self.value.meta["val"]
-        return torch_values.hint(value.numel()) * int(value.element_size())
-
 
 class _Steps:
     """The steps of a graph: its nodes that compute, in order, with their estimated times."""
 
     def __init__(self, gm: GraphModule, rates: Rates, fused: bool) -> None:
-        self.nodes = [
-            n for n in gm.graph.nodes if n.op == "call_function" and n.target not in _OURS and not _is_free(n)
-        ]
+        calls = [n for n in gm.graph.nodes if n.op == "call_function" and n.target not in _OURS]
+        self.nodes = [n for n in calls if not _is_free(n)]
         self.index = {node: i for i, node in enumerate(self.nodes)}
         times = node_ms(gm, lambda _: rates, fused)
         self.ms = [times[node] for node in self.nodes]
-        self.gaps = kernel_boundaries(self.nodes) if fused else None
+        # Where a compiler that fuses keeps an operator: before steps that are kernels of their own. Not between a
+        # product and a sum after it: a compiler may make one kernel of them, which stands where the sum does.
+        self.gaps = [i for i, node in enumerate(self.nodes) if _is_unfused_kernel(node)] if fused else None
         self.output = gm.graph.output_node()
 
     def after(self, gap: int) -> Node:
@@ -110,22 +96,31 @@ def place(
     transfers: list[Transfer] = []
     on_device: dict[Node, Node] = {}
     for device, crossings in by_device.items():
-        from_users = (c.leaf.settings.rates for c in crossings)
-        rates = next((r for r in from_users if r is not None), None) or measured_rates(device)
+        own_rates = (c.leaf.settings.rates for c in crossings)
+        rates = next((r for r in own_rates if r is not None), None) or measured_rates(device)
         forward, backward = _Steps(fw, rates, fused), _Steps(bw, rates, fused)
-        items = [(_item(c, forward, backward), c) for c in crossings]
+        kinds = {settings: kind for kind, settings in enumerate(dict.fromkeys(c.leaf.settings for c in crossings))}
+        items = [(_item(c, kinds[c.leaf.settings], forward, backward), c) for c in crossings]
         items.sort(key=lambda pair: pair[0].made)
-        crossings = [c for _, c in items]
-        planned = _schedule(crossings, [item for item, _ in items], forward, backward, rates)
-        for crossing, placement in zip(crossings, planned.placements, strict=True):
+        planned = schedule(
+            [item for item, _ in items],
+            forward.ms,
+            backward.ms,
+            to_host=rates.to_host,
+            to_device=rates.to_device,
+            limits=[Limits(settings.in_flight_bytes, settings.max_stall_ms) for settings in kinds],
+            wait_gaps=forward.gaps,
+            reload_gaps=backward.gaps,
+        )
+        for (item, crossing), placement in zip(items, planned.placements, strict=True):
             if not placement.offloaded:
                 _keep_on_device(bw, crossing)
                 on_device[crossing.wait] = crossing.value
-            transfers.append(_transfer(crossing, placement, forward, backward, planned))
+            transfers.append(_transfer(crossing, item.nbytes, placement, forward, backward, planned))
         for steps, events in ((forward, planned.forward), (backward, planned.backward)):
             for gap, what, i in events:
                 following = steps.after(gap)
-                for node in _to_move(crossings[i], what, following):
+                for node in _to_move(items[i][1], what, following):
                     following.prepend(node)
     for gm in (fw, bw):
         gm.graph.lint()
@@ -147,15 +142,11 @@ def _remove_copies_in_backward(bw: GraphModule) -> None:
             bw.graph.erase_node(node)
 
 
-# --- read the graphs --------------------------------------------------------------------------------------------------
-
-
 def _crossings(fw: GraphModule, bw: GraphModule, num_fwd_outputs: int, leaves: Mapping[Node, Leaf]) -> list[_Crossing]:
     outputs = list(fw.graph.output_node().args[0])[num_fwd_outputs:]  # type: ignore[arg-type]
     slots = bw.graph.find_nodes(op="placeholder")
-    numbers = [n for n in outputs if not torch_values.is_opaque_node(n) and not isinstance(n.meta["val"], torch.Tensor)]
-    others = [n for n in outputs if n not in numbers]
-    slot_of = dict(zip(others, slots[len(numbers) : len(outputs)], strict=True))
+    others = [n for n in outputs if not is_size(n)]  # sizes cross before them
+    slot_of = dict(zip(others, slots[len(outputs) - len(others) : len(outputs)], strict=True))
     found = []
     for wait in leaves:
         start, slot = wait.args[0], slot_of[wait]
@@ -165,111 +156,63 @@ def _crossings(fw: GraphModule, bw: GraphModule, num_fwd_outputs: int, leaves: M
         value = source = start.all_input_nodes[0]
         while is_view(source) and isinstance(source.args[0], Node):
             source = source.args[0]
-        views = [n for n in _views_and_steps(value) if _is_free(n)]
+        views = sorted(n for n in _reached(value, _sources_of_view) if _is_free(n))
         found.append(_Crossing(leaves[wait], start, wait, slot, reload, back, value, source, views))
     return found
 
 
 def _is_free(node: Node) -> bool:
     """Whether `node` computes nothing on a device: views, items of a tuple, sizes."""
-    free = (
-        is_view(node)
-        or node.target is operator.getitem
-        or not isinstance(node.meta.get("val"), torch.Tensor | tuple | list)
-    )
-    return node.op == "call_function" and node.target not in _OURS and free
+    if node.op != "call_function" or node.target in _OURS:
+        return False
+    is_tensor = isinstance(node.meta.get("val"), torch.Tensor | tuple | list)
+    return is_view(node) or node.target is operator.getitem or not is_tensor
 
 
-def _views_and_steps(value: Node) -> list[Node]:
-    """`value` and its sources: views are followed back to the steps that computed their data. In the graph's order."""
-    found: dict[Node, None] = {value: None}
-    stack = [value]
+def _reached(start: Node, following: Callable[[Node], Iterable[Node]]) -> set[Node]:
+    """`start`, the nodes `following` it, those following these, and so on."""
+    found, stack = {start}, [start]
     while stack:
-        node = stack.pop()
-        new = [n for n in node.all_input_nodes if n not in found] if _is_free(node) else []
-        found.update(dict.fromkeys(new))
+        new = set(following(stack.pop())) - found
+        found |= new
         stack += new
-    return _in_order(found, value)
+    return found
 
 
-def _in_order(nodes: Iterable[Node], of_graph: Node) -> list[Node]:
-    position = {node: i for i, node in enumerate(of_graph.graph.nodes)}
-    return sorted(nodes, key=position.__getitem__)
+def _sources_of_view(node: Node) -> list[Node]:
+    """Leads from a value over views to the steps that computed its data."""
+    return node.all_input_nodes if _is_free(node) else []
 
 
-def _first_use(back: Node, steps: _Steps) -> int:
-    """The first step that reads `back`, also through views; the last step if none does."""
-    readers, stack = [], [back]
-    while stack:
-        for user in stack.pop().users:
-            if user in steps.index:
-                readers.append(steps.index[user])
-            elif user.op == "call_function":
-                stack.append(user)
-    return min(readers, default=len(steps.nodes) - 1)
+def _item(crossing: _Crossing, kind: int, forward: _Steps, backward: _Steps) -> Item:
+    value = crossing.value.meta["val"]
+    nbytes = torch_values.hint(value.numel()) * int(value.element_size())
+    made = max(forward.index.get(n, -1) for n in _reached(crossing.value, _sources_of_view))
+
+    def users_of_view(node: Node) -> list[Node]:
+        return [] if node in backward.index else [u for u in node.users if u.op == "call_function"]
+
+    readers = [backward.index[n] for n in _reached(crossing.back, users_of_view) if n in backward.index]
+    return Item(nbytes, made, min(readers, default=len(backward.nodes) - 1), kind)
 
 
-# --- schedule ---------------------------------------------------------------------------------------------------------
-
-
-def _item(crossing: _Crossing, forward: _Steps, backward: _Steps) -> Item:
-    made = max((forward.index.get(n, -1) for n in _views_and_steps(crossing.value)), default=-1)
-    return Item(crossing.nbytes, made, _first_use(crossing.back, backward))
-
-
-def _schedule(
-    crossings: list[_Crossing], items: list[Item], forward: _Steps, backward: _Steps, rates: Rates
-) -> Schedule:
-    """The schedule of one device's items; those that one hook sends share limits."""
-    kinds = {settings: kind for kind, settings in enumerate(dict.fromkeys(c.leaf.settings for c in crossings))}
-    return schedule(
-        [replace(item, kind=kinds[c.leaf.settings]) for c, item in zip(crossings, items, strict=True)],
-        forward.ms,
-        backward.ms,
-        to_host=rates.to_host,
-        to_device=rates.to_device,
-        limits=[Limits(settings.in_flight_bytes, settings.max_stall_ms) for settings in kinds],
-        wait_gaps=forward.gaps,
-        reload_gaps=backward.gaps,
-    )
-
-
-def kernel_boundaries(steps: list[Node]) -> list[int]:
-    """The gaps before steps that are kernels of their own, where a compiler that fuses the others keeps an operator.
-
-    Not between a product and a sum after it: a compiler may make one kernel of them, which stands where the sum does.
-    """
-    return [i for i, node in enumerate(steps) if is_unfused_kernel(node)]
-
-
-def is_unfused_kernel(node: Node) -> bool:
+def _is_unfused_kernel(node: Node) -> bool:
     namespace = getattr(node.target, "namespace", None)
     foreign = namespace is not None and namespace not in _BUILT_IN  # unknown to torch's compilers
     return foreign or has_formula(node) or "scaled_dot_product" in str(node.target)
 
 
 def _transfer(
-    crossing: _Crossing, placement: Placement, forward: _Steps, backward: _Steps, planned: Schedule
+    crossing: _Crossing, nbytes: int, placement: Placement, forward: _Steps, backward: _Steps, planned: Schedule
 ) -> Transfer:
     names = ("", "", "", "")
     if placement.offloaded:
         wait = forward.nodes[placement.wait].name if placement.wait < len(forward.nodes) else "(end)"
         reload, use = backward.nodes[placement.reload].name, backward.nodes[placement.use].name
         names = (crossing.source.name, wait, reload, use)
-    return Transfer(
-        crossing.leaf.name,
-        crossing.nbytes,
-        placement,
-        *names,
-        forward_ms=planned.forward_ms,
-        backward_ms=planned.backward_ms,
-        full_stall_ms=planned.full_stall_ms,
-        device=str(crossing.device),
-        max_stall_ms=crossing.leaf.settings.max_stall_ms,
-    )
-
-
-# --- move -------------------------------------------------------------------------------------------------------------
+    times = planned.forward_ms, planned.backward_ms, planned.full_stall_ms
+    settings = crossing.leaf.settings
+    return Transfer(crossing.leaf.name, nbytes, placement, *names, *times, str(crossing.device), settings.max_stall_ms)
 
 
 def _to_move(crossing: _Crossing, what: str, following: Node) -> list[Node]:
@@ -279,13 +222,7 @@ def _to_move(crossing: _Crossing, what: str, following: Node) -> list[Node]:
         return [*(v for v in crossing.views if not v < following), crossing.start]
     if what in ("wait", "reload"):
         return [crossing.wait if what == "wait" else crossing.reload]
-    found, stack = {crossing.back}, [crossing.back]
-    while stack:
-        for user in stack.pop().users:
-            if _is_free(user) and user < following:
-                found.add(user)
-                stack.append(user)
-    return _in_order(found, following)
+    return sorted(_reached(crossing.back, lambda n: [u for u in n.users if _is_free(u) and u < following]))
 
 
 def _keep_on_device(bw: GraphModule, crossing: _Crossing) -> None:
@@ -296,6 +233,5 @@ def _keep_on_device(bw: GraphModule, crossing: _Crossing) -> None:
     wait.graph.output_node().replace_input_with(wait, value)
     crossing.slot.meta["val"] = value.meta["val"]
     crossing.back.replace_all_uses_with(crossing.slot)
-    for graph, nodes in ((bw.graph, (crossing.back, crossing.reload)), (wait.graph, (wait, crossing.start))):
-        for node in nodes:
-            graph.erase_node(node)
+    for node in (crossing.back, crossing.reload, wait, crossing.start):
+        node.graph.erase_node(node)

@@ -6,11 +6,10 @@
 
 A copy out starts when its value is made; copies run one at a time, in that order. The wait stands where the copy
 should be done, with some slack, or earlier where more than `in_flight_bytes` of its kind would be in flight. A copy
-back starts as late as possible: it and those needed after it are there in time even on a link slower than measured,
-which gives the slack.
+back starts as late as possible: it and those needed after it are there in time even on a link slower than measured.
 
-`schedule` takes items in the order they are made, while the stall that an item adds stays within the `max_stall_ms` of
-its kind. Items that are needed again too soon stay on the device, and so do those that the compute can't hide.
+Items are taken in the order they are made, while the stall that one adds stays within the `max_stall_ms` of its kind.
+The others stay on the device, and so do items that are needed again too soon.
 """
 
 from __future__ import annotations
@@ -22,74 +21,52 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
-__all__ = ["Event", "Item", "Limits", "Placement", "Schedule", "Transfer", "schedule"]
-
 _LINK = 0.95  # share of its measured speed that the link has beside the compute: kernels use the same memory
 _PLANNED = 0.8  # share of that speed with which copies back are planned
 _COMPUTE = 0.94  # share of its estimated time that the compute may take; copies then have to be done sooner
 _SLACK_MS = 0.3
 
+TOO_SOON = "back on the device too soon to be worth sending"
+NO_TIME = "no compute left to hide its copies"
 
 Event = tuple[int, str, int]  # the gap, what happens ("start", "wait", "reload", "use"), the item's number
 
 
 @dataclass(frozen=True)
 class Item:
-    """A value that may be offloaded.
+    """A value that may be offloaded."""
 
-    Attributes:
-        nbytes: bytes to copy each way.
-        made: the forward step that makes it; -1 if it exists before the first.
-        used: the first backward step that reads it.
-        kind: the index of its limits.
-    """
-
-    nbytes: int
-    made: int
-    used: int
-    kind: int = 0
+    nbytes: int  # to copy each way
+    made: int  # the forward step that makes it; -1 if it exists before the first
+    used: int  # the first backward step that reads it
+    kind: int = 0  # the index of its limits
 
 
 @dataclass(frozen=True)
 class Limits:
-    """The limits of all items of one kind together.
+    """The limits of all items of one kind together."""
 
-    Attributes:
-        in_flight_bytes: most bytes started and not waited for, each way. A single item may be larger.
-        max_stall_ms: how much longer they may make the step, as predicted.
-    """
-
-    in_flight_bytes: float = math.inf
-    max_stall_ms: float = 0.0
+    in_flight_bytes: float = math.inf  # started and not waited for, each way; a single item may be larger
+    max_stall_ms: float = 0.0  # how much longer they may make the step, as predicted
 
 
 @dataclass(frozen=True)
 class Placement:
-    """The positions of one item's copies. Gap i is before step i; the last one is after all steps.
+    """The positions of one item's copies. Gap i is before step i; the last one is after all steps."""
 
-    Attributes:
-        offloaded: False if it stays on the device; only `reason` then means anything.
-        reason: why it stays.
-        start, wait: gaps of the forward.
-        reload, use: gaps of the backward.
-        start_ms, sent_ms, wait_ms: when the copy out starts, is done, and is waited for, from the forward's begin.
-        reload_ms, back_ms, use_ms: likewise for the copy back, from the backward's begin.
-        stall_ms: how long the two waits hold up the compute, as predicted.
-    """
-
-    offloaded: bool
-    reason: str = ""
-    start: int = 0
+    offloaded: bool  # False if it stays on the device; only `reason` then means anything
+    reason: str = ""  # why it stays
+    start: int = 0  # gaps of the forward
     wait: int = 0
-    reload: int = 0
+    reload: int = 0  # gaps of the backward
     use: int = 0
-    start_ms: float = 0.0
+    start_ms: float = 0.0  # when the copy out starts, is done, and is waited for, from the forward's begin
     sent_ms: float = 0.0
     wait_ms: float = 0.0
-    reload_ms: float = 0.0
+    reload_ms: float = 0.0  # likewise for the copy back, from the backward's begin
     back_ms: float = 0.0
     use_ms: float = 0.0
-    stall_ms: float = 0.0
+    stall_ms: float = 0.0  # how long the two waits hold up the compute, as predicted
 
     @property
     def slack_ms(self) -> float:
@@ -130,26 +107,15 @@ class Transfer:
 
 @dataclass(frozen=True)
 class Schedule:
-    """Placements of all items, in their order.
-
-    Attributes:
-        forward, backward: the events of each graph, in order. A wait in a gap before a start makes room for it.
-        stall_ms: how much longer the step gets, as predicted.
-        full_stall_ms: how much longer it would get if only the items stayed that come back too soon.
-        forward_ms, backward_ms: the compute without copies.
-    """
+    """Placements of all items, in their order."""
 
     placements: tuple[Placement, ...]
-    forward: tuple[Event, ...]
+    forward: tuple[Event, ...]  # in order; a wait in a gap before a start makes room for it
     backward: tuple[Event, ...]
-    stall_ms: float
-    full_stall_ms: float
-    forward_ms: float
+    stall_ms: float  # how much longer the step gets, as predicted
+    full_stall_ms: float  # how much longer it would get if only the items stayed that come back too soon
+    forward_ms: float  # the compute without copies
     backward_ms: float
-
-
-TOO_SOON = "back on the device too soon to be worth sending"
-NO_TIME = "no compute left to hide its copies"
 
 
 def schedule(
@@ -172,16 +138,19 @@ def schedule(
         wait_gaps: the gaps where waits for copies out may stand, besides the end; ascending. None: all.
         reload_gaps: the gaps where copies back may start, besides the first; ascending. None: all.
     """
-    line = _Timeline(items, forward_ms, backward_ms, to_host * _LINK / 1e3, to_device * _LINK / 1e3, limits)
-    if wait_gaps is not None:
-        line.wait_gaps = [*wait_gaps, len(forward_ms)]
-    if reload_gaps is not None:
-        line.reload_gaps = sorted({0, *reload_gaps})
+    line = _Timeline(
+        items,
+        forward=list(accumulate(forward_ms, initial=0.0)),
+        backward=list(accumulate(backward_ms, initial=0.0)),
+        out=to_host * _LINK / 1e3,
+        back=to_device * _LINK / 1e3,
+        in_flight_limits=[limit.in_flight_bytes for limit in limits],
+        wait_gaps=range(len(forward_ms) + 1) if wait_gaps is None else [*wait_gaps, len(forward_ms)],
+        reload_gaps=range(len(backward_ms) + 1) if reload_gaps is None else sorted({0, *reload_gaps}),
+    )
     order = sorted(range(len(items)), key=lambda i: items[i].made)
-    soon = {i for i in order if line.too_soon(items[i])}
-    wanted = [i for i in order if i not in soon]
-    full = line.place(wanted)
-    found = full
+    wanted = [i for i in order if not line.too_soon(items[i])]
+    full = found = line.place(wanted)
     left = [limit.max_stall_ms for limit in limits]  # that each kind may still add
     if full.stall_ms > min((left[items[i].kind] for i in wanted), default=0.0):
         chosen: list[int] = []
@@ -201,16 +170,11 @@ def schedule(
                 continue
             at += count
             count *= 2
-    placements = [found.of.get(i) or Placement(False, TOO_SOON if i in soon else NO_TIME) for i in range(len(items))]
-    return Schedule(
-        tuple(placements),
-        tuple(found.forward),
-        tuple(found.backward),
-        found.stall_ms,
-        full.stall_ms,
-        line.forward[-1],
-        line.backward[-1],
-    )
+    reasons = dict.fromkeys(order, TOO_SOON) | dict.fromkeys(wanted, NO_TIME)
+    placements = [found.of.get(i) or Placement(False, reasons[i]) for i in range(len(items))]
+    events = tuple(found.forward), tuple(found.backward)
+    compute_ms = line.forward[-1], line.backward[-1]
+    return Schedule(tuple(placements), *events, found.stall_ms, full.stall_ms, *compute_ms)
 
 
 @dataclass
@@ -226,25 +190,18 @@ class _Found:
         return sum(p.stall_ms for p in self.of.values())
 
 
+@dataclass(frozen=True)
 class _Timeline:
     """The times of both graphs, and the speeds of the link both ways, in bytes a millisecond."""
 
-    def __init__(
-        self,
-        items: Sequence[Item],
-        forward_ms: Sequence[float],
-        backward_ms: Sequence[float],
-        out: float,
-        back: float,
-        limits: Sequence[Limits],
-    ) -> None:
-        self.items = items
-        self.forward = list(accumulate(forward_ms, initial=0.0))  # when each gap is, without stalls
-        self.backward = list(accumulate(backward_ms, initial=0.0))
-        self.out, self.back = out, back
-        self.in_flight_limits = [limit.in_flight_bytes for limit in limits]
-        self.wait_gaps: Sequence[int] = range(len(self.forward))
-        self.reload_gaps: Sequence[int] = range(len(self.backward))
+    items: Sequence[Item]
+    forward: list[float]  # when each gap is, without stalls
+    backward: list[float]
+    out: float
+    back: float
+    in_flight_limits: list[float]
+    wait_gaps: Sequence[int]
+    reload_gaps: Sequence[int]
 
     def too_soon(self, item: Item) -> bool:
         """Whether its copies take at least as long as it would be gone, on a link with nothing else to do."""

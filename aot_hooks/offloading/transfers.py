@@ -1,19 +1,16 @@
 """Copies to host memory and back that run beside the compute, as four operators.
 
       forward    t = offload_start(x)        the copy begins after the work that the current stream has queued so far
-                 ...                         x must live until
-                 host = offload_wait(t, x)   the current stream waits for the copy; then the memory of x may be freed
+                 host = offload_wait(t, x)   the current stream waits for the copy; until then x must live
       backward   t = reload_start(host)      allocates on the device, and the copy begins
-                 ...
                  x = reload_wait(t, host)    the current stream waits; then x may be read and host be freed
 
-`torch.ops.aot_hooks.*`, all functional: nothing aliases, nothing is mutated, and each side effect has a result that is
-used. So no compiler can drop, double or reorder them against their data. A ticket is int64[1] on the CPU.
+`torch.ops.aot_hooks.*`, all functional: each side effect has a result that is used. So no compiler can drop, double or
+reorder them against their data. A ticket is int64[1] on the CPU.
 
 The waits determine lifetimes, `record_stream` is never called: memory is freed on the stream that allocated it, after
 that stream waited. When a ticket dies unclaimed (an exception between start and wait), its stream waits too. On the CPU
-the operators copy at once. Each device has one stream a direction, made once. Nothing here synchronizes with the host,
-so CUDA graphs can capture it.
+the operators copy at once. Nothing here synchronizes with the host, so CUDA graphs can capture it.
 """
 
 from __future__ import annotations
@@ -24,6 +21,7 @@ import mmap
 import threading
 import warnings
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -35,24 +33,6 @@ from .pinned_pool import HostPool
 if TYPE_CHECKING:
     from cudagraph import Capture
 
-__all__ = [
-    "NO_LIMIT",
-    "claim_device",
-    "claim_host",
-    "copies",
-    "fetch",
-    "fetched_here",
-    "finished",
-    "offload_start",
-    "offload_stats",
-    "offload_wait",
-    "pool",
-    "reload_start",
-    "reload_wait",
-    "reset",
-    "send",
-]
-
 NO_LIMIT = -1  # not None: inner compilers differ in how they pass an optional number to an operator
 pool = HostPool()
 _numbers = itertools.count(1)
@@ -63,41 +43,30 @@ _lock = threading.Lock()
 
 @dataclass(eq=False)
 class _Copy:
-    """A copy in flight: started and not waited for.
-
-    Attributes:
-        source, target: alive as long as this object.
-        event: recorded after the copy; None where there is nothing to wait for.
-        stream: the stream that owns the device memory of `source` or `target`.
-        late: the wait makes the copy.
-        captured: the copy is part of a CUDA graph and runs in each replay, not now.
-    """
+    """A copy in flight: started and not waited for. `source` and `target` live as long as it."""
 
     source: torch.Tensor
     target: torch.Tensor
-    event: Any = None
-    stream: Any = None
-    late: bool = False
-    captured: bool = False
+    event: Any = None  # recorded after the copy; None where there is nothing to wait for
+    stream: Any = None  # the stream that owns the device memory of `source` or `target`
+    late: bool = False  # the wait makes the copy
+    captured: bool = False  # the copy is part of a CUDA graph and runs in each replay, not now
 
 
 class _Copies:
-    """Counts since the last `reset`, and the behaviour of copies on the CPU.
-
-    Attributes:
-        at_wait: on the CPU, copy at the wait and not at the start. A device may do either, and anything between.
-        log: if it is a list, every step is appended to it: ("start", bytes), ("wait", bytes), ...
-    """
+    """Counts since the last `reset`, and the behaviour of copies on the CPU."""
 
     def __init__(self) -> None:
-        self.at_wait = False
-        self.log: list[tuple[str, int]] | None = None
-        self.clear()
+        self.at_wait = False  # on the CPU, copy at the wait, not the start; a device may do either, or anything between
+        self.log: list[tuple[str, int]] | None = None  # if a list, gets every step: ("start", bytes), ("wait", bytes)
+        self.counts: Counter[str] = Counter()
 
-    def clear(self) -> None:
-        self.sent_count = self.sent_bytes = 0
-        self.fetched_count = self.fetched_bytes = 0
-        self.kept_count = self.kept_bytes = 0
+    def count(self, what: str, nbytes: int) -> int:
+        """Count a tensor; returns how many there are now."""
+        with _lock:
+            self.counts[f"{what}_bytes"] += nbytes
+            self.counts[f"{what}_count"] += 1
+            return self.counts[f"{what}_count"]
 
     def note(self, what: str, nbytes: int) -> None:
         if self.log is not None:
@@ -107,25 +76,17 @@ class _Copies:
 copies = _Copies()
 
 
-class _Streams:
-    """The two streams of a CUDA device, and the event by which they wait for the current stream."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.out = torch.cuda.Stream(device)
-        self.back = torch.cuda.Stream(device)
-        self.ready = torch.cuda.Event()
+_streams: dict[int, tuple[torch.cuda.Stream, torch.cuda.Stream, torch.cuda.Event]] = {}
 
 
-_streams: dict[int, _Streams] = {}
-
-
-def _streams_of(device: torch.device) -> _Streams:
+def _streams_of(device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Stream, torch.cuda.Event]:
+    """The streams of copies out and back, made once, and the event by which they wait for the current stream."""
     index = device.index or 0  # the device of a tensor has an index
-    streams = _streams.get(index)
-    if streams is None:
-        with _lock:
-            streams = _streams.setdefault(index, _Streams(torch.device("cuda", index)))
-    return streams
+    with _lock:
+        if index not in _streams:
+            out, back = (torch.cuda.Stream(torch.device("cuda", index)) for _ in range(2))
+            _streams[index] = out, back, torch.cuda.Event()
+        return _streams[index]
 
 
 def _capturing(device: torch.device) -> bool:
@@ -152,26 +113,24 @@ def _begin(source: torch.Tensor, target: torch.Tensor, device: torch.device, out
         if not copy.late:
             target.copy_(source)
         return copy
-    streams = _streams_of(device)
+    stream_out, stream_back, ready = _streams_of(device)
+    side = stream_out if out else stream_back
     # read here: within `torch.cuda.stream` below it would be the side stream
     copy.stream = torch.cuda.current_stream(device)
-    side = streams.out if out else streams.back
-    copy.captured = capturing = torch.cuda.is_current_stream_capturing()
-    block = pool.block_of(target if out else source)
+    copy.captured = torch.cuda.is_current_stream_capturing()
+    block = None if copy.captured else pool.block_of(target if out else source)
     with _lock:  # a wait is for the event's last record, so another thread may record it right after
-        streams.ready.record(copy.stream)
-        side.wait_event(streams.ready)
-    if block is not None and block.event is not None and not capturing:
+        ready.record(copy.stream)
+        side.wait_event(ready)
+    if block is not None and block.event is not None:
         side.wait_event(block.event)  # the last reader or writer of the block, perhaps for another stream
     with torch.cuda.stream(side):
         target.copy_(source, non_blocking=True)
-    if block is None or capturing:
+    if block is None:
         copy.event = torch.cuda.Event()  # a record in a capture means nothing outside of it
     else:
-        copy.event = block.events.setdefault((device, out), torch.cuda.Event())
+        copy.event = block.event = block.events.setdefault((device, out), torch.cuda.Event())
     copy.event.record(side)
-    if block is not None and not capturing:
-        block.event = copy.event
     return copy
 
 
@@ -199,13 +158,16 @@ def _number(ticket: torch.Tensor) -> int:
     return ctypes.c_int64.from_address(ticket.data_ptr()).value
 
 
-def _claim(ticket: torch.Tensor) -> _Copy:
+def _claim(ticket: torch.Tensor, what: str) -> torch.Tensor:
+    """The target of the copy, after the current stream waits for it. `what` is noted in the log."""
     copy = _in_flight.pop(_number(ticket), None)
     if copy is None:
         raise RuntimeError(
             "a wait for an offloaded tensor got a ticket that was waited for before; each start has one wait, in order"
         )
-    return copy
+    _join(copy)
+    copies.note(what, copy.target.nbytes)
+    return copy.target
 
 
 def _abandon(number: int) -> None:
@@ -225,19 +187,14 @@ def send(x: torch.Tensor, limit: int | None) -> torch.Tensor:
     if lease is None:
         return _ticket(_keep_on_device(x, limit))
     host = lease[:nbytes].view(x.dtype).view(x.shape)
-    with _lock:
-        copies.sent_count += 1
-        copies.sent_bytes += nbytes
+    copies.count("sent", nbytes)
     copies.note("start", nbytes)
     return _ticket(_begin(x, host, x.device, out=True))
 
 
 def claim_host(ticket: torch.Tensor) -> torch.Tensor:
     """The host tensor of `send`, after the current stream waits for its copy."""
-    copy = _claim(ticket)
-    _join(copy)
-    copies.note("wait", copy.target.nbytes)
-    return copy.target
+    return _claim(ticket, "wait")
 
 
 def fetch(host: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -250,19 +207,14 @@ def fetch(host: torch.Tensor, device: torch.device) -> torch.Tensor:
         # a copy, because the reader may write over it before another backward reads it
         return _ticket(_Copy(host, kept.clone()))
     target = torch.empty(host.shape, dtype=host.dtype, device=device)
-    with _lock:
-        copies.fetched_count += 1
-        copies.fetched_bytes += host.nbytes
+    copies.count("fetched", host.nbytes)
     copies.note("reload", host.nbytes)
     return _ticket(_begin(host, target, device, out=False))
 
 
 def claim_device(ticket: torch.Tensor) -> torch.Tensor:
     """The tensor of `fetch`, after the current stream waits for its copy."""
-    copy = _claim(ticket)
-    _join(copy)
-    copies.note("use", copy.target.nbytes)
-    return copy.target
+    return _claim(ticket, "use")
 
 
 def fetched_here(ticket: torch.Tensor) -> bool:
@@ -285,8 +237,7 @@ def _not_in_a_capture(device: torch.device, capture: Capture | None, text: str) 
     Also joins the streams of copies that were started in the capture, without which it could not end.
     """
     if device.type == "cuda":
-        streams = _streams_of(device)
-        for side in (streams.out, streams.back):
+        for side in _streams_of(device)[:2]:
             if _captures(side):
                 torch.cuda.current_stream(device).wait_stream(side)
     text = f"offload: {text} during CUDA graph capture; run a step with the same shapes before, or raise max_host_bytes"
@@ -299,27 +250,18 @@ def _keep_on_device(x: torch.Tensor, limit: int | None) -> _Copy:
     Its stand-in is host memory of the same shape that is never read or written, by whose address `fetch` finds it.
     """
     room = "as much as could be pinned" if limit is None else f"max_host_bytes={limit}"
-    with _lock:
-        first = copies.kept_count == 0
-        copies.kept_count += 1
-        copies.kept_bytes += x.nbytes
-    if first:
+    if copies.count("kept_on_device", x.nbytes) == 1:
         warnings.warn(
             f"aot_hooks.offload: the host has no room for {x.nbytes} more bytes ({room}; {pool.total_bytes} are in "
             "use), so they stay on the device; aot_hooks.offload_stats() counts what does",
             stacklevel=2,
         )
     memory = mmap.mmap(-1, max(x.nbytes, 1))  # pages that are never written take no memory
-    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-    raw = (ctypes.c_ubyte * x.nbytes).from_address(address)
+    raw = (ctypes.c_ubyte * x.nbytes).from_buffer(memory)
+    address = ctypes.addressof(raw)
     _kept[address] = x.detach().clone()  # the graph reuses the memory of `x`: Inductor's kernels write over it in place
-    weakref.finalize(raw, _release, address, memory).atexit = False
+    weakref.finalize(raw, _kept.pop, address, None).atexit = False
     return _Copy(x, torch.frombuffer(raw, dtype=torch.uint8).view(x.dtype).view(x.shape))
-
-
-def _release(address: int, memory: mmap.mmap) -> None:
-    _kept.pop(address, None)
-    memory.close()
 
 
 def offload_stats() -> dict[str, int]:
@@ -328,13 +270,8 @@ def offload_stats() -> dict[str, int]:
     Tensors and bytes sent to the host, fetched back, and kept on the device because the host had no room. The pool's
     bytes now, at most, and leased now; its blocks now, and those allocated.
     """
-    return {
-        "sent_count": copies.sent_count,
-        "sent_bytes": copies.sent_bytes,
-        "fetched_count": copies.fetched_count,
-        "fetched_bytes": copies.fetched_bytes,
-        "kept_on_device_count": copies.kept_count,
-        "kept_on_device_bytes": copies.kept_bytes,
+    tensors = [f"{what}_{unit}" for what in ("sent", "fetched", "kept_on_device") for unit in ("count", "bytes")]
+    return {name: copies.counts[name] for name in tensors} | {
         "host_bytes": pool.total_bytes,
         "host_peak_bytes": pool.peak_bytes,
         "host_leased_bytes": pool.leased_bytes,
@@ -346,56 +283,40 @@ def offload_stats() -> dict[str, int]:
 def reset() -> None:
     """Free unused host memory and reset the counts. Memory that tensors wait in is freed when they are."""
     pool.reset()
-    copies.clear()
+    copies.counts.clear()
 
 
 # --- operators --------------------------------------------------------------------------------------------------------
 
 _library = torch.library.Library("aot_hooks", "FRAGMENT")
-_library.define("offload_start(Tensor x, int limit) -> Tensor")
-_library.define("offload_wait(Tensor ticket, Tensor x) -> Tensor")
-_library.define("reload_start(Tensor host, Device device) -> Tensor")
-_library.define("reload_wait(Tensor ticket, Tensor host, Device device) -> Tensor")
+
+
+def _operator(schema: str, kernel: Callable[..., torch.Tensor], fake: Callable[..., torch.Tensor]) -> Any:
+    """Defines the operator `torch.ops.aot_hooks.*` with this schema."""
+    name = schema.partition("(")[0]
+    _library.define(schema)
+    _library.impl(name, kernel, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"aot_hooks::{name}", fake, lib=_library)
+    return getattr(torch.ops.aot_hooks, name).default
 
 
 def _offload_start(x: torch.Tensor, limit: int) -> torch.Tensor:
     return send(x if x.is_contiguous() else x.contiguous(), None if limit == NO_LIMIT else limit)
 
 
-def _offload_wait(ticket: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    return claim_host(ticket)
-
-
-def _reload_start(host: torch.Tensor, device: torch.device) -> torch.Tensor:
-    return fetch(host, device)
-
-
-def _reload_wait(ticket: torch.Tensor, host: torch.Tensor, device: torch.device) -> torch.Tensor:
-    return claim_device(ticket)
-
-
 def _fake_ticket(*_: Any) -> torch.Tensor:
     return torch.empty((1,), dtype=torch.int64, device="cpu")
 
 
-def _fake_host(ticket: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    return torch.empty(x.shape, dtype=x.dtype, device="cpu")
-
-
-def _fake_device(ticket: torch.Tensor, host: torch.Tensor, device: torch.device) -> torch.Tensor:
-    return torch.empty(host.shape, dtype=host.dtype, device=device)
-
-
-for _name, _kernel, _fake in (
-    ("offload_start", _offload_start, _fake_ticket),
-    ("offload_wait", _offload_wait, _fake_host),
-    ("reload_start", _reload_start, _fake_ticket),
-    ("reload_wait", _reload_wait, _fake_device),
-):
-    _library.impl(_name, _kernel, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"aot_hooks::{_name}", _fake, lib=_library)
-
-offload_start = torch.ops.aot_hooks.offload_start.default
-offload_wait = torch.ops.aot_hooks.offload_wait.default
-reload_start = torch.ops.aot_hooks.reload_start.default
-reload_wait = torch.ops.aot_hooks.reload_wait.default
+offload_start = _operator("offload_start(Tensor x, int limit) -> Tensor", _offload_start, _fake_ticket)
+offload_wait = _operator(
+    "offload_wait(Tensor ticket, Tensor x) -> Tensor",
+    lambda ticket, x: claim_host(ticket),
+    lambda ticket, x: torch.empty(x.shape, dtype=x.dtype, device="cpu"),
+)
+reload_start = _operator("reload_start(Tensor host, Device device) -> Tensor", fetch, _fake_ticket)
+reload_wait = _operator(
+    "reload_wait(Tensor ticket, Tensor host, Device device) -> Tensor",
+    lambda ticket, host, device: claim_device(ticket),
+    lambda ticket, host, device: torch.empty(host.shape, dtype=host.dtype, device=device),
+)

@@ -5,13 +5,12 @@
                              +--> runs on fake tensors --> the code after a graph break goes on with them
 
 No kernel runs and no memory is taken for activations. Parameters, buffers, gradients, attributes of modules and random
-state stay unchanged. Other Python side effects happen: a list gets what the program appends, with fake tensors. A
-program that branches on values between its graphs raises.
+state stay unchanged. Other Python side effects happen, on fake tensors. A program that branches on values between its
+graphs raises.
 """
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -26,9 +25,7 @@ from ..passes.plan import Plan, joined
 from ..torch_private import dry_run as torch_dry_run
 from ..torch_private import dynamo
 from ..torch_private.values import data_dependent_errors, pytree, without_modes
-from .trial import reachable_values, trial
-
-__all__ = ["plan", "plans_of", "saved_tensors"]
+from .trial import reachable_values, signature_of, trial
 
 
 def plan(
@@ -74,13 +71,16 @@ def plans_of(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
     own_options = (dynamo.options_of(wrapper) if wrapper is not None else None) or {}
     options = Options.parse(own_options | {name: value for name, value in overrides.items() if value is not None})
     plans: list[Plan] = []
-    module = fn if isinstance(fn, torch.nn.Module) else getattr(fn, "__self__", None)
+    reachable = reachable_values(fn)
+    module = reachable[""]
     state = [*module.parameters(), *module.buffers()] if isinstance(module, torch.nn.Module) else []
     leaves = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
     mode = torch_dry_run.fake_mode_for([*leaves, *state])
 
     def planner(gm: GraphModule, inputs: Any) -> Callable[..., Any]:
-        program = _copy(gm)  # Inductor's passes change `gm`
+        graph = Graph()
+        graph.output(graph.graph_copy(gm.graph, {}))
+        program = GraphModule(gm, graph)  # a copy, because Inductor's passes change `gm`
         with without_modes():
             plans.extend(plan_graph(gm, inputs, options))
 
@@ -91,9 +91,11 @@ def plans_of(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
         return run
 
     grads = [(t, t.grad) for t in (*leaves, *state) if t.is_leaf]
-    roots = pytree.tree_leaves((reachable_values(fn), args, kwargs))
+    roots = pytree.tree_leaves((reachable, args, kwargs))
     modules = {inner for root in roots if isinstance(root, torch.nn.Module) for inner in root.modules()}
-    attributes = [(table, dict(table)) for inner in modules for table in _attribute_tables(inner)]
+    own = [vars(module) for module in modules]
+    tables = [*own, *(table.get(name) for table in own for name in ("_parameters", "_buffers", "_modules"))]
+    attributes = [(table, dict(table)) for table in tables if type(table) is dict]
     try:
         with trial("aot_hooks.plan", fn, planner, getattr(wrapper, "dynamic", None)) as compiled, mode:
             compiled(*args, **kwargs)
@@ -116,7 +118,7 @@ def plans_of(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
 def _check_keywords(fn: Callable[..., Any], kwargs: dict[str, Any], overrides: dict[str, Any]) -> None:
     """Raises `OptionError` for a keyword that is neither ours nor one of `fn`."""
     try:
-        parameters = inspect.signature(fn.forward if isinstance(fn, torch.nn.Module) else fn).parameters
+        parameters = signature_of(fn).parameters
     except (TypeError, ValueError):  # a function of C
         return
     wrong = [name for name in kwargs if name not in parameters]
@@ -127,15 +129,3 @@ def _check_keywords(fn: Callable[..., Any], kwargs: dict[str, Any], overrides: d
             f"aot_hooks.plan: no argument {wrong[0]!r}{did_you_mean(wrong[0], valid) or ';'} its own are "
             f"{', '.join(overrides)}; others go to {name}({', '.join(parameters)})"
         )
-
-
-def _attribute_tables(module: torch.nn.Module) -> list[dict[str, Any]]:
-    """The dicts with the attributes of `module`, its parameters, buffers and submodules."""
-    own = vars(module)
-    return [own, *(table for name in ("_parameters", "_buffers", "_modules") if type(table := own.get(name)) is dict)]
-
-
-def _copy(gm: GraphModule) -> GraphModule:
-    graph = Graph()
-    graph.output(graph.graph_copy(gm.graph, {}))
-    return GraphModule(gm, graph)

@@ -11,7 +11,7 @@ are restored at the end; other side effects of `fn` happen in each run.
 from __future__ import annotations
 
 import contextlib
-import inspect
+import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -30,9 +30,7 @@ from ..settings.setting import Setting
 from ..torch_private import autograd, dynamo
 from ..torch_private import dry_run as torch_dry_run
 from ..torch_private import values as torch_values
-from .trial import reachable_values, trial
-
-__all__ = ["GradientReport", "GradientRow", "check_gradients"]
+from .trial import reachable_values, signature_of, trial
 
 _SAME, _ROUNDED = 1e-6, 1e-2  # error of outputs: equal up to rounding; low precision and another fusion
 _SHOWN = 40  # rows of a printed report
@@ -147,11 +145,7 @@ def check_gradients(
     Options.parse(options)
     hooks = None if policy is None else saved_tensors_policy(policy, scope=scope)
     modules = _modules(fn, args, kwargs)
-    dynamic = getattr(wrapper, "dynamic", None)
-
-    def run(context: Any) -> _Run:
-        return _run(fn, args, kwargs, options, dynamic, modules, context)
-
+    run = functools.partial(_run, fn, args, kwargs, options, getattr(wrapper, "dynamic", None), modules)
     reference, found = run(saved_tensors_policy(KEEP)), run(hooks or contextlib.nullcontext())
     if reference.random_states != found.random_states and _output_error(reference, found) > _SAME:
         setting = hooks.setting() if hooks is not None else ambient()[0]
@@ -159,11 +153,8 @@ def check_gradients(
             # Inductor may order random operators differently even so: take the reference that is closer
             packing = run(saved_tensors_policy(_PackButRestore(setting), scope=setting.scope))
             reference = min((reference, packing), key=lambda other: _output_error(other, found))
-    gradients = [
-        (name, g0, g)
-        for name, g0, g in zip(reference.names, reference.grads, found.grads, strict=True)
-        if g0 is not None
-    ]
+    both = zip(reference.names, reference.grads, found.grads, strict=True)
+    gradients = [(name, g0, torch.zeros_like(g0) if g is None else g) for name, g0, g in both if g0 is not None]
     finite = [(g0, g) for _, g0, g in gradients if _is_finite(g0)]
     total_norm = _norm([g0 for g0, _ in finite])
     rows = sorted((_row(name, g0, g, total_norm) for name, g0, g in gradients), key=_worst_first)
@@ -250,11 +241,9 @@ def _cotangent(output: torch.Tensor) -> torch.Tensor:
     return torch.randn(output.shape, generator=generator, device=output.device).to(output.dtype)
 
 
-def _row(name: str, g0: torch.Tensor, g: torch.Tensor | None, total_norm: float) -> GradientRow:
-    g = torch.zeros_like(g0) if g is None else g
-    norm = _norm([g0])
+def _row(name: str, g0: torch.Tensor, g: torch.Tensor, total_norm: float) -> GradientRow:
+    norm, error = _norm([g0]), _error([(g0, g)])
     vanishes = norm < _ROUNDING.get(g0.dtype, 0.0) * total_norm
-    error = _error([(g0, g)])
     return GradientRow(name, tuple(g0.shape), g0.dtype, norm, error, _is_finite(g), _is_finite(g0), vanishes)
 
 
@@ -271,8 +260,8 @@ def _output_error(reference: _Run, found: _Run) -> float:
     return _error(list(zip(reference.outputs, found.outputs, strict=True)))
 
 
-def _error(pairs: Sequence[tuple[torch.Tensor, torch.Tensor | None]]) -> float:
-    off = _norm([(torch.zeros_like(a) if b is None else b).to(_wide(a)) - a.to(_wide(a)) for a, b in pairs])
+def _error(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> float:
+    off = _norm([b.to(_wide(a)) - a.to(_wide(a)) for a, b in pairs])
     norm = _norm([a for a, _ in pairs])
     return off / norm if norm else math.inf if off else 0.0
 
@@ -283,9 +272,6 @@ def _norm(tensors: list[torch.Tensor]) -> float:
 
 def _wide(t: torch.Tensor) -> torch.dtype:
     return torch.complex128 if t.is_complex() else torch.float64
-
-
-# --- parameters, inputs, and their restoration ------------------------------------------------------------------------
 
 
 def _modules(fn: Any, args: Any, kwargs: Any) -> dict[str, torch.nn.Module]:
@@ -300,21 +286,18 @@ def _modules(fn: Any, args: Any, kwargs: Any) -> dict[str, torch.nn.Module]:
     return found
 
 
-def _parameters(modules: dict[str, torch.nn.Module]) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    for prefix, module in modules.items():
-        yield from module.named_parameters(prefix=prefix)
+def _parameters(modules: dict[str, torch.nn.Module]) -> list[tuple[str, torch.nn.Parameter]]:
+    return [(name, p) for prefix, module in modules.items() for name, p in module.named_parameters(prefix=prefix)]
 
 
 def _inputs(fn: Any, args: Any, kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """The arguments that require grad, by the names of the parameters of `fn`."""
     try:
-        target = fn.forward if isinstance(fn, torch.nn.Module) else fn
-        named = inspect.signature(target).bind(*args, **kwargs).arguments
+        named = signature_of(fn).bind(*args, **kwargs).arguments
     except (TypeError, ValueError):  # a function of C, or wrong arguments, which the call will name
         named = {str(i): a for i, a in enumerate(args)} | kwargs
     for name, value in named.items():
-        leaves = [t for t in torch_values.pytree.tree_leaves(value) if isinstance(t, torch.Tensor)]
-        for i, t in enumerate(leaves):
+        for i, t in enumerate(t for t in torch_values.pytree.tree_leaves(value) if isinstance(t, torch.Tensor)):
             if t.requires_grad:
                 yield f"argument {name}" + (f"[{i}]" if t is not value else ""), t
 

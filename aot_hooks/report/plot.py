@@ -9,11 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import AotHooksError, OptionError
-from ..passes.live_bytes import LivePoint
 from ..passes.plan import Plan
 from .text import module_bytes
-
-__all__ = ["MissingExtraError", "check_can_plot", "plot_report"]
 
 _MIB = 1 << 20
 _MODULES_SHOWN = 12
@@ -80,7 +77,7 @@ def _curves(axes: Any, plan: Plan) -> None:
         for i, phase in enumerate(("forward", "backward")):
             count = sum(p.phase == phase for p in points)
             x += [i + n / max(count - 1, 1) for n in range(count)]
-        ordered: list[LivePoint] = sorted(points, key=lambda p: p.phase == "backward")
+        ordered = sorted(points, key=lambda p: p.phase == "backward")
         axes.plot(x, [p.live_bytes / _MIB for p in ordered], label=label)
     axes.axvline(1, color="grey", linewidth=0.8)
     axes.set_xticks([0.5, 1.5], ["forward", "backward"])

@@ -37,8 +37,6 @@ from ..torch_private import dynamo
 from ..torch_private import values as torch_values
 from .dry_run import plans_of
 
-__all__ = ["Recorded", "ScriptError", "run_script"]
-
 
 class ScriptError(AotHooksError, RuntimeError):
     """The script does not exist, failed, or saved nothing for backward."""
@@ -50,30 +48,17 @@ class _Enough(BaseException):
 
 @dataclass
 class Recorded:
-    """The record of a script's run.
+    """The record of a script's run."""
 
-    Attributes:
-        graphs: its compiled graphs, filled while it runs.
-        eager: plans of the modules it ran eagerly, by class name; empty if it compiled anything.
-        last_step: graphs with a backward in the last step that ran any, with the number of their runs.
-        at_once: the most runs of each whose backward was outstanding at the same time.
-        own: the script uses this package, and its own hooks were in force.
-        overridden: the script uses this package, and the policy passed in replaced its backend's options.
-        notes: modules that could not be planned, with the reason.
-        step_count: optimizer steps.
-        peak_bytes: peak of forward and backward on the CUDA device over the bytes before, gradients included; None
-            without a device.
-        optimizer_bytes: likewise of the optimizer's step.
-    """
-
-    graphs: Sequence[Graph] = ()
-    eager: list[tuple[str, Plan]] = field(default_factory=list)
+    graphs: Sequence[Graph] = ()  # compiled; filled while it runs
+    eager: list[tuple[str, Plan]] = field(default_factory=list)  # modules run eagerly; empty if it compiled anything
+    # graphs with a backward in the last step that ran any: the most runs whose backward was outstanding at once
     last_step: dict[Graph, int] = field(default_factory=dict)
-    at_once: dict[Graph, int] = field(default_factory=dict)
-    own: bool = False
-    overridden: bool = False
-    notes: list[str] = field(default_factory=list)
-    step_count: int = 0
+    own: bool = False  # the script uses this package, and its own hooks were in force
+    overridden: bool = False  # it does, and the policy passed in replaced its backend's options
+    notes: list[str] = field(default_factory=list)  # modules that could not be planned, with the reason
+    step_count: int = 0  # of the optimizer
+    # peaks on the CUDA device over the bytes before: forward and backward, gradients included; the optimizer's step
     peak_bytes: int | None = None
     optimizer_bytes: int | None = None
 
@@ -99,7 +84,7 @@ class Recorded:
 
     def times(self, graph: Graph) -> int:
         """How often a reported graph counts in `plan`."""
-        return max(1, self.at_once.get(graph, 0 if self.last_step else graph.most_waiting))
+        return max(1, self.last_step.get(graph, graph.most_waiting))
 
     @property
     def others(self) -> Plan:
@@ -213,8 +198,9 @@ def _watch_modules(found: Recorded, options: Mapping[str, Any], cuda: _Cuda) -> 
         depth += 1
         if depth == 1:
             cuda.begin(module)
-            if torch.is_grad_enabled() and module not in seen and not found.compiled:
-                _plan_eager(found, module, options, seen)
+            is_new = module not in seen and not found.compiled
+            if torch.is_grad_enabled() and is_new and _plan_eager(found, module, options):
+                seen.add(module)
 
     def leave(module: torch.nn.Module, args: Any, output: Any) -> None:
         nonlocal depth
@@ -224,27 +210,24 @@ def _watch_modules(found: Recorded, options: Mapping[str, Any], cuda: _Cuda) -> 
     return [register_module_forward_pre_hook(enter), register_module_forward_hook(leave, always_call=True)]
 
 
-def _plan_eager(
-    found: Recorded, module: torch.nn.Module, options: Mapping[str, Any], seen: weakref.WeakSet[torch.nn.Module]
-) -> None:
+def _plan_eager(found: Recorded, module: torch.nn.Module, options: Mapping[str, Any]) -> bool:
+    """Plan a call of `module` that needs gradients and is not compiled; else returns False."""
     args, kwargs = torch_values.module_call_arguments()
     tensors = [*module.parameters(), *torch_values.pytree.tree_leaves((args, kwargs))]
-    if dynamo.compile_wrapper_of(module) is not None:
-        return  # the backend reports its graphs
-    if not any(isinstance(t, torch.Tensor) and t.requires_grad for t in tensors):
-        return
-    seen.add(module)
+    trains = any(isinstance(t, torch.Tensor) and t.requires_grad for t in tensors)
+    if not trains or dynamo.compile_wrapper_of(module) is not None:
+        return False  # of a compiled module the backend reports the graphs
     name = type(module).__name__
     try:
         plans = plans_of(module, args, kwargs, **options)
     except AotHooksError as e:
         found.notes.append(f"{name}: {e}")
-        return
     except dynamo.dynamo_error() as e:  # the script does not compile it, and may go on
         found.notes.append(f"{name}: cannot be compiled, so not planned: {str(e).strip().splitlines()[0]}")
-        return
-    if plans:
-        found.eager.append((name, joined(plans)))
+    else:
+        if plans:
+            found.eager.append((name, joined(plans)))
+    return True
 
 
 def _watch_steps(found: Recorded, steps: int | None, cuda: _Cuda) -> list[Any]:
@@ -259,12 +242,11 @@ def _watch_steps(found: Recorded, steps: int | None, cuda: _Cuda) -> list[Any]:
         found.optimizer_bytes = cuda.peak()
         cuda.base = None
         found.step_count += 1
-        ran = {g: g.run_count - counted.get(g, 0) for g in found.compiled if g.run_count > counted.get(g, 0)}
+        ran = [g for g in found.compiled if g.run_count > counted.get(g, 0)]
         if ran:  # a second optimizer of the same step comes after no graph
-            found.last_step, found.at_once = ran, {g: g.most_waiting for g in ran}
+            found.last_step = {g: g.most_waiting for g in ran}
             for graph in ran:
-                graph.most_waiting = graph.waiting_count
-            counted.update((g, g.run_count) for g in ran)
+                graph.most_waiting, counted[graph] = graph.waiting_count, graph.run_count
         if steps is not None and found.step_count >= steps:
             raise _Enough
 

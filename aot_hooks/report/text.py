@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TextIO
@@ -21,42 +21,31 @@ from ..passes.live_bytes import LivePoint
 from ..passes.plan import Decision, Plan, joined
 from .transfers import transfer_lines, transfers_as_data
 
-__all__ = ["Row", "as_data", "fold", "format_report", "module_bytes", "print_report"]
-
 WIDTH = 110
-_INDENT = 12  # of the second line of a row
 _UNITS = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10), ("bytes", 1))
 
 
 @dataclass(frozen=True)
 class Row:
-    """Equal decisions of one or more layers.
+    """Equal decisions of one or more layers."""
 
-    Attributes:
-        decision: the first of the decisions.
-        module_path: of all layers, "layers.0-31.mlp".
-        reason: the reason, without the number of a node.
-        tensor_count, saved_bytes, packed_bytes: totals.
-    """
-
-    decision: Decision
-    module_path: str
-    reason: str
+    decision: Decision  # the first of them
+    module_path: str  # of all layers, "layers.0-31.mlp"
+    reason: str  # without the number of a node
     tensor_count: int
     saved_bytes: int
     packed_bytes: int
 
 
-# --- folding ----------------------------------------------------------------------------------------------------------
-
 _Path = tuple["str | tuple[int, ...]", ...]  # names and numbers; numbers of folded layers are one tuple
+_Groups = dict[tuple[Any, _Path], list[Decision]]  # by what is equal in a row, and the path
 
 
 def fold(decisions: Iterable[Decision]) -> list[Row]:
     """Rows of decisions that differ only in numbers of the module's path and in nodes' names; the largest first."""
     decisions = list(decisions)
     hooks = {d.hook.name for d in decisions}
-    groups: dict[tuple[Any, _Path], list[Decision]] = defaultdict(list)
+    groups: _Groups = defaultdict(list)
     for d in decisions:
         parts = (d.saved.module_path or "").split(".")
         path: _Path = tuple((int(part),) if part.isdigit() else part for part in parts)
@@ -77,7 +66,7 @@ def fold(decisions: Iterable[Decision]) -> list[Row]:
     return sorted(rows, key=lambda r: (-max(r.saved_bytes, r.packed_bytes), -r.tensor_count))
 
 
-def _fold_at(position: int, groups: dict[tuple[Any, _Path], list[Decision]]) -> dict[tuple[Any, _Path], list[Decision]]:
+def _fold_at(position: int, groups: _Groups) -> _Groups:
     """`groups` with those merged whose paths differ in the number at `position` only, and that have equal sizes."""
     alike: dict[Any, list[tuple[_Path, list[Decision]]]] = defaultdict(list)
     for (group_key, path), members in groups.items():
@@ -85,7 +74,7 @@ def _fold_at(position: int, groups: dict[tuple[Any, _Path], list[Decision]]) -> 
         rest = (*path[:position], None, *path[position + 1 :])
         numbered = position < len(path) and isinstance(path[position], tuple)
         alike[group_key, rest if numbered else path, size].append((path, members))
-    folded: dict[tuple[Any, _Path], list[Decision]] = {}
+    folded: _Groups = {}
     for (group_key, _, _), found in alike.items():
         path = found[0][0]
         if len(found) > 1:
@@ -117,9 +106,6 @@ def _ranges(numbers: Sequence[int]) -> str:
         else:
             runs.append([n])
     return ",".join(str(r[0]) if len(r) == 1 else f"{r[0]}-{r[-1]}" for r in runs)
-
-
-# --- text -------------------------------------------------------------------------------------------------------------
 
 
 def format_report(
@@ -167,13 +153,13 @@ def format_report(
             lines.append(f"{title}:")
         for row in section:
             lines += _row_lines(row, f"{saved_column[row]:10.2f} {packed_column[row]:11.2f} {row.tensor_count:8}  ")
-    free: dict[str, int] = defaultdict(int)
+    free: Counter[str] = Counter()
     for row in rows:
         if row not in saved_column:
             free[_how(row)] += row.tensor_count
     if free:
         lines.append("counts nothing, because it is alive anyway or counted above:")
-    for how, count in sorted(free.items(), key=lambda item: -item[1]):
+    for how, count in free.most_common():
         lines.append(_cut(f"{0:10.2f} {0:11.2f} {count:8}  {how}"))
     return "\n".join(lines)
 
@@ -191,7 +177,7 @@ def _row_lines(row: Row, numbers: str) -> list[str]:
     where = "  ".join(part for part in (what, named, row.module_path, s.source_line) if part)
     readers = ", ".join(map(_short, s.backward_ops))
     how = f"{_how(row)}; read by {readers}" if readers else _how(row)
-    return [_cut(numbers + where), _cut(" " * _INDENT + how)]
+    return [_cut(numbers + where), _cut(" " * 12 + how)]
 
 
 def _how(row: Row) -> str:
@@ -261,9 +247,6 @@ def _cut(line: str) -> str:
     return line if len(line) <= WIDTH else line[: WIDTH - 3] + "..."
 
 
-# --- data -------------------------------------------------------------------------------------------------------------
-
-
 def as_data(plan: Plan | Sequence[Plan]) -> dict[str, Any]:
     """The plan in numbers, strings, lists and dicts, for `json.dump`. Keys are stable; new ones may be added."""
     plan = plan if isinstance(plan, Plan) else joined(plan)
@@ -277,32 +260,23 @@ def as_data(plan: Plan | Sequence[Plan]) -> dict[str, Any]:
             "packed_tensor_count": sum(d.hook is not KEEP for d in plan.decisions),
             **{f"predicted_peak_{k}_bytes": _peak(v).live_bytes if v else None for k, v in points.items()},
         },
-        "rows": [
-            {
-                "name": d.saved.name,
-                "op": d.saved.op,
-                "shape": [int(n) for n in d.saved.shape],
-                "dtype": str(d.saved.dtype).removeprefix("torch."),
-                "device": str(d.saved.device),
-                "storage": d.saved.storage,
-                "storage_bytes": d.saved.nbytes,
-                "module_path": d.saved.module_path,
-                "source_line": d.saved.source_line,
-                "checkpoint_names": list(d.saved.checkpoint_names),
-                "backward_ops": list(d.saved.backward_ops),
-                "is_input": d.saved.is_input,
-                "is_output": d.saved.is_output,
-                "is_static": d.saved.is_static,
-                "hook": d.hook.name,
-                "reason": d.reason,
-                "saved_bytes": d.saved_bytes,
-                "packed_bytes": d.packed_bytes,
-            }
-            for d in plan.decisions
-        ],
+        "rows": [_decision_as_data(d) for d in plan.decisions],
         "transfers": transfers_as_data(plan.transfers),
         **{f"live_{k}": [vars(p).copy() for p in v] for k, v in points.items()},
     }
+
+
+def _decision_as_data(d: Decision) -> dict[str, Any]:
+    s = d.saved
+    return {
+        "name": s.name, "op": s.op, "shape": [int(n) for n in s.shape],
+        "dtype": str(s.dtype).removeprefix("torch."), "device": str(s.device),
+        "storage": s.storage, "storage_bytes": s.nbytes,
+        "module_path": s.module_path, "source_line": s.source_line,
+        "checkpoint_names": list(s.checkpoint_names), "backward_ops": list(s.backward_ops),
+        "is_input": s.is_input, "is_output": s.is_output, "is_static": s.is_static,
+        "hook": d.hook.name, "reason": d.reason, "saved_bytes": d.saved_bytes, "packed_bytes": d.packed_bytes,
+    }  # fmt: skip
 
 
 def module_bytes(plan: Plan) -> dict[str, tuple[int, int]]:

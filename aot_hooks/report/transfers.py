@@ -1,8 +1,5 @@
 """The part of a report about `offload`: which tensors are copied, when, and which stay because compute is too short.
 
-      Transfers --transfer_lines--> text: a line for each copied tensor, and for each reason why others stay
-                --transfers_as_data--> numbers and strings
-
 Times are estimates, in milliseconds from the start of the tensor's own forward and backward graph.
 """
 
@@ -14,8 +11,6 @@ from dataclasses import asdict
 from typing import Any
 
 from ..offloading.schedule import Transfer
-
-__all__ = ["transfer_lines", "transfers_as_data"]
 
 
 def transfer_lines(transfers: Sequence[Transfer], size: int, unit: str) -> list[str]:
@@ -71,8 +66,7 @@ def transfers_as_data(transfers: Sequence[Transfer]) -> list[dict[str, Any]]:
     rows = []
     for t in transfers:
         row = asdict(t)
-        row |= row.pop("placement") | {"slack_ms": t.placement.slack_ms}
-        # positions by node: the gaps' numbers say less
-        row |= {name: getattr(t, name) for name in ("start", "wait", "reload", "use")}
-        rows.append(row)
+        placement = row.pop("placement")
+        # the last `row` puts the names of nodes for the gaps' numbers, which say less
+        rows.append(row | placement | {"slack_ms": t.placement.slack_ms} | row)
     return rows

@@ -7,6 +7,7 @@ fn --trial--> compiled by the given backend, Dynamo's entries for it forgotten
 from __future__ import annotations
 
 import contextlib
+import inspect
 import random
 import types
 from collections.abc import Callable, Iterator
@@ -19,24 +20,17 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from ..errors import OptionError, unwrapped
 from ..torch_private import dry_run as torch_dry_run
 
-__all__ = ["reachable_values", "trial"]
-
 
 @contextlib.contextmanager
 def trial(
     caller: str, fn: Callable[..., Any], backend: Callable[..., Any], dynamic: bool | None
 ) -> Iterator[Callable[..., Any]]:
-    """`fn` compiled by `backend(gm, inputs)`, for one call inside. `caller` is named in errors.
-
-    Raises:
-        OptionError: `fn` steps an optimizer.
-    """
+    """`fn` compiled by `backend(gm, inputs)`, for one call inside. Raises `OptionError` if `fn` steps an optimizer."""
     traces = torch_dry_run.DynamoTraces()
 
-    def noting_backend(gm: GraphModule, inputs: Any) -> Callable[..., Any]:
+    def noting_backend(gm: GraphModule, inputs: Any) -> Any:
         traces.note()
-        compiled: Callable[..., Any] = backend(gm, inputs)
-        return compiled
+        return backend(gm, inputs)
 
     def program(*args: Any, **kwargs: Any) -> Any:
         # an outermost frame of our own: entries and decisions of Dynamo for `fn` are stored with it, and forgotten
@@ -75,3 +69,8 @@ def reachable_values(fn: Any) -> dict[str, Any]:
             with contextlib.suppress(ValueError):  # an empty cell
                 values[name] = cell.cell_contents
     return values
+
+
+def signature_of(fn: Any) -> inspect.Signature:
+    """Raises `TypeError` or `ValueError` for a function of C."""
+    return inspect.signature(fn.forward if isinstance(fn, torch.nn.Module) else fn)

@@ -215,12 +215,6 @@ def expression(size: Any) -> str:
     return str(size.node.expr) if isinstance(size, torch.SymInt) else str(size)
 
 
-def is_opaque_node(node: Node) -> bool:
-    """Whether the value of `node` is neither a tensor nor a number: a script object, backward state."""
-    value = node.meta.get("val")
-    return not isinstance(value, torch.Tensor | torch.SymInt | torch.SymFloat | torch.SymBool | int | float | bool)
-
-
 def trace_structured(name: str, text: Callable[[], str]) -> None:
     """Writes `text()` as artifact `name` to torch's structured trace, for tlparse, if that trace is on."""
     need("torch._logging.trace_structured")(

@@ -60,9 +60,9 @@ def simulate(monkeypatch: pytest.MonkeyPatch, arena_bytes: int = 1 << 20) -> Non
     driver = capture_simulator.Simulator(arena_bytes)
     operators = {
         transfers.offload_start: transfers._offload_start,
-        transfers.offload_wait: transfers._offload_wait,
-        transfers.reload_start: transfers._reload_start,
-        transfers.reload_wait: transfers._reload_wait,
+        transfers.offload_wait: lambda ticket, x: transfers.claim_host(ticket),
+        transfers.reload_start: transfers.fetch,
+        transfers.reload_wait: lambda ticket, host, device: transfers.claim_device(ticket),
     }
 
     def on_the_host(placeholders: list[torch.fx.Node], device: torch.device) -> set[int]:
