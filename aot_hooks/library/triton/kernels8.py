@@ -23,40 +23,64 @@ Nothing here synchronizes or reads a value on the host, so CUDA graphs can captu
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
 
-from ..scales import (
-    EXPONENT_MASK,
-    FLOAT8_RANGE,
-    ROUND_TO_INTEGER,
-    SLACK,
-    SMALLEST_NORMAL,
-    TOP_INT8,
-    TOP_POWER,
-    largest_scale,
-    rounding_up,
-    smallest_step,
-)
-from .tiles import hashes, largest_of, noise_of, one_warp_tile, row_groups
-
-__all__ = [
-    "pack_bits",
-    "pack_float8",
-    "pack_int8",
-    "unpack_bits",
-    "unpack_float8",
-    "unpack_int8",
-]
+from .. import scales
+from ..scales import FLOAT8_RANGE, SMALLEST_NORMAL, TOP_INT8, TOP_POWER
+from .ops import packed_like
 
 _LANES = 4096  # of a tile; 16 values a thread with 8 warps
 _LONGEST = 16384  # a group up to this length is held in registers
 _FORMATS = {torch.int8: 0, torch.float8_e4m3fn: 1, torch.float8_e5m2: 2}
 # format -> (what the largest value is divided by to give the scale, the code of infinity)
-_RANGE = {torch.int8: (TOP_INT8 / SLACK, 127.0), **FLOAT8_RANGE}
-_EXPONENT_MASK = tl.constexpr(EXPONENT_MASK)
-_ROUND_TO_INTEGER = tl.constexpr(ROUND_TO_INTEGER)
+_RANGE = {torch.int8: (TOP_INT8 / scales.SLACK, 127.0), **FLOAT8_RANGE}
+_EXPONENT_MASK = tl.constexpr(scales.EXPONENT_MASK)
+_ROUND_TO_INTEGER = tl.constexpr(scales.ROUND_TO_INTEGER)
+
+
+@triton.jit
+def _nan_or_larger(a, b):
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def largest_of(x, axis: tl.constexpr):
+    """The maximum along `axis`, NaN if there is one."""
+    return tl.reduce(x, axis, _nan_or_larger)
+
+
+@triton.jit
+def hashes(seed_ptr, P: tl.constexpr, W: tl.constexpr, K: tl.constexpr):
+    """32 random bits for each `K` neighbours, uint32 [P, W / K, 1, 1]: a hash of seed and position."""
+    seed = tl.load(seed_ptr)
+    first = tl.program_id(0).to(tl.uint32) * (P * (W // K))
+    position = first + tl.reshape(tl.arange(0, P * (W // K)), [P, W // K, 1, 1]).to(tl.uint32)
+    h = (position ^ seed.to(tl.uint32)) * 0x7FEB352D
+    h = (h ^ (h >> 15) ^ (seed >> 32).to(tl.uint32)) * 0x846CA68B
+    return h ^ (h >> 16)
+
+
+@triton.jit
+def random_bits(h, K: tl.constexpr):
+    """16 bits for each value, uint32 [P, W / K, 2, K / 2]: the halves of K / 2 multiples of its hash.
+
+    Call it right before their use. Computed before the values are loaded, these bits fill the registers.
+    """
+    odd = tl.arange(0, K // 2).to(tl.uint32) * 0x9E3779B8 + 1
+    words = (h * odd[None, None, None, :]) ^ (h >> 16)
+    half = (16 * tl.arange(0, 2)).to(tl.uint32)
+    return (words >> half[None, None, :, None]) & 0xFFFF
+
+
+@triton.jit
+def noise_of(h, P: tl.constexpr, W: tl.constexpr, K: tl.constexpr):
+    """Uniform in [-1/2, 1/2), 16 bits, float32 [P, W]."""
+    bits = random_bits(h, K) | 0x4B000000  # the float32 2**23 + bits
+    return tl.reshape(tl.fma(bits.to(tl.float32, bitcast=True), 1.0 / 65536, -128.5), [P, W])
 
 
 @triton.jit
@@ -219,68 +243,78 @@ def _pack1(x_ptr, q_ptr, length, W: tl.constexpr):
 
 
 @triton.jit
-def _unpack1(q_ptr, y_ptr, length, W: tl.constexpr):
+def _unpack1(q_ptr, y_ptr, length, W: tl.constexpr, N: tl.constexpr):
+    """A bool at a time (N = 8 a byte), or four in a word (N = 2)."""
     i = tl.program_id(0).to(tl.int64) * W + tl.arange(0, W)
-    place = tl.arange(0, 8)
-    offsets = i[:, None] * 8 + place[None, :]
-    byte = tl.load(q_ptr + i, i * 8 < length, other=0).to(tl.int32)
-    tl.store(y_ptr + offsets, ((byte[:, None] >> place[None, :]) & 1).to(tl.uint8), offsets < length)
+    place = tl.arange(0, N)
+    offsets = i[:, None] * N + place[None, :]
+    byte = tl.load(q_ptr + i, i * N < length, other=0).to(tl.int32)
+    if N == 8:
+        y = (byte[:, None] >> place[None, :]) & 1
+    else:  # the product spreads the four bits of half a byte to the lowest bits of four bytes
+        y = (((byte[:, None] >> (4 * place)[None, :]) & 15) * 0x00204081) & 0x01010101
+    tl.store(y_ptr + offsets, y.to(y_ptr.dtype.element_ty), offsets < length)
 
 
-@triton.jit
-def _unpack1_words(q_ptr, y_ptr, length, W: tl.constexpr):
-    """Four bools a word. The product spreads the four bits of half a byte to the lowest bits of four bytes."""
-    i = tl.program_id(0).to(tl.int64) * W + tl.arange(0, W)
-    half = tl.arange(0, 2)
-    offsets = i[:, None] * 2 + half[None, :]
-    byte = tl.load(q_ptr + i, i * 2 < length, other=0).to(tl.int32)
-    words = (((byte[:, None] >> (4 * half)[None, :]) & 15) * 0x00204081) & 0x01010101
-    tl.store(y_ptr + offsets, words, offsets < length)
+def row_groups(length: int, size: int) -> tuple[int, int]:
+    """Returns a row's length and its number of groups.
+
+    Rows of whole groups count as rows of one group each, which spares the kernel a division.
+    """
+    return (size, 1) if length % size == 0 else (length, triton.cdiv(length, size))
 
 
-def _tile(groups: int, size: int) -> tuple[int, int, int]:
-    """Returns groups a program, lanes a group, warps."""
+def tile_of(groups: int, size: int, *, one_warp: bool) -> tuple[int, int, int]:
+    """Groups a program, lanes a group, warps. One warp finds without a barrier whether the tile holds an infinity."""
     lanes = triton.next_power_of_2(size)
-    per_program = max(1, min(_LANES // lanes, triton.next_power_of_2(groups)))
-    return per_program, lanes, min(max(per_program * lanes // 512, 1), 16)
+    per_program = max(1, min((1024 if one_warp else _LANES) // lanes, triton.next_power_of_2(groups)))
+    return per_program, lanes, 1 if one_warp else min(max(per_program * lanes // 512, 1), 16)
 
 
 def _pack(
-    x: torch.Tensor, size: int, dtype: torch.dtype, scale_dtype: torch.dtype, seed: torch.Tensor | None
+    x: torch.Tensor, block: int, dtype: torch.dtype, scale_dtype: torch.dtype, seed: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    x = x.contiguous()
-    q = torch.empty_like(x, dtype=dtype)
-    scale = torch.empty((*x.shape[:-1], triton.cdiv(x.shape[-1], size)), dtype=scale_dtype, device=x.device)
+    x, size = x.contiguous(), block or x.shape[-1]
+    q, scale = packed_like(x, x.shape[-1], dtype, size, scale_dtype)
     top, limit = _RANGE[dtype]
     if scale_dtype == torch.uint8:
         top = TOP_POWER
-    smallest = smallest_step(x.dtype) if dtype == torch.int8 else SMALLEST_NORMAL
-    least, add = rounding_up(top, smallest)
-    limits = (limit, smallest, least, add, largest_scale(x.dtype, top))
+    smallest = scales.smallest_step(x.dtype) if dtype == torch.int8 else SMALLEST_NORMAL
+    limits = (1.0 / top, limit, smallest, *scales.rounding_up(top, smallest), scales.largest_scale(x.dtype, top))
     groups = scale.numel()
     length, count = row_groups(x.shape[-1], size)
     with torch.cuda.device_of(x):
         if size > _LONGEST:
             _pack8_long[(groups,)](
-                x, q, scale, length, 1.0 / top, *limits,
-                W=_LANES, CHUNKS=triton.cdiv(length, _LANES), FORMAT=_FORMATS[dtype],
+                x, q, scale, length, *limits, W=_LANES, CHUNKS=triton.cdiv(length, _LANES), FORMAT=_FORMATS[dtype],
                 num_warps=8, enable_fp_fusion=False,
             )  # fmt: skip
         else:
-            p, w, warps = (one_warp_tile if dtype == torch.int8 else _tile)(groups, size)
+            p, w, warps = tile_of(groups, size, one_warp=dtype == torch.int8)
             _pack8[(triton.cdiv(groups, p),)](
-                x, q, scale, scale if seed is None else seed, groups, count, size, length, 1.0 / top, *limits,
+                x, q, scale, scale if seed is None else seed, groups, count, size, length, *limits,
                 P=p, W=w, FORMAT=_FORMATS[dtype], POWER=scale_dtype != torch.bfloat16, STOCHASTIC=seed is not None,
                 EVEN=length == w, num_warps=warps, enable_fp_fusion=False,
             )  # fmt: skip
     return q, scale
 
 
-def _unpack(q: torch.Tensor, scale: torch.Tensor, size: int, dtype: torch.dtype) -> torch.Tensor:
-    y = torch.empty_like(q, dtype=dtype)
+def pack_int8(x: torch.Tensor, block: int, power: bool, seed: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """`integer.pack_int8`; stochastic with a `seed`, int64[1]."""
+    return _pack(x, block, torch.int8, torch.uint8 if power else torch.bfloat16, seed)
+
+
+def pack_float8(x: torch.Tensor, block: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """`x` [..., m] to (float8[..., m], float32[..., ceil(m / block)]); a block of 0 is the row."""
+    return _pack(x, block, dtype, torch.float32, None)
+
+
+def unpack_int8(q: torch.Tensor, scale: torch.Tensor, block: int, dtype: torch.dtype) -> torch.Tensor:
+    """Undoes `pack_int8` or `pack_float8`, in `dtype`."""
+    y, size = torch.empty_like(q, dtype=dtype), block or q.shape[-1]
     groups = scale.numel()
     length, count = row_groups(q.shape[-1], size)
-    p, w, warps = _tile(groups, min(size, _LANES))
+    p, w, warps = tile_of(groups, min(size, _LANES), one_warp=False)
     with torch.cuda.device_of(q):
         _unpack8[(triton.cdiv(groups, p), triton.cdiv(min(size, length), w))](
             q, scale, y, groups, count, size, length, torch.finfo(dtype).max, _RANGE[q.dtype][1],
@@ -290,24 +324,7 @@ def _unpack(q: torch.Tensor, scale: torch.Tensor, size: int, dtype: torch.dtype)
     return y
 
 
-def pack_int8(x: torch.Tensor, block: int, power: bool, seed: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """`integer.pack_int8`; stochastic with a `seed`, int64[1]."""
-    return _pack(x, block, torch.int8, torch.uint8 if power else torch.bfloat16, seed)
-
-
-def unpack_int8(q: torch.Tensor, scale: torch.Tensor, block: int, dtype: torch.dtype) -> torch.Tensor:
-    """`integer.unpack_int8`."""
-    return _unpack(q, scale, block, dtype)
-
-
-def pack_float8(x: torch.Tensor, block: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """`x` [..., m] to (float8[..., m], float32[..., ceil(m / block)]); a block of 0 is the row."""
-    return _pack(x, block or x.shape[-1], dtype, torch.float32, None)
-
-
-def unpack_float8(q: torch.Tensor, scale: torch.Tensor, block: int, dtype: torch.dtype) -> torch.Tensor:
-    """Undoes `pack_float8`, in `dtype`."""
-    return _unpack(q, scale, block or q.shape[-1], dtype)
+unpack_float8 = unpack_int8
 
 
 def pack_bits(x: torch.Tensor) -> torch.Tensor:
@@ -319,13 +336,11 @@ def pack_bits(x: torch.Tensor) -> torch.Tensor:
     return q
 
 
-def unpack_bits(q: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+def unpack_bits(q: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
     """`bitmask.unpack_bits`."""
     y = torch.empty(shape, dtype=torch.bool, device=q.device)
+    words = y.numel() % 4 == 0 and y.numel() > 0
+    out, n, w = (y.view(-1).view(torch.int32), 2, 1024) if words else (y.view(torch.uint8), 8, 512)
     with torch.cuda.device_of(q):
-        if y.numel() % 4 == 0 and y.numel() > 0:
-            words = y.view(-1).view(torch.int32)
-            _unpack1_words[(triton.cdiv(words.numel(), 2048),)](q, words, words.numel(), W=1024, num_warps=4)
-            return y
-        _unpack1[(triton.cdiv(q.numel(), 512),)](q, y.view(torch.uint8), y.numel(), W=512, num_warps=4)
+        _unpack1[(triton.cdiv(out.numel(), n * w),)](q, out, out.numel(), W=w, N=n, num_warps=4)
     return y
