@@ -31,8 +31,6 @@ from ..hook import KEEP, Hook, compiled_by
 from ..torch_private import values as torch_values
 from .bitmask import bitmask, pack_bits, unpack_bits
 
-__all__ = ["Lossless", "classes", "compare_hook", "lossless", "narrow_hook"]
-
 _MOST_BITS = 4  # of a number in a range stored bit by bit; beyond that a byte is as good
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32)
 
