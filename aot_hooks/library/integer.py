@@ -140,7 +140,7 @@ class _Pack(Pack):
             scale = amax(in_blocks(y, block)).squeeze(-1)
             q = operators.to_int8(*broadcast_scales(y, scale, block), x.dtype, self.power).view(y.shape)
         elif ops.has_kernel(y, beats_inductor=self.stochastic or not is8):
-            seed = ops.seed_for(y, self.stochastic)
+            seed = torch.randint(1 << 62, (1,), device=y.device) if self.stochastic else None
             q, scale = ops.pack_int8(y, block, self.power, seed) if is8 else ops.pack_int4(y, block, seed)
         elif is8:
             q, scale = pack_int8(y, block, self.stochastic, self.power)

@@ -67,9 +67,6 @@ def _operator(arguments: str, result: torch.dtype | None = None, *, reduces: boo
     return define
 
 
-# --- the largest magnitude --------------------------------------------------------------------------------------------
-
-
 def _amax_bits(x: Tensor) -> Tensor:
     # Bits of |x| are ordered as |x|. One exponent step more makes those of infinity and NaN negative, so that any
     # finite number is larger. That takes four integer instructions a number, comparing floats nine: reading a wide row
@@ -95,9 +92,6 @@ def amax_exponent(x: Tensor) -> Tensor:
 
 def _amax_of_bits(bits: Tensor) -> Tensor:
     return (bits.clamp(min=EXPONENT_STEP) - EXPONENT_STEP).view(torch.float32)
-
-
-# --- codes ------------------------------------------------------------------------------------------------------------
 
 
 def _scale_of_bits(bits: Tensor, top: float, dtype: torch.dtype) -> Tensor:

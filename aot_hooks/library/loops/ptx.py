@@ -1,9 +1,5 @@
 """The operators of operators.py in PTX, for NVIDIA GPUs. Each step is one assembly operation in Inductor's loop.
 
-    amax_bits     bits = max over the row of asm(x)
-    to_float8     q    = float8(clamp(x * asm(bits)))          asm: the inverse of the scale
-    from_float8   x'   = asm(q, bits)                          q times the scale, or infinity
-
 In Inductor's own language a step takes ten operations, and Inductor handles each several times: types, ranges, common
 subexpressions, printing. With one operation a step, generating code for four Llama blocks with float8 took a quarter
 fewer Python calls over stock.
@@ -49,8 +45,6 @@ def _emit(ops: Any, asm: str, dtype: torch.dtype, constraints: str, *inputs: Any
     return ops.inline_asm_elementwise(*inputs, asm=asm, constraints=constraints, dtype=dtype, is_pure=True, pack=1)
 
 
-# --- the largest magnitude --------------------------------------------------------------------------------------------
-
 _MAGNITUDE = (".reg .b32 bits", "mov.b32 bits, $1", f"and.b32 bits, bits, {MAGNITUDE_MASK}")
 
 
@@ -74,9 +68,6 @@ amax_exponent = functools.partial(
         "shr.s32 $0, bits, 7",
     ),
 )
-
-
-# --- scales -----------------------------------------------------------------------------------------------------------
 
 
 def _amax_of_word(dtype: torch.dtype) -> _Instructions:
@@ -146,9 +137,6 @@ def _int8_step(dtype: torch.dtype, power: bool) -> str:
 @functools.cache
 def _float8_inverse(top: float, dtype: torch.dtype) -> str:
     return _block(*_scale_of_bits("$1", top, dtype), *_INVERT_SCALE)
-
-
-# --- codes ------------------------------------------------------------------------------------------------------------
 
 
 @functools.cache
@@ -225,9 +213,6 @@ _FROM_INT8_FOUR = _block(
 _FROM_INT8_ONE = _block(*_FROM_INT8, *_from_bytes("$1", "0x4040", "value0", "value1"), "mul.f32 $0, value0, $2")
 TO_INT8 = PackedAsm(torch.uint8, _TO_INT8_FOUR, "=r,f,f,f,f,f,f,f,f", _TO_INT8_ONE, "=r,f,f")
 FROM_INT8 = PackedAsm(torch.float32, _FROM_INT8_FOUR, "=f,=f,=f,=f,r,f,f,f,f", _FROM_INT8_ONE, "=f,r,f")
-
-
-# --- the operators ----------------------------------------------------------------------------------------------------
 
 
 def to_float8(ops: Any, x: Any, bits: Any, fmt: torch.dtype, top: float, dtype: torch.dtype) -> Any:

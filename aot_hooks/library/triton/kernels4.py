@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from ..scales import ROUND_TO_INTEGER, SLACK, SMALLEST_NORMAL
-from .kernels8 import hashes, largest_of, row_groups, tile_of
+from .kernels8 import hashes, largest_of, tiles
 from .ops import packed_like
 
 _ROUND_TO_INTEGER = tl.constexpr(ROUND_TO_INTEGER)
@@ -99,8 +99,7 @@ def _step_of(span, smallest):
 @triton.jit
 def _with_codes_for_all(x, span, below, per_6, smallest):
     """Returns `x` with infinities and NaN as the numbers of their codes, reciprocals of steps, zeros, scales."""
-    a = tl.abs(x)
-    plain = span < float("inf")
+    a, plain = tl.abs(x), span < float("inf")
     amax = tl.max(tl.where(a < float("inf"), a, 0.0), 1)
     span = tl.where(plain, span, amax * per_6)
     bits, inverse = _step_of(span, smallest)
@@ -116,10 +115,7 @@ def _with_codes_for_all(x, span, below, per_6, smallest):
 
 @triton.jit
 def _random_12_bits(h, K: tl.constexpr):
-    """12 bits for each value, two a word, uint32 [P, W / K, K / 2]: halves of multiples of its hash.
-
-    Call it right before their use. Computed before the values are loaded, these bits fill the registers.
-    """
+    """12 bits for each value, two a word, uint32 [P, W / K, K / 2]; as in `kernels8._noise`."""
     odd = tl.arange(0, K // 2).to(tl.uint32) * 0x9E3779B8 + 1
     h = tl.reshape(h, [h.shape[0], h.shape[1], 1])
     return ((h * odd[None, None, :]) ^ (h >> 16)) & 0x0FFF0FFF
@@ -219,8 +215,7 @@ def pack_int4(x: torch.Tensor, block: int, seed: torch.Tensor | None) -> tuple[t
     x = x.contiguous()
     q, scale = packed_like(x, (x.shape[-1] + 1) // 2, torch.uint8, block, torch.int16)
     words, k = _codes(q, x.dtype)
-    length, count = row_groups(x.shape[-1], block)
-    p, w, warps = tile_of(scale.numel(), block, one_warp=True)
+    count, length, p, w, warps = tiles(scale.numel(), x.shape[-1], block, block, one_warp=True)
     pairs = x.dtype is torch.bfloat16 and k == 8 and length == w and x.storage_offset() % 2 == 0
     with torch.cuda.device_of(x):
         _pack4[(triton.cdiv(scale.numel(), p),)](
@@ -236,8 +231,7 @@ def unpack_int4(q: torch.Tensor, scale: torch.Tensor, length: int, block: int, d
     q = q.contiguous()
     y = torch.empty((*q.shape[:-1], length), dtype=dtype, device=q.device)
     words, k = _codes(q, dtype)
-    length, count = row_groups(length, block)
-    p, w, warps = tile_of(scale.numel(), block, one_warp=True)
+    count, length, p, w, warps = tiles(scale.numel(), length, block, block, one_warp=True)
     with torch.cuda.device_of(q):
         _unpack4[(triton.cdiv(scale.numel(), p),)](
             words, scale, y, scale.numel(), count, length, torch.finfo(dtype).max,

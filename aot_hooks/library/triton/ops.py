@@ -8,7 +8,7 @@ Under Inductor they call it where the fused plain code is slower than a kernel t
 is int4, whose two codes a byte Inductor materializes apart, and stochastic rounding, where its Philox costs more than
 the bytes and a minute of compiling.
 
-An operator of its own draws the seed of stochastic rounding from torch's generator. So the seed follows
+The caller draws the seed of stochastic rounding from torch's generator, by an operator of its own. So it follows
 `torch.manual_seed`, and CUDA graphs draw a new one in each replay.
 """
 
@@ -39,11 +39,6 @@ def has_kernel(x: torch.Tensor, dtype: torch.dtype | None = None, *, beats_induc
     if x.device.type != "cuda" or (compiled_by() == "inductor" and not beats_inductor) or not _triton():
         return False
     return _capability(x.device) >= ((8, 9) if dtype is torch.float8_e4m3fn else (8, 0))
-
-
-def seed_for(x: torch.Tensor, stochastic: bool) -> torch.Tensor | None:
-    """A new random int64[1] for stochastic rounding of `x`; None if it is not stochastic."""
-    return torch.randint(1 << 62, (1,), device=x.device) if stochastic else None
 
 
 def _operator(file: str) -> Callable[[Callable[..., Any]], Any]:
