@@ -8,12 +8,11 @@
       x'    = +-inf where q is +-INF, else q * scale        # NaN is NaN in both formats
 
 TOP is the format's second largest number (e4m3: 416 of 448), so no finite value is ever taken for an infinity:
-attention masks hold -inf, and e4m3 has none. Half the bytes of bfloat16.
+attention masks hold -inf, and e4m3 has none.
 
 Why a power of two: a value then comes back with no more mantissa bits than it was stored with, and matrix products that
 read it draw less power. A GPU at its power limit saves time by it, more than 1% of a training step (H200). Precision is
 lost only below 2**-14 of the largest value, because the format's own exponent makes up for the scale's.
-
 In rows that reach the upper end of the range of x's dtype, q * scale could leave that range. The stored scale then is
 the dtype's largest number / 2**8 (e5m2: 2**15), slightly less than the power of two.
 

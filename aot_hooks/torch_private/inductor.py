@@ -1,8 +1,6 @@
 """Inductor as stock torch calls it, and with what hooks need: a partition, names in the joint graph, heuristics.
 
 gm --compile_fx--> joint pass --> partitioner, `rewrite` in it --> fw, bw --inner_compile--> code
-inductor_lowering    operators that it compiles as one loop
-inductor_fusion      which nodes it fuses, and in which order
 """
 
 from __future__ import annotations
@@ -42,8 +40,6 @@ PROTOCOLS: Protocols = {
 }
 
 need = needing(SYMBOLS)
-
-
 mode_options = functools.partial(compilers.mode_options, need=need)
 
 
@@ -95,15 +91,16 @@ def first_joint_pass(fn: Callable[[Any], None], patches: dict[str, Any]) -> dict
     return {name: custom_pass(base, run, uuid)}
 
 
-Capture = Callable[[Callable[..., Any]], Callable[..., Any]]  # from an inner compile to one that captures
+Compile = Callable[..., Any]
+Capture = Callable[[Compile], Compile] | None  # from an inner compile to one that captures
 
 
 def compile_stock(
     gm: GraphModule,
     inputs: Sequence[Any],
     patches: dict[str, Any],
-    capture: Capture | None = None,
-    inner: Callable[..., Any] | None = None,
+    capture: Capture = None,
+    inner: Compile | None = None,
 ) -> Callable[..., Any]:
     """The same call as stock torch's; with `capture` the compiled graphs are captured; `inner` compiles a graph."""
     inner = inner or need("torch._inductor.compile_fx.compile_fx_inner")
@@ -119,7 +116,7 @@ def compile_with_hooks(
     inputs: Sequence[Any],
     patches: dict[str, Any],
     compiling: Callable[[], None],
-    capture: Capture | None = None,
+    capture: Capture = None,
 ) -> Callable[..., Any]:
     """Inductor with its heuristics adapted to graphs that pack, see `choices`. Stock heuristics without them.
 

@@ -52,9 +52,6 @@ PROTOCOLS: Protocols = {
 need = needing(SYMBOLS)
 
 
-_PERSISTENT_ROWS = ((1, 4096), (8, 1024))  # (most reductions in a kernel, longest row)
-
-
 def _origins(scheduler_node: Any) -> Any:
     return getattr(getattr(scheduler_node, "node", None), "origins", ())
 
@@ -97,9 +94,8 @@ def choices() -> Any:
     class Choices(base):  # type: ignore[misc, valid-type]
         @staticmethod
         def can_fuse(scheduler: Any, node1: Any, node2: Any, shared_data_score: int) -> bool:
-            if _group(node1) != _group(node2):
-                return False
-            return bool(base.can_fuse(scheduler, node1, node2, shared_data_score))
+            same = _group(node1) == _group(node2)
+            return same and bool(base.can_fuse(scheduler, node1, node2, shared_data_score))
 
         @staticmethod
         def should_use_persistent_reduction(features: Any, cooperative_reduction: bool) -> bool:
@@ -112,12 +108,13 @@ def choices() -> Any:
                 return False
             sizes = need("torch._inductor.virtualized.V").graph.sizevars
             count = len(features.reduction_nodes())
-            longest = max((numel for most, numel in _PERSISTENT_ROWS if count <= most), default=0)
+            longest = 4096 if count <= 1 else 1024 if count <= 8 else 0
             return bool(sizes.statically_known_leq(features.reduction_numel, longest))
 
         def triton_kernel_kwargs(self, kernel_cls: Any, features: Any, groups: Any, kernel_kwargs: Any) -> Any:
             kwargs = super().triton_kernel_kwargs(kernel_cls, features, groups, kernel_kwargs)
-            settings, sizes = need("torch._inductor.config"), need("torch._inductor.virtualized.V").graph.sizevars
+            settings = need("torch._inductor.config")
+            at_most = need("torch._inductor.virtualized.V").graph.sizevars.statically_known_leq
             autotuned = settings.max_autotune or settings.max_autotune_pointwise
             autotuned |= settings.coordinate_descent_tuning or bool(settings.triton.multi_kernel)
             if (
@@ -131,13 +128,13 @@ def choices() -> Any:
                 or not _reads_rows_twice(features)
                 or getattr(features, "strict_reduction_rblock", lambda: None)() is not None  # 2.15: the block is fixed
                 or getattr(features.get_reduction_hint(), "name", "") != "INNER"
-                or not sizes.statically_known_leq(32, features.numel)  # fewer rows may be split over programs
+                or not at_most(32, features.numel)  # fewer rows may be split over programs
                 or settings.triton.force_cooperative_reductions
-                or not sizes.statically_known_leq(1024, features.reduction_numel)
+                or not at_most(1024, features.reduction_numel)
                 or self.should_use_persistent_reduction(features, False)
             ):
                 return kwargs
-            block, warps = (1024, 4) if sizes.statically_known_leq(features.reduction_numel, 8192) else (2048, 8)
+            block, warps = (1024, 4) if at_most(features.reduction_numel, 8192) else (2048, 8)
             config = {"XBLOCK": 1, "R0_BLOCK": block, "num_warps": warps, "num_stages": 1}
             return {**kwargs, "fixed_config": need("torch._inductor.codegen.triton.FixedTritonConfig")(config)}
 
@@ -163,14 +160,11 @@ def _order_offload(nodes: list[Any]) -> list[Any]:
     placed = [n for n in nodes if is_ours[n] or n.is_extern() or n.is_template()]
     weak = need("torch._inductor.dependencies.WeakDep")
 
-    def order(first: Any, then: Any) -> None:
-        then.add_fake_dep(weak(next(iter(first.get_buffer_names())), then.get_name(), is_fake=True))
-
     before: list[Any] = []
     since: list[Any] = []
     for node in placed:
         for each in before + since if is_ours[node] else before:
-            order(each, node)
+            node.add_fake_dep(weak(next(iter(each.get_buffer_names())), node.get_name(), is_fake=True))
         if is_ours[node]:
             before, since = [node], []
         else:

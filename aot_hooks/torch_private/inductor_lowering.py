@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -39,8 +39,6 @@ PROTOCOLS: Protocols = {
 }
 
 need = needing(SYMBOLS)
-
-
 _loops: list[tuple[Any, Callable[..., Any], Callable[..., torch.dtype], str | None]] = []
 
 
@@ -96,15 +94,14 @@ class PackedAsm:
         """The call in Triton's language. Triton knows a block's size, so its compiler chooses between the two."""
         byte, dtype = self.dtype.itemsize == 1, str(self.dtype).removeprefix("torch.")
         words = [f"{x}.to(tl.int32)" if x.dtype.itemsize == 1 else str(x) for x in inputs]
-        four = (
-            f"tl.inline_asm_elementwise('{self.four}', '{self.four_constraints}', [{', '.join(map(str, inputs))}], "
-            f"dtype=tl.{dtype}, is_pure=True, pack=4)"
-        )
-        one = (
-            f"tl.inline_asm_elementwise('{self.one}', '{self.one_constraints}', [{', '.join(words)}], "
-            f"dtype=tl.{'int32' if byte else dtype}, is_pure=True, pack=1)" + (f".to(tl.{dtype})" if byte else "")
-        )
-        return f"({four} if {inputs[0]}.numel >= 4 else {one})"
+        four = _inline(self.four, self.four_constraints, map(str, inputs), dtype, 4)
+        one = _inline(self.one, self.one_constraints, words, "int32" if byte else dtype, 1)
+        return f"({four} if {inputs[0]}.numel >= 4 else {one}{f'.to(tl.{dtype})' if byte else ''})"
+
+
+def _inline(asm: str, constraints: str, inputs: Iterable[str], dtype: str, pack: int) -> str:
+    call = f"tl.inline_asm_elementwise('{asm}', '{constraints}', [{', '.join(inputs)}], "
+    return call + f"dtype=tl.{dtype}, is_pure=True, pack={pack})"
 
 
 _packed_asm: dict[str, PackedAsm] = {}
