@@ -9,7 +9,10 @@ from .errors import AotHooksError
 from .graphs.roofline import Rates
 from .graphs.saved import SavedTensor
 from .hook import KEEP, Hook
-from .library import bitmask, cast, float8, int4, int8
+from .library.bitmask import bitmask
+from .library.cast import cast
+from .library.float8 import float8
+from .library.integer import int4, int8
 from .library.lossless import lossless
 from .offloading.hook import offload
 from .offloading.schedule import Transfer

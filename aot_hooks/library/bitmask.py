@@ -20,10 +20,8 @@ import torch
 from ..graphs.layout import from_memory_order, in_memory_order
 from ..graphs.saved import SavedTensor
 from ..hook import Hook, interned
-from .blocks import Pack, first_elements, hook_of, in_blocks
+from .blocks import Pack, first_elements, hook_of, in_blocks, leaves
 from .triton import ops
-
-__all__ = ["bitmask", "pack_bits", "unpack_bits"]
 
 
 def pack_bits(x: torch.Tensor) -> torch.Tensor:
@@ -50,7 +48,7 @@ def _bit_numbers(device: torch.device) -> torch.Tensor:
 
 def _declines(saved: SavedTensor) -> str | None:
     if saved.dtype is not torch.bool:
-        return f"bitmask leaves {str(saved.dtype).removeprefix('torch.')} as it is"
+        return leaves("bitmask", saved.dtype)
     if not saved.shape or _numel(saved.shape) < 2:
         return "bitmask would save nothing on so few elements"
     return None

@@ -14,24 +14,10 @@ from typing import Any, ClassVar
 
 import torch
 
-from ..errors import OptionError
 from ..graphs.layout import is_contiguous
 from ..graphs.saved import SavedTensor
 from ..hook import Hook
 from ..torch_private.values import same_size
-
-__all__ = [
-    "FLOATS",
-    "Declines",
-    "Pack",
-    "broadcast_scales",
-    "check_block_size",
-    "check_bool",
-    "first_elements",
-    "hook_of",
-    "in_blocks",
-    "padded",
-]
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -116,31 +102,22 @@ class Declines:
 
     def __call__(self, saved: SavedTensor) -> str | None:
         if saved.dtype not in self.dtypes:
-            return f"{self.name} leaves {str(saved.dtype).removeprefix('torch.')} as it is"
+            return leaves(self.name, saved.dtype)
         row = saved.shape[-1] if saved.shape else 0
         packed_bytes = (row * self.bits + 7) // 8 + _count(row, self.block) * self.scale_bytes
         # A row that shrinks by a quarter or less isn't worth its error. A norm's reciprocal, one number a row, would
         # shrink from 4 bytes to 3 with int4, and its error scale the norm's whole gradient by up to 2**-7.
         if 0 in saved.shape or 4 * packed_bytes >= 3 * row * saved.dtype.itemsize:
             return f"{self.name} would save too little on rows this short"
-        if _is_logarithm(saved):
+        op = saved.op.lower().replace("_", "")  # by name, because eager code has no graph with the backward's reads
+        if "logsumexp" in op or "logsoftmax" in op:
             return f"{self.name} leaves logarithms that the backward exponentiates as they are"
         return None
 
 
-def _is_logarithm(saved: SavedTensor) -> bool:
-    """Whether the backward exponentiates `saved`, judged by its operator: eager code has no graph with the reads."""
-    op = saved.op.lower().replace("_", "")
-    return any(name in op for name in ("logsumexp", "logsoftmax"))
+def leaves(name: str, dtype: torch.dtype) -> str:
+    return f"{name} leaves {str(dtype).removeprefix('torch.')} as it is"
 
 
-def check_block_size(name: str, block_size: object) -> None:
-    """Raises `OptionError` unless `block_size` is a power of two from 8 to 1024."""
-    if not isinstance(block_size, int) or block_size not in (8, 16, 32, 64, 128, 256, 512, 1024):
-        raise OptionError(f"{name}: block_size must be a power of two from 8 to 1024, got {block_size!r}")
-
-
-def check_bool(name: str, option: str, value: object) -> None:
-    """Raises `OptionError` unless `value` is True or False; a truthy "no" would turn the option on."""
-    if not isinstance(value, bool):
-        raise OptionError(f"{name}: {option} must be True or False, got {value!r}")
+def convert_back(packed: torch.Tensor | tuple[torch.Tensor, torch.dtype]) -> torch.Tensor:
+    return packed if isinstance(packed, torch.Tensor) else packed[0].to(packed[1])

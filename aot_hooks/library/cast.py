@@ -14,9 +14,7 @@ import torch
 
 from ..errors import OptionError
 from ..hook import Hook, interned
-from .blocks import Declines, Pack, hook_of
-
-__all__ = ["cast"]
+from .blocks import Declines, Pack, convert_back, hook_of
 
 _TO = (torch.bfloat16, torch.float16, torch.float32)
 _WIDER = {2: (torch.float32, torch.float64), 4: (torch.float64,)}  # bytes of an element -> dtypes worth casting to it
@@ -31,14 +29,6 @@ class _Pack(Pack):
             return x
         largest = torch.finfo(self.dtype).max
         return torch.where(x.isinf(), x, x.clamp(-largest, largest)).to(self.dtype), x.dtype
-
-
-def _unpack(packed: Any) -> torch.Tensor:
-    if isinstance(packed, torch.Tensor):
-        return packed
-    x, dtype = packed
-    y: torch.Tensor = x.to(dtype)
-    return y
 
 
 @interned
@@ -60,4 +50,4 @@ def cast(dtype: torch.dtype) -> Hook:
         raise OptionError(f"cast: dtype must be one of {', '.join(map(str, _TO))}, got {dtype}")
     name = f"cast({str(dtype).removeprefix('torch.')})"
     declines = Declines(name, 8 * dtype.itemsize, dtypes=_WIDER[dtype.itemsize])
-    return hook_of(_Pack(name, declines, dtype), _unpack)
+    return hook_of(_Pack(name, declines, dtype), convert_back)

@@ -8,18 +8,13 @@
       x'    = +-inf where q is +-INF, else q * scale        # NaN is NaN in both formats
 
 TOP is the format's second largest number (e4m3: 416 of 448), so no finite value is ever taken for an infinity:
-attention masks hold -inf, and e4m3 has none. Half the bytes of bfloat16.
-
-Error: e4m3 has 3 mantissa bits, so at most 2**-4 of the value, plus scale * 2**-10 (half the smallest step) near zero.
-For e5m2 it is 2**-3 and scale * 2**-17.
+attention masks hold -inf, and e4m3 has none.
 
 Why a power of two: a value then comes back with no more mantissa bits than it was stored with, and matrix products that
 read it draw less power. A GPU at its power limit saves time by it, more than 1% of a training step (H200). Precision is
 lost only below 2**-14 of the largest value, because the format's own exponent makes up for the scale's.
-
 In rows that reach the upper end of the range of x's dtype, q * scale could leave that range. The stored scale then is
-the dtype's largest number / 2**8 (e5m2: 2**15), slightly less than the power of two. This raises the error near zero by
-a factor of up to 1 + 2**-4.
+the dtype's largest number / 2**8 (e5m2: 2**15), slightly less than the power of two.
 
 Sources: Micikevicius et al., "FP8 Formats for Deep Learning" (arXiv:2209.05433); COAT (arXiv:2410.19313); scales as
 powers of two: Rouhani et al., "Microscaling Data Formats for Deep Learning" (arXiv:2310.10537).
@@ -40,8 +35,6 @@ from .loops import operators
 from .scales import FLOAT8_RANGE, finite_magnitudes, float8_codes, float8_values, largest_scale, power_of_two
 from .triton import ops
 
-__all__ = ["float8"]
-
 _BLOCKS = {"tensorwise": None, "rowwise": 0, "blockwise": 128}  # values along a row that share a scale; 0: the row
 
 
@@ -60,18 +53,15 @@ class _Pack(Pack):
             q, scale = ops.pack_float8(y, block, self.dtype)
             return q, scale, x.dtype, permutation
         rows = in_blocks(y, block) if block else y
-        every_dim = list(range(rows.dim()))
-        if operators.use_operators(y):
+        shared = list(range(rows.dim())) if block is None else -1
+        if as_operator := operators.use_operators(y):
             scale = operators.amax_bits(rows)
-            if block is None:
-                scale = scale.amax(every_dim, keepdim=True)
+            scale = scale.amax(shared, keepdim=True) if block is None else scale
         else:
-            amax = finite_magnitudes(rows).amax(every_dim if block is None else -1, keepdim=True)
-            scale = power_of_two(amax, top)
-        if block:
-            scale = scale.squeeze(-1)
+            scale = power_of_two(finite_magnitudes(rows).amax(shared, keepdim=True), top)
+        scale = scale.squeeze(-1) if block else scale
         rows, row_scale = broadcast_scales(y, scale, block) if block else (y, scale)
-        if scale.dtype is torch.int32:
+        if as_operator:
             q = operators.to_float8(rows, row_scale, self.dtype, top, x.dtype)
         else:
             q = float8_codes(rows, row_scale, self.dtype)
@@ -88,13 +78,12 @@ class _Unpack:
         if isinstance(packed, torch.Tensor):
             return packed
         q, scale, dtype, permutation = packed
-        top, inf = FLOAT8_RANGE[self.dtype]
         block = _BLOCKS[self.scaling]
         if block is not None and ops.has_kernel(q, self.dtype):
             return from_memory_order(ops.unpack_float8(q, scale, block, dtype), permutation)
         rows, row_scale = broadcast_scales(q, scale, block) if block else (q, scale)
-        if scale.dtype is torch.int32:
-            y = operators.from_float8(rows, row_scale, dtype, top, inf)
+        if scale.dtype is torch.int32:  # packed by `operators`
+            y = operators.from_float8(rows, row_scale, dtype, *FLOAT8_RANGE[self.dtype])
         else:
             y = float8_values(rows, row_scale, dtype)
         return from_memory_order(y.view(q.shape) if block else y, permutation)

@@ -19,12 +19,12 @@ cost every block three of its 16 numbers. So only an int4 block that holds such 
 but uses 8; its step is amax / 6; codes 0 and 15 are the infinities, and 1 is NaN.
 
 An int8 scale is a bfloat16, rounded up, or the exponent of a power of two. An int4 scale is 16 bits: 12 of the step's
-float32, without the sign, and 4 of the zero. Where values lie to one side of 0, or a few are far larger than the rest,
-a zero is worth more than further bits of the step.
+float32, without the sign and rounded up by at most 2**-4, and 4 of the zero. Where values lie to one side of 0, or a
+few are far larger than the rest, a zero is worth more than further bits of the step.
 
 Steps are too large by a factor of 1 + 2**-20, so that rounding errors in finding them take no value past the codes.
-Those of 12 bits are rounded up, by at most 2**-4. Codes of finite values are clamped to numbers all the same. Inductor
-may find a step from float32 values and then read the same values as they were stored, rounded up.
+Codes of finite values are clamped to numbers all the same: Inductor may find a step from float32 values and then read
+the same values as they were stored, rounded up.
 
 Sources: stochastic rounding of saved activations: Chen et al., "ActNN" (arXiv:2104.14129); blocks: Dettmers et al.,
 "8-bit Optimizers via Block-wise Quantization" (arXiv:2110.02861); powers of two in blocks of 32: MXINT8 of OCP's
@@ -33,54 +33,31 @@ Sources: stochastic rounding of saved activations: Chen et al., "ActNN" (arXiv:2
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from ..errors import OptionError
 from ..graphs.layout import from_memory_order, in_memory_order
 from ..hook import Hook, interned
-from .blocks import (
-    FLOATS,
-    Declines,
-    Pack,
-    broadcast_scales,
-    check_block_size,
-    check_bool,
-    first_elements,
-    hook_of,
-    in_blocks,
-    padded,
-)
+from . import scales
+from .blocks import FLOATS, Declines, Pack, broadcast_scales, first_elements, hook_of, in_blocks, padded
 from .loops import operators
-from .scales import (
-    SLACK,
-    SMALLEST_NORMAL,
-    TOP_INT8,
-    TOP_POWER,
-    finite_magnitudes,
-    from_exponent,
-    power_of_two,
-    round_up_to_bfloat16,
-    smallest_step,
-    to_exponent,
-)
+from .scales import SLACK, SMALLEST_NORMAL
 from .triton import ops
-
-__all__ = ["int4", "int8", "pack_int4", "pack_int8", "unpack_int4", "unpack_int8"]
 
 _STEP_BITS = ~0x7FFFF  # of a float32 int4 keeps the exponent and 4 bits of fraction
 
 
 def pack_int8(x: torch.Tensor, block: int, stochastic: bool, power: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
     """`x` [..., m] to (int8[..., m], scale[..., ceil(m / block)]): bfloat16, or uint8 for a power of two."""
-    amax = finite_magnitudes(in_blocks(x, block)).amax(-1)
+    amax, smallest = scales.finite_magnitudes(in_blocks(x, block)).amax(-1), scales.smallest_step(x.dtype)
     if power:
-        step = power_of_two(amax, TOP_POWER, smallest_step(x.dtype))
-        scale = to_exponent(step)
+        step = scales.power_of_two(amax, scales.TOP_POWER, smallest)
+        scale = (step.view(torch.int32) >> 23).to(torch.uint8)
     else:
-        scale = round_up_to_bfloat16((amax * (SLACK / TOP_INT8)).clamp(min=smallest_step(x.dtype)))
+        scale = scales.round_up_to_bfloat16((amax * (SLACK / scales.TOP_INT8)).clamp(min=smallest))
         step = scale.float()
     rows, inverse = broadcast_scales(x, 1.0 / step, block)
     q = _rounded(rows * inverse, stochastic)
@@ -90,7 +67,8 @@ def pack_int8(x: torch.Tensor, block: int, stochastic: bool, power: bool = False
 
 def unpack_int8(q: torch.Tensor, scale: torch.Tensor, block: int, dtype: torch.dtype) -> torch.Tensor:
     """Undoes `pack_int8`, in `dtype`."""
-    rows, step = broadcast_scales(q, from_exponent(scale) if scale.dtype is torch.uint8 else scale.float(), block)
+    step = scales.from_exponent(scale) if scale.dtype is torch.uint8 else scale.float()
+    rows, step = broadcast_scales(q, step, block)
     code = rows.float()
     other = torch.where(code < -127, torch.nan, code * torch.inf)
     return torch.where(code.abs() > 126, other, _finite(code * step, dtype)).to(dtype).view(q.shape)
@@ -156,19 +134,18 @@ class _Pack(Pack):
         if x.dtype not in FLOATS or x.dim() == 0 or 0 in x.shape:
             return x
         y, permutation = in_memory_order(x)
-        seed = functools.partial(ops.seed_for, y, self.stochastic)
-        if self.bits == 8 and not self.stochastic and operators.use_operators(y):
+        block, is8 = self.block, self.bits == 8
+        if is8 and not self.stochastic and operators.use_operators(y):
             amax = operators.amax_exponent if self.power else operators.amax_word
-            scale = amax(in_blocks(y, self.block)).squeeze(-1)
-            q = operators.to_int8(*broadcast_scales(y, scale, self.block), x.dtype, self.power).view(y.shape)
-        elif self.bits == 8 and ops.has_kernel(y, beats_inductor=self.stochastic):
-            q, scale = ops.pack_int8(y, self.block, self.power, seed())
-        elif self.bits == 8:
-            q, scale = pack_int8(y, self.block, self.stochastic, self.power)
-        elif ops.has_kernel(y, beats_inductor=True):
-            q, scale = ops.pack_int4(y, self.block, seed())
+            scale = amax(in_blocks(y, block)).squeeze(-1)
+            q = operators.to_int8(*broadcast_scales(y, scale, block), x.dtype, self.power).view(y.shape)
+        elif ops.has_kernel(y, beats_inductor=self.stochastic or not is8):
+            seed = torch.randint(1 << 62, (1,), device=y.device) if self.stochastic else None
+            q, scale = ops.pack_int8(y, block, self.power, seed) if is8 else ops.pack_int4(y, block, seed)
+        elif is8:
+            q, scale = pack_int8(y, block, self.stochastic, self.power)
         else:
-            q, scale = pack_int4(y, self.block, self.stochastic)
+            q, scale = pack_int4(y, block, self.stochastic)
         return q, scale, x.dtype, y.shape[-1], permutation
 
 
@@ -192,16 +169,17 @@ class _Unpack:
         return from_memory_order(y, permutation)
 
 
-def _hook(bits: int, block: int, stochastic: bool, power: bool = False) -> Hook:
-    check_block_size(f"int{bits}", block)
-    check_bool(f"int{bits}", "stochastic", stochastic)
-    check_bool(f"int{bits}", "power_of_two", power)
+def _hook(bits: int, block: Any, stochastic: Any, power: Any = False) -> Hook:
+    if not isinstance(block, int) or block not in (8, 16, 32, 64, 128, 256, 512, 1024):
+        raise OptionError(f"int{bits}: block_size must be a power of two from 8 to 1024, got {block!r}")
+    for option, value in (("stochastic", stochastic), ("power_of_two", power)):
+        if not isinstance(value, bool):  # a truthy "no" would turn the option on
+            raise OptionError(f"int{bits}: {option} must be True or False, got {value!r}")
+    options = (", stochastic" if stochastic else "") + (", power of two" if power else "")
     # A scale counts 16 bits even where it has 8: a row of one number, off by up to a 126th, isn't worth packing.
     declines = Declines(f"int{bits}", bits, 2, block)
-    options = (", stochastic" if stochastic else "") + (", power of two" if power else "")
-    return hook_of(
-        _Pack(f"int{bits}({block}{options})", declines, bits, block, stochastic, power), _Unpack(bits, block)
-    )
+    pack = _Pack(f"int{bits}({block}{options})", declines, bits, block, stochastic, power)
+    return hook_of(pack, _Unpack(bits, block))
 
 
 @interned

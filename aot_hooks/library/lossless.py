@@ -9,9 +9,8 @@
 Where the backward only compares a tensor, numbers fall into classes that no reader can tell apart (`x <= 0`, and the
 rest with NaN). The index of each element's class crosses, and one representative of the class comes back.
 
-Source of the idea: Jain et al., "Gist: Efficient Data Encoding for Deep Neural Network Training" (ISCA 2018), there for
-ReLU and max-pooling by name. Here it applies to all comparisons that graphs/backward_reads.py finds, and to all integer
-ranges that graphs/value_ranges.py proves.
+Source: Jain et al., "Gist: Efficient Data Encoding for Deep Neural Network Training" (ISCA 2018), there for ReLU and
+max-pooling by name. Here for all comparisons that graphs/backward_reads.py finds, and ranges of graphs/value_ranges.py.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -30,20 +29,16 @@ from ..graphs.saved import SavedTensor
 from ..hook import KEEP, Hook, compiled_by
 from ..torch_private import values as torch_values
 from .bitmask import bitmask, pack_bits, unpack_bits
-
-__all__ = ["Lossless", "classes", "compare_hook", "lossless", "narrow_hook"]
+from .blocks import convert_back
 
 _MOST_BITS = 4  # of a number in a range stored bit by bit; beyond that a byte is as good
-_INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32)
 
 
 @dataclass(frozen=True)
 class Lossless:
     """The policy that `lossless` makes."""
 
-    @property
-    def looks_at_modules(self) -> bool:
-        return False
+    looks_at_modules: ClassVar[bool] = False
 
     def __call__(self, saved: SavedTensor) -> Hook:
         hook = _choose(saved)
@@ -90,22 +85,17 @@ def _choose(saved: SavedTensor) -> Hook | str:
         return bitmask()
     if saved.backward_asks is not None:
         hook = compare_hook(saved.backward_asks, saved.dtype)
-        bits = hook.pack.bits if isinstance(hook.pack, _PackAnswers) else 64
     elif saved.value_range is not None:
         hook = narrow_hook(*saved.value_range)
-        bits = hook.pack.bits if isinstance(hook.pack, _PackOffsets | _Convert) else 64
     elif saved.dtype.is_floating_point or saved.dtype.is_complex:
         return "lossless: the backward may need its numbers"
     else:
         return "lossless: the graph does not prove a smaller range"
-    packed_bytes = math.ceil(numel / 8) * bits
+    packed_bytes = math.ceil(numel / 8) * getattr(hook.pack, "bits", 64)  # 64: `KEEP`
     return hook if packed_bytes < numel * saved.dtype.itemsize else "lossless: as small as it gets"
 
 
-# --- tensors that are only compared -----------------------------------------------------------------------------------
-
-# The answers of all tests, and a number that gives them.
-_Class = tuple[tuple[bool, ...], float]
+_Class = tuple[tuple[bool, ...], float]  # the answers of all tests, and a number that gives them
 
 
 def classes(tests: Sequence[Test], dtype: torch.dtype) -> tuple[_Class, ...] | None:
@@ -154,8 +144,7 @@ class _PackAnswers:
         return (len(self.classes) - 1).bit_length()
 
     def __call__(self, x: torch.Tensor) -> Any:
-        y, back = _in_memory_order(x)
-        like = (y.shape, x.dtype, x.device, back)
+        y, like = _in_memory_order(x)
         if x.dtype.itemsize == 2 and compiled_by() == "inductor":
             # Inductor computes in float32 and gives a fused reader the number before it is rounded. A view as bits
             # forces the rounded number, which the backward would have read.
@@ -169,7 +158,7 @@ class _PackAnswers:
 
 
 def _all(answers: list[torch.Tensor], wanted: tuple[bool, ...]) -> torch.Tensor:
-    terms = [a if w else ~a for a, w in zip(answers, wanted, strict=True)]
+    terms = (a if w else ~a for a, w in zip(answers, wanted, strict=True))
     return functools.reduce(torch.logical_and, terms)
 
 
@@ -193,18 +182,15 @@ class _UnpackNumbers:
         return level[0].permute(back)
 
 
-# --- whole numbers of a known range -----------------------------------------------------------------------------------
-
-
 @functools.cache
 def narrow_hook(low: int, high: int) -> Hook:
     """The hook for whole numbers from `low` to `high`; `KEEP` if they need 64 bits."""
     bits = (high - low).bit_length()
     if bits <= _MOST_BITS:
-        return Hook(f"narrow({bits} bits)", _PackOffsets(low, bits), _UnpackOffsets(low, bits))
-    for dtype in _INTEGERS:
+        return Hook(f"narrow({bits} bits)", _PackOffsets(low, bits), _UnpackOffsets(low))
+    for dtype in (torch.uint8, torch.int8, torch.int16, torch.int32):
         if torch.iinfo(dtype).min <= low and high <= torch.iinfo(dtype).max:
-            return Hook(f"narrow({str(dtype).removeprefix('torch.')})", _Convert(dtype), _convert_back)
+            return Hook(f"narrow({str(dtype).removeprefix('torch.')})", _Convert(dtype), convert_back)
     return KEEP
 
 
@@ -214,16 +200,14 @@ class _PackOffsets:
     bits: int
 
     def __call__(self, x: torch.Tensor) -> Any:
-        y, back = _in_memory_order(x)
+        y, like = _in_memory_order(x)
         offsets = (y - self.low).to(torch.uint8)
-        bits = [pack_bits((offsets >> k & 1).to(torch.bool)) for k in range(self.bits)]
-        return bits, (y.shape, x.dtype, x.device, back)
+        return [pack_bits((offsets >> k & 1).to(torch.bool)) for k in range(self.bits)], like
 
 
 @dataclass(frozen=True)
 class _UnpackOffsets:
     low: int
-    bits: int
 
     def __call__(self, packed: Any) -> torch.Tensor:
         bits, (shape, dtype, device, back) = packed
@@ -245,13 +229,8 @@ class _Convert:
         return x.to(self.dtype), x.dtype
 
 
-def _convert_back(packed: Any) -> torch.Tensor:
-    x, dtype = packed
-    y: torch.Tensor = x.to(dtype)
-    return y
-
-
-def _in_memory_order(x: torch.Tensor) -> tuple[torch.Tensor, list[int]]:
-    """`x` with its dimensions from the outermost to the innermost in memory, and the permutation back."""
+def _in_memory_order(x: torch.Tensor) -> tuple[torch.Tensor, Any]:
+    """`x` with its dimensions in the order of memory; shape and dtype and device of that; the permutation back."""
     order = sorted(range(x.dim()), key=lambda d: (-torch_values.hint(x.stride(d)), d))
-    return x.permute(order), [order.index(d) for d in range(x.dim())]
+    y = x.permute(order)
+    return y, (y.shape, x.dtype, x.device, [order.index(d) for d in range(x.dim())])

@@ -18,36 +18,6 @@ import struct
 
 import torch
 
-__all__ = [
-    "EXPONENT_MASK",
-    "EXPONENT_STEP",
-    "FLOAT8_RANGE",
-    "LOW_HALF",
-    "RECIPROCAL",
-    "ROUND_TO_INTEGER",
-    "ROUND_UP",
-    "SLACK",
-    "SMALLEST_NORMAL",
-    "STEP_INT8",
-    "TOP_EXPONENT",
-    "TOP_INT8",
-    "TOP_POWER",
-    "finite_magnitudes",
-    "float8_codes",
-    "float8_values",
-    "from_exponent",
-    "full_word",
-    "largest_scale",
-    "least_exponent",
-    "power_of_two",
-    "round_up_to_bfloat16",
-    "rounding_up",
-    "smallest_scale",
-    "smallest_step",
-    "to_exponent",
-    "top_power",
-]
-
 # format -> (second largest number, largest number); the largest stands for infinity
 FLOAT8_RANGE = {torch.float8_e4m3fn: (416.0, 448.0), torch.float8_e5m2: (49152.0, 57344.0)}
 SMALLEST_NORMAL = 2.0**-126  # of float32; no scale is smaller, so that every reciprocal is finite
@@ -57,7 +27,6 @@ ROUND_TO_INTEGER = 12582912.0  # 1.5 * 2**23: a sum with it ends in round(x), as
 EXPONENT_MASK = 0x7F800000
 EXPONENT_STEP = 0x00800000  # the lowest bit of the exponent
 RECIPROCAL = 0x7F000000
-_MANTISSA = EXPONENT_STEP - 1
 
 TOP_INT8 = 126.0  # the largest code that is a number
 # A power-of-two scale is found for a bit less than 126. Inductor may round to bfloat16 only after the scale was found,
@@ -75,8 +44,7 @@ def smallest_step(dtype: torch.dtype) -> float:
     The second matters for float16, whose numbers below 2**-14 are multiples of 2**-24. Inductor may round to them only
     after the scale was found, so that 0.6 of a multiple becomes 1, which a smaller step would push out of the codes.
     """
-    limits = torch.finfo(dtype)
-    return max(SMALLEST_NORMAL, limits.tiny * limits.eps)
+    return smallest_scale(dtype, 1)
 
 
 def smallest_scale(dtype: torch.dtype, top: float) -> float:
@@ -96,10 +64,8 @@ def rounding_up(top: float, smallest: float = SMALLEST_NORMAL) -> tuple[int, int
 
     The scale is the least power of two with amax / scale <= `top`, and at least `smallest`.
     """
-    fraction, exponent = math.frexp(top)  # 416 = 0.8125 * 2**9
-    mantissa = int((2 * fraction - 1) * EXPONENT_STEP)
-    top_exponent = (exponent - 1) * EXPONENT_STEP
-    return _as_bits(smallest) + top_exponent, _MANTISSA - mantissa - top_exponent
+    above_one = _as_bits(top) - _as_bits(1.0)  # top's exponent, without its bias, and its mantissa
+    return _as_bits(smallest) + (above_one & EXPONENT_MASK), EXPONENT_STEP - 1 - above_one
 
 
 def finite_magnitudes(x: torch.Tensor) -> torch.Tensor:
@@ -129,13 +95,8 @@ def round_up_to_bfloat16(step: torch.Tensor) -> torch.Tensor:
     return ((step.view(torch.int32) + LOW_HALF) & ~LOW_HALF).view(torch.float32).to(torch.bfloat16)
 
 
-def to_exponent(scale: torch.Tensor) -> torch.Tensor:
-    """u8: the biased exponent of a power of two (E8M0 of OCP's microscaling formats)."""
-    return (scale.view(torch.int32) >> 23).to(torch.uint8)
-
-
 def from_exponent(exponent: torch.Tensor) -> torch.Tensor:
-    """f32: the power of two with this biased exponent."""
+    """f32: the power of two with this biased exponent (E8M0 of OCP's microscaling formats)."""
     return (exponent.to(torch.int32) << 23).view(torch.float32)
 
 
@@ -166,10 +127,8 @@ def top_power(dtype: torch.dtype) -> tuple[float, float]:
 
 
 def _as_bits(x: float) -> int:
-    (bits,) = struct.unpack("<i", struct.pack("<f", x))
-    return int(bits)
+    return int.from_bytes(struct.pack("<f", x), "little")
 
 
 def _as_float(bits: int) -> float:
-    (x,) = struct.unpack("<f", struct.pack("<i", bits))
-    return float(x)
+    return float(struct.unpack("<f", bits.to_bytes(4, "little"))[0])

@@ -1,8 +1,6 @@
 """Inductor as stock torch calls it, and with what hooks need: a partition, names in the joint graph, heuristics.
 
 gm --compile_fx--> joint pass --> partitioner, `rewrite` in it --> fw, bw --inner_compile--> code
-inductor_lowering    operators that it compiles as one loop
-inductor_fusion      which nodes it fuses, and in which order
 """
 
 from __future__ import annotations
@@ -16,7 +14,7 @@ from torch.fx import GraphModule
 from cudagraph.torch_private import compilers
 from cudagraph.torch_private.symbols import Protocols, Symbols
 
-from .inductor_fusion import choices, order_pass
+from .inductor_fusion import choices, custom_pass, order_pass
 from .inductor_lowering import packed_asm_in_force, register_loops
 from .inductor_marks import marks_of
 from .symbols import needing
@@ -42,8 +40,6 @@ PROTOCOLS: Protocols = {
 }
 
 need = needing(SYMBOLS)
-
-
 mode_options = functools.partial(compilers.mode_options, need=need)
 
 
@@ -62,29 +58,10 @@ def replace_random(gm: GraphModule) -> int:
     return int(need("torch._inductor.fx_passes.replace_random.replace_random_passes")(gm) or 0)
 
 
-@functools.cache
-def _partitioner_class() -> type:
-    base = need("torch._inductor.custom_graph_pass.CustomPartitionerFn")
-
-    class Partitioner(base):  # type: ignore[misc, valid-type]
-        def __init__(self, fn: Callable[..., Any], key: str) -> None:
-            self.fn, self.key = fn, key
-
-        def __call__(self, gm: GraphModule, joint_inputs: Sequence[object], **kwargs: Any) -> Any:
-            return self.fn(gm, joint_inputs, **kwargs)
-
-        def uuid(self) -> str:
-            return self.key
-
-        def __reduce__(self) -> Any:
-            return str, (self.key,)  # torch's caches pickle it into their keys
-
-    return Partitioner
-
-
 def partitioned_by(fn: Callable[..., Any], key: str) -> dict[str, Any]:
     """Inductor settings by which `fn` splits joint graphs; `key` is its whole identity for torch's caches."""
-    return {"custom_partitioner_fn": _partitioner_class()(fn, key)}
+    base = need("torch._inductor.custom_graph_pass.CustomPartitionerFn")
+    return {"custom_partitioner_fn": custom_pass(base, fn, lambda: key)}
 
 
 def custom_partitioner(patches: dict[str, Any]) -> Any:
@@ -93,53 +70,44 @@ def custom_partitioner(patches: dict[str, Any]) -> Any:
     return patches.get(name, need(f"torch._inductor.config.{name}"))
 
 
-@functools.cache
-def _joint_pass_class() -> type:
-    base = need("torch._inductor.custom_graph_pass.CustomGraphPass")
-
-    class JointPass(base):  # type: ignore[misc, valid-type]
-        def __init__(self, fn: Callable[[Any], None], before: tuple[Any, ...]) -> None:
-            self.fn, self.before = fn, before
-
-        def __call__(self, graph: Any) -> None:
-            for each in (self.fn, *self.before):
-                each(graph)
-
-        def uuid(self) -> Any:
-            # torch's key has the graph, and `fn` reads nothing else
-            known = [each.uuid() if isinstance(each, base) else None for each in self.before]
-            return None if None in known else ("aot_hooks names", *map(str, known))
-
-        def __reduce__(self) -> Any:
-            return str, (str(self.uuid()),)
-
-    return JointPass
-
-
 def first_joint_pass(fn: Callable[[Any], None], patches: dict[str, Any]) -> dict[str, Any]:
     """Inductor settings by which `fn(graph)`, which changes no node, sees the joint graph before Inductor's own passes.
 
     A pass that the user set there runs after it; 2.11 to 2.15.
     """
     name = "joint_custom_pre_pass"
-    before = patches.get(name, need(f"torch._inductor.config.{name}"))
-    before = before if isinstance(before, (list, tuple)) else () if before is None else (before,)
-    return {name: _joint_pass_class()(fn, tuple(before))}
+    base = need("torch._inductor.custom_graph_pass.CustomGraphPass")
+    users = patches.get(name, need(f"torch._inductor.config.{name}"))
+    users = tuple(users) if isinstance(users, (list, tuple)) else () if users is None else (users,)
+
+    def run(graph: Any) -> None:
+        for each in (fn, *users):
+            each(graph)
+
+    def uuid() -> Any:  # torch's key has the graph, and `fn` reads nothing else
+        known = [each.uuid() if isinstance(each, base) else None for each in users]
+        return None if None in known else ("aot_hooks names", *map(str, known))
+
+    return {name: custom_pass(base, run, uuid)}
 
 
-Capture = Callable[[Callable[..., Any]], Callable[..., Any]]  # from an inner compile to one that captures
+Compile = Callable[..., Any]
+Capture = Callable[[Compile], Compile] | None  # from an inner compile to one that captures
 
 
 def compile_stock(
-    gm: GraphModule, inputs: Sequence[Any], patches: dict[str, Any], capture: Capture | None = None
+    gm: GraphModule,
+    inputs: Sequence[Any],
+    patches: dict[str, Any],
+    capture: Capture = None,
+    inner: Compile | None = None,
 ) -> Callable[..., Any]:
-    """The same call as stock torch's; with `capture` the compiled graphs are captured."""
+    """The same call as stock torch's; with `capture` the compiled graphs are captured; `inner` compiles a graph."""
+    inner = inner or need("torch._inductor.compile_fx.compile_fx_inner")
     if capture is not None:
-        inner = need("torch._inductor.compile_fx.compile_fx_inner")
         return compilers.compile_inductor(gm, inputs, capture(inner), patches, need=need)
-    compiled: Callable[..., Any] = need("torch._inductor.compile_fx.compile_fx")(
-        gm, inputs, config_patches=patches or None
-    )
+    compile_fx = need("torch._inductor.compile_fx.compile_fx")
+    compiled: Callable[..., Any] = compile_fx(gm, inputs, inner_compile=inner, config_patches=patches or None)
     return compiled
 
 
@@ -148,17 +116,15 @@ def compile_with_hooks(
     inputs: Sequence[Any],
     patches: dict[str, Any],
     compiling: Callable[[], None],
-    capture: Capture | None = None,
+    capture: Capture = None,
 ) -> Callable[..., Any]:
     """Inductor with its heuristics adapted to graphs that pack, see `choices`. Stock heuristics without them.
 
     `compiling()` is called before each graph is compiled, which may be at the first run of a backward, and is not
     called for graphs from torch's cache.
     """
-    compile_fx = need("torch._inductor.compile_fx.compile_fx")
     inner = need("torch._inductor.compile_fx.compile_fx_inner")
     handler = need("torch._inductor.virtualized.V").set_choices_handler
-
     register_loops()
 
     def inner_compile(graph: GraphModule, *args: Any, **kwargs: Any) -> Any:
@@ -172,16 +138,11 @@ def compile_with_hooks(
     ours: dict[str, Any] = {"allow_buffer_reuse": False, "dynamic_scale_rblock": False}
     if not patches.get("triton.cudagraphs", need("torch._inductor.config").triton.cudagraphs):
         ours["graph_partition"] = False  # its pieces are for CUDA graphs; looking for them is 4% of compiling
-    patches = ours | patches | order_pass(patches)
-    if capture is not None:
-        return compilers.compile_inductor(gm, inputs, capture(inner_compile), patches, need=need)
-    compiled: Callable[..., Any] = compile_fx(gm, inputs, inner_compile=inner_compile, config_patches=patches)
-    return compiled
+    return compile_stock(gm, inputs, ours | patches | order_pass(patches), capture, inner_compile)
 
 
 def partition_only(gm: GraphModule, inputs: Sequence[Any], patches: dict[str, Any]) -> None:
     """Inductor up to its partition, with its decompositions and joint-graph passes; nothing is generated."""
-    compile_fx = need("torch._inductor.compile_fx.compile_fx")
 
     def nothing(*_args: Any, **_kwargs: Any) -> Callable[..., Any]:
         def run(_inputs: list[Any]) -> Any:
@@ -189,4 +150,4 @@ def partition_only(gm: GraphModule, inputs: Sequence[Any], patches: dict[str, An
 
         return run
 
-    compile_fx(gm, inputs, inner_compile=nothing, config_patches=patches)
+    compile_stock(gm, inputs, patches, inner=nothing)

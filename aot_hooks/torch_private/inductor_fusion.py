@@ -7,6 +7,7 @@ nodes of a lowered graph --_before_fusion--> sizes bounded, dependencies merged,
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 from cudagraph.torch_private.symbols import Protocols, Symbols
@@ -51,36 +52,28 @@ PROTOCOLS: Protocols = {
 need = needing(SYMBOLS)
 
 
-_PERSISTENT_ROWS = ((1, 4096), (8, 1024))  # (most reductions in a kernel, longest row)
+def _origins(scheduler_node: Any) -> Any:
+    return getattr(getattr(scheduler_node, "node", None), "origins", ())
+
+
+def _is_ours(scheduler_node: Any) -> bool:
+    return any(PACKED_ROW in origin.meta for origin in _origins(scheduler_node))
 
 
 def _group(scheduler_node: Any) -> str | None:
     """The mark of the graph nodes behind a scheduler node, cached there: fusion compares each node with many others."""
     cache = scheduler_node.__dict__
     if ALONE not in cache:
-        parts = scheduler_node.get_nodes()
-        origins = (o for part in parts for o in getattr(getattr(part, "node", None), "origins", ()))
+        origins = (origin for part in scheduler_node.get_nodes() for origin in _origins(part))
         cache[ALONE] = next((str(o.meta[ALONE]) for o in origins if ALONE in o.meta), None)
     mark: str | None = cache[ALONE]
     return mark
 
 
-def _is_ours(scheduler_node: Any) -> bool:
-    origins = getattr(getattr(scheduler_node, "node", None), "origins", ())
-    return any(PACKED_ROW in origin.meta for origin in origins)
-
-
-def _packs(features: Any) -> bool:
-    return any(map(_is_ours, features.scheduler_nodes()))
-
-
 def _reads_rows_twice(features: Any) -> bool:
     """Whether a kernel finds the scale of a row, and then reads the row again to pack it."""
-    return any(
-        str(origin.target).startswith("aot_hooks.amax_")
-        for node in features.reduction_nodes()
-        for origin in getattr(getattr(node, "node", None), "origins", ())
-    )
+    origins = (origin for node in features.reduction_nodes() for origin in _origins(node))
+    return any(str(origin.target).startswith("aot_hooks.amax_") for origin in origins)
 
 
 @functools.cache
@@ -101,25 +94,27 @@ def choices() -> Any:
     class Choices(base):  # type: ignore[misc, valid-type]
         @staticmethod
         def can_fuse(scheduler: Any, node1: Any, node2: Any, shared_data_score: int) -> bool:
-            if _group(node1) != _group(node2):
-                return False
-            return bool(base.can_fuse(scheduler, node1, node2, shared_data_score))
+            same = _group(node1) == _group(node2)
+            return same and bool(base.can_fuse(scheduler, node1, node2, shared_data_score))
 
         @staticmethod
         def should_use_persistent_reduction(features: Any, cooperative_reduction: bool) -> bool:
             if base.should_use_persistent_reduction(features, cooperative_reduction):
                 return True
             hint_name = getattr(features.get_reduction_hint(), "name", "")
-            if cooperative_reduction or hint_name not in ("INNER", "DEFAULT") or not _packs(features):
+            if cooperative_reduction or hint_name not in ("INNER", "DEFAULT"):
+                return False
+            if not any(map(_is_ours, features.scheduler_nodes())):
                 return False
             sizes = need("torch._inductor.virtualized.V").graph.sizevars
             count = len(features.reduction_nodes())
-            longest = max((numel for most, numel in _PERSISTENT_ROWS if count <= most), default=0)
+            longest = 4096 if count <= 1 else 1024 if count <= 8 else 0
             return bool(sizes.statically_known_leq(features.reduction_numel, longest))
 
         def triton_kernel_kwargs(self, kernel_cls: Any, features: Any, groups: Any, kernel_kwargs: Any) -> Any:
             kwargs = super().triton_kernel_kwargs(kernel_cls, features, groups, kernel_kwargs)
-            settings, sizes = need("torch._inductor.config"), need("torch._inductor.virtualized.V").graph.sizevars
+            settings = need("torch._inductor.config")
+            at_most = need("torch._inductor.virtualized.V").graph.sizevars.statically_known_leq
             autotuned = settings.max_autotune or settings.max_autotune_pointwise
             autotuned |= settings.coordinate_descent_tuning or bool(settings.triton.multi_kernel)
             if (
@@ -133,13 +128,13 @@ def choices() -> Any:
                 or not _reads_rows_twice(features)
                 or getattr(features, "strict_reduction_rblock", lambda: None)() is not None  # 2.15: the block is fixed
                 or getattr(features.get_reduction_hint(), "name", "") != "INNER"
-                or not sizes.statically_known_leq(32, features.numel)  # fewer rows may be split over programs
+                or not at_most(32, features.numel)  # fewer rows may be split over programs
                 or settings.triton.force_cooperative_reductions
-                or not sizes.statically_known_leq(1024, features.reduction_numel)
+                or not at_most(1024, features.reduction_numel)
                 or self.should_use_persistent_reduction(features, False)
             ):
                 return kwargs
-            block, warps = (1024, 4) if sizes.statically_known_leq(features.reduction_numel, 8192) else (2048, 8)
+            block, warps = (1024, 4) if at_most(features.reduction_numel, 8192) else (2048, 8)
             config = {"XBLOCK": 1, "R0_BLOCK": block, "num_warps": warps, "num_stages": 1}
             return {**kwargs, "fixed_config": need("torch._inductor.codegen.triton.FixedTritonConfig")(config)}
 
@@ -165,16 +160,13 @@ def _order_offload(nodes: list[Any]) -> list[Any]:
     placed = [n for n in nodes if is_ours[n] or n.is_extern() or n.is_template()]
     weak = need("torch._inductor.dependencies.WeakDep")
 
-    def order(first: Any, then: Any) -> None:
-        then.add_fake_dep(weak(next(iter(first.get_buffer_names())), then.get_name(), is_fake=True))
-
-    before: Any = None
+    before: list[Any] = []
     since: list[Any] = []
     for node in placed:
-        for each in (*((before,) if before is not None else ()), *(since if is_ours[node] else ())):
-            order(each, node)
+        for each in before + since if is_ours[node] else before:
+            node.add_fake_dep(weak(next(iter(each.get_buffer_names())), node.get_name(), is_fake=True))
         if is_ours[node]:
-            before, since = node, []
+            before, since = [node], []
         else:
             since.append(node)
     scheduler = nodes[0].scheduler
@@ -236,29 +228,6 @@ def _before_fusion(nodes: list[Any]) -> list[Any]:
     return _order_offload(nodes)
 
 
-@functools.cache
-def _order_pass_class() -> type:
-    module = need("torch._inductor.custom_graph_pass")
-    base = getattr(module, "CustomSchedulerPass", module.CustomGraphPass)  # 2.11 has the second only
-
-    class OrderPass(base):  # type: ignore[misc, valid-type]
-        def __init__(self, after: Any) -> None:
-            self.after = after
-
-        def __call__(self, nodes: list[Any]) -> list[Any]:
-            nodes = _before_fusion(nodes)
-            return self.after(nodes) if self.after is not None else nodes
-
-        def uuid(self) -> Any:
-            after = self.after.uuid() if self.after is not None else ""
-            return None if after is None else f"aot_hooks order 2 {after}"
-
-        def __reduce__(self) -> Any:
-            return str, (str(self.uuid()),)
-
-    return OrderPass
-
-
 def order_pass(patches: dict[str, Any]) -> dict[str, Any]:
     """Inductor settings that run `_before_fusion` before fusion, and then the user's own pass; 2.11 to 2.15.
 
@@ -266,6 +235,40 @@ def order_pass(patches: dict[str, Any]) -> dict[str, Any]:
     """
     name = "_pre_fusion_custom_pass"
     after = patches.get(name, getattr(need("torch._inductor.config"), name))
+
+    def run(nodes: list[Any]) -> list[Any]:
+        nodes = _before_fusion(nodes)
+        return nodes if after is None else after(nodes)
+
+    def uuid() -> str | None:
+        then = "" if after is None else after.uuid()
+        return None if then is None else f"aot_hooks order 2 {then}"
+
     if after is not None and not hasattr(after, "uuid"):
-        return {name: lambda nodes: after(_before_fusion(nodes))}  # torch caches no graph with a pass that has no uuid
-    return {name: _order_pass_class()(after)}
+        return {name: run}  # torch caches no graph with a pass that has no uuid
+    module = need("torch._inductor.custom_graph_pass")
+    base = getattr(module, "CustomSchedulerPass", module.CustomGraphPass)  # 2.11 has the second only
+    return {name: custom_pass(base, run, uuid)}
+
+
+def custom_pass(base: type, run: Callable[..., Any], uuid: Callable[[], Any]) -> Any:
+    """`run` as a pass for Inductor, of torch's class `base`; `uuid()` is its whole identity for torch's caches."""
+    return _pass_class(base)(run, uuid)
+
+
+@functools.cache
+def _pass_class(base: Any) -> type:
+    class Pass(base):  # type: ignore[misc]
+        def __init__(self, run: Callable[..., Any], identity: Callable[[], Any]) -> None:
+            self.run, self.identity = run, identity
+
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            return self.run(*args, **kwargs)
+
+        def uuid(self) -> Any:
+            return self.identity()
+
+        def __reduce__(self) -> Any:
+            return str, (str(self.uuid()),)  # torch's caches pickle it into their keys
+
+    return Pass

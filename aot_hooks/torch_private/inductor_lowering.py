@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -39,8 +39,6 @@ PROTOCOLS: Protocols = {
 }
 
 need = needing(SYMBOLS)
-
-
 _loops: list[tuple[Any, Callable[..., Any], Callable[..., torch.dtype], str | None]] = []
 
 
@@ -96,43 +94,19 @@ class PackedAsm:
         """The call in Triton's language. Triton knows a block's size, so its compiler chooses between the two."""
         byte, dtype = self.dtype.itemsize == 1, str(self.dtype).removeprefix("torch.")
         words = [f"{x}.to(tl.int32)" if x.dtype.itemsize == 1 else str(x) for x in inputs]
-        four = (
-            f"tl.inline_asm_elementwise('{self.four}', '{self.four_constraints}', [{', '.join(map(str, inputs))}], "
-            f"dtype=tl.{dtype}, is_pure=True, pack=4)"
-        )
-        one = (
-            f"tl.inline_asm_elementwise('{self.one}', '{self.one_constraints}', [{', '.join(words)}], "
-            f"dtype=tl.{'int32' if byte else dtype}, is_pure=True, pack=1)" + (f".to(tl.{dtype})" if byte else "")
-        )
-        return f"({four} if {inputs[0]}.numel >= 4 else {one})"
+        four = _inline(self.four, self.four_constraints, map(str, inputs), dtype, 4)
+        one = _inline(self.one, self.one_constraints, words, "int32" if byte else dtype, 1)
+        return f"({four} if {inputs[0]}.numel >= 4 else {one}{f'.to(tl.{dtype})' if byte else ''})"
+
+
+def _inline(asm: str, constraints: str, inputs: Iterable[str], dtype: str, pack: int) -> str:
+    call = f"tl.inline_asm_elementwise('{asm}', '{constraints}', [{', '.join(inputs)}], "
+    return call + f"dtype=tl.{dtype}, is_pure=True, pack={pack})"
 
 
 _packed_asm: dict[str, PackedAsm] = {}
-
-
-class _PackedAsmPatch:
-    """Replaces the method of Inductor that generates inline assembly while at least one graph of ours is compiled."""
-
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.compiling_count = 0  # graphs, of all threads
-
-    def add(self, count: int) -> None:
-        with self.lock:
-            if self.compiling_count == 0:
-                self.overrides = need("torch._inductor.codegen.triton.TritonOverrides")
-                self.stock = vars(self.overrides)["inline_asm_elementwise"]
-                self.overrides.inline_asm_elementwise = staticmethod(self.inline_asm_elementwise)
-            elif self.compiling_count + count == 0:
-                self.overrides.inline_asm_elementwise = self.stock
-            self.compiling_count += count  # last: what failed is not counted
-
-    def inline_asm_elementwise(self, *inputs: Any, asm: str, **named: Any) -> Any:
-        ours = _packed_asm.get(asm)
-        return self.stock.__func__(*inputs, asm=asm, **named) if ours is None else ours.code(*inputs)
-
-
-_packed_asm_patch = _PackedAsmPatch()
+_stock: list[Any] = []  # Inductor's method, once for each graph of ours that some thread compiles
+_lock = threading.Lock()
 
 
 @contextlib.contextmanager
@@ -141,19 +115,31 @@ def packed_asm_in_force() -> Iterator[None]:
 
     Goes when `ops.inline_asm_elementwise` compiles blocks that hold fewer elements than a register.
     """
-    _packed_asm_patch.add(1)
+    overrides = need("torch._inductor.codegen.triton.TritonOverrides")
+    with _lock:
+        stock = _stock[0] if _stock else vars(overrides)["inline_asm_elementwise"]
+        _stock.append(stock)
+
+        def inline_asm_elementwise(*inputs: Any, asm: str, **named: Any) -> Any:
+            ours = _packed_asm.get(asm)
+            return stock.__func__(*inputs, asm=asm, **named) if ours is None else ours.code(*inputs)
+
+        overrides.inline_asm_elementwise = staticmethod(inline_asm_elementwise)
     try:
         yield
     finally:
-        _packed_asm_patch.add(-1)
+        with _lock:
+            _stock.pop()
+            if not _stock:
+                overrides.inline_asm_elementwise = stock
 
 
 def register_loops() -> None:
     """Register with Inductor what `lower_to_loop` was called for."""
     register = need("torch._inductor.lowering.register_lowering")
     while _loops:
-        op, body, dtype_of, reduce_last = _loops.pop()
-        register(op, type_promotion_kind=None)(_lowering(op, body, dtype_of, reduce_last))
+        loop = _loops.pop()
+        register(loop[0], type_promotion_kind=None)(_lowering(*loop))
 
 
 def _lowering(
@@ -165,11 +151,9 @@ def _lowering(
 
     def lower(*args: Any) -> Any:
         tensors = [a for a in args if isinstance(a, box)]
-        device = tensors[0].get_device()
+        device, sizes = tensors[0].get_device(), tensors[0].get_size()
         if not emits_ptx(device):
             return call(*args)
-        others = args[len(tensors) :]
-        sizes = tensors[0].get_size()
         known = graph.graph.sizevars.statically_known_equals
         loaders = []
         for t in tensors:
@@ -177,12 +161,13 @@ def _lowering(
             loaders.append((t.make_loader(), spread))
 
         def inner(index: Any) -> Any:
-            at = [[0 if s else i for i, s in zip(index, spread, strict=True)] for _, spread in loaders]
             # Load scales first. Where two layouts of a block in threads meet, Triton takes that of the last load, and
             # in a scale's layout a thread has one element at a time. A norm's backward that unpacks then takes 662
             # instructions for sm_90 instead of 745, and moves no codes through shared memory a byte at a time.
-            elements = [load(i) for (load, _), i in zip(reversed(loaders), reversed(at), strict=True)]
-            return body(ops, *reversed(elements), *others)
+            elements = [
+                load([0 if s else i for i, s in zip(index, spread, strict=True)]) for load, spread in reversed(loaders)
+            ]
+            return body(ops, *reversed(elements), *args[len(tensors) :])
 
         out = pointwise.create(device=device, dtype=dtype_of(*args), inner_fn=inner, ranges=list(sizes))
         if reduce_last is None:

@@ -9,8 +9,6 @@ from collections.abc import Sequence
 
 from torch.fx import GraphModule, Node
 
-__all__ = ["ALONE", "PACKED_ROW", "mark_alone", "marks_of"]
-
 PACKED_ROW = "aot_hooks_node"  # on nodes that a hook put into the graph
 ALONE = "aot_hooks_alone"
 

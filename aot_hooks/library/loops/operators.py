@@ -21,160 +21,123 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ...hook import compiled_by
 from ...torch_private.inductor_lowering import emits_ptx, lower_to_loop
-from ..scales import (
-    EXPONENT_STEP,
-    LOW_HALF,
-    ROUND_UP,
-    STEP_INT8,
-    TOP_EXPONENT,
-    TOP_INT8,
-    float8_codes,
-    float8_values,
-    from_exponent,
-    full_word,
-    largest_scale,
-    least_exponent,
-    power_of_two,
-    smallest_scale,
-    smallest_step,
-    top_power,
-)
+from .. import scales
+from ..scales import EXPONENT_STEP, LOW_HALF, ROUND_UP, TOP_INT8
 from . import ptx
 
-__all__ = [
-    "amax_bits",
-    "amax_exponent",
-    "amax_word",
-    "from_float8",
-    "from_int8",
-    "to_float8",
-    "to_int8",
-    "use_operators",
-]
 
-
-def use_operators(x: torch.Tensor) -> bool:
+def use_operators(x: Tensor) -> bool:
     """Whether these operators should pack `x`: Inductor compiles it, for an NVIDIA GPU."""
     return emits_ptx(x.device) and compiled_by() == "inductor"
 
 
-def _amax_bits(x: torch.Tensor) -> torch.Tensor:
+_library = torch.library.Library("aot_hooks", "FRAGMENT")
+
+
+def _operator(arguments: str, result: torch.dtype | None = None, *, reduces: bool = False) -> Callable[..., Any]:
+    """Makes an operator of its tensor code. Inductor compiles the function of the same name in ptx.py.
+
+    Args:
+        arguments: types and names, for the schema.
+        result: dtype of the result; None: the third argument says it.
+        reduces: the result is a maximum over rows.
+    """
+
+    def dtype_of(*args: Any) -> torch.dtype:
+        dtype: torch.dtype = args[2] if result is None else result
+        return dtype
+
+    def fake(x: Tensor, *others: Any) -> Tensor:  # without the arithmetic, which would cost compile time
+        dtype = dtype_of(x, *others)
+        return x.new_empty((*x.shape[:-1], 1), dtype=dtype) if reduces else torch.empty_like(x, dtype=dtype)
+
+    def define(tensor_code: Callable[..., Tensor]) -> Any:
+        name = tensor_code.__name__
+        _library.define(f"{name}({arguments}) -> Tensor", tags=(torch.Tag.reduction,) if reduces else ())
+        _library.impl(name, tensor_code, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"aot_hooks::{name}", fake)
+        op = getattr(torch.ops.aot_hooks, name).default
+        lower_to_loop(op, getattr(ptx, name), dtype_of, reduce_last="amax" if reduces else None)
+        return op
+
+    return define
+
+
+def _amax_bits(x: Tensor) -> Tensor:
     # Bits of |x| are ordered as |x|. One exponent step more makes those of infinity and NaN negative, so that any
     # finite number is larger. That takes four integer instructions a number, comparing floats nine: reading a wide row
     # for its scale is bound by arithmetic, not by bytes.
     return ((x.float().view(torch.int32) & ptx.MAGNITUDE_MASK) + EXPONENT_STEP).amax(-1, keepdim=True)
 
 
-def _amax_word(x: torch.Tensor) -> torch.Tensor:
+@_operator("Tensor x", torch.int32, reduces=True)
+def amax_bits(x: Tensor) -> Tensor:
+    return _amax_bits(x)
+
+
+@_operator("Tensor x", torch.int16, reduces=True)
+def amax_word(x: Tensor) -> Tensor:
     return (_amax_bits(x) >> 16).to(torch.int16)
 
 
-def _amax_exponent(x: torch.Tensor) -> torch.Tensor:
+@_operator("Tensor x", torch.uint8, reduces=True)
+def amax_exponent(x: Tensor) -> Tensor:
     step = EXPONENT_STEP >> 16
     return (((_amax_bits(x) >> 16).clamp(min=step) + (ROUND_UP - step)) >> 7).to(torch.uint8)
 
 
-def _scale_of_bits(bits: torch.Tensor, top: float, dtype: torch.dtype) -> torch.Tensor:
-    amax = (bits.clamp(min=EXPONENT_STEP) - EXPONENT_STEP).view(torch.float32)
-    return power_of_two(amax, top, smallest_scale(dtype, top))
+def _amax_of_bits(bits: Tensor) -> Tensor:
+    return (bits.clamp(min=EXPONENT_STEP) - EXPONENT_STEP).view(torch.float32)
 
 
-def _to_float8(x: torch.Tensor, bits: torch.Tensor, fmt: torch.dtype, top: float, dtype: torch.dtype) -> torch.Tensor:
-    return float8_codes(x, _scale_of_bits(bits, top, dtype), fmt)
+def _scale_of_bits(bits: Tensor, top: float, dtype: torch.dtype) -> Tensor:
+    return scales.power_of_two(_amax_of_bits(bits), top, scales.smallest_scale(dtype, top))
 
 
-def _from_float8(q: torch.Tensor, bits: torch.Tensor, dtype: torch.dtype, top: float, inf: float) -> torch.Tensor:
-    return float8_values(q, _scale_of_bits(bits, top, dtype).clamp(max=largest_scale(dtype, top)), dtype)
+@_operator("Tensor x, Tensor bits, ScalarType fmt, float top, ScalarType dtype")
+def to_float8(x: Tensor, bits: Tensor, fmt: torch.dtype, top: float, dtype: torch.dtype) -> Tensor:
+    return scales.float8_codes(x, _scale_of_bits(bits, top, dtype), fmt)
 
 
-def _amax_of_word(word: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+@_operator("Tensor q, Tensor bits, ScalarType dtype, float top, float inf")
+def from_float8(q: Tensor, bits: Tensor, dtype: torch.dtype, top: float, inf: float) -> Tensor:
+    scale = _scale_of_bits(bits, top, dtype).clamp(max=scales.largest_scale(dtype, top))
+    return scales.float8_values(q, scale, dtype)
+
+
+def _amax_of_word(word: Tensor, dtype: torch.dtype) -> Tensor:
     """f32: at least the largest finite |x|, and large enough for the smallest step."""
-    bits = (word.to(torch.int32) << 16) | LOW_HALF
-    amax = (bits.clamp(min=EXPONENT_STEP) - EXPONENT_STEP).view(torch.float32)
-    amax = torch.where(amax == full_word(dtype), torch.finfo(dtype).max, amax)
-    return amax.clamp(min=TOP_INT8 * smallest_step(dtype))
+    amax = _amax_of_bits((word.to(torch.int32) << 16) | LOW_HALF)
+    amax = torch.where(amax == scales.full_word(dtype), torch.finfo(dtype).max, amax)
+    return amax.clamp(min=TOP_INT8 * scales.smallest_step(dtype))
 
 
-def _scale_of_exponent(exponent: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return from_exponent(exponent.to(torch.int32).clamp(min=least_exponent(dtype)) - TOP_EXPONENT)
+def _scale_of_exponent(exponent: Tensor, dtype: torch.dtype) -> Tensor:
+    bounded = exponent.to(torch.int32).clamp(min=scales.least_exponent(dtype))
+    return scales.from_exponent(bounded - scales.TOP_EXPONENT)
 
 
-def _to_int8(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, power: bool) -> torch.Tensor:
+@_operator("Tensor x, Tensor scale, ScalarType dtype, bool power", torch.uint8)
+def to_int8(x: Tensor, scale: Tensor, dtype: torch.dtype, power: bool) -> Tensor:
     inverse = 1.0 / _scale_of_exponent(scale, dtype) if power else TOP_INT8 / _amax_of_word(scale, dtype)
     q = (x.double() * inverse.double() + ptx.CODE_OF_ZERO).round()  # in float64, so that it is rounded once
     q = torch.where(x.isnan(), 255.0, torch.where(x == -torch.inf, 254.0, torch.where(x == torch.inf, 0.0, q)))
     return q.to(torch.uint8)
 
 
-def _from_int8(q: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, power: bool) -> torch.Tensor:
+@_operator("Tensor q, Tensor scale, ScalarType dtype, bool power")
+def from_int8(q: Tensor, scale: Tensor, dtype: torch.dtype, power: bool) -> Tensor:
     if power:
-        top, instead = top_power(dtype)
+        top, instead = scales.top_power(dtype)
         step = _scale_of_exponent(scale, dtype)
         step = torch.where(step == top, instead, step)
     else:
-        step = _amax_of_word(scale, dtype) * STEP_INT8
+        step = _amax_of_word(scale, dtype) * scales.STEP_INT8
     code = q.float()
     y = (code - ptx.CODE_OF_ZERO) * step
     special = torch.where(code > 254, torch.nan, torch.where(code > 0, -torch.inf, torch.inf))
     return torch.where((code > 0) & (code < 254), y, special).to(dtype)
-
-
-_library = torch.library.Library("aot_hooks", "FRAGMENT")
-
-
-def _operator(
-    schema: str,
-    tensor_code: Callable[..., torch.Tensor],
-    body: Callable[..., Any],
-    dtype_of: Callable[..., torch.dtype],
-    *,
-    reduces: bool = False,
-) -> Any:
-    """Defines an operator; `dtype_of` gives its result's dtype, and `reduces` means a maximum over rows."""
-    name = schema.partition("(")[0]
-    _library.define(schema, tags=(torch.Tag.reduction,) if reduces else ())
-    _library.impl(name, tensor_code, "CompositeExplicitAutograd")
-
-    def fake(x: torch.Tensor, *others: Any) -> torch.Tensor:  # without the arithmetic, which would cost compile time
-        dtype = dtype_of(x, *others)
-        return x.new_empty((*x.shape[:-1], 1), dtype=dtype) if reduces else torch.empty_like(x, dtype=dtype)
-
-    torch.library.register_fake(f"aot_hooks::{name}", fake)
-    op = getattr(torch.ops.aot_hooks, name).default
-    lower_to_loop(op, body, dtype_of, reduce_last="amax" if reduces else None)
-    return op
-
-
-def _third(x: Any, y: Any, dtype: torch.dtype, *_: Any) -> torch.dtype:
-    return dtype
-
-
-amax_bits = _operator("amax_bits(Tensor x) -> Tensor", _amax_bits, ptx.amax_bits, lambda x: torch.int32, reduces=True)
-amax_word = _operator("amax_word(Tensor x) -> Tensor", _amax_word, ptx.amax_word, lambda x: torch.int16, reduces=True)
-amax_exponent = _operator(
-    "amax_exponent(Tensor x) -> Tensor", _amax_exponent, ptx.amax_exponent, lambda x: torch.uint8, reduces=True
-)
-to_float8 = _operator(
-    "to_float8(Tensor x, Tensor bits, ScalarType fmt, float top, ScalarType dtype) -> Tensor",
-    _to_float8,
-    ptx.to_float8,
-    _third,
-)
-from_float8 = _operator(
-    "from_float8(Tensor q, Tensor bits, ScalarType dtype, float top, float inf) -> Tensor",
-    _from_float8,
-    ptx.from_float8,
-    _third,
-)
-to_int8 = _operator(
-    "to_int8(Tensor x, Tensor scale, ScalarType dtype, bool power) -> Tensor",
-    _to_int8,
-    ptx.to_int8,
-    lambda *_: torch.uint8,
-)
-from_int8 = _operator(
-    "from_int8(Tensor q, Tensor scale, ScalarType dtype, bool power) -> Tensor", _from_int8, ptx.from_int8, _third
-)

@@ -1,9 +1,5 @@
 """The operators of operators.py in PTX, for NVIDIA GPUs. Each step is one assembly operation in Inductor's loop.
 
-    amax_bits     bits = max over the row of asm(x)
-    to_float8     q    = float8(clamp(x * asm(bits)))          asm: the inverse of the scale
-    from_float8   x'   = asm(q, bits)                          q times the scale, or infinity
-
 In Inductor's own language a step takes ten operations, and Inductor handles each several times: types, ranges, common
 subexpressions, printing. With one operation a step, generating code for four Llama blocks with float8 took a quarter
 fewer Python calls over stock.
@@ -14,44 +10,15 @@ Each function here computes the same as its namesake in operators.py; an emulato
 from __future__ import annotations
 
 import functools
+import itertools
 import struct
 from typing import Any
 
 import torch
 
 from ...torch_private.inductor_lowering import PackedAsm
-from ..scales import (
-    EXPONENT_MASK,
-    EXPONENT_STEP,
-    LOW_HALF,
-    RECIPROCAL,
-    ROUND_TO_INTEGER,
-    ROUND_UP,
-    STEP_INT8,
-    TOP_EXPONENT,
-    TOP_INT8,
-    full_word,
-    largest_scale,
-    least_exponent,
-    rounding_up,
-    smallest_scale,
-    smallest_step,
-    top_power,
-)
-
-__all__ = [
-    "CODE_OF_ZERO",
-    "FROM_INT8",
-    "MAGNITUDE_MASK",
-    "TO_INT8",
-    "amax_bits",
-    "amax_exponent",
-    "amax_word",
-    "from_float8",
-    "from_int8",
-    "to_float8",
-    "to_int8",
-]
+from .. import scales
+from ..scales import EXPONENT_MASK, EXPONENT_STEP, LOW_HALF, ROUND_UP, TOP_INT8
 
 MAGNITUDE_MASK = 0x7FFFFFFF
 CODE_OF_ZERO = 127  # codes are stored with 127 added; 0, 254 and 255 stand for infinity, -infinity and NaN
@@ -74,67 +41,66 @@ def _f16x2(x: float) -> str:
     return f"0x{bits:04X}{bits:04X}"
 
 
-# --- the largest magnitude --------------------------------------------------------------------------------------------
+def _emit(ops: Any, asm: str, dtype: torch.dtype, constraints: str, *inputs: Any) -> Any:
+    return ops.inline_asm_elementwise(*inputs, asm=asm, constraints=constraints, dtype=dtype, is_pure=True, pack=1)
 
-_MAGNITUDE = (
-    ".reg .b32 bits",
-    "mov.b32 bits, $1",
-    f"and.b32 bits, bits, {MAGNITUDE_MASK}",
+
+_MAGNITUDE = (".reg .b32 bits", "mov.b32 bits, $1", f"and.b32 bits, bits, {MAGNITUDE_MASK}")
+
+
+def _amax(asm: str, ops: Any, x: Any) -> Any:
+    return _emit(ops, asm, torch.int32, "=r,f", ops.to_dtype(x, torch.float32))
+
+
+amax_bits = functools.partial(_amax, _block(*_MAGNITUDE, f"add.s32 $0, bits, {EXPONENT_STEP}"))
+amax_word = functools.partial(
+    _amax, _block(*_MAGNITUDE, f"add.s32 bits, bits, {EXPONENT_STEP}", "shr.s32 $0, bits, 16")
 )
-_AMAX_BITS = _block(
-    *_MAGNITUDE,
-    f"add.s32 $0, bits, {EXPONENT_STEP}",
-)
-_AMAX_WORD = _block(
-    *_MAGNITUDE,
-    f"add.s32 bits, bits, {EXPONENT_STEP}",
-    "shr.s32 $0, bits, 16",
-)
-_AMAX_EXPONENT = _block(
-    ".reg .b32 bits",
-    "mov.b32 bits, $1",
-    "shl.b32 bits, bits, 1",  # without the sign: the exponent is in the highest byte
-    f"add.s32 bits, bits, {EXPONENT_STEP << 1}",  # the exponent of an infinity or NaN becomes 0
-    "shr.u32 bits, bits, 17",  # exponent and 7 bits of fraction
-    f"add.s32 bits, bits, {ROUND_UP - 128}",  # 128: the exponent step that was added
-    "shr.s32 $0, bits, 7",
+amax_exponent = functools.partial(
+    _amax,
+    _block(
+        ".reg .b32 bits",
+        "mov.b32 bits, $1",
+        "shl.b32 bits, bits, 1",  # without the sign: the exponent is in the highest byte
+        f"add.s32 bits, bits, {EXPONENT_STEP << 1}",  # the exponent of an infinity or NaN becomes 0
+        "shr.u32 bits, bits, 17",  # exponent and 7 bits of fraction
+        f"add.s32 bits, bits, {ROUND_UP - 128}",  # 128: the exponent step that was added
+        "shr.s32 $0, bits, 7",
+    ),
 )
 
 
-# --- scales -----------------------------------------------------------------------------------------------------------
-
-
-def _amax_of_word(word: str, dtype: torch.dtype) -> _Instructions:
-    """PTX that sets register `amax` to a bound of the largest finite magnitude, from its upper 16 bits in `word`."""
-    full, largest = full_word(dtype), torch.finfo(dtype).max
+def _amax_of_word(dtype: torch.dtype) -> _Instructions:
+    """Sets register `amax` to a bound of the largest finite magnitude, from its upper 16 bits in `$1`."""
+    full, largest = scales.full_word(dtype), torch.finfo(dtype).max
     replace_full = (f"setp.eq.f32 full, amax, {_f32(full)}", f"selp.f32 amax, {_f32(largest)}, amax, full")
     return (
         ".reg .b32 bits",
         ".reg .f32 amax",
         ".reg .pred full",
-        f"shl.b32 bits, {word}, 16",
+        "shl.b32 bits, $1, 16",
         f"or.b32 bits, bits, {LOW_HALF}",
         f"max.s32 bits, bits, {EXPONENT_STEP}",
         f"sub.s32 bits, bits, {EXPONENT_STEP}",
         "mov.b32 amax, bits",
         *(replace_full if full != largest else ()),
-        f"max.f32 amax, amax, {_f32(TOP_INT8 * smallest_step(dtype))}",
+        f"max.f32 amax, amax, {_f32(TOP_INT8 * scales.smallest_step(dtype))}",
     )
 
 
-def _scale_of_exponent(exponent: str, dtype: torch.dtype) -> _Instructions:
-    """Leaves the bits of the scale in register `scale`."""
+def _scale_of_exponent(dtype: torch.dtype) -> _Instructions:
+    """Sets register `scale` to the bits of the scale, from the exponent in `$1`."""
     return (
         ".reg .b32 scale",
-        f"max.s32 scale, {exponent}, {least_exponent(dtype)}",
-        f"sub.s32 scale, scale, {TOP_EXPONENT}",
+        f"max.s32 scale, $1, {scales.least_exponent(dtype)}",
+        f"sub.s32 scale, scale, {scales.TOP_EXPONENT}",
         "shl.b32 scale, scale, 23",
     )
 
 
 def _scale_of_bits(bits: str, top: float, dtype: torch.dtype) -> _Instructions:
-    """Leaves the bits of the scale in register `scale`."""
-    least, add = rounding_up(top, smallest_scale(dtype, top))
+    """Sets register `scale` to the bits of the scale."""
+    least, add = scales.rounding_up(top, scales.smallest_scale(dtype, top))
     return (
         ".reg .s32 scale",
         f"max.s32 scale, {bits}, {least + EXPONENT_STEP}",
@@ -143,26 +109,23 @@ def _scale_of_bits(bits: str, top: float, dtype: torch.dtype) -> _Instructions:
     )
 
 
-_INVERT_SCALE = (
-    f"sub.s32 scale, {RECIPROCAL}, scale",
-    "mov.b32 $0, scale",
-)
+_INVERT_SCALE = (f"sub.s32 scale, {scales.RECIPROCAL}, scale", "mov.b32 $0, scale")
 
 
 @functools.cache
 def _int8_inverse(dtype: torch.dtype, power: bool) -> str:
     if power:
-        return _block(*_scale_of_exponent("$1", dtype), *_INVERT_SCALE)
-    return _block(*_amax_of_word("$1", dtype), f"div.full.f32 $0, {_f32(TOP_INT8)}, amax")
+        return _block(*_scale_of_exponent(dtype), *_INVERT_SCALE)
+    return _block(*_amax_of_word(dtype), f"div.full.f32 $0, {_f32(TOP_INT8)}, amax")
 
 
 @functools.cache
 def _int8_step(dtype: torch.dtype, power: bool) -> str:
     if not power:
-        return _block(*_amax_of_word("$1", dtype), f"mul.f32 $0, amax, {_f32(STEP_INT8)}")
-    top, instead = top_power(dtype)
+        return _block(*_amax_of_word(dtype), f"mul.f32 $0, amax, {_f32(scales.STEP_INT8)}")
+    top, instead = scales.top_power(dtype)
     return _block(
-        *_scale_of_exponent("$1", dtype),
+        *_scale_of_exponent(dtype),
         ".reg .f32 step",
         ".reg .pred is_top",
         "mov.b32 step, scale",
@@ -176,9 +139,6 @@ def _float8_inverse(top: float, dtype: torch.dtype) -> str:
     return _block(*_scale_of_bits("$1", top, dtype), *_INVERT_SCALE)
 
 
-# --- codes ------------------------------------------------------------------------------------------------------------
-
-
 @functools.cache
 def _float8_value(top: float, inf: float, dtype: torch.dtype) -> str:
     return _block(
@@ -186,7 +146,7 @@ def _float8_value(top: float, inf: float, dtype: torch.dtype) -> str:
         ".reg .f32 factor, size",
         ".reg .pred is_inf",
         "mov.b32 factor, scale",
-        f"min.f32 factor, factor, {_f32(largest_scale(dtype, top))}",
+        f"min.f32 factor, factor, {_f32(scales.largest_scale(dtype, top))}",
         "abs.f32 size, $1",
         f"setp.eq.f32 is_inf, size, {_f32(inf)}",
         f"selp.f32 factor, {_f32(float('inf'))}, factor, is_inf",
@@ -195,7 +155,7 @@ def _float8_value(top: float, inf: float, dtype: torch.dtype) -> str:
 
 
 # A sum with this ends in round(x / scale) + 127. In its last byte infinities are 0, and the hardware's NaN is 255.
-_ROUND_TO_CODE = _f32(ROUND_TO_INTEGER + CODE_OF_ZERO)
+_ROUND_TO_CODE = _f32(scales.ROUND_TO_INTEGER + CODE_OF_ZERO)
 _LOP3_OR_AND = 0xF8  # a | (b & c)
 
 # 9 instructions for four codes, which share a register.
@@ -226,62 +186,33 @@ def _from_bytes(q: str, selector: str, first: str, second: str) -> _Instructions
     Added back times 2**-24, a finite product is lost in the rounding. An infinity is not: +-127 become an infinity of
     the other sign, and 128 one infinity less another, which is NaN.
     """
+    steps = (
+        ("add.f16x2 codes, codes, factor", -1024 - CODE_OF_ZERO),
+        ("mul.f16x2 over127, codes, factor", 519),
+        ("mul.f16x2 over128, codes, factor", 513),
+        ("fma.rn.f16x2 codes, over127, factor, codes", -(2.0**-24)),
+        ("fma.rn.f16x2 codes, over128, factor, codes", 2.0**-24),
+    )
     return (
         f"prmt.b32 codes, {q}, 0x64646464, {selector}",  # 0x64 before a byte is 1024 + the byte
-        f"mov.b32 factor, {_f16x2(-1024 - CODE_OF_ZERO)}",
-        "add.f16x2 codes, codes, factor",
-        f"mov.b32 factor, {_f16x2(519)}",
-        "mul.f16x2 over127, codes, factor",
-        f"mov.b32 factor, {_f16x2(513)}",
-        "mul.f16x2 over128, codes, factor",
-        f"mov.b32 factor, {_f16x2(-(2.0**-24))}",
-        "fma.rn.f16x2 codes, over127, factor, codes",
-        f"mov.b32 factor, {_f16x2(2.0**-24)}",
-        "fma.rn.f16x2 codes, over128, factor, codes",
+        *itertools.chain(*((f"mov.b32 factor, {_f16x2(factor)}", step) for step, factor in steps)),
         "mov.b32 {low, high}, codes",
         f"cvt.f32.f16 {first}, low",
         f"cvt.f32.f16 {second}, high",
     )
 
 
-_FROM_INT8_REGISTERS = (
-    ".reg .b32 codes, over127, over128, factor",
-    ".reg .b16 low, high",
-    ".reg .f32 value<4>",
-)
+_FROM_INT8 = (".reg .b32 codes, over127, over128, factor", ".reg .b16 low, high", ".reg .f32 value<4>")
 _FROM_INT8_FOUR = _block(
-    *_FROM_INT8_REGISTERS,
+    *_FROM_INT8,
     *_from_bytes("$4", "0x4140", "value0", "value1"),
     *_from_bytes("$4", "0x4342", "value2", "value3"),
     *(f"mul.f32 value{i}, value{i}, ${i + 5}" for i in range(4)),
     *(f"mov.b32 ${i}, value{i}" for i in range(4)),  # last, because an output may share its register with an input
 )
-_FROM_INT8_ONE = _block(
-    *_FROM_INT8_REGISTERS,
-    *_from_bytes("$1", "0x4040", "value0", "value1"),
-    "mul.f32 $0, value0, $2",
-)
+_FROM_INT8_ONE = _block(*_FROM_INT8, *_from_bytes("$1", "0x4040", "value0", "value1"), "mul.f32 $0, value0, $2")
 TO_INT8 = PackedAsm(torch.uint8, _TO_INT8_FOUR, "=r,f,f,f,f,f,f,f,f", _TO_INT8_ONE, "=r,f,f")
 FROM_INT8 = PackedAsm(torch.float32, _FROM_INT8_FOUR, "=f,=f,=f,=f,r,f,f,f,f", _FROM_INT8_ONE, "=f,r,f")
-
-
-# --- the operators ----------------------------------------------------------------------------------------------------
-
-
-def _emit(ops: Any, asm: str, dtype: torch.dtype, constraints: str, *inputs: Any) -> Any:
-    return ops.inline_asm_elementwise(*inputs, asm=asm, constraints=constraints, dtype=dtype, is_pure=True, pack=1)
-
-
-def amax_bits(ops: Any, x: Any) -> Any:
-    return _emit(ops, _AMAX_BITS, torch.int32, "=r,f", ops.to_dtype(x, torch.float32))
-
-
-def amax_word(ops: Any, x: Any) -> Any:
-    return _emit(ops, _AMAX_WORD, torch.int32, "=r,f", ops.to_dtype(x, torch.float32))
-
-
-def amax_exponent(ops: Any, x: Any) -> Any:
-    return _emit(ops, _AMAX_EXPONENT, torch.int32, "=r,f", ops.to_dtype(x, torch.float32))
 
 
 def to_float8(ops: Any, x: Any, bits: Any, fmt: torch.dtype, top: float, dtype: torch.dtype) -> Any:

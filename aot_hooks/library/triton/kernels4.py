@@ -17,9 +17,8 @@ import triton
 import triton.language as tl
 
 from ..scales import ROUND_TO_INTEGER, SLACK, SMALLEST_NORMAL
-from .tiles import hashes, largest_of, one_warp_tile, row_groups
-
-__all__ = ["pack_int4", "unpack_int4"]
+from .kernels8 import hashes, largest_of, tiles
+from .ops import packed_like
 
 _ROUND_TO_INTEGER = tl.constexpr(ROUND_TO_INTEGER)
 
@@ -100,8 +99,7 @@ def _step_of(span, smallest):
 @triton.jit
 def _with_codes_for_all(x, span, below, per_6, smallest):
     """Returns `x` with infinities and NaN as the numbers of their codes, reciprocals of steps, zeros, scales."""
-    a = tl.abs(x)
-    plain = span < float("inf")
+    a, plain = tl.abs(x), span < float("inf")
     amax = tl.max(tl.where(a < float("inf"), a, 0.0), 1)
     span = tl.where(plain, span, amax * per_6)
     bits, inverse = _step_of(span, smallest)
@@ -117,10 +115,7 @@ def _with_codes_for_all(x, span, below, per_6, smallest):
 
 @triton.jit
 def _random_12_bits(h, K: tl.constexpr):
-    """12 bits for each value, two a word, uint32 [P, W / K, K / 2]: halves of multiples of its hash.
-
-    Call it right before their use. Computed before the values are loaded, these bits fill the registers.
-    """
+    """12 bits for each value, two a word, uint32 [P, W / K, K / 2]; as in `kernels8._noise`."""
     odd = tl.arange(0, K // 2).to(tl.uint32) * 0x9E3779B8 + 1
     h = tl.reshape(h, [h.shape[0], h.shape[1], 1])
     return ((h * odd[None, None, :]) ^ (h >> 16)) & 0x0FFF0FFF
@@ -211,27 +206,20 @@ def _codes(q: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, int]:
     """
     word, k = (torch.int32, 8) if dtype.itemsize == 2 else (torch.int16, 4)
     if q.shape[-1] % word.itemsize == 0 and q.storage_offset() % word.itemsize == 0:
-        return _flat(q).view(word), k
+        return q.view(-1).view(word), k  # flat: `view(dtype)` refuses odd strides of dimensions of size 1
     return q, 2
-
-
-def _flat(x: torch.Tensor) -> torch.Tensor:
-    """Contiguous `x` in one dimension, because `view(dtype)` refuses odd strides of dimensions of size 1."""
-    return x.view(-1)
 
 
 def pack_int4(x: torch.Tensor, block: int, seed: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
     """`integer.pack_int4`; stochastic with a `seed`, int64[1]."""
     x = x.contiguous()
-    q = torch.empty((*x.shape[:-1], (x.shape[-1] + 1) // 2), dtype=torch.uint8, device=x.device)
-    scale = torch.empty((*x.shape[:-1], triton.cdiv(x.shape[-1], block)), dtype=torch.int16, device=x.device)
+    q, scale = packed_like(x, (x.shape[-1] + 1) // 2, torch.uint8, block, torch.int16)
     words, k = _codes(q, x.dtype)
-    length, count = row_groups(x.shape[-1], block)
-    p, w, warps = one_warp_tile(scale.numel(), block)
+    count, length, p, w, warps = tiles(scale.numel(), x.shape[-1], block, block, one_warp=True)
     pairs = x.dtype is torch.bfloat16 and k == 8 and length == w and x.storage_offset() % 2 == 0
     with torch.cuda.device_of(x):
         _pack4[(triton.cdiv(scale.numel(), p),)](
-            _flat(x).view(torch.int32) if pairs else x, words, scale, scale if seed is None else seed, scale.numel(),
+            x.view(-1).view(torch.int32) if pairs else x, words, scale, scale if seed is None else seed, scale.numel(),
             count, length, SLACK / 14, SLACK / 6, SMALLEST_NORMAL, P=p, W=w, K=k, STOCHASTIC=seed is not None,
             EVEN=length == w, PAIRS=pairs, num_warps=warps, enable_fp_fusion=False,
         )  # fmt: skip
@@ -243,8 +231,7 @@ def unpack_int4(q: torch.Tensor, scale: torch.Tensor, length: int, block: int, d
     q = q.contiguous()
     y = torch.empty((*q.shape[:-1], length), dtype=dtype, device=q.device)
     words, k = _codes(q, dtype)
-    length, count = row_groups(length, block)
-    p, w, warps = one_warp_tile(scale.numel(), block)
+    count, length, p, w, warps = tiles(scale.numel(), length, block, block, one_warp=True)
     with torch.cuda.device_of(q):
         _unpack4[(triton.cdiv(scale.numel(), p),)](
             words, scale, y, scale.numel(), count, length, torch.finfo(dtype).max,

@@ -14,53 +14,68 @@ from a hash of seed and position with two multiplications, as in Wellons' lowbia
 memory traffic that the kernel saves.
 
 Nearly all int8 tiles hold no infinity or NaN. Such a tile takes a branch that neither replaces them nor clamps: the
-scale is large enough that no finite value leaves the codes. Its program is one warp, which chooses the branch without a
-barrier. Codes and random bits are laid out so that each thread computes and stores those of the 16 bytes that it has
-loaded.
-
-Nothing here synchronizes or reads a value on the host, so CUDA graphs can capture all of it.
+scale is large enough that no finite value leaves the codes. Codes and random bits are laid out so that each thread
+computes and stores those of the 16 bytes that it has loaded. Nothing here reads a value on the host, so CUDA graphs can
+capture all of it.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 import triton
 import triton.language as tl
 
-from ..scales import (
-    EXPONENT_MASK,
-    FLOAT8_RANGE,
-    ROUND_TO_INTEGER,
-    SLACK,
-    SMALLEST_NORMAL,
-    TOP_INT8,
-    TOP_POWER,
-    largest_scale,
-    rounding_up,
-    smallest_step,
-)
-from .tiles import hashes, largest_of, noise_of, one_warp_tile, row_groups
-
-__all__ = [
-    "pack_bits",
-    "pack_float8",
-    "pack_int8",
-    "unpack_bits",
-    "unpack_float8",
-    "unpack_int8",
-]
+from .. import scales
+from ..scales import FLOAT8_RANGE, SMALLEST_NORMAL, TOP_INT8, TOP_POWER
+from .ops import packed_like
 
 _LANES = 4096  # of a tile; 16 values a thread with 8 warps
 _LONGEST = 16384  # a group up to this length is held in registers
-_FORMATS = {torch.int8: 0, torch.float8_e4m3fn: 1, torch.float8_e5m2: 2}
 # format -> (what the largest value is divided by to give the scale, the code of infinity)
-_RANGE = {torch.int8: (TOP_INT8 / SLACK, 127.0), **FLOAT8_RANGE}
-_EXPONENT_MASK = tl.constexpr(EXPONENT_MASK)
-_ROUND_TO_INTEGER = tl.constexpr(ROUND_TO_INTEGER)
+_RANGE = {torch.int8: (TOP_INT8 / scales.SLACK, 127.0), **FLOAT8_RANGE}
+_EXPONENT_MASK = tl.constexpr(scales.EXPONENT_MASK)
+_ROUND_TO_INTEGER = tl.constexpr(scales.ROUND_TO_INTEGER)
 
 
 @triton.jit
-def _finite(x):
+def _nan_or_larger(a, b):
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def largest_of(x, axis: tl.constexpr):
+    """The maximum along `axis`, NaN if there is one."""
+    return tl.reduce(x, axis, _nan_or_larger)
+
+
+@triton.jit
+def hashes(seed_ptr, P: tl.constexpr, W: tl.constexpr, K: tl.constexpr):
+    """32 random bits for each `K` neighbours, uint32 [P, W / K, 1, 1]: a hash of seed and position."""
+    seed = tl.load(seed_ptr)
+    first = tl.program_id(0).to(tl.uint32) * (P * (W // K))
+    position = first + tl.reshape(tl.arange(0, P * (W // K)), [P, W // K, 1, 1]).to(tl.uint32)
+    h = (position ^ seed.to(tl.uint32)) * 0x7FEB352D
+    h = (h ^ (h >> 15) ^ (seed >> 32).to(tl.uint32)) * 0x846CA68B
+    return h ^ (h >> 16)
+
+
+@triton.jit
+def _noise(h, P: tl.constexpr, W: tl.constexpr, K: tl.constexpr):
+    """Uniform in [-1/2, 1/2), float32 [P, W]: for each value 16 bits, a half of one of K / 2 multiples of its hash.
+
+    Call it right before their use. Computed before the values are loaded, these bits fill the registers.
+    """
+    odd = tl.arange(0, K // 2).to(tl.uint32) * 0x9E3779B8 + 1
+    words = (h * odd[None, None, None, :]) ^ (h >> 16)
+    half = (16 * tl.arange(0, 2)).to(tl.uint32)
+    bits = ((words >> half[None, None, :, None]) & 0xFFFF) | 0x4B000000  # the float32 2**23 + 16 bits
+    return tl.reshape(tl.fma(bits.to(tl.float32, bitcast=True), 1.0 / 65536, -128.5), [P, W])
+
+
+@triton.jit
+def finite_magnitudes(x):
     """Magnitudes, with 0 for infinities and NaN."""
     a = tl.abs(x)
     return tl.where(a < float("inf"), a, 0.0)
@@ -79,30 +94,16 @@ def _scale(amax, per_top, smallest, least, add, POWER: tl.constexpr):
 
 
 @triton.jit
-def _encode(x, inverse, noise, limit, FORMAT: tl.constexpr):
+def _encode(x, inverse, noise, limit, DTYPE: tl.constexpr):
     """float32 to codes; `limit` is the code of infinity."""
-    y = x * inverse + noise if FORMAT == 0 else x * inverse
+    y = x * inverse + noise if DTYPE == tl.int8 else x * inverse
     nan = x != x
     y = tl.minimum(tl.maximum(y, -limit), limit)
-    if FORMAT == 0:
+    if DTYPE == tl.int8:
         q = (tl.where(nan, -128.0, y) + _ROUND_TO_INTEGER).to(tl.int32, bitcast=True).to(tl.int8)
-    elif FORMAT == 1:
-        q = tl.where(nan, x, y).to(tl.float8e4nv)
     else:
-        q = tl.where(nan, x, y).to(tl.float8e5)
+        q = tl.where(nan, x, y).to(DTYPE)
     return q
-
-
-@triton.jit
-def _decode(q, scale, largest, limit, FORMAT: tl.constexpr):
-    code = q.to(tl.float32)
-    y = code * scale
-    if FORMAT == 0:
-        special = tl.where(code < -127.0, float("nan"), code * float("inf"))
-        y = tl.where(tl.abs(code) > 126.0, special, tl.minimum(tl.maximum(y, -largest), largest))
-    else:
-        y = tl.where(tl.abs(code) == limit, code * float("inf"), y)
-    return y
 
 
 @triton.jit
@@ -116,21 +117,11 @@ def _groups(groups, count, size, length, P: tl.constexpr):
 
 
 @triton.jit
-def _mask(lane, left, EVEN: tl.constexpr):
-    """With EVEN, a group is as long as the tile is wide or absent, so the mask is one value a group."""
-    if EVEN:
-        mask = (left > 0)[:, None]
-    else:
-        mask = lane[None, :] < left[:, None]
-    return mask
-
-
-@triton.jit
 def _pack8(
     x_ptr, q_ptr, scale_ptr, seed_ptr, groups, count, size, length, per_top, limit, smallest, least, add, largest_scale,
-    P: tl.constexpr, W: tl.constexpr, FORMAT: tl.constexpr, POWER: tl.constexpr, STOCHASTIC: tl.constexpr,
-    EVEN: tl.constexpr,
+    P: tl.constexpr, W: tl.constexpr, POWER: tl.constexpr, STOCHASTIC: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
+    DTYPE: tl.constexpr = q_ptr.dtype.element_ty
     V: tl.constexpr = 128 // x_ptr.dtype.element_ty.primitive_bitwidth  # values that a thread loads at once
     g, row, column, left = _groups(groups, count, size, length, P)
     lane = tl.arange(0, W)
@@ -140,29 +131,27 @@ def _pack8(
     else:
         at = tl.program_id(0).to(tl.int64) * 0
         places = (row * length + column)[:, None] + lane[None, :]
-    mask = _mask(lane, left, EVEN)
+    # With EVEN, a group is as long as the tile is wide or absent, so the mask is one value a group.
+    mask = (left > 0)[:, None] if EVEN else lane[None, :] < left[:, None]
     x = tl.load(x_ptr + at + places, mask, other=0.0).to(tl.float32)
     h = hashes(seed_ptr, P, W, V) if STOCHASTIC else 0
     # No branch for float8: Triton 3.6 on an H200 gave each 16th code that leaves a branch another code's bits.
-    if FORMAT == 0:
-        largest = largest_of(tl.abs(x), 1)
-        if largest_of(largest, 0) < float("inf"):
-            scale = _scale(largest, per_top, smallest, least, add, POWER)
-            inverse = tl.div_rn(1.0, scale)[:, None]
-            y = tl.fma(x, inverse, noise_of(h, P, W, V)) if STOCHASTIC else x * inverse
-            q = (y + _ROUND_TO_INTEGER).to(tl.int32, bitcast=True).to(tl.int8)
-        else:
-            scale = _scale(tl.max(_finite(x), 1), per_top, smallest, least, add, POWER)
-            noise = noise_of(h, P, W, V) if STOCHASTIC else 0.0
-            q = _encode(x, tl.div_rn(1.0, scale)[:, None], noise, limit, FORMAT)
-        if EVEN:
-            places = tl.multiple_of(places, [1, V])  # a thread stores the codes of the values that it has loaded
+    largest = largest_of(tl.abs(x), 1) if DTYPE == tl.int8 else 0.0
+    if largest_of(largest, 0) < float("inf") if DTYPE == tl.int8 else False:
+        scale = _scale(largest, per_top, smallest, least, add, POWER)
+        inverse = tl.div_rn(1.0, scale)[:, None]
+        y = tl.fma(x, inverse, _noise(h, P, W, V)) if STOCHASTIC else x * inverse
+        q = (y + _ROUND_TO_INTEGER).to(tl.int32, bitcast=True).to(tl.int8)
     else:
-        scale = _scale(tl.max(_finite(x), 1), per_top, smallest, least, add, POWER)
-        q = _encode(x, tl.div_rn(1.0, scale)[:, None], 0.0, limit, FORMAT)
+        scale = _scale(tl.max(finite_magnitudes(x), 1), per_top, smallest, least, add, POWER)
+        noise = _noise(h, P, W, V) if STOCHASTIC else 0.0
+        q = _encode(x, tl.div_rn(1.0, scale)[:, None], noise, limit, DTYPE)
+    if DTYPE != tl.int8:
         scale = tl.minimum(scale, largest_scale)
+    elif EVEN:
+        places = tl.multiple_of(places, [1, V])  # a thread stores the codes of the values that it has loaded
     tl.store(q_ptr + at + places, q, mask)
-    if FORMAT == 0 and POWER:
+    if DTYPE == tl.int8 and POWER:
         scale = scale.to(tl.int32, bitcast=True) >> 23
     tl.store(scale_ptr + g, scale.to(scale_ptr.dtype.element_ty), left > 0)
 
@@ -170,7 +159,7 @@ def _pack8(
 @triton.jit
 def _pack8_long(
     x_ptr, q_ptr, scale_ptr, length, per_top, limit, smallest, least, add, largest_scale,
-    W: tl.constexpr, CHUNKS: tl.constexpr, FORMAT: tl.constexpr,
+    W: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
     """A row a program, read twice. Only float8 needs it, because blocks of integers are shorter."""
     g = tl.program_id(0).to(tl.int64)
@@ -179,33 +168,38 @@ def _pack8_long(
     for i in range(CHUNKS):
         start = i * W
         x = tl.load(x_ptr + g * length + start + lane, start + lane < length, other=0.0).to(tl.float32)
-        amax = tl.maximum(amax, _finite(x))
+        amax = tl.maximum(amax, finite_magnitudes(x))
     scale = _scale(tl.max(amax, 0), per_top, smallest, least, add, True)
     inverse = tl.div_rn(1.0, scale)
     for i in range(CHUNKS):
         start = i * W
         mask = start + lane < length
         x = tl.load(x_ptr + g * length + start + lane, mask, other=0.0).to(tl.float32)
-        tl.store(q_ptr + g * length + start + lane, _encode(x, inverse, 0.0, limit, FORMAT), mask)
+        tl.store(q_ptr + g * length + start + lane, _encode(x, inverse, 0.0, limit, q_ptr.dtype.element_ty), mask)
     tl.store(scale_ptr + g, tl.minimum(scale, largest_scale))
 
 
 @triton.jit
 def _unpack8(
     q_ptr, scale_ptr, y_ptr, groups, count, size, length, largest, limit,
-    P: tl.constexpr, W: tl.constexpr, FORMAT: tl.constexpr, EVEN: tl.constexpr,
+    P: tl.constexpr, W: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     g, row, column, left = _groups(groups, count, size, length, P)
     lane = tl.program_id(1) * W + tl.arange(0, W)
     offsets = (row * length + column)[:, None] + lane[None, :]
-    mask = _mask(lane, left, EVEN)
+    mask = (left > 0)[:, None] if EVEN else lane[None, :] < left[:, None]
     scale = tl.load(scale_ptr + g, left > 0, other=0)
     if scale_ptr.dtype.element_ty == tl.uint8:
         scale = (scale.to(tl.int32) << 23).to(tl.float32, bitcast=True)
     else:
         scale = scale.to(tl.float32)
-    q = tl.load(q_ptr + offsets, mask)
-    y = _decode(q, scale[:, None], largest, limit, FORMAT)
+    code = tl.load(q_ptr + offsets, mask).to(tl.float32)
+    y = code * scale[:, None]
+    if q_ptr.dtype.element_ty == tl.int8:
+        special = tl.where(code < -127.0, float("nan"), code * float("inf"))
+        y = tl.where(tl.abs(code) > 126.0, special, tl.minimum(tl.maximum(y, -largest), largest))
+    else:
+        y = tl.where(tl.abs(code) == limit, code * float("inf"), y)
     tl.store(y_ptr + offsets, y.to(y_ptr.dtype.element_ty), mask)
 
 
@@ -219,75 +213,54 @@ def _pack1(x_ptr, q_ptr, length, W: tl.constexpr):
 
 
 @triton.jit
-def _unpack1(q_ptr, y_ptr, length, W: tl.constexpr):
+def _unpack1(q_ptr, y_ptr, length, W: tl.constexpr, N: tl.constexpr):
+    """A bool at a time (N = 8 a byte), or four in a word (N = 2)."""
     i = tl.program_id(0).to(tl.int64) * W + tl.arange(0, W)
-    place = tl.arange(0, 8)
-    offsets = i[:, None] * 8 + place[None, :]
-    byte = tl.load(q_ptr + i, i * 8 < length, other=0).to(tl.int32)
-    tl.store(y_ptr + offsets, ((byte[:, None] >> place[None, :]) & 1).to(tl.uint8), offsets < length)
+    place = tl.arange(0, N)
+    offsets = i[:, None] * N + place[None, :]
+    byte = tl.load(q_ptr + i, i * N < length, other=0).to(tl.int32)
+    if N == 8:
+        y = (byte[:, None] >> place[None, :]) & 1
+    else:  # the product spreads the four bits of half a byte to the lowest bits of four bytes
+        y = (((byte[:, None] >> (4 * place)[None, :]) & 15) * 0x00204081) & 0x01010101
+    tl.store(y_ptr + offsets, y.to(y_ptr.dtype.element_ty), offsets < length)
 
 
-@triton.jit
-def _unpack1_words(q_ptr, y_ptr, length, W: tl.constexpr):
-    """Four bools a word. The product spreads the four bits of half a byte to the lowest bits of four bytes."""
-    i = tl.program_id(0).to(tl.int64) * W + tl.arange(0, W)
-    half = tl.arange(0, 2)
-    offsets = i[:, None] * 2 + half[None, :]
-    byte = tl.load(q_ptr + i, i * 2 < length, other=0).to(tl.int32)
-    words = (((byte[:, None] >> (4 * half)[None, :]) & 15) * 0x00204081) & 0x01010101
-    tl.store(y_ptr + offsets, words, offsets < length)
+def tiles(groups: int, length: int, size: int, lanes: int, *, one_warp: bool) -> tuple[int, int, int, int, int]:
+    """Returns groups in a row and the row's length; groups a program, lanes of each (`lanes`, rounded up), and warps.
 
-
-def _tile(groups: int, size: int) -> tuple[int, int, int]:
-    """Returns groups a program, lanes a group, warps."""
-    lanes = triton.next_power_of_2(size)
-    per_program = max(1, min(_LANES // lanes, triton.next_power_of_2(groups)))
-    return per_program, lanes, min(max(per_program * lanes // 512, 1), 16)
+    Rows of whole groups count as rows of one group each, which spares the kernel a division. One warp finds without a
+    barrier whether the tile holds an infinity.
+    """
+    count, length = (1, size) if length % size == 0 else (triton.cdiv(length, size), length)
+    w = triton.next_power_of_2(lanes)
+    p = max(1, min((1024 if one_warp else _LANES) // w, triton.next_power_of_2(groups)))
+    return count, length, p, w, 1 if one_warp else min(max(p * w // 512, 1), 16)
 
 
 def _pack(
-    x: torch.Tensor, size: int, dtype: torch.dtype, scale_dtype: torch.dtype, seed: torch.Tensor | None
+    x: torch.Tensor, block: int, dtype: torch.dtype, scale_dtype: torch.dtype, seed: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    x = x.contiguous()
-    q = torch.empty_like(x, dtype=dtype)
-    scale = torch.empty((*x.shape[:-1], triton.cdiv(x.shape[-1], size)), dtype=scale_dtype, device=x.device)
-    top, limit = _RANGE[dtype]
-    if scale_dtype == torch.uint8:
-        top = TOP_POWER
-    smallest = smallest_step(x.dtype) if dtype == torch.int8 else SMALLEST_NORMAL
-    least, add = rounding_up(top, smallest)
-    limits = (limit, smallest, least, add, largest_scale(x.dtype, top))
+    x, size = x.contiguous(), block or x.shape[-1]
+    q, scale = packed_like(x, x.shape[-1], dtype, size, scale_dtype)
+    top, limit = (TOP_POWER, 127.0) if scale_dtype == torch.uint8 else _RANGE[dtype]
+    smallest = scales.smallest_step(x.dtype) if dtype == torch.int8 else SMALLEST_NORMAL
+    limits = (1.0 / top, limit, smallest, *scales.rounding_up(top, smallest), scales.largest_scale(x.dtype, top))
     groups = scale.numel()
-    length, count = row_groups(x.shape[-1], size)
+    count, length, p, w, warps = tiles(groups, x.shape[-1], size, size, one_warp=dtype == torch.int8)
     with torch.cuda.device_of(x):
         if size > _LONGEST:
             _pack8_long[(groups,)](
-                x, q, scale, length, 1.0 / top, *limits,
-                W=_LANES, CHUNKS=triton.cdiv(length, _LANES), FORMAT=_FORMATS[dtype],
+                x, q, scale, length, *limits, W=_LANES, CHUNKS=triton.cdiv(length, _LANES),
                 num_warps=8, enable_fp_fusion=False,
             )  # fmt: skip
         else:
-            p, w, warps = (one_warp_tile if dtype == torch.int8 else _tile)(groups, size)
             _pack8[(triton.cdiv(groups, p),)](
-                x, q, scale, scale if seed is None else seed, groups, count, size, length, 1.0 / top, *limits,
-                P=p, W=w, FORMAT=_FORMATS[dtype], POWER=scale_dtype != torch.bfloat16, STOCHASTIC=seed is not None,
-                EVEN=length == w, num_warps=warps, enable_fp_fusion=False,
+                x, q, scale, scale if seed is None else seed, groups, count, size, length, *limits,
+                P=p, W=w, POWER=scale_dtype != torch.bfloat16, STOCHASTIC=seed is not None, EVEN=length == w,
+                num_warps=warps, enable_fp_fusion=False,
             )  # fmt: skip
     return q, scale
-
-
-def _unpack(q: torch.Tensor, scale: torch.Tensor, size: int, dtype: torch.dtype) -> torch.Tensor:
-    y = torch.empty_like(q, dtype=dtype)
-    groups = scale.numel()
-    length, count = row_groups(q.shape[-1], size)
-    p, w, warps = _tile(groups, min(size, _LANES))
-    with torch.cuda.device_of(q):
-        _unpack8[(triton.cdiv(groups, p), triton.cdiv(min(size, length), w))](
-            q, scale, y, groups, count, size, length, torch.finfo(dtype).max, _RANGE[q.dtype][1],
-            P=p, W=w, FORMAT=_FORMATS[q.dtype], EVEN=length == size and size % w == 0,
-            num_warps=warps, enable_fp_fusion=False,
-        )  # fmt: skip
-    return y
 
 
 def pack_int8(x: torch.Tensor, block: int, power: bool, seed: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -295,19 +268,25 @@ def pack_int8(x: torch.Tensor, block: int, power: bool, seed: torch.Tensor | Non
     return _pack(x, block, torch.int8, torch.uint8 if power else torch.bfloat16, seed)
 
 
-def unpack_int8(q: torch.Tensor, scale: torch.Tensor, block: int, dtype: torch.dtype) -> torch.Tensor:
-    """`integer.unpack_int8`."""
-    return _unpack(q, scale, block, dtype)
-
-
 def pack_float8(x: torch.Tensor, block: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """`x` [..., m] to (float8[..., m], float32[..., ceil(m / block)]); a block of 0 is the row."""
-    return _pack(x, block or x.shape[-1], dtype, torch.float32, None)
+    return _pack(x, block, dtype, torch.float32, None)
 
 
-def unpack_float8(q: torch.Tensor, scale: torch.Tensor, block: int, dtype: torch.dtype) -> torch.Tensor:
-    """Undoes `pack_float8`, in `dtype`."""
-    return _unpack(q, scale, block or q.shape[-1], dtype)
+def unpack_int8(q: torch.Tensor, scale: torch.Tensor, block: int, dtype: torch.dtype) -> torch.Tensor:
+    """Undoes `pack_int8` or `pack_float8`, in `dtype`."""
+    y, size = torch.empty_like(q, dtype=dtype), block or q.shape[-1]
+    groups = scale.numel()
+    count, length, p, w, warps = tiles(groups, q.shape[-1], size, min(size, _LANES), one_warp=False)
+    with torch.cuda.device_of(q):
+        _unpack8[(triton.cdiv(groups, p), triton.cdiv(min(size, length), w))](
+            q, scale, y, groups, count, size, length, torch.finfo(dtype).max, _RANGE[q.dtype][1],
+            P=p, W=w, EVEN=length == size and size % w == 0, num_warps=warps, enable_fp_fusion=False,
+        )  # fmt: skip
+    return y
+
+
+unpack_float8 = unpack_int8
 
 
 def pack_bits(x: torch.Tensor) -> torch.Tensor:
@@ -319,13 +298,11 @@ def pack_bits(x: torch.Tensor) -> torch.Tensor:
     return q
 
 
-def unpack_bits(q: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+def unpack_bits(q: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
     """`bitmask.unpack_bits`."""
     y = torch.empty(shape, dtype=torch.bool, device=q.device)
+    words = y.numel() % 4 == 0 and y.numel() > 0
+    out, n, w = (y.view(-1).view(torch.int32), 2, 1024) if words else (y.view(torch.uint8), 8, 512)
     with torch.cuda.device_of(q):
-        if y.numel() % 4 == 0 and y.numel() > 0:
-            words = y.view(-1).view(torch.int32)
-            _unpack1_words[(triton.cdiv(words.numel(), 2048),)](q, words, words.numel(), W=1024, num_warps=4)
-            return y
-        _unpack1[(triton.cdiv(q.numel(), 512),)](q, y.view(torch.uint8), y.numel(), W=512, num_warps=4)
+        _unpack1[(triton.cdiv(out.numel(), n * w),)](q, out, out.numel(), W=w, N=n, num_warps=4)
     return y
