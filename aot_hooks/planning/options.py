@@ -21,7 +21,8 @@ from ..graphs.nodes import REGION, annotation, output_storages, storage_bytes, s
 from ..graphs.roofline import Rates, measured_rates, node_ms
 from ..graphs.saved import Boundary, SavedValue, boundary
 from ..hook import Hook
-from ..library import float8, int4, int8
+from ..library.float8 import float8
+from ..library.integer import int4, int8
 from ..library.lossless import lossless
 from ..offloading.hook import offload
 from ..offloading.transfers import offload_wait
