@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,15 +20,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.fx import GraphModule
 
-from . import cache, context, cudagraphs, records, unused
+from . import cache, cudagraphs, records, unused
 from .cache import bypassed, through_cache
 from .cache.key import nodes_of, package_digest
+from .context import pairs, region
 from .eager.modules import roots
 from .eager.packing import CompiledCall
 from .errors import AotHooksError, OptionError
 from .graphs.nodes import REGION, annotation
 from .hook import KEEP
-from .identity import Recording, described, recording
+from .identity.frozen import described
+from .identity.records import Recording, recording
 from .offloading import transfers
 from .options import Options, inductor_patches
 from .passes.live_bytes import LivePoint, live_bytes
@@ -44,8 +45,6 @@ from .torch_private.aot_cache import without_autograd_cache
 
 if TYPE_CHECKING:
     from cudagraph.backend import Compilation
-
-__all__ = ["aot_hooks", "last_plans", "plan_graph", "reset", "with_options"]
 
 _Compiled = Callable[..., Any]
 
@@ -72,7 +71,8 @@ def reset() -> None:
     records.forget()
     cudagraphs.forget()
     transfers.reset()
-    context.forget()
+    pairs.forget()
+    region.forget()
     cache.forget()
     unused.forget()
 
@@ -92,11 +92,12 @@ def aot_hooks(
         HookContractError, HookTraceError, PolicyError: from the rewrite; Dynamo wraps them.
     """
     wrapper = dynamo.calling_compile_wrapper()
-    if wrapper is None:
-        return _compile_graph(gm, inputs, mode, Options.parse(options), [])
     try:
-        return _compile_graph(gm, inputs, mode, Options.parse(options), records.plans_of(wrapper), wrapper)
-    except AotHooksError as e:  # wrapped here, so that our message stands first
+        return _compile_graph(gm, inputs, mode, Options.parse(options), wrapper)
+    except AotHooksError as e:
+        if wrapper is None:
+            raise
+        # wrapped here, so that our message stands first
         failure = dynamo.backend_failure("aot_hooks", e, inspect.currentframe())
         raise failure.with_traceback(e.__traceback__) from None
 
@@ -106,7 +107,7 @@ def with_options(options: Mapping[str, Any] | None) -> Callable[..., Any]:
     parsed = Options.parse(options)
 
     def aot_hooks_with_options(gm: GraphModule, inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
-        return _compile_graph(gm, inputs, None, parsed, [])
+        return _compile_graph(gm, inputs, None, parsed)
 
     return aot_hooks_with_options
 
@@ -114,22 +115,13 @@ def with_options(options: Mapping[str, Any] | None) -> Callable[..., Any]:
 aot_hooks.reset = reset  # type: ignore[attr-defined]  # torch._dynamo.reset() calls it
 
 
-# --- hooks in force ---------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class _InForce:
-    """The settings that cover a graph.
+    """The settings that cover a graph."""
 
-    Attributes:
-        setting: of the context around the call, or of the options; None without one.
-        pair: the object on torch's stack of hooks that stands for the context; None for the options.
-        regions: settings of the contexts inside the graph, by key.
-    """
-
-    setting: Setting | None
-    pair: Any
-    regions: dict[str, Setting]
+    setting: Setting | None  # of the context around the call, or of the options
+    pair: Any  # the object on torch's stack of hooks that stands for the context; None for the options
+    regions: dict[str, Setting]  # of the contexts inside the graph, by key
 
     @property
     def settings(self) -> list[Setting]:
@@ -137,23 +129,20 @@ class _InForce:
 
 
 def _in_force(gm: GraphModule, options: Options) -> _InForce:
-    setting, pair = context.ambient()
+    setting, pair = pairs.ambient()
     if setting is None and options.policy is not None and autograd.top_hooks() is None:
         setting = Setting(options.policy, options.scope)
     if setting is not None and setting.eager:
         raise OptionError(f"options['policy']: '{setting.rule!r}' is to run eagerly, which a context can ask for only")
     keys = dict.fromkeys(key for node in nodes_of(gm) if (key := annotation(node, REGION)) is not None)
-    regions = {key: context.regions[key].setting.in_scope(options.scope) for key in keys}
+    regions = {key: region.regions[key].setting.in_scope(options.scope) for key in keys}
     return _InForce(setting and setting.in_scope(options.scope), pair, regions)
 
 
-# --- compiling --------------------------------------------------------------------------------------------------------
-
-
 def _compile_graph(
-    gm: GraphModule, inputs: Sequence[Any], mode: str | None, options: Options, plans: list[Plan], wrapper: Any = None
+    gm: GraphModule, inputs: Sequence[Any], mode: str | None, options: Options, wrapper: Any = None
 ) -> _Compiled:
-    """Compile a graph of Dynamo, and append its plans to `plans`.
+    """Compile a graph of Dynamo, and append its plans to those of `wrapper`, which `torch.compile` returned.
 
     Guards protect the compiled graph at run time:
 
@@ -168,14 +157,14 @@ def _compile_graph(
     compilation = cudagraphs.compilation(capture) if capture is not None else None
     listed = records.recording_graphs()
     if not hooks.settings and listed is None:
-        return _with_eager_hooks(_compile(gm, inputs, options, patches, None, _nothing, compilation))
+        return _with_eager_hooks(_compile(gm, inputs, options, patches, None, lambda: None, compilation))
 
     graph, paths = records.Graph(), roots()
     donated: list[bool] = []
     live = listed is not None
     partition = planning_partition(hooks, options.inner, graph.plans, paths, donated, live=live)
 
-    def compile_graph(compiling: Callable[[], None] = _nothing) -> _Compiled:
+    def compile_graph(compiling: Callable[[], None] = lambda: None) -> _Compiled:
         def before_each_graph() -> None:
             compiling()
             if donated and not donated[-1]:  # or a second backward would raise that doesn't without hooks
@@ -190,19 +179,14 @@ def _compile_graph(
             in_key: dict[str, Any] = {"mode": mode, "inductor": patches, "inner": options.inner}
             if compilation is not None:
                 in_key["cudagraphs"] = compilation.key(gm)
+            # fmt: off
             compiled = through_cache(
-                gm,
-                inputs,
-                hooks.setting,
-                hooks.regions,
-                options=in_key,
-                roots=paths,
-                plans=graph.plans,
-                compile_graph=compile_graph,
-                refused=lambda: compilation.refused if compilation is not None else "",
+                gm, inputs, hooks.setting, hooks.regions, options=in_key, roots=paths, plans=graph.plans,
+                compile_graph=compile_graph, refused=lambda: compilation.refused if compilation is not None else "",
             )
-    if hooks.settings:
-        plans.extend(graph.plans)
+            # fmt: on
+    if hooks.settings and wrapper is not None:
+        records.plans_of(wrapper).extend(graph.plans)
     if listed is not None:
         listed.append(graph)
     return _wrapped(compiled, graph, hooks, seen, wrapper, counted=live)
@@ -223,26 +207,16 @@ def _wrapped(
     compiled: _Compiled, graph: records.Graph, hooks: _InForce, seen: Recording, wrapper: Any, *, counted: bool
 ) -> _Compiled:
     """`compiled` in its wrappers, the innermost first; notes what the graph was made of."""
-    wrappers: list[Callable[[_Compiled], _Compiled]] = []
-    if counted:  # a report counts its runs
-        wrappers.append(graph.counted)
-    suspects = unused.compiled(hooks.settings, graph.plans)  # a setting that packed nothing is warned of
-    wrappers.append(functools.partial(unused.judged, suspects=suspects))
-    for key, region in hooks.regions.items():
-        made_of = context.regions[key].made_of(seen)
-        if wrapper is not None:
-            recompiles.note(wrapper, region, made_of)
-    setting = hooks.setting
-    if setting is not None and graph.plans and not described(setting.rule).frozen:
-        made_of, check = context.made_of(seen, setting, hooks.pair)
-        if wrapper is not None:
-            recompiles.note(wrapper, setting, made_of)
-        wrappers.append(functools.partial(_checked, check=check))  # functions of the user's must not have changed
-    if hooks.pair is None:  # eager hooks may stand around the call
-        wrappers.append(_with_eager_hooks)
-    else:  # the hooks around the call are in the graph
-        wrappers.append(functools.partial(_without_hooks, pair=hooks.pair))
-    return functools.reduce(lambda run, wrap: wrap(run), wrappers, compiled)
+    run = graph.counted(compiled) if counted else compiled
+    run = unused.judged(run, unused.compiled(hooks.settings, graph.plans))
+    for key, setting in hooks.regions.items():
+        recompiles.note(wrapper, setting, region.regions[key].made_of(seen))
+    if hooks.setting is not None and graph.plans and not described(hooks.setting.rule).frozen:
+        made_of, check = pairs.made_of(seen, hooks.setting, hooks.pair)
+        recompiles.note(wrapper, hooks.setting, made_of)
+        run = _checked(run, check)  # functions of the user's must not have changed
+    # the hooks around the call are in the graph, or eager hooks may stand there
+    return _with_eager_hooks(run) if hooks.pair is None else _without_hooks(run, hooks.pair)
 
 
 def _checked(compiled: _Compiled, check: Callable[[], None]) -> _Compiled:
@@ -268,7 +242,7 @@ def _with_eager_hooks(compiled: _Compiled) -> _Compiled:
 
     def run(*args: Any) -> Any:
         top = autograd.top_hooks()
-        if top is None or not isinstance(top[0], context.EagerPack):
+        if top is None or not isinstance(top[0], pairs.EagerPack):
             return compiled(*args)
         with CompiledCall(args) as call:
             out = compiled(*args)
@@ -301,23 +275,13 @@ def _compile(
             patches = _partitioned_by(partition, gm, patches)
             return inductor.compile_with_hooks(gm, inputs, patches, compiling, capture)
         if inductor.custom_partitioner(patches) is None:
-            patches = patches | inductor.partitioned_by(
-                partition_without_hooks, f"aot_hooks {package_digest()}, no hooks"
-            )
+            name = f"aot_hooks {package_digest()}, no hooks"
+            patches = patches | inductor.partitioned_by(partition_without_hooks, name)
         return inductor.compile_stock(gm, inputs, patches, capture)
 
 
-# --- partitions -------------------------------------------------------------------------------------------------------
-
-
 def planning_partition(
-    hooks: _InForce,
-    inner: str,
-    plans: list[Plan],
-    paths: Mapping[str, str],
-    donated: list[bool],
-    *,
-    live: bool = False,
+    hooks: _InForce, inner: str, plans: list[Plan], paths: Mapping[str, str], donated: list[bool], *, live: bool
 ) -> Callable[..., tuple[GraphModule, GraphModule]]:
     """A partition function for AOTAutograd: torch's min-cut partition, then the rewrite.
 
@@ -338,26 +302,17 @@ def planning_partition(
             # a nested compiled region: torch doesn't say which inputs are parameters, and the graph around it decides
             static = tuple(range(len(fw.graph.find_nodes(op="placeholder"))))
 
+        parts: dict[str, Any] = {"num_fwd_outputs": count, "static_inputs": static, "roots": paths}
+        fused = inner == "inductor"
+
         def alive() -> tuple[LivePoint, ...]:
-            if not live:
-                return ()
-            fused = inner == "inductor"
-            return live_bytes(fw, bw, num_fwd_outputs=count, static_inputs=static, fused=fused, roots=paths)
+            return live_bytes(fw, bw, fused=fused, **parts) if live else ()
 
         donated.append(aot.donates(fw, bw, count))
         save_what_was_read(fw, bw, count)
         before = alive()
-        plan = rewrite(
-            fw,
-            bw,
-            num_fwd_outputs=count,
-            static_inputs=static,
-            ambient=hooks.setting,
-            regions=hooks.regions,
-            for_inductor=inner == "inductor",
-            roots=paths,
-        )
-        plans.append(dataclasses.replace(plan, live_before=before, live_after=alive()) if live else plan)
+        plan = rewrite(fw, bw, ambient=hooks.setting, regions=hooks.regions, for_inductor=fused, **parts)
+        plans.append(dataclasses.replace(plan, live_before=before, live_after=alive()))
         return fw, bw
 
     return partition
@@ -378,8 +333,7 @@ def plan_graph(gm: GraphModule, inputs: Sequence[Any], options: Options) -> list
         if options.inner == "aten":
             aot.compile_graph(gm, inputs, partition)
         else:
-            patches = dict(options.inductor or {})
-            inductor.partition_only(gm, inputs, _partitioned_by(partition, gm, patches))
+            inductor.partition_only(gm, inputs, _partitioned_by(partition, gm, dict(options.inductor or {})))
     return plans
 
 
@@ -399,7 +353,3 @@ def _hooks_not_inlined_by_torch() -> contextlib.AbstractContextManager[None]:
     """
     empty = autograd.top_hooks() is None
     return contextlib.nullcontext() if empty else autograd.hooks_pushed(KEEP.pack, KEEP.unpack)
-
-
-def _nothing() -> None:
-    return None
