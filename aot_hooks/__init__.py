@@ -4,7 +4,7 @@ from . import errors, policies
 from ._version import __version__ as __version__
 from .backend import last_plans, reset
 from .cache import cache_stats
-from .context import saved_tensors_hooks, saved_tensors_policy
+from .context.entering import saved_tensors_hooks, saved_tensors_policy
 from .errors import AotHooksError
 from .graphs.roofline import Rates
 from .graphs.saved import SavedTensor
@@ -25,39 +25,12 @@ from .report.gradients import GradientReport, GradientRow, check_gradients
 from .report.text import format_report, print_report
 from .settings.names import checkpoint_name
 
+# fmt: off
 __all__ = [
-    "KEEP",
-    "AotHooksError",
-    "Decision",
-    "Frontier",
-    "GradientReport",
-    "GradientRow",
-    "Hook",
-    "Plan",
-    "Rates",
-    "SavedTensor",
-    "Transfer",
-    "bitmask",
-    "budget",
-    "cache_stats",
-    "cast",
-    "check_gradients",
-    "checkpoint_name",
-    "errors",
-    "float8",
-    "format_report",
-    "frontier",
-    "int4",
-    "int8",
-    "last_plans",
-    "lossless",
-    "offload",
-    "offload_stats",
-    "plan",
-    "policies",
-    "print_report",
-    "reset",
-    "saved_tensors",
-    "saved_tensors_hooks",
+    "KEEP", "AotHooksError", "Decision", "Frontier", "GradientReport", "GradientRow", "Hook", "Plan", "Rates",
+    "SavedTensor", "Transfer", "bitmask", "budget", "cache_stats", "cast", "check_gradients", "checkpoint_name",
+    "errors", "float8", "format_report", "frontier", "int4", "int8", "last_plans", "lossless", "offload",
+    "offload_stats", "plan", "policies", "print_report", "reset", "saved_tensors", "saved_tensors_hooks",
     "saved_tensors_policy",
 ]
+# fmt: on

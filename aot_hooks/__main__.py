@@ -10,15 +10,19 @@ import importlib.metadata
 import json
 import math
 import pathlib
+import pkgutil
 import platform
 import sys
 import traceback
+import types
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 import aot_hooks
-from cudagraph.torch_private import autograd_cache, compilers, cuda, symbols
+import cudagraph.torch_private
+from cudagraph.torch_private import symbols
 
 from ._version import __version__
 from .cache import notes
@@ -31,31 +35,15 @@ from .report.plot import check_can_plot, plot_report
 from .report.script import Recorded, ScriptError, run_script
 from .report.text import as_data, format_report
 from .settings.setting import SCOPES
-from .torch_private import (
-    aot,
-    aot_cache,
-    autograd,
-    dynamo,
-    dynamo_guards,
-    dynamo_trace,
-    inductor,
-    inductor_fusion,
-    inductor_lowering,
-)
-from .torch_private import dry_run as torch_dry_run
-from .torch_private import values as torch_values
+from .torch_private import aot_cache
 
-# files with tables of the private symbols that they use
-_DYNAMO, _INDUCTOR = (dynamo, dynamo_trace, dynamo_guards), (inductor, inductor_lowering, inductor_fusion)
-_TABLES = {
-    "aot_hooks": (torch_values, autograd, *_DYNAMO, aot, *_INDUCTOR, aot_cache, torch_dry_run),
-    "cudagraph": (cuda, compilers, autograd_cache),
-}
 _HOOKS = ("float8", "int8", "int4", "bitmask", "cast", "offload", "lossless")
 
 
 def env_data() -> dict[str, Any]:
     """Versions, devices, and each private symbol of torch that the two packages use."""
+    device_count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    entry_points = importlib.metadata.entry_points(group="torch_dynamo_backends", name="aot_hooks")
     return {
         "aot_hooks": __version__,
         "python": platform.python_version(),
@@ -64,15 +52,18 @@ def env_data() -> dict[str, Any]:
         "torch_tested": list(symbols.TESTED),
         "triton": _version("triton"),
         "cuda": torch.version.cuda,
-        "devices": _devices(),
-        "backend_entry_point": _entry_point(),
-        "private_symbols": [
-            {**row._asdict(), "found": row.status == "ok"}
-            for package, files in _TABLES.items()
-            for file in files
-            for row in symbols.rows_of(package, file.SYMBOLS, file.PROTOCOLS)
-        ],
+        "devices": [torch.cuda.get_device_name(i) for i in range(device_count)],
+        "backend_entry_point": next((e.value for e in entry_points), None),
+        "private_symbols": [row for package in (aot_hooks, cudagraph) for row in _private_symbols(package)],
     }
+
+
+def _private_symbols(package: types.ModuleType) -> Iterator[dict[str, Any]]:
+    for found in pkgutil.iter_modules(package.torch_private.__path__):
+        file = importlib.import_module(f"{package.__name__}.torch_private.{found.name}")
+        if hasattr(file, "SYMBOLS"):
+            for row in symbols.rows_of(package.__name__, file.SYMBOLS, file.PROTOCOLS):
+                yield {**row._asdict(), "found": row.status == "ok"}
 
 
 def env() -> str:
@@ -89,9 +80,8 @@ def env() -> str:
     ]
     for row in data["private_symbols"]:
         versions = "" if row["tested"] == symbols.TESTED else f"; torch {', '.join(row['tested'])}"
-        lines.append(
-            f"  {row['status']:7} {row['path']} ({row['package']}: {row['needed_for']}{versions}) {row['link']}"
-        )
+        used = f"{row['package']}: {row['needed_for']}{versions}"
+        lines.append(f"  {row['status']:7} {row['path']} ({used}) {row['link']}")
     return "\n".join(lines)
 
 
@@ -102,42 +92,29 @@ def _version(distribution: str) -> str | None:
         return None
 
 
-def _devices() -> list[str]:
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    return [torch.cuda.get_device_name(i) for i in range(count)]
-
-
-def _entry_point() -> str | None:
-    found = [e for e in importlib.metadata.entry_points(group="torch_dynamo_backends") if e.name == "aot_hooks"]
-    return found[0].value if found else None
-
-
 def report(options: argparse.Namespace) -> int:
     """Run the script, print its report, write what was asked for; 1 if that failed."""
     try:
         settings = {"policy": _policy(options), "scope": options.scope, "inner": options.inner}
-        if options.json is not None:
-            _check_can_write("--json", options.json)
+        _check_can_write("--json", options.json)
+        _check_can_write("--plot", options.plot)
         if options.plot is not None:
-            _check_can_write("--plot", options.plot)
             check_can_plot(options.plot)
         recorded = run_script(options.script, options.arguments, settings, options.steps)
         plan = recorded.plan
-        data = as_data(plan)
-        data["measured_peak_bytes"] = recorded.peak_bytes
-        data["measured_optimizer_bytes"] = recorded.optimizer_bytes
-        data["other_graphs"] = {
-            "graph_count": len(recorded.compiled) - len(recorded.reported),
-            "saved_bytes": recorded.others.saved_bytes,
-            "packed_bytes": recorded.others.packed_bytes,
+        measured = {
+            "measured_peak_bytes": recorded.peak_bytes,
+            "measured_optimizer_bytes": recorded.optimizer_bytes,
         }
         print("\n" + _origin(options.script, recorded))
-        print(
-            format_report(
-                plan, measured_peak_bytes=recorded.peak_bytes, measured_optimizer_bytes=recorded.optimizer_bytes
-            )
-        )
+        print(format_report(plan, **measured))
         if options.json is not None:
+            other_graphs = {
+                "graph_count": len(recorded.compiled) - len(recorded.reported),
+                "saved_bytes": recorded.others.saved_bytes,
+                "packed_bytes": recorded.others.packed_bytes,
+            }
+            data = as_data(plan) | measured | {"other_graphs": other_graphs}
             pathlib.Path(options.json).write_text(json.dumps(data, indent=1) + "\n")
         if options.plot is not None:
             plot_report(plan, options.plot)
@@ -180,8 +157,10 @@ def explain_miss(directory: str | None, as_json: bool) -> int:
     return 1
 
 
-def _check_can_write(option: str, path: str) -> None:
+def _check_can_write(option: str, path: str | None) -> None:
     """Raises `OptionError` unless `path` can be a file. Called before the script runs, which may take hours."""
+    if path is None:
+        return
     if not path:
         raise OptionError(f"{option}: expected the path of a file, got {path!r}")
     folder = pathlib.Path(path).parent
@@ -211,8 +190,8 @@ def _policy(options: argparse.Namespace) -> Any:
 
 def _evaluated(option: str, expression: str) -> Any:
     dtypes = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
+    names = {**dtypes, **vars(aot_hooks.policies), **vars(aot_hooks), "torch": torch, "math": math}
     try:
-        names = {**dtypes, **vars(aot_hooks.policies), **vars(aot_hooks), "torch": torch, "math": math}
         return eval(expression, names)
     except Exception as e:
         raise OptionError(
@@ -274,9 +253,8 @@ def main(argv: list[str] | None = None) -> int:
     run.add_argument("script")
     run.add_argument("arguments", nargs="*", default=[], help="arguments of the script, after --")
     how = run.add_mutually_exclusive_group()
-    how.add_argument(
-        "--hook", metavar="NAME", help=f"for every tensor: {', '.join(_HOOKS)}, or with arguments: 'cast(bfloat16)'"
-    )
+    hooks = f"for every tensor: {', '.join(_HOOKS)}, or with arguments: 'cast(bfloat16)'"
+    how.add_argument("--hook", metavar="NAME", help=hooks)
     how.add_argument("--policy", metavar="EXPRESSION", help="a policy or hook in the names of aot_hooks, evaluated")
     how.add_argument("--budget", metavar="PEAK", help="the fastest step under this peak: 24GiB, 500MB, fit")
     run.add_argument("--steps", type=_step_count, metavar="N", help="stop after N optimizer steps")
@@ -294,12 +272,10 @@ def main(argv: list[str] | None = None) -> int:
     curve.add_argument("arguments", nargs="*", default=[], help="arguments of the script, after --")
     run.add_argument("--json", metavar="PATH", help="write rows, totals and live bytes there")
     run.add_argument("--plot", metavar="PATH", help="draw saved and live bytes there; needs matplotlib")
-    miss = commands.add_parser(
-        "explain-miss", help="say in what the key of the last cache miss differs from the nearest one stored before"
-    )
-    miss.add_argument(
-        "--dir", metavar="PATH", help="torch's cache directory, if not TORCHINDUCTOR_CACHE_DIR or its default"
-    )
+    says = "say in what the key of the last cache miss differs from the nearest one stored before"
+    miss = commands.add_parser("explain-miss", help=says)
+    directory = "torch's cache directory, if not TORCHINDUCTOR_CACHE_DIR or its default"
+    miss.add_argument("--dir", metavar="PATH", help=directory)
     miss.add_argument("--json", action="store_true", help="as JSON")
     options = parser.parse_args(argv)
     if options.command == "report":

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,19 +20,21 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.fx import GraphModule
 
-from . import cache, context, cudagraphs, records, unused
+from . import cache, cudagraphs, records, unused
 from .cache import bypassed, through_cache
 from .cache.key import nodes_of, package_digest
+from .context import pairs, region
 from .eager.modules import roots
 from .eager.packing import call_compiled
 from .errors import AotHooksError, OptionError
 from .graphs.nodes import REGION, annotation
 from .graphs.roofline import step_ms
 from .hook import KEEP
-from .identity import Recording, described, recording
+from .identity.frozen import described
+from .identity.records import Recording, recording
 from .offloading import transfers
 from .options import Options, inductor_patches
-from .passes.live_bytes import LivePoint, live_bytes
+from .passes.live_bytes import live_bytes
 from .passes.plan import Plan, repeats_across_regions
 from .passes.rewrite import rewrite
 from .passes.snapshots import save_what_was_read
@@ -47,8 +48,6 @@ from .torch_private.aot_cache import without_autograd_cache
 
 if TYPE_CHECKING:
     from cudagraph.compile.compilation import Compilation
-
-__all__ = ["aot_hooks", "last_plans", "plan_graph", "reset", "with_options"]
 
 _Compiled = Callable[..., Any]
 
@@ -75,7 +74,8 @@ def reset() -> None:
     records.forget()
     cudagraphs.forget()
     transfers.reset()
-    context.forget()
+    pairs.forget()
+    region.forget()
     cache.forget()
     unused.forget()
 
@@ -95,11 +95,12 @@ def aot_hooks(
         HookContractError, HookTraceError, PolicyError: from the rewrite; Dynamo wraps them.
     """
     wrapper = dynamo.calling_compile_wrapper()
-    if wrapper is None:
-        return _compile_graph(gm, inputs, mode, Options.parse(options), [])
     try:
-        return _compile_graph(gm, inputs, mode, Options.parse(options), records.plans_of(wrapper), wrapper)
-    except AotHooksError as e:  # wrapped here, so that our message stands first
+        return _compile_graph(gm, inputs, mode, Options.parse(options), wrapper)
+    except AotHooksError as e:
+        if wrapper is None:
+            raise
+        # wrapped here, so that our message stands first
         failure = dynamo.backend_failure("aot_hooks", e, inspect.currentframe())
         raise failure.with_traceback(e.__traceback__) from None
 
@@ -109,7 +110,7 @@ def with_options(options: Mapping[str, Any] | None) -> Callable[..., Any]:
     parsed = Options.parse(options)
 
     def aot_hooks_with_options(gm: GraphModule, inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
-        return _compile_graph(gm, inputs, None, parsed, [])
+        return _compile_graph(gm, inputs, None, parsed)
 
     return aot_hooks_with_options
 
@@ -117,22 +118,13 @@ def with_options(options: Mapping[str, Any] | None) -> Callable[..., Any]:
 aot_hooks.reset = reset  # type: ignore[attr-defined]  # torch._dynamo.reset() calls it
 
 
-# --- hooks in force ---------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class _InForce:
-    """The settings that cover a graph.
+    """The settings that cover a graph."""
 
-    Attributes:
-        setting: of the context around the call, or of the options; None without one.
-        pair: the object on torch's stack of hooks that stands for the context; None for the options.
-        regions: settings of the contexts inside the graph, by key.
-    """
-
-    setting: Setting | None
-    pair: Any
-    regions: dict[str, Setting]
+    setting: Setting | None  # of the context around the call, or of the options
+    pair: Any  # the object on torch's stack of hooks that stands for the context; None for the options
+    regions: dict[str, Setting]  # of the contexts inside the graph, by key
 
     @property
     def settings(self) -> list[Setting]:
@@ -140,26 +132,23 @@ class _InForce:
 
 
 def _in_force(gm: GraphModule, options: Options) -> _InForce:
-    setting, pair = context.ambient()
+    setting, pair = pairs.ambient()
     if setting is None and options.policy is not None and autograd.top_hooks() is None:
         setting = Setting(options.policy, options.scope)
     if setting is not None and setting.eager:
         raise OptionError(f"options['policy']: '{setting.rule!r}' is to run eagerly, which a context can ask for only")
     keys = dict.fromkeys(key for node in nodes_of(gm) if (key := annotation(node, REGION)) is not None)
-    regions = {key: context.regions[key].setting.in_scope(options.scope) for key in keys}
-    for region in regions.values():
-        if isinstance(region.rule, Budget):
-            raise OptionError(f"{region.title} is for whole compiled functions; put its context around the call")
+    regions = {key: region.regions[key].setting.in_scope(options.scope) for key in keys}
+    for inside in regions.values():
+        if isinstance(inside.rule, Budget):
+            raise OptionError(f"{inside.title} is for whole compiled functions; put its context around the call")
     return _InForce(setting and setting.in_scope(options.scope), pair, regions)
 
 
-# --- compiling --------------------------------------------------------------------------------------------------------
-
-
 def _compile_graph(
-    gm: GraphModule, inputs: Sequence[Any], mode: str | None, options: Options, plans: list[Plan], wrapper: Any = None
+    gm: GraphModule, inputs: Sequence[Any], mode: str | None, options: Options, wrapper: Any = None
 ) -> _Compiled:
-    """Compile a graph of Dynamo, and append its plans to `plans`.
+    """Compile a graph of Dynamo, and append its plans to those of `wrapper`, which `torch.compile` returned.
 
     Guards protect the compiled graph at run time:
 
@@ -174,14 +163,14 @@ def _compile_graph(
     compilation = cudagraphs.compilation(capture) if capture is not None else None
     listed = records.recording_graphs()
     if not hooks.settings and listed is None:
-        return _with_eager_hooks(_compile(gm, inputs, options, patches, None, _nothing, compilation))
+        return _with_eager_hooks(_compile(gm, inputs, options, patches, None, lambda: None, compilation))
 
     graph, paths = records.Graph(), roots()
     donated: list[bool] = []
     live = listed is not None
     partition = planning_partition(hooks, options.inner, graph.plans, paths, donated, live=live)
 
-    def compile_graph(compiling: Callable[[], None] = _nothing) -> _Compiled:
+    def compile_graph(compiling: Callable[[], None] = lambda: None) -> _Compiled:
         def before_each_graph() -> None:
             compiling()
             if donated and not donated[-1]:  # or a second backward would raise that doesn't without hooks
@@ -196,19 +185,14 @@ def _compile_graph(
             in_key: dict[str, Any] = {"mode": mode, "inductor": patches, "inner": options.inner}
             if compilation is not None:
                 in_key["cudagraphs"] = compilation.key(gm)
+            # fmt: off
             compiled = through_cache(
-                gm,
-                inputs,
-                hooks.setting,
-                hooks.regions,
-                options=in_key,
-                roots=paths,
-                plans=graph.plans,
-                compile_graph=compile_graph,
-                refused=lambda: compilation.refused if compilation is not None else "",
+                gm, inputs, hooks.setting, hooks.regions, options=in_key, roots=paths, plans=graph.plans,
+                compile_graph=compile_graph, refused=lambda: compilation.refused if compilation is not None else "",
             )
-    if hooks.settings:
-        plans.extend(graph.plans)
+            # fmt: on
+    if hooks.settings and wrapper is not None:
+        records.plans_of(wrapper).extend(graph.plans)
     if listed is not None:
         listed.append(graph)
     return _wrapped(compiled, graph, hooks, seen, wrapper, counted=live)
@@ -229,26 +213,16 @@ def _wrapped(
     compiled: _Compiled, graph: records.Graph, hooks: _InForce, seen: Recording, wrapper: Any, *, counted: bool
 ) -> _Compiled:
     """`compiled` in its wrappers, the innermost first; notes what the graph was made of."""
-    wrappers: list[Callable[[_Compiled], _Compiled]] = []
-    if counted:  # a report counts its runs
-        wrappers.append(graph.counted)
-    suspects = unused.compiled(hooks.settings, graph.plans)  # a setting that packed nothing is warned of
-    wrappers.append(functools.partial(unused.judged, suspects=suspects))
-    for key, region in hooks.regions.items():
-        made_of = context.regions[key].made_of(seen)
-        if wrapper is not None:
-            recompiles.note(wrapper, region, made_of)
-    setting = hooks.setting
-    if setting is not None and graph.plans and not described(setting.rule).frozen:
-        made_of, check = context.made_of(seen, setting, hooks.pair)
-        if wrapper is not None:
-            recompiles.note(wrapper, setting, made_of)
-        wrappers.append(functools.partial(_checked, check=check))  # functions of the user's must not have changed
-    if hooks.pair is None:  # eager hooks may stand around the call
-        wrappers.append(_with_eager_hooks)
-    else:  # the hooks around the call are in the graph
-        wrappers.append(functools.partial(_without_hooks, pair=hooks.pair))
-    return functools.reduce(lambda run, wrap: wrap(run), wrappers, compiled)
+    run = graph.counted(compiled) if counted else compiled
+    run = unused.judged(run, unused.compiled(hooks.settings, graph.plans))
+    for key, setting in hooks.regions.items():
+        recompiles.note(wrapper, setting, region.regions[key].made_of(seen))
+    if hooks.setting is not None and graph.plans and not described(hooks.setting.rule).frozen:
+        made_of, check = pairs.made_of(seen, hooks.setting, hooks.pair)
+        recompiles.note(wrapper, hooks.setting, made_of)
+        run = _checked(run, check)  # functions of the user's must not have changed
+    # the hooks around the call are in the graph, or eager hooks may stand there
+    return _with_eager_hooks(run) if hooks.pair is None else _without_hooks(run, hooks.pair)
 
 
 def _checked(compiled: _Compiled, check: Callable[[], None]) -> _Compiled:
@@ -274,7 +248,7 @@ def _with_eager_hooks(compiled: _Compiled) -> _Compiled:
 
     def run(*args: Any) -> Any:
         top = autograd.top_hooks()
-        if top is None or not isinstance(top[0], context.EagerPack):
+        if top is None or not isinstance(top[0], pairs.EagerPack):
             return compiled(*args)
         return call_compiled(compiled, args)
 
@@ -304,23 +278,13 @@ def _compile(
             patches = _partitioned_by(partition, gm, patches)
             return inductor.compile_with_hooks(gm, inputs, patches, compiling, capture)
         if inductor.custom_partitioner(patches) is None:
-            patches = patches | inductor.partitioned_by(
-                partition_without_hooks, f"aot_hooks {package_digest()}, no hooks"
-            )
+            name = f"aot_hooks {package_digest()}, no hooks"
+            patches = patches | inductor.partitioned_by(partition_without_hooks, name)
         return inductor.compile_stock(gm, inputs, patches, capture)
 
 
-# --- partitions -------------------------------------------------------------------------------------------------------
-
-
 def planning_partition(
-    hooks: _InForce,
-    inner: str,
-    plans: list[Plan],
-    paths: Mapping[str, str],
-    donated: list[bool],
-    *,
-    live: bool = False,
+    hooks: _InForce, inner: str, plans: list[Plan], paths: Mapping[str, str], donated: list[bool], *, live: bool
 ) -> Callable[..., tuple[GraphModule, GraphModule]]:
     """A partition function for AOTAutograd: torch's min-cut partition, then the rewrite.
 
@@ -335,57 +299,39 @@ def planning_partition(
     def partition(joint: GraphModule, joint_inputs: Any, **kwargs: Any) -> tuple[GraphModule, GraphModule]:
         carry_names(joint.graph)
         apart = bool(hooks.regions) and repeats_across_regions(joint.graph)
-        count, static = kwargs["num_fwd_outputs"], tuple(kwargs.get("static_lifetime_input_indices") or ())
+        static = tuple(kwargs.get("static_lifetime_input_indices") or ())
         nested = joint_inputs == []  # a nested compiled region
-        fused = inner == "inductor"
+        if nested and any(s.scope == "no_static" for s in hooks.settings):
+            # torch doesn't say which inputs are parameters, and the graph around it decides
+            static = tuple(range(len(joint.graph.find_nodes(op="placeholder"))))
+        fused, number = inner == "inductor", len(donated)
+        parts: dict[str, Any] = {
+            "num_fwd_outputs": kwargs["num_fwd_outputs"], "static_inputs": static, "roots": paths
+        }  # fmt: skip
 
         def split() -> tuple[GraphModule, GraphModule]:
             fw, bw = aot.min_cut_partition(joint, joint_inputs, merge_repeats=not apart, **kwargs)
-            donated[number:] = [aot.donates(fw, bw, count)]
-            save_what_was_read(fw, bw, count)
+            donated[number:] = [aot.donates(fw, bw, kwargs["num_fwd_outputs"])]
+            save_what_was_read(fw, bw, kwargs["num_fwd_outputs"])
             return fw, bw
 
         def rewritten(fw: GraphModule, bw: GraphModule, setting: Setting | None) -> Plan:
-            return rewrite(
-                fw,
-                bw,
-                num_fwd_outputs=count,
-                static_inputs=static,
-                ambient=setting,
-                regions=hooks.regions,
-                for_inductor=fused,
-                roots=paths,
-            )
+            return rewrite(fw, bw, ambient=setting, regions=hooks.regions, for_inductor=fused, **parts)
 
-        def alive() -> tuple[LivePoint, ...]:
-            return live_bytes(fw, bw, num_fwd_outputs=count, static_inputs=static, fused=fused, roots=paths)
-
-        number = len(donated)
         if hooks.setting is not None and isinstance(hooks.setting.rule, Budget) and not nested:
-            fw, bw, plan = partition_within(
-                joint,
-                split,
-                rewritten,
-                hooks.setting,
-                num_fwd_outputs=count,
-                static_inputs=static,
-                roots=paths,
-                fused=fused,
-            )
+            fw, bw, plan = partition_within(joint, split, rewritten, hooks.setting, fused=fused, **parts)
             plans.append(plan)
             return fw, bw
         fw, bw = split()
-        if nested and any(s.scope == "no_static" for s in hooks.settings):
-            # torch doesn't say which inputs are parameters, and the graph around it decides
-            static = tuple(range(len(fw.graph.find_nodes(op="placeholder"))))
-        if not live:
-            plans.append(rewritten(fw, bw, hooks.setting))
-            return fw, bw
-        before, before_ms = alive(), step_ms(fw, bw, fused)
+        before = (live_bytes(fw, bw, fused=fused, **parts), step_ms(fw, bw, fused)) if live else ((), 0.0)
         plan = rewritten(fw, bw, hooks.setting)
-        after_ms = step_ms(fw, bw, fused) + sum(t.placement.stall_ms for t in plan.transfers)
-        live_plan = dataclasses.replace(plan, live_before=before, live_after=alive())
-        plans.append(dataclasses.replace(live_plan, before_ms=before_ms, after_ms=after_ms))
+        if live:
+            after_ms = step_ms(fw, bw, fused) + sum(t.placement.stall_ms for t in plan.transfers)
+            after = live_bytes(fw, bw, fused=fused, **parts)
+            plan = dataclasses.replace(
+                plan, live_before=before[0], live_after=after, before_ms=before[1], after_ms=after_ms
+            )
+        plans.append(plan)
         return fw, bw
 
     return partition
@@ -406,8 +352,7 @@ def plan_graph(gm: GraphModule, inputs: Sequence[Any], options: Options) -> list
         if options.inner == "aten":
             aot.compile_graph(gm, inputs, partition)
         else:
-            patches = dict(options.inductor or {})
-            inductor.partition_only(gm, inputs, _partitioned_by(partition, gm, patches))
+            inductor.partition_only(gm, inputs, _partitioned_by(partition, gm, dict(options.inductor or {})))
     return plans
 
 
@@ -427,7 +372,3 @@ def _hooks_not_inlined_by_torch() -> contextlib.AbstractContextManager[None]:
     """
     empty = autograd.top_hooks() is None
     return contextlib.nullcontext() if empty else autograd.hooks_pushed(KEEP.pack, KEEP.unpack)
-
-
-def _nothing() -> None:
-    return None

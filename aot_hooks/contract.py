@@ -17,8 +17,6 @@ import torch
 from .errors import HookContractError, is_library_file
 from .torch_private import values as torch_values
 
-__all__ = ["check_packed", "check_unpacked", "function_named", "input_mutated"]
-
 
 def function_named(part: str, function: Any) -> str:
     """`part` with the name and line of `function`, if it is the user's: "unpack 'widen' (model.py:12)"."""

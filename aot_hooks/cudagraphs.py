@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from cudagraph import Options
     from cudagraph.compile.compilation import Compilation
 
-__all__ = ["capture_options", "compilation", "forget"]
-
 _OPERATORS = (transfers.offload_start, transfers.offload_wait, transfers.reload_start, transfers.reload_wait)
 
 

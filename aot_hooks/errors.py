@@ -17,24 +17,13 @@ from typing import Any
 
 import torch
 
+# fmt: off
 __all__ = [
-    "AotHooksError",
-    "BudgetError",
-    "CacheWarning",
-    "HookContractError",
-    "HookTraceError",
-    "OptionError",
-    "PolicyError",
-    "RecompileWarning",
-    "UnsupportedGraphError",
-    "UnsupportedTorchError",
-    "UnusedWarning",
-    "bind",
-    "did_you_mean",
-    "is_library_file",
-    "unwrapped",
-    "user_frame",
+    "AotHooksError", "BudgetError", "CacheWarning", "HookContractError", "HookTraceError", "OptionError", "PolicyError",
+    "RecompileWarning", "UnsupportedGraphError", "UnsupportedTorchError", "UnusedWarning", "bind", "did_you_mean",
+    "is_library_file", "unwrapped", "user_frame",
 ]
+# fmt: on
 
 # the files of this package, and of torch, start with these
 PACKAGE = os.path.dirname(__file__) + os.sep
@@ -86,8 +75,6 @@ class UnusedWarning(UserWarning):
     """A hook, a policy, a key of one, or a context does nothing."""
 
 
-# --- words for messages -----------------------------------------------------------------------------------------------
-
 _SYNONYMS = {"hook": "policy", "hooks": "policy"}
 
 
@@ -108,15 +95,11 @@ def bind(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[st
         wrong = next((k for k in kwargs if k not in signature.parameters), None)
         hint = "." if wrong is None else did_you_mean(wrong, signature.parameters) or "."
         problem = f"{e}{hint}" if wrong is None else f"no argument {wrong!r}{hint}"
-        shown = ", ".join(p.name + _default(p) for p in signature.parameters.values())
+        required = inspect.Parameter.empty
+        parameters = signature.parameters.values()
+        shown = ", ".join(p.name if p.default is required else f"{p.name}={p.default!r}" for p in parameters)
         raise OptionError(f"{name}: {problem} Expected {name}({shown})") from None
 
-
-def _default(parameter: inspect.Parameter) -> str:
-    return "" if parameter.default is inspect.Parameter.empty else f"={parameter.default!r}"
-
-
-# --- the user's frames ------------------------------------------------------------------------------------------------
 
 # weakref runs finalizers of this package; the others are code that torch or Python generates. A user's code may have a
 # name in brackets, too: a cell of a notebook, `python -c`
@@ -130,14 +113,14 @@ def is_library_file(file: str) -> bool:
 def user_frame(frame: FrameType | None) -> tuple[FrameType | None, int]:
     """The innermost frame of the user's code, from `frame` outwards, and how many frames are skipped before it."""
     skipped = 0
-    while frame is not None and (is_library_file(frame.f_code.co_filename) or _is_generated(frame)):
+    while frame is not None:
+        file = frame.f_code.co_filename
+        # AOTAutograd 2.15 gives the code that it generates the file name that `python -c` gives the user's
+        generated = file == "<string>" and frame.f_globals.get("__name__") != "__main__"
+        if not (generated or is_library_file(file)):
+            break
         frame, skipped = frame.f_back, skipped + 1
     return frame, skipped
-
-
-def _is_generated(frame: FrameType) -> bool:
-    """Whether torch generated the code: AOTAutograd 2.15 gives it the file name that `python -c` gives the user's."""
-    return frame.f_code.co_filename == "<string>" and frame.f_globals.get("__name__") != "__main__"
 
 
 def unwrapped(e: Exception) -> AotHooksError | None:

@@ -23,8 +23,6 @@ import torch
 from .errors import OptionError, bind
 from .torch_private import dynamo
 
-__all__ = ["KEEP", "Hook", "compiled_by", "compiling_for", "interned"]
-
 _compiler: contextvars.ContextVar[str] = contextvars.ContextVar("compiler of the graph a hook is traced into")
 
 

@@ -8,38 +8,26 @@ from typing import Any
 
 from . import cudagraphs
 from .errors import OptionError, did_you_mean
-from .hook import Hook
-from .settings.setting import SCOPES, uncalled_factory
+from .settings.setting import SCOPES, check_rule
 from .torch_private import inductor
-
-__all__ = ["Options", "inductor_patches"]
 
 
 @dataclass(frozen=True)
 class Options:
-    """`torch.compile(..., options={...})`.
+    """`torch.compile(..., options={...})`."""
 
-    Attributes:
-        inner: "inductor" or "aten".
-        cudagraphs: hand the compiled graphs to the `cudagraph` package; True, or a dict of its options.
-        policy: a policy or `Hook` for saved tensors that no context covers.
-        scope: scope of `policy`.
-        inductor: config patches for Inductor.
-    """
-
-    inner: str = "inductor"
-    cudagraphs: bool | Mapping[str, Any] = False
-    policy: Any = None
-    scope: str = "donated"
-    inductor: Mapping[str, Any] | None = None
+    inner: str = "inductor"  # or "aten"
+    cudagraphs: bool | Mapping[str, Any] = False  # True, or options of the `cudagraph` package, which gets the graphs
+    policy: Any = None  # a policy or `Hook` for saved tensors that no context covers
+    scope: str = "donated"  # of `policy`
+    inductor: Mapping[str, Any] | None = None  # config patches
 
     @classmethod
     def parse(cls, options: Mapping[str, Any] | None) -> Options:
         """Raises `OptionError` that names the unknown option and lists the valid ones."""
         given = dict(options or {})
         valid = list(cls.__dataclass_fields__)
-        unknown = [k for k in given if k not in valid]
-        if unknown:
+        if unknown := [k for k in given if k not in valid]:
             meant = did_you_mean(str(unknown[0]), valid)
             raise OptionError(f"unknown option {unknown[0]!r}{meant or ';'} valid options: {', '.join(valid)}")
         parsed = cls(**given)
@@ -53,14 +41,12 @@ class Options:
                 f"got {parsed.cudagraphs!r}"
             )
         cudagraphs.capture_options(parsed.inner, parsed.cudagraphs)
-        policy = parsed.policy
-        if (advice := uncalled_factory(policy)) or not (policy is None or isinstance(policy, Hook) or callable(policy)):
-            raise OptionError(f"options['policy'] must be a policy or a Hook, got {policy!r}{advice}")
+        if parsed.policy is not None:
+            check_rule(parsed.policy, "options['policy'] must be a policy or a Hook")
         if parsed.inductor is not None:
             if not isinstance(parsed.inductor, Mapping):
                 raise OptionError(f"options['inductor'] must be a dict of Inductor settings, got {parsed.inductor!r}")
-            wrong = [k for k in parsed.inductor if k not in inductor.config_keys()]
-            if wrong:
+            if wrong := [k for k in parsed.inductor if k not in inductor.config_keys()]:
                 raise OptionError(f"options['inductor']: Inductor has no setting {wrong[0]!r}")
         return parsed
 

@@ -15,10 +15,11 @@ Source: the form is that of `jax.checkpoint_policies`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import operator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
@@ -26,24 +27,21 @@ from .errors import OptionError
 from .graphs.saved import SavedTensor
 from .hook import KEEP, Hook
 from .settings.operators import operator_key, same_operator
-from .settings.setting import KEPT, Policy, choose, looks_at_modules, uncalled_factory, why_kept, why_packed
+from .settings.setting import KEPT, Policy, check_rule, choose, looks_at_modules, why_kept, why_packed
 
+# fmt: off
 __all__ = [
-    "everything",
-    "first_match",
-    "larger_than",
-    "only_these_dtypes",
-    "only_these_modules",
-    "only_these_names",
+    "everything", "first_match", "larger_than", "only_these_dtypes", "only_these_modules", "only_these_names",
     "only_these_ops",
 ]
+# fmt: on
 
 Rule: TypeAlias = Hook | Policy
 
 
 def everything(hook: Rule) -> Policy:
     """`hook` for every tensor in scope."""
-    return _Everything(_rule("everything", hook))
+    return _Everything((_rule("everything", hook),))
 
 
 def larger_than(nbytes: int, hook: Rule) -> Policy:
@@ -55,7 +53,7 @@ def larger_than(nbytes: int, hook: Rule) -> Policy:
     Raises:
         OptionError: `nbytes` is not an int of at least 0.
     """
-    return _LargerThan(_nbytes(nbytes), _rule("larger_than", hook))
+    return _LargerThan((_rule("larger_than", hook),), _nbytes(nbytes))
 
 
 def only_these_ops(hooks: Mapping[Any, Rule]) -> Policy:
@@ -69,7 +67,7 @@ def only_these_ops(hooks: Mapping[Any, Rule]) -> Policy:
     Raises:
         OptionError: no such operator, or a composite one, which never saves a tensor itself (aten.linear).
     """
-    return _OnlyTheseOps(_checked_entries("only_these_ops", hooks, "an operator", operator_key))
+    return _by_key("only_these_ops", hooks, "an operator", operator_key)
 
 
 def only_these_modules(hooks: Mapping[str, Rule]) -> Policy:
@@ -80,17 +78,17 @@ def only_these_modules(hooks: Mapping[str, Rule]) -> Policy:
             "layers.0.mlp" covers "layers.0.mlp.fc1". `*`, `?` and `[...]` match within one name ("layers.*.mlp"), `**`
             matches any number of names ("**.mlp").
     """
-    return _OnlyTheseModules(_checked_entries("only_these_modules", hooks, "a module's path or pattern", _checked_path))
+    return _by_key("only_these_modules", hooks, "a module's path or pattern", _checked_path)
 
 
 def only_these_names(hooks: Mapping[str, Rule]) -> Policy:
     """A hook by the name that `aot_hooks.checkpoint_name(x, name)` set on the tensor, or on the base of the view."""
-    return _OnlyTheseNames(_checked_entries("only_these_names", hooks, "a name", _name))
+    return _by_key("only_these_names", hooks, "a name", _name)
 
 
 def only_these_dtypes(hooks: Mapping[torch.dtype, Rule]) -> Policy:
     """A hook by dtype: `{torch.float32: hook}`."""
-    return _OnlyTheseDtypes(_checked_entries("only_these_dtypes", hooks, "a torch.dtype", _dtype))
+    return _by_key("only_these_dtypes", hooks, "a torch.dtype", _dtype)
 
 
 def first_match(*policies: Rule) -> Policy:
@@ -107,9 +105,7 @@ def first_match(*policies: Rule) -> Policy:
 
 @dataclass(frozen=True, repr=False)
 class _Policy:
-    @property
-    def rules(self) -> tuple[Rule, ...]:
-        raise NotImplementedError
+    rules: tuple[Rule, ...]
 
     def rules_for(self, saved: SavedTensor) -> tuple[Rule, ...]:
         """The rules whose condition holds."""
@@ -151,125 +147,29 @@ def _match(rule: Rule, saved: SavedTensor) -> Hook | None:
 
 @dataclass(frozen=True, repr=False)
 class _Everything(_Policy):
-    hook: Rule
-
-    @property
-    def rules(self) -> tuple[Rule, ...]:
-        return (self.hook,)
-
     def __repr__(self) -> str:
-        return f"everything({_rule_text(self.hook)})"
+        return f"everything({_rule_text(self.rules[0])})"
 
 
 @dataclass(frozen=True, repr=False)
 class _LargerThan(_Policy):
     nbytes: int
-    hook: Rule
 
     def rules_for(self, saved: SavedTensor) -> tuple[Rule, ...]:
         return self.rules if saved.nbytes > self.nbytes else ()
 
     def why_kept(self, saved: SavedTensor) -> str:
-        return super().why_kept(saved) if saved.nbytes > self.nbytes else f"not larger than {self.nbytes} bytes"
+        return super().why_kept(saved) if saved.nbytes > self.nbytes else f"not {self.condition(saved)}"
 
     def condition(self, saved: SavedTensor) -> str:
         return f"larger than {self.nbytes} bytes"
 
-    @property
-    def rules(self) -> tuple[Rule, ...]:
-        return (self.hook,)
-
     def __repr__(self) -> str:
-        return f"larger_than({self.nbytes}, {_rule_text(self.hook)})"
-
-
-@dataclass(frozen=True, repr=False)
-class _ByKey(_Policy):
-    """The hook of the first key that fits."""
-
-    entries: tuple[tuple[Any, Rule], ...]
-    kind: ClassVar[str]  # of keys, in reports
-
-    def fits(self, key: Any, saved: SavedTensor) -> bool:
-        raise NotImplementedError
-
-    def values(self, saved: SavedTensor) -> tuple[str, ...]:
-        """The values of `saved` that keys are compared with, for messages."""
-        raise NotImplementedError
-
-    @property
-    def rules(self) -> tuple[Rule, ...]:
-        return tuple(rule for _, rule in self.entries)
-
-    def rules_for(self, saved: SavedTensor) -> tuple[Rule, ...]:
-        return next(((rule,) for key, rule in self.entries if self.fits(key, saved)), ())
-
-    def condition(self, saved: SavedTensor) -> str:
-        key = next(key for key, _ in self.entries if self.fits(key, saved))
-        return f"{self.kind} {str(key).removeprefix('torch.')}"
-
-    def __repr__(self) -> str:
-        name = type(self).__name__.removeprefix("_Only")
-        name = "only" + "".join(f"_{c.lower()}" if c.isupper() else c for c in name)
-        return f"{name}({{{', '.join(f'{key!r}: {_rule_text(rule)}' for key, rule in self.entries)}}})"
-
-
-@dataclass(frozen=True, repr=False)
-class _OnlyTheseOps(_ByKey):
-    kind = "operator"
-
-    def fits(self, key: str, saved: SavedTensor) -> bool:
-        return same_operator(key, saved.op)
-
-    def values(self, saved: SavedTensor) -> tuple[str, ...]:
-        return (saved.op,)
-
-
-@dataclass(frozen=True, repr=False)
-class _OnlyTheseModules(_ByKey):
-    kind = "in module"
-
-    @property
-    def looks_at_modules(self) -> bool:
-        return True
-
-    def fits(self, key: str, saved: SavedTensor) -> bool:
-        return _covers(tuple(key.split(".")), tuple(filter(None, saved.module_path.split("."))))
-
-    def values(self, saved: SavedTensor) -> tuple[str, ...]:
-        return (saved.module_path,)
-
-
-@dataclass(frozen=True, repr=False)
-class _OnlyTheseNames(_ByKey):
-    kind = "named"
-
-    def fits(self, key: str, saved: SavedTensor) -> bool:
-        return key in saved.checkpoint_names
-
-    def values(self, saved: SavedTensor) -> tuple[str, ...]:
-        return saved.checkpoint_names
-
-
-@dataclass(frozen=True, repr=False)
-class _OnlyTheseDtypes(_ByKey):
-    kind = "dtype"
-
-    def fits(self, key: torch.dtype, saved: SavedTensor) -> bool:
-        return key == saved.dtype
-
-    def values(self, saved: SavedTensor) -> tuple[str, ...]:
-        return (str(saved.dtype).removeprefix("torch."),)
+        return f"larger_than({self.nbytes}, {_rule_text(self.rules[0])})"
 
 
 @dataclass(frozen=True, repr=False)
 class _FirstMatch(_Policy):
-    policies: tuple[Rule, ...]
-
-    @property
-    def rules(self) -> tuple[Rule, ...]:
-        return self.policies
-
     def match(self, saved: SavedTensor) -> Hook | None:
         return self._first(saved)[0]
 
@@ -279,31 +179,90 @@ class _FirstMatch(_Policy):
 
     def _first(self, saved: SavedTensor) -> tuple[Hook | None, Rule | None]:
         """The first hook that packs `saved`, and its policy."""
-        for policy in self.policies:
+        for policy in self.rules:
             hook = _match(policy, saved)
             if hook is not None and not hook.why_not(saved):
                 return hook, policy
         return None, None
 
     def __repr__(self) -> str:
-        return f"first_match({', '.join(map(_rule_text, self.policies))})"
+        return f"first_match({', '.join(map(_rule_text, self.rules))})"
 
 
-def _covers(pattern: tuple[str, ...], path: tuple[str, ...]) -> bool:
-    """Whether `pattern` matches `path` or a module around it."""
-    if not pattern:
-        return True
-    if pattern[0] == "**":
-        return _covers(pattern[1:], path) or (path != () and _covers(pattern, path[1:]))
-    return path != () and fnmatchcase(path[0], pattern[0]) and _covers(pattern[1:], path[1:])
+def _covers(pattern: str, path: str) -> bool:
+    """Whether `pattern` matches the module `path` or a module around it."""
+
+    def covers(pattern: tuple[str, ...], path: tuple[str, ...]) -> bool:
+        if not pattern:
+            return True
+        if pattern[0] == "**":
+            return covers(pattern[1:], path) or (path != () and covers(pattern, path[1:]))
+        return path != () and fnmatchcase(path[0], pattern[0]) and covers(pattern[1:], path[1:])
+
+    return covers(tuple(pattern.split(".")), tuple(filter(None, path.split("."))))
 
 
-# --- arguments -------------------------------------------------------------------------------------------------------
+class _Kind(NamedTuple):
+    """A kind of key: its name in reports, the values of a saved tensor, and whether a key fits a value."""
+
+    name: str
+    values: Callable[[SavedTensor], tuple[Any, ...]]
+    fits: Callable[[Any, Any], bool] = operator.eq
+
+
+_KINDS = {
+    "only_these_ops": _Kind("operator", lambda saved: (saved.op,), same_operator),
+    "only_these_modules": _Kind("in module", lambda saved: (saved.module_path,), _covers),
+    "only_these_names": _Kind("named", lambda saved: saved.checkpoint_names),
+    "only_these_dtypes": _Kind("dtype", lambda saved: (saved.dtype,)),
+}
+
+
+@dataclass(frozen=True, repr=False)
+class ByKey(_Policy):
+    """The rule of the first key that fits: `rules[i]` for `keys[i]`. `function` is the one that made it."""
+
+    function: str
+    keys: tuple[Any, ...]
+
+    @property
+    def kind(self) -> _Kind:
+        return _KINDS[self.function]
+
+    def fits(self, key: Any, saved: SavedTensor) -> bool:
+        return any(self.kind.fits(key, value) for value in self.kind.values(saved))
+
+    def rules_for(self, saved: SavedTensor) -> tuple[Rule, ...]:
+        return next(((rule,) for key, rule in zip(self.keys, self.rules, strict=True) if self.fits(key, saved)), ())
+
+    def condition(self, saved: SavedTensor) -> str:
+        return f"{self.kind.name} {key_text(next(key for key in self.keys if self.fits(key, saved)))}"
+
+    @property
+    def looks_at_modules(self) -> bool:
+        return self.function == "only_these_modules" or super().looks_at_modules
+
+    def __repr__(self) -> str:
+        entries = (f"{key!r}: {_rule_text(rule)}" for key, rule in zip(self.keys, self.rules, strict=True))
+        return f"{self.function}({{{', '.join(entries)}}})"
+
+
+def key_text(key: Any) -> str:
+    """A key, or a value that keys are compared with, in messages."""
+    return str(key).removeprefix("torch.")
+
+
+def keys_in(rule: Rule) -> Iterator[tuple[ByKey, Any]]:
+    """The keys of the policies in `rule`, each with its policy."""
+    if isinstance(rule, ByKey):
+        yield from ((rule, key) for key in rule.keys)
+    if isinstance(rule, _Policy):
+        for inner in rule.rules:
+            yield from keys_in(inner)
 
 
 def _rule(function: str, value: Any) -> Rule:
-    if (hint := uncalled_factory(value)) or (not isinstance(value, Hook) and not callable(value)):
-        raise OptionError(f"{function}: expected a Hook, or a policy, got {value!r}{hint}")
+    check_rule(value, f"{function}: expected a Hook, or a policy")
     if isinstance(value, type):
         raise OptionError(f"{function}: expected a Hook, or a policy, got the class {value.__name__}; make one of it")
     if getattr(value, "decides_for_graph", False):
@@ -312,39 +271,42 @@ def _rule(function: str, value: Any) -> Rule:
     return rule
 
 
+def _by_key(function: str, hooks: Any, key: str, check: Callable[[Any], Any]) -> ByKey:
+    if not isinstance(hooks, Mapping) or not hooks:
+        raise OptionError(f"{function}: expected a dict from {key} to a Hook, got {hooks!r}")
+    keys, rules = [], []
+    for key_or_name, hook in hooks.items():
+        try:
+            keys.append(check(key_or_name))
+            rules.append(_rule(function, hook))
+        except OptionError as e:
+            raise OptionError(str(e) if str(e).startswith(function) else f"{function}: {e}") from None
+    return ByKey(tuple(rules), function, tuple(keys))
+
+
 def _nbytes(value: Any) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < 0:
         raise OptionError(f"larger_than(nbytes, hook): expected bytes as an int of at least 0, got {value!r}")
     return value
 
 
-def _checked_entries(function: str, hooks: Any, key: str, check: Callable[[Any], Any]) -> tuple[tuple[Any, Rule], ...]:
-    if not isinstance(hooks, Mapping) or not hooks:
-        raise OptionError(f"{function}: expected a dict from {key} to a Hook, got {hooks!r}")
-    entries = []
-    for key_or_name, hook in hooks.items():
-        try:
-            entries.append((check(key_or_name), _rule(function, hook)))
-        except OptionError as e:
-            raise OptionError(str(e) if str(e).startswith(function) else f"{function}: {e}") from None
-    return tuple(entries)
+def _checked_path(value: Any) -> Any:
+    return _checked(
+        value, isinstance(value, str) and "" not in value.split("."), "a module's path such as 'layers.*.mlp'"
+    )
 
 
-def _checked_path(value: Any) -> str:
-    if not isinstance(value, str) or "" in value.split("."):
-        raise OptionError(f"expected a module's path such as 'layers.*.mlp', got {value!r}")
-    return value
+def _name(value: Any) -> Any:
+    return _checked(value, isinstance(value, str) and value != "", "a name as a string")
 
 
-def _name(value: Any) -> str:
-    if not isinstance(value, str) or not value:
-        raise OptionError(f"expected a name as a string, got {value!r}")
-    return value
+def _dtype(value: Any) -> Any:
+    return _checked(value, isinstance(value, torch.dtype), "a torch.dtype such as torch.float32")
 
 
-def _dtype(value: Any) -> torch.dtype:
-    if not isinstance(value, torch.dtype):
-        raise OptionError(f"expected a torch.dtype such as torch.float32, got {value!r}")
+def _checked(value: Any, right: bool, expected: str) -> Any:
+    if not right:
+        raise OptionError(f"expected {expected}, got {value!r}")
     return value
 
 

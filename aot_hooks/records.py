@@ -10,42 +10,30 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from .identity.memo import Memo
 from .passes.plan import Plan
-from .release import at_end_of_backward
+from .unused import at_end_of_backward
 
-__all__ = ["Graph", "forget", "plans_of", "recorded", "recording_graphs"]
-
-
-# --- plans ------------------------------------------------------------------------------------------------------------
-
-
-_plans: dict[int, tuple[weakref.ref[Any], list[Plan]]] = {}  # by id of the wrapper; weak, so that it drops its plans
+_plans: Memo[list[Plan]] = Memo()  # by the wrapper
 _lock = threading.Lock()
 
 
 def plans_of(wrapper: Any) -> list[Plan]:
     """The list of plans of a `torch.compile` wrapper; compiling appends to it."""
     with _lock:
-        known = _plans.get(id(wrapper))
-        if known is None or known[0]() is not wrapper:
-            known = _plans[id(wrapper)] = (weakref.ref(wrapper), [])
-            weakref.finalize(wrapper, _plans.pop, id(wrapper), None)
-        return known[1]
+        plans = _plans.get(wrapper)
+        return _plans.set(wrapper, []) if plans is None else plans
 
 
 def forget() -> None:
     """Empty the plans of all wrappers."""
     with _lock:
-        for _, plans in _plans.values():
+        for _, plans in _plans.known.values():
             plans.clear()
-
-
-# --- graphs -----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(eq=False)

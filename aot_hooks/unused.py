@@ -14,7 +14,8 @@ import collections
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,12 +24,10 @@ import torch
 from .errors import TORCH, UnusedWarning, user_frame
 from .hook import KEEP
 from .passes.plan import Decision, Plan
-from .policies import _ByKey, _Policy
-from .release import at_end_of_backward
+from .policies import ByKey, key_text, keys_in
 from .settings.setting import Setting
-from .torch_private import aot
-
-__all__ = ["compiled", "context_entered", "context_left", "forget", "is_suspect", "judged", "tensor_saved", "traced"]
+from .torch_private import aot, dynamo
+from .torch_private import values as torch_values
 
 _SHOWN = 8
 
@@ -39,13 +38,13 @@ class _Use:
 
     Attributes:
         unmatched: keys of its policies that no saved tensor has matched yet.
-        seen: values that were compared with the keys, by kind of key; for messages.
+        seen: values that were compared with the keys, by the function that made the policy; for messages.
         kept: decisions that left a tensor, while none packed one.
         packs: a decision packed a tensor.
     """
 
     setting: Setting
-    unmatched: dict[tuple[_ByKey, Any], None]
+    unmatched: dict[tuple[ByKey, Any], None]
     seen: dict[str, dict[str, None]] = field(default_factory=dict)
     kept: list[Decision] = field(default_factory=list)
     packs: bool = False
@@ -60,13 +59,15 @@ class _Use:
             if policy.fits(key, decision.saved):
                 del self.unmatched[policy, key]
             else:
-                self.seen.setdefault(policy.kind, {}).update(dict.fromkeys(policy.values(decision.saved)))
+                self.seen.setdefault(policy.function, {}).update(
+                    dict.fromkeys(map(key_text, policy.kind.values(decision.saved)))
+                )
 
     @property
     def packed_nothing(self) -> bool:
         # a budget that is met without hooks has done its work
         budget = getattr(self.setting.rule, "decides_for_graph", False)
-        return bool(self.kept) and not self.setting.is_keep and not budget
+        return bool(self.kept) and self.setting.rule != KEEP and not budget
 
 
 _uses: dict[str, _Use] = {}  # by the setting's text
@@ -85,12 +86,9 @@ _local = _Local()
 
 
 def forget() -> None:
-    """Forget the effect on graphs; no warning is repeated."""
+    """Forget the effect on graphs; warnings stay given."""
     with _lock:
         _uses.clear()
-
-
-# --- graphs -----------------------------------------------------------------------------------------------------------
 
 
 def compiled(settings: Iterable[Setting], plans: Sequence[Plan]) -> list[Setting]:
@@ -102,9 +100,7 @@ def compiled(settings: Iterable[Setting], plans: Sequence[Plan]) -> list[Setting
     suspects = []
     with _lock:
         for setting in settings:
-            use = _uses.get(setting.text)
-            if use is None:
-                use = _uses[setting.text] = _Use(setting, dict.fromkeys(_keys(setting.rule)))
+            use = _uses.setdefault(setting.text, _Use(setting, dict.fromkeys(keys_in(setting.rule))))
             _ended.add(setting.text)
             for d in decisions:
                 if setting.key in d.settings:
@@ -112,14 +108,6 @@ def compiled(settings: Iterable[Setting], plans: Sequence[Plan]) -> list[Setting
             if use.unmatched or use.packed_nothing:
                 suspects.append(setting)
     return suspects
-
-
-def _keys(rule: Any) -> Iterator[tuple[_ByKey, Any]]:
-    if isinstance(rule, _ByKey):
-        yield from ((rule, key) for key, _ in rule.entries)
-    if isinstance(rule, _Policy):
-        for inner in rule.rules:
-            yield from _keys(inner)
 
 
 def judged(run: Callable[..., Any], suspects: list[Setting]) -> Callable[..., Any]:
@@ -147,29 +135,58 @@ def _judge(suspects: list[Setting]) -> None:
         if use is None:
             continue
         if use.packed_nothing and not use.unmatched:
-            _warn((setting.text, "packed"), _packed_nothing(use))
+            reasons = collections.Counter(d.reason for d in use.kept).most_common(3)
+            why = "; ".join(f"{count} {reason}" for reason, count in reasons)
+            _warn(
+                (setting.text, "packed"),
+                f"{use.setting.title} packed none of the {len(use.kept)} tensors that graphs save for backward under "
+                f"it ({why}). Use a hook or policy that takes them, or another scope; "
+                "aot_hooks.print_report(aot_hooks.last_plans(compiled)) shows each",
+            )
         for policy, key in use.unmatched:
-            seen = use.seen.get(policy.kind, {})
-            _warn((setting.text, f"{policy.kind} {key}"), _matched_nothing(policy, key, seen))
+            names = sorted(filter(None, use.seen.get(policy.function, ())))
+            shown = ", ".join(map(repr, names[:_SHOWN])) + (", ..." if len(names) > _SHOWN else "")
+            _warn(
+                (setting.text, f"{policy.function} {key}"),
+                f"{policy!r}: no tensor that graphs save for backward under it fits {key_text(key)!r}; "
+                f"{f'they have {shown}' if names else 'they have no such thing'}. Correct the key or take it out",
+            )
 
 
-def _packed_nothing(use: _Use) -> str:
-    reasons = collections.Counter(d.reason for d in use.kept).most_common(3)
-    why = "; ".join(f"{count} {reason}" for reason, count in reasons)
-    return (
-        f"{use.setting.title} packed none of the {len(use.kept)} tensors that graphs save for backward under it "
-        f"({why}). Use a hook or policy that takes them, or another scope; "
-        "aot_hooks.print_report(aot_hooks.last_plans(compiled)) shows each"
-    )
+class _Token:
+    """An object that only an autograd node holds."""
 
 
-def _matched_nothing(policy: _ByKey, key: Any, seen: Iterable[str]) -> str:
-    names = sorted(filter(None, seen))
-    shown = ", ".join(map(repr, names[:_SHOWN])) + (", ..." if len(names) > _SHOWN else "")
-    return (
-        f"{policy!r}: no tensor that graphs save for backward under it fits {str(key).removeprefix('torch.')!r}; "
-        f"{f'they have {shown}' if names else 'they have no such thing'}. Correct the key or take it out"
-    )
+def at_end_of_backward(outputs: Any, on_release: Callable[[], None]) -> bool:
+    """Call `on_release` once when the saved tensors of the graph that returned `outputs` are released.
+
+    Its backward has run then, or nobody can ask for it any more. False if it saved nothing.
+
+        outputs --grad_fn, through views--> the graph's autograd node --+-- has run -------+--> on_release(), once
+                                                                        +-- is collected --+
+    """
+    tensors = (t for t in torch_values.pytree.tree_leaves(outputs) if isinstance(t, torch.Tensor))
+    node = next((n for t in tensors if (n := _node_of(t)) is not None), None)
+    if node is None:
+        return False
+    token = _Token()
+    once = weakref.finalize(token, on_release)
+    node.metadata["aot_hooks"] = token
+
+    @dynamo.untraced  # a backward may run where Dynamo compiles each function that is called
+    def has_run(*_: Any) -> None:
+        once()
+
+    node.register_hook(has_run)
+    return True
+
+
+def _node_of(x: torch.Tensor) -> Any:
+    """The autograd node of the compiled graph behind `x`, or behind what `x` is a view of; None without one."""
+    node: Any = x.grad_fn
+    while node is not None and "CompiledFunction" not in type(node).__name__:
+        node = node.next_functions[0][0] if node.next_functions else None
+    return node
 
 
 def compiled_in_place(module: torch.nn.Module) -> None:
@@ -188,11 +205,7 @@ def compiled_in_place(module: torch.nn.Module) -> None:
         )
 
 
-# --- contexts ---------------------------------------------------------------------------------------------------------
-
-
 def tensor_saved() -> None:
-    """An eager operator saved a tensor on this thread."""
     _local.saved_count += 1
 
 
@@ -212,7 +225,7 @@ def context_left(setting: Setting) -> None:
     """Warn if the first context of `setting` that ends saw no saved tensor."""
     before = _local.counts_at_entry.pop()
     _ended.add(setting.text)
-    if _local.saved_count == before and not setting.is_keep and sys.exc_info()[0] is None:
+    if _local.saved_count == before and setting.rule != KEEP and sys.exc_info()[0] is None:
         _warn(
             (setting.text, "context"),
             f"a context of {setting.title} saw no saved tensor: no operator saved one eagerly inside it, and no "
@@ -223,7 +236,7 @@ def context_left(setting: Setting) -> None:
 
 def traced(setting: Setting) -> None:
     """A tracer calls the pair of `setting`."""
-    if setting.text not in _ended and aot.inlines_hooks() and not setting.is_keep:
+    if setting.text not in _ended and aot.inlines_hooks() and setting.rule != KEEP:
         _ended.add(setting.text)
         _warn(
             (setting.text, "context"),

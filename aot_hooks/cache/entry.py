@@ -23,7 +23,7 @@ from typing import Any
 from ..errors import AotHooksError, PolicyError
 from ..graphs.saved import Dim, SavedTensor
 from ..hook import KEEP, Hook, compiling_for
-from ..identity import described
+from ..identity.frozen import described
 from ..offloading.schedule import Transfer
 from ..passes.plan import Decision, Plan
 from ..passes.trace import canonical, trace_hook

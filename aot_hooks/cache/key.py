@@ -36,10 +36,12 @@ from ..errors import PACKAGE, AotHooksError
 from ..graphs.nodes import REGION, annotation
 from ..graphs.saved import module_stack, place_of
 from ..hook import Hook, compiling_for
-from ..identity import described, recording, tensor_digest
+from ..identity.frozen import described
+from ..identity.records import recording
+from ..identity.tensors import tensor_digest
 from ..passes.trace import canonical, trace_hook
 from ..settings.names import name_given
-from ..settings.setting import Setting
+from ..settings.setting import Setting, looks_at_modules
 from ..torch_private import values as torch_values
 
 __all__ = ["Key", "Line", "foreign_operator", "key_of", "nodes_of", "normalized", "package_digest"]
@@ -107,7 +109,7 @@ def key_of(
         numbers[key] = texts[text]
     # a user's function sees the rows of saved tensors, with their lines and modules
     reads_anything = any(s is not None and described(s.rule).functions for s in settings)
-    reads_modules = reads_anything or any(s is not None and s.looks_at_modules for s in settings)
+    reads_modules = reads_anything or any(s is not None and looks_at_modules(s.rule) for s in settings)
     for i, node in enumerate(nodes):
         if (key := annotation(node, REGION)) is not None:
             lines.append((f"region of node {i}", str(numbers[key])))

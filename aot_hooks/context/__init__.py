@@ -11,26 +11,3 @@ identity/ tells which value a hook or policy is. A pair records what graphs depe
 that is unchanged. Contexts nest, the innermost wins; they are thread-local because torch's stack is. A compiled call
 raises if its hook has changed since the context was entered. Eager parts call the hook as it is.
 """
-
-from .entering import saved_tensors_hooks, saved_tensors_policy
-from .pairs import EagerPack, Pair, ambient, made_of
-from .pairs import forget as forget_pairs
-from .region import forget as forget_regions
-from .region import regions
-
-__all__ = [
-    "EagerPack",
-    "Pair",
-    "ambient",
-    "forget",
-    "made_of",
-    "regions",
-    "saved_tensors_hooks",
-    "saved_tensors_policy",
-]
-
-
-def forget() -> None:
-    """Drop the pairs and regions that are only cached."""
-    forget_pairs()
-    forget_regions()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -13,17 +14,16 @@ from .. import unused
 from ..eager.packing import has_pending, pack_pending, unpack_eager
 from ..errors import OptionError
 from ..hook import Hook
-from ..identity import described
+from ..identity.frozen import described
 from ..identity.memo import Memo
 from ..settings.setting import Policy, Setting, uncalled_factory
 from ..torch_private import autograd, dynamo
 from .pairs import EagerPack, Pair, keep_alive, open_contexts, pair_for
 from .region import note_region, take_key
 
-__all__ = ["saved_tensors_hooks", "saved_tensors_policy"]
-
 _push, _pop, _allow = autograd.push, autograd.pop, autograd.allow_hooks
 _unpack_untraced = dynamo.untraced(unpack_eager)
+_frozen_pairs: Memo[dict[str | None, weakref.ref[Pair]]] = Memo()  # hooks and policies of the library -> scope -> pair
 
 
 class _Context(contextlib.ContextDecorator):
@@ -36,17 +36,14 @@ class _Context(contextlib.ContextDecorator):
 
     rule: Any  # the hook or policy; None for two functions
     scope: str | None
-    make_setting: Callable[[], Setting]
     region: Callable[[], contextlib.AbstractContextManager[None]]  # for Dynamo to trace
 
     def __init__(self) -> None:
         self.open_regions: list[Any] = []  # entered in a compiled function, innermost last
-        self._setting: Setting | None = None
 
+    @functools.cached_property
     def setting(self) -> Setting:
-        if self._setting is None:
-            self._setting = self.make_setting()
-        return self._setting
+        return Setting(self.rule, self.scope)
 
     @dynamo.outermost_runs_in_python
     def __enter__(self) -> None:
@@ -78,19 +75,16 @@ class _Context(contextlib.ContextDecorator):
         _allow()  # as on entry, or the push would have failed
         if has_pending():
             dynamo.in_python(pack_pending)
-        setting = context.setting() if pair is None else pair.setting
+        setting = context.setting if pair is None else pair.setting
         if unused.is_suspect(setting):
             dynamo.in_python(unused.context_left, setting)
-
-
-_frozen_pairs: Memo[dict[str | None, weakref.ref[Pair]]] = Memo()  # hooks and policies of the library -> scope -> pair
 
 
 def _enter(context: _Context) -> None:
     pack_pending()
     pair = pair_for(context)
     if pair is None:
-        _push(EagerPack(context.setting()), _unpack_untraced)
+        _push(EagerPack(context.setting), _unpack_untraced)
     else:
         try:
             _push(pair.pack, pair.unpack)
@@ -133,12 +127,13 @@ class saved_tensors_hooks(_Context):
         # at each call of a decorated function: Dynamo before 2.15 enters only contexts made in the function it traces
         return saved_tensors_hooks(self.pack, self.unpack, scope=self.scope)
 
-    def make_setting(self) -> Setting:
+    @functools.cached_property
+    def setting(self) -> Setting:
         return _setting_of_hooks(self.pack, self.unpack, self.scope)
 
     @contextlib.contextmanager
     def region(self) -> Iterator[None]:
-        pack, unpack, scope = self.pack, self.unpack, self.scope  # noqa: F841  # locals, for `_note_hooks` to find
+        pack, unpack, scope = self.pack, self.unpack, self.scope  # noqa: F841  # locals, for `note_region` to find
         dynamo.comptime(_note_hooks)
         with torch.fx.traceback.annotate({"aot_hooks": take_key()}):
             yield
@@ -152,17 +147,14 @@ class saved_tensors_policy(_Context):
 
     def __init__(self, policy: Policy | Hook, *, scope: str | None = None) -> None:
         super().__init__()
-        self.policy, self.scope, self.rule = policy, scope, policy
+        self.rule, self.scope = policy, scope
 
     def _recreate_cm(self) -> saved_tensors_policy:
-        return saved_tensors_policy(self.policy, scope=self.scope)
-
-    def make_setting(self) -> Setting:
-        return Setting(self.policy, self.scope)
+        return saved_tensors_policy(self.rule, scope=self.scope)
 
     @contextlib.contextmanager
     def region(self) -> Iterator[None]:
-        policy, scope = self.policy, self.scope  # noqa: F841  # locals, for `_note_policy` to find
+        policy, scope = self.rule, self.scope  # noqa: F841  # locals, for `note_region` to find
         dynamo.comptime(_note_policy)
         with torch.fx.traceback.annotate({"aot_hooks": take_key()}):
             yield
@@ -182,15 +174,20 @@ def _setting_of_hooks(pack: Any, unpack: Any, scope: str | None) -> Setting:
 
 def _as_hook(pack: Any, unpack: Any) -> Hook:
     if isinstance(pack, Hook):
-        if unpack is not None and unpack is not pack and not isinstance(unpack, Hook):
-            raise OptionError(f"saved_tensors_hooks(hook) takes a Hook alone, got {pack!r} and {unpack!r}")
         if unpack is None or unpack is pack:
             return pack
-        eager, lossy = pack.eager or unpack.eager, pack.lossy or unpack.lossy
-        name = f"{pack.name}/{unpack.name}"
-        cache_hash = None if None in (pack.cache_hash, unpack.cache_hash) else f"{pack.cache_hash}/{unpack.cache_hash}"
-        functions = pack.pack, unpack.unpack
-        return Hook(name, *functions, lossy=lossy, eager=eager, cache_hash=cache_hash, declines=pack.declines)
+        if not isinstance(unpack, Hook):
+            raise OptionError(f"saved_tensors_hooks(hook) takes a Hook alone, got {pack!r} and {unpack!r}")
+        hashes = pack.cache_hash, unpack.cache_hash
+        return Hook(
+            f"{pack.name}/{unpack.name}",
+            pack.pack,
+            unpack.unpack,
+            lossy=pack.lossy or unpack.lossy,
+            eager=pack.eager or unpack.eager,
+            cache_hash=None if None in hashes else "/".join(map(str, hashes)),
+            declines=pack.declines,
+        )
     for name, fn in (("pack", pack), ("unpack", unpack)):
         if not callable(fn):
             raise OptionError(

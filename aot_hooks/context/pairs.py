@@ -20,11 +20,11 @@ from torch.fx import GraphModule
 from ..eager.packing import pack_eager, unpack_eager
 from ..errors import HookContractError
 from ..hook import Hook
-from ..identity import Record, Recording, described
+from ..identity.frozen import described
+from ..identity.memo import Memo
+from ..identity.records import Record, Recording
 from ..settings.setting import Setting, choose
 from ..torch_private import autograd, dynamo
-
-__all__ = ["EagerPack", "Pair", "ambient", "forget", "made_of", "open_contexts", "pair_for"]
 
 _MAX_KEYS, _MAX_RECENT = 4096, 8
 
@@ -44,8 +44,7 @@ class Pair:
         self.open_count = 0  # open contexts; counted if it may change
         self.pack = _module("AotHooksPack", lambda x: pack_eager(_as_entered(self), x))
         self.unpack = _module("AotHooksUnpack", unpack_eager)
-        _pair_of_module[id(self.pack)] = weakref.ref(self)
-        weakref.finalize(self, _pair_of_module.pop, id(self.pack), None)
+        _pair_of_module.set(self.pack, weakref.ref(self))
         vars(self.pack)["_aot_hooks_pair"] = self  # the module keeps its pair alive
 
     def opened(self) -> None:
@@ -70,11 +69,12 @@ open_contexts = _OpenContexts()
 # scope and text of a rule, see `described` -> its pairs; the one entered last is the first
 _pairs: dict[tuple[str | None, str], list[weakref.ref[Pair]]] = {}
 _recent: collections.deque[Pair] = collections.deque(maxlen=_MAX_RECENT)
-_pair_of_module: dict[int, weakref.ref[Pair]] = {}
+_pair_of_module: Memo[weakref.ref[Pair]] = Memo()  # by its pack module
 _lock = threading.RLock()
 
 
 def forget() -> None:
+    """Drop the pairs that are only cached."""
     with _lock:
         _recent.clear()
 
@@ -99,16 +99,20 @@ def _module(name: str, call: Callable[[Any], Any]) -> GraphModule:
 
 def pair_for(context: Any) -> Pair | None:
     """The pair that stands for the setting of a context, counted as opened; None for an eager hook."""
-    functions = _code_and_scope(context)
+    pack: Any = getattr(context, "pack", None)
+    unpack: Any = getattr(context, "unpack", None)
+    # the parts of two plain functions that are the same when they are made anew
+    plain = type(pack) is types.FunctionType is type(unpack) and not pack.__dict__
+    functions = (pack.__code__, unpack.__code__, context.scope) if plain else ()
     key = tuple(map(id, functions))
     _, refs = _pairs_of_functions.get(key, (None, ()))
     for ref in refs:
         pair = ref()
-        if pair is not None and pair.record.is_pair(context.pack, context.unpack):
+        if pair is not None and pair.record.is_pair(pack, unpack):
             pair.opened()
             keep_alive(pair)
             return pair
-    setting: Setting = context.setting()
+    setting: Setting = context.setting
     if setting.eager:
         return None
     pair = _pair_of_setting(setting)
@@ -122,14 +126,6 @@ def pair_for(context: Any) -> Pair | None:
 
 # ids of two code objects and a scope -> these objects, so that ids stay theirs, and pairs of functions with this code
 _pairs_of_functions: collections.OrderedDict[Any, tuple[Any, list[weakref.ref[Pair]]]] = collections.OrderedDict()
-
-
-def _code_and_scope(context: Any) -> tuple[Any, ...]:
-    """The parts of two plain functions that are the same when they are made anew, and the scope; () for others."""
-    pack, unpack = getattr(context, "pack", None), getattr(context, "unpack", None)
-    if type(pack) is types.FunctionType is type(unpack) and not pack.__dict__:
-        return pack.__code__, unpack.__code__, context.scope
-    return ()
 
 
 def _pair_of_setting(setting: Setting) -> Pair:
@@ -152,9 +148,6 @@ def _pair_of_setting(setting: Setting) -> Pair:
     return found
 
 
-# --- the setting around a call ----------------------------------------------------------------------------------------
-
-
 class EagerPack:
     """The pack function of an eager hook on torch's stack. Dynamo doesn't guard it; compiled graphs call it."""
 
@@ -169,16 +162,15 @@ class EagerPack:
 def ambient() -> tuple[Setting | None, Any]:
     """The innermost setting around the current call, and the object that a graph compiled for it must keep alive.
 
-    Stock `torch.autograd.graph.saved_tensors_hooks` with two GraphModules means the same as ours. Any other pair is
-    left to torch, as in any other backend.
+    Stock `torch.autograd.graph.saved_tensors_hooks` with two GraphModules means the same as ours. Torch keeps others.
     """
     top = autograd.top_hooks()
     if top is None:
         return None, None
     pack, unpack = top
-    ref = _pair_of_module.get(id(pack))
+    ref = _pair_of_module.get(pack)
     pair = ref() if ref is not None else None
-    if pair is not None and pair.pack is pack:
+    if pair is not None:
         return _as_entered(pair), pair
     if isinstance(pack, GraphModule) and isinstance(unpack, GraphModule):
         return Setting(Hook("saved_tensors_hooks", pack, unpack), autograd.filtering_mode()), (pack, unpack)
@@ -188,7 +180,7 @@ def ambient() -> tuple[Setting | None, Any]:
 def _as_entered(pair: Pair) -> Setting:
     """The setting of `pair` that this thread entered; its objects may differ from those of an equal one."""
     if open_contexts.stack and open_contexts.stack[-1][1] is pair:
-        setting: Setting = open_contexts.stack[-1][0].setting()
+        setting: Setting = open_contexts.stack[-1][0].setting
         return setting
     return pair.setting
 

@@ -9,34 +9,27 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import AotHooksError, OptionError
-from ..identity import Record, Recording, described
+from ..identity.frozen import described
+from ..identity.records import Record, Recording
 from ..settings.setting import Setting, choose
 from ..torch_private import autograd, dynamo, dynamo_trace
-
-__all__ = ["Region", "forget", "note_region", "regions", "take_key"]
 
 _MAX_REGIONS = 4096
 
 
 @dataclass(frozen=True)
 class Region:
-    """A context inside a compiled function.
-
-    Attributes:
-        record: what graphs depend on; empty before the first graph.
-        pending: changes by the compiled function before the region, which tracing has not carried out yet.
-    """
+    """A context inside a compiled function."""
 
     setting: Setting
-    record: Record
-    pending: dynamo_trace.Pending
+    record: Record  # what graphs depend on; empty before the first graph
+    pending: dynamo_trace.Pending  # changes by the function before the region, which tracing has not carried out yet
 
     def made_of(self, seen: Recording) -> Record:
         """The record of a graph. Raises `OptionError` if a pending change affects it."""
-        pending = self.pending
-        if pending.objects or pending.names or pending.storages:
+        if self.pending.objects or self.pending.names or self.pending.storages:
             for name, value, parts in seen.reached(self.setting.rule):
-                if pending.has(value, parts):
+                if self.pending.has(value, parts):
                     raise _unknown("hook", f"'{name}' that the compiled function has changed before")
         record = seen.record(self.setting.rule, choose)
         self.record.add(record)
@@ -54,9 +47,7 @@ def note_region(context: Any, names: tuple[str, ...], make: Callable[..., Settin
     `names` are the local variables that `make` makes the setting of.
     """
     pending = dynamo_trace.pending_changes(context)
-    traced = dynamo_trace.Traced(
-        context, names, lambda name, e: dynamo.backend_failure("aot_hooks", _unknown(name, str(e)))
-    )
+    traced = dynamo_trace.Traced(context, names, lambda name, e: _failure(_unknown(name, str(e))))
     try:
         if (why := autograd.disabled_because()) is not None:
             raise OptionError(f"hooks are disabled here, by torch.autograd.graph.disable_saved_tensors_hooks: {why}")
@@ -65,7 +56,7 @@ def note_region(context: Any, names: tuple[str, ...], make: Callable[..., Settin
         if description.functions and (pending.objects or pending.names):  # nobody knows what a policy reads
             raise _unknown("policy", "a policy, which may read what the compiled function has changed before")
     except AotHooksError as e:
-        raise dynamo.backend_failure("aot_hooks", e) from e
+        raise _failure(e) from e
     scope, record = setting.scope, Record(setting.rule, choose)
 
     def unchanged(*values: Any) -> bool:
@@ -91,8 +82,13 @@ def take_key() -> str:
 
 
 def forget() -> None:
+    """Drop all regions."""
     regions.clear()
     _noted.clear()
+
+
+def _failure(e: AotHooksError) -> Exception:
+    return dynamo.backend_failure("aot_hooks", e)
 
 
 def _unknown(name: str, what: str) -> OptionError:

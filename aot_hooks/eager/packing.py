@@ -34,9 +34,10 @@ from .. import unused
 from ..contract import check_packed, check_unpacked, function_named, input_mutated
 from ..errors import AotHooksError, HookContractError, HookTraceError
 from ..hook import KEEP, Hook
-from ..identity import READ_EACH_TIME, described, tensor_digest
+from ..identity.frozen import described
+from ..identity.tensors import READ_EACH_TIME, tensor_digest
 from ..passes.strides import has_gaps, restride
-from ..settings.setting import SCOPE, Setting
+from ..settings.setting import SCOPE, Setting, looks_at_modules
 from ..torch_private import autograd, dynamo
 from ..torch_private import values as torch_values
 from .modules import note_call
@@ -89,7 +90,7 @@ def pack_eager(setting: Setting, x: torch.Tensor) -> Any:
         return x  # a tracer runs the program on fake tensors: nothing is saved
     unused.tensor_saved()
     pack_pending()
-    if setting.looks_at_modules:
+    if looks_at_modules(setting.rule):
         note_call()
     outermost = _outermost_frame()
     hook, row = _choose(setting, x, outermost)

@@ -7,20 +7,3 @@
 
 No user code is imported, walked or run to guess its meaning: Dynamo traces it, on fake tensors.
 """
-
-from .frozen import code_of, described
-from .records import Record, Recording, note_choice, note_trace, recording
-from .tensors import READ_EACH_TIME, is_plain, tensor_digest
-
-__all__ = [
-    "READ_EACH_TIME",
-    "Record",
-    "Recording",
-    "code_of",
-    "described",
-    "is_plain",
-    "note_choice",
-    "note_trace",
-    "recording",
-    "tensor_digest",
-]

@@ -25,28 +25,21 @@ from ..torch_private.values import HigherOrderOperator, is_operator
 from .memo import Memo
 from .tensors import tensor_digest
 
-__all__ = ["PLAIN", "Description", "code_of", "described", "is_package_object", "number_of"]
-
 _TORCH = (torch.dtype, torch.device, torch.layout, torch.memory_format)
 PLAIN = (type(None), bool, int, float, complex, str, bytes, *_TORCH)
 _PACKAGE = __name__.split(".")[0]
+_OWN = "\0own"  # in no text of plain values
+_numbers = itertools.count(1)
 
 
 @dataclass(frozen=True)
 class Description:
-    """A hook or policy by its parts.
+    """A hook or policy by its parts."""
 
-    Attributes:
-        text: equal for equal frozen parts; it holds the numbers of functions' code.
-        hooks: hooks in it with functions of the user's, without those that are eager or have a `cache_hash`.
-        graphs: likewise hooks with graphs.
-        functions: other functions of the user's: policies and `declines`.
-    """
-
-    text: str
-    hooks: tuple[Any, ...] = ()
-    graphs: tuple[Any, ...] = ()
-    functions: tuple[Any, ...] = ()
+    text: str  # equal for equal frozen parts; it holds the numbers of functions' code
+    hooks: tuple[Any, ...]  # in it, with functions of the user's; not eager ones, and none with a `cache_hash`
+    graphs: tuple[Any, ...]  # likewise hooks with graphs
+    functions: tuple[Any, ...]  # other functions of the user's: policies and `declines`
 
     @property
     def frozen(self) -> bool:
@@ -64,6 +57,9 @@ class Description:
         return re.sub(f"{_OWN}\\w+", "own", self.text)
 
 
+_known: Memo[Description] = Memo()
+
+
 def described(rule: Any) -> Description:
     """The description of a hook or policy; cached for those of the library."""
     known = _known.get(rule)
@@ -75,9 +71,6 @@ def described(rule: Any) -> Description:
     if description.frozen and type(rule).__module__.split(".")[0] == _PACKAGE:
         _known.set(rule, description)
     return description
-
-
-_known: Memo[Description] = Memo()
 
 
 class _Describer:
@@ -122,9 +115,6 @@ class _Describer:
         return f"Hook({text}, {', '.join(f'{n}={self.text(getattr(hook, n))}' for n in rest)})"
 
 
-_OWN = "\0own"  # in no text of plain values
-
-
 def _own(fn: Any) -> str:
     return f"{_OWN}{number_of(code_of(fn))}"
 
@@ -153,14 +143,8 @@ def number_of(code: Any) -> int:
     return next(_numbers)
 
 
-_numbers = itertools.count(1)
-
-
-# --- graphs -----------------------------------------------------------------------------------------------------------
-
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodDescriptorType, type)
 _LIBRARIES = {"torch", "_operator", "operator", "math", "builtins"}
-_PLAIN_ATTRIBUTES = (bool, int, float, str, torch.dtype, type(None))
 
 
 def _graph_text(gm: torch.fx.GraphModule) -> str | None:
@@ -173,23 +157,21 @@ def _graph_text(gm: torch.fx.GraphModule) -> str | None:
         if node.op == "call_module" or (node.op == "call_function" and not _is_library(node.target)):
             return None
         if node.op == "get_attr":
-            text = _attribute_text(gm, str(node.target))
+            value: Any = functools.reduce(getattr, str(node.target).split("."), gm)
+            text = _graph_text(value) if isinstance(value, torch.fx.GraphModule) else _value_text(value)
             if text is None:
                 return None
             lines.append(f"{node.target} = {text}")
     return "\n".join(lines)
 
 
+def _value_text(value: Any) -> str | None:
+    if isinstance(value, torch.Tensor):
+        return tensor_digest(value)
+    return repr(value) if isinstance(value, (bool, int, float, str, torch.dtype, type(None))) else None
+
+
 def _is_library(target: Any) -> bool:
     if is_operator(target) or isinstance(target, HigherOrderOperator):
         return True
     return isinstance(target, _FUNCTIONS) and (target.__module__ or "torch").split(".")[0] in _LIBRARIES
-
-
-def _attribute_text(root: Any, path: str) -> str | None:
-    value = functools.reduce(getattr, path.split("."), root)
-    if isinstance(value, torch.Tensor):
-        return tensor_digest(value)
-    if isinstance(value, torch.fx.GraphModule):
-        return _graph_text(value)
-    return repr(value) if isinstance(value, _PLAIN_ATTRIBUTES) else None

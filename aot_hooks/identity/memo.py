@@ -6,8 +6,6 @@ import contextlib
 import weakref
 from typing import Any, Generic, TypeVar
 
-__all__ = ["Memo"]
-
 _T = TypeVar("_T")
 
 
@@ -15,14 +13,14 @@ class Memo(Generic[_T]):
     """Values by identity of their object. A value must not hold its object. No value for objects without weakrefs."""
 
     def __init__(self) -> None:
-        self._known: dict[int, tuple[weakref.ref[Any], _T]] = {}
+        self.known: dict[int, tuple[weakref.ref[Any], _T]] = {}
 
     def get(self, of: Any) -> _T | None:
-        known = self._known.get(id(of))
+        known = self.known.get(id(of))
         return known[1] if known is not None and known[0]() is of else None
 
     def set(self, of: Any, value: _T) -> _T:
         at = id(of)
         with contextlib.suppress(TypeError):
-            self._known[at] = (weakref.ref(of, lambda _: self._known.pop(at, None)), value)
+            self.known[at] = (weakref.ref(of, lambda _: self.known.pop(at, None)), value)
         return value

@@ -6,9 +6,8 @@
       k = 3                    --> guards fail, traced: token 2
 
 Guards cover the closures, globals, attributes and modules that the traced functions read. Tensors that they read are
-inputs of the graph: the token holds their digests. An example is like a tensor that the functions were applied to,
-because control flow may depend on shape and dtype. Each probe has code of its own, and so a cache and a recompile
-limit of its own in Dynamo.
+inputs of the graph: the token holds their digests. An example is like a tensor that the functions were applied to.
+Each probe has code of its own, and so a cache and a recompile limit of its own in Dynamo.
 """
 
 from __future__ import annotations
@@ -27,8 +26,6 @@ from ..errors import AotHooksError, HookContractError, HookTraceError
 from ..torch_private import dynamo, dynamo_guards
 from .frozen import PLAIN
 from .tensors import tensor_digest
-
-__all__ = ["Example", "Probe", "Token", "Untraceable", "example_of"]
 
 Token = tuple[Any, ...]  # the probe, the trace's number, digests of the tensors that it reads, plain defaults
 Example = str  # the arguments of `torch.empty_strided`
@@ -67,8 +64,7 @@ class Probe:
     def __init__(self, examples: Iterable[Example], scope: dict[str, Any] | None = None) -> None:
         self.examples, self.scope = frozenset(examples), scope
         # number of a trace -> the plain values that it read, by name, and the names of the tensors
-        self.read: dict[int, dict[str, str]] = {}
-        self.tensors: dict[int, list[str]] = {}
+        self.read: dict[int, tuple[dict[str, str], list[str]]] = {}
         number = next(_numbers)
         names = {"torch": torch, "empty": torch.empty_strided, "compiling": torch.compiler.is_dynamo_compiling}
         names |= {"comptime": dynamo.comptime, "begin": _begin, "end": _end}
@@ -118,13 +114,12 @@ class Probe:
     def _backend(self, gm: torch.fx.GraphModule, inputs: list[Any]) -> Any:
         functions = _local.functions or {}
         number = next(_numbers)
-        self.tensors[number] = [dynamo_guards.user_name(name, functions) for name in dynamo_guards.input_names(gm)]
+        tensors_read = [dynamo_guards.user_name(name, functions) for name in dynamo_guards.input_names(gm)]
         outputs: Any = gm.graph.output_node().args[0]
         results = (torch.empty(0),) * len(outputs)
         guarded = dynamo_guards.guarded_values(functions, _local.scope)
-        self.read[number] = dict(
-            _plain((dynamo_guards.user_name(name, functions), value) for _, name, value in guarded)
-        )
+        values = _plain((dynamo_guards.user_name(name, functions), value) for _, name, value in guarded)
+        self.read[number] = dict(values), tensors_read
         if _local.reached is not None:
             for source, name, _ in guarded:
                 path = dynamo_guards.objects_on_path(source, functions, _local.scope)
@@ -148,7 +143,7 @@ class Probe:
     def changed(self, token: Token, others: Iterable[Token]) -> list[str]:
         """The names of values that the trace of `token` read and that differ in one of `others`."""
         mine, *before = [
-            self.read.get(number, {}) | dict(zip(self.tensors.get(number, ()), tensors, strict=False)) | dict(defaults)
+            self.read[number][0] | dict(zip(self.read[number][1], tensors, strict=False)) | dict(defaults)
             for probe, number, *tensors, defaults in (token, *others)
             if probe is self
         ]

@@ -21,8 +21,6 @@ from ..torch_private.dynamo_guards import own_scope
 from .frozen import code_of, described, number_of
 from .probes import Example, Probe, Token, Untraceable, example_of
 
-__all__ = ["Record", "Recording", "note_choice", "note_trace", "recording"]
-
 Choose = Callable[[Any, Any], Any]  # rule, row -> the hook that the rule has for the row
 
 _MAX_FAMILIES = 256
@@ -57,7 +55,7 @@ class Record:
 
     def __init__(self, rule: Any, choose: Choose) -> None:
         self.text = described(rule).text
-        self.choose: Choose = choose
+        self.choose = choose
         self.choices: dict[_Choice, None] = {}
 
     def matches(self, rule: Any) -> bool:
@@ -116,9 +114,6 @@ def _declined(hook: Any, functions: tuple[Any, ...], row: Any) -> tuple[str | No
     return (declines(row),) if any(fn is declines for fn in functions) else ()
 
 
-# --- while a graph is compiled ----------------------------------------------------------------------------------------
-
-
 class Recording:
     """Choices of rules and examples of hooks in one compilation."""
 
@@ -136,7 +131,7 @@ class Recording:
         _, hooks = self.choices.get(id(rule), (rule, {}))  # by row
         if hasattr(rule, "cache_hash"):  # a hook: one choice for all rows, unless its `declines` reads them
             hooks = dict.fromkeys(hooks if description.functions or not hooks else (None,), rule)
-        choices = {id(hook): self._choice(hook) for hook in {id(hook): hook for hook in hooks.values()}.values()}
+        choices = {at: self._choice(hook) for at, hook in {id(hook): hook for hook in hooks.values()}.items()}
         for row, hook in hooks.items():
             declined = () if row is None else _declined(hook, described(hook).functions, row)
             record.choices[choices[id(hook)]._replace(row=row, declined=declined)] = None
@@ -173,7 +168,7 @@ def _codes(hook: Any) -> tuple[int, int]:
 
 
 def _located(e: AotHooksError, at: str) -> AotHooksError:
-    """`e` with the hook, a tensor that it was traced on, and the ways out."""
+    """`e` with the hook and tensor, and the ways out."""
     if not isinstance(e, Untraceable):
         return type(e)(f"{at}: {e}")
     return HookTraceError(

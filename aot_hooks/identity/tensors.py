@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-import weakref
 from typing import Any
 
 import torch
 
 from ..torch_private.values import is_traced_value, without_modes
+from .memo import Memo
 
-__all__ = ["READ_EACH_TIME", "is_plain", "tensor_digest"]
-
-_known: dict[int, tuple[weakref.ref[torch.Tensor], Any, str]] = {}  # id -> tensor, version and memory, digest
+_known: Memo[tuple[Any, str]] = Memo()  # by the tensor: its version and memory, its digest
 READ_EACH_TIME = 1 << 14
 
 
@@ -30,12 +28,10 @@ def tensor_digest(x: torch.Tensor) -> str:
         return _read(x)
     layout = (x.storage_offset(), x.dtype, x.shape, x.stride(), x.device, x.requires_grad)
     state = (x._version, x.untyped_storage().data_ptr(), layout)
-    known = _known.get(id(x))
-    if known is None or known[0]() is not x or known[1] != state:
-        if len(_known) > 1024:
-            _known.clear()
-        known = _known[id(x)] = (weakref.ref(x), state, _read(x))
-    return known[2]
+    known = _known.get(x)
+    if known is None or known[0] != state:
+        known = _known.set(x, (state, _read(x)))
+    return known[1]
 
 
 def is_plain(x: torch.Tensor) -> bool:

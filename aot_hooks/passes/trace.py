@@ -29,7 +29,8 @@ from ..contract import check_packed, check_unpacked, function_named, input_mutat
 from ..errors import AotHooksError, HookContractError, HookTraceError
 from ..graphs.nodes import aliased_arguments
 from ..hook import Hook
-from ..identity import is_plain, note_trace, tensor_digest
+from ..identity.records import note_trace
+from ..identity.tensors import is_plain, tensor_digest
 from ..torch_private import values as torch_values
 from .strides import expanded_dimensions, has_gaps, restride
 

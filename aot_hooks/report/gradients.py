@@ -20,7 +20,8 @@ from typing import Any
 import torch
 
 from ..backend import with_options
-from ..context import ambient, saved_tensors_policy
+from ..context.entering import saved_tensors_policy
+from ..context.pairs import ambient
 from ..errors import OptionError
 from ..hook import KEEP, Hook
 from ..options import Options
@@ -148,7 +149,7 @@ def check_gradients(
     run = functools.partial(_run, fn, args, kwargs, options, getattr(wrapper, "dynamic", None), modules)
     reference, found = run(saved_tensors_policy(KEEP)), run(hooks or contextlib.nullcontext())
     if reference.random_states != found.random_states and _output_error(reference, found) > _SAME:
-        setting = hooks.setting() if hooks is not None else ambient()[0]
+        setting = hooks.setting if hooks is not None else ambient()[0]
         if setting is not None and not setting.eager:
             # Inductor may order random operators differently even so: take the reference that is closer
             packing = run(saved_tensors_policy(_PackButRestore(setting), scope=setting.scope))

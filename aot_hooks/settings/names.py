@@ -13,19 +13,17 @@ Source: `jax.ad_checkpoint.checkpoint_name` names values in the same way.
 
 from __future__ import annotations
 
-import weakref
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.fx import Graph, Node
 
 from ..errors import OptionError
 from ..graphs.nodes import NAMES, view_source
+from ..identity.memo import Memo
 from ..torch_private import dynamo
 from ..torch_private import values as torch_values
-
-__all__ = ["NamesOf", "carry_names", "checkpoint_name", "name_given", "names_of", "uses_names"]
 
 _MARK = "aot_hooks_name"  # the key in meta["custom"] of an alias made by `checkpoint_name`
 
@@ -62,17 +60,10 @@ def _check(x: Any, name: Any) -> None:
         raise OptionError(f"checkpoint_name: the name must be a string that is not empty, got {name!r}")
 
 
-# --- compiled --------------------------------------------------------------------------------------------------------
-
-
 def uses_names(gm: torch.fx.GraphModule) -> bool:
     """Whether a node of Dynamo's graph, or of a graph inside it, has a name."""
-    return any(
-        name_given(node) is not None
-        for module in gm.modules()
-        if isinstance(module, torch.fx.GraphModule)
-        for node in module.graph.nodes
-    )
+    graphs = [module.graph for module in gm.modules() if isinstance(module, torch.fx.GraphModule)]
+    return any(name_given(node) is not None for graph in graphs for node in graph.nodes)
 
 
 def name_given(node: Node) -> str | None:
@@ -93,22 +84,12 @@ def carry_names(graph: Graph) -> None:
             # a new dict: nodes that were traced together share one
             value.meta["custom"] = custom | {NAMES: tuple(dict.fromkeys((*custom.get(NAMES, ()), name)))}
             source = view_source(value)
-            value = source if source is not None and _shows_all(value, source) else None
+            sizes = [x.numel() for n in (value, source) if n and isinstance(x := n.meta.get("val"), torch.Tensor)]
+            # the name goes on to a base that the value shows as a whole
+            value = source if len(sizes) == 2 and torch_values.same_size(*sizes) else None
 
 
-def _shows_all(view: Node, source: Node) -> bool:
-    """Whether `view` has all elements of `source`."""
-    a, b = view.meta.get("val"), source.meta.get("val")
-    if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
-        return False
-    return torch_values.same_size(a.numel(), b.numel())
-
-
-# --- eager -----------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Named:
+class _Named(NamedTuple):
     """A name, with the version and the part of the memory that it was set on."""
 
     name: str
@@ -147,8 +128,7 @@ class Part:
         return offset == 0
 
 
-@dataclass(frozen=True)
-class NamesOf:
+class NamesOf(NamedTuple):
     """The names of one tensor, including names set later.
 
     Autograd may save a tensor before its name is set: `checkpoint_name(torch.sigmoid(x), "gate")`.
@@ -163,8 +143,7 @@ class NamesOf:
         return tuple(dict.fromkeys(found))
 
 
-# id of the tensor that owns the memory -> the tensor, while it lives, and all names in the memory
-_names: dict[int, tuple[weakref.ref[torch.Tensor], list[_Named]]] = {}
+_names: Memo[list[_Named]] = Memo()  # all names in the memory, by the tensor that owns it
 
 
 def names_of(x: torch.Tensor) -> NamesOf:
@@ -175,19 +154,14 @@ def names_of(x: torch.Tensor) -> NamesOf:
 @dynamo.outermost_runs_in_python
 def _names_in_memory(x: torch.Tensor) -> list[_Named]:
     root = x if x._base is None else x._base
-    key = id(root)
-    known = _names.get(key)
-    if known is None or known[0]() is not root:
-        known = _names[key] = (weakref.ref(root, lambda _: _names.pop(key, None)), [])
-    return known[1]
+    known = _names.get(root)
+    return _names.set(root, []) if known is None else known
 
 
 @dynamo.outermost_runs_in_python
 def _store(x: torch.Tensor, name: str) -> None:
-    root = x if x._base is None else x._base
-    # sparse and other tensors without strides are never packed
-    if x.layout is torch.strided:
-        named = _Named(name, x._version, None if x.numel() == root.numel() else Part.of(x))
-        names = _names_in_memory(x)
-        if named not in names:
+    if x.layout is torch.strided:  # sparse and other tensors without strides are never packed
+        is_whole = x._base is None or x.numel() == x._base.numel()
+        named = _Named(name, x._version, None if is_whole else Part.of(x))
+        if named not in (names := _names_in_memory(x)):
             names.append(named)

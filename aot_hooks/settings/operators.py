@@ -24,8 +24,6 @@ from ..errors import OptionError
 from ..torch_private import dynamo
 from ..torch_private import values as torch_values
 
-__all__ = ["is_view_name", "operator_behind", "operator_key", "same_operator"]
-
 
 @dynamo.assume_constant_result  # type: ignore[untyped-decorator]
 def operator_key(op: Any) -> str:
@@ -46,11 +44,13 @@ def operator_key(op: Any) -> str:
     else:
         raise OptionError(f"expected an operator such as torch.ops.aten.gelu.default or its name, got {op!r}")
     space, packet, overload = (*name.split("."), "", "")[:3]
-    known = _overloads(space, packet)
+    found = getattr(getattr(torch.ops, space), packet, None)
+    known = [] if found is None else list(found.overloads())
     if not known or (overload and overload not in known):
         raise OptionError(f"torch has no operator {name}; expected one such as torch.ops.aten.gelu.default or its name")
     overloads = [overload] if overload else [o for o in known if "out" not in o.split("_")]
-    if not all(torch_values.is_composite(_qualified(space, packet, o)) for o in overloads):
+    suffixes = ("" if each == "default" else f".{each}" for each in overloads)
+    if not all(torch_values.is_composite(f"{space}::{packet}{suffix}") for suffix in suffixes):
         return ".".join(filter(None, (space, packet.rstrip("_") if not packet.endswith("__") else packet, overload)))
     entries = _by_plain_name().get(_plain(packet)) if space == "aten" else None
     if entries:
@@ -80,8 +80,7 @@ def operator_behind(grad_fn: str) -> str:
     """
     generated = re.fullmatch(r"GeneratedBackwardFor_(.+)Backward\d*", grad_fn)
     if generated is not None:  # a torch.library.custom_op
-        for name in torch_values.operator_names():
-            dotted = _dotted(name)
+        for dotted in map(_dotted, torch_values.operator_names()):
             if dotted.replace(".", "_") == generated[1]:
                 return dotted
     found = re.fullmatch(r"(.+)Backward\d+", grad_fn)
@@ -111,16 +110,6 @@ def _plain(name: str) -> str:
 def _dotted(qualified: str) -> str:
     name = qualified.replace("::", ".")
     return name if name.count(".") == 2 else f"{name}.default"
-
-
-def _qualified(space: str, packet: str, overload: str) -> str:
-    return f"{space}::{packet}" + ("" if overload == "default" else f".{overload}")
-
-
-def _overloads(space: str, packet: str) -> list[str]:
-    """Overloads of an operator; [] if there is no such operator."""
-    found = getattr(getattr(torch.ops, space), packet, None)
-    return list(found.overloads()) if found is not None else []
 
 
 @functools.cache

@@ -11,46 +11,40 @@ from __future__ import annotations
 
 import types
 import warnings
-import weakref
 from typing import Any
 
 from ..errors import RecompileWarning
 from ..hook import Hook
-from ..identity import Record, code_of
+from ..identity.frozen import code_of
+from ..identity.memo import Memo
+from ..identity.records import Record
 from .setting import Setting
 
-__all__ = ["note"]
-
 _WARNS_AT = 4
-# id of a compiled function (some have no hash) -> text of a setting -> records of its graphs
-_records: dict[int, dict[str, list[Record]]] = {}
+_records: Memo[dict[str, list[Record]]] = Memo()  # by the compiled function: text of a setting -> records of its graphs
 
 
 def note(compiled: Any, setting: Setting, record: Record) -> None:
-    """Note that a graph of `compiled`, made by `torch.compile`, depends on `record`; warn if these keep changing."""
-    if not record.choices:
+    """Note that a graph of `compiled`, made by `torch.compile`, depends on `record`; warn if these keep changing.
+
+    `compiled` is None for a backend that was called by hand.
+    """
+    if compiled is None or not record.choices:
         return
-    if id(compiled) not in _records:
-        _records[id(compiled)] = {}
-        weakref.finalize(compiled, _records.pop, id(compiled), None)
-    before = _records[id(compiled)].setdefault(record.text, [])
+    before = (_records.get(compiled) or _records.set(compiled, {})).setdefault(record.text, [])
     if any(other.choices == record.choices for other in before):
         return
     before.append(record)
     if len(before) != _WARNS_AT:
         return
+    code = code_of(setting.rule.pack if isinstance(setting.rule, Hook) else setting.rule)
+    is_code = isinstance(code, types.CodeType)
+    line = f" ({code.co_filename.rsplit('/', 1)[-1]}:{code.co_firstlineno})" if is_code else ""
     warnings.warn(
-        f"{setting.title}{_line(setting.rule)} has been compiled {len(before)} times for one function, because "
+        f"{setting.title}{line} has been compiled {len(before)} times for one function, because "
         f"what it holds changed: {', '.join(record.changed(before[:-1])) or 'its code'}. What a hook or policy holds "
         "is built into the graph, and each change compiles again. Compute it from the saved tensor inside of pack and "
         "return it with what is packed, hold a value that stays, or run the hook as it is with Hook(..., eager=True)",
         RecompileWarning,
         stacklevel=2,
     )
-
-
-def _line(rule: Any) -> str:
-    code = code_of(rule.pack if isinstance(rule, Hook) else rule)
-    if not isinstance(code, types.CodeType):
-        return ""
-    return f" ({code.co_filename.rsplit('/', 1)[-1]}:{code.co_firstlineno})"

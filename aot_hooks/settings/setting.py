@@ -1,8 +1,4 @@
-"""Which saved tensor gets which hook.
-
-A policy is a pure function `SavedTensor -> Hook`. A `Setting` is a hook or a policy with a scope, of one context or of
-the options. identity/ tells whether two settings are equal.
-"""
+"""Which saved tensor gets which hook: a `Setting` is a hook or a policy with a scope, of a context or the options."""
 
 from __future__ import annotations
 
@@ -19,23 +15,9 @@ from typing import Any
 from ..errors import OptionError, PolicyError, is_library_file
 from ..graphs.saved import SavedTensor
 from ..hook import KEEP, Hook
-from ..identity import described, note_choice
-from ..identity.frozen import is_package_object
+from ..identity.frozen import described, is_package_object
 from ..identity.memo import Memo
-
-__all__ = [
-    "KEPT",
-    "SCOPE",
-    "SCOPES",
-    "Policy",
-    "Setting",
-    "choose",
-    "looks_at_modules",
-    "out_of_scope",
-    "uncalled_factory",
-    "why_kept",
-    "why_packed",
-]
+from ..identity.records import note_choice
 
 Policy = Callable[[SavedTensor], Hook]
 SCOPES = ("donated", "no_static", "all")
@@ -46,17 +28,12 @@ _numbers: Memo[int] = Memo()
 _last_number = itertools.count(1)
 
 
-def _number(rule: Any) -> int:
-    """A number for a rule, the same as long as it lives. A rule without weak references gets a new one each time."""
-    return _numbers.get(rule) or _numbers.set(rule, next(_last_number))
-
-
 @dataclass(frozen=True)
 class Setting:
     """A hook or policy with its scope.
 
     Attributes:
-        rule: a `Hook` for every tensor in scope, or a policy.
+        rule: a `Hook` for every tensor in scope, or a policy: a pure function `SavedTensor -> Hook`.
         scope: "donated" (only intermediates: no parameters, buffers, inputs, outputs), "no_static" (all but parameters
             and buffers) or "all". None: the scope in the options of the compiled function.
     """
@@ -67,10 +44,7 @@ class Setting:
     def __post_init__(self) -> None:
         if self.scope is not None and self.scope not in SCOPES:
             raise OptionError(f"unknown scope {self.scope!r}; expected one of {', '.join(map(repr, SCOPES))}")
-        if isinstance(self.rule, Hook):
-            return
-        if (hint := uncalled_factory(self.rule)) or not callable(self.rule):
-            raise OptionError(f"a policy must be a function of a SavedTensor or a Hook, got {self.rule!r}{hint}")
+        check_rule(self.rule, "a policy must be a function of a SavedTensor or a Hook")
 
     @functools.cached_property
     def key(self) -> str:
@@ -78,7 +52,9 @@ class Setting:
         description = described(self.rule)
         if description.frozen:
             return hashlib.sha256(f"{self.scope} {description.text}".encode()).hexdigest()[:32]
-        return f"{_number(self.rule)} {self.scope}"
+        # the same as long as the rule lives; a rule without weak references gets a new one each time
+        number = _numbers.get(self.rule) or _numbers.set(self.rule, next(_last_number))
+        return f"{number} {self.scope}"
 
     @functools.cached_property
     def text(self) -> str:
@@ -93,21 +69,12 @@ class Setting:
         return f"policy {getattr(self.rule, '__name__', self.rule)!r}"
 
     @property
-    def is_keep(self) -> bool:
-        return isinstance(self.rule, Hook) and self.rule == KEEP
+    def eager(self) -> bool:
+        return isinstance(self.rule, Hook) and self.rule.eager
 
     def in_scope(self, scope: str) -> Setting:
         """The setting, with `scope` if it has none."""
         return self if self.scope is not None else Setting(self.rule, scope)
-
-    @property
-    def eager(self) -> bool:
-        return isinstance(self.rule, Hook) and self.rule.eager
-
-    @property
-    def looks_at_modules(self) -> bool:
-        """Whether the rule may read `SavedTensor.module_path`."""
-        return looks_at_modules(self.rule)
 
     def choose(self, saved: SavedTensor) -> Hook:
         """The hook for `saved`, noted for the recording of this compilation. Raises as the function `choose`."""
@@ -163,6 +130,10 @@ def choose(rule: Hook | Policy, saved: SavedTensor) -> Hook:
     return KEEP if hook == KEEP else hook
 
 
+def _name(rule: Any) -> str:
+    return str(getattr(rule, "__name__", type(rule).__name__))
+
+
 def _raised_at(e: Exception) -> str:
     """The innermost line of user code in the traceback."""
     at = [f for f in traceback.extract_tb(e.__traceback__) if not is_library_file(f.filename)]
@@ -174,6 +145,13 @@ def looks_at_modules(rule: Hook | Policy) -> bool:
     return not isinstance(rule, Hook) and bool(getattr(rule, "looks_at_modules", True))
 
 
+def check_rule(rule: Any, expected: str) -> None:
+    """Raises `OptionError` unless `rule` is a hook or a policy."""
+    hint = uncalled_factory(rule)
+    if hint or not (isinstance(rule, Hook) or callable(rule)):
+        raise OptionError(f"{expected}, got {rule!r}{hint}")
+
+
 def uncalled_factory(rule: Any) -> str:
     """The way out for a function of this package that was passed without a call (`int8` for `int8()`); else ""."""
     if not isinstance(rule, types.FunctionType) or not is_package_object(rule):
@@ -181,17 +159,11 @@ def uncalled_factory(rule: Any) -> str:
     return f"; {rule.__name__} is the function that makes one: call it, {rule.__name__}(...)"
 
 
-def _name(rule: Any) -> str:
-    return str(getattr(rule, "__name__", type(rule).__name__))
-
-
 def out_of_scope(saved: SavedTensor, scope: str | None) -> str | None:
     """The reason why `saved` is not packed in `scope`; None if it may be."""
     scope = scope or SCOPE
     if scope != "all" and saved.is_static:
         return "a parameter or buffer"
-    if scope == "donated" and saved.is_input:
-        return "an input of the graph"
-    if scope == "donated" and saved.is_output:
-        return "an output of the graph"
+    if scope == "donated" and (saved.is_input or saved.is_output):
+        return f"an {'input' if saved.is_input else 'output'} of the graph"
     return None

@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 import aot_hooks
-from aot_hooks import context, policies
+from aot_hooks import policies
 from aot_hooks.cache import key as cache_key
 from aot_hooks.cache.key import Key, key_of, nodes_of, normalized, package_digest
+from aot_hooks.context import region as region_module
 from aot_hooks.settings.setting import Setting
 
 pytestmark = pytest.mark.core
@@ -40,7 +41,7 @@ def key(fn: Any, *args: Any, rule: Any = None, scope: str = "donated", dynamic: 
     """The key of `fn(*args)` under `rule`."""
     gm, inputs = graph_of(fn, *args, dynamic=dynamic)
     ambient = None if rule is None else Setting(rule, scope)
-    regions = {key: region.setting.in_scope("donated") for key, region in context.regions.items()}
+    regions = {key: region.setting.in_scope("donated") for key, region in region_module.regions.items()}
     return key_of(gm, inputs, ambient, regions, **said)
 
 

@@ -17,7 +17,7 @@ from aot_hooks import policies
 from aot_hooks.cache import entry
 from aot_hooks.cache.entry import Checks, Refused, Unusable, pack_up, unpack
 from aot_hooks.cache.key import Key
-from aot_hooks.identity import described
+from aot_hooks.identity.frozen import described
 from aot_hooks.settings.setting import Setting
 
 pytestmark = pytest.mark.core

@@ -17,13 +17,16 @@ from aot_hooks import Hook, saved_tensors_hooks
 from aot_hooks.errors import HookContractError
 
 
+def hooks(held: Any) -> Any:
+    return lambda x: x * held.k, lambda x: x.clone()
+
+
 def test_a_change_in_an_open_context_is_refused_by_compiled_calls_and_followed_by_eager_ones(
     model: Chain, x: Tensor
 ) -> None:
     held = types.SimpleNamespace(k=2.0)
-    hooks = (lambda x: x * held.k, lambda x: x.clone())
-    call = compiled(model)
-    with saved_tensors_hooks(*hooks):
+    pair, call = hooks(held), compiled(model)
+    with saved_tensors_hooks(*pair):
         assert_same(gradients(call, model, x), hand_gradients(model, x, h=2))
         held.k = 3.0
         assert_same(gradients(model, model, x), hand_gradients(model, x, h=3))
@@ -34,20 +37,20 @@ def test_a_change_in_an_open_context_is_refused_by_compiled_calls_and_followed_b
         held.k = 2.0
         assert_same(gradients(call, model, x), hand_gradients(model, x, h=2))
     held.k = 3.0
-    with saved_tensors_hooks(*hooks):
+    with saved_tensors_hooks(*pair):
         assert_same(gradients(call, model, x), hand_gradients(model, x, h=3))
 
 
 @pytest.mark.core
 def test_a_graph_is_made_of_what_hooks_are_then_and_found_by_that(model: Chain, x: Tensor) -> None:
     held, call, before = types.SimpleNamespace(k=2.0), compiled(model), graph_count()
-    hooks = (lambda x: x * held.k, lambda x: x.clone())
-    with saved_tensors_hooks(*hooks):
+    pair = hooks(held)
+    with saved_tensors_hooks(*pair):
         held.k = 3.0
         assert_same(gradients(call, model, x), hand_gradients(model, x, h=3))
     for k in (2.0, 3.0):
         held.k = k
-        with saved_tensors_hooks(*hooks):
+        with saved_tensors_hooks(*pair):
             assert_same(gradients(call, model, x), hand_gradients(model, x, h=k))
     assert graph_count() - before == 2
 
@@ -173,9 +176,6 @@ def test_eager_parts_call_the_functions_of_the_context_they_are_in(model: Chain,
     """Equal ones were entered and left inside of it, and say something else by now."""
     mine, other = types.SimpleNamespace(k=2.0), types.SimpleNamespace(k=2.0)
 
-    def hooks(held: Any) -> Any:
-        return lambda x: x * held.k, lambda x: x.clone()
-
     with saved_tensors_hooks(*hooks(mine)):
         with saved_tensors_hooks(*hooks(other)):
             pass
@@ -187,9 +187,6 @@ def test_eager_parts_call_the_functions_of_the_context_they_are_in(model: Chain,
 def test_each_thread_is_asked_for_the_objects_that_it_entered_with(model: Chain, x: Tensor) -> None:
     """Equal settings are one pair. Its functions are those that were entered last."""
     call, mine, other = compiled(model), types.SimpleNamespace(k=2.0), types.SimpleNamespace(k=2.0)
-
-    def hooks(held: Any) -> Any:
-        return lambda x: x * held.k, lambda x: x.clone()
 
     def enter_and_leave() -> None:
         with saved_tensors_hooks(*hooks(other)):

@@ -11,9 +11,7 @@ from torch import Tensor, nn
 
 import aot_hooks
 from aot_hooks import KEEP, Hook, saved_tensors_hooks
-from aot_hooks.context import ambient
-
-# --- forms of a hook -------------------------------------------------------------------------------------------------
+from aot_hooks.context.pairs import ambient
 
 
 class Scale(nn.Module):
@@ -89,21 +87,13 @@ def test_stock_context_overrides_ours_and_the_other_way(model: Chain, x: Tensor)
         assert_same(gradients(call, model, x), hand_gradients(model, x, h=2))
 
 
-# --- what is left behind ---------------------------------------------------------------------------------------------
-
-
 def test_two_hooks_as_a_pair_keep_what_the_packing_one_declines():
-    def narrow(x: torch.Tensor) -> torch.Tensor:
-        return x.to(torch.bfloat16)
-
-    def widen(x: torch.Tensor) -> torch.Tensor:
-        return x.to(torch.float32)
-
     def declines(saved: aot_hooks.SavedTensor) -> str | None:
         return "it is a sine" if "sin" in saved.op else None
 
-    packs = aot_hooks.Hook("packs", narrow, widen, declines=declines)
-    unpacks = aot_hooks.Hook("unpacks", narrow, widen)
+    functions = (lambda x: x.to(torch.bfloat16), lambda x: x.to(torch.float32))
+    packs = aot_hooks.Hook("packs", *functions, declines=declines)
+    unpacks = aot_hooks.Hook("unpacks", *functions)
     w = torch.randn(4, 4, requires_grad=True)
     f = torch.compile(lambda x, w: (x @ w).sin() @ w, backend="aot_hooks", options={"inner": "aten"})
     with aot_hooks.saved_tensors_hooks(packs, unpacks):

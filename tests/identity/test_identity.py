@@ -43,6 +43,117 @@ Change = Callable[[], None]
 Case = tuple[Callable[[Tensor], Any], Change]  # pack for 2, and what makes it one for 3
 
 
+FACTOR = 2.0
+settings = types.ModuleType("settings_of_test_identity")
+
+
+NumpyArray, Bytes = type("NumpyArray", (np.ndarray,), {}), type("Bytes", (bytearray,), {})
+
+
+@dataclasses.dataclass
+class Config:
+    k: float = 2.0
+
+
+class Slotted:
+    __slots__ = ("k",)
+
+    def __init__(self) -> None:
+        self.k = 2.0
+
+
+class ByMode(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * (2.0 if self.training else 3.0)
+
+
+def with_k(held: Any) -> Any:
+    held.k = 2.0
+    return held
+
+
+def set_k(held: Any) -> None:
+    held.k = 3.0
+
+
+def first(value: Any) -> Callable[[Any], None]:
+    return lambda held: held.__setitem__(0, value)
+
+
+def partial_of(held: Any) -> Any:
+    return functools.partial(lambda x, held: x * held["k"], held=held)
+
+
+def by_values(held: Any) -> Any:
+    values = held.values()
+    return lambda x: x * next(iter(values))
+
+
+def by_name(_: Any, name: str = "config") -> Any:
+    return lambda x: x * getattr(settings, name).k
+
+
+def by_import(_: Any, name: str = settings.__name__) -> Any:
+    return lambda x: x * importlib.import_module(name).K
+
+
+Pair = collections.namedtuple("Pair", "a b")
+sparse = torch.Tensor.to_sparse
+by_k, by_first = (lambda held: lambda x: x * held.k), (lambda held: lambda x: x * held[0])
+
+# what is held, the pack that holds it, and what makes it another
+# fmt: off
+FOLLOWED_TABLE: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], Callable[[Any], Any]]] = {
+    "attribute_of_a_tensor": (lambda: with_k(torch.ones(3)), by_k, set_k),
+    "attribute_of_a_parameter": (lambda: with_k(nn.Parameter(torch.ones(3))), by_k, set_k),
+    "mode_of_a_module": (ByMode, lambda held: held, lambda held: held.eval()),
+    "mode_of_a_graph": (lambda: torch.fx.symbolic_trace(lambda x: x * 1),
+                        lambda held: lambda x: held(x) * (2.0 if held.training else 3.0), lambda held: held.eval()),
+    "ndarray": (lambda: np.array([2.0], np.float32), lambda held: lambda x: x * torch.as_tensor(held), first(3.0)),
+    "attribute_by_name": (lambda: setattr(settings, "config", types.SimpleNamespace(k=2.0)), by_name,
+                          lambda _: set_k(settings.config)),
+    "ctypes_value": (lambda: ctypes.c_double(2.0), lambda held: lambda x: x * held.value,
+                     lambda held: setattr(held, "value", 3.0)),
+    "environment": (lambda: os.environ, lambda _: lambda x: x * float(os.environ["TEST_IDENTITY"]),
+                    lambda held: held.__setitem__("TEST_IDENTITY", "3")),
+    "date": (lambda: [datetime.date(2000, 1, 2)], lambda held: lambda x: x * held[0].day,
+             first(datetime.date(2000, 1, 3))),
+    "norm_of_numpy": (lambda: np.array([2.0]), lambda held, norm=np.linalg.norm: lambda x: x * float(norm(held)),
+                      first(3.0)),
+    "dataclass_field": (Config, by_k, set_k),
+    "namedtuple_in_a_list": (lambda: [Pair(2.0, 1)], lambda held: lambda x: x * held[-1].a,
+                             lambda held: held.append(Pair(3.0, 1))),
+    "slots": (Slotted, by_k, set_k),
+    "partial_of_a_function": (lambda: {"k": 2.0}, partial_of, lambda held: held.__setitem__("k", 3.0)),
+    "tensor_in_place": (lambda: torch.tensor([2.0]), lambda held: lambda x: x * held, lambda held: held.fill_(3.0)),
+    "large_tensor_in_place": (lambda: torch.full((4096, 5), 2.0), lambda held: lambda x: x * held[-1, : x.shape[-1]],
+                              lambda held: held.fill_(3.0)),
+}
+REFUSED_TABLE: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], Callable[[Any], Any]]] = {
+    "ndarray_subclass": (lambda: np.array([2.0], dtype=np.float32).view(NumpyArray),
+                         lambda held: lambda x: x * float(held[0]), first(3.0)),
+    "object_array": (lambda: np.array([2.0], dtype=object), by_first, first(3.0)),
+    "bytearray_subclass": (lambda: Bytes(b"\x02"), by_first, first(3)),
+    "array_of_array": (lambda: array.array("d", [2.0]), by_first, first(3.0)),
+    "view_of_a_dict": (lambda: {"k": 2.0}, by_values, lambda held: held.__setitem__("k", 3.0)),
+    "imported_by_name": (lambda: setattr(settings, "K", 2.0), by_import, lambda _: setattr(settings, "K", 3.0)),
+    "methodcaller": (lambda: [operator.methodcaller("mul", 2.0)], lambda held: lambda x: held[0](x),
+                     first(operator.methodcaller("mul", 3.0))),
+    "random_object": (lambda: random.Random(0), lambda held: lambda x: x * (2.0 + 0 * held.random()),
+                      lambda held: held.seed(5)),
+    "generator": (torch.Generator, lambda held: lambda x: x * 2 + 0 * torch.rand(1, generator=held),
+                  lambda held: held.manual_seed(5)),
+    "decimal_number": (lambda: [decimal.Decimal("2")], lambda held: lambda x: x * float(held[0]),
+                       first(decimal.Decimal("3"))),
+    "sparse_tensor": (lambda: [sparse(torch.tensor([2.0]))], lambda held: lambda x: x * held[0].to_dense(),
+                      first(sparse(torch.tensor([3.0])))),
+    "copied_object": (lambda: types.SimpleNamespace(k=2.0), lambda held: lambda x: x * copy.copy(held).k, set_k),
+    "masked_array": (lambda: np.array([2.0]), lambda held, ma=np.ma: lambda x: x * float(ma.masked_array(held).sum()),
+                     first(3.0)),
+}
+# fmt: on
+
+
 def enum_attribute() -> Case:
     class Mode(enum.Enum):
         ON = 1
@@ -52,9 +163,6 @@ def enum_attribute() -> Case:
 
     mode = Mode.ON
     return lambda x: x * mode.k, lambda: setattr(mode, "k", 3.0)
-
-
-FACTOR = 2.0
 
 
 def enum_method() -> Case:
@@ -98,184 +206,11 @@ def method_of_a_class() -> Case:
     return lambda x: held.scaled(x), lambda: setattr(Scale, "scaled", lambda self, x: x * 3)
 
 
-def environment() -> Case:
-    return lambda x: x * float(os.environ["TEST_IDENTITY"]), lambda: operator.setitem(os.environ, "TEST_IDENTITY", "3")
-
-
-def attribute_of_a_tensor() -> Case:
-    tensor = torch.ones(3)
-    tensor.k = 2.0  # type: ignore[attr-defined]
-    return lambda x: x * tensor.k, lambda: setattr(tensor, "k", 3.0)  # type: ignore[attr-defined]
-
-
-def attribute_of_a_parameter() -> Case:
-    parameter = nn.Parameter(torch.ones(3))
-    parameter.k = 2.0  # type: ignore[attr-defined]
-    return lambda x: x * parameter.k, lambda: setattr(parameter, "k", 3.0)  # type: ignore[attr-defined]
-
-
-def mode_of_a_module() -> Case:
-    class Scale(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return x * (2.0 if self.training else 3.0)
-
-    scale = Scale()
-    return scale, scale.eval
-
-
-def mode_of_a_graph() -> Case:
-    gm = torch.fx.symbolic_trace(lambda x: x * 1)
-    return lambda x: gm(x) * (2.0 if gm.training else 3.0), gm.eval
-
-
-def ndarray() -> Case:
-    held = np.array([2.0], dtype=np.float32)
-    return lambda x: x * torch.as_tensor(held), lambda: held.__setitem__(0, 3.0)
-
-
-def ndarray_subclass() -> Case:
-    class Mine(np.ndarray):  # type: ignore[type-arg]
-        pass
-
-    held = np.array([2.0], dtype=np.float32).view(Mine)
-    return lambda x: x * float(held[0]), lambda: held.__setitem__(0, 3.0)
-
-
-def object_array() -> Case:
-    held = np.array([2.0], dtype=object)
-    return lambda x: x * held[0], lambda: held.__setitem__(0, 3.0)
-
-
-def bytearray_subclass() -> Case:
-    class Mine(bytearray):
-        pass
-
-    held = Mine(b"\x02")
-    return lambda x: x * held[0], lambda: held.__setitem__(0, 3)
-
-
-def array_of_array() -> Case:
-    held = array.array("d", [2.0])
-    return lambda x: x * held[0], lambda: held.__setitem__(0, 3.0)
-
-
-def ctypes_value() -> Case:
-    held = ctypes.c_double(2.0)
-    return lambda x: x * held.value, lambda: setattr(held, "value", 3.0)
-
-
-def random_object() -> Case:
-    dice = random.Random(0)
-    return lambda x: x * (2.0 + 0 * dice.random()), lambda: dice.seed(5)
-
-
-def generator() -> Case:
-    held = torch.Generator()
-    return lambda x: x * 2 + 0 * torch.rand(1, generator=held), lambda: held.manual_seed(5)  # type: ignore[return-value]
-
-
-def view_of_a_dict() -> Case:
-    held = {"k": 2.0}
-    values = held.values()
-    return lambda x: x * next(iter(values)), lambda: held.__setitem__("k", 3.0)
-
-
-settings = types.ModuleType("settings_of_test_identity")
-
-
-def attribute_by_name() -> Case:
-    settings.config = types.SimpleNamespace(k=2.0)  # type: ignore[attr-defined]
-    name = "config"
-    return lambda x: x * getattr(settings, name).k, lambda: setattr(settings.config, "k", 3.0)
-
-
-def imported_by_name() -> Case:
-    settings.K = 2.0  # type: ignore[attr-defined]
-    name = settings.__name__
-    return lambda x: x * importlib.import_module(name).K, lambda: setattr(settings, "K", 3.0)
-
-
 def globals_of_a_function() -> Case:
     def pack(x: Tensor) -> Any:
         return x * pack.__globals__["FACTOR"]
 
     return pack, lambda: operator.setitem(globals(), "FACTOR", 3.0)
-
-
-def decimal_number() -> Case:
-    held = [decimal.Decimal("2")]
-    return lambda x: x * float(held[0]), lambda: held.__setitem__(0, decimal.Decimal("3"))
-
-
-def date() -> Case:
-    held = [datetime.date(2000, 1, 2)]
-    return lambda x: x * held[0].day, lambda: held.__setitem__(0, datetime.date(2000, 1, 3))
-
-
-def methodcaller() -> Case:
-    held = [operator.methodcaller("mul", 2.0)]
-    return lambda x: held[0](x), lambda: held.__setitem__(0, operator.methodcaller("mul", 3.0))
-
-
-def sparse_tensor() -> Case:
-    held = [torch.tensor([2.0]).to_sparse()]
-    return lambda x: x * held[0].to_dense(), lambda: held.__setitem__(0, torch.tensor([3.0]).to_sparse())
-
-
-def dataclass_field() -> Case:
-    @dataclasses.dataclass
-    class Config:
-        k: float = 2.0
-
-    config = Config()
-    return lambda x: x * config.k, lambda: setattr(config, "k", 3.0)
-
-
-def namedtuple_in_a_list() -> Case:
-    Pair = collections.namedtuple("Pair", "a b")
-    held = [Pair(2.0, 1)]
-    return lambda x: x * held[-1].a, lambda: held.append(Pair(3.0, 1))
-
-
-def slots() -> Case:
-    class Slotted:
-        __slots__ = ("k",)
-
-        def __init__(self) -> None:
-            self.k = 2.0
-
-    held = Slotted()
-    return lambda x: x * held.k, lambda: setattr(held, "k", 3.0)
-
-
-def partial_of_a_function() -> Case:
-    held = {"k": 2.0}
-    return functools.partial(lambda x, held: x * held["k"], held=held), lambda: held.__setitem__("k", 3.0)
-
-
-def copied_object() -> Case:
-    held = types.SimpleNamespace(k=2.0)
-    return lambda x: x * copy.copy(held).k, lambda: setattr(held, "k", 3.0)
-
-
-def norm_of_numpy() -> Case:
-    held, norm = np.array([2.0], dtype=np.float64), np.linalg.norm
-    return lambda x: x * float(norm(held)), lambda: held.__setitem__(0, 3.0)
-
-
-def masked_array() -> Case:
-    held, ma = np.array([2.0]), np.ma
-    return lambda x: x * float(ma.masked_array(held).sum()), lambda: held.__setitem__(0, 3.0)
-
-
-def tensor_in_place() -> Case:
-    held = torch.tensor([2.0])
-    return lambda x: x * held, lambda: held.fill_(3.0)  # type: ignore[return-value]
-
-
-def large_tensor_in_place() -> Case:
-    held = torch.full((4096, 5), 2.0)
-    return lambda x: x * held[-1, : x.shape[-1]], lambda: held.fill_(3.0)  # type: ignore[return-value]
 
 
 def closure_of_an_inner_function() -> Case:
@@ -311,49 +246,25 @@ def globals_of_executed_code() -> Case:
     return names["pack"], lambda: operator.setitem(names, "k", 3.0)
 
 
-FOLLOWED = [
-    globals_of_executed_code,
-    enum_attribute,
-    enum_method,
-    attribute_of_a_tensor,
-    attribute_of_a_parameter,
-    mode_of_a_module,
-    mode_of_a_graph,
-    ndarray,
-    attribute_by_name,
-    globals_of_a_function,
-    ctypes_value,
-    environment,
-    date,
-    norm_of_numpy,
-    dataclass_field,
-    namedtuple_in_a_list,
-    slots,
-    partial_of_a_function,
-    tensor_in_place,
-    large_tensor_in_place,
-    closure_of_an_inner_function,
-    default_of_a_function,
-    code_of_a_function,
-]
-REFUSED = [
-    ndarray_subclass,
-    object_array,
-    bytearray_subclass,
-    array_of_array,
-    view_of_a_dict,
-    imported_by_name,
-    methodcaller,
-    random_object,
-    generator,
-    decimal_number,
-    sparse_tensor,
-    copied_object,
-    masked_array,
-    metaclass_attribute,
-    metaclass_attribute_by_type,
-]
+def cases(table: dict[str, Any], *functions: Callable[[], Case]) -> list[Any]:
+    def case_of(make: Any, pack: Any, change: Any) -> Callable[[], Case]:
+        def case() -> Case:
+            held = make()
+            return pack(held), lambda: change(held)
 
+        return case
+
+    rows = [pytest.param(case_of(*row), id=name) for name, row in table.items()]
+    return rows + [pytest.param(case, id=case.__name__) for case in functions]
+
+
+# fmt: off
+FOLLOWED = cases(
+    FOLLOWED_TABLE, globals_of_executed_code, enum_attribute, enum_method, globals_of_a_function,
+    closure_of_an_inner_function, default_of_a_function, code_of_a_function,
+)
+# fmt: on
+REFUSED = cases(REFUSED_TABLE, metaclass_attribute, metaclass_attribute_by_type)
 
 # listed in docs/footguns.md: Dynamo guards none of these, for any compiled function
 NOT_NOTICED = [method_of_a_class]
@@ -370,14 +281,18 @@ def clone(x: Tensor) -> Tensor:
     return x.clone()
 
 
+def holds(call: Any, model: Chain, x: Tensor, pack: Any, **factors: Any) -> None:
+    with saved_tensors_hooks(pack, clone):
+        assert_same(gradients(call, model, x), hand_gradients(model, x, **factors))
+
+
 @pytest.mark.core
-@pytest.mark.parametrize("case", FOLLOWED, ids=lambda case: case.__name__)
+@pytest.mark.parametrize("case", FOLLOWED)
 def test_a_change_is_followed(model: Chain, x: Tensor, case: Callable[[], Case]) -> None:
     pack, change = case()
     call, before = compiled(model), graph_count()
     for _ in range(3):
-        with saved_tensors_hooks(pack, clone):
-            assert_same(gradients(call, model, x), hand_gradients(model, x, h=2))
+        holds(call, model, x, pack, h=2)
     assert graph_count() - before == 1
     change()
     for _ in range(2):
@@ -388,7 +303,7 @@ def test_a_change_is_followed(model: Chain, x: Tensor, case: Callable[[], Case])
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("case", REFUSED, ids=lambda case: case.__name__)
+@pytest.mark.parametrize("case", REFUSED)
 def test_what_cannot_be_followed_is_refused_by_compiled_code(model: Chain, x: Tensor, case: Callable[[], Case]) -> None:
     """A later Dynamo may trace more: then a change is followed."""
     pack, change = case()
@@ -404,8 +319,7 @@ def test_what_cannot_be_followed_is_refused_by_compiled_code(model: Chain, x: Te
             return
     assert torch.__version__ >= "2.15", "traced by Dynamo: a case of FOLLOWED"
     change()
-    with saved_tensors_hooks(pack, clone):
-        assert_same(gradients(call, model, x), hand_gradients(model, x, h=3))
+    holds(call, model, x, pack, h=3)
 
 
 @pytest.mark.parametrize("case", NOT_NOTICED, ids=lambda case: case.__name__)
@@ -413,17 +327,11 @@ def test_what_docs_footguns_lists_is_not_noticed(model: Chain, x: Tensor, case: 
     """It fails as soon as Dynamo notices: then it belongs to the cases above, and out of that page."""
     pack, change = case()
     call = compiled(model)
-    with saved_tensors_hooks(pack, clone):
-        assert_same(gradients(call, model, x), hand_gradients(model, x, h=2))
+    holds(call, model, x, pack, h=2)
     change()
-    with saved_tensors_hooks(pack, clone):
-        assert_same(gradients(call, model, x), hand_gradients(model, x, h=2))
+    holds(call, model, x, pack, h=2)
     torch._dynamo.reset()
-    with saved_tensors_hooks(pack, clone):
-        assert_same(gradients(call, model, x), hand_gradients(model, x, h=3))
-
-
-# --- what entering and compiling must not do --------------------------------------------------------------------------
+    holds(call, model, x, pack, h=3)
 
 
 @pytest.mark.core
@@ -449,8 +357,7 @@ def test_nothing_is_imported_that_the_hook_does_not_import_when_it_is_called(
         return original(name, *args, **kwargs)
 
     call, before = compiled(model), set(sys.modules)
-    with saved_tensors_hooks(pack, clone):
-        assert_same(gradients(call, model, x), hand_gradients(model, x, h=2))
+    holds(call, model, x, pack, h=2)
     monkeypatch.setattr(builtins, "__import__", noted)
     with saved_tensors_hooks(pack, clone):
         pass
@@ -546,9 +453,6 @@ def test_a_value_is_the_same_in_whatever_mode_a_context_is_entered(model: Chain,
     assert graph_count() - before == 1
 
 
-# --- which branch a hook takes ----------------------------------------------------------------------------------------
-
-
 @pytest.mark.core
 def test_what_is_read_for_some_shapes_alone_is_noticed(model: Chain, x: Tensor) -> None:
     """6 x 5 and 6 x 4 are saved."""
@@ -560,8 +464,7 @@ def test_what_is_read_for_some_shapes_alone_is_noticed(model: Chain, x: Tensor) 
     call = compiled(model)
     for four, five in ((2, 2), (3, 2), (3, 5), (2, 2)):
         held[4], held[5] = float(four), float(five)
-        with saved_tensors_hooks(pack, clone):
-            assert_same(gradients(call, model, x), hand_gradients(model, x, h1=five, h2=four))
+        holds(call, model, x, pack, h1=five, h2=four)
 
 
 @pytest.mark.core
@@ -591,9 +494,6 @@ def test_graphs_of_other_shapes_do_not_split_a_value(x: Tensor) -> None:
             assert_same(gradients(first, small, x), hand_gradients(small, x, h=k))
             assert_same(gradients(second, large, x), hand_gradients(large, x, h=k))
     assert graph_count() - before == 4
-
-
-# --- policies ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.core
@@ -642,9 +542,6 @@ def test_functions_inside_of_what_the_library_makes_are_noticed(model: Chain, x:
         factors = {"h1": 3, **({"h2": 3} if k == 2 else {})} if wrapped == "declines" else {"h": k}
         assert_same(got, hand_gradients(model, x, **factors))
     assert graph_count() - before == 2
-
-
-# --- a library hook, and one that somebody answers for ----------------------------------------------------------------
 
 
 def test_hooks_of_the_library_are_no_functions_to_trace(
@@ -717,9 +614,6 @@ def test_a_graph_pair_is_its_content(model: Chain, x: Tensor) -> None:
         with saved_tensors_hooks(*graphs):
             assert_same(gradients(call, model, x), hand_gradients(model, x, h=3 * 2 / k))
     assert graph_count() - before == 2
-
-
-# --- limits -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.core

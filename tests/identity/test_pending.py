@@ -60,67 +60,7 @@ class Holder:
         vars(self).update(held)
 
 
-def case_of_a_nested_object() -> Any:
-    outer = Holder(inner=Holder(k=2.0))
-
-    def before() -> None:
-        outer.inner.k = outer.inner.k + 1
-
-    return before, lambda h: h * outer.inner.k, "outer.inner.k"
-
-
 OBJECT = Holder(k=2.0)
-
-
-def case_of_a_global_object() -> Any:
-    def before() -> None:
-        OBJECT.k = OBJECT.k + 1
-
-    return before, lambda h: h * OBJECT.k, "OBJECT.k"
-
-
-def case_of_a_method() -> Any:
-    class Module(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = Holder(k=2.0)
-
-        def pack(self, h: Tensor) -> Tensor:
-            return h * self.inner.k
-
-    module = Module()
-
-    def before() -> None:
-        module.inner.k = module.inner.k + 1
-
-    return before, module.pack, "self.inner.k"
-
-
-def case_of_a_list() -> Any:
-    held = [2.0]
-
-    def before() -> None:
-        held[0] = held[0] + 1
-
-    return before, lambda h: h * held[0], "held"
-
-
-def case_of_a_list_in_a_list() -> Any:
-    held = [[2.0]]
-
-    def before() -> None:
-        held[0][0] = held[0][0] + 1
-
-    return before, lambda h: h * held[0][0], "held[0]"
-
-
-def case_of_a_dict_in_an_object() -> Any:
-    outer = Holder(table={"k": 2.0})
-
-    def before() -> None:
-        outer.table["k"] = outer.table["k"] + 1
-
-    return before, lambda h: h * outer.table["k"], "outer.table"
 
 
 def by_global(h: Tensor) -> Tensor:
@@ -132,22 +72,18 @@ def add_to_global() -> None:
     SCALE = SCALE + 1
 
 
-def case_of_a_global() -> Any:
-    return add_to_global, by_global, "SCALE"
-
-
-def case_of_a_module() -> Any:
+def add_to(held: Any, name: str) -> Callable[[], None]:
     def before() -> None:
-        settings.scale = settings.scale + 1
+        setattr(held, name, getattr(held, name) + 1)
 
-    return before, lambda h: h * settings.scale, "settings.scale"
+    return before
 
 
-def case_of_a_module_as_a_value() -> Any:
+def add_to_item(held: Any, at: Any) -> Callable[[], None]:
     def before() -> None:
-        settings.scale = settings.scale + 1
+        held[at] = held[at] + 1
 
-    return before, lambda h: h * getattr(settings, "scale"), "settings.scale"  # noqa: B009
+    return before
 
 
 def case_of_a_variable() -> Any:
@@ -157,52 +93,59 @@ def case_of_a_variable() -> Any:
         nonlocal k
         k = k + 1
 
-    return before, lambda h: h * k, "k"
+    return before, lambda h: h * k
 
 
-def case_of_a_tensor_written_to() -> Any:
-    outer = Holder(table=torch.tensor(2.0))
+class ByMethod(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Holder(k=2.0)
+        self.register_buffer("table", torch.tensor(2.0))
 
-    def before() -> None:
-        outer.table.add_(1)
+    def by_inner(self, h: Tensor) -> Tensor:
+        return h * self.inner.k
 
-    return before, lambda h: h * outer.table, "outer.table"
+    def by_buffer(self, h: Tensor) -> Tensor:
+        return h * self.table
 
 
-def case_of_a_view_of_a_tensor_written_to() -> Any:
+def of_a_view() -> Holder:
     base = torch.full((2,), 2.0)
-    outer = Holder(base=base, table=base[0])
-
-    def before() -> None:
-        outer.base.add_(1)
-
-    return before, lambda h: h * outer.table, "outer.table"
+    return Holder(base=base, table=base[0])
 
 
-def case_of_a_buffer_replaced() -> Any:
-    class Module(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.register_buffer("table", torch.tensor(2.0))
-
-        def pack(self, h: Tensor) -> Tensor:
-            return h * self.table
-
-    module = Module()
-
-    def before() -> None:
-        module.table = module.table + 1
-
-    return before, module.pack, "self._buffers"
-
-
-CASES = [value for name, value in globals().items() if name.startswith("case_of_")]
+# what is held, the change before the context and the pack, and how the message names what has changed
+# fmt: off
+CASES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], str]] = {
+    "a_nested_object": (lambda: Holder(inner=Holder(k=2.0)),
+                        lambda outer: (add_to(outer.inner, "k"), lambda h: h * outer.inner.k), "outer.inner.k"),
+    "a_global_object": (lambda: None, lambda _: (add_to(OBJECT, "k"), lambda h: h * OBJECT.k), "OBJECT.k"),
+    "a_method": (ByMethod, lambda module: (add_to(module.inner, "k"), module.by_inner), "self.inner.k"),
+    "a_list": (lambda: [2.0], lambda held: (add_to_item(held, 0), lambda h: h * held[0]), "held"),
+    "a_list_in_a_list": (lambda: [[2.0]], lambda held: (add_to_item(held[0], 0), lambda h: h * held[0][0]), "held[0]"),
+    "a_dict_in_an_object": (lambda: Holder(table={"k": 2.0}),
+                            lambda outer: (add_to_item(outer.table, "k"), lambda h: h * outer.table["k"]),
+                            "outer.table"),
+    "a_global": (lambda: None, lambda _: (add_to_global, by_global), "SCALE"),
+    "a_module": (lambda: None, lambda _: (add_to(settings, "scale"), lambda h: h * settings.scale), "settings.scale"),
+    "a_module_as_a_value": (lambda: None,
+                            lambda _: (add_to(settings, "scale"), lambda h: h * getattr(settings, "scale")),  # noqa: B009
+                            "settings.scale"),
+    "a_variable": (lambda: None, lambda _: case_of_a_variable(), "k"),
+    "a_tensor_written_to": (lambda: Holder(table=torch.tensor(2.0)),
+                            lambda outer: (lambda: outer.table.add_(1), lambda h: h * outer.table), "outer.table"),
+    "a_view_of_a_tensor_written_to": (of_a_view, lambda outer: (lambda: outer.base.add_(1), lambda h: h * outer.table),
+                                      "outer.table"),
+    "a_buffer_replaced": (ByMethod, lambda module: (add_to(module, "table"), module.by_buffer), "self._buffers"),
+}
+# fmt: on
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__.removeprefix("case_of_"))
-def test_what_is_changed_before_a_context_is_refused(model: Chain, x: Tensor, case: Callable[[], Any]) -> None:
-    before, pack, named = case()
+@pytest.mark.parametrize("case", CASES)
+def test_what_is_changed_before_a_context_is_refused(model: Chain, x: Tensor, case: str) -> None:
+    make, of, named = CASES[case]
+    before, pack = of(make())
     forward = around_second(model, before, lambda: saved_tensors_hooks(pack, clone))
     with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="has changed before; make it outside") as raised:
         compiled(forward)(x)

@@ -17,16 +17,13 @@ from torch import Tensor, nn
 
 import aot_hooks
 from aot_hooks import Hook, saved_tensors_hooks, saved_tensors_policy
-from aot_hooks.context import Pair
+from aot_hooks.context.pairs import Pair
 from aot_hooks.errors import RecompileWarning
 
 
 def live_pairs() -> int:
     gc.collect()
     return sum(type(o) is Pair for o in gc.get_objects())
-
-
-# --- one graph for one content ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.core
@@ -121,40 +118,39 @@ def test_an_eager_part_calls_the_hook_that_was_entered_not_an_equal_one(model: C
         assert len(seen) == 2
 
 
-@pytest.mark.core
-def test_a_buffer_changed_in_place_recompiles_once(model: Chain, x: Tensor) -> None:
-    class Scale(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.register_buffer("k", torch.tensor(2.0))
+class ByBuffer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("k", torch.tensor(2.0))
 
-        def forward(self, x: Tensor) -> Tensor:
-            return x * self.k
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.k
 
-    pack, call, before = Scale(), compiled(model), graph_count()
-    for k in (2.0, 2.0, 3.0, 3.0):
-        pack.k.fill_(k)
-        with saved_tensors_hooks(pack, lambda x: x.clone()):
-            assert_same(gradients(call, model, x), hand_gradients(model, x, h=k))
-    assert graph_count() - before == 2
+
+SCALE = 2.0
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("write", ["data", "new data", "numpy"])
-def test_a_constant_written_past_autograd_recompiles_once(model: Chain, x: Tensor, write: str) -> None:
-    """None of these counts as a version of the tensor."""
+@pytest.mark.parametrize("write", ["a buffer", "data", "new data", "numpy", "a global"])
+def test_what_a_hook_reads_recompiles_once_when_it_is_written(
+    model: Chain, x: Tensor, write: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Writes to data and by NumPy don't count as a version of the tensor."""
     numpy = pytest.importorskip("numpy")  # torch does without, and then so do its users
-    array = numpy.full((), 2.0, dtype=numpy.float32)
+    array, module = numpy.full((), 2.0, dtype=numpy.float32), ByBuffer()
     holder = types.SimpleNamespace(k=torch.from_numpy(array) if write == "numpy" else torch.tensor(2.0))
-    call, before = compiled(model), graph_count()
-    for k in (2.0, 2.0, 3.0, 3.0):
-        if write == "data":
-            holder.k.data.fill_(k)
-        elif write == "new data":
-            holder.k.data = torch.tensor(k)
-        else:
-            array[...] = k
-        with saved_tensors_hooks(lambda x: x * holder.k, lambda x: x.clone()):
+    writes: dict[str, Callable[[float], Any]] = {
+        "a buffer": lambda k: module.k.fill_(k),
+        "data": lambda k: holder.k.data.fill_(k),
+        "new data": lambda k: setattr(holder.k, "data", torch.tensor(k)),
+        "numpy": lambda k: array.fill(k),
+        "a global": lambda k: monkeypatch.setitem(globals(), "SCALE", k),
+    }
+    packs: dict[str, Any] = {"a buffer": module, "a global": lambda x: x * SCALE}
+    pack, call, before = packs.get(write, lambda x: x * holder.k), compiled(model), graph_count()
+    for k in (2.0, 2.0, 3.0, 3.0, 2.0) if write == "a global" else (2.0, 2.0, 3.0, 3.0):
+        writes[write](k)
+        with saved_tensors_hooks(pack, lambda x: x.clone()):
             assert_same(gradients(call, model, x), hand_gradients(model, x, h=k))
     assert graph_count() - before == 2
 
@@ -239,25 +235,6 @@ def test_a_graph_keeps_the_value_of_a_constant(model: Chain, x: Tensor, table: s
     assert graph_count() - before == 1
     with saved_tensors_hooks(*by_table(first)):
         assert_same(gradients(call, model, x), hand_gradients(model, x, h=9))
-
-
-SCALE = 2.0
-
-
-def by_global(x: Tensor) -> Tensor:
-    return x * SCALE
-
-
-def test_a_changed_global_recompiles_once(model: Chain, x: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
-    call, before = compiled(model), graph_count()
-    for k in (2.0, 3.0, 2.0):
-        monkeypatch.setitem(globals(), "SCALE", k)
-        with saved_tensors_hooks(by_global, lambda x: x.clone()):
-            assert_same(gradients(call, model, x), hand_gradients(model, x, h=k))
-    assert graph_count() - before == 2
-
-
-# --- nothing stays, nothing is stale ---------------------------------------------------------------------------------
 
 
 @pytest.mark.core

@@ -21,7 +21,7 @@ from torch import nn
 
 from aot_hooks import KEEP, Hook, SavedTensor, float8, lossless, policies
 from aot_hooks.errors import OptionError
-from aot_hooks.identity import described
+from aot_hooks.identity.frozen import described
 from aot_hooks.policies import (
     everything,
     first_match,
@@ -237,7 +237,7 @@ def test_content_differs_where_behaviour_differs() -> None:
 
 def test_a_text_is_the_same_in_another_process() -> None:
     code = (
-        "import torch; from aot_hooks import *; from aot_hooks.identity import described\n"
+        "import torch; from aot_hooks import *; from aot_hooks.identity.frozen import described\n"
         "p = policies; a = torch.ops.aten\n"
         "print(described(p.first_match(p.only_these_ops({a.gelu: float8()}), p.larger_than(1 << 20, float8()))).text)"
     )
