@@ -2,14 +2,7 @@
 
     record --Capture--> capturing() in this thread, until the capture ends
 
-    .owner     lives as long as the recordings of this tree. Lent memory may go to others after that, once the
-               last launch is done
-    .held      addresses of host memory that the path holds here, and that must not be written to
-    .lend(a)   lends the host memory at `a`, which each replay writes to. An output on it is given out like other
-               outputs: it must not be read after a later step has begun
-
-Recordings of one tree share host memory as they share the pool: memory that one was lent may be lent to another,
-unless the path holds it.
+Memory that one recording of a tree was lent may be lent to another, unless the path holds it.
 """
 
 from __future__ import annotations
@@ -19,8 +12,6 @@ import threading
 from collections.abc import Iterable, Iterator
 
 from ..errors import CudaGraphError
-
-__all__ = ["CannotCapture", "Capture", "NotWarmError", "Owner", "capturing", "under_way"]
 
 
 class CannotCapture(CudaGraphError):
@@ -34,18 +25,20 @@ class NotWarmError(CannotCapture):
 class Owner:
     """An object that lives as long as the recordings of one tree."""
 
-    __slots__ = ("__weakref__",)
-
 
 class Capture:
-    """One capture; see the module docstring."""
+    """One capture. Lent memory may go to others after the end of its `owner`, once the last launch is done."""
 
     def __init__(self, owner: Owner, held: Iterable[int]) -> None:
         self.owner = owner
-        self.held = frozenset(held)
+        self.held = frozenset(held)  # addresses of host memory that the path holds here: it must not be written to
         self.lent: set[int] = set()
 
     def lend(self, address: int) -> None:
+        """Lend the host memory at `address`, which each replay writes to.
+
+        An output on it is given out like other outputs: it must not be read after a later step has begun.
+        """
         self.lent.add(address)
 
     def not_warm(self, reason: str) -> NotWarmError:

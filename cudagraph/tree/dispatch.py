@@ -3,8 +3,7 @@
     capture(piece) -> call --> trees of this thread, or of the thread whose backward this one runs
                                  -> tree of the device -> edge of its current node
 
-Each thread has trees of its own, so that two threads can't end each other's steps. Autograd's threads use the trees of
-the thread that called `backward()`.
+Each thread has trees of its own, so that two threads can't end each other's steps.
 """
 
 from __future__ import annotations
@@ -20,39 +19,31 @@ from .. import counters
 from ..errors import StaleOutputError
 from ..options import Options
 from ..torch_private import cuda as torch_cuda
-from . import reclaim
 from .driver import CaptureDriver, cuda_driver
 from .function import Function, Piece, key_value
 from .liveness import STALE
 from .node import EdgeKey
-from .tree import Tree
-
-__all__ = ["Piece", "capture", "mark_step_begin", "reset", "stats"]
+from .tree import Tree, close_later, close_pending, one_at_a_time
 
 
 class Life:
-    """Shows by its end that a callable is gone. A finalizer of the callable's function would never run: the tree holds
-    the function."""
+    """Shows by its end that a callable is gone: its `Function` would not, because the tree holds it."""
 
 
 class Trees(dict[int, Tree]):
-    """The trees of one thread, by the number of their driver and device.
+    """The trees of one thread, by the number of their driver and device."""
 
-    Attributes:
-        marks: how often the thread called `mark_step_begin()`.
-    """
-
-    marks = 0
+    marks = 0  # how often the thread called `mark_step_begin()`
 
 
 local = threading.local()
-# For backwards called by a thread that never ran a forward of ours. They run on autograd's thread, which works for
-# several threads, so they don't use its own trees.
+# For backwards of a thread that never ran a forward of ours: autograd's thread, which runs them, works for several.
 of_nobody = Trees()
 every_thread: list[Trees] = [of_nobody]
 every_thread_lock = threading.RLock()
 numbers: dict[tuple[CaptureDriver, torch.device], int] = {}
 torch_marks = torch_cuda.NoMarks  # counts torch's marks, for all threads
+stats = counters.stats
 
 
 def marks_so_far(trees: Trees) -> int:
@@ -67,9 +58,8 @@ def capture(
     """A callable that does the same as `piece.run`, by replaying a graph of it as soon as possible.
 
     It takes a list of inputs and clears it, and is marked `_boxed_call`. It warms up, records, replays, and records
-    again when a static input has moved. Where no graph would be right it calls `piece.run`. `driver` is the driver that
-    captures: CUDA's by default, a simulator in tests. Dropping the callable frees its recordings: at once if it is the
-    last one of the thread's tree, else when another one of the tree is called next.
+    again when a static input has moved. Where no graph would be right it calls `piece.run`. Dropping the callable frees
+    its recordings: at once if it is the last one of the thread's tree, else when another one of it is called next.
 
     The callable's attribute `replay` is the usual case alone: it takes the same list and follows an edge. Where there
     is more to do it returns None and leaves the list whole; call the callable with that list then.
@@ -87,9 +77,8 @@ def capture(
         key_inputs = function.key_inputs
         if key_inputs is None:
             key_inputs = function.find_key_inputs(inputs)
-        trees: Trees
         try:
-            trees = local.trees
+            trees: Trees = local.trees
             tree = trees[number]
         except (AttributeError, KeyError):
             trees = _trees_of_this_thread()
@@ -108,28 +97,29 @@ def capture(
                 tree.calling = call_counter.generation
             return outputs
         except RuntimeError as error:
-            if _is_stale(error):
-                raise StaleOutputError(str(error)) from None
+            raise_if_stale(error)
             raise
 
     def call(inputs: list[Any]) -> Sequence[Any]:
         outputs = replay(inputs)
         if outputs is not None:
             return outputs
-        key_inputs = function.key_inputs
-        key = _key(function, key_inputs, inputs) if key_inputs else key_without_values
+        key = _key(function, function.key_inputs, inputs) if function.key_inputs else key_without_values
         trees = _trees_of_this_thread()
-        tree = trees.get(number) or _new_tree(trees, number, function)
+        if number not in trees:
+            trees[number] = Tree(function.driver, piece.device, marks_so_far(trees))
+        tree = trees[number]
         try:
             if function not in tree.functions:
-                _watch_function(tree, function, life)
+                with one_at_a_time:
+                    tree.functions.add(function)
+                weakref.finalize(life, _drop, weakref.ref(tree), weakref.ref(function)).atexit = False
             now = marks_so_far(trees)  # torch's part that counts may have been imported meanwhile
             if now != tree.marks:
                 tree.mark(now, inputs)
             return tree.call(function, key, inputs)
         except RuntimeError as error:
-            if _is_stale(error):
-                raise StaleOutputError(str(error)) from None
+            raise_if_stale(error)
             raise
 
     call._boxed_call = True  # type: ignore[attr-defined]
@@ -142,8 +132,9 @@ def _key(function: Function, key_inputs: tuple[int, ...], inputs: list[Any]) -> 
     return (function, *[x if type(x) is int else key_value(x) for x in [inputs[i] for i in key_inputs]])
 
 
-def _is_stale(error: RuntimeError) -> bool:
-    return STALE in str(error) and not isinstance(error, StaleOutputError)
+def raise_if_stale(error: RuntimeError) -> None:
+    if STALE in str(error) and not isinstance(error, StaleOutputError):
+        raise StaleOutputError(str(error)) from None
 
 
 def _trees_of_this_thread() -> Trees:
@@ -163,27 +154,23 @@ def _trees_of_this_thread() -> Trees:
     return trees
 
 
-def _new_tree(trees: Trees, number: int, function: Function) -> Tree:
-    tree = trees[number] = Tree(function.driver, function.piece.device, marks_so_far(trees))
-    return tree
-
-
-def _watch_function(tree: Tree, function: Function, life: Life) -> None:
-    """Have `tree` close its recordings of `function` when `life` ends."""
-    tree.adopt(function)
-    weakref.finalize(life, _forget_function, weakref.ref(tree), weakref.ref(function)).atexit = False
-
-
-def _forget_function(tree_ref: weakref.ref[Tree], function_ref: weakref.ref[Function]) -> None:
+def _drop(tree_ref: weakref.ref[Tree], function_ref: weakref.ref[Function]) -> None:
+    """Note that nobody can call a function any more."""
     tree, function = tree_ref(), function_ref()
     if tree is not None and function is not None:
-        tree.drop(function)
+        tree.functions.discard(function)
+        tree.dropped.append(function)
+        if tree.functions:
+            tree.marks = None
+        else:
+            close_later(tree)
 
 
 def _close(trees: Trees) -> None:
     """Close `trees`, whose thread is gone."""
     for tree in trees.values():
-        tree.drop_all()
+        tree.functions.clear()
+        close_later(tree)
     trees.clear()
     with every_thread_lock:
         every_thread[:] = [other for other in every_thread if other is not trees]
@@ -196,8 +183,7 @@ def mark_step_begin() -> None:
     them: steps begin by themselves only until the first mark. A step whose forward waits for its backward goes on.
     """
     _trees_of_this_thread().marks += 1
-    if reclaim.pending:
-        reclaim.close_pending()
+    close_pending()
 
 
 def reset() -> None:
@@ -205,14 +191,9 @@ def reset() -> None:
 
     Outputs that are still held are treated as at the end of a step. Steps begin by themselves until the next mark.
     """
-    reclaim.close_pending()
+    close_pending()
     for trees in list(every_thread):
         for tree in trees.values():
             tree.close()
-            tree.forget_marks(marks_so_far(trees))
+            tree.is_marked, tree.last_mark = False, marks_so_far(trees)
     counters.clear()
-
-
-def stats() -> dict[str, int]:
-    """How often each thing happened since `reset()`; see `cudagraph.counters`."""
-    return counters.stats()

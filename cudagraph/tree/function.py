@@ -1,7 +1,4 @@
-"""A piece of a program to capture, and the questions that a tree asks about it.
-
-Piece (from the compiler) -> Function: names, positions and reasons for the tree
-"""
+"""A piece of a program to capture (from the compiler), and the questions that a tree asks about it."""
 
 from __future__ import annotations
 
@@ -19,8 +16,6 @@ from ..placeholder import PlaceholderInfo, source_line
 from ..torch_private import cuda as torch_cuda
 from .driver import CaptureDriver
 
-__all__ = ["Function", "FunctionState", "Piece"]
-
 log = logging.getLogger("cudagraph")
 
 
@@ -28,38 +23,25 @@ log = logging.getLogger("cudagraph")
 class Piece:
     """One graph, or one captured part of a partitioned graph. Inputs and outputs are named by position.
 
-    Attributes:
-        name: for logs and errors, such as "forward 0, part 1 of 2".
-        run: takes a list of tensors, ints and None, which it may clear, and returns the same kinds of values. Autograd
-            does not record it. Equal ints mean equal shapes and strides of the tensors, as compilers guard.
-        static_inputs: inputs whose address should not change: parameters, buffers. Outputs of other pieces need not be
-            named; they are found at run time.
-        mutated_inputs: inputs that `run` writes to.
-        written_later: inputs that another part of the same graph writes to after this one.
-        unread_inputs: inputs that `run` does not use.
-        reusable_inputs: inputs that another part of the same graph made; `run` may reuse their memory for an output.
-        placeholders: a `PlaceholderInfo` for each input, or ().
-        output_traces: the user's stack of each output, or (); for errors about stale outputs.
-        constants: tensors other than inputs that `run` reads; kept alive.
-        is_backward: runs the backward of an earlier forward.
-        is_inference: has no backward.
-        saved_outputs: outputs that are saved for the backward; None if unknown, so that all may be.
+    `run` takes a list of tensors, ints and None, which it may clear, and returns the same kinds of values. Autograd
+    does not record it. Equal ints mean equal shapes and strides of the tensors, as compilers guard.
     """
 
-    name: str
+    name: str  # for logs and errors, such as "forward 0, part 1 of 2"
     run: Callable[[list[Any]], Sequence[Any]]
     device: torch.device
+    # Inputs whose address should not change: parameters, buffers. Outputs of other pieces are found at run time.
     static_inputs: tuple[int, ...] = ()
-    mutated_inputs: tuple[int, ...] = ()
-    written_later: tuple[int, ...] = ()
+    mutated_inputs: tuple[int, ...] = ()  # those that `run` writes to
+    written_later: tuple[int, ...] = ()  # those that another part of the same graph writes to after this one
     unread_inputs: tuple[int, ...] = ()
-    reusable_inputs: tuple[int, ...] = ()
-    placeholders: tuple[PlaceholderInfo, ...] = ()
-    output_traces: tuple[str | None, ...] = ()
-    constants: tuple[torch.Tensor, ...] = ()
-    is_backward: bool = False
-    is_inference: bool = True
-    saved_outputs: tuple[int, ...] | None = None
+    reusable_inputs: tuple[int, ...] = ()  # another part of the graph made them; their memory may become an output's
+    placeholders: tuple[PlaceholderInfo, ...] = ()  # one for each input, or none
+    output_traces: tuple[str | None, ...] = ()  # the user's stack of each output, or none; for errors
+    constants: tuple[torch.Tensor, ...] = ()  # tensors other than inputs that `run` reads; kept alive
+    is_backward: bool = False  # of an earlier forward
+    is_inference: bool = True  # has no backward
+    saved_outputs: tuple[int, ...] | None = None  # for the backward; None if unknown, so that all may be
 
 
 def key_value(x: Any) -> Any:
@@ -70,50 +52,34 @@ def key_value(x: Any) -> Any:
 
 
 class Function:
-    """A piece with its options, shared by the trees of all threads. Compared by identity.
-
-    Attributes:
-        copies_held: outputs that are still held at the end of a step are copied out.
-        key_inputs: positions of the inputs that are part of an edge key; None before the first call.
-        uncapturable: why no capture is tried any more; None if captures are tried.
-        failed_captures: captures in a row that raised an error that may not come again.
-        may_read_in_place: no capture that read inputs in place has broken a pool.
-        call_counter: its `generation` changes with each outermost call of a function that Dynamo compiled.
-        last_move: which static input moved last, and from where; "" if none has.
-    """
+    """A piece with its options, shared by the trees of all threads. Compared by identity."""
 
     def __init__(self, piece: Piece, options: Options, driver: CaptureDriver) -> None:
-        self.piece = piece
-        self.options = options
-        self.driver = driver
+        self.piece, self.options, self.driver = piece, options, driver
         self.name = piece.name
         self.static_inputs = frozenset(piece.static_inputs)
-        # A gradient is accumulated into over several steps, so it must outlive the memory it came in.
+        # Outputs that are held at the end of a step are copied out. A gradient is accumulated into over several steps.
         self.copies_held = piece.is_backward or options.held_outputs == "copy"
-        self.key_inputs: tuple[int, ...] | None = None
-        self.uncapturable = driver.why_not()
-        self.failed_captures = 0
-        self.may_read_in_place = True
-        self.call_counter = torch_cuda.calls_of_dynamo()
-        self.last_move = ""
-        self._constants = {torch_cuda.identity(constant.untyped_storage()) for constant in piece.constants}
-        self._logged_reasons: set[str] = set()
-        self._logged_causes: set[str] = set()
+        self.key_inputs: tuple[int, ...] | None = None  # those that are part of an edge key; known from the first call
+        self.uncapturable = driver.why_not()  # why no capture is tried any more; None if captures are tried
+        self.failed_captures = 0  # in a row that raised an error that may not come again
+        self.may_read_in_place = True  # no capture that read inputs in place has broken a pool
+        self.call_counter = torch_cuda.calls_of_dynamo()  # its `generation` changes with each outermost compiled call
+        self.last_move = ""  # which static input moved last, and from where
+        self.constants = {torch_cuda.identity(constant.untyped_storage()) for constant in piece.constants}
+        self._logged: set[str] = set()
 
     def find_key_inputs(self, inputs: Sequence[Any]) -> tuple[int, ...]:
         """Find `key_inputs`: all inputs that are no tensors."""
         self.key_inputs = tuple(i for i, x in enumerate(inputs) if not isinstance(x, torch.Tensor))
         return self.key_inputs
 
-    def is_constant(self, cdata: int) -> bool:
-        return cdata in self._constants
-
     def input_name(self, i: int) -> str:
         """Text such as "input 2 (x, model.py:31: y = x + 1)", as far as known."""
         if i >= len(self.piece.placeholders):
             return f"input {i}"
         info = self.piece.placeholders[i]
-        return f"input {i} ({info.name}{f', {info.source_line}' if info.source_line else ''})"
+        return f"input {i} ({', '.join(filter(None, (info.name, info.source_line)))})"
 
     def origin(self, k: int) -> str:
         traces = self.piece.output_traces
@@ -121,32 +87,25 @@ class Function:
         line = source_line(trace) or (trace or "").strip()
         return f"output {k} of {self.name}{f', from {line}' if line else ''}"
 
-    def reason_against(self, inputs: Sequence[Any], copied: Iterable[int], static: Iterable[int]) -> str | None:
+    def reason_against(self, inputs: Sequence[Any], copied: Sequence[int], static: Sequence[int]) -> str | None:
         """Why the inputs rule out a capture; None if they don't.
 
         `copied`: positions of tensors that would be copied; `static`: of those that would be read in place.
         """
-        for i in static:
+        piece, is_copied = self.piece, set(copied)
+        for i in [*static, *copied]:
             x = inputs[i]
-            if x.device != self.piece.device and x.device.type != "cpu":  # on the CPU: memory of an offload operator
-                return f"{self.input_name(i)} of {self.name} is on {x.device}, not on {self.piece.device}"
-        mutated = set(self.piece.mutated_inputs)
-        for i in copied:
-            x = inputs[i]
-            if i in mutated:
-                line = self._mutating_line(i)
-                return f"{self.name} mutates {self.input_name(i)}, {line}which is the caller's own memory"
-            if x.device != self.piece.device:
-                return f"{self.input_name(i)} of {self.name} is on {x.device}, not on {self.piece.device}"
-            if x.layout is not torch.strided or type(x) not in (torch.Tensor, torch.nn.Parameter):
+            if i in is_copied and i in piece.mutated_inputs:
+                info = piece.placeholders[i] if i < len(piece.placeholders) else None
+                line = source_line(info.mutating_use_stack_trace) if info is not None else ""
+                where = f"at {line}, " if line else ""
+                return f"{self.name} mutates {self.input_name(i)}, {where}which is the caller's own memory"
+            # What is read in place on the CPU is memory of an offload operator.
+            if x.device != piece.device and (i in is_copied or x.device.type != "cpu"):
+                return f"{self.input_name(i)} of {self.name} is on {x.device}, not on {piece.device}"
+            if i in is_copied and (x.layout is not torch.strided or type(x) not in (torch.Tensor, torch.nn.Parameter)):
                 return f"{self.input_name(i)} of {self.name} is a {type(x).__name__} of layout {x.layout}"
         return None
-
-    def _mutating_line(self, i: int) -> str:
-        if i >= len(self.piece.placeholders):
-            return ""
-        line = source_line(self.piece.placeholders[i].mutating_use_stack_trace)
-        return f"at {line}, " if line else ""
 
     def reason_against_output(self, k: int, x: torch.Tensor) -> str | None:
         """Why a replay can't give out `x`, output `k` of `run`; None if it can."""
@@ -173,28 +132,21 @@ class Function:
         """Log once that the function runs without a graph. Raises `NotCapturableError` with `options.or_error`."""
         if self.options.or_error:
             raise NotCapturableError(f"{self.name} can't run as a CUDA graph: {reason}")
-        if reason in self._logged_reasons:
+        if reason in self._logged:
             return
-        self._logged_reasons.add(reason)
         cause = re.sub(r"\d+", "", reason)  # not once for each size in the text
-        if cause not in self._logged_causes:
-            self._logged_causes.add(cause)
+        if cause not in self._logged:
             log.warning("%s runs without a CUDA graph: %s", self.name, reason)
+        self._logged |= {reason, cause}
 
 
 @dataclass(eq=False)
 class FunctionState:
-    """What one tree knows of a function.
-
-    Attributes:
-        warmup_count: how often it was warmed up.
-        keys: edge keys that it was recorded or refused for; each is a size.
-        awaiting_second_warmup: edge keys whose capture asked for another warm-up.
-    """
+    """What one tree knows of a function."""
 
     warmup_count: int = 0
-    keys: set[Any] = field(default_factory=set)
-    awaiting_second_warmup: set[Any] = field(default_factory=set)
+    keys: set[Any] = field(default_factory=set)  # edge keys that it was recorded or refused for; each is a size
+    awaiting_second_warmup: set[Any] = field(default_factory=set)  # edge keys whose capture asked for it
 
     def admits(self, key: Any, size_limit: int) -> bool:
         """Whether `key` may be recorded or refused. Refusals take memory, too."""

@@ -20,22 +20,6 @@ import torch
 
 from ..torch_private import cuda as torch_cuda
 
-__all__ = [
-    "STALE",
-    "Layout",
-    "Slot",
-    "Watch",
-    "bytes_of",
-    "copy_preserving_layout",
-    "held",
-    "layout_of",
-    "on_slots",
-    "overlapping",
-    "span_of",
-    "stale_message",
-    "tensor_on",
-]
-
 use_count = torch_cuda.storage_use_count
 getrefcount = sys.getrefcount
 
@@ -75,57 +59,31 @@ def bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
 class Slot:
     """The memory of a recording's output, and the storage of the tensors that are given out over it.
 
-    Attributes:
-        storage: does not own the memory, which is the pool's.
-        owner: the owning storage of pinned host memory, if `host`.
-        address: of the first byte; it never changes.
-        copies: whoever holds the output when its memory is reused gets a copy; otherwise an error on access.
-        origin: "output 2 of forward 0, from model.py:31", for that error.
-        given_as_copies: tensors over it are given out as copies, because this torch could not copy them out later.
-        templates: the tensors over it that recordings have: their list, the position there, the layout.
-        watches: the watches that look at it, and the position there.
+    `copies`: whoever holds the output when its memory is reused gets a copy; otherwise an error on access.
+    `origin`: "output 2 of forward 0, from model.py:31", for that error. `host`: it is pinned host memory.
     """
 
-    __slots__ = (
-        "address",
-        "cdata",
-        "copies",
-        "given_as_copies",
-        "host",
-        "nbytes",
-        "origin",
-        "owner",
-        "storage",
-        "templates",
-        "watches",
-    )
-
     def __init__(self, storage: torch.UntypedStorage, origin: str, *, copies: bool, host: bool = False) -> None:
-        self.address = storage.data_ptr()
-        self.nbytes = storage.nbytes()
+        self.address, self.nbytes = storage.data_ptr(), storage.nbytes()  # for good
         self.owner = storage if host else None
+        # Does not own the memory, which is the pool's or the owner's.
         self.storage = torch_cuda.storage_at(self.address, storage.device, self.nbytes) if host else storage
         self.cdata = torch_cuda.identity(self.storage)
-        self.origin = origin
-        self.copies = copies
-        self.host = host
-        self.given_as_copies = False
+        self.origin, self.copies, self.host = origin, copies, host
+        self.given_as_copies = False  # because this torch could not copy out tensors over it later
+        # The tensors over it that recordings have: their list, the position there. And the watches that look at it.
         self.templates: list[tuple[list[torch.Tensor], int, Layout]] = []
         self.watches: list[tuple[Watch, int]] = []
 
-    @property
-    def own_uses(self) -> int:
-        """The use count of the storage when nobody else holds it: the handle and one tensor for each template."""
-        return 1 + len(self.templates)
-
-    @property
-    def own_handles(self) -> int:
-        """The reference count of the handle, one Python object for everybody: the slot's reference and the watches'."""
-        return 1 + len(self.watches) + EXTRA_HANDLES
+    def own_counts(self) -> tuple[int, int]:
+        """The use count of the storage when nobody else holds it: the handle and one tensor for each template. And the
+        reference count of the handle, one Python object for everybody: the slot's reference and the watches'."""
+        return 1 + len(self.templates), 1 + len(self.watches) + EXTRA_HANDLES
 
     def held(self) -> bool:
+        own_uses, own_handles = self.own_counts()
         (handles,) = map(getrefcount, [self.storage])  # one more than `own_handles`, for the list
-        return use_count(self.cdata) > self.own_uses or handles > self.own_handles + 1
+        return use_count(self.cdata) > own_uses or handles > own_handles + 1
 
     def add_template(self, templates: list[torch.Tensor], layout: Layout) -> None:
         """Append to `templates` a tensor whose aliases are given out. Renewing the slot replaces it."""
@@ -152,16 +110,11 @@ class Slot:
         for watch, position in self.watches:
             watch.cdatas[position] = self.cdata
             watch.handles[position] = self.storage
-            watch.own_counts[position] = self.own_uses
-            watch.own_counts[len(watch.slots) + position] = self.own_handles
+            watch.own_counts[position], watch.own_counts[len(watch.slots) + position] = self.own_counts()
 
 
 class Watch:
-    """Several slots whose liveness is checked together.
-
-    Attributes:
-        own_counts: the use count of each storage when nobody else holds it, then the reference count of each handle.
-    """
+    """Several slots whose liveness is checked together."""
 
     __slots__ = ("cdatas", "handles", "own_counts", "slots")
 
@@ -169,6 +122,7 @@ class Watch:
         self.slots = tuple(slots)
         self.cdatas = [0] * len(self.slots)
         self.handles: list[Any] = [None] * len(self.slots)
+        # The use count of each storage when nobody else holds it, then the reference count of each handle.
         self.own_counts = [0] * (2 * len(self.slots))
         for position, slot in enumerate(self.slots):
             slot.watches.append((self, position))
@@ -179,8 +133,9 @@ class Watch:
         return [*map(use_count, self.cdatas), *map(getrefcount, self.handles)] == self.own_counts
 
     def close(self) -> None:
-        self.handles = []
-        for slot in self.slots:
+        slots, self.slots = self.slots, ()
+        self.cdatas, self.handles, self.own_counts = [], [], []
+        for slot in slots:
             slot.watches = [entry for entry in slot.watches if entry[0] is not self]
             slot.update_watches()
 
@@ -215,39 +170,30 @@ def on_slots(inputs: Sequence[Any], slots: Iterable[Slot]) -> dict[int, Slot]:
     by_cdata = {slot.cdata: slot for slot in slots}
     if not by_cdata:
         return {}
-    found = {}
-    for i, value in enumerate(inputs):
-        if isinstance(value, torch.Tensor) and value.layout is torch.strided:
-            slot = by_cdata.get(torch_cuda.identity(value.untyped_storage()))
-            if slot is not None:
-                found[i] = slot
-    return found
+    cdatas = {i: torch_cuda.identity(x.untyped_storage()) for i, x in enumerate(inputs) if is_strided(x)}
+    return {i: by_cdata[cdata] for i, cdata in cdatas.items() if cdata in by_cdata}
 
 
-def overlapping(x: torch.Tensor) -> bool:
-    """Whether two elements of `x` may share memory, as in an expanded tensor."""
-    reach = 0
+def is_strided(x: Any) -> bool:
+    return isinstance(x, torch.Tensor) and x.layout is torch.strided
+
+
+def overlap_span(x: torch.Tensor) -> int | None:
+    """If two elements of `x` may share memory, as in an expanded tensor: the distance from the first to the last
+    element, both included, in elements. Else None."""
+    reach, overlaps = 0, False
     for stride, size in sorted((stride, size) for size, stride in zip(x.shape, x.stride(), strict=True) if size > 1):
-        if stride <= reach:
-            return True
+        overlaps = overlaps or stride <= reach
         reach += stride * (size - 1)
-    return False
-
-
-def span_of(x: torch.Tensor) -> int:
-    """The distance from the first to the last element of `x`, both included, in elements."""
-    if x.numel() == 0:
-        return 0
-    return 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+    return reach + 1 if overlaps and x.numel() else None
 
 
 def copy_preserving_layout(x: torch.Tensor) -> torch.Tensor:
     """A copy of `x` with the same strides, even where its elements share memory."""
     with torch.inference_mode(False), torch.no_grad():
-        if overlapping(x):
-            span = span_of(x)
-            flat = torch.empty(span, dtype=x.dtype, device=x.device)
-            flat.copy_(x.as_strided((span,), (1,)))
-            return flat.as_strided(x.shape, x.stride(), 0)
-        y = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
-        return y.copy_(x)
+        span = overlap_span(x)
+        if span is None:
+            return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device).copy_(x)
+        flat = x.as_strided((span,), (1,))
+        copy = torch.empty(flat.shape, dtype=x.dtype, device=x.device).copy_(flat)
+        return copy.as_strided(x.shape, x.stride(), 0)

@@ -8,21 +8,18 @@ record.py prepares all that is known when a graph is captured. A replay only dec
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 
 from .. import counters
 from ..torch_private import cuda as torch_cuda
 from .driver import CaptureDriver
+from .function import Function
 from .liveness import Layout, Slot, Watch, bytes_of, copy_preserving_layout, layout_of, tensor_on
-
-if TYPE_CHECKING:
-    from .function import Function
-
-__all__ = ["Cursor", "Edge", "EdgeKey", "InputLayout", "Node", "OutputLayout", "Recording", "Template"]
 
 Edge = Callable[[list[Any]], "list[Any] | None"]
 EdgeKey = tuple[Any, ...]  # the function, then its inputs that are no tensors
@@ -30,88 +27,60 @@ EdgeKey = tuple[Any, ...]  # the function, then its inputs that are no tensors
 # From this many copies on, switching autograd off around the foreach copy pays: without gradients it takes 0.07 us a
 # tensor to find that there is nothing to record.
 MANY_COPIES = 16
+PROBED_CALLS = 8  # see `StableInputProbe`
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class InputLayout:
-    """Where a recording finds each input.
+    """Where a recording finds each input. Inputs are named by position."""
 
-    Attributes:
-        addresses: the address of each tensor when it was recorded; None for other inputs.
-        fixed: positions of inputs that are read where they are; their addresses are compared before each replay.
-        in_place: addresses of inputs that are read where they are although nobody called them static; see
-            stable_inputs.py.
-        copied: positions of inputs that are copied to `destinations` before each launch.
-        copied_range: the same positions as a slice, if they are consecutive.
-        flat_copies: position among `copied`, number of elements: inputs with overlapping elements, copied flat.
-        consumed: position, slot and layout of inputs whose memory the graph reuses.
-    """
-
-    addresses: list[int | None]
-    fixed: list[int]
-    in_place: frozenset[int]
-    copied: list[int]
-    copied_range: slice | None
-    flat_copies: list[tuple[int, int]]
+    addresses: list[int | None]  # of each tensor when it was recorded; None for other inputs
+    fixed: list[int]  # those that are read where they are; their addresses are compared before each replay
+    in_place: frozenset[int]  # addresses of those of them that nobody called static; see `StableInputProbe`
+    copied: list[int]  # those that are copied to `destinations` before each launch
+    copied_range: slice | None  # the same positions, if they are consecutive
+    flat_copies: list[tuple[int, int]]  # position among `copied`, number of elements: those whose elements overlap
     destinations: list[torch.Tensor]
-    consumed: list[tuple[int, Slot, Layout]]
+    consumed: list[tuple[int, Slot, Layout]]  # those whose memory the graph reuses
+    must_be_dead: tuple[Slot, ...]  # all slots whose memory it reuses
 
 
 class Template(NamedTuple):
-    """An output that is given out as an alias of one tensor of the recording.
-
-    Attributes:
-        slot: its memory in the pool or on the host; None for other memory, such as a constant's, which `storage` is.
-    """
+    """An output that is given out as an alias of one tensor of the recording."""
 
     position: int
     layout: Layout
-    slot: Slot | None
-    storage: torch.UntypedStorage | None
+    slot: Slot | None  # its memory in the pool or on the host
+    storage: torch.UntypedStorage | None  # other memory, such as a constant's, if there is no slot
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class OutputLayout:
-    """How a replay makes each output. Each tensor is in one of the lists; positions are those of outputs and inputs.
+    """How a replay makes each output. Each tensor is in one of the lists; positions are those of outputs and inputs."""
 
-    Attributes:
-        skeleton: the outputs that are no tensors, in their positions.
-        same_inputs: output, input: an input itself.
-        input_aliases: output, input, distance in bytes, layout: a view of an input.
-        repeats: output, earlier output: the same tensor object again.
-        metas: output, meta tensor.
-        saved: slots that a backward may need.
-    """
-
-    skeleton: list[Any]
+    skeleton: list[Any]  # the outputs that are no tensors, in their positions
     templates: list[Template]
-    same_inputs: list[tuple[int, int]]
-    input_aliases: list[tuple[int, int, int, Layout]]
-    repeats: list[tuple[int, int]]
-    metas: list[tuple[int, torch.Tensor]]
-    saved: list[Slot]
+    same_inputs: list[tuple[int, int]]  # output, input: an input itself
+    input_aliases: list[tuple[int, int, int, Layout]]  # output, input, distance in bytes, layout: a view of an input
+    repeats: list[tuple[int, int]]  # output, earlier output: the same tensor object again
+    metas: list[tuple[int, torch.Tensor]]  # output, meta tensor
+    saved: list[Slot]  # those that a backward may need
+    live: tuple[Slot, ...]  # slots of the path that may be held after it
 
 
-NO_INPUTS = InputLayout([], [], frozenset(), [], None, [], [], [])
-NO_OUTPUTS = OutputLayout([], [], [], [], [], [], [])
+NO_INPUTS = InputLayout([], [], frozenset(), [], None, [], [], [], ())
+NO_OUTPUTS = OutputLayout([], [], [], [], [], [], [], ())
 
 
 class Cursor:
-    """Where the program is in a tree, and the stream that it uses.
+    """What recordings know of their tree: where the program is, and the stream that it uses."""
 
-    Attributes:
-        current: the node whose edges the next call follows. Replays move it.
-        stream: the number of the stream that the last replay was launched on.
-        stream_now: returns the number of the current stream.
-    """
-
-    current: Node
+    current: Node  # whose edges the next call follows; replays move it
 
     def __init__(self, driver: CaptureDriver, device: torch.device) -> None:
-        self.driver = driver
-        self.device = device
-        self.stream_now = driver.stream(device)
-        self.stream: int | None = None
+        self.driver, self.device = driver, device
+        self.stream_now = driver.stream(device)  # returns the number of the current stream
+        self.stream: int | None = None  # that the last replay was launched on
         self.stream_object: Any = None
 
     def follow_stream(self) -> None:
@@ -125,31 +94,22 @@ class Cursor:
 
 
 class Node:
-    """A position in the tree, and what may come next there. The root is one; all others are recordings.
-
-    Attributes:
-        first: the first function of the path.
-        edges: a callable for each function that may come next. It takes the inputs and returns the outputs, or None
-            with the inputs whole, if something has changed since it was made.
-        children: all recordings at this node, by edge key.
-        refusals: why functions run without a graph at this node, by edge key.
-        live: slots of the path that may be held here.
-        pending: forwards of the path that wait for a backward.
-        state: which blocks of the pool are allocated here; None at the root.
-    """
+    """A position in the tree, and what may come next there. The root is one; all others are recordings."""
 
     is_root = True
 
     def __init__(self, cursor: Cursor) -> None:
         self.cursor = cursor
-        self.first: Function | None = None
+        self.first: Function | None = None  # of the path
+        # A callable for each function that may come next. It takes the inputs and returns the outputs, or None with the
+        # inputs whole, if something has changed since it was made.
         self.edges: dict[EdgeKey, Edge] = {}
-        self.children: dict[EdgeKey, list[Recording]] = {}
-        self.refusals: dict[EdgeKey, str] = {}
-        self.live: tuple[Slot, ...] = ()
+        self.children: dict[EdgeKey, list[Recording]] = {}  # all recordings at this node
+        self.refusals: dict[EdgeKey, str] = {}  # why functions run without a graph at this node
+        self.live: tuple[Slot, ...] = ()  # slots of the path that may be held here
         self.watch_live = Watch(())
-        self.pending: tuple[Recording, ...] = ()
-        self.state: Any = None
+        self.pending: tuple[Recording, ...] = ()  # forwards of the path that wait for a backward
+        self.state: Any = None  # which blocks of the pool are allocated here; None at the root
 
     def waits_for_backward(self) -> bool:
         """Whether a backward may still need an output of a forward of the path."""
@@ -167,66 +127,39 @@ class Node:
     def subtree(self) -> Iterator[Node]:
         """This node and all recordings after it."""
         yield self
-        for children in self.children.values():
-            for child in children:
-                yield from child.subtree()
+        for child in itertools.chain(*self.children.values()):
+            yield from child.subtree()
 
     def close(self) -> None:
         """Give back the graphs after this node, and let go of slots."""
-        for children in self.children.values():
-            for child in children:
-                child.close()
+        for child in itertools.chain(*self.children.values()):
+            child.close()
         self.watch_live.close()
-        self.watch_live = Watch(())
-        self.edges.clear()
-        self.children.clear()
-        self.refusals.clear()
-        self.live = ()
+        self.edges, self.children, self.refusals = {}, {}, {}
+        self.live, self.state = (), None
         self.pending = ()  # a forward's own list has the forward itself
-        self.state = None
 
 
 class Recording(Node):
-    """A captured graph of a function after `parent`.
-
-    Attributes:
-        edge: the edge that leads here from the parent: `replay`, or a `StableInputProbe`.
-        must_be_dead: slots whose memory the graph reuses; watched by `watch_dead`.
-        slots: the memory of its outputs, which earlier recordings may have made.
-        templates: tensors whose aliases are given out. Slots replace them when they are renewed.
-        watch_saved: slots that its backward may need.
-        is_plain: the outputs are the templates, in order.
-        gives_copies: some outputs are given out as copies; see `Slot.given_as_copies`.
-    """
+    """A captured graph of a function after `parent`."""
 
     is_root = False
 
     def __init__(
-        self,
-        parent: Node,
-        function: Function,
-        key: EdgeKey,
-        *,
-        graph: Any,
-        launch: Callable[[], None],
-        inputs: InputLayout,
-        outputs: OutputLayout,
-        live: tuple[Slot, ...],
-        must_be_dead: tuple[Slot, ...],
-        state: Any,
+        self, parent: Node, key: EdgeKey, graph: Any, inputs: InputLayout, outputs: OutputLayout, state: Any
     ) -> None:
         super().__init__(parent.cursor)
-        self.parent = parent
-        self.function = function
-        self.key = key
-        self.first = parent.first or function
-        self.graph, self.launch = graph, launch
+        self.parent, self.key = parent, key
+        self.function: Function = key[0]
+        self.first = parent.first or self.function
+        self.graph, self.launch = graph, parent.cursor.driver.launcher(graph)
         self.inputs, self.outputs = inputs, outputs
-        self.live, self.must_be_dead, self.state = live, must_be_dead, state
+        self.live, self.state = outputs.live, state
+        # The memory of its outputs, which earlier recordings may have made.
         self.slots = tuple(dict.fromkeys(t.slot for t in outputs.templates if t.slot is not None))
-        self.templates: list[torch.Tensor] = []
+        self.templates: list[torch.Tensor] = []  # their aliases are given out; a slot that is renewed replaces them
         self.watch_dead = self.watch_saved = Watch(())
-        self.edge: Edge = self.replay
+        self.edge: Edge = self.replay  # leads here from the parent; or a `StableInputProbe`
         self.choose_output_path()
 
     def attach_to_slots(self) -> None:
@@ -238,7 +171,7 @@ class Recording(Node):
                 assert template.storage is not None
                 self.templates.append(tensor_on(template.storage, template.layout))
         self.watch_live = Watch(self.live)
-        self.watch_dead = Watch(self.must_be_dead)
+        self.watch_dead = Watch(self.inputs.must_be_dead)
         self.watch_saved = Watch(self.outputs.saved)
 
     def replay(self, inputs: list[Any]) -> list[Any] | None:
@@ -312,29 +245,25 @@ class Recording(Node):
                 made[template.position] = tensor_on(copies[slot], layout_of(tensor))
 
     def choose_output_path(self) -> None:
-        """Find out whether the outputs are the templates, in order, so that a replay can take the short way."""
+        """Find out whether the outputs are the templates, in order, so that a replay can take the short way, and
+        whether some are given out as copies; see `Slot.given_as_copies`."""
         self.gives_copies = any(slot.given_as_copies for slot in self.slots)
         positions = [template.position for template in self.outputs.templates]
         self.is_plain = positions == list(range(len(self.outputs.skeleton))) and not self.gives_copies
 
     def close(self) -> None:
         super().close()
-        for watch in (self.watch_dead, self.watch_saved):
-            watch.close()
-        self.watch_dead = self.watch_saved = Watch(())
+        self.watch_dead.close()
+        self.watch_saved.close()
         for slot in self.slots:
             slot.forget_templates(self.templates)
         self.graph.reset()
-        self.graph, self.launch, self.edge = None, _closed, _closed_edge
+        self.graph, self.launch, self.edge = None, _closed, _closed
         self.inputs, self.outputs = NO_INPUTS, NO_OUTPUTS
-        self.templates, self.slots, self.must_be_dead = [], (), ()
+        self.templates, self.slots = [], ()
 
 
-def _closed() -> None:
-    raise AssertionError("this recording was closed")
-
-
-def _closed_edge(inputs: list[Any]) -> list[Any] | None:
+def _closed(*inputs: Any) -> Any:
     raise AssertionError("this recording was closed")
 
 
@@ -345,3 +274,39 @@ def _alias(source: torch.Tensor, distance: int, layout: Layout) -> torch.Tensor:
     storage = source.untyped_storage()
     offset = (source.data_ptr() + distance - storage.data_ptr()) // layout.dtype.itemsize
     return tensor_on(storage, layout._replace(offset=offset))
+
+
+@dataclass(eq=False)
+class StableInputProbe:
+    """The edge to a recording that copies inputs, for its first `PROBED_CALLS` calls.
+
+    If the addresses repeat in the last half of them, although nobody called the inputs static, it is recorded once
+    more, reading them where they are. Each replay compares these addresses. If an input moves later, the recording
+    that copies still exists, and is used from then on. `record_in_place` returns the outputs, or None if it can't.
+
+    Only for inference functions: a forward's copy of an input shows that its backward is still to come, and no guard of
+    a backward compares whether a tangent is conjugated. And only at the end of a path: what follows would have to be
+    recorded again.
+    """
+
+    recording: Recording
+    record_in_place: Callable[[Recording, list[Any]], list[Any] | None]
+    addresses: list[int] = field(default_factory=list)
+    call_count: int = 0
+    repeat_count: int = 0  # the last calls in a row with the addresses of the call before
+
+    def __call__(self, inputs: list[Any]) -> list[Any] | None:
+        recording = self.recording
+        layout = recording.inputs
+        if not torch_cuda.pointers_equal(inputs, layout.addresses, layout.fixed):
+            return None
+        addresses = [inputs[i].data_ptr() for i in layout.copied]
+        self.call_count += 1
+        self.repeat_count = self.repeat_count + 1 if addresses == self.addresses else 0
+        self.addresses = addresses
+        if self.call_count >= PROBED_CALLS:
+            recording.edge = recording.parent.edges[recording.key] = recording.replay
+            outputs = self.record_in_place(recording, inputs) if self.repeat_count >= PROBED_CALLS // 2 else None
+            if outputs is not None:
+                return outputs
+        return recording.replay(inputs)

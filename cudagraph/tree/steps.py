@@ -1,7 +1,4 @@
-"""Decides when a step begins: `next_of`, for each call that does not follow the path as it was recorded.
-
-The paragraph for users is in docs/cuda_graphs.md, "Steps, paths and memory".
-"""
+"""Decides when a step begins: `next_of`. For users: docs/cuda_graphs.md, "Steps, paths and memory"."""
 
 from __future__ import annotations
 
@@ -16,47 +13,29 @@ from ..torch_private import cuda as torch_cuda
 from .function import Function
 from .liveness import Slot, held, on_slots
 from .node import Node, Recording
-from .uncaptured import Cause, UncapturedStep
-from .warmup import storages_of
-
-__all__ = ["REPEATS", "Call", "Next", "never_ends", "next_of"]
+from .uncaptured import Cause, UncapturedStep, storages_of
 
 # Runs of one function on the same parameters in one step that are no reason to begin another, where there is evidence
 # that the step goes on. More of them are a loop that is one call to Dynamo, or a recurrence.
 REPEATS = 16
-
-# Calls of one function in a step that warms up, after which another step begins in any case.
-WARMUP_REPEATS = 64
+WARMUP_REPEATS = 64  # calls of one function in a step that warms up, after which another step begins in any case
 
 
-class Next(enum.Enum):
-    """What a call does to the step."""
-
-    BEGINS = "begins a step"
-    GOES_ON = "goes on with the path"
-    READS_ON = "goes on with the path, because it reads an output of it"
-    WARMS_UP = "goes on with the warm-up"
+# What a call does to the step. READS_ON: it goes on with the path, because it reads an output of it.
+Next = enum.Enum("Next", ["BEGINS", "GOES_ON", "READS_ON", "WARMS_UP"])
 
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """A call that does not follow the path as it was recorded.
-
-    Attributes:
-        node: where the path is; during an uncaptured step, where it was left.
-        uncaptured: the step's rest runs uncaptured.
-        is_marked: the thread marks its steps.
-        in_one_call: one call of a compiled function, which has graph breaks, ran the last graph too.
-        can_move: whether the tensors on a slot can be copied out.
-    """
+    """A call that does not follow the path as it was recorded."""
 
     function: Function
     inputs: list[Any]
-    node: Node
-    uncaptured: UncapturedStep | None
-    is_marked: bool
-    in_one_call: bool
-    can_move: Callable[[Slot], bool]
+    node: Node  # where the path is; during an uncaptured step, where it was left
+    uncaptured: UncapturedStep | None  # the step's rest runs uncaptured
+    is_marked: bool  # the thread marks its steps
+    in_one_call: bool  # one call of a compiled function, which has graph breaks, ran the last graph too
+    can_move: Callable[[Slot], bool]  # whether the tensors on a slot can be copied out
 
 
 def next_of(call: Call) -> Next:
@@ -71,9 +50,7 @@ def next_of(call: Call) -> Next:
     ... and no forward waits                                                      begins
     the step warms up, and the rows of the warm-up say that it goes on            warms up
     ... and they say that it is over, at the root                                 begins
-    in all other cases                                                            see below
-
-    MEMORY OF THE PATH
+    MEMORY OF THE PATH (in all other cases)
     nothing is held that was given out, and `function` ran in the step            begins
     the thread marks its steps                                                    goes on
     `function` did not run in this step                                           goes on
@@ -85,7 +62,6 @@ def next_of(call: Call) -> Next:
     `function` is the first of the step                                           begins
     each held output is one of `function`, or read by the call, or copied out     begins
     in all other cases                                                            goes on
-
     WARM-UP (holds no memory of the pool)
     `function` ran `WARMUP_REPEATS` times                                         is over
     `function` did not run in it                                                  goes on **
@@ -99,33 +75,26 @@ def next_of(call: Call) -> Next:
     ============================================================================  ==========
 
     \\* as long as `function` ran less than `REPEATS` times: on the same parameters, or in the warm-up.
-
     \\*\\* except for the first function of the step, where the warm-up continues the path.
 
     The inputs of a call that begins a step are copied out first. After "reads on" by the first function of the step,
     the next one counts as the first: the call before a loop is no part of it. If the warm-up is over and the path goes
     on, it does so from where it was left. A mark begins a step unless a forward waits for its backward.
     """
-    step = call.uncaptured
+    step, function, inputs, node = call.uncaptured, call.function, call.inputs, call.node
     if step is None:
-        if call.node.is_root:
+        if node.is_root:
             return Next.GOES_ON
     elif step.cause is Cause.IGNORED_MARKS:
-        return Next.GOES_ON if call.node.waits_for_backward() else Next.BEGINS
+        return Next.GOES_ON if node.waits_for_backward() else Next.BEGINS
     elif step.cause is Cause.WARMUP:
         if not _warmup_is_over(call, step):
             return Next.WARMS_UP
-        if call.node.is_root:
+        if node.is_root:
             return Next.BEGINS
-    return _next_on_path(call)
-
-
-def _next_on_path(call: Call) -> Next:
-    """The rows "memory of the path" of `next_of`."""
-    function, inputs, node = call.function, call.inputs, call.node
     ran = [recording for recording in node.path() if recording.function is function]
     if node.watch_live.none_held():
-        return Next.BEGINS if ran or call.uncaptured is not None else Next.GOES_ON
+        return Next.BEGINS if ran or step is not None else Next.GOES_ON
     if call.is_marked or not ran or node.waits_for_backward() or torch_cuda.graph_task_id() != -1:
         return Next.GOES_ON
     on_path = on_slots(inputs, node.live)
@@ -147,19 +116,15 @@ def _next_on_path(call: Call) -> Next:
 
 
 def _warmup_is_over(call: Call, step: UncapturedStep) -> bool:
-    """The rows "warm-up" of `next_of`.
-
-    A warm-up that is too short or too long is never wrong, but later steps begin where this one does.
-    """
+    """The rows "warm-up" of `next_of`. A warm-up that is too short or too long is never wrong, but later steps begin
+    where this one does."""
     function = call.function
-    count = step.call_counts.get(function, 0)
+    count = step.call_counts[function]
     if count >= WARMUP_REPEATS:
         return True
     if count == 0 and not (step.continues_path and function is step.first):
         return False
-    if call.is_marked or (call.in_one_call and count < REPEATS):
-        return False
-    if step.in_a_backward() or step.waits_for_backward():
+    if call.is_marked or (call.in_one_call and count < REPEATS) or step.in_a_backward() or step.waits_for_backward():
         return False
     read = {storage.cdata for storage in storages_of(call.inputs)}
     others = [
@@ -174,22 +139,17 @@ def _warmup_is_over(call: Call, step: UncapturedStep) -> bool:
     return not is_repeat or read.issuperset(others)
 
 
-def never_ends(call: Call) -> bool:
+def never_ends(call: Call, node: Node) -> bool:
     """Whether the step repeats `function` while something else is held each time, so that it never ends by itself.
 
-    Such calls run uncaptured until that is let go of.
+    Such calls run uncaptured until that is let go of. `node`: where the path is.
     """
-    if call.is_marked:
-        return False
-    ran = [recording for recording in call.node.path() if recording.function is call.function]
+    ran = [recording for recording in node.path() if recording.function is call.function]
     dead = [each for each in ran if _on_same_parameters(each, call.inputs) and not held(each.slots)]
-    return len(dead) > REPEATS
+    return len(dead) > REPEATS and not call.is_marked
 
 
 def _on_same_parameters(recording: Recording, inputs: list[Any]) -> bool:
     """Whether `recording` was made with the parameters and buffers in `inputs`."""
-    return all(
-        inputs[i].data_ptr() == recording.inputs.addresses[i]
-        for i in recording.function.static_inputs
-        if isinstance(inputs[i], torch.Tensor)
-    )
+    static = [i for i in recording.function.static_inputs if isinstance(inputs[i], torch.Tensor)]
+    return all(inputs[i].data_ptr() == recording.inputs.addresses[i] for i in static)

@@ -4,8 +4,8 @@
          \\--g--> node                       edges of current: prepared, by the function that comes next
 
     a call:   edge of the current node -> replay                          the usual case, one look-up
-              other recordings there -> replay
               a new step begins here? -> from the root
+              other recordings there -> replay
               never run before -> warm up; the rest of the step runs uncaptured
               -> record
 
@@ -15,97 +15,76 @@ backward. Outputs that are still held then are copied out, or reading them becom
 
 from __future__ import annotations
 
-import dataclasses
+import contextlib
+import functools
+import threading
+from collections import defaultdict, deque
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
 
 from .. import counters
 from ..torch_private import cuda as torch_cuda
-from . import reclaim
 from .capture import CannotCapture, NotWarmError
-from .driver import CaptureDriver
+from .driver import CaptureDriver, SharedPool
 from .function import Function, FunctionState, log
 from .liveness import Slot, copy_preserving_layout, held, on_slots, stale_message
-from .node import Cursor, Edge, EdgeKey, Node, Recording
-from .pool import SharedPool
+from .node import Cursor, EdgeKey, Node, Recording, StableInputProbe
 from .record import record
-from .stable_inputs import StableInputProbe
 from .steps import Call, Next, never_ends, next_of
-from .uncaptured import BROKEN_POOL, Cause, UncapturedStep, below_autograd
-from .warmup import Warmup, storages_of
+from .uncaptured import Cause, UncapturedStep, Warmup, below_autograd, storages_of
 
-__all__ = ["Tree"]
-
-# Marks that a step ignores because a forward waits for its backward. After more of them nothing is recorded until none
-# waits.
-MAX_IGNORED_MARKS = 8
-# Captures of a function that raise an error that may not come again, such as out of memory.
-MAX_FAILED_CAPTURES = 3
+MAX_IGNORED_MARKS = 8  # because a forward waits for its backward; after more, nothing is recorded until none waits
+MAX_FAILED_CAPTURES = 3  # of a function, by errors that may not come again, such as out of memory
+# Threads capture one after the other: a capture empties caches that another may be filling.
+# Re-entrant, because captured code may call a captured function.
+one_at_a_time = threading.RLock()
+captures_under_way = 0
+# Trees that finalizers noted: closed at once, or after the capture under way; at the latest with a mark. Finalizers run
+# wherever the garbage collector does. That may be inside a capture, which would record the copies that closing makes,
+# inside a compiler that traces with fake tensors, or in a thread that the tree does not belong to.
+to_close: deque[Tree] = deque()
 
 
 class Failure:
-    """Why a capture failed, without the error, which keeps memory.
-
-    Attributes:
-        reason: for messages.
-        is_ours: this package raised it; the reason may hold at one node only.
-        needs_warmup: another warm-up is wanted.
-        is_final: another capture would fail as well.
-    """
+    """Why a capture failed, without the error, which keeps memory."""
 
     def __init__(self, error: Exception, driver: CaptureDriver) -> None:
-        self.is_ours = isinstance(error, CannotCapture)
+        self.is_ours = isinstance(error, CannotCapture)  # the reason may hold at one node only
         self.needs_warmup = isinstance(error, NotWarmError)
-        self.is_final = self.is_ours or driver.is_capture_error(error)
+        self.is_final = self.is_ours or driver.is_capture_error(error)  # another capture would fail as well
         first_line = str(error).partition("\n")[0]
         self.reason = str(error) if self.is_ours else f"capturing it raised {type(error).__name__}: {first_line}"
 
 
 class Tree(Cursor):
-    """The recordings of one thread on one device.
-
-    Attributes:
-        marks: the count of marks when this step began; None makes the next call come to `mark`.
-        last_mark: the count of the last mark that a call has seen.
-        is_marked: the thread marks its steps, so they don't begin by themselves.
-        calling: the generation of the last call's outermost compiled function; see `Function.call_counter`.
-        functions: those that somebody can still call.
-        dropped: those whose recordings are to be closed.
-        states: warm-ups and sizes of each function.
-        off_path: the current node while the step runs uncaptured. Only refused functions have edges here.
-    """
+    """The recordings of one thread on one device."""
 
     def __init__(self, driver: CaptureDriver, device: torch.device, marks: int) -> None:
         super().__init__(driver, device)
-        self.marks: int | None = marks
-        self.last_mark = marks
-        self.is_marked = False
-        self.calling: Any = None
-        self.functions: set[Function] = set()
+        self.marks: int | None = marks  # the count of marks when this step began; None: the next call comes to `mark`
+        self.last_mark = marks  # the count of the last mark that a call has seen
+        self.is_marked = False  # the thread marks its steps, so they don't begin by themselves
+        self.calling: Any = None  # generation of the last call's outermost function; see `Function.call_counter`
+        self.functions: set[Function] = set()  # those that somebody can still call
         self.warmup = Warmup(driver, device)
-        self.states: dict[Function, FunctionState] = {}
+        self.states: defaultdict[Function, FunctionState] = defaultdict(FunctionState)
         self._begin()
 
     def _begin(self) -> None:
         self.pool = SharedPool(self.driver, self.device)
         self.root = self.current = Node(self)
-        self.off_path = Node(self)
+        self.off_path = Node(self)  # current while the step runs uncaptured; only refused functions have edges here
         self.uncaptured: UncapturedStep | None = None
         self.ignored_marks = 0
-        self.stream = None
-        self.stream_object = None
-        self.dropped: list[Function] = []
+        self.stream = self.stream_object = None
+        self.dropped: list[Function] = []  # those whose recordings are to be closed
 
     @property
     def path_end(self) -> Node:
         """Where the path is; during an uncaptured step, where it was left."""
         return self.current if self.uncaptured is None else self.uncaptured.node
-
-    def _state(self, function: Function) -> FunctionState:
-        return self.states.setdefault(function, FunctionState())
-
-    # --- one call
 
     def call(self, function: Function, key: EdgeKey, inputs: list[Any]) -> list[Any]:
         """Run a call for which the current node has no edge that applies."""
@@ -116,16 +95,9 @@ class Tree(Cursor):
             else:  # outputs of the step are still needed: the pool is given up when the step may end
                 self._stop_capturing(Cause.NEVER_ENDS)
         came_from = self.path_end
-        call = Call(
-            function,
-            inputs,
-            came_from,
-            self.uncaptured,
-            is_marked=self.is_marked,
-            in_one_call=self.calling == function.call_counter.generation,
-            can_move=self.can_move,
-        )
-        self.calling = function.call_counter.generation
+        generation = function.call_counter.generation
+        in_one_call, self.calling = self.calling == generation, generation
+        call = Call(function, inputs, came_from, self.uncaptured, self.is_marked, in_one_call, self.can_move)
         then = next_of(call)
         if then is Next.BEGINS:
             self.end_step(inputs)
@@ -135,22 +107,24 @@ class Tree(Cursor):
         elif then is not Next.WARMS_UP and self.uncaptured is not None and self.uncaptured.cause is Cause.WARMUP:
             # outputs of the path from before the warm-up are still needed: the path goes on
             self.current, self.uncaptured = came_from, None
-        outputs = self._replay_known(key, inputs)
-        if outputs is not None:
-            is_restart = then is Next.BEGINS and came_from is not self.root
-            if is_restart and not came_from.pending and key not in came_from.edges:
-                came_from.edges[key] = self._restart(came_from, key)
-            return outputs
+        node = self.current
+        for child in node.children.get(key, ()):
+            outputs = child.replay(inputs)
+            if outputs is not None:
+                node.edges[key] = child.edge
+                is_restart = then is Next.BEGINS and came_from is not self.root
+                if is_restart and not came_from.pending and key not in came_from.edges:
+                    came_from.edges[key] = functools.partial(self._restart, came_from, key)
+                return outputs
         if function.uncapturable is not None:
             return self._refuse(function, key, function.uncapturable, inputs)
         if self.uncaptured is not None:
             return self._run_uncaptured(function, inputs)
-        if self._state(function).warmup_count < function.options.warmup_steps:
-            continues_path = call.in_one_call or bool(on_slots(inputs, self.current.live))
+        if self.states[function].warmup_count < function.options.warmup_steps:
+            continues_path = in_one_call or bool(on_slots(inputs, node.live))
             self._stop_capturing(Cause.WARMUP, continues_path=continues_path)
             return self._run_uncaptured(function, inputs)
-        node = self.current
-        if never_ends(dataclasses.replace(call, node=node)):
+        if never_ends(call, node):
             self._stop_capturing(Cause.NEVER_ENDS)
             return self._run_uncaptured(function, inputs)
         reason = node.refusals.get(key) or self._limit(function, key)
@@ -162,38 +136,21 @@ class Tree(Cursor):
             self.current.first = next(others, function)
         return outputs
 
-    def _replay_known(self, key: EdgeKey, inputs: list[Any]) -> list[Any] | None:
-        """Replay one of the recordings at the current node; None if none applies."""
-        node = self.current
-        for child in node.children.get(key, ()):
-            outputs = child.replay(inputs)
-            if outputs is not None:
-                node.edges[key] = child.edge
-                return outputs
-        return None
-
-    def _restart(self, end: Node, key: EdgeKey) -> Edge:
-        """An edge from the end of a step to its beginning, for when nothing is held."""
-
-        def restart(inputs: list[Any]) -> list[Any] | None:
-            edge = self.root.edges.get(key)
-            if edge is None or not end.watch_live.none_held():
-                return None
-            self.current = self.root
-            self.ignored_marks = 0
-            return edge(inputs)
-
-        return restart
+    def _restart(self, end: Node, key: EdgeKey, inputs: list[Any]) -> list[Any] | None:
+        """The edge from the end of a step to its beginning, for when nothing is held."""
+        edge = self.root.edges.get(key)
+        if edge is None or not end.watch_live.none_held():
+            return None
+        self.current, self.ignored_marks = self.root, 0
+        return edge(inputs)
 
     def _limit(self, function: Function, key: EdgeKey) -> str | None:
         """Why `function` is not recorded here any more; None if it may be."""
-        options = function.options
-        if not self._state(function).admits(key, options.size_limit):
-            return (
-                f"it was called with {options.size_limit} sizes (options['size_limit']); pad its inputs to fewer sizes"
-            )
+        size_limit, rerecord_limit = function.options.size_limit, function.options.rerecord_limit
+        if not self.states[function].admits(key, size_limit):
+            return f"it was called with {size_limit} sizes (options['size_limit']); pad its inputs to fewer sizes"
         known = [child for child in self.current.children.get(key, ()) if not child.inputs.in_place]
-        if len(known) > options.rerecord_limit:
+        if len(known) > rerecord_limit:
             why = function.last_move or "what is held there differs"
             return f"it was recorded {len(known)} times at one place because {why} (options['rerecord_limit'])"
         return None
@@ -204,37 +161,44 @@ class Tree(Cursor):
             return self._run_uncaptured(function, inputs)
         self.warmup.end()
         node = self.current
-        known = node.children.get(key, ())
-        if known:
-            layout = known[-1].inputs
+        if key in node.children:
+            layout = node.children[key][-1].inputs
             function.note_moves(layout.addresses, layout.fixed, inputs)
-        failure: Failure | None = None
+        recording = self._capture(function, key, inputs)
+        if isinstance(recording, Failure):
+            return self._after_failure(recording, function, key, inputs)
+        if function.piece.is_inference and recording.inputs.copied:
+            record_in_place = functools.partial(below_autograd, self._record_in_place)
+            recording.edge = node.edges[key] = StableInputProbe(recording, record_in_place)
+        function.failed_captures = 0
+        self.states[function].keys.add(key)
+        self.states[function].awaiting_second_warmup.discard(key)
+        return recording.run(inputs)
+
+    def _capture(
+        self, function: Function, key: EdgeKey, inputs: list[Any], in_place: frozenset[int] = frozenset()
+    ) -> Recording | Failure:
+        """Record `function` at the current node. After a failure everything is as before."""
+        count = len(self.current.children.get(key, ()))
         try:
-            with reclaim.one_capture():
-                recording = record(self.pool, node, function, key, inputs)
+            with one_capture():
+                recording = record(self.pool, self.current, key, inputs, in_place)
         except AssertionError:  # a bug, which is not to be hidden
             raise
-        except Exception as error:  # everything is as before, and the program runs without a graph
-            failure = Failure(error, self.driver)
-        if failure is not None:  # only now: the error and its traceback are gone, and the memory that they held
-            return self._after_failure(failure, function, key, inputs)
-        if function.piece.is_inference and recording.inputs.copied:
-            recording.edge = node.edges[key] = StableInputProbe(recording, self._record_in_place)
-        function.failed_captures = 0
-        state = self._state(function)
-        state.keys.add(key)
-        state.awaiting_second_warmup.discard(key)
+        except Exception as error:
+            return Failure(error, self.driver)
         counters.add("recordings")
-        counters.add("rerecordings", bool(known))
-        log.debug("recorded %s, the %dth at this place of the path", function.name, len(known) + 1)
-        return recording.run(inputs)
+        counters.add("rerecordings", bool(count))
+        how = ", which reads its inputs where they are" if in_place else ""
+        log.debug("recorded %s%s: the %dth at this place of the path", function.name, how, count + 1)
+        return recording
 
     def _after_failure(self, failure: Failure, function: Function, key: EdgeKey, inputs: list[Any]) -> list[Any]:
         """Run the call uncaptured after a capture that failed and left no trace. Its errors are the program's own.
 
         A capture that may work another time, such as after out of memory, is tried `MAX_FAILED_CAPTURES` times in all.
         """
-        awaiting = self._state(function).awaiting_second_warmup
+        awaiting = self.states[function].awaiting_second_warmup
         if failure.needs_warmup and key not in awaiting:
             awaiting.add(key)
             log.debug("%s warms up once more: %s", function.name, failure.reason)
@@ -257,10 +221,8 @@ class Tree(Cursor):
         return outputs
 
     def _record_in_place(self, recording: Recording, inputs: list[Any]) -> list[Any] | None:
-        """Record the function of `recording` once more, reading its copied inputs where they are.
-
-        Returns None, with everything as before, if that is not possible: `recording` goes on copying.
-        """
+        """Record the function of `recording` once more, reading its copied inputs where they are. None, with everything
+        as before, if that is not possible."""
         node, function, key = self.current, recording.function, recording.key
         is_alone = not recording.children and node.children.get(key) == [recording]
         if self.pool.broken or self.warmup.busy or not is_alone or not function.may_read_in_place:
@@ -268,24 +230,16 @@ class Tree(Cursor):
         storages = [x.untyped_storage().data_ptr() for x in inputs if isinstance(x, torch.Tensor)]
         if function.options.rerecord_limit == 0 or len(set(storages)) < len(storages):
             return None  # of two inputs on one storage, memory does not tell which one an output is a view of
-        copied = frozenset(recording.inputs.copied)
-        try:
-            with reclaim.one_capture():
-                in_place = below_autograd(record, self.pool, node, function, key, inputs, copied)
-        except AssertionError:
-            raise
-        except Exception as reason:  # everything is as before, and `recording` still applies
-            log.debug("%s goes on copying its inputs: %s", function.name, reason)
+        in_place = self._capture(function, key, inputs, frozenset(recording.inputs.copied))
+        if isinstance(in_place, Failure):  # `recording` still applies
+            log.debug("%s goes on copying its inputs: %s", function.name, in_place.reason)
             function.may_read_in_place = not self.pool.broken
             return None
-        counters.add("recordings")
-        counters.add("rerecordings")
-        log.debug("recorded %s, which reads its inputs where they are", function.name)
-        return below_autograd(in_place.run, inputs)
+        return in_place.run(inputs)
 
     def _refuse(self, function: Function, key: EdgeKey, reason: str, inputs: list[Any]) -> list[Any]:
         """Run `function` uncaptured, now and whenever it comes next at this node."""
-        state = self._state(function)
+        state = self.states[function]
         if state.admits(key, function.options.size_limit):
             state.keys.add(key)
             self.current.refusals[key] = reason
@@ -306,50 +260,33 @@ class Tree(Cursor):
         assert self.uncaptured is not None
         cause = self.uncaptured.cause
         if cause is not Cause.WARMUP:
-            return self._skip(function, BROKEN_POOL if self.pool.broken else cause.value, inputs)
+            return self._skip(function, "a capture failed in this step" if self.pool.broken else cause.value, inputs)
         storages = storages_of(inputs)
         outputs = self.warmup.run(function, inputs, storages)
-        self._state(function).warmup_count += 1
+        self.states[function].warmup_count += 1
         counters.add("warmups")
         if self.uncaptured is not None:  # a nested call may have ended the step
             self.uncaptured.ran(function, outputs, storages)
         return outputs
 
-    # --- steps
-
     def mark(self, marks: int, inputs: list[Any]) -> None:
         """Note marks since the last call: a new step begins, unless a forward waits for its backward."""
         if marks != self.last_mark:
             self.is_marked = True
-            self._begin_marked_step(inputs)
+            if self.uncaptured is None and not self.current.pending and self.current.watch_live.none_held():
+                self.current, self.ignored_marks = self.root, 0
+            elif self.path_end.waits_for_backward():
+                self.ignored_marks += 1
+                if self.ignored_marks > MAX_IGNORED_MARKS and self.uncaptured is None:
+                    self._stop_capturing(Cause.IGNORED_MARKS)
+            else:
+                self.end_step(inputs)
             if self.pool.broken and self.path_end is self.root:
                 self.close(inputs)
         self.marks = self.last_mark = marks  # not if there was no room for copies: the next call tries again
         if self.dropped:
             self._close_dropped()
-            if self.dropped:
-                self.request_mark()
-
-    def forget_marks(self, marks: int) -> None:
-        """Let steps begin by themselves again, as if there had been none of the `marks` so far."""
-        self.is_marked = False
-        self.last_mark = marks
-
-    def request_mark(self) -> None:
-        """Make the next call come to `mark`, because there is something to do."""
-        self.marks = None
-
-    def _begin_marked_step(self, inputs: list[Any]) -> None:
-        current = self.current
-        if not current.pending and self.uncaptured is None and current.watch_live.none_held():
-            self.current = self.root
-            self.ignored_marks = 0
-        elif self.path_end.waits_for_backward():
-            self.ignored_marks += 1
-            if self.ignored_marks > MAX_IGNORED_MARKS and self.uncaptured is None:
-                self._stop_capturing(Cause.IGNORED_MARKS)
-        else:
-            self.end_step(inputs)
+            self.marks = None if self.dropped else marks
 
     def end_step(self, inputs: list[Any]) -> None:
         """End the path: the next call starts at the root, and may overwrite everything."""
@@ -360,16 +297,15 @@ class Tree(Cursor):
             self._release_held_outputs(held(end.live), inputs)
             if before is not None and number != self.stream:
                 self.driver.let_wait(before, self.stream_object)  # a copy is finished before it is read there
-        self.current = self.root
-        self.uncaptured = None
-        self.ignored_marks = 0
+        self.current, self.uncaptured, self.ignored_marks = self.root, None, 0
         self.warmup.end()
 
     def _release_held_outputs(self, slots: list[Slot], inputs: list[Any]) -> None:
         """Copy out the tensors on `slots`, whose memory is about to be reused, or make reading them an error."""
         by_input = on_slots(inputs, slots)
         read = set(by_input.values())  # this call reads them or writes to them, whatever becomes of the others
-        moving = [slot for slot in slots if (slot.copies or slot in read) and self.can_move(slot)]
+        wanted = [slot for slot in slots if slot.copies or slot in read]
+        moving = [slot for slot in wanted if self.can_move(slot)]
         self.driver.copy_out([slot.storage for slot in moving])
         counters.add("held_outputs", len(slots))
         counters.add("copies", len(moving))
@@ -381,8 +317,7 @@ class Tree(Cursor):
                 self.driver.poison(slot.storage, stale_message(slot))
             slot.renew(torch_cuda.storage_at(slot.address, slot.storage.device, slot.nbytes))
             # Before 2.13, torch moves only storages that its allocator made: a renewed slot gives out copies.
-            wants_copies = (slot.copies or slot in read) and not slot.host
-            slot.given_as_copies = wants_copies and not self.driver.can_copy_out(slot.storage)
+            slot.given_as_copies = slot in wanted and not slot.host and not self.driver.can_copy_out(slot.storage)
         if any(slot.given_as_copies for slot in slots):
             for node in self.root.subtree():
                 if isinstance(node, Recording):
@@ -391,35 +326,14 @@ class Tree(Cursor):
     def can_move(self, slot: Slot) -> bool:
         return not slot.host and self.driver.can_copy_out(slot.storage)
 
-    # --- functions and memory
-
-    def adopt(self, function: Function) -> None:
-        """Keep the tree open as long as somebody can call `function`."""
-        with reclaim.one_at_a_time:
-            self.functions.add(function)
-
-    def drop(self, function: Function) -> None:
-        """Note that nobody can call `function` any more. For finalizers."""
-        self.functions.discard(function)
-        self.dropped.append(function)
-        if self.functions:
-            self.request_mark()
-        else:
-            reclaim.close_later(self)
-
-    def drop_all(self) -> None:
-        """Note that nobody will call anything of this tree any more. For finalizers."""
-        self.functions.clear()
-        reclaim.close_later(self)
-
     def _close_dropped(self) -> None:
         """Close the recordings of dropped functions. The path that the program is on stays until it has ended."""
-        gone = set()
+        gone: set[Function] = set()
         while self.dropped:  # others may be added meanwhile
             gone.add(self.dropped.pop())
         path = self.path_end.path()
-        reclaim.close_branches(self.root, gone, path)
-        reclaim.forget_edges(self.off_path, gone)
+        _close_branches(self.root, gone, path)
+        _close_branches(self.off_path, gone, path)
         for function in gone:
             self.states.pop(function, None)
             if self.uncaptured is not None:
@@ -429,11 +343,8 @@ class Tree(Cursor):
             self.pool.release()
 
     def close(self, inputs: list[Any] | None = None) -> None:
-        """Forget everything and give the memory back; calls warm up and record again.
-
-        After a broken pool, warm-ups still count.
-        """
-        self.end_step([] if inputs is None else inputs)
+        """Forget everything and give the memory back; calls record again, and warm up unless the pool was broken."""
+        self.end_step(inputs or [])
         self.root.close()
         self.pool.release()
         if self.pool.broken:
@@ -442,3 +353,56 @@ class Tree(Cursor):
         else:
             self.states.clear()
         self._begin()
+
+
+def _close_branches(node: Node, gone: set[Function], path: Collection[Node]) -> None:
+    """Close the recordings from `node` on of functions that are `gone`, and all after them, but none on `path`."""
+    for key, children in list(node.children.items()):
+        for child in list(children):
+            if key[0] not in gone or child in path:
+                _close_branches(child, gone, path)
+            else:
+                children.remove(child)
+                child.close()
+        if not children:
+            del node.children[key]
+    for table in (node.edges, node.refusals):
+        for key in [key for key in table if key[0] in gone]:
+            del table[key]
+
+
+@contextlib.contextmanager
+def one_capture() -> Iterator[None]:
+    """Around a capture: no other capture runs, and nothing is closed until it is over."""
+    global captures_under_way
+    try:
+        with one_at_a_time:
+            captures_under_way += 1
+            try:
+                yield
+            finally:
+                captures_under_way -= 1
+    finally:
+        close_pending()
+
+
+def close_later(tree: Tree) -> None:
+    """Close `tree` as soon as nothing is captured. For finalizers."""
+    to_close.append(tree)
+    close_pending()
+
+
+def close_pending() -> None:
+    """Close the trees of `to_close`, unless a capture is under way. A tree that got a new function stays."""
+    while to_close and one_at_a_time.acquire(blocking=False):
+        try:
+            if captures_under_way or to_close[0].driver.is_capturing():
+                return
+            tree = to_close.popleft()
+            if not tree.functions:
+                with torch_cuda.without_modes():
+                    tree.close()
+        except IndexError:  # another thread was faster
+            return
+        finally:
+            one_at_a_time.release()

@@ -1,24 +1,30 @@
-"""A step whose rest runs uncaptured: the cause, and the functions that ran so far."""
+"""A step whose rest runs uncaptured, and warm-ups of training, whose activations get a memory pool of their own.
+
+    forward, backward, uncaptured --> pool of the warm-up --> given back when the step is over
+    gradients                     --> moved to a pool of their own --> given back when they are released
+    loss, optimizer               --> ordinary memory
+
+An optimizer makes its state after the first backward and keeps it. In memory cached from that backward, the state would
+lie between activations: the rest of such a segment is free, but no graph's pool can have it. Gradients in ordinary
+memory would take the free memory there, and the state would need new segments.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import enum
+from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..torch_private import cuda as torch_cuda
-from .function import Function
+from .driver import CaptureDriver
+from .function import Function, log
+from .liveness import is_strided
 from .node import Node
-from .warmup import storages_of
-
-__all__ = ["BROKEN_POOL", "Cause", "UncapturedStep", "below_autograd"]
-
-T = TypeVar("T")
-
-BROKEN_POOL = "a capture failed in this step"
 
 
 class Cause(enum.Enum):
@@ -29,44 +35,39 @@ class Cause(enum.Enum):
     NEVER_ENDS = "the step never ends: something of it is held all the time; mark steps, or let go of it"
 
 
-def below_autograd(run: Callable[..., T], *arguments: Any) -> T:
+def below_autograd(run: Callable[..., Any], *arguments: Any) -> Any:
     """Call `run` without autograd and autocast. For edges that are no replays: the caller of an edge may not have
     turned them off."""
     with torch.no_grad(), torch_cuda.without_autocast():
         return run(*arguments)
 
 
-class UncapturedStep:
-    """A step whose rest runs uncaptured.
+def storages_of(values: Sequence[Any]) -> list[StorageWeakRef]:
+    return [StorageWeakRef(x.untyped_storage()) for x in values if is_strided(x)]
 
-    Attributes:
-        node: where the path was left.
-        continues_path: the function that warms up reads an output of the path, or runs in one call with it. The first
-            function of the path begins the next step, too.
-        call_counts: how often each function ran.
-        backward: the number of the backward that ran a function last; -1 if none did.
-        awaiting_backward: storages that forwards made and gave out, and that no backward came for yet.
-        made: the storages that functions made and gave out.
-        first, last: the first function of the step, and the one that ran last uncaptured.
-    """
+
+class UncapturedStep:
+    """A step whose rest runs uncaptured."""
 
     def __init__(self, node: Node, cause: Cause, *, continues_path: bool) -> None:
-        self.node = node
+        self.node = node  # where the path was left
         self.cause = cause
+        # The function that warms up reads an output of the path, or runs in one call with it. The first function of the
+        # path begins the next step, too.
         self.continues_path = continues_path
-        self.call_counts: dict[Function, int] = {}
-        self.backward = -1
-        self.awaiting_backward: list[StorageWeakRef] = []
-        self.made: list[tuple[Function, StorageWeakRef]] = []
-        self.first = node.first
-        self.last: Function | None = None
+        self.call_counts: Counter[Function] = Counter()
+        self.backward = -1  # the number of the backward that ran a function last
+        self.made: list[tuple[Function, StorageWeakRef]] = []  # what functions made and gave out
+        self.awaiting_backward: list[StorageWeakRef] = []  # those that forwards made, and no backward came for yet
+        self.first = node.first  # function of the step
+        self.last: Function | None = None  # that ran uncaptured
 
     def ran(self, function: Function, outputs: Sequence[Any], input_storages: Sequence[StorageWeakRef]) -> None:
-        """Note a run of `function`. A storage that it only passes on, such as a saved parameter's, is not one it made:
-        that it lives on does not show that a backward is still to come."""
+        """Note a run of `function`. That a storage which it only passes on, such as a parameter's, lives on does not
+        show that a backward is still to come."""
         self.first = self.first or function
         self.last = function
-        self.call_counts[function] = self.call_counts.get(function, 0) + 1
+        self.call_counts[function] += 1
         self.backward = torch_cuda.graph_task_id()
         known = {storage.cdata for storage in input_storages}
         made = [storage for storage in storages_of(outputs) if storage.cdata not in known]
@@ -83,5 +84,49 @@ class UncapturedStep:
         """Whether a backward goes on that ran a function of this step. In a thread that only runs backwards, one
         backward is followed by another."""
         now = torch_cuda.graph_task_id()
-        only_backwards = all(function.piece.is_backward for function in self.call_counts)
-        return now != -1 and (now == self.backward or not only_backwards)
+        return now != -1 and (now == self.backward or not all(f.piece.is_backward for f in self.call_counts))
+
+
+class Warmup:
+    """Runs functions that are not captured yet."""
+
+    def __init__(self, driver: CaptureDriver, device: torch.device) -> None:
+        self.driver, self.device = driver, device
+        self.busy = False  # a function runs whose allocations go to the warm-up's pool: nothing can be captured
+        self._allocating: Callable[[], contextlib.AbstractContextManager[None]] | None = None
+
+    def end(self) -> None:
+        """Give the pool back: the step's activations are dead, or no other warm-up uses them."""
+        self._allocating = None
+
+    def run(self, function: Function, inputs: list[Any], input_storages: Sequence[StorageWeakRef]) -> list[Any]:
+        """Run `function` and return its outputs. Gradients move to a pool of their own: the program may keep them.
+
+        `input_storages`: weak, but no other storage takes the address of one meanwhile.
+        """
+        piece = function.piece
+        if piece.is_inference or self.busy or self.driver.is_capturing():
+            return list(piece.run(inputs))
+        self._allocating = self._allocating or self.driver.open_warm_pool(self.device)
+        self.busy = True
+        try:
+            with self._allocating():
+                outputs = list(piece.run(inputs))
+        except BaseException:
+            self.end()  # a program that tries again with less finds all memory
+            raise
+        finally:
+            self.busy = False
+        if piece.is_backward:
+            self.end()  # free memory of the pool is given back before the copies are made
+            known = {storage.cdata for storage in input_storages}
+            storages = {torch_cuda.identity(x.untyped_storage()): x.untyped_storage() for x in outputs if is_strided(x)}
+            made = [s for cdata, s in storages.items() if cdata not in known and cdata not in function.constants]
+            moving = [s for s in made if s.device == self.device and s.nbytes() > 0 and self.driver.can_copy_out(s)]
+            if moving:
+                try:
+                    with self.driver.open_warm_pool(self.device)():
+                        self.driver.copy_out(moving)
+                except torch.OutOfMemoryError as error:  # memory is too short for both
+                    log.debug("gradients of a warm-up stay in its memory: %s", error)
+        return outputs

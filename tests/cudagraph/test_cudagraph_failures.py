@@ -19,7 +19,6 @@ from cudagraph.errors import NotCapturableError
 from cudagraph.torch_private import cuda as torch_cuda
 from cudagraph.tree import dispatch, record
 from cudagraph.tree.capture import capturing
-from cudagraph.tree.snapshot import Snapshot
 
 ERRORS = ("an error", "no memory", "not allowed in a capture", "an interrupt")
 
@@ -309,7 +308,7 @@ def test_a_trace_is_noticed(deleted, monkeypatch, caplog):
     world = World("simulator")
     with pytest.raises((AssertionError, RuntimeError)):
         if deleted == "inputs are put back":
-            monkeypatch.setattr(Snapshot, "restore", lambda self: None)
+            monkeypatch.setattr(record.Snapshot, "restore", lambda self: None)
             test_what_gives_an_input_other_memory_is_put_back_and_refused(world, "memory", "static", caplog)
         else:
             monkeypatch.setattr(record.traceback, "clear_frames", lambda traceback: None)

@@ -10,7 +10,7 @@ import torch
 from tree_programs import World
 
 from cudagraph.torch_private import cuda as torch_cuda
-from cudagraph.tree import dispatch, node, record, stable_inputs, tree
+from cudagraph.tree import dispatch, node, record, tree
 from cudagraph.tree.liveness import Watch, copy_preserving_layout, on_slots
 from cudagraph.tree.steps import Next
 
@@ -22,9 +22,9 @@ KEPT = (
 )
 
 
-@pytest.mark.parametrize("probed_calls", [1, stable_inputs.PROBED_CALLS])
+@pytest.mark.parametrize("probed_calls", [1, node.PROBED_CALLS])
 def test_programs_are_as_in_eager(world, probed_calls, monkeypatch):
-    monkeypatch.setattr(stable_inputs, "PROBED_CALLS", probed_calls)
+    monkeypatch.setattr(node, "PROBED_CALLS", probed_calls)
     assert fuzz_cudagraph.run_seeds(range(1, 41), world) == []
 
 
@@ -87,7 +87,7 @@ def moved_buffers(monkeypatch):
         return original(self, inputs)
 
     monkeypatch.setattr(node.Recording, "replay", replay)
-    monkeypatch.setattr(stable_inputs, "PROBED_CALLS", 1)
+    monkeypatch.setattr(node, "PROBED_CALLS", 1)
 
 
 def reads_take_away(monkeypatch):
@@ -104,9 +104,9 @@ def reads_take_away(monkeypatch):
 def inputs_are_left_out(monkeypatch):
     """After a capture that failed, the call has the copies that were made for it."""
 
-    def failed_record(pool, node, function, key, inputs, *rest, original=record.record):
+    def failed_record(pool, node, key, inputs, *rest, original=record.record):
         try:
-            return original(pool, node, function, key, inputs, *rest)
+            return original(pool, node, key, inputs, *rest)
         except ValueError:
             inputs[:] = [torch.zeros_like(x) if isinstance(x, torch.Tensor) else x for x in inputs]
             raise

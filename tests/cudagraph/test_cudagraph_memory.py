@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tree_programs import World, same, steps
 
 from cudagraph.torch_private import cuda as torch_cuda
-from cudagraph.tree import dispatch, reclaim, record
+from cudagraph.tree import dispatch, record, tree
 
 
 def test_memory_does_not_grow(world):
@@ -222,7 +222,7 @@ def closed_while_another_is_captured():
     g = world.function(fn)
     gc.disable()
     try:
-        with reclaim.one_capture():  # the warm-up collects, too
+        with tree.one_capture():  # the warm-up collects, too
             g(world.randn(4))
             steps(world, g, lambda x: [x * 2], lambda: (world.randn(4),))
             waits = not other.driver.pools[0].released
@@ -249,16 +249,16 @@ def test_the_garbage_collector_closes_trees_in_order(case, deleted, monkeypatch)
     if not deleted:
         case()
         return
-    monkeypatch.setattr(reclaim, "close_pending", close_at_once)
+    monkeypatch.setattr(tree, "close_pending", close_at_once)
     monkeypatch.setattr("sys.unraisablehook", lambda args: None)  # what a finalizer raises
     with pytest.raises((AssertionError, RuntimeError)):
         case()
-    reclaim.pending.clear()
+    tree.to_close.clear()
 
 
 def close_at_once():
-    while reclaim.pending:
-        reclaim.pending.popleft().close()
+    while tree.to_close:
+        tree.to_close.popleft().close()
 
 
 def test_nothing_is_closed_inside_of_a_capture_of_the_callers_own(monkeypatch):

@@ -12,7 +12,7 @@ from cudagraph.errors import NotCapturableError, OptionError
 from cudagraph.options import Options
 from cudagraph.torch_private import cuda as torch_cuda
 from cudagraph.tree import dispatch
-from cudagraph.tree.driver import CudaDriver
+from cudagraph.tree.driver import CaptureDriver
 
 
 def test_too_many_addresses(world, caplog):
@@ -342,7 +342,7 @@ def test_an_allocator_that_restores_nothing(caplog):
 )
 def test_which_allocators_can_be_captured_with(allocator, captures, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: allocator)
-    reason = CudaDriver().why_not()
+    reason = CaptureDriver().why_not()
     assert reason is None if captures else repr(allocator) in reason and "PYTORCH_CUDA_ALLOC_CONF" in reason
 
 

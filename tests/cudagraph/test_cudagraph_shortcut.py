@@ -13,7 +13,7 @@ from cudagraph import backend
 from cudagraph.backend import backend_with
 from cudagraph.tree import dispatch
 from cudagraph.tree.function import Function
-from cudagraph.tree.stable_inputs import PROBED_CALLS
+from cudagraph.tree.node import PROBED_CALLS
 
 W = torch.randn(4, 4)
 CALLS = PROBED_CALLS + 6

@@ -1,4 +1,4 @@
-"""Inputs whose address repeats are read where they are; see `cudagraph.tree.stable_inputs`."""
+"""Inputs whose address repeats are read where they are; see `cudagraph.tree.node.StableInputProbe`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from tree_programs import World, same
 
 from cudagraph.tree import dispatch
-from cudagraph.tree.stable_inputs import PROBED_CALLS
+from cudagraph.tree.node import PROBED_CALLS
 
 DECIDED = PROBED_CALLS + 2  # calls after which it is decided: a warm-up and a recording come first
 

@@ -19,7 +19,7 @@ from fuzz_functions import Functions
 from fuzz_programs import Mismatch, Program
 from tree_programs import World
 
-from cudagraph.tree import dispatch, stable_inputs
+from cudagraph.tree import dispatch, node
 
 
 def run_seeds(
@@ -36,7 +36,7 @@ def run_seeds(
             dispatch.reset()
             functions = {held: Functions(world, held) for held in ("error", "copy")}
         for kept in (each for trees in dispatch.every_thread for each in trees.values()):
-            kept.forget_marks(kept.last_mark)  # programs without marks run on what others recorded
+            kept.is_marked = False  # programs without marks run on what others recorded
         try:
             Program(seed, world, functions, generation=generation, trace=trace).run()
         except (Mismatch, RuntimeError, AssertionError, ValueError) as error:
@@ -57,12 +57,10 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after so long")
     parser.add_argument("--moves", choices=["all", "made"], default="all", help="of the simulator: see there")
     parser.add_argument("--generation", type=int, choices=[1, 2, 3, 4, 5], default=5, help="of programs")
-    parser.add_argument(
-        "--looks", type=int, default=stable_inputs.PROBED_CALLS, help="calls until inputs may be read in place"
-    )
+    parser.add_argument("--looks", type=int, default=node.PROBED_CALLS, help="calls until inputs may be read in place")
     parser.add_argument("--trace", action="store_true", help="print what programs do; stop at the first error")
     options = parser.parse_args()
-    stable_inputs.PROBED_CALLS = options.looks
+    node.PROBED_CALLS = options.looks
     world = World(options.device, **({"moves": options.moves} if options.device == "simulator" else {}))
     if not options.trace:
         logging.getLogger("cudagraph").setLevel(logging.ERROR)

@@ -11,7 +11,7 @@ from tree_programs import World, takes_list
 
 from cudagraph.tree import dispatch
 from cudagraph.tree.liveness import STALE
-from cudagraph.tree.stable_inputs import PROBED_CALLS
+from cudagraph.tree.node import PROBED_CALLS
 
 SIZE = 64
 
