@@ -33,9 +33,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from .. import unused
 from ..contract import check_packed, check_unpacked, function_named, input_mutated
 from ..errors import AotHooksError, HookContractError, HookTraceError
+from ..graphs.layout import has_gaps, restride
 from ..hook import KEEP, Hook
 from ..identity import READ_EACH_TIME, described, tensor_digest
-from ..passes.strides import has_gaps, restride
 from ..settings.setting import SCOPE, Setting
 from ..torch_private import autograd, dynamo
 from ..torch_private import values as torch_values
