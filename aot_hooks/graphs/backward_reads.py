@@ -13,10 +13,6 @@ is "unknown". A value may be rounded only if all its reads are smooth or answere
 A decision is *answered* if the forward can compute its outcome from unrounded values, in at most a quarter of the bytes
 of the saved tensor; answers.py then moves it there. Readers that only compare the saved numbers with constants need no
 new value: lossless.py stores the outcomes of these tests in place of the numbers.
-
-      g = threshold_backward(t, view(h), 0)         tests_of(h) = (Test("le", (0,)),)
-      g = avg_pool2d_backward(t, h, ...)            tests_of(h) = (): only the shape is read
-      g = mul(t, h)                                 tests_of(h) = None: the numbers are read
 """
 
 from __future__ import annotations
@@ -190,7 +186,9 @@ class BackwardReads:
             return ("smooth", norm or _gives_norm(user)) if floating else ("decision", False)
         if isinstance(result, torch.Tensor) and not (result.dtype.is_floating_point or result.dtype.is_complex):
             return "decision", False
-        if _smooth_inside(user):
+        # a piece of an operator that is smooth as a whole: the result, or only read by other pieces
+        inside, *after = [str(n.meta.get("original_aten")) in tables.SMOOTH_INSIDE for n in (user, *user.users)]
+        if inside and len(set(after)) <= 1:
             return "smooth", False
         if norm and positions == [tables.ROOTS.get(name)]:
             return "smooth", user.target is _aten.sqrt.default
@@ -282,12 +280,6 @@ class BackwardReads:
         return node
 
 
-def _smooth_inside(node: Node) -> bool:
-    """Whether `node` is a piece of an operator that is smooth as a whole: the result, or only read by other pieces."""
-    inside = [str(n.meta.get("original_aten")) in tables.SMOOTH_INSIDE for n in (node, *node.users)]
-    return inside[0] and len(set(inside[1:])) <= 1
-
-
 def _gives_norm(user: Node) -> bool:
     """Whether `user` sums up squares or absolute values, or is a variance."""
     if user.target in (_aten.linalg_vector_norm.default, _aten.var.correction):
@@ -361,7 +353,7 @@ def _bytes(node: Node) -> float:
 
 
 def tests_of(node: Node, reader: Node | None = None) -> tuple[Test, ...] | None:
-    """The tests that decide the results of all readers of `node`, or of one `reader`.
+    """The tests that decide the results of all readers of `node`, or of one `reader`: `Test("le", (0,))` for ReLU's.
 
     () if they read the shape only, None if they read the numbers. An operator that only moves data, or converts it to
     a wider format, stands for its own readers.

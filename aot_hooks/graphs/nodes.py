@@ -18,6 +18,9 @@ from torch.fx import GraphModule, Node
 from ..errors import PACKAGE
 from ..torch_private import values as torch_values
 
+_TORCH = str(Path(torch.__file__).parent) + os.sep
+_FRAME = re.compile(r'File "(?P<file>[^"]*)", line (?P<line>\d+), in .*\n\s*(?P<code>.*)')
+
 # keys of node.meta
 PACKED = "aot_hooks_packed"  # a hook made this value; an outer graph that saves it must not pack it again
 SNAPSHOT = "aot_hooks_snapshot"  # a copy of an input, made before the graph writes to the input
@@ -165,10 +168,6 @@ def op_name(node: Node) -> str:
     if node.op == "call_function":
         return str(node.meta.get("original_aten") or node.target)
     return "input" if node.op == "placeholder" else node.op
-
-
-_TORCH = str(Path(torch.__file__).parent) + os.sep
-_FRAME = re.compile(r'File "(?P<file>[^"]*)", line (?P<line>\d+), in .*\n\s*(?P<code>.*)')
 
 
 def source_line(node: Node) -> str:

@@ -33,8 +33,6 @@ from torch.utils.flop_counter import flop_registry
 from ..torch_private import values as torch_values
 from .nodes import is_view, output_storages, storage_bytes, storage_of, storages, tensor_bytes
 
-__all__ = ["INSTANT", "Rates", "has_formula", "measured_rates", "node_ms"]
-
 
 def fuses(node: Node) -> bool:
     """Whether a compiler fuses `node` with its neighbours: pointwise operators and views."""

@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -84,49 +85,39 @@ def _shape(call: Any) -> Any:
     return call.args[0].meta["val"].shape
 
 
-def _index(position: int, default: Any = None) -> Callable[[Any], _Range]:
+def _index(call: Any, position: int, default: Any = None) -> _Range:
     """Positions along the dimension that the argument at `position` names; over the whole tensor if it is None."""
-
-    def rule(call: Any) -> _Range:
-        shape = _shape(call)
-        dim = _argument(call, position, "dim", default)
-        return _positions(*shape) if dim is None or not shape else _positions(shape[dim])
-
-    return rule
+    shape = _shape(call)
+    dim = _argument(call, position, "dim", default)
+    return _positions(*shape) if dim is None or not shape else _positions(shape[dim])
 
 
-def _window(spatial: int) -> Callable[[Any], _Range]:
+def _window(call: Any, spatial: int) -> _Range:
     """Positions in the plane or volume that a max pooling runs over."""
-
-    def rule(call: Any) -> _Range:
-        dilation = _argument(call, 4, "dilation", 1) or 1
-        steps = list(dilation) if isinstance(dilation, list | tuple) else [dilation]
-        steps = steps * spatial if len(steps) == 1 else steps
-        last = 0
-        for size, step in zip(map(_largest, _shape(call)[-spatial:]), steps, strict=True):
-            if size is None:
-                return None
-            # a window that starts in the padding starts at most dilation - 1 inside, which may be past the end
-            last = last * size + max(size, int(step)) - 1
-        return 0, last
-
-    return rule
-
-
-def _plane(spatial: int) -> Callable[[Any], _Range]:
-    return lambda call: _positions(*_shape(call)[-spatial:])
+    dilation = _argument(call, 4, "dilation", 1) or 1
+    steps = list(dilation) if isinstance(dilation, list | tuple) else [dilation]
+    steps = steps * spatial if len(steps) == 1 else steps
+    last = 0
+    for size, step in zip(map(_largest, _shape(call)[-spatial:]), steps, strict=True):
+        if size is None:
+            return None
+        # a window that starts in the padding starts at most dilation - 1 inside, which may be past the end
+        last = last * size + max(size, int(step)) - 1
+    return 0, last
 
 
 _RANGES: dict[str, Callable[[Any], _Range]] = {  # by operator; "operator[i]" for one of its results
-    **dict.fromkeys(("aten.argmax.default", "aten.argmin.default", "aten.max.dim[1]", "aten.min.dim[1]"), _index(1)),
-    **dict.fromkeys(("aten.median.dim[1]", "aten.nanmedian.dim[1]"), _index(1)),
-    **dict.fromkeys(("aten.cummax.default[1]", "aten.cummin.default[1]"), _index(1)),
-    **dict.fromkeys(("aten.mode.default[1]", "aten.sort.default[1]"), _index(1, -1)),
-    **dict.fromkeys(("aten.sort.stable[1]", "aten.topk.default[1]", "aten.kthvalue.default[1]"), _index(2, -1)),
-    "aten.max_pool2d_with_indices.default[1]": _window(2),
-    "aten.max_pool3d_with_indices.default[1]": _window(3),
-    "aten.adaptive_max_pool2d.default[1]": _plane(2),
-    "aten.adaptive_max_pool3d.default[1]": _plane(3),
+    **dict.fromkeys(("aten.argmax.default", "aten.argmin.default"), partial(_index, position=1)),
+    **dict.fromkeys(("aten.max.dim[1]", "aten.min.dim[1]"), partial(_index, position=1)),
+    **dict.fromkeys(("aten.median.dim[1]", "aten.nanmedian.dim[1]"), partial(_index, position=1)),
+    **dict.fromkeys(("aten.cummax.default[1]", "aten.cummin.default[1]"), partial(_index, position=1)),
+    **dict.fromkeys(("aten.mode.default[1]", "aten.sort.default[1]"), partial(_index, position=1, default=-1)),
+    **dict.fromkeys(("aten.sort.stable[1]", "aten.topk.default[1]"), partial(_index, position=2, default=-1)),
+    "aten.kthvalue.default[1]": partial(_index, position=2, default=-1),
+    "aten.max_pool2d_with_indices.default[1]": partial(_window, spatial=2),
+    "aten.max_pool3d_with_indices.default[1]": partial(_window, spatial=3),
+    "aten.adaptive_max_pool2d.default[1]": lambda call: _positions(*_shape(call)[-2:]),
+    "aten.adaptive_max_pool3d.default[1]": lambda call: _positions(*_shape(call)[-3:]),
     "prims._low_memory_max_pool_with_offsets.default[1]": lambda call: _positions(*call.args[1]),  # the kernel's sizes
     # (0 < x) - (x < 0): of NaN and of -0.0 it is 0.0
     **dict.fromkeys(("aten.sign.default", "aten.sgn.default"), lambda call: (-1, 1)),

@@ -29,6 +29,7 @@ from .edits import after_inputs, call, clean_name, insert_backward_input, last_u
 from .plan import same_view
 from .units import Packing, Unit
 
+_CONSTANT = "_aot_hooks_constant_"  # attributes of the graphs
 _Pairs = list[tuple[Node, Node]]  # forward nodes that cross, each with its backward placeholder
 
 
@@ -127,9 +128,6 @@ def _copy_in(
             new.meta[PACKED_ROW] = True
             env[node] = new
     return []
-
-
-_CONSTANT = "_aot_hooks_constant_"
 
 
 def _constant(into: GraphModule, constant: Any, fake_mode: Any) -> Node:

@@ -52,8 +52,7 @@ def rewrite(
         for_inductor: decompose the traced hooks with Inductor's table, and form them for its kernels.
         roots: modules by Dynamo's names for them, see `modules.roots`.
 
-    Raises:
-        HookContractError, HookTraceError, PolicyError, UnsupportedGraphError.
+    Raises HookContractError, HookTraceError, PolicyError, UnsupportedGraphError.
     """
     show("forward before", fw)
     show("backward before", bw)

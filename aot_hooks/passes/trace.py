@@ -33,6 +33,7 @@ from ..torch_private import values as torch_values
 
 _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 _CROSSES = (torch.Tensor, *_SYMBOLIC)
+_copies: weakref.WeakValueDictionary[tuple[str, tuple[int, ...]], torch.Tensor] = weakref.WeakValueDictionary()
 _EAGERLY = "run the hook eagerly with Hook(..., eager=True)"
 _READS_VALUE = (
     "reads a value of the tensor (`.item()`, `if tensor`, a size that depends on values); expected control flow on "
@@ -71,9 +72,9 @@ def trace_hook(
             if torch_values.reads_values(gm):
                 raise HookContractError(f"{at}: {function_named(part, fn)} {_READS_VALUE}")
             held = (getattr(gm, str(node.target)) for node in gm.graph.find_nodes(op="get_attr"))
-            if (other := next((v for v in held if not isinstance(v, torch.Tensor | GraphModule)), None)) is not None:
+            if others := [type(v).__name__ for v in held if not isinstance(v, torch.Tensor | GraphModule)]:
                 raise HookTraceError(
-                    f"{at}: {function_named(part, fn)} calls an operator on a {type(other).__name__} that it holds; "
+                    f"{at}: {function_named(part, fn)} calls an operator on a {others[0]} that it holds; "
                     f"expected tensors and numbers, which a graph can hold. Use torch's own random state, or {_EAGERLY}"
                 )
         if made_unbacked() or torch_values.makes_unbacked(traced.pack) or torch_values.makes_unbacked(traced.unpack):
@@ -191,17 +192,14 @@ def _call(fn: Any, argument: Any, at: str) -> Any:
         return fn(argument)
     except AotHooksError:
         raise
-    except torch_values.data_dependent_errors() as e:
-        raise HookContractError(f"{at} {_READS_VALUE}. Torch said: {_first_line(e)}") from e
     except Exception as e:
+        said = (str(e).strip() or type(e).__name__).splitlines()[0]
+        if isinstance(e, torch_values.data_dependent_errors()):
+            raise HookContractError(f"{at} {_READS_VALUE}. Torch said: {said}") from e
         raise HookTraceError(
-            f"{at} raised {type(e).__name__}: {_first_line(e)} ({_line_in(fn, e)}); expected functions that can be "
+            f"{at} raised {type(e).__name__}: {said} ({_line_in(fn, e)}); expected functions that can be "
             f"traced on this tensor. Mend it, exclude the tensor with a policy, or {_EAGERLY}"
         ) from e
-
-
-def _first_line(e: BaseException) -> str:
-    return (str(e).strip() or type(e).__name__).splitlines()[0]
 
 
 def _line_in(fn: Any, e: BaseException) -> str:
@@ -295,9 +293,6 @@ def _copy_by_value(x: torch.Tensor) -> torch.Tensor:
         if copy is None:
             copy = _copies[key] = x.detach().clone()
     return copy
-
-
-_copies: weakref.WeakValueDictionary[tuple[str, tuple[int, ...]], torch.Tensor] = weakref.WeakValueDictionary()
 
 
 def _is_identity(gm: GraphModule) -> bool:
