@@ -33,10 +33,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from .. import unused
 from ..contract import check_packed, check_unpacked, function_named, input_mutated
 from ..errors import AotHooksError, HookContractError, HookTraceError
+from ..graphs.layout import has_gaps, restride
 from ..hook import KEEP, Hook
 from ..identity.frozen import described
 from ..identity.tensors import READ_EACH_TIME, tensor_digest
-from ..passes.strides import has_gaps, restride
 from ..settings.setting import SCOPE, Setting, looks_at_modules
 from ..torch_private import autograd, dynamo
 from ..torch_private import values as torch_values

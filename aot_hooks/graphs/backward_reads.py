@@ -11,9 +11,8 @@ operators that do. read_tables.py has for each operator and argument whether the
 is "unknown". A value may be rounded only if all its reads are smooth or answered.
 
 A decision is *answered* if the forward can compute its outcome from unrounded values, in at most a quarter of the bytes
-of the saved tensor; answers.py then moves it there.
-
-number_tests.py has the special case that needs no new value: readers that compare the saved numbers with constants.
+of the saved tensor; answers.py then moves it there. Readers that only compare the saved numbers with constants need no
+new value: lossless.py stores the outcomes of these tests in place of the numbers.
 """
 
 from __future__ import annotations
@@ -28,27 +27,18 @@ import torch
 from torch.fx import GraphModule, Node
 
 from ..torch_private import values as torch_values
+from . import read_tables as tables
 from .nodes import argument_positions, is_view, op_name, region_body, source_line
-from .number_tests import exact_tests, only_at, tests_of
-from .read_tables import (
-    ADDENDS,
-    CONVERSIONS,
-    DECIDES,
-    KEEPS_NORM,
-    MOVES,
-    ROOTS,
-    SHAPE_ONLY,
-    SINGULAR,
-    SMOOTH,
-    SMOOTH_INSIDE,
-    Test,
-)
-
-__all__ = ["BackwardReads", "FoundRead", "Read"]
+from .read_tables import Test
 
 _MAX_ANSWER_BYTES = 1 / 4  # of the saved tensor's; larger answers are not worth their bytes beside the packed ones
-_aten = torch.ops.aten
 _BROADCAST = 16  # a number that is read for more results than this is a statistic: one error would shift them all
+_aten = torch.ops.aten
+_WHY = {
+    "decision": "the backward decides by it: ",
+    "singular": "a small error of it may become any error: ",
+    "unknown": "not known to be safe to round for ",
+}
 
 
 @dataclass(frozen=True)
@@ -73,31 +63,21 @@ class Read:
 
     def why(self) -> str:
         """Why a value with this read is not rounded, in words."""
-        if self.kind == "decision":
-            return f"the backward decides by it: {self}"
-        if self.kind == "singular":
-            return f"a small error of it may become any error: {self}"
-        return f"not known to be safe to round for {self}"
+        return f"{_WHY[self.kind]}{self}"
 
 
 @dataclass(frozen=True)
 class FoundRead:
-    """A `Read` in the graph.
-
-    Attributes:
-        read: what it is.
-        reader: the node through which it reads the saved tensor, a direct user of the backward's input.
-        answer: for an answered decision, the backward node that the forward computes instead; None if `tests` are about
-            the saved tensor itself.
-        users: the users of `answer` that read the forward's result.
-        tests: tests of each number of `answer`; the decision depends on their outcomes alone. None if it depends on the
-            number itself, which is a bool or an int.
-    """
+    """A `Read` in the graph."""
 
     read: Read
-    reader: Node
+    reader: Node  # the node through which it reads the saved tensor, a direct user of the backward's input
+    # for an answered decision, the backward node that the forward computes instead; None if `tests` are about the saved
+    # tensor itself
     answer: Node | None = None
-    users: tuple[Node, ...] = ()
+    users: tuple[Node, ...] = ()  # the users of `answer` that read the forward's result
+    # tests of each number of `answer`: the decision depends on their outcomes alone; None if it depends on the number
+    # itself, which is a bool or an int
     tests: tuple[Test, ...] | None = None
 
 
@@ -105,28 +85,34 @@ class BackwardReads:
     """The reads of one pair of graphs.
 
     Args:
-        fw, bw: the forward and the backward graph.
+        fw: the forward; None for the body of a nested region, where nothing can be answered.
+        bw: the backward.
         saved: the backward's inputs that come from the forward, with the forward's nodes.
     """
 
-    def __init__(self, fw: GraphModule, bw: GraphModule, saved: Iterable[tuple[Any, Node]]) -> None:
+    def __init__(self, fw: GraphModule | None, bw: GraphModule, saved: Iterable[tuple[Any, Node]]) -> None:
         self.fw, self.bw = fw, bw
         self.saved = {b: f for f, b in saved if isinstance(f, Node)}
-        inputs = bw.graph.find_nodes(op="placeholder")
-        self.of_tangents = _depending(bw.graph, (n for n in inputs if n not in self.saved))
+        self.of_tangents = {n for n in bw.graph.find_nodes(op="placeholder") if n not in self.saved}
+        for node in bw.graph.nodes:
+            shaped = tables.SHAPE_ONLY.get(str(node.target))
+            inputs = self.of_tangents.intersection(node.all_input_nodes)
+            if any(shaped is None or not only_at(node, n, shaped) for n in inputs):
+                self.of_tangents.add(node)
 
     def of(self, node: Node) -> list[FoundRead]:
         """The reads of the backward's input `node` that are not smooth."""
         found: dict[FoundRead, None] = {}
-        nbytes = _bytes(node)
         for reader in node.users:
             if reader.op == "output":
                 continue
             tests = tests_of(node, reader)
             if tests is None:
-                found.update(dict.fromkeys(_follow(node, reader, self.of_tangents, self, nbytes)))
+                found.update(dict.fromkeys(self._follow(node, reader)))
             elif tests:
-                decides = _deciding(reader)
+                decides = reader  # or its reader, if it only moves data
+                while str(decides.target) in tables.MOVES | tables.CONVERSIONS and decides.users:
+                    decides = next(iter(decides.users))
                 read = Read("decision", op_name(decides), source_line(decides), answered=True)
                 found[FoundRead(read, reader, tests=tests)] = None
         return list(found)
@@ -134,6 +120,8 @@ class BackwardReads:
     @functools.cached_property
     def in_forward(self) -> dict[Node, Node]:
         """Nodes of the backward, each with the node of the forward that computes the same."""
+        if self.fw is None:
+            return {}
         by_name = {node.name: node for node in self.fw.graph.nodes}
         found = dict(self.saved)
         for node in self.bw.graph.nodes:
@@ -147,7 +135,7 @@ class BackwardReads:
         return found
 
     @functools.cached_property
-    def computable(self) -> set[Node]:
+    def _computable(self) -> set[Node]:
         """The nodes of the backward that the forward has, or can compute by cheap operators without random numbers."""
         found = set(self.in_forward)
         for node in self.bw.graph.nodes:
@@ -155,98 +143,141 @@ class BackwardReads:
                 found.add(node)
         return found
 
+    def _follow(self, start: Node, reader: Node | None) -> Iterator[FoundRead]:
+        """The reads of `start` through `reader` (None: through all its users) that are not smooth."""
+        stack: list[tuple[Node, Node | None, bool]] = [(start, reader, False)]  # value, its reader, whether it's a norm
+        seen: set[tuple[Node, Node, bool]] = set()
+        while stack:
+            value, only, norm = stack.pop()
+            for user in value.users if only is None else (only,):
+                if (value, user, norm) in seen or (user.op == "call_function" and not user.users):
+                    continue
+                seen.add((value, user, norm))
+                direct = reader or user
+                kind, norm_after = self._classify(value, user, norm)
+                if kind == "none" or (user.op == "output" and self.fw is not None):
+                    continue
+                if kind == "nested":
+                    yield from self._follow_nested(value, user, direct)
+                elif kind != "smooth":
+                    yield self._found(kind, start, value, user, direct)
+                elif user not in self.of_tangents:
+                    stack.append((user, None, norm_after))
 
-def _depending(graph: torch.fx.Graph, on: Iterable[Node]) -> set[Node]:
-    found = set(on)
-    for node in graph.nodes:
-        if str(node.target) not in SHAPE_ONLY and not found.isdisjoint(node.all_input_nodes):
-            found.add(node)
-        elif any(n in found and not only_at(node, n, SHAPE_ONLY[str(node.target)]) for n in node.all_input_nodes):
-            found.add(node)
-    return found
+    def _classify(self, value: Node, user: Node, norm: bool) -> tuple[str, bool]:
+        """The kind of the read of `value` by `user`, and whether the result is a norm.
 
+        Kinds beside those of `Read`: "smooth", "none" (only the shape is read), "nested" (read inside of a region).
 
-# --- following a value ------------------------------------------------------------------------------------------------
+        A backward is linear in the tangents. So the readers of a product with a gradient are linear, too, and are not
+        followed. This does not hold for a sum with a gradient: the derivative of `logcumsumexp` takes its exponential.
+        """
+        name = str(user.target)
+        if user.op != "call_function":
+            return "unknown", False
+        positions = argument_positions(user, value)
+        result = user.meta.get("val")
+        if name in tables.SHAPE_ONLY and positions == [tables.SHAPE_ONLY[name]]:
+            return "none", False
+        if user.target is torch.ops.higher_order.invoke_subgraph:
+            return "nested", False
+        if user.target is operator.getitem:
+            floating = not isinstance(result, torch.Tensor) or result.dtype.is_floating_point
+            return ("smooth", norm or _gives_norm(user)) if floating else ("decision", False)
+        if isinstance(result, torch.Tensor) and not (result.dtype.is_floating_point or result.dtype.is_complex):
+            return "decision", False
+        # a piece of an operator that is smooth as a whole: the result, or only read by other pieces
+        inside, *after = [str(n.meta.get("original_aten")) in tables.SMOOTH_INSIDE for n in (user, *user.users)]
+        if inside and len(set(after)) <= 1:
+            return "smooth", False
+        if norm and positions == [tables.ROOTS.get(name)]:
+            return "smooth", user.target is _aten.sqrt.default
+        keeps_norm = norm and name in tables.KEEPS_NORM
+        if user.target is _aten.pow.Tensor_Scalar and positions == [0] and isinstance(user.args[1], int | float):
+            smooth = user.args[1] >= 1
+        else:
+            listed = tables.SMOOTH.get(name, (0,) if keeps_norm else ())
+            smooth = positions != [] and set(positions) <= set(listed)
+        elementwise = torch.Tag.pointwise in getattr(user.target, "tags", ())
+        broadcast = elementwise and _numel(user) > _BROADCAST * _numel(value)
+        if smooth and (broadcast or _is_difference(user) or self._is_divided(user)):
+            return "singular", False
+        if smooth and user in self.of_tangents and set(positions) & set(tables.ADDENDS.get(name, ())):
+            return "singular", False
+        if user.target is _aten.exp.default and _is_minus_square(value):
+            return "smooth", False
+        if smooth:
+            return "smooth", (keeps_norm and len(user.all_input_nodes) == 1) or _gives_norm(user)
+        plain = name.split(".")[1] if name.count(".") == 2 else name
+        return "decision" if plain in tables.DECIDES else "singular" if plain in tables.SINGULAR else "unknown", False
 
+    def _is_divided(self, user: Node) -> bool:
+        """Whether `user` divides element by element, or moves a gradient into such a division.
 
-def _follow(
-    start: Node, reader: Node | None, of_tangents: set[Node], graphs: BackwardReads | None, nbytes: float
-) -> Iterator[FoundRead]:
-    """The reads of `start` through `reader` (None: through all its users) that are not smooth.
-
-    `graphs` is None inside of a nested region's graph, where nothing can be answered.
-    """
-    stack: list[tuple[Node, Node | None, bool]] = [(start, reader, False)]  # a value, its reader, whether it is a norm
-    seen: set[tuple[Node, Node, bool]] = set()
-    while stack:
-        value, only, norm = stack.pop()
-        for user in value.users if only is None else (only,):
-            if (value, user, norm) in seen or (user.op == "call_function" and not user.users):
-                continue
-            seen.add((value, user, norm))
-            direct = reader or user
-            kind, norm_after = _classify(value, user, norm, of_tangents)
-            if kind == "none" or (user.op == "output" and graphs is not None):
-                continue
-            if kind == "nested":
-                yield from _follow_nested(value, user, direct, of_tangents)
-            elif kind != "smooth":
-                yield _found(kind, value, user, direct, of_tangents, graphs, nbytes)
-            elif user not in of_tangents:
-                stack.append((user, None, norm_after))
-
-
-def _classify(value: Node, user: Node, norm: bool, of_tangents: set[Node]) -> tuple[str, bool]:
-    """The kind of the read of `value` by `user`, and whether the result is a norm.
-
-    Kinds beside those of `Read`: "smooth", "none" (only the shape is read), "nested" (read inside of a region).
-
-    A backward is linear in the tangents. So the readers of a product with a gradient are linear, too, and are not
-    followed. This does not hold for a sum with a gradient: the derivative of `logcumsumexp` takes its exponential.
-    """
-    name = str(user.target)
-    if user.op != "call_function":
-        return "unknown", False
-    positions = argument_positions(user, value)
-    result = user.meta.get("val")
-    if name in SHAPE_ONLY and positions == [SHAPE_ONLY[name]]:
-        return "none", False
-    if user.target is torch.ops.higher_order.invoke_subgraph:
-        return "nested", False
-    if user.target is operator.getitem:
-        floating = not isinstance(result, torch.Tensor) or result.dtype.is_floating_point
-        return ("smooth", norm or _gives_norm(user)) if floating else ("decision", False)
-    if isinstance(result, torch.Tensor) and not (result.dtype.is_floating_point or result.dtype.is_complex):
-        return "decision", False
-    if _smooth_inside(user):
-        return "smooth", False
-    if norm and ROOTS.get(name) in positions and len(positions) == 1:
-        return "smooth", user.target is _aten.sqrt.default
-    if user.target is _aten.pow.Tensor_Scalar and positions == [0] and isinstance(user.args[1], int | float):
-        smooth = user.args[1] >= 1
-    else:
-        smooth = positions != [] and set(positions) <= set(
-            SMOOTH.get(name, (0,) if norm and name in KEEPS_NORM else ())
-        )
-    if smooth and (_is_broadcast(value, user) or _is_difference(user) or _is_divided(user, of_tangents)):
-        return "singular", False
-    if smooth and user in of_tangents and set(positions) & set(ADDENDS.get(name, ())):
-        return "singular", False
-    if user.target is _aten.exp.default and _is_minus_square(value):
-        return "smooth", False
-    if smooth:
-        return "smooth", (norm and name in KEEPS_NORM and len(user.all_input_nodes) == 1) or _gives_norm(user)
-    plain = name.split(".")[1] if name.count(".") == 2 else name
-    if plain in DECIDES:
-        return "decision", False
-    return ("singular" if plain in SINGULAR else "unknown"), False
-
-
-def _smooth_inside(node: Node) -> bool:
-    """Whether `node` is a piece of an operator that is smooth as a whole: the result, or only read by other pieces."""
-    if str(node.meta.get("original_aten")) not in SMOOTH_INSIDE:
+        A small divisor makes the error of a rounded value large. Divisors made from tangents don't count. Example: the
+        derivative of `hypot(x, y)` divides x by the result; the quotient is at most 1 only if neither was rounded.
+        """
+        stack, moved = [user], {user}
+        while stack:
+            node = stack.pop()
+            divisors: list[Any] = [node.args[1]] if node.target is _aten.div.Tensor else []
+            if node.target is _aten.mul.Tensor:
+                divisors = [a for a in node.args if isinstance(a, Node) and a.target is _aten.reciprocal.default]
+            big = [d for d in divisors if isinstance(d, Node) and _numel(d) >= _numel(node) > 1]
+            if not self.of_tangents.issuperset(big):
+                return True
+            if user in self.of_tangents if node is user else str(node.target) in tables.MOVES_BY_INDEX:
+                stack += [after for after in node.users if after not in moved]
+                moved.update(node.users)
         return False
-    return len({str(user.meta.get("original_aten")) in SMOOTH_INSIDE for user in node.users}) <= 1
+
+    def _follow_nested(self, value: Node, user: Node, direct: Node) -> Iterator[FoundRead]:
+        """The reads of `value` inside of the region that `user` calls; a read of the region's results is unknown."""
+        inner, operands = region_body(user), list(user.args[2:])
+        placeholders = inner.graph.find_nodes(op="placeholder") if inner is not None else []
+        positions = argument_positions(user, value)
+        if inner is None or len(placeholders) != len(operands) or not positions or min(positions) < 2:
+            yield FoundRead(Read("unknown", op_name(user), source_line(user)), direct)
+            return
+        pairs = [*zip(operands, placeholders, strict=True)]
+        tangents = {p for o, p in pairs if isinstance(o, Node) and o in self.of_tangents}
+        inside = BackwardReads(None, inner, [(p, p) for p in placeholders if p not in tangents])
+        for operand, placeholder in pairs:
+            if operand is value:
+                yield from (FoundRead(found.read, direct) for found in inside._follow(placeholder, None))
+
+    def _found(self, kind: str, start: Node, value: Node, user: Node, direct: Node) -> FoundRead:
+        """The read of `value`, which comes from `start`, by `user`, with its answer if the forward can give one."""
+        answer: Node | None = None
+        users: tuple[Node, ...] = ()
+        tests: tuple[Test, ...] | None = None
+        if kind == "decision" and self.fw is not None:
+            result = user.meta.get("val")
+            if user not in self.of_tangents and isinstance(result, torch.Tensor) and not result.dtype.is_floating_point:
+                answer = self._last_of_the_decision(user)
+                users = tuple(answer.users)
+                size = _numel(answer) / 8 if answer.meta["val"].dtype is torch.bool else _bytes(answer)
+            elif tests := exact_tests(user, value):
+                answer, users = value, (user,)
+                size = _numel(answer) / 4
+            if answer is not None and (size > _MAX_ANSWER_BYTES * _bytes(start) or answer not in self._computable):
+                answer, users, tests = None, (), None
+        made = user.args[0] if user.target is operator.getitem else user
+        assert isinstance(made, Node)
+        read = Read(kind, op_name(made), source_line(made), answered=answer is not None)
+        return FoundRead(read, direct, answer, users, tests)
+
+    def _last_of_the_decision(self, node: Node) -> Node:
+        """The last bool that is computed from `node` alone: `and(ge(x, a), le(x, b))` is one answer, not two."""
+        while node.meta["val"].dtype is torch.bool and len(node.users) == 1:
+            (user,) = node.users
+            value = user.meta.get("val")
+            if user in self.of_tangents or not isinstance(value, torch.Tensor) or value.dtype is not torch.bool:
+                break
+            if user not in self._computable or _numel(user) > _numel(node):
+                break
+            node = user
+        return node
 
 
 def _gives_norm(user: Node) -> bool:
@@ -275,40 +306,10 @@ def _is_difference(user: Node) -> bool:
         return False
     sources = []
     for node in user.args[:2]:
-        while isinstance(node, Node) and str(node.target) in MOVES and isinstance(node.args[0], Node):
+        while isinstance(node, Node) and str(node.target) in tables.MOVES and isinstance(node.args[0], Node):
             node = node.args[0]
         sources.append(node)
     return sources[0] is sources[1] and user.args[0] is not user.args[1]
-
-
-def _is_divided(user: Node, of_tangents: set[Node]) -> bool:
-    """Whether `user` divides element by element, or moves a gradient into such a division.
-
-    A small divisor makes the error of a rounded value large. Divisors made from tangents don't count. Example: the
-    derivative of `hypot(x, y)` divides x by the result; the quotient is at most 1 only if neither was rounded.
-    """
-
-    def divides(node: Node) -> bool:
-        divisors: list[Any] = [node.args[1]] if node.target is _aten.div.Tensor else []
-        if node.target is _aten.mul.Tensor:
-            divisors = [a for a in node.args if isinstance(a, Node) and a.target is _aten.reciprocal.default]
-        big = [d for d in divisors if isinstance(d, Node) and _numel(d) >= _numel(node) > 1]
-        return any(d not in of_tangents for d in big)
-
-    if divides(user):
-        return True
-    stack, moved = [user] if user in of_tangents else [], {user}
-    while stack:
-        for after in stack.pop().users:
-            if divides(after):
-                return True
-            if after not in moved and str(after.target) in _MOVES_BY_INDEX:
-                moved.add(after)
-                stack.append(after)
-    return False
-
-
-_MOVES_BY_INDEX = MOVES | {"aten.gather.default", "aten.index.Tensor", "aten.index_select.default"}
 
 
 def _is_minus_square(node: Node) -> bool:
@@ -325,96 +326,17 @@ def _is_minus_square(node: Node) -> bool:
     return sign < 0 and _is_square(node)
 
 
-def _is_broadcast(value: Node, user: Node) -> bool:
-    """Whether elementwise `user` reads each number of `value` more than `_BROADCAST` times."""
-    if torch.Tag.pointwise not in getattr(user.target, "tags", ()):
-        return False
-    return _numel(user) > _BROADCAST * _numel(value)
-
-
-def _follow_nested(value: Node, user: Node, direct: Node, of_tangents: set[Node]) -> Iterator[FoundRead]:
-    """The reads of `value` inside of the region that `user` calls; a read of the region's results is unknown."""
-    inner, operands = region_body(user), list(user.args[2:])
-    placeholders = inner.graph.find_nodes(op="placeholder") if inner is not None else []
-    if len(placeholders) != len(operands) or not all(i >= 2 for i in argument_positions(user, value) or [0]):
-        yield FoundRead(Read("unknown", op_name(user), source_line(user)), direct)
-        return
-    tangents = [p for p, o in zip(placeholders, operands, strict=True) if isinstance(o, Node) and o in of_tangents]
-    inside = _depending(placeholders[0].graph, tangents)
-    for placeholder, operand in zip(placeholders, operands, strict=True):
-        if operand is value:
-            for found in _follow(placeholder, None, inside, None, 0.0):
-                yield FoundRead(found.read, direct)
-
-
-def _found(
-    kind: str,
-    value: Node,
-    user: Node,
-    direct: Node,
-    of_tangents: set[Node],
-    graphs: BackwardReads | None,
-    nbytes: float,
-) -> FoundRead:
-    """The read of `value` by `user`, with its answer if the forward can give one."""
-    answer: Node | None = None
-    users: tuple[Node, ...] = ()
-    tests: tuple[Test, ...] | None = None
-    if kind == "decision" and graphs is not None:
-        result = user.meta.get("val")
-        if user not in of_tangents and isinstance(result, torch.Tensor) and not result.dtype.is_floating_point:
-            answer = _last_of_the_decision(user, graphs)
-            users = tuple(answer.users)
-            size = _numel(answer) / 8 if answer.meta["val"].dtype is torch.bool else _bytes(answer)
-        elif tests := exact_tests(user, value):
-            answer, users = value, (user,)
-            size = _numel(answer) / 4
-        if answer is not None and (size > _MAX_ANSWER_BYTES * nbytes or answer not in graphs.computable):
-            answer, users, tests = None, (), None
-    made = user.args[0] if user.target is operator.getitem else user
-    assert isinstance(made, Node)
-    read = Read(kind, op_name(made), source_line(made), answered=answer is not None)
-    return FoundRead(read, direct, answer, users, tests)
-
-
-def _last_of_the_decision(node: Node, graphs: BackwardReads) -> Node:
-    """The last bool that is computed from `node` alone: `logical_and(ge(x, a), le(x, b))` is one answer, not two."""
-    while node.meta["val"].dtype is torch.bool and len(node.users) == 1:
-        (user,) = node.users
-        value = user.meta.get("val")
-        if user in graphs.of_tangents or not isinstance(value, torch.Tensor) or value.dtype is not torch.bool:
-            break
-        if user not in graphs.computable or _numel(user) > _numel(node):
-            break
-        node = user
-    return node
-
-
-_CHEAP = {
-    *("aten.argmax.default", "aten.argmin.default", "aten.max.dim", "aten.min.dim", "aten.amax.default"),
-    *("aten.amin.default", "aten.max.default", "aten.min.default", "aten.sum.dim_IntList", "aten.sum.default"),
-    *("aten.mean.dim", "aten.any.dim", "aten.any.default", "aten.all.dim", "aten.all.default", "aten.sort.default"),
-    *("aten.sort.stable", "aten.topk.default", "aten.full.default", "aten.scalar_tensor.default"),
-    *("aten.arange.start_step", "aten.arange.default", "aten.arange.start", "prims.iota.default"),
-    *("aten.zeros.default", "aten.ones.default", "aten.full_like.default", "aten.zeros_like.default"),
-    *("aten.gather.default", "aten.index.Tensor", "aten.searchsorted.Tensor", "aten.bucketize.Tensor"),
-    *(MOVES | CONVERSIONS),
-}
-
-
 def _is_cheap(node: Node) -> bool:
     """Whether the forward may compute `node` once more: elementwise, a view, a reduction; nothing random."""
-    if node.op != "call_function":
-        return False
     if node.target is operator.getitem:
         return True
     tags = getattr(node.target, "tags", ())
-    if torch.Tag.nondeterministic_seeded in tags or not torch_values.is_operator(node.target):
-        return False
     schema = getattr(node.target, "_schema", None)
-    if schema is None or schema.is_mutable:
+    if not torch_values.is_operator(node.target) or schema is None or schema.is_mutable:
         return False
-    return torch.Tag.pointwise in tags or is_view(node) or str(node.target) in _CHEAP
+    if torch.Tag.nondeterministic_seeded in tags:
+        return False
+    return torch.Tag.pointwise in tags or is_view(node) or str(node.target) in tables.CHEAP
 
 
 def _numel(node: Node) -> float:
@@ -427,8 +349,80 @@ def _bytes(node: Node) -> float:
     return _numel(node) * value.element_size() if isinstance(value, torch.Tensor) else 0.0
 
 
-def _deciding(reader: Node) -> Node:
-    """The operator that decides: `reader`, or its reader if it only moves data."""
-    while str(reader.target) in MOVES | CONVERSIONS and reader.users:
-        reader = next(iter(reader.users))
-    return reader
+# --- readers that only compare the saved numbers with constants -------------------------------------------------------
+
+
+def tests_of(node: Node, reader: Node | None = None) -> tuple[Test, ...] | None:
+    """The tests that decide the results of all readers of `node`, or of one `reader`: `Test("le", (0,))` for ReLU's.
+
+    () if they read the shape only, None if they read the numbers. An operator that only moves data, or converts it to
+    a wider format, stands for its own readers.
+    """
+    value = node.meta["val"]
+    if value.dtype not in tables.FLOATS or value.is_neg() or value.device.type not in ("cpu", "cuda"):
+        return None
+    tests: set[Test] = set()
+    stack = [node]
+    seen = {node}
+    while stack:
+        current = stack.pop()
+        for user in current.users if reader is None or current is not node else (reader,):
+            if _moves_numbers(user, current):
+                if user not in seen:
+                    seen.add(user)
+                    stack.append(user)
+                continue
+            found = exact_tests(user, current, value.dtype)
+            if found is None:
+                return None
+            tests.update(found)
+    return tuple(sorted(tests))
+
+
+def only_at(user: Node, node: Node, position: int) -> bool:
+    """Whether `user` reads `node` as its argument at `position` and nowhere else."""
+    return argument_positions(user, node) == [position] and user.args[position] is node
+
+
+def _moves_numbers(user: Node, node: Node) -> bool:
+    name = str(user.target)
+    if user.op != "call_function" or not only_at(user, node, 0):
+        return False
+    if name in tables.CONVERSIONS:
+        # a wider format has all numbers of the narrower one, in the same order
+        before, after = node.meta["val"].dtype, user.meta["val"].dtype
+        return after in tables.FLOATS and torch.promote_types(before, after) is after
+    return name in tables.MOVES
+
+
+def exact_tests(user: Node, node: Node, dtype: torch.dtype | None = None) -> tuple[Test, ...] | None:
+    """The tests that decide the result of `user`, () for the shape only, None if it reads the numbers of `node`.
+
+    None as well if kernels may differ in the outcomes for numbers of `dtype`, by default that of `node`.
+    """
+    name = str(user.target)
+    dtype = dtype or node.meta["val"].dtype
+    if user.op != "call_function" or dtype not in tables.FLOATS:
+        return None
+    if name in tables.SHAPE_ONLY:
+        return () if only_at(user, node, tables.SHAPE_ONLY[name]) else None
+    if name not in tables.ASKS or user.kwargs or not only_at(user, node, tables.ASKS[name][0]):
+        return None
+    position, asks = tables.ASKS[name]
+    if not all(isinstance(c, int | float) and float(c) == c for c in user.args[position + 1 :]):
+        return None
+    tests = asks(*user.args)
+    if not all(_exact(c, dtype) for test in tests for c in test.constants):
+        return None
+    return tuple(Test(test.kind, tuple(0.0 if c == 0 else float(c) for c in test.constants)) for test in tests)
+
+
+def _exact(constant: float, dtype: torch.dtype) -> bool:
+    """Whether every kernel compares with `constant` alike: it is a number of the format, and not subnormal.
+
+    Kernels differ in whether they round a constant to the tensor's dtype or the number to theirs, and may take
+    subnormal numbers for zero.
+    """
+    with torch_values.without_modes():
+        rounded = torch.tensor(constant, dtype=torch.float64).to(dtype).item()
+    return rounded == constant and (constant == 0 or abs(constant) >= 4 * torch.finfo(dtype).tiny)

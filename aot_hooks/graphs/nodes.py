@@ -18,27 +18,8 @@ from torch.fx import GraphModule, Node
 from ..errors import PACKAGE
 from ..torch_private import values as torch_values
 
-__all__ = [
-    "NAMES",
-    "NO_VERSION_CHECK",
-    "PACKED",
-    "REGION",
-    "SNAPSHOT",
-    "aliased_arguments",
-    "annotation",
-    "argument_positions",
-    "is_view",
-    "op_name",
-    "output_storages",
-    "producer",
-    "region_body",
-    "region_output",
-    "source_line",
-    "storage_bytes",
-    "storage_of",
-    "storages",
-    "view_source",
-]
+_TORCH = str(Path(torch.__file__).parent) + os.sep
+_FRAME = re.compile(r'File "(?P<file>[^"]*)", line (?P<line>\d+), in .*\n\s*(?P<code>.*)')
 
 # keys of node.meta
 PACKED = "aot_hooks_packed"  # a hook made this value; an outer graph that saves it must not pack it again
@@ -55,9 +36,6 @@ def annotation(node: Node, key: str) -> Any:
     return custom.get(key) if isinstance(custom, dict) else None
 
 
-# --- storages ---------------------------------------------------------------------------------------------------------
-
-
 def storage_of(node: Node) -> Any:
     """Identity of the storage of a node's value, by its fake value; None if it is no tensor.
 
@@ -71,9 +49,9 @@ def storage_of(node: Node) -> Any:
     root = node
     while is_view(root) and isinstance(root.args[0], Node):
         root = root.args[0]
-    if root.target is operator.getitem and isinstance(root.args[0], Node):
-        if isinstance(root.args[0].target, torch_values.HigherOrderOperator):
-            return _storage_in_region(root)
+    call = root.args[0] if root.target is operator.getitem else None
+    if isinstance(call, Node) and isinstance(call.target, torch_values.HigherOrderOperator):
+        return _storage_in_region(root)
     # a tensor without a storage (sparse) shares it with nobody
     return torch_values.storage_key(value) if value.layout is torch.strided else id(value)
 
@@ -90,26 +68,25 @@ def output_storages(graph: torch.fx.Graph) -> set[Any]:
 def storage_bytes(value: torch.Tensor) -> int:
     """Bytes of the storage behind a fake tensor, by the hints of symbolic sizes."""
     if value.layout is not torch.strided:
-        return torch_values.hint(value.numel()) * value.element_size()
+        return tensor_bytes(value)
     return torch_values.hint(value.untyped_storage().nbytes())
 
 
+def tensor_bytes(value: torch.Tensor) -> int:
+    """Bytes of the elements of a fake tensor, likewise."""
+    return torch_values.hint(value.numel()) * value.element_size()
+
+
 def _storage_in_region(node: Node) -> Any:
-    """The storage of `node`. An output of a nested region on the memory of one of its operands has the operand's."""
-    out = region_output(node)
-    if out is None:
+    if (out := region_output(node)) is None:
         return node
     call: Any = node.args[0]
     key = storage_of(out)
     inputs = out.graph.find_nodes(op="placeholder")
-    operands = call.args[len(call.args) - len(inputs) :]
-    for inside, outside in zip(inputs, operands, strict=True):
+    for inside, outside in zip(inputs, call.args[len(call.args) - len(inputs) :], strict=True):
         if isinstance(outside, Node) and storage_of(inside) == key:
             return storage_of(outside)
     return call, key
-
-
-# --- nested compiled regions ------------------------------------------------------------------------------------------
 
 
 def region_body(call: Node) -> GraphModule | None:
@@ -117,8 +94,8 @@ def region_body(call: Node) -> GraphModule | None:
     if call.target is not torch.ops.higher_order.invoke_subgraph:
         return None
     body = call.args[0]
-    owner = call.graph.owning_module
-    inner = getattr(owner, str(body.target), None) if isinstance(body, Node) and body.op == "get_attr" else None
+    name = str(body.target) if isinstance(body, Node) and body.op == "get_attr" else ""
+    inner = getattr(call.graph.owning_module, name, None)
     return inner if isinstance(inner, GraphModule) else None
 
 
@@ -131,9 +108,6 @@ def region_output(node: Node) -> Node | None:
     outputs = inner.graph.output_node().args[0] if inner is not None else None
     out = outputs[index] if isinstance(outputs, tuple | list) else None  # type: ignore[index]
     return out if isinstance(out, Node) else None
-
-
-# --- views ------------------------------------------------------------------------------------------------------------
 
 
 def is_view(node: Node) -> bool:
@@ -177,8 +151,7 @@ def argument_positions(user: Node, node: Node) -> list[int]:
 
 
 def aliased_arguments(node: Node) -> Iterator[tuple[Node, bool]]:
-    """The arguments of `node` that its operator writes to, or that its result shares memory with, by its schema; each
-    with whether it is written to."""
+    """By its schema, arguments that `node` writes to or shares memory with; each with whether it is written to."""
     schema = getattr(node.target, "_schema", None)
     if node.op != "call_function" or schema is None:
         return
@@ -190,18 +163,11 @@ def aliased_arguments(node: Node) -> Iterator[tuple[Node, bool]]:
                     yield n, argument.alias_info.is_write
 
 
-# --- the program ------------------------------------------------------------------------------------------------------
-
-
 def op_name(node: Node) -> str:
     """The operator as the program called it, whatever Inductor decomposed it to."""
-    if node.op != "call_function":
-        return "input" if node.op == "placeholder" else node.op
-    return str(node.meta.get("original_aten") or node.target)
-
-
-_TORCH = str(Path(torch.__file__).parent) + os.sep
-_FRAME = re.compile(r'File "(?P<file>[^"]*)", line (?P<line>\d+), in .*\n\s*(?P<code>.*)')
+    if node.op == "call_function":
+        return str(node.meta.get("original_aten") or node.target)
+    return "input" if node.op == "placeholder" else node.op
 
 
 def source_line(node: Node) -> str:

@@ -8,8 +8,8 @@
       DECIDES      round, sign, sort, ...        jumps; an operator whose result is bool or int always does
 
 An operator in no table is unknown, and the tensors that it reads are not rounded. So a missing entry costs memory, and
-a wrong one costs exactness: ASKS and SHAPE_ONLY are tested bitwise against the kernels, SMOOTH by torch's
-own operator database (benchmarks/bench_op_db.py).
+a wrong one costs exactness: ASKS and SHAPE_ONLY are tested bitwise against the kernels, SMOOTH by torch's own operator
+database (benchmarks/bench_op_db.py).
 """
 
 from __future__ import annotations
@@ -20,23 +20,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-
-__all__ = [
-    "ADDENDS",
-    "ASKS",
-    "CONVERSIONS",
-    "DECIDES",
-    "FLOATS",
-    "KEEPS_NORM",
-    "MOVES",
-    "ROOTS",
-    "SHAPE_ONLY",
-    "SINGULAR",
-    "SMOOTH",
-    "SMOOTH_INSIDE",
-    "TESTS",
-    "Test",
-]
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
@@ -61,7 +44,6 @@ class Test:
     """A yes-or-no question about one number: a key of `TESTS` and its constants."""
 
     __test__ = False  # no test case, whatever pytest makes of the name
-
     kind: str
     constants: tuple[float, ...] = ()
 
@@ -86,176 +68,136 @@ ASKS: dict[str, tuple[int, Callable[..., tuple[Test, ...]]]] = {
     "aten.hardshrink_backward.default": (1, lambda g, x, c: (Test("within", (-c, c)), _NAN)),
     "aten.softshrink_backward.default": (1, lambda g, x, c: (Test("within", (-c, c)), _NAN)),
     "aten.leaky_relu_backward.default": (1, lambda g, x, slope, is_result: (Test("gt", (0.0,)),)),
-    "aten.sign.default": (0, lambda x: _SIGN),
-    "aten.sgn.default": (0, lambda x: _SIGN),
+    **dict.fromkeys(("aten.sign.default", "aten.sgn.default"), (0, lambda x: _SIGN)),
     "aten.signbit.default": (0, lambda x: (Test("signbit"),)),
     "aten.isnan.default": (0, lambda x: (Test("isnan"),)),
     "aten.isinf.default": (0, lambda x: (Test("eq", (math.inf,)), Test("eq", (-math.inf,)))),
     "aten.logical_not.default": (0, lambda x: (Test("eq", (0.0,)),)),
 }
 
+
+def _names(*groups: str) -> frozenset[str]:
+    return frozenset(" ".join(groups).split())
+
+
+def _ops(*groups: str) -> frozenset[str]:
+    """Full names of operators: "gelu" is aten.gelu.default, "mul.Tensor" is aten.mul.Tensor."""
+    overloads = [name if "." in name else f"{name}.default" for name in _names(*groups)]
+    return frozenset(name if name.count(".") > 1 else f"aten.{name}" for name in overloads)
+
+
+def _at(names: str, *positions: int) -> dict[str, tuple[int, ...]]:
+    return dict.fromkeys(sorted(_ops(names)), positions)
+
+
+_MAKES_LIKE = _ops(
+    "zeros_like empty_like rand_like randn_like ones_like full_like new_zeros new_ones new_full",
+    "sym_size.int sym_stride.int sym_numel",
+)
+_POOLS_OR_PADS = _ops(
+    "avg_pool2d_backward avg_pool3d_backward _adaptive_avg_pool2d_backward _adaptive_avg_pool3d_backward",
+    "max_pool2d_with_indices_backward max_pool3d_with_indices_backward",
+    "adaptive_max_pool2d_backward adaptive_max_pool3d_backward",
+    "reflection_pad1d_backward reflection_pad2d_backward reflection_pad3d_backward",
+    "replication_pad1d_backward replication_pad2d_backward replication_pad3d_backward",
+)
 # operator -> position of a tensor; it reads the tensor's sizes, strides, dtype and device only (on the CPU and on CUDA)
-SHAPE_ONLY = {
-    "aten.avg_pool2d_backward.default": 1,
-    "aten.avg_pool3d_backward.default": 1,
-    "aten._adaptive_avg_pool2d_backward.default": 1,
-    "aten._adaptive_avg_pool3d_backward.default": 1,
-    "aten.max_pool2d_with_indices_backward.default": 1,
-    "aten.max_pool3d_with_indices_backward.default": 1,
-    "aten.adaptive_max_pool2d_backward.default": 1,
-    "aten.adaptive_max_pool3d_backward.default": 1,
-    "aten.reflection_pad1d_backward.default": 1,
-    "aten.reflection_pad2d_backward.default": 1,
-    "aten.reflection_pad3d_backward.default": 1,
-    "aten.replication_pad1d_backward.default": 1,
-    "aten.replication_pad2d_backward.default": 1,
-    "aten.replication_pad3d_backward.default": 1,
-    "aten.zeros_like.default": 0,
-    "aten.empty_like.default": 0,
-    "aten.rand_like.default": 0,
-    "aten.randn_like.default": 0,
-    "aten.ones_like.default": 0,
-    "aten.full_like.default": 0,
-    "aten.new_zeros.default": 0,
-    "aten.new_ones.default": 0,
-    "aten.new_full.default": 0,
-    "aten.sym_size.int": 0,
-    "aten.sym_stride.int": 0,
-    "aten.sym_numel.default": 0,
-}
+SHAPE_ONLY: dict[str, int] = dict.fromkeys(sorted(_MAKES_LIKE), 0) | dict.fromkeys(sorted(_POOLS_OR_PADS), 1)
 
 # each number of the result is one of the first argument
-MOVES = {
-    "aten.alias.default",
-    "aten.clone.default",
-    "aten.detach.default",
-    "aten.expand.default",
-    "aten.permute.default",
-    "aten.reshape.default",
-    "aten.select.int",
-    "aten.slice.Tensor",
-    "aten.squeeze.default",
-    "aten.squeeze.dim",
-    "aten.squeeze.dims",
-    "aten.t.default",
-    "aten.transpose.int",
-    "aten.unsqueeze.default",
-    "aten._unsafe_view.default",
-    "aten.view.default",
-}
-CONVERSIONS = {"aten._to_copy.default", "prims.convert_element_type.default"}
+MOVES = _ops(
+    "alias clone detach expand permute reshape select.int slice.Tensor squeeze squeeze.dim squeeze.dims t",
+    "transpose.int unsqueeze _unsafe_view view",
+)
+MOVES_BY_INDEX = MOVES | _ops("gather index.Tensor index_select")
+CONVERSIONS = _ops("_to_copy prims.convert_element_type.default")
+
+# what the forward may compute once more to answer a decision, beside pointwise operators and views
+CHEAP = (MOVES | CONVERSIONS) | _ops(
+    "argmax argmin max.dim min.dim amax amin max min sum.dim_IntList sum mean.dim any.dim any all.dim all sort",
+    "sort.stable topk full scalar_tensor arange.start_step arange arange.start prims.iota.default zeros ones",
+    "full_like zeros_like gather index.Tensor searchsorted.Tensor bucketize.Tensor",
+)
 
 # --- smooth reads: operator -> the positions of the arguments that may be rounded -------------------------------------
 
-
-def _each(names: str, *positions: int) -> dict[str, tuple[int, ...]]:
-    return {name if "." in name else f"aten.{name}.default": positions for name in names.split()}
-
-
-def _aten(names: str, *positions: int) -> dict[str, tuple[int, ...]]:
-    return {f"aten.{name}": positions for name in names.split()}
-
-
 SMOOTH: dict[str, tuple[int, ...]] = {
     # Linear in each argument. Derivatives of products and sums: torch's tools/autograd/derivatives.yaml.
-    **_aten("mul.Tensor add.Tensor sub.Tensor rsub.Tensor lerp.Scalar outer.default", 0, 1),
-    **_aten("mul.Scalar add.Scalar sub.Scalar rsub.Scalar div.Scalar masked_fill.Scalar neg.default", 0),
-    **_aten("div.Tensor", 0),  # not the divisor
-    **_aten("masked_fill.Tensor", 0, 2),
-    **_aten("where.self", 1, 2),
-    **_each("addcdiv mm bmm mv dot vdot convolution _grouped_mm", 0, 1),
-    **_each("addcmul addmm baddbmm addbmm addmv addr convolution_backward", 0, 1, 2),
-    **_aten("lerp.Tensor", 0, 1, 2),
-    "prims.fma.default": (0, 1, 2),
-    **_aten("sum.default sum.dim_IntList mean.default mean.dim cumsum.default", 0),
+    **_at("mul.Tensor add.Tensor sub.Tensor rsub.Tensor lerp.Scalar outer", 0, 1),
+    **_at("mul.Scalar add.Scalar sub.Scalar rsub.Scalar div.Scalar masked_fill.Scalar neg", 0),
+    **_at("div.Tensor", 0),  # not the divisor
+    **_at("masked_fill.Tensor", 0, 2),
+    **_at("where.self", 1, 2),
+    **_at("addcdiv mm bmm mv dot vdot convolution _grouped_mm", 0, 1),
+    **_at("addcmul addmm baddbmm addbmm addmv addr convolution_backward lerp.Tensor prims.fma.default", 0, 1, 2),
+    **_at("sum sum.dim_IntList mean mean.dim cumsum", 0),
     # Steps no longer than the argument's: |f(x) - f(y)| <= |x - y|. As values; comparisons ask where they jump.
     # Not `clamp`: a range much smaller than the numbers makes the same error a large one.
-    **_each("abs relu clamp_min clamp_max hardtanh leaky_relu amax amin sin cos tanh sigmoid erf erfc atan", 0),
-    **_aten("max.dim min.dim max.default min.default sort.default sort.stable topk.default kthvalue.default", 0),
-    **_aten("maximum.default minimum.default clamp_min.Tensor clamp_max.Tensor", 0, 1),
+    **_at("abs relu clamp_min clamp_max hardtanh leaky_relu amax amin sin cos tanh sigmoid erf erfc atan", 0),
+    **_at("max.dim min.dim max min sort sort.stable topk kthvalue", 0),
+    **_at("maximum minimum clamp_min.Tensor clamp_max.Tensor", 0, 1),
     # Activations whose derivative has no jump (Elfwing et al. 2018; Hendrycks and Gimpel 2016; Misra 2019), and theirs.
-    **_each("gelu silu softplus mish log_sigmoid_forward glu hardswish hardsigmoid", 0),
-    **_each("gelu_backward silu_backward mish_backward softplus_backward log_sigmoid_backward glu_backward", 0, 1),
-    **_each("tanh_backward sigmoid_backward", 0, 1),
-    # y * (g - sum(g * y)) of the probabilities y
-    **_each("_softmax_backward_data", 0, 1),
+    **_at("gelu silu softplus mish log_sigmoid_forward glu hardswish hardsigmoid", 0),
+    **_at("gelu_backward silu_backward mish_backward softplus_backward log_sigmoid_backward glu_backward", 0, 1),
+    **_at("tanh_backward sigmoid_backward", 0, 1),
+    **_at("_softmax_backward_data", 0, 1),  # y * (g - sum(g * y)) of the probabilities y
     # Norms: the numbers that are normalized; not their statistics. Ba et al. 2016; Zhang and Sennrich 2019.
-    **_each("native_layer_norm_backward native_group_norm_backward _fused_rms_norm_backward", 0, 1),
-    **_each(
-        "native_batch_norm_backward batch_norm_backward cudnn_batch_norm_backward miopen_batch_norm_backward", 0, 1
+    **_at("native_layer_norm_backward native_group_norm_backward _fused_rms_norm_backward", 0, 1),
+    **_at("native_batch_norm_backward batch_norm_backward cudnn_batch_norm_backward miopen_batch_norm_backward", 0, 1),
+    **_at(
+        "native_layer_norm native_group_norm _fused_rms_norm linalg_vector_norm var.correction var_mean.correction", 0
     ),
-    **_each("native_layer_norm native_group_norm _fused_rms_norm", 0),
-    **_aten("linalg_vector_norm.default var.correction var_mean.correction", 0),
     # Attention: queries, keys, values and the result; not the logarithm of the sum of exponentials, nor the bias.
     # Dao, FlashAttention-2 (2023), algorithm 2.
-    **_each("_scaled_dot_product_flash_attention _scaled_dot_product_cudnn_attention", 0, 1, 2),
-    **_each("_scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_efficient_attention", 0, 1, 2),
-    **_each("_scaled_dot_product_fused_attention_overrideable", 0, 1, 2),
-    **_each("_scaled_dot_product_flash_attention_backward _scaled_dot_product_cudnn_attention_backward", 0, 1, 2, 3, 4),
-    **_each("_scaled_dot_product_flash_attention_for_cpu_backward _flash_attention_backward", 0, 1, 2, 3, 4),
-    **_each("_scaled_dot_product_efficient_attention_backward _efficient_attention_backward", 0, 1, 2, 3, 5),
-    **_each("_scaled_dot_product_fused_attention_overrideable_backward", 0, 1, 2, 3, 6),
+    **_at("_scaled_dot_product_flash_attention _scaled_dot_product_cudnn_attention", 0, 1, 2),
+    **_at("_scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_efficient_attention", 0, 1, 2),
+    **_at("_scaled_dot_product_fused_attention_overrideable", 0, 1, 2),
+    **_at("_scaled_dot_product_flash_attention_backward _scaled_dot_product_cudnn_attention_backward", 0, 1, 2, 3, 4),
+    **_at("_scaled_dot_product_flash_attention_for_cpu_backward _flash_attention_backward", 0, 1, 2, 3, 4),
+    **_at("_scaled_dot_product_efficient_attention_backward _efficient_attention_backward", 0, 1, 2, 3, 5),
+    **_at("_scaled_dot_product_fused_attention_overrideable_backward", 0, 1, 2, 3, 6),
     "flex_attention": (0, 1, 2),
     "flex_attention_backward": (0, 1, 2, 3),
-    # A difference.
-    **_each("mse_loss_backward", 0, 1, 2),
-    # Recurrent cells: sigmoid, tanh and products.
-    **_each("_thnn_fused_lstm_cell_backward_impl", 0, 1, 2, 3, 4),
+    **_at("mse_loss_backward", 0, 1, 2),  # a difference
+    **_at("_thnn_fused_lstm_cell_backward_impl", 0, 1, 2, 3, 4),  # recurrent cells: sigmoid, tanh and products
     # Collectives: sums and moves.
-    **_each("_c10d_functional.all_reduce.default _c10d_functional.all_gather_into_tensor.default", 0),
-    **_each("_c10d_functional.reduce_scatter_tensor.default _c10d_functional.all_to_all_single.default", 0),
-    **_each("_c10d_functional.wait_tensor.default", 0),
+    **_at("_c10d_functional.all_reduce.default _c10d_functional.all_gather_into_tensor.default", 0),
+    **_at("_c10d_functional.reduce_scatter_tensor.default _c10d_functional.all_to_all_single.default", 0),
+    **_at("_c10d_functional.wait_tensor.default", 0),
     # Moves of more than one tensor, or by indices.
-    **_aten("cat.default stack.default split.Tensor split_with_sizes.default unbind.int", 0),
-    **_aten("gather.default index_select.default index.Tensor embedding.default repeat.default flip.default", 0),
-    **_aten("roll.default constant_pad_nd.default tril.default triu.default diagonal.default as_strided.default", 0),
-    **_aten("unfold.default im2col.default col2im.default pixel_shuffle.default pixel_unshuffle.default", 0),
-    **_aten("upsample_nearest2d.default upsample_bilinear2d.default avg_pool2d.default", 0),
-    **_aten("copy.default fill.Tensor select_scatter.default slice_scatter.default", 0, 1),
-    **dict.fromkeys(CONVERSIONS | MOVES, (0,)),
+    **_at("cat stack split.Tensor split_with_sizes unbind.int embedding repeat flip roll constant_pad_nd tril", 0),
+    **_at("triu diagonal as_strided unfold im2col col2im pixel_shuffle pixel_unshuffle avg_pool2d", 0),
+    **_at("upsample_nearest2d upsample_bilinear2d", 0),
+    **_at("copy fill.Tensor select_scatter slice_scatter", 0, 1),
+    **dict.fromkeys(CONVERSIONS | MOVES_BY_INDEX, (0,)),
 }
 
 # The positions of arguments that are added to the others, or put beside them; not of factors.
 ADDENDS: dict[str, tuple[int, ...]] = {
-    **_aten("add.Tensor sub.Tensor rsub.Tensor lerp.Scalar maximum.default minimum.default", 0, 1),
-    **_aten("lerp.Tensor", 0, 1, 2),
-    **_aten("clamp_min.Tensor clamp_max.Tensor copy.default fill.Tensor select_scatter.default", 0, 1),
-    **_aten("slice_scatter.default", 0, 1),
-    **_aten("masked_fill.Tensor", 0, 2),
-    **_aten("where.self", 1, 2),
-    **_each("addcdiv addcmul addmm baddbmm addbmm addmv addr cat stack", 0),
-    "prims.fma.default": (2,),
+    **_at("add.Tensor sub.Tensor rsub.Tensor lerp.Scalar maximum minimum clamp_min.Tensor clamp_max.Tensor", 0, 1),
+    **_at("copy fill.Tensor select_scatter slice_scatter", 0, 1),
+    **_at("lerp.Tensor", 0, 1, 2),
+    **_at("masked_fill.Tensor", 0, 2),
+    **_at("where.self", 1, 2),
+    **_at("addcdiv addcmul addmm baddbmm addbmm addmv addr cat stack", 0),
+    **_at("prims.fma.default", 2),
 }
 
 # Operators whose decompositions in Inductor have pieces that jump or explode, though the whole does not: silu is
 # x / (1 + exp(-x)).
-SMOOTH_INSIDE = frozenset(
-    _each(
-        "gelu gelu_backward silu silu_backward sigmoid sigmoid_backward tanh tanh_backward softplus softplus_backward "
-        "mish mish_backward log_sigmoid_forward log_sigmoid_backward glu glu_backward"
-    )
+SMOOTH_INSIDE = _ops(
+    "gelu gelu_backward silu silu_backward sigmoid sigmoid_backward tanh tanh_backward softplus softplus_backward",
+    "mish mish_backward log_sigmoid_forward log_sigmoid_backward glu glu_backward",
 )
 
 # The relative error of a sum of squares is at most twice that of its largest numbers. So its roots and reciprocals are
 # smooth, where those of single numbers are not. The result of these is such a sum again (if the rest are constants):
-KEEPS_NORM = frozenset(
-    [
-        *_aten("add.Tensor add.Scalar mul.Tensor mul.Scalar div.Tensor div.Scalar clamp.default clamp_min.default"),
-        *_aten("sum.default sum.dim_IntList mean.default mean.dim sqrt.default"),
-        *(MOVES | CONVERSIONS),
-    ]
+KEEPS_NORM = (MOVES | CONVERSIONS) | _ops(
+    "add.Tensor add.Scalar mul.Tensor mul.Scalar div.Tensor div.Scalar clamp clamp_min",
+    "sum sum.dim_IntList mean mean.dim sqrt",
 )
 # and these take its root or reciprocal: operator -> position
-ROOTS: dict[str, int] = {
-    **{f"aten.{op}.default": 0 for op in ("sqrt", "rsqrt", "reciprocal")},
-    "aten.pow.Tensor_Scalar": 0,
-    "aten.div.Tensor": 1,
-}
-
-
-def _names(*groups: str) -> frozenset[str]:
-    return frozenset(name for group in groups for name in group.split())
-
+ROOTS: dict[str, int] = {**dict.fromkeys(_ops("sqrt rsqrt reciprocal pow.Tensor_Scalar"), 0), "aten.div.Tensor": 1}
 
 # How reports call these reads; with or without an entry they are not rounded. Names have no overload.
 SINGULAR = _names(

@@ -1,10 +1,18 @@
-"""Estimates of how long a node takes and how fast a copy is, for plans.
+"""Estimates for plans: bytes alive along a graph, how long a node takes, how fast a copy is.
+
+      position        0    1    2    3   ...          alive[i]: bytes of intermediates alive while node i runs
+      v1              |---------|                     a storage lives from its first node to its last reader
+      v2 (saved)           |---------------------     saved as it is: to the end
+      v3 (packed)          |----|.................    packed: to its last reader, then its packed bytes to the end
+
+A fusing compiler writes a value to memory if it is an output, or if an operator that is not pointwise makes or reads
+it. A value between two pointwise operators stays in registers. Inputs count nothing.
 
       Rates     bytes a second over the link each way and in the device's memory, multiplications and additions a second
       node_ms   max(operations / rate, bytes / rate), from the formulas of `torch.utils.flop_counter`
 
-Rates are measured once per device, in a few milliseconds, or come from the user. In a fused graph a value between two
-pointwise operators costs nothing, as in fusion_memory.py. A CPU has no copy engine: its copies count as instant.
+Rates are measured once per device, in some ten milliseconds, or come from the user. A CPU has no copy engine: its
+copies count as instant.
 """
 
 from __future__ import annotations
@@ -13,8 +21,9 @@ import functools
 import itertools
 import math
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -22,10 +31,79 @@ from torch.fx import GraphModule, Node
 from torch.utils.flop_counter import flop_registry
 
 from ..torch_private import values as torch_values
-from .fusion_memory import fuses, written_storages
-from .nodes import is_view, output_storages, storage_of, storages
+from .nodes import is_view, output_storages, storage_bytes, storage_of, storages, tensor_bytes
 
-__all__ = ["INSTANT", "Rates", "has_formula", "measured_rates", "node_ms", "step_ms"]
+
+def fuses(node: Node) -> bool:
+    """Whether a compiler fuses `node` with its neighbours: pointwise operators and views."""
+    if node.op != "call_function":
+        return False
+    pointwise = torch.Tag.pointwise in getattr(node.target, "tags", ())
+    return pointwise or is_view(node) or str(node.target) == "prims.convert_element_type.default"  # has no tag
+
+
+def alive_bytes(gm: GraphModule, packed: Mapping[Node, int]) -> dict[Node, int]:
+    """Bytes alive while each node of the forward runs; `packed`: packed bytes of the nodes that will be packed."""
+    nodes = list(gm.graph.nodes)
+    outputs = output_storages(gm.graph)
+    written = written_storages(nodes) | outputs
+    counted = written - storages(gm.graph.find_nodes(op="placeholder"))
+    last = last_readers(nodes, written)
+    alive = alive_along(nodes, counted, to_end=outputs - storages(packed), last_reader=last, packed=packed)
+    return dict(zip(nodes, alive, strict=True))
+
+
+def alive_along(
+    nodes: Sequence[Node],
+    counted: Collection[Any],
+    *,
+    to_end: Collection[Any],
+    last_reader: Mapping[Node, int],
+    nbytes: Callable[[Node], int] = lambda node: storage_bytes(node.meta["val"]),
+    packed: Mapping[Node, int] = MappingProxyType({}),
+) -> list[int]:
+    """The bytes of the `counted` storages that are alive at each of `nodes`.
+
+    A storage has the `nbytes` of its first node. It lives to its `last_reader`, a position, or is in `to_end`. The
+    nodes in `packed` have these bytes from their storage's last reader on.
+    """
+    first: dict[Any, tuple[int, int]] = {}  # the first position of each storage, and its bytes
+    last: dict[Any, int] = {}
+    for i, node in enumerate(nodes):
+        if (key := storage_of(node)) is not None and key in counted:
+            if key not in first:
+                first[key] = (i, nbytes(node))
+            last[key] = len(nodes) if key in to_end else max(last.get(key, i), last_reader[node])
+    change = [0] * (len(nodes) + 2)
+    for key, (start, count) in first.items():
+        change[start] += count
+        change[last[key] + 1] -= count
+    for node, count in packed.items():
+        change[last.get(storage_of(node), 0)] += count
+    return list(itertools.accumulate(change))[: len(nodes)]
+
+
+def last_readers(nodes: Sequence[Node], written: Collection[Any]) -> dict[Node, int]:
+    """For each node the position of the last node of the kernel that reads it last.
+
+    A reader that is not in `written` stays in registers, so the kernels of its own readers read the node.
+    """
+    position = {node: i for i, node in enumerate(nodes)}
+    last: dict[Node, int] = {}
+    for node in reversed(nodes):
+        readers = [u for u in node.users if u.op != "output"]
+        inside = [last[u] for u in readers if storage_of(u) not in written or is_view(u)]
+        last[node] = max((*(position[u] for u in readers), *inside), default=position[node])
+    return last
+
+
+def written_storages(nodes: Sequence[Node]) -> set[Any]:
+    """Storages that an operator which is not pointwise makes or reads; with None, that of a tuple of tensors."""
+    kernels = [node for node in nodes if not fuses(node) and node.op != "output"]
+    return {storage_of(n) for node in kernels for n in (node, *node.all_input_nodes)}
+
+
+# --- time -------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -52,13 +130,13 @@ _ATTENTION = 0.65
 _ATTENTION_BACKWARD = 0.55
 
 
+def _packet(node: Node) -> Any:
+    return getattr(node.target, "overloadpacket", node.target)
+
+
 def has_formula(node: Node) -> bool:
     """Whether torch has a formula for the operations of `node`: a matrix product, attention, a convolution."""
     return node.op == "call_function" and _packet(node) in flop_registry
-
-
-def _packet(node: Node) -> Any:
-    return getattr(node.target, "overloadpacket", node.target)
 
 
 def node_ms(gm: GraphModule, rates: Callable[[torch.device], Rates], fused: bool) -> dict[Node, float]:
@@ -78,38 +156,26 @@ def node_ms(gm: GraphModule, rates: Callable[[torch.device], Rates], fused: bool
         if node.op != "call_function" or is_view(node) or node.target is operator.getitem or not values:
             continue
         unfused = not fused or not (fuses(node) or torch.Tag.reduction in getattr(node.target, "tags", ()))
-        if unfused:
-            in_kernel = set()
+        before = set() if unfused else in_kernel
         rate = rates(values[0].device)
-        moved = sum(_bytes(v) for v in values) if unfused or storage_of(node) in written else 0
-        for key, source in {storage_of(n): n for n in node.all_input_nodes}.items():
-            value = source.meta.get("val")
-            if isinstance(value, torch.Tensor) and key in written and key not in in_kernel:
-                moved += _bytes(value)
-            if not unfused:
-                in_kernel.add(key)
-        if not unfused:
-            in_kernel.add(storage_of(node))
+        moved = sum(tensor_bytes(v) for v in values) if unfused or storage_of(node) in written else 0
+        sources = {storage_of(n): n.meta.get("val") for n in node.all_input_nodes}
+        for key, value in sources.items():
+            if isinstance(value, torch.Tensor) and key in written and key not in before:
+                moved += tensor_bytes(value)
+        in_kernel = set() if unfused else {*before, *sources, storage_of(node)}
         found[node] = 1e3 * moved / rate.memory
         if has_formula(node):
-            found[node] = max(found[node], 1e3 * _operation_count(node) / _rate(node, values[0], rate))
+            operations = rate.operations if values[0].element_size() <= 2 else rate.operations32
+            if "attention" in str(node.target):
+                operations *= _ATTENTION_BACKWARD if "backward" in str(node.target) else _ATTENTION
+            found[node] = max(found[node], 1e3 * _operation_count(node) / operations)
     return found
 
 
 def step_ms(fw: GraphModule, bw: GraphModule, fused: bool) -> float:
     """Milliseconds of a forward and its backward, without waits for copies."""
     return sum(sum(node_ms(gm, measured_rates, fused).values()) for gm in (fw, bw))
-
-
-def _bytes(value: torch.Tensor) -> int:
-    return torch_values.hint(value.numel()) * value.element_size()
-
-
-def _rate(node: Node, value: torch.Tensor, rates: Rates) -> float:
-    rate = rates.operations if value.element_size() <= 2 else rates.operations32
-    if "attention" in str(node.target):
-        rate *= _ATTENTION_BACKWARD if "backward" in str(node.target) else _ATTENTION
-    return rate
 
 
 def _operation_count(node: Node) -> int:
@@ -123,25 +189,16 @@ def _operation_count(node: Node) -> int:
     with torch_values.without_modes():
         args, kwargs, out = torch_values.pytree.tree_map(plain, (node.args, dict(node.kwargs), node.meta.get("val")))
         count = int(flop_registry[_packet(node)](*args, **kwargs, out_val=out))
-    return count // 2 if _causal(node) else count
-
-
-def _causal(node: Node) -> bool:
-    """Whether attention skips half of the products, which the formulas count."""
     schema = getattr(node.target, "_schema", None)
     names = [argument.name for argument in schema.arguments] if schema is not None else []
     given = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
-    return given.get("is_causal") is True
-
-
-# --- measuring --------------------------------------------------------------------------------------------------------
+    # causal attention skips half of the products, which the formulas count
+    return count // 2 if given.get("is_causal") is True else count
 
 
 def measured_rates(device: torch.device) -> Rates:
-    """The rates of `device`, measured on the first call in some ten milliseconds; `INSTANT` for a CPU."""
-    if device.type != "cuda":
-        return INSTANT
-    return _measured(device.index or 0)
+    """The rates of `device`, measured on the first call; `INSTANT` for a CPU."""
+    return _measured(device.index or 0) if device.type == "cuda" else INSTANT
 
 
 @functools.cache

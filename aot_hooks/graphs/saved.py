@@ -4,15 +4,14 @@
                                           |  by position, never by name        |
       backward inputs:  saved symints | saved tensors | opaque objects | tangents | ...
 
-`boundary(fw, bw, num_fwd_outputs, ...)` gives a `Boundary`: the nodes on both sides of each saved value, and for each a
-`SavedTensor`, the row that policies and reports see. No guard is added.
-
-Source: the calling convention of `torch._functorch.partitioners`, the same in torch 2.11, 2.13 and 2.15.
+A `Boundary` has the nodes on both sides of each saved value, and its `SavedTensor`, which policies and reports see. No
+guard is added. Source: the calling convention of `torch._functorch.partitioners`, the same in torch 2.11 to 2.15.
 """
 
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
@@ -23,33 +22,10 @@ from torch.fx import GraphModule, Node
 
 from ..errors import UnsupportedGraphError
 from ..torch_private import values as torch_values
-from .backward_reads import BackwardReads, FoundRead, Read
-from .nodes import (
-    NAMES,
-    annotation,
-    op_name,
-    producer,
-    source_line,
-    storage_bytes,
-    storage_of,
-    storages,
-    view_source,
-)
-from .number_tests import tests_of
+from .backward_reads import BackwardReads, FoundRead, Read, tests_of
+from .nodes import NAMES, annotation, op_name, producer, source_line, storage_bytes, storage_of, storages, view_source
 from .read_tables import Test
 from .value_ranges import value_range
-
-__all__ = [
-    "Boundary",
-    "Dim",
-    "SavedTensor",
-    "SavedValue",
-    "boundary",
-    "is_size",
-    "module_stack",
-    "place_of",
-    "shape_of",
-]
 
 
 class Dim(int):
@@ -77,23 +53,20 @@ class SavedTensor:
 
     Attributes:
         name: its name in the forward graph.
-        op: the operator that made it, before decompositions and looking through views ("aten.gelu.default"); "input"
-            for a graph input.
+        op: the operator that made it, before decompositions, looking through views ("aten.gelu.default"), or "input".
         shape: sizes; a symbolic one is a `Dim`.
-        dtype, device: of the tensor.
         nbytes: bytes of its storage, which is what saving it keeps alive; views of one storage have the same.
         storage: number of its storage within the graph; equal for views of one storage.
         module_path: where in the model it was made ("layers.0.mlp"), "" if unknown.
         source_line: the user's line that made it ("model.py:31: h = gelu(x)"), "" if unknown.
         backward_ops: the operators of the backward that read it, before decompositions and looking through views.
-        is_input, is_output, is_static: its storage is that of a graph input, of an output that the user gets, of a
-            parameter or buffer.
+        is_input, is_output, is_static: its storage is that of a graph input, a user's output, a parameter or buffer.
         backward_asks: tests of each number; the backward's readers of its storage depend on their outcomes alone. () if
             they read the shape only, None if one may need the numbers themselves.
         value_range: (smallest, largest) number that it can hold, if the forward proves it and all are whole.
         checkpoint_names: the names that `aot_hooks.checkpoint_name` gave it, or the tensor that it is a view of.
-        backward_reads: the reads of the backward that are not smooth and need the exact number, see `Read`. () for a
-            tensor that eager code saves: its backward is not known.
+        backward_reads: reads of the backward that are not smooth and need the exact number; () in eager code, whose
+            backward is not known.
     """
 
     name: str
@@ -138,20 +111,13 @@ class SavedValue:
 
 @dataclass
 class Boundary:
-    """All that crosses.
+    """All that crosses. A value comes with its forward node and its backward placeholder."""
 
-    Attributes:
-        user_outputs: the forward's outputs that the user gets.
-        tensors, opaque, symints: the values that cross, each with its forward node and its backward placeholder.
-        kept_storages: storages of the forward's inputs and of the user's outputs, which are alive without hooks too.
-        reads: the reads of the backward.
-    """
-
-    user_outputs: list[Any]
+    user_outputs: list[Any]  # the forward's outputs that the user gets
     tensors: list[SavedValue]
     opaque: list[tuple[Any, Node]]
     symints: list[tuple[Node, Node]]
-    kept_storages: set[Any]
+    kept_storages: set[Any]  # of the forward's inputs and of the user's outputs, which are alive without hooks too
     reads: BackwardReads
 
 
@@ -176,7 +142,8 @@ def boundary(
             f"the forward saves {len(saved)} values but the backward takes {len(placeholders)} inputs; "
             "expected one backward input for each"
         )
-    bw_syms, bw_others = placeholders[: len(syms)], placeholders[len(syms) : len(saved)]
+    symints = list(zip(syms, placeholders[: len(syms)], strict=True))
+    pairs = list(zip(others, placeholders[len(syms) : len(saved)], strict=True))
 
     inputs = fw.graph.find_nodes(op="placeholder")
     static = set(static_inputs)
@@ -185,9 +152,8 @@ def boundary(
     output_storages = storages(user)
     numbers: dict[Any, int] = {}
     tensors, opaque = [], []
-    pairs = [*zip(syms, bw_syms, strict=True), *zip(others, bw_others, strict=True)]
-    reads = BackwardReads(fw, bw, pairs)
-    for fw_node, bw_node in zip(others, bw_others, strict=True):
+    reads = BackwardReads(fw, bw, [*symints, *pairs])
+    for fw_node, bw_node in pairs:
         value = fw_node.meta.get("val") if isinstance(fw_node, Node) else None
         if not isinstance(value, torch.Tensor):
             opaque.append((fw_node, bw_node))
@@ -221,21 +187,19 @@ def boundary(
         )
         tensors.append(SavedValue(fw_node, bw_node, row, found))
     _share_asks(tensors)
-    symints = list(zip(syms, bw_syms, strict=True))
     return Boundary(user, tensors, opaque, symints, input_storages | output_storages, reads)
 
 
 def _share_asks(tensors: list[SavedValue]) -> None:
     """Give all views of one storage the union of their tests: they are packed once, for the readers of all."""
-    groups: dict[int, list[SavedValue]] = {}
+    groups: dict[int, list[SavedValue]] = defaultdict(list)
     for value in tensors:
-        groups.setdefault(value.row.storage, []).append(value)
+        groups[value.row.storage].append(value)
     for group in groups.values():
         if len(group) > 1:
-            asks = [v.row.backward_asks for v in group]
-            known = [a for a in asks if a is not None]
+            known = [v.row.backward_asks for v in group if v.row.backward_asks is not None]
             one_dtype = len({v.row.dtype for v in group}) == 1
-            union = tuple(sorted({t for a in known for t in a})) if one_dtype and len(known) == len(asks) else None
+            union = tuple(sorted({t for a in known for t in a})) if one_dtype and len(known) == len(group) else None
             for value in group:
                 value.row = replace(value.row, backward_asks=union)
 
@@ -291,25 +255,20 @@ def module_stack(node: Node) -> list[str]:
 
 
 def _module_path(node: Node, roots: Mapping[str, str]) -> str:
-    raw = module_stack(node)
-    if not raw:
-        return ""
-    return module_path(raw[-1], raw[0], roots)
+    """The module's path as the user writes it: `L['self']._modules['layers']._modules['0']` -> `layers.0`.
 
-
-def module_path(raw: str, outermost: str = "", roots: Mapping[str, str] = MappingProxyType({})) -> str:
-    """Dynamo's path of a module as the user writes it: `L['self']._modules['layers']._modules['0']` -> `layers.0`.
-
-    The path is relative to the outermost module that runs: the one in `roots`, or else Dynamo's own `outermost`.
+    The path is relative to the outermost module that runs: the one in `roots`, or else Dynamo's own.
     """
-    raw, outermost = _without_getattr(raw), _without_getattr(outermost)
+    stack = [_without_getattr(path) for path in module_stack(node)]
+    if not stack:
+        return ""
+    outermost, raw = stack[0], stack[-1]
     root = re.match(r"^[LG]\['[^']*'\]", raw)
     base = roots.get(root[0], "") if root is not None else ""
+    start = root.end() if root is not None else 0
     if not roots and outermost and raw.startswith(outermost):
-        path = raw[len(outermost) :]
-    else:
-        path = raw[root.end() :] if root is not None else raw
-    path = re.sub(r"(?:\._modules)?\[\'?([^\'\]]*)\'?\]", r".\1", path)
+        start = len(outermost)
+    path = re.sub(r"(?:\._modules)?\[\'?([^\'\]]*)\'?\]", r".\1", raw[start:])
     # torch.compile(model) is a module around the model
     return ".".join(name for name in f"{base}.{path}".split(".") if name not in ("", "_orig_mod"))
 

@@ -12,20 +12,19 @@ arithmetic. Ranges are read off the graph, without a guard.
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch.fx import Node
 
-from .read_tables import CONVERSIONS, FLOATS, MOVES
-
-__all__ = ["value_range"]
+from .read_tables import CONVERSIONS, FLOATS, MOVES_BY_INDEX
 
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 _Range = tuple[int, int] | None
-_FROM_FIRST_ARGUMENT = MOVES | CONVERSIONS | {"aten.gather.default", "aten.index.Tensor", "aten.index_select.default"}
 
 
 def value_range(node: Node) -> _Range:
@@ -41,10 +40,13 @@ def _range(node: Node) -> _Range:
         return None
     found: _Range = None
     if node.op == "call_function":
-        if str(node.target) in _FROM_FIRST_ARGUMENT and isinstance(node.args[0], Node):
+        call, name = node, str(node.target)
+        if node.target is operator.getitem and isinstance(node.args[0], Node):
+            call, name = node.args[0], f"{node.args[0].target}[{node.args[1]}]"
+        if name in MOVES_BY_INDEX | CONVERSIONS and isinstance(node.args[0], Node):
             found = _range(node.args[0])
-        elif (rule := _RANGES.get(_name(node))) is not None:
-            found = rule(node)
+        elif name in _RANGES:
+            found = _RANGES[name](call)
     # floating-point: small numbers only, which every format has
     low, high = (-256, 256) if value.dtype in FLOATS else _of_dtype(value.dtype) or (0, -1)
     fits = found is not None and low <= found[0] and found[1] <= high  # else an integer may wrap around
@@ -57,14 +59,7 @@ def _of_dtype(dtype: torch.dtype) -> _Range:
     return (torch.iinfo(dtype).min, torch.iinfo(dtype).max) if dtype in _INTEGERS else None
 
 
-def _name(node: Node) -> str:
-    """The operator; "operator[i]" for one of its results."""
-    if node.target is operator.getitem and isinstance(node.args[0], Node):
-        return f"{node.args[0].target}[{node.args[1]}]"
-    return str(node.target)
-
-
-def _argument(node: Node, position: int, name: str, default: Any = None) -> Any:
+def _argument(node: Node, position: int, name: str, default: Any) -> Any:
     return node.args[position] if len(node.args) > position else node.kwargs.get(name, default)
 
 
@@ -80,75 +75,50 @@ def _largest(size: Any) -> int | None:
 
 def _positions(*sizes: Any) -> _Range:
     """0 <= i < the product of `sizes`; a symbolic size counts as the largest that the graph admits."""
-    product = 1
-    for size in sizes:
-        bound = _largest(size)
-        if bound is None:
-            return None
-        product *= bound
-    return (0, product - 1) if product > 0 else None
+    bounds = [_largest(size) for size in sizes]
+    known = [bound for bound in bounds if bound is not None]
+    product = math.prod(known)
+    return (0, product - 1) if len(known) == len(bounds) and product > 0 else None
 
 
-def _index(position: int, default: Any = None) -> Callable[[Node], _Range]:
+def _shape(call: Any) -> Any:
+    return call.args[0].meta["val"].shape
+
+
+def _index(call: Any, position: int, default: Any = None) -> _Range:
     """Positions along the dimension that the argument at `position` names; over the whole tensor if it is None."""
-
-    def rule(node: Node) -> _Range:
-        call: Any = node.args[0] if node.target is operator.getitem else node
-        shape = call.args[0].meta["val"].shape
-        dim = _argument(call, position, "dim", default)
-        return _positions(*shape) if dim is None or not shape else _positions(shape[dim])
-
-    return rule
+    shape = _shape(call)
+    dim = _argument(call, position, "dim", default)
+    return _positions(*shape) if dim is None or not shape else _positions(shape[dim])
 
 
-def _window(spatial: int) -> Callable[[Node], _Range]:
+def _window(call: Any, spatial: int) -> _Range:
     """Positions in the plane or volume that a max pooling runs over."""
-
-    def rule(node: Node) -> _Range:
-        call: Any = node.args[0]
-        shape = call.args[0].meta["val"].shape[-spatial:]
-        dilation = _argument(call, 4, "dilation", 1) or 1
-        steps = list(dilation) if isinstance(dilation, list | tuple) else [dilation]
-        steps = steps * spatial if len(steps) == 1 else steps
-        last = 0
-        for size, step in zip(map(_largest, shape), steps, strict=True):
-            if size is None:
-                return None
-            # a window that starts in the padding starts at most dilation - 1 inside, which may be past the end
-            last = last * size + max(size, int(step)) - 1
-        return 0, last
-
-    return rule
+    dilation = _argument(call, 4, "dilation", 1) or 1
+    steps = list(dilation) if isinstance(dilation, list | tuple) else [dilation]
+    steps = steps * spatial if len(steps) == 1 else steps
+    last = 0
+    for size, step in zip(map(_largest, _shape(call)[-spatial:]), steps, strict=True):
+        if size is None:
+            return None
+        # a window that starts in the padding starts at most dilation - 1 inside, which may be past the end
+        last = last * size + max(size, int(step)) - 1
+    return 0, last
 
 
-def _plane(spatial: int) -> Callable[[Node], _Range]:
-    return lambda node: _positions(*node.args[0].args[0].meta["val"].shape[-spatial:])  # type: ignore[union-attr]
-
-
-def _offsets(node: Node) -> _Range:
-    kernel: Any = node.args[0].args[1]  # type: ignore[union-attr]
-    return _positions(*kernel)
-
-
-_RANGES: dict[str, Callable[[Node], _Range]] = {
-    "aten.argmax.default": _index(1),
-    "aten.argmin.default": _index(1),
-    "aten.max.dim[1]": _index(1),
-    "aten.min.dim[1]": _index(1),
-    "aten.median.dim[1]": _index(1),
-    "aten.nanmedian.dim[1]": _index(1),
-    "aten.cummax.default[1]": _index(1),
-    "aten.cummin.default[1]": _index(1),
-    "aten.mode.default[1]": _index(1, -1),
-    "aten.sort.default[1]": _index(1, -1),
-    "aten.sort.stable[1]": _index(2, -1),
-    "aten.topk.default[1]": _index(2, -1),
-    "aten.kthvalue.default[1]": _index(2, -1),
-    "aten.max_pool2d_with_indices.default[1]": _window(2),
-    "aten.max_pool3d_with_indices.default[1]": _window(3),
-    "aten.adaptive_max_pool2d.default[1]": _plane(2),
-    "aten.adaptive_max_pool3d.default[1]": _plane(3),
-    "prims._low_memory_max_pool_with_offsets.default[1]": _offsets,
+_RANGES: dict[str, Callable[[Any], _Range]] = {  # by operator; "operator[i]" for one of its results
+    **dict.fromkeys(("aten.argmax.default", "aten.argmin.default"), partial(_index, position=1)),
+    **dict.fromkeys(("aten.max.dim[1]", "aten.min.dim[1]"), partial(_index, position=1)),
+    **dict.fromkeys(("aten.median.dim[1]", "aten.nanmedian.dim[1]"), partial(_index, position=1)),
+    **dict.fromkeys(("aten.cummax.default[1]", "aten.cummin.default[1]"), partial(_index, position=1)),
+    **dict.fromkeys(("aten.mode.default[1]", "aten.sort.default[1]"), partial(_index, position=1, default=-1)),
+    **dict.fromkeys(("aten.sort.stable[1]", "aten.topk.default[1]"), partial(_index, position=2, default=-1)),
+    "aten.kthvalue.default[1]": partial(_index, position=2, default=-1),
+    "aten.max_pool2d_with_indices.default[1]": partial(_window, spatial=2),
+    "aten.max_pool3d_with_indices.default[1]": partial(_window, spatial=3),
+    "aten.adaptive_max_pool2d.default[1]": lambda call: _positions(*_shape(call)[-2:]),
+    "aten.adaptive_max_pool3d.default[1]": lambda call: _positions(*_shape(call)[-3:]),
+    "prims._low_memory_max_pool_with_offsets.default[1]": lambda call: _positions(*call.args[1]),  # the kernel's sizes
     # (0 < x) - (x < 0): of NaN and of -0.0 it is 0.0
-    **dict.fromkeys(("aten.sign.default", "aten.sgn.default"), lambda node: (-1, 1)),
+    **dict.fromkeys(("aten.sign.default", "aten.sgn.default"), lambda call: (-1, 1)),
 }

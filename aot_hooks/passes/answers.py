@@ -5,9 +5,8 @@
         m = eq(amax, h)     # copied here     g = mul(tangents, m)           g = mul(tangents, m)
         return ..., m       # one bit each
 
-The backward decides by some values that a hook rounds; backward_reads.py finds these decisions. A value that only
-decisions read is not saved any more. A float that the backward only tests (`threshold_backward`) is stored as the
-outcomes of the tests, see lossless.py.
+backward_reads.py finds the decisions by values that a hook rounds. A value that only decisions read is not saved any
+more. A float that the backward only tests (`threshold_backward`) is stored as the outcomes of the tests.
 """
 
 from __future__ import annotations
@@ -18,19 +17,16 @@ from dataclasses import replace
 import torch
 from torch.fx import GraphModule, Node
 
-from ..graphs.backward_reads import FoundRead
+from ..graphs.backward_reads import FoundRead, tests_of
 from ..graphs.nodes import op_name, source_line, storage_bytes
-from ..graphs.number_tests import tests_of
 from ..graphs.read_tables import Test
 from ..graphs.saved import Boundary, SavedTensor, SavedValue, shape_of
 from ..graphs.value_ranges import value_range
 from ..hook import KEEP, Hook
 from ..library.bitmask import bitmask
 from ..library.lossless import compare_hook, narrow_hook
-from .edits import after_inputs, call, insert_backward_input, share_version_check
+from .edits import after_inputs, call, insert_backward_input, with_inputs
 from .plan import Choice
-
-__all__ = ["ANSWERS", "add_answers"]
 
 ANSWERS = Hook("answers", lambda x: (), lambda p: p)
 """Stands in plans for the hook of a value that does not cross, because only decisions read it. Never run."""
@@ -41,11 +37,7 @@ def add_answers(
 ) -> tuple[Choice, ...]:
     """Move the decisions that `choices` need to the forward; returns the choices with those for the answers.
 
-    Edits both graphs in place.
-
-    Args:
-        boundary: the values that cross; the answers are added to its tensors.
-        for_inductor: the forward will be fused, see `_as_stored`.
+    Edits both graphs in place, and adds the answers to the tensors of `boundary`.
     """
     current = {choice.value: choice for choice in choices}
     new: dict[SavedValue, list[Choice]] = {}  # the answers, each beside the value whose reader decides
@@ -70,7 +62,8 @@ def add_answers(
                 new.setdefault(value, []).append(Choice(answer, uses, reason, settings=choice.settings, is_answer=True))
             else:
                 answer = known
-                current[known] = _read_also_by(users, current[known])
+                (hook, readers), *others = current[known].uses or ((KEEP, ()),)
+                current[known] = replace(current[known], uses=((hook, (*readers, *users)), *others))
             for user in users:
                 user.replace_input_with(node, answer.bw_node)
             _erase_unread(node)
@@ -80,16 +73,9 @@ def add_answers(
     return _drop_unread([c for value, choice in current.items() for c in (choice, *new.get(value, ()))])
 
 
-def _read_also_by(users: tuple[Node, ...], choice: Choice) -> Choice:
-    (hook, readers), *others = choice.uses or ((KEEP, ()),)
-    return replace(choice, uses=((hook, (*readers, *users)), *others))
-
-
 def _wanted(choice: Choice) -> Iterator[tuple[Node, tuple[Node, ...], tuple[Test, ...] | None, str]]:
-    """The nodes of the backward that `choice` needs answers for.
-
-    Each comes with the users that are to read the answer, the tests, if any, and the operator that decides.
-    """
+    """The nodes of the backward that `choice` needs answers for: each with the users that are to read the answer, the
+    tests, if any, and the operator that decides."""
     by_node: dict[Node, list[FoundRead]] = {}
     for found in choice.answers:
         by_node.setdefault(choice.value.bw_node if found.answer is None else found.answer, []).append(found)
@@ -112,16 +98,9 @@ def _compute(fw: GraphModule, boundary: Boundary, node: Node, for_inductor: bool
     in_forward = boundary.reads.in_forward
     if node in in_forward:
         return in_forward[node]
-    cone: dict[Node, None] = {}
-    stack = [node]
-    while stack:
-        current = stack.pop()
-        if current not in cone and current not in in_forward:
-            cone[current] = None
-            stack += current.all_input_nodes
-    position = {n: i for i, n in enumerate(fw.graph.nodes)}
+    cone = with_inputs([node], until=in_forward)
     inputs = [in_forward[i] for n in cone for i in n.all_input_nodes if i in in_forward]
-    last = after_inputs(max(inputs, key=position.__getitem__, default=next(iter(fw.graph.nodes))))
+    last = after_inputs(max(inputs, default=next(iter(fw.graph.nodes))))
     env: dict[Node, Node] = {}
     with fw.graph.inserting_before(last.next):
         for current in (n for n in node.graph.nodes if n in cone):
@@ -135,10 +114,9 @@ def _compute(fw: GraphModule, boundary: Boundary, node: Node, for_inductor: bool
 
 
 def _as_stored(fw: GraphModule, node: Node) -> Node:
-    """`node` rounded to its dtype.
+    """`node` rounded to its dtype, for Inductor: it computes in float32, and a fused reader gets the unrounded number.
 
-    Inductor computes in float32, and a fused reader gets the number before it is rounded to 16 bits. The backward reads
-    the rounded number, so a comparison must read it too: else no number would equal its own maximum.
+    The backward reads the rounded number, so a comparison must read it too: else none would equal its own maximum.
     """
     value = node.meta.get("val")
     if not isinstance(value, torch.Tensor) or not value.dtype.is_floating_point or value.dtype.itemsize != 2:
@@ -150,8 +128,7 @@ def _as_stored(fw: GraphModule, node: Node) -> Node:
 def _new_value(bw: GraphModule, boundary: Boundary, near: SavedValue, node: Node, computed: Node) -> SavedValue:
     """A saved value for `computed`: it crosses beside `near`, and the backward reads it in place of its own `node`."""
     name = node.name + "_answer"
-    placeholder = insert_backward_input(bw, near.bw_node.next, name, computed.meta["val"], near)
-    share_version_check(computed, near)
+    placeholder = insert_backward_input(bw, near.bw_node.next, name, computed, near)
     result: torch.Tensor = computed.meta["val"]
     row: SavedTensor = replace(
         near.row,
@@ -162,12 +139,12 @@ def _new_value(bw: GraphModule, boundary: Boundary, near: SavedValue, node: Node
         nbytes=storage_bytes(result),
         storage=max(v.row.storage for v in boundary.tensors) + 1,
         source_line=source_line(node) or near.row.source_line,
+        value_range=value_range(computed),
+        backward_asks=None,
+        backward_reads=(),
         is_input=False,
         is_output=False,
         is_static=False,
-        backward_asks=None,
-        value_range=value_range(computed),
-        backward_reads=(),
     )
     value = SavedValue(computed, placeholder, row)
     boundary.reads.in_forward[placeholder] = computed
@@ -177,12 +154,8 @@ def _new_value(bw: GraphModule, boundary: Boundary, near: SavedValue, node: Node
 
 def _erase_unread(node: Node) -> None:
     """Erase `node` and what only it read."""
-    stack, erased = [node], set()
-    while stack:
-        current = stack.pop()
-        if current.op == "call_function" and not current.users and current not in erased and not current.is_impure():
-            erased.add(current)
-            stack += current.all_input_nodes
+    for current in sorted(with_inputs([node]), reverse=True):
+        if current.op == "call_function" and not current.users and not current.is_impure():
             current.graph.erase_node(current)
 
 
@@ -195,9 +168,9 @@ def _drop_unread(choices: list[Choice]) -> tuple[Choice, ...]:
     ]
     found = {c.value: c for c in left}
     for head in left:
-        views = [c for c in left if c.view_of is head.value]
         if head.view_of is not None:
             continue
+        views = [c for c in left if c.view_of is head.value]
         if not any(c.readers for c in (head, *views)):
             for c in (head, *views):
                 # a value that the backward never read, or that is alive anyway, stays as torch saved it

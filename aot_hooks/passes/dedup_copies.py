@@ -4,10 +4,10 @@
       k4    f[2, 32, t, d]         expand + clone: each head 4 times  the copy is made again after unpack,
       sdpa(q, k4, v4)              saves k4                           a quarter of the bytes crosses
 
-`dedup_copies(choices, ...)` walks from each packed value back over operators that only move data (views, permutations,
-expansions, clones). If it meets another value that the same hook packs, the copy comes back from that one. Otherwise,
-if the data was smaller before, the smaller tensor is packed. Values come back as they would have: moving data commutes
-with a hook's rounding. Only scales differ: they are of the rows before the move.
+From each packed value the way goes back over operators that only move data. If it meets another value that the same
+hook packs, the copy comes back from that one. Otherwise, if the data was smaller before, the smaller tensor is packed.
+Values come back as they would have: moving data commutes with a hook's rounding. Only scales differ: they are of the
+rows before the move.
 """
 
 from __future__ import annotations
@@ -27,8 +27,6 @@ from ..hook import KEEP
 from ..torch_private import values as torch_values
 from .plan import Choice
 
-__all__ = ["dedup_copies"]
-
 _ALIASES = {"aten.alias.default", "aten.detach.default"}
 _PERMUTATIONS = {"aten.permute.default", "aten.transpose.int", "aten.t.default"} | _ALIASES
 _COPIES = MOVES - {"aten.select.int", "aten.slice.Tensor", "aten.squeeze.default"}  # the result has all elements
@@ -37,26 +35,20 @@ _COPIES = MOVES - {"aten.select.int", "aten.slice.Tensor", "aten.squeeze.default
 def dedup_copies(choices: Sequence[Choice], kept_storages: Collection[Any]) -> tuple[Choice, ...]:
     """The choices, with `view_of` or `source`, and `replay`, for values that are copies.
 
-    Args:
-        kept_storages: storages of the graph's inputs and of the user's outputs, which no hook packs.
+    `kept_storages` are those of the graph's inputs and of the user's outputs, which no hook packs.
     """
     current = {choice.value: choice for choice in choices}
     packed_at = {_without_aliases(c.value.fw_node): c.value for c in choices if _is_simple(c)}
-    heads = {c.view_of for c in choices if c.view_of is not None}  # others come back from these: they stay as they are
+    heads = {c.view_of for c in choices}  # others come back from these: they stay as they are
     for value, choice in current.items():
         if _is_simple(choice) and value not in heads:
-            found = _transposed(choice) or _copied(choice, current, packed_at, kept_storages)
-            current[value] = found
-            if found.view_of is not None:
-                heads.add(found.view_of)
+            current[value] = _transposed(choice) or _copied(choice, current, packed_at, kept_storages)
+            heads.add(current[value].view_of)
     return tuple(current.values())
 
 
 def _copied(
-    choice: Choice,
-    current: dict[SavedValue, Choice],
-    packed_at: dict[Node, SavedValue],
-    kept_storages: Collection[Any],
+    choice: Choice, current: dict[SavedValue, Choice], packed_at: dict[Node, SavedValue], kept_storages: Collection[Any]
 ) -> Choice:
     """`choice`, brought back from another packed value, or packed before its data was copied; or as it is."""
     chain: list[Node] = []
@@ -71,9 +63,9 @@ def _copied(
                 return replace(choice, view_of=other, replay=tuple(reversed(chain)), reason=f"a copy of '{node.name}'")
         if storage_of(node) not in kept_storages and _numel(node) < smallest:
             smallest, smallest_at = _numel(node), len(chain)
-    return (
-        _packed_before(choice, chain[:smallest_at], "packed before it was copied from '{}'") if smallest_at else choice
-    )
+    if not smallest_at:
+        return choice
+    return _packed_before(choice, chain[:smallest_at], "packed before it was copied from '{}'")
 
 
 def _transposed(choice: Choice) -> Choice | None:
@@ -123,5 +115,6 @@ def _rows_in_memory(node: Node) -> bool:
 def _numel(node: Node) -> float:
     """The number of elements; infinite if a size is symbolic."""
     val = node.meta.get("val")
-    known = isinstance(val, torch.Tensor) and all(isinstance(n, int) for n in val.shape)
-    return val.numel() if known and isinstance(val, torch.Tensor) else math.inf
+    if isinstance(val, torch.Tensor) and all(isinstance(n, int) for n in val.shape):
+        return val.numel()
+    return math.inf

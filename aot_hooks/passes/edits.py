@@ -1,8 +1,12 @@
-"""Small edits of graphs that several passes make. A new node gets its value by running it on fake tensors."""
+"""What several passes share: small edits of graphs, and the log. A new node gets its value by running it on fakes.
+
+Graphs go to the log "aot_hooks" (`TORCH_LOGS="+aot_hooks"`) and to torch's structured trace.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
@@ -12,15 +16,16 @@ from ..graphs.nodes import NO_VERSION_CHECK
 from ..graphs.saved import SavedValue
 from ..torch_private import values as torch_values
 
-__all__ = [
-    "after_inputs",
-    "call",
-    "clean_name",
-    "insert_backward_input",
-    "last_use",
-    "positions",
-    "share_version_check",
-]
+log = logging.getLogger("aot_hooks")
+
+
+def show(title: str, gm: GraphModule) -> None:
+    def text() -> str:
+        return str(gm.print_readable(print_output=False))
+
+    if log.isEnabledFor(logging.DEBUG):
+        log.debug("%s\n%s", title, text())
+    torch_values.trace_structured("aot_hooks_" + title.replace(" ", "_").replace("'", ""), text)
 
 
 def call(graph: Graph, target: Any, *args: Any, **kwargs: Any) -> Node:
@@ -39,24 +44,31 @@ def after_inputs(node: Node) -> Node:
     return node
 
 
-def positions(graph: Graph) -> dict[Node, int]:
-    return {node: i for i, node in enumerate(graph.nodes)}
-
-
-def last_use(node: Node, position: Mapping[Node, int] | None = None) -> Node:
+def last_use(node: Node) -> Node:
     """The last node of the forward that reads the storage of `node`, through views as well; not the output."""
-    position = positions(node.graph) if position is None else position
     key = torch_values.storage_key(node.meta["val"])
     last, stack = node, [node]
     while stack:
         for user in stack.pop().users:
-            if user.op == "output" or user not in position:
+            if user.op == "output":
                 continue
-            last = max(last, user, key=position.__getitem__)
+            last = max(last, user)
             val = user.meta.get("val")
             if isinstance(val, torch.Tensor) and val.layout is torch.strided and torch_values.storage_key(val) == key:
                 stack.append(user)
     return last
+
+
+def with_inputs(nodes: Iterable[Node], until: Collection[Node] = ()) -> dict[Node, None]:
+    """`nodes` and all that they are computed from, up to `until`."""
+    found: dict[Node, None] = {}
+    stack = list(nodes)
+    while stack:
+        node = stack.pop()
+        if node not in until and node not in found:
+            found[node] = None
+            stack += node.all_input_nodes
+    return found
 
 
 def clean_name(name: str) -> str:
@@ -64,18 +76,17 @@ def clean_name(name: str) -> str:
     return name.replace("tangents", "tan").replace("primals", "prim")
 
 
-def insert_backward_input(bw: GraphModule, before: Node, name: str, val: Any, like: SavedValue) -> Node:
-    """A new input of the backward that holds `val`, described to AOTAutograd as the one of `like`."""
+def insert_backward_input(bw: GraphModule, before: Node, name: str, node: Node, like: SavedValue) -> Node:
+    """A new input of the backward for the forward's `node`, described to AOTAutograd as the one of `like`.
+
+    If torch saves `like` without its check of versions, it saves `node` so as well.
+    """
     with bw.graph.inserting_before(before):
         placeholder = bw.graph.placeholder(clean_name(name))
     placeholder.target = placeholder.name  # the argument's name in the code; two packings of one value need two
-    placeholder.meta = {"val": val}
+    placeholder.meta = {"val": node.meta["val"]}
     if "desc" in like.bw_node.meta:
         placeholder.meta["desc"] = like.bw_node.meta["desc"]
-    return placeholder
-
-
-def share_version_check(node: Node, like: SavedValue) -> None:
-    """Save the forward's `node` without torch's check of versions, if `like` is saved so."""
     if like.fw_node.meta.get(NO_VERSION_CHECK):
         node.meta[NO_VERSION_CHECK] = True
+    return placeholder

@@ -7,10 +7,9 @@
         ...                                       g2 = mul(g1, x')           # the first use
         return y, q, s    # where x was
 
-`inline(fw, bw, boundary, units)` edits both graphs in place, lints and recompiles them. New symbolic ints go to the end
-of the forward's outputs and before the first tensor of the backward's inputs; one expression crosses once. AOTAutograd
-counts symints and finds donated buffers afterwards, by `meta["val"]`. So each new node gets a value of its own: its
-operator runs on fake tensors.
+New symbolic ints go to the end of the forward's outputs and before the first tensor of the backward's inputs; one
+expression crosses once. AOTAutograd counts symints and finds donated buffers afterwards, by `meta["val"]`. So each new
+node gets a value of its own: its operator runs on fake tensors.
 """
 
 from __future__ import annotations
@@ -26,31 +25,31 @@ from ..graphs.nodes import PACKED, storage_bytes, storage_of
 from ..graphs.saved import Boundary, SavedValue
 from ..torch_private import values as torch_values
 from ..torch_private.inductor_marks import PACKED_ROW, mark_alone
-from .edits import after_inputs, call, clean_name, insert_backward_input, last_use, positions, share_version_check
+from .edits import after_inputs, call, clean_name, insert_backward_input, last_use, with_inputs
+from .plan import same_view
 from .units import Packing, Unit
 
-__all__ = ["inline", "lift_constants", "packed_bytes"]
-
+_CONSTANT = "_aot_hooks_constant_"  # attributes of the graphs
 _Pairs = list[tuple[Node, Node]]  # forward nodes that cross, each with its backward placeholder
 
 
 def inline(fw: GraphModule, bw: GraphModule, boundary: Boundary, units: Iterable[Unit]) -> tuple[Unit, ...]:
-    """Put the packings of `units` into both graphs; returns the units with the leaves that cross."""
-    fw_position, bw_position = positions(fw.graph), positions(bw.graph)
+    """Put the packings of `units` into both graphs, in place; returns the units with the leaves that cross."""
+    units = tuple(units)
+    # a source other than the value itself is read where the copy is made, so as not to keep it for longer
+    values = [(u.saved.fw_node, u.source is u.saved.fw_node) for u in units]
+    ends = [after_inputs(last_use(node) if own else node) for node, own in values]
     crossing: dict[Node, _Pairs] = {}  # by the old backward placeholder
     numbers: _Pairs = list(boundary.symints)
     inlined: list[Unit] = []
-    for unit in units:
+    for unit, end in zip(units, ends, strict=True):
         value, slot = unit.saved, unit.saved.bw_node
         crossing[slot] = [(value.fw_node, slot)] if unit.keep else []
         crossing.update((v.bw_node, []) for v in unit.views)
-        # a source other than the value itself is read where the copy is made, so as not to keep it for longer
-        own = unit.source is value.fw_node
-        end = after_inputs(last_use(value.fw_node, fw_position) if own else value.fw_node)
         packings = []
         for packing in unit.packings:
-            first = min(packing.readers, key=bw_position.__getitem__)
-            if packing.in_backward:
+            first = min(packing.readers)
+            if unit.keep:
                 with bw.graph.inserting_before(first):
                     inputs = _copy_in(packing.traced.pack, bw, [slot], f"{value.row.name}_pack")
             else:
@@ -59,7 +58,7 @@ def inline(fw: GraphModule, bw: GraphModule, boundary: Boundary, units: Iterable
                 packing = replace(packing, leaves=tuple(leaves), packed_bytes=packed_bytes(leaves))
             with bw.graph.inserting_before(first):
                 (out,) = _copy_in(packing.traced.unpack, bw, inputs, f"{value.row.name}_unpack")
-            _read_from(bw, out, packing.readers, unit, first)
+                _read_from(bw, out, packing.readers, unit)
             packings.append(packing)
         inlined.append(replace(unit, packings=tuple(packings)))
     _set_outputs(fw, boundary, crossing, numbers)
@@ -82,24 +81,12 @@ def _pack(fw: GraphModule, unit: Unit, packing: Packing, end: Node) -> list[Node
     elif packing.scale_at_definition and definition is not end:
         reductions = [n for n in pack.graph.nodes if torch.Tag.reduction in getattr(n.target, "tags", ())]
         with fw.graph.inserting_before(definition.next):
-            _copy_in(pack, fw, [unit.source], name, env, only=_with_inputs(reductions))
+            _copy_in(pack, fw, [unit.source], name, env, only=with_inputs(reductions))
     with fw.graph.inserting_before(end.next):
         leaves = _copy_in(pack, fw, [unit.source], name, env)
     if packing.pack_at_definition:
-        mark_alone(list(_with_inputs(leaves, until=unit.source)), unit.saved.row.name)
+        mark_alone(list(with_inputs(leaves, until=[unit.source])), unit.saved.row.name)
     return leaves
-
-
-def _with_inputs(nodes: Iterable[Node], until: Node | None = None) -> dict[Node, None]:
-    """`nodes` and all that they are computed from, up to `until`."""
-    found: dict[Node, None] = {}
-    stack = list(nodes)
-    while stack:
-        node = stack.pop()
-        if node is not until and node not in found:
-            found[node] = None
-            stack += node.all_input_nodes
-    return found
 
 
 def _copy_in(
@@ -110,16 +97,13 @@ def _copy_in(
     env: dict[Node, Node] | None = None,
     only: Collection[Node] | None = None,
 ) -> list[Node]:
-    """Copy nodes of `source` to the insertion point of `into.graph`, with their values; returns the outputs.
+    """Copy nodes of `source`, or those in `only`, to the insertion point of `into.graph`; returns the outputs.
 
-    Args:
-        env: the copies of nodes that are copied already; the new ones are added.
-        only: the nodes to copy now, all if None.
+    `env` has the copies of nodes that are copied already; the new ones are added. Copies get values.
     """
     env = {} if env is None else env
     env.update(zip(source.graph.find_nodes(op="placeholder"), inputs, strict=True))
-    graph = into.graph
-    values = (n.meta.get("val") for n in graph.nodes)
+    values = (n.meta.get("val") for n in into.graph.nodes)
     fake_mode = next(v.fake_mode for v in values if isinstance(v, torch_values.FakeTensor))
 
     def value_of(a: Any) -> Any:
@@ -135,7 +119,7 @@ def _copy_in(
                 env[node] = _constant(into, getattr(source, str(node.target)), fake_mode)
                 continue
             args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), env.__getitem__)
-            new = graph.create_node(node.op, node.target, args, kwargs, name=clean_name(f"{name}_{node.name}"))
+            new = into.graph.create_node(node.op, node.target, args, kwargs, name=clean_name(f"{name}_{node.name}"))
             new.meta = {k: v for k, v in node.meta.items() if k in ("stack_trace", "original_aten")}
             if isinstance(node.target, torch_values.HigherOrderOperator):
                 new.meta["val"] = node.meta["val"]  # its operands are graphs: nothing to run them on here
@@ -146,13 +130,10 @@ def _copy_in(
     return []
 
 
-_CONSTANT = "_aot_hooks_constant_"
-
-
 def _constant(into: GraphModule, constant: Any, fake_mode: Any) -> Node:
     """A `get_attr` node for `constant`, one attribute for one object."""
-    names = {id(v): k for k, v in vars(into).items() if k.startswith(_CONSTANT)}
-    names |= {id(v): k for k, v in into.named_buffers(recurse=False) if k.startswith(_CONSTANT)}
+    held = (*vars(into).items(), *into.named_buffers(recurse=False))
+    names = {id(v): k for k, v in held if k.startswith(_CONSTANT)}
     name = names.get(id(constant))
     if name is None:
         name = f"{_CONSTANT}{len(names)}"
@@ -167,8 +148,8 @@ def _constant(into: GraphModule, constant: Any, fake_mode: Any) -> Node:
 
 
 def lift_constants(gm: GraphModule) -> None:
-    """Put a `lift_fresh_copy` behind each constant of a hook, for Inductor: it is the one operator that takes a real
-    tensor among fake ones. It becomes a load in the kernel that reads it."""
+    """Put a `lift_fresh_copy` behind each constant of a hook, for Inductor: the one operator that takes a real tensor
+    among fake ones. It becomes a load in the kernel that reads it."""
     for node in gm.graph.find_nodes(op="get_attr"):
         if not str(node.target).startswith(_CONSTANT) or "val" not in node.meta:
             continue
@@ -185,47 +166,37 @@ def _cross(bw: GraphModule, value: SavedValue, i: int, leaf: Node, pairs: _Pairs
     val = leaf.meta["val"]
     symbolic = not isinstance(val, torch.Tensor)
     for node, placeholder in numbers if symbolic else pairs:
-        if node is leaf or (symbolic and _expr(node.meta["val"]) == _expr(val)):
+        if node is leaf or (symbolic and torch_values.expression(node.meta["val"]) == torch_values.expression(val)):
             return placeholder
     before = value.bw_node
     if symbolic:
         known = {p for _, p in numbers}
         before = next(p for p in bw.graph.find_nodes(op="placeholder") if p not in known)
-    placeholder = insert_backward_input(bw, before, f"{value.row.name}_packed_{i}", val, value)
+    placeholder = insert_backward_input(bw, before, f"{value.row.name}_packed_{i}", leaf, value)
     leaf.meta[PACKED] = True
-    share_version_check(leaf, value)
     (numbers if symbolic else pairs).append((leaf, placeholder))
     return placeholder
 
 
-def _expr(value: Any) -> str:
-    return str(value.node.expr) if hasattr(value, "node") else str(value)
-
-
-def _read_from(bw: GraphModule, out: Node, readers: Collection[Node], unit: Unit, first: Node) -> None:
+def _read_from(bw: GraphModule, out: Node, readers: Collection[Node], unit: Unit) -> None:
     """Make `readers` read the unpacked `out`, or a value made from it, instead of the placeholders of `unit`."""
     head = unit.saved
     dense: Node | None = None
     for member in (head, *unit.views):
         source = out
-        with bw.graph.inserting_before(first):
-            if member.bw_node in unit.replays:
-                for node in unit.replays[member.bw_node]:
-                    source = call(bw.graph, node.target, source, *node.args[1:], **node.kwargs)
-            elif not _same_view(head.value, member.value):
-                if dense is None:  # as_strided counts from the start of the storage
-                    dense = call(bw.graph, torch.ops.aten.clone.default, out, memory_format=torch.preserve_format)
-                like = member.value
-                offset = like.storage_offset() - head.value.storage_offset()
-                layout = (list(like.shape), list(like.stride()), offset)
-                source = call(bw.graph, torch.ops.aten.as_strided.default, dense, *layout)
+        if member.bw_node in unit.replays:
+            for node in unit.replays[member.bw_node]:
+                source = call(bw.graph, node.target, source, *node.args[1:], **node.kwargs)
+        elif not same_view(head.value, member.value):
+            if dense is None:  # as_strided counts from the start of the storage
+                dense = call(bw.graph, torch.ops.aten.clone.default, out, memory_format=torch.preserve_format)
+            like = member.value
+            offset = like.storage_offset() - head.value.storage_offset()
+            layout = (list(like.shape), list(like.stride()), offset)
+            source = call(bw.graph, torch.ops.aten.as_strided.default, dense, *layout)
         for reader in list(member.bw_node.users):
             if reader in readers:
                 reader.replace_input_with(member.bw_node, source)
-
-
-def _same_view(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a.shape == b.shape and a.stride() == b.stride() and a.storage_offset() == b.storage_offset()
 
 
 def _set_outputs(fw: GraphModule, boundary: Boundary, crossing: dict[Node, _Pairs], numbers: _Pairs) -> None:
@@ -236,11 +207,9 @@ def _set_outputs(fw: GraphModule, boundary: Boundary, crossing: dict[Node, _Pair
     saved: list[Any] = []
     for value in boundary.tensors:
         saved += [node for node, _ in crossing.get(value.bw_node, [(value.fw_node, value.bw_node)])]
-        by_node.update(
-            (node, by_node.get(value.fw_node)) for node, _ in crossing.get(value.bw_node, []) if node not in by_node
-        )
-    saved += [node for node, _ in boundary.opaque]
-    saved += [node for node, _ in numbers]
+        for node, _ in crossing.get(value.bw_node, []):
+            by_node.setdefault(node, by_node.get(value.fw_node))
+    saved += [node for node, _ in (*boundary.opaque, *numbers)]
     output.args = (tuple(boundary.user_outputs + saved),)
     if by_node:
         output.meta["desc"] = [*descs[: len(boundary.user_outputs)], *(by_node.get(n) for n in saved)]

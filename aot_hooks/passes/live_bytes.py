@@ -4,11 +4,10 @@
       live      --/---------\\________|----------/----\\_____________     over what was alive before the step:
                   saved tensors and outputs stay to the end    parameters, buffers and inputs count nothing
 
-A value lives from its node to its last reader, as in the code that AOTAutograd's graphs run as ("aten"). Inductor
-writes fewer values to memory, see graphs/fusion_memory.py. Outputs that the user gets live to the end of the step,
-gradients from the node that makes them. Each output has one tangent, which counts. What an operator allocates inside
-itself does not count. A tensor that `offload` sends lives until the wait for its copy, and again from the start of the
-copy back; host memory counts nothing.
+A value lives from its node to its last reader; Inductor writes fewer values to memory, see graphs/roofline.py.
+Outputs that the user gets live to the end of the step, gradients from the node that makes them. Each output has one
+tangent, which counts. What an operator allocates inside itself does not. A tensor that `offload` sends lives until the
+wait for its copy, and again from the start of the copy back.
 """
 
 from __future__ import annotations
@@ -20,31 +19,21 @@ from types import MappingProxyType
 import torch
 from torch.fx import GraphModule, Node
 
-from ..graphs.fusion_memory import alive_along, last_readers, lifetimes, written_storages
 from ..graphs.nodes import output_storages, storage_bytes, storage_of, storages
+from ..graphs.roofline import alive_along, last_readers, written_storages
 from ..graphs.saved import boundary, place_of
 from ..offloading.transfers import offload_wait, reload_start
-
-__all__ = ["LivePoint", "join", "live_bytes"]
 
 
 @dataclass(frozen=True)
 class LivePoint:
-    """What is alive while one node runs.
+    """What is alive while one node runs. A node without a place has that of the node before it; "" if there is none."""
 
-    Attributes:
-        phase: "forward" or "backward".
-        node: its name in the graph; "(end)" when the graph has run.
-        live_bytes: bytes alive, over what was alive before the step.
-        module_path, source_line: where in the model and in the user's code. A node without them has those of the node
-            before it; "" if there is none.
-    """
-
-    phase: str
-    node: str
-    live_bytes: int
-    module_path: str
-    source_line: str
+    phase: str  # "forward" or "backward"
+    node: str  # its name in the graph; "(end)" when the graph has run
+    live_bytes: int  # bytes alive, over what was alive before the step
+    module_path: str  # the place in the model
+    source_line: str  # and in the user's code
 
 
 def live_bytes(
@@ -56,17 +45,14 @@ def live_bytes(
     fused: bool,
     roots: Mapping[str, str] = MappingProxyType({}),
 ) -> tuple[LivePoint, ...]:
-    """The points of a forward and its backward, in the order they run.
+    """The points of a forward and its backward, in the order they run; with `fused`, as a fusing compiler allocates.
 
-    Args:
-        fw, bw: as the partitioner gives them, with hooks in or without.
-        num_fwd_outputs, static_inputs, roots: see `saved.boundary`.
-        fused: count as a fusing compiler allocates.
+    The graphs are as the partitioner gives them, with hooks in or without. The other arguments are `saved.boundary`'s.
     """
     cross = boundary(fw, bw, num_fwd_outputs, static_inputs, roots)
     inputs = storages(fw.graph.find_nodes(op="placeholder"))
     outputs = {storage_of(n): _bytes(n) for n in cross.user_outputs if isinstance(n, Node)}
-    forward = _points(fw, {n: 0 for n in fw.graph.find_nodes(op="placeholder")}, "forward", fused, roots)
+    forward = _points(fw, dict.fromkeys(fw.graph.find_nodes(op="placeholder"), 0), "forward", fused, roots, 0)
     # a backward input counts nothing if the step has it anyway: a forward input, an output that stays, a repeat
     known = inputs | set(outputs)
     saved = {v.bw_node: storage_of(v.fw_node) for v in cross.tensors}
@@ -77,26 +63,22 @@ def live_bytes(
         input_bytes[node] = 0 if key in known or node in on_host else _bytes(node)
         known.add(key)
     returned_bytes = sum(nbytes for key, nbytes in outputs.items() if key not in inputs)
-    backward = _points(bw, input_bytes, "backward", fused, roots, base=returned_bytes)
+    backward = _points(bw, input_bytes, "backward", fused, roots, returned_bytes)
     return (*forward, *backward)
 
 
 def _points(
-    gm: GraphModule,
-    input_bytes: Mapping[Node, int],
-    phase: str,
-    fused: bool,
-    roots: Mapping[str, str],
-    base: int = 0,
+    gm: GraphModule, input_bytes: Mapping[Node, int], phase: str, fused: bool, roots: Mapping[str, str], base: int
 ) -> list[LivePoint]:
     nodes = list(gm.graph.nodes)
     outputs = output_storages(gm.graph)
     counted = written_storages(nodes) | outputs | storages(input_bytes) if fused else {storage_of(n) for n in nodes}
     # the memory that a copy back fills is that of its wait's result from there on
     last = {n: i - 1 if n.target is reload_start else i for n, i in last_readers(nodes, counted).items()}
-    found = lifetimes(nodes, counted, to_end=outputs, last_reader=last, nbytes=lambda n: input_bytes.get(n, _bytes(n)))
+    sizes = {n: input_bytes.get(n, _bytes(n)) for n in nodes}
+    bytes_alive = alive_along(nodes, counted, to_end=outputs, last_reader=last, nbytes=sizes.__getitem__)
     points, where = [], ("", "")
-    for node, alive in zip(nodes, alive_along(len(nodes), found.values()), strict=True):
+    for node, alive in zip(nodes, bytes_alive, strict=True):
         if node.op != "placeholder":
             own = place_of(node, roots)
             where = own if any(own) else where  # a node that a hook put in has none
@@ -118,18 +100,16 @@ def join(graphs: Sequence[Sequence[LivePoint]]) -> tuple[LivePoint, ...]:
     The bytes of each graph count over those that the other graphs have alive at that time.
     """
     points: list[LivePoint] = []
-    after_forward = [_last_bytes(graph, "forward") for graph in graphs]
-    for i, graph in enumerate(graphs):
-        points += _shifted(graph, "forward", sum(after_forward[:i]))
-    gradients = 0  # bytes that the backwards that have run leave behind
-    for i, graph in reversed(list(enumerate(graphs))):
-        points += _shifted(graph, "backward", sum(after_forward[:i]) + gradients)
-        gradients += _last_bytes(graph, "backward")
+    before: list[int] = []  # bytes alive before each graph
+    alive = gradients = 0  # `gradients`: what the backwards that have run leave behind
+    for graph in graphs:
+        before.append(alive)
+        points += (found := _shifted(graph, "forward", alive))
+        alive = found[-1].live_bytes if found else alive
+    for graph, base in reversed(list(zip(graphs, before, strict=True))):
+        points += (found := _shifted(graph, "backward", base + gradients))
+        gradients = found[-1].live_bytes - base if found else gradients
     return tuple(points)
-
-
-def _last_bytes(graph: Sequence[LivePoint], phase: str) -> int:
-    return next((p.live_bytes for p in reversed(graph) if p.phase == phase), 0)
 
 
 def _shifted(graph: Sequence[LivePoint], phase: str, nbytes: int) -> list[LivePoint]:

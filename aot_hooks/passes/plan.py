@@ -1,8 +1,6 @@
-"""A `Plan` of `Decision`s, which reports print, and the choices that it comes from.
+"""A `Plan` of `Decision`s, which reports print, and the choices that it comes from. Nothing here touches a graph.
 
-      Boundary + settings --decide--> tuple[Choice]  --(trace, inline)-->  Plan
-
-*Decide, then rewrite*: nothing in this file touches a graph.
+Boundary + settings --decide--> tuple[Choice]  --(trace, inline)-->  Plan
 """
 
 from __future__ import annotations
@@ -17,6 +15,7 @@ from torch.fx import Node
 
 from ..errors import OptionError
 from ..graphs.backward_reads import FoundRead
+from ..graphs.layout import in_memory_order, is_contiguous
 from ..graphs.nodes import PACKED, REGION, SNAPSHOT, annotation, producer, region_output
 from ..graphs.saved import Boundary, SavedTensor, SavedValue
 from ..hook import KEEP, Hook
@@ -25,13 +24,12 @@ from ..offloading.schedule import Transfer
 from ..settings.setting import Setting, out_of_scope
 from .live_bytes import LivePoint, join
 
-__all__ = ["Choice", "Decision", "Plan", "decide", "joined", "repeats_across_regions"]
-
 # operators that make or read the state of a random generator; registered late, so by name (2.11 to 2.15)
 _RANDOM_STATE = frozenset(
     ["prims.inductor_seeds.default", "prims.inductor_lookup_seed.default", "run_and_save_rng_state"]
     + ["run_with_rng_state", "graphsafe_run_with_rng_state"]
 )
+_RETURNED = "the backward gives it back as it is"
 
 
 @dataclass(frozen=True)
@@ -39,11 +37,9 @@ class Decision:
     """What happens to one saved tensor.
 
     Attributes:
-        saved: the tensor.
         hook: how it is stored; `KEEP` leaves it.
         reason: why, in words.
-        packed_bytes: bytes kept for it from forward to backward; 0 for a further view of a storage that is counted at
-            another row.
+        packed_bytes: bytes kept for it from forward to backward; 0 for a further view of a storage counted elsewhere.
         saved_bytes: bytes that would be kept without hooks; 0 likewise.
         settings: keys of the settings that were asked about it: those around its readers in the backward.
     """
@@ -62,10 +58,8 @@ class Plan:
 
     Attributes:
         decisions: in the order of the forward's outputs.
-        transfers: the copies of `offload` to the host and back with their times, and the tensors that it leaves on the
-            device.
-        live_before, live_after: bytes alive along the step without and with the hooks; `aot_hooks.plan` predicts them,
-            a compilation does not.
+        transfers: the copies of `offload` with their times, and the tensors that it leaves on the device.
+        live_before, live_after: bytes alive along the step without and with the hooks, if `aot_hooks.plan` made it.
         before_ms, after_ms: predicted time of the step without and with the hooks, likewise.
     """
 
@@ -89,8 +83,7 @@ class Plan:
 
     @property
     def saved_bytes(self) -> int:
-        """Bytes saved for backward without hooks, each storage once. Parameters, buffers and graph inputs are alive
-        anyway and count nothing."""
+        """Bytes saved for backward without hooks, each storage once; parameters, buffers and inputs count nothing."""
         return sum(d.saved_bytes for d in self.decisions)
 
     @property
@@ -109,9 +102,7 @@ def joined(plans: Sequence[Plan]) -> Plan:
     decisions: list[Decision] = []
     offset = 0
     for each in plans:
-        for d in each.decisions:
-            row = replace(d.saved, storage=d.saved.storage + offset)
-            decisions.append(replace(d, saved=row))
+        decisions += [replace(d, saved=replace(d.saved, storage=d.saved.storage + offset)) for d in each.decisions]
         offset += len({d.saved.storage for d in each.decisions})
     return Plan(
         tuple(decisions),
@@ -125,30 +116,18 @@ def joined(plans: Sequence[Plan]) -> Plan:
 
 @dataclass(frozen=True)
 class Choice:
-    """What to do with one saved value.
-
-    Attributes:
-        uses: each hook, with the backward nodes that read the value through it.
-        reason: why, in words.
-        view_of: another value that this one comes back from: a view of the same storage, or a copy by `replay`.
-        source: the forward node that is packed in place of the value; `replay` makes the value from it.
-        replay: the nodes that make the value from `view_of` or `source`; they only move data.
-        settings: keys of the settings that were asked.
-        answers: the decisions of the backward that need an exact outcome, because a hook in `uses` rounds the value.
-        is_answer: the value is such an outcome; without hooks it would not be saved.
-        is_dropped: nothing reads the value any more, because its decisions are answered; it does not cross.
-    """
+    """What to do with one saved value."""
 
     value: SavedValue
-    uses: tuple[tuple[Hook, tuple[Node, ...]], ...]
-    reason: str
-    view_of: SavedValue | None = None
-    source: Node | None = None
-    replay: tuple[Node, ...] = ()
-    settings: tuple[str, ...] = ()
-    answers: tuple[FoundRead, ...] = ()
-    is_answer: bool = False
-    is_dropped: bool = False
+    uses: tuple[tuple[Hook, tuple[Node, ...]], ...]  # each hook, with the backward nodes that read the value through it
+    reason: str  # why, in words
+    view_of: SavedValue | None = None  # this one comes back from that: a view of its storage, or a copy by `replay`
+    source: Node | None = None  # the forward node that is packed in its place; `replay` makes the value from it
+    replay: tuple[Node, ...] = ()  # the nodes that make the value from `view_of` or `source`; they only move data
+    settings: tuple[str, ...] = ()  # keys of the settings that were asked
+    answers: tuple[FoundRead, ...] = ()  # decisions of the backward that need an exact outcome: a hook rounds the value
+    is_answer: bool = False  # the value is such an outcome; without hooks it would not be saved
+    is_dropped: bool = False  # nothing reads the value any more, its decisions are answered; it does not cross
 
     @property
     def packs(self) -> bool:
@@ -204,8 +183,7 @@ def _choose(value: SavedValue, ambient: Setting | None, regions: Mapping[str, Se
     settings: dict[str, None] = {}
     for reader in readers:
         region = annotation(reader, REGION)
-        setting = regions[region] if region is not None else ambient
-        if setting is not None:
+        if (setting := regions[region] if region is not None else ambient) is not None:
             settings[setting.key] = None
         hook, reason = _hook_for(setting, value)
         uses.setdefault(hook, []).append(reader)
@@ -220,9 +198,6 @@ def _choose(value: SavedValue, ambient: Setting | None, regions: Mapping[str, Se
     )
     returned = any(user.op == "output" for user in value.bw_node.users)
     return replace(choice.kept(_RETURNED), answers=()) if returned and choice.packs else choice
-
-
-_RETURNED = "the backward gives it back as it is"
 
 
 def _why_unpackable(value: SavedValue, readers: Sequence[Node]) -> str:
@@ -251,7 +226,9 @@ def _hook_for(setting: Setting | None, value: SavedValue) -> tuple[Hook, str]:
     hook = setting.choose(value.row)
     if hook is KEEP:
         return KEEP, setting.why_kept(value.row)
-    if declined := hook.why_not(value.row) or _no_answer(hook, value):
+    # rounding needs a number of the dtype for each outcome of a decision's tests
+    unanswered = (f.read.why() for f in value.reads if f.tests and compare_hook(f.tests, value.row.dtype) is KEEP)
+    if declined := hook.why_not(value.row) or (next(unanswered, None) if hook.lossy else None):
         return KEEP, declined
     if hook.eager:
         raise OptionError(
@@ -259,21 +236,11 @@ def _hook_for(setting: Setting | None, value: SavedValue) -> tuple[Hook, str]:
             f"it for saved {value.row.describe()}, where only traced hooks can go; put the context around the "
             "compiled call"
         )
-    return hook, setting.why_packed(value.row) + ("" if hook.lossy or not hook.is_own else _warning(value))
-
-
-def _no_answer(hook: Hook, value: SavedValue) -> str | None:
-    """Why lossy `hook` cannot take `value`: no number of its dtype stands for some outcome of a decision's tests."""
-    for found in value.reads if hook.lossy else ():
-        if found.tests and compare_hook(found.tests, value.row.dtype) is KEEP:
-            return found.read.why()
-    return None
-
-
-def _warning(value: SavedValue) -> str:
-    """A warning for the report: a user's own hook, which may round, takes a value that the backward decides by."""
-    reads = [found.read for found in value.reads if found.read.kind == "decision"]
-    return f"; the backward decides by what unpack gives: {reads[0]}" if reads else ""
+    why = setting.why_packed(value.row)
+    decisions = [found.read for found in value.reads if found.read.kind == "decision"]
+    if decisions and hook.is_own and not hook.lossy:  # a user's own hook, which may round all the same
+        why += f"; the backward decides by what unpack gives: {decisions[0]}"
+    return hook, why
 
 
 def _pack_once(views: list[Choice]) -> list[Choice]:
@@ -294,21 +261,22 @@ def _pack_once(views: list[Choice]) -> list[Choice]:
     return [c if c is head else replace(c, view_of=head.value, uses=((hook, c.readers),), reason=reason) for c in views]
 
 
+def same_view(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two views of one storage are the same."""
+    return a is b or (a.shape == b.shape and a.stride() == b.stride() and a.storage_offset() == b.storage_offset())
+
+
 def _covers(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether `b` is a view of exactly the memory of `a`, for certain."""
     if (a.dtype, a.is_conj(), a.is_neg()) != (b.dtype, b.is_conj(), b.is_neg()):
         return False
-    if a is b or (a.shape == b.shape and a.stride() == b.stride() and a.storage_offset() == b.storage_offset()):
+    if same_view(a, b):
         return True
     numbers = [*a.shape, *a.stride(), a.storage_offset(), *b.shape, *b.stride(), b.storage_offset()]
     if not all(isinstance(n, int) for n in numbers):
         return False
-    spread = 1
-    for stride, size in sorted(zip(a.stride(), a.shape, strict=True)):
-        if size != 1:
-            if stride != spread:
-                return False  # not dense: unpacking it does not bring its gaps back
-            spread *= size
+    if not is_contiguous(in_memory_order(a, keep_rows=False)[0]):
+        return False  # not dense: unpacking it does not bring its gaps back
     low = b.storage_offset() - a.storage_offset()
     high = low + sum((n - 1) * s for n, s in zip(b.shape, b.stride(), strict=True))
     return b.numel() > 0 and low >= 0 and high < a.numel()

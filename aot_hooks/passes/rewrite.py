@@ -2,7 +2,7 @@
 
       (fw, bw) --boundary--> saved values --decide--> choices --trace_units--> units --inline--> (fw', bw') + Plan
 
-A `Choice` is data and is never changed: each pass returns new ones. Graphs and plan go to the log, see logs.py.
+A `Choice` is data and is never changed: each pass returns new ones.
 """
 
 from __future__ import annotations
@@ -26,12 +26,10 @@ from ..settings.setting import Setting
 from ..torch_private import inductor
 from .answers import ANSWERS, add_answers
 from .dedup_copies import dedup_copies
+from .edits import log, show
 from .inline import inline, lift_constants, packed_bytes
-from .logs import log, show
 from .plan import Choice, Decision, Plan, decide
-from .units import Tracer, Unit, choose_positions, trace_units
-
-__all__ = ["rewrite"]
+from .units import Unit, choose_positions, trace_units
 
 
 def rewrite(
@@ -54,8 +52,7 @@ def rewrite(
         for_inductor: decompose the traced hooks with Inductor's table, and form them for its kernels.
         roots: modules by Dynamo's names for them, see `modules.roots`.
 
-    Raises:
-        HookContractError, HookTraceError, PolicyError, UnsupportedGraphError.
+    Raises HookContractError, HookTraceError, PolicyError, UnsupportedGraphError.
     """
     show("forward before", fw)
     show("backward before", bw)
@@ -63,29 +60,24 @@ def rewrite(
     choices = decide(cross, ambient, regions)
     choices = add_answers(fw, bw, cross, choices, for_inductor=for_inductor)
     choices = dedup_copies(choices, cross.kept_storages)
-    choices, units = trace_units(choices, Tracer(inductor.decompositions() if for_inductor else None))
+    choices, units = trace_units(choices, inductor.decompositions() if for_inductor else None)
     transfers: tuple[Transfer, ...] = ()
     if units:
         if for_inductor:
             units = choose_positions(units, fw)
         units = inline(fw, bw, cross, units)
-        if for_inductor:
-            _prepare_for_inductor(fw, bw, units)
+        if for_inductor:  # which takes constants and random operators in other forms than hooks have them
+            tags = {tag for unit in units for operator in unit.operators for tag in getattr(operator, "tags", ())}
+            for gm in (fw, bw):
+                lift_constants(gm)
+                if torch.Tag.nondeterministic_seeded in tags:
+                    inductor.replace_random(gm)
         choices, units, transfers = _place_transfers(fw, bw, num_fwd_outputs, choices, units, for_inductor)
         show("forward after", fw)
         show("backward after", bw)
     plan = _as_plan(choices, units, transfers)
     log.debug("plan: %d saved tensors, %d packed", len(plan.decisions), sum(d.hook is not KEEP for d in plan.decisions))
     return plan
-
-
-def _prepare_for_inductor(fw: GraphModule, bw: GraphModule, units: Sequence[Unit]) -> None:
-    """Put the constants and random operators of hooks into the form that Inductor gives those of the program."""
-    tags = {tag for unit in units for operator in unit.operators for tag in getattr(operator, "tags", ())}
-    for gm in (fw, bw):
-        lift_constants(gm)
-        if torch.Tag.nondeterministic_seeded in tags:
-            inductor.replace_random(gm)
 
 
 def _place_transfers(
@@ -116,15 +108,14 @@ def _place_transfers(
     for unit in units:
         packings = []
         for packing in unit.packings:
-            settings = settings_of(packing.hook)
-            if settings is not None:
+            if (settings := settings_of(packing.hook)) is not None:
                 on_device = [stay.get(leaf, leaf) for leaf in packing.leaves if leaf not in leaves or leaf in stay]
                 nbytes = packed_bytes(leaf for leaf in on_device if storage_of(leaf) not in inputs)
                 packing = replace(packing, packed_bytes=nbytes)
                 staying = [leaf for leaf in packing.leaves if leaf in stay]
-                choice = current[unit.saved]
                 if staying:
-                    reason = f"{choice.reason}; {', '.join(reasons[choice.value.row.name])}"
+                    choice = current[unit.saved]
+                    reason = f"{choice.reason}; {', '.join(reasons[unit.saved.row.name])}"
                     current[unit.saved] = replace(choice, reason=reason)
                 if staying and len(staying) == len(packing.leaves) and settings.exact:
                     # nothing is packed: the value and its views are as they were
@@ -145,13 +136,10 @@ def _as_plan(choices: Sequence[Choice], units: Sequence[Unit], transfers: tuple[
         alive_anyway = row.is_input or row.is_static or row.storage in counted
         counted.add(row.storage)
         unpacked = 0 if alive_anyway else row.nbytes
-        unit = unit_of.get(choice.value)
-        hook = ANSWERS if choice.is_dropped else next((h for h, _ in choice.uses if h is not KEEP), KEEP)
-        packed = unpacked
-        if unit is not None:
+        packed = unpacked if choice.view_of is None else 0
+        if (unit := unit_of.get(choice.value)) is not None:
             packed = (unpacked if unit.keep else 0) + sum(p.packed_bytes for p in unit.packings)
-        elif choice.view_of is not None:
-            packed = 0
+        hook = ANSWERS if choice.is_dropped else next((h for h, _ in choice.uses if h is not KEEP), KEEP)
         saved_bytes = 0 if choice.is_answer else unpacked
         decisions.append(Decision(row, hook, choice.reason, packed, saved_bytes, choice.settings))
     return Plan(tuple(decisions), transfers)

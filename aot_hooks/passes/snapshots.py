@@ -7,8 +7,8 @@
                                                       return out, x, was, w
 
 torch's partitioner may save an input, a running mean say, and recompute a value from it in the backward, though the
-graph writes to that input meanwhile. Eager mode saves `x - mean` there. `save_what_was_read(fw, ...)` saves copies in
-their place, made before anything is written; no other graph is changed.
+graph writes to that input meanwhile. Eager mode saves `x - mean` there. Here copies are saved in their place, made
+before anything is written.
 """
 
 from __future__ import annotations
@@ -23,24 +23,22 @@ from ..graphs.nodes import SNAPSHOT, aliased_arguments, storage_of, storages
 from ..graphs.saved import is_size
 from .edits import after_inputs, call
 
-__all__ = ["save_what_was_read"]
-
 
 def save_what_was_read(fw: GraphModule, bw: GraphModule, num_fwd_outputs: int) -> None:
     """Save a copy of each saved input that `fw`, or torch after it, writes to. Edits both graphs in place."""
     written = set(_written_storages(fw, num_fwd_outputs))
     output = fw.graph.output_node()
     outputs: list[Any] = list(output.args[0])  # type: ignore[arg-type]
-    saved = [n for n in outputs[num_fwd_outputs:] if isinstance(n, Node) and storage_of(n) in written]
-    inputs = storages(fw.graph.find_nodes(op="placeholder"))
-    copies = {n: _copy(n) for n in dict.fromkeys(saved) if storage_of(n) in inputs}
+    saved = outputs[num_fwd_outputs:]
+    written &= storages(fw.graph.find_nodes(op="placeholder"))
+    found = dict.fromkeys(n for n in saved if isinstance(n, Node) and storage_of(n) in written)
+    copies = {n: _copy(n) for n in found}
     if not copies:
         return
-    after = outputs[num_fwd_outputs:]
-    output.args = ([*outputs[:num_fwd_outputs], *(copies.get(n, n) for n in after)],)
+    output.args = ([*outputs[:num_fwd_outputs], *(copies.get(n, n) for n in saved)],)
     # sizes come last here and first there
-    others = [n for n in after if not (isinstance(n, Node) and is_size(n))]
-    placeholders = bw.graph.find_nodes(op="placeholder")[len(after) - len(others) :]
+    others = [n for n in saved if not (isinstance(n, Node) and is_size(n))]
+    placeholders = bw.graph.find_nodes(op="placeholder")[len(saved) - len(others) :]
     for node, placeholder in zip(others, placeholders, strict=False):
         if node in copies:
             placeholder.meta["val"] = copies[node].meta["val"]

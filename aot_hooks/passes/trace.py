@@ -4,20 +4,18 @@
            |                                  (tensors, symbolic ints)                ^
            +--[compact]--pack--[flatten]-->  q f8[n, m], s f32[n, 1]  --[unflatten]--unpack--[expand, restride]
 
-`trace_hook(hook, value, ...)` retraces both functions on the fake tensor that AOTAutograd holds for the value, so their
-Python control flow sees the true shape, dtype and device. Leaves that are neither tensors nor symbolic (dtypes,
-numbers, None) and constant tensors become constants of unpack. Dimensions of stride 0 are packed once, not expanded.
-The result has the strides of the saved tensor, whatever unpack returned.
+Both functions are retraced on the fake tensor that AOTAutograd holds for the value, so their Python control flow sees
+the true shape, dtype and device. Leaves that are neither tensors nor symbolic (dtypes, numbers, None) and constant
+tensors become constants of unpack. Dimensions of stride 0 are packed once, not expanded. The result has the strides of
+the saved tensor, whatever unpack returned. The contract is checked here, see `HookContractError`.
 
-The contract is checked here: see `HookContractError`. Source: the idea of retracing for each saved tensor is that of
-torch's `saved_tensors_hooks` inlining (pytorch/pytorch#150032); the form is our own.
+Source: retracing for each saved tensor is the idea of torch's `saved_tensors_hooks` inlining (pytorch/pytorch#150032).
 """
 
 from __future__ import annotations
 
 import traceback
 import weakref
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,27 +25,30 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from ..contract import check_packed, check_unpacked, function_named, input_mutated
 from ..errors import AotHooksError, HookContractError, HookTraceError
+from ..graphs.layout import expanded_dimensions, has_gaps, restride
 from ..graphs.nodes import aliased_arguments
 from ..hook import Hook
 from ..identity.records import note_trace
 from ..identity.tensors import is_plain, tensor_digest
 from ..torch_private import values as torch_values
-from .strides import expanded_dimensions, has_gaps, restride
 
-__all__ = ["TracedHook", "canonical", "trace_hook"]
+_SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
+_CROSSES = (torch.Tensor, *_SYMBOLIC)
+_copies: weakref.WeakValueDictionary[tuple[str, tuple[int, ...]], torch.Tensor] = weakref.WeakValueDictionary()
+_EAGERLY = "run the hook eagerly with Hook(..., eager=True)"
+_READS_VALUE = (
+    "reads a value of the tensor (`.item()`, `if tensor`, a size that depends on values); expected control flow on "
+    f"shape, dtype, device and size alone. Use torch.where, or {_EAGERLY}"
+)
 
 
 @dataclass(frozen=True)
 class TracedHook:
-    """A hook's two graphs for one saved tensor.
+    """A hook's two graphs for one saved tensor."""
 
-    `pack` maps the tensor to a tuple of the leaves that cross to the backward; `unpack` maps those leaves to a tuple of
-    one tensor. `identity`: both return their argument, so the hook leaves the tensor as it is.
-    """
-
-    pack: GraphModule
-    unpack: GraphModule
-    identity: bool
+    pack: GraphModule  # from the tensor to a tuple of the leaves that cross to the backward
+    unpack: GraphModule  # from these leaves to a tuple of one tensor
+    identity: bool  # both return their argument, so the hook leaves the tensor as it is
 
 
 def trace_hook(
@@ -70,18 +71,17 @@ def trace_hook(
         traced = _trace(hook, value, at, decompositions)
         for part, fn, gm in (("pack", hook.pack, traced.pack), ("unpack", hook.unpack, traced.unpack)):
             if torch_values.reads_values(gm):
-                raise HookContractError(_reads_value(f"{at}: {function_named(part, fn)}"))
-            if (other := _other_than_tensors(gm)) is not None:
+                raise HookContractError(f"{at}: {function_named(part, fn)} {_READS_VALUE}")
+            held = (getattr(gm, str(node.target)) for node in gm.graph.find_nodes(op="get_attr"))
+            if others := [type(v).__name__ for v in held if not isinstance(v, torch.Tensor | GraphModule)]:
                 raise HookTraceError(
-                    f"{at}: {function_named(part, fn)} calls an operator on a {other} that it holds; expected tensors "
-                    "and numbers, which a graph can hold. Use torch's own random state, or run the hook eagerly with "
-                    "Hook(..., eager=True)"
+                    f"{at}: {function_named(part, fn)} calls an operator on a {others[0]} that it holds; "
+                    f"expected tensors and numbers, which a graph can hold. Use torch's own random state, or {_EAGERLY}"
                 )
         if made_unbacked() or torch_values.makes_unbacked(traced.pack) or torch_values.makes_unbacked(traced.unpack):
             raise HookContractError(
                 f"{at}: a size depends on the values (as `nonzero` or `x[mask]` makes); expected sizes that follow "
-                "from the saved tensor's shape. Pack into a fixed size, or run the hook eagerly with "
-                "Hook(..., eager=True)"
+                f"from the saved tensor's shape. Pack into a fixed size, or {_EAGERLY}"
             )
         if twice:
             again = _trace(hook, value, at, decompositions)
@@ -89,7 +89,7 @@ def trace_hook(
                 raise HookContractError(
                     f"{at}: two traces of it differ, so it depends on hidden state (a counter, Python's random, the "
                     "time); expected pure functions of the tensor. Use torch's random functions, pass state as a "
-                    "tensor, or run the hook eagerly with Hook(..., eager=True)"
+                    f"tensor, or {_EAGERLY}"
                 )
     return traced
 
@@ -103,11 +103,8 @@ def canonical(gm: GraphModule) -> str:
     lines: list[str] = []
     for node in gm.graph.nodes:
         value = node.meta.get("val")
-        if _is_symbolic(value):
-            position[node] = torch_values.expression(value)
-        else:
-            position[node] = f"%{len(lines)}"
-        if _is_symbolic(value) and node.op == "call_function":
+        position[node] = torch_values.expression(value) if isinstance(value, _SYMBOLIC) else f"%{len(lines)}"
+        if isinstance(value, _SYMBOLIC) and node.op == "call_function":
             continue
         target = "" if node.op in ("placeholder", "output", "get_attr") else str(node.target)
         if node.op == "get_attr":
@@ -118,59 +115,16 @@ def canonical(gm: GraphModule) -> str:
     return "\n".join(lines)
 
 
-def _other_than_tensors(gm: GraphModule) -> str | None:
-    """The class of an attribute of the graph that is neither a tensor nor a graph; None if there is none."""
-    values = (getattr(gm, str(node.target)) for node in gm.graph.find_nodes(op="get_attr"))
-    return next((type(value).__name__ for value in values if not isinstance(value, torch.Tensor | GraphModule)), None)
-
-
-@dataclass(frozen=True)
-class _Packed:
-    """The result of one call of pack.
-
-    Attributes:
-        leaves: of the result, then the sizes of expanded dimensions, then the strides if unpack needs them.
-        rebuild: makes the result of its own leaves.
-        like: shape, dtype and device that unpack must return.
-    """
-
-    leaves: list[Any]
-    rebuild: Callable[[list[Any]], Any]
-    like: tuple[torch.Size, torch.dtype, torch.device]
-
-
-@dataclass(frozen=True)
-class _PackTrace:
-    """Pack as traced, with all that unpack needs besides the leaves that cross.
-
-    Attributes:
-        graph: returns the leaves at the positions `crossing`; the other leaves are constants.
-        expanded: dimensions that are packed as one row.
-        stride_count: how many strides are among the leaves.
-    """
-
-    graph: GraphModule
-    packed: _Packed
-    crossing: list[int]
-    expanded: list[int]
-    stride_count: int
-
-
 def _trace(hook: Hook, value: torch.Tensor, at: str, decompositions: dict[Any, Any] | None) -> TracedHook:
     at_pack, at_unpack = (f"{at}: {function_named(n, fn)}" for n, fn in (("pack", hook.pack), ("unpack", hook.unpack)))
-    pack = _trace_pack(hook, value, at_pack, decompositions)
-    unpack = _trace_unpack(hook, value, pack, at_unpack, decompositions)
-    return TracedHook(pack.graph, unpack, _is_identity(pack.graph) and _is_identity(unpack))
-
-
-def _trace_pack(hook: Hook, value: torch.Tensor, at: str, decompositions: dict[Any, Any] | None) -> _PackTrace:
     # a fresh tensor with the same sizes: a hook that mutates its argument must not reach the graph's own value
     sample = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
     sample = sample.conj() if value.is_conj() else sample
-    expanded = expanded_dimensions(value)
+    expanded = expanded_dimensions(value)  # packed as one row
     # Inductor's loops take value by value, and a hook that rounds needs no memory for gaps
     stride_count = value.dim() if decompositions is None and not hook.lossy and has_gaps(sample) else 0
-    calls: list[_Packed] = []  # make_fx returns the graph alone
+    # what unpack needs of pack: leaves, their inverse, and what is to come back; make_fx returns the graph alone
+    calls: list[tuple[list[Any], Any, tuple[torch.Size, torch.dtype, torch.device]]] = []
 
     def pack(x: torch.Tensor) -> list[Any]:
         rows = x
@@ -179,69 +133,59 @@ def _trace_pack(hook: Hook, value: torch.Tensor, at: str, decompositions: dict[A
         argument = rows.resolve_conj().resolve_neg()  # a hook sees numbers, not a promise to conjugate or negate them
         version = argument._version
         like = (argument.shape, argument.dtype, argument.device)
-        packed = _call(hook.pack, argument, at)
+        packed = _call(hook.pack, argument, at_pack)
         if argument._version != version:
-            raise input_mutated(at)
-        check_packed(packed, lambda: at)
+            raise input_mutated(at_pack)
+        check_packed(packed, lambda: at_pack)
         own, rebuild = _flatten(packed)
         leaves = [*own, *(x.shape[d] for d in expanded), *(x.stride() if stride_count else ())]
-        calls.append(_Packed(leaves, rebuild, like))
-        return [a for a in leaves if _may_cross(a)]
+        calls.append((leaves, rebuild, like))
+        return [a for a in leaves if isinstance(a, _CROSSES)]
 
-    graph = _functional(pack, (sample,), decompositions, at)
-    crossing = _keep_constants(graph, calls[-1].leaves)
-    return _PackTrace(graph, calls[-1], crossing, expanded, stride_count)
+    pack_graph = _functional(pack, (sample,), decompositions, at_pack)
+    leaves, rebuild, like = calls[-1]
+    crossing = _keep_constants(pack_graph, leaves)
+
+    def unpack(*crossed: Any) -> list[torch.Tensor]:
+        given = list(leaves)
+        for i, a in zip(crossing, crossed, strict=True):
+            given[i] = a
+        stride = [given.pop() for _ in range(stride_count)][::-1]
+        sizes = [given.pop() for _ in expanded][::-1]
+        out = _call(hook.unpack, rebuild(given), at_unpack)
+        check_unpacked(out, *like, lambda: at_unpack, plain=True)
+        if expanded:
+            shape = list(out.shape)
+            for d, size in zip(expanded, sizes, strict=True):
+                shape[d] = size
+            out = out.expand(shape)
+        return [restride(out, value, stride or None)]
+
+    unpack_graph = _functional(unpack, tuple(leaves[i] for i in crossing), decompositions)
+    _clean(unpack_graph)
+    for node in unpack_graph.graph.find_nodes(op="get_attr"):
+        if torch_values.is_traced_value(getattr(unpack_graph, str(node.target))):
+            raise HookContractError(
+                f"{at_unpack} uses a tensor that pack did not return, or that is hidden in an object that is no "
+                "pytree; return every tensor in tuples, lists or dicts, or register the class as a pytree by "
+                "torch.utils._pytree.register_pytree_node"
+            )
+    return TracedHook(pack_graph, unpack_graph, _is_identity(pack_graph) and _is_identity(unpack_graph))
 
 
 def _keep_constants(pack: GraphModule, leaves: list[Any]) -> list[int]:
     """Move constants from the outputs of `pack` into `leaves`; returns the positions of the leaves that cross."""
     output = pack.graph.output_node()
     crossing: dict[int, Node] = {}
-    positions = [i for i, a in enumerate(leaves) if _may_cross(a)]
+    positions = [i for i, a in enumerate(leaves) if isinstance(a, _CROSSES)]
     for i, node in zip(positions, torch_values.pytree.tree_leaves(output.args[0]), strict=True):
-        if not isinstance(node, Node):
-            leaves[i] = node  # a number
-        elif node.op == "get_attr":
-            leaves[i] = getattr(pack, str(node.target))
-        else:
+        if isinstance(node, Node) and node.op != "get_attr":
             crossing[i] = node
+        else:  # a tensor, or a number
+            leaves[i] = getattr(pack, str(node.target)) if isinstance(node, Node) else node
     output.args = (tuple(crossing.values()),)
     _clean(pack)
     return list(crossing)
-
-
-def _may_cross(leaf: Any) -> bool:
-    return isinstance(leaf, torch.Tensor) or _is_symbolic(leaf)
-
-
-def _trace_unpack(
-    hook: Hook, value: torch.Tensor, pack: _PackTrace, at: str, decompositions: dict[Any, Any] | None
-) -> GraphModule:
-    def unpack(*crossed: Any) -> list[torch.Tensor]:
-        leaves = list(pack.packed.leaves)
-        for i, a in zip(pack.crossing, crossed, strict=True):
-            leaves[i] = a
-        stride = [leaves.pop() for _ in range(pack.stride_count)][::-1]
-        sizes = [leaves.pop() for _ in pack.expanded][::-1]
-        out = _call(hook.unpack, pack.packed.rebuild(leaves), at)
-        check_unpacked(out, *pack.packed.like, lambda: at, plain=True)
-        if pack.expanded:
-            shape = list(out.shape)
-            for d, size in zip(pack.expanded, sizes, strict=True):
-                shape[d] = size
-            out = out.expand(shape)
-        return [restride(out, value, stride or None)]
-
-    gm = _functional(unpack, tuple(pack.packed.leaves[i] for i in pack.crossing), decompositions)
-    _clean(gm)
-    for node in gm.graph.find_nodes(op="get_attr"):
-        if torch_values.is_traced_value(getattr(gm, str(node.target))):
-            raise HookContractError(
-                f"{at} uses a tensor that pack did not return, or that is hidden in an object that is no "
-                "pytree; return every tensor in tuples, lists or dicts, or register the class as a pytree by "
-                "torch.utils._pytree.register_pytree_node"
-            )
-    return gm
 
 
 def _call(fn: Any, argument: Any, at: str) -> Any:
@@ -249,26 +193,14 @@ def _call(fn: Any, argument: Any, at: str) -> Any:
         return fn(argument)
     except AotHooksError:
         raise
-    except torch_values.data_dependent_errors() as e:
-        raise HookContractError(f"{_reads_value(at)}. Torch said: {_first_line(e)}") from e
     except Exception as e:
+        said = (str(e).strip() or type(e).__name__).splitlines()[0]
+        if isinstance(e, torch_values.data_dependent_errors()):
+            raise HookContractError(f"{at} {_READS_VALUE}. Torch said: {said}") from e
         raise HookTraceError(
-            f"{at} raised {type(e).__name__}: {_first_line(e)} ({_line_in(fn, e)}); expected functions that can be "
-            "traced on this tensor. Mend it, exclude the tensor with a policy, or run the hook eagerly with "
-            "Hook(..., eager=True)"
+            f"{at} raised {type(e).__name__}: {said} ({_line_in(fn, e)}); expected functions that can be "
+            f"traced on this tensor. Mend it, exclude the tensor with a policy, or {_EAGERLY}"
         ) from e
-
-
-def _reads_value(at: str) -> str:
-    return (
-        f"{at} reads a value of the tensor (`.item()`, `if tensor`, a size that depends on values); expected control "
-        "flow on shape, dtype, device and size alone. Use torch.where, or run the hook eagerly with "
-        "Hook(..., eager=True)"
-    )
-
-
-def _first_line(e: BaseException) -> str:
-    return (str(e).strip() or type(e).__name__).splitlines()[0]
 
 
 def _line_in(fn: Any, e: BaseException) -> str:
@@ -296,15 +228,14 @@ def _flatten_subclass(a: Any) -> tuple[list[Any], Any]:
     if not (isinstance(a, torch.Tensor) and torch_values.is_traceable_subclass(a)):
         return [a], lambda flat: flat[0]
     names, context = a.__tensor_flatten__()  # type: ignore[attr-defined]
-    parts = [_flatten_subclass(getattr(a, name)) for name in names]
+    leaves, rebuild = _flatten([getattr(a, name) for name in names])
     cls, size, stride = type(a), a.shape, a.stride()
 
     def make(flat: list[Any]) -> Any:
-        it = iter(flat)
-        inner = {n: build([next(it) for _ in part]) for n, (part, build) in zip(names, parts, strict=True)}
+        inner = dict(zip(names, rebuild(flat), strict=True))
         return cls.__tensor_unflatten__(inner, context, size, stride)  # type: ignore[attr-defined]
 
-    return [x for part, _ in parts for x in part], make
+    return leaves, make
 
 
 def _functional(
@@ -315,7 +246,7 @@ def _functional(
         gm = make_fx(fn, decomposition_table=decompositions)(*args)
         if pure_at is not None and _writes_to_inputs(gm):  # past autograd's versions: `x.data.add_(1)`
             raise input_mutated(pure_at)
-        if any(_mutates(n) for n in gm.graph.nodes):
+        if any(getattr(getattr(n.target, "_schema", None), "is_mutable", False) for n in gm.graph.nodes):
             # mutations of temporaries are removed in a second trace, below any tensor subclass
             again = torch.func.functionalize(Interpreter(gm).run, remove="mutations")
             gm = make_fx(again, decomposition_table=decompositions)(*args)
@@ -334,18 +265,12 @@ def _writes_to_inputs(gm: GraphModule) -> bool:
     return False
 
 
-def _mutates(node: Node) -> bool:
-    schema = getattr(node.target, "_schema", None)
-    return node.op == "call_function" and schema is not None and bool(schema.is_mutable)
-
-
-_ALIASES = (torch.ops.aten.detach.default, torch.ops.aten.alias.default, torch.ops.aten.lift_fresh_copy.default)
-
-
 def _clean(gm: GraphModule) -> None:
     """Drop `detach` and `alias`, which mean nothing here, and nodes without users; random operators in use stay."""
+    aten = torch.ops.aten
+    meaningless = (aten.detach.default, aten.alias.default, aten.lift_fresh_copy.default)
     for node in list(gm.graph.nodes):
-        if node.op == "call_function" and node.target in _ALIASES and isinstance(node.args[0], Node):
+        if node.target in meaningless and isinstance(node.args[0], Node):
             node.replace_all_uses_with(node.args[0])
     for node in gm.graph.find_nodes(op="get_attr"):
         # `torch.tensor(3.0)` is traced as a fake constant, which holds the real tensor
@@ -371,17 +296,7 @@ def _copy_by_value(x: torch.Tensor) -> torch.Tensor:
     return copy
 
 
-_copies: weakref.WeakValueDictionary[tuple[str, tuple[int, ...]], torch.Tensor] = weakref.WeakValueDictionary()
-
-
 def _is_identity(gm: GraphModule) -> bool:
-    nodes = list(gm.graph.nodes)
-    return (
-        len(nodes) == 2
-        and nodes[0].op == "placeholder"
-        and torch_values.pytree.tree_leaves(nodes[1].args) == [nodes[0]]
-    )
-
-
-def _is_symbolic(a: Any) -> bool:
-    return isinstance(a, torch.SymInt | torch.SymFloat | torch.SymBool)
+    first, *others = gm.graph.nodes
+    leaves = torch_values.pytree.tree_leaves(gm.graph.output_node().args)
+    return len(others) == 1 and first.op == "placeholder" and leaves == [first]

@@ -6,71 +6,54 @@ choices --trace_units--> units --choose_positions--> units, each pack with its p
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
 
-from ..graphs.fusion_memory import alive_bytes, fuses
 from ..graphs.nodes import producer, storage_bytes
+from ..graphs.roofline import alive_bytes, fuses
 from ..graphs.saved import SavedValue
 from ..hook import KEEP, Hook, compiling_for
 from ..offloading.transfers import offload_wait
-from .edits import last_use
-from .logs import log, show
+from .edits import last_use, log, show
 from .plan import Choice
 from .trace import TracedHook, trace_hook
 
-__all__ = ["Packing", "Tracer", "Unit", "choose_positions", "trace_units"]
-
 _WORTH_A_KERNEL = 0.01  # of the peak
+_Trace = Callable[[Hook, torch.Tensor, SavedValue], TracedHook]
 
 
 @dataclass(frozen=True)
 class Packing:
-    """One hook on one saved value, for some of its readers.
-
-    Attributes:
-        traced: the two graphs.
-        readers: nodes of the backward that read the unpacked value.
-        in_backward: pack in the backward too, from the value that crosses unpacked anyway for other readers.
-        pack_at_definition: pack right after the value is made, in a kernel of its own, because memory is tight at its
-            last use.
-        scale_at_definition: reduce (find the scale) right after the value is made, and pack after its last use. A
-            fusing compiler then finds all scales in one pass over the data and writes all packed values in a second.
-        leaves: the nodes of the forward that cross; known once the pack is in the graph.
-        packed_bytes: bytes that cross, likewise.
-    """
+    """One hook on one saved value, for some of its readers."""
 
     hook: Hook
     traced: TracedHook
-    readers: tuple[Node, ...]
-    in_backward: bool = False
+    readers: tuple[Node, ...]  # nodes of the backward that read the unpacked value
+    # pack right after the value is made, in a kernel of its own, because memory is tight at its last use
     pack_at_definition: bool = False
+    # Reduce (find the scale) right after the value is made, and pack after its last use. A fusing compiler then finds
+    # all scales in one pass over the data and writes all packed values in a second.
     scale_at_definition: bool = False
-    leaves: tuple[Node, ...] = ()
-    packed_bytes: int = 0
+    leaves: tuple[Node, ...] = ()  # the nodes of the forward that cross; known once the pack is in the graph
+    packed_bytes: int = 0  # bytes that cross, likewise
 
 
 @dataclass(frozen=True, eq=False)
 class Unit:
-    """A saved value, its packings, and further values that come back from the first of them.
-
-    Attributes:
-        packings: empty for a value that is dropped.
-        keep: the value itself crosses too, for readers that no hook covers.
-        source: the node of the forward that is packed: the value's own, or one that it is a copy of.
-        views: values that are views of the same storage, or copies of the value.
-        replays: for the backward inputs of values that are copies, the nodes that make them from the unpacked value.
-    """
+    """A saved value, its packings, and further values that come back from the first of them."""
 
     saved: SavedValue
-    packings: tuple[Packing, ...]
+    packings: tuple[Packing, ...]  # empty for a value that is dropped
+    # The value itself crosses too, for readers that no hook covers. Packed leaves would only add bytes, so it is packed
+    # in the backward.
     keep: bool
-    source: Node
-    views: tuple[SavedValue, ...] = ()
+    source: Node  # the node of the forward that is packed: the value's own, or one that it is a copy of
+    views: tuple[SavedValue, ...] = ()  # views of the same storage, or copies of the value
+    # for the backward inputs of values that are copies, the nodes that make them from the unpacked value
     replays: Mapping[Node, tuple[Node, ...]] = field(default_factory=dict)
 
     @property
@@ -80,42 +63,39 @@ class Unit:
         return {node.target for graph in graphs for node in graph.nodes if node.op == "call_function"}
 
 
-class Tracer:
-    """Traces a hook once for all saved tensors of the same static sizes.
+def _tracer(decompositions: dict[Any, Any] | None) -> _Trace:
+    """Traces a hook once for all saved tensors of the same static sizes."""
+    known: dict[Any, TracedHook] = {}
+    checked: set[Hook] = set()
 
-    Args:
-        decompositions: Inductor's table, or None for the inner compiler "aten".
-    """
-
-    def __init__(self, decompositions: dict[Any, Any] | None) -> None:
-        self.decompositions = decompositions
-        self.known: dict[Any, TracedHook] = {}
-        self.checked: set[Hook] = set()
-
-    def __call__(self, hook: Hook, value: torch.Tensor, saved: SavedValue) -> TracedHook:
-        layout = (tuple(value.shape), value.stride())
+    def trace(hook: Hook, value: torch.Tensor, saved: SavedValue) -> TracedHook:
+        layout = (*value.shape, *value.stride())
         key: Any = None
-        if all(isinstance(n, int) for numbers in layout for n in numbers):
+        if all(isinstance(n, int) for n in layout):
             key = (hook, layout, value.is_conj(), value.is_neg(), value.dtype, value.device)
-            if key in self.known:
-                return self.known[key]
-        with compiling_for("aten" if self.decompositions is None else "inductor"):
-            traced = trace_hook(
-                hook, value, saved.row.describe(), decompositions=self.decompositions, twice=hook not in self.checked
-            )
-        self.checked.add(hook)
+            if key in known:
+                return known[key]
+        with compiling_for("aten" if decompositions is None else "inductor"):
+            where = saved.row.describe()
+            traced = trace_hook(hook, value, where, decompositions=decompositions, twice=hook not in checked)
+        checked.add(hook)
         if key is not None:
-            self.known[key] = traced
+            known[key] = traced
         show(f"pack of '{hook.name}' for {saved.row.name}", traced.pack)
         show(f"unpack of '{hook.name}' for {saved.row.name}", traced.unpack)
         return traced
 
+    return trace
 
-def trace_units(choices: Sequence[Choice], tracer: Tracer) -> tuple[tuple[Choice, ...], tuple[Unit, ...]]:
-    """A unit for each value that is packed or dropped.
+
+def trace_units(
+    choices: Sequence[Choice], decompositions: dict[Any, Any] | None
+) -> tuple[tuple[Choice, ...], tuple[Unit, ...]]:
+    """A unit for each value that is packed or dropped. `decompositions`: Inductor's table, None for "aten".
 
     The choices come back too: a value whose hooks all leave it as it is stays, and so do its views.
     """
+    trace = _tracer(decompositions)
     views: dict[SavedValue, list[Choice]] = defaultdict(list)
     for choice in choices:
         if choice.view_of is not None:
@@ -123,73 +103,57 @@ def trace_units(choices: Sequence[Choice], tracer: Tracer) -> tuple[tuple[Choice
     units: dict[SavedValue, Unit] = {}
     traced: list[Choice] = []
     for choice in choices:
-        if choice.is_dropped:
-            units[choice.value] = Unit(choice.value, (), False, choice.value.fw_node)
-        elif choice.packs and choice.view_of is None:
-            choice, packings = _trace_choice(choice, tracer)
-            if packings:
-                units[choice.value] = _unit(choice, packings, views[choice.value])
+        unit = Unit(choice.value, (), False, choice.value.fw_node) if choice.is_dropped else None
+        if not choice.is_dropped and choice.packs and choice.view_of is None:
+            choice, unit = _traced(choice, views[choice.value], trace)
+        if unit is not None:
+            units[choice.value] = unit
         traced.append(choice)
     stays = [c.view_of is not None and c.view_of not in units for c in traced]
     found = [c.kept(f"{c.reason}, which stays") if stay else c for c, stay in zip(traced, stays, strict=True)]
     return tuple(found), tuple(units.values())
 
 
-def _trace_choice(choice: Choice, tracer: Tracer) -> tuple[Choice, list[Packing]]:
-    """Trace the hooks of `choice`. Returns the choice, with `KEEP` for hooks that change nothing, and its packings."""
+def _traced(choice: Choice, views: list[Choice], trace: _Trace) -> tuple[Choice, Unit | None]:
+    """The choice, with `KEEP` for hooks that change nothing, and its unit, if a hook is left."""
     source = choice.value.fw_node if choice.source is None else choice.source
     packings: list[Packing] = []
     uses: list[tuple[Hook, tuple[Node, ...]]] = []
     reason = choice.reason
     for hook, readers in choice.uses:
         if hook is not KEEP:
-            traced = tracer(hook, source.meta["val"], choice.value)
+            traced = trace(hook, source.meta["val"], choice.value)
             if traced.identity:
                 hook, reason = KEEP, f"'{hook.name}' leaves it as it is"
             else:
                 packings.append(Packing(hook, traced, readers))
         uses.append((hook, readers))
-    return replace(choice, uses=tuple(uses), reason=reason), packings
-
-
-def _unit(choice: Choice, packings: list[Packing], views: list[Choice]) -> Unit:
-    keep = any(hook is KEEP for hook, _ in choice.uses)
+    choice = replace(choice, uses=tuple(uses), reason=reason)
+    if not packings:
+        return choice, None
+    keep = any(hook is KEEP for hook, _ in uses)
     first, *others = packings
     first = replace(first, readers=(*first.readers, *(reader for c in views for reader in c.uses[0][1])))
-    source = choice.value.fw_node if choice.source is None else choice.source
-    replays = {c.value.bw_node: c.replay for c in views if c.replay}
-    if choice.source is not None:
-        replays[choice.value.bw_node] = choice.replay
-    return Unit(
-        choice.value,
-        # if the value crosses unpacked anyway, packed leaves would only add bytes
-        tuple(replace(packing, in_backward=keep) for packing in (first, *others)),
-        keep,
-        source,
-        tuple(c.value for c in views),
-        replays,
-    )
+    replays = {c.value.bw_node: c.replay for c in (choice, *views) if c.replay}
+    return choice, Unit(choice.value, (first, *others), keep, source, tuple(c.value for c in views), replays)
 
 
-def choose_positions(units: Iterable[Unit], fw: GraphModule) -> tuple[Unit, ...]:
+def choose_positions(units: tuple[Unit, ...], fw: GraphModule) -> tuple[Unit, ...]:
     """Choose the positions of packs for Inductor's kernels on CUDA; any other pack stands after the value's last use.
 
     Each scale is found right after the value is made, see `Packing`. If memory is tight at the value's last use, the
-    whole pack stands there, in a kernel of its own.
-
-    Inductor fuses packing with the value's last reader. That saves a pass over the value, but the reader's result
-    cannot take its memory: three 14336-wide tensors of an MLP are alive where two would do. This matters where the
-    forward is at its peak, in a deep model the last layer. Elsewhere fusing is better: a kernel between two matrix
-    products made them 5% slower on an H200.
+    whole pack stands there, in a kernel of its own. For Inductor fuses packing with the value's last reader. That saves
+    a pass over the value, but the reader's result cannot take its memory: three 14336-wide tensors of an MLP are alive
+    where two would do. This matters where the forward is at its peak, in a deep model the last layer. Elsewhere fusing
+    is better: a kernel between two matrix products made them 5% slower on an H200.
     """
-    units = tuple(units)
     movable = [u for u in units if not u.keep and len(u.packings) == 1 and u.saved.value.device.type == "cuda"]
     if not movable:
         return units
     alive = alive_bytes(fw, {u.saved.fw_node: _leaf_bytes(u.packings[0]) for u in movable})
     peak = max(alive.values())
-
-    def positioned(unit: Unit) -> Unit:
+    placed = {}
+    for unit in movable:
         node, nbytes = unit.saved.fw_node, storage_bytes(unit.saved.value)
         large = nbytes >= _WORTH_A_KERNEL * peak
         tight = unit.source is node and large and peak - alive[last_use(node)] < nbytes
@@ -197,9 +161,8 @@ def choose_positions(units: Iterable[Unit], fw: GraphModule) -> tuple[Unit, ...]
             log.debug("'%s' is packed early and alone: memory is tight at its last use", unit.saved.row.name)
         early = tight and not fuses(producer(node))
         packing = replace(unit.packings[0], scale_at_definition=True, pack_at_definition=early)
-        return replace(unit, packings=(packing,))
-
-    return tuple(positioned(unit) if unit in movable else unit for unit in units)
+        placed[unit] = replace(unit, packings=(packing,))
+    return tuple(placed.get(unit, unit) for unit in units)
 
 
 def _leaf_bytes(packing: Packing) -> int:

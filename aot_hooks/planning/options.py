@@ -16,9 +16,16 @@ from typing import Any, cast
 import torch
 from torch.fx import GraphModule, Node
 
-from ..graphs.fusion_memory import alive_along, fuses, last_readers, lifetimes, written_storages
 from ..graphs.nodes import REGION, annotation, output_storages, storage_bytes, storage_of, storages
-from ..graphs.roofline import Rates, measured_rates, node_ms
+from ..graphs.roofline import (
+    Rates,
+    alive_along,
+    fuses,
+    last_readers,
+    measured_rates,
+    node_ms,
+    written_storages,
+)
 from ..graphs.saved import Boundary, SavedValue, boundary
 from ..hook import Hook
 from ..library.float8 import float8
@@ -29,7 +36,7 @@ from ..offloading.transfers import offload_wait
 from ..passes.live_bytes import live_bytes
 from ..passes.plan import decide
 from ..passes.trace import TracedHook
-from ..passes.units import Tracer, Unit, trace_units
+from ..passes.units import Unit, trace_units
 from ..settings.setting import Setting, out_of_scope
 from ..torch_private import inductor
 from ..torch_private.values import is_operator
@@ -73,7 +80,7 @@ def step_of(graphs: Graphs, scope: str | None, allow: Iterable[str], max_error: 
     rates = measured_rates(groups[0][0].row.device) if groups else measured_rates(torch.device("cpu"))
     times = [node_ms(gm, lambda _: rates, graphs.fused) for gm in (graphs.fw, graphs.bw)]
     hooks = _hook_options(graphs, cross, groups, scope, allow, max_error, rates)
-    gone = _gone(graphs, cross)
+    gone = _gone(graphs)
     position = {node: len(forward) + i for i, node in enumerate(backward)}
     readers = [[u for v in group for u in v.bw_node.users if u.op != "output"] for group in groups]
     firsts = [min(position[u] for u in own) for own in readers]
@@ -144,13 +151,15 @@ def _storages_in_scope(cross: Boundary, scope: str | None) -> list[list[SavedVal
     return [group for group in groups.values() if all(map(ours, group))]
 
 
-def _gone(graphs: Graphs, cross: Boundary) -> dict[Any, int]:
+def _gone(graphs: Graphs) -> dict[Any, int]:
     """By storage, the position of the forward's last kernel that reads it."""
     nodes = _nodes(graphs.fw)
     outputs = output_storages(graphs.fw.graph)
     counted = written_storages(nodes) | outputs if graphs.fused else {storage_of(n) for n in nodes}
-    found = lifetimes(nodes, counted, to_end=storages(cross.user_outputs), last_reader=last_readers(nodes, counted))
-    return {key: min(life.last, len(nodes) - 1) for key, life in found.items()}
+    found: dict[Any, int] = {}
+    for node, last in last_readers(nodes, counted).items():
+        found[storage_of(node)] = max(last, found.get(storage_of(node), 0))
+    return found
 
 
 # --- hooks ------------------------------------------------------------------------------------------------------------
@@ -167,11 +176,11 @@ def _hook_options(
 ) -> list[list[Option]]:
     """For each storage the hooks that can take it, with their bytes and times."""
     found: list[list[Option]] = [[] for _ in groups]
-    tracer = Tracer(inductor.decompositions() if graphs.fused else None)
+    decompositions = inductor.decompositions() if graphs.fused else None
     on_cuda = [group[0].row.device.type == "cuda" for group in groups]
     for name, rule in _rules(set(allow), max_error).items():
         choices = decide(cross, Setting(rule, scope), {})
-        choices, units = trace_units(choices, tracer)
+        choices, units = trace_units(choices, decompositions)
         packed = {choice.value: choice for choice in choices if choice.packs}
         unit_of = {unit.saved: unit for unit in units}
         for i, group in enumerate(groups):
@@ -223,8 +232,7 @@ def _work_bytes(gm: GraphModule, fused: bool) -> int:
     outputs = output_storages(gm.graph)
     counted = written_storages(nodes) | outputs if fused else {storage_of(n) for n in nodes}
     counted = counted - storages(gm.graph.find_nodes(op="placeholder")) - {None}
-    found = lifetimes(nodes, counted, to_end=outputs, last_reader=last_readers(nodes, counted))
-    return max(alive_along(len(nodes), found.values()), default=0)
+    return max(alive_along(nodes, counted, to_end=outputs, last_reader=last_readers(nodes, counted)), default=0)
 
 
 def _hook_ms(group: Sequence[SavedValue], traced: TracedHook, fused: bool, rates: Rates) -> float:
