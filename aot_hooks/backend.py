@@ -21,9 +21,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.fx import GraphModule
 
-from . import cache, context, cudagraphs, records, unused
-from .cache import bypassed, through_cache
+from . import context, cudagraphs, records, unused
+from .cache import lookup
 from .cache.key import nodes_of, package_digest
+from .cache.lookup import bypassed, through_cache
 from .eager.modules import roots
 from .eager.packing import CompiledCall
 from .errors import AotHooksError, OptionError
@@ -73,7 +74,7 @@ def reset() -> None:
     cudagraphs.forget()
     transfers.reset()
     context.forget()
-    cache.forget()
+    lookup.forget()
     unused.forget()
 
 
