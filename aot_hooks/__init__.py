@@ -3,7 +3,7 @@
 from . import errors, policies
 from ._version import __version__ as __version__
 from .backend import last_plans, reset
-from .cache import cache_stats
+from .cache.lookup import cache_stats
 from .context.entering import saved_tensors_hooks, saved_tensors_policy
 from .errors import AotHooksError
 from .graphs.roofline import Rates

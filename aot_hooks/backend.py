@@ -20,9 +20,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.fx import GraphModule
 
-from . import cache, cudagraphs, records, unused
-from .cache import bypassed, through_cache
+from . import cudagraphs, records, unused
+from .cache import lookup
 from .cache.key import nodes_of, package_digest
+from .cache.lookup import bypassed, through_cache
 from .context import pairs, region
 from .eager.modules import roots
 from .eager.packing import call_compiled
@@ -76,7 +77,7 @@ def reset() -> None:
     transfers.reset()
     pairs.forget()
     region.forget()
-    cache.forget()
+    lookup.forget()
     unused.forget()
 
 

@@ -3,7 +3,3 @@
 lookup.py compiles through them, by a key that key.py makes. entry.py has the data that an entry stores for hooks,
 notes.py what `explain-miss` prints of a miss.
 """
-
-from .lookup import bypassed, cache_stats, forget, through_cache
-
-__all__ = ["bypassed", "cache_stats", "forget", "through_cache"]

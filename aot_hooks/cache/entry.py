@@ -4,10 +4,8 @@
 
 A program with other names for its modules and arguments may take the entry. So a row stores the number of a node of
 Dynamo's graph instead of a module and a line, and numbers of sizes instead of their names. A hook is stored as "the
-choice of the setting's rule for this row", or pickled if the package made it.
-
-`unpack` checks both: a policy of the user's must choose as it chose then, and a hook of the user's must trace to the
-same program. An entry for another hook is passed over, whatever its key is.
+choice of the setting's rule for this row", or pickled if the package made it. `unpack` checks both: a policy of the
+user's must choose as it chose then, and a hook of the user's must trace to the same program.
 """
 
 from __future__ import annotations
@@ -16,7 +14,7 @@ import dataclasses
 import hashlib
 import pickle
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,8 +28,6 @@ from ..passes.trace import canonical, trace_hook
 from ..settings.setting import out_of_scope
 from ..torch_private import values as torch_values
 from .key import Key, foreign_operator
-
-__all__ = ["Checks", "ForAnother", "Refused", "Unusable", "pack_up", "unpack"]
 
 _FORMAT = 1
 Place = tuple[str, str]  # module and line
@@ -78,38 +74,37 @@ def pack_up(plans: Sequence[Plan], check: Checks, places: Callable[[], Sequence[
         places: module and line of each node of Dynamo's graph; called once.
     """
     found = list(places())
-    modules = {module: i for i, (module, _) in reversed(list(enumerate(found)))}
-    lines = {line: i for i, (_, line) in reversed(list(enumerate(found)))}
-    both = {place: i for i, place in reversed(list(enumerate(found)))}
+    both, modules, lines = _numbers(found), _numbers(place[0] for place in found), _numbers(place[1] for place in found)
     numbered = _renamed({name: f"size{i}" for i, name in enumerate(check.key.sizes)})
-    rows: list[tuple[tuple[_Row, ...], tuple[Transfer, ...]]] = []
-    cannot = ""
-    for plan in plans:
-        of_plan = []
-        for d in plan.decisions:
-            row = d.saved
-            at = both.get((row.module_path, row.source_line))
-            try:
-                chosen_by = check.numbers_of(d.settings)
-                stored = _Row(
-                    saved=dataclasses.replace(row, shape=numbered(row.shape), module_path="", source_line=""),
-                    module_at=modules.get(row.module_path) if at is None else at,
-                    line_at=lines.get(row.source_line) if at is None else at,
-                    chosen_by=chosen_by,
-                    hook=check.reference(d.hook, row, chosen_by),
-                    reason=d.reason,
-                    packed_bytes=d.packed_bytes,
-                    saved_bytes=d.saved_bytes,
-                    choices=check.choices(row, chosen_by),
-                    traces_to=check.programs(d.hook, row, chosen_by),
-                )
-            except Refused as e:
-                cannot = cannot or str(e)
-            else:
-                of_plan.append(stored)
-        rows.append((tuple(of_plan), plan.transfers))
-    data = pickle.dumps((_FORMAT, _Stored(() if cannot else tuple(rows), cannot)))
+
+    def stored(d: Decision) -> _Row:
+        row = d.saved
+        at = both.get((row.module_path, row.source_line))
+        chosen_by = check.numbers_of(d.settings)
+        return _Row(
+            saved=dataclasses.replace(row, shape=numbered(row.shape), module_path="", source_line=""),
+            module_at=modules.get(row.module_path) if at is None else at,
+            line_at=lines.get(row.source_line) if at is None else at,
+            chosen_by=chosen_by,
+            hook=check.reference(d.hook, row, chosen_by),
+            reason=d.reason,
+            packed_bytes=d.packed_bytes,
+            saved_bytes=d.saved_bytes,
+            choices=check.choices(row, chosen_by),
+            traces_to=check.programs(d.hook, row, chosen_by),
+        )
+
+    try:
+        content = _Stored(tuple((tuple(map(stored, plan.decisions)), plan.transfers) for plan in plans), "")
+    except Refused as e:
+        content = _Stored((), str(e))
+    data = pickle.dumps((_FORMAT, content))
     return hashlib.sha256(data).digest() + data
+
+
+def _numbers(values: Iterable[Any]) -> dict[Any, int]:
+    """The position at which each value comes first."""
+    return {value: i for i, value in reversed(list(enumerate(values)))}
 
 
 def unpack(data: bytes, check: Checks, places: Callable[[], Sequence[Place]]) -> list[Plan]:
@@ -123,46 +118,39 @@ def unpack(data: bytes, check: Checks, places: Callable[[], Sequence[Place]]) ->
     if stored.cannot:
         raise Unusable(stored.cannot)
     named = _renamed({f"size{i}": name for i, name in enumerate(check.key.sizes)})
-    found: Sequence[Place] = ()
-    if any(row.module_at is not None or row.line_at is not None for rows, _ in stored.plans for row in rows):
-        found = places()
-    plans = []
-    for rows, transfers in stored.plans:
-        decisions = []
-        for row in rows:
-            try:
-                module = "" if row.module_at is None else found[row.module_at][0]
-                line = "" if row.line_at is None else found[row.line_at][1]
-            except IndexError:
-                raise Refused("its rows name nodes that this graph does not have") from None
-            shape = named(row.saved.shape)
-            saved = dataclasses.replace(row.saved, shape=shape, module_path=module, source_line=line)
-            hook = check.resolve(row.hook, saved)
-            if check.choices(saved, row.chosen_by) != row.choices:
-                raise ForAnother(f"the policy chooses otherwise for {saved.describe()} than when the entry was made")
-            try:
-                traces_to = check.programs(hook, saved, row.chosen_by)
-            except Unusable as e:  # what made the entry could be checked
-                raise Refused(str(e)) from e
-            if row.traces_to != traces_to:
-                raise ForAnother(
-                    f"hook '{hook.name}' traces to another program on {saved.describe()} than when the entry was made"
-                )
-            settings = check.keys(row.chosen_by)
-            decisions.append(Decision(saved, hook, row.reason, row.packed_bytes, row.saved_bytes, settings))
-        plans.append(Plan(tuple(decisions), transfers))
-    return plans
+    placed = any(row.module_at is not None or row.line_at is not None for rows, _ in stored.plans for row in rows)
+    found = places() if placed else ()
+
+    def decision(row: _Row) -> Decision:
+        try:
+            module = "" if row.module_at is None else found[row.module_at][0]
+            line = "" if row.line_at is None else found[row.line_at][1]
+        except IndexError:
+            raise Refused("its rows name nodes that this graph does not have") from None
+        saved = dataclasses.replace(row.saved, shape=named(row.saved.shape), module_path=module, source_line=line)
+        hook = check.resolve(row.hook, saved)
+        if check.choices(saved, row.chosen_by) != row.choices:
+            raise ForAnother(f"the policy chooses otherwise for {saved.describe()} than when the entry was made")
+        try:
+            traces_to = check.programs(hook, saved, row.chosen_by)
+        except Unusable as e:  # what made the entry could be checked
+            raise Refused(str(e)) from e
+        if row.traces_to != traces_to:
+            raise ForAnother(
+                f"hook '{hook.name}' traces to another program on {saved.describe()} than when the entry was made"
+            )
+        return Decision(saved, hook, row.reason, row.packed_bytes, row.saved_bytes, check.keys(row.chosen_by))
+
+    return [Plan(tuple(map(decision, rows)), transfers) for rows, transfers in stored.plans]
 
 
 def _renamed(names: Mapping[str, str]) -> Callable[[tuple[int, ...]], tuple[int, ...]]:
     """A function that renames the symbols in a shape."""
 
-    def one(size: int) -> int:
-        if not isinstance(size, Dim):
-            return size
-        return Dim(int(size), re.sub(r"\w+", lambda word: names.get(word[0], word[0]), size.expression))
+    def renamed(expression: str) -> str:
+        return re.sub(r"\w+", lambda word: names.get(word[0], word[0]), expression)
 
-    return lambda shape: tuple(map(one, shape))
+    return lambda shape: tuple(Dim(int(s), renamed(s.expression)) if isinstance(s, Dim) else s for s in shape)
 
 
 def _read(data: bytes) -> _Stored:
@@ -179,10 +167,7 @@ def _read(data: bytes) -> _Stored:
 
 
 # what the pickle of another version may raise
-_UNREADABLE = (
-    *(pickle.UnpicklingError, EOFError, AttributeError, ImportError, IndexError, KeyError, TypeError, ValueError),
-    UnicodeDecodeError,
-)
+_UNREADABLE = (pickle.UnpicklingError, EOFError, AttributeError, ImportError, LookupError, TypeError, ValueError)
 
 
 class Checks:
@@ -194,7 +179,7 @@ class Checks:
         self.known: dict[Any, str] = {}  # digests of programs
 
     def numbers_of(self, settings: tuple[str, ...]) -> tuple[int, ...]:
-        numbers = {s.key: number for number, s in reversed(list(enumerate(self.key.settings))) if s is not None}
+        numbers = _numbers(setting and setting.key for setting in self.key.settings)
         return tuple(numbers[key] for key in settings)
 
     def keys(self, chosen_by: tuple[int, ...]) -> tuple[str, ...]:
@@ -216,10 +201,10 @@ class Checks:
         if hook is KEEP:
             return "keep", 0
         chosen = {number: self.chosen(number, row) for number in chosen_by}
-        for same in (lambda a: a == hook, lambda a: described(a).text == described(hook).text):
-            for number, each in chosen.items():
-                if same(each):
-                    return "rule", number
+        equal = [number for number, each in chosen.items() if each == hook]
+        equal = equal or [number for number, each in chosen.items() if described(each).text == described(hook).text]
+        if equal:
+            return "rule", equal[0]
         try:
             return "value", pickle.dumps(hook)
         except (pickle.PicklingError, TypeError, AttributeError) as e:
@@ -258,12 +243,11 @@ class Checks:
         found = []
         for each in (hook, *(self.chosen(number, row) for number in chosen_by)):
             if described(each).own:  # also a hook that declined: it may accept the tensor now
-                declined = each.declines(row) if each.declines is not None else None
-                if declined:
+                if each.declines is not None and (declined := each.declines(row)):
                     found.append(f"declines: {declined}")
                     continue
                 self.hooks[id(each)] = each
-                example = (id(each), tuple(int(size) for size in row.shape), row.dtype, row.device)
+                example = (id(each), tuple(map(int, row.shape)), row.dtype, row.device)
                 if example not in self.known:
                     self.known[example] = _program(each, row)
                 found.append(self.known[example])
@@ -271,7 +255,7 @@ class Checks:
 
 
 def _program(hook: Hook, row: SavedTensor) -> str:
-    shape = [int(size) for size in row.shape]
+    shape = tuple(map(int, row.shape))
     with compiling_for("inductor"), torch_values.fake_tensor(shape, row.dtype, row.device) as value:
         try:
             traced = trace_hook(hook, value, row.describe(), decompositions=None)

@@ -6,12 +6,11 @@
       regions           which node is under which; names and modules that a policy may look at
       versions          this package by its sources, torch, Python
 
-`key_of` makes it. It holds the program that a function of the user's traces to on one example. The programs on the
-saved tensors themselves, and a policy's choices, are stored in the entry and compared (entry.py).
+`key_of` makes it, with the program that a function of the user's traces to on one example. The programs on the saved
+tensors themselves, and a policy's choices, are stored in the entry and compared (entry.py).
 
-torch adds its own key (configuration, devices, its sources). torch computes it under `normalized(graph)`, in which
-placeholders and values are named by their positions: renaming a model's argument, attribute or variable changes no key.
-Symbolic sizes, which torch names after arguments, are numbered too. Both keys are linear in the graph.
+torch adds its own key (configuration, devices, its sources), made under `normalized(graph)`: renaming a model's
+argument, attribute or variable changes no key. Symbolic sizes are numbered too. Both keys are linear in the graph.
 """
 
 from __future__ import annotations
@@ -43,8 +42,6 @@ from ..passes.trace import canonical, trace_hook
 from ..settings.names import name_given
 from ..settings.setting import Setting, looks_at_modules
 from ..torch_private import values as torch_values
-
-__all__ = ["Key", "Line", "foreign_operator", "key_of", "nodes_of", "normalized", "package_digest"]
 
 Line = tuple[str, str]  # what, and its content
 
@@ -97,16 +94,11 @@ def key_of(
         ("torch", torch.__version__),
         *((f"option {name}", repr(value)) for name, value in sorted((options or {}).items())),
     ]
-    numbers: dict[str, int] = {}
-    texts: dict[tuple[Line, ...], int] = {}  # of regions: equal ones have one number
     opaque: list[str] = []
     lines += [(f"ambient {name}", text) for name, text in _setting_lines(ambient, opaque)]
-    for key in order:
-        text = tuple(_setting_lines(regions[key], opaque))
-        if text not in texts:
-            texts[text] = len(texts) + 1
-            lines += [(f"region {len(texts)} {name}", value) for name, value in text]
-        numbers[key] = texts[text]
+    texts: dict[tuple[Line, ...], int] = {}  # of regions: equal ones have one number
+    numbers = {k: texts.setdefault(tuple(_setting_lines(regions[k], opaque)), len(texts) + 1) for k in order}
+    lines += [(f"region {number} {name}", value) for text, number in texts.items() for name, value in text]
     # a user's function sees the rows of saved tensors, with their lines and modules
     reads_anything = any(s is not None and described(s.rule).functions for s in settings)
     reads_modules = reads_anything or any(s is not None and looks_at_modules(s.rule) for s in settings)
@@ -120,7 +112,10 @@ def key_of(
             lines.append((f"module of node {i}", f"{path} {module_stack(node)}"))
             if reads_anything:
                 lines.append((f"line of node {i}", line))
-    traced = _traced_inputs(gm, inputs)
+    # as Dynamo traced them; their sizes may be symbolic
+    traced = [
+        n.meta.get("example_value", x) for n, x in zip(gm.graph.find_nodes(op="placeholder"), inputs, strict=True)
+    ]
     sizes = torch_values.SizeNumbers(traced)
     for graph in _graphs(gm):
         lines += _canonical(graph, sizes)
@@ -210,27 +205,21 @@ def _name(target: Any) -> str:
     return f"{getattr(target, '__module__', None) or type(target).__module__}.{name}"
 
 
-def _traced_inputs(gm: GraphModule, inputs: Sequence[Any]) -> list[Any]:
-    """The values that Dynamo traced the inputs as; their sizes may be symbolic."""
-    placeholders = gm.graph.find_nodes(op="placeholder")
-    return [node.meta.get("example_value", given) for node, given in zip(placeholders, inputs, strict=True)]
-
-
 def _inputs(traced: Sequence[Any], inputs: Sequence[Any], sizes: torch_values.SizeNumbers) -> Iterator[Line]:
     """A line for each input. `traced` has what Dynamo saw; the real `inputs` show which of them share memory."""
     storages: dict[int, int] = {}
     for i, (value, given) in enumerate(zip(traced, inputs, strict=True)):
-        if isinstance(value, torch.Tensor):
-            shape = f"[{', '.join(map(sizes.text, value.shape))}]"
-            text = f"{type(given).__name__} {value.dtype} {shape} {value.device} {value.requires_grad}"
+        text = type(given).__name__
+        if not isinstance(value, torch.Tensor):
+            text += f" {sizes.text(value)}"
+        else:
+            text += f" {value.dtype} [{', '.join(map(sizes.text, value.shape))}] {value.device} {value.requires_grad}"
             if value.layout is torch.strided and not torch_values.is_traceable_subclass(value):
                 shares = storages.setdefault(torch_values.storage_key(given), i)
-                stride = f"[{', '.join(map(sizes.text, value.stride()))}]"
-                text += f" stride {stride} from {sizes.text(value.storage_offset())} of the memory of {shares}"
+                stride = ", ".join(map(sizes.text, value.stride()))
+                text += f" stride [{stride}] from {sizes.text(value.storage_offset())} of the memory of {shares}"
             else:
                 text += f" {value.layout}"
-        else:
-            text = f"{type(given).__name__} {sizes.text(value)}"
         yield f"input {i}", text
 
 
@@ -256,6 +245,10 @@ def package_digest() -> str:
 # --- names taken away, and given back ---------------------------------------------------------------------------------
 
 
+# what else of a graph module has the user's names: stacks of variables, and the code that was generated before
+_NAMED = ("_code", "_lineno_map", "_prologue_start", "_source_to_user_stacks")
+
+
 @contextlib.contextmanager
 def normalized(gm: GraphModule) -> Iterator[None]:
     """Inside, values of `gm` and of the graphs in it are named by their positions.
@@ -273,7 +266,6 @@ def normalized(gm: GraphModule) -> Iterator[None]:
 def _one_normalized(gm: GraphModule) -> Iterator[None]:
     nodes = list(gm.graph.nodes)
     before = [(node, node.name, node.target) for node in nodes]
-    # these have the user's names too: stacks of variables, and the code that was generated before
     state = {name: vars(gm).pop(name) for name in _NAMED if name in vars(gm)}
     forward = vars(type(gm)).get("forward")  # each GraphModule has a class of its own
     try:
@@ -287,13 +279,10 @@ def _one_normalized(gm: GraphModule) -> Iterator[None]:
                 for node, name, target in before:
                     torch_values.rename_node(node, name, target)
     finally:
-        for attribute in _NAMED:
-            vars(gm).pop(attribute, None)
+        for name in _NAMED:
+            vars(gm).pop(name, None)
         vars(gm).update(state)
         if forward is None:
             gm.recompile()
         else:
             type(gm).forward = forward
-
-
-_NAMED = ("_code", "_lineno_map", "_prologue_start", "_source_to_user_stacks")

@@ -37,24 +37,15 @@ from . import notes
 from .entry import Checks, ForAnother, Refused, Unusable, pack_up, unpack
 from .key import Key, key_of, nodes_of, normalized
 
-__all__ = ["bypassed", "cache_stats", "forget", "through_cache"]
-
 log = logging.getLogger("aot_hooks")
 
-_RESULTS = ("hit", "miss", "bypass")
 _NAME = "aot_hooks"  # of what is attached to an entry
 _MOST_ENTRIES = 32  # of one key for the same sizes: policies that never choose alike must not fill the disk
 _PLURAL = {"hit": "hits", "miss": "misses", "bypass": "bypasses"}
 
-
-class _Stats:
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.counts: collections.Counter[tuple[str, str]] = collections.Counter()
-        self.warned: set[str] = set()
-
-
-_stats = _Stats()
+_lock = threading.Lock()  # of what this module counts
+_counts: collections.Counter[tuple[str, str]] = collections.Counter()
+_warned: set[str] = set()
 
 
 def cache_stats() -> dict[str, Any]:
@@ -63,28 +54,28 @@ def cache_stats() -> dict[str, Any]:
     `{"hits": int, "misses": int, "bypasses": int, "reasons": {"bypass: <why>": int, ...}}`; reasons add up to them.
     Graphs without hooks are torch's own business, see `torch._dynamo.utils.counters["aot_autograd"]`.
     """
-    with _stats.lock:
-        counts = dict(_stats.counts)
-    totals = {_PLURAL[r]: sum(n for (result, _), n in counts.items() if result == r) for r in _RESULTS}
+    with _lock:
+        counts = dict(_counts)
+    totals = {many: sum(n for (result, _), n in counts.items() if result == one) for one, many in _PLURAL.items()}
     return {**totals, "reasons": {f"{result}: {why}": n for (result, why), n in sorted(counts.items())}}
 
 
 def forget() -> None:
     """Count from zero."""
-    with _stats.lock:
-        _stats.counts.clear()
+    with _lock:
+        _counts.clear()
 
 
 def _count(result: str, why: str) -> None:
-    with _stats.lock:
-        _stats.counts[result, why] += 1
+    with _lock:
+        _counts[result, why] += 1
     log.info("cache %s: %s", result, why)
 
 
 def _warn_once(about: str, message: str) -> None:
-    with _stats.lock:
-        known = about in _stats.warned
-        _stats.warned.add(about)
+    with _lock:
+        known = about in _warned
+        _warned.add(about)
     if not known:
         warnings.warn(message, CacheWarning, stacklevel=2)
 
@@ -121,12 +112,13 @@ def through_cache(
         return bypassed("torch's cache is switched off", lambda: compile_graph(lambda: None))
     key = key_of(gm, inputs, ambient, regions, options=options, roots=roots)
     if key.opaque:
-        what = f"{_hooks(key)} {', '.join(key.opaque)}"
+        operators = ", ".join(key.opaque)
+        what = f"{_hooks(key)} {operators}"
         _warn_once(
             what,
-            f"graphs with {_hooks(key)} are compiled anew in each process: what the operators {', '.join(key.opaque)} "
-            "do is in no graph, so no cache key holds it. Give the hook Hook(..., cache_hash='1'), a text that you "
-            "change whenever they do something else",
+            f"graphs with {_hooks(key)} are compiled anew in each process: what the operators {operators} do is in no "
+            "graph, so no cache key holds it. Give the hook Hook(..., cache_hash='1'), a text that you change whenever "
+            "they do something else",
         )
         return bypassed(f"operators of others in {what}", lambda: compile_graph(lambda: None))
     nodes = nodes_of(gm)  # now: Inductor's passes change the graph
@@ -143,19 +135,7 @@ def through_cache(
 
 
 class _Lookup(Extension):
-    """One graph of Dynamo on its way through torch's cache.
-
-    Attributes:
-        full_key: torch's part and ours, "" if torch made none.
-        lines: what torch's part is made of, if torch's logger is at debug level.
-        bypass: why torch made no key, or stores nothing.
-        found: there were entries; `refused` why the last one was not taken, "" if it was.
-        unusable: why no entry of this graph can be checked.
-        damaged: an entry was refused that is not simply for other hooks.
-        other_sizes: there were entries, for other sizes.
-        compiled: something was compiled.
-        stored_plans: the plans of the entry that was taken.
-    """
+    """One graph of Dynamo on its way through torch's cache. `collect` ends the pause of garbage collections."""
 
     def __init__(
         self, key: Key, plans: list[Plan], places: Callable[[], list[tuple[str, str]]], collect: Callable[[], None]
@@ -163,10 +143,15 @@ class _Lookup(Extension):
         super().__init__(key.digest)
         self.key, self.plans, self.places, self.collect = key, plans, places, collect
         self.checks = Checks(key)
-        self.full_key = self.bypass = self.refused = self.unusable = ""
-        self.lines: tuple[str, ...] = ()
-        self.found = self.damaged = self.other_sizes = self.compiled = self.attached = False
-        self.stored_plans: list[Plan] = []
+        self.full_key = ""  # torch's part and ours, "" if torch made none
+        self.lines: tuple[str, ...] = ()  # what torch's part is made of, if torch's logger is at debug level
+        self.bypass = ""  # why torch made no key, or stores nothing
+        self.refused = ""  # why the last entry that was found was not taken, "" if it was
+        self.unusable = ""  # why no entry of this graph can be checked
+        self.found = self.other_sizes = False  # there were entries; there were some for other sizes
+        self.damaged = False  # an entry was refused that is not simply for other hooks
+        self.compiled = False
+        self.stored_plans: list[Plan] = []  # of the entry that was taken
 
     @contextlib.contextmanager
     def making_key(self, mod: Any, inputs: Sequence[Any], config: Any) -> Iterator[Any]:
@@ -182,24 +167,20 @@ class _Lookup(Extension):
         self.full_key, self.lines = key, lines
 
     def refuse(self, entry: Entry) -> str:
-        self.found = True
-        self.refused = self._why_not(entry)
-        return self.refused
-
-    def _why_not(self, entry: Entry) -> str:
+        self.found, self.refused = True, ""
         data = entry.attached(_NAME)
-        if data is None:
-            self.unusable = "nothing is stored beside it" if entry.has_backward else ""
-            return self.unusable
         try:
-            self.stored_plans.extend(unpack(data, self.checks, self.places))
-        except Unusable as e:
-            self.unusable = str(e)
-            return self.unusable
+            if data is not None:
+                self.stored_plans.extend(unpack(data, self.checks, self.places))
+            elif entry.has_backward:
+                raise Unusable("nothing is stored beside it")
         except Refused as e:
-            self.damaged = self.damaged or not isinstance(e, ForAnother)
-            return str(e)
-        return ""
+            self.refused = str(e)
+            if isinstance(e, Unusable):
+                self.unusable = str(e)
+            elif not isinstance(e, ForAnother):
+                self.damaged = True
+        return self.refused
 
     def missed(self, *, other_sizes: bool) -> None:
         self.collect()
@@ -215,11 +196,11 @@ class _Lookup(Extension):
     def compiling(self) -> None:
         """A graph is about to be compiled: the plans are made, and go into the entry."""
         self.collect()
+        if self.compiled:
+            return
         self.compiled = True
-        if not self.attached:
-            self.attached = True
-            if (attach := aot_cache.attacher(_NAME)) is not None:
-                attach(pack_up(self.plans, self.checks, self.places))
+        if (attach := aot_cache.attacher(_NAME)) is not None:
+            attach(pack_up(self.plans, self.checks, self.places))
 
 
 @contextlib.contextmanager
@@ -229,29 +210,19 @@ def _without_collections() -> Iterator[Callable[[], None]]:
     Taking an entry makes next to no garbage, but many objects that stay, because it imports the compiler. Collecting
     among them again and again was 7% of a warm start. Where there is no entry, collections go on at once.
     """
-    paused = True
-    _pause(1)
-
-    def collect() -> None:
-        nonlocal paused
-        if paused:
-            paused = False
-            _pause(-1)
-
-    try:
-        yield collect
-    finally:
-        collect()
+    with contextlib.ExitStack() as stack:
+        _pause(1)
+        stack.callback(_pause, -1)
+        yield stack.close
 
 
 _pauses, _thresholds = 0, (0, 0, 0)
-_pause_lock = threading.Lock()
 
 
 def _pause(more: int) -> None:
     """Sets the threshold to 0, which means never. Not `gc.disable()`: the user may call that meanwhile."""
     global _pauses, _thresholds
-    with _pause_lock:
+    with _lock:
         before, _pauses = _pauses, _pauses + more
         if before == 0:
             _thresholds = gc.get_threshold()
@@ -316,13 +287,11 @@ def _use_writable_directory() -> None:
         with tempfile.TemporaryFile(dir=directory):
             _writable.add(directory)
     except OSError as e:
-        fresh = tempfile.mkdtemp(prefix="aot-hooks-")
+        fresh = os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="aot-hooks-")
         atexit.register(shutil.rmtree, fresh, ignore_errors=True)
-        os.environ["TORCHINDUCTOR_CACHE_DIR"] = fresh
         _writable.add(fresh)
-        _warn_once(
-            "directory", f"torch's cache directory cannot be written ({e}); this process uses {fresh} and removes it"
-        )
+        why = f"torch's cache directory cannot be written ({e}); this process uses {fresh} and removes it"
+        _warn_once("directory", why)
 
 
 _writable: set[str] = set()

@@ -5,8 +5,7 @@
       explain-miss --read, nearest, difference--> - region 1 content 3: float:0.5
                                                   + region 1 content 3: float:0.25
 
-A note holds the graph's operators, the content of hooks, and of tensors the digests of constants only. Without notes
-everything else works the same.
+A note holds the graph's operators, the content of hooks, and of tensors the digests of constants only.
 """
 
 from __future__ import annotations
@@ -23,31 +22,20 @@ from typing import Any
 
 from ..torch_private import aot_cache
 
-__all__ = ["Miss", "Note", "difference", "differences", "explain", "last_miss", "nearest", "read", "write"]
-
 _KEPT = 32
 _SHOWN = 40
 
 
 @dataclass(frozen=True)
 class Note:
-    """One miss.
+    """One miss. `hooks` are the user's rules, for people; `why` is the reason of the miss."""
 
-    Attributes:
-        key: under which the entry was stored.
-        hooks: the user's rules, for people.
-        why: the reason of the miss.
-        lines: this package's part of the key.
-        torch_lines: torch's part, if its logger was at debug level.
-        settings: torch's configuration.
-    """
-
-    key: str
+    key: str  # under which the entry was stored
     hooks: str
     why: str
-    lines: tuple[tuple[str, str], ...]
-    torch_lines: tuple[str, ...] = ()
-    settings: dict[str, str] = dataclasses.field(default_factory=dict)
+    lines: tuple[tuple[str, str], ...]  # this package's part of the key
+    torch_lines: tuple[str, ...] = ()  # torch's part, if its logger was at debug level
+    settings: dict[str, str] = dataclasses.field(default_factory=dict)  # torch's configuration
     time: float = 0.0
 
     def all_lines(self) -> dict[str, str]:
@@ -59,11 +47,10 @@ def _folder(directory: str | None = None) -> Path:
     return Path(directory or aot_cache.cache_dir()) / "aot_hooks_keys"
 
 
-def write(note: Note, directory: str | None = None) -> None:
+def write(note: Note) -> None:
     """Add `note`, and drop the oldest beyond the newest 32. Raises `OSError` if the directory cannot be written."""
-    folder = _folder(directory)
+    folder, now = _folder(), time.time()
     folder.mkdir(parents=True, exist_ok=True)
-    now = time.time()
     path = folder / f"{int(now * 1e6)}-{os.getpid()}.json"
     part = path.with_suffix(".part")
     part.write_text(json.dumps(dataclasses.asdict(note) | {"time": now}))
@@ -77,13 +64,11 @@ def read(directory: str | None = None) -> list[Note]:
     """All notes, oldest first; what cannot be read is left out."""
     notes = []
     for path in sorted(_folder(directory).glob("*.json")):
-        try:
+        with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
             data = json.loads(path.read_text())
             data["lines"] = tuple((str(a), str(b)) for a, b in data["lines"])
             data["torch_lines"] = tuple(data["torch_lines"])
             notes.append(Note(**data))
-        except (OSError, ValueError, TypeError, KeyError):
-            continue
     return notes
 
 
@@ -94,43 +79,32 @@ def nearest(note: Note, others: Iterable[Note]) -> Note | None:
     return max(candidates, key=lambda other: len(lines & set(other.all_lines().items())), default=None)
 
 
-def differences(before: Note, after: Note) -> list[tuple[str, str | None, str | None]]:
+def _differences(before: Note, after: Note) -> list[tuple[str, str | None, str | None]]:
     """The lines that differ: name, text of the one, text of the other; None where it has none."""
     if not (before.torch_lines and after.torch_lines):
         before, after = (dataclasses.replace(note, torch_lines=()) for note in (before, after))
     old, new = before.all_lines(), after.all_lines()
-    names = dict.fromkeys([*new, *old])
-    return [(name, old.get(name), new.get(name)) for name in names if old.get(name) != new.get(name)]
+    return [(name, old.get(name), new.get(name)) for name in new | old if old.get(name) != new.get(name)]
 
 
-def difference(before: Note, after: Note, most: int = _SHOWN) -> str:
-    """The lines that differ, `-` of the one and `+` of the other, the first `most` of them."""
-    found = differences(before, after)
+def difference(before: Note, after: Note) -> str:
+    """The lines that differ, `-` of the one and `+` of the other, the first 40 of them."""
+    found = _differences(before, after)
     if not found:
         return (
             "nothing that this package knows of: torch's own part differs (devices, its sources, autocast, ...). Run "
             'both processes with TORCH_LOGS="+torch._functorch._aot_autograd.autograd_cache" and ask again'
         )
-    shown = [
-        f"{sign} {name}: {text}"
-        for name, old, new in found[:most]
-        for sign, text in (("-", old), ("+", new))
-        if text is not None
-    ]
-    if len(found) > most:
-        shown.append(f"... and {len(found) - most} more")
+    signed = [(sign, name, text) for name, *both in found[:_SHOWN] for sign, text in zip("-+", both, strict=True)]
+    shown = [f"{sign} {name}: {text}" for sign, name, text in signed if text is not None]
+    if len(found) > _SHOWN:
+        shown.append(f"... and {len(found) - _SHOWN} more")
     return "\n".join(shown)
 
 
 @dataclass(frozen=True)
 class Miss:
-    """The newest miss.
-
-    Attributes:
-        note: what was written of it.
-        was_stored: its key was stored before.
-        other: the nearest note with another key; None if there is none.
-    """
+    """The newest miss; whether its key was stored before; the nearest note with another key, None if there is none."""
 
     note: Note
     was_stored: bool
@@ -139,12 +113,9 @@ class Miss:
     def as_data(self) -> dict[str, Any]:
         """For JSON; times in seconds since 1970, lines as `{"name", "before", "after"}`."""
         note, other = self.note, self.other
-        found = differences(other, note) if other is not None else []
+        found = _differences(other, note) if other is not None else []
         return {
-            "time_s": note.time,
-            "key": note.key,
-            "hooks": note.hooks,
-            "why": note.why,
+            **{"time_s": note.time, "key": note.key, "hooks": note.hooks, "why": note.why},
             "was_stored": self.was_stored,
             "nearest": None if other is None else {"time_s": other.time, "key": other.key, "hooks": other.hooks},
             "differences": [{"name": name, "before": old, "after": new} for name, old, new in found],
@@ -156,7 +127,7 @@ def last_miss(directory: str | None = None) -> Miss | None:
     notes = read(directory)
     if not notes:
         return None
-    last, before = notes[-1], notes[:-1]
+    *before, last = notes
     return Miss(last, any(note.key == last.key for note in before), nearest(last, before))
 
 

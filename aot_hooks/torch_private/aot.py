@@ -21,26 +21,22 @@ from torch.fx import GraphModule, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
 from cudagraph.torch_private import compilers
-from cudagraph.torch_private.cuda import boxed
-from cudagraph.torch_private.symbols import Protocols, Symbols
+from cudagraph.torch_private.cuda import boxed, storage_key
 
 from .symbols import needing
-from .values import HigherOrderOperator, storage_key
+from .values import HigherOrderOperator
 
-SYMBOLS: Symbols = {
-    "torch._dynamo.backends.common.aot_autograd": "options['inner'] = 'aten'",
-    "torch._functorch.partitioners.min_cut_rematerialization_partition": "the partition that is rewritten",
-    "torch.fx.graph._BoxedCodeGen": "options['inner'] = 'aten'",
-    "torch.fx.graph_module._forward_from_src": "storing graphs of options['inner'] = 'aten'",
-    "torch._functorch._aot_autograd.schemas.SerializableAOTDispatchCompiler": "storing graphs of inner 'aten'",
-    "torch._inductor.output_code.OutputCode": "storing graphs of options['inner'] = 'aten'",
-    "torch._functorch._aot_autograd.autograd_cache.BypassAOTAutogradCache": "storing graphs of inner 'aten'",
-    "torch._functorch.config": "regions that compute the same",
-    "torch._functorch.config.cse": "regions that compute the same",
-    "torch._guards.TracingContext": "a second backward (retain_graph) of graphs with hooks",
+SYMBOLS = {
+    "options['inner'] = 'aten'": "torch._dynamo.backends.common.aot_autograd torch.fx.graph._BoxedCodeGen",
+    "the partition that is rewritten": "torch._functorch.partitioners.min_cut_rematerialization_partition",
+    "storing graphs of options['inner'] = 'aten'": "torch._inductor.output_code.OutputCode "
+    "torch.fx.graph_module._forward_from_src",
+    "storing graphs of inner 'aten'": "torch._functorch._aot_autograd.autograd_cache.BypassAOTAutogradCache "
+    "torch._functorch._aot_autograd.schemas.SerializableAOTDispatchCompiler",
+    "regions that compute the same": "torch._functorch.config torch._functorch.config.cse",
+    "a second backward (retain_graph) of graphs with hooks": "torch._guards.TracingContext",
 }
-
-PROTOCOLS: Protocols = {
+PROTOCOLS = {
     "storing graphs of options['inner'] = 'aten'": {
         "torch._inductor.output_code.OutputCode": "prepare_for_serialization post_compile set_triton_bundle",
     },
@@ -50,7 +46,6 @@ PROTOCOLS: Protocols = {
 }
 
 need = needing(SYMBOLS)
-
 
 min_cut_partition = functools.partial(compilers.min_cut_partition, need=need)
 
@@ -73,7 +68,7 @@ def compile_graph(
             in no key of torch's.
     """
 
-    def own(graph_module: GraphModule, _inputs: Any) -> Any:
+    def as_it_is(graph_module: GraphModule, _inputs: Any) -> Any:
         run = boxed(graph_module, need=need)
         return _aten_code_class()(run, graph_module) if stored else run
 
@@ -85,11 +80,13 @@ def compile_graph(
         return compile_it
 
     names = ("forward", "backward", "inference")
-    using = {name: announced(compile_with[name] if compile_with else own) for name in names}
+    using = {name: announced(compile_with[name] if compile_with else as_it_is) for name in names}
     if stored and compile_with is None:
         serializable = need("torch._functorch._aot_autograd.schemas.SerializableAOTDispatchCompiler")
         using = {name: serializable(_aten_code_class(), compiler) for name, compiler in using.items()}
-    with _storing_aten() if stored else contextlib.nullcontext():
+    # entries hold the graphs themselves, and are made when the forward is compiled
+    patches = {"bundled_autograd_cache": True, "force_non_lazy_backward_lowering": True} if stored else {}
+    with need("torch._functorch.config").patch(patches):
         return compilers.compile_aten(gm, inputs, partition=partition, need=need, **using)
 
 
@@ -127,13 +124,12 @@ def donates(fw: GraphModule, bw: GraphModule, num_fwd_outputs: int) -> bool:
     outputs = list(fw.graph.output_node().args[0])  # type: ignore[arg-type]
     others = [*fw.graph.find_nodes(op="placeholder"), *outputs[:num_fwd_outputs]]
     others += list(bw.graph.output_node().args[0])  # type: ignore[arg-type]
-    known = {storage_key(value) for value in _strided(others)}
-    return any(storage_key(value) not in known for value in _strided(outputs[num_fwd_outputs:]))
+    return not _storages(outputs[num_fwd_outputs:]) <= _storages(others)
 
 
-def _strided(nodes: list[Any]) -> list[torch.Tensor]:
+def _storages(nodes: list[Any]) -> set[int | None]:
     values = [node.meta.get("val") for node in nodes if isinstance(node, Node)]
-    return [v for v in values if isinstance(v, torch.Tensor) and v.layout is torch.strided]
+    return {storage_key(value) for value in values if isinstance(value, torch.Tensor)} - {None}
 
 
 def inlines_hooks() -> bool:
@@ -149,7 +145,7 @@ def donate_nothing() -> None:
     reads that list for the code of the backward and at run time. Goes when a partitioner can decide it.
     """
     metadata = compilers.forward_metadata(need=need)
-    if metadata is not None and getattr(metadata, "bw_donated_idxs", None):
+    if getattr(metadata, "bw_donated_idxs", None):
         metadata.bw_donated_idxs = []
 
 
@@ -218,9 +214,3 @@ def is_stored() -> bool:
     """Whether torch's settings store graphs that run as they are, as torch 2.13 does for `aot_eager`."""
     config = need("torch._functorch.config")
     return bool(config.bundled_autograd_cache or getattr(config, "force_autograd_cache", False))
-
-
-def _storing_aten() -> Any:
-    """Entries hold the graphs themselves, and are made when the forward is compiled."""
-    patches = {"bundled_autograd_cache": True, "force_non_lazy_backward_lowering": True}
-    return need("torch._functorch.config").patch(patches)

@@ -17,26 +17,21 @@ from typing import Any
 from torch.fx import GraphModule
 
 from cudagraph.torch_private import autograd_cache
-from cudagraph.torch_private.symbols import Protocols, Symbols
 
 from .symbols import needing
 from .values import SizeNumbers
 
-SYMBOLS: Symbols = {
-    "torch._guards.TracingContext": "caching graphs with hooks",
-    "torch._inductor.codecache.torch_key": "caching graphs with hooks",
-    "torch._inductor.runtime.triton_compat.triton_key": "caching graphs with hooks",
-    "torch._inductor.runtime.runtime_utils.cache_dir": "saying why a graph was not in the cache",
-    "torch._functorch._aot_autograd.autograd_cache": "caching graphs with hooks",
-    "torch._functorch._aot_autograd.autograd_cache.AOTAutogradCachePickler": "caching graphs with hooks",
-    "torch._dynamo.convert_frame.compile_lock": "caching graphs with hooks",
-    "torch._functorch._aot_autograd.autograd_cache.should_use_local_autograd_cache": "caching graphs with hooks",
-    "torch._functorch._aot_autograd.autograd_cache.should_use_remote_autograd_cache": "caching graphs with hooks",
-    "torch._functorch.config": "saying why a graph was not in the cache",
-    "torch._functorch.config.enable_autograd_cache": "keeping torch's cache away from graphs it has no key for",
-    "torch._inductor.config": "saying why a graph was not in the cache",
+SYMBOLS = {
+    "caching graphs with hooks": "torch._dynamo.convert_frame.compile_lock "
+    "torch._functorch._aot_autograd.autograd_cache "
+    "torch._functorch._aot_autograd.autograd_cache.AOTAutogradCachePickler .should_use_local_autograd_cache "
+    ".should_use_remote_autograd_cache torch._guards.TracingContext torch._inductor.codecache.torch_key "
+    "torch._inductor.runtime.triton_compat.triton_key",
+    "saying why a graph was not in the cache": "torch._functorch.config torch._inductor.config "
+    "torch._inductor.runtime.runtime_utils.cache_dir",
+    "keeping torch's cache away from graphs it has no key for": "torch._functorch.config.enable_autograd_cache",
 }
-PROTOCOLS: Protocols = {
+PROTOCOLS = {
     "caching graphs with hooks": {
         "torch._functorch._aot_autograd.schemas.AOTConfig": "aot_autograd_arg_pos_to_source static_input_indices",
         "torch._functorch._aot_autograd.autograd_cache.AOTAutogradCachePickler": "_reduce_symint",
@@ -65,9 +60,9 @@ def _triton_hash(pid: int) -> futures.Future[Any]:
     return hashed
 
 
-def start_hashing() -> None:
-    """Start the thread that computes a hash for the key that will be made."""
-    _triton_hash(os.getpid())
+def start_hashing() -> futures.Future[Any]:
+    """Start the thread that computes a hash for the key that will be made, if no call has."""
+    return _triton_hash(os.getpid())
 
 
 @contextlib.contextmanager
@@ -84,9 +79,9 @@ def key_without_names(
     """
     sources = config.aot_autograd_arg_pos_to_source
     if sources is not None:
-        config = dataclasses.replace(config, aot_autograd_arg_pos_to_source=[source_shape(s) for s in sources])
+        config = dataclasses.replace(config, aot_autograd_arg_pos_to_source=[_source_shape(s) for s in sources])
     need("torch._inductor.codecache.torch_key")()  # torch keeps it for what follows; Triton's goes on meanwhile
-    futures.wait((_triton_hash(os.getpid()),))
+    futures.wait((start_hashing(),))
     module = need("torch._functorch._aot_autograd.autograd_cache")
     with normalized(mod if isinstance(mod, GraphModule) else mod.gm), _sizes_by_number(module, inputs):
         yield config
@@ -110,7 +105,7 @@ def _sizes_by_number(module: Any, inputs: Sequence[Any]) -> Iterator[None]:
         module.AOTAutogradCachePickler = pickler
 
 
-def source_shape(source: Any) -> tuple[str, ...]:
+def _source_shape(source: Any) -> tuple[str, ...]:
     """The kinds of access to an argument (a local, an item of an attribute of a module, ...), without names."""
     steps = []
     while source is not None:
@@ -136,7 +131,5 @@ def cache_dir() -> str:
 
 def settings_of_torch() -> dict[str, str]:
     """The configuration that torch's key holds, as text, for comparing."""
-    found = {}
-    for name in ("torch._inductor.config", "torch._functorch.config"):
-        found.update({f"{name}.{k}": repr(v) for k, v in need(name).get_config_copy().items()})
-    return found
+    names = ("torch._inductor.config", "torch._functorch.config")
+    return {f"{name}.{k}": repr(v) for name in names for k, v in need(name).get_config_copy().items()}

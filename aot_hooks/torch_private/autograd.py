@@ -1,6 +1,6 @@
-"""Autograd's stack of saved-tensor hooks, of each thread, and the numbers that it gives to operators.
+"""Autograd's stack of saved-tensor hooks, of each thread, and the numbers that it gives to operators (2.11 to 2.15).
 
-Versions 2.11 to 2.15; the stack's part goes when torch has a public reader of it.
+The stack's part goes when torch has a public reader of it.
 """
 
 from __future__ import annotations
@@ -11,25 +11,21 @@ from typing import Any
 
 import torch
 
-from cudagraph.torch_private.symbols import Protocols, Symbols
+from cudagraph.torch_private.symbols import late
 
 from .symbols import needing
 
-SYMBOLS: Symbols = {
-    "torch._C._autograd._push_saved_tensors_default_hooks": "entering a context",
-    "torch._C._autograd._pop_saved_tensors_default_hooks": "leaving a context",
-    "torch._C._autograd._top_saved_tensors_default_hooks": "reading the innermost context",
-    "torch._C._autograd._saved_tensors_hooks_disable": "running a graph whose hooks are inlined",
-    "torch._C._autograd._saved_tensors_hooks_enable": "running a graph whose hooks are inlined",
-    "torch._C._autograd._saved_tensors_hooks_get_disabled_error_message": "running a graph whose hooks are inlined",
-    "torch._functorch.config": "the scope of torch's own contexts",
-    "torch._C._autograd._get_sequence_nr": "policies by module in eager parts",
+SYMBOLS = {
+    "entering a context": "torch._C._autograd._push_saved_tensors_default_hooks",
+    "leaving a context": "torch._C._autograd._pop_saved_tensors_default_hooks",
+    "reading the innermost context": "torch._C._autograd._top_saved_tensors_default_hooks",
+    "running a graph whose hooks are inlined": "torch._C._autograd._saved_tensors_hooks_disable "
+    "._saved_tensors_hooks_enable ._saved_tensors_hooks_get_disabled_error_message",
+    "the scope of torch's own contexts": "torch._functorch.config",
+    "policies by module in eager parts": "torch._C._autograd._get_sequence_nr",
 }
-PROTOCOLS: Protocols = {
-    "policies by module in eager parts": {
-        "torch.autograd.graph.Node": "_sequence_nr",
-        "torch._C._FunctionBase": "_sequence_nr",
-    },
+PROTOCOLS = {
+    "policies by module in eager parts": {"torch.autograd.graph.Node torch._C._FunctionBase": "_sequence_nr"},
 }
 
 need = needing(SYMBOLS)
@@ -39,40 +35,44 @@ _Unpack = Callable[[Any], torch.Tensor]
 push: Callable[[_Pack, _Unpack], None] = need("torch._C._autograd._push_saved_tensors_default_hooks")
 pop: Callable[[], None] = need("torch._C._autograd._pop_saved_tensors_default_hooks")
 _top = need("torch._C._autograd._top_saved_tensors_default_hooks")
-_disabled_message = need("torch._C._autograd._saved_tensors_hooks_get_disabled_error_message")
 _disable = need("torch._C._autograd._saved_tensors_hooks_disable")
-_enable = need("torch._C._autograd._saved_tensors_hooks_enable")
+# the number that autograd will give to its next node on this thread
+next_sequence_number: Callable[[], int] = late(need, "torch._C._autograd._get_sequence_nr")
+
+# Why hooks are disabled on this thread (`disable_saved_tensors_hooks`); None if they are not.
+disabled_because: Callable[[], str | None] = need("torch._C._autograd._saved_tensors_hooks_get_disabled_error_message")
+
+# Undoes a `disable_saved_tensors_hooks` whose end an exception has skipped. Dynamo leaves hooks disabled for the thread
+# when it can't trace a torch.func transform inside a context, and from then on torch refuses every hook, activation
+# checkpointing's too. Goes when Dynamo puts this back itself.
+allow_hooks: Callable[[], None] = need("torch._C._autograd._saved_tensors_hooks_enable")
 
 
 def top_hooks() -> tuple[Any, Any] | None:
     """The innermost hook pair of this thread, also while tracing."""
-    hooks: tuple[Any, Any] | None = _top(True)
-    return hooks
+    return _top(True)
 
 
 @contextlib.contextmanager
 def hooks_pushed(pack: _Pack, unpack: _Unpack) -> Iterator[None]:
     """Push a pair, also inside `torch.autograd.graph.disable_saved_tensors_hooks`, where torch refuses a push."""
-    before = _disabled_message()
-    _enable()
+    before = disabled_because()
+    allow_hooks()
     push(pack, unpack)
     try:
         yield
     finally:
-        pop()
-        if before is not None:
-            _disable(before, False)
-        else:
-            allow_hooks()  # what is traced inside may disable them, and fail before it allows them again
+        allow_hooks()  # what is traced inside may disable them, and fail before it allows them again
+        hide_plain_hooks(before)
 
 
 def show_plain_hooks() -> str | None:
     """Push a pair of plain functions, and allow hooks until `hide_plain_hooks`; returns why hooks were disabled."""
-    before = _disabled_message()
+    before = disabled_because()
     if before is not None:
-        _enable()
+        allow_hooks()
     push(_as_it_is, _as_it_is)
-    return before  # type: ignore[no-any-return]
+    return before
 
 
 def hide_plain_hooks(before: str | None) -> None:
@@ -85,48 +85,27 @@ def _as_it_is(x: Any) -> Any:
     return x
 
 
-def disabled_because() -> str | None:
-    """Why hooks are disabled on this thread (`disable_saved_tensors_hooks`); None if they are not."""
-    message: str | None = _disabled_message()
-    return message
-
-
-def allow_hooks() -> None:
-    """Undo a `disable_saved_tensors_hooks` whose end an exception has skipped.
-
-    Dynamo leaves hooks disabled for the thread when it can't trace a torch.func transform inside a context, and from
-    then on torch refuses every hook, activation checkpointing's too. Goes when Dynamo puts this back itself.
-    """
-    if _disabled_message() is not None:
-        _enable()
-
-
 def call_without_hooks(
     fn: Callable[..., Any],
     args: Sequence[Any],
     why: str = "aot_hooks: the hooks of this region are inlined in its graphs",
 ) -> Any:
     """`fn(*args)` with the hooks of this thread disabled; written flat because every call runs it."""
-    before = _disabled_message()
+    before = disabled_because()
     _disable(why, False)
     try:
         return fn(*args)
     finally:
         if before is None:
-            _enable()
+            allow_hooks()
         else:
             _disable(before, False)
 
 
 def filtering_mode() -> str | None:
-    """torch's setting for the scope of its own contexts; None if nobody has changed it; 2.11 to 2.15."""
+    """torch's setting for the scope of its own contexts; None if nobody has changed it."""
     mode = getattr(need("torch._functorch.config"), "saved_tensors_hooks_filtering_mode", "donated")
     return None if mode == "donated" else str(mode)
-
-
-def next_sequence_number() -> int:
-    """The number that autograd will give to its next node on this thread; 2.11 to 2.15."""
-    return int(need("torch._C._autograd._get_sequence_nr")())
 
 
 def sequence_number(node: Any) -> int:

@@ -7,25 +7,21 @@ import copy
 import functools
 import inspect
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from cudagraph.torch_private.symbols import Protocols, Symbols
-
 from .symbols import needing
 from .values import FakeTensor, is_traced_value, pytree
 
-SYMBOLS: Symbols = {
-    "torch._subclasses.fake_tensor.FakeTensor": "telling fake tensors from real ones",
-    "torch._subclasses.fake_tensor.FakeTensorMode": "aot_hooks.plan",
-    "torch._dynamo.pgo.get_code_state": "aot_hooks.plan",
-    "torch._dynamo.guards.DeletedGuardManagerWrapper": "aot_hooks.plan",
-    "torch._C._dynamo.eval_frame._debug_get_cache_entry_list": "aot_hooks.plan",
-    "torch._C._dynamo.eval_frame.reset_code": "aot_hooks.plan",
+SYMBOLS = {
+    "telling fake tensors from real ones": "torch._subclasses.fake_tensor.FakeTensor",
+    "aot_hooks.plan": "torch._C._dynamo.eval_frame._debug_get_cache_entry_list .reset_code "
+    "torch._dynamo.guards.DeletedGuardManagerWrapper torch._dynamo.pgo.get_code_state "
+    "torch._subclasses.fake_tensor.FakeTensorMode",
 }
-PROTOCOLS: Protocols = {
+PROTOCOLS = {
     "aot_hooks.plan": {
         "torch._C._dynamo.eval_frame._CacheEntry": "guard_manager backend",
         "torch._dynamo.guards.GuardManagerWrapper": "extra_state",
@@ -54,30 +50,28 @@ def _all_fake_class() -> type:
 
 def to_fake(mode: Any, tree: Any) -> Any:
     """`tree` with each real tensor replaced by its fake in `mode`; the same tensor has the same fake."""
-    convert = lambda t: t if is_traced_value(t) else mode.from_tensor(t)  # noqa: E731
-    return pytree.tree_map_only(torch.Tensor, convert, tree)
+    return pytree.tree_map_only(torch.Tensor, lambda t: t if is_traced_value(t) else mode.from_tensor(t), tree)
 
 
 def fake_mode_for(tensors: Sequence[torch.Tensor]) -> Any:
     """The fake mode of `tensors`; if none of them is fake, a new mode in which no operator runs."""
-    for t in tensors:
-        if isinstance(t, FakeTensor):
-            return t.fake_mode
-    return _all_fake_class()(allow_non_fake_inputs=True)
+    modes = (t.fake_mode for t in tensors if isinstance(t, FakeTensor))
+    return next(modes, None) or _all_fake_class()(allow_non_fake_inputs=True)
 
 
-@contextlib.contextmanager
-def random_state_kept() -> Iterator[None]:
+def _devices_in_use() -> list[int]:
+    return list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
+
+
+def random_state_kept() -> contextlib.AbstractContextManager[None]:
     """Puts back the random state of the CPU, and of each CUDA device if CUDA is in use."""
-    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
-    with torch.random.fork_rng(list(devices)):
-        yield
+    return torch.random.fork_rng(_devices_in_use())
 
 
 def random_states() -> list[bytes]:
     """The states that `random_state_kept` puts back."""
-    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
-    return [s.numpy().tobytes() for s in (torch.get_rng_state(), *(torch.cuda.get_rng_state(d) for d in devices))]
+    states = [torch.get_rng_state(), *map(torch.cuda.get_rng_state, _devices_in_use())]
+    return [state.numpy().tobytes() for state in states]
 
 
 PLANNER = "aot_hooks_planner"  # the name of the backend that only plans
@@ -106,8 +100,7 @@ class DynamoTraces:
         for frame, _ in traceback.walk_stack(inspect.currentframe()):
             if frame.f_code.co_name == "_compile" and "code" in frame.f_locals:
                 code = frame.f_locals["code"]
-                entries = need("torch._C._dynamo.eval_frame._debug_get_cache_entry_list")(code)
-                self.codes.setdefault(code, bool(entries))
+                self.codes.setdefault(code, bool(_entries(code)))
                 return
 
     def __exit__(self, *exc: object) -> None:
@@ -115,14 +108,15 @@ class DynamoTraces:
         state.clear()
         state.update(self.sizes)
         for code, others in self.codes.items():
-            if others:
-                self._invalidate(code)
-            else:
+            if not others:
                 need("torch._C._dynamo.eval_frame.reset_code")(code)
+                continue
+            deleted = need("torch._dynamo.guards.DeletedGuardManagerWrapper")
+            for entry in _entries(code):
+                planned = getattr(entry.backend, "compiler_name", "") == PLANNER
+                if planned and (state := entry.guard_manager.extra_state) is not None:
+                    state.invalidate(entry, deleted("aot_hooks.plan is done"))
 
-    def _invalidate(self, code: Any) -> None:
-        deleted = need("torch._dynamo.guards.DeletedGuardManagerWrapper")
-        for entry in need("torch._C._dynamo.eval_frame._debug_get_cache_entry_list")(code):
-            manager = entry.guard_manager
-            if getattr(entry.backend, "compiler_name", "") == PLANNER and manager.extra_state is not None:
-                manager.extra_state.invalidate(entry, deleted("aot_hooks.plan is done"))
+
+def _entries(code: Any) -> Any:
+    return need("torch._C._dynamo.eval_frame._debug_get_cache_entry_list")(code)

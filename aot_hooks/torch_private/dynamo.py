@@ -1,12 +1,11 @@
 """Dynamo around a compiled function: functions that it leaves to Python, and the way from `torch.compile` to a backend.
 
-    torch.compile(f, backend="aot_hooks")     from the backend that is called to the wrapper that called it, and back
-
-`dynamo_trace.py` reads the function that Dynamo is tracing, `dynamo_guards.py` the guards of a probe.
+`dynamo_trace.py` reads the function that Dynamo is tracing, `dynamo_guards.py` the guards of a probe (2.11 to 2.15).
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
 import sys
 import traceback
@@ -16,19 +15,16 @@ from typing import Any, TypeVar
 
 import torch
 
-from cudagraph.torch_private.symbols import Protocols, Symbols
-
 from .symbols import needing
 
-SYMBOLS: Symbols = {
-    "torch._dynamo.comptime.comptime": "contexts inside a compiled function",
-    "torch._dynamo.assume_constant_result": "contexts inside a compiled function",
-    "torch._dynamo.exc.BackendCompilerFailed": "errors of contexts inside a compiled function",
-    "torch._dynamo.exc.TorchDynamoException": "reports of scripts with a module that cannot be planned",
-    "torch._dynamo.eval_frame.skip_code": "names given by code that Dynamo left to Python",
-    "torch._C._dynamo.eval_frame.set_eval_frame": "entering a context where Dynamo would compile that",
+SYMBOLS = {
+    "contexts inside a compiled function": "torch._dynamo.assume_constant_result torch._dynamo.comptime.comptime",
+    "errors of contexts inside a compiled function": "torch._dynamo.exc.BackendCompilerFailed",
+    "reports of scripts with a module that cannot be planned": "torch._dynamo.exc.TorchDynamoException",
+    "names given by code that Dynamo left to Python": "torch._dynamo.eval_frame.skip_code",
+    "entering a context where Dynamo would compile that": "torch._C._dynamo.eval_frame.set_eval_frame",
 }
-PROTOCOLS: Protocols = {
+PROTOCOLS = {
     "from a compiled function to its options and plans": {
         "torch._TorchCompileWrapper": "compiler_name compiler_fn kwargs",
         "torch._dynamo.convert_frame.CatchErrorsWrapper": "__call__ _torchdynamo_orig_backend",
@@ -42,37 +38,30 @@ need = needing(SYMBOLS)
 
 comptime = need("torch._dynamo.comptime.comptime")
 assume_constant_result = need("torch._dynamo.assume_constant_result")
+_set_eval_frame = need("torch._C._dynamo.eval_frame.set_eval_frame")
+# returns the base of Dynamo's errors, also of those that wrap an error on fake tensors
+dynamo_error: Callable[[], type[Exception]] = functools.partial(need, "torch._dynamo.exc.TorchDynamoException")
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 
 def untraced(fn: _F) -> _F:
     """Has Dynamo leave `fn` to Python, with all that it calls."""
-    disabled: _F = torch.compiler.disable(fn)
-    return disabled
+    return torch.compiler.disable(fn)
 
 
 def outermost_runs_in_python(fn: _F) -> _F:
-    """Has Dynamo inline `fn` where it traces the caller, and else leave it to Python; 2.11 to 2.15."""
+    """Has Dynamo inline `fn` where it traces the caller, and else leave it to Python."""
     need("torch._dynamo.eval_frame.skip_code")(fn.__code__)
     return fn
 
 
-_set_eval_frame = need("torch._C._dynamo.eval_frame.set_eval_frame")
-
-
 def in_python(fn: Callable[..., Any], *args: Any) -> Any:
-    """`fn(*args)` without Dynamo, in a tenth of the time of `untraced`; 2.11 to 2.15."""
+    """`fn(*args)` without Dynamo, in a tenth of the time of `untraced`."""
     before = _set_eval_frame(None)
     try:
         return fn(*args)
     finally:
         _set_eval_frame(before)
-
-
-def dynamo_error() -> type[Exception]:
-    """The base of Dynamo's errors, also of those that wrap an error on fake tensors."""
-    error: type[Exception] = need("torch._dynamo.exc.TorchDynamoException")
-    return error
 
 
 def backend_failure(backend: str, error: Exception, frame: types.FrameType | None = None) -> Exception:
@@ -90,7 +79,7 @@ def backend_failure(backend: str, error: Exception, frame: types.FrameType | Non
     return failure
 
 
-# --- from a compiled function to its backend and back (2.11 to 2.15) ---
+# --- from a compiled function to its backend and back ---
 
 
 def calling_compile_wrapper() -> Any:

@@ -1,4 +1,4 @@
-"""The guards of a probe: a function that Dynamo compiles to find out which values a hook reads.
+"""The guards of a probe: a function that Dynamo compiles to find out which values a hook reads (2.11 to 2.15).
 
 probe(pack, unpack) --compiled, `in_same_state`--> Dynamo's guards --`guarded_values`--> source, expression, value
 """
@@ -6,6 +6,7 @@ probe(pack, unpack) --compiled, `in_same_state`--> Dynamo's guards --`guarded_va
 from __future__ import annotations
 
 import contextlib
+import functools
 import re
 import sys
 import types
@@ -14,22 +15,18 @@ from typing import Any
 
 import torch
 
-from cudagraph.torch_private.symbols import Protocols, Symbols
-
 from . import autograd
 from .dynamo_trace import output_graph, pending_changes
 from .symbols import needing
 
-SYMBOLS: Symbols = {
-    "torch._C._set_grad_enabled": "telling when a hook changes",
-    "torch._C.DisableTorchFunction": "telling when a hook changes",
-    "torch._dynamo.exc.FailOnRecompileLimitHit": "telling when a hook changes",
-    "torch._dynamo.exc.Unsupported": "saying why a hook cannot be traced",
-    "torch._dynamo.config": "telling when a hook changes",
-    "torch._dynamo.utils.counters": "leaving probes out of Dynamo's counts",
-    "torch._guards.TracingContext": "telling what a hook reads",
+SYMBOLS = {
+    "telling when a hook changes": "torch._C._set_grad_enabled .DisableTorchFunction torch._dynamo.config "
+    "torch._dynamo.exc.FailOnRecompileLimitHit",
+    "saying why a hook cannot be traced": "torch._dynamo.exc.Unsupported",
+    "leaving probes out of Dynamo's counts": "torch._dynamo.utils.counters",
+    "telling what a hook reads": "torch._guards.TracingContext",
 }
-PROTOCOLS: Protocols = {
+PROTOCOLS = {
     "telling what a hook reads": {
         "torch._dynamo.output_graph.OutputGraph": "global_scope random_calls variable_tracker_cache",
         "torch._guards.TracingContext": "try_get guards_context",
@@ -43,6 +40,12 @@ PROTOCOLS: Protocols = {
 }
 
 need = needing(SYMBOLS)
+
+# returns the error of Dynamo's recompile limit
+limit_error: Callable[[], type[Exception]] = functools.partial(need, "torch._dynamo.exc.FailOnRecompileLimitHit")
+_no_functions = need("torch._C.DisableTorchFunction")
+_set_grad_enabled = need("torch._C._set_grad_enabled")
+_AUTOCAST = {kind: torch.get_autocast_dtype(kind) for kind in ("cpu", "cuda")}
 
 
 def in_same_state(fn: Callable[..., Any], *args: Any) -> Any:
@@ -63,11 +66,6 @@ def in_same_state(fn: Callable[..., Any], *args: Any) -> Any:
     finally:
         _set_grad_enabled(grad)
         autograd.hide_plain_hooks(disabled)
-
-
-_AUTOCAST = {kind: torch.get_autocast_dtype(kind) for kind in ("cpu", "cuda")}
-_no_functions = need("torch._C.DisableTorchFunction")
-_set_grad_enabled = need("torch._C._set_grad_enabled")
 
 
 @contextlib.contextmanager
@@ -94,14 +92,7 @@ def own_scope(fn: Any) -> dict[str, Any] | None:
 
 def more_recompiles() -> Any:
     """Inside, functions may be compiled 512 times."""
-    config = need("torch._dynamo.config")
-    return config.patch(recompile_limit=512, accumulated_recompile_limit=4096)
-
-
-def limit_error() -> type[Exception]:
-    """The error of Dynamo's recompile limit."""
-    error: type[Exception] = need("torch._dynamo.exc.FailOnRecompileLimitHit")
-    return error
+    return need("torch._dynamo.config").patch(recompile_limit=512, accumulated_recompile_limit=4096)
 
 
 def reason_of(e: BaseException) -> str:
@@ -148,8 +139,7 @@ def side_effects(context: Any) -> str | None:
 
 def global_scope(context: Any) -> dict[str, Any]:
     """The globals that Dynamo's sources of the traced function refer to."""
-    scope: dict[str, Any] = output_graph(context).global_scope
-    return scope
+    return output_graph(context).global_scope
 
 
 def classes(context: Any) -> list[tuple[str, type]]:
@@ -160,7 +150,7 @@ def classes(context: Any) -> list[tuple[str, type]]:
 
 
 def guarded_values(variables: dict[str, Any], scope: dict[str, Any]) -> list[tuple[Any, str, Any]]:
-    """(source, expression, value) of each value that Dynamo guards for the function that it is compiling; 2.11 to 2.15.
+    """(source, expression, value) of each value that Dynamo guards for the function that it is compiling.
 
     Call it in the backend. `variables` are the arguments, `scope` the globals.
     """
@@ -168,7 +158,7 @@ def guarded_values(variables: dict[str, Any], scope: dict[str, Any]) -> list[tup
     found = []
     for guard in () if context is None else context.guards_context.dynamo_guards:
         name = _source_name(guard.originating_source)
-        known, value = evaluated(name, variables, scope)
+        known, value = _evaluated(name, variables, scope)
         if known:
             found.append((guard.originating_source, name, value))
     return sorted(found, key=lambda item: item[1])
@@ -185,12 +175,12 @@ def defaults(fn: Any) -> list[tuple[str, Any]]:
 
 
 def input_names(gm: torch.fx.GraphModule) -> list[str]:
-    """The expressions of the sources of a graph's inputs; 2.11 to 2.15."""
+    """The expressions of the sources of a graph's inputs."""
     graphargs = [node.meta.get("grapharg") for node in gm.graph.find_nodes(op="placeholder")]
     return ["" if arg is None else _source_name(arg.source) for arg in graphargs]
 
 
-def evaluated(name: str, variables: dict[str, Any], scope: dict[str, Any]) -> tuple[bool, Any]:
+def _evaluated(name: str, variables: dict[str, Any], scope: dict[str, Any]) -> tuple[bool, Any]:
     """Whether a source's expression has a value, and the value."""
     try:
         return True, eval(name, {"L": variables, "G": scope, "torch": torch})
@@ -225,7 +215,7 @@ def objects_on_path(source: Any, variables: dict[str, Any], scope: dict[str, Any
     """The objects on the path of a source, each with the names and indices that follow it."""
     found, after = [], frozenset[str]()
     while source is not None:
-        known, value = evaluated(_source_name(source), variables, scope)
+        known, value = _evaluated(_source_name(source), variables, scope)
         if known:
             found.append((value, after))
         after |= {str(part) for part in (getattr(source, "member", None), getattr(source, "index", None)) if part}

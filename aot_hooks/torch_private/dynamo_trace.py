@@ -1,4 +1,4 @@
-"""The function that Dynamo is tracing: values of its variables, guards on them, and what it has changed before.
+"""The function that Dynamo is tracing: values of its variables, guards on them, what it has changed (2.11 to 2.15).
 
 def f(x):
     with saved_tensors_hooks(pack, ...):     `Traced`: the Python value of `pack`, guarded by its content
@@ -17,16 +17,16 @@ from typing import Any, NamedTuple
 import torch
 from torch.fx.experimental.symbolic_shapes import guard_scalar
 
-from cudagraph.torch_private.symbols import Protocols, Symbols
+from cudagraph.torch_private.cuda import storage_key
 
 from .symbols import needing
-from .values import FakeTensor, storage_key
+from .values import FakeTensor
 
-SYMBOLS: Symbols = {
-    "torch._dynamo.source.GlobalStateSource": "globals of hooks made inside a compiled function",
-    "torch._dynamo.guards.install_guard": "recompiling when a hook inside a compiled function changes",
+SYMBOLS = {
+    "globals of hooks made inside a compiled function": "torch._dynamo.source.GlobalStateSource",
+    "recompiling when a hook inside a compiled function changes": "torch._dynamo.guards.install_guard",
 }
-PROTOCOLS: Protocols = {
+PROTOCOLS = {
     "contexts inside a compiled function": {
         "torch._dynamo.comptime.ComptimeContext": "get_local _i_will_not_complain_if_bc_breaks_InstructionTranslator",
         "torch._dynamo.comptime.ComptimeVar": "_i_will_not_complain_if_bc_breaks_VariableTracker",
@@ -34,22 +34,17 @@ PROTOCOLS: Protocols = {
         "torch._dynamo.output_graph.OutputGraph": "side_effects root_tracer global_scope",
         "torch._dynamo.output_graph.SubgraphTracer": "graph",
         "torch._dynamo.side_effects.SideEffects": "id_to_variable store_attr_mutations is_modified load_cell",
-        "torch._dynamo.variables.base.VariableTracker": (
-            "source realize mutation_type python_type as_python_constant var_getattr|tp_getattro_impl"
-        ),
-        "torch._dynamo.variables.base.AttributeMutationNew": "__name__",
-        "torch._dynamo.variables.base.AttributeMutationExisting": "__name__",
+        "torch._dynamo.variables.base.VariableTracker": "source realize mutation_type python_type as_python_constant "
+        "var_getattr|tp_getattro_impl",
+        "torch._dynamo.variables.base.AttributeMutationNew .AttributeMutationExisting": "__name__",
         "torch._dynamo.variables.base.ValueMutationExisting": "__name__",
-        "torch._dynamo.variables.misc.NewGlobalVariable": "__name__",
-        "torch._dynamo.variables.misc.CellVariable": "__name__",
-        "torch._dynamo.variables.lists.TupleVariable": "items",
-        "torch._dynamo.variables.dicts.ConstDictVariable": "items",
+        "torch._dynamo.variables.misc.NewGlobalVariable .CellVariable": "__name__",
+        "torch._dynamo.variables.lists.TupleVariable torch._dynamo.variables.dicts.ConstDictVariable": "items",
         "torch._dynamo.variables.user_defined.UserDefinedObjectVariable": "value",
         "torch._dynamo.variables.tensor.SymNodeVariable": "sym_num",
         "torch._dynamo.variables.functions.UserMethodVariable": "fn obj|im_self",
-        "torch._dynamo.variables.functions.NestedUserFunctionVariable": (
-            "closure f_globals fn_name get_code defaults kwdefaults"
-        ),
+        "torch._dynamo.variables.functions.NestedUserFunctionVariable": "closure f_globals fn_name get_code defaults "
+        "kwdefaults",
         "torch._dynamo.variables.functions.FunctoolsPartialVariable": "func args keywords",
         "torch._dynamo.variables.builder.GraphArg": "example fake_tensor",
         "torch._subclasses.fake_tensor.FakeTensor": "_version",
@@ -89,10 +84,9 @@ def _built(context: Any, variable: Any, parts: _Parts) -> _Build:
         kind, items = variable.python_type(), [_built(context, item, parts) for item in variable.items]
         return lambda values: kind(item(values) for item in items)
     kind = type(getattr(variable, "value", None))
-    tx = context._i_will_not_complain_if_bc_breaks_InstructionTranslator()
     if dataclasses.is_dataclass(kind):
-        # 2.15 renamed it
-        read = getattr(variable, "var_getattr", None) or variable.tp_getattro_impl
+        tx = context._i_will_not_complain_if_bc_breaks_InstructionTranslator()
+        read = getattr(variable, "var_getattr", None) or variable.tp_getattro_impl  # 2.15 renamed it
         fields = {f.name: _built(context, read(tx, f.name), parts) for f in dataclasses.fields(kind) if f.init}
         return lambda values: kind(**{name: field(values) for name, field in fields.items()})
     owner = _owner(variable)
@@ -150,7 +144,7 @@ class Pending(NamedTuple):
     objects: dict[int, frozenset[str] | None]
     names: frozenset[str]
     scope: dict[str, Any]
-    storages: frozenset[int]
+    storages: frozenset[int | None]
 
     def has(self, value: Any, parts: frozenset[str]) -> bool:
         """Whether `value` changes in one of its `parts`, names of attributes."""
@@ -159,12 +153,11 @@ class Pending(NamedTuple):
         changed = self.objects.get(id(value), frozenset())
         if changed is None or changed & parts:
             return True
-        strided = isinstance(value, torch.Tensor) and value.layout is torch.strided
-        return strided and storage_key(value) in self.storages
+        return isinstance(value, torch.Tensor) and storage_key(value) in self.storages
 
 
 def pending_changes(context: Any) -> Pending:
-    """The side effects up to a `comptime` call; 2.11 to 2.15.
+    """The side effects up to a `comptime` call.
 
     Tensors that are written to are found by the versions of the graph's fake inputs, which begin at 0.
     """
@@ -184,15 +177,13 @@ def pending_changes(context: Any) -> Pending:
         else:
             objects[at] = frozenset(attributes)
     # of the whole function, also where a higher-order operator has a part of it traced by itself
-    inputs = output.root_tracer.graph.find_nodes(op="placeholder")
-    written = [a for a in (node.meta.get("grapharg") for node in inputs) if _is_written(a)]
-    tensors = [a.example for a in written if isinstance(a.example, torch.Tensor) and a.example.layout is torch.strided]
-    return Pending(objects, frozenset(names), output.global_scope, frozenset(map(storage_key, tensors)))
-
-
-def _is_written(grapharg: Any) -> bool:
-    fake = getattr(grapharg, "fake_tensor", None)
-    return isinstance(fake, FakeTensor) and fake._version > 0
+    written = []
+    for node in output.root_tracer.graph.find_nodes(op="placeholder"):
+        fake = getattr(node.meta.get("grapharg"), "fake_tensor", None)
+        if isinstance(fake, FakeTensor) and fake._version > 0:
+            written.append(node.meta["grapharg"].example)
+    storages = {storage_key(example) for example in written if isinstance(example, torch.Tensor)} - {None}
+    return Pending(objects, frozenset(names), output.global_scope, frozenset(storages))
 
 
 def _owner(variable: Any) -> Any:
@@ -202,23 +193,18 @@ def _owner(variable: Any) -> Any:
 
 
 def _value_of(variable: Any) -> Any:
-    """The constant or the object behind `variable`. Raises `TypeError` if there is neither."""
-    try:
-        return _number(variable)
-    except Exception as e:
-        if not hasattr(variable, "value"):
-            raise TypeError(f"{type(variable).__name__}: {e}") from e
-        return variable.value
-
-
-def _number(variable: Any) -> Any:
-    """The constant behind `variable`.
+    """The constant or the object behind `variable`. Raises `TypeError` if there is neither.
 
     A number that Dynamo made symbolic, because it changed, gets a guard on its present value: another number makes
     another hook, and recompiles.
     """
     number = getattr(variable, "sym_num", None)
-    return variable.as_python_constant() if number is None else guard_scalar(number)
+    try:
+        return variable.as_python_constant() if number is None else guard_scalar(number)
+    except Exception as e:
+        if not hasattr(variable, "value"):
+            raise TypeError(f"{type(variable).__name__}: {e}") from e
+        return variable.value
 
 
 def _closed_over(context: Any, variable: Any, parts: _Parts) -> _Build:
@@ -269,7 +255,8 @@ class Traced:
                 self.build.append(_built(context, local_variable(context, name), self.parts))
             except (TypeError, NotImplementedError) as e:
                 raise failure(name, e) from e
-        self.values = _made(self.build, [value for _, value in self.parts])
+        values = [value for _, value in self.parts]
+        self.values = [build(values) for build in self.build]
 
     def guard(self, holds: Callable[..., bool]) -> None:
         """Recompile when `holds(*values)` is false for the values that are built of the parts then.
@@ -285,7 +272,7 @@ class Traced:
                 parts = [value() for value in references]
                 if at is not None:
                     parts[at] = now
-                return not any(part is None for part in parts) and holds(*_made(build, parts))
+                return not any(part is None for part in parts) and holds(*(each(parts) for each in build))
 
             def create(builder: Any, guard: Any) -> None:
                 name = guard.name if isinstance(guard.name, str) else guard.name()
@@ -298,10 +285,6 @@ class Traced:
             install(source, at)
         if not self.parts:  # made of constants; a guard needs a source
             install(need("torch._dynamo.source.GlobalStateSource")(), None)
-
-
-def _made(build: list[_Build], parts: list[Any]) -> list[Any]:
-    return [each(parts) for each in build]
 
 
 def _weakly(value: Any) -> Callable[[], Any]:

@@ -20,23 +20,19 @@ from .inductor_marks import marks_of
 from .symbols import needing
 
 SYMBOLS: Symbols = {
-    "torch._inductor.compile_fx.compile_fx": "options['inner'] = 'inductor'",
-    "torch._inductor.custom_graph_pass.CustomPartitionerFn": "options['inner'] = 'inductor'",
-    "torch._inductor.compile_fx.compile_fx_inner": "options['inner'] = 'inductor'",
-    "torch._inductor.virtualized.V": "kernels that pack without holding memory",
-    "torch._inductor.list_mode_options": "mode=",
-    "torch._inductor.decomposition.select_decomp_table": "tracing hooks for Inductor",
-    "torch._inductor.fx_passes.replace_random.replace_random_passes": "random hooks under Inductor",
-    "torch._inductor.custom_graph_pass.CustomGraphPass": "names given by checkpoint_name under Inductor",
-    "torch._inductor.config": "options['inductor']",
-    "torch._inductor.config.custom_partitioner_fn": "options['inner'] = 'inductor'",
-    "torch._inductor.config.joint_custom_pre_pass": "names given by checkpoint_name under Inductor",
-    "torch._inductor.config.fallback_random": "random hooks under Inductor",
+    "options['inner'] = 'inductor'": "torch._inductor.compile_fx.compile_fx .compile_fx_inner "
+    "torch._inductor.config.custom_partitioner_fn torch._inductor.custom_graph_pass.CustomPartitionerFn",
+    "kernels that pack without holding memory": "torch._inductor.virtualized.V",
+    "mode=": "torch._inductor.list_mode_options",
+    "tracing hooks for Inductor": "torch._inductor.decomposition.select_decomp_table",
+    "random hooks under Inductor": "torch._inductor.config.fallback_random "
+    "torch._inductor.fx_passes.replace_random.replace_random_passes",
+    "names given by checkpoint_name under Inductor": "torch._inductor.config.joint_custom_pre_pass "
+    "torch._inductor.custom_graph_pass.CustomGraphPass",
+    "options['inductor']": "torch._inductor.config",
 }
 PROTOCOLS: Protocols = {
-    "kernels that pack without holding memory": {
-        "torch._inductor.virtualized._V": "set_choices_handler graph",
-    },
+    "kernels that pack without holding memory": {"torch._inductor.virtualized._V": "set_choices_handler graph"},
 }
 
 need = needing(SYMBOLS)

@@ -16,15 +16,12 @@ from .inductor_marks import ALONE, PACKED_ROW
 from .symbols import needing
 
 SYMBOLS: Symbols = {
-    "torch._inductor.choices.InductorChoices": "kernels that pack without holding memory",
-    "torch._inductor.virtualized.V": "kernels that pack without holding memory",
-    "torch._inductor.codegen.triton.FixedTritonConfig": "kernels that pack in time",
-    "torch._inductor.dependencies.WeakDep": "keeping copies of offload where they were planned",
-    "torch._inductor.config": "kernels that pack in time",
-    "torch._inductor.config._pre_fusion_custom_pass": "keeping copies of offload where they were planned",
-    "torch._inductor.custom_graph_pass": "keeping copies of offload where they were planned",
-    "torch._inductor.dependencies.MemoryDep": "kernels that pack without holding memory",
-    "torch._inductor.dependencies.StarDep": "an order of kernels with a low peak",
+    "kernels that pack without holding memory": "torch._inductor.choices.InductorChoices "
+    "torch._inductor.dependencies.MemoryDep torch._inductor.virtualized.V",
+    "kernels that pack in time": "torch._inductor.config torch._inductor.codegen.triton.FixedTritonConfig",
+    "keeping copies of offload where they were planned": "torch._inductor.custom_graph_pass "
+    "torch._inductor.config._pre_fusion_custom_pass torch._inductor.dependencies.WeakDep",
+    "an order of kernels with a low peak": "torch._inductor.dependencies.StarDep",
 }
 PROTOCOLS: Protocols = {
     "kernels that pack without holding memory": {

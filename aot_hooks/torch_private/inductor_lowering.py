@@ -19,14 +19,10 @@ from cudagraph.torch_private.symbols import Protocols, Symbols
 from .symbols import needing
 
 SYMBOLS: Symbols = {
-    "torch._inductor.virtualized.V": "kernels that pack without holding memory",
-    "torch._inductor.ir.Pointwise": "operators that Inductor compiles as one loop",
-    "torch._inductor.lowering.register_lowering": "operators that Inductor compiles as one loop",
-    "torch._inductor.codegen.triton.TritonOverrides": "operators that Inductor compiles as one loop",
-    "torch._inductor.ir.TensorBox": "operators that Inductor compiles as one loop",
-    "torch._inductor.lowering.fallback_handler": "operators that Inductor compiles as one loop",
-    "torch._inductor.lowering.lowerings": "operators that Inductor compiles as one loop",
-    "torch._inductor.virtualized.ops": "operators that Inductor compiles as one loop",
+    "kernels that pack without holding memory": "torch._inductor.virtualized.V",
+    "operators that Inductor compiles as one loop": "torch._inductor.codegen.triton.TritonOverrides "
+    "torch._inductor.ir.Pointwise .TensorBox torch._inductor.lowering.register_lowering .fallback_handler .lowerings "
+    "torch._inductor.virtualized.ops",
 }
 PROTOCOLS: Protocols = {
     "operators that Inductor compiles as one loop": {

@@ -1,4 +1,7 @@
-"""The values of a trace: fake tensors and symbolic sizes, names of nodes, operators by name, modules being called."""
+"""The values of a trace: fake tensors and symbolic sizes, names of nodes, operators by name, modules being called.
+
+Versions 2.11 to 2.15.
+"""
 
 from __future__ import annotations
 
@@ -13,48 +16,39 @@ import torch
 from torch.fx import GraphModule, Node
 
 from cudagraph.torch_private import cuda
-from cudagraph.torch_private.symbols import Protocols, Symbols
+from cudagraph.torch_private.symbols import late
 
 from .symbols import needing
 
-SYMBOLS: Symbols = {
-    "torch._is_functional_tensor": "telling fake tensors from real ones",
-    "torch.nn.Module._call_impl": "telling modules that are being called",
-    "torch._C._DisableAutocast": "tracing hooks without the caller's autocast",
-    "torch._C._dispatch_get_all_op_names": "policies by operator",
-    "torch._C._dispatch_has_kernel_for_dispatch_key": "policies by operator",
-    "torch.utils._python_dispatch.is_traceable_wrapper_subclass": "hooks that pack into tensor subclasses",
-    "torch._subclasses.fake_tensor.DataDependentOutputException": "telling a hook that reads values",
-    "torch._dispatch.python.enable_python_dispatcher": "tracing hooks on symbolic sizes",
-    "torch.utils._python_dispatch._disable_current_modes": "digests of constants",
-    "torch.fx.experimental.proxy_tensor.disable_proxy_modes_tracing": "comparing sizes while tracing",
-    "torch._guards.TracingContext": "tracing a hook for a key",
-    "torch._subclasses.fake_tensor.FakeTensorMode": "tracing a hook for a key",
-    "torch._ops.OpOverload": "policies by operator",
-    "torch._ops.OpOverloadPacket": "policies by operator",
-    "torch._ops.HigherOrderOperator": "hooks that hold higher-order ops",
-    "torch.utils._pytree": "what pack may return",
-    "torch._logging.trace_structured": "graphs in torch's structured trace",
-    "torch._subclasses.fake_tensor.FakeTensor": "telling fake tensors from real ones",
-    "torch._subclasses.fake_tensor.DynamicOutputShapeException": "telling a hook that reads values",
-    "torch.fx.experimental.symbolic_shapes.GuardOnDataDependentSymNode": "telling a hook that reads values",
-    "torch.fx.experimental.symbolic_shapes.free_unbacked_symbols": "telling a hook that makes sizes of values",
-    "torch.fx.experimental.symbolic_shapes.statically_known_true": "comparing sizes while tracing",
+SYMBOLS = {
+    "telling fake tensors from real ones": "torch._is_functional_tensor torch._subclasses.fake_tensor.FakeTensor",
+    "telling modules that are being called": "torch.nn.Module._call_impl",
+    "tracing hooks without the caller's autocast": "torch._C._DisableAutocast",
+    "policies by operator": "torch._C._dispatch_get_all_op_names ._dispatch_has_kernel_for_dispatch_key "
+    "torch._ops.OpOverload .OpOverloadPacket",
+    "hooks that pack into tensor subclasses": "torch.utils._python_dispatch.is_traceable_wrapper_subclass",
+    "telling a hook that reads values": "torch._subclasses.fake_tensor.DataDependentOutputException "
+    ".DynamicOutputShapeException torch.fx.experimental.symbolic_shapes.GuardOnDataDependentSymNode",
+    "tracing hooks on symbolic sizes": "torch._dispatch.python.enable_python_dispatcher",
+    "digests of constants": "torch.utils._python_dispatch._disable_current_modes",
+    "comparing sizes while tracing": "torch.fx.experimental.proxy_tensor.disable_proxy_modes_tracing "
+    "torch.fx.experimental.symbolic_shapes.statically_known_true",
+    "tracing a hook for a key": "torch._guards.TracingContext torch._subclasses.fake_tensor.FakeTensorMode",
+    "hooks that hold higher-order ops": "torch._ops.HigherOrderOperator",
+    "what pack may return": "torch.utils._pytree",
+    "graphs in torch's structured trace": "torch._logging.trace_structured",
+    "telling a hook that makes sizes of values": "torch.fx.experimental.symbolic_shapes.free_unbacked_symbols",
 }
-PROTOCOLS: Protocols = {
+PROTOCOLS = {
     "hooks that make sizes of values": {
         "torch.fx.experimental.symbolic_shapes.ShapeEnv": "pending_fresh_unbacked_symbols",
     },
-    "rows with symbolic sizes": {
-        "torch.fx.experimental.sym_node.SymNode": "expr hint has_hint",
-    },
+    "rows with symbolic sizes": {"torch.fx.experimental.sym_node.SymNode": "expr hint has_hint"},
     "keys without names": {
         "torch.fx.graph.Graph": "_graph_namespace",
         "torch.fx.graph._Namespace": "_obj_to_name _rename_object _used_names associate_name_with_obj",
     },
-    "telling who shares memory": {
-        "torch.UntypedStorage": "_cdata",
-    },
+    "telling who shares memory": {"torch.UntypedStorage": "_cdata"},
     "tracing a hook for a key": {
         "torch._guards.TracingContext": "try_get fake_mode",
         "torch._subclasses.fake_tensor.FakeTensor": "constant",
@@ -64,9 +58,7 @@ PROTOCOLS: Protocols = {
 
 need = needing(SYMBOLS)
 
-
 # --- modules that are being called ------------------------------------------------------------------------------------
-
 
 MODULE_CALL = need("torch.nn.Module._call_impl").__code__  # frames of this code are modules being called
 
@@ -82,10 +74,14 @@ def module_call_arguments() -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 # --- tracing hooks ---------------------------------------------------------------------------------------------------
 
-
 pytree = need("torch.utils._pytree")
 FakeTensor = need("torch._subclasses.fake_tensor.FakeTensor")
 HigherOrderOperator = need("torch._ops.HigherOrderOperator")
+without_modes = functools.partial(cuda.without_modes, need=need)
+is_traceable_subclass: Callable[[Any], bool] = late(need, "torch.utils._python_dispatch.is_traceable_wrapper_subclass")
+# a context: decompositions in Python, which symbolic sizes need
+python_dispatcher: Callable[[], Any] = late(need, "torch._dispatch.python.enable_python_dispatcher")
+no_autocast: Callable[[], Any] = late(need, "torch._C._DisableAutocast")  # a context
 
 
 def is_traced_value(x: torch.Tensor) -> bool:
@@ -93,15 +89,11 @@ def is_traced_value(x: torch.Tensor) -> bool:
     return isinstance(x, FakeTensor) or torch._is_functional_tensor(x) or type(x).__name__ == "FunctionalTensor"
 
 
-def no_autocast() -> Any:
-    return need("torch._C._DisableAutocast")()
-
-
 @contextlib.contextmanager
 def tracing_on_fakes(fake_mode: Any) -> Iterator[None]:
     """Run hooks on the fake tensors of `fake_mode`: no autograd, no autocast, real constants allowed.
 
-    `allow_non_fake_inputs` is switched because a hook may hold a constant (a codebook); 2.11 to 2.15.
+    `allow_non_fake_inputs` is switched because a hook may hold a constant (a codebook).
     """
     before = fake_mode.allow_non_fake_inputs
     fake_mode.allow_non_fake_inputs = True
@@ -115,24 +107,18 @@ def tracing_on_fakes(fake_mode: Any) -> Iterator[None]:
 @contextlib.contextmanager
 def no_new_unbacked(fake_mode: Any) -> Iterator[Callable[[], bool]]:
     """Forgets unbacked sizes that are made inside; yields a function that returns whether there are any."""
-    env = fake_mode.shape_env
-    if env is None:
-        yield lambda: False
-        return
-    pending = getattr(env, "pending_fresh_unbacked_symbols", None)
-    start = len(pending) if pending is not None else 0
+    pending = getattr(fake_mode.shape_env, "pending_fresh_unbacked_symbols", [])
+    start = len(pending)
     try:
-        yield lambda: pending is not None and len(pending) > start
+        yield lambda: len(pending) > start
     finally:
-        if pending is not None:
-            del pending[start:]
+        del pending[start:]
 
 
 @contextlib.contextmanager
 def fake_tensor(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Iterator[torch.Tensor]:
     """A dense fake tensor of static sizes, in the fake mode of the current compilation."""
-    context = need("torch._guards.TracingContext").try_get()
-    mode = context.fake_mode if context is not None else None
+    mode = getattr(need("torch._guards.TracingContext").try_get(), "fake_mode", None)
     if mode is None:
         mode = need("torch._subclasses.fake_tensor.FakeTensorMode")(allow_non_fake_inputs=True)
     with without_modes():
@@ -160,14 +146,6 @@ def real_constant(x: Any) -> Any:
     return x if constant is None else constant
 
 
-without_modes = functools.partial(cuda.without_modes, need=need)
-
-
-def python_dispatcher() -> Any:
-    """Decompositions in Python, which symbolic sizes need."""
-    return need("torch._dispatch.python.enable_python_dispatcher")()
-
-
 def same_size(a: Any, b: Any, *, guard: bool = False) -> bool:
     """Whether two sizes are equal for certain; with `guard`, whether they are equal now, which the graph then requires.
 
@@ -177,13 +155,8 @@ def same_size(a: Any, b: Any, *, guard: bool = False) -> bool:
         return a == b
     with need("torch.fx.experimental.proxy_tensor.disable_proxy_modes_tracing")():
         equal = a == b
-        if need("torch.fx.experimental.symbolic_shapes.statically_known_true")(equal):
-            return True
-        return bool(equal) if guard else False
-
-
-def is_traceable_subclass(x: Any) -> bool:
-    return bool(need("torch.utils._python_dispatch.is_traceable_wrapper_subclass")(x))
+        known = need("torch.fx.experimental.symbolic_shapes.statically_known_true")(equal)
+        return known or (guard and bool(equal))
 
 
 def storage_key(x: torch.Tensor) -> int:
@@ -203,12 +176,10 @@ def hint(size: Any) -> int:
     """The example value of a symbolic size, without a guard; 0 for one that has none (unbacked)."""
     if isinstance(size, int):
         return size
-    node = size.node
     try:
-        value = node.hint if node.has_hint() else None
+        return int(size.node.hint or 0) if size.node.has_hint() else 0
     except Exception:  # an unbacked size has no hint, and how it says so differs between 2.11 and 2.15
-        value = None
-    return int(value) if value is not None else 0
+        return 0
 
 
 def expression(size: Any) -> str:
@@ -222,7 +193,7 @@ def trace_structured(name: str, text: Callable[[], str]) -> None:
     )
 
 
-# --- names in graphs, and of sizes (2.11 to 2.15) --------------------------------------------------------------------
+# --- names in graphs, and of sizes ------------------------------------------------------------------------------------
 
 
 def rename_node(node: Node, name: str, target: Any) -> None:
@@ -241,10 +212,10 @@ def rename_node(node: Node, name: str, target: Any) -> None:
 def fresh_namespace(graph: torch.fx.Graph) -> Iterator[None]:
     """Inside, only the names of the nodes are in use; the graph's own table of names comes back untouched."""
     before = graph._graph_namespace
-    graph._graph_namespace = type(before)()
+    names = graph._graph_namespace = type(before)()
     for node in graph.nodes:
-        graph._graph_namespace._used_names.add(node.name)
-        graph._graph_namespace.associate_name_with_obj(node.name, node)
+        names._used_names.add(node.name)
+        names.associate_name_with_obj(node.name, node)
     try:
         yield
     finally:
@@ -263,11 +234,12 @@ class SizeNumbers:
         self.names: dict[Any, Any] = {}
         if any(isinstance(value, torch.Tensor) and is_traceable_subclass(value) for value in values):
             return
-        sizes = [s for v in values for s in (v.shape if isinstance(v, torch.Tensor) else (v,))]
-        for size in sizes:
-            expr = size.node.expr if isinstance(size, torch.SymInt) else None
-            if expr is not None and expr.is_symbol and expr not in self.names and re.fullmatch(r"s\d+", expr.name):
-                self.names[expr] = expr.func(f"size{len(self.names)}", integer=True, positive=expr.is_positive)
+        for size in (s for v in values for s in (v.shape if isinstance(v, torch.Tensor) else (v,))):
+            for symbol in cuda.symbol_of(size):
+                if symbol not in self.names and re.fullmatch(r"s\d+", symbol.name):
+                    self.names[symbol] = symbol.func(
+                        f"size{len(self.names)}", integer=True, positive=symbol.is_positive
+                    )
 
     def text(self, value: Any) -> str:
         """A size, or a number computed from sizes, with the symbols numbered; `str(value)` of anything else."""
@@ -276,20 +248,15 @@ class SizeNumbers:
         return str(value.node.expr.xreplace(self.names))
 
 
-# --- operators by name (2.11 to 2.15) ---------------------------------------------------------------------------------
+# --- operators by name ------------------------------------------------------------------------------------------------
 
-
-def operator_names() -> list[str]:
-    """All operators that are registered now, as "aten::add.Tensor"."""
-    return list(need("torch._C._dispatch_get_all_op_names")())
+operator_names: Callable[[], list[str]] = late(need, "torch._C._dispatch_get_all_op_names")  # as "aten::add.Tensor"
+_OPERATORS = (need("torch._ops.OpOverload"), need("torch._ops.OpOverloadPacket"))
 
 
 def is_operator(op: Any) -> bool:
     """Whether `op` is `torch.ops.<space>.<name>`, with or without an overload."""
     return isinstance(op, _OPERATORS)
-
-
-_OPERATORS = (need("torch._ops.OpOverload"), need("torch._ops.OpOverloadPacket"))
 
 
 def is_composite(name: str) -> bool:

@@ -26,26 +26,20 @@ import torch
 
 from ..errors import UnsupportedTorchError
 from .compilers import forward_metadata, no_cudagraphs
-from .symbols import Protocols, Symbols, needing
+from .symbols import needing
 
-SYMBOLS: Symbols = {
-    "torch._functorch._aot_autograd.autograd_cache": "storing captured graphs",
-    "torch._functorch._aot_autograd.autograd_cache.autograd_cache_key": "storing captured graphs",
-    "torch._functorch._aot_autograd.autograd_cache.AOTAutogradCache._lookup": "storing captured graphs",
-    "torch._functorch._aot_autograd.autograd_cache.AOTAutogradCache.iterate_over_candidates": "storing captured graphs",
-    "torch._functorch._aot_autograd.autograd_cache.BypassAOTAutogradCache": "storing captured graphs",
-    "torch._functorch._aot_autograd.autograd_cache.should_bundle_autograd_cache": "storing captured graphs",
-    "torch._dynamo.convert_frame.compile_lock": "storing captured graphs",
-    "torch._functorch.config": "keeping torch's cache away from captures that it cannot store",
-    "torch._functorch.config.enable_autograd_cache": "keeping torch's cache away from captures that it cannot store",
-    "torch._guards.TracingContext": "storing captured graphs",
-    "torch._inductor.config": "storing captured graphs",
+SYMBOLS = {
+    "storing captured graphs": "torch._dynamo.convert_frame.compile_lock torch._guards.TracingContext "
+    "torch._inductor.config torch._functorch._aot_autograd.autograd_cache "
+    "torch._functorch._aot_autograd.autograd_cache.autograd_cache_key .BypassAOTAutogradCache "
+    ".should_bundle_autograd_cache .AOTAutogradCache._lookup .iterate_over_candidates",
+    "keeping torch's cache away from captures that it cannot store": "torch._functorch.config "
+    "torch._functorch.config.enable_autograd_cache",
 }
-PROTOCOLS: Protocols = {
+PROTOCOLS = {
     "storing captured graphs": {
-        "torch._functorch._aot_autograd.autograd_cache.GenericAOTAutogradResult": (
-            "compiled_fw compiled_bw runtime_metadata maybe_subclass_meta"
-        ),
+        "torch._functorch._aot_autograd.autograd_cache.GenericAOTAutogradResult": "compiled_fw compiled_bw "
+        "runtime_metadata maybe_subclass_meta",
         "torch._functorch._aot_autograd.autograd_cache.CompiledForward": "post_compile",
         "torch._functorch._aot_autograd.autograd_cache.CompiledBackward": "post_compile backward_state_indices",
         "torch._functorch._aot_autograd.schemas.SubclassMeta": "fw_metadata",
@@ -70,8 +64,7 @@ class Entry:
 
     def attached(self, name: str) -> bytes | None:
         """What `attacher(name)` put into the entry; None if nothing."""
-        found: bytes | None = getattr(self.stored.runtime_metadata, name, None)
-        return found or getattr(self.traced_metadata, name, None)
+        return getattr(self.stored.runtime_metadata, name, None) or getattr(self.traced_metadata, name, None)
 
     def finish_with(self, finish: Callable[[Any, Any], Any], graphs: Sequence[Any]) -> None:
         """`finish(code, graph)` replaces the code that torch loads; `graphs` describe the forward and the backward."""
@@ -133,8 +126,7 @@ _extensions: list[Extension] = []  # in force, the outermost first; changed unde
 
 
 def _extensions_here() -> list[Extension]:
-    thread = threading.get_ident()
-    return [each for each in _extensions if each.thread == thread]
+    return [each for each in _extensions if each.thread == threading.get_ident()]
 
 
 @contextlib.contextmanager
@@ -221,6 +213,6 @@ def why_captures_are_not_cached() -> str:
         return "a cudagraph_policy is set, which changes what Inductor compiled"
     if config.freezing and not torch.is_grad_enabled():
         return "parameters are frozen"
-    if need("torch._functorch._aot_autograd.autograd_cache.should_bundle_autograd_cache")():
+    if need(f"{_CACHE}.should_bundle_autograd_cache")():
         return "torch bundles compiled code with its entries"
     return ""

@@ -1,10 +1,9 @@
-"""AOTAutograd and Inductor: calling them, and reading properties of the graphs that they compile (2.11 to 2.15).
-
-`aot_hooks` calls the functions with a parameter `need`, too, and passes its own.
-"""
+"""AOTAutograd and Inductor: calling them, and reading properties of the graphs that they compile (2.11 to 2.15)."""
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -12,44 +11,33 @@ import torch
 from torch.fx import GraphModule
 
 from ..errors import UnsupportedTorchError
-from .symbols import Needed, Protocols, Symbols, has, needing
+from .symbols import Needed, has, needing
 
-_SINCE_2_13 = ("2.13.0", "2.15.0")
-SYMBOLS: Symbols = {
-    "torch._guards.TracingContext": "telling parameters from other inputs of a graph",
-    "torch._subclasses.fake_tensor.FakeTensor": "replaying inference graphs without AOTAutograd's runtime",
-    "torch._functorch._aot_autograd.schemas.SubclassCreationMeta": "replaying without AOTAutograd's runtime",
-    "torch._functorch.partitioners.min_cut_rematerialization_partition": "options['inner'] = 'aten'",
-    "torch._functorch.config": "options['inner'] = 'aten'",
-    "torch._functorch.config.cse": "options['inner'] = 'aten'",
-    "torch._dynamo.backends.common.aot_autograd": "options['inner'] = 'aten'",
-    "torch._inductor.list_mode_options": "mode=",
-    "torch._inductor.compile_fx.compile_fx": "options['inner'] = 'inductor'",
-    "torch._inductor.compile_fx.compile_fx_inner": "options['inner'] = 'inductor'",
-    "torch._inductor.config": "options['inner'] = 'inductor'",
-    "torch._inductor.utils.BoxedBool": "options['inner'] = 'inductor'",
-    "torch._inductor.utils.align_inputs_from_check_idxs": "capturing the pieces that Inductor cuts",
-    "torch._inductor.output_code.CompiledFxGraph": "options['inner'] = 'inductor'",
-    "torch._inductor.cudagraph_utils.CUDAGraphPolicy": Needed("cudagraph.Policy", _SINCE_2_13),
-    "torch._inductor.config.cudagraph_policy": Needed("cudagraph.Policy", _SINCE_2_13),
+SYMBOLS: dict[str | Needed, str] = {
+    "telling parameters from other inputs of a graph": "torch._guards.TracingContext",
+    "replaying inference graphs without AOTAutograd's runtime": "torch._subclasses.fake_tensor.FakeTensor",
+    "replaying without AOTAutograd's runtime": "torch._functorch._aot_autograd.schemas.SubclassCreationMeta",
+    "options['inner'] = 'aten'": "torch._functorch.partitioners.min_cut_rematerialization_partition "
+    "torch._functorch.config torch._functorch.config.cse torch._dynamo.backends.common.aot_autograd",
+    "mode=": "torch._inductor.list_mode_options",
+    "options['inner'] = 'inductor'": "torch._inductor.compile_fx.compile_fx .compile_fx_inner torch._inductor.config "
+    "torch._inductor.utils.BoxedBool torch._inductor.output_code.CompiledFxGraph",
+    "capturing the pieces that Inductor cuts": "torch._inductor.utils.align_inputs_from_check_idxs",
+    Needed("cudagraph.Policy", ("2.13.0", "2.15.0")): "torch._inductor.cudagraph_utils.CUDAGraphPolicy "
+    "torch._inductor.config.cudagraph_policy",
 }
-PROTOCOLS: Protocols = {
+PROTOCOLS = {
     "telling parameters and aliases of a graph": {
-        "torch._functorch._aot_autograd.schemas.ViewAndMutationMeta": (
-            "static_input_indices input_info num_forward subclass_inp_meta subclass_fw_graph_out_meta "
-            "num_outputs_aliased num_intermediate_bases dynamic_outputs tokens is_rng_op_functionalized "
-            "num_graphsafe_rng_states grad_enabled_mutation"
-        ),
-        "torch._functorch._aot_autograd.schemas.InputAliasInfo": (
-            "mutates_data mutates_metadata mutates_storage_metadata"
-        ),
+        "torch._functorch._aot_autograd.schemas.ViewAndMutationMeta": "static_input_indices input_info num_forward "
+        "subclass_inp_meta subclass_fw_graph_out_meta num_outputs_aliased num_intermediate_bases dynamic_outputs "
+        "tokens is_rng_op_functionalized num_graphsafe_rng_states grad_enabled_mutation",
+        "torch._functorch._aot_autograd.schemas.InputAliasInfo": "mutates_data mutates_metadata "
+        "mutates_storage_metadata",
     },
     "options['inner'] = 'inductor'": {
-        "torch._inductor.output_code.CompiledFxGraph": (
-            "current_callable mutated_input_idxs constants disabled_cudagraphs_reason partition_maps "
-            "compiled_fn_runner inputs_to_check fx_kwargs _fx_graph_cache_key _fx_graph_cache_debug_lines "
-            "_time_taken_ns guards_expr"
-        ),
+        "torch._inductor.output_code.CompiledFxGraph": "current_callable mutated_input_idxs constants partition_maps "
+        "disabled_cudagraphs_reason compiled_fn_runner inputs_to_check fx_kwargs _fx_graph_cache_key "
+        "_fx_graph_cache_debug_lines _time_taken_ns guards_expr",
         "torch._inductor.utils.GraphPartitionMap": "input_index_mapping output_index_mapping",
     },
 }
@@ -61,14 +49,12 @@ need = needing(SYMBOLS, "cudagraph", UnsupportedTorchError)
 
 def forward_metadata(need: Callable[[str], Any] = need) -> Any:
     """AOTAutograd's `ViewAndMutationMeta` of the forward or inference graph that it compiles; None outside of that."""
-    context = need("torch._guards.TracingContext").try_get()
-    return None if context is None else context.fw_metadata
+    return getattr(need("torch._guards.TracingContext").try_get(), "fw_metadata", None)
 
 
 def static_inputs_of_forward() -> tuple[int, ...]:
     """While AOTAutograd compiles a forward: its inputs that are parameters or buffers, which keep their addresses."""
-    meta = forward_metadata()
-    return () if meta is None else tuple(meta.static_input_indices or ())
+    return tuple(getattr(forward_metadata(), "static_input_indices", None) or ())
 
 
 def rebound_inputs() -> tuple[int, ...]:
@@ -76,15 +62,13 @@ def rebound_inputs() -> tuple[int, ...]:
 
     The graph does that, or AOTAutograd when the graph has run; the memory is made by the graph.
     """
-    meta = forward_metadata()
-    infos = () if meta is None else meta.input_info
+    infos = getattr(forward_metadata(), "input_info", ())
     return tuple(i for i, info in enumerate(infos) if info.mutates_storage_metadata)
 
 
 def returned_by_forward() -> int | None:
     """While AOTAutograd compiles a forward: the number of its first outputs, before those that are saved."""
-    count: int | None = getattr(forward_metadata(), "num_forward", None)
-    return count
+    return getattr(forward_metadata(), "num_forward", None)
 
 
 def runtime_only_passes_on(inputs: Sequence[Any]) -> bool:
@@ -118,8 +102,7 @@ def min_cut_partition(
     partition = need("torch._functorch.partitioners.min_cut_rematerialization_partition")
     config = need("torch._functorch.config")
     with config.patch(cse=config.cse and merge_repeats):
-        out: tuple[GraphModule, GraphModule] = partition(joint, inputs, **kwargs)
-    return out
+        return partition(joint, inputs, **kwargs)
 
 
 def compile_aten(
@@ -133,36 +116,33 @@ def compile_aten(
     need: Callable[[str], Any] = need,
 ) -> Callable[..., Any]:
     """AOTAutograd with a compiler for each kind of graph; mutations of inputs stay in inference graphs."""
-    compiled: Callable[..., Any] = need("torch._dynamo.backends.common.aot_autograd")(
+    return need("torch._dynamo.backends.common.aot_autograd")(
         fw_compiler=forward,
         bw_compiler=backward,
         inference_compiler=inference,
         partition_fn=partition,
         keep_inference_input_mutations=True,
     )(gm, inputs)
-    return compiled
 
 
 def uncompiled(fn: Any) -> Any:
     """The function or module that `torch.compile` made `fn` of; `fn` itself if it is not compiled."""
-    if isinstance(fn, torch.nn.Module):
-        return getattr(fn, "_orig_mod", fn)
-    return getattr(fn, "_torchdynamo_orig_callable", fn)
+    return getattr(fn, "_orig_mod" if isinstance(fn, torch.nn.Module) else "_torchdynamo_orig_callable", fn)
 
 
 # --- Inductor ---
 
+inductor_inner_compile: Callable[[], Callable[..., Any]] = functools.partial(
+    need, "torch._inductor.compile_fx.compile_fx_inner"
+)
+callable_of: Callable[[Any], Callable[[list[Any]], Any]] = operator.attrgetter("current_callable")
+# why Inductor's lowering found that a graph can't be captured
+reason_of_inductor: Callable[[Any], str | None] = operator.attrgetter("disabled_cudagraphs_reason")
+
 
 def mode_options(mode: str | None, need: Callable[[str], Any] = need) -> dict[str, Any]:
     """Inductor's settings for `torch.compile(mode=...)`. Raises `RuntimeError` for an unknown mode."""
-    if mode is None or mode == "default":
-        return {}
-    return dict(need("torch._inductor.list_mode_options")(mode))
-
-
-def inductor_inner_compile() -> Callable[..., Any]:
-    inner: Callable[..., Any] = need("torch._inductor.compile_fx.compile_fx_inner")
-    return inner
+    return {} if mode in (None, "default") else dict(need("torch._inductor.list_mode_options")(mode))
 
 
 def compile_inductor(
@@ -175,9 +155,7 @@ def compile_inductor(
     """Inductor without CUDA graphs of its own. Call it where AOTAutograd's cache is off, or extended: the cache by
     itself would return a graph that is not captured."""
     compile_fx = need("torch._inductor.compile_fx.compile_fx")
-    patches = patches | {"triton.cudagraphs": False}
-    compiled: Callable[..., Any] = compile_fx(gm, inputs, inner_compile=inner_compile, config_patches=patches)
-    return compiled
+    return compile_fx(gm, inputs, inner_compile=inner_compile, config_patches=patches | {"triton.cudagraphs": False})
 
 
 def inductor_capture_settings(*, cut: bool) -> Any:
@@ -197,11 +175,6 @@ def is_compiled_graph(code: Any) -> bool:
     return isinstance(code, need("torch._inductor.output_code.CompiledFxGraph"))
 
 
-def callable_of(code: Any) -> Callable[[list[Any]], Any]:
-    run: Callable[[list[Any]], Any] = code.current_callable
-    return run
-
-
 def set_callable(code: Any, run: Callable[[list[Any]], Any]) -> None:
     code.current_callable = run
 
@@ -212,12 +185,6 @@ def mutated_inputs(code: Any) -> tuple[int, ...]:
 
 def constants_of(code: Any) -> tuple[torch.Tensor, ...]:
     return tuple(c for c in (code.constants or {}).values() if isinstance(c, torch.Tensor))
-
-
-def reason_of_inductor(code: Any) -> str | None:
-    """Why Inductor's lowering found that a graph can't be captured."""
-    reason: str | None = code.disabled_cudagraphs_reason
-    return reason
 
 
 class PartitionMap(NamedTuple):
@@ -250,11 +217,10 @@ def with_partitions(code: Any, wraps: Sequence[Callable[[Any], Any]]) -> Callabl
     shared = code.compiled_fn_runner
     runner = type(shared)(list(shared.partitions))
     runner.recursively_apply_fns(list(wraps))
-    run: Callable[[list[Any]], Any] = runner.call
-    if code.inputs_to_check:
-        align = need("torch._inductor.utils.align_inputs_from_check_idxs")
-        run = align(run, code.inputs_to_check, code.mutated_input_idxs)
-    return run
+    if not code.inputs_to_check:
+        return runner.call
+    align = need("torch._inductor.utils.align_inputs_from_check_idxs")
+    return align(runner.call, code.inputs_to_check, code.mutated_input_idxs)
 
 
 def graph_number(code: Any) -> Any:
@@ -262,26 +228,20 @@ def graph_number(code: Any) -> Any:
     return code.fx_kwargs.get("graph_id")
 
 
-_CACHE_KEY = ("_fx_graph_cache_key", "_fx_graph_cache_debug_lines", "_time_taken_ns", "guards_expr")
-
-
 def stored_as(run: Callable[..., Any], code: Any) -> None:
     """Have AOTAutograd store `run`, which it is given to call, as Inductor's `code` that `run` captures."""
-    if code._fx_graph_cache_key is None:
-        return  # then torch stores nothing
-    for name in _CACHE_KEY:
-        setattr(run, name, getattr(code, name))
+    if code._fx_graph_cache_key is not None:  # else torch stores nothing
+        for name in ("_fx_graph_cache_key", "_fx_graph_cache_debug_lines", "_time_taken_ns", "guards_expr"):
+            setattr(run, name, getattr(code, name))
 
 
 # --- Inductor's policy for CUDA graphs (2.13 and later; goes with support of 2.11) ---
 
-_POLICY = "torch._inductor.cudagraph_utils.CUDAGraphPolicy"
-
 
 def inductor_policy_class() -> type:
     """The base class of policies for CUDA graphs; `object` on a torch without them."""
-    base: type = need(_POLICY) if has(_POLICY) else object
-    return base
+    path = "torch._inductor.cudagraph_utils.CUDAGraphPolicy"
+    return need(path) if has(path) else object
 
 
 def need_inductor_policy() -> None:

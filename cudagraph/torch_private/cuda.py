@@ -1,4 +1,4 @@
-"""Operators, storages, the allocator and CUDA graphs.
+"""Operators, storages, the allocator and CUDA graphs (2.11 to 2.15).
 
 A missing symbol raises `UnsupportedTorchError` where it is needed, not when the package is imported.
 """
@@ -7,63 +7,48 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import dataclasses
 import functools
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
 
 from ..errors import UnsupportedTorchError
-from .symbols import Needed, Protocols, Symbols, has, late, needing
+from .symbols import Needed, has, late, needing
 
-SYMBOLS: Symbols = {
-    "torch._ops.OpOverload": "telling what the operators of a graph do",
-    "torch._ops.OpOverloadPacket": "telling what the operators of a graph do",
-    "torch._ops.HigherOrderOperator": "telling what the operators of a graph do",
-    "torch._inductor.utils.is_cudagraph_unsafe_fx_node": "operators that cannot be captured",
-    "torch.fx.experimental.symbolic_shapes.free_unbacked_symbols": "sizes that come from a tensor's values",
-    "torch.fx.experimental.symbolic_shapes.free_symbols": "sizes that the parts of a graph share",
-    "torch.fx.graph._BoxedCodeGen": "freeing inputs early",
-    "torch.utils._python_dispatch._disable_current_modes": "constants of graphs",
-    "torch._C._storage_Use_Count": "telling which outputs are alive",
-    "torch._foreach_copy_": "copying inputs",
-    "torch._C._current_graph_task_id": "telling when a step ends",
-    "torch._C._AutoDispatchBelowADInplaceOrView": "copying inputs",
-    "torch._C._DisableAutocast": "running the rest of a step without graphs",
-    "torch._dynamo.mutation_guard.GenerationTracker": "telling when a step ends",
-    "torch._guards.TracingContext": "telling when a step ends",
-    "torch._inductor.cudagraph_trees.MarkStepBox": "telling when a step ends",
-    "torch._C._construct_storage_from_data_pointer": "outputs at their recorded addresses",
-    "torch._C._tensors_data_ptrs_at_indices_equal": Needed("telling inputs that moved, fast", cuda=True),
-    "torch._neg_view": "outputs that are negated views",
-    "torch._C._set_storage_data_ptr_access_error_msg": Needed("errors of outputs that were overwritten", cuda=True),
-    "torch.UntypedStorage._swap_data_ptr_": Needed("held outputs", ("2.13.0", "2.15.0")),
-    "torch._C._stash_obj_in_tls": "finding a thread's trees in its backward",
-    "torch._C._get_obj_in_tls": "finding a thread's trees in its backward",
-    "torch._C._is_key_in_tls": "finding a thread's trees in its backward",
-    "torch._C._cuda_beginAllocateCurrentThreadToPool": Needed("the memory of captures", cuda=True),
-    "torch._C._cuda_endAllocateToPool": Needed("the memory of captures", cuda=True),
-    "torch._C._cuda_releasePool": Needed("the memory of captures", cuda=True),
-    "torch._C._cuda_getCheckpointState": Needed("the memory of captures", cuda=True),
-    "torch._C._cuda_setCheckpointPoolState": Needed("the memory of captures", cuda=True),
-    "torch._C._cuda_cudaCachingAllocator_raw_delete": Needed("the memory of captures", cuda=True),
-    "torch._C._cuda_checkPoolLiveAllocations": Needed("the memory of captures", cuda=True),
-    "torch._C._free_And_Remove_DeleterFn": Needed("the memory of captures", cuda=True),
-    "torch._C._CUDAGraph.replay": Needed("replaying", cuda=True),
-    "torch._C._cuda_cudaCachingAllocator_is_enabled": Needed("PYTORCH_NO_CUDA_MEMORY_CACHING", ("2.15.0",), cuda=True),
-    "torch._C._cuda_clearCublasWorkspaces": Needed("the memory of captures", cuda=True),
-    "torch._C._cuda_getCurrentRawStream": Needed("replaying on the current stream", cuda=True),
+SYMBOLS: dict[str | Needed, str] = {
+    "telling what the operators of a graph do": "torch._ops.OpOverload .OpOverloadPacket .HigherOrderOperator",
+    "operators that cannot be captured": "torch._inductor.utils.is_cudagraph_unsafe_fx_node",
+    "sizes that come from a tensor's values": "torch.fx.experimental.symbolic_shapes.free_unbacked_symbols",
+    "sizes that the parts of a graph share": "torch.fx.experimental.symbolic_shapes.free_symbols",
+    "freeing inputs early": "torch.fx.graph._BoxedCodeGen",
+    "constants of graphs": "torch.utils._python_dispatch._disable_current_modes",
+    "telling which outputs are alive": "torch._C._storage_Use_Count",
+    "copying inputs": "torch._foreach_copy_ torch._C._AutoDispatchBelowADInplaceOrView",
+    "telling when a step ends": "torch._C._current_graph_task_id torch._dynamo.mutation_guard.GenerationTracker "
+    "torch._guards.TracingContext torch._inductor.cudagraph_trees.MarkStepBox",
+    "running the rest of a step without graphs": "torch._C._DisableAutocast",
+    "outputs at their recorded addresses": "torch._C._construct_storage_from_data_pointer",
+    Needed("telling inputs that moved, fast", cuda=True): "torch._C._tensors_data_ptrs_at_indices_equal",
+    "outputs that are negated views": "torch._neg_view",
+    Needed("errors of outputs that were overwritten", cuda=True): "torch._C._set_storage_data_ptr_access_error_msg",
+    Needed("held outputs", ("2.13.0", "2.15.0")): "torch.UntypedStorage._swap_data_ptr_",
+    "finding a thread's trees in its backward": "torch._C._stash_obj_in_tls ._get_obj_in_tls ._is_key_in_tls",
+    Needed("the memory of captures", cuda=True): "torch._C._cuda_beginAllocateCurrentThreadToPool "
+    "._cuda_endAllocateToPool ._cuda_releasePool ._cuda_getCheckpointState ._cuda_setCheckpointPoolState "
+    "._cuda_cudaCachingAllocator_raw_delete ._cuda_checkPoolLiveAllocations ._free_And_Remove_DeleterFn "
+    "._cuda_clearCublasWorkspaces",
+    Needed("replaying", cuda=True): "torch._C._CUDAGraph.replay",
+    Needed("PYTORCH_NO_CUDA_MEMORY_CACHING", ("2.15.0",), cuda=True): "torch._C._cuda_cudaCachingAllocator_is_enabled",
+    Needed("replaying on the current stream", cuda=True): "torch._C._cuda_getCurrentRawStream",
 }
-PROTOCOLS: Protocols = {
-    "telling which outputs are alive": {
-        "torch.UntypedStorage": "_cdata",
-    },
-    "telling what the operators of a graph do": {
-        "torch._ops.OpOverload": "_schema",
-    },
+PROTOCOLS = {
+    "telling which outputs are alive": {"torch.UntypedStorage": "_cdata"},
+    "telling what the operators of a graph do": {"torch._ops.OpOverload": "_schema"},
     "telling when a step ends": {
         "torch._inductor.cudagraph_trees.MarkStepBox": "mark_step_counter",
         "torch._dynamo.mutation_guard.GenerationTracker": "generation",
@@ -72,8 +57,7 @@ PROTOCOLS: Protocols = {
 
 need = functools.cache(needing(SYMBOLS, "cudagraph", UnsupportedTorchError))
 
-
-# --- graphs: what operators are, and what they do (2.11 to 2.15) ---
+# --- graphs: what operators are, and what they do ---
 
 to_copy = torch.ops.aten._to_copy.default  # what `x.to(...)` becomes in a graph
 
@@ -88,26 +72,21 @@ def is_higher_order(target: Any) -> bool:
 
 def written_arguments(target: Any) -> list[tuple[int, str]]:
     """(position, name) of each argument that an operator's schema says it writes to."""
-    return [
-        (i, argument.name)
-        for i, argument in enumerate(target._schema.arguments)
-        if argument.alias_info is not None and argument.alias_info.is_write
-    ]
+    infos = [(i, argument.name, argument.alias_info) for i, argument in enumerate(target._schema.arguments)]
+    return [(i, name) for i, name, info in infos if info is not None and info.is_write]
 
 
 def returns_views(target: Any) -> bool:
     """Whether each result of an operator is, by its schema, a view of an argument that is not written to."""
-    returned = target._schema.returns
-    return bool(returned) and all(r.alias_info is not None and not r.alias_info.is_write for r in returned)
+    infos = [returned.alias_info for returned in target._schema.returns]
+    return bool(infos) and all(info is not None and not info.is_write for info in infos)
 
 
 def overloads_of(target: Any) -> list[Any]:
     """The operators that a node with this target may call; none if it is no operator."""
-    if is_operator(target):
-        return [target]
     if isinstance(target, need("torch._ops.OpOverloadPacket")):
         return [getattr(target, name) for name in target.overloads()]
-    return []
+    return [target] if is_operator(target) else []
 
 
 def schema_of(operator: Any) -> str:
@@ -140,17 +119,12 @@ def free_symbols(value: Any) -> set[Any]:
 
 def symbol_of(value: Any) -> tuple[Any, ...]:
     """The symbol of a size that is one symbol; () for any other value."""
-    if not isinstance(value, torch.SymInt):
-        return ()
-    expression = value.node.expr
-    return (expression,) if expression.is_symbol else ()
+    return (value.node.expr,) if isinstance(value, torch.SymInt) and value.node.expr.is_symbol else ()
 
 
 def storage_key(x: torch.Tensor) -> int | None:
     """Identity of the storage of `x`, also for fake tensors, as long as `x` lives; None if it has none (sparse)."""
-    if x.layout is not torch.strided:
-        return None
-    return int(x.untyped_storage()._cdata)
+    return identity(x.untyped_storage()) if x.layout is torch.strided else None
 
 
 def set_boxed(gm: GraphModule, need: Callable[[str], Any] = need) -> None:
@@ -181,20 +155,17 @@ def without_modes(need: Callable[[str], Any] = need) -> Any:
     return need("torch.utils._python_dispatch._disable_current_modes")()
 
 
-# --- the allocator and capture (2.11 to 2.15) ---
+# --- the allocator and capture ---
 # One signature in all of them. They go when torch offers the allocator's checkpoints and use counts publicly.
-
-MARK_MODULE = "torch._inductor.cudagraph_trees"  # where torch.compiler.cudagraph_mark_step_begin() counts
 
 storage_use_count: Callable[[int], int] = late(need, "torch._C._storage_Use_Count")
 foreach_copy: Callable[[list[torch.Tensor], list[torch.Tensor]], None] = late(need, "torch._foreach_copy_")
 graph_task_id: Callable[[], int] = late(need, "torch._C._current_graph_task_id")  # -1 outside of a backward
 # A context: operators neither record history nor count versions. Entering it takes 0.5 us.
 below_autograd: Callable[[], Any] = late(need, "torch._C._AutoDispatchBelowADInplaceOrView")
-
 without_autocast: Callable[[], Any] = late(need, "torch._C._DisableAutocast")  # a context
-
-THREAD_KEY = "cudagraph trees of this thread"
+negated: Callable[[torch.Tensor], torch.Tensor] = late(need, "torch._neg_view")
+clear_cublas_workspaces: Callable[[], None] = late(need, "torch._C._cuda_clearCublasWorkspaces")
 
 
 class NoMarks:
@@ -203,19 +174,19 @@ class NoMarks:
     mark_step_counter = 0
 
 
+class NoCalls:
+    """Dynamo's count of calls where Dynamo does not call: each call counts by itself."""
+
+    generation = float("nan")  # equal to nothing
+
+
 def torch_marks() -> Any:
     """An object with `mark_step_counter`, minus the number of `torch.compiler.cudagraph_mark_step_begin()` calls.
 
     Nothing is imported for it.
     """
-    module = sys.modules.get(MARK_MODULE)
+    module = sys.modules.get("torch._inductor.cudagraph_trees")
     return NoMarks if module is None else module.MarkStepBox
-
-
-class NoCalls:
-    """Dynamo's count of calls where Dynamo does not call: each call counts by itself."""
-
-    generation = float("nan")  # equal to nothing
 
 
 def calls_of_dynamo() -> Any:
@@ -231,13 +202,12 @@ def calls_of_dynamo() -> Any:
 def storage_at(address: int, device: torch.device, nbytes: int) -> torch.UntypedStorage:
     """A storage over memory that it does not own."""
     storage: Any = torch._C._construct_storage_from_data_pointer(address, device, nbytes)
-    return cast(torch.UntypedStorage, storage)
+    return storage
 
 
 def identity(storage: torch.UntypedStorage) -> int:
     """The address of the C++ object that all aliases share; the argument of `storage_use_count`."""
-    cdata: int = storage._cdata
-    return cdata
+    return storage._cdata
 
 
 def _pointers_equal(tensors: Sequence[Any], addresses: Sequence[int | None], indices: Sequence[int]) -> bool:
@@ -248,10 +218,6 @@ def _pointers_equal(tensors: Sequence[Any], addresses: Sequence[int | None], ind
 pointers_equal: Callable[[Any, Any, Any], bool] = getattr(
     torch._C, "_tensors_data_ptrs_at_indices_equal", _pointers_equal
 )
-
-
-def negated(tensor: torch.Tensor) -> torch.Tensor:
-    return torch._neg_view(tensor)
 
 
 def can_poison() -> bool:
@@ -272,10 +238,13 @@ def swap_memory(storage: torch.UntypedStorage, other: torch.UntypedStorage) -> N
     storage._swap_data_ptr_(other)  # type: ignore[attr-defined]
 
 
+_THREAD_KEY = "cudagraph trees of this thread"
+
+
 def keep_for_backward_threads(value: object) -> None:
     """Let threads that run this thread's backwards get `value` from `kept_for_this_thread`. `value` must stay alive."""
     before = sys.getrefcount(value)
-    torch._C._stash_obj_in_tls(THREAD_KEY, value)
+    torch._C._stash_obj_in_tls(_THREAD_KEY, value)
     if sys.getrefcount(value) == before:
         # 2.11 takes a reference that it was not given, and gives it back when the thread ends.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
@@ -283,15 +252,15 @@ def keep_for_backward_threads(value: object) -> None:
 
 def kept_for_this_thread() -> Any:
     """The value of `keep_for_backward_threads` in this thread, or in the one that it runs a backward for; else None."""
-    return torch._C._get_obj_in_tls(THREAD_KEY) if torch._C._is_key_in_tls(THREAD_KEY) else None
+    return torch._C._get_obj_in_tls(_THREAD_KEY) if torch._C._is_key_in_tls(_THREAD_KEY) else None
 
 
+@dataclasses.dataclass(eq=False)
 class PrivatePool:
     """A memory pool of one CUDA device that only captures and staged inputs use."""
 
-    def __init__(self, device: int, handle: Any) -> None:
-        self.device = device
-        self.handle = handle
+    device: int
+    handle: Any
 
     @contextlib.contextmanager
     def routed(self) -> Iterator[None]:
@@ -329,8 +298,7 @@ class PrivatePool:
             torch._C._cuda_cudaCachingAllocator_raw_delete(address)
 
     def live_blocks_are(self, addresses: set[int]) -> bool:
-        equal: bool = torch._C._cuda_checkPoolLiveAllocations(self.device, self.handle, addresses)
-        return equal
+        return torch._C._cuda_checkPoolLiveAllocations(self.device, self.handle, addresses)
 
     def live_blocks(self) -> set[int]:
         """Addresses of all allocated blocks; slow."""
@@ -352,18 +320,13 @@ def free_keeping_address(storage: torch.UntypedStorage) -> None:
 
 def bare_replay(graph: torch.cuda.CUDAGraph) -> Callable[[], None]:
     """`graph.replay` without the Python method around it."""
-    replay: Callable[[], None] = functools.partial(torch._C._CUDAGraph.replay, graph)
-    return replay
+    return functools.partial(torch._C._CUDAGraph.replay, graph)
 
 
 def caches_memory() -> bool:
     """Whether the caching allocator of CUDA is in use; `PYTORCH_NO_CUDA_MEMORY_CACHING` turns it off."""
     name = "torch._C._cuda_cudaCachingAllocator_is_enabled"
     return not has(name) or bool(need(name)())
-
-
-def clear_cublas_workspaces() -> None:
-    torch._C._cuda_clearCublasWorkspaces()
 
 
 def raw_stream(device: int) -> Callable[[], int]:

@@ -1,18 +1,21 @@
 """Private symbols of torch: the tables that list them, and `need`, which looks one up.
 
-    SYMBOLS = {"torch._C._x": "what needs it", "torch._y.z": Needed("what needs it", tested=("2.13.0", "2.15.0"))}
+    SYMBOLS = {"what needs them": "torch._C._x torch._y.z .w", Needed("held outputs", ("2.13.0", "2.15.0")): "torch._v"}
     PROTOCOLS = {"what needs them": {"torch._y.Class": "attribute old_name|new_name"}}
     need = needing(SYMBOLS, "cudagraph", UnsupportedTorchError)
 
-Each file of a folder `torch_private` has a table of the symbols that it looks up by path, and one of the classes whose
-instances torch hands it, with the attributes that it uses; `__name__` where the name of the class alone counts.
+Each file of a folder `torch_private` has a table of the symbols that it looks up by path; `.w` stands beside the symbol
+before it, here at torch._y.w. Another has the classes whose instances torch hands it, with the attributes that it uses:
+`__name__` where the name of the class alone counts.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import inspect
+import itertools
 import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -20,10 +23,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-__all__ = ["TESTED", "Needed", "Protocols", "Row", "Symbols", "has", "late", "needing", "rows_of"]
-
 TESTED = ("2.11.0", "2.13.0", "2.15.0")
-UPSTREAM = "https://github.com/pytorch/pytorch/blob"
+_VERSION = torch.__version__.split("+")[0]
+_UPSTREAM = "https://github.com/pytorch/pytorch/blob"
 
 
 class Needed(NamedTuple):
@@ -34,20 +36,29 @@ class Needed(NamedTuple):
     cuda: bool = False
 
 
-Symbols = Mapping[str, str | Needed]
+Symbols = Mapping[str, str] | Mapping[str | Needed, str]
 Protocols = Mapping[str, Mapping[str, str]]
+
+
+def paths(text: str) -> Iterator[str]:
+    """The full paths that a cell of a table names."""
+    path = ""
+    for each in text.split():
+        path = path.rpartition(".")[0] + each if each.startswith(".") else each
+        yield path
+
+
+def listed(symbols: Symbols) -> dict[str, Needed]:
+    """The full paths of a table, each with what needs it."""
+    cells = ((Needed(cell) if isinstance(cell, str) else cell, text) for cell, text in symbols.items())
+    return {path: needed for needed, text in cells for path in paths(text)}
 
 
 def resolve(path: str) -> Any:
     parts = path.split(".")
     for cut in range(len(parts) - 1, 0, -1):
-        try:
-            obj = importlib.import_module(".".join(parts[:cut]))
-        except ImportError:
-            continue
-        for name in parts[cut:]:
-            obj = getattr(obj, name)
-        return obj
+        with contextlib.suppress(ImportError):
+            return functools.reduce(getattr, parts[cut:], importlib.import_module(".".join(parts[:cut])))
     raise ImportError(path)
 
 
@@ -62,21 +73,18 @@ def has(path: str) -> bool:
 
 def needing(symbols: Symbols, package: str, error: type[Exception]) -> Callable[[str], Any]:
     """`need(path)`: returns a symbol of the table, or raises `error` with its path, what needs it and `TESTED`."""
+    purposes = listed(symbols)
 
     def need(path: str) -> Any:
         try:
             return resolve(path)
         except (ImportError, AttributeError):
             raise error(
-                f"torch {torch.__version__} has no {path}, which {package} needs for {_needed(symbols[path]).purpose}; "
+                f"torch {torch.__version__} has no {path}, which {package} needs for {purposes[path].purpose}; "
                 f"tested with torch {', '.join(TESTED)}: install one of them, or report this version"
             ) from None
 
     return need
-
-
-def _needed(cell: str | Needed) -> Needed:
-    return Needed(cell) if isinstance(cell, str) else cell
 
 
 def late(need: Callable[[str], Any], path: str) -> Callable[..., Any]:
@@ -85,15 +93,14 @@ def late(need: Callable[[str], Any], path: str) -> Callable[..., Any]:
     So that a package can be imported on any torch.
     """
     try:
-        found: Callable[..., Any] = need(path)
+        return need(path)
     except RuntimeError as e:
         error = e
 
-        def missing(*_args: Any, **_kwargs: Any) -> Any:
-            raise error
+    def missing(*_args: Any, **_kwargs: Any) -> Any:
+        raise error
 
-        return missing
-    return found
+    return missing
 
 
 class Row(NamedTuple):
@@ -112,19 +119,15 @@ class Row(NamedTuple):
 
 def rows_of(package: str, symbols: Symbols, protocols: Protocols) -> Iterator[Row]:
     """The rows of one file's tables: symbols first, then the attributes of protocols."""
-    for path, cell in symbols.items():
-        purpose, tested, cuda = _needed(cell)
-        absent = _version() not in tested or (cuda and torch.version.cuda is None)
+    for path, (purpose, tested, cuda) in listed(symbols).items():
+        absent = _VERSION not in tested or (cuda and torch.version.cuda is None)
         status = "ok" if has(path) else "absent" if absent else "MISSING"
         yield Row(package, path, status, purpose, tested, source_link(path))
-    for purpose, classes in protocols.items():
-        for owner, name in ((owner, name) for owner, names in classes.items() for name in names.split()):
+    classes = ((purpose, owners, names) for purpose, table in protocols.items() for owners, names in table.items())
+    for purpose, owners, names in classes:
+        for owner, name in itertools.product(paths(owners), names.split()):
             status = "ok" if has_attribute(owner, name) else "MISSING"
             yield Row(package, f"{owner}.{name}", status, purpose, TESTED, source_link(owner))
-
-
-def _version() -> str:
-    return torch.__version__.split("+")[0]
 
 
 def has_attribute(owner: str, name: str) -> bool:
@@ -142,25 +145,21 @@ def _names_in_source(cls: type) -> frozenset[str]:
     names: set[str] = set()
     for base in cls.__mro__[:-1]:
         names.update(vars(base).get("__annotations__", ()))
-        try:
+        with contextlib.suppress(OSError, TypeError):  # written in C++
             names.update(re.findall(r"\bself\.(\w+)", inspect.getsource(base)))
-        except (OSError, TypeError):  # written in C++
-            continue
     return frozenset(names)
 
 
 def source_link(path: str) -> str:
     """The file that defines the module of `path`, at the tag of this torch, or of the newest tested one."""
     root, parts = Path(torch.__file__).parents[1], path.split(".")
+    tag = _VERSION if _VERSION in TESTED else TESTED[-1]
     for cut in range(len(parts), 0, -1):
         module = root.joinpath(*parts[:cut])
-        for file in (module.with_suffix(".py"), module / "__init__.py", module.with_suffix(".pyi")):
-            if file.is_file():
-                break
-        else:
-            if parts[:cut] != ["torch", "_C"]:
-                continue
-            file = module / "__init__.pyi.in"  # a wheel has what was generated from it
-        tag = _version() if _version() in TESTED else TESTED[-1]
-        return f"{UPSTREAM}/v{tag}/{file.relative_to(root).as_posix()}"
+        files = [module.with_suffix(".py"), module / "__init__.py", module.with_suffix(".pyi")]
+        found = [file for file in files if file.is_file()]
+        if parts[:cut] == ["torch", "_C"]:
+            found.append(module / "__init__.pyi.in")  # a wheel has what was generated from it
+        if found:
+            return f"{_UPSTREAM}/v{tag}/{found[0].relative_to(root).as_posix()}"
     raise ValueError(f"{path} is no path into torch")

@@ -54,7 +54,7 @@ def directory(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> It
     copy = tmp_path / "cache"
     shutil.copytree(made, copy)
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(copy))
-    monkeypatch.setattr(lookup._stats, "warned", set())
+    monkeypatch.setattr(lookup, "_warned", set())
     aot_hooks.reset()
     with torch._inductor.config.patch(compile_threads=1):  # torch's key holds it; the other process has one
         yield copy
@@ -137,7 +137,7 @@ def test_what_another_version_stored_is_refused_with_one_warning(
 def test_one_key_has_an_entry_for_each_answer_and_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The key holds what hooks do to one example; what they do to the saved tensor itself is compared."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(lookup._stats, "warned", set())
+    monkeypatch.setattr(lookup, "_warned", set())
     x = torch.randn(4, 6, requires_grad=True)
 
     def f(x: torch.Tensor) -> torch.Tensor:
@@ -343,7 +343,7 @@ def test_a_directory_that_cannot_be_written_breaks_nothing(tmp_path: Path, monke
     blocked = tmp_path / "file"
     blocked.write_text("no directory")
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(blocked / "below"))
-    monkeypatch.setattr(lookup._stats, "warned", set())
+    monkeypatch.setattr(lookup, "_warned", set())
     with pytest.warns(CacheWarning, match="cannot be written"):
         lookup._use_writable_directory()
     used = os.environ["TORCHINDUCTOR_CACHE_DIR"]

@@ -136,7 +136,7 @@ HIT, MISS = {"hit": 1, "miss": 0, "bypass": 0}, {"hit": 0, "miss": 1, "bypass": 
 @pytest.mark.slow
 @pytest.mark.parametrize(("hooks", "cut"), [(False, True), (True, False)])
 def test_a_warm_start_says_and_does_what_the_cold_one_did(fresh, monkeypatch, caplog, hooks, cut) -> None:
-    monkeypatch.setattr(lookup._stats, "warned", set())
+    monkeypatch.setattr(lookup, "_warned", set())
     start = Starts(hooks, cut, monkeypatch, caplog)
     cold, warm = start(), start()
     assert (cold.cache, warm.cache) == (MISS, HIT)
