@@ -22,14 +22,14 @@ from ..errors import AotHooksError, PolicyError
 from ..graphs.saved import Dim, SavedTensor
 from ..hook import KEEP, Hook, compiling_for
 from ..identity.frozen import described
-from ..offloading.schedule import Transfer
+from ..passes.live_bytes import LivePoint
 from ..passes.plan import Decision, Plan
 from ..passes.trace import canonical, trace_hook
 from ..settings.setting import out_of_scope
 from ..torch_private import values as torch_values
 from .key import Key, foreign_operator
 
-_FORMAT = 1
+_FORMAT = 2
 Place = tuple[str, str]  # module and line
 _Hook = tuple[str, Any]  # ("keep", 0), ("rule", number of the setting), or ("value", the pickled hook)
 
@@ -62,7 +62,7 @@ class _Row:
 
 @dataclass(frozen=True)
 class _Stored:
-    plans: tuple[tuple[tuple[_Row, ...], tuple[Transfer, ...]], ...]
+    plans: tuple[tuple[tuple[_Row, ...], Plan], ...]  # rows in place of decisions
     cannot: str  # why the entry must not be used, "" if it may
 
 
@@ -95,11 +95,21 @@ def pack_up(plans: Sequence[Plan], check: Checks, places: Callable[[], Sequence[
         )
 
     try:
-        content = _Stored(tuple((tuple(map(stored, plan.decisions)), plan.transfers) for plan in plans), "")
+        content = _Stored(tuple((tuple(map(stored, plan.decisions)), _without_rows(plan)) for plan in plans), "")
     except Refused as e:
         content = _Stored((), str(e))
     data = pickle.dumps((_FORMAT, content))
     return hashlib.sha256(data).digest() + data
+
+
+def _without_rows(plan: Plan) -> Plan:
+    """`plan` without decisions, and without the names of this program."""
+
+    def nameless(points: Iterable[LivePoint]) -> tuple[LivePoint, ...]:
+        return tuple(dataclasses.replace(point, module_path="", source_line="") for point in points)
+
+    before, after = nameless(plan.live_before), nameless(plan.live_after)
+    return dataclasses.replace(plan, decisions=(), live_before=before, live_after=after)
 
 
 def _numbers(values: Iterable[Any]) -> dict[Any, int]:
@@ -141,7 +151,7 @@ def unpack(data: bytes, check: Checks, places: Callable[[], Sequence[Place]]) ->
             )
         return Decision(saved, hook, row.reason, row.packed_bytes, row.saved_bytes, check.keys(row.chosen_by))
 
-    return [Plan(tuple(map(decision, rows)), transfers) for rows, transfers in stored.plans]
+    return [dataclasses.replace(plan, decisions=tuple(map(decision, rows))) for rows, plan in stored.plans]
 
 
 def _renamed(names: Mapping[str, str]) -> Callable[[tuple[int, ...]], tuple[int, ...]]:

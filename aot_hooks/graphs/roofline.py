@@ -139,14 +139,22 @@ def has_formula(node: Node) -> bool:
     return node.op == "call_function" and _packet(node) in flop_registry
 
 
-def node_ms(gm: GraphModule, rates: Callable[[torch.device], Rates], fused: bool) -> dict[Node, float]:
+# operators of library/loops, which Inductor fuses like pointwise ones on NVIDIA GPUs
+_LOOPS = ("aot_hooks.to_float8", "aot_hooks.from_float8", "aot_hooks.to_int8", "aot_hooks.from_int8")
+
+
+def node_ms(
+    gm: GraphModule, rates: Callable[[torch.device], Rates], fused: bool, *, fuse_loops: bool = False
+) -> dict[Node, float]:
     """Milliseconds of each node of `gm`, by the fake values on it; symbolic sizes count as their hints.
 
     With `fused`, pointwise operators and reductions between two unfused kernels are one kernel: it reads each input
-    once, and its intermediates cost nothing.
+    once, and its intermediates cost nothing. `fuse_loops`: so are the operators of library/loops. The schedule of
+    offload counts these as kernels, which it was measured with.
     """
     nodes = list(gm.graph.nodes)
-    written = written_storages(nodes) if fused else {storage_of(n) for n in nodes}
+    loops = {n for n in nodes if fuse_loops and str(n.target).startswith(_LOOPS)}
+    written = written_storages([n for n in nodes if n not in loops]) if fused else {storage_of(n) for n in nodes}
     written |= storages(gm.graph.find_nodes(op="placeholder")) | output_storages(gm.graph)
     found: dict[Node, float] = {}
     in_kernel: set[Any] = set()  # storages that the fused kernel has read or made
@@ -155,7 +163,8 @@ def node_ms(gm: GraphModule, rates: Callable[[torch.device], Rates], fused: bool
         values = [v for v in torch_values.pytree.tree_leaves(node.meta.get("val")) if isinstance(v, torch.Tensor)]
         if node.op != "call_function" or is_view(node) or node.target is operator.getitem or not values:
             continue
-        unfused = not fused or not (fuses(node) or torch.Tag.reduction in getattr(node.target, "tags", ()))
+        reduces = torch.Tag.reduction in getattr(node.target, "tags", ())
+        unfused = not fused or not (fuses(node) or reduces or node in loops)
         before = set() if unfused else in_kernel
         rate = rates(values[0].device)
         moved = sum(tensor_bytes(v) for v in values) if unfused or storage_of(node) in written else 0
@@ -173,9 +182,10 @@ def node_ms(gm: GraphModule, rates: Callable[[torch.device], Rates], fused: bool
     return found
 
 
-def step_ms(fw: GraphModule, bw: GraphModule, fused: bool) -> float:
-    """Milliseconds of a forward and its backward, without waits for copies."""
-    return sum(sum(node_ms(gm, measured_rates, fused).values()) for gm in (fw, bw))
+def step_ms(fw: GraphModule, bw: GraphModule, fused: bool, without: Collection[Any] = ()) -> float:
+    """Milliseconds of a forward and its backward. Those in `without` don't count: copies run beside the rest."""
+    found = (node_ms(gm, measured_rates, fused, fuse_loops=True) for gm in (fw, bw))
+    return sum(ms for times in found for node, ms in times.items() if node.target not in without)
 
 
 def _operation_count(node: Node) -> int:

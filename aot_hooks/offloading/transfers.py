@@ -320,3 +320,4 @@ reload_wait = _operator(
     lambda ticket, host, device: claim_device(ticket),
     lambda ticket, host, device: torch.empty(host.shape, dtype=host.dtype, device=device),
 )
+COPIES = (offload_start, offload_wait, reload_start, reload_wait)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
@@ -28,7 +29,12 @@ from ..library.lossless import compare_hook, narrow_hook
 from .edits import after_inputs, call, insert_backward_input, with_inputs
 from .plan import Choice
 
-ANSWERS = Hook("answers", lambda x: (), lambda p: p)
+
+def _in_plans_only(x: Any) -> Any:
+    raise AssertionError(f"stands in plans only, but was called with {x!r}")
+
+
+ANSWERS = Hook("answers", _in_plans_only, _in_plans_only)
 """Stands in plans for the hook of a value that does not cross, because only decisions read it. Never run."""
 
 

@@ -32,7 +32,7 @@ from ..library.float8 import float8
 from ..library.integer import int4, int8
 from ..library.lossless import lossless
 from ..offloading.hook import offload
-from ..offloading.transfers import offload_wait
+from ..offloading.transfers import COPIES, offload_wait
 from ..passes.live_bytes import live_bytes
 from ..passes.plan import decide
 from ..passes.trace import TracedHook
@@ -78,7 +78,7 @@ def step_of(graphs: Graphs, scope: str | None, allow: Iterable[str], max_error: 
     )
     groups = _storages_in_scope(cross, scope)
     rates = measured_rates(groups[0][0].row.device) if groups else measured_rates(torch.device("cpu"))
-    times = [node_ms(gm, lambda _: rates, graphs.fused) for gm in (graphs.fw, graphs.bw)]
+    times = [node_ms(gm, lambda _: rates, graphs.fused, fuse_loops=True) for gm in (graphs.fw, graphs.bw)]
     hooks = _hook_options(graphs, cross, groups, scope, allow, max_error, rates)
     gone = _gone(graphs)
     position = {node: len(forward) + i for i, node in enumerate(backward)}
@@ -238,7 +238,12 @@ def _work_bytes(gm: GraphModule, fused: bool) -> int:
 def _hook_ms(group: Sequence[SavedValue], traced: TracedHook, fused: bool, rates: Rates) -> float:
     """Time of pack and unpack. Fused, pack reads the value with its last reader, and unpack gives it to its readers
     without memory between them, if they are no kernels of their own."""
-    ms = [sum(node_ms(gm, lambda _: rates, fused).values()) for gm in (traced.pack, traced.unpack)]
+    ms = [
+        sum(
+            ms for node, ms in node_ms(gm, lambda _: rates, fused, fuse_loops=True).items() if node.target not in COPIES
+        )
+        for gm in (traced.pack, traced.unpack)
+    ]
     if not fused:
         return sum(ms)
     pass_ms = 1e3 * group[0].row.nbytes / rates.memory

@@ -24,6 +24,7 @@ from ..graphs.nodes import storage_of
 from ..graphs.roofline import step_ms
 from ..graphs.saved import Boundary, SavedTensor, SavedValue
 from ..hook import KEEP, Hook
+from ..offloading.transfers import COPIES
 from ..passes.live_bytes import LivePoint, live_bytes
 from ..passes.plan import Decision, Plan
 from ..settings.setting import Setting
@@ -35,7 +36,12 @@ from .step import KEPT, Option, Step
 
 __all__ = ["RECOMPUTED", "partition_within"]
 
-RECOMPUTED = Hook("recompute", lambda x: (), lambda p: p)
+
+def _recompute(x: Any) -> Any:
+    raise AssertionError("stands in plans only")
+
+
+RECOMPUTED = Hook("recompute", _recompute, _recompute)
 """Stands in plans for the hook of a value that the backward computes again. Never run."""
 
 _ATTEMPTS = 4
@@ -126,7 +132,7 @@ def partition_within(
         assert limit is not None
         limit -= 1.05 * (got - peak)
     plan = _with_recomputed(plan, cross, groups, saved, solution, step)
-    after_ms = step_ms(found.fw, found.bw, fused) + sum(t.placement.stall_ms for t in plan.transfers)
+    after_ms = step_ms(found.fw, found.bw, fused, COPIES) + sum(t.placement.stall_ms for t in plan.transfers)
     return (
         found.fw,
         found.bw,
@@ -135,7 +141,7 @@ def partition_within(
             decisions=tuple(dataclasses.replace(d, settings=(setting.key,)) for d in plan.decisions),
             live_before=before,
             live_after=after,
-            before_ms=step.ms,
+            before_ms=step_ms(graphs.fw, graphs.bw, fused),
             after_ms=after_ms,
         ),
     )
