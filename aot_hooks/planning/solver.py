@@ -17,9 +17,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from dataclasses import dataclass
-
-import numpy
-from scipy import optimize, sparse  # type: ignore[import-untyped]
+from typing import Any
 
 from .step import KEPT, Option, Step
 
@@ -68,7 +66,9 @@ class _Rows:
         self.low.append(low)
         self.high.append(high)
 
-    def constraint(self, column_count: int) -> optimize.LinearConstraint:
+    def constraint(self, column_count: int) -> Any:
+        from scipy import optimize, sparse  # type: ignore[import-untyped]
+
         matrix = sparse.csr_array((self.data, (self.rows, self.columns)), shape=(len(self.low), column_count))
         return optimize.LinearConstraint(matrix, self.low, self.high)
 
@@ -90,6 +90,10 @@ def solve(
 
     Returns None if there is no such choice.
     """
+    # 0.2 s, for those who set a budget
+    import numpy
+    from scipy import optimize
+
     choices = [(v, option) for v, value in enumerate(step.values) for option in value.options]
     columns: dict[int, list[int]] = defaultdict(list)
     recompute: dict[int, int] = {}

@@ -47,6 +47,13 @@ def test_offload(tmp_path: Path) -> None:
     assert (on_device, on_host, error) == (0.0, saved, 0.0)
 
 
+@pytest.mark.slow
+def test_fit(tmp_path: Path) -> None:
+    done = run(tmp_path, "fit.py", "--exact")
+    assert done.returncode == 0, done.stderr
+    assert "gradient error       0.0000 (at most 0.0)" in done.stdout and "recompute" in done.stdout
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
