@@ -14,7 +14,6 @@ import collections
 import sys
 import threading
 import warnings
-import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,9 +24,9 @@ from .errors import TORCH, UnusedWarning, user_frame
 from .hook import KEEP
 from .passes.plan import Decision, Plan
 from .policies import ByKey, key_text, keys_in
+from .release import at_end_of_backward
 from .settings.setting import Setting
-from .torch_private import aot, dynamo
-from .torch_private import values as torch_values
+from .torch_private import aot
 
 _SHOWN = 8
 
@@ -151,42 +150,6 @@ def _judge(suspects: list[Setting]) -> None:
                 f"{policy!r}: no tensor that graphs save for backward under it fits {key_text(key)!r}; "
                 f"{f'they have {shown}' if names else 'they have no such thing'}. Correct the key or take it out",
             )
-
-
-class _Token:
-    """An object that only an autograd node holds."""
-
-
-def at_end_of_backward(outputs: Any, on_release: Callable[[], None]) -> bool:
-    """Call `on_release` once when the saved tensors of the graph that returned `outputs` are released.
-
-    Its backward has run then, or nobody can ask for it any more. False if it saved nothing.
-
-        outputs --grad_fn, through views--> the graph's autograd node --+-- has run -------+--> on_release(), once
-                                                                        +-- is collected --+
-    """
-    tensors = (t for t in torch_values.pytree.tree_leaves(outputs) if isinstance(t, torch.Tensor))
-    node = next((n for t in tensors if (n := _node_of(t)) is not None), None)
-    if node is None:
-        return False
-    token = _Token()
-    once = weakref.finalize(token, on_release)
-    node.metadata["aot_hooks"] = token
-
-    @dynamo.untraced  # a backward may run where Dynamo compiles each function that is called
-    def has_run(*_: Any) -> None:
-        once()
-
-    node.register_hook(has_run)
-    return True
-
-
-def _node_of(x: torch.Tensor) -> Any:
-    """The autograd node of the compiled graph behind `x`, or behind what `x` is a view of; None without one."""
-    node: Any = x.grad_fn
-    while node is not None and "CompiledFunction" not in type(node).__name__:
-        node = node.next_functions[0][0] if node.next_functions else None
-    return node
 
 
 def compiled_in_place(module: torch.nn.Module) -> None:
