@@ -243,11 +243,15 @@ def _infeasible(budget: Budget, step: Step, peak: int, least: int, lowest: Solut
     where = max(range(len(step.live)), key=step.live.__getitem__)
     kept = [v for v, option in zip(step.values, lowest.options, strict=True) if option is KEPT] or step.values
     largest = sorted(kept, key=lambda value: -value.nbytes)[:3]
-    names = ", ".join(f"'{v.names[0]}' {v.nbytes / _MIB:.1f} MiB ({v.where})" for v in largest)
+    names = ", ".join(f"'{v.names[0]}' {_mib(v.nbytes)} ({v.where})" for v in largest)
     within = "" if budget.max_slowdown is None else f" within {budget.max_slowdown} times the time"
     return (
-        f"{budget!r}: expected a step under {peak / _MIB:.1f} MiB{within}, but the least that was found takes "
-        f"{least / _MIB:.1f} MiB. Without hooks it takes {step.peak_bytes / _MIB:.1f} MiB, the most at "
+        f"{budget!r}: expected a step under {_mib(peak)}{within}, but the least that was found takes "
+        f"{_mib(least)}. Without hooks it takes {_mib(step.peak_bytes)}, the most at "
         f"{step.labels[where]}. The largest that stay as they are: {names}. Gradients, outputs and what a single layer "
         "works with can't be stored otherwise: raise the peak, allow more means or more error, or take smaller batches"
     )
+
+
+def _mib(nbytes: float) -> str:
+    return f"{nbytes / _MIB:.4g} MiB"

@@ -121,15 +121,13 @@ def test_every_decision_has_its_reason(model, x):
 
 @pytest.mark.core
 def test_what_can_not_be_is_an_error_that_names_the_least_and_what_holds_it(model, x):
-    with pytest.raises(
-        BudgetError, match=r"expected a step under 0\.0 MiB, but the least that was found takes \d"
-    ) as e:
+    with pytest.raises(BudgetError, match=r"expected a step under .* MiB, but the least that was found takes \d") as e:
         aot_hooks.plan(model, x, policy=budget(1), inner="aten")
     message = str(e.value)
     assert "largest that stay" in message and "raise the peak" in message
     least = float(message.split("least that was found takes ")[1].split(" MiB")[0])
-    plan = aot_hooks.plan(model, x, policy=budget(int((least + 0.06) * 2**20)), inner="aten")
-    assert plan.peak_bytes <= (least + 0.06) * 2**20
+    plan = aot_hooks.plan(model, x, policy=budget(int((least + 0.01) * 2**20)), inner="aten")
+    assert plan.peak_bytes <= (least + 0.01) * 2**20
     compiled = torch.compile(model, backend="aot_hooks", options={**ATEN, "policy": budget(1)})
     with pytest.raises(Exception, match="expected a step under") as wrapped:
         compiled(x)
