@@ -136,7 +136,7 @@ def print_frontier(options: argparse.Namespace) -> int:
 
     try:
         print(frontier_of(plan_with, allow=_allowed(options), max_error=options.max_error))
-    except AotHooksError as e:
+    except (AotHooksError, OSError) as e:
         print(f"aot_hooks frontier: {e}", file=sys.stderr)
         return 1
     return 0
@@ -185,6 +185,8 @@ def _policy(options: argparse.Namespace) -> Any:
         return _evaluated("--hook", options.hook if with_arguments else f"{name}()")
     if options.budget is not None:
         return budget(options.budget, allow=_allowed(options), max_error=options.max_error)
+    if options.allow is not None:
+        raise OptionError("--allow is for --budget")
     return None if options.policy is None else _evaluated("--policy", options.policy)
 
 

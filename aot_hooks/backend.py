@@ -312,7 +312,8 @@ def planning_partition(
 
         def split() -> tuple[GraphModule, GraphModule]:
             fw, bw = aot.min_cut_partition(joint, joint_inputs, merge_repeats=not apart, **kwargs)
-            donated[number:] = [aot.donates(fw, bw, kwargs["num_fwd_outputs"])]
+            if len(donated) == number:  # the first time: as it is without hooks
+                donated.append(aot.donates(fw, bw, kwargs["num_fwd_outputs"]))
             save_what_was_read(fw, bw, kwargs["num_fwd_outputs"])
             return fw, bw
 

@@ -43,7 +43,7 @@ class Budget:
         return KEEP  # asked by eager parts, which no plan covers
 
     def why_kept(self, saved: SavedTensor) -> str:
-        return "budget: eager code is not planned"
+        return "budget: not in a graph that it plans"
 
     def __repr__(self) -> str:
         arguments = [] if self.peak is None else [repr(self.peak)]
@@ -71,7 +71,8 @@ def budget(
         max_slowdown: how much longer the step may take than without hooks: 0.05 or 1.05 for 5%. Without `peak` the plan
             with the lowest peak within that time is taken.
         allow: the means that may be used.
-        max_error: predicted relative error of the gradient; 0 for exact means only.
+        max_error: relative error of the gradient, estimated from values' errors and bytes; 0 for exact means only. A
+            single value may be off by four times as much.
 
     Raises:
         OptionError: a wrong argument.
@@ -79,7 +80,7 @@ def budget(
     """
     if peak is None and max_slowdown is None:
         raise OptionError('budget: expected peak (bytes, "24GiB" or "fit"), max_slowdown, or both, got neither')
-    if isinstance(allow, str) or not set(allow) <= set(ALLOWED):
+    if not isinstance(allow, list | tuple | set | frozenset) or any(name not in ALLOWED for name in allow):
         raise OptionError(f"budget: allow must be some of {', '.join(map(repr, ALLOWED))}, got {allow!r}")
     if not _is_number(max_error) or not 0 <= max_error:
         raise OptionError(f"budget: max_error must be a number of at least 0, got {max_error!r}")
@@ -96,9 +97,10 @@ def bytes_of(size: int | str | None) -> int:
     if isinstance(size, int) and not isinstance(size, bool) and size > 0:
         return size
     match = _SIZE.fullmatch(size) if isinstance(size, str) else None
-    if match is None or float(match[1]) == 0:
+    nbytes = 0 if match is None else int(float(match[1]) * _UNITS[(match[2] or "").lower()])
+    if nbytes == 0:
         raise OptionError(f'budget: peak must be bytes as an int, "24GiB", "500MB" or "fit", got {size!r}')
-    return int(float(match[1]) * _UNITS[(match[2] or "").lower()])
+    return nbytes
 
 
 def _is_number(value: object) -> bool:

@@ -6,6 +6,7 @@ by passes/plan.py, as without a budget: lossy hooks take only what the backward 
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import operator
 from collections import defaultdict
@@ -16,7 +17,7 @@ from typing import Any, cast
 import torch
 from torch.fx import GraphModule, Node
 
-from ..graphs.nodes import REGION, annotation, output_storages, storage_bytes, storage_of, storages
+from ..graphs.nodes import REGION, SNAPSHOT, annotation, output_storages, storage_bytes, storage_of, storages
 from ..graphs.roofline import (
     Rates,
     alive_along,
@@ -39,13 +40,14 @@ from ..passes.trace import TracedHook
 from ..passes.units import Unit, trace_units
 from ..settings.setting import Setting, out_of_scope
 from ..torch_private import inductor
-from ..torch_private.values import is_operator
+from ..torch_private.values import hint, is_operator
 from .step import Option, Step, Value
 
 __all__ = ["Graphs", "chains", "step_of"]
 
 # relative error of a value that comes back, root mean square over normal data (benchmarks/results, errors.cpu)
 _ERRORS = {"float8": 0.032, "int8": 0.009, "int4": 0.165}
+_MOST = 4  # times the limit on the gradient's error that a single value's may be
 _SEGMENT = 8  # most storages of a part of the backward that no module marks off
 
 
@@ -77,7 +79,7 @@ def step_of(graphs: Graphs, scope: str | None, allow: Iterable[str], max_error: 
         roots=graphs.roots,
     )
     groups = _storages_in_scope(cross, scope)
-    rates = measured_rates(groups[0][0].row.device) if groups else measured_rates(torch.device("cpu"))
+    rates = _rates(groups)
     times = [node_ms(gm, lambda _: rates, graphs.fused, fuse_loops=True) for gm in (graphs.fw, graphs.bw)]
     hooks = _hook_options(graphs, cross, groups, scope, allow, max_error, rates)
     gone = _gone(graphs)
@@ -127,6 +129,14 @@ def step_of(graphs: Graphs, scope: str | None, allow: Iterable[str], max_error: 
     return step, groups
 
 
+def _rates(groups: Sequence[Sequence[SavedValue]]) -> Rates:
+    """The rates of the GPU, or else of the CPU. Two digits of each, so that another process finds the same plan."""
+    devices = [group[0].row.device for group in groups]
+    device = next((d for d in devices if d.type == "cuda"), torch.device("cpu"))
+    rates = dataclasses.asdict(measured_rates(device))
+    return Rates(**{name: float(f"{rate:.1e}") for name, rate in rates.items()})
+
+
 def _numbered(cross: Boundary, groups: Sequence[Sequence[SavedValue]]) -> dict[Any, int | None]:
     """The number of each saved storage; None for those that the budget does not decide for."""
     numbers: dict[Any, int | None] = {storage_of(v.fw_node): None for v in cross.tensors}
@@ -146,7 +156,10 @@ def _storages_in_scope(cross: Boundary, scope: str | None) -> list[list[SavedVal
     def ours(value: SavedValue) -> bool:
         readers = [u for u in value.bw_node.users if u.op != "output"]
         inside = any(annotation(u, REGION) is not None for u in readers)
-        return bool(readers) and not inside and out_of_scope(value.row, scope) is None and value.row.nbytes > 0
+        frees = storage_of(value.fw_node) not in cross.kept_storages and not value.fw_node.meta.get(SNAPSHOT)
+        return (
+            bool(readers) and not inside and frees and out_of_scope(value.row, scope) is None and value.row.nbytes > 0
+        )
 
     return [group for group in groups.values() if all(map(ours, group))]
 
@@ -178,8 +191,9 @@ def _hook_options(
     found: list[list[Option]] = [[] for _ in groups]
     decompositions = inductor.decompositions() if graphs.fused else None
     on_cuda = [group[0].row.device.type == "cuda" for group in groups]
+    ours = dataclasses.replace(cross, tensors=[value for group in groups for value in group])
     for name, rule in _rules(set(allow), max_error).items():
-        choices = decide(cross, Setting(rule, scope), {})
+        choices = decide(ours, Setting(rule, scope), {})
         choices, units = trace_units(choices, decompositions)
         packed = {choice.value: choice for choice in choices if choice.packs}
         unit_of = {unit.saved: unit for unit in units}
@@ -190,7 +204,7 @@ def _hook_options(
             if len(own) != 1 or own[0].keep or len(own[0].packings) != 1:
                 continue
             on_device, on_host = (sum(_leaf_bytes(u, host) for u in own) for host in (False, True))
-            answers = sum(len(packed[v].answers) * v.value.numel() // 8 for v in group if not on_host or "(" in name)
+            answers = sum(len(packed[v].answers) * hint(v.value.numel()) // 8 for v in group)
             if on_device + answers >= group[0].row.nbytes:
                 continue
             error = max((e for kind, e in _ERRORS.items() if kind in name), default=0.0)
@@ -207,7 +221,8 @@ def _rules(allow: set[str], max_error: float) -> dict[str, Any]:
     if "lossless" in allow:
         rules["lossless()"] = lossless()
     lossy: dict[str, Callable[[], Hook]] = {"float8": float8, "int8": int8, "int4": int4}
-    rounded = {f"{name}()": make() for name, make in lossy.items() if name in allow and max_error > 0}
+    fits = [name for name in lossy if name in allow and _ERRORS[name] <= _MOST * max_error]
+    rounded = {f"{name}()": lossy[name]() for name in fits}
     rules |= rounded
     if "offload" in allow:
         rules["offload()"] = offload()
@@ -294,12 +309,18 @@ def chains(cross: Boundary, groups: Sequence[Sequence[SavedValue]], chosen: set[
     return again, kept
 
 
+# on CUDA they add in any order, so a second run may differ in the last digit
+_ATOMIC = frozenset(
+    "scatter_add scatter_reduce index_add index_reduce index_put _unsafe_index_put put histc bincount cumsum".split()
+)
+
+
 def _repeatable(node: Node) -> bool:
     """Whether `node` gives the same once more: no random numbers, no communication, no writes, no graph inside."""
     if node.target is operator.getitem:
         return True
     target: Any = node.target
-    if node.op != "call_function" or not is_operator(target):
+    if node.op != "call_function" or not is_operator(target) or str(target).split(".")[1] in _ATOMIC:
         return False
     if target.namespace not in ("aten", "prims") or target._schema.is_mutable or node.is_impure():
         return False

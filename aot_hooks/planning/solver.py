@@ -9,7 +9,9 @@
 A value that is recomputed reads its sources from the begin of its segment on. If a source is stored in another way, it
 is there from that point, unpacked. A source outside of the segment must not be recomputed itself.
 
-The same step gives the same choice: the search is bounded by nodes, not by time.
+A value that is recomputed has the error of its sources, doubled. That is an estimate: a chain may multiply it.
+
+The same step gives the same choice: the search is bounded by nodes.
 """
 
 from __future__ import annotations
@@ -25,8 +27,10 @@ __all__ = ["Solution", "solve"]
 
 _GAP = 2e-3  # of the objective; a plan this near to the best is taken
 _NODES = 500
+_SECONDS = 30  # a guard: nodes end the search long before
 _MIB = float(1 << 20)
 _BESIDE = 0.75  # share of the compute's time in which copies are planned
+_COMPUTED = 4.0  # squared: what is computed from a rounded value may be twice as wrong
 _TIE = 1e-6  # ms for each MiB and unit of error, so that equal plans keep more and round less
 
 
@@ -104,7 +108,12 @@ def solve(
     early, starts = _early_sources(step, recompute)
     first_early = len(choices)
     groups = _groups(step, starts)
-    first_delta = first_early + len(early)
+    # a value that is computed from a rounded one has at least its error; one column for each such pair
+    worst = _worst_errors(step, recompute)
+    sources = [(v, u) for v in recompute for u in step.values[v].sources if math.isfinite(max_error) and worst[u]]
+    first_pair = first_early + len(early)
+    pairs = {pair: column for column, pair in enumerate(sources, first_pair)}
+    first_delta = first_pair + len(pairs)
     peak_column = first_delta + len(groups)
     count = peak_column + 1
 
@@ -144,9 +153,14 @@ def solve(
         rows.add(terms | {group_at[position]: 1.0, peak_column: -1.0}, -math.inf, -between / _MIB)
     total = sum(value.nbytes for value in step.values) or 1
     if math.isfinite(max_error):
-        weights = [(step.values[v].nbytes / total) * option.error**2 for v, option in choices]
         scale = 1e4
-        rows.add({c: scale * w for c, w in enumerate(weights)}, 0, scale * max_error**2 + 1e-9)
+        terms = {c: scale * step.values[v].nbytes / total * o.error**2 for c, (v, o) in enumerate(choices)}
+        for (v, u), column in pairs.items():
+            row = {c: -scale * choices[c][1].error ** 2 for c in columns[u]}
+            row |= {pairs[u, w]: -1.0 for w in step.values[u].sources if (u, w) in pairs}
+            rows.add(row | {column: 1.0, recompute[v]: -scale * worst[u]}, -scale * worst[u], math.inf)
+            terms[column] = _COMPUTED * step.values[v].nbytes / total
+        rows.add(terms, 0, scale * max_error**2 + 1e-9)
     for rate, ms in ((step.to_host, step.forward_ms), (step.to_device, step.backward_ms)):
         if math.isfinite(rate):
             rows.add({c: o.link_bytes / rate * 1e3 for c, (_, o) in enumerate(choices)}, 0, _BESIDE * ms)
@@ -157,12 +171,12 @@ def solve(
 
     cost = times.copy()
     cost[:first_early] += [_TIE * (1 + o.error) * step.values[v].nbytes / _MIB for v, o in choices]
-    cost[first_early:first_delta] = _TIE  # no more than the constraints ask for
+    cost[first_early:first_pair] = _TIE  # no more than the constraints ask for
     if peak is None:
         cost *= 1e-6
         cost[peak_column] = 1.0
     upper = numpy.full(count, math.inf)
-    upper[:first_delta] = 1.0
+    upper[:first_pair] = 1.0
     upper[peak_column] = math.inf if peak is None else peak / _MIB
     lower = numpy.zeros(count)
     lower[first_delta:peak_column] = -math.inf
@@ -173,7 +187,7 @@ def solve(
         constraints=rows.constraint(count),
         bounds=optimize.Bounds(lower, upper),
         integrality=integrality,
-        options={"mip_rel_gap": _GAP, "node_limit": _NODES},
+        options={"mip_rel_gap": _GAP, "node_limit": _NODES, "time_limit": _SECONDS},
     )
     if found.x is None:
         return None
@@ -183,8 +197,28 @@ def solve(
             options[v] = option
     deltas = found.x[first_delta:peak_column]
     bound = max((most + _MIB * deltas[g] for g, (_, most) in enumerate(groups)), default=0)
-    error = sum(value.nbytes / total * o.error**2 for value, o in zip(step.values, options, strict=True)) ** 0.5
+    chosen = [o.error**2 for o in options]
+    again = {v for v in recompute if options[v].name == "recompute"}
+
+    def squared(v: int) -> float:
+        return sum(squared(u) for u in step.values[v].sources) if v in again else chosen[v]
+
+    squares = [squared(v) * (_COMPUTED if v in again else 1) for v in range(len(options))]
+    error = sum(value.nbytes / total * e for value, e in zip(step.values, squares, strict=True)) ** 0.5
     return Solution(tuple(options), round(bound), step.ms + sum(o.ms for o in options), error)
+
+
+def _worst_errors(step: Step, recompute: dict[int, int]) -> list[float]:
+    """For each value the largest squared error that it can have, by its options or by what it is computed from."""
+    known: dict[int, float] = {}
+
+    def most(v: int) -> float:
+        if v not in known:
+            own = max((o.error**2 for o in step.values[v].options), default=0.0)
+            known[v] = max(own, sum(most(u) for u in step.values[v].sources) if v in recompute else 0.0)
+        return known[v]
+
+    return [most(v) for v in range(len(step.values))]
 
 
 def _early_sources(step: Step, recompute: dict[int, int]) -> tuple[dict[int, int], dict[int, int]]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -45,6 +46,7 @@ RECOMPUTED = Hook("recompute", _recompute, _recompute)
 """Stands in plans for the hook of a value that the backward computes again. Never run."""
 
 _ATTEMPTS = 4
+_ROUNDING = 1e-6  # of ratios of sums
 _FIT = 0.95  # share of the device's free memory that "fit" may take
 _MIB = 1 << 20
 
@@ -99,52 +101,96 @@ def partition_within(
 
     graphs = read(*split())  # stays as it is, for chains
     step, groups = step_of(graphs, setting.scope, budget.allow, budget.max_error)
-    before = _live(graphs)
+    before, before_ms = _live(graphs), step_ms(graphs.fw, graphs.bw, fused)
     cross = graphs.boundary()
-    peak = _peak(budget, groups)
-    max_ms = None if budget.max_slowdown is None else step.ms * budget.max_slowdown
-    limit: float | None = peak
-    least = step.peak_bytes
-    attempts = 0
-    while True:
-        solution = None
-        if attempts < _ATTEMPTS:
-            solution = solve(step, peak=limit, max_error=budget.max_error, max_ms=max_ms)
-        if solution is None:  # the lowest peak, by the program's bounds: with work, then without
-            attempts = max(attempts, _ATTEMPTS)
-            with_work = attempts == _ATTEMPTS
-            solution = solve(step, peak=None, max_error=budget.max_error, max_ms=max_ms, with_work=with_work)
-        attempts += 1
-        if solution is None:
-            raise BudgetError(f"{budget!r}: no plan is within {budget.max_slowdown} times the step without hooks")
+    peak = _peak(budget, cross, groups)
+    slowest = math.inf if budget.max_slowdown is None else budget.max_slowdown
+
+    def tried(solution: Solution) -> _Tried:
+        """What comes of `solution`: graphs with its hooks, and a plan with its live bytes and times."""
         chosen = {i for i, option in enumerate(solution.options) if option.name == "recompute"}
         with aot.recomputed(joint, *chains(cross, groups, chosen)) if chosen else contextlib.nullcontext():
             found = read(*split())
         saved = {v.row.name: storage_of(v.fw_node) for v in found.boundary().tensors}
         plan = rewrite(found.fw, found.bw, Setting(_policy(solution, step), setting.scope))
-        after = _live(found)
-        got = max((p.live_bytes for p in after), default=0)
-        if peak is None or got <= peak:
+        plan = _with_recomputed(plan, cross, groups, saved, solution, step)
+        after_ms = step_ms(found.fw, found.bw, fused, COPIES) + sum(t.placement.stall_ms for t in plan.transfers)
+        decisions = tuple(dataclasses.replace(d, settings=(setting.key,)) for d in plan.decisions)
+        plan = dataclasses.replace(plan, decisions=decisions, live_before=before, live_after=_live(found))
+        return _Tried(found, dataclasses.replace(plan, before_ms=before_ms, after_ms=after_ms), solution)
+
+    def solved(limit: float | None, ratio: float, with_work: bool = True) -> Solution | None:
+        max_ms = step.ms * ratio if math.isfinite(ratio) else None
+        return solve(step, peak=limit, max_error=budget.max_error, max_ms=max_ms, with_work=with_work)
+
+    best, least = _search(step, peak, slowest, solved, tried)
+    if best is None:
+        raise BudgetError(_infeasible(budget, step, peak, least))
+    return best.graphs.fw, best.graphs.bw, best.plan
+
+
+@dataclass(frozen=True)
+class _Tried:
+    graphs: Graphs
+    plan: Plan
+    solution: Solution
+
+    def fits(self, peak: float | None, slowest: float) -> bool:
+        in_time = not self.plan.before_ms or self.plan.step_ratio <= slowest * (1 + _ROUNDING)
+        return in_time and (peak is None or self.plan.peak_bytes <= peak)
+
+
+def _search(
+    step: Step,
+    peak: int | None,
+    slowest: float,
+    solved: Callable[..., Solution | None],
+    tried: Callable[[Solution], _Tried],
+) -> tuple[_Tried | None, _Tried]:
+    """The best plan that fits, None if none was found, and the one with the lowest peak.
+
+    The program bounds bytes and times; the graphs that come of its choice tell them. Each attempt asks for less by as
+    much as the one before was off.
+    """
+    keep = Solution((KEPT,) * len(step.values), step.peak_bytes, step.ms, 0.0)
+    fitting: list[_Tried] = []
+    all_tried: list[_Tried] = []
+    limit, ratio = None if peak is None else float(peak), slowest
+    for _ in range(_ATTEMPTS):
+        solution = solved(limit, ratio)
+        if solution is None:
             break
-        least = min(least, got)
-        if attempts > _ATTEMPTS + 1:
-            raise BudgetError(_infeasible(budget, step, peak, least, solution))
-        assert limit is not None
-        limit -= 1.05 * (got - peak)
-    plan = _with_recomputed(plan, cross, groups, saved, solution, step)
-    after_ms = step_ms(found.fw, found.bw, fused, COPIES) + sum(t.placement.stall_ms for t in plan.transfers)
-    return (
-        found.fw,
-        found.bw,
-        dataclasses.replace(
-            plan,
-            decisions=tuple(dataclasses.replace(d, settings=(setting.key,)) for d in plan.decisions),
-            live_before=before,
-            live_after=after,
-            before_ms=step_ms(graphs.fw, graphs.bw, fused),
-            after_ms=after_ms,
-        ),
-    )
+        found = tried(solution)
+        all_tried.append(found)
+        if found.fits(peak, slowest):
+            fitting.append(found)
+            break
+        if peak is not None and limit is not None:
+            limit -= 1.05 * max(0, found.plan.peak_bytes - peak)
+        if found.plan.before_ms and found.plan.step_ratio > slowest:
+            ratio -= 1.05 * (found.plan.step_ratio - slowest)
+    for with_work in (True, False):  # the lowest peak, by the program's bounds: with work, then without
+        if not fitting and peak is not None and (solution := solved(None, ratio, with_work)) is not None:
+            found = tried(solution)
+            all_tried.append(found)
+            if found.fits(peak, slowest):
+                fitting.append(found)
+                # the program's bound is off by this much there; once more, with that
+                nearer = solved(peak - (found.plan.peak_bytes - solution.peak_bytes), ratio, with_work)
+                if nearer is not None and (other := tried(nearer)).fits(peak, slowest):
+                    fitting.append(other)
+    if peak is None or step.peak_bytes <= peak or not all_tried:
+        all_tried.append(tried(keep))
+        if all_tried[-1].fits(peak, slowest):
+            fitting.append(all_tried[-1])
+
+    def fastest(found: _Tried) -> tuple[float, float]:
+        return (found.plan.after_ms, found.plan.peak_bytes)
+
+    def lowest(found: _Tried) -> tuple[float, float]:
+        return (found.plan.peak_bytes, found.plan.after_ms)
+
+    return min(fitting, key=lowest if peak is None else fastest, default=None), min(all_tried, key=lowest)
 
 
 def _live(graphs: Graphs) -> tuple[LivePoint, ...]:
@@ -158,16 +204,18 @@ def _live(graphs: Graphs) -> tuple[LivePoint, ...]:
     )
 
 
-def _peak(budget: Budget, groups: Sequence[Sequence[SavedValue]]) -> int | None:
+def _peak(budget: Budget, cross: Boundary, groups: Sequence[Sequence[SavedValue]]) -> int | None:
+    """The peak in bytes. None: the lowest is asked for, or there is nothing to decide."""
     if budget.peak != "fit":
         return budget.peak  # type: ignore[return-value]
-    devices = {group[0].row.device for group in groups if group[0].row.device.type == "cuda"}
-    if not devices:
+    devices = {v.row.device for v in cross.tensors if v.row.device.type == "cuda"}
+    if not devices and groups:
         raise BudgetError(
             'budget("fit") asks a CUDA device for its free memory, and the saved tensors are on none; '
             "give the peak in bytes"
         )
-    return int(_FIT * min(torch.cuda.mem_get_info(device)[0] + _reserved_and_free(device) for device in devices))
+    free = [torch.cuda.mem_get_info(device)[0] + _reserved_and_free(device) for device in devices]
+    return int(_FIT * min(free)) if groups else None
 
 
 def _reserved_and_free(device: torch.device) -> int:
@@ -221,11 +269,13 @@ def _with_recomputed(
     """`plan` with a row for each value that the backward computes again, and without hooks' bytes for values that are
     saved for that only. `saved` has the storages that cross now, by name, `stock` what crosses without a budget."""
     before = {storage_of(v.fw_node) for v in stock.tensors}
-    new = {name for name, key in saved.items() if key not in before}
+    known = {v.row.name for v in stock.tensors}
+    new = {name for name, key in saved.items() if key not in before and name not in known}
     rows = [dataclasses.replace(d, saved_bytes=0) if d.saved.name in new else d for d in plan.decisions]
     offset = max((d.saved.storage for d in rows), default=-1) + 1
     for i, group in enumerate(groups):
-        if storage_of(group[0].fw_node) in saved.values():
+        names = {value.row.name for value in group}
+        if storage_of(group[0].fw_node) in saved.values() or names & saved.keys():
             continue
         chosen = solution.options[i].name == "recompute"
         reason = _why(solution, step, i) if chosen else "budget: what is recomputed anyway gives it too"
@@ -239,17 +289,19 @@ def _with_recomputed(
 # --- what can't be ----------------------------------------------------------------------------------------------------
 
 
-def _infeasible(budget: Budget, step: Step, peak: int, least: int, lowest: Solution) -> str:
+def _infeasible(budget: Budget, step: Step, peak: int | None, least: _Tried) -> str:
     where = max(range(len(step.live)), key=step.live.__getitem__)
-    kept = [v for v, option in zip(step.values, lowest.options, strict=True) if option is KEPT] or step.values
+    options = least.solution.options
+    kept = [v for v, option in zip(step.values, options, strict=True) if option is KEPT] or step.values
     largest = sorted(kept, key=lambda value: -value.nbytes)[:3]
-    names = ", ".join(f"'{v.names[0]}' {_mib(v.nbytes)} ({v.where})" for v in largest)
+    names = ", ".join(f"'{v.names[0]}' {_mib(v.nbytes)} ({v.where})" for v in largest) or "none"
     within = "" if budget.max_slowdown is None else f" within {budget.max_slowdown} times the time"
     return (
-        f"{budget!r}: expected a step under {_mib(peak)}{within}, but the least that was found takes "
-        f"{_mib(least)}. Without hooks it takes {_mib(step.peak_bytes)}, the most at "
-        f"{step.labels[where]}. The largest that stay as they are: {names}. Gradients, outputs and what a single layer "
-        "works with can't be stored otherwise: raise the peak, allow more means or more error, or take smaller batches"
+        f"{budget!r}: expected a step under {_mib(peak or 0)}{within}, but the least that was found takes "
+        f"{_mib(least.plan.peak_bytes)}, and {least.plan.step_ratio:.3f} times the time. Without hooks it takes "
+        f"{_mib(step.peak_bytes)}, the most at {step.labels[where] if step.labels else 'no node'}. The largest that "
+        f"stay as they are: {names}. Gradients, outputs and what a single layer works with can't be stored otherwise: "
+        "raise the peak, allow more means, time or error, or take smaller batches"
     )
 
 

@@ -140,7 +140,7 @@ def test_a_slowdown_instead_of_a_peak(model, x):
     for slowdown in (0, 1.02, 0.1, math.inf):
         plan = aot_hooks.plan(model, x, policy=budget(max_slowdown=slowdown, max_error=0), inner="aten")
         peaks.append(plan.peak_bytes)
-        assert plan.step_ratio <= (slowdown if slowdown >= 1 else 1 + slowdown) + 0.02
+        assert plan.step_ratio <= (slowdown if slowdown >= 1 else 1 + slowdown) + 1e-6
     assert stock >= peaks[0] >= peaks[1] >= peaks[2] >= peaks[3] and peaks[3] < 0.7 * stock
 
 
@@ -276,3 +276,114 @@ def test_a_budget_is_a_value_that_prints_as_its_call():
 def test_fit_needs_a_device(model, x):
     with pytest.raises(BudgetError, match="CUDA device"):
         aot_hooks.plan(model, x, policy=budget("fit"), inner="aten")
+
+
+# --- programs that a review tried -------------------------------------------------------------------------------------
+
+
+def test_a_region_inside_keeps_its_own_hooks(x):
+    first, second, third = (nn.Linear(32, 32) for _ in range(3))
+
+    def f(x: torch.Tensor) -> torch.Tensor:
+        h = first(x).sin()
+        with aot_hooks.saved_tensors_policy(aot_hooks.int8()):
+            h = nn.functional.silu(second(h))
+        return third(h.tanh())
+
+    compiled = torch.compile(f, backend="aot_hooks", options={**ATEN, "policy": budget("1GiB", max_error=0)})
+    compiled(x).sum().backward()
+    (plan,) = aot_hooks.last_plans(compiled)
+    assert any("int8" in d.hook.name for d in plan.decisions)
+
+
+def test_fit_where_there_is_nothing_to_decide(x):
+    linear = nn.Linear(32, 4)
+    compiled = torch.compile(lambda x: linear(x).sum(), backend="aot_hooks", options={**ATEN, "policy": budget("fit")})
+    compiled(x).backward()
+    assert linear.weight.grad is not None
+
+
+def test_tensors_without_bytes():
+    x = torch.randn(0, 8, requires_grad=True)
+    compiled = torch.compile(
+        lambda x: x.exp().sin(), backend="aot_hooks", options={**ATEN, "policy": budget(max_slowdown=math.inf)}
+    )
+    compiled(x).sum().backward()
+    assert x.grad is not None and x.grad.shape == (0, 8)
+
+
+@pytest.mark.parametrize("scope", ["donated", "no_static", "all"])
+def test_inputs_and_outputs_free_nothing(x, scope):
+    """In the wider scopes, too: they are alive anyway, so a plan counts nothing for them."""
+    model = nn.Sequential(*(m for _ in range(4) for m in (nn.Linear(32, 32), nn.Tanh())))
+    peaks = []
+    for share in (0.97, 0.9, 0.86):
+        stock = stock_peak(model, x)
+        policy = budget(int(share * stock), max_error=0)
+        plan = aot_hooks.plan(model, x, policy=policy, scope=scope, inner="aten")
+        assert plan.peak_bytes <= share * stock
+        assert not any(d.hook.name == "recompute" and d.saved.is_input for d in plan.decisions)
+        peaks.append(plan.peak_bytes)
+    assert peaks == sorted(peaks, reverse=True)
+
+
+def test_more_time_never_ends_in_a_higher_peak(x):
+    """Also where recomputing frees nothing: then the plan without hooks is taken."""
+
+    class Averaged(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(32, 32)
+            self.register_buffer("mean", torch.zeros(32))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            h = self.linear(x)
+            with torch.no_grad():
+                self.mean.lerp_(h.mean(0), 0.1)
+            return (h - self.mean).tanh() * h
+
+    model = Averaged()
+    stock = aot_hooks.plan(model, x, policy=aot_hooks.KEEP, inner="aten")
+    plans = [
+        aot_hooks.plan(model, x, policy=budget(max_slowdown=s, max_error=0), inner="aten") for s in (1.0, 1.1, 1.5)
+    ]
+    peaks = [plan.peak_bytes for plan in plans]
+    assert peaks[0] <= stock.peak_bytes and peaks == sorted(peaks, reverse=True)
+    assert all(plan.step_ratio == 1 for plan in plans if plan.peak_bytes == stock.peak_bytes)
+
+
+def test_what_is_computed_from_a_rounded_value_counts_with_its_error():
+    """A small tensor leads to large ones. Rounded to 4 bits, it would spoil all that is computed from it."""
+    torch.manual_seed(0)
+    first, up, down = nn.Linear(64, 8), nn.Linear(8, 512), nn.Linear(512, 8)
+
+    class Widening(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.up, self.down = first, up, down
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            h = nn.functional.silu(self.first(x) * 3)
+            t = torch.exp(torch.sin(self.up(h)))
+            return self.down(torch.sin(t) * t)
+
+    model, x = Widening(), torch.randn(512, 64)
+    expected, _ = gradients(model, x, KEEP_ALL)
+    peak = int(0.88 * stock_peak(model, x))
+    policy = budget(peak, allow=("recompute", "float8", "int8", "int4"))
+    found, plan = gradients(model, x, policy)
+    assert plan.peak_bytes <= peak and distance(found, expected) <= 2 * policy.max_error
+    computed_again = any(d.hook.name == "recompute" for d in plan.decisions)
+    rounded = {d.hook.name for d in plan.decisions} - {"keep", "recompute"}
+    assert computed_again and not any("int4" in name for name in rounded)
+
+
+@pytest.mark.parametrize("allow", [None, 5, [["x"]], "float8"])
+def test_means_of_a_wrong_type(allow):
+    with pytest.raises(OptionError, match="allow must be some of"):
+        budget("1GiB", allow=allow)
+
+
+def test_less_than_a_byte():
+    with pytest.raises(OptionError, match="peak must be"):
+        budget("0.5")
