@@ -34,7 +34,7 @@ from ..library.integer import int4, int8
 from ..library.lossless import lossless
 from ..offloading.hook import offload
 from ..offloading.transfers import COPIES, offload_wait
-from ..passes.live_bytes import live_bytes
+from ..passes.live_bytes import LivePoint, live_bytes
 from ..passes.plan import decide
 from ..passes.trace import TracedHook
 from ..passes.units import Unit, trace_units
@@ -65,19 +65,22 @@ class Graphs:
     def boundary(self) -> Boundary:
         return boundary(self.fw, self.bw, self.num_fwd_outputs, self.static_inputs, self.roots)
 
+    def live(self) -> tuple[LivePoint, ...]:
+        return live_bytes(
+            self.fw,
+            self.bw,
+            num_fwd_outputs=self.num_fwd_outputs,
+            static_inputs=self.static_inputs,
+            fused=self.fused,
+            roots=self.roots,
+        )
+
 
 def step_of(graphs: Graphs, scope: str | None, allow: Iterable[str], max_error: float) -> tuple[Step, list[list[Any]]]:
     """The step of one graph, and for each of its values the saved values that share its storage."""
     cross = graphs.boundary()
     forward, backward = _nodes(graphs.fw), _nodes(graphs.bw)
-    points = live_bytes(
-        graphs.fw,
-        graphs.bw,
-        num_fwd_outputs=graphs.num_fwd_outputs,
-        static_inputs=graphs.static_inputs,
-        fused=graphs.fused,
-        roots=graphs.roots,
-    )
+    points = graphs.live()
     groups = _storages_in_scope(cross, scope)
     rates = _rates(groups)
     times = [node_ms(gm, lambda _: rates, graphs.fused, fuse_loops=True) for gm in (graphs.fw, graphs.bw)]

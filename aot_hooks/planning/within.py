@@ -26,7 +26,6 @@ from ..graphs.roofline import step_ms
 from ..graphs.saved import Boundary, SavedTensor, SavedValue
 from ..hook import KEEP, Hook
 from ..offloading.transfers import COPIES
-from ..passes.live_bytes import LivePoint, live_bytes
 from ..passes.plan import Decision, Plan
 from ..settings.setting import Setting
 from ..torch_private import aot
@@ -101,7 +100,7 @@ def partition_within(
 
     graphs = read(*split())  # stays as it is, for chains
     step, groups = step_of(graphs, setting.scope, budget.allow, budget.max_error)
-    before, before_ms = _live(graphs), step_ms(graphs.fw, graphs.bw, fused)
+    before, before_ms = graphs.live(), step_ms(graphs.fw, graphs.bw, fused)
     cross = graphs.boundary()
     peak = _peak(budget, cross, groups)
     slowest = math.inf if budget.max_slowdown is None else budget.max_slowdown
@@ -116,7 +115,7 @@ def partition_within(
         plan = _with_recomputed(plan, cross, groups, saved, solution, step)
         after_ms = step_ms(found.fw, found.bw, fused, COPIES) + sum(t.placement.stall_ms for t in plan.transfers)
         decisions = tuple(dataclasses.replace(d, settings=(setting.key,)) for d in plan.decisions)
-        plan = dataclasses.replace(plan, decisions=decisions, live_before=before, live_after=_live(found))
+        plan = dataclasses.replace(plan, decisions=decisions, live_before=before, live_after=found.live())
         return _Tried(found, dataclasses.replace(plan, before_ms=before_ms, after_ms=after_ms), solution)
 
     def solved(limit: float | None, ratio: float, with_work: bool = True) -> Solution | None:
@@ -191,17 +190,6 @@ def _search(
         return (found.plan.peak_bytes, found.plan.after_ms)
 
     return min(fitting, key=lowest if peak is None else fastest, default=None), min(all_tried, key=lowest)
-
-
-def _live(graphs: Graphs) -> tuple[LivePoint, ...]:
-    return live_bytes(
-        graphs.fw,
-        graphs.bw,
-        num_fwd_outputs=graphs.num_fwd_outputs,
-        static_inputs=graphs.static_inputs,
-        fused=graphs.fused,
-        roots=graphs.roots,
-    )
 
 
 def _peak(budget: Budget, cross: Boundary, groups: Sequence[Sequence[SavedValue]]) -> int | None:
