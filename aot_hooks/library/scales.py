@@ -127,8 +127,8 @@ def top_power(dtype: torch.dtype) -> tuple[float, float]:
 
 
 def _as_bits(x: float) -> int:
-    return int.from_bytes(struct.pack("<f", x), "little")
+    return int(struct.unpack("<i", struct.pack("<f", x))[0])  # Dynamo 2.11 traces no int.from_bytes
 
 
 def _as_float(bits: int) -> float:
-    return float(struct.unpack("<f", bits.to_bytes(4, "little"))[0])
+    return float(struct.unpack("<f", struct.pack("<i", bits))[0])

@@ -178,7 +178,8 @@ def _search(
                 nearer = solved(peak - (found.plan.peak_bytes - solution.peak_bytes), ratio, with_work)
                 if nearer is not None and (other := tried(nearer)).fits(peak, slowest):
                     fitting.append(other)
-    if peak is None or step.peak_bytes <= peak or not all_tried:
+    untried = all(found.solution.options != keep.options for found in all_tried)
+    if untried and (peak is None or step.peak_bytes <= peak or not all_tried):
         all_tried.append(tried(keep))
         if all_tried[-1].fits(peak, slowest):
             fitting.append(all_tried[-1])
