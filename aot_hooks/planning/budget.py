@@ -60,14 +60,14 @@ def budget(
     allow: Sequence[str] = ALLOWED,
     max_error: float = 0.05,
 ) -> Budget:
-    """A policy: the fastest step that takes at most `peak` bytes.
+    """A policy: the fastest step that takes at most `peak` bytes, as predicted.
 
     For each saved tensor one of these is chosen: keep it, compute it again in the backward, store it exactly in fewer
     bytes, round it, or send it to the host.
 
     Args:
-        peak: bytes that the step may take over what is allocated before it: a number, "24GiB", "500MB", or "fit": what
-            the device has free when the graph is compiled, less 5%.
+        peak: the most bytes of the step, over what is allocated before it: a number, "24GiB", "500MB", or "fit". "fit"
+            asks the device for its free memory when the graph is compiled, and leaves 5% of it.
         max_slowdown: how much longer the step may take than without hooks: 0.05 or 1.05 for 5%. Without `peak` the plan
             with the lowest peak within that time is taken.
         allow: the means that may be used.

@@ -22,6 +22,7 @@ from ..graphs.roofline import (
     Rates,
     alive_along,
     fuses,
+    has_formula,
     last_readers,
     measured_rates,
     node_ms,
@@ -276,9 +277,9 @@ def _hook_ms(group: Sequence[SavedValue], traced: TracedHook, fused: bool, rates
 def _chain(
     group: Sequence[SavedValue], saved: Mapping[Any, int | None], own: int
 ) -> tuple[dict[Node, None], dict[Node, int | None]] | None:
-    """The nodes that compute the values of `group` again, and the values that they start from; None if that can't be.
+    """The nodes that compute the values of `group` again, and the saved nodes that they read.
 
-    A chain starts from inputs of the graph and from other saved storages.
+    A chain starts from inputs of the graph and from other saved storages. None if an operator in it can't be repeated.
     """
     nodes: dict[Node, None] = {}
     sources: dict[Node, int | None] = {}
@@ -312,22 +313,28 @@ def chains(cross: Boundary, groups: Sequence[Sequence[SavedValue]], chosen: set[
     return again, kept
 
 
-# on CUDA they add in any order, so a second run may differ in the last digit
-_ATOMIC = frozenset(
-    "scatter_add scatter_reduce index_add index_reduce index_put _unsafe_index_put put histc bincount cumsum".split()
+# operators that give the same bits again, besides pointwise ones, views, reductions and those with a formula
+_REPEATABLE = frozenset(
+    "native_layer_norm native_group_norm _fused_rms_norm _softmax _log_softmax var_mean cat clone constant_pad_nd "
+    "embedding index_select gather max_pool2d_with_indices _native_batch_norm_legit_functional "
+    "_native_batch_norm_legit_no_training _unsafe_view full iota arange scalar_tensor".split()
 )
 
 
 def _repeatable(node: Node) -> bool:
-    """Whether `node` gives the same once more: no random numbers, no communication, no writes, no graph inside."""
+    """Whether `node` is known to give the same once more. What is not known is never computed again.
+
+    So random operators, communication, writes, custom operators, and sums in any order on CUDA (`scatter_add`) are not.
+    """
     if node.target is operator.getitem:
         return True
     target: Any = node.target
-    if node.op != "call_function" or not is_operator(target) or str(target).split(".")[1] in _ATOMIC:
+    if node.op != "call_function" or not is_operator(target) or target.namespace not in ("aten", "prims"):
         return False
-    if target.namespace not in ("aten", "prims") or target._schema.is_mutable or node.is_impure():
+    if target._schema.is_mutable or node.is_impure() or torch.Tag.nondeterministic_seeded in target.tags:
         return False
-    return torch.Tag.nondeterministic_seeded not in target.tags
+    known = str(target).split(".")[1] in _REPEATABLE or torch.Tag.reduction in target.tags
+    return known or fuses(node) or has_formula(node)
 
 
 # --- parts of the backward --------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -63,11 +64,15 @@ class _Chosen:
     def looks_at_modules(self) -> bool:
         return False
 
+    @functools.cached_property
+    def _by_name(self) -> tuple[dict[str, Hook], dict[str, str]]:
+        return dict(self.hooks), dict(self.reasons)
+
     def __call__(self, saved: SavedTensor) -> Hook:
-        return dict(self.hooks).get(saved.name, KEEP)
+        return self._by_name[0].get(saved.name, KEEP)
 
     def why_kept(self, saved: SavedTensor) -> str:
-        return dict(self.reasons).get(saved.name, "budget: nothing to decide")
+        return self._by_name[1].get(saved.name, "budget: nothing to decide")
 
     why_packed = why_kept
 

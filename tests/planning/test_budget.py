@@ -387,3 +387,24 @@ def test_means_of_a_wrong_type(allow):
 def test_less_than_a_byte():
     with pytest.raises(OptionError, match="peak must be"):
         budget("0.5")
+
+
+def test_what_is_not_known_to_repeat_is_kept(x):
+    """On CUDA `scatter_add` adds in any order. A list of what may be repeated decides, not one of what may not."""
+    index = torch.randint(32, (256, 32))
+
+    class Scattering(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(32, 32), nn.Linear(32, 32)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            h = self.first(x).tanh()
+            return self.second(torch.zeros_like(h).scatter_add(1, index, h)).sin()
+
+    model = Scattering()
+    policy = budget(max_slowdown=math.inf, allow=("recompute",), max_error=0)
+    plan = aot_hooks.plan(model, x, policy=policy, inner="aten")
+    again = {d.saved.op for d in plan.decisions if d.hook.name == "recompute"}
+    assert again and "aten.scatter_add.default" not in again
+    assert any(d.saved.op == "aten.scatter_add.default" for d in plan.decisions)
