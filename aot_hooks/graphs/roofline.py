@@ -97,9 +97,14 @@ def last_readers(nodes: Sequence[Node], written: Collection[Any]) -> dict[Node, 
     return last
 
 
-def written_storages(nodes: Sequence[Node]) -> set[Any]:
-    """Storages that an operator which is not pointwise makes or reads; with None, that of a tuple of tensors."""
+def written_storages(nodes: Sequence[Node], *, fuse_loops: bool = False) -> set[Any]:
+    """Storages that an operator which is not pointwise makes or reads; with None, that of a tuple of tensors.
+
+    `fuse_loops`: the operators of library/loops count as pointwise, as Inductor compiles them.
+    """
     kernels = [node for node in nodes if not fuses(node) and node.op != "output"]
+    if fuse_loops:
+        kernels = [node for node in kernels if not _is_loop(node)]
     return {storage_of(n) for node in kernels for n in (node, *node.all_input_nodes)}
 
 
@@ -143,6 +148,10 @@ def has_formula(node: Node) -> bool:
 _LOOPS = ("aot_hooks.to_float8", "aot_hooks.from_float8", "aot_hooks.to_int8", "aot_hooks.from_int8")
 
 
+def _is_loop(node: Node) -> bool:
+    return str(node.target).startswith(_LOOPS)
+
+
 def node_ms(
     gm: GraphModule, rates: Callable[[torch.device], Rates], fused: bool, *, fuse_loops: bool = False
 ) -> dict[Node, float]:
@@ -153,8 +162,8 @@ def node_ms(
     offload counts these as kernels, which it was measured with.
     """
     nodes = list(gm.graph.nodes)
-    loops = {n for n in nodes if fuse_loops and str(n.target).startswith(_LOOPS)}
-    written = written_storages([n for n in nodes if n not in loops]) if fused else {storage_of(n) for n in nodes}
+    loops = {n for n in nodes if fuse_loops and _is_loop(n)}
+    written = written_storages(nodes, fuse_loops=fuse_loops) if fused else {storage_of(n) for n in nodes}
     written |= storages(gm.graph.find_nodes(op="placeholder")) | output_storages(gm.graph)
     found: dict[Node, float] = {}
     in_kernel: set[Any] = set()  # storages that the fused kernel has read or made

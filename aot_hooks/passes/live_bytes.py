@@ -72,7 +72,8 @@ def _points(
 ) -> list[LivePoint]:
     nodes = list(gm.graph.nodes)
     outputs = output_storages(gm.graph)
-    counted = written_storages(nodes) | outputs | storages(input_bytes) if fused else {storage_of(n) for n in nodes}
+    written = written_storages(nodes, fuse_loops=True) if fused else {storage_of(n) for n in nodes}
+    counted = written | outputs | storages(input_bytes)
     # the memory that a copy back fills is that of its wait's result from there on
     last = {n: i - 1 if n.target is reload_start else i for n, i in last_readers(nodes, counted).items()}
     sizes = {n: input_bytes.get(n, _bytes(n)) for n in nodes}

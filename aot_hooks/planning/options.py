@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 import operator
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -42,9 +43,9 @@ from ..passes.units import Unit, trace_units
 from ..settings.setting import Setting, out_of_scope
 from ..torch_private import inductor
 from ..torch_private.values import hint, is_operator
-from .step import Option, Step, Value
+from .step import RECOMPUTE, Option, Step, Value
 
-__all__ = ["Graphs", "chains", "step_of"]
+__all__ = ["Graphs", "step_of"]
 
 # relative error of a value that comes back, root mean square over normal data (benchmarks/results, errors.cpu)
 _ERRORS = {"float8": 0.032, "int8": 0.009, "int4": 0.165}
@@ -77,8 +78,16 @@ class Graphs:
         )
 
 
-def step_of(graphs: Graphs, scope: str | None, allow: Iterable[str], max_error: float) -> tuple[Step, list[list[Any]]]:
-    """The step of one graph, and for each of its values the saved values that share its storage."""
+def step_of(
+    graphs: Graphs, scope: str | None, allow: Iterable[str], max_error: float, reached: Mapping[Any, int] | None = None
+) -> tuple[Step, list[list[SavedValue]]]:
+    """The step of one graph, and for each of its saved values those of the graph that share its storage.
+
+    The step may have more values than that: what isn't saved, but others could be computed again from it.
+
+    Args:
+        reached: by storage, bytes of what is computed again from it.
+    """
     cross = graphs.boundary()
     forward, backward = _nodes(graphs.fw), _nodes(graphs.bw)
     points = graphs.live()
@@ -88,23 +97,14 @@ def step_of(graphs: Graphs, scope: str | None, allow: Iterable[str], max_error: 
     hooks = _hook_options(graphs, cross, groups, scope, allow, max_error, rates)
     gone = _gone(graphs)
     position = {node: len(forward) + i for i, node in enumerate(backward)}
-    readers = [[u for v in group for u in v.bw_node.users if u.op != "output"] for group in groups]
-    firsts = [min(position[u] for u in own) for own in readers]
+    firsts = [min(position[u] for v in group for u in v.bw_node.users if u.op != "output") for group in groups]
     order = sorted(range(len(groups)), key=firsts.__getitem__)
-    segments = _segments([groups[i] for i in order])
-    saved = _numbered(cross, groups)
+    segment_of = dict(zip(order, _segments([groups[i] for i in order]), strict=True))
     starts: dict[int, int] = {}
-    for i, segment in zip(order, segments, strict=True):
-        starts.setdefault(segment, firsts[i])
-    segment_of = dict(zip(order, segments, strict=True))
+    for i in order:
+        starts.setdefault(segment_of[i], firsts[i])
     values = []
     for i, group in enumerate(groups):
-        options, sources = list(hooks[i]), cast("tuple[int, ...]", ())
-        chain = _chain(group, saved, i) if "recompute" in allow else None
-        if chain is not None:
-            ms = sum(times[0][n] for n in chain[0])
-            options.append(Option("recompute", ms=ms))
-            sources = tuple(sorted({number for number in chain[1].values() if number is not None}))
         row = group[0].row
         values.append(
             Value(
@@ -114,21 +114,22 @@ def step_of(graphs: Graphs, scope: str | None, allow: Iterable[str], max_error: 
                 firsts[i],
                 segment_of[i],
                 starts[segment_of[i]],
-                tuple(options),
-                sources,
+                tuple(hooks[i]),
                 row.module_path or row.source_line,
+                reached_bytes=row.nbytes + (reached or {}).get(storage_of(group[0].fw_node), 0),
             )
         )
-    forward_ms, backward_ms = (sum(t.values()) for t in times)
+    if "recompute" in allow:
+        values = _with_recompute(values, groups, _numbered(cross, groups), times[0], gone)
     step = Step(
         tuple(p.live_bytes for p in points),
         tuple(values),
-        forward_ms + backward_ms,
-        forward_ms,
-        backward_ms,
+        tuple(t[n] for t, nodes in zip(times, (forward, backward), strict=True) for n in nodes),
+        len(forward),
         rates.to_host,
         rates.to_device,
-        tuple(f"{p.phase} {p.node}" + (f" ({p.module_path})" if p.module_path else "") for p in points),
+        tuple(f"{p.phase} {p.node}" for p in points),
+        tuple(p.module_path for p in points),
     )
     return step, groups
 
@@ -172,7 +173,7 @@ def _gone(graphs: Graphs) -> dict[Any, int]:
     """By storage, the position of the forward's last kernel that reads it."""
     nodes = _nodes(graphs.fw)
     outputs = output_storages(graphs.fw.graph)
-    counted = written_storages(nodes) | outputs if graphs.fused else {storage_of(n) for n in nodes}
+    counted = written_storages(nodes, fuse_loops=True) | outputs if graphs.fused else {storage_of(n) for n in nodes}
     found: dict[Any, int] = {}
     for node, last in last_readers(nodes, counted).items():
         found[storage_of(node)] = max(last, found.get(storage_of(node), 0))
@@ -192,6 +193,7 @@ def _hook_options(
     rates: Rates,
 ) -> list[list[Option]]:
     """For each storage the hooks that can take it, with their bytes and times."""
+    known: dict[Any, tuple[float, int, TracedHook]] = {}  # equal layers share what was traced
     found: list[list[Option]] = [[] for _ in groups]
     decompositions = inductor.decompositions() if graphs.fused else None
     on_cuda = [group[0].row.device.type == "cuda" for group in groups]
@@ -212,10 +214,13 @@ def _hook_options(
             if on_device + answers >= group[0].row.nbytes:
                 continue
             error = max((e for kind, e in _ERRORS.items() if kind in name), default=0.0)
-            hook = own[0].packings[0].hook
-            traced = own[0].packings[0].traced
-            ms = _hook_ms(group, traced, graphs.fused, rates)
-            work = max(_work_bytes(gm, graphs.fused) for gm in (traced.pack, traced.unpack))
+            hook, traced = own[0].packings[0].hook, own[0].packings[0].traced
+            readers = [u for v in group for u in v.bw_node.users if u.op != "output"]
+            key = (id(traced), all(map(fuses, readers)))
+            if key not in known:
+                work = max(_work_bytes(gm, graphs.fused) for gm in (traced.pack, traced.unpack))
+                known[key] = _hook_ms(group[0].row.nbytes, key[1], traced, graphs.fused, rates), work, traced
+            ms, work, _ = known[key]
             found[i].append(Option(name, hook, on_device + answers, ms, error, on_host, work))
     return found
 
@@ -249,14 +254,14 @@ def _work_bytes(gm: GraphModule, fused: bool) -> int:
     """The most bytes alive inside of a traced pack or unpack, without its input; with its result."""
     nodes = list(gm.graph.nodes)
     outputs = output_storages(gm.graph)
-    counted = written_storages(nodes) | outputs if fused else {storage_of(n) for n in nodes}
+    counted = written_storages(nodes, fuse_loops=True) | outputs if fused else {storage_of(n) for n in nodes}
     counted = counted - storages(gm.graph.find_nodes(op="placeholder")) - {None}
     return max(alive_along(nodes, counted, to_end=outputs, last_reader=last_readers(nodes, counted)), default=0)
 
 
-def _hook_ms(group: Sequence[SavedValue], traced: TracedHook, fused: bool, rates: Rates) -> float:
-    """Time of pack and unpack. Fused, pack reads the value with its last reader, and unpack gives it to its readers
-    without memory between them, if they are no kernels of their own."""
+def _hook_ms(nbytes: int, into_readers: bool, traced: TracedHook, fused: bool, rates: Rates) -> float:
+    """Time of pack and unpack of `nbytes`. Fused, pack reads the value with its last reader, and unpack gives it to its
+    readers without memory between them, if they are no kernels of their own (`into_readers`)."""
     ms = [
         sum(
             ms for node, ms in node_ms(gm, lambda _: rates, fused, fuse_loops=True).items() if node.target not in COPIES
@@ -265,52 +270,142 @@ def _hook_ms(group: Sequence[SavedValue], traced: TracedHook, fused: bool, rates
     ]
     if not fused:
         return sum(ms)
-    pass_ms = 1e3 * group[0].row.nbytes / rates.memory
-    readers = [u for v in group for u in v.bw_node.users if u.op != "output"]
-    saved = 2 * pass_ms if all(map(fuses, readers)) else 0.0
+    pass_ms = 1e3 * nbytes / rates.memory
+    saved = 2 * pass_ms if into_readers else 0.0
     return max(0.0, ms[0] - pass_ms) + max(0.0, ms[1] - saved)
 
 
 # --- recomputation ----------------------------------------------------------------------------------------------------
 
 
-def _chain(
-    group: Sequence[SavedValue], saved: Mapping[Any, int | None], own: int
-) -> tuple[dict[Node, None], dict[Node, int | None]] | None:
-    """The nodes that compute the values of `group` again, and the saved nodes that they read.
+def _with_recompute(
+    values: list[Value],
+    groups: Sequence[Sequence[SavedValue]],
+    numbers: Mapping[Any, int | None],
+    times: Mapping[Node, float],
+    gone: Mapping[Any, int],
+) -> list[Value]:
+    """`values` with the option to compute them again: from what is saved, or from something smaller that could be.
 
-    A chain starts from inputs of the graph and from other saved storages. None if an operator in it can't be repeated.
+    What could be saved for that comes after the values.
     """
+    found = list(values)
+    numbers = dict(numbers)
+    for i, group in enumerate(groups):
+        ends = [value.fw_node for value in group]
+        whole = _chain(ends, {key for key, number in numbers.items() if number != i and not _unsaved(found, number)})
+        cut = _cut(ends, values[i].nbytes, whole, {key for key, n in numbers.items() if n != i}, times, gone)
+        for chain in (whole, cut):
+            if chain is None:
+                continue
+            for key, node in {storage_of(n): n for n in chain.reads}.items():
+                if key not in numbers:
+                    numbers[key] = len(found)
+                    found.append(_saved_for(values[i], node, gone[key] + 1))
+                elif _unsaved(found, number := numbers[key]) and number is not None:
+                    other = found[number]
+                    found[number] = dataclasses.replace(other, first=max(other.first, values[i].first))
+            sources = {numbers[storage_of(n)] for n in chain.reads} - {None}
+            option = Option(
+                RECOMPUTE,
+                ms=sum(times[n] for n in chain.nodes),
+                sources=tuple(sorted(cast("set[int]", sources))),
+                again=tuple(n.name for n in chain.nodes),
+                reads=tuple(n.name for n in chain.reads),
+            )
+            found[i] = dataclasses.replace(found[i], options=(*found[i].options, option))
+    return found
+
+
+def _unsaved(values: Sequence[Value], number: int | None) -> bool:
+    return number is not None and not values[number].saved
+
+
+def _saved_for(value: Value, node: Node, gone: int) -> Value:
+    """`node` as a value that is saved to compute `value` again. Its hooks are guessed to be those of `value`."""
+    nbytes = storage_bytes(node.meta["val"])
+    share = nbytes / value.nbytes
+
+    def scaled(option: Option) -> Option:
+        sizes = (int(share * n) for n in (option.packed_bytes, option.link_bytes, option.work_bytes))
+        packed_bytes, link_bytes, work_bytes = sizes
+        return Option(option.name, None, packed_bytes, share * option.ms, option.error, link_bytes, work_bytes)
+
+    options = tuple(scaled(option) for option in value.options if option.name != RECOMPUTE)
+    return dataclasses.replace(
+        value,
+        names=(node.name,),
+        nbytes=nbytes,
+        gone=gone,
+        options=(Option("keep", packed_bytes=nbytes), *options),
+        saved=False,
+        reached_bytes=0,
+    )
+
+
+@dataclass(frozen=True)
+class _Chain:
+    """Nodes that compute some values again, and the nodes that they read. Inputs of the graph are always there."""
+
+    nodes: dict[Node, None]
+    reads: dict[Node, None]
+
+
+def _chain(ends: Iterable[Node], stops: Collection[Any]) -> _Chain | None:
+    """What computes `ends` again from the storages `stops`. None if an operator in it can't be repeated."""
     nodes: dict[Node, None] = {}
-    sources: dict[Node, int | None] = {}
-    stack = [value.fw_node for value in group]
+    reads: dict[Node, None] = {}
+    stack = list(ends)
     while stack:
         node = stack.pop()
-        key = storage_of(node)
         if node in nodes or node.op == "placeholder":
             continue
-        if key in saved and saved[key] != own:
-            sources[node] = saved[key]
+        if storage_of(node) in stops:
+            reads[node] = None
         elif not _repeatable(node):
             return None
         else:
             nodes[node] = None
             stack += node.all_input_nodes
-    return nodes, sources
+    return _Chain(nodes, reads)
 
 
-def chains(cross: Boundary, groups: Sequence[Sequence[SavedValue]], chosen: set[int]) -> tuple[set[str], set[str]]:
-    """The names of the nodes to compute again for the storages `chosen`, and of the nodes to save for that."""
-    numbers = _numbered(cross, groups)
-    saved = {key: number for key, number in numbers.items() if number not in chosen}
-    again: set[str] = set()
-    kept = {v.fw_node.name for v in cross.tensors if storage_of(v.fw_node) in saved}
-    for i in chosen:
-        found = _chain(groups[i], saved, i)
-        assert found is not None  # its direct chain can be repeated, and so can those of its sources
-        again |= {n.name for n in found[0]}
-        kept |= {n.name for n in found[1]}
-    return again, kept
+def _cut(
+    ends: Sequence[Node],
+    nbytes: int,
+    whole: _Chain | None,
+    stops: Collection[Any],
+    times: Mapping[Node, float],
+    gone: Mapping[Any, int],
+) -> _Chain | None:
+    """The fastest chain that starts at a tensor of at most half the bytes, such as keys before they are repeated.
+
+    None if it takes more than half of the time of the `whole` chain.
+    """
+    own = {storage_of(n) for n in ends}
+
+    def ms_of(chain: _Chain | None) -> float:
+        return math.inf if chain is None else sum(times[n] for n in chain.nodes)
+
+    best, best_ms = None, ms_of(whole) / 2
+    if ms_of(known := _chain(ends, stops)) < best_ms:  # what is saved for others already
+        best, best_ms = known, ms_of(known)
+    seen: set[Any] = set(own)
+    stack = list(ends)
+    visited: set[Node] = set()
+    while stack:
+        node = stack.pop()
+        if node in visited or node.op == "placeholder" or (key := storage_of(node)) in stops:
+            continue
+        visited.add(node)
+        value = node.meta.get("val")
+        if key not in seen and key in gone and isinstance(value, torch.Tensor):
+            seen.add(key)
+            if 0 < 2 * storage_bytes(value) <= nbytes and ms_of(chain := _chain(ends, {*stops, key})) < best_ms:
+                best, best_ms = chain, ms_of(chain)
+        if key in own or best is None:
+            stack += node.all_input_nodes
+    return best
 
 
 # operators that give the same bits again, besides pointwise ones, views, reductions and those with a formula

@@ -1,36 +1,40 @@
 """The fastest choice under a peak, as a mixed-integer linear program for HiGHS.
 
       minimize    sum of ms                  over x[value, option] in {0, 1}, at most one option of a value
-      subject to  live[p] + delta[p]  <= peak         at every position p
-                  delta[p] = delta[p-1] + what options give back or take at p
+      subject to  live[p] + delta[p] + queued[p] + fetched[p] <= peak     at every position p
+                  delta[p]   = delta[p-1] + what options give back or take at p
+                  queued[p]  >= queued[p-1] + bytes to send from p-1 on - what the link sends meanwhile
+                                0 in the backward
+                  fetched[p] >= fetched[p+1] + bytes read first at p+1 - what the link brings meanwhile
+                                0 before the backward
                   sum of squared errors, weighted by bytes  <=  max_error ** 2
-                  bytes over the link, each way, fit beside the compute
 
 A value that is recomputed reads its sources from the begin of its segment on. If a source is stored in another way, it
 is there from that point, unpacked. A source outside of the segment must not be recomputed itself.
 
-A value that is recomputed has the error of its sources, doubled. That is an estimate: a chain may multiply it.
-
-The same step gives the same choice: the search is bounded by nodes.
+A large program is solved twice: relaxed, then whole for what the relaxed one leaves open, which is little. The same
+step gives the same choice: the search is bounded by nodes.
 """
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-from .step import KEPT, Option, Step
+from .step import KEPT, RECOMPUTE, Option, Step, Value
 
 __all__ = ["Solution", "solve"]
 
-_GAP = 2e-3  # of the objective; a plan this near to the best is taken
-_NODES = 500
-_SECONDS = 30  # a guard: nodes end the search long before
+_GAP = 1e-3  # of the step's time, or of the peak; a plan this near to the best is taken
+_WHOLE = 300  # integer columns of a program that is solved whole
+_NODES = 50
+_SECONDS = 20  # a guard: nodes end the search long before
 _MIB = float(1 << 20)
-_BESIDE = 0.75  # share of the compute's time in which copies are planned
-_COMPUTED = 4.0  # squared: what is computed from a rounded value may be twice as wrong
+# shares of the link's rates that the schedule of offload plans with, and most MiB that may be on their way
+_SENT, _BROUGHT, _IN_FLIGHT = 0.89, 0.76, 1024.0
 _TIE = 1e-6  # ms for each MiB and unit of error, so that equal plans keep more and round less
 
 
@@ -40,28 +44,39 @@ class Solution:
 
     Attributes:
         options: in the order of the values.
+        live: bytes alive at each position, with what packing there works with.
         peak_bytes: of the step, by the program's bound.
         ms: predicted time of the step.
         error: predicted relative error of the gradient.
     """
 
     options: tuple[Option, ...]
+    live: tuple[int, ...] = field(repr=False)
     peak_bytes: int
     ms: float
     error: float
 
 
-class _Rows:
-    """Rows `low <= sum of coefficient * column <= high` of a sparse matrix."""
+class _Program:
+    """Columns with a cost each, and rows `low <= sum of coefficient * column <= high`."""
 
     def __init__(self) -> None:
+        self.cost: list[float] = []
+        self.lower: list[float] = []
+        self.upper: list[float] = []
         self.data: list[float] = []
         self.rows: list[int] = []
         self.columns: list[int] = []
         self.low: list[float] = []
         self.high: list[float] = []
 
-    def add(self, terms: dict[int, float], low: float, high: float) -> None:
+    def column(self, lower: float = 0.0, upper: float = math.inf, cost: float = 0.0) -> int:
+        self.cost.append(cost)
+        self.lower.append(lower)
+        self.upper.append(upper)
+        return len(self.cost) - 1
+
+    def row(self, terms: dict[int, float], low: float, high: float) -> None:
         for column, coefficient in terms.items():
             if coefficient:
                 self.data.append(coefficient)
@@ -70,11 +85,23 @@ class _Rows:
         self.low.append(low)
         self.high.append(high)
 
-    def constraint(self, column_count: int) -> Any:
+    def solved(self, whole: int, gap: float) -> Any:
+        """The values of the columns, the first `whole` of them whole numbers; None if there are none."""
+        # 0.2 s, for those who set a budget
+        import numpy
         from scipy import optimize, sparse  # type: ignore[import-untyped]
 
-        matrix = sparse.csr_array((self.data, (self.rows, self.columns)), shape=(len(self.low), column_count))
-        return optimize.LinearConstraint(matrix, self.low, self.high)
+        shape = (len(self.low), len(self.cost))
+        matrix = sparse.csr_array((self.data, (self.rows, self.columns)), shape=shape)
+        integrality = numpy.zeros(len(self.cost))
+        integrality[:whole] = 1
+        return optimize.milp(
+            self.cost,
+            constraints=optimize.LinearConstraint(matrix, self.low, self.high),
+            bounds=optimize.Bounds(self.lower, self.upper),
+            integrality=integrality,
+            options={"mip_rel_gap": gap, "node_limit": _NODES, "time_limit": _SECONDS},
+        ).x
 
 
 def solve(
@@ -92,148 +119,168 @@ def solve(
         max_ms: the most that the step may take.
         with_work: count what is alive while a value is packed or unpacked. It may be counted too high.
 
-    Returns None if there is no such choice.
+    Returns None if none was found.
     """
-    # 0.2 s, for those who set a budget
-    import numpy
-    from scipy import optimize
-
     choices = [(v, option) for v, value in enumerate(step.values) for option in value.options]
     columns: dict[int, list[int]] = defaultdict(list)
-    recompute: dict[int, int] = {}
-    for column, (v, option) in enumerate(choices):
-        columns[v].append(column)
-        if option.name == "recompute":
-            recompute[v] = column
-    early, starts = _early_sources(step, recompute)
-    first_early = len(choices)
-    groups = _groups(step, starts)
-    # a value that is computed from a rounded one has at least its error; one column for each such pair
-    worst = _worst_errors(step, recompute)
-    sources = [(v, u) for v in recompute for u in step.values[v].sources if math.isfinite(max_error) and worst[u]]
-    first_pair = first_early + len(early)
-    pairs = {pair: column for column, pair in enumerate(sources, first_pair)}
-    first_delta = first_pair + len(pairs)
-    peak_column = first_delta + len(groups)
-    count = peak_column + 1
+    for c, (v, _) in enumerate(choices):
+        columns[v].append(c)
+    program = _Program()
+    scale = 1.0 if peak is not None else 1e-6  # of time beside the peak
+    for v, o in choices:
+        program.column(0, 1, scale * (o.ms + _TIE * (1 + o.error) * step.values[v].nbytes / _MIB))
+    peak_column = program.column(0, math.inf if peak is None else peak / _MIB, 1.0 if peak is None else 0.0)
+    if peak is not None:
+        program.column(1, 1, step.ms)  # so that the gap is a share of the step
 
-    rows = _Rows()
+    early, starts = _early_sources(step)
+    early_columns = {u: program.column(0, 1, _TIE * scale) for u in early}
+    recompute = {v: [c for c in own if choices[c][1].name == RECOMPUTE] for v, own in columns.items()}
     for own in columns.values():
-        rows.add(dict.fromkeys(own, 1.0), 0, 1)
-    for v, column in recompute.items():
-        for u in step.values[v].sources:
-            if u in early:
-                terms = {column: 1.0, first_early + early[u]: -1.0} | dict.fromkeys(columns[u], 1.0)
-                rows.add(terms, -math.inf, 1.0)  # read early, unless it is kept anyway
-            if u in recompute and step.values[u].segment != step.values[v].segment:
-                rows.add({column: 1.0, recompute[u]: 1.0}, 0, 1)
+        program.row(dict.fromkeys(own, 1.0), 0, 1)
+    for c, (v, option) in enumerate(choices):
+        for u in option.sources:
+            stored = dict.fromkeys(columns[u], 1.0)
+            if not step.values[u].saved:
+                program.row({c: -1.0} | stored, 0, math.inf)  # saved for this
+            elif u in early:
+                program.row({c: 1.0, early_columns[u]: -1.0} | stored, -math.inf, 1.0)  # unless it is kept anyway
+            if recompute.get(u) and step.values[u].segment != step.values[v].segment:
+                program.row({c: 1.0} | dict.fromkeys(recompute[u], 1.0), 0, 1)
+
     change: dict[int, dict[int, float]] = defaultdict(lambda: defaultdict(float))  # position -> column -> MiB
+    sent: dict[int, dict[int, float]] = defaultdict(dict)
+    fetched: dict[int, dict[int, float]] = defaultdict(dict)
     work: dict[tuple[int, int], dict[int, float]] = defaultdict(dict)  # alive while a value is packed, or unpacked
-    for column, (v, option) in enumerate(choices):
+    for c, (v, option) in enumerate(choices):
         value = step.values[v]
-        end = value.segment_first if option.name == "recompute" else value.first
+        end = value.segment_first if option.name == RECOMPUTE else value.first
         if end > value.gone:
-            change[value.gone][column] += (option.packed_bytes - value.nbytes) / _MIB
-            change[end][column] -= (option.packed_bytes - value.nbytes) / _MIB
+            more = (option.packed_bytes - (value.nbytes if value.saved else 0)) / _MIB
+            change[value.gone][c] += more
+            change[end][c] -= more
+        if option.link_bytes:
+            sent[value.gone][c] = fetched[value.first][c] = option.link_bytes / _MIB
         # while it is packed, the value is there and the packed bytes count already; unpacked, the value counts already
         packing = option.work_bytes + value.nbytes - option.packed_bytes
         if option.work_bytes and with_work:
-            work[v, value.gone][column] = packing / _MIB
-            work[v, value.first][column] = max(0, option.work_bytes + option.packed_bytes - value.nbytes) / _MIB
-    for u, number in early.items():
-        change[starts[u]][first_early + number] += step.values[u].nbytes / _MIB
-        change[step.values[u].first][first_early + number] -= step.values[u].nbytes / _MIB
+            work[v, value.gone][c] = packing / _MIB
+            work[v, value.first][c] = max(0, option.work_bytes + option.packed_bytes - value.nbytes) / _MIB
+    for u, c in early_columns.items():
+        change[starts[u]][c] += step.values[u].nbytes / _MIB
+        change[step.values[u].first][c] -= step.values[u].nbytes / _MIB
+
+    groups = _groups(step, starts)
+    deltas = [program.column(-math.inf) for _ in groups]
+    alive = _on_their_way(step, program, groups, sent, fetched)
     for g, (position, most) in enumerate(groups):
-        terms = {first_delta + g: -1.0} | ({first_delta + g - 1: 1.0} if g else {}) | change.get(position, {})
-        rows.add(terms, 0, 0)
-        rows.add({first_delta + g: 1.0, peak_column: -1.0}, -math.inf, -most / _MIB)
-    group_at = {position: first_delta + g for g, (position, _) in enumerate(groups)}
+        terms = {deltas[g]: -1.0} | ({deltas[g - 1]: 1.0} if g else {}) | change.get(position, {})
+        program.row(terms, 0, 0)
+        alive[g] |= {deltas[g]: 1.0}
+        program.row(alive[g] | {peak_column: -1.0}, -math.inf, -most / _MIB)
+    group_at = {position: g for g, (position, _) in enumerate(groups)}
     for (_, position), terms in work.items():  # between two nodes
         between = min(step.live[max(0, position - 1) : position + 1])
-        rows.add(terms | {group_at[position]: 1.0, peak_column: -1.0}, -math.inf, -between / _MIB)
-    total = sum(value.nbytes for value in step.values) or 1
+        program.row(terms | {deltas[group_at[position]]: 1.0, peak_column: -1.0}, -math.inf, -between / _MIB)
     if math.isfinite(max_error):
-        scale = 1e4
-        terms = {c: scale * step.values[v].nbytes / total * o.error**2 for c, (v, o) in enumerate(choices)}
-        for (v, u), column in pairs.items():
-            row = {c: -scale * choices[c][1].error ** 2 for c in columns[u]}
-            row |= {pairs[u, w]: -1.0 for w in step.values[u].sources if (u, w) in pairs}
-            rows.add(row | {column: 1.0, recompute[v]: -scale * worst[u]}, -scale * worst[u], math.inf)
-            terms[column] = _COMPUTED * step.values[v].nbytes / total
-        rows.add(terms, 0, scale * max_error**2 + 1e-9)
-    for rate, ms in ((step.to_host, step.forward_ms), (step.to_device, step.backward_ms)):
-        if math.isfinite(rate):
-            rows.add({c: o.link_bytes / rate * 1e3 for c, (_, o) in enumerate(choices)}, 0, _BESIDE * ms)
-    times = numpy.zeros(count)
-    times[:first_early] = [o.ms for _, o in choices]
+        scale_up = 1e4
+        terms = {c: scale_up * _share(step, step.values[v]) * o.error**2 for c, (v, o) in enumerate(choices)}
+        program.row(terms, 0, scale_up * max_error**2 + 1e-9)
     if max_ms is not None:
-        rows.add({c: o.ms for c, (_, o) in enumerate(choices)}, -math.inf, max_ms - step.ms)
+        program.row({c: o.ms for c, (_, o) in enumerate(choices)}, -math.inf, max_ms - step.ms)
 
-    cost = times.copy()
-    cost[:first_early] += [_TIE * (1 + o.error) * step.values[v].nbytes / _MIB for v, o in choices]
-    cost[first_early:first_pair] = _TIE  # no more than the constraints ask for
-    if peak is None:
-        cost *= 1e-6
-        cost[peak_column] = 1.0
-    upper = numpy.full(count, math.inf)
-    upper[:first_pair] = 1.0
-    upper[peak_column] = math.inf if peak is None else peak / _MIB
-    lower = numpy.zeros(count)
-    lower[first_delta:peak_column] = -math.inf
-    integrality = numpy.zeros(count)
-    integrality[:first_early] = 1
-    found = optimize.milp(
-        cost,
-        constraints=rows.constraint(count),
-        bounds=optimize.Bounds(lower, upper),
-        integrality=integrality,
-        options={"mip_rel_gap": _GAP, "node_limit": _NODES, "time_limit": _SECONDS},
-    )
-    if found.x is None:
+    x = _solved(program, columns.values())
+    if x is None:
         return None
     options = [KEPT] * len(step.values)
-    for column, (v, option) in enumerate(choices):
-        if found.x[column] > 0.5:
+    for c, (v, option) in enumerate(choices):
+        if x[c] > 0.5:
             options[v] = option
-    deltas = found.x[first_delta:peak_column]
-    bound = max((most + _MIB * deltas[g] for g, (_, most) in enumerate(groups)), default=0)
-    chosen = [o.error**2 for o in options]
-    again = {v for v in recompute if options[v].name == "recompute"}
-
-    def squared(v: int) -> float:
-        return sum(squared(u) for u in step.values[v].sources) if v in again else chosen[v]
-
-    squares = [squared(v) * (_COMPUTED if v in again else 1) for v in range(len(options))]
-    error = sum(value.nbytes / total * e for value, e in zip(step.values, squares, strict=True)) ** 0.5
-    return Solution(tuple(options), round(bound), step.ms + sum(o.ms for o in options), error)
-
-
-def _worst_errors(step: Step, recompute: dict[int, int]) -> list[float]:
-    """For each value the largest squared error that it can have, by its options or by what it is computed from."""
-    known: dict[int, float] = {}
-
-    def most(v: int) -> float:
-        if v not in known:
-            own = max((o.error**2 for o in step.values[v].options), default=0.0)
-            known[v] = max(own, sum(most(u) for u in step.values[v].sources) if v in recompute else 0.0)
-        return known[v]
-
-    return [most(v) for v in range(len(step.values))]
+    more = [sum(coefficient * x[c] for c, coefficient in terms.items()) for terms in alive]
+    ends = [*(position for position, _ in groups[1:]), len(step.live)]
+    spans = zip(more, groups, ends, strict=False)  # no position: no group
+    live = [nbytes + _MIB * m for m, (start, _), end in spans for nbytes in step.live[start:end]]
+    for (_, position), terms in work.items():
+        mib = sum(coefficient * x[c] for c, coefficient in terms.items())
+        if mib > 1e-6 and position:  # a value is packed after the position before, unpacked before this one
+            at = position if position >= step.forward_count else position - 1
+            between = min(step.live[position - 1 : position + 1]) + _MIB * more[group_at[position]]
+            live[at] = max(live[at], between + _MIB * mib)
+    error = sum(_share(step, value) * o.error**2 for value, o in zip(step.values, options, strict=True)) ** 0.5
+    ms = step.ms + sum(o.ms for o in options)
+    return Solution(tuple(options), tuple(map(round, live)), round(max(live, default=0)), ms, error)
 
 
-def _early_sources(step: Step, recompute: dict[int, int]) -> tuple[dict[int, int], dict[int, int]]:
+def _solved(program: _Program, by_value: Collection[Sequence[int]]) -> Any:
+    """The values of the columns. `by_value`: those that must be whole, of which at most one of each value is 1."""
+    whole = sum(map(len, by_value))
+    if whole <= _WHOLE:
+        return program.solved(whole, _GAP)
+    relaxed = program.solved(0, _GAP)
+    if relaxed is None:
+        return None
+    lower, upper = list(program.lower), list(program.upper)
+    settled = [own for own in by_value if all(abs(relaxed[c] - round(relaxed[c])) < 1e-6 for c in own)]
+    for fixed in (settled, [own for own in settled if any(relaxed[c] > 0.5 for c in own)], []):
+        program.lower, program.upper = list(lower), list(upper)
+        for c in (c for own in fixed for c in own):
+            program.lower[c] = program.upper[c] = float(round(relaxed[c]))
+        found = program.solved(whole, _GAP)
+        if found is not None:
+            return found
+    return None
+
+
+def _share(step: Step, value: Value) -> float:
+    """Of all saved bytes, those that are wrong if `value` is."""
+    return (value.reached_bytes or value.nbytes) / (sum(v.nbytes for v in step.values if v.saved) or 1)
+
+
+def _on_their_way(
+    step: Step,
+    program: _Program,
+    groups: list[tuple[int, int]],
+    sent: dict[int, dict[int, float]],
+    fetched: dict[int, dict[int, float]],
+) -> list[dict[int, float]]:
+    """For each group of positions, as terms, the MiB that wait to be sent and those that are back early."""
+    if not sent:
+        return [{} for _ in groups]
+    clock = [0.0]
+    for ms in step.node_ms:
+        clock.append(clock[-1] + ms)
+    begins = [clock[min(position, len(clock) - 1)] for position, _ in groups]
+    lasts = [*begins[1:], clock[-1]]
+    in_backward = [position >= step.forward_count for position, _ in groups]
+    queued = [program.column(0, 0 if backward else _IN_FLIGHT) for backward in in_backward]
+    early = [program.column(0, _IN_FLIGHT if backward else 0) for backward in in_backward]
+    to_host = 1e-3 * _SENT * min(step.to_host, 1e15) / _MIB  # MiB a millisecond
+    to_device = 1e-3 * _BROUGHT * min(step.to_device, 1e15) / _MIB
+    terms = []
+    for g, (position, _) in enumerate(groups):
+        queue = {queued[g]: 1.0} | sent.get(position, {})
+        if g + 1 < len(groups):
+            program.row({queued[g + 1]: -1.0} | queue, -math.inf, to_host * (lasts[g] - begins[g]))
+        needed = {early[g + 1]: 1.0} | fetched.get(groups[g + 1][0], {}) if g + 1 < len(groups) else {}
+        brought = to_device * (lasts[g] - begins[g]) if in_backward[g] else 0.0
+        program.row({early[g]: -1.0} | needed, -math.inf, brought)
+        terms.append(queue | needed)
+    return terms
+
+
+def _early_sources(step: Step) -> tuple[dict[int, int], dict[int, int]]:
     """Values that a recomputation may read before their own first reader: numbers for them, and from where on."""
     starts: dict[int, int] = {}
-    for v in recompute:
-        for u in step.values[v].sources:
-            if step.values[v].segment_first < step.values[u].first:
-                starts[u] = min(starts.get(u, step.values[u].first), step.values[v].segment_first)
+    for value in step.values:
+        for u in (u for option in value.options for u in option.sources if step.values[u].saved):
+            if value.segment_first < step.values[u].first:
+                starts[u] = min(starts.get(u, step.values[u].first), value.segment_first)
     return {u: number for number, u in enumerate(starts)}, starts
 
 
 def _groups(step: Step, starts: dict[int, int]) -> list[tuple[int, int]]:
     """Runs of positions in which no option changes anything: the first of each, and the most that is alive in it."""
-    ends = {0, *starts.values()}
+    ends = {0, step.forward_count, *starts.values()}
     for value in step.values:
         ends |= {value.gone, value.first, value.segment_first}
     firsts = sorted(p for p in ends if p < len(step.live))

@@ -14,7 +14,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["KEPT", "Option", "Step", "Value"]
+__all__ = ["KEPT", "RECOMPUTE", "Option", "Step", "Value"]
+
+RECOMPUTE = "recompute"  # the name of such an option
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,8 @@ class Option:
         error: relative error of the value that comes back; 0 if exact.
         link_bytes: bytes sent to the host, and back.
         work_bytes: most bytes alive while it is packed or unpacked, beside the value itself when it is packed.
+        sources: numbers of the values that recomputing it reads.
+        again, reads: names of the nodes that are computed again, and of those that they read.
     """
 
     name: str
@@ -38,6 +42,9 @@ class Option:
     error: float = 0.0
     link_bytes: int = 0
     work_bytes: int = 0
+    sources: tuple[int, ...] = ()
+    again: tuple[str, ...] = field(default=(), repr=False)
+    reads: tuple[str, ...] = field(default=(), repr=False)
 
 
 KEPT = Option("keep")
@@ -45,7 +52,7 @@ KEPT = Option("keep")
 
 @dataclass(frozen=True)
 class Value:
-    """A storage that the step saves for backward.
+    """A storage that the step saves for backward, or could save to compute another one again from it.
 
     Attributes:
         names: of the saved tensors that share it.
@@ -55,9 +62,10 @@ class Value:
         segment: number of the part of the backward that it belongs to, and the position where that part begins. What is
             recomputed for a part is counted from its begin.
         segment_first: that position.
-        options: besides keeping it; "recompute" at most once.
-        sources: numbers of the values that recomputing it reads.
+        options: besides keeping it.
         where: module path or line, for messages.
+        saved: False: not without a budget. It is not in `Step.live`, and without an option it isn't there.
+        reached_bytes: bytes of what is wrong if it is, itself included; 0: `nbytes`.
     """
 
     names: tuple[str, ...]
@@ -67,8 +75,9 @@ class Value:
     segment: int = 0
     segment_first: int = 0
     options: tuple[Option, ...] = ()
-    sources: tuple[int, ...] = ()
     where: str = ""
+    saved: bool = True
+    reached_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -77,22 +86,27 @@ class Step:
 
     Attributes:
         live: bytes alive at each position if every value is kept, over what is alive before the step.
-        labels: what runs at each position, for messages.
         values: the saved storages.
-        ms: predicted time of the step if every value is kept.
-        forward_ms, backward_ms: its parts; copies run beside them.
-        to_host, to_device: bytes a second over the link.
+        node_ms: predicted time of each position if every value is kept.
+        forward_count: positions of the forward.
+        to_host, to_device: bytes a second over the link, beside the compute.
+        nodes: what runs at each position: "forward mm_3".
+        places: the modules of these, for messages.
     """
 
     live: tuple[int, ...]
     values: tuple[Value, ...]
-    ms: float
-    forward_ms: float = 0.0
-    backward_ms: float = 0.0
+    node_ms: tuple[float, ...]
+    forward_count: int = 0
     to_host: float = float("inf")
     to_device: float = float("inf")
-    labels: tuple[str, ...] = field(default=(), repr=False)
+    nodes: tuple[str, ...] = field(default=(), repr=False)
+    places: tuple[str, ...] = field(default=(), repr=False)
 
     @property
     def peak_bytes(self) -> int:
         return max(self.live, default=0)
+
+    @property
+    def ms(self) -> float:
+        return sum(self.node_ms)

@@ -10,11 +10,13 @@ puts what is recomputed just before its first reader.
 
 from __future__ import annotations
 
-import contextlib
+import copy
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+import operator
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,13 +29,14 @@ from ..graphs.roofline import step_ms
 from ..graphs.saved import Boundary, SavedTensor, SavedValue
 from ..hook import KEEP, Hook
 from ..offloading.transfers import COPIES
+from ..passes.live_bytes import LivePoint
 from ..passes.plan import Decision, Plan
 from ..settings.setting import Setting
 from ..torch_private import aot
 from .budget import Budget
-from .options import Graphs, chains, step_of
+from .options import Graphs, step_of
 from .solver import Solution, solve
-from .step import KEPT, Option, Step
+from .step import KEPT, RECOMPUTE, Option, Step
 
 __all__ = ["RECOMPUTED", "partition_within"]
 
@@ -42,11 +45,15 @@ def _recompute(x: Any) -> Any:
     raise AssertionError("stands in plans only")
 
 
-RECOMPUTED = Hook("recompute", _recompute, _recompute)
+RECOMPUTED = Hook(RECOMPUTE, _recompute, _recompute)
 """Stands in plans for the hook of a value that the backward computes again. Never run."""
 
-_ATTEMPTS = 4
+_PARTITIONS = 3  # choices of what to recompute that are tried
+_ATTEMPTS = 5  # choices of hooks for each
 _ROUNDING = 1e-6  # of ratios of sums
+_LESS = 0.003  # of the peak that each attempt asks for less, for what changes with the choice
+_NEAR = 0.98  # of the peak: a plan this near to it is not improved
+_COMPUTED = 4  # squared: what is computed from a rounded value may be twice as wrong
 _FIT = 0.95  # share of the device's free memory that "fit" may take
 _MIB = 1 << 20
 
@@ -103,99 +110,176 @@ def partition_within(
     def read(fw: GraphModule, bw: GraphModule) -> Graphs:
         return Graphs(fw, bw, num_fwd_outputs, tuple(static_inputs), roots, fused)
 
-    graphs = read(*split())  # stays as it is, for chains
-    step, groups = step_of(graphs, setting.scope, budget.allow, budget.max_error)
-    before, before_ms = graphs.live(), step_ms(graphs.fw, graphs.bw, fused)
-    cross = graphs.boundary()
-    peak = _peak(budget, cross, groups)
-    slowest = math.inf if budget.max_slowdown is None else budget.max_slowdown
+    stock = read(*split())
+    step, groups = step_of(stock, setting.scope, budget.allow, budget.max_error)
+    before, before_ms = stock.live(), step_ms(stock.fw, stock.bw, fused)
+    cross = stock.boundary()
+    limits = _Limits(_peak(budget, cross, groups), budget.max_slowdown, budget.max_error)
+    hooks_only = [name for name in budget.allow if name != RECOMPUTE]
 
-    def tried(solution: Solution) -> _Tried:
-        """What comes of `solution`: graphs with its hooks, and a plan with its live bytes and times."""
-        chosen = {i for i, option in enumerate(solution.options) if option.name == "recompute"}
-        with aot.recomputed(joint, *chains(cross, groups, chosen)) if chosen else contextlib.nullcontext():
-            found = read(*split())
+    def partitioned(chosen: Solution) -> tuple[Graphs, Step]:
+        """Graphs that compute again what `chosen` says, and their step."""
+        again, kept = _marks(chosen, cross, groups)
+        with aot.recomputed(joint, again, kept):
+            graphs = read(*split())
+        reached = _reached(chosen, step, groups)
+        return graphs, step_of(graphs, setting.scope, hooks_only, budget.max_error, reached)[0]
+
+    def tried(graphs: Graphs, own: Step, solution: Solution, chosen: Solution) -> _Tried:
+        """What comes of the hooks of `solution` in `graphs`: a plan with its live bytes and times."""
+        found = dataclasses.replace(graphs, fw=_copied(graphs.fw), bw=_copied(graphs.bw))
         saved = {v.row.name: storage_of(v.fw_node) for v in found.boundary().tensors}
-        plan = rewrite(found.fw, found.bw, Setting(_policy(solution, step), setting.scope))
-        plan = _with_recomputed(plan, cross, groups, saved, solution, step)
+        plan = rewrite(found.fw, found.bw, Setting(_policy(solution, own), setting.scope))
+        plan = _with_recomputed(plan, cross, groups, saved, chosen, step)
         after_ms = step_ms(found.fw, found.bw, fused, COPIES) + sum(t.placement.stall_ms for t in plan.transfers)
         decisions = tuple(dataclasses.replace(d, settings=(setting.key,)) for d in plan.decisions)
         plan = dataclasses.replace(plan, decisions=decisions, live_before=before, live_after=found.live())
-        return _Tried(found, dataclasses.replace(plan, before_ms=before_ms, after_ms=after_ms), solution)
+        return _Tried(found, dataclasses.replace(plan, before_ms=before_ms, after_ms=after_ms), own, solution)
 
-    def solved(limit: float | None, ratio: float, with_work: bool = True) -> Solution | None:
-        max_ms = step.ms * ratio if math.isfinite(ratio) else None
-        return solve(step, peak=limit, max_error=budget.max_error, max_ms=max_ms, with_work=with_work)
-
-    best, least = _search(step, peak, slowest, solved, tried)
+    best, least = _search(step, limits, partitioned, tried)
     if best is None:
-        raise BudgetError(_infeasible(budget, step, peak, least))
+        raise BudgetError(_infeasible(budget, step, limits.peak, least))
     return best.graphs.fw, best.graphs.bw, best.plan
+
+
+def _copied(gm: GraphModule) -> GraphModule:
+    """`gm` with a graph of its own; fake values are shared."""
+    made = GraphModule(gm, copy.deepcopy(gm.graph))
+    made.meta = dict(gm.meta)
+    return made
+
+
+def _marks(chosen: Solution, cross: Boundary, groups: Sequence[Sequence[SavedValue]]) -> tuple[set[str], set[str]]:
+    """The names of the nodes to compute again, and of those to save for that."""
+    options = [option for option in chosen.options if option.name == RECOMPUTE]
+    gone = {storage_of(g[0].fw_node) for g, o in zip(groups, chosen.options, strict=False) if o.name == RECOMPUTE}
+    again = {name for option in options for name in option.again}
+    if not again:
+        return set(), set()
+    kept = {v.fw_node.name for v in cross.tensors if storage_of(v.fw_node) not in gone}
+    return again, (kept | {name for option in options for name in option.reads}) - again
+
+
+def _reached(chosen: Solution, step: Step, groups: Sequence[Sequence[SavedValue]]) -> dict[Any, int]:
+    """By storage, the bytes of what is computed again from it, by `_COMPUTED`."""
+    readers: dict[int, list[int]] = defaultdict(list)
+    for v, option in enumerate(chosen.options):
+        for source in option.sources:
+            readers[source].append(v)
+
+    def reached(v: int) -> int:
+        return sum(_COMPUTED * step.values[reader].nbytes + reached(reader) for reader in readers[v])
+
+    return {storage_of(group[0].fw_node): reached(v) for v, group in enumerate(groups)}
+
+
+@dataclass(frozen=True)
+class _Limits:
+    peak: int | None
+    slowdown: float | None
+    error: float
+
+    def max_ms(self, step: Step) -> float | None:
+        return None if self.slowdown is None or math.isinf(self.slowdown) else step.ms * self.slowdown
 
 
 @dataclass(frozen=True)
 class _Tried:
     graphs: Graphs
     plan: Plan
+    step: Step
     solution: Solution
 
-    def fits(self, peak: float | None, slowest: float) -> bool:
+    def fits(self, limits: _Limits) -> bool:
+        slowest = math.inf if limits.slowdown is None else limits.slowdown
         in_time = not self.plan.before_ms or self.plan.step_ratio <= slowest * (1 + _ROUNDING)
-        return in_time and (peak is None or self.plan.peak_bytes <= peak)
+        return in_time and (limits.peak is None or self.plan.peak_bytes <= limits.peak)
 
 
 def _search(
     step: Step,
-    peak: int | None,
-    slowest: float,
-    solved: Callable[..., Solution | None],
-    tried: Callable[[Solution], _Tried],
+    limits: _Limits,
+    partitioned: Callable[[Solution], tuple[Graphs, Step]],
+    tried: Callable[[Graphs, Step, Solution, Solution], _Tried],
 ) -> tuple[_Tried | None, _Tried]:
     """The best plan that fits, None if none was found, and the one with the lowest peak.
 
-    The program bounds bytes and times; the graphs that come of its choice tell them. Each attempt asks for less by as
-    much as the one before was off.
+    First what to recompute, with a guess of the hooks, and then the hooks for the graphs that result. The rewritten
+    graphs tell how far the program was off, at each position; what it is solved with next has that added.
     """
-    keep = Solution((KEPT,) * len(step.values), step.peak_bytes, step.ms, 0.0)
-    fitting: list[_Tried] = []
     all_tried: list[_Tried] = []
-    limit, ratio = None if peak is None else float(peak), slowest
-    for _ in range(_ATTEMPTS):
-        solution = solved(limit, ratio)
+    limit, max_ms = None if limits.peak is None else float(limits.peak), limits.max_ms(step)
+    for _ in range(_PARTITIONS):
+        chosen = solve(step, peak=limit, max_error=limits.error, max_ms=max_ms)
+        at_least = chosen is None
+        chosen = chosen or solve(step, peak=None, max_error=limits.error, max_ms=max_ms)
+        if chosen is None:  # no time at all
+            chosen = Solution((KEPT,) * len(step.values), step.live, step.peak_bytes, step.ms, 0.0)
+        graphs, own = partitioned(chosen)
+        found = list(_hooked(graphs, own, chosen, limits, max_ms, tried))
+        all_tried += found
+        if any(one.fits(limits) for one in found) or at_least or limit is None:
+            break
+        limit -= 1.05 * max(0, min(one.plan.peak_bytes for one in found) - limits.peak)  # type: ignore[operator]
+
+    def fastest(one: _Tried) -> tuple[float, float]:
+        return (one.plan.after_ms, one.plan.peak_bytes)
+
+    def lowest(one: _Tried) -> tuple[float, float]:
+        return (one.plan.peak_bytes, one.plan.after_ms)
+
+    fitting = [one for one in all_tried if one.fits(limits)]
+    best = min(fitting, key=lowest if limits.peak is None else fastest, default=None)
+    return best, min(all_tried, key=lowest)
+
+
+def _hooked(
+    graphs: Graphs,
+    step: Step,
+    chosen: Solution,
+    limits: _Limits,
+    max_ms: float | None,
+    tried: Callable[[Graphs, Step, Solution, Solution], _Tried],
+) -> Iterator[_Tried]:
+    """Attempts with hooks in `graphs`, each nearer to the limits."""
+    fitted = False
+    for attempt in range(_ATTEMPTS):
+        asked = {"max_error": limits.error, "max_ms": max_ms}
+        last = attempt == _ATTEMPTS - 1 and not fitted
+        peak = None if limits.peak is None or last else limits.peak * (1 - attempt * _LESS)
+        solution = solve(step, peak=peak, **asked) or solve(step, peak=None, **asked)
         if solution is None:
-            break
-        found = tried(solution)
-        all_tried.append(found)
-        if found.fits(peak, slowest):
-            fitting.append(found)
-            break
-        if peak is not None and limit is not None:
-            limit -= 1.05 * max(0, found.plan.peak_bytes - peak)
-        if found.plan.before_ms and found.plan.step_ratio > slowest:
-            ratio -= 1.05 * (found.plan.step_ratio - slowest)
-    for with_work in (True, False):  # the lowest peak, by the program's bounds: with work, then without
-        if not fitting and peak is not None and (solution := solved(None, ratio, with_work)) is not None:
-            found = tried(solution)
-            all_tried.append(found)
-            if found.fits(peak, slowest):
-                fitting.append(found)
-                # the program's bound is off by this much there; once more, with that
-                nearer = solved(peak - (found.plan.peak_bytes - solution.peak_bytes), ratio, with_work)
-                if nearer is not None and (other := tried(nearer)).fits(peak, slowest):
-                    fitting.append(other)
-    untried = all(found.solution.options != keep.options for found in all_tried)
-    if untried and (peak is None or step.peak_bytes <= peak or not all_tried):
-        all_tried.append(tried(keep))
-        if all_tried[-1].fits(peak, slowest):
-            fitting.append(all_tried[-1])
+            return
+        found = tried(graphs, step, solution, chosen)
+        fitted = fitted or found.fits(limits)
+        yield found
+        near = limits.peak is not None and found.plan.peak_bytes >= _NEAR * limits.peak
+        if found.fits(limits) and (near or set(solution.options) == {KEPT}):
+            return
+        off = _off(found.plan.live_after, step.nodes, solution.live)
+        step = dataclasses.replace(step, live=tuple(map(operator.add, step.live, off)))
+        if max_ms is not None and found.plan.before_ms:
+            max_ms -= 1.05 * max(0.0, found.plan.after_ms - found.plan.before_ms * (limits.slowdown or math.inf))
 
-    def fastest(found: _Tried) -> tuple[float, float]:
-        return (found.plan.after_ms, found.plan.peak_bytes)
 
-    def lowest(found: _Tried) -> tuple[float, float]:
-        return (found.plan.peak_bytes, found.plan.after_ms)
+def _off(points: Sequence[LivePoint], nodes: Sequence[str], predicted: Sequence[int]) -> list[int]:
+    """By how many bytes `points` are above what was `predicted` at each of `nodes`.
 
-    return min(fitting, key=lowest if peak is None else fastest, default=None), min(all_tried, key=lowest)
+    A node of a hook counts for the one before it in the forward, and for the one after it in the backward.
+    """
+    position = {node: i for i, node in enumerate(nodes)}
+    most: dict[int, int] = {}
+    at, waiting = 0, 0
+    for point in points:
+        own = position.get(f"{point.phase} {point.node}")
+        if point.phase == "forward":
+            at = at if own is None else own
+            most[at] = max(most.get(at, 0), point.live_bytes)
+        else:
+            waiting = max(waiting, point.live_bytes)
+            if own is not None:
+                most[own], waiting = waiting, 0
+    return [most.get(i, nbytes) - nbytes for i, nbytes in enumerate(predicted)]
 
 
 def _peak(budget: Budget, cross: Boundary, groups: Sequence[Sequence[SavedValue]]) -> int | None:
@@ -271,7 +355,7 @@ def _with_recomputed(
         names = {value.row.name for value in group}
         if storage_of(group[0].fw_node) in saved.values() or names & saved.keys():
             continue
-        chosen = solution.options[i].name == "recompute"
+        chosen = solution.options[i].name == RECOMPUTE
         reason = _why(solution, step, i) if chosen else "budget: what is recomputed anyway gives it too"
         for k, value in enumerate(group):
             row = dataclasses.replace(value.row, storage=offset)
@@ -285,17 +369,18 @@ def _with_recomputed(
 
 def _infeasible(budget: Budget, step: Step, peak: int | None, least: _Tried) -> str:
     where = max(range(len(step.live)), key=step.live.__getitem__)
-    options = least.solution.options
-    kept = [v for v, option in zip(step.values, options, strict=True) if option is KEPT] or step.values
+    top = f"{step.nodes[where]} ({step.places[where]})" if step.nodes else "no node"
+    options = zip(least.step.values, least.solution.options, strict=True)
+    kept = [v for v, option in options if option is KEPT] or least.step.values
     largest = sorted(kept, key=lambda value: -value.nbytes)[:3]
     names = ", ".join(f"'{v.names[0]}' {_mib(v.nbytes)} ({v.where})" for v in largest) or "none"
     within = "" if budget.max_slowdown is None else f" within {budget.max_slowdown} times the time"
     return (
         f"{budget!r}: expected a step under {_mib(peak or 0)}{within}, but the least that was found takes "
         f"{_mib(least.plan.peak_bytes)}, and {least.plan.step_ratio:.3f} times the time. Without hooks it takes "
-        f"{_mib(step.peak_bytes)}, the most at {step.labels[where] if step.labels else 'no node'}. The largest that "
-        f"stay as they are: {names}. Gradients, outputs and what a single layer works with can't be stored otherwise: "
-        "raise the peak, allow more means, time or error, or take smaller batches"
+        f"{_mib(step.peak_bytes)}, the most at {top}. The largest that stay as they are: "
+        f"{names}. Gradients, outputs and what a single layer works with can't be stored otherwise: raise the peak, "
+        "allow more means, time or error, or take smaller batches"
     )
 
 
