@@ -21,7 +21,7 @@ import functools
 import itertools
 import math
 import operator
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -61,21 +61,25 @@ def alive_along(
     last_reader: Mapping[Node, int],
     nbytes: Callable[[Node], int] = lambda node: storage_bytes(node.meta["val"]),
     packed: Mapping[Node, int] = MappingProxyType({}),
+    kernels: Kernels | None = None,
 ) -> list[int]:
     """The bytes of the `counted` storages that are alive at each of `nodes`.
 
     A storage has the `nbytes` of its first node. It lives to its `last_reader`, a position, or is in `to_end`. The
-    nodes in `packed` have these bytes from their storage's last reader on.
+    nodes in `packed` have these bytes from their storage's last reader on. With `kernels` a storage lives from its
+    kernel on, and a kernel may write over one tensor that it reads last.
     """
-    first: dict[Any, tuple[int, int]] = {}  # the first position of each storage, and its bytes
+    first: dict[Any, tuple[int, int, Node]] = {}  # the first position of each storage, its bytes, and its node
     last: dict[Any, int] = {}
     for i, node in enumerate(nodes):
         if (key := storage_of(node)) is not None and key in counted:
             if key not in first:
-                first[key] = (i, nbytes(node))
+                first[key] = (i if kernels is None else kernels.at[node], nbytes(node), node)
             last[key] = len(nodes) if key in to_end else max(last.get(key, i), last_reader[node])
+    for key, over in ({} if kernels is None else kernels.reuses(first, last)).items():
+        last[over] = first[key][0] - 1
     change = [0] * (len(nodes) + 2)
-    for key, (start, count) in first.items():
+    for key, (start, count, _) in first.items():
         change[start] += count
         change[last[key] + 1] -= count
     for node, count in packed.items():
@@ -83,18 +87,86 @@ def alive_along(
     return list(itertools.accumulate(change))[: len(nodes)]
 
 
-def last_readers(nodes: Sequence[Node], written: Collection[Any]) -> dict[Node, int]:
-    """For each node the position of the last node of the kernel that reads it last.
+def last_readers(nodes: Sequence[Node], written: Collection[Any], kernels: Kernels | None = None) -> dict[Node, int]:
+    """For each node the position of the last kernel that reads it.
 
     A reader that is not in `written` stays in registers, so the kernels of its own readers read the node.
     """
-    position = {node: i for i, node in enumerate(nodes)}
+    position = {node: i for i, node in enumerate(nodes)} if kernels is None else kernels.at
     last: dict[Node, int] = {}
     for node in reversed(nodes):
         readers = [u for u in node.users if u.op != "output"]
-        inside = [last[u] for u in readers if storage_of(u) not in written or is_view(u)]
-        last[node] = max((*(position[u] for u in readers), *inside), default=position[node])
+        reads = [last[u] if storage_of(u) not in written or is_view(u) else position[u] for u in readers]
+        last[node] = max(reads, default=position[node])
     return last
+
+
+def on_cuda(nodes: Iterable[Node]) -> bool:
+    """Whether a tensor of `nodes` is on a CUDA device."""
+    values = (node.meta.get("val") for node in nodes)
+    return any(isinstance(value, torch.Tensor) and value.device.type == "cuda" for value in values)
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """Where a fusing compiler runs nodes, and what the kernel of each reads from memory.
+
+    Pointwise nodes of one size that read the same tensors are one kernel, at the position of the first: the gradients
+    of both factors of a product, say.
+    """
+
+    at: Mapping[Node, int]
+    reads: Mapping[Node, Collection[Any]]
+
+    @staticmethod
+    def of(nodes: Sequence[Node], written: Collection[Any]) -> Kernels:
+        at: dict[Node, int] = {}
+        reads: dict[Node, set[Any]] = {}
+        ready: dict[Any, int] = {}  # when each storage is written
+        sizes: dict[Any, int] = {}
+        kernels: dict[Any, list[tuple[int, int]]] = {}  # by storage, those that read it: position and size
+        for i, node in enumerate(nodes):
+            key = storage_of(node)
+            own = {s for n in node.all_input_nodes for s in ([storage_of(n)] if storage_of(n) in ready else reads[n])}
+            own.discard(None)
+            at[node], reads[node] = i, own
+            if key is None or key in ready or (key not in written and node.op != "placeholder"):
+                continue
+            value = node.meta["val"]
+            sizes[key] = tensor_bytes(value)
+            if fuses(node) or _is_loop(node):
+                count = torch_values.hint(value.numel())
+                from_on = max((ready[s] for s in own), default=-1)
+                shared = [s for s in own if 2 * sizes[s] >= sizes[key]]
+                at[node] = min(
+                    (p for s in shared for p, n in kernels.get(s, ()) if p >= from_on and n == count), default=i
+                )
+                for s in own:
+                    kernels.setdefault(s, []).append((at[node], count))
+            ready[key] = at[node]
+        return Kernels(at, reads)
+
+    def reuses(self, first: Mapping[Any, tuple[int, int, Node]], last: Mapping[Any, int]) -> dict[Any, Any]:
+        """By storage, the one whose memory it takes: one for each kernel, of the same bytes and dtype.
+
+        As Inductor does it. Not where a kernel unpacks codes: it has other indices then.
+        """
+        found: dict[Any, Any] = {}
+        used: set[int] = set()
+        for key, (position, nbytes, node) in first.items():
+            if node.op == "placeholder" or not fuses(node) or position in used:
+                continue
+            dtype = node.meta["val"].dtype
+            inputs = [first[s] for s in self.reads[node] if s in first]
+            if any(n.meta["val"].dtype.itemsize == 1 for _, _, n in inputs):
+                continue
+            for s in self.reads[node]:
+                if s in first and s != key and first[s][1] == nbytes and first[s][2].meta["val"].dtype == dtype:
+                    if last[s] == position and first[s][0] < position:
+                        found[key] = s
+                        used.add(position)
+                        break
+        return found
 
 
 def written_storages(nodes: Sequence[Node], *, fuse_loops: bool = False) -> set[Any]:
@@ -195,6 +267,16 @@ def step_ms(fw: GraphModule, bw: GraphModule, fused: bool, without: Collection[A
     """Milliseconds of a forward and its backward. Those in `without` don't count: copies run beside the rest."""
     found = (node_ms(gm, measured_rates, fused, fuse_loops=True) for gm in (fw, bw))
     return sum(ms for times in found for node, ms in times.items() if node.target not in without)
+
+
+def workspace_bytes(node: Node) -> int:
+    """Bytes that the operator of `node` takes while it runs, where that is known: the backward of fused attention on
+    CUDA sums the gradient of the queries in float32."""
+    name = str(node.target)
+    value = node.args[1].meta.get("val") if len(node.args) > 1 and isinstance(node.args[1], Node) else None
+    if "attention_backward" not in name or not isinstance(value, torch.Tensor) or value.device.type != "cuda":
+        return 0
+    return 4 * torch_values.hint(value.numel())
 
 
 def _operation_count(node: Node) -> int:

@@ -6,8 +6,8 @@
 
 A value lives from its node to its last reader; Inductor writes fewer values to memory, see graphs/roofline.py.
 Outputs that the user gets live to the end of the step, gradients from the node that makes them. Each output has one
-tangent, which counts. What an operator allocates inside itself does not. A tensor that `offload` sends lives until the
-wait for its copy, and again from the start of the copy back.
+tangent, which counts. Of what operators allocate inside themselves only that of attention's backward does. A tensor
+that `offload` sends lives until the wait for its copy, and again from the start of the copy back.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from ..graphs.nodes import output_storages, storage_bytes, storage_of, storages
-from ..graphs.roofline import alive_along, last_readers, written_storages
+from ..graphs.roofline import Kernels, alive_along, last_readers, on_cuda, workspace_bytes, written_storages
 from ..graphs.saved import boundary, place_of
 from ..offloading.transfers import offload_wait, reload_start
 
@@ -74,16 +74,19 @@ def _points(
     outputs = output_storages(gm.graph)
     written = written_storages(nodes, fuse_loops=True) if fused else {storage_of(n) for n in nodes}
     counted = written | outputs | storages(input_bytes)
+    kernels = Kernels.of(nodes, counted) if fused and on_cuda(nodes) else None  # seen there; C++ kernels differ
     # the memory that a copy back fills is that of its wait's result from there on
-    last = {n: i - 1 if n.target is reload_start else i for n, i in last_readers(nodes, counted).items()}
+    last = {n: i - 1 if n.target is reload_start else i for n, i in last_readers(nodes, counted, kernels).items()}
     sizes = {n: input_bytes.get(n, _bytes(n)) for n in nodes}
-    bytes_alive = alive_along(nodes, counted, to_end=outputs, last_reader=last, nbytes=sizes.__getitem__)
+    size = sizes.__getitem__
+    bytes_alive = alive_along(nodes, counted, to_end=outputs, last_reader=last, nbytes=size, kernels=kernels)
     points, where = [], ("", "")
     for node, alive in zip(nodes, bytes_alive, strict=True):
         if node.op != "placeholder":
             own = place_of(node, roots)
             where = own if any(own) else where  # a node that a hook put in has none
-            points.append(LivePoint(phase, "(end)" if node.op == "output" else node.name, base + alive, *where))
+            alive += base + workspace_bytes(node)
+            points.append(LivePoint(phase, "(end)" if node.op == "output" else node.name, alive, *where))
     return points
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import itertools
 import math
 import operator
 from collections import defaultdict
@@ -24,8 +25,8 @@ import torch
 from torch.fx import GraphModule
 
 from ..errors import BudgetError
-from ..graphs.nodes import storage_of
-from ..graphs.roofline import step_ms
+from ..graphs.nodes import is_view, output_storages, storage_of, storages
+from ..graphs.roofline import Kernels, has_formula, on_cuda, step_ms, written_storages
 from ..graphs.saved import Boundary, SavedTensor, SavedValue
 from ..hook import KEEP, Hook
 from ..offloading.transfers import COPIES
@@ -33,6 +34,7 @@ from ..passes.live_bytes import LivePoint
 from ..passes.plan import Decision, Plan
 from ..settings.setting import Setting
 from ..torch_private import aot
+from ..torch_private.inductor_marks import ALONE, ALONE_IF_WRITTEN, mark_alone
 from .budget import Budget
 from .options import Graphs, step_of
 from .solver import Solution, solve
@@ -130,6 +132,8 @@ def partition_within(
         found = dataclasses.replace(graphs, fw=_copied(graphs.fw), bw=_copied(graphs.bw))
         saved = {v.row.name: storage_of(v.fw_node) for v in found.boundary().tensors}
         plan = rewrite(found.fw, found.bw, Setting(_policy(solution, own), setting.scope))
+        if fused and on_cuda(found.bw.graph.nodes):
+            _hold_kernels(found.bw)
         plan = _with_recomputed(plan, cross, groups, saved, chosen, step)
         after_ms = step_ms(found.fw, found.bw, fused, COPIES) + sum(t.placement.stall_ms for t in plan.transfers)
         decisions = tuple(dataclasses.replace(d, settings=(setting.key,)) for d in plan.decisions)
@@ -147,6 +151,22 @@ def _copied(gm: GraphModule) -> GraphModule:
     made = GraphModule(gm, copy.deepcopy(gm.graph))
     made.meta = dict(gm.meta)
     return made
+
+
+def _hold_kernels(gm: GraphModule) -> None:
+    """Let Inductor fuse only what the prediction of live bytes has in one kernel, or between the same two products.
+
+    Left alone, it computes a tensor again together with a later kernel that reads the same, when both of their results
+    and all of their inputs are alive: 0.9 GiB more for a Llama block of 16,384 tokens.
+    """
+    nodes = list(gm.graph.nodes)
+    written = written_storages(nodes, fuse_loops=True) | output_storages(gm.graph)
+    kernels = Kernels.of(nodes, written | storages(gm.graph.find_nodes(op="placeholder")))
+    products = list(itertools.accumulate(has_formula(n) or "scaled_dot_product" in str(n.target) for n in nodes))
+    for node in nodes:
+        if node.op == "call_function" and not is_view(node) and ALONE not in node.meta:
+            key = ALONE if storage_of(node) in written else ALONE_IF_WRITTEN
+            mark_alone([node], f"after product {products[kernels.at[node]]}", key)
 
 
 def _marks(chosen: Solution, cross: Boundary, groups: Sequence[Sequence[SavedValue]]) -> tuple[set[str], set[str]]:
@@ -244,10 +264,10 @@ def _hooked(
     """Attempts with hooks in `graphs`, each nearer to the limits."""
     fitted = False
     for attempt in range(_ATTEMPTS):
-        asked = {"max_error": limits.error, "max_ms": max_ms}
+        solved = functools.partial(solve, step, max_error=limits.error, max_ms=max_ms)
         last = attempt == _ATTEMPTS - 1 and not fitted
         peak = None if limits.peak is None or last else limits.peak * (1 - attempt * _LESS)
-        solution = solve(step, peak=peak, **asked) or solve(step, peak=None, **asked)
+        solution = solved(peak=peak) or solved(peak=None)
         if solution is None:
             return
         found = tried(graphs, step, solution, chosen)

@@ -12,7 +12,7 @@ from typing import Any
 
 from cudagraph.torch_private.symbols import Protocols, Symbols
 
-from .inductor_marks import ALONE, PACKED_ROW
+from .inductor_marks import ALONE, ALONE_IF_WRITTEN, PACKED_ROW
 from .symbols import needing
 
 SYMBOLS: Symbols = {
@@ -61,8 +61,9 @@ def _group(scheduler_node: Any) -> str | None:
     """The mark of the graph nodes behind a scheduler node, cached there: fusion compares each node with many others."""
     cache = scheduler_node.__dict__
     if ALONE not in cache:
-        origins = (origin for part in scheduler_node.get_nodes() for origin in _origins(part))
-        cache[ALONE] = next((str(o.meta[ALONE]) for o in origins if ALONE in o.meta), None)
+        origins = [origin for part in scheduler_node.get_nodes() for origin in _origins(part)]
+        marks = (str(o.meta[key]) for key in (ALONE, ALONE_IF_WRITTEN) for o in origins if key in o.meta)
+        cache[ALONE] = next(marks, None)
     mark: str | None = cache[ALONE]
     return mark
 
@@ -136,7 +137,7 @@ def choices() -> Any:
             return {**kwargs, "fixed_config": need("torch._inductor.codegen.triton.FixedTritonConfig")(config)}
 
         def uuid(self) -> str:
-            return "aot_hooks choices 2"
+            return "aot_hooks choices 3"
 
     return Choices()
 

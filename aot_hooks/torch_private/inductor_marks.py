@@ -11,15 +11,17 @@ from torch.fx import GraphModule, Node
 
 PACKED_ROW = "aot_hooks_node"  # on nodes that a hook put into the graph
 ALONE = "aot_hooks_alone"
+ALONE_IF_WRITTEN = "aot_hooks_alone_if_written"  # counts where no node of a kernel has the mark above
 
 
-def mark_alone(nodes: Sequence[Node], name: str) -> None:
+def mark_alone(nodes: Sequence[Node], name: str, key: str = ALONE) -> None:
     """Let Inductor fuse `nodes` with each other only."""
     for node in nodes:
-        node.meta[ALONE] = name
+        node.meta[key] = name
 
 
 def marks_of(graph: GraphModule) -> str:
     """All marks of a graph's nodes with their positions, as text for cache keys."""
-    marks = [(i, n.meta.get(ALONE), PACKED_ROW in n.meta) for i, n in enumerate(graph.graph.nodes)]
+    keys = (ALONE, ALONE_IF_WRITTEN)
+    marks = [(i, *map(n.meta.get, keys), PACKED_ROW in n.meta) for i, n in enumerate(graph.graph.nodes)]
     return repr([mark for mark in marks if any(mark[1:])])
