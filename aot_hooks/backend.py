@@ -328,7 +328,7 @@ def planning_partition(
         before = (live_bytes(fw, bw, fused=fused, **parts), step_ms(fw, bw, fused)) if live else ((), 0.0)
         plan = rewritten(fw, bw, hooks.setting)
         if live:
-            after_ms = step_ms(fw, bw, fused, transfers.COPIES) + sum(t.placement.stall_ms for t in plan.transfers)
+            after_ms = step_ms(fw, bw, fused, transfers.COPIES, plan.transfers)
             after = live_bytes(fw, bw, fused=fused, **parts)
             plan = dataclasses.replace(
                 plan, live_before=before[0], live_after=after, before_ms=before[1], after_ms=after_ms

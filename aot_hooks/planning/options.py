@@ -25,6 +25,7 @@ from ..graphs.roofline import (
     fuses,
     has_formula,
     last_readers,
+    link_ms,
     measured_rates,
     node_ms,
     written_storages,
@@ -221,6 +222,7 @@ def _hook_options(
                 work = max(_work_bytes(gm, graphs.fused) for gm in (traced.pack, traced.unpack))
                 known[key] = _hook_ms(group[0].row.nbytes, key[1], traced, graphs.fused, rates), work, traced
             ms, work, _ = known[key]
+            ms += link_ms(on_host, rates)
             found[i].append(Option(name, hook, on_device + answers, ms, error, on_host, work))
     return found
 

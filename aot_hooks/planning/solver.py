@@ -201,11 +201,11 @@ def solve(
     spans = zip(added, groups, ends, strict=False)  # no position: no group
     live = [float(nbytes + _MIB * mib) for mib, (start, _), end in spans for nbytes in step.live[start:end]]
     for (_, position), terms in work.items():
-        mib = sum(coefficient * x[c] for c, coefficient in terms.items())
-        if mib > 1e-6 and position:  # a value is packed after the position before, unpacked before this one
+        needed = float(sum(coefficient * x[c] for c, coefficient in terms.items()))
+        if needed > 1e-6 and position:  # a value is packed after the position before, unpacked before this one
             at = position if position >= step.forward_count else position - 1
             between = min(step.live[position - 1 : position + 1]) + _MIB * added[group_at[position]]
-            live[at] = max(live[at], between + _MIB * mib)
+            live[at] = max(live[at], between + _MIB * needed)
     error = sum(_share(step, value) * o.error**2 for value, o in zip(step.values, options, strict=True)) ** 0.5
     ms = step.ms + sum(o.ms for o in options)
     return Solution(tuple(options), tuple(map(round, live)), round(max(live, default=0)), ms, error)

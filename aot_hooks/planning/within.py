@@ -135,7 +135,7 @@ def partition_within(
         if fused and on_cuda(found.bw.graph.nodes):
             _hold_kernels(found.bw)
         plan = _with_recomputed(plan, cross, groups, saved, chosen, step)
-        after_ms = step_ms(found.fw, found.bw, fused, COPIES) + sum(t.placement.stall_ms for t in plan.transfers)
+        after_ms = step_ms(found.fw, found.bw, fused, COPIES, plan.transfers)
         decisions = tuple(dataclasses.replace(d, settings=(setting.key,)) for d in plan.decisions)
         plan = dataclasses.replace(plan, decisions=decisions, live_before=before, live_after=found.live())
         return _Tried(found, dataclasses.replace(plan, before_ms=before_ms, after_ms=after_ms), own, solution)
@@ -238,9 +238,15 @@ def _search(
         graphs, own = partitioned(chosen)
         found = list(_hooked(graphs, own, chosen, limits, max_ms, tried))
         all_tried += found
-        if any(one.fits(limits) for one in found) or at_least or limit is None:
+        if at_least or limit is None or limits.peak is None:
             break
-        limit -= 1.05 * max(0, min(one.plan.peak_bytes for one in found) - limits.peak)  # type: ignore[operator]
+        reached = max((one.plan.peak_bytes for one in found if one.fits(limits)), default=None)
+        if reached is None:
+            limit -= 1.05 * max(0, min(one.plan.peak_bytes for one in found) - limits.peak)
+        elif reached < _NEAR * limits.peak and set(chosen.options) != {KEPT}:  # less to recompute may do
+            limit += _NEAR * limits.peak - reached
+        else:
+            break
 
     def fastest(one: _Tried) -> tuple[float, float]:
         return (one.plan.after_ms, one.plan.peak_bytes)
