@@ -22,9 +22,10 @@ import torch
 
 from ..errors import OptionError
 from ..graphs.layout import from_memory_order, in_memory_order
+from ..graphs.nodes import tensor_bytes
 from ..graphs.roofline import Rates
 from ..hook import Hook, compiled_by, interned
-from ..torch_private.values import hint, pytree
+from ..torch_private.values import pytree
 from . import transfers
 
 
@@ -84,7 +85,7 @@ class _Pack:
         return leaves, spec, tuple(marks)
 
     def _large(self, a: Any) -> bool:
-        return isinstance(a, torch.Tensor) and hint(a.numel()) * a.element_size() >= self.settings.min_bytes
+        return isinstance(a, torch.Tensor) and tensor_bytes(a) >= self.settings.min_bytes
 
 
 @dataclass(frozen=True)

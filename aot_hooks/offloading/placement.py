@@ -17,10 +17,9 @@ from dataclasses import dataclass
 import torch
 from torch.fx import GraphModule, Node
 
-from ..graphs.nodes import NO_VERSION_CHECK, PACKED, is_view
+from ..graphs.nodes import NO_VERSION_CHECK, PACKED, is_view, tensor_bytes
 from ..graphs.roofline import Rates, has_formula, measured_rates, node_ms
-from ..graphs.saved import is_size
-from ..torch_private import values as torch_values
+from ..graphs.saved import crossing_pairs
 from ..torch_private.inductor_marks import PACKED_ROW
 from .hook import OffloadSettings
 from .schedule import Item, Limits, Placement, Schedule, Transfer, schedule
@@ -143,10 +142,7 @@ def _remove_copies_in_backward(bw: GraphModule) -> None:
 
 
 def _crossings(fw: GraphModule, bw: GraphModule, num_fwd_outputs: int, leaves: Mapping[Node, Leaf]) -> list[_Crossing]:
-    outputs = list(fw.graph.output_node().args[0])[num_fwd_outputs:]  # type: ignore[arg-type]
-    slots = bw.graph.find_nodes(op="placeholder")
-    others = [n for n in outputs if not is_size(n)]  # sizes cross before them
-    slot_of = dict(zip(others, slots[len(outputs) - len(others) : len(outputs)], strict=True))
+    slot_of = dict(crossing_pairs(fw, bw, num_fwd_outputs))
     found = []
     for wait in leaves:
         start, slot = wait.args[0], slot_of[wait]
@@ -185,8 +181,7 @@ def _sources_of_view(node: Node) -> list[Node]:
 
 
 def _item(crossing: _Crossing, kind: int, forward: _Steps, backward: _Steps) -> Item:
-    value = crossing.value.meta["val"]
-    nbytes = torch_values.hint(value.numel()) * int(value.element_size())
+    nbytes = tensor_bytes(crossing.value.meta["val"])
     made = max(forward.index.get(n, -1) for n in _reached(crossing.value, _sources_of_view))
 
     def users_of_view(node: Node) -> list[Node]:
