@@ -133,6 +133,27 @@ KEEP = Hook("keep", _identity, _identity)
 """The hook that leaves a saved tensor as it is."""
 
 
+@dataclass(frozen=True)
+class Pack:
+    """Base of the packs of this package. A user may take `hook.pack` out of its hook, and these fields go with it."""
+
+    name: str
+    declines: Callable[[Any], str | None]
+    _: KW_ONLY
+    lossy: bool = True
+
+    @property
+    def __name__(self) -> str:
+        return self.name
+
+    def __call__(self, x: torch.Tensor) -> Any:
+        raise NotImplementedError
+
+
+def hook_of(pack: Pack, unpack: Callable[[Any], torch.Tensor]) -> Hook:
+    return Hook(pack.name, pack, unpack, lossy=pack.lossy, declines=pack.declines)
+
+
 def _call_of(hook: Hook) -> functools.partial[Hook] | None:
     """The call that made `hook`, without default arguments; None for a hook of the user's."""
     try:

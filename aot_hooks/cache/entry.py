@@ -29,7 +29,7 @@ from ..settings.setting import out_of_scope
 from ..torch_private import values as torch_values
 from .key import Key, foreign_operator
 
-_FORMAT = 2
+_FORMAT = 3
 Place = tuple[str, str]  # module and line
 _Hook = tuple[str, Any]  # ("keep", 0), ("rule", number of the setting), or ("value", the pickled hook)
 
@@ -48,14 +48,11 @@ class Unusable(Refused):
 
 @dataclass(frozen=True)
 class _Row:
-    saved: SavedTensor  # without its place
+    decision: Decision  # without its place, hook and settings
     module_at: int | None
     line_at: int | None
     chosen_by: tuple[int, ...]  # numbers of settings
     hook: _Hook
-    reason: str
-    packed_bytes: int
-    saved_bytes: int
     choices: tuple[str, ...]  # digests of the hooks that those settings choose, "" where no check is needed
     traces_to: str  # digest of the hook's programs on a tensor of the row's shape, "" where no check is needed
 
@@ -81,15 +78,13 @@ def pack_up(plans: Sequence[Plan], check: Checks, places: Callable[[], Sequence[
         row = d.saved
         at = both.get((row.module_path, row.source_line))
         chosen_by = check.numbers_of(d.settings)
+        nameless = dataclasses.replace(row, shape=numbered(row.shape), module_path="", source_line="")
         return _Row(
-            saved=dataclasses.replace(row, shape=numbered(row.shape), module_path="", source_line=""),
+            dataclasses.replace(d, saved=nameless, hook=KEEP, settings=()),
             module_at=modules.get(row.module_path) if at is None else at,
             line_at=lines.get(row.source_line) if at is None else at,
             chosen_by=chosen_by,
             hook=check.reference(d.hook, row, chosen_by),
-            reason=d.reason,
-            packed_bytes=d.packed_bytes,
-            saved_bytes=d.saved_bytes,
             choices=check.choices(row, chosen_by),
             traces_to=check.programs(d.hook, row, chosen_by),
         )
@@ -137,7 +132,8 @@ def unpack(data: bytes, check: Checks, places: Callable[[], Sequence[Place]]) ->
             line = "" if row.line_at is None else found[row.line_at][1]
         except IndexError:
             raise Refused("its rows name nodes that this graph does not have") from None
-        saved = dataclasses.replace(row.saved, shape=named(row.saved.shape), module_path=module, source_line=line)
+        saved = row.decision.saved
+        saved = dataclasses.replace(saved, shape=named(saved.shape), module_path=module, source_line=line)
         hook = check.resolve(row.hook, saved)
         if check.choices(saved, row.chosen_by) != row.choices:
             raise ForAnother(f"the policy chooses otherwise for {saved.describe()} than when the entry was made")
@@ -149,7 +145,7 @@ def unpack(data: bytes, check: Checks, places: Callable[[], Sequence[Place]]) ->
             raise ForAnother(
                 f"hook '{hook.name}' traces to another program on {saved.describe()} than when the entry was made"
             )
-        return Decision(saved, hook, row.reason, row.packed_bytes, row.saved_bytes, check.keys(row.chosen_by))
+        return dataclasses.replace(row.decision, saved=saved, hook=hook, settings=check.keys(row.chosen_by))
 
     return [dataclasses.replace(plan, decisions=tuple(map(decision, rows))) for rows, plan in stored.plans]
 

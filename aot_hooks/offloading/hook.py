@@ -14,7 +14,6 @@ import itertools
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +23,7 @@ from ..errors import OptionError
 from ..graphs.layout import from_memory_order, in_memory_order
 from ..graphs.nodes import tensor_bytes
 from ..graphs.roofline import Rates
-from ..hook import Hook, compiled_by, interned
+from ..hook import Hook, Pack, compiled_by, hook_of, interned
 from ..torch_private.values import pytree
 from . import transfers
 
@@ -55,15 +54,9 @@ class _Sent:
 
 
 @dataclass(frozen=True)
-class _Pack:
+class _Pack(Pack):
     settings: OffloadSettings
     then: Hook | None
-    declines: Callable[[Any], str | None]
-    lossy: bool
-
-    @property
-    def __name__(self) -> str:
-        return "offload" if self.then is None else f"offload({self.then.name})"
 
     def __call__(self, x: torch.Tensor) -> Any:
         packed = x if self.then is None else self.then.pack(x)
@@ -286,5 +279,6 @@ def offload(
     if then is not None and isinstance(then.pack, _Pack):
         raise OptionError(f"offload: then must say in which form tensors wait, got {then!r}, which sends them itself")
     settings = OffloadSettings(then is None, min_bytes, max_host_bytes, in_flight_bytes, max_stall_ms, rates)
-    pack = _Pack(settings, then, _Declines(min_bytes, then), then is not None and then.lossy)
-    return Hook(pack.__name__, pack, _Unpack(then), declines=pack.declines, lossy=pack.lossy)
+    name = "offload" if then is None else f"offload({then.name})"
+    pack = _Pack(name, _Declines(min_bytes, then), settings, then, lossy=then is not None and then.lossy)
+    return hook_of(pack, _Unpack(then))
