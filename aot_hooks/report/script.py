@@ -158,9 +158,11 @@ def _names_this_package(path: str) -> bool:
 def _as_program(path: str, arguments: list[str]) -> Iterator[None]:
     argv, search = sys.argv, list(sys.path)
     sys.argv, sys.path[:0] = [path, *arguments], [str(Path(path).resolve().parent)]
+    dynamo.forget_main()  # runpy puts the script's module in its place
     try:
         yield
     finally:
+        dynamo.forget_main()
         sys.argv, sys.path[:] = argv, search
 
 
