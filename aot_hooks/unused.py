@@ -24,9 +24,9 @@ from .errors import TORCH, UnusedWarning, user_frame
 from .hook import KEEP
 from .passes.plan import Decision, Plan
 from .policies import ByKey, key_text, keys_in
-from .release import at_end_of_backward
 from .settings.setting import Setting
 from .torch_private import aot
+from .torch_private.autograd import at_end_of_backward
 
 _SHOWN = 8
 

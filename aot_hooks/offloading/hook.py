@@ -27,6 +27,8 @@ from ..hook import Hook, Pack, compiled_by, hook_of, interned
 from ..torch_private.values import pytree
 from . import transfers
 
+_Sent = tuple[torch.device, tuple[int, ...] | None]  # where a leaf was, and the order of its dimensions
+
 
 @dataclass(frozen=True)
 class OffloadSettings:
@@ -46,14 +48,6 @@ def settings_of(hook: Hook) -> OffloadSettings | None:
 
 
 @dataclass(frozen=True)
-class _Sent:
-    """Tells unpack that a graph sent this leaf, and how to restore it."""
-
-    device: torch.device
-    permutation: tuple[int, ...] | None
-
-
-@dataclass(frozen=True)
 class _Pack(Pack):
     settings: OffloadSettings
     then: Hook | None
@@ -63,7 +57,7 @@ class _Pack(Pack):
         leaves, spec = pytree.tree_flatten(packed)
         if not any(self._large(a) for a in leaves):
             return packed, None, ()
-        marks: list[_Sent | None] = [None] * len(leaves)
+        marks: list[_Sent | None] = [None] * len(leaves)  # tells unpack which leaves a graph sent
         for i, a in enumerate(leaves):
             if not self._large(a):
                 continue
@@ -74,7 +68,7 @@ class _Pack(Pack):
             limit = self.settings.max_host_bytes
             ticket = transfers.offload_start(y, transfers.NO_LIMIT if limit is None else limit)
             leaves[i] = transfers.offload_wait(ticket, y)
-            marks[i] = _Sent(a.device, permutation)
+            marks[i] = a.device, permutation
         return leaves, spec, tuple(marks)
 
     def _large(self, a: Any) -> bool:
@@ -99,8 +93,9 @@ class _Unpack:
             return a.restore()
         if mark is None:
             return a
-        ticket = transfers.reload_start(a, mark.device)
-        return from_memory_order(transfers.reload_wait(ticket, a, mark.device), mark.permutation)
+        device, permutation = mark
+        ticket = transfers.reload_start(a, device)
+        return from_memory_order(transfers.reload_wait(ticket, a, device), permutation)
 
 
 def _contiguous_in_memory(x: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...] | None]:
@@ -111,11 +106,6 @@ def _contiguous_in_memory(x: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...
 
 class EagerCopy:
     """A tensor that eager code sent: on the device until its copy is done and noticed, then on the host."""
-
-    __slots__ = (
-        "__weakref__", "changed", "device", "host", "index", "nbytes", "original", "permutation", "settings", "tape",
-        "ticket", "version",
-    )  # fmt: skip
 
     def __init__(self, x: torch.Tensor, settings: OffloadSettings, tape: Tape, index: int) -> None:
         y, self.permutation = _contiguous_in_memory(x)

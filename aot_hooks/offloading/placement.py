@@ -20,13 +20,12 @@ from torch.fx import GraphModule, Node
 from ..graphs.nodes import NO_VERSION_CHECK, PACKED, is_view, tensor_bytes
 from ..graphs.roofline import Rates, has_formula, measured_rates, node_ms
 from ..graphs.saved import crossing_pairs
-from ..torch_private.inductor_marks import PACKED_ROW
+from ..torch_private.inductor_fusion import PACKED_ROW
 from .hook import OffloadSettings
 from .schedule import Item, Limits, Placement, Schedule, Transfer, schedule
-from .transfers import offload_start, offload_wait, reload_start, reload_wait
+from .transfers import COPIES, offload_start, offload_wait, reload_start, reload_wait
 
 _BUILT_IN = ("aten", "prims", "inductor_prims")
-_OURS = (offload_start, offload_wait, reload_start, reload_wait)
 
 
 @dataclass(frozen=True)
@@ -61,7 +60,7 @@ class _Steps:
     """The steps of a graph: its nodes that compute, in order, with their estimated times."""
 
     def __init__(self, gm: GraphModule, rates: Rates, fused: bool) -> None:
-        calls = [n for n in gm.graph.nodes if n.op == "call_function" and n.target not in _OURS]
+        calls = [n for n in gm.graph.nodes if n.op == "call_function" and n.target not in COPIES]
         self.nodes = [n for n in calls if not _is_free(n)]
         self.index = {node: i for i, node in enumerate(self.nodes)}
         times = node_ms(gm, lambda _: rates, fused)
@@ -159,7 +158,7 @@ def _crossings(fw: GraphModule, bw: GraphModule, num_fwd_outputs: int, leaves: M
 
 def _is_free(node: Node) -> bool:
     """Whether `node` computes nothing on a device: views, items of a tuple, sizes."""
-    if node.op != "call_function" or node.target in _OURS:
+    if node.op != "call_function" or node.target in COPIES:
         return False
     is_tensor = isinstance(node.meta.get("val"), torch.Tensor | tuple | list)
     return is_view(node) or node.target is operator.getitem or not is_tensor
