@@ -9,13 +9,12 @@
 `key_of` makes it, with the program that a function of the user's traces to on one example. The programs on the saved
 tensors themselves, and a policy's choices, are stored in the entry and compared (entry.py).
 
-torch adds its own key (configuration, devices, its sources), made under `normalized(graph)`: renaming a model's
+torch adds its own key (configuration, devices, its sources), made of `without_names(graph)`: renaming a model's
 argument, attribute or variable changes no key. Symbolic sizes are numbered too. Both keys are linear in the graph.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import hashlib
 import operator
@@ -242,47 +241,22 @@ def package_digest() -> str:
     return f"{__version__} {_SOURCES}"
 
 
-# --- names taken away, and given back ---------------------------------------------------------------------------------
+# what else of a graph module has the user's names: stacks of variables, and the code that was generated
+_NAMED = {"_code", "_lineno_map", "_prologue_start", "_source_to_user_stacks"}
 
 
-# what else of a graph module has the user's names: stacks of variables, and the code that was generated before
-_NAMED = ("_code", "_lineno_map", "_prologue_start", "_source_to_user_stacks")
-
-
-@contextlib.contextmanager
-def normalized(gm: GraphModule) -> Iterator[None]:
-    """Inside, values of `gm` and of the graphs in it are named by their positions.
-
-    On exit everything is as it was: names, targets, namespaces, generated code, and Dynamo's notes on the user's
-    variables. May be entered again inside itself.
-    """
-    with contextlib.ExitStack() as stack:
-        for graph in _graphs(gm):
-            stack.enter_context(_one_normalized(graph))
-        yield
-
-
-@contextlib.contextmanager
-def _one_normalized(gm: GraphModule) -> Iterator[None]:
-    nodes = list(gm.graph.nodes)
-    before = [(node, node.name, node.target) for node in nodes]
-    state = {name: vars(gm).pop(name) for name in _NAMED if name in vars(gm)}
-    forward = vars(type(gm)).get("forward")  # each GraphModule has a class of its own
-    try:
-        with torch_values.fresh_namespace(gm.graph):
-            for i, node in enumerate(nodes):
-                torch_values.rename_node(node, f"n_{i}", f"n_{i}" if node.op == "placeholder" else node.target)
-            gm.recompile()
-            try:
-                yield
-            finally:
-                for node, name, target in before:
-                    torch_values.rename_node(node, name, target)
-    finally:
-        for name in _NAMED:
-            vars(gm).pop(name, None)
-        vars(gm).update(state)
-        if forward is None:
-            gm.recompile()
-        else:
-            type(gm).forward = forward
+def without_names(gm: GraphModule) -> GraphModule:
+    """A copy of `gm` for torch's key: values, and those of the graphs in it, are named by their positions."""
+    graph = torch.fx.Graph()
+    copies: dict[Node, Node] = {}
+    for i, node in enumerate(gm.graph.nodes):
+        args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), copies.__getitem__)
+        target = f"n_{i}" if node.op == "placeholder" else node.target
+        copies[node] = graph.create_node(node.op, target, args, kwargs, f"n_{i}", node.type)
+        copies[node].meta = node.meta
+    copied = GraphModule(gm, graph, type(gm).__name__)
+    vars(copied).update({k: v for k, v in vars(gm).items() if k not in {"_graph", *_NAMED}})
+    # without the pair of hooks that Dynamo puts there for torch's key: our part of the key has the functions' content
+    modules = {k: m for k, m in vars(gm)["_modules"].items() if not k.startswith("saved_tensors_hooks_")}
+    vars(copied)["_modules"] = {k: without_names(m) if isinstance(m, GraphModule) else m for k, m in modules.items()}
+    return copied

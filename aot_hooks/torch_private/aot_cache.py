@@ -70,12 +70,12 @@ def key_without_names(
     mod: Any,
     inputs: Sequence[Any],
     config: Any,
-    normalized: Callable[[GraphModule], contextlib.AbstractContextManager[None]],
-) -> Iterator[Any]:
-    """Inside, torch makes the same key for graphs that differ in names only; yields the `AOTConfig` to make it with.
+    without_names: Callable[[GraphModule], GraphModule],
+) -> Iterator[tuple[GraphModule, Any]]:
+    """Inside, torch makes the same key for graphs that differ in names only; yields the graph and `AOTConfig` for it.
 
-    Graphs stand in it as `normalized(graph)` leaves them, symbols by `SizeNumbers`, and sources of arguments without
-    their names. (Everywhere else they keep them: AOTAutograd writes guards with them.)
+    Symbols stand in the key by `SizeNumbers`, and sources of arguments without their names. (Everywhere else they keep
+    them: AOTAutograd writes guards with them.)
     """
     sources = config.aot_autograd_arg_pos_to_source
     if sources is not None:
@@ -83,8 +83,8 @@ def key_without_names(
     need("torch._inductor.codecache.torch_key")()  # torch keeps it for what follows; Triton's goes on meanwhile
     futures.wait((start_hashing(),))
     module = need("torch._functorch._aot_autograd.autograd_cache")
-    with normalized(mod if isinstance(mod, GraphModule) else mod.gm), _sizes_by_number(module, inputs):
-        yield config
+    with _sizes_by_number(module, inputs):
+        yield without_names(mod if isinstance(mod, GraphModule) else mod.gm), config
 
 
 @contextlib.contextmanager
