@@ -276,5 +276,5 @@ def _program(hook: Hook, row: SavedTensor) -> str:
             f"hook '{hook.name}' calls operator {operator}, and what that does is in no graph. Give the hook "
             "Hook(..., cache_hash='1'), a text that you change whenever the operator does something else"
         )
-    programs = f"{hook.cache_hash}\n{canonical(traced.pack)}\n\n{canonical(traced.unpack)}"
+    programs = "\n".join([str(hook.cache_hash), *canonical(traced.pack), "", *canonical(traced.unpack)])
     return hashlib.sha256(programs.encode()).hexdigest()

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import operator
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -36,7 +35,6 @@ from ..graphs.saved import module_stack, place_of
 from ..hook import Hook, compiling_for
 from ..identity.frozen import described
 from ..identity.records import recording
-from ..identity.tensors import tensor_digest
 from ..passes.trace import canonical, trace_hook
 from ..settings.names import name_given
 from ..settings.setting import Setting, looks_at_modules
@@ -116,8 +114,7 @@ def key_of(
         n.meta.get("example_value", x) for n, x in zip(gm.graph.find_nodes(op="placeholder"), inputs, strict=True)
     ]
     sizes = torch_values.SizeNumbers(traced)
-    for graph in _graphs(gm):
-        lines += _canonical(graph, sizes)
+    lines += [(f"node {i}", line) for i, line in enumerate(canonical(gm))]
     lines += _inputs(traced, inputs, sizes)
     return Key(tuple(lines), settings, tuple(map(str, sizes.names)), tuple(dict.fromkeys(opaque)))
 
@@ -146,7 +143,7 @@ def _program_lines(hook: Hook, opaque: list[str]) -> Iterator[Line]:
     for part, gm in (("pack", traced.pack), ("unpack", traced.unpack)):
         if hook.cache_hash is None and (foreign := foreign_operator(gm)) is not None:
             opaque.append(foreign)
-        for i, line in enumerate(canonical(gm).splitlines()):
+        for i, line in enumerate(canonical(gm)):
             yield f"{part} {i}", line
 
 
@@ -168,40 +165,8 @@ def foreign_operator(gm: GraphModule) -> str | None:
 
 def nodes_of(gm: GraphModule) -> list[Node]:
     """The nodes of `gm` and of the graphs in it, in the order in which keys count them."""
-    return [node for graph in _graphs(gm) for node in graph.graph.nodes]
-
-
-def _graphs(gm: GraphModule) -> list[GraphModule]:
-    return [module for module in gm.modules() if isinstance(module, GraphModule)]
-
-
-def _canonical(gm: GraphModule, sizes: torch_values.SizeNumbers) -> Iterator[Line]:
-    """The nodes of one graph, by position."""
-    position: dict[Node, str] = {}
-    for i, node in enumerate(gm.graph.nodes):
-        position[node] = f"%{i}"
-        if node.op == "placeholder":
-            target = sizes.text(node.meta.get("example_value", node.target)) if node.type is torch.SymInt else ""
-        elif node.op == "get_attr":
-            value = operator.attrgetter(str(node.target))(gm)
-            target = "graph" if isinstance(value, GraphModule) else _constant(value)
-        elif node.op == "call_function":
-            target = _name(node.target)
-        else:
-            target = str(node.target) if node.op != "output" else ""
-        args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), position.__getitem__)
-        yield f"node {position[node]}", f"{node.op} {target} {args} {kwargs}"
-
-
-def _constant(value: Any) -> str:
-    return tensor_digest(value) if isinstance(value, torch.Tensor) else f"{type(value).__name__}:{value!r}"
-
-
-def _name(target: Any) -> str:
-    if torch_values.is_operator(target):
-        return str(target)
-    name = getattr(target, "__qualname__", None) or getattr(target, "__name__", None) or str(target)
-    return f"{getattr(target, '__module__', None) or type(target).__module__}.{name}"
+    graphs = (module.graph for module in gm.modules() if isinstance(module, GraphModule))
+    return [node for graph in graphs for node in graph.nodes]
 
 
 def _inputs(traced: Sequence[Any], inputs: Sequence[Any], sizes: torch_values.SizeNumbers) -> Iterator[Line]:

@@ -348,7 +348,7 @@ def test_canonical_is_free_of_names() -> None:
 def test_canonical_golden() -> None:
     traced = trace(lambda x: (x.to(torch.float8_e5m2), x.dtype), lambda p: p[0].to(p[1]), torch.randn(3))
     expecttest.assert_expected_inline(
-        canonical(traced.pack) + "\n" + canonical(traced.unpack),
+        "\n".join([*canonical(traced.pack), *canonical(traced.unpack)]),
         """\
 %0 = placeholder  () {}
 %1 = call_function aten._to_copy.default ('%0',) {'dtype': torch.float8_e5m2}
