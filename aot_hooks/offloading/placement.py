@@ -77,7 +77,7 @@ class _Steps:
 
 def place(
     fw: GraphModule, bw: GraphModule, *, num_fwd_outputs: int, leaves: Mapping[Node, Leaf], fused: bool
-) -> tuple[tuple[Transfer, ...], dict[Node, Node]]:
+) -> tuple[tuple[Transfer, ...], dict[Node, tuple[Node, str]]]:
     """Schedule the copies in both graphs, in place.
 
     Args:
@@ -85,14 +85,14 @@ def place(
         fused: the graphs are compiled by a compiler that fuses.
 
     Returns:
-        The transfers, and the `leaves` that stay on the device, each with the node that crosses in its place.
+        The transfers, and the `leaves` that stay on the device: the node that crosses instead, and why.
     """
     _remove_copies_in_backward(bw)
     by_device: dict[torch.device, list[_Crossing]] = defaultdict(list)
     for crossing in _crossings(fw, bw, num_fwd_outputs, leaves):
         by_device[crossing.device].append(crossing)
     transfers: list[Transfer] = []
-    on_device: dict[Node, Node] = {}
+    on_device: dict[Node, tuple[Node, str]] = {}
     for device, crossings in by_device.items():
         own_rates = (c.leaf.settings.rates for c in crossings)
         rates = next((r for r in own_rates if r is not None), None) or measured_rates(device)
@@ -113,7 +113,7 @@ def place(
         for (item, crossing), placement in zip(items, planned.placements, strict=True):
             if not placement.offloaded:
                 _keep_on_device(bw, crossing)
-                on_device[crossing.wait] = crossing.value
+                on_device[crossing.wait] = crossing.value, placement.reason
             transfers.append(_transfer(crossing, item.nbytes, placement, forward, backward, planned))
         for steps, events in ((forward, planned.forward), (backward, planned.backward)):
             for gap, what, i in events:
