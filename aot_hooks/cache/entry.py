@@ -71,8 +71,12 @@ def pack_up(plans: Sequence[Plan], check: Checks, places: Callable[[], Sequence[
         places: module and line of each node of Dynamo's graph; called once.
     """
     found = list(places())
-    both, modules, lines = _numbers(found), _numbers(place[0] for place in found), _numbers(place[1] for place in found)
-    numbered = _renamed({name: f"size{i}" for i, name in enumerate(check.key.sizes)})
+    both, modules, lines = (
+        _first_positions(found),
+        _first_positions(place[0] for place in found),
+        _first_positions(place[1] for place in found),
+    )
+    numbered = _renaming({name: f"size{i}" for i, name in enumerate(check.key.sizes)})
 
     def stored(d: Decision) -> _Row:
         row = d.saved
@@ -107,7 +111,7 @@ def _without_rows(plan: Plan) -> Plan:
     return dataclasses.replace(plan, decisions=(), live_before=before, live_after=after)
 
 
-def _numbers(values: Iterable[Any]) -> dict[Any, int]:
+def _first_positions(values: Iterable[Any]) -> dict[Any, int]:
     """The position at which each value comes first."""
     return {value: i for i, value in reversed(list(enumerate(values)))}
 
@@ -122,7 +126,7 @@ def unpack(data: bytes, check: Checks, places: Callable[[], Sequence[Place]]) ->
     stored = _read(data)
     if stored.cannot:
         raise Unusable(stored.cannot)
-    named = _renamed({f"size{i}": name for i, name in enumerate(check.key.sizes)})
+    named = _renaming({f"size{i}": name for i, name in enumerate(check.key.sizes)})
     placed = any(row.module_at is not None or row.line_at is not None for rows, _ in stored.plans for row in rows)
     found = places() if placed else ()
 
@@ -150,7 +154,7 @@ def unpack(data: bytes, check: Checks, places: Callable[[], Sequence[Place]]) ->
     return [dataclasses.replace(plan, decisions=tuple(map(decision, rows))) for rows, plan in stored.plans]
 
 
-def _renamed(names: Mapping[str, str]) -> Callable[[tuple[int, ...]], tuple[int, ...]]:
+def _renaming(names: Mapping[str, str]) -> Callable[[tuple[int, ...]], tuple[int, ...]]:
     """A function that renames the symbols in a shape."""
 
     def renamed(expression: str) -> str:
@@ -185,7 +189,7 @@ class Checks:
         self.known: dict[Any, str] = {}  # digests of programs
 
     def numbers_of(self, settings: tuple[str, ...]) -> tuple[int, ...]:
-        numbers = _numbers(setting and setting.key for setting in self.key.settings)
+        numbers = _first_positions(setting and setting.key for setting in self.key.settings)
         return tuple(numbers[key] for key in settings)
 
     def keys(self, chosen_by: tuple[int, ...]) -> tuple[str, ...]:

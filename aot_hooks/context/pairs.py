@@ -11,7 +11,7 @@ import collections
 import threading
 import types
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -104,9 +104,11 @@ def pair_for(context: Any) -> Pair | None:
     unpack: Any = getattr(context, "unpack", None)
     # the parts of two plain functions that are the same when they are made anew
     plain = type(pack) is types.FunctionType is type(unpack) and not pack.__dict__
-    parts = (pack.__code__, unpack.__code__, context.scope) if plain else (pack, unpack, context.scope)
-    key = tuple(map(id, parts))
-    _, refs = _pairs_of_parts.get(key, (None, ()))
+    parts = (pack.__code__, unpack.__code__) if plain else (pack,) if unpack is None else (pack, unpack)
+    key = (*map(id, parts), str(context.scope))
+    known, refs = _pairs_of_parts.get(key, ((), ()))
+    if any(part() is not now for part, now in zip(known, parts, strict=False)):  # other objects have got their ids
+        refs = ()
     for ref in refs:
         pair = ref()
         if pair is not None and (not pair.may_change or pair.record.is_pair(pack, unpack)):
@@ -119,15 +121,16 @@ def pair_for(context: Any) -> Pair | None:
     pair = _pair_of_setting(setting)
     if plain or described(setting.rule).frozen:
         alive = [ref for ref in refs if ref() not in (None, pair)]
-        _pairs_of_parts[key] = (parts, [weakref.ref(pair), *alive])
+        _pairs_of_parts[key] = (tuple(map(weakref.ref, parts)), [weakref.ref(pair), *alive])
         if len(_pairs_of_parts) > _MAX_KEYS:
             _pairs_of_parts.popitem(last=False)
     return pair
 
 
-# ids of the parts of a setting -> these objects, so that ids stay theirs, and the pairs of settings with these parts:
-# a hook or policy of the library and a scope, or the code of two functions and a scope
-_pairs_of_parts: collections.OrderedDict[Any, tuple[Any, list[weakref.ref[Pair]]]] = collections.OrderedDict()
+# ids of a setting's parts and its scope -> these parts, and the pairs of settings with them. The parts are a hook or
+# policy of the library, or the code of two functions
+_pairs_of_parts: collections.OrderedDict[Any, tuple[tuple[Any, ...], Sequence[weakref.ref[Pair]]]]
+_pairs_of_parts = collections.OrderedDict()
 
 
 def _pair_of_setting(setting: Setting) -> Pair:

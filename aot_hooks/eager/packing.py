@@ -232,7 +232,7 @@ def _pack(value: SavedValue) -> None:
     assert tensor is not None
     if value.reconsider is not None:
         (setting, row), value.reconsider = value.reconsider, None
-        row.rename()
+        row.update_names()
         value.hook = _choose_for(setting, row)
     # changed in place since it was saved: its reader in the backward raises, as without hooks
     if value.hook is KEEP or tensor._version != value.version:

@@ -183,7 +183,7 @@ def send(x: torch.Tensor, limit: int | None) -> torch.Tensor:
     captured = capture is not None or _capturing(x.device)
     lease = pool.lease(max(nbytes, 1), pinned=x.is_cuda, limit=limit, captured=captured, capture=capture)
     if lease is None and captured:
-        raise _not_in_a_capture(x.device, capture, f"no pinned block of {nbytes} bytes is free, and none can be made")
+        raise _capture_error(x.device, capture, f"no pinned block of {nbytes} bytes is free, and none can be made")
     if lease is None:
         return _ticket(_keep_on_device(x, limit))
     host = lease[:nbytes].view(x.dtype).view(x.shape)
@@ -203,7 +203,7 @@ def fetch(host: torch.Tensor, device: torch.device) -> torch.Tensor:
     if kept is not None:
         capture = capture_under_way()
         if capture is not None or _capturing(device):  # the next step's tensor has another address
-            raise _not_in_a_capture(device, capture, "what found no room on the host can't be read")
+            raise _capture_error(device, capture, "what found no room on the host can't be read")
         # a copy, because the reader may write over it before another backward reads it
         return _ticket(_Copy(host, kept.clone()))
     target = torch.empty(host.shape, dtype=host.dtype, device=device)
@@ -231,7 +231,7 @@ def finished(ticket: torch.Tensor) -> bool:
     return not _capturing(copy.stream.device) and copy.event.query()
 
 
-def _not_in_a_capture(device: torch.device, capture: Capture | None, text: str) -> Exception:
+def _capture_error(device: torch.device, capture: Capture | None, text: str) -> Exception:
     """The error to raise in a capture, of a class that `cudagraph` knows.
 
     Also joins the streams of copies that were started in the capture, without which it could not end.
