@@ -124,7 +124,7 @@ class EagerCopy:
         """Wait for the copy to the host and free the device's memory."""
         if self.original is not None:
             self.note_changes()
-            self.host, self.ticket, self.original = transfers.claim_host(self.ticket), None, None
+            self.host, self.ticket, self.original = transfers.claim(self.ticket), None, None
 
     def fetch(self) -> None:
         """Start the copy back, unless it has started."""
@@ -150,7 +150,7 @@ class EagerCopy:
                 if self.ticket is not None and not transfers.fetched_here(self.ticket):
                     self.ticket = None  # fetched ahead into another stream's memory
                 self.fetch()
-                y, self.ticket = transfers.claim_device(self.ticket), None
+                y, self.ticket = transfers.claim(self.ticket), None
             self.tape.fetch_before(self)
         return from_memory_order(y, self.permutation)
 
