@@ -154,10 +154,10 @@ class _Lookup(Extension):
         self.stored_plans: list[Plan] = []  # of the entry that was taken
 
     @contextlib.contextmanager
-    def making_key(self, mod: Any, inputs: Sequence[Any], config: Any) -> Iterator[tuple[Any, Any]]:
+    def making_key(self, mod: Any, inputs: Sequence[Any], config: Any) -> Iterator[tuple[Any, Any, Any]]:
         try:
-            with aot_cache.key_without_names(mod, inputs, config, without_names) as nameless:
-                yield nameless
+            graph = mod if isinstance(mod, GraphModule) else mod.gm
+            yield without_names(graph), *aot_cache.nameless(inputs, config)
         except Exception as e:  # torch goes on without its cache, whatever it is; we only say so
             self.bypass = str(e).splitlines()[0] if str(e) else type(e).__name__
             self.collect()
