@@ -219,7 +219,10 @@ def without_names(gm: GraphModule) -> GraphModule:
         target = f"n_{i}" if node.op == "placeholder" else node.target
         copies[node] = graph.create_node(node.op, target, args, kwargs, f"n_{i}", node.type)
         copies[node].meta = node.meta
-    copied = GraphModule(gm, graph, type(gm).__name__)
+    kind: type[GraphModule] = type(gm).__bases__[
+        0
+    ]  # each graph module has a class of its own; Dynamo's generate code late
+    copied = kind(gm, graph, type(gm).__name__)
     vars(copied).update({k: v for k, v in vars(gm).items() if k not in {"_graph", *_NAMED}})
     # without the pair of hooks that Dynamo puts there for torch's key: our part of the key has the functions' content
     modules = {k: m for k, m in vars(gm)["_modules"].items() if not k.startswith("saved_tensors_hooks_")}
