@@ -106,7 +106,7 @@ def report(options: argparse.Namespace) -> int:
             "measured_peak_bytes": recorded.peak_bytes,
             "measured_optimizer_bytes": recorded.optimizer_bytes,
         }
-        print("\n" + _origin(options.script, recorded))
+        print("\n" + _heading(options.script, recorded))
         print(format_report(plan, **measured))
         if options.json is not None:
             other_graphs = {
@@ -202,8 +202,8 @@ def _evaluated(option: str, expression: str) -> Any:
         ) from e
 
 
-def _origin(script: str, recorded: Recorded) -> str:
-    """The lines over a report: the graphs or modules in it, and what the script does that is not in it."""
+def _heading(script: str, recorded: Recorded) -> str:
+    """The lines over a report: the graphs or modules in it, and the parts of the script that are not in it."""
     notes: list[str] = []
     if recorded.compiled:
         what = _compiled_graphs(recorded, notes)
@@ -212,10 +212,10 @@ def _origin(script: str, recorded: Recorded) -> str:
         what = f"run eagerly, reported as torch.compile would save: {modules}"
         notes.append("what the script computes outside of these modules, such as its loss")
     lines = [f"{script}: {what}" + (f"; optimizer steps: {recorded.step_count}" if recorded.step_count else "")]
-    if recorded.own:
+    if recorded.keeps_own_hooks:
         lines.append("  by the hooks and options of the script itself")
         notes.append("what the script compiles by other backends than aot_hooks")
-    if recorded.overridden:
+    if recorded.hooks_overridden:
         lines.append(
             "  the script uses aot_hooks itself: the backends and options that it asks for are overridden from the "
             "command line (without --hook and --policy they are reported)"

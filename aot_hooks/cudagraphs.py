@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from cudagraph import Options
     from cudagraph.compile.compilation import Compilation
 
-_OPERATORS = (transfers.offload_start, transfers.offload_wait, transfers.reload_start, transfers.reload_wait)
-
 
 def capture_options(inner: str, option: bool | Mapping[str, Any]) -> Options | None:
     """The options of `cudagraph` for the value of `options["cudagraphs"]`; None if that is False.
@@ -44,7 +42,7 @@ def compilation(options: Options) -> Compilation:
     import cudagraph
     from cudagraph.compile.compilation import Compilation
 
-    for operator in _OPERATORS:
+    for operator in transfers.COPIES:
         cudagraph.register_host_operator(operator)
     transfers.capture_under_way = cudagraph.capturing
     return Compilation(options)

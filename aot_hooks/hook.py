@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import functools
-import importlib
 import inspect
 import math
 from collections.abc import Callable, Iterator
@@ -116,14 +115,14 @@ class Hook:
         if self == KEEP:
             return "KEEP"
         call = _call_of(self)
-        return self.name if call is None else str(call)
+        return self.name if call is None else _text_of(call)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # KEEP is compared by identity, so copying and unpickling must return KEEP itself
         if self is KEEP:
             return "KEEP"
         call = _call_of(self)
-        return super().__reduce_ex__(protocol) if call is None else (_remade, (call,))
+        return super().__reduce_ex__(protocol) if call is None else (call, ())
 
 
 def _identity(x: Any) -> Any:
@@ -135,35 +134,44 @@ KEEP = Hook("keep", _identity, _identity)
 
 
 @dataclass(frozen=True)
-class _Call:
-    """The call that made a hook."""
+class Pack:
+    """Base of the packs of this package. A user may take `hook.pack` out of its hook, and these fields go with it."""
 
-    module: str
-    function: str
-    arguments: tuple[tuple[str, Any], ...]  # without defaults
-    first: str  # the name of the first parameter, whose argument is shown without a name
+    name: str
+    declines: Callable[[Any], str | None]
+    _: KW_ONLY
+    lossy: bool = True
 
-    def __str__(self) -> str:
-        values = ((name, "math.inf" if value == math.inf else repr(value)) for name, value in self.arguments)
-        shown = (value if name == self.first else f"{name}={value}" for name, value in values)
-        return f"{self.function}({', '.join(shown)})"
+    @property
+    def __name__(self) -> str:
+        return self.name
+
+    def __call__(self, x: torch.Tensor) -> Any:
+        raise NotImplementedError
 
 
-def _call_of(hook: Hook) -> _Call | None:
+def hook_of(pack: Pack, unpack: Callable[[Any], torch.Tensor]) -> Hook:
+    return Hook(pack.name, pack, unpack, lossy=pack.lossy, declines=pack.declines)
+
+
+def _call_of(hook: Hook) -> functools.partial[Hook] | None:
+    """The call that made `hook`, without default arguments; None for a hook of the user's."""
     try:
         return _calls.get(hook)
     except TypeError:  # a user's function without a hash
         return None
 
 
-def _remade(call: _Call) -> Hook:
-    hook: Hook = getattr(importlib.import_module(call.module), call.function)(**dict(call.arguments))
-    return hook
+def _text_of(call: functools.partial[Hook]) -> str:
+    first = next(iter(inspect.signature(call.func).parameters), "")
+    values = {name: "math.inf" if value == math.inf else repr(value) for name, value in call.keywords.items()}
+    shown = (value if name == first else f"{name}={value}" for name, value in values.items())
+    return f"{call.func.__name__}({', '.join(shown)})"
 
 
 _Arguments = ParamSpec("_Arguments")
 _made: dict[Any, Hook] = {}
-_calls: dict[Hook, _Call] = {}
+_calls: dict[Hook, functools.partial[Hook]] = {}
 
 
 def interned(make: Callable[_Arguments, Hook]) -> Callable[_Arguments, Hook]:
@@ -190,9 +198,8 @@ def interned(make: Callable[_Arguments, Hook]) -> Callable[_Arguments, Hook]:
             hook = _made.get(normalized) or make(*args, **kwargs)
             _made[as_called] = _made.setdefault(normalized, hook)
             parameters = inspect.signature(make).parameters
-            changed = tuple((n, v) for n, v in bound.arguments.items() if v != parameters[n].default)
-            call = _Call(make.__module__, make.__name__, changed, next(iter(parameters), ""))
-            _calls.setdefault(hook, call)
+            changed = {name: value for name, value in bound.arguments.items() if value != parameters[name].default}
+            _calls.setdefault(hook, functools.partial(made_once, **changed))
         return _made[as_called]
 
     return made_once

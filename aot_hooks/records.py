@@ -16,7 +16,7 @@ from typing import Any
 
 from .identity.memo import Memo
 from .passes.plan import Plan
-from .release import at_end_of_backward
+from .torch_private.autograd import at_end_of_backward
 
 _plans: Memo[list[Plan]] = Memo()  # by the wrapper
 _lock = threading.Lock()

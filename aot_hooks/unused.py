@@ -24,9 +24,9 @@ from .errors import TORCH, UnusedWarning, user_frame
 from .hook import KEEP
 from .passes.plan import Decision, Plan
 from .policies import ByKey, key_text, keys_in
-from .release import at_end_of_backward
 from .settings.setting import Setting
 from .torch_private import aot
+from .torch_private.autograd import at_end_of_backward
 
 _SHOWN = 8
 
@@ -76,9 +76,7 @@ _lock = threading.Lock()
 
 
 class _Local(threading.local):
-    def __init__(self) -> None:
-        self.saved_count = 0  # tensors that eager operators saved
-        self.counts_at_entry: list[int] = []  # of each open context, innermost last
+    saved_count = 0  # tensors that eager operators saved
 
 
 _local = _Local()
@@ -172,21 +170,18 @@ def tensor_saved() -> None:
     _local.saved_count += 1
 
 
-def context_entered() -> None:
-    _local.counts_at_entry.append(_local.saved_count)
+def saved_count() -> int:
+    """How many tensors eager operators of this thread have saved in contexts."""
+    return _local.saved_count
 
 
 def is_suspect(setting: Setting) -> bool:
     """Whether a context of `setting` that ends now is to be passed to `context_left`."""
-    if setting.text not in _ended and torch.is_grad_enabled():
-        return True
-    _local.counts_at_entry.pop()
-    return False
+    return setting.text not in _ended and torch.is_grad_enabled()
 
 
-def context_left(setting: Setting) -> None:
-    """Warn if the first context of `setting` that ends saw no saved tensor."""
-    before = _local.counts_at_entry.pop()
+def context_left(setting: Setting, before: int) -> None:
+    """Warn if the first context of `setting` that ends saw no saved tensor; `before` is `saved_count` on its entry."""
     _ended.add(setting.text)
     if _local.saved_count == before and setting.rule != KEEP and sys.exc_info()[0] is None:
         _warn(

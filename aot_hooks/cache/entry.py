@@ -29,7 +29,7 @@ from ..settings.setting import out_of_scope
 from ..torch_private import values as torch_values
 from .key import Key, foreign_operator
 
-_FORMAT = 2
+_FORMAT = 3
 Place = tuple[str, str]  # module and line
 _Hook = tuple[str, Any]  # ("keep", 0), ("rule", number of the setting), or ("value", the pickled hook)
 
@@ -48,14 +48,11 @@ class Unusable(Refused):
 
 @dataclass(frozen=True)
 class _Row:
-    saved: SavedTensor  # without its place
+    decision: Decision  # without its place, hook and settings
     module_at: int | None
     line_at: int | None
     chosen_by: tuple[int, ...]  # numbers of settings
     hook: _Hook
-    reason: str
-    packed_bytes: int
-    saved_bytes: int
     choices: tuple[str, ...]  # digests of the hooks that those settings choose, "" where no check is needed
     traces_to: str  # digest of the hook's programs on a tensor of the row's shape, "" where no check is needed
 
@@ -74,22 +71,24 @@ def pack_up(plans: Sequence[Plan], check: Checks, places: Callable[[], Sequence[
         places: module and line of each node of Dynamo's graph; called once.
     """
     found = list(places())
-    both, modules, lines = _numbers(found), _numbers(place[0] for place in found), _numbers(place[1] for place in found)
-    numbered = _renamed({name: f"size{i}" for i, name in enumerate(check.key.sizes)})
+    both, modules, lines = (
+        _first_positions(found),
+        _first_positions(place[0] for place in found),
+        _first_positions(place[1] for place in found),
+    )
+    numbered = _renaming({name: f"size{i}" for i, name in enumerate(check.key.sizes)})
 
     def stored(d: Decision) -> _Row:
         row = d.saved
         at = both.get((row.module_path, row.source_line))
         chosen_by = check.numbers_of(d.settings)
+        nameless = dataclasses.replace(row, shape=numbered(row.shape), module_path="", source_line="")
         return _Row(
-            saved=dataclasses.replace(row, shape=numbered(row.shape), module_path="", source_line=""),
+            dataclasses.replace(d, saved=nameless, hook=KEEP, settings=()),
             module_at=modules.get(row.module_path) if at is None else at,
             line_at=lines.get(row.source_line) if at is None else at,
             chosen_by=chosen_by,
             hook=check.reference(d.hook, row, chosen_by),
-            reason=d.reason,
-            packed_bytes=d.packed_bytes,
-            saved_bytes=d.saved_bytes,
             choices=check.choices(row, chosen_by),
             traces_to=check.programs(d.hook, row, chosen_by),
         )
@@ -112,7 +111,7 @@ def _without_rows(plan: Plan) -> Plan:
     return dataclasses.replace(plan, decisions=(), live_before=before, live_after=after)
 
 
-def _numbers(values: Iterable[Any]) -> dict[Any, int]:
+def _first_positions(values: Iterable[Any]) -> dict[Any, int]:
     """The position at which each value comes first."""
     return {value: i for i, value in reversed(list(enumerate(values)))}
 
@@ -127,7 +126,7 @@ def unpack(data: bytes, check: Checks, places: Callable[[], Sequence[Place]]) ->
     stored = _read(data)
     if stored.cannot:
         raise Unusable(stored.cannot)
-    named = _renamed({f"size{i}": name for i, name in enumerate(check.key.sizes)})
+    named = _renaming({f"size{i}": name for i, name in enumerate(check.key.sizes)})
     placed = any(row.module_at is not None or row.line_at is not None for rows, _ in stored.plans for row in rows)
     found = places() if placed else ()
 
@@ -137,7 +136,8 @@ def unpack(data: bytes, check: Checks, places: Callable[[], Sequence[Place]]) ->
             line = "" if row.line_at is None else found[row.line_at][1]
         except IndexError:
             raise Refused("its rows name nodes that this graph does not have") from None
-        saved = dataclasses.replace(row.saved, shape=named(row.saved.shape), module_path=module, source_line=line)
+        saved = row.decision.saved
+        saved = dataclasses.replace(saved, shape=named(saved.shape), module_path=module, source_line=line)
         hook = check.resolve(row.hook, saved)
         if check.choices(saved, row.chosen_by) != row.choices:
             raise ForAnother(f"the policy chooses otherwise for {saved.describe()} than when the entry was made")
@@ -149,12 +149,12 @@ def unpack(data: bytes, check: Checks, places: Callable[[], Sequence[Place]]) ->
             raise ForAnother(
                 f"hook '{hook.name}' traces to another program on {saved.describe()} than when the entry was made"
             )
-        return Decision(saved, hook, row.reason, row.packed_bytes, row.saved_bytes, check.keys(row.chosen_by))
+        return dataclasses.replace(row.decision, saved=saved, hook=hook, settings=check.keys(row.chosen_by))
 
     return [dataclasses.replace(plan, decisions=tuple(map(decision, rows))) for rows, plan in stored.plans]
 
 
-def _renamed(names: Mapping[str, str]) -> Callable[[tuple[int, ...]], tuple[int, ...]]:
+def _renaming(names: Mapping[str, str]) -> Callable[[tuple[int, ...]], tuple[int, ...]]:
     """A function that renames the symbols in a shape."""
 
     def renamed(expression: str) -> str:
@@ -189,7 +189,7 @@ class Checks:
         self.known: dict[Any, str] = {}  # digests of programs
 
     def numbers_of(self, settings: tuple[str, ...]) -> tuple[int, ...]:
-        numbers = _numbers(setting and setting.key for setting in self.key.settings)
+        numbers = _first_positions(setting and setting.key for setting in self.key.settings)
         return tuple(numbers[key] for key in settings)
 
     def keys(self, chosen_by: tuple[int, ...]) -> tuple[str, ...]:
@@ -280,5 +280,5 @@ def _program(hook: Hook, row: SavedTensor) -> str:
             f"hook '{hook.name}' calls operator {operator}, and what that does is in no graph. Give the hook "
             "Hook(..., cache_hash='1'), a text that you change whenever the operator does something else"
         )
-    programs = f"{hook.cache_hash}\n{canonical(traced.pack)}\n\n{canonical(traced.unpack)}"
+    programs = "\n".join([str(hook.cache_hash), *canonical(traced.pack), "", *canonical(traced.unpack)])
     return hashlib.sha256(programs.encode()).hexdigest()

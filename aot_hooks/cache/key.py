@@ -9,16 +9,14 @@
 `key_of` makes it, with the program that a function of the user's traces to on one example. The programs on the saved
 tensors themselves, and a policy's choices, are stored in the entry and compared (entry.py).
 
-torch adds its own key (configuration, devices, its sources), made under `normalized(graph)`: renaming a model's
+torch adds its own key (configuration, devices, its sources), made of `without_names(graph)`: renaming a model's
 argument, attribute or variable changes no key. Symbolic sizes are numbered too. Both keys are linear in the graph.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import hashlib
-import operator
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -37,7 +35,6 @@ from ..graphs.saved import module_stack, place_of
 from ..hook import Hook, compiling_for
 from ..identity.frozen import described
 from ..identity.records import recording
-from ..identity.tensors import tensor_digest
 from ..passes.trace import canonical, trace_hook
 from ..settings.names import name_given
 from ..settings.setting import Setting, looks_at_modules
@@ -117,8 +114,7 @@ def key_of(
         n.meta.get("example_value", x) for n, x in zip(gm.graph.find_nodes(op="placeholder"), inputs, strict=True)
     ]
     sizes = torch_values.SizeNumbers(traced)
-    for graph in _graphs(gm):
-        lines += _canonical(graph, sizes)
+    lines += [(f"node {i}", line) for i, line in enumerate(canonical(gm))]
     lines += _inputs(traced, inputs, sizes)
     return Key(tuple(lines), settings, tuple(map(str, sizes.names)), tuple(dict.fromkeys(opaque)))
 
@@ -147,7 +143,7 @@ def _program_lines(hook: Hook, opaque: list[str]) -> Iterator[Line]:
     for part, gm in (("pack", traced.pack), ("unpack", traced.unpack)):
         if hook.cache_hash is None and (foreign := foreign_operator(gm)) is not None:
             opaque.append(foreign)
-        for i, line in enumerate(canonical(gm).splitlines()):
+        for i, line in enumerate(canonical(gm)):
             yield f"{part} {i}", line
 
 
@@ -169,40 +165,8 @@ def foreign_operator(gm: GraphModule) -> str | None:
 
 def nodes_of(gm: GraphModule) -> list[Node]:
     """The nodes of `gm` and of the graphs in it, in the order in which keys count them."""
-    return [node for graph in _graphs(gm) for node in graph.graph.nodes]
-
-
-def _graphs(gm: GraphModule) -> list[GraphModule]:
-    return [module for module in gm.modules() if isinstance(module, GraphModule)]
-
-
-def _canonical(gm: GraphModule, sizes: torch_values.SizeNumbers) -> Iterator[Line]:
-    """The nodes of one graph, by position."""
-    position: dict[Node, str] = {}
-    for i, node in enumerate(gm.graph.nodes):
-        position[node] = f"%{i}"
-        if node.op == "placeholder":
-            target = sizes.text(node.meta.get("example_value", node.target)) if node.type is torch.SymInt else ""
-        elif node.op == "get_attr":
-            value = operator.attrgetter(str(node.target))(gm)
-            target = "graph" if isinstance(value, GraphModule) else _constant(value)
-        elif node.op == "call_function":
-            target = _name(node.target)
-        else:
-            target = str(node.target) if node.op != "output" else ""
-        args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), position.__getitem__)
-        yield f"node {position[node]}", f"{node.op} {target} {args} {kwargs}"
-
-
-def _constant(value: Any) -> str:
-    return tensor_digest(value) if isinstance(value, torch.Tensor) else f"{type(value).__name__}:{value!r}"
-
-
-def _name(target: Any) -> str:
-    if torch_values.is_operator(target):
-        return str(target)
-    name = getattr(target, "__qualname__", None) or getattr(target, "__name__", None) or str(target)
-    return f"{getattr(target, '__module__', None) or type(target).__module__}.{name}"
+    graphs = (module.graph for module in gm.modules() if isinstance(module, GraphModule))
+    return [node for graph in graphs for node in graph.nodes]
 
 
 def _inputs(traced: Sequence[Any], inputs: Sequence[Any], sizes: torch_values.SizeNumbers) -> Iterator[Line]:
@@ -242,47 +206,25 @@ def package_digest() -> str:
     return f"{__version__} {_SOURCES}"
 
 
-# --- names taken away, and given back ---------------------------------------------------------------------------------
+# what else of a graph module has the user's names: stacks of variables, and the code that was generated
+_NAMED = {"_code", "_lineno_map", "_prologue_start", "_source_to_user_stacks"}
 
 
-# what else of a graph module has the user's names: stacks of variables, and the code that was generated before
-_NAMED = ("_code", "_lineno_map", "_prologue_start", "_source_to_user_stacks")
-
-
-@contextlib.contextmanager
-def normalized(gm: GraphModule) -> Iterator[None]:
-    """Inside, values of `gm` and of the graphs in it are named by their positions.
-
-    On exit everything is as it was: names, targets, namespaces, generated code, and Dynamo's notes on the user's
-    variables. May be entered again inside itself.
-    """
-    with contextlib.ExitStack() as stack:
-        for graph in _graphs(gm):
-            stack.enter_context(_one_normalized(graph))
-        yield
-
-
-@contextlib.contextmanager
-def _one_normalized(gm: GraphModule) -> Iterator[None]:
-    nodes = list(gm.graph.nodes)
-    before = [(node, node.name, node.target) for node in nodes]
-    state = {name: vars(gm).pop(name) for name in _NAMED if name in vars(gm)}
-    forward = vars(type(gm)).get("forward")  # each GraphModule has a class of its own
-    try:
-        with torch_values.fresh_namespace(gm.graph):
-            for i, node in enumerate(nodes):
-                torch_values.rename_node(node, f"n_{i}", f"n_{i}" if node.op == "placeholder" else node.target)
-            gm.recompile()
-            try:
-                yield
-            finally:
-                for node, name, target in before:
-                    torch_values.rename_node(node, name, target)
-    finally:
-        for name in _NAMED:
-            vars(gm).pop(name, None)
-        vars(gm).update(state)
-        if forward is None:
-            gm.recompile()
-        else:
-            type(gm).forward = forward
+def without_names(gm: GraphModule) -> GraphModule:
+    """A copy of `gm` for torch's key: values, and those of the graphs in it, are named by their positions."""
+    graph = torch.fx.Graph()
+    copies: dict[Node, Node] = {}
+    for i, node in enumerate(gm.graph.nodes):
+        args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), copies.__getitem__)
+        target = f"n_{i}" if node.op == "placeholder" else node.target
+        copies[node] = graph.create_node(node.op, target, args, kwargs, f"n_{i}", node.type)
+        copies[node].meta = node.meta
+    kind: type[GraphModule] = type(gm).__bases__[
+        0
+    ]  # each graph module has a class of its own; Dynamo's generate code late
+    copied = kind(gm, graph, type(gm).__name__)
+    vars(copied).update({k: v for k, v in vars(gm).items() if k not in {"_graph", *_NAMED}})
+    # without the pair of hooks that Dynamo puts there for torch's key: our part of the key has the functions' content
+    modules = {k: m for k, m in vars(gm)["_modules"].items() if not k.startswith("saved_tensors_hooks_")}
+    vars(copied)["_modules"] = {k: without_names(m) if isinstance(m, GraphModule) else m for k, m in modules.items()}
+    return copied

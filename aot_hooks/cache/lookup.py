@@ -35,7 +35,7 @@ from ..settings.setting import Setting
 from ..torch_private import aot_cache
 from . import notes
 from .entry import Checks, ForAnother, Refused, Unusable, pack_up, unpack
-from .key import Key, key_of, nodes_of, normalized
+from .key import Key, key_of, nodes_of, without_names
 
 log = logging.getLogger("aot_hooks")
 
@@ -122,7 +122,7 @@ def through_cache(
         )
         return bypassed(f"operators of others in {what}", lambda: compile_graph(lambda: None))
     nodes = nodes_of(gm)  # now: Inductor's passes change the graph
-    with _without_dynamos_copies(gm), _without_collections() as collect:
+    with _without_collections() as collect:
         lookup = _Lookup(key, plans, lambda: [place_of(node, roots) for node in nodes], collect)
         aot_cache.start_hashing()
         with aot_cache.extended(lookup):
@@ -154,10 +154,10 @@ class _Lookup(Extension):
         self.stored_plans: list[Plan] = []  # of the entry that was taken
 
     @contextlib.contextmanager
-    def making_key(self, mod: Any, inputs: Sequence[Any], config: Any) -> Iterator[Any]:
+    def making_key(self, mod: Any, inputs: Sequence[Any], config: Any) -> Iterator[tuple[Any, Any, Any]]:
         try:
-            with aot_cache.key_without_names(mod, inputs, config, normalized) as nameless:
-                yield nameless
+            graph = mod if isinstance(mod, GraphModule) else mod.gm
+            yield without_names(graph), *aot_cache.nameless(inputs, config)
         except Exception as e:  # torch goes on without its cache, whatever it is; we only say so
             self.bypass = str(e).splitlines()[0] if str(e) else type(e).__name__
             self.collect()
@@ -229,17 +229,6 @@ def _pause(more: int) -> None:
             gc.set_threshold(0, *_thresholds[1:])
         elif _pauses == 0 and gc.get_threshold() == (0, *_thresholds[1:]):
             gc.set_threshold(*_thresholds)  # unless somebody else has set another one
-
-
-@contextlib.contextmanager
-def _without_dynamos_copies(gm: GraphModule) -> Iterator[None]:
-    """Removes the hook pair that Dynamo puts into its graphs for torch's keys: our key has the functions' content."""
-    modules = vars(gm)["_modules"]
-    taken = {name: modules.pop(name) for name in list(modules) if name.startswith("saved_tensors_hooks_")}
-    try:
-        yield
-    finally:
-        modules.update(taken)
 
 
 def _hooks(key: Key) -> str:

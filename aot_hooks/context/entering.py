@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,16 +13,13 @@ from .. import unused
 from ..eager.packing import has_pending, pack_pending, unpack_eager
 from ..errors import OptionError
 from ..hook import Hook
-from ..identity.frozen import described
-from ..identity.memo import Memo
 from ..settings.setting import Policy, Setting, uncalled_factory
 from ..torch_private import autograd, dynamo
-from .pairs import EagerPack, Pair, keep_alive, open_contexts, pair_for
+from .pairs import EagerPack, open_contexts, pair_for
 from .region import note_region, take_key
 
 _push, _pop, _allow = autograd.push, autograd.pop, autograd.allow_hooks
 _unpack_untraced = dynamo.untraced(unpack_eager)
-_frozen_pairs: Memo[dict[str | None, weakref.ref[Pair]]] = Memo()  # hooks and policies of the library -> scope -> pair
 
 
 class _Context(contextlib.ContextDecorator):
@@ -52,16 +48,7 @@ class _Context(contextlib.ContextDecorator):
             self.open_regions.append(region)
             region.__enter__()
             return
-        # a hook or policy of the library: in microseconds
-        known = _frozen_pairs.get(self.rule)
-        pair = known[self.scope]() if known is not None and self.scope in known else None
-        if pair is None or has_pending():
-            dynamo.in_python(_enter, self)
-        else:
-            keep_alive(pair)
-            _push(pair.pack, pair.unpack)
-            open_contexts.stack.append((self, pair))
-            unused.context_entered()
+        dynamo.in_python(_enter, self)
 
     @dynamo.outermost_runs_in_python
     def __exit__(self, *exc: Any) -> None:
@@ -69,7 +56,7 @@ class _Context(contextlib.ContextDecorator):
             self.open_regions.pop().__exit__(*exc)
             return
         _pop()
-        context, pair = open_contexts.stack.pop()
+        context, pair, saved_count = open_contexts.stack.pop()
         if pair is not None and pair.may_change:
             pair.closed()
         _allow()  # as on entry, or the push would have failed
@@ -77,7 +64,7 @@ class _Context(contextlib.ContextDecorator):
             dynamo.in_python(pack_pending)
         setting = context.setting if pair is None else pair.setting
         if unused.is_suspect(setting):
-            dynamo.in_python(unused.context_left, setting)
+            dynamo.in_python(unused.context_left, setting, saved_count)
 
 
 def _enter(context: _Context) -> None:
@@ -91,11 +78,7 @@ def _enter(context: _Context) -> None:
         except BaseException:
             pair.closed()
             raise
-        rule = pair.setting.rule
-        if context.rule is rule and described(rule).frozen:
-            (_frozen_pairs.get(rule) or _frozen_pairs.set(rule, {}))[context.scope] = weakref.ref(pair)
-    open_contexts.stack.append((context, pair))
-    unused.context_entered()
+    open_contexts.stack.append((context, pair, unused.saved_count()))
 
 
 class saved_tensors_hooks(_Context):

@@ -11,7 +11,7 @@ import collections
 import threading
 import types
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -61,7 +61,8 @@ class Pair:
 
 class _OpenContexts(threading.local):
     def __init__(self) -> None:
-        self.stack: list[tuple[Any, Pair | None]] = []  # of this thread, with their pairs; innermost last
+        # of this thread, innermost last: a context, its pair, and how many tensors eager operators had saved before
+        self.stack: list[tuple[Any, Pair | None, int]] = []
 
 
 open_contexts = _OpenContexts()
@@ -79,7 +80,7 @@ def forget() -> None:
         _recent.clear()
 
 
-def keep_alive(pair: Pair) -> None:
+def _keep_alive(pair: Pair) -> None:
     """Keep `pair` alive until other pairs have been entered: Dynamo guards its modules by their ids."""
     with _lock:  # another thread may forget them
         if not _recent or _recent[-1] is not pair:
@@ -99,33 +100,37 @@ def _module(name: str, call: Callable[[Any], Any]) -> GraphModule:
 
 def pair_for(context: Any) -> Pair | None:
     """The pair that stands for the setting of a context, counted as opened; None for an eager hook."""
-    pack: Any = getattr(context, "pack", None)
+    pack: Any = getattr(context, "pack", context.rule)
     unpack: Any = getattr(context, "unpack", None)
     # the parts of two plain functions that are the same when they are made anew
     plain = type(pack) is types.FunctionType is type(unpack) and not pack.__dict__
-    functions = (pack.__code__, unpack.__code__, context.scope) if plain else ()
-    key = tuple(map(id, functions))
-    _, refs = _pairs_of_functions.get(key, (None, ()))
+    parts = (pack.__code__, unpack.__code__) if plain else (pack,) if unpack is None else (pack, unpack)
+    key = (*map(id, parts), str(context.scope))
+    known, refs = _pairs_of_parts.get(key, ((), ()))
+    if any(part() is not now for part, now in zip(known, parts, strict=False)):  # other objects have got their ids
+        refs = ()
     for ref in refs:
         pair = ref()
-        if pair is not None and pair.record.is_pair(pack, unpack):
+        if pair is not None and (not pair.may_change or pair.record.is_pair(pack, unpack)):
             pair.opened()
-            keep_alive(pair)
+            _keep_alive(pair)
             return pair
     setting: Setting = context.setting
     if setting.eager:
         return None
     pair = _pair_of_setting(setting)
-    if functions:
+    if plain or described(setting.rule).frozen:
         alive = [ref for ref in refs if ref() not in (None, pair)]
-        _pairs_of_functions[key] = (functions, [weakref.ref(pair), *alive])
-        if len(_pairs_of_functions) > _MAX_KEYS:
-            _pairs_of_functions.popitem(last=False)
+        _pairs_of_parts[key] = (tuple(map(weakref.ref, parts)), [weakref.ref(pair), *alive])
+        if len(_pairs_of_parts) > _MAX_KEYS:
+            _pairs_of_parts.popitem(last=False)
     return pair
 
 
-# ids of two code objects and a scope -> these objects, so that ids stay theirs, and pairs of functions with this code
-_pairs_of_functions: collections.OrderedDict[Any, tuple[Any, list[weakref.ref[Pair]]]] = collections.OrderedDict()
+# ids of a setting's parts and its scope -> these parts, and the pairs of settings with them. The parts are a hook or
+# policy of the library, or the code of two functions
+_pairs_of_parts: collections.OrderedDict[Any, tuple[tuple[Any, ...], Sequence[weakref.ref[Pair]]]]
+_pairs_of_parts = collections.OrderedDict()
 
 
 def _pair_of_setting(setting: Setting) -> Pair:
@@ -140,7 +145,7 @@ def _pair_of_setting(setting: Setting) -> Pair:
             found = next((p for p in pairs if not p.record.choices and not p.open_count), None) or Pair(setting)
         found.opened()
         _pairs[key] = [weakref.ref(found), *(weakref.ref(pair) for pair in pairs if pair is not found)]
-        keep_alive(found)
+        _keep_alive(found)
         if len(_pairs) > _MAX_KEYS:
             for dead in [key for key, refs in _pairs.items() if not any(ref() for ref in refs)]:
                 del _pairs[dead]

@@ -55,10 +55,6 @@ class State(enum.Enum):
 class SavedValue:
     """Autograd's entry for one saved tensor: the tensor (detached), or the result of pack."""
 
-    __slots__ = (
-        "__weakref__", "death", "hook", "like", "packed", "reconsider", "state", "storage", "tensor", "version"
-    )  # fmt: skip
-
     def __init__(self, x: torch.Tensor, hook: Hook, reconsider: tuple[Setting, EagerRow] | None = None) -> None:
         self.tensor: torch.Tensor | None = x.detach()
         # as long as this lives no other storage gets the same address, which `_Local.seen` relies on
@@ -236,7 +232,7 @@ def _pack(value: SavedValue) -> None:
     assert tensor is not None
     if value.reconsider is not None:
         (setting, row), value.reconsider = value.reconsider, None
-        row.rename()
+        row.update_names()
         value.hook = _choose_for(setting, row)
     # changed in place since it was saved: its reader in the backward raises, as without hooks
     if value.hook is KEEP or tensor._version != value.version:

@@ -68,7 +68,7 @@ class EagerRow(SavedTensor):
                 getattr(self, attribute)
         vars(self)["_tensor"] = None
 
-    def rename(self) -> None:
+    def update_names(self) -> None:
         """Update `checkpoint_names` with the names given since the tensor was saved."""
         assert self.names is not None
         vars(self)["checkpoint_names"] = self.names.now()

@@ -226,7 +226,8 @@ class BackwardReads:
             big = [d for d in divisors if isinstance(d, Node) and _numel(d) >= _numel(node) > 1]
             if not self.of_tangents.issuperset(big):
                 return True
-            if user in self.of_tangents if node is user else str(node.target) in tables.MOVES_BY_INDEX:
+            moves = user in self.of_tangents if node is user else str(node.target) in tables.MOVES_BY_INDEX
+            if moves:
                 stack += [after for after in node.users if after not in moved]
                 moved.update(node.users)
         return False

@@ -1,24 +1,21 @@
 """Questions about one node of a graph: its storage, its views, its operator, the user's line; and the keys of its meta.
 
-Inductor's scheduler reads two more keys, see torch_private/inductor_marks.py.
+Inductor's scheduler reads two more keys, see torch_private/inductor_fusion.py.
 """
 
 from __future__ import annotations
 
 import operator
-import os
 import re
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
 
-from ..errors import PACKAGE
+from ..errors import PACKAGE, TORCH
 from ..torch_private import values as torch_values
 
-_TORCH = str(Path(torch.__file__).parent) + os.sep
 _FRAME = re.compile(r'File "(?P<file>[^"]*)", line (?P<line>\d+), in .*\n\s*(?P<code>.*)')
 
 # keys of node.meta
@@ -175,5 +172,5 @@ def source_line(node: Node) -> str:
     frames = [f for f in _FRAME.finditer(node.meta.get("stack_trace") or "") if not f["file"].startswith(PACKAGE)]
     if not frames:
         return ""
-    last = next((f for f in reversed(frames) if not f["file"].startswith(_TORCH)), frames[-1])  # not F.rms_norm's own
+    last = next((f for f in reversed(frames) if not f["file"].startswith(TORCH)), frames[-1])  # not F.rms_norm's own
     return f"{last['file'].rsplit('/', 1)[-1]}:{last['line']}: {last['code'].strip()}"

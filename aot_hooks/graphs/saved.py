@@ -133,18 +133,10 @@ def boundary(
     Raises `UnsupportedGraphError` if the graphs don't follow AOTAutograd's calling convention.
     """
     outputs = list(fw.graph.output_node().args[0])  # type: ignore[arg-type]
-    user, saved = outputs[:num_fwd_outputs], outputs[num_fwd_outputs:]
-    placeholders = bw.graph.find_nodes(op="placeholder")
-    syms = [n for n in saved if isinstance(n, Node) and is_size(n)]
-    others = [n for n in saved if not (isinstance(n, Node) and is_size(n))]
-    if len(placeholders) < len(saved):
-        raise UnsupportedGraphError(
-            f"the forward saves {len(saved)} values but the backward takes {len(placeholders)} inputs; "
-            "expected one backward input for each"
-        )
-    symints = list(zip(syms, placeholders[: len(syms)], strict=True))
-    pairs = list(zip(others, placeholders[len(syms) : len(saved)], strict=True))
-
+    user = outputs[:num_fwd_outputs]
+    crossing = crossing_pairs(fw, bw, num_fwd_outputs)
+    symints = [(node, slot) for node, slot in crossing if _is_size(node)]
+    pairs = [(node, slot) for node, slot in crossing if not _is_size(node)]
     inputs = fw.graph.find_nodes(op="placeholder")
     static = set(static_inputs)
     input_storages = storages(inputs)
@@ -190,6 +182,26 @@ def boundary(
     return Boundary(user, tensors, opaque, symints, input_storages | output_storages, reads)
 
 
+def _is_size(value: Any) -> bool:
+    val = value.meta.get("val") if isinstance(value, Node) else None
+    return isinstance(val, torch.SymInt | torch.SymFloat | torch.SymBool | int | float | bool)
+
+
+def crossing_pairs(fw: GraphModule, bw: GraphModule, num_fwd_outputs: int) -> list[tuple[Any, Node]]:
+    """Each value that `fw` saves, with the input of `bw` that it becomes, in the order of the inputs: sizes first.
+
+    Raises `UnsupportedGraphError` if `bw` has fewer inputs.
+    """
+    saved = list(fw.graph.output_node().args[0])[num_fwd_outputs:]  # type: ignore[arg-type]
+    slots = bw.graph.find_nodes(op="placeholder")
+    if len(slots) < len(saved):
+        raise UnsupportedGraphError(
+            f"the forward saves {len(saved)} values but the backward takes {len(slots)} inputs; "
+            "expected one backward input for each"
+        )
+    return list(zip(sorted(saved, key=lambda value: not _is_size(value)), slots, strict=False))
+
+
 def _share_asks(tensors: list[SavedValue]) -> None:
     """Give all views of one storage the union of their tests: they are packed once, for the readers of all."""
     groups: dict[int, list[SavedValue]] = defaultdict(list)
@@ -202,11 +214,6 @@ def _share_asks(tensors: list[SavedValue]) -> None:
             union = tuple(sorted({t for a in known for t in a})) if one_dtype and len(known) == len(group) else None
             for value in group:
                 value.row = replace(value.row, backward_asks=union)
-
-
-def is_size(node: Node) -> bool:
-    """Whether the value of `node` is a number, which crosses apart from tensors."""
-    return isinstance(node.meta.get("val"), torch.SymInt | torch.SymFloat | torch.SymBool | int | float | bool)
 
 
 def shape_of(value: torch.Tensor) -> tuple[int, ...]:

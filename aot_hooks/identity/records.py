@@ -81,6 +81,7 @@ class Record:
         return bool(self.choices)
 
     def _repeats(self, choice: _Choice, rule: Any, cache: dict[Any, Any]) -> bool:
+        """Whether `rule` makes `choice` again. `cache`: descriptions by hook, and tokens by hook and probe."""
         hook: Any = rule if choice.row is None else self.choose(rule, choice.row)
         if id(hook) not in cache:
             cache[id(hook)] = (hook, described(hook))
@@ -129,8 +130,8 @@ class Recording:
         if description.frozen:
             return record
         _, hooks = self.choices.get(id(rule), (rule, {}))  # by row
-        if hasattr(rule, "cache_hash"):  # a hook: one choice for all rows, unless its `declines` reads them
-            hooks = dict.fromkeys(hooks if description.functions or not hooks else (None,), rule)
+        if hasattr(rule, "cache_hash") and hooks and not description.functions:
+            hooks = {None: rule}  # a hook whose `declines` reads no row: one choice for all
         choices = {at: self._choice(hook) for at, hook in {id(hook): hook for hook in hooks.values()}.items()}
         for row, hook in hooks.items():
             declined = () if row is None else _declined(hook, described(hook).functions, row)

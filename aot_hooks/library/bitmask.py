@@ -19,8 +19,8 @@ import torch
 
 from ..graphs.layout import from_memory_order, in_memory_order
 from ..graphs.saved import SavedTensor
-from ..hook import Hook, interned
-from .blocks import Pack, first_elements, hook_of, in_blocks, leaves
+from ..hook import Hook, Pack, hook_of, interned
+from .blocks import first_elements, in_blocks, leaves
 from .triton import ops
 
 
@@ -56,8 +56,6 @@ def _declines(saved: SavedTensor) -> str | None:
 
 @dataclass(frozen=True)
 class _Pack(Pack):
-    lossy = False
-
     def __call__(self, x: torch.Tensor) -> Any:
         if x.dtype is not torch.bool or x.dim() == 0 or 0 in x.shape:
             return x
@@ -80,4 +78,4 @@ def bitmask() -> Hook:
     Any size and shape. Other dtypes are left as they are, even integers that are all 0 and 1, because a pack cannot
     read values. So are 0-d and empty tensors and single elements.
     """
-    return hook_of(_Pack("bitmask", _declines), _unpack)
+    return hook_of(_Pack("bitmask", _declines, lossy=False), _unpack)

@@ -8,15 +8,13 @@ To find its scale, the last block of a row is padded with zeros. Sizes may be sy
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
 from ..graphs.layout import is_contiguous
 from ..graphs.saved import SavedTensor
-from ..hook import Hook
 from ..torch_private.values import same_size
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
@@ -61,26 +59,6 @@ def first_elements(y: torch.Tensor, length: Any) -> torch.Tensor:
 
 def _count(length: Any, block: int) -> Any:
     return (length + block - 1) // block
-
-
-@dataclass(frozen=True)
-class Pack:
-    """Base of the library's packs. A user may take `hook.pack` out of its hook, and these fields go with it."""
-
-    name: str
-    declines: Callable[[SavedTensor], str | None]
-    lossy: ClassVar[bool] = True
-
-    @property
-    def __name__(self) -> str:
-        return self.name
-
-    def __call__(self, x: torch.Tensor) -> Any:
-        raise NotImplementedError
-
-
-def hook_of(pack: Pack, unpack: Callable[[Any], torch.Tensor]) -> Hook:
-    return Hook(pack.name, pack, unpack, lossy=pack.lossy, declines=pack.declines)
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from ..errors import OptionError
-from ..hook import Hook, interned
-from .blocks import Declines, Pack, convert_back, hook_of
+from ..hook import Hook, Pack, hook_of, interned
+from .blocks import Declines, convert_back
 
 _TO = (torch.bfloat16, torch.float16, torch.float32)
 _WIDER = {2: (torch.float32, torch.float64), 4: (torch.float64,)}  # bytes of an element -> dtypes worth casting to it

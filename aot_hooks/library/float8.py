@@ -29,8 +29,8 @@ import torch
 
 from ..errors import OptionError
 from ..graphs.layout import from_memory_order, in_memory_order
-from ..hook import Hook, interned
-from .blocks import FLOATS, Declines, Pack, broadcast_scales, hook_of, in_blocks
+from ..hook import Hook, Pack, hook_of, interned
+from .blocks import FLOATS, Declines, broadcast_scales, in_blocks
 from .loops import operators
 from .scales import FLOAT8_RANGE, finite_magnitudes, float8_codes, float8_values, largest_scale, power_of_two
 from .triton import ops

@@ -40,9 +40,9 @@ import torch
 
 from ..errors import OptionError
 from ..graphs.layout import from_memory_order, in_memory_order
-from ..hook import Hook, interned
+from ..hook import Hook, Pack, hook_of, interned
 from . import scales
-from .blocks import FLOATS, Declines, Pack, broadcast_scales, first_elements, hook_of, in_blocks, padded
+from .blocks import FLOATS, Declines, broadcast_scales, first_elements, in_blocks, padded
 from .loops import operators
 from .scales import SLACK, SMALLEST_NORMAL
 from .triton import ops

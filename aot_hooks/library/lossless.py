@@ -24,6 +24,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from ..graphs.layout import from_memory_order, in_memory_order
 from ..graphs.read_tables import Test
 from ..graphs.saved import SavedTensor
 from ..hook import KEEP, Hook, compiled_by
@@ -144,7 +145,7 @@ class _PackAnswers:
         return (len(self.classes) - 1).bit_length()
 
     def __call__(self, x: torch.Tensor) -> Any:
-        y, like = _in_memory_order(x)
+        y, permutation = in_memory_order(x, keep_rows=False)
         if x.dtype.itemsize == 2 and compiled_by() == "inductor":
             # Inductor computes in float32 and gives a fused reader the number before it is rounded. A view as bits
             # forces the rounded number, which the backward would have read.
@@ -152,12 +153,13 @@ class _PackAnswers:
         answers = [test(y) for test in self.tests]
         bits = []
         for k in range(self.bits):
-            members = [_all(answers, wanted) for i, (wanted, _) in enumerate(self.classes) if i >> k & 1]
+            members = [_gives(answers, wanted) for i, (wanted, _) in enumerate(self.classes) if i >> k & 1]
             bits.append(pack_bits(functools.reduce(torch.logical_or, members)))
-        return bits, like
+        return bits, y.shape, x.dtype, x.device, permutation
 
 
-def _all(answers: list[torch.Tensor], wanted: tuple[bool, ...]) -> torch.Tensor:
+def _gives(answers: list[torch.Tensor], wanted: tuple[bool, ...]) -> torch.Tensor:
+    """Of each element, whether its answers are those of `wanted`."""
     terms = (a if w else ~a for a, w in zip(answers, wanted, strict=True))
     return functools.reduce(torch.logical_and, terms)
 
@@ -167,19 +169,19 @@ class _UnpackNumbers:
     numbers: tuple[float, ...]
 
     def __call__(self, packed: Any) -> torch.Tensor:
-        bits, (shape, dtype, device, back) = packed
+        bits, shape, dtype, device, permutation = packed
 
         def full(number: float, sizes: Any = ()) -> torch.Tensor:
             return torch.full(sizes, number, dtype=dtype, device=device)
 
         if not bits:
-            return full(self.numbers[0], shape).permute(back)
+            return from_memory_order(full(self.numbers[0], shape), permutation)
         level = [full(number) for number in self.numbers]
         for plane in bits:  # from the lowest bit on, each halves the candidates
             bit = unpack_bits(plane, shape)
             level += level[-1:] * (len(level) % 2)
             level = [torch.where(bit, odd, even) for even, odd in zip(level[::2], level[1::2], strict=True)]
-        return level[0].permute(back)
+        return from_memory_order(level[0], permutation)
 
 
 @functools.cache
@@ -200,9 +202,10 @@ class _PackOffsets:
     bits: int
 
     def __call__(self, x: torch.Tensor) -> Any:
-        y, like = _in_memory_order(x)
+        y, permutation = in_memory_order(x, keep_rows=False)
         offsets = (y - self.low).to(torch.uint8)
-        return [pack_bits((offsets >> k & 1).to(torch.bool)) for k in range(self.bits)], like
+        bits = [pack_bits((offsets >> k & 1).to(torch.bool)) for k in range(self.bits)]
+        return bits, y.shape, x.dtype, x.device, permutation
 
 
 @dataclass(frozen=True)
@@ -210,11 +213,11 @@ class _UnpackOffsets:
     low: int
 
     def __call__(self, packed: Any) -> torch.Tensor:
-        bits, (shape, dtype, device, back) = packed
+        bits, shape, dtype, device, permutation = packed
         x = torch.full(shape, self.low, dtype=dtype, device=device)
         for k, plane in enumerate(bits):
             x = x + unpack_bits(plane, shape).to(dtype) * (1 << k)
-        return x.permute(back)
+        return from_memory_order(x, permutation)
 
 
 @dataclass(frozen=True)
@@ -227,10 +230,3 @@ class _Convert:
 
     def __call__(self, x: torch.Tensor) -> Any:
         return x.to(self.dtype), x.dtype
-
-
-def _in_memory_order(x: torch.Tensor) -> tuple[torch.Tensor, Any]:
-    """`x` with its dimensions in the order of memory; shape and dtype and device of that; the permutation back."""
-    order = sorted(range(x.dim()), key=lambda d: (-torch_values.hint(x.stride(d)), d))
-    y = x.permute(order)
-    return y, (y.shape, x.dtype, x.device, [order.index(d) for d in range(x.dim())])

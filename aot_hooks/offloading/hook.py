@@ -14,7 +14,6 @@ import itertools
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,10 +21,13 @@ import torch
 
 from ..errors import OptionError
 from ..graphs.layout import from_memory_order, in_memory_order
+from ..graphs.nodes import tensor_bytes
 from ..graphs.roofline import Rates
-from ..hook import Hook, compiled_by, interned
-from ..torch_private.values import hint, pytree
+from ..hook import Hook, Pack, compiled_by, hook_of, interned
+from ..torch_private.values import pytree
 from . import transfers
+
+_Sent = tuple[torch.device, tuple[int, ...] | None]  # where a leaf was, and the order of its dimensions
 
 
 @dataclass(frozen=True)
@@ -46,30 +48,16 @@ def settings_of(hook: Hook) -> OffloadSettings | None:
 
 
 @dataclass(frozen=True)
-class _Sent:
-    """Tells unpack that a graph sent this leaf, and how to restore it."""
-
-    device: torch.device
-    permutation: tuple[int, ...] | None
-
-
-@dataclass(frozen=True)
-class _Pack:
+class _Pack(Pack):
     settings: OffloadSettings
     then: Hook | None
-    declines: Callable[[Any], str | None]
-    lossy: bool
-
-    @property
-    def __name__(self) -> str:
-        return "offload" if self.then is None else f"offload({self.then.name})"
 
     def __call__(self, x: torch.Tensor) -> Any:
         packed = x if self.then is None else self.then.pack(x)
         leaves, spec = pytree.tree_flatten(packed)
         if not any(self._large(a) for a in leaves):
             return packed, None, ()
-        marks: list[_Sent | None] = [None] * len(leaves)
+        marks: list[_Sent | None] = [None] * len(leaves)  # tells unpack which leaves a graph sent
         for i, a in enumerate(leaves):
             if not self._large(a):
                 continue
@@ -80,11 +68,11 @@ class _Pack:
             limit = self.settings.max_host_bytes
             ticket = transfers.offload_start(y, transfers.NO_LIMIT if limit is None else limit)
             leaves[i] = transfers.offload_wait(ticket, y)
-            marks[i] = _Sent(a.device, permutation)
+            marks[i] = a.device, permutation
         return leaves, spec, tuple(marks)
 
     def _large(self, a: Any) -> bool:
-        return isinstance(a, torch.Tensor) and hint(a.numel()) * a.element_size() >= self.settings.min_bytes
+        return isinstance(a, torch.Tensor) and tensor_bytes(a) >= self.settings.min_bytes
 
 
 @dataclass(frozen=True)
@@ -105,8 +93,9 @@ class _Unpack:
             return a.restore()
         if mark is None:
             return a
-        ticket = transfers.reload_start(a, mark.device)
-        return from_memory_order(transfers.reload_wait(ticket, a, mark.device), mark.permutation)
+        device, permutation = mark
+        ticket = transfers.reload_start(a, device)
+        return from_memory_order(transfers.reload_wait(ticket, a, device), permutation)
 
 
 def _contiguous_in_memory(x: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...] | None]:
@@ -117,11 +106,6 @@ def _contiguous_in_memory(x: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...
 
 class EagerCopy:
     """A tensor that eager code sent: on the device until its copy is done and noticed, then on the host."""
-
-    __slots__ = (
-        "__weakref__", "changed", "device", "host", "index", "nbytes", "original", "permutation", "settings", "tape",
-        "ticket", "version",
-    )  # fmt: skip
 
     def __init__(self, x: torch.Tensor, settings: OffloadSettings, tape: Tape, index: int) -> None:
         y, self.permutation = _contiguous_in_memory(x)
@@ -140,7 +124,7 @@ class EagerCopy:
         """Wait for the copy to the host and free the device's memory."""
         if self.original is not None:
             self.note_changes()
-            self.host, self.ticket, self.original = transfers.claim_host(self.ticket), None, None
+            self.host, self.ticket, self.original = transfers.claim(self.ticket), None, None
 
     def fetch(self) -> None:
         """Start the copy back, unless it has started."""
@@ -166,7 +150,7 @@ class EagerCopy:
                 if self.ticket is not None and not transfers.fetched_here(self.ticket):
                     self.ticket = None  # fetched ahead into another stream's memory
                 self.fetch()
-                y, self.ticket = transfers.claim_device(self.ticket), None
+                y, self.ticket = transfers.claim(self.ticket), None
             self.tape.fetch_before(self)
         return from_memory_order(y, self.permutation)
 
@@ -285,5 +269,6 @@ def offload(
     if then is not None and isinstance(then.pack, _Pack):
         raise OptionError(f"offload: then must say in which form tensors wait, got {then!r}, which sends them itself")
     settings = OffloadSettings(then is None, min_bytes, max_host_bytes, in_flight_bytes, max_stall_ms, rates)
-    pack = _Pack(settings, then, _Declines(min_bytes, then), then is not None and then.lossy)
-    return Hook(pack.__name__, pack, _Unpack(then), declines=pack.declines, lossy=pack.lossy)
+    name = "offload" if then is None else f"offload({then.name})"
+    pack = _Pack(name, _Declines(min_bytes, then), settings, then, lossy=then is not None and then.lossy)
+    return hook_of(pack, _Unpack(then))

@@ -17,17 +17,15 @@ from dataclasses import dataclass
 import torch
 from torch.fx import GraphModule, Node
 
-from ..graphs.nodes import NO_VERSION_CHECK, PACKED, is_view
+from ..graphs.nodes import NO_VERSION_CHECK, PACKED, is_view, tensor_bytes
 from ..graphs.roofline import Rates, has_formula, measured_rates, node_ms
-from ..graphs.saved import is_size
-from ..torch_private import values as torch_values
-from ..torch_private.inductor_marks import PACKED_ROW
+from ..graphs.saved import crossing_pairs
+from ..torch_private.inductor_fusion import PACKED_ROW
 from .hook import OffloadSettings
 from .schedule import Item, Limits, Placement, Schedule, Transfer, schedule
-from .transfers import offload_start, offload_wait, reload_start, reload_wait
+from .transfers import COPIES, offload_start, offload_wait, reload_start, reload_wait
 
 _BUILT_IN = ("aten", "prims", "inductor_prims")
-_OURS = (offload_start, offload_wait, reload_start, reload_wait)
 
 
 @dataclass(frozen=True)
@@ -62,7 +60,7 @@ class _Steps:
     """The steps of a graph: its nodes that compute, in order, with their estimated times."""
 
     def __init__(self, gm: GraphModule, rates: Rates, fused: bool) -> None:
-        calls = [n for n in gm.graph.nodes if n.op == "call_function" and n.target not in _OURS]
+        calls = [n for n in gm.graph.nodes if n.op == "call_function" and n.target not in COPIES]
         self.nodes = [n for n in calls if not _is_free(n)]
         self.index = {node: i for i, node in enumerate(self.nodes)}
         times = node_ms(gm, lambda _: rates, fused)
@@ -79,7 +77,7 @@ class _Steps:
 
 def place(
     fw: GraphModule, bw: GraphModule, *, num_fwd_outputs: int, leaves: Mapping[Node, Leaf], fused: bool
-) -> tuple[tuple[Transfer, ...], dict[Node, Node]]:
+) -> tuple[tuple[Transfer, ...], dict[Node, tuple[Node, str]]]:
     """Schedule the copies in both graphs, in place.
 
     Args:
@@ -87,14 +85,14 @@ def place(
         fused: the graphs are compiled by a compiler that fuses.
 
     Returns:
-        The transfers, and the `leaves` that stay on the device, each with the node that crosses in its place.
+        The transfers, and the `leaves` that stay on the device: the node that crosses instead, and why.
     """
     _remove_copies_in_backward(bw)
     by_device: dict[torch.device, list[_Crossing]] = defaultdict(list)
     for crossing in _crossings(fw, bw, num_fwd_outputs, leaves):
         by_device[crossing.device].append(crossing)
     transfers: list[Transfer] = []
-    on_device: dict[Node, Node] = {}
+    on_device: dict[Node, tuple[Node, str]] = {}
     for device, crossings in by_device.items():
         own_rates = (c.leaf.settings.rates for c in crossings)
         rates = next((r for r in own_rates if r is not None), None) or measured_rates(device)
@@ -115,7 +113,7 @@ def place(
         for (item, crossing), placement in zip(items, planned.placements, strict=True):
             if not placement.offloaded:
                 _keep_on_device(bw, crossing)
-                on_device[crossing.wait] = crossing.value
+                on_device[crossing.wait] = crossing.value, placement.reason
             transfers.append(_transfer(crossing, item.nbytes, placement, forward, backward, planned))
         for steps, events in ((forward, planned.forward), (backward, planned.backward)):
             for gap, what, i in events:
@@ -143,10 +141,7 @@ def _remove_copies_in_backward(bw: GraphModule) -> None:
 
 
 def _crossings(fw: GraphModule, bw: GraphModule, num_fwd_outputs: int, leaves: Mapping[Node, Leaf]) -> list[_Crossing]:
-    outputs = list(fw.graph.output_node().args[0])[num_fwd_outputs:]  # type: ignore[arg-type]
-    slots = bw.graph.find_nodes(op="placeholder")
-    others = [n for n in outputs if not is_size(n)]  # sizes cross before them
-    slot_of = dict(zip(others, slots[len(outputs) - len(others) : len(outputs)], strict=True))
+    slot_of = dict(crossing_pairs(fw, bw, num_fwd_outputs))
     found = []
     for wait in leaves:
         start, slot = wait.args[0], slot_of[wait]
@@ -163,7 +158,7 @@ def _crossings(fw: GraphModule, bw: GraphModule, num_fwd_outputs: int, leaves: M
 
 def _is_free(node: Node) -> bool:
     """Whether `node` computes nothing on a device: views, items of a tuple, sizes."""
-    if node.op != "call_function" or node.target in _OURS:
+    if node.op != "call_function" or node.target in COPIES:
         return False
     is_tensor = isinstance(node.meta.get("val"), torch.Tensor | tuple | list)
     return is_view(node) or node.target is operator.getitem or not is_tensor
@@ -185,8 +180,7 @@ def _sources_of_view(node: Node) -> list[Node]:
 
 
 def _item(crossing: _Crossing, kind: int, forward: _Steps, backward: _Steps) -> Item:
-    value = crossing.value.meta["val"]
-    nbytes = torch_values.hint(value.numel()) * int(value.element_size())
+    nbytes = tensor_bytes(crossing.value.meta["val"])
     made = max(forward.index.get(n, -1) for n in _reached(crossing.value, _sources_of_view))
 
     def users_of_view(node: Node) -> list[Node]:

@@ -38,6 +38,7 @@ pool = HostPool()
 _numbers = itertools.count(1)
 _in_flight: dict[int, _Copy] = {}
 _kept: dict[int, torch.Tensor] = {}  # tensors without room on the host, by the address of their stand-in there
+_counts: Counter[str] = Counter()  # since the last `reset`
 _lock = threading.Lock()
 
 
@@ -49,31 +50,15 @@ class _Copy:
     target: torch.Tensor
     event: Any = None  # recorded after the copy; None where there is nothing to wait for
     stream: Any = None  # the stream that owns the device memory of `source` or `target`
-    late: bool = False  # the wait makes the copy
     captured: bool = False  # the copy is part of a CUDA graph and runs in each replay, not now
 
 
-class _Copies:
-    """Counts since the last `reset`, and the behaviour of copies on the CPU."""
-
-    def __init__(self) -> None:
-        self.at_wait = False  # on the CPU, copy at the wait, not the start; a device may do either, or anything between
-        self.log: list[tuple[str, int]] | None = None  # if a list, gets every step: ("start", bytes), ("wait", bytes)
-        self.counts: Counter[str] = Counter()
-
-    def count(self, what: str, nbytes: int) -> int:
-        """Count a tensor; returns how many there are now."""
-        with _lock:
-            self.counts[f"{what}_bytes"] += nbytes
-            self.counts[f"{what}_count"] += 1
-            return self.counts[f"{what}_count"]
-
-    def note(self, what: str, nbytes: int) -> None:
-        if self.log is not None:
-            self.log.append((what, nbytes))
-
-
-copies = _Copies()
+def _count(what: str, nbytes: int) -> int:
+    """Count a tensor; returns how many there are now."""
+    with _lock:
+        _counts[f"{what}_bytes"] += nbytes
+        _counts[f"{what}_count"] += 1
+        return _counts[f"{what}_count"]
 
 
 _streams: dict[int, tuple[torch.cuda.Stream, torch.cuda.Stream, torch.cuda.Event]] = {}
@@ -109,9 +94,7 @@ def _begin(source: torch.Tensor, target: torch.Tensor, device: torch.device, out
     """Start a copy between the host and `device`: to the host if `out`."""
     copy = _Copy(source, target)
     if device.type != "cuda":
-        copy.late = copies.at_wait
-        if not copy.late:
-            target.copy_(source)
+        target.copy_(source)
         return copy
     stream_out, stream_back, ready = _streams_of(device)
     side = stream_out if out else stream_back
@@ -136,9 +119,7 @@ def _begin(source: torch.Tensor, target: torch.Tensor, device: torch.device, out
 
 def _join(copy: _Copy) -> None:
     """Have the current stream, and the stream that owns the memory, wait for the copy."""
-    if copy.late:
-        copy.target.copy_(copy.source)
-    elif copy.event is not None:
+    if copy.event is not None:
         current = torch.cuda.current_stream(copy.stream.device)
         current.wait_event(copy.event)
         if current != copy.stream:
@@ -158,15 +139,14 @@ def _number(ticket: torch.Tensor) -> int:
     return ctypes.c_int64.from_address(ticket.data_ptr()).value
 
 
-def _claim(ticket: torch.Tensor, what: str) -> torch.Tensor:
-    """The target of the copy, after the current stream waits for it. `what` is noted in the log."""
+def claim(ticket: torch.Tensor) -> torch.Tensor:
+    """What `send` or `fetch` has copied, after the current stream waits for it."""
     copy = _in_flight.pop(_number(ticket), None)
     if copy is None:
         raise RuntimeError(
             "a wait for an offloaded tensor got a ticket that was waited for before; each start has one wait, in order"
         )
     _join(copy)
-    copies.note(what, copy.target.nbytes)
     return copy.target
 
 
@@ -177,44 +157,32 @@ def _abandon(number: int) -> None:
 
 
 def send(x: torch.Tensor, limit: int | None) -> torch.Tensor:
-    """Start to copy `x`, contiguous, to host memory; returns the ticket for `claim_host`."""
+    """Start to copy `x`, contiguous, to host memory; returns the ticket for `claim`."""
     nbytes = x.nbytes
     capture = capture_under_way()
     captured = capture is not None or _capturing(x.device)
     lease = pool.lease(max(nbytes, 1), pinned=x.is_cuda, limit=limit, captured=captured, capture=capture)
     if lease is None and captured:
-        raise _not_in_a_capture(x.device, capture, f"no pinned block of {nbytes} bytes is free, and none can be made")
+        raise _capture_error(x.device, capture, f"no pinned block of {nbytes} bytes is free, and none can be made")
     if lease is None:
         return _ticket(_keep_on_device(x, limit))
     host = lease[:nbytes].view(x.dtype).view(x.shape)
-    copies.count("sent", nbytes)
-    copies.note("start", nbytes)
+    _count("sent", nbytes)
     return _ticket(_begin(x, host, x.device, out=True))
 
 
-def claim_host(ticket: torch.Tensor) -> torch.Tensor:
-    """The host tensor of `send`, after the current stream waits for its copy."""
-    return _claim(ticket, "wait")
-
-
 def fetch(host: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Start to copy `host` to new memory on `device`; returns the ticket for `claim_device`."""
+    """Start to copy `host` to new memory on `device`; returns the ticket for `claim`."""
     kept = _kept.get(host.data_ptr())
     if kept is not None:
         capture = capture_under_way()
         if capture is not None or _capturing(device):  # the next step's tensor has another address
-            raise _not_in_a_capture(device, capture, "what found no room on the host can't be read")
+            raise _capture_error(device, capture, "what found no room on the host can't be read")
         # a copy, because the reader may write over it before another backward reads it
         return _ticket(_Copy(host, kept.clone()))
     target = torch.empty(host.shape, dtype=host.dtype, device=device)
-    copies.count("fetched", host.nbytes)
-    copies.note("reload", host.nbytes)
+    _count("fetched", host.nbytes)
     return _ticket(_begin(host, target, device, out=False))
-
-
-def claim_device(ticket: torch.Tensor) -> torch.Tensor:
-    """The tensor of `fetch`, after the current stream waits for its copy."""
-    return _claim(ticket, "use")
 
 
 def fetched_here(ticket: torch.Tensor) -> bool:
@@ -231,7 +199,7 @@ def finished(ticket: torch.Tensor) -> bool:
     return not _capturing(copy.stream.device) and copy.event.query()
 
 
-def _not_in_a_capture(device: torch.device, capture: Capture | None, text: str) -> Exception:
+def _capture_error(device: torch.device, capture: Capture | None, text: str) -> Exception:
     """The error to raise in a capture, of a class that `cudagraph` knows.
 
     Also joins the streams of copies that were started in the capture, without which it could not end.
@@ -250,7 +218,7 @@ def _keep_on_device(x: torch.Tensor, limit: int | None) -> _Copy:
     Its stand-in is host memory of the same shape that is never read or written, by whose address `fetch` finds it.
     """
     room = "as much as could be pinned" if limit is None else f"max_host_bytes={limit}"
-    if copies.count("kept_on_device", x.nbytes) == 1:
+    if _count("kept_on_device", x.nbytes) == 1:
         warnings.warn(
             f"aot_hooks.offload: the host has no room for {x.nbytes} more bytes ({room}; {pool.total_bytes} are in "
             "use), so they stay on the device; aot_hooks.offload_stats() counts what does",
@@ -271,7 +239,7 @@ def offload_stats() -> dict[str, int]:
     bytes now, at most, and leased now; its blocks now, and those allocated.
     """
     tensors = [f"{what}_{unit}" for what in ("sent", "fetched", "kept_on_device") for unit in ("count", "bytes")]
-    return {name: copies.counts[name] for name in tensors} | {
+    return {name: _counts[name] for name in tensors} | {
         "host_bytes": pool.total_bytes,
         "host_peak_bytes": pool.peak_bytes,
         "host_leased_bytes": pool.leased_bytes,
@@ -283,7 +251,7 @@ def offload_stats() -> dict[str, int]:
 def reset() -> None:
     """Free unused host memory and reset the counts. Memory that tensors wait in is freed when they are."""
     pool.reset()
-    copies.counts.clear()
+    _counts.clear()
 
 
 # --- operators --------------------------------------------------------------------------------------------------------
@@ -311,13 +279,13 @@ def _fake_ticket(*_: Any) -> torch.Tensor:
 offload_start = _operator("offload_start(Tensor x, int limit) -> Tensor", _offload_start, _fake_ticket)
 offload_wait = _operator(
     "offload_wait(Tensor ticket, Tensor x) -> Tensor",
-    lambda ticket, x: claim_host(ticket),
+    lambda ticket, x: claim(ticket),
     lambda ticket, x: torch.empty(x.shape, dtype=x.dtype, device="cpu"),
 )
 reload_start = _operator("reload_start(Tensor host, Device device) -> Tensor", fetch, _fake_ticket)
 reload_wait = _operator(
     "reload_wait(Tensor ticket, Tensor host, Device device) -> Tensor",
-    lambda ticket, host, device: claim_device(ticket),
+    lambda ticket, host, device: claim(ticket),
     lambda ticket, host, device: torch.empty(host.shape, dtype=host.dtype, device=device),
 )
 COPIES = (offload_start, offload_wait, reload_start, reload_wait)

@@ -112,14 +112,14 @@ def _compute(fw: GraphModule, boundary: Boundary, node: Node, for_inductor: bool
         for current in (n for n in node.graph.nodes if n in cone):
             for read in current.all_input_nodes:
                 if read not in env:
-                    env[read] = _as_stored(fw, in_forward[read]) if for_inductor else in_forward[read]
+                    env[read] = _rounded_to_dtype(fw, in_forward[read]) if for_inductor else in_forward[read]
             args, kwargs = torch.fx.node.map_arg((current.args, current.kwargs), env.__getitem__)
             env[current] = fw.graph.create_node("call_function", current.target, args, kwargs, name=current.name)
             env[current].meta = dict(current.meta)
     return env[node]
 
 
-def _as_stored(fw: GraphModule, node: Node) -> Node:
+def _rounded_to_dtype(fw: GraphModule, node: Node) -> Node:
     """`node` rounded to its dtype, for Inductor: it computes in float32, and a fused reader gets the unrounded number.
 
     The backward reads the rounded number, so a comparison must read it too: else none would equal its own maximum.

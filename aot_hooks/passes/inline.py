@@ -24,7 +24,7 @@ from torch.fx import GraphModule, Node
 from ..graphs.nodes import PACKED, storage_bytes, storage_of
 from ..graphs.saved import Boundary, SavedValue
 from ..torch_private import values as torch_values
-from ..torch_private.inductor_marks import PACKED_ROW, mark_alone
+from ..torch_private.inductor_fusion import PACKED_ROW, mark_alone
 from .edits import after_inputs, call, clean_name, insert_backward_input, last_use, with_inputs
 from .plan import same_view
 from .units import Packing, Unit

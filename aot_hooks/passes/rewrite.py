@@ -7,7 +7,6 @@ A `Choice` is data and is never changed: each pass returns new ones.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
@@ -98,10 +97,6 @@ def _place_transfers(
                 hosts = [leaf for leaf in packing.leaves if leaf.target is offload_wait]
                 leaves.update((leaf, Leaf(unit.saved.row.name, settings)) for leaf in hosts)
     transfers, stay = place(fw, bw, num_fwd_outputs=num_fwd_outputs, leaves=leaves, fused=fused)
-    reasons: dict[str, dict[str, None]] = defaultdict(dict)  # by the saved tensor's name
-    for transfer in transfers:
-        if not transfer.placement.offloaded:
-            reasons[transfer.name][transfer.placement.reason] = None
     inputs = storages(fw.graph.find_nodes(op="placeholder"))
     current = {choice.value: choice for choice in choices}
     placed = []
@@ -109,14 +104,14 @@ def _place_transfers(
         packings = []
         for packing in unit.packings:
             if (settings := settings_of(packing.hook)) is not None:
-                on_device = [stay.get(leaf, leaf) for leaf in packing.leaves if leaf not in leaves or leaf in stay]
-                nbytes = packed_bytes(leaf for leaf in on_device if storage_of(leaf) not in inputs)
+                staying = [stay[leaf] for leaf in packing.leaves if leaf in stay]
+                on_device = [*(node for node, _ in staying), *(leaf for leaf in packing.leaves if leaf not in leaves)]
+                nbytes = packed_bytes(node for node in on_device if storage_of(node) not in inputs)
                 packing = replace(packing, packed_bytes=nbytes)
-                staying = [leaf for leaf in packing.leaves if leaf in stay]
                 if staying:
                     choice = current[unit.saved]
-                    reason = f"{choice.reason}; {', '.join(reasons[unit.saved.row.name])}"
-                    current[unit.saved] = replace(choice, reason=reason)
+                    reasons = ", ".join(dict.fromkeys(why for _, why in staying))
+                    current[unit.saved] = replace(choice, reason=f"{choice.reason}; {reasons}")
                 if staying and len(staying) == len(packing.leaves) and settings.exact:
                     # nothing is packed: the value and its views are as they were
                     for saved in (unit.saved, *unit.views):

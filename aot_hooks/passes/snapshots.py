@@ -20,7 +20,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from ..graphs.nodes import SNAPSHOT, aliased_arguments, storage_of, storages
-from ..graphs.saved import is_size
+from ..graphs.saved import crossing_pairs
 from .edits import after_inputs, call
 
 
@@ -35,13 +35,10 @@ def save_what_was_read(fw: GraphModule, bw: GraphModule, num_fwd_outputs: int) -
     copies = {n: _copy(n) for n in found}
     if not copies:
         return
-    output.args = ([*outputs[:num_fwd_outputs], *(copies.get(n, n) for n in saved)],)
-    # sizes come last here and first there
-    others = [n for n in saved if not (isinstance(n, Node) and is_size(n))]
-    placeholders = bw.graph.find_nodes(op="placeholder")[len(saved) - len(others) :]
-    for node, placeholder in zip(others, placeholders, strict=False):
+    for node, placeholder in crossing_pairs(fw, bw, num_fwd_outputs):
         if node in copies:
             placeholder.meta["val"] = copies[node].meta["val"]
+    output.args = ([*outputs[:num_fwd_outputs], *(copies.get(n, n) for n in saved)],)
     fw.graph.lint()
     fw.recompile()
 

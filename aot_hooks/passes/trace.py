@@ -14,6 +14,7 @@ Source: retracing for each saved tensor is the idea of torch's `saved_tensors_ho
 
 from __future__ import annotations
 
+import operator
 import traceback
 import weakref
 from dataclasses import dataclass
@@ -94,10 +95,11 @@ def trace_hook(
     return traced
 
 
-def canonical(gm: GraphModule) -> str:
-    """The graph as text without names: equal for graphs that compute the same in the same order.
+def canonical(gm: GraphModule) -> list[str]:
+    """The nodes as lines without names: equal for graphs that compute the same in the same order.
 
-    A symbolic size counts as its expression: the operators that torch reads it off by differ from trace to trace.
+    A symbolic size counts as its expression: the operators that torch reads it off by differ from trace to trace. A
+    graph inside follows the node that reads it.
     """
     position: dict[Node, str] = {}
     lines: list[str] = []
@@ -106,13 +108,18 @@ def canonical(gm: GraphModule) -> str:
         position[node] = torch_values.expression(value) if isinstance(value, _SYMBOLIC) else f"%{len(lines)}"
         if isinstance(value, _SYMBOLIC) and node.op == "call_function":
             continue
-        target = "" if node.op in ("placeholder", "output", "get_attr") else str(node.target)
+        target, inside = "" if node.op in ("placeholder", "output") else str(node.target), []
         if node.op == "get_attr":
-            constant = getattr(gm, str(node.target))
-            target = tensor_digest(constant) if isinstance(constant, torch.Tensor) else repr(constant)
-        args, kwargs = torch_values.pytree.tree_map_only(Node, position.__getitem__, (node.args, node.kwargs))
-        lines.append(f"{position[node]} = {node.op} {target} {args} {kwargs}")
-    return "\n".join(lines)
+            constant = operator.attrgetter(target)(gm)
+            inside = canonical(constant) if isinstance(constant, GraphModule) else []
+            plain = type(constant).__name__ + ("" if inside else f":{constant!r}")
+            target = tensor_digest(constant) if isinstance(constant, torch.Tensor) else plain
+        elif node.op == "call_function" and not torch_values.is_operator(node.target):
+            name = getattr(node.target, "__qualname__", None) or getattr(node.target, "__name__", target)
+            target = f"{getattr(node.target, '__module__', None) or type(node.target).__module__}.{name}"
+        args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), position.__getitem__)
+        lines += [f"{position[node]} = {node.op} {target} {args} {kwargs}", *(f"  {line}" for line in inside)]
+    return lines
 
 
 def _trace(hook: Hook, value: torch.Tensor, at: str, decompositions: dict[Any, Any] | None) -> TracedHook:

@@ -199,13 +199,15 @@ def solve(
     added = [float(sum(coefficient * x[c] for c, coefficient in terms.items())) for terms in alive]
     ends = [*(position for position, _ in groups[1:]), len(step.live)]
     spans = zip(added, groups, ends, strict=False)  # no position: no group
-    live = [float(nbytes + _MIB * mib) for mib, (start, _), end in spans for nbytes in step.live[start:end]]
+    live: list[float] = [
+        float(nbytes + _MIB * mib) for mib, (start, _), end in spans for nbytes in step.live[start:end]
+    ]
     for (_, position), terms in work.items():
         needed = float(sum(coefficient * x[c] for c, coefficient in terms.items()))
         if needed > 1e-6 and position:  # a value is packed after the position before, unpacked before this one
             at = position if position >= step.forward_count else position - 1
-            between = min(step.live[position - 1 : position + 1]) + _MIB * added[group_at[position]]
-            live[at] = max(live[at], between + _MIB * needed)
+            beside = min(step.live[position - 1 : position + 1]) + _MIB * (added[group_at[position]] + needed)
+            live[at] = max(live[at], beside)
     error = sum(_share(step, value) * o.error**2 for value, o in zip(step.values, options, strict=True)) ** 0.5
     ms = step.ms + sum(o.ms for o in options)
     return Solution(tuple(options), tuple(map(round, live)), round(max(live, default=0)), ms, error)

@@ -34,7 +34,7 @@ from ..passes.live_bytes import LivePoint
 from ..passes.plan import Decision, Plan
 from ..settings.setting import Setting
 from ..torch_private import aot
-from ..torch_private.inductor_marks import ALONE, ALONE_IF_WRITTEN, mark_alone
+from ..torch_private.inductor_fusion import ALONE, ALONE_IF_WRITTEN, mark_alone
 from .budget import Budget
 from .options import Graphs, step_of
 from .solver import Solution, solve

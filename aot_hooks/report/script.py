@@ -54,8 +54,8 @@ class Recorded:
     eager: list[tuple[str, Plan]] = field(default_factory=list)  # modules run eagerly; empty if it compiled anything
     # graphs with a backward in the last step that ran any: the most runs whose backward was outstanding at once
     last_step: dict[Graph, int] = field(default_factory=dict)
-    own: bool = False  # the script uses this package, and its own hooks were in force
-    overridden: bool = False  # it does, and the policy passed in replaced its backend's options
+    keeps_own_hooks: bool = False  # the script uses this package, and its own hooks were in force
+    hooks_overridden: bool = False  # it does, and the policy passed in replaced its backend's options
     notes: list[str] = field(default_factory=list)  # modules that could not be planned, with the reason
     step_count: int = 0  # of the optimizer
     # peaks on the CUDA device over the bytes before: forward and backward, gradients included; the optimizer's step
@@ -107,11 +107,11 @@ def run_script(path: str, arguments: list[str], options: Mapping[str, Any], step
         raise ScriptError(f"no such script: {path}")
     found, cuda = Recorded(), _Cuda()
     uses_package, has_policy = _names_this_package(path), options.get("policy") is not None
-    found.own, found.overridden = uses_package and not has_policy, uses_package and has_policy
+    found.keeps_own_hooks, found.hooks_overridden = uses_package and not has_policy, uses_package and has_policy
     with _as_program(path, arguments), warnings.catch_warnings(), ExitStack() as stack:
         warnings.filterwarnings("ignore", message=r"Using `torch.compile\(module\)` when there are global hooks")
         backend = with_options(options)  # even if unused: it raises for wrong options before the script runs
-        if not found.own:
+        if not found.keeps_own_hooks:
             stack.enter_context(torch.compiler.set_stance("default", force_backend=backend))
         found.graphs = stack.enter_context(recorded())
         for handle in (*_watch_modules(found, options, cuda), *_watch_steps(found, steps, cuda)):
@@ -124,7 +124,9 @@ def run_script(path: str, arguments: list[str], options: Mapping[str, Any], step
             if e.code not in (None, 0):
                 raise ScriptError(f"{path} exited with {e.code!r}") from e
         except Exception as e:
-            why = "; it uses aot_hooks itself: leave --hook and --policy out to run it as it is" * found.overridden
+            why = (
+                "; it uses aot_hooks itself: leave --hook and --policy out to run it as it is" * found.hooks_overridden
+            )
             raise ScriptError(f"{path} raised {type(e).__name__}: {e}{why}") from e
     if found.compiled:
         found.eager.clear()
@@ -158,9 +160,11 @@ def _names_this_package(path: str) -> bool:
 def _as_program(path: str, arguments: list[str]) -> Iterator[None]:
     argv, search = sys.argv, list(sys.path)
     sys.argv, sys.path[:0] = [path, *arguments], [str(Path(path).resolve().parent)]
+    dynamo.forget_main()  # runpy puts the script's module in its place
     try:
         yield
     finally:
+        dynamo.forget_main()
         sys.argv, sys.path[:] = argv, search
 
 

@@ -5,27 +5,25 @@ The cache itself is extended in `cudagraph/torch_private/autograd_cache.py`.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import os
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from concurrent import futures
 from typing import Any
 
-from torch.fx import GraphModule
+import torch
 
 from cudagraph.torch_private import autograd_cache
 
 from .symbols import needing
-from .values import SizeNumbers
+from .values import FakeTensor, SizeNumbers
 
 SYMBOLS = {
     "caching graphs with hooks": "torch._dynamo.convert_frame.compile_lock "
     "torch._functorch._aot_autograd.autograd_cache "
-    "torch._functorch._aot_autograd.autograd_cache.AOTAutogradCachePickler .should_use_local_autograd_cache "
-    ".should_use_remote_autograd_cache torch._guards.TracingContext torch._inductor.codecache.torch_key "
+    "torch._functorch._aot_autograd.autograd_cache.should_use_local_autograd_cache .should_use_remote_autograd_cache "
+    "torch._guards.TracingContext torch._inductor.codecache.torch_key .extract_tensor_metadata_for_cache_key "
     "torch._inductor.runtime.triton_compat.triton_key",
     "saying why a graph was not in the cache": "torch._functorch.config torch._inductor.config "
     "torch._inductor.runtime.runtime_utils.cache_dir",
@@ -34,7 +32,6 @@ SYMBOLS = {
 PROTOCOLS = {
     "caching graphs with hooks": {
         "torch._functorch._aot_autograd.schemas.AOTConfig": "aot_autograd_arg_pos_to_source static_input_indices",
-        "torch._functorch._aot_autograd.autograd_cache.AOTAutogradCachePickler": "_reduce_symint",
     },
 }
 
@@ -65,44 +62,30 @@ def start_hashing() -> futures.Future[Any]:
     return _triton_hash(os.getpid())
 
 
-@contextlib.contextmanager
-def key_without_names(
-    mod: Any,
-    inputs: Sequence[Any],
-    config: Any,
-    normalized: Callable[[GraphModule], contextlib.AbstractContextManager[None]],
-) -> Iterator[Any]:
-    """Inside, torch makes the same key for graphs that differ in names only; yields the `AOTConfig` to make it with.
+def nameless(inputs: Sequence[Any], config: Any) -> tuple[Sequence[Any], Any]:
+    """The inputs and the `AOTConfig` for torch's key, the same for graphs that differ in names only.
 
-    Graphs stand in it as `normalized(graph)` leaves them, symbols by `SizeNumbers`, and sources of arguments without
-    their names. (Everywhere else they keep them: AOTAutograd writes guards with them.)
+    Symbols of sizes are numbered, see `SizeNumbers`, and sources of arguments have no names. (Everywhere else they keep
+    them: AOTAutograd writes guards with them.)
     """
     sources = config.aot_autograd_arg_pos_to_source
     if sources is not None:
         config = dataclasses.replace(config, aot_autograd_arg_pos_to_source=[_source_shape(s) for s in sources])
     need("torch._inductor.codecache.torch_key")()  # torch keeps it for what follows; Triton's goes on meanwhile
     futures.wait((start_hashing(),))
-    module = need("torch._functorch._aot_autograd.autograd_cache")
-    with normalized(mod if isinstance(mod, GraphModule) else mod.gm), _sizes_by_number(module, inputs):
-        yield config
+    sizes = SizeNumbers(inputs)
+    return [_with_numbers(x, sizes) for x in inputs] if sizes.names else inputs, config
 
 
-@contextlib.contextmanager
-def _sizes_by_number(module: Any, inputs: Sequence[Any]) -> Iterator[None]:
-    """Has torch's pickler of keys number symbolic sizes. torch 2.15 itself numbers those that are one symbol."""
-    pickler, numbers, thread = module.AOTAutogradCachePickler, SizeNumbers(inputs), threading.get_ident()
-
-    class Numbering(pickler):  # type: ignore[misc, valid-type]
-        def _reduce_symint(self, size: Any) -> Any:
-            return str, (numbers.text(size) if threading.get_ident() == thread else str(size),)
-
-        _reduce_symbool = _reduce_symint
-
-    module.AOTAutogradCachePickler = Numbering
-    try:
-        yield
-    finally:
-        module.AOTAutogradCachePickler = pickler
+def _with_numbers(x: Any, sizes: SizeNumbers) -> Any:
+    """An input as torch's key holds it, but with numbers for the symbols in its sizes."""
+    if isinstance(x, torch.SymInt | torch.SymFloat | torch.SymBool):
+        return sizes.text(x)
+    if not isinstance(x, FakeTensor):
+        return x
+    metadata = need("torch._inductor.codecache.extract_tensor_metadata_for_cache_key")(x)
+    texts = {name: [*map(sizes.text, getattr(metadata, name))] for name in ("shape", "stride")}
+    return dataclasses.replace(metadata, **texts)
 
 
 def _source_shape(source: Any) -> tuple[str, ...]:

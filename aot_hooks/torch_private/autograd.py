@@ -1,4 +1,4 @@
-"""Autograd's stack of saved-tensor hooks, of each thread, and the numbers that it gives to operators (2.11 to 2.15).
+"""Autograd: each thread's stack of saved-tensor hooks, numbers of operators, the end of a backward (2.11 to 2.15).
 
 The stack's part goes when torch has a public reader of it.
 """
@@ -6,6 +6,7 @@ The stack's part goes when torch has a public reader of it.
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -13,7 +14,9 @@ import torch
 
 from cudagraph.torch_private.symbols import late
 
+from .dynamo import untraced
 from .symbols import needing
+from .values import pytree
 
 SYMBOLS = {
     "entering a context": "torch._C._autograd._push_saved_tensors_default_hooks",
@@ -111,3 +114,42 @@ def filtering_mode() -> str | None:
 def sequence_number(node: Any) -> int:
     """The number of a node of autograd's graph, ascending in the order in which a thread's operators ran."""
     return int(node._sequence_nr())
+
+
+# --- when saved tensors are released ----------------------------------------------------------------------------------
+#
+#   outputs --grad_fn, through views--> the graph's autograd node --+-- has run -------+--> on_release(), once
+#                                                                   +-- is collected --+
+
+
+class _Token:
+    """An object that only an autograd node holds."""
+
+
+def at_end_of_backward(outputs: Any, on_release: Callable[[], None]) -> bool:
+    """Call `on_release` once when the saved tensors of the graph that returned `outputs` are released.
+
+    False if it saved nothing.
+    """
+    tensors = (t for t in pytree.tree_leaves(outputs) if isinstance(t, torch.Tensor))
+    node = next((n for t in tensors if (n := _node_of(t)) is not None), None)
+    if node is None:
+        return False
+    token = _Token()
+    once = weakref.finalize(token, on_release)
+    node.metadata["aot_hooks"] = token
+
+    @untraced  # a backward may run where Dynamo compiles each function that is called
+    def has_run(*_: Any) -> None:
+        once()
+
+    node.register_hook(has_run)
+    return True
+
+
+def _node_of(x: torch.Tensor) -> Any:
+    """The autograd node of the compiled graph behind `x`, or behind what `x` is a view of; None without one."""
+    node: Any = x.grad_fn
+    while node is not None and "CompiledFunction" not in type(node).__name__:
+        node = node.next_functions[0][0] if node.next_functions else None
+    return node

@@ -21,6 +21,7 @@ SYMBOLS = {
     "contexts inside a compiled function": "torch._dynamo.assume_constant_result torch._dynamo.comptime.comptime",
     "errors of contexts inside a compiled function": "torch._dynamo.exc.BackendCompilerFailed",
     "reports of scripts with a module that cannot be planned": "torch._dynamo.exc.TorchDynamoException",
+    "reports of scripts": "torch._dynamo.symbolic_convert._import_module",
     "names given by code that Dynamo left to Python": "torch._dynamo.eval_frame.skip_code",
     "entering a context where Dynamo would compile that": "torch._C._dynamo.eval_frame.set_eval_frame",
 }
@@ -77,6 +78,14 @@ def backend_failure(backend: str, error: Exception, frame: types.FrameType | Non
     failure: Exception = need("torch._dynamo.exc.BackendCompilerFailed")(name, error, frame)
     failure.args = (f"{type(error).__name__}: {error}\n\nRaised by backend={backend!r}.", *failure.args[1:])
     return failure
+
+
+def forget_main() -> None:
+    """Have Dynamo look up `__main__` anew. It caches the module, there and in globals of the modules that it traced."""
+    need("torch._dynamo.symbolic_convert._import_module").cache_clear()
+    for module in list(sys.modules.values()):
+        if isinstance(module, types.ModuleType):
+            vars(module).pop("__import___main__", None)
 
 
 # --- from a compiled function to its backend and back ---

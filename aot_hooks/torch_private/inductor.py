@@ -14,9 +14,8 @@ from torch.fx import GraphModule
 from cudagraph.torch_private import compilers
 from cudagraph.torch_private.symbols import Protocols, Symbols
 
-from .inductor_fusion import choices, custom_pass, order_pass
+from .inductor_fusion import choices, custom_pass, marks_of, order_pass
 from .inductor_lowering import packed_asm_in_force, register_loops
-from .inductor_marks import marks_of
 from .symbols import needing
 
 SYMBOLS: Symbols = {

@@ -1,18 +1,21 @@
 """Inductor's scheduler, for graphs with hooks: the nodes of one kernel, its blocks, and the order of kernels.
 
 nodes of a lowered graph --_before_fusion--> sizes bounded, dependencies merged, offload's order fixed
-                         --choices---------> fused by their marks (see inductor_marks.py), rows kept in registers
+                         --choices---------> fused by their marks, rows kept in registers
+
+passes/inline.py sets the marks in the `meta` of graph nodes: PACKED_ROW, and ALONE by `mark_alone`.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
+
+from torch.fx import GraphModule, Node
 
 from cudagraph.torch_private.symbols import Protocols, Symbols
 
-from .inductor_marks import ALONE, ALONE_IF_WRITTEN, PACKED_ROW
 from .symbols import needing
 
 SYMBOLS: Symbols = {
@@ -47,6 +50,23 @@ PROTOCOLS: Protocols = {
 }
 
 need = needing(SYMBOLS)
+
+PACKED_ROW = "aot_hooks_node"  # on nodes that a hook put into the graph
+ALONE = "aot_hooks_alone"
+ALONE_IF_WRITTEN = "aot_hooks_alone_if_written"  # counts where no node of a kernel has the mark above
+
+
+def mark_alone(nodes: Sequence[Node], name: str, key: str = ALONE) -> None:
+    """Let Inductor fuse `nodes` with each other only."""
+    for node in nodes:
+        node.meta[key] = name
+
+
+def marks_of(graph: GraphModule) -> str:
+    """All marks of a graph's nodes with their positions, as text for cache keys."""
+    keys = (ALONE, ALONE_IF_WRITTEN)
+    marks = [(i, *map(n.meta.get, keys), PACKED_ROW in n.meta) for i, n in enumerate(graph.graph.nodes)]
+    return repr([mark for mark in marks if any(mark[1:])])
 
 
 def _origins(scheduler_node: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The values of a trace: fake tensors and symbolic sizes, names of nodes, operators by name, modules being called.
+"""The values of a trace: fake tensors and symbolic sizes, operators by name, modules being called.
 
 Versions 2.11 to 2.15.
 """
@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule
 
 from cudagraph.torch_private import cuda
 from cudagraph.torch_private.symbols import late
@@ -44,10 +44,6 @@ PROTOCOLS = {
         "torch.fx.experimental.symbolic_shapes.ShapeEnv": "pending_fresh_unbacked_symbols",
     },
     "rows with symbolic sizes": {"torch.fx.experimental.sym_node.SymNode": "expr hint has_hint"},
-    "keys without names": {
-        "torch.fx.graph.Graph": "_graph_namespace",
-        "torch.fx.graph._Namespace": "_obj_to_name _rename_object _used_names associate_name_with_obj",
-    },
     "telling who shares memory": {"torch.UntypedStorage": "_cdata"},
     "tracing a hook for a key": {
         "torch._guards.TracingContext": "try_get fake_mode",
@@ -193,33 +189,7 @@ def trace_structured(name: str, text: Callable[[], str]) -> None:
     )
 
 
-# --- names in graphs, and of sizes ------------------------------------------------------------------------------------
-
-
-def rename_node(node: Node, name: str, target: Any) -> None:
-    """Set name and target of `node` without the listeners that a Node's own setter calls."""
-    object.__setattr__(node, "name", name)
-    object.__setattr__(node, "target", target)
-    names = node.graph._graph_namespace
-    if node in names._obj_to_name:
-        names._rename_object(node, name)
-    else:
-        names._used_names.add(name)
-        names.associate_name_with_obj(name, node)
-
-
-@contextlib.contextmanager
-def fresh_namespace(graph: torch.fx.Graph) -> Iterator[None]:
-    """Inside, only the names of the nodes are in use; the graph's own table of names comes back untouched."""
-    before = graph._graph_namespace
-    names = graph._graph_namespace = type(before)()
-    for node in graph.nodes:
-        names._used_names.add(node.name)
-        names.associate_name_with_obj(node.name, node)
-    try:
-        yield
-    finally:
-        graph._graph_namespace = before
+# --- names of sizes ---------------------------------------------------------------------------------------------------
 
 
 class SizeNumbers:

@@ -99,9 +99,9 @@ class Extension:
         self.refused_entries: set[bytes] = set()  # as they are stored
 
     @contextlib.contextmanager
-    def making_key(self, mod: Any, inputs: Sequence[Any], config: Any) -> Iterator[Any]:
-        """Around torch's function that makes its key; yields the `AOTConfig` that this function gets."""
-        yield config
+    def making_key(self, mod: Any, inputs: Sequence[Any], config: Any) -> Iterator[tuple[Any, Any, Any]]:
+        """Around torch's function that makes its key; yields what this function gets in place of the arguments."""
+        yield mod, inputs, config
 
     def keyed(self, key: str, lines: tuple[str, ...]) -> None:
         """The key is made; `lines` are what torch says of its part, and facts that are added to it."""
@@ -152,7 +152,7 @@ def _patched(module: Any) -> Iterator[None]:
         extensions = _extensions_here()
         with contextlib.ExitStack() as stack:
             for each in extensions:
-                config = stack.enter_context(each.making_key(mod, inputs, config))
+                mod, inputs, config = stack.enter_context(each.making_key(mod, inputs, config))
             key, lines = make_key(mod, inputs, config, *rest, **named)
         # both in torch's own key since 2.13
         static = sorted(getattr(config, "static_input_indices", None) or ())

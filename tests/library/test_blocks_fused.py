@@ -21,7 +21,7 @@ from torch._inductor.virtualized import V
 import aot_hooks
 from aot_hooks.library.loops import ptx
 from aot_hooks.torch_private import inductor_fusion
-from aot_hooks.torch_private.inductor_marks import PACKED_ROW
+from aot_hooks.torch_private.inductor_fusion import PACKED_ROW
 
 BLOCKS = (16, 112, 128)
 

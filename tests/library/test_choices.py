@@ -16,8 +16,7 @@ from torch._inductor.virtualized import V
 
 import aot_hooks
 from aot_hooks.library.loops import operators
-from aot_hooks.torch_private.inductor_fusion import choices
-from aot_hooks.torch_private.inductor_marks import PACKED_ROW
+from aot_hooks.torch_private.inductor_fusion import PACKED_ROW, choices
 
 LONG = {"XBLOCK": 1, "R0_BLOCK": 2048, "num_warps": 8, "num_stages": 1}
 SHORT = {"XBLOCK": 1, "R0_BLOCK": 1024, "num_warps": 4, "num_stages": 1}

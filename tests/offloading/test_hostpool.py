@@ -7,6 +7,7 @@ import random
 import threading
 from collections.abc import Iterator
 
+import late_copies
 import pytest
 import torch
 
@@ -24,7 +25,7 @@ def fresh() -> Iterator[None]:
     gc.collect()
     aot_hooks.reset()
     yield
-    transfers.copies.at_wait, transfers.copies.log = False, None
+    late_copies.at_wait, late_copies.log = False, None
     gc.collect()
     aot_hooks.reset()
     assert not transfers._in_flight, "a copy was neither waited for nor released"
@@ -170,7 +171,7 @@ def test_leases_from_many_threads() -> None:
 @pytest.mark.parametrize("at_wait", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.float8_e4m3fn])
 def test_a_roundtrip_is_exact(dtype: torch.dtype, at_wait: bool) -> None:
-    transfers.copies.at_wait = at_wait
+    late_copies.at_wait = at_wait
     x = (torch.randn(3, 5, 7) * 3).to(dtype)
     ticket = transfers.offload_start(x, transfers.NO_LIMIT)
     host = transfers.offload_wait(ticket, x)
@@ -182,25 +183,25 @@ def test_a_roundtrip_is_exact(dtype: torch.dtype, at_wait: bool) -> None:
 
 def test_empty_and_0d_tensors() -> None:
     for x in (torch.empty(0, 3), torch.tensor(2.5)):
-        host = transfers.claim_host(transfers.send(x, None))
-        assert torch.equal(transfers.claim_device(transfers.fetch(host, x.device)), x)
+        host = transfers.claim(transfers.send(x, None))
+        assert torch.equal(transfers.claim(transfers.fetch(host, x.device)), x)
 
 
 def test_a_copy_at_the_wait_shows_a_value_that_was_let_go_too_soon() -> None:
-    transfers.copies.at_wait = True  # the test of the tests that run in this mode
+    late_copies.at_wait = True  # the test of the tests that run in this mode
     x = torch.ones(4)
     ticket = transfers.send(x, None)
     x.zero_()
-    assert not bool(transfers.claim_host(ticket).any())
+    assert not bool(transfers.claim(ticket).any())
 
 
 def test_each_wait_takes_its_own_copy_in_any_order() -> None:
     values = [torch.randn(10) for _ in range(5)]
     tickets = [transfers.send(v, None) for v in values]
-    hosts = {i: transfers.claim_host(tickets[i]) for i in (3, 0, 4, 1, 2)}
+    hosts = {i: transfers.claim(tickets[i]) for i in (3, 0, 4, 1, 2)}
     assert all(torch.equal(hosts[i], v) for i, v in enumerate(values))
     with pytest.raises(RuntimeError, match="waited for before"):
-        transfers.claim_host(tickets[0])
+        transfers.claim(tickets[0])
 
 
 def test_what_is_never_waited_for_is_let_go_with_its_ticket() -> None:
@@ -214,10 +215,10 @@ def test_what_is_never_waited_for_is_let_go_with_its_ticket() -> None:
 def test_without_room_a_tensor_stays_where_it_is_and_is_counted() -> None:
     x = torch.randn(5000)
     with pytest.warns(UserWarning, match="no room for 20000 more bytes .max_host_bytes=8192"):
-        host = transfers.claim_host(transfers.send(x, 8192))
+        host = transfers.claim(transfers.send(x, 8192))
     assert (host.shape, host.dtype, host.device.type) == (x.shape, x.dtype, "cpu")
     for _ in range(2):  # each reader gets a copy of its own
-        back = transfers.claim_device(transfers.fetch(host, x.device))
+        back = transfers.claim(transfers.fetch(host, x.device))
         assert torch.equal(back, x)
         back.zero_()
     stats = aot_hooks.offload_stats()
@@ -230,8 +231,8 @@ def test_without_room_a_tensor_stays_where_it_is_and_is_counted() -> None:
 def test_stats_count_and_reset_starts_anew() -> None:
     x = torch.randn(1024)
     for _ in range(3):
-        host = transfers.claim_host(transfers.send(x, None))
-        transfers.claim_device(transfers.fetch(host, x.device))
+        host = transfers.claim(transfers.send(x, None))
+        transfers.claim(transfers.fetch(host, x.device))
         del host
     stats = aot_hooks.offload_stats()
     assert (stats["sent_count"], stats["sent_bytes"]) == (3, 3 * 4096)

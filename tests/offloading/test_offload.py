@@ -6,6 +6,7 @@ import math
 from dataclasses import replace
 from typing import Any
 
+import late_copies
 import pytest
 import torch
 from offloading import SLOW, copies, stack  # noqa: F401
@@ -20,7 +21,7 @@ from aot_hooks.offloading import transfers
 @pytest.mark.parametrize("at_wait", [False, True])
 @pytest.mark.parametrize("rates", [None, SLOW], ids=["instant", "slow"])
 def test_gradients_are_those_without_bit_for_bit(rates: Rates | None, at_wait: bool) -> None:
-    transfers.copies.at_wait = at_wait
+    late_copies.at_wait = at_wait
     model, x = stack(), torch.randn(8, 16, requires_grad=True)
     expected = step(compiled(model), x)
     torch._dynamo.reset()
@@ -42,9 +43,9 @@ def test_gradients_are_those_without_bit_for_bit(rates: Rates | None, at_wait: b
 def test_in_the_graph_starts_come_early_and_waits_late() -> None:
     model, x = stack(), torch.randn(8, 16, requires_grad=True)
     fn = compiled(model)
-    transfers.copies.log = []
+    late_copies.log = []
     step(fn, x, hook=aot_hooks.offload(0, rates=SLOW))
-    what = [event for event, _ in transfers.copies.log]
+    what = late_copies.log
     count = what.count("start")
     assert count == what.count("wait") == what.count("reload") == what.count("use") > 8
     forward, backward = what[: 2 * count], what[2 * count :]

@@ -29,9 +29,9 @@ def empty_pool() -> Iterator[None]:
 
 
 def roundtrip(x: torch.Tensor) -> torch.Tensor:
-    host = transfers.claim_host(transfers.send(x, None))
+    host = transfers.claim(transfers.send(x, None))
     assert host.device.type == "cpu" and host.is_pinned()
-    return transfers.claim_device(transfers.fetch(host, x.device))
+    return transfers.claim(transfers.fetch(host, x.device))
 
 
 def mlp(layers: int = 6, width: int = 512) -> torch.nn.Sequential:
@@ -66,7 +66,7 @@ def test_a_copy_does_not_block_the_host_nor_the_compute_stream() -> None:
     assert not transfers.finished(ticket)
     torch.cuda.current_stream().synchronize()  # the compute stream is done, the copy goes on
     assert not transfers.finished(ticket)
-    host = transfers.claim_host(ticket)
+    host = transfers.claim(ticket)
     torch.cuda.synchronize()
     assert torch.equal(host, x.cpu())
 
@@ -88,7 +88,7 @@ def test_memory_on_the_device_is_free_after_the_wait() -> None:
     x = torch.randn(16 * MIB, device="cuda")
     before = torch.cuda.memory_allocated()
     ticket = transfers.send(x, None)
-    host = transfers.claim_host(ticket)
+    host = transfers.claim(ticket)
     del x
     assert torch.cuda.memory_allocated() == before - 64 * MIB
     y = torch.full((16 * MIB,), 7.0, device="cuda")  # reuses the memory at once: the stream has waited
@@ -99,7 +99,7 @@ def test_memory_on_the_device_is_free_after_the_wait() -> None:
 
 def test_an_unclaimed_fetch_does_not_write_into_memory_of_others() -> None:
     x = torch.randn(64 * MIB, device="cuda")
-    host = transfers.claim_host(transfers.send(x, None))
+    host = transfers.claim(transfers.send(x, None))
     torch.cuda.synchronize()
     for _ in range(5):
         ticket = transfers.fetch(host, x.device)
@@ -117,16 +117,16 @@ def test_pinning_that_fails_leaves_no_error_behind() -> None:
     block = next(iter(transfers.pool._used.values()))
     assert not _pin(block.address, block.capacity)  # pinned already
     (torch.ones(4, device="cuda") * 2).sum().item()
-    transfers.claim_host(ticket)
+    transfers.claim(ticket)
 
 
 def test_no_room_on_the_host_keeps_it_on_the_device() -> None:
     x = torch.randn(MIB, device="cuda")
     with pytest.warns(UserWarning, match="the host has no room"):
         ticket = transfers.send(x, 1000)
-    host = transfers.claim_host(ticket)
+    host = transfers.claim(ticket)
     for _ in range(2):
-        assert torch.equal(transfers.claim_device(transfers.fetch(host, x.device)), x)
+        assert torch.equal(transfers.claim(transfers.fetch(host, x.device)), x)
     assert aot_hooks.offload_stats()["kept_on_device_bytes"] == x.nbytes
 
 

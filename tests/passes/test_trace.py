@@ -348,7 +348,7 @@ def test_canonical_is_free_of_names() -> None:
 def test_canonical_golden() -> None:
     traced = trace(lambda x: (x.to(torch.float8_e5m2), x.dtype), lambda p: p[0].to(p[1]), torch.randn(3))
     expecttest.assert_expected_inline(
-        canonical(traced.pack) + "\n" + canonical(traced.unpack),
+        "\n".join([*canonical(traced.pack), *canonical(traced.unpack)]),
         """\
 %0 = placeholder  () {}
 %1 = call_function aten._to_copy.default ('%0',) {'dtype': torch.float8_e5m2}
@@ -360,11 +360,24 @@ def test_canonical_golden() -> None:
 
 
 def test_canonical_tells_constants_by_their_bytes() -> None:
-    def text(constant: torch.Tensor) -> str:
+    def text(constant: torch.Tensor) -> list[str]:
         return canonical(trace(lambda x: x * constant, lambda p: p, torch.randn(3)).pack)
 
     a = torch.tensor([1.0, 2.0, 3.0])
     assert text(a) == text(a.clone()) != text(a + 1)
+
+
+def test_canonical_tells_graphs_inside_apart() -> None:
+    def text(factor: float) -> list[str]:
+        body = torch.fx.symbolic_trace(lambda x: x * factor)
+        root = torch.nn.Module()
+        root.body = body
+        graph = torch.fx.Graph()
+        x, inside = graph.placeholder("x"), graph.get_attr("body")
+        graph.output(graph.call_function(torch.ops.higher_order.invoke_subgraph, (inside, "0", x)))
+        return canonical(torch.fx.GraphModule(root, graph))
+
+    assert text(2.0) == text(2.0) != text(3.0)
 
 
 def test_another_size_in_each_trace_is_hidden_state() -> None:

@@ -150,6 +150,22 @@ def test_scripts_that_compile_a_function(tmp_path: Path, capsys: Any) -> None:
     assert "1 compiled graph with a backward" in capsys.readouterr().out
 
 
+def test_a_second_script_is_not_taken_for_the_first(tmp_path: Path, capsys: Any) -> None:
+    # Dynamo caches `__main__`, which is another module for each script
+    for name in ("tanh", "sigmoid"):
+        source = f"""import torch
+def {name}_of(x):
+    return torch.{name}(x)
+class Model(torch.nn.Module):
+    def forward(self, x):
+        return {name}_of(x) * x
+Model()(torch.ones(3, requires_grad=True)).sum().backward()
+"""
+        (tmp_path / "script.py").write_text(source)
+        assert report("--inner", "aten", str(tmp_path / "script.py")) == 0
+        assert f"{name} float32[3]" in capsys.readouterr().out
+
+
 def test_modules_that_take_the_place_of_others_in_memory_are_planned(tmp_path: Path, capsys: Any) -> None:
     path = tmp_path / "replaced.py"
     path.write_text(

@@ -132,9 +132,9 @@ class Noting(Extension):
         self.log, self.others = log, others
 
     @contextlib.contextmanager
-    def making_key(self, mod: Any, inputs: Any, config: Any) -> Iterator[Any]:
+    def making_key(self, mod: Any, inputs: Any, config: Any) -> Iterator[tuple[Any, Any, Any]]:
         self.log.append(f"{self.part} makes a key")
-        yield config
+        yield mod, inputs, config
 
     def keyed(self, key: str, lines: tuple[str, ...]) -> None:
         self.log.append(f"{self.part} has key {key[:5]}")

@@ -28,6 +28,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import late_copies
 import pytest
 import torch
 from offloading import SLOW, simulate
@@ -167,12 +168,12 @@ def case(seed: int) -> Case:
 def late(at_wait: bool = True) -> Any:
     """Copies as late as they may be."""
     before = transfers.finished
-    transfers.copies.at_wait = at_wait
+    late_copies.at_wait = at_wait
     transfers.finished = lambda ticket: False  # type: ignore[assignment]
     try:
         yield
     finally:
-        transfers.copies.at_wait, transfers.finished = False, before  # type: ignore[assignment]
+        late_copies.at_wait, transfers.finished = False, before  # type: ignore[assignment]
 
 
 def gradients(fn: Any, inputs: list[Values], hook: Any, order: list[int], scope: str, thread: bool) -> list[Values]:

@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterator
 
 import capture_simulator
+import late_copies
 import pytest
 import torch
 from torch import nn
@@ -30,9 +31,9 @@ SLOW = Rates(to_host=1e9, to_device=1e9, memory=1e9, operations=1e10, operations
 def copies() -> Iterator[None]:
     gc.collect()
     aot_hooks.reset()
-    transfers.copies.at_wait = True
+    late_copies.at_wait = True
     yield
-    transfers.copies.at_wait, transfers.copies.log = False, None
+    late_copies.at_wait, late_copies.log = False, None
     gc.collect()
     assert aot_hooks.offload_stats()["host_leased_bytes"] == 0, "host memory is held by nobody who is known"
     assert not transfers._in_flight
@@ -60,9 +61,9 @@ def simulate(monkeypatch: pytest.MonkeyPatch, arena_bytes: int = 1 << 20) -> Non
     driver = capture_simulator.Simulator(arena_bytes)
     operators = {
         transfers.offload_start: transfers._offload_start,
-        transfers.offload_wait: lambda ticket, x: transfers.claim_host(ticket),
+        transfers.offload_wait: lambda ticket, x: transfers.claim(ticket),
         transfers.reload_start: transfers.fetch,
-        transfers.reload_wait: lambda ticket, host, device: transfers.claim_device(ticket),
+        transfers.reload_wait: lambda ticket, host, device: transfers.claim(ticket),
     }
 
     def on_the_host(placeholders: list[torch.fx.Node], device: torch.device) -> set[int]:
@@ -73,4 +74,4 @@ def simulate(monkeypatch: pytest.MonkeyPatch, arena_bytes: int = 1 << 20) -> Non
     monkeypatch.setattr(pieces, "host_inputs", on_the_host)
     monkeypatch.setattr(transfers, "capture_under_way", cudagraph.capturing)
     monkeypatch.setattr(cudagraphs, "compilation", lambda options: Compilation(options, driver))
-    monkeypatch.setattr(transfers.copies, "at_wait", True)
+    monkeypatch.setattr(late_copies, "at_wait", True)

@@ -30,9 +30,8 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from aot_hooks.library.blocks import broadcast_scales, in_blocks
 from aot_hooks.library.loops import operators, ptx
 from aot_hooks.torch_private.inductor import decompositions
-from aot_hooks.torch_private.inductor_fusion import choices, order_pass
+from aot_hooks.torch_private.inductor_fusion import PACKED_ROW, choices, order_pass
 from aot_hooks.torch_private.inductor_lowering import packed_asm_in_force, register_loops
-from aot_hooks.torch_private.inductor_marks import PACKED_ROW
 
 NUMBERS: dict[str, Any] = {
     "major": 9,

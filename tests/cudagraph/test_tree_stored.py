@@ -1,6 +1,6 @@
 """What is known of a graph's captures, as it is kept beside its code: it comes back, or is refused and why.
 
-Graphs of fake CUDA tensors, nothing is compiled; test_cudagraph_warm_start.py takes compiled programs from torch's
+Graphs of fake CUDA tensors, nothing is compiled; test_tree_warm_start.py takes compiled programs from torch's
 cache.
 """
 

@@ -114,12 +114,12 @@ def test_what_can_be_captured_is(noted, caplog):
                 torch.testing.assert_close(a, b)
     (piece,) = noted.pieces
     assert piece.name.endswith(", part 1 of 1") and len(piece.placeholders) == 2
-    assert piece.output_traces and all("test_cudagraph_backend.py" in trace for trace in piece.output_traces)
+    assert piece.output_traces and all("test_tree_backend.py" in trace for trace in piece.output_traces)
     assert cudagraph.stats()["partitions"] == 1 and cudagraph.stats()["skips"] == 0
     (record,) = [r for r in caplog.records if r.name == "cudagraph"]
     assert "can't be captured whole, 1 part of it captured, because" in record.message
     assert "aten.nonzero.default has a size that depends on the values" in record.message
-    assert "test_cudagraph_backend.py" in record.message and "found = y.nonzero()" in record.message
+    assert "test_tree_backend.py" in record.message and "found = y.nonzero()" in record.message
 
 
 def test_a_backward_is_cut_too(noted):

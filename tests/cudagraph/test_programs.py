@@ -302,7 +302,7 @@ def test_a_parameter_that_moves_is_named(place, caplog):
             out.sum().backward()
     (told,) = [r.getMessage() for r in caplog.records if "moved" in r.getMessage()]
     assert f"moved from 0x{before:x} to 0x{weight.data_ptr():x}" in told and told.startswith("forward ")
-    assert re.search(r"input \d+ \(primals_\d+, test_cudagraph_programs\.py:\d+: h = self\.first\(x\)\) moved", told)
+    assert re.search(r"input \d+ \(primals_\d+, test_programs\.py:\d+: h = self\.first\(x\)\) moved", told)
 
 
 def adding(state, x):

@@ -1,0 +1,41 @@
+"""Copies of offload on the CPU as late as a device may make them, at the wait; and a log of their steps.
+
+A value that was let go too soon shows if the copy is made as late as it may be.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+
+from aot_hooks.offloading import transfers
+
+at_wait = False  # on the CPU, copy at the wait, not at the start
+log: list[str] | None = None  # if a list, gets every step: "start", "wait", "reload", "use"
+
+_begin, _join = transfers._begin, transfers._join
+_out: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()  # of started copies, whether to the host
+
+
+def begin(source: torch.Tensor, target: torch.Tensor, device: torch.device, out: bool) -> Any:
+    late = at_wait and device.type != "cuda"
+    copy = transfers._Copy(source, target) if late else _begin(source, target, device, out)
+    _out[copy] = out
+    if log is not None:
+        log.append("start" if out else "reload")
+    return copy
+
+
+def join(copy: Any) -> None:
+    _join(copy)
+    if copy not in _out:
+        return  # it stays on the device
+    if at_wait and copy.event is None:
+        copy.target.copy_(copy.source)
+    if log is not None:
+        log.append("wait" if _out[copy] else "use")
+
+
+transfers._begin, transfers._join = begin, join
