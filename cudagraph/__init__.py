@@ -13,6 +13,7 @@ from .explain import ExplainedPart, Explanation, explain
 from .graph.blockers import Blocker, register_host_operator
 from .options import Options
 from .placeholder import PlaceholderInfo, placeholder_info
+from .step.whole import whole_step
 from .tree.capture import Capture, capturing
 from .tree.dispatch import mark_step_begin
 
@@ -23,6 +24,7 @@ __all__ = [
     "Blocker", "Capture", "CudaGraphError", "ExplainedPart", "Explanation", "NotCapturableError", "OptionError",
     "Options", "PlaceholderInfo", "Policy", "StaleOutputError", "UnsupportedTorchError", "capturing", "cudagraph_tree",
     "explain", "mark_step_begin", "placeholder_info", "register_host_operator", "reset", "stats",
+    "whole_step",
 ]  # fmt: skip
 
 

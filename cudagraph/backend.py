@@ -17,6 +17,7 @@ from .compile.compilation import Compilation
 from .errors import OptionError
 from .graph import analyse
 from .options import Options
+from .step import whole
 from .torch_private import compilers
 from .tree import dispatch
 from .tree.driver import CaptureDriver
@@ -46,6 +47,7 @@ def backend_with(driver: CaptureDriver | None, options: Mapping[str, Any] | None
 
 def reset() -> None:
     """Free all recordings and their memory, and forget which warnings were logged; compiled functions record again."""
+    whole.reset()
     dispatch.reset()
     analyse.reported.clear()
 

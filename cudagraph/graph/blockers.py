@@ -28,12 +28,12 @@ CPU = torch.device("cpu")
 _CONTROL_FLOW = {"cond", "while_loop", "while_loop_stack_output", "switch"}
 
 # Operators that read a result on the host, for example to raise an error, or use a library that can't be captured.
-_HOST_READS = {
+HOST_READS = {
     "aten::_linalg_check_errors", "aten::_linalg_eigh", "aten::_linalg_svd", "aten::linalg_eig", "aten::linalg_lstsq",
     "aten::equal", "aten::is_nonzero", "aten::_local_scalar_dense", "aten::_pin_memory", "aten::record_stream",
 }  # fmt: skip
 
-_COPIES = {"aten::_to_copy", "aten::copy_", "aten::copy", "prims::device_put"}
+COPIES = {"aten::_to_copy", "aten::copy_", "aten::copy", "prims::device_put"}
 
 # Reads of sizes, without their overloads.
 _SIZES = ("aten.sym_size", "aten.sym_stride", "aten.sym_numel", "aten.sym_storage_offset")
@@ -195,7 +195,7 @@ def _by_operator(node: Node, device: torch.device) -> str | None:
                 return f"holds {inner.target}, which {reason}"
     elif _has_tag(node, torch.Tag.cudagraph_unsafe):
         return "is tagged cudagraph_unsafe"
-    elif _name(node) in _HOST_READS or _has_tag(node, torch.Tag.data_dependent_output):
+    elif _name(node) in HOST_READS or _has_tag(node, torch.Tag.data_dependent_output):
         return "waits for the device and reads its result on the host"
     if torch_cuda.unsafe_by_torch(node):
         return "is an operator that torch does not capture (it reads or allocates on the host)"
@@ -221,7 +221,7 @@ def _by_device(node: Node, device: torch.device) -> str | None:
         return None
     if device not in sources | results:
         return f"runs on {_listed(others)}"
-    if _name(node) in _COPIES:
+    if _name(node) in COPIES:
         goes_to = {t.device for t in tensors_of(*written_nodes(node))} or results
         return f"copies from {_listed(sources - goes_to)} to {_listed(goes_to)}"
     if results == {device} and others == {CPU} and all(t.ndim == 0 for t in inputs if t.device == CPU):

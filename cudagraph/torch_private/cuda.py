@@ -44,6 +44,14 @@ SYMBOLS: dict[str | Needed, str] = {
     "._cuda_clearCublasWorkspaces",
     Needed("replaying", cuda=True): "torch._C._CUDAGraph.replay",
     Needed("PYTORCH_NO_CUDA_MEMORY_CACHING", ("2.15.0",), cuda=True): "torch._C._cuda_cudaCachingAllocator_is_enabled",
+    "watching the operators of a step": "torch.utils._python_dispatch.TorchDispatchMode",
+    "telling whether a step reads gradients": "torch.Tensor._make_wrapper_subclass",
+    "what a step is called with": "torch.utils._pytree.tree_flatten .tree_unflatten",
+    "telling what changed between two steps": "torch._C._dynamo.guards.GlobalStateGuard .TensorGuards "
+    "torch._C._dynamo.guards.dict_version "
+    "torch._C._autograd._top_saved_tensors_default_hooks torch._C._len_torch_dispatch_stack "
+    "torch.overrides._get_current_function_mode_stack",
+    "optimizers that can be captured": "torch.optim.optimizer._get_capturable_supported_devices",
     Needed("replaying on the current stream", cuda=True): "torch._C._cuda_getCurrentRawStream",
 }
 PROTOCOLS = {
@@ -153,6 +161,67 @@ def fake_mode_of(x: torch.Tensor) -> Any:
 def without_modes(need: Callable[[str], Any] = need) -> Any:
     """Real operators, whatever fake or tracing mode is on."""
     return need("torch.utils._python_dispatch._disable_current_modes")()
+
+
+# --- a whole step ---
+
+flatten: Callable[[Any], tuple[list[Any], Any]] = late(need, "torch.utils._pytree.tree_flatten")
+unflatten: Callable[[Any, Any], Any] = late(need, "torch.utils._pytree.tree_unflatten")
+# A number that is another one after each change of a dict.
+dict_version: Callable[[dict[Any, Any]], int] = late(need, "torch._C._dynamo.guards.dict_version")
+dispatch_modes: Callable[[], int] = late(need, "torch._C._len_torch_dispatch_stack")  # how many are on
+# The modes of `torch.overrides` that are on, such as `torch.set_default_device` makes.
+function_modes: Callable[[], list[Any]] = late(need, "torch.overrides._get_current_function_mode_stack")
+capturable_devices: Callable[[], list[str]] = late(need, "torch.optim.optimizer._get_capturable_supported_devices")
+
+
+def dispatching(operator: Callable[[Any, Any, Any], Any]) -> Any:
+    """A context that has `operator(func, args, kwargs)` run each operator."""
+
+    class Mode(need("torch.utils._python_dispatch.TorchDispatchMode")):  # type: ignore[misc]
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return operator(func, args, kwargs or {})
+
+    return Mode()
+
+
+def tripwire(x: torch.Tensor, error: type[Exception]) -> torch.Tensor:
+    """A tensor like `x` without memory: any operator on it raises `error`."""
+
+    class Tripwire(torch.Tensor):
+        @classmethod
+        def __torch_dispatch__(cls, func: Any, *_: Any, **__: Any) -> Any:  # type: ignore[override]
+            raise error(f"{func} reads a gradient of before")
+
+        def trip(self) -> None:  # modes see an operator before its arguments do
+            raise error("an operator reads a gradient of before")
+
+    make = need("torch.Tensor._make_wrapper_subclass")
+    wire: torch.Tensor = make(Tripwire, x.shape, strides=x.stride(), dtype=x.dtype, device=x.device)
+    return wire
+
+
+def ambient_hooks() -> Any:
+    """The saved-tensor hooks that are on: the innermost pair, or None."""
+    return need("torch._C._autograd._top_saved_tensors_default_hooks")(False)
+
+
+def global_guard() -> Callable[[], bool]:
+    """A call that tells whether torch's global settings are what they are now: grad mode, autocast, determinism,
+    precision of matrix products, default dtype, threads."""
+    check: Callable[[], bool] = need("torch._C._dynamo.guards.GlobalStateGuard")().check
+    return check
+
+
+def tensor_guard(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
+    """A call, given the same tensors, that tells whether their types, dtypes, devices, shapes, strides and
+    `requires_grad` are what they are now. Each tensor may be there once only."""
+    if not tensors:
+        return lambda: True
+    sizes, strides = [list(x.shape) for x in tensors], [list(x.stride()) for x in tensors]
+    guards = need("torch._C._dynamo.guards.TensorGuards")
+    check: Callable[..., bool] = guards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
+    return check
 
 
 # --- the allocator and capture ---

@@ -8,9 +8,10 @@ Each thread has trees of its own, so that two threads can't end each other's ste
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -37,6 +38,8 @@ class Trees(dict[int, Tree]):
 
 
 local = threading.local()
+# The trees of a thread in `as_they_are`, and of its backwards.
+no_trees = Trees()
 # For backwards of a thread that never ran a forward of ours: autograd's thread, which runs them, works for several.
 of_nobody = Trees()
 every_thread: list[Trees] = [of_nobody]
@@ -106,6 +109,8 @@ def capture(
             return outputs
         key = _key(function, function.key_inputs, inputs) if function.key_inputs else key_without_values
         trees = _trees_of_this_thread()
+        if trees is no_trees:
+            return list(piece.run(inputs))
         if number not in trees:
             trees[number] = Tree(function.driver, piece.device, marks_so_far(trees))
         tree = trees[number]
@@ -174,6 +179,20 @@ def _close(trees: Trees) -> None:
     trees.clear()
     with every_thread_lock:
         every_thread[:] = [other for other in every_thread if other is not trees]
+
+
+@contextlib.contextmanager
+def as_they_are() -> Iterator[None]:
+    """A context in which this thread, and its backwards, run captured functions uncaptured: a graph around them is
+    captured, or warms up."""
+    trees = _trees_of_this_thread()
+    local.trees = no_trees
+    torch_cuda.keep_for_backward_threads(no_trees)
+    try:
+        yield
+    finally:
+        local.trees = trees
+        torch_cuda.keep_for_backward_threads(trees)
 
 
 def mark_step_begin() -> None:

@@ -53,7 +53,8 @@ class Pool(torch_cuda.PrivatePool):
         return graph
 
     @contextlib.contextmanager
-    def _on_side_stream(self) -> Iterator[None]:
+    def on_side_stream(self) -> Iterator[None]:
+        """A context whose work is on the stream of captures, after the current stream's and before what follows."""
         with torch.cuda.device(self.device):
             outside = torch.cuda.current_stream()
             self.side_stream.wait_stream(outside)
@@ -66,7 +67,7 @@ class Pool(torch_cuda.PrivatePool):
     @contextlib.contextmanager
     def staging(self) -> Iterator[None]:
         """A context whose allocations come from the pool. Its work is ordered after the current stream's."""
-        with self._on_side_stream(), self.routed():
+        with self.on_side_stream(), self.routed():
             yield
 
     def capture(self, run: Callable[[], list[Any]], generators: Sequence[torch.Generator]) -> tuple[Any, list[Any]]:
@@ -83,7 +84,7 @@ class Pool(torch_cuda.PrivatePool):
             # A library's cached workspace would stay in the pool, where the next recording overwrites it.
             torch_cuda.clear_cublas_workspaces()
             try:
-                with torch.random.fork_rng([self.device]), self._on_side_stream():
+                with torch.random.fork_rng([self.device]), self.on_side_stream():
                     graph.capture_begin(pool=self.handle, capture_error_mode="thread_local")
                     try:
                         result = run()

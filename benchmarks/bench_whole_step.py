@@ -1,0 +1,329 @@
+"""A whole training step as one CUDA graph beside torch's CUDA graph trees: time of a step, and memory.
+
+    python benchmarks/bench_whole_step.py --json out.json            needs CUDA; ten minutes, mostly compilation
+    python benchmarks/bench_whole_step.py --only mlp                 half a minute
+    python benchmarks/bench_whole_step.py --small                    a CPU: tiny sizes on the tests' simulator
+
+MLPs of bench_cudagraph_host.py, 32 x 128, synchronized after each step, in microseconds:
+
+    torch_trees      mode="reduce-overhead": forward, sum, backward, gradients zeroed in place; with AdamW: its step
+    whole            `cudagraph.whole_step` of the same step, model not compiled
+    whole_compiled   the same, model compiled by Inductor
+    replay           the graph of `whole` launched by hand: the floor
+    eager            no graphs, nothing compiled
+
+Models: GPT-2 small (12 layers, 768 wide, 1024 tokens) and ViT-B/16 (197 tokens), bfloat16 autocast, fused AdamW, in
+milliseconds: `torch_trees`, and `whole` with the same compiled model. Memory: bytes that the allocator has reserved at
+most, compiled blocks, eager loss and fused AdamW, each variant in a process of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import pathlib
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from _measure import conditions
+from torch import nn
+from torch.nn import functional as F
+
+import cudagraph
+
+DEPTHS = (4, 24)
+BATCHES = (1, 2, 4, 8)
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def medians_us(
+    variants: dict[str, Callable[[], Any]], device: torch.device, calls: int, rounds: int
+) -> dict[str, float]:
+    """Microseconds of a call, synchronized, by variant; variants take turns."""
+    times: dict[str, list[float]] = {name: [] for name in variants}
+    for _ in range(rounds):
+        for name, call in variants.items():
+            for _ in range(5):
+                call()
+            synchronize(device)
+            begin = time.perf_counter()
+            for _ in range(calls):
+                call()
+                synchronize(device)
+            times[name].append((time.perf_counter() - begin) / calls * 1e6)
+    return {name: round(statistics.median(values), 1) for name, values in times.items()}
+
+
+def mlp(depth: int, device: torch.device) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*[nn.Sequential(nn.Linear(128, 128), nn.GELU()) for _ in range(depth)]).to(device)
+
+
+def bench_mlp(depth: int, device: torch.device, *, optimizer: bool, calls: int, rounds: int) -> dict[str, Any]:
+    torch._dynamo.reset()
+    cudagraph.reset()
+    x = torch.randn(32, 128, device=device)
+    on_gpu = device.type == "cuda"
+
+    def step_of(compile_it: Callable[[Any], Any]) -> tuple[nn.Module, Callable[[torch.Tensor], torch.Tensor]]:
+        model = mlp(depth, device)
+        adamw = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True, capturable=on_gpu) if optimizer else None
+        f = compile_it(model)
+
+        def step(x: torch.Tensor) -> torch.Tensor:
+            model.zero_grad(set_to_none=adamw is not None)
+            loss = f(x).sum()
+            loss.backward()
+            if adamw is not None:
+                adamw.step()
+            return loss.detach()
+
+        return model, step
+
+    models, variants = {}, {}
+    models["eager"], eager = step_of(lambda model: model)
+    variants["eager"] = lambda: eager(x)
+    if on_gpu:
+        models["torch_trees"], trees = step_of(lambda m: torch.compile(m, mode="reduce-overhead", fullgraph=True))
+
+        def torch_trees() -> None:
+            torch.compiler.cudagraph_mark_step_begin()
+            trees(x)
+
+        variants["torch_trees"] = torch_trees
+    models["whole"], plain = step_of(lambda model: model)
+    whole = cudagraph.whole_step(plain)
+    variants["whole"] = lambda: whole(x)
+    if on_gpu:
+        models["whole_compiled"], compiled = step_of(lambda model: torch.compile(model, fullgraph=True))
+        whole_compiled = cudagraph.whole_step(compiled)
+        variants["whole_compiled"] = lambda: whole_compiled(x)
+    for name, call in variants.items():
+        for _ in range(6):
+            call()
+        for ours, theirs in zip(models[name].parameters(), models["eager"].parameters(), strict=True):
+            pairs = [(ours, theirs), (ours.grad, theirs.grad)]
+            for a, b in pairs:
+                torch.testing.assert_close(a, b, rtol=1e-2, atol=1e-2, msg=lambda m, name=name: f"{name}: {m}")
+    assert not whole.refused, whole.refused
+    us = medians_us({**variants, "replay": whole.latest.launch}, device, calls, rounds)
+    row: dict[str, Any] = {"model": f"mlp {depth}", "optimizer": "adamw, fused" if optimizer else "none", "us": us}
+    if on_gpu:
+        ratios = {name: round(us[name] / us["torch_trees"], 3) for name in ("whole", "whole_compiled")}
+        row["ratio_to_torch_trees"] = ratios
+    return row
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, heads: int, *, causal: bool) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.heads, self.causal = heads, causal
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        b, t, w = x.shape
+        q, k, v = (y.view(b, t, self.heads, -1).transpose(1, 2) for y in self.qkv(self.norm1(x)).chunk(3, -1))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
+        x = x + self.out(y.transpose(1, 2).reshape(b, t, w))
+        return x + self.down(F.gelu(self.up(self.norm2(x)), approximate="tanh"))
+
+
+class GPT2(nn.Module):
+    def __init__(
+        self, layers: int = 12, width: int = 768, heads: int = 12, vocabulary: int = 50257, tokens: int = 1024
+    ):
+        super().__init__()
+        self.tokens, self.vocabulary = tokens, vocabulary
+        self.embed, self.position = nn.Embedding(vocabulary, width), nn.Embedding(tokens, width)
+        self.blocks = nn.Sequential(*[Block(width, heads, causal=True) for _ in range(layers)])
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocabulary, bias=False)
+
+    def batch(self, size: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        ids = torch.randint(self.vocabulary, (size, self.tokens + 1), device=device)
+        return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids) + self.position(torch.arange(ids.shape[1], device=ids.device))
+        return self.head(self.norm(self.blocks(x)))
+
+
+class ViT(nn.Module):
+    def __init__(self, layers: int = 12, width: int = 768, heads: int = 12, image: int = 224, patch: int = 16):
+        super().__init__()
+        self.image = image
+        self.patches = nn.Conv2d(3, width, patch, patch)
+        self.token = nn.Parameter(torch.zeros(1, 1, width))
+        self.position = nn.Parameter(torch.randn(1, (image // patch) ** 2 + 1, width) * 0.02)
+        self.blocks = nn.Sequential(*[Block(width, heads, causal=False) for _ in range(layers)])
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 1000)
+
+    def batch(self, size: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        images = torch.randn(size, 3, self.image, self.image, device=device)
+        return images, torch.randint(1000, (size,), device=device)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        x = self.patches(images).flatten(2).transpose(1, 2)
+        x = torch.cat([self.token.expand(len(x), -1, -1), x], 1) + self.position
+        return self.head(self.norm(self.blocks(x))[:, 0])
+
+
+def loss_of(out: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(out.flatten(0, -2).float(), target.flatten())
+
+
+def training(model: nn.Module, device: torch.device, compile_it: Callable[[Any], Any]) -> Callable[..., torch.Tensor]:
+    """A step with autocast, the model and its loss compiled together."""
+    adamw = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True, capturable=device.type == "cuda")
+
+    def forward(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(device.type, torch.bfloat16):
+            return loss_of(model(x), y)
+
+    compiled = compile_it(forward)
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        loss = compiled(x, y)
+        loss.backward()
+        adamw.step()
+        adamw.zero_grad()
+        return loss.detach()
+
+    return step
+
+
+def bench_model(make: Callable[[], Any], size: int, device: torch.device, calls: int, rounds: int) -> dict[str, Any]:
+    torch._dynamo.reset()
+    cudagraph.reset()
+    variants: dict[str, Callable[[], Any]] = {}
+    torch.manual_seed(0)
+    model: Any = make()
+    batch = model.batch(size, device)
+    torch.manual_seed(0)
+    whole = cudagraph.whole_step(
+        training(make().to(device), device, lambda f: torch.compile(f, dynamic=False) if device.type == "cuda" else f)
+    )
+    variants["whole"] = lambda: whole(*batch)
+    if device.type == "cuda":
+        torch.manual_seed(0)
+        trees = training(make().to(device), device, lambda f: torch.compile(f, mode="reduce-overhead", dynamic=False))
+
+        def torch_trees() -> torch.Tensor:
+            torch.compiler.cudagraph_mark_step_begin()
+            return trees(*batch)
+
+        variants["torch_trees"] = torch_trees
+    losses = {name: [float(call()) for _ in range(6)][-1] for name, call in variants.items()}
+    assert not whole.refused, whole.refused
+    ms = {name: us / 1e3 for name, us in medians_us(variants, device, calls, rounds).items()}
+    row: dict[str, Any] = {"model": type(model).__name__, "batch": size, "loss": losses, "ms": ms}
+    if "torch_trees" in ms:
+        row["ratio_to_torch_trees"] = round(ms["whole"] / ms["torch_trees"], 3)
+    return row
+
+
+def reserved_bytes(graphs: bool, size: int, device: torch.device) -> int:
+    """The most that the allocator reserves in steps after the first four. Blocks are compiled, the loss is eager."""
+    torch.manual_seed(0)
+    model = GPT2().to(device)
+    batch = model.batch(size, device)
+    for i, block in enumerate(model.blocks):
+        model.blocks[i] = torch.compile(block, dynamic=False)
+    adamw = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True, capturable=True)
+
+    def loss_fn(out: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return loss_of(out, y)
+
+    def autocast_model(x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(device.type, torch.bfloat16):
+            out: torch.Tensor = model(x)
+        return out
+
+    if graphs:
+        step = cudagraph.whole_step(autocast_model, loss_fn, adamw)
+    else:
+
+        def step(x: torch.Tensor, y: torch.Tensor) -> None:
+            loss_fn(autocast_model(x), y).backward()
+            adamw.step()
+            adamw.zero_grad()
+
+    for i in range(10):
+        if i == 4:
+            synchronize(device)
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(device)
+        step(*batch)
+    synchronize(device)
+    return torch.cuda.max_memory_reserved(device)
+
+
+def bench_memory(size: int) -> dict[str, Any]:
+    found = {}
+    for variant in ("without", "with"):
+        command = [sys.executable, __file__, "--reserved", variant, "--batches", str(size)]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        found[variant] = json.loads(done.stdout.splitlines()[-1])
+    return {
+        "model": "GPT2",
+        "batch": size,
+        "reserved_bytes": found,
+        "ratio": round(found["with"] / found["without"], 4),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", choices=("mlp", "models", "memory"), nargs="+", default=["mlp", "models", "memory"])
+    parser.add_argument("--batches", type=int, nargs="+", default=BATCHES)
+    parser.add_argument("--calls", type=int, default=100, help="calls a round")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--small", action="store_true", help="tiny sizes on a CPU, to see that it runs")
+    parser.add_argument("--reserved", choices=("without", "with"), help="print what this variant reserves, for itself")
+    parser.add_argument("--json", help="write the result there")
+    options = parser.parse_args()
+    device = torch.device("cpu") if options.small else torch.device("cuda", torch.cuda.current_device())
+    if options.reserved:
+        print(reserved_bytes(options.reserved == "with", options.batches[0], device))
+        return
+    if options.small:
+        sys.path.append(str(pathlib.Path(__file__).resolve().parents[1] / "tests" / "support"))
+        from capture_simulator import Simulator
+
+        from cudagraph.step import whole
+
+        simulator = Simulator(1 << 26)
+        whole.cuda_driver = lambda: simulator  # type: ignore[assignment, return-value]
+    result: dict[str, Any] = {**conditions(device, calls=options.calls, rounds=options.rounds), "rows": []}
+
+    def add(row: dict[str, Any]) -> None:
+        print(json.dumps(row), flush=True)
+        result["rows"].append(row)
+
+    if "mlp" in options.only:
+        for depth in (2,) if options.small else DEPTHS:
+            for optimizer in (False, True):
+                add(bench_mlp(depth, device, optimizer=optimizer, calls=options.calls, rounds=options.rounds))
+    if "models" in options.only:
+        tiny = [lambda: GPT2(1, 8, 2, 16, 4), lambda: ViT(1, 8, 2, 8, 4)]
+        for make in tiny if options.small else [GPT2, ViT]:
+            for size in options.batches[:1] if options.small else options.batches:
+                add(bench_model(make, size, device, max(options.calls // 4, 1), options.rounds))
+    if "memory" in options.only and not options.small:
+        add(bench_memory(options.batches[-1]))
+    if options.json:
+        pathlib.Path(options.json).write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,308 @@
+"""The host values that a step may read: a snapshot, compared before each replay.
+
+    roots (model, optimizer, ...) --walk--> containers   dicts, lists, closures, globals: what can change
+                                            leaves       path -> value or identity
+                                            tensors      whose memory the graph reads
+
+Containers are compared first: dicts by the version that Python counts, others entry by entry, by identity. If nothing
+differs, nothing that the walk reaches has changed. Otherwise leaves are compared: numbers, strings and the like by type
+and value, all else by identity.
+
+The walk follows attributes of objects, containers, closures, and globals that the user's own functions name. It does
+not follow code of torch, of Python and of installed packages.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+import sysconfig
+import types
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from itertools import chain
+from operator import attrgetter, is_
+from typing import Any
+
+import torch
+
+from ..errors import CudaGraphError
+from ..torch_private import cuda as torch_cuda
+
+MOST_VALUES = 100_000
+PLAIN = (
+    bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format,
+)  # fmt: skip
+# Objects of torch that are followed. Others, such as what Dynamo compiled, change by themselves.
+TORCH_OBJECTS = (torch.nn.Module, torch.optim.Optimizer, torch.amp.GradScaler)
+WRAPPERS = ("__self__", "__func__", "func", "args", "keywords", "fget")  # of methods, partials and properties
+HOOKS = attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")  # of a tensor; its `__dict__` lacks them
+MISSING = object()
+_PATHS = sysconfig.get_paths()
+NOT_THE_USERS = (
+    os.path.dirname(torch.__file__) + os.sep,
+    os.path.dirname(os.path.dirname(__file__)) + os.sep,
+    *(_PATHS[name] + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")),
+    "<frozen",
+)
+
+
+class TooManyValues(CudaGraphError):
+    """A step reaches more host values than can be compared before each call."""
+
+
+@functools.cache
+def is_users(filename: str) -> bool:
+    """Whether a source file is the user's: not of torch, this package, Python, or an installed package."""
+    return not filename.startswith(NOT_THE_USERS) and "site-packages" not in filename
+
+
+@functools.cache
+def names_in(code: types.CodeType) -> frozenset[str]:
+    """The names of globals and attributes that `code` uses, and functions inside of it."""
+    inner = (names_in(const) for const in code.co_consts if isinstance(const, types.CodeType))
+    return frozenset(code.co_names).union(*inner)
+
+
+class HostState:
+    """A snapshot of the host values that can be reached from `roots`. It keeps them alive.
+
+    Attributes:
+        leaves: what is compared, by path, such as "optimizer.param_groups[0]['lr']".
+        tensors: each tensor that was found, by its path.
+        optimizers: each optimizer that was found, by its path.
+        compiled: whether a function was found that Dynamo compiles.
+        numbers: the tensors on the CPU, of a step on another device. They are host values: versions are compared.
+
+    Raises `TooManyValues`.
+    """
+
+    def __init__(self, roots: Mapping[str, Any], device_type: str) -> None:
+        self.leaves: dict[str, Any] = {}
+        self.tensors: dict[str, torch.Tensor] = {}
+        self.optimizers: dict[str, torch.optim.Optimizer] = {}
+        self.compiled = False
+        self.numbers: list[torch.Tensor] = []
+        self._device_type = device_type
+        self._dicts: list[dict[Any, Any]] = []
+        self._lists: list[Any] = []
+        # Containers of other kinds: what reads their values, what puts values back, and the values.
+        self._views: list[tuple[Callable[[], list[Any]], Callable[[list[Any]], Any], list[Any]]] = []
+        self._seen: dict[int, tuple[Any, str]] = {}
+        self._waiting: deque[tuple[str, Any]] = deque(roots.items())
+        while self._waiting:
+            path, value = self._waiting.popleft()
+            self._visit(path, value)
+            if len(self.leaves) > MOST_VALUES:
+                raise TooManyValues(f"reaches more than {MOST_VALUES} host values, such as {path}")
+        self._items = [*chain.from_iterable(self._lists)]
+        self._copies = [each.copy() for each in (*self._dicts, *self._lists)]
+        self._full, self._empty = [d for d in self._dicts if d], [d for d in self._dicts if not d]
+        self._hooked = [x for x in self.tensors.values() if x.requires_grad]
+        self._hooks = [*map(HOOKS, self._hooked)]
+        self.renew()
+
+    def objects(self) -> list[Any]:
+        """All objects that were found, but for plain values."""
+        return [value for value, _ in self._seen.values()]
+
+    def renew(self) -> None:
+        """From now on, compare with the versions of now: what changed since has been put back."""
+        self._versions = [*map(torch_cuda.dict_version, self._full)]
+        self._number_versions = [x._version for x in self.numbers]
+
+    def unchanged(self) -> bool:
+        """Whether every container holds the very objects of the snapshot."""
+        return (
+            [*map(torch_cuda.dict_version, self._full)] == self._versions
+            and not any(self._empty)
+            and sum(map(len, self._lists)) == len(self._items)
+            and all(map(is_, chain.from_iterable(self._lists), self._items))
+            and [*map(HOOKS, self._hooked)] == self._hooks
+            and all(_same(read(), saved) for read, _, saved in self._views)
+            and [x._version for x in self.numbers] == self._number_versions
+        )
+
+    def differences(self, after: HostState) -> dict[str, str]:
+        """What differs in `after`, by path, as text: "True became False"."""
+        if self.leaves == after.leaves:
+            return {}
+        pairs = {
+            path: (self.leaves.get(path, MISSING), after.leaves.get(path, MISSING))
+            for path in dict.fromkeys([*self.leaves, *after.leaves])
+        }
+        return {path: f"{_text(old)} became {_text(new)}" for path, (old, new) in pairs.items() if old != new}
+
+    def expect(self, container: dict[Any, Any], key: Any) -> None:
+        """From now on, `container[key]` is to be what it is now."""
+        for each, copy in zip(self._dicts, self._copies, strict=False):
+            if each is container:
+                copy[key] = each[key]
+                if _same(each, copy) and _same(each.values(), copy.values()):
+                    self._versions[[*map(id, self._full)].index(id(each))] = torch_cuda.dict_version(each)
+
+    def restore(self) -> None:
+        """Put back what containers held."""
+        for each, saved in zip((*self._dicts, *self._lists), self._copies, strict=True):
+            is_dict = isinstance(each, dict)
+            if not _same(each, saved) or (is_dict and not _same(dict.values(each), dict.values(saved))):
+                each.clear()
+                each.update(saved) if is_dict or isinstance(each, set) else each.extend(saved)
+        for read, write, saved in self._views:
+            if not _same(read(), saved):
+                write(saved)
+
+    # --- the walk
+
+    def _visit(self, path: str, value: Any) -> None:
+        if isinstance(value, PLAIN):
+            self.leaves[path] = type(value), value.hex() if isinstance(value, float) else value
+        elif id(value) in self._seen:
+            self.leaves[path] = f"what {self._seen[id(value)][1]} is"
+        else:
+            self._seen[id(value)] = value, path  # alive, so that no other object gets its id
+            self.leaves[path] = id(value)
+            self._follow(path, value)
+
+    def _follow(self, path: str, value: Any) -> None:
+        if isinstance(value, torch.Tensor):
+            self.tensors[path] = value
+            if value.device.type == "cpu" != self._device_type:
+                self.leaves[path] = f"version {value._version} of {id(value)}"
+                self.numbers.append(value)
+            self._dict(path, ".{}", value.__dict__)
+            if value.requires_grad:
+                self._later(path, ".{}", ("hooks", "hooks after accumulation"), HOOKS(value))
+        elif isinstance(value, dict):
+            self.leaves[path] = type(value)  # one that is exchanged for an equal one has not changed
+            self._dict(path, "[{!r}]", value)
+        elif isinstance(value, (list, deque, set, tuple, frozenset)):
+            self.leaves[path] = type(value)
+            if isinstance(value, (list, deque, set)):
+                self._lists.append(value)
+            self._later(path, "[{}]", range(len(value)), value)
+        elif isinstance(value, types.FunctionType):
+            self._function(path, value)
+        elif isinstance(value, (types.MethodType, functools.partial, staticmethod, classmethod, property)):
+            self.leaves[path] = type(value)
+            names = [name for name in WRAPPERS if hasattr(value, name)]
+            self._later(path, ".{}", names, [getattr(value, name) for name in names])
+        elif isinstance(value, type):
+            if is_users_class(value):
+                names = [name for name, x in vars(value).items() if name[:2] != "__" or isinstance(x, CODE)]
+                self._view(path, names, functools.partial(_items, vars(value), names))
+        elif isinstance(value, TORCH_OBJECTS) or is_users_class(type(value)):
+            if isinstance(value, torch.optim.Optimizer):
+                self.optimizers[path] = value
+            if getattr(value, "_compiled_call_impl", None) is not None or hasattr(value, "_orig_mod"):
+                self.compiled = True
+            for cls in type(value).__mro__[:-1]:
+                self._waiting.append((f"{cls.__module__}.{cls.__qualname__}", cls))
+                slots = [slot for slot in vars(cls).get("__slots__", ()) if hasattr(value, slot)]
+                self._view(
+                    path, slots, functools.partial(_attributes, value, slots), functools.partial(_set, value, slots)
+                )
+            self._dict(path, ".{}", getattr(value, "__dict__", {}))
+
+    def _later(self, path: str, how: str, names: Iterable[Any], values: Iterable[Any]) -> None:
+        self._waiting.extend((path + how.format(name), value) for name, value in zip(names, values, strict=True))
+
+    def _dict(self, path: str, how: str, value: dict[Any, Any]) -> None:
+        self._dicts.append(value)
+        self._later(path, how, [key if isinstance(key, PLAIN) else n for n, key in enumerate(value)], value.values())
+        others = {n: key for n, key in enumerate(value) if not isinstance(key, PLAIN)}
+        self._later(path, ".keys[{}]", others, others.values())
+
+    def _view(
+        self,
+        path: str,
+        names: Iterable[str],
+        read: Callable[[], list[Any]],
+        write: Callable[[list[Any]], Any] = lambda _: None,
+    ) -> None:
+        saved = read()
+        if saved:
+            self._views.append((read, write, saved))
+            self._later(path, ", {}", names, saved)
+
+    def _function(self, path: str, function: types.FunctionType) -> None:
+        compiled_from = getattr(function, "_torchdynamo_orig_callable", None)
+        if compiled_from is not None:
+            self.compiled |= not getattr(function, "_torchdynamo_disable", False)
+            self._waiting.append((path, compiled_from))
+            return
+        code, space = function.__code__, function.__globals__
+        if not is_users(code.co_filename):
+            return
+        self.leaves[path] = id(code)  # a function that is made anew each time is the same
+        self._seen[id(code)] = code, path
+        named = zip(code.co_freevars, function.__closure__ or (), strict=True)
+        cells = {name: cell for name, cell in named if not _is_empty(cell)}
+        self._view(path, cells, functools.partial(_contents, cells), functools.partial(_fill, cells))
+        for each in (space, *(vars(x) for x in map(space.get, names_in(code)) if _is_users_module(x))):
+            names = sorted(names_in(code).intersection(each))
+            self._view(path, names, functools.partial(_items, each, names), functools.partial(_set_items, each, names))
+        self._dict(path, ".{}", function.__dict__)
+        names = [name for name in ("__defaults__", "__kwdefaults__") if getattr(function, name, None)]
+        self._later(path, ".{}", names, [getattr(function, name) for name in names])
+
+
+CODE = (types.FunctionType, staticmethod, classmethod, property)
+
+
+def _items(space: Mapping[str, Any], names: Iterable[str]) -> list[Any]:
+    return [space.get(name, MISSING) for name in names]
+
+
+def _set_items(space: dict[str, Any], names: Iterable[str], values: Iterable[Any]) -> None:
+    space.update(zip(names, values, strict=True))
+
+
+def _attributes(value: Any, names: Iterable[str]) -> list[Any]:
+    return [getattr(value, name, MISSING) for name in names]
+
+
+def _set(value: Any, names: Iterable[str], values: Iterable[Any]) -> None:
+    for name, old in zip(names, values, strict=True):
+        setattr(value, name, old)
+
+
+def _contents(cells: Mapping[str, Any]) -> list[Any]:
+    return [cell.cell_contents for cell in cells.values()]
+
+
+def _fill(cells: Mapping[str, Any], values: Iterable[Any]) -> None:
+    for cell, value in zip(cells.values(), values, strict=True):
+        cell.cell_contents = value
+
+
+def _same(now: Iterable[Any], saved: Iterable[Any]) -> bool:
+    now, saved = [*now], [*saved]
+    return len(now) == len(saved) and all(map(is_, now, saved))
+
+
+def _is_empty(cell: Any) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018
+    except ValueError:
+        return True
+    return False
+
+
+def _is_users_module(value: Any) -> bool:
+    return isinstance(value, types.ModuleType) and is_users(getattr(value, "__file__", None) or "<frozen")
+
+
+def is_users_class(cls: type) -> bool:
+    """Whether instances of `cls` are followed: a class of the user's, or of an installed package other than torch."""
+    root = cls.__module__.partition(".")[0]
+    return root not in sys.stdlib_module_names and root not in ("torch", "builtins", "numpy", "cudagraph", "aot_hooks")
+
+
+def _text(leaf: Any) -> str:
+    if leaf is MISSING:
+        return "nothing"
+    if isinstance(leaf, tuple):
+        return str(float.fromhex(leaf[1])) if leaf[0] is float else repr(leaf[1])
+    return "an object" if isinstance(leaf, int) else getattr(leaf, "__name__", leaf)

@@ -1,0 +1,110 @@
+"""What a step is called with: as the key of its recordings, and in the memory that a graph reads.
+
+flat tensors --one fused copy--> tensors of the graph
+on the CPU: --stream of their own--> staged --the same copy-->      while the graph of the step before still runs
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from .. import counters
+from ..torch_private import cuda as torch_cuda
+from ..tree.function import key_value
+from ..tree.liveness import copy_preserving_layout, overlap_span
+
+
+def flat_arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Sequence[Any], Any]:
+    """The arguments in one sequence, and what `arguments_of` needs to put them together again."""
+    if not kwargs and all(type(x) is torch.Tensor for x in args):
+        return args, None
+    return torch_cuda.flatten((args, kwargs))
+
+
+def arguments_of(flat: Sequence[Any], spec: Any) -> Any:
+    """The positional and the named arguments."""
+    return (flat, {}) if spec is None else torch_cuda.unflatten(flat, spec)
+
+
+def key_of(flat: Sequence[Any], spec: Any) -> tuple[Any, ...]:
+    """What the calls of one recording have in common: shapes, strides, dtypes and devices of tensors; other values."""
+    return spec, *[
+        (x.shape, x.stride(), x.dtype, x.device, x.requires_grad) if type(x) is torch.Tensor else key_value(x)
+        for x in flat
+    ]
+
+
+def reason_against(flat: Sequence[Any]) -> str | None:
+    """Why a call with these arguments runs without a graph; None if nothing speaks against one."""
+    for i, x in enumerate(flat):
+        if isinstance(x, torch.Tensor):
+            if x.requires_grad:
+                return f"input {i} requires a gradient"
+            if type(x) is not torch.Tensor or x.layout is not torch.strided:
+                return f"input {i} is a {type(x).__name__} of layout {x.layout}"
+        elif not isinstance(x, (bool, int, float, str, bytes, type(None))):
+            return f"input {i} is a {type(x).__name__}, no tensor, number or string; let the step close over it"
+    return None
+
+
+class Inputs:
+    """The tensors that a graph reads in place of a call's; `pool` is where they lie.
+
+    Attributes:
+        positions: of the tensors among the arguments.
+        staged: the tensors of the graph.
+    """
+
+    def __init__(self, pool: Any, flat: Sequence[Any], device: torch.device) -> None:
+        self.device = device
+        self.positions = [i for i, x in enumerate(flat) if isinstance(x, torch.Tensor)]
+        with pool.staging():
+            self.staged = [copy_preserving_layout(flat[i].to(device)) for i in self.positions]
+        self._versions = [x._version for x in self.staged]
+        # Those whose elements share memory are copied as far as they reach: position among `staged`, elements.
+        self._spans = [(n, span) for n, x in enumerate(self.staged) if (span := overlap_span(x)) is not None]
+        self._destinations = list(self.staged)
+        for n, span in self._spans:
+            self._destinations[n] = self.staged[n].as_strided((span,), (1,))
+        self._on_cpu = [n for n, i in enumerate(self.positions) if flat[i].device != device]
+        if self._on_cpu:
+            self._stream, self._copied = torch.cuda.Stream(device), torch.cuda.Event()
+            self._uploaded = [torch.empty_like(self.staged[n]) for n in self._on_cpu]
+
+    def arguments(self, flat: Sequence[Any]) -> list[Any]:
+        """`flat` with the graph's tensors in place of the caller's."""
+        arguments = list(flat)
+        for i, x in zip(self.positions, self.staged, strict=True):
+            arguments[i] = x
+        return arguments
+
+    def by_storage(self) -> dict[int, int]:
+        """Positions of the tensors among the arguments, by the identity of the storage that the graph reads."""
+        return {torch_cuda.identity(x.untyped_storage()): i for i, x in zip(self.positions, self.staged, strict=True)}
+
+    def written(self) -> int | None:
+        """The position of an input that was written to since it was made."""
+        changed = (i for i, x, v in zip(self.positions, self.staged, self._versions, strict=True) if x._version != v)
+        return next(changed, None)
+
+    def copy(self, flat: Sequence[Any]) -> None:
+        """Copy a call's tensors to the graph's, on the current stream. A pinned one may be read after that returns."""
+        if not self.positions:
+            return
+        sources = [flat[i] for i in self.positions]
+        if self._on_cpu:
+            with torch.cuda.stream(self._stream):
+                self._stream.wait_event(self._copied)
+                for n, x in zip(self._on_cpu, self._uploaded, strict=True):
+                    sources[n] = x.copy_(sources[n], non_blocking=True)
+            torch.cuda.current_stream(self.device).wait_stream(self._stream)
+        for n, span in self._spans:
+            sources[n] = sources[n].as_strided((span,), (1,))
+        with torch_cuda.below_autograd():
+            torch_cuda.foreach_copy(self._destinations, sources)
+        if self._on_cpu:
+            self._copied.record(torch.cuda.current_stream(self.device))
+        counters.counts["copies"] += len(sources)

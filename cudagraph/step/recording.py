@@ -1,0 +1,253 @@
+"""One recording of a step: when it applies, and how it is replayed.
+
+applies:  same inputs? same settings? host values as in the snapshot? tensors where they were? gradients as expected?
+replay:   one fused copy of the inputs -> launch -> gradients -> copies of what the step returns
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import random
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .. import counters
+from ..torch_private import cuda as torch_cuda
+from ..tree.capture import CannotCapture, Capture, Owner, under_way
+from ..tree.dispatch import as_they_are
+from ..tree.node import Cursor
+from ..tree.record import Snapshot
+from ..tree.tree import one_capture
+from .gradients import Gradients
+from .host import HostState
+from .inputs import Inputs, arguments_of
+from .watch import Watch
+
+
+def settings() -> tuple[Any, ...]:
+    """Global settings that choose kernels or change what a step does, beside those of `torch_cuda.global_guard`."""
+    sdp, cudnn = torch.backends.cuda, torch.backends.cudnn
+    return (
+        torch_cuda.ambient_hooks(), *torch_cuda.function_modes(),
+        sdp.flash_sdp_enabled(), sdp.mem_efficient_sdp_enabled(), sdp.math_sdp_enabled(), sdp.cudnn_sdp_enabled(),
+        cudnn.enabled, cudnn.benchmark, cudnn.deterministic,
+    )  # fmt: skip
+
+
+class Rate:
+    """A learning rate that changed between calls, so that the graph reads it from the device."""
+
+    def __init__(self, group: dict[str, Any], device: torch.device) -> None:
+        wide = any(x.dtype is torch.float64 for x in group["params"])
+        self.group, self.value = group, group["lr"]
+        self.tensor = torch.tensor(self.value, dtype=torch.float64 if wide else torch.float32, device=device)
+
+
+@contextlib.contextmanager
+def on_device(rates: Sequence[Rate]) -> Iterator[None]:
+    """A context in which optimizers find the tensors of `rates` as their learning rates."""
+    try:
+        for rate in rates:
+            rate.group["lr"] = rate.tensor
+        yield
+    finally:
+        for rate in rates:
+            rate.group["lr"] = rate.value
+
+
+@dataclass(eq=False)
+class StepRecording:
+    """A captured step.
+
+    Attributes:
+        key: see `key_of`.
+        rates: learning rates that the graph reads on the device, by their paths in `host`.
+        tensors: those that the graph may read where they are.
+        written: those of them that it writes to.
+        results: tensors of the graph, or other values.
+        result_spec: how they are put together; None for one tensor alone.
+        update: runs after each launch, outside of the graph.
+        blocks: addresses in `pool` that are in use between replays.
+        owner: lives as long as the recording; see tree/capture.py.
+    """
+
+    key: tuple[Any, ...]
+    host: HostState
+    rates: Mapping[str, Rate]
+    inputs: Inputs
+    gradients: Gradients
+    tensors: list[torch.Tensor]
+    written: list[torch.Tensor]
+    results: list[Any]
+    result_spec: Any
+    update: Callable[[], None] | None
+    graph: Any
+    cursor: Cursor
+    pool: Any
+    blocks: set[int]
+    owner: Owner
+
+    def __post_init__(self) -> None:
+        self.launch = self.cursor.driver.launcher(self.graph)
+        self._addresses = [x.data_ptr() for x in self.tensors]
+        self._indices = list(range(len(self.tensors)))
+        self._guard, self._global_guard = torch_cuda.tensor_guard(self.tensors), torch_cuda.global_guard()
+        self._settings = settings()
+
+    def applies(self, key: tuple[Any, ...], now: HostState | None = None) -> bool:
+        """Whether a replay does what the step would do. `now`: a new snapshot, if there is one."""
+        if key != self.key or not self._global_guard() or settings() != self._settings or torch_cuda.dispatch_modes():
+            return False
+        for rate in self.rates.values():
+            value = rate.group["lr"]
+            if value is not rate.value:
+                if type(value) not in (float, int):
+                    return False
+                rate.tensor.fill_(value)
+                rate.value = value
+                self.host.expect(rate.group, "lr")
+        if not self.host.unchanged():
+            if now is None or not self.host.differences(now).keys() <= self.rates.keys():
+                return False
+            self.host = now
+        return (
+            torch_cuda.pointers_equal(self.tensors, self._addresses, self._indices)
+            and self._guard(*self.tensors)
+            and self.gradients.fit()
+        )
+
+    def replay(self, flat: Sequence[Any]) -> Any:
+        """Run the step on the inputs `flat`, after `applies`. What it returns is in memory of its own."""
+        self.cursor.follow_stream()
+        self.inputs.copy(flat)
+        self.launch()
+        counters.counts["replays"] += 1
+        self.gradients.give()
+        if self.update is not None:
+            self.update()
+        if self.written:
+            torch.autograd.graph.increment_version(self.written)  # as the step does: autograd may have saved one
+        results = [x.clone() if isinstance(x, torch.Tensor) else x for x in self.results]
+        return results[0] if self.result_spec is None else torch_cuda.unflatten(results, self.result_spec)
+
+    def close(self) -> None:
+        self.gradients.close()
+        self.graph.reset()
+
+
+def parameters_of(host: HostState) -> list[torch.Tensor]:
+    """The tensors that may have a gradient."""
+    return [x for x in host.tensors.values() if x.is_leaf and (x.requires_grad or isinstance(x, torch.nn.Parameter))]
+
+
+def record(
+    pool: Any,
+    cursor: Cursor,
+    run: Callable[..., Any],
+    update: Callable[[], None] | None,
+    key: tuple[Any, ...],
+    flat: Sequence[Any],
+    spec: Any,
+    take: Callable[[], HostState],
+    host: HostState,
+    rate_groups: Mapping[str, dict[str, Any]],
+    known_blocks: set[int],
+    *,
+    reads_gradients: bool,
+) -> StepRecording:
+    """Capture `run` with the arguments `flat`. Whether that succeeds or not, all is as before.
+
+    Args:
+        update: what is to run after each replay, outside of the graph.
+        take: takes a snapshot of host values; `host` is the one of now.
+        rate_groups: groups of optimizers whose learning rate the graph reads on the device, by the path of the rate.
+        known_blocks: addresses of the pool that other recordings keep.
+        reads_gradients: see `Gradients`.
+
+    Raises `CannotCapture` if something speaks against it, and the capture's own errors.
+    """
+    device = cursor.device
+    for path, x in host.tensors.items():
+        if x.layout is not torch.strided or type(x) not in (torch.Tensor, torch.nn.Parameter):
+            raise CannotCapture(f"{path} is a {type(x).__name__} of layout {x.layout}")
+    tensors = [*host.tensors.values()]
+    snapshot = Snapshot(tensors, [x for x in host.objects() if isinstance(x, torch.Generator) and x.device == device])
+    versions = [None if x.is_inference() else x._version for x in tensors]
+    numbers = [(x, x._version, x.detach().clone()) for x in host.numbers]
+    random_states = [torch.get_rng_state()]
+    python_random_state = random.getstate()
+    rates = {path: Rate(group, device) for path, group in rate_groups.items()}
+    owner, graph = Owner(), None
+    gradients = Gradients(parameters_of(host), reads=reads_gradients)
+    try:
+        inputs = Inputs(pool, flat, device)
+        watch = Watch(device, inputs.by_storage())
+
+        def captured() -> Any:
+            args, kwargs = arguments_of(inputs.arguments(flat), spec)
+            with contextlib.nullcontext() if host.compiled else watch(), as_they_are():
+                result = run(*args, **kwargs)
+            random_states.append(torch.get_rng_state())  # before the capture puts it back
+            return ([result], None) if isinstance(result, torch.Tensor) else torch_cuda.flatten(result)
+
+        with one_capture(), under_way(Capture(owner, ())), on_device([*rates.values()]):
+            graph, (results, result_spec) = pool.capture(captured, snapshot.generators)
+        if random.getstate() != python_random_state or not torch.equal(*random_states):
+            raise CannotCapture("draws random numbers on the host")
+        changed = host.differences(take())
+        host.restore()  # of equal containers, those that were there before
+        host.renew()
+        for path, how in changed.items():
+            raise CannotCapture(f"changes {path} each time, which a replay would not: {how}")
+        rebound = {id(x) for x in snapshot.rebound()}
+        for path, x in host.tensors.items():
+            if id(x) in rebound:
+                raise CannotCapture(f"gives {path} other memory or another shape, which a replay would not")
+        if (written_input := inputs.written()) is not None:
+            raise CannotCapture(f"writes to input {written_input}, which is the caller's own memory")
+        gradients.learn(device)
+        made = [x for x in results if isinstance(x, torch.Tensor)]
+        for x in made:
+            if type(x) is not torch.Tensor or x.layout is not torch.strided or x.device != device:
+                raise CannotCapture(f"returns a {type(x).__name__} of layout {x.layout} on {x.device}")
+        storages = [
+            *(x.untyped_storage() for x in (*inputs.staged, *made)),
+            *(s.storage for s in gradients.slots.values()),
+        ]
+        own = {torch_cuda.storage_key(x) for x in tensors}
+        blocks = {s.data_ptr() for s in storages if s.nbytes() and torch_cuda.identity(s) not in own}
+        gradients.finish()
+        if not pool.live_blocks_are(blocks | known_blocks):
+            gc.collect()
+            leaked = pool.live_blocks() - blocks - known_blocks
+            if leaked:
+                raise CannotCapture(f"keeps {len(leaked)} tensors that it made, in a place that is not known")
+        written = [
+            x
+            for x, version in zip(tensors, versions, strict=True)
+            if version is not None and (x._version != version or torch_cuda.storage_key(x) in watch.written)
+        ]
+        return StepRecording(
+            key, host, rates, inputs, gradients, [*tensors, *gradients.static], written, results, result_spec, update,
+            graph, cursor, pool, blocks, owner,
+        )  # fmt: skip
+    except BaseException as error:
+        traceback.clear_frames(error.__traceback__)  # they hold blocks of the pool
+        if graph is not None:
+            graph.reset()
+        host.restore()
+        host.renew()
+        snapshot.restore()
+        with torch.no_grad():
+            for x, version, copy in numbers:
+                if x._version != version:
+                    x.copy_(copy)
+        random.setstate(python_random_state)
+        gradients.finish()
+        gradients.close()
+        raise

@@ -1,0 +1,128 @@
+"""Watches the operators of a step while it is captured, and stops at the first one that a replay would not repeat.
+
+    operator --Watch--> reads a number on the host, computes on the CPU with values that change, ... --> CannotCapture
+                        else it runs; what it writes to is noted
+
+What the step itself makes on the CPU, such as `torch.tensor(2.0)`, is the same in each replay. Where Dynamo compiles
+a part of the step, nothing is watched: Dynamo would not use compiled code. Then CUDA's own errors stop a capture.
+"""
+
+from __future__ import annotations
+
+import linecache
+import os
+import traceback
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from ..graph.blockers import COPIES, CPU, HOST_READS, is_host_operator
+from ..torch_private import cuda as torch_cuda
+from ..tree.capture import CannotCapture
+from .host import is_users
+
+COLLECTIVES = ("c10d", "_c10d_functional", "c10d_functional")
+INDEXED = ("aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_", "aten::_unsafe_index")
+# Attention has its seed and offset on the CPU where it uses neither.
+ATTENTION = (
+    "aten::_scaled_dot_product",
+    "aten::_flash_attention",
+    "aten::_efficient_attention",
+    "aten::_cudnn_attention",
+)
+SIZE = "has a size that depends on the values of a tensor"
+
+
+class Watch:
+    """Looks at each operator of a step that is captured on `device`.
+
+    `inputs`: the positions of the step's inputs by the identity of their storages.
+    """
+
+    def __init__(self, device: torch.device, inputs: Mapping[int, int]) -> None:
+        self.device, self.inputs = device, inputs
+        self.written: set[int | None] = set()  # identities of storages
+        self.made: dict[int, torch.UntypedStorage] = {}  # on the CPU, by the step
+
+    def __call__(self) -> AbstractContextManager[Any]:
+        context: AbstractContextManager[Any] = torch_cuda.dispatching(self.operator)
+        return context
+
+    def operator(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run `func`, or raise `CannotCapture` with the user's line."""
+        given = [*tensors_in((args, [*kwargs.values()]))]
+        for x in given:
+            if hasattr(x, "trip"):
+                x.trip()
+        reason = None if is_host_operator(func) else self._reason_against(func, args, kwargs, given)
+        if reason is None:
+            result = func(*args, **kwargs)
+            if self.device == CPU or is_host_operator(func):
+                return result
+            for x in tensors_in(result):
+                if x.device == CPU and x.layout is torch.strided:
+                    if any(each.device == self.device for each in given) and not _is_attention(func):
+                        reason = f"copies from {self.device} to the CPU"
+                    self.made[torch_cuda.identity(x.untyped_storage())] = x.untyped_storage()
+        if reason is not None:
+            line = users_line()
+            raise CannotCapture(f"{func} {reason}{f' ({line})' if line else ''}")
+        return result
+
+    def _reason_against(self, func: Any, args: Any, kwargs: Any, given: list[torch.Tensor]) -> str | None:
+        name = _name(func)
+        if func.namespace in COLLECTIVES:
+            return "talks to other processes"
+        others = [x for x in given if x.device != self.device and not x.is_meta]
+        for x in others:
+            if x.device != CPU:
+                return f"runs on {x.device}"
+            if torch_cuda.storage_key(x) not in self.made and not _is_attention(func):
+                return "reads a tensor on the CPU"
+        if others and len(others) < len(given) and name in COPIES:
+            return f"copies between the CPU and {self.device}"
+        on_host = self.device != CPU and len(others) == len(given)
+        if on_host and others and torch.Tag.nondeterministic_seeded in func.tags:
+            return "draws random numbers on the CPU"
+        if not on_host and (name in HOST_READS or torch.Tag.data_dependent_output in func.tags):
+            return "waits for the device and reads its result on the host"
+        if name in INDEXED:
+            if any(x.dtype in (torch.bool, torch.uint8) for x in tensors_in(args[1])):
+                return SIZE
+        elif not on_host and torch.Tag.dynamic_output_shape in func.tags:
+            return SIZE
+        for position, argument in torch_cuda.written_arguments(func):
+            for x in tensors_in(args[position] if position < len(args) else kwargs.get(argument)):
+                self.written.add(torch_cuda.storage_key(x))
+                if (number := self.inputs.get(torch_cuda.storage_key(x) or 0)) is not None:
+                    return f"writes to input {number}, which is the caller's own memory"
+        return None
+
+
+def _name(func: Any) -> str:
+    return torch_cuda.schema_of(func).partition("(")[0].partition(".")[0]
+
+
+def _is_attention(func: Any) -> bool:
+    return _name(func).startswith(ATTENTION)
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            yield from tensors_in(each)
+
+
+def users_line(trace: TracebackType | None = None) -> str:
+    """The innermost line of the user's own in a traceback, or on the stack: "model.py:31: y = x.item()"; or ""."""
+    frames = traceback.walk_tb(trace) if trace is not None else reversed([*traceback.walk_stack(None)])
+    own = [(frame.f_code.co_filename, line) for frame, line in frames if is_users(frame.f_code.co_filename)]
+    if not own:
+        return ""
+    file, number = own[-1]
+    return f"{os.path.basename(file)}:{number}: {linecache.getline(file, number).strip()}"

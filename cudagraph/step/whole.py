@@ -1,0 +1,500 @@
+"""`whole_step`: a training step of the user's, from its inputs to the updated parameters, as one CUDA graph.
+
+    call --> a recording applies --> replay                                     the usual case
+             else, the first time with such inputs and host values --> run it    a real step, which warms up
+             else --> record: all of it
+                              or, if the update can't be captured, forward and backward, then the update as it is
+                              or nothing, and the step runs as it is from then on
+
+Nothing but a replay is ever a guess: what differs from the snapshot of a recording means another recording, or none.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from .. import counters
+from ..errors import NotCapturableError, OptionError
+from ..options import Options
+from ..torch_private import cuda as torch_cuda
+from ..tree.capture import CannotCapture, NotWarmError
+from ..tree.dispatch import as_they_are
+from ..tree.driver import CaptureDriver, cuda_driver
+from ..tree.node import Cursor
+from .gradients import ReadsGradients
+from .host import HostState, TooManyValues
+from .inputs import arguments_of, flat_arguments, key_of, reason_against
+from .recording import StepRecording, parameters_of, record
+from .watch import users_line
+
+log = logging.getLogger("cudagraph")
+
+OPTIONS = {"or_error": None, "size_limit": 16, "rerecord_limit": 16, "warmup_steps": 1}
+MOST_FAILED_CAPTURES = 3  # by errors that may not come again, such as out of memory
+MOST_UNSTABLE_CALLS = 4  # in a row, each with other host values than the one before
+PARALLEL = {"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "DataParallel"}
+CAPTURABLE_WARNING = "This instance was constructed with capturable=True"
+
+every_step: weakref.WeakSet[WholeStep] = weakref.WeakSet()
+
+
+class WholeStep:
+    """A step that runs as a CUDA graph. `whole_step` makes it.
+
+    Attributes:
+        refused: why it runs without a graph from now on; "" as long as it may have one.
+        update_refused: why the update of the parameters runs outside of the graph; "" if it is inside.
+    """
+
+    def __init__(
+        self,
+        run: Callable[..., Any],
+        update: Callable[[], None] | None,
+        roots: Mapping[str, Any],
+        update_roots: Mapping[str, Any],
+        options: Mapping[str, Any] | None,
+    ) -> None:
+        unknown = [name for name in options or {} if name not in OPTIONS]
+        if unknown:
+            raise OptionError(f"unknown option {unknown[0]!r} of a whole step; valid options: {', '.join(OPTIONS)}")
+        defaults = {name: value for name, value in OPTIONS.items() if value is not None}
+        self.options = Options.parse({**defaults, **(options or {})})
+        self.run, self.update = run, update
+        self.roots, self.update_roots = dict(roots), dict(update_roots)
+        self.driver: CaptureDriver = cuda_driver()
+        self.name = getattr(run, "__name__", "step")
+        self.cursor: Cursor | None = None
+        self._logged: set[str] = set()
+        self._begin()
+        every_step.add(self)
+
+    def _begin(self) -> None:
+        self.refused = self.update_refused = ""
+        self.latest: StepRecording | None = None
+        self.recordings: dict[tuple[Any, ...], list[StepRecording]] = {}
+        self.warm: dict[tuple[Any, ...], tuple[HostState, int]] = {}
+        self.reads_rates = self.rates_refused = False  # whether graphs read learning rates on the device; why not
+        self.reads_gradients = False  # of before; known when a capture was tried without them
+        self.failed_captures = self.unstable_calls = 0
+        self._pool: Any = None
+
+    def reset(self) -> None:
+        """Free all recordings and their memory; later calls warm up and record again."""
+        for recording in [each for known in self.recordings.values() for each in known]:
+            recording.close()
+        if self._pool is not None:
+            self._pool.release()
+        self._begin()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run one step; see `whole_step`."""
+        flat, spec = flat_arguments(args, kwargs)
+        key = key_of(flat, spec)
+        if self.latest is not None and self.latest.applies(key):
+            return self.latest.replay(flat)
+        if self.refused:
+            return self._skip(self.refused, flat, spec)
+        if torch_cuda.dispatch_modes() or (self.cursor is not None and self.driver.is_capturing()):
+            return self._as_it_is(flat, spec)
+        try:
+            return self._find_or_record(key, flat, spec)
+        except TooManyValues as error:
+            return self._refuse(str(error), flat, spec)
+
+    # --- without a recording that applies
+
+    def _find_or_record(self, key: tuple[Any, ...], flat: Sequence[Any], spec: Any) -> Any:
+        reason = reason_against(flat) if torch.is_grad_enabled() else "gradients are turned off around it"
+        if reason is not None:
+            return self._skip(reason, flat, spec)
+        for recording in self.recordings.get(key, ()):
+            if recording.applies(key):
+                self.latest = recording
+                return recording.replay(flat)
+        if key not in self.warm and len(self.warm) >= self.options.size_limit:
+            return self._skip(f"it was called with {len(self.warm)} shapes (options['size_limit'])", flat, spec)
+        host = self._host()
+        if self.cursor is None:
+            devices = dict.fromkeys(x.device for x in host.tensors.values() if x.device.type == self.driver.device_type)
+            where = ", ".join(map(str, devices)) or "the CPU"
+            reason = f"its tensors are on {where}, not on one CUDA device" if len(devices) != 1 else parallel(host)
+            if (reason := reason or self.driver.why_not()) is not None:
+                return self._refuse(reason, flat, spec)
+            self.cursor = Cursor(self.driver, next(iter(devices)))
+        self.cursor.follow_stream()
+        if make_capturable(host, self.cursor.device):
+            host = self._host()
+        self._forget_all_but(host)
+        known = self.recordings.get(key, [])
+        for recording in known:
+            if recording.applies(key, host):
+                self.latest = recording
+                return recording.replay(flat)
+        parameters = parameters_of(host)
+        if self.update is not None and any(x.grad is not None for x in parameters):
+            return self._skip("a parameter has a gradient already, to which the step adds", flat, spec)
+        if len(known) > self.options.rerecord_limit:
+            changed = known[-1].host.differences(host)
+            what = next((f"{path}: {how}" for path, how in changed.items()), "its tensors moved")
+            return self._skip(f"it was recorded {len(known)} times, last because {what}", flat, spec)
+        warm, count = self.warm.get(key, (host, 0))
+        changed = warm.differences(host)
+        if changed and changed.keys() <= rates_of(host).keys() and not (self.update_refused or self.rates_refused):
+            self.reads_rates, changed = True, {}
+        if not changed and count >= self.options.warmup_steps:
+            return self._record(key, flat, spec, host)
+        if changed:
+            what = next(f"{path} changes between calls: {how}" for path, how in changed.items())
+            log.debug("%s warms up again: %s", self.name, what)
+            self.unstable_calls += 1
+            if self.unstable_calls > MOST_UNSTABLE_CALLS:
+                if all(path.startswith("optimizer") for path in changed) and self._leave_update_out(what):
+                    return self._find_or_record(key, flat, spec)
+                return self._refuse(what, flat, spec)
+        result = self._warm_up(flat, spec)
+        self.warm[key] = self._host(), 1 if changed else count + 1
+        return result
+
+    def _forget_all_but(self, host: HostState) -> None:
+        """Close the recordings that read tensors which are gone, such as an optimizer's state before it was loaded."""
+        reached = {id(x) for x in host.tensors.values()}
+        for key, known in self.recordings.items():
+            stale = [one for one in known if not reached.issuperset(map(id, one.host.tensors.values()))]
+            for recording in stale:
+                recording.close()
+                self.latest = None if recording is self.latest else self.latest
+            self.recordings[key] = [one for one in known if one not in stale]
+        for key, (warm, _) in self.warm.items():
+            if not reached.issuperset(map(id, warm.tensors.values())):
+                self.warm[key] = host, 0
+
+    def _host(self) -> HostState:
+        roots = self.roots if self.update_refused else {**self.roots, **self.update_roots}
+        return HostState(roots, self.driver.device_type)
+
+    def _record(self, key: tuple[Any, ...], flat: Sequence[Any], spec: Any, host: HostState) -> Any:
+        """Record the step and replay it. If that fails, run it with all as before."""
+        assert self.cursor is not None
+        pool = self._opened_pool()
+        every = [recording for known in self.recordings.values() for recording in known]
+        blocks = {address for recording in every if recording.pool is pool for address in recording.blocks}
+        run, update = (self._forward_backward, self.update) if self.update_refused else (self._all, None)
+        rates = rates_of(host) if self.reads_rates else {}
+        try:
+            recording = record(
+                pool, self.cursor, run, update, key, flat, spec, self._host, host, rates, blocks,
+                reads_gradients=self.reads_gradients,
+            )  # fmt: skip
+        except AssertionError:  # a bug, which is not to be hidden
+            raise
+        except Exception as error:
+            reason, is_final = self._failure(error)
+            wants_warmup, wants_gradients = isinstance(error, NotWarmError), isinstance(error, ReadsGradients)
+        else:
+            counters.add("recordings")
+            counters.add("rerecordings", bool(self.recordings.get(key)))
+            self.recordings.setdefault(key, []).append(recording)
+            self.warm[key] = host, self.options.warmup_steps
+            self.unstable_calls = self.failed_captures = 0
+            if recording.applies(key):
+                self.latest = recording
+                return recording.replay(flat)
+            reason, is_final, wants_warmup = "what it reads changed while it was captured", True, False
+            wants_gradients = False
+        pool.broken = pool.broken or not pool.live_blocks_are(blocks)
+        if wants_gradients:
+            self.reads_gradients = True
+            return self._record(key, flat, spec, host)
+        self.failed_captures += 1
+        if (wants_warmup or not is_final) and self.failed_captures < MOST_FAILED_CAPTURES:
+            log.info("%s is captured another time: %s", self.name, reason)
+            return self._warm_up(flat, spec)
+        if self.reads_rates and self.update is None:
+            self.reads_rates, self.rates_refused = False, True
+            log.info("%s is recorded for each learning rate: %s", self.name, reason)
+            return self._warm_up(flat, spec)
+        if self._leave_update_out(reason):
+            return self._find_or_record(key, flat, spec)
+        return self._refuse(reason, flat, spec)
+
+    def _failure(self, error: Exception) -> tuple[str, bool]:
+        """Why a capture failed, with the user's line, and whether another one would fail as well."""
+        if isinstance(error, CannotCapture):
+            return str(error), True
+        line = users_line(error.__traceback__)
+        reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}{f' ({line})' if line else ''}"
+        return f"capturing it raised {reason}", self.driver.is_capture_error(error)
+
+    def _leave_update_out(self, reason: str) -> bool:
+        """From now on, capture forward and backward only. False if the step has no update of its own, or it is out."""
+        if self.update is None or self.update_refused:
+            return False
+        if self.options.or_error:
+            raise NotCapturableError(f"{self.name} can't run as one CUDA graph: {reason}")
+        self.reset()
+        self.update_refused = reason
+        log.warning("%s: its update of the parameters runs outside of the CUDA graph: %s", self.name, reason)
+        return True
+
+    def _skip(self, reason: str, flat: Sequence[Any], spec: Any) -> Any:
+        if self.options.or_error:
+            raise NotCapturableError(f"{self.name} can't run as one CUDA graph: {reason}")
+        if reason not in self._logged:
+            self._logged.add(reason)
+            log.warning("%s runs without a CUDA graph of the whole step: %s", self.name, reason)
+        counters.add("skips")
+        return self._as_it_is(flat, spec)
+
+    def _refuse(self, reason: str, flat: Sequence[Any], spec: Any) -> Any:
+        self.reset()
+        self.refused = reason
+        return self._skip(reason, flat, spec)
+
+    # --- running the step
+
+    def _arguments(self, flat: Sequence[Any], spec: Any) -> Any:
+        """The arguments, with tensors on the step's device."""
+        if self.cursor is not None:
+            device = self.cursor.device
+            flat = [
+                x.to(device, non_blocking=x.is_pinned()) if isinstance(x, torch.Tensor) and x.device != device else x
+                for x in flat
+            ]
+        return arguments_of(flat, spec)
+
+    def _forward_backward(self, *args: Any, **kwargs: Any) -> Any:
+        torch.clear_autocast_cache()  # it may have copies of what parameters were
+        try:
+            return detached(self.run(*args, **kwargs))
+        finally:
+            torch.clear_autocast_cache()
+
+    def _all(self, *args: Any, **kwargs: Any) -> Any:
+        result = self._forward_backward(*args, **kwargs)
+        if self.update is not None:
+            self.update()
+        return result
+
+    def _as_it_is(self, flat: Sequence[Any], spec: Any) -> Any:
+        args, kwargs = self._arguments(flat, spec)
+        return self._all(*args, **kwargs)
+
+    def _warm_up(self, flat: Sequence[Any], spec: Any) -> Any:
+        """Run the step on the stream of captures: what it frees there is given back before the first of them.
+
+        The update runs on the current stream, so that the optimizer's state does not lie between activations.
+        """
+        counters.add("warmups")
+        with as_they_are(), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=CAPTURABLE_WARNING)
+            with self._opened_pool().on_side_stream():
+                args, kwargs = self._arguments(flat, spec)
+                result = self._forward_backward(*args, **kwargs)
+            if self.update is not None:
+                self.update()
+        return result
+
+    def _opened_pool(self) -> Any:
+        assert self.cursor is not None
+        if self._pool is None or self._pool.broken:
+            self._pool = self.driver.open_pool(self.cursor.device)
+        return self._pool
+
+
+def detached(result: Any) -> Any:
+    if isinstance(result, torch.Tensor):
+        return result.detach()
+    flat, spec = torch_cuda.flatten(result)
+    return torch_cuda.unflatten([x.detach() if isinstance(x, torch.Tensor) else x for x in flat], spec)
+
+
+def parallel(host: HostState) -> str | None:
+    """Why a model whose processes talk to each other is not captured; None for other models."""
+    for value in host.objects():
+        names = {cls.__name__ for cls in type(value).__mro__} & PARALLEL
+        if names:
+            return f"the model is a {names.pop()}, and what processes send each other is not captured"
+    return None
+
+
+def rates_of(host: HostState) -> dict[str, dict[str, Any]]:
+    """The groups of all optimizers whose learning rate is a number, by the path of that number."""
+    return {
+        f"{path}.param_groups[{i}]['lr']": group
+        for path, optimizer in host.optimizers.items()
+        for i, group in enumerate(optimizer.param_groups)
+        if type(group.get("lr")) in (float, int)
+    }
+
+
+def make_capturable(host: HostState, device: torch.device) -> bool:
+    """Have the optimizers count steps on the device, as torch asks for where they are captured. Returns whether any
+    did not."""
+    groups = [
+        (o, group) for o in host.optimizers.values() for group in o.param_groups if group.get("capturable") is False
+    ]
+    if not groups or device.type not in torch_cuda.capturable_devices():
+        return False
+    for optimizer, group in groups:
+        group["capturable"] = True
+        for x in group["params"]:
+            state = optimizer.state.get(x, {})
+            if isinstance(state.get("step"), torch.Tensor):
+                state["step"] = state["step"].to(x.device)
+    return True
+
+
+def reset() -> None:
+    """Free the recordings of all whole steps."""
+    for step in list(every_step):
+        step.reset()
+
+
+def whole_step(
+    model: Any = None,
+    loss_fn: Callable[..., Any] | None = None,
+    optimizer: torch.optim.Optimizer | Iterable[torch.optim.Optimizer] | None = None,
+    *,
+    scaler: torch.amp.GradScaler | None = None,
+    clip_grad_norm: float | None = None,
+    accumulate: int = 1,
+    options: Mapping[str, Any] | None = None,
+) -> Any:
+    """A training step that runs as one CUDA graph: forward, backward, clipping, optimizer, scaler, `zero_grad`.
+
+        step = cudagraph.whole_step(model, loss_fn, optimizer)
+        for batch in loader:
+            loss = step(*batch)        # loss_fn(model(batch[0]), *batch[1:])
+
+    or for a step of your own, which closes over its model and optimizer:
+
+        @cudagraph.whole_step
+        def step(x, y): ...
+
+    Every call is a real step: after n calls all is as after n steps without graphs. The first calls with inputs of
+    some shape warm up.
+
+    Args:
+        model: takes the first input; with `loss_fn=None` it takes all inputs and returns the loss. Without `optimizer`
+            it is the function to run.
+        loss_fn: takes the model's output and the other inputs, and returns a tensor of one element.
+        optimizer: one, or several. Those with an option `capturable` get it set.
+        scaler: scales the loss. An optimizer that is not fused leaves the update outside of the graph then.
+        clip_grad_norm: the largest norm of all gradients together; see `torch.nn.utils.clip_grad_norm_`.
+        accumulate: into how many microbatches the inputs are cut along dimension 0. The loss is the mean of theirs,
+            weighted by their sizes.
+        options: `or_error`, `size_limit`, `rerecord_limit`, `warmup_steps`; see `Options`.
+
+    The step takes tensors on any device, and moves them to the model's; numbers; strings. It returns the loss (or what
+    the function returned) without history, in memory of its own. Gradients are None between steps.
+
+    Raises:
+        OptionError: an unknown option, or arguments that don't go together.
+        NotCapturableError: in calls, with `options["or_error"]`, where a step would run without a graph of all of it.
+    """
+    if optimizer is None:
+        if loss_fn is not None or scaler is not None or clip_grad_norm is not None or accumulate != 1:
+            raise OptionError("loss_fn, scaler, clip_grad_norm and accumulate need an optimizer; give whole_step one")
+        if model is None:
+            return lambda fn: whole_step(fn, options=options)
+        step = WholeStep(model, None, {getattr(model, "__name__", "step"): model}, {}, options)
+        return functools.update_wrapper(step, model)
+    if model is None or not callable(model):
+        raise OptionError(f"model must be a module or function, got {model!r}")
+    if type(accumulate) is not int or accumulate < 1:
+        raise OptionError(f"accumulate must be an integer of at least 1, got {accumulate!r}")
+    optimizers: list[Any] = list(optimizer) if isinstance(optimizer, Iterable) else [optimizer]
+    if not optimizers or any(not isinstance(each, torch.optim.Optimizer) for each in optimizers):
+        raise OptionError(f"optimizer must be a torch.optim.Optimizer or several, got {optimizer!r}")
+    if clip_grad_norm is not None and not clip_grad_norm > 0:
+        raise OptionError(f"clip_grad_norm must be a positive number or None, got {clip_grad_norm!r}")
+    parts = Parts(model, loss_fn, optimizers, scaler, clip_grad_norm, accumulate)
+    roots = {"model": model, "loss_fn": loss_fn, "scaler": scaler}
+    update_roots = {"optimizer" if len(optimizers) == 1 else f"optimizer {i}": o for i, o in enumerate(optimizers)}
+    step = WholeStep(parts.forward_backward, parts.update, roots, update_roots, options)
+    step.name = getattr(model, "__name__", type(model).__name__)
+    return step
+
+
+class Parts:
+    """The two halves of a step of a model with its loss and optimizers."""
+
+    def __init__(
+        self,
+        model: Callable[..., Any],
+        loss_fn: Callable[..., Any] | None,
+        optimizers: list[torch.optim.Optimizer],
+        scaler: torch.amp.GradScaler | None,
+        clip_grad_norm: float | None,
+        accumulate: int,
+    ) -> None:
+        self.model, self.loss_fn, self.optimizers, self.scaler = model, loss_fn, optimizers, scaler
+        self.clip_grad_norm, self.accumulate = clip_grad_norm, accumulate
+
+    def parameters(self) -> list[torch.Tensor]:
+        """All parameters, each once."""
+        own = self.model.parameters() if isinstance(self.model, torch.nn.Module) else ()
+        groups = (group for optimizer in self.optimizers for group in optimizer.param_groups)
+        return [*dict.fromkeys([*own, *(x for group in groups for x in group["params"])])]
+
+    def forward_backward(self, *inputs: Any, **named: Any) -> torch.Tensor:
+        clean = [x for x in self.parameters() if x.grad is None]
+        total: torch.Tensor | None = None
+        try:
+            for (args, kwargs), share in microbatches((inputs, named), self.accumulate):
+                if self.loss_fn is None:
+                    loss = self.model(*args, **kwargs)
+                else:
+                    loss = self.loss_fn(self.model(*args[:1], **kwargs), *args[1:])
+                loss = loss if self.accumulate == 1 else loss * share
+                (loss if self.scaler is None else self.scaler.scale(loss)).backward()
+                total = loss.detach() if total is None else total + loss.detach()
+        except BaseException:
+            for x in clean:  # the next step is not to add to half of this one
+                x.grad = None
+            raise
+        assert total is not None
+        return total
+
+    def update(self) -> None:
+        try:
+            if self.clip_grad_norm is not None:
+                if self.scaler is not None:
+                    for optimizer in self.optimizers:
+                        self.scaler.unscale_(optimizer)
+                torch.nn.utils.clip_grad_norm_(self.parameters(), self.clip_grad_norm)
+            for optimizer in self.optimizers:
+                optimizer.step() if self.scaler is None else self.scaler.step(optimizer)
+            if self.scaler is not None:
+                states = self.scaler._per_optimizer_states
+                self.scaler.update()
+                states.clear()  # the scaler has made another one: the same one again, so that no host value changed
+                self.scaler._per_optimizer_states = states
+        finally:
+            for x in self.parameters():
+                x.grad = None
+
+
+def microbatches(arguments: Any, count: int) -> Iterable[tuple[Any, float]]:
+    """`arguments` cut into `count` parts along dimension 0, each with its share of the whole."""
+    if count == 1:
+        return [(arguments, 1.0)]
+    flat, spec = torch_cuda.flatten(arguments)
+    sizes = {x.shape[0] if x.dim() else 0 for x in flat if isinstance(x, torch.Tensor)}
+    if len(sizes) != 1 or min(sizes) < count:
+        shapes = [tuple(x.shape) for x in flat if isinstance(x, torch.Tensor)]
+        raise ValueError(
+            f"accumulate={count} cuts inputs along dimension 0, so they need one size of at least {count} there; got "
+            f"shapes {shapes}"
+        )
+    (size,) = sizes
+    cut = [x.tensor_split(count) if isinstance(x, torch.Tensor) else [x] * count for x in flat]
+    first = next(x for x in cut if isinstance(x[0], torch.Tensor))
+    return [(torch_cuda.unflatten([x[n] for x in cut], spec), len(first[n]) / size) for n in range(count)]

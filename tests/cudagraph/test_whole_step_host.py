@@ -1,0 +1,132 @@
+"""What a snapshot of host values sees, how it names a change, and that it can be put back."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import types
+from collections import deque
+
+import pytest
+import torch
+
+from cudagraph.step import host
+from cudagraph.step.host import HostState, TooManyValues
+
+
+class Slotted:
+    __slots__ = ("rate",)
+
+
+class Config:
+    shared = [1, 2]  # noqa: RUF012
+
+    def __init__(self):
+        self.rate, self.names, self.queue, self.seen = 0.5, {"{odd}": 1}, deque([1]), {1}
+        self.slotted, self.self = Slotted(), self
+        self.slotted.rate = 1
+
+    def method(self, x):
+        return x * FACTOR * settings.factor
+
+
+FACTOR = 2
+settings = types.ModuleType("settings")
+settings.__file__ = __file__
+settings.factor = 1
+
+
+def closed_over():
+    rate = 1
+
+    def change(value):
+        nonlocal rate
+        rate = value
+
+    def read(x, scale=[1]):  # noqa: B006
+        return x * rate
+
+    return read, change
+
+
+CHANGES = {
+    "an attribute": (lambda c: setattr(c, "rate", 1.5), "config.rate"),
+    "the type of a number": (lambda c: setattr(c.slotted, "rate", True), "config.slotted"),
+    "the sign of zero": (lambda c: setattr(c, "rate", -0.0), "config.rate"),
+    "a new attribute": (lambda c: setattr(c, "more", 1), "config.more"),
+    "a deleted attribute": (lambda c: delattr(c, "rate"), "config.rate"),
+    "a dict": (lambda c: c.names.update({"{odd}": 2}), "config.names['{odd}']"),
+    "a deque": (lambda c: c.queue.append(2), "config.queue[1]"),
+    "a set": (lambda c: c.seen.add(2), "config.seen[1]"),
+    "a slot": (lambda c: setattr(c.slotted, "rate", 2), "config.slotted, rate"),
+    "a class": (lambda c: Config.shared.append(3), "Config, shared[2]"),
+    "a global": (lambda c: globals().update(FACTOR=3), "FACTOR"),
+    "a module of the user's": (lambda c: setattr(settings, "factor", 3), "factor"),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_change_is_seen_named_and_put_back(name, monkeypatch):
+    change, path = CHANGES[name]
+    monkeypatch.setattr(host, "is_users", lambda filename: filename == __file__)
+    config = Config()
+    roots = {"config": config, "step": config.method}
+    before = HostState(roots, "cpu")
+    assert before.unchanged() and before.differences(HostState(roots, "cpu")) == {}
+    change(config)
+    assert not before.unchanged()
+    assert any(path in found for found in before.differences(HostState(roots, "cpu")))
+    before.restore()
+    before.renew()
+    assert before.unchanged() and before.differences(HostState(roots, "cpu")) == {}
+
+
+def test_closures_defaults_and_partials():
+    read, change = closed_over()
+    roots = {"step": functools.partial(read, 3, scale=4)}
+    before = HostState(roots, "cpu")
+    change(5)
+    assert not before.unchanged()
+    assert [*before.differences(HostState(roots, "cpu")).items()] == [("step.func, rate", "1 became 5")]
+    before.restore()
+    assert before.unchanged()
+    read.__defaults__[0].append(2)
+    assert "step.func.__defaults__[0][1]" in before.differences(HostState(roots, "cpu"))
+
+
+def test_equal_containers_and_functions_made_anew_are_no_change():
+    model = torch.nn.Linear(2, 2)
+    model.sizes, model.activation = [1, {"a": (2, 3)}], lambda x: x + 1
+    before = HostState({"model": model}, "cpu")
+    model.sizes, code = [1, {"a": (2, 3)}], model.activation.__code__
+    model.activation = types.FunctionType(code, globals())
+    assert not before.unchanged() and before.differences(HostState({"model": model}, "cpu")) == {}
+    model.weight = torch.nn.Parameter(model.weight.detach())
+    assert next(iter(before.differences(HostState({"model": model}, "cpu")))) == "model._parameters['weight']"
+
+
+def test_a_tensor_on_the_cpu_of_a_step_on_a_device_is_a_value():
+    model = torch.nn.Linear(2, 2)
+    model.rate = torch.tensor(1.0)
+    before = HostState({"model": model}, "cuda")
+    model.rate.fill_(2.0)
+    assert not before.unchanged() and "model.rate" in before.differences(HostState({"model": model}, "cuda"))
+
+
+def test_hooks_of_a_parameter_are_seen():
+    model = torch.nn.Linear(2, 2)
+    before = HostState({"model": model}, "cpu")
+    handle = model.weight.register_post_accumulate_grad_hook(lambda p: None)
+    assert not before.unchanged() and before.differences(HostState({"model": model}, "cpu"))
+    handle.remove()
+
+
+def test_too_many_values_are_refused(monkeypatch):
+    monkeypatch.setattr(host, "MOST_VALUES", 100)
+    with pytest.raises(TooManyValues, match="reaches more than 100 host values, such as model"):
+        HostState({"model": list(range(1000))}, "cpu")
+
+
+def test_code_of_torch_and_python_is_not_followed():
+    state = HostState({"loss": torch.nn.functional.cross_entropy, "os": sys.modules["os"]}, "cpu")
+    assert len(state.leaves) == 2
