@@ -14,6 +14,7 @@ import dataclasses
 import sys
 import threading
 import warnings
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -33,6 +34,7 @@ _open: list[Enabled] = []  # the innermost last
 _end: Callable[[], None] | None = None  # ends the exchange of callbacks; None while nothing is enabled
 # by Dynamo's callback: the key of an enabled one -> the callback in its place, and its backend
 _exchanged: Memo[dict[str, tuple[Any, _Backend]]] = Memo()
+_backends: list[weakref.ref[_Backend]] = []
 
 
 @dynamo.outermost_runs_in_python
@@ -76,7 +78,7 @@ class Enabled:
         self.options = Options.parse(options | {"policy": policy} | settings)
         self.thread = threading.current_thread()
         self._backends: dict[int, _Backend] = {}  # that were called for, by id
-        self._seen: dict[int, int] = {}  # by the id of a count: its runs when `runs` returned
+        self._seen: dict[_Count, int] = {}  # its runs when `runs` returned
         setting = "" if policy is None else Setting(policy, self.options.scope).key
         others = sorted((name, repr(value)) for name, value in options.items())
         self.key = f"{setting} {others}"
@@ -108,18 +110,15 @@ class Enabled:
 
         Only runs of functions that were called while this was the innermost one count.
         """
-        found = []
-        for backend in list(self._backends.values()):
-            for plan, count in list(backend.plans):
-                since = count.runs - self._seen.get(id(count), 0)
-                if since:
-                    found.append((plan, since, count))
-        self._seen.update((id(count), count.runs) for *_, count in found)
-        return [(plan, since) for plan, since, _ in found]
+        graphs = {count: plan for backend in list(self._backends.values()) for plan, count in list(backend.plans)}
+        since = {count: count.runs - self._seen.get(count, 0) for count in graphs}
+        self._seen.update((count, count.runs) for count in graphs)
+        return [(graphs[count], n) for count, n in since.items() if n]
 
     def _use(self, backend: _Backend) -> None:
-        if id(backend) not in self._backends:  # what ran before is none of ours
-            self._seen.update((id(count), count.runs) for _, count in backend.plans)
+        if id(backend) not in self._backends:
+            if not any(backend.plans is other.plans for other in self._backends.values()):
+                self._seen.update((count, count.runs) for _, count in backend.plans)  # ran before
             self._backends[id(backend)] = backend
 
     def disable(self) -> None:
@@ -187,7 +186,11 @@ class _Backend(dynamo_backends.InPlaceOf):
     def __init__(self, wrapper: Any, options: Options, key: str) -> None:
         super().__init__(wrapper)
         self.options, self.key = options, key
-        self.plans: list[tuple[Plan, _Count]] = []
+        # Dynamo uses the graphs of an equal backend, so the same model made anew compiles nothing
+        with _lock:
+            alive = [other for ref in _backends if (other := ref()) is not None]
+            self.plans: list[tuple[Plan, _Count]] = next((other.plans for other in alive if other == self), [])
+            _backends[:] = [weakref.ref(each) for each in (*alive, self)]
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Backend) and self.key == other.key and bool(self.wrapper == other.wrapper)
@@ -210,13 +213,14 @@ class _Backend(dynamo_backends.InPlaceOf):
         before = len(known)
         options = dataclasses.replace(self.options, inductor=settings)
         compiled = compile_for(self.wrapper, gm, inputs, None, options, "inductor")
-        count = _Count()
-        self.plans += [(plan, count) for plan in known[before:]]
-        if len(known) == before:
+        counts = [_Count() for _ in known[before:]]  # several if Dynamo's graph became several
+        self.plans += zip(known[before:], counts, strict=True)
+        if not counts:
             return compiled
 
         def run(*args: Any) -> Any:
-            count.runs += 1
+            for count in counts:
+                count.runs += 1
             return compiled(*args)
 
         return run
