@@ -54,6 +54,11 @@ class Training:
             self._end()
         self._enabled = self._end = None
 
+    def next_batch(self) -> None:
+        """Forget which graphs have run; for a trainer that calls `batch_done` after some batches only."""
+        if self._enabled is not None:
+            self._enabled.runs()
+
     def batch_done(self) -> None:
         """Note which graphs ran. Raises `OptionError` if the trainer has compiled nothing."""
         if self._enabled is None:
