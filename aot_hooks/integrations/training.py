@@ -107,5 +107,6 @@ class Training:
 
 
 def _text_of(reason: str) -> str:
-    """A reason without the numbers and names of single tensors, as a part of a metric's name."""
-    return "_".join(word for word in reason.split() if word.isalpha())
+    """A reason without numbers and the names of single tensors and operators, as a part of a metric's name."""
+    words = [word.strip(",;:()") for word in reason.partition(" (")[0].split()]
+    return "_".join(word for word in words if word.isalnum() and not word.isdigit())

@@ -457,3 +457,29 @@ def test_an_error_of_a_hook_stands_first() -> None:
         compiled(torch.randn(8, 32))
     assert isinstance(errors.unwrapped(caught.value), errors.HookContractError)
     assert "backend='inductor'" in str(caught.value)
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", [float8(), offload(then=float8(), min_bytes=0), budget(max_slowdown=2.0)], ids=repr)
+def test_less_stays_alive_on_a_gpu(policy: Any) -> None:
+    def run(enabled: contextlib.AbstractContextManager[Any]) -> tuple[int, list[torch.Tensor]]:
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = nn.Sequential(*(Block(1024) for _ in range(4))).to("cuda", torch.bfloat16)
+        compiled, x = torch.compile(model), torch.randn(4096, 1024, device="cuda", dtype=torch.bfloat16)
+        with enabled:
+            for _ in range(3):
+                model.zero_grad()
+                torch.cuda.synchronize()
+                before = torch.cuda.memory_allocated()
+                loss = compiled(x).float().square().mean()
+                torch.cuda.synchronize()
+                alive = torch.cuda.memory_allocated() - before
+                loss.backward()
+        return alive, [p.grad for p in model.parameters() if p.grad is not None]
+
+    stock, exact = run(contextlib.nullcontext())
+    alive, found = run(enable(policy))
+    assert alive < 0.75 * stock
+    assert error(found, exact) < 0.1
