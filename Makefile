@@ -11,7 +11,7 @@ READY := $(VENV)/.ready
 PINS  := constraints/common.txt $(wildcard constraints/torch-$(TORCH).txt)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test integrations torchtitan lint format types clean
+.PHONY: help demo test integrations torchtitan docs lint format types clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -39,6 +39,9 @@ integrations: $(VENV)-integrations/.ready  ## tests with the real transformers, 
 
 torchtitan: $(VENV)-torchtitan/.ready  ## tests with the real torchtitan
 	$(VENV)-torchtitan/bin/python -m pytest tests/integrations/test_torchtitan.py $(ARGS)
+
+docs: $(VENV)-docs/.ready  ## the pages of docs/ and the API reference, in out/site
+	$(VENV)-docs/bin/mkdocs build --strict --quiet
 
 lint: $(READY)  ## ruff: rules and format, changes nothing
 	$(BIN)/ruff check .

@@ -185,10 +185,11 @@ def test_each_way_to_compile(how: str) -> None:
         assert packed(run) > 0
 
 
-def test_autocast_and_dropout_are_those_of_the_function() -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_autocast_and_dropout_are_those_of_the_function(dtype: torch.dtype) -> None:
     model = nn.Sequential(Block(dropout=0.5), Block(dropout=0.5))
     compiled = torch.compile(lambda x: model(x))
-    with enable(lossless(), options=ATEN), torch.autocast("cpu", torch.bfloat16):
+    with enable(lossless(), options=ATEN), torch.autocast("cpu", dtype):
         torch.manual_seed(3)
         found = gradients(compiled, model, torch.ones(16, 32))
         torch.manual_seed(3)
