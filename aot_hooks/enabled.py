@@ -164,12 +164,13 @@ def _callback_for(callback: Any) -> Any:
         wrapper = dynamo_backends.inductor_wrapper_of(callback)
         if wrapper is None:
             return callback
-        if dynamo_backends.is_precompiled(callback):
-            raise OptionError(
-                f"{enabled!r}: torch._dynamo.config.caching_precompile stores compiled functions without their hooks; "
-                "switch it off, or don't enable hooks"
-            )
         backend = _Backend(wrapper, enabled.options, enabled.key)
+        if dynamo_backends.is_precompiled(
+            callback
+        ):  # raised when it compiles: torch restores its state only after that
+            backend.refusal = (
+                "torch._dynamo.config.caching_precompile stores compiled functions without their hooks; switch it off"
+            )
         found = dynamo_backends.with_backend(callback, backend), backend
         (_exchanged.get(callback) or _exchanged.set(callback, {}))[enabled.key] = found
     enabled._use(found[1])
@@ -181,11 +182,12 @@ class _Backend(dynamo_backends.InPlaceOf):
 
     Attributes:
         plans: of each graph with a backward, and the number of its runs.
+        refusal: why it compiles nothing; "" if it does.
     """
 
     def __init__(self, wrapper: Any, options: Options, key: str) -> None:
         super().__init__(wrapper)
-        self.options, self.key = options, key
+        self.options, self.key, self.refusal = options, key, ""
         # Dynamo uses the graphs of an equal backend, so the same model made anew compiles nothing
         with _lock:
             alive = [other for ref in _backends if (other := ref()) is not None]
@@ -202,13 +204,10 @@ class _Backend(dynamo_backends.InPlaceOf):
     ) -> Callable[..., Any]:
         settings = {**(self.options.inductor or {}), **self.settings, **(config_patches or {})}
         if inductor.custom_partitioner(settings) is not None:
-            raise dynamo.backend_failure(
-                "inductor",
-                OptionError(
-                    "enable: Inductor's setting custom_partitioner_fn is set, but hooks need a partitioner of ours; "
-                    "take it out, or don't enable hooks for this function"
-                ),
-            )
+            self.refusal = "Inductor's setting custom_partitioner_fn is set, but hooks need one of ours; take it out"
+        if self.refusal:
+            error = OptionError(f"enable: {self.refusal}, or don't enable hooks for this function")
+            raise dynamo.backend_failure("inductor", error)
         known = plans_of(self.wrapper)
         before = len(known)
         options = dataclasses.replace(self.options, inductor=settings)

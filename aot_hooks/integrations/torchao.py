@@ -17,7 +17,7 @@ Source: torchao/float8/float8_linear.py, `matmul_with_hp_or_float8_args`.
 
 from __future__ import annotations
 
-import os
+import pathlib
 from dataclasses import dataclass, replace
 
 from torchao.float8 import float8_linear
@@ -30,7 +30,8 @@ from ..library.float8 import float8
 
 __all__ = ["float8_training"]
 
-_FILE = os.path.basename(float8_linear.__file__)
+# torchao's own files: its linear layer, and how it finds scales
+_FILES = tuple(f"{path.name}:" for path in pathlib.Path(float8_linear.__file__).parent.glob("float8_*.py"))
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,7 @@ class Float8Training:
 
 def _is_scale(read: Read) -> bool:
     """Whether `read` is a part of how a linear layer of torchao finds the scale of what it casts."""
-    return read.line.startswith(f"{_FILE}:")
+    return read.line.startswith(_FILES)
 
 
 def float8_training(hook: Hook | None = None) -> Float8Training:

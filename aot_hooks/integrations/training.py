@@ -47,6 +47,7 @@ class Training:
         self._enabled = enable(**self._arguments)
         # a trainer that raised and is dropped leaves nothing enabled
         self._end = weakref.finalize(self, Enabled.disable, self._enabled)
+        self._end.atexit = False
         self._latest = []
 
     def stop(self) -> None:

@@ -439,8 +439,27 @@ def test_a_partitioner_of_the_users_is_refused() -> None:
 def test_stored_functions_of_dynamo_are_refused() -> None:
     with torch._dynamo.config.patch(caching_precompile=True):
         compiled = torch.compile(Net(1))
-        with pytest.raises(errors.OptionError, match="caching_precompile"), enable(float8()):
+        with pytest.raises(Exception, match="caching_precompile") as caught, enable(float8()):
             compiled(torch.randn(8, 32))
+    assert isinstance(errors.unwrapped(caught.value), errors.OptionError)
+
+
+def test_ddp_cuts_graphs_as_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch compiles each bucket of DDP by the backend of the function, with its own way of exchanging backends."""
+    monkeypatch.setattr(torch.distributed, "_DEFAULT_FIRST_BUCKET_BYTES", 1 << 14)
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        model, x = Net(3), torch.randn(8, 32)
+        exact = gradients(model, model, x)
+        parallel = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=0.02)
+        compiled = torch.compile(parallel)
+        with enable(float8(), options=ATEN):
+            found = gradients(compiled, model, x)
+        assert 1e-6 < error(found, exact) < 0.05
+        assert packed(compiled) > 0 and len(last_plans(compiled)) > 1
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def test_one_that_ended_is_not_entered_again() -> None:
