@@ -34,6 +34,7 @@ _open: list[Enabled] = []  # the innermost last
 _end: Callable[[], None] | None = None  # ends the exchange of callbacks; None while nothing is enabled
 # by Dynamo's callback: the key of an enabled one -> the callback in its place, and its backend
 _exchanged: Memo[dict[str, tuple[Any, _Backend]]] = Memo()
+_left_alone: Memo[bool] = Memo()  # callbacks of other backends
 _backends: list[weakref.ref[_Backend]] = []
 
 
@@ -158,21 +159,24 @@ def _callback_for(callback: Any) -> Any:
         enabled = _open[-1] if _open else None
     if enabled is None:
         return callback
+    if callback in (None, False) or _left_alone.get(callback):
+        return callback
     known = _exchanged.get(callback)
-    found = None if known is None else known.get(enabled.key)
+    if known is None:
+        if dynamo_backends.inductor_wrapper_of(callback) is None:
+            _left_alone.set(callback, True)
+            return callback
+        known = _exchanged.set(callback, {})
+    found = known.get(enabled.key)
     if found is None:
         wrapper = dynamo_backends.inductor_wrapper_of(callback)
-        if wrapper is None:
-            return callback
         backend = _Backend(wrapper, enabled.options, enabled.key)
-        if dynamo_backends.is_precompiled(
-            callback
-        ):  # raised when it compiles: torch restores its state only after that
+        if dynamo_backends.is_precompiled(callback):
+            # raised when it compiles: only after that torch puts back what it has set for the call
             backend.refusal = (
                 "torch._dynamo.config.caching_precompile stores compiled functions without their hooks; switch it off"
             )
-        found = dynamo_backends.with_backend(callback, backend), backend
-        (_exchanged.get(callback) or _exchanged.set(callback, {}))[enabled.key] = found
+        found = known[enabled.key] = dynamo_backends.with_backend(callback, backend), backend
     enabled._use(found[1])
     return found[0]
 
@@ -182,7 +186,7 @@ class _Backend(dynamo_backends.InPlaceOf):
 
     Attributes:
         plans: of each graph with a backward, and the number of its runs.
-        refusal: why it compiles nothing; "" if it does.
+        refusal: why it compiles nothing, "" if it does.
     """
 
     def __init__(self, wrapper: Any, options: Options, key: str) -> None:
@@ -203,10 +207,11 @@ class _Backend(dynamo_backends.InPlaceOf):
         self, gm: GraphModule, inputs: Sequence[Any], *, config_patches: Mapping[str, Any] | None = None
     ) -> Callable[..., Any]:
         settings = {**(self.options.inductor or {}), **self.settings, **(config_patches or {})}
+        refusal = self.refusal
         if inductor.custom_partitioner(settings) is not None:
-            self.refusal = "Inductor's setting custom_partitioner_fn is set, but hooks need one of ours; take it out"
-        if self.refusal:
-            error = OptionError(f"enable: {self.refusal}, or don't enable hooks for this function")
+            refusal = "Inductor's setting custom_partitioner_fn is set, but hooks need one of ours; take it out"
+        if refusal:
+            error = OptionError(f"enable: {refusal}, or don't enable hooks for this function")
             raise dynamo.backend_failure("inductor", error)
         known = plans_of(self.wrapper)
         before = len(known)
