@@ -11,10 +11,10 @@ READY := $(VENV)/.ready
 PINS  := constraints/common.txt $(wildcard constraints/torch-$(TORCH).txt)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format types clean
+.PHONY: help demo test integrations torchtitan docs lint format types clean
 
 help:  ## this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 	@echo
 	@echo "  TORCH=$(TORCH)  the torch to use; others: $(filter-out $(TORCH),$(patsubst constraints/torch-%.txt,%,$(wildcard constraints/torch-*.txt)))"
 	@echo "  ARGS=...      more arguments, for pytest (make test) or the example (make demo)"
@@ -30,6 +30,19 @@ test: export TORCHINDUCTOR_COMPILE_THREADS ?= 1
 test: $(READY)  ## run the tests; ARGS="-m core", ARGS="-k inline", TORCH=2.15.0
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
 
+# In environments on top of that of the tests, which has torch.
+integrations torchtitan: export OMP_NUM_THREADS ?= 1
+integrations torchtitan: export TORCHINDUCTOR_COMPILE_THREADS ?= 1
+integrations: $(VENV)-integrations/.ready  ## tests with the real transformers, TRL, Accelerate, Lightning and torchao
+	$(VENV)-integrations/bin/python -m pytest -n $(WORKERS) --dist load tests/integrations \
+		--ignore tests/integrations/test_torchtitan.py $(ARGS)
+
+torchtitan: $(VENV)-torchtitan/.ready  ## tests with the real torchtitan
+	$(VENV)-torchtitan/bin/python -m pytest tests/integrations/test_torchtitan.py $(ARGS)
+
+docs: $(VENV)-docs/.ready  ## the pages of docs/ and the API reference, in out/site
+	$(VENV)-docs/bin/mkdocs build --strict --quiet
+
 lint: $(READY)  ## ruff: rules and format, changes nothing
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -44,6 +57,14 @@ types: $(READY)  ## mypy, strict
 clean:  ## remove environments, caches and outputs
 	rm -rf .venv build dist out *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache torch_compile_debug
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(VENV)-%/.ready: constraints/%.txt $(READY)
+	@echo "installing $* into $(VENV)-$*, once"
+	test -x $(VENV)-$*/bin/python || $(BIN)/python -m venv $(VENV)-$*
+	echo "import site; site.addsitedir('$$($(BIN)/python -c "import sysconfig as s; print(s.get_path('purelib'))")')" \
+		> $$($(VENV)-$*/bin/python -c "import sysconfig as s; print(s.get_path('purelib'))")/below.pth
+	$(VENV)-$*/bin/python -m pip install --quiet -r constraints/$*.txt
+	touch $@
 
 $(READY): pyproject.toml $(PINS)
 	@echo "installing torch $(TORCH) and the tools into $(VENV), once"

@@ -58,7 +58,7 @@ def last_plans(compiled: Callable[..., Any]) -> tuple[Plan, ...]:
 
     Raises `OptionError` if `compiled` was not made by `torch.compile`.
     """
-    wrapper = dynamo.compile_wrapper_of(compiled)
+    wrapper = dynamo.compile_wrapper_of(compiled, inductor_too=True)
     if wrapper is None:
         raise OptionError(f"last_plans takes what torch.compile returned, got {compiled!r}")
     plans = tuple(records.plans_of(wrapper))
@@ -96,13 +96,26 @@ def aot_hooks(
         HookContractError, HookTraceError, PolicyError: from the rewrite; Dynamo wraps them.
     """
     wrapper = dynamo.calling_compile_wrapper()
+    if wrapper is None:
+        return _compile_graph(gm, inputs, mode, Options.parse(options))
+    return compile_for(wrapper, gm, inputs, mode, options, "aot_hooks")
+
+
+def compile_for(
+    wrapper: Any,
+    gm: GraphModule,
+    inputs: Sequence[Any],
+    mode: str | None,
+    options: Options | Mapping[str, Any] | None,
+    backend: str,
+) -> _Compiled:
+    """Compile `gm` for a function whose `torch.compile` wrapper is `wrapper`; errors are wrapped as of `backend`."""
     try:
-        return _compile_graph(gm, inputs, mode, Options.parse(options), wrapper)
+        parsed = options if isinstance(options, Options) else Options.parse(options)
+        return _compile_graph(gm, inputs, mode, parsed, wrapper)
     except AotHooksError as e:
-        if wrapper is None:
-            raise
         # wrapped here, so that our message stands first
-        failure = dynamo.backend_failure("aot_hooks", e, inspect.currentframe())
+        failure = dynamo.backend_failure(backend, e, inspect.currentframe())
         raise failure.with_traceback(e.__traceback__) from None
 
 

@@ -199,7 +199,7 @@ def traced(setting: Setting) -> None:
         _warn(
             (setting.text, "context"),
             f"a context of {setting.title} is around a function that another backend compiles: nothing that its "
-            "graph saves is packed. Use torch.compile(..., backend='aot_hooks')",
+            "graph saves is packed. Use torch.compile(..., backend='aot_hooks'), or aot_hooks.enable()",
         )
 
 

@@ -56,6 +56,14 @@ class Setting:
     corpus_bytes: int
 
 
+# on a CPU, by inner compiler
+WHY_SLOWER = {
+    "aten": "A step with hooks is slower here: without Inductor nothing is fused, so each operator of packing reads\n"
+    "and writes memory by itself. --inner inductor fuses it, and compiles for minutes. On a GPU see README.md.",
+    "inductor": "A step with hooks is slower here: a CPU has no arithmetic to spare, and these tensors fit into its\n"
+    "caches, so that fewer bytes save no time. On a GPU see README.md.",
+}
+
 SETTINGS = {
     "small": Setting(3, 128, 4, 128, 8, 80, 1e-3, autocast=False, corpus_bytes=1 << 20),
     "full": Setting(18, 768, 12, 1024, 32, 300, 6e-4, autocast=True, corpus_bytes=32 << 20),
@@ -388,6 +396,8 @@ def main(arguments: list[str] | None = None) -> int:
     numbers = {"header": header, "rows": rows, "losses": {"baseline": baseline.losses, "hooks": hooks.losses}}
     (options.out / "train_gpt.json").write_text(json.dumps(numbers, indent=1))
     print("\n" + format_table(rows, device, inner) + "\n")
+    if not on_cuda:
+        print(WHY_SLOWER[inner] + "\n")
     print(plot(runs, options.out / "train_gpt.png"), f"wrote {options.out / 'train_gpt.json'}", sep="\n")
 
     final = rows["final_loss"]

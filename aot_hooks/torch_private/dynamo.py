@@ -110,13 +110,16 @@ def frame_being_compiled() -> tuple[dict[str, Any], Any]:
     return {}, None
 
 
-def compile_wrapper_of(compiled: Any) -> Any:
-    """The `torch.compile` wrapper object behind `compiled`, or None if it was not made by `torch.compile`."""
+def compile_wrapper_of(compiled: Any, *, inductor_too: bool = False) -> Any:
+    """The `torch.compile` wrapper object behind `compiled`, or None if it was not made by `torch.compile`.
+
+    Functions for torch's own backend "inductor" have a wrapper of another class, which only `inductor_too` returns.
+    """
     if isinstance(compiled, torch.nn.Module):
         context = getattr(compiled, "dynamo_ctx", None)
         if context is None:
             compiled = getattr(compiled, "_compiled_call_impl", None)
-            return None if compiled is None else compile_wrapper_of(compiled)
+            return None if compiled is None else compile_wrapper_of(compiled, inductor_too=inductor_too)
         backend = getattr(context, "callback", None)
     else:
         fn = inspect.unwrap(compiled, stop=lambda f: hasattr(f, "_torchdynamo_orig_callable"))
@@ -126,7 +129,8 @@ def compile_wrapper_of(compiled: Any) -> Any:
         backend = closure.get("callback") or getattr(closure.get("self"), "callback", None)
     while (inner := getattr(backend, "_torchdynamo_orig_backend", None)) is not None:
         backend = inner
-    return backend if type(backend).__name__ == "_TorchCompileWrapper" else None
+    known = ("_TorchCompileWrapper", "_TorchCompileInductorWrapper") if inductor_too else ("_TorchCompileWrapper",)
+    return backend if type(backend).__name__ in known else None
 
 
 def uncompiled(fn: Any) -> tuple[Any, Any]:

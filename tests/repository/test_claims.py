@@ -1,4 +1,4 @@
-"""The measurements that README.md shows are those of the result files that it names."""
+"""The measurements that README.md and docs/costs.md show are those of the result files that they name."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ import train_gpt
 from _measure import GIB, ROOT
 
 README = (ROOT / "README.md").read_text()
+COSTS = (ROOT / "docs" / "costs.md").read_text()
 COLUMNS = "| | ms | / stock | medians / stock | saved GiB | peak GiB | error of a weight gradient |"
 VARIANTS = {
     "`torch.compile`": "stock",
@@ -38,9 +39,9 @@ VARIANTS = {
 }
 
 
-def result_before(text: str) -> dict[str, Any]:
-    """The result file that README.md names last before `text`."""
-    names = re.findall(r"\((benchmarks/results/\S+\.json)\)", README[: README.index(text)])
+def result_before(page: str, text: str) -> dict[str, Any]:
+    """The result file that `page` names last before `text`."""
+    names = re.findall(r"\((?:\.\./)?(benchmarks/results/\S+\.json)\)", page[: page.index(text)])
     return json.loads((ROOT / names[-1]).read_text())
 
 
@@ -56,38 +57,47 @@ def shown(row: dict[str, Any]) -> list[str]:
     ]
 
 
-def table() -> dict[str, list[str]]:
-    lines = README[README.index(COLUMNS) :].partition("\n\n")[0].splitlines()[2:]
+def table(page: str) -> dict[str, list[str]]:
+    lines = page[page.index(COLUMNS) :].partition("\n\n")[0].splitlines()[2:]
     rows = [[cell.strip().strip("*") for cell in line.strip("|").split(" | ")] for line in lines]
     return {label: cells for label, *cells in rows}
 
 
 @pytest.mark.parametrize("label", VARIANTS)
 def test_what_it_costs(label: str) -> None:
-    (measured,) = (row for row in result_before(COLUMNS)["rows"] if row["name"] == VARIANTS[label])
-    assert table()[label] == shown(measured)
+    (measured,) = (row for row in result_before(COSTS, COLUMNS)["rows"] if row["name"] == VARIANTS[label])
+    assert table(COSTS)[label] == shown(measured)
+
+
+def test_the_readme_shows_at_most_eight_of_these_rows() -> None:
+    rows = table(README)
+    assert 1 <= len(rows) <= 8
+    assert rows.items() <= table(COSTS).items()
 
 
 def test_what_the_introduction_says_of_float8() -> None:
-    rows = {row["name"]: row for row in result_before(COLUMNS)["rows"]}
+    rows = {row["name"]: row for row in result_before(README, COLUMNS)["rows"]}
     stock, float8 = rows["stock"], rows["ours_float8_rowwise"]
     fastest, median = (100 * float8[key] - 100 for key in ("ratio_to_stock", "median_ratio_to_stock"))
     assert 0.45 < float8["peak_bytes"] / stock["peak_bytes"] < 0.55
     assert f"float8 halves the peak memory for {fastest:.0f} to {median:.0f}% of the step time" in README
 
 
-def test_every_row_of_that_table_is_looked_at() -> None:
-    assert table().keys() == VARIANTS.keys()
-    header = result_before(COLUMNS)["header"]
-    before = README[: README.index(COLUMNS)][-500:]
+@pytest.mark.parametrize("page", [README, COSTS], ids=["README", "costs"])
+def test_every_row_of_that_table_is_looked_at(page: str) -> None:
+    assert table(COSTS).keys() == VARIANTS.keys()
+    header = result_before(page, COLUMNS)["header"]
+    before = page[: page.index(COLUMNS)][-500:]
     assert header["device"] in before and f"{header['rounds']} rounds" in before
     assert header["commit"] in before and header["torch"].partition("+")[0] in before
 
 
 def test_what_the_demo_prints() -> None:
     printed = "final loss  "
-    measured = result_before(printed)
+    measured = result_before(COSTS, printed)
     text = train_gpt.format_table(measured["rows"], torch.device("cuda"), "inductor")
-    assert f"```\n{text}\n```" in README
+    assert f"```\n{text}\n```" in COSTS
     command = f"examples/train_gpt.py --steps {measured['header']['step_count']}"
-    assert command in README and measured["header"]["device"] in README[: README.index(printed)]
+    assert command in COSTS and measured["header"]["device"] in COSTS[: COSTS.index(printed)]
+    step = measured["rows"]["step_median_ms"]
+    assert f"it took {100 * step['hooks'] / step['baseline'] - 100:.0f}% instead of" in README

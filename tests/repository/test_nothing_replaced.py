@@ -1,4 +1,4 @@
-"""Nothing in torch is replaced for good: the two patches of this project end with the compilation that needs them."""
+"""Nothing in torch is replaced for good: a patch ends with the compilation or the context that needs it."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo.eval_frame as eval_frame
 import torch._functorch._aot_autograd.autograd_cache as autograd_cache
 import torch._inductor.compile_fx as compile_fx
 from torch._inductor.codegen.triton import TritonOverrides
@@ -40,6 +41,7 @@ def functions() -> dict[str, Any]:
         "_lookup": vars(CACHE)["_lookup"],
         "iterate_over_candidates": vars(CACHE).get("iterate_over_candidates"),
         "AOTAutogradCachePickler": autograd_cache.AOTAutogradCachePickler,
+        "_callback_from_stance": eval_frame._callback_from_stance,
     }
 
 
@@ -52,6 +54,19 @@ def nothing_stays() -> Iterator[None]:
     assert replaced() == set()
     yield
     assert replaced() == set()
+
+
+# --- enable -----------------------------------------------------------------------------------------------------------
+
+
+def test_callbacks_are_exchanged_while_something_is_enabled_only() -> None:
+    compiled = torch.compile(lambda x: x.sin())
+    with aot_hooks.enable(aot_hooks.float8(), options={"inner": "aten"}):
+        assert replaced() == {"_callback_from_stance"}
+        with aot_hooks.enable(aot_hooks.int8(), options={"inner": "aten"}):
+            compiled(torch.randn(3, requires_grad=True))
+        assert replaced() == {"_callback_from_stance"}
+        compiled(torch.randn(3, requires_grad=True))
 
 
 # --- inline assembly --------------------------------------------------------------------------------------------------

@@ -1,0 +1,237 @@
+"""`enable`: functions that `torch.compile` gives to torch's own backend "inductor" follow contexts, policies, budgets.
+
+      torch.compile(model)  --call--> Dynamo's callback --exchanged--> backend.compile_for(..., policy)
+                                            |
+                                            `-- another backend, or nothing enabled: as it is
+
+For trainers that know no other backend by name. Dynamo keeps the graphs of each backend apart, and an enabled one is
+equal to another only if policy, scope and options are.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import threading
+import warnings
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch.fx import GraphModule
+
+from .backend import compile_for
+from .errors import OptionError, UnusedWarning, user_frame
+from .identity.memo import Memo
+from .options import Options
+from .passes.plan import Plan
+from .records import plans_of
+from .settings.setting import Setting
+from .torch_private import dynamo, dynamo_backends, inductor
+
+_lock = threading.RLock()
+_open: list[Enabled] = []  # the innermost last
+_end: Callable[[], None] | None = None  # ends the exchange of callbacks; None while nothing is enabled
+# by Dynamo's callback: the key of an enabled one -> the callback in its place, and its backend
+_exchanged: Memo[dict[str, tuple[Any, _Backend]]] = Memo()
+_left_alone: Memo[bool] = Memo()  # callbacks of other backends
+_backends: list[weakref.ref[_Backend]] = []
+
+
+@dynamo.outermost_runs_in_python
+def enable(policy: Any = None, *, scope: str | None = None, options: Mapping[str, Any] | None = None) -> Enabled:
+    """Have functions that `torch.compile` gives to torch's backend "inductor" compiled as by backend="aot_hooks".
+
+    It takes effect at once, for calls in the whole process, until `disable()` of what it returns is called or a `with`
+    of it ends. A function that is compiled already gets new graphs, and its old ones serve it again after that. Keep it
+    enabled until the backward has run.
+
+    Args:
+        policy: a hook, policy or `budget(...)` for saved tensors that no context covers. None: contexts alone say.
+        scope: the scope of `policy`; "donated" by default.
+        options: other options of the backend, see `Options`; "inductor" has settings that `torch.compile(options=...)`
+            of the function overrides.
+
+    May be nested; the innermost counts. Other backends are left alone.
+
+    Raises:
+        OptionError: a wrong argument; inside a compiled function; while another thread has it enabled. From a call of a
+            compiled function: the function has an Inductor partitioner of its own, or Dynamo stores it
+            (`torch._dynamo.config.caching_precompile`).
+        UnsupportedTorchError: this torch lacks what it needs.
+        From a call of a compiled function also: what backend="aot_hooks" raises, wrapped by Dynamo.
+
+    Warns:
+        UnusedWarning: on its end, if no function compiled by "inductor" was called meanwhile.
+    """
+    return Enabled(policy, scope, dict(options or {}))
+
+
+class Enabled:
+    """What `enable` returns: a context manager, which may be entered once, and a switch."""
+
+    def __init__(self, policy: Any, scope: str | None, options: dict[str, Any]) -> None:
+        if wrong := [name for name in ("policy", "scope") if name in options]:
+            raise OptionError(f"enable: options has {wrong[0]!r}, which is an argument of enable itself: pass it there")
+        if dynamo_backends.in_compiled_function():
+            raise OptionError("enable was called inside a compiled function; call it around the compiled call")
+        settings = {} if scope is None else {"scope": scope}
+        self.options = Options.parse(options | {"policy": policy} | settings)
+        self.thread = threading.current_thread()
+        self._backends: dict[int, _Backend] = {}  # that were called for, by id
+        self._seen: dict[_Count, int] = {}  # its runs when `runs` returned
+        setting = "" if policy is None else Setting(policy, self.options.scope).key
+        others = sorted((name, repr(value)) for name, value in options.items())
+        self.key = f"{setting} {others}"
+        self._begin()
+
+    def _begin(self) -> None:
+        global _end
+        with _lock:
+            if other := next((each for each in _open if each.thread is not self.thread), None):
+                raise OptionError(
+                    f"enable is for the whole process, and thread {other.thread.name!r} has {other!r} enabled: "
+                    "disable that first, or use torch.compile(..., backend='aot_hooks')"
+                )
+            if _end is None:
+                _end = dynamo_backends.exchange_callbacks(_callback_for)
+            _open.append(self)
+
+    @property
+    def is_enabled(self) -> bool:
+        return any(each is self for each in _open)
+
+    @property
+    def is_used(self) -> bool:
+        """Whether a function compiled by "inductor" has been called while this was the innermost."""
+        return bool(self._backends)
+
+    def runs(self) -> list[tuple[Plan, int]]:
+        """The plans of graphs that ran since the last call, each with the number of its runs.
+
+        Only runs of functions that were called while this was the innermost one count.
+        """
+        graphs = {count: plan for backend in list(self._backends.values()) for plan, count in list(backend.plans)}
+        since = {count: count.runs - self._seen.get(count, 0) for count in graphs}
+        self._seen.update((count, count.runs) for count in graphs)
+        return [(graphs[count], n) for count, n in since.items() if n]
+
+    def _use(self, backend: _Backend) -> None:
+        if id(backend) not in self._backends:
+            if not any(backend.plans is other.plans for other in self._backends.values()):
+                self._seen.update((count, count.runs) for _, count in backend.plans)  # ran before
+            self._backends[id(backend)] = backend
+
+    def disable(self) -> None:
+        """End it; of nested ones any may end first. A second call does nothing."""
+        global _end
+        with _lock:
+            if not self.is_enabled:
+                return
+            _open[:] = [each for each in _open if each is not self]
+            if not _open and _end is not None:
+                _end()
+                _end = None
+        if not self.is_used and sys.exc_info()[0] is None:
+            _, skipped = user_frame(sys._getframe())
+            warnings.warn(
+                f"aot_hooks: {self!r} ended, and no function compiled by backend 'inductor' was called meanwhile, so "
+                "it had no effect. Compile the model (torch.compile, or the trainer's own switch) and call it inside",
+                UnusedWarning,
+                stacklevel=skipped + 1,
+            )
+
+    def __enter__(self) -> Enabled:
+        if not self.is_enabled:
+            raise OptionError(f"{self!r} has ended; call aot_hooks.enable(...) anew")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.disable()
+
+    def __repr__(self) -> str:
+        return f"enable({'' if self.options.policy is None else self.options.policy!r})"
+
+
+def _callback_for(callback: Any) -> Any:
+    """Dynamo's callback for a call of a compiled function whose own callback is `callback`."""
+    with _lock:
+        enabled = _open[-1] if _open else None
+    if enabled is None:
+        return callback
+    if callback in (None, False) or _left_alone.get(callback):
+        return callback
+    known = _exchanged.get(callback)
+    if known is None:
+        if dynamo_backends.inductor_wrapper_of(callback) is None:
+            _left_alone.set(callback, True)
+            return callback
+        known = _exchanged.set(callback, {})
+    found = known.get(enabled.key)
+    if found is None:
+        wrapper = dynamo_backends.inductor_wrapper_of(callback)
+        backend = _Backend(wrapper, enabled.options, enabled.key)
+        if dynamo_backends.is_precompiled(callback):
+            # raised when it compiles: only after that torch puts back what it has set for the call
+            backend.refusal = (
+                "torch._dynamo.config.caching_precompile stores compiled functions without their hooks; switch it off"
+            )
+        found = known[enabled.key] = dynamo_backends.with_backend(callback, backend), backend
+    enabled._use(found[1])
+    return found[0]
+
+
+class _Backend(dynamo_backends.InPlaceOf):
+    """Compiles as `enable` was told.
+
+    Attributes:
+        plans: of each graph with a backward, and the number of its runs.
+        refusal: why it compiles nothing, "" if it does.
+    """
+
+    def __init__(self, wrapper: Any, options: Options, key: str) -> None:
+        super().__init__(wrapper)
+        self.options, self.key, self.refusal = options, key, ""
+        # Dynamo uses the graphs of an equal backend, so the same model made anew compiles nothing
+        with _lock:
+            alive = [other for ref in _backends if (other := ref()) is not None]
+            self.plans: list[tuple[Plan, _Count]] = next((other.plans for other in alive if other == self), [])
+            _backends[:] = [weakref.ref(each) for each in (*alive, self)]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Backend) and self.key == other.key and bool(self.wrapper == other.wrapper)
+
+    __hash__ = None  # type: ignore[assignment]  # as torch's own
+
+    def __call__(
+        self, gm: GraphModule, inputs: Sequence[Any], *, config_patches: Mapping[str, Any] | None = None
+    ) -> Callable[..., Any]:
+        settings = {**(self.options.inductor or {}), **self.settings, **(config_patches or {})}
+        refusal = self.refusal
+        if inductor.custom_partitioner(settings) is not None:
+            refusal = "Inductor's setting custom_partitioner_fn is set, but hooks need one of ours; take it out"
+        if refusal:
+            error = OptionError(f"enable: {refusal}, or don't enable hooks for this function")
+            raise dynamo.backend_failure("inductor", error)
+        known = plans_of(self.wrapper)
+        before = len(known)
+        options = dataclasses.replace(self.options, inductor=settings)
+        compiled = compile_for(self.wrapper, gm, inputs, None, options, "inductor")
+        counts = [_Count() for _ in known[before:]]  # several if Dynamo's graph became several
+        self.plans += zip(known[before:], counts, strict=True)
+        if not counts:
+            return compiled
+
+        def run(*args: Any) -> Any:
+            for count in counts:
+                count.runs += 1
+            return compiled(*args)
+
+        return run
+
+
+class _Count:
+    """The number of runs of a graph."""
+
+    def __init__(self) -> None:
+        self.runs = 0

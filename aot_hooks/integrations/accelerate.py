@@ -1,0 +1,73 @@
+"""Hooks in loops of one's own that use Accelerate.
+
+accelerator = Accelerator(dynamo_backend="inductor")          or TorchDynamoPlugin(use_regional_compilation=True)
+model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+with hooks(accelerator, aot_hooks.float8()) as training:
+    for step, batch in enumerate(loader):
+        ...
+        training.log(step)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import compile_regions
+
+from .training import Training
+
+__all__ = ["compile_model", "hooks"]
+
+
+class hooks(Training):  # a context manager, named as one
+    """Enables hooks in a `with`, and logs what they did to the trackers of `accelerator`.
+
+    Args: those of `aot_hooks.enable`.
+
+    Raises:
+        OptionError: a wrong argument; from `log` if nothing that backend "inductor" compiled has run.
+    """
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        policy: Any = None,
+        *,
+        scope: str | None = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__(policy, scope=scope, options=options)
+        self.accelerator = accelerator
+
+    def __enter__(self) -> hooks:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def log(self, step: int) -> dict[str, float]:
+        """Log `metrics()` of the batch that has just run its backward to all trackers; returns them."""
+        self.batch_done()
+        metrics = self.metrics()
+        self.accelerator.log(metrics, step=step)
+        return metrics
+
+
+def compile_model(
+    model: torch.nn.Module, policy: Any = None, *, scope: str = "donated", regional: bool = False, **settings: Any
+) -> torch.nn.Module:
+    """`model` compiled by backend="aot_hooks", for `accelerator.prepare`, which does not compile it again.
+
+    Args:
+        policy, scope: of saved tensors that no context covers.
+        regional: compile one block of each repeated class, as Accelerate does it: repeated blocks share their graphs.
+        settings: of `torch.compile`; `options` are those of the backend.
+    """
+    options = {**(settings.pop("options", None) or {}), "policy": policy, "scope": scope}
+    compile_it: Any = compile_regions if regional else torch.compile
+    compiled: torch.nn.Module = compile_it(model, backend="aot_hooks", options=options, **settings)
+    return compiled

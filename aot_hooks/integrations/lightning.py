@@ -1,0 +1,49 @@
+"""Hooks in the `Trainer` of Lightning.
+
+trainer = lightning.Trainer(..., callbacks=[AotHooksCallback(aot_hooks.float8())])
+trainer.fit(torch.compile(module), ...)         or module.net.compile() in `configure_model`
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from .training import Training
+
+__all__ = ["AotHooksCallback"]
+
+
+class AotHooksCallback(Callback):  # type: ignore[misc, unused-ignore]  # no types where it is not installed
+    """Enables hooks while `trainer.fit()` runs, and logs `Training.metrics()` with each batch, as `log_every_n_steps`
+    says.
+
+    The module, or what it calls, must be compiled by backend "inductor", at the latest in `configure_model`.
+
+    Args: those of `aot_hooks.enable`.
+
+    Raises:
+        OptionError: a wrong argument; at the end of the first batch if nothing was compiled.
+    """
+
+    def __init__(
+        self, policy: Any = None, *, scope: str | None = None, options: Mapping[str, Any] | None = None
+    ) -> None:
+        self.training = Training(policy, scope=scope, options=options)
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.training.start()
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self.training.batch_done()
+        pl_module.log_dict(self.training.metrics())
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.training.stop()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self.training.stop()

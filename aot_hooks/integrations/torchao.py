@@ -1,0 +1,99 @@
+"""Saved tensors of torchao's float8 training: `convert_to_float8_training(model)`.
+
+      forward                              backward
+        y = (x in float8) @ W                x in float8 once more, scaled along the other dimension
+        saved: x bf16                        dW = (dy in float8) @ (x in float8)
+
+torchao's linear layers multiply in float8 but save bfloat16: the product for the weight's gradient needs other scales
+("rowwise"), or torch's partitioner computes the codes again ("tensorwise"). So float8 training saves no memory by
+itself. The backward takes the reciprocal of x's largest value, for which lossy hooks leave x as it is: in general a
+small error of x could become any error. Here it can't. The scale is for x itself, which torchao then rounds as coarsely
+as the hook did:
+
+      x' = x (1 + e), |e| <= 2**-4;  x' / s rounded to float8, times s, is x' (1 + f), |f| <= 2**-4, whatever s is
+
+Source: torchao/float8/float8_linear.py, `matmul_with_hp_or_float8_args`.
+"""
+
+from __future__ import annotations
+
+import pathlib
+from dataclasses import dataclass, replace
+
+from torchao.float8 import float8_linear
+
+from ..errors import OptionError
+from ..graphs.backward_reads import Read
+from ..graphs.saved import SavedTensor
+from ..hook import Hook
+from ..library.float8 import float8
+
+__all__ = ["float8_training"]
+
+# torchao's own files: its linear layer, and how it finds scales
+_FILES = tuple(f"{path.name}:" for path in pathlib.Path(float8_linear.__file__).parent.glob("float8_*.py"))
+
+
+@dataclass(frozen=True)
+class _Declines:
+    """The reasons of `hook` to leave a tensor, but for how the backward reads it."""
+
+    hook: Hook
+
+    def __call__(self, saved: SavedTensor) -> str | None:
+        return self.hook.why_not(replace(saved, backward_reads=()))
+
+
+@dataclass(frozen=True, repr=False)
+class Float8Training:
+    """The policy that `float8_training` makes."""
+
+    hook: Hook
+
+    @property
+    def looks_at_modules(self) -> bool:
+        return False
+
+    def __call__(self, saved: SavedTensor) -> Hook:
+        # without protection only if there is nothing else to protect; with it the hook declines, or answers decisions
+        return replace(self.hook, lossy=False, declines=_Declines(self.hook)) if self._only_scaled(saved) else self.hook
+
+    def _only_scaled(self, saved: SavedTensor) -> bool:
+        return (
+            saved.dtype.is_floating_point
+            and bool(saved.backward_reads)
+            and all(map(_is_scale, saved.backward_reads))
+            and not saved.backward_asks
+        )
+
+    def why_kept(self, saved: SavedTensor) -> str:
+        return self.hook.why_not(saved) or ""
+
+    def why_packed(self, saved: SavedTensor) -> str:
+        return "float8 linear layers round it too" if self._only_scaled(saved) else "float8 training"
+
+    def __repr__(self) -> str:
+        return f"float8_training({self.hook!r})"
+
+
+def _is_scale(read: Read) -> bool:
+    """Whether `read` is a part of how a linear layer of torchao finds the scale of what it casts."""
+    return read.line.startswith(_FILES)
+
+
+def float8_training(hook: Hook | None = None) -> Float8Training:
+    """A policy: `hook` for every saved tensor, also for those that torchao's float8 linear layers cast once more.
+
+    Args:
+        hook: a lossy hook whose error is at most float8's; `float8()` by default, or `offload(then=float8())`.
+
+    Raises:
+        OptionError: `hook` is no lossy hook of this package.
+    """
+    hook = float8() if hook is None else hook
+    if not (isinstance(hook, Hook) and hook.lossy) or hook.is_own:  # type: ignore[redundant-expr]
+        raise OptionError(
+            "float8_training: expected a hook of aot_hooks that rounds, such as float8() or offload(then=float8()), "
+            f"got {hook!r}"
+        )
+    return Float8Training(hook)

@@ -1,0 +1,113 @@
+"""What every integration does: enable hooks while a trainer trains, and give its tracker numbers.
+
+start() --> batch_done() after each forward and backward --> metrics() --> the trainer's tracker --> stop()
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from ..enabled import Enabled, enable
+from ..errors import OptionError
+from ..hook import KEEP
+from ..options import Options
+from ..passes.plan import Plan
+from ..planning.budget import Budget
+
+_MIB = 1 << 20
+
+
+class Training:
+    """Hooks that are enabled from `start` to `stop`.
+
+    Args: those of `aot_hooks.enable`.
+
+    Raises:
+        OptionError: a wrong argument.
+    """
+
+    def __init__(
+        self, policy: Any = None, *, scope: str | None = None, options: Mapping[str, Any] | None = None
+    ) -> None:
+        self._arguments: dict[str, Any] = {"policy": policy, "scope": scope, "options": dict(options or {})}
+        # now, not when the training begins
+        Options.parse(self._arguments["options"] | {"policy": policy} | ({} if scope is None else {"scope": scope}))
+        self._enabled: Enabled | None = None
+        self._end: Any = None
+        self._latest: list[tuple[Plan, int]] = []
+
+    def start(self) -> None:
+        """Enable. What an earlier training left enabled, because it raised, ends first."""
+        self.stop()
+        self._enabled = enable(**self._arguments)
+        # a trainer that raised and is dropped leaves nothing enabled
+        self._end = weakref.finalize(self, Enabled.disable, self._enabled)
+        self._end.atexit = False
+        self._latest = []
+
+    def stop(self) -> None:
+        if self._end is not None:
+            self._end()
+        self._enabled = self._end = None
+
+    def next_batch(self) -> None:
+        """Forget which graphs have run; for a trainer that calls `batch_done` after some batches only."""
+        if self._enabled is not None:
+            self._enabled.runs()
+
+    def batch_done(self) -> None:
+        """Note which graphs ran. Raises `OptionError` if the trainer has compiled nothing."""
+        if self._enabled is None:
+            return
+        if not self._enabled.is_used:
+            try:
+                raise OptionError(
+                    f"{self._enabled!r}: a batch was trained, and no function that torch.compile gave to backend "
+                    "'inductor' ran, so no hook had an effect. Switch the trainer's compilation on, or compile the "
+                    "model before training (torch.compile(model), or model.compile()), without another backend"
+                )
+            finally:
+                self.stop()
+        self._latest = self._enabled.runs() or self._latest
+
+    def metrics(self) -> dict[str, float]:
+        """Numbers of the last batch whose graphs ran with gradients; none before.
+
+        - `saved_mib`, `packed_mib`, `host_mib`: saved for backward without hooks, with them on the device, on the host;
+        - `budget_mib`, `predicted_peak_mib`: of a budget, where it is given in bytes, and of the largest graph's plan;
+        - `peak_mib`: `torch.cuda.max_memory_allocated()`, where there is a CUDA device;
+        - `tensors/HOOK`: how many saved tensors a hook stores, `kept/REASON`: how many stay as they are, and why.
+
+        All begin with "aot_hooks/". A graph that ran several times counts as often.
+        """
+        if not self._latest:
+            return {}
+        found: dict[str, float] = {
+            "saved_mib": sum(plan.saved_bytes * n for plan, n in self._latest) / _MIB,
+            "packed_mib": sum(plan.packed_bytes * n for plan, n in self._latest) / _MIB,
+            "host_mib": sum(plan.host_bytes * n for plan, n in self._latest) / _MIB,
+        }
+        policy = self._arguments["policy"]
+        if isinstance(policy, Budget):
+            found["predicted_peak_mib"] = max(plan.peak_bytes for plan, _ in self._latest) / _MIB
+            if isinstance(policy.peak, int):
+                found["budget_mib"] = policy.peak / _MIB
+        if torch.cuda.is_initialized():
+            found["peak_mib"] = torch.cuda.max_memory_allocated() / _MIB
+        tensors: Counter[str] = Counter()
+        for plan, n in self._latest:
+            for d in plan.decisions:
+                name = f"kept/{_text_of(d.reason)}" if d.hook == KEEP else f"tensors/{d.hook.name}"
+                tensors[name] += n
+        return {f"aot_hooks/{name}": value for name, value in (found | dict(tensors)).items()}
+
+
+def _text_of(reason: str) -> str:
+    """A reason without numbers and the names of single tensors and operators, as a part of a metric's name."""
+    words = [word.strip(",;:()") for word in reason.partition(" (")[0].split()]
+    return "_".join(word for word in words if word.isalnum() and not word.isdigit())

@@ -1,0 +1,61 @@
+"""Hooks in the `Trainer` of transformers, and in trainers made of it.
+
+    trainer = Trainer(model, TrainingArguments(..., torch_compile=True), ...)
+    AotHooksCallback(aot_hooks.float8()).add_to(trainer)
+
+`Trainer(callbacks=[AotHooksCallback(...)])` packs the same, but trackers (TensorBoard, W&B) are called before callbacks
+that are passed so: the numbers are then in `trainer.state.log_history` alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from transformers import Trainer, TrainerCallback
+
+from .training import Training
+
+__all__ = ["AotHooksCallback"]
+
+
+class AotHooksCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]  # no types where it is not installed
+    """Enables hooks while `trainer.train()` runs, and adds `Training.metrics()` to each of its logs.
+
+    The model must be compiled by backend "inductor": `TrainingArguments(torch_compile=True)`, or `model.compile()`.
+
+    Args: those of `aot_hooks.enable`.
+
+    Raises:
+        OptionError: a wrong argument; at the end of the first batch if nothing was compiled.
+    """
+
+    def __init__(
+        self, policy: Any = None, *, scope: str | None = None, options: Mapping[str, Any] | None = None
+    ) -> None:
+        self.training = Training(policy, scope=scope, options=options)
+
+    def add_to(self, trainer: Trainer) -> AotHooksCallback:
+        """Add this callback to `trainer`, before its trackers, so that they log its numbers. Returns it."""
+        trainer.add_callback(self)
+        callbacks = trainer.callback_handler.callbacks
+        callbacks.insert(0, callbacks.pop())
+        return self
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.training.start()
+
+    def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.training.batch_done()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.training.batch_done()
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
+        metrics = self.training.metrics()
+        for target in (logs, state.log_history[-1] if state.log_history else None):
+            if target is not None:
+                target.update(metrics)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.training.stop()

@@ -1,0 +1,299 @@
+"""Hooks in the trainers that people use: tokens a second, peak, and losses over text, beside the trainers' own ways.
+
+    a Llama of transformers, random weights, bytes of the standard library's source as tokens
+        |  the same weights and batches in each row
+        v
+    Trainer    stock            TrainingArguments(torch_compile=True)
+               checkpointing    the same with gradient_checkpointing
+               float8, offload_float8, budget        stock and AotHooksCallback
+    SFTTrainer sft, sft_offloading (TRL's activation_offloading), sft_offload_float8
+    torchao    float8_training  stock with torchao's rowwise linear layers; float8_training_packed: with ours as well
+
+A row of a package that is missing says so. Steps are timed by callbacks, between synchronizations, without the first
+`--warmup` of them. The budget is a share of stock's peak over what is allocated before a step, so it needs stock.
+
+    python benchmarks/bench_trainers.py                                     # 1B parameters, 8 x 2048 tokens; CUDA
+    python benchmarks/bench_trainers.py --rows stock,offload_float8 --steps 300
+    python benchmarks/bench_trainers.py --small                             # anywhere, without code generation
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import gc
+import importlib.util
+import json
+import pathlib
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import transformers
+from _measure import GIB, ROOT, conditions, format_columns
+from torch import Tensor
+
+sys.path.append(str(ROOT / "examples"))
+from train_gpt import read_corpus
+
+import aot_hooks
+from aot_hooks.integrations.transformers import AotHooksCallback
+
+VOCABULARY = 256
+ROWS = (
+    "stock", "checkpointing", "float8", "offload_float8", "budget", "sft", "sft_offloading", "sft_offload_float8",
+    "float8_training", "float8_training_packed",
+)  # fmt: skip
+ON_CUDA = ("budget", "sft_offloading")  # a share of the measured peak; TRL's own offloading
+NEEDS = {"sft": ("trl", "datasets"), "float8_training": ("torchao",)}  # by the beginning of a row's name
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    layer_count: int
+    width: int
+    head_count: int
+    sequence: int
+    batch: int
+    step_count: int
+    dtype: torch.dtype
+    inner: str  # of the hooks; stock runs the same way
+
+
+LARGE = Setting(16, 2048, 32, 2048, 8, 20, torch.bfloat16, "inductor")
+SMALL = Setting(2, 64, 4, 64, 4, 6, torch.float32, "aten")
+
+
+class Text(torch.utils.data.Dataset[dict[str, Any]]):
+    """Windows of the corpus, one a row, in the same order each time."""
+
+    def __init__(self, setting: Setting, step_count: int) -> None:
+        corpus, generator = read_corpus(1 << 22), torch.Generator().manual_seed(0)
+        starts = torch.randint(len(corpus) - setting.sequence, (setting.batch * step_count, 1), generator=generator)
+        self.rows = corpus[starts + torch.arange(setting.sequence)]  # u8[rows, sequence]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        row = self.rows[index].long()
+        return {"input_ids": row, "labels": row}
+
+
+class Watch(transformers.TrainerCallback):  # type: ignore[misc, unused-ignore]
+    """Times steps, and reads the device's memory at their beginnings and peaks."""
+
+    def __init__(self, device: torch.device, warmup: int) -> None:
+        self.device, self.warmup = device, warmup
+        self.step_ms: list[float] = []
+        self.before_bytes = self.peak_bytes = 0
+        self.started = 0.0
+
+    def _now(self) -> float:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if self.device.type == "cuda" and state.global_step == self.warmup:
+            torch.cuda.reset_peak_memory_stats()
+            self.before_bytes = torch.cuda.memory_allocated()
+        self.started = self._now()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.step_ms.append((self._now() - self.started) * 1e3)
+        if self.device.type == "cuda":
+            self.peak_bytes = torch.cuda.max_memory_allocated()
+
+
+def make_model(setting: Setting, *, float8: bool) -> Any:
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=VOCABULARY, hidden_size=setting.width, intermediate_size=4 * setting.width,
+        num_hidden_layers=setting.layer_count, num_attention_heads=setting.head_count,
+        num_key_value_heads=setting.head_count // 4, max_position_embeddings=setting.sequence, use_cache=False,
+        bos_token_id=1, eos_token_id=2, pad_token_id=0,
+    )  # fmt: skip
+    model = transformers.LlamaForCausalLM(config).to(setting.dtype)
+    if float8:
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+        recipe = Float8LinearConfig.from_recipe_name("rowwise")
+        if not torch.cuda.is_available():
+            recipe = dataclasses.replace(recipe, emulate=True)
+        convert_to_float8_training(model, config=recipe, module_filter_fn=lambda _, name: "lm_head" not in name)
+    return model
+
+
+def make_policy(name: str, budget_bytes: int | None) -> Any:
+    if name == "budget":
+        return None if budget_bytes is None else aot_hooks.budget(budget_bytes)
+    if name.endswith("offload_float8"):
+        return aot_hooks.offload(then=aot_hooks.float8())
+    if name == "float8_training_packed":
+        from aot_hooks.integrations.torchao import float8_training
+
+        return float8_training()
+    return aot_hooks.float8() if name == "float8" else None
+
+
+def make_trainer(name: str, setting: Setting, data: Text, out: str) -> Any:
+    arguments: dict[str, Any] = {
+        "output_dir": out, "per_device_train_batch_size": setting.batch, "max_steps": setting.step_count,
+        "logging_steps": 1, "learning_rate": 3e-4, "lr_scheduler_type": "constant", "report_to": [],
+        "save_strategy": "no", "disable_tqdm": True, "torch_compile": True, "seed": 0,
+        "use_cpu": not torch.cuda.is_available(), "bf16": False, "dataloader_pin_memory": False,
+        "optim": "adamw_torch_fused" if torch.cuda.is_available() else "adamw_torch",
+        "gradient_checkpointing": name == "checkpointing",
+    }  # fmt: skip
+    if setting.inner == "aten" and make_policy(name, 1) is None:
+        arguments["torch_compile_backend"] = "aot_eager"
+    if name == "checkpointing":
+        arguments["gradient_checkpointing_kwargs"] = {"use_reentrant": False}
+    model = make_model(setting, float8=name.startswith("float8_training"))
+    if not name.startswith("sft"):
+        return transformers.Trainer(model, transformers.TrainingArguments(**arguments), train_dataset=data)
+    import datasets
+    import tokenizers
+    import trl
+
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"<pad>": 0, "<end>": 2}))
+    return trl.SFTTrainer(
+        model,
+        args=trl.SFTConfig(
+            **arguments,
+            activation_offloading=name == "sft_offloading",
+            max_length=setting.sequence,
+            shuffle_dataset=False,
+        ),
+        train_dataset=datasets.Dataset.from_list([{"input_ids": row.tolist()} for row in data.rows]),
+        processing_class=transformers.PreTrainedTokenizerFast(
+            tokenizer_object=words, pad_token="<pad>", eos_token="<end>"
+        ),
+    )
+
+
+def measure(name: str, setting: Setting, data: Text, warmup: int, budget_bytes: int | None) -> dict[str, Any]:
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    torch.compiler.reset()
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    watch, policy = Watch(device, warmup), make_policy(name, budget_bytes)
+    with tempfile.TemporaryDirectory() as out:
+        trainer = make_trainer(name, setting, data, out)
+        callback = None
+        if policy is not None:
+            callback = AotHooksCallback(policy, options={"inner": setting.inner}).add_to(trainer)
+        trainer.add_callback(watch)
+        trainer.remove_callback(transformers.PrinterCallback)  # the losses are in the log's history
+        trainer.train()
+    metrics = {} if callback is None else callback.training.metrics()
+    timed = watch.step_ms[warmup:]
+    step_ms = statistics.median(timed)
+    return {
+        "name": name,
+        "policy": repr(policy) if policy is not None else None,
+        "median_ms": step_ms,
+        "min_ms": min(timed),
+        "first_step_ms": watch.step_ms[0],
+        "tokens_per_second": setting.batch * setting.sequence / step_ms * 1e3,
+        "before_bytes": watch.before_bytes,
+        "peak_bytes": watch.peak_bytes,
+        "losses": [log["loss"] for log in trainer.state.log_history if "loss" in log],
+        "metrics": metrics,
+    }
+
+
+def missing(name: str) -> str:
+    """The package that a row needs and that is not installed; "" if nothing is missing."""
+    needed = next((packages for start, packages in NEEDS.items() if name.startswith(start)), ())
+    return next((package for package in needed if importlib.util.find_spec(package) is None), "")
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    stock = next((row for row in rows if row["name"] == "stock"), rows[0])
+    lines = [
+        ["row", "ms", "/ stock", "tokens/s", "peak GiB", "over the step's start", "saved", "packed MiB", "last loss"]
+    ]
+    for row in rows:
+        metrics = row["metrics"]
+        tail = row["losses"][-max(1, len(row["losses"]) // 10) :]
+        lines.append(
+            [
+                row["name"],
+                f"{row['median_ms']:.1f}",
+                f"{row['median_ms'] / stock['median_ms']:.3f}",
+                f"{row['tokens_per_second']:.0f}",
+                f"{row['peak_bytes'] / GIB:.2f}",
+                f"{(row['peak_bytes'] - row['before_bytes']) / GIB:.2f}",
+                f"{metrics.get('aot_hooks/saved_mib', 0):.1f}",
+                f"{metrics.get('aot_hooks/packed_mib', 0):.1f}",
+                f"{statistics.mean(tail):.4f}",
+            ]
+        )
+    return format_columns(lines)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="Hooks in the Trainers of transformers and TRL.")
+    parser.add_argument("--rows", help=f"comma-separated, of {', '.join(ROWS)}; default: all that run here")
+    parser.add_argument("--small", action="store_true", help="a small model, which runs anywhere")
+    parser.add_argument("--steps", type=int, help="default: 20, 6 with --small")
+    parser.add_argument("--warmup", type=int, default=3, help="steps that are not timed")
+    parser.add_argument("--layers", type=int, help="default: 16 layers, 1B parameters")
+    parser.add_argument("--budget-share", type=float, default=0.5, help="the budget, of stock's peak over its start")
+    parser.add_argument("--budget-gib", type=float, help="the budget in GiB")
+    parser.add_argument("--json", type=pathlib.Path)
+    options = parser.parse_args(arguments)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    names = options.rows.split(",") if options.rows else [n for n in ROWS if device.type == "cuda" or n not in ON_CUDA]
+    if wrong := [name for name in names if name not in ROWS]:
+        parser.error(f"no row {wrong[0]!r}; there are {', '.join(ROWS)}")
+    setting = SMALL if options.small else LARGE
+    changes = {"step_count": options.steps, "layer_count": options.layers}
+    setting = dataclasses.replace(setting, **{name: value for name, value in changes.items() if value is not None})
+    if setting.step_count <= options.warmup:
+        parser.error(f"--steps {setting.step_count} leaves nothing to time after --warmup {options.warmup}")
+    torch.set_float32_matmul_precision("high")
+    transformers.logging.set_verbosity_error()
+    data = Text(setting, setting.step_count)
+    work = {**dataclasses.asdict(setting), "dtype": str(setting.dtype), "transformers": transformers.__version__}
+    rows: list[dict[str, Any]] = []
+    failures: list[str] = []
+    for name in names:
+        if package := missing(name):
+            failures.append(f"{name}: {package} is not installed")
+            continue
+        stock = next((row for row in rows if row["name"] == "stock"), None)
+        budget_bytes = None if options.budget_gib is None else int(options.budget_gib * GIB)
+        if name == "budget" and budget_bytes is None:
+            if stock is None or stock["peak_bytes"] == 0:
+                failures.append("budget: needs --budget-gib, or stock in the same run on CUDA")
+                continue
+            budget_bytes = int(options.budget_share * (stock["peak_bytes"] - stock["before_bytes"]))
+        print(f"{name} ...", file=sys.stderr, flush=True)
+        try:
+            rows.append(measure(name, setting, data, options.warmup, budget_bytes))
+        except Exception as e:  # the other rows are worth having; exit status 1 says that one is missing
+            failures.append(f"{name}: {type(e).__name__}: {str(e).splitlines()[0] if str(e) else ''}")
+        else:
+            print(f"  {rows[-1]['median_ms']:.1f} ms, {rows[-1]['peak_bytes'] / GIB:.2f} GiB", file=sys.stderr)
+        if options.json is not None:  # after each row: a run that is cut short has what it measured
+            header = conditions(device, **work)
+            options.json.parent.mkdir(parents=True, exist_ok=True)
+            options.json.write_text(json.dumps({"header": header, "rows": rows, "failures": failures}, indent=1))
+    if rows:
+        print(table(rows))
+    for failure in failures:
+        print(f"FAILED: {failure}", file=sys.stderr)
+    return 1 if failures or not rows else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

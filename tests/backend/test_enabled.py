@@ -1,0 +1,505 @@
+"""`aot_hooks.enable`: functions compiled by torch's own backend "inductor" follow contexts, policies and budgets."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo.eval_frame as eval_frame
+from steps import ATEN, BITS
+from torch import nn
+from torch._dynamo.utils import counters
+from torch._inductor.custom_graph_pass import CustomPartitionerFn
+from torch.utils.checkpoint import checkpoint
+
+import aot_hooks
+from aot_hooks import (
+    budget,
+    enable,
+    errors,
+    float8,
+    int8,
+    last_plans,
+    lossless,
+    offload,
+    saved_tensors_hooks,
+    saved_tensors_policy,
+)
+from aot_hooks.torch_private import inductor
+from aot_hooks.torch_private.aot import compile_graph
+
+pytestmark = pytest.mark.core
+
+
+class Block(nn.Module):
+    def __init__(self, width: int = 32, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.norm, self.dropout = nn.LayerNorm(width), nn.Dropout(dropout)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.dropout(self.down(nn.functional.gelu(self.up(self.norm(x))).tanh())).relu()
+
+
+class Net(nn.Module):
+    def __init__(self, layers: int = 2) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(layers))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def gradients(fn: Callable[..., Any], model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+    model.zero_grad()
+    fn(x).square().mean().backward()
+    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+def error(found: list[torch.Tensor], exact: list[torch.Tensor]) -> float:
+    off = sum((a.double() - b.double()).square().sum() for a, b in zip(found, exact, strict=True))
+    return float((off / sum(b.double().square().sum() for b in exact)) ** 0.5)
+
+
+def packed(fn: Any) -> int:
+    return sum(plan.saved_bytes - plan.packed_bytes for plan in last_plans(fn))
+
+
+def graph_count() -> int:
+    return int(counters["stats"]["unique_graphs"])
+
+
+def hooks_of(fn: Any) -> set[str]:
+    """The names of the hooks in the plan made last, without arguments."""
+    return {str(d.hook).partition("(")[0] for d in last_plans(fn)[-1].decisions}
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays() -> Iterator[None]:
+    counters.clear()
+    before = eval_frame._callback_from_stance
+    yield
+    assert eval_frame._callback_from_stance is before
+
+
+@pytest.fixture
+def stock_is_aten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inductor's generated code takes long: without hooks too, run AOTAutograd's graphs as they are."""
+
+    def aten(self: Any, gm: Any, inputs: Any, **_: Any) -> Any:
+        return compile_graph(gm, inputs, aot_hooks.backend.partition_without_hooks)
+
+    monkeypatch.setattr(torch._TorchCompileInductorWrapper, "__call__", aten)
+
+
+# --- what it does ----------------------------------------------------------------------------------------------------
+
+POLICIES = [
+    (float8(), 0.05),
+    (int8(), 0.02),
+    (lossless(), 0),
+    (offload(min_bytes=0), 0),
+    (budget(max_slowdown=9.0), 0.1),
+]
+
+
+@pytest.mark.parametrize(("policy", "tolerance"), POLICIES, ids=lambda p: repr(p))
+def test_gradients_are_those_of_eager_in_many_steps_of_changing_shapes(policy: Any, tolerance: float) -> None:
+    model = Net()
+    compiled = torch.compile(model)
+    with enable(policy, options=ATEN):
+        for rows in (32, 32, 48, 16, 48, 7):
+            x = torch.randn(rows, 32)
+            found, exact = gradients(compiled, model, x), gradients(model, model, x)
+            assert error(found, exact) <= (tolerance or 1e-6)
+        assert packed(compiled) > 0
+        assert graph_count() <= 2  # the second is for any number of rows
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", [float8(), budget(max_slowdown=2.0)], ids=repr)
+def test_with_inductor_too(policy: Any) -> None:
+    model, x = Net(1), torch.randn(32, 32)
+    compiled = torch.compile(model, options={"fallback_random": True})
+    with enable(policy):
+        found = gradients(compiled, model, x)
+    assert 1e-6 < error(found, gradients(model, model, x)) < 0.06
+    assert packed(compiled) > 0
+
+
+def test_without_a_policy_contexts_say() -> None:
+    model, x = Net(), torch.randn(8, 32)
+    compiled = torch.compile(model)
+    exact = gradients(model, model, x)
+    with enable(options=ATEN):
+        assert error(gradients(compiled, model, x), exact) < 1e-6
+        assert last_plans(compiled) == ()
+        with saved_tensors_hooks(BITS):
+            assert error(gradients(compiled, model, x), exact) < 1e-6
+        assert "bits" in hooks_of(compiled)
+
+
+def test_a_context_wins_over_the_policy_around_the_call_and_inside() -> None:
+    weight = torch.randn(32, 32, requires_grad=True)
+
+    def f(x: torch.Tensor) -> torch.Tensor:
+        h = (x @ weight).tanh()
+        with saved_tensors_hooks(int8()):
+            h = (h @ weight).tanh()
+        return (h @ weight).sin()
+
+    compiled = torch.compile(f, fullgraph=True)
+    with enable(float8(), options=ATEN):
+        compiled(torch.randn(8, 32)).sum().backward()
+        assert {"float8", "int8"} <= hooks_of(compiled)
+        with saved_tensors_policy(lossless()):
+            compiled(torch.randn(8, 32)).sum().backward()
+        assert "float8" not in hooks_of(compiled) and "int8" in hooks_of(compiled)
+
+
+@pytest.mark.parametrize("how", ["Module.compile", "regional", "decorator"])
+def test_each_way_to_compile(how: str) -> None:
+    model, x = Net(4), torch.randn(8, 32)
+    exact = gradients(model, model, x)
+    run: Any = model
+    if how == "Module.compile":
+        model.compile()
+    elif how == "regional":
+        for block in model.blocks:
+            block.compile()
+    else:
+        run = torch.compile(lambda x: model(x))
+    with enable(int8(), options=ATEN):
+        assert 1e-6 < error(gradients(run, model, x), exact) < 0.02
+    if how == "regional":
+        assert graph_count() == 2  # the first block's input needs no gradient; the others share a graph
+        assert packed(model.blocks[0]) > 0
+    else:
+        assert packed(run) > 0
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_autocast_and_dropout_are_those_of_the_function(dtype: torch.dtype) -> None:
+    model = nn.Sequential(Block(dropout=0.5), Block(dropout=0.5))
+    compiled = torch.compile(lambda x: model(x))
+    with enable(lossless(), options=ATEN), torch.autocast("cpu", dtype):
+        torch.manual_seed(3)
+        found = gradients(compiled, model, torch.ones(16, 32))
+        torch.manual_seed(3)
+        exact = gradients(model, model, torch.ones(16, 32))
+    assert error(found, exact) < 0.01
+    assert packed(compiled) > 0  # masks
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpoints_around_compiled_blocks_recompute_with_the_same_graphs(reentrant: bool) -> None:
+    model, x = Net(3), torch.randn(8, 32, requires_grad=True)
+    exact = gradients(model, model, x)
+    for block in model.blocks:
+        block.compile()
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        for block in model.blocks:
+            x = checkpoint(block, x, use_reentrant=reentrant)
+        return x
+
+    with enable(lossless(), options=ATEN):
+        for _ in range(3):
+            assert error(gradients(run, model, x), exact) < 1e-6
+
+
+# --- which graphs are used -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("stock_is_aten")
+def test_each_policy_has_graphs_of_its_own_and_equal_ones_share_them() -> None:
+    model, x = Net(1), torch.randn(8, 32)
+    compiled = torch.compile(model)
+    exact = gradients(compiled, model, x)
+    assert graph_count() == 1
+
+    def run(policy: Any, scope: str | None = None) -> tuple[int, float]:
+        with enable(policy, scope=scope, options=ATEN):
+            found = gradients(compiled, model, x)
+        return graph_count(), error(found, exact)
+
+    count, of_float8 = run(float8())
+    assert count == 2
+    count, of_int8 = run(int8())
+    assert count == 3 and 0 < of_int8 < of_float8
+    assert run(float8(), "no_static")[0] == 4
+    for _ in range(3):  # each is found again, without hooks too
+        assert run(float8()) == (4, of_float8)
+        assert run(int8()) == (4, of_int8)
+        assert error(gradients(compiled, model, x), exact) == 0
+    assert graph_count() == 4
+
+
+@pytest.mark.usefixtures("stock_is_aten")
+def test_nested_ones_end_in_any_order() -> None:
+    model, x = Net(1), torch.randn(8, 32)
+    compiled = torch.compile(model)
+    exact = gradients(compiled, model, x)
+    outer = enable(float8(), options=ATEN)
+    of_outer = error(gradients(compiled, model, x), exact)
+    inner = enable(int8(), options=ATEN)
+    of_inner = error(gradients(compiled, model, x), exact)
+    assert 0 < of_inner < of_outer
+    outer.disable()
+    assert inner.is_enabled and not outer.is_enabled
+    assert error(gradients(compiled, model, x), exact) == of_inner
+    inner.disable()
+    inner.disable()
+    assert error(gradients(compiled, model, x), exact) == 0
+
+
+def test_runs_are_counted_with_their_plans() -> None:
+    model = Net(3)
+    for block in model.blocks:
+        block.compile()
+    x = torch.randn(8, 32, requires_grad=True)
+    with enable(float8(), options=ATEN) as outer:
+        for _ in range(2):
+            gradients(model, model, x)
+        ((plan, count),) = outer.runs()
+        assert count == 6 and plan.packed_bytes < plan.saved_bytes
+        assert outer.runs() == []
+        with enable(int8(), options=ATEN) as inner:
+            gradients(model, model, x)
+            with torch.no_grad():
+                model(x)
+        assert outer.runs() == [] and [count for _, count in inner.runs()] == [3]
+    with enable(float8(), options=ATEN) as again:
+        gradients(model, model, x)
+        assert again.runs() == [(plan, 3)]
+
+
+def test_an_exception_ends_it() -> None:
+    with contextlib.suppress(ValueError), enable(float8(), options=ATEN):
+        raise ValueError
+
+
+def test_other_backends_are_left_alone() -> None:
+    model, x = Net(1), torch.randn(8, 32)
+    eager = torch.compile(model, backend="eager")
+    ours = torch.compile(model, backend="aot_hooks", options=ATEN | {"policy": int8()})
+    with pytest.warns(errors.UnusedWarning, match="had no effect"), enable(float8(), options=ATEN):
+        assert error(gradients(eager, model, x), gradients(model, model, x)) < 1e-6
+        gradients(ours, model, x)
+    assert hooks_of(ours) == {"int8", "compare", "keep"}
+
+
+def test_mode_options_and_fullgraph_of_the_function_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[dict[str, Any]] = []
+
+    def compile_with_hooks(gm: Any, inputs: Any, patches: dict[str, Any], compiling: Any, capture: Any = None) -> Any:
+        seen.append(patches)
+        return compile_graph(gm, inputs, patches["custom_partitioner_fn"])
+
+    monkeypatch.setattr(inductor, "compile_with_hooks", compile_with_hooks)
+    model = Net(1)
+    settings = {"inductor": {"max_fusion_size": 7, "epilogue_fusion": False}}
+    with enable(float8(), options=settings):
+        torch.compile(model, mode="max-autotune-no-cudagraphs")(torch.randn(8, 32))
+        assert seen[-1]["max_autotune"] is True and seen[-1]["max_fusion_size"] == 7
+        torch.compile(model, options={"max_fusion_size": 9})(torch.randn(8, 32))
+        assert seen[-1]["max_fusion_size"] == 9 and seen[-1]["epilogue_fusion"] is False
+
+        @torch.compile(fullgraph=True)
+        def broken(x: torch.Tensor) -> torch.Tensor:
+            x = x.sin()
+            torch._dynamo.graph_break()
+            return x.cos()
+
+        with pytest.raises(torch._dynamo.exc.Unsupported):
+            broken(torch.randn(3, requires_grad=True))
+
+
+@pytest.mark.usefixtures("stock_is_aten")
+def test_stances_of_torch_keep_their_meaning() -> None:
+    model, x = Net(1), torch.randn(8, 32)
+    compiled = torch.compile(model)
+    with enable(float8(), options=ATEN):
+        of_hooks = gradients(compiled, model, x)
+        with torch.compiler.set_stance("fail_on_recompile"):
+            assert error(gradients(compiled, model, x), of_hooks) == 0
+        with torch.compiler.set_stance("force_eager"):
+            assert error(gradients(compiled, model, x), gradients(model, model, x)) == 0
+    with torch.compiler.set_stance("fail_on_recompile"), pytest.raises(RuntimeError, match="recompile"):
+        compiled(x)
+
+
+@pytest.mark.slow
+def test_torchs_caches_miss_for_another_policy_and_hit_for_an_equal_one() -> None:
+    def run(policy: Any) -> tuple[float, int, int]:
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = Net(1)
+        compiled, x = torch.compile(model), torch.randn(16, 32)
+        before = aot_hooks.cache_stats()
+        with enable(policy) if policy is not None else contextlib.nullcontext():
+            found = gradients(compiled, model, x)
+        after = aot_hooks.cache_stats()
+        return (
+            error(found, gradients(model, model, x)),
+            after["hits"] - before["hits"],
+            after["misses"] - before["misses"],
+        )
+
+    stock, *_ = run(None)
+    of_float8, *counts = run(float8())
+    assert counts == [0, 1] and of_float8 > 100 * stock
+    of_int8, *counts = run(int8())
+    assert counts == [0, 1] and 100 * stock < of_int8 < of_float8
+    assert run(float8()) == (of_float8, 1, 0)
+    assert run(int8()) == (of_int8, 1, 0)
+    assert run(None)[0] == stock
+
+
+# --- what it refuses, and says ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({"policy": 3}, "a policy or a Hook, got 3"),
+        ({"policy": float8}, "float8 is the function that makes one"),
+        ({"scope": "most"}, "got 'most'"),
+        ({"options": {"inne": "aten"}}, "unknown option 'inne'; did you mean 'inner'"),
+        ({"options": {"policy": float8()}}, "'policy', which is an argument of enable"),
+        ({"options": {"scope": "all"}}, "'scope', which is an argument of enable"),
+    ],
+)
+def test_wrong_arguments_change_nothing(arguments: dict[str, Any], says: str) -> None:
+    with pytest.raises(errors.OptionError, match=says):
+        enable(**arguments)
+
+
+def test_a_second_thread_is_refused() -> None:
+    raised: list[BaseException] = []
+
+    def other() -> None:
+        try:
+            enable(int8())
+        except errors.OptionError as e:
+            raised.append(e)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", errors.UnusedWarning)
+        with enable(float8()):
+            thread = threading.Thread(target=other)
+            thread.start()
+            thread.join()
+    assert "'MainThread' has enable(float8()) enabled" in str(raised[0])
+
+
+def test_it_counts_in_other_threads() -> None:
+    model, x = Net(1), torch.randn(8, 32)
+    compiled = torch.compile(model)
+    with enable(float8(), options=ATEN):
+        thread = threading.Thread(target=lambda: gradients(compiled, model, x))
+        thread.start()
+        thread.join()
+    assert packed(compiled) > 0
+
+
+@pytest.mark.usefixtures("stock_is_aten")
+def test_a_compiled_function_cannot_enable() -> None:
+    @torch.compile
+    def f(x: torch.Tensor) -> torch.Tensor:
+        x = x.sin()
+        with enable(float8()):
+            return x.cos()
+
+    with pytest.raises(Exception, match="inside a compiled function"):
+        f(torch.randn(3, requires_grad=True))
+
+
+def test_a_partitioner_of_the_users_is_refused() -> None:
+    class Own(CustomPartitionerFn):
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            raise AssertionError
+
+        def uuid(self) -> str:
+            return "own"
+
+    compiled = torch.compile(Net(1), options={"custom_partitioner_fn": Own()})
+    with enable(float8()), pytest.raises(Exception, match="custom_partitioner_fn is set") as caught:
+        compiled(torch.randn(8, 32))
+    assert isinstance(errors.unwrapped(caught.value), errors.OptionError)
+
+
+def test_stored_functions_of_dynamo_are_refused() -> None:
+    with torch._dynamo.config.patch(caching_precompile=True):
+        compiled = torch.compile(Net(1))
+        with pytest.raises(Exception, match="caching_precompile") as caught, enable(float8()):
+            compiled(torch.randn(8, 32))
+    assert isinstance(errors.unwrapped(caught.value), errors.OptionError)
+
+
+def test_ddp_cuts_graphs_as_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch compiles each bucket of DDP by the backend of the function, with its own way of exchanging backends."""
+    monkeypatch.setattr(torch.distributed, "_DEFAULT_FIRST_BUCKET_BYTES", 1 << 14)
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        model, x = Net(3), torch.randn(8, 32)
+        exact = gradients(model, model, x)
+        parallel = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=0.02)
+        compiled = torch.compile(parallel)
+        with enable(float8(), options=ATEN):
+            found = gradients(compiled, model, x)
+        assert 1e-6 < error(found, exact) < 0.05
+        assert packed(compiled) > 0 and len(last_plans(compiled)) > 1
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_one_that_ended_is_not_entered_again() -> None:
+    enabled = enable(float8())
+    with pytest.warns(errors.UnusedWarning, match=r"enable\(float8\(\)\) ended, and no function"):
+        enabled.disable()
+    with pytest.raises(errors.OptionError, match="has ended"):
+        enabled.__enter__()
+
+
+def test_an_error_of_a_hook_stands_first() -> None:
+    wrong = aot_hooks.Hook("wrong", lambda x: x, lambda x: x[:1])
+    compiled = torch.compile(Net(1))
+    with enable(wrong, options=ATEN), pytest.raises(Exception, match="HookContractError") as caught:
+        compiled(torch.randn(8, 32))
+    assert isinstance(errors.unwrapped(caught.value), errors.HookContractError)
+    assert "backend='inductor'" in str(caught.value)
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", [float8(), offload(then=float8(), min_bytes=0), budget(max_slowdown=2.0)], ids=repr)
+def test_less_stays_alive_on_a_gpu(policy: Any) -> None:
+    def run(enabled: contextlib.AbstractContextManager[Any]) -> tuple[int, list[torch.Tensor]]:
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = nn.Sequential(*(Block(1024) for _ in range(4))).to("cuda", torch.bfloat16)
+        compiled, x = torch.compile(model), torch.randn(4096, 1024, device="cuda", dtype=torch.bfloat16)
+        with enabled:
+            for _ in range(3):
+                model.zero_grad()
+                torch.cuda.synchronize()
+                before = torch.cuda.memory_allocated()
+                loss = compiled(x).float().square().mean()
+                torch.cuda.synchronize()
+                alive = torch.cuda.memory_allocated() - before
+                loss.backward()
+        return alive, [p.grad for p in model.parameters() if p.grad is not None]
+
+    stock, exact = run(contextlib.nullcontext())
+    alive, found = run(enable(policy))
+    assert alive < 0.75 * stock
+    assert error(found, exact) < 0.1

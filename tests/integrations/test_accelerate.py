@@ -1,0 +1,162 @@
+"""`aot_hooks.integrations.accelerate` with the real `Accelerator`, against training without hooks."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+accelerate = pytest.importorskip("accelerate")
+pytest.importorskip("transformers")
+
+from trained import ATEN, TEXT, gpt2, llama, stock_is_aten  # noqa: E402, F401
+
+import aot_hooks  # noqa: E402
+from aot_hooks import errors, float8, offload  # noqa: E402
+from aot_hooks.integrations.accelerate import compile_model, hooks  # noqa: E402
+
+pytestmark = pytest.mark.usefixtures("stock_is_aten")
+
+
+@pytest.fixture(autouse=True)
+def fresh_state() -> Iterator[None]:
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+    yield
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def plugin(**settings: Any) -> Any:
+    return accelerate.utils.TorchDynamoPlugin(backend="inductor", **settings)
+
+
+def train(accelerator: Any, model: Any, training: Any = None, steps: int = 5, rows: int = 24) -> list[float]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = torch.utils.data.DataLoader(torch.tensor(TEXT[:rows]), batch_size=8)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    losses: list[float] = []
+    while True:
+        for batch in loader:
+            with accelerator.accumulate(model):
+                loss = model(input_ids=batch, labels=batch).loss
+                accelerator.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+            losses.append(float(loss.detach()))
+            if training is not None:
+                training.log(len(losses))
+            if len(losses) == steps:
+                return losses
+
+
+@pytest.mark.parametrize("regional", [False, True], ids=["whole", "regional"])
+@pytest.mark.parametrize("settings", [{}, {"mixed_precision": "bf16"}, {"gradient_accumulation_steps": 2}], ids=str)
+def test_losses_follow_those_without_hooks(regional: bool, settings: dict[str, Any]) -> None:
+    def accelerator() -> Any:
+        accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+        return accelerate.Accelerator(cpu=True, dynamo_plugin=plugin(use_regional_compilation=regional), **settings)
+
+    stock = train(accelerator(), llama())
+    torch._dynamo.reset()
+    ours = accelerator()
+    with hooks(ours, float8(), options=ATEN) as training:
+        assert train(ours, llama(), training) == pytest.approx(stock, rel=0.02)
+        metrics = training.metrics()
+    assert metrics["aot_hooks/packed_mib"] < 0.8 * metrics["aot_hooks/saved_mib"]
+
+
+def test_regions_count_for_each_block() -> None:
+    """Blocks share a graph, and each of its runs saves."""
+    found = []
+    for layers in (2, 4):
+        torch._dynamo.reset()
+        accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+        ours = accelerate.Accelerator(cpu=True, dynamo_plugin=plugin(use_regional_compilation=True))
+        model = gpt2()
+        model.transformer.h.extend(copy.deepcopy(model.transformer.h[0]) for _ in range(layers - 2))
+        with hooks(ours, float8(), options=ATEN) as training:
+            train(ours, model, training, steps=2)
+            metrics = training.metrics()
+        found.append(metrics["aot_hooks/saved_mib"])
+    assert found[1] > 1.5 * found[0]
+
+
+@pytest.mark.parametrize("regional", [False, True], ids=["whole", "regional"])
+def test_a_model_compiled_by_the_helper_is_not_compiled_again(regional: bool) -> None:
+    accelerator = accelerate.Accelerator(cpu=True)
+    stock = train(accelerator, llama())
+    model = compile_model(llama(), offload(min_bytes=0), regional=regional, options=ATEN)
+    counters.clear()
+    assert train(accelerator, model) == pytest.approx(stock, rel=1e-5)
+    assert counters["stats"]["unique_graphs"] >= 1
+    parts = [part for part in model.modules() if hasattr(part, "dynamo_ctx")]
+    plans = [plan for part in parts for plan in aot_hooks.last_plans(part)]
+    assert sum(plan.packed_bytes for plan in plans) < sum(plan.saved_bytes for plan in plans)
+    assert accelerator.unwrap_model(model, keep_torch_compile=False).state_dict().keys() == llama().state_dict().keys()
+
+
+def test_uneven_last_batches_recompile_once() -> None:
+    accelerator = accelerate.Accelerator(cpu=True, dynamo_plugin=plugin())
+    counters.clear()
+    with hooks(accelerator, float8(), options=ATEN) as training:
+        train(accelerator, llama(), training, steps=16, rows=27)
+    assert counters["stats"]["unique_graphs"] <= 2
+
+
+def test_trackers_see_the_numbers(tmp_path: Path) -> None:
+    logged: list[dict[str, Any]] = []
+
+    class Tracker(accelerate.tracking.GeneralTracker):  # type: ignore[misc, name-defined]
+        name, requires_logging_directory, main_process_only = "list", False, True
+
+        def __init__(self) -> None:
+            super().__init__()
+
+        @property
+        def tracker(self) -> Any:
+            return logged
+
+        def log(self, values: dict[str, Any], step: int | None = None, **_: Any) -> None:
+            logged.append({**values, "step": step})
+
+    accelerator = accelerate.Accelerator(cpu=True, dynamo_plugin=plugin(), log_with=Tracker())
+    accelerator.init_trackers("test")
+    with hooks(accelerator, float8(), options=ATEN) as training:
+        train(accelerator, llama(), training, steps=2)
+    assert [row["step"] for row in logged] == [1, 2]
+    assert all(row["aot_hooks/packed_mib"] > 0 for row in logged)
+
+
+def test_save_and_load_state(tmp_path: Path) -> None:
+    accelerator = accelerate.Accelerator(cpu=True, dynamo_plugin=plugin())
+    model = llama()
+    optimizer = torch.optim.AdamW(model.parameters())
+    prepared, optimizer = accelerator.prepare(model, optimizer)
+
+    def step() -> None:
+        batch = torch.tensor(TEXT[:4])
+        accelerator.backward(prepared(input_ids=batch, labels=batch).loss)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def state() -> dict[str, torch.Tensor]:
+        return {name: value.clone() for name, value in model.state_dict().items()}
+
+    with hooks(accelerator, float8(), options=ATEN):
+        step()
+        accelerator.save_state(str(tmp_path))
+        step()
+        after = state()
+        accelerator.load_state(str(tmp_path))
+        step()
+    torch.testing.assert_close(state(), after)
+
+
+def test_nothing_compiled_is_an_error() -> None:
+    accelerator = accelerate.Accelerator(cpu=True)
+    with pytest.raises(errors.OptionError, match="no function that"), hooks(accelerator, float8()) as training:
+        train(accelerator, llama(), training)

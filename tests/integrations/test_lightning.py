@@ -1,0 +1,146 @@
+"""`aot_hooks.integrations.lightning` with the real `Trainer`, against training without hooks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+lightning = pytest.importorskip("lightning")
+
+from trained import ATEN, TEXT, llama, stock_is_aten  # noqa: E402, F401
+
+from aot_hooks import errors, float8, offload  # noqa: E402
+from aot_hooks.integrations.lightning import AotHooksCallback  # noqa: E402
+
+pytestmark = [
+    pytest.mark.usefixtures("stock_is_aten"),
+    pytest.mark.filterwarnings("ignore:.*(num_workers|logging interval|LeafSpec|litlogger).*"),
+]
+
+
+class Module(lightning.LightningModule):  # type: ignore[misc, name-defined]
+    """`how`: "module" is compiled by the caller, "configure" and "blocks" in `configure_model`."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.net, self.losses = how, llama(), []
+
+    def configure_model(self) -> None:
+        if self.how == "configure":
+            self.net.compile()
+        elif self.how == "blocks":
+            for block in self.net.model.layers:
+                block.compile()
+
+    def training_step(self, batch: Any, index: int) -> torch.Tensor:
+        loss = self.net(input_ids=batch, labels=batch).loss
+        return loss
+
+    def validation_step(self, batch: Any, index: int) -> None:
+        self.log("val_loss", self.net(input_ids=batch, labels=batch).loss)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.losses.append(float(outputs["loss"]))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def trained(
+    tmp_path: Path, how: str, policy: Any = None, rows: int = 32, callbacks: Any = None, **settings: Any
+) -> Any:
+    module = Module(how)
+    if policy is not None:
+        callbacks = [AotHooksCallback(policy, options=ATEN), *(callbacks or [])]
+    arguments: dict[str, Any] = {
+        "max_steps": 6, "accelerator": "cpu", "devices": 1, "logger": False, "enable_checkpointing": False,
+        "enable_progress_bar": False, "enable_model_summary": False, "log_every_n_steps": 1,
+        "default_root_dir": tmp_path, "callbacks": callbacks,
+    }  # fmt: skip
+    trainer = lightning.Trainer(**arguments | settings)
+    data = torch.utils.data.DataLoader(torch.tensor(TEXT[:rows]), batch_size=8)
+    checkpoint = settings.pop("ckpt_path", None)
+    trainer.fit(torch.compile(module) if how == "module" else module, data, data, ckpt_path=checkpoint)
+    return trainer, module
+
+
+@pytest.mark.parametrize("how", ["module", "configure", "blocks"])
+def test_losses_follow_those_without_hooks(tmp_path: Path, how: str) -> None:
+    _, stock = trained(tmp_path, how)
+    for policy, tolerance in [(offload(min_bytes=0), 1e-6), (float8(), 0.02)]:
+        torch._dynamo.reset()
+        trainer, module = trained(tmp_path, how, policy)
+        assert module.losses == pytest.approx(stock.losses, rel=tolerance)
+        found = {name: float(value) for name, value in trainer.callback_metrics.items()}
+        assert 0 <= found["aot_hooks/packed_mib"] < found["aot_hooks/saved_mib"]
+        assert any(name.startswith("aot_hooks/tensors/") for name in found)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"accumulate_grad_batches": 2, "max_steps": 3}, {"precision": "bf16-mixed"}, {"gradient_clip_val": 0.1}],
+    ids=str,
+)
+def test_what_people_switch_on(tmp_path: Path, settings: dict[str, Any]) -> None:
+    _, stock = trained(tmp_path, "configure", **settings)
+    torch._dynamo.reset()
+    _, module = trained(tmp_path, "configure", float8(), **settings)
+    assert module.losses == pytest.approx(stock.losses, rel=0.02)
+
+
+def test_uneven_last_batches_recompile_once(tmp_path: Path) -> None:
+    counters.clear()
+    trained(tmp_path, "configure", float8(), rows=27, max_steps=16, limit_val_batches=0)
+    assert counters["stats"]["unique_graphs"] <= 2
+
+
+def test_loggers_see_the_numbers(tmp_path: Path) -> None:
+    logger = lightning.pytorch.loggers.CSVLogger(tmp_path)
+    trained(tmp_path, "configure", float8(), max_steps=2, logger=logger)
+    header = (Path(logger.log_dir) / "metrics.csv").read_text().splitlines()[0]
+    assert "aot_hooks/saved_mib" in header and "aot_hooks/tensors/" in header
+
+
+def test_save_and_resume(tmp_path: Path) -> None:
+    _, whole = trained(tmp_path, "configure", float8(), max_steps=6)
+    saving = lightning.pytorch.callbacks.ModelCheckpoint(tmp_path / "saved", every_n_train_steps=4)
+    trained(tmp_path, "configure", float8(), max_steps=4, enable_checkpointing=True, callbacks=[saving])
+    torch._dynamo.reset()
+    trainer = lightning.Trainer(
+        max_steps=6, accelerator="cpu", devices=1, logger=False, enable_progress_bar=False, enable_checkpointing=False,
+        callbacks=[AotHooksCallback(float8(), options=ATEN)], default_root_dir=tmp_path,
+    )  # fmt: skip
+    module = Module("configure")
+    data = torch.utils.data.DataLoader(torch.tensor(TEXT[:32]), batch_size=8)
+    trainer.fit(module, data, data, ckpt_path=saving.best_model_path, weights_only=False)
+    assert module.losses == pytest.approx(whole.losses[-2:], rel=1e-4)
+
+
+def test_averaged_weights(tmp_path: Path) -> None:
+    averaging = lightning.pytorch.callbacks.EMAWeightAveraging()
+    _, module = trained(tmp_path, "configure", float8(), callbacks=[averaging], max_steps=4)
+    assert module.losses[-1] < module.losses[0]
+
+
+def test_nothing_compiled_is_an_error_and_ends_it(tmp_path: Path) -> None:
+    with pytest.raises(errors.OptionError, match="no function that"):
+        trained(tmp_path, "not at all", float8())
+
+
+def test_an_exception_ends_it(tmp_path: Path) -> None:
+    import torch._dynamo.eval_frame as eval_frame
+
+    before = eval_frame._callback_from_stance
+
+    class Failing(lightning.Callback):  # type: ignore[misc, name-defined]
+        def on_train_batch_end(self, *_: Any) -> None:
+            assert eval_frame._callback_from_stance is not before
+            raise RuntimeError("once")
+
+    with pytest.raises(RuntimeError, match="once"):
+        trained(tmp_path, "configure", float8(), callbacks=[Failing()])
+    assert eval_frame._callback_from_stance is before

@@ -1,0 +1,209 @@
+"""`aot_hooks.integrations.transformers` with the real `Trainer`: what its users do, against training without hooks."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+from trained import ATEN, TEXT, gpt2, llama, losses_of, stock_is_aten  # noqa: E402, F401
+
+from aot_hooks import budget, errors, float8, lossless, offload  # noqa: E402
+from aot_hooks.integrations.transformers import AotHooksCallback  # noqa: E402
+
+pytestmark = pytest.mark.usefixtures("stock_is_aten")
+
+
+def trainer_of(
+    tmp_path: Path, model: Any = None, policy: Any = None, *, rows: int = 32, callback: Any = None, **arguments: Any
+) -> Any:
+    settings: dict[str, Any] = {
+        "output_dir": str(tmp_path), "per_device_train_batch_size": 8, "max_steps": 6, "logging_steps": 1,
+        "learning_rate": 1e-2, "use_cpu": True, "report_to": [], "save_strategy": "no", "disable_tqdm": True,
+        "torch_compile": True, "seed": 0, "dataloader_pin_memory": False,
+    }  # fmt: skip
+    data = [{"input_ids": row, "labels": row} for row in TEXT[:rows]]
+    trainer = transformers.Trainer(
+        llama() if model is None else model,
+        transformers.TrainingArguments(**settings | arguments),
+        train_dataset=data,
+        eval_dataset=data[:5],
+    )
+    if policy is not None or callback is not None:
+        (callback or AotHooksCallback(policy, options=ATEN)).add_to(trainer)
+    return trainer
+
+
+def trained(tmp_path: Path, policy: Any = None, **arguments: Any) -> tuple[list[float], Any]:
+    trainer = trainer_of(tmp_path, policy=policy, **arguments)
+    trainer.train()
+    return losses_of(trainer), trainer
+
+
+@pytest.mark.parametrize(
+    ("policy", "tolerance"),
+    [(lossless(), 1e-6), (offload(min_bytes=0), 1e-6), (float8(), 0.02), (budget(max_slowdown=9.0), 0.02)],
+    ids=repr,
+)
+def test_losses_follow_those_without_hooks(tmp_path: Path, policy: Any, tolerance: float) -> None:
+    stock, _ = trained(tmp_path)
+    torch._dynamo.reset()
+    found, trainer = trained(tmp_path, policy)
+    assert found == pytest.approx(stock, rel=tolerance)
+    assert found[-1] < 0.9 * found[0]
+    log = trainer.state.log_history[3]
+    assert log["aot_hooks/saved_mib"] > 0
+    if policy != lossless():  # which has nothing to do in a Llama
+        assert log["aot_hooks/packed_mib"] < log["aot_hooks/saved_mib"]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"gradient_accumulation_steps": 2},
+        {"bf16": True},
+        {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}},
+        {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}},
+        {"max_grad_norm": 0.1, "optim": "sgd"},
+    ],
+    ids=["accumulation", "bf16", "checkpointing", "reentrant checkpointing", "clipping"],
+)
+def test_what_people_switch_on(tmp_path: Path, arguments: dict[str, Any]) -> None:
+    stock, _ = trained(tmp_path, max_steps=4, **arguments)
+    torch._dynamo.reset()
+    found, trainer = trained(tmp_path, float8(), max_steps=4, **arguments)
+    assert found == pytest.approx(stock, rel=0.02)
+    if "gradient_checkpointing" not in arguments:
+        log = trainer.state.log_history[2]
+        assert log["aot_hooks/packed_mib"] < 0.7 * log["aot_hooks/saved_mib"]
+
+
+def test_accumulated_batches_count_alone(tmp_path: Path) -> None:
+    """What is saved at once is what one batch saves."""
+    _, one = trained(tmp_path, float8(), max_steps=2)
+    _, two = trained(tmp_path, float8(), max_steps=2, gradient_accumulation_steps=2)
+    for name in ("saved_mib", "packed_mib"):
+        assert one.state.log_history[0][f"aot_hooks/{name}"] == two.state.log_history[0][f"aot_hooks/{name}"]
+
+
+def test_uneven_last_batches_recompile_once(tmp_path: Path) -> None:
+    counters.clear()
+    trained(tmp_path, float8(), rows=27, max_steps=-1, num_train_epochs=4)  # 8, 8, 8, 3
+    assert counters["stats"]["unique_graphs"] <= 2
+
+
+def test_evaluate_and_generate_during_and_after(tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path, policy=float8(), eval_strategy="steps", eval_steps=2, per_device_eval_batch_size=5)
+    trainer.train()
+    during = [log["eval_loss"] for log in trainer.state.log_history if "eval_loss" in log]
+    assert len(during) == 3
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(during[-1], rel=1e-5)
+    generated = trainer.model.generate(torch.tensor([TEXT[0][:4]]), max_new_tokens=3, do_sample=False)
+    assert generated.shape == (1, 7)
+
+
+def test_save_load_and_resume_go_on_where_it_stopped(tmp_path: Path) -> None:
+    whole, _ = trained(tmp_path / "whole", float8(), max_steps=6)
+    torch._dynamo.reset()
+    first = trainer_of(tmp_path / "first", policy=float8(), max_steps=6, save_strategy="steps", save_steps=3)
+    first.train()
+    torch._dynamo.reset()
+    again = trainer_of(tmp_path / "again", policy=float8(), max_steps=6)
+    again.train(resume_from_checkpoint=str(tmp_path / "first" / "checkpoint-3"))
+    assert losses_of(again)[-3:] == pytest.approx(whole[-3:], rel=1e-4)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "first" / "checkpoint-6")
+    state = first.model.state_dict()
+    assert all(torch.equal(value, state[name]) for name, value in loaded.state_dict().items())
+
+
+def test_lora(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+
+    def adapted() -> Any:
+        torch.manual_seed(1)
+        return peft.get_peft_model(gpt2(), peft.LoraConfig(r=4, target_modules=["c_attn", "c_fc"], fan_in_fan_out=True))
+
+    stock, _ = trained(tmp_path, model=adapted(), max_steps=4)
+    torch._dynamo.reset()
+    found, trainer = trained(tmp_path, float8(), model=adapted(), max_steps=4)
+    assert found == pytest.approx(stock, rel=0.02)
+    assert all(p.grad is None for n, p in trainer.model.named_parameters() if "lora" not in n)
+    log = trainer.state.log_history[2]
+    assert log["aot_hooks/packed_mib"] < log["aot_hooks/saved_mib"]
+
+
+def test_a_model_compiled_by_hand_and_its_copies(tmp_path: Path) -> None:
+    model = llama()
+    for block in model.model.layers:
+        block.compile()
+    average = copy.deepcopy(llama())
+    found, trainer = trained(tmp_path, float8(), model=model, torch_compile=False)
+    stock, _ = trained(tmp_path)
+    assert found == pytest.approx(stock, rel=0.02)
+    ema = torch.optim.swa_utils.AveragedModel(average)
+    for _ in range(2):
+        ema.update_parameters(trainer.model)
+    assert copy.deepcopy(trainer.model).state_dict().keys() == average.state_dict().keys()
+
+
+def test_trackers_see_the_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "runs"))
+    trained(tmp_path, budget(1 << 30, max_slowdown=9.0), max_steps=3, report_to=["tensorboard"])
+    events = EventAccumulator(str(tmp_path / "runs"))
+    events.Reload()
+    tags = set(events.Tags()["scalars"])
+    wanted = ("saved_mib", "packed_mib", "host_mib", "budget_mib", "predicted_peak_mib")
+    assert {f"train/aot_hooks/{name}" for name in wanted} <= tags
+    assert any(tag.startswith("train/aot_hooks/kept/") for tag in tags)
+    assert [event.value for event in events.Scalars("train/aot_hooks/budget_mib")][-1] == 1024
+
+
+def test_passed_as_an_argument_it_logs_to_the_history(tmp_path: Path) -> None:
+    callback = AotHooksCallback(float8(), options=ATEN)
+    trainer = trainer_of(tmp_path, max_steps=2)
+    trainer.add_callback(callback)
+    trainer.train()
+    assert trainer.state.log_history[1]["aot_hooks/packed_mib"] > 0
+
+
+def test_nothing_compiled_is_an_error(tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path, policy=float8(), torch_compile=False)
+    with pytest.raises(errors.OptionError, match="no function that"):
+        trainer.train()
+
+
+def test_a_training_that_raises_leaves_nothing_once_it_trains_again_or_is_dropped(tmp_path: Path) -> None:
+    import torch._dynamo.eval_frame as eval_frame
+
+    before = eval_frame._callback_from_stance
+
+    class Fails(transformers.TrainerCallback):  # type: ignore[misc]
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == 2:
+                raise RuntimeError("once")
+
+    trainer = trainer_of(tmp_path, policy=float8())
+    fails = Fails()
+    trainer.add_callback(fails)
+    with pytest.raises(RuntimeError, match="once"):
+        trainer.train()
+    trainer.remove_callback(fails)
+    trainer.train()
+    assert eval_frame._callback_from_stance is before
+
+
+def test_wrong_arguments_are_refused_at_once() -> None:
+    with pytest.raises(errors.OptionError, match="got 3"):
+        AotHooksCallback(3)
+    with pytest.raises(errors.OptionError, match="unknown option"):
+        AotHooksCallback(float8(), options={"iner": "aten"})

@@ -1,0 +1,100 @@
+"""`aot_hooks.integrations.trl` with the real trainers, against training without hooks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+trl = pytest.importorskip("trl")
+datasets = pytest.importorskip("datasets")
+
+from trained import ATEN, TEXT, llama, losses_of, stock_is_aten  # noqa: E402, F401
+
+from aot_hooks import errors, float8, offload  # noqa: E402
+from aot_hooks.integrations.trl import AotHooksCallback  # noqa: E402
+
+pytestmark = pytest.mark.usefixtures("stock_is_aten")
+
+SETTINGS: dict[str, Any] = {
+    "per_device_train_batch_size": 4, "max_steps": 3, "logging_steps": 1, "learning_rate": 1e-2, "use_cpu": True,
+    "report_to": [], "save_strategy": "no", "disable_tqdm": True, "torch_compile": True, "seed": 0, "bf16": False,
+    "dataloader_pin_memory": False, "gradient_checkpointing": False,
+}  # fmt: skip
+
+
+def tokenizer() -> Any:
+    """A byte a token."""
+    import tokenizers
+    import transformers
+
+    vocabulary = {chr(i) if i > 2 else f"<{i}>": i for i in range(128)}
+    model = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<0>"))
+    model.pre_tokenizer = tokenizers.pre_tokenizers.Split(tokenizers.Regex("."), "isolated")
+    model.decoder = tokenizers.decoders.Fuse()
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=model, pad_token="<0>", bos_token="<1>", eos_token="<2>", unk_token="<0>"
+    )
+
+
+def sft(tmp_path: Path, policy: Any = None, **arguments: Any) -> Any:
+    data = datasets.Dataset.from_list([{"input_ids": row} for row in TEXT[:16]])
+    trainer = trl.SFTTrainer(
+        llama(),
+        args=trl.SFTConfig(output_dir=str(tmp_path), **SETTINGS | arguments),
+        train_dataset=data,
+        processing_class=tokenizer(),
+    )
+    if policy is not None:
+        AotHooksCallback(policy, options=ATEN).add_to(trainer)
+    return trainer
+
+
+@pytest.mark.parametrize("policy", [float8(), offload(min_bytes=0)], ids=repr)
+def test_sft_follows_training_without_hooks(tmp_path: Path, policy: Any) -> None:
+    stock = sft(tmp_path)
+    stock.train()
+    torch._dynamo.reset()
+    ours = sft(tmp_path, policy)
+    ours.train()
+    assert losses_of(ours) == pytest.approx(losses_of(stock), rel=0.02)
+    log = ours.state.log_history[1]
+    assert log["aot_hooks/packed_mib"] < log["aot_hooks/saved_mib"]
+
+
+def test_offloading_by_both_is_refused(tmp_path: Path) -> None:
+    trainer = sft(tmp_path, offload())
+    trainer.args.activation_offloading = True  # as an argument, TRL itself needs a GPU for it
+    with pytest.raises(errors.OptionError, match="would store the same tensors twice"):
+        trainer.train()
+
+
+def grpo(tmp_path: Path, policy: Any = None) -> Any:
+    settings = {name: value for name, value in SETTINGS.items() if name not in ("max_steps",)}
+    trainer = trl.GRPOTrainer(
+        llama(),
+        reward_funcs=lambda completions, **_: [float(len(set(text))) for text in completions],
+        args=trl.GRPOConfig(
+            output_dir=str(tmp_path), max_steps=2, num_generations=4, max_completion_length=6, beta=0.0, **settings
+        ),
+        train_dataset=datasets.Dataset.from_list([{"prompt": "abcd"}, {"prompt": "efgh"}]),
+        processing_class=tokenizer(),
+    )
+    if policy is not None:
+        AotHooksCallback(policy, options=ATEN).add_to(trainer)
+    return trainer
+
+
+def test_grpo_generates_and_trains(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    stock = grpo(tmp_path)
+    stock.train()
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    ours = grpo(tmp_path, float8())
+    ours.train()
+    assert losses_of(ours) == pytest.approx(losses_of(stock), rel=0.05, abs=1e-3)
+    log = next(log for log in ours.state.log_history if "aot_hooks/saved_mib" in log)
+    assert log["aot_hooks/packed_mib"] < log["aot_hooks/saved_mib"]
