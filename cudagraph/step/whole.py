@@ -203,11 +203,13 @@ class WholeStep:
             self.recordings.setdefault(key, []).append(recording)
             self.warm[key] = host, self.options.warmup_steps
             self.unstable_calls = self.failed_captures = 0
-            if recording.applies(key):
+            now = None if recording.applies(key) else self._host()
+            if now is None or recording.applies(key, now):
                 self.latest = recording
                 return recording.replay(flat)
-            reason, is_final, wants_warmup = "what it reads changed while it was captured", True, False
-            wants_gradients = False
+            changed = ", ".join(f"{path}: {text}" for path, text in host.differences(now).items()) or "torch's settings"
+            reason, is_final = f"what it reads changed while it was captured: {changed[:500]}", True
+            wants_warmup = wants_gradients = False
         pool.broken = pool.broken or not pool.live_blocks_are(blocks)
         if wants_gradients:
             self.reads_gradients = True
