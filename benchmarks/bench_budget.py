@@ -42,8 +42,8 @@ class WholeStep(Bench):
         out.backward(torch.ones_like(out))
 
 
-def policies(bench: WholeStep, options: argparse.Namespace) -> list[tuple[str, Any]]:
-    """Budgets between the lowest peak and that without hooks, by name; no budget first."""
+def policies(bench: WholeStep, options: argparse.Namespace) -> tuple[int, list[tuple[str, Any]]]:
+    """The peak without hooks, and budgets between the lowest peak and that, by name; no budget first."""
     allow = tuple(options.allow.split(","))
 
     def plan(policy: Any) -> aot_hooks.Plan:
@@ -54,13 +54,14 @@ def policies(bench: WholeStep, options: argparse.Namespace) -> list[tuple[str, A
     shares = [k / (options.count - 1) for k in range(options.count - 1)]
     peaks = [int(1.01 * least + share * (most - 1.01 * least)) for share in shares]
     made = [aot_hooks.budget(peak, allow=allow, max_error=options.max_error) for peak in peaks]
-    return [("no hooks", aot_hooks.policies.everything(aot_hooks.KEEP)), *((f"{p / MIB:.1f} MiB", b) for p, b in
-            zip(peaks, made, strict=True))]  # fmt: skip
+    named = [(f"{peak / MIB:.1f} MiB", made) for peak, made in zip(peaks, made, strict=True)]
+    return most, [("no hooks", aot_hooks.policies.everything(aot_hooks.KEEP)), *named]
 
 
 def measure(bench: WholeStep, options: argparse.Namespace) -> list[dict[str, Any]]:
     entries, rows = [], []
-    for name, policy in policies(bench, options):
+    stock_peak, named = policies(bench, options)
+    for name, policy in named:
         torch._dynamo.reset()
         variant = Variant(name, "aot_hooks", functools.partial(aot_hooks.saved_tensors_policy, policy))
         began = time.perf_counter()
@@ -78,6 +79,8 @@ def measure(bench: WholeStep, options: argparse.Namespace) -> list[dict[str, Any
         if predicted is not None and predicted.live_after:
             row |= {"predicted_peak_bytes": predicted.peak_bytes, "predicted_ratio": predicted.step_ratio}
             row["means"] = _means(predicted)
+        else:
+            row["predicted_peak_bytes"] = stock_peak
         entries.append((variant, function, row))
         rows.append(row)
     timed = [(variant, function, TimedRow(variant.name)) for variant, function, _ in entries]
