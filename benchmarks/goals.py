@@ -197,6 +197,15 @@ GOALS = (
         "the same with expandable segments: reserved memory", "cudagraph_stack_expandable.h200",
         of_graphs("reserved_bytes", "Llama-shaped stack, loss compiled"), 1.05,
     ),
+    *(
+        Goal(
+            f"a whole step of an MLP of {depth} layers as one graph, over torch's trees", "whole_step.h200",
+            lambda r, name=f"mlp {depth}": max(
+                row["ratio_to_torch_trees"]["whole"] for row in r["rows"] if row["model"] == name
+            ), limit,
+        )
+        for depth, limit in ((4, 0.25), (24, 0.55))
+    ),
     Goal("fuzzed programs with CUDA graphs", "fuzz.h200", lambda r: float(r["programs"]), 10_000, at_least=True),
     Goal("of these, with other results than eager mode", "fuzz.h200", lambda r: float(r["different"]), 0),
     Goal("offload: GiB sent", "offload.h200", offloaded("planned_bytes", GIB), 2.2, at_least=True),
