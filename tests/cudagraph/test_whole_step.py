@@ -332,12 +332,12 @@ class TestWhatTheHostChanges:
 
     def test_settings_of_torch(self, device):
         def change(model, optimizer, i):
-            torch.backends.cudnn.benchmark = i == 7
+            torch.backends.cuda.enable_flash_sdp(i != 7)
 
         try:
             self.both(device, change)
         finally:
-            torch.backends.cudnn.benchmark = False
+            torch.backends.cuda.enable_flash_sdp(True)
         assert cudagraph.stats()["recordings"] == 2
 
     def test_the_seed(self, device):
