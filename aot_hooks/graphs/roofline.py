@@ -21,6 +21,7 @@ import functools
 import itertools
 import math
 import operator
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -69,13 +70,7 @@ def alive_along(
     nodes in `packed` have these bytes from their storage's last reader on. With `kernels` a storage lives from its
     kernel on, and a kernel may write over one tensor that it reads last.
     """
-    first: dict[Any, tuple[int, int, Node]] = {}  # the first position of each storage, its bytes, and its node
-    last: dict[Any, int] = {}
-    for i, node in enumerate(nodes):
-        if (key := storage_of(node)) is not None and key in counted:
-            if key not in first:
-                first[key] = (i if kernels is None else kernels.at[node], nbytes(node), node)
-            last[key] = len(nodes) if key in to_end else max(last.get(key, i), last_reader[node])
+    first, last = lifetimes(nodes, counted, to_end=to_end, last_reader=last_reader, nbytes=nbytes, kernels=kernels)
     for key, over in ({} if kernels is None else kernels.reuses(first, last)).items():
         last[over] = first[key][0] - 1
     change = [0] * (len(nodes) + 2)
@@ -85,6 +80,26 @@ def alive_along(
     for node, count in packed.items():
         change[last.get(storage_of(node), 0)] += count
     return list(itertools.accumulate(change))[: len(nodes)]
+
+
+def lifetimes(
+    nodes: Sequence[Node],
+    counted: Collection[Any],
+    *,
+    to_end: Collection[Any],
+    last_reader: Mapping[Node, int],
+    nbytes: Callable[[Node], int],
+    kernels: Kernels | None,
+) -> tuple[dict[Any, tuple[int, int, Node]], dict[Any, int]]:
+    """By storage: its first position, its bytes and its node, and the position of its last reader, as `alive_along`."""
+    first: dict[Any, tuple[int, int, Node]] = {}
+    last: dict[Any, int] = {}
+    for i, node in enumerate(nodes):
+        if (key := storage_of(node)) is not None and key in counted:
+            if key not in first:
+                first[key] = (i if kernels is None else kernels.at[node], nbytes(node), node)
+            last[key] = len(nodes) if key in to_end else max(last.get(key, i), last_reader[node])
+    return first, last
 
 
 def last_readers(nodes: Sequence[Node], written: Collection[Any], kernels: Kernels | None = None) -> dict[Node, int]:
@@ -105,6 +120,9 @@ def on_cuda(nodes: Iterable[Node]) -> bool:
     """Whether a tensor of `nodes` is on a CUDA device."""
     values = (node.meta.get("val") for node in nodes)
     return any(isinstance(value, torch.Tensor) and value.device.type == "cuda" for value in values)
+
+
+SPLIT = "aot_hooks_split"  # in the `meta` of nodes that are not in the kernel of those before them
 
 
 @dataclass(frozen=True)
@@ -134,7 +152,7 @@ class Kernels:
                 continue
             value = node.meta["val"]
             sizes[key] = tensor_bytes(value)
-            if fuses(node) or _is_loop(node):
+            if (fuses(node) or is_loop(node)) and SPLIT not in node.meta:
                 count = torch_values.hint(value.numel())
                 from_on = max((ready[s] for s in own), default=-1)
                 shared = [s for s in own if 2 * sizes[s] >= sizes[key]]
@@ -149,20 +167,24 @@ class Kernels:
     def reuses(self, first: Mapping[Any, tuple[int, int, Node]], last: Mapping[Any, int]) -> dict[Any, Any]:
         """By storage, the one whose memory it takes: one for each kernel, of the same bytes and dtype.
 
-        As Inductor does it: the node of the kernel that reads it last takes it, unless that node also unpacks codes.
+        As Inductor does it: the node that takes it is the only one of the kernel that reads it.
         """
         found: dict[Any, Any] = {}
         used: set[int] = set()
-        made = {node: key for key, (_, _, node) in first.items() if node.op != "placeholder" and fuses(node)}
-        reader = {(self.at[node], s): node for node in made for s in self.reads[node]}  # the last in each kernel
+        made = {node: key for key, (_, _, node) in first.items() if node.op != "placeholder"}
+        readers: dict[tuple[int, Any], int] = defaultdict(int)
+        for node in made:
+            for s in self.reads[node]:
+                readers[self.at[node], s] += 1
         for node, key in made.items():
             position, nbytes, _ = first[key]
-            inputs = [s for s in self.reads[node] if s in first and s != key]
-            if position in used or any(first[s][2].meta["val"].dtype.itemsize == 1 for s in inputs):
+            if position in used or not fuses(node):
                 continue
-            for s in inputs:
+            for s in self.reads[node]:
+                if s not in first or s == key or readers[position, s] > 1:
+                    continue
                 same = first[s][1] == nbytes and first[s][2].meta["val"].dtype == node.meta["val"].dtype
-                if same and last[s] == position > first[s][0] and reader[position, s] is node:
+                if same and last[s] == position > first[s][0]:
                     found[key] = s
                     used.add(position)
                     break
@@ -176,7 +198,7 @@ def written_storages(nodes: Sequence[Node], *, fuse_loops: bool = False) -> set[
     """
     kernels = [node for node in nodes if not fuses(node) and node.op != "output"]
     if fuse_loops:
-        kernels = [node for node in kernels if not _is_loop(node)]
+        kernels = [node for node in kernels if not is_loop(node)]
     return {storage_of(n) for node in kernels for n in (node, *node.all_input_nodes)}
 
 
@@ -220,7 +242,7 @@ def has_formula(node: Node) -> bool:
 _LOOPS = ("aot_hooks.to_float8", "aot_hooks.from_float8", "aot_hooks.to_int8", "aot_hooks.from_int8")
 
 
-def _is_loop(node: Node) -> bool:
+def is_loop(node: Node) -> bool:
     return str(node.target).startswith(_LOOPS)
 
 
@@ -234,11 +256,12 @@ def node_ms(
     offload counts these as kernels, which it was measured with.
     """
     nodes = list(gm.graph.nodes)
-    loops = {n for n in nodes if fuse_loops and _is_loop(n)}
+    loops = {n for n in nodes if fuse_loops and is_loop(n)}
     written = written_storages(nodes, fuse_loops=fuse_loops) if fused else {storage_of(n) for n in nodes}
     written |= storages(gm.graph.find_nodes(op="placeholder")) | output_storages(gm.graph)
     found: dict[Node, float] = {}
     in_kernel: set[Any] = set()  # storages that the fused kernel has read or made
+    in_split = False
     for node in nodes:
         found[node] = 0.0
         values = [v for v in torch_values.pytree.tree_leaves(node.meta.get("val")) if isinstance(v, torch.Tensor)]
@@ -246,7 +269,8 @@ def node_ms(
             continue
         reduces = torch.Tag.reduction in getattr(node.target, "tags", ())
         unfused = not fused or not (fuses(node) or reduces or node in loops)
-        before = set() if unfused else in_kernel
+        before = set() if unfused or (SPLIT in node.meta) != in_split else in_kernel
+        in_split = SPLIT in node.meta
         rate = rates(values[0].device)
         moved = sum(tensor_bytes(v) for v in values) if unfused or storage_of(node) in written else 0
         sources = {storage_of(n): n.meta.get("val") for n in node.all_input_nodes}

@@ -6,8 +6,9 @@
 
 A value lives from its node to its last reader; Inductor writes fewer values to memory, see graphs/roofline.py.
 Outputs that the user gets live to the end of the step, gradients from the node that makes them. Each output has one
-tangent, which counts. Of what operators allocate inside themselves only that of attention's backward does. A tensor
-that `offload` sends lives until the wait for its copy, and again from the start of the copy back.
+tangent, which counts; torch 2.11 holds it to the end of the backward. Of what operators allocate inside themselves only
+that of attention's backward does. A tensor that `offload` sends lives until the wait for its copy, and again from the
+start of the copy back.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from ..graphs.nodes import output_storages, storage_bytes, storage_of, storages
 from ..graphs.roofline import Kernels, alive_along, last_readers, on_cuda, workspace_bytes, written_storages
 from ..graphs.saved import boundary, place_of
 from ..offloading.transfers import offload_wait, reload_start
+from ..torch_private import aot
 
 
 @dataclass(frozen=True)
@@ -63,15 +65,22 @@ def live_bytes(
         input_bytes[node] = 0 if key in known or node in on_host else _bytes(node)
         known.add(key)
     returned_bytes = sum(nbytes for key, nbytes in outputs.items() if key not in inputs)
-    backward = _points(bw, input_bytes, "backward", fused, roots, returned_bytes)
+    tangents = {n for n in input_bytes if aot.keeps_tangents() and n not in saved and "tangents" in n.name}
+    backward = _points(bw, input_bytes, "backward", fused, roots, returned_bytes, tangents)
     return (*forward, *backward)
 
 
 def _points(
-    gm: GraphModule, input_bytes: Mapping[Node, int], phase: str, fused: bool, roots: Mapping[str, str], base: int
+    gm: GraphModule,
+    input_bytes: Mapping[Node, int],
+    phase: str,
+    fused: bool,
+    roots: Mapping[str, str],
+    base: int,
+    held: Iterable[Node] = (),  # inputs that live to the end
 ) -> list[LivePoint]:
     nodes = list(gm.graph.nodes)
-    outputs = output_storages(gm.graph)
+    outputs = output_storages(gm.graph) | storages(held)
     written = written_storages(nodes, fuse_loops=True) if fused else {storage_of(n) for n in nodes}
     counted = written | outputs | storages(input_bytes)
     kernels = Kernels.of(nodes, counted) if fused and on_cuda(nodes) else None  # seen there; C++ kernels differ

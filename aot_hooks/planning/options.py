@@ -20,10 +20,12 @@ from torch.fx import GraphModule, Node
 
 from ..graphs.nodes import REGION, SNAPSHOT, annotation, output_storages, storage_bytes, storage_of, storages
 from ..graphs.roofline import (
+    Kernels,
     Rates,
     alive_along,
     fuses,
     has_formula,
+    is_loop,
     last_readers,
     link_ms,
     measured_rates,
@@ -97,6 +99,7 @@ def step_of(
     times = [node_ms(gm, lambda _: rates, graphs.fused, fuse_loops=True) for gm in (graphs.fw, graphs.bw)]
     hooks = _hook_options(graphs, cross, groups, scope, allow, max_error, rates)
     gone = _gone(graphs)
+    lasts = _last_readers(graphs.bw)
     position = {node: len(forward) + i for i, node in enumerate(backward)}
     firsts = [min(position[u] for v in group for u in v.bw_node.users if u.op != "output") for group in groups]
     order = sorted(range(len(groups)), key=firsts.__getitem__)
@@ -118,6 +121,7 @@ def step_of(
                 tuple(hooks[i]),
                 row.module_path or row.source_line,
                 reached_bytes=row.nbytes + (reached or {}).get(storage_of(group[0].fw_node), 0),
+                last=max(len(forward) + lasts[v.bw_node] - len(lasts) + len(backward) for v in group),
             )
         )
     if "recompute" in allow:
@@ -133,6 +137,12 @@ def step_of(
         tuple(p.module_path for p in points),
     )
     return step, groups
+
+
+def _last_readers(gm: GraphModule) -> dict[Node, int]:
+    nodes = list(gm.graph.nodes)
+    counted = written_storages(nodes, fuse_loops=True) | storages(gm.graph.find_nodes(op="placeholder"))
+    return last_readers(nodes, counted, Kernels.of(nodes, counted))
 
 
 def _rates(groups: Sequence[Sequence[SavedValue]]) -> Rates:
@@ -223,8 +233,14 @@ def _hook_options(
                 known[key] = _hook_ms(group[0].row.nbytes, key[1], traced, graphs.fused, rates), work, traced
             ms, work, _ = known[key]
             ms += link_ms(on_host, rates)
-            found[i].append(Option(name, hook, on_device + answers, ms, error, on_host, work))
+            in_registers = key[1] and on_cuda[i] and graphs.fused and _only_loops(traced.unpack)
+            found[i].append(Option(name, hook, on_device + answers, ms, error, on_host, work, in_registers))
     return found
+
+
+def _only_loops(gm: GraphModule) -> bool:
+    nodes = (n for n in gm.graph.nodes if n.op == "call_function" and n.target not in COPIES)
+    return all(fuses(n) or is_loop(n) for n in nodes)
 
 
 def _rules(allow: set[str], max_error: float) -> dict[str, Any]:

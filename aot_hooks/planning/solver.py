@@ -9,7 +9,8 @@
                                 0 before the backward
                   sum of squared errors, weighted by bytes  <=  max_error ** 2
 
-A value that is recomputed reads its sources from the begin of its segment on. If a source is stored in another way, it
+A value that is packed is whole from its first reader on, unless its readers unpack it in registers. A value that is
+recomputed reads its sources from the begin of its segment on. If a source is stored in another way, it
 is there from that point, unpacked. A source outside of the segment must not be recomputed itself.
 
 A large program is solved twice: relaxed, then whole for what the relaxed one leaves open, which is little. The same
@@ -154,7 +155,8 @@ def solve(
     work: dict[tuple[int, int], dict[int, float]] = defaultdict(dict)  # alive while a value is packed, or unpacked
     for c, (v, option) in enumerate(choices):
         value = step.values[v]
-        end = value.segment_first if option.name == RECOMPUTE else value.first
+        end = value.last + 1 if option.in_registers else value.first
+        end = value.segment_first if option.name == RECOMPUTE else end
         if end > value.gone:
             more = (option.packed_bytes - (value.nbytes if value.saved else 0)) / _MIB
             change[value.gone][c] += more
@@ -284,7 +286,7 @@ def _groups(step: Step, starts: dict[int, int]) -> list[tuple[int, int]]:
     """Runs of positions in which no option changes anything: the first of each, and the most that is alive in it."""
     ends = {0, step.forward_count, *starts.values()}
     for value in step.values:
-        ends |= {value.gone, value.first, value.segment_first}
+        ends |= {value.gone, value.first, value.last + 1, value.segment_first}
     firsts = sorted(p for p in ends if p < len(step.live))
     limits = [*firsts[1:], len(step.live)][: len(firsts)]
     return [(a, max(step.live[a:b])) for a, b in zip(firsts, limits, strict=True)]

@@ -31,6 +31,7 @@ class Option:
         error: relative error of the value that comes back; 0 if exact.
         link_bytes: bytes sent to the host, and back.
         work_bytes: most bytes alive while it is packed or unpacked, beside the value itself when it is packed.
+        in_registers: each reader unpacks it for itself, so it stays packed to its last reader.
         sources: numbers of the values that recomputing it reads.
         again, reads: names of the nodes that are computed again, and of those that they read.
     """
@@ -42,6 +43,7 @@ class Option:
     error: float = 0.0
     link_bytes: int = 0
     work_bytes: int = 0
+    in_registers: bool = False
     sources: tuple[int, ...] = ()
     again: tuple[str, ...] = field(default=(), repr=False)
     reads: tuple[str, ...] = field(default=(), repr=False)
@@ -59,6 +61,7 @@ class Value:
         nbytes: its bytes.
         gone: the first position of the forward at which only the backward needs it.
         first: the position of its first reader in the backward.
+        last: that of its last reader.
         segment: number of the part of the backward that it belongs to, and the position where that part begins. What is
             recomputed for a part is counted from its begin.
         segment_first: that position.
@@ -78,6 +81,7 @@ class Value:
     where: str = ""
     saved: bool = True
     reached_bytes: int = 0
+    last: int = 0
 
 
 @dataclass(frozen=True)

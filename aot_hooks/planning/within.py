@@ -13,7 +13,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-import itertools
 import math
 import operator
 from collections import defaultdict
@@ -25,8 +24,8 @@ import torch
 from torch.fx import GraphModule
 
 from ..errors import BudgetError
-from ..graphs.nodes import is_view, output_storages, storage_of, storages
-from ..graphs.roofline import Kernels, has_formula, on_cuda, step_ms, written_storages
+from ..graphs.nodes import storage_of
+from ..graphs.roofline import on_cuda, step_ms
 from ..graphs.saved import Boundary, SavedTensor, SavedValue
 from ..hook import KEEP, Hook
 from ..offloading.transfers import COPIES
@@ -34,8 +33,8 @@ from ..passes.live_bytes import LivePoint
 from ..passes.plan import Decision, Plan
 from ..settings.setting import Setting
 from ..torch_private import aot
-from ..torch_private.inductor_fusion import ALONE, ALONE_IF_WRITTEN, mark_alone
 from .budget import Budget
+from .kernels import hold_kernels, join_kernels, split_kernels
 from .options import Graphs, step_of
 from .solver import Solution, solve
 from .step import KEPT, RECOMPUTE, Option, Step
@@ -133,16 +132,23 @@ def partition_within(
         saved = {v.row.name: storage_of(v.fw_node) for v in found.boundary().tensors}
         plan = rewrite(found.fw, found.bw, Setting(_policy(solution, own), setting.scope))
         if fused and on_cuda(found.bw.graph.nodes):
-            _hold_kernels(found.bw)
+            split_kernels(found.bw)
+        live = found.live()
+        if limits.peak is not None:
+            join_kernels(found.bw, live, _NEAR * limits.peak)
         plan = _with_recomputed(plan, cross, groups, saved, chosen, step)
         after_ms = step_ms(found.fw, found.bw, fused, COPIES, plan.transfers)
         decisions = tuple(dataclasses.replace(d, settings=(setting.key,)) for d in plan.decisions)
         plan = dataclasses.replace(plan, decisions=decisions, live_before=before, live_after=found.live())
-        return _Tried(found, dataclasses.replace(plan, before_ms=before_ms, after_ms=after_ms), own, solution)
+        plan = dataclasses.replace(plan, before_ms=before_ms, after_ms=after_ms)
+        return _Tried(found, plan, own, solution, live)
 
     best, least = _search(step, limits, partitioned, tried)
     if best is None:
         raise BudgetError(_infeasible(budget, step, limits.peak, least))
+    if fused and on_cuda(best.graphs.bw.graph.nodes):
+        backward = [point for point in best.plan.live_after if point.phase == "backward"]
+        hold_kernels(best.graphs.bw, backward, best.plan.peak_bytes)
     return best.graphs.fw, best.graphs.bw, best.plan
 
 
@@ -151,22 +157,6 @@ def _copied(gm: GraphModule) -> GraphModule:
     made = GraphModule(gm, copy.deepcopy(gm.graph))
     made.meta = dict(gm.meta)
     return made
-
-
-def _hold_kernels(gm: GraphModule) -> None:
-    """Let Inductor fuse only what the prediction of live bytes has in one kernel, or between the same two products.
-
-    Left alone, it computes a tensor again together with a later kernel that reads the same, when both of their results
-    and all of their inputs are alive: 0.9 GiB more for a Llama block of 16,384 tokens.
-    """
-    nodes = list(gm.graph.nodes)
-    written = written_storages(nodes, fuse_loops=True) | output_storages(gm.graph)
-    kernels = Kernels.of(nodes, written | storages(gm.graph.find_nodes(op="placeholder")))
-    products = list(itertools.accumulate(has_formula(n) or "scaled_dot_product" in str(n.target) for n in nodes))
-    for node in nodes:
-        if node.op == "call_function" and not is_view(node) and ALONE not in node.meta:
-            key = ALONE if storage_of(node) in written else ALONE_IF_WRITTEN
-            mark_alone([node], f"after product {products[kernels.at[node]]}", key)
 
 
 def _marks(chosen: Solution, cross: Boundary, groups: Sequence[Sequence[SavedValue]]) -> tuple[set[str], set[str]]:
@@ -209,6 +199,7 @@ class _Tried:
     plan: Plan
     step: Step
     solution: Solution
+    live: tuple[LivePoint, ...]  # with every kernel split that can be
 
     def fits(self, limits: _Limits) -> bool:
         slowest = math.inf if limits.slowdown is None else limits.slowdown
@@ -282,7 +273,7 @@ def _hooked(
         near = limits.peak is not None and found.plan.peak_bytes >= _NEAR * limits.peak
         if found.fits(limits) and (near or set(solution.options) == {KEPT}):
             return
-        off = _off(found.plan.live_after, step.nodes, solution.live)
+        off = _off(found.live, step.nodes, solution.live)
         step = dataclasses.replace(step, live=tuple(map(operator.add, step.live, off)))
         if max_ms is not None and found.plan.before_ms:
             max_ms -= 1.05 * max(0.0, found.plan.after_ms - found.plan.before_ms * (limits.slowdown or math.inf))

@@ -35,6 +35,7 @@ SYMBOLS = {
     "torch._functorch._aot_autograd.schemas.SerializableAOTDispatchCompiler",
     "regions that compute the same": "torch._functorch.config torch._functorch.config.cse",
     "a second backward (retain_graph) of graphs with hooks": "torch._guards.TracingContext",
+    "predicting the bytes of a backward": "torch._functorch._aot_autograd.runtime_wrappers",
 }
 PROTOCOLS = {
     "storing graphs of options['inner'] = 'aten'": {
@@ -48,6 +49,11 @@ PROTOCOLS = {
 need = needing(SYMBOLS)
 
 min_cut_partition = functools.partial(compilers.min_cut_partition, need=need)
+
+
+def keeps_tangents() -> bool:
+    """Whether AOTAutograd holds a backward's tangents to its end, as 2.11 does, and not to their last reader."""
+    return hasattr(need("torch._functorch._aot_autograd.runtime_wrappers"), "_backward_prologue_functional")
 
 
 def compile_graph(

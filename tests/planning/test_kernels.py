@@ -1,0 +1,123 @@
+"""Which kernels of a planned backward are split, joined again, and fused: graphs that differ by one thing each."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from aot_hooks.graphs.nodes import output_storages, storage_bytes, storages
+from aot_hooks.graphs.roofline import SPLIT, Kernels, alive_along, last_readers, written_storages
+from aot_hooks.passes.live_bytes import LivePoint
+from aot_hooks.planning.kernels import fusion_zones, hold_kernels, join_kernels, split_kernels
+from aot_hooks.torch_private.inductor_fusion import ALONE, ALONE_IF_WRITTEN
+
+ROWS, WIDTH = 64, 32
+BYTES = ROWS * WIDTH * 4
+
+
+def wide(x):
+    return torch.ops.prims.convert_element_type(x, torch.float32)
+
+
+def gradients(grad, weight, gate, up):
+    d = grad @ weight
+    d_up = d * torch.sigmoid(wide(gate))
+    first = d_up.t() @ grad
+    d_gate = d * wide(up) * wide(gate)
+    return first, d_gate.t() @ grad
+
+
+def traced(function, *dtypes):
+    inputs = [torch.randn(ROWS, WIDTH), torch.randn(WIDTH, WIDTH)]
+    inputs += [torch.randn(ROWS, WIDTH).mul(9).to(dtype) for dtype in dtypes]
+    return make_fx(function, tracing_mode="fake")(*inputs), inputs
+
+
+def live_points(gm):
+    nodes = list(gm.graph.nodes)
+    outputs = output_storages(gm.graph)
+    counted = written_storages(nodes, fuse_loops=True) | outputs | storages(gm.graph.find_nodes(op="placeholder"))
+    kernels = Kernels.of(nodes, counted)
+    alive = alive_along(
+        nodes,
+        counted,
+        to_end=outputs,
+        last_reader=last_readers(nodes, counted, kernels),
+        nbytes=lambda n: storage_bytes(n.meta["val"]),
+        kernels=kernels,
+    )
+    return [LivePoint("backward", n.name, a, "", "") for n, a in zip(nodes, alive, strict=True)]
+
+
+def peak(gm):
+    return max(p.live_bytes for p in live_points(gm))
+
+
+def test_a_kernel_of_two_results_is_split_and_the_second_takes_the_memory_of_an_input():
+    gm, inputs = traced(gradients, torch.int8, torch.int8)
+    expected, before = gm(*inputs), peak(gm)
+    split_kernels(gm)
+    assert before - peak(gm) == BYTES
+    (node,) = (n for n in gm.graph.nodes if n.meta.get(SPLIT) == n.name)
+    products = [i for i, n in enumerate(gm.graph.nodes) if n.target is torch.ops.aten.mm.default]
+    assert products[0] < list(gm.graph.nodes).index(node) < products[1]  # it was behind the second
+    assert all(map(torch.equal, gm(*inputs), expected))
+
+
+def test_a_kernel_that_takes_the_memory_of_a_saved_tensor_anyway_stays_whole():
+    gm, _ = traced(gradients, torch.int8, torch.float32)  # d_gate takes that of `up`
+    before = peak(gm)
+    split_kernels(gm)
+    assert not any(SPLIT in n.meta for n in gm.graph.nodes)
+    assert peak(gm) == before
+
+
+def test_a_part_that_needs_a_later_product_stays_where_it_is():
+    def function(grad, weight, gate, up):
+        d = grad @ weight
+        d_up = d * wide(gate)
+        first = d_up.t() @ grad
+        return first, (d * wide(up) * (wide(gate) @ first)).t() @ grad
+
+    gm, inputs = traced(function, torch.int8, torch.int8)
+    expected, order = gm(*inputs), [n.name for n in gm.graph.nodes]
+    split_kernels(gm)
+    assert [n.name for n in gm.graph.nodes] == order
+    assert all(map(torch.equal, gm(*inputs), expected))
+
+
+@pytest.mark.parametrize(("room", "parts"), [(0, 0), (-1, 1)])
+def test_parts_are_joined_again_where_there_is_room(room, parts):
+    gm, inputs = traced(gradients, torch.int8, torch.int8)
+    whole, expected = peak(gm), gm(*inputs)
+    split_kernels(gm)
+    join_kernels(gm, live_points(gm), whole + room)
+    assert sum(n.meta.get(SPLIT) == n.name for n in gm.graph.nodes) == parts
+    assert peak(gm) == whole - parts * BYTES
+    assert all(map(torch.equal, gm(*inputs), expected))
+
+
+def marks(gm):
+    return {n.name: n.meta.get(ALONE) or n.meta.get(ALONE_IF_WRITTEN) for n in gm.graph.nodes}
+
+
+def test_kernels_between_different_products_have_different_marks_unless_all_of_it_fits():
+    gm, _ = traced(gradients, torch.int8, torch.int8)
+    split_kernels(gm)
+    (node,) = (n.name for n in gm.graph.nodes if n.meta.get(SPLIT) == n.name)
+    points = live_points(gm)
+    hold_kernels(gm, points, max(p.live_bytes for p in points))
+    found = marks(gm)
+    products = [n.name for n in gm.graph.nodes if n.target is torch.ops.aten.mm.default]
+    assert len({found[name] for name in products}) > 1
+    assert found[node] == f"split {node}"
+    roomy, _ = traced(gradients, torch.int8, torch.int8)
+    hold_kernels(roomy, live_points(roomy), 1 << 40)
+    assert set(filter(None, marks(roomy).values())) == {"zone 0"}
+
+
+def test_stretches_are_one_zone_while_all_that_they_write_fits():
+    assert fusion_zones([10, 10, 10, 10], [5, 5, 5, 5], 25) == [0, 0, 0, 1]
+    assert fusion_zones([10, 24, 10], [5, 5, 5], 20) == [0, 1, 2]
+    assert fusion_zones([10, 10], [100, 1], 20) == [0, 1]
