@@ -202,8 +202,10 @@ VARIANTS = {
             inductor={"post_grad_fusion_options": {"activation_quantization_aten_pass": QUANTIZATION_PASS}},
         ),
         Variant("python_hooks_float8", "stock", torch_python_hooks),
-        Variant("budget_0.7", "stock", functorch={"activation_memory_budget": 0.7}),
-        Variant("budget_0.5", "stock", functorch={"activation_memory_budget": 0.5}),
+        *(
+            Variant(f"budget_{share}", "stock", functorch={"activation_memory_budget": share})
+            for share in (0.1, 0.3, 0.5, 0.7, 0.9)
+        ),
         Variant(
             "budget_0.7_torch_inlined_float8",
             "stock",
