@@ -39,6 +39,7 @@ from .passes.live_bytes import live_bytes
 from .passes.plan import Plan, repeats_across_regions
 from .passes.rewrite import rewrite
 from .passes.snapshots import save_what_was_read
+from .planning import measured
 from .planning.budget import Budget
 from .planning.within import partition_within
 from .settings import recompiles
@@ -78,6 +79,7 @@ def reset() -> None:
     pairs.forget()
     region.forget()
     lookup.forget()
+    measured.forget()
     unused.forget()
 
 
@@ -173,6 +175,8 @@ def _compile_graph(
     """
     patches = inductor_patches(options, mode)
     hooks = _in_force(gm, options)
+    if hooks.setting is not None and (rule := measured.tightened(hooks.setting.rule, wrapper)) != hooks.setting.rule:
+        hooks = dataclasses.replace(hooks, setting=Setting(rule, hooks.setting.scope))
     capture = cudagraphs.capture_options(options.inner, options.cudagraphs)
     compilation = cudagraphs.compilation(capture) if capture is not None else None
     listed = records.recording_graphs()
@@ -229,6 +233,8 @@ def _wrapped(
     """`compiled` in its wrappers, the innermost first; notes what the graph was made of."""
     run = graph.counted(compiled) if counted else compiled
     run = unused.judged(run, unused.compiled(hooks.settings, graph.plans))
+    if hooks.setting is not None and isinstance(hooks.setting.rule, Budget) and graph.plans:
+        run = measured.checked(run, hooks.setting.rule, graph.plans, wrapper, dynamo.code_being_compiled())
     for key, setting in hooks.regions.items():
         recompiles.note(wrapper, setting, region.regions[key].made_of(seen))
     if hooks.setting is not None and graph.plans and not described(hooks.setting.rule).frozen:

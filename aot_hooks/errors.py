@@ -19,9 +19,9 @@ import torch
 
 # fmt: off
 __all__ = [
-    "AotHooksError", "BudgetError", "CacheWarning", "HookContractError", "HookTraceError", "OptionError", "PolicyError",
-    "RecompileWarning", "UnsupportedGraphError", "UnsupportedTorchError", "UnusedWarning", "bind", "did_you_mean",
-    "is_library_file", "unwrapped", "user_frame",
+    "AotHooksError", "BudgetError", "BudgetWarning", "CacheWarning", "HookContractError", "HookTraceError",
+    "OptionError", "PolicyError", "RecompileWarning", "UnsupportedGraphError", "UnsupportedTorchError", "UnusedWarning",
+    "bind", "did_you_mean", "is_library_file", "unwrapped", "user_frame",
 ]
 # fmt: on
 
@@ -61,6 +61,10 @@ class UnsupportedTorchError(AotHooksError, RuntimeError):
 
 class BudgetError(AotHooksError, RuntimeError):
     """No plan keeps a step within its budget; the message names the least that can be reached, and what holds it."""
+
+
+class BudgetWarning(UserWarning):
+    """The measured peak of a step is above its budget, also with a tighter plan; or a tighter plan was not found."""
 
 
 class CacheWarning(UserWarning):

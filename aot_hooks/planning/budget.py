@@ -26,12 +26,14 @@ class Budget:
     Attributes:
         peak: bytes, "fit", or None.
         max_slowdown: the longest step over one without hooks, as a ratio; None: any.
+        over: bytes by which a measured step was over `peak`; the plan takes less by that, see measured.py.
     """
 
     peak: int | str | None
     max_slowdown: float | None
     allow: tuple[str, ...]
     max_error: float
+    over: int = 0
 
     decides_for_graph: ClassVar[bool] = True  # so no other policy may ask it for one tensor
 

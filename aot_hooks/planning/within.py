@@ -144,6 +144,8 @@ def partition_within(
         return _Tried(found, plan, own, solution, live)
 
     best, least = _search(step, limits, partitioned, tried)
+    if best is None and limits.peak is not None and least.plan.peak_bytes <= limits.peak + budget.over:
+        best = least  # nothing is tighter; the next steps are measured again
     if best is None:
         raise BudgetError(_infeasible(budget, step, limits.peak, least))
     if fused and on_cuda(best.graphs.bw.graph.nodes):
@@ -302,7 +304,7 @@ def _off(points: Sequence[LivePoint], nodes: Sequence[str], predicted: Sequence[
 def _peak(budget: Budget, cross: Boundary, groups: Sequence[Sequence[SavedValue]]) -> int | None:
     """The peak in bytes. None: the lowest is asked for, or there is nothing to decide."""
     if budget.peak != "fit":
-        return budget.peak  # type: ignore[return-value]
+        return None if budget.peak is None else int(budget.peak) - budget.over
     devices = {v.row.device for v in cross.tensors if v.row.device.type == "cuda"}
     if not devices and groups:
         raise BudgetError(

@@ -131,9 +131,7 @@ def at_end_of_backward(outputs: Any, on_release: Callable[[], None]) -> bool:
 
     False if it saved nothing.
     """
-    tensors = (t for t in pytree.tree_leaves(outputs) if isinstance(t, torch.Tensor))
-    node = next((n for t in tensors if (n := _node_of(t)) is not None), None)
-    if node is None:
+    if (node := _node_behind(outputs)) is None:
         return False
     token = _Token()
     once = weakref.finalize(token, on_release)
@@ -145,6 +143,17 @@ def at_end_of_backward(outputs: Any, on_release: Callable[[], None]) -> bool:
 
     node.register_hook(has_run)
     return True
+
+
+def after_backward(outputs: Any, call: Callable[[], None]) -> None:
+    """Call `call` whenever the backward of the graph that returned `outputs` has run; never if it saved nothing."""
+    if (node := _node_behind(outputs)) is not None:
+        node.register_hook(untraced(lambda *_: call()))
+
+
+def _node_behind(outputs: Any) -> Any:
+    tensors = (t for t in pytree.tree_leaves(outputs) if isinstance(t, torch.Tensor))
+    return next((n for t in tensors if (n := _node_of(t)) is not None), None)
 
 
 def _node_of(x: torch.Tensor) -> Any:

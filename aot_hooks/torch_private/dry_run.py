@@ -5,13 +5,12 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import inspect
-import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
+from .dynamo import code_being_compiled
 from .symbols import needing
 from .values import FakeTensor, is_traced_value, pytree
 
@@ -97,11 +96,8 @@ class DynamoTraces:
 
     def note(self) -> None:
         """Remembers the code that Dynamo is compiling; call it in the backend."""
-        for frame, _ in traceback.walk_stack(inspect.currentframe()):
-            if frame.f_code.co_name == "_compile" and "code" in frame.f_locals:
-                code = frame.f_locals["code"]
-                self.codes.setdefault(code, bool(_entries(code)))
-                return
+        if (code := code_being_compiled()) is not None:
+            self.codes.setdefault(code, bool(_entries(code)))
 
     def __exit__(self, *exc: object) -> None:
         state = need("torch._dynamo.pgo.get_code_state")()

@@ -11,13 +11,14 @@ import sys
 import traceback
 import types
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 
 from .symbols import needing
 
 SYMBOLS = {
+    "a tighter plan for a budget": "torch._C._dynamo.eval_frame.reset_code",
     "contexts inside a compiled function": "torch._dynamo.assume_constant_result torch._dynamo.comptime.comptime",
     "errors of contexts inside a compiled function": "torch._dynamo.exc.BackendCompilerFailed",
     "reports of scripts with a module that cannot be planned": "torch._dynamo.exc.TorchDynamoException",
@@ -98,6 +99,27 @@ def calling_compile_wrapper() -> Any:
         if type(owner).__name__ == "_TorchCompileWrapper":
             return owner
     return None
+
+
+def code_being_compiled() -> types.CodeType | None:
+    """The code that Dynamo is compiling; None outside Dynamo."""
+    for frame, _ in traceback.walk_stack(inspect.currentframe()):
+        if frame.f_code.co_name == "_compile" and "code" in frame.f_locals:
+            return cast(types.CodeType, frame.f_locals["code"])
+    return None
+
+
+def compile_anew(code: types.CodeType) -> bool:
+    """Remove all compiled versions of `code`, so that its next call compiles. False if it is running on some thread."""
+
+    def place(of: types.CodeType) -> tuple[str, str, int]:
+        return of.co_name, of.co_filename, of.co_firstlineno  # the code that Dynamo makes has these of the original
+
+    for newest in sys._current_frames().values():
+        if any(place(frame.f_code) == place(code) for frame, _ in traceback.walk_stack(newest)):
+            return False
+    need("torch._C._dynamo.eval_frame.reset_code")(code)
+    return True
 
 
 def frame_being_compiled() -> tuple[dict[str, Any], Any]:

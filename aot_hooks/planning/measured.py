@@ -1,0 +1,137 @@
+"""The measured peak of the first steps of a planned graph, beside its budget. CUDA only: a CPU has no counters.
+
+forward starts: a bytes allocated        backward has run: at most n since the counters began
+                                         the step took n - a, or less if an earlier peak was higher
+
+1st step   within the budget: done. Else the counters begin anew, and the next step is measured alone
+2nd step   over the budget: the excess is taken off, and the function is compiled once more
+of the tighter plan's steps likewise; if that is over the budget too, a warning says by how much, and where
+"""
+
+from __future__ import annotations
+
+import logging
+import types
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from ..errors import BudgetWarning
+from ..identity.memo import Memo
+from ..passes.plan import Plan
+from ..torch_private import dynamo
+from ..torch_private.autograd import after_backward
+from .budget import Budget
+
+__all__ = ["Counters", "checked", "forget", "tightened"]
+
+log = logging.getLogger("aot_hooks")
+_MIB = 1 << 20
+_over: Memo[dict[Budget, int]] = Memo()  # by the `torch.compile` wrapper: bytes that steps were over a budget
+
+
+def tightened(rule: Any, wrapper: Any) -> Any:
+    """`rule`; if it is a budget that a step of `wrapper` was over, less by as many bytes."""
+    over = (_over.get(wrapper) or {}).get(rule) if isinstance(rule, Budget) else None
+    return rule if over is None else replace(rule, over=over)
+
+
+def forget() -> None:
+    """Forget which steps were over their budgets."""
+    _over.known.clear()
+
+
+class Counters:
+    """The allocator's counters of a CUDA device, in bytes."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def allocated(self) -> int:
+        return torch.cuda.memory_allocated(self.device)
+
+    def most(self) -> int:
+        """The most allocated at once since `restart`."""
+        return torch.cuda.max_memory_allocated(self.device)
+
+    def restart(self) -> None:
+        torch.cuda.reset_peak_memory_stats(self.device)
+
+
+def checked(
+    run: Callable[..., Any],
+    budget: Budget,
+    plans: Sequence[Plan],
+    wrapper: Any,
+    code: types.CodeType | None,
+) -> Callable[..., Any]:
+    """`run`, a compiled forward, with the peaks of its first steps compared with `budget`.
+
+    Args:
+        plans: of `run`'s graphs.
+        wrapper: what `torch.compile` returned for the function that `run` belongs to, None if there is none.
+        code: what Dynamo has compiled, likewise.
+    """
+    device = _cuda_device(plans)
+    if not isinstance(budget.peak, int) or device is None:
+        return run
+    peak, predicted = budget.peak, max(plan.peak_bytes for plan in plans)
+    counter = Counters(device)
+    done = alone = False
+    measured = 0  # counts the steps that were begun: one that another interrupts is not measured
+
+    def run_and_measure(*args: Any) -> Any:
+        nonlocal measured
+        if done:
+            return run(*args)
+        if alone:
+            counter.restart()
+        measured += 1
+        number, before = measured, counter.allocated()
+        outputs = run(*args)
+        in_forward = counter.most()
+        after_backward(outputs, lambda: ended(number, before, in_forward))
+        return outputs
+
+    def ended(number: int, before: int, in_forward: int) -> None:
+        nonlocal done, alone
+        if done or number != measured:
+            return
+        most = counter.most()
+        excess = most - before - peak
+        if excess <= 0:
+            done = True
+            log.info("%r: a step took at most %d bytes", budget, most - before)
+        elif not alone:
+            alone = True  # the first step allocates more, and so may have what ran before
+        else:
+            done = True
+            log.info("%r: a step took %d bytes, predicted %d", budget, most - before, predicted)
+            if budget.over or wrapper is None or code is None or not dynamo.compile_anew(code):
+                _warn(budget, peak, most - before, predicted, most == in_forward)
+            else:
+                (_over.get(wrapper) or _over.set(wrapper, {}))[budget] = excess
+
+    return run_and_measure
+
+
+def _warn(budget: Budget, peak: int, taken: int, predicted: int, in_forward: bool) -> None:
+    where = "in the compiled forward" if in_forward else "after the compiled forward: in the loss, or in the backward"
+    tighter = ", with a plan that is tighter by what the first was over it" if budget.over else ""
+    warnings.warn(
+        f"aot_hooks: {budget!r}: a step took {taken / _MIB:.1f} MiB over what was allocated before it, "
+        f"{(taken - peak) / _MIB:.1f} MiB more than the budget{tighter}. Predicted were {predicted / _MIB:.1f} MiB for "
+        f"the compiled graph alone; the most was alive {where}. What code outside of the graph allocates counts too: "
+        "compile the loss with the model, or lower the peak by that much",
+        BudgetWarning,
+        stacklevel=2,
+    )
+
+
+def _cuda_device(plans: Sequence[Plan]) -> torch.device | None:
+    """The CUDA device of all tensors that are saved there; None if there are several, or none."""
+    devices = {d.saved.device for plan in plans for d in plan.decisions if d.saved.device.type == "cuda"}
+    return devices.pop() if len(devices) == 1 else None
