@@ -52,14 +52,14 @@ def enable(policy: Any = None, *, scope: str | None = None, options: Mapping[str
         options: other options of the backend, see `Options`; "inductor" has settings that `torch.compile(options=...)`
             of the function overrides.
 
-    May be nested; the innermost counts. Other backends are left alone.
+    May be nested; the innermost counts. Other backends are left alone. A call of a compiled function raises what
+    backend="aot_hooks" raises, wrapped by Dynamo.
 
     Raises:
         OptionError: a wrong argument; inside a compiled function; while another thread has it enabled. From a call of a
             compiled function: the function has an Inductor partitioner of its own, or Dynamo stores it
             (`torch._dynamo.config.caching_precompile`).
         UnsupportedTorchError: this torch lacks what it needs.
-        From a call of a compiled function also: what backend="aot_hooks" raises, wrapped by Dynamo.
 
     Warns:
         UnusedWarning: on its end, if no function compiled by "inductor" was called meanwhile.

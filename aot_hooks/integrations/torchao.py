@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import pathlib
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 from torchao.float8 import float8_linear
 
@@ -49,6 +50,8 @@ class Float8Training:
     """The policy that `float8_training` makes."""
 
     hook: Hook
+
+    is_means: ClassVar[bool] = True  # for `allow` of a budget
 
     @property
     def looks_at_modules(self) -> bool:

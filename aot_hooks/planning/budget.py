@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from ..errors import OptionError
 from ..graphs.saved import SavedTensor
@@ -31,7 +31,7 @@ class Budget:
 
     peak: int | str | None
     max_slowdown: float | None
-    allow: tuple[str, ...]
+    allow: tuple[Any, ...]
     max_error: float
     over: int = 0
 
@@ -59,7 +59,7 @@ def budget(
     peak: int | str | None = None,
     *,
     max_slowdown: float | None = None,
-    allow: Sequence[str] = ALLOWED,
+    allow: Sequence[Any] = ALLOWED,
     max_error: float = 0.05,
 ) -> Budget:
     """A policy: the fastest step that takes at most `peak` bytes, as predicted.
@@ -72,7 +72,7 @@ def budget(
             asks the device for its free memory when the graph is compiled, and leaves 5% of it.
         max_slowdown: how much longer the step may take than without hooks: 0.05 or 1.05 for 5%. Without `peak` the plan
             with the lowest peak within that time is taken.
-        allow: the means that may be used.
+        allow: the means that may be used; also the `float8_training(...)` of integrations.torchao.
         max_error: relative error of the gradient, estimated from values' errors and bytes; 0 for exact means only. A
             single value may be off by four times as much.
 
@@ -82,7 +82,7 @@ def budget(
     """
     if peak is None and max_slowdown is None:
         raise OptionError('budget: expected peak (bytes, "24GiB" or "fit"), max_slowdown, or both, got neither')
-    if not isinstance(allow, list | tuple | set | frozenset) or any(name not in ALLOWED for name in allow):
+    if not isinstance(allow, list | tuple | set | frozenset) or not all(m in ALLOWED or _is_policy(m) for m in allow):
         raise OptionError(f"budget: allow must be some of {', '.join(map(repr, ALLOWED))}, got {allow!r}")
     if not _is_number(max_error) or not 0 <= max_error:
         raise OptionError(f"budget: max_error must be a number of at least 0, got {max_error!r}")
@@ -90,7 +90,7 @@ def budget(
         if not _is_number(max_slowdown) or not max_slowdown >= 0:
             raise OptionError(f"budget: max_slowdown must be 0.05 or 1.05 for 5%, or the like, got {max_slowdown!r}")
         max_slowdown = float(max_slowdown if max_slowdown >= 1 else 1 + max_slowdown)
-    means = tuple(name for name in ALLOWED if name in allow)
+    means = tuple(name for name in ALLOWED if name in allow) + tuple(sorted(filter(_is_policy, allow), key=repr))
     return Budget(peak if peak in (None, "fit") else bytes_of(peak), max_slowdown, means, float(max_error))
 
 
@@ -103,6 +103,10 @@ def bytes_of(size: int | str | None) -> int:
     if nbytes == 0:
         raise OptionError(f'budget: peak must be bytes as an int, "24GiB", "500MB" or "fit", got {size!r}')
     return nbytes
+
+
+def _is_policy(value: object) -> bool:
+    return getattr(value, "is_means", False) is True
 
 
 def _is_number(value: object) -> bool:

@@ -82,7 +82,7 @@ class Graphs:
 
 
 def step_of(
-    graphs: Graphs, scope: str | None, allow: Iterable[str], max_error: float, reached: Mapping[Any, int] | None = None
+    graphs: Graphs, scope: str | None, allow: Iterable[Any], max_error: float, reached: Mapping[Any, int] | None = None
 ) -> tuple[Step, list[list[SavedValue]]]:
     """The step of one graph, and for each of its saved values those of the graph that share its storage.
 
@@ -199,7 +199,7 @@ def _hook_options(
     cross: Boundary,
     groups: Sequence[Sequence[SavedValue]],
     scope: str | None,
-    allow: Iterable[str],
+    allow: Iterable[Any],
     max_error: float,
     rates: Rates,
 ) -> list[list[Option]]:
@@ -209,7 +209,7 @@ def _hook_options(
     decompositions = inductor.decompositions() if graphs.fused else None
     on_cuda = [group[0].row.device.type == "cuda" for group in groups]
     ours = dataclasses.replace(cross, tensors=[value for group in groups for value in group])
-    for name, rule in _rules(set(allow), max_error).items():
+    for name, rule in _rules(tuple(allow), max_error).items():
         choices = decide(ours, Setting(rule, scope), {})
         choices, units = trace_units(choices, decompositions)
         packed = {choice.value: choice for choice in choices if choice.packs}
@@ -224,7 +224,7 @@ def _hook_options(
             answers = sum(len(packed[v].answers) * hint(v.value.numel()) // 8 for v in group)
             if on_device + answers >= group[0].row.nbytes:
                 continue
-            error = max((e for kind, e in _ERRORS.items() if kind in name), default=0.0)
+            error = _error_of(name)
             hook, traced = own[0].packings[0].hook, own[0].packings[0].traced
             readers = [u for v in group for u in v.bw_node.users if u.op != "output"]
             key = (id(traced), all(map(fuses, readers)))
@@ -243,8 +243,9 @@ def _only_loops(gm: GraphModule) -> bool:
     return all(fuses(n) or is_loop(n) for n in nodes)
 
 
-def _rules(allow: set[str], max_error: float) -> dict[str, Any]:
-    rules: dict[str, Any] = {}
+def _rules(allow: tuple[Any, ...], max_error: float) -> dict[str, Any]:
+    policies = [means for means in allow if not isinstance(means, str)]
+    rules = {repr(policy): policy for policy in policies if _error_of(repr(policy)) <= _MOST * max_error}
     if "lossless" in allow:
         rules["lossless()"] = lossless()
     lossy: dict[str, Callable[[], Hook]] = {"float8": float8, "int8": int8, "int4": int4}
@@ -255,6 +256,10 @@ def _rules(allow: set[str], max_error: float) -> dict[str, Any]:
         rules["offload()"] = offload()
         rules |= {f"offload(then={name})": offload(then=hook) for name, hook in rounded.items()}
     return rules
+
+
+def _error_of(name: str) -> float:
+    return max((e for kind, e in _ERRORS.items() if kind in name), default=0.0)
 
 
 def _leaf_bytes(unit: Unit, host: bool) -> int:

@@ -54,7 +54,11 @@ def train(accelerator: Any, model: Any, training: Any = None, steps: int = 5, ro
 
 
 @pytest.mark.parametrize("regional", [False, True], ids=["whole", "regional"])
-@pytest.mark.parametrize("settings", [{}, {"mixed_precision": "bf16"}, {"gradient_accumulation_steps": 2}], ids=str)
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"mixed_precision": "bf16"}, {"mixed_precision": "fp16"}, {"gradient_accumulation_steps": 2}],
+    ids=str,
+)
 def test_losses_follow_those_without_hooks(regional: bool, settings: dict[str, Any]) -> None:
     def accelerator() -> Any:
         accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
@@ -67,6 +71,65 @@ def test_losses_follow_those_without_hooks(regional: bool, settings: dict[str, A
         assert train(ours, llama(), training) == pytest.approx(stock, rel=0.02)
         metrics = training.metrics()
     assert metrics["aot_hooks/packed_mib"] < 0.8 * metrics["aot_hooks/saved_mib"]
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_gradient_checkpointing(reentrant: bool) -> None:
+    def model() -> Any:
+        made = llama()
+        made.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        made.enable_input_require_grads()
+        return made.train()
+
+    accelerator = accelerate.Accelerator(cpu=True, dynamo_plugin=plugin())
+    stock = train(accelerator, model(), steps=3)
+    torch._dynamo.reset()
+    with hooks(accelerator, float8(), options=ATEN):
+        assert train(accelerator, model(), steps=3) == pytest.approx(stock, rel=0.02)
+
+
+def test_lora_then_evaluate_and_generate() -> None:
+    peft = pytest.importorskip("peft")
+
+    def model() -> Any:
+        torch.manual_seed(1)
+        return peft.get_peft_model(gpt2(), peft.LoraConfig(r=4, target_modules=["c_attn", "c_fc"], fan_in_fan_out=True))
+
+    accelerator = accelerate.Accelerator(cpu=True, dynamo_plugin=plugin())
+    stock = train(accelerator, model(), steps=3)
+    torch._dynamo.reset()
+    adapted, rows = model(), torch.tensor(TEXT[:5])
+    with hooks(accelerator, float8(), options=ATEN) as training:
+        assert train(accelerator, adapted, training, steps=3) == pytest.approx(stock, rel=0.02)
+        prepared = accelerator.prepare_model(adapted, evaluation_mode=True).eval()
+        with torch.no_grad():
+            loss = prepared(input_ids=rows, labels=rows).loss
+        assert float(loss) == pytest.approx(float(adapted(input_ids=rows, labels=rows).loss), rel=1e-4)
+        assert adapted.generate(rows[:1, :4], max_new_tokens=3, do_sample=False).shape == (1, 7)
+    assert all(p.grad is None for name, p in adapted.named_parameters() if "lora" not in name)
+
+
+@pytest.mark.parametrize("regional", [False, True], ids=["whole", "regional"])
+def test_a_copy_trains_as_the_model_does_and_an_average_follows(regional: bool) -> None:
+    accelerator = accelerate.Accelerator(cpu=True, dynamo_plugin=plugin(use_regional_compilation=regional))
+    model = accelerator.prepare(llama())
+    average = torch.optim.swa_utils.AveragedModel(llama())
+    batch = torch.tensor(TEXT[:4])
+
+    def gradient(of: Any) -> torch.Tensor:
+        of.zero_grad()
+        loss = of(input_ids=batch, labels=batch).loss
+        accelerator.backward(loss)
+        return torch.cat([p.grad.flatten() for p in of.parameters()])
+
+    with hooks(accelerator, float8(), options=ATEN) as training:
+        before = gradient(model)
+        assert training.log(1)["aot_hooks/packed_mib"] > 0
+        copied = copy.deepcopy(model)
+        torch.testing.assert_close(gradient(copied), before)
+        assert training.log(2)["aot_hooks/packed_mib"] > 0  # the copy is compiled, too
+        average.update_parameters(accelerator.unwrap_model(model, keep_torch_compile=False))
+    assert average.n_averaged == 1
 
 
 def test_regions_count_for_each_block() -> None:

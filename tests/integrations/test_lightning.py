@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch._dynamo.utils import counters
 
 lightning = pytest.importorskip("lightning")
 
-from trained import ATEN, TEXT, llama, stock_is_aten  # noqa: E402, F401
+from trained import ATEN, TEXT, gpt2, llama, stock_is_aten  # noqa: E402, F401
 
 from aot_hooks import errors, float8, offload  # noqa: E402
 from aot_hooks.integrations.lightning import AotHooksCallback  # noqa: E402
@@ -25,9 +26,9 @@ pytestmark = [
 class Module(lightning.LightningModule):  # type: ignore[misc, name-defined]
     """`how`: "module" is compiled by the caller, "configure" and "blocks" in `configure_model`."""
 
-    def __init__(self, how: str) -> None:
+    def __init__(self, how: str, net: Any = None) -> None:
         super().__init__()
-        self.how, self.net, self.losses = how, llama(), []
+        self.how, self.net, self.losses = how, llama() if net is None else net, []
 
     def configure_model(self) -> None:
         if self.how == "configure":
@@ -51,15 +52,21 @@ class Module(lightning.LightningModule):  # type: ignore[misc, name-defined]
 
 
 def trained(
-    tmp_path: Path, how: str, policy: Any = None, rows: int = 32, callbacks: Any = None, **settings: Any
+    tmp_path: Path,
+    how: str,
+    policy: Any = None,
+    rows: int = 32,
+    callbacks: Any = None,
+    net: Any = None,
+    **settings: Any,
 ) -> Any:
-    module = Module(how)
+    module = Module(how, net)
     if policy is not None:
         callbacks = [AotHooksCallback(policy, options=ATEN), *(callbacks or [])]
     arguments: dict[str, Any] = {
         "max_steps": 6, "accelerator": "cpu", "devices": 1, "logger": False, "enable_checkpointing": False,
         "enable_progress_bar": False, "enable_model_summary": False, "log_every_n_steps": 1,
-        "default_root_dir": tmp_path, "callbacks": callbacks,
+        "default_root_dir": tmp_path, "callbacks": callbacks, "limit_val_batches": 0,
     }  # fmt: skip
     trainer = lightning.Trainer(**arguments | settings)
     data = torch.utils.data.DataLoader(torch.tensor(TEXT[:rows]), batch_size=8)
@@ -70,10 +77,10 @@ def trained(
 
 @pytest.mark.parametrize("how", ["module", "configure", "blocks"])
 def test_losses_follow_those_without_hooks(tmp_path: Path, how: str) -> None:
-    _, stock = trained(tmp_path, how)
+    _, stock = trained(tmp_path, how, limit_val_batches=1)
     for policy, tolerance in [(offload(min_bytes=0), 1e-6), (float8(), 0.02)]:
         torch._dynamo.reset()
-        trainer, module = trained(tmp_path, how, policy)
+        trainer, module = trained(tmp_path, how, policy, limit_val_batches=1)
         assert module.losses == pytest.approx(stock.losses, rel=tolerance)
         found = {name: float(value) for name, value in trainer.callback_metrics.items()}
         assert 0 <= found["aot_hooks/packed_mib"] < found["aot_hooks/saved_mib"]
@@ -82,19 +89,66 @@ def test_losses_follow_those_without_hooks(tmp_path: Path, how: str) -> None:
 
 @pytest.mark.parametrize(
     "settings",
-    [{"accumulate_grad_batches": 2, "max_steps": 3}, {"precision": "bf16-mixed"}, {"gradient_clip_val": 0.1}],
+    [
+        {"accumulate_grad_batches": 2, "max_steps": 3},
+        {"precision": "bf16-mixed"},
+        {"plugins": "16-mixed"},
+        {"gradient_clip_val": 0.1},
+    ],
     ids=str,
 )
 def test_what_people_switch_on(tmp_path: Path, settings: dict[str, Any]) -> None:
-    _, stock = trained(tmp_path, "configure", **settings)
+    def switched_on() -> dict[str, Any]:
+        if "plugins" not in settings:
+            return settings
+        # what precision="16-mixed" is on a GPU; on a CPU that means bfloat16
+        precision = lightning.pytorch.plugins.precision.MixedPrecision
+        return {"plugins": precision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=1024.0))}
+
+    _, stock = trained(tmp_path, "configure", **switched_on())
     torch._dynamo.reset()
-    _, module = trained(tmp_path, "configure", float8(), **settings)
+    _, module = trained(tmp_path, "configure", float8(), **switched_on())
     assert module.losses == pytest.approx(stock.losses, rel=0.02)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_gradient_checkpointing(tmp_path: Path, reentrant: bool) -> None:
+    def net() -> Any:
+        made = llama()
+        made.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        made.enable_input_require_grads()
+        return made
+
+    _, stock = trained(tmp_path, "configure", net=net(), max_steps=3)
+    torch._dynamo.reset()
+    _, module = trained(tmp_path, "configure", float8(), net=net(), max_steps=3)
+    assert module.losses == pytest.approx(stock.losses, rel=0.02)
+
+
+def test_lora_then_generate_and_copy(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+
+    def net() -> Any:
+        torch.manual_seed(1)
+        return peft.get_peft_model(gpt2(), peft.LoraConfig(r=4, target_modules=["c_attn", "c_fc"], fan_in_fan_out=True))
+
+    _, stock = trained(tmp_path, "configure", net=net(), max_steps=3)
+    torch._dynamo.reset()
+    trainer, module = trained(tmp_path, "configure", float8(), net=net(), max_steps=3)
+    assert module.losses == pytest.approx(stock.losses, rel=0.02)
+    assert 0 < trainer.callback_metrics["aot_hooks/packed_mib"] < trainer.callback_metrics["aot_hooks/saved_mib"]
+    rows = torch.tensor(TEXT[:5])
+    trainer.limit_val_batches = 1
+    (validated,) = trainer.validate(module, torch.utils.data.DataLoader(rows, batch_size=5), verbose=False)
+    assert validated["val_loss"] == pytest.approx(float(module.net(input_ids=rows, labels=rows).loss), rel=1e-4)
+    assert module.net.generate(rows[:1, :4], max_new_tokens=3, do_sample=False).shape == (1, 7)
+    copied = copy.deepcopy(module.net)
+    assert float(copied(input_ids=rows, labels=rows).loss) == pytest.approx(validated["val_loss"], rel=1e-4)
 
 
 def test_uneven_last_batches_recompile_once(tmp_path: Path) -> None:
     counters.clear()
-    trained(tmp_path, "configure", float8(), rows=27, max_steps=16, limit_val_batches=0)
+    trained(tmp_path, "configure", float8(), rows=27, max_steps=16)
     assert counters["stats"]["unique_graphs"] <= 2
 
 
@@ -112,6 +166,7 @@ def test_save_and_resume(tmp_path: Path) -> None:
     torch._dynamo.reset()
     trainer = lightning.Trainer(
         max_steps=6, accelerator="cpu", devices=1, logger=False, enable_progress_bar=False, enable_checkpointing=False,
+        limit_val_batches=0,
         callbacks=[AotHooksCallback(float8(), options=ATEN)], default_root_dir=tmp_path,
     )  # fmt: skip
     module = Module("configure")

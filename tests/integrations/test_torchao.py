@@ -16,7 +16,7 @@ from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 from trained import ATEN, stock_is_aten  # noqa: F401
 
 import aot_hooks
-from aot_hooks import enable, errors, float8, last_plans, lossless, offload
+from aot_hooks import budget, enable, errors, float8, last_plans, lossless, offload
 from aot_hooks.integrations.torchao import float8_training
 
 
@@ -32,9 +32,9 @@ class Gated(nn.Module):
         return x + self.down(self.act(self.gate(h)) * self.up(h))
 
 
-def net(recipe: str, act: Any = nn.functional.silu, *, emulated: bool = True) -> nn.Module:
+def net(recipe: str, act: Any = nn.functional.silu, *, emulated: bool = True, blocks: int = 2) -> nn.Module:
     torch.manual_seed(0)
-    model = nn.Sequential(Gated(act), Gated(act)).bfloat16()
+    model = nn.Sequential(*(Gated(act) for _ in range(blocks))).bfloat16()
     config = Float8LinearConfig.from_recipe_name(recipe)
     # the products of float8 tensors need a GPU; emulated ones round the same
     return convert_to_float8_training(model, config=dataclasses.replace(config, emulate=emulated))
@@ -132,3 +132,22 @@ def test_the_policy_is_a_value() -> None:
 def test_other_hooks_are_refused(wrong: Any) -> None:
     with pytest.raises(errors.OptionError, match="expected a hook of aot_hooks that rounds"):
         float8_training(wrong)
+
+
+def test_a_budget_takes_it() -> None:
+    x = torch.randn(256, 128, dtype=torch.bfloat16, requires_grad=True)
+    model = net("rowwise", blocks=6)
+    exact = gradients(model, model, x.detach())
+    least = [
+        aot_hooks.plan(model, x, policy=budget(max_slowdown=9.0, allow=("float8", *more)), inner="aten").peak_bytes
+        for more in ((), (float8_training(),))
+    ]
+    assert least[1] < 0.9 * least[0]
+    policy = budget(int(0.93 * least[0]), allow=["float8", float8_training()])
+    compiled = torch.compile(lambda x: model(x))
+    with enable(policy, options=ATEN):
+        assert error(gradients(compiled, model, x.detach()), exact) < 0.05
+    (plan,) = last_plans(compiled)
+    assert plan.peak_bytes <= policy.peak
+    assert any(d.reason.startswith("budget: float8_training(float8()) frees") for d in plan.decisions)
+    assert pickle.loads(pickle.dumps(policy)) == policy

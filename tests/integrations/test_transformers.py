@@ -69,11 +69,12 @@ def test_losses_follow_those_without_hooks(tmp_path: Path, policy: Any, toleranc
     [
         {"gradient_accumulation_steps": 2},
         {"bf16": True},
+        {"fp16": True},
         {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}},
         {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}},
         {"max_grad_norm": 0.1, "optim": "sgd"},
     ],
-    ids=["accumulation", "bf16", "checkpointing", "reentrant checkpointing", "clipping"],
+    ids=["accumulation", "bf16", "fp16", "checkpointing", "reentrant checkpointing", "clipping"],
 )
 def test_what_people_switch_on(tmp_path: Path, arguments: dict[str, Any]) -> None:
     stock, _ = trained(tmp_path, max_steps=4, **arguments)
