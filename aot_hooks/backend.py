@@ -34,6 +34,7 @@ from .hook import KEEP
 from .identity.frozen import described
 from .identity.records import Recording, recording
 from .offloading import transfers
+from .offloading.placement import decide_at_run_time
 from .options import Options, inductor_patches
 from .passes.live_bytes import live_bytes
 from .passes.plan import Plan, repeats_across_regions
@@ -182,7 +183,12 @@ def _compile_graph(
     graph, paths = records.Graph(), roots()
     donated: list[bool] = []
     live = listed is not None
-    partition = planning_partition(hooks, options.inner, graph.plans, paths, donated, live=live)
+    at_run_time = compilation is None and not inductor.fixes_memory(patches)
+    # fmt: off
+    partition = planning_partition(
+        hooks, options.inner, graph.plans, paths, donated, live=live, at_run_time=at_run_time
+    )
+    # fmt: on
 
     def compile_graph(compiling: Callable[[], None] = lambda: None) -> _Compiled:
         def before_each_graph() -> None:
@@ -298,7 +304,14 @@ def _compile(
 
 
 def planning_partition(
-    hooks: _InForce, inner: str, plans: list[Plan], paths: Mapping[str, str], donated: list[bool], *, live: bool
+    hooks: _InForce,
+    inner: str,
+    plans: list[Plan],
+    paths: Mapping[str, str],
+    donated: list[bool],
+    *,
+    live: bool,
+    at_run_time: bool = False,
 ) -> Callable[..., tuple[GraphModule, GraphModule]]:
     """A partition function for AOTAutograd: torch's min-cut partition, then the rewrite.
 
@@ -308,6 +321,7 @@ def planning_partition(
         donated: for each graph, nested regions first, whether the backward may reuse the memory of saved tensors when
             there are no hooks.
         live: plans have the bytes alive along both graphs, before and after the rewrite.
+        at_run_time: `offload` decides when the graph runs what it sends; a budget has decided already.
     """
 
     def partition(joint: GraphModule, joint_inputs: Any, **kwargs: Any) -> tuple[GraphModule, GraphModule]:
@@ -347,6 +361,8 @@ def planning_partition(
                 plan, live_before=before[0], live_after=after, before_ms=before[1], after_ms=after_ms
             )
         plans.append(plan)
+        if at_run_time and plan.transfers:
+            decide_at_run_time(fw, bw, kwargs["num_fwd_outputs"])
         return fw, bw
 
     return partition
