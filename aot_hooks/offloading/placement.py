@@ -136,12 +136,14 @@ def decide_at_run_time(fw: GraphModule, bw: GraphModule, num_fwd_outputs: int) -
 
     A tensor that `place` left on the device gets operators, too. Its copy out starts when it is made; the wait is at
     the end, and the copy back before its first reader. A tensor whose memory the program has, an input or an output,
-    stays as `place` left it: the program may write to it.
+    stays as `place` left it: the program may write to it. So does one that is read after its wait: a compiler may
+    have the last reader write over it.
     """
     output = fw.graph.output_node()
     tensors = {n: _sent_by(n).args[0] if n.target is offload_wait else n for n in output.all_input_nodes}
     inputs = storages(fw.graph.find_nodes(op="placeholder"))
     count = Counter(storage_of(value) for value in tensors.values() if isinstance(value, Node))
+    last_reader = {storage_of(n): node for node in fw.graph.nodes if node is not output for n in node.all_input_nodes}
     for saved, slot in crossing_pairs(fw, bw, num_fwd_outputs):
         value = tensors.get(saved)
         if _CANDIDATE not in slot.meta or not isinstance(value, Node) or not slot.users:
@@ -152,6 +154,8 @@ def decide_at_run_time(fw: GraphModule, bw: GraphModule, num_fwd_outputs: int) -
         planned, settings = saved.target is offload_wait, leaf.settings
         link = settings.rates and (settings.rates.to_host, settings.rates.to_device)
         terms = str(Terms(planned, settings.in_flight_bytes, settings.max_stall_ms, link))
+        if planned and saved < last_reader[storage_of(value)]:
+            continue
         if planned:
             _sent_by(saved).args = (value, limit, terms)
             next(u for u in slot.users if u.target is reload_start).args = (slot, device, True)

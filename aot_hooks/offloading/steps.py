@@ -4,9 +4,9 @@
       second step    the same, and when each of them runs                           plan_step --> StepPlan
       from then on   start 0 [send] ... start 5 [join 0] ... | reload 7 [fetch 5] ... reload 5
 
-A graph that is compiled once runs for every layer, so what differs between layers is read at run time: `transfers` notes
-each of its operators here as an event, and gets the actions for it. Item n is the n-th tensor that the step starts. A
-step begins when a tensor is started while none is saved from before.
+A graph that is compiled once runs for every layer, so what differs between layers is read at run time: `transfers`
+notes each of its operators here as an event, and gets the actions for it. Item n is the n-th tensor that the step
+starts. A step begins when a tensor is started while none is saved from before.
 
 The plan holds for as long as events come as in its trace. At the first other event all copies in flight are joined, and
 the rest of the step goes by the plans of the single graphs. Nothing here touches a device.
@@ -191,6 +191,11 @@ class Steps:
     def drop(self, entry: Entry) -> None:
         """`entry` is not saved any more. Takes no lock: the garbage collector may call it anywhere."""
         self._dropped.append(entry)
+
+    @property
+    def graph_count(self) -> int:
+        """How many calls of graphs the step has had so far."""
+        return graph_count(self._trace)
 
     def forget(self) -> None:
         with self._lock:

@@ -33,6 +33,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..errors import UnusedWarning
 from ..graphs.roofline import measured_rates
 from ..torch_private.autograd import keeps_graph
 from . import steps
@@ -288,7 +289,21 @@ def _plan(device: torch.device, trace: tuple[steps.Event, ...], marks: list[Any]
         return None
     rates = measured_rates(device)
     links = (event[2].link for event in trace if event[0] == "start" and event[2].link is not None)
-    return steps.plan_step(trace, at_ms, *next(links, (rates.to_host, rates.to_device)))
+    plan = steps.plan_step(trace, at_ms, *next(links, (rates.to_host, rates.to_device)))
+    if not plan.sent_bytes:
+        warnings.warn(
+            f"aot_hooks.offload: a step of {plan.graph_count} calls of compiled graphs sends none of its {plan.nbytes} "
+            f"bytes: its forward of {plan.forward_ms:.1f} ms and backward of {plan.backward_ms:.1f} ms hide no copies. "
+            "max_stall_ms allows a longer step",
+            UnusedWarning,
+            stacklevel=2,
+        )
+    return plan
+
+
+def several_graphs() -> bool:
+    """Whether the step that runs, or ran last, has several calls of graphs: its plan says later what it sends."""
+    return any(each.graph_count > 1 for each in _steps.values())
 
 
 def _start(x: torch.Tensor, limit: int | None, terms: steps.Terms) -> torch.Tensor:
