@@ -255,7 +255,8 @@ def _stand_in(x: torch.Tensor) -> tuple[torch.Tensor, Any]:
 
     Also returns the object whose death frees it. Pages that are never written take no memory.
     """
-    memory = (ctypes.c_ubyte * x.nbytes).from_buffer(mmap.mmap(-1, max(x.nbytes, 1)))
+    pages = mmap.mmap(-1, max(x.nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory = (ctypes.c_ubyte * x.nbytes).from_buffer(pages)
     return torch.frombuffer(memory, dtype=torch.uint8).view(x.dtype).view(x.shape), memory
 
 
