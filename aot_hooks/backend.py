@@ -57,13 +57,20 @@ _Compiled = Callable[..., Any]
 def last_plans(compiled: Callable[..., Any]) -> tuple[Plan, ...]:
     """The decisions for each graph with a backward that `compiled` has now, oldest first; compiles nothing.
 
-    Raises `OptionError` if `compiled` was not made by `torch.compile`.
+    Of a module whose blocks are compiled, those of all blocks; blocks that share a graph have it once.
+
+    Raises `OptionError` if neither `compiled` nor a module in it was made by `torch.compile`.
     """
     wrapper = dynamo.compile_wrapper_of(compiled, inductor_too=True)
-    if wrapper is None:
+    if wrapper is None and isinstance(compiled, torch.nn.Module):
+        inner = (dynamo.compile_wrapper_of(module, inductor_too=True) for module in compiled.modules())
+        wrappers = [each for each in inner if each is not None]
+    else:
+        wrappers = [] if wrapper is None else [wrapper]
+    if not wrappers:
         raise OptionError(f"last_plans takes what torch.compile returned, got {compiled!r}")
-    plans = tuple(records.plans_of(wrapper))
-    if not plans and isinstance(compiled, torch.nn.Module):
+    plans = tuple(plan for each in wrappers for plan in records.plans_of(each))
+    if not plans and isinstance(compiled, torch.nn.Module) and wrapper is not None:
         unused.compiled_in_place(compiled)
     return plans
 

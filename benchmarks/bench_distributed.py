@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 2 benchmarks/bench_distributed.py --json out.json
     torchrun --nproc-per-node 2 benchmarks/bench_distributed.py --parallel ddp --rows stock,offload
-    bash benchmarks/bench_distributed.sh 2          both parallels and the rows that a release needs, in 8 minutes
+    bash benchmarks/bench_distributed.sh 2          all three parallels, the rows that a release needs, in 8 minutes
 
 The work is benchmarks/model.py with one sequence a rank. `fsdp` and `tp` compile block by block, `ddp` compiles the
 whole model, which Dynamo cuts at the buckets. Times are those of the slowest rank, in a loop that waits for the device
@@ -113,7 +113,7 @@ def measured(row: str, said: argparse.Namespace, mesh: DeviceMesh, device: torch
     slowest = torch.tensor(times, device=device)
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
     nbytes, loss = measure_bytes(forward, backward, device)
-    found = {
+    return {
         "row": row,
         "ms": min(slowest.tolist()),
         "median_ms": statistics.median(slowest.tolist()),
@@ -125,8 +125,6 @@ def measured(row: str, said: argparse.Namespace, mesh: DeviceMesh, device: torch
         "loss": float(loss),
         "first_step_s": compiled_s,
     }
-    del run, stack, x, loss
-    return found
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Two processes on gloo: FSDP2, DDP, tensor parallel and a pipeline have the gradients of the same run without hooks."""
+"""Two processes on gloo: FSDP2, DDP, tensor parallel, pipelines have the gradients of the same run without hooks."""
 
 from __future__ import annotations
 

@@ -367,3 +367,18 @@ def test_memory_on_the_host_is_flat() -> None:
     after = aot_hooks.offload_stats()
     assert (after["host_bytes"], after["host_blocks_made"]) == (before["host_bytes"], before["host_blocks_made"])
     assert after["sent_bytes"] > before["sent_bytes"]
+
+
+def test_plans_of_a_model_are_those_of_its_blocks() -> None:
+    hooked, x = by_blocks(HOOK), torch.randn(64, 16)
+    with pytest.raises(aot_hooks.errors.OptionError, match=r"last_plans takes what torch\.compile returned"):
+        aot_hooks.last_plans(nn.Sequential(Block()))
+    assert aot_hooks.last_plans(hooked) == ()
+    for _ in range(4):
+        step(hooked, x)
+    first, others = aot_hooks.last_plans(hooked)  # the first block's input has no gradient; the others share a graph
+    assert {p.host_bytes for p in (first, others)} == {0}, "alone, a graph sends nothing"
+    stats = aot_hooks.offload_stats()
+    in_step = [sum(t.nbytes for t in plan.transfers) for plan in (first, others)]
+    assert stats["step_bytes"] == in_step[0] + 5 * in_step[1]
+    assert 0 < stats["step_sent_bytes"] < stats["step_bytes"]
