@@ -179,7 +179,7 @@ def send(x: torch.Tensor, limit: int | None) -> torch.Tensor:
     """Start to copy `x`, contiguous, to host memory; returns the ticket for `claim`."""
     nbytes = x.nbytes
     capture = capture_under_way()
-    captured = capture is not None or _capturing(x.device)
+    captured = _is_captured(x.device)
     lease = pool.lease(max(nbytes, 1), pinned=x.is_cuda, limit=limit, captured=captured, capture=capture)
     if lease is None and captured:
         raise _capture_error(x.device, capture, f"no pinned block of {nbytes} bytes is free, and none can be made")
@@ -195,7 +195,7 @@ def fetch(host: torch.Tensor, device: torch.device) -> torch.Tensor:
     kept = _kept.get(host.data_ptr())
     if kept is not None:
         capture = capture_under_way()
-        if capture is not None or _capturing(device):  # the next step's tensor has another address
+        if _is_captured(device):  # the next step's tensor has another address
             raise _capture_error(device, capture, "what found no room on the host can't be read")
         # a copy, because the reader may write over it before another backward reads it
         return _ticket(_Copy(host, kept.clone()))
@@ -309,8 +309,8 @@ def several_graphs() -> bool:
 
 def _start(x: torch.Tensor, limit: int | None, terms: steps.Terms) -> torch.Tensor:
     """As `send`, if the step sends `x`; else the ticket of a tensor that stays on the device."""
-    if capture_under_way() is not None or _capturing(x.device):
-        entry = steps.Entry(terms.planned)  # what is captured runs again without these operators
+    if _is_captured(x.device):
+        entry = steps.Entry(terms.planned)
     else:
         entry, actions = _steps_of(x.device).start(x.nbytes, terms)
         _act(actions)
@@ -328,7 +328,7 @@ def _wait(ticket: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     if copy is None or copy.entry is None:
         return claim(ticket)
     entry, host = copy.entry, copy.target
-    _act(_steps_of(x.device).event("wait", entry))
+    _note("wait", entry, x.device)
     block = pool.block_of(host) if entry.sends else None
     if block is None:
         entry.value = copy.source
@@ -363,6 +363,16 @@ def _forget(address: int, device: torch.device, entry: steps.Entry) -> None:
     _steps_of(device).drop(entry)
 
 
+def _is_captured(device: torch.device) -> bool:
+    """Whether a CUDA graph is being captured. What is captured runs again without these operators: no step has it."""
+    return capture_under_way() is not None or _capturing(device)
+
+
+def _note(what: str, entry: steps.Entry, device: torch.device) -> None:
+    if not _is_captured(device):
+        _act(_steps_of(device).event(what, entry))
+
+
 def _act(actions: list[tuple[str, steps.Entry]]) -> None:
     """Do what the plan for the step has at this point."""
     for what, entry in actions:
@@ -388,12 +398,14 @@ def _reload(host: torch.Tensor, device: torch.device, decided: bool) -> torch.Te
         )
     if entry is None:
         return fetch(host, device)
-    _act(_steps_of(device).event("reload", entry))
+    _note("reload", entry, device)
     value, copy = entry.value, entry.out
     if copy is not None:
         _act([("join", entry)])
         value = copy.source
     if value is not None:
+        if entry.step >= 0 and _is_captured(device):  # the next step's tensor has another address
+            raise _capture_error(device, capture_under_way(), "what a forward outside of it left here can't be read")
         if keeps_graph():
             entry.value, value = value, value.clone()  # the reader may write over it before another backward reads it
         else:

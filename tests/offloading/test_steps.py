@@ -348,6 +348,24 @@ def test_a_hook_that_copies_what_is_saved_ends_in_an_error() -> None:
         loss.backward()
 
 
+def test_a_capture_of_the_backward_alone_reads_nothing_that_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    hooked, x = by_blocks(HOOK), torch.randn(64, 16)
+    loss = hooked(x).sum()
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="what a forward outside of it left here"):
+        patch.setattr(transfers, "_capturing", lambda device: True)
+        loss.backward()
+
+
+def test_in_a_capture_of_both_the_graphs_go_by_their_own_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, hooked, x = by_blocks(None), by_blocks(HOOK), torch.randn(64, 16)
+    for _ in range(4):
+        step(hooked, x)
+    before = aot_hooks.offload_stats()["sent_count"]
+    monkeypatch.setattr(transfers, "_capturing", lambda device: True)
+    assert_equal(step(hooked, x), step(plain, x))
+    assert aot_hooks.offload_stats()["sent_count"] == before
+
+
 def test_a_step_that_can_send_nothing_says_so() -> None:
     slow = aot_hooks.Rates(to_host=1e3, to_device=1e3, memory=1e15, operations=1e18, operations32=1e18)
     hooked, x = by_blocks(aot_hooks.offload(0, rates=slow)), torch.randn(64, 16)
