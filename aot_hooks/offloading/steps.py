@@ -1,7 +1,7 @@
 """One plan for all graphs of a step: which tensors are sent in which call, where to wait, where to fetch.
 
       first step     start 0, wait 0, start 1, wait 1 ... | reload 1, reload 0      recorded: the trace
-      second step    the same, and when each of them runs                           plan_step --> StepPlan
+      two more       the same, and when each of them runs; the faster counts        plan_step --> StepPlan
       from then on   start 0 [send] ... start 5 [join 0] ... | reload 7 [fetch 5] ... reload 5
 
 A graph that is compiled once runs for every layer, so what differs between layers is read at run time: `transfers`
@@ -26,6 +26,7 @@ from typing import Any
 from .schedule import Item, Limits, schedule
 
 _MOST_TRACES = 16
+_TIMED = 2  # runs with times before a plan: the allocator may grow in one of them
 _MOST_EVENTS = 1 << 17  # a step that never ends: something keeps its saved tensors
 
 Event = tuple[Any, ...]  # ("start", nbytes, Terms) or ("wait" or "reload", item)
@@ -139,10 +140,10 @@ class Entry:
 
 @dataclass(eq=False)
 class _Known:
-    """A step that has run: its trace; the marks of its events, once it ran with them; then its plan."""
+    """A step that has run: its trace; the marks of its events in further runs; then its plan."""
 
     trace: tuple[Event, ...]
-    marks: list[Any] | None = None
+    runs: list[list[Any]] = field(default_factory=list)
     plan: StepPlan | None = None
 
 
@@ -152,11 +153,11 @@ class Steps:
 
     Args:
         mark: the time now, as the device will reach it.
-        plan: plans a trace with the marks of its events; None while the device has not reached them.
+        plan: plans a trace by the marks of its events in several runs; None while the device has not reached them.
     """
 
     mark: Callable[[], Any]
-    plan: Callable[[tuple[Event, ...], list[Any]], StepPlan | None]
+    plan: Callable[[tuple[Event, ...], list[list[Any]]], StepPlan | None]
     last: StepPlan | None = None  # of the last step that followed a plan to its end
     _lock: Any = field(default_factory=threading.RLock)
     _dropped: deque[Entry] = field(default_factory=deque)  # without the lock: a collection may run in its holder
@@ -210,7 +211,7 @@ class Steps:
         if at == 0:
             self._follow()
             known = self._followed
-            if known is not None and known.plan is None and known.marks is None and graph_count(known.trace) > 1:
+            if known is not None and len(known.runs) < _TIMED and graph_count(known.trace) > 1:
                 self._marks = []
         elif known is not None and known.trace[at : at + 1] != (event,):
             self._marks = None
@@ -228,8 +229,8 @@ class Steps:
         begun = tuple(self._trace)
         found = [known for known in self._known if known.trace[: len(begun)] == begun]
         for known in found:
-            if known.plan is None and known.marks is not None:
-                known.plan = self.plan(known.trace, known.marks)
+            if known.plan is None and len(known.runs) == _TIMED:
+                known.plan = self.plan(known.trace, known.runs)
         self._followed = max(reversed(found), key=lambda known: known.plan is not None, default=None)
 
     def _end(self) -> None:
@@ -237,7 +238,7 @@ class Steps:
         if known is None or known.trace != trace:
             known = _Known(trace)
         elif self._marks is not None:
-            known.marks = self._marks
+            known.runs.append(self._marks)
         elif known.plan is not None:
             self.last = known.plan
         if any(event[0] == "reload" for event in trace):

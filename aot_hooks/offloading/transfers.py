@@ -279,15 +279,16 @@ def _mark(device: torch.device) -> Any:
     return event
 
 
-def _plan(device: torch.device, trace: tuple[steps.Event, ...], marks: list[Any]) -> steps.StepPlan | None:
-    """The plan for a step by its marks; None while the device has not got to all of them."""
+def _plan(device: torch.device, trace: tuple[steps.Event, ...], runs: list[list[Any]]) -> steps.StepPlan | None:
+    """The plan for a step by the marks of its runs, the faster of which counts; None while the device is not there."""
     if device.type != "cuda":
-        at_ms = [1e3 * (mark - marks[0]) for mark in marks]
-    elif all(mark.query() for mark in marks):
+        times = [[1e3 * (mark - marks[0]) for mark in marks] for marks in runs]
+    elif all(mark.query() for marks in runs for mark in marks):
         # a backward may begin on another stream before the forward is done
-        at_ms = list(itertools.accumulate((marks[0].elapsed_time(mark) for mark in marks), max))
+        times = [list(itertools.accumulate((run[0].elapsed_time(mark) for mark in run), max)) for run in runs]
     else:
         return None
+    at_ms = min(times, key=lambda run: run[-1])
     rates = measured_rates(device)
     links = (event[2].link for event in trace if event[0] == "start" and event[2].link is not None)
     plan = steps.plan_step(trace, at_ms, *next(links, (rates.to_host, rates.to_device)))

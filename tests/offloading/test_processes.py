@@ -25,7 +25,7 @@ pytestmark = pytest.mark.skipif(
     not dist.is_available() or not dist.is_gloo_available(), reason="needs processes that talk by gloo"
 )
 
-STEPS, ROWS, WIDTH = 5, 32, 16
+STEPS, ROWS, WIDTH = 6, 32, 16
 # the plan of one graph finds no time to hide a copy, that of a step does: the clock has 1 ms from event to event
 RATES = aot_hooks.Rates(to_host=1e7, to_device=1e7, memory=1e15, operations=1e18, operations32=1e18)
 HOOKS = {"offload": aot_hooks.offload(0, rates=RATES), "lossless": aot_hooks.lossless()}
