@@ -34,6 +34,7 @@ from .hook import KEEP
 from .identity.frozen import described
 from .identity.records import Recording, recording
 from .offloading import transfers
+from .offloading.placement import decide_at_run_time
 from .options import Options, inductor_patches
 from .passes.live_bytes import live_bytes
 from .passes.plan import Plan, repeats_across_regions
@@ -57,13 +58,20 @@ _Compiled = Callable[..., Any]
 def last_plans(compiled: Callable[..., Any]) -> tuple[Plan, ...]:
     """The decisions for each graph with a backward that `compiled` has now, oldest first; compiles nothing.
 
-    Raises `OptionError` if `compiled` was not made by `torch.compile`.
+    Of a module whose blocks are compiled, those of all blocks; blocks that share a graph have it once.
+
+    Raises `OptionError` if neither `compiled` nor a module in it was made by `torch.compile`.
     """
     wrapper = dynamo.compile_wrapper_of(compiled, inductor_too=True)
-    if wrapper is None:
+    if wrapper is None and isinstance(compiled, torch.nn.Module):
+        inner = (dynamo.compile_wrapper_of(module, inductor_too=True) for module in compiled.modules())
+        wrappers = [each for each in inner if each is not None]
+    else:
+        wrappers = [] if wrapper is None else [wrapper]
+    if not wrappers:
         raise OptionError(f"last_plans takes what torch.compile returned, got {compiled!r}")
-    plans = tuple(records.plans_of(wrapper))
-    if not plans and isinstance(compiled, torch.nn.Module):
+    plans = tuple(plan for each in wrappers for plan in records.plans_of(each))
+    if not plans and isinstance(compiled, torch.nn.Module) and wrapper is not None:
         unused.compiled_in_place(compiled)
     return plans
 
@@ -186,7 +194,12 @@ def _compile_graph(
     graph, paths = records.Graph(), roots()
     donated: list[bool] = []
     live = listed is not None
-    partition = planning_partition(hooks, options.inner, graph.plans, paths, donated, live=live)
+    at_run_time = compilation is None and not inductor.fixes_memory(patches)
+    # fmt: off
+    partition = planning_partition(
+        hooks, options.inner, graph.plans, paths, donated, live=live, at_run_time=at_run_time
+    )
+    # fmt: on
 
     def compile_graph(compiling: Callable[[], None] = lambda: None) -> _Compiled:
         def before_each_graph() -> None:
@@ -304,7 +317,14 @@ def _compile(
 
 
 def planning_partition(
-    hooks: _InForce, inner: str, plans: list[Plan], paths: Mapping[str, str], donated: list[bool], *, live: bool
+    hooks: _InForce,
+    inner: str,
+    plans: list[Plan],
+    paths: Mapping[str, str],
+    donated: list[bool],
+    *,
+    live: bool,
+    at_run_time: bool = False,
 ) -> Callable[..., tuple[GraphModule, GraphModule]]:
     """A partition function for AOTAutograd: torch's min-cut partition, then the rewrite.
 
@@ -314,6 +334,7 @@ def planning_partition(
         donated: for each graph, nested regions first, whether the backward may reuse the memory of saved tensors when
             there are no hooks.
         live: plans have the bytes alive along both graphs, before and after the rewrite.
+        at_run_time: `offload` decides when the graph runs what it sends; a budget has decided already.
     """
 
     def partition(joint: GraphModule, joint_inputs: Any, **kwargs: Any) -> tuple[GraphModule, GraphModule]:
@@ -353,6 +374,8 @@ def planning_partition(
                 plan, live_before=before[0], live_after=after, before_ms=before[1], after_ms=after_ms
             )
         plans.append(plan)
+        if at_run_time and plan.transfers:
+            decide_at_run_time(fw, bw, kwargs["num_fwd_outputs"])
         return fw, bw
 
     return partition

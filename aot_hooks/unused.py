@@ -22,6 +22,7 @@ import torch
 
 from .errors import TORCH, UnusedWarning, user_frame
 from .hook import KEEP
+from .offloading.transfers import several_graphs
 from .passes.plan import Decision, Plan
 from .policies import ByKey, key_text, keys_in
 from .settings.setting import Setting
@@ -131,7 +132,7 @@ def _judge(suspects: list[Setting]) -> None:
         use = _uses.get(setting.text)
         if use is None:
             continue
-        if use.packed_nothing and not use.unmatched:
+        if use.packed_nothing and not use.unmatched and not several_graphs():
             reasons = collections.Counter(d.reason for d in use.kept).most_common(3)
             why = "; ".join(f"{count} {reason}" for reason, count in reasons)
             _warn(

@@ -10,22 +10,24 @@ dependencies by which it keeps this order, see `torch_private/inductor_fusion.py
 from __future__ import annotations
 
 import operator
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch.fx import GraphModule, Node
 
-from ..graphs.nodes import NO_VERSION_CHECK, PACKED, is_view, tensor_bytes
+from ..graphs.nodes import NO_VERSION_CHECK, PACKED, is_view, storage_of, storages, tensor_bytes
 from ..graphs.roofline import Rates, has_formula, measured_rates, node_ms
 from ..graphs.saved import crossing_pairs
 from ..torch_private.inductor_fusion import PACKED_ROW
 from .hook import OffloadSettings
 from .schedule import Item, Limits, Placement, Schedule, Transfer, schedule
+from .steps import Terms
 from .transfers import COPIES, offload_start, offload_wait, reload_start, reload_wait
 
 _BUILT_IN = ("aten", "prims", "inductor_prims")
+_CANDIDATE = "aot_hooks_offload"  # meta of a backward's placeholder, for `decide_at_run_time`
 
 
 @dataclass(frozen=True)
@@ -111,6 +113,9 @@ def place(
             reload_gaps=backward.gaps,
         )
         for (item, crossing), placement in zip(items, planned.placements, strict=True):
+            nodes = (crossing.start, crossing.wait, crossing.reload, crossing.back)
+            limit, metas = crossing.start.args[1], [dict(node.meta) for node in nodes]
+            crossing.slot.meta[_CANDIDATE] = crossing.leaf, limit, device, metas
             if not placement.offloaded:
                 _keep_on_device(bw, crossing)
                 on_device[crossing.wait] = crossing.value, placement.reason
@@ -124,6 +129,63 @@ def place(
         gm.graph.lint()
         gm.recompile()
     return tuple(transfers), on_device
+
+
+def decide_at_run_time(fw: GraphModule, bw: GraphModule, num_fwd_outputs: int) -> None:
+    """Have the operators decide what is sent when they run, because the graph may be one of many in a step: steps.py.
+
+    A tensor that `place` left on the device gets operators, too. Its copy out starts when it is made; the wait is at
+    the end, and the copy back before its first reader. A tensor whose memory the program has, an input or an output,
+    stays as `place` left it: the program may write to it. So does one that is read after its wait: a compiler may
+    have the last reader write over it.
+    """
+    output = fw.graph.output_node()
+    tensors = {n: _sent_by(n).args[0] if n.target is offload_wait else n for n in output.all_input_nodes}
+    inputs = storages(fw.graph.find_nodes(op="placeholder"))
+    count = Counter(storage_of(value) for value in tensors.values() if isinstance(value, Node))
+    last_reader = {storage_of(n): node for node in fw.graph.nodes if node is not output for n in node.all_input_nodes}
+    for saved, slot in crossing_pairs(fw, bw, num_fwd_outputs):
+        value = tensors.get(saved)
+        if _CANDIDATE not in slot.meta or not isinstance(value, Node) or not slot.users:
+            continue
+        if storage_of(value) in inputs or count[storage_of(value)] != 1:
+            continue
+        leaf, limit, device, metas = slot.meta[_CANDIDATE]
+        planned, settings = saved.target is offload_wait, leaf.settings
+        link = settings.rates and (settings.rates.to_host, settings.rates.to_device)
+        terms = str(Terms(planned, settings.in_flight_bytes, settings.max_stall_ms, link))
+        if planned and saved < last_reader[storage_of(value)]:
+            continue
+        if planned:
+            _sent_by(saved).args = (value, limit, terms)
+            next(u for u in slot.users if u.target is reload_start).args = (slot, device, True)
+            continue
+        with fw.graph.inserting_after(value):
+            start = fw.graph.call_function(offload_start, (value, limit, terms))
+        with fw.graph.inserting_before(output):
+            wait = fw.graph.call_function(offload_wait, (start, value))
+        readers = sorted(slot.users)
+        with bw.graph.inserting_before(readers[0]):
+            reload = bw.graph.call_function(reload_start, (slot, device, True))
+            back = bw.graph.call_function(reload_wait, (reload, slot, device))
+        for node, meta in zip((start, wait, reload, back), metas, strict=True):
+            node.meta.update(meta)
+        for mark in (PACKED, NO_VERSION_CHECK):
+            wait.meta.pop(mark, None)
+            wait.meta.update({mark: value.meta[mark]} if mark in value.meta else {})
+        output.replace_input_with(value, wait)
+        for reader in readers:
+            reader.replace_input_with(slot, back)
+        slot.meta["val"] = wait.meta["val"]
+    for gm in (fw, bw):
+        gm.graph.lint()
+        gm.recompile()
+
+
+def _sent_by(wait: Node) -> Node:
+    start = wait.args[0]
+    assert isinstance(start, Node)
+    return start
 
 
 def _remove_copies_in_backward(bw: GraphModule) -> None:

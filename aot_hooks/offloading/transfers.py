@@ -11,14 +11,19 @@ reorder them against their data. A ticket is int64[1] on the CPU.
 The waits determine lifetimes, `record_stream` is never called: memory is freed on the stream that allocated it, after
 that stream waited. When a ticket dies unclaimed (an exception between start and wait), its stream waits too. On the CPU
 the operators copy at once. Nothing here synchronizes with the host, so CUDA graphs can capture it.
+
+With `terms` the operators decide when they run, see steps.py: a tensor may stay on the device, and a stand-in crosses
+to the backward instead. The copies of one graph may be waited for, or be started, by the operators of another.
 """
 
 from __future__ import annotations
 
 import ctypes
+import functools
 import itertools
 import mmap
 import threading
+import time
 import warnings
 import weakref
 from collections import Counter
@@ -28,6 +33,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..errors import UnusedWarning
+from ..graphs.roofline import measured_rates
+from ..torch_private.autograd import keeps_graph
+from . import steps
 from .pinned_pool import HostPool
 
 if TYPE_CHECKING:
@@ -38,6 +47,8 @@ pool = HostPool()
 _numbers = itertools.count(1)
 _in_flight: dict[int, _Copy] = {}
 _kept: dict[int, torch.Tensor] = {}  # tensors without room on the host, by the address of their stand-in there
+_entries: dict[int, steps.Entry] = {}  # tensors that were started with terms, by the address of what crosses
+_steps: dict[torch.device, steps.Steps] = {}
 _counts: Counter[str] = Counter()  # since the last `reset`
 _lock = threading.Lock()
 
@@ -51,6 +62,7 @@ class _Copy:
     event: Any = None  # recorded after the copy; None where there is nothing to wait for
     stream: Any = None  # the stream that owns the device memory of `source` or `target`
     captured: bool = False  # the copy is part of a CUDA graph and runs in each replay, not now
+    entry: steps.Entry | None = None  # of a tensor that was started with terms
 
 
 def _count(what: str, nbytes: int) -> int:
@@ -152,6 +164,13 @@ def claim(ticket: torch.Tensor) -> torch.Tensor:
 
 def _abandon(number: int) -> None:
     copy = _in_flight.pop(number, None)
+    _let_go(copy)
+    if copy is not None and copy.entry is not None:
+        _steps_of(copy.source.device).drop(copy.entry)
+
+
+def _let_go(copy: _Copy | None) -> None:
+    """Have the stream that owns the memory wait for a copy that nobody claims."""
     if copy is not None and copy.event is not None and (not copy.captured or _captures(copy.stream)):
         copy.stream.wait_event(copy.event)  # after its capture has ended, a captured copy needs no wait
 
@@ -160,7 +179,7 @@ def send(x: torch.Tensor, limit: int | None) -> torch.Tensor:
     """Start to copy `x`, contiguous, to host memory; returns the ticket for `claim`."""
     nbytes = x.nbytes
     capture = capture_under_way()
-    captured = capture is not None or _capturing(x.device)
+    captured = _is_captured(x.device)
     lease = pool.lease(max(nbytes, 1), pinned=x.is_cuda, limit=limit, captured=captured, capture=capture)
     if lease is None and captured:
         raise _capture_error(x.device, capture, f"no pinned block of {nbytes} bytes is free, and none can be made")
@@ -176,13 +195,17 @@ def fetch(host: torch.Tensor, device: torch.device) -> torch.Tensor:
     kept = _kept.get(host.data_ptr())
     if kept is not None:
         capture = capture_under_way()
-        if capture is not None or _capturing(device):  # the next step's tensor has another address
+        if _is_captured(device):  # the next step's tensor has another address
             raise _capture_error(device, capture, "what found no room on the host can't be read")
         # a copy, because the reader may write over it before another backward reads it
         return _ticket(_Copy(host, kept.clone()))
+    return _ticket(_fetch(host, device))
+
+
+def _fetch(host: torch.Tensor, device: torch.device) -> _Copy:
     target = torch.empty(host.shape, dtype=host.dtype, device=device)
     _count("fetched", host.nbytes)
-    return _ticket(_begin(host, target, device, out=False))
+    return _begin(host, target, device, out=False)
 
 
 def fetched_here(ticket: torch.Tensor) -> bool:
@@ -213,10 +236,7 @@ def _capture_error(device: torch.device, capture: Capture | None, text: str) -> 
 
 
 def _keep_on_device(x: torch.Tensor, limit: int | None) -> _Copy:
-    """A copy for a tensor without room on the host: it stays on the device.
-
-    Its stand-in is host memory of the same shape that is never read or written, by whose address `fetch` finds it.
-    """
+    """A copy for a tensor without room on the host: it stays on the device."""
     room = "as much as could be pinned" if limit is None else f"max_host_bytes={limit}"
     if _count("kept_on_device", x.nbytes) == 1:
         warnings.warn(
@@ -224,20 +244,197 @@ def _keep_on_device(x: torch.Tensor, limit: int | None) -> _Copy:
             "use), so they stay on the device; aot_hooks.offload_stats() counts what does",
             stacklevel=2,
         )
-    memory = mmap.mmap(-1, max(x.nbytes, 1))  # pages that are never written take no memory
-    raw = (ctypes.c_ubyte * x.nbytes).from_buffer(memory)
-    address = ctypes.addressof(raw)
-    _kept[address] = x.detach().clone()  # the graph reuses the memory of `x`: Inductor's kernels write over it in place
-    weakref.finalize(raw, _kept.pop, address, None).atexit = False
-    return _Copy(x, torch.frombuffer(raw, dtype=torch.uint8).view(x.dtype).view(x.shape))
+    host, memory = _stand_in(x)
+    _kept[host.data_ptr()] = x.detach().clone()  # the program may write to `x`
+    weakref.finalize(memory, _kept.pop, host.data_ptr(), None).atexit = False
+    return _Copy(x, host)
+
+
+def _stand_in(x: torch.Tensor) -> tuple[torch.Tensor, Any]:
+    """Host memory of the shape of `x` that is never read or written: its address says which tensor is meant.
+
+    Also returns the object whose death frees it. Pages that are never written take no memory.
+    """
+    pages = mmap.mmap(-1, max(x.nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory = (ctypes.c_ubyte * x.nbytes).from_buffer(pages)
+    return torch.frombuffer(memory, dtype=torch.uint8).view(x.dtype).view(x.shape), memory
+
+
+# --- decided when the operators run -----------------------------------------------------------------------------------
+
+
+def _steps_of(device: torch.device) -> steps.Steps:
+    """The steps of `device`. All threads share them: a backward may run in a thread of its own."""
+    if device not in _steps:
+        _steps.setdefault(device, steps.Steps(lambda: _mark(device), functools.partial(_plan, device)))
+    return _steps[device]
+
+
+def _mark(device: torch.device) -> Any:
+    """The point in time when the current stream gets here."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
+def _plan(device: torch.device, trace: tuple[steps.Event, ...], runs: list[list[Any]]) -> steps.StepPlan | None:
+    """The plan for a step by the marks of its runs, the faster of which counts; None while the device is not there."""
+    if device.type != "cuda":
+        times = [[1e3 * (mark - marks[0]) for mark in marks] for marks in runs]
+    elif all(mark.query() for marks in runs for mark in marks):
+        # a backward may begin on another stream before the forward is done
+        times = [list(itertools.accumulate((run[0].elapsed_time(mark) for mark in run), max)) for run in runs]
+    else:
+        return None
+    at_ms = min(times, key=lambda run: run[-1])
+    rates = measured_rates(device)
+    links = (event[2].link for event in trace if event[0] == "start" and event[2].link is not None)
+    plan = steps.plan_step(trace, at_ms, *next(links, (rates.to_host, rates.to_device)))
+    if not plan.sent_bytes:
+        warnings.warn(
+            f"aot_hooks.offload: a step of {plan.graph_count} calls of compiled graphs sends none of its {plan.nbytes} "
+            f"bytes: its forward of {plan.forward_ms:.1f} ms and backward of {plan.backward_ms:.1f} ms hide no copies. "
+            "max_stall_ms allows a longer step",
+            UnusedWarning,
+            stacklevel=2,
+        )
+    return plan
+
+
+def several_graphs() -> bool:
+    """Whether the step that runs, or ran last, has several calls of graphs: its plan says later what it sends."""
+    return any(each.graph_count > 1 for each in _steps.values())
+
+
+def _start(x: torch.Tensor, limit: int | None, terms: steps.Terms) -> torch.Tensor:
+    """As `send`, if the step sends `x`; else the ticket of a tensor that stays on the device."""
+    if _is_captured(x.device):
+        entry = steps.Entry(terms.planned)
+    else:
+        entry, actions = _steps_of(x.device).start(x.nbytes, terms)
+        _act(actions)
+    ticket = send(x, limit) if entry.sends else _ticket(_Copy(x, x))
+    number = _number(ticket)
+    if _in_flight[number].target.data_ptr() in _kept:
+        entry.sends, _in_flight[number] = False, _Copy(x, x)  # the host had no room
+    _in_flight[number].entry = entry
+    return ticket
+
+
+def _wait(ticket: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """As `claim`; but a stand-in crosses for a tensor that stays, and the plan for the step may wait elsewhere."""
+    copy = _in_flight.get(_number(ticket))
+    if copy is None or copy.entry is None:
+        return claim(ticket)
+    entry, host = copy.entry, copy.target
+    _note("wait", entry, x.device)
+    block = pool.block_of(host) if entry.sends else None
+    if block is None:
+        entry.value = copy.source
+        host, memory = _stand_in(copy.source)
+    else:
+        memory = block.leased()
+        if entry.follows and not entry.joined:
+            entry.out = copy
+        else:
+            _join(copy)
+    del _in_flight[_number(ticket)]
+    entry.host = functools.partial(_over, weakref.ref(memory), x.dtype, x.shape, x.device)
+    _entries[host.data_ptr()] = entry
+    weakref.finalize(memory, _forget, host.data_ptr(), x.device, entry).atexit = False
+    return host
+
+
+def _over(
+    memory: weakref.ref[Any], dtype: torch.dtype, shape: torch.Size, device: torch.device
+) -> tuple[torch.Tensor, torch.device] | None:
+    """The host tensor in `memory`, and where it goes back to; None if its memory is gone."""
+    raw = memory()
+    return None if raw is None else (torch.frombuffer(raw, dtype=torch.uint8).view(dtype).view(shape), device)
+
+
+def _forget(address: int, device: torch.device, entry: steps.Entry) -> None:
+    """The backward of `entry` is over, or will never come."""
+    _entries.pop(address, None)
+    for copy in (entry.out, entry.back):
+        _let_go(copy)
+    entry.value = entry.out = entry.back = None
+    _steps_of(device).drop(entry)
+
+
+def _is_captured(device: torch.device) -> bool:
+    """Whether a CUDA graph is being captured. What is captured runs again without these operators: no step has it."""
+    return capture_under_way() is not None or _capturing(device)
+
+
+def _note(what: str, entry: steps.Entry, device: torch.device) -> None:
+    if not _is_captured(device):
+        _act(_steps_of(device).event(what, entry))
+
+
+def _act(actions: list[tuple[str, steps.Entry]]) -> None:
+    """Do what the plan for the step has at this point."""
+    for what, entry in actions:
+        if what == "join":
+            entry.joined = True
+            copy, entry.out = entry.out, None
+            if copy is not None:
+                _join(copy)
+        elif entry.sends and entry.out is None and entry.host is not None and (found := entry.host()) is not None:
+            host, device = found
+            entry.back = _fetch(host, device)
+            entry.back.source = entry.back.target  # the copy ends with the host tensor, and must not keep it alive
+
+
+def _reload(host: torch.Tensor, device: torch.device, decided: bool) -> torch.Tensor:
+    """As `fetch`; but a tensor that was `decided` when it was started may be on the device, or on its way there."""
+    entry = _entries.get(host.data_ptr())
+    if entry is None and decided:
+        raise RuntimeError(
+            "offload: the backward got another tensor than its forward saved; expected that one, by whose address it "
+            "finds what stayed on the device. A saved-tensor hook around the compiled function has copied it: leave "
+            "that context before the call"
+        )
+    if entry is None:
+        return fetch(host, device)
+    _note("reload", entry, device)
+    value, copy = entry.value, entry.out
+    if copy is not None:
+        _act([("join", entry)])
+        value = copy.source
+    if value is not None:
+        if entry.step >= 0 and _is_captured(device):  # the next step's tensor has another address
+            raise _capture_error(device, capture_under_way(), "what a forward outside of it left here can't be read")
+        if keeps_graph():
+            entry.value, value = value, value.clone()  # the reader may write over it before another backward reads it
+        else:
+            entry.value = None
+        return _ticket(_Copy(host, value))
+    if not entry.sends:
+        raise RuntimeError("offload: a second backward without retain_graph reads a tensor that was freed by the first")
+    copy, entry.back = entry.back, None
+    if copy is not None and copy.stream in (None, _current_stream(device)):
+        copy.source = host
+        return _ticket(copy)
+    _let_go(copy)  # it was fetched into the memory of another stream
+    return fetch(host, device)
+
+
+def _current_stream(device: torch.device) -> Any:
+    return torch.cuda.current_stream(device) if device.type == "cuda" else None
 
 
 def offload_stats() -> dict[str, int]:
     """Counts since the last `aot_hooks.reset()`, and the host memory in use.
 
     Tensors and bytes sent to the host, fetched back, and kept on the device because the host had no room. The pool's
-    bytes now, at most, and leased now; its blocks now, and those allocated.
+    bytes now, at most, and leased now; its blocks now, and those allocated. Of the last step of several graphs, if it
+    had a plan: the calls of graphs, the bytes that they could send and those that they sent.
     """
+    last = [each.last for each in _steps.values() if each.last is not None]
+    step = ("graph_count", "nbytes", "sent_bytes")
     tensors = [f"{what}_{unit}" for what in ("sent", "fetched", "kept_on_device") for unit in ("count", "bytes")]
     return {name: _counts[name] for name in tensors} | {
         "host_bytes": pool.total_bytes,
@@ -245,6 +442,7 @@ def offload_stats() -> dict[str, int]:
         "host_leased_bytes": pool.leased_bytes,
         "host_blocks": pool.block_count,
         "host_blocks_made": pool.made_count,
+        **{f"step_{name.replace('nbytes', 'bytes')}": sum(getattr(plan, name) for plan in last) for name in step},
     }
 
 
@@ -252,6 +450,8 @@ def reset() -> None:
     """Free unused host memory and reset the counts. Memory that tensors wait in is freed when they are."""
     pool.reset()
     _counts.clear()
+    for each in _steps.values():
+        each.forget()
 
 
 # --- operators --------------------------------------------------------------------------------------------------------
@@ -268,21 +468,26 @@ def _operator(schema: str, kernel: Callable[..., torch.Tensor], fake: Callable[.
     return getattr(torch.ops.aot_hooks, name).default
 
 
-def _offload_start(x: torch.Tensor, limit: int) -> torch.Tensor:
-    return send(x if x.is_contiguous() else x.contiguous(), None if limit == NO_LIMIT else limit)
+def _offload_start(x: torch.Tensor, limit: int, terms: str = "") -> torch.Tensor:
+    x, most = x if x.is_contiguous() else x.contiguous(), None if limit == NO_LIMIT else limit
+    return _start(x, most, steps.Terms.parse(terms)) if terms and x.nbytes else send(x, most)
 
 
 def _fake_ticket(*_: Any) -> torch.Tensor:
     return torch.empty((1,), dtype=torch.int64, device="cpu")
 
 
-offload_start = _operator("offload_start(Tensor x, int limit) -> Tensor", _offload_start, _fake_ticket)
+offload_start = _operator("offload_start(Tensor x, int limit, str terms='') -> Tensor", _offload_start, _fake_ticket)
 offload_wait = _operator(
     "offload_wait(Tensor ticket, Tensor x) -> Tensor",
-    lambda ticket, x: claim(ticket),
+    _wait,
     lambda ticket, x: torch.empty(x.shape, dtype=x.dtype, device="cpu"),
 )
-reload_start = _operator("reload_start(Tensor host, Device device) -> Tensor", fetch, _fake_ticket)
+reload_start = _operator(
+    "reload_start(Tensor host, Device device, bool decided=False) -> Tensor",
+    lambda host, device, decided=False: _reload(host, device, decided and host.nbytes > 0),
+    _fake_ticket,
+)
 reload_wait = _operator(
     "reload_wait(Tensor ticket, Tensor host, Device device) -> Tensor",
     lambda ticket, host, device: claim(ticket),

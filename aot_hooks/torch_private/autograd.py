@@ -26,6 +26,7 @@ SYMBOLS = {
     "._saved_tensors_hooks_enable ._saved_tensors_hooks_get_disabled_error_message",
     "the scope of torch's own contexts": "torch._functorch.config",
     "policies by module in eager parts": "torch._C._autograd._get_sequence_nr",
+    "tensors that offload leaves on the device": "torch._C._autograd._get_current_graph_task_keep_graph",
 }
 PROTOCOLS = {
     "policies by module in eager parts": {"torch.autograd.graph.Node torch._C._FunctionBase": "_sequence_nr"},
@@ -41,6 +42,8 @@ _top = need("torch._C._autograd._top_saved_tensors_default_hooks")
 _disable = need("torch._C._autograd._saved_tensors_hooks_disable")
 # the number that autograd will give to its next node on this thread
 next_sequence_number: Callable[[], int] = late(need, "torch._C._autograd._get_sequence_nr")
+# whether the backward that runs on this thread may run again (`retain_graph`); True outside of a backward
+keeps_graph: Callable[[], bool] = late(need, "torch._C._autograd._get_current_graph_task_keep_graph")
 
 # Why hooks are disabled on this thread (`disable_saved_tensors_hooks`); None if they are not.
 disabled_because: Callable[[], str | None] = need("torch._C._autograd._saved_tensors_hooks_get_disabled_error_message")

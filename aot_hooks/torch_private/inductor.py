@@ -6,7 +6,7 @@ gm --compile_fx--> joint pass --> partitioner, `rewrite` in it --> fw, bw --inne
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch.fx import GraphModule
@@ -131,9 +131,18 @@ def compile_with_hooks(
 
     # a buffer that waits for its reuse stays alive: the backward of a transformer block held 0.4 GiB
     ours: dict[str, Any] = {"allow_buffer_reuse": False, "dynamic_scale_rblock": False}
-    if not patches.get("triton.cudagraphs", need("torch._inductor.config").triton.cudagraphs):
+    if not _has_cuda_graphs(patches):
         ours["graph_partition"] = False  # its pieces are for CUDA graphs; looking for them is 4% of compiling
     return compile_stock(gm, inputs, ours | patches | order_pass(patches), capture, inner_compile)
+
+
+def _has_cuda_graphs(patches: Mapping[str, Any]) -> bool:
+    return bool(patches.get("triton.cudagraphs", need("torch._inductor.config").triton.cudagraphs))
+
+
+def fixes_memory(patches: Mapping[str, Any]) -> bool:
+    """Whether a graph's code decides alone how long memory is used: by CUDA graphs, or by reuse of its buffers."""
+    return _has_cuda_graphs(patches) or bool(patches.get("allow_buffer_reuse", False))
 
 
 def partition_only(gm: GraphModule, inputs: Sequence[Any], patches: dict[str, Any]) -> None:

@@ -171,6 +171,9 @@ def _order_offload(nodes: list[Any]) -> list[Any]:
     Before fusion the scheduler has its nodes in the order of the graph. Some kernels are fused with no other: products,
     attention, other operators. Each of these depends on the operator of offload before it, and each operator of offload
     on all of these since the one before it. The dependencies are of order alone (`is_fake`), which hold no memory.
+
+    A wait also comes after all readers of its tensor that the graph has before it. The tensor may stay on the device,
+    and the last reader may write over it.
     """
     is_ours = {n: str(getattr(n.node, "op_overload", "")).startswith(_OFFLOAD) for n in nodes}
     if not any(is_ours.values()):
@@ -178,11 +181,21 @@ def _order_offload(nodes: list[Any]) -> list[Any]:
     placed = [n for n in nodes if is_ours[n] or n.is_extern() or n.is_template()]
     weak = need("torch._inductor.dependencies.WeakDep")
 
+    def after(node: Any, others: Sequence[Any]) -> None:
+        for each in others:
+            node.add_fake_dep(weak(next(iter(each.get_buffer_names())), node.get_name(), is_fake=True))
+
+    readers: dict[str, list[Any]] = {}
+    for node in nodes:
+        reads = [dep.name for dep in node.read_writes.reads]
+        if "offload_wait" in str(getattr(node.node, "op_overload", "")):
+            after(node, [each for name in reads for each in readers.get(name, ())])
+        for name in reads:
+            readers.setdefault(name, []).append(node)
     before: list[Any] = []
     since: list[Any] = []
     for node in placed:
-        for each in before + since if is_ours[node] else before:
-            node.add_fake_dep(weak(next(iter(each.get_buffer_names())), node.get_name(), is_fake=True))
+        after(node, before + since if is_ours[node] else before)
         if is_ours[node]:
             before, since = [node], []
         else:
@@ -260,7 +273,7 @@ def order_pass(patches: dict[str, Any]) -> dict[str, Any]:
 
     def uuid() -> str | None:
         then = "" if after is None else after.uuid()
-        return None if then is None else f"aot_hooks order 2 {then}"
+        return None if then is None else f"aot_hooks order 3 {then}"
 
     if after is not None and not hasattr(after, "uuid"):
         return {name: run}  # torch caches no graph with a pass that has no uuid

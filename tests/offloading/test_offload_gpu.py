@@ -302,6 +302,51 @@ def test_backward_in_another_thread_on_another_stream() -> None:
         assert torch.equal(p.grad, want)
 
 
+class Block(torch.nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down = torch.nn.Linear(width, 4 * width), torch.nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.nn.functional.gelu(self.up(x)))
+
+
+@pytest.mark.parametrize("inner", ["aten", "inductor"])
+def test_blocks_of_one_graph_send_as_a_step(inner: str) -> None:
+    """Exact over many steps; the device frees what is sent, and nothing grows."""
+
+    def blocks(hook: aot_hooks.Hook | None) -> torch.nn.Sequential:
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(*(Block(2048) for _ in range(12))).cuda().bfloat16()
+        for block in model:
+            block.compile(backend="aot_hooks", options={"inner": inner, "policy": hook})
+        return model
+
+    def step(model: torch.nn.Sequential, x: torch.Tensor) -> tuple[list[torch.Tensor], int]:
+        model.zero_grad(set_to_none=True)
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        model(x).float().square().mean().backward()
+        torch.cuda.synchronize()
+        peak = torch.cuda.max_memory_allocated() - before
+        return [p.grad.clone() for p in model.parameters()], peak
+
+    same = aot_hooks.Hook("same", lambda x: (x,), lambda p: p[0])  # packs nothing, and has the same kernels
+    plain, hooked = blocks(same), blocks(aot_hooks.offload())
+    allocated = []
+    for _ in range(20):
+        x = torch.randn(8192, 2048, device="cuda", dtype=torch.bfloat16)
+        (expected, plain_peak), (got, peak) = step(plain, x), step(hooked, x)
+        assert all(map(torch.equal, got, expected))
+        del expected, got, x
+        allocated.append(torch.cuda.memory_allocated())
+    stats = aot_hooks.offload_stats()
+    assert stats["step_graph_count"] == 12 and stats["step_sent_bytes"] > 128 * MIB, stats
+    assert plain_peak - peak > stats["step_sent_bytes"] // 2, (plain_peak, peak, stats)
+    assert allocated[-1] == allocated[8] and stats["host_leased_bytes"] == 0
+
+
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 def test_two_devices_in_one_process() -> None:
     for index in (0, 1, 0):

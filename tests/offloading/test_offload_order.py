@@ -62,12 +62,11 @@ def generated(code: str) -> list[str]:
 def both(monkeypatch: pytest.MonkeyPatch, hook: aot_hooks.Hook) -> list[tuple[list[str], list[str]]]:
     plans: list[list[str]] = []
 
-    def spy(fw: torch.fx.GraphModule, bw: torch.fx.GraphModule, **kwargs: Any) -> Any:
-        found = placement.place(fw, bw, **kwargs)
+    def spy(fw: torch.fx.GraphModule, bw: torch.fx.GraphModule, num_fwd_outputs: int) -> None:
+        placement.decide_at_run_time(fw, bw, num_fwd_outputs)
         plans.extend(map(planned, (fw, bw)))
-        return found
 
-    monkeypatch.setattr(sys.modules["aot_hooks.passes.rewrite"], "place", spy)
+    monkeypatch.setattr(sys.modules["aot_hooks.backend"], "decide_at_run_time", spy)
     torch.manual_seed(0)
     model, x = Mlp(), torch.randn(64, 32, requires_grad=True)
     fn = torch.compile(model, backend="aot_hooks")

@@ -33,7 +33,7 @@ def join(copy: Any) -> None:
     if copy not in _out:
         return  # it stays on the device
     if at_wait and copy.event is None:
-        copy.target.copy_(copy.source)
+        copy.target.data.copy_(copy.source)  # a device writes without a new version, too
     if log is not None:
         log.append("wait" if _out[copy] else "use")
 

@@ -1,0 +1,248 @@
+"""One plan for all graphs of a step: which tensors are sent in which call, where to wait, where to fetch.
+
+      first step     start 0, wait 0, start 1, wait 1 ... | reload 1, reload 0      recorded: the trace
+      two more       the same, and when each of them runs; the faster counts        plan_step --> StepPlan
+      from then on   start 0 [send] ... start 5 [join 0] ... | reload 7 [fetch 5] ... reload 5
+
+A graph that is compiled once runs for every layer, so what differs between layers is read at run time: `transfers`
+notes each of its operators here as an event, and gets the actions for it. Item n is the n-th tensor that the step
+starts. A step begins when a tensor is started while none is saved from before.
+
+The plan holds for as long as events come as in its trace. At the first other event all copies in flight are joined, and
+the rest of the step goes by the plans of the single graphs. Nothing here touches a device.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from .schedule import Item, Limits, schedule
+
+_MOST_TRACES = 16
+_TIMED = 2  # runs with times before a plan: the allocator may grow in one of them
+_MOST_EVENTS = 1 << 17  # a step that never ends: something keeps its saved tensors
+
+Event = tuple[Any, ...]  # ("start", nbytes, Terms) or ("wait" or "reload", item)
+Action = tuple[str, int]  # "join" (wait for the copy out) or "fetch" (start the copy back), and the item
+
+
+@dataclass(frozen=True)
+class Terms:
+    """On what terms a tensor is sent; the operators have them as a text."""
+
+    planned: bool  # whether the plan of its graph alone sends it
+    in_flight_bytes: int
+    max_stall_ms: float
+    link: tuple[float, float] | None  # bytes a second to the host and back; None measures them
+
+    def __str__(self) -> str:
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    @functools.cache
+    def parse(text: str) -> Terms:
+        fields = json.loads(text)
+        return Terms(**fields | {"link": fields["link"] and tuple(fields["link"])})
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """The decisions for the calls of one step.
+
+    Attributes:
+        sends: for each item, whether it is sent.
+        actions: by event, what to do before it.
+        graph_count: how many calls of graphs send or could send.
+        nbytes, sent_bytes: bytes that could be sent in the step, and those that are.
+        forward_ms, backward_ms: from the first event to the first reload, and from there to the last.
+        stall_ms: how much longer the step gets, as predicted.
+    """
+
+    sends: tuple[bool, ...]
+    actions: dict[int, list[Action]]
+    graph_count: int
+    nbytes: int
+    sent_bytes: int
+    forward_ms: float
+    backward_ms: float
+    stall_ms: float
+
+
+def graph_count(trace: Sequence[Event]) -> int:
+    """How many calls of graphs a trace has. A graph waits at its end for what its own plan leaves on the device."""
+    starts = [event for event in trace if event[0] == "start"]
+    at_end = [event[0] == "wait" and not starts[event[1]][2].planned for event in trace if event[0] != "reload"]
+    return sum(before and not after for before, after in itertools.pairwise([*at_end, False]))
+
+
+def plan_step(trace: Sequence[Event], at_ms: Sequence[float], to_host: float, to_device: float) -> StepPlan:
+    """Plan a step whose events ran `at_ms`; the link copies so many bytes a second each way.
+
+    Sent are items that start before the first reload, in the order in which they start, while their copies hide.
+    """
+    starts = [(i, event) for i, event in enumerate(trace) if event[0] == "start"]
+    reloads = {event[1]: i for i, event in reversed(list(enumerate(trace))) if event[0] == "reload"}
+    backward = min(reloads.values(), default=len(trace))
+    kinds: dict[Limits, int] = {}
+    items: list[Item] = []
+    numbers: list[int] = []  # of the items in the step
+    for number, (i, (_, nbytes, terms)) in enumerate(starts):
+        if i < backward and number in reloads:
+            kind = kinds.setdefault(Limits(terms.in_flight_bytes, terms.max_stall_ms), len(kinds))
+            items.append(Item(nbytes, i - 1, reloads[number] - backward, kind))
+            numbers.append(number)
+    took = [b - a for a, b in itertools.pairwise([*at_ms, at_ms[-1]])]
+    planned = schedule(
+        items, took[:backward], took[backward:], to_host=to_host, to_device=to_device, limits=[*kinds]
+    )  # fmt: skip
+    actions: dict[int, list[Action]] = {}
+    for what, name, first, events in (
+        ("wait", "join", 0, planned.forward),
+        ("reload", "fetch", backward, planned.backward),
+    ):
+        for gap, found, i in events:
+            if found == what:
+                actions.setdefault(first + gap, []).append((name, numbers[i]))
+    sent = [n for n, placement in zip(numbers, planned.placements, strict=True) if placement.offloaded]
+    return StepPlan(
+        tuple(number in sent for number in range(len(starts))),
+        actions,
+        graph_count(trace),
+        sum(event[1] for _, event in starts),
+        sum(starts[n][1][1] for n in sent),
+        planned.forward_ms,
+        planned.backward_ms,
+        planned.stall_ms,
+    )
+
+
+@dataclass(eq=False)
+class Entry:
+    """A tensor between its start and the end of its backward. What of it is on the device is kept by `transfers`."""
+
+    sends: bool
+    number: int = -1  # in its step; -1 outside of steps
+    step: int = -1
+    follows: bool = False  # a plan for the step joins and fetches it; else the graph does
+    joined: bool = False  # the place of the wait has passed
+    value: Any = None  # the tensor, while it is on the device and no copy is under way
+    out: Any = None  # the copy out, while it holds the tensor
+    back: Any = None  # the copy back that has been started ahead
+    host: Callable[[], Any] | None = None  # the host tensor, while the backward needs it
+
+
+@dataclass(eq=False)
+class _Known:
+    """A step that has run: its trace; the marks of its events in further runs; then its plan."""
+
+    trace: tuple[Event, ...]
+    runs: list[list[Any]] = field(default_factory=list)
+    plan: StepPlan | None = None
+
+
+@dataclass(eq=False)
+class Steps:
+    """The steps of one device.
+
+    Args:
+        mark: the time now, as the device will reach it.
+        plan: plans a trace by the marks of its events in several runs; None while the device has not reached them.
+    """
+
+    mark: Callable[[], Any]
+    plan: Callable[[tuple[Event, ...], list[list[Any]]], StepPlan | None]
+    last: StepPlan | None = None  # of the last step that followed a plan to its end
+    _lock: Any = field(default_factory=threading.RLock)
+    _dropped: deque[Entry] = field(default_factory=deque)  # without the lock: a collection may run in its holder
+    _known: list[_Known] = field(default_factory=list)  # the last to run is the last
+    _followed: _Known | None = None
+    _trace: list[Event] = field(default_factory=list)
+    _marks: list[Any] | None = None
+    _entries: list[Entry] = field(default_factory=list)
+    _alive: int = 0
+    _number: int = 0
+
+    def start(self, nbytes: int, terms: Terms) -> tuple[Entry, list[tuple[str, Entry]]]:
+        """A tensor starts; returns its entry, with the decision, and the actions before it."""
+        with self._lock:
+            while self._dropped:
+                self._alive -= self._dropped.popleft().step == self._number
+            if self._trace and (not self._alive or len(self._trace) >= _MOST_EVENTS):
+                self._end()
+            entry = Entry(terms.planned, len(self._entries), self._number)
+            self._entries.append(entry)
+            self._alive += 1
+            actions = self._note(("start", nbytes, terms))
+            if self._followed is not None and self._followed.plan is not None:
+                entry.sends, entry.follows = self._followed.plan.sends[entry.number], True
+            return entry, actions
+
+    def event(self, what: str, entry: Entry) -> list[tuple[str, Entry]]:
+        """A "wait" or "reload" of `entry`; returns the actions before it."""
+        with self._lock:
+            return self._note((what, entry.number)) if entry.step == self._number else []
+
+    def drop(self, entry: Entry) -> None:
+        """`entry` is not saved any more. Takes no lock: the garbage collector may call it anywhere."""
+        self._dropped.append(entry)
+
+    @property
+    def graph_count(self) -> int:
+        """How many calls of graphs the step has had so far."""
+        return graph_count(self._trace)
+
+    def forget(self) -> None:
+        with self._lock:
+            self._end()
+            self._known.clear()
+            self.last = None
+
+    def _note(self, event: Event) -> list[tuple[str, Entry]]:
+        at, known = len(self._trace), self._followed
+        self._trace.append(event)
+        actions: list[tuple[str, Entry]] = []
+        if at == 0:
+            self._follow()
+            known = self._followed
+            if known is not None and len(known.runs) < _TIMED and graph_count(known.trace) > 1:
+                self._marks = []
+        elif known is not None and known.trace[at : at + 1] != (event,):
+            self._marks = None
+            self._follow()
+            actions = [("join", entry) for entry in self._entries]
+        if self._marks is not None:
+            self._marks.append(self.mark())
+        if self._followed is not None and self._followed.plan is not None:
+            planned = self._followed.plan.actions.get(at, ())
+            actions += [(what, self._entries[number]) for what, number in planned]
+        return actions
+
+    def _follow(self) -> None:
+        """Find the last step that began as this one has, if possible with a plan."""
+        begun = tuple(self._trace)
+        found = [known for known in self._known if known.trace[: len(begun)] == begun]
+        for known in found:
+            if known.plan is None and len(known.runs) == _TIMED:
+                known.plan = self.plan(known.trace, known.runs)
+        self._followed = max(reversed(found), key=lambda known: known.plan is not None, default=None)
+
+    def _end(self) -> None:
+        trace, known = tuple(self._trace), self._followed
+        if known is None or known.trace != trace:
+            known = _Known(trace)
+        elif self._marks is not None:
+            known.runs.append(self._marks)
+        elif known.plan is not None:
+            self.last = known.plan
+        if any(event[0] == "reload" for event in trace):
+            self._known = [*(k for k in self._known if k is not known), known][-_MOST_TRACES:]
+        self._followed, self._marks, self._alive = None, None, 0
+        self._trace, self._entries = [], []
+        self._number += 1

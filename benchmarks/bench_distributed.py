@@ -1,0 +1,171 @@
+"""Hooks in a step of many graphs on several GPUs: step time, bytes saved, sent and at the peak, for each rank.
+
+    torchrun --nproc-per-node 2 benchmarks/bench_distributed.py --json out.json
+    torchrun --nproc-per-node 2 benchmarks/bench_distributed.py --parallel ddp --rows stock,offload
+    bash benchmarks/bench_distributed.sh 2          all three parallels, the rows that a release needs, in 8 minutes
+
+The work is benchmarks/model.py with one sequence a rank. `fsdp` and `tp` compile block by block, `ddp` compiles the
+whole model, which Dynamo cuts at the buckets. Times are those of the slowest rank, in a loop that waits for the device
+after each step. Bytes are of rank 0, over what is allocated before the step: parameters and gradients. Each row is
+printed, and written, as soon as it is measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import gc
+import json
+import os
+import pathlib
+import statistics
+import time
+import traceback
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from _measure import GIB, conditions, measure_bytes
+from model import Stack, stack_and_input
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import aot_hooks
+
+HOOKS = {
+    "no hooks": None,
+    "float8": aot_hooks.float8(),
+    "offload": aot_hooks.offload(),
+    "offload(then=float8)": aot_hooks.offload(then=aot_hooks.float8()),
+    "offload(then=float8) all": aot_hooks.offload(then=aot_hooks.float8(), max_stall_ms=float("inf")),
+    "offload(then=float8) one graph": aot_hooks.offload(then=aot_hooks.float8()),
+}
+ROWS = ("stock", "checkpointing", *HOOKS, "save_on_cpu")
+WARM_UP = 5  # steps; a plan for a step is made after the second or third
+
+
+def prepared(row: str, parallel: str, stack: Stack, mesh: DeviceMesh, inner: str) -> Any:
+    """`stack` compiled and distributed, as a function of x."""
+    one_graph = "one graph" in row
+    how: dict[str, Any] = {}
+    if row in HOOKS:
+        how = {"backend": "aot_hooks", "options": {"inner": inner, "policy": HOOKS[row]}}
+    elif inner == "aten":
+        how = {"backend": "aot_eager"}
+    if parallel == "ddp" and not one_graph:
+        if row == "checkpointing":
+            raise ValueError("DDP compiles the whole model; measure checkpointing under fsdp or tp")
+        return torch.compile(nn.parallel.DistributedDataParallel(stack), **how)
+    if one_graph:  # of a rank alone: what a single plan sends
+        return torch.compile(stack, **how)
+    for block in stack.blocks:
+        if parallel == "tp":
+            columns, rows = ("attention.q", "attention.k", "attention.v", "w1", "w3"), ("attention.out", "w2")
+            plan = {name: ColwiseParallel() for name in columns} | {name: RowwiseParallel() for name in rows}
+            parallelize_module(block, mesh, plan)
+        block.compile(**how)
+        if parallel == "fsdp":
+            fully_shard(block, mesh=mesh)
+    if parallel == "fsdp":
+        fully_shard(stack, mesh=mesh)
+    return functools.partial(stack, checkpointed=row == "checkpointing")
+
+
+def measured(row: str, said: argparse.Namespace, mesh: DeviceMesh, device: torch.device) -> dict[str, Any]:
+    torch.manual_seed(0)
+    sizes = {"layers": said.layers, "width": said.width, "tokens": said.tokens, "batch": 1}
+    stack, x = stack_and_input(device, **sizes)
+    run = prepared(row, said.parallel, stack, mesh, said.inner)
+
+    def synchronize() -> None:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+    def forward() -> Tensor:
+        on_cpu = torch.autograd.graph.save_on_cpu(pin_memory=device.type == "cuda")
+        with on_cpu if row == "save_on_cpu" else contextlib.nullcontext():
+            return run(x).float().pow(2).mean()
+
+    def backward(loss: Tensor) -> None:
+        loss.backward()
+        x.grad = None
+
+    began = time.perf_counter()
+    backward(forward())
+    synchronize()
+    compiled_s = time.perf_counter() - began
+    for _ in range(WARM_UP - 1 if row != "save_on_cpu" else 0):
+        backward(forward())
+        synchronize()
+    before = aot_hooks.offload_stats()
+    times = []
+    for _ in range(said.steps if row != "save_on_cpu" else 3):
+        dist.barrier()
+        synchronize()
+        began = time.perf_counter()
+        backward(forward())
+        synchronize()
+        times.append(1e3 * (time.perf_counter() - began))
+    after = aot_hooks.offload_stats()
+    slowest = torch.tensor(times, device=device)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    nbytes, loss = measure_bytes(forward, backward, device)
+    return {
+        "row": row,
+        "ms": min(slowest.tolist()),
+        "median_ms": statistics.median(slowest.tolist()),
+        "saved_gib": nbytes.after_forward / GIB,
+        "peak_gib": nbytes.peak / GIB,
+        "sent_gib": (after["sent_bytes"] - before["sent_bytes"]) / len(times) / GIB,
+        "could_send_gib": after["step_bytes"] / GIB,
+        "graphs_in_step": after["step_graph_count"],
+        "loss": float(loss),
+        "first_step_s": compiled_s,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--parallel", choices=("fsdp", "ddp", "tp"), default="fsdp")
+    parser.add_argument("--rows", default=",".join(ROWS), help=", ".join(ROWS))
+    parser.add_argument("--layers", type=int, default=16)
+    parser.add_argument("--width", type=int, default=4096)
+    parser.add_argument("--tokens", type=int, default=8192)
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--inner", choices=("inductor", "aten"), default="inductor")
+    parser.add_argument("--json", type=pathlib.Path, help="written after each row")
+    said = parser.parse_args()
+    rank, cuda = int(os.environ["LOCAL_RANK"]), torch.cuda.is_available()
+    device = torch.device("cuda", rank) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    if unknown := set(said.rows.split(",")) - set(ROWS):
+        parser.error(f"unknown rows {sorted(unknown)}; there are {', '.join(ROWS)}")
+    dist.init_process_group("nccl" if cuda else "gloo", device_id=device if cuda else None)
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    work = {name: getattr(said, name) for name in ("parallel", "layers", "width", "tokens", "steps", "inner")}
+    result = {"conditions": conditions(device, ranks=dist.get_world_size(), **work), "rows": []}
+    for row in said.rows.split(","):
+        try:
+            found = measured(row, said, mesh, device)
+        except (RuntimeError, ValueError) as error:  # out of memory, or a way that can't be: the other rows go on
+            found = {"row": row, "error": f"{type(error).__name__}: {str(error)[:300]}"}
+            traceback.clear_frames(error.__traceback__)
+        if rank == 0:
+            result["rows"].append(found)
+            print(json.dumps(found), flush=True)
+            if said.json is not None:
+                said.json.write_text(json.dumps(result, indent=1) + "\n")
+        torch._dynamo.reset()
+        gc.collect()
+        aot_hooks.reset()
+        if cuda:
+            torch.cuda.empty_cache()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,16 @@
+#!/usr/bin/env bash
+# benchmarks/bench_distributed.py as a release needs it, in 8 minutes on two GPUs; each part has a limit of its own.
+#   bash benchmarks/bench_distributed.sh [GPUs] [folder for the results]
+set -u
+gpus=${1:-2}
+out=${2:-${OUT:-out}}
+mkdir -p "$out"
+export PYTHONPATH=.
+run() {
+    timeout "$1" python -m torch.distributed.run --nproc-per-node "$gpus" benchmarks/bench_distributed.py \
+        --parallel "$2" --rows "$3" --json "$out/distributed.$2.$gpus.json" 2>"$out/distributed.$2.err" ||
+        { echo "$2: cut off or failed, rc $?"; grep -v Warning "$out/distributed.$2.err" | tail -5; }
+}
+run 260 fsdp "stock,float8,offload,offload(then=float8),checkpointing,offload(then=float8) one graph,save_on_cpu"
+run 100 ddp "stock,offload,offload(then=float8)"
+run 100 tp "stock,float8,offload(then=float8)"

@@ -1,0 +1,197 @@
+"""Two processes on gloo: FSDP2, DDP, tensor parallel, pipelines have the gradients of the same run without hooks."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import aot_hooks
+from aot_hooks.offloading import transfers
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="needs gloo"),
+]
+
+STEPS, ROWS, WIDTH = 6, 32, 16
+# the plan of one graph finds no time to hide a copy, that of a step does: the clock has 1 ms from event to event
+RATES = aot_hooks.Rates(to_host=1e7, to_device=1e7, memory=1e15, operations=1e18, operations32=1e18)
+HOOKS = {"offload": aot_hooks.offload(0, rates=RATES), "lossless": aot_hooks.lossless()}
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+
+
+def blocks(count: int = 6) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(Block() for _ in range(count)))
+
+
+class Model(nn.Module):
+    """Has a frame of its own, as torch's `Sequential` has not for Dynamo."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = blocks()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def options(hook: aot_hooks.Hook | None) -> dict[str, Any]:
+    return {"backend": "aot_hooks", "options": {"inner": "aten", "policy": hook}}
+
+
+def batch(step: int, rank: int, rows: int = ROWS) -> torch.Tensor:
+    return torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def trained(run: Callable[[int], Any], parameters: list[nn.Parameter]) -> list[torch.Tensor]:
+    """What `run` gives in each step and the gradients after it; the parameters learn."""
+    found = []
+    optimizer = torch.optim.SGD(parameters, lr=0.1)
+    for i in range(STEPS):
+        optimizer.zero_grad()
+        loss = run(i)
+        grads = [getattr(p.grad, "_local_tensor", p.grad) for p in parameters]
+        found += [torch.as_tensor(loss).detach().clone(), *(g.detach().clone() for g in grads)]
+        optimizer.step()
+    return found
+
+
+def backward(model: Any, x: torch.Tensor) -> torch.Tensor:
+    loss: torch.Tensor = model(x).square().mean()
+    loss.backward()
+    return loss
+
+
+def fsdp(rank: int, hook: aot_hooks.Hook | None, fails: bool = False) -> list[torch.Tensor]:
+    model, mesh = blocks(), init_device_mesh("cpu", (2,))
+    for block in model:
+        block.compile(**options(hook))
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+
+    def run(i: int) -> torch.Tensor:
+        if fails and rank == 1 and i == 3:
+            raise ValueError("rank 1 has no data")
+        return backward(model, batch(i, rank))
+
+    return trained(run, list(model.parameters()))
+
+
+def fsdp_that_fails(rank: int, hook: aot_hooks.Hook | None) -> list[torch.Tensor]:
+    return fsdp(rank, hook, fails=True)
+
+
+def ddp(rank: int, hook: aot_hooks.Hook | None) -> list[torch.Tensor]:
+    # small buckets: Dynamo cuts the one graph of `Model` at each
+    dist._DEFAULT_FIRST_BUCKET_BYTES = 4096
+    parallel = nn.parallel.DistributedDataParallel(Model(), bucket_cap_mb=0.01)
+    compiled = torch.compile(parallel, **options(hook))
+    found = trained(lambda i: backward(compiled, batch(i, rank)), list(parallel.parameters()))
+    assert hook is None or len(aot_hooks.last_plans(compiled)) > 2
+    return found
+
+
+def tensor_parallel(rank: int, hook: aot_hooks.Hook | None) -> list[torch.Tensor]:
+    model, mesh = blocks(), init_device_mesh("cpu", (2,))
+    for block in model:
+        parallelize_module(block, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        block.compile(**options(hook))
+    return trained(lambda i: backward(model, batch(i, 0)), list(model.parameters()))
+
+
+def pipeline(schedule: type) -> Callable[[int, aot_hooks.Hook | None], list[torch.Tensor]]:
+    def run_pipeline(rank: int, hook: aot_hooks.Hook | None) -> list[torch.Tensor]:
+        model = blocks()[3 * rank : 3 * rank + 3]
+        for block in model:
+            block.compile(**options(hook))
+        stage = PipelineStage(model, rank, 2, torch.device("cpu"))
+        runs = schedule(stage, n_microbatches=4, loss_fn=lambda y, target: (y - target).square().mean())
+
+        def run(i: int) -> torch.Tensor:
+            x, losses = batch(i, 0, 4 * ROWS), []
+            if rank == 0:
+                runs.step(x)
+            else:
+                runs.step(target=x, losses=losses)
+            return torch.stack(losses) if losses else torch.zeros(())
+
+        return trained(run, list(model.parameters()))
+
+    return run_pipeline
+
+
+WAYS: dict[str, Callable[[int, aot_hooks.Hook | None], list[torch.Tensor]]] = {
+    "fsdp": fsdp,
+    "fsdp that fails": fsdp_that_fails,
+    "ddp": ddp,
+    "tensor parallel": tensor_parallel,
+    "gpipe": pipeline(ScheduleGPipe),
+    "1f1b": pipeline(Schedule1F1B),
+}
+
+
+def work(rank: int, folder: str, way: str, hook: str) -> None:
+    now = 0.0
+
+    def mark(_: torch.device) -> float:
+        nonlocal now
+        now += 1e-3
+        return now
+
+    transfers._mark = mark
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
+    try:
+        expected = WAYS[way](rank, None)
+        torch._dynamo.reset()
+        got = WAYS[way](rank, HOOKS[hook])
+        assert len(got) == len(expected) > STEPS
+        assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True)), f"rank {rank}: others than without"
+        stats = aot_hooks.offload_stats()
+        assert stats["host_leased_bytes"] == 0
+        if hook == "offload":
+            assert stats["step_graph_count"] > 1 and stats["step_sent_bytes"] > 0, stats
+            assert stats["sent_count"] == stats["fetched_count"] > 0, stats
+    finally:
+        dist.destroy_process_group()
+
+
+def spawn(folder: pathlib.Path, way: str, hook: str) -> None:
+    sys.path.insert(0, os.path.dirname(__file__))
+    mp.spawn(work, (str(folder), way, hook), nprocs=2)
+
+
+@pytest.mark.parametrize(
+    ("way", "hook"),
+    [*((way, "offload") for way in WAYS if "fails" not in way), ("fsdp", "lossless")],
+)
+def test_two_processes_have_the_gradients_of_two_without_hooks(tmp_path: pathlib.Path, way: str, hook: str) -> None:
+    spawn(tmp_path, way, hook)
+
+
+def test_a_rank_that_raises_ends_all_with_its_error(tmp_path: pathlib.Path) -> None:
+    with pytest.raises(mp.ProcessRaisedException, match="rank 1 has no data"):
+        spawn(tmp_path, "fsdp that fails", "offload")
