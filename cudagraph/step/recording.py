@@ -48,6 +48,16 @@ class Rate:
         self.tensor = torch.tensor(self.value, dtype=torch.float64 if wide else torch.float32, device=device)
 
 
+def rates_of(host: HostState) -> dict[str, dict[str, Any]]:
+    """The groups of all optimizers whose learning rate is a number, by the path of that number."""
+    return {
+        f"{path}.param_groups[{i}]['lr']": group
+        for path, optimizer in host.optimizers.items()
+        for i, group in enumerate(optimizer.param_groups)
+        if type(group.get("lr")) in (float, int)
+    }
+
+
 @contextlib.contextmanager
 def on_device(rates: Sequence[Rate]) -> Iterator[None]:
     """A context in which optimizers find the tensors of `rates` as their learning rates."""
@@ -103,6 +113,13 @@ class StepRecording:
         """Whether a replay does what the step would do. `now`: a new snapshot, if there is one."""
         if key != self.key or not self._global_guard() or settings() != self._settings or torch_cuda.dispatch_modes():
             return False
+        if now is not None:
+            groups = rates_of(now)
+            if not self.host.differences(now).keys() <= self.rates.keys() <= groups.keys():
+                return False
+            self.host = now
+            for path, rate in self.rates.items():  # an optimizer whose state was loaded has other groups
+                rate.group = groups[path]
         for rate in self.rates.values():
             value = rate.group["lr"]
             if value is not rate.value:
@@ -112,9 +129,7 @@ class StepRecording:
                 rate.value = value
                 self.host.expect(rate.group, "lr")
         if not self.host.unchanged():
-            if now is None or not self.host.differences(now).keys() <= self.rates.keys():
-                return False
-            self.host = now
+            return False
         return (
             torch_cuda.pointers_equal(self.tensors, self._addresses, self._indices)
             and self._guard(*self.tensors)

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from .. import counters
 from ..errors import NotCapturableError, OptionError
@@ -31,7 +32,7 @@ from ..tree.node import Cursor
 from .gradients import ReadsGradients
 from .host import HostState, TooManyValues
 from .inputs import arguments_of, flat_arguments, key_of, reason_against
-from .recording import StepRecording, parameters_of, record
+from .recording import StepRecording, parameters_of, rates_of, record
 from .watch import users_line
 
 log = logging.getLogger("cudagraph")
@@ -84,6 +85,8 @@ class WholeStep:
         self.reads_gradients = False  # of before; known when a capture was tried without them
         self.failed_captures = self.unstable_calls = 0
         self._pool: Any = None
+        # Gradients of recordings that are gone, which somebody may still hold: pool, storage, address.
+        self._left: list[tuple[Any, StorageWeakRef, int]] = []
 
     def reset(self) -> None:
         """Free all recordings and their memory; later calls warm up and record again."""
@@ -168,6 +171,8 @@ class WholeStep:
         for key, known in self.recordings.items():
             stale = [one for one in known if not reached.issuperset(map(id, one.host.tensors.values()))]
             for recording in stale:
+                slots = recording.gradients.slots.values()
+                self._left += [(recording.pool, StorageWeakRef(slot.storage), slot.address) for slot in slots]
                 recording.close()
                 self.latest = None if recording is self.latest else self.latest
             self.recordings[key] = [one for one in known if one not in stale]
@@ -185,6 +190,8 @@ class WholeStep:
         pool = self._opened_pool()
         every = [recording for known in self.recordings.values() for recording in known]
         blocks = {address for recording in every if recording.pool is pool for address in recording.blocks}
+        self._left = [left for left in self._left if not left[1].expired()]
+        blocks.update(address for of, _, address in self._left if of is pool)
         run, update = (self._forward_backward, self.update) if self.update_refused else (self._all, None)
         rates = rates_of(host) if self.reads_rates else {}
         try:
@@ -324,16 +331,6 @@ def parallel(host: HostState) -> str | None:
         if names:
             return f"the model is a {names.pop()}, and what processes send each other is not captured"
     return None
-
-
-def rates_of(host: HostState) -> dict[str, dict[str, Any]]:
-    """The groups of all optimizers whose learning rate is a number, by the path of that number."""
-    return {
-        f"{path}.param_groups[{i}]['lr']": group
-        for path, optimizer in host.optimizers.items()
-        for i, group in enumerate(optimizer.param_groups)
-        if type(group.get("lr")) in (float, int)
-    }
 
 
 def make_capturable(host: HostState, device: torch.device) -> bool:

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import copy
 import gc
-import sys
 import weakref
 
 import pytest
 import torch
-from capture_simulator import Simulator
+from fuzz_whole_step import on_simulator
 from torch import nn
 from torch.nn import functional as F
 
 import cudagraph
-from cudagraph.step import whole
-from cudagraph.torch_private import cuda as torch_cuda
 
 
 @pytest.fixture(params=["simulator", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -24,14 +21,7 @@ def device(request, monkeypatch):
     if request.param == "cuda":
         monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         return torch.device("cuda", torch.cuda.current_device())
-    return on_simulator(monkeypatch)
-
-
-def on_simulator(monkeypatch):
-    simulator = Simulator(1 << 22)
-    monkeypatch.setattr(whole, "cuda_driver", lambda: simulator)
-    monkeypatch.setattr(torch_cuda, "capturable_devices", lambda: ["cpu"])
-    monkeypatch.setattr(sys.modules["torch.optim.adam"], "_get_capturable_supported_devices", lambda **kw: ["cpu"])
+    on_simulator(monkeypatch)
     return torch.device("cpu")
 
 
@@ -391,6 +381,22 @@ def test_schedules(device, name, schedule):
     assert bool(step.update_refused) is not reads_on_device or schedule == "step"
 
 
+def test_a_learning_rate_after_state_was_loaded(device):
+    """`load_state_dict` makes other groups; the rate that the graph reads is that of the new ones."""
+    ours, optimizer, eager, eager_optimizer = pair(device, lambda m: torch.optim.SGD(m.parameters(), 0.5, fused=True))
+    step, expected = cudagraph.whole_step(ours, F.mse_loss, optimizer), eager_step(eager, F.mse_loss, eager_optimizer)
+
+    def between(i):
+        for each in (optimizer, eager_optimizer):
+            if i in (2, 4, 8, 10):
+                each.param_groups[0]["lr"] = 0.5**i
+            if i in (6, 12):
+                each.load_state_dict(copy.deepcopy(each.state_dict()))
+
+    run(step, expected, (ours, eager), batches(device, 16), between)
+    assert step.refused == step.update_refused == ""
+
+
 def test_a_learning_rate_on_the_device_is_bitwise_that_of_eager_mode(device):
     ours, optimizer, eager, eager_optimizer = pair(device, OPTIMIZERS["adamw, learning rate on the device"])
     schedules = [torch.optim.lr_scheduler.CosineAnnealingLR(o, 50) for o in (optimizer, eager_optimizer)]
@@ -446,6 +452,21 @@ class TestFunctions:
         for a, b in held:
             assert torch.equal(a, b)
         assert_equal(ours, eager)
+
+    def test_held_gradients_of_a_recording_that_is_gone(self, device):
+        """The state was replaced, so the recording is freed, and another one made beside what is held."""
+        mine, expected, ours, eager = self.make(device)
+        step = cudagraph.whole_step(mine)
+        data = list(batches(device, 12))
+        for x, y in data[:5]:
+            step(x, y), expected(x, y)
+        held = [(model.last.weight.grad.view(-1), model.last.weight.grad.clone().view(-1)) for model in (ours, eager)]
+        for model in (ours, eager):
+            model.norm.running_mean = torch.zeros_like(model.norm.running_mean)
+        for x, y in data[5:]:
+            assert torch.equal(step(x, y)[0], expected(x, y)[0])
+        assert torch.equal(held[0][0], held[1][0]) and torch.equal(held[0][0], held[0][1])
+        assert step.refused == "" and cudagraph.stats()["recordings"] == 2
 
     def test_gradients_that_add_up_over_calls(self, device):
         ours, optimizer, eager, eager_optimizer = pair(device, sgd)
