@@ -29,7 +29,7 @@ from ..tree.capture import CannotCapture, NotWarmError
 from ..tree.dispatch import as_they_are
 from ..tree.driver import CaptureDriver, cuda_driver
 from ..tree.node import Cursor
-from .gradients import ReadsGradients
+from .gradients import Given, ReadsGradients
 from .host import HostState, TooManyValues
 from .inputs import arguments_of, flat_arguments, key_of, reason_against
 from .recording import StepRecording, parameters_of, rates_of, record
@@ -87,6 +87,7 @@ class WholeStep:
         self._pool: Any = None
         # Gradients of recordings that are gone, which somebody may still hold: pool, storage, address.
         self._left: list[tuple[Any, StorageWeakRef, int]] = []
+        self._given: Given = {}
 
     def reset(self) -> None:
         """Free all recordings and their memory; later calls warm up and record again."""
@@ -171,14 +172,29 @@ class WholeStep:
         for key, known in self.recordings.items():
             stale = [one for one in known if not reached.issuperset(map(id, one.host.tensors.values()))]
             for recording in stale:
-                slots = recording.gradients.slots.values()
-                self._left += [(recording.pool, StorageWeakRef(slot.storage), slot.address) for slot in slots]
+                slots = zip(recording.gradients.refs, recording.gradients.slots.values(), strict=True)
+                self._left += [(recording.pool, storage, slot.address) for storage, slot in slots]
                 recording.close()
                 self.latest = None if recording is self.latest else self.latest
             self.recordings[key] = [one for one in known if one not in stale]
+        self._look_at_each_other()
         for key, (warm, _) in self.warm.items():
             if not reached.issuperset(map(id, warm.tensors.values())):
                 self.warm[key] = host, 0
+
+    def _look_at_each_other(self) -> None:
+        """Have each recording look at gradients of those that were made after it, which lie where it may write to."""
+        every = [one for known in self.recordings.values() for one in known]
+        for one in every:
+            slots = [
+                slot
+                for each in every
+                if each is not one and each.pool is one.pool
+                for storage, slot in zip(each.gradients.refs, each.gradients.slots.values(), strict=True)
+                if storage not in one.known
+            ]
+            left = [storage for of, storage, _ in self._left if of is one.pool and storage not in one.known]
+            one.gradients.look_at(slots, left)
 
     def _host(self) -> HostState:
         roots = self.roots if self.update_refused else {**self.roots, **self.update_roots}
@@ -188,16 +204,17 @@ class WholeStep:
         """Record the step and replay it. If that fails, run it with all as before."""
         assert self.cursor is not None
         pool = self._opened_pool()
-        every = [recording for known in self.recordings.values() for recording in known]
-        blocks = {address for recording in every if recording.pool is pool for address in recording.blocks}
         self._left = [left for left in self._left if not left[1].expired()]
-        blocks.update(address for of, _, address in self._left if of is pool)
+        left = {storage: address for of, storage, address in self._left if of is pool}
+        every = [one for known in self.recordings.values() for one in known if one.pool is pool]
+        blocks = {address for one in every for address in one.blocks} | {*left.values()}
+        in_use = {storage for one in every for storage in one.gradients.refs} | {*left}
         run, update = (self._forward_backward, self.update) if self.update_refused else (self._all, None)
         rates = rates_of(host) if self.reads_rates else {}
         try:
             recording = record(
-                pool, self.cursor, run, update, key, flat, spec, self._host, host, rates, blocks,
-                reads_gradients=self.reads_gradients,
+                pool, self.cursor, run, update, key, flat, spec, self._host, host, rates, blocks, in_use,
+                self._given, reads_gradients=self.reads_gradients,
             )  # fmt: skip
         except AssertionError:  # a bug, which is not to be hidden
             raise
@@ -208,6 +225,7 @@ class WholeStep:
             counters.add("recordings")
             counters.add("rerecordings", bool(self.recordings.get(key)))
             self.recordings.setdefault(key, []).append(recording)
+            self._look_at_each_other()
             self.warm[key] = host, self.options.warmup_steps
             self.unstable_calls = self.failed_captures = 0
             now = None if recording.applies(key) else self._host()

@@ -453,6 +453,21 @@ class TestFunctions:
             assert torch.equal(a, b)
         assert_equal(ours, eager)
 
+    def test_held_gradients_and_another_shape(self, device):
+        """The recording of the first shape has temporary values where the other one put its gradients."""
+        mine, expected, ours, eager = self.make(device)
+        step = cudagraph.whole_step(mine)
+        held = []
+        for size in (6, 6, 6, 5, 5, 5, 0, 6, 6, 5, 6, 5):
+            if size == 0:
+                held = [[x.grad.view(-1) for x in model.parameters()] for model in (ours, eager)]
+                continue
+            x, y = next(batches(device, 1, size))
+            assert torch.equal(step(x, y)[0], expected(x, y)[0])
+            for a, b in zip(*held, strict=True) if held else ():
+                assert torch.equal(a, b)
+        assert step.refused == ""
+
     def test_held_gradients_of_a_recording_that_is_gone(self, device):
         """The state was replaced, so the recording is freed, and another one made beside what is held."""
         mine, expected, ours, eager = self.make(device)
