@@ -400,13 +400,14 @@ class Program:
         step = self.step
         pool = step._pool
         self.results.clear()
+        self.done.clear()  # the tracebacks of planted errors hold frames
         for side in (self.ours, self.eager):
             side.held.clear()
             side.model.zero_grad(set_to_none=True)
         if pool is not None and not pool.broken:
             known = {a for each in step.recordings.values() for one in each if one.pool is pool for a in one.blocks}
             known.update(address for of, storage, address in step._left if of is pool and not storage.expired())
-            gc.collect(0)
+            gc.collect(1)
             assert pool.live_blocks() == known, "blocks of the pool that nobody accounts for"
 
 
