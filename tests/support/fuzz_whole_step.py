@@ -407,7 +407,8 @@ class Program:
         if pool is not None and not pool.broken:
             known = {a for each in step.recordings.values() for one in each if one.pool is pool for a in one.blocks}
             known.update(address for of, storage, address in step._left if of is pool and not storage.expired())
-            gc.collect(1)
+            if pool.live_blocks() != known:
+                gc.collect()
             assert pool.live_blocks() == known, "blocks of the pool that nobody accounts for"
 
 
