@@ -670,6 +670,28 @@ class TestExceptions:
             ours.zero_grad()
 
 
+@pytest.mark.parametrize("name", ["DistributedDataParallel", "FSDPModule"])
+def test_models_of_several_processes_run_as_they_are(device, name):
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("nccl" if device.type == "cuda" else "gloo", store=store, rank=0, world_size=1)
+    try:
+        ours, eager = nn.Linear(4, 2).to(device), nn.Linear(4, 2).to(device)
+        eager.load_state_dict(ours.state_dict())
+        if name == "FSDPModule":
+            from torch.distributed.fsdp import fully_shard
+
+            model = fully_shard(ours, mesh=torch.distributed.device_mesh.init_device_mesh(device.type, (1,)))
+        else:
+            model = nn.parallel.DistributedDataParallel(ours)
+        step = cudagraph.whole_step(model, F.mse_loss, torch.optim.SGD(model.parameters(), lr=0.1))
+        expected = eager_step(eager, F.mse_loss, torch.optim.SGD(eager.parameters(), lr=0.1))
+        for x, y in batches(device, 4):
+            torch.testing.assert_close(step(x, y), expected(x, y))
+        assert step.refused == f"the model is a {name}, and what processes send each other is not captured"
+    finally:
+        torch.distributed.destroy_process_group()
+
+
 def test_results_are_memory_of_their_own(device):
     ours, optimizer, _, _ = pair(device, adamw)
     step = cudagraph.whole_step(ours, F.mse_loss, optimizer)
@@ -707,11 +729,18 @@ def test_evaluation_between_steps_and_a_checkpoint(device):
 
 
 @pytest.mark.gpu  # the simulator is a dispatch mode, under which Dynamo uses no compiled code
-@pytest.mark.parametrize("backend", ["aot_hooks", "aot_hooks with graphs", "cudagraph_tree"])
+@pytest.mark.parametrize(
+    "backend", ["aot_hooks", "aot_hooks, offload", "aot_hooks, budget", "aot_hooks with graphs", "cudagraph_tree"]
+)
 def test_compiled_models_are_captured_with_their_hooks(backend):
     import aot_hooks
     import aot_hooks.backend
 
+    policies = {
+        "offload": aot_hooks.policies.everything(aot_hooks.offload(min_bytes=1, max_stall_ms=float("inf"))),
+        "budget": aot_hooks.budget(max_slowdown=float("inf")),
+        "": aot_hooks.policies.everything(aot_hooks.float8()),
+    }
     device = torch.device("cuda", torch.cuda.current_device())
     torch.manual_seed(1)
     ours = nn.Sequential(nn.Linear(4, 64), nn.GELU(), nn.Linear(64, 2)).to(device)
@@ -719,8 +748,8 @@ def test_compiled_models_are_captured_with_their_hooks(backend):
     options = {"inner": "aten"}
     if backend != "cudagraph_tree":
         options |= {"cudagraphs": "with" in backend}
-        options |= {"policy": aot_hooks.policies.everything(aot_hooks.float8())}
-    name = backend.split()[0]
+        options |= {"policy": policies[backend.partition(", ")[2]]}
+    name = backend.replace(",", "").split()[0]
     backends = {"aot_hooks": aot_hooks.backend.aot_hooks, "cudagraph_tree": cudagraph.cudagraph_tree}
     models = [torch.compile(m, backend=backends[name], options=options) for m in (ours, eager)]
     optimizers = [adamw(m) for m in (ours, eager)]
