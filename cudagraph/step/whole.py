@@ -147,6 +147,8 @@ class WholeStep:
         if len(known) > self.options.rerecord_limit:
             changed = known[-1].host.differences(host)
             what = next((f"{path}: {how}" for path, how in changed.items()), "its tensors moved")
+            if changed and self._blames_optimizer(changed, what):
+                return self._find_or_record(key, flat, spec)
             return self._skip(f"it was recorded {len(known)} times, last because {what}", flat, spec)
         warm, count = self.warm.get(key, (host, 0))
         changed = warm.differences(host)
@@ -159,7 +161,7 @@ class WholeStep:
             log.debug("%s warms up again: %s", self.name, what)
             self.unstable_calls += 1
             if self.unstable_calls > MOST_UNSTABLE_CALLS:
-                if all(path.startswith("optimizer") for path in changed) and self._leave_update_out(what):
+                if self._blames_optimizer(changed, what):
                     return self._find_or_record(key, flat, spec)
                 return self._refuse(what, flat, spec)
         result = self._warm_up(flat, spec)
@@ -243,7 +245,7 @@ class WholeStep:
         if (wants_warmup or not is_final) and self.failed_captures < MOST_FAILED_CAPTURES:
             log.info("%s is captured another time: %s", self.name, reason)
             return self._warm_up(flat, spec)
-        if self.reads_rates and self.update is None:
+        if self.reads_rates:
             self.reads_rates, self.rates_refused = False, True
             log.info("%s is recorded for each learning rate: %s", self.name, reason)
             return self._warm_up(flat, spec)
@@ -258,6 +260,9 @@ class WholeStep:
         line = users_line(error.__traceback__)
         reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}{f' ({line})' if line else ''}"
         return f"capturing it raised {reason}", self.driver.is_capture_error(error)
+
+    def _blames_optimizer(self, changed: Mapping[str, str], reason: str) -> bool:
+        return all(path.startswith("optimizer") for path in changed) and self._leave_update_out(reason)
 
     def _leave_update_out(self, reason: str) -> bool:
         """From now on, capture forward and backward only. False if the step has no update of its own, or it is out."""

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 import gc
+import io
 import weakref
 
 import pytest
 import torch
+from failing_captures import FailingDriver, Fault
 from fuzz_whole_step import on_simulator
 from torch import nn
 from torch.nn import functional as F
@@ -145,6 +147,57 @@ def test_500_steps_are_those_of_eager_mode(device, name):
     counts = cudagraph.stats()
     assert step.refused == step.update_refused == ""
     assert counts["recordings"] == 2 and counts["warmups"] == 2 and counts["replays"] == 498
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("name", ["sgd with momentum", "adamw, foreach", "adamw, fused"])
+def test_500_steps_with_all_that_happens(device, name):
+    """A schedule, clipping, accumulation, ragged batches, exceptions, out of memory in captures, save and load."""
+    ours, optimizer, eager, eager_optimizer = pair(device, OPTIMIZERS[name])
+    both = ((ours, optimizer), (eager, eager_optimizer))
+    for _, each in both:
+        each.param_groups[0]["lr"] = 0.0625  # halves of it are the same in float32, as the device has them
+    schedules = [torch.optim.lr_scheduler.StepLR(each, 120, 0.5) for _, each in both]
+    raises = []
+
+    def loss_fn(out, y):
+        if raises:
+            raise KeyError("mine")
+        return F.mse_loss(out, y)
+
+    how = {"clip_grad_norm": 0.5, "accumulate": 2}
+    step, expected = (
+        cudagraph.whole_step(ours, loss_fn, optimizer, **how),
+        eager_step(eager, loss_fn, eager_optimizer, **how),
+    )
+    step.driver = FailingDriver(step.driver)
+    saved = io.BytesIO()
+    data = [*batches(device, 39), *batches(device, 1, size=5)]
+    for i in range(500):
+        x, y = data[i % 40]
+        if i in (1, 41, 121, 242):  # where the step is captured
+            step.driver.armed(Fault("operator", 7, torch.OutOfMemoryError("planted")))
+        if i in (0, 1, 100, 300):
+            raises.append(1)
+            for model, call in ((ours, step), (eager, expected)):
+                with pytest.raises(KeyError, match="mine"):
+                    call(x, y)
+                model.zero_grad()
+            raises.clear()
+        if i == 200:
+            torch.save({"model": ours.state_dict(), "optimizer": optimizer.state_dict()}, saved)
+        if i == 240:
+            for model, each in both:
+                saved.seek(0)
+                state = torch.load(saved)
+                model.load_state_dict(state["model"])
+                each.load_state_dict(state["optimizer"])
+        run(step, expected, (ours, eager), [(x, y)])
+        for schedule in schedules:
+            schedule.step()
+    assert_equal(optimizer, eager_optimizer)
+    assert optimizer.param_groups[0]["lr"] == eager_optimizer.param_groups[0]["lr"] < 0.0625
+    assert step.refused == step.update_refused == "" and cudagraph.stats()["replays"] > 450
 
 
 def test_optimizers_count_their_steps_on_the_device(device):
@@ -379,6 +432,22 @@ def test_schedules(device, name, schedule):
     assert step.refused == "" and cudagraph.stats()["replays"] >= 30
     reads_on_device = name in ("adamw, foreach", "adamw, fused", "sgd, fused") and "momentum" not in schedule
     assert bool(step.update_refused) is not reads_on_device or schedule == "step"
+
+
+@pytest.mark.parametrize("limit", [16, 2])
+def test_an_optimizer_that_reads_its_rate_on_the_host_is_recorded_for_each(device, limit):
+    """Up to `rerecord_limit`; then it runs outside of the graph."""
+    ours, optimizer, eager, eager_optimizer = pair(device, sgd)
+    step = cudagraph.whole_step(ours, F.mse_loss, optimizer, options={"rerecord_limit": limit})
+    schedules = [torch.optim.lr_scheduler.StepLR(o, 6, 0.5) for o in (optimizer, eager_optimizer)]
+
+    def between(i):
+        for each in schedules if i else ():
+            each.step()
+
+    run(step, eager_step(eager, F.mse_loss, eager_optimizer), (ours, eager), batches(device, 42), between)
+    assert ("['lr']" in step.update_refused) is (limit == 2) and step.refused == ""
+    assert cudagraph.stats()["replays"] > 28
 
 
 def test_a_learning_rate_after_state_was_loaded(device):

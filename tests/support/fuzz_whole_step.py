@@ -457,7 +457,7 @@ def run_seed(seed: int, world: World, *, trace: bool = False) -> str | None:
 
 
 def run_seeds(seeds: Sequence[int], world: World, *, seconds: float = float("inf"), trace: bool = False) -> Any:
-    """The result of as many programs as there is time for."""
+    """The result of as many programs as there is time for. Errors are printed at once, to stderr."""
     begin, wrong, done = time.monotonic(), [], 0
     cudagraph.reset()
     totals: dict[str, int] = {}
@@ -471,6 +471,8 @@ def run_seeds(seeds: Sequence[int], world: World, *, seconds: float = float("inf
         cudagraph.reset()
         if done % 50 == 0:
             gc.collect()
+        if done % 1000 == 0:
+            print(done, "programs", file=sys.stderr, flush=True)
         if time.monotonic() - begin > seconds:
             break
     passed = round(time.monotonic() - begin, 1)
@@ -486,7 +488,7 @@ def main() -> int:
     parser.add_argument("--workers", type=int, default=1, help="processes that share the seeds")
     parser.add_argument("--trace", action="store_true", help="print what programs do; stop at the first error")
     options = parser.parse_args()
-    top = {"device": options.device, "torch": torch.__version__, "first": options.first}
+    top = {"device": options.device, "torch": torch.__version__, "command": " ".join(sys.argv), "first": options.first}
     if options.workers == 1:
         if not options.trace:
             logging.getLogger("cudagraph").setLevel(logging.CRITICAL)
