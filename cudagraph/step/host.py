@@ -32,6 +32,7 @@ from ..errors import CudaGraphError
 from ..torch_private import cuda as torch_cuda
 
 MOST_VALUES = 100_000
+MOST_BYTES = 1 << 20  # of an array of NumPy
 PLAIN = (
     bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format,
 )  # fmt: skip
@@ -192,8 +193,10 @@ class HostState:
             self.leaves[path] = type(value)
             self._view(path, map(str, range(2 * len(value))), lambda: [*value, *value.values()])
         elif isinstance(value, (bytearray, array.array)) or hasattr(type(value), "__array_interface__"):
+            if (size := getattr(value, "nbytes", 0)) > MOST_BYTES:
+                raise TooManyValues(f"{path} is an array of {size} bytes, too many to compare; give it as an input")
             self._arrays.append((value, content := _bytes(value)))
-            self.leaves[path] = f"bytes with hash {hash(content)}"
+            self.leaves[path] = f"{type(value).__name__} with hash {hash(content)}"
         elif isinstance(value, types.FunctionType):
             self._function(path, value)
         elif isinstance(value, (types.MethodType, functools.partial, staticmethod, classmethod, property)):

@@ -121,6 +121,11 @@ def test_a_change_inside_of_a_holder_is_seen_and_put_back(name):
     assert before.unchanged() and before.differences(HostState({"holder": holder}, "cpu")) == {}
 
 
+def test_a_large_array_is_refused():
+    with pytest.raises(TooManyValues, match="data is an array of 8000000 bytes, too many to compare"):
+        HostState({"data": numpy.zeros(1_000_000)}, "cpu")
+
+
 def test_a_read_only_view_of_a_dict():
     rates = {"a": 1}
     before = HostState({"rates": types.MappingProxyType(rates)}, "cpu")
