@@ -278,8 +278,9 @@ class WholeStep:
     def _skip(self, reason: str, flat: Sequence[Any], spec: Any) -> Any:
         if self.options.or_error:
             raise NotCapturableError(f"{self.name} can't run as one CUDA graph: {reason}")
-        if reason not in self._logged:
-            self._logged.add(reason)
+        kind = reason.partition(",")[0]  # without the values of this call
+        if kind not in self._logged:
+            self._logged.add(kind)
             log.warning("%s runs without a CUDA graph of the whole step: %s", self.name, reason)
         counters.add("skips")
         return self._as_it_is(flat, spec)

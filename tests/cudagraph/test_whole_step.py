@@ -667,6 +667,17 @@ class TestBlockers:
         assert cudagraph.stats()["recordings"] == 2 and cudagraph.stats()["skips"] == 16
         assert caplog.text.count("2 shapes") == 1
 
+    def test_too_many_values_are_said_once(self, device, caplog):
+        ours, optimizer, eager, eager_optimizer = pair(device, adamw)
+        step = cudagraph.whole_step(ours, F.mse_loss, optimizer, options={"rerecord_limit": 1})
+
+        def between(i):
+            ours.scale = eager.scale = 1.0 + i // 3
+
+        run(step, eager_step(eager, F.mse_loss, eager_optimizer), (ours, eager), batches(device, 24), between)
+        assert caplog.text.count("runs without a CUDA graph") == 1
+        assert "it was recorded 2 times, last because model.scale: 2.0 became 3.0" in caplog.text
+
     def test_a_value_that_changes_in_every_call(self, device):
         ours, optimizer, eager, eager_optimizer = pair(device, adamw)
         step = cudagraph.whole_step(ours, F.mse_loss, optimizer)
