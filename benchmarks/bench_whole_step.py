@@ -2,7 +2,10 @@
 
     python benchmarks/bench_whole_step.py --json out.json            needs CUDA; ten minutes, mostly compilation
     python benchmarks/bench_whole_step.py --only mlp                 half a minute
+    python benchmarks/bench_whole_step.py --only gpt2 --batches 1    two minutes
     python benchmarks/bench_whole_step.py --small                    a CPU: tiny sizes on the tests' simulator
+
+Each row is written when it is measured, beside the rows that the file has: a run that is cut leaves what it has.
 
 MLPs of bench_cudagraph_host.py, 32 x 128, synchronized after each step, in microseconds:
 
@@ -37,7 +40,8 @@ from torch.nn import functional as F
 import cudagraph
 
 DEPTHS = (4, 24)
-BATCHES = (1, 2, 4, 8)
+BATCHES = (1, 8)
+PARTS = ("mlp", "gpt2", "vit", "memory")
 
 
 def synchronize(device: torch.device) -> None:
@@ -275,10 +279,10 @@ def bench_memory(size: int) -> dict[str, Any]:
     found = {}
     for variant in ("without", "with"):
         command = [sys.executable, __file__, "--reserved", variant, "--batches", str(size)]
-        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
         found[variant] = json.loads(done.stdout.splitlines()[-1])
     return {
-        "model": "GPT2",
+        "model": "GPT2, memory",
         "batch": size,
         "reserved_bytes": found,
         "ratio": round(found["with"] / found["without"], 4),
@@ -287,13 +291,13 @@ def bench_memory(size: int) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", choices=("mlp", "models", "memory"), nargs="+", default=["mlp", "models", "memory"])
+    parser.add_argument("--only", choices=PARTS, nargs="+", default=PARTS)
     parser.add_argument("--batches", type=int, nargs="+", default=BATCHES)
     parser.add_argument("--calls", type=int, default=100, help="calls a round")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--small", action="store_true", help="tiny sizes on a CPU, to see that it runs")
     parser.add_argument("--reserved", choices=("without", "with"), help="print what this variant reserves, for itself")
-    parser.add_argument("--json", help="write the result there")
+    parser.add_argument("--json", type=pathlib.Path, help="write the rows there, in place of those of the same name")
     options = parser.parse_args()
     device = torch.device("cpu") if options.small else torch.device("cuda", torch.cuda.current_device())
     if options.reserved:
@@ -308,24 +312,31 @@ def main() -> None:
         simulator = Simulator(1 << 26)
         whole.cuda_driver = lambda: simulator  # type: ignore[assignment, return-value]
     result: dict[str, Any] = {**conditions(device, calls=options.calls, rounds=options.rounds), "rows": []}
+    if options.json and options.json.exists():
+        result["rows"] = json.loads(options.json.read_text())["rows"]
 
     def add(row: dict[str, Any]) -> None:
         print(json.dumps(row), flush=True)
-        result["rows"].append(row)
+        name = [row.get(key) for key in ("model", "optimizer", "batch")]
+        kept = [old for old in result["rows"] if [old.get(key) for key in ("model", "optimizer", "batch")] != name]
+        result["rows"] = [*kept, row]
+        if options.json:
+            options.json.write_text(json.dumps(result, indent=1) + "\n")
 
     if "mlp" in options.only:
         for depth in (2,) if options.small else DEPTHS:
             for optimizer in (False, True):
                 add(bench_mlp(depth, device, optimizer=optimizer, calls=options.calls, rounds=options.rounds))
-    if "models" in options.only:
-        tiny = [lambda: GPT2(1, 8, 2, 16, 4), lambda: ViT(1, 8, 2, 8, 4)]
-        for make in tiny if options.small else [GPT2, ViT]:
-            for size in options.batches[:1] if options.small else options.batches:
-                add(bench_model(make, size, device, max(options.calls // 4, 1), options.rounds))
+    for part, make, tiny in (
+        ("gpt2", GPT2, lambda: GPT2(1, 8, 2, 16, 4)),
+        ("vit", ViT, lambda: ViT(1, 8, 2, 8, 4)),
+    ):
+        if part in options.only:
+            for size in options.batches:
+                made = tiny if options.small else make
+                add(bench_model(made, size, device, max(options.calls // 4, 1), options.rounds))
     if "memory" in options.only and not options.small:
         add(bench_memory(options.batches[-1]))
-    if options.json:
-        pathlib.Path(options.json).write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

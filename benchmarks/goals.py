@@ -101,6 +101,11 @@ def own_part(size: int) -> Callable[[Any], float]:
     return lambda r: float(r["calls"][size]["own_part_us"]["tree"] / r["calls"][size]["own_part_us"]["torch_trees"])
 
 
+def of_batch(result: Any, model: str, size: int) -> dict[str, Any]:
+    """The row of a model at a batch size."""
+    return {(row["model"], row.get("batch")): row for row in result["rows"]}[model, size]
+
+
 F8, BLOCKS = "ours_float8_rowwise", "the stack's step over stock's"
 GOALS = (
     Goal(f"float8 rowwise: {BLOCKS}", "memory.h200", row(F8, "ratio_to_stock"), 1.02),
@@ -205,6 +210,18 @@ GOALS = (
             ), limit,
         )
         for depth, limit in ((4, 0.25), (24, 0.55))
+    ),
+    *(
+        Goal(
+            f"a whole step of {model} at batch {size}, over torch's trees", "whole_step.h200",
+            lambda r, model=model, size=size: float(of_batch(r, model, size)["ratio_to_torch_trees"]), 0.9,
+        )
+        for model in ("GPT2", "ViT")
+        for size in (1, 8)
+    ),
+    Goal(
+        "a whole step of GPT2, its loss eager, with AdamW: reserved memory over that without graphs", "whole_step.h200",
+        lambda r: float(of_batch(r, "GPT2, memory", 8)["ratio"]), 1.02,
     ),
     Goal("fuzzed programs with CUDA graphs", "fuzz.h200", lambda r: float(r["programs"]), 10_000, at_least=True),
     Goal("of these, with other results than eager mode", "fuzz.h200", lambda r: float(r["different"]), 0),

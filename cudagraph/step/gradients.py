@@ -3,6 +3,9 @@
     before: a tensor or None, as it was when the step was recorded; or anything, if the step drops it unread
     after:  the same tensor; None; or new tensors over the graph's memory, which the next replay writes to again
 
+A later recording may have such memory where an earlier one has temporary values. So a replay also needs that nobody
+holds gradients of recordings which were made after it.
+
 Whether a gradient is read shows in the capture: a tensor stands in for it that lets no operator use it.
 """
 
@@ -13,6 +16,7 @@ from collections.abc import Sequence
 from operator import attrgetter, is_
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..torch_private import cuda as torch_cuda
 from ..tree.capture import CannotCapture
@@ -25,11 +29,20 @@ class ReadsGradients(CannotCapture):
     """The step reads a gradient that was there before."""
 
 
+# The last gradient that a recording gave, by the identity of its parameter: the recording's templates, and the place
+# there. It can be made again, so it may be dropped to see whether anybody else holds it.
+Given = dict[int, tuple[weakref.ref[torch.Tensor], "list[torch.Tensor]", int]]
+
+
 class Gradients:
     """The gradients of `parameters`, made before a capture. `finish` ends it, in any case."""
 
-    def __init__(self, parameters: Sequence[torch.Tensor], *, reads: bool) -> None:
-        """`reads`: the step may read gradients. If False and it does, `ReadsGradients` is raised in the capture."""
+    def __init__(self, parameters: Sequence[torch.Tensor], given: Given, *, reads: bool) -> None:
+        """
+        Args:
+            given: of all recordings of the step.
+            reads: the step may read gradients. If False and it does, `ReadsGradients` is raised in the capture.
+        """
         self._parameters = parameters
         self._before = [x.grad for x in parameters]
         self._wires = [x if x is None or reads else torch_cuda.tripwire(x, ReadsGradients) for x in self._before]
@@ -40,9 +53,10 @@ class Gradients:
         self._cleared: list[torch.Tensor] = []  # those that have none afterwards
         self._made: list[tuple[torch.Tensor, int]] = []  # those with a new one, and its place in `_templates`
         self._templates: list[torch.Tensor] = []
-        self._given: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}  # by parameter: the last new one
+        self._given = given
         self.slots: dict[int, Slot] = {}  # the memory of new ones, by the identity of storages
         self._watch = Watch(())
+        self._left: Sequence[StorageWeakRef] = ()  # memory of recordings that are gone, which this one writes to
 
     @property
     def static(self) -> list[torch.Tensor]:
@@ -78,40 +92,51 @@ class Gradients:
         for x, old in zip(self._parameters, self._before, strict=True):
             x.grad = old
         self._parameters, self._before, self._wires = [], [], []
-        self._watch = Watch(self.slots.values())
+        self.refs = [StorageWeakRef(slot.storage) for slot in self.slots.values()]
+        self.look_at((), ())
         self._owners, self._needed = [x for x, _ in self._expected], [old for _, old in self._expected]
+
+    def look_at(self, slots: Sequence[Slot], left: Sequence[StorageWeakRef]) -> None:
+        """From now on, a replay also needs that nobody holds `slots` of others, and that all of `left` are gone."""
+        self._watch.close()
+        self._watch, self._left = Watch([*self.slots.values(), *slots]), left
 
     def fit(self) -> bool:
         """Whether a replay may begin. If so, nobody holds what it writes to, and what it drops is dropped."""
         if not all(map(is_, map(gradient, self._owners), self._needed)):
             return False
-        if not self.slots:
+        if not self._watch.slots and not self._left:
             return True
-        ours: list[tuple[torch.Tensor, int]] = []  # made again if need be: a reference to one would count as a holder
+        ours: list[tuple[torch.Tensor, list[torch.Tensor], int]] = []  # a reference to one would count as a holder
         others: list[tuple[torch.Tensor, torch.Tensor]] = []
         for x in self._dropped:
             old = x.grad
-            reference, position = self._given.get(id(x), (None, 0))
+            reference, templates, position = self._given.get(id(x), (None, [], 0))
             if reference is not None and reference() is old:
-                ours.append((x, position))
+                ours.append((x, templates, position))
             elif old is not None:
                 others.append((x, old))
             x.grad = old = None
-        if self._watch.none_held():
+        if self._watch.none_held() and all(reference.expired() for reference in self._left):
             return True
-        for x, position in ours:
-            x.grad = self._templates[position].data
+        for x, templates, position in ours:
+            self._give(x, templates, position)
         for x, old in others:
             x.grad = old
         return False
+
+    def _give(self, x: torch.Tensor, templates: list[torch.Tensor], position: int) -> None:
+        x.grad = new = templates[position].data
+        self._given[id(x)] = weakref.ref(new), templates, position
 
     def give(self) -> None:
         """After a replay: parameters have the gradients that it made."""
         for x in self._cleared:
             x.grad = None
         for x, position in self._made:
-            x.grad = new = self._templates[position].data
-            self._given[id(x)] = weakref.ref(new), position
+            self._give(x, self._templates, position)
 
     def close(self) -> None:
         self._watch.close()
+        for key in [key for key, (_, templates, _) in self._given.items() if templates is self._templates]:
+            del self._given[key]  # it would keep the memory

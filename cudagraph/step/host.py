@@ -14,6 +14,7 @@ not follow code of torch, of Python and of installed packages.
 
 from __future__ import annotations
 
+import array
 import functools
 import os
 import sys
@@ -31,6 +32,7 @@ from ..errors import CudaGraphError
 from ..torch_private import cuda as torch_cuda
 
 MOST_VALUES = 100_000
+MOST_BYTES = 1 << 20  # of an array of NumPy
 PLAIN = (
     bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format,
 )  # fmt: skip
@@ -89,6 +91,7 @@ class HostState:
         self._lists: list[Any] = []
         # Containers of other kinds: what reads their values, what puts values back, and the values.
         self._views: list[tuple[Callable[[], list[Any]], Callable[[list[Any]], Any], list[Any]]] = []
+        self._arrays: list[tuple[Any, bytes]] = []  # of NumPy and the like, and their bytes
         self._seen: dict[int, tuple[Any, str]] = {}
         self._waiting: deque[tuple[str, Any]] = deque(roots.items())
         while self._waiting:
@@ -121,6 +124,7 @@ class HostState:
             and all(map(is_, chain.from_iterable(self._lists), self._items))
             and [*map(HOOKS, self._hooked)] == self._hooks
             and all(_same(read(), saved) for read, _, saved in self._views)
+            and all(_bytes(value) == saved for value, saved in self._arrays)
             and [x._version for x in self.numbers] == self._number_versions
         )
 
@@ -152,6 +156,9 @@ class HostState:
         for read, write, saved in self._views:
             if not _same(read(), saved):
                 write(saved)
+        for value, saved in self._arrays:
+            if _bytes(value) != saved:
+                memoryview(value).cast("B")[:] = saved
 
     # --- the walk
 
@@ -182,6 +189,14 @@ class HostState:
             if isinstance(value, (list, deque, set)):
                 self._lists.append(value)
             self._later(path, "[{}]", range(len(value)), value)
+        elif isinstance(value, types.MappingProxyType):
+            self.leaves[path] = type(value)
+            self._view(path, map(str, range(2 * len(value))), lambda: [*value, *value.values()])
+        elif isinstance(value, (bytearray, array.array)) or hasattr(type(value), "__array_interface__"):
+            if (size := getattr(value, "nbytes", 0)) > MOST_BYTES:
+                raise TooManyValues(f"{path} is an array of {size} bytes, too many to compare; give it as an input")
+            self._arrays.append((value, content := _bytes(value)))
+            self.leaves[path] = f"{type(value).__name__} with hash {hash(content)}"
         elif isinstance(value, types.FunctionType):
             self._function(path, value)
         elif isinstance(value, (types.MethodType, functools.partial, staticmethod, classmethod, property)):
@@ -282,6 +297,10 @@ def _same(now: Iterable[Any], saved: Iterable[Any]) -> bool:
     return len(now) == len(saved) and all(map(is_, now, saved))
 
 
+def _bytes(value: Any) -> bytes:
+    return value.tobytes() if hasattr(value, "tobytes") else bytes(value)
+
+
 def _is_empty(cell: Any) -> bool:
     try:
         cell.cell_contents  # noqa: B018
@@ -297,6 +316,8 @@ def _is_users_module(value: Any) -> bool:
 def is_users_class(cls: type) -> bool:
     """Whether instances of `cls` are followed: a class of the user's, or of an installed package other than torch."""
     root = cls.__module__.partition(".")[0]
+    if root in ("argparse", "collections", "types"):  # namespaces, and containers that are written in Python
+        return True
     return root not in sys.stdlib_module_names and root not in ("torch", "builtins", "numpy", "cudagraph", "aot_hooks")
 
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from .. import counters
 from ..torch_private import cuda as torch_cuda
@@ -23,7 +24,7 @@ from ..tree.dispatch import as_they_are
 from ..tree.node import Cursor
 from ..tree.record import Snapshot
 from ..tree.tree import one_capture
-from .gradients import Gradients
+from .gradients import Given, Gradients
 from .host import HostState
 from .inputs import Inputs, arguments_of
 from .watch import Watch
@@ -46,6 +47,16 @@ class Rate:
         wide = any(x.dtype is torch.float64 for x in group["params"])
         self.group, self.value = group, group["lr"]
         self.tensor = torch.tensor(self.value, dtype=torch.float64 if wide else torch.float32, device=device)
+
+
+def rates_of(host: HostState) -> dict[str, dict[str, Any]]:
+    """The groups of all optimizers whose learning rate is a number, by the path of that number."""
+    return {
+        f"{path}.param_groups[{i}]['lr']": group
+        for path, optimizer in host.optimizers.items()
+        for i, group in enumerate(optimizer.param_groups)
+        if type(group.get("lr")) in (float, int)
+    }
 
 
 @contextlib.contextmanager
@@ -73,6 +84,7 @@ class StepRecording:
         result_spec: how they are put together; None for one tensor alone.
         update: runs after each launch, outside of the graph.
         blocks: addresses in `pool` that are in use between replays.
+        known: memory of other recordings' gradients that was in use in the capture, so that no replay writes there.
         owner: lives as long as the recording; see tree/capture.py.
     """
 
@@ -90,6 +102,7 @@ class StepRecording:
     cursor: Cursor
     pool: Any
     blocks: set[int]
+    known: set[StorageWeakRef]
     owner: Owner
 
     def __post_init__(self) -> None:
@@ -103,6 +116,13 @@ class StepRecording:
         """Whether a replay does what the step would do. `now`: a new snapshot, if there is one."""
         if key != self.key or not self._global_guard() or settings() != self._settings or torch_cuda.dispatch_modes():
             return False
+        if now is not None:
+            groups = rates_of(now)
+            if not self.host.differences(now).keys() <= self.rates.keys() <= groups.keys():
+                return False
+            self.host = now
+            for path, rate in self.rates.items():  # an optimizer whose state was loaded has other groups
+                rate.group = groups[path]
         for rate in self.rates.values():
             value = rate.group["lr"]
             if value is not rate.value:
@@ -112,9 +132,7 @@ class StepRecording:
                 rate.value = value
                 self.host.expect(rate.group, "lr")
         if not self.host.unchanged():
-            if now is None or not self.host.differences(now).keys() <= self.rates.keys():
-                return False
-            self.host = now
+            return False
         return (
             torch_cuda.pointers_equal(self.tensors, self._addresses, self._indices)
             and self._guard(*self.tensors)
@@ -157,6 +175,8 @@ def record(
     host: HostState,
     rate_groups: Mapping[str, dict[str, Any]],
     known_blocks: set[int],
+    known: set[StorageWeakRef],
+    given: Given,
     *,
     reads_gradients: bool,
 ) -> StepRecording:
@@ -167,7 +187,8 @@ def record(
         take: takes a snapshot of host values; `host` is the one of now.
         rate_groups: groups of optimizers whose learning rate the graph reads on the device, by the path of the rate.
         known_blocks: addresses of the pool that other recordings keep.
-        reads_gradients: see `Gradients`.
+        known: memory of other recordings' gradients that is among `known_blocks`.
+        given, reads_gradients: see `Gradients`.
 
     Raises `CannotCapture` if something speaks against it, and the capture's own errors.
     """
@@ -183,7 +204,7 @@ def record(
     python_random_state = random.getstate()
     rates = {path: Rate(group, device) for path, group in rate_groups.items()}
     owner, graph = Owner(), None
-    gradients = Gradients(parameters_of(host), reads=reads_gradients)
+    gradients = Gradients(parameters_of(host), given, reads=reads_gradients)
     try:
         inputs = Inputs(pool, flat, device)
         watch = Watch(device, inputs.by_storage())
@@ -234,7 +255,7 @@ def record(
         ]
         return StepRecording(
             key, host, rates, inputs, gradients, [*tensors, *gradients.static], written, results, result_spec, update,
-            graph, cursor, pool, blocks, owner,
+            graph, cursor, pool, blocks, known, owner,
         )  # fmt: skip
     except BaseException as error:
         traceback.clear_frames(error.__traceback__)  # they hold blocks of the pool

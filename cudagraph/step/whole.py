@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from .. import counters
 from ..errors import NotCapturableError, OptionError
@@ -28,10 +29,10 @@ from ..tree.capture import CannotCapture, NotWarmError
 from ..tree.dispatch import as_they_are
 from ..tree.driver import CaptureDriver, cuda_driver
 from ..tree.node import Cursor
-from .gradients import ReadsGradients
+from .gradients import Given, ReadsGradients
 from .host import HostState, TooManyValues
 from .inputs import arguments_of, flat_arguments, key_of, reason_against
-from .recording import StepRecording, parameters_of, record
+from .recording import StepRecording, parameters_of, rates_of, record
 from .watch import users_line
 
 log = logging.getLogger("cudagraph")
@@ -84,6 +85,9 @@ class WholeStep:
         self.reads_gradients = False  # of before; known when a capture was tried without them
         self.failed_captures = self.unstable_calls = 0
         self._pool: Any = None
+        # Gradients of recordings that are gone, which somebody may still hold: pool, storage, address.
+        self._left: list[tuple[Any, StorageWeakRef, int]] = []
+        self._given: Given = {}
 
     def reset(self) -> None:
         """Free all recordings and their memory; later calls warm up and record again."""
@@ -143,6 +147,8 @@ class WholeStep:
         if len(known) > self.options.rerecord_limit:
             changed = known[-1].host.differences(host)
             what = next((f"{path}: {how}" for path, how in changed.items()), "its tensors moved")
+            if changed and self._blames_optimizer(changed, what):
+                return self._find_or_record(key, flat, spec)
             return self._skip(f"it was recorded {len(known)} times, last because {what}", flat, spec)
         warm, count = self.warm.get(key, (host, 0))
         changed = warm.differences(host)
@@ -155,7 +161,7 @@ class WholeStep:
             log.debug("%s warms up again: %s", self.name, what)
             self.unstable_calls += 1
             if self.unstable_calls > MOST_UNSTABLE_CALLS:
-                if all(path.startswith("optimizer") for path in changed) and self._leave_update_out(what):
+                if self._blames_optimizer(changed, what):
                     return self._find_or_record(key, flat, spec)
                 return self._refuse(what, flat, spec)
         result = self._warm_up(flat, spec)
@@ -168,12 +174,29 @@ class WholeStep:
         for key, known in self.recordings.items():
             stale = [one for one in known if not reached.issuperset(map(id, one.host.tensors.values()))]
             for recording in stale:
+                slots = zip(recording.gradients.refs, recording.gradients.slots.values(), strict=True)
+                self._left += [(recording.pool, storage, slot.address) for storage, slot in slots]
                 recording.close()
                 self.latest = None if recording is self.latest else self.latest
             self.recordings[key] = [one for one in known if one not in stale]
+        self._look_at_each_other()
         for key, (warm, _) in self.warm.items():
             if not reached.issuperset(map(id, warm.tensors.values())):
                 self.warm[key] = host, 0
+
+    def _look_at_each_other(self) -> None:
+        """Have each recording look at gradients of those that were made after it, which lie where it may write to."""
+        every = [one for known in self.recordings.values() for one in known]
+        for one in every:
+            slots = [
+                slot
+                for each in every
+                if each is not one and each.pool is one.pool
+                for storage, slot in zip(each.gradients.refs, each.gradients.slots.values(), strict=True)
+                if storage not in one.known
+            ]
+            left = [storage for of, storage, _ in self._left if of is one.pool and storage not in one.known]
+            one.gradients.look_at(slots, left)
 
     def _host(self) -> HostState:
         roots = self.roots if self.update_refused else {**self.roots, **self.update_roots}
@@ -183,14 +206,17 @@ class WholeStep:
         """Record the step and replay it. If that fails, run it with all as before."""
         assert self.cursor is not None
         pool = self._opened_pool()
-        every = [recording for known in self.recordings.values() for recording in known]
-        blocks = {address for recording in every if recording.pool is pool for address in recording.blocks}
+        self._left = [left for left in self._left if not left[1].expired()]
+        left = {storage: address for of, storage, address in self._left if of is pool}
+        every = [one for known in self.recordings.values() for one in known if one.pool is pool]
+        blocks = {address for one in every for address in one.blocks} | {*left.values()}
+        in_use = {storage for one in every for storage in one.gradients.refs} | {*left}
         run, update = (self._forward_backward, self.update) if self.update_refused else (self._all, None)
         rates = rates_of(host) if self.reads_rates else {}
         try:
             recording = record(
-                pool, self.cursor, run, update, key, flat, spec, self._host, host, rates, blocks,
-                reads_gradients=self.reads_gradients,
+                pool, self.cursor, run, update, key, flat, spec, self._host, host, rates, blocks, in_use,
+                self._given, reads_gradients=self.reads_gradients,
             )  # fmt: skip
         except AssertionError:  # a bug, which is not to be hidden
             raise
@@ -201,6 +227,7 @@ class WholeStep:
             counters.add("recordings")
             counters.add("rerecordings", bool(self.recordings.get(key)))
             self.recordings.setdefault(key, []).append(recording)
+            self._look_at_each_other()
             self.warm[key] = host, self.options.warmup_steps
             self.unstable_calls = self.failed_captures = 0
             now = None if recording.applies(key) else self._host()
@@ -218,7 +245,7 @@ class WholeStep:
         if (wants_warmup or not is_final) and self.failed_captures < MOST_FAILED_CAPTURES:
             log.info("%s is captured another time: %s", self.name, reason)
             return self._warm_up(flat, spec)
-        if self.reads_rates and self.update is None:
+        if self.reads_rates:
             self.reads_rates, self.rates_refused = False, True
             log.info("%s is recorded for each learning rate: %s", self.name, reason)
             return self._warm_up(flat, spec)
@@ -234,6 +261,9 @@ class WholeStep:
         reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}{f' ({line})' if line else ''}"
         return f"capturing it raised {reason}", self.driver.is_capture_error(error)
 
+    def _blames_optimizer(self, changed: Mapping[str, str], reason: str) -> bool:
+        return all(path.startswith("optimizer") for path in changed) and self._leave_update_out(reason)
+
     def _leave_update_out(self, reason: str) -> bool:
         """From now on, capture forward and backward only. False if the step has no update of its own, or it is out."""
         if self.update is None or self.update_refused:
@@ -248,8 +278,9 @@ class WholeStep:
     def _skip(self, reason: str, flat: Sequence[Any], spec: Any) -> Any:
         if self.options.or_error:
             raise NotCapturableError(f"{self.name} can't run as one CUDA graph: {reason}")
-        if reason not in self._logged:
-            self._logged.add(reason)
+        kind = reason.partition(",")[0]  # without the values of this call
+        if kind not in self._logged:
+            self._logged.add(kind)
             log.warning("%s runs without a CUDA graph of the whole step: %s", self.name, reason)
         counters.add("skips")
         return self._as_it_is(flat, spec)
@@ -324,16 +355,6 @@ def parallel(host: HostState) -> str | None:
         if names:
             return f"the model is a {names.pop()}, and what processes send each other is not captured"
     return None
-
-
-def rates_of(host: HostState) -> dict[str, dict[str, Any]]:
-    """The groups of all optimizers whose learning rate is a number, by the path of that number."""
-    return {
-        f"{path}.param_groups[{i}]['lr']": group
-        for path, optimizer in host.optimizers.items()
-        for i, group in enumerate(optimizer.param_groups)
-        if type(group.get("lr")) in (float, int)
-    }
 
 
 def make_capturable(host: HostState, device: torch.device) -> bool:

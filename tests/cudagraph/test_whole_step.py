@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import copy
 import gc
-import sys
+import io
 import weakref
 
 import pytest
 import torch
-from capture_simulator import Simulator
+from failing_captures import FailingDriver, Fault
+from fuzz_whole_step import on_simulator
 from torch import nn
 from torch.nn import functional as F
 
 import cudagraph
-from cudagraph.step import whole
-from cudagraph.torch_private import cuda as torch_cuda
 
 
 @pytest.fixture(params=["simulator", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -24,14 +23,7 @@ def device(request, monkeypatch):
     if request.param == "cuda":
         monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         return torch.device("cuda", torch.cuda.current_device())
-    return on_simulator(monkeypatch)
-
-
-def on_simulator(monkeypatch):
-    simulator = Simulator(1 << 22)
-    monkeypatch.setattr(whole, "cuda_driver", lambda: simulator)
-    monkeypatch.setattr(torch_cuda, "capturable_devices", lambda: ["cpu"])
-    monkeypatch.setattr(sys.modules["torch.optim.adam"], "_get_capturable_supported_devices", lambda **kw: ["cpu"])
+    on_simulator(monkeypatch)
     return torch.device("cpu")
 
 
@@ -155,6 +147,57 @@ def test_500_steps_are_those_of_eager_mode(device, name):
     counts = cudagraph.stats()
     assert step.refused == step.update_refused == ""
     assert counts["recordings"] == 2 and counts["warmups"] == 2 and counts["replays"] == 498
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("name", ["sgd with momentum", "adamw, foreach", "adamw, fused"])
+def test_500_steps_with_all_that_happens(device, name):
+    """A schedule, clipping, accumulation, ragged batches, exceptions, out of memory in captures, save and load."""
+    ours, optimizer, eager, eager_optimizer = pair(device, OPTIMIZERS[name])
+    both = ((ours, optimizer), (eager, eager_optimizer))
+    for _, each in both:
+        each.param_groups[0]["lr"] = 0.0625  # halves of it are the same in float32, as the device has them
+    schedules = [torch.optim.lr_scheduler.StepLR(each, 120, 0.5) for _, each in both]
+    raises = []
+
+    def loss_fn(out, y):
+        if raises:
+            raise KeyError("mine")
+        return F.mse_loss(out, y)
+
+    how = {"clip_grad_norm": 0.5, "accumulate": 2}
+    step, expected = (
+        cudagraph.whole_step(ours, loss_fn, optimizer, **how),
+        eager_step(eager, loss_fn, eager_optimizer, **how),
+    )
+    step.driver = FailingDriver(step.driver)
+    saved = io.BytesIO()
+    data = [*batches(device, 39), *batches(device, 1, size=5)]
+    for i in range(500):
+        x, y = data[i % 40]
+        if i in (1, 41, 121, 242):  # where the step is captured
+            step.driver.armed(Fault("operator", 7, torch.OutOfMemoryError("planted")))
+        if i in (0, 1, 100, 300):
+            raises.append(1)
+            for model, call in ((ours, step), (eager, expected)):
+                with pytest.raises(KeyError, match="mine"):
+                    call(x, y)
+                model.zero_grad()
+            raises.clear()
+        if i == 200:
+            torch.save({"model": ours.state_dict(), "optimizer": optimizer.state_dict()}, saved)
+        if i == 240:
+            for model, each in both:
+                saved.seek(0)
+                state = torch.load(saved)
+                model.load_state_dict(state["model"])
+                each.load_state_dict(state["optimizer"])
+        run(step, expected, (ours, eager), [(x, y)])
+        for schedule in schedules:
+            schedule.step()
+    assert_equal(optimizer, eager_optimizer)
+    assert optimizer.param_groups[0]["lr"] == eager_optimizer.param_groups[0]["lr"] < 0.0625
+    assert step.refused == step.update_refused == "" and cudagraph.stats()["replays"] > 450
 
 
 def test_optimizers_count_their_steps_on_the_device(device):
@@ -391,6 +434,38 @@ def test_schedules(device, name, schedule):
     assert bool(step.update_refused) is not reads_on_device or schedule == "step"
 
 
+@pytest.mark.parametrize("limit", [16, 2])
+def test_an_optimizer_that_reads_its_rate_on_the_host_is_recorded_for_each(device, limit):
+    """Up to `rerecord_limit`; then it runs outside of the graph."""
+    ours, optimizer, eager, eager_optimizer = pair(device, sgd)
+    step = cudagraph.whole_step(ours, F.mse_loss, optimizer, options={"rerecord_limit": limit})
+    schedules = [torch.optim.lr_scheduler.StepLR(o, 6, 0.5) for o in (optimizer, eager_optimizer)]
+
+    def between(i):
+        for each in schedules if i else ():
+            each.step()
+
+    run(step, eager_step(eager, F.mse_loss, eager_optimizer), (ours, eager), batches(device, 42), between)
+    assert ("['lr']" in step.update_refused) is (limit == 2) and step.refused == ""
+    assert cudagraph.stats()["replays"] > 28
+
+
+def test_a_learning_rate_after_state_was_loaded(device):
+    """`load_state_dict` makes other groups; the rate that the graph reads is that of the new ones."""
+    ours, optimizer, eager, eager_optimizer = pair(device, lambda m: torch.optim.SGD(m.parameters(), 0.5, fused=True))
+    step, expected = cudagraph.whole_step(ours, F.mse_loss, optimizer), eager_step(eager, F.mse_loss, eager_optimizer)
+
+    def between(i):
+        for each in (optimizer, eager_optimizer):
+            if i in (2, 4, 8, 10):
+                each.param_groups[0]["lr"] = 0.5**i
+            if i in (6, 12):
+                each.load_state_dict(copy.deepcopy(each.state_dict()))
+
+    run(step, expected, (ours, eager), batches(device, 16), between)
+    assert step.refused == step.update_refused == ""
+
+
 def test_a_learning_rate_on_the_device_is_bitwise_that_of_eager_mode(device):
     ours, optimizer, eager, eager_optimizer = pair(device, OPTIMIZERS["adamw, learning rate on the device"])
     schedules = [torch.optim.lr_scheduler.CosineAnnealingLR(o, 50) for o in (optimizer, eager_optimizer)]
@@ -446,6 +521,36 @@ class TestFunctions:
         for a, b in held:
             assert torch.equal(a, b)
         assert_equal(ours, eager)
+
+    def test_held_gradients_and_another_shape(self, device):
+        """The recording of the first shape has temporary values where the other one put its gradients."""
+        mine, expected, ours, eager = self.make(device)
+        step = cudagraph.whole_step(mine)
+        held = []
+        for size in (6, 6, 6, 5, 5, 5, 0, 6, 6, 5, 6, 5):
+            if size == 0:
+                held = [[x.grad.view(-1) for x in model.parameters()] for model in (ours, eager)]
+                continue
+            x, y = next(batches(device, 1, size))
+            assert torch.equal(step(x, y)[0], expected(x, y)[0])
+            for a, b in zip(*held, strict=True) if held else ():
+                assert torch.equal(a, b)
+        assert step.refused == ""
+
+    def test_held_gradients_of_a_recording_that_is_gone(self, device):
+        """The state was replaced, so the recording is freed, and another one made beside what is held."""
+        mine, expected, ours, eager = self.make(device)
+        step = cudagraph.whole_step(mine)
+        data = list(batches(device, 12))
+        for x, y in data[:5]:
+            step(x, y), expected(x, y)
+        held = [(model.last.weight.grad.view(-1), model.last.weight.grad.clone().view(-1)) for model in (ours, eager)]
+        for model in (ours, eager):
+            model.norm.running_mean = torch.zeros_like(model.norm.running_mean)
+        for x, y in data[5:]:
+            assert torch.equal(step(x, y)[0], expected(x, y)[0])
+        assert torch.equal(held[0][0], held[1][0]) and torch.equal(held[0][0], held[0][1])
+        assert step.refused == "" and cudagraph.stats()["recordings"] == 2
 
     def test_gradients_that_add_up_over_calls(self, device):
         ours, optimizer, eager, eager_optimizer = pair(device, sgd)
@@ -562,6 +667,17 @@ class TestBlockers:
         assert cudagraph.stats()["recordings"] == 2 and cudagraph.stats()["skips"] == 16
         assert caplog.text.count("2 shapes") == 1
 
+    def test_too_many_values_are_said_once(self, device, caplog):
+        ours, optimizer, eager, eager_optimizer = pair(device, adamw)
+        step = cudagraph.whole_step(ours, F.mse_loss, optimizer, options={"rerecord_limit": 1})
+
+        def between(i):
+            ours.scale = eager.scale = 1.0 + i // 3
+
+        run(step, eager_step(eager, F.mse_loss, eager_optimizer), (ours, eager), batches(device, 24), between)
+        assert caplog.text.count("runs without a CUDA graph") == 1
+        assert "it was recorded 2 times, last because model.scale: 2.0 became 3.0" in caplog.text
+
     def test_a_value_that_changes_in_every_call(self, device):
         ours, optimizer, eager, eager_optimizer = pair(device, adamw)
         step = cudagraph.whole_step(ours, F.mse_loss, optimizer)
@@ -634,6 +750,28 @@ class TestExceptions:
             ours.zero_grad()
 
 
+@pytest.mark.parametrize("name", ["DistributedDataParallel", "FSDPModule"])
+def test_models_of_several_processes_run_as_they_are(device, name):
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("nccl" if device.type == "cuda" else "gloo", store=store, rank=0, world_size=1)
+    try:
+        ours, eager = nn.Linear(4, 2).to(device), nn.Linear(4, 2).to(device)
+        eager.load_state_dict(ours.state_dict())
+        if name == "FSDPModule":
+            from torch.distributed.fsdp import fully_shard
+
+            model = fully_shard(ours, mesh=torch.distributed.device_mesh.init_device_mesh(device.type, (1,)))
+        else:
+            model = nn.parallel.DistributedDataParallel(ours)
+        step = cudagraph.whole_step(model, F.mse_loss, torch.optim.SGD(model.parameters(), lr=0.1))
+        expected = eager_step(eager, F.mse_loss, torch.optim.SGD(eager.parameters(), lr=0.1))
+        for x, y in batches(device, 4):
+            torch.testing.assert_close(step(x, y), expected(x, y))
+        assert step.refused == f"the model is a {name}, and what processes send each other is not captured"
+    finally:
+        torch.distributed.destroy_process_group()
+
+
 def test_results_are_memory_of_their_own(device):
     ours, optimizer, _, _ = pair(device, adamw)
     step = cudagraph.whole_step(ours, F.mse_loss, optimizer)
@@ -671,11 +809,18 @@ def test_evaluation_between_steps_and_a_checkpoint(device):
 
 
 @pytest.mark.gpu  # the simulator is a dispatch mode, under which Dynamo uses no compiled code
-@pytest.mark.parametrize("backend", ["aot_hooks", "aot_hooks with graphs", "cudagraph_tree"])
+@pytest.mark.parametrize(
+    "backend", ["aot_hooks", "aot_hooks, offload", "aot_hooks, budget", "aot_hooks with graphs", "cudagraph_tree"]
+)
 def test_compiled_models_are_captured_with_their_hooks(backend):
     import aot_hooks
     import aot_hooks.backend
 
+    policies = {
+        "offload": aot_hooks.policies.everything(aot_hooks.offload(min_bytes=1, max_stall_ms=float("inf"))),
+        "budget": aot_hooks.budget(max_slowdown=float("inf")),
+        "": aot_hooks.policies.everything(aot_hooks.float8()),
+    }
     device = torch.device("cuda", torch.cuda.current_device())
     torch.manual_seed(1)
     ours = nn.Sequential(nn.Linear(4, 64), nn.GELU(), nn.Linear(64, 2)).to(device)
@@ -683,8 +828,8 @@ def test_compiled_models_are_captured_with_their_hooks(backend):
     options = {"inner": "aten"}
     if backend != "cudagraph_tree":
         options |= {"cudagraphs": "with" in backend}
-        options |= {"policy": aot_hooks.policies.everything(aot_hooks.float8())}
-    name = backend.split()[0]
+        options |= {"policy": policies[backend.partition(", ")[2]]}
+    name = backend.replace(",", "").split()[0]
     backends = {"aot_hooks": aot_hooks.backend.aot_hooks, "cudagraph_tree": cudagraph.cudagraph_tree}
     models = [torch.compile(m, backend=backends[name], options=options) for m in (ours, eager)]
     optimizers = [adamw(m) for m in (ours, eager)]

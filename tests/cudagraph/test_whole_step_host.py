@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
+import array
 import functools
 import sys
 import types
-from collections import deque
+from collections import ChainMap, UserDict, deque
 
+import numpy
 import pytest
 import torch
 
@@ -92,6 +95,43 @@ def test_closures_defaults_and_partials():
     assert before.unchanged()
     read.__defaults__[0].append(2)
     assert "step.func.__defaults__[0][1]" in before.differences(HostState(roots, "cpu"))
+
+
+HOLDERS = {
+    "argparse.Namespace": (argparse.Namespace(rate=1), lambda x: setattr(x, "rate", 2)),
+    "types.SimpleNamespace": (types.SimpleNamespace(rate=1), lambda x: setattr(x, "rate", 2)),
+    "collections.UserDict": (UserDict(rate=1), lambda x: x.update(rate=2)),
+    "collections.ChainMap": (ChainMap({"rate": 1}), lambda x: x.update(rate=2)),
+    "a NumPy array": (numpy.ones((2, 3)), lambda x: x.__setitem__((1, 2), 2.0)),
+    "a NumPy array of no dimensions": (numpy.array(1.0), lambda x: x.fill(2.0)),
+    "bytearray": (bytearray(b"ab"), lambda x: x.__setitem__(0, 1)),
+    "array.array": (array.array("d", [1.0]), lambda x: x.__setitem__(0, 2.0)),
+}
+
+
+@pytest.mark.parametrize("name", HOLDERS)
+def test_a_change_inside_of_a_holder_is_seen_and_put_back(name):
+    holder, change = HOLDERS[name]
+    before = HostState({"holder": holder}, "cpu")
+    assert before.unchanged()
+    change(holder)
+    assert not before.unchanged() and before.differences(HostState({"holder": holder}, "cpu"))
+    before.restore()
+    before.renew()
+    assert before.unchanged() and before.differences(HostState({"holder": holder}, "cpu")) == {}
+
+
+def test_a_large_array_is_refused():
+    with pytest.raises(TooManyValues, match="data is an array of 8000000 bytes, too many to compare"):
+        HostState({"data": numpy.zeros(1_000_000)}, "cpu")
+
+
+def test_a_read_only_view_of_a_dict():
+    rates = {"a": 1}
+    before = HostState({"rates": types.MappingProxyType(rates)}, "cpu")
+    assert before.unchanged()
+    rates["a"] = 2
+    assert not before.unchanged() and before.differences(HostState({"rates": types.MappingProxyType(rates)}, "cpu"))
 
 
 def test_equal_containers_and_functions_made_anew_are_no_change():

@@ -116,8 +116,11 @@ class Arena:
             self.tape.append(step)
 
     def scribble(self, address: int, nbytes: int) -> None:
+        self.buffer_at(address, nbytes).fill_(GARBAGE)
+
+    def buffer_at(self, address: int, nbytes: int) -> torch.Tensor:
         offset = address - self.buffer.data_ptr()
-        self.buffer[offset : offset + nbytes] = GARBAGE
+        return self.buffer[offset : offset + nbytes]
 
     def contains(self, x: torch.Tensor) -> bool:
         return x.untyped_storage().nbytes() > 0 and self.first <= x.untyped_storage().data_ptr() < self.end
@@ -176,7 +179,11 @@ class Arena:
 
     def release(self) -> None:
         self.released = True
+        self.poll()
+        kept = {address: self.buffer_at(address, size).clone() for address, size in self.blocks.items()}
         self.buffer.fill_(GARBAGE)
+        for address, value in kept.items():  # blocks whose owners are alive, as on CUDA
+            self.buffer_at(address, len(value)).copy_(value)
 
 
 class WarmPool:

@@ -100,6 +100,14 @@ class FailingPool:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.pool, name)
 
+    @property
+    def broken(self) -> bool:
+        return bool(self.pool.broken)
+
+    @broken.setter
+    def broken(self, value: bool) -> None:
+        self.pool.broken = value
+
     @contextlib.contextmanager
     def staging(self) -> Iterator[None]:
         with self.pool.staging(), _Counted(self.driver, "stage"):
