@@ -38,9 +38,11 @@ import aot_hooks
 HOOKS = {
     "no hooks": None,
     "float8": aot_hooks.float8(),
-    "offload": aot_hooks.offload(),
-    "offload(then=float8)": aot_hooks.offload(then=aot_hooks.float8()),
-    "offload(then=float8) all": aot_hooks.offload(then=aot_hooks.float8(), max_stall_ms=float("inf")),
+    "offload": aot_hooks.offload(across_graphs=True),
+    "offload(then=float8)": aot_hooks.offload(then=aot_hooks.float8(), across_graphs=True),
+    "offload(then=float8) all": aot_hooks.offload(
+        then=aot_hooks.float8(), max_stall_ms=float("inf"), across_graphs=True
+    ),
     "offload(then=float8) one graph": aot_hooks.offload(then=aot_hooks.float8()),
 }
 ROWS = ("stock", "checkpointing", *HOOKS, "save_on_cpu")

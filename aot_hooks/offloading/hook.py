@@ -40,6 +40,7 @@ class OffloadSettings:
     in_flight_bytes: int
     max_stall_ms: float
     rates: Rates | None
+    across_graphs: bool = False
 
 
 def settings_of(hook: Hook) -> OffloadSettings | None:
@@ -232,6 +233,7 @@ def offload(
     in_flight_bytes: int = 1 << 30,
     max_stall_ms: float = 0.0,
     rates: Rates | None = None,
+    across_graphs: bool = False,
 ) -> Hook:
     """Store saved tensors in pinned host memory; the copies run beside the compute. Exact, unless `then` is not.
 
@@ -248,6 +250,8 @@ def offload(
             offloads only as much as the compute hides; `math.inf` offloads all that the rules above allow.
         rates: speeds of link and device to plan with, see `Rates`; None measures them once per device. The first hook
             of a graph that has rates sets them for all others on its device.
+        across_graphs: one plan for all graphs of a step, as compiled blocks or graph breaks make them. Which call
+            sends is decided when the graphs run, for about 0.1 ms of host time for each tensor.
 
     On CUDA the copies have streams of their own. On a CPU they are plain copies, so that a program can be tried out.
 
@@ -268,7 +272,10 @@ def offload(
         raise OptionError(f"offload: then must be a Hook that is traced, got {then!r}")
     if then is not None and isinstance(then.pack, _Pack):
         raise OptionError(f"offload: then must say in which form tensors wait, got {then!r}, which sends them itself")
-    settings = OffloadSettings(then is None, min_bytes, max_host_bytes, in_flight_bytes, max_stall_ms, rates)
+    if not isinstance(across_graphs, bool):
+        raise OptionError(f"offload: across_graphs must be True or False, got {across_graphs!r}")
+    limits = min_bytes, max_host_bytes, in_flight_bytes, max_stall_ms
+    settings = OffloadSettings(then is None, *limits, rates, across_graphs)
     name = "offload" if then is None else f"offload({then.name})"
     pack = _Pack(name, _Declines(min_bytes, then), settings, then, lossy=then is not None and then.lossy)
     return hook_of(pack, _Unpack(then))

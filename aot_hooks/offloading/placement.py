@@ -115,7 +115,8 @@ def place(
         for (item, crossing), placement in zip(items, planned.placements, strict=True):
             nodes = (crossing.start, crossing.wait, crossing.reload, crossing.back)
             limit, metas = crossing.start.args[1], [dict(node.meta) for node in nodes]
-            crossing.slot.meta[_CANDIDATE] = crossing.leaf, limit, device, metas
+            if crossing.leaf.settings.across_graphs:
+                crossing.slot.meta[_CANDIDATE] = crossing.leaf, limit, device, metas
             if not placement.offloaded:
                 _keep_on_device(bw, crossing)
                 on_device[crossing.wait] = crossing.value, placement.reason
@@ -132,13 +133,15 @@ def place(
 
 
 def decide_at_run_time(fw: GraphModule, bw: GraphModule, num_fwd_outputs: int) -> None:
-    """Have the operators decide what is sent when they run, because the graph may be one of many in a step: steps.py.
+    """Have the operators of hooks for many graphs decide what is sent when they run: steps.py.
 
     A tensor that `place` left on the device gets operators, too. Its copy out starts when it is made; the wait is at
     the end, and the copy back before its first reader. A tensor whose memory the program has, an input or an output,
     stays as `place` left it: the program may write to it. So does one that is read after its wait: a compiler may
     have the last reader write over it.
     """
+    if not any(_CANDIDATE in slot.meta for slot in bw.graph.find_nodes(op="placeholder")):
+        return
     output = fw.graph.output_node()
     tensors = {n: _sent_by(n).args[0] if n.target is offload_wait else n for n in output.all_input_nodes}
     inputs = storages(fw.graph.find_nodes(op="placeholder"))

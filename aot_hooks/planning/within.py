@@ -217,13 +217,16 @@ def _search(
 ) -> tuple[_Tried | None, _Tried]:
     """The best plan that fits, None if none was found, and the one with the lowest peak.
 
-    First what to recompute, with a guess of the hooks, and then the hooks for the graphs that result. The rewritten
+    If none fits after some attempts, the lowest peak is tried. First what to recompute, with a guess of the hooks, and then the hooks for the graphs that result. The rewritten
     graphs tell how far the program was off, at each position; what it is solved with next has that added.
     """
     all_tried: list[_Tried] = []
     limit, max_ms = None if limits.peak is None else float(limits.peak), limits.max_ms(step)
-    for _ in range(_PARTITIONS):
-        chosen = solve(step, peak=limit, max_error=limits.error, max_ms=max_ms)
+    for attempt in range(_PARTITIONS + 1):
+        last = attempt == _PARTITIONS
+        if last and any(one.fits(limits) for one in all_tried):
+            break
+        chosen = None if last else solve(step, peak=limit, max_error=limits.error, max_ms=max_ms)
         at_least = chosen is None
         chosen = chosen or solve(step, peak=None, max_error=limits.error, max_ms=max_ms)
         if chosen is None:  # no time at all

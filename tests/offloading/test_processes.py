@@ -29,7 +29,7 @@ pytestmark = [
 STEPS, ROWS, WIDTH = 6, 32, 16
 # the plan of one graph finds no time to hide a copy, that of a step does: the clock has 1 ms from event to event
 RATES = aot_hooks.Rates(to_host=1e7, to_device=1e7, memory=1e15, operations=1e18, operations32=1e18)
-HOOKS = {"offload": aot_hooks.offload(0, rates=RATES), "lossless": aot_hooks.lossless()}
+HOOKS = {"offload": aot_hooks.offload(0, rates=RATES, across_graphs=True), "lossless": aot_hooks.lossless()}
 
 
 class Block(nn.Module):

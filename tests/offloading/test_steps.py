@@ -24,7 +24,7 @@ pytestmark = pytest.mark.filterwarnings("error::aot_hooks.errors.UnusedWarning")
 # Compute is instant to the plan of a graph alone, so that it sends nothing. A step takes the time of the fixture's
 # clock: 1 ms from event to event.
 RATES = aot_hooks.Rates(to_host=3e6, to_device=3e6, memory=1e15, operations=1e18, operations32=1e18)
-HOOK = aot_hooks.offload(0, rates=RATES)
+HOOK = aot_hooks.offload(0, rates=RATES, across_graphs=True)
 TERMS = Terms(False, 1 << 30, 0.0, None)
 
 
@@ -148,7 +148,7 @@ def test_terms_are_a_text_in_the_graph() -> None:
 @pytest.mark.parametrize("then", [None, aot_hooks.cast(torch.bfloat16)], ids=str)
 def test_blocks_have_the_gradients_of_blocks_without(at_wait: bool, then: aot_hooks.Hook | None) -> None:
     late_copies.at_wait = at_wait
-    plain, hooked = by_blocks(then), by_blocks(aot_hooks.offload(0, then, rates=RATES))
+    plain, hooked = by_blocks(then), by_blocks(aot_hooks.offload(0, then, rates=RATES, across_graphs=True))
     for i in range(6):
         x = torch.randn(64, 16)
         expected, before = step(plain, x), aot_hooks.offload_stats()
@@ -379,7 +379,7 @@ def test_in_a_capture_of_both_the_graphs_go_by_their_own_plans(monkeypatch: pyte
 
 def test_a_step_that_can_send_nothing_says_so() -> None:
     slow = aot_hooks.Rates(to_host=1e3, to_device=1e3, memory=1e15, operations=1e18, operations32=1e18)
-    hooked, x = by_blocks(aot_hooks.offload(0, rates=slow)), torch.randn(64, 16)
+    hooked, x = by_blocks(aot_hooks.offload(0, rates=slow, across_graphs=True)), torch.randn(64, 16)
     for _ in range(3):
         step(hooked, x)
     with pytest.warns(aot_hooks.errors.UnusedWarning, match="a step of 6 calls of compiled graphs sends none of its"):
