@@ -217,8 +217,9 @@ def _search(
 ) -> tuple[_Tried | None, _Tried]:
     """The best plan that fits, None if none was found, and the one with the lowest peak.
 
-    If none fits after some attempts, the lowest peak is tried. First what to recompute, with a guess of the hooks, and then the hooks for the graphs that result. The rewritten
-    graphs tell how far the program was off, at each position; what it is solved with next has that added.
+    First what to recompute, with a guess of the hooks, and then the hooks for the graphs that result. The rewritten
+    graphs tell how far the program was off, at each position; what it is solved with next has that added. If none
+    fits after some attempts, the lowest peak is tried.
     """
     all_tried: list[_Tried] = []
     limit, max_ms = None if limits.peak is None else float(limits.peak), limits.max_ms(step)
