@@ -135,7 +135,7 @@ def print_frontier(options: argparse.Namespace) -> int:
         return run_script(options.script, options.arguments, settings, 1).plan
 
     try:
-        print(frontier_of(plan_with, allow=_allowed(options), max_error=options.max_error))
+        print(frontier_of(plan_with, allow=_allowed(options), max_error=_max_error(options)))
     except (AotHooksError, OSError) as e:
         print(f"aot_hooks frontier: {e}", file=sys.stderr)
         return 1
@@ -184,10 +184,15 @@ def _policy(options: argparse.Namespace) -> Any:
             raise OptionError(f"--hook: aot_hooks has no hook {name!r}; it has {', '.join(_HOOKS)}")
         return _evaluated("--hook", options.hook if with_arguments else f"{name}()")
     if options.budget is not None:
-        return budget(options.budget, allow=_allowed(options), max_error=options.max_error)
-    if options.allow is not None:
-        raise OptionError("--allow is for --budget")
+        return budget(options.budget, allow=_allowed(options), max_error=_max_error(options))
+    for name in ("allow", "max_error"):
+        if getattr(options, name) is not None:
+            raise OptionError(f"--{name.replace('_', '-')} is for --budget")
     return None if options.policy is None else _evaluated("--policy", options.policy)
+
+
+def _max_error(options: argparse.Namespace) -> float:
+    return 0.05 if options.max_error is None else float(options.max_error)
 
 
 def _evaluated(option: str, expression: str) -> Any:
@@ -269,7 +274,7 @@ def main(argv: list[str] | None = None) -> int:
         command.add_argument("--scope", choices=SCOPES, default="donated")
         command.add_argument("--inner", choices=("inductor", "aten"), default="inductor")
         command.add_argument("--allow", metavar="MEANS", help=f"what a budget may use: {','.join(ALLOWED)}")
-        command.add_argument("--max-error", type=float, default=0.05, help="predicted relative error of the gradient")
+        command.add_argument("--max-error", type=float, help="predicted relative error of the gradient, 0.05")
     curve.add_argument("script")
     curve.add_argument("arguments", nargs="*", default=[], help="arguments of the script, after --")
     run.add_argument("--json", metavar="PATH", help="write rows, totals and live bytes there")

@@ -41,7 +41,7 @@ from .passes.plan import Plan, repeats_across_regions
 from .passes.rewrite import rewrite
 from .passes.snapshots import save_what_was_read
 from .planning import measured
-from .planning.budget import Budget
+from .planning.budget import Budget, fitted
 from .planning.within import partition_within
 from .settings import recompiles
 from .settings.names import carry_names, uses_names
@@ -155,12 +155,14 @@ class _InForce:
         return [s for s in (self.setting, *self.regions.values()) if s is not None]
 
 
-def _in_force(gm: GraphModule, options: Options) -> _InForce:
+def _in_force(gm: GraphModule, inputs: Sequence[Any], options: Options) -> _InForce:
     setting, pair = pairs.ambient()
     if setting is None and options.policy is not None and autograd.top_hooks() is None:
         setting = Setting(options.policy, options.scope)
     if setting is not None and setting.eager:
         raise OptionError(f"options['policy']: '{setting.rule!r}' is to run eagerly, which a context can ask for only")
+    if setting is not None and isinstance(setting.rule, Budget):
+        setting = Setting(fitted(setting.rule, inputs), setting.scope)
     keys = dict.fromkeys(key for node in nodes_of(gm) if (key := annotation(node, REGION)) is not None)
     regions = {key: region.regions[key].setting.in_scope(options.scope) for key in keys}
     for inside in regions.values():
@@ -182,7 +184,7 @@ def _compile_graph(
     - hooks on torch's stack: `_without_hooks` hides those that are inlined, `_with_eager_hooks` is for the others.
     """
     patches = inductor_patches(options, mode)
-    hooks = _in_force(gm, options)
+    hooks = _in_force(gm, inputs, options)
     if hooks.setting is not None and (rule := measured.tightened(hooks.setting.rule, wrapper)) != hooks.setting.rule:
         hooks = dataclasses.replace(hooks, setting=Setting(rule, hooks.setting.scope))
     capture = cudagraphs.capture_options(options.inner, options.cudagraphs)
@@ -391,7 +393,7 @@ def partition_without_hooks(joint: GraphModule, joint_inputs: Any, **kwargs: Any
 def plan_graph(gm: GraphModule, inputs: Sequence[Any], options: Options) -> list[Plan]:
     """What `aot_hooks(gm, inputs)` would decide, with the live bytes; makes no code. `gm` may be changed."""
     plans: list[Plan] = []
-    partition = planning_partition(_in_force(gm, options), options.inner, plans, roots(), [], live=True)
+    partition = planning_partition(_in_force(gm, inputs, options), options.inner, plans, roots(), [], live=True)
     with _hooks_not_inlined_by_torch(), without_autograd_cache():
         if options.inner == "aten":
             aot.compile_graph(gm, inputs, partition)

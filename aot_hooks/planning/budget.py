@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, cast
+
+import torch
 
 from ..errors import OptionError
 from ..graphs.saved import SavedTensor
 from ..hook import KEEP, Hook
 
-__all__ = ["ALLOWED", "Budget", "budget", "bytes_of"]
+__all__ = ["ALLOWED", "Budget", "budget", "bytes_of", "fitted"]
 
 ALLOWED = ("recompute", "lossless", "offload", "float8", "int8", "int4")
+_FIT = 0.95  # share of the device's free memory that "fit" may take
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30}
 _UNITS["ti"] = 1 << 40
 _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([kmgt]i?)?b?\s*", re.IGNORECASE)
@@ -26,6 +29,7 @@ class Budget:
     Attributes:
         peak: bytes, "fit", or None.
         max_slowdown: the longest step over one without hooks, as a ratio; None: any.
+        free: of "fit": bytes that the device had free when the graph was compiled, less a margin.
         over: bytes by which a measured step was over `peak`; the plan takes less by that, see measured.py.
     """
 
@@ -33,9 +37,15 @@ class Budget:
     max_slowdown: float | None
     allow: tuple[Any, ...]
     max_error: float
+    free: int = 0
     over: int = 0
 
     decides_for_graph: ClassVar[bool] = True  # so no other policy may ask it for one tensor
+
+    @property
+    def peak_bytes(self) -> int | None:
+        """The peak in bytes. None: the lowest is asked for, or it is "fit" and no CUDA device is known."""
+        return (self.free or None) if self.peak == "fit" else cast("int | None", self.peak)
 
     @property
     def looks_at_modules(self) -> bool:
@@ -92,6 +102,22 @@ def budget(
         max_slowdown = float(max_slowdown if max_slowdown >= 1 else 1 + max_slowdown)
     means = tuple(name for name in ALLOWED if name in allow) + tuple(sorted(filter(_is_policy, allow), key=repr))
     return Budget(peak if peak in (None, "fit") else bytes_of(peak), max_slowdown, means, float(max_error))
+
+
+def fitted(budget: Budget, inputs: Sequence[Any]) -> Budget:
+    """`budget`; one of "fit" with the bytes that the CUDA devices of `inputs` have free, so that cache keys have them.
+
+    They are 95%, rounded down to 1/128 of the device: a process with nearly as much finds the same plan.
+    """
+    devices = {x.device for x in inputs if isinstance(x, torch.Tensor) and x.device.type == "cuda"}
+    if budget.peak != "fit" or not devices:
+        return budget
+    found = []
+    for device in devices:
+        free, total = torch.cuda.mem_get_info(device)
+        free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # torch can give these out
+        found.append(int(_FIT * free) // (total // 128) * (total // 128))
+    return replace(budget, free=min(found))
 
 
 def bytes_of(size: int | str | None) -> int:

@@ -35,7 +35,7 @@ _over: Memo[dict[Budget, int]] = Memo()  # by the `torch.compile` wrapper: bytes
 
 def tightened(rule: Any, wrapper: Any) -> Any:
     """`rule`; if it is a budget that a step of `wrapper` was over, less by as many bytes."""
-    over = (_over.get(wrapper) or {}).get(rule) if isinstance(rule, Budget) else None
+    over = (_over.get(wrapper) or {}).get(replace(rule, free=0)) if isinstance(rule, Budget) else None
     return rule if over is None else replace(rule, over=over)
 
 
@@ -76,9 +76,10 @@ def checked(
         code: what Dynamo has compiled, likewise.
     """
     device = _cuda_device(plans)
-    if not isinstance(budget.peak, int) or device is None:
+    peak = budget.peak_bytes
+    if peak is None or device is None:
         return run
-    peak, predicted = budget.peak, max(plan.peak_bytes for plan in plans)
+    predicted = max(plan.peak_bytes for plan in plans)
     counter = Counters(device)
     done = alone = False
     measured = 0  # counts the steps that were begun: one that another interrupts is not measured
@@ -113,7 +114,7 @@ def checked(
             if budget.over or wrapper is None or code is None or not dynamo.compile_anew(code):
                 _warn(budget, peak, most - before, predicted, most == in_forward)
             else:
-                (_over.get(wrapper) or _over.set(wrapper, {}))[budget] = excess
+                (_over.get(wrapper) or _over.set(wrapper, {}))[replace(budget, free=0)] = excess
 
     return run_and_measure
 

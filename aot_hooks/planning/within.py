@@ -20,7 +20,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch.fx import GraphModule
 
 from ..errors import BudgetError
@@ -55,7 +54,6 @@ _ROUNDING = 1e-6  # of ratios of sums
 _LESS = 0.003  # of the peak that each attempt asks for less, for what changes with the choice
 _NEAR = 0.98  # of the peak: a plan this near to it is not improved
 _COMPUTED = 4  # squared: what is computed from a rounded value may be twice as wrong
-_FIT = 0.95  # share of the device's free memory that "fit" may take
 _MIB = 1 << 20
 
 Split = Callable[[], tuple[GraphModule, GraphModule]]
@@ -115,7 +113,7 @@ def partition_within(
     step, groups = step_of(stock, setting.scope, budget.allow, budget.max_error)
     before, before_ms = stock.live(), step_ms(stock.fw, stock.bw, fused)
     cross = stock.boundary()
-    limits = _Limits(_peak(budget, cross, groups), budget.max_slowdown, budget.max_error)
+    limits = _Limits(_peak(budget, groups), budget.max_slowdown, budget.max_error)
     hooks_only = [name for name in budget.allow if name != RECOMPUTE]
 
     def partitioned(chosen: Solution) -> tuple[Graphs, Step]:
@@ -305,23 +303,16 @@ def _off(points: Sequence[LivePoint], nodes: Sequence[str], predicted: Sequence[
     return [most.get(i, nbytes) - nbytes for i, nbytes in enumerate(predicted)]
 
 
-def _peak(budget: Budget, cross: Boundary, groups: Sequence[Sequence[SavedValue]]) -> int | None:
+def _peak(budget: Budget, groups: Sequence[Sequence[SavedValue]]) -> int | None:
     """The peak in bytes. None: the lowest is asked for, or there is nothing to decide."""
-    if budget.peak != "fit":
-        return None if budget.peak is None else int(budget.peak) - budget.over
-    devices = {v.row.device for v in cross.tensors if v.row.device.type == "cuda"}
-    if not devices and groups:
+    if budget.peak_bytes is not None:
+        return budget.peak_bytes - budget.over
+    if budget.peak == "fit" and groups:
         raise BudgetError(
-            'budget("fit") asks a CUDA device for its free memory, and the saved tensors are on none; '
+            'budget("fit") asks a CUDA device for its free memory, and no input of the graph is on one; '
             "give the peak in bytes"
         )
-    free = [torch.cuda.mem_get_info(device)[0] + _reserved_and_free(device) for device in devices]
-    return int(_FIT * min(free)) if groups else None
-
-
-def _reserved_and_free(device: torch.device) -> int:
-    """Bytes that torch's allocator has reserved and can give out."""
-    return torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return None
 
 
 # --- what was chosen --------------------------------------------------------------------------------------------------

@@ -10,11 +10,12 @@ import torch
 from profiled import measured
 from steps import ATEN
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import aot_hooks
 from aot_hooks import budget
 from aot_hooks.errors import BudgetError, OptionError, unwrapped
-from aot_hooks.planning.budget import ALLOWED, bytes_of
+from aot_hooks.planning.budget import ALLOWED, bytes_of, fitted
 
 KEEP_ALL = aot_hooks.policies.everything(aot_hooks.KEEP)
 
@@ -276,6 +277,25 @@ def test_a_budget_is_a_value_that_prints_as_its_call():
 def test_fit_needs_a_device(model, x):
     with pytest.raises(BudgetError, match="CUDA device"):
         aot_hooks.plan(model, x, policy=budget("fit"), inner="aten")
+
+
+def test_fit_takes_what_a_device_has_free_less_a_margin_and_is_another_value_then(monkeypatch):
+    total = 128 << 30
+    free = {"free": 40 << 30}
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free["free"], total))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 12 << 30)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 2 << 30)
+    with FakeTensorMode():
+        inputs = [torch.empty(2, device="cuda"), torch.empty(2), 3]
+    found = fitted(budget("fit"), inputs)
+    assert found.peak_bytes == 47 << 30  # of 50 GiB
+    assert found != budget("fit") and repr(found) == "budget('fit')"
+    free["free"] -= 256 << 20
+    assert fitted(budget("fit"), inputs) == found
+    free["free"] -= 2 << 30
+    assert fitted(budget("fit"), inputs).peak_bytes == 45 << 30
+    assert fitted(budget("fit"), inputs[1:]) == budget("fit")
+    assert fitted(budget("1GiB"), inputs) == budget("1GiB")
 
 
 # --- programs that a review tried -------------------------------------------------------------------------------------

@@ -56,3 +56,11 @@ def test_a_script_is_all_that_is_required(capsys: Any) -> None:
     with pytest.raises(SystemExit):
         main(["report"])
     assert "the following arguments are required: script\n" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [["--max-error", "0.1"], ["--allow", "int8"]])
+def test_what_is_for_a_budget_is_refused_without_one(arguments: list[str], script: str, capsys: Any) -> None:
+    assert main(["report", *arguments, script]) == 1
+    out, err = capsys.readouterr()
+    assert "it ran" not in out
+    assert f"{arguments[0]} is for --budget" in err
