@@ -225,6 +225,11 @@ GOALS = (
     ),
     Goal("fuzzed programs with CUDA graphs", "fuzz.h200", lambda r: float(r["programs"]), 10_000, at_least=True),
     Goal("of these, with other results than eager mode", "fuzz.h200", lambda r: float(r["different"]), 0),
+    Goal(
+        "fuzzed programs on the simulator, with whole steps", "fuzz_whole_step.cpu", lambda r: float(r["programs"]),
+        20_000, at_least=True,
+    ),
+    Goal("of these, with other results", "fuzz_whole_step.cpu", lambda r: float(r["different"]), 0),
     Goal("offload: GiB sent", "offload.h200", offloaded("planned_bytes", GIB), 2.2, at_least=True),
     Goal(f"offload: {BLOCKS}", "offload.h200", row("ours_offload", "ratio_to_stock"), 1.03),
     Goal("offload: share of copy time hidden", "offload.h200", offloaded("hidden_share"), 0.9, at_least=True),
