@@ -162,7 +162,9 @@ def _in_force(gm: GraphModule, inputs: Sequence[Any], options: Options) -> _InFo
     if setting is not None and setting.eager:
         raise OptionError(f"options['policy']: '{setting.rule!r}' is to run eagerly, which a context can ask for only")
     if setting is not None and isinstance(setting.rule, Budget):
-        setting = Setting(fitted(setting.rule, inputs), setting.scope)
+        setting = Setting(
+            fitted(setting.rule, (x.device for x in inputs if isinstance(x, torch.Tensor))), setting.scope
+        )
     keys = dict.fromkeys(key for node in nodes_of(gm) if (key := annotation(node, REGION)) is not None)
     regions = {key: region.regions[key].setting.in_scope(options.scope) for key in keys}
     for inside in regions.values():
@@ -184,8 +186,11 @@ def _compile_graph(
     - hooks on torch's stack: `_without_hooks` hides those that are inlined, `_with_eager_hooks` is for the others.
     """
     patches = inductor_patches(options, mode)
-    hooks = _in_force(gm, inputs, options)
-    if hooks.setting is not None and (rule := measured.tightened(hooks.setting.rule, wrapper)) != hooks.setting.rule:
+    hooks, code = _in_force(gm, inputs, options), dynamo.code_being_compiled()
+    if (
+        hooks.setting is not None
+        and (rule := measured.tightened(hooks.setting.rule, wrapper, code)) != hooks.setting.rule
+    ):
         hooks = dataclasses.replace(hooks, setting=Setting(rule, hooks.setting.scope))
     capture = cudagraphs.capture_options(options.inner, options.cudagraphs)
     compilation = cudagraphs.compilation(capture) if capture is not None else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, cast
 
@@ -29,7 +29,7 @@ class Budget:
     Attributes:
         peak: bytes, "fit", or None.
         max_slowdown: the longest step over one without hooks, as a ratio; None: any.
-        free: of "fit": bytes that the device had free when the graph was compiled, less a margin.
+        free: of "fit": bytes that the device had free when the graph was compiled, less a margin; None: not asked yet.
         over: bytes by which a measured step was over `peak`; the plan takes less by that, see measured.py.
     """
 
@@ -37,7 +37,7 @@ class Budget:
     max_slowdown: float | None
     allow: tuple[Any, ...]
     max_error: float
-    free: int = 0
+    free: int | None = None
     over: int = 0
 
     decides_for_graph: ClassVar[bool] = True  # so no other policy may ask it for one tensor
@@ -45,7 +45,7 @@ class Budget:
     @property
     def peak_bytes(self) -> int | None:
         """The peak in bytes. None: the lowest is asked for, or it is "fit" and no CUDA device is known."""
-        return (self.free or None) if self.peak == "fit" else cast("int | None", self.peak)
+        return self.free if self.peak == "fit" else cast("int | None", self.peak)
 
     @property
     def looks_at_modules(self) -> bool:
@@ -104,16 +104,16 @@ def budget(
     return Budget(peak if peak in (None, "fit") else bytes_of(peak), max_slowdown, means, float(max_error))
 
 
-def fitted(budget: Budget, inputs: Sequence[Any]) -> Budget:
-    """`budget`; one of "fit" with the bytes that the CUDA devices of `inputs` have free, so that cache keys have them.
+def fitted(budget: Budget, devices: Iterable[torch.device]) -> Budget:
+    """`budget`; one of "fit" with the bytes that the CUDA devices of `devices` have free, so that cache keys have them.
 
     They are 95%, rounded down to 1/128 of the device: a process with nearly as much finds the same plan.
     """
-    devices = {x.device for x in inputs if isinstance(x, torch.Tensor) and x.device.type == "cuda"}
-    if budget.peak != "fit" or not devices:
+    on_cuda = {device for device in devices if device.type == "cuda"}
+    if budget.peak != "fit" or not on_cuda:
         return budget
     found = []
-    for device in devices:
+    for device in on_cuda:
         free, total = torch.cuda.mem_get_info(device)
         free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # torch can give these out
         found.append(int(_FIT * free) // (total // 128) * (total // 128))

@@ -101,7 +101,12 @@ def _move_behind(node: Node, anchor: Node, counted: Collection[Any]) -> None:
         each.meta[SPLIT] = node.name
     views = [node]
     for view in views:
-        views += [user for user in view.users if is_view(user)]
+        views += [
+            user
+            for user in view.users
+            if is_view(user)
+            and all(n in moved or n in views or order[n] <= order[anchor] for n in user.all_input_nodes)
+        ]
     moved.update(views)
     at = anchor
     while at.next in moved or storage_of(at.next) == storage_of(anchor):

@@ -30,18 +30,20 @@ __all__ = ["Counters", "checked", "forget", "tightened"]
 
 log = logging.getLogger("aot_hooks")
 _MIB = 1 << 20
-_over: Memo[dict[Budget, int]] = Memo()  # by the `torch.compile` wrapper: bytes that steps were over a budget
+_TRIES = 3  # calls that are measured alone
+_tighter: Memo[dict[Any, Budget]] = Memo()  # by the `torch.compile` wrapper: by code and budget, the one to plan with
 
 
-def tightened(rule: Any, wrapper: Any) -> Any:
-    """`rule`; if it is a budget that a step of `wrapper` was over, less by as many bytes."""
-    over = (_over.get(wrapper) or {}).get(replace(rule, free=0)) if isinstance(rule, Budget) else None
-    return rule if over is None else replace(rule, over=over)
+def tightened(rule: Any, wrapper: Any, code: types.CodeType | None) -> Any:
+    """`rule`; if it is a budget that a step of `code` was over, less by as many bytes."""
+    if not isinstance(rule, Budget):
+        return rule
+    return (_tighter.get(wrapper) or {}).get((code, replace(rule, free=None)), rule)
 
 
 def forget() -> None:
     """Forget which steps were over their budgets."""
-    _over.known.clear()
+    _tighter.known.clear()
 
 
 class Counters:
@@ -82,13 +84,16 @@ def checked(
     predicted = max(plan.peak_bytes for plan in plans)
     counter = Counters(device)
     done = alone = False
-    measured = 0  # counts the steps that were begun: one that another interrupts is not measured
+    restarts = 0
+    measured = 0  # the number of the last call: one that another interrupts, or whose backward has run, is over
 
     def run_and_measure(*args: Any) -> Any:
-        nonlocal measured
+        nonlocal done, measured, restarts
+        done = done or restarts == _TRIES
         if done:
             return run(*args)
         if alone:
+            restarts += 1
             counter.restart()
         measured += 1
         number, before = measured, counter.allocated()
@@ -98,9 +103,10 @@ def checked(
         return outputs
 
     def ended(number: int, before: int, in_forward: int) -> None:
-        nonlocal done, alone
-        if done or number != measured:
+        nonlocal done, alone, measured
+        if number != measured:
             return
+        measured += 1  # a second backward of the same call is not measured
         most = counter.most()
         excess = most - before - peak
         if excess <= 0:
@@ -114,7 +120,8 @@ def checked(
             if budget.over or wrapper is None or code is None or not dynamo.compile_anew(code):
                 _warn(budget, peak, most - before, predicted, most == in_forward)
             else:
-                (_over.get(wrapper) or _over.set(wrapper, {}))[replace(budget, free=0)] = excess
+                tighter = replace(budget, over=excess)
+                (_tighter.get(wrapper) or _tighter.set(wrapper, {}))[code, replace(budget, free=None)] = tighter
 
     return run_and_measure
 

@@ -32,7 +32,7 @@ from ..passes.live_bytes import LivePoint
 from ..passes.plan import Decision, Plan
 from ..settings.setting import Setting
 from ..torch_private import aot
-from .budget import Budget
+from .budget import Budget, fitted
 from .kernels import hold_kernels, join_kernels, split_kernels
 from .options import Graphs, step_of
 from .solver import Solution, solve
@@ -142,7 +142,11 @@ def partition_within(
         return _Tried(found, plan, own, solution, live)
 
     best, least = _search(step, limits, partitioned, tried)
-    if best is None and limits.peak is not None and least.plan.peak_bytes <= limits.peak + budget.over:
+    if (
+        best is None
+        and limits.peak is not None
+        and least.fits(dataclasses.replace(limits, peak=limits.peak + budget.over))
+    ):
         best = least  # nothing is tighter; the next steps are measured again
     if best is None:
         raise BudgetError(_infeasible(budget, step, limits.peak, least))
@@ -307,12 +311,13 @@ def _peak(budget: Budget, groups: Sequence[Sequence[SavedValue]]) -> int | None:
     """The peak in bytes. None: the lowest is asked for, or there is nothing to decide."""
     if budget.peak_bytes is not None:
         return budget.peak_bytes - budget.over
-    if budget.peak == "fit" and groups:
+    found = fitted(budget, (v.row.device for group in groups for v in group)).peak_bytes
+    if budget.peak == "fit" and groups and found is None:
         raise BudgetError(
-            'budget("fit") asks a CUDA device for its free memory, and no input of the graph is on one; '
+            'budget("fit") asks a CUDA device for its free memory, and the saved tensors are on none; '
             "give the peak in bytes"
         )
-    return None
+    return found
 
 
 # --- what was chosen --------------------------------------------------------------------------------------------------

@@ -286,7 +286,7 @@ def test_fit_takes_what_a_device_has_free_less_a_margin_and_is_another_value_the
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 12 << 30)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 2 << 30)
     with FakeTensorMode():
-        inputs = [torch.empty(2, device="cuda"), torch.empty(2), 3]
+        inputs = [torch.empty(2, device="cuda").device, torch.device("cpu")]
     found = fitted(budget("fit"), inputs)
     assert found.peak_bytes == 47 << 30  # of 50 GiB
     assert found != budget("fit") and repr(found) == "budget('fit')"
@@ -296,6 +296,8 @@ def test_fit_takes_what_a_device_has_free_less_a_margin_and_is_another_value_the
     assert fitted(budget("fit"), inputs).peak_bytes == 45 << 30
     assert fitted(budget("fit"), inputs[1:]) == budget("fit")
     assert fitted(budget("1GiB"), inputs) == budget("1GiB")
+    free["free"] = -(10 << 30)
+    assert fitted(budget("fit"), inputs).peak_bytes == 0  # asked, and there is nothing
 
 
 # --- programs that a review tried -------------------------------------------------------------------------------------

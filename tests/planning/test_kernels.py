@@ -73,6 +73,23 @@ def test_a_kernel_that_takes_the_memory_of_a_saved_tensor_anyway_stays_whole():
     assert peak(gm) == before
 
 
+def test_a_view_that_needs_a_later_size_stays_behind_it():
+    def function(grad, weight, gate, up):
+        d = grad @ weight
+        first = (d * torch.sigmoid(wide(gate))).t() @ grad
+        d_gate = d * wide(up) * wide(gate)
+        rows, columns = d_gate.shape
+        return first, d_gate.view(rows // 2, 2 * columns).t() @ grad[: rows // 2]
+
+    inputs = [torch.randn(ROWS, WIDTH), torch.randn(WIDTH, WIDTH)]
+    inputs += [torch.randn(ROWS, WIDTH).mul(9).to(torch.int8) for _ in range(2)]
+    gm = make_fx(function, tracing_mode="symbolic")(*inputs)
+    expected = gm(*inputs)
+    split_kernels(gm)
+    assert any(SPLIT in n.meta for n in gm.graph.nodes)
+    assert all(map(torch.equal, gm(*inputs), expected))
+
+
 def test_a_part_that_needs_a_later_product_stays_where_it_is():
     def function(grad, weight, gate, up):
         d = grad @ weight

@@ -144,11 +144,37 @@ def test_a_backward_inside_of_the_compiled_function_is_a_warning_at_once(model, 
     assert len([w for w in seen if w.category is BudgetWarning]) == 1
 
 
+def test_a_second_backward_of_a_call_is_not_measured(model, x, peak, monkeypatch):
+    counters = Scripted([100] * 4, earlier=10 * peak)  # an earlier peak hides all steps
+    monkeypatch.setattr(measured, "_cuda_device", lambda plans: torch.device("cpu"))
+    monkeypatch.setattr(measured, "Counters", counters)
+    compiled = torch.compile(model, backend="aot_hooks", options={**ATEN, "policy": budget(peak, max_error=0)})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", BudgetWarning)
+        for _ in range(3):
+            loss = compiled(x).sin().sum()
+            loss.backward(retain_graph=True)
+            loss.backward()
+    assert counters.restarts == 1
+    assert len(aot_hooks.last_plans(compiled)) == 1
+
+
+def test_calls_without_a_backward_restart_the_counters_a_few_times_only(model, x, peak, monkeypatch):
+    counters = Scripted([2 * peak] * 40)
+    monkeypatch.setattr(measured, "_cuda_device", lambda plans: torch.device("cpu"))
+    monkeypatch.setattr(measured, "Counters", counters)
+    compiled = torch.compile(model, backend="aot_hooks", options={**ATEN, "policy": budget(peak, max_error=0)})
+    compiled(x).sum().backward()
+    for _ in range(10):
+        compiled(x)
+    assert counters.restarts == 3
+
+
 def test_reset_forgets_which_steps_were_over(train, peak):
     train(Scripted([2 * peak] * 2), 2)
-    assert measured._over.known
+    assert measured._tighter.known
     torch._dynamo.reset()
-    assert not measured._over.known
+    assert not measured._tighter.known
 
 
 @pytest.mark.gpu
