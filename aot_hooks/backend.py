@@ -186,11 +186,8 @@ def _compile_graph(
     - hooks on torch's stack: `_without_hooks` hides those that are inlined, `_with_eager_hooks` is for the others.
     """
     patches = inductor_patches(options, mode)
-    hooks, code = _in_force(gm, inputs, options), dynamo.code_being_compiled()
-    if (
-        hooks.setting is not None
-        and (rule := measured.tightened(hooks.setting.rule, wrapper, code)) != hooks.setting.rule
-    ):
+    hooks = _in_force(gm, inputs, options)
+    if hooks.setting is not None and (rule := measured.tightened(hooks.setting.rule, wrapper)) != hooks.setting.rule:
         hooks = dataclasses.replace(hooks, setting=Setting(rule, hooks.setting.scope))
     capture = cudagraphs.capture_options(options.inner, options.cudagraphs)
     compilation = cudagraphs.compilation(capture) if capture is not None else None
@@ -254,7 +251,7 @@ def _wrapped(
     run = graph.counted(compiled) if counted else compiled
     run = unused.judged(run, unused.compiled(hooks.settings, graph.plans))
     if hooks.setting is not None and isinstance(hooks.setting.rule, Budget) and graph.plans:
-        run = measured.checked(run, hooks.setting.rule, graph.plans, wrapper, dynamo.code_being_compiled())
+        run = measured.checked(run, hooks.setting.rule, graph.plans, wrapper)
     for key, setting in hooks.regions.items():
         recompiles.note(wrapper, setting, region.regions[key].made_of(seen))
     if hooks.setting is not None and graph.plans and not described(hooks.setting.rule).frozen:

@@ -9,6 +9,7 @@ Runs on different machines are comparable by their own stock step only, so both 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import pathlib
 import sys
@@ -68,10 +69,9 @@ def draw(ours: list[Point], peers: list[Point], where: str, path: pathlib.Path) 
         placed.append((peak, time))
         at = (7, 2 + 9 * above)
         axes.annotate(label, (100 * peak, 100 * time), xytext=at, textcoords="offset points", fontsize=8)
-    for label in dict.fromkeys(label for label, *_ in ours):
+    for color, label in zip(itertools.cycle(("C1", "C2", "C4", "C3")), dict.fromkeys(label for label, *_ in ours)):
         same = [(100 * p, 100 * t) for other, p, t in ours if other == label]
-        (line,) = axes.plot(*zip(*same, strict=True), "D", markersize=7, label=f'budget("{label}")')
-        line.set_color({0: "C3", 1: "C1", 2: "C2", 3: "C4"}[len(axes.get_legend_handles_labels()[0]) % 4])
+        axes.plot(*zip(*same, strict=True), "D", color=color, markersize=7, label=f'budget("{label}")')
     axes.set(xlabel="peak memory, % of torch.compile's", ylabel="step time, % of torch.compile's", title=where)
     axes.set_xlim(25, 105)
     axes.grid(alpha=0.3)

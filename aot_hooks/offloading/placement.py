@@ -113,10 +113,9 @@ def place(
             reload_gaps=backward.gaps,
         )
         for (item, crossing), placement in zip(items, planned.placements, strict=True):
-            nodes = (crossing.start, crossing.wait, crossing.reload, crossing.back)
-            limit, metas = crossing.start.args[1], [dict(node.meta) for node in nodes]
             if crossing.leaf.settings.across_graphs:
-                crossing.slot.meta[_CANDIDATE] = crossing.leaf, limit, device, metas
+                metas = [dict(n.meta) for n in (crossing.start, crossing.wait, crossing.reload, crossing.back)]
+                crossing.slot.meta[_CANDIDATE] = crossing.leaf, crossing.start.args[1], device, metas
             if not placement.offloaded:
                 _keep_on_device(bw, crossing)
                 on_device[crossing.wait] = crossing.value, placement.reason

@@ -11,7 +11,6 @@ of the tighter plan's steps likewise; if that is over the budget too, a warning 
 from __future__ import annotations
 
 import logging
-import types
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -34,11 +33,12 @@ _TRIES = 3  # calls that are measured alone
 _tighter: Memo[dict[Any, Budget]] = Memo()  # by the `torch.compile` wrapper: by code and budget, the one to plan with
 
 
-def tightened(rule: Any, wrapper: Any, code: types.CodeType | None) -> Any:
-    """`rule`; if it is a budget that a step of `code` was over, less by as many bytes."""
-    if not isinstance(rule, Budget):
+def tightened(rule: Any, wrapper: Any) -> Any:
+    """`rule`; if it is a budget that a step of what Dynamo is compiling was over, less by as many bytes."""
+    known = _tighter.get(wrapper) if isinstance(rule, Budget) else None
+    if not known:
         return rule
-    return (_tighter.get(wrapper) or {}).get((code, replace(rule, free=None)), rule)
+    return known.get((dynamo.code_being_compiled(), replace(rule, free=None)), rule)
 
 
 def forget() -> None:
@@ -68,16 +68,14 @@ def checked(
     budget: Budget,
     plans: Sequence[Plan],
     wrapper: Any,
-    code: types.CodeType | None,
 ) -> Callable[..., Any]:
     """`run`, a compiled forward, with the peaks of its first steps compared with `budget`.
 
     Args:
         plans: of `run`'s graphs.
-        wrapper: what `torch.compile` returned for the function that `run` belongs to, None if there is none.
-        code: what Dynamo has compiled, likewise.
+        wrapper: what `torch.compile` returned for the function that Dynamo is compiling, None if there is none.
     """
-    device = _cuda_device(plans)
+    device, code = _cuda_device(plans), dynamo.code_being_compiled()
     peak = budget.peak_bytes
     if peak is None or device is None:
         return run
@@ -89,8 +87,17 @@ def checked(
 
     def run_and_measure(*args: Any) -> Any:
         nonlocal done, measured, restarts
-        done = done or restarts == _TRIES
         if done:
+            return run(*args)
+        if restarts == _TRIES:
+            done = True
+            warnings.warn(
+                f"aot_hooks: {budget!r}: the first step was over the budget, and none of the next {_TRIES} could be "
+                "measured: other calls of the compiled function came between forward and backward, or there was no "
+                "backward. Look at torch.cuda.max_memory_allocated(), and lower the peak by what is over",
+                BudgetWarning,
+                stacklevel=2,
+            )
             return run(*args)
         if alone:
             restarts += 1

@@ -110,7 +110,13 @@ def code_being_compiled() -> types.CodeType | None:
 
 
 def compile_anew(code: types.CodeType) -> bool:
-    """Remove all compiled versions of `code`, so that its next call compiles. False if it is running on some thread."""
+    """Remove all compiled versions of `code`, so that its next call compiles.
+
+    False, and nothing is removed, if it is running on some thread, or if the user's `torch.compiler.set_stance` says
+    that calls do not compile.
+    """
+    if need("torch._dynamo.eval_frame._stance").stance != "default":
+        return False
 
     def place(of: types.CodeType) -> tuple[str, str, int]:
         return of.co_name, of.co_filename, of.co_firstlineno  # the code that Dynamo makes has these of the original

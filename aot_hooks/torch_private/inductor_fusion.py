@@ -165,6 +165,11 @@ def choices() -> Any:
 _OFFLOAD = tuple(f"aot_hooks.{part}" for part in ("offload_start", "offload_wait", "reload_start", "reload_wait"))
 
 
+def _decides_at_run_time(node: Any) -> bool:
+    """Whether this operator of offload has the terms that hooks for many graphs give it, a text."""
+    return any(isinstance(arg, str) and arg for arg in getattr(node.node, "constant_args", ()))
+
+
 def _order_offload(nodes: list[Any]) -> list[Any]:
     """Add dependencies by which Inductor's scheduler keeps each operator of offload between the same kernels.
 
@@ -172,8 +177,8 @@ def _order_offload(nodes: list[Any]) -> list[Any]:
     attention, other operators. Each of these depends on the operator of offload before it, and each operator of offload
     on all of these since the one before it. The dependencies are of order alone (`is_fake`), which hold no memory.
 
-    A wait also comes after all readers of its tensor that the graph has before it. The tensor may stay on the device,
-    and the last reader may write over it.
+    With `across_graphs`, a wait also comes after all readers of its tensor that the graph has before it: the tensor may
+    stay on the device, and the last reader may write over it.
     """
     is_ours = {n: str(getattr(n.node, "op_overload", "")).startswith(_OFFLOAD) for n in nodes}
     if not any(is_ours.values()):
@@ -186,7 +191,7 @@ def _order_offload(nodes: list[Any]) -> list[Any]:
             node.add_fake_dep(weak(next(iter(each.get_buffer_names())), node.get_name(), is_fake=True))
 
     readers: dict[str, list[Any]] = {}
-    for node in nodes:
+    for node in nodes if any(is_ours[n] and _decides_at_run_time(n) for n in nodes) else ():
         reads = [dep.name for dep in node.read_writes.reads]
         if "offload_wait" in str(getattr(node.node, "op_overload", "")):
             after(node, [each for name in reads for each in readers.get(name, ())])

@@ -165,9 +165,26 @@ def test_calls_without_a_backward_restart_the_counters_a_few_times_only(model, x
     monkeypatch.setattr(measured, "Counters", counters)
     compiled = torch.compile(model, backend="aot_hooks", options={**ATEN, "policy": budget(peak, max_error=0)})
     compiled(x).sum().backward()
-    for _ in range(10):
-        compiled(x)
+    with pytest.warns(BudgetWarning, match="none of the next 3 could be measured") as seen:
+        for _ in range(10):
+            compiled(x)
+    assert len([w for w in seen if w.category is BudgetWarning]) == 1
     assert counters.restarts == 3
+
+
+def test_a_tighter_plan_is_not_made_where_the_stance_forbids_to_compile(train, peak):
+    with torch.compiler.set_stance("default"):  # resets the stance on exit, also after a failure
+        counters = Scripted([peak + 16 * KIB] * 4)
+        restart = counters.restart
+
+        def stop_compiling() -> None:
+            restart()
+            torch.compiler.set_stance("fail_on_recompile")
+
+        counters.restart = stop_compiling
+        peaks, said = train(counters, 4)
+    assert len(set(peaks)) == 1
+    assert len(said) == 1
 
 
 def test_reset_forgets_which_steps_were_over(train, peak):

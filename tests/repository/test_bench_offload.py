@@ -93,3 +93,18 @@ def test_the_table_tells_the_longest_length_of_each_way_and_all_at_one(monkeypat
     ]
     assert "at 4096:" in title
     assert {len(line) for line in lines} == {len(title)}
+
+
+def test_peers_that_no_budget_reaches(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = load("benchmarks", "bench_budget", monkeypatch)
+    rows: list[dict[str, Any]] = [
+        {"name": "stock", "kind": "stock", "peak_bytes": 100, "ratio": 1.0},
+        {"name": "50", "kind": "budget", "peak_bytes": 50, "ratio": 1.05},
+        {"name": "broken", "kind": "budget", "error": "out of memory"},
+        {"name": "slower", "kind": "peer", "peak_bytes": 50, "ratio": 1.10},
+        {"name": "as fast, with noise", "kind": "peer", "peak_bytes": 50, "ratio": 1.045},
+        {"name": "faster", "kind": "peer", "peak_bytes": 50, "ratio": 1.03},
+        {"name": "smaller", "kind": "peer", "peak_bytes": 49, "ratio": 1.10},
+        {"name": "larger and slower than stock", "kind": "peer", "peak_bytes": 110, "ratio": 1.2},
+    ]
+    assert bench.below_the_frontier(rows) == ["faster", "smaller"]
