@@ -189,6 +189,8 @@ def _compile_graph(
     hooks = _in_force(gm, inputs, options)
     if hooks.setting is not None and (rule := measured.tightened(hooks.setting.rule, wrapper)) != hooks.setting.rule:
         hooks = dataclasses.replace(hooks, setting=Setting(rule, hooks.setting.scope))
+    if hooks.setting is not None and isinstance(hooks.setting.rule, Budget) and options.inner == "inductor":
+        patches = inductor.IN_PLANNED_ORDER | patches
     capture = cudagraphs.capture_options(options.inner, options.cudagraphs)
     compilation = cudagraphs.compilation(capture) if capture is not None else None
     listed = records.recording_graphs()

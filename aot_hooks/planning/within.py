@@ -225,20 +225,20 @@ def _search(
     """
     all_tried: list[_Tried] = []
     limit, max_ms = None if limits.peak is None else float(limits.peak), limits.max_ms(step)
+    nothing_under = False  # the limit, by the program
     for attempt in range(_PARTITIONS + 1):
-        last = attempt == _PARTITIONS
+        last = attempt == _PARTITIONS or nothing_under
         if last and any(one.fits(limits) for one in all_tried):
             break
-        chosen = None if last else solve(step, peak=limit, max_error=limits.error, max_ms=max_ms)
-        at_least = chosen is None
-        chosen = chosen or solve(step, peak=None, max_error=limits.error, max_ms=max_ms)
+        chosen = solve(step, peak=None if last else limit, max_error=limits.error, max_ms=max_ms)
         if chosen is None:  # no time at all
             chosen = Solution((KEPT,) * len(step.values), step.live, step.peak_bytes, step.ms, 0.0)
         graphs, own = partitioned(chosen)
         found = list(_hooked(graphs, own, chosen, limits, max_ms, tried))
         all_tried += found
-        if at_least or limit is None or limits.peak is None:
+        if last or limit is None or limits.peak is None:
             break
+        nothing_under = chosen.peak_bytes > limit + 1
         reached = max((one.plan.peak_bytes for one in found if one.fits(limits)), default=None)
         if reached is None:
             limit -= 1.05 * max(0, min(one.plan.peak_bytes for one in found) - limits.peak)

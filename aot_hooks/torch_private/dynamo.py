@@ -18,7 +18,7 @@ import torch
 from .symbols import needing
 
 SYMBOLS = {
-    "a tighter plan for a budget": "torch._C._dynamo.eval_frame.reset_code",
+    "a tighter plan for a budget": "torch._C._dynamo.eval_frame.reset_code torch._dynamo.eval_frame._stance",
     "contexts inside a compiled function": "torch._dynamo.assume_constant_result torch._dynamo.comptime.comptime",
     "errors of contexts inside a compiled function": "torch._dynamo.exc.BackendCompilerFailed",
     "reports of scripts with a module that cannot be planned": "torch._dynamo.exc.TorchDynamoException",

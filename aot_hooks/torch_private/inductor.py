@@ -34,6 +34,12 @@ PROTOCOLS: Protocols = {
     "kernels that pack without holding memory": {"torch._inductor.virtualized._V": "set_choices_handler graph"},
 }
 
+IN_PLANNED_ORDER = {"reorder_for_peak_memory": False}
+"""Inductor settings by which kernels run in the order of the graph, which a budget has counted the live bytes of.
+
+Inductor's estimate does not know what a kernel writes over. It has moved copies of 128 MiB up into the peak.
+"""
+
 need = needing(SYMBOLS)
 mode_options = functools.partial(compilers.mode_options, need=need)
 
