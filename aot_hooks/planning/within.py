@@ -150,9 +150,9 @@ def partition_within(
         best = least  # nothing is tighter; the next steps are measured again
     if best is None:
         raise BudgetError(_infeasible(budget, step, limits.peak, least))
-    if fused and on_cuda(best.graphs.bw.graph.nodes):
-        backward = [point for point in best.plan.live_after if point.phase == "backward"]
-        hold_kernels(best.graphs.bw, backward, best.plan.peak_bytes)
+    for gm, phase in ((best.graphs.fw, "forward"), (best.graphs.bw, "backward")):
+        if fused and on_cuda(gm.graph.nodes):
+            hold_kernels(gm, [point for point in best.plan.live_after if point.phase == phase], best.plan.peak_bytes)
     return best.graphs.fw, best.graphs.bw, best.plan
 
 
@@ -225,9 +225,8 @@ def _search(
     """
     all_tried: list[_Tried] = []
     limit, max_ms = None if limits.peak is None else float(limits.peak), limits.max_ms(step)
-    nothing_under = False  # the limit, by the program
     for attempt in range(_PARTITIONS + 1):
-        last = attempt == _PARTITIONS or nothing_under
+        last = attempt == _PARTITIONS
         if last and any(one.fits(limits) for one in all_tried):
             break
         chosen = solve(step, peak=None if last else limit, max_error=limits.error, max_ms=max_ms)
@@ -238,7 +237,6 @@ def _search(
         all_tried += found
         if last or limit is None or limits.peak is None:
             break
-        nothing_under = chosen.peak_bytes > limit + 1
         reached = max((one.plan.peak_bytes for one in found if one.fits(limits)), default=None)
         if reached is None:
             limit -= 1.05 * max(0, min(one.plan.peak_bytes for one in found) - limits.peak)
