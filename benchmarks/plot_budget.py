@@ -18,7 +18,7 @@ from typing import Any
 from _measure import GIB, ROOT
 
 RESULTS = ROOT / "benchmarks" / "results"
-BUDGETS = RESULTS / "history" / "2026-11-23-c93a214-budget.json"
+BUDGETS = RESULTS / "history" / "2026-11-23-dae2dbf-budget.json"
 PEERS = RESULTS / "current" / "memory.h200.json"
 IMAGE = ROOT / "docs" / "images" / "frontier.png"
 SHOWN = {
@@ -37,7 +37,7 @@ Point = tuple[str, float, float]  # label, share of stock's peak, share of stock
 
 def points(rows: list[dict[str, Any]], ours: bool) -> list[Point]:
     """The budgets of a run, or the peers in `SHOWN`, as shares of the row "no hooks" or "stock"."""
-    ready = [row for row in rows if "error" not in row or not row["error"]]
+    ready = [row for row in rows if "min_ms" in row]
     stock = next(row for row in ready if row["name"] in ("no hooks", "stock"))
     found = []
     for row in ready:
@@ -89,7 +89,8 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     budgets, peers = (json.loads(path.read_text()) for path in (options.budgets, options.peers))
     runs = budgets.get("runs", [budgets])
-    ours = [point for run in runs if run.get("layers", 4) == 4 for point in points(run["rows"], ours=True)]
+    timed = [run for run in runs if run.get("layers", 4) == 4 and "min_ms" in run["rows"][0]]
+    ours = [point for run in timed for point in points(run["rows"], ours=True)]
     draw(ours, points(peers["rows"], ours=False), "Four Llama-3-8B-shaped layers, 2 x 8192 tokens, H200", options.image)
     return 0
 
