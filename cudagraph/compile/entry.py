@@ -29,9 +29,9 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
-from ..errors import REBINDS, CudaGraphError
+from ..errors import CudaGraphError
 from ..graph.analyse import Analysis, Kind
-from ..graph.blockers import is_host_operator
+from ..graph.blockers import REBINDS_INPUT, is_host_operator
 from ..options import Options
 from ..placeholder import source_line, trace_of
 from ..torch_private import autograd_cache
@@ -83,7 +83,7 @@ class Found:
 def found_of(gm: GraphModule, kind: Kind, analysis: Analysis) -> Found:
     """Call it before Inductor's passes change `gm`: names and lines are read now."""
     piece = None
-    rebinds = any(REBINDS in blocker.reason for blocker in analysis.blockers)  # then no part is captured
+    rebinds = any(blocker.cause == REBINDS_INPUT for blocker in analysis.blockers)  # then no part is captured
     if analysis.device is not None and not rebinds:
         piece = dataclasses.replace(whole_piece(gm, kind, analysis.device), run=_comes_with_the_code, constants=())
     return Found(analysis.as_data(), piece, operators_of(gm))

@@ -31,15 +31,14 @@ from .pieces import uncaptured
 _numbers = itertools.count()
 
 
-class _Pending:
-    """The uncaptured callable that stands in a compiled graph between Inductor's two calls of the policy."""
+def _pending(piece: Piece) -> Any:
+    """The callable, uncaptured, that stands in a compiled graph between Inductor's two calls of the policy."""
 
-    def __init__(self, piece: Piece) -> None:
-        self.piece = piece
-        self.run = piece.run
+    def call(inputs: list[Any]) -> Any:
+        return call.run(inputs)  # type: ignore[attr-defined]
 
-    def __call__(self, inputs: list[Any]) -> Any:
-        return self.run(inputs)
+    call.piece, call.run = piece, piece.run  # type: ignore[attr-defined]
+    return call
 
 
 class Policy(compilers.inductor_policy_class()):  # type: ignore[misc]
@@ -83,7 +82,7 @@ class Policy(compilers.inductor_policy_class()):  # type: ignore[misc]
             is_backward=is_backward,
             is_inference=is_inference,
         )
-        self._local.pending = _Pending(piece)
+        self._local.pending = _pending(piece)
         return self._local.pending  # type: ignore[no-any-return]
 
     def should_wrap(self, compiled_graph: Any) -> bool:

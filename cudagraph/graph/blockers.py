@@ -2,10 +2,10 @@
 
     node, device --reason_against--> None, or why this operator can't be in a CUDA graph --blocker_of--> Blocker
 
-None of a captured graph's host code runs again. So an operator stays out if it computes on the host, reads a number
-there, waits for the device to know a size, or belongs to another device. Views and arithmetic on sizes launch nothing
-and can be anywhere (`is_free`). If an input gets other memory or another shape (`rebinds`), the whole graph stays out:
-the input's new memory would be the pool's.
+A replay runs no host code. So an operator stays out if it computes on the host, reads a number there, waits for the
+device to know a size, or belongs to another device. Views and arithmetic on sizes launch nothing and can be anywhere
+(`is_free`). If an input gets other memory or another shape (`rebinds`), the whole graph stays out: the input's new
+memory would be the pool's.
 """
 
 from __future__ import annotations
@@ -48,17 +48,22 @@ _REBIND_WITHOUT_TAG = {
 
 _host_operators: set[Any] = set()
 
+# Causes of blockers.
+REBINDS_INPUT = "rebinds an input"
+WRITES_TO_CALLER = "writes to memory of the caller"
+
 
 @dataclass(frozen=True)
 class Blocker:
     """An operator that keeps a graph from being captured whole.
 
     Attributes:
-        reason: why, as the end of the sentence "it can't be captured because ...".
+        reason: why, as the end of a sentence about the operator, such as "runs on the CPU".
         op: the operator, as torch writes it; "" if the reason is no operator.
-        node: its name in the graph; "" likewise.
+        node: its name in the graph; "" if the reason is no operator.
         stack_trace: the user's stack where it was called; None if unknown.
         graph: the name of its graph; "" if the blocker is part of that graph's `Analysis`.
+        cause: REBINDS_INPUT or WRITES_TO_CALLER, for these two reasons; "" for all others.
     """
 
     reason: str
@@ -66,6 +71,7 @@ class Blocker:
     node: str
     stack_trace: str | None = None
     graph: str = ""
+    cause: str = ""
 
     @property
     def source_line(self) -> str:
@@ -93,13 +99,14 @@ def is_host_operator(node: Any) -> bool:
 
 def tensors_of(*nodes: Node) -> list[torch.Tensor]:
     """The tensors in the values of `nodes`."""
-    return _tensors_in([value_of(node) for node in nodes])
+    return tensors_in([value_of(node) for node in nodes])
 
 
-def _tensors_in(value: Any) -> list[torch.Tensor]:
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """The tensors in a value of an operator: in a tensor, or lists and tuples of values."""
     if isinstance(value, torch.Tensor):
         return [value]
-    return [t for item in value for t in _tensors_in(item)] if isinstance(value, (list, tuple)) else []
+    return [t for item in value for t in tensors_in(item)] if isinstance(value, (list, tuple)) else []
 
 
 def value_of(node: Node) -> Any:
@@ -133,10 +140,11 @@ def capture_device(gm: GraphModule, device_type: str) -> torch.device | None:
     return count.most_common(1)[0][0] if count else None
 
 
-def blocker_of(node: Node, reason: str) -> Blocker:
-    """With the user's stack of `node`, or of the nearest operator that it was computed from."""
+def blocker_of(node: Node, reason: str, cause: str = "") -> Blocker:
+    """The blocker for `node`, with the user's stack of it, or of the nearest operator that it was computed from."""
     sources = nearest_first(node, lambda n: reversed(n.all_input_nodes))
-    return Blocker(reason, str(node.target), node.name, next(filter(None, map(trace_of, sources)), None))
+    trace = next(filter(None, map(trace_of, sources)), None)
+    return Blocker(reason, str(node.target), node.name, trace, cause=cause)
 
 
 def rebinds(node: Node) -> Node | None:
@@ -205,7 +213,7 @@ def _by_operator(node: Node, device: torch.device) -> str | None:
 def _by_sizes(node: Node) -> str | None:
     for value in map(value_of, (node, *node.all_input_nodes)):
         number = isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool))
-        symbols = set().union(*map(torch_cuda.data_dependent_sizes, [value] if number else _tensors_in(value)))
+        symbols = set().union(*map(torch_cuda.data_dependent_sizes, [value] if number else tensors_in(value)))
         if symbols:
             return f"has a size that depends on the values of a tensor ({', '.join(sorted(map(str, symbols)))})"
     return None

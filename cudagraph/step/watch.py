@@ -3,8 +3,8 @@
     operator --Watch--> reads a number on the host, computes on the CPU with values that change, ... --> CannotCapture
                         else it runs; what it writes to is noted
 
-What the step itself makes on the CPU, such as `torch.tensor(2.0)`, is the same in each replay. Where Dynamo compiles
-a part of the step, nothing is watched: Dynamo would not use compiled code. Then CUDA's own errors stop a capture.
+What the step itself makes on the CPU, such as `torch.tensor(2.0)`, is the same in each replay. A step with a part that
+Dynamo compiles is not watched, because Dynamo would not use compiled code then. CUDA's own errors stop its capture.
 """
 
 from __future__ import annotations
@@ -12,27 +12,24 @@ from __future__ import annotations
 import linecache
 import os
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any
 
 import torch
 
-from ..graph.blockers import COPIES, CPU, HOST_READS, is_host_operator
+from ..graph.blockers import COPIES, CPU, HOST_READS, is_host_operator, tensors_in
 from ..torch_private import cuda as torch_cuda
 from ..tree.capture import CannotCapture
 from .host import is_users
 
 COLLECTIVES = ("c10d", "_c10d_functional", "c10d_functional")
 INDEXED = ("aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_", "aten::_unsafe_index")
-# Attention has its seed and offset on the CPU where it uses neither.
+# Without dropout, attention returns its unused seed and offset on the CPU.
 ATTENTION = (
-    "aten::_scaled_dot_product",
-    "aten::_flash_attention",
-    "aten::_efficient_attention",
-    "aten::_cudnn_attention",
-)
+    "aten::_scaled_dot_product", "aten::_flash_attention", "aten::_efficient_attention", "aten::_cudnn_attention",
+)  # fmt: skip
 SIZE = "has a size that depends on the values of a tensor"
 
 
@@ -45,7 +42,7 @@ class Watch:
     def __init__(self, device: torch.device, inputs: Mapping[int, int]) -> None:
         self.device, self.inputs = device, inputs
         self.written: set[int | None] = set()  # identities of storages
-        self.made: dict[int, torch.UntypedStorage] = {}  # on the CPU, by the step
+        self.made: dict[int, torch.UntypedStorage] = {}  # those that the step made on the CPU
 
     def __call__(self) -> AbstractContextManager[Any]:
         context: AbstractContextManager[Any] = torch_cuda.dispatching(self.operator)
@@ -53,7 +50,7 @@ class Watch:
 
     def operator(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run `func`, or raise `CannotCapture` with the user's line."""
-        given = [*tensors_in((args, [*kwargs.values()]))]
+        given = tensors_in((args, [*kwargs.values()]))
         for x in given:
             if hasattr(x, "trip"):
                 x.trip()
@@ -108,14 +105,6 @@ def _name(func: Any) -> str:
 
 def _is_attention(func: Any) -> bool:
     return _name(func).startswith(ATTENTION)
-
-
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for each in value:
-            yield from tensors_in(each)
 
 
 def users_line(trace: TracebackType | None = None) -> str:
