@@ -42,9 +42,8 @@ def analysed(gm: GraphModule, kind: Kind, options: Options, device_type: str) ->
 
 
 def captured(code: Any, found: Found, options: Options, driver: CaptureDriver | None) -> Any:
-    """The callable that AOTAutograd gets for `code`. Code in one piece is replaced by the tree's own callable: `code`
-    takes 3 us a call to look for a profiler and to close its metrics. Else it is `code`, with its pieces captured.
-    """
+    """The callable that AOTAutograd gets for `code`: `code` itself, with its pieces captured. Code in one piece is
+    replaced by the tree's own callable, because `code` takes 3 us a call for profilers and metrics."""
     maps: Sequence[compilers.PartitionMap] = ()
     if found.piece is not None:
         graph = dataclasses.replace(

@@ -152,7 +152,7 @@ def rebinds(node: Node) -> Node | None:
 
     A tensor that the graph made itself may be rebound: its tensor object exists only during the capture.
     """
-    if not _has_tag(node, torch.Tag.inplace_view) and _name(node) not in _REBIND_WITHOUT_TAG:
+    if not _has_tag(node, torch.Tag.inplace_view) and name_of(node.target) not in _REBIND_WITHOUT_TAG:
         return None
     source = source_of(node.all_input_nodes[0])
     return source if source.op in ("placeholder", "get_attr") else None
@@ -171,7 +171,7 @@ def is_free(node: Node) -> bool:
     if node.op != "call_function" or target is operator.getitem:
         return True
     if torch_cuda.is_operator(target):
-        return torch_cuda.returns_views(target) or _name(node) in _SIZE_CHECKS or str(target).startswith(_SIZES)
+        return torch_cuda.returns_views(target) or name_of(target) in _SIZE_CHECKS or str(target).startswith(_SIZES)
     return not torch_cuda.is_higher_order(target) and not tensors_of(node)
 
 
@@ -203,7 +203,7 @@ def _by_operator(node: Node, device: torch.device) -> str | None:
                 return f"holds {inner.target}, which {reason}"
     elif _has_tag(node, torch.Tag.cudagraph_unsafe):
         return "is tagged cudagraph_unsafe"
-    elif _name(node) in HOST_READS or _has_tag(node, torch.Tag.data_dependent_output):
+    elif name_of(node.target) in HOST_READS or _has_tag(node, torch.Tag.data_dependent_output):
         return "waits for the device and reads its result on the host"
     if torch_cuda.unsafe_by_torch(node):
         return "is an operator that torch does not capture (it reads or allocates on the host)"
@@ -229,7 +229,7 @@ def _by_device(node: Node, device: torch.device) -> str | None:
         return None
     if device not in sources | results:
         return f"runs on {_listed(others)}"
-    if _name(node) in COPIES:
+    if name_of(node.target) in COPIES:
         goes_to = {t.device for t in tensors_of(*written_nodes(node))} or results
         return f"copies from {_listed(sources - goes_to)} to {_listed(goes_to)}"
     if results == {device} and others == {CPU} and all(t.ndim == 0 for t in inputs if t.device == CPU):
@@ -246,9 +246,8 @@ def _listed(devices: set[torch.device]) -> str:
     return " and ".join("the CPU" if d == CPU else str(d) for d in sorted(devices, key=str))
 
 
-def _name(node: Node) -> str:
-    """The name of an operator without its overload, "aten::add"; "" for other nodes."""
-    target: Any = node.target
+def name_of(target: Any) -> str:
+    """The name of an operator without its overload, "aten::add"; "" for other targets."""
     return str(target.name()).split(".")[0] if torch_cuda.is_operator(target) else ""
 
 

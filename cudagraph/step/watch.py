@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from ..graph.blockers import COPIES, CPU, HOST_READS, is_host_operator, tensors_in
+from ..graph.blockers import COPIES, CPU, HOST_READS, is_host_operator, name_of, tensors_in
 from ..torch_private import cuda as torch_cuda
 from ..tree.capture import CannotCapture
 from .host import is_users
@@ -34,10 +34,7 @@ SIZE = "has a size that depends on the values of a tensor"
 
 
 class Watch:
-    """Looks at each operator of a step that is captured on `device`.
-
-    `inputs`: the positions of the step's inputs by the identity of their storages.
-    """
+    """Looks at each operator of a step that is captured on `device`. `inputs`: positions by identity of storages."""
 
     def __init__(self, device: torch.device, inputs: Mapping[int, int]) -> None:
         self.device, self.inputs = device, inputs
@@ -70,7 +67,7 @@ class Watch:
         return result
 
     def _reason_against(self, func: Any, args: Any, kwargs: Any, given: list[torch.Tensor]) -> str | None:
-        name = _name(func)
+        name = name_of(func)
         if func.namespace in COLLECTIVES:
             return "talks to other processes"
         others = [x for x in given if x.device != self.device and not x.is_meta]
@@ -99,12 +96,8 @@ class Watch:
         return None
 
 
-def _name(func: Any) -> str:
-    return torch_cuda.schema_of(func).partition("(")[0].partition(".")[0]
-
-
 def _is_attention(func: Any) -> bool:
-    return _name(func).startswith(ATTENTION)
+    return name_of(func).startswith(ATTENTION)
 
 
 def users_line(trace: TracebackType | None = None) -> str:

@@ -324,10 +324,8 @@ class WholeStep:
         return self._all(*args, **kwargs)
 
     def _warm_up(self, flat: Sequence[Any], spec: Any) -> Any:
-        """Run the step on the stream of captures: what it frees there is given back before the first of them.
-
-        The update runs on the current stream, so that the optimizer's state does not lie between activations.
-        """
+        """Run the step uncaptured, on the stream of captures, so that a capture can have the memory that it frees. The
+        update runs on the current stream, so that the optimizer's state does not lie between activations."""
         counters.add("warmups")
         with as_they_are(), warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=CAPTURABLE_WARNING)

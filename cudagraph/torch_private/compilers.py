@@ -246,7 +246,7 @@ def graph_number(code: Any) -> Any:
 
 
 def stored_as(run: Callable[..., Any], code: Any) -> None:
-    """Have AOTAutograd store `run`, which it is given to call, as Inductor's `code` that `run` captures."""
+    """Have AOTAutograd store `run` in its cache as if it were Inductor's `code`, which `run` captures."""
     if code._fx_graph_cache_key is not None:  # else torch stores nothing
         for name in ("_fx_graph_cache_key", "_fx_graph_cache_debug_lines", "_time_taken_ns", "guards_expr"):
             setattr(run, name, getattr(code, name))

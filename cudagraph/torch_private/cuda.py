@@ -162,7 +162,7 @@ def fake_mode_of(x: torch.Tensor) -> Any:
 
 
 def without_modes(need: Callable[[str], Any] = need) -> Any:
-    """Real operators, whatever fake or tracing mode is on."""
+    """A context in which operators are real, whatever fake or tracing mode is on."""
     return need("torch.utils._python_dispatch._disable_current_modes")()
 
 
@@ -239,7 +239,7 @@ def tensor_guard(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
 
 
 # --- the allocator and capture ---
-# One signature in all of them. They go when torch offers the allocator's checkpoints and use counts publicly.
+# Their signatures are the same from 2.11 to 2.15. They go when torch has public checkpoints and use counts.
 
 storage_use_count: Callable[[int], int] = late(need, "torch._C._storage_Use_Count")
 foreach_copy: Callable[[list[torch.Tensor], list[torch.Tensor]], None] = late(need, "torch._foreach_copy_")
@@ -407,7 +407,7 @@ def bare_replay(graph: torch.cuda.CUDAGraph) -> Callable[[], None]:
 
 
 def caches_memory() -> bool:
-    """Whether the caching allocator of CUDA is in use; `PYTORCH_NO_CUDA_MEMORY_CACHING` turns it off."""
+    """Whether CUDA's caching allocator is in use; `PYTORCH_NO_CUDA_MEMORY_CACHING` turns it off."""
     name = "torch._C._cuda_cudaCachingAllocator_is_enabled"
     return not has(name) or bool(need(name)())
 

@@ -356,7 +356,7 @@ class Tree(Cursor):
 
 
 def _close_branches(node: Node, gone: set[Function], path: Collection[Node]) -> None:
-    """Close the recordings from `node` on of functions that are `gone`, and all after them, but none on `path`."""
+    """Close recordings of functions in `gone` after `node`, with all that come after those. Leave those on `path`."""
     for key, children in list(node.children.items()):
         for child in list(children):
             if key[0] not in gone or child in path:
