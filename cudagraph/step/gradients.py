@@ -93,7 +93,7 @@ class Gradients:
         for x, old in zip(self._parameters, self._before, strict=True):
             x.grad = old
         self._parameters, self._before, self._wires = [], [], []
-        self.refs = [StorageWeakRef(slot.storage) for slot in self.slots.values()]
+        self.memory = [(StorageWeakRef(slot.storage), slot) for slot in self.slots.values()]
         self.require_free((), ())
         self._owners, self._needed = [x for x, _ in self._expected], [old for _, old in self._expected]
 

@@ -80,7 +80,7 @@ class WholeStep:
         self.refused = self.update_refused = ""
         self.latest: StepRecording | None = None
         self.recordings: dict[tuple[Any, ...], list[StepRecording]] = {}
-        self.warm: dict[tuple[Any, ...], tuple[HostState, int]] = {}
+        self.warm: dict[tuple[Any, ...], tuple[HostState, int]] = {}  # by key: a snapshot, warm-ups with these values
         self.reads_rates = False  # whether graphs read learning rates on the device
         self.rates_refused = False  # whether a capture that reads them there failed
         self.reads_gradients = False  # whether the step reads gradients from before it; the first capture finds out
@@ -142,8 +142,7 @@ class WholeStep:
             if recording.applies(key, host):
                 self.latest = recording
                 return recording.replay(flat)
-        parameters = parameters_of(host)
-        if self.update is not None and any(x.grad is not None for x in parameters):
+        if self.update is not None and any(x.grad is not None for x in parameters_of(host)):
             return self._skip("a parameter has a gradient already, to which the step adds", flat, spec)
         if len(known) > self.options.rerecord_limit:
             changed = known[-1].host.differences(host)
@@ -176,8 +175,7 @@ class WholeStep:
         for key, known in self.recordings.items():
             stale = [one for one in known if not reached.issuperset(map(id, one.host.tensors.values()))]
             for recording in stale:
-                slots = zip(recording.gradients.refs, recording.gradients.slots.values(), strict=True)
-                self._left += [(recording.pool, storage, slot.address) for storage, slot in slots]
+                self._left += [(recording.pool, storage, slot.address) for storage, slot in recording.gradients.memory]
                 recording.close()
                 self.latest = None if recording is self.latest else self.latest
             self.recordings[key] = [one for one in known if one not in stale]
@@ -188,17 +186,13 @@ class WholeStep:
 
     def _watch_later_gradients(self) -> None:
         """Have each recording watch the gradients of later recordings, which may lie where it writes to."""
-        every = [one for known in self.recordings.values() for one in known]
-        for one in every:
-            slots = [
-                slot
-                for each in every
-                if each is not one and each.pool is one.pool
-                for storage, slot in zip(each.gradients.refs, each.gradients.slots.values(), strict=True)
-                if storage not in one.gradients_in_use
-            ]
-            orphans = [s for pool, s, _ in self._left if pool is one.pool and s not in one.gradients_in_use]
-            one.gradients.require_free(slots, orphans)
+        every = [recording for known in self.recordings.values() for recording in known]
+        for recording in every:
+            pool, avoided = recording.pool, recording.gradients_in_use
+            others = [other for other in every if other is not recording and other.pool is pool]
+            slots = [slot for other in others for storage, slot in other.gradients.memory if storage not in avoided]
+            orphans = [storage for of, storage, _ in self._left if of is pool and storage not in avoided]
+            recording.gradients.require_free(slots, orphans)
 
     def _host(self) -> HostState:
         roots = self.roots if self.update_refused else {**self.roots, **self.update_roots}
@@ -212,7 +206,7 @@ class WholeStep:
         orphans = {storage: address for of, storage, address in self._left if of is pool}
         every = [one for known in self.recordings.values() for one in known if one.pool is pool]
         blocks = {address for one in every for address in one.blocks} | {*orphans.values()}
-        in_use = {storage for one in every for storage in one.gradients.refs} | {*orphans}
+        in_use = {storage for one in every for storage, _ in one.gradients.memory} | {*orphans}
         run, update = (self._forward_backward, self.update) if self.update_refused else (self._all, None)
         rates = rates_of(host) if self.reads_rates else {}
         try:

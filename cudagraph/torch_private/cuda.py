@@ -293,13 +293,11 @@ def identity(storage: torch.UntypedStorage) -> int:
     return storage._cdata
 
 
-def _pointers_equal(tensors: Sequence[Any], addresses: Sequence[int | None], indices: Sequence[int]) -> bool:
-    return all(tensors[i].data_ptr() == addresses[i] for i in indices)
-
-
-# A build without CUDA lacks it.
+# Whether `tensors[i]` is at `addresses[i]` for each `i` of `indices`. A build without CUDA lacks torch's function.
 pointers_equal: Callable[[Any, Any, Any], bool] = getattr(
-    torch._C, "_tensors_data_ptrs_at_indices_equal", _pointers_equal
+    torch._C,
+    "_tensors_data_ptrs_at_indices_equal",
+    lambda tensors, addresses, indices: all(tensors[i].data_ptr() == addresses[i] for i in indices),
 )
 
 
