@@ -47,18 +47,18 @@ class Watch:
 
     def operator(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run `func`, or raise `CannotCapture` with the user's line."""
-        given = tensors_in((args, [*kwargs.values()]))
-        for x in given:
+        tensors = tensors_in((args, [*kwargs.values()]))
+        for x in tensors:
             if hasattr(x, "trip"):
                 x.trip()
-        reason = None if is_host_operator(func) else self._reason_against(func, args, kwargs, given)
+        reason = None if is_host_operator(func) else self._reason_against(func, args, kwargs, tensors)
         if reason is None:
             result = func(*args, **kwargs)
             if self.device == CPU or is_host_operator(func):
                 return result
             for x in tensors_in(result):
                 if x.device == CPU and x.layout is torch.strided:
-                    if any(each.device == self.device for each in given) and not _is_attention(func):
+                    if any(each.device == self.device for each in tensors) and not _is_attention(func):
                         reason = f"copies from {self.device} to the CPU"
                     self.made[torch_cuda.identity(x.untyped_storage())] = x.untyped_storage()
         if reason is not None:
@@ -66,19 +66,19 @@ class Watch:
             raise CannotCapture(f"{func} {reason}{f' ({line})' if line else ''}")
         return result
 
-    def _reason_against(self, func: Any, args: Any, kwargs: Any, given: list[torch.Tensor]) -> str | None:
+    def _reason_against(self, func: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor]) -> str | None:
         name = name_of(func)
         if func.namespace in COLLECTIVES:
             return "talks to other processes"
-        others = [x for x in given if x.device != self.device and not x.is_meta]
+        others = [x for x in tensors if x.device != self.device and not x.is_meta]
         for x in others:
             if x.device != CPU:
                 return f"runs on {x.device}"
             if torch_cuda.storage_key(x) not in self.made and not _is_attention(func):
                 return "reads a tensor on the CPU"
-        if others and len(others) < len(given) and name in COPIES:
+        if others and len(others) < len(tensors) and name in COPIES:
             return f"copies between the CPU and {self.device}"
-        on_host = self.device != CPU and len(others) == len(given)
+        on_host = self.device != CPU and len(others) == len(tensors)
         if on_host and others and torch.Tag.nondeterministic_seeded in func.tags:
             return "draws random numbers on the CPU"
         if not on_host and (name in HOST_READS or torch.Tag.data_dependent_output in func.tags):

@@ -86,13 +86,13 @@ class Slot:
         return use_count(self.cdata) > own_uses or handles > own_handles + 1
 
     def add_template(self, templates: list[torch.Tensor], layout: Layout) -> None:
-        """Append to `templates` a tensor whose aliases are given out. Renewing the slot replaces it."""
+        """Append a tensor over the slot to `templates`: replays give out its aliases. Renewing the slot replaces it."""
         templates.append(tensor_on(self.storage, layout))
         self.templates.append((templates, len(templates) - 1, layout))
         self.update_watches()
 
     def renew(self, storage: torch.UntypedStorage) -> None:
-        """Go on with `storage` at the same address; tensors that were given out keep the old one."""
+        """Go on with `storage`, at the same address. Tensors that replays gave out keep the old storage."""
         self.storage = storage
         self.cdata = torch_cuda.identity(storage)
         for templates, position, layout in self.templates:

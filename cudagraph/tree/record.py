@@ -185,13 +185,13 @@ def _capture(
 
         reused = [slot for slot, owner in owners.items() if owner.expired()]
         alive = [*plan.held, *(slot for slot in plan.donated if slot not in reused)]
-        known = {slot.cdata: slot for slot in alive}
-        known |= {owner.cdata: slot for slot, owner in owners.items() if slot not in reused}
+        on_path = {slot.cdata: slot for slot in alive}
+        on_path |= {owner.cdata: slot for slot, owner in owners.items() if slot not in reused}
         # An output that is a view of a copied input is given out as a view of the caller's tensor. Not for backwards:
         # autograd takes over a gradient that nobody else has. Nor where the graph may have written an output there.
         views = {i: copy for i, copy in staged.items() if piece.is_inference and i not in piece.reusable_inputs}
         passed_on = {copy.cdata: i for i, copy in views.items() if not copy.expired()}
-        outputs = _outputs(function, pool, returned, inputs, plan.static, known, passed_on, capture.lent)
+        outputs = _outputs(function, pool, returned, inputs, plan.static, on_path, passed_on, capture.lent)
         for k, *_ in outputs.input_aliases:
             returned[k] = None  # frees the copy of an input; all other memory has to be in the checkpoint
         state = pool.checkpoint()
@@ -229,14 +229,14 @@ def _outputs(
     returned: Sequence[Any],
     inputs: list[Any],
     static: list[int],
-    known: dict[int, Slot],
+    on_path: dict[int, Slot],
     passed_on: dict[int, int],
     lent: set[int],
 ) -> OutputLayout:
     """How a replay makes the outputs that the function `returned`. Memory that the capture allocated or was lent gets
     slots. Raises `CannotCapture` if other new memory of the pool is still allocated.
 
-    known: slots of the path that are alive, by storage.
+    on_path: slots of the path that are alive, by storage.
     passed_on: positions of copied inputs whose views are given out, by the storage of the copy.
     lent: addresses of host memory that was lent to the capture; see capture.py.
     """
@@ -249,8 +249,8 @@ def _outputs(
     first_position: dict[int, int] = {}
     repeats: list[tuple[int, int]] = []
     input_aliases: list[tuple[int, int, int, Layout]] = []
-    given: dict[int, torch.Tensor] = {}
-    slots = dict(known)
+    templated: dict[int, torch.Tensor] = {}
+    slots = dict(on_path)
     blocks: set[int] = set()  # addresses in the pool that may be allocated now
     for k, x in tensors.items():
         if x.is_meta or id(x) in by_tensor:
@@ -269,7 +269,7 @@ def _outputs(
             if cdata in passed_on:
                 blocks.add(storage.data_ptr())
         else:
-            given[k] = x
+            templated[k] = x
             if cdata not in slots and storage.nbytes() and cdata not in function.constants:
                 on_host = storage.device != piece.device or storage.data_ptr() in lent
                 slots[cdata] = Slot(storage, function.origin(k), copies=function.copies_held, host=on_host)
@@ -282,10 +282,10 @@ def _outputs(
                 f"{function.name} keeps {len(leaked)} tensors that were made while it was captured and are no outputs"
             )
         # The other outputs lie in memory from before the capture, such as a tensor that the graph owns.
-        slots = {cdata: slot for cdata, slot in slots.items() if cdata in known or slot.host or slot.address in live}
+        slots = {cdata: slot for cdata, slot in slots.items() if cdata in on_path or slot.host or slot.address in live}
 
     templates: list[Template] = []
-    for k, x in given.items():
+    for k, x in templated.items():
         storage = x.untyped_storage()
         slot = slots.get(torch_cuda.identity(storage))
         templates.append(Template(k, layout_of(x), slot, storage if slot is None else None))
