@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-# The end of a reason against a capture, found in the graph (graph/blockers.py) or during the capture (tree/record.py).
+# The end of a reason against a capture, found in the graph (graph/analyse.py) or during the capture (tree/record.py).
 REBINDS = "other memory or another shape, which a replay would not"
 
 

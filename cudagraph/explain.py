@@ -2,7 +2,7 @@
 
 fn, args --Dynamo, AOTAutograd--> forward, backward or inference graphs --prepare_and_analyse--> Explanation
 
-The backend decides by the same function, so the explanation is what happens.
+The backend calls the same function, so what is explained is what happens.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
 def explain_with(
     driver: CaptureDriver | None, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Explanation:
-    """`explain` with a driver other than CUDA's."""
+    """`explain` for captures by `driver`; by CUDA's if None."""
     found: list[Analysis] = []
     options = Options()
     fn = compilers.uncompiled(fn)
@@ -109,27 +109,22 @@ def explain_with(
         compilation = Compilation(options, driver, number=next(numbers))
         backwards: list[GraphModule] = []
 
-        def analyse(graph: GraphModule, word: str) -> None:
-            kind = compilation.kind(graph, word)
-            found.append(prepare_and_analyse(graph, kind, options, compilation.device_type))
-
         def partition(joint: GraphModule, joint_inputs: Any, **kwargs: Any) -> tuple[GraphModule, GraphModule]:
             fw, bw = compilers.min_cut_partition(joint, joint_inputs, **kwargs)
             backwards.append(bw)  # AOTAutograd may not compile it before a backward runs
             return fw, bw
 
-        def forward(graph: GraphModule, _: Any) -> Boxed:
-            analyse(graph, "forward")
-            analyse(backwards[-1], "backward")
-            return boxed(graph)
+        def compiler(*words: str) -> Callable[..., Boxed]:
+            def analyse(graph: GraphModule, _: Any) -> Boxed:
+                for word in words:
+                    each = backwards[-1] if word == "backward" else graph
+                    kind = compilation.kind(each, word)
+                    found.append(prepare_and_analyse(each, kind, options, compilation.device_type))
+                return boxed(graph)
 
-        def backward(graph: GraphModule, _: Any) -> Boxed:
-            return boxed(graph)
+            return analyse
 
-        def inference(graph: GraphModule, _: Any) -> Boxed:
-            analyse(graph, "inference")
-            return boxed(graph)
-
+        forward, backward, inference = compiler("forward", "backward"), compiler(), compiler("inference")
         return compilers.compile_aten(
             gm, inputs, forward=forward, backward=backward, inference=inference, partition=partition
         )

@@ -8,6 +8,7 @@ Dynamo's graph --> AOTAutograd --> forward, backward, or inference graph
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -35,7 +36,7 @@ class Compilation:
         number: the number in the names of its graphs. By default the next free one, taken when the first graph is
             named: torch may restart a compilation, and a warm start must get the same numbers.
         static_names: names of the forward's inputs that are parameters or buffers; the backward uses the same names.
-        store: this compilation's entry of torch's cache; set by `through_cache`.
+        store: this compilation's entry in torch's cache; set by `through_cache`.
         inference: the callable of the inference graph. It has a `replay` if the graph is captured whole.
     """
 
@@ -51,7 +52,7 @@ class Compilation:
         return "cuda" if self.driver is None else self.driver.device_type
 
     def kind(self, gm: GraphModule, word: str, static: Sequence[int] | None = None) -> Kind:
-        """The `Kind` of `gm`, compiled now by AOTAutograd. `static`: where Inductor has changed a forward's inputs."""
+        """The `Kind` of `gm`, which AOTAutograd compiles now. `static`: a forward's static inputs in Inductor."""
         names = [node.name for node in gm.graph.find_nodes(op="placeholder")]
         if word == "backward":
             # A saved activation may move. The tree finds those in its own memory, and copies the others.
@@ -68,20 +69,16 @@ class Compilation:
         return self.number
 
     def aten_compilers(self) -> dict[str, Callable[..., Boxed]]:
-        """Compilers for AOTAutograd, by `forward`, `backward` and `inference`, that capture its graphs themselves."""
+        """Compilers for AOTAutograd, by `forward`, `backward` and `inference`, that capture its graphs as they are."""
+        return {word: functools.partial(self._compile_aten, word) for word in ("forward", "backward", "inference")}
 
-        def compiler(word: str) -> Callable[..., Boxed]:
-            def compile_graph(gm: GraphModule, _: Any) -> Boxed:
-                run = callable_of(gm, self.kind(gm, word), self.options, self.driver, self.device_type)
-                self.inference = run if word == "inference" else None
-                return run
-
-            return compile_graph
-
-        return {word: compiler(word) for word in ("forward", "backward", "inference")}
+    def _compile_aten(self, word: str, gm: GraphModule, _: Any) -> Boxed:
+        run = callable_of(gm, self.kind(gm, word), self.options, self.driver, self.device_type)
+        self.inference = run if word == "inference" else None
+        return run
 
     def inner_compile(self, inner: Callable[..., Any] | None = None) -> Callable[..., Any]:
-        """An inner compiler for Inductor: compiles with `inner` (Inductor's own by default), then captures."""
+        """An inner compiler for Inductor. It compiles with `inner` (by default Inductor's own), then captures."""
         inner = inner or compilers.inductor_inner_compile()
 
         def compile_graph(gm: GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:

@@ -1,10 +1,10 @@
-"""What is stored of a graph's captures in torch's caches, so that a warm start captures what the cold one did.
+"""What torch's caches store about a graph's captures, so that a warm start captures what the cold one did.
 
     cold   fx graph --inductor.analysed--> Found --Store.keep--> bytes in the entry of torch's AOTAutograd cache
     warm   entry --Store.take--> Found, with this program's lines --inductor.captured--> the loaded code, captured
 
-`Found` is plain data: the inputs, which of them are static, the saved outputs, and the blockers. Inductor's code brings
-the rest: its pieces, inputs that they write to, constants, and Inductor's own reason against a capture.
+`Found` is plain data: the inputs, which of them are static, the saved outputs, and the blockers. The rest comes with
+Inductor's code: its pieces, inputs that they write to, constants, and Inductor's own reason against a capture.
 
 A graph that was renamed or moved to other lines is the same graph. So a stack trace is stored as the number of a node
 of Dynamo's graph: the program that takes the entry has the lines.
@@ -29,9 +29,9 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
-from ..errors import REBINDS, CudaGraphError
+from ..errors import CudaGraphError
 from ..graph.analyse import Analysis, Kind
-from ..graph.blockers import is_host_operator
+from ..graph.blockers import REBINDS_INPUT, is_host_operator
 from ..options import Options
 from ..placeholder import source_line, trace_of
 from ..torch_private import autograd_cache
@@ -42,9 +42,9 @@ from .pieces import whole_piece
 log = logging.getLogger("cudagraph")
 
 _FORMAT = 4
-_NAME = "cudagraph"  # of what is attached to an entry
+_NAME = "cudagraph"  # of the data attached to an entry
 _FRAME = 'File "'  # begins each frame of a stack trace
-# What the pickle of another version, or one that is damaged, may raise
+# Errors that a damaged pickle, or one of another version, may raise
 _UNREADABLE = (pickle.UnpicklingError, EOFError, AttributeError, ImportError, LookupError, TypeError, ValueError)
 Operator = tuple[str, str]  # name, description
 Trace = str | None
@@ -59,10 +59,10 @@ class Found:
     """A graph as it was analysed before Inductor compiled it.
 
     Attributes:
-        verdict: whether it can be captured, and the blockers; its parts are without nodes.
+        verdict: what can be captured, and the blockers. Its parts have no nodes.
         piece: the whole graph; None if there is nothing to capture. `run`, `mutated_inputs` and `constants` come with
             the code.
-        operators: those that are not torch's own; a program in which they have another schema can't take the entry.
+        operators: its operators that are not torch's own. Where they have another schema, the entry is refused.
     """
 
     verdict: Analysis
@@ -81,9 +81,9 @@ class Found:
 
 
 def found_of(gm: GraphModule, kind: Kind, analysis: Analysis) -> Found:
-    """Call it before Inductor's passes change `gm`: names and lines are read now."""
+    """The `Found` of `gm`. Call it before Inductor's passes change `gm`: names and lines are read now."""
     piece = None
-    rebinds = any(REBINDS in blocker.reason for blocker in analysis.blockers)  # then no part is captured
+    rebinds = any(blocker.cause == REBINDS_INPUT for blocker in analysis.blockers)  # then no part is captured
     if analysis.device is not None and not rebinds:
         piece = dataclasses.replace(whole_piece(gm, kind, analysis.device), run=_comes_with_the_code, constants=())
     return Found(analysis.as_data(), piece, operators_of(gm))
@@ -124,12 +124,12 @@ def _sources() -> str:
 
 
 class Store(autograd_cache.Extension):
-    """The captures of the graphs that one graph of Dynamo becomes: into an entry of torch's cache, or out of it.
+    """Stores the captures of one graph of Dynamo in an entry of torch's cache, or takes them from one.
 
     Attributes:
         finish: `finish(code, found)` returns what replaces code that was loaded from the cache.
-        refused: why an entry that was found was not taken; "" if it was, or none was found.
-        cannot: why no program can take what is stored; "" if one can.
+        refused: why an entry was found but not taken; "" if it was taken, or none was found.
+        cannot: why no program can use the stored captures; "" if one can.
     """
 
     def __init__(
@@ -186,7 +186,7 @@ class Store(autograd_cache.Extension):
         return tuple(by_word[word] for word in words)
 
     def _dumped(self, graphs: tuple[Found, ...]) -> bytes:
-        """`graphs` with a node's number, and torch's remark, in place of each stack trace; sets `cannot`."""
+        """Pickles `graphs`, with a node's number and torch's remark in place of each stack trace. May set `cannot`."""
         number = {trace: i for i, trace in reversed(list(enumerate(self.traces)))}
 
         def place_of(value: Any) -> tuple[int, str] | None:

@@ -18,6 +18,7 @@ from torch.fx import GraphModule
 
 from .. import counters
 from ..graph.analyse import Kind, prepare_and_analyse, report, warn_once
+from ..graph.blockers import WRITES_TO_CALLER
 from ..options import Options
 from ..placeholder import PlaceholderInfo
 from ..torch_private import compilers
@@ -33,7 +34,7 @@ def analysed(gm: GraphModule, kind: Kind, options: Options, device_type: str) ->
     # Inductor moves CPU numbers itself.
     analysis = prepare_and_analyse(gm, kind, options, device_type, numbers=False)
     # Inductor's kernels write to inputs in the middle of the code; the tree finds out whose memory that is.
-    blocked = tuple(b for b in analysis.blockers if "the caller's own" not in b.reason)
+    blocked = tuple(b for b in analysis.blockers if b.cause != WRITES_TO_CALLER)
     analysis = dataclasses.replace(analysis, blockers=blocked)
     if options.or_error:
         report(analysis, options)  # before compiling in vain
@@ -41,9 +42,8 @@ def analysed(gm: GraphModule, kind: Kind, options: Options, device_type: str) ->
 
 
 def captured(code: Any, found: Found, options: Options, driver: CaptureDriver | None) -> Any:
-    """The callable that AOTAutograd gets for `code`. Code in one piece is replaced by the tree's own callable: `code`
-    takes 3 us a call to look for a profiler and to close its metrics. Else it is `code`, with its pieces captured.
-    """
+    """The callable that AOTAutograd gets for `code`: `code` itself, with its pieces captured. Code in one piece is
+    replaced by the tree's own callable, because `code` takes 3 us a call for profilers and metrics."""
     maps: Sequence[compilers.PartitionMap] = ()
     if found.piece is not None:
         graph = dataclasses.replace(

@@ -31,15 +31,14 @@ from .pieces import uncaptured
 _numbers = itertools.count()
 
 
-class _Pending:
-    """The uncaptured callable that stands in a compiled graph between Inductor's two calls of the policy."""
+def _pending(piece: Piece) -> Any:
+    """The callable, uncaptured, that stands in a compiled graph between Inductor's two calls of the policy."""
 
-    def __init__(self, piece: Piece) -> None:
-        self.piece = piece
-        self.run = piece.run
+    def call(inputs: list[Any]) -> Any:
+        return call.run(inputs)  # type: ignore[attr-defined]
 
-    def __call__(self, inputs: list[Any]) -> Any:
-        return self.run(inputs)
+    call.piece, call.run = piece, piece.run  # type: ignore[attr-defined]
+    return call
 
 
 class Policy(compilers.inductor_policy_class()):  # type: ignore[misc]
@@ -59,8 +58,8 @@ class Policy(compilers.inductor_policy_class()):  # type: ignore[misc]
         self.options = Options.parse(options)
         self.driver = driver
         self.device_type = "cuda" if driver is None else driver.device_type
-        self._local = threading.local()  # .pending: the graph that this thread is compiling
-        self._static: dict[Any, set[str]] = {}  # by Inductor's number of a graph: the forward's static inputs
+        self._local = threading.local()  # .pending: the callable of the graph that this thread is compiling
+        self._static: dict[Any, set[str]] = {}  # names of a forward's static inputs, by Inductor's number of the graph
 
     def __deepcopy__(self, _: Any) -> Policy:
         return self  # torch.compile copies Inductor's settings
@@ -83,7 +82,7 @@ class Policy(compilers.inductor_policy_class()):  # type: ignore[misc]
             is_backward=is_backward,
             is_inference=is_inference,
         )
-        self._local.pending = _Pending(piece)
+        self._local.pending = _pending(piece)
         return self._local.pending  # type: ignore[no-any-return]
 
     def should_wrap(self, compiled_graph: Any) -> bool:
@@ -107,15 +106,13 @@ class Policy(compilers.inductor_policy_class()):  # type: ignore[misc]
             run = uncaptured(piece.run)
         if compilers.callable_of(output_code) is pending:
             compilers.set_callable(output_code, run)
-        else:  # wrapped once more since
+        else:  # somebody has wrapped it since
             pending.run = run
         return output_code
 
     def _static_inputs(self, piece: Piece, graph_number: Any) -> tuple[int, ...]:
-        """The inputs that are parameters. Inductor calls every saved tensor static.
-
-        The tree finds those in its own memory by itself. A saved tensor of the caller's moves in each step.
-        """
+        """The inputs that are parameters or buffers. In a backward, Inductor calls saved tensors static, too: the tree
+        finds those in its own memory by itself, and others move in each step."""
         names = [info.name for info in piece.placeholders]
         if not piece.is_backward:
             self._static[graph_number] = {names[i] for i in piece.static_inputs if i < len(names)}

@@ -18,6 +18,8 @@ from ..options import Options
 from ..placeholder import trace_of, written_nodes
 from .blockers import (
     CPU,
+    REBINDS_INPUT,
+    WRITES_TO_CALLER,
     Blocker,
     blocker_of,
     capture_device,
@@ -130,12 +132,12 @@ def analyse(gm: GraphModule, kind: Kind, options: Options, device_type: str) -> 
     def colour(node: Node) -> str:
         if is_free(node):
             return EAGER if is_on_another_device(node, device) else FREE
-        reason = reason_against(node, device)
+        reason, cause = reason_against(node, device), ""
         if reason is None and not options.or_error:
-            reason = _writes_to_caller(node, static)
+            reason, cause = _writes_to_caller(node, static), WRITES_TO_CALLER
         if reason is None:
             return CAPTURE
-        found.append(blocker_of(node, reason))
+        found.append(blocker_of(node, reason, cause))
         return EAGER
 
     parts = split(gm.graph, colour)
@@ -151,14 +153,13 @@ def _rebinding(gm: GraphModule, kind: Kind) -> list[Blocker]:
     placeholders = gm.graph.find_nodes(op="placeholder")
     by_node = {node: source for node in gm.graph.nodes if (source := rebinds(node)) is not None}
     reason = f"gives an input {REBINDS}"
-    found = [blocker_of(node, reason) for node in by_node]
+    found = [blocker_of(node, reason, REBINDS_INPUT) for node in by_node]
     for i in kind.rebound_inputs:  # AOTAutograd rebinds these after the graph has run
         source = placeholders[i] if i < len(placeholders) else None
-        if source is None:
-            found.append(Blocker(reason, "set_", ""))
-        elif source not in by_node.values():
-            traces = filter(None, map(trace_of, (source, *source.users)))
-            found.append(Blocker(reason, "set_", source.name, next(traces, None)))
+        if source is None or source not in by_node.values():
+            name, nodes = ("", ()) if source is None else (source.name, (source, *source.users))
+            trace = next(filter(None, map(trace_of, nodes)), None)
+            found.append(Blocker(reason, "set_", name, trace, cause=REBINDS_INPUT))
     return found
 
 

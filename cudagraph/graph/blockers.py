@@ -2,10 +2,10 @@
 
     node, device --reason_against--> None, or why this operator can't be in a CUDA graph --blocker_of--> Blocker
 
-None of a captured graph's host code runs again. So an operator stays out if it computes on the host, reads a number
-there, waits for the device to know a size, or belongs to another device. Views and arithmetic on sizes launch nothing
-and can be anywhere (`is_free`). If an input gets other memory or another shape (`rebinds`), the whole graph stays out:
-the input's new memory would be the pool's.
+A replay runs no host code. So an operator stays out if it computes on the host, reads a number there, waits for the
+device to know a size, or belongs to another device. Views and arithmetic on sizes launch nothing and can be anywhere
+(`is_free`). If an input gets other memory or another shape (`rebinds`), the whole graph stays out: the input's new
+memory would be the pool's.
 """
 
 from __future__ import annotations
@@ -48,17 +48,22 @@ _REBIND_WITHOUT_TAG = {
 
 _host_operators: set[Any] = set()
 
+# Causes of blockers.
+REBINDS_INPUT = "rebinds an input"
+WRITES_TO_CALLER = "writes to memory of the caller"
+
 
 @dataclass(frozen=True)
 class Blocker:
     """An operator that keeps a graph from being captured whole.
 
     Attributes:
-        reason: why, as the end of the sentence "it can't be captured because ...".
+        reason: why, as the end of a sentence about the operator, such as "runs on the CPU".
         op: the operator, as torch writes it; "" if the reason is no operator.
-        node: its name in the graph; "" likewise.
+        node: its name in the graph; "" if the reason is no operator.
         stack_trace: the user's stack where it was called; None if unknown.
         graph: the name of its graph; "" if the blocker is part of that graph's `Analysis`.
+        cause: REBINDS_INPUT or WRITES_TO_CALLER, for these two reasons; "" for all others.
     """
 
     reason: str
@@ -66,6 +71,7 @@ class Blocker:
     node: str
     stack_trace: str | None = None
     graph: str = ""
+    cause: str = ""
 
     @property
     def source_line(self) -> str:
@@ -93,13 +99,14 @@ def is_host_operator(node: Any) -> bool:
 
 def tensors_of(*nodes: Node) -> list[torch.Tensor]:
     """The tensors in the values of `nodes`."""
-    return _tensors_in([value_of(node) for node in nodes])
+    return tensors_in([value_of(node) for node in nodes])
 
 
-def _tensors_in(value: Any) -> list[torch.Tensor]:
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """The tensors in a value of an operator: in a tensor, or lists and tuples of values."""
     if isinstance(value, torch.Tensor):
         return [value]
-    return [t for item in value for t in _tensors_in(item)] if isinstance(value, (list, tuple)) else []
+    return [t for item in value for t in tensors_in(item)] if isinstance(value, (list, tuple)) else []
 
 
 def value_of(node: Node) -> Any:
@@ -133,10 +140,11 @@ def capture_device(gm: GraphModule, device_type: str) -> torch.device | None:
     return count.most_common(1)[0][0] if count else None
 
 
-def blocker_of(node: Node, reason: str) -> Blocker:
-    """With the user's stack of `node`, or of the nearest operator that it was computed from."""
+def blocker_of(node: Node, reason: str, cause: str = "") -> Blocker:
+    """The blocker for `node`, with the user's stack of it, or of the nearest operator that it was computed from."""
     sources = nearest_first(node, lambda n: reversed(n.all_input_nodes))
-    return Blocker(reason, str(node.target), node.name, next(filter(None, map(trace_of, sources)), None))
+    trace = next(filter(None, map(trace_of, sources)), None)
+    return Blocker(reason, str(node.target), node.name, trace, cause=cause)
 
 
 def rebinds(node: Node) -> Node | None:
@@ -144,7 +152,7 @@ def rebinds(node: Node) -> Node | None:
 
     A tensor that the graph made itself may be rebound: its tensor object exists only during the capture.
     """
-    if not _has_tag(node, torch.Tag.inplace_view) and _name(node) not in _REBIND_WITHOUT_TAG:
+    if not _has_tag(node, torch.Tag.inplace_view) and name_of(node.target) not in _REBIND_WITHOUT_TAG:
         return None
     source = source_of(node.all_input_nodes[0])
     return source if source.op in ("placeholder", "get_attr") else None
@@ -163,7 +171,7 @@ def is_free(node: Node) -> bool:
     if node.op != "call_function" or target is operator.getitem:
         return True
     if torch_cuda.is_operator(target):
-        return torch_cuda.returns_views(target) or _name(node) in _SIZE_CHECKS or str(target).startswith(_SIZES)
+        return torch_cuda.returns_views(target) or name_of(target) in _SIZE_CHECKS or str(target).startswith(_SIZES)
     return not torch_cuda.is_higher_order(target) and not tensors_of(node)
 
 
@@ -195,7 +203,7 @@ def _by_operator(node: Node, device: torch.device) -> str | None:
                 return f"holds {inner.target}, which {reason}"
     elif _has_tag(node, torch.Tag.cudagraph_unsafe):
         return "is tagged cudagraph_unsafe"
-    elif _name(node) in HOST_READS or _has_tag(node, torch.Tag.data_dependent_output):
+    elif name_of(node.target) in HOST_READS or _has_tag(node, torch.Tag.data_dependent_output):
         return "waits for the device and reads its result on the host"
     if torch_cuda.unsafe_by_torch(node):
         return "is an operator that torch does not capture (it reads or allocates on the host)"
@@ -205,7 +213,7 @@ def _by_operator(node: Node, device: torch.device) -> str | None:
 def _by_sizes(node: Node) -> str | None:
     for value in map(value_of, (node, *node.all_input_nodes)):
         number = isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool))
-        symbols = set().union(*map(torch_cuda.data_dependent_sizes, [value] if number else _tensors_in(value)))
+        symbols = set().union(*map(torch_cuda.data_dependent_sizes, [value] if number else tensors_in(value)))
         if symbols:
             return f"has a size that depends on the values of a tensor ({', '.join(sorted(map(str, symbols)))})"
     return None
@@ -221,7 +229,7 @@ def _by_device(node: Node, device: torch.device) -> str | None:
         return None
     if device not in sources | results:
         return f"runs on {_listed(others)}"
-    if _name(node) in COPIES:
+    if name_of(node.target) in COPIES:
         goes_to = {t.device for t in tensors_of(*written_nodes(node))} or results
         return f"copies from {_listed(sources - goes_to)} to {_listed(goes_to)}"
     if results == {device} and others == {CPU} and all(t.ndim == 0 for t in inputs if t.device == CPU):
@@ -238,9 +246,8 @@ def _listed(devices: set[torch.device]) -> str:
     return " and ".join("the CPU" if d == CPU else str(d) for d in sorted(devices, key=str))
 
 
-def _name(node: Node) -> str:
-    """The name of an operator without its overload, "aten::add"; "" for other nodes."""
-    target: Any = node.target
+def name_of(target: Any) -> str:
+    """The name of an operator without its overload, "aten::add"; "" for other targets."""
     return str(target.name()).split(".")[0] if torch_cuda.is_operator(target) else ""
 
 

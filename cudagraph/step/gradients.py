@@ -1,12 +1,12 @@
 """The gradients of parameters before and after a step that is a graph.
 
-    before: a tensor or None, as it was when the step was recorded; or anything, if the step drops it unread
+    before: the very tensor, or None, of when the step was recorded; or anything, if the step drops it unread
     after:  the same tensor; None; or new tensors over the graph's memory, which the next replay writes to again
 
-A later recording may have such memory where an earlier one has temporary values. So a replay also needs that nobody
-holds gradients of recordings which were made after it.
+Gradients of a recording may lie where an earlier recording has temporary values. So a replay also needs that nobody
+holds gradients of recordings that were made later.
 
-Whether a gradient is read shows in the capture: a tensor stands in for it that lets no operator use it.
+To find out whether the step reads a gradient, a tensor that no operator can use stands in for it during the capture.
 """
 
 from __future__ import annotations
@@ -26,37 +26,38 @@ gradient = attrgetter("grad")
 
 
 class ReadsGradients(CannotCapture):
-    """The step reads a gradient that was there before."""
+    """The step reads a gradient from before the step."""
 
 
-# The last gradient that a recording gave, by the identity of its parameter: the recording's templates, and the place
-# there. It can be made again, so it may be dropped to see whether anybody else holds it.
-Given = dict[int, tuple[weakref.ref[torch.Tensor], "list[torch.Tensor]", int]]
+# The gradient that a replay gave each parameter last, by the parameter's id: a weak reference to it, the recording's
+# templates, the position there. `fit` may drop it to see whether anybody else holds it: the template makes it again.
+LastGradients = dict[int, tuple[weakref.ref[torch.Tensor], "list[torch.Tensor]", int]]
 
 
 class Gradients:
-    """The gradients of `parameters`, made before a capture. `finish` ends it, in any case."""
+    """The gradients of `parameters`. Made before a capture; call `finish` after it, also if it failed."""
 
-    def __init__(self, parameters: Sequence[torch.Tensor], given: Given, *, reads: bool) -> None:
+    def __init__(self, parameters: Sequence[torch.Tensor], last: LastGradients, *, reads: bool) -> None:
         """
         Args:
-            given: of all recordings of the step.
-            reads: the step may read gradients. If False and it does, `ReadsGradients` is raised in the capture.
+            last: one dict for all recordings of the step.
+            reads: whether the step may read gradients. If False and it does, the capture raises `ReadsGradients`.
         """
         self._parameters = parameters
         self._before = [x.grad for x in parameters]
         self._wires = [x if x is None or reads else torch_cuda.tripwire(x, ReadsGradients) for x in self._before]
         for x, wire in zip(parameters, self._wires, strict=True):
             x.grad = wire
-        self._expected: list[tuple[torch.Tensor, torch.Tensor | None]] = []  # parameters, and what they have before
-        self._dropped: list[torch.Tensor] = []  # parameters whose gradient may be anything before
-        self._cleared: list[torch.Tensor] = []  # those that have none afterwards
-        self._made: list[tuple[torch.Tensor, int]] = []  # those with a new one, and its place in `_templates`
+        # Parameters, by what the step does with their gradient:
+        self._expected: list[tuple[torch.Tensor, torch.Tensor | None]] = []  # uses it, so a replay needs this very one
+        self._dropped: list[torch.Tensor] = []  # drops it unread
+        self._cleared: list[torch.Tensor] = []  # leaves None
+        self._made: list[tuple[torch.Tensor, int]] = []  # leaves a new one; its position in `_templates`
         self._templates: list[torch.Tensor] = []
-        self._given = given
-        self.slots: dict[int, Slot] = {}  # the memory of new ones, by the identity of storages
+        self._last = last
+        self.slots: dict[int, Slot] = {}  # the memory of new gradients, by the identity of storages
         self._watch = Watch(())
-        self._left: Sequence[StorageWeakRef] = ()  # memory of recordings that are gone, which this one writes to
+        self._orphans: Sequence[StorageWeakRef] = ()  # see `require_free`
 
     @property
     def static(self) -> list[torch.Tensor]:
@@ -88,36 +89,37 @@ class Gradients:
             self._made.append((x, len(self._templates) - 1))
 
     def finish(self) -> None:
-        """Put back what was there before the capture."""
+        """Put back the gradients from before the capture."""
         for x, old in zip(self._parameters, self._before, strict=True):
             x.grad = old
         self._parameters, self._before, self._wires = [], [], []
-        self.refs = [StorageWeakRef(slot.storage) for slot in self.slots.values()]
-        self.look_at((), ())
+        self.memory = [(StorageWeakRef(slot.storage), slot) for slot in self.slots.values()]
+        self.require_free((), ())
         self._owners, self._needed = [x for x, _ in self._expected], [old for _, old in self._expected]
 
-    def look_at(self, slots: Sequence[Slot], left: Sequence[StorageWeakRef]) -> None:
-        """From now on, a replay also needs that nobody holds `slots` of others, and that all of `left` are gone."""
+    def require_free(self, slots: Sequence[Slot], orphans: Sequence[StorageWeakRef]) -> None:
+        """From now on, a replay also needs that nobody holds gradients of other recordings: on `slots`, or on storages
+        of closed recordings (`orphans`)."""
         self._watch.close()
-        self._watch, self._left = Watch([*self.slots.values(), *slots]), left
+        self._watch, self._orphans = Watch([*self.slots.values(), *slots]), orphans
 
     def fit(self) -> bool:
-        """Whether a replay may begin. If so, nobody holds what it writes to, and what it drops is dropped."""
+        """Whether a replay may begin: nobody holds what it writes to. If so, gradients that it drops are None now."""
         if not all(map(is_, map(gradient, self._owners), self._needed)):
             return False
-        if not self._watch.slots and not self._left:
+        if not self._watch.slots and not self._orphans:
             return True
         ours: list[tuple[torch.Tensor, list[torch.Tensor], int]] = []  # a reference to one would count as a holder
         others: list[tuple[torch.Tensor, torch.Tensor]] = []
         for x in self._dropped:
             old = x.grad
-            reference, templates, position = self._given.get(id(x), (None, [], 0))
+            reference, templates, position = self._last.get(id(x), (None, [], 0))
             if reference is not None and reference() is old:
                 ours.append((x, templates, position))
             elif old is not None:
                 others.append((x, old))
             x.grad = old = None
-        if self._watch.none_held() and all(reference.expired() for reference in self._left):
+        if self._watch.none_held() and all(orphan.expired() for orphan in self._orphans):
             return True
         for x, templates, position in ours:
             self._give(x, templates, position)
@@ -127,10 +129,10 @@ class Gradients:
 
     def _give(self, x: torch.Tensor, templates: list[torch.Tensor], position: int) -> None:
         x.grad = new = templates[position].data
-        self._given[id(x)] = weakref.ref(new), templates, position
+        self._last[id(x)] = weakref.ref(new), templates, position
 
     def give(self) -> None:
-        """After a replay: parameters have the gradients that it made."""
+        """After a replay: give parameters the gradients that it made."""
         for x in self._cleared:
             x.grad = None
         for x, position in self._made:
@@ -138,5 +140,5 @@ class Gradients:
 
     def close(self) -> None:
         self._watch.close()
-        for key in [key for key, (_, templates, _) in self._given.items() if templates is self._templates]:
-            del self._given[key]  # it would keep the memory
+        for key in [key for key, (_, templates, _) in self._last.items() if templates is self._templates]:
+            del self._last[key]  # the templates would keep the memory

@@ -4,7 +4,7 @@
                                             leaves       path -> value or identity
                                             tensors      whose memory the graph reads
 
-Containers are compared first: dicts by the version that Python counts, others entry by entry, by identity. If nothing
+Containers are compared first: dicts by their version, which Python counts, others entry by entry, by identity. If none
 differs, nothing that the walk reaches has changed. Otherwise leaves are compared: numbers, strings and the like by type
 and value, all else by identity.
 
@@ -22,13 +22,14 @@ import sysconfig
 import types
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from itertools import chain
-from operator import attrgetter, is_
+from itertools import chain, repeat
+from operator import is_
 from typing import Any
 
 import torch
 
 from ..errors import CudaGraphError
+from ..torch_private import compilers
 from ..torch_private import cuda as torch_cuda
 
 MOST_VALUES = 100_000
@@ -39,7 +40,6 @@ PLAIN = (
 # Objects of torch that are followed. Others, such as what Dynamo compiled, change by themselves.
 TORCH_OBJECTS = (torch.nn.Module, torch.optim.Optimizer, torch.amp.GradScaler)
 WRAPPERS = ("__self__", "__func__", "func", "args", "keywords", "fget")  # of methods, partials and properties
-HOOKS = attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")  # of a tensor; its `__dict__` lacks them
 MISSING = object()
 _PATHS = sysconfig.get_paths()
 NOT_THE_USERS = (
@@ -62,7 +62,7 @@ def is_users(filename: str) -> bool:
 
 @functools.cache
 def names_in(code: types.CodeType) -> frozenset[str]:
-    """The names of globals and attributes that `code` uses, and functions inside of it."""
+    """The names of globals and attributes that `code` and functions inside of it use."""
     inner = (names_in(const) for const in code.co_consts if isinstance(const, types.CodeType))
     return frozenset(code.co_names).union(*inner)
 
@@ -74,8 +74,8 @@ class HostState:
         leaves: what is compared, by path, such as "optimizer.param_groups[0]['lr']".
         tensors: each tensor that was found, by its path.
         optimizers: each optimizer that was found, by its path.
-        compiled: whether a function was found that Dynamo compiles.
-        numbers: the tensors on the CPU, of a step on another device. They are host values: versions are compared.
+        compiled: whether a function or module was found that Dynamo compiles.
+        numbers: the tensors on the CPU, if the step is on another device. Their versions are compared.
 
     Raises `TooManyValues`.
     """
@@ -89,7 +89,7 @@ class HostState:
         self._device_type = device_type
         self._dicts: list[dict[Any, Any]] = []
         self._lists: list[Any] = []
-        # Containers of other kinds: what reads their values, what puts values back, and the values.
+        # Containers of other kinds: a function that reads their values, one that puts values back, and the values.
         self._views: list[tuple[Callable[[], list[Any]], Callable[[list[Any]], Any], list[Any]]] = []
         self._arrays: list[tuple[Any, bytes]] = []  # of NumPy and the like, and their bytes
         self._seen: dict[int, tuple[Any, str]] = {}
@@ -103,15 +103,15 @@ class HostState:
         self._copies = [each.copy() for each in (*self._dicts, *self._lists)]
         self._full, self._empty = [d for d in self._dicts if d], [d for d in self._dicts if not d]
         self._hooked = [x for x in self.tensors.values() if x.requires_grad]
-        self._hooks = [*map(HOOKS, self._hooked)]
-        self.renew()
+        self._hooks = [*map(torch_cuda.gradient_hooks, self._hooked)]
+        self.note_versions()
 
     def objects(self) -> list[Any]:
-        """All objects that were found, but for plain values."""
+        """All objects that were found, except for plain values."""
         return [value for value, _ in self._seen.values()]
 
-    def renew(self) -> None:
-        """From now on, compare with the versions of now: what changed since has been put back."""
+    def note_versions(self) -> None:
+        """Take the versions of now as those of the snapshot. For when all values are back at those of the snapshot."""
         self._versions = [*map(torch_cuda.dict_version, self._full)]
         self._number_versions = [x._version for x in self.numbers]
 
@@ -122,7 +122,7 @@ class HostState:
             and not any(self._empty)
             and sum(map(len, self._lists)) == len(self._items)
             and all(map(is_, chain.from_iterable(self._lists), self._items))
-            and [*map(HOOKS, self._hooked)] == self._hooks
+            and [*map(torch_cuda.gradient_hooks, self._hooked)] == self._hooks
             and all(_same(read(), saved) for read, _, saved in self._views)
             and all(_bytes(value) == saved for value, saved in self._arrays)
             and [x._version for x in self.numbers] == self._number_versions
@@ -138,8 +138,8 @@ class HostState:
         }
         return {path: f"{_text(old)} became {_text(new)}" for path, (old, new) in pairs.items() if old != new}
 
-    def expect(self, container: dict[Any, Any], key: Any) -> None:
-        """From now on, `container[key]` is to be what it is now."""
+    def accept(self, container: dict[Any, Any], key: Any) -> None:
+        """Take the value that `container[key]` has now into the snapshot."""
         for each, copy in zip(self._dicts, self._copies, strict=False):
             if each is container:
                 copy[key] = each[key]
@@ -147,7 +147,7 @@ class HostState:
                     self._versions[[*map(id, self._full)].index(id(each))] = torch_cuda.dict_version(each)
 
     def restore(self) -> None:
-        """Put back what containers held."""
+        """Put back the contents of containers."""
         for each, saved in zip((*self._dicts, *self._lists), self._copies, strict=True):
             is_dict = isinstance(each, dict)
             if not _same(each, saved) or (is_dict and not _same(dict.values(each), dict.values(saved))):
@@ -180,9 +180,9 @@ class HostState:
                 self.numbers.append(value)
             self._dict(path, ".{}", value.__dict__)
             if value.requires_grad:
-                self._later(path, ".{}", ("hooks", "hooks after accumulation"), HOOKS(value))
+                self._later(path, ".{}", ("hooks", "hooks after accumulation"), torch_cuda.gradient_hooks(value))
         elif isinstance(value, dict):
-            self.leaves[path] = type(value)  # one that is exchanged for an equal one has not changed
+            self.leaves[path] = type(value)  # not its id: an equal dict in its place is no change
             self._dict(path, "[{!r}]", value)
         elif isinstance(value, (list, deque, set, tuple, frozenset)):
             self.leaves[path] = type(value)
@@ -205,19 +205,18 @@ class HostState:
             self._later(path, ".{}", names, [getattr(value, name) for name in names])
         elif isinstance(value, type):
             if is_users_class(value):
-                names = [name for name, x in vars(value).items() if name[:2] != "__" or isinstance(x, CODE)]
-                self._view(path, names, functools.partial(_items, vars(value), names))
+                space = vars(value)
+                names = [name for name, x in space.items() if name[:2] != "__" or isinstance(x, CODE)]
+                self._view(path, names, lambda: [space.get(name, MISSING) for name in names])
         elif isinstance(value, TORCH_OBJECTS) or is_users_class(type(value)):
             if isinstance(value, torch.optim.Optimizer):
                 self.optimizers[path] = value
-            if getattr(value, "_compiled_call_impl", None) is not None or hasattr(value, "_orig_mod"):
-                self.compiled = True
+            self.compiled |= compilers.is_compiled_module(value)
             for cls in type(value).__mro__[:-1]:
                 self._waiting.append((f"{cls.__module__}.{cls.__qualname__}", cls))
                 slots = [slot for slot in vars(cls).get("__slots__", ()) if hasattr(value, slot)]
-                self._view(
-                    path, slots, functools.partial(_attributes, value, slots), functools.partial(_set, value, slots)
-                )
+                read = functools.partial(lambda slots: [getattr(value, slot, MISSING) for slot in slots], slots)
+                self._view(path, slots, read, functools.partial(_call_for_each, setattr, repeat(value), slots))
             self._dict(path, ".{}", getattr(value, "__dict__", {}))
 
     def _later(self, path: str, how: str, names: Iterable[Any], values: Iterable[Any]) -> None:
@@ -242,22 +241,24 @@ class HostState:
             self._later(path, ", {}", names, saved)
 
     def _function(self, path: str, function: types.FunctionType) -> None:
-        compiled_from = getattr(function, "_torchdynamo_orig_callable", None)
-        if compiled_from is not None:
-            self.compiled |= not getattr(function, "_torchdynamo_disable", False)
-            self._waiting.append((path, compiled_from))
+        inner, is_compiled = compilers.inside_wrapper(function)
+        self.compiled |= is_compiled
+        if inner is not None:
+            self._waiting.append((path, inner))
             return
         code, space = function.__code__, function.__globals__
         if not is_users(code.co_filename):
             return
-        self.leaves[path] = id(code)  # a function that is made anew each time is the same
+        self.leaves[path] = id(code)  # not the function's id: it may be made anew in each step
         self._seen[id(code)] = code, path
         named = zip(code.co_freevars, function.__closure__ or (), strict=True)
         cells = {name: cell for name, cell in named if not _is_empty(cell)}
-        self._view(path, cells, functools.partial(_contents, cells), functools.partial(_fill, cells))
-        for each in (space, *(vars(x) for x in map(space.get, names_in(code)) if _is_users_module(x))):
+        write = functools.partial(_call_for_each, setattr, cells.values(), repeat("cell_contents"))
+        self._view(path, cells, lambda: [cell.cell_contents for cell in cells.values()], write)
+        for each in (space, *map(vars, filter(_is_users_module, map(space.get, names_in(code))))):
             names = sorted(names_in(code).intersection(each))
-            self._view(path, names, functools.partial(_items, each, names), functools.partial(_set_items, each, names))
+            read = functools.partial(lambda each, names: [each.get(name, MISSING) for name in names], each, names)
+            self._view(path, names, read, functools.partial(_call_for_each, each.__setitem__, names))
         self._dict(path, ".{}", function.__dict__)
         names = [name for name in ("__defaults__", "__kwdefaults__") if getattr(function, name, None)]
         self._later(path, ".{}", names, [getattr(function, name) for name in names])
@@ -266,30 +267,9 @@ class HostState:
 CODE = (types.FunctionType, staticmethod, classmethod, property)
 
 
-def _items(space: Mapping[str, Any], names: Iterable[str]) -> list[Any]:
-    return [space.get(name, MISSING) for name in names]
-
-
-def _set_items(space: dict[str, Any], names: Iterable[str], values: Iterable[Any]) -> None:
-    space.update(zip(names, values, strict=True))
-
-
-def _attributes(value: Any, names: Iterable[str]) -> list[Any]:
-    return [getattr(value, name, MISSING) for name in names]
-
-
-def _set(value: Any, names: Iterable[str], values: Iterable[Any]) -> None:
-    for name, old in zip(names, values, strict=True):
-        setattr(value, name, old)
-
-
-def _contents(cells: Mapping[str, Any]) -> list[Any]:
-    return [cell.cell_contents for cell in cells.values()]
-
-
-def _fill(cells: Mapping[str, Any], values: Iterable[Any]) -> None:
-    for cell, value in zip(cells.values(), values, strict=True):
-        cell.cell_contents = value
+def _call_for_each(function: Callable[..., Any], *arguments: Iterable[Any]) -> None:
+    for each in zip(*arguments, strict=False):  # `repeat` has no end
+        function(*each)
 
 
 def _same(now: Iterable[Any], saved: Iterable[Any]) -> bool:

@@ -1,4 +1,4 @@
-"""What a step is called with: as the key of its recordings, and in the memory that a graph reads.
+"""The inputs of a step: as a key of its recordings, and as tensors that a graph reads.
 
 flat tensors --one fused copy--> tensors of the graph
 on the CPU: --stream of their own--> staged --the same copy-->      while the graph of the step before still runs
@@ -30,7 +30,7 @@ def arguments_of(flat: Sequence[Any], spec: Any) -> Any:
 
 
 def key_of(flat: Sequence[Any], spec: Any) -> tuple[Any, ...]:
-    """What the calls of one recording have in common: shapes, strides, dtypes and devices of tensors; other values."""
+    """The key of a call; one recording serves calls of one key: layouts, dtypes, devices of tensors; other values."""
     return spec, *[
         (x.shape, x.stride(), x.dtype, x.device, x.requires_grad) if type(x) is torch.Tensor else key_value(x)
         for x in flat
@@ -51,11 +51,11 @@ def reason_against(flat: Sequence[Any]) -> str | None:
 
 
 class Inputs:
-    """The tensors that a graph reads in place of a call's; `pool` is where they lie.
+    """The graph's own copies of the tensors that a step is called with, allocated in `pool`.
 
     Attributes:
-        positions: of the tensors among the arguments.
-        staged: the tensors of the graph.
+        positions: positions of the tensors among the arguments.
+        staged: the copies that the graph reads.
     """
 
     def __init__(self, pool: Any, flat: Sequence[Any], device: torch.device) -> None:
@@ -64,7 +64,7 @@ class Inputs:
         with pool.staging():
             self.staged = [copy_preserving_layout(flat[i].to(device)) for i in self.positions]
         self._versions = [x._version for x in self.staged]
-        # Those whose elements share memory are copied as far as they reach: position among `staged`, elements.
+        # Tensors whose elements overlap are copied as flat memory: position among `staged`, number of elements.
         self._spans = [(n, span) for n, x in enumerate(self.staged) if (span := overlap_span(x)) is not None]
         self._destinations = list(self.staged)
         for n, span in self._spans:
@@ -91,7 +91,7 @@ class Inputs:
         return next(changed, None)
 
     def copy(self, flat: Sequence[Any]) -> None:
-        """Copy a call's tensors to the graph's, on the current stream. A pinned one may be read after that returns."""
+        """Copy a call's tensors to the graph's, on the current stream. Pinned ones may be read after this returns."""
         if not self.positions:
             return
         sources = [flat[i] for i in self.positions]

@@ -24,14 +24,14 @@ from ..tree.dispatch import as_they_are
 from ..tree.node import Cursor
 from ..tree.record import Snapshot
 from ..tree.tree import one_capture
-from .gradients import Given, Gradients
+from .gradients import Gradients, LastGradients
 from .host import HostState
 from .inputs import Inputs, arguments_of
 from .watch import Watch
 
 
 def settings() -> tuple[Any, ...]:
-    """Global settings that choose kernels or change what a step does, beside those of `torch_cuda.global_guard`."""
+    """Global settings that choose kernels or change what a step does, except for those of `torch_cuda.global_guard`."""
     sdp, cudnn = torch.backends.cuda, torch.backends.cudnn
     return (
         torch_cuda.ambient_hooks(), *torch_cuda.function_modes(),
@@ -79,12 +79,12 @@ class StepRecording:
         key: see `key_of`.
         rates: learning rates that the graph reads on the device, by their paths in `host`.
         tensors: those that the graph may read where they are.
-        written: those of them that it writes to.
-        results: tensors of the graph, or other values.
-        result_spec: how they are put together; None for one tensor alone.
+        written: those of `tensors` that the graph writes to.
+        results: what the step returns, flat: tensors of the graph and other values.
+        result_spec: what `torch_cuda.unflatten` needs to make the result of them; None for one tensor alone.
         update: runs after each launch, outside of the graph.
         blocks: addresses in `pool` that are in use between replays.
-        known: memory of other recordings' gradients that was in use in the capture, so that no replay writes there.
+        gradients_in_use: other recordings' gradients that existed during the capture, so that no replay writes there.
         owner: lives as long as the recording; see tree/capture.py.
     """
 
@@ -102,7 +102,7 @@ class StepRecording:
     cursor: Cursor
     pool: Any
     blocks: set[int]
-    known: set[StorageWeakRef]
+    gradients_in_use: set[StorageWeakRef]
     owner: Owner
 
     def __post_init__(self) -> None:
@@ -130,7 +130,7 @@ class StepRecording:
                     return False
                 rate.tensor.fill_(value)
                 rate.value = value
-                self.host.expect(rate.group, "lr")
+                self.host.accept(rate.group, "lr")
         if not self.host.unchanged():
             return False
         return (
@@ -163,36 +163,41 @@ def parameters_of(host: HostState) -> list[torch.Tensor]:
     return [x for x in host.tensors.values() if x.is_leaf and (x.requires_grad or isinstance(x, torch.nn.Parameter))]
 
 
-def record(
-    pool: Any,
-    cursor: Cursor,
-    run: Callable[..., Any],
-    update: Callable[[], None] | None,
-    key: tuple[Any, ...],
-    flat: Sequence[Any],
-    spec: Any,
-    take: Callable[[], HostState],
-    host: HostState,
-    rate_groups: Mapping[str, dict[str, Any]],
-    known_blocks: set[int],
-    known: set[StorageWeakRef],
-    given: Given,
-    *,
-    reads_gradients: bool,
-) -> StepRecording:
-    """Capture `run` with the arguments `flat`. Whether that succeeds or not, all is as before.
+@dataclass(frozen=True, eq=False)
+class ToRecord:
+    """A step to capture: `run`, called with the arguments `flat` and `spec`; see `flat_arguments`.
 
-    Args:
-        update: what is to run after each replay, outside of the graph.
-        take: takes a snapshot of host values; `host` is the one of now.
+    Attributes:
+        update: runs after each replay, outside of the graph.
+        take_snapshot: takes a snapshot of host values; `host` is that of now.
         rate_groups: groups of optimizers whose learning rate the graph reads on the device, by the path of the rate.
-        known_blocks: addresses of the pool that other recordings keep.
-        known: memory of other recordings' gradients that is among `known_blocks`.
-        given, reads_gradients: see `Gradients`.
-
-    Raises `CannotCapture` if something speaks against it, and the capture's own errors.
+        blocks_of_others: addresses in the pool that other recordings keep.
+        gradients_in_use: gradients of other recordings, whose memory is among `blocks_of_others`.
+        last_gradients, reads_gradients: see `Gradients`.
     """
-    device = cursor.device
+
+    pool: Any
+    cursor: Cursor
+    run: Callable[..., Any]
+    update: Callable[[], None] | None
+    key: tuple[Any, ...]
+    flat: Sequence[Any]
+    spec: Any
+    take_snapshot: Callable[[], HostState]
+    host: HostState
+    rate_groups: Mapping[str, dict[str, Any]]
+    blocks_of_others: set[int]
+    gradients_in_use: set[StorageWeakRef]
+    last_gradients: LastGradients
+    reads_gradients: bool
+
+
+def record(step: ToRecord) -> StepRecording:
+    """Capture a step. Whether that succeeds or not, all is as before.
+
+    Raises `CannotCapture` with a reason against the capture, or the capture's own error.
+    """
+    pool, host, device = step.pool, step.host, step.cursor.device
     for path, x in host.tensors.items():
         if x.layout is not torch.strided or type(x) not in (torch.Tensor, torch.nn.Parameter):
             raise CannotCapture(f"{path} is a {type(x).__name__} of layout {x.layout}")
@@ -202,17 +207,17 @@ def record(
     numbers = [(x, x._version, x.detach().clone()) for x in host.numbers]
     random_states = [torch.get_rng_state()]
     python_random_state = random.getstate()
-    rates = {path: Rate(group, device) for path, group in rate_groups.items()}
+    rates = {path: Rate(group, device) for path, group in step.rate_groups.items()}
     owner, graph = Owner(), None
-    gradients = Gradients(parameters_of(host), given, reads=reads_gradients)
+    gradients = Gradients(parameters_of(host), step.last_gradients, reads=step.reads_gradients)
     try:
-        inputs = Inputs(pool, flat, device)
+        inputs = Inputs(pool, step.flat, device)
         watch = Watch(device, inputs.by_storage())
 
         def captured() -> Any:
-            args, kwargs = arguments_of(inputs.arguments(flat), spec)
+            args, kwargs = arguments_of(inputs.arguments(step.flat), step.spec)
             with contextlib.nullcontext() if host.compiled else watch(), as_they_are():
-                result = run(*args, **kwargs)
+                result = step.run(*args, **kwargs)
             random_states.append(torch.get_rng_state())  # before the capture puts it back
             return ([result], None) if isinstance(result, torch.Tensor) else torch_cuda.flatten(result)
 
@@ -220,9 +225,9 @@ def record(
             graph, (results, result_spec) = pool.capture(captured, snapshot.generators)
         if random.getstate() != python_random_state or not torch.equal(*random_states):
             raise CannotCapture("draws random numbers on the host")
-        changed = host.differences(take())
-        host.restore()  # of equal containers, those that were there before
-        host.renew()
+        changed = host.differences(step.take_snapshot())
+        host.restore()  # the step may have put equal containers in the place of the old ones
+        host.note_versions()
         for path, how in changed.items():
             raise CannotCapture(f"changes {path} each time, which a replay would not: {how}")
         rebound = {id(x) for x in snapshot.rebound()}
@@ -243,9 +248,9 @@ def record(
         own = {torch_cuda.storage_key(x) for x in tensors}
         blocks = {s.data_ptr() for s in storages if s.nbytes() and torch_cuda.identity(s) not in own}
         gradients.finish()
-        if not pool.live_blocks_are(blocks | known_blocks):
+        if not pool.live_blocks_are(blocks | step.blocks_of_others):
             gc.collect()
-            leaked = pool.live_blocks() - blocks - known_blocks
+            leaked = pool.live_blocks() - blocks - step.blocks_of_others
             if leaked:
                 raise CannotCapture(f"keeps {len(leaked)} tensors that it made, in a place that is not known")
         written = [
@@ -254,15 +259,15 @@ def record(
             if version is not None and (x._version != version or torch_cuda.storage_key(x) in watch.written)
         ]
         return StepRecording(
-            key, host, rates, inputs, gradients, [*tensors, *gradients.static], written, results, result_spec, update,
-            graph, cursor, pool, blocks, known, owner,
+            step.key, host, rates, inputs, gradients, [*tensors, *gradients.static], written, results, result_spec,
+            step.update, graph, step.cursor, pool, blocks, step.gradients_in_use, owner,
         )  # fmt: skip
     except BaseException as error:
         traceback.clear_frames(error.__traceback__)  # they hold blocks of the pool
         if graph is not None:
             graph.reset()
         host.restore()
-        host.renew()
+        host.note_versions()
         snapshot.restore()
         with torch.no_grad():
             for x, version, copy in numbers:

@@ -3,8 +3,8 @@
     operator --Watch--> reads a number on the host, computes on the CPU with values that change, ... --> CannotCapture
                         else it runs; what it writes to is noted
 
-What the step itself makes on the CPU, such as `torch.tensor(2.0)`, is the same in each replay. Where Dynamo compiles
-a part of the step, nothing is watched: Dynamo would not use compiled code. Then CUDA's own errors stop a capture.
+What the step itself makes on the CPU, such as `torch.tensor(2.0)`, is the same in each replay. A step with a part that
+Dynamo compiles is not watched, because Dynamo would not use compiled code then. CUDA's own errors stop its capture.
 """
 
 from __future__ import annotations
@@ -12,40 +12,34 @@ from __future__ import annotations
 import linecache
 import os
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any
 
 import torch
 
-from ..graph.blockers import COPIES, CPU, HOST_READS, is_host_operator
+from ..graph.blockers import COPIES, CPU, HOST_READS, is_host_operator, name_of, tensors_in
 from ..torch_private import cuda as torch_cuda
 from ..tree.capture import CannotCapture
 from .host import is_users
 
 COLLECTIVES = ("c10d", "_c10d_functional", "c10d_functional")
 INDEXED = ("aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_", "aten::_unsafe_index")
-# Attention has its seed and offset on the CPU where it uses neither.
+# Without dropout, attention returns its unused seed and offset on the CPU.
 ATTENTION = (
-    "aten::_scaled_dot_product",
-    "aten::_flash_attention",
-    "aten::_efficient_attention",
-    "aten::_cudnn_attention",
-)
+    "aten::_scaled_dot_product", "aten::_flash_attention", "aten::_efficient_attention", "aten::_cudnn_attention",
+)  # fmt: skip
 SIZE = "has a size that depends on the values of a tensor"
 
 
 class Watch:
-    """Looks at each operator of a step that is captured on `device`.
-
-    `inputs`: the positions of the step's inputs by the identity of their storages.
-    """
+    """Looks at each operator of a step that is captured on `device`. `inputs`: positions by identity of storages."""
 
     def __init__(self, device: torch.device, inputs: Mapping[int, int]) -> None:
         self.device, self.inputs = device, inputs
         self.written: set[int | None] = set()  # identities of storages
-        self.made: dict[int, torch.UntypedStorage] = {}  # on the CPU, by the step
+        self.made: dict[int, torch.UntypedStorage] = {}  # those that the step made on the CPU
 
     def __call__(self) -> AbstractContextManager[Any]:
         context: AbstractContextManager[Any] = torch_cuda.dispatching(self.operator)
@@ -53,18 +47,18 @@ class Watch:
 
     def operator(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run `func`, or raise `CannotCapture` with the user's line."""
-        given = [*tensors_in((args, [*kwargs.values()]))]
-        for x in given:
+        tensors = tensors_in((args, [*kwargs.values()]))
+        for x in tensors:
             if hasattr(x, "trip"):
                 x.trip()
-        reason = None if is_host_operator(func) else self._reason_against(func, args, kwargs, given)
+        reason = None if is_host_operator(func) else self._reason_against(func, args, kwargs, tensors)
         if reason is None:
             result = func(*args, **kwargs)
             if self.device == CPU or is_host_operator(func):
                 return result
             for x in tensors_in(result):
                 if x.device == CPU and x.layout is torch.strided:
-                    if any(each.device == self.device for each in given) and not _is_attention(func):
+                    if any(each.device == self.device for each in tensors) and not _is_attention(func):
                         reason = f"copies from {self.device} to the CPU"
                     self.made[torch_cuda.identity(x.untyped_storage())] = x.untyped_storage()
         if reason is not None:
@@ -72,19 +66,19 @@ class Watch:
             raise CannotCapture(f"{func} {reason}{f' ({line})' if line else ''}")
         return result
 
-    def _reason_against(self, func: Any, args: Any, kwargs: Any, given: list[torch.Tensor]) -> str | None:
-        name = _name(func)
+    def _reason_against(self, func: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor]) -> str | None:
+        name = name_of(func)
         if func.namespace in COLLECTIVES:
             return "talks to other processes"
-        others = [x for x in given if x.device != self.device and not x.is_meta]
+        others = [x for x in tensors if x.device != self.device and not x.is_meta]
         for x in others:
             if x.device != CPU:
                 return f"runs on {x.device}"
             if torch_cuda.storage_key(x) not in self.made and not _is_attention(func):
                 return "reads a tensor on the CPU"
-        if others and len(others) < len(given) and name in COPIES:
+        if others and len(others) < len(tensors) and name in COPIES:
             return f"copies between the CPU and {self.device}"
-        on_host = self.device != CPU and len(others) == len(given)
+        on_host = self.device != CPU and len(others) == len(tensors)
         if on_host and others and torch.Tag.nondeterministic_seeded in func.tags:
             return "draws random numbers on the CPU"
         if not on_host and (name in HOST_READS or torch.Tag.data_dependent_output in func.tags):
@@ -102,20 +96,8 @@ class Watch:
         return None
 
 
-def _name(func: Any) -> str:
-    return torch_cuda.schema_of(func).partition("(")[0].partition(".")[0]
-
-
 def _is_attention(func: Any) -> bool:
-    return _name(func).startswith(ATTENTION)
-
-
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for each in value:
-            yield from tensors_in(each)
+    return name_of(func).startswith(ATTENTION)
 
 
 def users_line(trace: TracebackType | None = None) -> str:

@@ -2,11 +2,11 @@
 
     call --> a recording applies --> replay                                     the usual case
              else, the first time with such inputs and host values --> run it    a real step, which warms up
-             else --> record: all of it
-                              or, if the update can't be captured, forward and backward, then the update as it is
-                              or nothing, and the step runs as it is from then on
+             else --> record: the whole step
+                              or, if the update can't be captured, forward and backward; the update runs uncaptured
+                              or, if they can't be captured either, nothing; the step runs uncaptured from then on
 
-Nothing but a replay is ever a guess: what differs from the snapshot of a recording means another recording, or none.
+A replay never guesses: where a value differs from a recording's snapshot, that recording is not replayed.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from ..tree.capture import CannotCapture, NotWarmError
 from ..tree.dispatch import as_they_are
 from ..tree.driver import CaptureDriver, cuda_driver
 from ..tree.node import Cursor
-from .gradients import Given, ReadsGradients
+from .gradients import LastGradients, ReadsGradients
 from .host import HostState, TooManyValues
 from .inputs import arguments_of, flat_arguments, key_of, reason_against
-from .recording import StepRecording, parameters_of, rates_of, record
+from .recording import StepRecording, ToRecord, parameters_of, rates_of, record
 from .watch import users_line
 
 log = logging.getLogger("cudagraph")
 
 OPTIONS = {"or_error": None, "size_limit": 16, "rerecord_limit": 16, "warmup_steps": 1}
-MOST_FAILED_CAPTURES = 3  # by errors that may not come again, such as out of memory
+MOST_FAILED_CAPTURES = 3  # in a row, by errors that may not come again, such as out of memory
 MOST_UNSTABLE_CALLS = 4  # in a row, each with other host values than the one before
 PARALLEL = {"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "DataParallel"}
 CAPTURABLE_WARNING = "This instance was constructed with capturable=True"
@@ -80,14 +80,15 @@ class WholeStep:
         self.refused = self.update_refused = ""
         self.latest: StepRecording | None = None
         self.recordings: dict[tuple[Any, ...], list[StepRecording]] = {}
-        self.warm: dict[tuple[Any, ...], tuple[HostState, int]] = {}
-        self.reads_rates = self.rates_refused = False  # whether graphs read learning rates on the device; why not
-        self.reads_gradients = False  # of before; known when a capture was tried without them
+        self.warm: dict[tuple[Any, ...], tuple[HostState, int]] = {}  # by key: a snapshot, warm-ups with these values
+        self.reads_rates = False  # whether graphs read learning rates on the device
+        self.rates_refused = False  # whether a capture that reads them there failed
+        self.reads_gradients = False  # whether the step reads gradients from before it; the first capture finds out
         self.failed_captures = self.unstable_calls = 0
         self._pool: Any = None
-        # Gradients of recordings that are gone, which somebody may still hold: pool, storage, address.
+        # Gradients of closed recordings, which somebody may still hold: pool, storage, address.
         self._left: list[tuple[Any, StorageWeakRef, int]] = []
-        self._given: Given = {}
+        self._last_gradients: LastGradients = {}
 
     def reset(self) -> None:
         """Free all recordings and their memory; later calls warm up and record again."""
@@ -135,19 +136,18 @@ class WholeStep:
         self.cursor.follow_stream()
         if make_capturable(host, self.cursor.device):
             host = self._host()
-        self._forget_all_but(host)
+        self._close_stale_recordings(host)
         known = self.recordings.get(key, [])
         for recording in known:
             if recording.applies(key, host):
                 self.latest = recording
                 return recording.replay(flat)
-        parameters = parameters_of(host)
-        if self.update is not None and any(x.grad is not None for x in parameters):
+        if self.update is not None and any(x.grad is not None for x in parameters_of(host)):
             return self._skip("a parameter has a gradient already, to which the step adds", flat, spec)
         if len(known) > self.options.rerecord_limit:
             changed = known[-1].host.differences(host)
             what = next((f"{path}: {how}" for path, how in changed.items()), "its tensors moved")
-            if changed and self._blames_optimizer(changed, what):
+            if changed and self._leave_update_out_if_optimizer_changed(changed, what):
                 return self._find_or_record(key, flat, spec)
             return self._skip(f"it was recorded {len(known)} times, last because {what}", flat, spec)
         warm, count = self.warm.get(key, (host, 0))
@@ -161,42 +161,38 @@ class WholeStep:
             log.debug("%s warms up again: %s", self.name, what)
             self.unstable_calls += 1
             if self.unstable_calls > MOST_UNSTABLE_CALLS:
-                if self._blames_optimizer(changed, what):
+                if self._leave_update_out_if_optimizer_changed(changed, what):
                     return self._find_or_record(key, flat, spec)
                 return self._refuse(what, flat, spec)
         result = self._warm_up(flat, spec)
         self.warm[key] = self._host(), 1 if changed else count + 1
         return result
 
-    def _forget_all_but(self, host: HostState) -> None:
-        """Close the recordings that read tensors which are gone, such as an optimizer's state before it was loaded."""
+    def _close_stale_recordings(self, host: HostState) -> None:
+        """Close recordings that read tensors which `host` does not reach, such as an optimizer's state before another
+        one was loaded."""
         reached = {id(x) for x in host.tensors.values()}
         for key, known in self.recordings.items():
             stale = [one for one in known if not reached.issuperset(map(id, one.host.tensors.values()))]
             for recording in stale:
-                slots = zip(recording.gradients.refs, recording.gradients.slots.values(), strict=True)
-                self._left += [(recording.pool, storage, slot.address) for storage, slot in slots]
+                self._left += [(recording.pool, storage, slot.address) for storage, slot in recording.gradients.memory]
                 recording.close()
                 self.latest = None if recording is self.latest else self.latest
             self.recordings[key] = [one for one in known if one not in stale]
-        self._look_at_each_other()
+        self._watch_later_gradients()
         for key, (warm, _) in self.warm.items():
             if not reached.issuperset(map(id, warm.tensors.values())):
                 self.warm[key] = host, 0
 
-    def _look_at_each_other(self) -> None:
-        """Have each recording look at gradients of those that were made after it, which lie where it may write to."""
-        every = [one for known in self.recordings.values() for one in known]
-        for one in every:
-            slots = [
-                slot
-                for each in every
-                if each is not one and each.pool is one.pool
-                for storage, slot in zip(each.gradients.refs, each.gradients.slots.values(), strict=True)
-                if storage not in one.known
-            ]
-            left = [storage for of, storage, _ in self._left if of is one.pool and storage not in one.known]
-            one.gradients.look_at(slots, left)
+    def _watch_later_gradients(self) -> None:
+        """Have each recording watch the gradients of later recordings, which may lie where it writes to."""
+        every = [recording for known in self.recordings.values() for recording in known]
+        for recording in every:
+            pool, avoided = recording.pool, recording.gradients_in_use
+            others = [other for other in every if other is not recording and other.pool is pool]
+            slots = [slot for other in others for storage, slot in other.gradients.memory if storage not in avoided]
+            orphans = [storage for of, storage, _ in self._left if of is pool and storage not in avoided]
+            recording.gradients.require_free(slots, orphans)
 
     def _host(self) -> HostState:
         roots = self.roots if self.update_refused else {**self.roots, **self.update_roots}
@@ -206,18 +202,19 @@ class WholeStep:
         """Record the step and replay it. If that fails, run it with all as before."""
         assert self.cursor is not None
         pool = self._opened_pool()
-        self._left = [left for left in self._left if not left[1].expired()]
-        left = {storage: address for of, storage, address in self._left if of is pool}
+        self._left = [entry for entry in self._left if not entry[1].expired()]
+        orphans = {storage: address for of, storage, address in self._left if of is pool}
         every = [one for known in self.recordings.values() for one in known if one.pool is pool]
-        blocks = {address for one in every for address in one.blocks} | {*left.values()}
-        in_use = {storage for one in every for storage in one.gradients.refs} | {*left}
+        blocks = {address for one in every for address in one.blocks} | {*orphans.values()}
+        in_use = {storage for one in every for storage, _ in one.gradients.memory} | {*orphans}
         run, update = (self._forward_backward, self.update) if self.update_refused else (self._all, None)
         rates = rates_of(host) if self.reads_rates else {}
         try:
-            recording = record(
-                pool, self.cursor, run, update, key, flat, spec, self._host, host, rates, blocks, in_use,
-                self._given, reads_gradients=self.reads_gradients,
-            )  # fmt: skip
+            recording = record(ToRecord(
+                pool, self.cursor, run, update, key, flat, spec, take_snapshot=self._host, host=host, rate_groups=rates,
+                blocks_of_others=blocks, gradients_in_use=in_use, last_gradients=self._last_gradients,
+                reads_gradients=self.reads_gradients,
+            ))  # fmt: skip
         except AssertionError:  # a bug, which is not to be hidden
             raise
         except Exception as error:
@@ -227,7 +224,7 @@ class WholeStep:
             counters.add("recordings")
             counters.add("rerecordings", bool(self.recordings.get(key)))
             self.recordings.setdefault(key, []).append(recording)
-            self._look_at_each_other()
+            self._watch_later_gradients()
             self.warm[key] = host, self.options.warmup_steps
             self.unstable_calls = self.failed_captures = 0
             now = None if recording.applies(key) else self._host()
@@ -261,11 +258,12 @@ class WholeStep:
         reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}{f' ({line})' if line else ''}"
         return f"capturing it raised {reason}", self.driver.is_capture_error(error)
 
-    def _blames_optimizer(self, changed: Mapping[str, str], reason: str) -> bool:
+    def _leave_update_out_if_optimizer_changed(self, changed: Mapping[str, str], reason: str) -> bool:
+        """`_leave_update_out`, but only if nothing but an optimizer's values changed."""
         return all(path.startswith("optimizer") for path in changed) and self._leave_update_out(reason)
 
     def _leave_update_out(self, reason: str) -> bool:
-        """From now on, capture forward and backward only. False if the step has no update of its own, or it is out."""
+        """From now on, capture forward and backward only. False if there is no update to leave out, or no more."""
         if self.update is None or self.update_refused:
             return False
         if self.options.or_error:
@@ -303,7 +301,7 @@ class WholeStep:
         return arguments_of(flat, spec)
 
     def _forward_backward(self, *args: Any, **kwargs: Any) -> Any:
-        torch.clear_autocast_cache()  # it may have copies of what parameters were
+        torch.clear_autocast_cache()  # it may have copies of earlier values of parameters
         try:
             return detached(self.run(*args, **kwargs))
         finally:
@@ -320,10 +318,8 @@ class WholeStep:
         return self._all(*args, **kwargs)
 
     def _warm_up(self, flat: Sequence[Any], spec: Any) -> Any:
-        """Run the step on the stream of captures: what it frees there is given back before the first of them.
-
-        The update runs on the current stream, so that the optimizer's state does not lie between activations.
-        """
+        """Run the step uncaptured, on the stream of captures, so that a capture can have the memory that it frees. The
+        update runs on the current stream, so that the optimizer's state does not lie between activations."""
         counters.add("warmups")
         with as_they_are(), warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=CAPTURABLE_WARNING)
@@ -349,7 +345,7 @@ def detached(result: Any) -> Any:
 
 
 def parallel(host: HostState) -> str | None:
-    """Why a model whose processes talk to each other is not captured; None for other models."""
+    """Why a model that is spread over several devices is not captured; None for other models."""
     for value in host.objects():
         names = {cls.__name__ for cls in type(value).__mro__} & PARALLEL
         if names:
@@ -358,8 +354,8 @@ def parallel(host: HostState) -> str | None:
 
 
 def make_capturable(host: HostState, device: torch.device) -> bool:
-    """Have the optimizers count steps on the device, as torch asks for where they are captured. Returns whether any
-    did not."""
+    """Have the optimizers count steps on the device, which torch requires in a capture. Returns whether any counted
+    elsewhere."""
     groups = [
         (o, group) for o in host.optimizers.values() for group in o.param_groups if group.get("capturable") is False
     ]
@@ -496,10 +492,7 @@ class Parts:
             for optimizer in self.optimizers:
                 optimizer.step() if self.scaler is None else self.scaler.step(optimizer)
             if self.scaler is not None:
-                states = self.scaler._per_optimizer_states
-                self.scaler.update()
-                states.clear()  # the scaler has made another one: the same one again, so that no host value changed
-                self.scaler._per_optimizer_states = states
+                torch_cuda.update_scaler(self.scaler)
         finally:
             for x in self.parameters():
                 x.grad = None

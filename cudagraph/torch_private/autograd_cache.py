@@ -2,8 +2,8 @@
 
     with extended(extension):          nested, if several packages extend one compilation; the outermost comes first
         key      torch's own, made inside `making_key`; `part` of each extension is added to it
-        entry    `refuse` says why: the next entry of the key is tried
-                 else `accept` prepares what was loaded
+        entry    an extension's `refuse` gives a reason: the next entry of the key is tried
+                 else `accept` prepares the loaded entry
         none     `missed`; then torch compiles, and stores
 
 `accept` and `missed` may call `bypass`: torch then compiles without its cache, and stores nothing. Data that an
@@ -59,7 +59,7 @@ class Entry:
         self.stored = stored
         self.has_backward = stored.compiled_bw is not None
         subclasses = stored.maybe_subclass_meta
-        # the forward's metadata as TracingContext has it when torch compiles: with tensor subclasses taken apart
+        # The forward's metadata as TracingContext has it when torch compiles: after tensor subclasses are flattened.
         self.traced_metadata = stored.runtime_metadata if subclasses is None else subclasses.fw_metadata
 
     def attached(self, name: str) -> bytes | None:
@@ -77,7 +77,7 @@ class Entry:
 
 
 def _finishing(loaded: Any, graph: Any, finish: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    """`post_compile` of a loaded graph: torch's own without CUDA graphs, then `finish`."""
+    """A `post_compile` for a loaded graph: torch's own, without CUDA graphs, then `finish`."""
     post_compile_of_torch = loaded.post_compile
     is_backward = hasattr(loaded, "backward_state_indices")
 
@@ -91,38 +91,38 @@ def _finishing(loaded: Any, graph: Any, finish: Callable[[Any, Any], Any]) -> Ca
 
 
 class Extension:
-    """What a package adds to one compilation. The methods here add nothing but `part` to the key."""
+    """What a package adds to one compilation: by default `part` to the key, and nothing else."""
 
     def __init__(self, part: str) -> None:
         self.part = part
         self.thread = 0
-        self.refused_entries: set[bytes] = set()  # as they are stored
+        self.refused_entries: set[bytes] = set()  # the bytes that torch stored
 
     @contextlib.contextmanager
     def making_key(self, mod: Any, inputs: Sequence[Any], config: Any) -> Iterator[tuple[Any, Any, Any]]:
-        """Around torch's function that makes its key; yields what this function gets in place of the arguments."""
+        """A context around torch's function that makes its key. It yields the arguments of that function."""
         yield mod, inputs, config
 
     def keyed(self, key: str, lines: tuple[str, ...]) -> None:
-        """The key is made; `lines` are what torch says of its part, and facts that are added to it."""
+        """Called with the complete key. `lines`: torch's description of its own part, then the facts added to it."""
 
     def refuse(self, entry: Entry) -> str:
-        """Why `entry` is another program's, "" if it is not."""
+        """Why `entry` belongs to another program; "" if it does not."""
         return ""
 
     def accept(self, entry: Entry) -> None:
-        """No extension refuses `entry`: prepare it."""
+        """Prepare `entry`, which no extension refuses."""
 
     def missed(self, *, other_sizes: bool) -> None:
-        """There is no entry, or all are refused; with `other_sizes` there are some whose guards fail."""
+        """Called if there is no entry, or all are refused. `other_sizes`: there are entries, but their guards fail."""
 
 
 def bypass(why: str) -> NoReturn:
-    """To be raised by an extension: torch compiles this graph without its cache."""
+    """Called by an extension: torch then compiles this graph without its cache."""
     raise need(f"{_CACHE}.BypassAOTAutogradCache")(why)
 
 
-_extensions: list[Extension] = []  # in force, the outermost first; changed under Dynamo's lock of compilations
+_extensions: list[Extension] = []  # those in force, the outermost first; changed under Dynamo's compile lock
 
 
 def _extensions_here() -> list[Extension]:
@@ -131,7 +131,7 @@ def _extensions_here() -> list[Extension]:
 
 @contextlib.contextmanager
 def extended(extension: Extension, need: Callable[[str], Any] = need) -> Iterator[None]:
-    """While entered, compilations of this thread go through torch's cache with `extension`."""
+    """A context in which compilations of this thread go through torch's cache with `extension`."""
     with need("torch._dynamo.convert_frame.compile_lock"):
         extension.thread = threading.get_ident()
         _extensions.append(extension)
@@ -144,7 +144,7 @@ def extended(extension: Extension, need: Callable[[str], Any] = need) -> Iterato
 
 @contextlib.contextmanager
 def _patched(module: Any) -> Iterator[None]:
-    """While entered, torch's functions that make a key, list its entries and look one up call the extensions."""
+    """A context in which torch's functions that make a key, list its entries and look one up call the extensions."""
     cache = module.AOTAutogradCache
     make_key, find, candidates = module.autograd_cache_key, cache.__dict__["_lookup"], cache.iterate_over_candidates
 
@@ -192,10 +192,10 @@ def _patched(module: Any) -> Iterator[None]:
 
 
 def attacher(name: str, need: Callable[[str], Any] = need) -> Callable[[bytes], None] | None:
-    """While AOTAutograd compiles a forward or an inference graph: a call that puts data into the entry to be made.
+    """While AOTAutograd compiles a forward or an inference graph: a function that puts data into the entry to be made.
 
-    The data goes into the metadata of the forward, which torch stores as it is, also when it makes the entry at the
-    first backward. The last data counts. None outside of a compilation.
+    The data goes into the forward's metadata. torch stores that as it is, also where it makes the entry at the first
+    backward. A second call replaces the data. None outside of a compilation.
     """
     metadata = forward_metadata(need=need)
     return None if metadata is None else functools.partial(setattr, metadata, name)

@@ -27,6 +27,12 @@ SYMBOLS: dict[str | Needed, str] = {
     "torch._inductor.config.cudagraph_policy",
 }
 PROTOCOLS = {
+    "finding the code that Dynamo compiles": {
+        "torch._dynamo.eval_frame.OptimizedModule": "_orig_mod",
+        "torch._dynamo.eval_frame._TorchDynamoContext": "_torchdynamo_orig_callable",
+        "torch._dynamo.eval_frame.DisableContext": "_torchdynamo_orig_callable _torchdynamo_disable",
+        "torch.nn.Module": "_compiled_call_impl",
+    },
     "telling parameters and aliases of a graph": {
         "torch._functorch._aot_autograd.schemas.ViewAndMutationMeta": "static_input_indices input_info num_forward "
         "subclass_inp_meta subclass_fw_graph_out_meta num_outputs_aliased num_intermediate_bases dynamic_outputs "
@@ -130,6 +136,17 @@ def uncompiled(fn: Any) -> Any:
     return getattr(fn, "_orig_mod" if isinstance(fn, torch.nn.Module) else "_torchdynamo_orig_callable", fn)
 
 
+def is_compiled_module(module: Any) -> bool:
+    """Whether Dynamo compiles calls of `module`: after `torch.compile(module)`, or `module.compile()`."""
+    return getattr(module, "_compiled_call_impl", None) is not None or hasattr(module, "_orig_mod")
+
+
+def inside_wrapper(function: Any) -> tuple[Any, bool]:
+    """The function inside of a wrapper of Dynamo's, None if `function` is no wrapper; whether Dynamo compiles it."""
+    inner = getattr(function, "_torchdynamo_orig_callable", None)
+    return inner, inner is not None and not getattr(function, "_torchdynamo_disable", False)
+
+
 # --- Inductor ---
 
 inductor_inner_compile: Callable[[], Callable[..., Any]] = functools.partial(
@@ -229,7 +246,7 @@ def graph_number(code: Any) -> Any:
 
 
 def stored_as(run: Callable[..., Any], code: Any) -> None:
-    """Have AOTAutograd store `run`, which it is given to call, as Inductor's `code` that `run` captures."""
+    """Have AOTAutograd store `run` in its cache as if it were Inductor's `code`, which `run` captures."""
     if code._fx_graph_cache_key is not None:  # else torch stores nothing
         for name in ("_fx_graph_cache_key", "_fx_graph_cache_debug_lines", "_time_taken_ns", "guards_expr"):
             setattr(run, name, getattr(code, name))

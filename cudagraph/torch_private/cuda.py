@@ -9,6 +9,7 @@ import contextlib
 import ctypes
 import dataclasses
 import functools
+import operator
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -55,6 +56,8 @@ SYMBOLS: dict[str | Needed, str] = {
     Needed("replaying on the current stream", cuda=True): "torch._C._cuda_getCurrentRawStream",
 }
 PROTOCOLS = {
+    "telling what changed between two steps": {"torch.Tensor": "_backward_hooks _post_accumulate_grad_hooks"},
+    "a gradient scaler in a step": {"torch.amp.GradScaler": "_per_optimizer_states"},
     "telling which outputs are alive": {"torch.UntypedStorage": "_cdata"},
     "telling what the operators of a graph do": {"torch._ops.OpOverload": "_schema"},
     "telling when a step ends": {
@@ -97,8 +100,8 @@ def overloads_of(target: Any) -> list[Any]:
     return [target] if is_operator(target) else []
 
 
-def schema_of(operator: Any) -> str:
-    return str(operator._schema)
+def schema_of(target: Any) -> str:
+    return str(target._schema)
 
 
 def operator_called(name: str) -> Any:
@@ -159,7 +162,7 @@ def fake_mode_of(x: torch.Tensor) -> Any:
 
 
 def without_modes(need: Callable[[str], Any] = need) -> Any:
-    """Real operators, whatever fake or tracing mode is on."""
+    """A context in which operators are real, whatever fake or tracing mode is on."""
     return need("torch.utils._python_dispatch._disable_current_modes")()
 
 
@@ -173,14 +176,25 @@ dispatch_modes: Callable[[], int] = late(need, "torch._C._len_torch_dispatch_sta
 # The modes of `torch.overrides` that are on, such as `torch.set_default_device` makes.
 function_modes: Callable[[], list[Any]] = late(need, "torch.overrides._get_current_function_mode_stack")
 capturable_devices: Callable[[], list[str]] = late(need, "torch.optim.optimizer._get_capturable_supported_devices")
+# The hooks of a tensor on its gradient; its `__dict__` lacks them.
+gradient_hooks = operator.attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
-def dispatching(operator: Callable[[Any, Any, Any], Any]) -> Any:
-    """A context that has `operator(func, args, kwargs)` run each operator."""
+def update_scaler(scaler: torch.amp.GradScaler) -> None:
+    """`scaler.update()`, which makes a new dict of optimizer states. Puts the old one back, empty: a snapshot of host
+    values compares dicts by identity."""
+    states = scaler._per_optimizer_states
+    scaler.update()
+    states.clear()
+    scaler._per_optimizer_states = states
+
+
+def dispatching(run: Callable[[Any, Any, Any], Any]) -> Any:
+    """A context in which `run(func, args, kwargs)` runs each operator."""
 
     class Mode(need("torch.utils._python_dispatch.TorchDispatchMode")):  # type: ignore[misc]
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            return operator(func, args, kwargs or {})
+            return run(func, args, kwargs or {})
 
     return Mode()
 
@@ -207,15 +221,15 @@ def ambient_hooks() -> Any:
 
 
 def global_guard() -> Callable[[], bool]:
-    """A call that tells whether torch's global settings are what they are now: grad mode, autocast, determinism,
+    """A function that tells whether torch's global settings are as they are now: grad mode, autocast, determinism,
     precision of matrix products, default dtype, threads."""
     check: Callable[[], bool] = need("torch._C._dynamo.guards.GlobalStateGuard")().check
     return check
 
 
 def tensor_guard(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
-    """A call, given the same tensors, that tells whether their types, dtypes, devices, shapes, strides and
-    `requires_grad` are what they are now. Each tensor may be there once only."""
+    """A function of the same tensors that tells whether their types, dtypes, devices, shapes, strides and
+    `requires_grad` are as they are now. No tensor may occur twice."""
     if not tensors:
         return lambda: True
     sizes, strides = [list(x.shape) for x in tensors], [list(x.stride()) for x in tensors]
@@ -225,7 +239,7 @@ def tensor_guard(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
 
 
 # --- the allocator and capture ---
-# One signature in all of them. They go when torch offers the allocator's checkpoints and use counts publicly.
+# Their signatures are the same from 2.11 to 2.15. They go when torch has public checkpoints and use counts.
 
 storage_use_count: Callable[[int], int] = late(need, "torch._C._storage_Use_Count")
 foreach_copy: Callable[[list[torch.Tensor], list[torch.Tensor]], None] = late(need, "torch._foreach_copy_")
@@ -244,9 +258,9 @@ class NoMarks:
 
 
 class NoCalls:
-    """Dynamo's count of calls where Dynamo does not call: each call counts by itself."""
+    """In place of Dynamo's count of calls, for functions that Dynamo does not call: no two calls are the same one."""
 
-    generation = float("nan")  # equal to nothing
+    generation = float("nan")  # not equal to itself
 
 
 def torch_marks() -> Any:
@@ -279,13 +293,11 @@ def identity(storage: torch.UntypedStorage) -> int:
     return storage._cdata
 
 
-def _pointers_equal(tensors: Sequence[Any], addresses: Sequence[int | None], indices: Sequence[int]) -> bool:
-    return all(tensors[i].data_ptr() == addresses[i] for i in indices)
-
-
-# A build without CUDA lacks it.
+# Whether `tensors[i]` is at `addresses[i]` for each `i` of `indices`. A build without CUDA lacks torch's function.
 pointers_equal: Callable[[Any, Any, Any], bool] = getattr(
-    torch._C, "_tensors_data_ptrs_at_indices_equal", _pointers_equal
+    torch._C,
+    "_tensors_data_ptrs_at_indices_equal",
+    lambda tensors, addresses, indices: all(tensors[i].data_ptr() == addresses[i] for i in indices),
 )
 
 
@@ -320,7 +332,7 @@ def keep_for_backward_threads(value: object) -> None:
 
 
 def kept_for_this_thread() -> Any:
-    """The value of `keep_for_backward_threads` in this thread, or in the one that it runs a backward for; else None."""
+    """What `keep_for_backward_threads` got in this thread, or in the thread whose backward it runs; or None."""
     return torch._C._get_obj_in_tls(_THREAD_KEY) if torch._C._is_key_in_tls(_THREAD_KEY) else None
 
 
@@ -342,8 +354,8 @@ class PrivatePool:
             torch._C._cuda_releasePool(self.device, self.handle)
 
     def keep(self) -> None:
-        """The pool exists, used or not, as long as this object. Its free memory then goes with the next
-        `torch.cuda.empty_cache()`, and the rest when its tensors are gone.
+        """Keep the pool, used or not, as long as this object lives. Then `torch.cuda.empty_cache()` gives back its free
+        memory, and the rest goes when its tensors are gone.
 
         `torch.cuda.MemPool` frees its memory by itself when it is dropped, but ends the process if any thread allocates
         from a pool, or captures, at that moment.
@@ -361,7 +373,7 @@ class PrivatePool:
         return torch._C._cuda_getCheckpointState(self.device, self.handle)
 
     def restore(self, state: Any, owners: Sequence[torch.UntypedStorage], free: Sequence[int]) -> None:
-        """The blocks of `state` are allocated; `owners` own theirs from now on; those at `free` are given back."""
+        """Allocate the blocks of `state` again. `owners` own those at their addresses; those at `free` are freed."""
         torch._C._cuda_setCheckpointPoolState(self.device, state, [], [owner._cdata for owner in owners])
         for address in free:
             torch._C._cuda_cudaCachingAllocator_raw_delete(address)
@@ -393,11 +405,11 @@ def bare_replay(graph: torch.cuda.CUDAGraph) -> Callable[[], None]:
 
 
 def caches_memory() -> bool:
-    """Whether the caching allocator of CUDA is in use; `PYTORCH_NO_CUDA_MEMORY_CACHING` turns it off."""
+    """Whether CUDA's caching allocator is in use; `PYTORCH_NO_CUDA_MEMORY_CACHING` turns it off."""
     name = "torch._C._cuda_cudaCachingAllocator_is_enabled"
     return not has(name) or bool(need(name)())
 
 
 def raw_stream(device: int) -> Callable[[], int]:
-    """A call that tells which stream of `device` is current, as a number."""
+    """A function that returns the number of the current stream of `device`."""
     return functools.partial(torch._C._cuda_getCurrentRawStream, device)

@@ -4,9 +4,9 @@
     PROTOCOLS = {"what needs them": {"torch._y.Class": "attribute old_name|new_name"}}
     need = needing(SYMBOLS, "cudagraph", UnsupportedTorchError)
 
-Each file of a folder `torch_private` has a table of the symbols that it looks up by path; `.w` stands beside the symbol
-before it, here at torch._y.w. Another has the classes whose instances torch hands it, with the attributes that it uses:
-`__name__` where the name of the class alone counts.
+Each file of a folder `torch_private` has two tables. SYMBOLS lists the symbols that the file looks up by path; `.w` is
+short for a neighbour of the symbol before it, here torch._y.w. PROTOCOLS lists classes of torch, with the attributes of
+their instances that the file uses, or of objects that they make; `__name__` where only the name of the class counts.
 """
 
 from __future__ import annotations
@@ -88,10 +88,8 @@ def needing(symbols: Symbols, package: str, error: type[Exception]) -> Callable[
 
 
 def late(need: Callable[[str], Any], path: str) -> Callable[..., Any]:
-    """The callable at `path`, looked up now for speed; where torch has none, a function that raises when it is called.
-
-    So that a package can be imported on any torch.
-    """
+    """The callable at `path`, looked up now for speed. If torch has none: a function that raises when it is called, so
+    that a package can be imported on any torch."""
     try:
         return need(path)
     except RuntimeError as e:
@@ -133,7 +131,7 @@ def rows_of(package: str, symbols: Symbols, protocols: Protocols) -> Iterator[Ro
 def has_attribute(owner: str, name: str) -> bool:
     """Whether instances of the class at `owner` have an attribute; `name` may be several, `old|new`.
 
-    Attributes that methods set on `self` are found in the source of the class.
+    Attributes that methods use of `self`, or set on an object that they make, are found in the source of the class.
     """
     if not has(owner):
         return False
@@ -146,12 +144,12 @@ def _names_in_source(cls: type) -> frozenset[str]:
     for base in cls.__mro__[:-1]:
         names.update(vars(base).get("__annotations__", ()))
         with contextlib.suppress(OSError, TypeError):  # written in C++
-            names.update(re.findall(r"\bself\.(\w+)", inspect.getsource(base)))
+            names.update(re.findall(r"\b(?:self\.|\w+\.(?=\w+ = ))(\w+)", inspect.getsource(base)))
     return frozenset(names)
 
 
 def source_link(path: str) -> str:
-    """The file that defines the module of `path`, at the tag of this torch, or of the newest tested one."""
+    """URL of the file that defines the module of `path`, at the tag of this torch, or of the newest tested one."""
     root, parts = Path(torch.__file__).parents[1], path.split(".")
     tag = _VERSION if _VERSION in TESTED else TESTED[-1]
     for cut in range(len(parts), 0, -1):

@@ -2,7 +2,7 @@
 
     record --Capture--> capturing() in this thread, until the capture ends
 
-Memory that one recording of a tree was lent may be lent to another, unless the path holds it.
+Host memory lent to one recording of a tree may be lent to another one too, unless outputs of the path lie there.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ class Owner:
 
 
 class Capture:
-    """One capture. Lent memory may go to others after the end of its `owner`, once the last launch is done."""
+    """One capture. Lent memory is free again when `owner` is gone and the last launch is done."""
 
     def __init__(self, owner: Owner, held: Iterable[int]) -> None:
         self.owner = owner
-        self.held = frozenset(held)  # addresses of host memory that the path holds here: it must not be written to
+        self.held = frozenset(held)  # addresses of host memory with outputs of the path: it must not be written to
         self.lent: set[int] = set()
 
     def lend(self, address: int) -> None:
         """Lend the host memory at `address`, which each replay writes to.
 
-        An output on it is given out like other outputs: it must not be read after a later step has begun.
+        An output there is like other outputs: it must not be read after a later step has begun.
         """
         self.lent.add(address)
 

@@ -28,7 +28,7 @@ from .tree import Tree, close_later, close_pending, one_at_a_time
 
 
 class Life:
-    """Shows by its end that a callable is gone: its `Function` would not, because the tree holds it."""
+    """Sentinel whose finalizer runs when the user's callable is gone. `Function` can't serve: the tree holds it."""
 
 
 class Trees(dict[int, Tree]):
@@ -38,9 +38,9 @@ class Trees(dict[int, Tree]):
 
 
 local = threading.local()
-# The trees of a thread in `as_they_are`, and of its backwards.
+# Stands for the trees of a thread that is inside of `as_they_are`, and for those of its backwards. It stays empty.
 no_trees = Trees()
-# For backwards of a thread that never ran a forward of ours: autograd's thread, which runs them, works for several.
+# Trees for a backward whose thread never ran one of our forwards. Autograd's worker thread serves several callers.
 of_nobody = Trees()
 every_thread: list[Trees] = [of_nobody]
 every_thread_lock = threading.RLock()
@@ -58,7 +58,7 @@ def marks_so_far(trees: Trees) -> int:
 def capture(
     piece: Piece, options: Options, driver: CaptureDriver | None = None
 ) -> Callable[[list[Any]], Sequence[Any]]:
-    """A callable that does the same as `piece.run`, by replaying a graph of it as soon as possible.
+    """A callable that does the same as `piece.run`, by replaying a graph of it as soon as there is one.
 
     It takes a list of inputs and clears it, and is marked `_boxed_call`. It warms up, records, replays, and records
     again when a static input has moved. Where no graph would be right it calls `piece.run`. Dropping the callable frees
@@ -119,7 +119,7 @@ def capture(
                 with one_at_a_time:
                     tree.functions.add(function)
                 weakref.finalize(life, _drop, weakref.ref(tree), weakref.ref(function)).atexit = False
-            now = marks_so_far(trees)  # torch's part that counts may have been imported meanwhile
+            now = marks_so_far(trees)  # the module of torch that counts marks may have been imported meanwhile
             if now != tree.marks:
                 tree.mark(now, inputs)
             return tree.call(function, key, inputs)
@@ -183,8 +183,8 @@ def _close(trees: Trees) -> None:
 
 @contextlib.contextmanager
 def as_they_are() -> Iterator[None]:
-    """A context in which this thread, and its backwards, run captured functions uncaptured: a graph around them is
-    captured, or warms up."""
+    """A context in which this thread and its backwards run captured functions uncaptured, because a graph around them
+    is captured or warms up."""
     trees = _trees_of_this_thread()
     local.trees = no_trees
     torch_cuda.keep_for_backward_threads(no_trees)

@@ -225,7 +225,7 @@ class SharedPool:
     def __init__(self, driver: CaptureDriver, device: torch.device) -> None:
         self.driver, self.device = driver, device
         self.owner = Owner()  # lives as long as the recordings in the pool; see capture.py
-        self.broken = False  # somebody keeps memory of it that should be free: nothing more is recorded in it
+        self.broken = False  # a capture failed and left memory allocated: nothing more is recorded in the pool
         self._opened: Pool | None = None
 
     @property

@@ -1,4 +1,4 @@
-"""A piece of a program to capture (from the compiler), and the questions that a tree asks about it."""
+"""A piece of a program to capture, as the compiler describes it, and the questions that a tree asks about it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Piece:
     mutated_inputs: tuple[int, ...] = ()  # those that `run` writes to
     written_later: tuple[int, ...] = ()  # those that another part of the same graph writes to after this one
     unread_inputs: tuple[int, ...] = ()
-    reusable_inputs: tuple[int, ...] = ()  # another part of the graph made them; their memory may become an output's
+    reusable_inputs: tuple[int, ...] = ()  # intermediates of the same graph, whose memory `run` may use for an output
     placeholders: tuple[PlaceholderInfo, ...] = ()  # one for each input, or none
     output_traces: tuple[str | None, ...] = ()  # the user's stack of each output, or none; for errors
     constants: tuple[torch.Tensor, ...] = ()  # tensors other than inputs that `run` reads; kept alive
@@ -62,10 +62,10 @@ class Function:
         self.copies_held = piece.is_backward or options.held_outputs == "copy"
         self.key_inputs: tuple[int, ...] | None = None  # those that are part of an edge key; known from the first call
         self.uncapturable = driver.why_not()  # why no capture is tried any more; None if captures are tried
-        self.failed_captures = 0  # in a row that raised an error that may not come again
-        self.may_read_in_place = True  # no capture that read inputs in place has broken a pool
+        self.failed_captures = 0  # in a row, by errors that may not come again
+        self.may_read_in_place = True  # until a capture that reads inputs in place breaks a pool
         self.call_counter = torch_cuda.calls_of_dynamo()  # its `generation` changes with each outermost compiled call
-        self.last_move = ""  # which static input moved last, and from where
+        self.last_move = ""  # text: which static input moved last, from where to where
         self.constants = {torch_cuda.identity(constant.untyped_storage()) for constant in piece.constants}
         self._logged: set[str] = set()
 
@@ -146,7 +146,7 @@ class FunctionState:
 
     warmup_count: int = 0
     keys: set[Any] = field(default_factory=set)  # edge keys that it was recorded or refused for; each is a size
-    awaiting_second_warmup: set[Any] = field(default_factory=set)  # edge keys whose capture asked for it
+    awaiting_second_warmup: set[Any] = field(default_factory=set)  # edge keys whose capture raised `NotWarmError`
 
     def admits(self, key: Any, size_limit: int) -> bool:
         """Whether `key` may be recorded or refused. Refusals take memory, too."""

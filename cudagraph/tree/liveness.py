@@ -59,25 +59,25 @@ def bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
 class Slot:
     """The memory of a recording's output, and the storage of the tensors that are given out over it.
 
-    `copies`: whoever holds the output when its memory is reused gets a copy; otherwise an error on access.
+    `copies`: an output that is held when its memory is reused is copied out; if False, reading it raises.
     `origin`: "output 2 of forward 0, from model.py:31", for that error. `host`: it is pinned host memory.
     """
 
     def __init__(self, storage: torch.UntypedStorage, origin: str, *, copies: bool, host: bool = False) -> None:
-        self.address, self.nbytes = storage.data_ptr(), storage.nbytes()  # for good
+        self.address, self.nbytes = storage.data_ptr(), storage.nbytes()  # these never change
         self.owner = storage if host else None
         # Does not own the memory, which is the pool's or the owner's.
         self.storage = torch_cuda.storage_at(self.address, storage.device, self.nbytes) if host else storage
         self.cdata = torch_cuda.identity(self.storage)
         self.origin, self.copies, self.host = origin, copies, host
-        self.given_as_copies = False  # because this torch could not copy out tensors over it later
-        # The tensors over it that recordings have: their list, the position there. And the watches that look at it.
+        self.given_as_copies = False  # replays give out copies: this torch can't copy out tensors over it later
+        # Templates over it: the list of a recording, the position there, the layout. Watches: the position in each.
         self.templates: list[tuple[list[torch.Tensor], int, Layout]] = []
         self.watches: list[tuple[Watch, int]] = []
 
     def own_counts(self) -> tuple[int, int]:
-        """The use count of the storage when nobody else holds it: the handle and one tensor for each template. And the
-        reference count of the handle, one Python object for everybody: the slot's reference and the watches'."""
+        """Two counts as they are when nobody else holds the memory. Uses of the storage: its handle, and one tensor for
+        each template. References to the handle, one Python object for all who ask: the slot's and the watches'."""
         return 1 + len(self.templates), 1 + len(self.watches) + EXTRA_HANDLES
 
     def held(self) -> bool:
@@ -86,13 +86,13 @@ class Slot:
         return use_count(self.cdata) > own_uses or handles > own_handles + 1
 
     def add_template(self, templates: list[torch.Tensor], layout: Layout) -> None:
-        """Append to `templates` a tensor whose aliases are given out. Renewing the slot replaces it."""
+        """Append a tensor over the slot to `templates`: replays give out its aliases. Renewing the slot replaces it."""
         templates.append(tensor_on(self.storage, layout))
         self.templates.append((templates, len(templates) - 1, layout))
         self.update_watches()
 
     def renew(self, storage: torch.UntypedStorage) -> None:
-        """Go on with `storage` at the same address; tensors that were given out keep the old one."""
+        """Go on with `storage`, at the same address. Tensors that replays gave out keep the old storage."""
         self.storage = storage
         self.cdata = torch_cuda.identity(storage)
         for templates, position, layout in self.templates:
@@ -100,7 +100,7 @@ class Slot:
         self.update_watches()
 
     def forget_templates(self, templates: list[torch.Tensor]) -> None:
-        """The recording with `templates` is gone. With the last one, host memory is released."""
+        """Drop what `add_template` put into `templates`. After the last template, release host memory."""
         self.templates = [entry for entry in self.templates if entry[0] is not templates]
         if not self.templates:
             self.owner = None
@@ -114,7 +114,7 @@ class Slot:
 
 
 class Watch:
-    """Several slots whose liveness is checked together."""
+    """Several slots whose liveness is checked at once. Slots keep the counts here up to date."""
 
     __slots__ = ("cdatas", "handles", "own_counts", "slots")
 
@@ -129,7 +129,7 @@ class Watch:
             slot.update_watches()
 
     def none_held(self) -> bool:
-        """Whether nobody but the tree holds any of the slots. On the way of each replay, so it is one comparison."""
+        """Whether nobody but the tree holds any of the slots. Each replay asks, so it is one comparison."""
         return [*map(use_count, self.cdatas), *map(getrefcount, self.handles)] == self.own_counts
 
     def close(self) -> None:

@@ -36,10 +36,10 @@ class InputLayout:
 
     addresses: list[int | None]  # of each tensor when it was recorded; None for other inputs
     fixed: list[int]  # those that are read where they are; their addresses are compared before each replay
-    in_place: frozenset[int]  # addresses of those of them that nobody called static; see `StableInputProbe`
+    in_place: frozenset[int]  # addresses of fixed inputs that the compiler did not call static: `StableInputProbe`
     copied: list[int]  # those that are copied to `destinations` before each launch
-    copied_range: slice | None  # the same positions, if they are consecutive
-    flat_copies: list[tuple[int, int]]  # position among `copied`, number of elements: those whose elements overlap
+    copied_range: slice | None  # `copied` as a slice, if its positions are consecutive
+    flat_copies: list[tuple[int, int]]  # inputs whose elements overlap: position among `copied`, number of elements
     destinations: list[torch.Tensor]
     consumed: list[tuple[int, Slot, Layout]]  # those whose memory the graph reuses
     must_be_dead: tuple[Slot, ...]  # all slots whose memory it reuses
@@ -68,19 +68,15 @@ class OutputLayout:
     live: tuple[Slot, ...]  # slots of the path that may be held after it
 
 
-NO_INPUTS = InputLayout([], [], frozenset(), [], None, [], [], [], ())
-NO_OUTPUTS = OutputLayout([], [], [], [], [], [], [], ())
-
-
 class Cursor:
     """What recordings know of their tree: where the program is, and the stream that it uses."""
 
-    current: Node  # whose edges the next call follows; replays move it
+    current: Node  # the next call follows one of its edges; a replay moves it
 
     def __init__(self, driver: CaptureDriver, device: torch.device) -> None:
         self.driver, self.device = driver, device
         self.stream_now = driver.stream(device)  # returns the number of the current stream
-        self.stream: int | None = None  # that the last replay was launched on
+        self.stream: int | None = None  # number of the stream that the last replay was launched on
         self.stream_object: Any = None
 
     def follow_stream(self) -> None:
@@ -100,9 +96,9 @@ class Node:
 
     def __init__(self, cursor: Cursor) -> None:
         self.cursor = cursor
-        self.first: Function | None = None  # of the path
-        # A callable for each function that may come next. It takes the inputs and returns the outputs, or None with the
-        # inputs whole, if something has changed since it was made.
+        self.first: Function | None = None  # the function that began the path; its next call begins a step
+        # A callable for each function that may come next. It takes the inputs and returns the outputs. If it no longer
+        # applies it returns None, with the inputs whole.
         self.edges: dict[EdgeKey, Edge] = {}
         self.children: dict[EdgeKey, list[Recording]] = {}  # all recordings at this node
         self.refusals: dict[EdgeKey, str] = {}  # why functions run without a graph at this node
@@ -131,13 +127,13 @@ class Node:
             yield from child.subtree()
 
     def close(self) -> None:
-        """Give back the graphs after this node, and let go of slots."""
+        """Give back the graphs after this node, and drop its references to slots."""
         for child in itertools.chain(*self.children.values()):
             child.close()
         self.watch_live.close()
         self.edges, self.children, self.refusals = {}, {}, {}
         self.live, self.state = (), None
-        self.pending = ()  # a forward's own list has the forward itself
+        self.pending = ()  # breaks a cycle: a forward is in its own tuple
 
 
 class Recording(Node):
@@ -259,8 +255,8 @@ class Recording(Node):
             slot.forget_templates(self.templates)
         self.graph.reset()
         self.graph, self.launch, self.edge = None, _closed, _closed
-        self.inputs, self.outputs = NO_INPUTS, NO_OUTPUTS
         self.templates, self.slots = [], ()
+        del self.inputs, self.outputs
 
 
 def _closed(*inputs: Any) -> Any:
@@ -280,20 +276,20 @@ def _alias(source: torch.Tensor, distance: int, layout: Layout) -> torch.Tensor:
 class StableInputProbe:
     """The edge to a recording that copies inputs, for its first `PROBED_CALLS` calls.
 
-    If the addresses repeat in the last half of them, although nobody called the inputs static, it is recorded once
-    more, reading them where they are. Each replay compares these addresses. If an input moves later, the recording
-    that copies still exists, and is used from then on. `record_in_place` returns the outputs, or None if it can't.
+    If the addresses of the inputs stay the same in the last half of these calls, `record_in_place` records the function
+    once more, so that the graph reads the inputs where they are. It returns the outputs, or None if it can't. Each
+    replay compares the addresses. If an input moves later, the recording that copies is used again.
 
     Only for inference functions: a forward's copy of an input shows that its backward is still to come, and no guard of
-    a backward compares whether a tangent is conjugated. And only at the end of a path: what follows would have to be
-    recorded again.
+    a backward compares whether a tangent is conjugated. Only at the end of a path: recordings after this one would have
+    to be made again.
     """
 
     recording: Recording
     record_in_place: Callable[[Recording, list[Any]], list[Any] | None]
     addresses: list[int] = field(default_factory=list)
     call_count: int = 0
-    repeat_count: int = 0  # the last calls in a row with the addresses of the call before
+    repeat_count: int = 0  # how many calls in a row, up to the last, had the addresses of the call before
 
     def __call__(self, inputs: list[Any]) -> list[Any] | None:
         recording = self.recording

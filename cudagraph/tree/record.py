@@ -70,18 +70,18 @@ def _memory_of(x: torch.Tensor) -> tuple[int, int, Layout] | None:
 class Plan:
     """How a recording treats its inputs, by position, and the slots of the path."""
 
-    addresses: list[int | None]  # of the tensors
+    addresses: list[int | None]  # of each tensor; None for other inputs
     static: list[int]  # tensors that are read where they are
     copied: list[int]  # tensors that are copied to the pool
     managed: dict[int, Slot]  # slots of the tensors on slots of the path
-    layouts: dict[int, Layout]  # how those tensors lie on their slots
-    held: list[Slot]  # those that somebody else holds
-    donated: list[Slot]  # those that only the inputs held; the graph may reuse their memory once it is done with them
+    layouts: dict[int, Layout]  # layouts of the managed tensors on their slots
+    held: list[Slot]  # slots of the path that somebody else holds
+    donated: list[Slot]  # those that only the inputs held: the graph may reuse their memory after its last read
     dead: list[Slot]  # those that nobody holds
 
 
 def _plan(parent: Node, function: Function, inputs: list[Any], in_place: frozenset[int]) -> Plan:
-    """Takes the managed tensors out of `inputs`."""
+    """Decides how to treat each input. Takes the managed tensors out of `inputs`."""
     piece = function.piece
     addresses = [x.data_ptr() if isinstance(x, torch.Tensor) else None for x in inputs]
     managed = {i: slot for i, slot in on_slots(inputs, parent.live).items() if i not in piece.unread_inputs}
@@ -109,8 +109,8 @@ def record(
 
     The inputs at `in_place` are read where they are, like static ones; see `StableInputProbe`.
 
-    Raises `CannotCapture` if something speaks against a capture, and the capture's own errors. `inputs` is whole then,
-    and the tree as before.
+    Raises `CannotCapture` with a reason against the capture, or the capture's own error. Then `inputs` and the tree are
+    as before.
     """
     function: Function = key[0]
     plan = _plan(parent, function, inputs, in_place)
@@ -147,7 +147,7 @@ def record(
 def _capture(
     shared: SharedPool, parent: Node, key: EdgeKey, plan: Plan, inputs: list[Any], before: Snapshot
 ) -> Recording:
-    """Capture the graph. `inputs` is left with tensors that read the same but keep no memory of the pool."""
+    """Capture the graph. Leaves the graph's copies in `inputs`, as tensors that keep no memory of the pool."""
     function: Function = key[0]
     piece, pool = function.piece, shared.opened
     kept = [*plan.held, *plan.donated]
@@ -185,15 +185,15 @@ def _capture(
 
         reused = [slot for slot, owner in owners.items() if owner.expired()]
         alive = [*plan.held, *(slot for slot in plan.donated if slot not in reused)]
-        known = {slot.cdata: slot for slot in alive}
-        known |= {owner.cdata: slot for slot, owner in owners.items() if slot not in reused}
-        # A view of an input is one of the caller's tensor, not of the copy that the graph reads. Not for backwards:
+        on_path = {slot.cdata: slot for slot in alive}
+        on_path |= {owner.cdata: slot for slot, owner in owners.items() if slot not in reused}
+        # An output that is a view of a copied input is given out as a view of the caller's tensor. Not for backwards:
         # autograd takes over a gradient that nobody else has. Nor where the graph may have written an output there.
         views = {i: copy for i, copy in staged.items() if piece.is_inference and i not in piece.reusable_inputs}
         passed_on = {copy.cdata: i for i, copy in views.items() if not copy.expired()}
-        outputs = _outputs(function, pool, returned, inputs, plan.static, known, passed_on, capture.lent)
+        outputs = _outputs(function, pool, returned, inputs, plan.static, on_path, passed_on, capture.lent)
         for k, *_ in outputs.input_aliases:
-            returned[k] = None  # and with it the copy of an input; other memory stays for the checkpoint
+            returned[k] = None  # frees the copy of an input; all other memory has to be in the checkpoint
         state = pool.checkpoint()
         for slot in outputs.live:
             if slot not in alive and not slot.host:
@@ -229,14 +229,14 @@ def _outputs(
     returned: Sequence[Any],
     inputs: list[Any],
     static: list[int],
-    known: dict[int, Slot],
+    on_path: dict[int, Slot],
     passed_on: dict[int, int],
     lent: set[int],
 ) -> OutputLayout:
-    """How a replay makes the outputs that the function `returned`, with slots for the memory that the capture allocated
-    or was lent. Raises `CannotCapture` if other new memory of the pool is still allocated.
+    """How a replay makes the outputs that the function `returned`. Memory that the capture allocated or was lent gets
+    slots. Raises `CannotCapture` if other new memory of the pool is still allocated.
 
-    known: slots of the path that are alive, by storage.
+    on_path: slots of the path that are alive, by storage.
     passed_on: positions of copied inputs whose views are given out, by the storage of the copy.
     lent: addresses of host memory that was lent to the capture; see capture.py.
     """
@@ -249,9 +249,9 @@ def _outputs(
     first_position: dict[int, int] = {}
     repeats: list[tuple[int, int]] = []
     input_aliases: list[tuple[int, int, int, Layout]] = []
-    given: dict[int, torch.Tensor] = {}
-    slots = dict(known)
-    blocks: set[int] = set()  # of the pool that should be allocated
+    templated: dict[int, torch.Tensor] = {}
+    slots = dict(on_path)
+    blocks: set[int] = set()  # addresses in the pool that may be allocated now
     for k, x in tensors.items():
         if x.is_meta or id(x) in by_tensor:
             continue
@@ -269,7 +269,7 @@ def _outputs(
             if cdata in passed_on:
                 blocks.add(storage.data_ptr())
         else:
-            given[k] = x
+            templated[k] = x
             if cdata not in slots and storage.nbytes() and cdata not in function.constants:
                 on_host = storage.device != piece.device or storage.data_ptr() in lent
                 slots[cdata] = Slot(storage, function.origin(k), copies=function.copies_held, host=on_host)
@@ -281,11 +281,11 @@ def _outputs(
             raise CannotCapture(
                 f"{function.name} keeps {len(leaked)} tensors that were made while it was captured and are no outputs"
             )
-        # The others lie in memory that was there before, such as a tensor the graph has of its own.
-        slots = {cdata: slot for cdata, slot in slots.items() if cdata in known or slot.host or slot.address in live}
+        # The other outputs lie in memory from before the capture, such as a tensor that the graph owns.
+        slots = {cdata: slot for cdata, slot in slots.items() if cdata in on_path or slot.host or slot.address in live}
 
     templates: list[Template] = []
-    for k, x in given.items():
+    for k, x in templated.items():
         storage = x.untyped_storage()
         slot = slots.get(torch_cuda.identity(storage))
         templates.append(Template(k, layout_of(x), slot, storage if slot is None else None))
@@ -315,7 +315,7 @@ def _connect(recording: Recording, plan: Plan) -> None:
         recording.pending = tuple(forward for forward in parent.pending if not read.intersection(forward.outputs.saved))
     elif not function.piece.is_inference:
         recording.pending = (*parent.pending, recording)
-    # One that reads in place is tried first: wherever it applies, one that copies applies, too.
+    # A recording that reads in place is tried first: where it applies, the one that copies would apply, too.
     children = parent.children.setdefault(recording.key, [])
     children.insert(0 if recording.inputs.in_place else len(children), recording)
     parent.edges[recording.key] = recording.edge

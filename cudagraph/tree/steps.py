@@ -15,26 +15,26 @@ from .liveness import Slot, held, on_slots
 from .node import Node, Recording
 from .uncaptured import Cause, UncapturedStep, storages_of
 
-# Runs of one function on the same parameters in one step that are no reason to begin another, where there is evidence
-# that the step goes on. More of them are a loop that is one call to Dynamo, or a recurrence.
+# So often may a function run on the same parameters in one step, where other evidence says that the step goes on. More
+# runs are a loop within one call of Dynamo, or a recurrence: then the evidence does not count.
 REPEATS = 16
 WARMUP_REPEATS = 64  # calls of one function in a step that warms up, after which another step begins in any case
 
 
-# What a call does to the step. READS_ON: it goes on with the path, because it reads an output of it.
+# What a call does to the step. READS_ON: the step goes on, because the call reads an output of the path.
 Next = enum.Enum("Next", ["BEGINS", "GOES_ON", "READS_ON", "WARMS_UP"])
 
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """A call that does not follow the path as it was recorded."""
+    """A call for which the current node has no edge that applies."""
 
     function: Function
     inputs: list[Any]
     node: Node  # where the path is; during an uncaptured step, where it was left
-    uncaptured: UncapturedStep | None  # the step's rest runs uncaptured
+    uncaptured: UncapturedStep | None  # set while the rest of the step runs uncaptured
     is_marked: bool  # the thread marks its steps
-    in_one_call: bool  # one call of a compiled function, which has graph breaks, ran the last graph too
+    in_one_call: bool  # the last graph ran in the same call of a compiled function, which has graph breaks
     can_move: Callable[[Slot], bool]  # whether the tensors on a slot can be copied out
 
 
@@ -116,8 +116,8 @@ def next_of(call: Call) -> Next:
 
 
 def _warmup_is_over(call: Call, step: UncapturedStep) -> bool:
-    """The rows "warm-up" of `next_of`. A warm-up that is too short or too long is never wrong, but later steps begin
-    where this one does."""
+    """Whether the warm-up has ended, by the rows WARM-UP of `next_of`. A wrong answer never gives wrong numbers, but
+    it decides where later steps begin."""
     function = call.function
     count = step.call_counts[function]
     if count >= WARMUP_REPEATS:
@@ -134,15 +134,15 @@ def _warmup_is_over(call: Call, step: UncapturedStep) -> bool:
     ]
     if count <= 1 and not read.isdisjoint(others):
         return False
-    # Where other functions ran in between, it is a loop of several.
+    # If other functions ran in between, the step is a loop over several functions.
     is_repeat = function is step.last and function is not step.first and count < REPEATS
     return not is_repeat or read.issuperset(others)
 
 
 def never_ends(call: Call, node: Node) -> bool:
-    """Whether the step repeats `function` while something else is held each time, so that it never ends by itself.
+    """Whether the step repeats `function` and does not end by itself, because an output of another function is held.
 
-    Such calls run uncaptured until that is let go of. `node`: where the path is.
+    Such calls run uncaptured until that output is dropped. `node`: where the path is.
     """
     ran = [recording for recording in node.path() if recording.function is call.function]
     dead = [each for each in ran if _on_same_parameters(each, call.inputs) and not held(each.slots)]

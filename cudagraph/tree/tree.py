@@ -35,15 +35,15 @@ from .record import record
 from .steps import Call, Next, never_ends, next_of
 from .uncaptured import Cause, UncapturedStep, Warmup, below_autograd, storages_of
 
-MAX_IGNORED_MARKS = 8  # because a forward waits for its backward; after more, nothing is recorded until none waits
-MAX_FAILED_CAPTURES = 3  # of a function, by errors that may not come again, such as out of memory
+MAX_IGNORED_MARKS = 8  # marks while a forward waits for its backward; after more, the step runs uncaptured
+MAX_FAILED_CAPTURES = 3  # in a row, of one function, by errors that may not come again, such as out of memory
 # Threads capture one after the other: a capture empties caches that another may be filling.
 # Re-entrant, because captured code may call a captured function.
 one_at_a_time = threading.RLock()
 captures_under_way = 0
-# Trees that finalizers noted: closed at once, or after the capture under way; at the latest with a mark. Finalizers run
-# wherever the garbage collector does. That may be inside a capture, which would record the copies that closing makes,
-# inside a compiler that traces with fake tensors, or in a thread that the tree does not belong to.
+# Trees that finalizers put here. They are closed at once, or after the capture under way; at the latest with a mark.
+# Finalizers run wherever the garbage collector does. That may be inside a capture, which would record the copies that
+# closing makes, inside a compiler that traces with fake tensors, or in a thread that the tree does not belong to.
 to_close: deque[Tree] = deque()
 
 
@@ -51,7 +51,7 @@ class Failure:
     """Why a capture failed, without the error, which keeps memory."""
 
     def __init__(self, error: Exception, driver: CaptureDriver) -> None:
-        self.is_ours = isinstance(error, CannotCapture)  # the reason may hold at one node only
+        self.is_ours = isinstance(error, CannotCapture)  # then the reason may apply to one node only
         self.needs_warmup = isinstance(error, NotWarmError)
         self.is_final = self.is_ours or driver.is_capture_error(error)  # another capture would fail as well
         first_line = str(error).partition("\n")[0]
@@ -63,11 +63,11 @@ class Tree(Cursor):
 
     def __init__(self, driver: CaptureDriver, device: torch.device, marks: int) -> None:
         super().__init__(driver, device)
-        self.marks: int | None = marks  # the count of marks when this step began; None: the next call comes to `mark`
-        self.last_mark = marks  # the count of the last mark that a call has seen
+        self.marks: int | None = marks  # the thread's count of marks at the last call; None makes the next call `mark`
+        self.last_mark = marks  # the same count, but never None: a higher one means that there was a mark
         self.is_marked = False  # the thread marks its steps, so they don't begin by themselves
-        self.calling: Any = None  # generation of the last call's outermost function; see `Function.call_counter`
-        self.functions: set[Function] = set()  # those that somebody can still call
+        self.calling: Any = None  # generation of the last call, the same for all graphs of one compiled call
+        self.functions: set[Function] = set()  # those whose callable is alive
         self.warmup = Warmup(driver, device)
         self.states: defaultdict[Function, FunctionState] = defaultdict(FunctionState)
         self._begin()
@@ -356,7 +356,7 @@ class Tree(Cursor):
 
 
 def _close_branches(node: Node, gone: set[Function], path: Collection[Node]) -> None:
-    """Close the recordings from `node` on of functions that are `gone`, and all after them, but none on `path`."""
+    """Close recordings of functions in `gone` after `node`, with all that come after those. Leave those on `path`."""
     for key, children in list(node.children.items()):
         for child in list(children):
             if key[0] not in gone or child in path:
@@ -373,7 +373,7 @@ def _close_branches(node: Node, gone: set[Function], path: Collection[Node]) -> 
 
 @contextlib.contextmanager
 def one_capture() -> Iterator[None]:
-    """Around a capture: no other capture runs, and nothing is closed until it is over."""
+    """A context for one capture: no other one runs meanwhile, and trees are closed when it is over."""
     global captures_under_way
     try:
         with one_at_a_time:

@@ -36,8 +36,8 @@ class Cause(enum.Enum):
 
 
 def below_autograd(run: Callable[..., Any], *arguments: Any) -> Any:
-    """Call `run` without autograd and autocast. For edges that are no replays: the caller of an edge may not have
-    turned them off."""
+    """Call `run` without autograd and autocast, which the caller of an edge may have left on. For edges that run more
+    than a replay."""
     with torch.no_grad(), torch_cuda.without_autocast():
         return run(*arguments)
 
@@ -47,24 +47,24 @@ def storages_of(values: Sequence[Any]) -> list[StorageWeakRef]:
 
 
 class UncapturedStep:
-    """A step whose rest runs uncaptured."""
+    """A step whose rest runs uncaptured: what it has run and made since."""
 
     def __init__(self, node: Node, cause: Cause, *, continues_path: bool) -> None:
         self.node = node  # where the path was left
         self.cause = cause
-        # The function that warms up reads an output of the path, or runs in one call with it. The first function of the
-        # path begins the next step, too.
+        # The function that warms up reads an output of the path, or one compiled call ran both. A call of the path's
+        # first function may then end the step, as a repeated function may.
         self.continues_path = continues_path
         self.call_counts: Counter[Function] = Counter()
-        self.backward = -1  # the number of the backward that ran a function last
-        self.made: list[tuple[Function, StorageWeakRef]] = []  # what functions made and gave out
-        self.awaiting_backward: list[StorageWeakRef] = []  # those that forwards made, and no backward came for yet
-        self.first = node.first  # function of the step
-        self.last: Function | None = None  # that ran uncaptured
+        self.backward = -1  # number of the backward in which a function ran last; -1: it ran outside of one
+        self.made: list[tuple[Function, StorageWeakRef]] = []  # new storages that a function returned
+        self.awaiting_backward: list[StorageWeakRef] = []  # those made by forwards since the last backward
+        self.first = node.first  # the function that began the step
+        self.last: Function | None = None  # the function that ran last
 
     def ran(self, function: Function, outputs: Sequence[Any], input_storages: Sequence[StorageWeakRef]) -> None:
-        """Note a run of `function`. That a storage which it only passes on, such as a parameter's, lives on does not
-        show that a backward is still to come."""
+        """Note a run of `function`. Storages of inputs that it returns don't count as made: a parameter lives on, and
+        that does not mean that a backward is still to come."""
         self.first = self.first or function
         self.last = function
         self.call_counts[function] += 1
@@ -81,8 +81,8 @@ class UncapturedStep:
         return any(not storage.expired() for storage in self.awaiting_backward)
 
     def in_a_backward(self) -> bool:
-        """Whether a backward goes on that ran a function of this step. In a thread that only runs backwards, one
-        backward is followed by another."""
+        """Whether a backward of this step is under way. If the step ran backwards only, as in a worker thread of
+        autograd, a backward with another number belongs to another step."""
         now = torch_cuda.graph_task_id()
         return now != -1 and (now == self.backward or not all(f.piece.is_backward for f in self.call_counts))
 
@@ -92,7 +92,7 @@ class Warmup:
 
     def __init__(self, driver: CaptureDriver, device: torch.device) -> None:
         self.driver, self.device = driver, device
-        self.busy = False  # a function runs whose allocations go to the warm-up's pool: nothing can be captured
+        self.busy = False  # while a function allocates from the warm-up's pool; nothing can be captured meanwhile
         self._allocating: Callable[[], contextlib.AbstractContextManager[None]] | None = None
 
     def end(self) -> None:
@@ -102,7 +102,7 @@ class Warmup:
     def run(self, function: Function, inputs: list[Any], input_storages: Sequence[StorageWeakRef]) -> list[Any]:
         """Run `function` and return its outputs. Gradients move to a pool of their own: the program may keep them.
 
-        `input_storages`: weak, but no other storage takes the address of one meanwhile.
+        `input_storages` are weak references. They keep their addresses from being reused meanwhile.
         """
         piece = function.piece
         if piece.is_inference or self.busy or self.driver.is_capturing():

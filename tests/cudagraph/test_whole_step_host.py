@@ -80,7 +80,7 @@ def test_a_change_is_seen_named_and_put_back(name, monkeypatch):
     assert not before.unchanged()
     assert any(path in found for found in before.differences(HostState(roots, "cpu")))
     before.restore()
-    before.renew()
+    before.note_versions()
     assert before.unchanged() and before.differences(HostState(roots, "cpu")) == {}
 
 
@@ -117,7 +117,7 @@ def test_a_change_inside_of_a_holder_is_seen_and_put_back(name):
     change(holder)
     assert not before.unchanged() and before.differences(HostState({"holder": holder}, "cpu"))
     before.restore()
-    before.renew()
+    before.note_versions()
     assert before.unchanged() and before.differences(HostState({"holder": holder}, "cpu")) == {}
 
 

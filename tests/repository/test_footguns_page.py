@@ -5,20 +5,25 @@ from __future__ import annotations
 import ast
 import re
 import warnings
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import torch
+from fuzz_whole_step import on_simulator
 from test_readme import ROOT, python_blocks
 
+import cudagraph
 from aot_hooks import errors, unused
+from cudagraph.backend import backend_with
 
 PAGE = (ROOT / "docs" / "footguns.md").read_text()
-SETUP = next(block.source for block in python_blocks(PAGE) if block.runs)
+SETUP, SETUP_OF_GRAPHS = (block.source for block in python_blocks(PAGE) if block.runs)
 
 
 def cells(headline: str) -> list[list[str]]:
     """The rows of the table under a headline, without the two lines of its head."""
-    text = PAGE.partition(f"\n## {headline}\n")[2].partition("\n## ")[0]
+    text = re.split(rf"\n##+ {headline}\n", PAGE)[1].partition("\n##")[0]
     rows = [line for line in text.splitlines() if line.startswith("|")][2:]
     return [[cell.strip() for cell in row.strip("|").split(" | ")] for row in rows]
 
@@ -28,10 +33,11 @@ def code(cell: str) -> str:
     return str(found)
 
 
-def run(line: str) -> Any:
-    """The value of the last statement of `line`, after the page's block, in names of its own."""
+def run(line: str, setup: str = SETUP, **replaced: Any) -> Any:
+    """The value of the last statement of `line`, after a block of the page, in names of its own."""
     names: dict[str, Any] = {"__name__": "__main__"}
-    exec(compile(SETUP, "footguns.md", "exec"), names)
+    exec(compile(setup, "footguns.md", "exec"), names)
+    names |= replaced
     *first, last = ast.parse(line).body
     assert isinstance(last, ast.Expr)
     exec(compile(ast.Module(first, []), "line", "exec"), names)
@@ -61,4 +67,32 @@ def test_the_line_raises(row: list[str]) -> None:
     expected = getattr(errors, name, None) or {"RuntimeError": RuntimeError}[name]
     with pytest.raises(Exception) as caught:
         run(code(row[0]))
+    assert isinstance(getattr(caught.value, "inner_exception", caught.value), expected)
+
+
+@pytest.fixture(params=["simulator", pytest.param("cuda", marks=pytest.mark.gpu)])
+def run_graphed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Any]]:
+    """`run` for lines about CUDA graphs. The simulator's read raises where this build of torch can't."""
+    replaced: dict[str, Any] = {}
+    if request.param == "simulator":
+        driver = on_simulator(monkeypatch)
+        replaced = {"device": "cpu", "read": driver.read}
+        replaced["ones"], replaced["w"] = torch.ones(4, 4), torch.ones(4, 4, requires_grad=True)
+        replaced["graphed"] = lambda fn, **options: torch.compile(fn, backend=backend_with(driver, options))
+    monkeypatch.setenv("SCALE", "1")  # which a line changes
+    cudagraph.reset()
+    yield lambda line: run(line, SETUP_OF_GRAPHS, **replaced)
+    cudagraph.reset()
+
+
+@pytest.mark.parametrize("row", [*cells("Silent"), *cells("Without a graph")], ids=lambda row: row[0][:40])
+def test_the_line_about_cuda_graphs_is_true(row: list[str], run_graphed: Callable[[str], Any]) -> None:
+    assert run_graphed(code(row[1])) is True
+
+
+@pytest.mark.parametrize("row", cells("Errors"), ids=lambda row: row[0][:40])
+def test_the_line_about_cuda_graphs_raises(row: list[str], run_graphed: Callable[[str], Any]) -> None:
+    expected = {"RuntimeError": RuntimeError}.get(code(row[1])) or getattr(cudagraph, code(row[1]))
+    with pytest.raises(Exception) as caught:
+        run_graphed(code(row[0]))
     assert isinstance(getattr(caught.value, "inner_exception", caught.value), expected)

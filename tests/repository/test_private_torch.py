@@ -277,6 +277,7 @@ def test_this_torch_has_each_symbol_and_each_attribute(path: str) -> None:
         ("torch.fx.graph._Namespace", "used_up|create_name", True),
         ("torch.fx.graph._Nothing", "__name__", False),
         ("torch._guards.Guard", "user_stack", True),  # field of a dataclass
+        ("torch._dynamo.eval_frame.DisableContext", "_torchdynamo_disable", True),  # set on a function that it makes
     ],
 )
 def test_an_attribute_is_found_where_instances_have_it(owner: str, name: str, found: bool) -> None:
