@@ -339,7 +339,7 @@ def test_inputs_and_outputs_free_nothing(x, scope):
     """In the wider scopes, too: they are alive anyway, so a plan counts nothing for them."""
     model = nn.Sequential(*(m for _ in range(4) for m in (nn.Linear(32, 32), nn.Tanh())))
     peaks = []
-    for share in (0.97, 0.9, 0.86):
+    for share in (0.97, 0.9, 0.88):  # torch 2.11 holds the gradient of the output: 0.878 is its least
         stock = stock_peak(model, x)
         policy = budget(int(share * stock), max_error=0)
         plan = aot_hooks.plan(model, x, policy=policy, scope=scope, inner="aten")
