@@ -301,10 +301,6 @@ pointers_equal: Callable[[Any, Any, Any], bool] = getattr(
 )
 
 
-def can_poison() -> bool:
-    return has("torch._C._set_storage_data_ptr_access_error_msg")
-
-
 def poison(storage: torch.UntypedStorage, message: str) -> None:
     """From now on, reading the memory of any tensor on `storage` raises a `RuntimeError` with `message`."""
     need("torch._C._set_storage_data_ptr_access_error_msg")(storage._cdata, message)

@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from cudagraph.torch_private import cuda as torch_cuda
+from cudagraph.torch_private import symbols
 from cudagraph.tree.capture import CannotCapture, capturing
 from cudagraph.tree.driver import LAUNCHES_NOTHING
 from cudagraph.tree.liveness import layout_of, tensor_on
@@ -354,7 +355,7 @@ class Simulator:
             torch_cuda.swap_memory(storage, fresh.untyped_storage())
 
     def poison(self, storage: torch.UntypedStorage, message: str) -> None:
-        if torch_cuda.can_poison():
+        if symbols.has("torch._C._set_storage_data_ptr_access_error_msg"):
             torch_cuda.poison(storage, message)
             return
         self.poisoned = {cdata: entry for cdata, entry in self.poisoned.items() if not entry[0].expired()}

@@ -20,6 +20,7 @@ from torch._inductor.utils import count_tangents
 
 from cudagraph.options import Options
 from cudagraph.torch_private import cuda as torch_cuda
+from cudagraph.torch_private import symbols
 from cudagraph.torch_private.compilers import static_inputs_of_forward
 from cudagraph.tree import dispatch
 from cudagraph.tree.dispatch import Piece
@@ -36,7 +37,7 @@ class World:
 
     @property
     def raises_on_access(self) -> bool:
-        return torch_cuda.can_poison()
+        return symbols.has("torch._C._set_storage_data_ptr_access_error_msg")
 
     def randn(self, *size: int, **kw: Any) -> torch.Tensor:
         return torch.randn(*size, device=self.device, **kw)
