@@ -1,0 +1,31 @@
+"""The generated CUDA code of a budget holds what was planned, seen without a GPU: tests/support/code_peak.py."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+SUPPORT = Path(__file__).resolve().parents[1] / "support"
+
+
+@pytest.mark.skipif(torch.version.cuda is not None, reason="a CUDA build asks the driver, tests with a GPU measure it")
+def test_the_code_holds_what_was_planned():
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(SUPPORT.parents[1]), str(SUPPORT)])}
+    run = subprocess.run(
+        [sys.executable, str(SUPPORT / "code_peak.py"), "0.9", "0.75", "0.6"],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert run.returncode == 0, run.stderr[-3000:]
+    rows = json.loads(run.stdout.splitlines()[-1])
+    assert [phase for _, phase, *_ in rows] == ["forward", "backward"] * 3
+    for share, phase, of_code, planned in rows:
+        assert 0.95 * planned <= of_code <= 1.002 * planned, (share, phase)

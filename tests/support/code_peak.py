@@ -1,0 +1,189 @@
+"""The bytes that generated CUDA code holds at each line, on a machine without CUDA; beside the plan's.
+
+    python tests/support/code_peak.py 0.8 0.6        budgets, as shares of the peak without any
+
+A model is traced on the CPU. Its joint graph gets fake CUDA tensors before it is planned, so hooks, plan and Inductor's
+code are those for CUDA. The code's `call` then runs on fake tensors, with kernels that do nothing, and after each line
+the storages of its local variables are added up. Parameters and inputs count nothing, as in a plan.
+
+In a process of its own, see triton_code.py. Prints a list of [share, phase, bytes of the code, bytes of the plan].
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import types
+from collections.abc import Iterable, Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.utils._pytree as pytree
+from torch import nn
+from torch._inductor import async_compile, compile_fx
+from torch._inductor.graph import GraphLowering
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx import GraphModule
+from triton_code import pretend
+
+import aot_hooks
+from aot_hooks import backend
+from aot_hooks.graphs.roofline import Rates
+from aot_hooks.torch_private.aot import keeps_tangents
+
+H200 = Rates(55e9, 55e9, 3.9e12, 8.2e14, 5.2e13)
+CUDA = torch.device("cuda:0")
+COPIES = {  # operators that hold device memory, or host memory, where fake tensors have a ticket
+    "offload_start": lambda x, *_: torch.empty_strided(x.size(), x.stride(), dtype=x.dtype),
+    "offload_wait": lambda sent, *_: sent,
+    "reload_start": lambda x, *_: torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device=CUDA),
+    "reload_wait": lambda fetched, *_: fetched,
+}
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(width)
+        self.gate, self.up = (nn.Linear(width, 3 * width, bias=False) for _ in range(2))
+        self.down = nn.Linear(3 * width, width, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.norm(x)
+        return x + self.down(nn.functional.silu(self.gate(y)) * self.up(y))
+
+
+def on_cuda(gm: GraphModule) -> None:
+    """Give the nodes of `gm` fake CUDA tensors, in place."""
+
+    def moved(x: Any) -> Any:
+        if isinstance(x, FakeTensor):
+            with x.fake_mode:
+                return torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device=CUDA)
+        return CUDA if isinstance(x, torch.device) else x
+
+    for node in gm.graph.nodes:
+        node.args, node.kwargs = pytree.tree_map(moved, (node.args, node.kwargs))
+        if "val" in node.meta:
+            node.meta["val"] = pytree.tree_map(moved, node.meta["val"])
+    gm.recompile()
+
+
+def compiled(model: nn.Module, x: torch.Tensor, policy: Any) -> tuple[list[tuple[str, str]], list[aot_hooks.Plan]]:
+    """The code of each graph, by phase, and the plans."""
+    codes: list[tuple[str, str]] = []
+    partition_within, inner = backend.partition_within, compile_fx.compile_fx_inner
+
+    def partition(joint: GraphModule, *args: Any, **named: Any) -> Any:
+        on_cuda(joint)
+        return partition_within(joint, *args, **named)
+
+    def compile_inner(gm: GraphModule, _: Any, **named: Any) -> Any:
+        return inner(gm, [n.meta["val"] for n in gm.graph.find_nodes(op="placeholder")], **named)
+
+    def keep_code(graph: GraphLowering) -> Any:
+        codes.append(("backward" if graph.is_backward else "forward", str(graph.codegen()[0].value)))
+        return types.SimpleNamespace(call=lambda _: None, __file__="")
+
+    compiled = torch.compile(model, backend="aot_hooks", options={"policy": policy})
+    with (
+        mock.patch.object(backend, "partition_within", partition),
+        mock.patch.object(compile_fx, "compile_fx_inner", compile_inner),
+        mock.patch.object(GraphLowering, "compile_to_module", keep_code),
+        mock.patch("torch._inductor.async_compile.AsyncCompile.use_process_pool", lambda *_: False),
+        torch._inductor.config.patch(force_disable_caches=True),
+        torch._functorch.config.patch(force_non_lazy_backward_lowering=True),
+    ):
+        try:
+            compiled(x)
+        except Exception:
+            if len(codes) < 2:
+                raise
+    return codes, aot_hooks.last_plans(compiled)
+
+
+def storages(values: Iterable[Any]) -> Iterator[tuple[int, int]]:
+    for value in pytree.tree_leaves(list(values)):
+        if isinstance(value, torch.Tensor) and value.device.type == "cuda":
+            yield value.untyped_storage()._cdata, value.untyped_storage().nbytes()
+
+
+class Kernel:
+    def run(self, *_args: Any, **_named: Any) -> None: ...
+
+
+def peak_of(code: str) -> int:
+    """The most bytes that `call` of `code` holds after any of its lines."""
+    code = re.sub(r"torch\.ops\.aot_hooks\.(\w+load_\w+)\.default\(", r"\1(", code)
+    slice_of_workspace = r"= workspace_\d+\[.*?\]\.view\(\d+, (\d+)\)\.sum\(dim=0\)"
+    code = re.sub(slice_of_workspace, r"= empty_strided_cuda((\1,), (1,), torch.float32)", code)
+    code = re.sub(r"from torch\._C import _cuda_getCurrentRawStream as get_raw_stream", "", code)
+
+    def empty(size: Any, stride: Any, dtype: torch.dtype, device: Any = CUDA) -> torch.Tensor:
+        return torch.empty_strided(size, stride, dtype=dtype, device=device)
+
+    most = 0
+    inputs: dict[str, torch.Tensor] = {}
+
+    def after_line(frame: types.FrameType, _event: str, _arg: Any) -> Any:
+        nonlocal most
+        held = dict(storages(frame.f_locals.values())) | kept
+        most = max(most, sum(nbytes for key, nbytes in held.items() if key not in free))
+        return after_line
+
+    def trace(frame: types.FrameType, _event: str, _arg: Any) -> Any:
+        own = frame.f_code.co_filename == "generated"
+        if own and frame.f_code.co_name == "get_args":
+            return lambda f, *_: inputs.update({k: v for k, v in f.f_locals.items() if isinstance(v, torch.Tensor)})
+        return after_line if own and frame.f_code.co_name == "call" else None
+
+    names: dict[str, Any] = {"__name__": "generated", "get_raw_stream": lambda _: 0, **COPIES}
+    with FakeTensorMode(), mock.patch.object(async_compile.AsyncCompile, "triton", lambda *_args, **_named: Kernel()):
+        exec(compile(code, "generated", "exec"), names)
+        names |= {
+            "empty_strided_cuda": empty,
+            "reinterpret_tensor": lambda x, size, stride, offset=0: x.as_strided(size, stride, offset),
+            "assert_size_stride": lambda *_: None,
+            "assert_alignment": lambda *_: None,
+            "extern_kernels": mock.MagicMock(),
+        }
+        with mock.patch("torch._dynamo.testing.rand_strided", empty):
+            sys.settrace(trace)
+            args = list(names["get_args"]())
+            sys.settrace(None)
+        free = dict(storages(v for name, v in inputs.items() if name.startswith("primals")))
+        kept = dict(storages(v for name, v in inputs.items() if name.startswith("tangents") and keeps_tangents()))
+        inputs = {name: v for name, v in inputs.items() if name.startswith("primals")}  # their storages stay
+        with mock.patch("torch.cuda._DeviceGuard"), mock.patch("torch.cuda.set_device"):
+            sys.settrace(trace)
+            names["call"](args)
+            sys.settrace(None)
+    return most
+
+
+def main(shares: list[float]) -> None:
+    model = nn.Sequential(*(Block(512) for _ in range(3))).to(torch.bfloat16)
+    x = torch.randn(8192, 512, dtype=torch.bfloat16, requires_grad=True)
+    pretend()
+    for name, answer in {"get_rng_state": torch.zeros(16, dtype=torch.uint8), "_exchange_device": -1}.items():
+        setattr(torch.cuda, name, lambda *_, answer=answer: answer)
+    for name in ("set_rng_state", "_maybe_exchange_device", "_lazy_init", "synchronize"):
+        setattr(torch.cuda, name, lambda *_: None)
+    stock = aot_hooks.plan(model, x, policy=aot_hooks.KEEP).peak_bytes
+    found = []
+    with mock.patch("aot_hooks.graphs.roofline._measured", lambda _: H200):
+        for share in shares:
+            torch._dynamo.reset()
+            policy = aot_hooks.budget(int(share * stock), allow=("recompute", "lossless", "offload", "float8", "int8"))
+            codes, (plan,) = compiled(model, x, policy)
+            for phase, code in codes:
+                planned = max(p.live_bytes for p in plan.live_after if p.phase == phase)
+                more = x.nbytes if phase == "backward" else 0  # the output, which the program holds
+                found.append((share, phase, peak_of(code) + more, planned))
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main([float(share) for share in sys.argv[1:]])
