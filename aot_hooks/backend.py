@@ -249,19 +249,32 @@ def _why_not_stored(options: Options, compilation: Compilation | None, *, report
 def _wrapped(
     compiled: _Compiled, graph: records.Graph, hooks: _InForce, seen: Recording, wrapper: Any, *, counted: bool
 ) -> _Compiled:
-    """`compiled` in its wrappers, the innermost first; notes what the graph was made of."""
-    run = graph.counted(compiled) if counted else compiled
-    run = unused.judged(run, unused.compiled(hooks.settings, graph.plans))
-    if hooks.setting is not None and isinstance(hooks.setting.rule, Budget) and graph.plans:
-        run = measured.checked(run, hooks.setting.rule, graph.plans, wrapper)
+    """`compiled` in the wrappers that apply; notes what the graph was made of."""
+    suspects = unused.compiled(hooks.settings, graph.plans)
     for key, setting in hooks.regions.items():
         recompiles.note(wrapper, setting, region.regions[key].made_of(seen))
-    if hooks.setting is not None and graph.plans and not described(hooks.setting.rule).frozen:
+    rule: Any = hooks.setting.rule if hooks.setting is not None and graph.plans else None
+    check: Any = None
+    if hooks.setting is not None and rule is not None and not described(rule).frozen:
         made_of, check = pairs.made_of(seen, hooks.setting, hooks.pair)
         recompiles.note(wrapper, hooks.setting, made_of)
-        run = _checked(run, check)  # functions of the user's must not have changed
-    # the hooks around the call are in the graph, or eager hooks may stand there
-    return _with_eager_hooks(run) if hooks.pair is None else _without_hooks(run, hooks.pair)
+    wrappers: list[tuple[bool, Callable[[_Compiled], _Compiled]]] = [  # the innermost first
+        # counts the runs, for a report
+        (counted, graph.counted),
+        # warns after the first backward of settings that have packed nothing
+        (True, lambda run: unused.judged(run, suspects)),
+        # compares the peaks of the first steps with the budget
+        (isinstance(rule, Budget), lambda run: measured.checked(run, rule, graph.plans, wrapper)),
+        # raises if a function of the user's has changed since it was traced
+        (check is not None, lambda run: _checked(run, check)),
+        # hides the hooks around the call from torch: they are in the graph
+        (hooks.pair is not None, lambda run: _without_hooks(run, hooks.pair)),
+        # tells eager hooks around the call which saved tensors are inputs and outputs
+        (hooks.pair is None, _with_eager_hooks),
+    ]
+    for applies, wrap in wrappers:
+        compiled = wrap(compiled) if applies else compiled
+    return compiled
 
 
 def _checked(compiled: _Compiled, check: Callable[[], None]) -> _Compiled:

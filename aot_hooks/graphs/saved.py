@@ -109,7 +109,7 @@ class SavedValue:
         return val
 
 
-@dataclass
+@dataclass(frozen=True, eq=False)
 class Boundary:
     """All that crosses. A value comes with its forward node and its backward placeholder."""
 

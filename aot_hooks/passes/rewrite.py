@@ -57,7 +57,7 @@ def rewrite(
     show("backward before", bw)
     cross = boundary(fw, bw, num_fwd_outputs, static_inputs, roots)
     choices = decide(cross, ambient, regions)
-    choices = add_answers(fw, bw, cross, choices, for_inductor=for_inductor)
+    cross, choices = add_answers(fw, bw, cross, choices, for_inductor=for_inductor)
     choices = dedup_copies(choices, cross.kept_storages)
     choices, units = trace_units(choices, inductor.decompositions() if for_inductor else None)
     transfers: tuple[Transfer, ...] = ()
