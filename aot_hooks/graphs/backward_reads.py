@@ -332,7 +332,7 @@ def _is_cheap(node: Node) -> bool:
     if node.target is operator.getitem:
         return True
     tags = getattr(node.target, "tags", ())
-    schema = getattr(node.target, "_schema", None)
+    schema = torch_values.schema_of(node.target)
     if not torch_values.is_operator(node.target) or schema is None or schema.is_mutable:
         return False
     if torch.Tag.nondeterministic_seeded in tags:

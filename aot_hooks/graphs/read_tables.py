@@ -199,6 +199,18 @@ KEEPS_NORM = (MOVES | CONVERSIONS) | _ops(
 # and these take its root or reciprocal: operator -> position
 ROOTS: dict[str, int] = {**dict.fromkeys(_ops("sqrt rsqrt reciprocal pow.Tensor_Scalar"), 0), "aten.div.Tensor": 1}
 
+# Attention as one operator. Names have no overload.
+ATTENTION = _names(
+    "_scaled_dot_product_flash_attention _scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_cudnn_attention _scaled_dot_product_efficient_attention",
+    "_flash_attention_forward _efficient_attention_forward flex_attention",
+)
+ATTENTION_BACKWARD = _names(
+    "_scaled_dot_product_flash_attention_backward _scaled_dot_product_flash_attention_for_cpu_backward",
+    "_scaled_dot_product_cudnn_attention_backward _scaled_dot_product_efficient_attention_backward",
+    "_flash_attention_backward _efficient_attention_backward flex_attention_backward",
+)
+
 # How reports call these reads; with or without an entry they are not rounded. Names have no overload.
 SINGULAR = _names(
     "log log2 log10 log1p exp exp2 expm1 rsqrt reciprocal sqrt pow div tan acos asin acosh atanh cosh sinh logit",

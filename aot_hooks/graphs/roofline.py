@@ -33,6 +33,7 @@ from torch.utils.flop_counter import flop_registry
 
 from ..torch_private import values as torch_values
 from .nodes import is_view, output_storages, storage_bytes, storage_of, storages, tensor_bytes
+from .read_tables import ATTENTION, ATTENTION_BACKWARD
 
 
 def fuses(node: Node) -> bool:
@@ -225,12 +226,16 @@ class Rates:
 
 INSTANT = Rates(math.inf, math.inf, 2e10, 1e11, 1e11)  # for a CPU
 # the share of a plain matrix product's speed that attention and its backward reach on an H100 or H200
-_ATTENTION = 0.65
-_ATTENTION_BACKWARD = 0.55
+_SHARES = dict.fromkeys(ATTENTION, 0.65) | dict.fromkeys(ATTENTION_BACKWARD, 0.55)
 
 
 def _packet(node: Node) -> Any:
     return getattr(node.target, "overloadpacket", node.target)
+
+
+def _name(node: Node) -> str:
+    """The name of an operator of ATen without its overload, as in the tables; another operator's name in full."""
+    return str(_packet(node)).removeprefix("aten.")
 
 
 def has_formula(node: Node) -> bool:
@@ -281,8 +286,7 @@ def node_ms(
         found[node] = 1e3 * moved / rate.memory
         if has_formula(node):
             operations = rate.operations if values[0].element_size() <= 2 else rate.operations32
-            if "attention" in str(node.target):
-                operations *= _ATTENTION_BACKWARD if "backward" in str(node.target) else _ATTENTION
+            operations *= _SHARES.get(_name(node), 1.0)
             found[node] = max(found[node], 1e3 * _operation_count(node) / operations)
     return found
 
@@ -315,9 +319,8 @@ def step_ms(
 def workspace_bytes(node: Node) -> int:
     """Bytes that the operator of `node` takes while it runs, where that is known: the backward of fused attention on
     CUDA sums the gradient of the queries in float32."""
-    name = str(node.target)
     value = node.args[1].meta.get("val") if len(node.args) > 1 and isinstance(node.args[1], Node) else None
-    if "attention_backward" not in name or not isinstance(value, torch.Tensor) or value.device.type != "cuda":
+    if _name(node) not in ATTENTION_BACKWARD or not isinstance(value, torch.Tensor) or value.device.type != "cuda":
         return 0
     return 4 * torch_values.hint(value.numel())
 
@@ -333,7 +336,7 @@ def _operation_count(node: Node) -> int:
     with torch_values.without_modes():
         args, kwargs, out = torch_values.pytree.tree_map(plain, (node.args, dict(node.kwargs), node.meta.get("val")))
         count = int(flop_registry[_packet(node)](*args, **kwargs, out_val=out))
-    schema = getattr(node.target, "_schema", None)
+    schema = torch_values.schema_of(node.target)
     names = [argument.name for argument in schema.arguments] if schema is not None else []
     given = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
     # causal attention skips half of the products, which the formulas count
@@ -365,9 +368,9 @@ def _measured(index: int) -> Rates:
     return Rates(**speeds)
 
 
-def _seconds(work: Callable[[], Any], repeats: int = 6) -> float:
-    """The time of the fastest of a few runs, by the device's clock."""
-    marks = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
+def _seconds(work: Callable[[], Any]) -> float:
+    """The time of the fastest of six runs, by the device's clock."""
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(7)]
     work()
     for mark in marks:
         mark.record()

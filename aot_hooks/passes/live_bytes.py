@@ -65,7 +65,7 @@ def live_bytes(
         input_bytes[node] = 0 if key in known or node in on_host else _bytes(node)
         known.add(key)
     returned_bytes = sum(nbytes for key, nbytes in outputs.items() if key not in inputs)
-    tangents = {n for n in input_bytes if aot.keeps_tangents() and n not in saved and "tangents" in n.name}
+    tangents = {n for n in input_bytes if n not in saved and aot.is_tangent(n)} if aot.keeps_tangents() else set()
     backward = _points(bw, input_bytes, "backward", fused, roots, returned_bytes, tangents)
     return (*forward, *backward)
 

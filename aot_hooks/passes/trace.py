@@ -253,7 +253,7 @@ def _functional(
         gm = make_fx(fn, decomposition_table=decompositions)(*args)
         if pure_at is not None and _writes_to_inputs(gm):  # past autograd's versions: `x.data.add_(1)`
             raise input_mutated(pure_at)
-        if any(getattr(getattr(n.target, "_schema", None), "is_mutable", False) for n in gm.graph.nodes):
+        if any(getattr(torch_values.schema_of(n.target), "is_mutable", False) for n in gm.graph.nodes):
             # mutations of temporaries are removed in a second trace, below any tensor subclass
             again = torch.func.functionalize(Interpreter(gm).run, remove="mutations")
             gm = make_fx(again, decomposition_table=decompositions)(*args)
