@@ -67,9 +67,9 @@ def alive_along(
 ) -> list[int]:
     """The bytes of the `counted` storages that are alive at each of `nodes`.
 
-    A storage has the `nbytes` of its first node. It lives to its `last_reader`, a position, or is in `to_end`. The
-    nodes in `packed` have these bytes from their storage's last reader on. With `kernels` a storage lives from its
-    kernel on, and a kernel may write over one tensor that it reads last.
+    A storage has the `nbytes` of its first node. It lives to the position of its `last_reader`, or to the end if it is
+    in `to_end`. From its last reader on, a node in `packed` counts the bytes given there. With `kernels` a storage
+    lives from its kernel on, and a kernel may write over one tensor that it reads last.
     """
     first, last = lifetimes(nodes, counted, to_end=to_end, last_reader=last_reader, nbytes=nbytes, kernels=kernels)
     for key, over in ({} if kernels is None else kernels.reuses(first, last)).items():
@@ -92,7 +92,7 @@ def lifetimes(
     nbytes: Callable[[Node], int],
     kernels: Kernels | None,
 ) -> tuple[dict[Any, tuple[int, int, Node]], dict[Any, int]]:
-    """By storage: its first position, its bytes and its node, and the position of its last reader, as `alive_along`."""
+    """Two dicts by storage: (first position, bytes, first node), and the last reader's position. See `alive_along`."""
     first: dict[Any, tuple[int, int, Node]] = {}
     last: dict[Any, int] = {}
     for i, node in enumerate(nodes):
@@ -134,8 +134,8 @@ class Kernels:
     of both factors of a product, say.
     """
 
-    at: Mapping[Node, int]
-    reads: Mapping[Node, Collection[Any]]
+    at: Mapping[Node, int]  # the position at which its kernel runs
+    reads: Mapping[Node, Collection[Any]]  # the storages that its kernel reads for it
 
     @staticmethod
     def of(nodes: Sequence[Node], written: Collection[Any]) -> Kernels:
@@ -166,9 +166,10 @@ class Kernels:
         return Kernels(at, reads)
 
     def reuses(self, first: Mapping[Any, tuple[int, int, Node]], last: Mapping[Any, int]) -> dict[Any, Any]:
-        """By storage, the one whose memory it takes: one for each kernel, of the same bytes and dtype.
+        """Storages that are written over others, by Inductor's rules: each with the one whose memory it takes.
 
-        As Inductor does it: the node that takes it is the only one of the kernel that reads it.
+        A kernel takes over the memory of one storage at most, with as many bytes and of the same dtype. It reads that
+        storage last, and by no node but the one that writes there. `first` and `last` are those of `lifetimes`.
         """
         found: dict[Any, Any] = {}
         used: set[int] = set()
@@ -193,9 +194,9 @@ class Kernels:
 
 
 def written_storages(nodes: Sequence[Node], *, fuse_loops: bool = False) -> set[Any]:
-    """Storages that an operator which is not pointwise makes or reads; with None, that of a tuple of tensors.
+    """The storages that unfused operators make or read, and None if one makes a tuple. A fusing compiler writes them.
 
-    `fuse_loops`: the operators of library/loops count as pointwise, as Inductor compiles them.
+    `fuse_loops`: the operators of library/loops are fused, as Inductor compiles them.
     """
     kernels = [node for node in nodes if not fuses(node) and node.op != "output"]
     if fuse_loops:
@@ -292,9 +293,9 @@ def node_ms(
 
 
 def link_ms(nbytes: int, rates: Rates) -> float:
-    """How much longer the step takes for `nbytes` that are sent and brought back beside it: kernels share the memory.
+    """Milliseconds that a step takes longer if `nbytes` are copied out and back meanwhile.
 
-    Seen on an H200: 0.8 ms for 1e9 bytes.
+    The copies slow down the kernels that use the same memory: by 0.8 ms for 1e9 bytes on an H200.
     """
     return 3e3 * nbytes / rates.memory if math.isfinite(rates.to_host) else 0.0
 
@@ -305,7 +306,7 @@ def step_ms(
     """Milliseconds of a forward and its backward, with the copies of `transfers` beside them.
 
     Args:
-        copies: the operators of these, which take no time of their own.
+        copies: the operators that copy; they count no time of their own.
     """
     found = (node_ms(gm, measured_rates, fused, fuse_loops=True) for gm in (fw, bw))
     compute = sum(ms for times in found for node, ms in times.items() if node.target not in copies)

@@ -53,7 +53,7 @@ class Float8Training:
     looks_at_modules: ClassVar[bool] = False
 
     def __call__(self, saved: SavedTensor) -> Hook:
-        # without protection only if there is nothing else to protect; with it the hook declines, or answers decisions
+        # the checks of a lossy hook are left out only where nothing but torchao's scales would fail them
         return replace(self.hook, lossy=False, declines=_Declines(self.hook)) if self._only_scaled(saved) else self.hook
 
     def _only_scaled(self, saved: SavedTensor) -> bool:

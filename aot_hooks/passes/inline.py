@@ -24,7 +24,7 @@ from torch.fx import GraphModule, Node
 from ..graphs.nodes import PACKED
 from ..graphs.saved import Boundary, SavedValue
 from ..torch_private import values as torch_values
-from ..torch_private.inductor_fusion import PACKED_ROW, mark_alone
+from ..torch_private.inductor_fusion import FROM_HOOK, mark_alone
 from .edits import after_inputs, call, clean_name, insert_backward_input, last_use, with_inputs
 from .plan import same_view
 from .units import Packing, Unit, bytes_of
@@ -125,7 +125,7 @@ def _copy_in(
                 new.meta["val"] = node.meta["val"]  # its operands are graphs: nothing to run them on here
             else:
                 new.meta["val"] = node.target(*value_of(args), **value_of(kwargs))
-            new.meta[PACKED_ROW] = True
+            new.meta[FROM_HOOK] = True
             env[node] = new
     return []
 

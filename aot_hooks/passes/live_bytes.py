@@ -84,7 +84,7 @@ def _points(
     written = written_storages(nodes, fuse_loops=True) if fused else {storage_of(n) for n in nodes}
     counted = written | outputs | storages(input_bytes)
     kernels = Kernels.of(nodes, counted) if fused and on_cuda(nodes) else None  # seen there; C++ kernels differ
-    # the memory that a copy back fills is that of its wait's result from there on
+    # from there on the memory that a copy back fills counts as that of its wait's result
     last = {n: i - 1 if n.target is reload_start else i for n, i in last_readers(nodes, counted, kernels).items()}
     sizes = {n: input_bytes.get(n, _bytes(n)) for n in nodes}
     size = sizes.__getitem__

@@ -121,11 +121,11 @@ class Choice:
     value: SavedValue
     uses: tuple[tuple[Hook, tuple[Node, ...]], ...]  # each hook, with the backward nodes that read the value through it
     reason: str  # why, in words
-    view_of: SavedValue | None = None  # this one comes back from that: a view of its storage, or a copy by `replay`
+    view_of: SavedValue | None = None  # the value that this one is made from again: as a view, or a copy by `replay`
     source: Node | None = None  # the forward node that is packed in its place; `replay` makes the value from it
     replay: tuple[Node, ...] = ()  # the nodes that make the value from `view_of` or `source`; they only move data
     settings: tuple[str, ...] = ()  # keys of the settings that were asked
-    answers: tuple[FoundRead, ...] = ()  # decisions of the backward that need an exact outcome: a hook rounds the value
+    answers: tuple[FoundRead, ...] = ()  # decisions of the backward to be made in the forward: a hook rounds the value
     is_answer: bool = False  # the value is such an outcome; without hooks it would not be saved
     is_dropped: bool = False  # nothing reads the value any more, its decisions are answered; it does not cross
 

@@ -130,7 +130,8 @@ def _trace(hook: Hook, value: torch.Tensor, at: str, decompositions: dict[Any, A
     expanded = expanded_dimensions(value)  # packed as one row
     # Inductor's loops take value by value, and a hook that rounds needs no memory for gaps
     stride_count = value.dim() if decompositions is None and not hook.lossy and has_gaps(sample) else 0
-    # what unpack needs of pack: leaves, their inverse, and what is to come back; make_fx returns the graph alone
+    # from `pack` to `unpack`: the leaves, the function that rebuilds the pytree, and what unpack must return. In a list
+    # because make_fx returns the graph alone
     calls: list[tuple[list[Any], Any, tuple[torch.Size, torch.dtype, torch.device]]] = []
 
     def pack(x: torch.Tensor) -> list[Any]:

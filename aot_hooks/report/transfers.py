@@ -66,6 +66,6 @@ def transfers_as_data(transfers: Sequence[Transfer]) -> list[dict[str, Any]]:
     for t in transfers:
         row = asdict(t)
         placement = row.pop("placement")
-        # the last `row` puts the names of nodes for the gaps' numbers, which say less
+        # `row` again: its names of nodes replace the numbers of gaps, which say less
         rows.append(row | placement | {"slack_ms": t.placement.slack_ms} | row)
     return rows

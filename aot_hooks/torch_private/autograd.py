@@ -61,11 +61,9 @@ def top_hooks() -> tuple[Any, Any] | None:
 
 
 @contextlib.contextmanager
-def hooks_pushed(pack: _Pack, unpack: _Unpack) -> Iterator[None]:
-    """Push a pair, also inside `torch.autograd.graph.disable_saved_tensors_hooks`, where torch refuses a push."""
-    before = disabled_because()
-    allow_hooks()
-    push(pack, unpack)
+def under_plain_hooks() -> Iterator[None]:
+    """Between `show_plain_hooks` and `hide_plain_hooks`."""
+    before = show_plain_hooks()
     try:
         yield
     finally:
@@ -74,7 +72,10 @@ def hooks_pushed(pack: _Pack, unpack: _Unpack) -> Iterator[None]:
 
 
 def show_plain_hooks() -> str | None:
-    """Push a pair of plain functions, and allow hooks until `hide_plain_hooks`; returns why hooks were disabled."""
+    """Push a pair of plain functions, and allow hooks until `hide_plain_hooks`; returns why hooks were disabled.
+
+    Works inside `torch.autograd.graph.disable_saved_tensors_hooks` too, where torch refuses a push.
+    """
     before = disabled_because()
     if before is not None:
         allow_hooks()
