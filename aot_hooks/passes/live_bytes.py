@@ -6,9 +6,9 @@
 
 A value lives from its node to its last reader; Inductor writes fewer values to memory, see graphs/roofline.py.
 Outputs that the user gets live to the end of the step, gradients from the node that makes them. Each output has one
-tangent, which counts; torch 2.11 holds it to the end of the backward. Of what operators allocate inside themselves only
-that of attention's backward does. A tensor that `offload` sends lives until the wait for its copy, and again from the
-start of the copy back.
+tangent, which counts; torch 2.11 holds it to the end of the backward. Memory that an operator allocates inside itself
+is counted for attention's backward only. A tensor that `offload` sends lives until the wait for its copy, and again
+from the start of the copy back.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from ..torch_private import aot
 
 @dataclass(frozen=True)
 class LivePoint:
-    """What is alive while one node runs. A node without a place has that of the node before it; "" if there is none."""
+    """What is alive while one node runs. A node of unknown module and line has those of the node before it, or ""."""
 
     phase: str  # "forward" or "backward"
     node: str  # its name in the graph; "(end)" when the graph has run
     live_bytes: int  # bytes alive, over what was alive before the step
-    module_path: str  # the place in the model
-    source_line: str  # and in the user's code
+    module_path: str
+    source_line: str  # the user's
 
 
 def live_bytes(
