@@ -247,36 +247,36 @@ def _compiled_graphs(recorded: Recorded, notes: list[str]) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m aot_hooks", description=__doc__)
+    shared = argparse.ArgumentParser(add_help=False)  # of the commands that run a script
+    shared.add_argument("script")
+    shared.add_argument("arguments", nargs="*", default=[], help="arguments of the script, after --")
+    shared.add_argument("--scope", choices=SCOPES, default="donated")
+    shared.add_argument("--inner", choices=("inductor", "aten"), default="inductor")
+    shared.add_argument("--allow", metavar="MEANS", help=f"what a budget may use: {','.join(ALLOWED)}")
+    shared.add_argument("--max-error", type=float, help="predicted relative error of the gradient, 0.05")
     commands = parser.add_subparsers(dest="command", required=True)
     environment = commands.add_parser("env", help="print what a bug report needs")
     environment.add_argument("--json", action="store_true", help="as JSON")
     run = commands.add_parser(
         "report",
+        parents=[shared],
         help="run a training script and print what it saves for backward",
         usage="python -m aot_hooks report [options] script.py [-- arguments of the script]",
         description=script.__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    run.add_argument("script")
-    run.add_argument("arguments", nargs="*", default=[], help="arguments of the script, after --")
     how = run.add_mutually_exclusive_group()
     hooks = f"for every tensor: {', '.join(_HOOKS)}, or with arguments: 'cast(bfloat16)'"
     how.add_argument("--hook", metavar="NAME", help=hooks)
     how.add_argument("--policy", metavar="EXPRESSION", help="a policy or hook in the names of aot_hooks, evaluated")
     how.add_argument("--budget", metavar="PEAK", help="the fastest step under this peak: 24GiB, 500MB, fit")
     run.add_argument("--steps", type=_step_count, metavar="N", help="stop after N optimizer steps")
-    curve = commands.add_parser(
+    commands.add_parser(
         "frontier",
+        parents=[shared],
         help="run a training script for a step per point, and print what memory a step can do without at what cost",
         usage="python -m aot_hooks frontier [options] script.py [-- arguments of the script]",
     )
-    for command in (run, curve):
-        command.add_argument("--scope", choices=SCOPES, default="donated")
-        command.add_argument("--inner", choices=("inductor", "aten"), default="inductor")
-        command.add_argument("--allow", metavar="MEANS", help=f"what a budget may use: {','.join(ALLOWED)}")
-        command.add_argument("--max-error", type=float, help="predicted relative error of the gradient, 0.05")
-    curve.add_argument("script")
-    curve.add_argument("arguments", nargs="*", default=[], help="arguments of the script, after --")
     run.add_argument("--json", metavar="PATH", help="write rows, totals and live bytes there")
     run.add_argument("--plot", metavar="PATH", help="draw saved and live bytes there; needs matplotlib")
     says = "say in what the key of the last cache miss differs from the nearest one stored before"

@@ -30,7 +30,6 @@ from .eager.packing import call_compiled
 from .errors import AotHooksError, OptionError
 from .graphs.nodes import REGION, annotation
 from .graphs.roofline import step_ms
-from .hook import KEEP
 from .identity.frozen import described
 from .identity.records import Recording, recording
 from .offloading import transfers
@@ -210,7 +209,7 @@ def _compile_graph(
     def compile_graph(compiling: Callable[[], None] = lambda: None) -> _Compiled:
         def before_each_graph() -> None:
             compiling()
-            if donated and not donated[-1]:  # or a second backward would raise that doesn't without hooks
+            if donated and not donated[-1]:  # else a second backward would raise, which it doesn't without hooks
                 aot.donate_nothing()
 
         return _compile(gm, inputs, options, patches, partition, before_each_graph, compilation)
@@ -249,19 +248,28 @@ def _why_not_stored(options: Options, compilation: Compilation | None, *, report
 def _wrapped(
     compiled: _Compiled, graph: records.Graph, hooks: _InForce, seen: Recording, wrapper: Any, *, counted: bool
 ) -> _Compiled:
-    """`compiled` in its wrappers, the innermost first; notes what the graph was made of."""
-    run = graph.counted(compiled) if counted else compiled
-    run = unused.judged(run, unused.compiled(hooks.settings, graph.plans))
-    if hooks.setting is not None and isinstance(hooks.setting.rule, Budget) and graph.plans:
-        run = measured.checked(run, hooks.setting.rule, graph.plans, wrapper)
+    """`compiled` in the wrappers that apply; notes what the graph was made of."""
+    suspects = unused.compiled(hooks.settings, graph.plans)
     for key, setting in hooks.regions.items():
         recompiles.note(wrapper, setting, region.regions[key].made_of(seen))
-    if hooks.setting is not None and graph.plans and not described(hooks.setting.rule).frozen:
+    rule: Any = hooks.setting.rule if hooks.setting is not None and graph.plans else None
+    check: Any = None
+    if hooks.setting is not None and rule is not None and not described(rule).frozen:
         made_of, check = pairs.made_of(seen, hooks.setting, hooks.pair)
         recompiles.note(wrapper, hooks.setting, made_of)
-        run = _checked(run, check)  # functions of the user's must not have changed
-    # the hooks around the call are in the graph, or eager hooks may stand there
-    return _with_eager_hooks(run) if hooks.pair is None else _without_hooks(run, hooks.pair)
+    # the innermost first
+    wrappers: list[tuple[bool, Callable[[_Compiled], _Compiled]]] = [
+        (counted, graph.counted),  # counts the runs, for a report
+        (True, lambda run: unused.judged(run, suspects)),  # warns of settings that have packed nothing
+        # compares the peaks of the first steps with the budget
+        (isinstance(rule, Budget), lambda run: measured.checked(run, rule, graph.plans, wrapper)),
+        (check is not None, lambda run: _checked(run, check)),  # raises if a user's function has changed since
+        (hooks.pair is not None, lambda run: _without_hooks(run, hooks.pair)),  # hides hooks that are in the graph
+        (hooks.pair is None, _with_eager_hooks),  # tells eager hooks which saved tensors are inputs and outputs
+    ]
+    for applies, wrap in wrappers:
+        compiled = wrap(compiled) if applies else compiled
+    return compiled
 
 
 def _checked(compiled: _Compiled, check: Callable[[], None]) -> _Compiled:
@@ -421,4 +429,4 @@ def _hooks_not_inlined_by_torch() -> contextlib.AbstractContextManager[None]:
     An empty stack stays empty: torch.func's transforms trace on an empty stack only.
     """
     empty = autograd.top_hooks() is None
-    return contextlib.nullcontext() if empty else autograd.hooks_pushed(KEEP.pack, KEEP.unpack)
+    return contextlib.nullcontext() if empty else autograd.under_plain_hooks()

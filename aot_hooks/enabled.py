@@ -10,12 +10,12 @@ equal to another only if policy, scope and options are.
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 import threading
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch.fx import GraphModule
@@ -32,15 +32,15 @@ from .torch_private import dynamo, dynamo_backends, inductor
 _lock = threading.RLock()
 _open: list[Enabled] = []  # the innermost last
 _end: Callable[[], None] | None = None  # ends the exchange of callbacks; None while nothing is enabled
-# by Dynamo's callback: the key of an enabled one -> the callback in its place, and its backend
+# Dynamo's callback -> by the key of an `Enabled`: the callback that replaces it, and the backend of that one
 _exchanged: Memo[dict[str, tuple[Any, _Backend]]] = Memo()
 _left_alone: Memo[bool] = Memo()  # callbacks of other backends
-_backends: list[weakref.ref[_Backend]] = []
+_backends: list[weakref.ref[_Backend]] = []  # all that are alive; equal ones share their graphs
 
 
 @dynamo.outermost_runs_in_python
 def enable(policy: Any = None, *, scope: str | None = None, options: Mapping[str, Any] | None = None) -> Enabled:
-    """Have functions that `torch.compile` gives to torch's backend "inductor" compiled as by backend="aot_hooks".
+    """Compile by this package what `torch.compile` gives to torch's own backend "inductor".
 
     It takes effect at once, for calls in the whole process, until `disable()` of what it returns is called or a `with`
     of it ends. A function that is compiled already gets new graphs, and its old ones serve it again after that. Keep it
@@ -78,8 +78,8 @@ class Enabled:
         settings = {} if scope is None else {"scope": scope}
         self.options = Options.parse(options | {"policy": policy} | settings)
         self.thread = threading.current_thread()
-        self._backends: dict[int, _Backend] = {}  # that were called for, by id
-        self._seen: dict[_Count, int] = {}  # its runs when `runs` returned
+        self._backends: dict[int, _Backend] = {}  # of the functions that were called meanwhile, by id
+        self._seen: dict[_Graph, int] = {}  # its run count when `runs` returned
         setting = "" if policy is None else Setting(policy, self.options.scope).key
         others = sorted((name, repr(value)) for name, value in options.items())
         self.key = f"{setting} {others}"
@@ -111,15 +111,15 @@ class Enabled:
 
         Only runs of functions that were called while this was the innermost one count.
         """
-        graphs = {count: plan for backend in list(self._backends.values()) for plan, count in list(backend.plans)}
-        since = {count: count.runs - self._seen.get(count, 0) for count in graphs}
-        self._seen.update((count, count.runs) for count in graphs)
-        return [(graphs[count], n) for count, n in since.items() if n]
+        graphs = dict.fromkeys(graph for backend in list(self._backends.values()) for graph in list(backend.graphs))
+        since = [(graph.plan, graph.run_count - self._seen.get(graph, 0)) for graph in graphs]
+        self._seen.update((graph, graph.run_count) for graph in graphs)
+        return [(plan, n) for plan, n in since if n]
 
     def _use(self, backend: _Backend) -> None:
         if id(backend) not in self._backends:
-            if not any(backend.plans is other.plans for other in self._backends.values()):
-                self._seen.update((count, count.runs) for _, count in backend.plans)  # ran before
+            if not any(backend.graphs is other.graphs for other in self._backends.values()):
+                self._seen.update((graph, graph.run_count) for graph in backend.graphs)  # ran before
             self._backends[id(backend)] = backend
 
     def disable(self) -> None:
@@ -181,11 +181,19 @@ def _callback_for(callback: Any) -> Any:
     return found[0]
 
 
+@dataclass(eq=False)
+class _Graph:
+    """A compiled graph with a backward."""
+
+    plan: Plan
+    run_count: int = 0
+
+
 class _Backend(dynamo_backends.InPlaceOf):
-    """Compiles as `enable` was told.
+    """The backend that compiles one function with the hooks and options of an `enable`.
 
     Attributes:
-        plans: of each graph with a backward, and the number of its runs.
+        graphs: those with a backward, shared by equal backends.
         refusal: why it compiles nothing, "" if it does.
     """
 
@@ -195,7 +203,7 @@ class _Backend(dynamo_backends.InPlaceOf):
         # Dynamo uses the graphs of an equal backend, so the same model made anew compiles nothing
         with _lock:
             alive = [other for ref in _backends if (other := ref()) is not None]
-            self.plans: list[tuple[Plan, _Count]] = next((other.plans for other in alive if other == self), [])
+            self.graphs: list[_Graph] = next((other.graphs for other in alive if other == self), [])
             _backends[:] = [weakref.ref(each) for each in (*alive, self)]
 
     def __eq__(self, other: object) -> bool:
@@ -215,23 +223,16 @@ class _Backend(dynamo_backends.InPlaceOf):
             raise dynamo.backend_failure("inductor", error)
         known = plans_of(self.wrapper)
         before = len(known)
-        options = dataclasses.replace(self.options, inductor=settings)
+        options = replace(self.options, inductor=settings)
         compiled = compile_for(self.wrapper, gm, inputs, None, options, "inductor")
-        counts = [_Count() for _ in known[before:]]  # several if Dynamo's graph became several
-        self.plans += zip(known[before:], counts, strict=True)
-        if not counts:
+        graphs = [_Graph(plan) for plan in known[before:]]  # several if Dynamo's graph became several
+        self.graphs += graphs
+        if not graphs:
             return compiled
 
         def run(*args: Any) -> Any:
-            for count in counts:
-                count.runs += 1
+            for graph in graphs:
+                graph.run_count += 1
             return compiled(*args)
 
         return run
-
-
-class _Count:
-    """The number of runs of a graph."""
-
-    def __init__(self) -> None:
-        self.runs = 0

@@ -17,14 +17,6 @@ from typing import Any
 
 import torch
 
-# fmt: off
-__all__ = [
-    "AotHooksError", "BudgetError", "BudgetWarning", "CacheWarning", "HookContractError", "HookTraceError",
-    "OptionError", "PolicyError", "RecompileWarning", "UnsupportedGraphError", "UnsupportedTorchError", "UnusedWarning",
-    "bind", "did_you_mean", "is_library_file", "unwrapped", "user_frame",
-]
-# fmt: on
-
 # the files of this package, and of torch, start with these
 PACKAGE = os.path.dirname(__file__) + os.sep
 TORCH = os.path.dirname(torch.__file__) + os.sep
@@ -64,7 +56,7 @@ class BudgetError(AotHooksError, RuntimeError):
 
 
 class BudgetWarning(UserWarning):
-    """The measured peak of a step is above its budget, also with a tighter plan; or a tighter plan was not found."""
+    """A measured step used more memory than its budget. A tighter plan did not help, or none was found."""
 
 
 class CacheWarning(UserWarning):

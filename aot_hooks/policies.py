@@ -41,7 +41,7 @@ Rule: TypeAlias = Hook | Policy
 
 def everything(hook: Rule) -> Policy:
     """`hook` for every tensor in scope."""
-    return _Everything((_rule("everything", hook),))
+    return _Policy((_rule("everything", hook),))
 
 
 def larger_than(nbytes: int, hook: Rule) -> Policy:
@@ -53,7 +53,10 @@ def larger_than(nbytes: int, hook: Rule) -> Policy:
     Raises:
         OptionError: `nbytes` is not an int of at least 0.
     """
-    return _LargerThan((_rule("larger_than", hook),), _nbytes(nbytes))
+    rules = (_rule("larger_than", hook),)
+    if not isinstance(nbytes, int) or isinstance(nbytes, bool) or nbytes < 0:  # type: ignore[redundant-expr]
+        raise OptionError(f"larger_than(nbytes, hook): expected bytes as an int of at least 0, got {nbytes!r}")
+    return _LargerThan(rules, nbytes)
 
 
 def only_these_ops(hooks: Mapping[Any, Rule]) -> Policy:
@@ -67,7 +70,7 @@ def only_these_ops(hooks: Mapping[Any, Rule]) -> Policy:
     Raises:
         OptionError: no such operator, or a composite one, which never saves a tensor itself (aten.linear).
     """
-    return _by_key("only_these_ops", hooks, "an operator", operator_key)
+    return _by_key("only_these_ops", hooks)
 
 
 def only_these_modules(hooks: Mapping[str, Rule]) -> Policy:
@@ -78,17 +81,17 @@ def only_these_modules(hooks: Mapping[str, Rule]) -> Policy:
             "layers.0.mlp" covers "layers.0.mlp.fc1". `*`, `?` and `[...]` match within one name ("layers.*.mlp"), `**`
             matches any number of names ("**.mlp").
     """
-    return _by_key("only_these_modules", hooks, "a module's path or pattern", _checked_path)
+    return _by_key("only_these_modules", hooks)
 
 
 def only_these_names(hooks: Mapping[str, Rule]) -> Policy:
     """A hook by the name that `aot_hooks.checkpoint_name(x, name)` set on the tensor, or on the base of the view."""
-    return _by_key("only_these_names", hooks, "a name", _name)
+    return _by_key("only_these_names", hooks)
 
 
 def only_these_dtypes(hooks: Mapping[torch.dtype, Rule]) -> Policy:
     """A hook by dtype: `{torch.float32: hook}`."""
-    return _by_key("only_these_dtypes", hooks, "a torch.dtype", _dtype)
+    return _by_key("only_these_dtypes", hooks)
 
 
 def first_match(*policies: Rule) -> Policy:
@@ -105,6 +108,8 @@ def first_match(*policies: Rule) -> Policy:
 
 @dataclass(frozen=True, repr=False)
 class _Policy:
+    """The first of its rules for every tensor: the policy of `everything`, and the base of the others."""
+
     rules: tuple[Rule, ...]
 
     def rules_for(self, saved: SavedTensor) -> tuple[Rule, ...]:
@@ -137,18 +142,15 @@ class _Policy:
         """Whether the policy, or a policy in it, may read `SavedTensor.module_path`."""
         return any(looks_at_modules(rule) for rule in self.rules)
 
+    def __repr__(self) -> str:
+        return f"everything({_rule_text(self.rules[0])})"
+
 
 def _match(rule: Rule, saved: SavedTensor) -> Hook | None:
     if isinstance(rule, _Policy):
         return rule.match(saved)
     hook = choose(rule, saved)
     return None if hook is KEEP and not isinstance(rule, Hook) else hook
-
-
-@dataclass(frozen=True, repr=False)
-class _Everything(_Policy):
-    def __repr__(self) -> str:
-        return f"everything({_rule_text(self.rules[0])})"
 
 
 @dataclass(frozen=True, repr=False)
@@ -203,19 +205,34 @@ def _covers(pattern: str, path: str) -> bool:
 
 
 class _Kind(NamedTuple):
-    """A kind of key: its name in reports, the values of a saved tensor, and whether a key fits a value."""
+    """The keys of one function that makes a `ByKey`."""
 
-    name: str
-    values: Callable[[SavedTensor], tuple[Any, ...]]
-    fits: Callable[[Any, Any], bool] = operator.eq
+    name: str  # in reports
+    expected: str  # a key in words, for errors
+    is_key: Callable[[Any], bool]
+    values: Callable[[SavedTensor], tuple[Any, ...]]  # what a saved tensor has, to be compared with the keys
+    fits: Callable[[Any, Any], bool] = operator.eq  # key, value
 
 
+# fmt: off
 _KINDS = {
-    "only_these_ops": _Kind("operator", lambda saved: (saved.op,), same_operator),
-    "only_these_modules": _Kind("in module", lambda saved: (saved.module_path,), _covers),
-    "only_these_names": _Kind("named", lambda saved: saved.checkpoint_names),
-    "only_these_dtypes": _Kind("dtype", lambda saved: (saved.dtype,)),
+    "only_these_ops": _Kind(
+        "operator", "an operator", lambda key: True, lambda saved: (saved.op,), same_operator  # `operator_key` checks
+    ),
+    "only_these_modules": _Kind(
+        "in module", "a module's path such as 'layers.*.mlp'",
+        lambda key: isinstance(key, str) and "" not in key.split("."), lambda saved: (saved.module_path,), _covers
+    ),
+    "only_these_names": _Kind(
+        "named", "a name as a string",
+        lambda key: isinstance(key, str) and key != "", lambda saved: saved.checkpoint_names
+    ),
+    "only_these_dtypes": _Kind(
+        "dtype", "a torch.dtype such as torch.float32",
+        lambda key: isinstance(key, torch.dtype), lambda saved: (saved.dtype,)
+    ),
 }
+# fmt: on
 
 
 @dataclass(frozen=True, repr=False)
@@ -271,43 +288,20 @@ def _rule(function: str, value: Any) -> Rule:
     return rule
 
 
-def _by_key(function: str, hooks: Any, key: str, check: Callable[[Any], Any]) -> ByKey:
+def _by_key(function: str, hooks: Any) -> ByKey:
+    kind = _KINDS[function]
     if not isinstance(hooks, Mapping) or not hooks:
-        raise OptionError(f"{function}: expected a dict from {key} to a Hook, got {hooks!r}")
-    keys, rules = [], []
-    for key_or_name, hook in hooks.items():
+        raise OptionError(f"{function}: expected a dict from {kind.expected} to a Hook, got {hooks!r}")
+    for key in hooks:
+        if not kind.is_key(key):
+            raise OptionError(f"{function}: expected {kind.expected}, got {key!r}")
+    keys = tuple(hooks)
+    if function == "only_these_ops":
         try:
-            keys.append(check(key_or_name))
-            rules.append(_rule(function, hook))
+            keys = tuple(operator_key(op) for op in hooks)
         except OptionError as e:
-            raise OptionError(str(e) if str(e).startswith(function) else f"{function}: {e}") from None
-    return ByKey(tuple(rules), function, tuple(keys))
-
-
-def _nbytes(value: Any) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise OptionError(f"larger_than(nbytes, hook): expected bytes as an int of at least 0, got {value!r}")
-    return value
-
-
-def _checked_path(value: Any) -> Any:
-    return _checked(
-        value, isinstance(value, str) and "" not in value.split("."), "a module's path such as 'layers.*.mlp'"
-    )
-
-
-def _name(value: Any) -> Any:
-    return _checked(value, isinstance(value, str) and value != "", "a name as a string")
-
-
-def _dtype(value: Any) -> Any:
-    return _checked(value, isinstance(value, torch.dtype), "a torch.dtype such as torch.float32")
-
-
-def _checked(value: Any, right: bool, expected: str) -> Any:
-    if not right:
-        raise OptionError(f"expected {expected}, got {value!r}")
-    return value
+            raise OptionError(f"{function}: {e}") from None
+    return ByKey(tuple(_rule(function, hook) for hook in hooks.values()), function, keys)
 
 
 def _rule_text(rule: Rule) -> str:

@@ -67,7 +67,7 @@ def pack_up(plans: Sequence[Plan], check: Checks, places: Callable[[], Sequence[
     """The plans of one compilation as bytes.
 
     Args:
-        check: made for the key of their graph, whose settings chose the hooks.
+        check: of the key of their graph, whose settings chose the hooks.
         places: module and line of each node of Dynamo's graph; called once.
     """
     found = list(places())

@@ -45,7 +45,7 @@ Line = tuple[str, str]  # what, and its content
 
 @dataclass(frozen=True)
 class Key:
-    """See the module.
+    """What decides the result of a compilation, as text.
 
     Attributes:
         lines: the content that is hashed.
@@ -206,7 +206,7 @@ def package_digest() -> str:
     return f"{__version__} {_SOURCES}"
 
 
-# what else of a graph module has the user's names: stacks of variables, and the code that was generated
+# attributes of a graph module that hold the user's names: stacks of variables, and generated code
 _NAMED = {"_code", "_lineno_map", "_prologue_start", "_source_to_user_stacks"}
 
 
@@ -219,9 +219,8 @@ def without_names(gm: GraphModule) -> GraphModule:
         target = f"n_{i}" if node.op == "placeholder" else node.target
         copies[node] = graph.create_node(node.op, target, args, kwargs, f"n_{i}", node.type)
         copies[node].meta = node.meta
-    kind: type[GraphModule] = type(gm).__bases__[
-        0
-    ]  # each graph module has a class of its own; Dynamo's generate code late
+    # each graph module has a class of its own; the base of Dynamo's generates code late
+    kind: type[GraphModule] = type(gm).__bases__[0]
     copied = kind(gm, graph, type(gm).__name__)
     vars(copied).update({k: v for k, v in vars(gm).items() if k not in {"_graph", *_NAMED}})
     # without the pair of hooks that Dynamo puts there for torch's key: our part of the key has the functions' content

@@ -37,10 +37,10 @@ class Pair:
     """
 
     def __init__(self, setting: Setting) -> None:
-        self.setting = setting  # of all equal ones the one entered last: its name is shown
+        self.setting = setting  # the equal one that was entered last; messages show its name
         self.record = Record(setting.rule, choose)  # what graphs depend on
         description = described(setting.rule)
-        self.may_change = bool(description.hooks or description.functions)  # it holds functions of the user's
+        self.may_change = bool(description.hooks or description.functions)  # by functions of the user's
         self.open_count = 0  # open contexts; counted if it may change
         self.pack = _module("AotHooksPack", lambda x: pack_eager(_as_entered(self), x))
         self.unpack = _module("AotHooksUnpack", unpack_eager)

@@ -23,7 +23,7 @@ class Region:
 
     setting: Setting
     record: Record  # what graphs depend on; empty before the first graph
-    pending: dynamo_trace.Pending  # changes by the function before the region, which tracing has not carried out yet
+    pending: dynamo_trace.PendingMutations  # what the function changes before the region; only running it will do so
 
     def made_of(self, seen: Recording) -> Record:
         """The record of a graph. Raises `OptionError` if a pending change affects it."""

@@ -332,7 +332,7 @@ def _is_cheap(node: Node) -> bool:
     if node.target is operator.getitem:
         return True
     tags = getattr(node.target, "tags", ())
-    schema = getattr(node.target, "_schema", None)
+    schema = torch_values.schema_of(node.target)
     if not torch_values.is_operator(node.target) or schema is None or schema.is_mutable:
         return False
     if torch.Tag.nondeterministic_seeded in tags:
@@ -407,12 +407,12 @@ def exact_tests(user: Node, node: Node, dtype: torch.dtype | None = None) -> tup
         return None
     if name in tables.SHAPE_ONLY:
         return () if only_at(user, node, tables.SHAPE_ONLY[name]) else None
-    if name not in tables.ASKS or user.kwargs or not only_at(user, node, tables.ASKS[name][0]):
+    if name not in tables.ONLY_TESTS or user.kwargs or not only_at(user, node, tables.ONLY_TESTS[name][0]):
         return None
-    position, asks = tables.ASKS[name]
+    position, tests_for = tables.ONLY_TESTS[name]
     if not all(isinstance(c, int | float) and float(c) == c for c in user.args[position + 1 :]):
         return None
-    tests = asks(*user.args)
+    tests = tests_for(*user.args)
     if not all(_exact(c, dtype) for test in tests for c in test.constants):
         return None
     return tuple(Test(test.kind, tuple(0.0 if c == 0 else float(c) for c in test.constants)) for test in tests)

@@ -13,10 +13,12 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from ..errors import PACKAGE, TORCH
+from cudagraph.placeholder import source_line as line_outside_torch
+
+from ..errors import PACKAGE
 from ..torch_private import values as torch_values
 
-_FRAME = re.compile(r'File "(?P<file>[^"]*)", line (?P<line>\d+), in .*\n\s*(?P<code>.*)')
+_OWN_FRAME = re.compile(rf'File "{re.escape(PACKAGE)}[^"]*", line \d+, in .*\n\s*.*')
 
 # keys of node.meta
 PACKED = "aot_hooks_packed"  # a hook made this value; an outer graph that saves it must not pack it again
@@ -109,7 +111,7 @@ def region_output(node: Node) -> Node | None:
 
 def is_view(node: Node) -> bool:
     """Whether the result of `node` shares the storage of its first argument."""
-    schema = getattr(node.target, "_schema", None)
+    schema = torch_values.schema_of(node.target)
     return node.op == "call_function" and (
         node.target is torch.ops.aten.detach.default
         or (schema is not None and any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns))
@@ -149,7 +151,7 @@ def argument_positions(user: Node, node: Node) -> list[int]:
 
 def aliased_arguments(node: Node) -> Iterator[tuple[Node, bool]]:
     """By its schema, arguments that `node` writes to or shares memory with; each with whether it is written to."""
-    schema = getattr(node.target, "_schema", None)
+    schema = torch_values.schema_of(node.target)
     if node.op != "call_function" or schema is None:
         return
     for i, argument in enumerate(schema.arguments):
@@ -169,8 +171,4 @@ def op_name(node: Node) -> str:
 
 def source_line(node: Node) -> str:
     """The user's line that called the operator ("model.py:31: h = gelu(x)"); "" if unknown."""
-    frames = [f for f in _FRAME.finditer(node.meta.get("stack_trace") or "") if not f["file"].startswith(PACKAGE)]
-    if not frames:
-        return ""
-    last = next((f for f in reversed(frames) if not f["file"].startswith(TORCH)), frames[-1])  # not F.rms_norm's own
-    return f"{last['file'].rsplit('/', 1)[-1]}:{last['line']}: {last['code'].strip()}"
+    return line_outside_torch(_OWN_FRAME.sub("", node.meta.get("stack_trace") or ""))

@@ -3,13 +3,13 @@
       SMOOTH       mul, mm, gelu_backward, ...   a small error of the number is a small error of the result
       MOVES        view, select, clone, ...      each number of the result is one of the argument
       SHAPE_ONLY   avg_pool2d_backward, ...      takes sizes, strides, dtype and device only
-      ASKS         threshold_backward, ...       a yes-or-no question about each number: `Test`s, answered in bits
+      ONLY_TESTS   threshold_backward, ...       compares each number with constants; a `Test`'s outcome is one bit
       SINGULAR     log, exp, rsqrt, ...          a small error may become any error
       DECIDES      round, sign, sort, ...        jumps; an operator whose result is bool or int always does
 
 An operator in no table is unknown, and the tensors that it reads are not rounded. So a missing entry costs memory, and
-a wrong one costs exactness: ASKS and SHAPE_ONLY are tested bitwise against the kernels, SMOOTH by torch's own operator
-database (benchmarks/bench_op_db.py).
+a wrong one costs exactness: ONLY_TESTS and SHAPE_ONLY are tested bitwise against the kernels, SMOOTH by torch's own
+operator database (benchmarks/bench_op_db.py).
 """
 
 from __future__ import annotations
@@ -58,9 +58,10 @@ class Test:
 _NAN = Test("isnan")
 _SIGN = (Test("lt", (0.0,)), Test("gt", (0.0,)), _NAN)
 
-# Operator -> (position of the tensor, tests of its call's arguments). The result depends on nothing else of a number.
-# NaN is a case of its own where a CPU kernel treats it one way in its vectors and another way in their tails.
-ASKS: dict[str, tuple[int, Callable[..., tuple[Test, ...]]]] = {
+# Operator -> the position of the tensor that it reads, and a function from the call's arguments to tests. The result
+# depends on each number of the tensor only by the outcomes of these tests: `x <= 0` is all that ReLU's backward needs.
+# NaN has a test of its own where a CPU kernel treats it one way in its vectors and another way in their tails.
+ONLY_TESTS: dict[str, tuple[int, Callable[..., tuple[Test, ...]]]] = {
     **{f"aten.{kind}.Scalar": (0, lambda x, c, kind=kind: (Test(kind, (c,)),)) for kind in TESTS if len(kind) == 2},
     "aten.threshold_backward.default": (1, lambda g, x, c: (Test("le", (c,)),)),
     "aten.hardtanh_backward.default": (1, lambda g, x, low, high: (Test("outside", (low, high)), _NAN)),
@@ -198,6 +199,14 @@ KEEPS_NORM = (MOVES | CONVERSIONS) | _ops(
 )
 # and these take its root or reciprocal: operator -> position
 ROOTS: dict[str, int] = {**dict.fromkeys(_ops("sqrt rsqrt reciprocal pow.Tensor_Scalar"), 0), "aten.div.Tensor": 1}
+
+# Attention as one operator. Names have no overload.
+ATTENTION = _names(
+    "_scaled_dot_product_flash_attention _scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_cudnn_attention _scaled_dot_product_efficient_attention",
+    "_flash_attention_forward _efficient_attention_forward flex_attention",
+)
+ATTENTION_BACKWARD = frozenset(f"{name.removesuffix('_forward')}_backward" for name in ATTENTION)
 
 # How reports call these reads; with or without an entry they are not rounded. Names have no overload.
 SINGULAR = _names(

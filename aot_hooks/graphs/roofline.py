@@ -33,6 +33,7 @@ from torch.utils.flop_counter import flop_registry
 
 from ..torch_private import values as torch_values
 from .nodes import is_view, output_storages, storage_bytes, storage_of, storages, tensor_bytes
+from .read_tables import ATTENTION, ATTENTION_BACKWARD
 
 
 def fuses(node: Node) -> bool:
@@ -66,9 +67,9 @@ def alive_along(
 ) -> list[int]:
     """The bytes of the `counted` storages that are alive at each of `nodes`.
 
-    A storage has the `nbytes` of its first node. It lives to its `last_reader`, a position, or is in `to_end`. The
-    nodes in `packed` have these bytes from their storage's last reader on. With `kernels` a storage lives from its
-    kernel on, and a kernel may write over one tensor that it reads last.
+    A storage has the `nbytes` of its first node. It lives to the position of its `last_reader`, or to the end if it is
+    in `to_end`. From its last reader on, a node in `packed` counts the bytes given there. With `kernels` a storage
+    lives from its kernel on, and a kernel may write over one tensor that it reads last.
     """
     first, last = lifetimes(nodes, counted, to_end=to_end, last_reader=last_reader, nbytes=nbytes, kernels=kernels)
     for key, over in ({} if kernels is None else kernels.reuses(first, last)).items():
@@ -91,7 +92,7 @@ def lifetimes(
     nbytes: Callable[[Node], int],
     kernels: Kernels | None,
 ) -> tuple[dict[Any, tuple[int, int, Node]], dict[Any, int]]:
-    """By storage: its first position, its bytes and its node, and the position of its last reader, as `alive_along`."""
+    """Two dicts by storage: (first position, bytes, first node), and the last reader's position. See `alive_along`."""
     first: dict[Any, tuple[int, int, Node]] = {}
     last: dict[Any, int] = {}
     for i, node in enumerate(nodes):
@@ -133,8 +134,8 @@ class Kernels:
     of both factors of a product, say.
     """
 
-    at: Mapping[Node, int]
-    reads: Mapping[Node, Collection[Any]]
+    at: Mapping[Node, int]  # the position at which its kernel runs
+    reads: Mapping[Node, Collection[Any]]  # the storages that its kernel reads for it
 
     @staticmethod
     def of(nodes: Sequence[Node], written: Collection[Any]) -> Kernels:
@@ -165,9 +166,10 @@ class Kernels:
         return Kernels(at, reads)
 
     def reuses(self, first: Mapping[Any, tuple[int, int, Node]], last: Mapping[Any, int]) -> dict[Any, Any]:
-        """By storage, the one whose memory it takes: one for each kernel, of the same bytes and dtype.
+        """Storages that are written over others, by Inductor's rules: each with the one whose memory it takes.
 
-        As Inductor does it: the node that takes it is the only one of the kernel that reads it.
+        A kernel takes over the memory of one storage at most, with as many bytes and of the same dtype. It reads that
+        storage last, and by no node but the one that writes there. `first` and `last` are those of `lifetimes`.
         """
         found: dict[Any, Any] = {}
         used: set[int] = set()
@@ -192,9 +194,9 @@ class Kernels:
 
 
 def written_storages(nodes: Sequence[Node], *, fuse_loops: bool = False) -> set[Any]:
-    """Storages that an operator which is not pointwise makes or reads; with None, that of a tuple of tensors.
+    """The storages that unfused operators make or read, and None if one makes a tuple. A fusing compiler writes them.
 
-    `fuse_loops`: the operators of library/loops count as pointwise, as Inductor compiles them.
+    `fuse_loops`: the operators of library/loops are fused, as Inductor compiles them.
     """
     kernels = [node for node in nodes if not fuses(node) and node.op != "output"]
     if fuse_loops:
@@ -225,12 +227,16 @@ class Rates:
 
 INSTANT = Rates(math.inf, math.inf, 2e10, 1e11, 1e11)  # for a CPU
 # the share of a plain matrix product's speed that attention and its backward reach on an H100 or H200
-_ATTENTION = 0.65
-_ATTENTION_BACKWARD = 0.55
+_SHARES = dict.fromkeys(ATTENTION, 0.65) | dict.fromkeys(ATTENTION_BACKWARD, 0.55)
 
 
 def _packet(node: Node) -> Any:
     return getattr(node.target, "overloadpacket", node.target)
+
+
+def _name(node: Node) -> str:
+    """The name of an operator of ATen without its overload, as in the tables; another operator's name in full."""
+    return str(_packet(node)).removeprefix("aten.")
 
 
 def has_formula(node: Node) -> bool:
@@ -281,16 +287,15 @@ def node_ms(
         found[node] = 1e3 * moved / rate.memory
         if has_formula(node):
             operations = rate.operations if values[0].element_size() <= 2 else rate.operations32
-            if "attention" in str(node.target):
-                operations *= _ATTENTION_BACKWARD if "backward" in str(node.target) else _ATTENTION
+            operations *= _SHARES.get(_name(node), 1.0)
             found[node] = max(found[node], 1e3 * _operation_count(node) / operations)
     return found
 
 
 def link_ms(nbytes: int, rates: Rates) -> float:
-    """How much longer the step takes for `nbytes` that are sent and brought back beside it: kernels share the memory.
+    """Milliseconds that a step takes longer if `nbytes` are copied out and back meanwhile.
 
-    Seen on an H200: 0.8 ms for 1e9 bytes.
+    The copies slow down the kernels that use the same memory: by 0.8 ms for 1e9 bytes on an H200.
     """
     return 3e3 * nbytes / rates.memory if math.isfinite(rates.to_host) else 0.0
 
@@ -301,7 +306,7 @@ def step_ms(
     """Milliseconds of a forward and its backward, with the copies of `transfers` beside them.
 
     Args:
-        copies: the operators of these, which take no time of their own.
+        copies: the operators that copy; they count no time of their own.
     """
     found = (node_ms(gm, measured_rates, fused, fuse_loops=True) for gm in (fw, bw))
     compute = sum(ms for times in found for node, ms in times.items() if node.target not in copies)
@@ -315,9 +320,8 @@ def step_ms(
 def workspace_bytes(node: Node) -> int:
     """Bytes that the operator of `node` takes while it runs, where that is known: the backward of fused attention on
     CUDA sums the gradient of the queries in float32."""
-    name = str(node.target)
     value = node.args[1].meta.get("val") if len(node.args) > 1 and isinstance(node.args[1], Node) else None
-    if "attention_backward" not in name or not isinstance(value, torch.Tensor) or value.device.type != "cuda":
+    if _name(node) not in ATTENTION_BACKWARD or not isinstance(value, torch.Tensor) or value.device.type != "cuda":
         return 0
     return 4 * torch_values.hint(value.numel())
 
@@ -333,7 +337,7 @@ def _operation_count(node: Node) -> int:
     with torch_values.without_modes():
         args, kwargs, out = torch_values.pytree.tree_map(plain, (node.args, dict(node.kwargs), node.meta.get("val")))
         count = int(flop_registry[_packet(node)](*args, **kwargs, out_val=out))
-    schema = getattr(node.target, "_schema", None)
+    schema = torch_values.schema_of(node.target)
     names = [argument.name for argument in schema.arguments] if schema is not None else []
     given = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
     # causal attention skips half of the products, which the formulas count
@@ -365,9 +369,9 @@ def _measured(index: int) -> Rates:
     return Rates(**speeds)
 
 
-def _seconds(work: Callable[[], Any], repeats: int = 6) -> float:
-    """The time of the fastest of a few runs, by the device's clock."""
-    marks = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
+def _seconds(work: Callable[[], Any]) -> float:
+    """The time of the fastest of six runs, by the device's clock."""
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(7)]
     work()
     for mark in marks:
         mark.record()

@@ -61,8 +61,8 @@ class SavedTensor:
         source_line: the user's line that made it ("model.py:31: h = gelu(x)"), "" if unknown.
         backward_ops: the operators of the backward that read it, before decompositions and looking through views.
         is_input, is_output, is_static: its storage is that of a graph input, a user's output, a parameter or buffer.
-        backward_asks: tests of each number; the backward's readers of its storage depend on their outcomes alone. () if
-            they read the shape only, None if one may need the numbers themselves.
+        backward_asks: the yes-or-no tests, such as `x <= 0`, by which alone the backward uses the numbers of its
+            storage. () if the backward reads the shape only, None if it may need the numbers themselves.
         value_range: (smallest, largest) number that it can hold, if the forward proves it and all are whole.
         checkpoint_names: the names that `aot_hooks.checkpoint_name` gave it, or the tensor that it is a view of.
         backward_reads: reads of the backward that are not smooth and need the exact number; () in eager code, whose
@@ -109,7 +109,7 @@ class SavedValue:
         return val
 
 
-@dataclass
+@dataclass(frozen=True, eq=False)
 class Boundary:
     """All that crosses. A value comes with its forward node and its backward placeholder."""
 
@@ -178,7 +178,7 @@ def boundary(
             backward_reads=tuple(dict.fromkeys(f.read for f in found)),
         )
         tensors.append(SavedValue(fw_node, bw_node, row, found))
-    _share_asks(tensors)
+    _share_tests(tensors)
     return Boundary(user, tensors, opaque, symints, input_storages | output_storages, reads)
 
 
@@ -202,7 +202,7 @@ def crossing_pairs(fw: GraphModule, bw: GraphModule, num_fwd_outputs: int) -> li
     return list(zip(sorted(saved, key=lambda value: not _is_size(value)), slots, strict=False))
 
 
-def _share_asks(tensors: list[SavedValue]) -> None:
+def _share_tests(tensors: list[SavedValue]) -> None:
     """Give all views of one storage the union of their tests: they are packed once, for the readers of all."""
     groups: dict[int, list[SavedValue]] = defaultdict(list)
     for value in tensors:

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from ..torch_private.values import upper_bound
 from .read_tables import CONVERSIONS, FLOATS, MOVES_BY_INDEX
 
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
@@ -67,10 +68,7 @@ def _largest(size: Any) -> int | None:
     """The largest that a size can be in any run of the graph, without a guard; None if there is no bound."""
     if isinstance(size, int):
         return size
-    if not isinstance(size, torch.SymInt):
-        return None
-    bound = size.node.shape_env.bound_sympy(size.node.expr).upper
-    return int(bound) if bound.is_Integer else None
+    return upper_bound(size) if isinstance(size, torch.SymInt) else None
 
 
 def _positions(*sizes: Any) -> _Range:

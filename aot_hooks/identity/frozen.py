@@ -36,10 +36,10 @@ _numbers = itertools.count(1)
 class Description:
     """A hook or policy by its parts."""
 
-    text: str  # equal for equal frozen parts; it holds the numbers of functions' code
-    hooks: tuple[Any, ...]  # in it, with functions of the user's; not eager ones, and none with a `cache_hash`
-    graphs: tuple[Any, ...]  # likewise hooks with graphs
-    functions: tuple[Any, ...]  # other functions of the user's: policies and `declines`
+    text: str  # equal for equal frozen parts; a function of the user's is in it as the number of its code
+    hooks: tuple[Any, ...]  # those that probes must compare: traced, without `cache_hash`, with functions of the user's
+    graphs: tuple[Any, ...]  # traced hooks without `cache_hash` whose functions are graphs
+    functions: tuple[Any, ...]  # functions of the user's that belong to no hook's pack and unpack: policies, `declines`
 
     @property
     def frozen(self) -> bool:
@@ -129,7 +129,7 @@ def is_package_object(value: Any) -> bool:
 
 
 def code_of(fn: Any) -> Any:
-    """The part of a function that is the same when it is made anew: its code. Of another object, the class."""
+    """The code of a function, which stays the same when a `def` or lambda runs again; the class of another object."""
     if isinstance(fn, functools.partial):
         return code_of(fn.func)
     if isinstance(fn, types.BuiltinFunctionType):

@@ -42,7 +42,7 @@ def _probe_for(hook: Any, examples: frozenset[Example]) -> Probe:
 
 
 class _Choice(NamedTuple):
-    """The hook that a rule has for `row`, None for any row; tokens in the order of `described(hook).hooks`."""
+    """The hook that a rule chose for `row` (None: any row), as its text and the tokens of `described(hook).hooks`."""
 
     row: Any
     text: str
@@ -70,7 +70,7 @@ class Record:
             return False
 
     def is_pair(self, pack: Any, unpack: Any) -> bool:
-        """Whether it is of these two functions, whose code is that of its hook; in microseconds."""
+        """Whether its hook has the values of these two functions, whose code is the same. Takes microseconds."""
         try:
             for choice in list(self.choices):
                 (token,) = choice.tokens

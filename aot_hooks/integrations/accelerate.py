@@ -19,16 +19,12 @@ from accelerate.utils import compile_regions
 
 from .training import Training
 
-__all__ = ["compile_model", "hooks"]
-
 
 class hooks(Training):  # a context manager, named as one
     """Enables hooks in a `with`, and logs what they did to the trackers of `accelerator`.
 
-    Args: those of `aot_hooks.enable`.
-
-    Raises:
-        OptionError: a wrong argument; from `log` if nothing that backend "inductor" compiled has run.
+    Takes the arguments of `aot_hooks.enable`. Raises `OptionError` for a wrong one; `log` raises it if no function that
+    backend "inductor" compiled has run.
     """
 
     def __init__(

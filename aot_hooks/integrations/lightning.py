@@ -13,19 +13,14 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from .training import Training
 
-__all__ = ["AotHooksCallback"]
-
 
 class AotHooksCallback(Callback):  # type: ignore[misc, unused-ignore]  # no types where it is not installed
-    """Enables hooks while `trainer.fit()` runs, and logs `Training.metrics()` with each batch, as `log_every_n_steps`
-    says.
+    """Enables hooks while `trainer.fit()` runs. Logs `Training.metrics()` as often as `log_every_n_steps` says.
 
     The module, or what it calls, must be compiled by backend "inductor", at the latest in `configure_model`.
 
-    Args: those of `aot_hooks.enable`.
-
-    Raises:
-        OptionError: a wrong argument; at the end of the first batch if nothing was compiled.
+    Takes the arguments of `aot_hooks.enable`. Raises `OptionError` for a wrong one, and at the end of the first batch
+    if nothing was compiled.
     """
 
     def __init__(

@@ -29,8 +29,6 @@ from ..graphs.saved import SavedTensor
 from ..hook import Hook
 from ..library.float8 import float8
 
-__all__ = ["float8_training"]
-
 # torchao's own files: its linear layer, and how it finds scales
 _FILES = tuple(f"{path.name}:" for path in pathlib.Path(float8_linear.__file__).parent.glob("float8_*.py"))
 
@@ -52,13 +50,10 @@ class Float8Training:
     hook: Hook
 
     is_means: ClassVar[bool] = True  # for `allow` of a budget
-
-    @property
-    def looks_at_modules(self) -> bool:
-        return False
+    looks_at_modules: ClassVar[bool] = False
 
     def __call__(self, saved: SavedTensor) -> Hook:
-        # without protection only if there is nothing else to protect; with it the hook declines, or answers decisions
+        # the checks of a lossy hook are left out only where nothing but torchao's scales would fail them
         return replace(self.hook, lossy=False, declines=_Declines(self.hook)) if self._only_scaled(saved) else self.hook
 
     def _only_scaled(self, saved: SavedTensor) -> bool:

@@ -14,16 +14,13 @@ from torchtitan.components.metrics import MetricsProcessor
 
 from .training import Training
 
-__all__ = ["HooksMetrics"]
-
 
 class HooksMetrics(MetricsProcessor):  # type: ignore[misc, unused-ignore]  # no types where it is not installed
     """torchtitan's metrics processor, which also enables hooks until it is closed, and logs `Training.metrics()`.
 
     The numbers are of the whole step that is logged: of all its batches, if gradients accumulate.
 
-    Raises:
-        OptionError: a wrong policy; from `log`, if the model was not compiled by backend "inductor".
+    Raises `OptionError` for a wrong policy; `log` raises it if the model was not compiled by backend "inductor".
     """
 
     @dataclass(kw_only=True, slots=True)

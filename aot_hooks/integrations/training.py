@@ -23,13 +23,8 @@ _MIB = 1 << 20
 
 
 class Training:
-    """Hooks that are enabled from `start` to `stop`.
-
-    Args: those of `aot_hooks.enable`.
-
-    Raises:
-        OptionError: a wrong argument.
-    """
+    """Hooks that are enabled from `start` to `stop`. Takes the arguments of `enable`, and raises `OptionError` for a
+    wrong one."""
 
     def __init__(
         self, policy: Any = None, *, scope: str | None = None, options: Mapping[str, Any] | None = None

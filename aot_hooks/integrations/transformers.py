@@ -14,9 +14,8 @@ from typing import Any
 
 from transformers import Trainer, TrainerCallback
 
+from ..errors import OptionError
 from .training import Training
-
-__all__ = ["AotHooksCallback"]
 
 
 class AotHooksCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]  # no types where it is not installed
@@ -24,10 +23,8 @@ class AotHooksCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]  #
 
     The model must be compiled by backend "inductor": `TrainingArguments(torch_compile=True)`, or `model.compile()`.
 
-    Args: those of `aot_hooks.enable`.
-
-    Raises:
-        OptionError: a wrong argument; at the end of the first batch if nothing was compiled.
+    Takes the arguments of `aot_hooks.enable`. Raises `OptionError` for a wrong one, when training begins with TRL's
+    `activation_offloading=True`, and at the end of the first batch if nothing was compiled.
     """
 
     def __init__(
@@ -43,6 +40,11 @@ class AotHooksCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]  #
         return self
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if getattr(args, "activation_offloading", False):
+            raise OptionError(
+                f"{type(args).__name__}(activation_offloading=True) and hooks of aot_hooks would store the same "
+                "tensors twice; leave activation_offloading out and pass offload() here"
+            )
         self.training.start()
 
     def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

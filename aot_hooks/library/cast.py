@@ -40,8 +40,7 @@ def cast(dtype: torch.dtype) -> Hook:
 
     Relative error of a value within the range of `dtype`: 2**-8, 2**-11, 2**-24; below its smallest normal number half
     its smallest subnormal. Infinities and NaN come back as they were; a finite value that is too large comes back as
-    the largest number of `dtype`. Left as they are: tensors for which it would save no bytes, and values that the
-    backward does not read smoothly.
+    the largest number of `dtype`. What stays as it is: docs/hooks.md.
 
     Raises:
         OptionError: for another dtype. For 8 bits there is `float8`, which scales.

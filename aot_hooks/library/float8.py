@@ -102,8 +102,7 @@ def float8(dtype: torch.dtype = torch.float8_e4m3fn, scaling: str = "rowwise") -
     This is times 1 + 2**-4 where the largest value exceeds 3/4 of the dtype's largest number. The scale is less than
     the largest finite value that shares it / 208 (e5m2: 24576), or 2**-126.
 
-    Infinities and NaN come back as they were. Left as they are: integers, 0-d and empty tensors, rows too short to
-    gain, and values that the backward does not read smoothly.
+    Infinities and NaN come back as they were. What stays as it is: docs/hooks.md.
 
     Raises:
         OptionError: for another dtype or scaling.

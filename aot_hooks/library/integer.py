@@ -200,8 +200,7 @@ def int8(block_size: int = 64, stochastic: bool = False, *, power_of_two: bool =
     its smallest number, 2**-24. If it is a power of two, the error may be a quarter of a step more in a block that
     holds a number within a 64th of its dtype's largest.
 
-    Infinities and NaN come back as they were. Left as they are: integers, 0-d and empty tensors, rows too short to
-    gain, and values that the backward does not read smoothly.
+    Infinities and NaN come back as they were. What stays as it is: docs/hooks.md.
 
     Raises:
         OptionError: for another block_size, or an argument of another type.
@@ -213,14 +212,13 @@ def int8(block_size: int = 64, stochastic: bool = False, *, power_of_two: bool =
 def int4(block_size: int = 32, stochastic: bool = True) -> Hook:
     """Store floating-point tensors (bfloat16, float16, float32) in 4 bits and a scale of 16 bits a block.
 
-    Takes the arguments of `int8` and leaves the same tensors as they are. Stochastic rounding is the default. Rounded
-    to the nearest, errors at 4 bits are large and all alike: small values become zero. Gradients that sum over many
-    values keep that bias.
+    Takes the arguments of `int8` and leaves the same tensors as they are. Stochastic rounding is the default: rounded
+    to the nearest, small values all become zero, and gradients that sum over many values keep that bias.
 
     Error of a value: half a step, or a whole one when stochastic, then the rounding of its own dtype. A step is at most
     (above + below) / 14 * (1 + 2**-4 + 2**-18) and at least 2**-126. Here above and below are the magnitudes of the
-    block's largest positive and negative value, 0 where there is none. So a step is at most a seventh of the largest
-    magnitude, times that factor; a sixth in a block that holds an infinity or NaN. Those come back as they were.
+    block's largest positive and negative value, 0 where there is none. In a block that holds an infinity or NaN, which
+    come back as they were, a step is a sixth of the largest magnitude, times that factor.
 
     Raises:
         OptionError: for another block_size, or an argument of another type.

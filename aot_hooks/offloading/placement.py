@@ -20,7 +20,7 @@ from torch.fx import GraphModule, Node
 from ..graphs.nodes import NO_VERSION_CHECK, PACKED, is_view, storage_of, storages, tensor_bytes
 from ..graphs.roofline import Rates, has_formula, measured_rates, node_ms
 from ..graphs.saved import crossing_pairs
-from ..torch_private.inductor_fusion import PACKED_ROW
+from ..torch_private.inductor_fusion import FROM_HOOK
 from .hook import OffloadSettings
 from .schedule import Item, Limits, Placement, Schedule, Transfer, schedule
 from .steps import Terms
@@ -286,7 +286,7 @@ def _to_move(crossing: _Crossing, what: str, following: Node) -> list[Node]:
 def _keep_on_device(bw: GraphModule, crossing: _Crossing) -> None:
     """Have the value itself cross in place of its copy on the host."""
     value, wait = crossing.value, crossing.wait
-    if value is not crossing.source or PACKED_ROW in crossing.source.meta:  # else the program made it, and marked it
+    if value is not crossing.source or FROM_HOOK in crossing.source.meta:  # else the program made it, and marked it
         value.meta.update({key: wait.meta[key] for key in (PACKED, NO_VERSION_CHECK) if key in wait.meta})
     wait.graph.output_node().replace_input_with(wait, value)
     crossing.slot.meta["val"] = value.meta["val"]

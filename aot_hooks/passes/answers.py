@@ -11,7 +11,7 @@ more. A float that the backward only tests (`threshold_backward`) is stored as t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -40,29 +40,34 @@ ANSWERS = Hook("answers", _in_plans_only, _in_plans_only)
 
 def add_answers(
     fw: GraphModule, bw: GraphModule, boundary: Boundary, choices: Sequence[Choice], *, for_inductor: bool
-) -> tuple[Choice, ...]:
-    """Move the decisions that `choices` need to the forward; returns the choices with those for the answers.
+) -> tuple[Boundary, tuple[Choice, ...]]:
+    """Move the decisions that `choices` need to the forward; returns the boundary and the choices with the answers.
 
-    Edits both graphs in place, and adds the answers to the tensors of `boundary`.
+    Edits both graphs in place.
     """
+    tensors = list(boundary.tensors)
+    in_forward = dict(boundary.reads.in_forward) if any(c.answers for c in choices) else {}
     current = {choice.value: choice for choice in choices}
     new: dict[SavedValue, list[Choice]] = {}  # the answers, each beside the value whose reader decides
+    answered: dict[SavedValue, None] = {}
     for choice in choices:
         value = choice.value
         for node, users, tests, op in _wanted(choice) if choice.packs else ():
             users = tuple(user for user in users if node in user.all_input_nodes)
             if not users:
                 continue  # another value had the same answer
+            answered[value] = None
             choice = current[value]
             if tests and node is value.bw_node and all(r in users or tests_of(node, r) == () for r in node.users):
                 readers = tuple(r for r in node.users if r.op != "output")
-                uses = ((compare_hook(tests, value.row.dtype), readers),)
-                current[value] = replace(choice, uses=uses, reason=f"{choice.reason}; comparisons keep their answers")
+                current[value] = replace(choice, uses=((compare_hook(tests, value.row.dtype), readers),))
                 continue
-            computed = _compute(fw, boundary, node, for_inductor)
-            known = next((v for v in boundary.tensors if v.fw_node is computed), None) if not tests else None
+            computed = _compute(fw, in_forward, node, for_inductor)
+            known = next((v for v in tensors if v.fw_node is computed), None) if not tests else None
             if known is None:
-                answer = _new_value(bw, boundary, value, node, computed)
+                answer = _new_value(bw, value, node, computed, max(v.row.storage for v in tensors) + 1)
+                in_forward[answer.bw_node] = computed
+                tensors.insert(tensors.index(value) + 1, answer)
                 uses = ((_exact_hook(answer, tests), users),)
                 reason = f"the outcome of {op} for '{value.row.name}'"
                 new.setdefault(value, []).append(Choice(answer, uses, reason, settings=choice.settings, is_answer=True))
@@ -73,10 +78,11 @@ def add_answers(
             for user in users:
                 user.replace_input_with(node, answer.bw_node)
             _erase_unread(node)
-            if "answers" not in choice.reason:
-                choice = current[value]
-                current[value] = replace(choice, reason=f"{choice.reason}; comparisons keep their answers")
-    return _drop_unread([c for value, choice in current.items() for c in (choice, *new.get(value, ()))])
+    for value in answered:
+        reason = f"{current[value].reason}; comparisons keep their answers"
+        current[value] = replace(current[value], reason=reason)
+    found = [c for value, choice in current.items() for c in (choice, *new.get(value, ()))]
+    return replace(boundary, tensors=tensors), _drop_unread(found)
 
 
 def _wanted(choice: Choice) -> Iterator[tuple[Node, tuple[Node, ...], tuple[Test, ...] | None, str]]:
@@ -99,9 +105,8 @@ def _exact_hook(value: SavedValue, tests: tuple[Test, ...] | None) -> Hook:
     return narrow_hook(*value.row.value_range) if value.row.value_range and value.row.shape else KEEP
 
 
-def _compute(fw: GraphModule, boundary: Boundary, node: Node, for_inductor: bool) -> Node:
+def _compute(fw: GraphModule, in_forward: Mapping[Node, Node], node: Node, for_inductor: bool) -> Node:
     """The node of the forward that computes the same as the backward's `node`; a new one if there is none."""
-    in_forward = boundary.reads.in_forward
     if node in in_forward:
         return in_forward[node]
     cone = with_inputs([node], until=in_forward)
@@ -131,7 +136,7 @@ def _rounded_to_dtype(fw: GraphModule, node: Node) -> Node:
     return call(fw.graph, torch.ops.aten.view.dtype, bits, value.dtype)
 
 
-def _new_value(bw: GraphModule, boundary: Boundary, near: SavedValue, node: Node, computed: Node) -> SavedValue:
+def _new_value(bw: GraphModule, near: SavedValue, node: Node, computed: Node, storage: int) -> SavedValue:
     """A saved value for `computed`: it crosses beside `near`, and the backward reads it in place of its own `node`."""
     name = node.name + "_answer"
     placeholder = insert_backward_input(bw, near.bw_node.next, name, computed, near)
@@ -143,7 +148,7 @@ def _new_value(bw: GraphModule, boundary: Boundary, near: SavedValue, node: Node
         shape=shape_of(result),
         dtype=result.dtype,
         nbytes=storage_bytes(result),
-        storage=max(v.row.storage for v in boundary.tensors) + 1,
+        storage=storage,
         source_line=source_line(node) or near.row.source_line,
         value_range=value_range(computed),
         backward_asks=None,
@@ -152,10 +157,7 @@ def _new_value(bw: GraphModule, boundary: Boundary, near: SavedValue, node: Node
         is_output=False,
         is_static=False,
     )
-    value = SavedValue(computed, placeholder, row)
-    boundary.reads.in_forward[placeholder] = computed
-    boundary.tensors.insert(boundary.tensors.index(near) + 1, value)
-    return value
+    return SavedValue(computed, placeholder, row)
 
 
 def _erase_unread(node: Node) -> None:

@@ -4,10 +4,10 @@
       k4    f[2, 32, t, d]         expand + clone: each head 4 times  the copy is made again after unpack,
       sdpa(q, k4, v4)              saves k4                           a quarter of the bytes crosses
 
-From each packed value the way goes back over operators that only move data. If it meets another value that the same
-hook packs, the copy comes back from that one. Otherwise, if the data was smaller before, the smaller tensor is packed.
-Values come back as they would have: moving data commutes with a hook's rounding. Only scales differ: they are of the
-rows before the move.
+Each packed value is followed back over the operators that only move data. If they start from another value that the
+same hook packs, the backward makes the copy again from that one. Otherwise, if the data was smaller before, the smaller
+tensor is packed. Moving data commutes with rounding, so the same numbers come back. Only scales differ: they are those
+of the rows before the move.
 """
 
 from __future__ import annotations

@@ -21,13 +21,13 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from ..graphs.nodes import PACKED, storage_bytes, storage_of
+from ..graphs.nodes import PACKED
 from ..graphs.saved import Boundary, SavedValue
 from ..torch_private import values as torch_values
-from ..torch_private.inductor_fusion import PACKED_ROW, mark_alone
+from ..torch_private.inductor_fusion import FROM_HOOK, mark_alone
 from .edits import after_inputs, call, clean_name, insert_backward_input, last_use, with_inputs
 from .plan import same_view
-from .units import Packing, Unit
+from .units import Packing, Unit, bytes_of
 
 _CONSTANT = "_aot_hooks_constant_"  # attributes of the graphs
 _Pairs = list[tuple[Node, Node]]  # forward nodes that cross, each with its backward placeholder
@@ -55,7 +55,7 @@ def inline(fw: GraphModule, bw: GraphModule, boundary: Boundary, units: Iterable
             else:
                 leaves = _pack(fw, unit, packing, end)
                 inputs = [_cross(bw, value, i, leaf, crossing[slot], numbers) for i, leaf in enumerate(leaves)]
-                packing = replace(packing, leaves=tuple(leaves), packed_bytes=packed_bytes(leaves))
+                packing = replace(packing, leaves=tuple(leaves), packed_bytes=bytes_of(leaves))
             with bw.graph.inserting_before(first):
                 (out,) = _copy_in(packing.traced.unpack, bw, inputs, f"{value.row.name}_unpack")
                 _read_from(bw, out, packing.readers, unit)
@@ -125,7 +125,7 @@ def _copy_in(
                 new.meta["val"] = node.meta["val"]  # its operands are graphs: nothing to run them on here
             else:
                 new.meta["val"] = node.target(*value_of(args), **value_of(kwargs))
-            new.meta[PACKED_ROW] = True
+            new.meta[FROM_HOOK] = True
             env[node] = new
     return []
 
@@ -213,9 +213,3 @@ def _set_outputs(fw: GraphModule, boundary: Boundary, crossing: dict[Node, _Pair
     output.args = (tuple(boundary.user_outputs + saved),)
     if by_node:
         output.meta["desc"] = [*descs[: len(boundary.user_outputs)], *(by_node.get(n) for n in saved)]
-
-
-def packed_bytes(leaves: Iterable[Node]) -> int:
-    """Bytes of the storages behind `leaves`, each once."""
-    tensors = [leaf for leaf in leaves if isinstance(leaf.meta["val"], torch.Tensor)]
-    return sum({storage_of(leaf): storage_bytes(leaf.meta["val"]) for leaf in tensors}.values())

@@ -6,9 +6,9 @@
 
 A value lives from its node to its last reader; Inductor writes fewer values to memory, see graphs/roofline.py.
 Outputs that the user gets live to the end of the step, gradients from the node that makes them. Each output has one
-tangent, which counts; torch 2.11 holds it to the end of the backward. Of what operators allocate inside themselves only
-that of attention's backward does. A tensor that `offload` sends lives until the wait for its copy, and again from the
-start of the copy back.
+tangent, which counts; torch 2.11 holds it to the end of the backward. Memory that an operator allocates inside itself
+is counted for attention's backward only. A tensor that `offload` sends lives until the wait for its copy, and again
+from the start of the copy back.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from ..torch_private import aot
 
 @dataclass(frozen=True)
 class LivePoint:
-    """What is alive while one node runs. A node without a place has that of the node before it; "" if there is none."""
+    """What is alive while one node runs. A node of unknown module and line has those of the node before it, or ""."""
 
     phase: str  # "forward" or "backward"
     node: str  # its name in the graph; "(end)" when the graph has run
     live_bytes: int  # bytes alive, over what was alive before the step
-    module_path: str  # the place in the model
-    source_line: str  # and in the user's code
+    module_path: str
+    source_line: str  # the user's
 
 
 def live_bytes(
@@ -65,7 +65,7 @@ def live_bytes(
         input_bytes[node] = 0 if key in known or node in on_host else _bytes(node)
         known.add(key)
     returned_bytes = sum(nbytes for key, nbytes in outputs.items() if key not in inputs)
-    tangents = {n for n in input_bytes if aot.keeps_tangents() and n not in saved and "tangents" in n.name}
+    tangents = {n for n in input_bytes if n not in saved and aot.is_tangent(n)} if aot.keeps_tangents() else set()
     backward = _points(bw, input_bytes, "backward", fused, roots, returned_bytes, tangents)
     return (*forward, *backward)
 
@@ -84,7 +84,7 @@ def _points(
     written = written_storages(nodes, fuse_loops=True) if fused else {storage_of(n) for n in nodes}
     counted = written | outputs | storages(input_bytes)
     kernels = Kernels.of(nodes, counted) if fused and on_cuda(nodes) else None  # seen there; C++ kernels differ
-    # the memory that a copy back fills is that of its wait's result from there on
+    # from there on the memory that a copy back fills counts as that of its wait's result
     last = {n: i - 1 if n.target is reload_start else i for n, i in last_readers(nodes, counted, kernels).items()}
     sizes = {n: input_bytes.get(n, _bytes(n)) for n in nodes}
     size = sizes.__getitem__

@@ -21,7 +21,7 @@ from ..graphs.saved import Boundary, SavedTensor, SavedValue
 from ..hook import KEEP, Hook
 from ..library.lossless import compare_hook
 from ..offloading.schedule import Transfer
-from ..settings.setting import Setting, out_of_scope
+from ..settings.setting import KEPT, Setting, out_of_scope, why_kept, why_packed
 from .live_bytes import LivePoint, join
 
 # operators that make or read the state of a random generator; registered late, so by name (2.11 to 2.15)
@@ -121,11 +121,11 @@ class Choice:
     value: SavedValue
     uses: tuple[tuple[Hook, tuple[Node, ...]], ...]  # each hook, with the backward nodes that read the value through it
     reason: str  # why, in words
-    view_of: SavedValue | None = None  # this one comes back from that: a view of its storage, or a copy by `replay`
+    view_of: SavedValue | None = None  # the value that this one is made from again: as a view, or a copy by `replay`
     source: Node | None = None  # the forward node that is packed in its place; `replay` makes the value from it
     replay: tuple[Node, ...] = ()  # the nodes that make the value from `view_of` or `source`; they only move data
     settings: tuple[str, ...] = ()  # keys of the settings that were asked
-    answers: tuple[FoundRead, ...] = ()  # decisions of the backward that need an exact outcome: a hook rounds the value
+    answers: tuple[FoundRead, ...] = ()  # decisions of the backward to be made in the forward: a hook rounds the value
     is_answer: bool = False  # the value is such an outcome; without hooks it would not be saved
     is_dropped: bool = False  # nothing reads the value any more, its decisions are answered; it does not cross
 
@@ -225,7 +225,7 @@ def _hook_for(setting: Setting | None, value: SavedValue) -> tuple[Hook, str]:
         return KEEP, out
     hook = setting.choose(value.row)
     if hook is KEEP:
-        return KEEP, setting.why_kept(value.row)
+        return KEEP, why_kept(setting.rule, value.row) or KEPT
     # rounding needs a number of the dtype for each outcome of a decision's tests
     unanswered = (f.read.why() for f in value.reads if f.tests and compare_hook(f.tests, value.row.dtype) is KEEP)
     if declined := hook.why_not(value.row) or (next(unanswered, None) if hook.lossy else None):
@@ -236,7 +236,7 @@ def _hook_for(setting: Setting | None, value: SavedValue) -> tuple[Hook, str]:
             f"it for saved {value.row.describe()}, where only traced hooks can go; put the context around the "
             "compiled call"
         )
-    why = setting.why_packed(value.row)
+    why = why_packed(setting.rule, value.row) or f"scope '{setting.scope}'"
     decisions = [found.read for found in value.reads if found.read.kind == "decision"]
     if decisions and hook.is_own and not hook.lossy:  # a user's own hook, which may round all the same
         why += f"; the backward decides by what unpack gives: {decisions[0]}"

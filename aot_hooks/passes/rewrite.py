@@ -26,9 +26,9 @@ from ..torch_private import inductor
 from .answers import ANSWERS, add_answers
 from .dedup_copies import dedup_copies
 from .edits import log, show
-from .inline import inline, lift_constants, packed_bytes
+from .inline import inline, lift_constants
 from .plan import Choice, Decision, Plan, decide
-from .units import Unit, choose_positions, trace_units
+from .units import Unit, bytes_of, choose_positions, trace_units
 
 
 def rewrite(
@@ -57,7 +57,7 @@ def rewrite(
     show("backward before", bw)
     cross = boundary(fw, bw, num_fwd_outputs, static_inputs, roots)
     choices = decide(cross, ambient, regions)
-    choices = add_answers(fw, bw, cross, choices, for_inductor=for_inductor)
+    cross, choices = add_answers(fw, bw, cross, choices, for_inductor=for_inductor)
     choices = dedup_copies(choices, cross.kept_storages)
     choices, units = trace_units(choices, inductor.decompositions() if for_inductor else None)
     transfers: tuple[Transfer, ...] = ()
@@ -106,7 +106,7 @@ def _place_transfers(
             if (settings := settings_of(packing.hook)) is not None:
                 staying = [stay[leaf] for leaf in packing.leaves if leaf in stay]
                 on_device = [*(node for node, _ in staying), *(leaf for leaf in packing.leaves if leaf not in leaves)]
-                nbytes = packed_bytes(node for node in on_device if storage_of(node) not in inputs)
+                nbytes = bytes_of(node for node in on_device if storage_of(node) not in inputs)
                 packing = replace(packing, packed_bytes=nbytes)
                 if staying:
                     choice = current[unit.saved]

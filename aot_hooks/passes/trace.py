@@ -130,7 +130,8 @@ def _trace(hook: Hook, value: torch.Tensor, at: str, decompositions: dict[Any, A
     expanded = expanded_dimensions(value)  # packed as one row
     # Inductor's loops take value by value, and a hook that rounds needs no memory for gaps
     stride_count = value.dim() if decompositions is None and not hook.lossy and has_gaps(sample) else 0
-    # what unpack needs of pack: leaves, their inverse, and what is to come back; make_fx returns the graph alone
+    # from `pack` to `unpack`: the leaves, the function that rebuilds the pytree, and what unpack must return. In a list
+    # because make_fx returns the graph alone
     calls: list[tuple[list[Any], Any, tuple[torch.Size, torch.dtype, torch.device]]] = []
 
     def pack(x: torch.Tensor) -> list[Any]:
@@ -253,7 +254,7 @@ def _functional(
         gm = make_fx(fn, decomposition_table=decompositions)(*args)
         if pure_at is not None and _writes_to_inputs(gm):  # past autograd's versions: `x.data.add_(1)`
             raise input_mutated(pure_at)
-        if any(getattr(getattr(n.target, "_schema", None), "is_mutable", False) for n in gm.graph.nodes):
+        if any(getattr(torch_values.schema_of(n.target), "is_mutable", False) for n in gm.graph.nodes):
             # mutations of temporaries are removed in a second trace, below any tensor subclass
             again = torch.func.functionalize(Interpreter(gm).run, remove="mutations")
             gm = make_fx(again, decomposition_table=decompositions)(*args)

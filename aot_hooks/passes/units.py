@@ -6,14 +6,14 @@ choices --trace_units--> units --choose_positions--> units, each pack with its p
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
 
-from ..graphs.nodes import producer, storage_bytes
+from ..graphs.nodes import producer, storage_bytes, storage_of
 from ..graphs.roofline import alive_bytes, fuses
 from ..graphs.saved import SavedValue
 from ..hook import KEEP, Hook, compiling_for
@@ -150,7 +150,7 @@ def choose_positions(units: tuple[Unit, ...], fw: GraphModule) -> tuple[Unit, ..
     movable = [u for u in units if not u.keep and len(u.packings) == 1 and u.saved.value.device.type == "cuda"]
     if not movable:
         return units
-    alive = alive_bytes(fw, {u.saved.fw_node: _leaf_bytes(u.packings[0]) for u in movable})
+    alive = alive_bytes(fw, {u.saved.fw_node: _bytes_on_device(u.packings[0]) for u in movable})
     peak = max(alive.values())
     placed = {}
     for unit in movable:
@@ -165,7 +165,12 @@ def choose_positions(units: tuple[Unit, ...], fw: GraphModule) -> tuple[Unit, ..
     return tuple(placed.get(unit, unit) for unit in units)
 
 
-def _leaf_bytes(packing: Packing) -> int:
+def _bytes_on_device(packing: Packing) -> int:
     leaves: Any = packing.traced.pack.graph.output_node().args[0]
-    values = [n.meta["val"] for n in leaves if isinstance(n, Node) and n.target is not offload_wait]
-    return sum(storage_bytes(v) for v in values if isinstance(v, torch.Tensor))
+    return bytes_of(leaf for leaf in leaves if leaf.target is not offload_wait)
+
+
+def bytes_of(leaves: Iterable[Node]) -> int:
+    """Bytes of the storages behind `leaves`, each once."""
+    tensors = [leaf for leaf in leaves if isinstance(leaf.meta["val"], torch.Tensor)]
+    return sum({storage_of(leaf): storage_bytes(leaf.meta["val"]) for leaf in tensors}.values())

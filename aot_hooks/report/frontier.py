@@ -19,8 +19,6 @@ from ..passes.plan import Plan
 from ..planning.budget import ALLOWED, Budget, budget
 from .dry_run import plan
 
-__all__ = ["Frontier", "Point", "frontier", "frontier_of"]
-
 _POINTS = 8
 
 

@@ -67,7 +67,7 @@ def fold(decisions: Iterable[Decision]) -> list[Row]:
 
 
 def _fold_at(position: int, groups: _Groups) -> _Groups:
-    """`groups` with those merged whose paths differ in the number at `position` only, and that have equal sizes."""
+    """Merges the groups of equal sizes whose paths differ only in the number at `position`."""
     alike: dict[Any, list[tuple[_Path, list[Decision]]]] = defaultdict(list)
     for (group_key, path), members in groups.items():
         size = (len(members), sum(d.saved_bytes for d in members), sum(d.packed_bytes for d in members))
@@ -85,7 +85,7 @@ def _fold_at(position: int, groups: _Groups) -> _Groups:
 
 
 def _group_key(d: Decision, hooks: set[str]) -> Any:
-    """The parts of `d` in which all decisions of a row are equal; paths and sizes are compared apart."""
+    """What all decisions of a row have in common beside their path and size."""
     s = d.saved
     flags = (s.is_input, s.is_output, s.is_static)
     where = (s.device, s.source_line, s.checkpoint_names)

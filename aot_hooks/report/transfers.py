@@ -49,16 +49,15 @@ def transfer_lines(transfers: Sequence[Transfer], size: int, unit: str) -> list[
 
 
 def _several_graphs(sent: Sequence[Transfer]) -> list[str]:
-    """A limit holds for each graph and device, so the sum may exceed it: one line for each such limit."""
-    stalls: dict[float, dict[tuple[int, str], float]] = defaultdict(lambda: defaultdict(float))
-    for t in sent:
-        stalls[t.max_stall_ms][t.graph, t.device] += t.placement.stall_ms
-    return [
-        f"  max_stall_ms={limit:g} holds for each graph and device alone: together {len(each)} of them stall "
-        f"{sum(each.values()):.1f} ms"
-        for limit, each in stalls.items()
-        if sum(each.values()) > limit and len(each) > 1
-    ]
+    """A line for each limit that the stalls of all graphs together exceed: it holds for one graph and device."""
+    lines = []
+    for limit in dict.fromkeys(t.max_stall_ms for t in sent):
+        own = [t for t in sent if t.max_stall_ms == limit]
+        count, stall = len({(t.graph, t.device) for t in own}), sum(t.placement.stall_ms for t in own)
+        if stall > limit and count > 1:
+            text = f"  max_stall_ms={limit:g} holds for each graph and device alone: together {count} of them stall "
+            lines.append(f"{text}{stall:.1f} ms")
+    return lines
 
 
 def transfers_as_data(transfers: Sequence[Transfer]) -> list[dict[str, Any]]:
@@ -67,6 +66,6 @@ def transfers_as_data(transfers: Sequence[Transfer]) -> list[dict[str, Any]]:
     for t in transfers:
         row = asdict(t)
         placement = row.pop("placement")
-        # the last `row` puts the names of nodes for the gaps' numbers, which say less
+        # `row` again: its names of nodes replace the numbers of gaps, which say less
         rows.append(row | placement | {"slack_ms": t.placement.slack_ms} | row)
     return rows

@@ -14,7 +14,7 @@ Source: `jax.ad_checkpoint.checkpoint_name` names values in the same way.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch.fx import Graph, Node
@@ -43,21 +43,16 @@ def checkpoint_name(x: torch.Tensor, name: str) -> torch.Tensor:
     Raises:
         OptionError: `x` is not a tensor, or `name` is not a string or is empty.
     """
-    _check(x, name)
+    if not isinstance(x, torch.Tensor):
+        raise OptionError(f"checkpoint_name takes a tensor and a name, got {type(x).__name__} as the tensor")
+    if not isinstance(name, str) or name == "":  # type: ignore[redundant-expr]
+        raise OptionError(f"checkpoint_name: the name must be a string that is not empty, got {name!r}")
     if torch.compiler.is_dynamo_compiling():
         with torch.fx.traceback.annotate({_MARK: name}):
             named: torch.Tensor = torch.ops.aten.alias.default(x)
             return named
     _store(x, name)
     return x
-
-
-@dynamo.outermost_runs_in_python
-def _check(x: Any, name: Any) -> None:
-    if not isinstance(x, torch.Tensor):
-        raise OptionError(f"checkpoint_name takes a tensor and a name, got {type(x).__name__} as the tensor")
-    if not isinstance(name, str) or name == "":
-        raise OptionError(f"checkpoint_name: the name must be a string that is not empty, got {name!r}")
 
 
 def uses_names(gm: torch.fx.GraphModule) -> bool:

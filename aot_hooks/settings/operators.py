@@ -98,7 +98,7 @@ def is_view_name(op: str) -> bool:
     if space != "aten" or not packet:
         return False
     overload = getattr(torch.ops.aten, packet)
-    schema = getattr(overload, overload.overloads()[0])._schema
+    schema = torch_values.schema_of(getattr(overload, overload.overloads()[0]))
     returned = any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
     return returned or packet in ("_unsafe_view", "detach")
 

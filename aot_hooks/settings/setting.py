@@ -82,12 +82,6 @@ class Setting:
         note_choice(self.rule, saved, hook)
         return hook
 
-    def why_kept(self, saved: SavedTensor) -> str:
-        return why_kept(self.rule, saved) or KEPT
-
-    def why_packed(self, saved: SavedTensor) -> str:
-        return why_packed(self.rule, saved) or f"scope '{self.scope}'"
-
 
 def why_kept(rule: Hook | Policy, saved: SavedTensor) -> str:
     """The own reason of a hook or policy to leave `saved`; "" if it has none."""

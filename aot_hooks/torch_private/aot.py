@@ -22,20 +22,25 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from cudagraph.torch_private import compilers
 from cudagraph.torch_private.cuda import boxed, storage_key
+from cudagraph.torch_private.symbols import Needed, has
 
 from .symbols import needing
 from .values import HigherOrderOperator
 
-SYMBOLS = {
+SYMBOLS: dict[str | Needed, str] = {
     "options['inner'] = 'aten'": "torch._dynamo.backends.common.aot_autograd torch.fx.graph._BoxedCodeGen",
     "the partition that is rewritten": "torch._functorch.partitioners.min_cut_rematerialization_partition",
     "storing graphs of options['inner'] = 'aten'": "torch._inductor.output_code.OutputCode "
-    "torch.fx.graph_module._forward_from_src",
-    "storing graphs of inner 'aten'": "torch._functorch._aot_autograd.autograd_cache.BypassAOTAutogradCache "
+    "torch.fx.graph_module._forward_from_src "
+    "torch._functorch._aot_autograd.autograd_cache.BypassAOTAutogradCache "
     "torch._functorch._aot_autograd.schemas.SerializableAOTDispatchCompiler",
     "regions that compute the same": "torch._functorch.config torch._functorch.config.cse",
     "a second backward (retain_graph) of graphs with hooks": "torch._guards.TracingContext",
-    "predicting the bytes of a backward": "torch._functorch._aot_autograd.runtime_wrappers",
+    "predicting the bytes of a backward": "torch._functorch.partitioners._is_tangent",
+    Needed("telling that a backward holds its tangents", ("2.11.0",)): "torch._functorch._aot_autograd."
+    "runtime_wrappers._backward_prologue_functional",
+    "warning of hooks around other backends": "torch._functorch._aot_autograd.graph_compile."
+    "maybe_inline_graph_saved_tensors_hooks",
 }
 PROTOCOLS = {
     "storing graphs of options['inner'] = 'aten'": {
@@ -52,8 +57,19 @@ min_cut_partition = functools.partial(compilers.min_cut_partition, need=need)
 
 
 def keeps_tangents() -> bool:
-    """Whether AOTAutograd holds a backward's tangents to its end, as 2.11 does, and not to their last reader."""
-    return hasattr(need("torch._functorch._aot_autograd.runtime_wrappers"), "_backward_prologue_functional")
+    """Whether AOTAutograd holds a backward's tangents to its end, as 2.11 does, and not to their last reader.
+
+    The function of 2.11 that hands the tangents on keeps them in its frame. 2.13 and 2.15 generate code instead.
+    """
+    return has("torch._functorch._aot_autograd.runtime_wrappers._backward_prologue_functional")
+
+
+def is_tangent(node: Node) -> bool:
+    """Whether a node of the backward is an input that holds the gradient of an output.
+
+    AOTAutograd gives these inputs names with "tangents", and torch's partitioner finds them by that as well.
+    """
+    return bool(need("torch._functorch.partitioners._is_tangent")(node))
 
 
 def compile_graph(
@@ -140,8 +156,8 @@ def _storages(nodes: list[Any]) -> set[int | None]:
 
 def inlines_hooks() -> bool:
     """Whether AOTAutograd is inlining the hooks in force into a graph; 2.11 to 2.15."""
-    frames = traceback.walk_stack(inspect.currentframe())
-    return any(frame.f_code.co_name == "maybe_inline_graph_saved_tensors_hooks" for frame, _ in frames)
+    code = need("torch._functorch._aot_autograd.graph_compile.maybe_inline_graph_saved_tensors_hooks").__code__
+    return any(frame.f_code is code for frame, _ in traceback.walk_stack(inspect.currentframe()))
 
 
 def donate_nothing() -> None:

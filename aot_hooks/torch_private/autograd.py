@@ -30,6 +30,7 @@ SYMBOLS = {
 }
 PROTOCOLS = {
     "policies by module in eager parts": {"torch.autograd.graph.Node torch._C._FunctionBase": "_sequence_nr"},
+    "the end of a compiled graph's backward": {"torch.autograd.function.BackwardCFunction": "_forward_cls"},
 }
 
 need = needing(SYMBOLS)
@@ -60,11 +61,9 @@ def top_hooks() -> tuple[Any, Any] | None:
 
 
 @contextlib.contextmanager
-def hooks_pushed(pack: _Pack, unpack: _Unpack) -> Iterator[None]:
-    """Push a pair, also inside `torch.autograd.graph.disable_saved_tensors_hooks`, where torch refuses a push."""
-    before = disabled_because()
-    allow_hooks()
-    push(pack, unpack)
+def under_plain_hooks() -> Iterator[None]:
+    """Between `show_plain_hooks` and `hide_plain_hooks`."""
+    before = show_plain_hooks()
     try:
         yield
     finally:
@@ -73,7 +72,10 @@ def hooks_pushed(pack: _Pack, unpack: _Unpack) -> Iterator[None]:
 
 
 def show_plain_hooks() -> str | None:
-    """Push a pair of plain functions, and allow hooks until `hide_plain_hooks`; returns why hooks were disabled."""
+    """Push a pair of plain functions, and allow hooks until `hide_plain_hooks`; returns why hooks were disabled.
+
+    Works inside `torch.autograd.graph.disable_saved_tensors_hooks` too, where torch refuses a push.
+    """
     before = disabled_because()
     if before is not None:
         allow_hooks()
@@ -160,8 +162,11 @@ def _node_behind(outputs: Any) -> Any:
 
 
 def _node_of(x: torch.Tensor) -> Any:
-    """The autograd node of the compiled graph behind `x`, or behind what `x` is a view of; None without one."""
+    """The autograd node of the compiled graph behind `x`, or behind what `x` is a view of; None without one.
+
+    AOTAutograd makes a class for each graph, which alone has an `_aot_id` (2.11 to 2.15).
+    """
     node: Any = x.grad_fn
-    while node is not None and "CompiledFunction" not in type(node).__name__:
+    while node is not None and not hasattr(getattr(node, "_forward_cls", None), "_aot_id"):
         node = node.next_functions[0][0] if node.next_functions else None
     return node

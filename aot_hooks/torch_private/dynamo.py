@@ -25,11 +25,14 @@ SYMBOLS = {
     "reports of scripts": "torch._dynamo.symbolic_convert._import_module",
     "names given by code that Dynamo left to Python": "torch._dynamo.eval_frame.skip_code",
     "entering a context where Dynamo would compile that": "torch._C._dynamo.eval_frame.set_eval_frame",
+    "from a compiled function to its options and plans": "torch._TorchCompileWrapper ._TorchCompileInductorWrapper "
+    "torch._TorchCompileWrapper.__call__ torch._dynamo.convert_frame._compile "
+    "torch._dynamo.convert_frame.CatchErrorsWrapper.__call__",
 }
 PROTOCOLS = {
     "from a compiled function to its options and plans": {
         "torch._TorchCompileWrapper": "compiler_name compiler_fn kwargs",
-        "torch._dynamo.convert_frame.CatchErrorsWrapper": "__call__ _torchdynamo_orig_backend",
+        "torch._dynamo.convert_frame.CatchErrorsWrapper": "_torchdynamo_orig_backend",
         "torch._dynamo.eval_frame.OptimizedModule": "dynamo_ctx _orig_mod",
         "torch._dynamo.eval_frame._TorchDynamoContext": "callback",
         "torch.nn.Module": "_compiled_call_impl",
@@ -92,21 +95,22 @@ def forget_main() -> None:
 # --- from a compiled function to its backend and back ---
 
 
+def _frame_of(path: str) -> types.FrameType | None:
+    """The innermost frame of this thread that runs the function at `path`."""
+    code = need(path).__code__
+    return next((frame for frame, _ in traceback.walk_stack(inspect.currentframe()) if frame.f_code is code), None)
+
+
 def calling_compile_wrapper() -> Any:
     """The `torch.compile` wrapper object that is calling the backend, or None (a backend called by hand)."""
-    for frame, _ in traceback.walk_stack(inspect.currentframe()):
-        owner = frame.f_locals.get("self") if frame.f_code.co_name == "__call__" else None
-        if type(owner).__name__ == "_TorchCompileWrapper":
-            return owner
-    return None
+    frame = _frame_of("torch._TorchCompileWrapper.__call__")
+    return None if frame is None else frame.f_locals["self"]
 
 
 def code_being_compiled() -> types.CodeType | None:
     """The code that Dynamo is compiling; None outside Dynamo."""
-    for frame, _ in traceback.walk_stack(inspect.currentframe()):
-        if frame.f_code.co_name == "_compile" and "code" in frame.f_locals:
-            return cast(types.CodeType, frame.f_locals["code"])
-    return None
+    frame = _frame_of("torch._dynamo.convert_frame._compile")
+    return None if frame is None else cast(types.CodeType, frame.f_locals["code"])
 
 
 def compile_anew(code: types.CodeType) -> bool:
@@ -130,12 +134,9 @@ def compile_anew(code: types.CodeType) -> bool:
 
 def frame_being_compiled() -> tuple[dict[str, Any], Any]:
     """Locals of the frame that Dynamo is compiling, and the frame that called it; ({}, None) outside Dynamo."""
-    for frame, _ in traceback.walk_stack(inspect.currentframe()):
-        if frame.f_code.co_name == "__call__" and "frame" in frame.f_locals:
-            # several of Dynamo's wrappers hand the frame on; the outermost is the one that the interpreter called
-            if type(frame.f_locals.get("self")).__name__ == "CatchErrorsWrapper":
-                return dict(frame.f_locals["frame"].f_locals), frame.f_back
-    return {}, None
+    # several of Dynamo's wrappers hand the frame on; this one is the one that the interpreter called
+    frame = _frame_of("torch._dynamo.convert_frame.CatchErrorsWrapper.__call__")
+    return ({}, None) if frame is None else (dict(frame.f_locals["frame"].f_locals), frame.f_back)
 
 
 def compile_wrapper_of(compiled: Any, *, inductor_too: bool = False) -> Any:
@@ -157,8 +158,8 @@ def compile_wrapper_of(compiled: Any, *, inductor_too: bool = False) -> Any:
         backend = closure.get("callback") or getattr(closure.get("self"), "callback", None)
     while (inner := getattr(backend, "_torchdynamo_orig_backend", None)) is not None:
         backend = inner
-    known = ("_TorchCompileWrapper", "_TorchCompileInductorWrapper") if inductor_too else ("_TorchCompileWrapper",)
-    return backend if type(backend).__name__ in known else None
+    known = ["torch._TorchCompileWrapper", *["torch._TorchCompileInductorWrapper"] * inductor_too]
+    return backend if type(backend) in map(need, known) else None
 
 
 def uncompiled(fn: Any) -> tuple[Any, Any]:

@@ -132,7 +132,7 @@ def _items_change(variable: Any, side_effects: Any) -> bool:
     return any(_items_change(item, side_effects) for item in (items.values() if isinstance(items, dict) else items))
 
 
-class Pending(NamedTuple):
+class PendingMutations(NamedTuple):
     """Side effects of the function that Dynamo traces, which Dynamo has not replayed yet.
 
     Attributes:
@@ -156,7 +156,7 @@ class Pending(NamedTuple):
         return isinstance(value, torch.Tensor) and storage_key(value) in self.storages
 
 
-def pending_changes(context: Any) -> Pending:
+def pending_changes(context: Any) -> PendingMutations:
     """The side effects up to a `comptime` call.
 
     Tensors that are written to are found by the versions of the graph's fake inputs, which begin at 0.
@@ -183,7 +183,7 @@ def pending_changes(context: Any) -> Pending:
         if isinstance(fake, FakeTensor) and fake._version > 0:
             written.append(node.meta["grapharg"].example)
     storages = {storage_key(example) for example in written if isinstance(example, torch.Tensor)} - {None}
-    return Pending(objects, frozenset(names), output.global_scope, frozenset(storages))
+    return PendingMutations(objects, frozenset(names), output.global_scope, frozenset(storages))
 
 
 def _owner(variable: Any) -> Any:

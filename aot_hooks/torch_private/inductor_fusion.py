@@ -3,7 +3,7 @@
 nodes of a lowered graph --_before_fusion--> sizes bounded, dependencies merged, offload's order fixed
                          --choices---------> fused by their marks, rows kept in registers
 
-passes/inline.py sets the marks in the `meta` of graph nodes: PACKED_ROW, and ALONE by `mark_alone`.
+passes/inline.py marks graph nodes in their `meta`: with FROM_HOOK, and with ALONE by `mark_alone`.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ PROTOCOLS: Protocols = {
 
 need = needing(SYMBOLS)
 
-PACKED_ROW = "aot_hooks_node"  # on nodes that a hook put into the graph
-ALONE = "aot_hooks_alone"
-ALONE_IF_WRITTEN = "aot_hooks_alone_if_written"  # counts where no node of a kernel has the mark above
+FROM_HOOK = "aot_hooks_from_hook"  # on nodes that a hook put into the graph
+ALONE = "aot_hooks_alone"  # on nodes that are fused only with nodes of the same mark
+ALONE_IF_WRITTEN = "aot_hooks_alone_if_written"  # the same, for a kernel none of whose nodes has the mark above
 
 
 def mark_alone(nodes: Sequence[Node], name: str, key: str = ALONE) -> None:
@@ -65,7 +65,7 @@ def mark_alone(nodes: Sequence[Node], name: str, key: str = ALONE) -> None:
 def marks_of(graph: GraphModule) -> str:
     """All marks of a graph's nodes with their positions, as text for cache keys."""
     keys = (ALONE, ALONE_IF_WRITTEN)
-    marks = [(i, *map(n.meta.get, keys), PACKED_ROW in n.meta) for i, n in enumerate(graph.graph.nodes)]
+    marks = [(i, *map(n.meta.get, keys), FROM_HOOK in n.meta) for i, n in enumerate(graph.graph.nodes)]
     return repr([mark for mark in marks if any(mark[1:])])
 
 
@@ -74,7 +74,7 @@ def _origins(scheduler_node: Any) -> Any:
 
 
 def _is_ours(scheduler_node: Any) -> bool:
-    return any(PACKED_ROW in origin.meta for origin in _origins(scheduler_node))
+    return any(FROM_HOOK in origin.meta for origin in _origins(scheduler_node))
 
 
 def _group(scheduler_node: Any) -> str | None:

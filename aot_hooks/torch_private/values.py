@@ -44,6 +44,11 @@ PROTOCOLS = {
         "torch.fx.experimental.symbolic_shapes.ShapeEnv": "pending_fresh_unbacked_symbols",
     },
     "rows with symbolic sizes": {"torch.fx.experimental.sym_node.SymNode": "expr hint has_hint"},
+    "ranges of indices along symbolic sizes": {
+        "torch.fx.experimental.sym_node.SymNode": "shape_env",
+        "torch.fx.experimental.symbolic_shapes.ShapeEnv": "bound_sympy",
+    },
+    "telling what operators do to their arguments": {"torch._ops.OpOverload": "_schema"},
     "telling who shares memory": {"torch.UntypedStorage": "_cdata"},
     "tracing a hook for a key": {
         "torch._guards.TracingContext": "try_get fake_mode",
@@ -182,6 +187,12 @@ def expression(size: Any) -> str:
     return str(size.node.expr) if isinstance(size, torch.SymInt) else str(size)
 
 
+def upper_bound(size: torch.SymInt) -> int | None:
+    """The largest number that a symbolic size can be in any run of the graph, without a guard; None without a bound."""
+    bound = size.node.shape_env.bound_sympy(size.node.expr).upper
+    return int(bound) if bound.is_Integer else None
+
+
 def trace_structured(name: str, text: Callable[[], str]) -> None:
     """Writes `text()` as artifact `name` to torch's structured trace, for tlparse, if that trace is on."""
     need("torch._logging.trace_structured")(
@@ -227,6 +238,11 @@ _OPERATORS = (need("torch._ops.OpOverload"), need("torch._ops.OpOverloadPacket")
 def is_operator(op: Any) -> bool:
     """Whether `op` is `torch.ops.<space>.<name>`, with or without an overload."""
     return isinstance(op, _OPERATORS)
+
+
+def schema_of(op: Any) -> Any:
+    """The schema of an operator: its arguments and results, and which of them share memory; None of anything else."""
+    return getattr(op, "_schema", None)
 
 
 def is_composite(name: str) -> bool:

@@ -21,7 +21,7 @@ from torch._inductor.virtualized import V
 import aot_hooks
 from aot_hooks.library.loops import ptx
 from aot_hooks.torch_private import inductor_fusion
-from aot_hooks.torch_private.inductor_fusion import PACKED_ROW
+from aot_hooks.torch_private.inductor_fusion import FROM_HOOK
 
 BLOCKS = (16, 112, 128)
 
@@ -38,7 +38,7 @@ def merged(*deps: MemoryDep, packs: bool = True, other: MemoryDep) -> bool:
     calls: list[dict[str, Any]] = []
 
     def node(ours: bool, *deps: MemoryDep) -> Any:
-        origins = [types.SimpleNamespace(meta={PACKED_ROW: "x"} if ours else {})]
+        origins = [types.SimpleNamespace(meta={FROM_HOOK: "x"} if ours else {})]
         return types.SimpleNamespace(
             node=types.SimpleNamespace(origins=origins),
             read_writes=types.SimpleNamespace(reads_and_writes=lambda: deps),

@@ -16,7 +16,7 @@ from torch._inductor.virtualized import V
 
 import aot_hooks
 from aot_hooks.library.loops import operators
-from aot_hooks.torch_private.inductor_fusion import PACKED_ROW, choices
+from aot_hooks.torch_private.inductor_fusion import FROM_HOOK, choices
 
 LONG = {"XBLOCK": 1, "R0_BLOCK": 2048, "num_warps": 8, "num_stages": 1}
 SHORT = {"XBLOCK": 1, "R0_BLOCK": 1024, "num_warps": 4, "num_stages": 1}
@@ -26,7 +26,7 @@ def kernel_of(
     length: Any, reductions: int = 2, rows: int = 16384, hint: str = "INNER", op: Any = operators.amax_bits
 ) -> Any:
     """The features of a kernel that the heuristics read: `reductions` over rows of `length`."""
-    origin = types.SimpleNamespace(target=op, meta={PACKED_ROW: "x"})
+    origin = types.SimpleNamespace(target=op, meta={FROM_HOOK: "x"})
     nodes = [types.SimpleNamespace(node=types.SimpleNamespace(origins=[origin]))] * reductions
     return types.SimpleNamespace(
         numel=sympy.Integer(rows),

@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import aot_hooks
 from aot_hooks import KEEP, lossless
-from aot_hooks.graphs.read_tables import ASKS, Test
+from aot_hooks.graphs.read_tables import ONLY_TESTS, Test
 from aot_hooks.hook import compiling_for
 from aot_hooks.library.lossless import compare_hook
 from aot_hooks.passes.trace import trace_hook
@@ -378,7 +378,7 @@ def test_cuda_trains_the_same(inner):
 @pytest.mark.gpu
 def test_cuda_kernels_ask_the_same():
     """The tables of graphs/read_tables.py hold for CUDA's kernels too: every operator, bit by bit."""
-    for name in ASKS:
+    for name in ONLY_TESTS:
         for constants in CALLS[name]:
             for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.float64):
                 x = numbers(dtype).cuda()

@@ -31,7 +31,7 @@ from aot_hooks.policies import (
     only_these_names,
     only_these_ops,
 )
-from aot_hooks.settings.setting import Setting
+from aot_hooks.settings.setting import why_packed
 
 aten = torch.ops.aten
 
@@ -167,9 +167,9 @@ def test_says_why_it_packs() -> None:
         return DOUBLE if saved.shape == (4, 8) else KEEP
 
     def why(policy: Any, **changes: Any) -> str:
-        return Setting(policy, "donated").why_packed(row(**changes))
+        return why_packed(policy, row(**changes))
 
-    assert why(DOUBLE) == why(everything(DOUBLE)) == why(first_match(DOUBLE)) == "scope 'donated'"
+    assert why(DOUBLE) == why(everything(DOUBLE)) == why(first_match(DOUBLE)) == ""
     assert why(larger_than(100, DOUBLE)) == "larger than 100 bytes"
     assert why(only_these_ops({aten.mm: KEEP, aten.gelu: DOUBLE})) == "operator aten.gelu"
     assert why(only_these_dtypes({torch.float32: DOUBLE})) == "dtype float32"

@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from aot_hooks.graphs.read_tables import ASKS, Test
+from aot_hooks.graphs.read_tables import ONLY_TESTS, Test
 
 aten = torch.ops.aten
 
@@ -48,13 +48,13 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 def results(name: str, x: torch.Tensor, constants: tuple[float, ...]) -> torch.Tensor:
     _, packet, overload = name.split(".")
     op = getattr(getattr(aten, packet), overload)
-    if ASKS[name][0] == 0:
+    if ONLY_TESTS[name][0] == 0:
         return op(x, *constants)
     return op(numbers(x.dtype).flip(0).to(x.device), x, *constants)  # a gradient with NaN and infinities in it
 
 
 def what_is_asked(name: str, constants: tuple[float, ...]) -> tuple[Test, ...]:
-    position, read = ASKS[name]
+    position, read = ONLY_TESTS[name]
     return read(*[None] * (position + 1), *constants)
 
 

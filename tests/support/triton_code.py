@@ -30,7 +30,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from aot_hooks.library.blocks import broadcast_scales, in_blocks
 from aot_hooks.library.loops import operators, ptx
 from aot_hooks.torch_private.inductor import decompositions
-from aot_hooks.torch_private.inductor_fusion import PACKED_ROW, choices, order_pass
+from aot_hooks.torch_private.inductor_fusion import FROM_HOOK, choices, order_pass
 from aot_hooks.torch_private.inductor_lowering import packed_asm_in_force, register_loops
 
 NUMBERS: dict[str, Any] = {
@@ -77,7 +77,7 @@ def code(f: Callable[..., Any], make_inputs: Callable[[], Sequence[torch.Tensor]
         gm = make_fx(f, decomposition_table=decompositions())(*inputs)
     for node in gm.graph.nodes:
         if str(node.target).startswith("aot_hooks."):
-            node.meta[PACKED_ROW] = "x"
+            node.meta[FROM_HOOK] = "x"
     register_loops()
     patches = {"graph_partition": False, **order_pass({})}
     lowering = GraphLowering(gm, example_inputs=inputs, shape_env=mode.shape_env)
