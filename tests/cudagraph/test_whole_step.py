@@ -10,7 +10,7 @@ import weakref
 import pytest
 import torch
 from failing_captures import FailingDriver, Fault
-from fuzz_whole_step import on_simulator
+from fuzz_whole_step import eager_step, on_simulator
 from torch import nn
 from torch.nn import functional as F
 
@@ -51,32 +51,6 @@ def batches(device, count, size=6):
     for _ in range(count):
         x, y = torch.randn(size, 4, generator=generator), torch.randn(size, 2, generator=generator)
         yield x.to(device), y.to(device)
-
-
-def eager_step(model, loss_fn, optimizers, scaler=None, clip_grad_norm=None, accumulate=1):
-    """The loop that `whole_step` stands for, by hand."""
-    optimizers = optimizers if isinstance(optimizers, list) else [optimizers]
-
-    def step(x, y):
-        total = 0
-        for a, b in zip(x.tensor_split(accumulate), y.tensor_split(accumulate), strict=True):
-            loss = loss_fn(model(a), b)
-            if accumulate > 1:
-                loss = loss * (len(a) / len(x))
-            (loss if scaler is None else scaler.scale(loss)).backward()
-            total = total + loss.detach()
-        if clip_grad_norm is not None:
-            for optimizer in optimizers if scaler is not None else []:
-                scaler.unscale_(optimizer)
-            nn.utils.clip_grad_norm_(model.parameters(), clip_grad_norm)
-        for optimizer in optimizers:
-            optimizer.step() if scaler is None else scaler.step(optimizer)
-        if scaler is not None:
-            scaler.update()
-        model.zero_grad()
-        return total
-
-    return step
 
 
 def tensors_of(state):

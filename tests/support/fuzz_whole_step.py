@@ -129,16 +129,23 @@ def function_of(side: Side, form: str) -> Callable[..., Any]:
     return step
 
 
-def by_hand(side: Side, clip: float | None, accumulate: int) -> Callable[..., Any]:
-    """The loop that `whole_step` stands for."""
-    model, optimizers, scaler = side.model, side.optimizers, side.scaler
+def eager_step(
+    model: nn.Module,
+    loss_fn: Callable[..., Any],
+    optimizers: Any,
+    scaler: Any = None,
+    clip_grad_norm: float | None = None,
+    accumulate: int = 1,
+) -> Callable[..., Any]:
+    """The loop that `whole_step` stands for, by hand."""
+    optimizers = optimizers if isinstance(optimizers, list) else [optimizers]
 
     def step(x: torch.Tensor, y: torch.Tensor) -> Any:
         clean = [p for p in model.parameters() if p.grad is None]
         total: Any = 0
         try:
             for a, b in zip(x.tensor_split(accumulate), y.tensor_split(accumulate), strict=True):
-                loss = F.mse_loss(model(a), b)
+                loss = loss_fn(model(a), b)
                 if accumulate > 1:
                     loss = loss * (len(a) / len(x))
                 (loss if scaler is None else scaler.scale(loss)).backward()
@@ -147,10 +154,10 @@ def by_hand(side: Side, clip: float | None, accumulate: int) -> Callable[..., An
             for p in clean:
                 p.grad = None
             raise
-        if clip is not None:
+        if clip_grad_norm is not None:
             for optimizer in optimizers if scaler is not None else []:
                 scaler.unscale_(optimizer)
-            nn.utils.clip_grad_norm_(model.parameters(), clip)
+            nn.utils.clip_grad_norm_(model.parameters(), clip_grad_norm)
         for optimizer in optimizers:
             optimizer.step() if scaler is None else scaler.step(optimizer)
         if scaler is not None:
@@ -308,7 +315,8 @@ class Program:
                 self.ours.model, F.mse_loss, optimizers if len(optimizers) > 1 else optimizers[0],
                 scaler=self.ours.scaler, clip_grad_norm=clip, accumulate=accumulate, options=self.options,
             )  # fmt: skip
-            self.expected = by_hand(self.eager, clip, accumulate)
+            side = self.eager
+            self.expected = eager_step(side.model, F.mse_loss, side.optimizers, side.scaler, clip, accumulate)
         else:
             self.step = cudagraph.whole_step(function_of(self.ours, form), options=self.options)
             self.expected = function_of(self.eager, form)
