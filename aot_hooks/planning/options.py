@@ -51,7 +51,7 @@ from .step import RECOMPUTE, Option, Step, Value
 __all__ = ["Graphs", "step_of"]
 
 # relative error of a value that comes back, root mean square over normal data (benchmarks/results, errors.cpu)
-_ERRORS = {"float8": 0.032, "int8": 0.009, "int4": 0.165}
+_ERRORS = {"float8": 0.032, "int8": 0.01, "int4": 0.165}
 _MOST = 4  # times the limit on the gradient's error that a single value's may be
 _SEGMENT = 8  # most storages of a part of the backward that no module marks off
 

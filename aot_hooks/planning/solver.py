@@ -14,8 +14,9 @@ A value that is packed is whole from its first reader on, unless its readers unp
 recomputed reads its sources from the begin of its segment on. If a source is stored in another way, it
 is there from that point, unpacked. A source outside of the segment must not be recomputed itself.
 
-A large program is solved twice: relaxed, then whole for what the relaxed one leaves open, which is little. The same
-step gives the same choice: the search is bounded by nodes.
+A large program is solved twice: relaxed, then whole for what the relaxed one leaves open, which is little. If the
+result is poor, a third time, with only those values fixed that the relaxed one stores in some way. The same step gives
+the same choice: the search is bounded by nodes.
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import aot_hooks
 from aot_hooks import budget
 from aot_hooks.errors import BudgetError, OptionError, unwrapped
+from aot_hooks.planning import options
 from aot_hooks.planning.budget import ALLOWED, bytes_of, fitted
 
 KEEP_ALL = aot_hooks.policies.everything(aot_hooks.KEEP)
@@ -430,3 +431,12 @@ def test_what_is_not_known_to_repeat_is_kept(x):
     again = {d.saved.op for d in plan.decisions if d.hook.name == "recompute"}
     assert again and "aten.scatter_add.default" not in again
     assert any(d.saved.op == "aten.scatter_add.default" for d in plan.decisions)
+
+
+@pytest.mark.parametrize("means", ["float8", "int8", "int4"])
+def test_the_error_that_is_counted_is_at_least_that_of_normal_data(means):
+    torch.manual_seed(0)
+    x = torch.randn(512, 1024).bfloat16()
+    hook = options._rules((means,), 1.0)[f"{means}()"]
+    back = hook.unpack(hook.pack(x))
+    assert 0 < (back.float() - x.float()).norm() / x.float().norm() <= options._ERRORS[means]
