@@ -4,6 +4,8 @@ stock --plan--> its peak; the lowest peak                  predicted
   for each budget in between, each peer: compile, warm up  predicted peak and time, from the plan; measured peak
   each round: every row in random order                    measured time
 
+Each row has a process of its own, so that several compile at a time. While times are taken one of them runs.
+
 python benchmarks/bench_budget.py --json budget.json                  # a CUDA machine with 40 GiB
 python benchmarks/bench_budget.py --small                             # shows that it runs
 python benchmarks/bench_budget.py --count 0 --layers 16 --budgets 8.3GiB --exact 12GiB,10.2GiB
@@ -12,23 +14,28 @@ python benchmarks/bench_budget.py --count 0 --layers 16 --budgets 8.3GiB --exact
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import gc
 import json
 import math
+import multiprocessing
 import pathlib
+import random
+import statistics
 import sys
 import time
 from collections.abc import Callable
+from multiprocessing.connection import wait
 from typing import Any
 
 import torch
 from _measure import GIB, MIB, conditions, format_columns, measure_bytes
-from bench_memory import Bench, time_rounds
-from bench_memory import Row as TimedRow
+from bench_memory import Bench
 from variants import VARIANTS, Variant, patched
 
 import aot_hooks
+from aot_hooks.graphs.roofline import measured_rates
 from aot_hooks.planning.budget import ALLOWED
 
 
@@ -73,83 +80,164 @@ PEERS = (
 Row = dict[str, Any]
 
 
-def policies(bench: WholeStep, options: argparse.Namespace) -> tuple[int, list[tuple[str, str, Any]]]:
-    """The peak without hooks; then kind, name and policy of each row: no budget first, given ones, and those between
-    the lowest peak and that without hooks."""
+def named_rows(bench: WholeStep, options: argparse.Namespace) -> list[tuple[str, str, Any]]:
+    """Kind, name and policy of each row: no budget first, given ones, and those between the lowest peak and that
+    without hooks; then peers."""
     allow = tuple(options.allow.split(","))
-
-    def plan(policy: Any) -> aot_hooks.Plan:
-        return aot_hooks.plan(bench.stack, bench.x, policy=policy, inner=bench.inner)
 
     def budget(peak: int | str, allow: tuple[str, ...]) -> Any:
         return aot_hooks.budget(peak, allow=allow, max_error=options.max_error)
 
-    most = plan(aot_hooks.KEEP).peak_bytes
-    rows = [(NO_HOOKS, NO_HOOKS, aot_hooks.policies.everything(aot_hooks.KEEP))]
+    rows: list[tuple[str, str, Any]] = [(NO_HOOKS, NO_HOOKS, aot_hooks.policies.everything(aot_hooks.KEEP))]
     rows += [("budget", peak, budget(peak, allow)) for peak in options.budgets.split(",") if peak]
     rows += [("exact budget", peak, budget(peak, EXACT)) for peak in options.exact.split(",") if peak]
     if options.count > 1:
         lowest = aot_hooks.budget(max_slowdown=float("inf"), allow=allow, max_error=options.max_error)
-        least = 1.01 * plan(lowest).peak_bytes
+        least, most = 1.01 * _planned_peak(bench, lowest), _planned_peak(bench, aot_hooks.KEEP)
         peaks = [int(least + k / (options.count - 1) * (most - least)) for k in range(options.count)]
         rows += [("budget", f"{peak / MIB:.1f} MiB", budget(peak, allow)) for peak in peaks]
-    return most, rows
+    return rows + [("peer", name, None) for name in options.peers.split(",") if name]
 
 
-def measure(bench: WholeStep, options: argparse.Namespace, save: Callable[[list[Row]], None]) -> list[Row]:
-    """All rows; `save` gets them whenever one is ready. A row's own times are replaced by those of the rounds."""
-    stock_peak, named = policies(bench, options)
-    ours = [
-        (kind, Variant(name, "aot_hooks", functools.partial(aot_hooks.saved_tensors_policy, policy)), repr(policy))
-        for kind, name, policy in named
-    ]
-    peers = [("peer", VARIANTS[name], "") for name in options.peers.split(",") if name]
-    entries, rows, deadline = [], [], time.monotonic() + options.seconds
-    for kind, variant, policy in (*ours, *peers):
-        if time.monotonic() > deadline:
-            rows.append({"name": variant.name, "kind": kind, "error": "not compiled: out of time"})
-            continue
-        torch._dynamo.reset()
-        began = time.perf_counter()
-        row: Row = {"name": variant.name, "kind": kind, "policy": policy}
-        rows.append(row)
-        try:
-            with patched(variant):
-                function = variant.compile(bench.stack, bench.inner)
-                for _ in range(3):
-                    bench.step(variant, function)
-                bench.synchronize()
-                row["first_steps_s"] = time.perf_counter() - began
-                _measure_peak(bench, variant, function, row)
-        except Exception as e:
-            row["error"] = str(e).splitlines()[0][:300]
-            continue
-        found = [p for p in aot_hooks.last_plans(function) if p.live_after] if kind != "peer" else []
-        if found:
-            row |= {"predicted_peak_bytes": found[0].peak_bytes, "predicted_ratio": found[0].step_ratio}
-            row["means"] = _means(found[0])
-        elif kind == NO_HOOKS:
-            row |= {"predicted_peak_bytes": stock_peak, "predicted_ratio": 1.0}
-        entries.append((variant, function, row))
-        save(rows)
-    timed = [(variant, function, TimedRow(variant.name)) for variant, function, _ in entries]
-    time_rounds(bench, timed, options.rounds, False)
-    for (_, _, row), (_, _, times) in zip(entries, timed, strict=True):
-        if times.error or not times.step_ms:
-            row["error"] = times.error or "not timed"
-            continue
-        row |= {"min_ms": times.min_ms, "median_ms": times.median_ms}
-        stock = rows[0]
-        row["ratio"], row["median_ratio"] = (row[key] / stock[key] for key in ("min_ms", "median_ms"))
-    save(rows)
-    return rows
+def _planned_peak(bench: WholeStep, policy: Any) -> int:
+    return aot_hooks.plan(bench.stack, bench.x, policy=policy, inner=bench.inner).peak_bytes
 
 
-def _measure_peak(bench: WholeStep, variant: Variant, function: Any, row: Row) -> None:
+def serve(connection: Any, options: argparse.Namespace, kind: str, name: str, policy: Any, link: Any) -> None:
+    """A row in a process of its own: answers "compile" with what is known of it then, "time" with the ms of a step."""
+    bench = WholeStep(options)
+    if policy is None:
+        variant = VARIANTS[name]
+    else:
+        variant = Variant(name, "aot_hooks", functools.partial(aot_hooks.saved_tensors_policy, policy))
+    with link:  # one after the other, before any step runs
+        if bench.device.type == "cuda":
+            measured_rates(bench.device)
+    connection.send("ready")
+    function = None
+    with patched(variant):
+        while (command := connection.recv()) != "stop":
+            try:
+                if function is None:
+                    function = variant.compile(bench.stack, bench.inner)
+                if command == "compile":
+                    answer: Any = _first_steps(bench, variant, function, kind)
+                else:
+                    answer = _step_ms(bench, variant, function)
+            except Exception as error:
+                answer = str(error).strip().splitlines()[0][:300] if str(error).strip() else type(error).__name__
+            bench.clear()
+            gc.collect()
+            if bench.device.type == "cuda":
+                torch.cuda.empty_cache()  # for the other rows
+            connection.send(answer)
+
+
+def _first_steps(bench: WholeStep, variant: Variant, function: Any, kind: str) -> Row:
+    began = time.perf_counter()
+    for _ in range(3):
+        bench.step(variant, function)
+    bench.synchronize()
+    row: Row = {"first_steps_s": time.perf_counter() - began}
     bench.clear()
     gc.collect()
     measured, _ = measure_bytes(lambda: bench.forward(variant, function), bench.backward, bench.device)
     row |= {"peak_bytes": measured.peak, "saved_bytes": measured.after_forward}
+    if kind == NO_HOOKS:
+        row |= {"predicted_peak_bytes": _planned_peak(bench, aot_hooks.KEEP), "predicted_ratio": 1.0}
+    elif kind != "peer":
+        (plan,) = (p for p in aot_hooks.last_plans(function) if p.live_after)
+        row |= {"predicted_peak_bytes": plan.peak_bytes, "predicted_ratio": plan.step_ratio, "means": _means(plan)}
+    return row
+
+
+def _step_ms(bench: WholeStep, variant: Variant, function: Any) -> float:
+    """Of two steps, queued without a pause, so that a GPU does not wait for Python. The steps before do not count."""
+    bench.step(variant, function)
+    if bench.device.type != "cuda":
+        began = time.perf_counter()
+        bench.step(variant, function)
+        return (time.perf_counter() - began) * 1e3
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    bench.step(variant, function)
+    start.record()
+    for _ in range(2):
+        bench.step(variant, function)
+    end.record()
+    bench.synchronize()
+    return start.elapsed_time(end) / 2
+
+
+def measure(
+    rows: list[tuple[str, str, Any]], options: argparse.Namespace, save: Callable[[list[Row]], None]
+) -> list[Row]:
+    """All rows, each in a process of its own: `options.jobs` of them compile at a time, and one runs when times are
+    taken. `save` gets the rows whenever one is ready."""
+    context = multiprocessing.get_context("spawn")
+    link, deadline, served = context.Lock(), time.monotonic() + options.seconds, []
+    results: list[Row] = []
+    for kind, name, policy in rows:
+        ours, theirs = context.Pipe()
+        process = context.Process(target=serve, args=(theirs, options, kind, name, policy, link), daemon=True)
+        process.start()
+        theirs.close()
+        result = {"name": name, "kind": kind, "policy": "" if policy is None else repr(policy)}
+        served.append((ours, result))
+        results.append(result)
+    for connection, _ in served:
+        _answer(connection)
+    waiting, compiling, ready = list(served), [], []
+    while waiting or compiling:
+        while waiting and len(compiling) < options.jobs:
+            compiling.append(waiting.pop(0))
+            compiling[-1][0].send("compile")
+        left = max(0.0, deadline - time.monotonic())
+        done = wait([connection for connection, _ in compiling], None if math.isinf(left) else left)
+        if not done:
+            for _, result in (*compiling, *waiting):
+                result["error"] = "not compiled: out of time"
+            break
+        for connection, result in [one for one in compiling if one[0] in done]:
+            answer = _answer(connection)
+            result |= answer if isinstance(answer, dict) else {"error": answer}
+            compiling.remove((connection, result))
+            ready += [] if "error" in result else [(connection, result)]
+            save(results)
+    _take_times(ready, results[0], options.rounds)
+    for connection, _ in served:
+        with contextlib.suppress(BrokenPipeError):
+            connection.send("stop")
+    save(results)
+    return results
+
+
+def _answer(connection: Any, command: str = "") -> Any:
+    """What a row's process says, to `command` if there is one; a text is an error."""
+    try:
+        if command:
+            connection.send(command)
+        return connection.recv()
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        return "its process ended"
+
+
+def _take_times(ready: list[tuple[Any, Row]], stock: Row, rounds: int) -> None:
+    """Each row once a round, in an order drawn anew."""
+    order = random.Random(0)
+    times: list[list[float]] = [[] for _ in ready]
+    for _ in range(rounds):
+        for i in order.sample(range(len(ready)), len(ready)):
+            connection, result = ready[i]
+            answer = "" if "error" in result else _answer(connection, "time")
+            if isinstance(answer, str):
+                result["error"] = result.get("error", answer)
+            else:
+                times[i].append(answer)
+    for (_, result), own in zip(ready, times, strict=True):
+        if "error" not in result:
+            result |= {"min_ms": min(own), "median_ms": statistics.median(own)}
+    for result in (result for _, result in ready if "min_ms" in result and "min_ms" in stock):
+        result["ratio"], result["median_ratio"] = (result[key] / stock[key] for key in ("min_ms", "median_ms"))
 
 
 def below_the_frontier(rows: list[Row], noise: float = 0.01) -> list[str]:
@@ -206,11 +294,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--budgets", default="", metavar="PEAKS", help="further budgets: 3.5GiB,5GiB")
     parser.add_argument("--exact", default="", metavar="PEAKS", help="further budgets by exact means only")
     parser.add_argument("--peers", default=",".join(PEERS), metavar="NAMES", help="of variants.py")
-    parser.add_argument("--seconds", type=float, default=math.inf, help="no row is compiled after that time")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="rows that are not compiled then are left out")
     parser.add_argument("--layers", type=int)
     parser.add_argument("--tokens", type=int)
     parser.add_argument("--batch", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--jobs", type=int, default=8, help="rows that compile at the same time")
     parser.add_argument("--small", action="store_true", help="sizes for a CPU, inner aten: shows that it runs, no more")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--json", type=pathlib.Path)
@@ -220,6 +309,7 @@ def main(arguments: list[str] | None = None) -> int:
     options.inner = "aten" if options.small else "inductor"
     options.rounds = 2 if options.small else options.rounds
     bench = WholeStep(options)
+    rows = named_rows(bench, options)
     header = conditions(bench.device) | {"layers": options.layers, "tokens": options.tokens, "batch": options.batch}
     header |= {"allow": options.allow, "max_error": options.max_error, "rounds": options.rounds, "inner": bench.inner}
 
@@ -228,9 +318,9 @@ def main(arguments: list[str] | None = None) -> int:
             result = {"header": header, "rows": rows, "peers_below_the_frontier": below_the_frontier(rows)}
             options.json.write_text(json.dumps(result, indent=1) + "\n")
 
-    rows = measure(bench, options, save)
-    print(format_rows(rows))
-    print("peers below the frontier:", ", ".join(below_the_frontier(rows)) or "none")
+    results = measure(rows, options, save)
+    print(format_rows(results))
+    print("peers below the frontier:", ", ".join(below_the_frontier(results)) or "none")
     return 0
 
 
