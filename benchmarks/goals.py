@@ -230,6 +230,11 @@ GOALS = (
         20_000, at_least=True,
     ),
     Goal("of these, with other results", "fuzz_whole_step.cpu", lambda r: float(r["different"]), 0),
+    Goal(
+        "fuzzed training programs as whole steps on CUDA", "fuzz_whole_step.h200", lambda r: float(r["programs"]),
+        5_000, at_least=True,
+    ),
+    Goal("of these training programs, with other results", "fuzz_whole_step.h200", lambda r: float(r["different"]), 0),
     Goal("offload: GiB sent", "offload.h200", offloaded("planned_bytes", GIB), 2.2, at_least=True),
     Goal(f"offload: {BLOCKS}", "offload.h200", row("ours_offload", "ratio_to_stock"), 1.03),
     Goal("offload: share of copy time hidden", "offload.h200", offloaded("hidden_share"), 0.9, at_least=True),
