@@ -227,6 +227,8 @@ class Rates:
 
 INSTANT = Rates(math.inf, math.inf, 2e10, 1e11, 1e11)  # for a CPU
 # the share of a plain matrix product's speed that attention and its backward reach on an H100 or H200
+_SUSTAINED = 0.86  # of a single product's speed: in a step of products a GPU is at its power limit
+_KERNEL = 0.85  # of a copy's speed: generated kernels
 _SHARES = dict.fromkeys(ATTENTION, 0.65) | dict.fromkeys(ATTENTION_BACKWARD, 0.55)
 
 
@@ -248,6 +250,11 @@ def has_formula(node: Node) -> bool:
 _LOOPS = ("aot_hooks.to_float8", "aot_hooks.from_float8", "aot_hooks.to_int8", "aot_hooks.from_int8")
 
 
+def is_attention(node: Node) -> bool:
+    """Whether `node` is fused attention, or its backward."""
+    return node.op == "call_function" and _name(node) in _SHARES
+
+
 def is_loop(node: Node) -> bool:
     return str(node.target).startswith(_LOOPS)
 
@@ -259,7 +266,7 @@ def node_ms(
 
     With `fused`, pointwise operators and reductions between two unfused kernels are one kernel: it reads each input
     once, and its intermediates cost nothing. `fuse_loops`: so are the operators of library/loops. The schedule of
-    offload counts these as kernels, which it was measured with.
+    offload counts these as kernels, which it was measured with. Rates are then those that an H200 keeps up in a step.
     """
     nodes = list(gm.graph.nodes)
     loops = {n for n in nodes if fuse_loops and is_loop(n)}
@@ -284,10 +291,10 @@ def node_ms(
             if isinstance(value, torch.Tensor) and key in written and key not in before:
                 moved += tensor_bytes(value)
         in_kernel = set() if unfused else {*before, *sources, storage_of(node)}
-        found[node] = 1e3 * moved / rate.memory
+        found[node] = 1e3 * moved / (rate.memory * (_KERNEL if fuse_loops else 1.0))
         if has_formula(node):
             operations = rate.operations if values[0].element_size() <= 2 else rate.operations32
-            operations *= _SHARES.get(_name(node), 1.0)
+            operations *= _SHARES.get(_name(node), _SUSTAINED if fuse_loops else 1.0)
             found[node] = max(found[node], 1e3 * _operation_count(node) / operations)
     return found
 
@@ -295,9 +302,9 @@ def node_ms(
 def link_ms(nbytes: int, rates: Rates) -> float:
     """Milliseconds that a step takes longer if `nbytes` are copied out and back meanwhile.
 
-    The copies slow down the kernels that use the same memory: by 0.8 ms for 1e9 bytes on an H200.
+    The copies slow down the kernels that use the same memory: by 0.8 to 1.2 ms for 1e9 bytes on an H200.
     """
-    return 3e3 * nbytes / rates.memory if math.isfinite(rates.to_host) else 0.0
+    return 4e3 * nbytes / rates.memory if math.isfinite(rates.to_host) else 0.0
 
 
 def step_ms(

@@ -25,6 +25,7 @@ from ..graphs.roofline import (
     Kernels,
     fuses,
     has_formula,
+    is_attention,
     is_loop,
     last_readers,
     lifetimes,
@@ -130,7 +131,7 @@ def hold_kernels(gm: GraphModule, live: Sequence[LivePoint], peak: int) -> None:
     nodes = list(gm.graph.nodes)
     written = written_storages(nodes, fuse_loops=True) | output_storages(gm.graph)
     kernels = Kernels.of(nodes, written | storages(gm.graph.find_nodes(op="placeholder")))
-    products = list(itertools.accumulate(has_formula(n) or "scaled_dot_product" in str(n.target) for n in nodes))
+    products = list(itertools.accumulate(has_formula(n) or is_attention(n) for n in nodes))
     alive = {point.node: point.live_bytes for point in live}
     at_start, writes = [0] * (products[-1] + 1), [0] * (products[-1] + 1)
     seen = {None} | storages(gm.graph.find_nodes(op="placeholder"))

@@ -52,6 +52,7 @@ _PARTITIONS = 2  # choices of what to recompute that are tried
 _ATTEMPTS = 5  # choices of hooks for each
 _ROUNDING = 1e-6  # of ratios of sums
 _LESS = 0.003  # of the peak that each attempt asks for less, for what changes with the choice
+_UNSEEN = 0.001  # of the peak, on CUDA: what the allocator rounds up, and kernels' small workspaces
 _NEAR = 0.98  # of the peak: a plan this near to it is not improved
 _COMPUTED = 4  # squared: what is computed from a rounded value may be twice as wrong
 _MIB = 1 << 20
@@ -113,7 +114,9 @@ def partition_within(
     step, groups = step_of(stock, setting.scope, budget.allow, budget.max_error)
     before, before_ms = stock.live(), step_ms(stock.fw, stock.bw, fused)
     cross = stock.boundary()
-    limits = _Limits(_peak(budget, groups), budget.max_slowdown, budget.max_error)
+    peak, on_gpu = _peak(budget, groups), on_cuda(stock.bw.graph.nodes)
+    less = budget.over + (int(_UNSEEN * peak) if peak is not None and on_gpu else 0)
+    limits = _Limits(None if peak is None else peak - less, budget.max_slowdown, budget.max_error)
     hooks_only = [name for name in budget.allow if name != RECOMPUTE]
 
     def partitioned(chosen: Solution) -> tuple[Graphs, Step]:
@@ -136,17 +139,14 @@ def partition_within(
             join_kernels(found.bw, live, _NEAR * limits.peak)
         plan = _with_recomputed(plan, cross, groups, saved, chosen, step)
         after_ms = step_ms(found.fw, found.bw, fused, COPIES, plan.transfers)
+        after_ms -= sum(option.spared_ms for option in solution.options)
         decisions = tuple(dataclasses.replace(d, settings=(setting.key,)) for d in plan.decisions)
         plan = dataclasses.replace(plan, decisions=decisions, live_before=before, live_after=found.live())
         plan = dataclasses.replace(plan, before_ms=before_ms, after_ms=after_ms)
         return _Tried(found, plan, own, solution, live)
 
     best, least = _search(step, limits, partitioned, tried)
-    if (
-        best is None
-        and limits.peak is not None
-        and least.fits(dataclasses.replace(limits, peak=limits.peak + budget.over))
-    ):
+    if best is None and peak is not None and least.fits(dataclasses.replace(limits, peak=peak)):
         best = least  # nothing is tighter; the next steps are measured again
     if best is None:
         raise BudgetError(_infeasible(budget, step, limits.peak, least))
@@ -317,7 +317,7 @@ def _off(points: Sequence[LivePoint], nodes: Sequence[str], predicted: Sequence[
 def _peak(budget: Budget, groups: Sequence[Sequence[SavedValue]]) -> int | None:
     """The peak in bytes. None: the lowest is asked for, or there is nothing to decide."""
     if budget.peak_bytes is not None:
-        return budget.peak_bytes - budget.over
+        return budget.peak_bytes
     found = fitted(budget, (v.row.device for group in groups for v in group)).peak_bytes
     if budget.peak == "fit" and groups and found is None:
         raise BudgetError(
