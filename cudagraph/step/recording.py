@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import random
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,6 +26,7 @@ from ..tree.tree import one_capture
 from .gradients import Gradients, LastGradients
 from .host import HostState
 from .inputs import Inputs, arguments_of
+from .randomness import HostRandom
 from .watch import Watch
 
 
@@ -206,7 +206,7 @@ def record(step: ToRecord) -> StepRecording:
     versions = [None if x.is_inference() else x._version for x in tensors]
     numbers = [(x, x._version, x.detach().clone()) for x in host.numbers]
     random_states = [torch.get_rng_state()]
-    python_random_state = random.getstate()
+    random_numbers, schedulers = HostRandom(host.objects()), host.of_schedulers()
     rates = {path: Rate(group, device) for path, group in step.rate_groups.items()}
     owner, graph = Owner(), None
     gradients = Gradients(parameters_of(host), step.last_gradients, reads=step.reads_gradients)
@@ -223,9 +223,10 @@ def record(step: ToRecord) -> StepRecording:
 
         with one_capture(), under_way(Capture(owner, ())), on_device([*rates.values()]):
             graph, (results, result_spec) = pool.capture(captured, snapshot.generators)
-        if random.getstate() != python_random_state or not torch.equal(*random_states):
+        if random_numbers.changed() or not torch.equal(*random_states):
             raise CannotCapture("draws random numbers on the host")
-        changed = host.differences(step.take_snapshot())
+        now = step.take_snapshot()
+        changed = host.differences(now) | schedulers.differences(now.of_schedulers())
         host.restore()  # the step may have put equal containers in the place of the old ones
         host.note_versions()
         for path, how in changed.items():
@@ -267,13 +268,14 @@ def record(step: ToRecord) -> StepRecording:
         if graph is not None:
             graph.reset()
         host.restore()
+        schedulers.restore()
         host.note_versions()
         snapshot.restore()
         with torch.no_grad():
             for x, version, copy in numbers:
                 if x._version != version:
                     x.copy_(copy)
-        random.setstate(python_random_state)
+        random_numbers.restore()
         gradients.finish()
         gradients.close()
         raise

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import types
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -32,6 +33,7 @@ from ..tree.node import Cursor
 from .gradients import LastGradients, ReadsGradients
 from .host import HostState, TooManyValues
 from .inputs import arguments_of, flat_arguments, key_of, reason_against
+from .parts import Parts
 from .recording import StepRecording, ToRecord, parameters_of, rates_of, record
 from .watch import users_line
 
@@ -67,10 +69,11 @@ class WholeStep:
             raise OptionError(f"unknown option {unknown[0]!r} of a whole step; valid options: {', '.join(OPTIONS)}")
         defaults = {name: value for name, value in OPTIONS.items() if value is not None}
         self.options = Options.parse({**defaults, **(options or {})})
+        self._made_of = run, update, roots, update_roots, options
         self.run, self.update = run, update
         self.roots, self.update_roots = dict(roots), dict(update_roots)
         self.driver: CaptureDriver = cuda_driver()
-        self.name = getattr(run, "__name__", "step")
+        self.name = self._attribute = getattr(run, "__name__", "step")
         self.cursor: Cursor | None = None
         self._logged: set[str] = set()
         self._begin()
@@ -97,6 +100,23 @@ class WholeStep:
         if self._pool is not None:
             self._pool.release()
         self._begin()
+
+    def __reduce__(self) -> Any:
+        """A copy has recordings of its own."""
+        return WholeStep, self._made_of, {"name": self.name}
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._attribute = f"{owner.__module__}.{owner.__qualname__}.{name}"
+
+    def __get__(self, instance: Any, owner: type | None = None) -> WholeStep:
+        """The step of one object, if this decorates a method."""
+        if instance is None or self.update is not None:
+            return self
+        known: dict[str, Any] = instance.__dict__
+        if self._attribute not in known:
+            known[self._attribute] = step_of(types.MethodType(self.run, instance), self._made_of[-1])
+        step: WholeStep = known[self._attribute]
+        return step
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run one step; see `whole_step`."""
@@ -157,7 +177,9 @@ class WholeStep:
         if not changed and count >= self.options.warmup_steps:
             return self._record(key, flat, spec, host)
         if changed:
-            what = next(f"{path} changes between calls: {how}" for path, how in changed.items())
+            rates = rates_of(host)
+            path = min(changed, key=lambda path: path in rates)  # what keeps the graph from reading rates, if anything
+            what = f"{path} changes between calls: {changed[path]}"
             log.debug("%s warms up again: %s", self.name, what)
             self.unstable_calls += 1
             if self.unstable_calls > MOST_UNSTABLE_CALLS:
@@ -376,6 +398,13 @@ def reset() -> None:
         step.reset()
 
 
+def step_of(function: Callable[..., Any], options: Mapping[str, Any] | None) -> WholeStep:
+    """A whole step of the user's own function or method."""
+    step = WholeStep(function, None, {getattr(function, "__name__", "step"): function}, {}, options)
+    functools.update_wrapper(step, function)
+    return step
+
+
 def whole_step(
     model: Any = None,
     loss_fn: Callable[..., Any] | None = None,
@@ -423,8 +452,7 @@ def whole_step(
             raise OptionError("loss_fn, scaler, clip_grad_norm and accumulate need an optimizer; give whole_step one")
         if model is None:
             return lambda fn: whole_step(fn, options=options)
-        step = WholeStep(model, None, {getattr(model, "__name__", "step"): model}, {}, options)
-        return functools.update_wrapper(step, model)
+        return step_of(model, options)
     if model is None or not callable(model):
         raise OptionError(f"model must be a module or function, got {model!r}")
     if type(accumulate) is not int or accumulate < 1:
@@ -440,77 +468,3 @@ def whole_step(
     step = WholeStep(parts.forward_backward, parts.update, roots, update_roots, options)
     step.name = getattr(model, "__name__", type(model).__name__)
     return step
-
-
-class Parts:
-    """The two halves of a step of a model with its loss and optimizers."""
-
-    def __init__(
-        self,
-        model: Callable[..., Any],
-        loss_fn: Callable[..., Any] | None,
-        optimizers: list[torch.optim.Optimizer],
-        scaler: torch.amp.GradScaler | None,
-        clip_grad_norm: float | None,
-        accumulate: int,
-    ) -> None:
-        self.model, self.loss_fn, self.optimizers, self.scaler = model, loss_fn, optimizers, scaler
-        self.clip_grad_norm, self.accumulate = clip_grad_norm, accumulate
-
-    def parameters(self) -> list[torch.Tensor]:
-        """All parameters, each once."""
-        own = self.model.parameters() if isinstance(self.model, torch.nn.Module) else ()
-        groups = (group for optimizer in self.optimizers for group in optimizer.param_groups)
-        return [*dict.fromkeys([*own, *(x for group in groups for x in group["params"])])]
-
-    def forward_backward(self, *inputs: Any, **named: Any) -> torch.Tensor:
-        clean = [x for x in self.parameters() if x.grad is None]
-        total: torch.Tensor | None = None
-        try:
-            for (args, kwargs), share in microbatches((inputs, named), self.accumulate):
-                if self.loss_fn is None:
-                    loss = self.model(*args, **kwargs)
-                else:
-                    loss = self.loss_fn(self.model(*args[:1], **kwargs), *args[1:])
-                loss = loss if self.accumulate == 1 else loss * share
-                (loss if self.scaler is None else self.scaler.scale(loss)).backward()
-                total = loss.detach() if total is None else total + loss.detach()
-        except BaseException:
-            for x in clean:  # the next step is not to add to half of this one
-                x.grad = None
-            raise
-        assert total is not None
-        return total
-
-    def update(self) -> None:
-        try:
-            if self.clip_grad_norm is not None:
-                if self.scaler is not None:
-                    for optimizer in self.optimizers:
-                        self.scaler.unscale_(optimizer)
-                torch.nn.utils.clip_grad_norm_(self.parameters(), self.clip_grad_norm)
-            for optimizer in self.optimizers:
-                optimizer.step() if self.scaler is None else self.scaler.step(optimizer)
-            if self.scaler is not None:
-                torch_cuda.update_scaler(self.scaler)
-        finally:
-            for x in self.parameters():
-                x.grad = None
-
-
-def microbatches(arguments: Any, count: int) -> Iterable[tuple[Any, float]]:
-    """`arguments` cut into `count` parts along dimension 0, each with its share of the whole."""
-    if count == 1:
-        return [(arguments, 1.0)]
-    flat, spec = torch_cuda.flatten(arguments)
-    sizes = {x.shape[0] if x.dim() else 0 for x in flat if isinstance(x, torch.Tensor)}
-    if len(sizes) != 1 or min(sizes) < count:
-        shapes = [tuple(x.shape) for x in flat if isinstance(x, torch.Tensor)]
-        raise ValueError(
-            f"accumulate={count} cuts inputs along dimension 0, so they need one size of at least {count} there; got "
-            f"shapes {shapes}"
-        )
-    (size,) = sizes
-    cut = [x.tensor_split(count) if isinstance(x, torch.Tensor) else [x] * count for x in flat]
-    first = next(x for x in cut if isinstance(x[0], torch.Tensor))
-    return [(torch_cuda.unflatten([x[n] for x in cut], spec), len(first[n]) / size) for n in range(count)]

@@ -283,9 +283,26 @@ def on_simulator(monkeypatch: pytest.MonkeyPatch, arena_bytes: int = 1 << 22) ->
     simulator = Simulator(arena_bytes)
     monkeypatch.setattr(whole, "cuda_driver", lambda: simulator)
     monkeypatch.setattr(torch_cuda, "capturable_devices", lambda: ["cpu"])
-    for name in ("torch.optim.adam", "torch.optim.adamw"):
-        if hasattr(sys.modules.get(name), "_get_capturable_supported_devices"):
-            monkeypatch.setattr(sys.modules[name], "_get_capturable_supported_devices", lambda **kw: ["cpu"])
+    for name, module in list(sys.modules.items()):
+        if name.startswith("torch.optim.") and hasattr(module, "_get_capturable_supported_devices"):
+            monkeypatch.setattr(module, "_get_capturable_supported_devices", lambda **kw: ["cpu"])
+    read, write = torch.get_rng_state, torch.set_rng_state
+
+    def note(step: Callable[[], Any]) -> None:  # a replay does it as well, as on CUDA
+        for pool in simulator.pools:
+            pool.note(step)
+
+    def get_rng_state() -> torch.Tensor:
+        state = read()
+        note(lambda: state.copy_(read()))
+        return state
+
+    def set_rng_state(state: torch.Tensor) -> None:
+        write(state)
+        note(lambda: write(state))
+
+    monkeypatch.setattr(torch, "get_rng_state", get_rng_state)
+    monkeypatch.setattr(torch, "set_rng_state", set_rng_state)
     return simulator
 
 
