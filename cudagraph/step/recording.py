@@ -174,6 +174,7 @@ class ToRecord:
         blocks_of_others: addresses in the pool that other recordings keep.
         gradients_in_use: gradients of other recordings, whose memory is among `blocks_of_others`.
         last_gradients, reads_gradients: see `Gradients`.
+        calls_compiled: whether the step has called a function that Dynamo compiles.
     """
 
     pool: Any
@@ -190,6 +191,7 @@ class ToRecord:
     gradients_in_use: set[StorageWeakRef]
     last_gradients: LastGradients
     reads_gradients: bool
+    calls_compiled: bool
 
 
 def record(step: ToRecord) -> StepRecording:
@@ -216,7 +218,8 @@ def record(step: ToRecord) -> StepRecording:
 
         def captured() -> Any:
             args, kwargs = arguments_of(inputs.arguments(step.flat), step.spec)
-            with contextlib.nullcontext() if host.compiled else watch(), as_they_are():
+            is_compiled = host.compiled or step.calls_compiled  # under a dispatch mode Dynamo gives compiled code up
+            with contextlib.nullcontext() if is_compiled else watch(), as_they_are():
                 result = step.run(*args, **kwargs)
             random_states.append(torch.get_rng_state())  # before the capture puts it back
             return ([result], None) if isinstance(result, torch.Tensor) else torch_cuda.flatten(result)

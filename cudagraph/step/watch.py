@@ -4,7 +4,8 @@
                         else it runs; what it writes to is noted
 
 What the step itself makes on the CPU, such as `torch.tensor(2.0)`, is the same in each replay. A step with a part that
-Dynamo compiles is not watched, because Dynamo would not use compiled code then. CUDA's own errors stop its capture.
+Dynamo compiles is not watched: under a dispatch mode Dynamo runs it as it is, then and ever after. CUDA's own errors
+stop its capture.
 """
 
 from __future__ import annotations

@@ -25,6 +25,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from .. import counters
 from ..errors import NotCapturableError, OptionError
 from ..options import Options
+from ..torch_private import compilers
 from ..torch_private import cuda as torch_cuda
 from ..tree.capture import CannotCapture, NotWarmError
 from ..tree.dispatch import as_they_are
@@ -87,6 +88,7 @@ class WholeStep:
         self.reads_rates = False  # whether graphs read learning rates on the device
         self.rates_refused = False  # whether a capture that reads them there failed
         self.reads_gradients = False  # whether the step reads gradients from before it; the first capture finds out
+        self.calls_compiled = False  # whether a function was called that Dynamo compiles
         self.failed_captures = self.unstable_calls = 0
         self._pool: Any = None
         # Gradients of closed recordings, which somebody may still hold: pool, storage, address.
@@ -235,7 +237,7 @@ class WholeStep:
             recording = record(ToRecord(
                 pool, self.cursor, run, update, key, flat, spec, take_snapshot=self._host, host=host, rate_groups=rates,
                 blocks_of_others=blocks, gradients_in_use=in_use, last_gradients=self._last_gradients,
-                reads_gradients=self.reads_gradients,
+                reads_gradients=self.reads_gradients, calls_compiled=self.calls_compiled,
             ))  # fmt: skip
         except AssertionError:  # a bug, which is not to be hidden
             raise
@@ -343,7 +345,11 @@ class WholeStep:
         """Run the step uncaptured, on the stream of captures, so that a capture can have the memory that it frees. The
         update runs on the current stream, so that the optimizer's state does not lie between activations."""
         counters.add("warmups")
-        with as_they_are(), warnings.catch_warnings():
+
+        def note_compiled() -> None:
+            self.calls_compiled = True
+
+        with as_they_are(), compilers.noting_compiled_calls(note_compiled), warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=CAPTURABLE_WARNING)
             with self._opened_pool().on_side_stream():
                 args, kwargs = self._arguments(flat, spec)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +23,8 @@ SYMBOLS: dict[str | Needed, str] = {
     "mode=": "torch._inductor.list_mode_options",
     "options['inner'] = 'inductor'": "torch._inductor.compile_fx.compile_fx .compile_fx_inner torch._inductor.config "
     "torch._inductor.utils.BoxedBool torch._inductor.output_code.CompiledFxGraph",
+    "finding calls of compiled functions in a whole step": "torch._dynamo.eval_frame "
+    "torch._dynamo.eval_frame._callback_from_stance",
     "capturing the pieces that Inductor cuts": "torch._inductor.utils.align_inputs_from_check_idxs",
     Needed("cudagraph.Policy", ("2.13.0", "2.15.0")): "torch._inductor.cudagraph_utils.CUDAGraphPolicy "
     "torch._inductor.config.cudagraph_policy",
@@ -145,6 +148,30 @@ def inside_wrapper(function: Any) -> tuple[Any, bool]:
     """The function inside of a wrapper of Dynamo's, None if `function` is no wrapper; whether Dynamo compiles it."""
     inner = getattr(function, "_torchdynamo_orig_callable", None)
     return inner, inner is not None and not getattr(function, "_torchdynamo_disable", False)
+
+
+@contextlib.contextmanager
+def noting_compiled_calls(note: Callable[[], None]) -> Iterator[None]:
+    """A context in which `note` is called whenever a function is called that Dynamo compiles, in any thread.
+
+    Each such call asks `_callback_from_stance` for its callback, in 2.11 to 2.15. Goes when torch has a hook for it.
+    """
+    module = need("torch._dynamo.eval_frame")
+    before = need("torch._dynamo.eval_frame._callback_from_stance")
+    ended = False
+
+    def callback_from_stance(callback: Any) -> Any:
+        if callback not in (None, False) and not ended:
+            note()
+        return before(callback)
+
+    module._callback_from_stance = callback_from_stance
+    try:
+        yield
+    finally:
+        ended = True
+        if module._callback_from_stance is callback_from_stance:  # else somebody else calls ours, which passes it on
+            module._callback_from_stance = before
 
 
 # --- Inductor ---

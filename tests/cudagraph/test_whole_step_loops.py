@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import random
+import threading
 
 import numpy
 import pytest
@@ -18,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 import aot_hooks
 import cudagraph
+from cudagraph.step.watch import Watch
 
 
 def adamw_fused(model):
@@ -431,3 +434,68 @@ def test_what_processes_send_each_other_is_refused_in_a_step_of_ones_own(device,
 
 def plain_sgd(model):
     return torch.optim.SGD(model.parameters(), lr=0.05)
+
+
+def hidden(model):
+    """`model` compiled, in a place that a walk of host values does not look at."""
+    holder = threading.local()
+    holder.compiled = torch.compile(model, backend="eager")
+    return lambda x: holder.compiled(x)
+
+
+@pytest.mark.parametrize("is_hidden", [True, False])
+def test_a_step_that_calls_compiled_code_is_not_watched(device, is_hidden, monkeypatch):  # noqa: F811
+    """Under a dispatch mode Dynamo would run it as it is, then and in all later calls."""
+    watched = []
+    monkeypatch.setattr(Watch, "__call__", lambda self: watched.append(self) or contextlib.nullcontext())
+    ours, optimizer, _, _ = pair(device, adamw_fused)
+    compiled = hidden(ours) if is_hidden else torch.compile(ours, backend="eager")
+    step = cudagraph.whole_step(compiled, F.mse_loss, optimizer)
+    stance = torch._dynamo.eval_frame._callback_from_stance
+    for x, y in batches(device, 4):
+        step(x, y)
+    assert step.refused == "" and watched == []
+    assert torch._dynamo.eval_frame._callback_from_stance is stance
+
+
+@pytest.mark.gpu  # the simulator is a dispatch mode, under which Dynamo uses no compiled code
+@pytest.mark.parametrize("is_hidden", [True, False])
+def test_compiled_parts_are_captured_where_the_step_is_not(is_hidden):
+    device = torch.device("cuda", torch.cuda.current_device())  # noqa: F811
+    ours, optimizer, eager, eager_optimizer = pair(device, adamw_fused)
+    inner = torch.compile(ours, backend=cudagraph.cudagraph_tree)
+    holder = threading.local()
+    holder.model = inner
+
+    def loss_fn(out, y):
+        loss = F.mse_loss(out, y)
+        return loss * (1 + 0 * loss.item())
+
+    step = cudagraph.whole_step((lambda x: holder.model(x)) if is_hidden else inner, loss_fn, optimizer)
+    expected = eager_step(eager, loss_fn, eager_optimizer)
+    for x, y in batches(device, 8):
+        torch.testing.assert_close(step(x, y), expected(x, y))
+    assert "capturing it raised" in step.refused
+    assert cudagraph.stats()["recordings"] >= 2  # of the forward and the backward
+
+
+@pytest.mark.gpu  # the simulator is a dispatch mode, under which Dynamo uses no compiled code
+@pytest.mark.parametrize(
+    "policy",
+    [
+        None,
+        aot_hooks.float8(),
+        aot_hooks.policies.everything(aot_hooks.offload(min_bytes=1, max_stall_ms=float("inf"))),
+        aot_hooks.budget(max_slowdown=float("inf")),
+    ],
+    ids=repr,
+)
+def test_models_that_inductor_compiles_with_hooks_enabled(policy):
+    device = torch.device("cuda", torch.cuda.current_device())  # noqa: F811
+    ours, optimizer, eager, eager_optimizer = pair(device, adamw_fused)
+    with aot_hooks.enable(policy):
+        step = cudagraph.whole_step(torch.compile(ours), F.mse_loss, optimizer)
+        expected = eager_step(torch.compile(eager), F.mse_loss, eager_optimizer)
+        for x, y in batches(device, 12):
+            torch.testing.assert_close(step(x, y), expected(x, y), rtol=1e-3, atol=1e-4)
+    assert step.refused == step.update_refused == "" and cudagraph.stats()["replays"] >= 8
