@@ -337,6 +337,20 @@ def test_an_average_of_the_weights(device, where):  # noqa: F811
         assert step.refused == "" and cudagraph.stats()["replays"] > 8
 
 
+def test_what_blocks_in_an_installed_package_is_named_with_both_lines(device, tmp_path, monkeypatch):  # noqa: F811
+    package = tmp_path / "site-packages"
+    package.mkdir()
+    (package / "losses_of_others.py").write_text("def scaled(loss):\n    return loss * (1 + 0 * loss.item())\n")
+    monkeypatch.syspath_prepend(str(package))
+    from losses_of_others import scaled
+
+    ours, optimizer, _, _ = pair(device, adamw_fused)
+    step = cudagraph.whole_step(ours, lambda out, y: scaled(F.mse_loss(out, y)), optimizer)
+    for x, y in batches(device, 4):
+        step(x, y)
+    assert "(losses_of_others.py:2: return loss * (1 + 0 * loss.item()), called from test_whole_step" in step.refused
+
+
 def test_batches_as_dicts(device):  # noqa: F811
     """As trainers of language models pass them: `step(**batch)`."""
     ours, optimizer, eager, eager_optimizer = pair(device, adamw_fused)
