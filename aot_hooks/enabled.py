@@ -149,7 +149,7 @@ class Enabled:
             warnings.warn(
                 f"aot_hooks: {self!r} ended, and no graph that backend 'inductor' compiles has run meanwhile, so "
                 "it had no effect. Compile the model (torch.compile, or the trainer's own switch) and call it inside. "
-                "module.compile() does it only for a module of a class of your own, not of torch's",
+                "Before torch 2.15 nn.Sequential(...).compile() compiles nothing; torch.compile(module) does",
                 UnusedWarning,
                 stacklevel=skipped + 1,
             )
