@@ -12,6 +12,7 @@ A replay never guesses: where a value differs from a recording's snapshot, that 
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 import types
 import warnings
@@ -453,6 +454,8 @@ def whole_step(
         OptionError: an unknown option, or arguments that don't go together.
         NotCapturableError: in calls, with `options["or_error"]`, where a step would run without a graph of all of it.
     """
+    if isinstance(loss_fn, torch.optim.Optimizer):
+        raise OptionError("the optimizer is the third argument: whole_step(model, loss_fn, optimizer), loss_fn or None")
     if optimizer is None:
         if loss_fn is not None or scaler is not None or clip_grad_norm is not None or accumulate != 1:
             raise OptionError("loss_fn, scaler, clip_grad_norm and accumulate need an optimizer; give whole_step one")
@@ -466,7 +469,11 @@ def whole_step(
     optimizers: list[Any] = list(optimizer) if isinstance(optimizer, Iterable) else [optimizer]
     if not optimizers or any(not isinstance(each, torch.optim.Optimizer) for each in optimizers):
         raise OptionError(f"optimizer must be a torch.optim.Optimizer or several, got {optimizer!r}")
-    if clip_grad_norm is not None and not clip_grad_norm > 0:
+    for each in optimizers:
+        if (closure := inspect.signature(each.step).parameters.get("closure")) and closure.default is closure.empty:
+            raise OptionError(f"{type(each).__name__} calls a closure several times; write a step of your own for it")
+    is_number = isinstance(clip_grad_norm, (int, float)) and not isinstance(clip_grad_norm, bool)
+    if clip_grad_norm is not None and not (is_number and clip_grad_norm > 0):
         raise OptionError(f"clip_grad_norm must be a positive number or None, got {clip_grad_norm!r}")
     parts = Parts(model, loss_fn, optimizers, scaler, clip_grad_norm, accumulate)
     roots = {"model": model, "loss_fn": loss_fn, "scaler": scaler}

@@ -351,6 +351,25 @@ def test_what_blocks_in_an_installed_package_is_named_with_both_lines(device, tm
     assert "(losses_of_others.py:2: return loss * (1 + 0 * loss.item()), called from test_whole_step" in step.refused
 
 
+@pytest.mark.parametrize(
+    "make, message",
+    [
+        (lambda m, o: cudagraph.whole_step(m, o), "the optimizer is the third argument"),
+        (
+            lambda m, o: cudagraph.whole_step(m, F.mse_loss, m.parameters()),
+            "must be a torch.optim.Optimizer or several",
+        ),
+        (lambda m, o: cudagraph.whole_step(m, F.mse_loss, torch.optim.LBFGS(m.parameters())), "LBFGS calls a closure"),
+        (lambda m, o: cudagraph.whole_step(m, F.mse_loss, o, clip_grad_norm=True), "must be a positive number"),
+        (lambda m, o: cudagraph.whole_step(m, F.mse_loss, o, clip_grad_norm="1"), "must be a positive number"),
+    ],
+)
+def test_first_mistakes(make, message):
+    model = nn.Linear(2, 2)
+    with pytest.raises(cudagraph.OptionError, match=message):
+        make(model, torch.optim.SGD(model.parameters()))
+
+
 def test_batches_as_dicts(device):  # noqa: F811
     """As trainers of language models pass them: `step(**batch)`."""
     ours, optimizer, eager, eager_optimizer = pair(device, adamw_fused)
