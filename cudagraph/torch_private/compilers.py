@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import operator
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -150,28 +151,47 @@ def inside_wrapper(function: Any) -> tuple[Any, bool]:
     return inner, inner is not None and not getattr(function, "_torchdynamo_disable", False)
 
 
+_noters: list[Callable[[], None]] = []  # of all threads
+_noters_lock = threading.Lock()
+_end_noting: Callable[[], None] | None = None  # takes back what is replaced while there are noters
+
+
 @contextlib.contextmanager
 def noting_compiled_calls(note: Callable[[], None]) -> Iterator[None]:
     """A context in which `note` is called whenever a function is called that Dynamo compiles, in any thread.
 
     Each such call asks `_callback_from_stance` for its callback, in 2.11 to 2.15. Goes when torch has a hook for it.
     """
-    module = need("torch._dynamo.eval_frame")
-    before = need("torch._dynamo.eval_frame._callback_from_stance")
-    ended = False
-
-    def callback_from_stance(callback: Any) -> Any:
-        if callback not in (None, False) and not ended:
-            note()
-        return before(callback)
-
-    module._callback_from_stance = callback_from_stance
+    global _end_noting
+    with _noters_lock:
+        if not _noters:
+            _end_noting = _replace_callback_from_stance()
+        _noters.append(note)
     try:
         yield
     finally:
-        ended = True
+        with _noters_lock:
+            _noters.remove(note)
+            if not _noters:
+                assert _end_noting is not None
+                _end_noting()
+
+
+def _replace_callback_from_stance() -> Callable[[], None]:
+    module = need("torch._dynamo.eval_frame")
+    before = need("torch._dynamo.eval_frame._callback_from_stance")
+
+    def callback_from_stance(callback: Any) -> Any:
+        for note in list(_noters) if callback not in (None, False) else ():
+            note()
+        return before(callback)
+
+    def end() -> None:
         if module._callback_from_stance is callback_from_stance:  # else somebody else calls ours, which passes it on
             module._callback_from_stance = before
+
+    module._callback_from_stance = callback_from_stance
+    return end
 
 
 # --- Inductor ---
