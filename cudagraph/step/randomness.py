@@ -17,7 +17,7 @@ Access = tuple[Callable[[], Any], Callable[[Any], Any]]
 
 def _access(value: Any) -> Access | None:
     """Functions that return and set the state of a generator; None if `value` is none."""
-    if isinstance(value, random.Random):
+    if isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):  # that one has no state
         return value.getstate, value.setstate
     numpy: Any = sys.modules.get("numpy.random")  # unless it is imported, nothing is of it
     if numpy is None:
