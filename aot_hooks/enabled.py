@@ -62,7 +62,7 @@ def enable(policy: Any = None, *, scope: str | None = None, options: Mapping[str
         UnsupportedTorchError: this torch lacks what it needs.
 
     Warns:
-        UnusedWarning: on its end, if no function compiled by "inductor" was called meanwhile.
+        UnusedWarning: on its end, if no graph that "inductor" compiles has run meanwhile.
     """
     return Enabled(policy, scope, dict(options or {}))
 
@@ -79,7 +79,9 @@ class Enabled:
         self.options = Options.parse(options | {"policy": policy} | settings)
         self.thread = threading.current_thread()
         self._backends: dict[int, _Backend] = {}  # of the functions that were called meanwhile, by id
-        self._seen: dict[_Graph, int] = {}  # its run count when `runs` returned
+        self._seen: dict[_Graph, int] = {}  # its run count when runs were counted last
+        self._since: dict[_Graph, int] = {}  # its runs since `runs` was called
+        self._ran = False
         setting = "" if policy is None else Setting(policy, self.options.scope).key
         others = sorted((name, repr(value)) for name, value in options.items())
         self.key = f"{setting} {others}"
@@ -103,18 +105,28 @@ class Enabled:
 
     @property
     def is_used(self) -> bool:
-        """Whether a function compiled by "inductor" has been called while this was the innermost."""
-        return bool(self._backends)
+        """Whether "inductor" was to compile a graph, or one has run, while this was the innermost."""
+        self._count_runs()
+        return self._ran or any(backend.is_called for backend in self._backends.values())
 
     def runs(self) -> list[tuple[Plan, int]]:
         """The plans of graphs that ran since the last call, each with the number of its runs.
 
         Only runs of functions that were called while this was the innermost one count.
         """
-        graphs = dict.fromkeys(graph for backend in list(self._backends.values()) for graph in list(backend.graphs))
-        since = [(graph.plan, graph.run_count - self._seen.get(graph, 0)) for graph in graphs]
-        self._seen.update((graph, graph.run_count) for graph in graphs)
-        return [(plan, n) for plan, n in since if n]
+        since, self._since = self._count_runs(), {}
+        return [(graph.plan, n) for graph, n in since.items() if graph.plan is not None]
+
+    def _count_runs(self) -> dict[_Graph, int]:
+        """The runs of each graph since the last call of `runs`."""
+        for graph in dict.fromkeys(
+            graph for backend in list(self._backends.values()) for graph in list(backend.graphs)
+        ):
+            if n := graph.run_count - self._seen.get(graph, 0):
+                self._since[graph] = self._since.get(graph, 0) + n
+                self._ran = True
+            self._seen[graph] = graph.run_count
+        return self._since
 
     def _use(self, backend: _Backend) -> None:
         if id(backend) not in self._backends:
@@ -135,8 +147,9 @@ class Enabled:
         if not self.is_used and sys.exc_info()[0] is None:
             _, skipped = user_frame(sys._getframe())
             warnings.warn(
-                f"aot_hooks: {self!r} ended, and no function compiled by backend 'inductor' was called meanwhile, so "
-                "it had no effect. Compile the model (torch.compile, or the trainer's own switch) and call it inside",
+                f"aot_hooks: {self!r} ended, and no graph that backend 'inductor' compiles has run meanwhile, so "
+                "it had no effect. Compile the model (torch.compile, or the trainer's own switch) and call it inside. "
+                "Before torch 2.15 nn.Sequential(...).compile() compiles nothing; torch.compile(module) does",
                 UnusedWarning,
                 stacklevel=skipped + 1,
             )
@@ -183,9 +196,9 @@ def _callback_for(callback: Any) -> Any:
 
 @dataclass(eq=False)
 class _Graph:
-    """A compiled graph with a backward."""
+    """A compiled graph; without a plan, if it has no backward."""
 
-    plan: Plan
+    plan: Plan | None
     run_count: int = 0
 
 
@@ -193,13 +206,14 @@ class _Backend(dynamo_backends.InPlaceOf):
     """The backend that compiles one function with the hooks and options of an `enable`.
 
     Attributes:
-        graphs: those with a backward, shared by equal backends.
+        graphs: all that were compiled, shared by equal backends.
+        is_called: whether Dynamo had a graph for it. It has none for code that it skips, such as that of torch.nn.
         refusal: why it compiles nothing, "" if it does.
     """
 
     def __init__(self, wrapper: Any, options: Options, key: str) -> None:
         super().__init__(wrapper)
-        self.options, self.key, self.refusal = options, key, ""
+        self.options, self.key, self.refusal, self.is_called = options, key, "", False
         # Dynamo uses the graphs of an equal backend, so the same model made anew compiles nothing
         with _lock:
             alive = [other for ref in _backends if (other := ref()) is not None]
@@ -214,6 +228,7 @@ class _Backend(dynamo_backends.InPlaceOf):
     def __call__(
         self, gm: GraphModule, inputs: Sequence[Any], *, config_patches: Mapping[str, Any] | None = None
     ) -> Callable[..., Any]:
+        self.is_called = True
         settings = {**(self.options.inductor or {}), **self.settings, **(config_patches or {})}
         refusal = self.refusal
         if inductor.custom_partitioner(settings) is not None:
@@ -225,10 +240,9 @@ class _Backend(dynamo_backends.InPlaceOf):
         before = len(known)
         options = replace(self.options, inductor=settings)
         compiled = compile_for(self.wrapper, gm, inputs, None, options, "inductor")
-        graphs = [_Graph(plan) for plan in known[before:]]  # several if Dynamo's graph became several
+        plans: list[Plan | None] = [*known[before:]] or [None]  # several if Dynamo's graph became several
+        graphs = [_Graph(plan) for plan in plans]
         self.graphs += graphs
-        if not graphs:
-            return compiled
 
         def run(*args: Any) -> Any:
             for graph in graphs:

@@ -173,9 +173,11 @@ def _as_hook(pack: Any, unpack: Any) -> Hook:
         )
     for name, fn in (("pack", pack), ("unpack", unpack)):
         if not callable(fn):
+            hint = uncalled_factory(pack)
+            if unpack is None and callable(pack) and not hint:
+                hint = f"; is {pack!r} a policy? Then use aot_hooks.saved_tensors_policy"
             raise OptionError(
-                f"saved_tensors_hooks: {name} must be a function, a torch.fx.GraphModule or a Hook, got {fn!r}"
-                f"{uncalled_factory(pack)}"
+                f"saved_tensors_hooks: {name} must be a function, a torch.fx.GraphModule or a Hook, got {fn!r}{hint}"
             )
     name = getattr(pack, "__name__", type(pack).__name__)
     # the two functions of a library hook, passed one by one, still know which tensors they decline and if they round

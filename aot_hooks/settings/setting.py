@@ -141,7 +141,7 @@ def looks_at_modules(rule: Hook | Policy) -> bool:
 
 def check_rule(rule: Any, expected: str) -> None:
     """Raises `OptionError` unless `rule` is a hook or a policy."""
-    hint = uncalled_factory(rule)
+    hint = uncalled_factory(rule) or ("; write aot_hooks.float8() or the like" if isinstance(rule, (str, int)) else "")
     if hint or not (isinstance(rule, Hook) or callable(rule)):
         raise OptionError(f"{expected}, got {rule!r}{hint}")
 

@@ -39,6 +39,7 @@ PLAIN = (
 )  # fmt: skip
 # Objects of torch that are followed. Others, such as what Dynamo compiled, change by themselves.
 TORCH_OBJECTS = (torch.nn.Module, torch.optim.Optimizer, torch.amp.GradScaler)
+Scheduler = torch.optim.lr_scheduler.LRScheduler  # counts outside of the step; what it sets is the optimizer's
 WRAPPERS = ("__self__", "__func__", "func", "args", "keywords", "fget")  # of methods, partials and properties
 MISSING = object()
 _PATHS = sysconfig.get_paths()
@@ -74,19 +75,21 @@ class HostState:
         leaves: what is compared, by path, such as "optimizer.param_groups[0]['lr']".
         tensors: each tensor that was found, by its path.
         optimizers: each optimizer that was found, by its path.
+        schedulers: each scheduler of learning rates that was found, by its path. It is not followed.
         compiled: whether a function or module was found that Dynamo compiles.
         numbers: the tensors on the CPU, if the step is on another device. Their versions are compared.
 
     Raises `TooManyValues`.
     """
 
-    def __init__(self, roots: Mapping[str, Any], device_type: str) -> None:
+    def __init__(self, roots: Mapping[str, Any], device_type: str, *, follows_schedulers: bool = False) -> None:
         self.leaves: dict[str, Any] = {}
         self.tensors: dict[str, torch.Tensor] = {}
         self.optimizers: dict[str, torch.optim.Optimizer] = {}
+        self.schedulers: dict[str, Scheduler] = {}
         self.compiled = False
         self.numbers: list[torch.Tensor] = []
-        self._device_type = device_type
+        self._device_type, self._follows_schedulers = device_type, follows_schedulers
         self._dicts: list[dict[Any, Any]] = []
         self._lists: list[Any] = []
         # Containers of other kinds: a function that reads their values, one that puts values back, and the values.
@@ -109,6 +112,10 @@ class HostState:
     def objects(self) -> list[Any]:
         """All objects that were found, except for plain values."""
         return [value for value, _ in self._seen.values()]
+
+    def of_schedulers(self) -> HostState:
+        """A snapshot of the schedulers that were found: a step that counts in them can't be replayed."""
+        return HostState(self.schedulers, self._device_type, follows_schedulers=True)
 
     def note_versions(self) -> None:
         """Take the versions of now as those of the snapshot. For when all values are back at those of the snapshot."""
@@ -208,7 +215,12 @@ class HostState:
                 space = vars(value)
                 names = [name for name, x in space.items() if name[:2] != "__" or isinstance(x, CODE)]
                 self._view(path, names, lambda: [space.get(name, MISSING) for name in names])
-        elif isinstance(value, TORCH_OBJECTS) or is_users_class(type(value)):
+        elif isinstance(value, types.BuiltinMethodType):
+            if not isinstance(value.__self__, types.ModuleType):
+                self._waiting.append((f"{path}.__self__", value.__self__))
+        elif isinstance(value, Scheduler) and not self._follows_schedulers:
+            self.schedulers[path] = value
+        elif isinstance(value, (*TORCH_OBJECTS, Scheduler)) or is_users_class(type(value)):
             if isinstance(value, torch.optim.Optimizer):
                 self.optimizers[path] = value
             self.compiled |= compilers.is_compiled_module(value)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import random
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,6 +26,7 @@ from ..tree.tree import one_capture
 from .gradients import Gradients, LastGradients
 from .host import HostState
 from .inputs import Inputs, arguments_of
+from .randomness import HostRandom
 from .watch import Watch
 
 
@@ -174,6 +174,7 @@ class ToRecord:
         blocks_of_others: addresses in the pool that other recordings keep.
         gradients_in_use: gradients of other recordings, whose memory is among `blocks_of_others`.
         last_gradients, reads_gradients: see `Gradients`.
+        calls_compiled: whether the step has called a function that Dynamo compiles.
     """
 
     pool: Any
@@ -190,6 +191,7 @@ class ToRecord:
     gradients_in_use: set[StorageWeakRef]
     last_gradients: LastGradients
     reads_gradients: bool
+    calls_compiled: bool
 
 
 def record(step: ToRecord) -> StepRecording:
@@ -206,7 +208,7 @@ def record(step: ToRecord) -> StepRecording:
     versions = [None if x.is_inference() else x._version for x in tensors]
     numbers = [(x, x._version, x.detach().clone()) for x in host.numbers]
     random_states = [torch.get_rng_state()]
-    python_random_state = random.getstate()
+    random_numbers, schedulers = HostRandom(host.objects()), host.of_schedulers()
     rates = {path: Rate(group, device) for path, group in step.rate_groups.items()}
     owner, graph = Owner(), None
     gradients = Gradients(parameters_of(host), step.last_gradients, reads=step.reads_gradients)
@@ -216,16 +218,18 @@ def record(step: ToRecord) -> StepRecording:
 
         def captured() -> Any:
             args, kwargs = arguments_of(inputs.arguments(step.flat), step.spec)
-            with contextlib.nullcontext() if host.compiled else watch(), as_they_are():
+            is_compiled = host.compiled or step.calls_compiled  # under a dispatch mode Dynamo gives compiled code up
+            with contextlib.nullcontext() if is_compiled else watch(), as_they_are():
                 result = step.run(*args, **kwargs)
             random_states.append(torch.get_rng_state())  # before the capture puts it back
             return ([result], None) if isinstance(result, torch.Tensor) else torch_cuda.flatten(result)
 
         with one_capture(), under_way(Capture(owner, ())), on_device([*rates.values()]):
             graph, (results, result_spec) = pool.capture(captured, snapshot.generators)
-        if random.getstate() != python_random_state or not torch.equal(*random_states):
+        if random_numbers.changed() or not torch.equal(*random_states):
             raise CannotCapture("draws random numbers on the host")
-        changed = host.differences(step.take_snapshot())
+        now = step.take_snapshot()
+        changed = host.differences(now) | schedulers.differences(now.of_schedulers())
         host.restore()  # the step may have put equal containers in the place of the old ones
         host.note_versions()
         for path, how in changed.items():
@@ -267,13 +271,14 @@ def record(step: ToRecord) -> StepRecording:
         if graph is not None:
             graph.reset()
         host.restore()
+        schedulers.restore()
         host.note_versions()
         snapshot.restore()
         with torch.no_grad():
             for x, version, copy in numbers:
                 if x._version != version:
                     x.copy_(copy)
-        random.setstate(python_random_state)
+        random_numbers.restore()
         gradients.finish()
         gradients.close()
         raise

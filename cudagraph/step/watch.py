@@ -4,7 +4,8 @@
                         else it runs; what it writes to is noted
 
 What the step itself makes on the CPU, such as `torch.tensor(2.0)`, is the same in each replay. A step with a part that
-Dynamo compiles is not watched, because Dynamo would not use compiled code then. CUDA's own errors stop its capture.
+Dynamo compiles is not watched: under a dispatch mode Dynamo runs it as it is, then and ever after. CUDA's own errors
+stop its capture.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ INDEXED = ("aten::index", "aten::index_put", "aten::index_put_", "aten::_index_p
 ATTENTION = (
     "aten::_scaled_dot_product", "aten::_flash_attention", "aten::_efficient_attention", "aten::_cudnn_attention",
 )  # fmt: skip
+OUR_OWN = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(os.path.dirname(__file__)) + os.sep)
 SIZE = "has a size that depends on the values of a tensor"
 
 
@@ -101,10 +103,15 @@ def _is_attention(func: Any) -> bool:
 
 
 def users_line(trace: TracebackType | None = None) -> str:
-    """The innermost line of the user's own in a traceback, or on the stack: "model.py:31: y = x.item()"; or ""."""
+    """The innermost line of the user's own in a traceback, or on the stack: "model.py:31: y = x.item()"; or "".
+
+    If an installed package was called there, its innermost line stands first.
+    """
     frames = traceback.walk_tb(trace) if trace is not None else reversed([*traceback.walk_stack(None)])
-    own = [(frame.f_code.co_filename, line) for frame, line in frames if is_users(frame.f_code.co_filename)]
-    if not own:
-        return ""
-    file, number = own[-1]
-    return f"{os.path.basename(file)}:{number}: {linecache.getline(file, number).strip()}"
+    lines: list[str] = []
+    for frame, number in frames:
+        file = frame.f_code.co_filename
+        if is_users(file) or ("site-packages" in file and not file.startswith(OUR_OWN)):
+            line = f"{os.path.basename(file)}:{number}: {linecache.getline(file, number).strip()}"
+            lines = [line] if is_users(file) else [*lines[:1], line]
+    return ", called from ".join((lines[-1], *lines[:-1])[:2]) if lines else ""

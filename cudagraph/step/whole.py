@@ -12,7 +12,9 @@ A replay never guesses: where a value differs from a recording's snapshot, that 
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
+import types
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -24,6 +26,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from .. import counters
 from ..errors import NotCapturableError, OptionError
 from ..options import Options
+from ..torch_private import compilers
 from ..torch_private import cuda as torch_cuda
 from ..tree.capture import CannotCapture, NotWarmError
 from ..tree.dispatch import as_they_are
@@ -32,6 +35,7 @@ from ..tree.node import Cursor
 from .gradients import LastGradients, ReadsGradients
 from .host import HostState, TooManyValues
 from .inputs import arguments_of, flat_arguments, key_of, reason_against
+from .parts import Parts
 from .recording import StepRecording, ToRecord, parameters_of, rates_of, record
 from .watch import users_line
 
@@ -67,10 +71,11 @@ class WholeStep:
             raise OptionError(f"unknown option {unknown[0]!r} of a whole step; valid options: {', '.join(OPTIONS)}")
         defaults = {name: value for name, value in OPTIONS.items() if value is not None}
         self.options = Options.parse({**defaults, **(options or {})})
+        self._made_of = run, update, roots, update_roots, options
         self.run, self.update = run, update
         self.roots, self.update_roots = dict(roots), dict(update_roots)
         self.driver: CaptureDriver = cuda_driver()
-        self.name = getattr(run, "__name__", "step")
+        self.name = self._attribute = getattr(run, "__name__", "step")
         self.cursor: Cursor | None = None
         self._logged: set[str] = set()
         self._begin()
@@ -84,6 +89,7 @@ class WholeStep:
         self.reads_rates = False  # whether graphs read learning rates on the device
         self.rates_refused = False  # whether a capture that reads them there failed
         self.reads_gradients = False  # whether the step reads gradients from before it; the first capture finds out
+        self.calls_compiled = False  # whether a function was called that Dynamo compiles
         self.failed_captures = self.unstable_calls = 0
         self._pool: Any = None
         # Gradients of closed recordings, which somebody may still hold: pool, storage, address.
@@ -97,6 +103,23 @@ class WholeStep:
         if self._pool is not None:
             self._pool.release()
         self._begin()
+
+    def __reduce__(self) -> Any:
+        """A copy has recordings of its own."""
+        return WholeStep, self._made_of, {"name": self.name}
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._attribute = f"{owner.__module__}.{owner.__qualname__}.{name}"
+
+    def __get__(self, instance: Any, owner: type | None = None) -> WholeStep:
+        """The step of one object, if this decorates a method."""
+        if instance is None or self.update is not None:
+            return self
+        known: dict[str, Any] = instance.__dict__
+        if self._attribute not in known:
+            known[self._attribute] = step_of(types.MethodType(self.run, instance), self._made_of[-1])
+        step: WholeStep = known[self._attribute]
+        return step
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run one step; see `whole_step`."""
@@ -157,7 +180,9 @@ class WholeStep:
         if not changed and count >= self.options.warmup_steps:
             return self._record(key, flat, spec, host)
         if changed:
-            what = next(f"{path} changes between calls: {how}" for path, how in changed.items())
+            rates = rates_of(host)
+            path = min(changed, key=lambda path: path in rates)  # what keeps the graph from reading rates, if anything
+            what = f"{path} changes between calls: {changed[path]}"
             log.debug("%s warms up again: %s", self.name, what)
             self.unstable_calls += 1
             if self.unstable_calls > MOST_UNSTABLE_CALLS:
@@ -213,7 +238,7 @@ class WholeStep:
             recording = record(ToRecord(
                 pool, self.cursor, run, update, key, flat, spec, take_snapshot=self._host, host=host, rate_groups=rates,
                 blocks_of_others=blocks, gradients_in_use=in_use, last_gradients=self._last_gradients,
-                reads_gradients=self.reads_gradients,
+                reads_gradients=self.reads_gradients, calls_compiled=self.calls_compiled,
             ))  # fmt: skip
         except AssertionError:  # a bug, which is not to be hidden
             raise
@@ -321,7 +346,11 @@ class WholeStep:
         """Run the step uncaptured, on the stream of captures, so that a capture can have the memory that it frees. The
         update runs on the current stream, so that the optimizer's state does not lie between activations."""
         counters.add("warmups")
-        with as_they_are(), warnings.catch_warnings():
+
+        def note_compiled() -> None:
+            self.calls_compiled = True
+
+        with as_they_are(), compilers.noting_compiled_calls(note_compiled), warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=CAPTURABLE_WARNING)
             with self._opened_pool().on_side_stream():
                 args, kwargs = self._arguments(flat, spec)
@@ -376,6 +405,13 @@ def reset() -> None:
         step.reset()
 
 
+def step_of(function: Callable[..., Any], options: Mapping[str, Any] | None) -> WholeStep:
+    """A whole step of the user's own function or method."""
+    step = WholeStep(function, None, {getattr(function, "__name__", "step"): function}, {}, options)
+    functools.update_wrapper(step, function)
+    return step
+
+
 def whole_step(
     model: Any = None,
     loss_fn: Callable[..., Any] | None = None,
@@ -418,13 +454,14 @@ def whole_step(
         OptionError: an unknown option, or arguments that don't go together.
         NotCapturableError: in calls, with `options["or_error"]`, where a step would run without a graph of all of it.
     """
+    if isinstance(loss_fn, torch.optim.Optimizer):
+        raise OptionError("the optimizer is the third argument: whole_step(model, loss_fn, optimizer), loss_fn or None")
     if optimizer is None:
         if loss_fn is not None or scaler is not None or clip_grad_norm is not None or accumulate != 1:
             raise OptionError("loss_fn, scaler, clip_grad_norm and accumulate need an optimizer; give whole_step one")
         if model is None:
             return lambda fn: whole_step(fn, options=options)
-        step = WholeStep(model, None, {getattr(model, "__name__", "step"): model}, {}, options)
-        return functools.update_wrapper(step, model)
+        return step_of(model, options)
     if model is None or not callable(model):
         raise OptionError(f"model must be a module or function, got {model!r}")
     if type(accumulate) is not int or accumulate < 1:
@@ -432,7 +469,11 @@ def whole_step(
     optimizers: list[Any] = list(optimizer) if isinstance(optimizer, Iterable) else [optimizer]
     if not optimizers or any(not isinstance(each, torch.optim.Optimizer) for each in optimizers):
         raise OptionError(f"optimizer must be a torch.optim.Optimizer or several, got {optimizer!r}")
-    if clip_grad_norm is not None and not clip_grad_norm > 0:
+    for each in optimizers:
+        if (closure := inspect.signature(each.step).parameters.get("closure")) and closure.default is closure.empty:
+            raise OptionError(f"{type(each).__name__} calls a closure several times; write a step of your own for it")
+    is_number = isinstance(clip_grad_norm, (int, float)) and not isinstance(clip_grad_norm, bool)
+    if clip_grad_norm is not None and not (is_number and clip_grad_norm > 0):
         raise OptionError(f"clip_grad_norm must be a positive number or None, got {clip_grad_norm!r}")
     parts = Parts(model, loss_fn, optimizers, scaler, clip_grad_norm, accumulate)
     roots = {"model": model, "loss_fn": loss_fn, "scaler": scaler}
@@ -440,77 +481,3 @@ def whole_step(
     step = WholeStep(parts.forward_backward, parts.update, roots, update_roots, options)
     step.name = getattr(model, "__name__", type(model).__name__)
     return step
-
-
-class Parts:
-    """The two halves of a step of a model with its loss and optimizers."""
-
-    def __init__(
-        self,
-        model: Callable[..., Any],
-        loss_fn: Callable[..., Any] | None,
-        optimizers: list[torch.optim.Optimizer],
-        scaler: torch.amp.GradScaler | None,
-        clip_grad_norm: float | None,
-        accumulate: int,
-    ) -> None:
-        self.model, self.loss_fn, self.optimizers, self.scaler = model, loss_fn, optimizers, scaler
-        self.clip_grad_norm, self.accumulate = clip_grad_norm, accumulate
-
-    def parameters(self) -> list[torch.Tensor]:
-        """All parameters, each once."""
-        own = self.model.parameters() if isinstance(self.model, torch.nn.Module) else ()
-        groups = (group for optimizer in self.optimizers for group in optimizer.param_groups)
-        return [*dict.fromkeys([*own, *(x for group in groups for x in group["params"])])]
-
-    def forward_backward(self, *inputs: Any, **named: Any) -> torch.Tensor:
-        clean = [x for x in self.parameters() if x.grad is None]
-        total: torch.Tensor | None = None
-        try:
-            for (args, kwargs), share in microbatches((inputs, named), self.accumulate):
-                if self.loss_fn is None:
-                    loss = self.model(*args, **kwargs)
-                else:
-                    loss = self.loss_fn(self.model(*args[:1], **kwargs), *args[1:])
-                loss = loss if self.accumulate == 1 else loss * share
-                (loss if self.scaler is None else self.scaler.scale(loss)).backward()
-                total = loss.detach() if total is None else total + loss.detach()
-        except BaseException:
-            for x in clean:  # the next step is not to add to half of this one
-                x.grad = None
-            raise
-        assert total is not None
-        return total
-
-    def update(self) -> None:
-        try:
-            if self.clip_grad_norm is not None:
-                if self.scaler is not None:
-                    for optimizer in self.optimizers:
-                        self.scaler.unscale_(optimizer)
-                torch.nn.utils.clip_grad_norm_(self.parameters(), self.clip_grad_norm)
-            for optimizer in self.optimizers:
-                optimizer.step() if self.scaler is None else self.scaler.step(optimizer)
-            if self.scaler is not None:
-                torch_cuda.update_scaler(self.scaler)
-        finally:
-            for x in self.parameters():
-                x.grad = None
-
-
-def microbatches(arguments: Any, count: int) -> Iterable[tuple[Any, float]]:
-    """`arguments` cut into `count` parts along dimension 0, each with its share of the whole."""
-    if count == 1:
-        return [(arguments, 1.0)]
-    flat, spec = torch_cuda.flatten(arguments)
-    sizes = {x.shape[0] if x.dim() else 0 for x in flat if isinstance(x, torch.Tensor)}
-    if len(sizes) != 1 or min(sizes) < count:
-        shapes = [tuple(x.shape) for x in flat if isinstance(x, torch.Tensor)]
-        raise ValueError(
-            f"accumulate={count} cuts inputs along dimension 0, so they need one size of at least {count} there; got "
-            f"shapes {shapes}"
-        )
-    (size,) = sizes
-    cut = [x.tensor_split(count) if isinstance(x, torch.Tensor) else [x] * count for x in flat]
-    first = next(x for x in cut if isinstance(x[0], torch.Tensor))
-    return [(torch_cuda.unflatten([x[n] for x in cut], spec), len(first[n]) / size) for n in range(count)]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import operator
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +24,8 @@ SYMBOLS: dict[str | Needed, str] = {
     "mode=": "torch._inductor.list_mode_options",
     "options['inner'] = 'inductor'": "torch._inductor.compile_fx.compile_fx .compile_fx_inner torch._inductor.config "
     "torch._inductor.utils.BoxedBool torch._inductor.output_code.CompiledFxGraph",
+    "finding calls of compiled functions in a whole step": "torch._dynamo.eval_frame "
+    "torch._dynamo.eval_frame._callback_from_stance",
     "capturing the pieces that Inductor cuts": "torch._inductor.utils.align_inputs_from_check_idxs",
     Needed("cudagraph.Policy", ("2.13.0", "2.15.0")): "torch._inductor.cudagraph_utils.CUDAGraphPolicy "
     "torch._inductor.config.cudagraph_policy",
@@ -145,6 +149,49 @@ def inside_wrapper(function: Any) -> tuple[Any, bool]:
     """The function inside of a wrapper of Dynamo's, None if `function` is no wrapper; whether Dynamo compiles it."""
     inner = getattr(function, "_torchdynamo_orig_callable", None)
     return inner, inner is not None and not getattr(function, "_torchdynamo_disable", False)
+
+
+_noters: list[Callable[[], None]] = []  # of all threads
+_noters_lock = threading.Lock()
+_end_noting: Callable[[], None] | None = None  # takes back what is replaced while there are noters
+
+
+@contextlib.contextmanager
+def noting_compiled_calls(note: Callable[[], None]) -> Iterator[None]:
+    """A context in which `note` is called whenever a function is called that Dynamo compiles, in any thread.
+
+    Each such call asks `_callback_from_stance` for its callback, in 2.11 to 2.15. Goes when torch has a hook for it.
+    """
+    global _end_noting
+    with _noters_lock:
+        if not _noters:
+            _end_noting = _replace_callback_from_stance()
+        _noters.append(note)
+    try:
+        yield
+    finally:
+        with _noters_lock:
+            _noters.remove(note)
+            if not _noters:
+                assert _end_noting is not None
+                _end_noting()
+
+
+def _replace_callback_from_stance() -> Callable[[], None]:
+    module = need("torch._dynamo.eval_frame")
+    before = need("torch._dynamo.eval_frame._callback_from_stance")
+
+    def callback_from_stance(callback: Any) -> Any:
+        for note in list(_noters) if callback not in (None, False) else ():
+            note()
+        return before(callback)
+
+    def end() -> None:
+        if module._callback_from_stance is callback_from_stance:  # else somebody else calls ours, which passes it on
+            module._callback_from_stance = before
+
+    module._callback_from_stance = callback_from_stance
+    return end
 
 
 # --- Inductor ---

@@ -286,6 +286,26 @@ def test_an_exception_ends_it() -> None:
         raise ValueError
 
 
+def test_what_dynamo_skips_has_no_hooks_and_that_is_said() -> None:
+    """Before torch 2.15 it skips frames of torch.nn, so `nn.Sequential(...).compile()` runs in eager mode."""
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8), nn.Tanh()), torch.randn(8, 8)
+    model.compile()
+    with warnings.catch_warnings(record=True) as caught, enable(int8(), options=ATEN):
+        warnings.simplefilter("always")
+        gradients(model, model, x)
+    said = [str(each.message) for each in caught if "had no effect" in str(each.message)]
+    assert len(said) == (graph_count() == 0) and all("nn.Sequential(...).compile()" in text for text in said)
+
+
+def test_an_evaluation_alone_warns_of_nothing() -> None:
+    model, x = Net(1), torch.randn(8, 32)
+    compiled = torch.compile(model)
+    for _ in range(2):
+        with warnings.catch_warnings(), torch.no_grad(), enable(float8(), options=ATEN):
+            warnings.simplefilter("error")
+            compiled(x)
+
+
 def test_other_backends_are_left_alone() -> None:
     model, x = Net(1), torch.randn(8, 32)
     eager = torch.compile(model, backend="eager")
@@ -464,7 +484,7 @@ def test_ddp_cuts_graphs_as_ever(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_one_that_ended_is_not_entered_again() -> None:
     enabled = enable(float8())
-    with pytest.warns(errors.UnusedWarning, match=r"enable\(float8\(\)\) ended, and no function"):
+    with pytest.warns(errors.UnusedWarning, match=r"enable\(float8\(\)\) ended, and no graph"):
         enabled.disable()
     with pytest.raises(errors.OptionError, match="has ended"):
         enabled.__enter__()

@@ -119,6 +119,18 @@ def test_a_policy_that_is_not_callable() -> None:
         pytest.fail("entered")
 
 
+@pytest.mark.parametrize("policy", [aot_hooks.lossless(), aot_hooks.budget("1GiB")], ids=repr)
+def test_a_policy_where_hooks_are_expected(policy: Any) -> None:
+    with raises(OptionError, repr(policy), "saved_tensors_policy"), saved_tensors_hooks(policy):
+        pytest.fail("entered")
+
+
+@pytest.mark.parametrize("name", ["float8", "24GiB"])
+def test_a_policy_by_name(name: str) -> None:
+    with raises(OptionError, repr(name), "write aot_hooks.float8()"):
+        aot_hooks.enable(name)
+
+
 def test_last_plans_of_something_else() -> None:
     with raises(OptionError, "last_plans", "torch.compile"):
         aot_hooks.last_plans(len)

@@ -9,6 +9,7 @@ from fuzz_whole_step import World
 from cudagraph.step.gradients import Gradients
 from cudagraph.step.host import HostState
 from cudagraph.step.inputs import Inputs
+from cudagraph.step.randomness import HostRandom
 from cudagraph.torch_private import cuda as torch_cuda
 
 KEPT = (
@@ -40,6 +41,8 @@ DELETIONS = {
     "tensors that moved are noticed": (torch_cuda, "pointers_equal", lambda *_: True),
     "gradients are looked at": (Gradients, "fit", lambda self: True),
     "gradients are given": (Gradients, "give", lambda self: None),
+    "schedulers are looked at": (HostState, "of_schedulers", lambda self: HostState({}, "cpu")),
+    "random numbers of the host are looked at": (HostRandom, "changed", lambda self: False),
     "inputs are copied": (Inputs, "copy", lambda self, flat: None),
 }
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import re
 import types
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +21,7 @@ from torchtitan.models.common.attention import FlexAttention, ScaledDotProductAt
 from torchtitan.models.llama3.config_registry import llama3_debugmodel
 from trained import ATEN, stock_is_aten  # noqa: F401
 
-from aot_hooks import errors, float8
+from aot_hooks import errors, float8, offload
 from aot_hooks.integrations.torchtitan import HooksMetrics
 
 pytestmark = pytest.mark.usefixtures("stock_is_aten")
@@ -120,3 +122,13 @@ def test_a_configuration_with_it_can_be_copied_and_written() -> None:
     config.metrics = HooksMetrics.Config(policy=float8())
     assert copy.deepcopy(config).metrics.policy == float8()
     assert "rowwise" in str(config.to_dict()["metrics"]["policy"])
+
+
+def test_the_recipe_of_the_page() -> None:
+    page = Path(__file__).resolve().parents[2] / "docs" / "trainers.md"
+    (source,) = re.findall(r"^```python torchtitan\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
+    scope: dict[str, Any] = {}
+    exec(source, scope)
+    config = scope["llama3_8b_hooks"]()
+    assert config.compile.enable and isinstance(config.metrics, HooksMetrics.Config)
+    assert config.metrics.policy == offload(then=float8())

@@ -137,3 +137,38 @@ def test_grpo_generates_and_trains(tmp_path: Path) -> None:
     assert losses_of(ours) == pytest.approx(losses_of(stock), rel=0.05, abs=1e-3)
     log = next(log for log in ours.state.log_history if "aot_hooks/saved_mib" in log)
     assert log["aot_hooks/packed_mib"] < log["aot_hooks/saved_mib"]
+
+
+def preferring(tmp_path: Path, name: str, policy: Any = None) -> Any:
+    """A trainer of preferences, on text of one letter each."""
+    import transformers
+
+    rows: list[dict[str, Any]] = [{"prompt": "abcd", "chosen": x * 6, "rejected": "zy" * 3} for x in "efghijkl"]
+    if name == "KTO":
+        rows = [{"prompt": "abcd", "completion": x * 6, "label": x < "i"} for x in "efghijkl"]
+    model, more = llama(), {"ref_model": llama()}
+    if name == "Reward":
+        config = transformers.LlamaConfig(**model.config.to_dict() | {"num_labels": 1})
+        model, more = transformers.LlamaForSequenceClassification(config), {}
+    made = getattr(trl, f"{name}Trainer")(
+        model,
+        args=getattr(trl, f"{name}Config")(output_dir=str(tmp_path), **SETTINGS),
+        train_dataset=datasets.Dataset.from_list(rows),
+        processing_class=tokenizer(),
+        **more,
+    )
+    if policy is not None:
+        AotHooksCallback(policy, options=ATEN).add_to(made)
+    return made
+
+
+@pytest.mark.parametrize("name", ["DPO", "KTO", "Reward"])
+def test_trainers_of_preferences(tmp_path: Path, name: str) -> None:
+    stock = preferring(tmp_path, name)
+    stock.train()
+    torch._dynamo.reset()
+    ours = preferring(tmp_path, name, float8())
+    ours.train()
+    assert losses_of(ours) == pytest.approx(losses_of(stock), rel=0.05, abs=1e-3)
+    log = next(log for log in ours.state.log_history if "aot_hooks/saved_mib" in log)
+    assert log["aot_hooks/packed_mib"] < log["aot_hooks/saved_mib"]

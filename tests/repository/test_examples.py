@@ -29,6 +29,7 @@ def test_the_demo(tmp_path: Path) -> None:
     assert saved["hooks"] < 0.3 * saved["baseline"] and 0 < error["hooks"] < 0.05
     assert rows["peak_bytes"]["hooks"] < 0.6 * rows["peak_bytes"]["baseline"]
     assert "gradient error" in done.stdout and "wrote out/train_gpt.json" in done.stdout
+    assert "A step with hooks is slower here: " in done.stdout
 
 
 @pytest.mark.slow

@@ -1,6 +1,6 @@
 """Every ```python block of README.md and docs/ runs, each by itself; not one whose fence says ```python notest.
 
-Those whose fence says ```python integrations need other packages: tests/integrations/test_pages.py runs them.
+Those whose fence says ```python integrations or torchtitan need other packages: tests/integrations/ runs them.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def python_blocks(text: str) -> list[Block]:
             continue
         if words and words[0].lower() in LANGUAGES:
             source = textwrap.dedent("\n".join(code)) + "\n"
-            blocks.append(Block(start + 1, source, runs=not {"notest", "integrations"} & set(words[1:])))
+            blocks.append(Block(start + 1, source, runs=not {"notest", "integrations", "torchtitan"} & set(words[1:])))
         opened = None
     if opened is not None:
         raise ValueError(f"the fence opened on line {opened[2]} is never closed")

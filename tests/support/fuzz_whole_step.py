@@ -102,12 +102,18 @@ class Side:
     def __init__(self, model: Net, make: Callable[[Any], Any], scaler: Any) -> None:
         self.model, self.optimizers, self.scaler = model, listed(make(model)), scaler
         self.held: list[torch.Tensor] = []  # views of gradients
+        self.schedulers: list[torch.optim.lr_scheduler.LRScheduler] = []  # which the step itself steps
+        self.numbers: Any = None  # a generator on the host that the step draws from
 
 
-def function_of(side: Side, form: str) -> Callable[..., Any]:
-    """A step of the user's own."""
+def function_of(side: Side, form: str, on_host: str) -> Callable[..., Any]:
+    """A step of the user's own. `on_host`: what it does there besides, which a replay would not."""
     model, optimizers = side.model, side.optimizers
     first, to_none = "first" in form, "none" in form
+    if on_host == "schedules":
+        side.schedulers = [torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5) for optimizer in optimizers]
+    if on_host == "draws":
+        side.numbers = random.Random(1)
 
     def zero() -> None:
         for optimizer in optimizers:
@@ -118,10 +124,12 @@ def function_of(side: Side, form: str) -> Callable[..., Any]:
             zero()
         out = model(x)
         loss = F.mse_loss(out, y)
+        if side.numbers is not None:
+            loss = loss * side.numbers.choice(VALUES)
         loss.backward()
         if "adds" not in form:
-            for optimizer in optimizers:
-                optimizer.step()
+            for each in (*optimizers, *side.schedulers):
+                each.step()
             if not first:
                 zero()
         return loss.detach(), {"out": out.detach()}
@@ -283,9 +291,26 @@ def on_simulator(monkeypatch: pytest.MonkeyPatch, arena_bytes: int = 1 << 22) ->
     simulator = Simulator(arena_bytes)
     monkeypatch.setattr(whole, "cuda_driver", lambda: simulator)
     monkeypatch.setattr(torch_cuda, "capturable_devices", lambda: ["cpu"])
-    for name in ("torch.optim.adam", "torch.optim.adamw"):
-        if hasattr(sys.modules.get(name), "_get_capturable_supported_devices"):
-            monkeypatch.setattr(sys.modules[name], "_get_capturable_supported_devices", lambda **kw: ["cpu"])
+    for name, module in list(sys.modules.items()):
+        if name.startswith("torch.optim.") and hasattr(module, "_get_capturable_supported_devices"):
+            monkeypatch.setattr(module, "_get_capturable_supported_devices", lambda **kw: ["cpu"])
+    read, write = torch.get_rng_state, torch.set_rng_state
+
+    def note(step: Callable[[], Any]) -> None:  # a replay does it as well, as on CUDA
+        for pool in simulator.pools:
+            pool.note(step)
+
+    def get_rng_state() -> torch.Tensor:
+        state = read()
+        note(lambda: state.copy_(read()))
+        return state
+
+    def set_rng_state(state: torch.Tensor) -> None:
+        write(state)
+        note(lambda: write(state))
+
+    monkeypatch.setattr(torch, "get_rng_state", get_rng_state)
+    monkeypatch.setattr(torch, "set_rng_state", set_rng_state)
     return simulator
 
 
@@ -318,8 +343,9 @@ class Program:
             side = self.eager
             self.expected = eager_step(side.model, F.mse_loss, side.optimizers, side.scaler, clip, accumulate)
         else:
-            self.step = cudagraph.whole_step(function_of(self.ours, form), options=self.options)
-            self.expected = function_of(self.eager, form)
+            on_host = random.Random(~seed).choice(["", "", "", "", "schedules", "draws"])
+            self.step = cudagraph.whole_step(function_of(self.ours, form, on_host), options=self.options)
+            self.expected = function_of(self.eager, form, on_host)
         self.often, self.faulty = choose.choice([0.1, 0.3, 0.9]), choose.choice([0.0, 0.0, 0.3])
         self.sizes = [6, choose.choice([6, 7])]
         self.done: list[Any] = [form, self.sizes, self.options]
@@ -400,6 +426,10 @@ class Program:
             for group in (*state["param_groups"], *state_2["param_groups"]):
                 group.pop("capturable", None)
             assert state["param_groups"] == state_2["param_groups"], "the optimizer's options"
+        counted, counted_2 = ([each.last_epoch for each in side.schedulers] for side in (self.ours, self.eager))
+        assert counted == counted_2, "the schedulers"
+        if self.ours.numbers is not None:
+            assert self.ours.numbers.getstate() == self.eager.numbers.getstate(), "the generator on the host"
         if self.ours.scaler is not None:
             assert self.ours.scaler.state_dict() == self.eager.scaler.state_dict(), "the scaler"
 

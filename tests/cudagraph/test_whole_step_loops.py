@@ -1,0 +1,425 @@
+"""`whole_step` in the loops that people write: torch's schedulers and optimizers, scalers, checkpoints, averages."""
+
+from __future__ import annotations
+
+import copy
+import random
+
+import numpy
+import pytest
+import torch
+from fuzz_whole_step import eager_step
+from test_whole_step import OPTIMIZERS, assert_equal, batches, device, pair, run  # noqa: F401
+from torch import nn
+from torch.nn import functional as F
+from torch.optim import lr_scheduler as schedulers
+from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn
+from torch.utils.checkpoint import checkpoint
+
+import aot_hooks
+import cudagraph
+
+
+def adamw_fused(model):
+    return torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
+
+
+def steps_are_equal(device, make_step, make=adamw_fused, count=12, **kw):  # noqa: F811
+    """Runs a step of the user's own beside the same in eager mode, and returns it. `make_step(model, optimizer)`."""
+    ours, optimizer, eager, eager_optimizer = pair(device, make, **kw)
+    step, expected = cudagraph.whole_step(make_step(ours, optimizer)), make_step(eager, eager_optimizer)
+    for i, (x, y) in enumerate(batches(device, count)):
+        results = []
+        for each in (step, expected):
+            torch.manual_seed(i)
+            results.append(each(x, y).detach())
+        assert torch.equal(*results), i
+        assert_equal(ours, eager)
+    return step
+
+
+def train(loss, optimizer):
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss
+
+
+SCHEDULERS = {
+    "LambdaLR": lambda o: schedulers.LambdaLR(o, lambda epoch: 0.95**epoch),
+    "MultiplicativeLR": lambda o: schedulers.MultiplicativeLR(o, lambda epoch: 0.95),
+    "StepLR": lambda o: schedulers.StepLR(o, 7, 0.5),
+    "MultiStepLR": lambda o: schedulers.MultiStepLR(o, [5, 15], 0.5),
+    "ConstantLR": lambda o: schedulers.ConstantLR(o, 0.5, 8),
+    "LinearLR": lambda o: schedulers.LinearLR(o, 0.1, 1.0, 12),
+    "ExponentialLR": lambda o: schedulers.ExponentialLR(o, 0.9),
+    "PolynomialLR": lambda o: schedulers.PolynomialLR(o, 20),
+    "CosineAnnealingLR": lambda o: schedulers.CosineAnnealingLR(o, 20),
+    "CosineAnnealingWarmRestarts": lambda o: schedulers.CosineAnnealingWarmRestarts(o, 7),
+    "CyclicLR": lambda o: schedulers.CyclicLR(o, 0.001, 0.01, 5),
+    "OneCycleLR": lambda o: schedulers.OneCycleLR(o, 0.1, 40),
+    "ReduceLROnPlateau": lambda o: schedulers.ReduceLROnPlateau(o, patience=1),
+    "SequentialLR": lambda o: schedulers.SequentialLR(
+        o, [schedulers.LinearLR(o, 0.1, 1, 5), schedulers.CosineAnnealingLR(o, 20)], [5]
+    ),
+    "ChainedScheduler": lambda o: schedulers.ChainedScheduler(
+        [schedulers.ConstantLR(o, 0.1, 4), schedulers.ExponentialLR(o, 0.9)]
+    ),
+    "SWALR": lambda o: SWALR(o, 0.001, 5),
+}
+CYCLE_MOMENTUM = ("CyclicLR", "OneCycleLR")
+
+
+def test_every_scheduler_of_torch_is_here():
+    assert {*schedulers.__all__} - {"LRScheduler"} == {*SCHEDULERS} - {"SWALR"}
+
+
+@pytest.mark.parametrize("name", ["adamw, fused", "sgd with momentum"])
+@pytest.mark.parametrize("schedule", SCHEDULERS)
+def test_every_scheduler(device, schedule, name):  # noqa: F811
+    ours, optimizer, eager, eager_optimizer = pair(device, OPTIMIZERS[name])
+    step, expected = cudagraph.whole_step(ours, F.mse_loss, optimizer), eager_step(eager, F.mse_loss, eager_optimizer)
+    both = [SCHEDULERS[schedule](o) for o in (optimizer, eager_optimizer)]
+    for x, y in batches(device, 30):
+        losses = [step(x, y), expected(x, y)]
+        torch.testing.assert_close(*losses, rtol=1e-4, atol=1e-5)
+        for each in both:
+            each.step(losses[1]) if schedule == "ReduceLROnPlateau" else each.step()
+    for a, b in zip(ours.state_dict().values(), eager.state_dict().values(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+    assert step.refused == "" and cudagraph.stats()["replays"] > 20
+    if name == "adamw, fused":
+        assert bool(step.update_refused) is (schedule in CYCLE_MOMENTUM)
+
+
+@pytest.mark.parametrize(("name", "value"), [("adamw, fused", "betas"), ("sgd, fused", "momentum")])
+def test_the_value_that_keeps_the_update_out_is_named(device, name, value):  # noqa: F811
+    """A learning rate alone would not."""
+    ours, optimizer, _, _ = pair(device, OPTIMIZERS[name])
+    step = cudagraph.whole_step(ours, F.mse_loss, optimizer)
+    schedule = schedulers.OneCycleLR(optimizer, 0.1, 40)
+    for x, y in batches(device, 12):
+        step(x, y)
+        schedule.step()
+    assert step.update_refused.startswith(f"optimizer.param_groups[0]['{value}']")
+
+
+@pytest.mark.parametrize("schedule", ["StepLR", "CosineAnnealingLR", "SequentialLR", "ReduceLROnPlateau"])
+@pytest.mark.parametrize("name", ["adamw, fused", "sgd with momentum"])
+def test_a_scheduler_inside_of_the_step_is_named_and_goes_on(device, name, schedule):  # noqa: F811
+    """Its counters are Python values, which a replay would leave as they are."""
+
+    def make_step(model, optimizer):
+        scheduler = SCHEDULERS[schedule](optimizer)
+
+        def step(x, y):
+            loss = train(F.mse_loss(model(x), y), optimizer)
+            scheduler.step(1.0) if schedule == "ReduceLROnPlateau" else scheduler.step()
+            return loss
+
+        return step
+
+    step = steps_are_equal(device, make_step, OPTIMIZERS[name], count=24)
+    assert "changes step, scheduler" in step.refused or "param_groups" in step.refused
+
+
+class Trainer:
+    """A loop as a class, with its scheduler beside its step."""
+
+    def __init__(self, model, optimizer):
+        self.model, self.optimizer = model, optimizer
+        self.scheduler = schedulers.LinearLR(optimizer, 1.0, 0.5, 8)
+
+    @cudagraph.whole_step
+    def train(self, x, y):
+        "Trains."
+        return train(F.mse_loss(self.model(x), y), self.optimizer)
+
+
+def test_a_scheduler_that_steps_outside_does_not_matter(device):  # noqa: F811
+    ours, optimizer, eager, eager_optimizer = pair(device, OPTIMIZERS["adamw, fused"])
+    mine, other = Trainer(ours, optimizer), Trainer(eager, eager_optimizer)
+    for x, y in batches(device, 24):
+        torch.testing.assert_close(mine.train(x, y), Trainer.train.run(other, x, y).detach(), rtol=1e-4, atol=1e-5)
+        for each in (mine, other):
+            each.scheduler.step()
+    assert mine.train.refused == "" and cudagraph.stats()["replays"] > 20
+
+
+def test_a_decorated_method_has_a_step_for_each_object(device):  # noqa: F811
+    trainers = [Trainer(*pair(device, adamw_fused)[:2]) for _ in range(2)]
+    x, y = next(batches(device, 1))
+    losses = [[each.train(x, y) for _ in range(6)] for each in trainers]
+    assert all(map(torch.equal, *losses)) and cudagraph.stats()["replays"] == 10
+    first, second = trainers
+    assert first.train is first.train is not second.train
+    assert Trainer.train.__name__ == "train" and Trainer.train.__doc__ == "Trains."
+
+
+def test_a_copy_has_a_step_of_its_own(device):  # noqa: F811
+    trainer = Trainer(*pair(device, adamw_fused)[:2])
+    data = list(batches(device, 4))
+    for x, y in data:
+        trainer.train(x, y)
+    other = copy.deepcopy(trainer)
+    expected = [trainer.train(x, y) for x, y in data]
+    assert [x.item() for x in expected] == [other.train(x, y).item() for x, y in data]
+    assert_equal(trainer.model, other.model)
+    assert other.train is not trainer.train and other.train.recordings
+
+
+OTHERS = ("ASGD", "Adadelta", "Adafactor", "Adagrad", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop")
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_optimizers_of_torch(device, name):  # noqa: F811
+    def make(model):
+        optimizer = getattr(torch.optim, name)(model.parameters(), lr=0.01)
+        for group in optimizer.param_groups:
+            if "capturable" in group:
+                group["capturable"] = True
+        return optimizer
+
+    ours, optimizer, eager, eager_optimizer = pair(device, make)
+    step, expected = cudagraph.whole_step(ours, F.mse_loss, optimizer), eager_step(eager, F.mse_loss, eager_optimizer)
+    run(step, expected, (ours, eager), batches(device, 20))
+    assert step.refused == "" and cudagraph.stats()["replays"] > 8
+    assert bool(step.update_refused) is (name in ("Adagrad", "Adafactor"))
+
+
+def test_a_scaler_and_autocast_in_a_step_of_ones_own(device):  # noqa: F811
+    def make_step(model, optimizer):
+        scaler = torch.amp.GradScaler(device.type, init_scale=2.0**127, growth_interval=3)
+
+        def step(x, y):
+            with torch.autocast(device.type, torch.bfloat16):
+                loss = F.mse_loss(model(x), y)
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            return loss
+
+        return step
+
+    step = steps_are_equal(device, make_step)
+    assert step.refused == "" and cudagraph.stats()["replays"] >= 10
+
+
+def test_accumulation_in_a_step_of_ones_own(device):  # noqa: F811
+    def make_step(model, optimizer):
+        def step(x, y):
+            losses = []
+            for a, b in zip(x.chunk(3), y.chunk(3), strict=True):
+                loss = F.mse_loss(model(a), b) / 3
+                loss.backward()
+                losses.append(loss.detach())
+            optimizer.step()
+            optimizer.zero_grad()
+            return torch.stack(losses).sum()
+
+        return step
+
+    assert steps_are_equal(device, make_step).refused == ""
+
+
+HOOKS = {
+    "float8": lambda: aot_hooks.saved_tensors_hooks(aot_hooks.float8()),
+    "lossless": lambda: aot_hooks.saved_tensors_policy(aot_hooks.lossless()),
+    "offload": lambda: aot_hooks.saved_tensors_hooks(aot_hooks.offload(min_bytes=1)),
+    "functions": lambda: torch.autograd.graph.saved_tensors_hooks(
+        lambda x: x.bfloat16() if x.is_floating_point() else x, lambda x: x.float() if x.is_floating_point() else x
+    ),
+}
+
+
+@pytest.mark.parametrize("where", ["inside", "around"])
+@pytest.mark.parametrize("name", HOOKS)
+def test_hooks_in_eager_mode(device, name, where):  # noqa: F811
+    def make_step(model, optimizer):
+        def step(x, y):
+            with HOOKS[name]():
+                loss = F.mse_loss(model(x), y)
+            return train(loss, optimizer)
+
+        return step
+
+    if where == "inside":
+        step = steps_are_equal(device, make_step)
+    else:
+        ours, optimizer, eager, eager_optimizer = pair(device, adamw_fused)
+        step = cudagraph.whole_step(ours, F.mse_loss, optimizer)
+        expected = eager_step(eager, F.mse_loss, eager_optimizer)
+        for x, y in batches(device, 12):
+            with HOOKS[name]():
+                assert torch.equal(step(x, y), expected(x, y))
+            assert_equal(ours, eager)
+    assert name == "offload" or (step.refused == "" and cudagraph.stats()["replays"] > 8)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("keeps_random_state", [True, False])
+def test_checkpoints_in_eager_mode(device, reentrant, keeps_random_state):  # noqa: F811
+    """In a capture torch puts random states back by offsets, which is right in each replay."""
+
+    def make_step(model, optimizer):
+        def step(x, y):
+            first = model.first(x)
+            rest = lambda h: model.last(model.dropout(F.gelu(model.norm(h))))  # noqa: E731
+            out = checkpoint(rest, first, use_reentrant=reentrant, preserve_rng_state=keeps_random_state)
+            return train(F.mse_loss(out, y), optimizer)
+
+        return step
+
+    step = steps_are_equal(device, make_step, dropout=0.5 if keeps_random_state else 0.0)
+    if device.type == "cuda" and keeps_random_state and step.refused:
+        assert "capturing it raised" in step.refused
+    else:
+        assert step.refused == "" and cudagraph.stats()["replays"] > 8
+
+
+DRAWS = {
+    "a generator of NumPy's": lambda: numpy.random.default_rng(3).random,
+    "an old generator of NumPy's": lambda: numpy.random.RandomState(3).rand,
+    "a generator of Python's": lambda: random.Random(3).random,
+    "NumPy's own": lambda: lambda: numpy.random.rand(),
+    "Python's own": lambda: lambda: random.random(),
+}
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_random_numbers_of_the_host_are_drawn_in_each_step(device, name):  # noqa: F811
+    """As for mixup. A replay would draw none, so the step runs as it is, and the capture has drawn none."""
+    ours, optimizer, eager, eager_optimizer = pair(device, adamw_fused)
+    refused = ""
+    for model, each, wrap in ((ours, optimizer, cudagraph.whole_step), (eager, eager_optimizer, lambda step: step)):
+        numpy.random.seed(3)
+        random.seed(3)
+        draw = DRAWS[name]()
+
+        def step(x, y, model=model, each=each, draw=draw):
+            return train(F.mse_loss(model(x), y) * float(draw()), each)
+
+        wrapped = wrap(step)
+        for x, y in batches(device, 8):
+            wrapped(x, y)
+        refused = refused or getattr(wrapped, "refused", "")
+    assert_equal(ours, eager)
+    assert refused == "draws random numbers on the host"
+
+
+@pytest.mark.parametrize("name", [*DRAWS, "one without a state"])
+def test_random_numbers_that_are_drawn_between_steps_do_not_matter(device, name):  # noqa: F811
+    ours, optimizer, _, _ = pair(device, adamw_fused)
+    draw, draws = {**DRAWS, "one without a state": lambda: random.SystemRandom().random}[name](), False
+
+    @cudagraph.whole_step
+    def step(x, y):
+        return train(F.mse_loss(ours(x), y) * (draw() if draws else 1.0), optimizer)
+
+    for x, y in batches(device, 6):
+        draw()
+        step(x, y)
+    assert step.refused == "" and cudagraph.stats()["replays"] == 5
+
+
+@pytest.mark.parametrize("where", ["inside", "outside"])
+def test_an_average_of_the_weights(device, where):  # noqa: F811
+    averages = []
+
+    def make_step(model, optimizer):
+        average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5))
+        averages.append(average)
+
+        def step(x, y):
+            loss = train(F.mse_loss(model(x), y), optimizer)
+            if where == "inside":
+                average.update_parameters(model)  # reads on the host whether it is the first
+            return loss
+
+        return step
+
+    step = steps_are_equal(device, make_step)
+    if where == "inside":
+        assert "average.update_parameters(model)" in step.refused
+        assert_equal(*averages)
+    else:
+        for average in averages:
+            average.update_parameters(average.module)
+        assert step.refused == "" and cudagraph.stats()["replays"] > 8
+
+
+def test_what_blocks_in_an_installed_package_is_named_with_both_lines(device, tmp_path, monkeypatch):  # noqa: F811
+    package = tmp_path / "site-packages"
+    package.mkdir()
+    (package / "losses_of_others.py").write_text("def scaled(loss):\n    return loss * (1 + 0 * loss.item())\n")
+    monkeypatch.syspath_prepend(str(package))
+    from losses_of_others import scaled
+
+    ours, optimizer, _, _ = pair(device, adamw_fused)
+    step = cudagraph.whole_step(ours, lambda out, y: scaled(F.mse_loss(out, y)), optimizer)
+    for x, y in batches(device, 4):
+        step(x, y)
+    assert "(losses_of_others.py:2: return loss * (1 + 0 * loss.item()), called from test_whole_step" in step.refused
+
+
+@pytest.mark.parametrize(
+    "make, message",
+    [
+        (lambda m, o: cudagraph.whole_step(m, o), "the optimizer is the third argument"),
+        (
+            lambda m, o: cudagraph.whole_step(m, F.mse_loss, m.parameters()),
+            "must be a torch.optim.Optimizer or several",
+        ),
+        (lambda m, o: cudagraph.whole_step(m, F.mse_loss, torch.optim.LBFGS(m.parameters())), "LBFGS calls a closure"),
+        (lambda m, o: cudagraph.whole_step(m, F.mse_loss, o, clip_grad_norm=True), "must be a positive number"),
+        (lambda m, o: cudagraph.whole_step(m, F.mse_loss, o, clip_grad_norm="1"), "must be a positive number"),
+    ],
+)
+def test_first_mistakes(make, message):
+    model = nn.Linear(2, 2)
+    with pytest.raises(cudagraph.OptionError, match=message):
+        make(model, torch.optim.SGD(model.parameters()))
+
+
+def test_batches_as_dicts(device):  # noqa: F811
+    """As trainers of language models pass them: `step(**batch)`."""
+    ours, optimizer, eager, eager_optimizer = pair(device, adamw_fused)
+
+    def loss_of(model):
+        return lambda inputs, labels: {"loss": F.mse_loss(model(inputs), labels)}["loss"]
+
+    step = cudagraph.whole_step(loss_of(ours), None, optimizer)
+    for x, y in batches(device, 12):
+        loss = step(inputs=x, labels=y)
+        assert torch.equal(loss, eager_step_of(loss_of(eager), eager_optimizer, x, y))
+    assert_equal(ours, eager)
+    assert step.refused == "" and cudagraph.stats()["replays"] > 8
+
+
+def eager_step_of(loss_of, optimizer, x, y):
+    return train(loss_of(x, y), optimizer).detach()
+
+
+def test_out_of_memory_in_a_step_that_is_not_captured(device):  # noqa: F811
+    ours, optimizer, eager, eager_optimizer = pair(device, adamw_fused)
+    full = []
+
+    def loss_fn(out, y):
+        if full:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
+        return F.mse_loss(out, y)
+
+    step, expected = cudagraph.whole_step(ours, loss_fn, optimizer), eager_step(eager, F.mse_loss, eager_optimizer)
+    for i, (x, y) in enumerate(batches(device, 16)):
+        if i in (0, 1, 2, 8, 9):
+            full.append(1)
+            state = copy.deepcopy(ours.norm.state_dict())
+            with pytest.raises(torch.OutOfMemoryError, match="Tried to allocate"):
+                step(x, y)
+            ours.norm.load_state_dict(state)  # the forward has changed it, as in eager mode
+            full.clear()
+        run(step, expected, (ours, eager), [(x, y)])
+    assert step.refused == "" and cudagraph.stats()["replays"] > 8

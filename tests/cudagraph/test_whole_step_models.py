@@ -1,0 +1,141 @@
+"""`whole_step` and models that others run: on several processes, or compiled."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+
+import pytest
+import torch
+from fuzz_whole_step import eager_step
+from test_whole_step import batches, device, pair, sgd  # noqa: F401
+from test_whole_step_loops import adamw_fused, train
+from torch import nn
+from torch.nn import functional as F
+
+import aot_hooks
+import cudagraph
+from cudagraph.step.watch import Watch
+
+
+@pytest.fixture
+def process_group(device):  # noqa: F811
+    """A group of this process alone: NCCL on a GPU, Gloo on the simulator."""
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("nccl" if device.type == "cuda" else "gloo", store=store, rank=0, world_size=1)
+    yield torch.distributed.group.WORLD
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("how", ["all_reduce", "functional", "DistributedDataParallel", "FSDPModule", "DTensor"])
+def test_what_processes_send_each_other_is_refused_in_a_step_of_ones_own(device, process_group, how):  # noqa: F811
+    from torch.distributed import _functional_collectives as functional
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    def make_step(model, optimizer):
+        if how == "DistributedDataParallel":
+            model = nn.parallel.DistributedDataParallel(model)
+        elif how != "all_reduce" and how != "functional":
+            mesh = init_device_mesh(device.type, (1,))
+            if how == "FSDPModule":
+                fully_shard(model, mesh=mesh)
+            else:
+                parallelize_module(model, mesh, {"last": ColwiseParallel()})
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+
+        def step(x, y):
+            loss = F.mse_loss(model(x), y)
+            loss.backward()
+            for p in model.parameters():
+                if how == "all_reduce":
+                    torch.distributed.all_reduce(p.grad)
+                elif how == "functional":
+                    p.grad.copy_(functional.all_reduce(p.grad, "sum", process_group))
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss
+
+        return step
+
+    ours, optimizer, eager, eager_optimizer = pair(device, sgd if how in ("all_reduce", "functional") else plain_sgd)
+    step = cudagraph.whole_step(make_step(ours, optimizer))
+
+    def expected(x, y):
+        return train(F.mse_loss(eager(x), y), eager_optimizer)
+
+    for x, y in batches(device, 6):
+        torch.testing.assert_close(step(x, y), expected(x, y).detach())
+    says = {"all_reduce": "talks to other processes", "functional": "talks to other processes", "DTensor": "a DTensor"}
+    assert says.get(how, f"the model is a {how}") in step.refused
+    assert cudagraph.stats()["recordings"] == 0
+
+
+def plain_sgd(model):
+    return torch.optim.SGD(model.parameters(), lr=0.05)
+
+
+def hidden(model):
+    """`model` compiled, in a place that a walk of host values does not look at."""
+    holder = threading.local()
+    holder.compiled = torch.compile(model, backend="eager")
+    return lambda x: holder.compiled(x)
+
+
+@pytest.mark.parametrize("is_hidden", [True, False])
+def test_a_step_that_calls_compiled_code_is_not_watched(device, is_hidden, monkeypatch):  # noqa: F811
+    """Under a dispatch mode Dynamo would run it as it is, then and in all later calls."""
+    watched = []
+    monkeypatch.setattr(Watch, "__call__", lambda self: watched.append(self) or contextlib.nullcontext())
+    ours, optimizer, _, _ = pair(device, adamw_fused)
+    compiled = hidden(ours) if is_hidden else torch.compile(ours, backend="eager")
+    step = cudagraph.whole_step(compiled, F.mse_loss, optimizer)
+    stance = torch._dynamo.eval_frame._callback_from_stance
+    for x, y in batches(device, 4):
+        step(x, y)
+    assert step.refused == "" and watched == []
+    assert torch._dynamo.eval_frame._callback_from_stance is stance
+
+
+@pytest.mark.gpu  # the simulator is a dispatch mode, under which Dynamo uses no compiled code
+@pytest.mark.parametrize("is_hidden", [True, False])
+def test_compiled_parts_are_captured_where_the_step_is_not(is_hidden):
+    device = torch.device("cuda", torch.cuda.current_device())  # noqa: F811
+    ours, optimizer, eager, eager_optimizer = pair(device, adamw_fused)
+    inner = torch.compile(ours, backend=cudagraph.cudagraph_tree)
+    holder = threading.local()
+    holder.model = inner
+
+    def loss_fn(out, y):
+        loss = F.mse_loss(out, y)
+        return loss * (1 + 0 * loss.item())
+
+    step = cudagraph.whole_step((lambda x: holder.model(x)) if is_hidden else inner, loss_fn, optimizer)
+    expected = eager_step(eager, loss_fn, eager_optimizer)
+    for x, y in batches(device, 8):
+        torch.testing.assert_close(step(x, y), expected(x, y))
+    assert "capturing it raised" in step.refused
+    assert cudagraph.stats()["recordings"] >= 2  # of the forward and the backward
+
+
+@pytest.mark.gpu  # the simulator is a dispatch mode, under which Dynamo uses no compiled code
+@pytest.mark.parametrize(
+    "policy",
+    [
+        None,
+        aot_hooks.float8(),
+        aot_hooks.policies.everything(aot_hooks.offload(min_bytes=1, max_stall_ms=float("inf"))),
+        aot_hooks.budget(max_slowdown=float("inf")),
+    ],
+    ids=repr,
+)
+def test_models_that_inductor_compiles_with_hooks_enabled(policy):
+    device = torch.device("cuda", torch.cuda.current_device())  # noqa: F811
+    ours, optimizer, eager, eager_optimizer = pair(device, adamw_fused)
+    with aot_hooks.enable(policy):
+        step = cudagraph.whole_step(torch.compile(ours), F.mse_loss, optimizer)
+        expected = eager_step(torch.compile(eager), F.mse_loss, eager_optimizer)
+        for x, y in batches(device, 12):
+            torch.testing.assert_close(step(x, y), expected(x, y), rtol=1e-3, atol=1e-4)
+    assert step.refused == step.update_refused == "" and cudagraph.stats()["replays"] >= 8
