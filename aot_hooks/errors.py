@@ -10,6 +10,8 @@ from __future__ import annotations
 import difflib
 import inspect
 import os
+import sys
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from types import FrameType
@@ -117,6 +119,12 @@ def user_frame(frame: FrameType | None) -> tuple[FrameType | None, int]:
             break
         frame, skipped = frame.f_back, skipped + 1
     return frame, skipped
+
+
+def warn_user(message: str, category: type[Warning]) -> None:
+    """Warn at the innermost line of the user's code."""
+    _, skipped = user_frame(sys._getframe())
+    warnings.warn(message, category, stacklevel=skipped + 1)
 
 
 def unwrapped(e: Exception) -> AotHooksError | None:

@@ -210,7 +210,7 @@ class _Kind(NamedTuple):
     name: str  # in reports
     expected: str  # a key in words, for errors
     is_key: Callable[[Any], bool]
-    values: Callable[[SavedTensor], tuple[Any, ...]]  # what a saved tensor has, to be compared with the keys
+    values: Callable[[SavedTensor], tuple[Any, ...]]  # of a saved tensor, to be compared with the keys
     fits: Callable[[Any, Any], bool] = operator.eq  # key, value
 
 
@@ -270,7 +270,7 @@ def key_text(key: Any) -> str:
 
 
 def keys_in(rule: Rule) -> Iterator[tuple[ByKey, Any]]:
-    """The keys of the policies in `rule`, each with its policy."""
+    """Each key of the `ByKey` policies in `rule`, after its policy; also of policies inside of policies."""
     if isinstance(rule, ByKey):
         yield from ((rule, key) for key in rule.keys)
     if isinstance(rule, _Policy):

@@ -53,7 +53,7 @@ class _Row:
     line_at: int | None
     chosen_by: tuple[int, ...]  # numbers of settings
     hook: _Hook
-    choices: tuple[str, ...]  # digests of the hooks that those settings choose, "" where no check is needed
+    choices: tuple[str, ...]  # see `Checks.choices`
     traces_to: str  # digest of the hook's programs on a tensor of the row's shape, "" where no check is needed
 
 
@@ -88,7 +88,7 @@ def pack_up(plans: Sequence[Plan], check: Checks, places: Callable[[], Sequence[
             module_at=modules.get(row.module_path) if at is None else at,
             line_at=lines.get(row.source_line) if at is None else at,
             chosen_by=chosen_by,
-            hook=check.reference(d.hook, row, chosen_by),
+            hook=check.stored_hook(d.hook, row, chosen_by),
             choices=check.choices(row, chosen_by),
             traces_to=check.programs(d.hook, row, chosen_by),
         )
@@ -207,7 +207,8 @@ class Checks:
         except PolicyError as e:
             raise Refused(str(e)) from e
 
-    def reference(self, hook: Hook, row: SavedTensor, chosen_by: tuple[int, ...]) -> _Hook:
+    def stored_hook(self, hook: Hook, row: SavedTensor, chosen_by: tuple[int, ...]) -> _Hook:
+        """The form in which the entry stores `hook`: as the choice of one of the settings `chosen_by`, or pickled."""
         if hook is KEEP:
             return "keep", 0
         chosen = {number: self.chosen(number, row) for number in chosen_by}
@@ -237,12 +238,16 @@ class Checks:
         raise Refused(f"a row names its hook by {hook!r}")
 
     def choices(self, row: SavedTensor, chosen_by: tuple[int, ...]) -> tuple[str, ...]:
-        digests = []
+        """Texts of the hooks that the settings `chosen_by` choose for `row`, to compare when the entry is found.
+
+        "" for a setting whose choice the key determines: a hook, or a policy of this package alone.
+        """
+        texts = []
         for number in chosen_by:
             setting = self.key.settings[number]
-            needless = setting is None or isinstance(setting.rule, Hook) or not described(setting.rule).own
-            digests.append("" if needless else described(self.chosen(number, row)).portable)
-        return tuple(digests)
+            in_key = setting is None or isinstance(setting.rule, Hook) or not described(setting.rule).own
+            texts.append("" if in_key else described(self.chosen(number, row)).portable)
+        return tuple(texts)
 
     def programs(self, hook: Hook, row: SavedTensor, chosen_by: tuple[int, ...]) -> str:
         """Digests of the programs of `hook`, and of the hooks that the settings choose, on a dense tensor of the row.
@@ -265,6 +270,7 @@ class Checks:
 
 
 def _program(hook: Hook, row: SavedTensor) -> str:
+    """A digest of the graphs of `hook` for a dense tensor like `row`. Raises `Unusable`."""
     shape = tuple(map(int, row.shape))
     with compiling_for("inductor"), torch_values.fake_tensor(shape, row.dtype, row.device) as value:
         try:

@@ -187,8 +187,8 @@ def _inputs(traced: Sequence[Any], inputs: Sequence[Any], sizes: torch_values.Si
         yield f"input {i}", text
 
 
-def _sources() -> str:
-    """Of this package, and of the other one's part that this one compiles by."""
+def _sources_digest() -> str:
+    """A hash of the sources of this package, and of the folder of `cudagraph` that this one calls when it compiles."""
     found = hashlib.sha256()
     for folder in (Path(PACKAGE), Path(symbols.__file__).parent):
         for path in sorted(folder.rglob("*.py")):
@@ -198,7 +198,7 @@ def _sources() -> str:
 
 
 # read now, in 2 ms, not when the first graph is compiled: an edit until then changes the files, not this process
-_SOURCES = _sources()
+_SOURCES = _sources_digest()
 
 
 def package_digest() -> str:

@@ -68,6 +68,7 @@ class _Context(contextlib.ContextDecorator):
 
 
 def _enter(context: _Context) -> None:
+    """Push the pair that stands for the setting of `context` on torch's stack; for an eager hook two functions."""
     pack_pending()
     pair = pair_for(context)
     if pair is None:

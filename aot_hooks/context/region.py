@@ -25,7 +25,7 @@ class Region:
     record: Record  # what graphs depend on; empty before the first graph
     pending: dynamo_trace.PendingMutations  # what the function changes before the region; only running it will do so
 
-    def made_of(self, seen: Recording) -> Record:
+    def record_for(self, seen: Recording) -> Record:
         """The record of a graph. Raises `OptionError` if a pending change affects it."""
         if self.pending.objects or self.pending.names or self.pending.storages:
             for name, value, parts in seen.reached(self.setting.rule):

@@ -40,7 +40,7 @@ from ..identity.tensors import READ_EACH_TIME, tensor_digest
 from ..settings.setting import SCOPE, Setting, looks_at_modules
 from ..torch_private import autograd, dynamo
 from ..torch_private import values as torch_values
-from .modules import note_call
+from .modules import note_running_modules
 from .rows import EagerRow
 
 
@@ -61,7 +61,7 @@ class SavedValue:
         self.storage = StorageWeakRef(x.untyped_storage()) if x.layout is torch.strided else None
         self.version = x._version
         self.hook = hook
-        self.reconsider = reconsider  # the policy to ask again before packing
+        self.reconsider = reconsider  # the policy that chooses again before packing, and the row it chooses for
         self.packed: Any = None
         self.state = State.STAYS
         self.death: Any = None  # the weak reference that reports the death of `x`
@@ -87,7 +87,7 @@ def pack_eager(setting: Setting, x: torch.Tensor) -> Any:
     unused.tensor_saved()
     pack_pending()
     if looks_at_modules(setting.rule):
-        note_call()
+        note_running_modules()
     outermost = _outermost_frame()
     hook, row = _choose(setting, x, outermost)
     # a policy that reads names is asked again before packing: the program names a result after autograd has saved it

@@ -59,7 +59,8 @@ _LIMIT: dict[str, Any] = {"recompile_limit": 64} if _HAS_LIMIT else {}
 
 
 class Probe:
-    """The compiled probe for two code objects and some examples."""
+    """The compiled probe for two code objects and some examples. `scope`: the globals of the functions, if Dynamo has
+    to look for them in the probe's own; see `own_scope`."""
 
     def __init__(self, examples: Iterable[Example], scope: dict[str, Any] | None = None) -> None:
         self.examples, self.scope = frozenset(examples), scope
@@ -112,6 +113,7 @@ class Probe:
         return (*token, _plain((*dynamo_guards.defaults(pack), *dynamo_guards.defaults(unpack))))
 
     def _backend(self, gm: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        """The backend for Dynamo: notes what the trace has read, and returns a call that sets the token."""
         functions = _local.functions or {}
         number = next(_numbers)
         tensors_read = [dynamo_guards.user_name(name, functions) for name in dynamo_guards.input_names(gm)]

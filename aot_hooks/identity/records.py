@@ -28,7 +28,7 @@ _probes: collections.OrderedDict[tuple[int, ...], list[Probe]] = collections.Ord
 
 
 def _probe_for(hook: Any, examples: frozenset[Example]) -> Probe:
-    """A probe that traces the functions of `hook` on `examples`, and maybe on others."""
+    """The probe for the code of `hook` whose examples include `examples`; a new one if there is none."""
     scope = own_scope(hook.pack)
     key = (*_codes(hook), id(scope))  # a probe keeps its scope alive
     family = _probes.setdefault(key, [])
@@ -70,7 +70,7 @@ class Record:
             return False
 
     def is_pair(self, pack: Any, unpack: Any) -> bool:
-        """Whether its hook has the values of these two functions, whose code is the same. Takes microseconds."""
+        """Whether these two functions close over the values of its hook's, whose code they have. Takes microseconds."""
         try:
             for choice in list(self.choices):
                 (token,) = choice.tokens
@@ -145,6 +145,7 @@ class Recording:
                 yield from Probe(examples, own_scope(inner.pack)).reached(inner.pack, inner.unpack)
 
     def _choice(self, hook: Any) -> _Choice:
+        """The choice of `hook` for any row, with new tokens."""
         description = described(hook)
         tokens: list[Token | None] = []
         for inner in description.hooks:

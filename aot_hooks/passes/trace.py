@@ -68,7 +68,7 @@ def trace_hook(
     fake_mode = value.fake_mode  # type: ignore[attr-defined]
     at = f"hook '{hook.name}' on saved {where}"
     note_trace(hook, value, where, torch_values.hint)
-    with torch_values.no_new_unbacked(fake_mode) as made_unbacked, torch_values.tracing_on_fakes(fake_mode):
+    with torch_values.dropping_new_unbacked(fake_mode) as made_unbacked, torch_values.tracing_on_fakes(fake_mode):
         traced = _trace(hook, value, at, decompositions)
         for part, fn, gm in (("pack", hook.pack, traced.pack), ("unpack", hook.unpack, traced.unpack)):
             if torch_values.reads_values(gm):
@@ -98,8 +98,8 @@ def trace_hook(
 def canonical(gm: GraphModule) -> list[str]:
     """The nodes as lines without names: equal for graphs that compute the same in the same order.
 
-    A symbolic size counts as its expression: the operators that torch reads it off by differ from trace to trace. A
-    graph inside follows the node that reads it.
+    A symbolic size counts as its expression: the operators that torch reads it off by differ from trace to trace. The
+    lines of a nested graph are indented below the node that reads it.
     """
     position: dict[Node, str] = {}
     lines: list[str] = []

@@ -96,7 +96,7 @@ def frontier(
 
 
 def frontier_of(plan_with: Callable[[Any], Plan], *, allow: Sequence[str] = ALLOWED, max_error: float) -> Frontier:
-    """The frontier of the plans that `plan_with` gives for policies."""
+    """The frontier of the plans that `plan_with(policy)` returns for budgets with more and more memory."""
     stock = plan_with(KEEP)
     if not stock.decisions:
         raise OptionError("frontier: expected a function that saves tensors for backward, but it saves none")
@@ -107,7 +107,7 @@ def frontier_of(plan_with: Callable[[Any], Plan], *, allow: Sequence[str] = ALLO
         try:
             given = plan_with(policy)
         except Exception as e:
-            if not isinstance(_innermost(e), BudgetError):
+            if _budget_error(e) is None:
                 raise
             continue  # the solver's bounds lie a little under what it can reach
         found.append(Point(given.peak_bytes, given.step_ratio, given, policy))
@@ -123,8 +123,8 @@ def frontier_of(plan_with: Callable[[Any], Plan], *, allow: Sequence[str] = ALLO
     return Frontier(tuple(best))
 
 
-def _innermost(e: BaseException | None) -> BaseException | None:
-    """The error of this package that a script's or Dynamo's error comes from."""
+def _budget_error(e: BaseException | None) -> BaseException | None:
+    """The `BudgetError` that `e` wraps or was raised from; None without one."""
     while e is not None and not isinstance(e, BudgetError):
         e = (unwrapped(e) if isinstance(e, Exception) else None) or e.__cause__
     return e

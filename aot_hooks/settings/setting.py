@@ -84,7 +84,7 @@ class Setting:
 
 
 def why_kept(rule: Hook | Policy, saved: SavedTensor) -> str:
-    """The own reason of a hook or policy to leave `saved`; "" if it has none."""
+    """The reason that `rule` itself gives for leaving `saved` as it is; "" if it gives none."""
     if isinstance(rule, Hook):
         return rule.why_not(saved) or ""
     why = getattr(rule, "why_kept", None)

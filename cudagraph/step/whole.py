@@ -32,6 +32,7 @@ from ..tree.node import Cursor
 from .gradients import LastGradients, ReadsGradients
 from .host import HostState, TooManyValues
 from .inputs import arguments_of, flat_arguments, key_of, reason_against
+from .model_step import ModelStep
 from .recording import StepRecording, ToRecord, parameters_of, rates_of, record
 from .watch import users_line
 
@@ -199,7 +200,10 @@ class WholeStep:
         return HostState(roots, self.driver.device_type)
 
     def _record(self, key: tuple[Any, ...], flat: Sequence[Any], spec: Any, host: HostState) -> Any:
-        """Record the step and replay it. If that fails, run it with all as before."""
+        """Record the step and replay the recording. If the capture fails, run the step uncaptured this time.
+
+        From then on less of the step is captured, unless another attempt may succeed.
+        """
         assert self.cursor is not None
         pool = self._opened_pool()
         self._left = [entry for entry in self._left if not entry[1].expired()]
@@ -434,83 +438,9 @@ def whole_step(
         raise OptionError(f"optimizer must be a torch.optim.Optimizer or several, got {optimizer!r}")
     if clip_grad_norm is not None and not clip_grad_norm > 0:
         raise OptionError(f"clip_grad_norm must be a positive number or None, got {clip_grad_norm!r}")
-    parts = Parts(model, loss_fn, optimizers, scaler, clip_grad_norm, accumulate)
+    halves = ModelStep(model, loss_fn, optimizers, scaler, clip_grad_norm, accumulate)
     roots = {"model": model, "loss_fn": loss_fn, "scaler": scaler}
     update_roots = {"optimizer" if len(optimizers) == 1 else f"optimizer {i}": o for i, o in enumerate(optimizers)}
-    step = WholeStep(parts.forward_backward, parts.update, roots, update_roots, options)
+    step = WholeStep(halves.forward_backward, halves.update, roots, update_roots, options)
     step.name = getattr(model, "__name__", type(model).__name__)
     return step
-
-
-class Parts:
-    """The two halves of a step of a model with its loss and optimizers."""
-
-    def __init__(
-        self,
-        model: Callable[..., Any],
-        loss_fn: Callable[..., Any] | None,
-        optimizers: list[torch.optim.Optimizer],
-        scaler: torch.amp.GradScaler | None,
-        clip_grad_norm: float | None,
-        accumulate: int,
-    ) -> None:
-        self.model, self.loss_fn, self.optimizers, self.scaler = model, loss_fn, optimizers, scaler
-        self.clip_grad_norm, self.accumulate = clip_grad_norm, accumulate
-
-    def parameters(self) -> list[torch.Tensor]:
-        """All parameters, each once."""
-        own = self.model.parameters() if isinstance(self.model, torch.nn.Module) else ()
-        groups = (group for optimizer in self.optimizers for group in optimizer.param_groups)
-        return [*dict.fromkeys([*own, *(x for group in groups for x in group["params"])])]
-
-    def forward_backward(self, *inputs: Any, **named: Any) -> torch.Tensor:
-        clean = [x for x in self.parameters() if x.grad is None]
-        total: torch.Tensor | None = None
-        try:
-            for (args, kwargs), share in microbatches((inputs, named), self.accumulate):
-                if self.loss_fn is None:
-                    loss = self.model(*args, **kwargs)
-                else:
-                    loss = self.loss_fn(self.model(*args[:1], **kwargs), *args[1:])
-                loss = loss if self.accumulate == 1 else loss * share
-                (loss if self.scaler is None else self.scaler.scale(loss)).backward()
-                total = loss.detach() if total is None else total + loss.detach()
-        except BaseException:
-            for x in clean:  # the next step is not to add to half of this one
-                x.grad = None
-            raise
-        assert total is not None
-        return total
-
-    def update(self) -> None:
-        try:
-            if self.clip_grad_norm is not None:
-                if self.scaler is not None:
-                    for optimizer in self.optimizers:
-                        self.scaler.unscale_(optimizer)
-                torch.nn.utils.clip_grad_norm_(self.parameters(), self.clip_grad_norm)
-            for optimizer in self.optimizers:
-                optimizer.step() if self.scaler is None else self.scaler.step(optimizer)
-            if self.scaler is not None:
-                torch_cuda.update_scaler(self.scaler)
-        finally:
-            for x in self.parameters():
-                x.grad = None
-
-
-def microbatches(arguments: Any, count: int) -> Iterable[tuple[Any, float]]:
-    """`arguments` cut into `count` parts along dimension 0, each with its share of the whole."""
-    if count == 1:
-        return [(arguments, 1.0)]
-    flat, spec = torch_cuda.flatten(arguments)
-    sizes = {x.shape[0] if x.dim() else 0 for x in flat if isinstance(x, torch.Tensor)}
-    if len(sizes) != 1 or min(sizes) < count:
-        shapes = [tuple(x.shape) for x in flat if isinstance(x, torch.Tensor)]
-        raise ValueError(
-            f"accumulate={count} cuts inputs along dimension 0, so they need one size of at least {count} there; got "
-            f"shapes {shapes}"
-        )
-    (size,) = sizes
-    cut = [x.tensor_split(count) if isinstance(x, torch.Tensor) else [x] * count for x in flat]
-    first = next(x for x in cut if isinstance(x[0], torch.Tensor))
-    return [(torch_cuda.unflatten([x[n] for x in cut], spec), len(first[n]) / size) for n in range(count)]

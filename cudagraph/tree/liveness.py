@@ -141,7 +141,7 @@ class Watch:
 
 
 def _extra_handles() -> int:
-    """How many references `map(getrefcount, ...)` counts beyond those of names and lists."""
+    """How many references `map(getrefcount, storages)` counts for each storage beyond that of the list."""
     memory = torch.zeros(8, dtype=torch.uint8)
     storages = [torch_cuda.storage_at(memory.data_ptr(), memory.device, memory.nbytes)]
     template = tensor_on(storages[0], layout_of(memory))

@@ -79,7 +79,7 @@ def _smaller_of_pairs(a, b):
 
 @triton.jit
 def _sides_of_pairs(pairs, P: tl.constexpr, W: tl.constexpr):
-    """The largest of x and of -x in rows of bfloat16, two values a word; each at least 0."""
+    """Returns each row's largest x and largest -x, at least 0. `pairs` has two bfloat16 values a word."""
     words = tl.reshape(pairs, [P, W // 8, 4])
     above = tl.reduce(words, 2, _larger_of_pairs)
     below = tl.reduce(words, 2, _smaller_of_pairs) ^ -0x7FFF8000  # flips both signs
