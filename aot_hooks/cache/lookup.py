@@ -220,7 +220,10 @@ _pauses, _thresholds = 0, (0, 0, 0)
 
 
 def _pause(more: int) -> None:
-    """Sets the threshold to 0, which means never. Not `gc.disable()`: the user may call that meanwhile."""
+    """Add `more`, 1 or -1, to the count of pauses. In a pause the collector's threshold is 0, which means never.
+
+    Not `gc.disable()`: the user may call that meanwhile.
+    """
     global _pauses, _thresholds
     with _lock:
         before, _pauses = _pauses, _pauses + more

@@ -134,7 +134,7 @@ def place(
 
 
 def decide_at_run_time(fw: GraphModule, bw: GraphModule, num_fwd_outputs: int) -> None:
-    """Have the operators of hooks for many graphs decide what is sent when they run: steps.py.
+    """Let the operators of `offload(across_graphs=True)` decide at run time what is sent; see steps.py.
 
     A tensor that `place` left on the device gets operators, too. Its copy out starts when it is made; the wait is at
     the end, and the copy back before its first reader. A tensor whose memory the program has, an input or an output,

@@ -271,7 +271,7 @@ def _steps_of(device: torch.device) -> steps.Steps:
 
 
 def _mark(device: torch.device) -> Any:
-    """The point in time when the current stream gets here."""
+    """The time when the current stream gets to this point."""
     if device.type != "cuda":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
@@ -280,7 +280,7 @@ def _mark(device: torch.device) -> Any:
 
 
 def _plan(device: torch.device, trace: tuple[steps.Event, ...], runs: list[list[Any]]) -> steps.StepPlan | None:
-    """The plan for a step by the marks of its runs, the faster of which counts; None while the device is not there."""
+    """The plan for a step, by the marks of its faster run; None while the device has not reached all marks."""
     if device.type != "cuda":
         times = [[1e3 * (mark - marks[0]) for mark in marks] for marks in runs]
     elif all(mark.query() for marks in runs for mark in marks):

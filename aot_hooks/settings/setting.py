@@ -93,7 +93,7 @@ def why_kept(rule: Hook | Policy, saved: SavedTensor) -> str:
 
 
 def why_packed(rule: Hook | Policy, saved: SavedTensor) -> str:
-    """The own reason of a policy for the hook that it chose for `saved`, a plain function's name; "" of a hook."""
+    """The reason that `rule` gives for the hook it chose for `saved`; a plain function's name, "" for a hook."""
     if isinstance(rule, Hook):
         return ""
     why = getattr(rule, "why_packed", None)

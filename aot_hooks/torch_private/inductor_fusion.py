@@ -169,7 +169,7 @@ _OFFLOAD = tuple(f"aot_hooks.{part}" for part in ("offload_start", "offload_wait
 
 
 def _decides_at_run_time(node: Any) -> bool:
-    """Whether this operator of offload has the terms that hooks for many graphs give it, a text."""
+    """Whether `node`, an operator of offload, decides when it runs whether to send: it then has a text, its `Terms`."""
     return any(isinstance(arg, str) and arg for arg in getattr(node.node, "constant_args", ()))
 
 

@@ -1,7 +1,7 @@
 """The gradients of parameters before and after a step that is a graph.
 
-    before: the very tensor, or None, of when the step was recorded; or anything, if the step drops it unread
-    after:  the same tensor; None; or new tensors over the graph's memory, which the next replay writes to again
+    before a replay: the same tensor (or None) as when the step was recorded; any, if the step drops it unread
+    after it:        still that tensor; or None; or a new one over the graph's memory, where the next replay writes
 
 Gradients of a recording may lie where an earlier recording has temporary values. So a replay also needs that nobody
 holds gradients of recordings that were made later.

@@ -93,7 +93,7 @@ class WholeStep:
 
     def reset(self) -> None:
         """Free all recordings and their memory; later calls warm up and record again."""
-        for recording in [each for known in self.recordings.values() for each in known]:
+        for recording in self._every_recording():
             recording.close()
         if self._pool is not None:
             self._pool.release()
@@ -187,13 +187,16 @@ class WholeStep:
 
     def _watch_later_gradients(self) -> None:
         """Have each recording watch the gradients of later recordings, which may lie where it writes to."""
-        every = [recording for known in self.recordings.values() for recording in known]
+        every = self._every_recording()
         for recording in every:
             pool, avoided = recording.pool, recording.gradients_in_use
             others = [other for other in every if other is not recording and other.pool is pool]
             slots = [slot for other in others for storage, slot in other.gradients.memory if storage not in avoided]
             orphans = [storage for of, storage, _ in self._left if of is pool and storage not in avoided]
             recording.gradients.require_free(slots, orphans)
+
+    def _every_recording(self) -> list[StepRecording]:
+        return [recording for known in self.recordings.values() for recording in known]
 
     def _host(self) -> HostState:
         roots = self.roots if self.update_refused else {**self.roots, **self.update_roots}
@@ -208,7 +211,7 @@ class WholeStep:
         pool = self._opened_pool()
         self._left = [entry for entry in self._left if not entry[1].expired()]
         orphans = {storage: address for of, storage, address in self._left if of is pool}
-        every = [one for known in self.recordings.values() for one in known if one.pool is pool]
+        every = [one for one in self._every_recording() if one.pool is pool]
         blocks = {address for one in every for address in one.blocks} | {*orphans.values()}
         in_use = {storage for one in every for storage, _ in one.gradients.memory} | {*orphans}
         run, update = (self._forward_backward, self.update) if self.update_refused else (self._all, None)

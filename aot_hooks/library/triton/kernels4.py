@@ -97,8 +97,9 @@ def _step_of(span, smallest):
 
 
 @triton.jit
-def _with_codes_for_all(x, span, below, per_6, smallest):
-    """Returns `x` with infinities and NaN as the numbers of their codes, reciprocals of steps, zeros, scales."""
+def _with_special_values(x, span, below, per_6, smallest):
+    """For groups with infinities or NaN: `x` with the numbers of their codes in their place; then for each group the
+    reciprocal of the step, the zero and the scale."""
     a, plain = tl.abs(x), span < float("inf")
     amax = tl.max(tl.where(a < float("inf"), a, 0.0), 1)
     span = tl.where(plain, span, amax * per_6)
@@ -144,7 +145,7 @@ def _pack4(
         zero = tl.ceil(below * inverse).to(tl.int32)
         scale = (bits >> 15) | zero
     else:
-        x, inverse, zero, scale = _with_codes_for_all(x, span, below, per_6, smallest)
+        x, inverse, zero, scale = _with_special_values(x, span, below, per_6, smallest)
     if STOCHASTIC:
         # The bits of a sum with 1.5 * 2**11 end in the code and 12 bits of fraction. To these 12 random bits are added,
         # for two values in a word. The higher value's offset is smaller by the lower one's bits above its code.
