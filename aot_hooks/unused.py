@@ -76,10 +76,10 @@ _lock = threading.Lock()
 
 
 class _Local(threading.local):
-    saved_count = 0  # tensors that eager operators saved
+    saved_count = 0  # tensors that eager operators saved in contexts
 
 
-_local = _Local()
+this_thread = _Local()
 
 
 def forget() -> None:
@@ -167,15 +167,6 @@ def compiled_in_place(module: torch.nn.Module) -> None:
         )
 
 
-def tensor_saved() -> None:
-    _local.saved_count += 1
-
-
-def saved_count() -> int:
-    """How many tensors eager operators of this thread have saved in contexts."""
-    return _local.saved_count
-
-
 def is_suspect(setting: Setting) -> bool:
     """Whether a context of `setting` that ends now is to be passed to `context_left`."""
     return setting.text not in _ended and torch.is_grad_enabled()
@@ -184,7 +175,7 @@ def is_suspect(setting: Setting) -> bool:
 def context_left(setting: Setting, before: int) -> None:
     """Warn if the first context of `setting` that ends saw no saved tensor; `before` is `saved_count` on its entry."""
     _ended.add(setting.text)
-    if _local.saved_count == before and setting.rule != KEEP and sys.exc_info()[0] is None:
+    if this_thread.saved_count == before and setting.rule != KEEP and sys.exc_info()[0] is None:
         _warn(
             (setting.text, "context"),
             f"a context of {setting.title} saw no saved tensor: no operator saved one eagerly inside it, and no "

@@ -47,7 +47,7 @@ class Unusable(Refused):
 
 
 @dataclass(frozen=True)
-class _Row:
+class _StoredDecision:
     decision: Decision  # without its place, hook and settings
     module_at: int | None
     line_at: int | None
@@ -59,7 +59,7 @@ class _Row:
 
 @dataclass(frozen=True)
 class _Stored:
-    plans: tuple[tuple[tuple[_Row, ...], Plan], ...]  # rows in place of decisions
+    plans: tuple[tuple[tuple[_StoredDecision, ...], Plan], ...]  # rows in place of decisions
     cannot: str  # why the entry must not be used, "" if it may
 
 
@@ -78,12 +78,12 @@ def pack_up(plans: Sequence[Plan], check: Checks, places: Callable[[], Sequence[
     )
     numbered = _renaming({name: f"size{i}" for i, name in enumerate(check.key.sizes)})
 
-    def stored(d: Decision) -> _Row:
+    def stored(d: Decision) -> _StoredDecision:
         row = d.saved
         at = both.get((row.module_path, row.source_line))
         chosen_by = check.numbers_of(d.settings)
         nameless = dataclasses.replace(row, shape=numbered(row.shape), module_path="", source_line="")
-        return _Row(
+        return _StoredDecision(
             dataclasses.replace(d, saved=nameless, hook=KEEP, settings=()),
             module_at=modules.get(row.module_path) if at is None else at,
             line_at=lines.get(row.source_line) if at is None else at,
@@ -130,7 +130,7 @@ def unpack(data: bytes, check: Checks, places: Callable[[], Sequence[Place]]) ->
     placed = any(row.module_at is not None or row.line_at is not None for rows, _ in stored.plans for row in rows)
     found = places() if placed else ()
 
-    def decision(row: _Row) -> Decision:
+    def decision(row: _StoredDecision) -> Decision:
         try:
             module = "" if row.module_at is None else found[row.module_at][0]
             line = "" if row.line_at is None else found[row.line_at][1]

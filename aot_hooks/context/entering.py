@@ -79,7 +79,7 @@ def _enter(context: _Context) -> None:
         except BaseException:
             pair.closed()
             raise
-    open_contexts.stack.append((context, pair, unused.saved_count()))
+    open_contexts.stack.append((context, pair, unused.this_thread.saved_count))
 
 
 class saved_tensors_hooks(_Context):

@@ -60,7 +60,7 @@ class _Crossing:
         return device
 
 
-class _Steps:
+class _GraphSteps:
     """The steps of a graph: its nodes that compute, in order, with their estimated times."""
 
     def __init__(self, gm: GraphModule, rates: Rates, fused: bool) -> None:
@@ -100,7 +100,7 @@ def place(
     for device, crossings in by_device.items():
         own_rates = (c.leaf.settings.rates for c in crossings)
         rates = next((r for r in own_rates if r is not None), None) or measured_rates(device)
-        forward, backward = _Steps(fw, rates, fused), _Steps(bw, rates, fused)
+        forward, backward = _GraphSteps(fw, rates, fused), _GraphSteps(bw, rates, fused)
         kinds = {settings: kind for kind, settings in enumerate(dict.fromkeys(c.leaf.settings for c in crossings))}
         items = [(_item(c, kinds[c.leaf.settings], forward, backward), c) for c in crossings]
         items.sort(key=lambda pair: pair[0].made)
@@ -235,7 +235,7 @@ def _sources_of_view(node: Node) -> list[Node]:
     return node.all_input_nodes if _is_free(node) else []
 
 
-def _item(crossing: _Crossing, kind: int, forward: _Steps, backward: _Steps) -> Item:
+def _item(crossing: _Crossing, kind: int, forward: _GraphSteps, backward: _GraphSteps) -> Item:
     nbytes = tensor_bytes(crossing.value.meta["val"])
     made = max(forward.index.get(n, -1) for n in nearest_first(crossing.value, _sources_of_view))
 
@@ -253,7 +253,12 @@ def _is_unfused_kernel(node: Node) -> bool:
 
 
 def _transfer(
-    crossing: _Crossing, nbytes: int, placement: Placement, forward: _Steps, backward: _Steps, planned: Schedule
+    crossing: _Crossing,
+    nbytes: int,
+    placement: Placement,
+    forward: _GraphSteps,
+    backward: _GraphSteps,
+    planned: Schedule,
 ) -> Transfer:
     names = ("", "", "", "")
     if placement.offloaded:

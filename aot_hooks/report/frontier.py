@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..errors import BudgetError, OptionError, unwrapped
+from ..errors import BudgetError, OptionError, error_behind
 from ..hook import KEEP
 from ..passes.plan import Plan
 from ..planning.budget import ALLOWED, Budget, budget
@@ -107,7 +107,7 @@ def frontier_of(plan_with: Callable[[Any], Plan], *, allow: Sequence[str] = ALLO
         try:
             given = plan_with(policy)
         except Exception as e:
-            if _budget_error(e) is None:
+            if error_behind(e, BudgetError) is None:
                 raise
             continue  # the solver's bounds lie a little under what it can reach
         found.append(Point(given.peak_bytes, given.step_ratio, given, policy))
@@ -121,10 +121,3 @@ def frontier_of(plan_with: Callable[[Any], Plan], *, allow: Sequence[str] = ALLO
         if not best or point.step_ratio < best[-1].step_ratio:
             best.append(point)
     return Frontier(tuple(best))
-
-
-def _budget_error(e: BaseException | None) -> BaseException | None:
-    """The `BudgetError` that `e` wraps or was raised from; None without one."""
-    while e is not None and not isinstance(e, BudgetError):
-        e = (unwrapped(e) if isinstance(e, Exception) else None) or e.__cause__
-    return e

@@ -163,10 +163,8 @@ class Store(autograd_cache.Extension):
         stored.finish_with(self.finish, graphs)
 
     def load(self, attached: bytes | None, words: tuple[str, ...]) -> tuple[AnalysedGraph, ...]:
-        """The stored graphs of these kinds ("forward", "backward", "inference"), from an entry's attached bytes.
-
-        Raises `Refused` if they are missing, or not of this program.
-        """
+        """The stored graphs of these kinds ("forward", "backward", "inference"), from an entry's attached bytes. Raises
+        `Refused` if they are missing, or not of this program."""
         if attached is None:
             raise Refused("nothing of its captures is stored beside it")
         try:

@@ -66,10 +66,8 @@ class Gradients:
         return [old for _, old in self._expected if old is not None]
 
     def classify(self, device: torch.device) -> None:
-        """Sort the parameters by what the captured step did with their gradients.
-
-        Raises `CannotCapture` for gradients that a replay can't make.
-        """
+        """Sort the parameters by what the captured step did with their gradients. Raises `CannotCapture` for gradients
+        that a replay can't make."""
         for x, old, wire in zip(self._parameters, self._before, self._wires, strict=True):
             new = old if x.grad is wire else x.grad
             if new is old or old is wire:

@@ -27,7 +27,7 @@ from ..tree.tree import one_capture
 from .gradients import Gradients, LastGradients
 from .host import HostState
 from .inputs import Inputs, arguments_of
-from .watch import Watch
+from .watch import OperatorWatch
 
 
 def settings() -> tuple[Any, ...]:
@@ -212,7 +212,7 @@ def record(step: ToRecord) -> StepRecording:
     gradients = Gradients(parameters_of(host), step.last_gradients, reads=step.reads_gradients)
     try:
         inputs = Inputs(pool, step.flat, device)
-        watch = Watch(device, inputs.by_storage())
+        watch = OperatorWatch(device, inputs.by_storage())
 
         def captured() -> Any:
             args, kwargs = arguments_of(inputs.arguments(step.flat), step.spec)

@@ -203,10 +203,8 @@ class WholeStep:
         return HostState(roots, self.driver.device_type)
 
     def _record(self, key: tuple[Any, ...], flat: Sequence[Any], spec: Any, host: HostState) -> Any:
-        """Record the step and replay the recording. If the capture fails, run the step uncaptured this time.
-
-        From then on less of the step is captured, unless another attempt may succeed.
-        """
+        """Record the step and replay the recording. If the capture fails, run the step uncaptured this time. From then
+        on less of it is captured, unless another attempt may succeed."""
         assert self.cursor is not None
         pool = self._opened_pool()
         self._left = [entry for entry in self._left if not entry[1].expired()]
