@@ -208,7 +208,7 @@ def _evaluated(option: str, expression: str) -> Any:
 
 
 def _heading(script: str, recorded: Recorded) -> str:
-    """The lines over a report: the graphs or modules in it, and the parts of the script that are not in it."""
+    """The lines over a report: which graphs or modules it covers, and which parts of the script it does not."""
     notes: list[str] = []
     if recorded.compiled:
         what = _compiled_graphs(recorded, notes)

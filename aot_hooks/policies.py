@@ -98,7 +98,7 @@ def first_match(*policies: Rule) -> Policy:
     """The hook of the first policy that chooses one for the tensor; without one, the tensor stays.
 
     A policy of this module whose condition holds decides, also for `KEEP`. `KEEP` from a plain function means no
-    choice. If the chosen hook declines the tensor (`float8` declines masks), the next policy is asked.
+    choice. If the chosen hook declines the tensor (`float8` declines masks), the next policy chooses.
     """
     return _FirstMatch(tuple(_rule("first_match", policy) for policy in policies))
 

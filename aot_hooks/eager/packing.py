@@ -90,7 +90,7 @@ def pack_eager(setting: Setting, x: torch.Tensor) -> Any:
         note_running_modules()
     outermost = _outermost_frame()
     hook, row = _choose(setting, x, outermost)
-    # a policy that reads names is asked again before packing: the program names a result after autograd has saved it
+    # a policy that reads names chooses again before packing: the program names a result after autograd has saved it
     reconsider = (setting, row) if row is not None and row.names is not None else None
     if hook is KEEP and reconsider is None:
         return EagerValue(x, hook)

@@ -345,9 +345,9 @@ def _operation_count(node: Node) -> int:
         count = int(flop_registry[_packet(node)](*args, **kwargs, out_val=out))
     schema = torch_values.schema_of(node.target)
     names = [argument.name for argument in schema.arguments] if schema is not None else []
-    given = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
+    arguments = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
     # causal attention skips half of the products, which the formulas count
-    return count // 2 if given.get("is_causal") is True else count
+    return count // 2 if arguments.get("is_causal") is True else count
 
 
 def measured_rates(device: torch.device) -> Rates:

@@ -155,12 +155,12 @@ def _trace(hook: Hook, value: torch.Tensor, at: str, decompositions: dict[Any, A
     crossing = _keep_constants(pack_graph, leaves)
 
     def unpack(*crossed: Any) -> list[torch.Tensor]:
-        given = list(leaves)
+        flat = list(leaves)
         for i, a in zip(crossing, crossed, strict=True):
-            given[i] = a
-        stride = [given.pop() for _ in range(stride_count)][::-1]
-        sizes = [given.pop() for _ in expanded][::-1]
-        out = _call(hook.unpack, rebuild(given), at_unpack)
+            flat[i] = a
+        stride = [flat.pop() for _ in range(stride_count)][::-1]
+        sizes = [flat.pop() for _ in expanded][::-1]
+        out = _call(hook.unpack, rebuild(flat), at_unpack)
         check_unpacked(out, *like, lambda: at_unpack, plain=True)
         if expanded:
             shape = list(out.shape)
@@ -202,11 +202,11 @@ def _call(fn: Any, argument: Any, at: str) -> Any:
     except AotHooksError:
         raise
     except Exception as e:
-        said = (str(e).strip() or type(e).__name__).splitlines()[0]
+        message = (str(e).strip() or type(e).__name__).splitlines()[0]
         if isinstance(e, torch_values.data_dependent_errors()):
-            raise HookContractError(f"{at} {_READS_VALUE}. Torch said: {said}") from e
+            raise HookContractError(f"{at} {_READS_VALUE}. Torch said: {message}") from e
         raise HookTraceError(
-            f"{at} raised {type(e).__name__}: {said} ({_line_in(fn, e)}); expected functions that can be "
+            f"{at} raised {type(e).__name__}: {message} ({_line_in(fn, e)}); expected functions that can be "
             f"traced on this tensor. Mend it, exclude the tensor with a policy, or {_EAGERLY}"
         ) from e
 

@@ -105,14 +105,14 @@ def frontier_of(plan_with: Callable[[Any], Plan], *, allow: Sequence[str] = ALLO
     while policies:
         policy = policies.pop(0)
         try:
-            given = plan_with(policy)
+            planned = plan_with(policy)
         except Exception as e:
             if error_behind(e, BudgetError) is None:
                 raise
             continue  # the solver's bounds lie a little under what it can reach
-        found.append(Point(given.peak_bytes, given.step_ratio, given, policy))
+        found.append(Point(planned.peak_bytes, planned.step_ratio, planned, policy))
         if policy.peak is None:
-            least, most = given.peak_bytes, stock.peak_bytes
+            least, most = planned.peak_bytes, stock.peak_bytes
             peaks = [least + (most - least) * k // _POINTS for k in range(1, _POINTS)]
             policies = [budget(peak, allow=allow, max_error=max_error) for peak in peaks if peak > 0]
     found.sort(key=lambda point: (point.peak_bytes, point.step_ratio))

@@ -147,8 +147,8 @@ class PendingMutations(NamedTuple):
     scope: dict[str, Any]
     storages: frozenset[int | None]
 
-    def has(self, value: Any, parts: frozenset[str]) -> bool:
-        """Whether `value` changes in one of its `parts`, names of attributes."""
+    def affects(self, value: Any, parts: frozenset[str]) -> bool:
+        """Whether one of these changes is to `value`, in one of the attributes `parts`."""
         if isinstance(value, types.ModuleType) and vars(value) is self.scope and self.names & parts:
             return True
         changed = self.objects.get(id(value), frozenset())

@@ -129,7 +129,7 @@ class Watch:
             slot.update_watches()
 
     def none_held(self) -> bool:
-        """Whether nobody but the tree holds any of the slots. Each replay asks, so it is one comparison."""
+        """Whether nobody but the tree holds any of the slots. Each replay calls it, so it is one comparison."""
         return [*map(use_count, self.cdatas), *map(getrefcount, self.handles)] == self.own_counts
 
     def close(self) -> None:
