@@ -326,7 +326,7 @@ def _start(x: torch.Tensor, limit: int | None, terms: steps.Terms) -> torch.Tens
 def _wait(ticket: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """The host tensor that crosses to the backward: the copy of `x`, or a stand-in if `x` stays on the device.
 
-    The current stream waits for the copy here, unless the step's plan waits for it at a later operator.
+    The current stream waits for the copy here, unless the step's plan has it wait elsewhere.
     """
     copy = _in_flight.get(_number(ticket))
     if copy is None or copy.entry is None:

@@ -25,10 +25,10 @@ from .. import counters
 from ..errors import NotCapturableError, OptionError
 from ..options import Options
 from ..torch_private import cuda as torch_cuda
-from ..tree.capture import CannotCapture, NotWarmError
 from ..tree.dispatch import as_they_are
 from ..tree.driver import CaptureDriver, cuda_driver
 from ..tree.node import Cursor
+from ..tree.tree import Failure
 from .gradients import LastGradients, ReadsGradients
 from .host import HostState, TooManyValues
 from .inputs import arguments_of, flat_arguments, key_of, reason_against
@@ -223,8 +223,10 @@ class WholeStep:
         except AssertionError:  # a bug, which is not to be hidden
             raise
         except Exception as error:
-            reason, is_final = self._failure(error)
-            wants_warmup, wants_gradients = isinstance(error, NotWarmError), isinstance(error, ReadsGradients)
+            failure = Failure(error, self.driver)
+            line = "" if failure.is_ours else users_line(error.__traceback__)
+            reason, is_final = f"{failure.reason} ({line})" if line else failure.reason, failure.is_final
+            wants_warmup, wants_gradients = failure.needs_warmup, isinstance(error, ReadsGradients)
         else:
             counters.add("recordings")
             counters.add("rerecordings", bool(self.recordings.get(key)))
@@ -254,14 +256,6 @@ class WholeStep:
         if self._leave_update_out(reason):
             return self._find_or_record(key, flat, spec)
         return self._refuse(reason, flat, spec)
-
-    def _failure(self, error: Exception) -> tuple[str, bool]:
-        """Why a capture failed, with the user's line, and whether another one would fail as well."""
-        if isinstance(error, CannotCapture):
-            return str(error), True
-        line = users_line(error.__traceback__)
-        reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}{f' ({line})' if line else ''}"
-        return f"capturing it raised {reason}", self.driver.is_capture_error(error)
 
     def _leave_update_out_if_optimizer_changed(self, changed: Mapping[str, str], reason: str) -> bool:
         """`_leave_update_out`, but only if nothing but an optimizer's values changed."""

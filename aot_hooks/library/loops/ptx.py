@@ -101,7 +101,7 @@ def _scale_of_exponent(dtype: torch.dtype) -> _Instructions:
 def _scale_of_bits(bits: str, top: float, dtype: torch.dtype) -> _Instructions:
     """Sets register `scale` to the bits of a row's scale, a power of two, from its `amax_bits` in register `bits`.
 
-    `top`: the largest number of the 8-bit format.
+    `top`: the largest number that a value divided by the scale may be.
     """
     least, add = scales.rounding_up(top, scales.smallest_scale(dtype, top))
     return (
