@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from fuzz_whole_step import on_simulator
 from pieces import Noted
+from whole_steps import on_simulator
 
 import cudagraph
 from cudagraph.tree import dispatch

@@ -10,10 +10,9 @@ import weakref
 import pytest
 import torch
 from failing_captures import FailingDriver, Fault
-from fuzz_whole_step import eager_step
 from torch import nn
 from torch.nn import functional as F
-from whole_steps import OPTIMIZERS, Net, adamw, assert_equal, batches, pair, run, steps
+from whole_steps import OPTIMIZERS, Net, adamw, assert_equal, batches, eager_step, pair, run, steps
 
 import cudagraph
 

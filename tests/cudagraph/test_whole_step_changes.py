@@ -6,10 +6,9 @@ import copy
 
 import pytest
 import torch
-from fuzz_whole_step import eager_step
 from torch import nn
 from torch.nn import functional as F
-from whole_steps import OPTIMIZERS, Net, adamw, assert_equal, batches, pair, run, sgd, steps
+from whole_steps import OPTIMIZERS, Net, adamw, assert_equal, batches, eager_step, pair, run, sgd, steps
 
 import cudagraph
 

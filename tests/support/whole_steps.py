@@ -1,15 +1,75 @@
-"""For tests of `whole_step`: equal models with their optimizers, and steps of both that must give equal numbers."""
+"""For tests of `whole_step`: the step that it stands for, by hand, and equal models with their optimizers."""
 
 from __future__ import annotations
 
 import copy
+import sys
+from collections.abc import Callable
+from typing import Any
 
+import pytest
 import torch
-from fuzz_whole_step import eager_step
+from capture_simulator import Simulator
 from torch import nn
 from torch.nn import functional as F
 
 import cudagraph
+from cudagraph.step import whole
+from cudagraph.torch_private import cuda as torch_cuda
+
+
+class Planted(Exception):
+    """What a step raises when it is told to."""
+
+
+def on_simulator(monkeypatch: pytest.MonkeyPatch, arena_bytes: int = 1 << 22) -> Simulator:
+    """Whole steps are captured by a simulator from now on; optimizers may be capturable on the CPU."""
+    simulator = Simulator(arena_bytes)
+    monkeypatch.setattr(whole, "cuda_driver", lambda: simulator)
+    monkeypatch.setattr(torch_cuda, "capturable_devices", lambda: ["cpu"])
+    for name in ("torch.optim.adam", "torch.optim.adamw"):
+        if hasattr(sys.modules.get(name), "_get_capturable_supported_devices"):
+            monkeypatch.setattr(sys.modules[name], "_get_capturable_supported_devices", lambda **kw: ["cpu"])
+    return simulator
+
+
+def eager_step(
+    model: nn.Module,
+    loss_fn: Callable[..., Any],
+    optimizers: Any,
+    scaler: Any = None,
+    clip_grad_norm: float | None = None,
+    accumulate: int = 1,
+) -> Callable[..., Any]:
+    """The loop that `whole_step` stands for, by hand."""
+    optimizers = optimizers if isinstance(optimizers, list) else [optimizers]
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> Any:
+        clean = [p for p in model.parameters() if p.grad is None]
+        total: Any = 0
+        try:
+            for a, b in zip(x.tensor_split(accumulate), y.tensor_split(accumulate), strict=True):
+                loss = loss_fn(model(a), b)
+                if accumulate > 1:
+                    loss = loss * (len(a) / len(x))
+                (loss if scaler is None else scaler.scale(loss)).backward()
+                total = total + loss.detach()
+        except Planted:
+            for p in clean:
+                p.grad = None
+            raise
+        if clip_grad_norm is not None:
+            for optimizer in optimizers if scaler is not None else []:
+                scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), clip_grad_norm)
+        for optimizer in optimizers:
+            optimizer.step() if scaler is None else scaler.step(optimizer)
+        if scaler is not None:
+            scaler.update()
+        model.zero_grad()
+        return total
+
+    return step
 
 
 class Net(nn.Module):
