@@ -102,10 +102,7 @@ def report(options: argparse.Namespace) -> int:
             check_can_plot(options.plot)
         recorded = run_script(options.script, options.arguments, settings, options.steps)
         plan = recorded.plan
-        measured = {
-            "measured_peak_bytes": recorded.peak_bytes,
-            "measured_optimizer_bytes": recorded.optimizer_bytes,
-        }
+        measured = {"measured_peak_bytes": recorded.peak_bytes, "measured_optimizer_bytes": recorded.optimizer_bytes}
         print("\n" + _heading(options.script, recorded))
         print(format_report(plan, **measured))
         if options.json is not None:

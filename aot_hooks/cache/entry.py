@@ -238,10 +238,7 @@ class Checks:
         raise Refused(f"a row names its hook by {hook!r}")
 
     def choices(self, row: SavedTensor, chosen_by: tuple[int, ...]) -> tuple[str, ...]:
-        """Texts of the hooks that the settings `chosen_by` choose for `row`, to compare when the entry is found.
-
-        "" for a setting whose choice the key determines: a hook, or a policy of this package alone.
-        """
+        """Texts of the hooks that the settings `chosen_by` choose for `row`; "" where the key determines the choice."""
         texts = []
         for number in chosen_by:
             setting = self.key.settings[number]

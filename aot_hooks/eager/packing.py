@@ -33,7 +33,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from .. import unused
 from ..contract import check_packed, check_unpacked, function_named, input_mutated
 from ..errors import AotHooksError, HookContractError, HookTraceError
-from ..graphs.layout import has_gaps, restride
+from ..graphs.layout import expanded_dimensions, has_gaps, restride
 from ..hook import KEEP, Hook
 from ..identity.frozen import described
 from ..identity.tensors import READ_EACH_TIME, tensor_digest
@@ -239,9 +239,8 @@ def _pack(value: EagerValue) -> None:
         value.state = State.STAYS
         return
     compact = tensor
-    for d, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
-        if stride == 0 and size > 1:
-            compact = compact.narrow(d, 0, 1)  # a dimension of stride 0 holds one row
+    for d in expanded_dimensions(tensor):
+        compact = compact.narrow(d, 0, 1)
     compact = compact.resolve_conj().resolve_neg()
     before = _digests(value.hook, [compact])
     packed = _call(value, "pack", compact)

@@ -56,8 +56,9 @@ def is_contiguous(x: torch.Tensor, order: Sequence[int] | None = None) -> bool:
 
 
 def expanded_dimensions(like: torch.Tensor) -> list[int]:
-    """The dimensions of stride 0: all their rows are one in memory."""
-    return [d for d in range(like.dim()) if same_size(like.stride(d), 0) and not same_size(like.shape[d], 1)]
+    """The dimensions of stride 0 with several rows, which are one in memory."""
+    several = (d for d in range(like.dim()) if not same_size(like.shape[d], 1) and not same_size(like.shape[d], 0))
+    return [d for d in several if same_size(like.stride(d), 0)]
 
 
 def _strided_dimensions(like: torch.Tensor) -> list[int]:

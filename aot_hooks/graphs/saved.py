@@ -241,10 +241,7 @@ def _names(node: Node) -> tuple[str, ...]:
 
 
 def _first_text(read: Callable[[Node], str], fw_node: Node, bw_node: Node) -> str:
-    """The first text that `read` finds: in the operator that made a saved value, else in the value's own node.
-
-    No operator made an input of the graph, so for an input it looks in the readers of `bw_node`.
-    """
+    """The text that `read` finds in the operator of a saved value, or in its own node; for an input, in its readers."""
     maker = producer(fw_node)
     for node in (maker, fw_node) if maker.op != "placeholder" or fw_node is not maker else bw_node.users:
         if found := read(node):

@@ -46,12 +46,10 @@ class Lossless:
         return KEEP if isinstance(hook, str) else hook
 
     def why_kept(self, saved: SavedTensor) -> str:
-        """Why `saved` stays as it is; for reports."""
         hook = _choose(saved)
         return hook if isinstance(hook, str) else ""
 
     def why_packed(self, saved: SavedTensor) -> str:
-        """Why `saved` can be stored exactly in fewer bytes; for reports."""
         if saved.dtype is torch.bool:
             return "lossless: a bool is one bit"
         if saved.backward_asks is not None:

@@ -393,10 +393,7 @@ def _carry_out(actions: list[tuple[str, steps.Entry]]) -> None:
 
 
 def _reload(host: torch.Tensor, device: torch.device, decided: bool) -> torch.Tensor:
-    """Start the copy back; returns the ticket for `claim`.
-
-    `decided`: `_start` decided whether to send the tensor. So it may be on the device, or on its way back already.
-    """
+    """Start the copy back; returns the ticket for `claim`. A tensor that was `decided` may be on the device already."""
     entry = _entries.get(host.data_ptr())
     if entry is None and decided:
         raise RuntimeError(

@@ -162,10 +162,7 @@ def lift_constants(gm: GraphModule) -> None:
 
 
 def _cross(bw: GraphModule, value: SavedValue, i: int, leaf: Node, pairs: _Pairs, numbers: _Pairs) -> Node:
-    """The backward's input for `leaf`, the `i`-th of what a pack returns: an input that has it already, or a new one.
-
-    `pairs` and `numbers` have the inputs for the tensors of this packing and for all sizes; the new one is added.
-    """
+    """The backward's input for `leaf`, the `i`-th of a pack. `pairs` (`numbers` for sizes) has those made so far."""
     val = leaf.meta["val"]
     symbolic = not isinstance(val, torch.Tensor)
     for node, placeholder in numbers if symbolic else pairs:

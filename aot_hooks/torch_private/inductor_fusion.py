@@ -78,10 +78,7 @@ def _is_ours(scheduler_node: Any) -> bool:
 
 
 def _mark_of(scheduler_node: Any) -> str | None:
-    """The mark that `mark_alone` set on the graph nodes behind a scheduler node; None without one.
-
-    It is cached on the scheduler node, because fusion compares each node with many others.
-    """
+    """The mark from `mark_alone` on the nodes behind a scheduler node; cached there, as fusion compares many pairs."""
     cache = scheduler_node.__dict__
     if ALONE not in cache:
         origins = [origin for part in scheduler_node.get_nodes() for origin in _origins(part)]

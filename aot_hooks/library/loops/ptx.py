@@ -99,10 +99,7 @@ def _scale_of_exponent(dtype: torch.dtype) -> _Instructions:
 
 
 def _scale_of_bits(bits: str, top: float, dtype: torch.dtype) -> _Instructions:
-    """Sets register `scale` to the bits of a row's scale, a power of two, from its `amax_bits` in register `bits`.
-
-    `top`: the largest number that a value divided by the scale may be.
-    """
+    """Sets register `scale` to the bits of the row's scale, from its `amax_bits`; x / scale is then at most `top`."""
     least, add = scales.rounding_up(top, scales.smallest_scale(dtype, top))
     return (
         ".reg .s32 scale",
@@ -145,10 +142,7 @@ def _float8_inverse(top: float, dtype: torch.dtype) -> str:
 
 @functools.cache
 def _float8_value(top: float, inf: float, dtype: torch.dtype) -> str:
-    """Sets `$0` to the number that the code in `$1` stands for, from the row's `amax_bits` in `$2`.
-
-    `inf`: the magnitude of the code for infinity.
-    """
+    """Sets `$0` to the number of the code in `$1`, from `amax_bits` in `$2`; codes of magnitude `inf` are infinite."""
     return _block(
         *_scale_of_bits("$2", top, dtype),
         ".reg .f32 factor, size",
