@@ -102,10 +102,7 @@ def report(options: argparse.Namespace) -> int:
             check_can_plot(options.plot)
         recorded = run_script(options.script, options.arguments, settings, options.steps)
         plan = recorded.plan
-        measured = {
-            "measured_peak_bytes": recorded.peak_bytes,
-            "measured_optimizer_bytes": recorded.optimizer_bytes,
-        }
+        measured = {"measured_peak_bytes": recorded.peak_bytes, "measured_optimizer_bytes": recorded.optimizer_bytes}
         print("\n" + _heading(options.script, recorded))
         print(format_report(plan, **measured))
         if options.json is not None:
@@ -208,7 +205,7 @@ def _evaluated(option: str, expression: str) -> Any:
 
 
 def _heading(script: str, recorded: Recorded) -> str:
-    """The lines over a report: the graphs or modules in it, and the parts of the script that are not in it."""
+    """The lines over a report: which graphs or modules it covers, and which parts of the script it does not."""
     notes: list[str] = []
     if recorded.compiled:
         what = _compiled_graphs(recorded, notes)

@@ -251,16 +251,16 @@ def _wrapped(
     """`compiled` in the wrappers that apply; notes what the graph was made of."""
     suspects = unused.compiled(hooks.settings, graph.plans)
     for key, setting in hooks.regions.items():
-        recompiles.note(wrapper, setting, region.regions[key].made_of(seen))
+        recompiles.note(wrapper, setting, region.regions[key].record_for(seen))
     rule: Any = hooks.setting.rule if hooks.setting is not None and graph.plans else None
     check: Any = None
     if hooks.setting is not None and rule is not None and not described(rule).frozen:
-        made_of, check = pairs.made_of(seen, hooks.setting, hooks.pair)
-        recompiles.note(wrapper, hooks.setting, made_of)
+        record, check = pairs.record_for(seen, hooks.setting, hooks.pair)
+        recompiles.note(wrapper, hooks.setting, record)
     # the innermost first
     wrappers: list[tuple[bool, Callable[[_Compiled], _Compiled]]] = [
         (counted, graph.counted),  # counts the runs, for a report
-        (True, lambda run: unused.judged(run, suspects)),  # warns of settings that have packed nothing
+        (True, lambda run: unused.warning_if_unused(run, suspects)),  # warns of settings that have packed nothing
         # compares the peaks of the first steps with the budget
         (isinstance(rule, Budget), lambda run: measured.checked(run, rule, graph.plans, wrapper)),
         (check is not None, lambda run: _checked(run, check)),  # raises if a user's function has changed since

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import sys
 import threading
-import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -21,7 +20,7 @@ from typing import Any
 from torch.fx import GraphModule
 
 from .backend import compile_for
-from .errors import OptionError, UnusedWarning, user_frame
+from .errors import OptionError, UnusedWarning, warn_user
 from .identity.memo import Memo
 from .options import Options
 from .passes.plan import Plan
@@ -145,13 +144,11 @@ class Enabled:
                 _end()
                 _end = None
         if not self.is_used and sys.exc_info()[0] is None:
-            _, skipped = user_frame(sys._getframe())
-            warnings.warn(
+            warn_user(
                 f"aot_hooks: {self!r} ended, and no graph that backend 'inductor' compiles has run meanwhile, so "
                 "it had no effect. Compile the model (torch.compile, or the trainer's own switch) and call it inside. "
                 "Before torch 2.15 nn.Sequential(...).compile() compiles nothing; torch.compile(module) does",
                 UnusedWarning,
-                stacklevel=skipped + 1,
             )
 
     def __enter__(self) -> Enabled:

@@ -10,10 +10,12 @@ from __future__ import annotations
 import difflib
 import inspect
 import os
+import sys
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -57,6 +59,9 @@ class BudgetError(AotHooksError, RuntimeError):
 
 class BudgetWarning(UserWarning):
     """A measured step used more memory than its budget. A tighter plan did not help, or none was found."""
+
+
+_Error = TypeVar("_Error", bound=AotHooksError)
 
 
 class CacheWarning(UserWarning):
@@ -117,6 +122,19 @@ def user_frame(frame: FrameType | None) -> tuple[FrameType | None, int]:
             break
         frame, skipped = frame.f_back, skipped + 1
     return frame, skipped
+
+
+def warn_user(message: str, category: type[Warning]) -> None:
+    """Warn at the innermost line of the user's code."""
+    _, skipped = user_frame(sys._getframe())
+    warnings.warn(message, category, stacklevel=skipped + 1)
+
+
+def error_behind(e: BaseException | None, kind: type[_Error]) -> _Error | None:
+    """`e`, or the nearest error of class `kind` that it wraps or was raised from; None without one."""
+    while e is not None and not isinstance(e, kind):
+        e = getattr(e, "inner_exception", None) or e.__cause__ or e.__context__
+    return e
 
 
 def unwrapped(e: Exception) -> AotHooksError | None:

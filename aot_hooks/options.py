@@ -25,12 +25,12 @@ class Options:
     @classmethod
     def parse(cls, options: Mapping[str, Any] | None) -> Options:
         """Raises `OptionError` that names the unknown option and lists the valid ones."""
-        given = dict(options or {})
+        values = dict(options or {})
         valid = list(cls.__dataclass_fields__)
-        if unknown := [k for k in given if k not in valid]:
+        if unknown := [k for k in values if k not in valid]:
             meant = did_you_mean(str(unknown[0]), valid)
             raise OptionError(f"unknown option {unknown[0]!r}{meant or ';'} valid options: {', '.join(valid)}")
-        parsed = cls(**given)
+        parsed = cls(**values)
         if parsed.inner not in ("inductor", "aten"):
             raise OptionError(f"options['inner'] must be 'inductor' or 'aten', got {parsed.inner!r}")
         if parsed.scope not in SCOPES:

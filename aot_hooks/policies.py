@@ -98,7 +98,7 @@ def first_match(*policies: Rule) -> Policy:
     """The hook of the first policy that chooses one for the tensor; without one, the tensor stays.
 
     A policy of this module whose condition holds decides, also for `KEEP`. `KEEP` from a plain function means no
-    choice. If the chosen hook declines the tensor (`float8` declines masks), the next policy is asked.
+    choice. If the chosen hook declines the tensor (`float8` declines masks), the next policy chooses.
     """
     return _FirstMatch(tuple(_rule("first_match", policy) for policy in policies))
 
@@ -210,7 +210,7 @@ class _Kind(NamedTuple):
     name: str  # in reports
     expected: str  # a key in words, for errors
     is_key: Callable[[Any], bool]
-    values: Callable[[SavedTensor], tuple[Any, ...]]  # what a saved tensor has, to be compared with the keys
+    values: Callable[[SavedTensor], tuple[Any, ...]]  # of a saved tensor, to be compared with the keys
     fits: Callable[[Any, Any], bool] = operator.eq  # key, value
 
 
@@ -270,7 +270,7 @@ def key_text(key: Any) -> str:
 
 
 def keys_in(rule: Rule) -> Iterator[tuple[ByKey, Any]]:
-    """The keys of the policies in `rule`, each with its policy."""
+    """Each key of the `ByKey` policies in `rule`, after its policy; also of policies inside of policies."""
     if isinstance(rule, ByKey):
         yield from ((rule, key) for key in rule.keys)
     if isinstance(rule, _Policy):

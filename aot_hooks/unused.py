@@ -1,9 +1,9 @@
 """Hooks and policies that have no effect: one warning each, with the reason and the way out.
 
-      a graph is compiled under a setting     --compiled-->      tensors packed, keys of policies matched
-      the first backward after that           --judged-->        nothing packed; a key that matched nothing
-      an eager operator saves, a context ends --context_left-->  no tensor was saved in the context
-      AOTAutograd traces a pair of ours       --traced-->        another backend compiles the function
+      a graph is compiled under a setting     --compiled-->           tensors packed, keys of policies matched
+      the first backward after that           --warning_if_unused-->  nothing packed; a key that matched nothing
+      an eager operator saves, a context ends --context_left-->       no tensor was saved in the context
+      AOTAutograd traces a pair of ours       --traced-->             another backend compiles the function
 
 A step whose graphs packed something pays for a flag that eager parts set, and for a set lookup when a context ends.
 """
@@ -13,14 +13,13 @@ from __future__ import annotations
 import collections
 import sys
 import threading
-import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from .errors import TORCH, UnusedWarning, user_frame
+from .errors import TORCH, UnusedWarning, warn_user
 from .hook import KEEP
 from .offloading.transfers import several_graphs
 from .passes.plan import Decision, Plan
@@ -77,14 +76,14 @@ _lock = threading.Lock()
 
 
 class _Local(threading.local):
-    saved_count = 0  # tensors that eager operators saved
+    saved_count = 0  # tensors that eager operators saved in contexts
 
 
-_local = _Local()
+this_thread = _Local()
 
 
 def forget() -> None:
-    """Forget the effect on graphs; warnings stay given."""
+    """Forget the effect on graphs. Warnings that were given are not given again."""
     with _lock:
         _uses.clear()
 
@@ -108,26 +107,27 @@ def compiled(settings: Iterable[Setting], plans: Sequence[Plan]) -> list[Setting
     return suspects
 
 
-def judged(run: Callable[..., Any], suspects: list[Setting]) -> Callable[..., Any]:
-    """`run`, a compiled graph, with warnings of what is still unused after the first backward.
+def warning_if_unused(run: Callable[..., Any], suspects: list[Setting]) -> Callable[..., Any]:
+    """`run`, a compiled graph, which warns after its first backward of those `suspects` that still have no effect.
 
-    By then the other graphs of the forward are compiled too.
+    By then the other graphs of the step are compiled too.
     """
     if not suspects:
         return run
     waiting = True
 
-    def run_and_judge(*args: Any) -> Any:
+    def run_and_warn(*args: Any) -> Any:
         nonlocal waiting
         outputs = run(*args)
-        if waiting and at_end_of_backward(outputs, lambda: _judge(suspects)):
+        if waiting and at_end_of_backward(outputs, lambda: _warn_of(suspects)):
             waiting = False
         return outputs
 
-    return run_and_judge
+    return run_and_warn
 
 
-def _judge(suspects: list[Setting]) -> None:
+def _warn_of(suspects: list[Setting]) -> None:
+    """Warn of each of `suspects` that has packed nothing so far, and of each key that has matched nothing."""
     for setting in suspects:
         use = _uses.get(setting.text)
         if use is None:
@@ -167,15 +167,6 @@ def compiled_in_place(module: torch.nn.Module) -> None:
         )
 
 
-def tensor_saved() -> None:
-    _local.saved_count += 1
-
-
-def saved_count() -> int:
-    """How many tensors eager operators of this thread have saved in contexts."""
-    return _local.saved_count
-
-
 def is_suspect(setting: Setting) -> bool:
     """Whether a context of `setting` that ends now is to be passed to `context_left`."""
     return setting.text not in _ended and torch.is_grad_enabled()
@@ -184,7 +175,7 @@ def is_suspect(setting: Setting) -> bool:
 def context_left(setting: Setting, before: int) -> None:
     """Warn if the first context of `setting` that ends saw no saved tensor; `before` is `saved_count` on its entry."""
     _ended.add(setting.text)
-    if _local.saved_count == before and setting.rule != KEEP and sys.exc_info()[0] is None:
+    if this_thread.saved_count == before and setting.rule != KEEP and sys.exc_info()[0] is None:
         _warn(
             (setting.text, "context"),
             f"a context of {setting.title} saw no saved tensor: no operator saved one eagerly inside it, and no "
@@ -194,7 +185,7 @@ def context_left(setting: Setting, before: int) -> None:
 
 
 def traced(setting: Setting) -> None:
-    """A tracer calls the pair of `setting`."""
+    """Warn if AOTAutograd calls the hooks of `setting` while it traces a graph for another backend."""
     if setting.text not in _ended and aot.inlines_hooks() and setting.rule != KEEP:
         _ended.add(setting.text)
         _warn(
@@ -210,5 +201,4 @@ def _warn(about: tuple[str, str], message: str) -> None:
         known = about in _warned
         _warned.add(about)
     if not known:
-        _, skipped = user_frame(sys._getframe())
-        warnings.warn(f"aot_hooks: {message}", UnusedWarning, stacklevel=skipped + 1)
+        warn_user(f"aot_hooks: {message}", UnusedWarning)

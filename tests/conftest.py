@@ -137,3 +137,15 @@ def world(request: pytest.FixtureRequest) -> Iterator[Any]:
     dispatch.reset()
     yield World(request.param)
     dispatch.reset()
+
+
+@pytest.fixture
+def stock_is_aten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Functions for torch's own backend "inductor" run as AOTAutograd makes them: generating code takes long."""
+    from aot_hooks.backend import partition_without_hooks
+    from aot_hooks.torch_private.aot import compile_graph
+
+    def aten(self: Any, gm: Any, inputs: Any, **_: Any) -> Any:
+        return compile_graph(gm, inputs, partition_without_hooks)
+
+    monkeypatch.setattr(torch._TorchCompileInductorWrapper, "__call__", aten)

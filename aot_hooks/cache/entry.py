@@ -47,19 +47,19 @@ class Unusable(Refused):
 
 
 @dataclass(frozen=True)
-class _Row:
+class _StoredDecision:
     decision: Decision  # without its place, hook and settings
     module_at: int | None
     line_at: int | None
     chosen_by: tuple[int, ...]  # numbers of settings
     hook: _Hook
-    choices: tuple[str, ...]  # digests of the hooks that those settings choose, "" where no check is needed
+    choices: tuple[str, ...]  # see `Checks.choices`
     traces_to: str  # digest of the hook's programs on a tensor of the row's shape, "" where no check is needed
 
 
 @dataclass(frozen=True)
 class _Stored:
-    plans: tuple[tuple[tuple[_Row, ...], Plan], ...]  # rows in place of decisions
+    plans: tuple[tuple[tuple[_StoredDecision, ...], Plan], ...]  # rows in place of decisions
     cannot: str  # why the entry must not be used, "" if it may
 
 
@@ -78,17 +78,17 @@ def pack_up(plans: Sequence[Plan], check: Checks, places: Callable[[], Sequence[
     )
     numbered = _renaming({name: f"size{i}" for i, name in enumerate(check.key.sizes)})
 
-    def stored(d: Decision) -> _Row:
+    def stored(d: Decision) -> _StoredDecision:
         row = d.saved
         at = both.get((row.module_path, row.source_line))
         chosen_by = check.numbers_of(d.settings)
         nameless = dataclasses.replace(row, shape=numbered(row.shape), module_path="", source_line="")
-        return _Row(
+        return _StoredDecision(
             dataclasses.replace(d, saved=nameless, hook=KEEP, settings=()),
             module_at=modules.get(row.module_path) if at is None else at,
             line_at=lines.get(row.source_line) if at is None else at,
             chosen_by=chosen_by,
-            hook=check.reference(d.hook, row, chosen_by),
+            hook=check.stored_hook(d.hook, row, chosen_by),
             choices=check.choices(row, chosen_by),
             traces_to=check.programs(d.hook, row, chosen_by),
         )
@@ -130,7 +130,7 @@ def unpack(data: bytes, check: Checks, places: Callable[[], Sequence[Place]]) ->
     placed = any(row.module_at is not None or row.line_at is not None for rows, _ in stored.plans for row in rows)
     found = places() if placed else ()
 
-    def decision(row: _Row) -> Decision:
+    def decision(row: _StoredDecision) -> Decision:
         try:
             module = "" if row.module_at is None else found[row.module_at][0]
             line = "" if row.line_at is None else found[row.line_at][1]
@@ -207,7 +207,8 @@ class Checks:
         except PolicyError as e:
             raise Refused(str(e)) from e
 
-    def reference(self, hook: Hook, row: SavedTensor, chosen_by: tuple[int, ...]) -> _Hook:
+    def stored_hook(self, hook: Hook, row: SavedTensor, chosen_by: tuple[int, ...]) -> _Hook:
+        """The form in which the entry stores `hook`: as the choice of one of the settings `chosen_by`, or pickled."""
         if hook is KEEP:
             return "keep", 0
         chosen = {number: self.chosen(number, row) for number in chosen_by}
@@ -237,12 +238,13 @@ class Checks:
         raise Refused(f"a row names its hook by {hook!r}")
 
     def choices(self, row: SavedTensor, chosen_by: tuple[int, ...]) -> tuple[str, ...]:
-        digests = []
+        """Texts of the hooks that the settings `chosen_by` choose for `row`; "" where the key determines the choice."""
+        texts = []
         for number in chosen_by:
             setting = self.key.settings[number]
-            needless = setting is None or isinstance(setting.rule, Hook) or not described(setting.rule).own
-            digests.append("" if needless else described(self.chosen(number, row)).portable)
-        return tuple(digests)
+            in_key = setting is None or isinstance(setting.rule, Hook) or not described(setting.rule).own
+            texts.append("" if in_key else described(self.chosen(number, row)).portable)
+        return tuple(texts)
 
     def programs(self, hook: Hook, row: SavedTensor, chosen_by: tuple[int, ...]) -> str:
         """Digests of the programs of `hook`, and of the hooks that the settings choose, on a dense tensor of the row.
@@ -265,6 +267,7 @@ class Checks:
 
 
 def _program(hook: Hook, row: SavedTensor) -> str:
+    """A digest of the graphs of `hook` for a dense tensor like `row`. Raises `Unusable`."""
     shape = tuple(map(int, row.shape))
     with compiling_for("inductor"), torch_values.fake_tensor(shape, row.dtype, row.device) as value:
         try:

@@ -102,8 +102,8 @@ def key_of(
     for i, node in enumerate(nodes):
         if (key := annotation(node, REGION)) is not None:
             lines.append((f"region of node {i}", str(numbers[key])))
-        if (given := name_given(node)) is not None:
-            lines.append((f"name of node {i}", given))
+        if (name := name_given(node)) is not None:
+            lines.append((f"name of node {i}", name))
         if reads_modules:
             path, line = place_of(node, roots or {})
             lines.append((f"module of node {i}", f"{path} {module_stack(node)}"))
@@ -172,14 +172,14 @@ def nodes_of(gm: GraphModule) -> list[Node]:
 def _inputs(traced: Sequence[Any], inputs: Sequence[Any], sizes: torch_values.SizeNumbers) -> Iterator[Line]:
     """A line for each input. `traced` has what Dynamo saw; the real `inputs` show which of them share memory."""
     storages: dict[int, int] = {}
-    for i, (value, given) in enumerate(zip(traced, inputs, strict=True)):
-        text = type(given).__name__
+    for i, (value, real) in enumerate(zip(traced, inputs, strict=True)):
+        text = type(real).__name__
         if not isinstance(value, torch.Tensor):
             text += f" {sizes.text(value)}"
         else:
             text += f" {value.dtype} [{', '.join(map(sizes.text, value.shape))}] {value.device} {value.requires_grad}"
             if value.layout is torch.strided and not torch_values.is_traceable_subclass(value):
-                shares = storages.setdefault(torch_values.storage_key(given), i)
+                shares = storages.setdefault(torch_values.storage_key(real), i)
                 stride = ", ".join(map(sizes.text, value.stride()))
                 text += f" stride [{stride}] from {sizes.text(value.storage_offset())} of the memory of {shares}"
             else:
@@ -187,8 +187,8 @@ def _inputs(traced: Sequence[Any], inputs: Sequence[Any], sizes: torch_values.Si
         yield f"input {i}", text
 
 
-def _sources() -> str:
-    """Of this package, and of the other one's part that this one compiles by."""
+def _sources_digest() -> str:
+    """A hash of the sources of this package, and of the folder of `cudagraph` that this one calls when it compiles."""
     found = hashlib.sha256()
     for folder in (Path(PACKAGE), Path(symbols.__file__).parent):
         for path in sorted(folder.rglob("*.py")):
@@ -198,7 +198,7 @@ def _sources() -> str:
 
 
 # read now, in 2 ms, not when the first graph is compiled: an edit until then changes the files, not this process
-_SOURCES = _sources()
+_SOURCES = _sources_digest()
 
 
 def package_digest() -> str:

@@ -220,7 +220,7 @@ _pauses, _thresholds = 0, (0, 0, 0)
 
 
 def _pause(more: int) -> None:
-    """Sets the threshold to 0, which means never. Not `gc.disable()`: the user may call that meanwhile."""
+    """Begin (1) or end (-1) a pause: a threshold of 0 means never. Not `gc.disable()`, which the user may call."""
     global _pauses, _thresholds
     with _lock:
         before, _pauses = _pauses, _pauses + more

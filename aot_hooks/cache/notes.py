@@ -28,7 +28,7 @@ _SHOWN = 40
 
 @dataclass(frozen=True)
 class Note:
-    """One miss. `hooks` are the user's rules, for people; `why` is the reason of the miss."""
+    """One miss. `hooks`: the user's rules in words. `why`: the reason of the miss."""
 
     key: str  # under which the entry was stored
     hooks: str
@@ -80,7 +80,7 @@ def nearest(note: Note, others: Iterable[Note]) -> Note | None:
 
 
 def _differences(before: Note, after: Note) -> list[tuple[str, str | None, str | None]]:
-    """The lines that differ: name, text of the one, text of the other; None where it has none."""
+    """The lines that differ, as (name, text before, text after); None for a text that does not exist."""
     if not (before.torch_lines and after.torch_lines):
         before, after = (dataclasses.replace(note, torch_lines=()) for note in (before, after))
     old, new = before.all_lines(), after.all_lines()
@@ -88,7 +88,7 @@ def _differences(before: Note, after: Note) -> list[tuple[str, str | None, str |
 
 
 def difference(before: Note, after: Note) -> str:
-    """The lines that differ, `-` of the one and `+` of the other, the first 40 of them."""
+    """The first 40 lines that differ, with `-` before and `+` after."""
     found = _differences(before, after)
     if not found:
         return (
@@ -132,7 +132,7 @@ def last_miss(directory: str | None = None) -> Miss | None:
 
 
 def explain(miss: Miss) -> str:
-    """The reason of a miss, for people."""
+    """The reason of a miss, in words."""
     head = f"last miss: {_local_time(miss.note)}, {miss.note.hooks or 'no hooks'}: {miss.note.why}"
     if miss.was_stored and miss.note.why == "no entry of this key":
         head += "\nits key was stored before: that entry is gone, or could not be written or read"

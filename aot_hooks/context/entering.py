@@ -68,6 +68,7 @@ class _Context(contextlib.ContextDecorator):
 
 
 def _enter(context: _Context) -> None:
+    """Push the pair that stands for the setting of `context` on torch's stack; for an eager hook two functions."""
     pack_pending()
     pair = pair_for(context)
     if pair is None:
@@ -78,7 +79,7 @@ def _enter(context: _Context) -> None:
         except BaseException:
             pair.closed()
             raise
-    open_contexts.stack.append((context, pair, unused.saved_count()))
+    open_contexts.stack.append((context, pair, unused.this_thread.saved_count))
 
 
 class saved_tensors_hooks(_Context):

@@ -2,7 +2,7 @@
 
 setting --pair_for--> Pair --push--> torch's stack --ambient--> the setting, while a graph is compiled
                        |
-                       +-- record: what graphs depend on; `made_of` adds to it and checks it at each call
+                       +-- record: what graphs depend on; `record_for` adds to it and checks it at each call
 """
 
 from __future__ import annotations
@@ -90,6 +90,7 @@ def _keep_alive(pair: Pair) -> None:
 
 
 def _module(name: str, call: Callable[[Any], Any]) -> GraphModule:
+    """A GraphModule that runs `call` when it is called."""
     graph = torch.fx.Graph()
     graph.output(graph.placeholder("x"))
     module = GraphModule(torch.nn.Module(), graph, class_name=name)
@@ -99,7 +100,7 @@ def _module(name: str, call: Callable[[Any], Any]) -> GraphModule:
 
 
 def pair_for(context: Any) -> Pair | None:
-    """The pair that stands for the setting of a context, counted as opened; None for an eager hook."""
+    """The pair that stands for the setting of a context, with this context counted as open; None for an eager hook."""
     pack: Any = getattr(context, "pack", context.rule)
     unpack: Any = getattr(context, "unpack", None)
     # the parts of two plain functions that are the same when they are made anew
@@ -167,7 +168,7 @@ class EagerPack:
 def ambient() -> tuple[Setting | None, Any]:
     """The innermost setting around the current call, and the object that a graph compiled for it must keep alive.
 
-    Stock `torch.autograd.graph.saved_tensors_hooks` with two GraphModules means the same as ours. Torch keeps others.
+    Torch's own `saved_tensors_hooks` with two GraphModules counts as ours. With other functions it is left to torch.
     """
     top = autograd.top_hooks()
     if top is None:
@@ -190,7 +191,7 @@ def _as_entered(pair: Pair) -> Setting:
     return pair.setting
 
 
-def made_of(seen: Recording, setting: Setting, alive: Any) -> tuple[Record, Callable[[], None]]:
+def record_for(seen: Recording, setting: Setting, alive: Any) -> tuple[Record, Callable[[], None]]:
     """The record of a graph under `setting`, and a check to call before each run of the graph.
 
     `setting` and `alive` are from `ambient()`, or from the options (None). Both this function and the check raise

@@ -25,11 +25,11 @@ class Region:
     record: Record  # what graphs depend on; empty before the first graph
     pending: dynamo_trace.PendingMutations  # what the function changes before the region; only running it will do so
 
-    def made_of(self, seen: Recording) -> Record:
-        """The record of a graph. Raises `OptionError` if a pending change affects it."""
+    def record_for(self, seen: Recording) -> Record:
+        """The record of a graph. Raises `OptionError` if the function has changed before what a hook reads."""
         if self.pending.objects or self.pending.names or self.pending.storages:
             for name, value, parts in seen.reached(self.setting.rule):
-                if self.pending.has(value, parts):
+                if self.pending.affects(value, parts):
                     raise _unknown("hook", f"'{name}' that the compiled function has changed before")
         record = seen.record(self.setting.rule, choose)
         self.record.add(record)

@@ -3,7 +3,7 @@
       compiled   Dynamo's path starts at a local: L['self'].mlp.fc1
                  --roots--> the local's path in the outermost running module: "layers.0"
       eager      frames of `nn.Module.__call__` while autograd saves for an operator
-                 --note_call--> path by the operator's number --made_in--> path of the operator that made a tensor
+                 --note_running_modules--> path by the operator's number --made_in--> path of the operator of a tensor
 
 Autograd numbers its operators in order. The path of an operator that saves a tensor is noted. An operator that saves
 nothing (an addition) counts to the innermost module around its neighbours.
@@ -36,8 +36,8 @@ class _Local(threading.local):
 _local = _Local()
 
 
-def note_call() -> None:
-    """Note the running module for the operator that autograd is saving for."""
+def note_running_modules() -> None:
+    """Note the path of the running module under the number of the operator that autograd is saving a tensor for."""
     number, notes = autograd.next_sequence_number() - 1, _local.notes
     if notes and notes[-1][0] == number:
         return
@@ -62,9 +62,10 @@ def made_in(number: int | None) -> str:
 
 
 def roots() -> dict[str, str]:
-    """Dynamo's name of each local of the frame that it compiles, with its path in the outermost running module.
+    """Paths of modules by the names that Dynamo has for them: `{"L['self']": "layers.0", "": "layers.0"}`.
 
-    "" stands for the innermost running module. Empty if no module runs: Dynamo's own paths are right then.
+    These are the modules among the locals of the frame that Dynamo compiles, and under "" the innermost module that
+    runs. Paths are relative to the outermost one. Empty if no module runs: Dynamo's own paths are right then.
     """
     compiled, outside = dynamo.frame_being_compiled()
     modules = _running(outside)

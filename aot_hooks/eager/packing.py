@@ -33,14 +33,14 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from .. import unused
 from ..contract import check_packed, check_unpacked, function_named, input_mutated
 from ..errors import AotHooksError, HookContractError, HookTraceError
-from ..graphs.layout import has_gaps, restride
+from ..graphs.layout import expanded_dimensions, has_gaps, restride
 from ..hook import KEEP, Hook
 from ..identity.frozen import described
 from ..identity.tensors import READ_EACH_TIME, tensor_digest
 from ..settings.setting import SCOPE, Setting, looks_at_modules
 from ..torch_private import autograd, dynamo
 from ..torch_private import values as torch_values
-from .modules import note_call
+from .modules import note_running_modules
 from .rows import EagerRow
 
 
@@ -52,7 +52,7 @@ class State(enum.Enum):
     MUTATED = enum.auto()  # unpack changed the packed value: it serves no second reader
 
 
-class SavedValue:
+class EagerValue:
     """Autograd's entry for one saved tensor: the tensor (detached), or the result of pack."""
 
     def __init__(self, x: torch.Tensor, hook: Hook, reconsider: tuple[Setting, EagerRow] | None = None) -> None:
@@ -61,7 +61,7 @@ class SavedValue:
         self.storage = StorageWeakRef(x.untyped_storage()) if x.layout is torch.strided else None
         self.version = x._version
         self.hook = hook
-        self.reconsider = reconsider  # the policy to ask again before packing
+        self.reconsider = reconsider  # the policy that chooses again before packing, and the row it chooses for
         self.packed: Any = None
         self.state = State.STAYS
         self.death: Any = None  # the weak reference that reports the death of `x`
@@ -70,9 +70,9 @@ class SavedValue:
 
 class _Local(threading.local):
     def __init__(self) -> None:
-        self.pending: list[weakref.ref[SavedValue]] = []
-        self.seen: weakref.WeakValueDictionary[Any, SavedValue] = weakref.WeakValueDictionary()
-        self.saved_by_compiled: list[SavedValue] | None = None  # in a compiled call: what it has saved so far
+        self.pending: list[weakref.ref[EagerValue]] = []
+        self.seen: weakref.WeakValueDictionary[Any, EagerValue] = weakref.WeakValueDictionary()
+        self.saved_by_compiled: list[EagerValue] | None = None  # in a compiled call: what it has saved so far
         self.compiled_inputs: set[int] = set()  # and the storages of its inputs
 
 
@@ -84,21 +84,21 @@ def pack_eager(setting: Setting, x: torch.Tensor) -> Any:
     if torch_values.is_traced_value(x) or torch.compiler.is_compiling():
         unused.traced(setting)
         return x  # a tracer runs the program on fake tensors: nothing is saved
-    unused.tensor_saved()
+    unused.this_thread.saved_count += 1
     pack_pending()
     if looks_at_modules(setting.rule):
-        note_call()
+        note_running_modules()
     outermost = _outermost_frame()
     hook, row = _choose(setting, x, outermost)
-    # a policy that reads names is asked again before packing: the program names a result after autograd has saved it
+    # a policy that reads names chooses again before packing: the program names a result after autograd has saved it
     reconsider = (setting, row) if row is not None and row.names is not None else None
     if hook is KEEP and reconsider is None:
-        return SavedValue(x, hook)
+        return EagerValue(x, hook)
     layout = (x.storage_offset(), x.shape, x.stride(), x.dtype, x.is_conj(), x.is_neg())
     key = (torch_values.storage_key(x), *layout, x._version, setting.key if reconsider else hook)
     if (value := _local.seen.get(key)) is not None:
         return value
-    value = _local.seen[key] = SavedValue(x, hook, reconsider)
+    value = _local.seen[key] = EagerValue(x, hook, reconsider)
     if _local.saved_by_compiled is not None:
         _local.saved_by_compiled.append(value)  # decided when the compiled call returns
         value.state = State.UNDECIDED
@@ -114,7 +114,7 @@ def pack_eager(setting: Setting, x: torch.Tensor) -> Any:
 
 def unpack_eager(value: Any) -> torch.Tensor:
     """Autograd's unpack hook."""
-    if not isinstance(value, SavedValue):
+    if not isinstance(value, EagerValue):
         return value  # type: ignore[no-any-return]
     if value.state is State.READY:
         _pack(value)
@@ -147,7 +147,7 @@ def pack_pending() -> None:
             _local.pending.append(ref)
 
 
-def _decide_at_death(value: SavedValue, x: torch.Tensor) -> None:
+def _decide_at_death(value: EagerValue, x: torch.Tensor) -> None:
     ref = weakref.ref(value)
 
     def died(_: Any) -> None:
@@ -221,13 +221,13 @@ def _storages(tree: Any) -> set[int]:
     }
 
 
-def _at(value: SavedValue, part: str) -> str:
+def _at(value: EagerValue, part: str) -> str:
     shape, dtype, _ = value.like
     function = function_named(part, getattr(value.hook, part))
     return f"hook '{value.hook.name}' on saved {str(dtype).removeprefix('torch.')}{list(shape)} (eager): {function}"
 
 
-def _pack(value: SavedValue) -> None:
+def _pack(value: EagerValue) -> None:
     tensor = value.tensor
     assert tensor is not None
     if value.reconsider is not None:
@@ -239,9 +239,8 @@ def _pack(value: SavedValue) -> None:
         value.state = State.STAYS
         return
     compact = tensor
-    for d, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
-        if stride == 0 and size > 1:
-            compact = compact.narrow(d, 0, 1)  # a dimension of stride 0 holds one row
+    for d in expanded_dimensions(tensor):
+        compact = compact.narrow(d, 0, 1)
     compact = compact.resolve_conj().resolve_neg()
     before = _digests(value.hook, [compact])
     packed = _call(value, "pack", compact)
@@ -251,7 +250,7 @@ def _pack(value: SavedValue) -> None:
     value.packed, value.tensor, value.state = (packed, compact.shape, compact.stride()), None, State.PACKED
 
 
-def _unpack(value: SavedValue) -> torch.Tensor:
+def _unpack(value: EagerValue) -> torch.Tensor:
     if value.state is State.MUTATED:
         raise HookContractError(
             f"{_at(value, 'unpack')} changed what was packed in place, and it is needed again (by another reader, or "
@@ -302,7 +301,7 @@ def _copy_containers(packed: Any, tensors: list[torch.Tensor]) -> Any:
     return packed
 
 
-def _call(value: SavedValue, part: str, argument: Any) -> Any:
+def _call(value: EagerValue, part: str, argument: Any) -> Any:
     try:
         with torch.no_grad(), torch_values.no_autocast():  # a hook's own operators save nothing
             return autograd.call_without_hooks(getattr(value.hook, part), (argument,), "aot_hooks: inside a hook")
@@ -317,7 +316,7 @@ def call_compiled(compiled: Callable[..., Any], args: Any) -> Any:
 
     Its saved tensors have no `grad_fn` that tells inputs and outputs from intermediates, so storages tell them apart.
     """
-    saved: list[SavedValue] = []
+    saved: list[EagerValue] = []
     before = _local.saved_by_compiled, _local.compiled_inputs
     _local.saved_by_compiled, _local.compiled_inputs = saved, _storages(args)
     try:

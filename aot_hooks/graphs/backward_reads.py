@@ -28,7 +28,7 @@ from torch.fx import GraphModule, Node
 
 from ..torch_private import values as torch_values
 from . import read_tables as tables
-from .nodes import argument_positions, is_view, op_name, region_body, source_line
+from .nodes import argument_positions, is_view, op_name, region_body, source_line, tensor_bytes
 from .read_tables import Test
 
 _MAX_ANSWER_BYTES = 1 / 4  # of the saved tensor's; larger answers are not worth their bytes beside the packed ones
@@ -118,7 +118,7 @@ class BackwardReads:
         return list(found)
 
     @functools.cached_property
-    def in_forward(self) -> dict[Node, Node]:
+    def forward_node_of(self) -> dict[Node, Node]:
         """Nodes of the backward, each with the node of the forward that computes the same."""
         if self.fw is None:
             return {}
@@ -137,7 +137,7 @@ class BackwardReads:
     @functools.cached_property
     def _computable(self) -> set[Node]:
         """The nodes of the backward that the forward has, or can compute by cheap operators without random numbers."""
-        found = set(self.in_forward)
+        found = set(self.forward_node_of)
         for node in self.bw.graph.nodes:
             if node not in self.of_tangents and _is_cheap(node) and found.issuperset(node.all_input_nodes):
                 found.add(node)
@@ -257,11 +257,13 @@ class BackwardReads:
             if user not in self.of_tangents and isinstance(result, torch.Tensor) and not result.dtype.is_floating_point:
                 answer = self._last_of_the_decision(user)
                 users = tuple(answer.users)
-                size = _numel(answer) / 8 if answer.meta["val"].dtype is torch.bool else _bytes(answer)
+                outcome = answer.meta["val"]
+                size = _numel(answer) / 8 if outcome.dtype is torch.bool else tensor_bytes(outcome)
             elif tests := exact_tests(user, value):
                 answer, users = value, (user,)
                 size = _numel(answer) / 4
-            if answer is not None and (size > _MAX_ANSWER_BYTES * _bytes(start) or answer not in self._computable):
+            most = _MAX_ANSWER_BYTES * tensor_bytes(start.meta["val"])
+            if answer is not None and (size > most or answer not in self._computable):
                 answer, users, tests = None, (), None
         made = user.args[0] if user.target is operator.getitem else user
         assert isinstance(made, Node)
@@ -343,11 +345,6 @@ def _is_cheap(node: Node) -> bool:
 def _numel(node: Node) -> float:
     value = node.meta.get("val")
     return float(torch_values.hint(value.numel())) if isinstance(value, torch.Tensor) else 0.0
-
-
-def _bytes(node: Node) -> float:
-    value = node.meta.get("val")
-    return _numel(node) * value.element_size() if isinstance(value, torch.Tensor) else 0.0
 
 
 # --- readers that only compare the saved numbers with constants -------------------------------------------------------

@@ -56,11 +56,12 @@ def is_contiguous(x: torch.Tensor, order: Sequence[int] | None = None) -> bool:
 
 
 def expanded_dimensions(like: torch.Tensor) -> list[int]:
-    """The dimensions of stride 0: all their rows are one in memory."""
-    return [d for d in range(like.dim()) if same_size(like.stride(d), 0) and not same_size(like.shape[d], 1)]
+    """The dimensions of stride 0 with several rows, which are one in memory."""
+    several = (d for d in range(like.dim()) if not same_size(like.shape[d], 1) and not same_size(like.shape[d], 0))
+    return [d for d in several if same_size(like.stride(d), 0)]
 
 
-def _dimensions(like: torch.Tensor) -> list[int]:
+def _strided_dimensions(like: torch.Tensor) -> list[int]:
     """The dimensions along which the address of a value changes."""
     return [d for d in range(like.dim()) if not same_size(like.stride(d), 0) and not same_size(like.shape[d], 1)]
 
@@ -75,7 +76,7 @@ def restride(out: torch.Tensor, like: torch.Tensor, stride: Sequence[Any] | None
         return out
     if stride is not None:
         return _with_gaps(out, like, stride)
-    if not _dimensions(like) or same_size(like.numel(), 0):
+    if not _strided_dimensions(like) or same_size(like.numel(), 0):
         return out
     order = sorted(range(like.dim()), key=lambda d: (-hint(like.stride(d)), d))
     if order == list(range(like.dim())):
@@ -87,7 +88,7 @@ def has_gaps(like: torch.Tensor) -> bool:
     """Whether there is memory between the values of `like` that is not its own; False if the values overlap."""
     dense, reached = True, 1
     expected: Any = 1
-    for d in sorted(_dimensions(like), key=lambda d: (hint(like.stride(d)), -d)):
+    for d in sorted(_strided_dimensions(like), key=lambda d: (hint(like.stride(d)), -d)):
         if hint(like.stride(d)) < reached:
             return False
         reached += (hint(like.shape[d]) - 1) * hint(like.stride(d))
@@ -103,7 +104,7 @@ def _with_gaps(out: torch.Tensor, like: torch.Tensor, stride: Sequence[Any]) -> 
         if same_size(like.stride(d), 0):
             rows = rows.narrow(d, 0, 1)
     span: Any = 1
-    for d in _dimensions(like):
+    for d in _strided_dimensions(like):
         span = span + (out.shape[d] - 1) * stride[d]
     memory = torch.as_strided_scatter(out.new_empty((span,)), rows, rows.shape, stride, 0)
     return memory.as_strided(out.shape, stride, 0)

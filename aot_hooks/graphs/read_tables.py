@@ -204,7 +204,8 @@ ROOTS: dict[str, int] = {**dict.fromkeys(_ops("sqrt rsqrt reciprocal pow.Tensor_
 ATTENTION = _names(
     "_scaled_dot_product_flash_attention _scaled_dot_product_flash_attention_for_cpu",
     "_scaled_dot_product_cudnn_attention _scaled_dot_product_efficient_attention",
-    "_flash_attention_forward _efficient_attention_forward flex_attention",
+    "_scaled_dot_product_fused_attention_overrideable",
+    "_flash_attention_forward _efficient_attention_forward _cudnn_attention_forward flex_attention",
 )
 ATTENTION_BACKWARD = frozenset(f"{name.removesuffix('_forward')}_backward" for name in ATTENTION)
 

@@ -106,7 +106,8 @@ def lifetimes(
 def last_readers(nodes: Sequence[Node], written: Collection[Any], kernels: Kernels | None = None) -> dict[Node, int]:
     """For each node the position of the last kernel that reads it.
 
-    A reader that is not in `written` stays in registers, so the kernels of its own readers read the node.
+    `written`: the storages that kernels write to memory. A reader's value that is in none of them stays in registers.
+    Then the kernels that read this value read the node as well.
     """
     position = {node: i for i, node in enumerate(nodes)} if kernels is None else kernels.at
     last: dict[Node, int] = {}
@@ -246,13 +247,13 @@ def has_formula(node: Node) -> bool:
     return node.op == "call_function" and _packet(node) in flop_registry
 
 
+def is_attention(node: Node) -> bool:
+    """Whether `node` is a fused attention, or its backward."""
+    return _name(node) in ATTENTION or _name(node) in ATTENTION_BACKWARD
+
+
 # operators of library/loops, which Inductor fuses like pointwise ones on NVIDIA GPUs
 _LOOPS = ("aot_hooks.to_float8", "aot_hooks.from_float8", "aot_hooks.to_int8", "aot_hooks.from_int8")
-
-
-def is_attention(node: Node) -> bool:
-    """Whether `node` is fused attention, or its backward."""
-    return node.op == "call_function" and _name(node) in _SHARES
 
 
 def is_loop(node: Node) -> bool:
@@ -265,8 +266,9 @@ def node_ms(
     """Milliseconds of each node of `gm`, by the fake values on it; symbolic sizes count as their hints.
 
     With `fused`, pointwise operators and reductions between two unfused kernels are one kernel: it reads each input
-    once, and its intermediates cost nothing. `fuse_loops`: so are the operators of library/loops. The schedule of
-    offload counts these as kernels, which it was measured with. Rates are then those that an H200 keeps up in a step.
+    once, and its intermediates cost nothing. `fuse_loops`: the operators of library/loops fuse as well. The schedule of
+    offload counts each of them as a kernel, because its estimates were measured so. Rates are then those
+    that an H200 keeps up in a step.
     """
     nodes = list(gm.graph.nodes)
     loops = {n for n in nodes if fuse_loops and is_loop(n)}
@@ -346,9 +348,9 @@ def _operation_count(node: Node) -> int:
         count = int(flop_registry[_packet(node)](*args, **kwargs, out_val=out))
     schema = torch_values.schema_of(node.target)
     names = [argument.name for argument in schema.arguments] if schema is not None else []
-    given = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
+    arguments = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
     # causal attention skips half of the products, which the formulas count
-    return count // 2 if given.get("is_causal") is True else count
+    return count // 2 if arguments.get("is_causal") is True else count
 
 
 def measured_rates(device: torch.device) -> Rates:

@@ -166,8 +166,8 @@ def boundary(
             device=value.device,
             nbytes=storage_bytes(value),
             storage=numbers.setdefault(key, len(numbers)),
-            module_path=_first(lambda n: _module_path(n, roots), fw_node, bw_node) or roots.get("", ""),
-            source_line=_first(source_line, fw_node, bw_node),
+            module_path=_first_text(lambda n: _module_path(n, roots), fw_node, bw_node) or roots.get("", ""),
+            source_line=_first_text(source_line, fw_node, bw_node),
             backward_ops=tuple(dict.fromkeys(map(op_name, _readers(bw_node)))),
             is_input=key in input_storages,
             is_output=key in output_storages,
@@ -240,8 +240,8 @@ def _names(node: Node) -> tuple[str, ...]:
     return tuple(names)
 
 
-def _first(read: Callable[[Node], str], fw_node: Node, bw_node: Node) -> str:
-    """`read` of the operator that made the value; for a graph input, which has no operator, of its view or readers."""
+def _first_text(read: Callable[[Node], str], fw_node: Node, bw_node: Node) -> str:
+    """The text that `read` finds in the operator of a saved value, or in its own node; for an input, in its readers."""
     maker = producer(fw_node)
     for node in (maker, fw_node) if maker.op != "placeholder" or fw_node is not maker else bw_node.users:
         if found := read(node):

@@ -102,7 +102,7 @@ class _Describer:
         return _own(value)
 
     def hook(self, hook: Any) -> str:
-        """The text of a hook: of its graphs or functions; of their code if it is eager or has a `cache_hash`."""
+        """The text of a hook: of its functions or graphs, or of their code alone where no probe compares them."""
         inside = _Describer()
         if hook.eager or hook.cache_hash is not None:
             text = f"{_own(hook.pack)} {_own(hook.unpack)} {hook.cache_hash!r}"

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from ..errors import AotHooksError, HookContractError, HookTraceError
+from ..errors import AotHooksError, HookContractError, HookTraceError, error_behind
 from ..torch_private import dynamo, dynamo_guards
 from .frozen import PLAIN
 from .tensors import tensor_digest
@@ -59,7 +59,8 @@ _LIMIT: dict[str, Any] = {"recompile_limit": 64} if _HAS_LIMIT else {}
 
 
 class Probe:
-    """The compiled probe for two code objects and some examples."""
+    """The compiled probe for two code objects and some examples. `scope`: the globals of the functions, if Dynamo has
+    to look for them in the probe's own; see `own_scope`."""
 
     def __init__(self, examples: Iterable[Example], scope: dict[str, Any] | None = None) -> None:
         self.examples, self.scope = frozenset(examples), scope
@@ -101,7 +102,7 @@ class Probe:
                 with dynamo_guards.more_recompiles():
                     dynamo_guards.in_same_state(self.call, pack, unpack)
         except Exception as e:
-            raise _own_error(e) or Untraceable(dynamo_guards.reason_of(e)) from e
+            raise error_behind(e, AotHooksError) or Untraceable(dynamo_guards.reason_of(e)) from e
         finally:
             token, compiling = _local.token, _local.compiling
             _local.token = _local.functions = _local.compiling = _local.scope = None
@@ -112,6 +113,7 @@ class Probe:
         return (*token, _plain((*dynamo_guards.defaults(pack), *dynamo_guards.defaults(unpack))))
 
     def _backend(self, gm: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        """The backend for Dynamo: notes what the trace has read, and returns a call that sets the token."""
         functions = _local.functions or {}
         number = next(_numbers)
         tensors_read = [dynamo_guards.user_name(name, functions) for name in dynamo_guards.input_names(gm)]
@@ -171,10 +173,3 @@ def _end(context: Any) -> None:
             f"tracing it changed {changed} (a side effect); expected pure functions, which are traced once and not "
             "called in each step. Take the side effect out, or run the hook eagerly with Hook(..., eager=True)"
         )
-
-
-def _own_error(e: BaseException | None) -> AotHooksError | None:
-    """The error of this package that was raised while Dynamo traced, which wraps it."""
-    while e is not None and not isinstance(e, AotHooksError):
-        e = getattr(e, "inner_exception", None) or e.__cause__ or e.__context__
-    return e

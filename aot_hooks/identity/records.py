@@ -28,7 +28,7 @@ _probes: collections.OrderedDict[tuple[int, ...], list[Probe]] = collections.Ord
 
 
 def _probe_for(hook: Any, examples: frozenset[Example]) -> Probe:
-    """A probe that traces the functions of `hook` on `examples`, and maybe on others."""
+    """The probe for the code of `hook` whose examples include `examples`; a new one if there is none."""
     scope = own_scope(hook.pack)
     key = (*_codes(hook), id(scope))  # a probe keeps its scope alive
     family = _probes.setdefault(key, [])
@@ -41,7 +41,7 @@ def _probe_for(hook: Any, examples: frozenset[Example]) -> Probe:
     return found
 
 
-class _Choice(NamedTuple):
+class _ChosenHook(NamedTuple):
     """The hook that a rule chose for `row` (None: any row), as its text and the tokens of `described(hook).hooks`."""
 
     row: Any
@@ -56,7 +56,7 @@ class Record:
     def __init__(self, rule: Any, choose: Choose) -> None:
         self.text = described(rule).text
         self.choose = choose
-        self.choices: dict[_Choice, None] = {}
+        self.choices: dict[_ChosenHook, None] = {}
 
     def matches(self, rule: Any) -> bool:
         """Whether `rule` makes the same choices now."""
@@ -70,7 +70,7 @@ class Record:
             return False
 
     def is_pair(self, pack: Any, unpack: Any) -> bool:
-        """Whether its hook has the values of these two functions, whose code is the same. Takes microseconds."""
+        """Whether these two functions, which have the code of its hook's, have the same values. Takes microseconds."""
         try:
             for choice in list(self.choices):
                 (token,) = choice.tokens
@@ -80,7 +80,7 @@ class Record:
             return False
         return bool(self.choices)
 
-    def _repeats(self, choice: _Choice, rule: Any, cache: dict[Any, Any]) -> bool:
+    def _repeats(self, choice: _ChosenHook, rule: Any, cache: dict[Any, Any]) -> bool:
         """Whether `rule` makes `choice` again. `cache`: descriptions by hook, and tokens by hook and probe."""
         hook: Any = rule if choice.row is None else self.choose(rule, choice.row)
         if id(hook) not in cache:
@@ -132,7 +132,7 @@ class Recording:
         _, hooks = self.choices.get(id(rule), (rule, {}))  # by row
         if hasattr(rule, "cache_hash") and hooks and not description.functions:
             hooks = {None: rule}  # a hook whose `declines` reads no row: one choice for all
-        choices = {at: self._choice(hook) for at, hook in {id(hook): hook for hook in hooks.values()}.items()}
+        choices = {at: self._chosen_hook(hook) for at, hook in {id(hook): hook for hook in hooks.values()}.items()}
         for row, hook in hooks.items():
             declined = () if row is None else _declined(hook, described(hook).functions, row)
             record.choices[choices[id(hook)]._replace(row=row, declined=declined)] = None
@@ -144,7 +144,8 @@ class Recording:
             if examples := self._examples(rule, inner):
                 yield from Probe(examples, own_scope(inner.pack)).reached(inner.pack, inner.unpack)
 
-    def _choice(self, hook: Any) -> _Choice:
+    def _chosen_hook(self, hook: Any) -> _ChosenHook:
+        """The choice of `hook` for any row, with new tokens."""
         description = described(hook)
         tokens: list[Token | None] = []
         for inner in description.hooks:
@@ -154,7 +155,7 @@ class Recording:
                 tokens.append(None if probe is None else probe.token(inner.pack, inner.unpack))
             except AotHooksError as e:
                 raise _located(e, f"hook '{inner.name}' on saved {next(iter(examples.values()))}") from e.__cause__
-        return _Choice(None, description.text, tuple(tokens))
+        return _ChosenHook(None, description.text, tuple(tokens))
 
     def _examples(self, hook: Any, inner: Any) -> dict[Example, str]:
         """The examples of `inner`, a hook in `hook`; by code if a policy has made the hook anew."""

@@ -169,7 +169,8 @@ class _Unpack:
         return from_memory_order(y, permutation)
 
 
-def _hook(bits: int, block: Any, stochastic: Any, power: Any = False) -> Hook:
+def _integer_hook(bits: int, block: Any, stochastic: Any, power: Any = False) -> Hook:
+    """The hook of `int8` or `int4`. `power`: scales are powers of two. Raises `OptionError`."""
     if not isinstance(block, int) or block not in (8, 16, 32, 64, 128, 256, 512, 1024):
         raise OptionError(f"int{bits}: block_size must be a power of two from 8 to 1024, got {block!r}")
     for option, value in (("stochastic", stochastic), ("power_of_two", power)):
@@ -205,7 +206,7 @@ def int8(block_size: int = 64, stochastic: bool = False, *, power_of_two: bool =
     Raises:
         OptionError: for another block_size, or an argument of another type.
     """
-    return _hook(8, block_size, stochastic, power_of_two)
+    return _integer_hook(8, block_size, stochastic, power_of_two)
 
 
 @interned
@@ -223,4 +224,4 @@ def int4(block_size: int = 32, stochastic: bool = True) -> Hook:
     Raises:
         OptionError: for another block_size, or an argument of another type.
     """
-    return _hook(4, block_size, stochastic)
+    return _integer_hook(4, block_size, stochastic)

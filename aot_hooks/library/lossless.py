@@ -46,12 +46,10 @@ class Lossless:
         return KEEP if isinstance(hook, str) else hook
 
     def why_kept(self, saved: SavedTensor) -> str:
-        """Why `saved` stays as it is; for reports."""
         hook = _choose(saved)
         return hook if isinstance(hook, str) else ""
 
     def why_packed(self, saved: SavedTensor) -> str:
-        """Why `saved` can be stored exactly in fewer bytes; for reports."""
         if saved.dtype is torch.bool:
             return "lossless: a bool is one bit"
         if saved.backward_asks is not None:
@@ -141,7 +139,7 @@ class _PackAnswers:
 
     @property
     def bits(self) -> int:
-        """Of one element."""
+        """Bits that one element takes."""
         return (len(self.classes) - 1).bit_length()
 
     def __call__(self, x: torch.Tensor) -> Any:
@@ -153,13 +151,13 @@ class _PackAnswers:
         answers = [test(y) for test in self.tests]
         bits = []
         for k in range(self.bits):
-            members = [_gives(answers, wanted) for i, (wanted, _) in enumerate(self.classes) if i >> k & 1]
+            members = [_match(answers, wanted) for i, (wanted, _) in enumerate(self.classes) if i >> k & 1]
             bits.append(pack_bits(functools.reduce(torch.logical_or, members)))
         return bits, y.shape, x.dtype, x.device, permutation
 
 
-def _gives(answers: list[torch.Tensor], wanted: tuple[bool, ...]) -> torch.Tensor:
-    """Of each element, whether its answers are those of `wanted`."""
+def _match(answers: list[torch.Tensor], wanted: tuple[bool, ...]) -> torch.Tensor:
+    """For each element, whether its answers are those of `wanted`."""
     terms = (a if w else ~a for a, w in zip(answers, wanted, strict=True))
     return functools.reduce(torch.logical_and, terms)
 

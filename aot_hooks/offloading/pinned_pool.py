@@ -227,6 +227,7 @@ class HostPool:
         return self._most_in_use * _SPARE  # else sizes that vary from step to step would leave a block for each
 
     def _make(self, nbytes: int, pinned: bool, limit: int | None, room: float) -> Block | None:
+        """A new block of at most `room` bytes, or None. Frees unused ones to stay in the limit, or if memory is out."""
         capacity = _in_pages(nbytes)
         if capacity > room:
             return None

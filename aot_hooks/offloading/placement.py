@@ -11,14 +11,16 @@ from __future__ import annotations
 
 import operator
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch.fx import GraphModule, Node
 
+from cudagraph.placeholder import nearest_first
+
 from ..graphs.nodes import NO_VERSION_CHECK, PACKED, is_view, storage_of, storages, tensor_bytes
-from ..graphs.roofline import Rates, has_formula, measured_rates, node_ms
+from ..graphs.roofline import Rates, has_formula, is_attention, measured_rates, node_ms
 from ..graphs.saved import crossing_pairs
 from ..torch_private.inductor_fusion import FROM_HOOK
 from .hook import OffloadSettings
@@ -58,7 +60,7 @@ class _Crossing:
         return device
 
 
-class _Steps:
+class _GraphSteps:
     """The steps of a graph: its nodes that compute, in order, with their estimated times."""
 
     def __init__(self, gm: GraphModule, rates: Rates, fused: bool) -> None:
@@ -98,7 +100,7 @@ def place(
     for device, crossings in by_device.items():
         own_rates = (c.leaf.settings.rates for c in crossings)
         rates = next((r for r in own_rates if r is not None), None) or measured_rates(device)
-        forward, backward = _Steps(fw, rates, fused), _Steps(bw, rates, fused)
+        forward, backward = _GraphSteps(fw, rates, fused), _GraphSteps(bw, rates, fused)
         kinds = {settings: kind for kind, settings in enumerate(dict.fromkeys(c.leaf.settings for c in crossings))}
         items = [(_item(c, kinds[c.leaf.settings], forward, backward), c) for c in crossings]
         items.sort(key=lambda pair: pair[0].made)
@@ -132,7 +134,7 @@ def place(
 
 
 def decide_at_run_time(fw: GraphModule, bw: GraphModule, num_fwd_outputs: int) -> None:
-    """Have the operators of hooks for many graphs decide what is sent when they run: steps.py.
+    """Let the operators of `offload(across_graphs=True)` decide at run time what is sent; see steps.py.
 
     A tensor that `place` left on the device gets operators, too. Its copy out starts when it is made; the wait is at
     the end, and the copy back before its first reader. A tensor whose memory the program has, an input or an output,
@@ -215,7 +217,7 @@ def _crossings(fw: GraphModule, bw: GraphModule, num_fwd_outputs: int, leaves: M
         value = source = start.all_input_nodes[0]
         while is_view(source) and isinstance(source.args[0], Node):
             source = source.args[0]
-        views = sorted(n for n in _reached(value, _sources_of_view) if _is_free(n))
+        views = sorted(n for n in nearest_first(value, _sources_of_view) if _is_free(n))
         found.append(_Crossing(leaves[wait], start, wait, slot, reload, back, value, source, views))
     return found
 
@@ -228,40 +230,35 @@ def _is_free(node: Node) -> bool:
     return is_view(node) or node.target is operator.getitem or not is_tensor
 
 
-def _reached(start: Node, following: Callable[[Node], Iterable[Node]]) -> set[Node]:
-    """`start`, the nodes `following` it, those following these, and so on."""
-    found, stack = {start}, [start]
-    while stack:
-        new = set(following(stack.pop())) - found
-        found |= new
-        stack += new
-    return found
-
-
 def _sources_of_view(node: Node) -> list[Node]:
-    """Leads from a value over views to the steps that computed its data."""
+    """The nodes that a view, or another node that computes nothing, reads; [] for a node that computes."""
     return node.all_input_nodes if _is_free(node) else []
 
 
-def _item(crossing: _Crossing, kind: int, forward: _Steps, backward: _Steps) -> Item:
+def _item(crossing: _Crossing, kind: int, forward: _GraphSteps, backward: _GraphSteps) -> Item:
     nbytes = tensor_bytes(crossing.value.meta["val"])
-    made = max(forward.index.get(n, -1) for n in _reached(crossing.value, _sources_of_view))
+    made = max(forward.index.get(n, -1) for n in nearest_first(crossing.value, _sources_of_view))
 
     def users_of_view(node: Node) -> list[Node]:
         return [] if node in backward.index else [u for u in node.users if u.op == "call_function"]
 
-    readers = [backward.index[n] for n in _reached(crossing.back, users_of_view) if n in backward.index]
+    readers = [backward.index[n] for n in nearest_first(crossing.back, users_of_view) if n in backward.index]
     return Item(nbytes, made, min(readers, default=len(backward.nodes) - 1), kind)
 
 
 def _is_unfused_kernel(node: Node) -> bool:
     namespace = getattr(node.target, "namespace", None)
     foreign = namespace is not None and namespace not in _BUILT_IN  # unknown to torch's compilers
-    return foreign or has_formula(node) or "scaled_dot_product" in str(node.target)
+    return foreign or has_formula(node) or is_attention(node)
 
 
 def _transfer(
-    crossing: _Crossing, nbytes: int, placement: Placement, forward: _Steps, backward: _Steps, planned: Schedule
+    crossing: _Crossing,
+    nbytes: int,
+    placement: Placement,
+    forward: _GraphSteps,
+    backward: _GraphSteps,
+    planned: Schedule,
 ) -> Transfer:
     names = ("", "", "", "")
     if placement.offloaded:
@@ -280,7 +277,7 @@ def _to_move(crossing: _Crossing, what: str, following: Node) -> list[Node]:
         return [*(v for v in crossing.views if not v < following), crossing.start]
     if what in ("wait", "reload"):
         return [crossing.wait if what == "wait" else crossing.reload]
-    return sorted(_reached(crossing.back, lambda n: [u for u in n.users if _is_free(u) and u < following]))
+    return sorted(nearest_first(crossing.back, lambda n: [u for u in n.users if _is_free(u) and u < following]))
 
 
 def _keep_on_device(bw: GraphModule, crossing: _Crossing) -> None:

@@ -204,7 +204,7 @@ class _Timeline:
     reload_gaps: Sequence[int]
 
     def too_soon(self, item: Item) -> bool:
-        """Whether its copies take at least as long as it would be gone, on a link with nothing else to do."""
+        """Whether the copies of `item` take at least as long as it could be away, on a link with nothing else to do."""
         gone = self.forward[-1] - self.forward[item.made + 1] + self.backward[item.used]
         return gone <= item.nbytes / self.out + item.nbytes / self.back
 

@@ -35,7 +35,7 @@ Action = tuple[str, int]  # "join" (wait for the copy out) or "fetch" (start the
 
 @dataclass(frozen=True)
 class Terms:
-    """On what terms a tensor is sent; the operators have them as a text."""
+    """The conditions under which a tensor is sent. Operators take them as a text."""
 
     planned: bool  # whether the plan of its graph alone sends it
     in_flight_bytes: int
@@ -83,9 +83,10 @@ def graph_count(trace: Sequence[Event]) -> int:
 
 
 def plan_step(trace: Sequence[Event], at_ms: Sequence[float], to_host: float, to_device: float) -> StepPlan:
-    """Plan a step whose events ran `at_ms`; the link copies so many bytes a second each way.
+    """Plan a step whose events ran `at_ms`. `to_host`, `to_device`: bytes a second over the link.
 
-    Sent are items that start before the first reload, in the order in which they start, while their copies hide.
+    Sends items in the order in which they start, as long as compute hides the copies. Items that start after the first
+    reload stay on the device.
     """
     starts = [(i, event) for i, event in enumerate(trace) if event[0] == "start"]
     reloads = {event[1]: i for i, event in reversed(list(enumerate(trace))) if event[0] == "reload"}
@@ -125,7 +126,7 @@ def plan_step(trace: Sequence[Event], at_ms: Sequence[float], to_host: float, to
 
 @dataclass(eq=False)
 class Entry:
-    """A tensor between its start and the end of its backward. What of it is on the device is kept by `transfers`."""
+    """A tensor from its start to the end of its backward. `transfers` sets `joined` and all after it."""
 
     sends: bool
     number: int = -1  # in its step; -1 outside of steps
@@ -170,7 +171,7 @@ class Steps:
     _number: int = 0
 
     def start(self, nbytes: int, terms: Terms) -> tuple[Entry, list[tuple[str, Entry]]]:
-        """A tensor starts; returns its entry, with the decision, and the actions before it."""
+        """Note that a tensor starts. Returns its entry, which says whether to send it, and the actions before that."""
         with self._lock:
             while self._dropped:
                 self._alive -= self._dropped.popleft().step == self._number
@@ -185,7 +186,7 @@ class Steps:
             return entry, actions
 
     def event(self, what: str, entry: Entry) -> list[tuple[str, Entry]]:
-        """A "wait" or "reload" of `entry`; returns the actions before it."""
+        """Note a "wait" or "reload" of `entry`. Returns the actions before it."""
         with self._lock:
             return self._note((what, entry.number)) if entry.step == self._number else []
 
@@ -225,7 +226,7 @@ class Steps:
         return actions
 
     def _follow(self) -> None:
-        """Find the last step that began as this one has, if possible with a plan."""
+        """From now on follow the last known step that began as this one has; one with a plan, if there is one."""
         begun = tuple(self._trace)
         found = [known for known in self._known if known.trace[: len(begun)] == begun]
         for known in found:

@@ -164,13 +164,13 @@ def claim(ticket: torch.Tensor) -> torch.Tensor:
 
 def _abandon(number: int) -> None:
     copy = _in_flight.pop(number, None)
-    _let_go(copy)
+    _join_unclaimed(copy)
     if copy is not None and copy.entry is not None:
         _steps_of(copy.source.device).drop(copy.entry)
 
 
-def _let_go(copy: _Copy | None) -> None:
-    """Have the stream that owns the memory wait for a copy that nobody claims."""
+def _join_unclaimed(copy: _Copy | None) -> None:
+    """Have the stream that owns the memory wait for a copy that nobody will claim."""
     if copy is not None and copy.event is not None and (not copy.captured or _captures(copy.stream)):
         copy.stream.wait_event(copy.event)  # after its capture has ended, a captured copy needs no wait
 
@@ -236,7 +236,7 @@ def _capture_error(device: torch.device, capture: Capture | None, text: str) -> 
 
 
 def _keep_on_device(x: torch.Tensor, limit: int | None) -> _Copy:
-    """A copy for a tensor without room on the host: it stays on the device."""
+    """The `_Copy` of a tensor that stays on the device, because the host has no room. Its target is a stand-in."""
     room = "as much as could be pinned" if limit is None else f"max_host_bytes={limit}"
     if _count("kept_on_device", x.nbytes) == 1:
         warnings.warn(
@@ -271,7 +271,7 @@ def _steps_of(device: torch.device) -> steps.Steps:
 
 
 def _mark(device: torch.device) -> Any:
-    """The point in time when the current stream gets here."""
+    """The time when the current stream gets to this point."""
     if device.type != "cuda":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
@@ -280,7 +280,7 @@ def _mark(device: torch.device) -> Any:
 
 
 def _plan(device: torch.device, trace: tuple[steps.Event, ...], runs: list[list[Any]]) -> steps.StepPlan | None:
-    """The plan for a step by the marks of its runs, the faster of which counts; None while the device is not there."""
+    """The plan for a step, by the marks of its faster run; None while the device has not reached all marks."""
     if device.type != "cuda":
         times = [[1e3 * (mark - marks[0]) for mark in marks] for marks in runs]
     elif all(mark.query() for marks in runs for mark in marks):
@@ -309,12 +309,12 @@ def several_graphs() -> bool:
 
 
 def _start(x: torch.Tensor, limit: int | None, terms: steps.Terms) -> torch.Tensor:
-    """As `send`, if the step sends `x`; else the ticket of a tensor that stays on the device."""
+    """Start to send `x` if the step's plan does; else it stays on the device. Returns the ticket for `_wait`."""
     if _is_captured(x.device):
         entry = steps.Entry(terms.planned)
     else:
         entry, actions = _steps_of(x.device).start(x.nbytes, terms)
-        _act(actions)
+        _carry_out(actions)
     ticket = send(x, limit) if entry.sends else _ticket(_Copy(x, x))
     number = _number(ticket)
     if _in_flight[number].target.data_ptr() in _kept:
@@ -324,7 +324,10 @@ def _start(x: torch.Tensor, limit: int | None, terms: steps.Terms) -> torch.Tens
 
 
 def _wait(ticket: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """As `claim`; but a stand-in crosses for a tensor that stays, and the plan for the step may wait elsewhere."""
+    """The host tensor that crosses to the backward: the copy of `x`, or a stand-in if `x` stays on the device.
+
+    The current stream waits for the copy here, unless the step's plan has it wait elsewhere.
+    """
     copy = _in_flight.get(_number(ticket))
     if copy is None or copy.entry is None:
         return claim(ticket)
@@ -341,13 +344,13 @@ def _wait(ticket: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         else:
             _join(copy)
     del _in_flight[_number(ticket)]
-    entry.host = functools.partial(_over, weakref.ref(memory), x.dtype, x.shape, x.device)
+    entry.host = functools.partial(_host_tensor, weakref.ref(memory), x.dtype, x.shape, x.device)
     _entries[host.data_ptr()] = entry
-    weakref.finalize(memory, _forget, host.data_ptr(), x.device, entry).atexit = False
+    weakref.finalize(memory, _release, host.data_ptr(), x.device, entry).atexit = False
     return host
 
 
-def _over(
+def _host_tensor(
     memory: weakref.ref[Any], dtype: torch.dtype, shape: torch.Size, device: torch.device
 ) -> tuple[torch.Tensor, torch.device] | None:
     """The host tensor in `memory`, and where it goes back to; None if its memory is gone."""
@@ -355,27 +358,28 @@ def _over(
     return None if raw is None else (torch.frombuffer(raw, dtype=torch.uint8).view(dtype).view(shape), device)
 
 
-def _forget(address: int, device: torch.device, entry: steps.Entry) -> None:
-    """The backward of `entry` is over, or will never come."""
+def _release(address: int, device: torch.device, entry: steps.Entry) -> None:
+    """Drop all that is kept for `entry`. Its host memory is gone: its backward is over, or will never come."""
     _entries.pop(address, None)
     for copy in (entry.out, entry.back):
-        _let_go(copy)
+        _join_unclaimed(copy)
     entry.value = entry.out = entry.back = None
     _steps_of(device).drop(entry)
 
 
 def _is_captured(device: torch.device) -> bool:
-    """Whether a CUDA graph is being captured. What is captured runs again without these operators: no step has it."""
+    """Whether a CUDA graph is being captured. Its replays don't run these operators, so they belong to no step."""
     return capture_under_way() is not None or _capturing(device)
 
 
 def _note(what: str, entry: steps.Entry, device: torch.device) -> None:
+    """Note a "wait" or "reload" of `entry` in the trace, and do what the step's plan has before it."""
     if not _is_captured(device):
-        _act(_steps_of(device).event(what, entry))
+        _carry_out(_steps_of(device).event(what, entry))
 
 
-def _act(actions: list[tuple[str, steps.Entry]]) -> None:
-    """Do what the plan for the step has at this point."""
+def _carry_out(actions: list[tuple[str, steps.Entry]]) -> None:
+    """Wait for copies out ("join") and start copies back ("fetch")."""
     for what, entry in actions:
         if what == "join":
             entry.joined = True
@@ -389,7 +393,7 @@ def _act(actions: list[tuple[str, steps.Entry]]) -> None:
 
 
 def _reload(host: torch.Tensor, device: torch.device, decided: bool) -> torch.Tensor:
-    """As `fetch`; but a tensor that was `decided` when it was started may be on the device, or on its way there."""
+    """Start the copy back; returns the ticket for `claim`. A tensor that was `decided` may be on the device already."""
     entry = _entries.get(host.data_ptr())
     if entry is None and decided:
         raise RuntimeError(
@@ -402,7 +406,7 @@ def _reload(host: torch.Tensor, device: torch.device, decided: bool) -> torch.Te
     _note("reload", entry, device)
     value, copy = entry.value, entry.out
     if copy is not None:
-        _act([("join", entry)])
+        _carry_out([("join", entry)])
         value = copy.source
     if value is not None:
         if entry.step >= 0 and _is_captured(device):  # the next step's tensor has another address
@@ -415,15 +419,12 @@ def _reload(host: torch.Tensor, device: torch.device, decided: bool) -> torch.Te
     if not entry.sends:
         raise RuntimeError("offload: a second backward without retain_graph reads a tensor that was freed by the first")
     copy, entry.back = entry.back, None
-    if copy is not None and copy.stream in (None, _current_stream(device)):
+    current = torch.cuda.current_stream(device) if device.type == "cuda" else None
+    if copy is not None and copy.stream in (None, current):
         copy.source = host
         return _ticket(copy)
-    _let_go(copy)  # it was fetched into the memory of another stream
+    _join_unclaimed(copy)  # it was fetched into the memory of another stream
     return fetch(host, device)
-
-
-def _current_stream(device: torch.device) -> Any:
-    return torch.cuda.current_stream(device) if device.type == "cuda" else None
 
 
 def offload_stats() -> dict[str, int]:

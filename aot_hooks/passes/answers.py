@@ -46,7 +46,7 @@ def add_answers(
     Edits both graphs in place.
     """
     tensors = list(boundary.tensors)
-    in_forward = dict(boundary.reads.in_forward) if any(c.answers for c in choices) else {}
+    forward_node_of = dict(boundary.reads.forward_node_of) if any(c.answers for c in choices) else {}
     current = {choice.value: choice for choice in choices}
     new: dict[SavedValue, list[Choice]] = {}  # the answers, each beside the value whose reader decides
     answered: dict[SavedValue, None] = {}
@@ -62,11 +62,11 @@ def add_answers(
                 readers = tuple(r for r in node.users if r.op != "output")
                 current[value] = replace(choice, uses=((compare_hook(tests, value.row.dtype), readers),))
                 continue
-            computed = _compute(fw, in_forward, node, for_inductor)
+            computed = _compute(fw, forward_node_of, node, for_inductor)
             known = next((v for v in tensors if v.fw_node is computed), None) if not tests else None
             if known is None:
                 answer = _new_value(bw, value, node, computed, max(v.row.storage for v in tensors) + 1)
-                in_forward[answer.bw_node] = computed
+                forward_node_of[answer.bw_node] = computed
                 tensors.insert(tensors.index(value) + 1, answer)
                 uses = ((_exact_hook(answer, tests), users),)
                 reason = f"the outcome of {op} for '{value.row.name}'"
@@ -105,19 +105,19 @@ def _exact_hook(value: SavedValue, tests: tuple[Test, ...] | None) -> Hook:
     return narrow_hook(*value.row.value_range) if value.row.value_range and value.row.shape else KEEP
 
 
-def _compute(fw: GraphModule, in_forward: Mapping[Node, Node], node: Node, for_inductor: bool) -> Node:
+def _compute(fw: GraphModule, forward_node_of: Mapping[Node, Node], node: Node, for_inductor: bool) -> Node:
     """The node of the forward that computes the same as the backward's `node`; a new one if there is none."""
-    if node in in_forward:
-        return in_forward[node]
-    cone = with_inputs([node], until=in_forward)
-    inputs = [in_forward[i] for n in cone for i in n.all_input_nodes if i in in_forward]
+    if node in forward_node_of:
+        return forward_node_of[node]
+    cone = with_inputs([node], until=forward_node_of)
+    inputs = [forward_node_of[i] for n in cone for i in n.all_input_nodes if i in forward_node_of]
     last = after_inputs(max(inputs, default=next(iter(fw.graph.nodes))))
     env: dict[Node, Node] = {}
     with fw.graph.inserting_before(last.next):
         for current in (n for n in node.graph.nodes if n in cone):
             for read in current.all_input_nodes:
                 if read not in env:
-                    env[read] = _rounded_to_dtype(fw, in_forward[read]) if for_inductor else in_forward[read]
+                    env[read] = _rounded_to_dtype(fw, forward_node_of[read]) if for_inductor else forward_node_of[read]
             args, kwargs = torch.fx.node.map_arg((current.args, current.kwargs), env.__getitem__)
             env[current] = fw.graph.create_node("call_function", current.target, args, kwargs, name=current.name)
             env[current].meta = dict(current.meta)

@@ -29,7 +29,7 @@ def show(title: str, gm: GraphModule) -> None:
 
 
 def call(graph: Graph, target: Any, *args: Any, **kwargs: Any) -> Node:
-    """A call of `target` at the graph's insertion point; the first argument is a node that holds a tensor."""
+    """Insert a call of `target`, and give it its fake value. The first of `args` is the node of a tensor."""
     node = graph.call_function(target, args, kwargs)
     values = torch.fx.node.map_arg(args, lambda n: n.meta["val"])
     with torch_values.tracing_on_fakes(values[0].fake_mode):

@@ -162,7 +162,7 @@ def lift_constants(gm: GraphModule) -> None:
 
 
 def _cross(bw: GraphModule, value: SavedValue, i: int, leaf: Node, pairs: _Pairs, numbers: _Pairs) -> Node:
-    """The backward's input for a leaf of the pack: one that has it already, or a new one beside the saved value's."""
+    """The backward's input for `leaf`, the `i`-th of a pack. `pairs` (`numbers` for sizes) has those made so far."""
     val = leaf.meta["val"]
     symbolic = not isinstance(val, torch.Tensor)
     for node, placeholder in numbers if symbolic else pairs:

@@ -41,7 +41,7 @@ class Decision:
         reason: why, in words.
         packed_bytes: bytes kept for it from forward to backward; 0 for a further view of a storage counted elsewhere.
         saved_bytes: bytes that would be kept without hooks; 0 likewise.
-        settings: keys of the settings that were asked about it: those around its readers in the backward.
+        settings: keys of the settings that chose for it: those around its readers in the backward.
     """
 
     saved: SavedTensor
@@ -124,7 +124,7 @@ class Choice:
     view_of: SavedValue | None = None  # the value that this one is made from again: as a view, or a copy by `replay`
     source: Node | None = None  # the forward node that is packed in its place; `replay` makes the value from it
     replay: tuple[Node, ...] = ()  # the nodes that make the value from `view_of` or `source`; they only move data
-    settings: tuple[str, ...] = ()  # keys of the settings that were asked
+    settings: tuple[str, ...] = ()  # keys of the settings that chose
     answers: tuple[FoundRead, ...] = ()  # decisions of the backward to be made in the forward: a hook rounds the value
     is_answer: bool = False  # the value is such an outcome; without hooks it would not be saved
     is_dropped: bool = False  # nothing reads the value any more, its decisions are answered; it does not cross

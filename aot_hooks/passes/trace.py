@@ -68,7 +68,7 @@ def trace_hook(
     fake_mode = value.fake_mode  # type: ignore[attr-defined]
     at = f"hook '{hook.name}' on saved {where}"
     note_trace(hook, value, where, torch_values.hint)
-    with torch_values.no_new_unbacked(fake_mode) as made_unbacked, torch_values.tracing_on_fakes(fake_mode):
+    with torch_values.dropping_new_unbacked(fake_mode) as made_unbacked, torch_values.tracing_on_fakes(fake_mode):
         traced = _trace(hook, value, at, decompositions)
         for part, fn, gm in (("pack", hook.pack, traced.pack), ("unpack", hook.unpack, traced.unpack)):
             if torch_values.reads_values(gm):
@@ -98,8 +98,8 @@ def trace_hook(
 def canonical(gm: GraphModule) -> list[str]:
     """The nodes as lines without names: equal for graphs that compute the same in the same order.
 
-    A symbolic size counts as its expression: the operators that torch reads it off by differ from trace to trace. A
-    graph inside follows the node that reads it.
+    A symbolic size counts as its expression: the operators that torch reads it off by differ from trace to trace. The
+    lines of a nested graph are indented below the node that reads it.
     """
     position: dict[Node, str] = {}
     lines: list[str] = []
@@ -155,12 +155,12 @@ def _trace(hook: Hook, value: torch.Tensor, at: str, decompositions: dict[Any, A
     crossing = _keep_constants(pack_graph, leaves)
 
     def unpack(*crossed: Any) -> list[torch.Tensor]:
-        given = list(leaves)
+        flat = list(leaves)
         for i, a in zip(crossing, crossed, strict=True):
-            given[i] = a
-        stride = [given.pop() for _ in range(stride_count)][::-1]
-        sizes = [given.pop() for _ in expanded][::-1]
-        out = _call(hook.unpack, rebuild(given), at_unpack)
+            flat[i] = a
+        stride = [flat.pop() for _ in range(stride_count)][::-1]
+        sizes = [flat.pop() for _ in expanded][::-1]
+        out = _call(hook.unpack, rebuild(flat), at_unpack)
         check_unpacked(out, *like, lambda: at_unpack, plain=True)
         if expanded:
             shape = list(out.shape)
@@ -202,11 +202,11 @@ def _call(fn: Any, argument: Any, at: str) -> Any:
     except AotHooksError:
         raise
     except Exception as e:
-        said = (str(e).strip() or type(e).__name__).splitlines()[0]
+        message = (str(e).strip() or type(e).__name__).splitlines()[0]
         if isinstance(e, torch_values.data_dependent_errors()):
-            raise HookContractError(f"{at} {_READS_VALUE}. Torch said: {said}") from e
+            raise HookContractError(f"{at} {_READS_VALUE}. Torch said: {message}") from e
         raise HookTraceError(
-            f"{at} raised {type(e).__name__}: {said} ({_line_in(fn, e)}); expected functions that can be "
+            f"{at} raised {type(e).__name__}: {message} ({_line_in(fn, e)}); expected functions that can be "
             f"traced on this tensor. Mend it, exclude the tensor with a policy, or {_EAGERLY}"
         ) from e
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..errors import BudgetError, OptionError, unwrapped
+from ..errors import BudgetError, OptionError, error_behind
 from ..hook import KEEP
 from ..passes.plan import Plan
 from ..planning.budget import ALLOWED, Budget, budget
@@ -96,7 +96,7 @@ def frontier(
 
 
 def frontier_of(plan_with: Callable[[Any], Plan], *, allow: Sequence[str] = ALLOWED, max_error: float) -> Frontier:
-    """The frontier of the plans that `plan_with` gives for policies."""
+    """The frontier of the plans that `plan_with(policy)` returns for budgets with more and more memory."""
     stock = plan_with(KEEP)
     if not stock.decisions:
         raise OptionError("frontier: expected a function that saves tensors for backward, but it saves none")
@@ -105,14 +105,14 @@ def frontier_of(plan_with: Callable[[Any], Plan], *, allow: Sequence[str] = ALLO
     while policies:
         policy = policies.pop(0)
         try:
-            given = plan_with(policy)
+            planned = plan_with(policy)
         except Exception as e:
-            if not isinstance(_innermost(e), BudgetError):
+            if error_behind(e, BudgetError) is None:
                 raise
             continue  # the solver's bounds lie a little under what it can reach
-        found.append(Point(given.peak_bytes, given.step_ratio, given, policy))
+        found.append(Point(planned.peak_bytes, planned.step_ratio, planned, policy))
         if policy.peak is None:
-            least, most = given.peak_bytes, stock.peak_bytes
+            least, most = planned.peak_bytes, stock.peak_bytes
             peaks = [least + (most - least) * k // _POINTS for k in range(1, _POINTS)]
             policies = [budget(peak, allow=allow, max_error=max_error) for peak in peaks if peak > 0]
     found.sort(key=lambda point: (point.peak_bytes, point.step_ratio))
@@ -121,10 +121,3 @@ def frontier_of(plan_with: Callable[[Any], Plan], *, allow: Sequence[str] = ALLO
         if not best or point.step_ratio < best[-1].step_ratio:
             best.append(point)
     return Frontier(tuple(best))
-
-
-def _innermost(e: BaseException | None) -> BaseException | None:
-    """The error of this package that a script's or Dynamo's error comes from."""
-    while e is not None and not isinstance(e, BudgetError):
-        e = (unwrapped(e) if isinstance(e, Exception) else None) or e.__cause__
-    return e

@@ -31,7 +31,7 @@ def transfer_lines(transfers: Sequence[Transfer], size: int, unit: str) -> list[
         lines.append(
             f"  the compute is too short for the rest: all that is worth sending would stall it {all_stall:.1f} ms"
         )
-    lines += _several_graphs(sent)
+    lines += _stalls_together(sent)
     if sent:
         lines.append(f"{unit:>10}  forward: start    wait  backward: reload     use   slack   stall ms  tensor")
     for t in sent:
@@ -48,8 +48,8 @@ def transfer_lines(transfers: Sequence[Transfer], size: int, unit: str) -> list[
     return lines
 
 
-def _several_graphs(sent: Sequence[Transfer]) -> list[str]:
-    """A line for each limit that the stalls of all graphs together exceed: it holds for one graph and device."""
+def _stalls_together(sent: Sequence[Transfer]) -> list[str]:
+    """A line for each `max_stall_ms` that several graphs exceed together: it limits each graph and device alone."""
     lines = []
     for limit in dict.fromkeys(t.max_stall_ms for t in sent):
         own = [t for t in sent if t.max_stall_ms == limit]

@@ -127,6 +127,6 @@ def _by_plain_name() -> dict[str, list[tuple[str, str]]]:
 
 
 def _best(entries: list[tuple[str, str]]) -> tuple[str, list[str]]:
-    """Of operators that differ in underscores only (`convolution`, `_convolution`), the name to use, and overloads."""
+    """The shortest of names that differ in underscores (`convolution`, `_convolution`), and its overloads."""
     packet = min((p for p, _ in entries), key=len)
     return packet, [o for p, o in entries if p == packet]

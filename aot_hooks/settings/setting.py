@@ -84,7 +84,7 @@ class Setting:
 
 
 def why_kept(rule: Hook | Policy, saved: SavedTensor) -> str:
-    """The own reason of a hook or policy to leave `saved`; "" if it has none."""
+    """The reason that `rule` itself gives for leaving `saved` as it is; "" if it gives none."""
     if isinstance(rule, Hook):
         return rule.why_not(saved) or ""
     why = getattr(rule, "why_kept", None)
@@ -93,7 +93,7 @@ def why_kept(rule: Hook | Policy, saved: SavedTensor) -> str:
 
 
 def why_packed(rule: Hook | Policy, saved: SavedTensor) -> str:
-    """The own reason of a policy for the hook that it chose for `saved`, a plain function's name; "" of a hook."""
+    """The reason that `rule` gives for the hook it chose for `saved`; a plain function's name, "" for a hook."""
     if isinstance(rule, Hook):
         return ""
     why = getattr(rule, "why_packed", None)

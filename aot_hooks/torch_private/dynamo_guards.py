@@ -70,6 +70,7 @@ def in_same_state(fn: Callable[..., Any], *args: Any) -> Any:
 
 @contextlib.contextmanager
 def _plain_modes() -> Iterator[None]:
+    """Inside, autocast is off and has its default dtypes; inference mode is off."""
     before = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in _AUTOCAST]
     try:
         for kind, dtype in _AUTOCAST.items():

@@ -112,24 +112,25 @@ def _from_outside(context: Any, variable: Any) -> Any:
     owner = _owner(variable)
     if owner is not None:
         return types.MethodType(variable.fn, _from_outside(context, owner))
-    if _items_change(variable, output_graph(context).side_effects):
+    if _has_changed_items(variable, output_graph(context).side_effects):
         raise TypeError(f"a {variable.python_type().__name__} that the compiled function has changed before")
     if issubclass(variable.python_type(), torch.Tensor):
         raise TypeError("a tensor by itself, and not as an attribute of an object (`self.table`)")
     return _value_of(variable)
 
 
-def _items_change(variable: Any, side_effects: Any) -> bool:
-    """Whether `variable` is a container that was changed, or holds one.
+def _has_changed_items(variable: Any, side_effects: Any) -> bool:
+    """Whether the compiled function has changed the items of `variable`, a container, or of a container in it.
 
-    Its value would be a new object of the items that are in it now, which `pending_changes` does not know.
+    The value of such a variable is a new container with the new items, and `pending_changes` knows the old one only.
     """
     items = vars(variable).get("items")
     if not isinstance(items, (list, tuple, dict)):
         return False
     if getattr(variable, "mutation_type", None) is not None and side_effects.is_modified(variable):
         return True
-    return any(_items_change(item, side_effects) for item in (items.values() if isinstance(items, dict) else items))
+    values = items.values() if isinstance(items, dict) else items
+    return any(_has_changed_items(item, side_effects) for item in values)
 
 
 class PendingMutations(NamedTuple):
@@ -146,8 +147,8 @@ class PendingMutations(NamedTuple):
     scope: dict[str, Any]
     storages: frozenset[int | None]
 
-    def has(self, value: Any, parts: frozenset[str]) -> bool:
-        """Whether `value` changes in one of its `parts`, names of attributes."""
+    def affects(self, value: Any, parts: frozenset[str]) -> bool:
+        """Whether one of these changes is to `value`, in one of the attributes `parts`."""
         if isinstance(value, types.ModuleType) and vars(value) is self.scope and self.names & parts:
             return True
         changed = self.objects.get(id(value), frozenset())

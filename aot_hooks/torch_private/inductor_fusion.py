@@ -77,8 +77,8 @@ def _is_ours(scheduler_node: Any) -> bool:
     return any(FROM_HOOK in origin.meta for origin in _origins(scheduler_node))
 
 
-def _group(scheduler_node: Any) -> str | None:
-    """The mark of the graph nodes behind a scheduler node, cached there: fusion compares each node with many others."""
+def _mark_of(scheduler_node: Any) -> str | None:
+    """The mark from `mark_alone` on the nodes behind a scheduler node; cached there, as fusion compares many pairs."""
     cache = scheduler_node.__dict__
     if ALONE not in cache:
         origins = [origin for part in scheduler_node.get_nodes() for origin in _origins(part)]
@@ -112,7 +112,7 @@ def choices() -> Any:
     class Choices(base):  # type: ignore[misc, valid-type]
         @staticmethod
         def can_fuse(scheduler: Any, node1: Any, node2: Any, shared_data_score: int) -> bool:
-            same = _group(node1) == _group(node2)
+            same = _mark_of(node1) == _mark_of(node2)
             return same and bool(base.can_fuse(scheduler, node1, node2, shared_data_score))
 
         @staticmethod
@@ -166,7 +166,7 @@ _OFFLOAD = tuple(f"aot_hooks.{part}" for part in ("offload_start", "offload_wait
 
 
 def _decides_at_run_time(node: Any) -> bool:
-    """Whether this operator of offload has the terms that hooks for many graphs give it, a text."""
+    """Whether `node`, an operator of offload, decides when it runs whether to send: it then has a text, its `Terms`."""
     return any(isinstance(arg, str) and arg for arg in getattr(node.node, "constant_args", ()))
 
 
@@ -294,6 +294,8 @@ def custom_pass(base: type, run: Callable[..., Any], uuid: Callable[[], Any]) ->
 
 @functools.cache
 def _pass_class(base: Any) -> type:
+    """The subclass of torch's `base` whose passes call a function and are pickled as their identity."""
+
     class Pass(base):  # type: ignore[misc]
         def __init__(self, run: Callable[..., Any], identity: Callable[[], Any]) -> None:
             self.run, self.identity = run, identity

@@ -87,7 +87,7 @@ class PackedAsm:
         )
 
     def code(self, *inputs: Any) -> str:
-        """The call in Triton's language. Triton knows a block's size, so its compiler chooses between the two."""
+        """The call in Triton's language. Its compiler, which knows the size of a block, chooses `four` or `one`."""
         byte, dtype = self.dtype.itemsize == 1, str(self.dtype).removeprefix("torch.")
         words = [f"{x}.to(tl.int32)" if x.dtype.itemsize == 1 else str(x) for x in inputs]
         four = _inline(self.four, self.four_constraints, map(str, inputs), dtype, 4)

@@ -106,8 +106,8 @@ def tracing_on_fakes(fake_mode: Any) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def no_new_unbacked(fake_mode: Any) -> Iterator[Callable[[], bool]]:
-    """Forgets unbacked sizes that are made inside; yields a function that returns whether there are any."""
+def dropping_new_unbacked(fake_mode: Any) -> Iterator[Callable[[], bool]]:
+    """Drops the unbacked sizes that are made inside. Yields a function that returns whether there are any so far."""
     pending = getattr(fake_mode.shape_env, "pending_fresh_unbacked_symbols", [])
     start = len(pending)
     try:

@@ -90,12 +90,12 @@ class Compilation:
             if not compilers.is_compiled_graph(code):
                 return code
             if self.store is not None:
-                self.store.keep(found)
+                self.store.add(found)
             return self._captured(code, found)
 
         return compile_graph
 
-    def _captured(self, code: Any, found: entry.Found) -> Any:
+    def _captured(self, code: Any, found: entry.AnalysedGraph) -> Any:
         run = inductor.captured(code, found, self.options, self.driver)
         self.inference = run if found.word == "inference" else None
         return run
@@ -124,7 +124,7 @@ class Compilation:
         if self.why_not_stored:
             return autograd_cache.without_autograd_cache()
 
-        def finish(code: Any, found: entry.Found) -> Any:
+        def finish(code: Any, found: entry.AnalysedGraph) -> Any:
             return self._captured(code, found.numbered(self._take_number()))
 
         self.store = entry.Store(gm, self.options, self.device_type, finish)

@@ -1,10 +1,10 @@
 """What torch's caches store about a graph's captures, so that a warm start captures what the cold one did.
 
-    cold   fx graph --inductor.analysed--> Found --Store.keep--> bytes in the entry of torch's AOTAutograd cache
-    warm   entry --Store.take--> Found, with this program's lines --inductor.captured--> the loaded code, captured
+    cold   fx graph --inductor.analysed--> AnalysedGraph --Store.add--> bytes in the entry of torch's AOTAutograd cache
+    warm   entry --Store.load--> AnalysedGraph, with this program's lines --inductor.captured--> the captured code
 
-`Found` is plain data: the inputs, which of them are static, the saved outputs, and the blockers. The rest comes with
-Inductor's code: its pieces, inputs that they write to, constants, and Inductor's own reason against a capture.
+`AnalysedGraph` is plain data: the inputs, which of them are static, the saved outputs, and the blockers. The rest comes
+with Inductor's code: its pieces, inputs that they write to, constants, and Inductor's own reason against a capture.
 
 A graph that was renamed or moved to other lines is the same graph. So a stack trace is stored as the number of a node
 of Dynamo's graph: the program that takes the entry has the lines.
@@ -55,7 +55,7 @@ class Refused(CudaGraphError):
 
 
 @dataclass(frozen=True, eq=False)
-class Found:
+class AnalysedGraph:
     """A graph as it was analysed before Inductor compiled it.
 
     Attributes:
@@ -73,20 +73,20 @@ class Found:
     def word(self) -> str:
         return self.verdict.kind.word
 
-    def numbered(self, number: int) -> Found:
+    def numbered(self, number: int) -> AnalysedGraph:
         kind = dataclasses.replace(self.verdict.kind, number=number)
         verdict = dataclasses.replace(self.verdict, kind=kind)
         piece = None if self.piece is None else dataclasses.replace(self.piece, name=kind.name)
         return dataclasses.replace(self, verdict=verdict, piece=piece)
 
 
-def found_of(gm: GraphModule, kind: Kind, analysis: Analysis) -> Found:
-    """The `Found` of `gm`. Call it before Inductor's passes change `gm`: names and lines are read now."""
+def analysed_graph(gm: GraphModule, kind: Kind, analysis: Analysis) -> AnalysedGraph:
+    """The `AnalysedGraph` of `gm`. Call it before Inductor's passes change `gm`: names and lines are read now."""
     piece = None
     rebinds = any(blocker.cause == REBINDS_INPUT for blocker in analysis.blockers)  # then no part is captured
     if analysis.device is not None and not rebinds:
         piece = dataclasses.replace(whole_piece(gm, kind, analysis.device), run=_comes_with_the_code, constants=())
-    return Found(analysis.as_data(), piece, operators_of(gm))
+    return AnalysedGraph(analysis.as_data(), piece, operators_of(gm))
 
 
 def _comes_with_the_code(inputs: list[Any]) -> Any:
@@ -133,18 +133,18 @@ class Store(autograd_cache.Extension):
     """
 
     def __init__(
-        self, gm: GraphModule, options: Options, device_type: str, finish: Callable[[Any, Found], Any]
+        self, gm: GraphModule, options: Options, device_type: str, finish: Callable[[Any, AnalysedGraph], Any]
     ) -> None:
         super().__init__(key_of(gm, options, device_type))
         self.finish = finish
         self.traces: list[Trace] = list(map(trace_of, _nodes(gm)))
-        self.stored: dict[str, Found] = {}
+        self.stored: dict[str, AnalysedGraph] = {}
         self.refused = ""
         self.cannot = ""
         self._attach: Callable[[bytes], None] | None = None
 
-    def keep(self, found: Found) -> None:
-        """Store `found`. Call it while AOTAutograd compiles that graph, a backward maybe long after its forward."""
+    def add(self, found: AnalysedGraph) -> None:
+        """Add `found` to the entry. Call it while AOTAutograd compiles that graph, maybe long after its forward."""
         self.stored[found.word] = found
         self._attach = self._attach or autograd_cache.attacher(_NAME)
         if self._attach is not None:
@@ -155,15 +155,16 @@ class Store(autograd_cache.Extension):
         """Take the captures of `stored`, or bypass the cache. A new entry would not replace a refused one."""
         words = ("forward", "backward") if stored.has_backward else ("inference",)
         try:
-            graphs = self.take(stored.attached(_NAME), words)
+            graphs = self.load(stored.attached(_NAME), words)
         except Refused as e:
             self.refused = str(e)
             log.info("an entry of torch's cache is not taken: %s", e)
             autograd_cache.bypass(str(e))
         stored.finish_with(self.finish, graphs)
 
-    def take(self, attached: bytes | None, words: tuple[str, ...]) -> tuple[Found, ...]:
-        """The graphs called `words` of the entry that holds `attached`. Raises `Refused`."""
+    def load(self, attached: bytes | None, words: tuple[str, ...]) -> tuple[AnalysedGraph, ...]:
+        """The stored graphs of these kinds ("forward", "backward", "inference"), from an entry's attached bytes. Raises
+        `Refused` if they are missing, or not of this program."""
         if attached is None:
             raise Refused("nothing of its captures is stored beside it")
         try:
@@ -185,7 +186,7 @@ class Store(autograd_cache.Extension):
                 raise Refused(f"operator {name} is '{now or 'unknown'}' here; it was '{before}' when it was stored")
         return tuple(by_word[word] for word in words)
 
-    def _dumped(self, graphs: tuple[Found, ...]) -> bytes:
+    def _dumped(self, graphs: tuple[AnalysedGraph, ...]) -> bytes:
         """Pickles `graphs`, with a node's number and torch's remark in place of each stack trace. May set `cannot`."""
         number = {trace: i for i, trace in reversed(list(enumerate(self.traces)))}
 
@@ -208,7 +209,9 @@ class Store(autograd_cache.Extension):
         Pickler(file := io.BytesIO()).dump(graphs)
         return file.getvalue()
 
-    def _loaded(self, graphs: bytes) -> tuple[Found, ...]:
+    def _loaded(self, graphs: bytes) -> tuple[AnalysedGraph, ...]:
+        """The graphs that `_dumped` pickled, with the stack traces of this program. Raises `Refused`."""
+
         def trace_at(place: tuple[int, str]) -> Trace:
             node, remark = place
             if node >= len(self.traces):
@@ -219,5 +222,5 @@ class Store(autograd_cache.Extension):
         class Unpickler(pickle.Unpickler):
             persistent_load = staticmethod(trace_at)
 
-        loaded: tuple[Found, ...] = Unpickler(io.BytesIO(graphs)).load()
+        loaded: tuple[AnalysedGraph, ...] = Unpickler(io.BytesIO(graphs)).load()
         return loaded

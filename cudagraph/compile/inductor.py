@@ -1,7 +1,7 @@
 """Inductor's compiled graphs, captured.
 
-    fx graph --analysed--> Found, and Inductor's code --+
-    torch's cache, see entry.py: Found, and the code --+--captured--> the callable for AOTAutograd
+    fx graph --analysed--> AnalysedGraph, and Inductor's code --+
+    torch's cache, see entry.py: AnalysedGraph, and the code --+--captured--> the callable for AOTAutograd
                                                             in one piece if there are no blockers; else the pieces
                                                             that Inductor's scheduler cut around them
 
@@ -25,11 +25,11 @@ from ..torch_private import compilers
 from ..tree import dispatch
 from ..tree.driver import CaptureDriver
 from ..tree.function import Piece
-from .entry import Found, found_of
+from .entry import AnalysedGraph, analysed_graph
 from .pieces import Boxed, uncaptured
 
 
-def analysed(gm: GraphModule, kind: Kind, options: Options, device_type: str) -> Found:
+def analysed(gm: GraphModule, kind: Kind, options: Options, device_type: str) -> AnalysedGraph:
     """What can be captured of `gm`. Call it before Inductor's passes change `gm`. Raises `NotCapturableError`."""
     # Inductor moves CPU numbers itself.
     analysis = prepare_and_analyse(gm, kind, options, device_type, numbers=False)
@@ -38,10 +38,10 @@ def analysed(gm: GraphModule, kind: Kind, options: Options, device_type: str) ->
     analysis = dataclasses.replace(analysis, blockers=blocked)
     if options.or_error:
         report(analysis, options)  # before compiling in vain
-    return found_of(gm, kind, analysis)
+    return analysed_graph(gm, kind, analysis)
 
 
-def captured(code: Any, found: Found, options: Options, driver: CaptureDriver | None) -> Any:
+def captured(code: Any, found: AnalysedGraph, options: Options, driver: CaptureDriver | None) -> Any:
     """The callable that AOTAutograd gets for `code`: `code` itself, with its pieces captured. Code in one piece is
     replaced by the tree's own callable, because `code` takes 3 us a call for profilers and metrics."""
     maps: Sequence[compilers.PartitionMap] = ()

@@ -81,7 +81,7 @@ def _constant_behind(node: Node) -> torch.Tensor | None:
 
 
 def _copy_constants(gm: GraphModule, device: torch.device) -> int:
-    """Each call copies the constant on the device then: the user may write to the copy."""
+    """Move constants to the device, once. Each call copies them there, because the user may write to the copy."""
     count = 0
     for node in list(gm.graph.nodes):
         constant = _constant_behind(node.all_input_nodes[0]) if _moved_to(node, device) else None

@@ -22,7 +22,7 @@ from ..placeholder import results_of, written_nodes
 from ..torch_private import cuda as torch_cuda
 from .blockers import attribute_of, is_free, tensors_of, value_of
 
-CAPTURE, EAGER, FREE = "capture", "eager", "free"
+CAPTURE, EAGER, FREE = "capture", "eager", "free"  # the colours of operators
 
 MIN_KERNEL_COUNT = 2  # a captured part of a cut graph with fewer operators costs more than it saves
 

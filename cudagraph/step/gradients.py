@@ -1,7 +1,7 @@
 """The gradients of parameters before and after a step that is a graph.
 
-    before: the very tensor, or None, of when the step was recorded; or anything, if the step drops it unread
-    after:  the same tensor; None; or new tensors over the graph's memory, which the next replay writes to again
+    before a replay: the same tensor (or None) as when the step was recorded; any, if the step drops it unread
+    after it:        still that tensor; or None; or a new one over the graph's memory, where the next replay writes
 
 Gradients of a recording may lie where an earlier recording has temporary values. So a replay also needs that nobody
 holds gradients of recordings that were made later.
@@ -30,7 +30,8 @@ class ReadsGradients(CannotCapture):
 
 
 # The gradient that a replay gave each parameter last, by the parameter's id: a weak reference to it, the recording's
-# templates, the position there. `fit` may drop it to see whether anybody else holds it: the template makes it again.
+# templates, the position there. `may_replay` may drop it to see whether somebody else holds it; the template makes it
+# again.
 LastGradients = dict[int, tuple[weakref.ref[torch.Tensor], "list[torch.Tensor]", int]]
 
 
@@ -64,8 +65,9 @@ class Gradients:
         """The gradients that the graph reads and writes where they are."""
         return [old for _, old in self._expected if old is not None]
 
-    def learn(self, device: torch.device) -> None:
-        """Find out what the captured step did. Raises `CannotCapture` for gradients that a replay can't make."""
+    def classify(self, device: torch.device) -> None:
+        """Sort the parameters by what the captured step did with their gradients. Raises `CannotCapture` for gradients
+        that a replay can't make."""
         for x, old, wire in zip(self._parameters, self._before, self._wires, strict=True):
             new = old if x.grad is wire else x.grad
             if new is old or old is wire:
@@ -89,7 +91,7 @@ class Gradients:
             self._made.append((x, len(self._templates) - 1))
 
     def finish(self) -> None:
-        """Put back the gradients from before the capture."""
+        """Put back the gradients from before the capture, and watch the memory of new ones."""
         for x, old in zip(self._parameters, self._before, strict=True):
             x.grad = old
         self._parameters, self._before, self._wires = [], [], []
@@ -103,7 +105,7 @@ class Gradients:
         self._watch.close()
         self._watch, self._orphans = Watch([*self.slots.values(), *slots]), orphans
 
-    def fit(self) -> bool:
+    def may_replay(self) -> bool:
         """Whether a replay may begin: nobody holds what it writes to. If so, gradients that it drops are None now."""
         if not all(map(is_, map(gradient, self._owners), self._needed)):
             return False
@@ -122,21 +124,21 @@ class Gradients:
         if self._watch.none_held() and all(orphan.expired() for orphan in self._orphans):
             return True
         for x, templates, position in ours:
-            self._give(x, templates, position)
+            self._assign(x, templates, position)
         for x, old in others:
             x.grad = old
         return False
 
-    def _give(self, x: torch.Tensor, templates: list[torch.Tensor], position: int) -> None:
+    def _assign(self, x: torch.Tensor, templates: list[torch.Tensor], position: int) -> None:
         x.grad = new = templates[position].data
         self._last[id(x)] = weakref.ref(new), templates, position
 
-    def give(self) -> None:
-        """After a replay: give parameters the gradients that it made."""
+    def assign(self) -> None:
+        """After a replay: assign parameters the gradients that it made."""
         for x in self._cleared:
             x.grad = None
         for x, position in self._made:
-            self._give(x, self._templates, position)
+            self._assign(x, self._templates, position)
 
     def close(self) -> None:
         self._watch.close()

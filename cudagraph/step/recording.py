@@ -27,7 +27,7 @@ from .gradients import Gradients, LastGradients
 from .host import HostState
 from .inputs import Inputs, arguments_of
 from .randomness import HostRandom
-from .watch import Watch
+from .watch import OperatorWatch
 
 
 def settings() -> tuple[Any, ...]:
@@ -136,7 +136,7 @@ class StepRecording:
         return (
             torch_cuda.pointers_equal(self.tensors, self._addresses, self._indices)
             and self._guard(*self.tensors)
-            and self.gradients.fit()
+            and self.gradients.may_replay()
         )
 
     def replay(self, flat: Sequence[Any]) -> Any:
@@ -145,7 +145,7 @@ class StepRecording:
         self.inputs.copy(flat)
         self.launch()
         counters.counts["replays"] += 1
-        self.gradients.give()
+        self.gradients.assign()
         if self.update is not None:
             self.update()
         if self.written:
@@ -214,7 +214,7 @@ def record(step: ToRecord) -> StepRecording:
     gradients = Gradients(parameters_of(host), step.last_gradients, reads=step.reads_gradients)
     try:
         inputs = Inputs(pool, step.flat, device)
-        watch = Watch(device, inputs.by_storage())
+        watch = OperatorWatch(device, inputs.by_storage())
 
         def captured() -> Any:
             args, kwargs = arguments_of(inputs.arguments(step.flat), step.spec)
@@ -240,7 +240,7 @@ def record(step: ToRecord) -> StepRecording:
                 raise CannotCapture(f"gives {path} other memory or another shape, which a replay would not")
         if (written_input := inputs.written()) is not None:
             raise CannotCapture(f"writes to input {written_input}, which is the caller's own memory")
-        gradients.learn(device)
+        gradients.classify(device)
         made = [x for x in results if isinstance(x, torch.Tensor)]
         for x in made:
             if type(x) is not torch.Tensor or x.layout is not torch.strided or x.device != device:

@@ -1,7 +1,7 @@
 """Watches the operators of a step while it is captured, and stops at the first one that a replay would not repeat.
 
-    operator --Watch--> reads a number on the host, computes on the CPU with values that change, ... --> CannotCapture
-                        else it runs; what it writes to is noted
+    operator --OperatorWatch--> reads a number on the host, computes on the CPU, ... --> CannotCapture
+                                else it runs; what it writes to is noted
 
 What the step itself makes on the CPU, such as `torch.tensor(2.0)`, is the same in each replay. A step with a part that
 Dynamo compiles is not watched: under a dispatch mode Dynamo runs it as it is, then and ever after. CUDA's own errors
@@ -35,7 +35,7 @@ OUR_OWN = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(os.path.dir
 SIZE = "has a size that depends on the values of a tensor"
 
 
-class Watch:
+class OperatorWatch:
     """Looks at each operator of a step that is captured on `device`. `inputs`: positions by identity of storages."""
 
     def __init__(self, device: torch.device, inputs: Mapping[int, int]) -> None:

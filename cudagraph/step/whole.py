@@ -28,14 +28,14 @@ from ..errors import NotCapturableError, OptionError
 from ..options import Options
 from ..torch_private import compilers
 from ..torch_private import cuda as torch_cuda
-from ..tree.capture import CannotCapture, NotWarmError
 from ..tree.dispatch import as_they_are
 from ..tree.driver import CaptureDriver, cuda_driver
 from ..tree.node import Cursor
+from ..tree.tree import Failure
 from .gradients import LastGradients, ReadsGradients
 from .host import HostState, TooManyValues
 from .inputs import arguments_of, flat_arguments, key_of, reason_against
-from .parts import Parts
+from .model_step import ModelStep
 from .recording import StepRecording, ToRecord, parameters_of, rates_of, record
 from .watch import users_line
 
@@ -98,7 +98,7 @@ class WholeStep:
 
     def reset(self) -> None:
         """Free all recordings and their memory; later calls warm up and record again."""
-        for recording in [each for known in self.recordings.values() for each in known]:
+        for recording in self._every_recording():
             recording.close()
         if self._pool is not None:
             self._pool.release()
@@ -211,7 +211,7 @@ class WholeStep:
 
     def _watch_later_gradients(self) -> None:
         """Have each recording watch the gradients of later recordings, which may lie where it writes to."""
-        every = [recording for known in self.recordings.values() for recording in known]
+        every = self._every_recording()
         for recording in every:
             pool, avoided = recording.pool, recording.gradients_in_use
             others = [other for other in every if other is not recording and other.pool is pool]
@@ -219,17 +219,21 @@ class WholeStep:
             orphans = [storage for of, storage, _ in self._left if of is pool and storage not in avoided]
             recording.gradients.require_free(slots, orphans)
 
+    def _every_recording(self) -> list[StepRecording]:
+        return [recording for known in self.recordings.values() for recording in known]
+
     def _host(self) -> HostState:
         roots = self.roots if self.update_refused else {**self.roots, **self.update_roots}
         return HostState(roots, self.driver.device_type)
 
     def _record(self, key: tuple[Any, ...], flat: Sequence[Any], spec: Any, host: HostState) -> Any:
-        """Record the step and replay it. If that fails, run it with all as before."""
+        """Record the step and replay the recording. If the capture fails, run the step uncaptured this time. From then
+        on less of it is captured, unless another attempt may succeed."""
         assert self.cursor is not None
         pool = self._opened_pool()
         self._left = [entry for entry in self._left if not entry[1].expired()]
         orphans = {storage: address for of, storage, address in self._left if of is pool}
-        every = [one for known in self.recordings.values() for one in known if one.pool is pool]
+        every = [one for one in self._every_recording() if one.pool is pool]
         blocks = {address for one in every for address in one.blocks} | {*orphans.values()}
         in_use = {storage for one in every for storage, _ in one.gradients.memory} | {*orphans}
         run, update = (self._forward_backward, self.update) if self.update_refused else (self._all, None)
@@ -243,8 +247,10 @@ class WholeStep:
         except AssertionError:  # a bug, which is not to be hidden
             raise
         except Exception as error:
-            reason, is_final = self._failure(error)
-            wants_warmup, wants_gradients = isinstance(error, NotWarmError), isinstance(error, ReadsGradients)
+            failure = Failure(error, self.driver)
+            line = "" if failure.is_ours else users_line(error.__traceback__)
+            reason, is_final = f"{failure.reason} ({line})" if line else failure.reason, failure.is_final
+            wants_warmup, wants_gradients = failure.needs_warmup, isinstance(error, ReadsGradients)
         else:
             counters.add("recordings")
             counters.add("rerecordings", bool(self.recordings.get(key)))
@@ -274,14 +280,6 @@ class WholeStep:
         if self._leave_update_out(reason):
             return self._find_or_record(key, flat, spec)
         return self._refuse(reason, flat, spec)
-
-    def _failure(self, error: Exception) -> tuple[str, bool]:
-        """Why a capture failed, with the user's line, and whether another one would fail as well."""
-        if isinstance(error, CannotCapture):
-            return str(error), True
-        line = users_line(error.__traceback__)
-        reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}{f' ({line})' if line else ''}"
-        return f"capturing it raised {reason}", self.driver.is_capture_error(error)
 
     def _leave_update_out_if_optimizer_changed(self, changed: Mapping[str, str], reason: str) -> bool:
         """`_leave_update_out`, but only if nothing but an optimizer's values changed."""
@@ -475,9 +473,9 @@ def whole_step(
     is_number = isinstance(clip_grad_norm, (int, float)) and not isinstance(clip_grad_norm, bool)
     if clip_grad_norm is not None and not (is_number and clip_grad_norm > 0):
         raise OptionError(f"clip_grad_norm must be a positive number or None, got {clip_grad_norm!r}")
-    parts = Parts(model, loss_fn, optimizers, scaler, clip_grad_norm, accumulate)
+    halves = ModelStep(model, loss_fn, optimizers, scaler, clip_grad_norm, accumulate)
     roots = {"model": model, "loss_fn": loss_fn, "scaler": scaler}
     update_roots = {"optimizer" if len(optimizers) == 1 else f"optimizer {i}": o for i, o in enumerate(optimizers)}
-    step = WholeStep(parts.forward_backward, parts.update, roots, update_roots, options)
+    step = WholeStep(halves.forward_backward, halves.update, roots, update_roots, options)
     step.name = getattr(model, "__name__", type(model).__name__)
     return step

@@ -55,6 +55,7 @@ def listed(symbols: Symbols) -> dict[str, Needed]:
 
 
 def resolve(path: str) -> Any:
+    """The object at a dotted path. Raises `ImportError` or `AttributeError`."""
     parts = path.split(".")
     for cut in range(len(parts) - 1, 0, -1):
         with contextlib.suppress(ImportError):
@@ -140,6 +141,7 @@ def has_attribute(owner: str, name: str) -> bool:
 
 @functools.cache
 def _names_in_source(cls: type) -> frozenset[str]:
+    """The attribute names that the classes of `cls` annotate, or whose methods read or set them."""
     names: set[str] = set()
     for base in cls.__mro__[:-1]:
         names.update(vars(base).get("__annotations__", ()))

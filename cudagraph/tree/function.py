@@ -1,4 +1,4 @@
-"""A piece of a program to capture, as the compiler describes it, and the questions that a tree asks about it."""
+"""A piece of a program to capture, as the compiler describes it, and what a tree needs to know about it."""
 
 from __future__ import annotations
 

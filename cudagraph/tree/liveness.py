@@ -129,7 +129,7 @@ class Watch:
             slot.update_watches()
 
     def none_held(self) -> bool:
-        """Whether nobody but the tree holds any of the slots. Each replay asks, so it is one comparison."""
+        """Whether nobody but the tree holds any of the slots. Each replay calls it, so it is one comparison."""
         return [*map(use_count, self.cdatas), *map(getrefcount, self.handles)] == self.own_counts
 
     def close(self) -> None:
@@ -141,7 +141,7 @@ class Watch:
 
 
 def _extra_handles() -> int:
-    """How many references `map(getrefcount, ...)` counts beyond those of names and lists."""
+    """How many references `map(getrefcount, storages)` counts for each storage beyond that of the list."""
     memory = torch.zeros(8, dtype=torch.uint8)
     storages = [torch_cuda.storage_at(memory.data_ptr(), memory.device, memory.nbytes)]
     template = tensor_on(storages[0], layout_of(memory))

@@ -89,16 +89,6 @@ def nothing_stays() -> Iterator[None]:
     assert eval_frame._callback_from_stance is before
 
 
-@pytest.fixture
-def stock_is_aten(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Inductor's generated code takes long: without hooks too, run AOTAutograd's graphs as they are."""
-
-    def aten(self: Any, gm: Any, inputs: Any, **_: Any) -> Any:
-        return compile_graph(gm, inputs, aot_hooks.backend.partition_without_hooks)
-
-    monkeypatch.setattr(torch._TorchCompileInductorWrapper, "__call__", aten)
-
-
 # --- what it does ----------------------------------------------------------------------------------------------------
 
 POLICIES = [

@@ -195,7 +195,7 @@ def test_sources_count_as_they_were_imported(monkeypatch: pytest.MonkeyPatch) ->
         return b"pass"
 
     monkeypatch.setattr(pathlib.Path, "read_bytes", edited)
-    assert cache_key._sources() not in before and package_digest() == before
+    assert cache_key._sources_digest() not in before and package_digest() == before
 
 
 # --- random programs: equal exactly when the programs are -------------------------------------------------------------

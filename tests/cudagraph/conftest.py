@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+import torch
 from pieces import Noted
+from whole_steps import on_simulator
 
 import cudagraph
 from cudagraph.tree import dispatch
@@ -24,3 +26,13 @@ def noted(monkeypatch: pytest.MonkeyPatch) -> Noted:
     driver = Noted()
     monkeypatch.setattr(dispatch, "capture", driver.capture)
     return driver
+
+
+@pytest.fixture(params=["simulator", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.device:
+    """Where whole steps run: the simulator has the CPU as its device, and optimizers may be capturable there."""
+    if request.param == "cuda":
+        monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        return torch.device("cuda", torch.cuda.current_device())
+    on_simulator(monkeypatch)
+    return torch.device("cpu")

@@ -41,10 +41,10 @@ def found_in(fn: Callable[..., Any], trace: Callable[[int], str | None] = lambda
     for i, node in enumerate(gm.graph.nodes):
         node.meta["stack_trace"] = trace(i)
     kind = Kind("forward", 7, static_inputs=(1,), returned_count=1)
-    return gm, entry.found_of(gm, kind, analyse(gm, kind, INDUCTOR, "cuda"))
+    return gm, entry.analysed_graph(gm, kind, analyse(gm, kind, INDUCTOR, "cuda"))
 
 
-def as_data(found: entry.Found) -> Any:
+def as_data(found: entry.AnalysedGraph) -> Any:
     return found.verdict, None if found.piece is None else piece_as_data(found.piece), found.operators
 
 
@@ -52,12 +52,12 @@ def store_of(gm: torch.fx.GraphModule) -> entry.Store:
     return entry.Store(gm, INDUCTOR, "cuda", lambda code, found: code)
 
 
-def kept(gm: torch.fx.GraphModule, *found: entry.Found, monkeypatch: pytest.MonkeyPatch) -> bytes:
+def kept(gm: torch.fx.GraphModule, *found: entry.AnalysedGraph, monkeypatch: pytest.MonkeyPatch) -> bytes:
     data: list[bytes] = []
     monkeypatch.setattr(entry.autograd_cache, "attacher", lambda name: data.append)
     store = store_of(gm)
     for each in found:
-        store.keep(each)
+        store.add(each)
     return data[-1]
 
 
@@ -67,10 +67,10 @@ def test_what_is_kept_comes_back_with_the_lines_of_the_program_that_takes_it(mon
     assert [b.op for b in found.verdict.blockers] == [str(scaled._opoverload), "aten._to_copy.default"]
     assert found.piece is not None and found.piece.placeholders[1].mutating_use_stack_trace is not None
     attached = kept(gm, found, monkeypatch=monkeypatch)
-    (same,) = store_of(gm).take(attached, ("forward",))
+    (same,) = store_of(gm).load(attached, ("forward",))
     assert as_data(same) == as_data(found)
     moved, expected = found_in(step, lambda i: f'  File "renamed.py", line {i + 100}, in g')
-    (taken,) = store_of(moved).take(attached, ("forward",))
+    (taken,) = store_of(moved).load(attached, ("forward",))
     assert as_data(taken) == as_data(expected) != as_data(found)
     named = taken.numbered(3)
     assert named.verdict.kind.name == named.piece.name == "forward 3"
@@ -87,12 +87,12 @@ def test_a_remark_that_torch_adds_to_a_line_comes_back_too(monkeypatch) -> None:
     attached = kept(gm, sums, monkeypatch=monkeypatch)
     moved, _ = found_in(step, lambda i: f'  File "renamed.py", line {i + 100}, in g')
     _, there = found_in(step, lambda i: f'  File "renamed.py", line {i + 100}, in g{remark}')
-    (taken,) = store_of(moved).take(attached, ("forward",))
+    (taken,) = store_of(moved).load(attached, ("forward",))
     assert as_data(taken) == as_data(there)
     _, strange = found_in(step, lambda i: f'  File "m.py", line {i}, in f\n  File "other.py", line 1, in h')
     elsewhere = kept(gm, strange, monkeypatch=monkeypatch)
     with pytest.raises(entry.Refused, match="a line of its messages is of no operator"):
-        store_of(gm).take(elsewhere, ("forward",))
+        store_of(gm).load(elsewhere, ("forward",))
 
 
 @pytest.mark.core
@@ -102,7 +102,7 @@ def test_what_is_stored_for_another_program_is_refused_with_the_reason(monkeypat
 
     def reason(data: bytes | None, *words: str, graph: torch.fx.GraphModule = gm) -> str:
         with pytest.raises(entry.Refused) as raised:
-            store_of(graph).take(data, words or ("forward",))
+            store_of(graph).load(data, words or ("forward",))
         return str(raised.value)
 
     assert "nothing of its captures" in reason(None)

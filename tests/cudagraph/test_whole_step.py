@@ -1,4 +1,4 @@
-"""`whole_step` against the same steps in eager mode: numbers, what changes between calls, what can't be captured."""
+"""`whole_step` against the same steps in eager mode: numbers, gradients, exceptions, what can't be captured."""
 
 from __future__ import annotations
 
@@ -10,104 +10,11 @@ import weakref
 import pytest
 import torch
 from failing_captures import FailingDriver, Fault
-from fuzz_whole_step import eager_step, on_simulator
 from torch import nn
 from torch.nn import functional as F
+from whole_steps import OPTIMIZERS, Net, adamw, assert_equal, batches, eager_step, pair, run, steps
 
 import cudagraph
-
-
-@pytest.fixture(params=["simulator", pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request, monkeypatch):
-    """Where the tests run: the simulator has the CPU as its device, and optimizers may be capturable there."""
-    if request.param == "cuda":
-        monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        return torch.device("cuda", torch.cuda.current_device())
-    on_simulator(monkeypatch)
-    return torch.device("cpu")
-
-
-class Net(nn.Module):
-    def __init__(self, dropout=0.0):
-        super().__init__()
-        self.first, self.norm, self.last = nn.Linear(4, 8, bias=False), nn.BatchNorm1d(8), nn.Linear(8, 2)
-        self.dropout = nn.Dropout(dropout)
-        self.scale = 1.0
-
-    def forward(self, x):
-        return self.last(self.dropout(F.gelu(self.norm(self.first(x))))) * self.scale
-
-
-def pair(device, make_optimizer, model=Net, **kw):
-    """Two equal models with their optimizers: for the step, and for eager mode."""
-    torch.manual_seed(1)
-    ours = model(**kw).to(device)
-    eager = copy.deepcopy(ours)
-    return ours, make_optimizer(ours), eager, make_optimizer(eager)
-
-
-def batches(device, count, size=6):
-    generator = torch.Generator().manual_seed(2)
-    for _ in range(count):
-        x, y = torch.randn(size, 4, generator=generator), torch.randn(size, 2, generator=generator)
-        yield x.to(device), y.to(device)
-
-
-def tensors_of(state):
-    return [x for x in torch.utils._pytree.tree_leaves(state) if isinstance(x, torch.Tensor)]
-
-
-def assert_equal(ours, eager):
-    """Modules or optimizers have equal state, bit for bit."""
-    a, b = tensors_of(ours.state_dict()), tensors_of(eager.state_dict())
-    assert len(a) == len(b)
-    for x, y in zip(a, b, strict=True):
-        assert torch.equal(x.cpu(), y.cpu())
-
-
-def run(step, expected, models, data, between=lambda i: None):
-    for i, (x, y) in enumerate(data):
-        between(i)
-        seed = torch.random.get_rng_state()
-        cuda_seed = torch.cuda.get_rng_state() if x.is_cuda else None
-        loss = step(x, y)
-        torch.random.set_rng_state(seed)
-        if cuda_seed is not None:
-            torch.cuda.set_rng_state(cuda_seed)
-        assert torch.equal(loss, expected(x, y)), i
-        assert not loss.requires_grad
-        assert_equal(*models)
-
-
-def adamw(model):
-    return torch.optim.AdamW(model.parameters(), lr=0.01, capturable=True, foreach=True)
-
-
-def sgd(model):
-    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-
-
-def muon_and_adamw(model):
-    matrices = [p for p in model.parameters() if p.dim() == 2]
-    others = [p for p in model.parameters() if p.dim() != 2]
-    return [torch.optim.Muon(matrices, lr=0.01), torch.optim.AdamW(others, lr=0.01, fused=True, capturable=True)]
-
-
-OPTIMIZERS = {
-    "sgd": lambda m: torch.optim.SGD(m.parameters(), lr=0.05),
-    "sgd with momentum": sgd,
-    "sgd, foreach": lambda m: torch.optim.SGD(m.parameters(), lr=0.05, momentum=0.9, nesterov=True, foreach=True),
-    "sgd, fused": lambda m: torch.optim.SGD(m.parameters(), lr=0.05, momentum=0.9, fused=True),
-    "adam": lambda m: torch.optim.Adam(m.parameters(), lr=0.01, capturable=True, foreach=False),
-    "adam, foreach": lambda m: torch.optim.Adam(m.parameters(), lr=0.01, capturable=True, foreach=True, amsgrad=True),
-    "adam, fused": lambda m: torch.optim.Adam(m.parameters(), lr=0.01, fused=True),
-    "adamw, foreach": adamw,
-    "adamw, fused": lambda m: torch.optim.AdamW(m.parameters(), lr=0.01, fused=True),
-    "adamw, learning rate on the device": lambda m: torch.optim.AdamW(
-        m.parameters(), lr=torch.tensor(0.01, device=m.last.weight.device), capturable=True, foreach=True
-    ),
-    "muon and adamw": muon_and_adamw,
-}
 
 
 @pytest.mark.core
@@ -199,12 +106,15 @@ def test_an_update_that_reads_the_host_runs_outside_of_the_graph(device, caplog)
     def make(model):
         return torch.optim.Adafactor(model.parameters(), lr=0.01)
 
-    ours, optimizer, eager, eager_optimizer = pair(device, make)
-    step = cudagraph.whole_step(ours, F.mse_loss, optimizer)
-    run(step, eager_step(eager, F.mse_loss, eager_optimizer), (ours, eager), batches(device, 50))
+    step, expected, models, _ = steps(device, make)
+    run(step, expected, models, batches(device, 50))
     assert "reads" in step.update_refused or "capturable" in step.update_refused  # on CUDA torch 2.11 raises first
     assert caplog.text.count("outside of the CUDA graph") == 1
     assert cudagraph.stats()["replays"] >= 40
+
+
+def large_loss(out, y):
+    return F.mse_loss(out, y) * 1000
 
 
 @pytest.mark.parametrize("fused", [True, False])
@@ -228,363 +138,6 @@ def test_a_scaler_skips_steps_with_infinite_gradients(device, fused):
     assert cudagraph.stats()["recordings"] >= before
 
 
-class TestWhatTheHostChanges:
-    """Each is noticed at the next call, and numbers stay those of eager mode."""
-
-    def both(self, device, change, make=adamw, *, count=24, at=(7, 15), **kw):
-        ours, optimizer, eager, eager_optimizer = pair(device, make, **kw)
-        step = cudagraph.whole_step(ours, F.mse_loss, optimizer)
-        expected = eager_step(eager, F.mse_loss, eager_optimizer)
-
-        def between(i):
-            if i in at:
-                change(ours, optimizer, i)
-                change(eager, eager_optimizer, i)
-
-        run(step, expected, (ours, eager), batches(device, count), between)
-        assert_equal(optimizer, eager_optimizer)
-        assert step.refused == "" and cudagraph.stats()["replays"] > count // 2
-        return step
-
-    def test_train_and_eval(self, device):
-        self.both(device, lambda m, o, i: m.train(i == 15))
-        assert cudagraph.stats()["recordings"] == 2  # the first is used again
-
-    def test_requires_grad(self, device):
-        self.both(device, lambda m, o, i: m.first.requires_grad_(i == 15))
-
-    def test_an_attribute_of_the_model(self, device):
-        self.both(device, lambda m, o, i: setattr(m, "scale", float(i)))
-
-    @pytest.mark.parametrize("name", ["weight_decay", "eps", "betas", "maximize"])
-    def test_an_option_of_the_optimizer(self, device, name):
-        values = {"weight_decay": 0.3, "eps": 0.1, "betas": (0.5, 0.6), "maximize": True}
-        self.both(device, lambda m, o, i: o.param_groups[0].update({name: values[name]}), at=(7,))
-
-    def test_momentum(self, device):
-        self.both(device, lambda m, o, i: o.param_groups[0].update(momentum=0.1 * i), sgd, at=(7,))
-
-    def test_an_added_group(self, device):
-        def make(model):
-            return torch.optim.SGD([*model.first.parameters(), *model.norm.parameters()], lr=0.1)
-
-        self.both(device, lambda m, o, i: o.add_param_group({"params": m.last.parameters(), "lr": 0.3}), make, at=(9,))
-
-    def test_a_replaced_parameter(self, device):
-        def change(model, optimizer, i):
-            old = model.last.weight
-            model.last.weight = nn.Parameter(old.detach() * 0.5)
-            optimizer.param_groups[0]["params"] = list(model.parameters())
-            optimizer.state.pop(old, None)
-
-        self.both(device, change, sgd)
-
-    def test_other_memory_of_a_parameter(self, device):
-        self.both(device, lambda m, o, i: setattr(m.last.weight, "data", m.last.weight.data.clone()))
-        assert cudagraph.stats()["recordings"] == 3
-
-    def test_other_strides_of_a_parameter(self, device):
-        def change(model, optimizer, i):
-            weight = model.square
-            weight.data = weight.data.t()
-
-        class Square(Net):
-            def __init__(self):
-                super().__init__()
-                self.square = nn.Parameter(torch.arange(16.0).view(4, 4) / 16)
-
-            def forward(self, x):
-                return super().forward(x @ self.square)
-
-        self.both(device, change, sgd, model=Square)
-
-    def test_a_gradient_that_the_user_sets(self, device):
-        def change(model, optimizer, i):
-            model.last.weight.grad = torch.ones_like(model.last.weight)
-
-        self.both(device, change)
-        assert cudagraph.stats()["skips"] == 2
-
-    def test_state_that_is_loaded(self, device):
-        def change(model, optimizer, i):
-            optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-            model.load_state_dict({k: v * 0.5 if v.is_floating_point() else v for k, v in model.state_dict().items()})
-
-        self.both(device, change)
-
-    def test_a_buffer_and_a_hook(self, device):
-        def change(model, optimizer, i):
-            model.norm.running_mean = torch.zeros_like(model.norm.running_mean)
-            model.norm.register_forward_hook(lambda module, args, out: out * 0.5)
-
-        self.both(device, change)
-
-    def test_a_hook_of_a_parameter(self, device):
-        self.both(device, lambda m, o, i: m.last.weight.register_hook(lambda g: g * 0.1))
-
-    def test_the_loss(self, device):
-        weights = {"l1": 0.5}
-        ours, optimizer, eager, eager_optimizer = pair(device, adamw)
-
-        def loss_fn(out, y):
-            return F.mse_loss(out, y) + weights["l1"] * out.abs().mean()
-
-        def between(i):
-            if i == 6:
-                weights["l1"] = 2.0
-
-        step = cudagraph.whole_step(ours, loss_fn, optimizer)
-        run(step, eager_step(eager, loss_fn, eager_optimizer), (ours, eager), batches(device, 12), between)
-        assert cudagraph.stats()["recordings"] == 2
-
-    def test_a_global(self, device, monkeypatch):
-        ours, optimizer, eager, eager_optimizer = pair(device, adamw)
-
-        def between(i):
-            monkeypatch.setitem(globals(), "FACTOR", 1 + i // 6)
-
-        step = cudagraph.whole_step(ours, scaled_loss, optimizer)
-        run(step, eager_step(eager, scaled_loss, eager_optimizer), (ours, eager), batches(device, 18), between)
-        assert cudagraph.stats()["recordings"] == 3
-
-    def test_settings_of_torch(self, device):
-        def change(model, optimizer, i):
-            torch.backends.cuda.enable_flash_sdp(i != 7)
-
-        try:
-            self.both(device, change)
-        finally:
-            torch.backends.cuda.enable_flash_sdp(True)
-        assert cudagraph.stats()["recordings"] == 2
-
-    def test_the_seed(self, device):
-        ours, optimizer, eager, eager_optimizer = pair(device, adamw, dropout=0.5)
-        step = cudagraph.whole_step(ours, F.mse_loss, optimizer)
-        expected = eager_step(eager, F.mse_loss, eager_optimizer)
-        losses = []
-        for i, (x, y) in enumerate(batches(device, 12)):
-            for f in (step, expected):
-                torch.manual_seed(i)
-                losses.append(f(x, y).item())
-        assert losses[::2] == losses[1::2]
-        assert_equal(ours, eager)
-
-
-FACTOR = 1
-
-
-def large_loss(out, y):
-    return F.mse_loss(out, y) * 1000
-
-
-def scaled_loss(out, y):
-    return F.mse_loss(out, y) * FACTOR
-
-
-SCHEDULES = {
-    "step": lambda o: torch.optim.lr_scheduler.StepLR(o, 7, 0.5),
-    "cosine": lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, 50),
-    "cycle, with momentum": lambda o: torch.optim.lr_scheduler.OneCycleLR(o, 0.1, 60),
-}
-
-
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("name", ["sgd with momentum", "adamw, foreach", "adamw, fused", "sgd, fused"])
-def test_schedules(device, name, schedule):
-    ours, optimizer, eager, eager_optimizer = pair(device, OPTIMIZERS[name])
-    step = cudagraph.whole_step(ours, F.mse_loss, optimizer)
-    expected = eager_step(eager, F.mse_loss, eager_optimizer)
-    schedules = [SCHEDULES[schedule](o) for o in (optimizer, eager_optimizer)]
-    for x, y in batches(device, 50):
-        torch.testing.assert_close(step(x, y), expected(x, y), rtol=1e-4, atol=1e-5)
-        for each in schedules:
-            each.step()
-    assert optimizer.param_groups[0]["lr"] == eager_optimizer.param_groups[0]["lr"]
-    assert isinstance(optimizer.param_groups[0]["lr"], float)
-    for a, b in zip(ours.state_dict().values(), eager.state_dict().values(), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
-    assert step.refused == "" and cudagraph.stats()["replays"] >= 30
-    reads_on_device = name in ("adamw, foreach", "adamw, fused", "sgd, fused") and "momentum" not in schedule
-    assert bool(step.update_refused) is not reads_on_device or schedule == "step"
-
-
-@pytest.mark.parametrize("limit", [16, 2])
-def test_an_optimizer_that_reads_its_rate_on_the_host_is_recorded_for_each(device, limit):
-    """Up to `rerecord_limit`; then it runs outside of the graph."""
-    ours, optimizer, eager, eager_optimizer = pair(device, sgd)
-    step = cudagraph.whole_step(ours, F.mse_loss, optimizer, options={"rerecord_limit": limit})
-    schedules = [torch.optim.lr_scheduler.StepLR(o, 6, 0.5) for o in (optimizer, eager_optimizer)]
-
-    def between(i):
-        for each in schedules if i else ():
-            each.step()
-
-    run(step, eager_step(eager, F.mse_loss, eager_optimizer), (ours, eager), batches(device, 42), between)
-    assert ("['lr']" in step.update_refused) is (limit == 2) and step.refused == ""
-    assert cudagraph.stats()["replays"] > 28
-
-
-def test_a_learning_rate_after_state_was_loaded(device):
-    """`load_state_dict` makes other groups; the rate that the graph reads is that of the new ones."""
-    ours, optimizer, eager, eager_optimizer = pair(device, lambda m: torch.optim.SGD(m.parameters(), 0.5, fused=True))
-    step, expected = cudagraph.whole_step(ours, F.mse_loss, optimizer), eager_step(eager, F.mse_loss, eager_optimizer)
-
-    def between(i):
-        for each in (optimizer, eager_optimizer):
-            if i in (2, 4, 8, 10):
-                each.param_groups[0]["lr"] = 0.5**i
-            if i in (6, 12):
-                each.load_state_dict(copy.deepcopy(each.state_dict()))
-
-    run(step, expected, (ours, eager), batches(device, 16), between)
-    assert step.refused == step.update_refused == ""
-
-
-def test_a_learning_rate_on_the_device_is_bitwise_that_of_eager_mode(device):
-    ours, optimizer, eager, eager_optimizer = pair(device, OPTIMIZERS["adamw, learning rate on the device"])
-    schedules = [torch.optim.lr_scheduler.CosineAnnealingLR(o, 50) for o in (optimizer, eager_optimizer)]
-    step = cudagraph.whole_step(ours, F.mse_loss, optimizer)
-    expected = eager_step(eager, F.mse_loss, eager_optimizer)
-    run(step, expected, (ours, eager), batches(device, 50), lambda i: [each.step() for each in schedules])
-    assert cudagraph.stats()["replays"] == 49
-
-
-class TestFunctions:
-    """Steps of the user's own."""
-
-    def make(self, device, zero_first=True, set_to_none=True):
-        def make_step(model, optimizer):
-            def step(x, y):
-                if zero_first:
-                    optimizer.zero_grad(set_to_none=set_to_none)
-                out = model(x)
-                loss = F.mse_loss(out, y)
-                loss.backward()
-                optimizer.step()
-                if not zero_first:
-                    optimizer.zero_grad(set_to_none=set_to_none)
-                return loss.detach(), {"out": out.detach()}
-
-            return step
-
-        ours, optimizer, eager, eager_optimizer = pair(device, adamw)
-        return make_step(ours, optimizer), make_step(eager, eager_optimizer), ours, eager
-
-    @pytest.mark.parametrize("zero_first", [True, False])
-    @pytest.mark.parametrize("set_to_none", [True, False])
-    def test_gradients_are_as_in_eager_mode(self, device, zero_first, set_to_none):
-        mine, expected, ours, eager = self.make(device, zero_first, set_to_none)
-        step = cudagraph.whole_step(mine)
-        for x, y in batches(device, 20):
-            (loss, more), (expected_loss, expected_more) = step(x, y), expected(x, y)
-            assert torch.equal(loss, expected_loss) and torch.equal(more["out"], expected_more["out"])
-            for a, b in zip(ours.parameters(), eager.parameters(), strict=True):
-                assert torch.equal(a, b)
-                assert (a.grad is None) == (b.grad is None)
-                assert a.grad is None or torch.equal(a.grad, b.grad)
-        assert step.refused == "" and cudagraph.stats()["replays"] >= 17
-
-    def test_gradients_that_somebody_holds_are_not_overwritten(self, device):
-        mine, expected, ours, eager = self.make(device)
-        step = cudagraph.whole_step(mine)
-        held = []
-        for i, (x, y) in enumerate(batches(device, 12)):
-            step(x, y), expected(x, y)
-            if i in (5, 6):
-                held.append((ours.last.weight.grad.view(-1), eager.last.weight.grad.clone().view(-1)))
-        for a, b in held:
-            assert torch.equal(a, b)
-        assert_equal(ours, eager)
-
-    def test_held_gradients_and_another_shape(self, device):
-        """The recording of the first shape has temporary values where the other one put its gradients."""
-        mine, expected, ours, eager = self.make(device)
-        step = cudagraph.whole_step(mine)
-        held = []
-        for size in (6, 6, 6, 5, 5, 5, 0, 6, 6, 5, 6, 5):
-            if size == 0:
-                held = [[x.grad.view(-1) for x in model.parameters()] for model in (ours, eager)]
-                continue
-            x, y = next(batches(device, 1, size))
-            assert torch.equal(step(x, y)[0], expected(x, y)[0])
-            for a, b in zip(*held, strict=True) if held else ():
-                assert torch.equal(a, b)
-        assert step.refused == ""
-
-    def test_held_gradients_of_a_recording_that_is_gone(self, device):
-        """The state was replaced, so the recording is freed, and another one made beside what is held."""
-        mine, expected, ours, eager = self.make(device)
-        step = cudagraph.whole_step(mine)
-        data = list(batches(device, 12))
-        for x, y in data[:5]:
-            step(x, y), expected(x, y)
-        held = [(model.last.weight.grad.view(-1), model.last.weight.grad.clone().view(-1)) for model in (ours, eager)]
-        for model in (ours, eager):
-            model.norm.running_mean = torch.zeros_like(model.norm.running_mean)
-        for x, y in data[5:]:
-            assert torch.equal(step(x, y)[0], expected(x, y)[0])
-        assert torch.equal(held[0][0], held[1][0]) and torch.equal(held[0][0], held[0][1])
-        assert step.refused == "" and cudagraph.stats()["recordings"] == 2
-
-    def test_gradients_that_add_up_over_calls(self, device):
-        ours, optimizer, eager, eager_optimizer = pair(device, sgd)
-
-        def make_step(model, optimizer):
-            def step(x, y):
-                loss = F.mse_loss(model(x), y)
-                loss.backward()
-                return loss
-
-            return step
-
-        step, expected = cudagraph.whole_step(make_step(ours, None)), make_step(eager, None)
-        for i, (x, y) in enumerate(batches(device, 24)):
-            assert torch.equal(step(x, y), expected(x, y).detach())
-            for a, b in zip(ours.parameters(), eager.parameters(), strict=True):
-                assert torch.equal(a.grad, b.grad)
-            if i % 4 == 3:
-                for each in (optimizer, eager_optimizer):
-                    each.step()
-                    each.zero_grad()
-        assert_equal(ours, eager)
-
-    def test_a_decorator_with_options(self, device):
-        ours, optimizer, _, _ = pair(device, adamw)
-
-        @cudagraph.whole_step(options={"size_limit": 1})
-        def train(x, y, scale=1.0):
-            "Trains."
-            loss = F.mse_loss(ours(x), y) * scale
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            return loss
-
-        assert train.__name__ == "train" and train.__doc__ == "Trains."
-        for x, y in batches(device, 4):
-            train(x, y, scale=2.0)
-        assert cudagraph.stats()["replays"] == 3
-
-    def test_a_value_that_the_step_itself_changes_is_named(self, device, caplog):
-        ours, optimizer, _, _ = pair(device, sgd)
-        calls = {"count": 0}
-
-        @cudagraph.whole_step
-        def train(x, y):
-            calls["count"] += 1
-            loss = F.mse_loss(ours(x), y)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            return loss
-
-        for x, y in batches(device, 6):
-            train(x, y)
-        assert calls["count"] == 6  # the capture that failed left no trace
-        assert "['count'] each time, which a replay would not: 1 became 2" in train.refused
-        assert caplog.text.count("runs without a CUDA graph") == 1
-
-
 class TestBlockers:
     @pytest.mark.parametrize(
         "name, line, reason",
@@ -603,12 +156,10 @@ class TestBlockers:
                 return loss * (1 + 0 * loss.item())
             return loss + out[out > 0].sum()
 
-        ours, optimizer, eager, eager_optimizer = pair(device, adamw)
-        step = cudagraph.whole_step(ours, loss_fn, optimizer)
-        expected = eager_step(eager, loss_fn, eager_optimizer)
+        step, expected, models, _ = steps(device, adamw, loss_fn)
         for x, y in batches(device, 8):
             assert torch.equal(step(x, y.clone()), expected(x, y))
-        assert_equal(ours, eager)
+        assert_equal(*models)
         assert reason in step.refused and f"return {line}" in step.refused
         assert caplog.text.count("runs without a CUDA graph") == 1
 
@@ -622,45 +173,38 @@ class TestBlockers:
                 step(x, y)
 
     def test_inputs_that_need_gradients_run_as_they_are(self, device, caplog):
-        ours, optimizer, eager, eager_optimizer = pair(device, adamw)
-        step, expected = (
-            cudagraph.whole_step(ours, F.mse_loss, optimizer),
-            eager_step(eager, F.mse_loss, eager_optimizer),
-        )
+        step, expected, _, _ = steps(device)
         for x, y in batches(device, 5):
             a, b = x.clone().requires_grad_(), x.clone().requires_grad_()
             assert torch.equal(step(a, y), expected(b, y)) and torch.equal(a.grad, b.grad)
         assert "input 0 requires a gradient" in caplog.text
 
     def test_too_many_shapes(self, device, caplog):
-        ours, optimizer, eager, eager_optimizer = pair(device, adamw)
-        step = cudagraph.whole_step(ours, F.mse_loss, optimizer, options={"size_limit": 2})
-        expected = eager_step(eager, F.mse_loss, eager_optimizer)
+        step, expected, models, _ = steps(device, options={"size_limit": 2})
         data = [*batches(device, 4), *batches(device, 4, 5), *batches(device, 4, 3), *batches(device, 4, 7)]
-        run(step, expected, (ours, eager), data * 2)
+        run(step, expected, models, data * 2)
         assert cudagraph.stats()["recordings"] == 2 and cudagraph.stats()["skips"] == 16
         assert caplog.text.count("2 shapes") == 1
 
     def test_too_many_values_are_said_once(self, device, caplog):
-        ours, optimizer, eager, eager_optimizer = pair(device, adamw)
-        step = cudagraph.whole_step(ours, F.mse_loss, optimizer, options={"rerecord_limit": 1})
+        step, expected, models, _ = steps(device, options={"rerecord_limit": 1})
+        ours, eager = models
 
         def between(i):
             ours.scale = eager.scale = 1.0 + i // 3
 
-        run(step, eager_step(eager, F.mse_loss, eager_optimizer), (ours, eager), batches(device, 24), between)
+        run(step, expected, models, batches(device, 24), between)
         assert caplog.text.count("runs without a CUDA graph") == 1
         assert "it was recorded 2 times, last because model.scale: 2.0 became 3.0" in caplog.text
 
     def test_a_value_that_changes_in_every_call(self, device):
-        ours, optimizer, eager, eager_optimizer = pair(device, adamw)
-        step = cudagraph.whole_step(ours, F.mse_loss, optimizer)
-        expected = eager_step(eager, F.mse_loss, eager_optimizer)
+        step, expected, models, _ = steps(device)
+        ours, eager = models
 
         def between(i):
             ours.scale = eager.scale = 1.0 + i
 
-        run(step, expected, (ours, eager), batches(device, 20), between)
+        run(step, expected, models, batches(device, 20), between)
         assert "model.scale changes between calls" in step.refused
 
 
@@ -693,9 +237,8 @@ class TestExceptions:
 
     def test_in_the_capture_alone(self, device, monkeypatch, caplog):
         """Such as out of memory: the step runs as it is, and is captured another time."""
-        ours, optimizer, eager, eager_optimizer = pair(device, adamw)
-        step = cudagraph.whole_step(ours, F.mse_loss, optimizer)
-        expected = eager_step(eager, F.mse_loss, eager_optimizer)
+        step, expected, models, _ = steps(device)
+        ours, _ = models
         failures = iter([torch.OutOfMemoryError("no room"), MemoryError("no room")])
         original = type(ours).forward
 
@@ -710,7 +253,7 @@ class TestExceptions:
             return out
 
         monkeypatch.setattr(Net, "forward", forward)
-        run(step, expected, (ours, eager), batches(device, 10))
+        run(step, expected, models, batches(device, 10))
         assert cudagraph.stats()["recordings"] == 1 and ours.norm.training
 
     def test_saved_tensors_of_another_graph_are_protected_as_in_eager_mode(self, device):
@@ -759,26 +302,27 @@ def test_results_are_memory_of_their_own(device):
 
 
 def test_evaluation_between_steps_and_a_checkpoint(device):
-    ours, optimizer, eager, eager_optimizer = pair(device, adamw)
-    step, expected = cudagraph.whole_step(ours, F.mse_loss, optimizer), eager_step(eager, F.mse_loss, eager_optimizer)
+    step, expected, models, optimizers = steps(device)
+    ours, _ = models
+    optimizer, _ = optimizers
     x, _ = next(batches(device, 1))
 
     def between(i):
         if i % 4 == 2:
-            for model in (ours, eager):
+            for model in models:
                 model.eval()
                 with torch.no_grad():
                     model(x)
                 model.train()
 
-    run(step, expected, (ours, eager), batches(device, 20), between)
+    run(step, expected, models, batches(device, 20), between)
     saved = copy.deepcopy((ours.state_dict(), optimizer.state_dict()))
-    run(step, expected, (ours, eager), batches(device, 5))
-    for model, each in ((ours, optimizer), (eager, eager_optimizer)):
+    run(step, expected, models, batches(device, 5))
+    for model, each in zip(models, optimizers, strict=True):
         model.load_state_dict(saved[0])
         each.load_state_dict(copy.deepcopy(saved[1]))
-    run(step, expected, (ours, eager), batches(device, 10))
-    assert_equal(optimizer, eager_optimizer)
+    run(step, expected, models, batches(device, 10))
+    assert_equal(*optimizers)
     assert cudagraph.stats()["recordings"] == 2
 
 
@@ -838,21 +382,19 @@ def test_compiled_code_is_what_is_captured():
 @pytest.mark.parametrize("pinned", [True, False])
 def test_inputs_on_the_host_are_moved(pinned):
     device = torch.device("cuda", torch.cuda.current_device())
-    ours, optimizer, eager, eager_optimizer = pair(device, adamw)
-    step, expected = cudagraph.whole_step(ours, F.mse_loss, optimizer), eager_step(eager, F.mse_loss, eager_optimizer)
+    step, expected, models, _ = steps(device)
     for x, y in batches(torch.device("cpu"), 200):
         ours_x = x.pin_memory() if pinned else x
         loss = step(ours_x, y.to(device))
         assert torch.equal(loss, expected(x.to(device), y.to(device)))
-    assert_equal(ours, eager)
+    assert_equal(*models)
     assert cudagraph.stats()["replays"] == 199
 
 
 @pytest.mark.gpu
 def test_another_stream_for_some_calls():
     device = torch.device("cuda", torch.cuda.current_device())
-    ours, optimizer, eager, eager_optimizer = pair(device, adamw)
-    step, expected = cudagraph.whole_step(ours, F.mse_loss, optimizer), eager_step(eager, F.mse_loss, eager_optimizer)
+    step, expected, models, _ = steps(device)
     side = torch.cuda.Stream()
     for i, (x, y) in enumerate(batches(device, 40)):
         side.wait_stream(torch.cuda.current_stream())
@@ -860,7 +402,7 @@ def test_another_stream_for_some_calls():
             loss = step(x, y)
         torch.cuda.synchronize()
         assert torch.equal(loss, expected(x, y))
-    assert_equal(ours, eager)
+    assert_equal(*models)
 
 
 def test_shapes_in_turn_take_no_new_snapshot(device, monkeypatch):
@@ -875,25 +417,25 @@ def test_shapes_in_turn_take_no_new_snapshot(device, monkeypatch):
 
 
 def test_state_that_was_replaced_is_not_kept_alive(device):
-    ours, optimizer, eager, eager_optimizer = pair(device, adamw)
-    step, expected = cudagraph.whole_step(ours, F.mse_loss, optimizer), eager_step(eager, F.mse_loss, eager_optimizer)
-    run(step, expected, (ours, eager), [*batches(device, 4), *batches(device, 4, 5)])
+    step, expected, models, optimizers = steps(device)
+    ours, _ = models
+    optimizer, _ = optimizers
+    run(step, expected, models, [*batches(device, 4), *batches(device, 4, 5)])
     old = weakref.ref(optimizer.state[ours.last.weight]["exp_avg"])
-    for each in (optimizer, eager_optimizer):
+    for each in optimizers:
         each.load_state_dict(copy.deepcopy(each.state_dict()))
-    run(step, expected, (ours, eager), batches(device, 4))
+    run(step, expected, models, batches(device, 4))
     gc.collect()
     assert old() is None
-    run(step, expected, (ours, eager), batches(device, 4, 5))
+    run(step, expected, models, batches(device, 4, 5))
 
 
 def test_reset_frees_recordings(device):
-    ours, optimizer, eager, eager_optimizer = pair(device, adamw)
-    step, expected = cudagraph.whole_step(ours, F.mse_loss, optimizer), eager_step(eager, F.mse_loss, eager_optimizer)
-    run(step, expected, (ours, eager), batches(device, 4))
+    step, expected, models, _ = steps(device)
+    run(step, expected, models, batches(device, 4))
     cudagraph.reset()
     assert not step.recordings
-    run(step, expected, (ours, eager), batches(device, 4))
+    run(step, expected, models, batches(device, 4))
     assert cudagraph.stats()["recordings"] == 1
 
 
@@ -928,9 +470,8 @@ def test_microbatches_of_inputs_that_do_not_fit(device):
 def test_without_a_device_it_runs_as_it_is(caplog):
     if torch.cuda.is_available():
         pytest.skip("this machine has a device")
-    ours, optimizer, eager, eager_optimizer = pair(torch.device("cpu"), adamw_on_cpu)
-    step = cudagraph.whole_step(ours, F.mse_loss, optimizer)
-    run(step, eager_step(eager, F.mse_loss, eager_optimizer), (ours, eager), batches(torch.device("cpu"), 4))
+    step, expected, models, _ = steps(torch.device("cpu"), adamw_on_cpu)
+    run(step, expected, models, batches(torch.device("cpu"), 4))
     assert caplog.text.count("runs without a CUDA graph") == 1
 
 

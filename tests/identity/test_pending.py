@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from sentinel import Chain, assert_same, compiled, gradients, hand_gradients, integers
+from sentinel import Chain, assert_same, clone, compiled, gradients, hand_gradients, integers
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -36,10 +36,6 @@ def state(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(globals(), "SCALE", 2.0)
     monkeypatch.setattr(settings, "scale", 2.0, raising=False)
     monkeypatch.setitem(sys.modules, settings.__name__, settings)
-
-
-def clone(x: Tensor) -> Tensor:
-    return x.clone()
 
 
 def around_second(model: Chain, before: Callable[[], None], make: Callable[[], Any]) -> Callable[[Tensor], Tensor]:

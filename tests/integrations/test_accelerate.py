@@ -14,7 +14,7 @@ from torch._dynamo.utils import counters
 accelerate = pytest.importorskip("accelerate")
 pytest.importorskip("transformers")
 
-from trained import ATEN, TEXT, gpt2, llama, stock_is_aten  # noqa: E402, F401
+from trained import ATEN, TEXT, gpt2, llama  # noqa: E402
 
 import aot_hooks  # noqa: E402
 from aot_hooks import errors, float8, offload  # noqa: E402

@@ -12,7 +12,7 @@ from torch._dynamo.utils import counters
 
 lightning = pytest.importorskip("lightning")
 
-from trained import ATEN, TEXT, gpt2, llama, stock_is_aten  # noqa: E402, F401
+from trained import ATEN, TEXT, gpt2, llama  # noqa: E402
 
 from aot_hooks import errors, float8, offload  # noqa: E402
 from aot_hooks.integrations.lightning import AotHooksCallback  # noqa: E402

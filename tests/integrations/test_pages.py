@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from trained import stock_is_aten  # noqa: F401
 
 from aot_hooks.options import Options
 

@@ -13,7 +13,7 @@ from torch import nn
 pytest.importorskip("torchao")
 
 from torchao.float8 import Float8LinearConfig, convert_to_float8_training
-from trained import ATEN, stock_is_aten  # noqa: F401
+from trained import ATEN
 
 import aot_hooks
 from aot_hooks import budget, enable, errors, float8, last_plans, lossless, offload

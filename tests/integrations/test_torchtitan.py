@@ -19,7 +19,7 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.compile import apply_compile
 from torchtitan.models.common.attention import FlexAttention, ScaledDotProductAttention
 from torchtitan.models.llama3.config_registry import llama3_debugmodel
-from trained import ATEN, stock_is_aten  # noqa: F401
+from trained import ATEN
 
 from aot_hooks import errors, float8, offload
 from aot_hooks.integrations.torchtitan import HooksMetrics

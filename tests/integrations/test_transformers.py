@@ -13,7 +13,7 @@ from torch._dynamo.utils import counters
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
-from trained import ATEN, TEXT, gpt2, llama, losses_of, stock_is_aten  # noqa: E402, F401
+from trained import ATEN, TEXT, gpt2, llama, losses_of  # noqa: E402
 
 from aot_hooks import budget, errors, float8, lossless, offload  # noqa: E402
 from aot_hooks.integrations.transformers import AotHooksCallback  # noqa: E402

@@ -12,7 +12,7 @@ from torch._dynamo.utils import counters
 trl = pytest.importorskip("trl")
 datasets = pytest.importorskip("datasets")
 
-from trained import ATEN, TEXT, llama, losses_of, stock_is_aten  # noqa: E402, F401
+from trained import ATEN, TEXT, llama, losses_of  # noqa: E402
 
 from aot_hooks import errors, float8, offload  # noqa: E402
 from aot_hooks.integrations.trl import AotHooksCallback  # noqa: E402

@@ -11,7 +11,7 @@ import torch.utils._pytree as pytree
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
-from aot_hooks import Hook
+from aot_hooks import Hook, saved_tensors_hooks
 from aot_hooks.errors import HookContractError
 from aot_hooks.passes.trace import TracedHook, canonical, trace_hook
 
@@ -234,6 +234,19 @@ def test_fully_expanded_scalar() -> None:
     traced = trace(lambda x: x.half(), lambda p: p.float(), x)
     assert leaf_shapes(traced, x) == [(1, 1)]
     torch.testing.assert_close(round_trip(traced, x), x.half().float(), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("eager", [False, True])
+def test_an_expanded_dimension_of_size_0(eager: bool) -> None:
+    def fn(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return (x.sin().expand(0, 3) * w.sin()).sin().sum()
+
+    x, w = torch.randn(1, 3, requires_grad=True), torch.randn(0, 3, requires_grad=True)
+    call = fn if eager else torch.compile(fn, backend="aot_hooks", options={"inner": "aten"})
+    with saved_tensors_hooks(lambda x: (x.half(),), lambda p: p[0].float(), scope="all"):
+        y = call(x, w)
+    y.backward()
+    assert torch.equal(x.grad, torch.zeros(1, 3)) and w.grad.shape == (0, 3)
 
 
 def bits_of(x: torch.Tensor) -> torch.Tensor:

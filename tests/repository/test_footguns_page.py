@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from fuzz_whole_step import on_simulator
 from test_readme import ROOT, python_blocks
+from whole_steps import on_simulator
 
 import cudagraph
 from aot_hooks import errors, unused

@@ -15,6 +15,7 @@ from sentinel import (
     Chain,
     around_second,
     assert_same,
+    clone,
     compiled,
     double,
     gradients,
@@ -37,10 +38,6 @@ CLOSURE = scale(4)
 
 def by_global(x: Tensor) -> Tensor:
     return x * SCALE
-
-
-def clone(x: Tensor) -> Tensor:
-    return x.clone()
 
 
 def global_function(model: Chain) -> Any:

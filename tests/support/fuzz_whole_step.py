@@ -27,20 +27,15 @@ from typing import Any
 import capture_simulator
 import pytest
 import torch
-from capture_simulator import Simulator
 from failing_captures import POINTS, FailingDriver, Fault, Interrupt
 from torch import nn
 from torch.nn import functional as F
+from whole_steps import Planted, eager_step, on_simulator
 
 import cudagraph
 from cudagraph.step import whole
-from cudagraph.torch_private import cuda as torch_cuda
 
 VALUES = [0.5, 0.25, 0.0625, 0.03125]  # powers of two: a learning rate on the device, in float32, is bitwise the host's
-
-
-class Planted(Exception):
-    """What a step raises when it is told to."""
 
 
 class Net(nn.Module):
@@ -133,45 +128,6 @@ def function_of(side: Side, form: str, on_host: str) -> Callable[..., Any]:
             if not first:
                 zero()
         return loss.detach(), {"out": out.detach()}
-
-    return step
-
-
-def eager_step(
-    model: nn.Module,
-    loss_fn: Callable[..., Any],
-    optimizers: Any,
-    scaler: Any = None,
-    clip_grad_norm: float | None = None,
-    accumulate: int = 1,
-) -> Callable[..., Any]:
-    """The loop that `whole_step` stands for, by hand."""
-    optimizers = optimizers if isinstance(optimizers, list) else [optimizers]
-
-    def step(x: torch.Tensor, y: torch.Tensor) -> Any:
-        clean = [p for p in model.parameters() if p.grad is None]
-        total: Any = 0
-        try:
-            for a, b in zip(x.tensor_split(accumulate), y.tensor_split(accumulate), strict=True):
-                loss = loss_fn(model(a), b)
-                if accumulate > 1:
-                    loss = loss * (len(a) / len(x))
-                (loss if scaler is None else scaler.scale(loss)).backward()
-                total = total + loss.detach()
-        except Planted:
-            for p in clean:
-                p.grad = None
-            raise
-        if clip_grad_norm is not None:
-            for optimizer in optimizers if scaler is not None else []:
-                scaler.unscale_(optimizer)
-            nn.utils.clip_grad_norm_(model.parameters(), clip_grad_norm)
-        for optimizer in optimizers:
-            optimizer.step() if scaler is None else scaler.step(optimizer)
-        if scaler is not None:
-            scaler.update()
-        model.zero_grad()
-        return total
 
     return step
 
@@ -284,34 +240,6 @@ class World:
     def random_states(self) -> list[Any]:
         on_device = [torch.cuda.get_rng_state()] if self.kind == "cuda" else []
         return [torch.get_rng_state(), *on_device]
-
-
-def on_simulator(monkeypatch: pytest.MonkeyPatch, arena_bytes: int = 1 << 22) -> Simulator:
-    """Whole steps are captured by a simulator from now on; optimizers may be capturable on the CPU."""
-    simulator = Simulator(arena_bytes)
-    monkeypatch.setattr(whole, "cuda_driver", lambda: simulator)
-    monkeypatch.setattr(torch_cuda, "capturable_devices", lambda: ["cpu"])
-    for name, module in list(sys.modules.items()):
-        if name.startswith("torch.optim.") and hasattr(module, "_get_capturable_supported_devices"):
-            monkeypatch.setattr(module, "_get_capturable_supported_devices", lambda **kw: ["cpu"])
-    read, write = torch.get_rng_state, torch.set_rng_state
-
-    def note(step: Callable[[], Any]) -> None:  # a replay does it as well, as on CUDA
-        for pool in simulator.pools:
-            pool.note(step)
-
-    def get_rng_state() -> torch.Tensor:
-        state = read()
-        note(lambda: state.copy_(read()))
-        return state
-
-    def set_rng_state(state: torch.Tensor) -> None:
-        write(state)
-        note(lambda: write(state))
-
-    monkeypatch.setattr(torch, "get_rng_state", get_rng_state)
-    monkeypatch.setattr(torch, "set_rng_state", set_rng_state)
-    return simulator
 
 
 FORMS = ("parts", "parts", "function, zero first, none", "function, none", "function, zero first", "function", "adds")

@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
 from typing import Any
 
-import pytest
 import torch
-
-from aot_hooks.backend import partition_without_hooks
-from aot_hooks.torch_private.aot import compile_graph
 
 ATEN = {"inner": "aten"}
 VOCABULARY, WIDTH, LENGTH = 128, 32, 16
@@ -44,14 +39,3 @@ def gpt2() -> Any:
 def losses_of(trainer: Any) -> list[float]:
     """The losses that a `Trainer` of transformers has logged while it trained."""
     return [log["loss"] for log in trainer.state.log_history if "loss" in log]
-
-
-@pytest.fixture
-def stock_is_aten(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Graphs without hooks run as AOTAutograd makes them: generating code takes long."""
-
-    def aten(self: Any, gm: Any, inputs: Any, **_: Any) -> Any:
-        return compile_graph(gm, inputs, partition_without_hooks)
-
-    monkeypatch.setattr(torch._TorchCompileInductorWrapper, "__call__", aten)
-    yield

@@ -99,7 +99,7 @@ def _scale_of_exponent(dtype: torch.dtype) -> _Instructions:
 
 
 def _scale_of_bits(bits: str, top: float, dtype: torch.dtype) -> _Instructions:
-    """Sets register `scale` to the bits of the scale."""
+    """Sets register `scale` to the bits of the row's scale, from its `amax_bits`; x / scale is then at most `top`."""
     least, add = scales.rounding_up(top, scales.smallest_scale(dtype, top))
     return (
         ".reg .s32 scale",
@@ -121,6 +121,7 @@ def _int8_inverse(dtype: torch.dtype, power: bool) -> str:
 
 @functools.cache
 def _int8_step(dtype: torch.dtype, power: bool) -> str:
+    """Sets `$0` to the step between two codes, from the stored scale in `$1`."""
     if not power:
         return _block(*_amax_of_word(dtype), f"mul.f32 $0, amax, {_f32(scales.STEP_INT8)}")
     top, instead = scales.top_power(dtype)
@@ -141,6 +142,7 @@ def _float8_inverse(top: float, dtype: torch.dtype) -> str:
 
 @functools.cache
 def _float8_value(top: float, inf: float, dtype: torch.dtype) -> str:
+    """Sets `$0` to the number of the code in `$1`, from `amax_bits` in `$2`; codes of magnitude `inf` are infinite."""
     return _block(
         *_scale_of_bits("$2", top, dtype),
         ".reg .f32 factor, size",
@@ -182,9 +184,9 @@ _TO_INT8_ONE = _block(
 def _from_bytes(q: str, selector: str, first: str, second: str) -> _Instructions:
     """Turns the codes in two bytes of `q` into float32 numbers, in registers `first` and `second`.
 
-    Both at once, as float16. Codes +-127 overflow in `over127` and no other code does; only 128 overflows in `over128`.
-    Added back times 2**-24, a finite product is lost in the rounding. An infinity is not: +-127 become an infinity of
-    the other sign, and 128 one infinity less another, which is NaN.
+    Computes both at once, as float16. The bytes less 127 are -127 to 128. Of these, -127, 127 and 128 overflow in
+    `over127`, and 128 alone in `over128`. Both products are added back, times -2**-24 and 2**-24. A finite one is lost
+    in the rounding. An infinite one is not: +-127 become an infinity of the other sign, and 128 becomes NaN.
     """
     steps = (
         ("add.f16x2 codes, codes, factor", -1024 - CODE_OF_ZERO),

@@ -79,7 +79,7 @@ def _smaller_of_pairs(a, b):
 
 @triton.jit
 def _sides_of_pairs(pairs, P: tl.constexpr, W: tl.constexpr):
-    """The largest of x and of -x in rows of bfloat16, two values a word; each at least 0."""
+    """Returns each row's largest x and largest -x, at least 0. `pairs` has two bfloat16 values a word."""
     words = tl.reshape(pairs, [P, W // 8, 4])
     above = tl.reduce(words, 2, _larger_of_pairs)
     below = tl.reduce(words, 2, _smaller_of_pairs) ^ -0x7FFF8000  # flips both signs
@@ -97,8 +97,9 @@ def _step_of(span, smallest):
 
 
 @triton.jit
-def _with_codes_for_all(x, span, below, per_6, smallest):
-    """Returns `x` with infinities and NaN as the numbers of their codes, reciprocals of steps, zeros, scales."""
+def _with_special_values(x, span, below, per_6, smallest):
+    """For groups with infinities or NaN: `x` with the numbers of their codes in their place; then for each group the
+    reciprocal of the step, the zero and the scale."""
     a, plain = tl.abs(x), span < float("inf")
     amax = tl.max(tl.where(a < float("inf"), a, 0.0), 1)
     span = tl.where(plain, span, amax * per_6)
@@ -144,7 +145,7 @@ def _pack4(
         zero = tl.ceil(below * inverse).to(tl.int32)
         scale = (bits >> 15) | zero
     else:
-        x, inverse, zero, scale = _with_codes_for_all(x, span, below, per_6, smallest)
+        x, inverse, zero, scale = _with_special_values(x, span, below, per_6, smallest)
     if STOCHASTIC:
         # The bits of a sum with 1.5 * 2**11 end in the code and 12 bits of fraction. To these 12 random bits are added,
         # for two values in a word. The higher value's offset is smaller by the lower one's bits above its code.

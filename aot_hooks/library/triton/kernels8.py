@@ -63,9 +63,9 @@ def hashes(seed_ptr, P: tl.constexpr, W: tl.constexpr, K: tl.constexpr):
 
 @triton.jit
 def _noise(h, P: tl.constexpr, W: tl.constexpr, K: tl.constexpr):
-    """Uniform in [-1/2, 1/2), float32 [P, W]: for each value 16 bits, a half of one of K / 2 multiples of its hash.
+    """Uniform random numbers in [-1/2, 1/2), float32 [P, W]. A hash gives K: two of 16 bits in each of K / 2 multiples.
 
-    Call it right before their use. Computed before the values are loaded, these bits fill the registers.
+    Call it right before they are used. Computed before the values are loaded, they fill the registers.
     """
     odd = tl.arange(0, K // 2).to(tl.uint32) * 0x9E3779B8 + 1
     words = (h * odd[None, None, None, :]) ^ (h >> 16)
@@ -95,7 +95,7 @@ def _scale(amax, per_top, smallest, least, add, POWER: tl.constexpr):
 
 @triton.jit
 def _encode(x, inverse, noise, limit, DTYPE: tl.constexpr):
-    """float32 to codes; `limit` is the code of infinity."""
+    """The codes of `x` in float32; `limit` is the code of infinity."""
     y = x * inverse + noise if DTYPE == tl.int8 else x * inverse
     nan = x != x
     y = tl.minimum(tl.maximum(y, -limit), limit)
@@ -161,7 +161,7 @@ def _pack8_long(
     x_ptr, q_ptr, scale_ptr, length, per_top, limit, smallest, least, add, largest_scale,
     W: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
-    """A row a program, read twice. Only float8 needs it, because blocks of integers are shorter."""
+    """Packs one row for each program, which reads it twice. Only float8 needs it: blocks of integers are shorter."""
     g = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, W)
     amax = tl.zeros([W], tl.float32)
@@ -214,7 +214,7 @@ def _pack1(x_ptr, q_ptr, length, W: tl.constexpr):
 
 @triton.jit
 def _unpack1(q_ptr, y_ptr, length, W: tl.constexpr, N: tl.constexpr):
-    """A bool at a time (N = 8 a byte), or four in a word (N = 2)."""
+    """Unpacks each byte of `q` to N elements of `y`: 8 bools, or 2 words of four bools."""
     i = tl.program_id(0).to(tl.int64) * W + tl.arange(0, W)
     place = tl.arange(0, N)
     offsets = i[:, None] * N + place[None, :]
@@ -227,7 +227,7 @@ def _unpack1(q_ptr, y_ptr, length, W: tl.constexpr, N: tl.constexpr):
 
 
 def tiles(groups: int, length: int, size: int, lanes: int, *, one_warp: bool) -> tuple[int, int, int, int, int]:
-    """Returns groups in a row and the row's length; groups a program, lanes of each (`lanes`, rounded up), and warps.
+    """Returns (groups in a row, length of a row, groups in a program, lanes of a group, warps).
 
     Rows of whole groups count as rows of one group each, which spares the kernel a division. One warp finds without a
     barrier whether the tile holds an infinity.

@@ -1,12 +1,13 @@
-"""The two halves of a step of a model with its loss and optimizers.
+"""A training step of a model, a loss function and optimizers, as two functions that `whole_step` runs or captures.
 
-inputs --cut--> microbatches --model, loss, backward--> gradients      forward_backward
-gradients --unscale, clip--> optimizers --> gradients are None         update
+forward_backward   for each microbatch: loss_fn(model(x), y), scaled, then its backward; returns the mean loss
+update             clips the gradients, steps the optimizers, drops the gradients
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,20 +15,16 @@ import torch
 from ..torch_private import cuda as torch_cuda
 
 
-class Parts:
-    """A step of a model, its loss and its optimizers, as `whole_step` describes them."""
+@dataclass(frozen=True, eq=False)
+class ModelStep:
+    """The two halves of a step; the arguments are those of `whole_step`."""
 
-    def __init__(
-        self,
-        model: Callable[..., Any],
-        loss_fn: Callable[..., Any] | None,
-        optimizers: list[torch.optim.Optimizer],
-        scaler: torch.amp.GradScaler | None,
-        clip_grad_norm: float | None,
-        accumulate: int,
-    ) -> None:
-        self.model, self.loss_fn, self.optimizers, self.scaler = model, loss_fn, optimizers, scaler
-        self.clip_grad_norm, self.accumulate = clip_grad_norm, accumulate
+    model: Callable[..., Any]
+    loss_fn: Callable[..., Any] | None
+    optimizers: list[torch.optim.Optimizer]
+    scaler: torch.amp.GradScaler | None
+    clip_grad_norm: float | None
+    accumulate: int
 
     def parameters(self) -> list[torch.Tensor]:
         """All parameters, each once."""

@@ -1,0 +1,220 @@
+"""What the host changes between calls of a `whole_step`, such as a learning rate: numbers stay those of eager mode."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from whole_steps import OPTIMIZERS, Net, adamw, assert_equal, batches, eager_step, pair, run, sgd, steps
+
+import cudagraph
+
+
+class TestWhatTheHostChanges:
+    """Each is noticed at the next call, and numbers stay those of eager mode."""
+
+    def both(self, device, change, make=adamw, *, count=24, at=(7, 15), **kw):
+        step, expected, models, optimizers = steps(device, make, **kw)
+
+        def between(i):
+            if i in at:
+                for model, optimizer in zip(models, optimizers, strict=True):
+                    change(model, optimizer, i)
+
+        run(step, expected, models, batches(device, count), between)
+        assert_equal(*optimizers)
+        assert step.refused == "" and cudagraph.stats()["replays"] > count // 2
+        return step
+
+    def test_train_and_eval(self, device):
+        self.both(device, lambda m, o, i: m.train(i == 15))
+        assert cudagraph.stats()["recordings"] == 2  # the first is used again
+
+    def test_requires_grad(self, device):
+        self.both(device, lambda m, o, i: m.first.requires_grad_(i == 15))
+
+    def test_an_attribute_of_the_model(self, device):
+        self.both(device, lambda m, o, i: setattr(m, "scale", float(i)))
+
+    @pytest.mark.parametrize("name", ["weight_decay", "eps", "betas", "maximize"])
+    def test_an_option_of_the_optimizer(self, device, name):
+        values = {"weight_decay": 0.3, "eps": 0.1, "betas": (0.5, 0.6), "maximize": True}
+        self.both(device, lambda m, o, i: o.param_groups[0].update({name: values[name]}), at=(7,))
+
+    def test_momentum(self, device):
+        self.both(device, lambda m, o, i: o.param_groups[0].update(momentum=0.1 * i), sgd, at=(7,))
+
+    def test_an_added_group(self, device):
+        def make(model):
+            return torch.optim.SGD([*model.first.parameters(), *model.norm.parameters()], lr=0.1)
+
+        self.both(device, lambda m, o, i: o.add_param_group({"params": m.last.parameters(), "lr": 0.3}), make, at=(9,))
+
+    def test_a_replaced_parameter(self, device):
+        def change(model, optimizer, i):
+            old = model.last.weight
+            model.last.weight = nn.Parameter(old.detach() * 0.5)
+            optimizer.param_groups[0]["params"] = list(model.parameters())
+            optimizer.state.pop(old, None)
+
+        self.both(device, change, sgd)
+
+    def test_other_memory_of_a_parameter(self, device):
+        self.both(device, lambda m, o, i: setattr(m.last.weight, "data", m.last.weight.data.clone()))
+        assert cudagraph.stats()["recordings"] == 3
+
+    def test_other_strides_of_a_parameter(self, device):
+        def change(model, optimizer, i):
+            weight = model.square
+            weight.data = weight.data.t()
+
+        class Square(Net):
+            def __init__(self):
+                super().__init__()
+                self.square = nn.Parameter(torch.arange(16.0).view(4, 4) / 16)
+
+            def forward(self, x):
+                return super().forward(x @ self.square)
+
+        self.both(device, change, sgd, model=Square)
+
+    def test_a_gradient_that_the_user_sets(self, device):
+        def change(model, optimizer, i):
+            model.last.weight.grad = torch.ones_like(model.last.weight)
+
+        self.both(device, change)
+        assert cudagraph.stats()["skips"] == 2
+
+    def test_state_that_is_loaded(self, device):
+        def change(model, optimizer, i):
+            optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+            model.load_state_dict({k: v * 0.5 if v.is_floating_point() else v for k, v in model.state_dict().items()})
+
+        self.both(device, change)
+
+    def test_a_buffer_and_a_hook(self, device):
+        def change(model, optimizer, i):
+            model.norm.running_mean = torch.zeros_like(model.norm.running_mean)
+            model.norm.register_forward_hook(lambda module, args, out: out * 0.5)
+
+        self.both(device, change)
+
+    def test_a_hook_of_a_parameter(self, device):
+        self.both(device, lambda m, o, i: m.last.weight.register_hook(lambda g: g * 0.1))
+
+    def test_the_loss(self, device):
+        weights = {"l1": 0.5}
+
+        def loss_fn(out, y):
+            return F.mse_loss(out, y) + weights["l1"] * out.abs().mean()
+
+        def between(i):
+            if i == 6:
+                weights["l1"] = 2.0
+
+        step, expected, models, _ = steps(device, adamw, loss_fn)
+        run(step, expected, models, batches(device, 12), between)
+        assert cudagraph.stats()["recordings"] == 2
+
+    def test_a_global(self, device, monkeypatch):
+        step, expected, models, _ = steps(device, adamw, scaled_loss)
+
+        def between(i):
+            monkeypatch.setitem(globals(), "FACTOR", 1 + i // 6)
+
+        run(step, expected, models, batches(device, 18), between)
+        assert cudagraph.stats()["recordings"] == 3
+
+    def test_settings_of_torch(self, device):
+        def change(model, optimizer, i):
+            torch.backends.cuda.enable_flash_sdp(i != 7)
+
+        try:
+            self.both(device, change)
+        finally:
+            torch.backends.cuda.enable_flash_sdp(True)
+        assert cudagraph.stats()["recordings"] == 2
+
+    def test_the_seed(self, device):
+        step, expected, models, _ = steps(device, dropout=0.5)
+        losses = []
+        for i, (x, y) in enumerate(batches(device, 12)):
+            for f in (step, expected):
+                torch.manual_seed(i)
+                losses.append(f(x, y).item())
+        assert losses[::2] == losses[1::2]
+        assert_equal(*models)
+
+
+FACTOR = 1
+
+
+def scaled_loss(out, y):
+    return F.mse_loss(out, y) * FACTOR
+
+
+SCHEDULES = {
+    "step": lambda o: torch.optim.lr_scheduler.StepLR(o, 7, 0.5),
+    "cosine": lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, 50),
+    "cycle, with momentum": lambda o: torch.optim.lr_scheduler.OneCycleLR(o, 0.1, 60),
+}
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("name", ["sgd with momentum", "adamw, foreach", "adamw, fused", "sgd, fused"])
+def test_schedules(device, name, schedule):
+    step, expected, (ours, eager), optimizers = steps(device, OPTIMIZERS[name])
+    optimizer, eager_optimizer = optimizers
+    schedules = [SCHEDULES[schedule](o) for o in optimizers]
+    for x, y in batches(device, 50):
+        torch.testing.assert_close(step(x, y), expected(x, y), rtol=1e-4, atol=1e-5)
+        for each in schedules:
+            each.step()
+    assert optimizer.param_groups[0]["lr"] == eager_optimizer.param_groups[0]["lr"]
+    assert isinstance(optimizer.param_groups[0]["lr"], float)
+    for a, b in zip(ours.state_dict().values(), eager.state_dict().values(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+    assert step.refused == "" and cudagraph.stats()["replays"] >= 30
+    reads_on_device = name in ("adamw, foreach", "adamw, fused", "sgd, fused") and "momentum" not in schedule
+    assert bool(step.update_refused) is not reads_on_device or schedule == "step"
+
+
+@pytest.mark.parametrize("limit", [16, 2])
+def test_an_optimizer_that_reads_its_rate_on_the_host_is_recorded_for_each(device, limit):
+    """Up to `rerecord_limit`; then it runs outside of the graph."""
+    ours, optimizer, eager, eager_optimizer = pair(device, sgd)
+    step = cudagraph.whole_step(ours, F.mse_loss, optimizer, options={"rerecord_limit": limit})
+    schedules = [torch.optim.lr_scheduler.StepLR(o, 6, 0.5) for o in (optimizer, eager_optimizer)]
+
+    def between(i):
+        for each in schedules if i else ():
+            each.step()
+
+    run(step, eager_step(eager, F.mse_loss, eager_optimizer), (ours, eager), batches(device, 42), between)
+    assert ("['lr']" in step.update_refused) is (limit == 2) and step.refused == ""
+    assert cudagraph.stats()["replays"] > 28
+
+
+def test_a_learning_rate_after_state_was_loaded(device):
+    """`load_state_dict` makes other groups; the rate that the graph reads is that of the new ones."""
+    step, expected, models, optimizers = steps(device, lambda m: torch.optim.SGD(m.parameters(), 0.5, fused=True))
+
+    def between(i):
+        for each in optimizers:
+            if i in (2, 4, 8, 10):
+                each.param_groups[0]["lr"] = 0.5**i
+            if i in (6, 12):
+                each.load_state_dict(copy.deepcopy(each.state_dict()))
+
+    run(step, expected, models, batches(device, 16), between)
+    assert step.refused == step.update_refused == ""
+
+
+def test_a_learning_rate_on_the_device_is_bitwise_that_of_eager_mode(device):
+    step, expected, models, optimizers = steps(device, OPTIMIZERS["adamw, learning rate on the device"])
+    schedules = [torch.optim.lr_scheduler.CosineAnnealingLR(o, 50) for o in optimizers]
+    run(step, expected, models, batches(device, 50), lambda i: [each.step() for each in schedules])
+    assert cudagraph.stats()["replays"] == 49

@@ -1,0 +1,150 @@
+"""Steps of the user's own as `whole_step`s: their gradients, which somebody may hold, their options and host values."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn import functional as F
+from whole_steps import adamw, assert_equal, batches, pair, sgd
+
+import cudagraph
+
+
+def make(device, zero_first=True, set_to_none=True):
+    def make_step(model, optimizer):
+        def step(x, y):
+            if zero_first:
+                optimizer.zero_grad(set_to_none=set_to_none)
+            out = model(x)
+            loss = F.mse_loss(out, y)
+            loss.backward()
+            optimizer.step()
+            if not zero_first:
+                optimizer.zero_grad(set_to_none=set_to_none)
+            return loss.detach(), {"out": out.detach()}
+
+        return step
+
+    ours, optimizer, eager, eager_optimizer = pair(device, adamw)
+    return make_step(ours, optimizer), make_step(eager, eager_optimizer), ours, eager
+
+
+@pytest.mark.parametrize("zero_first", [True, False])
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_gradients_are_as_in_eager_mode(device, zero_first, set_to_none):
+    mine, expected, ours, eager = make(device, zero_first, set_to_none)
+    step = cudagraph.whole_step(mine)
+    for x, y in batches(device, 20):
+        (loss, more), (expected_loss, expected_more) = step(x, y), expected(x, y)
+        assert torch.equal(loss, expected_loss) and torch.equal(more["out"], expected_more["out"])
+        for a, b in zip(ours.parameters(), eager.parameters(), strict=True):
+            assert torch.equal(a, b)
+            assert (a.grad is None) == (b.grad is None)
+            assert a.grad is None or torch.equal(a.grad, b.grad)
+    assert step.refused == "" and cudagraph.stats()["replays"] >= 17
+
+
+def test_gradients_that_somebody_holds_are_not_overwritten(device):
+    mine, expected, ours, eager = make(device)
+    step = cudagraph.whole_step(mine)
+    held = []
+    for i, (x, y) in enumerate(batches(device, 12)):
+        step(x, y), expected(x, y)
+        if i in (5, 6):
+            held.append((ours.last.weight.grad.view(-1), eager.last.weight.grad.clone().view(-1)))
+    for a, b in held:
+        assert torch.equal(a, b)
+    assert_equal(ours, eager)
+
+
+def test_held_gradients_and_another_shape(device):
+    """The recording of the first shape has temporary values where the other one put its gradients."""
+    mine, expected, ours, eager = make(device)
+    step = cudagraph.whole_step(mine)
+    held = []
+    for size in (6, 6, 6, 5, 5, 5, 0, 6, 6, 5, 6, 5):
+        if size == 0:
+            held = [[x.grad.view(-1) for x in model.parameters()] for model in (ours, eager)]
+            continue
+        x, y = next(batches(device, 1, size))
+        assert torch.equal(step(x, y)[0], expected(x, y)[0])
+        for a, b in zip(*held, strict=True) if held else ():
+            assert torch.equal(a, b)
+    assert step.refused == ""
+
+
+def test_held_gradients_of_a_recording_that_is_gone(device):
+    """The state was replaced, so the recording is freed, and another one made beside what is held."""
+    mine, expected, ours, eager = make(device)
+    step = cudagraph.whole_step(mine)
+    data = list(batches(device, 12))
+    for x, y in data[:5]:
+        step(x, y), expected(x, y)
+    held = [(model.last.weight.grad.view(-1), model.last.weight.grad.clone().view(-1)) for model in (ours, eager)]
+    for model in (ours, eager):
+        model.norm.running_mean = torch.zeros_like(model.norm.running_mean)
+    for x, y in data[5:]:
+        assert torch.equal(step(x, y)[0], expected(x, y)[0])
+    assert torch.equal(held[0][0], held[1][0]) and torch.equal(held[0][0], held[0][1])
+    assert step.refused == "" and cudagraph.stats()["recordings"] == 2
+
+
+def test_gradients_that_add_up_over_calls(device):
+    ours, optimizer, eager, eager_optimizer = pair(device, sgd)
+
+    def make_step(model, optimizer):
+        def step(x, y):
+            loss = F.mse_loss(model(x), y)
+            loss.backward()
+            return loss
+
+        return step
+
+    step, expected = cudagraph.whole_step(make_step(ours, None)), make_step(eager, None)
+    for i, (x, y) in enumerate(batches(device, 24)):
+        assert torch.equal(step(x, y), expected(x, y).detach())
+        for a, b in zip(ours.parameters(), eager.parameters(), strict=True):
+            assert torch.equal(a.grad, b.grad)
+        if i % 4 == 3:
+            for each in (optimizer, eager_optimizer):
+                each.step()
+                each.zero_grad()
+    assert_equal(ours, eager)
+
+
+def test_a_decorator_with_options(device):
+    ours, optimizer, _, _ = pair(device, adamw)
+
+    @cudagraph.whole_step(options={"size_limit": 1})
+    def train(x, y, scale=1.0):
+        "Trains."
+        loss = F.mse_loss(ours(x), y) * scale
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    assert train.__name__ == "train" and train.__doc__ == "Trains."
+    for x, y in batches(device, 4):
+        train(x, y, scale=2.0)
+    assert cudagraph.stats()["replays"] == 3
+
+
+def test_a_value_that_the_step_itself_changes_is_named(device, caplog):
+    ours, optimizer, _, _ = pair(device, sgd)
+    calls = {"count": 0}
+
+    @cudagraph.whole_step
+    def train(x, y):
+        calls["count"] += 1
+        loss = F.mse_loss(ours(x), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    for x, y in batches(device, 6):
+        train(x, y)
+    assert calls["count"] == 6  # the capture that failed left no trace
+    assert "['count'] each time, which a replay would not: 1 became 2" in train.refused
+    assert caplog.text.count("runs without a CUDA graph") == 1
