@@ -8,13 +8,12 @@ import random
 import numpy
 import pytest
 import torch
-from fuzz_whole_step import eager_step
-from test_whole_step import OPTIMIZERS, assert_equal, batches, device, pair, run  # noqa: F401
 from torch import nn
 from torch.nn import functional as F
 from torch.optim import lr_scheduler as schedulers
 from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
+from whole_steps import OPTIMIZERS, assert_equal, batches, eager_step, pair, run
 
 import aot_hooks
 import cudagraph
@@ -24,7 +23,7 @@ def adamw_fused(model):
     return torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
 
 
-def steps_are_equal(device, make_step, make=adamw_fused, count=12, **kw):  # noqa: F811
+def steps_are_equal(device, make_step, make=adamw_fused, count=12, **kw):
     """Runs a step of the user's own beside the same in eager mode, and returns it. `make_step(model, optimizer)`."""
     ours, optimizer, eager, eager_optimizer = pair(device, make, **kw)
     step, expected = cudagraph.whole_step(make_step(ours, optimizer)), make_step(eager, eager_optimizer)
@@ -76,7 +75,7 @@ def test_every_scheduler_of_torch_is_here():
 
 @pytest.mark.parametrize("name", ["adamw, fused", "sgd with momentum"])
 @pytest.mark.parametrize("schedule", SCHEDULERS)
-def test_every_scheduler(device, schedule, name):  # noqa: F811
+def test_every_scheduler(device, schedule, name):
     ours, optimizer, eager, eager_optimizer = pair(device, OPTIMIZERS[name])
     step, expected = cudagraph.whole_step(ours, F.mse_loss, optimizer), eager_step(eager, F.mse_loss, eager_optimizer)
     both = [SCHEDULERS[schedule](o) for o in (optimizer, eager_optimizer)]
@@ -93,7 +92,7 @@ def test_every_scheduler(device, schedule, name):  # noqa: F811
 
 
 @pytest.mark.parametrize(("name", "value"), [("adamw, fused", "betas"), ("sgd, fused", "momentum")])
-def test_the_value_that_keeps_the_update_out_is_named(device, name, value):  # noqa: F811
+def test_the_value_that_keeps_the_update_out_is_named(device, name, value):
     """A learning rate alone would not."""
     ours, optimizer, _, _ = pair(device, OPTIMIZERS[name])
     step = cudagraph.whole_step(ours, F.mse_loss, optimizer)
@@ -106,7 +105,7 @@ def test_the_value_that_keeps_the_update_out_is_named(device, name, value):  # n
 
 @pytest.mark.parametrize("schedule", ["StepLR", "CosineAnnealingLR", "SequentialLR", "ReduceLROnPlateau"])
 @pytest.mark.parametrize("name", ["adamw, fused", "sgd with momentum"])
-def test_a_scheduler_inside_of_the_step_is_named_and_goes_on(device, name, schedule):  # noqa: F811
+def test_a_scheduler_inside_of_the_step_is_named_and_goes_on(device, name, schedule):
     """Its counters are Python values, which a replay would leave as they are."""
 
     def make_step(model, optimizer):
@@ -136,7 +135,7 @@ class Trainer:
         return train(F.mse_loss(self.model(x), y), self.optimizer)
 
 
-def test_a_scheduler_that_steps_outside_does_not_matter(device):  # noqa: F811
+def test_a_scheduler_that_steps_outside_does_not_matter(device):
     ours, optimizer, eager, eager_optimizer = pair(device, OPTIMIZERS["adamw, fused"])
     mine, other = Trainer(ours, optimizer), Trainer(eager, eager_optimizer)
     for x, y in batches(device, 24):
@@ -146,7 +145,7 @@ def test_a_scheduler_that_steps_outside_does_not_matter(device):  # noqa: F811
     assert mine.train.refused == "" and cudagraph.stats()["replays"] > 20
 
 
-def test_a_decorated_method_has_a_step_for_each_object(device):  # noqa: F811
+def test_a_decorated_method_has_a_step_for_each_object(device):
     trainers = [Trainer(*pair(device, adamw_fused)[:2]) for _ in range(2)]
     x, y = next(batches(device, 1))
     losses = [[each.train(x, y) for _ in range(6)] for each in trainers]
@@ -156,7 +155,7 @@ def test_a_decorated_method_has_a_step_for_each_object(device):  # noqa: F811
     assert Trainer.train.__name__ == "train" and Trainer.train.__doc__ == "Trains."
 
 
-def test_a_copy_has_a_step_of_its_own(device):  # noqa: F811
+def test_a_copy_has_a_step_of_its_own(device):
     trainer = Trainer(*pair(device, adamw_fused)[:2])
     data = list(batches(device, 4))
     for x, y in data:
@@ -172,7 +171,7 @@ OTHERS = ("ASGD", "Adadelta", "Adafactor", "Adagrad", "Adamax", "NAdam", "RAdam"
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_other_optimizers_of_torch(device, name):  # noqa: F811
+def test_other_optimizers_of_torch(device, name):
     def make(model):
         optimizer = getattr(torch.optim, name)(model.parameters(), lr=0.01)
         for group in optimizer.param_groups:
@@ -187,7 +186,7 @@ def test_other_optimizers_of_torch(device, name):  # noqa: F811
     assert bool(step.update_refused) is (name in ("Adagrad", "Adafactor"))
 
 
-def test_a_scaler_and_autocast_in_a_step_of_ones_own(device):  # noqa: F811
+def test_a_scaler_and_autocast_in_a_step_of_ones_own(device):
     def make_step(model, optimizer):
         scaler = torch.amp.GradScaler(device.type, init_scale=2.0**127, growth_interval=3)
 
@@ -208,7 +207,7 @@ def test_a_scaler_and_autocast_in_a_step_of_ones_own(device):  # noqa: F811
     assert step.refused == "" and cudagraph.stats()["replays"] >= 10
 
 
-def test_accumulation_in_a_step_of_ones_own(device):  # noqa: F811
+def test_accumulation_in_a_step_of_ones_own(device):
     def make_step(model, optimizer):
         def step(x, y):
             losses = []
@@ -237,7 +236,7 @@ HOOKS = {
 
 @pytest.mark.parametrize("where", ["inside", "around"])
 @pytest.mark.parametrize("name", HOOKS)
-def test_hooks_in_eager_mode(device, name, where):  # noqa: F811
+def test_hooks_in_eager_mode(device, name, where):
     def make_step(model, optimizer):
         def step(x, y):
             with HOOKS[name]():
@@ -261,7 +260,7 @@ def test_hooks_in_eager_mode(device, name, where):  # noqa: F811
 
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("keeps_random_state", [True, False])
-def test_checkpoints_in_eager_mode(device, reentrant, keeps_random_state):  # noqa: F811
+def test_checkpoints_in_eager_mode(device, reentrant, keeps_random_state):
     """In a capture torch puts random states back by offsets, which is right in each replay."""
 
     def make_step(model, optimizer):
@@ -290,7 +289,7 @@ DRAWS = {
 
 
 @pytest.mark.parametrize("name", DRAWS)
-def test_random_numbers_of_the_host_are_drawn_in_each_step(device, name):  # noqa: F811
+def test_random_numbers_of_the_host_are_drawn_in_each_step(device, name):
     """As for mixup. A replay would draw none, so the step runs as it is, and the capture has drawn none."""
     ours, optimizer, eager, eager_optimizer = pair(device, adamw_fused)
     refused = ""
@@ -311,7 +310,7 @@ def test_random_numbers_of_the_host_are_drawn_in_each_step(device, name):  # noq
 
 
 @pytest.mark.parametrize("name", [*DRAWS, "one without a state"])
-def test_random_numbers_that_are_drawn_between_steps_do_not_matter(device, name):  # noqa: F811
+def test_random_numbers_that_are_drawn_between_steps_do_not_matter(device, name):
     ours, optimizer, _, _ = pair(device, adamw_fused)
     draw, draws = {**DRAWS, "one without a state": lambda: random.SystemRandom().random}[name](), False
 
@@ -326,7 +325,7 @@ def test_random_numbers_that_are_drawn_between_steps_do_not_matter(device, name)
 
 
 @pytest.mark.parametrize("where", ["inside", "outside"])
-def test_an_average_of_the_weights(device, where):  # noqa: F811
+def test_an_average_of_the_weights(device, where):
     averages = []
 
     def make_step(model, optimizer):
@@ -351,7 +350,7 @@ def test_an_average_of_the_weights(device, where):  # noqa: F811
         assert step.refused == "" and cudagraph.stats()["replays"] > 8
 
 
-def test_what_blocks_in_an_installed_package_is_named_with_both_lines(device, tmp_path, monkeypatch):  # noqa: F811
+def test_what_blocks_in_an_installed_package_is_named_with_both_lines(device, tmp_path, monkeypatch):
     package = tmp_path / "site-packages"
     package.mkdir()
     (package / "losses_of_others.py").write_text("def scaled(loss):\n    return loss * (1 + 0 * loss.item())\n")
@@ -384,7 +383,7 @@ def test_first_mistakes(make, message):
         make(model, torch.optim.SGD(model.parameters()))
 
 
-def test_batches_as_dicts(device):  # noqa: F811
+def test_batches_as_dicts(device):
     """As trainers of language models pass them: `step(**batch)`."""
     ours, optimizer, eager, eager_optimizer = pair(device, adamw_fused)
 
@@ -403,7 +402,7 @@ def eager_step_of(loss_of, optimizer, x, y):
     return train(loss_of(x, y), optimizer).detach()
 
 
-def test_out_of_memory_in_a_step_that_is_not_captured(device):  # noqa: F811
+def test_out_of_memory_in_a_step_that_is_not_captured(device):
     ours, optimizer, eager, eager_optimizer = pair(device, adamw_fused)
     full = []
 

@@ -7,19 +7,18 @@ import threading
 
 import pytest
 import torch
-from fuzz_whole_step import eager_step
-from test_whole_step import batches, device, pair, sgd  # noqa: F401
 from test_whole_step_loops import adamw_fused, train
 from torch import nn
 from torch.nn import functional as F
+from whole_steps import batches, eager_step, pair, sgd
 
 import aot_hooks
 import cudagraph
-from cudagraph.step.watch import Watch
+from cudagraph.step.watch import OperatorWatch
 
 
 @pytest.fixture
-def process_group(device):  # noqa: F811
+def process_group(device):
     """A group of this process alone: NCCL on a GPU, Gloo on the simulator."""
     store = torch.distributed.HashStore()
     torch.distributed.init_process_group("nccl" if device.type == "cuda" else "gloo", store=store, rank=0, world_size=1)
@@ -28,7 +27,7 @@ def process_group(device):  # noqa: F811
 
 
 @pytest.mark.parametrize("how", ["all_reduce", "functional", "DistributedDataParallel", "FSDPModule", "DTensor"])
-def test_what_processes_send_each_other_is_refused_in_a_step_of_ones_own(device, process_group, how):  # noqa: F811
+def test_what_processes_send_each_other_is_refused_in_a_step_of_ones_own(device, process_group, how):
     from torch.distributed import _functional_collectives as functional
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -84,10 +83,10 @@ def hidden(model):
 
 
 @pytest.mark.parametrize("is_hidden", [True, False])
-def test_a_step_that_calls_compiled_code_is_not_watched(device, is_hidden, monkeypatch):  # noqa: F811
+def test_a_step_that_calls_compiled_code_is_not_watched(device, is_hidden, monkeypatch):
     """Under a dispatch mode Dynamo would run it as it is, then and in all later calls."""
     watched = []
-    monkeypatch.setattr(Watch, "__call__", lambda self: watched.append(self) or contextlib.nullcontext())
+    monkeypatch.setattr(OperatorWatch, "__call__", lambda self: watched.append(self) or contextlib.nullcontext())
     ours, optimizer, _, _ = pair(device, adamw_fused)
     compiled = hidden(ours) if is_hidden else torch.compile(ours, backend="eager")
     step = cudagraph.whole_step(compiled, F.mse_loss, optimizer)
@@ -101,7 +100,7 @@ def test_a_step_that_calls_compiled_code_is_not_watched(device, is_hidden, monke
 @pytest.mark.gpu  # the simulator is a dispatch mode, under which Dynamo uses no compiled code
 @pytest.mark.parametrize("is_hidden", [True, False])
 def test_compiled_parts_are_captured_where_the_step_is_not(is_hidden):
-    device = torch.device("cuda", torch.cuda.current_device())  # noqa: F811
+    device = torch.device("cuda", torch.cuda.current_device())
     ours, optimizer, eager, eager_optimizer = pair(device, adamw_fused)
     inner = torch.compile(ours, backend=cudagraph.cudagraph_tree)
     holder = threading.local()
@@ -131,7 +130,7 @@ def test_compiled_parts_are_captured_where_the_step_is_not(is_hidden):
     ids=repr,
 )
 def test_models_that_inductor_compiles_with_hooks_enabled(policy):
-    device = torch.device("cuda", torch.cuda.current_device())  # noqa: F811
+    device = torch.device("cuda", torch.cuda.current_device())
     ours, optimizer, eager, eager_optimizer = pair(device, adamw_fused)
     with aot_hooks.enable(policy):
         step = cudagraph.whole_step(torch.compile(ours), F.mse_loss, optimizer)
