@@ -136,7 +136,7 @@ def joined(plans: Sequence[Plan]) -> Plan:
         live_after=join([p.live_after for p in plans], apart=bool(in_step)),
         before_ms=sum(p.before_ms for p in plans),
         after_ms=sum(p.after_ms for p in plans),
-        in_step=max(in_step, key=lambda share: share.elsewhere_bytes, default=None),
+        in_step=max(in_step, key=lambda each: each.calls * each.held_bytes, default=None),
     )
 
 

@@ -24,6 +24,7 @@ from ..passes.plan import Plan
 from ..torch_private import dynamo
 from ..torch_private.autograd import after_backward
 from .budget import Budget
+from .step import ALONE
 
 __all__ = ["Counters", "checked", "forget", "tightened"]
 
@@ -77,7 +78,7 @@ def checked(
     """
     device, code = _cuda_device(plans), dynamo.code_being_compiled()
     peak = budget.peak_bytes
-    if peak is None or device is None:
+    if peak is None or device is None or budget.least or budget.moments != ALONE:
         return run
     predicted = max(plan.peak_bytes for plan in plans)
     counter = Counters(device)

@@ -131,20 +131,26 @@ class _Token:
     """An object that only an autograd node holds."""
 
 
-def at_end_of_backward(outputs: Any, on_release: Callable[[], None]) -> bool:
+def at_end_of_backward(
+    outputs: Any, on_release: Callable[[], None], on_run: Callable[[], None] | None = None
+) -> bool:
     """Call `on_release` once when the saved tensors of the graph that returned `outputs` are released.
 
     False if it saved nothing.
+
+    Args:
+        on_run: called in place of `on_release` if they are released because the backward has run.
     """
     if (node := _node_behind(outputs)) is None:
         return False
     token = _Token()
     once = weakref.finalize(token, on_release)
-    node.metadata["aot_hooks"] = token
+    node.metadata.setdefault("aot_hooks", []).append(token)
 
     @untraced  # a backward may run where Dynamo compiles each function that is called
     def has_run(*_: Any) -> None:
-        once()
+        if once.detach() is not None:
+            (on_run or on_release)()
 
     node.register_hook(has_run)
     return True
