@@ -189,10 +189,11 @@ def _compile_graph(
     hooks = _in_force(gm, inputs, options)
     if hooks.setting is not None and (rule := measured.tightened(hooks.setting.rule, wrapper)) != hooks.setting.rule:
         hooks = dataclasses.replace(hooks, setting=Setting(rule, hooks.setting.scope))
-    in_steps = many.graph_of(hooks.setting.rule, gm, inputs) if hooks.setting is not None else None
-    if hooks.setting is not None and in_steps is not None:
-        rule = in_steps.rule(hooks.setting.rule)
-        hooks = dataclasses.replace(hooks, setting=Setting(rule, hooks.setting.scope))
+    in_steps = None
+    if hooks.setting is not None and isinstance(hooks.setting.rule, Budget):
+        rule, in_steps = hooks.setting.rule, many.graph_of(hooks.setting.rule, gm, inputs)
+        if in_steps is not None:
+            hooks = dataclasses.replace(hooks, setting=Setting(in_steps.rule(rule), hooks.setting.scope))
     if hooks.setting is not None and isinstance(hooks.setting.rule, Budget) and options.inner == "inductor":
         patches = inductor.IN_PLANNED_ORDER | patches
     capture = cudagraphs.capture_options(options.inner, options.cudagraphs)
@@ -266,6 +267,7 @@ def _wrapped(
     suspects = unused.compiled(hooks.settings, graph.plans)
     for key, setting in hooks.regions.items():
         recompiles.note(wrapper, setting, region.regions[key].made_of(seen))
+    noted: Any = version
     rule: Any = hooks.setting.rule if hooks.setting is not None and graph.plans else None
     check: Any = None
     if hooks.setting is not None and rule is not None and not described(rule).frozen:
@@ -278,7 +280,7 @@ def _wrapped(
         # compares the peaks of the first steps with the budget
         (isinstance(rule, Budget), lambda run: measured.checked(run, rule, graph.plans, wrapper)),
         # plans for all calls of a step together
-        (version is not None, lambda run: many.noted(run, version, own_hooks=hooks.pair is not None)),
+        (noted is not None, lambda run: many.noted(run, noted, own_hooks=hooks.pair is not None)),
         (check is not None, lambda run: _checked(run, check)),  # raises if a user's function has changed since
         (hooks.pair is not None, lambda run: _without_hooks(run, hooks.pair)),  # hides hooks that are in the graph
         (hooks.pair is None, _with_eager_hooks),  # tells eager hooks which saved tensors are inputs and outputs

@@ -23,7 +23,7 @@ import types
 import warnings
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -35,80 +35,20 @@ from ..passes.plan import Plan
 from ..passes.trace import canonical
 from ..torch_private import autograd, dynamo
 from .budget import Budget
-from .step import Bytes, Moment
+from .moments import Event, between, moments_of, shares
+from .step import Bytes
 from .within import bytes_of
 
-__all__ = ["Event", "forget", "graph_of", "moments_of", "noted", "shares"]
+__all__ = ["forget", "graph_of", "noted"]
 
 _SMALL = 0.25  # of the budget: calls that hold less together change nothing
 _MOST_COMPILED = 6  # times that a graph is compiled for plans of steps
 _MOST_TRACES = 8
 _MIB = 1 << 20
+_NOT_KNOWN = Bytes(0, 0, 0)
 
 _lock = threading.RLock()
 _groups: dict[Budget, Group] = {}
-
-
-@dataclass(frozen=True)
-class Event:
-    """A forward, or the end of a backward, in a step.
-
-    Attributes:
-        phase: "forward" or "backward".
-        runs: the graph.
-        holding: how many other calls hold their saved tensors meanwhile, by graph.
-        gradient_bytes: gradients of parameters that earlier backwards left.
-    """
-
-    phase: str
-    runs: Any
-    holding: Mapping[Any, int]
-    gradient_bytes: int = 0
-
-    def nbytes(self, of: Callable[[Any], Bytes]) -> int:
-        """The most that is alive, with the bytes that `of` returns for a call of a graph."""
-        held = sum(count * of(graph).held for graph, count in self.holding.items())
-        return int(getattr(of(self.runs), self.phase)) + held + self.gradient_bytes
-
-
-def moments_of(graph: Any, traces: Iterable[Sequence[Event]], of: Callable[[Any], Bytes]) -> tuple[Moment, ...]:
-    """What is alive beside a call of `graph`, at worst, if calls of other graphs have the bytes that `of` returns."""
-    found = set()
-    for event in (event for trace in traces for event in trace):
-        calls, ours = event.holding.get(graph, 0), event.runs == graph
-        if ours or calls:
-            known = Event(event.phase, event.runs, {g: n for g, n in event.holding.items() if g != graph})
-            beside = known.nbytes(lambda g: Bytes(0, 0, 0) if g == graph else of(g)) + event.gradient_bytes
-            found.add(Moment(event.phase if ours else "", calls, beside))
-    return tuple(m for phase in ("forward", "backward", "") for m in _worst([f for f in found if f.phase == phase]))
-
-
-def _worst(moments: Collection[Moment]) -> list[Moment]:
-    """Those that are the worst for some number of bytes that a call may hold: the upper hull of lines."""
-    hull: list[Moment] = []
-    for m in sorted(moments, key=lambda m: (m.calls, m.nbytes)):
-        while hull and (hull[-1].nbytes <= m.nbytes or (len(hull) > 1 and not _above(hull[-2], hull[-1], m))):
-            hull.pop()
-        hull.append(m)
-    return hull
-
-
-def _above(a: Moment, b: Moment, c: Moment) -> bool:
-    """Whether `b`, between `a` and `c` in calls, is above both for some number of bytes."""
-    return (a.nbytes - b.nbytes) * (c.calls - a.calls) < (a.nbytes - c.nbytes) * (b.calls - a.calls)
-
-
-def shares(trace: Sequence[Event], least: Mapping[Any, Bytes], most: Mapping[Any, Bytes], peak: int) -> float:
-    """The largest share, at most 1, of the way from `least` to `most` that all graphs can go; below 0 if none can."""
-    share = 1.0
-    for event in trace:
-        low, high = event.nbytes(least.__getitem__), event.nbytes(most.__getitem__)
-        if high > peak:
-            share = min(share, (peak - low) / (high - low) if high > low else -1.0)
-    return share
-
-
-# --- graphs, and the calls of a step ----------------------------------------------------------------------------------
 
 
 @dataclass(eq=False)
@@ -117,7 +57,7 @@ class Graph:
 
     Attributes:
         wants: with which plan it is to be compiled: "alone", as the whole step, "least", or "planned".
-        stock, least: bytes of a call without hooks, and of one that holds the least; None: not known yet.
+        stock, least: bytes of a call without hooks, and of one that holds the least; None: not known.
         share: bytes that a call may take, or takes, in the step that is planned.
         compiled_count: how often it was compiled for a step of many calls.
         codes: of its functions, weakly.
@@ -126,9 +66,9 @@ class Graph:
 
     group: Group
     wants: str = "alone"
-    stock: Bytes | None = None
+    stock: Bytes = _NOT_KNOWN
     least: Bytes | None = None
-    share: Bytes | None = None
+    share: Bytes = _NOT_KNOWN
     compiled_count: int = 0
     was_planned: bool = False
     codes: list[weakref.ref[types.CodeType]] = field(default_factory=list)
@@ -143,7 +83,7 @@ class Graph:
             if self.wants == "alone" and step.held_bytes > _SMALL * self.group.peak_bytes:
                 self.wants = "least"
             if self.wants == "least":
-                return replace(given, least=True)
+                return replace(given, free=None, least=True)
             if self.wants == "planned":
                 moments = moments_of(self, self.group.traces, lambda graph: graph.share)
                 return replace(given, free=self.group.free, moments=moments, lenient=self.was_planned)
@@ -197,7 +137,7 @@ class Step:
     """What a thread runs between two points at which nothing is saved.
 
     Attributes:
-        marks: "forward", "backward", or "dropped" if there was no backward, with the number of the call and its version.
+        marks: "forward", "backward", or "dropped" without one, with the number of the call and its version.
         holding: calls that hold what they saved, by number.
         count, most: calls so far, and the most that held something at the same time.
         leaves: for each call its parameters, weakly; None: not noted.
@@ -225,7 +165,8 @@ class Step:
 
     def trace(self, key: Callable[[Version], Any]) -> list[Event]:
         """The events with a `key` for each version. Gradients are those that parameters have now."""
-        events, holding = [], {}
+        events: list[Event] = []
+        holding: dict[int, Version] = {}
         gradients: dict[int, int] = {}
         for how, number, version in self.marks:
             holding.pop(number, None)
@@ -264,7 +205,7 @@ class Group:
 
     @property
     def peak_bytes(self) -> int:
-        return (self.budget.peak_bytes if self.free is None else self.free) or 0
+        return ((self.budget.peak_bytes if self.free is None else self.free) or 0) - self.budget.over
 
     @property
     def step(self) -> Step:
@@ -273,8 +214,8 @@ class Group:
         return self.begin() if found is None else found
 
     def begin(self) -> Step:
-        self._local.step = Step(leaves=[] if self.looks else None)
-        return self._local.step
+        self._local.step = step = Step(leaves=[] if self.looks else None)
+        return step
 
     def called(self, version: Version, args: Sequence[Any], outputs: Any) -> None:
         """A forward has run."""
@@ -310,14 +251,18 @@ class Group:
 
     def ended(self, step: Step) -> None:
         """Plan for `step`, if it is not one that fits."""
+        if step.marks == self.fits:
+            return
         kinds = {how for how, _, _ in step.marks}
-        if step.marks == self.fits or "backward" not in kinds:
+        if "backward" not in kinds:
             return
         self.incomplete = self.incomplete + 1 if "dropped" in kinds else 0
         if 0 < self.incomplete < 3:  # an exception may have ended it
             return
         if step.most < 2:
             self.fits, self.looks = step.marks, False
+            for graph in {v.graph: None for _, _, v in step.marks if v.kind == v.graph.wants == "least"}:
+                graph.anew("alone")  # it was compiled while calls held something that never had a backward
             return
         if step.leaves is None:
             self.looks = True  # the next one like it tells
@@ -328,9 +273,20 @@ class Group:
             self.fits, self.looks = step.marks, False
             return
         graphs = list({version.graph: None for version in versions})
-        if any(graph.compiled_count >= _MOST_COMPILED for graph in graphs) or not self.plan(step, graphs):
+        if all(v.kind == v.graph.wants == "planned" for v in versions) and self.knows(step):
+            self.fits, self.looks = step.marks, False  # nothing is tighter, which was a warning when it was compiled
+        elif any(graph.compiled_count >= _MOST_COMPILED for graph in graphs) or not self.plan(step, graphs):
             self.fits, self.looks = step.marks, False
             self.warn(taken, step)
+
+    def knows(self, step: Step) -> bool:
+        """Whether the graphs have been planned for a step like `step`."""
+
+        def calls(trace: Sequence[Event]) -> list[Any]:
+            return [(event.phase, event.runs, event.holding) for event in trace]
+
+        found = calls(step.trace(lambda version: version.graph))
+        return any(calls(trace) == found for trace in self.traces)
 
     def plan(self, step: Step, graphs: Sequence[Graph]) -> bool:
         """Have the graphs compiled anew for a step like `step`; False if they can't be."""
@@ -339,12 +295,13 @@ class Group:
         least = {graph: graph.least or graph.stock for graph in graphs}
         share = shares(trace, least, stock, self.peak_bytes)
         unknown = {graph for graph in graphs if graph.least is None}
-        held = sum(version.nbytes.held for how, _, version in step.marks if how == "forward" and version.graph in unknown)
+        calls = [version for how, _, version in step.marks if how == "forward"]
+        held = sum(version.nbytes.held for version in calls if version.graph in unknown)
         if unknown and (share < 0 or held > _SMALL * self.peak_bytes):
             return all([graph.anew("least") for graph in unknown])
         self.traces = [*self.traces, trace][-_MOST_TRACES:]
         for graph in graphs:
-            graph.share = _between(least[graph], stock[graph], max(0.0, share))
+            graph.share = between(least[graph], stock[graph], max(0.0, share))
         return all([graph.anew("planned") for graph in graphs])
 
     def warn(self, taken: int, step: Step) -> None:
@@ -361,16 +318,17 @@ class Group:
         )
 
 
-def graph_of(rule: Any, gm: GraphModule, inputs: Sequence[Any]) -> Graph | None:
-    """The graph `gm` under the budget `rule`; None if `rule` is none in bytes. Equal graphs are one."""
-    if not isinstance(rule, Budget) or rule.peak_bytes is None:
+def graph_of(rule: Budget, gm: GraphModule, inputs: Sequence[Any]) -> Graph | None:
+    """The graph `gm` under the budget `rule`; None if that has no bytes. Equal graphs are one."""
+    if rule.peak_bytes is None:
         return None
     sizes = [
         (str(x.shape), str(x.stride()), x.dtype, x.device, x.requires_grad) if isinstance(x, torch.Tensor) else type(x)
         for x in (n.meta.get("example_value") for n in gm.graph.find_nodes(op="placeholder"))
     ]
     training = [x.requires_grad for x in inputs if isinstance(x, torch.Tensor)]
-    digest = hashlib.sha256(repr((canonical(gm), sizes, training)).encode()).hexdigest()
+    content = (canonical(gm), sizes, training, torch.is_grad_enabled())
+    digest = hashlib.sha256(repr(content).encode()).hexdigest()
     with _lock:
         group = _groups.setdefault(replace(rule, free=None), Group(rule, rule.free))
         if rule.free is not None:  # in the middle of a step less is free
@@ -407,12 +365,3 @@ def _own_bytes(plan: Plan) -> Bytes:
 def _sum(parts: Iterable[Bytes]) -> Bytes:
     parts = list(parts)
     return Bytes(sum(p.forward for p in parts), sum(p.held for p in parts), sum(p.backward for p in parts))
-
-
-def _between(least: Bytes, most: Bytes, share: float) -> Bytes:
-    def part(low: int, high: int) -> int:
-        return int(low + share * (high - low))
-
-    return Bytes(
-        part(least.forward, most.forward), part(least.held, most.held), part(least.backward, most.backward)
-    )

@@ -187,7 +187,7 @@ def solve(
     groups = _groups(step, starts)
     deltas = [program.column(-math.inf) for _ in groups]
     alive = _on_their_way(step, program, groups, sent, fetched)
-    for g, (position, most) in enumerate(groups):
+    for g, (position, _) in enumerate(groups):
         terms = {deltas[g]: -1.0} | ({deltas[g - 1]: 1.0} if g else {}) | change.get(position, {})
         program.row(terms, 0, 0)
         alive[g] |= {deltas[g]: 1.0}

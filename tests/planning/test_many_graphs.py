@@ -22,7 +22,7 @@ import aot_hooks
 from aot_hooks import budget
 from aot_hooks.errors import BudgetError, BudgetWarning, unwrapped
 from aot_hooks.planning import many
-from aot_hooks.planning.many import Event, moments_of, shares
+from aot_hooks.planning.moments import Event, between, moments_of, shares
 from aot_hooks.planning.step import Bytes, Moment
 
 WIDTH, ROWS = 32, 512
@@ -465,6 +465,71 @@ def test_reset_forgets_steps(x):
     assert not many._groups
 
 
+def test_a_graph_compiled_beside_what_never_had_a_backward_is_compiled_for_its_own_steps(x, compiled_kinds):
+    model, other = model_of(*[Block] * 4), model_of(Other)
+    policy = budget(peak_of(model, x, 0.6), max_error=0)
+    compile_blocks(model, policy)
+    compile_blocks(other, policy)
+    held = model(x)
+    train(other, x)
+    assert compiled_kinds[-1] == "least"
+    del held
+    gc.collect()
+    for _ in range(3):
+        train(other, x)
+    assert compiled_kinds[-1] == "alone"
+    assert aot_hooks.last_plans(other)[-1].in_step is None
+
+
+def test_where_the_stance_forbids_to_compile_steps_go_on_with_one_warning(x, compiled_kinds):
+    model = model_of(*[Block] * 6)
+    expected = gradients(model, x)
+    compile_blocks(model, budget(peak_of(model, x, 0.5), max_error=0))
+    train(model[:1], x)
+    with torch.compiler.set_stance("default"):  # resets the stance on exit, also after a failure
+        torch.compiler.set_stance("fail_on_recompile")
+        with pytest.warns(BudgetWarning, match="set_stance forbids it") as seen:
+            for _ in range(5):
+                assert_equal(train(model, x), expected)
+    assert len([w for w in seen if w.category is BudgetWarning]) == 1
+    assert compiled_kinds == ["alone"]
+
+
+def test_compiled_autograd_gives_the_same(x):
+    model = model_of(*[Block] * 3)
+    expected = gradients(model, x)
+    compile_blocks(model, budget(peak_of(model, x, 0.75), max_error=0))
+    for _ in range(3):
+        with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")):
+            assert_equal(train(model, x), expected)
+
+
+# --- warm starts ------------------------------------------------------------------------------------------------------
+
+
+def test_a_warm_start_takes_the_stored_plans_and_another_model_does_not(x, tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+
+    def run(model: nn.Module) -> tuple[aot_hooks.Plan, dict[str, Any]]:
+        torch._dynamo.reset()
+        compile_blocks(model, policy)
+        for _ in range(3):
+            train(model, x)
+        (plan,) = aot_hooks.last_plans(model)
+        return plan, aot_hooks.cache_stats()
+
+    policy = budget(peak_of(model_of(*[Block] * 5), x, 0.6), max_error=0)
+    with torch._functorch.config.patch(bundled_autograd_cache=True):
+        cold, seen = run(model_of(*[Block] * 5))
+        assert (seen["hits"], seen["misses"]) == (0, 3)
+        warm, seen = run(model_of(*[Block] * 5))
+        assert (seen["hits"], seen["misses"]) == (3, 0)
+        assert (warm.decisions, warm.in_step, warm.peak_bytes) == (cold.decisions, cold.in_step, cold.peak_bytes)
+        longer, seen = run(model_of(*[Block] * 7))
+        assert (seen["hits"], seen["misses"]) == (2, 1)
+        assert longer.in_step.calls == 7
+
+
 # --- reports ----------------------------------------------------------------------------------------------------------
 
 
@@ -531,8 +596,8 @@ def test_shares_fit_together(peak):
     share = shares(trace, least, most, peak)
 
     def taken(share: float) -> float:
-        between = {g: many._between(least[g], most[g], share) for g in least}
-        return max(event.nbytes(between.__getitem__) for event in trace)
+        taken = {g: between(least[g], most[g], share) for g in least}
+        return max(event.nbytes(taken.__getitem__) for event in trace)
 
     if share < 0:
         assert taken(0) > peak
