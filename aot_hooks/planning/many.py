@@ -35,6 +35,7 @@ from ..passes.plan import Plan
 from ..passes.trace import canonical
 from ..torch_private import autograd, dynamo
 from .budget import Budget
+from .measured import StepCheck, step_check
 from .moments import Event, between, moments_of, shares
 from .step import Bytes
 from .within import bytes_of
@@ -86,7 +87,8 @@ class Graph:
                 return replace(given, free=None, least=True)
             if self.wants == "planned":
                 moments = moments_of(self, self.group.traces, lambda graph: graph.share)
-                return replace(given, free=self.group.free, moments=moments, lenient=self.was_planned)
+                over = given.over + self.group.over
+                return replace(given, free=self.group.free, over=over, moments=moments, lenient=self.was_planned)
             return given
 
     def compiled(self, plans: list[Plan], listed: list[Plan] | None) -> Version | None:
@@ -106,6 +108,7 @@ class Graph:
             version = Version(self, self.wants, _sum(map(_own_bytes, found)))
             if self.wants == "planned":
                 self.was_planned, self.share = True, version.nbytes
+                self.group.check = step_check(self.group.budget, self.group.free, plans, tighter=self.group.over > 0)
             else:
                 self.stock = _sum(bytes_of(plan.live_before) for plan in found)
             if self.wants == "least":
@@ -139,6 +142,7 @@ class Step:
     Attributes:
         marks: "forward", "backward", or "dropped" without one, with the number of the call and its version.
         holding: calls that hold what they saved, by number.
+        allocated: bytes at its begin, if it is measured.
         count, most: calls so far, and the most that held something at the same time.
         leaves: for each call its parameters, weakly; None: not noted.
         gone: numbers of calls that were dropped. Without the lock: a collection may run in its holder.
@@ -146,6 +150,7 @@ class Step:
 
     marks: list[tuple[str, int, Version]] = field(default_factory=list)
     holding: dict[int, Version] = field(default_factory=dict)
+    allocated: int | None = None
     count: int = 0
     most: int = 0
     leaves: list[list[weakref.ref[torch.Tensor]]] | None = None
@@ -187,9 +192,12 @@ class Group:
     Attributes:
         budget: as users write it.
         free: bytes that "fit" found before the first graph was compiled.
-        traces: steps that are planned for.
-        fits: the marks of the last step that needs nothing.
-        looks: whether calls note their parameters, to know of their gradients.
+        traces: steps that are planned for, the last of them with `planned_peak` bytes.
+        over: bytes of the budget that no plan may take, because a measured step took more than predicted.
+        predicted: bytes of the last step that fits.
+        check: compares measured steps with the budget.
+        fits: the marks of the last steps that need nothing.
+        looks: whether calls note their parameters, to know of their gradients; `waits`: a step needs that.
         incomplete: steps in a row in which calls had no backward.
     """
 
@@ -197,15 +205,20 @@ class Group:
     free: int | None
     graphs: dict[str, Graph] = field(default_factory=dict)
     traces: list[list[Event]] = field(default_factory=list)
-    fits: list[tuple[str, int, Version]] | None = None
+    planned_peak: int = 0
+    over: int = 0
+    predicted: int = 0
+    check: StepCheck | None = None
+    fits: deque[list[tuple[str, int, Version]]] = field(default_factory=lambda: deque(maxlen=_MOST_TRACES))
     looks: bool = True
+    waits: bool = False
     incomplete: int = 0
     warned: bool = False
     _local: threading.local = field(default_factory=threading.local)
 
     @property
     def peak_bytes(self) -> int:
-        return ((self.budget.peak_bytes if self.free is None else self.free) or 0) - self.budget.over
+        return ((self.budget.peak_bytes if self.free is None else self.free) or 0) - self.budget.over - self.over
 
     @property
     def step(self) -> Step:
@@ -217,16 +230,20 @@ class Group:
         self._local.step = step = Step(leaves=[] if self.looks else None)
         return step
 
-    def called(self, version: Version, args: Sequence[Any], outputs: Any) -> None:
-        """A forward has run."""
+    def begins(self) -> None:
+        """A forward is about to run."""
         with _lock:
             step = self.step
             step.drop()
             if not step.holding:
                 if step.marks and step.marks[-1][0] == "dropped":
                     self.ended(step)
-                step = self.begin()
-            number = step.count
+                self.begin().allocated = None if self.check is None else self.check.begins()
+
+    def called(self, version: Version, args: Sequence[Any], outputs: Any) -> None:
+        """A forward has run."""
+        step = self.step
+        number = step.count
         if not autograd.at_end_of_backward(
             outputs, functools.partial(step.gone.append, number), functools.partial(self.has_run, step, number)
         ):
@@ -251,7 +268,8 @@ class Group:
 
     def ended(self, step: Step) -> None:
         """Plan for `step`, if it is not one that fits."""
-        if step.marks == self.fits:
+        if step.marks in self.fits:
+            self.measure(step)
             return
         kinds = {how for how, _, _ in step.marks}
         if "backward" not in kinds:
@@ -260,24 +278,34 @@ class Group:
         if 0 < self.incomplete < 3:  # an exception may have ended it
             return
         if step.most < 2:
-            self.fits, self.looks = step.marks, False
+            self.fits.append(step.marks)
+            self.looks = self.looks and self.waits
             for graph in {v.graph: None for _, _, v in step.marks if v.kind == v.graph.wants == "least"}:
                 graph.anew("alone")  # it was compiled while calls held something that never had a backward
             return
-        if step.leaves is None:
-            self.looks = True  # the next one like it tells
+        self.looks = self.waits = step.leaves is None
+        if step.leaves is None:  # the next one like it tells
             return
         taken = max(event.nbytes(lambda version: version.nbytes) for event in step.trace(lambda version: version))
         versions = {version: None for _, _, version in step.marks}
-        if taken <= self.peak_bytes and all(version.kind != "least" for version in versions):
-            self.fits, self.looks = step.marks, False
-            return
         graphs = list({version.graph: None for version in versions})
-        if all(v.kind == v.graph.wants == "planned" for v in versions) and self.knows(step):
-            self.fits, self.looks = step.marks, False  # nothing is tighter, which was a warning when it was compiled
+        if taken <= self.peak_bytes and all(version.kind != "least" for version in versions):
+            self.fits.append(step.marks)
+            self.predicted = taken
+            self.measure(step)
+        elif all(v.kind == v.graph.wants == "planned" for v in versions) and self.knows(step):
+            self.fits.append(step.marks)  # nothing is tighter, which was a warning when it was compiled
         elif any(graph.compiled_count >= _MOST_COMPILED for graph in graphs) or not self.plan(step, graphs):
-            self.fits, self.looks = step.marks, False
+            self.fits.append(step.marks)
             self.warn(taken, step)
+
+    def measure(self, step: Step) -> None:
+        """Compare what `step` took with the budget, if all of it is planned; once it is over, plan less."""
+        if self.check is None or any(version.kind != "planned" for _, _, version in step.marks):
+            return
+        if (excess := self.check.ended(step.allocated, self.predicted)) > 0:
+            self.over, self.looks, self.waits = excess, True, True
+            self.fits.clear()  # the next step is over what is left, and gets another plan
 
     def knows(self, step: Step) -> bool:
         """Whether the graphs have been planned for a step like `step`."""
@@ -286,7 +314,7 @@ class Group:
             return [(event.phase, event.runs, event.holding) for event in trace]
 
         found = calls(step.trace(lambda version: version.graph))
-        return any(calls(trace) == found for trace in self.traces)
+        return self.planned_peak == self.peak_bytes and any(calls(trace) == found for trace in self.traces)
 
     def plan(self, step: Step, graphs: Sequence[Graph]) -> bool:
         """Have the graphs compiled anew for a step like `step`; False if they can't be."""
@@ -299,7 +327,7 @@ class Group:
         held = sum(version.nbytes.held for version in calls if version.graph in unknown)
         if unknown and (share < 0 or held > _SMALL * self.peak_bytes):
             return all([graph.anew("least") for graph in unknown])
-        self.traces = [*self.traces, trace][-_MOST_TRACES:]
+        self.traces, self.planned_peak = [*self.traces, trace][-_MOST_TRACES:], self.peak_bytes
         for graph in graphs:
             graph.share = between(least[graph], stock[graph], max(0.0, share))
         return all([graph.anew("planned") for graph in graphs])
@@ -339,10 +367,14 @@ def graph_of(rule: Budget, gm: GraphModule, inputs: Sequence[Any]) -> Graph | No
 def noted(run: Callable[..., Any], version: Version, *, own_hooks: bool) -> Callable[..., Any]:
     """`run`, a compiled forward, with its calls noted. `own_hooks`: its context is on torch's stack of hooks."""
 
+    group = version.graph.group
+
     def run_and_note(*args: Any) -> Any:
+        if not own_hooks and autograd.top_hooks() is not None:  # torch's checkpoint has hooks there, and holds nothing
+            return run(*args)
+        group.begins()
         outputs = run(*args)
-        if own_hooks or autograd.top_hooks() is None:  # torch's checkpoint has hooks there, and holds nothing else
-            version.graph.group.called(version, args, outputs)
+        group.called(version, args, outputs)
         return outputs
 
     return run_and_note

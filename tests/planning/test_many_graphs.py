@@ -22,6 +22,7 @@ import aot_hooks
 from aot_hooks import budget
 from aot_hooks.errors import BudgetError, BudgetWarning, unwrapped
 from aot_hooks.planning import many
+from aot_hooks.planning import measured as measuring
 from aot_hooks.planning.moments import Event, between, moments_of, shares
 from aot_hooks.planning.step import Bytes, Moment
 
@@ -502,6 +503,71 @@ def test_compiled_autograd_gives_the_same(x):
     for _ in range(3):
         with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")):
             assert_equal(train(model, x), expected)
+
+
+# --- measured peaks ---------------------------------------------------------------------------------------------------
+
+
+class Scripted:
+    """Counters that say what each step took, once it is measured alone; before that, too much."""
+
+    def __init__(self, *steps: int) -> None:
+        self.steps, self.restarts, self.taken = iter(steps), 0, 1 << 40
+
+    def __call__(self, device: torch.device) -> Scripted:
+        self.taken = 1 << 40
+        return self
+
+    def allocated(self) -> int:
+        return 1000
+
+    def most(self) -> int:
+        return 1000 + self.taken
+
+    def restart(self) -> None:
+        self.taken, self.restarts = next(self.steps), self.restarts + 1
+
+
+def measured_steps(model: nn.Module, x: torch.Tensor, counters: Scripted, monkeypatch: Any) -> list[str]:
+    """Twelve steps with `counters`; their warnings."""
+    expected = gradients(model, x)
+    compile_blocks(model, budget(peak_of(model, x, 0.7), max_error=0))
+    monkeypatch.setattr(measuring, "Counters", counters)
+    monkeypatch.setattr(measuring, "_cuda_device", lambda plans: torch.device("cpu"))
+    monkeypatch.setattr(measuring, "checked", lambda run, *_: run)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        for _ in range(12):
+            assert_equal(train(model, x), expected)
+    return [str(w.message) for w in seen if w.category is BudgetWarning]
+
+
+@pytest.mark.parametrize("kinds", [(Block,) * 5, (Other, Block, Block, Block)])
+def test_a_measured_step_over_the_budget_gets_one_tighter_plan(x, kinds, compiled_kinds, monkeypatch):
+    model = model_of(*kinds)
+    peak, excess = peak_of(model, x, 0.7), 64 << 10
+    counters = Scripted(peak + excess, peak - excess)
+    assert not measured_steps(model, x, counters, monkeypatch)
+    assert max(plan.peak_bytes for plan in aot_hooks.last_plans(model)) <= peak - excess
+    assert compiled_kinds.count("planned") == 2 * len(set(kinds))
+    assert counters.restarts == 2
+
+
+def test_a_tighter_plan_that_is_over_the_budget_too_is_a_warning(x, compiled_kinds, monkeypatch):
+    model = model_of(*[Block] * 5)
+    peak = peak_of(model, x, 0.7)
+    (text,) = measured_steps(model, x, Scripted(peak + 1000, peak + 5000), monkeypatch)
+    assert "with a plan that is tighter" in text
+    assert "for the compiled graphs of the step" in text
+    assert compiled_kinds.count("planned") == 2
+
+
+def test_a_measured_step_within_the_budget_keeps_its_plan(x, compiled_kinds, monkeypatch):
+    model = model_of(*[Block] * 5)
+    counters = Scripted(peak_of(model, x, 0.7))
+    assert not measured_steps(model, x, counters, monkeypatch)
+    assert compiled_kinds == ["alone", "least", "planned"]
+    assert counters.restarts == 1
 
 
 # --- warm starts ------------------------------------------------------------------------------------------------------
