@@ -81,7 +81,7 @@ class Graph:
         with _lock:
             step = self.group.step
             step.drop()
-            if self.wants == "alone" and step.held_bytes > _SMALL * self.group.peak_bytes:
+            if self.wants == "alone" and step.holding and step.held_bytes > _SMALL * self.group.peak_bytes:
                 self.wants = "least"
             if self.wants == "least":
                 return replace(given, free=None, least=True)
