@@ -34,6 +34,7 @@ from ..errors import BudgetWarning
 from ..passes.plan import Plan
 from ..passes.trace import canonical
 from ..torch_private import autograd, dynamo
+from ..torch_private.values import is_traced_value
 from .budget import Budget
 from .measured import StepCheck, step_check
 from .moments import Event, between, moments_of, shares
@@ -295,7 +296,9 @@ class Group:
             self.measure(step)
         elif all(v.kind == v.graph.wants == "planned" for v in versions) and self.knows(step):
             self.fits.append(step.marks)  # nothing is tighter, which was a warning when it was compiled
-        elif any(graph.compiled_count >= _MOST_COMPILED for graph in graphs) or not self.plan(step, graphs):
+        elif all(graph.compiled_count < _MOST_COMPILED for graph in graphs) and self.plan(step, graphs):
+            self.looks = self.waits = True
+        else:
             self.fits.append(step.marks)
             self.warn(taken, step)
 
@@ -371,6 +374,8 @@ def noted(run: Callable[..., Any], version: Version, *, own_hooks: bool) -> Call
 
     def run_and_note(*args: Any) -> Any:
         if not own_hooks and autograd.top_hooks() is not None:  # torch's checkpoint has hooks there, and holds nothing
+            return run(*args)
+        if any(isinstance(a, torch.Tensor) and is_traced_value(a) for a in args):  # while DDP's graphs are cut
             return run(*args)
         group.begins()
         outputs = run(*args)

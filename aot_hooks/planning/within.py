@@ -155,11 +155,11 @@ def partition_within(
         and least.fits(dataclasses.replace(limits, peak=limits.peak + budget.over))
     ):
         best = least  # nothing is tighter; the next steps are measured again
-    if best is None and not budget.lenient:
+    if best is None and not budget.lenient and not budget.least:
         raise BudgetError(_infeasible(budget, step, limits.peak, least))
-    if best is None:
-        best = least
+    if best is None and budget.lenient:
         _warn(budget, limits.peak, least)
+    best = best or least
     for gm, phase in ((best.graphs.fw, "forward"), (best.graphs.bw, "backward")):
         if fused and on_cuda(gm.graph.nodes):
             points = [point for point in best.plan.live_after if point.phase == phase]

@@ -122,9 +122,9 @@ def code_being_compiled() -> types.CodeType | None:
 def compile_anew(code: types.CodeType, *, while_running: bool = False) -> bool:
     """Remove all compiled versions of `code`, so that its next call compiles.
 
-    False, and nothing is removed, if the user's `torch.compiler.set_stance` says that calls do not compile, or if it is
-    running on some thread. With `while_running` it then keeps its versions, but no call takes one of them any more.
-    They count against the recompile limit.
+    False, and nothing is removed, if the user's `torch.compiler.set_stance` says that calls do not compile, if Dynamo is
+    compiling it on some thread, or if it is running. With `while_running` it then keeps its versions, but no call takes
+    one of them any more. They count against the recompile limit.
     """
     if need("torch._dynamo.eval_frame._stance").stance != "default":
         return False
@@ -132,7 +132,12 @@ def compile_anew(code: types.CodeType, *, while_running: bool = False) -> bool:
     def place(of: types.CodeType) -> tuple[str, str, int]:
         return of.co_name, of.co_filename, of.co_firstlineno  # the code that Dynamo makes has these of the original
 
-    for newest in sys._current_frames().values():
+    compiling = need("torch._dynamo.convert_frame._compile").__code__
+    stacks = sys._current_frames().values()
+    for frame in (frame for newest in stacks for frame, _ in traceback.walk_stack(newest)):
+        if frame.f_code is compiling and frame.f_locals.get("code") is code:
+            return False
+    for newest in stacks:
         if any(place(frame.f_code) == place(code) for frame, _ in traceback.walk_stack(newest)):
             if while_running:
                 invalidate(code, "a budget needs another plan")
