@@ -122,9 +122,9 @@ def code_being_compiled() -> types.CodeType | None:
 def compile_anew(code: types.CodeType, *, while_running: bool = False) -> bool:
     """Remove all compiled versions of `code`, so that its next call compiles.
 
-    False, and nothing is removed, if the user's `torch.compiler.set_stance` says that calls do not compile, if Dynamo is
-    compiling it on some thread, or if it is running. With `while_running` it then keeps its versions, but no call takes
-    one of them any more. They count against the recompile limit.
+    False, and nothing is removed, if the user's `torch.compiler.set_stance` says that calls do not compile, if some
+    thread compiles it, or if it is running. With `while_running` it then keeps its versions, but no call takes one of
+    them any more. They count against the recompile limit.
     """
     if need("torch._dynamo.eval_frame._stance").stance != "default":
         return False
