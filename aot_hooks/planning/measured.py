@@ -6,6 +6,8 @@ forward starts: a bytes allocated        backward has run: at most n since the c
 1st step   within the budget: done. Else the counters begin anew, and the next step is measured alone
 2nd step   over the budget: the excess is taken off, and the function is compiled once more
 of the tighter plan's steps likewise; if that is over the budget too, a warning says by how much, and where
+
+`checked` does this for a graph that is the whole step, `StepCheck` for the steps of many.py.
 """
 
 from __future__ import annotations
