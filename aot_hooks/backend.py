@@ -39,7 +39,7 @@ from .passes.live_bytes import live_bytes
 from .passes.plan import Plan, repeats_across_regions
 from .passes.rewrite import rewrite
 from .passes.snapshots import save_what_was_read
-from .planning import measured
+from .planning import many, measured
 from .planning.budget import Budget, fitted
 from .planning.within import partition_within
 from .settings import recompiles
@@ -87,6 +87,7 @@ def reset() -> None:
     region.forget()
     lookup.forget()
     measured.forget()
+    many.forget()
     unused.forget()
 
 
@@ -188,6 +189,11 @@ def _compile_graph(
     hooks = _in_force(gm, inputs, options)
     if hooks.setting is not None and (rule := measured.tightened(hooks.setting.rule, wrapper)) != hooks.setting.rule:
         hooks = dataclasses.replace(hooks, setting=Setting(rule, hooks.setting.scope))
+    in_steps = None
+    if hooks.setting is not None and isinstance(hooks.setting.rule, Budget):
+        rule, in_steps = hooks.setting.rule, many.graph_of(hooks.setting.rule, gm, inputs)
+        if in_steps is not None:
+            hooks = dataclasses.replace(hooks, setting=Setting(in_steps.rule(rule), hooks.setting.scope))
     if hooks.setting is not None and isinstance(hooks.setting.rule, Budget) and options.inner == "inductor":
         patches = inductor.IN_PLANNED_ORDER | patches
     capture = cudagraphs.capture_options(options.inner, options.cudagraphs)
@@ -227,11 +233,13 @@ def _compile_graph(
                 compile_graph=compile_graph, refused=lambda: compilation.refused if compilation is not None else "",
             )
             # fmt: on
-    if hooks.settings and wrapper is not None:
-        records.plans_of(wrapper).extend(graph.plans)
+    known = records.plans_of(wrapper) if hooks.settings and wrapper is not None else None
+    version = in_steps.compiled(graph.plans, known) if in_steps is not None else None
+    if known is not None:
+        known.extend(graph.plans)
     if listed is not None:
         listed.append(graph)
-    return _wrapped(compiled, graph, hooks, seen, wrapper, counted=live)
+    return _wrapped(compiled, graph, hooks, seen, wrapper, version, counted=live)
 
 
 def _why_not_stored(options: Options, compilation: Compilation | None, *, reported: bool) -> str:
@@ -246,12 +254,20 @@ def _why_not_stored(options: Options, compilation: Compilation | None, *, report
 
 
 def _wrapped(
-    compiled: _Compiled, graph: records.Graph, hooks: _InForce, seen: Recording, wrapper: Any, *, counted: bool
+    compiled: _Compiled,
+    graph: records.Graph,
+    hooks: _InForce,
+    seen: Recording,
+    wrapper: Any,
+    version: many.Version | None,
+    *,
+    counted: bool,
 ) -> _Compiled:
     """`compiled` in the wrappers that apply; notes what the graph was made of."""
     suspects = unused.compiled(hooks.settings, graph.plans)
     for key, setting in hooks.regions.items():
         recompiles.note(wrapper, setting, region.regions[key].record_for(seen))
+    noted: Any = version
     rule: Any = hooks.setting.rule if hooks.setting is not None and graph.plans else None
     check: Any = None
     if hooks.setting is not None and rule is not None and not described(rule).frozen:
@@ -263,6 +279,8 @@ def _wrapped(
         (True, lambda run: unused.warning_if_unused(run, suspects)),  # warns of settings that have packed nothing
         # compares the peaks of the first steps with the budget
         (isinstance(rule, Budget), lambda run: measured.checked(run, rule, graph.plans, wrapper)),
+        # plans for all calls of a step together
+        (noted is not None, lambda run: many.noted(run, noted, own_hooks=hooks.pair is not None)),
         (check is not None, lambda run: _checked(run, check)),  # raises if a user's function has changed since
         (hooks.pair is not None, lambda run: _without_hooks(run, hooks.pair)),  # hides hooks that are in the graph
         (hooks.pair is None, _with_eager_hooks),  # tells eager hooks which saved tensors are inputs and outputs

@@ -107,11 +107,15 @@ def _bytes(node: Node) -> int:
     return storage_bytes(value)
 
 
-def join(graphs: Sequence[Sequence[LivePoint]]) -> tuple[LivePoint, ...]:
+def join(graphs: Sequence[Sequence[LivePoint]], *, apart: bool = False) -> tuple[LivePoint, ...]:
     """One step of several graphs: their forwards in order, then their backwards in reverse order.
 
-    The bytes of each graph count over those that the other graphs have alive at that time.
+    The bytes of each graph count over those that the other graphs have alive at that time. With `apart` they have these
+    already.
     """
+    if apart:
+        in_order = (("forward", graphs), ("backward", graphs[::-1]))
+        return tuple(p for phase, ordered in in_order for graph in ordered for p in graph if p.phase == phase)
     points: list[LivePoint] = []
     before: list[int] = []  # bytes alive before each graph
     alive = gradients = 0  # `gradients`: what the backwards that have run leave behind

@@ -53,6 +53,27 @@ class Decision:
 
 
 @dataclass(frozen=True)
+class InStep:
+    """What a plan knows of the other calls of a step, if a budget is for a step of many. Bytes are predicted.
+
+    Attributes:
+        calls: calls of the graph that hold saved tensors at the same time, the one that runs included.
+        held_bytes: what each of them holds between its forward and its backward: what it saved, and its outputs.
+        other_bytes: most that other graphs hold beside them, with gradients of backwards that have run.
+        beside_forward, beside_backward: of all of these, the most beside a forward and a backward. They are in the
+            live bytes of the plan.
+        elsewhere_bytes: most that is alive in the step while another graph runs.
+    """
+
+    calls: int
+    held_bytes: int
+    other_bytes: int = 0
+    beside_forward: int = 0
+    beside_backward: int = 0
+    elsewhere_bytes: int = 0
+
+
+@dataclass(frozen=True)
 class Plan:
     """All decisions for one pair of graphs, or for several, one after the other.
 
@@ -61,6 +82,7 @@ class Plan:
         transfers: the copies of `offload` with their times, and the tensors that it leaves on the device.
         live_before, live_after: bytes alive along the step without and with the hooks, if `aot_hooks.plan` made it.
         before_ms, after_ms: predicted time of the step without and with the hooks, likewise.
+        in_step: what is alive beside the graph in a step of many calls; None if it was planned as the whole step.
     """
 
     decisions: tuple[Decision, ...]
@@ -69,12 +91,14 @@ class Plan:
     live_after: tuple[LivePoint, ...] = field(default=(), compare=False, repr=False)
     before_ms: float = field(default=0.0, compare=False, repr=False)
     after_ms: float = field(default=0.0, compare=False, repr=False)
+    in_step: InStep | None = field(default=None, compare=False, repr=False)
 
     @property
     def peak_bytes(self) -> int:
         """Most bytes that the step takes over what is alive before it, with the hooks, as predicted. 0 without a
         prediction: a compilation makes one for a budget only."""
-        return max((p.live_bytes for p in self.live_after), default=0)
+        elsewhere = 0 if self.in_step is None else self.in_step.elsewhere_bytes
+        return max([elsewhere, *(p.live_bytes for p in self.live_after)])
 
     @property
     def step_ratio(self) -> float:
@@ -104,13 +128,15 @@ def joined(plans: Sequence[Plan]) -> Plan:
     for each in plans:
         decisions += [replace(d, saved=replace(d.saved, storage=d.saved.storage + offset)) for d in each.decisions]
         offset += len({d.saved.storage for d in each.decisions})
+    in_step = [p.in_step for p in plans if p.in_step is not None]
     return Plan(
         tuple(decisions),
         tuple(replace(t, graph=i) for i, p in enumerate(plans) for t in p.transfers),
-        live_before=join([p.live_before for p in plans]),
-        live_after=join([p.live_after for p in plans]),
+        live_before=join([p.live_before for p in plans], apart=bool(in_step)),
+        live_after=join([p.live_after for p in plans], apart=bool(in_step)),
         before_ms=sum(p.before_ms for p in plans),
         after_ms=sum(p.after_ms for p in plans),
+        in_step=max(in_step, key=lambda each: each.calls * each.held_bytes, default=None),
     )
 
 

@@ -12,6 +12,7 @@ import torch
 from ..errors import OptionError
 from ..graphs.saved import SavedTensor
 from ..hook import KEEP, Hook
+from .step import ALONE, Moment
 
 __all__ = ["ALLOWED", "Budget", "budget", "bytes_of", "fitted"]
 
@@ -31,6 +32,9 @@ class Budget:
         max_slowdown: the longest step over one without hooks, as a ratio; None: any.
         free: of "fit": bytes that the device had free when the graph was compiled, less a margin; None: not asked yet.
         over: bytes by which a measured step was over `peak`; the plan takes less by that, see measured.py.
+        moments: what is alive beside the graph in a step of many compiled calls, see many.py.
+        least: the graph shall hold the least that it can: other calls hold saved tensors, nobody knows yet how many.
+        lenient: if nothing stays under the peak, the least is taken, with a warning.
     """
 
     peak: int | str | None
@@ -39,6 +43,9 @@ class Budget:
     max_error: float
     free: int | None = None
     over: int = 0
+    moments: tuple[Moment, ...] = ALONE
+    least: bool = False
+    lenient: bool = False
 
     decides_for_graph: ClassVar[bool] = True  # so no other policy may ask it for one tensor
 

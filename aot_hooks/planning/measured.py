@@ -6,6 +6,8 @@ forward starts: a bytes allocated        backward has run: at most n since the c
 1st step   within the budget: done. Else the counters begin anew, and the next step is measured alone
 2nd step   over the budget: the excess is taken off, and the function is compiled once more
 of the tighter plan's steps likewise; if that is over the budget too, a warning says by how much, and where
+
+`checked` does this for a graph that is the whole step, `StepCheck` for the steps of many.py.
 """
 
 from __future__ import annotations
@@ -24,11 +26,13 @@ from ..passes.plan import Plan
 from ..torch_private import dynamo
 from ..torch_private.autograd import after_backward
 from .budget import Budget
+from .step import ALONE
 
-__all__ = ["Counters", "checked", "forget", "tightened"]
+__all__ = ["Counters", "StepCheck", "checked", "forget", "step_check", "tightened"]
 
 log = logging.getLogger("aot_hooks")
 _MIB = 1 << 20
+_AFTER = "after the compiled forward: in the loss, or in the backward"
 _TRIES = 3  # calls that are measured alone
 _tighter: Memo[dict[Any, Budget]] = Memo()  # by the `torch.compile` wrapper: by code and budget, the one to plan with
 
@@ -77,7 +81,7 @@ def checked(
     """
     device, code = _cuda_device(plans), dynamo.code_being_compiled()
     peak = budget.peak_bytes
-    if peak is None or device is None:
+    if peak is None or device is None or budget.least or budget.moments != ALONE:
         return run
     predicted = max(plan.peak_bytes for plan in plans)
     counter = Counters(device)
@@ -125,7 +129,9 @@ def checked(
             done = True
             log.info("%r: a step took %d bytes, predicted %d", budget, most - before, predicted)
             if budget.over or wrapper is None or code is None or not dynamo.compile_anew(code):
-                _warn(budget, peak, most - before, predicted, most == in_forward)
+                phase = "in the compiled forward" if most == in_forward else _AFTER
+                where = f"the compiled graph alone; the most was alive {phase}"
+                _warn(budget, peak, most - before, predicted, where, tighter=budget.over > 0)
             else:
                 tighter = replace(budget, over=excess)
                 (_tighter.get(wrapper) or _tighter.set(wrapper, {}))[code, replace(budget, free=None)] = tighter
@@ -133,13 +139,54 @@ def checked(
     return run_and_measure
 
 
-def _warn(budget: Budget, peak: int, taken: int, predicted: int, in_forward: bool) -> None:
-    where = "in the compiled forward" if in_forward else "after the compiled forward: in the loss, or in the backward"
-    tighter = ", with a plan that is tighter by what the first was over it" if budget.over else ""
+class StepCheck:
+    """The measured peaks of the first steps of many calls, beside their budget of `peak` bytes."""
+
+    def __init__(self, budget: Budget, peak: int, counter: Counters, *, tighter: bool) -> None:
+        self.budget, self.peak, self.counter, self.tighter = budget, peak, counter, tighter
+        self.done = self.alone = False
+        self.restarts = 0
+
+    def begins(self) -> int | None:
+        """A step begins; returns the bytes that are allocated, None if it is not measured."""
+        if self.done or self.restarts == _TRIES:  # such steps had no backward, or other calls
+            return None
+        if self.alone:
+            self.restarts += 1
+            self.counter.restart()
+        return self.counter.allocated()
+
+    def ended(self, before: int | None, predicted: int) -> int:
+        """A step that began with `before` bytes is over; returns how many bytes of the budget no plan may take."""
+        if self.done or before is None:
+            return 0
+        taken = self.counter.most() - before
+        if taken <= self.peak:
+            self.done = True
+        elif not self.alone:
+            self.alone = True
+        else:
+            self.done = True
+            if not self.tighter:
+                return taken - min(predicted, self.peak)
+            _warn(self.budget, self.peak, taken, predicted, "the compiled graphs of the step", tighter=True)
+        return 0
+
+
+def step_check(budget: Budget, free: int | None, plans: Sequence[Plan], *, tighter: bool) -> StepCheck | None:
+    """The check of a step with `plans`; None where nothing counts bytes. `free`: the bytes of "fit"."""
+    device, peak = _cuda_device(plans), budget.peak_bytes if free is None else free
+    if device is None or peak is None:
+        return None
+    return StepCheck(budget, peak, Counters(device), tighter=tighter)
+
+
+def _warn(budget: Budget, peak: int, taken: int, predicted: int, where: str, *, tighter: bool) -> None:
+    tried = ", with a plan that is tighter by what the first was over it" if tighter else ""
     warnings.warn(
         f"aot_hooks: {budget!r}: a step took {taken / _MIB:.1f} MiB over what was allocated before it, "
-        f"{(taken - peak) / _MIB:.1f} MiB more than the budget{tighter}. Predicted were {predicted / _MIB:.1f} MiB for "
-        f"the compiled graph alone; the most was alive {where}. What code outside of the graph allocates counts too: "
+        f"{(taken - peak) / _MIB:.1f} MiB more than the budget{tried}. Predicted were {predicted / _MIB:.1f} MiB for "
+        f"{where}. What code outside of the graph allocates counts too: "
         "compile the loss with the model, or lower the peak by that much",
         BudgetWarning,
         stacklevel=2,

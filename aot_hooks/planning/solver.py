@@ -8,6 +8,8 @@
                                 0 in the backward
                   fetched[p] >= fetched[p+1] + bytes read first at p+1 - what the link brings meanwhile
                                 0 before the backward
+                  in a step of many calls, at each of its moments: live[p] + delta[p] + ... + what others hold
+                                + number of other calls * (live[f] + delta[f]) <= peak + over, f the forward's end
                   sum of squared errors, weighted by bytes  <=  max_error ** 2
 
 A value that is packed is whole from its first reader on, unless its readers unpack it in registers. A value that is
@@ -27,7 +29,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from .step import KEPT, RECOMPUTE, Option, Step, Value
+from .step import KEPT, RECOMPUTE, Moment, Option, Step, Value
 
 __all__ = ["Solution", "solve"]
 
@@ -50,7 +52,7 @@ class Solution:
     Attributes:
         options: in the order of the values.
         live: bytes alive at each position, with what packing there works with.
-        peak_bytes: of the step, by the program's bound.
+        peak_bytes: of the step, with what is alive beside the graph.
         ms: predicted time of the step.
         error: predicted relative error of the gradient.
     """
@@ -185,15 +187,28 @@ def solve(
     groups = _groups(step, starts)
     deltas = [program.column(-math.inf) for _ in groups]
     alive = _on_their_way(step, program, groups, sent, fetched)
-    for g, (position, most) in enumerate(groups):
+    for g, (position, _) in enumerate(groups):
         terms = {deltas[g]: -1.0} | ({deltas[g - 1]: 1.0} if g else {}) | change.get(position, {})
         program.row(terms, 0, 0)
         alive[g] |= {deltas[g]: 1.0}
-        program.row(alive[g] | {over: -1.0}, -math.inf, allowed - most / _MIB)
+    held = step.bytes_of(step.live).held
+    held_at = max((g for g, (position, _) in enumerate(groups) if position < step.forward_count), default=None)
+
+    def limit(terms: dict[int, float], nbytes: int, moments: Sequence[Moment]) -> None:
+        """At `moments`, `nbytes` with `terms` added are under the peak."""
+        for moment in moments:
+            row = terms | {over: -1.0}
+            if held_at is not None:
+                row[deltas[held_at]] = row.get(deltas[held_at], 0.0) + moment.calls
+            program.row(row, -math.inf, allowed - (nbytes + moment.calls * held + moment.nbytes) / _MIB)
+
+    for g, (position, most) in enumerate(groups):
+        limit(alive[g], most, step.moments_at(position))
+    limit({}, 0, [moment for moment in step.moments if not moment.phase])
     group_at = {position: g for g, (position, _) in enumerate(groups)}
     for (_, position), terms in work.items():  # between two nodes
         between = min(step.live[max(0, position - 1) : position + 1])
-        program.row(terms | {deltas[group_at[position]]: 1.0, over: -1.0}, -math.inf, allowed - between / _MIB)
+        limit(terms | {deltas[group_at[position]]: 1.0}, between, step.moments_at(position))
     if math.isfinite(max_error):
         scale_up = 1e4
         terms = {c: scale_up * _share(step, step.values[v]) * o.error**2 for c, (v, o) in enumerate(choices)}
@@ -222,7 +237,8 @@ def solve(
             live[at] = max(live[at], beside)
     error = sum(_share(step, value) * o.error**2 for value, o in zip(step.values, options, strict=True)) ** 0.5
     ms = step.ms + sum(o.ms for o in options)
-    return Solution(tuple(options), tuple(map(round, live)), round(max(live, default=0)), ms, error)
+    found = tuple(map(round, live))
+    return Solution(tuple(options), found, step.bytes_of(found).peak(step.moments), ms, error)
 
 
 def _solved(program: _Program, by_value: Collection[Sequence[int]]) -> Any:

@@ -11,10 +11,11 @@ may be made of many.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["KEPT", "RECOMPUTE", "Option", "Step", "Value"]
+__all__ = ["ALONE", "KEPT", "RECOMPUTE", "Bytes", "Moment", "Option", "Step", "Value"]
 
 RECOMPUTE = "recompute"  # the name of such an option
 
@@ -52,6 +53,51 @@ class Option:
 
 
 KEPT = Option("keep")
+
+
+@dataclass(frozen=True)
+class Moment:
+    """What is alive beside a graph at a moment of a step of many compiled calls, at the worst.
+
+    Attributes:
+        phase: what of the graph runs, "forward" or "backward"; "": another graph runs.
+        calls: calls of the graph, besides the one that runs, that hold what they saved until their backward.
+        nbytes: what other graphs hold or work with, and gradients of backwards that have run.
+    """
+
+    phase: str
+    calls: int = 0
+    nbytes: int = 0
+
+
+ALONE = (Moment("forward"), Moment("backward"))  # of a step that is one call
+
+
+@dataclass(frozen=True)
+class Bytes:
+    """The bytes of one call of a graph.
+
+    Attributes:
+        forward: most alive in its forward.
+        held: alive between its forward and its backward: what it saved, and its outputs.
+        backward: most alive in its backward.
+    """
+
+    forward: int
+    held: int
+    backward: int
+
+    def beside(self, moments: Sequence[Moment], phase: str) -> int:
+        """The most that is alive beside the call in `phase`, if all calls of the graph are like it."""
+        return max((m.calls * self.held + m.nbytes for m in moments if m.phase == phase), default=0)
+
+    def peak(self, moments: Sequence[Moment]) -> int:
+        """The most that is alive in the step."""
+        return max(
+            self.forward + self.beside(moments, "forward"),
+            self.backward + self.beside(moments, "backward"),
+            self.beside(moments, ""),
+        )
 
 
 @dataclass(frozen=True)
@@ -98,6 +144,7 @@ class Step:
         to_host, to_device: bytes a second over the link, beside the compute.
         nodes: what runs at each position: "forward mm_3".
         places: the modules of these, for messages.
+        moments: what is alive beside it, if the step has more calls of compiled graphs.
     """
 
     live: tuple[int, ...]
@@ -108,10 +155,20 @@ class Step:
     to_device: float = float("inf")
     nodes: tuple[str, ...] = field(default=(), repr=False)
     places: tuple[str, ...] = field(default=(), repr=False)
+    moments: tuple[Moment, ...] = ALONE
 
     @property
     def peak_bytes(self) -> int:
-        return max(self.live, default=0)
+        return self.bytes_of(self.live).peak(self.moments)
+
+    def bytes_of(self, live: Sequence[int]) -> Bytes:
+        """The bytes of a call with `live` bytes alive at each position."""
+        forward, backward = live[: self.forward_count], live[self.forward_count :]
+        return Bytes(max(forward, default=0), forward[-1] if forward else 0, max(backward, default=0))
+
+    def moments_at(self, position: int) -> list[Moment]:
+        phase = "forward" if position < self.forward_count else "backward"
+        return [moment for moment in self.moments if moment.phase == phase]
 
     @property
     def ms(self) -> float:

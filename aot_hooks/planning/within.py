@@ -15,6 +15,7 @@ import dataclasses
 import functools
 import math
 import operator
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,23 +23,23 @@ from typing import Any
 
 from torch.fx import GraphModule
 
-from ..errors import BudgetError
+from ..errors import BudgetError, BudgetWarning
 from ..graphs.nodes import storage_of
 from ..graphs.roofline import on_cuda, step_ms
 from ..graphs.saved import Boundary, SavedTensor, SavedValue
 from ..hook import KEEP, Hook
 from ..offloading.transfers import COPIES
 from ..passes.live_bytes import LivePoint
-from ..passes.plan import Decision, Plan
+from ..passes.plan import Decision, InStep, Plan
 from ..settings.setting import Setting
 from ..torch_private import aot
 from .budget import Budget, fitted
 from .kernels import hold_kernels, join_kernels, split_kernels
 from .options import Graphs, step_of
 from .solver import Solution, solve
-from .step import KEPT, RECOMPUTE, Option, Step
+from .step import ALONE, KEPT, RECOMPUTE, Bytes, Moment, Option, Step
 
-__all__ = ["RECOMPUTED", "partition_within"]
+__all__ = ["RECOMPUTED", "bytes_of", "partition_within"]
 
 
 def _recompute(x: Any) -> Any:
@@ -56,6 +57,8 @@ _UNSEEN = 0.001  # of the peak, on CUDA: what the allocator rounds up, and kerne
 _NEAR = 0.98  # of the peak: a plan this near to it is not improved
 _COMPUTED = 4  # squared: what is computed from a rounded value may be twice as wrong
 _MIB = 1 << 20
+_MANY = 63  # other calls of a graph of which nobody knows yet how many there are
+_UNKNOWN = (Moment("forward", _MANY), Moment("backward", _MANY))
 
 Split = Callable[[], tuple[GraphModule, GraphModule]]
 
@@ -111,11 +114,13 @@ def partition_within(
         return Graphs(fw, bw, num_fwd_outputs, tuple(static_inputs), roots, fused)
 
     stock = read(*split())
+    moments = _UNKNOWN if budget.least else budget.moments
     step, groups = step_of(stock, setting.scope, budget.allow, budget.max_error)
+    step = dataclasses.replace(step, moments=moments)
     before, before_ms = stock.live(), step_ms(stock.fw, stock.bw, fused)
     cross = stock.boundary()
-    peak, on_gpu = _peak(budget, groups), on_cuda(stock.bw.graph.nodes)
-    less = budget.over + (int(_UNSEEN * peak) if peak is not None and on_gpu else 0)
+    peak = None if budget.least else _peak(budget, groups)
+    less = budget.over + (int(_UNSEEN * peak) if peak is not None and on_cuda(stock.bw.graph.nodes) else 0)
     limits = _Limits(None if peak is None else peak - less, budget.max_slowdown, budget.max_error)
     hooks_only = [name for name in budget.allow if name != RECOMPUTE]
 
@@ -125,7 +130,8 @@ def partition_within(
         with aot.recomputed(joint, again, kept):
             graphs = read(*split())
         reached = _reached(chosen, step, groups)
-        return graphs, step_of(graphs, setting.scope, hooks_only, budget.max_error, reached)[0]
+        own = step_of(graphs, setting.scope, hooks_only, budget.max_error, reached)[0]
+        return graphs, dataclasses.replace(own, moments=moments)
 
     def tried(graphs: Graphs, own: Step, solution: Solution, chosen: Solution) -> _Tried:
         """What comes of the hooks of `solution` in `graphs`: a plan with its live bytes and times."""
@@ -136,24 +142,56 @@ def partition_within(
             split_kernels(found.bw)
         live = found.live()
         if limits.peak is not None:
-            join_kernels(found.bw, live, _NEAR * limits.peak)
+            join_kernels(found.bw, live, _NEAR * limits.peak - bytes_of(live).beside(moments, "backward"))
         plan = _with_recomputed(plan, cross, groups, saved, chosen, step)
         after_ms = step_ms(found.fw, found.bw, fused, COPIES, plan.transfers)
         after_ms -= sum(option.spared_ms for option in solution.options)
         decisions = tuple(dataclasses.replace(d, settings=(setting.key,)) for d in plan.decisions)
         plan = dataclasses.replace(plan, decisions=decisions, live_before=before, live_after=found.live())
         plan = dataclasses.replace(plan, before_ms=before_ms, after_ms=after_ms)
-        return _Tried(found, plan, own, solution, live)
+        return _Tried(found, plan, own, solution, live, bytes_of(plan.live_after).peak(moments))
 
     best, least = _search(step, limits, partitioned, tried)
     if best is None and peak is not None and least.fits(dataclasses.replace(limits, peak=peak)):
         best = least  # nothing is tighter; the next steps are measured again
-    if best is None:
+    if best is None and not budget.lenient and not budget.least:
         raise BudgetError(_infeasible(budget, step, limits.peak, least))
+    if best is None and budget.lenient:
+        _warn(budget, limits.peak, least)
+    best = best or least
     for gm, phase in ((best.graphs.fw, "forward"), (best.graphs.bw, "backward")):
         if fused and on_cuda(gm.graph.nodes):
-            hold_kernels(gm, [point for point in best.plan.live_after if point.phase == phase], best.plan.peak_bytes)
-    return best.graphs.fw, best.graphs.bw, best.plan
+            points = [point for point in best.plan.live_after if point.phase == phase]
+            hold_kernels(gm, points, best.peak - bytes_of(best.plan.live_after).beside(moments, phase))
+    return best.graphs.fw, best.graphs.bw, best.plan if budget.least else _in_step(best.plan, moments)
+
+
+def bytes_of(points: Sequence[LivePoint]) -> Bytes:
+    forward, backward = ([p.live_bytes for p in points if p.phase == phase] for phase in ("forward", "backward"))
+    return Bytes(max(forward, default=0), forward[-1] if forward else 0, max(backward, default=0))
+
+
+def _in_step(plan: Plan, moments: Sequence[Moment]) -> Plan:
+    """`plan` with the bytes of the other calls of its step, if there are any."""
+    if moments == ALONE:
+        return plan
+
+    def shifted(points: Sequence[LivePoint]) -> tuple[LivePoint, ...]:
+        own = bytes_of(points)
+        beside = {phase: own.beside(moments, phase) for phase in ("forward", "backward")}
+        return tuple(dataclasses.replace(p, live_bytes=p.live_bytes + beside[p.phase]) for p in points)
+
+    own, running = bytes_of(plan.live_after), [m for m in moments if m.phase]
+    share = InStep(
+        1 + max(m.calls for m in running),
+        own.held,
+        max(m.nbytes for m in running),
+        own.beside(moments, "forward"),
+        own.beside(moments, "backward"),
+        own.beside(moments, ""),
+    )
+    live_before, live_after = shifted(plan.live_before), shifted(plan.live_after)
+    return dataclasses.replace(plan, live_before=live_before, live_after=live_after, in_step=share)
 
 
 def _copied(gm: GraphModule) -> GraphModule:
@@ -204,11 +242,12 @@ class _Tried:
     step: Step
     solution: Solution
     live: tuple[LivePoint, ...]  # with every kernel split that can be
+    peak: int  # of the step, with all of its calls
 
     def fits(self, limits: _Limits) -> bool:
         slowest = math.inf if limits.slowdown is None else limits.slowdown
         in_time = not self.plan.before_ms or self.plan.step_ratio <= slowest * (1 + _ROUNDING)
-        return in_time and (limits.peak is None or self.plan.peak_bytes <= limits.peak)
+        return in_time and (limits.peak is None or self.peak <= limits.peak)
 
 
 def _search(
@@ -237,19 +276,19 @@ def _search(
         all_tried += found
         if last or limit is None or limits.peak is None:
             break
-        reached = max((one.plan.peak_bytes for one in found if one.fits(limits)), default=None)
+        reached = max((one.peak for one in found if one.fits(limits)), default=None)
         if reached is None:
-            limit -= 1.05 * max(0, min(one.plan.peak_bytes for one in found) - limits.peak)
+            limit -= 1.05 * max(0, min(one.peak for one in found) - limits.peak)
         elif reached < _NEAR * limits.peak and set(chosen.options) != {KEPT}:  # less to recompute may do
             limit += _NEAR * limits.peak - reached
         else:
             break
 
     def fastest(one: _Tried) -> tuple[float, float]:
-        return (one.plan.after_ms, one.plan.peak_bytes)
+        return (one.plan.after_ms, one.peak)
 
     def lowest(one: _Tried) -> tuple[float, float]:
-        return (one.plan.peak_bytes, one.plan.after_ms)
+        return (one.peak, one.plan.after_ms)
 
     fitting = [one for one in all_tried if one.fits(limits)]
     best = min(fitting, key=lowest if limits.peak is None else fastest, default=None)
@@ -283,11 +322,11 @@ def _hooked(
         found = tried(graphs, step, solution, chosen)
         fitted = fitted or found.fits(limits)
         yield found
-        near = limits.peak is not None and found.plan.peak_bytes >= _NEAR * limits.peak
+        near = limits.peak is not None and found.peak >= _NEAR * limits.peak
         if found.fits(limits) and (near or set(solution.options) == {KEPT}):
             return
         if step is uncorrected and limits.peak is not None:
-            excess += max(0, found.plan.peak_bytes - limits.peak)
+            excess += max(0, found.peak - limits.peak)
         off = _off(found.live, step.nodes, solution.live)
         step = dataclasses.replace(step, live=tuple(map(operator.add, step.live, off)))
         if max_ms is not None and found.plan.before_ms:
@@ -401,12 +440,34 @@ def _infeasible(budget: Budget, step: Step, peak: int | None, least: _Tried) -> 
     largest = sorted(kept, key=lambda value: -value.nbytes)[:3]
     names = ", ".join(f"'{v.names[0]}' {_mib(v.nbytes)} ({v.where})" for v in largest) or "none"
     within = "" if budget.max_slowdown is None else f" within {budget.max_slowdown} times the time"
+    calls = _calls(least.plan, step.moments)
     return (
         f"{budget!r}: expected a step under {_mib(peak or 0)}{within}, but the least that was found takes "
-        f"{_mib(least.plan.peak_bytes)}, and {least.plan.step_ratio:.3f} times the time. Without hooks it takes "
+        f"{_mib(least.peak)}, and {least.plan.step_ratio:.3f} times the time.{calls} Without hooks it takes "
         f"{_mib(step.peak_bytes)}, the most at {top}. The largest that stay as they are: "
         f"{names}. Gradients, outputs and what a single layer works with can't be stored otherwise: raise the peak, "
         "allow more means, time or error, or take smaller batches"
+    )
+
+
+def _calls(plan: Plan, moments: Sequence[Moment]) -> str:
+    """What the step has beside one call of the graph."""
+    if (share := _in_step(plan, moments).in_step) is None:
+        return ""
+    return (
+        f" The step has {share.calls} calls of this graph at the same time, each of which then holds "
+        f"{_mib(share.held_bytes)}, and beside them {_mib(share.other_bytes)} of other graphs and gradients."
+    )
+
+
+def _warn(budget: Budget, peak: int | None, least: _Tried) -> None:
+    warnings.warn(
+        f"aot_hooks: {budget!r}: a step of many compiled calls has more of them alive at the same time than before. "
+        f"The least that was found for it takes {_mib(least.peak)}, as predicted, "
+        f"{_mib(least.peak - (peak or 0))} more than the budget, and is taken."
+        f"{_calls(least.plan, least.step.moments)} Raise the peak, or allow more means, time or error",
+        BudgetWarning,
+        stacklevel=2,
     )
 
 

@@ -188,12 +188,19 @@ def _peak_lines(plan: Plan, size: int, unit: str) -> list[str]:
     if not plan.live_before or not plan.live_after:
         return []
     before, after = _peak(plan.live_before), _peak(plan.live_after)
+    step = plan.in_step
     decrease, saving = before.live_bytes - after.live_bytes, plan.saved_bytes - plan.packed_bytes
     lines = [
         f"predicted peak of the step, over parameters and inputs: {_number(before.live_bytes, size)} -> "
-        f"{_number(after.live_bytes, size)} {unit}",
+        f"{_number(max(plan.peak_bytes, after.live_bytes), size)} {unit}",
         _cut(f"  it stands {_place(before)}"),
     ]
+    if step is not None:
+        lines.append(
+            f"  of a step in which {step.calls} calls of one graph hold saved tensors at the same time, "
+            f"{_number(step.held_bytes, size)} {unit} each"
+        )
+        lines.append(f"  other graphs and gradients beside them: {_number(step.other_bytes, size)} {unit}")
     if saving <= 0:
         return lines
     if _place(after) != _place(before):

@@ -6,6 +6,7 @@ The stack's part goes when torch has a public reader of it.
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -131,23 +132,27 @@ class _Token:
     """An object that only an autograd node holds."""
 
 
-def at_end_of_backward(outputs: Any, on_release: Callable[[], None]) -> bool:
+def at_end_of_backward(outputs: Any, on_release: Callable[[], None], on_run: Callable[[], None] | None = None) -> bool:
     """Call `on_release` once when the saved tensors of the graph that returned `outputs` are released.
 
     False if it saved nothing.
+
+    Args:
+        on_run: called in place of `on_release` if they are released because the backward has run.
     """
     if (node := _node_behind(outputs)) is None:
         return False
     token = _Token()
     once = weakref.finalize(token, on_release)
-    node.metadata["aot_hooks"] = token
-
-    @untraced  # a backward may run where Dynamo compiles each function that is called
-    def has_run(*_: Any) -> None:
-        once()
-
-    node.register_hook(has_run)
+    node.metadata.setdefault("aot_hooks", []).append(token)
+    node.register_hook(functools.partial(_has_run, once, on_run or on_release))
     return True
+
+
+@untraced  # a backward may run where Dynamo compiles each function that is called
+def _has_run(once: weakref.finalize[..., Any], call: Callable[[], None], *_: Any) -> None:
+    if once.detach() is not None:
+        call()
 
 
 def after_backward(outputs: Any, call: Callable[[], None]) -> None:

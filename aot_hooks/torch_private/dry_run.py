@@ -10,21 +10,17 @@ from typing import Any
 
 import torch
 
-from .dynamo import code_being_compiled
+from .dynamo import code_being_compiled, entries_of, invalidate
 from .symbols import needing
 from .values import FakeTensor, is_traced_value, pytree
 
 SYMBOLS = {
     "telling fake tensors from real ones": "torch._subclasses.fake_tensor.FakeTensor",
-    "aot_hooks.plan": "torch._C._dynamo.eval_frame._debug_get_cache_entry_list .reset_code "
-    "torch._dynamo.guards.DeletedGuardManagerWrapper torch._dynamo.pgo.get_code_state "
+    "aot_hooks.plan": "torch._C._dynamo.eval_frame.reset_code torch._dynamo.pgo.get_code_state "
     "torch._subclasses.fake_tensor.FakeTensorMode",
 }
 PROTOCOLS = {
     "aot_hooks.plan": {
-        "torch._C._dynamo.eval_frame._CacheEntry": "guard_manager backend",
-        "torch._dynamo.guards.GuardManagerWrapper": "extra_state",
-        "torch._C._dynamo.eval_frame._ExtraState": "invalidate",
         "torch._subclasses.fake_tensor.FakeTensorMode": "from_tensor allow_non_fake_inputs",
         "torch._subclasses.fake_tensor.FakeTensor": "fake_mode",
     },
@@ -97,7 +93,7 @@ class DynamoTraces:
     def note(self) -> None:
         """Remembers the code that Dynamo is compiling; call it in the backend."""
         if (code := code_being_compiled()) is not None:
-            self.codes.setdefault(code, bool(_entries(code)))
+            self.codes.setdefault(code, bool(entries_of(code)))
 
     def __exit__(self, *exc: object) -> None:
         state = need("torch._dynamo.pgo.get_code_state")()
@@ -106,13 +102,5 @@ class DynamoTraces:
         for code, others in self.codes.items():
             if not others:
                 need("torch._C._dynamo.eval_frame.reset_code")(code)
-                continue
-            deleted = need("torch._dynamo.guards.DeletedGuardManagerWrapper")
-            for entry in _entries(code):
-                planned = getattr(entry.backend, "compiler_name", "") == PLANNER
-                if planned and (state := entry.guard_manager.extra_state) is not None:
-                    state.invalidate(entry, deleted("aot_hooks.plan is done"))
-
-
-def _entries(code: Any) -> Any:
-    return need("torch._C._dynamo.eval_frame._debug_get_cache_entry_list")(code)
+            else:
+                invalidate(code, "aot_hooks.plan is done", PLANNER)

@@ -18,7 +18,8 @@ import torch
 from .symbols import needing
 
 SYMBOLS = {
-    "a tighter plan for a budget": "torch._C._dynamo.eval_frame.reset_code torch._dynamo.eval_frame._stance",
+    "another plan for a budget": "torch._C._dynamo.eval_frame.reset_code torch._dynamo.eval_frame._stance "
+    "torch._C._dynamo.eval_frame._debug_get_cache_entry_list torch._dynamo.guards.DeletedGuardManagerWrapper",
     "contexts inside a compiled function": "torch._dynamo.assume_constant_result torch._dynamo.comptime.comptime",
     "errors of contexts inside a compiled function": "torch._dynamo.exc.BackendCompilerFailed",
     "reports of scripts with a module that cannot be planned": "torch._dynamo.exc.TorchDynamoException",
@@ -30,6 +31,11 @@ SYMBOLS = {
     "torch._dynamo.convert_frame.CatchErrorsWrapper.__call__",
 }
 PROTOCOLS = {
+    "another plan for a budget": {
+        "torch._C._dynamo.eval_frame._CacheEntry": "guard_manager backend",
+        "torch._dynamo.guards.GuardManagerWrapper": "extra_state",
+        "torch._C._dynamo.eval_frame._ExtraState": "invalidate",
+    },
     "from a compiled function to its options and plans": {
         "torch._TorchCompileWrapper": "compiler_name compiler_fn kwargs",
         "torch._dynamo.convert_frame.CatchErrorsWrapper": "_torchdynamo_orig_backend",
@@ -113,11 +119,12 @@ def code_being_compiled() -> types.CodeType | None:
     return None if frame is None else cast(types.CodeType, frame.f_locals["code"])
 
 
-def compile_anew(code: types.CodeType) -> bool:
+def compile_anew(code: types.CodeType, *, while_running: bool = False) -> bool:
     """Remove all compiled versions of `code`, so that its next call compiles.
 
-    False, and nothing is removed, if it is running on some thread, or if the user's `torch.compiler.set_stance` says
-    that calls do not compile.
+    False, and nothing is removed, if the user's `torch.compiler.set_stance` says that calls do not compile, if some
+    thread compiles it, or if it is running. With `while_running` it then keeps its versions, but no call takes one of
+    them any more. They count against the recompile limit.
     """
     if need("torch._dynamo.eval_frame._stance").stance != "default":
         return False
@@ -125,11 +132,35 @@ def compile_anew(code: types.CodeType) -> bool:
     def place(of: types.CodeType) -> tuple[str, str, int]:
         return of.co_name, of.co_filename, of.co_firstlineno  # the code that Dynamo makes has these of the original
 
-    for newest in sys._current_frames().values():
-        if any(place(frame.f_code) == place(code) for frame, _ in traceback.walk_stack(newest)):
+    compiling = need("torch._dynamo.convert_frame._compile").__code__
+    stacks = sys._current_frames().values()
+    for frame in (frame for newest in stacks for frame, _ in traceback.walk_stack(newest)):
+        if frame.f_code is compiling and frame.f_locals.get("code") is code:
             return False
+    for newest in stacks:
+        if any(place(frame.f_code) == place(code) for frame, _ in traceback.walk_stack(newest)):
+            if while_running:
+                invalidate(code, "a budget needs another plan")
+            return while_running
     need("torch._C._dynamo.eval_frame.reset_code")(code)
     return True
+
+
+def entries_of(code: types.CodeType) -> Any:
+    """The compiled versions of `code`."""
+    return need("torch._C._dynamo.eval_frame._debug_get_cache_entry_list")(code)
+
+
+def invalidate(code: types.CodeType, why: str, backend: str | None = None) -> None:
+    """Have no call take the compiled versions of `code` that there are, or those of the backend of that name.
+
+    Dynamo does this itself when an object dies that a version guards, also while that version runs.
+    """
+    deleted = need("torch._dynamo.guards.DeletedGuardManagerWrapper")
+    for entry in entries_of(code):
+        ours = backend is None or getattr(entry.backend, "compiler_name", "") == backend
+        if ours and (state := entry.guard_manager.extra_state) is not None:
+            state.invalidate(entry, deleted(why))
 
 
 def frame_being_compiled() -> tuple[dict[str, Any], Any]:

@@ -20,6 +20,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import aot_hooks
 from aot_hooks.offloading import transfers
+from aot_hooks.planning import many
 
 pytestmark = [
     pytest.mark.slow,
@@ -29,7 +30,11 @@ pytestmark = [
 STEPS, ROWS, WIDTH = 6, 32, 16
 # the plan of one graph finds no time to hide a copy, that of a step does: the clock has 1 ms from event to event
 RATES = aot_hooks.Rates(to_host=1e7, to_device=1e7, memory=1e15, operations=1e18, operations32=1e18)
-HOOKS = {"offload": aot_hooks.offload(0, rates=RATES, across_graphs=True), "lossless": aot_hooks.lossless()}
+HOOKS = {
+    "offload": aot_hooks.offload(0, rates=RATES, across_graphs=True),
+    "lossless": aot_hooks.lossless(),
+    "budget": aot_hooks.budget("130KiB", allow=["recompute"], max_error=0),  # the blocks of a rank take up to 200
+}
 
 
 class Block(nn.Module):
@@ -175,6 +180,11 @@ def work(rank: int, folder: str, way: str, hook: str) -> None:
         if hook == "offload":
             assert stats["step_graph_count"] > 1 and stats["step_sent_bytes"] > 0, stats
             assert stats["sent_count"] == stats["fetched_count"] > 0, stats
+        if hook == "budget":
+            (group,) = many._groups.values()
+            assert any(graph.was_planned for graph in group.graphs.values())
+            left = max(event.gradient_bytes for trace in group.traces for event in trace)
+            assert left == 0 if way == "fsdp" else left > 0 or way != "ddp"  # FSDP takes the gradients away
     finally:
         dist.destroy_process_group()
 
@@ -186,7 +196,7 @@ def spawn(folder: pathlib.Path, way: str, hook: str) -> None:
 
 @pytest.mark.parametrize(
     ("way", "hook"),
-    [*((way, "offload") for way in WAYS if "fails" not in way), ("fsdp", "lossless")],
+    [(way, hook) for way in WAYS if "fails" not in way for hook in ("offload", "budget")] + [("fsdp", "lossless")],
 )
 def test_two_processes_have_the_gradients_of_two_without_hooks(tmp_path: pathlib.Path, way: str, hook: str) -> None:
     spawn(tmp_path, way, hook)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from steps import ATEN
 
-__all__ = ["measured"]
+__all__ = ["measured", "most_allocated"]
 
 
 def measured(fn: Any, x: torch.Tensor, hook: Any, folder: Path) -> tuple[int, int, int]:
@@ -25,19 +26,36 @@ def measured(fn: Any, x: torch.Tensor, hook: Any, folder: Path) -> tuple[int, in
 
     step()
     fn.zero_grad(set_to_none=True)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        held = step()
-    del held
+    events = _events(step, folder)
     fn.zero_grad(set_to_none=True)
-    profile.export_chrome_trace(str(folder / "trace.json"))
-    events = json.loads((folder / "trace.json").read_text())["traceEvents"]
     begins = next(e["ts"] for e in events if e.get("name") == "the backward")
-    changes = sorted((e["ts"], e["args"]["Bytes"]) for e in events if e.get("name") == "[memory]")
     alive = after = forward = backward = 0
-    for when, count in changes:
+    for when, count in _changes(events):
         alive += count
         if when < begins:
             after, forward = alive, max(forward, alive)
         else:
             backward = max(backward, alive)
     return after, forward, backward
+
+
+def most_allocated(step: Callable[[], Any], folder: Path) -> int:
+    """The most bytes that `step` has allocated at once, over what was there before."""
+    alive = most = 0
+    for _, count in _changes(_events(step, folder)):
+        alive += count
+        most = max(most, alive)
+    return most
+
+
+def _events(step: Callable[[], Any], folder: Path) -> list[dict[str, Any]]:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        held = step()
+    del held
+    profile.export_chrome_trace(str(folder / "trace.json"))
+    return json.loads((folder / "trace.json").read_text())["traceEvents"]
+
+
+def _changes(events: list[dict[str, Any]]) -> list[tuple[float, int]]:
+    """When how many bytes were allocated, or freed if negative."""
+    return sorted((e["ts"], e["args"]["Bytes"]) for e in events if e.get("name") == "[memory]")

@@ -1,0 +1,404 @@
+"""A step of many compiled calls under one budget: recorded, planned as one, its functions compiled once more.
+
+      1st step    A.  B.  B.  B.   B'  B'  B'  A'      each `.` a forward, each `'` the end of its backward: the trace
+                  whole budget | the least
+      after it    for A and B: how many other calls of it hold saved tensors, and the bytes of all else   moments_of
+      2nd step    A and B are compiled with their moments; the others count with what their plans hold
+
+A graph that is compiled first takes the budget as its own, which is right if it is the whole step. Once calls hold a
+quarter of the budget, functions are compiled anew and hold the least that they can: nobody knows how many calls follow.
+When all backwards of the step have run, its trace tells. Each graph gets a share: as much of the way from its least to
+what it holds without hooks as all graphs can go together. A graph that is planned later finds what the earlier ones
+left of theirs.
+
+A step is what one thread runs between two points at which nothing is saved. Bytes are predicted, on all devices.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import threading
+import types
+import warnings
+import weakref
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+
+from ..errors import BudgetWarning
+from ..passes.plan import Plan
+from ..passes.trace import canonical
+from ..torch_private import autograd, dynamo
+from ..torch_private.values import is_traced_value
+from .budget import Budget
+from .measured import StepCheck, step_check
+from .moments import Event, between, moments_of, shares
+from .step import Bytes
+from .within import bytes_of
+
+__all__ = ["forget", "graph_of", "noted"]
+
+_SMALL = 0.25  # of the budget: calls that hold less together change nothing
+_MOST_COMPILED = 6  # times that a graph is compiled for plans of steps
+_MOST_TRACES = 8
+_MIB = 1 << 20
+_NOT_KNOWN = Bytes(0, 0, 0)
+
+_lock = threading.RLock()
+_groups: dict[Budget, Group] = {}
+
+
+@dataclass(eq=False)
+class Graph:
+    """A graph of Dynamo under a budget, in all versions that it is compiled to.
+
+    Attributes:
+        wants: with which plan it is to be compiled: "alone", as the whole step, "least", or "planned".
+        stock, least: bytes of a call without hooks, and of one that holds the least; None: not known.
+        share: bytes that a call may take, or takes, in the step that is planned.
+        compiled_count: how often it was compiled for a step of many calls.
+        codes: of its functions, weakly.
+        listed: for each version, its plans and the list that reports read; `stale`: likewise of versions that are gone.
+    """
+
+    group: Group
+    wants: str = "alone"
+    stock: Bytes = _NOT_KNOWN
+    least: Bytes | None = None
+    share: Bytes = _NOT_KNOWN
+    compiled_count: int = 0
+    was_planned: bool = False
+    codes: list[weakref.ref[types.CodeType]] = field(default_factory=list)
+    listed: list[tuple[list[Plan], list[Plan]]] = field(default_factory=list)
+    stale: list[tuple[list[Plan], list[Plan]]] = field(default_factory=list)
+
+    def rule(self, given: Budget) -> Budget:
+        """The budget to compile it with."""
+        with _lock:
+            step = self.group.step
+            step.drop()
+            if self.wants == "alone" and step.holding and step.held_bytes > _SMALL * self.group.peak_bytes:
+                self.wants = "least"
+            if self.wants == "least":
+                return replace(given, free=None, least=True)
+            if self.wants == "planned":
+                moments = moments_of(self, self.group.traces, lambda graph: graph.share)
+                over = given.over + self.group.over
+                return replace(given, free=self.group.free, over=over, moments=moments, lenient=self.was_planned)
+            return given
+
+    def compiled(self, plans: list[Plan], listed: list[Plan] | None) -> Version | None:
+        """Note a version that was compiled with `rule()`; None if no plan of it says how many bytes it holds."""
+        found = [plan for plan in plans if plan.live_after]
+        if not found:
+            return None
+        code = dynamo.code_being_compiled()
+        with _lock:
+            for old, gone in self.stale:
+                old[:] = [plan for plan in old if all(plan is not each for each in gone)]
+            self.stale = []
+            if listed is not None:
+                self.listed.append((listed, list(plans)))
+            if code is not None and all(ref() is not code for ref in self.codes):
+                self.codes.append(weakref.ref(code))
+            version = Version(self, self.wants, _sum(map(_own_bytes, found)))
+            if self.wants == "planned":
+                self.was_planned, self.share = True, version.nbytes
+                self.group.check = step_check(self.group.budget, self.group.free, plans, tighter=self.group.over > 0)
+            else:
+                self.stock = _sum(bytes_of(plan.live_before) for plan in found)
+            if self.wants == "least":
+                self.least = version.nbytes
+            return version
+
+    def anew(self, wants: str) -> bool:
+        """Have the next calls compile it; False if they can't."""
+        self.wants = wants
+        self.compiled_count += 1
+        self.stale += self.listed
+        self.listed = []
+        codes = [code for ref in self.codes if (code := ref()) is not None]
+        done = [dynamo.compile_anew(code, while_running=True) for code in codes]
+        return bool(codes) and all(done)
+
+
+@dataclass(eq=False)
+class Version:
+    """A compiled version of a graph, with the bytes of a call of it."""
+
+    graph: Graph
+    kind: str
+    nbytes: Bytes
+
+
+@dataclass(eq=False)
+class Step:
+    """What a thread runs between two points at which nothing is saved.
+
+    Attributes:
+        marks: "forward", "backward", or "dropped" without one, with the number of the call and its version.
+        holding: calls that hold what they saved, by number.
+        allocated: bytes at its begin, if it is measured.
+        count, most: calls so far, and the most that held something at the same time.
+        leaves: for each call its parameters, weakly; None: not noted.
+        gone: numbers of calls that were dropped. Without the lock: a collection may run in its holder.
+    """
+
+    marks: list[tuple[str, int, Version]] = field(default_factory=list)
+    holding: dict[int, Version] = field(default_factory=dict)
+    allocated: int | None = None
+    count: int = 0
+    most: int = 0
+    leaves: list[list[weakref.ref[torch.Tensor]]] | None = None
+    gone: deque[int] = field(default_factory=deque)
+
+    @property
+    def held_bytes(self) -> int:
+        return sum(version.nbytes.held for version in self.holding.values())
+
+    def drop(self) -> None:
+        while self.gone:
+            self.release("dropped", self.gone.popleft())
+
+    def release(self, how: str, number: int) -> None:
+        if (version := self.holding.pop(number, None)) is not None:
+            self.marks.append((how, number, version))
+
+    def trace(self, key: Callable[[Version], Any]) -> list[Event]:
+        """The events with a `key` for each version. Gradients are those that parameters have now."""
+        events: list[Event] = []
+        holding: dict[int, Version] = {}
+        gradients: dict[int, int] = {}
+        for how, number, version in self.marks:
+            holding.pop(number, None)
+            if how != "dropped":
+                events.append(Event(how, key(version), Counter(map(key, holding.values())), sum(gradients.values())))
+            if how == "forward":
+                holding[number] = version
+            elif how == "backward" and self.leaves is not None:
+                leaves = [leaf for ref in self.leaves[number] if (leaf := ref()) is not None]
+                gradients |= {id(p): p.grad.numel() * p.grad.element_size() for p in leaves if p.grad is not None}
+        return events
+
+
+@dataclass(eq=False)
+class Group:
+    """All graphs under one budget, and what is known of their steps.
+
+    Attributes:
+        budget: as users write it.
+        free: bytes that "fit" found before the first graph was compiled.
+        traces: steps that are planned for, the last of them with `planned_peak` bytes.
+        over: bytes of the budget that no plan may take, because a measured step took more than predicted.
+        predicted: bytes of the last step that fits.
+        check: compares measured steps with the budget.
+        fits: the marks of the last steps that need nothing.
+        looks: whether calls note their parameters, to know of their gradients; `waits`: a step needs that.
+        incomplete: steps in a row in which calls had no backward.
+    """
+
+    budget: Budget
+    free: int | None
+    graphs: dict[str, Graph] = field(default_factory=dict)
+    traces: list[list[Event]] = field(default_factory=list)
+    planned_peak: int = 0
+    over: int = 0
+    predicted: int = 0
+    check: StepCheck | None = None
+    fits: deque[list[tuple[str, int, Version]]] = field(default_factory=lambda: deque(maxlen=_MOST_TRACES))
+    looks: bool = True
+    waits: bool = False
+    incomplete: int = 0
+    warned: bool = False
+    _local: threading.local = field(default_factory=threading.local)
+
+    @property
+    def peak_bytes(self) -> int:
+        return ((self.budget.peak_bytes if self.free is None else self.free) or 0) - self.budget.over - self.over
+
+    @property
+    def step(self) -> Step:
+        """The step of this thread."""
+        found: Step | None = getattr(self._local, "step", None)
+        return self.begin() if found is None else found
+
+    def begin(self) -> Step:
+        self._local.step = step = Step(leaves=[] if self.looks else None)
+        return step
+
+    def begins(self) -> None:
+        """A forward is about to run."""
+        with _lock:
+            step = self.step
+            step.drop()
+            if not step.holding:
+                if step.marks and step.marks[-1][0] == "dropped":
+                    self.ended(step)
+                self.begin().allocated = None if self.check is None else self.check.begins()
+
+    def called(self, version: Version, args: Sequence[Any], outputs: Any) -> None:
+        """A forward has run."""
+        step = self.step
+        number = step.count
+        if not autograd.at_end_of_backward(
+            outputs, functools.partial(step.gone.append, number), functools.partial(self.has_run, step, number)
+        ):
+            return
+        with _lock:
+            step.marks.append(("forward", number, version))
+            step.count, step.holding[number] = number + 1, version
+            step.most = max(step.most, len(step.holding))
+            if step.leaves is not None:
+                leaves = (a for a in args if isinstance(a, torch.Tensor) and a.requires_grad and a.is_leaf)
+                step.leaves.append([weakref.ref(a) for a in leaves])
+            alone = version.kind == version.graph.wants == "alone"
+            if alone and len(step.holding) > 1 and step.held_bytes > _SMALL * self.peak_bytes:
+                version.graph.anew("least")
+
+    def has_run(self, step: Step, number: int) -> None:
+        with _lock:
+            step.drop()
+            step.release("backward", number)
+            if not step.holding:
+                self.ended(step)
+
+    def ended(self, step: Step) -> None:
+        """Plan for `step`, if it is not one that fits."""
+        if step.marks in self.fits:
+            self.measure(step)
+            return
+        kinds = {how for how, _, _ in step.marks}
+        if "backward" not in kinds:
+            return
+        self.incomplete = self.incomplete + 1 if "dropped" in kinds else 0
+        if 0 < self.incomplete < 3:  # an exception may have ended it
+            return
+        if step.most < 2:
+            self.fits.append(step.marks)
+            self.looks = self.looks and self.waits
+            for graph in {v.graph: None for _, _, v in step.marks if v.kind == v.graph.wants == "least"}:
+                graph.anew("alone")  # it was compiled while calls held something that never had a backward
+            return
+        self.looks = self.waits = step.leaves is None
+        if step.leaves is None:  # the next one like it tells
+            return
+        taken = max(event.nbytes(lambda version: version.nbytes) for event in step.trace(lambda version: version))
+        versions = {version: None for _, _, version in step.marks}
+        graphs = list({version.graph: None for version in versions})
+        if taken <= self.peak_bytes and all(version.kind != "least" for version in versions):
+            self.fits.append(step.marks)
+            self.predicted = taken
+            self.measure(step)
+        elif all(v.kind == v.graph.wants == "planned" for v in versions) and self.knows(step):
+            self.fits.append(step.marks)  # nothing is tighter, which was a warning when it was compiled
+        elif all(graph.compiled_count < _MOST_COMPILED for graph in graphs) and self.plan(step, graphs):
+            self.looks = self.waits = True
+        else:
+            self.fits.append(step.marks)
+            self.warn(taken, step)
+
+    def measure(self, step: Step) -> None:
+        """Compare what `step` took with the budget, if all of it is planned; once it is over, plan less."""
+        if self.check is None or any(version.kind != "planned" for _, _, version in step.marks):
+            return
+        if (excess := self.check.ended(step.allocated, self.predicted)) > 0:
+            self.over, self.looks, self.waits = excess, True, True
+            self.fits.clear()  # the next step is over what is left, and gets another plan
+
+    def knows(self, step: Step) -> bool:
+        """Whether the graphs have been planned for a step like `step`."""
+
+        def calls(trace: Sequence[Event]) -> list[Any]:
+            return [(event.phase, event.runs, event.holding) for event in trace]
+
+        found = calls(step.trace(lambda version: version.graph))
+        return self.planned_peak == self.peak_bytes and any(calls(trace) == found for trace in self.traces)
+
+    def plan(self, step: Step, graphs: Sequence[Graph]) -> bool:
+        """Have the graphs compiled anew for a step like `step`; False if they can't be."""
+        trace = step.trace(lambda version: version.graph)
+        stock = {graph: graph.stock for graph in graphs}
+        least = {graph: graph.least or graph.stock for graph in graphs}
+        share = shares(trace, least, stock, self.peak_bytes)
+        unknown = {graph for graph in graphs if graph.least is None}
+        calls = [version for how, _, version in step.marks if how == "forward"]
+        held = sum(version.nbytes.held for version in calls if version.graph in unknown)
+        if unknown and (share < 0 or held > _SMALL * self.peak_bytes):
+            return all([graph.anew("least") for graph in unknown])
+        self.traces, self.planned_peak = [*self.traces, trace][-_MOST_TRACES:], self.peak_bytes
+        for graph in graphs:
+            graph.share = between(least[graph], stock[graph], max(0.0, share))
+        return all([graph.anew("planned") for graph in graphs])
+
+    def warn(self, taken: int, step: Step) -> None:
+        if taken <= self.peak_bytes or self.warned:
+            return
+        self.warned = True
+        warnings.warn(
+            f"aot_hooks: {self.budget!r}: a step with {step.most} compiled calls that hold saved tensors at the same "
+            f"time takes {taken / _MIB:.1f} MiB as predicted, {(taken - self.peak_bytes) / _MIB:.1f} MiB more than the "
+            "budget. Its functions are not compiled again for it: either they were, several times, or "
+            "torch.compiler.set_stance forbids it. Give steps the same number of calls, or lower the peak by that much",
+            BudgetWarning,
+            stacklevel=2,
+        )
+
+
+def graph_of(rule: Budget, gm: GraphModule, inputs: Sequence[Any]) -> Graph | None:
+    """The graph `gm` under the budget `rule`; None if that has no bytes. Equal graphs are one."""
+    if rule.peak_bytes is None:
+        return None
+    sizes = [
+        (str(x.shape), str(x.stride()), x.dtype, x.device, x.requires_grad) if isinstance(x, torch.Tensor) else type(x)
+        for x in (n.meta.get("example_value") for n in gm.graph.find_nodes(op="placeholder"))
+    ]
+    training = [x.requires_grad for x in inputs if isinstance(x, torch.Tensor)]
+    content = (canonical(gm), sizes, training, torch.is_grad_enabled())
+    digest = hashlib.sha256(repr(content).encode()).hexdigest()
+    with _lock:
+        group = _groups.setdefault(replace(rule, free=None), Group(rule, rule.free))
+        if rule.free is not None:  # in the middle of a step less is free
+            group.free = max(rule.free, group.free or 0)
+        return group.graphs.setdefault(digest, Graph(group))
+
+
+def noted(run: Callable[..., Any], version: Version, *, own_hooks: bool) -> Callable[..., Any]:
+    """`run`, a compiled forward, with its calls noted. `own_hooks`: its context is on torch's stack of hooks."""
+
+    group = version.graph.group
+
+    def run_and_note(*args: Any) -> Any:
+        if not own_hooks and autograd.top_hooks() is not None:  # torch's checkpoint has hooks there, and holds nothing
+            return run(*args)
+        if any(isinstance(a, torch.Tensor) and is_traced_value(a) for a in args):  # while DDP's graphs are cut
+            return run(*args)
+        group.begins()
+        outputs = run(*args)
+        group.called(version, args, outputs)
+        return outputs
+
+    return run_and_note
+
+
+def forget() -> None:
+    """Forget all steps."""
+    with _lock:
+        _groups.clear()
+
+
+def _own_bytes(plan: Plan) -> Bytes:
+    """The bytes of a call, without those of others beside it."""
+    found = bytes_of(plan.live_after)
+    if (share := plan.in_step) is None:
+        return found
+    return Bytes(found.forward - share.beside_forward, share.held_bytes, found.backward - share.beside_backward)
+
+
+def _sum(parts: Iterable[Bytes]) -> Bytes:
+    parts = list(parts)
+    return Bytes(sum(p.forward for p in parts), sum(p.held for p in parts), sum(p.backward for p in parts))

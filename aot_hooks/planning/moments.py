@@ -1,0 +1,86 @@
+"""What is alive beside each graph of a step of many calls, and the share of the budget that each graph gets.
+
+      A.  B.  B.  B'  B'  A'      for B, at worst: its forward and its backward beside another call of B and one of A;
+                                  its last backward beside one of A, and gradients of the first one
+                                  for A: its backward beside all gradients; B, running beside what A holds
+
+Pure functions of a trace: what ran, and who held saved tensors meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from .step import Bytes, Moment
+
+__all__ = ["Event", "between", "moments_of", "shares"]
+
+
+@dataclass(frozen=True)
+class Event:
+    """A forward, or the end of a backward, in a step.
+
+    Attributes:
+        phase: "forward" or "backward".
+        runs: the graph.
+        holding: how many other calls hold their saved tensors meanwhile, by graph.
+        gradient_bytes: gradients of parameters that earlier backwards left.
+    """
+
+    phase: str
+    runs: Any
+    holding: Mapping[Any, int]
+    gradient_bytes: int = 0
+
+    def nbytes(self, of: Callable[[Any], Bytes]) -> int:
+        """The most that is alive, with the bytes that `of` returns for a call of a graph."""
+        held = sum(count * of(graph).held for graph, count in self.holding.items())
+        return int(getattr(of(self.runs), self.phase)) + held + self.gradient_bytes
+
+
+def moments_of(graph: Any, traces: Iterable[Sequence[Event]], of: Callable[[Any], Bytes]) -> tuple[Moment, ...]:
+    """What is alive beside a call of `graph`, at worst, if calls of other graphs have the bytes that `of` returns."""
+    found = set()
+    for event in (event for trace in traces for event in trace):
+        calls, ours = event.holding.get(graph, 0), event.runs == graph
+        if ours or calls:
+            known = Event(event.phase, event.runs, {g: n for g, n in event.holding.items() if g != graph})
+            beside = known.nbytes(lambda g: Bytes(0, 0, 0) if g == graph else of(g)) + event.gradient_bytes
+            found.add(Moment(event.phase if ours else "", calls, beside))
+    return tuple(m for phase in ("forward", "backward", "") for m in _worst([f for f in found if f.phase == phase]))
+
+
+def _worst(moments: Collection[Moment]) -> list[Moment]:
+    """Those that are the worst for some number of bytes that a call may hold: the upper hull of lines."""
+    hull: list[Moment] = []
+    for m in sorted(moments, key=lambda m: (m.calls, m.nbytes)):
+        while hull and (hull[-1].nbytes <= m.nbytes or (len(hull) > 1 and not _above(hull[-2], hull[-1], m))):
+            hull.pop()
+        hull.append(m)
+    return hull
+
+
+def _above(a: Moment, b: Moment, c: Moment) -> bool:
+    """Whether `b`, between `a` and `c` in calls, is above both for some number of bytes."""
+    return (a.nbytes - b.nbytes) * (c.calls - a.calls) < (a.nbytes - c.nbytes) * (b.calls - a.calls)
+
+
+def shares(trace: Sequence[Event], least: Mapping[Any, Bytes], most: Mapping[Any, Bytes], peak: int) -> float:
+    """The largest share, at most 1, of the way from `least` to `most` that all graphs can go; below 0 if none can."""
+    share = 1.0
+    for event in trace:
+        low, high = event.nbytes(least.__getitem__), event.nbytes(most.__getitem__)
+        if high > peak:
+            share = min(share, (peak - low) / (high - low) if high > low else -1.0)
+    return share
+
+
+def between(least: Bytes, most: Bytes, share: float) -> Bytes:
+    """The bytes of a call that goes a share of the way from `least` to `most`."""
+
+    def part(low: int, high: int) -> int:
+        return int(low + share * (high - low))
+
+    return Bytes(part(least.forward, most.forward), part(least.held, most.held), part(least.backward, most.backward))

@@ -1,0 +1,692 @@
+"""A budget for a step of many compiled calls: planned together after the first steps, and not compiled for ever."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import math
+import random
+import threading
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from profiled import most_allocated
+from steps import ATEN
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import aot_hooks
+from aot_hooks import budget
+from aot_hooks.errors import BudgetError, BudgetWarning, unwrapped
+from aot_hooks.planning import many
+from aot_hooks.planning import measured as measuring
+from aot_hooks.planning.moments import Event, between, moments_of, shares
+from aot_hooks.planning.step import Bytes, Moment
+from aot_hooks.torch_private import dynamo
+
+WIDTH, ROWS = 32, 512
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.gate, self.up = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(WIDTH, 4 * WIDTH)
+        self.down = nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.norm(x)
+        return x + self.down(nn.functional.silu(self.gate(h)) * self.up(h))
+
+
+class Other(nn.Module):
+    """Another block, which saves more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 8 * WIDTH), nn.Linear(8 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(nn.functional.gelu(self.up(x)).tanh())
+
+
+def model_of(*kinds: type[nn.Module]) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(kind() for kind in kinds))
+
+
+@pytest.fixture
+def x() -> torch.Tensor:
+    return torch.randn(ROWS, WIDTH, requires_grad=True)
+
+
+@pytest.fixture
+def compiled_kinds(monkeypatch) -> list[str]:
+    """For each compilation with a backward under a budget: "alone", "least" or "planned"."""
+    kinds: list[str] = []
+    compiled = many.Graph.compiled
+
+    def counted(graph: Any, *args: Any) -> Any:
+        version = compiled(graph, *args)
+        if version is not None:
+            kinds.append(version.kind)
+        return version
+
+    monkeypatch.setattr(many.Graph, "compiled", counted)
+    return kinds
+
+
+def peak_of(model: nn.Module, x: torch.Tensor, share: float) -> int:
+    """A share of what the step takes if it is one graph, without hooks."""
+    return int(share * aot_hooks.plan(model, x, policy=aot_hooks.KEEP, inner="aten").peak_bytes)
+
+
+def loss_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return model(x).sin().sum()
+
+
+def gradients(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+    return list(torch.autograd.grad(loss_of(model, x), [*model.parameters()]))
+
+
+def train(model: nn.Module, x: torch.Tensor, step: Callable[[], Any] | None = None) -> list[torch.Tensor]:
+    model.zero_grad(set_to_none=True)
+    if step is None:
+        loss_of(model, x).backward()
+    else:
+        step()
+    return [p.grad for p in model.parameters()]
+
+
+def assert_equal(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> None:
+    assert all(map(torch.equal, found, expected))
+
+
+def compile_blocks(model: nn.Module, policy: Any) -> None:
+    for block in model:
+        block.compile(backend="aot_hooks", options={**ATEN, "policy": policy})
+
+
+def measured(model: nn.Module, x: torch.Tensor, folder: Any) -> int:
+    model.zero_grad(set_to_none=True)
+    x.grad = None
+    return most_allocated(lambda: loss_of(model, x).backward(), folder)
+
+
+# --- equal blocks -----------------------------------------------------------------------------------------------------
+
+
+def in_place(model: nn.Sequential, options: dict[str, Any]) -> nn.Module:
+    for block in model:
+        block.compile(backend="aot_hooks", options=options)
+    return model
+
+
+def one_by_one(model: nn.Sequential, options: dict[str, Any]) -> nn.Module:
+    return nn.Sequential(*(torch.compile(block, backend="aot_hooks", options=options) for block in model))
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("compiled", [in_place, one_by_one])
+@pytest.mark.parametrize("share", [0.75, 0.45])
+def test_the_third_step_of_equal_blocks_stays_under_the_budget(x, compiled, share, compiled_kinds, tmp_path):
+    model = model_of(*[Block] * 6)
+    expected, peak = gradients(model, x), peak_of(model, x, share)
+    blocks = compiled(model, {**ATEN, "policy": budget(peak, max_error=0)})
+    for _ in range(2):
+        assert_equal(train(blocks, x), expected)
+    assert measured(blocks, x, tmp_path) <= peak
+    for _ in range(2):
+        assert_equal(train(blocks, x), expected)
+    assert compiled_kinds == ["alone", "least", "planned"]
+    (plan,) = aot_hooks.last_plans(blocks)
+    assert plan.in_step.calls == 6
+    assert plan.peak_bytes <= peak
+    assert abs(plan.peak_bytes - measured(blocks, x, tmp_path)) <= 0.06 * plan.peak_bytes
+
+
+def test_a_plan_for_each_block_alone_is_far_over_the_budget(x, tmp_path, monkeypatch):
+    model = model_of(*[Block] * 6)
+    peak = peak_of(model, x, 0.6)
+    monkeypatch.setattr(many, "noted", lambda run, version, own_hooks: run)
+    compile_blocks(model, budget(peak, max_error=0))
+    train(model, x)
+    train(model, x)
+    assert measured(model, x, tmp_path) > 1.5 * peak
+
+
+def test_the_first_step_is_under_the_budget_too_where_blocks_are_small(x, tmp_path):
+    model = model_of(*[Block] * 10)
+    peak = peak_of(model, x, 0.5)
+    compile_blocks(model, budget(peak, max_error=0))
+    assert measured(model, x, tmp_path) <= peak
+
+
+def test_rounding_means_stay_within_the_error_and_the_budget(x, tmp_path):
+    model = model_of(*[Block] * 5)
+    expected, peak = gradients(model, x), peak_of(model, x, 0.7)
+    compile_blocks(model, budget(peak, allow=("int8", "float8")))
+    for _ in range(3):
+        found = train(model, x)
+        apart = sum((f - e).square().sum() for f, e in zip(found, expected, strict=True))
+        assert 0 < math.sqrt(apart / sum(e.square().sum() for e in expected)) <= 0.05
+    assert measured(model, x, tmp_path) <= 1.03 * peak
+
+
+def test_a_whole_model_in_one_graph_is_compiled_once(x, compiled_kinds):
+    model = model_of(*[Block] * 3)
+    policy = budget(peak_of(model, x, 0.7), max_error=0)
+    expected = aot_hooks.plan(model, x, policy=policy, inner="aten")
+    compiled = torch.compile(model, backend="aot_hooks", options={**ATEN, "policy": policy})
+    for _ in range(3):
+        train(compiled, x)
+    assert compiled_kinds == ["alone"]
+    (plan,) = aot_hooks.last_plans(compiled)
+    assert plan.decisions == expected.decisions
+    assert plan.in_step is None
+
+
+def test_blocks_that_fit_as_they_are_are_compiled_once(x, compiled_kinds):
+    model = model_of(*[Block] * 4)
+    compile_blocks(model, budget(peak_of(model, x, 5.0), max_error=0))
+    for _ in range(3):
+        train(model, x)
+    assert compiled_kinds == ["alone"]
+
+
+def test_a_context_around_the_calls(x, tmp_path):
+    model = model_of(*[Block] * 6)
+    expected, peak = gradients(model, x), peak_of(model, x, 0.6)
+    for block in model:
+        block.compile(backend="aot_hooks", options=ATEN)
+
+    def step() -> None:
+        with aot_hooks.saved_tensors_policy(budget(peak, max_error=0)):
+            loss = loss_of(model, x)
+        loss.backward()
+
+    for _ in range(3):
+        assert_equal(train(model, x, step), expected)
+    model.zero_grad(set_to_none=True)
+    x.grad = None
+    assert most_allocated(step, tmp_path) <= peak
+
+
+# --- different graphs -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kinds", [(Block, Other) * 3, (Other, Block, Block, Block), (Block, Block, Block, Other)])
+def test_different_blocks_share_the_budget(x, kinds, compiled_kinds, tmp_path):
+    model = model_of(*kinds)
+    expected, peak = gradients(model, x), peak_of(model, x, 0.7)
+    compile_blocks(model, budget(peak, max_error=0))
+    for _ in range(3):
+        assert_equal(train(model, x), expected)
+    assert measured(model, x, tmp_path) <= peak
+    count = len(compiled_kinds)
+    assert count <= 6
+    plans = aot_hooks.last_plans(model)
+    assert len(plans) == 2
+    assert max(plan.peak_bytes for plan in plans) <= peak
+    for _ in range(3):
+        assert_equal(train(model, x), expected)
+    assert len(compiled_kinds) == count
+
+
+def test_a_first_block_without_a_gradient_of_its_input_is_another_graph(compiled_kinds, tmp_path):
+    model, x = model_of(*[Block] * 6), torch.randn(ROWS, WIDTH)
+    expected, peak = gradients(model, x), peak_of(model, x, 0.6)
+    compile_blocks(model, budget(peak, max_error=0))
+    for _ in range(3):
+        assert_equal(train(model, x), expected)
+    assert measured(model, x, tmp_path) <= peak
+    assert len(compiled_kinds) <= 7
+
+
+@pytest.mark.core
+def test_a_graph_break_in_the_middle(x, compiled_kinds, tmp_path):
+    first, second = model_of(Block, Block), model_of(Other)
+    model = nn.Sequential(first, second)
+
+    def both(x: torch.Tensor) -> torch.Tensor:
+        y = first(x)
+        torch._dynamo.graph_break()
+        return second(y).sin().sum()
+
+    expected, peak = train(model, x, lambda: both(x).backward()), peak_of(model, x, 0.75)
+    compiled = torch.compile(both, backend="aot_hooks", options={**ATEN, "policy": budget(peak, max_error=0)})
+    for _ in range(4):
+        assert_equal(train(model, x, lambda: compiled(x).backward()), expected)
+    assert compiled_kinds.count("planned") == 2
+    count = len(compiled_kinds)
+    assert count <= 6
+    model.zero_grad(set_to_none=True)
+    x.grad = None
+    assert most_allocated(lambda: compiled(x).backward(), tmp_path) <= peak
+    assert len(compiled_kinds) == count
+    assert max(plan.peak_bytes for plan in aot_hooks.last_plans(compiled)) <= peak
+
+
+# --- what is no change of a step --------------------------------------------------------------------------------------
+
+
+def test_inference_and_more_batches_before_the_optimizer_change_nothing(x, compiled_kinds):
+    model = model_of(*[Block] * 5)
+    expected = gradients(model, x)
+    compile_blocks(model, budget(peak_of(model, x, 0.6), max_error=0))
+    for _ in range(2):
+        with torch.no_grad():
+            model(x)
+        assert_equal(train(model, x), expected)
+        with torch.no_grad():
+            model(x)
+    count = len(compiled_kinds)
+    model.zero_grad(set_to_none=True)
+    for _ in range(3):
+        loss_of(model, x).backward()
+    with torch.inference_mode():
+        model.eval()(x)
+    model.train()
+    assert_equal(train(model, x), expected)
+    assert len(compiled_kinds) == count == 3
+
+
+def test_activation_checkpointing_holds_nothing_that_counts(x, compiled_kinds):
+    model = model_of(*[Block] * 5)
+    expected, peak = gradients(model, x), peak_of(model, x, 0.6)
+    compile_blocks(model, budget(peak, max_error=0))
+    train(model[:1], x)  # outside of a checkpoint first
+
+    def step() -> None:
+        y = x
+        for block in model:
+            y = checkpoint(block, y, use_reentrant=False)
+        y.sin().sum().backward()
+
+    for _ in range(3):
+        assert_equal(train(model, x, step), expected)
+    assert compiled_kinds == ["alone"]
+
+
+def test_fewer_calls_keep_the_plan(x, compiled_kinds):
+    model = model_of(*[Block] * 6)
+    compile_blocks(model, budget(peak_of(model, x, 0.6), max_error=0))
+    for _ in range(3):
+        train(model, x)
+    count = len(compiled_kinds)
+    for size in (3, 1, 5):
+        train(model[:size], x)
+    assert len(compiled_kinds) == count
+
+
+# --- what is ----------------------------------------------------------------------------------------------------------
+
+
+def test_more_calls_are_planned_for_once(x, compiled_kinds, tmp_path):
+    model = model_of(*[Block] * 8)
+    expected, peak = gradients(model, x), peak_of(model, x, 0.5)
+    compile_blocks(model, budget(peak, max_error=0))
+    for _ in range(3):
+        train(model[:4], x)
+    assert compiled_kinds == ["alone", "least", "planned"]
+    for _ in range(3):
+        assert_equal(train(model, x), expected)
+    assert measured(model, x, tmp_path) <= peak
+    assert compiled_kinds[3:] == ["planned"]
+    for _ in range(2):
+        train(model[:4], x)
+        train(model, x)
+    assert len(compiled_kinds) == 4
+
+
+def test_steps_that_change_again_and_again_are_a_warning_in_the_end(x, compiled_kinds):
+    model = model_of(*[Block] * 12)
+    expected = gradients(model, x)
+    compile_blocks(model, budget(peak_of(model, x, 0.35), max_error=0))
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        for size in (3, 4, 5, 6, 7, 8, 9, 10, 11, 12):
+            for _ in range(3):
+                train(model[:size], x)
+        assert_equal(train(model, x), expected)
+    said = [str(w.message) for w in seen if w.category is BudgetWarning]
+    assert len(said) == 1
+    assert "MiB more than the budget" in said[0]
+    assert len(compiled_kinds) <= 1 + many._MOST_COMPILED
+
+
+def test_a_first_plan_that_can_not_be_is_an_error_at_the_call_and_names_the_step(x):
+    model = model_of(*[Block] * 6)
+    least = aot_hooks.plan(Block(), x, policy=budget(max_slowdown=math.inf, max_error=0), inner="aten").peak_bytes
+    compile_blocks(model, budget(int(1.05 * least), max_error=0))
+    with pytest.raises(Exception, match="expected a step under") as wrapped:
+        for _ in range(3):
+            train(model, x)
+    error = unwrapped(wrapped.value)
+    assert isinstance(error, BudgetError)
+    assert "The step has 6 calls of this graph at the same time, each of which then holds" in str(error)
+    least = float(str(error).split("least that was found takes ")[1].split(" MiB")[0])
+    del wrapped, error
+    torch._dynamo.reset()
+    expected = gradients(model_of(*[Block] * 6), x)
+    compile_blocks(model, budget(int((least + 0.02) * 2**20), max_error=0))
+    for _ in range(3):
+        assert_equal(train(model, x), expected)
+
+
+def test_a_later_plan_that_can_not_be_is_a_warning_and_the_least_is_taken(x):
+    model = model_of(*[Block] * 24)
+    expected, peak = gradients(model, x), peak_of(model[:4], x, 0.6)
+    compile_blocks(model, budget(peak, max_error=0))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", BudgetWarning)
+        for _ in range(3):
+            train(model[:4], x)
+    with pytest.warns(BudgetWarning, match="The least that was found for it takes") as seen:
+        for _ in range(4):
+            assert_equal(train(model, x), expected)
+    assert len([w for w in seen if w.category is BudgetWarning]) == 1
+
+
+# --- clean states -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fails_at", [1, 4])
+def test_an_exception_in_the_first_step_leaves_nothing(x, fails_at, compiled_kinds, tmp_path):
+    model = model_of(*[Block] * 6)
+    expected, peak = gradients(model, x), peak_of(model, x, 0.6)
+    compile_blocks(model, budget(peak, max_error=0))
+
+    def fails(*_: Any) -> None:
+        raise KeyError("a hook of the user's")
+
+    handle = model[fails_at].register_forward_pre_hook(fails)
+    with pytest.raises(KeyError):
+        train(model, x)
+    handle.remove()
+    gc.collect()
+    for _ in range(3):
+        assert_equal(train(model, x), expected)
+    assert aot_hooks.last_plans(model)[-1].in_step.calls == 6
+    assert measured(model, x, tmp_path) <= peak
+    (group,) = many._groups.values()
+    assert not group.step.holding
+
+
+def test_outputs_without_a_backward_do_not_add_to_the_next_step(x, compiled_kinds):
+    model = model_of(*[Block] * 4)
+    compile_blocks(model, budget(peak_of(model, x, 0.6), max_error=0))
+    for _ in range(4):
+        train(model, x)
+        model(x)  # dropped at once
+    assert aot_hooks.last_plans(model)[-1].in_step.calls == 4
+    assert len(compiled_kinds) == 3
+
+
+def test_threads_have_steps_of_their_own(x):
+    models = [model_of(*[Block] * 5) for _ in range(2)]
+    expected = gradients(models[0], x)
+    policy = budget(peak_of(models[0], x, 0.6), max_error=0)
+    for model in models:
+        compile_blocks(model, policy)
+    train(models[0], x)  # compiles; Dynamo does that in one thread at a time anyway
+    found: list[list[torch.Tensor]] = [[], []]
+    meet = threading.Barrier(2)
+
+    def run(number: int) -> None:
+        own = x.detach().clone().requires_grad_()
+        for _ in range(4):
+            model = models[number]
+            model.zero_grad(set_to_none=True)
+            loss = loss_of(model, own)
+            meet.wait()  # both hold what they saved
+            loss.backward()
+            meet.wait()
+        found[number] = [p.grad for p in model.parameters()]
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for each in found:
+        assert_equal(each, expected)
+    plans = [plan for model in models for plan in aot_hooks.last_plans(model)]
+    assert {plan.in_step.calls for plan in plans} == {5}
+
+
+def test_reset_forgets_steps(x):
+    model = model_of(*[Block] * 4)
+    compile_blocks(model, budget(peak_of(model, x, 0.6), max_error=0))
+    train(model, x)
+    assert many._groups
+    torch._dynamo.reset()
+    assert not many._groups
+
+
+def test_a_graph_compiled_beside_what_never_had_a_backward_is_compiled_for_its_own_steps(x, compiled_kinds):
+    model, other = model_of(*[Block] * 4), model_of(Other)
+    policy = budget(peak_of(model, x, 0.6), max_error=0)
+    compile_blocks(model, policy)
+    compile_blocks(other, policy)
+    held = model(x)
+    train(other, x)
+    assert compiled_kinds[-1] == "least"
+    del held
+    gc.collect()
+    for _ in range(3):
+        train(other, x)
+    assert compiled_kinds[-1] == "alone"
+    assert aot_hooks.last_plans(other)[-1].in_step is None
+
+
+def test_where_the_stance_forbids_to_compile_steps_go_on_with_one_warning(x, compiled_kinds):
+    model = model_of(*[Block] * 6)
+    expected = gradients(model, x)
+    compile_blocks(model, budget(peak_of(model, x, 0.5), max_error=0))
+    train(model[:1], x)
+    with torch.compiler.set_stance("default"):  # resets the stance on exit, also after a failure
+        torch.compiler.set_stance("fail_on_recompile")
+        with pytest.warns(BudgetWarning, match="set_stance forbids it") as seen:
+            for _ in range(5):
+                assert_equal(train(model, x), expected)
+    assert len([w for w in seen if w.category is BudgetWarning]) == 1
+    assert compiled_kinds == ["alone"]
+
+
+def test_what_dynamo_is_compiling_is_left_alone(x):
+    done: list[bool] = []
+
+    def backend(gm: torch.fx.GraphModule, inputs: Any) -> Any:
+        done.append(dynamo.compile_anew(dynamo.code_being_compiled(), while_running=True))
+        return gm.forward
+
+    def f(x: torch.Tensor) -> torch.Tensor:
+        return x.sin()
+
+    compiled = torch.compile(f, backend=backend)
+    assert torch.equal(compiled(x), x.sin())
+    assert torch.equal(compiled(x), x.sin())
+    assert done == [False]
+    assert dynamo.compile_anew(f.__code__)
+    compiled(x)
+    assert len(done) == 2
+
+
+def test_compiled_autograd_gives_the_same(x):
+    model = model_of(*[Block] * 3)
+    expected = gradients(model, x)
+    compile_blocks(model, budget(peak_of(model, x, 0.75), max_error=0))
+    for _ in range(3):
+        with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")):
+            assert_equal(train(model, x), expected)
+
+
+# --- measured peaks ---------------------------------------------------------------------------------------------------
+
+
+class Scripted:
+    """Counters that say what each step took, once it is measured alone; before that, too much."""
+
+    def __init__(self, *steps: int) -> None:
+        self.steps, self.restarts, self.taken = iter(steps), 0, 1 << 40
+
+    def __call__(self, device: torch.device) -> Scripted:
+        self.taken = 1 << 40
+        return self
+
+    def allocated(self) -> int:
+        return 1000
+
+    def most(self) -> int:
+        return 1000 + self.taken
+
+    def restart(self) -> None:
+        self.taken, self.restarts = next(self.steps), self.restarts + 1
+
+
+def measured_steps(model: nn.Module, x: torch.Tensor, counters: Scripted, monkeypatch: Any) -> list[str]:
+    """Twelve steps with `counters`; their warnings."""
+    expected = gradients(model, x)
+    compile_blocks(model, budget(peak_of(model, x, 0.7), max_error=0))
+    monkeypatch.setattr(measuring, "Counters", counters)
+    monkeypatch.setattr(measuring, "_cuda_device", lambda plans: torch.device("cpu"))
+    monkeypatch.setattr(measuring, "checked", lambda run, *_: run)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        for _ in range(12):
+            assert_equal(train(model, x), expected)
+    return [str(w.message) for w in seen if w.category is BudgetWarning]
+
+
+@pytest.mark.parametrize("kinds", [(Block,) * 5, (Other, Block, Block, Block)])
+def test_a_measured_step_over_the_budget_gets_one_tighter_plan(x, kinds, compiled_kinds, monkeypatch):
+    model = model_of(*kinds)
+    peak, excess = peak_of(model, x, 0.7), 64 << 10
+    counters = Scripted(peak + excess, peak - excess)
+    assert not measured_steps(model, x, counters, monkeypatch)
+    assert max(plan.peak_bytes for plan in aot_hooks.last_plans(model)) <= peak - excess
+    assert compiled_kinds.count("planned") == 2 * len(set(kinds))
+    assert counters.restarts == 2
+
+
+def test_a_tighter_plan_that_is_over_the_budget_too_is_a_warning(x, compiled_kinds, monkeypatch):
+    model = model_of(*[Block] * 5)
+    peak = peak_of(model, x, 0.7)
+    (text,) = measured_steps(model, x, Scripted(peak + 1000, peak + 5000), monkeypatch)
+    assert "with a plan that is tighter" in text
+    assert "for the compiled graphs of the step" in text
+    assert compiled_kinds.count("planned") == 2
+
+
+def test_a_measured_step_within_the_budget_keeps_its_plan(x, compiled_kinds, monkeypatch):
+    model = model_of(*[Block] * 5)
+    counters = Scripted(peak_of(model, x, 0.7))
+    assert not measured_steps(model, x, counters, monkeypatch)
+    assert compiled_kinds == ["alone", "least", "planned"]
+    assert counters.restarts == 1
+
+
+# --- warm starts ------------------------------------------------------------------------------------------------------
+
+
+def test_a_warm_start_takes_the_stored_plans_and_another_model_does_not(x, tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+
+    def run(model: nn.Module) -> tuple[aot_hooks.Plan, dict[str, Any]]:
+        torch._dynamo.reset()
+        compile_blocks(model, policy)
+        for _ in range(3):
+            train(model, x)
+        (plan,) = aot_hooks.last_plans(model)
+        return plan, aot_hooks.cache_stats()
+
+    policy = budget(peak_of(model_of(*[Block] * 5), x, 0.6), max_error=0)
+    with torch._functorch.config.patch(bundled_autograd_cache=True):
+        cold, seen = run(model_of(*[Block] * 5))
+        assert (seen["hits"], seen["misses"]) == (0, 3)
+        warm, seen = run(model_of(*[Block] * 5))
+        assert (seen["hits"], seen["misses"]) == (3, 0)
+        assert (warm.decisions, warm.in_step, warm.peak_bytes) == (cold.decisions, cold.in_step, cold.peak_bytes)
+        longer, seen = run(model_of(*[Block] * 7))
+        assert (seen["hits"], seen["misses"]) == (2, 1)
+        assert longer.in_step.calls == 7
+
+
+# --- reports ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_report_says_what_the_other_calls_hold(x):
+    model = model_of(*[Block] * 5)
+    compile_blocks(model, budget(peak_of(model, x, 0.6), max_error=0))
+    for _ in range(3):
+        train(model, x)
+    plans = aot_hooks.last_plans(model)
+    text = aot_hooks.format_report(plans)
+    assert f"-> {plans[0].peak_bytes / 2**10:.2f} KiB" in text
+    assert "of a step in which 5 calls of one graph hold saved tensors at the same time" in text
+
+
+# --- pure functions ---------------------------------------------------------------------------------------------------
+
+
+def trace_of(graphs: str) -> list[Event]:
+    """Forwards of `graphs` in order, then their backwards; each leaves 10 bytes of gradients."""
+    held = [{g: graphs[:i].count(g) for g in graphs[:i]} for i in range(len(graphs))]
+    events = [Event("forward", g, h) for g, h in zip(graphs, held, strict=True)]
+    left = itertools.count(0, 10)
+    return events + [Event("backward", g, h, next(left)) for g, h in reversed([*zip(graphs, held, strict=True)])]
+
+
+def test_moments_of_equal_calls_are_those_with_all_others_and_with_all_gradients():
+    assert moments_of("b", [trace_of("bbbb")], lambda _: Bytes(0, 0, 0)) == (
+        Moment("forward", 3, 0),
+        Moment("backward", 0, 30),
+        Moment("backward", 3, 0),
+    )
+
+
+def test_moments_have_what_other_graphs_hold_and_work_with():
+    sizes = {"a": Bytes(7, 5, 100), "b": Bytes(1, 2, 3)}
+    assert moments_of("b", [trace_of("abb")], sizes.__getitem__) == (
+        Moment("forward", 1, 5),
+        Moment("backward", 0, 15),
+        Moment("backward", 1, 5),
+    )
+    found = moments_of("a", [trace_of("abb")], sizes.__getitem__)
+    assert Moment("", 1, 0 + 10 + 3) in found  # the last backward of b but one
+    assert Moment("backward", 0, 20) in found
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_moments_are_the_worst_whatever_a_call_holds(seed):
+    chosen = random.Random(seed)
+    trace = trace_of("".join(chosen.choice("aabc") for _ in range(12)) + "a")
+    sizes = {g: Bytes(*(chosen.randrange(100) for _ in range(3))) for g in "abc"}
+    moments = moments_of("a", [trace], sizes.__getitem__)
+    for held in (0, 1, 7, 40, 1000):
+        own = Bytes(chosen.randrange(100), held, chosen.randrange(100))
+        with_own = {**sizes, "a": own}
+        ours = (e for e in trace if e.runs == "a" or "a" in e.holding)
+        assert own.peak(moments) == max(e.nbytes(with_own.__getitem__) for e in ours)
+
+
+@pytest.mark.parametrize("peak", [900, 500, 320, 100])
+def test_shares_fit_together(peak):
+    trace = trace_of("abbbbc")
+    least = {"a": Bytes(30, 10, 40), "b": Bytes(30, 10, 50), "c": Bytes(60, 10, 60)}
+    most = {"a": Bytes(90, 50, 70), "b": Bytes(110, 100, 140), "c": Bytes(300, 200, 280)}
+    share = shares(trace, least, most, peak)
+
+    def taken(share: float) -> float:
+        taken = {g: between(least[g], most[g], share) for g in least}
+        return max(event.nbytes(taken.__getitem__) for event in trace)
+
+    if share < 0:
+        assert taken(0) > peak
+    else:
+        assert taken(share) <= peak
+        assert share == 1 or taken(min(1, share + 0.02)) > peak
