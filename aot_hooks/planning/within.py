@@ -10,7 +10,6 @@ puts what is recomputed just before its first reader.
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import functools
 import math
@@ -30,6 +29,7 @@ from ..hook import KEEP, Hook
 from ..offloading.transfers import COPIES
 from ..passes.live_bytes import LivePoint
 from ..passes.plan import Decision, Plan
+from ..passes.units import Trace, tracer
 from ..settings.setting import Setting
 from ..torch_private import aot
 from .budget import Budget, fitted
@@ -86,7 +86,7 @@ class _Chosen:
 def partition_within(
     joint: GraphModule,
     split: Split,
-    rewrite: Callable[[GraphModule, GraphModule, Setting], Plan],
+    rewrite: Callable[[GraphModule, GraphModule, Setting, Trace], Plan],
     setting: Setting,
     *,
     num_fwd_outputs: int,
@@ -106,8 +106,10 @@ def partition_within(
     budget: Any = setting.rule
     assert isinstance(budget, Budget)
 
+    trace = tracer(fused)
+
     def read(fw: GraphModule, bw: GraphModule) -> Graphs:
-        return Graphs(fw, bw, num_fwd_outputs, tuple(static_inputs), roots, fused)
+        return Graphs(fw, bw, num_fwd_outputs, tuple(static_inputs), roots, fused, trace)
 
     stock = read(*split())
     step, groups = step_of(stock, setting.scope, budget.allow, budget.max_error)
@@ -126,18 +128,18 @@ def partition_within(
 
     def tried(graphs: Graphs, own: Step, solution: Solution, chosen: Solution) -> _Tried:
         """What comes of the hooks of `solution` in `graphs`: a plan with its live bytes and times."""
-        found = dataclasses.replace(graphs, fw=_copied(graphs.fw), bw=_copied(graphs.bw))
-        saved = {v.row.name: storage_of(v.fw_node) for v in found.boundary().tensors}
-        plan = rewrite(found.fw, found.bw, Setting(_policy(solution, own), setting.scope))
+        found = dataclasses.replace(graphs, fw=aot.copied(graphs.fw), bw=aot.copied(graphs.bw))
+        saved = {v.row.name: storage_of(v.fw_node) for v in graphs.boundary().tensors}
+        plan = rewrite(found.fw, found.bw, Setting(_policy(solution, own), setting.scope), trace)
         if fused and on_cuda(found.bw.graph.nodes):
             split_kernels(found.bw)
-        live = found.live()
-        if limits.peak is not None:
-            join_kernels(found.bw, live, _NEAR * limits.peak)
+        live = after = found.live()
+        if limits.peak is not None and join_kernels(found.bw, live, _NEAR * limits.peak):
+            after = found.live()
         plan = _with_recomputed(plan, cross, groups, saved, chosen, step)
         after_ms = step_ms(found.fw, found.bw, fused, COPIES, plan.transfers)
         decisions = tuple(dataclasses.replace(d, settings=(setting.key,)) for d in plan.decisions)
-        plan = dataclasses.replace(plan, decisions=decisions, live_before=before, live_after=found.live())
+        plan = dataclasses.replace(plan, decisions=decisions, live_before=before, live_after=after)
         plan = dataclasses.replace(plan, before_ms=before_ms, after_ms=after_ms)
         return _Tried(found, plan, own, solution, live)
 
@@ -153,14 +155,9 @@ def partition_within(
     for gm, phase in ((best.graphs.fw, "forward"), (best.graphs.bw, "backward")):
         if fused and on_cuda(gm.graph.nodes):
             hold_kernels(gm, [point for point in best.plan.live_after if point.phase == phase], best.plan.peak_bytes)
-    return best.graphs.fw, best.graphs.bw, best.plan
-
-
-def _copied(gm: GraphModule) -> GraphModule:
-    """`gm` with a graph of its own; fake values are shared."""
-    made = GraphModule(gm, copy.deepcopy(gm.graph))
-    made.meta = dict(gm.meta)
-    return made
+    if fused:
+        return best.graphs.fw, best.graphs.bw, best.plan
+    return aot.copied(best.graphs.fw, lazily=False), aot.copied(best.graphs.bw, lazily=False), best.plan
 
 
 def _marks(chosen: Solution, cross: Boundary, groups: Sequence[Sequence[SavedValue]]) -> tuple[set[str], set[str]]:
