@@ -23,7 +23,7 @@ from torch.fx import GraphModule
 from . import cudagraphs, records, unused
 from .cache import lookup
 from .cache.key import nodes_of, package_digest
-from .cache.lookup import bypassed, through_cache
+from .cache.lookup import bypassed, through_cache, without_collections
 from .context import pairs, region
 from .eager.modules import roots
 from .eager.packing import call_compiled
@@ -376,7 +376,8 @@ def planning_partition(
             return rewrite(fw, bw, for_inductor=fused, trace=trace, **settings, **parts)
 
         if hooks.setting is not None and isinstance(hooks.setting.rule, Budget) and not nested:
-            fw, bw, plan = partition_within(joint, split, rewritten, hooks.setting, fused=fused, **parts)
+            with without_collections():
+                fw, bw, plan = partition_within(joint, split, rewritten, hooks.setting, fused=fused, **parts)
             plans.append(plan)
             return fw, bw
         fw, bw = split()

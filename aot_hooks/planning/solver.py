@@ -36,6 +36,7 @@ _WHOLE = 300  # integer columns of a program that is solved whole
 _NODES, _NODES_OF_LOWEST = 100, 5
 _NEAR = 0.005  # of what the relaxed program has: a whole choice this near to it is taken without trying others
 _OVER = 0.01  # of the peak: being over it by as much costs as much as the whole step
+_MOST_OVER = 1e-3  # MiB, for rounding
 _SECONDS = 100  # a guard: nodes end the search long before, on a busy machine as well
 _MIB = float(1 << 20)
 # shares of the link's rates that the schedule of offload plans with, and most MiB that may be on their way
@@ -118,6 +119,7 @@ def solve(
     peak: float | None,
     max_error: float = math.inf,
     max_ms: float | None = None,
+    under: bool = False,
 ) -> Solution | None:
     """The fastest choice whose peak is at most `peak` bytes; with `peak=None` the lowest peak that `max_ms` allows.
 
@@ -127,6 +129,7 @@ def solve(
     Args:
         max_error: predicted relative error of the gradient.
         max_ms: the most that the step may take.
+        under: return None, in a tenth of the time, if the relaxed program is over the peak already.
 
     Returns None if no choice is within `max_error` and `max_ms`.
     """
@@ -201,6 +204,8 @@ def solve(
     if max_ms is not None:
         program.row({c: o.ms for c, (_, o) in enumerate(choices)}, -math.inf, max_ms - step.ms)
 
+    if under and ((relaxed := program.solved(0)) is None or relaxed[over] > _MOST_OVER):
+        return None
     x = _solved(program, columns.values(), lowest=peak is None)
     if x is None:
         return None

@@ -271,12 +271,13 @@ def _hooked(
         solved = functools.partial(solve, max_error=limits.error, max_ms=max_ms)
         last = attempt == _ATTEMPTS - 1 and not fitted
         peak = None if limits.peak is None or last else limits.peak * (1 - attempt * _LESS)
-        solution = solved(step, peak=peak) or solved(step, peak=None)
+        solution = solved(step, peak=peak, under=peak is not None and excess > 0)
+        if peak is not None and excess and (solution is None or solution.peak_bytes > peak + 1):
+            step = uncorrected
+            solution = solved(step, peak=peak - excess)
+        solution = solution or solved(step, peak=None)
         if solution is None:
             return
-        if peak is not None and solution.peak_bytes > peak + 1 and excess:
-            step = uncorrected
-            solution = solved(step, peak=peak - excess) or solution
         found = tried(graphs, step, solution, chosen)
         fitted = fitted or found.fits(limits)
         yield found

@@ -68,6 +68,9 @@ def test_it_finds_what_trying_every_choice_finds(seed):
             assert found.ms <= expected * 1.002 + 1e-3
         else:  # the least, or little more
             assert found.peak_bytes <= 1.01 * solve(step, peak=None, max_error=0.05).peak_bytes + 1
+        # `under` gives up only where nothing, or nothing whole, stays under the peak
+        below = solve(step, peak=peak, max_error=0.05, under=True)
+        assert below == found if below is not None else expected is None
     assert solve(step, peak=0.7 * step.peak_bytes) == solve(step, peak=0.7 * step.peak_bytes)
 
 
