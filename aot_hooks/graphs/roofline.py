@@ -276,6 +276,7 @@ def node_ms(
     loops = {n for n in nodes if fuse_loops and is_loop(n)}
     written = written_storages(nodes, fuse_loops=fuse_loops) if fused else {storage_of(n) for n in nodes}
     written |= storages(gm.graph.find_nodes(op="placeholder")) | output_storages(gm.graph)
+    keys = {node: storage_of(node) for node in nodes}
     found: dict[Node, float] = {}
     in_kernel: set[Any] = set()  # storages that the fused kernel has read or made
     in_split = False
@@ -293,12 +294,12 @@ def node_ms(
         before = set() if unfused or (SPLIT in node.meta) != in_split else in_kernel
         in_split = SPLIT in node.meta
         rate = rates(values[0].device)
-        moved = sum(tensor_bytes(v) for v in values) if unfused or storage_of(node) in written else 0
-        sources = {storage_of(n): n.meta.get("val") for n in node.all_input_nodes}
+        moved = sum(tensor_bytes(v) for v in values) if unfused or keys[node] in written else 0
+        sources = {keys[n]: n.meta.get("val") for n in node.all_input_nodes}
         for key, value in sources.items():
             if isinstance(value, torch.Tensor) and key in written and key not in before:
                 moved += tensor_bytes(value)
-        in_kernel = set() if unfused else {*before, *sources, storage_of(node)}
+        in_kernel = set() if unfused else {*before, *sources, keys[node]}
         found[node] = 1e3 * moved / rate.memory
         if has_formula(node):
             operations = rate.operations if values[0].element_size() <= 2 else rate.operations32
