@@ -23,7 +23,7 @@ from torch.fx import GraphModule
 from . import cudagraphs, records, unused
 from .cache import lookup
 from .cache.key import nodes_of, package_digest
-from .cache.lookup import bypassed, through_cache
+from .cache.lookup import bypassed, through_cache, without_collections
 from .context import pairs, region
 from .eager.modules import roots
 from .eager.packing import call_compiled
@@ -39,6 +39,7 @@ from .passes.live_bytes import live_bytes
 from .passes.plan import Plan, repeats_across_regions
 from .passes.rewrite import rewrite
 from .passes.snapshots import save_what_was_read
+from .passes.units import Trace
 from .planning import many, measured
 from .planning.budget import Budget, fitted
 from .planning.within import partition_within
@@ -378,9 +379,8 @@ def planning_partition(
             # torch doesn't say which inputs are parameters, and the graph around it decides
             static = tuple(range(len(joint.graph.find_nodes(op="placeholder"))))
         fused, number = inner == "inductor", len(donated)
-        parts: dict[str, Any] = {
-            "num_fwd_outputs": kwargs["num_fwd_outputs"], "static_inputs": static, "roots": paths
-        }  # fmt: skip
+        outputs: dict[str, Any] = {"num_fwd_outputs": kwargs["num_fwd_outputs"], "roots": paths}
+        parts = outputs | {"static_inputs": static}
 
         def split() -> tuple[GraphModule, GraphModule]:
             fw, bw = aot.min_cut_partition(joint, joint_inputs, merge_repeats=not apart, **kwargs)
@@ -389,19 +389,21 @@ def planning_partition(
             save_what_was_read(fw, bw, kwargs["num_fwd_outputs"])
             return fw, bw
 
-        def rewritten(fw: GraphModule, bw: GraphModule, setting: Setting | None) -> Plan:
-            return rewrite(fw, bw, ambient=setting, regions=hooks.regions, for_inductor=fused, **parts)
+        def rewritten(fw: GraphModule, bw: GraphModule, setting: Setting | None, trace: Trace | None = None) -> Plan:
+            settings: dict[str, Any] = {"ambient": setting, "regions": hooks.regions}
+            return rewrite(fw, bw, for_inductor=fused, trace=trace, **settings, **parts)
 
         if hooks.setting is not None and isinstance(hooks.setting.rule, Budget) and not nested:
-            fw, bw, plan = partition_within(joint, split, rewritten, hooks.setting, fused=fused, **parts)
+            with without_collections():
+                fw, bw, plan = partition_within(joint, split, rewritten, hooks.setting, fused=fused, **parts)
             plans.append(plan)
             return fw, bw
         fw, bw = split()
-        before = (live_bytes(fw, bw, fused=fused, **parts), step_ms(fw, bw, fused)) if live else ((), 0.0)
+        before = (live_bytes(fw, bw, fused=fused, **outputs), step_ms(fw, bw, fused)) if live else ((), 0.0)
         plan = rewritten(fw, bw, hooks.setting)
         if live:
             after_ms = step_ms(fw, bw, fused, transfers.COPIES, plan.transfers)
-            after = live_bytes(fw, bw, fused=fused, **parts)
+            after = live_bytes(fw, bw, fused=fused, **outputs)
             plan = dataclasses.replace(
                 plan, live_before=before[0], live_after=after, before_ms=before[1], after_ms=after_ms
             )

@@ -5,6 +5,7 @@ Inductor's scheduler reads two more keys, see torch_private/inductor_fusion.py.
 
 from __future__ import annotations
 
+import functools
 import operator
 import re
 from collections.abc import Iterable, Iterator
@@ -46,8 +47,8 @@ def storage_of(node: Node) -> Any:
     if not isinstance(value, torch.Tensor):
         return None
     root = node
-    while is_view(root) and isinstance(root.args[0], Node):
-        root = root.args[0]
+    while is_view(root) and isinstance(source := root.args[0], Node):
+        root = source
     call = root.args[0] if root.target is operator.getitem else None
     if isinstance(call, Node) and isinstance(call.target, torch_values.HigherOrderOperator):
         return _storage_in_region(root)
@@ -111,11 +112,15 @@ def region_output(node: Node) -> Node | None:
 
 def is_view(node: Node) -> bool:
     """Whether the result of `node` shares the storage of its first argument."""
-    schema = torch_values.schema_of(node.target)
-    return node.op == "call_function" and (
-        node.target is torch.ops.aten.detach.default
-        or (schema is not None and any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns))
-    )
+    return node.op == "call_function" and _returns_view(node.target)
+
+
+@functools.cache  # operators are few, and their schemas don't change
+def _returns_view(target: Any) -> bool:
+    if target is torch.ops.aten.detach.default:
+        return True
+    schema = torch_values.schema_of(target)
+    return schema is not None and any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
 
 
 def view_source(node: Node) -> Node | None:
@@ -171,4 +176,9 @@ def op_name(node: Node) -> str:
 
 def source_line(node: Node) -> str:
     """The user's line that called the operator ("model.py:31: h = gelu(x)"); "" if unknown."""
-    return line_outside_torch(_OWN_FRAME.sub("", node.meta.get("stack_trace") or ""))
+    return _line_in(node.meta.get("stack_trace") or "")
+
+
+@functools.lru_cache(maxsize=4096)
+def _line_in(stack_trace: str) -> str:
+    return line_outside_torch(_OWN_FRAME.sub("", stack_trace))

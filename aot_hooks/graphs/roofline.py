@@ -38,10 +38,13 @@ from .read_tables import ATTENTION, ATTENTION_BACKWARD
 
 def fuses(node: Node) -> bool:
     """Whether a compiler fuses `node` with its neighbours: pointwise operators and views."""
-    if node.op != "call_function":
-        return False
-    pointwise = torch.Tag.pointwise in getattr(node.target, "tags", ())
-    return pointwise or is_view(node) or str(node.target) == "prims.convert_element_type.default"  # has no tag
+    return node.op == "call_function" and (_is_pointwise(node.target) or is_view(node))
+
+
+@functools.cache  # operators are few
+def _is_pointwise(target: Any) -> bool:
+    tagged = torch.Tag.pointwise in getattr(target, "tags", ())
+    return tagged or str(target) == "prims.convert_element_type.default"  # has no tag
 
 
 def alive_bytes(gm: GraphModule, packed: Mapping[Node, int]) -> dict[Node, int]:
@@ -111,10 +114,10 @@ def last_readers(nodes: Sequence[Node], written: Collection[Any], kernels: Kerne
     """
     position = {node: i for i, node in enumerate(nodes)} if kernels is None else kernels.at
     last: dict[Node, int] = {}
+    read: dict[Node, int] = {}  # the position of the kernel that reads what `node` reads
     for node in reversed(nodes):
-        readers = [u for u in node.users if u.op != "output"]
-        reads = [last[u] if storage_of(u) not in written or is_view(u) else position[u] for u in readers]
-        last[node] = max(reads, default=position[node])
+        last[node] = max((read[u] for u in node.users if u.op != "output"), default=position[node])
+        read[node] = last[node] if is_view(node) or storage_of(node) not in written else position[node]
     return last
 
 
@@ -145,9 +148,12 @@ class Kernels:
         ready: dict[Any, int] = {}  # when each storage is written
         sizes: dict[Any, int] = {}
         kernels: dict[Any, list[tuple[int, int]]] = {}  # by storage, those that read it: position and size
+        keys = {node: storage_of(node) for node in nodes}
         for i, node in enumerate(nodes):
-            key = storage_of(node)
-            own = {s for n in node.all_input_nodes for s in ([storage_of(n)] if storage_of(n) in ready else reads[n])}
+            key = keys[node]
+            own: set[Any] = set()
+            for n in node.all_input_nodes:
+                own |= {keys[n]} if keys[n] in ready else reads[n]
             own.discard(None)
             at[node], reads[node] = i, own
             if key is None or key in ready or (key not in written and node.op != "placeholder"):
@@ -257,7 +263,12 @@ _LOOPS = ("aot_hooks.to_float8", "aot_hooks.from_float8", "aot_hooks.to_int8", "
 
 
 def is_loop(node: Node) -> bool:
-    return str(node.target).startswith(_LOOPS)
+    return node.op == "call_function" and _is_loop(node.target)
+
+
+@functools.cache
+def _is_loop(target: Any) -> bool:
+    return str(target).startswith(_LOOPS)
 
 
 def node_ms(
@@ -274,25 +285,30 @@ def node_ms(
     loops = {n for n in nodes if fuse_loops and is_loop(n)}
     written = written_storages(nodes, fuse_loops=fuse_loops) if fused else {storage_of(n) for n in nodes}
     written |= storages(gm.graph.find_nodes(op="placeholder")) | output_storages(gm.graph)
+    keys = {node: storage_of(node) for node in nodes}
     found: dict[Node, float] = {}
     in_kernel: set[Any] = set()  # storages that the fused kernel has read or made
     in_split = False
     for node in nodes:
         found[node] = 0.0
-        values = [v for v in torch_values.pytree.tree_leaves(node.meta.get("val")) if isinstance(v, torch.Tensor)]
-        if node.op != "call_function" or is_view(node) or node.target is operator.getitem or not values:
+        if node.op != "call_function" or is_view(node) or node.target is operator.getitem:
+            continue
+        made = node.meta.get("val")
+        leaves = [made] if isinstance(made, torch.Tensor) else torch_values.pytree.tree_leaves(made)
+        values = [v for v in leaves if isinstance(v, torch.Tensor)]
+        if not values:
             continue
         reduces = torch.Tag.reduction in getattr(node.target, "tags", ())
         unfused = not fused or not (fuses(node) or reduces or node in loops)
         before = set() if unfused or (SPLIT in node.meta) != in_split else in_kernel
         in_split = SPLIT in node.meta
         rate = rates(values[0].device)
-        moved = sum(tensor_bytes(v) for v in values) if unfused or storage_of(node) in written else 0
-        sources = {storage_of(n): n.meta.get("val") for n in node.all_input_nodes}
+        moved = sum(tensor_bytes(v) for v in values) if unfused or keys[node] in written else 0
+        sources = {keys[n]: n.meta.get("val") for n in node.all_input_nodes}
         for key, value in sources.items():
             if isinstance(value, torch.Tensor) and key in written and key not in before:
                 moved += tensor_bytes(value)
-        in_kernel = set() if unfused else {*before, *sources, storage_of(node)}
+        in_kernel = set() if unfused else {*before, *sources, keys[node]}
         found[node] = 1e3 * moved / (rate.memory * (_KERNEL if fuse_loops else 1.0))
         if has_formula(node):
             operations = rate.operations if values[0].element_size() <= 2 else rate.operations32
@@ -336,21 +352,43 @@ def workspace_bytes(node: Node) -> int:
 
 
 def _operation_count(node: Node) -> int:
-    def plain(value: Any) -> Any:
-        """Sizes as numbers: a formula must leave no guard."""
-        value = value.meta.get("val") if isinstance(value, Node) else value
-        if isinstance(value, torch.Tensor):
-            return torch.empty([torch_values.hint(n) for n in value.shape], dtype=value.dtype, device="meta")
-        return torch_values.hint(value) if isinstance(value, torch.SymInt) else value
-
-    with torch_values.without_modes():
-        args, kwargs, out = torch_values.pytree.tree_map(plain, (node.args, dict(node.kwargs), node.meta.get("val")))
-        count = int(flop_registry[_packet(node)](*args, **kwargs, out_val=out))
+    values = (node.args, dict(node.kwargs), node.meta.get("val"))
+    leaves, spec = torch_values.pytree.tree_flatten(values)
+    sizes = map(_plain, leaves)
+    count = _count(flop_registry[_packet(node)], spec, tuple((type(size), size) for size in sizes))
     schema = torch_values.schema_of(node.target)
     names = [argument.name for argument in schema.arguments] if schema is not None else []
     arguments = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
     # causal attention skips half of the products, which the formulas count
     return count // 2 if arguments.get("is_causal") is True else count
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """A tensor, as formulas see it; sizes are numbers, because a formula must leave no guard."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def _plain(value: Any) -> Any:
+    value = value.meta.get("val") if isinstance(value, Node) else value
+    if isinstance(value, torch.Tensor):
+        return _Sizes(tuple(torch_values.hint(n) for n in value.shape), value.dtype)
+    return torch_values.hint(value) if isinstance(value, torch.SymInt) else value
+
+
+@functools.lru_cache(maxsize=1024)  # equal layers have equal products
+def _count(formula: Callable[..., int], spec: Any, typed_leaves: tuple[tuple[type, Any], ...]) -> int:
+    """What `formula` gives for leaves with their types, because `1 == True`."""
+
+    def tensor(leaf: Any) -> Any:
+        return torch.empty(leaf.shape, dtype=leaf.dtype, device="meta") if isinstance(leaf, _Sizes) else leaf
+
+    with torch_values.without_modes():
+        leaves = [tensor(leaf) for _, leaf in typed_leaves]
+        args, kwargs, out = torch_values.pytree.tree_unflatten(leaves, spec)
+        return int(formula(*args, **kwargs, out_val=out))
 
 
 def measured_rates(device: torch.device) -> Rates:

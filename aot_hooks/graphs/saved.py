@@ -10,6 +10,7 @@ guard is added. Source: the calling convention of `torch._functorch.partitioners
 
 from __future__ import annotations
 
+import functools
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
@@ -266,12 +267,15 @@ def _module_path(node: Node, roots: Mapping[str, str]) -> str:
 
     The path is relative to the outermost module that runs: the one in `roots`, or else Dynamo's own.
     """
-    stack = [_without_getattr(path) for path in module_stack(node)]
-    if not stack:
-        return ""
-    outermost, raw = stack[0], stack[-1]
+    stack = module_stack(node)
+    return _relative(stack[0], stack[-1], tuple(roots.items())) if stack else ""
+
+
+@functools.lru_cache(maxsize=4096)
+def _relative(outermost: str, raw: str, roots: tuple[tuple[str, str], ...]) -> str:
+    outermost, raw = _without_getattr(outermost), _without_getattr(raw)
     root = re.match(r"^[LG]\['[^']*'\]", raw)
-    base = roots.get(root[0], "") if root is not None else ""
+    base = dict(roots).get(root[0], "") if root is not None else ""
     start = root.end() if root is not None else 0
     if not roots and outermost and raw.startswith(outermost):
         start = len(outermost)

@@ -28,7 +28,7 @@ from .dedup_copies import dedup_copies
 from .edits import log, show
 from .inline import inline, lift_constants
 from .plan import Choice, Decision, Plan, decide
-from .units import Unit, bytes_of, choose_positions, trace_units
+from .units import Trace, Unit, bytes_of, choose_positions, trace_units, tracer
 
 
 def rewrite(
@@ -41,6 +41,7 @@ def rewrite(
     regions: Mapping[str, Setting],
     for_inductor: bool,
     roots: Mapping[str, str] = MappingProxyType({}),
+    trace: Trace | None = None,
 ) -> Plan:
     """Put the hooks of `ambient` and `regions` into both graphs, in place.
 
@@ -50,6 +51,7 @@ def rewrite(
         regions: settings by the key that nodes carry in `meta["custom"][REGION]`.
         for_inductor: decompose the traced hooks with Inductor's table, and form them for its kernels.
         roots: modules by Dynamo's names for them, see `modules.roots`.
+        trace: a `tracer` of an earlier rewrite for the same compiler; None: a new one.
 
     Raises HookContractError, HookTraceError, PolicyError, UnsupportedGraphError.
     """
@@ -59,7 +61,7 @@ def rewrite(
     choices = decide(cross, ambient, regions)
     cross, choices = add_answers(fw, bw, cross, choices, for_inductor=for_inductor)
     choices = dedup_copies(choices, cross.kept_storages)
-    choices, units = trace_units(choices, inductor.decompositions() if for_inductor else None)
+    choices, units = trace_units(choices, trace or tracer(for_inductor))
     transfers: tuple[Transfer, ...] = ()
     if units:
         if for_inductor:

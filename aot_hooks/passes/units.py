@@ -18,12 +18,13 @@ from ..graphs.roofline import alive_bytes, fuses
 from ..graphs.saved import SavedValue
 from ..hook import KEEP, Hook, compiling_for
 from ..offloading.transfers import offload_wait
+from ..torch_private import inductor
 from .edits import last_use, log, show
 from .plan import Choice
 from .trace import TracedHook, trace_hook
 
 _WORTH_A_KERNEL = 0.01  # of the peak
-_Trace = Callable[[Hook, torch.Tensor, SavedValue], TracedHook]
+Trace = Callable[[Hook, torch.Tensor, SavedValue], TracedHook]
 
 
 @dataclass(frozen=True)
@@ -63,8 +64,12 @@ class Unit:
         return {node.target for graph in graphs for node in graph.nodes if node.op == "call_function"}
 
 
-def _tracer(decompositions: dict[Any, Any] | None) -> _Trace:
-    """Traces a hook once for all saved tensors of the same static sizes."""
+def tracer(for_inductor: bool) -> Trace:
+    """A function that traces a hook once for all saved tensors of the same static sizes.
+
+    A budget keeps it for all its attempts. With `for_inductor` hooks are decomposed with Inductor's table.
+    """
+    decompositions = inductor.decompositions() if for_inductor else None
     known: dict[Any, TracedHook] = {}
     checked: set[Hook] = set()
 
@@ -72,7 +77,8 @@ def _tracer(decompositions: dict[Any, Any] | None) -> _Trace:
         layout = (*value.shape, *value.stride())
         key: Any = None
         if all(isinstance(n, int) for n in layout):
-            key = (hook, layout, value.is_conj(), value.is_neg(), value.dtype, value.device)
+            mode = value.fake_mode  # type: ignore[attr-defined]  # kept, so that no other has its id
+            key = (hook, layout, value.is_conj(), value.is_neg(), value.dtype, value.device, mode)
             if key in known:
                 return known[key]
         with compiling_for("aten" if decompositions is None else "inductor"):
@@ -88,14 +94,11 @@ def _tracer(decompositions: dict[Any, Any] | None) -> _Trace:
     return trace
 
 
-def trace_units(
-    choices: Sequence[Choice], decompositions: dict[Any, Any] | None
-) -> tuple[tuple[Choice, ...], tuple[Unit, ...]]:
-    """A unit for each value that is packed or dropped. `decompositions`: Inductor's table, None for "aten".
+def trace_units(choices: Sequence[Choice], trace: Trace) -> tuple[tuple[Choice, ...], tuple[Unit, ...]]:
+    """A unit for each value that is packed or dropped; `trace` is a `tracer`.
 
     The choices come back too: a value whose hooks all leave it as it is stays, and so do its views.
     """
-    trace = _tracer(decompositions)
     views: dict[SavedValue, list[Choice]] = defaultdict(list)
     for choice in choices:
         if choice.view_of is not None:
@@ -114,7 +117,7 @@ def trace_units(
     return tuple(found), tuple(units.values())
 
 
-def _traced(choice: Choice, views: list[Choice], trace: _Trace) -> tuple[Choice, Unit | None]:
+def _traced(choice: Choice, views: list[Choice], trace: Trace) -> tuple[Choice, Unit | None]:
     """The choice, with `KEEP` for hooks that change nothing, and its unit, if a hook is left."""
     source = choice.value.fw_node if choice.source is None else choice.source
     packings: list[Packing] = []

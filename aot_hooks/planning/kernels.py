@@ -71,14 +71,18 @@ def split_kernels(gm: GraphModule) -> None:
     gm.recompile()
 
 
-def join_kernels(gm: GraphModule, live: Sequence[LivePoint], most: float) -> None:
-    """Join those parts again that keep the step under `most` bytes as one kernel; `live` are the points of `gm`."""
+def join_kernels(gm: GraphModule, live: Sequence[LivePoint], most: float) -> bool:
+    """Join those parts again that keep the step under `most` bytes as one kernel; `live` are the points of `gm`.
+
+    Returns whether there are any.
+    """
     alive = {point.node: point.live_bytes for point in live}
     split = [n for n in gm.graph.nodes if n.meta.get(SPLIT) == n.name]
     joined = {n.name for n in split if alive[n.name] + storage_bytes(n.meta["val"]) <= most}
     for node in gm.graph.nodes:
         if node.meta.get(SPLIT) in joined:
             del node.meta[SPLIT]
+    return bool(joined)
 
 
 def _same_memory(a: Node, b: Node) -> bool:

@@ -7,6 +7,7 @@ by passes/plan.py, as without a budget: lossy hooks take only what the backward 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 import operator
@@ -42,9 +43,8 @@ from ..offloading.transfers import COPIES, offload_wait
 from ..passes.live_bytes import LivePoint, live_bytes
 from ..passes.plan import decide
 from ..passes.trace import TracedHook
-from ..passes.units import Unit, trace_units
+from ..passes.units import Trace, Unit, trace_units
 from ..settings.setting import Setting, out_of_scope
-from ..torch_private import inductor
 from ..torch_private.values import hint, is_operator
 from .step import RECOMPUTE, Option, Step, Value
 
@@ -70,8 +70,14 @@ class Graphs:
     static_inputs: tuple[int, ...]
     roots: Mapping[str, str]
     fused: bool
+    trace: Trace
 
     def boundary(self) -> Boundary:
+        """What crosses; read once, so the graphs must not change after that."""
+        return self._boundary
+
+    @functools.cached_property
+    def _boundary(self) -> Boundary:
         return boundary(self.fw, self.bw, self.num_fwd_outputs, self.static_inputs, self.roots)
 
     def live(self) -> tuple[LivePoint, ...]:
@@ -79,7 +85,6 @@ class Graphs:
             self.fw,
             self.bw,
             num_fwd_outputs=self.num_fwd_outputs,
-            static_inputs=self.static_inputs,
             fused=self.fused,
             roots=self.roots,
         )
@@ -211,12 +216,11 @@ def _hook_options(
     """For each storage the hooks that can take it, with their bytes and times."""
     known: dict[Any, tuple[float, int, TracedHook]] = {}  # equal layers share what was traced
     found: list[list[Option]] = [[] for _ in groups]
-    decompositions = inductor.decompositions() if graphs.fused else None
     on_cuda = [group[0].row.device.type == "cuda" for group in groups]
     ours = dataclasses.replace(cross, tensors=[value for group in groups for value in group])
     for name, rule in _rules(tuple(allow), max_error).items():
         choices = decide(ours, Setting(rule, scope), {})
-        choices, units = trace_units(choices, decompositions)
+        choices, units = trace_units(choices, graphs.trace)
         packed = {choice.value: choice for choice in choices if choice.packs}
         unit_of = {unit.saved: unit for unit in units}
         for i, group in enumerate(groups):

@@ -35,10 +35,11 @@ __all__ = ["Solution", "solve"]
 
 _GAP = 1e-3  # of the step's time, or of the peak; a plan this near to the best is taken
 _WHOLE = 300  # integer columns of a program that is solved whole
-_NODES = 100
+_NODES, _NODES_OF_LOWEST = 100, 5
 _NEAR = 0.005  # of what the relaxed program has: a whole choice this near to it is taken without trying others
 _OVER = 0.01  # of the peak: being over it by as much costs as much as the whole step
-_SECONDS = 20  # a guard: nodes end the search long before
+_MOST_OVER = 1e-3  # MiB, for rounding
+_SECONDS = 100  # a guard: nodes end the search long before, on a busy machine as well
 _MIB = float(1 << 20)
 # shares of the link's rates that the schedule of offload plans with, and most MiB that may be on their way
 _SENT, _BROUGHT, _IN_FLIGHT = 0.89, 0.76, 1024.0
@@ -95,7 +96,7 @@ class _Program:
     def objective(self, x: Any) -> float:
         return float(sum(cost * value for cost, value in zip(self.cost, x, strict=True)))
 
-    def solved(self, whole: int, gap: float) -> Any:
+    def solved(self, whole: int, nodes: int = _NODES) -> Any:
         """The values of the columns, the first `whole` of them whole numbers; None if there are none."""
         # 0.2 s, for those who set a budget
         import numpy
@@ -110,7 +111,7 @@ class _Program:
             constraints=optimize.LinearConstraint(matrix, self.low, self.high),
             bounds=optimize.Bounds(self.lower, self.upper),
             integrality=integrality,
-            options={"mip_rel_gap": gap, "node_limit": _NODES, "time_limit": _SECONDS},
+            options={"mip_rel_gap": _GAP, "node_limit": nodes, "time_limit": _SECONDS},
         ).x
 
 
@@ -120,6 +121,7 @@ def solve(
     peak: float | None,
     max_error: float = math.inf,
     max_ms: float | None = None,
+    under: bool = False,
 ) -> Solution | None:
     """The fastest choice whose peak is at most `peak` bytes; with `peak=None` the lowest peak that `max_ms` allows.
 
@@ -129,6 +131,7 @@ def solve(
     Args:
         max_error: predicted relative error of the gradient.
         max_ms: the most that the step may take.
+        under: return None, in a tenth of the time, if the relaxed program is over the peak already.
 
     Returns None if no choice is within `max_error` and `max_ms`.
     """
@@ -216,7 +219,9 @@ def solve(
     if max_ms is not None:
         program.row({c: o.ms for c, (_, o) in enumerate(choices)}, -math.inf, max_ms - step.ms)
 
-    x = _solved(program, columns.values())
+    if under and ((relaxed := program.solved(0)) is None or relaxed[over] > _MOST_OVER):
+        return None
+    x = _solved(program, columns.values(), lowest=peak is None)
     if x is None:
         return None
     options = [KEPT] * len(step.values)
@@ -241,12 +246,15 @@ def solve(
     return Solution(tuple(options), found, step.bytes_of(found).peak(step.moments), ms, error)
 
 
-def _solved(program: _Program, by_value: Collection[Sequence[int]]) -> Any:
-    """The values of the columns. `by_value`: those that must be whole, of which at most one of each value is 1."""
+def _solved(program: _Program, by_value: Collection[Sequence[int]], *, lowest: bool) -> Any:
+    """The values of the columns. `by_value`: those that must be whole, of which at most one of each value is 1.
+
+    With `lowest` the first whole choice of a large program is taken: trying others took 31 s for 16 layers, not 7.
+    """
     whole = sum(map(len, by_value))
     if whole <= _WHOLE:
-        return program.solved(whole, _GAP)
-    relaxed = program.solved(0, _GAP)
+        return program.solved(whole)
+    relaxed = program.solved(0)
     if relaxed is None:
         return None
     lower, upper = list(program.lower), list(program.upper)
@@ -258,10 +266,10 @@ def _solved(program: _Program, by_value: Collection[Sequence[int]]) -> Any:
         program.lower, program.upper = list(lower), list(upper)
         for c in (c for own in fixed for c in own):
             program.lower[c] = program.upper[c] = float(round(relaxed[c]))
-        found = program.solved(whole, _GAP)
+        found = program.solved(whole, _NODES_OF_LOWEST if lowest else _NODES)
         if found is not None and (best is None or program.objective(found) < program.objective(best)):
             best = found
-        if best is not None and program.objective(best) < (1 + _NEAR) * least:
+        if best is not None and (lowest or program.objective(best) < (1 + _NEAR) * least):
             break
     return best
 

@@ -10,7 +10,6 @@ puts what is recomputed just before its first reader.
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import functools
 import math
@@ -31,6 +30,7 @@ from ..hook import KEEP, Hook
 from ..offloading.transfers import COPIES
 from ..passes.live_bytes import LivePoint
 from ..passes.plan import Decision, InStep, Plan
+from ..passes.units import Trace, tracer
 from ..settings.setting import Setting
 from ..torch_private import aot
 from .budget import Budget, fitted
@@ -90,7 +90,7 @@ class _Chosen:
 def partition_within(
     joint: GraphModule,
     split: Split,
-    rewrite: Callable[[GraphModule, GraphModule, Setting], Plan],
+    rewrite: Callable[[GraphModule, GraphModule, Setting, Trace], Plan],
     setting: Setting,
     *,
     num_fwd_outputs: int,
@@ -110,8 +110,10 @@ def partition_within(
     budget: Any = setting.rule
     assert isinstance(budget, Budget)
 
+    trace = tracer(fused)
+
     def read(fw: GraphModule, bw: GraphModule) -> Graphs:
-        return Graphs(fw, bw, num_fwd_outputs, tuple(static_inputs), roots, fused)
+        return Graphs(fw, bw, num_fwd_outputs, tuple(static_inputs), roots, fused, trace)
 
     stock = read(*split())
     moments = _UNKNOWN if budget.least else budget.moments
@@ -135,19 +137,20 @@ def partition_within(
 
     def tried(graphs: Graphs, own: Step, solution: Solution, chosen: Solution) -> _Tried:
         """What comes of the hooks of `solution` in `graphs`: a plan with its live bytes and times."""
-        found = dataclasses.replace(graphs, fw=_copied(graphs.fw), bw=_copied(graphs.bw))
-        saved = {v.row.name: storage_of(v.fw_node) for v in found.boundary().tensors}
-        plan = rewrite(found.fw, found.bw, Setting(_policy(solution, own), setting.scope))
+        found = dataclasses.replace(graphs, fw=aot.copied(graphs.fw), bw=aot.copied(graphs.bw))
+        saved = {v.row.name: storage_of(v.fw_node) for v in graphs.boundary().tensors}
+        plan = rewrite(found.fw, found.bw, Setting(_policy(solution, own), setting.scope), trace)
         if fused and on_cuda(found.bw.graph.nodes):
             split_kernels(found.bw)
-        live = found.live()
-        if limits.peak is not None:
-            join_kernels(found.bw, live, _NEAR * limits.peak - bytes_of(live).beside(moments, "backward"))
+        live = after = found.live()
+        within = 0.0 if limits.peak is None else _NEAR * limits.peak - bytes_of(live).beside(moments, "backward")
+        if limits.peak is not None and join_kernels(found.bw, live, within):
+            after = found.live()
         plan = _with_recomputed(plan, cross, groups, saved, chosen, step)
         after_ms = step_ms(found.fw, found.bw, fused, COPIES, plan.transfers)
         after_ms -= sum(option.spared_ms for option in solution.options)
         decisions = tuple(dataclasses.replace(d, settings=(setting.key,)) for d in plan.decisions)
-        plan = dataclasses.replace(plan, decisions=decisions, live_before=before, live_after=found.live())
+        plan = dataclasses.replace(plan, decisions=decisions, live_before=before, live_after=after)
         plan = dataclasses.replace(plan, before_ms=before_ms, after_ms=after_ms)
         return _Tried(found, plan, own, solution, live, bytes_of(plan.live_after).peak(moments))
 
@@ -163,7 +166,10 @@ def partition_within(
         if fused and on_cuda(gm.graph.nodes):
             points = [point for point in best.plan.live_after if point.phase == phase]
             hold_kernels(gm, points, best.peak - bytes_of(best.plan.live_after).beside(moments, phase))
-    return best.graphs.fw, best.graphs.bw, best.plan if budget.least else _in_step(best.plan, moments)
+    plan = best.plan if budget.least else _in_step(best.plan, moments)
+    if fused:
+        return best.graphs.fw, best.graphs.bw, plan
+    return aot.copied(best.graphs.fw, lazily=False), aot.copied(best.graphs.bw, lazily=False), plan
 
 
 def bytes_of(points: Sequence[LivePoint]) -> Bytes:
@@ -192,13 +198,6 @@ def _in_step(plan: Plan, moments: Sequence[Moment]) -> Plan:
     )
     live_before, live_after = shifted(plan.live_before), shifted(plan.live_after)
     return dataclasses.replace(plan, live_before=live_before, live_after=live_after, in_step=share)
-
-
-def _copied(gm: GraphModule) -> GraphModule:
-    """`gm` with a graph of its own; fake values are shared."""
-    made = GraphModule(gm, copy.deepcopy(gm.graph))
-    made.meta = dict(gm.meta)
-    return made
 
 
 def _marks(chosen: Solution, cross: Boundary, groups: Sequence[Sequence[SavedValue]]) -> tuple[set[str], set[str]]:
@@ -313,12 +312,13 @@ def _hooked(
         solved = functools.partial(solve, max_error=limits.error, max_ms=max_ms)
         last = attempt == _ATTEMPTS - 1 and not fitted
         peak = None if limits.peak is None or last else limits.peak * (1 - attempt * _LESS)
-        solution = solved(step, peak=peak) or solved(step, peak=None)
+        solution = solved(step, peak=peak, under=peak is not None and excess > 0)
+        if peak is not None and excess and (solution is None or solution.peak_bytes > peak + 1):
+            step = uncorrected
+            solution = solved(step, peak=peak - excess)
+        solution = solution or solved(step, peak=None)
         if solution is None:
             return
-        if peak is not None and solution.peak_bytes > peak + 1 and excess:
-            step = uncorrected
-            solution = solved(step, peak=peak - excess) or solution
         found = tried(graphs, step, solution, chosen)
         fitted = fitted or found.fits(limits)
         yield found

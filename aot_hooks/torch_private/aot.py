@@ -7,6 +7,7 @@ gm --aot_autograd--> joint --partition--> fw, bw --boxed--> generated Python
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import importlib
 import inspect
@@ -34,6 +35,7 @@ SYMBOLS: dict[str | Needed, str] = {
     "torch.fx.graph_module._forward_from_src "
     "torch._functorch._aot_autograd.autograd_cache.BypassAOTAutogradCache "
     "torch._functorch._aot_autograd.schemas.SerializableAOTDispatchCompiler",
+    "trying hooks for a budget": "torch.fx._lazy_graph_module._LazyGraphModule",
     "regions that compute the same": "torch._functorch.config torch._functorch.config.cse",
     "a second backward (retain_graph) of graphs with hooks": "torch._guards.TracingContext",
     "predicting the bytes of a backward": "torch._functorch.partitioners._is_tangent",
@@ -136,6 +138,19 @@ def recomputed(joint: GraphModule, again: set[str], kept: set[str]) -> Iterator[
     finally:
         for node in joint.graph.nodes:
             mark(node, own.get(node.name))
+
+
+def copied(gm: GraphModule, *, lazily: bool = True) -> GraphModule:
+    """`gm` with a graph of its own; fake values are shared.
+
+    Args:
+        lazily: make its code when it is first run or read, as torch does for Inductor; 2.11 to 2.15. Code of graphs
+            that are only looked at took a fifth of the time of planning.
+    """
+    make = need("torch.fx._lazy_graph_module._LazyGraphModule") if lazily else GraphModule
+    made: GraphModule = make(gm, copy.deepcopy(gm.graph))
+    made.meta = dict(gm.meta)
+    return made
 
 
 def donates(fw: GraphModule, bw: GraphModule, num_fwd_outputs: int) -> bool:

@@ -92,14 +92,14 @@ def test_a_process_that_was_forked_off_waits_for_no_thread_of_its_parent(first_k
 
 def test_collections_wait_for_an_entry_and_not_for_a_compilation() -> None:
     before = gc.get_threshold()
-    with lookup._without_collections() as collect:
+    with lookup.without_collections() as collect:
         assert gc.get_threshold()[0] == 0  # never
-        with lookup._without_collections() as inner:  # a graph in a graph, or another thread
+        with lookup.without_collections() as inner:  # a graph in a graph, or another thread
             inner()
         assert gc.get_threshold()[0] == 0
         collect()
         assert gc.get_threshold() == before
-    with pytest.raises(ValueError, match="broken"), lookup._without_collections():
+    with pytest.raises(ValueError, match="broken"), lookup.without_collections():
         raise ValueError("broken")
     assert gc.get_threshold() == before
 
@@ -107,13 +107,13 @@ def test_collections_wait_for_an_entry_and_not_for_a_compilation() -> None:
 def test_what_a_user_says_of_collections_meanwhile_stays() -> None:
     before = gc.get_threshold()
     try:
-        with lookup._without_collections():
+        with lookup.without_collections():
             gc.disable()
         assert not gc.isenabled() and gc.get_threshold() == before
-        with lookup._without_collections():
+        with lookup.without_collections():
             gc.enable()
         assert gc.isenabled()
-        with lookup._without_collections():
+        with lookup.without_collections():
             gc.set_threshold(5, 6, 7)
         assert gc.get_threshold() == (5, 6, 7)
     finally:
@@ -123,7 +123,7 @@ def test_what_a_user_says_of_collections_meanwhile_stays() -> None:
 
 def test_pauses_that_overlap_end_with_the_last() -> None:
     before = gc.get_threshold()
-    first, second = lookup._without_collections(), lookup._without_collections()
+    first, second = lookup.without_collections(), lookup.without_collections()
     first.__enter__(), second.__enter__()
     first.__exit__(None, None, None)
     assert gc.get_threshold()[0] == 0

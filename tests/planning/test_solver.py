@@ -68,6 +68,9 @@ def test_it_finds_what_trying_every_choice_finds(seed):
             assert found.ms <= expected * 1.002 + 1e-3
         else:  # the least, or little more
             assert found.peak_bytes <= 1.01 * solve(step, peak=None, max_error=0.05).peak_bytes + 1
+        # `under` gives up only where nothing, or nothing whole, stays under the peak
+        below = solve(step, peak=peak, max_error=0.05, under=True)
+        assert below == found if below is not None else expected is None
     assert solve(step, peak=0.7 * step.peak_bytes) == solve(step, peak=0.7 * step.peak_bytes)
 
 
@@ -185,3 +188,24 @@ def test_eighty_equal_layers_are_solved_quickly():
     step = Step(tuple(live), tuple(values), (100.0,))
     found = solve(step, peak=0.5 * step.peak_bytes, max_error=0.05)
     assert found is not None and found.peak_bytes <= 0.5 * step.peak_bytes + 1
+
+
+def test_the_lowest_peak_of_a_large_step_is_near_that_of_the_relaxed_program():
+    """More than 300 choices: the first whole choice is taken, and the same again."""
+    choose, count = random.Random(5), 120
+    values, live = [], [0] * (2 * count + 2)
+    for i in range(count):
+        nbytes = choose.randint(1, 40) * MIB
+        options = tuple(
+            Option(f"hook {k}", object(), nbytes // divisor, choose.random(), 0.03 * k)
+            for k, divisor in enumerate((2, 4, 8))
+        )
+        values.append(Value((f"v{i}",), nbytes, i + 1, 2 * count - i, options=options))
+        for p in range(i + 1, 2 * count - i + 1):
+            live[p] += nbytes
+    step = Step(tuple(live), tuple(values), (100.0,))
+    found = solve(step, peak=None, max_error=0.05)
+    smallest = sum(v.nbytes // 8 for v in values)
+    assert smallest <= found.peak_bytes < 0.4 * step.peak_bytes and found.error <= 0.05 + 1e-6
+    assert found.peak_bytes <= 1.01 * solve(step, peak=found.peak_bytes / 1.01, max_error=0.05).peak_bytes
+    assert found == solve(step, peak=None, max_error=0.05)
