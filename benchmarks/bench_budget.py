@@ -203,11 +203,10 @@ def measure(
             compiling.remove((connection, result))
             ready += [] if "error" in result else [(connection, result)]
             save(results)
-    _take_times(ready, results[0], options.rounds)
+    _take_times(ready, results[0], options.rounds, lambda: save(results))
     for connection, _ in served:
         with contextlib.suppress(BrokenPipeError):
             connection.send("stop")
-    save(results)
     return results
 
 
@@ -221,7 +220,7 @@ def _answer(connection: Any, command: str = "") -> Any:
         return "its process ended"
 
 
-def _take_times(ready: list[tuple[Any, Row]], stock: Row, rounds: int) -> None:
+def _take_times(ready: list[tuple[Any, Row]], stock: Row, rounds: int, save: Callable[[], None]) -> None:
     """Each row once a round, in an order drawn anew."""
     order = random.Random(0)
     times: list[list[float]] = [[] for _ in ready]
@@ -233,11 +232,12 @@ def _take_times(ready: list[tuple[Any, Row]], stock: Row, rounds: int) -> None:
                 result["error"] = result.get("error", answer)
             else:
                 times[i].append(answer)
-    for (_, result), own in zip(ready, times, strict=True):
-        if "error" not in result:
-            result |= {"min_ms": min(own), "median_ms": statistics.median(own)}
-    for result in (result for _, result in ready if "min_ms" in result and "min_ms" in stock):
-        result["ratio"], result["median_ratio"] = (result[key] / stock[key] for key in ("min_ms", "median_ms"))
+        for (_, result), own in zip(ready, times, strict=True):
+            if "error" not in result:
+                result |= {"min_ms": min(own), "median_ms": statistics.median(own), "rounds": len(own)}
+        for result in (result for _, result in ready if "min_ms" in result and "min_ms" in stock):
+            result["ratio"], result["median_ratio"] = (result[key] / stock[key] for key in ("min_ms", "median_ms"))
+        save()
 
 
 def below_the_frontier(rows: list[Row], noise: float = 0.01) -> list[str]:

@@ -142,7 +142,8 @@ class Kernels:
     reads: Mapping[Node, Collection[Any]]  # the storages that its kernel reads for it
 
     @staticmethod
-    def of(nodes: Sequence[Node], written: Collection[Any]) -> Kernels:
+    def of(nodes: Sequence[Node], written: Collection[Any], ready_early: Collection[Node] = ()) -> Kernels:
+        """`ready_early`: nodes whose results count as if they were there from the begin."""
         at: dict[Node, int] = {}
         reads: dict[Node, set[Any]] = {}
         ready: dict[Any, int] = {}  # when each storage is written
@@ -169,7 +170,7 @@ class Kernels:
                 )
                 for s in own:
                     kernels.setdefault(s, []).append((at[node], count))
-            ready[key] = at[node]
+            ready[key] = -1 if node in ready_early else at[node]
         return Kernels(at, reads)
 
     def reuses(self, first: Mapping[Any, tuple[int, int, Node]], last: Mapping[Any, int]) -> dict[Any, Any]:

@@ -33,9 +33,41 @@ from ..graphs.roofline import (
     written_storages,
 )
 from ..passes.live_bytes import LivePoint
-from ..torch_private.inductor_fusion import ALONE, ALONE_IF_WRITTEN, mark_alone
+from ..torch_private.inductor_fusion import ALONE, ALONE_IF_WRITTEN, FROM_HOOK, mark_alone
 
-__all__ = ["fusion_zones", "hold_kernels", "join_kernels", "split_kernels"]
+__all__ = ["fusion_zones", "hold_kernels", "join_kernels", "split_kernels", "unpack_early"]
+
+
+def unpack_early(gm: GraphModule) -> None:
+    """Move what unpacks a value for a fused kernel in front of that kernel, in place.
+
+    Hooks put it in front of the first node that reads it. A kernel runs at the first of its nodes, which may stand
+    before that: the kernel would be two, and what the first reads alive until the second.
+    """
+    nodes = list(gm.graph.nodes)
+    position = {node: i for i, node in enumerate(nodes)}
+    unpacking = {n for n in nodes if FROM_HOOK in n.meta and n.op == "call_function"}
+    inputs, outputs = storages(gm.graph.find_nodes(op="placeholder")), output_storages(gm.graph)
+    counted = written_storages(nodes, fuse_loops=True) | outputs | inputs
+    kernels = Kernels.of(nodes, counted, unpacking)
+    begins: dict[Any, int] = {}  # by storage, where the first kernel that reads it runs
+    for node in nodes:
+        if node not in unpacking and storage_of(node) in counted:
+            for key in kernels.reads[node]:
+                begins[key] = min(begins.get(key, len(nodes)), kernels.at[node])
+    for node in nodes:
+        begin = begins.get(storage_of(node), len(nodes))
+        if node in unpacking and storage_of(node) in counted and begin < position[node]:
+            chain, waiting = {node}, [node]
+            while waiting:
+                sources = {n for n in waiting.pop().all_input_nodes if position[n] > begin} - chain
+                chain |= sources
+                waiting += sources
+            if chain <= unpacking:
+                for each in sorted(chain, key=position.__getitem__):
+                    nodes[begin].prepend(each)
+    gm.graph.lint()
+    gm.recompile()
 
 
 def split_kernels(gm: GraphModule) -> None:

@@ -31,6 +31,7 @@ from ..graphs.roofline import (
     link_ms,
     measured_rates,
     node_ms,
+    on_cuda,
     written_storages,
 )
 from ..graphs.saved import Boundary, SavedValue, boundary
@@ -108,9 +109,15 @@ def step_of(
     times = [node_ms(gm, lambda _: rates, graphs.fused, fuse_loops=True) for gm in (graphs.fw, graphs.bw)]
     hooks = _hook_options(graphs, cross, groups, scope, allow, max_error, rates, times[1])
     gone = _gone(graphs)
-    lasts = _last_readers(graphs.bw)
+    lasts, begins = _readers(graphs.bw)
+    shift = len(forward) + len(backward) - len(lasts)
     position = {node: len(forward) + i for i, node in enumerate(backward)}
-    firsts = [min(position[u] for v in group for u in v.bw_node.users if u.op != "output") for group in groups]
+    firsts = []
+    for group in groups:
+        readers = [position[u] for v in group for u in v.bw_node.users if u.op != "output"]
+        firsts.append(
+            min([*readers, *(shift + begins[key] for v in group if (key := storage_of(v.bw_node)) in begins)])
+        )
     order = sorted(range(len(groups)), key=firsts.__getitem__)
     segment_of = dict(zip(order, _segments([groups[i] for i in order]), strict=True))
     starts: dict[int, int] = {}
@@ -130,7 +137,7 @@ def step_of(
                 tuple(hooks[i]),
                 row.module_path or row.source_line,
                 reached_bytes=row.nbytes + (reached or {}).get(storage_of(group[0].fw_node), 0),
-                last=max(len(forward) + lasts[v.bw_node] - len(lasts) + len(backward) for v in group),
+                last=max(shift + lasts[v.bw_node] for v in group),
             )
         )
     if "recompute" in allow:
@@ -138,20 +145,33 @@ def step_of(
     step = Step(
         tuple(p.live_bytes for p in points),
         tuple(values),
-        tuple(t[n] for t, nodes in zip(times, (forward, backward), strict=True) for n in nodes),
+        _in_order(times, forward, backward),
         len(forward),
         rates.to_host,
         rates.to_device,
         tuple(f"{p.phase} {p.node}" for p in points),
         tuple(p.module_path for p in points),
+        copies_ms=_in_order(
+            [node_ms(gm, lambda _: rates, graphs.fused) for gm in (graphs.fw, graphs.bw)], forward, backward
+        ),
     )
     return step, groups
 
 
-def _last_readers(gm: GraphModule) -> dict[Node, int]:
-    nodes = list(gm.graph.nodes)
-    counted = written_storages(nodes, fuse_loops=True) | storages(gm.graph.find_nodes(op="placeholder"))
-    return last_readers(nodes, counted, Kernels.of(nodes, counted))
+def _in_order(times: Sequence[Mapping[Node, float]], *graphs: Sequence[Node]) -> tuple[float, ...]:
+    return tuple(each[node] for each, nodes in zip(times, graphs, strict=True) for node in nodes)
+
+
+def _readers(bw: GraphModule) -> tuple[dict[Node, int], dict[Any, int]]:
+    """The last reader of each node, and by storage where the first fused kernel runs that reads it."""
+    nodes = list(bw.graph.nodes)
+    counted = written_storages(nodes, fuse_loops=True) | storages(bw.graph.find_nodes(op="placeholder"))
+    kernels = Kernels.of(nodes, counted)
+    begins: dict[Any, int] = {}
+    for node in (n for n in nodes if on_cuda([n]) and storage_of(n) in counted):
+        for key in kernels.reads[node]:
+            begins[key] = min(begins.get(key, len(nodes)), kernels.at[node])
+    return last_readers(nodes, counted, kernels), begins
 
 
 def _rates(groups: Sequence[Sequence[SavedValue]]) -> Rates:
@@ -216,7 +236,7 @@ def _hook_options(
     """For each storage the hooks that can take it, with their bytes and times."""
     known: dict[Any, tuple[float, int, TracedHook]] = {}  # equal layers share what was traced
     found: list[list[Option]] = [[] for _ in groups]
-    on_cuda = [group[0].row.device.type == "cuda" for group in groups]
+    on_gpu = [group[0].row.device.type == "cuda" for group in groups]
     ours = dataclasses.replace(cross, tensors=[value for group in groups for value in group])
     for name, rule in _rules(tuple(allow), max_error).items():
         choices = decide(ours, Setting(rule, scope), {})
@@ -224,7 +244,7 @@ def _hook_options(
         packed = {choice.value: choice for choice in choices if choice.packs}
         unit_of = {unit.saved: unit for unit in units}
         for i, group in enumerate(groups):
-            if not all(value in packed for value in group) or ("offload" in name and not on_cuda[i]):
+            if not all(value in packed for value in group) or ("offload" in name and not on_gpu[i]):
                 continue
             own = [unit_of[value] for value in group if value in unit_of]
             if len(own) != 1 or own[0].keep or len(own[0].packings) != 1:
@@ -242,9 +262,9 @@ def _hook_options(
                 known[key] = _hook_ms(group[0].row.nbytes, key[1], traced, graphs.fused, rates), work, traced
             ms, work, _ = known[key]
             ms += link_ms(on_host, rates)
-            few = on_cuda[i] and any(rounded in f"{name}()" for rounded in _FEW_DIGITS)
+            few = on_gpu[i] and any(rounded in f"{name}()" for rounded in _FEW_DIGITS)
             spared = min(ms, _SPARED * sum(bw_ms[n] for n in _products(group))) if few else 0.0
-            in_registers = key[1] and on_cuda[i] and graphs.fused and _only_loops(traced.unpack)
+            in_registers = key[1] and on_gpu[i] and graphs.fused and _only_loops(traced.unpack)
             found[i].append(
                 Option(name, hook, on_device + answers, ms - spared, error, on_host, work, in_registers, spared)
             )
@@ -266,7 +286,8 @@ def _products(group: Iterable[SavedValue]) -> set[Node]:
 
 def _only_loops(gm: GraphModule) -> bool:
     nodes = (n for n in gm.graph.nodes if n.op == "call_function" and n.target not in COPIES)
-    return all(fuses(n) or is_loop(n) for n in nodes)
+    found = [fuses(n) or is_loop(n) for n in nodes]
+    return bool(found) and all(found)
 
 
 def _rules(allow: tuple[Any, ...], max_error: float) -> dict[str, Any]:

@@ -174,6 +174,9 @@ def solve(
         end = value.segment_first if option.name == RECOMPUTE else end
         if end > value.gone:
             more = (option.packed_bytes - (value.nbytes if value.saved else 0)) / _MIB
+            if option.in_registers:  # what was fetched
+                change[value.first][c] += option.link_bytes / _MIB
+                change[value.last + 1][c] -= option.link_bytes / _MIB
             change[value.gone][c] += more
             change[end][c] -= more
         if option.link_bytes:
@@ -290,7 +293,7 @@ def _on_their_way(
     if not sent:
         return [{} for _ in groups]
     clock = [0.0]
-    for ms in step.node_ms:
+    for ms in step.copies_ms or step.node_ms:
         clock.append(clock[-1] + ms)
     begins = [clock[min(position, len(clock) - 1)] for position, _ in groups]
     lasts = [*begins[1:], clock[-1]]

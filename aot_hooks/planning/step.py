@@ -144,6 +144,7 @@ class Step:
         to_host, to_device: bytes a second over the link, beside the compute.
         nodes: what runs at each position: "forward mm_3".
         places: the modules of these, for messages.
+        copies_ms: time of each position as the schedule of copies counts it; (): `node_ms`.
         moments: what is alive beside it, if the step has more calls of compiled graphs.
     """
 
@@ -155,6 +156,7 @@ class Step:
     to_device: float = float("inf")
     nodes: tuple[str, ...] = field(default=(), repr=False)
     places: tuple[str, ...] = field(default=(), repr=False)
+    copies_ms: tuple[float, ...] = field(default=(), repr=False)
     moments: tuple[Moment, ...] = ALONE
 
     @property

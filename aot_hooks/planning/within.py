@@ -34,7 +34,7 @@ from ..passes.units import Trace, tracer
 from ..settings.setting import Setting
 from ..torch_private import aot
 from .budget import Budget, fitted
-from .kernels import hold_kernels, join_kernels, split_kernels
+from .kernels import hold_kernels, join_kernels, split_kernels, unpack_early
 from .options import Graphs, step_of
 from .solver import Solution, solve
 from .step import ALONE, KEPT, RECOMPUTE, Bytes, Moment, Option, Step
@@ -141,6 +141,7 @@ def partition_within(
         saved = {v.row.name: storage_of(v.fw_node) for v in graphs.boundary().tensors}
         plan = rewrite(found.fw, found.bw, Setting(_policy(solution, own), setting.scope), trace)
         if fused and on_cuda(found.bw.graph.nodes):
+            unpack_early(found.bw)
             split_kernels(found.bw)
         live = after = found.live()
         within = 0.0 if limits.peak is None else _NEAR * limits.peak - bytes_of(live).beside(moments, "backward")
