@@ -204,12 +204,13 @@ class Kernels:
 def written_storages(nodes: Sequence[Node], *, fuse_loops: bool = False) -> set[Any]:
     """The storages that unfused operators make or read, and None if one makes a tuple. A fusing compiler writes them.
 
+    What a reduction reads is computed in its kernel, so it alone is no reason to write that.
     `fuse_loops`: the operators of library/loops are fused, as Inductor compiles them.
     """
     kernels = [node for node in nodes if not fuses(node) and node.op != "output"]
     if fuse_loops:
         kernels = [node for node in kernels if not is_loop(node)]
-    return {storage_of(n) for node in kernels for n in (node, *node.all_input_nodes)}
+    return {storage_of(n) for node in kernels for n in (node, *(() if _reduces(node) else node.all_input_nodes))}
 
 
 # --- time -------------------------------------------------------------------------------------------------------------
@@ -259,6 +260,17 @@ def is_attention(node: Node) -> bool:
     return _name(node) in ATTENTION or _name(node) in ATTENTION_BACKWARD
 
 
+_REDUCTIONS = ("aot_hooks.amax_word", "aot_hooks.amax_exponent")
+
+
+def _reduces(node: Node) -> bool:
+    return _is_tagged(node, torch.Tag.reduction) or str(node.target).startswith(_REDUCTIONS)
+
+
+def _is_tagged(node: Node, tag: torch.Tag) -> bool:
+    return tag in getattr(node.target, "tags", ())
+
+
 # operators of library/loops, which Inductor fuses like pointwise ones on NVIDIA GPUs
 _LOOPS = ("aot_hooks.to_float8", "aot_hooks.from_float8", "aot_hooks.to_int8", "aot_hooks.from_int8")
 
@@ -299,8 +311,7 @@ def node_ms(
         values = [v for v in leaves if isinstance(v, torch.Tensor)]
         if not values:
             continue
-        reduces = torch.Tag.reduction in getattr(node.target, "tags", ())
-        unfused = not fused or not (fuses(node) or reduces or node in loops)
+        unfused = not fused or not (fuses(node) or _is_tagged(node, torch.Tag.reduction) or node in loops)
         before = set() if unfused or (SPLIT in node.meta) != in_split else in_kernel
         in_split = SPLIT in node.meta
         rate = rates(values[0].device)

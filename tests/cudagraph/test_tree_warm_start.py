@@ -164,7 +164,7 @@ def test_a_warm_start_says_and_does_what_the_cold_one_did(fresh, monkeypatch, ca
     def refuse(*_: Any) -> Any:
         raise entry.Refused("it is for a test")
 
-    monkeypatch.setattr(entry.Store, "take", refuse)
+    monkeypatch.setattr(entry.Store, "load", refuse)
     with pytest.warns(CacheWarning, match="compiled anew in each process, because it is for a test"):
         again = start()
     assert again.cache == {"hit": 0, "miss": 0, "bypass": 1} and again.pieces == warm.pieces

@@ -28,4 +28,6 @@ def test_the_code_holds_what_was_planned():
     rows = json.loads(run.stdout.splitlines()[-1])
     assert [phase for _, phase, *_ in rows] == ["forward", "backward"] * 3
     for share, phase, of_code, planned in rows:
-        assert 0.95 * planned <= of_code <= 1.002 * planned, (share, phase)
+        # in the forward Inductor may write sooner what a plan has computed by each of its readers
+        least = 0.95 if phase == "backward" else 0.9
+        assert least * planned <= of_code <= 1.002 * planned, (share, phase)

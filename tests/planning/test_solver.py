@@ -209,3 +209,11 @@ def test_the_lowest_peak_of_a_large_step_is_near_that_of_the_relaxed_program():
     assert smallest <= found.peak_bytes < 0.4 * step.peak_bytes and found.error <= 0.05 + 1e-6
     assert found.peak_bytes <= 1.01 * solve(step, peak=found.peak_bytes / 1.01, max_error=0.05).peak_bytes
     assert found == solve(step, peak=None, max_error=0.05)
+
+
+def test_what_is_fetched_for_a_fused_reader_is_alive_while_that_reads():
+    live = [10 * MIB, 40 * MIB, 40 * MIB, 40 * MIB, 40 * MIB, 0]
+    sent = Option("offload(then=float8())", object(), 0, link_bytes=20 * MIB, in_registers=True)
+    value = Value(("v",), 40 * MIB, 1, 3, 3, 3, (sent,), last=4)
+    step = Step(tuple(live), (value,), (1.0,) * 6, 2)
+    assert solve(step, peak=None).live[3:] == (20 * MIB, 20 * MIB, 0)

@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from aot_hooks.graphs.nodes import output_storages, storage_bytes, storages
+from aot_hooks.graphs.nodes import output_storages, storage_bytes, storage_of, storages
 from aot_hooks.graphs.roofline import SPLIT, Kernels, alive_along, last_readers, written_storages
 from aot_hooks.passes.live_bytes import LivePoint
-from aot_hooks.planning.kernels import fusion_zones, hold_kernels, join_kernels, split_kernels
-from aot_hooks.torch_private.inductor_fusion import ALONE, ALONE_IF_WRITTEN
+from aot_hooks.planning.kernels import fusion_zones, hold_kernels, join_kernels, split_kernels, unpack_early
+from aot_hooks.torch_private.inductor_fusion import ALONE, ALONE_IF_WRITTEN, FROM_HOOK
 
 ROWS, WIDTH = 64, 32
 BYTES = ROWS * WIDTH * 4
@@ -138,3 +138,41 @@ def test_stretches_are_one_zone_while_all_that_they_write_fits():
     assert fusion_zones([10, 10, 10, 10], [5, 5, 5, 5], 25) == [0, 0, 0, 1]
     assert fusion_zones([10, 24, 10], [5, 5, 5], 20) == [0, 1, 2]
     assert fusion_zones([10, 10], [100, 1], 20) == [0, 1]
+
+
+def with_unpacking(grad, weight, codes, late):
+    d = grad @ weight
+    d_up = d * torch.sigmoid(d)
+    first = d_up.t() @ grad
+    source = codes + first.sum() if late else codes
+    up = wide(source) @ weight  # an unpack that is no loop
+    d_gate = d * up
+    return first, d_gate.t() @ grad
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_what_unpacks_for_a_fused_kernel_stands_in_front_of_it(late):
+    inputs = [torch.randn(ROWS, WIDTH), torch.randn(WIDTH, WIDTH), torch.randn(ROWS, WIDTH).mul(9).to(torch.int8)]
+    gm = make_fx(lambda *xs: with_unpacking(*xs, late=late), tracing_mode="fake")(*inputs)
+    nodes = list(gm.graph.nodes)
+    unpack = [n for n in nodes if n.target is torch.ops.aten.mm.default][2]
+    for node in (unpack, unpack.args[0]):
+        node.meta[FROM_HOOK] = True
+    expected, before = gm(*inputs), peak(gm)
+    unpack_early(gm)
+    order = [n.name for n in gm.graph.nodes]
+    (kernel,) = (n for n in nodes if n.target is torch.ops.aten.mul.Tensor and n.args[1].name.startswith("sigmoid"))
+    assert (order.index(unpack.name) < order.index(kernel.name)) == (not late)  # else it reads what comes later
+    assert (peak(gm) < before) == (not late)
+    assert all(map(torch.equal, gm(*inputs), expected))
+
+
+def test_a_reduction_alone_has_nothing_written():
+    def function(x, w):
+        return torch.sigmoid(x).sum(1), torch.cos(x) @ w
+
+    gm = make_fx(function, tracing_mode="fake")(torch.randn(ROWS, WIDTH), torch.randn(WIDTH, WIDTH))
+    nodes = {n.name: n for n in gm.graph.nodes}
+    written = written_storages(list(nodes.values()))
+    assert storage_of(nodes["cos"]) in written and storage_of(nodes["sum_1"]) in written
+    assert storage_of(nodes["sigmoid"]) not in written
