@@ -101,6 +101,15 @@ def own_part(size: int) -> Callable[[Any], float]:
     return lambda r: float(r["calls"][size]["own_part_us"]["tree"] / r["calls"][size]["own_part_us"]["torch_trees"])
 
 
+def budgets(off: Callable[[dict[str, Any]], float]) -> Callable[[Any], float]:
+    """The most of `off` over the budgets of a run."""
+
+    def value(result: Any) -> float:
+        return max(off(r) for r in result["rows"] if "budget" in r["kind"] and "ratio" in r)
+
+    return value
+
+
 def of_batch(result: Any, model: str, size: int) -> dict[str, Any]:
     """The row of a model at a batch size."""
     return {(row["model"], row.get("batch")): row for row in result["rows"]}[model, size]
@@ -235,6 +244,31 @@ GOALS = (
         5_000, at_least=True,
     ),
     Goal("of these training programs, with other results", "fuzz_whole_step.h200", lambda r: float(r["different"]), 0),
+    *(
+        goal
+        for what, kind, name, limit, ratio in (
+            ("budget, 4 layers", "budget.h200", "3.5GiB", 3.5, 1.03),
+            ("exact budget, 4 layers", "budget.h200", "5.2GiB", 5.2, 1.04),
+            ("budget, 16 layers", "budget_16_layers.h200", "8.3GiB", 8.3, 1.02),
+            ("exact budget, 16 layers", "budget_16_layers.h200", "12GiB", 12, 1.06),
+            ("exact budget, 16 layers", "budget_16_layers.h200", "10.2GiB", 10.2, 1.12),
+        )
+        for goal in (
+            Goal(f"{what}, {name}: GiB at the peak of a step", kind, gib(name, "peak_bytes"), limit),
+            Goal(f"{what}, {name}: step over stock's", kind, row(name, "ratio"), ratio),
+        )
+    ),
+    Goal(
+        "budgets: measured peak against predicted, share", "budget.h200",
+        budgets(lambda r: float(abs(r["peak_bytes"] / r["predicted_peak_bytes"] - 1))), 0.03,
+    ),
+    Goal(
+        "budgets: measured step against predicted, of stock's", "budget.h200",
+        budgets(lambda r: float(abs(r["ratio"] - r["predicted_ratio"]))), 0.02,
+    ),
+    Goal(
+        "budgets: peers below the frontier", "budget.h200", lambda r: float(len(r["peers_below_the_frontier"])), 0,
+    ),
     Goal("offload: GiB sent", "offload.h200", offloaded("planned_bytes", GIB), 2.2, at_least=True),
     Goal(f"offload: {BLOCKS}", "offload.h200", row("ours_offload", "ratio_to_stock"), 1.03),
     Goal("offload: share of copy time hidden", "offload.h200", offloaded("hidden_share"), 0.9, at_least=True),
