@@ -61,7 +61,7 @@ class Moment:
 
     Attributes:
         phase: what of the graph runs, "forward" or "backward"; "": another graph runs.
-        calls: calls of the graph, besides the one that runs, that hold what they saved until their backward.
+        calls: how many other calls of the graph hold saved tensors at that time.
         nbytes: what other graphs hold or work with, and gradients of backwards that have run.
     """
 
