@@ -231,7 +231,7 @@ def _is_free(node: Node) -> bool:
 
 
 def _sources_of_view(node: Node) -> list[Node]:
-    """The readers of `node` if it computes nothing, as a view does; [] if it computes."""
+    """What `node` reads if it computes nothing, as a view does; [] if it computes."""
     return node.all_input_nodes if _is_free(node) else []
 
 
