@@ -1,0 +1,181 @@
+"""Which values a backward could compute again, from what, and how long that takes.
+
+      chain   the nodes that compute a value again, back to what is there: inputs, saved values, or a smaller tensor
+              that is saved for it (keys before they are repeated)
+
+What is not known to give the same once more is never in a chain.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import operator
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch.fx import Node
+
+from ..graphs.nodes import storage_bytes, storage_of
+from ..graphs.roofline import fuses, has_formula
+from ..graphs.saved import SavedValue
+from ..torch_private.values import is_operator
+from .step import RECOMPUTE, Option, Value
+
+__all__ = ["with_recompute"]
+
+
+def with_recompute(
+    values: list[Value],
+    groups: Sequence[Sequence[SavedValue]],
+    numbers: Mapping[Any, int | None],
+    times: Mapping[Node, float],
+    gone: Mapping[Any, int],
+) -> list[Value]:
+    """`values` with the option to compute them again: from what is saved, or from something smaller that could be.
+
+    What could be saved for that comes after the values.
+    """
+    found = list(values)
+    numbers = dict(numbers)
+    for i, group in enumerate(groups):
+        ends = [value.fw_node for value in group]
+        whole = _chain(ends, {key for key, number in numbers.items() if number != i and not _unsaved(found, number)})
+        cut = _cut(ends, values[i].nbytes, whole, {key for key, n in numbers.items() if n != i}, times, gone)
+        for chain in (whole, cut):
+            if chain is None:
+                continue
+            for key, node in {storage_of(n): n for n in chain.reads}.items():
+                if key not in numbers:
+                    numbers[key] = len(found)
+                    found.append(_saved_for(values[i], node, gone[key] + 1))
+                elif _unsaved(found, number := numbers[key]) and number is not None:
+                    other = found[number]
+                    found[number] = dataclasses.replace(other, first=max(other.first, values[i].first))
+            sources = {numbers[storage_of(n)] for n in chain.reads} - {None}
+            option = Option(
+                RECOMPUTE,
+                ms=sum(times[n] for n in chain.nodes),
+                sources=tuple(sorted(cast("set[int]", sources))),
+                again=tuple(n.name for n in chain.nodes),
+                reads=tuple(n.name for n in chain.reads),
+            )
+            found[i] = dataclasses.replace(found[i], options=(*found[i].options, option))
+    return found
+
+
+def _unsaved(values: Sequence[Value], number: int | None) -> bool:
+    return number is not None and not values[number].saved
+
+
+def _saved_for(value: Value, node: Node, gone: int) -> Value:
+    """`node` as a value that is saved to compute `value` again. Its hooks are guessed to be those of `value`."""
+    nbytes = storage_bytes(node.meta["val"])
+    share = nbytes / value.nbytes
+
+    def scaled(option: Option) -> Option:
+        sizes = (int(share * n) for n in (option.packed_bytes, option.link_bytes, option.work_bytes))
+        packed_bytes, link_bytes, work_bytes = sizes
+        return Option(option.name, None, packed_bytes, share * option.ms, option.error, link_bytes, work_bytes)
+
+    options = tuple(scaled(option) for option in value.options if option.name != RECOMPUTE)
+    return dataclasses.replace(
+        value,
+        names=(node.name,),
+        nbytes=nbytes,
+        gone=gone,
+        options=(Option("keep", packed_bytes=nbytes), *options),
+        saved=False,
+        reached_bytes=0,
+    )
+
+
+@dataclass(frozen=True)
+class _Chain:
+    """Nodes that compute some values again, and the nodes that they read. Inputs of the graph are always there."""
+
+    nodes: dict[Node, None]
+    reads: dict[Node, None]
+
+
+def _chain(ends: Iterable[Node], stops: Collection[Any]) -> _Chain | None:
+    """What computes `ends` again from the storages `stops`. None if an operator in it can't be repeated."""
+    nodes: dict[Node, None] = {}
+    reads: dict[Node, None] = {}
+    stack = list(ends)
+    while stack:
+        node = stack.pop()
+        if node in nodes or node.op == "placeholder":
+            continue
+        if storage_of(node) in stops:
+            reads[node] = None
+        elif not _repeatable(node):
+            return None
+        else:
+            nodes[node] = None
+            stack += node.all_input_nodes
+    return _Chain(nodes, reads)
+
+
+def _cut(
+    ends: Sequence[Node],
+    nbytes: int,
+    whole: _Chain | None,
+    stops: Collection[Any],
+    times: Mapping[Node, float],
+    gone: Mapping[Any, int],
+) -> _Chain | None:
+    """The fastest chain that starts at a tensor of at most half the bytes, such as keys before they are repeated.
+
+    None if it takes more than half of the time of the `whole` chain.
+    """
+    own = {storage_of(n) for n in ends}
+
+    def ms_of(chain: _Chain | None) -> float:
+        return math.inf if chain is None else sum(times[n] for n in chain.nodes)
+
+    best, best_ms = None, ms_of(whole) / 2
+    if ms_of(known := _chain(ends, stops)) < best_ms:  # what is saved for others already
+        best, best_ms = known, ms_of(known)
+    seen: set[Any] = set(own)
+    stack = list(ends)
+    visited: set[Node] = set()
+    while stack:
+        node = stack.pop()
+        if node in visited or node.op == "placeholder" or (key := storage_of(node)) in stops:
+            continue
+        visited.add(node)
+        value = node.meta.get("val")
+        if key not in seen and key in gone and isinstance(value, torch.Tensor):
+            seen.add(key)
+            if 0 < 2 * storage_bytes(value) <= nbytes and ms_of(chain := _chain(ends, {*stops, key})) < best_ms:
+                best, best_ms = chain, ms_of(chain)
+        if key in own or best is None:
+            stack += node.all_input_nodes
+    return best
+
+
+# operators that give the same bits again, besides pointwise ones, views, reductions and those with a formula
+_REPEATABLE = frozenset(
+    "native_layer_norm native_group_norm _fused_rms_norm _softmax _log_softmax var_mean cat clone constant_pad_nd "
+    "embedding index_select gather max_pool2d_with_indices _native_batch_norm_legit_functional "
+    "_native_batch_norm_legit_no_training _unsafe_view full iota arange scalar_tensor".split()
+)
+
+
+def _repeatable(node: Node) -> bool:
+    """Whether `node` is known to give the same once more. What is not known is never computed again.
+
+    So random operators, communication, writes, custom operators, and sums in any order on CUDA (`scatter_add`) are not.
+    """
+    if node.target is operator.getitem:
+        return True
+    target: Any = node.target
+    if node.op != "call_function" or not is_operator(target) or target.namespace not in ("aten", "prims"):
+        return False
+    if target._schema.is_mutable or node.is_impure() or torch.Tag.nondeterministic_seeded in target.tags:
+        return False
+    known = str(target).split(".")[1] in _REPEATABLE or torch.Tag.reduction in target.tags
+    return known or fuses(node) or has_formula(node)
