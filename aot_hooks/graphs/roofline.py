@@ -143,7 +143,7 @@ class Kernels:
 
     @staticmethod
     def of(nodes: Sequence[Node], written: Collection[Any], ready_early: Collection[Node] = ()) -> Kernels:
-        """`ready_early`: nodes whose results count as if they were there from the begin."""
+        """`ready_early`: nodes whose results count as if they were there from the start."""
         at: dict[Node, int] = {}
         reads: dict[Node, set[Any]] = {}
         ready: dict[Any, int] = {}  # when each storage is written
@@ -235,9 +235,10 @@ class Rates:
 
 
 INSTANT = Rates(math.inf, math.inf, 2e10, 1e11, 1e11)  # for a CPU
+# shares of what `Rates` has, seen on an H200: products in a step, where a GPU is at its power limit, and generated
+# kernels beside a copy
+_SUSTAINED, _KERNEL = 0.86, 0.85
 # the share of a plain matrix product's speed that attention and its backward reach on an H100 or H200
-_SUSTAINED = 0.86  # of a single product's speed: in a step of products a GPU is at its power limit
-_KERNEL = 0.85  # of a copy's speed: generated kernels
 _SHARES = dict.fromkeys(ATTENTION, 0.65) | dict.fromkeys(ATTENTION_BACKWARD, 0.55)
 
 
@@ -291,8 +292,7 @@ def node_ms(
 
     With `fused`, pointwise operators and reductions between two unfused kernels are one kernel: it reads each input
     once, and its intermediates cost nothing. `fuse_loops`: the operators of library/loops fuse as well. The schedule of
-    offload counts each of them as a kernel, because its estimates were measured so. Rates are then those
-    that an H200 keeps up in a step.
+    offload counts each of them as a kernel, because its estimates were measured so. Rates are then lower, as in a step.
     """
     nodes = list(gm.graph.nodes)
     loops = {n for n in nodes if fuse_loops and is_loop(n)}

@@ -149,7 +149,8 @@ def partition_within(
             after = found.live()
         plan = _with_recomputed(plan, cross, groups, saved, chosen, step)
         after_ms = step_ms(found.fw, found.bw, fused, COPIES, plan.transfers)
-        after_ms -= sum(option.spared_ms for option in solution.options)
+        spared_ms = sum(option.spared_ms for option in solution.options)
+        after_ms = max(after_ms - spared_ms, min(after_ms, before_ms))  # no hook is known to make a step faster
         decisions = tuple(dataclasses.replace(d, settings=(setting.key,)) for d in plan.decisions)
         plan = dataclasses.replace(plan, decisions=decisions, live_before=before, live_after=after)
         plan = dataclasses.replace(plan, before_ms=before_ms, after_ms=after_ms)

@@ -59,3 +59,17 @@ def test_on_a_gpu_a_plan_leaves_a_thousandth(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(within, "on_cuda", lambda _: True)
     aot_hooks.plan(MODEL, x, policy=aot_hooks.budget(1_000_000), inner="aten")
     assert asked == [1_000_000, 999_000]
+
+
+def test_no_plan_is_said_to_be_faster_than_no_hooks(monkeypatch: pytest.MonkeyPatch) -> None:
+    solve = within.solve
+
+    def sparing(*args: Any, **kwargs: Any) -> Any:
+        if (found := solve(*args, **kwargs)) is None:
+            return None
+        return dataclasses.replace(found, options=tuple(dataclasses.replace(o, spared_ms=1e6) for o in found.options))
+
+    monkeypatch.setattr(within, "solve", sparing)
+    policy = aot_hooks.budget(max_slowdown=float("inf"))
+    plan = aot_hooks.plan(MODEL, torch.randn(256, 32), policy=policy, inner="aten")
+    assert plan.packed_bytes < plan.saved_bytes and plan.step_ratio == 1
