@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import bisect
 import math
+import operator
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -265,7 +266,7 @@ class _Timeline:
         events = [(key, "reload", i) for i, key in self._reload_keys(order).items()]
         events += [((self.items[i].used, 1, n), "use", i) for n, i in enumerate(order)]
         gaps, stalled, free_at = self.backward, 0.0, 0.0
-        for (gap, _, _), what, i in sorted(events):
+        for (gap, _, _), what, i in sorted(events, key=operator.itemgetter(0)):  # copies back of one gap: as in `order`
             found.backward.append((gap, what, i))
             now = gaps[gap] + stalled
             p = found.of[i]

@@ -137,6 +137,14 @@ def test_waits_and_copies_back_stand_where_they_may() -> None:
     assert found.stall_ms == 0.0
 
 
+def test_of_copies_back_in_one_gap_the_first_to_be_used_starts_first() -> None:
+    items = [Item(100 * MB, 0, 9), Item(MB, 1, 8)]
+    found = plan(items, [5.0] * 10, [1.0] * 20, reload_gaps=[6])
+    large, small = found.placements
+    assert large.reload == small.reload == 6
+    assert found.stall_ms == 0 and small.back_ms < large.back_ms
+
+
 def test_nothing_to_place() -> None:
     found = plan([], [1.0], [1.0, 1.0])
     assert (found.placements, found.stall_ms, found.forward_ms, found.backward_ms) == ((), 0.0, 1.0, 2.0)
