@@ -204,13 +204,26 @@ class Kernels:
 def written_storages(nodes: Sequence[Node], *, fuse_loops: bool = False) -> set[Any]:
     """The storages that unfused operators make or read, and None if one makes a tuple. A fusing compiler writes them.
 
-    What a reduction reads is computed in its kernel, so it alone is no reason to write that.
+    What a reduction reads is computed in its kernel, so it alone is no reason to write that. What has several readers
+    and reads more than `_MOST_READ` storages itself is written, as Inductor does it.
     `fuse_loops`: the operators of library/loops are fused, as Inductor compiles them.
     """
     kernels = [node for node in nodes if not fuses(node) and node.op != "output"]
     if fuse_loops:
         kernels = [node for node in kernels if not is_loop(node)]
-    return {storage_of(n) for node in kernels for n in (node, *(() if _reduces(node) else node.all_input_nodes))}
+    written = {storage_of(n) for node in kernels for n in (node, *(() if _reduces(node) else node.all_input_nodes))}
+    reads: dict[Any, set[Any]] = {}  # by storage that stays in registers, those that are read to compute it
+    for node in nodes:
+        key = storage_of(node)
+        if key is None or key in written or key in reads or node.op != "call_function":
+            continue
+        reads[key] = set()
+        for source in map(storage_of, node.all_input_nodes):
+            reads[key] |= reads.get(source, {source})
+        if len(reads[key]) > _MOST_READ and len(node.users) > 1:
+            written.add(key)
+            del reads[key]
+    return written
 
 
 # --- time -------------------------------------------------------------------------------------------------------------
@@ -261,6 +274,7 @@ def is_attention(node: Node) -> bool:
     return _name(node) in ATTENTION or _name(node) in ATTENTION_BACKWARD
 
 
+_MOST_READ = 4  # torch._inductor.config.realize_reads_threshold
 _REDUCTIONS = ("aot_hooks.amax_word", "aot_hooks.amax_exponent")
 
 

@@ -176,3 +176,19 @@ def test_a_reduction_alone_has_nothing_written():
     written = written_storages(list(nodes.values()))
     assert storage_of(nodes["cos"]) in written and storage_of(nodes["sum_1"]) in written
     assert storage_of(nodes["sigmoid"]) not in written
+
+
+@pytest.mark.parametrize(("addends", "written"), [(2, []), (3, []), (4, [3]), (6, [5])])
+def test_a_sum_of_many_that_several_read_is_written(addends, written):
+    assert torch._inductor.config.realize_reads_threshold == 4
+
+    def function(x, _, *others):
+        for other in others:
+            x = x + torch.sin(other)
+        return x.amax(0), x.cos().sum()
+
+    gm, _ = traced(function, *[torch.float32] * addends)
+    nodes = list(gm.graph.nodes)
+    found = written_storages(nodes, fuse_loops=True)
+    sums = [n for n in nodes if n.target is torch.ops.aten.add.Tensor]
+    assert [i for i, n in enumerate(sums) if storage_of(n) in found] == written
