@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -303,8 +304,9 @@ def _rules(allow: tuple[Any, ...], max_error: float) -> dict[str, Any]:
     rounded = {f"{name}()": lossy[name]() for name in fits}
     rules |= rounded
     if "offload" in allow:
-        rules["offload()"] = offload()
-        rules |= {f"offload(then={name})": offload(then=hook) for name, hook in rounded.items()}
+        # all that is planned is sent: a copy that can't hide makes the step longer, one that is dropped the peak higher
+        rules["offload()"] = offload(max_stall_ms=math.inf)
+        rules |= {f"offload(then={name})": offload(then=h, max_stall_ms=math.inf) for name, h in rounded.items()}
     return rules
 
 

@@ -16,8 +16,9 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
-from torch.fx import Node
+from torch.fx import Graph, GraphModule, Node
 
+from ..graphs.backward_reads import BackwardReads
 from ..graphs.nodes import storage_bytes, storage_of
 from ..graphs.roofline import fuses, has_formula
 from ..graphs.saved import SavedValue
@@ -55,10 +56,12 @@ def with_recompute(
                     other = found[number]
                     found[number] = dataclasses.replace(other, first=max(other.first, values[i].first))
             sources = {numbers[storage_of(n)] for n in chain.reads} - {None}
+            exact = {numbers[storage_of(n)] for n in _read_exactly(chain, group)} & sources
             option = Option(
                 RECOMPUTE,
                 ms=sum(times[n] for n in chain.nodes),
                 sources=tuple(sorted(cast("set[int]", sources))),
+                exact=tuple(sorted(cast("set[int]", exact))),
                 again=tuple(n.name for n in chain.nodes),
                 reads=tuple(n.name for n in chain.reads),
             )
@@ -117,6 +120,25 @@ def _chain(ends: Iterable[Node], stops: Collection[Any]) -> _Chain | None:
             nodes[node] = None
             stack += node.all_input_nodes
     return _Chain(nodes, reads)
+
+
+def _read_exactly(chain: _Chain, group: Sequence[SavedValue]) -> list[Node]:
+    """Of what `chain` reads, the nodes that must not be rounded."""
+    exact = (not v.value.dtype.is_floating_point or any(not f.read.answered for f in v.reads) for v in group)
+    if any(exact):
+        return list(chain.reads)
+    graph = Graph()
+    copies: dict[Node, Node] = {}
+    wanted = {*chain.nodes, *chain.reads}
+    for node in group[0].fw_node.graph.nodes:
+        if node in wanted or (node.op == "placeholder" and wanted.intersection(node.users)):
+            given = node.op == "placeholder" or node not in chain.nodes
+            copies[node] = graph.placeholder(node.name) if given else graph.node_copy(node, copies.__getitem__)
+            copies[node].meta = dict(node.meta)
+    graph.output(tuple(copies[v.fw_node] for v in group))
+    gm = GraphModule({}, graph)
+    reads = BackwardReads(gm, gm, [(copies[n], copies[n]) for n in copies if copies[n].op == "placeholder"])
+    return [node for node in chain.reads if reads.of(copies[node])]
 
 
 def _cut(

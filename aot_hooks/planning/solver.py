@@ -11,6 +11,7 @@
                   in a step of many calls, at each of its moments: live[p] + delta[p] + ... + what others hold
                                 + number of other calls * (live[f] + delta[f]) <= peak + over, f the forward's end
                   sum of squared errors, weighted by bytes  <=  max_error ** 2
+                  computed[v] >= squared errors of what v is computed from again, if it is
 
 A value that is packed is whole from its first reader on, unless its readers unpack it in registers. A value that is
 recomputed reads its sources from the begin of its segment on. If a source is stored in another way, it
@@ -23,13 +24,14 @@ the same choice: the search is bounded by nodes.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from .step import KEPT, RECOMPUTE, Moment, Option, Step, Value
+from .step import COMPUTED, KEPT, RECOMPUTE, Moment, Option, Step, Value
 
 __all__ = ["Solution", "solve"]
 
@@ -43,6 +45,7 @@ _SECONDS = 100  # a guard: nodes end the search long before, on a busy machine a
 _MIB = float(1 << 20)
 # shares of the link's rates that the schedule of offload plans with, and most MiB that may be on their way
 _SENT, _BROUGHT, _IN_FLIGHT = 0.89, 0.76, 1024.0
+_UNITS = 1e4  # of squared errors, which are small beside what the solver takes for 0
 _TIE = 1e-6  # ms for each MiB and unit of error, so that equal plans keep more and round less
 
 
@@ -161,6 +164,8 @@ def solve(
                 program.row({c: -1.0} | stored, 0, math.inf)  # saved for this
             elif u in early:
                 program.row({c: 1.0, early_columns[u]: -1.0} | stored, -math.inf, 1.0)  # unless it is kept anyway
+            if u in option.exact:
+                program.row({c: 1.0} | {k: 1.0 for k in columns[u] if choices[k][1].error}, 0, 1)
             if recompute.get(u) and step.values[u].segment != step.values[v].segment:
                 program.row({c: 1.0} | dict.fromkeys(recompute[u], 1.0), 0, 1)
 
@@ -216,9 +221,9 @@ def solve(
         between = min(step.live[max(0, position - 1) : position + 1])
         limit(terms | {deltas[group_at[position]]: 1.0}, between, step.moments_at(position))
     if math.isfinite(max_error):
-        scale_up = 1e4
-        terms = {c: scale_up * _share(step, step.values[v]) * o.error**2 for c, (v, o) in enumerate(choices)}
-        program.row(terms, 0, scale_up * max_error**2 + 1e-9)
+        terms = {c: _UNITS * _share(step, step.values[v]) * o.error**2 for c, (v, o) in enumerate(choices)}
+        terms |= _computed(step, program, columns, recompute)
+        program.row(terms, 0, _UNITS * max_error**2 + 1e-9)
     if max_ms is not None:
         program.row({c: o.ms for c, (_, o) in enumerate(choices)}, -math.inf, max_ms - step.ms)
 
@@ -243,7 +248,7 @@ def solve(
             at = position if position >= step.forward_count else position - 1
             beside = min(step.live[position - 1 : position + 1]) + _MIB * (added[group_at[position]] + needed)
             live[at] = max(live[at], beside)
-    error = sum(_share(step, value) * o.error**2 for value, o in zip(step.values, options, strict=True)) ** 0.5
+    error = _error(step, options)
     ms = step.ms + sum(o.ms for o in options)
     found = tuple(map(round, live))
     return Solution(tuple(options), found, step.bytes_of(found).peak(step.moments), ms, error)
@@ -277,9 +282,46 @@ def _solved(program: _Program, by_value: Collection[Sequence[int]], *, lowest: b
     return best
 
 
+def _computed(
+    step: Step, program: _Program, columns: dict[int, list[int]], recompute: dict[int, list[int]]
+) -> dict[int, float]:
+    """The errors of what is computed again from values that come back with an error, as terms of all errors."""
+    options = {v: step.values[v].options for v in columns}
+    of_column = {c: option for v, own in columns.items() for c, option in zip(own, options[v], strict=True)}
+    computed = {v: program.column() for v, own in recompute.items() if own}
+
+    @functools.cache
+    def most(v: int) -> float:
+        return max((sum(map(most, o.sources)) + _UNITS * o.error**2 for o in step.values[v].options), default=0.0)
+
+    for v, own in recompute.items():
+        for c in own:
+            sources = of_column[c].sources
+            errors = {k: -_UNITS * of_column[k].error ** 2 for u in sources for k in columns[u]}
+            errors |= {computed[u]: -1.0 for u in sources if u in computed}
+            unless = sum(map(most, sources))
+            program.row({computed[v]: 1.0, c: -unless} | errors, -unless, math.inf)
+            for u in (u for u in of_column[c].exact if u in computed):
+                program.row({computed[u]: 1.0, c: most(u)}, 0, most(u))
+    return {c: COMPUTED * _share(step, step.values[v]) for v, c in computed.items()}
+
+
+def _error(step: Step, options: Sequence[Option]) -> float:
+    """The relative error of the gradient, predicted."""
+
+    @functools.cache
+    def squared(v: int) -> float:
+        return options[v].error ** 2 + sum(map(squared, options[v].sources))
+
+    total = 0.0
+    for v, (value, option) in enumerate(zip(step.values, options, strict=True)):
+        total += (COMPUTED if option.name == RECOMPUTE else 1) * _share(step, value) * squared(v)
+    return math.sqrt(total)
+
+
 def _share(step: Step, value: Value) -> float:
     """Of all saved bytes, those that are wrong if `value` is."""
-    return (value.reached_bytes or value.nbytes) / (sum(v.nbytes for v in step.values if v.saved) or 1)
+    return (value.reached_bytes or value.nbytes) / (step.weighed_bytes or step.saved_bytes or 1)
 
 
 def _on_their_way(

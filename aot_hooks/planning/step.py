@@ -11,13 +11,15 @@ may be made of many.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["ALONE", "KEPT", "RECOMPUTE", "Bytes", "Moment", "Option", "Step", "Value"]
+__all__ = ["ALONE", "COMPUTED", "KEPT", "RECOMPUTE", "Bytes", "Moment", "Option", "Step", "Value"]
 
 RECOMPUTE = "recompute"  # the name of such an option
+COMPUTED = 4  # squared: what is computed from a rounded value may be twice as wrong
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,7 @@ class Option:
         in_registers: each reader unpacks it for itself, so it stays packed to its last reader.
         spared_ms: how much faster products are that read it, already taken off `ms`.
         sources: numbers of the values that recomputing it reads.
+        exact: those of `sources` that must come back exactly.
         again, reads: names of the nodes that are computed again, and of those that they read.
     """
 
@@ -48,6 +51,7 @@ class Option:
     in_registers: bool = False
     spared_ms: float = 0.0
     sources: tuple[int, ...] = ()
+    exact: tuple[int, ...] = ()
     again: tuple[str, ...] = field(default=(), repr=False)
     reads: tuple[str, ...] = field(default=(), repr=False)
 
@@ -146,6 +150,8 @@ class Step:
         places: the modules of these, for messages.
         copies_ms: time of each position as the schedule of copies counts it; (): `node_ms`.
         moments: what is alive beside it, if the step has more calls of compiled graphs.
+        weighed_bytes: what the backward reads of the forward, also if it computes it again: a value's error counts by
+            its share of that. 0: `saved_bytes`.
     """
 
     live: tuple[int, ...]
@@ -158,6 +164,11 @@ class Step:
     places: tuple[str, ...] = field(default=(), repr=False)
     copies_ms: tuple[float, ...] = field(default=(), repr=False)
     moments: tuple[Moment, ...] = ALONE
+    weighed_bytes: int = 0
+
+    @functools.cached_property
+    def saved_bytes(self) -> int:
+        return sum(value.nbytes for value in self.values if value.saved)
 
     @property
     def peak_bytes(self) -> int:

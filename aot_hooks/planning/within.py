@@ -37,7 +37,7 @@ from .budget import Budget, fitted
 from .kernels import hold_kernels, join_kernels, split_kernels, unpack_early
 from .options import Graphs, step_of
 from .solver import Solution, solve
-from .step import ALONE, KEPT, RECOMPUTE, Bytes, Moment, Option, Step
+from .step import ALONE, COMPUTED, KEPT, RECOMPUTE, Bytes, Moment, Option, Step
 
 __all__ = ["RECOMPUTED", "bytes_of", "partition_within"]
 
@@ -55,7 +55,6 @@ _ROUNDING = 1e-6  # of ratios of sums
 _LESS = 0.003  # of the peak that each attempt asks for less, for what changes with the choice
 _UNSEEN = 0.001  # of the peak, on CUDA: what the allocator rounds up, and kernels' small workspaces
 _NEAR = 0.98  # of the peak: a plan this near to it is not improved
-_COMPUTED = 4  # squared: what is computed from a rounded value may be twice as wrong
 _MIB = 1 << 20
 _MANY = 63  # other calls of a graph of which nobody knows yet how many there are
 _UNKNOWN = (Moment("forward", _MANY), Moment("backward", _MANY))
@@ -133,7 +132,7 @@ def partition_within(
             graphs = read(*split())
         reached = _reached(chosen, step, groups)
         own = step_of(graphs, setting.scope, hooks_only, budget.max_error, reached)[0]
-        return graphs, dataclasses.replace(own, moments=moments)
+        return graphs, dataclasses.replace(own, moments=moments, weighed_bytes=step.saved_bytes)
 
     def tried(graphs: Graphs, own: Step, solution: Solution, chosen: Solution) -> _Tried:
         """What comes of the hooks of `solution` in `graphs`: a plan with its live bytes and times."""
@@ -214,14 +213,14 @@ def _marks(chosen: Solution, cross: Boundary, groups: Sequence[Sequence[SavedVal
 
 
 def _reached(chosen: Solution, step: Step, groups: Sequence[Sequence[SavedValue]]) -> dict[Any, int]:
-    """By storage, the bytes of what is computed again from it, by `_COMPUTED`."""
+    """By storage, the bytes of what is computed again from it, by `COMPUTED`."""
     readers: dict[int, list[int]] = defaultdict(list)
     for v, option in enumerate(chosen.options):
         for source in option.sources:
             readers[source].append(v)
 
     def reached(v: int) -> int:
-        return sum(_COMPUTED * step.values[reader].nbytes + reached(reader) for reader in readers[v])
+        return sum(COMPUTED * step.values[reader].nbytes + reached(reader) for reader in readers[v])
 
     return {storage_of(group[0].fw_node): reached(v) for v, group in enumerate(groups)}
 
@@ -321,11 +320,12 @@ def _hooked(
         solution = solution or solved(step, peak=None)
         if solution is None:
             return
+        out_of_reach = attempt == 0 and peak is not None and solution.peak_bytes > (1 + _LESS) * peak
         found = tried(graphs, step, solution, chosen)
         fitted = fitted or found.fits(limits)
         yield found
         near = limits.peak is not None and found.peak >= _NEAR * limits.peak
-        if found.fits(limits) and (near or set(solution.options) == {KEPT}):
+        if out_of_reach or (found.fits(limits) and (near or set(solution.options) == {KEPT})):
             return
         if step is uncorrected and limits.peak is not None:
             excess += max(0, found.peak - limits.peak)

@@ -111,6 +111,30 @@ def test_what_is_not_saved_is_saved_to_compute_another_from_it():
     assert found.options == (again, save) and found.live == (0, MIB, 5 * MIB, MIB, 8 * MIB, 0)
 
 
+def rounded_and_computed(exact=()):
+    """Two values, where the second can be computed again from the first, which can be rounded."""
+    rounded = Option("hook", object(), MIB // 2, 0.1, error=0.04)
+    first = Value(("first",), MIB, 1, 6, 0, 5, (rounded,))
+    second = Value(("second",), MIB, 1, 6, 0, 5, (Option(RECOMPUTE, ms=0.2, sources=(0,), exact=exact),))
+    live = tuple(MIB * count for count in (0, 2, 2, 5, 2, 2, 2))
+    return Step(live, (first, second), (10.0,))
+
+
+def test_what_is_computed_from_a_rounded_value_is_wrong_as_well():
+    step = rounded_and_computed()
+    together = math.sqrt((0.04**2 + 4 * 0.04**2) / 2)  # each is half of the bytes, the second twice as wrong
+    found = solve(step, peak=3.5 * MIB, max_error=together + 1e-6)
+    assert [o.name for o in found.options] == ["hook", RECOMPUTE]
+    assert found.error == pytest.approx(together)
+    less = solve(step, peak=None, max_error=together - 1e-3)
+    assert [o.name for o in less.options] == ["keep", RECOMPUTE] and less.error == 0
+
+
+def test_what_must_be_exact_to_compute_another_from_it_is_not_rounded():
+    found = solve(rounded_and_computed(exact=(0,)), peak=None, max_error=1.0)
+    assert [o.name for o in found.options] == ["keep", RECOMPUTE]
+
+
 def test_a_chain_over_two_segments_is_cut():
     """A source in another segment must be there, so only one of the two is recomputed."""
     recompute = Option(RECOMPUTE, ms=1.0)
