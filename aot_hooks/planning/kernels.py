@@ -33,9 +33,22 @@ from ..graphs.roofline import (
     written_storages,
 )
 from ..passes.live_bytes import LivePoint
-from ..torch_private.inductor_fusion import ALONE, ALONE_IF_WRITTEN, FROM_HOOK, mark_alone
+from ..torch_private.inductor_fusion import ALONE, ALONE_IF_WRITTEN, FROM_HOOK, WRITTEN, mark_alone
 
-__all__ = ["fusion_zones", "hold_kernels", "join_kernels", "split_kernels", "unpack_early"]
+__all__ = ["fusion_zones", "hold_kernels", "join_kernels", "split_kernels", "unpack_early", "write_when_made"]
+
+
+def write_when_made(gm: GraphModule) -> None:
+    """Let Inductor write each value that is written at all where it stands in the graph, in place.
+
+    Where a kernel comes after other readers, Inductor would compute the value again for those, from what it was
+    computed of. That would be alive for longer.
+    """
+    nodes = list(gm.graph.nodes)
+    written = written_storages(nodes, fuse_loops=True)
+    for node in nodes:
+        if node.op == "call_function" and fuses(node) and not is_view(node) and storage_of(node) in written:
+            node.meta[WRITTEN] = True
 
 
 def unpack_early(gm: GraphModule) -> None:

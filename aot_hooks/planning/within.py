@@ -34,7 +34,7 @@ from ..passes.units import Trace, tracer
 from ..settings.setting import Setting
 from ..torch_private import aot
 from .budget import Budget, fitted
-from .kernels import hold_kernels, join_kernels, split_kernels, unpack_early
+from .kernels import hold_kernels, join_kernels, split_kernels, unpack_early, write_when_made
 from .options import Graphs, step_of
 from .solver import Solution, solve
 from .step import ALONE, COMPUTED, KEPT, RECOMPUTE, Bytes, Moment, Option, Step
@@ -166,6 +166,7 @@ def partition_within(
     for gm, phase in ((best.graphs.fw, "forward"), (best.graphs.bw, "backward")):
         if fused and on_cuda(gm.graph.nodes):
             points = [point for point in best.plan.live_after if point.phase == phase]
+            write_when_made(gm)
             hold_kernels(gm, points, best.peak - bytes_of(best.plan.live_after).beside(moments, phase))
     plan = best.plan if budget.least else _in_step(best.plan, moments)
     if fused:

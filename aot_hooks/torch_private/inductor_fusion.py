@@ -54,6 +54,7 @@ need = needing(SYMBOLS)
 FROM_HOOK = "aot_hooks_from_hook"  # on nodes that a hook put into the graph
 ALONE = "aot_hooks_alone"  # on nodes that are fused only with nodes of the same mark
 ALONE_IF_WRITTEN = "aot_hooks_alone_if_written"  # the same, for a kernel none of whose nodes has the mark above
+WRITTEN = "inductor_realize_to_strides"  # Inductor's own, on nodes whose results it writes to memory where they stand
 
 
 def mark_alone(nodes: Sequence[Node], name: str, key: str = ALONE) -> None:
@@ -64,7 +65,7 @@ def mark_alone(nodes: Sequence[Node], name: str, key: str = ALONE) -> None:
 
 def marks_of(graph: GraphModule) -> str:
     """All marks of a graph's nodes with their positions, as text for cache keys."""
-    keys = (ALONE, ALONE_IF_WRITTEN)
+    keys = (ALONE, ALONE_IF_WRITTEN, WRITTEN)
     marks = [(i, *map(n.meta.get, keys), FROM_HOOK in n.meta) for i, n in enumerate(graph.graph.nodes)]
     return repr([mark for mark in marks if any(mark[1:])])
 

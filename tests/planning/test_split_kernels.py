@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch._inductor.compile_fx import compile_fx_inner
+from torch._inductor.utils import run_and_get_code
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from aot_hooks.graphs.nodes import output_storages, storage_bytes, storage_of, storages
 from aot_hooks.graphs.roofline import SPLIT, Kernels, alive_along, last_readers, written_storages
 from aot_hooks.passes.live_bytes import LivePoint
-from aot_hooks.planning.kernels import fusion_zones, hold_kernels, join_kernels, split_kernels, unpack_early
+from aot_hooks.planning.kernels import (
+    fusion_zones,
+    hold_kernels,
+    join_kernels,
+    split_kernels,
+    unpack_early,
+    write_when_made,
+)
 from aot_hooks.torch_private.inductor_fusion import ALONE, ALONE_IF_WRITTEN, FROM_HOOK
 
 ROWS, WIDTH = 64, 32
@@ -192,3 +201,18 @@ def test_a_sum_of_many_that_several_read_is_written(addends, written):
     found = written_storages(nodes, fuse_loops=True)
     sums = [n for n in nodes if n.target is torch.ops.aten.add.Tensor]
     assert [i for i, n in enumerate(sums) if storage_of(n) in found] == written
+
+
+def test_what_a_later_kernel_reads_is_written_where_it_stands():
+    def function(a, b, c):
+        total = a + b
+        product = total * ((total * 2) @ c)
+        return product, torch.sort(total)[0]  # Inductor writes `total` for it, and before it computes it for others
+
+    inputs = [torch.randn(16, 16) for _ in range(3)]
+    gm = make_fx(function, tracing_mode="fake")(*inputs)
+    write_when_made(gm)
+    with torch._inductor.config.patch(force_disable_caches=True):
+        found, (code,) = run_and_get_code(lambda: compile_fx_inner(gm, inputs)(list(inputs)))
+    assert all(map(torch.allclose, found, function(*inputs)))
+    assert code.index("del a_1") < code.index("extern_kernels.mm(")
