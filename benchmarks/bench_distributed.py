@@ -34,6 +34,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import aot_hooks
+import cudagraph
 
 HOOKS = {
     "no hooks": None,
@@ -45,7 +46,8 @@ HOOKS = {
     ),
     "offload(then=float8) one graph": aot_hooks.offload(then=aot_hooks.float8()),
 }
-ROWS = ("stock", "checkpointing", *HOOKS, "save_on_cpu")
+CAPTURED = {"cudagraphs": "no hooks", "float8 cudagraphs": "float8"}  # the same rows, with `options["cudagraphs"]`
+ROWS = ("stock", "checkpointing", *HOOKS, *CAPTURED, "save_on_cpu")
 WARM_UP = 5  # steps; a plan for a step is made after the second or third
 
 
@@ -53,8 +55,9 @@ def prepared(row: str, parallel: str, stack: Stack, mesh: DeviceMesh, inner: str
     """`stack` compiled and distributed, as a function of x."""
     one_graph = "one graph" in row
     how: dict[str, Any] = {}
-    if row in HOOKS:
-        how = {"backend": "aot_hooks", "options": {"inner": inner, "policy": HOOKS[row]}}
+    if row in HOOKS or row in CAPTURED:
+        options = {"inner": inner, "policy": HOOKS[CAPTURED.get(row, row)], "cudagraphs": row in CAPTURED}
+        how = {"backend": "aot_hooks", "options": options}
     elif inner == "aten":
         how = {"backend": "aot_eager"}
     if parallel == "ddp" and not one_graph:
@@ -102,7 +105,7 @@ def measured(row: str, said: argparse.Namespace, mesh: DeviceMesh, device: torch
     for _ in range(WARM_UP - 1 if row != "save_on_cpu" else 0):
         backward(forward())
         synchronize()
-    before = aot_hooks.offload_stats()
+    before, replays = aot_hooks.offload_stats(), cudagraph.stats()["replays"]
     times = []
     for _ in range(said.steps if row != "save_on_cpu" else 3):
         dist.barrier()
@@ -111,7 +114,7 @@ def measured(row: str, said: argparse.Namespace, mesh: DeviceMesh, device: torch
         backward(forward())
         synchronize()
         times.append(1e3 * (time.perf_counter() - began))
-    after = aot_hooks.offload_stats()
+    after, captures = aot_hooks.offload_stats(), cudagraph.stats()
     slowest = torch.tensor(times, device=device)
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
     nbytes, loss = measure_bytes(forward, backward, device)
@@ -124,6 +127,9 @@ def measured(row: str, said: argparse.Namespace, mesh: DeviceMesh, device: torch
         "sent_gib": (after["sent_bytes"] - before["sent_bytes"]) / len(times) / GIB,
         "could_send_gib": after["step_bytes"] / GIB,
         "graphs_in_step": after["step_graph_count"],
+        "recordings": captures["recordings"],
+        "replays_in_step": (captures["replays"] - replays) / len(times),
+        "given_up": captures["given_up"],
         "loss": float(loss),
         "first_step_s": compiled_s,
     }
@@ -164,6 +170,7 @@ def main() -> None:
         torch._dynamo.reset()
         gc.collect()
         aot_hooks.reset()
+        cudagraph.reset()
         if cuda:
             torch.cuda.empty_cache()
     dist.destroy_process_group()

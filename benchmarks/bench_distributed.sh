@@ -11,6 +11,6 @@ run() {
         --parallel "$2" --rows "$3" --json "$out/distributed.$2.$gpus.json" 2>"$out/distributed.$2.err" ||
         { echo "$2: cut off or failed, rc $?"; grep -v Warning "$out/distributed.$2.err" | tail -5; }
 }
-run 260 fsdp "stock,float8,offload,offload(then=float8),checkpointing,offload(then=float8) one graph,save_on_cpu"
+run 300 fsdp "stock,no hooks,float8,cudagraphs,float8 cudagraphs,offload,offload(then=float8),checkpointing,offload(then=float8) one graph,save_on_cpu"
 run 100 ddp "stock,offload,offload(then=float8)"
 run 100 tp "stock,float8,offload(then=float8)"

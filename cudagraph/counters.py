@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-COUNTERS = ("warmups", "recordings", "rerecordings", "replays", "copies", "skips", "partitions", "held_outputs")
+RUNS = ("warmups", "recordings", "rerecordings", "replays", "copies", "skips")
+COUNTERS = (*RUNS, "given_up", "partitions", "held_outputs")
 
 counts: dict[str, int] = dict.fromkeys(COUNTERS, 0)
 
@@ -21,7 +22,8 @@ def stats() -> dict[str, int]:
 
     warmups: uncaptured runs before a recording; recordings: captures; rerecordings: those of them for addresses that
     moved; replays: launches of a captured graph; copies: inputs copied to a graph's memory, and outputs copied out of
-    it; skips: runs without a graph for a reason; partitions: graphs cut into pieces; held_outputs: outputs that were
+    it; skips: runs without a graph for a reason; given_up: compiled functions that run without graphs from then on,
+    because their parameters move in each step; partitions: graphs cut into pieces; held_outputs: outputs that were
     held when their memory was reused.
     """
     return dict(counts)

@@ -76,7 +76,7 @@ class AnalysedGraph:
     def numbered(self, number: int) -> AnalysedGraph:
         kind = dataclasses.replace(self.verdict.kind, number=number)
         verdict = dataclasses.replace(self.verdict, kind=kind)
-        piece = None if self.piece is None else dataclasses.replace(self.piece, name=kind.name)
+        piece = None if self.piece is None else dataclasses.replace(self.piece, name=kind.name, compiled=number)
         return dataclasses.replace(self, verdict=verdict, piece=piece)
 
 

@@ -94,8 +94,10 @@ class Policy(compilers.inductor_policy_class()):  # type: ignore[misc]
         pending, self._local.pending = getattr(self._local, "pending", None), None
         if pending is None or not compilers.is_compiled_graph(output_code):
             return output_code  # Inductor decided against a capture, and logged why
-        static = self._static_inputs(pending.piece, compilers.graph_number(output_code))
-        piece = dataclasses.replace(pending.piece, static_inputs=static)
+        number = compilers.graph_number(output_code)
+        static = self._static_inputs(pending.piece, number)
+        compiled = None if number is None else f"Inductor's {number}"
+        piece = dataclasses.replace(pending.piece, static_inputs=static, compiled=compiled)
         maps = compilers.partitions_of(output_code)
         if maps is None:
             run = dispatch.capture(piece, self.options, self.driver)

@@ -111,6 +111,7 @@ def _piece_of(part: Part, name: str, run: Callable[..., Any], kind: Kind, device
         is_backward=kind.word == "backward",
         is_inference=kind.word == "inference",
         saved_outputs=saved,
+        compiled=kind.number,
     )
 
 

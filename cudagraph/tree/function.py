@@ -15,6 +15,7 @@ from ..options import Options
 from ..placeholder import PlaceholderInfo, source_line
 from ..torch_private import cuda as torch_cuda
 from .driver import CaptureDriver
+from .liveness import Slot, is_strided, on_slots
 
 log = logging.getLogger("cudagraph")
 
@@ -42,6 +43,7 @@ class Piece:
     is_backward: bool = False  # of an earlier forward
     is_inference: bool = True  # has no backward
     saved_outputs: tuple[int, ...] | None = None  # for the backward; None if unknown, so that all may be
+    compiled: int | str | None = None  # number of the compiled function; its forward and backward share it
 
 
 def key_value(x: Any) -> Any:
@@ -57,7 +59,9 @@ class Function:
     def __init__(self, piece: Piece, options: Options, driver: CaptureDriver) -> None:
         self.piece, self.options, self.driver = piece, options, driver
         self.name = piece.name
-        self.static_inputs = frozenset(piece.static_inputs)
+        self.static_inputs = frozenset(piece.static_inputs)  # without those that move; see moves.py
+        # What runs with a graph or without one together: else one copies what another leaves in ordinary memory.
+        self.family = object() if piece.compiled is None else piece.compiled
         # Outputs that are held at the end of a step are copied out. A gradient is accumulated into over several steps.
         self.copies_held = piece.is_backward or options.held_outputs == "copy"
         self.key_inputs: tuple[int, ...] | None = None  # those that are part of an edge key; known from the first call
@@ -116,6 +120,11 @@ class Function:
         if x.device.type == "cpu" and x.is_pinned():
             return None  # an offloaded tensor: each replay writes to the same host memory
         return f"{self.origin(k)} is on {x.device}: its value would stay what it was when the graph was captured"
+
+    def static_tensors(self, inputs: Sequence[Any], slots: Iterable[Slot]) -> dict[int, torch.Tensor]:
+        """The static inputs, without those on `slots`, which the tree finds by itself."""
+        tensors = {i: inputs[i] for i in self.static_inputs if is_strided(inputs[i])}
+        return {i: tensors[i] for i in tensors.keys() - on_slots(inputs, slots).keys()}
 
     def note_moves(self, addresses: Sequence[int | None], fixed: Iterable[int], inputs: Sequence[Any]) -> None:
         """Log which inputs have moved since a recording."""

@@ -150,6 +150,7 @@ class Recording(Node):
         self.first = parent.first or self.function
         self.graph, self.launch = graph, parent.cursor.driver.launcher(graph)
         self.inputs, self.outputs = inputs, outputs
+        self.replay_count = 0
         self.live, self.state = outputs.live, state
         # The memory of its outputs, which earlier recordings may have made.
         self.slots = tuple(dict.fromkeys(t.slot for t in outputs.templates if t.slot is not None))
@@ -201,6 +202,7 @@ class Recording(Node):
         self.launch()
         cursor.current = self
         counters.counts["replays"] += 1
+        self.replay_count += 1
         if self.is_plain:
             inputs.clear()
             return [template.data for template in self.templates]

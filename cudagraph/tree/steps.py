@@ -151,5 +151,5 @@ def never_ends(call: Call, node: Node) -> bool:
 
 def _on_same_parameters(recording: Recording, inputs: list[Any]) -> bool:
     """Whether `recording` was made with the parameters and buffers in `inputs`."""
-    static = [i for i in recording.function.static_inputs if isinstance(inputs[i], torch.Tensor)]
+    static = [i for i in recording.function.piece.static_inputs if isinstance(inputs[i], torch.Tensor)]
     return all(inputs[i].data_ptr() == recording.inputs.addresses[i] for i in static)

@@ -30,6 +30,7 @@ from .capture import CannotCapture, NotWarmError
 from .driver import CaptureDriver, SharedPool
 from .function import Function, FunctionState, log
 from .liveness import Slot, copy_preserving_layout, held, on_slots, stale_message
+from .moves import COPIED_BYTES, EARNED, Moves
 from .node import Cursor, EdgeKey, Node, Recording, StableInputProbe
 from .record import record
 from .steps import Call, Next, never_ends, next_of
@@ -70,6 +71,8 @@ class Tree(Cursor):
         self.functions: set[Function] = set()  # those whose callable is alive
         self.warmup = Warmup(driver, device)
         self.states: defaultdict[Function, FunctionState] = defaultdict(FunctionState)
+        self.moves: defaultdict[Function, Moves] = defaultdict(Moves)
+        self.given_up: dict[Any, str] = {}  # families of functions that run without graphs, and why; see moves.py
         self._begin()
 
     def _begin(self) -> None:
@@ -116,8 +119,9 @@ class Tree(Cursor):
                 if is_restart and not came_from.pending and key not in came_from.edges:
                     came_from.edges[key] = functools.partial(self._restart, came_from, key)
                 return outputs
-        if function.uncapturable is not None:
-            return self._refuse(function, key, function.uncapturable, inputs)
+        why_not = function.uncapturable or self.given_up.get(function.family)
+        if why_not is not None:
+            return self._refuse(function, key, why_not, inputs)
         if self.uncaptured is not None:
             return self._run_uncaptured(function, inputs)
         if self.states[function].warmup_count < function.options.warmup_steps:
@@ -164,16 +168,51 @@ class Tree(Cursor):
         if key in node.children:
             layout = node.children[key][-1].inputs
             function.note_moves(layout.addresses, layout.fixed, inputs)
+        moves, static = self.moves[function], function.static_tensors(inputs, node.live)
+        moving = moves.in_each_step(static)
+        if moving:
+            why_not = self._give_up_or_copy(function, moving, inputs)
+            if why_not is not None:
+                return self._refuse(function, key, why_not, inputs)
+            static = {i: x for i, x in static.items() if i not in moving}
         recording = self._capture(function, key, inputs)
         if isinstance(recording, Failure):
             return self._after_failure(recording, function, key, inputs)
         if function.piece.is_inference and recording.inputs.copied:
             record_in_place = functools.partial(below_autograd, self._record_in_place)
             recording.edge = node.edges[key] = StableInputProbe(recording, record_in_place)
+        moves.recorded(recording, static)
         function.failed_captures = 0
         self.states[function].keys.add(key)
         self.states[function].awaiting_second_warmup.discard(key)
         return recording.run(inputs)
+
+    def _give_up_or_copy(self, function: Function, moving: frozenset[int], inputs: list[Any]) -> str | None:
+        """Copy the inputs `moving` of `function` from now on, and return None. If that can't be, or would not pay, its
+        family runs without graphs from now on: return why. Recordings that are of no use any more are closed."""
+        copied = [i for i in sorted(moving) if isinstance(inputs[i], torch.Tensor)]
+        nbytes = sum(inputs[i].nbytes for i in copied)
+        why = function.reason_against(inputs, copied, ())
+        if why is None and function.static_inputs < frozenset(function.piece.static_inputs):
+            why = "it already copies others of its inputs that move"
+        if why is None and nbytes > COPIED_BYTES:
+            why = f"copying {nbytes / 2**20:.1f} MiB in each call takes longer than a graph saves"
+        names = function.input_name(copied[0]) + (f" and {len(copied) - 1} more" if len(copied) > 1 else "")
+        if why is None:
+            log.info("%s copies %s, which moved in each step", function.name, names)
+            function.static_inputs -= moving
+            _close_branches(self.root, {function}, self.current.path())
+            return None
+        counters.add("given_up")
+        self.dropped += [other for other in self.functions if other.family == function.family]
+        self._close_dropped()
+        self.marks = None if self.dropped else self.marks
+        reason = (
+            f"{names} come at new addresses in each step, as parameters do with FSDP2, and {why}; leave CUDA graphs "
+            "off here, or call cudagraph.reset() to try again once they stay where they are"
+        )
+        self.given_up[function.family] = reason
+        return reason
 
     def _capture(
         self, function: Function, key: EdgeKey, inputs: list[Any], in_place: frozenset[int] = frozenset()
@@ -235,6 +274,7 @@ class Tree(Cursor):
             log.debug("%s goes on copying its inputs: %s", function.name, in_place.reason)
             function.may_read_in_place = not self.pool.broken
             return None
+        recording.replay_count += EARNED  # its inputs stayed where they are
         return in_place.run(inputs)
 
     def _refuse(self, function: Function, key: EdgeKey, reason: str, inputs: list[Any]) -> list[Any]:
@@ -336,6 +376,7 @@ class Tree(Cursor):
         _close_branches(self.off_path, gone, path)
         for function in gone:
             self.states.pop(function, None)
+            self.moves.pop(function, None)
             if self.uncaptured is not None:
                 self.uncaptured.call_counts.pop(function, None)
         self.dropped += [function for function in gone if any(each.function is function for each in path)]
@@ -352,6 +393,8 @@ class Tree(Cursor):
                 state.keys.clear()
         else:
             self.states.clear()
+            self.given_up.clear()
+        self.moves.clear()
         self._begin()
 
 

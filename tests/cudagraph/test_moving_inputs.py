@@ -1,0 +1,404 @@
+"""Parameters whose memory moves: once, in each step, or from layer to layer; see `cudagraph.tree.moves`.
+
+A step has `calls` of captured functions. None of them is recorded more than twice if its parameters move in each step,
+and twice more if these are copied from then on.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from gathered import Gathered
+from torch import nn
+from tree_programs import World, same
+
+from cudagraph.backend import backend_with
+from cudagraph.errors import NotCapturableError
+from cudagraph.tree import dispatch, tree
+from cudagraph.tree.moves import EARNED
+
+WIDTH = 8
+
+
+@pytest.fixture
+def none_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inputs that move are too large to be copied."""
+    monkeypatch.setattr(tree, "COPIED_BYTES", 0)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+def stack(world: World, count: int) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(Block() for _ in range(count))).to(world.device)
+
+
+def train(model: nn.Sequential, world: World, count: int, before_step: Any = lambda i: None) -> list[torch.Tensor]:
+    """Losses and gradients of `count` steps, in each of which the parameters learn."""
+    found = []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for i in range(count):
+        before_step(i)
+        x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(i)).to(world.device)
+        x.requires_grad_()  # as what later blocks get: all share one graph
+        loss = model(x).square().mean()
+        loss.backward()
+        found += [loss.detach().clone(), *(p.grad.clone() for p in model.parameters())]
+        optimizer.step()
+        optimizer.zero_grad()  # gradients come at new addresses, too
+    return found
+
+
+def trained_like_uncaptured(world: World, layers: int, count: int, before_step: Any) -> nn.Sequential:
+    """Train a stack whose blocks share one captured graph. `before_step(model, i)` may move its parameters."""
+    expected = train(stack(world, layers), world, count)
+    model = stack(world, layers)
+    backend = backend_with(world.driver)  # one for all: Dynamo compiles once
+    for block in model:
+        block.compile(backend=backend)
+    got = train(model, world, count, lambda i: before_step(model, i))
+    for a, b in zip(got, expected, strict=True):
+        if world.kind == "simulator":
+            assert torch.equal(a, b)
+        else:
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+    return model
+
+
+def gather(model: nn.Module, _: int) -> None:
+    """All parameters of `model` go elsewhere."""
+    if not hasattr(model, "gathered"):
+        model.gathered = Gathered(*model.parameters())
+    model.gathered.gather()
+
+
+def test_layers_that_share_a_graph_are_recorded_once_each(world):
+    trained_like_uncaptured(world, 16, 6, lambda model, i: None)
+    counts = dispatch.stats()
+    assert (counts["recordings"], counts["replays"], counts["given_up"]) == (2 * 16, 4 * 2 * 16, 0)
+
+
+def test_layers_without_gradients_are_recorded_once_each(world):
+    """Each call begins a step, so that all layers are recorded at the same place."""
+    model, backend = stack(world, 16), backend_with(world.driver)
+    compiled = [torch.compile(block, backend=backend) for block in model]
+    recordings = []
+    for _ in range(6):
+        x = h = world.randn(4, WIDTH)
+        with torch.no_grad():
+            for block in compiled:
+                h = block(h)
+            torch.testing.assert_close(world.read(h), model(x), rtol=1e-5, atol=1e-5)
+        recordings.append(dispatch.stats()["recordings"])
+    counts = dispatch.stats()
+    assert recordings[3] == recordings[-1] <= 2 * 16, (
+        recordings
+    )  # before torch 2.13 they form a path, the first time without the layer that warms up
+    assert (counts["given_up"], counts["skips"]) == (0, 0)
+
+
+@pytest.mark.parametrize("layers", [1, 16])
+def test_large_parameters_that_move_in_each_step_end_the_captures(world, layers, none_is_small, caplog):
+    with caplog.at_level(logging.WARNING, logger="cudagraph"):
+        trained_like_uncaptured(world, layers, 8, gather)
+    counts = dispatch.stats()
+    assert counts["recordings"] == 2 * (2 * layers), "twice each, then it is known"
+    assert (counts["given_up"], counts["replays"]) == (1, 0)
+    said = [r.getMessage() for r in caplog.records]
+    assert len(said) == 2 and "forward" in said[0] and "backward" in said[1], said
+    for part in ("test_moving_inputs.py", "new addresses in each step", "FSDP2", "cudagraph.reset()"):
+        assert part in said[0]
+
+
+def test_small_parameters_that_move_in_each_step_are_copied(world):
+    trained_like_uncaptured(world, 16, 8, gather)
+    counts = dispatch.stats()
+    assert counts["recordings"] == 3 * (2 * 16), "twice each, and once more with copies"
+    assert (counts["given_up"], counts["skips"]) == (0, 0)
+    assert counts["replays"] == (8 - 4) * 2 * 16, "from then on all are replayed"
+
+
+def test_what_is_recorded_in_vain_is_freed(none_is_small):
+    world = World("simulator")
+    w = world.randn(4, 4)
+    gather = Gathered(w).gather
+    f = world.function(lambda x, w: [x @ w], static=(1,))
+    kept = world.function(lambda x: [x.sin()])
+    for _ in range(8):
+        dispatch.mark_step_begin()
+        gather()
+        x = world.randn(3, 4)
+        same(world, f(x, w), [x @ w])
+    assert len(world.driver.pools) == 1 and world.driver.pools[0].released
+    for _ in range(4):  # other functions of the same tree
+        dispatch.mark_step_begin()
+        x = world.randn(4)
+        same(world, kept(x), [x.sin()])
+    assert dispatch.stats()["replays"] == 2
+
+
+def test_the_functions_before_and_after_stay_captured(world, none_is_small):
+    w = world.randn(4, 4)
+    gather = Gathered(w).gather
+    before, after = world.function(lambda x: [x.sin()]), world.function(lambda y: [y.cos()])
+    f = world.function(lambda x, w: [x @ w], static=(1,))
+    for _ in range(12):
+        dispatch.mark_step_begin()
+        gather()
+        x = world.randn(3, 4)
+        (h,) = before(x)
+        (y,) = f(h, w)
+        same(world, after(y), [(x.sin() @ w).cos()])
+        del h, y
+    counts = dispatch.stats()
+    assert counts["given_up"] == 1
+    assert counts["recordings"] == 1 + 2 + 3, "what follows is recorded after each, and once without"
+    assert (counts["skips"], counts["replays"]) == (12 - 3, 2 * 12 - 2 - 1 - 3)
+
+
+def test_several_functions_are_found_out_at_once(world, none_is_small):
+    """Not one after the other: each would cost recordings of all that follow."""
+    weights = [world.randn(4) for _ in range(6)]
+    gather = Gathered(*weights).gather
+    fs = [world.function(lambda x, w: [x * w], static=(1,)) for _ in weights]
+    for _ in range(8):
+        dispatch.mark_step_begin()
+        gather()
+        h = e = world.randn(4)
+        for f, w in zip(fs, weights, strict=True):
+            (h,), e = f(h, w), e * w
+        same(world, [h], [e])
+        del h
+    counts = dispatch.stats()
+    assert (counts["recordings"], counts["given_up"]) == (2 * len(fs), len(fs))
+
+
+@pytest.mark.parametrize("after", [2, 5])
+@pytest.mark.parametrize("how", ["assign", "data", "storage"])
+def test_parameters_that_move_once_are_captured_again(world, none_is_small, how, after):
+    def move(model, i):
+        if i != after:
+            return
+        if how == "assign":
+            state = {name: p.detach().clone() for name, p in model.state_dict().items()}
+            model.load_state_dict(state, assign=True)
+        elif how == "data":
+            for p in model.parameters():
+                p.data = p.detach().clone()
+        else:
+            gather(model, i)
+
+    count = 10
+    model = stack(world, 4)
+    backend = backend_with(world.driver)  # one for all: Dynamo compiles once
+    for block in model:
+        block.compile(backend=backend)
+    for i in range(count):
+        move(model, i)
+        model(world.randn(4, WIDTH, requires_grad=True)).square().mean().backward()
+        model.zero_grad()
+    counts = dispatch.stats()
+    assert (counts["recordings"], counts["given_up"], counts["skips"]) == (2 * 2 * 4, 0, 0)
+    assert counts["replays"] == (count - 3) * 2 * 4
+
+
+def test_what_moves_after_many_replays_is_recorded_each_time(world, none_is_small):
+    w = world.randn(4, 4)
+    gather = Gathered(w).gather
+    f = world.function(lambda x, w: [x @ w], static=(1,), is_inference=False)
+    for _ in range(4):
+        gather()
+        for _ in range(EARNED + 2):
+            dispatch.mark_step_begin()
+            x = world.randn(3, 4)
+            same(world, f(x, w), [x @ w])
+    counts = dispatch.stats()
+    assert (counts["recordings"], counts["given_up"]) == (4, 0)
+
+
+def test_replays_that_read_all_inputs_in_place_count(world, none_is_small):
+    x, w = world.randn(3, 4), world.randn(4, 4)
+    gather = Gathered(w).gather
+    f = world.function(lambda x, w: [x @ w], static=(1,))
+    for count in (EARNED + 2, 2, 2):
+        gather()
+        for _ in range(count):
+            dispatch.mark_step_begin()
+            x.copy_(torch.randn_like(x))
+            same(world, f(x, w), [x @ w])
+    assert dispatch.stats()["given_up"] == 0, "the first move was after many replays"
+
+
+def test_two_moves_with_many_replays_between_them_are_not_in_a_row(world, none_is_small):
+    """Also where the function was recorded at another place of the path meanwhile."""
+    w = world.randn(4, 4)
+    gather = Gathered(w).gather
+    f = world.function(lambda x, w: [x @ w], static=(1,))
+    g = world.function(lambda x: [x.sin()])
+
+    def step(x):
+        dispatch.mark_step_begin()
+        same(world, f(x, w), [x @ w])
+
+    def longer_step(x):
+        dispatch.mark_step_begin()
+        (h,) = g(x)
+        same(world, f(h, w), [x.sin() @ w])
+        del h
+
+    for kind, count in ((step, 2), (step, EARNED + 2), (longer_step, 3), (longer_step, 4)):
+        if count != 3:
+            gather()
+        for _ in range(count):
+            kind(world.randn(3, 4))
+    assert dispatch.stats()["given_up"] == 0
+
+
+def test_what_moves_in_every_second_step_is_not_recorded_for_ever(world, none_is_small):
+    w = world.randn(4, 4)
+    gather = Gathered(w).gather
+    f = world.function(lambda x, w: [x @ w], static=(1,))
+    for i in range(20):
+        dispatch.mark_step_begin()
+        if i % 2:
+            gather()
+        x = world.randn(3, 4)
+        same(world, f(x, w), [x @ w])
+    assert (dispatch.stats()["recordings"], dispatch.stats()["given_up"]) == (2, 1)
+
+
+def test_a_forward_that_is_given_up_takes_its_backward_along(world, none_is_small):
+    """Captured, the backward would copy all that the forward saved in ordinary memory."""
+    x = world.randn(4, 4)
+    w = nn.Parameter(world.randn(4, 4))
+    gather = Gathered(w).gather
+    model = nn.Linear(4, 4, bias=False, device=world.device)
+    model.weight = w
+    f = torch.compile(
+        lambda x: torch.tanh(model(x)), backend=backend_with(world.driver)
+    )  # its backward does not read `w`
+    for _ in range(8):
+        dispatch.mark_step_begin()
+        gather()
+        w.grad = None
+        f(x).sum().backward()
+        expected = (x.t() @ (1 - torch.tanh(x @ w.detach().t()) ** 2)).t()
+        same(world, [w.grad], [expected.contiguous()])
+    counts = dispatch.stats()
+    assert (counts["recordings"], counts["given_up"], counts["replays"]) == (4, 1, 0)
+
+
+def test_evaluation_stays_captured_where_training_is_not(world, none_is_small):
+    model, backend = stack(world, 2), backend_with(world.driver)
+    compiled = [torch.compile(block, backend=backend) for block in model]
+
+    def run(x):
+        for block in compiled:
+            x = block(x)
+        return x
+
+    for _ in range(6):
+        gather(model, 0)
+        run(world.randn(4, WIDTH, requires_grad=True)).sum().backward()
+        model.zero_grad()
+    assert dispatch.stats()["given_up"] == 1
+    for _ in range(4):
+        x = world.randn(4, WIDTH)
+        with torch.no_grad():
+            torch.testing.assert_close(world.read(run(x)), model(x), rtol=1e-5, atol=1e-5)
+    assert dispatch.stats()["replays"] >= 4 and dispatch.stats()["given_up"] == 1
+
+
+def test_a_buffer_that_moves_and_is_written_is_not_copied(world):
+    """The write would go to the copy."""
+    total = world.randn(4)
+    expected = total.clone()
+    gather = Gathered(total).gather
+    f = world.function(lambda x, total: [total.add_(x) * 2], static=(1,), mutated=(1,))
+    for _ in range(6):
+        dispatch.mark_step_begin()
+        gather()
+        x = world.randn(4)
+        expected += x
+        same(world, [*f(x, total), total], [expected * 2, expected])
+    assert (dispatch.stats()["recordings"], dispatch.stats()["given_up"]) == (2, 1)
+
+
+def test_more_inputs_that_move_after_some_are_copied(world):
+    weights = [world.randn(4) for _ in range(2)]
+    first, second = (Gathered(w).gather for w in weights)
+    f = world.function(lambda x, v, w: [x * v + w], static=(1, 2))
+    for i in range(20):
+        dispatch.mark_step_begin()
+        first()
+        if i >= 8:
+            second()
+        x = world.randn(4)
+        same(world, f(x, *weights), [x * weights[0] + weights[1]])
+    counts = dispatch.stats()
+    assert counts["recordings"] <= 4 and counts["given_up"] == 1
+
+
+def test_or_error_raises_where_captures_end(world, none_is_small):
+    w = world.randn(4, 4)
+    gather = Gathered(w).gather
+    f = world.function(lambda x, w: [x @ w], static=(1,), options={"or_error": True})
+    for _ in range(3):
+        dispatch.mark_step_begin()
+        gather()
+        f(world.randn(3, 4), w)
+    gather()
+    with pytest.raises(NotCapturableError, match="new addresses in each step"):
+        f(world.randn(3, 4), w)
+
+
+def test_reset_tries_again(world, none_is_small):
+    w = world.randn(4, 4)
+    gather = Gathered(w).gather
+    f = world.function(lambda x, w: [x @ w], static=(1,))
+    for _ in range(6):
+        gather()
+        f(world.randn(3, 4), w)
+    assert dispatch.stats()["given_up"] == 1
+    dispatch.reset()
+    for _ in range(6):  # they stay where they are now
+        dispatch.mark_step_begin()
+        x = world.randn(3, 4)
+        same(world, f(x, w), [x @ w])
+    counts = dispatch.stats()
+    assert (counts["recordings"], counts["replays"], counts["given_up"]) == (1, 4, 0)
+
+
+def test_recordings_from_before_the_copies_are_closed(world):
+    w = world.randn(4, 4)
+    gather = Gathered(w).gather
+    f = world.function(lambda x, w: [x @ w], static=(1,))
+    for _ in range(6):
+        dispatch.mark_step_begin()
+        gather()
+        f(world.randn(3, 4), w)
+    (mine,) = [t for trees in dispatch.every_thread for t in trees.values() if t.driver is world.driver]
+    assert dispatch.stats()["recordings"] == 3 and len(list(mine.root.subtree())) == 1 + 1
+
+
+def test_parameters_are_forgotten_with_the_program(world):
+    w = world.randn(4, 4)
+    f = world.function(lambda x, w: [x @ w], static=(1,))
+    for _ in range(3):
+        dispatch.mark_step_begin()
+        f(world.randn(3, 4), w)
+    (mine,) = [t for trees in dispatch.every_thread for t in trees.values() if t.driver is world.driver]
+    (known,) = mine.moves.values()
+    assert len(known.seen) == 1
+    del w
+    assert len(known.seen) == 0

@@ -1,0 +1,93 @@
+"""Two processes on gloo: a small stack that FSDP2 shards over them, and how each of them ended.
+
+    run_ranks(work, folder) -- work(0), work(1), in processes of their own --> (Ended, Ended)
+
+No process waits longer than `WAIT_S` for another one.
+"""
+
+from __future__ import annotations
+
+import datetime
+import multiprocessing as mp
+import os
+import pathlib
+import sys
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+ROWS, WIDTH = 32, 16
+WAIT_S = 10
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+
+
+def blocks(count: int = 6) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(Block() for _ in range(count)))
+
+
+def batch(step: int, rank: int, rows: int = ROWS) -> torch.Tensor:
+    return torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def sharded(count: int = 6, **compiled: Any) -> nn.Sequential:
+    """A stack whose blocks are compiled, one graph for all, and sharded over the two processes."""
+    model, mesh = blocks(count), init_device_mesh("cpu", (2,))
+    for block in model:
+        block.compile(**compiled)
+        fully_shard(block, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+class Ended(NamedTuple):
+    exit_code: int | None  # None: it had to be killed; minus a signal's number
+    error: str  # text of the exception that ended it
+
+
+def run_ranks(work: Callable[..., None], folder: pathlib.Path, *arguments: Any, limit_s: float = 60) -> list[Ended]:
+    """Call `work(rank, *arguments)` in two processes. `work` is a function of a module."""
+    there = os.path.dirname(work.__code__.co_filename)  # where a new process finds the module
+    context = mp.get_context("spawn")
+    sys.path.insert(0, there)
+    try:
+        processes = [context.Process(target=_run, args=(work, rank, str(folder), arguments)) for rank in range(2)]
+        for process in processes:
+            process.start()
+    finally:
+        sys.path.remove(there)
+    until = time.monotonic() + limit_s
+    for process in processes:
+        process.join(max(0, until - time.monotonic()))
+    codes = [process.exitcode for process in processes]
+    for process in processes:
+        process.kill()
+        process.join()
+    errors = [folder / f"error{rank}" for rank in range(2)]
+    texts = [error.read_text() if error.exists() else "" for error in errors]
+    return [Ended(code, text) for code, text in zip(codes, texts, strict=True)]
+
+
+def _run(work: Callable[..., None], rank: int, folder: str, arguments: tuple[Any, ...]) -> None:
+    torch.set_num_threads(1)
+    wait = datetime.timedelta(seconds=WAIT_S)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2, timeout=wait)
+    try:
+        work(rank, *arguments)
+    except Exception as error:
+        (pathlib.Path(folder) / f"error{rank}").write_text(f"{type(error).__name__}: {error}")
+        raise
+    dist.destroy_process_group()
