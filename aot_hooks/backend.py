@@ -15,10 +15,12 @@ import dataclasses
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.fx import GraphModule
+
+from cudagraph.compile.compilation import Compilation
 
 from . import cudagraphs, records, unused
 from .cache import lookup
@@ -48,9 +50,6 @@ from .settings.names import carry_names, uses_names
 from .settings.setting import Setting
 from .torch_private import aot, autograd, dynamo, inductor
 from .torch_private.aot_cache import without_autograd_cache
-
-if TYPE_CHECKING:
-    from cudagraph.compile.compilation import Compilation
 
 _Compiled = Callable[..., Any]
 

@@ -39,8 +39,6 @@ Callback = Any  # of Dynamo; None and False stand for no compilation
 
 def inductor_wrapper_of(callback: Callback) -> Any:
     """What `torch.compile(backend="inductor")` made, if `callback` is of such a function; else None."""
-    if callback in (None, False):
-        return None
     backend = need("torch._dynamo.eval_frame.innermost_backend")(callback)
     return backend if type(backend) is need("torch._TorchCompileInductorWrapper") else None
 
