@@ -263,31 +263,25 @@ def _wrapped(
     *,
     counted: bool,
 ) -> _Compiled:
-    """`compiled` in the wrappers that apply; notes what the graph was made of."""
+    """`compiled` in the wrappers that apply, the innermost first; notes what the graph was made of."""
     suspects = unused.compiled(hooks.settings, graph.plans)
     for key, setting in hooks.regions.items():
         recompiles.note(wrapper, setting, region.regions[key].record_for(seen))
-    noted: Any = version
-    rule: Any = hooks.setting.rule if hooks.setting is not None and graph.plans else None
-    check: Any = None
+    rule = hooks.setting.rule if hooks.setting is not None and graph.plans else None
+    check: Callable[[], None] | None = None
     if hooks.setting is not None and rule is not None and not described(rule).frozen:
         record, check = pairs.record_for(seen, hooks.setting, hooks.pair)
         recompiles.note(wrapper, hooks.setting, record)
-    # the innermost first
-    wrappers: list[tuple[bool, Callable[[_Compiled], _Compiled]]] = [
-        (counted, graph.counted),  # counts the runs, for a report
-        (True, lambda run: unused.warning_if_unused(run, suspects)),  # warns of settings that have packed nothing
-        # compares the peaks of the first steps with the budget
-        (isinstance(rule, Budget), lambda run: measured.checked(run, rule, graph.plans, wrapper)),
-        # plans for all calls of a step together
-        (noted is not None, lambda run: many.noted(run, noted, own_hooks=hooks.pair is not None)),
-        (check is not None, lambda run: _checked(run, check)),  # raises if a user's function has changed since
-        (hooks.pair is not None, lambda run: _without_hooks(run, hooks.pair)),  # hides hooks that are in the graph
-        (hooks.pair is None, _with_eager_hooks),  # tells eager hooks which saved tensors are inputs and outputs
-    ]
-    for applies, wrap in wrappers:
-        compiled = wrap(compiled) if applies else compiled
-    return compiled
+    if counted:  # counts the runs, for a report
+        compiled = graph.counted(compiled)
+    compiled = unused.warning_if_unused(compiled, suspects)
+    if isinstance(rule, Budget):  # compares the peaks of the first steps with the budget
+        compiled = measured.checked(compiled, rule, graph.plans, wrapper)
+    if version is not None:  # plans for all calls of a step together
+        compiled = many.noted(compiled, version, own_hooks=hooks.pair is not None)
+    if check is not None:  # raises if a user's function has changed since
+        compiled = _checked(compiled, check)
+    return _with_eager_hooks(compiled) if hooks.pair is None else _without_hooks(compiled, hooks.pair)
 
 
 def _checked(compiled: _Compiled, check: Callable[[], None]) -> _Compiled:
