@@ -30,7 +30,7 @@ from .context import pairs, region
 from .eager.modules import roots
 from .eager.packing import call_compiled
 from .errors import AotHooksError, OptionError
-from .graphs.nodes import REGION, annotation
+from .graphs.nodes import REGION, annotation, donates
 from .graphs.roofline import step_ms
 from .identity.frozen import described
 from .identity.records import Recording, recording
@@ -187,15 +187,15 @@ def _compile_graph(
     """
     patches = inductor_patches(options, mode)
     hooks = _in_force(gm, inputs, options)
-    if hooks.setting is not None and (rule := measured.tightened(hooks.setting.rule, wrapper)) != hooks.setting.rule:
-        hooks = dataclasses.replace(hooks, setting=Setting(rule, hooks.setting.scope))
     in_steps = None
-    if hooks.setting is not None and isinstance(hooks.setting.rule, Budget):
-        rule, in_steps = hooks.setting.rule, many.graph_of(hooks.setting.rule, gm, inputs)
-        if in_steps is not None:
-            hooks = dataclasses.replace(hooks, setting=Setting(in_steps.rule(rule), hooks.setting.scope))
-    if hooks.setting is not None and isinstance(hooks.setting.rule, Budget) and options.inner == "inductor":
-        patches = inductor.IN_PLANNED_ORDER | patches
+    if (setting := hooks.setting) is not None:
+        rule = measured.tightened(setting.rule, wrapper)
+        if isinstance(rule, Budget) and (in_steps := many.graph_of(rule, gm, inputs)) is not None:
+            rule = in_steps.rule(rule)
+        if isinstance(rule, Budget) and options.inner == "inductor":
+            patches = inductor.IN_PLANNED_ORDER | patches
+        if rule != setting.rule:
+            hooks = dataclasses.replace(hooks, setting=Setting(rule, setting.scope))
     capture = cudagraphs.capture_options(options.inner, options.cudagraphs)
     compilation = cudagraphs.compilation(capture) if capture is not None else None
     listed = records.recording_graphs()
@@ -378,7 +378,7 @@ def planning_partition(
         def split() -> tuple[GraphModule, GraphModule]:
             fw, bw = aot.min_cut_partition(joint, joint_inputs, merge_repeats=not apart, **kwargs)
             if len(donated) == number:  # the first time: as it is without hooks
-                donated.append(aot.donates(fw, bw, kwargs["num_fwd_outputs"]))
+                donated.append(donates(fw, bw, kwargs["num_fwd_outputs"]))
             save_what_was_read(fw, bw, kwargs["num_fwd_outputs"])
             return fw, bw
 
