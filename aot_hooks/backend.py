@@ -220,7 +220,7 @@ def _compile_graph(
 
         return _compile(gm, inputs, options, patches, partition, before_each_graph, compilation)
 
-    with _hooks_not_inlined_by_torch(), recording() as seen:
+    with autograd.covered_hooks(), recording() as seen:
         if why := _why_not_stored(options, compilation, reported=live):
             compiled = bypassed(why, compile_graph)
         else:
@@ -419,7 +419,7 @@ def plan_graph(gm: GraphModule, inputs: Sequence[Any], options: Options) -> list
     """What `aot_hooks(gm, inputs)` would decide, with the live bytes; makes no code. `gm` may be changed."""
     plans: list[Plan] = []
     partition = planning_partition(_in_force(gm, inputs, options), options.inner, plans, roots(), [], live=True)
-    with _hooks_not_inlined_by_torch(), without_autograd_cache():
+    with autograd.covered_hooks(), without_autograd_cache():
         if options.inner == "aten":
             aot.compile_graph(gm, inputs, partition)
         else:
@@ -434,12 +434,3 @@ def _partitioned_by(partition: Callable[..., Any], gm: GraphModule, patches: dic
     """
     names = inductor.first_joint_pass(carry_names, patches) if uses_names(gm) else {}
     return patches | names | inductor.partitioned_by(partition, f"aot_hooks {package_digest()}")
-
-
-def _hooks_not_inlined_by_torch() -> contextlib.AbstractContextManager[None]:
-    """Push a pair of plain functions over the hooks in force: torch would inline these a second time.
-
-    An empty stack stays empty: torch.func's transforms trace on an empty stack only.
-    """
-    empty = autograd.top_hooks() is None
-    return contextlib.nullcontext() if empty else autograd.under_plain_hooks()
