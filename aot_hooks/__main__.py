@@ -66,9 +66,12 @@ def _private_symbols(package: types.ModuleType) -> Iterator[dict[str, Any]]:
                 yield {**row._asdict(), "found": row.status == "ok"}
 
 
-def env() -> str:
-    """`env_data` as text."""
+def env(options: argparse.Namespace) -> None:
+    """Print `env_data` as text or JSON."""
     data = env_data()
+    if options.json:
+        print(json.dumps(data, indent=1))
+        return
     lines = [
         f"aot_hooks {data['aot_hooks']}",
         f"python {data['python']} on {data['platform']}",
@@ -82,7 +85,7 @@ def env() -> str:
         versions = "" if row["tested"] == symbols.TESTED else f"; torch {', '.join(row['tested'])}"
         used = f"{row['package']}: {row['needed_for']}{versions}"
         lines.append(f"  {row['status']:7} {row['path']} ({used}) {row['link']}")
-    return "\n".join(lines)
+    print("\n".join(lines))
 
 
 def _version(distribution: str) -> str | None:
@@ -92,66 +95,53 @@ def _version(distribution: str) -> str | None:
         return None
 
 
-def report(options: argparse.Namespace) -> int:
-    """Run the script, print its report, write what was asked for; 1 if that failed."""
-    try:
-        settings = {"policy": _policy(options), "scope": options.scope, "inner": options.inner}
-        _check_can_write("--json", options.json)
-        _check_can_write("--plot", options.plot)
-        if options.plot is not None:
-            check_can_plot(options.plot)
-        recorded = run_script(options.script, options.arguments, settings, options.steps)
-        plan = recorded.plan
-        measured = {"measured_peak_bytes": recorded.peak_bytes, "measured_optimizer_bytes": recorded.optimizer_bytes}
-        print("\n" + _heading(options.script, recorded))
-        print(format_report(plan, **measured))
-        if options.json is not None:
-            other_graphs = {
-                "graph_count": len(recorded.compiled) - len(recorded.reported),
-                "saved_bytes": recorded.others.saved_bytes,
-                "packed_bytes": recorded.others.packed_bytes,
-            }
-            data = as_data(plan) | measured | {"other_graphs": other_graphs}
-            pathlib.Path(options.json).write_text(json.dumps(data, indent=1) + "\n")
-        if options.plot is not None:
-            plot_report(plan, options.plot)
-    except (AotHooksError, OSError) as e:
-        if isinstance(e, ScriptError) and isinstance(e.__cause__, Exception) and unwrapped(e.__cause__) is None:
-            traceback.print_exception(e.__cause__)
-        print(f"aot_hooks report: {e}", file=sys.stderr)
-        return 1
-    return 0
+def report(options: argparse.Namespace) -> None:
+    """Run the script, print its report, write what was asked for."""
+    settings = {"policy": _policy(options), "scope": options.scope, "inner": options.inner}
+    _check_can_write("--json", options.json)
+    _check_can_write("--plot", options.plot)
+    if options.plot is not None:
+        check_can_plot(options.plot)
+    recorded = run_script(options.script, options.arguments, settings, options.steps)
+    plan = recorded.plan
+    measured = {"measured_peak_bytes": recorded.peak_bytes, "measured_optimizer_bytes": recorded.optimizer_bytes}
+    print("\n" + _heading(options.script, recorded))
+    print(format_report(plan, **measured))
+    if options.json is not None:
+        other_graphs = {
+            "graph_count": len(recorded.compiled) - len(recorded.reported),
+            "saved_bytes": recorded.others.saved_bytes,
+            "packed_bytes": recorded.others.packed_bytes,
+        }
+        data = as_data(plan) | measured | {"other_graphs": other_graphs}
+        pathlib.Path(options.json).write_text(json.dumps(data, indent=1) + "\n")
+    if options.plot is not None:
+        plot_report(plan, options.plot)
 
 
-def print_frontier(options: argparse.Namespace) -> int:
-    """Run the script for one step per point; 1 if that failed."""
+def print_frontier(options: argparse.Namespace) -> None:
+    """Run the script for one step per point, and print the frontier."""
 
     def plan_with(policy: Any) -> Plan:
         settings = {"policy": policy, "scope": options.scope, "inner": options.inner}
         torch.compiler.reset()
         return run_script(options.script, options.arguments, settings, 1).plan
 
-    try:
-        print(frontier_of(plan_with, allow=_allowed(options), max_error=_max_error(options)))
-    except (AotHooksError, OSError) as e:
-        print(f"aot_hooks frontier: {e}", file=sys.stderr)
-        return 1
-    return 0
+    print(frontier_of(plan_with, **_of_budget(options)))
 
 
-def _allowed(options: argparse.Namespace) -> tuple[str, ...]:
-    return ALLOWED if options.allow is None else tuple(options.allow.split(","))
+def _of_budget(options: argparse.Namespace) -> dict[str, Any]:
+    """The arguments of a budget that the command line gives."""
+    given = {"allow": options.allow, "max_error": options.max_error}
+    return {name: value for name, value in given.items() if value is not None}
 
 
-def explain_miss(directory: str | None, as_json: bool) -> int:
-    """Print why the last miss was one; 1 if none is known."""
-    miss = notes.last_miss(directory)
-    if miss is not None:
-        print(json.dumps(miss.as_data(), indent=1) if as_json else notes.explain(miss))
-        return 0
-    where = directory or aot_cache.cache_dir()
-    print(f"aot_hooks explain-miss: no graph with hooks has missed torch's cache in {where}", file=sys.stderr)
-    return 1
+def explain_miss(options: argparse.Namespace) -> None:
+    """Print why the last miss was one."""
+    miss = notes.last_miss(options.dir)
+    if miss is None:
+        raise AotHooksError(f"no graph with hooks has missed torch's cache in {options.dir or aot_cache.cache_dir()}")
+    print(json.dumps(miss.as_data(), indent=1) if options.json else notes.explain(miss))
 
 
 def _check_can_write(option: str, path: str | None) -> None:
@@ -181,15 +171,10 @@ def _policy(options: argparse.Namespace) -> Any:
             raise OptionError(f"--hook: aot_hooks has no hook {name!r}; it has {', '.join(_HOOKS)}")
         return _evaluated("--hook", options.hook if with_arguments else f"{name}()")
     if options.budget is not None:
-        return budget(options.budget, allow=_allowed(options), max_error=_max_error(options))
-    for name in ("allow", "max_error"):
-        if getattr(options, name) is not None:
-            raise OptionError(f"--{name.replace('_', '-')} is for --budget")
+        return budget(options.budget, **_of_budget(options))
+    for name in _of_budget(options):
+        raise OptionError(f"--{name.replace('_', '-')} is for --budget")
     return None if options.policy is None else _evaluated("--policy", options.policy)
-
-
-def _max_error(options: argparse.Namespace) -> float:
-    return 0.05 if options.max_error is None else float(options.max_error)
 
 
 def _evaluated(option: str, expression: str) -> Any:
@@ -249,7 +234,8 @@ def main(argv: list[str] | None = None) -> int:
     shared.add_argument("arguments", nargs="*", default=[], help="arguments of the script, after --")
     shared.add_argument("--scope", choices=SCOPES, default="donated")
     shared.add_argument("--inner", choices=("inductor", "aten"), default="inductor")
-    shared.add_argument("--allow", metavar="MEANS", help=f"what a budget may use: {','.join(ALLOWED)}")
+    allowed = f"what a budget may use: {','.join(ALLOWED)}"
+    shared.add_argument("--allow", metavar="MEANS", type=lambda text: tuple(text.split(",")), help=allowed)
     shared.add_argument("--max-error", type=float, help="predicted relative error of the gradient, 0.05")
     commands = parser.add_subparsers(dest="command", required=True)
     environment = commands.add_parser("env", help="print what a bug report needs")
@@ -268,27 +254,29 @@ def main(argv: list[str] | None = None) -> int:
     how.add_argument("--policy", metavar="EXPRESSION", help="a policy or hook in the names of aot_hooks, evaluated")
     how.add_argument("--budget", metavar="PEAK", help="the fastest step under this peak: 24GiB, 500MB, fit")
     run.add_argument("--steps", type=_step_count, metavar="N", help="stop after N optimizer steps")
-    commands.add_parser(
+    run.add_argument("--json", metavar="PATH", help="write rows, totals and live bytes there")
+    run.add_argument("--plot", metavar="PATH", help="draw saved and live bytes there; needs matplotlib")
+    points = commands.add_parser(
         "frontier",
         parents=[shared],
         help="run a training script for a step per point, and print what memory a step can do without at what cost",
         usage="python -m aot_hooks frontier [options] script.py [-- arguments of the script]",
     )
-    run.add_argument("--json", metavar="PATH", help="write rows, totals and live bytes there")
-    run.add_argument("--plot", metavar="PATH", help="draw saved and live bytes there; needs matplotlib")
     says = "say in what the key of the last cache miss differs from the nearest one stored before"
     miss = commands.add_parser("explain-miss", help=says)
     directory = "torch's cache directory, if not TORCHINDUCTOR_CACHE_DIR or its default"
     miss.add_argument("--dir", metavar="PATH", help=directory)
     miss.add_argument("--json", action="store_true", help="as JSON")
+    for command, does in ((environment, env), (run, report), (points, print_frontier), (miss, explain_miss)):
+        command.set_defaults(run=does)
     options = parser.parse_args(argv)
-    if options.command == "report":
-        return report(options)
-    if options.command == "frontier":
-        return print_frontier(options)
-    if options.command == "explain-miss":
-        return explain_miss(options.dir, options.json)
-    print(json.dumps(env_data(), indent=1) if options.json else env())
+    try:
+        options.run(options)
+    except (AotHooksError, OSError) as e:
+        if isinstance(e, ScriptError) and isinstance(e.__cause__, Exception) and unwrapped(e.__cause__) is None:
+            traceback.print_exception(e.__cause__)
+        print(f"aot_hooks {options.command}: {e}", file=sys.stderr)
+        return 1
     return 0
 
 

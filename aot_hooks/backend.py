@@ -15,10 +15,12 @@ import dataclasses
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.fx import GraphModule
+
+from cudagraph.compile.compilation import Compilation
 
 from . import cudagraphs, records, unused
 from .cache import lookup
@@ -28,7 +30,7 @@ from .context import pairs, region
 from .eager.modules import roots
 from .eager.packing import call_compiled
 from .errors import AotHooksError, OptionError
-from .graphs.nodes import REGION, annotation
+from .graphs.nodes import REGION, annotation, donates
 from .graphs.roofline import step_ms
 from .identity.frozen import described
 from .identity.records import Recording, recording
@@ -48,9 +50,6 @@ from .settings.names import carry_names, uses_names
 from .settings.setting import Setting
 from .torch_private import aot, autograd, dynamo, inductor
 from .torch_private.aot_cache import without_autograd_cache
-
-if TYPE_CHECKING:
-    from cudagraph.compile.compilation import Compilation
 
 _Compiled = Callable[..., Any]
 
@@ -188,15 +187,15 @@ def _compile_graph(
     """
     patches = inductor_patches(options, mode)
     hooks = _in_force(gm, inputs, options)
-    if hooks.setting is not None and (rule := measured.tightened(hooks.setting.rule, wrapper)) != hooks.setting.rule:
-        hooks = dataclasses.replace(hooks, setting=Setting(rule, hooks.setting.scope))
     in_steps = None
-    if hooks.setting is not None and isinstance(hooks.setting.rule, Budget):
-        rule, in_steps = hooks.setting.rule, many.graph_of(hooks.setting.rule, gm, inputs)
-        if in_steps is not None:
-            hooks = dataclasses.replace(hooks, setting=Setting(in_steps.rule(rule), hooks.setting.scope))
-    if hooks.setting is not None and isinstance(hooks.setting.rule, Budget) and options.inner == "inductor":
-        patches = inductor.IN_PLANNED_ORDER | patches
+    if (setting := hooks.setting) is not None:
+        rule = measured.tightened(setting.rule, wrapper)
+        if isinstance(rule, Budget) and (in_steps := many.graph_of(rule, gm, inputs)) is not None:
+            rule = in_steps.rule(rule)
+        if isinstance(rule, Budget) and options.inner == "inductor":
+            patches = inductor.IN_PLANNED_ORDER | patches
+        if rule != setting.rule:
+            hooks = dataclasses.replace(hooks, setting=Setting(rule, setting.scope))
     capture = cudagraphs.capture_options(options.inner, options.cudagraphs)
     compilation = cudagraphs.compilation(capture) if capture is not None else None
     listed = records.recording_graphs()
@@ -221,7 +220,7 @@ def _compile_graph(
 
         return _compile(gm, inputs, options, patches, partition, before_each_graph, compilation)
 
-    with _hooks_not_inlined_by_torch(), recording() as seen:
+    with autograd.covered_hooks(), recording() as seen:
         if why := _why_not_stored(options, compilation, reported=live):
             compiled = bypassed(why, compile_graph)
         else:
@@ -264,31 +263,25 @@ def _wrapped(
     *,
     counted: bool,
 ) -> _Compiled:
-    """`compiled` in the wrappers that apply; notes what the graph was made of."""
+    """`compiled` in the wrappers that apply, the innermost first; notes what the graph was made of."""
     suspects = unused.compiled(hooks.settings, graph.plans)
     for key, setting in hooks.regions.items():
         recompiles.note(wrapper, setting, region.regions[key].record_for(seen))
-    noted: Any = version
-    rule: Any = hooks.setting.rule if hooks.setting is not None and graph.plans else None
-    check: Any = None
+    rule = hooks.setting.rule if hooks.setting is not None and graph.plans else None
+    check: Callable[[], None] | None = None
     if hooks.setting is not None and rule is not None and not described(rule).frozen:
         record, check = pairs.record_for(seen, hooks.setting, hooks.pair)
         recompiles.note(wrapper, hooks.setting, record)
-    # the innermost first
-    wrappers: list[tuple[bool, Callable[[_Compiled], _Compiled]]] = [
-        (counted, graph.counted),  # counts the runs, for a report
-        (True, lambda run: unused.warning_if_unused(run, suspects)),  # warns of settings that have packed nothing
-        # compares the peaks of the first steps with the budget
-        (isinstance(rule, Budget), lambda run: measured.checked(run, rule, graph.plans, wrapper)),
-        # plans for all calls of a step together
-        (noted is not None, lambda run: many.noted(run, noted, own_hooks=hooks.pair is not None)),
-        (check is not None, lambda run: _checked(run, check)),  # raises if a user's function has changed since
-        (hooks.pair is not None, lambda run: _without_hooks(run, hooks.pair)),  # hides hooks that are in the graph
-        (hooks.pair is None, _with_eager_hooks),  # tells eager hooks which saved tensors are inputs and outputs
-    ]
-    for applies, wrap in wrappers:
-        compiled = wrap(compiled) if applies else compiled
-    return compiled
+    if counted:  # counts the runs, for a report
+        compiled = graph.counted(compiled)
+    compiled = unused.warning_if_unused(compiled, suspects)
+    if isinstance(rule, Budget):  # compares the peaks of the first steps with the budget
+        compiled = measured.checked(compiled, rule, graph.plans, wrapper)
+    if version is not None:  # plans for all calls of a step together
+        compiled = many.noted(compiled, version, own_hooks=hooks.pair is not None)
+    if check is not None:  # raises if a user's function has changed since
+        compiled = _checked(compiled, check)
+    return _with_eager_hooks(compiled) if hooks.pair is None else _without_hooks(compiled, hooks.pair)
 
 
 def _checked(compiled: _Compiled, check: Callable[[], None]) -> _Compiled:
@@ -385,7 +378,7 @@ def planning_partition(
         def split() -> tuple[GraphModule, GraphModule]:
             fw, bw = aot.min_cut_partition(joint, joint_inputs, merge_repeats=not apart, **kwargs)
             if len(donated) == number:  # the first time: as it is without hooks
-                donated.append(aot.donates(fw, bw, kwargs["num_fwd_outputs"]))
+                donated.append(donates(fw, bw, kwargs["num_fwd_outputs"]))
             save_what_was_read(fw, bw, kwargs["num_fwd_outputs"])
             return fw, bw
 
@@ -426,7 +419,7 @@ def plan_graph(gm: GraphModule, inputs: Sequence[Any], options: Options) -> list
     """What `aot_hooks(gm, inputs)` would decide, with the live bytes; makes no code. `gm` may be changed."""
     plans: list[Plan] = []
     partition = planning_partition(_in_force(gm, inputs, options), options.inner, plans, roots(), [], live=True)
-    with _hooks_not_inlined_by_torch(), without_autograd_cache():
+    with autograd.covered_hooks(), without_autograd_cache():
         if options.inner == "aten":
             aot.compile_graph(gm, inputs, partition)
         else:
@@ -441,12 +434,3 @@ def _partitioned_by(partition: Callable[..., Any], gm: GraphModule, patches: dic
     """
     names = inductor.first_joint_pass(carry_names, patches) if uses_names(gm) else {}
     return patches | names | inductor.partitioned_by(partition, f"aot_hooks {package_digest()}")
-
-
-def _hooks_not_inlined_by_torch() -> contextlib.AbstractContextManager[None]:
-    """Push a pair of plain functions over the hooks in force: torch would inline these a second time.
-
-    An empty stack stays empty: torch.func's transforms trace on an empty stack only.
-    """
-    empty = autograd.top_hooks() is None
-    return contextlib.nullcontext() if empty else autograd.under_plain_hooks()

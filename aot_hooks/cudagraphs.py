@@ -10,17 +10,16 @@ knows them as host operators, so it captures a graph whole whose only CPU tensor
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import cudagraph
+from cudagraph.compile.compilation import Compilation
 
 from .errors import OptionError
 from .offloading import transfers
 
-if TYPE_CHECKING:
-    from cudagraph import Options
-    from cudagraph.compile.compilation import Compilation
 
-
-def capture_options(inner: str, option: bool | Mapping[str, Any]) -> Options | None:
+def capture_options(inner: str, option: bool | Mapping[str, Any]) -> cudagraph.Options | None:
     """The options of `cudagraph` for the value of `options["cudagraphs"]`; None if that is False.
 
     Raises `OptionError` for an option that `cudagraph` does not know.
@@ -29,19 +28,14 @@ def capture_options(inner: str, option: bool | Mapping[str, Any]) -> Options | N
         raise OptionError("options['cudagraphs'] takes no 'inner': options['inner'] says it")
     if option is False:
         return None
-    import cudagraph
-
     try:
         return cudagraph.Options.parse({**(option if isinstance(option, Mapping) else {}), "inner": inner})
     except cudagraph.OptionError as e:
         raise OptionError(f"options['cudagraphs']: {e}") from e
 
 
-def compilation(options: Options) -> Compilation:
+def compilation(options: cudagraph.Options) -> Compilation:
     """The compilers of `cudagraph` for the graphs that one graph of Dynamo becomes."""
-    import cudagraph
-    from cudagraph.compile.compilation import Compilation
-
     for operator in transfers.COPIES:
         cudagraph.register_host_operator(operator)
     transfers.capture_under_way = cudagraph.capturing
@@ -50,6 +44,4 @@ def compilation(options: Options) -> Compilation:
 
 def forget() -> None:
     """Forget recordings: they write to host memory that is about to be freed."""
-    import cudagraph
-
     cudagraph.reset()

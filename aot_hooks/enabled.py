@@ -14,7 +14,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from torch.fx import GraphModule
@@ -24,16 +24,16 @@ from .errors import OptionError, UnusedWarning, warn_user
 from .identity.memo import Memo
 from .options import Options
 from .passes.plan import Plan
-from .records import plans_of
+from .records import Graph, plans_of
 from .settings.setting import Setting
 from .torch_private import dynamo, dynamo_backends, inductor
 
 _lock = threading.RLock()
 _open: list[Enabled] = []  # the innermost last
 _end: Callable[[], None] | None = None  # ends the exchange of callbacks; None while nothing is enabled
-# Dynamo's callback -> by the key of an `Enabled`: the callback that replaces it, and the backend of that one
-_exchanged: Memo[dict[str, tuple[Any, _Backend]]] = Memo()
-_left_alone: Memo[bool] = Memo()  # callbacks of other backends
+# Dynamo's callback -> the wrapper of its function, None if that is for another backend; and
+# by the key of an `Enabled` the callback that replaces it, with the backend of that one
+_exchanged: Memo[tuple[Any, dict[str, tuple[Any, _Backend]]]] = Memo()
 _backends: list[weakref.ref[_Backend]] = []  # all that are alive; equal ones share their graphs
 
 
@@ -78,8 +78,8 @@ class Enabled:
         self.options = Options.parse(options | {"policy": policy} | settings)
         self.thread = threading.current_thread()
         self._backends: dict[int, _Backend] = {}  # of the functions that were called meanwhile, by id
-        self._seen: dict[_Graph, int] = {}  # its run count when runs were counted last
-        self._since: dict[_Graph, int] = {}  # its runs since `runs` was called
+        self._seen: dict[Graph, int] = {}  # its run count when runs were counted last
+        self._since: dict[Graph, int] = {}  # its runs since `runs` was called
         self._ran = False
         setting = "" if policy is None else Setting(policy, self.options.scope).key
         others = sorted((name, repr(value)) for name, value in options.items())
@@ -114,13 +114,12 @@ class Enabled:
         Only runs of functions that were called while this was the innermost one count.
         """
         since, self._since = self._count_runs(), {}
-        return [(graph.plan, n) for graph, n in since.items() if graph.plan is not None]
+        return [(plan, n) for graph, n in since.items() for plan in graph.plans]
 
-    def _count_runs(self) -> dict[_Graph, int]:
+    def _count_runs(self) -> dict[Graph, int]:
         """The runs of each graph since the last call of `runs`."""
-        for graph in dict.fromkeys(
-            graph for backend in list(self._backends.values()) for graph in list(backend.graphs)
-        ):
+        backends = list(self._backends.values())
+        for graph in dict.fromkeys(graph for backend in backends for graph in list(backend.graphs)):
             if n := graph.run_count - self._seen.get(graph, 0):
                 self._since[graph] = self._since.get(graph, 0) + n
                 self._ran = True
@@ -167,36 +166,25 @@ def _callback_for(callback: Any) -> Any:
     """Dynamo's callback for a call of a compiled function whose own callback is `callback`."""
     with _lock:
         enabled = _open[-1] if _open else None
-    if enabled is None:
-        return callback
-    if callback in (None, False) or _left_alone.get(callback):
+    if enabled is None or callback in (None, False):
         return callback
     known = _exchanged.get(callback)
     if known is None:
-        if dynamo_backends.inductor_wrapper_of(callback) is None:
-            _left_alone.set(callback, True)
-            return callback
-        known = _exchanged.set(callback, {})
-    found = known.get(enabled.key)
+        known = _exchanged.set(callback, (dynamo_backends.inductor_wrapper_of(callback), {}))
+    wrapper, by_key = known
+    if wrapper is None:
+        return callback
+    found = by_key.get(enabled.key)
     if found is None:
-        wrapper = dynamo_backends.inductor_wrapper_of(callback)
         backend = _Backend(wrapper, enabled.options, enabled.key)
         if dynamo_backends.is_precompiled(callback):
             # raised when it compiles: only after that torch puts back what it has set for the call
             backend.refusal = (
                 "torch._dynamo.config.caching_precompile stores compiled functions without their hooks; switch it off"
             )
-        found = known[enabled.key] = dynamo_backends.with_backend(callback, backend), backend
+        found = by_key[enabled.key] = dynamo_backends.with_backend(callback, backend), backend
     enabled._use(found[1])
     return found[0]
-
-
-@dataclass(eq=False)
-class _Graph:
-    """A compiled graph; without a plan, if it has no backward."""
-
-    plan: Plan | None
-    run_count: int = 0
 
 
 class _Backend(dynamo_backends.InPlaceOf):
@@ -214,7 +202,7 @@ class _Backend(dynamo_backends.InPlaceOf):
         # Dynamo uses the graphs of an equal backend, so the same model made anew compiles nothing
         with _lock:
             alive = [other for ref in _backends if (other := ref()) is not None]
-            self.graphs: list[_Graph] = next((other.graphs for other in alive if other == self), [])
+            self.graphs: list[Graph] = next((other.graphs for other in alive if other == self), [])
             _backends[:] = [weakref.ref(each) for each in (*alive, self)]
 
     def __eq__(self, other: object) -> bool:
@@ -237,13 +225,11 @@ class _Backend(dynamo_backends.InPlaceOf):
         before = len(known)
         options = replace(self.options, inductor=settings)
         compiled = compile_for(self.wrapper, gm, inputs, None, options, "inductor")
-        plans: list[Plan | None] = [*known[before:]] or [None]  # several if Dynamo's graph became several
-        graphs = [_Graph(plan) for plan in plans]
-        self.graphs += graphs
+        graph = Graph(known[before:])
+        self.graphs.append(graph)
 
         def run(*args: Any) -> Any:
-            for graph in graphs:
-                graph.run_count += 1
+            graph.run_count += 1
             return compiled(*args)
 
         return run

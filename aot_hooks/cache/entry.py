@@ -76,12 +76,13 @@ def pack_up(plans: Sequence[Plan], check: Checks, places: Callable[[], Sequence[
         _first_positions(place[0] for place in found),
         _first_positions(place[1] for place in found),
     )
+    numbers = _first_positions(setting and setting.key for setting in check.key.settings)
     numbered = _renaming({name: f"size{i}" for i, name in enumerate(check.key.sizes)})
 
     def stored(d: Decision) -> _StoredDecision:
         row = d.saved
         at = both.get((row.module_path, row.source_line))
-        chosen_by = check.numbers_of(d.settings)
+        chosen_by = tuple(numbers[key] for key in d.settings)
         nameless = dataclasses.replace(row, shape=numbered(row.shape), module_path="", source_line="")
         return _StoredDecision(
             dataclasses.replace(d, saved=nameless, hook=KEEP, settings=()),
@@ -187,10 +188,6 @@ class Checks:
         self.key = key
         self.hooks: dict[int, Hook] = {}  # kept alive, so that no other object gets their ids
         self.known: dict[Any, str] = {}  # digests of programs
-
-    def numbers_of(self, settings: tuple[str, ...]) -> tuple[int, ...]:
-        numbers = _first_positions(setting and setting.key for setting in self.key.settings)
-        return tuple(numbers[key] for key in settings)
 
     def keys(self, chosen_by: tuple[int, ...]) -> tuple[str, ...]:
         settings = self.key.settings

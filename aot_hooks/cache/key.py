@@ -27,6 +27,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from cudagraph.torch_private import symbols
+from cudagraph.torch_private.autograd_cache import sources_digest
 
 from .._version import __version__
 from ..errors import PACKAGE, AotHooksError
@@ -187,18 +188,9 @@ def _inputs(traced: Sequence[Any], inputs: Sequence[Any], sizes: torch_values.Si
         yield f"input {i}", text
 
 
-def _sources_digest() -> str:
-    """A hash of the sources of this package, and of the folder of `cudagraph` that this one calls when it compiles."""
-    found = hashlib.sha256()
-    for folder in (Path(PACKAGE), Path(symbols.__file__).parent):
-        for path in sorted(folder.rglob("*.py")):
-            found.update(path.relative_to(folder).as_posix().encode())
-            found.update(path.read_bytes())
-    return found.hexdigest()[:16]
-
-
+_FOLDERS = (Path(PACKAGE), Path(symbols.__file__).parent)  # the second has what this package calls to compile
 # read now, in 2 ms, not when the first graph is compiled: an edit until then changes the files, not this process
-_SOURCES = _sources_digest()
+_SOURCES = sources_digest(*_FOLDERS)
 
 
 def package_digest() -> str:

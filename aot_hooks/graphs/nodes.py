@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import operator
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -63,6 +63,16 @@ def storages(nodes: Iterable[Any]) -> set[Any]:
 
 def output_storages(graph: torch.fx.Graph) -> set[Any]:
     return storages(torch_values.pytree.tree_leaves(graph.output_node().args))
+
+
+def donates(fw: GraphModule, bw: GraphModule, num_fwd_outputs: int) -> bool:
+    """Whether the backward may write over a saved tensor, one that is no input or output.
+
+    torch then refuses a second backward (`retain_graph=True`).
+    """
+    outputs: Any = fw.graph.output_node().args[0]
+    others = storages([*fw.graph.find_nodes(op="placeholder"), *outputs[:num_fwd_outputs]])
+    return not storages(outputs[num_fwd_outputs:]) <= others | output_storages(bw.graph)
 
 
 def storage_bytes(value: torch.Tensor) -> int:
@@ -154,17 +164,13 @@ def argument_positions(user: Node, node: Node) -> list[int]:
     return [] if holds(user.kwargs) else [i for i, a in enumerate(user.args) if holds(a)]
 
 
-def aliased_arguments(node: Node) -> Iterator[tuple[Node, bool]]:
-    """By its schema, arguments that `node` writes to or shares memory with; each with whether it is written to."""
+def argument_called(name: str, node: Node) -> Any:
+    """The argument of that name in the schema of the operator, or its default; None if there is none."""
     schema = torch_values.schema_of(node.target)
-    if node.op != "call_function" or schema is None:
-        return
-    for i, argument in enumerate(schema.arguments):
-        if argument.alias_info is not None:
-            value = node.args[i] if i < len(node.args) else node.kwargs.get(argument.name)
-            for n in torch_values.pytree.tree_leaves(value):
-                if isinstance(n, Node):
-                    yield n, argument.alias_info.is_write
+    for i, argument in enumerate(() if schema is None else schema.arguments):
+        if argument.name == name:
+            return node.args[i] if i < len(node.args) else node.kwargs.get(name, argument.default_value)
+    return None
 
 
 def op_name(node: Node) -> str:

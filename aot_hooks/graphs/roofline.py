@@ -32,7 +32,7 @@ from torch.fx import GraphModule, Node
 from torch.utils.flop_counter import flop_registry
 
 from ..torch_private import values as torch_values
-from .nodes import is_view, output_storages, storage_bytes, storage_of, storages, tensor_bytes
+from .nodes import argument_called, is_view, output_storages, storage_bytes, storage_of, storages, tensor_bytes
 from .read_tables import ATTENTION, ATTENTION_BACKWARD
 
 
@@ -389,11 +389,8 @@ def _operation_count(node: Node) -> int:
     leaves, spec = torch_values.pytree.tree_flatten(values)
     sizes = map(_plain, leaves)
     count = _count(flop_registry[_packet(node)], spec, tuple((type(size), size) for size in sizes))
-    schema = torch_values.schema_of(node.target)
-    names = [argument.name for argument in schema.arguments] if schema is not None else []
-    arguments = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
     # causal attention skips half of the products, which the formulas count
-    return count // 2 if arguments.get("is_causal") is True else count
+    return count // 2 if argument_called("is_causal", node) is True else count
 
 
 @dataclass(frozen=True)

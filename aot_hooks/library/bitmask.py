@@ -10,8 +10,7 @@ Source: Jain et al., "Gist" (ISCA 2018).
 
 from __future__ import annotations
 
-import functools
-import operator
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +25,7 @@ from .triton import ops
 
 def pack_bits(x: torch.Tensor) -> torch.Tensor:
     """bool[...] to uint8[ceil(numel / 8)]."""
-    length = _numel(x.shape)
+    length = math.prod(x.shape)
     # The view's own length can't be used: in a trace with symbolic sizes it is at times the view's, at times x's.
     bits = in_blocks(x.reshape(length).to(torch.uint8), 8, length)
     return (bits << _bit_numbers(x.device)).sum(-1, dtype=torch.uint8)
@@ -35,11 +34,7 @@ def pack_bits(x: torch.Tensor) -> torch.Tensor:
 def unpack_bits(packed: torch.Tensor, shape: Any) -> torch.Tensor:
     """Undoes `pack_bits` for a tensor of `shape`."""
     bits = ((packed.unsqueeze(-1) >> _bit_numbers(packed.device)) & 1).to(torch.bool).flatten()
-    return first_elements(bits, _numel(shape)).view(shape)
-
-
-def _numel(shape: Any) -> Any:
-    return functools.reduce(operator.mul, shape)
+    return first_elements(bits, math.prod(shape)).view(shape)
 
 
 def _bit_numbers(device: torch.device) -> torch.Tensor:
@@ -49,7 +44,7 @@ def _bit_numbers(device: torch.device) -> torch.Tensor:
 def _declines(saved: SavedTensor) -> str | None:
     if saved.dtype is not torch.bool:
         return leaves("bitmask", saved.dtype)
-    if not saved.shape or _numel(saved.shape) < 2:
+    if not saved.shape or math.prod(saved.shape) < 2:
         return "bitmask would save nothing on so few elements"
     return None
 

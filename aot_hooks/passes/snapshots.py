@@ -19,7 +19,9 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from ..graphs.nodes import SNAPSHOT, aliased_arguments, storage_of, storages
+from cudagraph.placeholder import written_nodes
+
+from ..graphs.nodes import SNAPSHOT, storage_of, storages
 from ..graphs.saved import crossing_pairs
 from .edits import after_inputs, call
 
@@ -49,7 +51,7 @@ def _written_storages(fw: GraphModule, num_fwd_outputs: int) -> Iterator[Any]:
     AOTAutograd describes the output with such an input's new value as that of a mutated input.
     """
     for node in fw.graph.nodes:
-        yield from (storage_of(n) for n, is_write in aliased_arguments(node) if is_write)
+        yield from map(storage_of, written_nodes(node))
     descriptions = (fw.graph.output_node().meta.get("desc") or ())[:num_fwd_outputs]
     mutated = [getattr(d, "mutated_input", None) for d in descriptions]
     for node in fw.graph.find_nodes(op="placeholder"):

@@ -24,10 +24,12 @@ import torch
 from torch.fx import GraphModule, Interpreter, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from cudagraph.placeholder import written_nodes
+
 from ..contract import check_packed, check_unpacked, function_named, input_mutated
 from ..errors import AotHooksError, HookContractError, HookTraceError
 from ..graphs.layout import expanded_dimensions, has_gaps, restride
-from ..graphs.nodes import aliased_arguments
+from ..graphs.nodes import is_view
 from ..hook import Hook
 from ..identity.records import note_trace
 from ..identity.tensors import is_plain, tensor_digest
@@ -265,11 +267,10 @@ def _writes_to_inputs(gm: GraphModule) -> bool:
     """Whether an operator writes to a placeholder, or to a view of one."""
     inputs = set(gm.graph.find_nodes(op="placeholder"))  # and nodes that share memory with one
     for node in gm.graph.nodes:
-        for argument, is_write in aliased_arguments(node):
-            if argument in inputs:
-                if is_write:
-                    return True
-                inputs.add(node)
+        if not inputs.isdisjoint(written_nodes(node)):
+            return True
+        if is_view(node) and node.args[0] in inputs:
+            inputs.add(node)
     return False
 
 

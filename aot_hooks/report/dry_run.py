@@ -23,9 +23,8 @@ from ..graphs.saved import SavedTensor
 from ..options import Options
 from ..passes.plan import Plan, joined
 from ..torch_private import dry_run as torch_dry_run
-from ..torch_private import dynamo
 from ..torch_private.values import data_dependent_errors, pytree, without_modes
-from .trial import reachable_values, signature_of, trial
+from .trial import reachable_values, signature_of, taken_apart, trial
 
 
 def plan(
@@ -64,11 +63,8 @@ def saved_tensors(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Sa
 
 def plans_of(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], **overrides: Any) -> list[Plan]:
     """A plan for each graph with a backward; `overrides` come before the options of `fn`."""
-    fn, wrapper = dynamo.uncompiled(fn)
-    if not callable(fn):
-        raise OptionError(f"expected a module or function, got {fn!r}")
+    fn, own_options, dynamic = taken_apart("aot_hooks.plan", fn)
     _check_keywords(fn, kwargs, overrides)
-    own_options = (dynamo.options_of(wrapper) if wrapper is not None else None) or {}
     options = Options.parse(own_options | {name: value for name, value in overrides.items() if value is not None})
     plans: list[Plan] = []
     reachable = reachable_values(fn)
@@ -97,7 +93,7 @@ def plans_of(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
     tables = [*own, *(table.get(name) for table in own for name in ("_parameters", "_buffers", "_modules"))]
     attributes = [(table, dict(table)) for table in tables if type(table) is dict]
     try:
-        with trial("aot_hooks.plan", fn, planner, getattr(wrapper, "dynamic", None)) as compiled, mode:
+        with trial("aot_hooks.plan", fn, planner, dynamic) as compiled, mode:
             compiled(*args, **kwargs)
     except data_dependent_errors() as e:
         raise UnsupportedGraphError(

@@ -95,7 +95,9 @@ def frontier(
     return frontier_of(plan_with, allow=allow, max_error=max_error)
 
 
-def frontier_of(plan_with: Callable[[Any], Plan], *, allow: Sequence[str] = ALLOWED, max_error: float) -> Frontier:
+def frontier_of(
+    plan_with: Callable[[Any], Plan], *, allow: Sequence[str] = ALLOWED, max_error: float = 0.05
+) -> Frontier:
     """The frontier of the plans that `plan_with(policy)` returns for budgets with more and more memory."""
     stock = plan_with(KEEP)
     if not stock.decisions:

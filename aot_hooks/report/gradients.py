@@ -31,7 +31,7 @@ from ..settings.setting import Setting
 from ..torch_private import autograd, dynamo
 from ..torch_private import dry_run as torch_dry_run
 from ..torch_private import values as torch_values
-from .trial import reachable_values, signature_of, trial
+from .trial import reachable_values, signature_of, taken_apart, trial
 
 _SAME, _ROUNDED = 1e-6, 1e-2  # error of outputs: equal up to rounding; low precision and another fusion
 _SHOWN = 40  # rows of a printed report
@@ -131,10 +131,7 @@ def check_gradients(
             optimizer.
         HookContractError, HookTraceError, PolicyError: as compiling does.
     """
-    fn, wrapper = dynamo.uncompiled(fn)
-    if not callable(fn):
-        raise OptionError(f"check_gradients: expected a module or function, got {fn!r}")
-    options = dict((dynamo.options_of(wrapper) if wrapper is not None else None) or {})
+    fn, options, dynamic = taken_apart("check_gradients", fn)
     options |= {"inner": inner or options.get("inner", "inductor"), "cudagraphs": False}
     own_policy = options.pop("policy", None)
     if policy is None and autograd.top_hooks() is None:
@@ -146,7 +143,7 @@ def check_gradients(
     Options.parse(options)
     hooks = None if policy is None else saved_tensors_policy(policy, scope=scope)
     modules = _modules(fn, args, kwargs)
-    run = functools.partial(_run, fn, args, kwargs, options, getattr(wrapper, "dynamic", None), modules)
+    run = functools.partial(_run, fn, args, kwargs, options, dynamic, modules)
     reference, found = run(saved_tensors_policy(KEEP)), run(hooks or contextlib.nullcontext())
     if reference.random_states != found.random_states and _output_error(reference, found) > _SAME:
         setting = hooks.setting if hooks is not None else ambient()[0]

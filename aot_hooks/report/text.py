@@ -13,13 +13,13 @@ import re
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, TextIO
 
 from ..hook import KEEP
+from ..offloading.schedule import Transfer
 from ..passes.live_bytes import LivePoint
 from ..passes.plan import Decision, Plan, joined
-from .transfers import transfer_lines, transfers_as_data
 
 WIDTH = 110
 _UNITS = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10), ("bytes", 1))
@@ -143,7 +143,7 @@ def format_report(
         f"{float(_number(saved, size)) - float(_number(packed, size)):.2f} {unit} back",
         *_peak_lines(plan, size, unit),
         *_measured_lines(plan, measured_peak_bytes, measured_optimizer_bytes, size, unit),
-        *map(_cut, transfer_lines(plan.transfers, size, unit)),
+        *map(_cut, _transfer_lines(plan.transfers, size, unit)),
         "",
         f"{f'saved_{unit}':>10} {f'packed_{unit}':>11} {'tensors':>8}  what, where / how and why",
     ]
@@ -223,6 +223,56 @@ def _measured_lines(plan: Plan, peak: int | None, optimizer: int | None, size: i
     return lines
 
 
+def _transfer_lines(transfers: Sequence[Transfer], size: int, unit: str) -> list[str]:
+    """What `offload` sends, when, and why the rest stays; none without such a hook. `size` bytes are one `unit`.
+
+    Times are estimates, in milliseconds from the start of the tensor's own forward and backward graph.
+    """
+    if not transfers:
+        return []
+    sent = [t for t in transfers if t.placement.offloaded]
+    all_bytes, sent_bytes = (sum(t.nbytes for t in some) for some in (transfers, sent))
+    # the devices of a graph share its steps, each with its own rates
+    compute = sum({t.graph: t.forward_ms + t.backward_ms for t in reversed(transfers)}.values())
+    all_stall = sum({(t.graph, t.device): t.full_stall_ms for t in transfers}.values())
+    stall = sum(t.placement.stall_ms for t in sent)
+    lines = [
+        f"offload: {sent_bytes / size:.2f} of {all_bytes / size:.2f} {unit} go to the host; predicted stall "
+        f"{stall:.1f} ms of a step of {compute:.1f} ms"
+    ]
+    if all_stall > stall:
+        lines.append(
+            f"  the compute is too short for the rest: all that is worth sending would stall it {all_stall:.1f} ms"
+        )
+    lines += _stalls_together(sent)
+    if sent:
+        lines.append(f"{unit:>10}  forward: start    wait  backward: reload     use   slack   stall ms  tensor")
+    for t in sent:
+        p = t.placement
+        lines.append(
+            f"{t.nbytes / size:10.3f}  {p.start_ms:14.1f} {p.wait_ms:7.1f} {p.reload_ms:17.1f} {p.use_ms:7.1f} "
+            f"{p.slack_ms:7.1f} {p.stall_ms:10.1f}  {t.name}"
+        )
+    stays: dict[str, list[int]] = defaultdict(list)
+    for t in transfers:
+        if not t.placement.offloaded:
+            stays[t.placement.reason].append(t.nbytes)
+    lines += [f"{sum(sizes) / size:10.3f}  in {len(sizes)} stays: {reason}" for reason, sizes in stays.items()]
+    return lines
+
+
+def _stalls_together(sent: Sequence[Transfer]) -> list[str]:
+    """A line for each `max_stall_ms` that several graphs exceed together: it limits each graph and device alone."""
+    lines = []
+    for limit in dict.fromkeys(t.max_stall_ms for t in sent):
+        own = [t for t in sent if t.max_stall_ms == limit]
+        count, stall = len({(t.graph, t.device) for t in own}), sum(t.placement.stall_ms for t in own)
+        if stall > limit and count > 1:
+            text = f"  max_stall_ms={limit:g} holds for each graph and device alone: together {count} of them stall "
+            lines.append(f"{text}{stall:.1f} ms")
+    return lines
+
+
 def _peak(points: Sequence[LivePoint]) -> LivePoint:
     return max(points, key=lambda p: p.live_bytes)
 
@@ -268,7 +318,7 @@ def as_data(plan: Plan | Sequence[Plan]) -> dict[str, Any]:
             **{f"predicted_peak_{k}_bytes": _peak(v).live_bytes if v else None for k, v in points.items()},
         },
         "rows": [_decision_as_data(d) for d in plan.decisions],
-        "transfers": transfers_as_data(plan.transfers),
+        "transfers": _transfers_as_data(plan.transfers),
         **{f"live_{k}": [vars(p).copy() for p in v] for k, v in points.items()},
     }
 
@@ -284,6 +334,17 @@ def _decision_as_data(d: Decision) -> dict[str, Any]:
         "is_input": s.is_input, "is_output": s.is_output, "is_static": s.is_static,
         "hook": d.hook.name, "reason": d.reason, "saved_bytes": d.saved_bytes, "packed_bytes": d.packed_bytes,
     }  # fmt: skip
+
+
+def _transfers_as_data(transfers: Sequence[Transfer]) -> list[dict[str, Any]]:
+    """A dict for each transfer; the fields of its placement stand in the same dict."""
+    rows = []
+    for t in transfers:
+        row = asdict(t)
+        placement = row.pop("placement")
+        # `row` again: its names of nodes replace the numbers of gaps, which say less
+        rows.append(row | placement | {"slack_ms": t.placement.slack_ms} | row)
+    return rows
 
 
 def module_bytes(plan: Plan) -> dict[str, tuple[int, int]]:

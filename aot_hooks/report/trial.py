@@ -19,6 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..errors import OptionError, unwrapped
 from ..torch_private import dry_run as torch_dry_run
+from ..torch_private import dynamo
 
 
 @contextlib.contextmanager
@@ -57,6 +58,16 @@ def trial(
     finally:
         no_step.remove()
         random.setstate(python_random_state)
+
+
+def taken_apart(caller: str, fn: Any) -> tuple[Any, dict[str, Any], bool | None]:
+    """The function or module that `fn` was compiled of, with the options of our backend and `dynamic`. Raises
+    `OptionError` if it is none."""
+    fn, wrapper = dynamo.uncompiled(fn)
+    if not callable(fn):
+        raise OptionError(f"{caller}: expected a module or function, got {fn!r}")
+    options = None if wrapper is None else dynamo.options_of(wrapper)
+    return fn, options or {}, getattr(wrapper, "dynamic", None)
 
 
 def reachable_values(fn: Any) -> dict[str, Any]:

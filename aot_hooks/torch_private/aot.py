@@ -22,7 +22,7 @@ from torch.fx import GraphModule, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
 from cudagraph.torch_private import compilers
-from cudagraph.torch_private.cuda import boxed, storage_key
+from cudagraph.torch_private.cuda import boxed
 from cudagraph.torch_private.symbols import Needed, has
 
 from .symbols import needing
@@ -151,22 +151,6 @@ def copied(gm: GraphModule, *, lazily: bool = True) -> GraphModule:
     made: GraphModule = make(gm, copy.deepcopy(gm.graph))
     made.meta = dict(gm.meta)
     return made
-
-
-def donates(fw: GraphModule, bw: GraphModule, num_fwd_outputs: int) -> bool:
-    """Whether the backward may write over a saved tensor, one that is no input or output.
-
-    torch then refuses a second backward (`retain_graph=True`).
-    """
-    outputs = list(fw.graph.output_node().args[0])  # type: ignore[arg-type]
-    others = [*fw.graph.find_nodes(op="placeholder"), *outputs[:num_fwd_outputs]]
-    others += list(bw.graph.output_node().args[0])  # type: ignore[arg-type]
-    return not _storages(outputs[num_fwd_outputs:]) <= _storages(others)
-
-
-def _storages(nodes: list[Any]) -> set[int | None]:
-    values = [node.meta.get("val") for node in nodes if isinstance(node, Node)]
-    return {storage_key(value) for value in values if isinstance(value, torch.Tensor)} - {None}
 
 
 def inlines_hooks() -> bool:

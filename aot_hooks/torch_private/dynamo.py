@@ -15,6 +15,8 @@ from typing import Any, TypeVar, cast
 
 import torch
 
+from cudagraph.torch_private import compilers
+
 from .symbols import needing
 
 SYMBOLS = {
@@ -39,7 +41,7 @@ PROTOCOLS = {
     "from a compiled function to its options and plans": {
         "torch._TorchCompileWrapper": "compiler_name compiler_fn kwargs",
         "torch._dynamo.convert_frame.CatchErrorsWrapper": "_torchdynamo_orig_backend",
-        "torch._dynamo.eval_frame.OptimizedModule": "dynamo_ctx _orig_mod",
+        "torch._dynamo.eval_frame.OptimizedModule": "dynamo_ctx",
         "torch._dynamo.eval_frame._TorchDynamoContext": "callback",
         "torch.nn.Module": "_compiled_call_impl",
     },
@@ -196,10 +198,7 @@ def compile_wrapper_of(compiled: Any, *, inductor_too: bool = False) -> Any:
 def uncompiled(fn: Any) -> tuple[Any, Any]:
     """The function or module that was compiled to `fn`, and its wrapper; `fn` and None if it was not compiled."""
     wrapper = compile_wrapper_of(fn) if callable(fn) else None
-    if wrapper is None:
-        return fn, None
-    inner = getattr(fn, "_orig_mod", None) or getattr(fn, "_torchdynamo_orig_callable", None)
-    return (fn if inner is None else inner), wrapper  # Module.compile() leaves the module as it is
+    return (fn if wrapper is None else compilers.uncompiled(fn)), wrapper
 
 
 def options_of(wrapper: Any) -> dict[str, Any] | None:

@@ -10,8 +10,10 @@ works by the same function, but for all backends alike, without their options, a
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
 from typing import Any
+
+from cudagraph.torch_private import compilers
 
 from .symbols import needing
 
@@ -30,14 +32,13 @@ PROTOCOLS = {
 }
 
 need = needing(SYMBOLS)
+exchange_callbacks = functools.partial(compilers.exchange_callbacks, need=need)
 
 Callback = Any  # of Dynamo; None and False stand for no compilation
 
 
 def inductor_wrapper_of(callback: Callback) -> Any:
     """What `torch.compile(backend="inductor")` made, if `callback` is of such a function; else None."""
-    if callback in (None, False):
-        return None
     backend = need("torch._dynamo.eval_frame.innermost_backend")(callback)
     return backend if type(backend) is need("torch._TorchCompileInductorWrapper") else None
 
@@ -74,22 +75,3 @@ def is_precompiled(callback: Callback) -> bool:
 def in_compiled_function() -> bool:
     """Whether Dynamo looks at each function that is called now."""
     return need("torch._C._dynamo.eval_frame.get_eval_frame_callback")() not in (None, False)
-
-
-def exchange_callbacks(exchanged: Callable[[Callback], Callback]) -> Callable[[], None]:
-    """Have compiled functions called with `exchanged(callback)`, in all threads; returns what ends it."""
-    module = need("torch._dynamo.eval_frame")
-    before = need("torch._dynamo.eval_frame._callback_from_stance")
-    ended = False
-
-    def callback_from_stance(callback: Callback) -> Callback:
-        return before(callback if ended else exchanged(callback))
-
-    def end() -> None:
-        nonlocal ended
-        ended = True
-        if module._callback_from_stance is callback_from_stance:  # else somebody else calls ours, which passes it on
-            module._callback_from_stance = before
-
-    module._callback_from_stance = callback_from_stance
-    return end

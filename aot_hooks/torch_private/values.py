@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 import re
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -66,10 +66,7 @@ MODULE_CALL = need("torch.nn.Module._call_impl").__code__  # frames of this code
 
 def module_call_arguments() -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments of the module whose forward pre-hook is running; torch gives its global hooks no keywords."""
-    frame = inspect.currentframe()
-    while frame is not None and frame.f_code is not MODULE_CALL:
-        frame = frame.f_back
-    assert frame is not None, "not in a module's hook"
+    frame = next(frame for frame, _ in traceback.walk_stack(None) if frame.f_code is MODULE_CALL)
     return frame.f_locals["args"], frame.f_locals["kwargs"]
 
 

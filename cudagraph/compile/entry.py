@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import hashlib
 import io
 import logging
 import pickle
@@ -117,10 +116,7 @@ def key_of(gm: GraphModule, options: Options, device_type: str) -> str:
 
 @functools.cache
 def _sources() -> str:
-    found = hashlib.sha256()
-    for path in sorted(Path(__file__).parents[1].rglob("*.py")):
-        found.update(path.name.encode() + path.read_bytes())
-    return found.hexdigest()[:16]
+    return autograd_cache.sources_digest(Path(__file__).parents[1])
 
 
 class Store(autograd_cache.Extension):

@@ -20,6 +20,7 @@ import functools
 import hashlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -204,6 +205,16 @@ def attacher(name: str, need: Callable[[str], Any] = need) -> Callable[[bytes], 
 def without_autograd_cache(need: Callable[[str], Any] = need) -> Any:
     """torch's cache of AOTAutograd's results off; Inductor's own cache of code stays on."""
     return need("torch._functorch.config").patch({"enable_autograd_cache": False})
+
+
+def sources_digest(*folders: Path) -> str:
+    """A hash of the sources in `folders`, for keys: an entry is for the version of a package that made it."""
+    found = hashlib.sha256()
+    for folder in folders:
+        for path in sorted(folder.rglob("*.py")):
+            found.update(path.relative_to(folder).as_posix().encode())
+            found.update(path.read_bytes())
+    return found.hexdigest()[:16]
 
 
 def why_captures_are_not_cached() -> str:

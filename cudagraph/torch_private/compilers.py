@@ -53,6 +53,7 @@ PROTOCOLS = {
 }
 
 need = needing(SYMBOLS, "cudagraph", UnsupportedTorchError)
+_exchanging = threading.Lock()
 
 # --- AOTAutograd ---
 
@@ -151,46 +152,42 @@ def inside_wrapper(function: Any) -> tuple[Any, bool]:
     return inner, inner is not None and not getattr(function, "_torchdynamo_disable", False)
 
 
-_noters: list[Callable[[], None]] = []  # of all threads
-_noters_lock = threading.Lock()
-_end_noting: Callable[[], None] | None = None  # takes back what is replaced while there are noters
-
-
 @contextlib.contextmanager
 def noting_compiled_calls(note: Callable[[], None]) -> Iterator[None]:
-    """A context in which `note` is called whenever a function is called that Dynamo compiles, in any thread.
+    """A context in which `note` is called whenever a function is called that Dynamo compiles, in any thread."""
 
-    Each such call asks `_callback_from_stance` for its callback, in 2.11 to 2.15. Goes when torch has a hook for it.
-    """
-    global _end_noting
-    with _noters_lock:
-        if not _noters:
-            _end_noting = _replace_callback_from_stance()
-        _noters.append(note)
+    def noted(callback: Any) -> Any:
+        if callback not in (None, False):
+            note()
+        return callback
+
+    end = exchange_callbacks(noted)
     try:
         yield
     finally:
-        with _noters_lock:
-            _noters.remove(note)
-            if not _noters:
-                assert _end_noting is not None
-                _end_noting()
+        end()
 
 
-def _replace_callback_from_stance() -> Callable[[], None]:
+def exchange_callbacks(exchanged: Callable[[Any], Any], need: Callable[[str], Any] = need) -> Callable[[], None]:
+    """Have compiled functions called with `exchanged(callback)`, in all threads; returns what ends it, in any order.
+
+    Each such call asks `_callback_from_stance` for its callback, in 2.11 to 2.15. Goes when torch has a hook for it.
+    """
     module = need("torch._dynamo.eval_frame")
-    before = need("torch._dynamo.eval_frame._callback_from_stance")
+    with _exchanging:
+        before = module._callback_from_stance
 
-    def callback_from_stance(callback: Any) -> Any:
-        for note in list(_noters) if callback not in (None, False) else ():
-            note()
-        return before(callback)
+        def callback_from_stance(callback: Any) -> Any:
+            return before(callback if hasattr(callback_from_stance, "ended") else exchanged(callback))
+
+        module._callback_from_stance = callback_from_stance
 
     def end() -> None:
-        if module._callback_from_stance is callback_from_stance:  # else somebody else calls ours, which passes it on
-            module._callback_from_stance = before
+        with _exchanging:
+            callback_from_stance.ended = before  # type: ignore[attr-defined]
+            while (inner := getattr(module._callback_from_stance, "ended", None)) is not None:
+                module._callback_from_stance = inner  # what is inside of one that has ended
 
-    module._callback_from_stance = callback_from_stance
     return end
 
 

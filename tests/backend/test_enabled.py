@@ -14,7 +14,6 @@ import torch._dynamo.eval_frame as eval_frame
 from steps import ATEN, BITS
 from torch import nn
 from torch._dynamo.utils import counters
-from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch.utils.checkpoint import checkpoint
 
 import aot_hooks
@@ -373,43 +372,6 @@ def test_torchs_caches_miss_for_another_policy_and_hit_for_an_equal_one() -> Non
     assert run(None)[0] == stock
 
 
-# --- what it refuses, and says ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        ({"policy": 3}, "a policy or a Hook, got 3"),
-        ({"policy": float8}, "float8 is the function that makes one"),
-        ({"scope": "most"}, "got 'most'"),
-        ({"options": {"inne": "aten"}}, "unknown option 'inne'; did you mean 'inner'"),
-        ({"options": {"policy": float8()}}, "'policy', which is an argument of enable"),
-        ({"options": {"scope": "all"}}, "'scope', which is an argument of enable"),
-    ],
-)
-def test_wrong_arguments_change_nothing(arguments: dict[str, Any], says: str) -> None:
-    with pytest.raises(errors.OptionError, match=says):
-        enable(**arguments)
-
-
-def test_a_second_thread_is_refused() -> None:
-    raised: list[BaseException] = []
-
-    def other() -> None:
-        try:
-            enable(int8())
-        except errors.OptionError as e:
-            raised.append(e)
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", errors.UnusedWarning)
-        with enable(float8()):
-            thread = threading.Thread(target=other)
-            thread.start()
-            thread.join()
-    assert "'MainThread' has enable(float8()) enabled" in str(raised[0])
-
-
 def test_it_counts_in_other_threads() -> None:
     model, x = Net(1), torch.randn(8, 32)
     compiled = torch.compile(model)
@@ -418,40 +380,6 @@ def test_it_counts_in_other_threads() -> None:
         thread.start()
         thread.join()
     assert packed(compiled) > 0
-
-
-@pytest.mark.usefixtures("stock_is_aten")
-def test_a_compiled_function_cannot_enable() -> None:
-    @torch.compile
-    def f(x: torch.Tensor) -> torch.Tensor:
-        x = x.sin()
-        with enable(float8()):
-            return x.cos()
-
-    with pytest.raises(Exception, match="inside a compiled function"):
-        f(torch.randn(3, requires_grad=True))
-
-
-def test_a_partitioner_of_the_users_is_refused() -> None:
-    class Own(CustomPartitionerFn):
-        def __call__(self, *args: Any, **kwargs: Any) -> Any:
-            raise AssertionError
-
-        def uuid(self) -> str:
-            return "own"
-
-    compiled = torch.compile(Net(1), options={"custom_partitioner_fn": Own()})
-    with enable(float8()), pytest.raises(Exception, match="custom_partitioner_fn is set") as caught:
-        compiled(torch.randn(8, 32))
-    assert isinstance(errors.unwrapped(caught.value), errors.OptionError)
-
-
-def test_stored_functions_of_dynamo_are_refused() -> None:
-    with torch._dynamo.config.patch(caching_precompile=True):
-        compiled = torch.compile(Net(1))
-        with pytest.raises(Exception, match="caching_precompile") as caught, enable(float8()):
-            compiled(torch.randn(8, 32))
-    assert isinstance(errors.unwrapped(caught.value), errors.OptionError)
 
 
 def test_ddp_cuts_graphs_as_ever(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -470,23 +398,6 @@ def test_ddp_cuts_graphs_as_ever(monkeypatch: pytest.MonkeyPatch) -> None:
         assert packed(compiled) > 0 and len(last_plans(compiled)) > 1
     finally:
         torch.distributed.destroy_process_group()
-
-
-def test_one_that_ended_is_not_entered_again() -> None:
-    enabled = enable(float8())
-    with pytest.warns(errors.UnusedWarning, match=r"enable\(float8\(\)\) ended, and no graph"):
-        enabled.disable()
-    with pytest.raises(errors.OptionError, match="has ended"):
-        enabled.__enter__()
-
-
-def test_an_error_of_a_hook_stands_first() -> None:
-    wrong = aot_hooks.Hook("wrong", lambda x: x, lambda x: x[:1])
-    compiled = torch.compile(Net(1))
-    with enable(wrong, options=ATEN), pytest.raises(Exception, match="HookContractError") as caught:
-        compiled(torch.randn(8, 32))
-    assert isinstance(errors.unwrapped(caught.value), errors.HookContractError)
-    assert "backend='inductor'" in str(caught.value)
 
 
 @pytest.mark.gpu

@@ -19,6 +19,7 @@ from aot_hooks.cache import key as cache_key
 from aot_hooks.cache.key import Key, key_of, package_digest, without_names
 from aot_hooks.context import region as region_module
 from aot_hooks.settings.setting import Setting
+from cudagraph.torch_private.autograd_cache import sources_digest
 
 pytestmark = pytest.mark.core
 
@@ -190,12 +191,13 @@ def test_what_changes_the_result_changes_the_key() -> None:
 
 def test_sources_count_as_they_were_imported(monkeypatch: pytest.MonkeyPatch) -> None:
     before = package_digest()
+    assert sources_digest(*cache_key._FOLDERS) in before
 
     def edited(path: pathlib.Path) -> bytes:
         return b"pass"
 
     monkeypatch.setattr(pathlib.Path, "read_bytes", edited)
-    assert cache_key._sources_digest() not in before and package_digest() == before
+    assert sources_digest(*cache_key._FOLDERS) not in before and package_digest() == before
 
 
 # --- random programs: equal exactly when the programs are -------------------------------------------------------------

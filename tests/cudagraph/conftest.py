@@ -6,7 +6,9 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from capture_simulator import Simulator
 from pieces import Noted
+from places import PLACES, Place
 from whole_steps import on_simulator
 
 import cudagraph
@@ -36,3 +38,10 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> t
         return torch.device("cuda", torch.cuda.current_device())
     on_simulator(monkeypatch)
     return torch.device("cpu")
+
+
+@pytest.fixture(params=PLACES)
+def place(request: pytest.FixtureRequest) -> Place:
+    if request.param == "simulator":
+        return Place(torch.device("cpu"), Simulator(), "aten")
+    return Place(torch.device("cuda", 0), None, request.param.split()[1])

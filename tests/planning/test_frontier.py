@@ -120,6 +120,14 @@ def test_a_report_under_a_budget(tmp_path):
     assert done.returncode == 1 and "expected a step under" in done.stderr and "Traceback" not in done.stderr
 
 
+def test_the_traceback_of_a_script_that_fails_is_shown(tmp_path, capsys):
+    script = tmp_path / "train.py"
+    script.write_text("raise ValueError('mine')")
+    assert main(["frontier", str(script)]) == 1
+    shown = capsys.readouterr().err
+    assert "Traceback" in shown and f"aot_hooks frontier: {script} raised ValueError: mine" in shown
+
+
 def test_means_that_there_are_not(tmp_path, capsys):
     script = tmp_path / "train.py"
     script.write_text(TRAIN)

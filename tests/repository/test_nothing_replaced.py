@@ -18,7 +18,7 @@ import torch._inductor.compile_fx as compile_fx
 from torch._inductor.codegen.triton import TritonOverrides
 
 import aot_hooks
-from aot_hooks.torch_private import inductor_lowering
+from aot_hooks.torch_private import dynamo_backends, inductor_lowering
 from aot_hooks.torch_private.inductor_lowering import PackedAsm, packed_asm_in_force
 from cudagraph.torch_private.autograd_cache import Entry, Extension, bypass, extended
 
@@ -67,6 +67,27 @@ def test_callbacks_are_exchanged_while_something_is_enabled_only() -> None:
             compiled(torch.randn(3, requires_grad=True))
         assert replaced() == {"_callback_from_stance"}
         compiled(torch.randn(3, requires_grad=True))
+
+
+def test_exchanges_of_callbacks_end_in_any_order() -> None:
+    asked: list[str] = []
+
+    def noting(name: str) -> Callable[[Any], Any]:
+        def noted(callback: Any) -> Any:
+            asked.append(name)
+            return callback
+
+        return noted
+
+    ends = {name: dynamo_backends.exchange_callbacks(noting(name)) for name in ("first", "second", "third")}
+    eval_frame._callback_from_stance(None)
+    assert asked == ["third", "second", "first"]
+    ends["first"]()
+    ends["third"]()
+    eval_frame._callback_from_stance(None)
+    assert asked[3:] == ["second"] and replaced() == {"_callback_from_stance"}
+    ends["second"]()
+    assert replaced() == set()
 
 
 # --- inline assembly --------------------------------------------------------------------------------------------------

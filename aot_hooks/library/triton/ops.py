@@ -25,18 +25,15 @@ from ...hook import compiled_by
 
 
 @functools.cache
-def _triton_is_installed() -> bool:
-    return importlib.util.find_spec("triton") is not None and torch.version.hip is None
-
-
-@functools.cache
 def _capability(device: torch.device) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(device)
+    """The compute capability of a CUDA device; (0, 0) for a GPU of AMD's, or without Triton."""
+    has_triton = importlib.util.find_spec("triton") is not None and torch.version.hip is None
+    return torch.cuda.get_device_capability(device) if has_triton else (0, 0)
 
 
 def has_kernel(x: torch.Tensor, dtype: torch.dtype | None = None, *, beats_inductor: bool = False) -> bool:
     """Whether `x` should go through an operator of this file; `dtype` is the float8 format that it is converted to."""
-    if x.device.type != "cuda" or (compiled_by() == "inductor" and not beats_inductor) or not _triton_is_installed():
+    if x.device.type != "cuda" or (compiled_by() == "inductor" and not beats_inductor):
         return False
     return _capability(x.device) >= ((8, 9) if dtype is torch.float8_e4m3fn else (8, 0))
 
