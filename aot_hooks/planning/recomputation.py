@@ -41,6 +41,7 @@ def with_recompute(
     """
     found = list(values)
     numbers = dict(numbers)
+    position = {node: i for i, node in enumerate(times)}
     for i, group in enumerate(groups):
         ends = [value.fw_node for value in group]
         whole = _chain(ends, {key for key, number in numbers.items() if number != i and not _unsaved(found, number)})
@@ -56,7 +57,7 @@ def with_recompute(
                     other = found[number]
                     found[number] = dataclasses.replace(other, first=max(other.first, values[i].first))
             sources = {numbers[storage_of(n)] for n in chain.reads} - {None}
-            exact = {numbers[storage_of(n)] for n in _read_exactly(chain, group)} & sources
+            exact = {numbers[storage_of(n)] for n in _read_exactly(chain, group, position)} & sources
             option = Option(
                 RECOMPUTE,
                 ms=sum(times[n] for n in chain.nodes),
@@ -122,22 +123,21 @@ def _chain(ends: Iterable[Node], stops: Collection[Any]) -> _Chain | None:
     return _Chain(nodes, reads)
 
 
-def _read_exactly(chain: _Chain, group: Sequence[SavedValue]) -> list[Node]:
+def _read_exactly(chain: _Chain, group: Sequence[SavedValue], position: Mapping[Node, int]) -> list[Node]:
     """Of what `chain` reads, the nodes that must not be rounded."""
     exact = (not v.value.dtype.is_floating_point or any(not f.read.answered for f in v.reads) for v in group)
     if any(exact):
         return list(chain.reads)
     graph = Graph()
-    copies: dict[Node, Node] = {}
-    wanted = {*chain.nodes, *chain.reads}
-    for node in group[0].fw_node.graph.nodes:
-        if node in wanted or (node.op == "placeholder" and wanted.intersection(node.users)):
-            given = node.op == "placeholder" or node not in chain.nodes
-            copies[node] = graph.placeholder(node.name) if given else graph.node_copy(node, copies.__getitem__)
-            copies[node].meta = dict(node.meta)
+    given = dict.fromkeys(n for node in chain.nodes for n in node.all_input_nodes if n not in chain.nodes)
+    copies = {node: graph.placeholder(node.name) for node in given}
+    for node in sorted(chain.nodes, key=position.__getitem__):
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+    for node, copy in copies.items():
+        copy.meta = dict(node.meta)
     graph.output(tuple(copies[v.fw_node] for v in group))
     gm = GraphModule({}, graph)
-    reads = BackwardReads(gm, gm, [(copies[n], copies[n]) for n in copies if copies[n].op == "placeholder"])
+    reads = BackwardReads(gm, gm, [(copies[n], copies[n]) for n in given])
     return [node for node in chain.reads if reads.of(copies[node])]
 
 
