@@ -304,7 +304,7 @@ def _rules(allow: tuple[Any, ...], max_error: float) -> dict[str, Any]:
     rounded = {f"{name}()": lossy[name]() for name in fits}
     rules |= rounded
     if "offload" in allow:
-        # all that is planned is sent: a copy that can't hide makes the step longer, one that is dropped the peak higher
+        # the schedule must not drop a copy of the plan: the peak would be higher than planned
         rules["offload()"] = offload(max_stall_ms=math.inf)
         rules |= {f"offload(then={name})": offload(then=h, max_stall_ms=math.inf) for name, h in rounded.items()}
     return rules
