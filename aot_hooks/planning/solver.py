@@ -46,6 +46,7 @@ _MIB = float(1 << 20)
 # shares of the link's rates that the schedule of offload plans with, and most MiB that may be on their way
 _SENT, _BROUGHT, _IN_FLIGHT = 0.89, 0.76, 1024.0
 _UNITS = 1e4  # of squared errors, which are small beside what the solver takes for 0
+_CHAINED = 4  # roundings that what is computed again from others may sum up
 _TIE = 1e-6  # ms for each MiB and unit of error, so that equal plans keep more and round less
 
 
@@ -290,19 +291,18 @@ def _computed(
     of_column = {c: option for v, own in columns.items() for c, option in zip(own, options[v], strict=True)}
     computed = {v: program.column() for v, own in recompute.items() if own}
 
-    @functools.cache
-    def most(v: int) -> float:
-        return max((sum(map(most, o.sources)) + _UNITS * o.error**2 for o in step.values[v].options), default=0.0)
-
+    # Of each source. What sums up more than that counts even if it is not computed again, so too much is counted, never
+    # too little. An exact bound doubles with each layer of a residual network.
+    most = _CHAINED * _UNITS * max((option.error**2 for option in of_column.values()), default=0.0)
     for v, own in recompute.items():
         for c in own:
             sources = of_column[c].sources
             errors = {k: -_UNITS * of_column[k].error ** 2 for u in sources for k in columns[u]}
             errors |= {computed[u]: -1.0 for u in sources if u in computed}
-            unless = sum(map(most, sources))
+            unless = most * len(sources)
             program.row({computed[v]: 1.0, c: -unless} | errors, -unless, math.inf)
             for u in (u for u in of_column[c].exact if u in computed):
-                program.row({computed[u]: 1.0, c: most(u)}, 0, most(u))
+                program.row({computed[u]: 1.0, c: most}, 0, most)
     return {c: COMPUTED * _share(step, step.values[v]) for v, c in computed.items()}
 
 

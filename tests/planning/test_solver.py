@@ -135,6 +135,17 @@ def test_what_must_be_exact_to_compute_another_from_it_is_not_rounded():
     assert [o.name for o in found.options] == ["keep", RECOMPUTE]
 
 
+def test_values_that_a_deep_residual_network_computes_from_each_other():
+    count = 400
+    rounded = Option("hook", object(), MIB // 2, 0.1, error=0.04)
+    again = [Option(RECOMPUTE, ms=0.2, sources=(v - 1, v - 2)) for v in range(2, count)]
+    options = [(rounded,), (rounded,), *((rounded, option) for option in again)]
+    values = tuple(Value((f"v{v}",), MIB, 1, 6, 0, 5, options[v]) for v in range(count))
+    live = tuple(MIB * nbytes for nbytes in (0, count, count, 2 * count, count, count, count))
+    found = solve(Step(live, values, (10.0,)), peak=1.5 * count * MIB, max_error=0.05)
+    assert found.peak_bytes <= 1.5 * count * MIB + 1 and found.error <= 0.05
+
+
 def test_a_chain_over_two_segments_is_cut():
     """A source in another segment must be there, so only one of the two is recomputed."""
     recompute = Option(RECOMPUTE, ms=1.0)
