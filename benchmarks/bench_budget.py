@@ -104,7 +104,8 @@ def _planned_peak(bench: WholeStep, policy: Any) -> int:
 
 
 def serve(connection: Any, options: argparse.Namespace, kind: str, name: str, policy: Any, link: Any) -> None:
-    """A row in a process of its own: answers "compile" with what is known of it then, "time" with the ms of a step."""
+    """A row in a process of its own: answers "compile" with what is known of it then, "time" with the ms of a step,
+    "profile" with its kernels."""
     bench = WholeStep(options)
     if policy is None:
         variant = VARIANTS[name]
@@ -122,6 +123,8 @@ def serve(connection: Any, options: argparse.Namespace, kind: str, name: str, po
                     function = variant.compile(bench.stack, bench.inner)
                 if command == "compile":
                     answer: Any = _first_steps(bench, variant, function, kind)
+                elif command == "profile":
+                    answer = _kernels(bench, variant, function)
                 else:
                     answer = _step_ms(bench, variant, function)
             except Exception as error:
@@ -168,6 +171,18 @@ def _step_ms(bench: WholeStep, variant: Variant, function: Any) -> float:
     return start.elapsed_time(end) / 2
 
 
+def _kernels(bench: WholeStep, variant: Variant, function: Any) -> Row:
+    """What the GPU does in a step, by the kernel's name: how often, and the ms of all together."""
+    for _ in range(2):
+        bench.step(variant, function)
+    bench.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        bench.step(variant, function)
+        bench.synchronize()
+    found = [one for one in profile.key_averages() if one.self_device_time_total]
+    return {one.key: [one.count, one.self_device_time_total / 1e3] for one in found}
+
+
 def measure(
     rows: list[tuple[str, str, Any]], options: argparse.Namespace, save: Callable[[list[Row]], None]
 ) -> list[Row]:
@@ -204,6 +219,10 @@ def measure(
             ready += [] if "error" in result else [(connection, result)]
             save(results)
     _take_times(ready, results[0], options.rounds, lambda: save(results))
+    if options.profile:
+        for connection, result in ready:
+            result["kernels"] = _answer(connection, "profile")
+        save(results)
     for connection, _ in served:
         with contextlib.suppress(BrokenPipeError):
             connection.send("stop")
@@ -300,6 +319,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--batch", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--jobs", type=int, default=8, help="rows that compile at the same time")
+    parser.add_argument("--profile", action="store_true", help="also record the kernels of a step (CUDA)")
     parser.add_argument("--small", action="store_true", help="sizes for a CPU, inner aten: shows that it runs, no more")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--json", type=pathlib.Path)

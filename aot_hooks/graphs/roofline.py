@@ -32,19 +32,45 @@ from torch.fx import GraphModule, Node
 from torch.utils.flop_counter import flop_registry
 
 from ..torch_private import values as torch_values
-from .nodes import argument_called, is_view, output_storages, storage_bytes, storage_of, storages, tensor_bytes
+from .nodes import (
+    argument_called,
+    is_view,
+    output_storages,
+    producer,
+    storage_bytes,
+    storage_of,
+    storages,
+    tensor_bytes,
+)
 from .read_tables import ATTENTION, ATTENTION_BACKWARD
 
 
 def fuses(node: Node) -> bool:
-    """Whether a compiler fuses `node` with its neighbours: pointwise operators and views."""
-    return node.op == "call_function" and (_is_pointwise(node.target) or is_view(node))
+    """Whether a compiler fuses `node` with its neighbours: pointwise operators, views and some concatenations."""
+    return node.op == "call_function" and (_is_pointwise(node.target) or is_view(node) or _is_pointwise_cat(node))
 
 
 @functools.cache  # operators are few
 def _is_pointwise(target: Any) -> bool:
     tagged = torch.Tag.pointwise in getattr(target, "tags", ())
     return tagged or str(target) == "prims.convert_element_type.default"  # has no tag
+
+
+def _is_pointwise_cat(node: Node) -> bool:
+    """Whether Inductor computes `node` element by element: on CUDA, a concatenation of few tensors, each of which is
+    computed for it alone, element by element and of no reduction. Rotary embeddings are such."""
+    if node.target is not torch.ops.aten.cat.default or not on_cuda([node]):
+        return False
+    waiting = list(node.all_input_nodes)
+    if not 2 <= len(waiting) <= _MOST_JOINED or any(not _is_pointwise(n.target) or len(n.users) > 1 for n in waiting):
+        return False
+    while waiting:
+        source = waiting.pop()
+        if _reduces(source):
+            return False
+        if fuses(source):
+            waiting += source.all_input_nodes
+    return True
 
 
 def alive_bytes(gm: GraphModule, packed: Mapping[Node, int]) -> dict[Node, int]:
@@ -145,6 +171,7 @@ class Kernels:
 
     at: Mapping[Node, int]  # the position at which its kernel runs
     reads: Mapping[Node, Collection[Any]]  # the storages that its kernel reads for it
+    joined: Collection[Node]  # those computed from a concatenation: they read elsewhere than they write
 
     @staticmethod
     def of(nodes: Sequence[Node], written: Collection[Any], ready_early: Collection[Node] = ()) -> Kernels:
@@ -154,12 +181,17 @@ class Kernels:
         ready: dict[Any, int] = {}  # when each storage is written
         sizes: dict[Any, int] = {}
         kernels: dict[Any, list[tuple[int, int]]] = {}  # by storage, those that read it: position and size
+        joined: set[Node] = set()
         keys = {node: storage_of(node) for node in nodes}
         for i, node in enumerate(nodes):
             key = keys[node]
             own: set[Any] = set()
+            if _is_pointwise_cat(node):
+                joined.add(node)
             for n in node.all_input_nodes:
                 own |= {keys[n]} if keys[n] in ready else reads[n]
+                if n in joined and keys[n] not in ready:
+                    joined.add(node)
             own.discard(None)
             at[node], reads[node] = i, own
             if key is None or key in ready or (key not in written and node.op != "placeholder"):
@@ -176,7 +208,7 @@ class Kernels:
                 for s in own:
                     kernels.setdefault(s, []).append((at[node], count))
             ready[key] = -1 if node in ready_early else at[node]
-        return Kernels(at, reads)
+        return Kernels(at, reads, joined)
 
     def reuses(self, first: Mapping[Any, tuple[int, int, Node]], last: Mapping[Any, int]) -> dict[Any, Any]:
         """Storages that are written over others, by Inductor's rules: each with the one whose memory it takes.
@@ -193,7 +225,7 @@ class Kernels:
                 readers[self.at[node], s] += 1
         for node, key in made.items():
             position, nbytes, _ = first[key]
-            if position in used or not fuses(node):
+            if position in used or not fuses(node) or node in self.joined:
                 continue
             for s in self.reads[node]:
                 if s not in first or s == key or readers[position, s] > 1:
@@ -253,9 +285,14 @@ class Rates:
 
 
 INSTANT = Rates(math.inf, math.inf, 2e10, 1e11, 1e11)  # for a CPU
-# shares of what `Rates` has, seen on an H200: products in a step, where a GPU is at its power limit, and generated
-# kernels beside a copy
-_SUSTAINED, _KERNEL = 0.86, 0.85
+# Times what `Rates` has, seen on an H200 in steps of 4 and of 16 Llama blocks. Products run at the GPU's power limit. A
+# generated kernel moves 1.1 times the bytes of a copy, and takes less power than a product: products beside it are
+# faster, so 0.7 of its time counts.
+_SUSTAINED, _KERNEL = 0.86, 1.1 / 0.7
+# Products take less power for factors of few digits, and so less time: seen of float8, and not of int8, whose codes have
+# as many digits as a bfloat16.
+SPARED = 0.027
+_FEW_DIGITS = ("aot_hooks.from_float8", "aot_hooks.unpack_int4")
 # the share of a plain matrix product's speed that attention and its backward reach on an H100 or H200
 _SHARES = dict.fromkeys(ATTENTION, 0.65) | dict.fromkeys(ATTENTION_BACKWARD, 0.55)
 
@@ -279,12 +316,25 @@ def is_attention(node: Node) -> bool:
     return _name(node) in ATTENTION or _name(node) in ATTENTION_BACKWARD
 
 
+_MOST_JOINED = 8  # max_complex_pointwise_cat_inputs
 _MOST_READ = 4  # torch._inductor.config.realize_reads_threshold
 _REDUCTIONS = ("aot_hooks.amax_word", "aot_hooks.amax_exponent")
 
 
 def _reduces(node: Node) -> bool:
     return _is_tagged(node, torch.Tag.reduction) or str(node.target).startswith(_REDUCTIONS)
+
+
+def _row_length(node: Node) -> int:
+    """How many elements a reduction of rows takes for each of its results; 0: `node` is none. Those of a kernel have one
+    length."""
+    source, made = (n.meta.get("val") for n in (*node.all_input_nodes[:1], node))
+    if not _reduces(node) or not isinstance(made, torch.Tensor) or not isinstance(source, torch.Tensor):
+        return 0
+    sizes, kept = ([torch_values.hint(n) for n in t.shape] for t in (source, made))
+    while kept and kept[-1] == 1:
+        kept.pop()
+    return math.prod(sizes[len(kept) :]) if sizes[: len(kept)] == kept else 0
 
 
 def _is_tagged(node: Node, tag: torch.Tag) -> bool:
@@ -304,25 +354,62 @@ def _is_loop(target: Any) -> bool:
     return str(target).startswith(_LOOPS)
 
 
+def _runs_fused(node: Node, fuse_loops: bool) -> bool:
+    return fuses(node) or _is_tagged(node, torch.Tag.reduction) or (fuse_loops and is_loop(node))
+
+
+def _numbered(nodes: Sequence[Node]) -> tuple[list[int], list[int]]:
+    """The number of the kernel that each node stands in, and the length of each kernel's rows, 0 if it sums none up.
+
+    A kernel ends at an operator that is not fused, and at a reduction of rows of another length.
+    """
+    numbers, lengths, in_split = [], [0], False
+    for node in nodes:
+        runs = node.op == "call_function" and not is_view(node) and node.target is not operator.getitem
+        fused = runs and _runs_fused(node, fuse_loops=True)
+        length = _row_length(node) if fused else 0
+        if runs and (not fused or (SPLIT in node.meta) != in_split or (length and lengths[-1] not in (0, length))):
+            lengths.append(0)
+        numbers.append(len(lengths) - 1)
+        lengths[-1] = length or lengths[-1]
+        if runs and not fused:
+            lengths.append(0)
+        in_split = SPLIT in node.meta if runs else in_split
+    return numbers, lengths
+
+
+def _has_few_digits(node: Node) -> bool:
+    return str(node.target).startswith(_FEW_DIGITS)
+
+
+def row_lengths(gm: GraphModule) -> dict[Node, int]:
+    """For each fused node of `gm` the length of the rows that its kernel sums up, or finds the largest of; 0: none."""
+    nodes = list(gm.graph.nodes)
+    numbers, lengths = _numbered(nodes)
+    fused = (n for n in nodes if n.op == "call_function" and _runs_fused(n, fuse_loops=True))
+    at = dict(zip(nodes, numbers, strict=True))
+    return {node: lengths[at[node]] for node in fused}
+
+
 def node_ms(
     gm: GraphModule, rates: Callable[[torch.device], Rates], fused: bool, *, fuse_loops: bool = False
 ) -> dict[Node, float]:
     """Milliseconds of each node of `gm`, by the fake values on it; symbolic sizes count as their hints.
 
-    With `fused`, pointwise operators and reductions between two unfused kernels are one kernel: it reads each input
-    once, and its intermediates cost nothing. `fuse_loops`: the operators of library/loops fuse as well. The schedule of
-    offload counts each of them as a kernel, because its estimates were measured so. Rates are then lower, as in a step.
+    With `fused`, pointwise operators and reductions between two unfused kernels are one kernel, unless they reduce rows
+    of different lengths: it reads each input once, and its intermediates cost nothing. `fuse_loops`: the operators of
+    library/loops fuse as well. The schedule of offload counts each of them as a kernel, because its estimates were
+    measured so. Rates are then those seen in a step.
     """
     nodes = list(gm.graph.nodes)
-    loops = {n for n in nodes if fuse_loops and is_loop(n)}
     written = written_storages(nodes, fuse_loops=fuse_loops) if fused else {storage_of(n) for n in nodes}
     written |= storages(gm.graph.find_nodes(op="placeholder")) | output_storages(gm.graph)
     keys = {node: storage_of(node) for node in nodes}
-    found: dict[Node, float] = {}
-    in_kernel: set[Any] = set()  # storages that the fused kernel has read or made
-    in_split = False
+    nbytes = {keys[n]: tensor_bytes(v) for n in nodes if isinstance(v := n.meta.get("val"), torch.Tensor)}
+    kernels, (numbers, _) = Kernels.of(nodes, written), _numbered(nodes)
+    touched: dict[Any, set[Any]] = defaultdict(set)  # storages that each kernel has read or made
+    found = dict.fromkeys(nodes, 0.0)
     for node in nodes:
-        found[node] = 0.0
         if node.op != "call_function" or is_view(node) or node.target is operator.getitem:
             continue
         made = node.meta.get("val")
@@ -330,30 +417,35 @@ def node_ms(
         values = [v for v in leaves if isinstance(v, torch.Tensor)]
         if not values:
             continue
-        unfused = not fused or not (fuses(node) or _is_tagged(node, torch.Tag.reduction) or node in loops)
-        before = set() if unfused or (SPLIT in node.meta) != in_split else in_kernel
-        in_split = SPLIT in node.meta
+        alone = not fused or not _runs_fused(node, fuse_loops)
+        moved = 0
+        if alone or keys[node] in written:
+            reads = {keys[n] for n in node.all_input_nodes} if alone else {*kernels.reads[node]}
+            seen = set() if alone else touched[numbers[kernels.at[node]]]
+            moved = sum(map(tensor_bytes, values)) + sum(nbytes.get(key, 0) for key in reads - seen)
+            seen |= {*reads, keys[node]}
         rate = rates(values[0].device)
-        moved = sum(tensor_bytes(v) for v in values) if unfused or keys[node] in written else 0
-        sources = {keys[n]: n.meta.get("val") for n in node.all_input_nodes}
-        for key, value in sources.items():
-            if isinstance(value, torch.Tensor) and key in written and key not in before:
-                moved += tensor_bytes(value)
-        in_kernel = set() if unfused else {*before, *sources, keys[node]}
-        found[node] = 1e3 * moved / (rate.memory * (_KERNEL if fuse_loops else 1.0))
+        found[node] = memory_ms(moved, rate) if fuse_loops else 1e3 * moved / rate.memory
         if has_formula(node):
             operations = rate.operations if values[0].element_size() <= 2 else rate.operations32
             operations *= _SHARES.get(_name(node), _SUSTAINED if fuse_loops else 1.0)
+            if fuse_loops and values[0].is_cuda and any(_has_few_digits(producer(n)) for n in node.all_input_nodes):
+                operations /= 1 - SPARED
             found[node] = max(found[node], 1e3 * _operation_count(node) / operations)
     return found
+
+
+def memory_ms(nbytes: int, rates: Rates) -> float:
+    """Milliseconds that a step takes longer for generated kernels that move `nbytes`."""
+    return 1e3 * nbytes / (rates.memory * _KERNEL)
 
 
 def link_ms(nbytes: int, rates: Rates) -> float:
     """Milliseconds that a step takes longer if `nbytes` are copied out and back meanwhile.
 
-    The copies slow down the kernels that use the same memory: by 0.8 to 1.2 ms for 1e9 bytes on an H200.
+    The copies slow down the kernels that use the same memory: by 0.4 ms for 1e9 bytes on an H200.
     """
-    return 4e3 * nbytes / rates.memory if math.isfinite(rates.to_host) else 0.0
+    return 1.6e3 * nbytes / rates.memory if math.isfinite(rates.to_host) else 0.0
 
 
 def step_ms(

@@ -51,7 +51,7 @@ def rewrite(
         regions: settings by the key that nodes carry in `meta["custom"][REGION]`.
         for_inductor: decompose the traced hooks with Inductor's table, and form them for its kernels.
         roots: modules by Dynamo's names for them, see `modules.roots`.
-        trace: a `tracer` of an earlier rewrite for the same compiler; None: a new one.
+        trace: the `tracer` of a budget, which plans positions and bytes; None: a new one, without a budget.
 
     Raises HookContractError, HookTraceError, PolicyError, UnsupportedGraphError.
     """
@@ -65,7 +65,7 @@ def rewrite(
     transfers: tuple[Transfer, ...] = ()
     if units:
         if for_inductor:
-            units = choose_positions(units, fw)
+            units = choose_positions(units, fw, planned=trace is not None)
         units = inline(fw, bw, cross, units)
         if for_inductor:  # which takes constants and random operators in other forms than hooks have them
             tags = {tag for unit in units for operator in unit.operators for tag in getattr(operator, "tags", ())}

@@ -141,7 +141,7 @@ def _traced(choice: Choice, views: list[Choice], trace: Trace) -> tuple[Choice, 
     return choice, Unit(choice.value, (first, *others), keep, source, tuple(c.value for c in views), replays)
 
 
-def choose_positions(units: tuple[Unit, ...], fw: GraphModule) -> tuple[Unit, ...]:
+def choose_positions(units: tuple[Unit, ...], fw: GraphModule, *, planned: bool) -> tuple[Unit, ...]:
     """Choose the positions of packs for Inductor's kernels on CUDA; any other pack stands after the value's last use.
 
     Each scale is found right after the value is made, see `Packing`. If memory is tight at the value's last use, the
@@ -149,6 +149,9 @@ def choose_positions(units: tuple[Unit, ...], fw: GraphModule) -> tuple[Unit, ..
     a pass over the value, but the reader's result cannot take its memory: three 14336-wide tensors of an MLP are alive
     where two would do. This matters where the forward is at its peak, in a deep model the last layer. Elsewhere fusing
     is better: a kernel between two matrix products made them 5% slower on an H200.
+
+    Args:
+        planned: a budget has counted the bytes with each pack at the value's last use, so it stays there.
     """
     movable = [u for u in units if not u.keep and len(u.packings) == 1 and u.saved.value.device.type == "cuda"]
     if not movable:
@@ -160,9 +163,9 @@ def choose_positions(units: tuple[Unit, ...], fw: GraphModule) -> tuple[Unit, ..
         node, nbytes = unit.saved.fw_node, storage_bytes(unit.saved.value)
         large = nbytes >= _WORTH_A_KERNEL * peak
         tight = unit.source is node and large and peak - alive[last_use(node)] < nbytes
-        if tight:
+        if tight and not planned:
             log.debug("'%s' is packed early and alone: memory is tight at its last use", unit.saved.row.name)
-        early = tight and not fuses(producer(node))
+        early = tight and not planned and not fuses(producer(node))
         packing = replace(unit.packings[0], scale_at_definition=True, pack_at_definition=early)
         placed[unit] = replace(unit, packings=(packing,))
     return tuple(placed.get(unit, unit) for unit in units)

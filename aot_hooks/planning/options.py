@@ -18,8 +18,19 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from ..graphs.nodes import REGION, SNAPSHOT, annotation, is_view, output_storages, storage_bytes, storage_of, storages
+from ..graphs.nodes import (
+    REGION,
+    SNAPSHOT,
+    annotation,
+    is_view,
+    output_storages,
+    producer,
+    storage_bytes,
+    storage_of,
+    storages,
+)
 from ..graphs.roofline import (
+    SPARED,
     Kernels,
     Rates,
     alive_along,
@@ -29,8 +40,10 @@ from ..graphs.roofline import (
     last_readers,
     link_ms,
     measured_rates,
+    memory_ms,
     node_ms,
     on_cuda,
+    row_lengths,
     written_storages,
 )
 from ..graphs.saved import Boundary, SavedValue, boundary
@@ -53,10 +66,7 @@ __all__ = ["Graphs", "step_of"]
 
 # relative error of a value that comes back, root mean square over normal data (benchmarks/results, errors.cpu)
 _ERRORS = {"float8": 0.032, "int8": 0.01, "int4": 0.165}
-# Products take less power for factors of few digits, and so less time: on an H200 float8() takes 1.006 of stock's step
-# and int8(128, power_of_two=True) 1.003, where packing and unpacking alone take 1.025. int8() has full digits: 1.032.
-_FEW_DIGITS = ("float8()", "int8()")  # of `_rules`
-_SPARED = 0.08  # of the product's time
+_FEW_DIGITS = ("float8()", "int4()")  # of `_rules`, see `SPARED`
 _MOST = 4  # times the limit on the gradient's error that a single value's may be
 _SEGMENT = 8  # most storages of a part of the backward that no module marks off
 
@@ -234,6 +244,7 @@ def _hook_options(
     bw_ms: Mapping[Node, float],
 ) -> list[list[Option]]:
     """For each storage the hooks that can take it, with their bytes and times."""
+    lengths = row_lengths(graphs.fw)
     known: dict[Any, tuple[float, int, TracedHook]] = {}  # equal layers share what was traced
     found: list[list[Option]] = [[] for _ in groups]
     on_gpu = [group[0].row.device.type == "cuda" for group in groups]
@@ -255,33 +266,41 @@ def _hook_options(
                 continue
             error = _error_of(name)
             hook, traced = own[0].packings[0].hook, own[0].packings[0].traced
-            readers = [u for v in group for u in v.bw_node.users if u.op != "output"]
-            key = (id(traced), all(map(fuses, readers)))
+            readers = [u for v in group for u in _readers_of(v.bw_node)]
+            registers = graphs.fused and all(map(fuses, readers)) and _only_loops(traced.unpack)
+            in_passing = graphs.fused and any(_passes(value.fw_node, traced.pack, lengths) for value in group)
+            key = (id(traced), registers, in_passing)
             if key not in known:
                 work = max(_work_bytes(gm, graphs.fused) for gm in (traced.pack, traced.unpack))
-                known[key] = _hook_ms(group[0].row.nbytes, key[1], traced, graphs.fused, rates), work, traced
+                known[key] = (
+                    _hook_ms(group[0].row.nbytes, in_passing, registers, traced, graphs.fused, rates),
+                    work,
+                    traced,
+                )
             ms, work, _ = known[key]
             ms += link_ms(on_host, rates)
-            few = on_gpu[i] and any(rounded in f"{name}()" for rounded in _FEW_DIGITS)
-            spared = min(ms, _SPARED * sum(bw_ms[n] for n in _products(group))) if few else 0.0
-            in_registers = key[1] and on_gpu[i] and graphs.fused and _only_loops(traced.unpack)
-            found[i].append(
-                Option(name, hook, on_device + answers, ms - spared, error, on_host, work, in_registers, spared)
-            )
+            if on_gpu[i] and any(rounded in f"{name}()" for rounded in _FEW_DIGITS):
+                ms -= min(ms, SPARED * sum(bw_ms[n] for n in readers if has_formula(n)))
+            found[i].append(Option(name, hook, on_device + answers, ms, error, on_host, work, registers and on_gpu[i]))
     return found
 
 
-def _products(group: Iterable[SavedValue]) -> set[Node]:
-    """The products and attentions of the backward that read one of `group` itself, or a view of it."""
-    found: set[Node] = set()
-    stack = [v.bw_node for v in group]
-    while stack:
-        for user in stack.pop().users:
-            if is_view(user):
-                stack.append(user)
-            elif has_formula(user):
-                found.add(user)
-    return found
+def _readers_of(node: Node) -> list[Node]:
+    """The readers of `node`, or of a view of it."""
+    return [u for user in node.users for u in (_readers_of(user) if is_view(user) else [user]) if u.op != "output"]
+
+
+def _passes(node: Node, pack: GraphModule, lengths: Mapping[Node, int]) -> bool:
+    """Whether `pack` can be in a kernel that has `node` in registers: one that makes or reads it, and that reduces rows
+    of the same length or none. `lengths`: those of the forward's kernels."""
+    inputs = [reader for x in pack.graph.find_nodes(op="placeholder") for reader in _readers_of(x)]
+    own = row_lengths(pack)
+    if not all(reader in own for reader in inputs):
+        return False
+    row_length = max(own.values(), default=0)
+    makes = producer(node)
+    beside = (n for n in (makes, *_readers_of(makes)) if n in lengths)
+    return any(not row_length or lengths[n] in (0, row_length) for n in beside)
 
 
 def _only_loops(gm: GraphModule) -> bool:
@@ -334,20 +353,19 @@ def _work_bytes(gm: GraphModule, fused: bool) -> int:
     return max(alive_along(nodes, counted, to_end=outputs, last_reader=last_readers(nodes, counted)), default=0)
 
 
-def _hook_ms(nbytes: int, into_readers: bool, traced: TracedHook, fused: bool, rates: Rates) -> float:
-    """Time of pack and unpack of `nbytes`. Fused, pack reads the value with its last reader, and unpack gives it to its
-    readers without memory between them, if they are no kernels of their own (`into_readers`)."""
-    ms = [
-        sum(
-            ms for node, ms in node_ms(gm, lambda _: rates, fused, fuse_loops=True).items() if node.target not in COPIES
-        )
-        for gm in (traced.pack, traced.unpack)
-    ]
-    if not fused:
-        return sum(ms)
-    pass_ms = 1e3 * nbytes / rates.memory
-    saved = 2 * pass_ms if into_readers else 0.0
-    return max(0.0, ms[0] - pass_ms) + max(0.0, ms[1] - saved)
+def _hook_ms(
+    nbytes: int, in_passing: bool, into_registers: bool, traced: TracedHook, fused: bool, rates: Rates
+) -> float:
+    """Time of pack and unpack of `nbytes`.
+
+    Args:
+        in_passing: pack is in a kernel that has the value in registers.
+        into_registers: unpack is in the kernels of the readers, which would read the value from memory else.
+    """
+    times = [node_ms(gm, lambda _: rates, fused, fuse_loops=True) for gm in (traced.pack, traced.unpack)]
+    pack, unpack = (sum(ms for node, ms in each.items() if node.target not in COPIES) for each in times)
+    pass_ms = memory_ms(nbytes, rates)
+    return max(0.0, pack - pass_ms * in_passing) + max(0.0, unpack - 2 * pass_ms * into_registers)
 
 
 # --- parts of the backward --------------------------------------------------------------------------------------------

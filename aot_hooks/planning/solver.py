@@ -17,9 +17,10 @@ A value that is packed is whole from its first reader on, unless its readers unp
 recomputed reads its sources from the begin of its segment on. If a source is stored in another way, it
 is there from that point, unpacked. A source outside of the segment must not be recomputed itself.
 
-A large program is solved twice: relaxed, then whole for what the relaxed one leaves open, which is little. If the
-result is poor, a third time, with only those values fixed that the relaxed one stores in some way. The same step gives
-the same choice: the search is bounded by nodes.
+A large program is solved twice: relaxed, under lower limits than it has, then whole for what the relaxed one leaves
+open. Lower limits leave room there: a relaxed choice that uses up its limits has no whole one beside it. If the result
+is poor, a third time, with only those values fixed that the relaxed one stores in some way. The same step gives the
+same choice: the search is bounded by nodes.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ __all__ = ["Solution", "solve"]
 
 _GAP = 1e-3  # of the step's time, or of the peak; a plan this near to the best is taken
 _WHOLE = 300  # integer columns of a program that is solved whole
-_NODES, _NODES_OF_LOWEST = 100, 5
+_NODES, _NODES_OF_LOWEST = 40, 5
+_ROOM, _ERROR_ROOM = 0.02, 0.35  # of the peak, less; of the sum of squared errors
 _NEAR = 0.005  # of what the relaxed program has: a whole choice this near to it is taken without trying others
 _OVER = 0.01  # of the peak: being over it by as much costs as much as the whole step
 _MOST_OVER = 1e-3  # MiB, for rounding
@@ -221,16 +223,18 @@ def solve(
     for (_, position), terms in work.items():  # between two nodes
         between = min(step.live[max(0, position - 1) : position + 1])
         limit(terms | {deltas[group_at[position]]: 1.0}, between, step.moments_at(position))
+    errors = None
     if math.isfinite(max_error):
         terms = {c: _UNITS * _share(step, step.values[v]) * o.error**2 for c, (v, o) in enumerate(choices)}
         terms |= _computed(step, program, columns, recompute)
+        errors = len(program.low)
         program.row(terms, 0, _UNITS * max_error**2 + 1e-9)
     if max_ms is not None:
         program.row({c: o.ms for c, (_, o) in enumerate(choices)}, -math.inf, max_ms - step.ms)
 
     if under and ((relaxed := program.solved(0)) is None or relaxed[over] > _MOST_OVER):
         return None
-    x = _solved(program, columns.values(), lowest=peak is None)
+    x = _solved(program, columns.values(), over, errors, room=None if peak is None else _ROOM * allowed)
     if x is None:
         return None
     options = [KEPT] * len(step.values)
@@ -255,15 +259,22 @@ def solve(
     return Solution(tuple(options), found, step.bytes_of(found).peak(step.moments), ms, error)
 
 
-def _solved(program: _Program, by_value: Collection[Sequence[int]], *, lowest: bool) -> Any:
-    """The values of the columns. `by_value`: those that must be whole, of which at most one of each value is 1.
+def _solved(
+    program: _Program, by_value: Collection[Sequence[int]], over: int, errors: int | None, *, room: float | None
+) -> Any:
+    """The values of the columns.
 
-    With `lowest` the first whole choice of a large program is taken: trying others took 31 s for 16 layers, not 7.
+    Args:
+        by_value: those that must be whole, of which at most one of each value is 1.
+        over: the column of MiB over the peak.
+        errors: the row that limits the errors.
+        room: MiB that the relaxed program of a large one leaves free. None: the lowest peak is asked for. Then the
+            first whole choice is taken: trying others took 31 s for 16 layers, not 7.
     """
     whole = sum(map(len, by_value))
     if whole <= _WHOLE:
         return program.solved(whole)
-    relaxed = program.solved(0)
+    relaxed = _relaxed(program, over, errors, room or 0.0)
     if relaxed is None:
         return None
     lower, upper = list(program.lower), list(program.upper)
@@ -275,12 +286,27 @@ def _solved(program: _Program, by_value: Collection[Sequence[int]], *, lowest: b
         program.lower, program.upper = list(lower), list(upper)
         for c in (c for own in fixed for c in own):
             program.lower[c] = program.upper[c] = float(round(relaxed[c]))
-        found = program.solved(whole, _NODES_OF_LOWEST if lowest else _NODES)
+        found = program.solved(whole, _NODES_OF_LOWEST if room is None else _NODES)
         if found is not None and (best is None or program.objective(found) < program.objective(best)):
             best = found
-        if best is not None and (lowest or program.objective(best) < (1 + _NEAR) * least):
+        if best is not None and (room is None or program.objective(best) < (1 + _NEAR) * least):
             break
     return best
+
+
+def _relaxed(program: _Program, over: int, errors: int | None, room: float) -> Any:
+    """The values of the columns of the relaxed program, with `room` MiB left and a part of the errors."""
+    program.lower[over] = -room
+    if errors is not None:
+        most = program.high[errors]
+        program.high[errors] *= _ERROR_ROOM
+    found = program.solved(0)
+    program.lower[over] = 0.0
+    if errors is not None:
+        program.high[errors] = most
+    if found is not None:
+        found[over] = max(0.0, found[over])
+    return found
 
 
 def _computed(

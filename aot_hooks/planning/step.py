@@ -35,7 +35,6 @@ class Option:
         link_bytes: bytes sent to the host, and back.
         work_bytes: most bytes alive while it is packed or unpacked, beside the value itself when it is packed.
         in_registers: each reader unpacks it for itself, so it stays packed to its last reader.
-        spared_ms: how much faster products are that read it, already taken off `ms`.
         sources: numbers of the values that recomputing it reads.
         exact: those of `sources` that must come back exactly.
         again, reads: names of the nodes that are computed again, and of those that they read.
@@ -49,7 +48,6 @@ class Option:
     link_bytes: int = 0
     work_bytes: int = 0
     in_registers: bool = False
-    spared_ms: float = 0.0
     sources: tuple[int, ...] = ()
     exact: tuple[int, ...] = ()
     again: tuple[str, ...] = field(default=(), repr=False)

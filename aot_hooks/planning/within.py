@@ -148,8 +148,6 @@ def partition_within(
             after = found.live()
         plan = _with_recomputed(plan, cross, groups, saved, chosen, step)
         after_ms = step_ms(found.fw, found.bw, fused, COPIES, plan.transfers)
-        spared_ms = sum(option.spared_ms for option in solution.options)
-        after_ms = max(after_ms - spared_ms, min(after_ms, before_ms))  # no hook is known to make a step faster
         decisions = tuple(dataclasses.replace(d, settings=(setting.key,)) for d in plan.decisions)
         plan = dataclasses.replace(plan, decisions=decisions, live_before=before, live_after=after)
         plan = dataclasses.replace(plan, before_ms=before_ms, after_ms=after_ms)
@@ -307,27 +305,37 @@ def _hooked(
     """Attempts with hooks in `graphs`, each nearer to the limits.
 
     An attempt tells how far the program was off at each position, which the next adds. It is off by less with other
-    hooks there. So where nothing fits with that added, the program as it was gets a lower peak.
+    hooks there. So where nothing fits with that added, the program as it was gets a lower peak. Where an attempt stays
+    far below the peak, the program as it was gets a higher one.
     """
-    fitted, uncorrected, excess = False, step, 0
+    fitted, uncorrected, excess, spare = False, step, 0, 0.0
     for attempt in range(_ATTEMPTS):
         solved = functools.partial(solve, max_error=limits.error, max_ms=max_ms)
         last = attempt == _ATTEMPTS - 1 and not fitted
         peak = None if limits.peak is None or last else limits.peak * (1 - attempt * _LESS)
-        solution = solved(step, peak=peak, under=peak is not None and excess > 0)
-        if peak is not None and excess and (solution is None or solution.peak_bytes > peak + 1):
-            step = uncorrected
-            solution = solved(step, peak=peak - excess)
+        if spare and limits.peak is not None:
+            solution = solved(uncorrected, peak=limits.peak + spare)
+        else:
+            solution = solved(step, peak=peak, under=peak is not None and excess > 0)
+            if peak is not None and excess and (solution is None or solution.peak_bytes > peak + 1):
+                step = uncorrected
+                solution = solved(step, peak=peak - excess)
         solution = solution or solved(step, peak=None)
         if solution is None:
             return
         out_of_reach = attempt == 0 and peak is not None and solution.peak_bytes > (1 + _LESS) * peak
         found = tried(graphs, step, solution, chosen)
+        if fitted and not found.fits(limits):  # with more, it no longer does
+            yield found
+            return
         fitted = fitted or found.fits(limits)
         yield found
         near = limits.peak is not None and found.peak >= _NEAR * limits.peak
         if out_of_reach or (found.fits(limits) and (near or set(solution.options) == {KEPT})):
             return
+        if fitted and limits.peak is not None:  # the program was too careful
+            spare += limits.peak - found.peak
+            continue
         if step is uncorrected and limits.peak is not None:
             excess += max(0, found.peak - limits.peak)
         off = _off(found.live, step.nodes, solution.live)
