@@ -289,8 +289,8 @@ INSTANT = Rates(math.inf, math.inf, 2e10, 1e11, 1e11)  # for a CPU
 # generated kernel moves 1.1 times the bytes of a copy, and takes less power than a product: products beside it are
 # faster, so 0.7 of its time counts.
 _SUSTAINED, _KERNEL = 0.86, 1.1 / 0.7
-# Products take less power for factors of few digits, and so less time: seen of float8, and not of int8, whose codes have
-# as many digits as a bfloat16.
+# Products take less power for factors of few digits, and so less time. Seen of float8, not of int8, whose codes have as
+# many digits as a bfloat16.
 SPARED = 0.027
 _FEW_DIGITS = ("aot_hooks.from_float8", "aot_hooks.unpack_int4")
 # the share of a plain matrix product's speed that attention and its backward reach on an H100 or H200
@@ -326,8 +326,7 @@ def _reduces(node: Node) -> bool:
 
 
 def _row_length(node: Node) -> int:
-    """How many elements a reduction of rows takes for each of its results; 0: `node` is none. Those of a kernel have one
-    length."""
+    """How many elements a reduction of rows takes for each result; 0: `node` is none. Those of a kernel have one length."""
     source, made = (n.meta.get("val") for n in (*node.all_input_nodes[:1], node))
     if not _reduces(node) or not isinstance(made, torch.Tensor) or not isinstance(source, torch.Tensor):
         return 0

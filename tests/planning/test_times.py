@@ -68,7 +68,8 @@ def test_steps_run_at_the_rates_that_a_device_keeps_up() -> None:
     for node in (n for n in gm.graph.nodes if n.target is torch.ops.aten.mm.default):
         assert burst[node] == pytest.approx(1e3 * operations / 1e9)
         assert kept[node] == pytest.approx(1e3 * operations / 1e9 / 0.86)
-    assert sum(kept.values()) > 1.15 * sum(burst.values())
+    (loop,) = (n for n in gm.graph.nodes if n.target is AT.add.Tensor)
+    assert kept[loop] == pytest.approx(burst[loop] / (1.1 / 0.7))
 
 
 def test_on_a_gpu_a_plan_leaves_a_thousandth(monkeypatch: pytest.MonkeyPatch) -> None:
