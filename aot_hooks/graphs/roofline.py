@@ -326,7 +326,7 @@ def _reduces(node: Node) -> bool:
 
 
 def _row_length(node: Node) -> int:
-    """How many elements a reduction of rows takes for each result; 0: `node` is none. Those of a kernel have one length."""
+    """How many elements a reduction of rows takes for each result; 0: `node` is none."""
     source, made = (n.meta.get("val") for n in (*node.all_input_nodes[:1], node))
     if not _reduces(node) or not isinstance(made, torch.Tensor) or not isinstance(source, torch.Tensor):
         return 0
