@@ -26,7 +26,7 @@ from cudagraph.torch_private import symbols
 
 from ._version import __version__
 from .cache import notes
-from .errors import AotHooksError, OptionError, unwrapped
+from .errors import AotHooksError, OptionError, is_library_file, unwrapped
 from .passes.plan import Plan
 from .planning.budget import ALLOWED, budget
 from .report import script
@@ -273,8 +273,12 @@ def main(argv: list[str] | None = None) -> int:
     try:
         options.run(options)
     except (AotHooksError, OSError) as e:
-        if isinstance(e, ScriptError) and isinstance(e.__cause__, Exception) and unwrapped(e.__cause__) is None:
-            traceback.print_exception(e.__cause__)
+        cause = e.__cause__
+        if isinstance(e, ScriptError) and isinstance(cause, Exception) and unwrapped(cause) is None:
+            frames = cause.__traceback__
+            while frames is not None and is_library_file(frames.tb_frame.f_code.co_filename):  # they run the script
+                frames = frames.tb_next
+            traceback.print_exception(cause.with_traceback(frames))
         print(f"aot_hooks {options.command}: {e}", file=sys.stderr)
         return 1
     return 0

@@ -5,6 +5,7 @@ start() --> batch_done() after each forward and backward --> metrics() --> the t
 
 from __future__ import annotations
 
+import re
 import weakref
 from collections import Counter
 from collections.abc import Mapping
@@ -97,8 +98,9 @@ class Training:
         tensors: Counter[str] = Counter()
         for plan, n in self._latest:
             for d in plan.decisions:
-                name = f"kept/{_text_of(d.reason)}" if d.hook == KEEP else f"tensors/{d.hook.name}"
-                tensors[name] += n
+                # trackers such as MLflow refuse brackets and commas
+                hook = re.sub(r"\W+", "_", d.hook.name).strip("_")
+                tensors[f"kept/{_text_of(d.reason)}" if d.hook == KEEP else f"tensors/{hook}"] += n
         return {f"aot_hooks/{name}": value for name, value in (found | dict(tensors)).items()}
 
 

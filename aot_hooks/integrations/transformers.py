@@ -47,17 +47,16 @@ class AotHooksCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]  #
             )
         self.training.start()
 
-    def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.training.batch_done()
-
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.training.batch_done()
 
+    on_substep_end = on_step_end
+
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
-        metrics = self.training.metrics()
-        for target in (logs, state.log_history[-1] if state.log_history else None):
-            if target is not None:
-                target.update(metrics)
+        if logs is None or "loss" not in logs:
+            return  # of an evaluation, or the whole training
+        for target in (logs, *state.log_history[-1:]):
+            target.update(self.training.metrics())
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.training.stop()

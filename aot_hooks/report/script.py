@@ -30,7 +30,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ..backend import with_options
-from ..errors import AotHooksError
+from ..errors import AotHooksError, unwrapped
 from ..passes.plan import Plan, joined
 from ..records import Graph, recorded
 from ..torch_private import dynamo
@@ -127,7 +127,8 @@ def run_script(path: str, arguments: list[str], options: Mapping[str, Any], step
             why = (
                 "; it uses aot_hooks itself: leave --hook and --policy out to run it as it is" * found.hooks_overridden
             )
-            raise ScriptError(f"{path} raised {type(e).__name__}: {e}{why}") from e
+            text = str(e) if unwrapped(e) else str(e).partition("\n")[0]  # the traceback has all lines
+            raise ScriptError(f"{path} raised {type(e).__name__}: {text}{why}") from e
     if found.compiled:
         found.eager.clear()
     if not found.plan.decisions:

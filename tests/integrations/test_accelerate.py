@@ -60,13 +60,9 @@ def train(accelerator: Any, model: Any, training: Any = None, steps: int = 5, ro
     ids=str,
 )
 def test_losses_follow_those_without_hooks(regional: bool, settings: dict[str, Any]) -> None:
-    def accelerator() -> Any:
-        accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
-        return accelerate.Accelerator(cpu=True, dynamo_plugin=plugin(use_regional_compilation=regional), **settings)
-
-    stock = train(accelerator(), llama())
-    torch._dynamo.reset()
-    ours = accelerator()
+    stock = train(accelerate.Accelerator(cpu=True, **settings), llama())
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+    ours = accelerate.Accelerator(cpu=True, dynamo_plugin=plugin(use_regional_compilation=regional), **settings)
     with hooks(ours, float8(), options=ATEN) as training:
         assert train(ours, llama(), training) == pytest.approx(stock, rel=0.02)
         metrics = training.metrics()
@@ -81,9 +77,9 @@ def test_gradient_checkpointing(reentrant: bool) -> None:
         made.enable_input_require_grads()
         return made.train()
 
+    stock = train(accelerate.Accelerator(cpu=True), model(), steps=3)
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
     accelerator = accelerate.Accelerator(cpu=True, dynamo_plugin=plugin())
-    stock = train(accelerator, model(), steps=3)
-    torch._dynamo.reset()
     with hooks(accelerator, float8(), options=ATEN):
         assert train(accelerator, model(), steps=3) == pytest.approx(stock, rel=0.02)
 
@@ -95,9 +91,9 @@ def test_lora_then_evaluate_and_generate() -> None:
         torch.manual_seed(1)
         return peft.get_peft_model(gpt2(), peft.LoraConfig(r=4, target_modules=["c_attn", "c_fc"], fan_in_fan_out=True))
 
+    stock = train(accelerate.Accelerator(cpu=True), model(), steps=3)
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
     accelerator = accelerate.Accelerator(cpu=True, dynamo_plugin=plugin())
-    stock = train(accelerator, model(), steps=3)
-    torch._dynamo.reset()
     adapted, rows = model(), torch.tensor(TEXT[:5])
     with hooks(accelerator, float8(), options=ATEN) as training:
         assert train(accelerator, adapted, training, steps=3) == pytest.approx(stock, rel=0.02)

@@ -24,7 +24,7 @@ pytestmark = [
 
 
 class Module(lightning.LightningModule):  # type: ignore[misc, name-defined]
-    """`how`: "module" is compiled by the caller, "configure" and "blocks" in `configure_model`."""
+    """`how`: "module" is compiled by the caller, "configure" and "blocks" in `configure_model`, "eager" not at all."""
 
     def __init__(self, how: str, net: Any = None) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ def trained(
 
 @pytest.mark.parametrize("how", ["module", "configure", "blocks"])
 def test_losses_follow_those_without_hooks(tmp_path: Path, how: str) -> None:
-    _, stock = trained(tmp_path, how, limit_val_batches=1)
+    _, stock = trained(tmp_path, "eager", limit_val_batches=1)
     for policy, tolerance in [(offload(min_bytes=0), 1e-6), (float8(), 0.02)]:
         torch._dynamo.reset()
         trainer, module = trained(tmp_path, how, policy, limit_val_batches=1)
@@ -105,8 +105,7 @@ def test_what_people_switch_on(tmp_path: Path, settings: dict[str, Any]) -> None
         precision = lightning.pytorch.plugins.precision.MixedPrecision
         return {"plugins": precision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=1024.0))}
 
-    _, stock = trained(tmp_path, "configure", **switched_on())
-    torch._dynamo.reset()
+    _, stock = trained(tmp_path, "eager", **switched_on())
     _, module = trained(tmp_path, "configure", float8(), **switched_on())
     assert module.losses == pytest.approx(stock.losses, rel=0.02)
 
@@ -119,8 +118,7 @@ def test_gradient_checkpointing(tmp_path: Path, reentrant: bool) -> None:
         made.enable_input_require_grads()
         return made
 
-    _, stock = trained(tmp_path, "configure", net=net(), max_steps=3)
-    torch._dynamo.reset()
+    _, stock = trained(tmp_path, "eager", net=net(), max_steps=3)
     _, module = trained(tmp_path, "configure", float8(), net=net(), max_steps=3)
     assert module.losses == pytest.approx(stock.losses, rel=0.02)
 
@@ -132,8 +130,7 @@ def test_lora_then_generate_and_copy(tmp_path: Path) -> None:
         torch.manual_seed(1)
         return peft.get_peft_model(gpt2(), peft.LoraConfig(r=4, target_modules=["c_attn", "c_fc"], fan_in_fan_out=True))
 
-    _, stock = trained(tmp_path, "configure", net=net(), max_steps=3)
-    torch._dynamo.reset()
+    _, stock = trained(tmp_path, "eager", net=net(), max_steps=3)
     trainer, module = trained(tmp_path, "configure", float8(), net=net(), max_steps=3)
     assert module.losses == pytest.approx(stock.losses, rel=0.02)
     assert 0 < trainer.callback_metrics["aot_hooks/packed_mib"] < trainer.callback_metrics["aot_hooks/saved_mib"]
@@ -176,14 +173,18 @@ def test_save_and_resume(tmp_path: Path) -> None:
 
 
 def test_averaged_weights(tmp_path: Path) -> None:
-    averaging = lightning.pytorch.callbacks.EMAWeightAveraging()
-    _, module = trained(tmp_path, "configure", float8(), callbacks=[averaging], max_steps=4)
-    assert module.losses[-1] < module.losses[0]
+    found = []
+    for how, policy in (("eager", None), ("configure", offload(min_bytes=0))):
+        averaging = lightning.pytorch.callbacks.EMAWeightAveraging(decay=0.5)
+        _, module = trained(tmp_path, how, policy, callbacks=[averaging], max_steps=4)
+        assert module.losses[-1] < module.losses[0]
+        found.append(module.net.state_dict())
+    torch.testing.assert_close(found[1], found[0])
 
 
 def test_nothing_compiled_is_an_error_and_ends_it(tmp_path: Path) -> None:
     with pytest.raises(errors.OptionError, match="no function that"):
-        trained(tmp_path, "not at all", float8())
+        trained(tmp_path, "eager", float8())
 
 
 def test_an_exception_ends_it(tmp_path: Path) -> None:

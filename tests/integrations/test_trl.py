@@ -19,11 +19,15 @@ from aot_hooks.integrations.trl import AotHooksCallback  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("stock_is_aten")
 
-SETTINGS: dict[str, Any] = {
-    "per_device_train_batch_size": 4, "max_steps": 3, "logging_steps": 1, "learning_rate": 1e-2, "use_cpu": True,
-    "report_to": [], "save_strategy": "no", "disable_tqdm": True, "torch_compile": True, "seed": 0, "bf16": False,
-    "dataloader_pin_memory": False, "gradient_checkpointing": False,
-}  # fmt: skip
+
+def settings(tmp_path: Path, policy: Any, **more: Any) -> dict[str, Any]:
+    """Of a trainer; without a policy it runs in eager mode."""
+    return {
+        "per_device_train_batch_size": 4, "max_steps": 3, "logging_steps": 1, "learning_rate": 1e-2, "use_cpu": True,
+        "report_to": [], "save_strategy": "no", "disable_tqdm": True, "torch_compile": policy is not None, "seed": 0,
+        "bf16": False, "dataloader_pin_memory": False, "gradient_checkpointing": False, "output_dir": str(tmp_path),
+        **more,
+    }  # fmt: skip
 
 
 def tokenizer() -> Any:
@@ -44,7 +48,7 @@ def sft(tmp_path: Path, policy: Any = None, rows: int = 16, peft_config: Any = N
     data = datasets.Dataset.from_list([{"input_ids": row} for row in TEXT[:rows]])
     trainer = trl.SFTTrainer(
         llama(),
-        args=trl.SFTConfig(output_dir=str(tmp_path), **SETTINGS | arguments),
+        args=trl.SFTConfig(**settings(tmp_path, policy, **arguments)),
         train_dataset=data,
         eval_dataset=data,
         processing_class=tokenizer(),
@@ -59,7 +63,6 @@ def sft(tmp_path: Path, policy: Any = None, rows: int = 16, peft_config: Any = N
 def test_sft_follows_training_without_hooks(tmp_path: Path, policy: Any) -> None:
     stock = sft(tmp_path)
     stock.train()
-    torch._dynamo.reset()
     ours = sft(tmp_path, policy)
     ours.train()
     assert losses_of(ours) == pytest.approx(losses_of(stock), rel=0.02)
@@ -80,7 +83,6 @@ def test_sft_follows_training_without_hooks(tmp_path: Path, policy: Any) -> None
 def test_what_people_switch_on(tmp_path: Path, arguments: dict[str, Any]) -> None:
     stock = sft(tmp_path, max_steps=2, **arguments)
     stock.train()
-    torch._dynamo.reset()
     ours = sft(tmp_path, float8(), max_steps=2, **arguments)
     ours.train()
     assert losses_of(ours) == pytest.approx(losses_of(stock), rel=0.02)
@@ -89,17 +91,17 @@ def test_what_people_switch_on(tmp_path: Path, arguments: dict[str, Any]) -> Non
 def test_lora_uneven_batches_evaluate_save_and_resume(tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
     lora = peft.LoraConfig(r=4, target_modules=["q_proj", "up_proj"])
-    settings: dict[str, Any] = {"rows": 14, "max_steps": 5, "save_strategy": "steps", "save_steps": 3}
+    arguments: dict[str, Any] = {"rows": 14, "max_steps": 6, "save_strategy": "steps", "save_steps": 4}
     counters.clear()
-    whole = sft(tmp_path / "whole", float8(), peft_config=lora, **settings)
+    whole = sft(tmp_path / "whole", float8(), peft_config=lora, **arguments)
     whole.train()  # 4, 4, 4, 2 rows, and again; the loss of TRL breaks a forward into three graphs
     assert counters["stats"]["unique_graphs"] <= 6
     log = whole.state.log_history[1]
     assert log["aot_hooks/packed_mib"] < log["aot_hooks/saved_mib"]
     assert whole.evaluate()["eval_loss"] < losses_of(whole)[0]
     torch._dynamo.reset()
-    again = sft(tmp_path / "again", float8(), peft_config=lora, **settings)
-    again.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-3"))
+    again = sft(tmp_path / "again", float8(), peft_config=lora, **arguments)
+    again.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-4"))
     assert losses_of(again)[-2:] == pytest.approx(losses_of(whole)[-2:], rel=1e-3)
 
 
@@ -111,13 +113,11 @@ def test_offloading_by_both_is_refused(tmp_path: Path) -> None:
 
 
 def grpo(tmp_path: Path, policy: Any = None) -> Any:
-    settings = {name: value for name, value in SETTINGS.items() if name not in ("max_steps",)}
+    more = {"max_steps": 2, "num_generations": 4, "max_completion_length": 6, "beta": 0.0}
     trainer = trl.GRPOTrainer(
         llama(),
         reward_funcs=lambda completions, **_: [float(len(set(text))) for text in completions],
-        args=trl.GRPOConfig(
-            output_dir=str(tmp_path), max_steps=2, num_generations=4, max_completion_length=6, beta=0.0, **settings
-        ),
+        args=trl.GRPOConfig(**settings(tmp_path, policy, **more)),
         train_dataset=datasets.Dataset.from_list([{"prompt": "abcd"}, {"prompt": "efgh"}]),
         processing_class=tokenizer(),
     )
@@ -130,7 +130,6 @@ def test_grpo_generates_and_trains(tmp_path: Path) -> None:
     torch.manual_seed(0)
     stock = grpo(tmp_path)
     stock.train()
-    torch._dynamo.reset()
     torch.manual_seed(0)
     ours = grpo(tmp_path, float8())
     ours.train()
@@ -152,7 +151,7 @@ def preferring(tmp_path: Path, name: str, policy: Any = None) -> Any:
         model, more = transformers.LlamaForSequenceClassification(config), {}
     made = getattr(trl, f"{name}Trainer")(
         model,
-        args=getattr(trl, f"{name}Config")(output_dir=str(tmp_path), **SETTINGS),
+        args=getattr(trl, f"{name}Config")(**settings(tmp_path, policy)),
         train_dataset=datasets.Dataset.from_list(rows),
         processing_class=tokenizer(),
         **more,
@@ -166,7 +165,6 @@ def preferring(tmp_path: Path, name: str, policy: Any = None) -> Any:
 def test_trainers_of_preferences(tmp_path: Path, name: str) -> None:
     stock = preferring(tmp_path, name)
     stock.train()
-    torch._dynamo.reset()
     ours = preferring(tmp_path, name, float8())
     ours.train()
     assert losses_of(ours) == pytest.approx(losses_of(stock), rel=0.05, abs=1e-3)

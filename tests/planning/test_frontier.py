@@ -122,10 +122,11 @@ def test_a_report_under_a_budget(tmp_path):
 
 def test_the_traceback_of_a_script_that_fails_is_shown(tmp_path, capsys):
     script = tmp_path / "train.py"
-    script.write_text("raise ValueError('mine')")
+    script.write_text("raise ValueError('mine\\nand more')")
     assert main(["frontier", str(script)]) == 1
     shown = capsys.readouterr().err
-    assert "Traceback" in shown and f"aot_hooks frontier: {script} raised ValueError: mine" in shown
+    assert shown.startswith(f'Traceback (most recent call last):\n  File "{script}", line 1, in <module>\n')
+    assert shown.endswith(f"\nand more\naot_hooks frontier: {script} raised ValueError: mine\n")
 
 
 def test_means_that_there_are_not(tmp_path, capsys):
