@@ -184,6 +184,8 @@ def _drop_unread(choices: list[Choice]) -> tuple[Choice, ...]:
                 # a value that the backward never read, or that is alive anyway, stays as torch saved it
                 if c.value in had_readers and not (c.value.row.is_input or c.value.row.is_static):
                     found[c.value] = replace(c, is_dropped=True, uses=(), view_of=None)
+                else:
+                    found[c.value] = c.kept(c.reason)
         elif not views:
             found[head.value] = replace(head, uses=tuple((hook, readers) for hook, readers in head.uses if readers))
     return tuple(found.values())

@@ -17,7 +17,8 @@ from .values import FakeTensor, is_traced_value, pytree
 SYMBOLS = {
     "telling fake tensors from real ones": "torch._subclasses.fake_tensor.FakeTensor",
     "aot_hooks.plan": "torch._C._dynamo.eval_frame.reset_code torch._dynamo.pgo.get_code_state "
-    "torch._subclasses.fake_tensor.FakeTensorMode",
+    "torch._subclasses.fake_tensor.FakeTensorMode torch._ops.HigherOrderOperator "
+    "torch._higher_order_ops.utils.registered_hop_fake_fns torch.fx.experimental.symbolic_shapes.ShapeEnv",
 }
 PROTOCOLS = {
     "aot_hooks.plan": {
@@ -36,8 +37,13 @@ def _all_fake_class() -> type:
     class AllFake(base):  # type: ignore[misc, valid-type]
         """A fake mode in which no operator runs, also none on real tensors alone: a buffer stays what it is."""
 
+        supports_higher_order_operators = True  # torch finds rules for its own class only, not for a subclass
+
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             args, kwargs = to_fake(self, (args, kwargs or {}))
+            is_higher_order = isinstance(func, need("torch._ops.HigherOrderOperator"))
+            if is_higher_order and func not in need("torch._higher_order_ops.utils.registered_hop_fake_fns"):
+                return func.python_key_table[base](self, *args, **kwargs)
             return super().__torch_dispatch__(func, (FakeTensor,), args, kwargs)
 
     return AllFake
@@ -51,7 +57,11 @@ def to_fake(mode: Any, tree: Any) -> Any:
 def fake_mode_for(tensors: Sequence[torch.Tensor]) -> Any:
     """The fake mode of `tensors`; if none of them is fake, a new mode in which no operator runs."""
     modes = (t.fake_mode for t in tensors if isinstance(t, FakeTensor))
-    return next(modes, None) or _all_fake_class()(allow_non_fake_inputs=True)
+    # some higher-order operators ask for a shape environment; in this one a size that depends on values still raises
+    shape_env = need("torch.fx.experimental.symbolic_shapes.ShapeEnv")(
+        allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False
+    )
+    return next(modes, None) or _all_fake_class()(allow_non_fake_inputs=True, shape_env=shape_env, static_shapes=True)
 
 
 def _devices_in_use() -> list[int]:

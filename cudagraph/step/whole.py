@@ -262,7 +262,8 @@ class WholeStep:
             if now is None or recording.applies(key, now):
                 self.latest = recording
                 return recording.replay(flat)
-            changed = ", ".join(f"{path}: {text}" for path, text in host.differences(now).items()) or "torch's settings"
+            changed = ", ".join(f"{path}: {text}" for path, text in host.differences(now).items())
+            changed = changed or "torch's settings, or somebody holds its gradients (return clones of them)"
             reason, is_final = f"what it reads changed while it was captured: {changed[:500]}", True
             wants_warmup = wants_gradients = False
         pool.broken = pool.broken or not pool.live_blocks_are(blocks)

@@ -89,6 +89,18 @@ def test_held_gradients_of_a_recording_that_is_gone(device):
     assert step.refused == "" and cudagraph.stats()["recordings"] == 2
 
 
+def test_a_step_that_returns_its_gradients_says_why_it_is_no_graph(device):
+    mine, expected, ours, eager = make(device)
+    step = cudagraph.whole_step(lambda x, y: (mine(x, y)[0], [p.grad for p in ours.parameters()]))
+    for x, y in batches(device, 5):
+        assert torch.equal(step(x, y)[0], expected(x, y)[0])
+        assert all(
+            a.grad is not None and torch.equal(a.grad, b.grad)
+            for a, b in zip(ours.parameters(), eager.parameters(), strict=True)
+        )
+    assert "holds its gradients (return clones of them)" in step.refused
+
+
 def test_gradients_that_add_up_over_calls(device):
     ours, optimizer, eager, eager_optimizer = pair(device, sgd)
 

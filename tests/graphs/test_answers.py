@@ -10,7 +10,7 @@ import torch
 from steps import compiled
 from torch import Tensor
 
-from aot_hooks import Hook, int4, int8, last_plans, policies, saved_tensors_hooks, saved_tensors_policy
+from aot_hooks import KEEP, Hook, int4, int8, last_plans, policies, saved_tensors_hooks, saved_tensors_policy
 
 HOOKS = [int8(), int4(stochastic=False)]
 
@@ -106,3 +106,18 @@ def test_several_saved_views_of_one_storage() -> None:
     got = gradients(compiled(fn), saved_tensors_hooks(int8()))
     for g, e in zip(got, exact, strict=True):
         assert (g - e).norm() / e.norm() < 0.02  # sin and cos read rounded numbers, so nothing is exact
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("scope", ["no_static", "all"])
+@pytest.mark.parametrize("fn", [torch.minimum, lambda x, y: torch.maximum(x.t(), y[:, None])])
+def test_inputs_that_the_backward_only_compares_stay(fn: Any, scope: str) -> None:
+    x, y = torch.randn(16, 32, requires_grad=True), torch.randn(32, requires_grad=True)
+    exact = torch.autograd.grad(fn(x, y).sum(), (x, y))
+    call = compiled(fn)
+    with saved_tensors_hooks(int8(), scope=scope):
+        got = torch.autograd.grad(call(x, y).sum(), (x, y))
+    assert all(map(torch.equal, got, exact))
+    (plan,) = last_plans(call)
+    inputs = [d for d in plan.decisions if d.saved.is_input]
+    assert len(inputs) == 2 and all(d.hook is KEEP and d.packed_bytes == 0 for d in inputs)

@@ -336,6 +336,34 @@ def test_fake_models_are_planned() -> None:
     assert plan.packed_bytes == plan.saved_bytes // 2
 
 
+def _branch(h: torch.Tensor) -> torch.Tensor:
+    return torch.cond(h.sum() > 0, lambda h: (h @ h).sin(), lambda h: (h * h).cos(), (h,))
+
+
+def _loop(h: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        start = torch.tensor(0), h.detach().cos()
+        _, k = torch._higher_order_ops.while_loop(lambda i, k: i < 3, lambda i, k: (i + 1, k.sin()), start)
+    return k.cos() * h
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("control_flow", [_branch, _loop])
+def test_control_flow_on_tensors_is_planned(control_flow: Any) -> None:
+    w, x = torch.randn(8, 8, requires_grad=True), torch.randn(8, 8)
+
+    def f(x: torch.Tensor) -> torch.Tensor:
+        h = control_flow(torch.tanh(x @ w))
+        torch._dynamo.graph_break()
+        return torch.tanh(h @ w)
+
+    plan = aot_hooks.plan(f, x, policy=HALF, inner="aten")
+    assert torch.is_grad_enabled()
+    compiled = torch.compile(f, backend="aot_hooks", options=ATEN | {"policy": HALF})
+    compiled(x).sum().backward()
+    assert plan == joined(aot_hooks.last_plans(compiled))
+
+
 def test_a_value_that_is_read_between_graphs_is_an_error() -> None:
     def f(x: torch.Tensor) -> torch.Tensor:
         h = x.sin()
