@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._subclasses import FakeTensorMode
 from torch.fx import symbolic_trace
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
@@ -31,6 +32,34 @@ def test_only_readers_of_the_value_itself_are_faster() -> None:
     (value, *_) = gm.graph.nodes
     product, relu = (next(n for n in gm.graph.nodes if n.target is t) for t in (AT.mm.default, AT.relu.default))
     assert options._readers_of(value) == [product, relu]
+
+
+def halves(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return AT.cat.default([AT.neg.default(x), AT.mul.Tensor(y, y)], 1)
+
+
+def as_they_are(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return AT.cat.default([x, AT.mul.Tensor(y, y)], 1)
+
+
+def of_sums(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return AT.cat.default([AT.neg.default(x), AT.mul.Tensor(y, AT.sum.dim_IntList(y, [1], True))], 1)
+
+
+def read_twice(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    half = AT.neg.default(x)
+    return AT.cat.default([AT.add.Tensor(half, y), half], 1)
+
+
+@pytest.mark.parametrize("function", [halves, as_they_are, of_sums, read_twice])
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_a_concatenation_is_fused_on_cuda_if_its_parts_are_computed_for_it(function: Any, device: str) -> None:
+    gm = symbolic_trace(function)
+    with FakeTensorMode() as mode:
+        parts = [torch.empty(8, 4, device=device) for _ in range(2)]
+        FakeTensorProp(gm, mode).propagate_dont_convert_inputs(*parts)
+    (cat,) = (n for n in gm.graph.nodes if n.target is AT.cat.default)
+    assert roofline.fuses(cat) == (function is halves and device == "cuda")
 
 
 def packed(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
