@@ -17,10 +17,10 @@ A value that is packed is whole from its first reader on, unless its readers unp
 recomputed reads its sources from the begin of its segment on. If a source is stored in another way, it
 is there from that point, unpacked. A source outside of the segment must not be recomputed itself.
 
-A large program is solved twice: relaxed, under lower limits than it has, then whole for what the relaxed one leaves
-open. Lower limits leave room there: a relaxed choice that uses up its limits has no whole one beside it. If the result
-is poor, a third time, with only those values fixed that the relaxed one stores in some way. The same step gives the
-same choice: the search is bounded by nodes.
+A large program is solved relaxed first. The values that come out nearest to whole are fixed, and it is solved again,
+until so few are open that they can be solved whole. While many are open, the relaxed programs have lower limits than
+the whole one: a relaxed choice that uses up its limits has no whole one beside it. If the result is poor, some values
+at a time are solved again beside the others. The same step gives the same choice: the search is bounded by counts.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from __future__ import annotations
 import functools
 import math
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,9 +38,13 @@ __all__ = ["Solution", "solve"]
 
 _GAP = 1e-3  # of the step's time, or of the peak; a plan this near to the best is taken
 _WHOLE = 300  # integer columns of a program that is solved whole
-_NODES, _NODES_OF_LOWEST = 40, 5
+_NODES = 40
+_OPEN, _OPEN_AGAIN = 200, 100  # integer columns of a large program that are solved whole at once
+_NODES_AGAIN = 5
+_AT_ONCE, _SURE = 8, 0.8  # values that are fixed at once if they are as near to whole as this
+_TURNS = 2  # in which all values are solved again
 _ROOM, _ERROR_ROOM = 0.02, 0.35  # of the peak, less; of the sum of squared errors
-_NEAR = 0.005  # of what the relaxed program has: a whole choice this near to it is taken without trying others
+_NEAR = 0.002  # of what the relaxed program has: a whole choice this near to it is not solved again
 _OVER = 0.01  # of the peak: being over it by as much costs as much as the whole step
 _MOST_OVER = 1e-3  # MiB, for rounding
 _SECONDS = 100  # a guard: nodes end the search long before, on a busy machine as well
@@ -222,7 +226,8 @@ def solve(
     group_at = {position: g for g, (position, _) in enumerate(groups)}
     for (_, position), terms in work.items():  # between two nodes
         between = min(step.live[max(0, position - 1) : position + 1])
-        limit(terms | {deltas[group_at[position]]: 1.0}, between, step.moments_at(position))
+        beside = alive[group_at[position]]
+        limit({c: terms.get(c, 0.0) + beside.get(c, 0.0) for c in terms | beside}, between, step.moments_at(position))
     errors = None
     if math.isfinite(max_error):
         terms = {c: _UNITS * _share(step, step.values[v]) * o.error**2 for c, (v, o) in enumerate(choices)}
@@ -234,7 +239,7 @@ def solve(
 
     if under and ((relaxed := program.solved(0)) is None or relaxed[over] > _MOST_OVER):
         return None
-    x = _solved(program, columns.values(), over, errors, room=None if peak is None else _ROOM * allowed)
+    x = _solved(program, list(columns.values()), over, errors, room=_ROOM * allowed)
     if x is None:
         return None
     options = [KEPT] * len(step.values)
@@ -259,47 +264,88 @@ def solve(
     return Solution(tuple(options), found, step.bytes_of(found).peak(step.moments), ms, error)
 
 
-def _solved(
-    program: _Program, by_value: Collection[Sequence[int]], over: int, errors: int | None, *, room: float | None
-) -> Any:
+def _solved(program: _Program, by_value: Sequence[Sequence[int]], over: int, errors: int | None, *, room: float) -> Any:
     """The values of the columns.
 
     Args:
         by_value: those that must be whole, of which at most one of each value is 1.
         over: the column of MiB over the peak.
         errors: the row that limits the errors.
-        room: MiB that the relaxed program of a large one leaves free. None: the lowest peak is asked for. Then the
-            first whole choice is taken: trying others took 31 s for 16 layers, not 7.
+        room: MiB that the first relaxed program leaves free.
     """
     whole = sum(map(len, by_value))
     if whole <= _WHOLE:
         return program.solved(whole)
-    relaxed = _relaxed(program, over, errors, room or 0.0)
-    if relaxed is None:
+    bounds = list(program.lower), list(program.upper)
+    if (relaxed := _relaxed(program, over, errors, room, _ERROR_ROOM)) is None:
         return None
-    lower, upper = list(program.lower), list(program.upper)
-    settled = [own for own in by_value if all(abs(relaxed[c] - round(relaxed[c])) < 1e-6 for c in own)]
-    best, least = None, program.objective(relaxed)
-    for fixed in (settled, [own for own in settled if any(relaxed[c] > 0.5 for c in own)], []):
-        if not fixed and best is not None:  # it takes long
-            break
-        program.lower, program.upper = list(lower), list(upper)
-        for c in (c for own in fixed for c in own):
-            program.lower[c] = program.upper[c] = float(round(relaxed[c]))
-        found = program.solved(whole, _NODES_OF_LOWEST if room is None else _NODES)
-        if found is not None and (best is None or program.objective(found) < program.objective(best)):
-            best = found
-        if best is not None and (room is None or program.objective(best) < (1 + _NEAR) * least):
-            break
+    _fix_most(program, relaxed, by_value, over, errors, room)
+    best = program.solved(whole)
+    program.lower, program.upper = map(list, bounds)
+    if best is None:  # it takes long
+        return program.solved(whole)
+    near = (1 + _NEAR) * program.objective(relaxed)
+    parts = -(-whole // _OPEN_AGAIN)
+    for turn in range(_TURNS):  # values of all layers, then layer by layer
+        poor = 0
+        for part in range(parts):
+            reached = program.objective(best)
+            if reached < near or 2 * poor > parts:
+                break
+            spread, run = by_value[part::parts], by_value[part * len(by_value) // parts :][: len(by_value) // parts + 1]
+            best = _again(program, best, by_value, run if turn else spread)
+            poor = 0 if program.objective(best) < reached - _GAP * abs(near) else poor + 1
     return best
 
 
-def _relaxed(program: _Program, over: int, errors: int | None, room: float) -> Any:
+def _again(program: _Program, best: Any, by_value: Sequence[Sequence[int]], left: Sequence[Sequence[int]]) -> Any:
+    """`best`, or a better one that differs from it in the values `left` alone."""
+    bounds = list(program.lower), list(program.upper)
+    for c in {c for own in by_value for c in own} - {c for own in left for c in own}:
+        program.lower[c] = program.upper[c] = float(round(best[c]))
+    found = program.solved(sum(map(len, by_value)), _NODES_AGAIN)
+    program.lower, program.upper = bounds
+    return best if found is None or program.objective(found) > program.objective(best) else found
+
+
+def _fix_most(
+    program: _Program, relaxed: Any, by_value: Sequence[Sequence[int]], over: int, errors: int | None, room: float
+) -> None:
+    """Fix what is nearest to whole in `relaxed`, and solve again, until few values are left open.
+
+    Where no choice is left for these, half as many are fixed at once.
+    """
+    lower, upper, left, most = list(program.lower), list(program.upper), list(by_value), len(by_value)
+    while sum(map(len, left)) > _OPEN and most:
+        near = {own[0]: max(1 - sum(relaxed[c] for c in own), *(relaxed[c] for c in own)) for own in left}
+        left.sort(key=lambda own: -near[own[0]])
+        settled = sum(near[own[0]] > 1 - 1e-6 for own in left)
+        sure = sum(near[own[0]] > _SURE for own in left[settled:])
+        most = min(most, max(1, min(sure, _AT_ONCE), (len(left) - settled) // 20))
+        fixed = left[: settled + most]
+        for own in fixed:
+            likely = max(own, key=relaxed.__getitem__)
+            kept = relaxed[likely] < 1 - sum(relaxed[c] for c in own)
+            for c in own:
+                program.lower[c] = program.upper[c] = float(c == likely and not kept)
+        undecided = len(left[len(fixed) :]) / len(by_value)
+        error_room = 1 - (1 - _ERROR_ROOM) * undecided
+        found = _relaxed(program, over, errors, undecided * room, error_room)
+        found = _relaxed(program, over, errors, 0.0, 1.0) if found is None else found
+        if found is not None:
+            left, relaxed, most = left[len(fixed) :], found, len(by_value)
+            continue
+        for c in (c for own in fixed[settled:] for c in own):
+            program.lower[c], program.upper[c] = lower[c], upper[c]
+        most //= 2
+
+
+def _relaxed(program: _Program, over: int, errors: int | None, room: float, error_room: float) -> Any:
     """The values of the columns of the relaxed program, with `room` MiB left and a part of the errors."""
     program.lower[over] = -room
     if errors is not None:
         most = program.high[errors]
-        program.high[errors] *= _ERROR_ROOM
+        program.high[errors] *= error_room
     found = program.solved(0)
     program.lower[over] = 0.0
     if errors is not None:
