@@ -226,8 +226,8 @@ def solve(
     group_at = {position: g for g, (position, _) in enumerate(groups)}
     for (_, position), terms in work.items():  # between two nodes
         between = min(step.live[max(0, position - 1) : position + 1])
-        beside = alive[group_at[position]]
-        limit({c: terms.get(c, 0.0) + beside.get(c, 0.0) for c in terms | beside}, between, step.moments_at(position))
+        there = alive[group_at[position]]
+        limit({c: terms.get(c, 0.0) + there.get(c, 0.0) for c in terms | there}, between, step.moments_at(position))
     errors = None
     if math.isfinite(max_error):
         terms = {c: _UNITS * _share(step, step.values[v]) * o.error**2 for c, (v, o) in enumerate(choices)}
@@ -284,7 +284,8 @@ def _solved(program: _Program, by_value: Sequence[Sequence[int]], over: int, err
     program.lower, program.upper = map(list, bounds)
     if best is None:  # it takes long
         return program.solved(whole)
-    near = (1 + _NEAR) * program.objective(relaxed)
+    least = program.solved(0)
+    near = (1 + _NEAR) * program.objective(relaxed if least is None else least)
     parts = -(-whole // _OPEN_AGAIN)
     for turn in range(_TURNS):  # values of all layers, then layer by layer
         poor = 0

@@ -304,42 +304,43 @@ def _hooked(
 ) -> Iterator[_Tried]:
     """Attempts with hooks in `graphs`, each nearer to the limits.
 
-    An attempt tells how far the program was off at each position, which the next adds. It is off by less with other
-    hooks there. So where nothing fits with that added, the program as it was gets a lower peak. Where an attempt stays
-    far below the peak, the program as it was gets a higher one.
+    An attempt tells how far the program was off. There are two ways to do better: add at each position what it was off
+    there, or ask the program as it was for a lower peak. The first is wrong for other hooks, the second too careful
+    elsewhere, so the faster of the two plans is tried. Where an attempt stays far below the peak, the program that it
+    came from is asked for a higher one.
     """
-    fitted, uncorrected, excess, spare = False, step, 0, 0.0
+    solved = functools.partial(solve, max_error=limits.error)
+    programs: list[tuple[Step, float]] = [(step, limits.peak or math.inf)]  # with the peak that each is asked for
+    fitted = False
     for attempt in range(_ATTEMPTS):
-        solved = functools.partial(solve, max_error=limits.error, max_ms=max_ms)
-        last = attempt == _ATTEMPTS - 1 and not fitted
-        peak = None if limits.peak is None or last else limits.peak * (1 - attempt * _LESS)
-        if spare and limits.peak is not None:
-            solution = solved(uncorrected, peak=limits.peak + spare)
-        else:
-            solution = solved(step, peak=peak, under=peak is not None and excess > 0)
-            if peak is not None and excess and (solution is None or solution.peak_bytes > peak + 1):
-                step = uncorrected
-                solution = solved(step, peak=peak - excess)
-        solution = solution or solved(step, peak=None)
-        if solution is None:
+        plans: list[tuple[bool, float, int, Solution]] = []
+        if limits.peak is not None and (fitted or attempt < _ATTEMPTS - 1):
+            for used, (program, asked) in enumerate(programs):
+                if (one := solved(program, peak=asked, max_ms=max_ms, under=used > 0)) is not None:
+                    plans.append((one.peak_bytes > asked + 1, one.ms, used, one))
+        if not plans and (one := solved(programs[-1][0], peak=None, max_ms=max_ms)) is not None:
+            plans = [(True, one.ms, len(programs) - 1, one)]
+        if not plans:
             return
-        out_of_reach = attempt == 0 and peak is not None and solution.peak_bytes > (1 + _LESS) * peak
-        found = tried(graphs, step, solution, chosen)
-        if fitted and not found.fits(limits):  # with more, it no longer does
-            yield found
+        *_, used, solution = min(plans, key=operator.itemgetter(0, 1, 2))
+        program, asked = programs[used]
+        found = tried(graphs, program, solution, chosen)
+        yield found
+        if limits.peak is None or (fitted and not found.fits(limits)):  # with more, it no longer does
             return
         fitted = fitted or found.fits(limits)
-        yield found
-        near = limits.peak is not None and found.peak >= _NEAR * limits.peak
-        if out_of_reach or (found.fits(limits) and (near or set(solution.options) == {KEPT})):
+        if attempt == 0 and solution.peak_bytes > (1 + _LESS) * limits.peak:  # out of reach
             return
-        if fitted and limits.peak is not None:  # the program was too careful
-            spare += limits.peak - found.peak
+        if found.fits(limits) and (found.peak >= _NEAR * limits.peak or set(solution.options) == {KEPT}):
+            return
+        if fitted:  # the program was too careful
+            programs = [(program, asked + limits.peak - found.peak)]
             continue
-        if step is uncorrected and limits.peak is not None:
-            excess += max(0, found.peak - limits.peak)
+        if used == 0:
+            programs[0] = (step, asked - 1.05 * max(0, found.peak - limits.peak))
         off = _off(found.live, step.nodes, solution.live)
-        step = dataclasses.replace(step, live=tuple(map(operator.add, step.live, off)))
+        corrected = dataclasses.replace(program, live=tuple(map(operator.add, program.live, off)))
+        programs[1:] = [(corrected, limits.peak * (1 - (attempt + 1) * _LESS))]
         if max_ms is not None and found.plan.before_ms:
             max_ms -= 1.05 * max(0.0, found.plan.after_ms - found.plan.before_ms * (limits.slowdown or math.inf))
 
