@@ -246,6 +246,33 @@ def test_the_lowest_peak_of_a_large_step_is_near_that_of_the_relaxed_program():
     assert found == solve(step, peak=None, max_error=0.05)
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_large_steps_stay_under_peaks_that_can_be_reached(seed):
+    """Hundreds of choices, some with work beside bytes that wait for the link; less time with more bytes."""
+    choose, count = random.Random(seed), 100
+    values, live = [], [MIB] * (2 * count + 2)
+    for i in range(count):
+        nbytes, ms = choose.choice((16, 32, 64)) * MIB, choose.uniform(0.01, 0.1)
+        half = nbytes // 2
+        options = (
+            Option("float8()", object(), half, ms, 0.032, work_bytes=nbytes),
+            Option("int8()", object(), half + MIB // 2, 2 * ms, 0.01, work_bytes=nbytes + MIB),
+            Option("offload(then=float8())", object(), 0, 1.5 * ms, 0.032, link_bytes=half, work_bytes=nbytes + half),
+            Option(RECOMPUTE, ms=choose.uniform(0.05, 1.0)),
+        )
+        values.append(Value((f"v{i}",), nbytes, i + 1, 2 * count - i, i, 2 * count - i, options))
+        for p in range(i + 1, 2 * count - i + 1):
+            live[p] += nbytes
+    step = Step(tuple(live), tuple(values), (1.0,) * len(live), count + 1, to_host=1.5e10, to_device=1.5e10)
+    least = solve(step, peak=None, max_error=0.05).peak_bytes
+    peaks = [least + share * (step.peak_bytes - least) for share in (0.1, 0.3, 0.6)]
+    found = [solve(step, peak=peak, max_error=0.05) for peak in peaks]
+    for peak, solution in zip(peaks, found, strict=True):
+        assert solution.peak_bytes <= peak + 1 and solution.error <= 0.05 + 1e-6
+    first, second, third = (solution.ms for solution in found)
+    assert third <= 1.002 * second <= 1.002**2 * first
+
+
 def test_what_is_fetched_for_a_fused_reader_is_alive_while_that_reads():
     live = [10 * MIB, 40 * MIB, 40 * MIB, 40 * MIB, 40 * MIB, 0]
     sent = Option("offload(then=float8())", object(), 0, link_bytes=20 * MIB, in_registers=True)
