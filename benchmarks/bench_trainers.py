@@ -53,6 +53,7 @@ VOCABULARY = 256
 ROWS = (
     "stock", "checkpointing", "offload_float8_again", "offload_float8_more", "offload_float8", "sft", "sft_offloading",
     "sft_offload_float8_again", "sft_offload_float8", "float8_training", "float8_training_packed", "budget", "float8",
+    "float8_again",
 )  # fmt: skip
 ON_CUDA = ("budget", "sft_offloading")  # under a measured peak; TRL's own offloading
 AGAIN = ("_again", "_more")  # ends of the names of rows whose partitioner computes again what it may
@@ -92,10 +93,13 @@ class Text(torch.utils.data.Dataset[dict[str, Any]]):
 
 
 class Watch(transformers.TrainerCallback):  # type: ignore[misc, unused-ignore]
-    """Times steps, and reads the device's memory at their beginnings and peaks."""
+    """Times steps, and reads the device's memory at their beginnings and peaks. Records the kernels of the last step,
+    which is not timed, if `profiled`."""
 
-    def __init__(self, device: torch.device, warmup: int) -> None:
-        self.device, self.warmup = device, warmup
+    def __init__(self, device: torch.device, warmup: int, profiled: bool) -> None:
+        self.device, self.warmup, self.profiled = device, warmup, profiled
+        self.kernels: dict[str, tuple[int, float]] = {}  # by name: how often, ms in all
+        self._profile: Any = None
         self.step_ms: list[float] = []
         self.before_bytes = self.peak_bytes = 0
         self.started = 0.0
@@ -109,10 +113,19 @@ class Watch(transformers.TrainerCallback):  # type: ignore[misc, unused-ignore]
         if self.device.type == "cuda" and state.global_step == self.warmup:
             torch.cuda.reset_peak_memory_stats()
             self.before_bytes = torch.cuda.memory_allocated()
+        if self.profiled and state.global_step == state.max_steps - 1:
+            self._profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
+            self._profile.start()
         self.started = self._now()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self.step_ms.append((self._now() - self.started) * 1e3)
+        ended = self._now()
+        if self._profile is not None:
+            self._profile.stop()
+            found = self._profile.key_averages()
+            self.kernels = {k.key: (k.count, k.self_device_time_total / 1e3) for k in found if k.self_device_time_total}
+        else:
+            self.step_ms.append((ended - self.started) * 1e3)
         if self.device.type == "cuda":
             self.peak_bytes = torch.cuda.max_memory_allocated()
 
@@ -150,7 +163,7 @@ def make_policy(name: str, budget_bytes: int | None) -> Any:
         from aot_hooks.integrations.torchao import float8_training
 
         return float8_training()
-    return aot_hooks.float8() if name == "float8" else None
+    return aot_hooks.float8() if name in ("float8", "float8_again") else None
 
 
 def make_trainer(name: str, setting: Setting, data: Text, out: str) -> Any:
@@ -189,14 +202,16 @@ def make_trainer(name: str, setting: Setting, data: Text, out: str) -> Any:
     )
 
 
-def measure(name: str, setting: Setting, data: Text, warmup: int, budget_bytes: int | None) -> dict[str, Any]:
+def measure(
+    name: str, setting: Setting, data: Text, warmup: int, budget_bytes: int | None, profiled: bool
+) -> dict[str, Any]:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.compiler.reset()
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-    watch, policy = Watch(device, warmup), make_policy(name, budget_bytes)
+    watch, policy = Watch(device, warmup, profiled), make_policy(name, budget_bytes)
     with tempfile.TemporaryDirectory() as out:
         trainer = make_trainer(name, setting, data, out)
         callback = None
@@ -222,6 +237,7 @@ def measure(name: str, setting: Setting, data: Text, warmup: int, budget_bytes: 
         "peak_bytes": watch.peak_bytes,
         "losses": [log["loss"] for log in trainer.state.log_history if "loss" in log],
         "metrics": metrics,
+        "kernels": watch.kernels,
     }
 
 
@@ -263,6 +279,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--warmup", type=int, default=3, help="steps that are not timed")
     parser.add_argument("--layers", type=int, help="default: 16 layers, 1B parameters")
     parser.add_argument("--budget-gib", type=float, help="the budget in GiB")
+    parser.add_argument(
+        "--profile", action="store_true", help="record the kernels of the last step, which is not timed then (CUDA)"
+    )
     parser.add_argument("--json", type=pathlib.Path)
     options = parser.parse_args(arguments)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -293,7 +312,7 @@ def main(arguments: list[str] | None = None) -> int:
             budget_bytes = int(0.98 * (checkpointing["peak_bytes"] - checkpointing["before_bytes"]))
         print(f"{name} ...", file=sys.stderr, flush=True)
         try:
-            rows.append(measure(name, setting, data, options.warmup, budget_bytes))
+            rows.append(measure(name, setting, data, options.warmup, budget_bytes, options.profile))
         except Exception as e:  # the other rows are worth having; exit status 1 says that one is missing
             failures.append(f"{name}: {type(e).__name__}: {str(e).splitlines()[0] if str(e) else ''}")
         else:

@@ -1,0 +1,259 @@
+"""Budgets half way between the lowest peak and none, for models of transformers with random weights.
+
+    each model, in a process of its own:
+      no hooks        planned and measured peak, gradients, twice: what differs then is noise
+      any means, exact means
+                      budget = (lowest planned peak + that without hooks) / 2
+                      compiled, warmed up: measured peak against the budget, gradients against those without hooks
+    then one process after the other takes the times of its steps
+
+It fails if a step takes more than its budget, or a gradient is off by more than `max_error` and the noise. Without
+generated code (--small) exact means give the same bits.
+
+python benchmarks/bench_budget_models.py --json budget_models.json     # a CUDA machine
+python benchmarks/bench_budget_models.py --small                       # anywhere
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import math
+import multiprocessing
+import pathlib
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import transformers
+from _measure import GIB, MIB, conditions, format_columns, measure_bytes, relative_error
+from torch import Tensor, nn
+
+import aot_hooks
+
+MAX_ERROR = 0.05
+EXACT = ("recompute", "lossless", "offload")
+WORDS = 256
+Sizes = dict[str, int]
+SMALL: Sizes = {"width": 64, "layers": 2, "heads": 4, "length": 64, "image": 32, "patch": 4, "batch": 8}
+LARGE: Sizes = {"width": 1024, "layers": 12, "heads": 16, "length": 1024, "image": 256, "patch": 8, "batch": 8}
+
+
+def llama(s: Sizes) -> Any:
+    sizes = {"hidden_size": s["width"], "intermediate_size": 3 * s["width"], "num_hidden_layers": s["layers"]}
+    heads = {"num_attention_heads": s["heads"], "num_key_value_heads": s["heads"] // 2}
+    config = transformers.LlamaConfig(vocab_size=WORDS, use_cache=False, **sizes, **heads)
+    return transformers.LlamaForCausalLM(config)
+
+
+def gpt2(s: Sizes) -> Any:
+    sizes = {"n_embd": s["width"], "n_layer": s["layers"], "n_head": s["heads"], "n_positions": s["length"]}
+    tokens = {"vocab_size": WORDS, "bos_token_id": 0, "eos_token_id": 0}
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(use_cache=False, **tokens, **sizes))
+    model.loss_type = "ForCausalLM"  # else it logs a warning, which breaks the graph
+    return model
+
+
+def t5(s: Sizes) -> Any:
+    sizes = {"d_model": s["width"], "d_kv": s["width"] // s["heads"], "d_ff": 4 * s["width"]}
+    counts = {"num_layers": s["layers"], "num_heads": s["heads"]}
+    config = transformers.T5Config(vocab_size=WORDS, decoder_start_token_id=0, use_cache=False, **sizes, **counts)
+    return transformers.T5ForConditionalGeneration(config)
+
+
+def vit(s: Sizes) -> Any:
+    sizes = {"hidden_size": s["width"], "intermediate_size": 4 * s["width"], "num_hidden_layers": s["layers"]}
+    images = {"image_size": s["image"], "patch_size": s["patch"], "num_labels": 10}
+    config = transformers.ViTConfig(num_attention_heads=s["heads"], **images, **sizes)
+    return transformers.ViTForImageClassification(config)
+
+
+MODELS: dict[str, Callable[[Sizes], Any]] = {"llama": llama, "gpt2": gpt2, "t5": t5, "vit": vit}
+
+
+class Loss(nn.Module):
+    """The loss of a batch: tokens, which are their own labels, or images."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.is_floating_point():
+            return self.model(pixel_values=x, labels=torch.arange(len(x), device=x.device) % 10).loss
+        return self.model(input_ids=x, labels=x).loss
+
+
+def model_and_batch(name: str, sizes: Sizes, device: torch.device, dtype: torch.dtype) -> tuple[Loss, Tensor]:
+    torch.manual_seed(0)
+    with device:
+        model = Loss(MODELS[name](sizes)).to(dtype).train()
+        if name == "vit":
+            return model, torch.randn(sizes["batch"], 3, sizes["image"], sizes["image"], dtype=dtype)
+        return model, torch.randint(1, WORDS, (sizes["batch"], sizes["length"]))
+
+
+def gradient(model: nn.Module, function: Any, x: Tensor) -> Tensor:
+    """All gradients of one step, behind each other."""
+    model.zero_grad(set_to_none=True)
+    torch.manual_seed(3)  # dropout
+    function(x).backward()
+    found = torch.cat([p.grad.flatten().float() for p in model.parameters() if p.grad is not None])
+    model.zero_grad(set_to_none=True)
+    return found
+
+
+def rows_of(name: str, options: argparse.Namespace) -> tuple[list[dict[str, Any]], list[Callable[[], float]]]:
+    """The rows of a model without times, and for each what takes the ms of a step."""
+    device, inner = torch.device(options.device), "aten" if options.small else "inductor"
+    dtype = torch.float32 if options.small else torch.bfloat16
+    model, x = model_and_batch(name, SMALL if options.small else LARGE, device, dtype)
+
+    def planned(policy: Any) -> int:
+        return aot_hooks.plan(model, x, policy=policy, inner=inner).peak_bytes
+
+    stock = planned(aot_hooks.KEEP)
+    rows: list[dict[str, Any]] = [{"model": name, "means": "no hooks", "policy": aot_hooks.KEEP}]
+    for means, allow, max_error in (("any", None, MAX_ERROR), ("exact", EXACT, 0.0)):
+        named = {"max_error": max_error} | ({} if allow is None else {"allow": allow})
+        limit = (stock + planned(aot_hooks.budget(max_slowdown=math.inf, **named))) // 2
+        rows.append({"model": name, "means": means, "policy": aot_hooks.budget(limit, **named), "budget_bytes": limit})
+    steps = []
+    reference = None
+    for row in rows:
+        policy = row.pop("policy")
+        function = torch.compile(model, backend="aot_hooks", options={"inner": inner, "policy": policy})
+        began = time.perf_counter()
+        for _ in range(2):
+            gradient(model, function, x)
+        row["first_steps_s"] = time.perf_counter() - began
+        found = gradient(model, function, x)
+        reference = found if reference is None else reference
+        again = gradient(model, function, x)
+        row["noise"] = relative_error(again, found)
+        row["error"] = relative_error(found, reference)
+        row["bitwise"] = torch.equal(found, reference)
+        del found, again
+        gc.collect()
+        measured, _ = measure_bytes(lambda f=function: f(x), lambda loss: loss.backward(), device)
+        model.zero_grad(set_to_none=True)
+        row["peak_bytes"] = measured.peak
+        if policy is not aot_hooks.KEEP:
+            plan = aot_hooks.last_plans(function)[-1]
+            row |= {"predicted_peak_bytes": plan.peak_bytes, "predicted_ratio": plan.step_ratio}
+        else:
+            row |= {"predicted_peak_bytes": stock, "predicted_ratio": 1.0}
+        steps.append(lambda f=function: _step_ms(model, f, x))
+    return rows, steps
+
+
+def _step_ms(model: nn.Module, function: Any, x: Tensor) -> float:
+    """The median of some steps that are queued without a pause."""
+    found = []
+    for _ in range(10):
+        model.zero_grad(set_to_none=True)
+        function(x).backward()
+        if x.device.type == "cuda":
+            torch.cuda.synchronize()
+        began = time.perf_counter()
+        for _ in range(2):
+            model.zero_grad(set_to_none=True)
+            function(x).backward()
+        if x.device.type == "cuda":
+            torch.cuda.synchronize()
+        found.append((time.perf_counter() - began) / 2 * 1e3)
+    return statistics.median(found)
+
+
+def serve(connection: Any, name: str, options: argparse.Namespace) -> None:
+    try:
+        rows, steps = rows_of(name, options)
+    except Exception as error:
+        connection.send(f"{type(error).__name__}: {error}")
+        return
+    connection.send(rows)
+    connection.recv()
+    connection.send([step() for step in steps])
+
+
+def measure(options: argparse.Namespace) -> tuple[list[dict[str, Any]], list[str]]:
+    """The rows of all models, and what went wrong."""
+    context = multiprocessing.get_context("spawn")
+    served, rows, failures = [], [], []
+    for name in options.models.split(","):
+        ours, theirs = context.Pipe()
+        context.Process(target=serve, args=(theirs, name, options), daemon=True).start()
+        theirs.close()
+        served.append((name, ours))
+    answers = [(name, ours, _answer(ours)) for name, ours in served]
+    for name, ours, answer in answers:
+        if isinstance(answer, str):
+            failures.append(f"{name}: {answer}")
+            continue
+        ours.send("time")
+        times = _answer(ours)
+        for row, ms in zip(answer, times, strict=True):
+            rows.append(row | {"median_ms": ms, "ratio": ms / times[0]})
+    return rows, failures + wrong(rows, same_bits=options.small)
+
+
+def _answer(connection: Any) -> Any:
+    try:
+        return connection.recv()
+    except EOFError:
+        return "its process ended"
+
+
+def wrong(rows: list[dict[str, Any]], *, same_bits: bool) -> list[str]:
+    """What a budget promises and these rows don't have."""
+    failures = []
+    noise = {row["model"]: row["noise"] for row in rows if row["means"] == "no hooks"}
+    for row in (row for row in rows if "budget_bytes" in row):
+        name = f"{row['model']}, {row['means']} means"
+        if row["peak_bytes"] > row["budget_bytes"]:
+            failures.append(f"{name}: {row['peak_bytes']} bytes, over the budget of {row['budget_bytes']}")
+        if row["means"] == "exact" and same_bits and not row["bitwise"]:
+            failures.append(f"{name}: other bits, off by {row['error']:.2g}")
+        if row["error"] > MAX_ERROR + noise[row["model"]]:
+            failures.append(f"{name}: gradients are off by {row['error']:.2g}")
+    return failures
+
+
+def format_rows(rows: list[dict[str, Any]]) -> str:
+    unit, title = (GIB, "GiB") if any(row["peak_bytes"] > GIB for row in rows) else (MIB, "MiB")
+    lines = [["model", "means", f"budget {title}", "predicted", "peak", "/ stock", "predicted", "error", "noise"]]
+    for row in rows:
+        budget = f"{row['budget_bytes'] / unit:.3f}" if "budget_bytes" in row else ""
+        peaks = [f"{row[key] / unit:.3f}" for key in ("predicted_peak_bytes", "peak_bytes")]
+        ratios = [f"{row[key]:.3f}" for key in ("ratio", "predicted_ratio")]
+        lines.append(
+            [row["model"], row["means"], budget, *peaks, *ratios, f"{row['error']:.2g}", f"{row['noise']:.2g}"]
+        )
+    return format_columns(lines)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="Budgets half way, for models of transformers.")
+    parser.add_argument("--models", default=",".join(MODELS), help="comma-separated")
+    parser.add_argument("--small", action="store_true", help="sizes for a CPU, inner aten")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--json", type=pathlib.Path)
+    options = parser.parse_args(arguments)
+    rows, failures = measure(options)
+    if options.json is not None:
+        header = conditions(torch.device(options.device), transformers=transformers.__version__)
+        header |= SMALL if options.small else LARGE
+        options.json.write_text(json.dumps({"header": header, "rows": rows, "failures": failures}, indent=1) + "\n")
+    if rows:
+        print(format_rows(rows))
+    for failure in failures:
+        print(f"FAILED: {failure}", file=sys.stderr)
+    return 1 if failures or not rows else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
