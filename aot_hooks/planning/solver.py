@@ -146,7 +146,7 @@ def solve(
     Returns None if no choice is within `max_error` and `max_ms`.
     """
     choices = [(v, option) for v, value in enumerate(step.values) for option in value.options]
-    columns: dict[int, list[int]] = defaultdict(list)
+    columns: dict[int, list[int]] = {v: [] for v in range(len(step.values))}
     for c, (v, _) in enumerate(choices):
         columns[v].append(c)
     program = _Program()
@@ -239,7 +239,7 @@ def solve(
 
     if under and ((relaxed := program.solved(0)) is None or relaxed[over] > _MOST_OVER):
         return None
-    x = _solved(program, list(columns.values()), over, errors, room=_ROOM * allowed)
+    x = _solved(program, [own for own in columns.values() if own], over, errors, room=_ROOM * allowed)
     if x is None:
         return None
     options = [KEPT] * len(step.values)
