@@ -23,17 +23,24 @@ SHORT = {"XBLOCK": 1, "R0_BLOCK": 1024, "num_warps": 4, "num_stages": 1}
 
 
 def kernel_of(
-    length: Any, reductions: int = 2, rows: int = 16384, hint: str = "INNER", op: Any = operators.amax_bits
+    length: Any,
+    reductions: int = 2,
+    rows: int = 16384,
+    hint: str = "INNER",
+    op: Any = operators.amax_bits,
+    unpacks: bool = False,
 ) -> Any:
-    """The features of a kernel that the heuristics read: `reductions` over rows of `length`."""
-    origin = types.SimpleNamespace(target=op, meta={FROM_HOOK: "x"})
-    nodes = [types.SimpleNamespace(node=types.SimpleNamespace(origins=[origin]))] * reductions
+    """The features of a kernel that the heuristics read: `reductions` over rows of `length`, by a hook's `op`; or by the
+    program's own, of a value that the kernel unpacks."""
+    origins = [types.SimpleNamespace(target=op, meta={} if unpacks else {FROM_HOOK: "x"})]
+    if unpacks:
+        origins.append(types.SimpleNamespace(target=operators.from_float8, meta={FROM_HOOK: "x"}))
+    nodes = [types.SimpleNamespace(node=types.SimpleNamespace(origins=origins))] * reductions
     return types.SimpleNamespace(
         numel=sympy.Integer(rows),
         reduction_numel=sympy.sympify(length),
         get_reduction_hint=lambda *_: ReductionHint[hint],
         reduction_nodes=lambda: nodes,
-        scheduler_nodes=lambda: nodes,
         strict_reduction_rblock=lambda: None,
     )
 
@@ -108,3 +115,13 @@ def test_who_asks_inductor_to_search_gets_a_search(name):
         assert fixed(kernel_of(3072)) is None
     with config.patch({"triton.multi_kernel": 1}):
         assert fixed(kernel_of(3072)) is None
+
+
+@pytest.mark.core
+def test_rows_stay_in_registers_for_a_scale_of_ours_alone():
+    def stays(features: Any) -> bool:
+        with V.set_graph_handler(types.SimpleNamespace(sizevars=SizeVarAllocator())):
+            return choices().should_use_persistent_reduction(features, False)
+
+    assert stays(kernel_of(2048, reductions=1))
+    assert not stays(kernel_of(2048, reductions=1, op=torch.ops.aten.amax.default, unpacks=True))
