@@ -84,7 +84,8 @@ def analysed_graph(gm: GraphModule, kind: Kind, analysis: Analysis) -> AnalysedG
     piece = None
     rebinds = any(blocker.cause == REBINDS_INPUT for blocker in analysis.blockers)  # then no part is captured
     if analysis.device is not None and not rebinds:
-        piece = dataclasses.replace(whole_piece(gm, kind, analysis.device), run=_comes_with_the_code, constants=())
+        piece = whole_piece(gm, kind, analysis.device, _comes_with_the_code)
+        piece = dataclasses.replace(piece, constants=())
     return AnalysedGraph(analysis.as_data(), piece, operators_of(gm))
 
 

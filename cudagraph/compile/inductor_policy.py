@@ -23,7 +23,7 @@ from ..options import Options
 from ..placeholder import PlaceholderInfo
 from ..torch_private import compilers
 from ..tree import dispatch
-from ..tree.driver import CaptureDriver
+from ..tree.driver import CaptureDriver, cuda_driver
 from ..tree.function import Piece
 from .inductor import capture_partitions
 from .pieces import uncaptured
@@ -56,8 +56,7 @@ class Policy(compilers.inductor_policy_class()):  # type: ignore[misc]
     def __init__(self, options: Mapping[str, Any] | None = None, *, driver: CaptureDriver | None = None) -> None:
         compilers.need_inductor_policy()
         self.options = Options.parse(options)
-        self.driver = driver
-        self.device_type = "cuda" if driver is None else driver.device_type
+        self.driver = driver or cuda_driver()
         self._local = threading.local()  # .pending: the callable of the graph that this thread is compiling
         self._static: dict[Any, set[str]] = {}  # names of a forward's static inputs, by Inductor's number of the graph
 
@@ -69,7 +68,7 @@ class Policy(compilers.inductor_policy_class()):  # type: ignore[misc]
     ) -> Callable[..., Any]:
         """Called by Inductor to wrap `model`. `wrap_output` does it, because it sees the pieces."""
         is_backward, is_inference = kwargs["is_backward"], kwargs["is_inference"]
-        index, kind = kwargs["device_index"], self.device_type
+        index, kind = kwargs["device_index"], self.driver.device_type
         piece = Piece(
             name=f"{word_of(is_backward, is_inference)} {next(_numbers)} of Inductor",
             run=model,

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 from gathered import Gathered
+from places import backend_with
 from torch import nn
 from tree_programs import World, same
 
-from cudagraph.backend import backend_with
 from cudagraph.errors import NotCapturableError
 from cudagraph.tree import dispatch, tree
 from cudagraph.tree.moves import EARNED
