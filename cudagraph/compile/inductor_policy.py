@@ -31,14 +31,14 @@ from .pieces import uncaptured
 _numbers = itertools.count()
 
 
-def _pending(piece: Piece) -> Any:
-    """The callable, uncaptured, that stands in a compiled graph between Inductor's two calls of the policy."""
+class Pending:
+    """The callable of a compiled graph between Inductor's two calls of the policy. It runs the graph uncaptured."""
 
-    def call(inputs: list[Any]) -> Any:
-        return call.run(inputs)  # type: ignore[attr-defined]
+    def __init__(self, piece: Piece) -> None:
+        self.piece, self.run = piece, piece.run
 
-    call.piece, call.run = piece, piece.run  # type: ignore[attr-defined]
-    return call
+    def __call__(self, inputs: list[Any]) -> Any:
+        return self.run(inputs)
 
 
 class Policy(compilers.inductor_policy_class()):  # type: ignore[misc]
@@ -81,12 +81,8 @@ class Policy(compilers.inductor_policy_class()):  # type: ignore[misc]
             is_backward=is_backward,
             is_inference=is_inference,
         )
-        self._local.pending = _pending(piece)
-        return self._local.pending  # type: ignore[no-any-return]
-
-    def should_wrap(self, compiled_graph: Any) -> bool:
-        """Called by Inductor: whether to call `wrap_output`. Always."""
-        return True
+        pending = self._local.pending = Pending(piece)
+        return pending
 
     def wrap_output(self, output_code: Any) -> Any:
         """Capture the graph of the last `cudagraphify`: whole, or piece by piece as the code was cut."""
