@@ -70,7 +70,7 @@ def failures_end_steps(monkeypatch):
     """After a failed capture the tree closes at once, although the step's outputs are needed."""
 
     def call(self, function, key, inputs, original=tree.Tree.call):
-        if self.pool.broken and self.uncaptured is None:
+        if self.is_broken and self.uncaptured is None:
             self.close(inputs)
         return original(self, function, key, inputs)
 
