@@ -3,7 +3,7 @@
     Recording.replay(inputs):  addresses as recorded? -> memory that it reuses is dead? -> one foreach copy -> launch
                                -> new tensors over the outputs
 
-record.py prepares all that is known when a graph is captured. A replay only decides whether it applies.
+record.py prepares all that is known when a graph is captured. A replay only decides whether the recording applies.
 """
 
 from __future__ import annotations
@@ -289,22 +289,18 @@ class StableInputProbe:
 
     recording: Recording
     record_in_place: Callable[[Recording, list[Any]], list[Any] | None]
-    addresses: list[int] = field(default_factory=list)
-    call_count: int = 0
-    repeat_count: int = 0  # how many calls in a row, up to the last, had the addresses of the call before
+    seen: list[list[int]] = field(default_factory=list)  # the addresses of the copied inputs in each call
 
     def __call__(self, inputs: list[Any]) -> list[Any] | None:
         recording = self.recording
         layout = recording.inputs
         if not torch_cuda.pointers_equal(inputs, layout.addresses, layout.fixed):
             return None
-        addresses = [inputs[i].data_ptr() for i in layout.copied]
-        self.call_count += 1
-        self.repeat_count = self.repeat_count + 1 if addresses == self.addresses else 0
-        self.addresses = addresses
-        if self.call_count >= PROBED_CALLS:
+        self.seen.append([inputs[i].data_ptr() for i in layout.copied])
+        if len(self.seen) >= PROBED_CALLS:
             recording.edge = recording.parent.edges[recording.key] = recording.replay
-            outputs = self.record_in_place(recording, inputs) if self.repeat_count >= PROBED_CALLS // 2 else None
+            is_stable = all(addresses == self.seen[-1] for addresses in self.seen[PROBED_CALLS // 2 - 1 :])
+            outputs = self.record_in_place(recording, inputs) if is_stable else None
             if outputs is not None:
                 return outputs
         return recording.replay(inputs)
