@@ -36,7 +36,7 @@ class InputLayout:
 
     addresses: list[int | None]  # of each tensor when it was recorded; None for other inputs
     fixed: list[int]  # those that are read where they are; their addresses are compared before each replay
-    in_place: frozenset[int]  # addresses of fixed inputs that the compiler did not call static: `StableInputProbe`
+    reads_in_place: bool  # whether other inputs than parameters and buffers are read where they are; `StableInputProbe`
     copied: list[int]  # those that are copied to `destinations` before each launch
     copied_range: slice | None  # `copied` as a slice, if its positions are consecutive
     flat_copies: list[tuple[int, int]]  # inputs whose elements overlap: position among `copied`, number of elements

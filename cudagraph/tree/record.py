@@ -197,7 +197,7 @@ def _capture(pool: Pool, parent: Node, key: EdgeKey, plan: Plan, inputs: list[An
         layout = InputLayout(
             addresses=plan.addresses,
             fixed=sorted([*plan.static, *plan.managed]),
-            in_place=frozenset(inputs[i].data_ptr() for i in plan.static if i not in function.static_inputs),
+            reads_in_place=not function.static_inputs.issuperset(plan.static),
             copied=copied,
             copied_range=slice(copied[0], copied[-1] + 1) if is_range else None,
             flat_copies=flat_copies,
@@ -311,6 +311,6 @@ def _connect(recording: Recording, plan: Plan) -> None:
         recording.pending = (*parent.pending, recording)
     # A recording that reads in place is tried first: where it applies, the one that copies would apply, too.
     children = parent.children.setdefault(recording.key, [])
-    children.insert(0 if recording.inputs.in_place else len(children), recording)
+    children.insert(0 if recording.inputs.reads_in_place else len(children), recording)
     parent.edges[recording.key] = recording.edge
     recording.cursor.current = recording

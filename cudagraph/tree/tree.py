@@ -178,7 +178,7 @@ class Tree(Cursor):
         size_limit, rerecord_limit = function.options.size_limit, function.options.rerecord_limit
         if not self.states[function].admits(key, size_limit):
             return f"it was called with {size_limit} sizes (options['size_limit']); pad its inputs to fewer sizes"
-        known = [child for child in self.current.children.get(key, ()) if not child.inputs.in_place]
+        known = [child for child in self.current.children.get(key, ()) if not child.inputs.reads_in_place]
         if len(known) > rerecord_limit:
             why = function.last_move or "what is held there differs"
             return f"it was recorded {len(known)} times at one place because {why} (options['rerecord_limit'])"
