@@ -116,7 +116,7 @@ class Function:
         """Why a replay can't give out `x`, output `k` of `run`; None if it can."""
         if x.layout is not torch.strided or type(x) is not torch.Tensor:
             return f"{self.origin(k)} is a {type(x).__name__} of layout {x.layout}"
-        if x.device == self.piece.device or x.untyped_storage().nbytes() == 0:
+        if x.device == self.piece.device or x.is_meta or x.untyped_storage().nbytes() == 0:
             return None
         if x.device.type == "cpu" and x.is_pinned():
             return None  # an offloaded tensor: each replay writes to the same host memory

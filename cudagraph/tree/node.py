@@ -51,7 +51,7 @@ class Template(NamedTuple):
     position: int
     layout: Layout
     slot: Slot | None  # its memory in the pool or on the host
-    storage: torch.UntypedStorage | None  # other memory, such as a constant's, if there is no slot
+    storage: torch.UntypedStorage | None  # if there is no slot: other memory, such as a constant's, or a meta tensor's
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -63,7 +63,6 @@ class OutputLayout:
     same_inputs: list[tuple[int, int]]  # output, input: an input itself
     input_aliases: list[tuple[int, int, int, Layout]]  # output, input, distance in bytes, layout: a view of an input
     repeats: list[tuple[int, int]]  # output, earlier output: the same tensor object again
-    metas: list[tuple[int, torch.Tensor]]  # output, meta tensor
     saved: list[Slot]  # those that a backward may need
     live: tuple[Slot, ...]  # slots of the path that may be held after it
 
@@ -225,8 +224,6 @@ class Recording(Node):
             made[position] = inputs[index]
         for position, index, distance, where in layout.input_aliases:
             made[position] = _alias(inputs[index], distance, where)
-        for position, meta in layout.metas:
-            made[position] = meta.data
         for position, first in layout.repeats:
             made[position] = made[first]
         inputs.clear()

@@ -236,7 +236,6 @@ def _outputs(
     """
     piece = function.piece
     tensors = {k: x for k, x in enumerate(returned) if isinstance(x, torch.Tensor)}
-    metas = [(k, x) for k, x in tensors.items() if x.is_meta]
     by_tensor = {id(inputs[i]): i for i in static}
     same_inputs = [(k, by_tensor[id(x)]) for k, x in tensors.items() if id(x) in by_tensor]
     by_input = {torch_cuda.identity(inputs[i].untyped_storage()): i for i in static} | passed_on
@@ -247,7 +246,7 @@ def _outputs(
     slots = dict(on_path)
     blocks: set[int] = set()  # addresses in the pool that may be allocated now
     for k, x in tensors.items():
-        if x.is_meta or id(x) in by_tensor:
+        if id(x) in by_tensor:
             continue
         reason = function.reason_against_output(k, x)
         if reason is not None:
@@ -264,7 +263,7 @@ def _outputs(
                 blocks.add(storage.data_ptr())
         else:
             templated[k] = x
-            if cdata not in slots and storage.nbytes() and cdata not in function.constants:
+            if cdata not in slots and storage.nbytes() and cdata not in function.constants and not x.is_meta:
                 on_host = storage.device != piece.device or storage.data_ptr() in lent
                 slots[cdata] = Slot(storage, function.origin(k), copies=function.copies_held, host=on_host)
     blocks |= {slot.address for slot in slots.values() if not slot.host}
@@ -293,7 +292,6 @@ def _outputs(
         same_inputs=same_inputs,
         input_aliases=input_aliases,
         repeats=repeats,
-        metas=metas,
         saved=list(dict.fromkeys(may_be_saved)),
         live=tuple(dict.fromkeys(slots.values())),
     )
