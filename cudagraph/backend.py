@@ -20,7 +20,7 @@ from .options import Options
 from .step import whole
 from .torch_private import compilers
 from .tree import dispatch
-from .tree.driver import CaptureDriver
+from .tree.driver import CaptureDriver, cuda_driver
 
 
 def cudagraph_tree(
@@ -37,12 +37,7 @@ def cudagraph_tree(
         OptionError: an unknown option or mode.
         NotCapturableError: with `options["or_error"]`, where something would run without a graph; Dynamo wraps it.
     """
-    return compile_graph(gm, inputs, mode, Options.parse(options), None)
-
-
-def backend_with(driver: CaptureDriver | None, options: Mapping[str, Any] | None = None) -> Callable[..., Any]:
-    """A backend with these options that captures with `driver`."""
-    return functools.partial(compile_graph, mode=None, options=Options.parse(options), driver=driver)
+    return compile_graph(gm, inputs, mode, Options.parse(options), cuda_driver())
 
 
 def reset() -> None:
@@ -56,7 +51,7 @@ cudagraph_tree.reset = reset  # type: ignore[attr-defined]  # torch._dynamo.rese
 
 
 def compile_graph(
-    gm: GraphModule, inputs: Sequence[Any], mode: str | None, options: Options, driver: CaptureDriver | None
+    gm: GraphModule, inputs: Sequence[Any], mode: str | None, options: Options, driver: CaptureDriver
 ) -> Callable[..., Any]:
     compilation = Compilation(options, driver)
     if options.inner == "aten":

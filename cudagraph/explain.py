@@ -93,13 +93,13 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
     its side effects; no backward runs. With Inductor the parts may differ, because it cuts its own code. The blockers
     are the same.
     """
-    return explain_with(None, fn, args, kwargs)
+    return explain_with(cuda_driver(), fn, args, kwargs)
 
 
 def explain_with(
-    driver: CaptureDriver | None, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    driver: CaptureDriver, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Explanation:
-    """`explain` for captures by `driver`; by CUDA's if None."""
+    """`explain` for captures by `driver`."""
     found: list[Analysis] = []
     options = Options()
     fn = compilers.uncompiled(fn)
@@ -114,17 +114,22 @@ def explain_with(
             backwards.append(bw)  # AOTAutograd may not compile it before a backward runs
             return fw, bw
 
-        def compiler(*words: str) -> Callable[..., Boxed]:
-            def analyse(graph: GraphModule, _: Any) -> Boxed:
-                for word in words:
-                    each = backwards[-1] if word == "backward" else graph
-                    kind = compilation.kind(each, word)
-                    found.append(prepare_and_analyse(each, kind, options, compilation.device_type))
-                return boxed(graph)
+        def analyse(graph: GraphModule, word: str) -> None:
+            kind = compilation.kind(graph, word)
+            found.append(prepare_and_analyse(graph, kind, options, driver.device_type))
 
-            return analyse
+        def forward(graph: GraphModule, _: Any) -> Boxed:
+            analyse(graph, "forward")
+            analyse(backwards[-1], "backward")
+            return boxed(graph)
 
-        forward, backward, inference = compiler("forward", "backward"), compiler(), compiler("inference")
+        def inference(graph: GraphModule, _: Any) -> Boxed:
+            analyse(graph, "inference")
+            return boxed(graph)
+
+        def backward(graph: GraphModule, _: Any) -> Boxed:
+            return boxed(graph)
+
         return compilers.compile_aten(
             gm, inputs, forward=forward, backward=backward, inference=inference, partition=partition
         )
@@ -136,7 +141,7 @@ def explain_with(
     program.__code__ = program.__code__.replace(co_name="explained")
     torch.compile(program, backend=explaining)(*args, **kwargs)
     to_capture = [analysis for analysis in found if analysis.captured_count]
-    refusal = (driver or cuda_driver()).why_not() if to_capture else None
+    refusal = driver.why_not() if to_capture else None
     blockers = [dataclasses.replace(b, graph=a.kind.name) for a in found for b in a.blockers]
     if refusal is not None:
         blockers += [Blocker(refusal, "", "", graph=a.kind.name) for a in to_capture]

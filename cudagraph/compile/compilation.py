@@ -19,7 +19,7 @@ from torch.fx import GraphModule
 from ..graph.analyse import Kind, word_of
 from ..options import Options
 from ..torch_private import autograd_cache, compilers
-from ..tree.driver import CaptureDriver
+from ..tree.driver import CaptureDriver, cuda_driver
 from . import entry, inductor
 from .pieces import Boxed, callable_of
 
@@ -41,15 +41,11 @@ class Compilation:
     """
 
     options: Options
-    driver: CaptureDriver | None = None
+    driver: CaptureDriver = field(default_factory=cuda_driver)
     number: int | None = None
     static_names: set[str] = field(default_factory=set)
     store: entry.Store | None = None
     inference: Any = None
-
-    @property
-    def device_type(self) -> str:
-        return "cuda" if self.driver is None else self.driver.device_type
 
     def kind(self, gm: GraphModule, word: str, static: Sequence[int] | None = None) -> Kind:
         """The `Kind` of `gm`, which AOTAutograd compiles now. `static`: a forward's static inputs in Inductor."""
@@ -73,7 +69,7 @@ class Compilation:
         return {word: functools.partial(self._compile_aten, word) for word in ("forward", "backward", "inference")}
 
     def _compile_aten(self, word: str, gm: GraphModule, _: Any) -> Boxed:
-        run = callable_of(gm, self.kind(gm, word), self.options, self.driver, self.device_type)
+        run = callable_of(gm, self.kind(gm, word), self.options, self.driver)
         self.inference = run if word == "inference" else None
         return run
 
@@ -84,7 +80,7 @@ class Compilation:
         def compile_graph(gm: GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
             word = word_of(bool(kwargs.get("is_backward")), bool(kwargs.get("is_inference")))
             kind = self.kind(gm, word, kwargs.get("static_input_idxs"))
-            found = inductor.analysed(gm, kind, self.options, self.device_type)
+            found = inductor.analysed(gm, kind, self.options, self.driver.device_type)
             with compilers.inductor_capture_settings(cut=bool(found.verdict.blockers)):
                 code = inner(gm, inputs, **{**kwargs, "cudagraphs": compilers.no_cudagraphs()})
             if not compilers.is_compiled_graph(code):
@@ -109,7 +105,7 @@ class Compilation:
 
     def key(self, gm: GraphModule) -> str:
         """What capturing adds to the cache key of Dynamo's graph `gm`."""
-        return entry.key_of(gm, self.options, self.device_type)
+        return entry.key_of(gm, self.options, self.driver.device_type)
 
     @property
     def refused(self) -> str:
@@ -127,5 +123,5 @@ class Compilation:
         def finish(code: Any, found: entry.AnalysedGraph) -> Any:
             return self._captured(code, found.numbered(self._take_number()))
 
-        self.store = entry.Store(gm, self.options, self.device_type, finish)
+        self.store = entry.Store(gm, self.options, self.driver.device_type, finish)
         return autograd_cache.extended(self.store)

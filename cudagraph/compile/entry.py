@@ -40,13 +40,10 @@ from .pieces import whole_piece
 
 log = logging.getLogger("cudagraph")
 
-_FORMAT = 4
 _NAME = "cudagraph"  # of the data attached to an entry
 _FRAME = 'File "'  # begins each frame of a stack trace
 # Errors that a damaged pickle, or one of another version, may raise
 _UNREADABLE = (pickle.UnpicklingError, EOFError, AttributeError, ImportError, LookupError, TypeError, ValueError)
-Operator = tuple[str, str]  # name, description
-Trace = str | None
 
 
 class Refused(CudaGraphError):
@@ -61,12 +58,13 @@ class AnalysedGraph:
         verdict: what can be captured, and the blockers. Its parts have no nodes.
         piece: the whole graph; None if there is nothing to capture. `run`, `mutated_inputs` and `constants` come with
             the code.
-        operators: its operators that are not torch's own. Where they have another schema, the entry is refused.
+        operators: names and descriptions of its operators that are not torch's own. Where an operator has another
+            description, the entry is refused.
     """
 
     verdict: Analysis
     piece: Piece | None
-    operators: tuple[Operator, ...] = ()
+    operators: tuple[tuple[str, str], ...] = ()
 
     @property
     def word(self) -> str:
@@ -84,7 +82,8 @@ def analysed_graph(gm: GraphModule, kind: Kind, analysis: Analysis) -> AnalysedG
     piece = None
     rebinds = any(blocker.cause == REBINDS_INPUT for blocker in analysis.blockers)  # then no part is captured
     if analysis.device is not None and not rebinds:
-        piece = dataclasses.replace(whole_piece(gm, kind, analysis.device), run=_comes_with_the_code, constants=())
+        piece = whole_piece(gm, kind, analysis.device, _comes_with_the_code)
+        piece = dataclasses.replace(piece, constants=())
     return AnalysedGraph(analysis.as_data(), piece, operators_of(gm))
 
 
@@ -92,8 +91,8 @@ def _comes_with_the_code(inputs: list[Any]) -> Any:
     raise AssertionError("a piece was run before its code was filled in")
 
 
-def operators_of(gm: GraphModule) -> tuple[Operator, ...]:
-    """The operators in `gm` and its subgraphs that are not torch's: torch's version does not cover them."""
+def operators_of(gm: GraphModule) -> tuple[tuple[str, str], ...]:
+    """Names and descriptions of the operators in `gm` and its subgraphs that torch's version does not cover."""
     operators = {str(each): each for node in _nodes(gm) for each in torch_cuda.overloads_of(node.target)}
     others = {name: _description(each) for name, each in operators.items() if not name.startswith(("aten.", "prims."))}
     return tuple(sorted(others.items()))
@@ -111,7 +110,7 @@ def _nodes(gm: GraphModule) -> list[torch.fx.Node]:
 def key_of(gm: GraphModule, options: Options, device_type: str) -> str:
     """This package's part of the key of Dynamo's graph `gm`."""
     operators = dict(operators_of(gm))
-    return f"format {_FORMAT} of {_sources()}, or_error {options.or_error}, for {device_type}, operators {operators}"
+    return f"captures by {_sources()}, or_error {options.or_error}, for {device_type}, operators {operators}"
 
 
 @functools.cache
@@ -133,7 +132,7 @@ class Store(autograd_cache.Extension):
     ) -> None:
         super().__init__(key_of(gm, options, device_type))
         self.finish = finish
-        self.traces: list[Trace] = list(map(trace_of, _nodes(gm)))
+        self.traces = list(map(trace_of, _nodes(gm)))
         self.stored: dict[str, AnalysedGraph] = {}
         self.refused = ""
         self.cannot = ""
@@ -145,7 +144,7 @@ class Store(autograd_cache.Extension):
         self._attach = self._attach or autograd_cache.attacher(_NAME)
         if self._attach is not None:
             graphs = self._dumped(tuple(self.stored.values()))
-            self._attach(pickle.dumps((_FORMAT, self.cannot, graphs)))
+            self._attach(pickle.dumps((self.cannot, graphs)))
 
     def accept(self, stored: autograd_cache.Entry) -> None:
         """Take the captures of `stored`, or bypass the cache. A new entry would not replace a refused one."""
@@ -164,10 +163,7 @@ class Store(autograd_cache.Extension):
         if attached is None:
             raise Refused("nothing of its captures is stored beside it")
         try:
-            version, *rest = pickle.loads(attached)
-            if version != _FORMAT:
-                raise Refused(f"what is stored of its captures has format {version}; expected {_FORMAT}")
-            cannot, graphs = rest
+            cannot, graphs = pickle.loads(attached)
             if cannot:
                 raise Refused(cannot)
             by_word = {found.word: found for found in self._loaded(graphs)}
@@ -206,12 +202,10 @@ class Store(autograd_cache.Extension):
         return file.getvalue()
 
     def _loaded(self, graphs: bytes) -> tuple[AnalysedGraph, ...]:
-        """The graphs that `_dumped` pickled, with the stack traces of this program. Raises `Refused`."""
+        """The graphs that `_dumped` pickled, with the stack traces of this program."""
 
-        def trace_at(place: tuple[int, str]) -> Trace:
+        def trace_at(place: tuple[int, str]) -> str | None:
             node, remark = place
-            if node >= len(self.traces):
-                raise Refused("it names nodes that this graph does not have")
             trace = self.traces[node]
             return None if trace is None else trace + remark
 

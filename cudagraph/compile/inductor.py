@@ -41,7 +41,7 @@ def analysed(gm: GraphModule, kind: Kind, options: Options, device_type: str) ->
     return analysed_graph(gm, kind, analysis)
 
 
-def captured(code: Any, found: AnalysedGraph, options: Options, driver: CaptureDriver | None) -> Any:
+def captured(code: Any, found: AnalysedGraph, options: Options, driver: CaptureDriver) -> Any:
     """The callable that AOTAutograd gets for `code`: `code` itself, with its pieces captured. Code in one piece is
     replaced by the tree's own callable, because `code` takes 3 us a call for profilers and metrics."""
     maps: Sequence[compilers.PartitionMap] = ()
@@ -70,7 +70,7 @@ def captured(code: Any, found: AnalysedGraph, options: Options, driver: CaptureD
 
 
 def capture_partitions(
-    code: Any, graph: Piece, maps: Sequence[compilers.PartitionMap], options: Options, driver: CaptureDriver | None
+    code: Any, graph: Piece, maps: Sequence[compilers.PartitionMap], options: Options, driver: CaptureDriver
 ) -> Boxed:
     """A callable that runs Inductor's `code` with each of its pieces captured. `graph` describes all of it."""
 

@@ -23,7 +23,7 @@ from ..options import Options
 from ..placeholder import PlaceholderInfo
 from ..torch_private import compilers
 from ..tree import dispatch
-from ..tree.driver import CaptureDriver
+from ..tree.driver import CaptureDriver, cuda_driver
 from ..tree.function import Piece
 from .inductor import capture_partitions
 from .pieces import uncaptured
@@ -31,14 +31,14 @@ from .pieces import uncaptured
 _numbers = itertools.count()
 
 
-def _pending(piece: Piece) -> Any:
-    """The callable, uncaptured, that stands in a compiled graph between Inductor's two calls of the policy."""
+class Pending:
+    """The callable of a compiled graph between Inductor's two calls of the policy. It runs the graph uncaptured."""
 
-    def call(inputs: list[Any]) -> Any:
-        return call.run(inputs)  # type: ignore[attr-defined]
+    def __init__(self, piece: Piece) -> None:
+        self.piece, self.run = piece, piece.run
 
-    call.piece, call.run = piece, piece.run  # type: ignore[attr-defined]
-    return call
+    def __call__(self, inputs: list[Any]) -> Any:
+        return self.run(inputs)
 
 
 class Policy(compilers.inductor_policy_class()):  # type: ignore[misc]
@@ -56,8 +56,7 @@ class Policy(compilers.inductor_policy_class()):  # type: ignore[misc]
     def __init__(self, options: Mapping[str, Any] | None = None, *, driver: CaptureDriver | None = None) -> None:
         compilers.need_inductor_policy()
         self.options = Options.parse(options)
-        self.driver = driver
-        self.device_type = "cuda" if driver is None else driver.device_type
+        self.driver = driver or cuda_driver()
         self._local = threading.local()  # .pending: the callable of the graph that this thread is compiling
         self._static: dict[Any, set[str]] = {}  # names of a forward's static inputs, by Inductor's number of the graph
 
@@ -69,7 +68,7 @@ class Policy(compilers.inductor_policy_class()):  # type: ignore[misc]
     ) -> Callable[..., Any]:
         """Called by Inductor to wrap `model`. `wrap_output` does it, because it sees the pieces."""
         is_backward, is_inference = kwargs["is_backward"], kwargs["is_inference"]
-        index, kind = kwargs["device_index"], self.device_type
+        index, kind = kwargs["device_index"], self.driver.device_type
         piece = Piece(
             name=f"{word_of(is_backward, is_inference)} {next(_numbers)} of Inductor",
             run=model,
@@ -82,12 +81,8 @@ class Policy(compilers.inductor_policy_class()):  # type: ignore[misc]
             is_backward=is_backward,
             is_inference=is_inference,
         )
-        self._local.pending = _pending(piece)
-        return self._local.pending  # type: ignore[no-any-return]
-
-    def should_wrap(self, compiled_graph: Any) -> bool:
-        """Called by Inductor: whether to call `wrap_output`. Always."""
-        return True
+        pending = self._local.pending = Pending(piece)
+        return pending
 
     def wrap_output(self, output_code: Any) -> Any:
         """Capture the graph of the last `cudagraphify`: whole, or piece by piece as the code was cut."""

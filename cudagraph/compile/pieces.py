@@ -27,12 +27,12 @@ from ..tree.function import Piece
 Boxed = Callable[[list[Any]], Sequence[Any]]
 
 
-def callable_of(gm: GraphModule, kind: Kind, options: Options, driver: CaptureDriver | None, device_type: str) -> Boxed:
+def callable_of(gm: GraphModule, kind: Kind, options: Options, driver: CaptureDriver) -> Boxed:
     """A callable that runs `gm` with its capturable parts captured.
 
     Raises `NotCapturableError` with `options.or_error` if `gm` can't be captured whole.
     """
-    analysis = prepare_and_analyse(gm, kind, options, device_type)
+    analysis = prepare_and_analyse(gm, kind, options, driver.device_type)
     report(analysis, options)
     if analysis.idle:
         return torch_cuda.boxed(gm)
@@ -40,9 +40,7 @@ def callable_of(gm: GraphModule, kind: Kind, options: Options, driver: CaptureDr
         return uncaptured(torch_cuda.boxed(gm))
     assert analysis.device is not None
     if analysis.whole:
-        piece = whole_piece(gm, kind, analysis.device)
-        torch_cuda.set_boxed(gm)
-        return dispatch.capture(dataclasses.replace(piece, run=gm.forward), options, driver)
+        return dispatch.capture(whole_piece(gm, kind, analysis.device, torch_cuda.boxed(gm)), options, driver)
     counters.add("partitions")
     captured = [part for part in analysis.parts if part.captured]
     runs: list[Boxed] = []
@@ -67,23 +65,20 @@ def uncaptured(run: Callable[[list[Any]], Any]) -> Boxed:
 
 
 def host_inputs(nodes: Sequence[Node], device: torch.device) -> set[int]:
-    """Positions of a captured part's inputs on the CPU.
-
-    Only host operators read or write them, and they are pinned memory that does not move, so they are static inputs.
-    """
+    """Positions of a captured part's inputs on the CPU. They are static inputs: only host operators touch their memory,
+    which is pinned and does not move."""
     if device == CPU:
         return set()
     return {i for i, node in enumerate(nodes) if any(t.device == CPU for t in tensors_of(node))}
 
 
-def whole_piece(gm: GraphModule, kind: Kind, device: torch.device) -> Piece:
-    """All of `gm` as one piece; the caller replaces its `run`."""
+def whole_piece(gm: GraphModule, kind: Kind, device: torch.device, run: Boxed) -> Piece:
+    """All of `gm` as one piece; `run` runs it."""
     inputs, results = gm.graph.find_nodes(op="placeholder"), results_of(gm.graph)
     whole = Part(True, 0, nodes=tuple(gm.graph.nodes), inputs=tuple(inputs), outputs=tuple(results))
     return dataclasses.replace(
-        _piece_of(whole, kind.name, gm.forward, kind, device),
+        _piece_of(whole, kind.name, run, kind, device),
         unread_inputs=tuple(i for i, n in enumerate(inputs) if not n.users and is_on_another_device(n, device)),
-        saved_outputs=kind.saved_outputs(len(results)),
     )
 
 

@@ -133,7 +133,7 @@ def analyse(gm: GraphModule, kind: Kind, options: Options, device_type: str) -> 
         if is_free(node):
             return EAGER if is_on_another_device(node, device) else FREE
         reason, cause = reason_against(node, device), ""
-        if reason is None and not options.or_error:
+        if reason is None and not options.or_error:  # with it the tree decides: it knows where an input comes from
             reason, cause = _writes_to_caller(node, static), WRITES_TO_CALLER
         if reason is None:
             return CAPTURE
@@ -174,8 +174,10 @@ def static_nodes(graph: Graph, kind: Kind) -> set[Node]:
 
 
 def _writes_to_caller(node: Node, static: set[Node]) -> str | None:
-    """Why writing to an input keeps `node` out of a captured part: the tree would run the whole graph uncaptured if the
-    next call brought other memory. With `or_error` the tree decides: it knows where the input comes from."""
+    """Why `node` can't be captured if it writes to an input that is not static; None if it writes to none.
+
+    If the next call brought other memory for that input, the tree would run the whole graph uncaptured.
+    """
     for source in map(source_of, written_nodes(node)):
         if source.op == "placeholder" and source not in static:
             return f"writes to '{source.name}', an input that is the caller's own"

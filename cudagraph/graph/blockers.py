@@ -2,10 +2,10 @@
 
     node, device --reason_against--> None, or why this operator can't be in a CUDA graph --blocker_of--> Blocker
 
-A replay runs no host code. So an operator stays out if it computes on the host, reads a number there, waits for the
-device to know a size, or belongs to another device. Views and arithmetic on sizes launch nothing and can be anywhere
-(`is_free`). If an input gets other memory or another shape (`rebinds`), the whole graph stays out: the input's new
-memory would be the pool's.
+A replay runs no host code. So an operator can't be captured if it computes on the host, reads a number there, waits for
+the device to know a size, or runs on another device. Views and arithmetic on sizes launch nothing and can be anywhere
+(`is_free`). If an operator gives an input other memory or another shape (`rebinds`), nothing of its graph is captured:
+the input's new memory would belong to the pool.
 """
 
 from __future__ import annotations

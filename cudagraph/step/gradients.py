@@ -29,9 +29,9 @@ class ReadsGradients(CannotCapture):
     """The step reads a gradient from before the step."""
 
 
-# The gradient that a replay gave each parameter last, by the parameter's id: a weak reference to it, the recording's
-# templates, the position there. `may_replay` may drop it to see whether somebody else holds it; the template makes it
-# again.
+# By a parameter's id, the gradient that a replay gave it last: a weak reference to the gradient, the templates of the
+# recording, and the position there. `may_replay` drops the gradient to see whether somebody else holds it, and makes it
+# again from its template.
 LastGradients = dict[int, tuple[weakref.ref[torch.Tensor], "list[torch.Tensor]", int]]
 
 
@@ -100,8 +100,8 @@ class Gradients:
         self._owners, self._needed = [x for x, _ in self._expected], [old for _, old in self._expected]
 
     def require_free(self, slots: Sequence[Slot], orphans: Sequence[StorageWeakRef]) -> None:
-        """From now on, a replay also needs that nobody holds gradients of other recordings: on `slots`, or on storages
-        of closed recordings (`orphans`)."""
+        """From now on, a replay also needs that nobody holds gradients of other recordings. `slots` are those of open
+        recordings, `orphans` the storages of closed ones."""
         self._watch.close()
         self._watch, self._orphans = Watch([*self.slots.values(), *slots]), orphans
 

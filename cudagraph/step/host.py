@@ -42,10 +42,11 @@ TORCH_OBJECTS = (torch.nn.Module, torch.optim.Optimizer, torch.amp.GradScaler)
 Scheduler = torch.optim.lr_scheduler.LRScheduler  # counts outside of the step; what it sets is the optimizer's
 WRAPPERS = ("__self__", "__func__", "func", "args", "keywords", "fget")  # of methods, partials and properties
 MISSING = object()
+EMPTY_CELL = types.CellType()  # of a closure, whose variable has no value yet; all empty cells are equal
 _PATHS = sysconfig.get_paths()
+OUR_OWN = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(os.path.dirname(__file__)) + os.sep)
 NOT_THE_USERS = (
-    os.path.dirname(torch.__file__) + os.sep,
-    os.path.dirname(os.path.dirname(__file__)) + os.sep,
+    *OUR_OWN,
     *(_PATHS[name] + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")),
     "<frozen",
 )
@@ -118,7 +119,7 @@ class HostState:
         return HostState(self.schedulers, self._device_type, follows_schedulers=True)
 
     def note_versions(self) -> None:
-        """Take the versions of now as those of the snapshot. For when all values are back at those of the snapshot."""
+        """Note the versions of dicts and numbers. Call it when all values are those of the snapshot again."""
         self._versions = [*map(torch_cuda.dict_version, self._full)]
         self._number_versions = [x._version for x in self.numbers]
 
@@ -137,16 +138,12 @@ class HostState:
 
     def differences(self, after: HostState) -> dict[str, str]:
         """What differs in `after`, by path, as text: "True became False"."""
-        if self.leaves == after.leaves:
-            return {}
-        pairs = {
-            path: (self.leaves.get(path, MISSING), after.leaves.get(path, MISSING))
-            for path in dict.fromkeys([*self.leaves, *after.leaves])
-        }
-        return {path: f"{_text(old)} became {_text(new)}" for path, (old, new) in pairs.items() if old != new}
+        paths = dict.fromkeys([*self.leaves, *after.leaves])
+        pairs = ((path, self.leaves.get(path, MISSING), after.leaves.get(path, MISSING)) for path in paths)
+        return {path: f"{_text(old)} became {_text(new)}" for path, old, new in pairs if old != new}
 
     def accept(self, container: dict[Any, Any], key: Any) -> None:
-        """Take the value that `container[key]` has now into the snapshot."""
+        """Replace the snapshot's value of `container[key]` by the current one."""
         for each, copy in zip(self._dicts, self._copies, strict=False):
             if each is container:
                 copy[key] = each[key]
@@ -264,7 +261,7 @@ class HostState:
         self.leaves[path] = id(code)  # not the function's id: it may be made anew in each step
         self._seen[id(code)] = code, path
         named = zip(code.co_freevars, function.__closure__ or (), strict=True)
-        cells = {name: cell for name, cell in named if not _is_empty(cell)}
+        cells = {name: cell for name, cell in named if cell != EMPTY_CELL}
         write = functools.partial(_call_for_each, setattr, cells.values(), repeat("cell_contents"))
         self._view(path, cells, lambda: [cell.cell_contents for cell in cells.values()], write)
         for each in (space, *map(vars, filter(_is_users_module, map(space.get, names_in(code))))):
@@ -291,14 +288,6 @@ def _same(now: Iterable[Any], saved: Iterable[Any]) -> bool:
 
 def _bytes(value: Any) -> bytes:
     return value.tobytes() if hasattr(value, "tobytes") else bytes(value)
-
-
-def _is_empty(cell: Any) -> bool:
-    try:
-        cell.cell_contents  # noqa: B018
-    except ValueError:
-        return True
-    return False
 
 
 def _is_users_module(value: Any) -> bool:

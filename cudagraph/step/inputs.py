@@ -14,7 +14,7 @@ import torch
 from .. import counters
 from ..torch_private import cuda as torch_cuda
 from ..tree.function import key_value
-from ..tree.liveness import copy_preserving_layout, overlap_span
+from ..tree.liveness import copy_preserving_layout, destinations_of
 
 
 def flat_arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Sequence[Any], Any]:
@@ -64,11 +64,7 @@ class Inputs:
         with pool.staging():
             self.staged = [copy_preserving_layout(flat[i].to(device)) for i in self.positions]
         self._versions = [x._version for x in self.staged]
-        # Tensors whose elements overlap are copied as flat memory: position among `staged`, number of elements.
-        self._spans = [(n, span) for n, x in enumerate(self.staged) if (span := overlap_span(x)) is not None]
-        self._destinations = list(self.staged)
-        for n, span in self._spans:
-            self._destinations[n] = self.staged[n].as_strided((span,), (1,))
+        self._destinations, self._spans = destinations_of(self.staged)
         self._on_cpu = [n for n, i in enumerate(self.positions) if flat[i].device != device]
         if self._on_cpu:
             self._stream, self._copied = torch.cuda.Stream(device), torch.cuda.Event()

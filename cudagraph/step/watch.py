@@ -23,7 +23,7 @@ import torch
 from ..graph.blockers import COPIES, CPU, HOST_READS, is_host_operator, name_of, tensors_in
 from ..torch_private import cuda as torch_cuda
 from ..tree.capture import CannotCapture
-from .host import is_users
+from .host import OUR_OWN, is_users
 
 COLLECTIVES = ("c10d", "_c10d_functional", "c10d_functional")
 INDEXED = ("aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_", "aten::_unsafe_index")
@@ -31,7 +31,6 @@ INDEXED = ("aten::index", "aten::index_put", "aten::index_put_", "aten::_index_p
 ATTENTION = (
     "aten::_scaled_dot_product", "aten::_flash_attention", "aten::_efficient_attention", "aten::_cudnn_attention",
 )  # fmt: skip
-OUR_OWN = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(os.path.dirname(__file__)) + os.sep)
 SIZE = "has a size that depends on the values of a tensor"
 
 

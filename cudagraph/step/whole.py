@@ -41,7 +41,8 @@ from .watch import users_line
 
 log = logging.getLogger("cudagraph")
 
-OPTIONS = {"or_error": None, "size_limit": 16, "rerecord_limit": 16, "warmup_steps": 1}
+LIMITS = {"size_limit": 16, "rerecord_limit": 16}  # by default
+OPTIONS = ("or_error", *LIMITS, "warmup_steps")
 MOST_FAILED_CAPTURES = 3  # in a row, by errors that may not come again, such as out of memory
 MOST_UNSTABLE_CALLS = 4  # in a row, each with other host values than the one before
 PARALLEL = {"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "DataParallel"}
@@ -69,8 +70,7 @@ class WholeStep:
         unknown = [name for name in options or {} if name not in OPTIONS]
         if unknown:
             raise OptionError(f"unknown option {unknown[0]!r} of a whole step; valid options: {', '.join(OPTIONS)}")
-        defaults = {name: value for name, value in OPTIONS.items() if value is not None}
-        self.options = Options.parse({**defaults, **(options or {})})
+        self.options = Options.parse({**LIMITS, **(options or {})})
         self._made_of = run, update, roots, update_roots, options
         self.run, self.update = run, update
         self.roots, self.update_roots = dict(roots), dict(update_roots)
@@ -170,7 +170,7 @@ class WholeStep:
         if len(known) > self.options.rerecord_limit:
             changed = known[-1].host.differences(host)
             what = next((f"{path}: {how}" for path, how in changed.items()), "its tensors moved")
-            if changed and self._leave_update_out_if_optimizer_changed(changed, what):
+            if changed and self._leave_update_out(what, changed):
                 return self._find_or_record(key, flat, spec)
             return self._skip(f"it was recorded {len(known)} times, last because {what}", flat, spec)
         warm, count = self.warm.get(key, (host, 0))
@@ -186,7 +186,7 @@ class WholeStep:
             log.debug("%s warms up again: %s", self.name, what)
             self.unstable_calls += 1
             if self.unstable_calls > MOST_UNSTABLE_CALLS:
-                if self._leave_update_out_if_optimizer_changed(changed, what):
+                if self._leave_update_out(what, changed):
                     return self._find_or_record(key, flat, spec)
                 return self._refuse(what, flat, spec)
         result = self._warm_up(flat, spec)
@@ -282,13 +282,10 @@ class WholeStep:
             return self._find_or_record(key, flat, spec)
         return self._refuse(reason, flat, spec)
 
-    def _leave_update_out_if_optimizer_changed(self, changed: Mapping[str, str], reason: str) -> bool:
-        """`_leave_update_out`, but only if nothing but an optimizer's values changed."""
-        return all(path.startswith("optimizer") for path in changed) and self._leave_update_out(reason)
-
-    def _leave_update_out(self, reason: str) -> bool:
-        """From now on, capture forward and backward only. False if there is no update to leave out, or no more."""
-        if self.update is None or self.update_refused:
+    def _leave_update_out(self, reason: str, changed: Iterable[str] = ()) -> bool:
+        """From now on, capture forward and backward only. False if there is no update to leave out, or no more, or if
+        one of the values `changed` is none of an optimizer's."""
+        if self.update is None or self.update_refused or not all(path.startswith("optimizer") for path in changed):
             return False
         if self.options.or_error:
             raise NotCapturableError(f"{self.name} can't run as one CUDA graph: {reason}")
@@ -366,8 +363,6 @@ class WholeStep:
 
 
 def detached(result: Any) -> Any:
-    if isinstance(result, torch.Tensor):
-        return result.detach()
     flat, spec = torch_cuda.flatten(result)
     return torch_cuda.unflatten([x.detach() if isinstance(x, torch.Tensor) else x for x in flat], spec)
 

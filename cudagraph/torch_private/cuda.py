@@ -9,8 +9,10 @@ import contextlib
 import ctypes
 import dataclasses
 import functools
+import math
 import operator
 import sys
+import types
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -156,11 +158,6 @@ def boxed(gm: GraphModule, need: Callable[[str], Any] = need) -> Callable[[list[
     return run
 
 
-def fake_mode_of(x: torch.Tensor) -> Any:
-    """A context in which tensors are made as fake as `x` is."""
-    return getattr(x, "fake_mode", None) or contextlib.nullcontext()
-
-
 def without_modes(need: Callable[[str], Any] = need) -> Any:
     """A context in which operators are real, whatever fake or tracing mode is on."""
     return need("torch.utils._python_dispatch._disable_current_modes")()
@@ -251,16 +248,9 @@ negated: Callable[[torch.Tensor], torch.Tensor] = late(need, "torch._neg_view")
 clear_cublas_workspaces: Callable[[], None] = late(need, "torch._C._cuda_clearCublasWorkspaces")
 
 
-class NoMarks:
-    """torch's count of marks while nobody has imported the module that counts."""
-
-    mark_step_counter = 0
-
-
-class NoCalls:
-    """In place of Dynamo's count of calls, for functions that Dynamo does not call: no two calls are the same one."""
-
-    generation = float("nan")  # not equal to itself
+no_marks = types.SimpleNamespace(mark_step_counter=0)  # while nobody has imported torch's module that counts marks
+# For functions that Dynamo does not call. NaN is not equal to itself, so no two calls are the same one.
+no_calls = types.SimpleNamespace(generation=math.nan)
 
 
 def torch_marks() -> Any:
@@ -269,17 +259,17 @@ def torch_marks() -> Any:
     Nothing is imported for it.
     """
     module = sys.modules.get("torch._inductor.cudagraph_trees")
-    return NoMarks if module is None else module.MarkStepBox
+    return no_marks if module is None else module.MarkStepBox
 
 
 def calls_of_dynamo() -> Any:
     """While Dynamo compiles, an object with `generation`, a number that changes with each call of a compiled function.
 
-    It is the same in all graphs of one call, also after graph breaks. torch's own trees use it. Else `NoCalls`.
+    It is the same in all graphs of one call, also after graph breaks. torch's own trees use it. Else `no_calls`.
     """
     path = "torch._dynamo.mutation_guard.GenerationTracker"
     compiling = need("torch._guards.TracingContext").try_get() is not None
-    return need(path) if compiling and has(path) else NoCalls
+    return need(path) if compiling and has(path) else no_calls
 
 
 def storage_at(address: int, device: torch.device, nbytes: int) -> torch.UntypedStorage:

@@ -45,14 +45,14 @@ of_nobody = Trees()
 every_thread: list[Trees] = [of_nobody]
 every_thread_lock = threading.RLock()
 numbers: dict[tuple[CaptureDriver, torch.device], int] = {}
-torch_marks = torch_cuda.NoMarks  # counts torch's marks, for all threads
+torch_marks: Any = torch_cuda.no_marks  # counts torch's marks, for all threads
 stats = counters.stats
 
 
 def marks_so_far(trees: Trees) -> int:
     global torch_marks
     torch_marks = torch_cuda.torch_marks()
-    return trees.marks - torch_marks.mark_step_counter
+    return trees.marks - int(torch_marks.mark_step_counter)
 
 
 def capture(

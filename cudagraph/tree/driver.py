@@ -29,14 +29,18 @@ CAPTURE_ERRORS = (
 
 
 class Pool(torch_cuda.PrivatePool):
-    """Memory that recordings of one tree share: a private pool of the caching allocator.
+    """The memory that all recordings of a tree share: a private pool of the caching allocator.
 
     The allocator reuses a block only on the stream that it was made for, so all graphs are recorded on one stream.
-    After a capture that could not be ended it is `broken`: nothing more can be recorded in it.
+
+    Attributes:
+        broken: whether a capture could not be ended, or left memory allocated: nothing more is recorded in the pool.
+        owner: lives as long as the recordings in the pool; see capture.py.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.broken = False
+        self.owner: Owner | None = Owner()
         with torch.cuda.device(device):
             torch.cuda.synchronize()
             self.side_stream = torch.cuda.Stream()
@@ -104,8 +108,8 @@ class Pool(torch_cuda.PrivatePool):
     def _end(self, graph: torch.cuda.CUDAGraph, generators: Sequence[torch.Generator]) -> bool:
         """End the capture, and return whether it is empty, which torch only says in a warning.
 
-        If it can't be ended, torch believes it to be under way. Allocations are no longer routed to the pool then,
-        which can't be captured into again. Another, complete capture tells generators that the broken one is over.
+        If it can't be ended, torch believes that it goes on, so the pool can't be captured into again. Then allocations
+        are no longer routed to the pool, and a complete, empty capture tells generators that the broken one is over.
         """
         try:
             with warnings.catch_warnings(record=True) as caught:
@@ -126,7 +130,7 @@ class Pool(torch_cuda.PrivatePool):
 
     def release(self) -> None:
         """Give the memory back as soon as no graph uses it."""
-        self.keep_alive = None
+        self.keep_alive = self.owner = None
 
 
 def _graph_with(generators: Sequence[torch.Generator]) -> torch.cuda.CUDAGraph:
@@ -217,24 +221,3 @@ class CaptureDriver:
 @functools.cache
 def cuda_driver() -> CaptureDriver:
     return CaptureDriver()
-
-
-class SharedPool:
-    """The pool of one tree, which the first recording opens."""
-
-    def __init__(self, driver: CaptureDriver, device: torch.device) -> None:
-        self.driver, self.device = driver, device
-        self.owner = Owner()  # lives as long as the recordings in the pool; see capture.py
-        self.broken = False  # a capture failed and left memory allocated: nothing more is recorded in the pool
-        self._opened: Pool | None = None
-
-    @property
-    def opened(self) -> Pool:
-        self._opened = self._opened or self.driver.open_pool(self.device)
-        return self._opened
-
-    def release(self) -> None:
-        """Give the memory back: no recording is left. The next one opens a new pool."""
-        if self._opened is not None:
-            self._opened.release()
-        self._opened, self.owner = None, Owner()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -60,7 +60,8 @@ class Function:
         self.piece, self.options, self.driver = piece, options, driver
         self.name = piece.name
         self.static_inputs = frozenset(piece.static_inputs)  # without those that move; see moves.py
-        # What runs with a graph or without one together: else one copies what another leaves in ordinary memory.
+        # Functions of one family run with graphs or without them, all together. If only the forward ran without one, it
+        # would leave saved tensors in ordinary memory, and the backward's graph would have to copy them.
         self.family = object() if piece.compiled is None else piece.compiled
         # Outputs that are held at the end of a step are copied out. A gradient is accumulated into over several steps.
         self.copies_held = piece.is_backward or options.held_outputs == "copy"
@@ -115,7 +116,7 @@ class Function:
         """Why a replay can't give out `x`, output `k` of `run`; None if it can."""
         if x.layout is not torch.strided or type(x) is not torch.Tensor:
             return f"{self.origin(k)} is a {type(x).__name__} of layout {x.layout}"
-        if x.device == self.piece.device or x.untyped_storage().nbytes() == 0:
+        if x.device == self.piece.device or x.is_meta or x.untyped_storage().nbytes() == 0:
             return None
         if x.device.type == "cpu" and x.is_pinned():
             return None  # an offloaded tensor: each replay writes to the same host memory
@@ -147,16 +148,3 @@ class Function:
         if cause not in self._logged:
             log.warning("%s runs without a CUDA graph: %s", self.name, reason)
         self._logged |= {reason, cause}
-
-
-@dataclass(eq=False)
-class FunctionState:
-    """What one tree knows of a function."""
-
-    warmup_count: int = 0
-    keys: set[Any] = field(default_factory=set)  # edge keys that it was recorded or refused for; each is a size
-    awaiting_second_warmup: set[Any] = field(default_factory=set)  # edge keys whose capture raised `NotWarmError`
-
-    def admits(self, key: Any, size_limit: int) -> bool:
-        """Whether `key` may be recorded or refused. Refusals take memory, too."""
-        return key in self.keys or len(self.keys) < size_limit

@@ -6,8 +6,8 @@
     Watch: many slots at once                  one comparison of two lists of use counts
 
 A storage's use count includes every tensor object over it, in Python and in C++: views, detached aliases, tensors that
-autograd saved, a stolen `.grad`. So nothing is scanned and nothing has to be registered. The exception is the storage's
-own Python object: all who ask for it share it, so its references are counted.
+autograd saved, a stolen `.grad`. So nothing is scanned and nothing has to be registered. The storage's Python object is
+one use, however many hold it, so its references are counted as well.
 """
 
 from __future__ import annotations
@@ -76,8 +76,10 @@ class Slot:
         self.watches: list[tuple[Watch, int]] = []
 
     def own_counts(self) -> tuple[int, int]:
-        """Two counts as they are when nobody else holds the memory. Uses of the storage: its handle, and one tensor for
-        each template. References to the handle, one Python object for all who ask: the slot's and the watches'."""
+        """The counts when nobody else holds the memory: uses of the storage, and references to its Python object.
+
+        The Python object is one use; each template is another. The slot and each watch refer to that object.
+        """
         return 1 + len(self.templates), 1 + len(self.watches) + EXTRA_HANDLES
 
     def held(self) -> bool:
@@ -197,3 +199,13 @@ def copy_preserving_layout(x: torch.Tensor) -> torch.Tensor:
         flat = x.as_strided((span,), (1,))
         copy = torch.empty(flat.shape, dtype=x.dtype, device=x.device).copy_(flat)
         return copy.as_strided(x.shape, x.stride(), 0)
+
+
+def destinations_of(copies: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[tuple[int, int]]]:
+    """The destinations of a foreach copy to `copies`, which start at the beginning of their storages, and the position
+    and span of each one whose elements overlap: that is copied as flat memory, see `overlap_span`."""
+    spans = [(n, span) for n, x in enumerate(copies) if (span := overlap_span(x)) is not None]
+    destinations = list(copies)
+    for n, span in spans:
+        destinations[n] = tensor_on(copies[n].untyped_storage(), Layout((span,), (1,), 0, copies[n].dtype))
+    return destinations, spans

@@ -33,10 +33,10 @@ class Seen:
 
     address: int
     recording: Recording
-    wasted: int  # moves in a row, up to this recording, from one that was replayed less than `EARNED` times
+    wasted: int  # moves in a row, up to this one, each from a recording that was replayed less than `EARNED` times
 
     def wasted_at(self, address: int) -> int:
-        """`wasted` for a recording that reads the input at `address`."""
+        """The value of `wasted` for a new recording that reads the input at `address`."""
         return 0 if self.recording.replay_count >= EARNED else self.wasted + (address != self.address)
 
 

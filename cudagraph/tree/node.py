@@ -3,7 +3,7 @@
     Recording.replay(inputs):  addresses as recorded? -> memory that it reuses is dead? -> one foreach copy -> launch
                                -> new tensors over the outputs
 
-record.py prepares all that is known when a graph is captured. A replay only decides whether it applies.
+record.py prepares all that is known when a graph is captured. A replay only decides whether the recording applies.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class InputLayout:
 
     addresses: list[int | None]  # of each tensor when it was recorded; None for other inputs
     fixed: list[int]  # those that are read where they are; their addresses are compared before each replay
-    in_place: frozenset[int]  # addresses of fixed inputs that the compiler did not call static: `StableInputProbe`
+    reads_in_place: bool  # whether other inputs than parameters and buffers are read where they are; `StableInputProbe`
     copied: list[int]  # those that are copied to `destinations` before each launch
     copied_range: slice | None  # `copied` as a slice, if its positions are consecutive
     flat_copies: list[tuple[int, int]]  # inputs whose elements overlap: position among `copied`, number of elements
@@ -51,7 +51,7 @@ class Template(NamedTuple):
     position: int
     layout: Layout
     slot: Slot | None  # its memory in the pool or on the host
-    storage: torch.UntypedStorage | None  # other memory, such as a constant's, if there is no slot
+    storage: torch.UntypedStorage | None  # if there is no slot: other memory, such as a constant's, or a meta tensor's
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -63,7 +63,6 @@ class OutputLayout:
     same_inputs: list[tuple[int, int]]  # output, input: an input itself
     input_aliases: list[tuple[int, int, int, Layout]]  # output, input, distance in bytes, layout: a view of an input
     repeats: list[tuple[int, int]]  # output, earlier output: the same tensor object again
-    metas: list[tuple[int, torch.Tensor]]  # output, meta tensor
     saved: list[Slot]  # those that a backward may need
     live: tuple[Slot, ...]  # slots of the path that may be held after it
 
@@ -225,8 +224,6 @@ class Recording(Node):
             made[position] = inputs[index]
         for position, index, distance, where in layout.input_aliases:
             made[position] = _alias(inputs[index], distance, where)
-        for position, meta in layout.metas:
-            made[position] = meta.data
         for position, first in layout.repeats:
             made[position] = made[first]
         inputs.clear()
@@ -289,22 +286,18 @@ class StableInputProbe:
 
     recording: Recording
     record_in_place: Callable[[Recording, list[Any]], list[Any] | None]
-    addresses: list[int] = field(default_factory=list)
-    call_count: int = 0
-    repeat_count: int = 0  # how many calls in a row, up to the last, had the addresses of the call before
+    seen: list[list[int]] = field(default_factory=list)  # the addresses of the copied inputs in each call
 
     def __call__(self, inputs: list[Any]) -> list[Any] | None:
         recording = self.recording
         layout = recording.inputs
         if not torch_cuda.pointers_equal(inputs, layout.addresses, layout.fixed):
             return None
-        addresses = [inputs[i].data_ptr() for i in layout.copied]
-        self.call_count += 1
-        self.repeat_count = self.repeat_count + 1 if addresses == self.addresses else 0
-        self.addresses = addresses
-        if self.call_count >= PROBED_CALLS:
+        self.seen.append([inputs[i].data_ptr() for i in layout.copied])
+        if len(self.seen) >= PROBED_CALLS:
             recording.edge = recording.parent.edges[recording.key] = recording.replay
-            outputs = self.record_in_place(recording, inputs) if self.repeat_count >= PROBED_CALLS // 2 else None
+            is_stable = all(addresses == self.seen[-1] for addresses in self.seen[PROBED_CALLS // 2 - 1 :])
+            outputs = self.record_in_place(recording, inputs) if is_stable else None
             if outputs is not None:
                 return outputs
         return recording.replay(inputs)

@@ -25,9 +25,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from ..errors import REBINDS
 from ..torch_private import cuda as torch_cuda
 from .capture import CannotCapture, Capture, under_way
-from .driver import Pool, SharedPool
+from .driver import Pool
 from .function import Function
-from .liveness import Layout, Slot, copy_preserving_layout, held, layout_of, on_slots, overlap_span, tensor_on
+from .liveness import Layout, Slot, copy_preserving_layout, destinations_of, held, layout_of, on_slots, tensor_on
 from .node import EdgeKey, InputLayout, Node, OutputLayout, Recording, Template
 
 
@@ -103,7 +103,7 @@ def _plan(parent: Node, function: Function, inputs: list[Any], in_place: frozens
 
 
 def record(
-    pool: SharedPool, parent: Node, key: EdgeKey, inputs: list[Any], in_place: frozenset[int] = frozenset()
+    pool: Pool, parent: Node, key: EdgeKey, inputs: list[Any], in_place: frozenset[int] = frozenset()
 ) -> Recording:
     """Capture the function of `key` after `parent` and move the path there. `Recording.run` launches the graph.
 
@@ -134,7 +134,7 @@ def record(
         if recording is not None:
             recording.close()
         # Whoever keeps a block of the pool would see it handed out again: nothing more is recorded in such a pool.
-        pool.broken = was_broken or pool.opened.broken or not pool.opened.live_blocks_are(set())
+        pool.broken = was_broken or not pool.live_blocks_are(set())
         raise
     del before
     for i, x in copied.items():  # outputs that are views of an input are views of the caller's tensor
@@ -144,12 +144,10 @@ def record(
     return recording
 
 
-def _capture(
-    shared: SharedPool, parent: Node, key: EdgeKey, plan: Plan, inputs: list[Any], before: Snapshot
-) -> Recording:
-    """Capture the graph. Leaves the graph's copies in `inputs`, as tensors that keep no memory of the pool."""
+def _capture(pool: Pool, parent: Node, key: EdgeKey, plan: Plan, inputs: list[Any], before: Snapshot) -> Recording:
+    """Capture the graph. In `inputs`, it replaces what is copied by the copies, which keep no memory of the pool."""
     function: Function = key[0]
-    piece, pool = function.piece, shared.opened
+    piece = function.piece
     kept = [*plan.held, *plan.donated]
     own = {slot: torch_cuda.storage_at(slot.address, piece.device, slot.nbytes) for slot in kept if not slot.host}
     if parent.state is not None:
@@ -159,14 +157,9 @@ def _capture(
     with pool.staging():
         for i in plan.copied:
             arguments[i] = copy_preserving_layout(inputs[i])
-    spans = [overlap_span(inputs[i]) for i in plan.copied]
-    flat_copies = [(position, span) for position, span in enumerate(spans) if span is not None]
     for i in plan.copied:
         inputs[i] = _unowned(arguments[i])
-    destinations = [inputs[i] for i in plan.copied]
-    for position, span in flat_copies:
-        x = destinations[position]
-        destinations[position] = tensor_on(x.untyped_storage(), Layout((span,), (1,), 0, x.dtype))
+    destinations, flat_copies = destinations_of([inputs[i] for i in plan.copied])
     for i, slot in plan.managed.items():
         is_donated = slot in plan.donated and not slot.host
         arguments[i] = tensor_on(own[slot] if is_donated else slot.storage, plan.layouts[i])
@@ -174,7 +167,8 @@ def _capture(
     owners = {slot: StorageWeakRef(own[slot]) for slot in plan.donated if not slot.host}
     for slot in owners:
         del own[slot]  # from here on only the arguments own it
-    capture = Capture(shared.owner, (slot.address for slot in kept if slot.host))
+    assert pool.owner is not None
+    capture = Capture(pool.owner, (slot.address for slot in kept if slot.host))
     with under_way(capture):
         graph, returned = pool.capture(lambda: list(piece.run(arguments)), before.generators)
     try:
@@ -199,11 +193,11 @@ def _capture(
             if slot not in alive and not slot.host:
                 pool.disown(slot.storage)
         copied = plan.copied
-        is_range = copied == list(range(copied[0], copied[-1] + 1)) if copied else False
+        is_range = bool(copied) and copied[-1] - copied[0] == len(copied) - 1
         layout = InputLayout(
             addresses=plan.addresses,
             fixed=sorted([*plan.static, *plan.managed]),
-            in_place=frozenset(inputs[i].data_ptr() for i in plan.static if i not in function.static_inputs),
+            reads_in_place=not function.static_inputs.issuperset(plan.static),
             copied=copied,
             copied_range=slice(copied[0], copied[-1] + 1) if is_range else None,
             flat_copies=flat_copies,
@@ -242,7 +236,6 @@ def _outputs(
     """
     piece = function.piece
     tensors = {k: x for k, x in enumerate(returned) if isinstance(x, torch.Tensor)}
-    metas = [(k, x) for k, x in tensors.items() if x.is_meta]
     by_tensor = {id(inputs[i]): i for i in static}
     same_inputs = [(k, by_tensor[id(x)]) for k, x in tensors.items() if id(x) in by_tensor]
     by_input = {torch_cuda.identity(inputs[i].untyped_storage()): i for i in static} | passed_on
@@ -253,7 +246,7 @@ def _outputs(
     slots = dict(on_path)
     blocks: set[int] = set()  # addresses in the pool that may be allocated now
     for k, x in tensors.items():
-        if x.is_meta or id(x) in by_tensor:
+        if id(x) in by_tensor:
             continue
         reason = function.reason_against_output(k, x)
         if reason is not None:
@@ -270,7 +263,7 @@ def _outputs(
                 blocks.add(storage.data_ptr())
         else:
             templated[k] = x
-            if cdata not in slots and storage.nbytes() and cdata not in function.constants:
+            if cdata not in slots and storage.nbytes() and cdata not in function.constants and not x.is_meta:
                 on_host = storage.device != piece.device or storage.data_ptr() in lent
                 slots[cdata] = Slot(storage, function.origin(k), copies=function.copies_held, host=on_host)
     blocks |= {slot.address for slot in slots.values() if not slot.host}
@@ -299,7 +292,6 @@ def _outputs(
         same_inputs=same_inputs,
         input_aliases=input_aliases,
         repeats=repeats,
-        metas=metas,
         saved=list(dict.fromkeys(may_be_saved)),
         live=tuple(dict.fromkeys(slots.values())),
     )
@@ -317,6 +309,6 @@ def _connect(recording: Recording, plan: Plan) -> None:
         recording.pending = (*parent.pending, recording)
     # A recording that reads in place is tried first: where it applies, the one that copies would apply, too.
     children = parent.children.setdefault(recording.key, [])
-    children.insert(0 if recording.inputs.in_place else len(children), recording)
+    children.insert(0 if recording.inputs.reads_in_place else len(children), recording)
     parent.edges[recording.key] = recording.edge
     recording.cursor.current = recording

@@ -20,6 +20,7 @@ import functools
 import threading
 from collections import defaultdict, deque
 from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -27,8 +28,8 @@ import torch
 from .. import counters
 from ..torch_private import cuda as torch_cuda
 from .capture import CannotCapture, NotWarmError
-from .driver import CaptureDriver, SharedPool
-from .function import Function, FunctionState, log
+from .driver import CaptureDriver, Pool
+from .function import Function, log
 from .liveness import Slot, copy_preserving_layout, held, on_slots, stale_message
 from .moves import COPIED_BYTES, EARNED, Moves
 from .node import Cursor, EdgeKey, Node, Recording, StableInputProbe
@@ -59,6 +60,20 @@ class Failure:
         self.reason = str(error) if self.is_ours else f"capturing it raised {type(error).__name__}: {first_line}"
 
 
+@dataclass(eq=False)
+class FunctionState:
+    """What one tree knows of a function."""
+
+    warmup_count: int = 0
+    keys: set[EdgeKey] = field(default_factory=set)  # those that it was recorded or refused for; each is a size
+    awaiting_second_warmup: set[EdgeKey] = field(default_factory=set)  # those whose capture raised `NotWarmError`
+    moves: Moves = field(default_factory=Moves)
+
+    def admits(self, key: EdgeKey, size_limit: int) -> bool:
+        """Whether `key` may be recorded or refused. Refusals take memory, too."""
+        return key in self.keys or len(self.keys) < size_limit
+
+
 class Tree(Cursor):
     """The recordings of one thread on one device."""
 
@@ -71,12 +86,11 @@ class Tree(Cursor):
         self.functions: set[Function] = set()  # those whose callable is alive
         self.warmup = Warmup(driver, device)
         self.states: defaultdict[Function, FunctionState] = defaultdict(FunctionState)
-        self.moves: defaultdict[Function, Moves] = defaultdict(Moves)
         self.given_up: dict[Any, str] = {}  # families of functions that run without graphs, and why; see moves.py
         self._begin()
 
     def _begin(self) -> None:
-        self.pool = SharedPool(self.driver, self.device)
+        self.pool: Pool | None = None  # the first recording opens it
         self.root = self.current = Node(self)
         self.off_path = Node(self)  # current while the step runs uncaptured; only refused functions have edges here
         self.uncaptured: UncapturedStep | None = None
@@ -89,10 +103,21 @@ class Tree(Cursor):
         """Where the path is; during an uncaptured step, where it was left."""
         return self.current if self.uncaptured is None else self.uncaptured.node
 
+    @property
+    def is_broken(self) -> bool:
+        """Whether nothing more can be recorded in the pool."""
+        return self.pool is not None and self.pool.broken
+
+    def _release_pool(self) -> None:
+        """Give the memory back: no recording is left. The next one opens a new pool."""
+        if self.pool is not None:
+            self.pool.release()
+            self.pool = None
+
     def call(self, function: Function, key: EdgeKey, inputs: list[Any]) -> list[Any]:
         """Run a call for which the current node has no edge that applies."""
         self.follow_stream()
-        if self.pool.broken and self.uncaptured is None:
+        if self.is_broken and self.uncaptured is None:
             if self.current is self.root:
                 self.close(inputs)
             else:  # outputs of the step are still needed: the pool is given up when the step may end
@@ -104,7 +129,7 @@ class Tree(Cursor):
         then = next_of(call)
         if then is Next.BEGINS:
             self.end_step(inputs)
-            if self.pool.broken:
+            if self.is_broken:
                 self.close(inputs)
                 came_from = self.root
         elif then is not Next.WARMS_UP and self.uncaptured is not None and self.uncaptured.cause is Cause.WARMUP:
@@ -153,7 +178,7 @@ class Tree(Cursor):
         size_limit, rerecord_limit = function.options.size_limit, function.options.rerecord_limit
         if not self.states[function].admits(key, size_limit):
             return f"it was called with {size_limit} sizes (options['size_limit']); pad its inputs to fewer sizes"
-        known = [child for child in self.current.children.get(key, ()) if not child.inputs.in_place]
+        known = [child for child in self.current.children.get(key, ()) if not child.inputs.reads_in_place]
         if len(known) > rerecord_limit:
             why = function.last_move or "what is held there differs"
             return f"it was recorded {len(known)} times at one place because {why} (options['rerecord_limit'])"
@@ -168,8 +193,8 @@ class Tree(Cursor):
         if key in node.children:
             layout = node.children[key][-1].inputs
             function.note_moves(layout.addresses, layout.fixed, inputs)
-        moves, static = self.moves[function], function.static_tensors(inputs, node.live)
-        moving = moves.in_each_step(static)
+        state, static = self.states[function], function.static_tensors(inputs, node.live)
+        moving = state.moves.in_each_step(static)
         if moving:
             why_not = self._give_up_or_copy(function, moving, inputs)
             if why_not is not None:
@@ -181,10 +206,10 @@ class Tree(Cursor):
         if function.piece.is_inference and recording.inputs.copied:
             record_in_place = functools.partial(below_autograd, self._record_in_place)
             recording.edge = node.edges[key] = StableInputProbe(recording, record_in_place)
-        moves.recorded(recording, static)
+        state.moves.recorded(recording, static)
         function.failed_captures = 0
-        self.states[function].keys.add(key)
-        self.states[function].awaiting_second_warmup.discard(key)
+        state.keys.add(key)
+        state.awaiting_second_warmup.discard(key)
         return recording.run(inputs)
 
     def _give_up_or_copy(self, function: Function, moving: frozenset[int], inputs: list[Any]) -> str | None:
@@ -221,6 +246,7 @@ class Tree(Cursor):
         count = len(self.current.children.get(key, ()))
         try:
             with one_capture():
+                self.pool = self.pool or self.driver.open_pool(self.device)
                 recording = record(self.pool, self.current, key, inputs, in_place)
         except AssertionError:  # a bug, which is not to be hidden
             raise
@@ -244,7 +270,7 @@ class Tree(Cursor):
             self._stop_capturing(Cause.WARMUP)
             return self._run_uncaptured(function, inputs)
         if failure.is_final:
-            if self.pool.broken or not failure.is_ours:
+            if self.is_broken or not failure.is_ours:
                 function.uncapturable = failure.reason  # another capture would do the same to the next pool
             return self._refuse(function, key, failure.reason, inputs)
         if function.options.or_error:
@@ -264,7 +290,7 @@ class Tree(Cursor):
         as before, if that is not possible."""
         node, function, key = self.current, recording.function, recording.key
         is_alone = not recording.children and node.children.get(key) == [recording]
-        if self.pool.broken or self.warmup.busy or not is_alone or not function.may_read_in_place:
+        if self.is_broken or self.warmup.busy or not is_alone or not function.may_read_in_place:
             return None
         storages = [x.untyped_storage().data_ptr() for x in inputs if isinstance(x, torch.Tensor)]
         if function.options.rerecord_limit == 0 or len(set(storages)) < len(storages):
@@ -272,7 +298,7 @@ class Tree(Cursor):
         in_place = self._capture(function, key, inputs, frozenset(recording.inputs.copied))
         if isinstance(in_place, Failure):  # `recording` still applies
             log.debug("%s goes on copying its inputs: %s", function.name, in_place.reason)
-            function.may_read_in_place = not self.pool.broken
+            function.may_read_in_place = not self.is_broken
             return None
         recording.replay_count += EARNED  # its inputs stayed where they are
         return in_place.run(inputs)
@@ -300,7 +326,7 @@ class Tree(Cursor):
         assert self.uncaptured is not None
         cause = self.uncaptured.cause
         if cause is not Cause.WARMUP:
-            return self._skip(function, "a capture failed in this step" if self.pool.broken else cause.value, inputs)
+            return self._skip(function, "a capture failed in this step" if self.is_broken else cause.value, inputs)
         storages = storages_of(inputs)
         outputs = self.warmup.run(function, inputs, storages)
         self.states[function].warmup_count += 1
@@ -321,7 +347,7 @@ class Tree(Cursor):
                     self._stop_capturing(Cause.IGNORED_MARKS)
             else:
                 self.end_step(inputs)
-            if self.pool.broken and self.path_end is self.root:
+            if self.is_broken and self.path_end is self.root:
                 self.close(inputs)
         self.marks = self.last_mark = marks  # not if there was no room for copies: the next call tries again
         if self.dropped:
@@ -376,25 +402,25 @@ class Tree(Cursor):
         _close_branches(self.off_path, gone, path)
         for function in gone:
             self.states.pop(function, None)
-            self.moves.pop(function, None)
             if self.uncaptured is not None:
                 self.uncaptured.call_counts.pop(function, None)
         self.dropped += [function for function in gone if any(each.function is function for each in path)]
         if not self.root.children:
-            self.pool.release()
+            self._release_pool()
 
     def close(self, inputs: list[Any] | None = None) -> None:
         """Forget everything and give the memory back; calls record again, and warm up unless the pool was broken."""
         self.end_step(inputs or [])
         self.root.close()
-        self.pool.release()
-        if self.pool.broken:
+        was_broken = self.is_broken
+        self._release_pool()
+        if was_broken:
             for state in self.states.values():
                 state.keys.clear()
+                state.moves = Moves()
         else:
             self.states.clear()
             self.given_up.clear()
-        self.moves.clear()
         self._begin()
 
 

@@ -52,8 +52,8 @@ class UncapturedStep:
     def __init__(self, node: Node, cause: Cause, *, continues_path: bool) -> None:
         self.node = node  # where the path was left
         self.cause = cause
-        # The function that warms up reads an output of the path, or one compiled call ran both. A call of the path's
-        # first function may then end the step, as a repeated function may.
+        # Whether the step is that of the path: the function that warms up reads an output of the path, or one compiled
+        # call ran both. Then a call of the path's first function may end it.
         self.continues_path = continues_path
         self.call_counts: Counter[Function] = Counter()
         self.backward = -1  # number of the backward in which a function ran last; -1: it ran outside of one

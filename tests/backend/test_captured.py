@@ -120,7 +120,7 @@ def test_a_graph_whose_only_host_tensors_are_offloaded_is_captured_whole():
     found = analyse(made, kind, cudagraph.Options(), "cuda")
     assert found.whole
     # pinned memory is never copied elsewhere; it is static beside the parameter
-    assert whole_piece(made, kind, CUDA).static_inputs == (0, 1)
+    assert whole_piece(made, kind, CUDA, made).static_inputs == (0, 1)
 
 
 @pytest.mark.core

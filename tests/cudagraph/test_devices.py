@@ -43,7 +43,7 @@ def test_a_model_in_two_halves(worlds, marked):
         del ys, y
     assert len(here.driver.pools) == len(there.driver.pools) == 1
     trees = [t for t in dispatch.local.trees.values() if t.driver in (here.driver, there.driver)]
-    assert all(t.root.children and not t.pool.broken for t in trees) and len(trees) == 2
+    assert all(t.root.children and not t.is_broken for t in trees) and len(trees) == 2
     assert dispatch.stats()["replays"] > 16 and dispatch.stats()["skips"] == 0
 
 

@@ -70,7 +70,7 @@ def failures_end_steps(monkeypatch):
     """After a failed capture the tree closes at once, although the step's outputs are needed."""
 
     def call(self, function, key, inputs, original=tree.Tree.call):
-        if self.pool.broken and self.uncaptured is None:
+        if self.is_broken and self.uncaptured is None:
             self.close(inputs)
         return original(self, function, key, inputs)
 
@@ -82,8 +82,9 @@ def moved_buffers(monkeypatch):
 
     def replay(self, inputs, original=node.Recording.replay):
         layout = self.inputs
-        fixed = [i for i in layout.fixed if layout.addresses[i] not in layout.in_place]
-        self.inputs = dataclasses.replace(layout, fixed=fixed)
+        if layout.reads_in_place:
+            fixed = [i for i in layout.fixed if i in self.function.static_inputs]
+            self.inputs = dataclasses.replace(layout, fixed=fixed)
         return original(self, inputs)
 
     monkeypatch.setattr(node.Recording, "replay", replay)

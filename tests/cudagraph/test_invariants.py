@@ -84,7 +84,7 @@ DELETIONS: dict[str, tuple[Callable[[World], None], Callable[[pytest.MonkeyPatch
     "numbers are part of the key": (other_numbers, lambda m: m.setattr(Function, "find_key_inputs", always(()))),
     "overlapping inputs are copied flat": (
         overlapping_input,
-        lambda m: (m.setattr(record, "overlap_span", always(None)), m.setattr(liveness, "overlap_span", always(None))),
+        lambda m: m.setattr(liveness, "overlap_span", always(None)),
     ),
     "what was dead must be dead": (
         held_for_the_first_time,

@@ -123,7 +123,7 @@ def test_recordings_of_a_dropped_function_go(world):
         mine = tree_of(world)
         refusals = [key for node in (mine.off_path, *mine.root.subtree()) for key in node.refusals]
         tables = (mine.functions, mine.states, refusals)
-        used = mine.pool.opened.peak if world.kind == "simulator" else torch.cuda.memory_reserved()
+        used = mine.pool.peak if world.kind == "simulator" else torch.cuda.memory_reserved()
         seen.append((len(recordings(world)), *map(len, tables), used))
         assert constant() is None
     assert seen[0][:-1] == (1, 2, 2, 0)

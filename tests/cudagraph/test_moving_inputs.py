@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 from gathered import Gathered
+from places import backend_with
 from torch import nn
 from tree_programs import World, same
 
-from cudagraph.backend import backend_with
 from cudagraph.errors import NotCapturableError
 from cudagraph.tree import dispatch, tree
 from cudagraph.tree.moves import EARNED
@@ -398,7 +398,7 @@ def test_parameters_are_forgotten_with_the_program(world):
         dispatch.mark_step_begin()
         f(world.randn(3, 4), w)
     (mine,) = [t for trees in dispatch.every_thread for t in trees.values() if t.driver is world.driver]
-    (known,) = mine.moves.values()
+    known = next(iter(mine.states.values())).moves
     assert len(known.seen) == 1
     del w
     assert len(known.seen) == 0

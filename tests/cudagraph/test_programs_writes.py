@@ -8,11 +8,12 @@ import logging
 import pytest
 import torch
 from capture_simulator import Simulator
+from places import backend_with
 from torch import nn
 
 import cudagraph
-from cudagraph.backend import backend_with
 from cudagraph.explain import explain_with
+from cudagraph.tree.driver import cuda_driver
 
 
 class Masked(nn.Module):
@@ -67,7 +68,9 @@ def test_a_parameter_that_is_given_other_memory_or_another_shape(place, how, gra
 @pytest.mark.core
 @pytest.mark.parametrize("how", ["data *=", "data ="])
 def test_explain_knows_of_it_too(place, how):
-    found = explain_with(place.driver, Masked(how).to(place.device), (torch.randn(2, 4, device=place.device),), {})
+    found = explain_with(
+        place.driver or cuda_driver(), Masked(how).to(place.device), (torch.randn(2, 4, device=place.device),), {}
+    )
     assert [part.captured for part in found.parts if part.graph == "forward 0"] == [False]
     (blocker,) = found.blockers
     assert "gives an input other memory" in blocker.reason and f"self.weight.{how}" in blocker.source_line

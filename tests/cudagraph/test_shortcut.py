@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from places import backend_with
 
 import cudagraph
 from cudagraph import backend
-from cudagraph.backend import backend_with
 from cudagraph.tree import dispatch
 from cudagraph.tree.function import Function
 from cudagraph.tree.node import PROBED_CALLS

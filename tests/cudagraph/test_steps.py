@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 from capture_simulator import Simulator
+from places import backend_with
 from tree_programs import World, same
 
 import cudagraph
-from cudagraph.backend import backend_with
 from cudagraph.torch_private import cuda as torch_cuda
 from cudagraph.tree import dispatch
 from cudagraph.tree.liveness import STALE

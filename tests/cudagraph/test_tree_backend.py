@@ -10,10 +10,10 @@ import logging
 
 import pytest
 import torch
+from places import backend_with
 from torch import nn
 
 import cudagraph
-from cudagraph.backend import backend_with
 
 INNER = ["aten", pytest.param("inductor", marks=pytest.mark.slow)]
 

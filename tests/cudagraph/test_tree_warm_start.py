@@ -17,6 +17,7 @@ import pytest
 import torch
 from capture_simulator import Simulator
 from pieces import Noted, piece_as_data, scaled
+from places import backend_with
 from torch import nn
 from torch._higher_order_ops import triton_kernel_wrap
 
@@ -26,7 +27,6 @@ from aot_hooks import cudagraphs
 from aot_hooks.backend import aot_hooks as hooks_backend
 from aot_hooks.cache import lookup
 from aot_hooks.errors import CacheWarning
-from cudagraph import backend
 from cudagraph.compile import compilation, entry
 from cudagraph.compile.compilation import Compilation
 from cudagraph.tree import dispatch
@@ -115,7 +115,7 @@ class Starts:
             kept = {"options": {"cudagraphs": options or True}}
             compiled: Any = torch.compile(model, backend=hooks_backend, dynamic=dynamic, **kept)
         else:
-            ours = backend.backend_with(driver, {"inner": "inductor", **options})
+            ours = backend_with(driver, {"inner": "inductor", **options})
             compiled = torch.compile(model, backend=self.backend or ours, dynamic=dynamic)
         seen = []
         for number in range(4):

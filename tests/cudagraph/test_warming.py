@@ -8,9 +8,9 @@ import threading
 
 import pytest
 import torch
+from places import backend_with
 from tree_programs import World, same, takes_list
 
-from cudagraph.backend import backend_with
 from cudagraph.tree import dispatch
 
 

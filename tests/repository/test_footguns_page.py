@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from places import backend_with
 from test_readme import ROOT, python_blocks
 from whole_steps import on_simulator
 
 import cudagraph
 from aot_hooks import errors, unused
-from cudagraph.backend import backend_with
 
 PAGE = (ROOT / "docs" / "footguns.md").read_text()
 SETUP, SETUP_OF_GRAPHS = (block.source for block in python_blocks(PAGE) if block.runs)

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_map_only
 
 from cudagraph.torch_private import cuda as torch_cuda
 from cudagraph.torch_private import symbols
-from cudagraph.tree.capture import CannotCapture, capturing
+from cudagraph.tree.capture import CannotCapture, Owner, capturing
 from cudagraph.tree.driver import LAUNCHES_NOTHING
 from cudagraph.tree.liveness import layout_of, tensor_on
 
@@ -82,6 +82,7 @@ class Arena:
         self.extent = 0  # and how far from the beginning they lay
         self.released = False
         self.broken = False
+        self.owner: Owner | None = Owner()
 
     # --- memory
 
@@ -180,6 +181,7 @@ class Arena:
 
     def release(self) -> None:
         self.released = True
+        self.owner = None
         self.poll()
         kept = {address: self.buffer_at(address, size).clone() for address, size in self.blocks.items()}
         self.buffer.fill_(GARBAGE)

@@ -21,12 +21,13 @@ from typing import Any
 import torch
 from capture_simulator import Simulator
 from pieces import scaled
+from places import backend_with
 from torch import nn
 
 import cudagraph
-from cudagraph.backend import backend_with
 from cudagraph.explain import explain_with
 from cudagraph.tree import dispatch
+from cudagraph.tree.driver import cuda_driver
 
 Operator = Callable[[nn.Module, torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -110,7 +111,7 @@ def compare(seed: int, driver: Any, device: torch.device) -> None:
     propagates, logger.propagate = logger.propagate, False
     try:
         with torch.set_grad_enabled(module.grad):
-            found = explain_with(driver, explained, inputs(), {})
+            found = explain_with(driver or cuda_driver(), explained, inputs(), {})
             cudagraph.reset()
             compiled = torch.compile(module, backend=backend_with(driver))
             for _ in range(5):

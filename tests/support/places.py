@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
 import torch
 
-from cudagraph.backend import backend_with
+from cudagraph.backend import compile_graph
+from cudagraph.options import Options
+from cudagraph.tree.driver import cuda_driver
+
+
+def backend_with(driver: Any, options: Mapping[str, Any] | None = None) -> Callable[..., Any]:
+    """`backend="cudagraph_tree"` with these options; `driver` makes its captures, or CUDA's own if it is None."""
+    driver = cuda_driver() if driver is None else driver
+    return functools.partial(compile_graph, mode=None, options=Options.parse(options), driver=driver)
 
 
 @dataclasses.dataclass
