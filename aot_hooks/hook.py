@@ -175,31 +175,28 @@ _calls: dict[Hook, functools.partial[Hook]] = {}
 
 
 def interned(make: Callable[_Arguments, Hook]) -> Callable[_Arguments, Hook]:
-    """`make` with a cache: equal arguments, by position or keyword, make the same hook. 1 is not True, 32.0 not 32.
+    """`make` with a cache: equal arguments, by position or keyword, make the same hook. 1 is not True, 32.0 not 32."""
+    parameters = inspect.signature(make).parameters
 
-    Not `functools.cache`: Dynamo warns of it where a compiled function makes the hook. So the cache is a global.
-    """
+    @functools.lru_cache(maxsize=None, typed=True)
+    def made_as_called(*args: Any, **kwargs: Any) -> Hook:
+        bound = bind(make, args, kwargs)
+        bound.apply_defaults()
+        key = (make, *((name, type(value), value) for name, value in bound.arguments.items()))
+        hook = _made.get(key) or _made.setdefault(key, make(*args, **kwargs))
+        changed = {name: value for name, value in bound.arguments.items() if value != parameters[name].default}
+        _calls.setdefault(hook, functools.partial(made_once, **changed))
+        return hook
 
     @dynamo.outermost_runs_in_python
     @functools.wraps(make)
     def made_once(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> Hook:
-        if torch.compiler.is_dynamo_compiling():
+        if torch.compiler.is_dynamo_compiling():  # Dynamo warns of functions with `lru_cache`
             return make(*args, **kwargs)
-        as_called = (make, args, tuple(map(type, args)), tuple((k, type(v), v) for k, v in kwargs.items()))
         try:
-            hash(as_called)
-        except TypeError:
+            return made_as_called(*args, **kwargs)
+        except TypeError:  # an argument has no hash; `make` refuses it, and says why
             bind(make, args, kwargs)
-            return make(*args, **kwargs)  # raises: no valid argument lacks a hash
-        if as_called not in _made:
-            bound = bind(make, args, kwargs)
-            bound.apply_defaults()
-            normalized = (make, *((name, type(value), value) for name, value in bound.arguments.items()))
-            hook = _made.get(normalized) or make(*args, **kwargs)
-            _made[as_called] = _made.setdefault(normalized, hook)
-            parameters = inspect.signature(make).parameters
-            changed = {name: value for name, value in bound.arguments.items() if value != parameters[name].default}
-            _calls.setdefault(hook, functools.partial(made_once, **changed))
-        return _made[as_called]
+            return make(*args, **kwargs)
 
     return made_once
