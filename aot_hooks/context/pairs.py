@@ -101,8 +101,7 @@ def _module(name: str, call: Callable[[Any], Any]) -> GraphModule:
 
 def pair_for(context: Any) -> Pair | None:
     """The pair that stands for the setting of a context, with this context counted as open; None for an eager hook."""
-    pack: Any = getattr(context, "pack", context.rule)
-    unpack: Any = getattr(context, "unpack", None)
+    pack, unpack = context.pack, context.unpack
     # the parts of two plain functions that are the same when they are made anew
     plain = type(pack) is types.FunctionType is type(unpack) and not pack.__dict__
     parts = (pack.__code__, unpack.__code__) if plain else (pack,) if unpack is None else (pack, unpack)
