@@ -206,11 +206,9 @@ def _compile_graph(
     donated: list[bool] = []
     live = listed is not None
     at_run_time = compilation is None and not inductor.fixes_memory(patches)
-    # fmt: off
     partition = planning_partition(
         hooks, options.inner, graph.plans, paths, donated, live=live, at_run_time=at_run_time
     )
-    # fmt: on
 
     def compile_graph(compiling: Callable[[], None] = lambda: None) -> _Compiled:
         def before_each_graph() -> None:
