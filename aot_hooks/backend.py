@@ -62,11 +62,9 @@ def last_plans(compiled: Callable[..., Any]) -> tuple[Plan, ...]:
     Raises `OptionError` if neither `compiled` nor a module in it was made by `torch.compile`.
     """
     wrapper = dynamo.compile_wrapper_of(compiled, inductor_too=True)
-    if wrapper is None and isinstance(compiled, torch.nn.Module):
-        inner = (dynamo.compile_wrapper_of(module, inductor_too=True) for module in compiled.modules())
-        wrappers = [each for each in inner if each is not None]
-    else:
-        wrappers = [] if wrapper is None else [wrapper]
+    inside = compiled.modules() if wrapper is None and isinstance(compiled, torch.nn.Module) else ()
+    found = [wrapper, *(dynamo.compile_wrapper_of(module, inductor_too=True) for module in inside)]
+    wrappers = [each for each in found if each is not None]
     if not wrappers:
         raise OptionError(f"last_plans takes what torch.compile returned, got {compiled!r}")
     plans = tuple(plan for each in wrappers for plan in records.plans_of(each))

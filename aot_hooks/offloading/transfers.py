@@ -121,11 +121,10 @@ def _begin(source: torch.Tensor, target: torch.Tensor, device: torch.device, out
         side.wait_event(block.event)  # the last reader or writer of the block, perhaps for another stream
     with torch.cuda.stream(side):
         target.copy_(source, non_blocking=True)
-    if block is None:
-        copy.event = torch.cuda.Event()  # a record in a capture means nothing outside of it
-    else:
-        copy.event = block.event = block.events.setdefault((device, out), torch.cuda.Event())
+    copy.event = torch.cuda.Event()
     copy.event.record(side)
+    if block is not None:  # outside of captures: a record in one means nothing outside of it
+        block.event = copy.event
     return copy
 
 

@@ -152,7 +152,7 @@ def entries_of(code: types.CodeType) -> Any:
 
 
 def invalidate(code: types.CodeType, why: str, backend: str | None = None) -> None:
-    """Have no call take the compiled versions of `code` that there are, or those of the backend of that name.
+    """Invalidate the compiled versions of `code`, or only those of the backend `backend`: no call takes them any more.
 
     Dynamo does this itself when an object dies that a version guards, also while that version runs.
     """
