@@ -107,6 +107,9 @@ class Hook:
         """Whether the functions are the user's."""
         return str(getattr(self.pack, "__module__", "")).split(".")[0] != __package__
 
+    def __hash__(self) -> int:
+        return hash((self.name, self.lossy, self.eager, self.cache_hash))  # a function of the user's may have no hash
+
     def __str__(self) -> str:
         return self.name
 
@@ -114,14 +117,14 @@ class Hook:
         """The call that makes it, for a hook of the package; else its name."""
         if self == KEEP:
             return "KEEP"
-        call = _call_of(self)
+        call = _calls.get(self)
         return self.name if call is None else _text_of(call)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # KEEP is compared by identity, so copying and unpickling must return KEEP itself
         if self is KEEP:
             return "KEEP"
-        call = _call_of(self)
+        call = _calls.get(self)
         return super().__reduce_ex__(protocol) if call is None else (call, ())
 
 
@@ -154,14 +157,6 @@ def hook_of(pack: Pack, unpack: Callable[[Any], torch.Tensor]) -> Hook:
     return Hook(pack.name, pack, unpack, lossy=pack.lossy, declines=pack.declines)
 
 
-def _call_of(hook: Hook) -> functools.partial[Hook] | None:
-    """The call that made `hook`, without default arguments; None for a hook of the user's."""
-    try:
-        return _calls.get(hook)
-    except TypeError:  # a user's function without a hash
-        return None
-
-
 def _text_of(call: functools.partial[Hook]) -> str:
     first = next(iter(inspect.signature(call.func).parameters), "")
     values = {name: "math.inf" if value == math.inf else repr(value) for name, value in call.keywords.items()}
@@ -171,7 +166,7 @@ def _text_of(call: functools.partial[Hook]) -> str:
 
 _Arguments = ParamSpec("_Arguments")
 _made: dict[Any, Hook] = {}
-_calls: dict[Hook, functools.partial[Hook]] = {}
+_calls: dict[Hook, functools.partial[Hook]] = {}  # the call that made a hook of the package, without default arguments
 
 
 def interned(make: Callable[_Arguments, Hook]) -> Callable[_Arguments, Hook]:
@@ -194,7 +189,7 @@ def interned(make: Callable[_Arguments, Hook]) -> Callable[_Arguments, Hook]:
         if torch.compiler.is_dynamo_compiling():  # Dynamo warns of functions with `lru_cache`
             return make(*args, **kwargs)
         try:
-            return made_as_called(*args, **kwargs)
+            return made_as_called(*args, **kwargs)  # type: ignore[arg-type]
         except TypeError:  # an argument has no hash; `make` refuses it, and says why
             bind(make, args, kwargs)
             return make(*args, **kwargs)
