@@ -65,8 +65,8 @@ class _Context(contextlib.ContextDecorator):
             return
         _pop()
         context, pair, saved_count = open_contexts.stack.pop()
-        if pair is not None and pair.may_change:
-            pair.closed()
+        if pair is not None:
+            pair.count_open(-1)
         _allow()  # as on entry, or the push would have failed
         if has_pending():
             dynamo.in_python(pack_pending)
@@ -85,7 +85,7 @@ def _enter(context: _Context) -> None:
         try:
             _push(pair.pack, pair.unpack)
         except BaseException:
-            pair.closed()
+            pair.count_open(-1)
             raise
     open_contexts.stack.append((context, pair, unused.this_thread.saved_count))
 
