@@ -190,8 +190,10 @@ def send(x: torch.Tensor, limit: int | None) -> torch.Tensor:
 
 def _begin_out(x: torch.Tensor, limit: int | None) -> _Copy | None:
     """Start to copy `x` to host memory; None, with a warning at first, if the host has no room for it."""
+    if not x.nbytes:  # takes no room
+        return _Copy(x, torch.empty_like(x, device="cpu"))
     nbytes, capture, captured = x.nbytes, capture_under_way(), _is_captured(x.device)
-    lease = pool.lease(max(nbytes, 1), pinned=x.is_cuda, limit=limit, captured=captured, capture=capture)
+    lease = pool.lease(nbytes, pinned=x.is_cuda, limit=limit, captured=captured, capture=capture)
     if lease is None and captured:
         raise _capture_error(x.device, capture, f"no pinned block of {nbytes} bytes is free, and none can be made")
     if lease is None:
