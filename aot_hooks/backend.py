@@ -46,7 +46,7 @@ from .planning import many, measured
 from .planning.budget import Budget, fitted
 from .planning.within import partition_within
 from .settings import recompiles
-from .settings.names import carry_names, uses_names
+from .settings.names import carry_names, name_given
 from .settings.setting import Setting
 from .torch_private import aot, autograd, dynamo, inductor
 from .torch_private.aot_cache import without_autograd_cache
@@ -428,5 +428,6 @@ def _partitioned_by(partition: Callable[..., Any], gm: GraphModule, patches: dic
 
     In torch's cache keys the partition is the digest of the package. The hooks are in our key, see cache/key.py.
     """
-    names = inductor.first_joint_pass(carry_names, patches) if uses_names(gm) else {}
+    named = any(name_given(node) is not None for node in nodes_of(gm))
+    names = inductor.first_joint_pass(carry_names, patches) if named else {}
     return patches | names | inductor.partitioned_by(partition, f"aot_hooks {package_digest()}")
