@@ -71,7 +71,8 @@ def pack_up(plans: Sequence[Plan], check: Checks, places: Callable[[], Sequence[
         places: module and line of each node of Dynamo's graph; called once.
     """
     found = list(places())
-    both, modules, lines = map(_first_positions, (found, [module for module, _ in found], [line for _, line in found]))
+    columns: list[list[Any]] = [found, [module for module, _ in found], [line for _, line in found]]
+    both, modules, lines = map(_first_positions, columns)
     numbers = _first_positions(setting and setting.key for setting in check.key.settings)
     numbered = _renaming({name: f"size{i}" for i, name in enumerate(check.key.sizes)})
 
