@@ -46,7 +46,7 @@ from .planning import many, measured
 from .planning.budget import Budget, fitted
 from .planning.within import partition_within
 from .settings import recompiles
-from .settings.names import carry_names, uses_names
+from .settings.names import carry_names, name_given
 from .settings.setting import Setting
 from .torch_private import aot, autograd, dynamo, inductor
 from .torch_private.aot_cache import without_autograd_cache
@@ -62,11 +62,9 @@ def last_plans(compiled: Callable[..., Any]) -> tuple[Plan, ...]:
     Raises `OptionError` if neither `compiled` nor a module in it was made by `torch.compile`.
     """
     wrapper = dynamo.compile_wrapper_of(compiled, inductor_too=True)
-    if wrapper is None and isinstance(compiled, torch.nn.Module):
-        inner = (dynamo.compile_wrapper_of(module, inductor_too=True) for module in compiled.modules())
-        wrappers = [each for each in inner if each is not None]
-    else:
-        wrappers = [] if wrapper is None else [wrapper]
+    inside = compiled.modules() if wrapper is None and isinstance(compiled, torch.nn.Module) else ()
+    found = [wrapper, *(dynamo.compile_wrapper_of(module, inductor_too=True) for module in inside)]
+    wrappers = [each for each in found if each is not None]
     if not wrappers:
         raise OptionError(f"last_plans takes what torch.compile returned, got {compiled!r}")
     plans = tuple(plan for each in wrappers for plan in records.plans_of(each))
@@ -206,11 +204,9 @@ def _compile_graph(
     donated: list[bool] = []
     live = listed is not None
     at_run_time = compilation is None and not inductor.fixes_memory(patches)
-    # fmt: off
     partition = planning_partition(
         hooks, options.inner, graph.plans, paths, donated, live=live, at_run_time=at_run_time
     )
-    # fmt: on
 
     def compile_graph(compiling: Callable[[], None] = lambda: None) -> _Compiled:
         def before_each_graph() -> None:
@@ -432,5 +428,6 @@ def _partitioned_by(partition: Callable[..., Any], gm: GraphModule, patches: dic
 
     In torch's cache keys the partition is the digest of the package. The hooks are in our key, see cache/key.py.
     """
-    names = inductor.first_joint_pass(carry_names, patches) if uses_names(gm) else {}
+    named = any(name_given(node) is not None for node in nodes_of(gm))
+    names = inductor.first_joint_pass(carry_names, patches) if named else {}
     return patches | names | inductor.partitioned_by(partition, f"aot_hooks {package_digest()}")

@@ -107,6 +107,9 @@ class Hook:
         """Whether the functions are the user's."""
         return str(getattr(self.pack, "__module__", "")).split(".")[0] != __package__
 
+    def __hash__(self) -> int:
+        return hash((self.name, self.lossy, self.eager, self.cache_hash))  # a function of the user's may have no hash
+
     def __str__(self) -> str:
         return self.name
 
@@ -114,14 +117,14 @@ class Hook:
         """The call that makes it, for a hook of the package; else its name."""
         if self == KEEP:
             return "KEEP"
-        call = _call_of(self)
+        call = _calls.get(self)
         return self.name if call is None else _text_of(call)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # KEEP is compared by identity, so copying and unpickling must return KEEP itself
         if self is KEEP:
             return "KEEP"
-        call = _call_of(self)
+        call = _calls.get(self)
         return super().__reduce_ex__(protocol) if call is None else (call, ())
 
 
@@ -154,14 +157,6 @@ def hook_of(pack: Pack, unpack: Callable[[Any], torch.Tensor]) -> Hook:
     return Hook(pack.name, pack, unpack, lossy=pack.lossy, declines=pack.declines)
 
 
-def _call_of(hook: Hook) -> functools.partial[Hook] | None:
-    """The call that made `hook`, without default arguments; None for a hook of the user's."""
-    try:
-        return _calls.get(hook)
-    except TypeError:  # a user's function without a hash
-        return None
-
-
 def _text_of(call: functools.partial[Hook]) -> str:
     first = next(iter(inspect.signature(call.func).parameters), "")
     values = {name: "math.inf" if value == math.inf else repr(value) for name, value in call.keywords.items()}
@@ -171,35 +166,32 @@ def _text_of(call: functools.partial[Hook]) -> str:
 
 _Arguments = ParamSpec("_Arguments")
 _made: dict[Any, Hook] = {}
-_calls: dict[Hook, functools.partial[Hook]] = {}
+_calls: dict[Hook, functools.partial[Hook]] = {}  # the call that made a hook of the package, without default arguments
 
 
 def interned(make: Callable[_Arguments, Hook]) -> Callable[_Arguments, Hook]:
-    """`make` with a cache: equal arguments, by position or keyword, make the same hook. 1 is not True, 32.0 not 32.
+    """`make` with a cache: equal arguments, by position or keyword, make the same hook. 1 is not True, 32.0 not 32."""
+    parameters = inspect.signature(make).parameters
 
-    Not `functools.cache`: Dynamo warns of it where a compiled function makes the hook. So the cache is a global.
-    """
+    @functools.lru_cache(maxsize=None, typed=True)
+    def made_as_called(*args: Any, **kwargs: Any) -> Hook:
+        bound = bind(make, args, kwargs)
+        bound.apply_defaults()
+        key = (make, *((name, type(value), value) for name, value in bound.arguments.items()))
+        hook = _made.get(key) or _made.setdefault(key, make(*args, **kwargs))
+        changed = {name: value for name, value in bound.arguments.items() if value != parameters[name].default}
+        _calls.setdefault(hook, functools.partial(made_once, **changed))
+        return hook
 
     @dynamo.outermost_runs_in_python
     @functools.wraps(make)
     def made_once(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> Hook:
-        if torch.compiler.is_dynamo_compiling():
+        if torch.compiler.is_dynamo_compiling():  # Dynamo warns of functions with `lru_cache`
             return make(*args, **kwargs)
-        as_called = (make, args, tuple(map(type, args)), tuple((k, type(v), v) for k, v in kwargs.items()))
         try:
-            hash(as_called)
-        except TypeError:
+            return made_as_called(*args, **kwargs)  # type: ignore[arg-type]
+        except TypeError:  # an argument has no hash; `make` refuses it, and says why
             bind(make, args, kwargs)
-            return make(*args, **kwargs)  # raises: no valid argument lacks a hash
-        if as_called not in _made:
-            bound = bind(make, args, kwargs)
-            bound.apply_defaults()
-            normalized = (make, *((name, type(value), value) for name, value in bound.arguments.items()))
-            hook = _made.get(normalized) or make(*args, **kwargs)
-            _made[as_called] = _made.setdefault(normalized, hook)
-            parameters = inspect.signature(make).parameters
-            changed = {name: value for name, value in bound.arguments.items() if value != parameters[name].default}
-            _calls.setdefault(hook, functools.partial(made_once, **changed))
-        return _made[as_called]
+            return make(*args, **kwargs)
 
     return made_once

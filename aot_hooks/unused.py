@@ -43,7 +43,7 @@ class _Use:
     """
 
     setting: Setting
-    unmatched: dict[tuple[ByKey, Any], None]
+    unmatched: list[tuple[ByKey, Any]]
     seen: dict[str, dict[str, None]] = field(default_factory=dict)
     kept: list[Decision] = field(default_factory=list)
     packs: bool = False
@@ -54,13 +54,10 @@ class _Use:
             self.kept.clear()
         elif not self.packs:
             self.kept.append(decision)
-        for policy, key in list(self.unmatched):
-            if policy.fits(key, decision.saved):
-                del self.unmatched[policy, key]
-            else:
-                self.seen.setdefault(policy.function, {}).update(
-                    dict.fromkeys(map(key_text, policy.kind.values(decision.saved)))
-                )
+        self.unmatched = [(policy, key) for policy, key in self.unmatched if not policy.fits(key, decision.saved)]
+        for policy, _ in self.unmatched:
+            values = map(key_text, policy.kind.values(decision.saved))
+            self.seen.setdefault(policy.function, {}).update(dict.fromkeys(values))
 
     @property
     def packed_nothing(self) -> bool:
@@ -97,7 +94,7 @@ def compiled(settings: Iterable[Setting], plans: Sequence[Plan]) -> list[Setting
     suspects = []
     with _lock:
         for setting in settings:
-            use = _uses.setdefault(setting.text, _Use(setting, dict.fromkeys(keys_in(setting.rule))))
+            use = _uses.setdefault(setting.text, _Use(setting, list(keys_in(setting.rule))))
             _ended.add(setting.text)
             for d in decisions:
                 if setting.key in d.settings:

@@ -71,11 +71,8 @@ def pack_up(plans: Sequence[Plan], check: Checks, places: Callable[[], Sequence[
         places: module and line of each node of Dynamo's graph; called once.
     """
     found = list(places())
-    both, modules, lines = (
-        _first_positions(found),
-        _first_positions(place[0] for place in found),
-        _first_positions(place[1] for place in found),
-    )
+    columns: list[list[Any]] = [found, [module for module, _ in found], [line for _, line in found]]
+    both, modules, lines = map(_first_positions, columns)
     numbers = _first_positions(setting and setting.key for setting in check.key.settings)
     numbered = _renaming({name: f"size{i}" for i, name in enumerate(check.key.sizes)})
 
@@ -186,8 +183,8 @@ class Checks:
 
     def __init__(self, key: Key) -> None:
         self.key = key
-        self.hooks: dict[int, Hook] = {}  # kept alive, so that no other object gets their ids
-        self.known: dict[Any, str] = {}  # digests of programs
+        # by the id of a hook and an example: the hook, which thus keeps its id, and the digest of its program
+        self.known: dict[Any, tuple[Hook, str]] = {}
 
     def keys(self, chosen_by: tuple[int, ...]) -> tuple[str, ...]:
         settings = self.key.settings
@@ -255,11 +252,10 @@ class Checks:
                 if each.declines is not None and (declined := each.declines(row)):
                     found.append(f"declines: {declined}")
                     continue
-                self.hooks[id(each)] = each
                 example = (id(each), tuple(map(int, row.shape)), row.dtype, row.device)
                 if example not in self.known:
-                    self.known[example] = _program(each, row)
-                found.append(self.known[example])
+                    self.known[example] = each, _program(each, row)
+                found.append(self.known[example][1])
         return " ".join(dict.fromkeys(found))
 
 

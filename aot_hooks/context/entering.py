@@ -30,16 +30,24 @@ class _Context(contextlib.ContextDecorator):
     take itself for traced.
     """
 
-    rule: Any  # the hook or policy; None for two functions
-    scope: str | None
-    region: Callable[[], contextlib.AbstractContextManager[None]]  # for Dynamo to trace
+    note: Callable[[Any], None]  # notes the region that Dynamo enters, from its compile-time context
 
-    def __init__(self) -> None:
+    def __init__(self, pack: Any, unpack: Any, scope: str | None) -> None:
+        self.pack, self.unpack, self.scope = pack, unpack, scope  # `pack` may be a hook or policy, without `unpack`
         self.open_regions: list[Any] = []  # entered in a compiled function, innermost last
 
     @functools.cached_property
     def setting(self) -> Setting:
-        return Setting(self.rule, self.scope)
+        return Setting(self.pack, self.scope)
+
+    @contextlib.contextmanager
+    def region(self) -> Iterator[None]:
+        """The region of a compiled function that Dynamo traces."""
+        pack = policy = self.pack  # noqa: F841  # locals, for `note_region` to find
+        unpack, scope = self.unpack, self.scope  # noqa: F841
+        dynamo.comptime(self.note)
+        with torch.fx.traceback.annotate({"aot_hooks": take_key()}):
+            yield
 
     @dynamo.outermost_runs_in_python
     def __enter__(self) -> None:
@@ -57,8 +65,8 @@ class _Context(contextlib.ContextDecorator):
             return
         _pop()
         context, pair, saved_count = open_contexts.stack.pop()
-        if pair is not None and pair.may_change:
-            pair.closed()
+        if pair is not None:
+            pair.count_open(-1)
         _allow()  # as on entry, or the push would have failed
         if has_pending():
             dynamo.in_python(pack_pending)
@@ -77,7 +85,7 @@ def _enter(context: _Context) -> None:
         try:
             _push(pair.pack, pair.unpack)
         except BaseException:
-            pair.closed()
+            pair.count_open(-1)
             raise
     open_contexts.stack.append((context, pair, unused.this_thread.saved_count))
 
@@ -103,9 +111,7 @@ class saved_tensors_hooks(_Context):
     """
 
     def __init__(self, pack: Any, unpack: Any = None, *, scope: str | None = None) -> None:
-        super().__init__()
-        self.pack, self.unpack, self.scope = pack, unpack, scope
-        self.rule = pack if unpack is None else None
+        super().__init__(pack, unpack, scope)
 
     def _recreate_cm(self) -> saved_tensors_hooks:
         # at each call of a decorated function: Dynamo before 2.15 enters only contexts made in the function it traces
@@ -115,12 +121,9 @@ class saved_tensors_hooks(_Context):
     def setting(self) -> Setting:
         return _setting_of_hooks(self.pack, self.unpack, self.scope)
 
-    @contextlib.contextmanager
-    def region(self) -> Iterator[None]:
-        pack, unpack, scope = self.pack, self.unpack, self.scope  # noqa: F841  # locals, for `note_region` to find
-        dynamo.comptime(_note_hooks)
-        with torch.fx.traceback.annotate({"aot_hooks": take_key()}):
-            yield
+    @staticmethod
+    def note(context: Any) -> None:
+        note_region(context, ("pack", "unpack", "scope"), _setting_of_hooks)
 
 
 class saved_tensors_policy(_Context):
@@ -130,26 +133,14 @@ class saved_tensors_policy(_Context):
     """
 
     def __init__(self, policy: Policy | Hook, *, scope: str | None = None) -> None:
-        super().__init__()
-        self.rule, self.scope = policy, scope
+        super().__init__(policy, None, scope)
 
     def _recreate_cm(self) -> saved_tensors_policy:
-        return saved_tensors_policy(self.rule, scope=self.scope)
+        return saved_tensors_policy(self.pack, scope=self.scope)
 
-    @contextlib.contextmanager
-    def region(self) -> Iterator[None]:
-        policy, scope = self.rule, self.scope  # noqa: F841  # locals, for `note_region` to find
-        dynamo.comptime(_note_policy)
-        with torch.fx.traceback.annotate({"aot_hooks": take_key()}):
-            yield
-
-
-def _note_hooks(context: Any) -> None:
-    note_region(context, ("pack", "unpack", "scope"), _setting_of_hooks)
-
-
-def _note_policy(context: Any) -> None:
-    note_region(context, ("policy", "scope"), Setting)
+    @staticmethod
+    def note(context: Any) -> None:
+        note_region(context, ("policy", "scope"), Setting)
 
 
 def _setting_of_hooks(pack: Any, unpack: Any, scope: str | None) -> Setting:

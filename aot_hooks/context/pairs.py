@@ -41,22 +41,17 @@ class Pair:
         self.record = Record(setting.rule, choose)  # what graphs depend on
         description = described(setting.rule)
         self.may_change = bool(description.hooks or description.functions)  # by functions of the user's
-        self.open_count = 0  # open contexts; counted if it may change
+        self.open_count = 0  # open contexts
         self.pack = _module("AotHooksPack", lambda x: pack_eager(_as_entered(self), x))
         self.unpack = _module("AotHooksUnpack", unpack_eager)
         _pair_of_module.set(self.pack, weakref.ref(self))
         vars(self.pack)["_aot_hooks_pair"] = self  # the module keeps its pair alive
 
-    def opened(self) -> None:
-        if self.may_change:
-            with _lock:
-                self.open_count += 1
-
     @dynamo.outermost_runs_in_python
-    def closed(self) -> None:
-        if self.may_change:
-            with _lock:
-                self.open_count -= 1
+    def count_open(self, more: int) -> None:
+        """Count a context that is opened (1) or closed (-1)."""
+        with _lock:
+            self.open_count += more
 
 
 class _OpenContexts(threading.local):
@@ -101,8 +96,7 @@ def _module(name: str, call: Callable[[Any], Any]) -> GraphModule:
 
 def pair_for(context: Any) -> Pair | None:
     """The pair that stands for the setting of a context, with this context counted as open; None for an eager hook."""
-    pack: Any = getattr(context, "pack", context.rule)
-    unpack: Any = getattr(context, "unpack", None)
+    pack, unpack = context.pack, context.unpack
     # the parts of two plain functions that are the same when they are made anew
     plain = type(pack) is types.FunctionType is type(unpack) and not pack.__dict__
     parts = (pack.__code__, unpack.__code__) if plain else (pack,) if unpack is None else (pack, unpack)
@@ -113,7 +107,7 @@ def pair_for(context: Any) -> Pair | None:
     for ref in refs:
         pair = ref()
         if pair is not None and (not pair.may_change or pair.record.is_pair(pack, unpack)):
-            pair.opened()
+            pair.count_open(1)
             _keep_alive(pair)
             return pair
     setting: Setting = context.setting
@@ -144,7 +138,7 @@ def _pair_of_setting(setting: Setting) -> Pair:
     with _lock:
         if found is None:  # a pair that no graph depends on may stand for any value
             found = next((p for p in pairs if not p.record.choices and not p.open_count), None) or Pair(setting)
-        found.opened()
+        found.count_open(1)
         _pairs[key] = [weakref.ref(found), *(weakref.ref(pair) for pair in pairs if pair is not found)]
         _keep_alive(found)
         if len(_pairs) > _MAX_KEYS:

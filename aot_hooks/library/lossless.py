@@ -164,6 +164,8 @@ def _match(answers: list[torch.Tensor], wanted: tuple[bool, ...]) -> torch.Tenso
 
 @dataclass(frozen=True)
 class _UnpackNumbers:
+    """Restores each element from the bits of its number's position in `numbers`."""
+
     numbers: tuple[float, ...]
 
     def __call__(self, packed: Any) -> torch.Tensor:
@@ -187,7 +189,7 @@ def narrow_hook(low: int, high: int) -> Hook:
     """The hook for whole numbers from `low` to `high`; `KEEP` if they need 64 bits."""
     bits = (high - low).bit_length()
     if bits <= _MOST_BITS:
-        return Hook(f"narrow({bits} bits)", _PackOffsets(low, bits), _UnpackOffsets(low))
+        return Hook(f"narrow({bits} bits)", _PackOffsets(low, bits), _UnpackNumbers(tuple(range(low, high + 1))))
     for dtype in (torch.uint8, torch.int8, torch.int16, torch.int32):
         if torch.iinfo(dtype).min <= low and high <= torch.iinfo(dtype).max:
             return Hook(f"narrow({str(dtype).removeprefix('torch.')})", _Convert(dtype), convert_back)
@@ -204,18 +206,6 @@ class _PackOffsets:
         offsets = (y - self.low).to(torch.uint8)
         bits = [pack_bits((offsets >> k & 1).to(torch.bool)) for k in range(self.bits)]
         return bits, y.shape, x.dtype, x.device, permutation
-
-
-@dataclass(frozen=True)
-class _UnpackOffsets:
-    low: int
-
-    def __call__(self, packed: Any) -> torch.Tensor:
-        bits, shape, dtype, device, permutation = packed
-        x = torch.full(shape, self.low, dtype=dtype, device=device)
-        for k, plane in enumerate(bits):
-            x = x + unpack_bits(plane, shape).to(dtype) * (1 << k)
-        return from_memory_order(x, permutation)
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ import mmap
 import threading
 import weakref
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -47,7 +47,6 @@ class Block:
     capacity: int  # bytes, whole pages
     pinned: bool
     event: Any = None  # the last copy from or to it, outside of captures
-    events: dict[Any, Any] = field(default_factory=dict)  # to record again, by device and direction
     requested: int = 0  # bytes of its last lease
     leased: Callable[[], Any] = lambda: None  # the object whose death ends the last lease, while it lives
     leases: int = 0  # how many are alive; those of one tree's recordings may overlap

@@ -62,7 +62,6 @@ class StepPlan:
         graph_count: how many calls of graphs send or could send.
         nbytes, sent_bytes: bytes that could be sent in the step, and those that are.
         forward_ms, backward_ms: from the first event to the first reload, and from there to the last.
-        stall_ms: how much longer the step gets, as predicted.
     """
 
     sends: tuple[bool, ...]
@@ -72,7 +71,6 @@ class StepPlan:
     sent_bytes: int
     forward_ms: float
     backward_ms: float
-    stall_ms: float
 
 
 def graph_count(trace: Sequence[Event]) -> int:
@@ -120,7 +118,6 @@ def plan_step(trace: Sequence[Event], at_ms: Sequence[float], to_host: float, to
         sum(starts[n][1][1] for n in sent),
         planned.forward_ms,
         planned.backward_ms,
-        planned.stall_ms,
     )
 
 

@@ -121,11 +121,10 @@ def _begin(source: torch.Tensor, target: torch.Tensor, device: torch.device, out
         side.wait_event(block.event)  # the last reader or writer of the block, perhaps for another stream
     with torch.cuda.stream(side):
         target.copy_(source, non_blocking=True)
-    if block is None:
-        copy.event = torch.cuda.Event()  # a record in a capture means nothing outside of it
-    else:
-        copy.event = block.event = block.events.setdefault((device, out), torch.cuda.Event())
+    copy.event = torch.cuda.Event()
     copy.event.record(side)
+    if block is not None:  # outside of captures: a record in one means nothing outside of it
+        block.event = copy.event
     return copy
 
 
@@ -176,18 +175,39 @@ def _join_unclaimed(copy: _Copy | None) -> None:
 
 
 def send(x: torch.Tensor, limit: int | None) -> torch.Tensor:
-    """Start to copy `x`, contiguous, to host memory; returns the ticket for `claim`."""
-    nbytes = x.nbytes
-    capture = capture_under_way()
-    captured = _is_captured(x.device)
-    lease = pool.lease(max(nbytes, 1), pinned=x.is_cuda, limit=limit, captured=captured, capture=capture)
+    """Start to copy `x`, contiguous, to host memory; returns the ticket for `claim`.
+
+    Where the host has no room, `x` stays on the device, and a stand-in crosses to the backward.
+    """
+    copy = _begin_out(x, limit)
+    if copy is None:
+        host, memory = _stand_in(x)
+        _kept[host.data_ptr()] = x.detach().clone()  # the program may write to `x`
+        weakref.finalize(memory, _kept.pop, host.data_ptr(), None).atexit = False
+        copy = _Copy(x, host)
+    return _ticket(copy)
+
+
+def _begin_out(x: torch.Tensor, limit: int | None) -> _Copy | None:
+    """Start to copy `x` to host memory; None, with a warning at first, if the host has no room for it."""
+    if not x.nbytes:  # takes no room
+        return _Copy(x, torch.empty_like(x, device="cpu"))
+    nbytes, capture, captured = x.nbytes, capture_under_way(), _is_captured(x.device)
+    lease = pool.lease(nbytes, pinned=x.is_cuda, limit=limit, captured=captured, capture=capture)
     if lease is None and captured:
         raise _capture_error(x.device, capture, f"no pinned block of {nbytes} bytes is free, and none can be made")
     if lease is None:
-        return _ticket(_keep_on_device(x, limit))
+        room = "as much as could be pinned" if limit is None else f"max_host_bytes={limit}"
+        if _count("kept_on_device", nbytes) == 1:
+            warnings.warn(
+                f"aot_hooks.offload: the host has no room for {nbytes} more bytes ({room}; {pool.total_bytes} are in "
+                "use), so they stay on the device; aot_hooks.offload_stats() counts what does",
+                stacklevel=2,
+            )
+        return None
     host = lease[:nbytes].view(x.dtype).view(x.shape)
     _count("sent", nbytes)
-    return _ticket(_begin(x, host, x.device, out=True))
+    return _begin(x, host, x.device, out=True)
 
 
 def fetch(host: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -233,21 +253,6 @@ def _capture_error(device: torch.device, capture: Capture | None, text: str) -> 
                 torch.cuda.current_stream(device).wait_stream(side)
     text = f"offload: {text} during CUDA graph capture; run a step with the same shapes before, or raise max_host_bytes"
     return RuntimeError(text) if capture is None else capture.not_warm(text)
-
-
-def _keep_on_device(x: torch.Tensor, limit: int | None) -> _Copy:
-    """The `_Copy` of a tensor that stays on the device, because the host has no room. Its target is a stand-in."""
-    room = "as much as could be pinned" if limit is None else f"max_host_bytes={limit}"
-    if _count("kept_on_device", x.nbytes) == 1:
-        warnings.warn(
-            f"aot_hooks.offload: the host has no room for {x.nbytes} more bytes ({room}; {pool.total_bytes} are in "
-            "use), so they stay on the device; aot_hooks.offload_stats() counts what does",
-            stacklevel=2,
-        )
-    host, memory = _stand_in(x)
-    _kept[host.data_ptr()] = x.detach().clone()  # the program may write to `x`
-    weakref.finalize(memory, _kept.pop, host.data_ptr(), None).atexit = False
-    return _Copy(x, host)
 
 
 def _stand_in(x: torch.Tensor) -> tuple[torch.Tensor, Any]:
@@ -315,12 +320,11 @@ def _start(x: torch.Tensor, limit: int | None, terms: steps.Terms) -> torch.Tens
     else:
         entry, actions = _steps_of(x.device).start(x.nbytes, terms)
         _carry_out(actions)
-    ticket = send(x, limit) if entry.sends else _ticket(_Copy(x, x))
-    number = _number(ticket)
-    if _in_flight[number].target.data_ptr() in _kept:
-        entry.sends, _in_flight[number] = False, _Copy(x, x)  # the host had no room
-    _in_flight[number].entry = entry
-    return ticket
+    sent = _begin_out(x, limit) if entry.sends else None
+    entry.sends = sent is not None
+    copy = sent or _Copy(x, x)
+    copy.entry = entry
+    return _ticket(copy)
 
 
 def _wait(ticket: torch.Tensor, x: torch.Tensor) -> torch.Tensor:

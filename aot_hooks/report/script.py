@@ -148,12 +148,11 @@ def _names_this_package(path: str) -> bool:
         return False  # running it will raise the error
     names: list[Any] = []
     for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            names += [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            names.append(node.module)
-        elif isinstance(node, ast.Constant):
-            names.append(node.value)
+        match node:
+            case ast.Import(names=aliases):
+                names += [alias.name for alias in aliases]
+            case ast.ImportFrom(module=name) | ast.Constant(value=name):
+                names.append(name)
     return any(isinstance(name, str) and re.fullmatch(r"aot_hooks(\.\w+)*", name) for name in names)
 
 

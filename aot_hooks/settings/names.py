@@ -55,12 +55,6 @@ def checkpoint_name(x: torch.Tensor, name: str) -> torch.Tensor:
     return x
 
 
-def uses_names(gm: torch.fx.GraphModule) -> bool:
-    """Whether a node of Dynamo's graph, or of a graph inside it, has a name."""
-    graphs = [module.graph for module in gm.modules() if isinstance(module, torch.fx.GraphModule)]
-    return any(name_given(node) is not None for graph in graphs for node in graph.nodes)
-
-
 def name_given(node: Node) -> str | None:
     """The name that `checkpoint_name` set on the value of `node`, a node of Dynamo's graph."""
     return (node.meta.get("custom") or {}).get(_MARK)

@@ -45,7 +45,7 @@ def operator_key(op: Any) -> str:
         raise OptionError(f"expected an operator such as torch.ops.aten.gelu.default or its name, got {op!r}")
     space, packet, overload = (*name.split("."), "", "")[:3]
     found = getattr(getattr(torch.ops, space), packet, None)
-    known = [] if found is None else list(found.overloads())
+    known = [] if found is None or name.count(".") > 2 else list(found.overloads())
     if not known or (overload and overload not in known):
         raise OptionError(f"torch has no operator {name}; expected one such as torch.ops.aten.gelu.default or its name")
     overloads = [overload] if overload else [o for o in known if "out" not in o.split("_")]

@@ -122,22 +122,17 @@ def recomputed(joint: GraphModule, again: set[str], kept: set[str]) -> Iterator[
     partition replaces the graph of `joint`, so nodes go by name. 2.11 to 2.15.
     """
     key = "recompute"
-    own = {n.name: n.meta.get(key) for n in joint.graph.nodes}
-
-    def mark(node: Node, policy: CheckpointPolicy | None) -> None:
-        if policy is None:
-            node.meta.pop(key, None)
-        else:
-            node.meta[key] = policy
-
+    own = {n.name: {key: n.meta[key]} for n in joint.graph.nodes if n.meta.get(key) is not None}
+    policies = dict.fromkeys(kept, CheckpointPolicy.MUST_SAVE) | dict.fromkeys(again, CheckpointPolicy.MUST_RECOMPUTE)
     for node in joint.graph.nodes:
-        if own[node.name] is None and node.name in again | kept and node.op == "call_function":
-            mark(node, CheckpointPolicy.MUST_RECOMPUTE if node.name in again else CheckpointPolicy.MUST_SAVE)
+        if node.op == "call_function" and node.name in policies and node.name not in own:
+            node.meta[key] = policies[node.name]
     try:
         yield
     finally:
         for node in joint.graph.nodes:
-            mark(node, own.get(node.name))
+            node.meta.pop(key, None)
+            node.meta.update(own.get(node.name, {}))
 
 
 def copied(gm: GraphModule, *, lazily: bool = True) -> GraphModule:

@@ -74,7 +74,7 @@ def covered_hooks() -> Iterator[None]:
     try:
         yield
     finally:
-        allow_hooks()  # what is traced inside may disable them, and fail before it allows them again
+        # what is traced inside may disable hooks, and fail before it allows them again
         hide_plain_hooks(before)
 
 
@@ -92,8 +92,7 @@ def show_plain_hooks() -> str | None:
 
 def hide_plain_hooks(before: str | None) -> None:
     pop()
-    if before is not None:
-        _disable(before, False)
+    _disable_or_allow(before)
 
 
 def _as_it_is(x: Any) -> Any:
@@ -111,10 +110,15 @@ def call_without_hooks(
     try:
         return fn(*args)
     finally:
-        if before is None:
-            allow_hooks()
-        else:
-            _disable(before, False)
+        _disable_or_allow(before)
+
+
+def _disable_or_allow(why: str | None) -> None:
+    """Disable the hooks of this thread for the reason `why`; allow them if it is None."""
+    if why is None:
+        allow_hooks()
+    else:
+        _disable(why, False)
 
 
 def filtering_mode() -> str | None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import operator
 import sys
 import traceback
 import types
@@ -131,19 +132,16 @@ def compile_anew(code: types.CodeType, *, while_running: bool = False) -> bool:
     if need("torch._dynamo.eval_frame._stance").stance != "default":
         return False
 
-    def place(of: types.CodeType) -> tuple[str, str, int]:
-        return of.co_name, of.co_filename, of.co_firstlineno  # the code that Dynamo makes has these of the original
-
+    # the code that Dynamo makes has these of the original
+    place = operator.attrgetter("co_name", "co_filename", "co_firstlineno")
     compiling = need("torch._dynamo.convert_frame._compile").__code__
-    stacks = sys._current_frames().values()
-    for frame in (frame for newest in stacks for frame, _ in traceback.walk_stack(newest)):
-        if frame.f_code is compiling and frame.f_locals.get("code") is code:
-            return False
-    for newest in stacks:
-        if any(place(frame.f_code) == place(code) for frame, _ in traceback.walk_stack(newest)):
-            if while_running:
-                invalidate(code, "a budget needs another plan")
-            return while_running
+    frames = [frame for newest in sys._current_frames().values() for frame, _ in traceback.walk_stack(newest)]
+    if any(frame.f_code is compiling and frame.f_locals.get("code") is code for frame in frames):
+        return False
+    if any(place(frame.f_code) == place(code) for frame in frames):
+        if while_running:
+            invalidate(code, "a budget needs another plan")
+        return while_running
     need("torch._C._dynamo.eval_frame.reset_code")(code)
     return True
 
@@ -154,7 +152,7 @@ def entries_of(code: types.CodeType) -> Any:
 
 
 def invalidate(code: types.CodeType, why: str, backend: str | None = None) -> None:
-    """Have no call take the compiled versions of `code` that there are, or those of the backend of that name.
+    """Invalidate the compiled versions of `code`, or only those of the backend `backend`: no call takes them any more.
 
     Dynamo does this itself when an object dies that a version guards, also while that version runs.
     """

@@ -71,17 +71,11 @@ def in_same_state(fn: Callable[..., Any], *args: Any) -> Any:
 @contextlib.contextmanager
 def _plain_modes() -> Iterator[None]:
     """Inside, autocast is off and has its default dtypes; inference mode is off."""
-    before = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in _AUTOCAST]
-    try:
+    with contextlib.ExitStack() as stack:
         for kind, dtype in _AUTOCAST.items():
-            torch.set_autocast_enabled(kind, False)
-            torch.set_autocast_dtype(kind, dtype)
-        with torch.inference_mode(False):
-            yield
-    finally:
-        for kind, enabled, dtype in before:
-            torch.set_autocast_enabled(kind, enabled)
-            torch.set_autocast_dtype(kind, dtype)
+            stack.enter_context(torch.autocast(kind, dtype, enabled=False))
+        stack.enter_context(torch.inference_mode(False))
+        yield
 
 
 def own_scope(fn: Any) -> dict[str, Any] | None:

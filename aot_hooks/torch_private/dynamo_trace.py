@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import types
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -82,30 +82,31 @@ def _built(context: Any, variable: Any, parts: _Parts) -> _Build:
         raise TypeError("a tensor that the compiled function makes")
     if variable.python_type() in (tuple, list):
         kind, items = variable.python_type(), [_built(context, item, parts) for item in variable.items]
-        return lambda values: kind(item(values) for item in items)
+        return _called(lambda *values: kind(values), items)
     kind = type(getattr(variable, "value", None))
     if dataclasses.is_dataclass(kind):
         tx = context._i_will_not_complain_if_bc_breaks_InstructionTranslator()
         read = getattr(variable, "var_getattr", None) or variable.tp_getattro_impl  # 2.15 renamed it
         fields = {f.name: _built(context, read(tx, f.name), parts) for f in dataclasses.fields(kind) if f.init}
-        return lambda values: kind(**{name: field(values) for name, field in fields.items()})
+        return _called(kind, [], fields)
     owner = _owner(variable)
     if owner is not None:
-        fn, owner = variable.fn, _built(context, owner, parts)
-        return lambda values: types.MethodType(fn, owner(values))
+        return _called(functools.partial(types.MethodType, variable.fn), [_built(context, owner, parts)])
     if hasattr(variable, "closure") and hasattr(variable, "f_globals"):
         return _closed_over(context, variable, parts)
     if variable.python_type() is functools.partial and hasattr(variable, "keywords"):
-        called = _built(context, variable.func, parts)
-        arguments = [_built(context, item, parts) for item in variable.args]
+        arguments = [_built(context, item, parts) for item in (variable.func, *variable.args)]
         named = {name: _built(context, item, parts) for name, item in variable.keywords.items()}
-        return lambda values: functools.partial(
-            called(values), *(a(values) for a in arguments), **{name: a(values) for name, a in named.items()}
-        )
+        return _called(functools.partial, arguments, named)
     if type(getattr(variable, "mutation_type", None)).__name__ == "AttributeMutationNew":
         raise TypeError(f"a {variable.python_type().__name__} that the compiled function makes")
     constant = _value_of(variable)
     return lambda _: constant
+
+
+def _called(make: Callable[..., Any], arguments: Iterable[_Build], named: Mapping[str, _Build] | None = None) -> _Build:
+    """A function that calls `make` with what `arguments` and `named` build."""
+    return lambda values: make(*(a(values) for a in arguments), **{n: a(values) for n, a in (named or {}).items()})
 
 
 def _from_outside(context: Any, variable: Any) -> Any:
@@ -223,23 +224,21 @@ def _closed_over(context: Any, variable: Any, parts: _Parts) -> _Build:
     defaults = _defaults(context, getattr(variable, "defaults", None), parts)
     named = _defaults(context, getattr(variable, "kwdefaults", None), parts)
 
-    def build(values: list[Any]) -> Any:
-        closed = tuple(types.CellType(cell(values)) for cell in cells)
-        made = types.FunctionType(code, variable.f_globals, name, defaults(values), closed)
-        made.__kwdefaults__ = named(values)
+    def function(defaults: Any, named: Any, *contents: Any) -> Any:
+        made = types.FunctionType(code, variable.f_globals, name, defaults, tuple(map(types.CellType, contents)))
+        made.__kwdefaults__ = named
         return made
 
-    return build
+    return _called(function, [defaults, named, *cells])
 
 
 def _defaults(context: Any, variable: Any, parts: _Parts) -> _Build:
     if variable is None:
         return lambda _: None
     if variable.python_type() is tuple:
-        items = [_built(context, item, parts) for item in variable.items]
-        return lambda values: tuple(item(values) for item in items)
+        return _called(lambda *values: values, [_built(context, item, parts) for item in variable.items])
     named = {k.vt.as_python_constant(): _built(context, v, parts) for k, v in variable.items.items()}
-    return lambda values: {k: v(values) for k, v in named.items()} or None
+    return _called(lambda **values: values or None, [], named)
 
 
 class Traced:

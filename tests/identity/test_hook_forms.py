@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -31,6 +32,16 @@ class Callable2:
         return x * 2
 
 
+@dataclass
+class Factor:
+    """Compared by value, so it has no hash."""
+
+    k: float
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return x * self.k
+
+
 FORMS = {
     "functions": quadruple,
     "hook": (Hook("quadruple", *quadruple),),
@@ -38,6 +49,7 @@ FORMS = {
     "modules with buffers": (Scale(2.0), Scale(2.0)),
     "graph modules": (torch.fx.symbolic_trace(double), torch.fx.symbolic_trace(double)),
     "callable objects": (Callable2(), Callable2()),
+    "objects without a hash": (Factor(2.0), Factor(2.0)),
     "methods": (Callable2().method, Callable2().method),
     "lambdas": (lambda x: (x * 2, 2), lambda packed: packed[0] * packed[1]),
     "a dict between": (lambda x: {"value": x * 4, "none": None, "dtype": x.dtype}, lambda p: p["value"].to(p["dtype"])),

@@ -158,6 +158,19 @@ def test_max_host_bytes_keeps_the_rest_on_the_device_and_counts_it() -> None:
     assert_same(step(fn, x, hook=hook), expected)
 
 
+@pytest.mark.parametrize("compile_it", [compiled, lambda fn: fn], ids=["compiled", "eager"])
+def test_an_empty_tensor_needs_no_room(compile_it: Any) -> None:
+    w, x = torch.randn(4, 4, requires_grad=True), torch.randn(0, 4)
+    with (
+        warnings.catch_warnings(),
+        aot_hooks.saved_tensors_hooks(aot_hooks.offload(0, max_stall_ms=math.inf, max_host_bytes=0)),
+    ):
+        warnings.simplefilter("error")
+        out = compile_it(lambda x, w: ((x @ w).sin() @ w).sum())(x, w)
+    out.backward()
+    assert torch.equal(w.grad, torch.zeros(4, 4))
+
+
 def test_what_stays_on_the_device_is_not_written_over_in_place() -> None:
     """Inductor's kernels write over tensors after their last use, also over those without room on the host."""
 

@@ -260,6 +260,7 @@ def test_a_text_is_the_same_in_another_process() -> None:
         (lambda: only_these_ops({F.gelu: DOUBLE}), "expected an operator such as torch.ops.aten.gelu.default"),
         (lambda: only_these_ops({"aten.gelo": DOUBLE}), "torch has no operator aten.gelo"),
         (lambda: only_these_ops({"aten.gelu.Tensor": DOUBLE}), "torch has no operator aten.gelu.Tensor"),
+        (lambda: only_these_ops({"aten.gelu.default.x": DOUBLE}), "torch has no operator aten.gelu.default.x"),
         (lambda: only_these_ops({aten.linear.default: DOUBLE}), "aten.linear.default is made of other operators"),
         (lambda: only_these_modules({"layers..mlp": DOUBLE}), "expected a module's path"),
         (lambda: only_these_modules({nn.Linear: DOUBLE}), "expected a module's path"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -63,7 +64,18 @@ def steps(context: Any = contextlib.nullcontext, count: int = 3, **options: Any)
     return run
 
 
+@dataclass
+class Everything:
+    """Compared by value, so it has no hash."""
+
+    hook: Hook
+
+    def __call__(self, saved: Any) -> Hook:
+        return self.hook
+
+
 MUTE = {
+    "a policy without a hash": lambda: saved_tensors_policy(policies.only_these_modules({"1": Everything(HALF)})),
     "a hook": lambda: saved_tensors_hooks(HALF),
     "keep": lambda: saved_tensors_hooks(KEEP),
     "keys that fit": lambda: saved_tensors_policy(policies.only_these_modules({"1": HALF, "**": KEEP})),
