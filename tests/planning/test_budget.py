@@ -376,6 +376,21 @@ def test_more_time_never_ends_in_a_higher_peak(x):
     assert all(plan.step_ratio == 1 for plan in plans if plan.peak_bytes == stock.peak_bytes)
 
 
+def test_a_view_of_an_unpacked_value_counts_once(tmp_path):
+    class Pooled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up = nn.Linear(16, 1024)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return nn.functional.max_pool2d(self.up(x).view(-1, 4, 16, 16).relu(), 2)
+
+    model, x = Pooled(), torch.randn(64, 16)
+    plan = aot_hooks.plan(model, x, policy=aot_hooks.lossless(), inner="aten")
+    assert plan.packed_bytes < plan.saved_bytes
+    assert plan.peak_bytes <= max(measured(model, x, aot_hooks.lossless(), tmp_path))
+
+
 def test_what_is_computed_from_a_rounded_value_counts_with_its_error():
     """A small tensor leads to large ones. Rounded to 4 bits, it would spoil all that is computed from it."""
     torch.manual_seed(0)
