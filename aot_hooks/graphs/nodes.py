@@ -43,12 +43,12 @@ def storage_of(node: Node) -> Any:
     those of two calls are the same objects. An output of a nested region may share memory with another output, or with
     an operand of the region; then it has that one's storage.
     """
-    value = node.meta.get("val")
-    if not isinstance(value, torch.Tensor):
-        return None
     root = node
     while is_view(root) and isinstance(source := root.args[0], Node):
         root = source
+    value = root.meta.get("val")  # not the view's own, whose source an edit may have replaced
+    if not isinstance(value, torch.Tensor):
+        return None
     call = root.args[0] if root.target is operator.getitem else None
     if isinstance(call, Node) and isinstance(call.target, torch_values.HigherOrderOperator):
         return _storage_in_region(root)

@@ -268,8 +268,7 @@ def _search(
         if last and any(one.fits(limits) for one in all_tried):
             break
         chosen = solve(step, peak=None if last else limit, max_error=limits.error, max_ms=max_ms)
-        if chosen is None:  # no time at all
-            chosen = Solution((KEPT,) * len(step.values), step.live, step.peak_bytes, step.ms, 0.0)
+        chosen = chosen or _nothing(step)  # no time at all
         graphs, own = partitioned(chosen)
         found = list(_hooked(graphs, own, chosen, limits, max_ms, tried))
         all_tried += found
@@ -283,6 +282,10 @@ def _search(
         else:
             break
 
+    if min(one.peak for one in all_tried) > step.peak_bytes:  # the program was wrong about all of them
+        graphs, own = partitioned(_nothing(step))
+        all_tried.append(tried(graphs, own, _nothing(own), _nothing(step)))
+
     def fastest(one: _Tried) -> tuple[float, float]:
         return (one.plan.after_ms, one.peak)
 
@@ -292,6 +295,11 @@ def _search(
     fitting = [one for one in all_tried if one.fits(limits)]
     best = min(fitting, key=lowest if limits.peak is None else fastest, default=None)
     return best, min(all_tried, key=lowest)
+
+
+def _nothing(step: Step) -> Solution:
+    """The choice to keep every value."""
+    return Solution((KEPT,) * len(step.values), step.live, step.peak_bytes, step.ms, 0.0)
 
 
 def _hooked(
