@@ -235,7 +235,7 @@ def _compile_graph(
         known.extend(graph.plans)
     if listed is not None:
         listed.append(graph)
-    return _wrapped(compiled, graph, hooks, seen, wrapper, version, counted=live)
+    return _wrapped(compiled, graph, hooks, seen, wrapper, version, inputs, counted=live)
 
 
 def _why_not_stored(options: Options, compilation: Compilation | None, *, reported: bool) -> str:
@@ -256,6 +256,7 @@ def _wrapped(
     seen: Recording,
     wrapper: Any,
     version: many.Version | None,
+    inputs: Sequence[Any],
     *,
     counted: bool,
 ) -> _Compiled:
@@ -273,6 +274,7 @@ def _wrapped(
     compiled = unused.warning_if_unused(compiled, suspects)
     if isinstance(rule, Budget):  # compares the peaks of the first steps with the budget
         compiled = measured.checked(compiled, rule, graph.plans, wrapper)
+        compiled = measured.for_sizes(compiled, rule, graph.plans, inputs)
     if version is not None:  # plans for all calls of a step together
         compiled = many.noted(compiled, version, own_hooks=hooks.pair is not None)
     if check is not None:  # raises if a user's function has changed since

@@ -7,12 +7,14 @@ forward starts: a bytes allocated        backward has run: at most n since the c
 2nd step   over the budget: the excess is taken off, and the function is compiled once more
 of the tighter plan's steps likewise; if that is over the budget too, a warning says by how much, and where
 
-`checked` does this for a graph that is the whole step, `StepCheck` for the steps of many.py.
+`checked` does this for a graph that is the whole step, `StepCheck` for the steps of many.py. On any device `for_sizes`
+warns where a graph with symbolic sizes is called with larger ones than its plan is for.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -25,10 +27,11 @@ from ..identity.memo import Memo
 from ..passes.plan import Plan
 from ..torch_private import dynamo
 from ..torch_private.autograd import after_backward
+from ..torch_private.values import hint
 from .budget import Budget
 from .step import ALONE
 
-__all__ = ["Counters", "StepCheck", "checked", "forget", "step_check", "tightened"]
+__all__ = ["Counters", "StepCheck", "checked", "for_sizes", "forget", "step_check", "tightened"]
 
 log = logging.getLogger("aot_hooks")
 _MIB = 1 << 20
@@ -137,6 +140,37 @@ def checked(
                 (_tighter.get(wrapper) or _tighter.set(wrapper, {}))[code, replace(budget, free=None)] = tighter
 
     return run_and_measure
+
+
+def for_sizes(
+    run: Callable[..., Any], budget: Budget, plans: Sequence[Plan], inputs: Sequence[Any]
+) -> Callable[..., Any]:
+    """`run`, which warns once if it gets larger sizes than the examples in `inputs`, too large for the budget.
+
+    Bytes are taken to grow as the product of the symbolic sizes does.
+    """
+    planned = {i: hint(size) for i, size in enumerate(inputs) if isinstance(size, torch.SymInt)}
+    peak, predicted = budget.peak_bytes, max((plan.peak_bytes for plan in plans), default=0)
+    if peak is None or not all(planned.values()) or not planned or not predicted:
+        return run
+    warned = False
+
+    def run_and_compare(*args: Any) -> Any:
+        nonlocal warned
+        growth = math.prod(args[i] / size for i, size in planned.items()) if not warned else 0.0
+        if growth * predicted > peak and growth > 1:
+            warned = True
+            sizes = ", ".join(f"{args[i]} in place of {size}" for i, size in planned.items() if args[i] != size)
+            warnings.warn(
+                f"aot_hooks: {budget!r}: a graph with symbolic sizes runs with {sizes}, for which it was planned. It may "
+                f"take {growth * predicted / _MIB:.1f} MiB, more than the budget of {peak / _MIB:.1f}. Run the largest "
+                "sizes first, so that the plan is for them, or compile with dynamic=False, for a plan for each size",
+                BudgetWarning,
+                stacklevel=2,
+            )
+        return run(*args)
+
+    return run_and_compare
 
 
 class StepCheck:

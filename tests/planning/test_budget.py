@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import aot_hooks
 from aot_hooks import budget
-from aot_hooks.errors import BudgetError, OptionError, unwrapped
+from aot_hooks.errors import BudgetError, BudgetWarning, OptionError, unwrapped
 from aot_hooks.planning import options, within
 from aot_hooks.planning.budget import ALLOWED, bytes_of, fitted
 from aot_hooks.planning.solver import solve
@@ -204,6 +205,24 @@ def test_sizes_that_are_symbolic(model):
         model(x).sin().sum().backward()
         for f, p in zip(found, model.parameters(), strict=True):
             torch.testing.assert_close(f, p.grad)
+
+
+def test_larger_sizes_than_those_planned_for_warn_once(model):
+    peak = int(0.7 * stock_peak(model, torch.randn(256, 32)))
+    compiled = torch.compile(
+        model, backend="aot_hooks", dynamic=True, options={**ATEN, "policy": budget(peak, max_error=0)}
+    )
+
+    def warnings_of(rows: int) -> list[str]:
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            compiled(torch.randn(rows, 32)).sin().sum().backward()
+        return [str(w.message) for w in seen if w.category is BudgetWarning]
+
+    assert warnings_of(256) == warnings_of(200) == []
+    (said,) = warnings_of(512)
+    assert "512 in place of 256" in said and "Run the largest sizes first" in said
+    assert warnings_of(1024) == []
 
 
 class Nothing(nn.Module):

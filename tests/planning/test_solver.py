@@ -246,6 +246,24 @@ def test_the_lowest_peak_of_a_large_step_is_near_that_of_the_relaxed_program():
     assert found == solve(step, peak=None, max_error=0.05)
 
 
+def test_a_large_step_with_values_that_have_no_options():
+    """Others are computed again from each of these, as from the mask of a T5's attention."""
+    count = 120
+    values, live = [], [0] * (2 * count + 2)
+    for i in range(count):
+        computed = Option(RECOMPUTE, ms=0.1, sources=(i - 1,))
+        hooks = [Option(f"hook {k}", object(), 8 * MIB // k, 0.1 * k, 0.01 * k) for k in (2, 4, 8)]
+        options = (*hooks, computed) if i % 2 else ()
+        values.append(Value((f"v{i}",), 8 * MIB, i + 1, 2 * count - i, i // 2, 2 * count - i - 1, options))
+        for p in range(i + 1, 2 * count - i + 1):
+            live[p] += 8 * MIB
+    step = Step(tuple(live), tuple(values), (100.0,))
+    assert step.peak_bytes == count * 8 * MIB
+    found = solve(step, peak=0.6 * step.peak_bytes, max_error=0.05)
+    assert found is not None and found.peak_bytes <= 0.6 * step.peak_bytes + 1
+    assert all(option is KEPT for option in found.options[::2])
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_large_steps_stay_under_peaks_that_can_be_reached(seed):
     """Hundreds of choices, some with work beside bytes that wait for the link; less time with more bytes."""
