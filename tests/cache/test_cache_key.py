@@ -261,7 +261,7 @@ def build(program: dict[str, Any], names: list[str]) -> Key:
     return key_of(gm, inputs, ambient, {setting.key: setting for setting in made})
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(programs, programs, st.booleans(), NAMES, NAMES)
 def test_keys_are_equal_exactly_when_the_programs_are(
     a: dict[str, Any], b: dict[str, Any], same: bool, names_a: list[str], names_b: list[str]
@@ -270,7 +270,7 @@ def test_keys_are_equal_exactly_when_the_programs_are(
     assert (build(a, names_a).digest == build(b, names_b).digest) == (canonical(a) == canonical(b))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(programs, st.data())
 def test_one_change_of_a_program_is_another_key(a: dict[str, Any], data: st.DataObject) -> None:
     part = data.draw(st.sampled_from(sorted(a)))
