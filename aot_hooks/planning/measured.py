@@ -162,7 +162,7 @@ def for_sizes(
             warned = True
             sizes = ", ".join(f"{args[i]} in place of {size}" for i, size in planned.items() if args[i] != size)
             warnings.warn(
-                f"aot_hooks: {budget!r}: a graph with symbolic sizes runs with {sizes}, for which it was planned. It may "
+                f"aot_hooks: {budget!r}: a graph runs with sizes that it was not planned for ({sizes}). It may "
                 f"take {growth * predicted / _MIB:.1f} MiB, more than the budget of {peak / _MIB:.1f}. Run the largest "
                 "sizes first, so that the plan is for them, or compile with dynamic=False, for a plan for each size",
                 BudgetWarning,

@@ -30,8 +30,8 @@ def kernel_of(
     op: Any = operators.amax_bits,
     unpacks: bool = False,
 ) -> Any:
-    """The features of a kernel that the heuristics read: `reductions` over rows of `length`, by a hook's `op`; or by the
-    program's own, of a value that the kernel unpacks."""
+    """The features of a kernel that the heuristics read: `reductions` over rows of `length` by `op`, which is a hook's,
+    or the program's own if the kernel also unpacks a value."""
     origins = [types.SimpleNamespace(target=op, meta={} if unpacks else {FROM_HOOK: "x"})]
     if unpacks:
         origins.append(types.SimpleNamespace(target=operators.from_float8, meta={FROM_HOOK: "x"}))
