@@ -248,7 +248,7 @@ def test_the_lowest_peak_of_a_large_step_is_near_that_of_the_relaxed_program():
 
 def test_a_large_step_with_values_that_have_no_options():
     """Others are computed again from each of these, as from the mask of a T5's attention."""
-    count = 120
+    count = 200
     values, live = [], [0] * (2 * count + 2)
     for i in range(count):
         computed = Option(RECOMPUTE, ms=0.1, sources=(i - 1,))
