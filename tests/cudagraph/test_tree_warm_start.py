@@ -30,6 +30,7 @@ from aot_hooks.errors import CacheWarning
 from cudagraph.compile import compilation, entry
 from cudagraph.compile.compilation import Compilation
 from cudagraph.tree import dispatch
+from cudagraph.tree.driver import cuda_driver
 
 # --- compiled, and taken from torch's cache --------------------------------------------------------------------------
 
@@ -95,7 +96,7 @@ class Starts:
                 return capture(piece, *given)
 
             m.setattr(dispatch, "capture", noting)
-            m.setattr(cudagraphs, "compilation", lambda asked: Compilation(asked, driver))
+            m.setattr(cudagraphs, "compilation", lambda asked: Compilation(asked, driver or cuda_driver()))
             m.setattr(compilation, "_numbers", itertools.count())
             if self.cut and self.device == "cpu":
                 import torch._inductor.scheduler as scheduler
