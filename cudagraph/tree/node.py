@@ -254,8 +254,9 @@ class Recording(Node):
             slot.forget_templates(self.templates)
         self.graph.reset()
         self.graph, self.launch, self.edge = None, _closed, _closed
-        self.templates, self.slots = [], ()
-        del self.inputs, self.outputs
+        self.templates, self.slots, self.first = [], (), None
+        # moves.py keeps closed recordings for their counts; through its parents one kept dropped functions alive
+        del self.inputs, self.outputs, self.parent
 
 
 def _closed(*inputs: Any) -> Any:

@@ -6,7 +6,9 @@ and twice more if these are copied from then on.
 
 from __future__ import annotations
 
+import gc
 import logging
+import weakref
 from typing import Any
 
 import pytest
@@ -404,3 +406,28 @@ def test_parameters_are_forgotten_with_the_program(world):
     assert len(known.seen) == 1
     del w
     assert len(known.seen) == 0
+
+
+def test_a_dropped_function_dies_although_another_was_recorded_after_it(world):
+    class Constant:
+        pass
+
+    constant, w = Constant(), world.randn(8)
+    alive = weakref.ref(constant)
+
+    def function(held: Any) -> Any:
+        return world.function(lambda x: [x.cos() if held else x])
+
+    f = function(constant)
+    g, h = world.function(lambda x, w: [x * w], static=(1,)), world.function(lambda x: [x.sin()])
+    del constant
+    for _ in range(4):
+        dispatch.mark_step_begin()
+        x = world.randn(8)
+        f(x), g(x, w), h(x)
+    del f
+    for _ in range(4):
+        dispatch.mark_step_begin()
+        h(world.randn(8))
+        gc.collect()
+    assert alive() is None
