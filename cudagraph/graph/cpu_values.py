@@ -123,7 +123,8 @@ def _move_numbers(gm: GraphModule, device: torch.device, *, unknown: bool) -> in
                 settings: dict[str, Any] = {"dtype": value.dtype, "device": device, "pin_memory": False}
                 moved = gm.graph.call_function(aten.full.default, ([], known), settings)
         moved.meta = {k: v for k, v in readers[0].meta.items() if k == "stack_trace"}
-        moved.meta["val"] = value.new_empty((), device=device)  # fake, as `value` is
+        with torch_cuda.fake_mode_of(value):  # `new_empty` would start CUDA, in 2.11
+            moved.meta["val"] = torch.empty((), dtype=value.dtype, device=device)
         for reader in readers:
             reader.replace_input_with(node, moved)
         count += 1

@@ -248,6 +248,11 @@ negated: Callable[[torch.Tensor], torch.Tensor] = late(need, "torch._neg_view")
 clear_cublas_workspaces: Callable[[], None] = late(need, "torch._C._cuda_clearCublasWorkspaces")
 
 
+def fake_mode_of(x: torch.Tensor) -> Any:
+    """A context in which tensors are made as fake as `x` is."""
+    return getattr(x, "fake_mode", None) or contextlib.nullcontext()
+
+
 no_marks = types.SimpleNamespace(mark_step_counter=0)  # while nobody has imported torch's module that counts marks
 # For functions that Dynamo does not call. NaN is not equal to itself, so no two calls are the same one.
 no_calls = types.SimpleNamespace(generation=math.nan)
