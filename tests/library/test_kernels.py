@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SUPPORT = ROOT / "tests" / "support"
 
 
-# not core: it takes minutes, and on a GPU the kernels run compiled with that torch's triton
+@pytest.mark.core
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="this torch comes without triton")
 def test_kernels_equal_plain_code_when_interpreted():
     environment = dict(os.environ, TRITON_INTERPRET="1", PYTHONPATH=os.pathsep.join([str(ROOT), str(SUPPORT)]))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import aot_hooks
 from aot_hooks import budget
-from aot_hooks.errors import BudgetError, BudgetWarning, OptionError, unwrapped
+from aot_hooks.errors import BudgetError, OptionError, unwrapped
 from aot_hooks.planning import options, within
 from aot_hooks.planning.budget import ALLOWED, bytes_of, fitted
 from aot_hooks.planning.solver import solve
@@ -205,24 +204,6 @@ def test_sizes_that_are_symbolic(model):
         model(x).sin().sum().backward()
         for f, p in zip(found, model.parameters(), strict=True):
             torch.testing.assert_close(f, p.grad)
-
-
-def test_larger_sizes_than_those_planned_for_warn_once(model):
-    peak = int(0.7 * stock_peak(model, torch.randn(256, 32)))
-    compiled = torch.compile(
-        model, backend="aot_hooks", dynamic=True, options={**ATEN, "policy": budget(peak, max_error=0)}
-    )
-
-    def warnings_of(rows: int) -> list[str]:
-        with warnings.catch_warnings(record=True) as seen:
-            warnings.simplefilter("always")
-            compiled(torch.randn(rows, 32)).sin().sum().backward()
-        return [str(w.message) for w in seen if w.category is BudgetWarning]
-
-    assert warnings_of(256) == warnings_of(200) == []
-    (said,) = warnings_of(512)
-    assert "512 in place of 256" in said and "Run the largest sizes first" in said
-    assert warnings_of(1024) == []
 
 
 class Nothing(nn.Module):
@@ -516,3 +497,15 @@ def test_what_a_statistic_is_computed_from_again_must_be_exact(monkeypatch):
     smooth = [o for o in again if any("silu" in name or "mul" in name for name in o.again) and o not in statistic]
     assert statistic and all(o.exact == o.sources for o in statistic)
     assert smooth and all(len(o.exact) < len(o.sources) for o in smooth)  # the statistic only
+
+
+def test_a_tenth_of_the_error_is_left(model, monkeypatch):
+    asked = []
+
+    def noted(*args, **named):
+        asked.append(named["max_error"])
+        return solve(*args, **named)
+
+    monkeypatch.setattr(within, "solve", noted)
+    aot_hooks.plan(model, torch.randn(256, 32), policy=budget(max_slowdown=9.0, max_error=0.05), inner="aten")
+    assert asked and all(error == pytest.approx(0.045) for error in asked)
