@@ -123,7 +123,7 @@ def choices() -> Any:
             hint_name = getattr(features.get_reduction_hint(), "name", "")
             if cooperative_reduction or hint_name not in ("INNER", "DEFAULT"):
                 return False
-            # not what unpacks beside a reduction of the program's own: Inductor knows that kernel better
+            # a kernel that only unpacks for a reduction of the program's own is as Inductor would have it without hooks
             if not _finds_a_scale(features, "amax"):
                 return False
             sizes = need("torch._inductor.virtualized.V").graph.sizevars
