@@ -4,6 +4,7 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 MAIN_TORCH=2.13.0
+OTHER_TORCHES=(2.15.0 2.11.0)
 export PYTHONUNBUFFERED=1
 logs=$(mktemp -d)
 trap 'rm -rf "$logs"' EXIT

@@ -1,6 +1,7 @@
 """What holds for every test: a fresh Dynamo, a fixed seed, no saved-tensor hook left behind, no code compiled before.
 
-`gpu` tests skip where there is no CUDA device. test_conftest.py shows that what is checked here can fail.
+`gpu` tests skip where there is no CUDA device. `--every N` runs each Nth case of a test with parameters.
+test_conftest.py shows that what is checked here can fail.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import gc
 import os
 import shutil
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,6 +18,24 @@ import pytest
 import torch
 
 INDUCTOR_CACHE = "TORCHINDUCTOR_CACHE_DIR"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--every", type=int, default=1, metavar="N", help="run each Nth case of a test with parameters")
+
+
+@pytest.hookimpl(trylast=True)  # after `-m` and `-k`: of what these leave
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    every = config.getoption("--every")
+    cases: Counter[str] = Counter()
+    chosen, left = [], []
+    for item in items:
+        test = item.nodeid.partition("[")[0]
+        (left if cases[test] % every else chosen).append(item)
+        cases[test] += item.get_closest_marker("gpu") is None  # those that skip take nobody's place
+    if left:
+        config.hook.pytest_deselected(items=left)
+        items[:] = chosen
 
 
 def pytest_configure(config: pytest.Config) -> None:

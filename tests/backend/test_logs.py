@@ -11,8 +11,6 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.core
-
 ROOT = Path(__file__).resolve().parents[2]
 
 PROGRAM = """
@@ -48,6 +46,7 @@ def test_without_the_log_nothing_is_printed() -> None:
     assert "forward before" not in out and "aot_hooks" not in out
 
 
+@pytest.mark.core
 def test_structured_trace_has_the_artifacts(tmp_path: Path) -> None:
     run_program(TORCH_TRACE=str(tmp_path))
     text = "".join(p.read_text() for p in tmp_path.glob("*.log"))

@@ -111,6 +111,7 @@ def test_of_a_script(tmp_path):
     assert "peak MiB" in lines[0] and "keep 100%" in lines[-1]
 
 
+@pytest.mark.slow
 def test_a_report_under_a_budget(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(TRAIN)
@@ -136,6 +137,7 @@ def test_means_that_there_are_not(tmp_path, capsys):
     assert "allow must be some of" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_second_process_finds_the_plan_in_the_cache(tmp_path):
     script = tmp_path / "warm.py"
     script.write_text(WARM)

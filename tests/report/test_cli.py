@@ -86,7 +86,6 @@ def test_report_of_a_script(how: str, script: str, tmp_path: Path, capsys: Any) 
     assert data["measured_peak_bytes"] is None or data["measured_peak_bytes"] > 0
 
 
-@pytest.mark.core
 def test_a_script_computes_what_it_would(script: str, capsys: Any) -> None:
     out = subprocess.run([sys.executable, script], capture_output=True, text=True, check=True).stdout
     before = (list(sys.argv), list(sys.path))
@@ -246,7 +245,6 @@ print("own", plan.saved_bytes, plan.packed_bytes)
 """
 
 
-@pytest.mark.core
 def test_a_script_with_hooks_of_its_own_is_reported_as_it_is(tmp_path: Path, capsys: Any) -> None:
     path, out = tmp_path / "own.py", tmp_path / "out.json"
     path.write_text(OWN)
@@ -385,6 +383,7 @@ def test_graphs_of_one_step_are_added_up(tmp_path: Path, capsys: Any) -> None:
     assert data["other_graphs"]["graph_count"] == 0
 
 
+@pytest.mark.slow
 def test_the_example_explains_its_options() -> None:
     command = [sys.executable, EXAMPLES / "train_gpt.py", "--help"]
     text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
@@ -437,6 +436,7 @@ def test_env_prints_text_and_json(capsys: Any) -> None:
     assert [s["found"] for s in data["private_symbols"]] == [line.split()[0] == "ok" for line in listed]
 
 
+@pytest.mark.slow
 def test_as_a_program(script: str, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "aot_hooks", "report", "--hook", "float8", "--inner", "aten"]
     command += ["--plot", str(tmp_path / "out.png")]

@@ -18,6 +18,7 @@ import aot_hooks
 CANDIDATES = schemes.candidates()
 
 
+@pytest.mark.slow
 def test_smallest_run(tmp_path, capsys):
     path = tmp_path / "errors.json"
     names = ["int8(64)", "int4(32)", "nf4(32)"]

@@ -27,6 +27,7 @@ def run(bench: ModuleType, path: Path, models: str) -> tuple[int, dict[str, Any]
     return code, json.loads(path.read_text())
 
 
+@pytest.mark.slow
 def test_a_row_for_each_model_and_policy(bench: ModuleType, tmp_path: Path) -> None:
     code, result = run(bench, tmp_path / "models.json", "resnet,llama")
     assert code == 0 and result["failures"] == []
@@ -51,6 +52,7 @@ def negated(saved: SavedTensor) -> Hook:
     return Hook("negated", lambda x: -x if x.is_floating_point() else x, lambda x: x)
 
 
+@pytest.mark.slow
 def test_a_wrong_gradient_fails(
     bench: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -13,6 +13,7 @@ import bench_op_db
 import op_programs
 
 
+@pytest.mark.slow
 def test_smallest_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "found.json"
     arguments = ["--ops", "^(mul|sparse_mm_reduce)$", "--dtypes", "float32", "--forms", "activated", "--print"]
@@ -36,6 +37,7 @@ def test_shards_are_all_operators_once() -> None:
     assert len(whole) == len(set(whole)) >= 450
 
 
+@pytest.mark.slow
 def test_a_worker_that_dies_is_a_result_and_the_next_operator_is_run() -> None:
     """No operator of this name: the process ends with an error."""
     dead, next_one = bench_op_db.run([("no_such", "float32", "direct"), ("neg", "float32", "direct")], 1, 1)

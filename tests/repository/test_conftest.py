@@ -65,6 +65,32 @@ def test_what_is_left_behind_fails_the_test_that_left_it(pytester, monkeypatch):
     assert not os.path.exists(cache[2])  # it went with the run
 
 
+def test_every_third_case_of_those_that_markers_leave(pytester, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    pytester.makeconftest(CONFTEST.read_text())
+    pytester.makeini("[pytest]\nmarkers =\n    gpu\n    slow")
+    pytester.makepyfile("""
+import pytest
+
+slow, gpu = pytest.param(0, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.gpu)
+
+@pytest.mark.parametrize("n", [slow, 1, gpu, *range(3, 9)])
+def test_many(n): print("case", n)
+
+def test_one(): print("case of none")
+""")
+
+    result = pytester.runpytest_subprocess("-rA", "-p", "no:xdist", "-m", "not slow", "--every", "3")
+
+    assert [line for line in result.outlines if line.startswith("case")] == [
+        "case 1",
+        "case 5",
+        "case 8",
+        "case of none",
+    ]
+    result.assert_outcomes(passed=4, deselected=6)
+
+
 def test_gpu_test_is_not_skipped_with_a_device(monkeypatch, request):
     conftest = request.config.pluginmanager.get_plugin(str(CONFTEST))
     item = SimpleNamespace(get_closest_marker={"gpu": pytest.mark.gpu}.get)

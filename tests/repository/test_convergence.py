@@ -25,6 +25,7 @@ def runs(*losses: float) -> list[dict[str, object]]:
     ]
 
 
+@pytest.mark.slow
 def test_smallest_run_and_its_report(tmp_path, capsys):
     path = tmp_path / "convergence.json"
     convergence.main([*SMALLEST, "--hooks", "int4", "--json", str(path)])
@@ -51,6 +52,7 @@ def test_smallest_run_and_its_report(tmp_path, capsys):
     assert page.read_text() == text
 
 
+@pytest.mark.slow
 def test_every_way_is_compiled_however_many_there_are(tmp_path):
     path, hooks = tmp_path / "convergence.json", ["int8", "float8 e4m3 rowwise", "int4"]
     with torch._dynamo.config.patch(recompile_limit=2):
@@ -79,6 +81,7 @@ def test_differences_are_those_of_one_seed():
     assert "| worse | 0.50 | 4.5833 ± 3.9238 | +0.3750 (+0.2500 to +0.5000) | 1 of 3 |" in report.format_table(result)
 
 
+@pytest.mark.slow
 def test_seeds_measured_apart_are_one_result(tmp_path):
     parts = []
     for seed in (0, 1):

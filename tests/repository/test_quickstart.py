@@ -14,6 +14,7 @@ NOTEBOOK = Path(__file__).resolve().parents[2] / "docs" / "quickstart.ipynb"
 CELLS: list[dict[str, Any]] = json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]
 
 
+@pytest.mark.slow
 def test_the_cells_run_and_print(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     module = types.ModuleType("quickstart")
     monkeypatch.setitem(sys.modules, "quickstart", module)  # Dynamo looks there for what the model's class reads
