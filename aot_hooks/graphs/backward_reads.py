@@ -192,7 +192,7 @@ class BackwardReads:
             return "smooth", False
         if norm and positions == [tables.ROOTS.get(name)]:
             return "smooth", user.target is _aten.sqrt.default
-        keeps_norm = norm and name in tables.KEEPS_NORM
+        keeps_norm = norm and (name in tables.KEEPS_NORM or (name in tables.SCALES_NORM and _grows(user)))
         if user.target is _aten.pow.Tensor_Scalar and positions == [0] and isinstance(user.args[1], int | float):
             smooth = user.args[1] >= 1
         else:
@@ -295,6 +295,12 @@ def _gives_norm(user: Node) -> bool:
     if user.target not in (_aten.sum.dim_IntList, _aten.sum.default, _aten.mean.dim, _aten.mean.default):
         return False
     return source.target is _aten.abs.default or _is_square(source)
+
+
+def _grows(user: Node) -> bool:
+    """Whether no constant of `user` is negative."""
+    constants = [a for a in (*user.args, *user.kwargs.values()) if not isinstance(a, Node)]
+    return all(isinstance(c, int | float) and c >= 0 for c in constants)
 
 
 def _is_square(node: Node) -> bool:

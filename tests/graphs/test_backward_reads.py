@@ -274,6 +274,18 @@ KINDS = {
     "a matrix product": (lambda h, t: (torch.mm(h.t(), t),), []),
     "its square": (lambda h, t: (h.pow(2) * t,), []),
     "a norm's root": (lambda h, t: (torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + 1e-6) * t,), []),
+    "a number less a norm": (
+        lambda h, t: (torch.rsqrt(1 - 0.5 * h.pow(2).sum(-1)) * t[:, 0],),
+        [("singular", "rsqrt.default", False)],
+    ),
+    "a number and a negative multiple of a norm": (
+        lambda h, t: (torch.rsqrt(1 + -0.5 * h.pow(2).sum(-1)) * t[:, 0],),
+        [("singular", "rsqrt.default", False)],
+    ),
+    "a norm less a number": (
+        lambda h, t: (torch.rsqrt(torch.add(h.pow(2).sum(-1), 0.5, alpha=-1)) * t[:, 0],),
+        [("singular", "rsqrt.default", False)],
+    ),
     "divided by a norm": (lambda h, t: (h / h.abs().sum(-1, keepdim=True).clamp_min(1e-6) * t,), []),
     "a standard deviation": (lambda h, t: (t / h.var(-1, keepdim=True).sqrt(),), []),
     "a constant of its shape": (lambda h, t: (torch.ones_like(h).exp() * t,), []),
