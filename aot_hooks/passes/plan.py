@@ -277,8 +277,8 @@ def _pack_once(views: list[Choice]) -> list[Choice]:
     if kept is not None:
         reason = f"shares its storage with '{kept.value.row.name}', which stays"
         return [c.kept(reason) if c.packs else c for c in views]
-    if any(len(c.uses) != 1 for c in views):
-        return views  # different hooks for different readers: each its own packing
+    if len({hook for c in views for hook, _ in c.uses}) != 1:
+        return views  # different hooks for different readers or views: each its own packing
     head = next((c for c in views if all(_covers(c.value.value, o.value.value) for o in views)), None)
     if head is None:
         return views
