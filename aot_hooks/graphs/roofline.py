@@ -31,6 +31,8 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.utils.flop_counter import flop_registry
 
+from cudagraph.placeholder import nearest_first
+
 from ..torch_private import values as torch_values
 from .nodes import (
     argument_called,
@@ -61,16 +63,11 @@ def _is_pointwise_cat(node: Node) -> bool:
     computed for it alone, element by element and of no reduction. Rotary embeddings are such."""
     if node.target is not torch.ops.aten.cat.default or not on_cuda([node]):
         return False
-    waiting = list(node.all_input_nodes)
-    if not 2 <= len(waiting) <= _MOST_JOINED or any(not _is_pointwise(n.target) or len(n.users) > 1 for n in waiting):
+    parts = node.all_input_nodes
+    if not 2 <= len(parts) <= _MOST_JOINED or any(not _is_pointwise(n.target) or len(n.users) > 1 for n in parts):
         return False
-    while waiting:
-        source = waiting.pop()
-        if _reduces(source):
-            return False
-        if fuses(source):
-            waiting += source.all_input_nodes
-    return True
+    fused = nearest_first(node, lambda n: n.all_input_nodes if n is node or fuses(n) else ())
+    return not any(map(_reduces, fused))
 
 
 def alive_bytes(gm: GraphModule, packed: Mapping[Node, int]) -> dict[Node, int]:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch.fx import symbolic_trace
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
 import aot_hooks
@@ -60,6 +61,18 @@ def test_a_concatenation_is_fused_on_cuda_if_its_parts_are_computed_for_it(funct
         FakeTensorProp(gm, mode).propagate_dont_convert_inputs(*parts)
     (cat,) = (n for n in gm.graph.nodes if n.target is AT.cat.default)
     assert roofline.fuses(cat) == (function is halves and device == "cuda")
+
+
+def test_what_is_read_by_many_paths_is_looked_at_once() -> None:
+    def halves_of_a_chain(x: torch.Tensor) -> torch.Tensor:
+        for _ in range(40):  # 2 ** 40 paths
+            x = x.sin() + x.cos()
+        return torch.cat([-x, x * 2], -1)
+
+    with FakeTensorMode():
+        graph = make_fx(halves_of_a_chain)(torch.empty(4, 64, device="cuda")).graph
+    (cat,) = graph.find_nodes(op="call_function", target=torch.ops.aten.cat.default)
+    assert roofline.fuses(cat)
 
 
 def packed(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
