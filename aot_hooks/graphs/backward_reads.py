@@ -26,9 +26,11 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
+from cudagraph.placeholder import nearest_first
+
 from ..torch_private import values as torch_values
 from . import read_tables as tables
-from .nodes import argument_positions, is_view, op_name, region_body, source_line, tensor_bytes
+from .nodes import argument_positions, has_tag, is_view, op_name, region_body, source_line, tensor_bytes
 from .read_tables import Test
 
 _MAX_ANSWER_BYTES = 1 / 4  # of the saved tensor's; larger answers are not worth their bytes beside the packed ones
@@ -198,8 +200,7 @@ class BackwardReads:
         else:
             listed = tables.SMOOTH.get(name, (0,) if keeps_norm else ())
             smooth = positions != [] and set(positions) <= set(listed)
-        elementwise = torch.Tag.pointwise in getattr(user.target, "tags", ())
-        broadcast = elementwise and _numel(user) > _BROADCAST * _numel(value)
+        broadcast = has_tag(user, torch.Tag.pointwise) and _numel(user) > _BROADCAST * _numel(value)
         if smooth and (broadcast or _is_difference(user) or self._is_divided(user)):
             return "singular", False
         if smooth and user in self.of_tangents and set(positions) & set(tables.ADDENDS.get(name, ())):
@@ -217,19 +218,18 @@ class BackwardReads:
         A small divisor makes the error of a rounded value large. Divisors made from tangents don't count. Example: the
         derivative of `hypot(x, y)` divides x by the result; the quotient is at most 1 only if neither was rounded.
         """
-        stack, moved = [user], {user}
-        while stack:
-            node = stack.pop()
+
+        def moved_into(node: Node) -> Iterable[Node]:
+            moves = user in self.of_tangents if node is user else str(node.target) in tables.MOVES_BY_INDEX
+            return node.users if moves else ()
+
+        for node in nearest_first(user, moved_into):
             divisors: list[Any] = [node.args[1]] if node.target is _aten.div.Tensor else []
             if node.target is _aten.mul.Tensor:
                 divisors = [a for a in node.args if isinstance(a, Node) and a.target is _aten.reciprocal.default]
             big = [d for d in divisors if isinstance(d, Node) and _numel(d) >= _numel(node) > 1]
             if not self.of_tangents.issuperset(big):
                 return True
-            moves = user in self.of_tangents if node is user else str(node.target) in tables.MOVES_BY_INDEX
-            if moves:
-                stack += [after for after in node.users if after not in moved]
-                moved.update(node.users)
         return False
 
     def _follow_nested(self, value: Node, user: Node, direct: Node) -> Iterator[FoundRead]:
@@ -339,13 +339,12 @@ def _is_cheap(node: Node) -> bool:
     """Whether the forward may compute `node` once more: elementwise, a view, a reduction; nothing random."""
     if node.target is operator.getitem:
         return True
-    tags = getattr(node.target, "tags", ())
     schema = torch_values.schema_of(node.target)
     if not torch_values.is_operator(node.target) or schema is None or schema.is_mutable:
         return False
-    if torch.Tag.nondeterministic_seeded in tags:
+    if has_tag(node, torch.Tag.nondeterministic_seeded):
         return False
-    return torch.Tag.pointwise in tags or is_view(node) or str(node.target) in tables.CHEAP
+    return has_tag(node, torch.Tag.pointwise) or is_view(node) or str(node.target) in tables.CHEAP
 
 
 def _numel(node: Node) -> float:

@@ -36,6 +36,8 @@ from cudagraph.placeholder import nearest_first
 from ..torch_private import values as torch_values
 from .nodes import (
     argument_called,
+    has_tag,
+    input_storages,
     is_view,
     output_storages,
     producer,
@@ -75,7 +77,7 @@ def alive_bytes(gm: GraphModule, packed: Mapping[Node, int]) -> dict[Node, int]:
     nodes = list(gm.graph.nodes)
     outputs = output_storages(gm.graph)
     written = written_storages(nodes) | outputs
-    counted = written - storages(gm.graph.find_nodes(op="placeholder"))
+    counted = written - input_storages(gm.graph)
     last = last_readers(nodes, written)
     alive = alive_along(nodes, counted, to_end=outputs - storages(packed), last_reader=last, packed=packed)
     return dict(zip(nodes, alive, strict=True))
@@ -319,7 +321,7 @@ _REDUCTIONS = ("aot_hooks.amax_word", "aot_hooks.amax_exponent")
 
 
 def _reduces(node: Node) -> bool:
-    return _is_tagged(node, torch.Tag.reduction) or str(node.target).startswith(_REDUCTIONS)
+    return has_tag(node, torch.Tag.reduction) or str(node.target).startswith(_REDUCTIONS)
 
 
 def _row_length(node: Node) -> int:
@@ -331,10 +333,6 @@ def _row_length(node: Node) -> int:
     while kept and kept[-1] == 1:
         kept.pop()
     return math.prod(sizes[len(kept) :]) if sizes[: len(kept)] == kept else 0
-
-
-def _is_tagged(node: Node, tag: torch.Tag) -> bool:
-    return tag in getattr(node.target, "tags", ())
 
 
 # operators of library/loops, which Inductor fuses like pointwise ones on NVIDIA GPUs
@@ -351,7 +349,7 @@ def _is_loop(target: Any) -> bool:
 
 
 def _runs_fused(node: Node, fuse_loops: bool) -> bool:
-    return fuses(node) or _is_tagged(node, torch.Tag.reduction) or (fuse_loops and is_loop(node))
+    return fuses(node) or has_tag(node, torch.Tag.reduction) or (fuse_loops and is_loop(node))
 
 
 def _numbered(nodes: Sequence[Node]) -> tuple[list[int], list[int]]:
@@ -372,10 +370,6 @@ def _numbered(nodes: Sequence[Node]) -> tuple[list[int], list[int]]:
             lengths.append(0)
         in_split = SPLIT in node.meta if runs else in_split
     return numbers, lengths
-
-
-def _has_few_digits(node: Node) -> bool:
-    return str(node.target).startswith(_FEW_DIGITS)
 
 
 def row_lengths(gm: GraphModule) -> dict[Node, int]:
@@ -399,7 +393,7 @@ def node_ms(
     """
     nodes = list(gm.graph.nodes)
     written = written_storages(nodes, fuse_loops=fuse_loops) if fused else {storage_of(n) for n in nodes}
-    written |= storages(gm.graph.find_nodes(op="placeholder")) | output_storages(gm.graph)
+    written |= input_storages(gm.graph) | output_storages(gm.graph)
     keys = {node: storage_of(node) for node in nodes}
     nbytes = {keys[n]: tensor_bytes(v) for n in nodes if isinstance(v := n.meta.get("val"), torch.Tensor)}
     kernels, (numbers, _) = Kernels.of(nodes, written), _numbered(nodes)
@@ -425,7 +419,8 @@ def node_ms(
         if has_formula(node):
             operations = rate.operations if values[0].element_size() <= 2 else rate.operations32
             operations *= _SHARES.get(_name(node), _SUSTAINED if fuse_loops else 1.0)
-            if fuse_loops and values[0].is_cuda and any(_has_few_digits(producer(n)) for n in node.all_input_nodes):
+            sources = [str(producer(n).target) for n in node.all_input_nodes]
+            if fuse_loops and values[0].is_cuda and any(source.startswith(_FEW_DIGITS) for source in sources):
                 operations /= 1 - SPARED
             found[node] = max(found[node], 1e3 * _operation_count(node) / operations)
     return found

@@ -165,7 +165,7 @@ class Choice:
 
     def kept(self, reason: str) -> Choice:
         """The same choice without a hook."""
-        return replace(self, uses=((KEEP, self.readers),), reason=reason, view_of=None)
+        return replace(self, uses=((KEEP, self.readers),), reason=reason, view_of=None, answers=())
 
 
 def repeats_across_regions(graph: torch.fx.Graph) -> bool:
@@ -223,7 +223,7 @@ def _choose(value: SavedValue, ambient: Setting | None, regions: Mapping[str, Se
         answers=tuple(found for found in value.reads if found.read.answered and found.reader in lossy),
     )
     returned = any(user.op == "output" for user in value.bw_node.users)
-    return replace(choice.kept(_RETURNED), answers=()) if returned and choice.packs else choice
+    return choice.kept(_RETURNED) if returned and choice.packs else choice
 
 
 def _why_unpackable(value: SavedValue, readers: Sequence[Node]) -> str:
