@@ -273,7 +273,7 @@ def _search(
         graphs, own = partitioned(chosen)
         found = list(_hooked(graphs, own, chosen, limits, max_ms, tried))
         all_tried += found
-        if last or limit is None or limits.peak is None:
+        if last or limit is None or limits.peak is None or not found:  # none is as fast as was predicted
             break
         reached = max((one.peak for one in found if one.fits(limits)), default=None)
         if reached is None:
@@ -283,7 +283,7 @@ def _search(
         else:
             break
 
-    if min(one.peak for one in all_tried) > step.peak_bytes:  # the program was wrong about all of them
+    if min((one.peak for one in all_tried), default=math.inf) > step.peak_bytes:  # the program was wrong about all
         graphs, own = partitioned(_nothing(step))
         all_tried.append(tried(graphs, own, _nothing(own), _nothing(step)))
 

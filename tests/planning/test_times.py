@@ -14,6 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
 import aot_hooks
+from aot_hooks.errors import BudgetError
 from aot_hooks.graphs import roofline
 from aot_hooks.planning import options, within
 
@@ -128,3 +129,20 @@ def test_on_a_gpu_a_plan_leaves_a_thousandth(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(within, "on_cuda", lambda _: True)
     aot_hooks.plan(MODEL, x, policy=aot_hooks.budget(1_000_000), inner="aten")
     assert asked == [1_000_000, 999_000]
+
+
+def test_graphs_that_are_slower_than_planned_are_no_crash(monkeypatch: pytest.MonkeyPatch) -> None:
+    read_off = within.step_of
+
+    def slower(*args: Any) -> Any:
+        step, groups = read_off(*args)
+        again = len(args) > 4  # a graph that computes something again
+        return dataclasses.replace(step, node_ms=tuple((1 + again) * ms for ms in step.node_ms)), groups
+
+    monkeypatch.setattr(within, "step_of", slower)
+    x = torch.randn(16, 32)
+    peak = aot_hooks.plan(MODEL, x, policy=aot_hooks.KEEP, inner="aten").peak_bytes
+    with pytest.raises(BudgetError, match=r"within 1\.1 times the time"):
+        aot_hooks.plan(MODEL, x, policy=aot_hooks.budget(peak // 2, max_slowdown=0.1), inner="aten")
+    enough = aot_hooks.plan(MODEL, x, policy=aot_hooks.budget(2 * peak, max_slowdown=0.1), inner="aten")
+    assert enough.peak_bytes == peak
