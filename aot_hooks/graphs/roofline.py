@@ -209,6 +209,14 @@ class Kernels:
             ready[key] = -1 if node in ready_early else at[node]
         return Kernels(at, reads, joined)
 
+    def begins(self, readers: Iterable[Node]) -> dict[Any, int]:
+        """By storage, the position of the first kernel that reads it to compute one of `readers`."""
+        found: dict[Any, int] = {}
+        for node in readers:
+            for key in self.reads[node]:
+                found[key] = min(found.get(key, self.at[node]), self.at[node])
+        return found
+
     def reuses(self, first: Mapping[Any, tuple[int, int, Node]], last: Mapping[Any, int]) -> dict[Any, Any]:
         """Storages that are written over others, by Inductor's rules: each with the one whose memory it takes.
 

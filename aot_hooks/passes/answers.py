@@ -30,11 +30,12 @@ from .edits import after_inputs, call, insert_backward_input, with_inputs
 from .plan import Choice
 
 
-def _in_plans_only(x: Any) -> Any:
+def in_plans_only(x: Any) -> Any:
+    """Pack and unpack of a hook that stands in plans."""
     raise AssertionError(f"stands in plans only, but was called with {x!r}")
 
 
-ANSWERS = Hook("answers", _in_plans_only, _in_plans_only)
+ANSWERS = Hook("answers", in_plans_only, in_plans_only)
 """Stands in plans for the hook of a value that does not cross, because only decisions read it. Never run."""
 
 

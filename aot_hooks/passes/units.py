@@ -42,6 +42,13 @@ class Packing:
     leaves: tuple[Node, ...] = ()  # the nodes of the forward that cross; known once the pack is in the graph
     packed_bytes: int = 0  # bytes that cross, likewise
 
+    @property
+    def leaf_bytes(self) -> tuple[int, int]:
+        """Bytes that pack leaves on the device, and on the host."""
+        leaves: Any = self.traced.pack.graph.output_node().args[0]
+        on_host = [leaf for leaf in leaves if leaf.target is offload_wait]
+        return bytes_of(leaf for leaf in leaves if leaf not in on_host), bytes_of(on_host)
+
 
 @dataclass(frozen=True, eq=False)
 class Unit:
@@ -156,7 +163,7 @@ def choose_positions(units: tuple[Unit, ...], fw: GraphModule, *, planned: bool)
     movable = [u for u in units if not u.keep and len(u.packings) == 1 and u.saved.value.device.type == "cuda"]
     if not movable:
         return units
-    alive = alive_bytes(fw, {u.saved.fw_node: _bytes_on_device(u.packings[0]) for u in movable})
+    alive = alive_bytes(fw, {u.saved.fw_node: u.packings[0].leaf_bytes[0] for u in movable})
     peak = max(alive.values())
     placed = {}
     for unit in movable:
@@ -169,11 +176,6 @@ def choose_positions(units: tuple[Unit, ...], fw: GraphModule, *, planned: bool)
         packing = replace(unit.packings[0], scale_at_definition=True, pack_at_definition=early)
         placed[unit] = replace(unit, packings=(packing,))
     return tuple(placed.get(unit, unit) for unit in units)
-
-
-def _bytes_on_device(packing: Packing) -> int:
-    leaves: Any = packing.traced.pack.graph.output_node().args[0]
-    return bytes_of(leaf for leaf in leaves if leaf.target is not offload_wait)
 
 
 def bytes_of(leaves: Iterable[Node]) -> int:
