@@ -35,6 +35,7 @@ from .read_tables import Test
 
 _MAX_ANSWER_BYTES = 1 / 4  # of the saved tensor's; larger answers are not worth their bytes beside the packed ones
 _BROADCAST = 16  # a number that is read for more results than this is a statistic: one error would shift them all
+_MOST_POWER = 4  # x ** n has n times the relative error of x
 _aten = torch.ops.aten
 _WHY = {
     "decision": "the backward decides by it: ",
@@ -192,11 +193,14 @@ class BackwardReads:
         inside, *after = [str(n.meta.get("original_aten")) in tables.SMOOTH_INSIDE for n in (user, *user.users)]
         if inside and len(set(after)) <= 1:
             return "smooth", False
+        power: Any = user.args[1] if user.target is _aten.pow.Tensor_Scalar else 1
+        if not isinstance(power, int | float) or abs(power) > _MOST_POWER:
+            return "singular", False
         if norm and positions == [tables.ROOTS.get(name)]:
             return "smooth", user.target is _aten.sqrt.default
         keeps_norm = norm and (name in tables.KEEPS_NORM or (name in tables.SCALES_NORM and _grows(user)))
-        if user.target is _aten.pow.Tensor_Scalar and positions == [0] and isinstance(user.args[1], int | float):
-            smooth = user.args[1] >= 1
+        if user.target is _aten.pow.Tensor_Scalar and positions == [0]:
+            smooth = power >= 1
         else:
             listed = tables.SMOOTH.get(name, (0,) if keeps_norm else ())
             smooth = positions != [] and set(positions) <= set(listed)
