@@ -269,8 +269,7 @@ class BackwardReads:
             most = _MAX_ANSWER_BYTES * tensor_bytes(start.meta["val"])
             if answer is not None and (size > most or answer not in self._computable):
                 answer, users, tests = None, (), None
-        made = user.args[0] if user.target is operator.getitem else user
-        assert isinstance(made, Node)
+        made: Any = user.args[0] if user.target is operator.getitem else user
         read = Read(kind, op_name(made), source_line(made), answered=answer is not None)
         return FoundRead(read, direct, answer, users, tests)
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
+from cudagraph.placeholder import results_of
 from cudagraph.placeholder import source_line as line_outside_torch
 
 from ..errors import PACKAGE
@@ -74,7 +75,7 @@ def donates(fw: GraphModule, bw: GraphModule, num_fwd_outputs: int) -> bool:
 
     torch then refuses a second backward (`retain_graph=True`).
     """
-    outputs: Any = fw.graph.output_node().args[0]
+    outputs = results_of(fw.graph)
     others = input_storages(fw.graph) | storages(outputs[:num_fwd_outputs]) | output_storages(bw.graph)
     return not storages(outputs[num_fwd_outputs:]) <= others
 
@@ -119,8 +120,7 @@ def region_output(node: Node) -> Node | None:
         return None
     call, index = node.args
     inner = region_body(call) if isinstance(call, Node) and isinstance(index, int) else None
-    outputs = inner.graph.output_node().args[0] if inner is not None else None
-    out = outputs[index] if isinstance(outputs, tuple | list) else None  # type: ignore[index]
+    out = results_of(inner.graph)[index] if inner is not None else None  # type: ignore[index]
     return out if isinstance(out, Node) else None
 
 

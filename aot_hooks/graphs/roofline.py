@@ -384,9 +384,7 @@ def row_lengths(gm: GraphModule) -> dict[Node, int]:
     """For each fused node of `gm` the length of the rows that its kernel sums up, or finds the largest of; 0: none."""
     nodes = list(gm.graph.nodes)
     numbers, lengths = _numbered(nodes)
-    fused = (n for n in nodes if n.op == "call_function" and _runs_fused(n, fuse_loops=True))
-    at = dict(zip(nodes, numbers, strict=True))
-    return {node: lengths[at[node]] for node in fused}
+    return {n: lengths[i] for n, i in zip(nodes, numbers, strict=True) if _runs_fused(n, fuse_loops=True)}
 
 
 def node_ms(

@@ -21,6 +21,8 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
+from cudagraph.placeholder import results_of
+
 from ..graphs.nodes import PACKED, has_tag
 from ..graphs.saved import Boundary, SavedValue
 from ..torch_private import values as torch_values
@@ -201,7 +203,7 @@ def _read_from(bw: GraphModule, out: Node, readers: Collection[Node], unit: Unit
 
 def _set_outputs(fw: GraphModule, boundary: Boundary, crossing: dict[Node, _Pairs], numbers: _Pairs) -> None:
     output = fw.graph.output_node()
-    old = list(output.args[0])  # type: ignore[arg-type]
+    old = results_of(fw.graph)
     descs = output.meta.get("desc") or []
     by_node: dict[Any, Any] = dict(zip(old, descs, strict=True)) if len(descs) == len(old) else {}
     saved: list[Any] = []

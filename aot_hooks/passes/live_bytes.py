@@ -16,10 +16,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
+
+from cudagraph.placeholder import results_of
 
 from ..graphs.nodes import input_storages, output_storages, storage_bytes, storage_of, storages
 from ..graphs.roofline import Kernels, alive_along, last_readers, on_cuda, workspace_bytes, written_storages
@@ -52,9 +53,8 @@ def live_bytes(
     The graphs are as the partitioner gives them, with hooks in or without. The other arguments are `saved.boundary`'s.
     """
     pairs = [(node, slot) for node, slot in crossing_pairs(fw, bw, num_fwd_outputs) if isinstance(node, Node)]
-    user_outputs: Any = fw.graph.output_node().args[0]
     inputs = input_storages(fw.graph)
-    outputs = {storage_of(n): _bytes(n) for n in user_outputs[:num_fwd_outputs] if isinstance(n, Node)}
+    outputs = {storage_of(n): _bytes(n) for n in results_of(fw.graph)[:num_fwd_outputs] if isinstance(n, Node)}
     forward = _points(fw, dict.fromkeys(fw.graph.find_nodes(op="placeholder"), 0), "forward", fused, roots, 0)
     # a backward input counts nothing if the step has it anyway: a forward input, an output that stays, a repeat
     known = inputs | set(outputs)

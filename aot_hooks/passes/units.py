@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
+from cudagraph.placeholder import results_of
+
 from ..graphs.nodes import producer, storage_bytes, storage_of
 from ..graphs.roofline import alive_bytes, fuses
 from ..graphs.saved import SavedValue
@@ -45,7 +47,7 @@ class Packing:
     @property
     def leaf_bytes(self) -> tuple[int, int]:
         """Bytes that pack leaves on the device, and on the host."""
-        leaves: Any = self.traced.pack.graph.output_node().args[0]
+        leaves = results_of(self.traced.pack.graph)
         on_host = [leaf for leaf in leaves if leaf.target is offload_wait]
         return bytes_of(leaf for leaf in leaves if leaf not in on_host), bytes_of(on_host)
 
@@ -114,13 +116,13 @@ def trace_units(choices: Sequence[Choice], trace: Trace) -> tuple[tuple[Choice, 
     traced: list[Choice] = []
     for choice in choices:
         unit = Unit(choice.value, (), False, choice.value.fw_node) if choice.is_dropped else None
-        if not choice.is_dropped and choice.packs and choice.view_of is None:
+        if choice.packs and choice.view_of is None:
             choice, unit = _traced(choice, views[choice.value], trace)
         if unit is not None:
             units[choice.value] = unit
         traced.append(choice)
-    stays = [c.view_of is not None and c.view_of not in units for c in traced]
-    found = [c.kept(f"{c.reason}, which stays") if stay else c for c, stay in zip(traced, stays, strict=True)]
+    stays = {c.value for c in traced if c.view_of is not None and c.view_of not in units}
+    found = (c.kept(f"{c.reason}, which stays") if c.value in stays else c for c in traced)
     return tuple(found), tuple(units.values())
 
 
