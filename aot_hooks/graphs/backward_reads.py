@@ -26,13 +26,16 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
+from cudagraph.placeholder import nearest_first
+
 from ..torch_private import values as torch_values
 from . import read_tables as tables
-from .nodes import argument_positions, is_view, op_name, region_body, source_line, tensor_bytes
+from .nodes import argument_positions, has_tag, is_view, op_name, region_body, source_line, tensor_bytes
 from .read_tables import Test
 
 _MAX_ANSWER_BYTES = 1 / 4  # of the saved tensor's; larger answers are not worth their bytes beside the packed ones
 _BROADCAST = 16  # a number that is read for more results than this is a statistic: one error would shift them all
+_MOST_POWER = 4  # x ** n has n times the relative error of x
 _aten = torch.ops.aten
 _WHY = {
     "decision": "the backward decides by it: ",
@@ -190,16 +193,18 @@ class BackwardReads:
         inside, *after = [str(n.meta.get("original_aten")) in tables.SMOOTH_INSIDE for n in (user, *user.users)]
         if inside and len(set(after)) <= 1:
             return "smooth", False
+        power: Any = user.args[1] if user.target is _aten.pow.Tensor_Scalar else 1
+        if not isinstance(power, int | float) or abs(power) > _MOST_POWER:
+            return "singular", False
         if norm and positions == [tables.ROOTS.get(name)]:
             return "smooth", user.target is _aten.sqrt.default
-        keeps_norm = norm and name in tables.KEEPS_NORM
-        if user.target is _aten.pow.Tensor_Scalar and positions == [0] and isinstance(user.args[1], int | float):
-            smooth = user.args[1] >= 1
+        keeps_norm = norm and (name in tables.KEEPS_NORM or (name in tables.SCALES_NORM and _grows(user)))
+        if user.target is _aten.pow.Tensor_Scalar and positions == [0]:
+            smooth = power >= 1
         else:
             listed = tables.SMOOTH.get(name, (0,) if keeps_norm else ())
             smooth = positions != [] and set(positions) <= set(listed)
-        elementwise = torch.Tag.pointwise in getattr(user.target, "tags", ())
-        broadcast = elementwise and _numel(user) > _BROADCAST * _numel(value)
+        broadcast = has_tag(user, torch.Tag.pointwise) and _numel(user) > _BROADCAST * _numel(value)
         if smooth and (broadcast or _is_difference(user) or self._is_divided(user)):
             return "singular", False
         if smooth and user in self.of_tangents and set(positions) & set(tables.ADDENDS.get(name, ())):
@@ -217,19 +222,18 @@ class BackwardReads:
         A small divisor makes the error of a rounded value large. Divisors made from tangents don't count. Example: the
         derivative of `hypot(x, y)` divides x by the result; the quotient is at most 1 only if neither was rounded.
         """
-        stack, moved = [user], {user}
-        while stack:
-            node = stack.pop()
+
+        def moved_into(node: Node) -> Iterable[Node]:
+            moves = user in self.of_tangents if node is user else str(node.target) in tables.MOVES_BY_INDEX
+            return node.users if moves else ()
+
+        for node in nearest_first(user, moved_into):
             divisors: list[Any] = [node.args[1]] if node.target is _aten.div.Tensor else []
             if node.target is _aten.mul.Tensor:
                 divisors = [a for a in node.args if isinstance(a, Node) and a.target is _aten.reciprocal.default]
             big = [d for d in divisors if isinstance(d, Node) and _numel(d) >= _numel(node) > 1]
             if not self.of_tangents.issuperset(big):
                 return True
-            moves = user in self.of_tangents if node is user else str(node.target) in tables.MOVES_BY_INDEX
-            if moves:
-                stack += [after for after in node.users if after not in moved]
-                moved.update(node.users)
         return False
 
     def _follow_nested(self, value: Node, user: Node, direct: Node) -> Iterator[FoundRead]:
@@ -265,8 +269,7 @@ class BackwardReads:
             most = _MAX_ANSWER_BYTES * tensor_bytes(start.meta["val"])
             if answer is not None and (size > most or answer not in self._computable):
                 answer, users, tests = None, (), None
-        made = user.args[0] if user.target is operator.getitem else user
-        assert isinstance(made, Node)
+        made: Any = user.args[0] if user.target is operator.getitem else user
         read = Read(kind, op_name(made), source_line(made), answered=answer is not None)
         return FoundRead(read, direct, answer, users, tests)
 
@@ -295,6 +298,12 @@ def _gives_norm(user: Node) -> bool:
     if user.target not in (_aten.sum.dim_IntList, _aten.sum.default, _aten.mean.dim, _aten.mean.default):
         return False
     return source.target is _aten.abs.default or _is_square(source)
+
+
+def _grows(user: Node) -> bool:
+    """Whether no constant of `user` is negative."""
+    constants = [a for a in (*user.args, *user.kwargs.values()) if not isinstance(a, Node)]
+    return all(isinstance(c, int | float) and c >= 0 for c in constants)
 
 
 def _is_square(node: Node) -> bool:
@@ -333,13 +342,12 @@ def _is_cheap(node: Node) -> bool:
     """Whether the forward may compute `node` once more: elementwise, a view, a reduction; nothing random."""
     if node.target is operator.getitem:
         return True
-    tags = getattr(node.target, "tags", ())
     schema = torch_values.schema_of(node.target)
     if not torch_values.is_operator(node.target) or schema is None or schema.is_mutable:
         return False
-    if torch.Tag.nondeterministic_seeded in tags:
+    if has_tag(node, torch.Tag.nondeterministic_seeded):
         return False
-    return torch.Tag.pointwise in tags or is_view(node) or str(node.target) in tables.CHEAP
+    return has_tag(node, torch.Tag.pointwise) or is_view(node) or str(node.target) in tables.CHEAP
 
 
 def _numel(node: Node) -> float:

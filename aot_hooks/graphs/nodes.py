@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
+from cudagraph.placeholder import results_of
 from cudagraph.placeholder import source_line as line_outside_torch
 
 from ..errors import PACKAGE
@@ -61,6 +62,10 @@ def storages(nodes: Iterable[Any]) -> set[Any]:
     return {storage_of(n) for n in nodes if isinstance(n, Node)} - {None}
 
 
+def input_storages(graph: torch.fx.Graph) -> set[Any]:
+    return storages(graph.find_nodes(op="placeholder"))
+
+
 def output_storages(graph: torch.fx.Graph) -> set[Any]:
     return storages(torch_values.pytree.tree_leaves(graph.output_node().args))
 
@@ -70,9 +75,9 @@ def donates(fw: GraphModule, bw: GraphModule, num_fwd_outputs: int) -> bool:
 
     torch then refuses a second backward (`retain_graph=True`).
     """
-    outputs: Any = fw.graph.output_node().args[0]
-    others = storages([*fw.graph.find_nodes(op="placeholder"), *outputs[:num_fwd_outputs]])
-    return not storages(outputs[num_fwd_outputs:]) <= others | output_storages(bw.graph)
+    outputs = results_of(fw.graph)
+    others = input_storages(fw.graph) | storages(outputs[:num_fwd_outputs]) | output_storages(bw.graph)
+    return not storages(outputs[num_fwd_outputs:]) <= others
 
 
 def storage_bytes(value: torch.Tensor) -> int:
@@ -115,9 +120,13 @@ def region_output(node: Node) -> Node | None:
         return None
     call, index = node.args
     inner = region_body(call) if isinstance(call, Node) and isinstance(index, int) else None
-    outputs = inner.graph.output_node().args[0] if inner is not None else None
-    out = outputs[index] if isinstance(outputs, tuple | list) else None  # type: ignore[index]
+    out = results_of(inner.graph)[index] if inner is not None else None  # type: ignore[index]
     return out if isinstance(out, Node) else None
+
+
+def has_tag(node: Node, tag: torch.Tag) -> bool:
+    """Whether torch tags the operator of `node` with `tag`."""
+    return tag in getattr(node.target, "tags", ())
 
 
 def is_view(node: Node) -> bool:

@@ -193,10 +193,9 @@ SMOOTH_INSIDE = _ops(
 
 # The relative error of a sum of squares is at most twice that of its largest numbers. So its roots and reciprocals are
 # smooth, where those of single numbers are not. The result of these is such a sum again (if the rest are constants):
-KEEPS_NORM = (MOVES | CONVERSIONS) | _ops(
-    "add.Tensor add.Scalar mul.Tensor mul.Scalar div.Tensor div.Scalar clamp clamp_min",
-    "sum sum.dim_IntList mean mean.dim sqrt",
-)
+KEEPS_NORM = (MOVES | CONVERSIONS) | _ops("clamp clamp_min sum sum.dim_IntList mean mean.dim sqrt")
+# likewise with constants of at least 0: 1 - norm may be as small as its error
+SCALES_NORM = _ops("add.Tensor add.Scalar mul.Tensor mul.Scalar div.Tensor div.Scalar")
 # and these take its root or reciprocal: operator -> position
 ROOTS: dict[str, int] = {**dict.fromkeys(_ops("sqrt rsqrt reciprocal pow.Tensor_Scalar"), 0), "aten.div.Tensor": 1}
 

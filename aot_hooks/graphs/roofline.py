@@ -31,9 +31,13 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.utils.flop_counter import flop_registry
 
+from cudagraph.placeholder import nearest_first
+
 from ..torch_private import values as torch_values
 from .nodes import (
     argument_called,
+    has_tag,
+    input_storages,
     is_view,
     output_storages,
     producer,
@@ -61,16 +65,11 @@ def _is_pointwise_cat(node: Node) -> bool:
     computed for it alone, element by element and of no reduction. Rotary embeddings are such."""
     if node.target is not torch.ops.aten.cat.default or not on_cuda([node]):
         return False
-    waiting = list(node.all_input_nodes)
-    if not 2 <= len(waiting) <= _MOST_JOINED or any(not _is_pointwise(n.target) or len(n.users) > 1 for n in waiting):
+    parts = node.all_input_nodes
+    if not 2 <= len(parts) <= _MOST_JOINED or any(not _is_pointwise(n.target) or len(n.users) > 1 for n in parts):
         return False
-    while waiting:
-        source = waiting.pop()
-        if _reduces(source):
-            return False
-        if fuses(source):
-            waiting += source.all_input_nodes
-    return True
+    fused = nearest_first(node, lambda n: n.all_input_nodes if n is node or fuses(n) else ())
+    return not any(map(_reduces, fused))
 
 
 def alive_bytes(gm: GraphModule, packed: Mapping[Node, int]) -> dict[Node, int]:
@@ -78,7 +77,7 @@ def alive_bytes(gm: GraphModule, packed: Mapping[Node, int]) -> dict[Node, int]:
     nodes = list(gm.graph.nodes)
     outputs = output_storages(gm.graph)
     written = written_storages(nodes) | outputs
-    counted = written - storages(gm.graph.find_nodes(op="placeholder"))
+    counted = written - input_storages(gm.graph)
     last = last_readers(nodes, written)
     alive = alive_along(nodes, counted, to_end=outputs - storages(packed), last_reader=last, packed=packed)
     return dict(zip(nodes, alive, strict=True))
@@ -210,6 +209,14 @@ class Kernels:
             ready[key] = -1 if node in ready_early else at[node]
         return Kernels(at, reads, joined)
 
+    def begins(self, readers: Iterable[Node]) -> dict[Any, int]:
+        """By storage, the position of the first kernel that reads it to compute one of `readers`."""
+        found: dict[Any, int] = {}
+        for node in readers:
+            for key in self.reads[node]:
+                found[key] = min(found.get(key, self.at[node]), self.at[node])
+        return found
+
     def reuses(self, first: Mapping[Any, tuple[int, int, Node]], last: Mapping[Any, int]) -> dict[Any, Any]:
         """Storages that are written over others, by Inductor's rules: each with the one whose memory it takes.
 
@@ -322,7 +329,7 @@ _REDUCTIONS = ("aot_hooks.amax_word", "aot_hooks.amax_exponent")
 
 
 def _reduces(node: Node) -> bool:
-    return _is_tagged(node, torch.Tag.reduction) or str(node.target).startswith(_REDUCTIONS)
+    return has_tag(node, torch.Tag.reduction) or str(node.target).startswith(_REDUCTIONS)
 
 
 def _row_length(node: Node) -> int:
@@ -334,10 +341,6 @@ def _row_length(node: Node) -> int:
     while kept and kept[-1] == 1:
         kept.pop()
     return math.prod(sizes[len(kept) :]) if sizes[: len(kept)] == kept else 0
-
-
-def _is_tagged(node: Node, tag: torch.Tag) -> bool:
-    return tag in getattr(node.target, "tags", ())
 
 
 # operators of library/loops, which Inductor fuses like pointwise ones on NVIDIA GPUs
@@ -354,7 +357,7 @@ def _is_loop(target: Any) -> bool:
 
 
 def _runs_fused(node: Node, fuse_loops: bool) -> bool:
-    return fuses(node) or _is_tagged(node, torch.Tag.reduction) or (fuse_loops and is_loop(node))
+    return fuses(node) or has_tag(node, torch.Tag.reduction) or (fuse_loops and is_loop(node))
 
 
 def _numbered(nodes: Sequence[Node]) -> tuple[list[int], list[int]]:
@@ -377,17 +380,11 @@ def _numbered(nodes: Sequence[Node]) -> tuple[list[int], list[int]]:
     return numbers, lengths
 
 
-def _has_few_digits(node: Node) -> bool:
-    return str(node.target).startswith(_FEW_DIGITS)
-
-
 def row_lengths(gm: GraphModule) -> dict[Node, int]:
     """For each fused node of `gm` the length of the rows that its kernel sums up, or finds the largest of; 0: none."""
     nodes = list(gm.graph.nodes)
     numbers, lengths = _numbered(nodes)
-    fused = (n for n in nodes if n.op == "call_function" and _runs_fused(n, fuse_loops=True))
-    at = dict(zip(nodes, numbers, strict=True))
-    return {node: lengths[at[node]] for node in fused}
+    return {n: lengths[i] for n, i in zip(nodes, numbers, strict=True) if _runs_fused(n, fuse_loops=True)}
 
 
 def node_ms(
@@ -402,7 +399,7 @@ def node_ms(
     """
     nodes = list(gm.graph.nodes)
     written = written_storages(nodes, fuse_loops=fuse_loops) if fused else {storage_of(n) for n in nodes}
-    written |= storages(gm.graph.find_nodes(op="placeholder")) | output_storages(gm.graph)
+    written |= input_storages(gm.graph) | output_storages(gm.graph)
     keys = {node: storage_of(node) for node in nodes}
     nbytes = {keys[n]: tensor_bytes(v) for n in nodes if isinstance(v := n.meta.get("val"), torch.Tensor)}
     kernels, (numbers, _) = Kernels.of(nodes, written), _numbered(nodes)
@@ -428,7 +425,8 @@ def node_ms(
         if has_formula(node):
             operations = rate.operations if values[0].element_size() <= 2 else rate.operations32
             operations *= _SHARES.get(_name(node), _SUSTAINED if fuse_loops else 1.0)
-            if fuse_loops and values[0].is_cuda and any(_has_few_digits(producer(n)) for n in node.all_input_nodes):
+            sources = [str(producer(n).target) for n in node.all_input_nodes]
+            if fuse_loops and values[0].is_cuda and any(source.startswith(_FEW_DIGITS) for source in sources):
                 operations /= 1 - SPARED
             found[node] = max(found[node], 1e3 * _operation_count(node) / operations)
     return found

@@ -21,6 +21,8 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
+from cudagraph.placeholder import results_of
+
 from ..errors import UnsupportedGraphError
 from ..torch_private import values as torch_values
 from .backward_reads import BackwardReads, FoundRead, Read, tests_of
@@ -133,8 +135,7 @@ def boundary(
 
     Raises `UnsupportedGraphError` if the graphs don't follow AOTAutograd's calling convention.
     """
-    outputs = list(fw.graph.output_node().args[0])  # type: ignore[arg-type]
-    user = outputs[:num_fwd_outputs]
+    user = list(results_of(fw.graph)[:num_fwd_outputs])
     crossing = crossing_pairs(fw, bw, num_fwd_outputs)
     symints = [(node, slot) for node, slot in crossing if _is_size(node)]
     pairs = [(node, slot) for node, slot in crossing if not _is_size(node)]
@@ -193,7 +194,7 @@ def crossing_pairs(fw: GraphModule, bw: GraphModule, num_fwd_outputs: int) -> li
 
     Raises `UnsupportedGraphError` if `bw` has fewer inputs.
     """
-    saved = list(fw.graph.output_node().args[0])[num_fwd_outputs:]  # type: ignore[arg-type]
+    saved = results_of(fw.graph)[num_fwd_outputs:]
     slots = bw.graph.find_nodes(op="placeholder")
     if len(slots) < len(saved):
         raise UnsupportedGraphError(

@@ -19,7 +19,7 @@ from torch.fx import GraphModule, Node
 
 from cudagraph.placeholder import nearest_first
 
-from ..graphs.nodes import NO_VERSION_CHECK, PACKED, is_view, storage_of, storages, tensor_bytes
+from ..graphs.nodes import NO_VERSION_CHECK, PACKED, input_storages, is_view, storage_of, tensor_bytes
 from ..graphs.roofline import Rates, has_formula, is_attention, measured_rates, node_ms
 from ..graphs.saved import crossing_pairs
 from ..torch_private.inductor_fusion import FROM_HOOK
@@ -145,7 +145,7 @@ def decide_at_run_time(fw: GraphModule, bw: GraphModule, num_fwd_outputs: int) -
         return
     output = fw.graph.output_node()
     tensors = {n: _sent_by(n).args[0] if n.target is offload_wait else n for n in output.all_input_nodes}
-    inputs = storages(fw.graph.find_nodes(op="placeholder"))
+    inputs = input_storages(fw.graph)
     count = Counter(storage_of(value) for value in tensors.values() if isinstance(value, Node))
     last_reader = {storage_of(n): node for node in fw.graph.nodes if node is not output for n in node.all_input_nodes}
     for saved, slot in crossing_pairs(fw, bw, num_fwd_outputs):

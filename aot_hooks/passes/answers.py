@@ -30,11 +30,12 @@ from .edits import after_inputs, call, insert_backward_input, with_inputs
 from .plan import Choice
 
 
-def _in_plans_only(x: Any) -> Any:
+def in_plans_only(x: Any) -> Any:
+    """Pack and unpack of a hook that stands in plans."""
     raise AssertionError(f"stands in plans only, but was called with {x!r}")
 
 
-ANSWERS = Hook("answers", _in_plans_only, _in_plans_only)
+ANSWERS = Hook("answers", in_plans_only, in_plans_only)
 """Stands in plans for the hook of a value that does not cross, because only decisions read it. Never run."""
 
 
@@ -50,6 +51,7 @@ def add_answers(
     current = {choice.value: choice for choice in choices}
     new: dict[SavedValue, list[Choice]] = {}  # the answers, each beside the value whose reader decides
     answered: dict[SavedValue, None] = {}
+    alone = {c.value for c in choices if c.view_of is None} - {c.view_of for c in choices}  # packed for no other value
     for choice in choices:
         value = choice.value
         for node, users, tests, op in _wanted(choice) if choice.packs else ():
@@ -58,7 +60,12 @@ def add_answers(
                 continue  # another value had the same answer
             answered[value] = None
             choice = current[value]
-            if tests and node is value.bw_node and all(r in users or tests_of(node, r) == () for r in node.users):
+            if (
+                tests
+                and node is value.bw_node
+                and value in alone
+                and all(r in users or tests_of(node, r) == () for r in node.users)
+            ):
                 readers = tuple(r for r in node.users if r.op != "output")
                 current[value] = replace(choice, uses=((compare_hook(tests, value.row.dtype), readers),))
                 continue

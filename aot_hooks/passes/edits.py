@@ -12,7 +12,9 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from ..graphs.nodes import NO_VERSION_CHECK
+from cudagraph.placeholder import nearest_first
+
+from ..graphs.nodes import NO_VERSION_CHECK, storage_of
 from ..graphs.saved import SavedValue
 from ..torch_private import values as torch_values
 
@@ -46,17 +48,12 @@ def after_inputs(node: Node) -> Node:
 
 def last_use(node: Node) -> Node:
     """The last node of the forward that reads the storage of `node`, through views as well; not the output."""
-    key = torch_values.storage_key(node.meta["val"])
-    last, stack = node, [node]
-    while stack:
-        for user in stack.pop().users:
-            if user.op == "output":
-                continue
-            last = max(last, user)
-            val = user.meta.get("val")
-            if isinstance(val, torch.Tensor) and val.layout is torch.strided and torch_values.storage_key(val) == key:
-                stack.append(user)
-    return last
+    key = storage_of(node)
+
+    def readers(n: Node) -> list[Node]:
+        return [user for user in n.users if user.op != "output"] if storage_of(n) == key else []
+
+    return max(nearest_first(node, readers))
 
 
 def with_inputs(nodes: Iterable[Node], until: Collection[Node] = ()) -> dict[Node, None]:

@@ -21,7 +21,9 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from ..graphs.nodes import PACKED
+from cudagraph.placeholder import results_of
+
+from ..graphs.nodes import PACKED, has_tag
 from ..graphs.saved import Boundary, SavedValue
 from ..torch_private import values as torch_values
 from ..torch_private.inductor_fusion import FROM_HOOK, mark_alone
@@ -79,7 +81,7 @@ def _pack(fw: GraphModule, unit: Unit, packing: Packing, end: Node) -> list[Node
     if packing.pack_at_definition:
         end = definition
     elif packing.scale_at_definition and definition is not end:
-        reductions = [n for n in pack.graph.nodes if torch.Tag.reduction in getattr(n.target, "tags", ())]
+        reductions = [n for n in pack.graph.nodes if has_tag(n, torch.Tag.reduction)]
         with fw.graph.inserting_before(definition.next):
             _copy_in(pack, fw, [unit.source], name, env, only=with_inputs(reductions))
     with fw.graph.inserting_before(end.next):
@@ -201,7 +203,7 @@ def _read_from(bw: GraphModule, out: Node, readers: Collection[Node], unit: Unit
 
 def _set_outputs(fw: GraphModule, boundary: Boundary, crossing: dict[Node, _Pairs], numbers: _Pairs) -> None:
     output = fw.graph.output_node()
-    old = list(output.args[0])  # type: ignore[arg-type]
+    old = results_of(fw.graph)
     descs = output.meta.get("desc") or []
     by_node: dict[Any, Any] = dict(zip(old, descs, strict=True)) if len(descs) == len(old) else {}
     saved: list[Any] = []

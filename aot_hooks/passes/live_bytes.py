@@ -16,12 +16,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
 
-from ..graphs.nodes import output_storages, storage_bytes, storage_of, storages
+from cudagraph.placeholder import results_of
+
+from ..graphs.nodes import input_storages, output_storages, storage_bytes, storage_of, storages
 from ..graphs.roofline import Kernels, alive_along, last_readers, on_cuda, workspace_bytes, written_storages
 from ..graphs.saved import crossing_pairs, place_of
 from ..offloading.transfers import offload_wait, reload_start
@@ -51,10 +52,9 @@ def live_bytes(
 
     The graphs are as the partitioner gives them, with hooks in or without. The other arguments are `saved.boundary`'s.
     """
-    pairs = [(node, slot) for node, slot in crossing_pairs(fw, bw, num_fwd_outputs) if _is_tensor(node)]
-    user_outputs: Any = fw.graph.output_node().args[0]
-    inputs = storages(fw.graph.find_nodes(op="placeholder"))
-    outputs = {storage_of(n): _bytes(n) for n in user_outputs[:num_fwd_outputs] if isinstance(n, Node)}
+    pairs = [(node, slot) for node, slot in crossing_pairs(fw, bw, num_fwd_outputs) if isinstance(node, Node)]
+    inputs = input_storages(fw.graph)
+    outputs = {storage_of(n): _bytes(n) for n in results_of(fw.graph)[:num_fwd_outputs] if isinstance(n, Node)}
     forward = _points(fw, dict.fromkeys(fw.graph.find_nodes(op="placeholder"), 0), "forward", fused, roots, 0)
     # a backward input counts nothing if the step has it anyway: a forward input, an output that stays, a repeat
     known = inputs | set(outputs)
@@ -69,10 +69,6 @@ def live_bytes(
     tangents = {n for n in input_bytes if n not in saved and aot.is_tangent(n)} if aot.keeps_tangents() else set()
     backward = _points(bw, input_bytes, "backward", fused, roots, returned_bytes, tangents)
     return (*forward, *backward)
-
-
-def _is_tensor(node: Any) -> bool:
-    return isinstance(node, Node) and isinstance(node.meta.get("val"), torch.Tensor)
 
 
 def _points(

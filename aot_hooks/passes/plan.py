@@ -165,7 +165,7 @@ class Choice:
 
     def kept(self, reason: str) -> Choice:
         """The same choice without a hook."""
-        return replace(self, uses=((KEEP, self.readers),), reason=reason, view_of=None)
+        return replace(self, uses=((KEEP, self.readers),), reason=reason, view_of=None, answers=())
 
 
 def repeats_across_regions(graph: torch.fx.Graph) -> bool:
@@ -223,7 +223,7 @@ def _choose(value: SavedValue, ambient: Setting | None, regions: Mapping[str, Se
         answers=tuple(found for found in value.reads if found.read.answered and found.reader in lossy),
     )
     returned = any(user.op == "output" for user in value.bw_node.users)
-    return replace(choice.kept(_RETURNED), answers=()) if returned and choice.packs else choice
+    return choice.kept(_RETURNED) if returned and choice.packs else choice
 
 
 def _why_unpackable(value: SavedValue, readers: Sequence[Node]) -> str:
@@ -277,8 +277,8 @@ def _pack_once(views: list[Choice]) -> list[Choice]:
     if kept is not None:
         reason = f"shares its storage with '{kept.value.row.name}', which stays"
         return [c.kept(reason) if c.packs else c for c in views]
-    if any(len(c.uses) != 1 for c in views):
-        return views  # different hooks for different readers: each its own packing
+    if len({hook for c in views for hook, _ in c.uses}) != 1:
+        return views  # different hooks for different readers or views: each its own packing
     head = next((c for c in views if all(_covers(c.value.value, o.value.value) for o in views)), None)
     if head is None:
         return views

@@ -14,7 +14,7 @@ from types import MappingProxyType
 import torch
 from torch.fx import GraphModule, Node
 
-from ..graphs.nodes import storage_of, storages
+from ..graphs.nodes import input_storages, storage_of
 from ..graphs.saved import SavedValue, boundary
 from ..hook import KEEP
 from ..offloading.hook import settings_of
@@ -99,7 +99,7 @@ def _place_transfers(
                 hosts = [leaf for leaf in packing.leaves if leaf.target is offload_wait]
                 leaves.update((leaf, Leaf(unit.saved.row.name, settings)) for leaf in hosts)
     transfers, stay = place(fw, bw, num_fwd_outputs=num_fwd_outputs, leaves=leaves, fused=fused)
-    inputs = storages(fw.graph.find_nodes(op="placeholder"))
+    inputs = input_storages(fw.graph)
     current = {choice.value: choice for choice in choices}
     placed = []
     for unit in units:

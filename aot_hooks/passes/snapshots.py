@@ -19,20 +19,18 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from cudagraph.placeholder import written_nodes
+from cudagraph.placeholder import results_of, written_nodes
 
-from ..graphs.nodes import SNAPSHOT, storage_of, storages
+from ..graphs.nodes import SNAPSHOT, input_storages, storage_of
 from ..graphs.saved import crossing_pairs
 from .edits import after_inputs, call
 
 
 def save_what_was_read(fw: GraphModule, bw: GraphModule, num_fwd_outputs: int) -> None:
     """Save a copy of each saved input that `fw`, or torch after it, writes to. Edits both graphs in place."""
-    written = set(_written_storages(fw, num_fwd_outputs))
-    output = fw.graph.output_node()
-    outputs: list[Any] = list(output.args[0])  # type: ignore[arg-type]
+    written = input_storages(fw.graph).intersection(_written_storages(fw, num_fwd_outputs))
+    outputs = results_of(fw.graph)
     saved = outputs[num_fwd_outputs:]
-    written &= storages(fw.graph.find_nodes(op="placeholder"))
     found = dict.fromkeys(n for n in saved if isinstance(n, Node) and storage_of(n) in written)
     copies = {n: _copy(n) for n in found}
     if not copies:
@@ -40,7 +38,7 @@ def save_what_was_read(fw: GraphModule, bw: GraphModule, num_fwd_outputs: int) -
     for node, placeholder in crossing_pairs(fw, bw, num_fwd_outputs):
         if node in copies:
             placeholder.meta["val"] = copies[node].meta["val"]
-    output.args = ([*outputs[:num_fwd_outputs], *(copies.get(n, n) for n in saved)],)
+    fw.graph.output_node().args = ([*outputs[:num_fwd_outputs], *(copies.get(n, n) for n in saved)],)
     fw.graph.lint()
     fw.recompile()
 

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
+from cudagraph.placeholder import results_of
+
 from ..graphs.nodes import producer, storage_bytes, storage_of
 from ..graphs.roofline import alive_bytes, fuses
 from ..graphs.saved import SavedValue
@@ -41,6 +43,13 @@ class Packing:
     scale_at_definition: bool = False
     leaves: tuple[Node, ...] = ()  # the nodes of the forward that cross; known once the pack is in the graph
     packed_bytes: int = 0  # bytes that cross, likewise
+
+    @property
+    def leaf_bytes(self) -> tuple[int, int]:
+        """Bytes that pack leaves on the device, and on the host."""
+        leaves = results_of(self.traced.pack.graph)
+        on_host = [leaf for leaf in leaves if leaf.target is offload_wait]
+        return bytes_of(leaf for leaf in leaves if leaf not in on_host), bytes_of(on_host)
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,13 +116,13 @@ def trace_units(choices: Sequence[Choice], trace: Trace) -> tuple[tuple[Choice, 
     traced: list[Choice] = []
     for choice in choices:
         unit = Unit(choice.value, (), False, choice.value.fw_node) if choice.is_dropped else None
-        if not choice.is_dropped and choice.packs and choice.view_of is None:
+        if choice.packs and choice.view_of is None:
             choice, unit = _traced(choice, views[choice.value], trace)
         if unit is not None:
             units[choice.value] = unit
         traced.append(choice)
-    stays = [c.view_of is not None and c.view_of not in units for c in traced]
-    found = [c.kept(f"{c.reason}, which stays") if stay else c for c, stay in zip(traced, stays, strict=True)]
+    stays = {c.value for c in traced if c.view_of is not None and c.view_of not in units}
+    found = (c.kept(f"{c.reason}, which stays") if c.value in stays else c for c in traced)
     return tuple(found), tuple(units.values())
 
 
@@ -156,7 +165,7 @@ def choose_positions(units: tuple[Unit, ...], fw: GraphModule, *, planned: bool)
     movable = [u for u in units if not u.keep and len(u.packings) == 1 and u.saved.value.device.type == "cuda"]
     if not movable:
         return units
-    alive = alive_bytes(fw, {u.saved.fw_node: _bytes_on_device(u.packings[0]) for u in movable})
+    alive = alive_bytes(fw, {u.saved.fw_node: u.packings[0].leaf_bytes[0] for u in movable})
     peak = max(alive.values())
     placed = {}
     for unit in movable:
@@ -169,11 +178,6 @@ def choose_positions(units: tuple[Unit, ...], fw: GraphModule, *, planned: bool)
         packing = replace(unit.packings[0], scale_at_definition=True, pack_at_definition=early)
         placed[unit] = replace(unit, packings=(packing,))
     return tuple(placed.get(unit, unit) for unit in units)
-
-
-def _bytes_on_device(packing: Packing) -> int:
-    leaves: Any = packing.traced.pack.graph.output_node().args[0]
-    return bytes_of(leaf for leaf in leaves if leaf.target is not offload_wait)
 
 
 def bytes_of(leaves: Iterable[Node]) -> int:

@@ -47,16 +47,13 @@ class Budget:
     least: bool = False
     lenient: bool = False
 
+    looks_at_modules: ClassVar[bool] = False
     decides_for_graph: ClassVar[bool] = True  # so no other policy may ask it for one tensor
 
     @property
     def peak_bytes(self) -> int | None:
         """The peak in bytes. None: the lowest is asked for, or it is "fit" and no CUDA device is known."""
         return self.free if self.peak == "fit" else cast("int | None", self.peak)
-
-    @property
-    def looks_at_modules(self) -> bool:
-        return False
 
     def __call__(self, saved: SavedTensor) -> Hook:
         return KEEP  # asked by eager parts, which no plan covers

@@ -19,7 +19,7 @@ from typing import Any
 
 from torch.fx import GraphModule, Node
 
-from ..graphs.nodes import is_view, output_storages, storage_bytes, storage_of, storages
+from ..graphs.nodes import input_storages, is_view, output_storages, storage_bytes, storage_of
 from ..graphs.roofline import (
     SPLIT,
     Kernels,
@@ -32,6 +32,7 @@ from ..graphs.roofline import (
     workspace_bytes,
     written_storages,
 )
+from ..passes.edits import with_inputs
 from ..passes.live_bytes import LivePoint
 from ..torch_private.inductor_fusion import ALONE, ALONE_IF_WRITTEN, FROM_HOOK, WRITTEN, mark_alone
 
@@ -60,23 +61,14 @@ def unpack_early(gm: GraphModule) -> None:
     nodes = list(gm.graph.nodes)
     position = {node: i for i, node in enumerate(nodes)}
     unpacking = {n for n in nodes if FROM_HOOK in n.meta and n.op == "call_function"}
-    inputs, outputs = storages(gm.graph.find_nodes(op="placeholder")), output_storages(gm.graph)
-    counted = written_storages(nodes, fuse_loops=True) | outputs | inputs
-    kernels = Kernels.of(nodes, counted, unpacking)
-    begins: dict[Any, int] = {}  # by storage, where the first kernel that reads it runs
-    for node in nodes:
-        if node not in unpacking and storage_of(node) in counted:
-            for key in kernels.reads[node]:
-                begins[key] = min(begins.get(key, len(nodes)), kernels.at[node])
-    for node in nodes:
+    counted = written_storages(nodes, fuse_loops=True) | output_storages(gm.graph) | input_storages(gm.graph)
+    written = [node for node in nodes if storage_of(node) in counted]
+    begins = Kernels.of(nodes, counted, unpacking).begins(node for node in written if node not in unpacking)
+    for node in (node for node in written if node in unpacking):
         begin = begins.get(storage_of(node), len(nodes))
-        if node in unpacking and storage_of(node) in counted and begin < position[node]:
-            chain, waiting = {node}, [node]
-            while waiting:
-                sources = {n for n in waiting.pop().all_input_nodes if position[n] > begin} - chain
-                chain |= sources
-                waiting += sources
-            if chain <= unpacking:
+        if begin < position[node]:
+            chain = with_inputs([node], until=set(nodes[: begin + 1]))
+            if unpacking.issuperset(chain):
                 for each in sorted(chain, key=position.__getitem__):
                     nodes[begin].prepend(each)
     gm.graph.lint()
@@ -89,7 +81,7 @@ def split_kernels(gm: GraphModule) -> None:
     The nodes of the second part move to the end of the first.
     """
     nodes = list(gm.graph.nodes)
-    inputs, outputs = storages(gm.graph.find_nodes(op="placeholder")), output_storages(gm.graph)
+    inputs, outputs = input_storages(gm.graph), output_storages(gm.graph)
     counted = written_storages(nodes, fuse_loops=True) | outputs | inputs
     kernels = Kernels.of(nodes, counted)
     first, last = lifetimes(
@@ -138,15 +130,10 @@ def _same_memory(a: Node, b: Node) -> bool:
 def _move_behind(node: Node, anchor: Node, counted: Collection[Any]) -> None:
     """Move `node`, what it is computed of and its views behind `anchor` and its views, if they can, and mark them."""
     order = {each: i for i, each in enumerate(node.graph.nodes)}
-    moved, waiting = {node}, [node]
-    while waiting:
-        for source in waiting.pop().all_input_nodes:
-            if order[source] > order[anchor] and source not in moved:
-                written = storage_of(source) in counted or not (fuses(source) or is_loop(source))
-                if written and not is_view(source):
-                    return
-                moved.add(source)
-                waiting.append(source)
+    moved = set(with_inputs([node], until={n for n in order if order[n] <= order[anchor]}))
+    computed = [n for n in moved if n is not node and not is_view(n)]
+    if any(storage_of(n) in counted or not (fuses(n) or is_loop(n)) for n in computed):
+        return
     for each in moved:
         each.meta[SPLIT] = node.name
     views = [node]
@@ -179,11 +166,11 @@ def hold_kernels(gm: GraphModule, live: Sequence[LivePoint], peak: int) -> None:
     """
     nodes = list(gm.graph.nodes)
     written = written_storages(nodes, fuse_loops=True) | output_storages(gm.graph)
-    kernels = Kernels.of(nodes, written | storages(gm.graph.find_nodes(op="placeholder")))
+    kernels = Kernels.of(nodes, written | input_storages(gm.graph))
     products = list(itertools.accumulate(has_formula(n) or is_attention(n) for n in nodes))
     alive = {point.node: point.live_bytes for point in live}
     at_start, writes = [0] * (products[-1] + 1), [0] * (products[-1] + 1)
-    seen = {None} | storages(gm.graph.find_nodes(op="placeholder"))
+    seen = {None} | input_storages(gm.graph)
     for node, number in zip(nodes, products, strict=True):
         at_start[number] = at_start[number] or alive.get(node.name, 0)
         writes[number] += workspace_bytes(node)

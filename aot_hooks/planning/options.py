@@ -22,12 +22,11 @@ from ..graphs.nodes import (
     REGION,
     SNAPSHOT,
     annotation,
+    input_storages,
     is_view,
     output_storages,
     producer,
-    storage_bytes,
     storage_of,
-    storages,
 )
 from ..graphs.roofline import (
     SPARED,
@@ -52,11 +51,11 @@ from ..library.float8 import float8
 from ..library.integer import int4, int8
 from ..library.lossless import lossless
 from ..offloading.hook import offload
-from ..offloading.transfers import COPIES, offload_wait
+from ..offloading.transfers import COPIES
 from ..passes.live_bytes import LivePoint, live_bytes
 from ..passes.plan import decide
 from ..passes.trace import TracedHook
-from ..passes.units import Trace, Unit, trace_units
+from ..passes.units import Trace, trace_units
 from ..settings.setting import Setting, out_of_scope
 from ..torch_private.values import hint
 from .recomputation import with_recompute
@@ -83,22 +82,14 @@ class Graphs:
     fused: bool
     trace: Trace
 
+    @functools.cached_property
     def boundary(self) -> Boundary:
         """What crosses; read once, so the graphs must not change after that."""
-        return self._boundary
-
-    @functools.cached_property
-    def _boundary(self) -> Boundary:
         return boundary(self.fw, self.bw, self.num_fwd_outputs, self.static_inputs, self.roots)
 
     def live(self) -> tuple[LivePoint, ...]:
-        return live_bytes(
-            self.fw,
-            self.bw,
-            num_fwd_outputs=self.num_fwd_outputs,
-            fused=self.fused,
-            roots=self.roots,
-        )
+        outputs = self.num_fwd_outputs
+        return live_bytes(self.fw, self.bw, num_fwd_outputs=outputs, fused=self.fused, roots=self.roots)
 
 
 def step_of(
@@ -111,7 +102,7 @@ def step_of(
     Args:
         reached: by storage, bytes of what is computed again from it.
     """
-    cross = graphs.boundary()
+    cross = graphs.boundary
     forward, backward = _nodes(graphs.fw), _nodes(graphs.bw)
     points = graphs.live()
     groups = _storages_in_scope(cross, scope)
@@ -175,12 +166,9 @@ def _in_order(times: Sequence[Mapping[Node, float]], *graphs: Sequence[Node]) ->
 def _readers(bw: GraphModule) -> tuple[dict[Node, int], dict[Any, int]]:
     """The last reader of each node, and by storage where the first fused kernel runs that reads it."""
     nodes = list(bw.graph.nodes)
-    counted = written_storages(nodes, fuse_loops=True) | storages(bw.graph.find_nodes(op="placeholder"))
+    counted = written_storages(nodes, fuse_loops=True) | input_storages(bw.graph)
     kernels = Kernels.of(nodes, counted)
-    begins: dict[Any, int] = {}
-    for node in (n for n in nodes if on_cuda([n]) and storage_of(n) in counted):
-        for key in kernels.reads[node]:
-            begins[key] = min(begins.get(key, len(nodes)), kernels.at[node])
+    begins = kernels.begins(n for n in nodes if on_cuda([n]) and storage_of(n) in counted)
     return last_readers(nodes, counted, kernels), begins
 
 
@@ -245,7 +233,7 @@ def _hook_options(
 ) -> list[list[Option]]:
     """For each storage the hooks that can take it, with their bytes and times."""
     lengths = row_lengths(graphs.fw)
-    known: dict[Any, tuple[float, int, TracedHook]] = {}  # equal layers share what was traced
+    known: dict[tuple[TracedHook, bool, bool], tuple[float, int]] = {}  # equal layers share what was traced
     found: list[list[Option]] = [[] for _ in groups]
     on_gpu = [group[0].row.device.type == "cuda" for group in groups]
     ours = dataclasses.replace(cross, tensors=[value for group in groups for value in group])
@@ -257,31 +245,27 @@ def _hook_options(
         for i, group in enumerate(groups):
             if not all(value in packed for value in group) or ("offload" in name and not on_gpu[i]):
                 continue
-            own = [unit_of[value] for value in group if value in unit_of]
-            if len(own) != 1 or own[0].keep or len(own[0].packings) != 1:
+            own = [packing for value in group if value in unit_of for packing in unit_of[value].packings]
+            if len(own) != 1 or any(unit_of[value].keep for value in group if value in unit_of):
                 continue
-            on_device, on_host = (sum(_leaf_bytes(u, host) for u in own) for host in (False, True))
-            answers = sum(len(packed[v].answers) * hint(v.value.numel()) // 8 for v in group)
-            if on_device + answers >= group[0].row.nbytes:
+            hook, traced, on_device, on_host = own[0].hook, own[0].traced, *own[0].leaf_bytes
+            nbytes = on_device + sum(len(packed[v].answers) * hint(v.value.numel()) // 8 for v in group)
+            if nbytes >= group[0].row.nbytes:
                 continue
-            error = _error_of(name)
-            hook, traced = own[0].packings[0].hook, own[0].packings[0].traced
             readers = [u for v in group for u in _readers_of(v.bw_node)]
             registers = graphs.fused and all(map(fuses, readers)) and _only_loops(traced.unpack)
             in_passing = graphs.fused and any(_passes(value.fw_node, traced.pack, lengths) for value in group)
-            key = (id(traced), registers, in_passing)
+            key = (traced, registers, in_passing)
             if key not in known:
                 work = max(_work_bytes(gm, graphs.fused) for gm in (traced.pack, traced.unpack))
-                known[key] = (
-                    _hook_ms(group[0].row.nbytes, in_passing, registers, traced, graphs.fused, rates),
-                    work,
-                    traced,
-                )
-            ms, work, _ = known[key]
+                hook_ms = _hook_ms(group[0].row.nbytes, in_passing, registers, traced, graphs.fused, rates)
+                known[key] = hook_ms, work
+            ms, work = known[key]
             ms += link_ms(on_host, rates)
-            if on_gpu[i] and any(rounded in f"{name}()" for rounded in _FEW_DIGITS):
+            if on_gpu[i] and any(rounded in name for rounded in _FEW_DIGITS):
                 ms -= min(ms, SPARED * sum(bw_ms[n] for n in readers if has_formula(n)))
-            found[i].append(Option(name, hook, on_device + answers, ms, error, on_host, work, registers and on_gpu[i]))
+            option = Option(name, hook, nbytes, ms, _error_of(name), on_host, work, registers and on_gpu[i])
+            found[i].append(option)
     return found
 
 
@@ -333,23 +317,12 @@ def _error_of(name: str) -> float:
     return max((e for kind, e in _ERRORS.items() if kind in name), default=0.0)
 
 
-def _leaf_bytes(unit: Unit, host: bool) -> int:
-    nbytes = 0
-    for packing in unit.packings:
-        leaves: Any = packing.traced.pack.graph.output_node().args[0]
-        for leaf in leaves:
-            value = leaf.meta.get("val") if isinstance(leaf, Node) else None
-            if isinstance(value, torch.Tensor) and (leaf.target is offload_wait) == host:
-                nbytes += storage_bytes(value)
-    return nbytes
-
-
 def _work_bytes(gm: GraphModule, fused: bool) -> int:
     """The most bytes alive inside of a traced pack or unpack, without its input; with its result."""
     nodes = list(gm.graph.nodes)
     outputs = output_storages(gm.graph)
     counted = written_storages(nodes, fuse_loops=True) | outputs if fused else {storage_of(n) for n in nodes}
-    counted = counted - storages(gm.graph.find_nodes(op="placeholder")) - {None}
+    counted = counted - input_storages(gm.graph) - {None}
     return max(alive_along(nodes, counted, to_end=outputs, last_reader=last_readers(nodes, counted)), default=0)
 
 

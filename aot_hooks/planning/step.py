@@ -89,6 +89,11 @@ class Bytes:
     held: int
     backward: int
 
+    @staticmethod
+    def of(forward: Sequence[int], backward: Sequence[int]) -> Bytes:
+        """Of a call with these bytes alive at the positions of its graphs."""
+        return Bytes(max(forward, default=0), forward[-1] if forward else 0, max(backward, default=0))
+
     def beside(self, moments: Sequence[Moment], phase: str) -> int:
         """The most that is alive beside the call in `phase`, if all calls of the graph are like it."""
         return max((m.calls * self.held + m.nbytes for m in moments if m.phase == phase), default=0)
@@ -174,8 +179,7 @@ class Step:
 
     def bytes_of(self, live: Sequence[int]) -> Bytes:
         """The bytes of a call with `live` bytes alive at each position."""
-        forward, backward = live[: self.forward_count], live[self.forward_count :]
-        return Bytes(max(forward, default=0), forward[-1] if forward else 0, max(backward, default=0))
+        return Bytes.of(live[: self.forward_count], live[self.forward_count :])
 
     def moments_at(self, position: int) -> list[Moment]:
         phase = "forward" if position < self.forward_count else "backward"

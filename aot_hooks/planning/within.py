@@ -28,6 +28,7 @@ from ..graphs.roofline import on_cuda, step_ms
 from ..graphs.saved import Boundary, SavedTensor, SavedValue
 from ..hook import KEEP, Hook
 from ..offloading.transfers import COPIES
+from ..passes.answers import in_plans_only
 from ..passes.live_bytes import LivePoint
 from ..passes.plan import Decision, InStep, Plan
 from ..passes.units import Trace, tracer
@@ -42,11 +43,7 @@ from .step import ALONE, COMPUTED, KEPT, RECOMPUTE, Bytes, Moment, Option, Step
 __all__ = ["RECOMPUTED", "bytes_of", "partition_within"]
 
 
-def _recompute(x: Any) -> Any:
-    raise AssertionError("stands in plans only")
-
-
-RECOMPUTED = Hook(RECOMPUTE, _recompute, _recompute)
+RECOMPUTED = Hook(RECOMPUTE, in_plans_only, in_plans_only)
 """Stands in plans for the hook of a value that the backward computes again. Never run."""
 
 _PARTITIONS = 2  # choices of what to recompute that are tried
@@ -63,26 +60,18 @@ _UNKNOWN = (Moment("forward", _MANY), Moment("backward", _MANY))
 Split = Callable[[], tuple[GraphModule, GraphModule]]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Chosen:
     """The policy of a solved budget: hooks and reasons by the saved tensor's name."""
 
-    hooks: tuple[tuple[str, Hook], ...]
-    reasons: tuple[tuple[str, str], ...]
-
-    @property
-    def looks_at_modules(self) -> bool:
-        return False
-
-    @functools.cached_property
-    def _by_name(self) -> tuple[dict[str, Hook], dict[str, str]]:
-        return dict(self.hooks), dict(self.reasons)
+    hooks: Mapping[str, Hook]
+    reasons: Mapping[str, str]
 
     def __call__(self, saved: SavedTensor) -> Hook:
-        return self._by_name[0].get(saved.name, KEEP)
+        return self.hooks.get(saved.name, KEEP)
 
     def why_kept(self, saved: SavedTensor) -> str:
-        return self._by_name[1].get(saved.name, "budget: nothing to decide")
+        return self.reasons.get(saved.name, "budget: nothing to decide")
 
     why_packed = why_kept
 
@@ -120,7 +109,7 @@ def partition_within(
     step, groups = step_of(stock, setting.scope, budget.allow, budget.max_error)
     step = dataclasses.replace(step, moments=moments)
     before, before_ms = stock.live(), step_ms(stock.fw, stock.bw, fused)
-    cross = stock.boundary()
+    cross = stock.boundary
     peak = None if budget.least else _peak(budget, groups)
     less = budget.over + (int(_UNSEEN * peak) if peak is not None and on_cuda(stock.bw.graph.nodes) else 0)
     limits = _Limits(None if peak is None else peak - less, budget.max_slowdown, _ERROR * budget.max_error)
@@ -138,7 +127,7 @@ def partition_within(
     def tried(graphs: Graphs, own: Step, solution: Solution, chosen: Solution) -> _Tried:
         """What comes of the hooks of `solution` in `graphs`: a plan with its live bytes and times."""
         found = dataclasses.replace(graphs, fw=aot.copied(graphs.fw), bw=aot.copied(graphs.bw))
-        saved = {v.row.name: storage_of(v.fw_node) for v in graphs.boundary().tensors}
+        saved = {v.row.name: storage_of(v.fw_node) for v in graphs.boundary.tensors}
         plan = rewrite(found.fw, found.bw, Setting(_policy(solution, own), setting.scope), trace)
         if fused and on_cuda(found.bw.graph.nodes):
             unpack_early(found.bw)
@@ -157,11 +146,12 @@ def partition_within(
     best, least = _search(step, limits, partitioned, tried)
     if best is None and peak is not None and least.fits(dataclasses.replace(limits, peak=peak)):
         best = least  # nothing is tighter; the next steps are measured again
-    if best is None and not budget.lenient and not budget.least:
-        raise BudgetError(_infeasible(budget, step, limits.peak, least))
-    if best is None and budget.lenient:
-        _warn(budget, limits.peak, least)
-    best = best or least
+    if best is None:
+        if budget.lenient:
+            _warn(budget, limits.peak, least)
+        elif not budget.least:
+            raise BudgetError(_infeasible(budget, step, limits.peak, least))
+        best = least
     for gm, phase in ((best.graphs.fw, "forward"), (best.graphs.bw, "backward")):
         if fused and on_cuda(gm.graph.nodes):
             points = [point for point in best.plan.live_after if point.phase == phase]
@@ -174,8 +164,8 @@ def partition_within(
 
 
 def bytes_of(points: Sequence[LivePoint]) -> Bytes:
-    forward, backward = ([p.live_bytes for p in points if p.phase == phase] for phase in ("forward", "backward"))
-    return Bytes(max(forward, default=0), forward[-1] if forward else 0, max(backward, default=0))
+    """The bytes of a call with the live bytes of `points`."""
+    return Bytes.of(*([p.live_bytes for p in points if p.phase == phase] for phase in ("forward", "backward")))
 
 
 def _in_step(plan: Plan, moments: Sequence[Moment]) -> Plan:
@@ -219,6 +209,7 @@ def _reached(chosen: Solution, step: Step, groups: Sequence[Sequence[SavedValue]
         for source in option.sources:
             readers[source].append(v)
 
+    @functools.cache
     def reached(v: int) -> int:
         return sum(COMPUTED * step.values[reader].nbytes + reached(reader) for reader in readers[v])
 
@@ -273,7 +264,7 @@ def _search(
         graphs, own = partitioned(chosen)
         found = list(_hooked(graphs, own, chosen, limits, max_ms, tried))
         all_tried += found
-        if last or limit is None or limits.peak is None:
+        if last or limit is None or limits.peak is None or not found:  # none is as fast as was predicted
             break
         reached = max((one.peak for one in found if one.fits(limits)), default=None)
         if reached is None:
@@ -283,7 +274,7 @@ def _search(
         else:
             break
 
-    if min(one.peak for one in all_tried) > step.peak_bytes:  # the program was wrong about all of them
+    if min((one.peak for one in all_tried), default=math.inf) > step.peak_bytes:  # the program was wrong about all
         graphs, own = partitioned(_nothing(step))
         all_tried.append(tried(graphs, own, _nothing(own), _nothing(step)))
 
@@ -319,7 +310,9 @@ def _hooked(
     came from is asked for a higher one.
     """
     solved = functools.partial(solve, max_error=limits.error)
-    programs: list[tuple[Step, float]] = [(step, limits.peak or math.inf)]  # with the peak that each is asked for
+    programs: list[tuple[Step, float]] = [
+        (step, math.inf if limits.peak is None else limits.peak)
+    ]  # with the peak that each is asked for
     fitted = False
     for attempt in range(_ATTEMPTS):
         plans: list[tuple[bool, float, int, Solution]] = []
@@ -391,31 +384,25 @@ def _peak(budget: Budget, groups: Sequence[Sequence[SavedValue]]) -> int | None:
 
 
 def _policy(solution: Solution, step: Step) -> _Chosen:
-    hooks, reasons = [], []
+    hooks: dict[str, Hook] = {}
+    reasons: dict[str, str] = {}
     for i, (value, option) in enumerate(zip(step.values, solution.options, strict=True)):
-        for name in value.names:
-            if option.hook is not None:
-                hooks.append((name, option.hook))
-            reasons.append((name, _why(solution, step, i)))
-    return _Chosen(tuple(hooks), tuple(reasons))
+        reasons |= dict.fromkeys(value.names, _why(solution, step, i))
+        if option.hook is not None:
+            hooks |= dict.fromkeys(value.names, option.hook)
+    return _Chosen(hooks, reasons)
 
 
 def _why(solution: Solution, step: Step, number: int) -> str:
     """What the choice for a value gives and costs, and the next best of its other options."""
     value, option = step.values[number], solution.options[number]
     others = [o for o in value.options if o.name != option.name]
+    best = min(others, key=lambda o: o.ms / max(1, value.nbytes - o.packed_bytes), default=None)
+    offer = "nothing else can store it" if best is None else _offer(best, value.nbytes)
     if option is KEPT:
-        best = min(others, key=_ms_per_byte(value.nbytes), default=None)
-        return (
-            "budget: kept, nothing else can store it" if best is None else f"budget: kept; {_offer(best, value.nbytes)}"
-        )
+        return f"budget: kept{',' if best is None else ';'} {offer}"
     text = f"budget: {_offer(option, value.nbytes)}"
-    best = min(others, key=_ms_per_byte(value.nbytes), default=None)
-    return text if best is None else f"{text}; next best {_offer(best, value.nbytes)}"
-
-
-def _ms_per_byte(nbytes: int) -> Callable[[Option], float]:
-    return lambda option: option.ms / max(1, nbytes - option.packed_bytes)
+    return text if best is None else f"{text}; next best {offer}"
 
 
 def _offer(option: Option, nbytes: int) -> str:

@@ -274,6 +274,18 @@ KINDS = {
     "a matrix product": (lambda h, t: (torch.mm(h.t(), t),), []),
     "its square": (lambda h, t: (h.pow(2) * t,), []),
     "a norm's root": (lambda h, t: (torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + 1e-6) * t,), []),
+    "a number less a norm": (
+        lambda h, t: (torch.rsqrt(1 - 0.5 * h.pow(2).sum(-1)) * t[:, 0],),
+        [("singular", "rsqrt.default", False)],
+    ),
+    "a number and a negative multiple of a norm": (
+        lambda h, t: (torch.rsqrt(1 + -0.5 * h.pow(2).sum(-1)) * t[:, 0],),
+        [("singular", "rsqrt.default", False)],
+    ),
+    "a norm less a number": (
+        lambda h, t: (torch.rsqrt(torch.add(h.pow(2).sum(-1), 0.5, alpha=-1)) * t[:, 0],),
+        [("singular", "rsqrt.default", False)],
+    ),
     "divided by a norm": (lambda h, t: (h / h.abs().sum(-1, keepdim=True).clamp_min(1e-6) * t,), []),
     "a standard deviation": (lambda h, t: (t / h.var(-1, keepdim=True).sqrt(),), []),
     "a constant of its shape": (lambda h, t: (torch.ones_like(h).exp() * t,), []),
@@ -287,6 +299,11 @@ KINDS = {
     ),
     "a root": (lambda h, t: (torch.rsqrt(h) * t,), [("singular", "rsqrt.default", False)]),
     "a divisor": (lambda h, t: (t / h,), [("singular", "div.Tensor", False)]),
+    "a high power": (lambda h, t: (h.pow(5) * t,), [("singular", "pow.Tensor_Scalar", False)]),
+    "a high power of a norm": (
+        lambda h, t: (h.pow(2).sum(-1).pow(-5) * t[:, 0],),
+        [("singular", "pow.Tensor_Scalar", False)],
+    ),
     "a negative power": (lambda h, t: (h.pow(-1.5) * t,), [("singular", "pow.Tensor_Scalar", False)]),
     "a logarithm": (lambda h, t: (h.log() * t,), [("singular", "log.default", False)]),
     "an exponential behind a sort": (lambda h, t: (h.sort(-1)[0].exp() * t,), [("singular", "exp.default", False)]),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -91,6 +92,41 @@ def test_a_view_of_what_the_user_gets_stays() -> None:
     assert "aten._to_copy.default" not in ops(pair.fw)
     (decision,) = pair.plan.decisions  # type: ignore[union-attr]
     assert decision.hook is KEEP and decision.reason == "an output of the graph" and decision.saved.is_output
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+def test_a_view_that_is_only_compared_leaves_the_other_its_numbers(swapped: bool) -> None:
+    """The comparison's bits stand for one view. The other comes back from the hook, as if it were alone."""
+    order = slice(None, None, -1 if swapped else 1)
+
+    def forward(x: torch.Tensor) -> Any:
+        y = x * 2
+        return (y.sin(), *(y, y.t())[order])
+
+    def backward(*args: torch.Tensor) -> Any:
+        *saved, g = args
+        y, transposed = saved[order]
+        return (y > 0.5) * g, transposed.t() * g
+
+    x = torch.randn(64, 64)
+    pair = by_hand(forward, backward, x)
+    _, (compared, product) = pair.copy().run(x)
+    _, grads = pair.apply(replace(HALF, lossy=True)).run(x)
+    torch.testing.assert_close(grads[0], compared, rtol=0, atol=0)
+    torch.testing.assert_close(grads[1], product, rtol=1e-3, atol=1e-3)
+    assert not torch.equal(grads[1], product)
+
+
+def test_each_view_has_the_hook_that_a_policy_chose_for_it() -> None:
+    def policy(saved: SavedTensor) -> Hook:
+        return EXACT if saved.shape == (6, 4) else HALF
+
+    pair = views_pair(*VIEWS["transpose"])
+    x = torch.randn(4, 6)
+    _, (_, y, transposed) = pair.copy().run(x)
+    _, grads = pair.apply(policy).run(x)
+    assert torch.equal(grads[2], transposed) and not torch.equal(grads[1], y)
+    assert [d.hook for d in pair.plan.decisions] == [HALF, EXACT]  # type: ignore[union-attr]
 
 
 def test_one_view_that_must_stay_keeps_all() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
@@ -279,6 +280,15 @@ def test_a_budget_is_a_value_that_prints_as_its_call():
 def test_fit_needs_a_device(model, x):
     with pytest.raises(BudgetError, match="CUDA device"):
         aot_hooks.plan(model, x, policy=budget("fit"), inner="aten")
+
+
+def test_a_full_device_is_told_the_least_that_a_step_can_take(model, x):
+    def least(free):
+        with pytest.raises(BudgetError) as e:
+            aot_hooks.plan(model, x, policy=dataclasses.replace(budget("fit"), free=free), inner="aten")
+        return str(e.value).partition("takes ")[2]
+
+    assert least(0) == least(1)
 
 
 def test_fit_takes_what_a_device_has_free_less_a_margin_and_is_another_value_then(monkeypatch):

@@ -10,9 +10,11 @@ import torch
 from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch.fx import symbolic_trace
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
 import aot_hooks
+from aot_hooks.errors import BudgetError
 from aot_hooks.graphs import roofline
 from aot_hooks.planning import options, within
 
@@ -60,6 +62,18 @@ def test_a_concatenation_is_fused_on_cuda_if_its_parts_are_computed_for_it(funct
         FakeTensorProp(gm, mode).propagate_dont_convert_inputs(*parts)
     (cat,) = (n for n in gm.graph.nodes if n.target is AT.cat.default)
     assert roofline.fuses(cat) == (function is halves and device == "cuda")
+
+
+def test_what_is_read_by_many_paths_is_looked_at_once() -> None:
+    def halves_of_a_chain(x: torch.Tensor) -> torch.Tensor:
+        for _ in range(40):  # 2 ** 40 paths
+            x = x.sin() + x.cos()
+        return torch.cat([-x, x * 2], -1)
+
+    with FakeTensorMode():
+        graph = make_fx(halves_of_a_chain)(torch.empty(4, 64, device="cuda")).graph
+    (cat,) = graph.find_nodes(op="call_function", target=torch.ops.aten.cat.default)
+    assert roofline.fuses(cat)
 
 
 def packed(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
@@ -115,3 +129,20 @@ def test_on_a_gpu_a_plan_leaves_a_thousandth(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(within, "on_cuda", lambda _: True)
     aot_hooks.plan(MODEL, x, policy=aot_hooks.budget(1_000_000), inner="aten")
     assert asked == [1_000_000, 999_000]
+
+
+def test_graphs_that_are_slower_than_planned_are_no_crash(monkeypatch: pytest.MonkeyPatch) -> None:
+    read_off = within.step_of
+
+    def slower(*args: Any) -> Any:
+        step, groups = read_off(*args)
+        again = len(args) > 4  # a graph that computes something again
+        return dataclasses.replace(step, node_ms=tuple((1 + again) * ms for ms in step.node_ms)), groups
+
+    monkeypatch.setattr(within, "step_of", slower)
+    x = torch.randn(16, 32)
+    peak = aot_hooks.plan(MODEL, x, policy=aot_hooks.KEEP, inner="aten").peak_bytes
+    with pytest.raises(BudgetError, match=r"within 1\.1 times the time"):
+        aot_hooks.plan(MODEL, x, policy=aot_hooks.budget(peak // 2, max_slowdown=0.1), inner="aten")
+    enough = aot_hooks.plan(MODEL, x, policy=aot_hooks.budget(2 * peak, max_slowdown=0.1), inner="aten")
+    assert enough.peak_bytes == peak
