@@ -39,7 +39,7 @@ __all__ = ["Solution", "solve"]
 _GAP = 1e-3  # of the step's time, or of the peak; a plan this near to the best is taken
 _WHOLE = 300  # integer columns of a program that is solved whole
 _NODES = 40
-_OPEN, _OPEN_AGAIN = 200, 100  # integer columns of a large program that are solved whole at once
+_OPEN, _OPEN_AGAIN = 400, 100  # integer columns of a large program that are solved whole at once
 _NODES_AGAIN = 5
 _AT_ONCE, _SURE = 8, 0.8  # values that are fixed at once if they are as near to whole as this
 _TURNS = 2  # in which all values are solved again
@@ -287,14 +287,16 @@ def _solved(program: _Program, by_value: Sequence[Sequence[int]], over: int, err
     least = program.solved(0)
     near = (1 + _NEAR) * program.objective(relaxed if least is None else least)
     parts = -(-whole // _OPEN_AGAIN)
-    for turn in range(_TURNS):  # values of all layers, then layer by layer
-        poor = 0
+    guide = relaxed if least is None else least
+    for turn in range(_TURNS):  # layer by layer, then first those that are furthest from the relaxed program
+        order, poor = list(by_value), 0
+        if turn:
+            order.sort(key=lambda own: -sum(abs(best[c] - guide[c]) for c in own))
         for part in range(parts):
             reached = program.objective(best)
             if reached < near or 2 * poor > parts:
                 break
-            spread, run = by_value[part::parts], by_value[part * len(by_value) // parts :][: len(by_value) // parts + 1]
-            best = _again(program, best, by_value, run if turn else spread)
+            best = _again(program, best, by_value, order[part * len(order) // parts :][: len(order) // parts + 1])
             poor = 0 if program.objective(best) < reached - _GAP * abs(near) else poor + 1
     return best
 
