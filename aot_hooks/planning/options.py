@@ -65,6 +65,7 @@ __all__ = ["Graphs", "step_of"]
 
 # relative error of a value that comes back, root mean square over normal data (benchmarks/results, errors.cpu)
 _ERRORS = {"float8": 0.032, "int8": 0.01, "int4": 0.165}
+_EXACT = ("lossless()", "offload()")  # of `_rules`
 _FEW_DIGITS = ("float8()", "int4()")  # of `_rules`, see `SPARED`
 _MOST = 4  # times the limit on the gradient's error that a single value's may be
 _SEGMENT = 8  # most storages of a part of the backward that no module marks off
@@ -314,7 +315,8 @@ def _rules(allow: tuple[Any, ...], max_error: float) -> dict[str, Any]:
 
 
 def _error_of(name: str) -> float:
-    return max((e for kind, e in _ERRORS.items() if kind in name), default=0.0)
+    """The relative error of values stored by a rule of `_rules`; one that is not known is never within a limit."""
+    return 0.0 if name in _EXACT else max((e for kind, e in _ERRORS.items() if kind in name), default=math.inf)
 
 
 def _work_bytes(gm: GraphModule, fused: bool) -> int:

@@ -48,7 +48,7 @@ def fold(decisions: Iterable[Decision]) -> list[Row]:
     groups: _Groups = defaultdict(list)
     for d in decisions:
         parts = (d.saved.module_path or "").split(".")
-        path: _Path = tuple((int(part),) if part.isdigit() else part for part in parts)
+        path: _Path = tuple((int(part),) if part.isdecimal() else part for part in parts)
         groups[_group_key(d, hooks), path].append(d)
     for position in reversed(range(max((len(path) for _, path in groups), default=0))):
         groups = _fold_at(position, groups)

@@ -195,6 +195,19 @@ def paths(*decisions: Decision) -> list[tuple[str, int]]:
     return sorted((r.module_path, r.tensor_count) for r in fold(decisions))
 
 
+def test_a_name_of_digits_that_are_no_number_is_a_name() -> None:
+    class Named(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.parts = nn.ModuleDict({"²": nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))})
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.parts["²"](x)
+
+    plan = aot_hooks.plan(Named(), torch.randn(32, 64), policy=aot_hooks.float8(), inner="aten")
+    assert "parts.²" in aot_hooks.format_report(plan)
+
+
 def test_equal_layers_fold() -> None:
     assert paths(*(decision(f"layers.{i}.mlp", f"gelu_{i}") for i in range(32))) == [("layers.0-31.mlp", 32)]
 
