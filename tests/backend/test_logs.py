@@ -33,6 +33,7 @@ def run_program(**env: str) -> str:
     return done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_the_log_shows_the_graphs_before_and_after_and_the_hooks() -> None:
     out = run_program(TORCH_LOGS="+aot_hooks")
     titles = ["forward before", "backward before", "pack of", "unpack of", "forward after", "backward after", "plan: "]
@@ -41,6 +42,7 @@ def test_the_log_shows_the_graphs_before_and_after_and_the_hooks() -> None:
     assert out.index("float16") > out.index("pack of")
 
 
+@pytest.mark.slow
 def test_without_the_log_nothing_is_printed() -> None:
     out = run_program()
     assert "forward before" not in out and "aot_hooks" not in out

@@ -71,6 +71,7 @@ def test_others_are_left_as_they_are():
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="this torch comes without triton")
+@pytest.mark.slow
 def test_a_product_and_its_packings_are_one_kernel():
     """Counted in the code that Inductor generates for a GPU, which need not exist."""
     script = Path(__file__).parents[1] / "support" / "triton_code.py"

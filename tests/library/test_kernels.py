@@ -23,6 +23,7 @@ SUPPORT = ROOT / "tests" / "support"
 
 @pytest.mark.core
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="this torch comes without triton")
+@pytest.mark.slow
 def test_kernels_equal_plain_code_when_interpreted():
     environment = dict(os.environ, TRITON_INTERPRET="1", PYTHONPATH=os.pathsep.join([str(ROOT), str(SUPPORT)]))
     command = [sys.executable, str(SUPPORT / "interpreted.py")]

@@ -197,6 +197,7 @@ def test_multiples_of_the_smallest_float16_come_back_exactly(power):
 
 
 @pytest.mark.parametrize("hook", HOOKS.values(), ids=HOOKS)
+@pytest.mark.slow
 def test_through_the_backend_the_gradient_is_that_of_the_tensor_code(hook, monkeypatch):
     torch.manual_seed(0)
     x = torch.randn(2, 6, 4, 130)

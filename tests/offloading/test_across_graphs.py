@@ -250,6 +250,7 @@ def test_retain_graph_gives_the_same_gradients_again(inner: str) -> None:
         assert_equal(*found)
 
 
+@pytest.mark.slow
 def test_inductor_writes_over_no_tensor_that_stays_or_is_on_its_way() -> None:
     late_copies.at_wait = True
     plain, hooked = by_blocks(None, inner="inductor"), by_blocks(HOOK, inner="inductor")

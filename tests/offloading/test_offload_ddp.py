@@ -70,6 +70,7 @@ def compare(folder: pathlib.Path, inner: str, device_type: str) -> None:
 
 
 @pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="needs gloo")
+@pytest.mark.slow
 def test_two_ranks_on_the_cpu(tmp_path: pathlib.Path) -> None:
     compare(tmp_path, "aten", "cpu")
 

@@ -15,6 +15,7 @@ SUPPORT = Path(__file__).resolve().parents[1] / "support"
 
 
 @pytest.mark.skipif(torch.version.cuda is not None, reason="a CUDA build asks the driver, tests with a GPU measure it")
+@pytest.mark.slow
 def test_the_code_holds_what_was_planned():
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(SUPPORT.parents[1]), str(SUPPORT)])}
     run = subprocess.run(

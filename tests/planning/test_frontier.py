@@ -102,6 +102,7 @@ def command(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-m", "aot_hooks", *arguments], env=env, capture_output=True, text=True)
 
 
+@pytest.mark.slow
 def test_of_a_script(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(TRAIN)

@@ -245,6 +245,7 @@ print("own", plan.saved_bytes, plan.packed_bytes)
 """
 
 
+@pytest.mark.slow
 def test_a_script_with_hooks_of_its_own_is_reported_as_it_is(tmp_path: Path, capsys: Any) -> None:
     path, out = tmp_path / "own.py", tmp_path / "out.json"
     path.write_text(OWN)
