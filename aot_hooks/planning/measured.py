@@ -37,7 +37,7 @@ log = logging.getLogger("aot_hooks")
 _MIB = 1 << 20
 _AFTER = "after the compiled forward: in the loss, or in the backward"
 _TRIES = 3  # calls that are measured alone
-_ROOM = 1.25  # of what no plan foresaw: GPT-2's tighter plans took 13 MiB more than predicted where the first took 20
+_ROOM = 1.25  # of what no plan foresaw: of another plan it may be more
 _tighter: Memo[dict[Any, Budget]] = Memo()  # by the `torch.compile` wrapper: by code and budget, the one to plan with
 
 

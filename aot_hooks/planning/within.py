@@ -310,9 +310,8 @@ def _hooked(
     came from is asked for a higher one.
     """
     solved = functools.partial(solve, max_error=limits.error)
-    programs: list[tuple[Step, float]] = [
-        (step, math.inf if limits.peak is None else limits.peak)
-    ]  # with the peak that each is asked for
+    asked = math.inf if limits.peak is None else limits.peak
+    programs: list[tuple[Step, float]] = [(step, asked)]  # with the peak that each is asked for
     fitted = False
     for attempt in range(_ATTEMPTS):
         plans: list[tuple[bool, float, int, Solution]] = []

@@ -300,10 +300,7 @@ KINDS = {
     "a root": (lambda h, t: (torch.rsqrt(h) * t,), [("singular", "rsqrt.default", False)]),
     "a divisor": (lambda h, t: (t / h,), [("singular", "div.Tensor", False)]),
     "a high power": (lambda h, t: (h.pow(5) * t,), [("singular", "pow.Tensor_Scalar", False)]),
-    "a high power of a norm": (
-        lambda h, t: (h.pow(2).sum(-1).pow(-5) * t[:, 0],),
-        [("singular", "pow.Tensor_Scalar", False)],
-    ),
+    "a norm's power": (lambda h, t: (h.pow(2).sum(-1).pow(-5) * t[:, 0],), [("singular", "pow.Tensor_Scalar", False)]),
     "a negative power": (lambda h, t: (h.pow(-1.5) * t,), [("singular", "pow.Tensor_Scalar", False)]),
     "a logarithm": (lambda h, t: (h.log() * t,), [("singular", "log.default", False)]),
     "an exponential behind a sort": (lambda h, t: (h.sort(-1)[0].exp() * t,), [("singular", "exp.default", False)]),

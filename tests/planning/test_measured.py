@@ -111,6 +111,13 @@ def test_a_step_over_its_budget_gets_one_tighter_plan(train, peak):
     assert not said
 
 
+def test_a_tighter_plan_leaves_free_what_the_first_did_not_foresee(train, peak):
+    """That is more than the first was over the budget, if it was planned below it."""
+    taken = peak + KIB
+    peaks, _ = train(Scripted([taken, taken, peak, peak]), 4)
+    assert peaks[0] < peak and peaks[-1] <= peak - 1.25 * (taken - peaks[0])
+
+
 def test_a_tighter_plan_that_is_over_the_budget_too_is_a_warning(train, peak):
     counters = Scripted([peak + 16 * KIB] * 4)
     peaks, said = train(counters, 6)
