@@ -23,7 +23,7 @@ import math
 import mmap
 import threading
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -55,13 +55,54 @@ class Block:
     free_on_return: bool = False  # `reset` wants it freed as soon as nobody uses it
 
 
+class _Blocks:
+    """Blocks in the order in which they came, with totals. A step leases hundreds, so nothing here counts them each."""
+
+    def __init__(self) -> None:
+        self._of: dict[int, Block] = {}  # by address
+        self._of_size: dict[tuple[int, bool], dict[int, Block]] = {}  # likewise, by capacity and whether it is pinned
+        self.bytes = 0  # of whole blocks
+        self.requested_bytes = 0  # of their leases, in pages
+
+    def __iter__(self) -> Iterator[Block]:
+        return iter([*self._of.values()])
+
+    def __len__(self) -> int:
+        return len(self._of)
+
+    def at(self, address: int) -> Block | None:
+        return self._of.get(address)
+
+    def add(self, block: Block) -> None:
+        self._of[block.address] = block
+        self._of_size.setdefault((block.capacity, block.pinned), {})[block.address] = block
+        self.bytes += block.capacity
+        self.requested_bytes += _in_pages(block.requested)
+
+    def remove(self, block: Block) -> None:
+        del self._of[block.address]
+        del self._of_size[block.capacity, block.pinned][block.address]
+        self.bytes -= block.capacity
+        self.requested_bytes -= _in_pages(block.requested)
+
+    def pop_first(self) -> Block:
+        block = next(iter(self._of.values()))
+        self.remove(block)
+        return block
+
+    def of_size(self, capacity: int, pinned: bool) -> Block | None:
+        """The first block of exactly `capacity` bytes."""
+        return next(iter(self._of_size.get((capacity, pinned), {}).values()), None)
+
+
 class HostPool:
     """See the module. Thread-safe; blocks may return from any thread, even from within the garbage collector."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
-        self._free: list[Block] = []
-        self._used: dict[int, Block] = {}  # by address: leased, or of CUDA graphs
+        self._free = _Blocks()
+        self._used = _Blocks()  # leased, or of CUDA graphs
+        self._owned: dict[int, Block] = {}  # those of CUDA graphs, by address
         # Returned blocks, appended without the lock: a garbage collection may run in a thread that holds it.
         self._returned: collections.deque[Block] = collections.deque()
         self._to_free: list[Block] = []  # returned blocks that wait to be freed
@@ -83,7 +124,7 @@ class HostPool:
     def _blocks(self) -> list[Block]:
         with self._lock:
             self._collect()
-            return [*self._used.values(), *self._free]
+            return [*self._used, *self._free]
 
     def lease(
         self,
@@ -105,7 +146,7 @@ class HostPool:
         """
         with self._lock:
             self._collect(captured)
-            room = math.inf if limit is None else limit - _bytes(self._used.values())
+            room = math.inf if limit is None else limit - self._used.bytes
             close = max(nbytes * _WASTE, _PAGE)
             if captured:
                 own = self._blocks_of(capture, pinned)
@@ -124,9 +165,12 @@ class HostPool:
             if captured:
                 # other captures do not report their end: an owner that is never None
                 block.owner = object if capture is None else weakref.ref(capture.owner)
+                self._owned[block.address] = block
+            if self._used.at(block.address) is not None:
+                self._used.remove(block)  # comes again with other bytes
             block.leases += 1
             block.requested = nbytes
-            self._used[block.address] = block
+            self._used.add(block)
             self.peak_bytes = max(self.peak_bytes, self._total())
         raw = (ctypes.c_ubyte * nbytes).from_address(block.address)
         weakref.finalize(raw, self._returned.append, block).atexit = False
@@ -135,7 +179,7 @@ class HostPool:
 
     def block_of(self, host: torch.Tensor) -> Block | None:
         """The block that `host` begins; None if it is other memory."""
-        return self._used.get(host.data_ptr())
+        return self._used.at(host.data_ptr())
 
     def reset(self) -> None:
         """Free all unused blocks now, and leased ones when they return.
@@ -144,18 +188,18 @@ class HostPool:
         """
         with self._lock:
             self._collect()
-            for block in list(self._used.values()):
+            for block in self._used:
                 block.free_on_return = True
                 if block.owner is not None:
                     self._disown(block)
             self._to_free += self._free
-            self._free.clear()
+            self._free = _Blocks()
             self._collect()
             self.made_count = self._most_in_use = 0
             self.peak_bytes = self._total()
 
     def _total(self) -> int:
-        return _bytes(self._used.values()) + _bytes(self._free)
+        return self._used.bytes + self._free.bytes
 
     def _collect(self, captured: bool = False) -> None:
         """Process the returned blocks, and those whose CUDA graphs are gone."""
@@ -163,7 +207,7 @@ class HostPool:
             block = self._returned.popleft()
             block.leases -= 1
             self._release(block)
-        for block in list(self._used.values()):
+        for block in [*self._owned.values()]:
             if block.owner is not None and block.owner() is None:
                 self._disown(block)
         while self._to_free and not captured:
@@ -171,13 +215,17 @@ class HostPool:
 
     def _disown(self, block: Block) -> None:
         block.owner, block.replayed = None, True
+        del self._owned[block.address]
         self._release(block)
 
     def _release(self, block: Block) -> None:
         """Make `block` free if nobody uses it any more."""
         if not block.leases and block.owner is None:
-            del self._used[block.address]
-            (self._to_free if block.free_on_return else self._free).append(block)
+            self._used.remove(block)
+            if block.free_on_return:
+                self._to_free.append(block)
+            else:
+                self._free.add(block)
 
     def _free_memory(self, block: Block) -> None:
         self._await_replays(block)
@@ -196,7 +244,7 @@ class HostPool:
         if block.pinned:
             for index in range(torch.cuda.device_count()):
                 torch.cuda.synchronize(index)
-        for other in (block, *self._to_free, *self._free, *self._used.values()):
+        for other in (block, *self._to_free, *self._free, *self._used):
             if other.owner is None:
                 other.replayed = False
 
@@ -205,13 +253,15 @@ class HostPool:
         if capture is None:
             return []
         busy = capture.held | capture.lent
-        own = [b for b in self._used.values() if b.owner is not None and b.owner() is capture.owner]
+        own = [b for b in self._owned.values() if b.owner is not None and b.owner() is capture.owner]
         return [b for b in own if b.pinned == pinned and b.address not in busy]
 
     def _take_free(self, nbytes: int, pinned: bool, most: float, captured: bool = False) -> Block | None:
         """Takes the smallest free block of `nbytes` to `most`; in a capture only one that needs no waiting."""
-        blocks = [b for b in self._free if b.pinned == pinned and not (captured and b.replayed)]
-        block = _smallest(blocks, nbytes, most)
+        block = self._free.of_size(_in_pages(nbytes), pinned) if _in_pages(nbytes) <= most else None
+        if block is None or captured and block.replayed:
+            fitting = (b for b in self._free if b.pinned == pinned and not (captured and b.replayed))
+            block = _smallest(fitting, nbytes, most)
         if block is not None:
             self._free.remove(block)
             self._await_replays(block)
@@ -221,8 +271,7 @@ class HostPool:
         """Bytes that the pool may hold when `nbytes` more are leased."""
         if limit is not None:
             return limit
-        requested = sum(_in_pages(block.requested) for block in self._used.values())
-        self._most_in_use = max(self._most_in_use, requested + _in_pages(nbytes))
+        self._most_in_use = max(self._most_in_use, self._used.requested_bytes + _in_pages(nbytes))
         return self._most_in_use * _SPARE  # else sizes that vary from step to step would leave a block for each
 
     def _make(self, nbytes: int, pinned: bool, limit: int | None, room: float) -> Block | None:
@@ -232,10 +281,10 @@ class HostPool:
             return None
         most = self._most_bytes(nbytes, limit)
         while self._free and self._total() + capacity > most:
-            self._free_memory(self._free.pop(0))  # the one that has been free for longest
+            self._free_memory(self._free.pop_first())  # the one that has been free for longest
         block = _allocate(capacity, pinned)
         while block is None and self._free:
-            self._free_memory(self._free.pop(0))
+            self._free_memory(self._free.pop_first())
             block = _allocate(capacity, pinned)
         self.made_count += block is not None
         return block

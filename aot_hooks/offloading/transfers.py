@@ -205,7 +205,7 @@ def _begin_out(x: torch.Tensor, limit: int | None) -> _Copy | None:
                 stacklevel=2,
             )
         return None
-    host = lease[:nbytes].view(x.dtype).view(x.shape)
+    host = lease.view(x.dtype).view(x.shape)
     _count("sent", nbytes)
     return _begin(x, host, x.device, out=True)
 
