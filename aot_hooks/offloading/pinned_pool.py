@@ -259,7 +259,7 @@ class HostPool:
     def _take_free(self, nbytes: int, pinned: bool, most: float, captured: bool = False) -> Block | None:
         """Takes the smallest free block of `nbytes` to `most`; in a capture only one that needs no waiting."""
         block = self._free.of_size(_in_pages(nbytes), pinned) if _in_pages(nbytes) <= most else None
-        if block is None or captured and block.replayed:
+        if block is None or (captured and block.replayed):
             fitting = (b for b in self._free if b.pinned == pinned and not (captured and b.replayed))
             block = _smallest(fitting, nbytes, most)
         if block is not None:

@@ -2,7 +2,8 @@
 
       first step     start 0, wait 0, start 1, wait 1 ... | reload 1, reload 0      recorded: the trace
       two more       the same, and when each of them runs; the faster counts        plan_step --> StepPlan
-      from then on   start 0 [send] ... start 5 [join 0] ... | reload 7 [fetch 5] ... reload 5
+      three more     start 0 [send] ... start 5 [join 0] ... | reload 7 [fetch 5] ... reload 5
+      if slower      again, with a plan for a slower link: what the copies cost in the step is measured, not guessed
 
 A graph that is compiled once runs for every layer, so what differs between layers is read at run time: `transfers`
 notes each of its operators here as an event, and gets the actions for it. Item n is the n-th tensor that the step
@@ -17,16 +18,23 @@ from __future__ import annotations
 import functools
 import itertools
 import json
+import logging
+import math
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from .schedule import Item, Limits, schedule
+from .schedule import Item, Limits, Schedule, schedule
 
+log = logging.getLogger("aot_hooks")
 _MOST_TRACES = 16
 _TIMED = 2  # runs with times before a plan: the allocator may grow in one of them
+_TRIED = 3  # runs of a plan before it is judged
+_SLOWER = 1.01  # a step with copies may take this many times as long as without, and what its hooks allow
+_NEXT_SHARE, _LEAST_SHARE = 0.75, 0.25  # of the link's speed, that the next plan counts on
+_ENOUGH = 0.95  # of the bytes that could be sent: small tensors take as much of the host's time as large ones
 _MOST_EVENTS = 1 << 17  # a step that never ends: something keeps its saved tensors
 
 Event = tuple[Any, ...]  # ("start", nbytes, Terms) or ("wait" or "reload", item)
@@ -62,6 +70,7 @@ class StepPlan:
         graph_count: how many calls of graphs send or could send.
         nbytes, sent_bytes: bytes that could be sent in the step, and those that are.
         forward_ms, backward_ms: from the first event to the first reload, and from there to the last.
+        stall_ms: how much longer the step gets, as predicted.
     """
 
     sends: tuple[bool, ...]
@@ -71,6 +80,7 @@ class StepPlan:
     sent_bytes: int
     forward_ms: float
     backward_ms: float
+    stall_ms: float
 
 
 def graph_count(trace: Sequence[Event]) -> int:
@@ -83,8 +93,8 @@ def graph_count(trace: Sequence[Event]) -> int:
 def plan_step(trace: Sequence[Event], at_ms: Sequence[float], to_host: float, to_device: float) -> StepPlan:
     """Plan a step whose events ran `at_ms`. `to_host`, `to_device`: bytes a second over the link.
 
-    Sends items in the order in which they start, as long as compute hides the copies. Items that start after the first
-    reload stay on the device.
+    Sends items in the order in which they start, as long as compute hides the copies; of these only the largest, if
+    they alone are nearly as many bytes. Items that start after the first reload stay on the device.
     """
     starts = [(i, event) for i, event in enumerate(trace) if event[0] == "start"]
     reloads = {event[1]: i for i, event in reversed(list(enumerate(trace))) if event[0] == "reload"}
@@ -98,9 +108,24 @@ def plan_step(trace: Sequence[Event], at_ms: Sequence[float], to_host: float, to
             items.append(Item(nbytes, i - 1, reloads[number] - backward, kind))
             numbers.append(number)
     took = [b - a for a, b in itertools.pairwise([*at_ms, at_ms[-1]])]
-    planned = schedule(
-        items, took[:backward], took[backward:], to_host=to_host, to_device=to_device, limits=[*kinds]
-    )  # fmt: skip
+
+    def planned_of(least_bytes: int) -> tuple[list[int], Schedule, int]:
+        """The numbers of the items with `least_bytes` or more, their schedule, and the bytes that it sends."""
+        large = [(item, number) for item, number in zip(items, numbers, strict=True) if item.nbytes >= least_bytes]
+        forward_ms, backward_ms = took[:backward], took[backward:]
+        found = schedule(
+            [i for i, _ in large], forward_ms, backward_ms, to_host=to_host, to_device=to_device, limits=[*kinds]
+        )
+        nbytes = sum(item.nbytes for (item, _), p in zip(large, found.placements, strict=True) if p.offloaded)
+        return [number for _, number in large], found, nbytes
+
+    sizes = sorted({item.nbytes for item in items})
+    numbers_of, planned, most = planned_of(0)
+    for least_bytes in reversed(sizes[1:]):
+        larger = planned_of(least_bytes)
+        if larger[2] >= _ENOUGH * most:
+            numbers_of, planned, _ = larger
+            break
     actions: dict[int, list[Action]] = {}
     for what, name, first, events in (
         ("wait", "join", 0, planned.forward),
@@ -108,8 +133,8 @@ def plan_step(trace: Sequence[Event], at_ms: Sequence[float], to_host: float, to
     ):
         for gap, found, i in events:
             if found == what:
-                actions.setdefault(first + gap, []).append((name, numbers[i]))
-    sent = [n for n, placement in zip(numbers, planned.placements, strict=True) if placement.offloaded]
+                actions.setdefault(first + gap, []).append((name, numbers_of[i]))
+    sent = [n for n, placement in zip(numbers_of, planned.placements, strict=True) if placement.offloaded]
     return StepPlan(
         tuple(number in sent for number in range(len(starts))),
         actions,
@@ -118,6 +143,7 @@ def plan_step(trace: Sequence[Event], at_ms: Sequence[float], to_host: float, to
         sum(starts[n][1][1] for n in sent),
         planned.forward_ms,
         planned.backward_ms,
+        planned.stall_ms,
     )
 
 
@@ -138,11 +164,22 @@ class Entry:
 
 @dataclass(eq=False)
 class _Known:
-    """A step that has run: its trace; the marks of its events in further runs; then its plan."""
+    """A step that has run.
+
+    Attributes:
+        trace: its events.
+        runs: marks in the runs since the last plan: of all events before the first plan, then of the first and last.
+        plan: what it follows; `share`: of the link's speed, that this counts on. If `settled`, it is the last one.
+        at_ms: when each event runs without a plan; `least_ms`: the fastest run.
+    """
 
     trace: tuple[Event, ...]
     runs: list[list[Any]] = field(default_factory=list)
     plan: StepPlan | None = None
+    share: float = 1.0
+    settled: bool = False
+    at_ms: list[float] = field(default_factory=list)
+    least_ms: float = math.inf
 
 
 @dataclass(eq=False)
@@ -151,11 +188,15 @@ class Steps:
 
     Args:
         mark: the time now, as the device will reach it.
-        plan: plans a trace by the marks of its events in several runs; None while the device has not reached them.
+        times: of the marks of several runs, ms from the first of each; None while the device has not reached them.
+        plan: plans a trace by its times, on a link with a share of its speed.
+        adapts: whether copies run beside the compute, so that a plan after which steps take longer is wrong.
     """
 
     mark: Callable[[], Any]
-    plan: Callable[[tuple[Event, ...], list[list[Any]]], StepPlan | None]
+    times: Callable[[list[list[Any]]], list[list[float]] | None]
+    plan: Callable[[tuple[Event, ...], Sequence[float], float], StepPlan]
+    adapts: bool
     last: StepPlan | None = None  # of the last step that followed a plan to its end
     _lock: Any = field(default_factory=threading.RLock)
     _dropped: deque[Entry] = field(default_factory=deque)  # without the lock: a collection may run in its holder
@@ -209,14 +250,16 @@ class Steps:
         if at == 0:
             self._follow()
             known = self._followed
-            if known is not None and len(known.runs) < _TIMED and graph_count(known.trace) > 1:
+            if known is not None and not known.settled and graph_count(known.trace) > 1:
                 self._marks = []
         elif known is not None and known.trace[at : at + 1] != (event,):
             self._marks = None
             self._follow()
             actions = [("join", entry) for entry in self._entries]
-        if self._marks is not None:
-            self._marks.append(self.mark())
+        known = self._followed
+        if self._marks is not None and known is not None:
+            if known.plan is None or at in (0, len(known.trace) - 1):
+                self._marks.append(self.mark())
         if self._followed is not None and self._followed.plan is not None:
             planned = self._followed.plan.actions.get(at, ())
             actions += [(what, self._entries[number]) for what, number in planned]
@@ -227,9 +270,30 @@ class Steps:
         begun = tuple(self._trace)
         found = [known for known in self._known if known.trace[: len(begun)] == begun]
         for known in found:
-            if known.plan is None and len(known.runs) == _TIMED:
-                known.plan = self.plan(known.trace, known.runs)
+            self._decide(known)
         self._followed = max(reversed(found), key=lambda known: known.plan is not None, default=None)
+
+    def _decide(self, known: _Known) -> None:
+        """Plan a step that has run often enough; anew if steps with the plan took longer than without."""
+        enough = len(known.runs) >= (_TIMED if known.plan is None else _TRIED)
+        if known.settled or not enough or (times := self.times(known.runs)) is None:
+            return
+        took, before = min(run[-1] for run in times), known.plan
+        if before is None:  # the host may have held up one run here and one there
+            steps = [[b - a for a, b in itertools.pairwise(run)] for run in times]
+            known.at_ms = list(itertools.accumulate(map(min, zip(*steps, strict=True)), initial=0.0))
+        elif took <= _SLOWER * known.least_ms + before.stall_ms:
+            known.settled = True
+            return
+        known.least_ms = min(known.least_ms, took)
+        known.runs = []
+        while True:
+            known.share *= 1.0 if known.plan is None else _NEXT_SHARE
+            known.plan = self.plan(known.trace, known.at_ms, known.share)
+            known.settled = not self.adapts or known.share < _LEAST_SHARE
+            if known.settled or before is None or known.plan.sends != before.sends:
+                break
+        log.info("offload: %d of %d bytes are sent in a step", known.plan.sent_bytes, known.plan.nbytes)
 
     def _end(self) -> None:
         trace, known = tuple(self._trace), self._followed
@@ -237,7 +301,7 @@ class Steps:
             known = _Known(trace)
         elif self._marks is not None:
             known.runs.append(self._marks)
-        elif known.plan is not None:
+        if known.plan is not None:
             self.last = known.plan
         if any(event[0] == "reload" for event in trace):
             self._known = [*(k for k in self._known if k is not known), known][-_MOST_TRACES:]

@@ -27,7 +27,7 @@ import time
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -79,11 +79,11 @@ _streams: dict[int, tuple[torch.cuda.Stream, torch.cuda.Stream, torch.cuda.Event
 def _streams_of(device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Stream, torch.cuda.Event]:
     """The streams of copies out and back, made once, and the event by which they wait for the current stream."""
     index = device.index or 0  # the device of a tensor has an index
-    with _lock:
-        if index not in _streams:
+    if index not in _streams:
+        with _lock:
             out, back = (torch.cuda.Stream(torch.device("cuda", index)) for _ in range(2))
-            _streams[index] = out, back, torch.cuda.Event()
-        return _streams[index]
+            _streams.setdefault(index, (out, back, torch.cuda.Event()))
+    return _streams[index]
 
 
 def _capturing(device: torch.device) -> bool:
@@ -110,8 +110,7 @@ def _begin(source: torch.Tensor, target: torch.Tensor, device: torch.device, out
         return copy
     stream_out, stream_back, ready = _streams_of(device)
     side = stream_out if out else stream_back
-    # read here: within `torch.cuda.stream` below it would be the side stream
-    copy.stream = torch.cuda.current_stream(device)
+    copy.stream = torch.cuda.current_stream(device.index)  # of a number, torch knows the device at once
     copy.captured = torch.cuda.is_current_stream_capturing()
     block = None if copy.captured else pool.block_of(target if out else source)
     with _lock:  # a wait is for the event's last record, so another thread may record it right after
@@ -119,8 +118,7 @@ def _begin(source: torch.Tensor, target: torch.Tensor, device: torch.device, out
         side.wait_event(ready)
     if block is not None and block.event is not None:
         side.wait_event(block.event)  # the last reader or writer of the block, perhaps for another stream
-    with torch.cuda.stream(side):
-        target.copy_(source, non_blocking=True)
+    _copy_on(side, copy.stream, source, target)
     copy.event = torch.cuda.Event()
     copy.event.record(side)
     if block is not None:  # outside of captures: a record in one means nothing outside of it
@@ -128,10 +126,22 @@ def _begin(source: torch.Tensor, target: torch.Tensor, device: torch.device, out
     return copy
 
 
+def _copy_on(side: torch.cuda.Stream, current: torch.cuda.Stream, source: torch.Tensor, target: torch.Tensor) -> None:
+    """Copy on `side`, of the device whose stream is `current`. `torch.cuda.stream` takes as long as all of the rest."""
+    before = torch.cuda.current_device()
+    torch.cuda.set_stream(side)
+    try:
+        target.copy_(source, non_blocking=True)
+    finally:
+        torch.cuda.set_stream(current)
+        if before != side.device_index:  # which `set_stream` has made the current one
+            torch.cuda.set_device(before)
+
+
 def _join(copy: _Copy) -> None:
     """Have the current stream, and the stream that owns the memory, wait for the copy."""
     if copy.event is not None:
-        current = torch.cuda.current_stream(copy.stream.device)
+        current = torch.cuda.current_stream(copy.stream.device_index)
         current.wait_event(copy.event)
         if current != copy.stream:
             copy.stream.wait_event(copy.event)
@@ -231,7 +241,7 @@ def _fetch(host: torch.Tensor, device: torch.device) -> _Copy:
 def fetched_here(ticket: torch.Tensor) -> bool:
     """Whether the current stream owns the memory that `fetch` fills."""
     copy = _in_flight.get(_number(ticket))
-    return copy is None or copy.stream is None or copy.stream == torch.cuda.current_stream(copy.stream.device)
+    return copy is None or copy.stream is None or copy.stream == torch.cuda.current_stream(copy.stream.device_index)
 
 
 def finished(ticket: torch.Tensor) -> bool:
@@ -271,7 +281,9 @@ def _stand_in(x: torch.Tensor) -> tuple[torch.Tensor, Any]:
 def _steps_of(device: torch.device) -> steps.Steps:
     """The steps of `device`. All threads share them: a backward may run in a thread of its own."""
     if device not in _steps:
-        _steps.setdefault(device, steps.Steps(lambda: _mark(device), functools.partial(_plan, device)))
+        times, plan = functools.partial(_times, device), functools.partial(_plan, device)
+        found = steps.Steps(lambda: _mark(device), times, plan, adapts=device.type == "cuda")
+        _steps.setdefault(device, found)
     return _steps[device]
 
 
@@ -280,23 +292,26 @@ def _mark(device: torch.device) -> Any:
     if device.type != "cuda":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
-    event.record(torch.cuda.current_stream(device))
+    event.record(torch.cuda.current_stream(device.index))
     return event
 
 
-def _plan(device: torch.device, trace: tuple[steps.Event, ...], runs: list[list[Any]]) -> steps.StepPlan | None:
-    """The plan for a step, by the marks of its faster run; None while the device has not reached all marks."""
+def _times(device: torch.device, runs: list[list[Any]]) -> list[list[float]] | None:
+    """The marks of each run in ms from its first; None while the device has not reached all of them."""
     if device.type != "cuda":
-        times = [[1e3 * (mark - marks[0]) for mark in marks] for marks in runs]
-    elif all(mark.query() for marks in runs for mark in marks):
-        # a backward may begin on another stream before the forward is done
-        times = [list(itertools.accumulate((run[0].elapsed_time(mark) for mark in run), max)) for run in runs]
-    else:
+        return [[1e3 * (mark - marks[0]) for mark in marks] for marks in runs]
+    if not all(mark.query() for marks in runs for mark in marks):
         return None
-    at_ms = min(times, key=lambda run: run[-1])
+    # a backward may begin on another stream before the forward is done
+    return [list(itertools.accumulate((run[0].elapsed_time(mark) for mark in run), max)) for run in runs]
+
+
+def _plan(device: torch.device, trace: tuple[steps.Event, ...], at_ms: Sequence[float], share: float) -> steps.StepPlan:
+    """The plan for a step whose events run `at_ms`, on a link with `share` of its speed."""
     rates = measured_rates(device)
     links = (event[2].link for event in trace if event[0] == "start" and event[2].link is not None)
-    plan = steps.plan_step(trace, at_ms, *next(links, (rates.to_host, rates.to_device)))
+    to_host, to_device = next(links, (rates.to_host, rates.to_device))
+    plan = steps.plan_step(trace, at_ms, share * to_host, share * to_device)
     if not plan.sent_bytes:
         warnings.warn(
             f"aot_hooks.offload: a step of {plan.graph_count} calls of compiled graphs sends none of its {plan.nbytes} "
@@ -423,7 +438,7 @@ def _reload(host: torch.Tensor, device: torch.device, decided: bool) -> torch.Te
     if not entry.sends:
         raise RuntimeError("offload: a second backward without retain_graph reads a tensor that was freed by the first")
     copy, entry.back = entry.back, None
-    current = torch.cuda.current_stream(device) if device.type == "cuda" else None
+    current = torch.cuda.current_stream(device.index) if device.type == "cuda" else None
     if copy is not None and copy.stream in (None, current):
         copy.source = host
         return _ticket(copy)

@@ -113,6 +113,62 @@ def test_without_time_nothing_is_sent_unless_a_stall_is_allowed() -> None:
     )
 
 
+def test_few_large_tensors_are_sent_rather_than_many_small_ones() -> None:
+    def planned(sizes: list[int]) -> tuple[bool, ...]:
+        forward = [event for n, size in enumerate(sizes) for event in (("start", size, TERMS), ("wait", n))]
+        trace = [*forward, *(("reload", n) for n in reversed(range(len(sizes))))]
+        return plan_step(trace, [float(i) for i in range(len(trace))], 1e6, 1e6).sends
+
+    assert planned([1000, 10] * 8) == (True, False) * 7 + (False, False)
+    assert sum(planned([1000] * 4 + [100] * 40)) > 30, "as many bytes as the large ones have: worth their copies"
+
+
+class SharedLink:
+    """Steps of six layers on a device whose steps take longer from the third tensor on that is sent."""
+
+    def __init__(self, stall_ms: float, *, adapts: bool = True) -> None:
+        self.now, self.stall_ms = 0.0, stall_ms
+        self.steps = steps.Steps(lambda: self.now, self.times, self.plan, adapts)
+
+    @staticmethod
+    def times(runs: list[list[float]]) -> list[list[float]]:
+        return [[mark - run[0] for mark in run] for run in runs]
+
+    @staticmethod
+    def plan(trace: tuple[Event, ...], at_ms: list[float], share: float) -> StepPlan:
+        return plan_step(trace, at_ms, 1e6 * share, 1e6 * share)
+
+    def run(self) -> int:
+        """A step; returns how many tensors it sends."""
+        entries = []
+        for _ in range(6):
+            entry, _ = self.steps.start(1000, TERMS)
+            entries.append(entry)
+            self.now += 1
+            self.steps.event("wait", entry)
+            self.now += 1
+        sent = sum(entry.sends for entry in entries)
+        self.now += self.stall_ms * max(0, sent - 2)
+        for entry in reversed(entries):
+            self.steps.event("reload", entry)
+            self.now += 2
+            self.steps.drop(entry)
+        return sent
+
+
+def test_a_plan_that_makes_steps_slower_than_predicted_is_replaced() -> None:
+    link = SharedLink(stall_ms=1.0)
+    sent = [link.run() for _ in range(24)]
+    assert sent[:6] == [0, 0, 0, 5, 5, 5]
+    assert sent[6] < 5 and 0 < sent[-1] <= 2, sent
+    assert len(set(sent[-6:])) == 1, "the last plan stays"
+
+
+@pytest.mark.parametrize("link", [SharedLink(0.0), SharedLink(1.0, adapts=False)], ids=["hidden", "no copy engine"])
+def test_a_plan_stays_where_copies_are_hidden_or_cannot_be(link: SharedLink) -> None:
+    assert [link.run() for _ in range(12)] == [0, 0, 0] + [5] * 9
+
+
 def test_what_starts_after_the_first_reload_or_has_no_backward_stays() -> None:
     begin: list[Event] = [("start", 8, TERMS), ("wait", 0), ("start", 8, TERMS), ("wait", 1), ("start", 8, TERMS)]
     trace = [*begin, ("wait", 2), ("reload", 1), ("start", 8, TERMS), ("wait", 3), ("reload", 3), ("reload", 0)]
@@ -169,7 +225,7 @@ def test_copies_end_in_other_graphs() -> None:
     log = late_copies.log
     ends = [i for i, what in enumerate(log) if what == "wait"]
     assert ends and any(log[i - 1] == "start" and "start" in log[i:] for i in ends), log
-    assert log.count("start") > 6
+    assert log.count("start") > 4
 
 
 def test_the_last_graph_of_the_forward_may_differ() -> None:
