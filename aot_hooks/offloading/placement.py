@@ -137,9 +137,10 @@ def decide_at_run_time(fw: GraphModule, bw: GraphModule, num_fwd_outputs: int) -
     """Let the operators of `offload(across_graphs=True)` decide at run time what is sent; see steps.py.
 
     A tensor that `place` left on the device gets operators, too. Its copy out starts when it is made; the wait is at
-    the end, and the copy back before its first reader. A tensor whose memory the program has, an input or an output,
-    stays as `place` left it: the program may write to it. So does one that is read after its wait: a compiler may
-    have the last reader write over it.
+    the end, and the copy back before its first reader. One that is read after its wait gets a wait at the end, too: a
+    compiler may have the last reader write over it. A tensor whose memory the program has, an input or an output,
+    stays on the device: the program may write to it, and a copy that its graph waits for would wait for those of all
+    graphs before it.
     """
     if not any(_CANDIDATE in slot.meta for slot in bw.graph.find_nodes(op="placeholder")):
         return
@@ -152,16 +153,19 @@ def decide_at_run_time(fw: GraphModule, bw: GraphModule, num_fwd_outputs: int) -
         value = tensors.get(saved)
         if _CANDIDATE not in slot.meta or not isinstance(value, Node) or not slot.users:
             continue
-        if storage_of(value) in inputs or count[storage_of(value)] != 1:
-            continue
         leaf, limit, device, metas = slot.meta[_CANDIDATE]
         planned, settings = saved.target is offload_wait, leaf.settings
-        link = settings.rates and (settings.rates.to_host, settings.rates.to_device)
-        terms = str(Terms(planned, settings.in_flight_bytes, settings.max_stall_ms, link))
-        if planned and saved < last_reader[storage_of(value)]:
+        if storage_of(value) in inputs or count[storage_of(value)] != 1:
+            if planned:
+                _keep_on_device(bw, _crossing(leaf, saved, slot))
             continue
+        link = settings.rates and (settings.rates.to_host, settings.rates.to_device)
+        late = planned and saved < last_reader[storage_of(value)]
+        terms = str(Terms(planned and not late, settings.in_flight_bytes, settings.max_stall_ms, link))
         if planned:
             _sent_by(saved).args = (value, limit, terms)
+            if late:
+                output.prepend(saved)
             next(u for u in slot.users if u.target is reload_start).args = (slot, device, True)
             continue
         with fw.graph.inserting_after(value):
@@ -208,18 +212,18 @@ def _remove_copies_in_backward(bw: GraphModule) -> None:
 
 def _crossings(fw: GraphModule, bw: GraphModule, num_fwd_outputs: int, leaves: Mapping[Node, Leaf]) -> list[_Crossing]:
     slot_of = dict(crossing_pairs(fw, bw, num_fwd_outputs))
-    found = []
-    for wait in leaves:
-        start, slot = wait.args[0], slot_of[wait]
-        assert isinstance(start, Node)
-        reload = next(u for u in slot.users if u.target is reload_start)
-        back = next(u for u in reload.users if u.target is reload_wait)
-        value = source = start.all_input_nodes[0]
-        while is_view(source) and isinstance(source.args[0], Node):
-            source = source.args[0]
-        views = sorted(n for n in nearest_first(value, _sources_of_view) if _is_free(n))
-        found.append(_Crossing(leaves[wait], start, wait, slot, reload, back, value, source, views))
-    return found
+    return [_crossing(leaf, wait, slot_of[wait]) for wait, leaf in leaves.items()]
+
+
+def _crossing(leaf: Leaf, wait: Node, slot: Node) -> _Crossing:
+    start = _sent_by(wait)
+    reload = next(u for u in slot.users if u.target is reload_start)
+    back = next(u for u in reload.users if u.target is reload_wait)
+    value = source = start.all_input_nodes[0]
+    while is_view(source) and isinstance(source.args[0], Node):
+        source = source.args[0]
+    views = sorted(n for n in nearest_first(value, _sources_of_view) if _is_free(n))
+    return _Crossing(leaf, start, wait, slot, reload, back, value, source, views)
 
 
 def _is_free(node: Node) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import math
 from collections.abc import Callable, Iterator
@@ -228,6 +229,32 @@ def test_copies_end_in_other_graphs() -> None:
     assert log.count("start") > 4
 
 
+class Saturating(nn.Module):
+    """Saves its input and its output, whose memory the program has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 64), nn.Linear(64, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.down(torch.sigmoid(self.up(x))))
+
+
+def test_nothing_is_sent_that_the_plan_of_the_step_does_not_send() -> None:
+    slower = aot_hooks.Rates(to_host=3e9, to_device=3e9, memory=1e10, operations=1e18, operations32=1e18)
+    torch.manual_seed(0)
+    plain = nn.Sequential(*(Saturating() for _ in range(6)))
+    hooked = copy.deepcopy(plain)
+    hook = aot_hooks.offload(0, rates=slower, across_graphs=True)
+    for block in hooked:
+        block.compile(backend="aot_hooks", options={"inner": "aten", "policy": hook, "scope": "all"})
+    for _ in range(5):
+        x = torch.randn(64, 16)
+        assert_equal(step(hooked, x), step(plain, x))
+    sent, _ = counted(partial(step, hooked, x))
+    assert sent == 5, "the hidden values of all blocks but the last, and no input or output"
+
+
 def test_the_last_graph_of_the_forward_may_differ() -> None:
     """A skipped layer, another length, an evaluation with gradients: right at once, and planned when it comes again."""
     plain, hooked = by_blocks(None, 8), by_blocks(HOOK, 8)
@@ -288,9 +315,9 @@ def test_one_forward_one_backward_in_turn() -> None:
 
 
 @pytest.mark.parametrize("inner", ["aten", "inductor"])
-def test_retain_graph_gives_the_same_gradients_again(inner: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    # with donated buffers, torch refuses a second backward of what an earlier process compiled without one
-    monkeypatch.setattr(torch._functorch.config, "donated_buffer", False)
+# torch refuses a second backward of what was compiled before without one, because that takes donated buffers
+@torch._functorch.config.patch(donated_buffer=False)
+def test_retain_graph_gives_the_same_gradients_again(inner: str) -> None:
     plain, hooked = by_blocks(None, 4, inner=inner), by_blocks(HOOK, 4, inner=inner)
     for _ in range(5):
         x = torch.randn(64, 16)

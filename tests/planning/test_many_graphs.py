@@ -586,6 +586,42 @@ def test_a_measured_step_within_the_budget_keeps_its_plan(x, compiled_kinds, mon
     assert counters.restarts == 1
 
 
+class Gathered(nn.Module):
+    """A block whose parameters have memory while it runs, as with FSDP2."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+        self.kept = {p: p.detach().clone() for p in block.parameters()}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for p, value in self.kept.items():
+            if not p.untyped_storage().nbytes():
+                p.untyped_storage().resize_(value.nbytes)
+                p.data.copy_(value)
+        x.register_hook(self.free)
+        return self.block(x)
+
+    def free(self, _: torch.Tensor) -> None:
+        for p in self.kept:
+            p.untyped_storage().resize_(0)
+
+
+def test_parameters_that_are_gathered_for_the_first_call_are_of_the_step(x, monkeypatch):
+    x.requires_grad_()
+    model = model_of(*[Block] * 5)
+    expected = gradients(model, x)
+    compile_blocks(model, budget(peak_of(model, x, 0.7), max_error=0))
+    begun = []
+    monkeypatch.setattr(measuring, "Counters", Scripted(*[1000] * 12))
+    monkeypatch.setattr(measuring, "_cuda_device", lambda plans: torch.device("cpu"))
+    monkeypatch.setattr(measuring.StepCheck, "ended", lambda self, before, predicted: begun.append(before) or 0)
+    gathered = nn.Sequential(*map(Gathered, model))
+    for _ in range(6):
+        assert_equal(train(gathered, x), expected)
+    assert begun[-1] == 1000 - sum(p.numel() * p.element_size() for p in model[0].parameters())
+
+
 # --- warm starts ------------------------------------------------------------------------------------------------------
 
 
