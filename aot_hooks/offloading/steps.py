@@ -20,6 +20,7 @@ import itertools
 import json
 import logging
 import math
+import statistics
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -278,7 +279,9 @@ class Steps:
         enough = len(known.runs) >= (_TIMED if known.plan is None else _TRIED)
         if known.settled or not enough or (times := self.times(known.runs)) is None:
             return
-        took, before = min(run[-1] for run in times), known.plan
+        before = known.plan
+        # the fastest run without a plan, the middle one with it: where ranks wait for each other, copies make times vary
+        took = (min if before is None else statistics.median)(run[-1] for run in times)
         if before is None:  # the host may have held up one run here and one there
             steps = [[b - a for a, b in itertools.pairwise(run)] for run in times]
             known.at_ms = list(itertools.accumulate(map(min, zip(*steps, strict=True)), initial=0.0))

@@ -26,7 +26,7 @@ import threading
 import time
 import warnings
 import weakref
-from collections import Counter
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -46,6 +46,7 @@ NO_LIMIT = -1  # not None: inner compilers differ in how they pass an optional n
 pool = HostPool()
 _numbers = itertools.count(1)
 _in_flight: dict[int, _Copy] = {}
+_spare: defaultdict[int, deque[mmap.mmap]] = defaultdict(deque)  # pages of stand-ins that are gone, by their size
 _kept: dict[int, torch.Tensor] = {}  # tensors without room on the host, by the address of their stand-in there
 _entries: dict[int, steps.Entry] = {}  # tensors that were started with terms, by the address of what crosses
 _steps: dict[torch.device, steps.Steps] = {}
@@ -191,9 +192,8 @@ def send(x: torch.Tensor, limit: int | None) -> torch.Tensor:
     """
     copy = _begin_out(x, limit)
     if copy is None:
-        host, memory = _stand_in(x)
+        host = _stand_in(x, lambda address: _kept.pop(address, None))
         _kept[host.data_ptr()] = x.detach().clone()  # the program may write to `x`
-        weakref.finalize(memory, _kept.pop, host.data_ptr(), None).atexit = False
         copy = _Copy(x, host)
     return _ticket(copy)
 
@@ -265,14 +265,23 @@ def _capture_error(device: torch.device, capture: Capture | None, text: str) -> 
     return RuntimeError(text) if capture is None else capture.not_warm(text)
 
 
-def _stand_in(x: torch.Tensor) -> tuple[torch.Tensor, Any]:
+def _stand_in(x: torch.Tensor, release: Callable[[int], Any]) -> torch.Tensor:
     """Host memory of the shape of `x` that is never read or written: its address says which tensor is meant.
 
-    Also returns the object whose death frees it. Pages that are never written take no memory.
+    `release(address)` is called when it dies. Pages that are never written take no memory. They are used again, because
+    to map them takes as long as the rest of the operators that a tensor passes through.
     """
-    pages = mmap.mmap(-1, max(x.nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    size = 1 << max(12, (x.nbytes - 1).bit_length())
+    spare = _spare[size]
+    pages = spare.pop() if spare else mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory = (ctypes.c_ubyte * x.nbytes).from_buffer(pages)
-    return torch.frombuffer(memory, dtype=torch.uint8).view(x.dtype).view(x.shape), memory
+    weakref.finalize(memory, _end_stand_in, ctypes.addressof(memory), size, pages, release).atexit = False
+    return torch.frombuffer(memory, dtype=x.dtype).view(x.shape)
+
+
+def _end_stand_in(address: int, size: int, pages: mmap.mmap, release: Callable[[int], Any]) -> None:
+    release(address)
+    _spare[size].append(pages)  # after that: another tensor may get the address at once
 
 
 # --- decided when the operators run -----------------------------------------------------------------------------------
@@ -354,18 +363,18 @@ def _wait(ticket: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     _note("wait", entry, x.device)
     block = pool.block_of(host) if entry.sends else None
     if block is None:
-        entry.value = copy.source
-        host, memory = _stand_in(copy.source)
+        entry.value, device = copy.source, x.device
+        host = _stand_in(copy.source, lambda address: _release(address, device, entry))
     else:
-        memory = block.leased()
         if entry.follows and not entry.joined:
             entry.out = copy
         else:
             _join(copy)
+        memory = block.leased()
+        entry.host = functools.partial(_host_tensor, weakref.ref(memory), x.dtype, x.shape, x.device)
+        weakref.finalize(memory, _release, host.data_ptr(), x.device, entry).atexit = False
     del _in_flight[_number(ticket)]
-    entry.host = functools.partial(_host_tensor, weakref.ref(memory), x.dtype, x.shape, x.device)
     _entries[host.data_ptr()] = entry
-    weakref.finalize(memory, _release, host.data_ptr(), x.device, entry).atexit = False
     return host
 
 
@@ -469,6 +478,7 @@ def offload_stats() -> dict[str, int]:
 def reset() -> None:
     """Free unused host memory and reset the counts. Memory that tensors wait in is freed when they are."""
     pool.reset()
+    _spare.clear()
     _counts.clear()
     for each in _steps.values():
         each.forget()
