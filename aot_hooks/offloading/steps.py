@@ -280,7 +280,7 @@ class Steps:
         if known.settled or not enough or (times := self.times(known.runs)) is None:
             return
         before = known.plan
-        # the fastest run without a plan, the middle one with it: where ranks wait for each other, copies make times vary
+        # the fastest run without a plan, the middle one with it: if ranks wait for each other, copies make times vary
         took = (min if before is None else statistics.median)(run[-1] for run in times)
         if before is None:  # the host may have held up one run here and one there
             steps = [[b - a for a, b in itertools.pairwise(run)] for run in times]
