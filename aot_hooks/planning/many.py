@@ -244,7 +244,8 @@ class Group:
                 allocated = None if self.check is None else self.check.begins()
                 if allocated is not None and self.gathers:  # what is made for the first call is of the step
                     own = (leaf for leaf in _leaves(args) if isinstance(leaf, torch.nn.Parameter))
-                    allocated -= sum(p.numel() * p.element_size() for p in own)
+                    # twice, because FSDP2 keeps the buffer that it has gathered into until it gathers the next block
+                    allocated -= 2 * sum(p.numel() * p.element_size() for p in own)
                 self.begin().allocated = allocated
 
     def called(self, version: Version, args: Sequence[Any], outputs: Any) -> None:
