@@ -76,6 +76,16 @@ def offloaded(key: str, unit: float = 1) -> Callable[[Any], float]:
     return lambda result: float(named(result["offload"])["ours_offload"][key]) / unit
 
 
+def of_row(variant: str, key: str, base: str, base_key: str | None = None) -> Callable[[Any], float]:
+    """`key` of a row over `base_key` of the row `base`; the rows of a run of several GPUs are called by `row`."""
+
+    def ratio(result: Any) -> float:
+        found = named(result["rows"], by="row" if "row" in result["rows"][0] else "name")
+        return float(found[variant][key] / found[base][base_key or key])
+
+    return ratio
+
+
 def best_of_8_bits(result: Any) -> float:
     names = (F8, "ours_float8_tensorwise", "ours_float8_blockwise", "ours_int8_128_power")
     return min(row(name, "ratio_to_stock")(result) for name in names)  # raises where one is missing
@@ -285,6 +295,26 @@ GOALS = (
                 row(f"ours_{name}_offload", "ratio_to_stock"), 1.04,
             ),
         )
+    ),
+    *(
+        goal
+        for how, kind in (("FSDP2", "distributed_fsdp.h100"), ("tensor parallel", "distributed_tp.h100"))
+        for goal in (
+            Goal(f"{how}, two GPUs, float8: step over stock's", kind, of_row("float8", "ms", "stock"), 1.02),
+            Goal(f"{how}, two GPUs, float8: saved over stock's", kind, of_row("float8", "saved_gib", "stock"), 0.5),
+            Goal(
+                f"{how}, two GPUs, float8, then offload: step over stock's", kind,
+                of_row("offload(then=float8)", "ms", "stock"), 1.03,
+            ),
+        )
+    ),
+    Goal(
+        "FSDP2, two GPUs: measured peak over the budget", "distributed_fsdp.h100",
+        of_row("budget", "peak_gib", "budget", "budget_gib"), 1.0,
+    ),
+    Goal(
+        "torchao's float8 training, packed: step over torchao's", "trainers_torchao.h200",
+        of_row("float8_training_packed", "median_ms", "float8_training"), 1.02,
     ),
 )  # fmt: skip
 
