@@ -382,7 +382,7 @@ def planning_partition(
 
         def rewritten(fw: GraphModule, bw: GraphModule, setting: Setting | None, trace: Trace | None = None) -> Plan:
             settings: dict[str, Any] = {"ambient": setting, "regions": hooks.regions}
-            return rewrite(fw, bw, for_inductor=fused, trace=trace, **settings, **parts)
+            return rewrite(fw, bw, for_inductor=fused, trace=trace, at_run_time=at_run_time, **settings, **parts)
 
         if hooks.setting is not None and isinstance(hooks.setting.rule, Budget) and not nested:
             with without_collections():

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -29,6 +29,7 @@ from .steps import Terms
 from .transfers import COPIES, offload_start, offload_wait, reload_start, reload_wait
 
 _BUILT_IN = ("aten", "prims", "inductor_prims")
+_MEMORY_OF_OTHERS = "memory of an input or output, which the program may write to: no call can decide to send it"
 _CANDIDATE = "aot_hooks_offload"  # meta of a backward's placeholder, for `decide_at_run_time`
 
 
@@ -80,13 +81,20 @@ class _GraphSteps:
 
 
 def place(
-    fw: GraphModule, bw: GraphModule, *, num_fwd_outputs: int, leaves: Mapping[Node, Leaf], fused: bool
+    fw: GraphModule,
+    bw: GraphModule,
+    *,
+    num_fwd_outputs: int,
+    leaves: Mapping[Node, Leaf],
+    fused: bool,
+    at_run_time: bool,
 ) -> tuple[tuple[Transfer, ...], dict[Node, tuple[Node, str]]]:
     """Schedule the copies in both graphs, in place.
 
     Args:
         leaves: each host tensor of the forward, with its origin.
         fused: the graphs are compiled by a compiler that fuses.
+        at_run_time: `decide_at_run_time` follows.
 
     Returns:
         The transfers, and the `leaves` that stay on the device: the node that crosses instead, and why.
@@ -97,13 +105,16 @@ def place(
         by_device[crossing.device].append(crossing)
     transfers: list[Transfer] = []
     on_device: dict[Node, tuple[Node, str]] = {}
+    has_own_memory = _own_memory(fw)
     for device, crossings in by_device.items():
         own_rates = (c.leaf.settings.rates for c in crossings)
         rates = next((r for r in own_rates if r is not None), None) or measured_rates(device)
         forward, backward = _GraphSteps(fw, rates, fused), _GraphSteps(bw, rates, fused)
         kinds = {settings: kind for kind, settings in enumerate(dict.fromkeys(c.leaf.settings for c in crossings))}
-        items = [(_item(c, kinds[c.leaf.settings], forward, backward), c) for c in crossings]
-        items.sort(key=lambda pair: pair[0].made)
+        pairs = [(_item(c, kinds[c.leaf.settings], forward, backward), c) for c in crossings]
+        pairs.sort(key=lambda pair: pair[0].made)
+        decided = [not at_run_time or not c.leaf.settings.across_graphs or has_own_memory(c.value) for _, c in pairs]
+        items = [pair for pair, is_decided in zip(pairs, decided, strict=True) if is_decided]
         planned = schedule(
             [item for item, _ in items],
             forward.ms,
@@ -114,7 +125,9 @@ def place(
             wait_gaps=forward.gaps,
             reload_gaps=backward.gaps,
         )
-        for (item, crossing), placement in zip(items, planned.placements, strict=True):
+        placements = iter(planned.placements)
+        for (item, crossing), is_decided in zip(pairs, decided, strict=True):
+            placement = next(placements) if is_decided else Placement(False, _MEMORY_OF_OTHERS)
             if crossing.leaf.settings.across_graphs:
                 metas = [dict(n.meta) for n in (crossing.start, crossing.wait, crossing.reload, crossing.back)]
                 crossing.slot.meta[_CANDIDATE] = crossing.leaf, crossing.start.args[1], device, metas
@@ -138,16 +151,15 @@ def decide_at_run_time(fw: GraphModule, bw: GraphModule, num_fwd_outputs: int) -
 
     A tensor that `place` left on the device gets operators, too. Its copy out starts when it is made; the wait is at
     the end, and the copy back before its first reader. One that is read after its wait gets a wait at the end, too: a
-    compiler may have the last reader write over it. A tensor whose memory the program has, an input or an output,
-    stays on the device: the program may write to it, and a copy that its graph waits for would wait for those of all
-    graphs before it.
+    compiler may have the last reader write over it. A tensor whose memory the program has, an input or an output, is
+    on the device by `place`: the program may write to it, and a copy that its graph waits for would wait for those of
+    all graphs before it.
     """
     if not any(_CANDIDATE in slot.meta for slot in bw.graph.find_nodes(op="placeholder")):
         return
     output = fw.graph.output_node()
     tensors = {n: _sent_by(n).args[0] if n.target is offload_wait else n for n in output.all_input_nodes}
-    inputs = input_storages(fw.graph)
-    count = Counter(storage_of(value) for value in tensors.values() if isinstance(value, Node))
+    has_own_memory = _own_memory(fw)
     last_reader = {storage_of(n): node for node in fw.graph.nodes if node is not output for n in node.all_input_nodes}
     for saved, slot in crossing_pairs(fw, bw, num_fwd_outputs):
         value = tensors.get(saved)
@@ -155,9 +167,7 @@ def decide_at_run_time(fw: GraphModule, bw: GraphModule, num_fwd_outputs: int) -
             continue
         leaf, limit, device, metas = slot.meta[_CANDIDATE]
         planned, settings = saved.target is offload_wait, leaf.settings
-        if storage_of(value) in inputs or count[storage_of(value)] != 1:
-            if planned:
-                _keep_on_device(bw, _crossing(leaf, saved, slot))
+        if not has_own_memory(value):
             continue
         link = settings.rates and (settings.rates.to_host, settings.rates.to_device)
         late = planned and saved < last_reader[storage_of(value)]
@@ -190,6 +200,14 @@ def decide_at_run_time(fw: GraphModule, bw: GraphModule, num_fwd_outputs: int) -
         gm.recompile()
 
 
+def _own_memory(fw: GraphModule) -> Callable[[Node], bool]:
+    """Tells of a node of the forward whether it is in memory of its own: of no input, and of no other output."""
+    outputs = fw.graph.output_node().all_input_nodes
+    tensors = (_sent_by(n).args[0] if n.target is offload_wait else n for n in outputs)
+    inputs, count = input_storages(fw.graph), Counter(storage_of(n) for n in tensors if isinstance(n, Node))
+    return lambda node: storage_of(node) not in inputs and count[storage_of(node)] == 1
+
+
 def _sent_by(wait: Node) -> Node:
     start = wait.args[0]
     assert isinstance(start, Node)
@@ -212,18 +230,17 @@ def _remove_copies_in_backward(bw: GraphModule) -> None:
 
 def _crossings(fw: GraphModule, bw: GraphModule, num_fwd_outputs: int, leaves: Mapping[Node, Leaf]) -> list[_Crossing]:
     slot_of = dict(crossing_pairs(fw, bw, num_fwd_outputs))
-    return [_crossing(leaf, wait, slot_of[wait]) for wait, leaf in leaves.items()]
-
-
-def _crossing(leaf: Leaf, wait: Node, slot: Node) -> _Crossing:
-    start = _sent_by(wait)
-    reload = next(u for u in slot.users if u.target is reload_start)
-    back = next(u for u in reload.users if u.target is reload_wait)
-    value = source = start.all_input_nodes[0]
-    while is_view(source) and isinstance(source.args[0], Node):
-        source = source.args[0]
-    views = sorted(n for n in nearest_first(value, _sources_of_view) if _is_free(n))
-    return _Crossing(leaf, start, wait, slot, reload, back, value, source, views)
+    found = []
+    for wait, leaf in leaves.items():
+        start, slot = _sent_by(wait), slot_of[wait]
+        reload = next(u for u in slot.users if u.target is reload_start)
+        back = next(u for u in reload.users if u.target is reload_wait)
+        value = source = start.all_input_nodes[0]
+        while is_view(source) and isinstance(source.args[0], Node):
+            source = source.args[0]
+        views = sorted(n for n in nearest_first(value, _sources_of_view) if _is_free(n))
+        found.append(_Crossing(leaf, start, wait, slot, reload, back, value, source, views))
+    return found
 
 
 def _is_free(node: Node) -> bool:

@@ -42,6 +42,7 @@ def rewrite(
     for_inductor: bool,
     roots: Mapping[str, str] = MappingProxyType({}),
     trace: Trace | None = None,
+    at_run_time: bool = False,
 ) -> Plan:
     """Put the hooks of `ambient` and `regions` into both graphs, in place.
 
@@ -52,6 +53,7 @@ def rewrite(
         for_inductor: decompose the traced hooks with Inductor's table, and form them for its kernels.
         roots: modules by Dynamo's names for them, see `modules.roots`.
         trace: the `tracer` of a budget, which plans positions and bytes; None: a new one, without a budget.
+        at_run_time: calls of the graphs decide what `offload(across_graphs=True)` sends.
 
     Raises HookContractError, HookTraceError, PolicyError, UnsupportedGraphError.
     """
@@ -73,7 +75,8 @@ def rewrite(
                 lift_constants(gm)
                 if torch.Tag.nondeterministic_seeded in tags:
                     inductor.replace_random(gm)
-        choices, units, transfers = _place_transfers(fw, bw, num_fwd_outputs, choices, units, for_inductor)
+        how = {"fused": for_inductor, "at_run_time": at_run_time}
+        choices, units, transfers = _place_transfers(fw, bw, num_fwd_outputs, choices, units, **how)
         show("forward after", fw)
         show("backward after", bw)
     plan = _as_plan(choices, units, transfers)
@@ -87,7 +90,7 @@ def _place_transfers(
     num_fwd_outputs: int,
     choices: Sequence[Choice],
     units: Sequence[Unit],
-    fused: bool,
+    **how: bool,
 ) -> tuple[tuple[Choice, ...], tuple[Unit, ...], tuple[Transfer, ...]]:
     """Schedule the copies of `offload`. A tensor that stays on the device after all has the reason in its choice."""
     if not any(offload_wait in unit.operators for unit in units):
@@ -98,7 +101,7 @@ def _place_transfers(
             if (settings := settings_of(packing.hook)) is not None:
                 hosts = [leaf for leaf in packing.leaves if leaf.target is offload_wait]
                 leaves.update((leaf, Leaf(unit.saved.row.name, settings)) for leaf in hosts)
-    transfers, stay = place(fw, bw, num_fwd_outputs=num_fwd_outputs, leaves=leaves, fused=fused)
+    transfers, stay = place(fw, bw, num_fwd_outputs=num_fwd_outputs, leaves=leaves, **how)
     inputs = input_storages(fw.graph)
     current = {choice.value: choice for choice in choices}
     placed = []

@@ -253,6 +253,13 @@ def test_nothing_is_sent_that_the_plan_of_the_step_does_not_send() -> None:
         assert_equal(step(hooked, x), step(plain, x))
     sent, _ = counted(partial(step, hooked, x))
     assert sent == 5, "the hidden values of all blocks but the last, and no input or output"
+    stay = [
+        t
+        for plan in aot_hooks.last_plans(hooked)
+        for t in plan.transfers
+        if "which the program may" in t.placement.reason
+    ]
+    assert stay and not any(t.placement.offloaded for t in stay)
 
 
 def test_the_last_graph_of_the_forward_may_differ() -> None:
