@@ -161,7 +161,9 @@ def decide_at_run_time(fw: GraphModule, bw: GraphModule, num_fwd_outputs: int) -
     tensors = {n: _sent_by(n).args[0] if n.target is offload_wait else n for n in output.all_input_nodes}
     has_own_memory = _own_memory(fw)
     last_reader = {storage_of(n): node for node in fw.graph.nodes if node is not output for n in node.all_input_nodes}
-    for saved, slot in crossing_pairs(fw, bw, num_fwd_outputs):
+    pairs = crossing_pairs(fw, bw, num_fwd_outputs)
+    # late waits of what a graph sends by itself come before those of what it doesn't: see `graph_count`
+    for saved, slot in sorted(pairs, key=lambda pair: pair[0].target is not offload_wait):
         value = tensors.get(saved)
         if _CANDIDATE not in slot.meta or not isinstance(value, Node) or not slot.users:
             continue
@@ -170,11 +172,10 @@ def decide_at_run_time(fw: GraphModule, bw: GraphModule, num_fwd_outputs: int) -
         if not has_own_memory(value):
             continue
         link = settings.rates and (settings.rates.to_host, settings.rates.to_device)
-        late = planned and saved < last_reader[storage_of(value)]
-        terms = str(Terms(planned and not late, settings.in_flight_bytes, settings.max_stall_ms, link))
+        terms = str(Terms(planned, settings.in_flight_bytes, settings.max_stall_ms, link))
         if planned:
             _sent_by(saved).args = (value, limit, terms)
-            if late:
+            if saved < last_reader[storage_of(value)]:
                 output.prepend(saved)
             next(u for u in slot.users if u.target is reload_start).args = (slot, device, True)
             continue

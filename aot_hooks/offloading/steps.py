@@ -3,7 +3,7 @@
       first step     start 0, wait 0, start 1, wait 1 ... | reload 1, reload 0      recorded: the trace
       two more       the same, and when each of them runs; the faster counts        plan_step --> StepPlan
       three more     start 0 [send] ... start 5 [join 0] ... | reload 7 [fetch 5] ... reload 5
-      if slower      again, with a plan for a slower link: what the copies cost in the step is measured, not guessed
+      if slower      again, with a plan for a slower link, or with the one before, if that is as fast
 
 A graph that is compiled once runs for every layer, so what differs between layers is read at run time: `transfers`
 notes each of its operators here as an event, and gets the actions for it. Item n is the n-th tensor that the step
@@ -22,7 +22,7 @@ import logging
 import math
 import statistics
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -33,9 +33,11 @@ log = logging.getLogger("aot_hooks")
 _MOST_TRACES = 16
 _TIMED = 2  # runs with times before a plan: the allocator may grow in one of them
 _TRIED = 3  # runs of a plan before it is judged
-_SLOWER = 1.01  # a step with copies may take this many times as long as without, and what its hooks allow
+_SLOWER = 1.01  # a step with copies may take this many times as long as without, besides what its hooks allow
+_FASTER = 0.995  # a plan that sends less has to take at most this share of the time of the one before
 _NEXT_SHARE, _LEAST_SHARE = 0.75, 0.25  # of the link's speed, that the next plan counts on
 _ENOUGH = 0.95  # of the bytes that could be sent: small tensors take as much of the host's time as large ones
+_SIZES = 4  # least sizes that are tried for that
 _MOST_EVENTS = 1 << 17  # a step that never ends: something keeps its saved tensors
 
 Event = tuple[Any, ...]  # ("start", nbytes, Terms) or ("wait" or "reload", item)
@@ -71,7 +73,7 @@ class StepPlan:
         graph_count: how many calls of graphs send or could send.
         nbytes, sent_bytes: bytes that could be sent in the step, and those that are.
         forward_ms, backward_ms: from the first event to the first reload, and from there to the last.
-        stall_ms: how much longer the step gets, as predicted.
+        allowed_ms: how much longer its hooks let the step get.
     """
 
     sends: tuple[bool, ...]
@@ -81,7 +83,7 @@ class StepPlan:
     sent_bytes: int
     forward_ms: float
     backward_ms: float
-    stall_ms: float
+    allowed_ms: float
 
 
 def graph_count(trace: Sequence[Event]) -> int:
@@ -112,17 +114,23 @@ def plan_step(trace: Sequence[Event], at_ms: Sequence[float], to_host: float, to
 
     def planned_of(least_bytes: int) -> tuple[list[int], Schedule, int]:
         """The numbers of the items with `least_bytes` or more, their schedule, and the bytes that it sends."""
-        large = [(item, number) for item, number in zip(items, numbers, strict=True) if item.nbytes >= least_bytes]
+        chosen = [(item, number) for item, number in zip(items, numbers, strict=True) if item.nbytes >= least_bytes]
         forward_ms, backward_ms = took[:backward], took[backward:]
         found = schedule(
-            [i for i, _ in large], forward_ms, backward_ms, to_host=to_host, to_device=to_device, limits=[*kinds]
+            [i for i, _ in chosen], forward_ms, backward_ms, to_host=to_host, to_device=to_device, limits=[*kinds]
         )
-        nbytes = sum(item.nbytes for (item, _), p in zip(large, found.placements, strict=True) if p.offloaded)
-        return [number for _, number in large], found, nbytes
+        nbytes = sum(item.nbytes for (item, _), p in zip(chosen, found.placements, strict=True) if p.offloaded)
+        return [number for _, number in chosen], found, nbytes
 
-    sizes = sorted({item.nbytes for item in items})
     numbers_of, planned, most = planned_of(0)
-    for least_bytes in reversed(sizes[1:]):
+    allowed_ms = max((limit.max_stall_ms for limit in kinds), default=0.0)
+    bytes_of: Counter[int] = Counter()
+    for item in items:
+        bytes_of[item.nbytes] += item.nbytes
+    sizes = sorted(bytes_of, reverse=True)
+    totals = itertools.accumulate(bytes_of[size] for size in sizes)  # of all tensors that are as large, or larger
+    large = [size for size, total in zip(sizes, totals, strict=True) if total >= _ENOUGH * most]
+    for least_bytes in large[:: -(-len(large) // _SIZES) or 1] if math.isfinite(allowed_ms) else ():
         larger = planned_of(least_bytes)
         if larger[2] >= _ENOUGH * most:
             numbers_of, planned, _ = larger
@@ -144,7 +152,7 @@ def plan_step(trace: Sequence[Event], at_ms: Sequence[float], to_host: float, to
         sum(starts[n][1][1] for n in sent),
         planned.forward_ms,
         planned.backward_ms,
-        planned.stall_ms,
+        allowed_ms,
     )
 
 
@@ -172,6 +180,7 @@ class _Known:
         runs: marks in the runs since the last plan: of all events before the first plan, then of the first and last.
         plan: what it follows; `share`: of the link's speed, that this counts on. If `settled`, it is the last one.
         at_ms: when each event runs without a plan; `least_ms`: the fastest run.
+        before: the plan before this one, which was too slow, and the ms of a step with it.
     """
 
     trace: tuple[Event, ...]
@@ -181,6 +190,12 @@ class _Known:
     settled: bool = False
     at_ms: list[float] = field(default_factory=list)
     least_ms: float = math.inf
+    before: tuple[StepPlan, float] | None = None
+
+    @property
+    def is_timed(self) -> bool:
+        """Whether it has run often enough to plan it, or to judge its plan."""
+        return len(self.runs) >= (_TIMED if self.plan is None else _TRIED)
 
 
 @dataclass(eq=False)
@@ -251,7 +266,7 @@ class Steps:
         if at == 0:
             self._follow()
             known = self._followed
-            if known is not None and not known.settled and graph_count(known.trace) > 1:
+            if known is not None and not (known.settled or known.is_timed) and graph_count(known.trace) > 1:
                 self._marks = []
         elif known is not None and known.trace[at : at + 1] != (event,):
             self._marks = None
@@ -275,27 +290,28 @@ class Steps:
         self._followed = max(reversed(found), key=lambda known: known.plan is not None, default=None)
 
     def _decide(self, known: _Known) -> None:
-        """Plan a step that has run often enough; anew if steps with the plan took longer than without."""
-        enough = len(known.runs) >= (_TIMED if known.plan is None else _TRIED)
-        if known.settled or not enough or (times := self.times(known.runs)) is None:
+        """Plan a step that has run often enough, and judge its plan by what steps with it take."""
+        if known.settled or not known.is_timed or (times := self.times(known.runs)) is None:
             return
-        before = known.plan
-        # the fastest run without a plan, the middle one with it: if ranks wait for each other, copies make times vary
-        took = (min if before is None else statistics.median)(run[-1] for run in times)
-        if before is None:  # the host may have held up one run here and one there
+        known.runs = []
+        if known.plan is None:  # the host may have held up one run here and one there
             steps = [[b - a for a, b in itertools.pairwise(run)] for run in times]
             known.at_ms = list(itertools.accumulate(map(min, zip(*steps, strict=True)), initial=0.0))
-        elif took <= _SLOWER * known.least_ms + before.stall_ms:
-            known.settled = True
-            return
-        known.least_ms = min(known.least_ms, took)
-        known.runs = []
-        while True:
-            known.share *= 1.0 if known.plan is None else _NEXT_SHARE
+            known.least_ms = min(run[-1] for run in times)
             known.plan = self.plan(known.trace, known.at_ms, known.share)
-            known.settled = not self.adapts or known.share < _LEAST_SHARE
-            if known.settled or before is None or known.plan.sends != before.sends:
-                break
+            known.settled = not self.adapts or not math.isfinite(known.plan.allowed_ms)
+        else:
+            took = statistics.median(run[-1] for run in times)
+            if known.before is not None and took > _FASTER * known.before[1]:
+                known.plan, known.settled = known.before[0], True  # fewer copies are no faster: it is not the copies
+            elif took <= _SLOWER * known.least_ms + known.plan.allowed_ms:
+                known.settled = True
+            else:
+                known.before = known.plan, took
+                while known.plan.sends == known.before[0].sends and known.share >= _LEAST_SHARE:
+                    known.share *= _NEXT_SHARE
+                    known.plan = self.plan(known.trace, known.at_ms, known.share)
+                known.settled = known.plan.sends == known.before[0].sends
         log.info("offload: %d of %d bytes are sent in a step", known.plan.sent_bytes, known.plan.nbytes)
 
     def _end(self) -> None:

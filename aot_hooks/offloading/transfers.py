@@ -321,7 +321,7 @@ def _plan(device: torch.device, trace: tuple[steps.Event, ...], at_ms: Sequence[
     links = (event[2].link for event in trace if event[0] == "start" and event[2].link is not None)
     to_host, to_device = next(links, (rates.to_host, rates.to_device))
     plan = steps.plan_step(trace, at_ms, share * to_host, share * to_device)
-    if not plan.sent_bytes:
+    if not plan.sent_bytes and share == 1.0:
         warnings.warn(
             f"aot_hooks.offload: a step of {plan.graph_count} calls of compiled graphs sends none of its {plan.nbytes} "
             f"bytes: its forward of {plan.forward_ms:.1f} ms and backward of {plan.backward_ms:.1f} ms hide no copies. "

@@ -23,7 +23,7 @@ import types
 import warnings
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -199,7 +199,7 @@ class Group:
         check: compares measured steps with the budget.
         fits: the marks of the last steps that need nothing.
         looks: whether calls note their parameters, to know of their gradients; `waits`: a step needs that.
-        gathers: parameters have memory only while their graph runs, as with FSDP2, which makes it before the call.
+        gathered_bytes: of the first call's parameters, if they have memory only while it runs, as with FSDP2.
         incomplete: steps in a row in which calls had no backward.
     """
 
@@ -214,7 +214,7 @@ class Group:
     fits: deque[list[tuple[str, int, Version]]] = field(default_factory=lambda: deque(maxlen=_MOST_TRACES))
     looks: bool = True
     waits: bool = False
-    gathers: bool = False
+    gathered_bytes: int = 0
     incomplete: int = 0
     warned: bool = False
     _local: threading.local = field(default_factory=threading.local)
@@ -233,8 +233,8 @@ class Group:
         self._local.step = step = Step(leaves=[] if self.looks else None)
         return step
 
-    def begins(self, args: Sequence[Any]) -> None:
-        """A forward is about to run, on `args`."""
+    def begins(self) -> None:
+        """A forward is about to run."""
         with _lock:
             step = self.step
             step.drop()
@@ -242,11 +242,9 @@ class Group:
                 if step.marks and step.marks[-1][0] == "dropped":
                     self.ended(step)
                 allocated = None if self.check is None else self.check.begins()
-                if allocated is not None and self.gathers:  # what is made for the first call is of the step
-                    own = (leaf for leaf in _leaves(args) if isinstance(leaf, torch.nn.Parameter))
-                    # twice, because FSDP2 keeps the buffer that it has gathered into until it gathers the next block
-                    allocated -= 2 * sum(p.numel() * p.element_size() for p in own)
-                self.begin().allocated = allocated
+                # What is gathered for the first call is of the step. Twice, because FSDP2 keeps the buffer that it has
+                # gathered into until it gathers the next block.
+                self.begin().allocated = None if allocated is None else allocated - 2 * self.gathered_bytes
 
     def called(self, version: Version, args: Sequence[Any], outputs: Any) -> None:
         """A forward has run."""
@@ -261,7 +259,10 @@ class Group:
             step.count, step.holding[number] = number + 1, version
             step.most = max(step.most, len(step.holding))
             if step.leaves is not None:
-                step.leaves.append([weakref.ref(leaf) for leaf in _leaves(args)])
+                leaves = (a for a in args if isinstance(a, torch.Tensor) and a.requires_grad and a.is_leaf)
+                step.leaves.append([weakref.ref(a) for a in leaves])
+                freed = (leaf for ref in step.leaves[0] if (leaf := ref()) is not None and _is_freed(leaf))
+                self.gathered_bytes = max(self.gathered_bytes, sum(p.numel() * p.element_size() for p in freed))
             alone = version.kind == version.graph.wants == "alone"
             if alone and len(step.holding) > 1 and step.held_bytes > _SMALL * self.peak_bytes:
                 version.graph.anew("least")
@@ -275,8 +276,6 @@ class Group:
 
     def ended(self, step: Step) -> None:
         """Plan for `step`, if it is not one that fits."""
-        noted = (leaf() for leaves in step.leaves or () for leaf in leaves)
-        self.gathers = self.gathers or any(map(_is_freed, noted))
         if step.marks in self.fits:
             self.measure(step)
             return
@@ -385,7 +384,7 @@ def noted(run: Callable[..., Any], version: Version, *, own_hooks: bool) -> Call
             return run(*args)
         if any(isinstance(a, torch.Tensor) and is_traced_value(a) for a in args):  # while DDP's graphs are cut
             return run(*args)
-        group.begins(args)
+        group.begins()
         outputs = run(*args)
         group.called(version, args, outputs)
         return outputs
@@ -399,15 +398,10 @@ def forget() -> None:
         _groups.clear()
 
 
-def _leaves(args: Sequence[Any]) -> Iterator[torch.Tensor]:
-    """The tensors in `args` that get gradients, as parameters do."""
-    return (a for a in args if isinstance(a, torch.Tensor) and a.requires_grad and a.is_leaf)
-
-
-def _is_freed(x: torch.Tensor | None) -> bool:
+def _is_freed(x: torch.Tensor) -> bool:
     """Whether somebody has taken the memory of `x`, a plain tensor that is not empty."""
-    plain = type(x) in (torch.Tensor, torch.nn.Parameter)
-    return x is not None and plain and x.numel() > 0 and x.untyped_storage().nbytes() == 0
+    plain = type(x) in (torch.Tensor, torch.nn.Parameter) and x.layout is torch.strided
+    return plain and x.numel() > 0 and x.untyped_storage().nbytes() == 0
 
 
 def _own_bytes(plan: Plan) -> Bytes:

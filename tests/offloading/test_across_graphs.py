@@ -127,27 +127,32 @@ def test_few_large_tensors_are_sent_rather_than_many_small_ones() -> None:
 class SharedLink:
     """Steps of six layers on a device whose steps take longer from the third tensor on that is sent."""
 
-    def __init__(self, stall_ms: float, *, adapts: bool = True) -> None:
-        self.now, self.stall_ms = 0.0, stall_ms
-        self.steps = steps.Steps(lambda: self.now, self.times, self.plan, adapts)
+    def __init__(self, stall_ms: float, *, adapts: bool = True, terms: Terms = TERMS, behind_ms: float = 0.0) -> None:
+        self.now, self.stall_ms, self.terms, self.behind_ms, self.marks = 0.0, stall_ms, terms, behind_ms, 0
+        self.steps = steps.Steps(self.mark, self.times, self.plan, adapts)
 
-    @staticmethod
-    def times(runs: list[list[float]]) -> list[list[float]]:
+    def mark(self) -> float:
+        self.marks += 1
+        return self.now
+
+    def times(self, runs: list[list[float]]) -> list[list[float]] | None:
+        if any(mark + self.behind_ms > self.now for run in runs for mark in run):
+            return None  # the device has not reached it
         return [[mark - run[0] for mark in run] for run in runs]
 
     @staticmethod
     def plan(trace: tuple[Event, ...], at_ms: list[float], share: float) -> StepPlan:
         return plan_step(trace, at_ms, 1e6 * share, 1e6 * share)
 
-    def run(self) -> int:
-        """A step; returns how many tensors it sends."""
+    def run(self, more_ms: float = 0.0) -> int:
+        """A step in which each tensor takes `more_ms` more, sent or not; returns how many it sends."""
         entries = []
         for _ in range(6):
-            entry, _ = self.steps.start(1000, TERMS)
+            entry, _ = self.steps.start(1000, self.terms)
             entries.append(entry)
             self.now += 1
             self.steps.event("wait", entry)
-            self.now += 1
+            self.now += 1 + more_ms
         sent = sum(entry.sends for entry in entries)
         self.now += self.stall_ms * max(0, sent - 2)
         for entry in reversed(entries):
@@ -163,6 +168,29 @@ def test_a_plan_that_makes_steps_slower_than_predicted_is_replaced() -> None:
     assert sent[:6] == [0, 0, 0, 5, 5, 5]
     assert sent[6] < 5 and 0 < sent[-1] <= 2, sent
     assert len(set(sent[-6:])) == 1, "the last plan stays"
+
+
+def test_fewer_copies_that_are_no_faster_bring_back_the_plan_with_more() -> None:
+    link = SharedLink(0.0)
+    assert [link.run() for _ in range(4)] == [0, 0, 0, 5]
+    sent = []
+    for _ in range(14):  # other work makes all steps slower, whatever they send
+        sent.append(link.run(more_ms=0.5))
+    assert min(sent) < 5 and sent[-6:] == [5] * 6, sent
+
+
+def test_hooks_that_allow_a_stall_keep_their_plan() -> None:
+    for allowed_ms in (4.0, math.inf):
+        link = SharedLink(1.0, terms=Terms(False, 1 << 30, allowed_ms, None))
+        assert len({link.run() for _ in range(3)} | {0}) == 1
+        assert len({link.run() for _ in range(9)}) == 1
+
+
+def test_a_host_that_is_ahead_of_the_device_takes_no_marks_without_end() -> None:
+    link = SharedLink(1.0, behind_ms=60.0)  # more than two steps
+    sent = [link.run() for _ in range(40)]
+    assert 5 in sent and 0 < sent[-1] <= 2, sent
+    assert link.marks < 150, "two runs of 18 events, and two marks in each run of a plan"
 
 
 @pytest.mark.parametrize("link", [SharedLink(0.0), SharedLink(1.0, adapts=False)], ids=["hidden", "no copy engine"])
