@@ -416,7 +416,9 @@ def partition_without_hooks(joint: GraphModule, joint_inputs: Any, **kwargs: Any
 def plan_graph(gm: GraphModule, inputs: Sequence[Any], options: Options) -> list[Plan]:
     """What `aot_hooks(gm, inputs)` would decide, with the live bytes; makes no code. `gm` may be changed."""
     plans: list[Plan] = []
-    partition = planning_partition(_in_force(gm, inputs, options), options.inner, plans, roots(), [], live=True)
+    at_run_time = not options.cudagraphs and not inductor.fixes_memory(options.inductor or {})
+    hooks = _in_force(gm, inputs, options)
+    partition = planning_partition(hooks, options.inner, plans, roots(), [], live=True, at_run_time=at_run_time)
     with autograd.covered_hooks(), without_autograd_cache():
         if options.inner == "aten":
             aot.compile_graph(gm, inputs, partition)
