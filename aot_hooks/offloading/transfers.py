@@ -21,12 +21,11 @@ from __future__ import annotations
 import ctypes
 import functools
 import itertools
-import mmap
 import threading
 import time
 import warnings
 import weakref
-from collections import Counter, defaultdict, deque
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -36,7 +35,7 @@ import torch
 from ..errors import UnusedWarning
 from ..graphs.roofline import measured_rates
 from ..torch_private.autograd import keeps_graph
-from . import steps
+from . import stand_ins, steps
 from .pinned_pool import HostPool
 
 if TYPE_CHECKING:
@@ -46,7 +45,6 @@ NO_LIMIT = -1  # not None: inner compilers differ in how they pass an optional n
 pool = HostPool()
 _numbers = itertools.count(1)
 _in_flight: dict[int, _Copy] = {}
-_spare: defaultdict[int, deque[mmap.mmap]] = defaultdict(deque)  # pages of stand-ins that are gone, by their size
 _kept: dict[int, torch.Tensor] = {}  # tensors without room on the host, by the address of their stand-in there
 _entries: dict[int, steps.Entry] = {}  # tensors that were started with terms, by the address of what crosses
 _steps: dict[torch.device, steps.Steps] = {}
@@ -192,7 +190,7 @@ def send(x: torch.Tensor, limit: int | None) -> torch.Tensor:
     """
     copy = _begin_out(x, limit)
     if copy is None:
-        host = _stand_in(x, lambda address: _kept.pop(address, None))
+        host = stand_ins.stand_in(x, lambda address: _kept.pop(address, None))
         _kept[host.data_ptr()] = x.detach().clone()  # the program may write to `x`
         copy = _Copy(x, host)
     return _ticket(copy)
@@ -263,25 +261,6 @@ def _capture_error(device: torch.device, capture: Capture | None, text: str) -> 
                 torch.cuda.current_stream(device).wait_stream(side)
     text = f"offload: {text} during CUDA graph capture; run a step with the same shapes before, or raise max_host_bytes"
     return RuntimeError(text) if capture is None else capture.not_warm(text)
-
-
-def _stand_in(x: torch.Tensor, release: Callable[[int], Any]) -> torch.Tensor:
-    """Host memory of the shape of `x` that is never read or written: its address says which tensor is meant.
-
-    `release(address)` is called when it dies. Pages that are never written take no memory. They are used again, because
-    to map them takes as long as the rest of the operators that a tensor passes through.
-    """
-    size = 1 << max(12, (x.nbytes - 1).bit_length())
-    spare = _spare[size]
-    pages = spare.pop() if spare else mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    memory = (ctypes.c_ubyte * x.nbytes).from_buffer(pages)
-    weakref.finalize(memory, _end_stand_in, ctypes.addressof(memory), size, pages, release).atexit = False
-    return torch.frombuffer(memory, dtype=x.dtype).view(x.shape)
-
-
-def _end_stand_in(address: int, size: int, pages: mmap.mmap, release: Callable[[int], Any]) -> None:
-    release(address)
-    _spare[size].append(pages)  # after that: another tensor may get the address at once
 
 
 # --- decided when the operators run -----------------------------------------------------------------------------------
@@ -364,7 +343,7 @@ def _wait(ticket: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     block = pool.block_of(host) if entry.sends else None
     if block is None:
         entry.value, device = copy.source, x.device
-        host = _stand_in(copy.source, lambda address: _release(address, device, entry))
+        host = stand_ins.stand_in(copy.source, lambda address: _release(address, device, entry))
     else:
         if entry.follows and not entry.joined:
             entry.out = copy
@@ -478,7 +457,7 @@ def offload_stats() -> dict[str, int]:
 def reset() -> None:
     """Free unused host memory and reset the counts. Memory that tensors wait in is freed when they are."""
     pool.reset()
-    _spare.clear()
+    stand_ins.reset()
     _counts.clear()
     for each in _steps.values():
         each.forget()
