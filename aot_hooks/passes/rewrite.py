@@ -75,8 +75,9 @@ def rewrite(
                 lift_constants(gm)
                 if torch.Tag.nondeterministic_seeded in tags:
                     inductor.replace_random(gm)
-        how = {"fused": for_inductor, "at_run_time": at_run_time}
-        choices, units, transfers = _place_transfers(fw, bw, num_fwd_outputs, choices, units, **how)
+        choices, units, transfers = _place_transfers(
+            fw, bw, num_fwd_outputs, choices, units, fused=for_inductor, at_run_time=at_run_time
+        )
         show("forward after", fw)
         show("backward after", bw)
     plan = _as_plan(choices, units, transfers)
@@ -90,7 +91,9 @@ def _place_transfers(
     num_fwd_outputs: int,
     choices: Sequence[Choice],
     units: Sequence[Unit],
-    **how: bool,
+    *,
+    fused: bool,
+    at_run_time: bool,
 ) -> tuple[tuple[Choice, ...], tuple[Unit, ...], tuple[Transfer, ...]]:
     """Schedule the copies of `offload`. A tensor that stays on the device after all has the reason in its choice."""
     if not any(offload_wait in unit.operators for unit in units):
@@ -101,7 +104,9 @@ def _place_transfers(
             if (settings := settings_of(packing.hook)) is not None:
                 hosts = [leaf for leaf in packing.leaves if leaf.target is offload_wait]
                 leaves.update((leaf, Leaf(unit.saved.row.name, settings)) for leaf in hosts)
-    transfers, stay = place(fw, bw, num_fwd_outputs=num_fwd_outputs, leaves=leaves, **how)
+    transfers, stay = place(
+        fw, bw, num_fwd_outputs=num_fwd_outputs, leaves=leaves, fused=fused, at_run_time=at_run_time
+    )
     inputs = input_storages(fw.graph)
     current = {choice.value: choice for choice in choices}
     placed = []

@@ -23,7 +23,7 @@ import types
 import warnings
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -199,7 +199,7 @@ class Group:
         check: compares measured steps with the budget.
         fits: the marks of the last steps that need nothing.
         looks: whether calls note their parameters, to know of their gradients; `waits`: a step needs that.
-        gathered_bytes: of the first call's parameters, if they have memory only while it runs, as with FSDP2.
+        gathered_bytes: of the first call's parameters, if any in the step has memory for a part of it, as with FSDP2.
         incomplete: steps in a row in which calls had no backward.
     """
 
@@ -261,8 +261,6 @@ class Group:
             if step.leaves is not None:
                 leaves = (a for a in args if isinstance(a, torch.Tensor) and a.requires_grad and a.is_leaf)
                 step.leaves.append([weakref.ref(a) for a in leaves])
-                freed = (leaf for ref in step.leaves[0] if (leaf := ref()) is not None and _is_freed(leaf))
-                self.gathered_bytes = max(self.gathered_bytes, sum(p.numel() * p.element_size() for p in freed))
             alone = version.kind == version.graph.wants == "alone"
             if alone and len(step.holding) > 1 and step.held_bytes > _SMALL * self.peak_bytes:
                 version.graph.anew("least")
@@ -276,6 +274,11 @@ class Group:
 
     def ended(self, step: Step) -> None:
         """Plan for `step`, if it is not one that fits."""
+        noted = [[leaf for ref in refs if (leaf := ref()) is not None] for refs in step.leaves or ()]
+        if any(_is_freed(part) for leaves in noted for leaf in leaves for part in _plain(leaf)):
+            # Those of the first call are here again by its next begin, or still. Which is not known, so they count.
+            own = (part for p in noted[0] if isinstance(p, torch.nn.Parameter) for part in _plain(p))
+            self.gathered_bytes = max(self.gathered_bytes, sum(part.numel() * part.element_size() for part in own))
         if step.marks in self.fits:
             self.measure(step)
             return
@@ -398,10 +401,18 @@ def forget() -> None:
         _groups.clear()
 
 
+def _plain(x: torch.Tensor) -> Iterator[torch.Tensor]:
+    """`x`, or the plain tensors that it is made of, as a DTensor is of its local one."""
+    if not hasattr(x, "__tensor_flatten__"):
+        yield x
+        return
+    for name in x.__tensor_flatten__()[0]:
+        yield from _plain(getattr(x, name))
+
+
 def _is_freed(x: torch.Tensor) -> bool:
-    """Whether somebody has taken the memory of `x`, a plain tensor that is not empty."""
-    plain = type(x) in (torch.Tensor, torch.nn.Parameter) and x.layout is torch.strided
-    return plain and x.numel() > 0 and x.untyped_storage().nbytes() == 0
+    """Whether somebody has taken the memory of `x`, a plain tensor."""
+    return x.layout is torch.strided and x.numel() > 0 and x.untyped_storage().nbytes() == 0
 
 
 def _own_bytes(plan: Plan) -> Bytes:

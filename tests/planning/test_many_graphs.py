@@ -14,6 +14,7 @@ import torch
 from profiled import most_allocated
 from steps import ATEN
 from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint
 
 import aot_hooks
@@ -615,6 +616,7 @@ class Gathered(nn.Module):
 
 @pytest.mark.parametrize("first", [True, False])
 def test_parameters_that_are_gathered_for_the_first_call_are_of_the_step(x, first, monkeypatch):
+    """Also if only later calls show that somebody gathers: whether those of the first are gathered is not known."""
     x.requires_grad_()
     model = model_of(*[Block] * 5)
     expected = gradients(model, x)
@@ -626,7 +628,16 @@ def test_parameters_that_are_gathered_for_the_first_call_are_of_the_step(x, firs
     gathered = nn.Sequential(*(Gathered(block) if first or i else block for i, block in enumerate(model)))
     for _ in range(6):
         assert_equal(train(gathered, x), expected)
-    assert begun[-1] == 1000 - first * 2 * sum(p.numel() * p.element_size() for p in model[0].parameters())
+    assert begun[-1] == 1000 - 2 * sum(p.numel() * p.element_size() for p in model[0].parameters())
+
+
+def test_freed_memory_is_seen_in_tensors_of_any_kind():
+    whole, freed = torch.ones(3), torch.ones(3)
+    freed.untyped_storage().resize_(0)
+    assert many._is_freed(freed) and not many._is_freed(whole) and not many._is_freed(torch.ones(0))
+    assert not many._is_freed(torch.eye(3).to_sparse())
+    two = TwoTensor(whole, freed)
+    assert [many._is_freed(part) for part in many._plain(two)] == [False, True]
 
 
 # --- warm starts ------------------------------------------------------------------------------------------------------
