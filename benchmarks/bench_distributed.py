@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 2 benchmarks/bench_distributed.py --json out.json
     torchrun --nproc-per-node 2 benchmarks/bench_distributed.py --parallel ddp --rows stock,offload
-    bash benchmarks/bench_distributed.sh 2          all three parallels, the rows that a release needs, in 11 minutes
+    bash benchmarks/bench_distributed.sh 2          all three parallels, the rows that a release needs
 
 The work is benchmarks/model.py with one sequence a rank. `fsdp` and `tp` compile block by block, `ddp` compiles the
 whole model, which Dynamo cuts at the buckets. Times are those of the slowest rank, in a loop that waits for the device

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# benchmarks/bench_distributed.py as a release needs it, in 11 minutes on two GPUs; each part has a limit of its own.
+# benchmarks/bench_distributed.py as a release needs it, in at most 11 minutes: each part has a limit of its own.
 #   bash benchmarks/bench_distributed.sh [GPUs] [folder for the results]
 set -u
 gpus=${1:-2}
