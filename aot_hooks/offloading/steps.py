@@ -3,7 +3,8 @@
       first step     start 0, wait 0, start 1, wait 1 ... | reload 1, reload 0      recorded: the trace
       two more       the same, and when each of them runs; the faster counts        plan_step --> StepPlan
       three more     start 0 [send] ... start 5 [join 0] ... | reload 7 [fetch 5] ... reload 5
-      if slower      again, with a plan for a slower link, or with the one before, if that is as fast
+      three more     the same with a plan for three quarters of the link, and so on while steps get faster
+      then           the plan that sends most, of those that are nearly as fast as the fastest
 
 A graph that is compiled once runs for every layer, so what differs between layers is read at run time: `transfers`
 notes each of its operators here as an event, and gets the actions for it. Item n is the n-th tensor that the step
@@ -33,8 +34,8 @@ log = logging.getLogger("aot_hooks")
 _MOST_TRACES = 16
 _TIMED = 2  # runs with times before a plan: the allocator may grow in one of them
 _TRIED = 3  # runs of a plan before it is judged
-_SLOWER = 1.01  # a step with copies may take this many times as long as without, besides what its hooks allow
-_FASTER = 0.995  # a plan that sends less has to take at most this share of the time of the one before
+_FASTER = 0.995  # plans that send less are tried while steps take at most this share of the time with the one before
+_SLOWER = 1.01  # the plan that stays may take this many times as long as the fastest, besides what its hooks allow
 _NEXT_SHARE, _LEAST_SHARE = 0.75, 0.25  # of the link's speed, that the next plan counts on
 _ENOUGH = 0.95  # of the bytes that could be sent: small tensors take as much of the host's time as large ones
 _SIZES = 4  # least sizes that are tried for that
@@ -179,8 +180,8 @@ class _Known:
         trace: its events.
         runs: marks in the runs since the last plan: of all events before the first plan, then of the first and last.
         plan: what it follows; `share`: of the link's speed, that this counts on. If `settled`, it is the last one.
-        at_ms: when each event runs without a plan; `least_ms`: the fastest run.
-        before: the plan before this one, which was too slow, and the ms of a step with it.
+        at_ms: when each event runs without a plan.
+        tried: the plans that were timed, each sends less than the one before, and the ms of a step with it.
     """
 
     trace: tuple[Event, ...]
@@ -189,8 +190,7 @@ class _Known:
     share: float = 1.0
     settled: bool = False
     at_ms: list[float] = field(default_factory=list)
-    least_ms: float = math.inf
-    before: tuple[StepPlan, float] | None = None
+    tried: list[tuple[StepPlan, float]] = field(default_factory=list)
 
     @property
     def is_timed(self) -> bool:
@@ -206,7 +206,7 @@ class Steps:
         mark: the time now, as the device will reach it.
         times: of the marks of several runs, ms from the first of each; None while the device has not reached them.
         plan: plans a trace by its times, on a link with a share of its speed.
-        adapts: whether copies run beside the compute, so that a plan after which steps take longer is wrong.
+        adapts: whether copies run beside the compute, so that fewer of them may be faster.
     """
 
     mark: Callable[[], Any]
@@ -290,28 +290,29 @@ class Steps:
         self._followed = max(reversed(found), key=lambda known: known.plan is not None, default=None)
 
     def _decide(self, known: _Known) -> None:
-        """Plan a step that has run often enough, and judge its plan by what steps with it take."""
+        """Plan a step that has run often enough, and compare its plan with one that sends less."""
         if known.settled or not known.is_timed or (times := self.times(known.runs)) is None:
             return
         known.runs = []
         if known.plan is None:  # the host may have held up one run here and one there
             steps = [[b - a for a, b in itertools.pairwise(run)] for run in times]
             known.at_ms = list(itertools.accumulate(map(min, zip(*steps, strict=True)), initial=0.0))
-            known.least_ms = min(run[-1] for run in times)
             known.plan = self.plan(known.trace, known.at_ms, known.share)
             known.settled = not self.adapts or not math.isfinite(known.plan.allowed_ms)
-        else:
-            took = statistics.median(run[-1] for run in times)
-            if known.before is not None and took > _FASTER * known.before[1]:
-                known.plan, known.settled = known.before[0], True  # fewer copies are no faster: it is not the copies
-            elif took <= _SLOWER * known.least_ms + known.plan.allowed_ms:
-                known.settled = True
-            else:
-                known.before = known.plan, took
-                while known.plan.sends == known.before[0].sends and known.share >= _LEAST_SHARE:
+        else:  # steps without a plan are no measure: each graph's own copies hold them up
+            took, fastest = (
+                statistics.median(run[-1] for run in times),
+                min((ms for _, ms in known.tried), default=math.inf),
+            )
+            known.tried.append((known.plan, took))
+            if took <= _FASTER * fastest:
+                while known.plan.sends == known.tried[-1][0].sends and known.share >= _LEAST_SHARE:
                     known.share *= _NEXT_SHARE
                     known.plan = self.plan(known.trace, known.at_ms, known.share)
-                known.settled = known.plan.sends == known.before[0].sends
+            if known.plan is known.tried[-1][0] or known.plan.sends == known.tried[-1][0].sends:
+                most_ms = _SLOWER * min(took, fastest) + known.plan.allowed_ms
+                known.plan = next(plan for plan, ms in known.tried if ms <= most_ms)
+                known.settled = True
         log.info("offload: %d of %d bytes are sent in a step", known.plan.sent_bytes, known.plan.nbytes)
 
     def _end(self) -> None:

@@ -115,7 +115,9 @@ def test_pinning_that_fails_leaves_no_error_behind() -> None:
     from aot_hooks.offloading.pinned_pool import _pin
 
     ticket = transfers.send(torch.randn(MIB, device="cuda"), None)
-    block = next(iter(transfers.pool._used.values()))
+    (copy,) = transfers._in_flight.values()
+    block = transfers.pool.block_of(copy.target)
+    assert block is not None
     assert not _pin(block.address, block.capacity)  # pinned already
     (torch.ones(4, device="cuda") * 2).sum().item()
     transfers.claim(ticket)
@@ -344,7 +346,7 @@ def test_blocks_of_one_graph_send_as_a_step(inner: str) -> None:
         del expected, got, x
         allocated.append(torch.cuda.memory_allocated())
     stats = aot_hooks.offload_stats()
-    assert stats["step_graph_count"] == 12 and stats["step_sent_bytes"] > 128 * MIB, stats
+    assert stats["step_graph_count"] == 12 and stats["step_sent_bytes"] >= 64 * MIB, stats
     assert plain_peak - peak > stats["step_sent_bytes"] // 2, (plain_peak, peak, stats)
     assert allocated[-1] == allocated[8] and stats["host_leased_bytes"] == 0
 
