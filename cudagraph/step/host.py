@@ -44,7 +44,11 @@ WRAPPERS = ("__self__", "__func__", "func", "args", "keywords", "fget")  # of me
 MISSING = object()
 EMPTY_CELL = types.CellType()  # of a closure, whose variable has no value yet; all empty cells are equal
 _PATHS = sysconfig.get_paths()
-OUR_OWN = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(os.path.dirname(__file__)) + os.sep)
+_OURS = os.path.dirname(os.path.dirname(__file__))
+OUR_OWN = tuple(
+    folder + os.sep
+    for folder in (os.path.dirname(torch.__file__), _OURS, os.path.join(os.path.dirname(_OURS), "aot_hooks"))
+)
 NOT_THE_USERS = (
     *OUR_OWN,
     *(_PATHS[name] + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")),
@@ -153,10 +157,14 @@ class HostState:
     def restore(self) -> None:
         """Put back the contents of containers."""
         for each, saved in zip((*self._dicts, *self._lists), self._copies, strict=True):
-            is_dict = isinstance(each, dict)
-            if not _same(each, saved) or (is_dict and not _same(dict.values(each), dict.values(saved))):
+            is_dict, is_set = isinstance(each, dict), isinstance(each, set)
+            if is_set:  # a copy may have another order, and putting it back would change what comes first
+                is_same = {*map(id, each)} == {*map(id, saved)}
+            else:
+                is_same = _same(each, saved) and not (is_dict and not _same(dict.values(each), dict.values(saved)))
+            if not is_same:
                 each.clear()
-                each.update(saved) if is_dict or isinstance(each, set) else each.extend(saved)
+                each.update(saved) if is_dict or is_set else each.extend(saved)
         for read, write, saved in self._views:
             if not _same(read(), saved):
                 write(saved)

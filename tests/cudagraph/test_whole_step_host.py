@@ -170,3 +170,25 @@ def test_too_many_values_are_refused(monkeypatch):
 def test_code_of_torch_and_python_is_not_followed():
     state = HostState({"loss": torch.nn.functional.cross_entropy, "os": sys.modules["os"]}, "cpu")
     assert len(state.leaves) == 2
+
+
+def test_a_set_that_did_not_change_keeps_its_order():
+    """A copy has room for fewer entries, and so another order: put back, it would look like a change."""
+    large = set(range(100))
+    for number in range(100):
+        if number not in (3, 64):
+            large.discard(number)
+    assert [*large] != [*large.copy()]
+    state = HostState({"large": large}, "cuda")
+    state.restore()
+    assert [*large] == [3, 64] and state.unchanged() and not state.differences(HostState({"large": large}, "cuda"))
+    large.discard(3)
+    assert not state.unchanged()
+    state.restore()
+    assert large == {3, 64}
+
+
+def test_the_packages_own_functions_are_not_followed():
+    import aot_hooks.cache.key as of_ours
+
+    assert not host.is_users(of_ours.__file__) and not host.is_users(host.__file__) and host.is_users(__file__)
