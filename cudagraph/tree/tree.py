@@ -469,8 +469,12 @@ def close_pending() -> None:
                 return
             tree = to_close.popleft()
             if not tree.functions:
-                with torch_cuda.without_modes():
-                    tree.close()
+                try:
+                    with torch_cuda.without_modes():
+                        tree.close()
+                except BaseException:  # a finalizer runs anywhere, in an import of torch too: later, then
+                    to_close.append(tree)
+                    raise
         except IndexError:  # another thread was faster
             return
         finally:

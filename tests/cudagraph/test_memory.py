@@ -65,7 +65,7 @@ def test_steps_begin_by_themselves_after_a_reset(world, mark_last):
         f(world.randn(4))
     if mark_last:  # no call has seen it
         dispatch.mark_step_begin()
-    (mine,) = [t for trees in dispatch.every_thread for t in trees.values() if t.driver is world.driver]
+    (mine,) = [tree for tree in dispatch.local.trees.values() if tree.driver is world.driver]
     dispatch.reset()
     g = world.function(lambda x: [x.cos()])
     for _ in range(4):
@@ -89,7 +89,7 @@ def test_the_last_function_takes_the_tree_with_it(world):
 
 
 def tree_of(world):
-    (mine,) = [t for trees in dispatch.every_thread for t in trees.values() if t.driver is world.driver]
+    (mine,) = [tree for tree in dispatch.local.trees.values() if tree.driver is world.driver]
     return mine
 
 
