@@ -47,16 +47,17 @@ HOOKS = {
     "offload(then=float8) one graph": aot_hooks.offload(then=aot_hooks.float8()),
 }
 CAPTURED = {"cudagraphs": "no hooks", "float8 cudagraphs": "float8"}  # the same rows, with `options["cudagraphs"]`
-ROWS = ("stock", "checkpointing", *HOOKS, *CAPTURED, "budget", "save_on_cpu")
+BUDGETS = {"budget": ("stock", 0.5), "budget as checkpointing": ("checkpointing", 1.0)}  # a share of a row's peak
+ROWS = ("stock", "checkpointing", *HOOKS, *CAPTURED, *BUDGETS, "save_on_cpu")
 WARM_UP = 24  # steps; plans are made after the third, judged after three more, and replaced up to five times
 
 
-def prepared(row: str, parallel: str, stack: Stack, mesh: DeviceMesh, inner: str, budget_bytes: int) -> Any:
+def prepared(row: str, parallel: str, stack: Stack, mesh: DeviceMesh, inner: str, budget_gib: float) -> Any:
     """`stack` compiled and distributed, as a function of x."""
     one_graph = "one graph" in row
     how: dict[str, Any] = {}
-    if row in HOOKS or row in CAPTURED or row == "budget":
-        policy = aot_hooks.budget(budget_bytes) if row == "budget" else HOOKS[CAPTURED.get(row, row)]
+    if row in HOOKS or row in CAPTURED or row in BUDGETS:
+        policy = aot_hooks.budget(int(budget_gib * GIB)) if row in BUDGETS else HOOKS[CAPTURED.get(row, row)]
         options = {"inner": inner, "policy": policy, "cudagraphs": row in CAPTURED}
         how = {"backend": "aot_hooks", "options": options}
     elif inner == "aten":
@@ -80,11 +81,20 @@ def prepared(row: str, parallel: str, stack: Stack, mesh: DeviceMesh, inner: str
     return functools.partial(stack, checkpointed=row == "checkpointing")
 
 
-def measured(row: str, said: argparse.Namespace, mesh: DeviceMesh, device: torch.device) -> dict[str, Any]:
+def measured(
+    row: str, said: argparse.Namespace, mesh: DeviceMesh, device: torch.device, peaks: dict[str, float]
+) -> dict[str, Any]:
+    """A row of the result. `peaks`: GiB at the peak of a step, by row, of those before."""
+    budget_gib = 0.0
+    if row in BUDGETS:
+        of, share = BUDGETS[row]
+        if of not in peaks:
+            raise ValueError(f"the row {row!r} needs the row {of!r} before it")
+        budget_gib = share * peaks[of]
     torch.manual_seed(0)
     sizes = {"layers": said.layers, "width": said.width, "tokens": said.tokens, "batch": 1}
     stack, x = stack_and_input(device, **sizes)
-    run = prepared(row, said.parallel, stack, mesh, said.inner, budget_bytes=int(said.budget_gib * GIB))
+    run = prepared(row, said.parallel, stack, mesh, said.inner, budget_gib)
 
     def synchronize() -> None:
         if device.type == "cuda":
@@ -127,7 +137,7 @@ def measured(row: str, said: argparse.Namespace, mesh: DeviceMesh, device: torch
         "peak_gib": nbytes.peak / GIB,
         "sent_gib": (after["sent_bytes"] - before["sent_bytes"]) / len(times) / GIB,
         "could_send_gib": after["step_bytes"] / GIB,
-        "budget_gib": said.budget_gib if row == "budget" else None,
+        "budget_gib": budget_gib or None,
         "graphs_in_step": after["step_graph_count"],
         "recordings": captures["recordings"],
         "replays_in_step": (captures["replays"] - replays) / len(times),
@@ -145,7 +155,6 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=4096)
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--budget-gib", type=float, default=0.0, help="of the row budget; 0: half of the peak of stock")
     parser.add_argument("--inner", choices=("inductor", "aten"), default="inductor")
     parser.add_argument("--json", type=pathlib.Path, help="written after each row")
     said = parser.parse_args()
@@ -159,14 +168,14 @@ def main() -> None:
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     work = {name: getattr(said, name) for name in ("parallel", "layers", "width", "tokens", "steps", "inner")}
     result = {"conditions": conditions(device, ranks=dist.get_world_size(), **work), "rows": []}
+    peaks: dict[str, float] = {}
     for row in said.rows.split(","):
         try:
-            found = measured(row, said, mesh, device)
+            found = measured(row, said, mesh, device, peaks)
+            peaks[row] = found["peak_gib"]
         except (RuntimeError, ValueError) as error:  # out of memory, or a way that can't be: the other rows go on
             found = {"row": row, "error": f"{type(error).__name__}: {str(error)[:300]}"}
             traceback.clear_frames(error.__traceback__)
-        if row == "stock" and not said.budget_gib:
-            said.budget_gib = found.get("peak_gib", 0.0) / 2
         if rank == 0:
             result["rows"].append(found)
             print(json.dumps(found), flush=True)

@@ -11,6 +11,6 @@ run() {
         --parallel "$2" --rows "$3" --json "$out/distributed.$2.$gpus.json" 2>"$out/distributed.$2.err" ||
         { echo "$2: cut off or failed, rc $?"; grep -v Warning "$out/distributed.$2.err" | tail -5; }
 }
-run 350 fsdp "stock,no hooks,checkpointing,float8,offload(then=float8),budget,cudagraphs,float8 cudagraphs,offload,offload(then=float8) one graph,save_on_cpu"
+run 350 fsdp "stock,no hooks,checkpointing,float8,offload(then=float8),budget,budget as checkpointing,cudagraphs,float8 cudagraphs,offload,offload(then=float8) one graph,save_on_cpu"
 run 200 ddp "stock,offload(then=float8)"
 run 110 tp "stock,float8,offload(then=float8)"

@@ -413,9 +413,9 @@ def test_on_cuda_what_is_taken_computes_the_same(tmp_path: Path, monkeypatch: py
         return [p.grad.clone() for p in model.parameters()], aot_hooks.last_plans(compiled), aot_hooks.cache_stats()
 
     cold, plans, stats = step()
-    assert (stats["hits"], stats["misses"]) == (0, 1)
+    assert (stats["hits"], stats["misses"]) == (0, 1), stats
     warm, plans_again, stats = step()
-    assert (stats["hits"], stats["misses"]) == (1, 0)
+    assert (stats["hits"], stats["misses"]) == (1, 0), stats
     assert [p.packed_bytes for p in plans] == [p.packed_bytes for p in plans_again]
     for a, b in zip(cold, warm, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=0)
