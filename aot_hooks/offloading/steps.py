@@ -34,8 +34,7 @@ log = logging.getLogger("aot_hooks")
 _MOST_TRACES = 16
 _TIMED = 2  # runs with times before a plan: the allocator may grow in one of them
 _TRIED = 3  # runs of a plan before it is judged
-_FASTER = 0.995  # plans that send less are tried while steps take at most this share of the time with the one before
-_SLOWER = 1.01  # the plan that stays may take this many times as long as the fastest, besides what its hooks allow
+_AS_FAST = 1.005  # steps that take at most this many times as long as others, besides what their hooks allow
 _NEXT_SHARE, _LEAST_SHARE = 0.75, 0.25  # of the link's speed, that the next plan counts on
 _ENOUGH = 0.95  # of the bytes that could be sent: small tensors take as much of the host's time as large ones
 _SIZES = 4  # least sizes that are tried for that
@@ -305,12 +304,12 @@ class Steps:
                 min((ms for _, ms in known.tried), default=math.inf),
             )
             known.tried.append((known.plan, took))
-            if took <= _FASTER * fastest:
+            if _AS_FAST * took <= fastest:
                 while known.plan.sends == known.tried[-1][0].sends and known.share >= _LEAST_SHARE:
                     known.share *= _NEXT_SHARE
                     known.plan = self.plan(known.trace, known.at_ms, known.share)
             if known.plan is known.tried[-1][0] or known.plan.sends == known.tried[-1][0].sends:
-                most_ms = _SLOWER * min(took, fastest) + known.plan.allowed_ms
+                most_ms = _AS_FAST * min(took, fastest) + known.plan.allowed_ms
                 known.plan = next(plan for plan, ms in known.tried if ms <= most_ms)
                 known.settled = True
         log.info("offload: %d of %d bytes are sent in a step", known.plan.sent_bytes, known.plan.nbytes)
