@@ -2,8 +2,8 @@
 
       first step     start 0, wait 0, start 1, wait 1 ... | reload 1, reload 0      recorded: the trace
       two more       the same, and when each of them runs; the faster counts        plan_step --> StepPlan
-      three more     start 0 [send] ... start 5 [join 0] ... | reload 7 [fetch 5] ... reload 5
-      three more     the same with a plan for three quarters of the link, and so on while steps get faster
+      five more      start 0 [send] ... start 5 [join 0] ... | reload 7 [fetch 5] ... reload 5
+      five more      the same with a plan for three quarters of the link, and so on while steps get faster
       then           the plan that sends most, of those that are nearly as fast as the fastest
 
 A graph that is compiled once runs for every layer, so what differs between layers is read at run time: `transfers`
@@ -21,7 +21,6 @@ import itertools
 import json
 import logging
 import math
-import statistics
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
@@ -33,7 +32,7 @@ from .schedule import Item, Limits, Schedule, schedule
 log = logging.getLogger("aot_hooks")
 _MOST_TRACES = 16
 _TIMED = 2  # runs with times before a plan: the allocator may grow in one of them
-_TRIED = 3  # runs of a plan before it is judged
+_TRIED = 5  # runs of a plan before it is judged: new sizes are pinned in the first, which takes long
 _AS_FAST = 1.005  # steps that take at most this many times as long as others, besides what their hooks allow
 _NEXT_SHARE, _LEAST_SHARE = 0.75, 0.25  # of the link's speed, that the next plan counts on
 _ENOUGH = 0.95  # of the bytes that could be sent: small tensors take as much of the host's time as large ones
@@ -299,10 +298,8 @@ class Steps:
             known.plan = self.plan(known.trace, known.at_ms, known.share)
             known.settled = not self.adapts or not math.isfinite(known.plan.allowed_ms)
         else:  # steps without a plan are no measure: each graph's own copies hold them up
-            took, fastest = (
-                statistics.median(run[-1] for run in times),
-                min((ms for _, ms in known.tried), default=math.inf),
-            )
+            took = sorted(run[-1] for run in times)[1]  # the fastest but one
+            fastest = min((ms for _, ms in known.tried), default=math.inf)
             known.tried.append((known.plan, took))
             if _AS_FAST * took <= fastest:
                 while known.plan.sends == known.tried[-1][0].sends and known.share >= _LEAST_SHARE:

@@ -101,31 +101,39 @@ class SharedLink:
 
 def test_plans_that_send_less_are_tried_while_steps_get_faster() -> None:
     link = SharedLink(stall_ms=1.0)
-    sent = [link.run() for _ in range(24)]
-    assert sent[:6] == [0, 0, 0, 5, 5, 5]
-    assert sent[6] < 5 and 0 < sent[-1] <= 2, sent
-    assert len(set(sent[-6:])) == 1, "the last plan stays"
+    sent = [link.run() for _ in range(36)]
+    assert sent[:8] == [0, 0, 0, 5, 5, 5, 5, 5]
+    assert sent[8] < 5 and 0 < sent[-1] <= 2, sent
+    assert len(set(sent[-10:])) == 1, "the last plan stays"
+
+
+def test_a_plan_is_not_judged_by_its_first_steps() -> None:
+    link = SharedLink(stall_ms=1.0)
+    sent = [link.run() for _ in range(8)]
+    sent += [link.run(more_ms=9.0) for _ in range(3)]  # host memory of other sizes is pinned
+    sent += [link.run() for _ in range(25)]
+    assert sent[8] < 5 and 0 < sent[-1] <= 2, sent
 
 
 def test_the_plan_with_most_copies_stays_of_those_that_are_as_fast() -> None:
     link = SharedLink(stall_ms=0.04)  # 0.12 ms for five tensors, of 24 ms a step: half a percent
-    sent = [link.run() for _ in range(24)]
-    assert sent[:6] == [0, 0, 0, 5, 5, 5] and min(sent[6:]) < 5 and sent[-6:] == [5] * 6, sent
+    sent = [link.run() for _ in range(36)]
+    assert sent[:8] == [0, 0, 0, 5, 5, 5, 5, 5] and min(sent[8:]) < 5 and sent[-6:] == [5] * 6, sent
 
 
 @pytest.mark.parametrize("more_ms", [0.0, 0.5], ids=["hidden", "other work makes all steps slower"])
 def test_fewer_copies_that_are_no_faster_bring_back_the_plan_with_more(more_ms: float) -> None:
     link = SharedLink(0.0)
-    assert [link.run() for _ in range(6)] == [0, 0, 0, 5, 5, 5]
+    assert [link.run() for _ in range(8)] == [0, 0, 0, 5, 5, 5, 5, 5]
     sent = [link.run(more_ms) for _ in range(12)]
-    assert max(sent[:3]) < 5 and sent[3:] == [5] * 9, sent
+    assert max(sent[:5]) < 5 and sent[5:] == [5] * 7, sent
 
 
 def test_hooks_that_allow_a_stall_keep_their_plan() -> None:
     sent = []
     for allowed_ms in (4.0, math.inf):
         link = SharedLink(1.0, terms=Terms(False, 1 << 30, allowed_ms, None))
-        sent.append([link.run() for _ in range(18)])
+        sent.append([link.run() for _ in range(36)])
     for runs in sent:
         assert runs[0] == 0 < runs[3] == runs[-1], "the first plan comes back, however fast others were"
     assert len({*sent[1][3:]}) == 1, "without a limit no other is tried"
