@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch.fx import GraphModule, Node
 
-from cudagraph.placeholder import nearest_first
+from cudagraph.placeholder import nearest_first, results_of
 
 from ..graphs.nodes import NO_VERSION_CHECK, PACKED, input_storages, is_view, storage_of, tensor_bytes
 from ..graphs.roofline import Rates, has_formula, is_attention, measured_rates, node_ms
@@ -203,7 +203,7 @@ def decide_at_run_time(fw: GraphModule, bw: GraphModule, num_fwd_outputs: int) -
 
 def _own_memory(fw: GraphModule) -> Callable[[Node], bool]:
     """Tells of a node of the forward whether it is in memory of its own: of no input, and of no other output."""
-    outputs = fw.graph.output_node().all_input_nodes
+    outputs = [n for n in results_of(fw.graph) if isinstance(n, Node)]  # what is saved and returned is there twice
     tensors = (_sent_by(n).args[0] if n.target is offload_wait else n for n in outputs)
     inputs, count = input_storages(fw.graph), Counter(storage_of(n) for n in tensors if isinstance(n, Node))
     return lambda node: storage_of(node) not in inputs and count[storage_of(node)] == 1

@@ -150,6 +150,28 @@ def test_the_last_graph_of_the_forward_may_differ() -> None:
         assert counted(partial(step, hooked, x, partial(way, hooked)))[0] > 0
 
 
+@pytest.mark.parametrize("scope", ["no_static", "all"])
+def test_what_is_saved_and_returned_stays_the_callers(scope: str) -> None:
+    weight = torch.randn(16, 16, requires_grad=True)
+
+    def f(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden = x @ weight
+        return hidden, torch.nn.functional.gelu(hidden) * hidden.tanh()
+
+    compiled = torch.compile(f, backend="aot_hooks", options={"inner": "aten", "policy": HOOK, "scope": scope})
+
+    def run(g: Callable[..., Any]) -> list[torch.Tensor]:
+        x = torch.linspace(-1, 1, 128).view(8, 16)
+        for _ in range(3):
+            hidden, x = g(x)
+        (grad,) = torch.autograd.grad((x * hidden).sum(), weight)
+        return [hidden.detach(), x.detach(), grad]
+
+    expected = run(f)
+    for _ in range(8):
+        assert_equal(run(compiled), expected)
+
+
 def test_shapes_that_change_are_planned_each() -> None:
     plain, hooked = by_blocks(None), by_blocks(HOOK)
     for i in range(15):

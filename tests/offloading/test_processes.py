@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import pathlib
 import sys
@@ -99,13 +100,18 @@ def fsdp_that_fails(rank: int, hook: aot_hooks.Hook | None) -> list[torch.Tensor
     return fsdp(rank, hook, fails=True)
 
 
-def ddp(rank: int, hook: aot_hooks.Hook | None) -> list[torch.Tensor]:
+def ddp(rank: int, hook: aot_hooks.Hook | None, scope: str = "donated") -> list[torch.Tensor]:
     # small buckets: Dynamo cuts the one graph of `Model` at each
     dist._DEFAULT_FIRST_BUCKET_BYTES = 4096
     parallel = nn.parallel.DistributedDataParallel(Model(), bucket_cap_mb=0.01)
-    compiled = torch.compile(parallel, **options(hook))
+    how = options(hook)
+    how["options"]["scope"] = scope
+    compiled = torch.compile(parallel, **how)
     found = trained(lambda i: backward(compiled, batch(i, rank)), list(parallel.parameters()))
-    assert hook is None or len(aot_hooks.last_plans(compiled)) > 2
+    if hook is not None:
+        plans = aot_hooks.last_plans(compiled)
+        kept = {d.reason for plan in plans for d in plan.decisions if d.saved.is_input}
+        assert len(plans) > 2 and ("an input of the graph" in kept) == (scope == "donated"), kept
     return found
 
 
@@ -143,6 +149,7 @@ WAYS: dict[str, Callable[[int, aot_hooks.Hook | None], list[torch.Tensor]]] = {
     "fsdp whole": fsdp_whole,
     "fsdp that fails": fsdp_that_fails,
     "ddp": ddp,
+    "ddp, no_static": functools.partial(ddp, scope="no_static"),
     "tensor parallel": tensor_parallel,
     "gpipe": pipeline(ScheduleGPipe),
     "1f1b": pipeline(Schedule1F1B),
@@ -187,8 +194,8 @@ def spawn(folder: pathlib.Path, way: str, hook: str) -> None:
 @pytest.mark.parametrize(
     ("way", "hook"),
     [(way, "offload") for way in WAYS if "fails" not in way]
-    + [(way, "budget") for way in WAYS if way not in ("fsdp that fails", "fsdp whole")]
-    + [("fsdp", "lossless")],
+    + [(way, "budget") for way in WAYS if way not in ("fsdp that fails", "fsdp whole", "ddp, no_static")]
+    + [("fsdp", "lossless"), ("ddp, no_static", "lossless")],
 )
 def test_two_processes_have_the_gradients_of_two_without_hooks(tmp_path: pathlib.Path, way: str, hook: str) -> None:
     spawn(tmp_path, way, hook)
