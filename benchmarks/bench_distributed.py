@@ -59,6 +59,8 @@ def prepared(row: str, parallel: str, stack: Stack, mesh: DeviceMesh, inner: str
     if row in HOOKS or row in CAPTURED or row in BUDGETS:
         policy = aot_hooks.budget(int(budget_gib * GIB)) if row in BUDGETS else HOOKS[CAPTURED.get(row, row)]
         options = {"inner": inner, "policy": policy, "cudagraphs": row in CAPTURED}
+        if parallel == "ddp":  # what crosses from bucket to bucket is an input and an output, and nobody else's
+            options["scope"] = "no_static"
         how = {"backend": "aot_hooks", "options": options}
     elif inner == "aten":
         how = {"backend": "aot_eager"}

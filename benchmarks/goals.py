@@ -298,7 +298,10 @@ GOALS = (
     ),
     *(
         goal
-        for how, kind in (("FSDP2", "distributed_fsdp.h100"), ("tensor parallel", "distributed_tp.h100"))
+        for how, kind in (
+            ("FSDP2", "distributed_fsdp.h100"), ("tensor parallel", "distributed_tp.h100"),
+            ("DDP", "distributed_ddp.h100"),
+        )
         for goal in (
             Goal(f"{how}, two GPUs, float8: step over stock's", kind, of_row("float8", "ms", "stock"), 1.02),
             Goal(f"{how}, two GPUs, float8: saved over stock's", kind, of_row("float8", "saved_gib", "stock"), 0.5),
