@@ -23,6 +23,10 @@ def test_a_random_program() -> None:
     assert fuzz_offload.check(1) > 0
 
 
+def test_a_random_step_of_several_graphs() -> None:
+    assert fuzz_offload.check(20, across=True) > 0  # it returns what it saves
+
+
 def test_a_random_program_as_cuda_graphs() -> None:
     assert fuzz_offload.check(8, captured=True) > 0
     assert fuzz_offload.replays.pop() > 0

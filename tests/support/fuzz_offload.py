@@ -8,6 +8,7 @@
     python tests/support/fuzz_offload.py --first 0 --count 1000               # about one a second
     python tests/support/fuzz_offload.py --inner inductor --count 20
     python tests/support/fuzz_offload.py --captured --count 100               # CUDA graphs, on the simulator
+    python tests/support/fuzz_offload.py --across --count 100                 # steps of many graphs, one plan for all
 
 Copies on the CPU are made at their waits, and seen to be done as late as may be: a value that is let go too soon shows.
 """
@@ -17,6 +18,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import gc
+import itertools
 import logging
 import math
 import random
@@ -79,8 +81,9 @@ class Program:
 
     ops: list[tuple[int, int, int, str]]
     region: Any
+    returns: int | None = None  # the value that the caller gets, too
 
-    def __call__(self, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> Any:
         known = operators()
         v = [x, x @ w, torch.tanh(x), x * b]
         for k, p, q, around in self.ops:
@@ -94,7 +97,8 @@ class Program:
                     v[p] = op(v[p], v[q], w)
             else:
                 v[p] = op(v[p], v[q], w)
-        return (v[0] + v[1].sin()) * 0.5 + v[2] * v[3].tanh()
+        y = (v[0] + v[1].sin()) * 0.5 + v[2] * v[3].tanh()
+        return y if self.returns is None else (y, v[self.returns])
 
 
 @dataclass
@@ -110,13 +114,17 @@ class Case:
     sizes: list[int]
     order: list[int]
     thread: bool
+    tick_s: float  # from one event of a step to the next, by the clock of its plans
     said: str
 
 
-def case(seed: int) -> Case:
+def case(seed: int, across: bool = False) -> Case:
+    """What is drawn for `seed`. If `across`, steps of several graphs, whose hooks plan them as one."""
     rng = random.Random(seed)
     around = ["", "", "", "", "", "", rng.choice(["", "break"]), rng.choice(["", "checkpoint"]), "region"]
     count = len(operators())
+    if across:
+        around.append("break")
     ops = [
         (rng.randrange(count), rng.randrange(4), rng.randrange(4), rng.choice(around))
         for _ in range(rng.randint(3, 12))
@@ -129,6 +137,7 @@ def case(seed: int) -> Case:
             "in_flight_bytes": rng.choice([0, 300, 3000, 1 << 30, 1 << 30]),
             "max_host_bytes": rng.choice([None, None, None, 0, 4096, 16384]),
             "rates": rng.choice([None, SLOW, SLOW]),
+            **({"across_graphs": True} if across else {}),
         }
 
     first, second = settings(), settings()
@@ -149,17 +158,19 @@ def case(seed: int) -> Case:
     forwards = rng.choice([1, 1, 1, 2])
     order = rng.sample(range(forwards), forwards)
     scope = rng.choice(["donated", "donated", "no_static", "all"])
-    said = f"{kind} {first} scope={scope} dynamic={dynamic} order={order} region={region is not None} {ops}"
+    thread, returns = rng.random() < 0.2, rng.choice([None, 0, 1, 2, 3]) if across else None
+    said = f"{kind} {first} scope={scope} dynamic={dynamic} order={order} region={region is not None} {ops} {returns}"
     return Case(
-        Program(ops, region),
-        Program(ops, None),
+        Program(ops, region, returns),
+        Program(ops, None, returns),
         hook,
         plain,
         scope,
         dynamic,
         sizes,
         order,
-        rng.random() < 0.2,
+        thread,
+        rng.choice([1e-6, 1e-4, 1e-3]),
         said,
     )
 
@@ -183,6 +194,8 @@ def gradients(fn: Any, inputs: list[Values], hook: Any, order: list[int], scope:
     for values in leaves:
         with aot_hooks.saved_tensors_policy(hook, scope=scope):
             y = fn(*values)
+        if isinstance(y, tuple):
+            y = y[0] * y[1].cos()
         losses.append((y.double() * torch.linspace(0.5, 1.5, y.numel(), dtype=torch.float64).view(y.shape)).sum())
     del y
     for i in order:
@@ -195,9 +208,11 @@ def gradients(fn: Any, inputs: list[Values], hook: Any, order: list[int], scope:
     return [[loss.detach(), *(a.grad for a in values[:2])] for loss, values in zip(losses, leaves, strict=True)]
 
 
-def check(seed: int, inner: str = "aten", captured: bool = False) -> int:
+def check(seed: int, inner: str = "aten", captured: bool = False, across: bool = False) -> int:
     """Run the program of `seed`; how many tensors it sent. Raises `AssertionError` if anything is not as without."""
-    drawn = case(seed)
+    drawn = case(seed, across)
+    if across:  # a step is planned after its third run
+        drawn.sizes = [rows for rows in dict.fromkeys(drawn.sizes) for _ in range(5)]
     if captured:  # each size warms up, is recorded and replayed
         drawn.sizes = [rows for rows in drawn.sizes[:2] for _ in range(4)]
     torch._dynamo.reset()
@@ -211,6 +226,9 @@ def check(seed: int, inner: str = "aten", captured: bool = False) -> int:
     with contextlib.ExitStack() as stack:
         stack.enter_context(late())
         stack.enter_context(warnings.catch_warnings())
+        if across:
+            clock = itertools.count(step=drawn.tick_s)
+            stack.enter_context(pytest.MonkeyPatch.context()).setattr(transfers, "_mark", lambda _: next(clock))
         if captured:
             simulate(stack.enter_context(pytest.MonkeyPatch.context()), 1 << 22)
         warnings.filterwarnings("ignore", message="aot_hooks.offload: the host has no room")
@@ -227,7 +245,7 @@ def check(seed: int, inner: str = "aten", captured: bool = False) -> int:
                 assert 0 <= plan.packed_bytes and plan.host_bytes >= 0
                 assert drawn.plain is not SAME or plan.packed_bytes <= plan.saved_bytes, "more than there was"
                 assert plan.host_bytes == sum(t.nbytes for t in plan.transfers if t.placement.offloaded)
-            if not captured:
+            if not captured and not across:
                 expected = gradients(drawn.reference, inputs, drawn.plain, drawn.order, drawn.scope, False)
                 got = gradients(drawn.program, inputs, drawn.hook, drawn.order, drawn.scope, drawn.thread)
                 compare(got, expected, drawn.program.region is None, "eager")
@@ -253,6 +271,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--count", type=int, default=100)
     parser.add_argument("--seconds", type=float, default=math.inf)
     parser.add_argument("--inner", choices=("aten", "inductor"), default="aten")
+    parser.add_argument("--across", action="store_true", help="one plan for all graphs of a step")
     parser.add_argument("--captured", action="store_true", help="as CUDA graphs, on the simulator")
     given = parser.parse_args(arguments)
     logging.getLogger("cudagraph").setLevel(logging.ERROR)  # what has no room runs without a graph
@@ -262,10 +281,13 @@ def main(arguments: list[str] | None = None) -> int:
             break
         ran += 1
         try:
-            sent += check(seed, given.inner, given.captured)
+            sent += check(seed, given.inner, given.captured, given.across)
         except Exception as error:
             wrong += 1
-            print(f"seed {seed}: {type(error).__name__}: {str(error)[:600]}\n    {case(seed).said}", flush=True)
+            print(
+                f"seed {seed}: {type(error).__name__}: {str(error)[:600]}\n    {case(seed, given.across).said}",
+                flush=True,
+            )
     seconds = time.monotonic() - started
     print(f"{ran} programs, {wrong} wrong, {sent} tensors sent, {sum(replays)} replays, {seconds:.0f} s")
     return bool(wrong)
