@@ -1,12 +1,4 @@
-"""Estimates for plans: bytes alive along a graph, how long a node takes, how fast a copy is.
-
-      position        0    1    2    3   ...          alive[i]: bytes of intermediates alive while node i runs
-      v1              |---------|                     a storage lives from its first node to its last reader
-      v2 (saved)           |---------------------     saved as it is: to the end
-      v3 (packed)          |----|.................    packed: to its last reader, then its packed bytes to the end
-
-A fusing compiler writes a value to memory if it is an output, or if an operator that is not pointwise makes or reads
-it. A value between two pointwise operators stays in registers. Inputs count nothing.
+"""Estimates for plans: how long a node takes, how fast a copy is.
 
       Rates     bytes a second over the link each way and in the device's memory, multiplications and additions a second
       node_ms   max(operations / rate, bytes / rate), from the formulas of `torch.utils.flop_counter`
@@ -22,18 +14,16 @@ import itertools
 import math
 import operator
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
 from torch.utils.flop_counter import flop_registry
 
-from cudagraph.placeholder import nearest_first
-
 from ..torch_private import values as torch_values
+from .lifetimes import SPLIT, Kernels, fuses, is_loop, reduces, written_storages
 from .nodes import (
     argument_called,
     has_tag,
@@ -41,236 +31,10 @@ from .nodes import (
     is_view,
     output_storages,
     producer,
-    storage_bytes,
     storage_of,
-    storages,
     tensor_bytes,
 )
 from .read_tables import ATTENTION, ATTENTION_BACKWARD
-
-
-def fuses(node: Node) -> bool:
-    """Whether a compiler fuses `node` with its neighbours: pointwise operators, views and some concatenations."""
-    return node.op == "call_function" and (_is_pointwise(node.target) or is_view(node) or _is_pointwise_cat(node))
-
-
-@functools.cache  # operators are few
-def _is_pointwise(target: Any) -> bool:
-    tagged = torch.Tag.pointwise in getattr(target, "tags", ())
-    return tagged or str(target) == "prims.convert_element_type.default"  # has no tag
-
-
-def _is_pointwise_cat(node: Node) -> bool:
-    """Whether Inductor computes `node` element by element: on CUDA, a concatenation of few tensors, each of which is
-    computed for it alone, element by element and of no reduction. Rotary embeddings are such."""
-    if node.target is not torch.ops.aten.cat.default or not on_cuda([node]):
-        return False
-    parts = node.all_input_nodes
-    if not 2 <= len(parts) <= _MOST_JOINED or any(not _is_pointwise(n.target) or len(n.users) > 1 for n in parts):
-        return False
-    fused = nearest_first(node, lambda n: n.all_input_nodes if n is node or fuses(n) else ())
-    return not any(map(_reduces, fused))
-
-
-def alive_bytes(gm: GraphModule, packed: Mapping[Node, int]) -> dict[Node, int]:
-    """Bytes alive while each node of the forward runs; `packed`: packed bytes of the nodes that will be packed."""
-    nodes = list(gm.graph.nodes)
-    outputs = output_storages(gm.graph)
-    written = written_storages(nodes) | outputs
-    counted = written - input_storages(gm.graph)
-    last = last_readers(nodes, written)
-    alive = alive_along(nodes, counted, to_end=outputs - storages(packed), last_reader=last, packed=packed)
-    return dict(zip(nodes, alive, strict=True))
-
-
-def alive_along(
-    nodes: Sequence[Node],
-    counted: Collection[Any],
-    *,
-    to_end: Collection[Any],
-    last_reader: Mapping[Node, int],
-    nbytes: Callable[[Node], int] = lambda node: storage_bytes(node.meta["val"]),
-    packed: Mapping[Node, int] = MappingProxyType({}),
-    kernels: Kernels | None = None,
-) -> list[int]:
-    """The bytes of the `counted` storages that are alive at each of `nodes`.
-
-    A storage has the `nbytes` of its first node. It lives to the position of its `last_reader`, or to the end if it is
-    in `to_end`. From its last reader on, a node in `packed` counts the bytes given there. With `kernels` a storage
-    lives from its kernel on, and a kernel may write over one tensor that it reads last.
-    """
-    first, last = lifetimes(nodes, counted, to_end=to_end, last_reader=last_reader, nbytes=nbytes, kernels=kernels)
-    for key, over in ({} if kernels is None else kernels.reuses(first, last)).items():
-        last[over] = first[key][0] - 1
-    change = [0] * (len(nodes) + 2)
-    for key, (start, count, _) in first.items():
-        change[start] += count
-        change[last[key] + 1] -= count
-    for node, count in packed.items():
-        change[last.get(storage_of(node), 0)] += count
-    return list(itertools.accumulate(change))[: len(nodes)]
-
-
-def lifetimes(
-    nodes: Sequence[Node],
-    counted: Collection[Any],
-    *,
-    to_end: Collection[Any],
-    last_reader: Mapping[Node, int],
-    nbytes: Callable[[Node], int],
-    kernels: Kernels | None,
-) -> tuple[dict[Any, tuple[int, int, Node]], dict[Any, int]]:
-    """Two dicts by storage: (first position, bytes, first node), and the last reader's position. See `alive_along`.
-
-    All results of an operator are there from where it runs.
-    """
-    first: dict[Any, tuple[int, int, Node]] = {}
-    last: dict[Any, int] = {}
-    position = {node: i for i, node in enumerate(nodes)} if kernels is None else kernels.at
-    for i, node in enumerate(nodes):
-        if (key := storage_of(node)) is not None and key in counted:
-            if key not in first:
-                made: Any = node.args[0] if node.target is operator.getitem else node
-                first[key] = (position[made], nbytes(node), node)
-            last[key] = len(nodes) if key in to_end else max(last.get(key, i), last_reader[node])
-    return first, last
-
-
-def last_readers(nodes: Sequence[Node], written: Collection[Any], kernels: Kernels | None = None) -> dict[Node, int]:
-    """For each node the position of the last kernel that reads it.
-
-    `written`: the storages that kernels write to memory. A reader's value that is in none of them stays in registers.
-    Then the kernels that read this value read the node as well.
-    """
-    position = {node: i for i, node in enumerate(nodes)} if kernels is None else kernels.at
-    last: dict[Node, int] = {}
-    read: dict[Node, int] = {}  # the position of the kernel that reads what `node` reads
-    for node in reversed(nodes):
-        last[node] = max((read[u] for u in node.users if u.op != "output"), default=position[node])
-        read[node] = last[node] if is_view(node) or storage_of(node) not in written else position[node]
-    return last
-
-
-def on_cuda(nodes: Iterable[Node]) -> bool:
-    """Whether a tensor of `nodes` is on a CUDA device."""
-    values = (node.meta.get("val") for node in nodes)
-    return any(isinstance(value, torch.Tensor) and value.device.type == "cuda" for value in values)
-
-
-SPLIT = "aot_hooks_split"  # in the `meta` of nodes that are not in the kernel of those before them
-
-
-@dataclass(frozen=True)
-class Kernels:
-    """Where a fusing compiler runs nodes, and what the kernel of each reads from memory.
-
-    Pointwise nodes of one size that read the same tensors are one kernel, at the position of the first: the gradients
-    of both factors of a product, say.
-    """
-
-    at: Mapping[Node, int]  # the position at which its kernel runs
-    reads: Mapping[Node, Collection[Any]]  # the storages that its kernel reads for it
-    joined: Collection[Node]  # those computed from a concatenation: they read elsewhere than they write
-
-    @staticmethod
-    def of(nodes: Sequence[Node], written: Collection[Any], ready_early: Collection[Node] = ()) -> Kernels:
-        """`ready_early`: nodes whose results count as if they were there from the start."""
-        at: dict[Node, int] = {}
-        reads: dict[Node, set[Any]] = {}
-        ready: dict[Any, int] = {}  # when each storage is written
-        sizes: dict[Any, int] = {}
-        kernels: dict[Any, list[tuple[int, int]]] = {}  # by storage, those that read it: position and size
-        joined: set[Node] = set()
-        keys = {node: storage_of(node) for node in nodes}
-        for i, node in enumerate(nodes):
-            key = keys[node]
-            own: set[Any] = set()
-            if _is_pointwise_cat(node):
-                joined.add(node)
-            for n in node.all_input_nodes:
-                own |= {keys[n]} if keys[n] in ready else reads[n]
-                if n in joined and keys[n] not in ready:
-                    joined.add(node)
-            own.discard(None)
-            at[node], reads[node] = i, own
-            if key is None or key in ready or (key not in written and node.op != "placeholder"):
-                continue
-            value = node.meta["val"]
-            sizes[key] = tensor_bytes(value)
-            if (fuses(node) or is_loop(node)) and SPLIT not in node.meta:
-                count = torch_values.hint(value.numel())
-                from_on = max((ready[s] for s in own), default=-1)
-                shared = [s for s in own if 2 * sizes[s] >= sizes[key]]
-                at[node] = min(
-                    (p for s in shared for p, n in kernels.get(s, ()) if p >= from_on and n == count), default=i
-                )
-                for s in own:
-                    kernels.setdefault(s, []).append((at[node], count))
-            ready[key] = -1 if node in ready_early else at[node]
-        return Kernels(at, reads, joined)
-
-    def begins(self, readers: Iterable[Node]) -> dict[Any, int]:
-        """By storage, the position of the first kernel that reads it to compute one of `readers`."""
-        found: dict[Any, int] = {}
-        for node in readers:
-            for key in self.reads[node]:
-                found[key] = min(found.get(key, self.at[node]), self.at[node])
-        return found
-
-    def reuses(self, first: Mapping[Any, tuple[int, int, Node]], last: Mapping[Any, int]) -> dict[Any, Any]:
-        """Storages that are written over others, by Inductor's rules: each with the one whose memory it takes.
-
-        A kernel takes over the memory of one storage at most, with as many bytes and of the same dtype. It reads that
-        storage last, and by no node but the one that writes there. `first` and `last` are those of `lifetimes`.
-        """
-        found: dict[Any, Any] = {}
-        used: set[int] = set()
-        made = {node: key for key, (_, _, node) in first.items() if node.op != "placeholder"}
-        readers: dict[tuple[int, Any], int] = defaultdict(int)
-        for node in made:
-            for s in self.reads[node]:
-                readers[self.at[node], s] += 1
-        for node, key in made.items():
-            position, nbytes, _ = first[key]
-            if position in used or not fuses(node) or node in self.joined:
-                continue
-            for s in self.reads[node]:
-                if s not in first or s == key or readers[position, s] > 1:
-                    continue
-                same = first[s][1] == nbytes and first[s][2].meta["val"].dtype == node.meta["val"].dtype
-                if same and last[s] == position > first[s][0]:
-                    found[key] = s
-                    used.add(position)
-                    break
-        return found
-
-
-def written_storages(nodes: Sequence[Node], *, fuse_loops: bool = False) -> set[Any]:
-    """The storages that unfused operators make or read, and None if one makes a tuple. A fusing compiler writes them.
-
-    What a reduction reads is computed in its kernel, so it alone is no reason to write that. What has several readers
-    and reads more than `_MOST_READ` storages itself is written, as Inductor does it.
-    `fuse_loops`: the operators of library/loops are fused, as Inductor compiles them.
-    """
-    kernels = [node for node in nodes if not fuses(node) and node.op != "output"]
-    if fuse_loops:
-        kernels = [node for node in kernels if not is_loop(node)]
-    written = {storage_of(n) for node in kernels for n in (node, *(() if _reduces(node) else node.all_input_nodes))}
-    reads: dict[Any, set[Any]] = {}  # by storage that stays in registers, those that are read to compute it
-    for node in nodes:
-        key = storage_of(node)
-        if key is None or key in written or key in reads or node.op != "call_function":
-            continue
-        reads[key] = set()
-        for source in map(storage_of, node.all_input_nodes):
-            reads[key] |= reads.get(source, {source})
-        if len(reads[key]) > _MOST_READ and len(node.users) > 1:
-            written.add(key)
-            del reads[key]
-    return written
-
-
-# --- time -------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -323,37 +87,15 @@ def is_attention(node: Node) -> bool:
     return _name(node) in ATTENTION or _name(node) in ATTENTION_BACKWARD
 
 
-_MOST_JOINED = 8  # max_complex_pointwise_cat_inputs
-_MOST_READ = 4  # torch._inductor.config.realize_reads_threshold
-_REDUCTIONS = ("aot_hooks.amax_word", "aot_hooks.amax_exponent")
-
-
-def _reduces(node: Node) -> bool:
-    return has_tag(node, torch.Tag.reduction) or str(node.target).startswith(_REDUCTIONS)
-
-
 def _row_length(node: Node) -> int:
     """How many elements a reduction of rows takes for each result; 0: `node` is none."""
     source, made = (n.meta.get("val") for n in (*node.all_input_nodes[:1], node))
-    if not _reduces(node) or not isinstance(made, torch.Tensor) or not isinstance(source, torch.Tensor):
+    if not reduces(node) or not isinstance(made, torch.Tensor) or not isinstance(source, torch.Tensor):
         return 0
     sizes, kept = ([torch_values.hint(n) for n in t.shape] for t in (source, made))
     while kept and kept[-1] == 1:
         kept.pop()
     return math.prod(sizes[len(kept) :]) if sizes[: len(kept)] == kept else 0
-
-
-# operators of library/loops, which Inductor fuses like pointwise ones on NVIDIA GPUs
-_LOOPS = ("aot_hooks.to_float8", "aot_hooks.from_float8", "aot_hooks.to_int8", "aot_hooks.from_int8")
-
-
-def is_loop(node: Node) -> bool:
-    return node.op == "call_function" and _is_loop(node.target)
-
-
-@functools.cache
-def _is_loop(target: Any) -> bool:
-    return str(target).startswith(_LOOPS)
 
 
 def _runs_fused(node: Node, fuse_loops: bool) -> bool:

@@ -4,7 +4,7 @@
       live      --/---------\\________|----------/----\\_____________     over what was alive before the step:
                   saved tensors and outputs stay to the end    parameters, buffers and inputs count nothing
 
-A value lives from its node to its last reader; Inductor writes fewer values to memory, see graphs/roofline.py.
+A value lives from its node to its last reader; Inductor writes fewer values to memory, see graphs/lifetimes.py.
 Outputs that the user gets live to the end of the step, gradients from the node that makes them. Each output has one
 tangent, which counts; torch 2.11 holds it to the end of the backward. Memory that an operator allocates inside itself
 is counted for attention's backward only. A tensor that `offload` sends lives until the wait for its copy, and again
@@ -22,8 +22,9 @@ from torch.fx import GraphModule, Node
 
 from cudagraph.placeholder import results_of
 
+from ..graphs.lifetimes import Kernels, alive_along, last_readers, on_cuda, written_storages
 from ..graphs.nodes import input_storages, output_storages, storage_bytes, storage_of, storages
-from ..graphs.roofline import Kernels, alive_along, last_readers, on_cuda, workspace_bytes, written_storages
+from ..graphs.roofline import workspace_bytes
 from ..graphs.saved import crossing_pairs, place_of
 from ..offloading.transfers import offload_wait, reload_start
 from ..torch_private import aot

@@ -15,8 +15,8 @@ from torch.fx import GraphModule, Node
 
 from cudagraph.placeholder import results_of
 
+from ..graphs.lifetimes import alive_bytes, fuses
 from ..graphs.nodes import producer, storage_bytes, storage_of
-from ..graphs.roofline import alive_bytes, fuses
 from ..graphs.saved import SavedValue
 from ..hook import KEEP, Hook, compiling_for
 from ..offloading.transfers import offload_wait

@@ -19,19 +19,9 @@ from typing import Any
 
 from torch.fx import GraphModule, Node
 
+from ..graphs.lifetimes import SPLIT, Kernels, fuses, is_loop, last_readers, lifetimes, written_storages
 from ..graphs.nodes import input_storages, is_view, output_storages, storage_bytes, storage_of
-from ..graphs.roofline import (
-    SPLIT,
-    Kernels,
-    fuses,
-    has_formula,
-    is_attention,
-    is_loop,
-    last_readers,
-    lifetimes,
-    workspace_bytes,
-    written_storages,
-)
+from ..graphs.roofline import has_formula, is_attention, workspace_bytes
 from ..passes.edits import with_inputs
 from ..passes.live_bytes import LivePoint
 from ..torch_private.inductor_fusion import ALONE, ALONE_IF_WRITTEN, FROM_HOOK, WRITTEN, mark_alone

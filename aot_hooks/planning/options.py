@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
+from ..graphs.lifetimes import Kernels, alive_along, fuses, is_loop, last_readers, on_cuda, written_storages
 from ..graphs.nodes import (
     REGION,
     SNAPSHOT,
@@ -28,23 +29,7 @@ from ..graphs.nodes import (
     producer,
     storage_of,
 )
-from ..graphs.roofline import (
-    SPARED,
-    Kernels,
-    Rates,
-    alive_along,
-    fuses,
-    has_formula,
-    is_loop,
-    last_readers,
-    link_ms,
-    measured_rates,
-    memory_ms,
-    node_ms,
-    on_cuda,
-    row_lengths,
-    written_storages,
-)
+from ..graphs.roofline import SPARED, Rates, has_formula, link_ms, measured_rates, memory_ms, node_ms, row_lengths
 from ..graphs.saved import Boundary, SavedValue, boundary
 from ..hook import Hook
 from ..library.float8 import float8

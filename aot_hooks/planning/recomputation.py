@@ -19,8 +19,9 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from ..graphs.backward_reads import BackwardReads
+from ..graphs.lifetimes import fuses
 from ..graphs.nodes import storage_bytes, storage_of
-from ..graphs.roofline import fuses, has_formula
+from ..graphs.roofline import has_formula
 from ..graphs.saved import SavedValue
 from ..torch_private.values import is_operator
 from .step import RECOMPUTE, Option, Value

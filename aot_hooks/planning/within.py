@@ -23,8 +23,9 @@ from typing import Any
 from torch.fx import GraphModule
 
 from ..errors import BudgetError, BudgetWarning
+from ..graphs.lifetimes import on_cuda
 from ..graphs.nodes import storage_of
-from ..graphs.roofline import on_cuda, step_ms
+from ..graphs.roofline import step_ms
 from ..graphs.saved import Boundary, SavedTensor, SavedValue
 from ..hook import KEEP, Hook
 from ..offloading.transfers import COPIES

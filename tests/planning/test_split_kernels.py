@@ -9,8 +9,9 @@ from torch._inductor.utils import run_and_get_code
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from aot_hooks.graphs.lifetimes import SPLIT, Kernels, alive_along, last_readers, written_storages
 from aot_hooks.graphs.nodes import output_storages, storage_bytes, storage_of, storages
-from aot_hooks.graphs.roofline import SPLIT, Kernels, alive_along, last_readers, workspace_bytes, written_storages
+from aot_hooks.graphs.roofline import workspace_bytes
 from aot_hooks.passes.live_bytes import LivePoint
 from aot_hooks.planning.kernels import (
     fusion_zones,

@@ -15,7 +15,7 @@ from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
 import aot_hooks
 from aot_hooks.errors import BudgetError
-from aot_hooks.graphs import roofline
+from aot_hooks.graphs import lifetimes, roofline
 from aot_hooks.planning import options, within
 
 AT = torch.ops.aten
@@ -61,7 +61,7 @@ def test_a_concatenation_is_fused_on_cuda_if_its_parts_are_computed_for_it(funct
         parts = [torch.empty(8, 4, device=device) for _ in range(2)]
         FakeTensorProp(gm, mode).propagate_dont_convert_inputs(*parts)
     (cat,) = (n for n in gm.graph.nodes if n.target is AT.cat.default)
-    assert roofline.fuses(cat) == (function is halves and device == "cuda")
+    assert lifetimes.fuses(cat) == (function is halves and device == "cuda")
 
 
 def test_what_is_read_by_many_paths_is_looked_at_once() -> None:
@@ -73,7 +73,7 @@ def test_what_is_read_by_many_paths_is_looked_at_once() -> None:
     with FakeTensorMode():
         graph = make_fx(halves_of_a_chain)(torch.empty(4, 64, device="cuda")).graph
     (cat,) = graph.find_nodes(op="call_function", target=torch.ops.aten.cat.default)
-    assert roofline.fuses(cat)
+    assert lifetimes.fuses(cat)
 
 
 def packed(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
