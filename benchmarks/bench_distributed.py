@@ -131,6 +131,7 @@ def measured(
     slowest = torch.tensor(times, device=device)
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
     nbytes, loss = measure_bytes(forward, backward, device)
+    plans = aot_hooks.last_plans(run if said.parallel == "ddp" else stack) if row in BUDGETS else []
     return {
         "row": row,
         "ms": min(slowest.tolist()),
@@ -140,6 +141,7 @@ def measured(
         "sent_gib": (after["sent_bytes"] - before["sent_bytes"]) / len(times) / GIB,
         "could_send_gib": after["step_bytes"] / GIB,
         "budget_gib": budget_gib or None,
+        "predicted_gib": max((plan.peak_bytes for plan in plans), default=0) / GIB or None,
         "graphs_in_step": after["step_graph_count"],
         "recordings": captures["recordings"],
         "replays_in_step": (captures["replays"] - replays) / len(times),
