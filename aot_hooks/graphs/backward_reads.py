@@ -209,7 +209,7 @@ class BackwardReads:
             return "singular", False
         if smooth and user in self.of_tangents and set(positions) & set(tables.ADDENDS.get(name, ())):
             return "singular", False
-        if _is_sine(user) and _has_product(value):
+        if _is_sine(user) and not _may_be_rounded_for_sine(value):
             return "singular", False
         if user.target is _aten.exp.default and _is_minus_square(value):
             return "smooth", False
@@ -246,7 +246,7 @@ class BackwardReads:
         if inner is None or len(placeholders) != len(operands) or not positions or min(positions) < 2:
             yield FoundRead(Read("unknown", op_name(user), source_line(user)), direct)
             return
-        for node in filter(_is_sine, inner.graph.nodes if _has_product(value) else ()):
+        for node in filter(_is_sine, () if _may_be_rounded_for_sine(value) else inner.graph.nodes):
             yield FoundRead(Read("singular", op_name(node), source_line(node)), direct)
         pairs = [*zip(operands, placeholders, strict=True)]
         tangents = {p for o, p in pairs if isinstance(o, Node) and o in self.of_tangents}
@@ -294,18 +294,20 @@ def _is_sine(node: Node) -> bool:
     return node.target in (_aten.sin.default, _aten.cos.default)
 
 
-def _has_product(node: Node) -> bool:
-    """Whether `node` is computed by a power, or by a product of tensors of one size, from what the backward has.
+def _may_be_rounded_for_sine(node: Node) -> bool:
+    """Whether `node` is a saved tensor, or made of saved tensors by operators that let no error grow.
 
-    Such an argument of a sine has a larger error than if it were rounded itself, as eager mode does, without a bound.
+    The argument of a sine that is computed again from a rounded `h` may have more of an error than if it were rounded
+    itself, as in eager mode, and no end bounds it: twice as much for `h * h`.
     """
 
-    def multiplies(n: Node) -> bool:
-        factors = [a for a in n.args if isinstance(a, Node)]
-        power = n.target is _aten.pow.Tensor_Scalar or str(n.target) in ("aten.square.default", "aten.addcmul.default")
-        return power or (n.target is _aten.mul.Tensor and len(factors) == 2 and len(set(map(_numel, factors))) == 1)
+    def keeps(n: Node) -> bool:
+        of_number = (
+            str(n.target) in tables.OF_NUMBERS and len(n.all_input_nodes) == 1 and not isinstance(n.args[1], Node)
+        )
+        return n.op != "call_function" or of_number or str(n.target) in tables.BEFORE_SINES
 
-    return any(multiplies(n) for n in nearest_first(node, lambda n: n.all_input_nodes) if n.op == "call_function")
+    return all(map(keeps, nearest_first(node, lambda n: n.all_input_nodes)))
 
 
 def _gives_norm(user: Node) -> bool:

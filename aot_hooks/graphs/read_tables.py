@@ -199,6 +199,14 @@ SCALES_NORM = _ops("add.Tensor add.Scalar mul.Tensor mul.Scalar div.Tensor div.S
 # and these take its root or reciprocal: operator -> position
 ROOTS: dict[str, int] = {**dict.fromkeys(_ops("sqrt rsqrt reciprocal pow.Tensor_Scalar"), 0), "aten.div.Tensor": 1}
 
+# What may stand between a saved tensor and a sine: the error of its result is about what rounding the result would
+# make, as eager mode does. A product with a tensor is none of these, with a number it is.
+BEFORE_SINES = (MOVES | CONVERSIONS) | _ops(
+    "add.Tensor add.Scalar sub.Tensor sub.Scalar rsub.Tensor rsub.Scalar mul.Scalar div.Scalar neg",
+    "abs relu leaky_relu sin cos tanh sigmoid erf atan gelu silu",
+)
+OF_NUMBERS = _ops("mul.Tensor div.Tensor")  # these too, if the other argument is a number
+
 # Attention as one operator. Names have no overload.
 ATTENTION = _names(
     "_scaled_dot_product_flash_attention _scaled_dot_product_flash_attention_for_cpu",

@@ -270,9 +270,9 @@ def test_what_is_exponentiated_again_is_known_and_left_alone(name: str) -> None:
 # backward(h, t) -> the reads of h that are not smooth: (kind, operator, answered)
 KINDS = {
     "a product": (lambda h, t: (h * t,), []),
-    "a smooth chain": (lambda h, t: ((h.tanh().sigmoid() * 3 + 1) * t,), []),
-    "a sine of three times it": (lambda h, t: ((3 * h).cos() * t,), []),
+    "a smooth chain": (lambda h, t: ((h.tanh().sigmoid() * 3 + 1).cos() * t,), []),
     "a sine of its square": (lambda h, t: ((h * h).cos() * t,), [("singular", "cos.default", False)]),
+    "a sine of a matrix product": (lambda h, t: ((h @ h.t()).cos() @ t,), [("singular", "cos.default", False)]),
     "a matrix product": (lambda h, t: (torch.mm(h.t(), t),), []),
     "its square": (lambda h, t: (h.pow(2) * t,), []),
     "a norm's root": (lambda h, t: (torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + 1e-6) * t,), []),
