@@ -305,7 +305,7 @@ class Steps:
                 while known.plan.sends == known.tried[-1][0].sends and known.share >= _LEAST_SHARE:
                     known.share *= _NEXT_SHARE
                     known.plan = self.plan(known.trace, known.at_ms, known.share)
-            if known.plan is known.tried[-1][0] or known.plan.sends == known.tried[-1][0].sends:
+            if known.plan.sends == known.tried[-1][0].sends or not known.plan.sent_bytes:  # none is left to try
                 most_ms = _AS_FAST * min(took, fastest) + known.plan.allowed_ms
                 known.plan = next(plan for plan, ms in known.tried if ms <= most_ms)
                 known.settled = True

@@ -121,6 +121,14 @@ def test_the_plan_with_most_copies_stays_of_those_that_are_as_fast() -> None:
     assert sent[:8] == [0, 0, 0, 5, 5, 5, 5, 5] and min(sent[8:]) < 5 and sent[-6:] == [5] * 6, sent
 
 
+def test_a_plan_that_sends_nothing_replaces_none() -> None:
+    link = SharedLink(stall_ms=1.0)
+    plan = link.steps.plan
+    link.steps.plan = lambda trace, at_ms, share: plan(trace, at_ms, share if share == 1.0 else 1e-9)
+    sent = [link.run() for _ in range(24)]
+    assert sent[3:] == [5] * 21, sent
+
+
 @pytest.mark.parametrize("more_ms", [0.0, 0.5], ids=["hidden", "other work makes all steps slower"])
 def test_fewer_copies_that_are_no_faster_bring_back_the_plan_with_more(more_ms: float) -> None:
     link = SharedLink(0.0)
