@@ -44,11 +44,9 @@ WRAPPERS = ("__self__", "__func__", "func", "args", "keywords", "fget")  # of me
 MISSING = object()
 EMPTY_CELL = types.CellType()  # of a closure, whose variable has no value yet; all empty cells are equal
 _PATHS = sysconfig.get_paths()
-_OURS = os.path.dirname(os.path.dirname(__file__))
-OUR_OWN = tuple(
-    folder + os.sep
-    for folder in (os.path.dirname(torch.__file__), _OURS, os.path.join(os.path.dirname(_OURS), "aot_hooks"))
-)
+_PACKAGE = os.path.dirname(os.path.dirname(__file__))
+_AOT_HOOKS = os.path.join(os.path.dirname(_PACKAGE), "aot_hooks")
+OUR_OWN = tuple(folder + os.sep for folder in (os.path.dirname(torch.__file__), _PACKAGE, _AOT_HOOKS))
 NOT_THE_USERS = (
     *OUR_OWN,
     *(_PATHS[name] + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")),

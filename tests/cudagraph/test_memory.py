@@ -444,3 +444,23 @@ def test_a_chain_needs_little_more_memory_than_eager():
     assert ours <= 1.1 * eager, f"{ours / eager:.3f} of eager's peak"
     assert len(set(reserved[10:])) == 1
     dispatch.reset()
+
+
+def test_a_tree_that_could_not_be_closed_is_closed_later():
+    """A finalizer may run while torch imports a module that closing needs."""
+    import types
+
+    from cudagraph.tree import tree
+
+    closed = []
+
+    def close():
+        closed.append(len(closed))
+        if len(closed) == 1:
+            raise ImportError("partially initialized")
+
+    driver = types.SimpleNamespace(is_capturing=lambda: False)
+    with pytest.raises(ImportError):
+        tree.close_later(types.SimpleNamespace(driver=driver, functions=set(), close=close))
+    tree.close_pending()
+    assert closed == [0, 1] and not tree.to_close
