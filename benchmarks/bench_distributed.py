@@ -17,6 +17,7 @@ import contextlib
 import functools
 import gc
 import json
+import logging
 import os
 import pathlib
 import statistics
@@ -161,8 +162,12 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--inner", choices=("inductor", "aten"), default="inductor")
     parser.add_argument("--json", type=pathlib.Path, help="written after each row")
+    parser.add_argument("--verbose", action="store_true", help="log which plans of a step are tried")
     said = parser.parse_args()
     rank, cuda = int(os.environ["LOCAL_RANK"]), torch.cuda.is_available()
+    if said.verbose and rank == 0:
+        logging.basicConfig(format="%(message)s")
+        logging.getLogger("aot_hooks").setLevel(logging.INFO)
     device = torch.device("cuda", rank) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)

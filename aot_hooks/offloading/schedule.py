@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
-_LINK = 0.95  # share of its measured speed that the link has beside the compute: kernels use the same memory
+LINK = 0.95  # share of its measured speed that the link has beside the compute: kernels use the same memory
 _PLANNED = 0.8  # share of that speed with which copies back are planned
 _COMPUTE = 0.94  # share of its estimated time that the compute may take; copies then have to be done sooner
 _SLACK_MS = 0.3
@@ -143,8 +143,8 @@ def schedule(
         items,
         forward=list(accumulate(forward_ms, initial=0.0)),
         backward=list(accumulate(backward_ms, initial=0.0)),
-        out=to_host * _LINK / 1e3,
-        back=to_device * _LINK / 1e3,
+        out=to_host * LINK / 1e3,
+        back=to_device * LINK / 1e3,
         in_flight_limits=[limit.in_flight_bytes for limit in limits],
         wait_gaps=range(len(forward_ms) + 1) if wait_gaps is None else [*wait_gaps, len(forward_ms)],
         reload_gaps=range(len(backward_ms) + 1) if reload_gaps is None else sorted({0, *reload_gaps}),

@@ -3,7 +3,8 @@
       first step     start 0, wait 0, start 1, wait 1 ... | reload 1, reload 0      recorded: the trace
       two more       the same, and when each of them runs; the faster counts        plan_step --> StepPlan
       five more      start 0 [send] ... start 5 [join 0] ... | reload 7 [fetch 5] ... reload 5
-      five more      the same with a plan for three quarters of the link, and so on while steps get faster
+      five more      the same with a plan for the speed that the link had meanwhile, or else for three quarters of the
+                     speed that was planned with; and so on while steps get faster
       then           the plan that sends most, of those that are nearly as fast as the fastest
 
 A graph that is compiled once runs for every layer, so what differs between layers is read at run time: `transfers`
@@ -27,7 +28,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from .schedule import Item, Limits, Schedule, schedule
+from .schedule import LINK, Item, Limits, Schedule, schedule
 
 log = logging.getLogger("aot_hooks")
 _MOST_TRACES = 16
@@ -35,6 +36,7 @@ _TIMED = 2  # runs with times before a plan: the allocator may grow in one of th
 _TRIED = 5  # runs of a plan before it is judged: new sizes are pinned in the first, which takes long
 _AS_FAST = 1.005  # steps that take at most this many times as long as others, besides what their hooks allow
 _NEXT_SHARE, _LEAST_SHARE = 0.75, 0.25  # of the link's speed, that the next plan counts on
+_SLOWER = 0.97  # of the speed planned with: copies that are slower than this tell the next plan their own
 _ENOUGH = 0.95  # of the bytes that could be sent: small tensors take as much of the host's time as large ones
 _SIZES = 4  # least sizes that are tried for that
 _MOST_EVENTS = 1 << 17  # a step that never ends: something keeps its saved tensors
@@ -73,6 +75,7 @@ class StepPlan:
         nbytes, sent_bytes: bytes that could be sent in the step, and those that are.
         forward_ms, backward_ms: from the first event to the first reload, and from there to the last.
         allowed_ms: how much longer its hooks let the step get.
+        to_host: bytes a second that it counts on.
     """
 
     sends: tuple[bool, ...]
@@ -83,6 +86,7 @@ class StepPlan:
     forward_ms: float
     backward_ms: float
     allowed_ms: float
+    to_host: float
 
 
 def graph_count(trace: Sequence[Event]) -> int:
@@ -152,6 +156,7 @@ def plan_step(trace: Sequence[Event], at_ms: Sequence[float], to_host: float, to
         planned.forward_ms,
         planned.backward_ms,
         allowed_ms,
+        to_host * LINK,
     )
 
 
@@ -163,6 +168,7 @@ class Entry:
     number: int = -1  # in its step; -1 outside of steps
     step: int = -1
     follows: bool = False  # a plan for the step joins and fetches it; else the graph does
+    timed: bool = False  # its copy out shall be timed, see `Steps.copied`
     joined: bool = False  # the place of the wait has passed
     value: Any = None  # the tensor, while it is on the device and no copy is under way
     out: Any = None  # the copy out, while it holds the tensor
@@ -178,12 +184,14 @@ class _Known:
         trace: its events.
         runs: marks in the runs since the last plan: of all events before the first plan, then of the first and last.
         plan: what it follows; `share`: of the link's speed, that this counts on. If `settled`, it is the last one.
+        copies: of these runs, the bytes of each copy out, and the marks at its begin and end.
         at_ms: when each event runs without a plan.
         tried: the plans that were timed, each sends less than the one before, and the ms of a step with it.
     """
 
     trace: tuple[Event, ...]
     runs: list[list[Any]] = field(default_factory=list)
+    copies: list[tuple[int, list[Any]]] = field(default_factory=list)
     plan: StepPlan | None = None
     share: float = 1.0
     settled: bool = False
@@ -218,6 +226,7 @@ class Steps:
     _followed: _Known | None = None
     _trace: list[Event] = field(default_factory=list)
     _marks: list[Any] | None = None
+    _copies: list[tuple[int, list[Any]]] = field(default_factory=list)
     _entries: list[Entry] = field(default_factory=list)
     _alive: int = 0
     _number: int = 0
@@ -235,12 +244,19 @@ class Steps:
             actions = self._note(("start", nbytes, terms))
             if self._followed is not None and self._followed.plan is not None:
                 entry.sends, entry.follows = self._followed.plan.sends[entry.number], True
+                entry.timed = self._marks is not None
             return entry, actions
 
     def event(self, what: str, entry: Entry) -> list[tuple[str, Entry]]:
         """Note a "wait" or "reload" of `entry`. Returns the actions before it."""
         with self._lock:
             return self._note((what, entry.number)) if entry.step == self._number else []
+
+    def copied(self, entry: Entry, nbytes: int, begin: Any, end: Any) -> None:
+        """Note the marks at the begin and the end of a copy out."""
+        with self._lock:
+            if entry.step == self._number:
+                self._copies.append((nbytes, [begin, end]))
 
     def drop(self, entry: Entry) -> None:
         """`entry` is not saved any more. Takes no lock: the garbage collector may call it anywhere."""
@@ -289,9 +305,14 @@ class Steps:
 
     def _decide(self, known: _Known) -> None:
         """Plan a step that has run often enough, and compare its plan with one that sends less."""
-        if known.settled or not known.is_timed or (times := self.times(known.runs)) is None:
+        if known.settled or not known.is_timed:
             return
-        known.runs = []
+        times = self.times([*known.runs, *(marks for _, marks in known.copies)])
+        if times is None:
+            return
+        times, copies_ms = times[: len(known.runs)], [run[-1] for run in times[len(known.runs) :]]
+        copied = sum(nbytes for nbytes, _ in known.copies)
+        known.runs, known.copies = [], []
         if known.plan is None:  # the host may have held up one run here and one there
             steps = [[b - a for a, b in itertools.pairwise(run)] for run in times]
             known.at_ms = list(itertools.accumulate(map(min, zip(*steps, strict=True)), initial=0.0))
@@ -302,14 +323,22 @@ class Steps:
             fastest = min((ms for _, ms in known.tried), default=math.inf)
             known.tried.append((known.plan, took))
             if _AS_FAST * took <= fastest:
+                share = 1e3 * copied / sum(copies_ms) / known.plan.to_host if copied else 1.0
                 while known.plan.sends == known.tried[-1][0].sends and known.share >= _LEAST_SHARE:
-                    known.share *= _NEXT_SHARE
+                    known.share, share = known.share * (share if share < _SLOWER else _NEXT_SHARE), 1.0
                     known.plan = self.plan(known.trace, known.at_ms, known.share)
             if known.plan.sends == known.tried[-1][0].sends or not known.plan.sent_bytes:  # none is left to try
                 most_ms = _AS_FAST * min(took, fastest) + known.plan.allowed_ms
                 known.plan = next(plan for plan, ms in known.tried if ms <= most_ms)
                 known.settled = True
-        log.info("offload: %d of %d bytes are sent in a step", known.plan.sent_bytes, known.plan.nbytes)
+        log.info(
+            "offload: a step sends %d of %d bytes, by a plan for %.2f of the link's speed; steps so far took %s ms%s",
+            known.plan.sent_bytes,
+            known.plan.nbytes,
+            known.share,
+            [round(ms, 1) for _, ms in known.tried],
+            f"; the last copies had {1e-6 * copied / sum(copies_ms):.1f} GB/s" if copied else "",
+        )
 
     def _end(self) -> None:
         trace, known = tuple(self._trace), self._followed
@@ -317,10 +346,11 @@ class Steps:
             known = _Known(trace)
         elif self._marks is not None:
             known.runs.append(self._marks)
+            known.copies += self._copies
         if known.plan is not None:
             self.last = known.plan
         if any(event[0] == "reload" for event in trace):
             self._known = [*(k for k in self._known if k is not known), known][-_MOST_TRACES:]
         self._followed, self._marks, self._alive = None, None, 0
-        self._trace, self._entries = [], []
+        self._trace, self._entries, self._copies = [], [], []
         self._number += 1

@@ -27,7 +27,6 @@ import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -35,33 +34,20 @@ import torch
 from ..errors import UnusedWarning
 from ..graphs.roofline import measured_rates
 from ..torch_private.autograd import keeps_graph
-from . import stand_ins, steps
-from .pinned_pool import HostPool
+from . import copies, stand_ins, steps
+from .copies import Copy, captures, capturing, pool, streams_of
 
 if TYPE_CHECKING:
     from cudagraph import Capture
 
 NO_LIMIT = -1  # not None: inner compilers differ in how they pass an optional number to an operator
-pool = HostPool()
 _numbers = itertools.count(1)
-_in_flight: dict[int, _Copy] = {}
+_in_flight: dict[int, Copy] = {}
 _kept: dict[int, torch.Tensor] = {}  # tensors without room on the host, by the address of their stand-in there
 _entries: dict[int, steps.Entry] = {}  # tensors that were started with terms, by the address of what crosses
 _steps: dict[torch.device, steps.Steps] = {}
 _counts: Counter[str] = Counter()  # since the last `reset`
 _lock = threading.Lock()
-
-
-@dataclass(eq=False)
-class _Copy:
-    """A copy in flight: started and not waited for. `source` and `target` live as long as it."""
-
-    source: torch.Tensor
-    target: torch.Tensor
-    event: Any = None  # recorded after the copy; None where there is nothing to wait for
-    stream: Any = None  # the stream that owns the device memory of `source` or `target`
-    captured: bool = False  # the copy is part of a CUDA graph and runs in each replay, not now
-    entry: steps.Entry | None = None  # of a tensor that was started with terms
 
 
 def _count(what: str, nbytes: int) -> int:
@@ -72,28 +58,6 @@ def _count(what: str, nbytes: int) -> int:
         return _counts[f"{what}_count"]
 
 
-_streams: dict[int, tuple[torch.cuda.Stream, torch.cuda.Stream, torch.cuda.Event]] = {}
-
-
-def _streams_of(device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Stream, torch.cuda.Event]:
-    """The streams of copies out and back, made once, and the event by which they wait for the current stream."""
-    index = device.index or 0  # the device of a tensor has an index
-    if index not in _streams:
-        with _lock:
-            out, back = (torch.cuda.Stream(torch.device("cuda", index)) for _ in range(2))
-            _streams.setdefault(index, (out, back, torch.cuda.Event()))
-    return _streams[index]
-
-
-def _capturing(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-
-
-def _captures(stream: torch.cuda.Stream) -> bool:
-    with torch.cuda.stream(stream):
-        return torch.cuda.is_current_stream_capturing()
-
-
 def _no_capture() -> None:
     return None
 
@@ -101,52 +65,7 @@ def _no_capture() -> None:
 capture_under_way: Callable[[], Capture | None] = _no_capture  # `cudagraph.capturing`, once CUDA graphs are in use
 
 
-def _begin(source: torch.Tensor, target: torch.Tensor, device: torch.device, out: bool) -> _Copy:
-    """Start a copy between the host and `device`: to the host if `out`."""
-    copy = _Copy(source, target)
-    if device.type != "cuda":
-        target.copy_(source)
-        return copy
-    stream_out, stream_back, ready = _streams_of(device)
-    side = stream_out if out else stream_back
-    copy.stream = torch.cuda.current_stream(device.index)  # of a number, torch knows the device at once
-    copy.captured = torch.cuda.is_current_stream_capturing()
-    block = None if copy.captured else pool.block_of(target if out else source)
-    with _lock:  # a wait is for the event's last record, so another thread may record it right after
-        ready.record(copy.stream)
-        side.wait_event(ready)
-    if block is not None and block.event is not None:
-        side.wait_event(block.event)  # the last reader or writer of the block, perhaps for another stream
-    _copy_on(side, copy.stream, source, target)
-    copy.event = torch.cuda.Event()
-    copy.event.record(side)
-    if block is not None:  # outside of captures: a record in one means nothing outside of it
-        block.event = copy.event
-    return copy
-
-
-def _copy_on(side: torch.cuda.Stream, current: torch.cuda.Stream, source: torch.Tensor, target: torch.Tensor) -> None:
-    """Copy on `side`, of the device whose stream is `current`. `torch.cuda.stream` takes as long as all of the rest."""
-    before = torch.cuda.current_device()
-    torch.cuda.set_stream(side)
-    try:
-        target.copy_(source, non_blocking=True)
-    finally:
-        torch.cuda.set_stream(current)
-        if before != side.device_index:  # which `set_stream` has made the current one
-            torch.cuda.set_device(before)
-
-
-def _join(copy: _Copy) -> None:
-    """Have the current stream, and the stream that owns the memory, wait for the copy."""
-    if copy.event is not None:
-        current = torch.cuda.current_stream(copy.stream.device_index)
-        current.wait_event(copy.event)
-        if current != copy.stream:
-            copy.stream.wait_event(copy.event)
-
-
-def _ticket(copy: _Copy) -> torch.Tensor:
+def _ticket(copy: Copy) -> torch.Tensor:
     """int64[1] with the number of `copy`; if it dies unclaimed, the copy is waited for and released."""
     number = next(_numbers)
     _in_flight[number] = copy
@@ -166,21 +85,15 @@ def claim(ticket: torch.Tensor) -> torch.Tensor:
         raise RuntimeError(
             "a wait for an offloaded tensor got a ticket that was waited for before; each start has one wait, in order"
         )
-    _join(copy)
+    copies.join(copy)
     return copy.target
 
 
 def _abandon(number: int) -> None:
     copy = _in_flight.pop(number, None)
-    _join_unclaimed(copy)
+    copies.join_unclaimed(copy)
     if copy is not None and copy.entry is not None:
         _steps_of(copy.source.device).drop(copy.entry)
-
-
-def _join_unclaimed(copy: _Copy | None) -> None:
-    """Have the stream that owns the memory wait for a copy that nobody will claim."""
-    if copy is not None and copy.event is not None and (not copy.captured or _captures(copy.stream)):
-        copy.stream.wait_event(copy.event)  # after its capture has ended, a captured copy needs no wait
 
 
 def send(x: torch.Tensor, limit: int | None) -> torch.Tensor:
@@ -192,14 +105,14 @@ def send(x: torch.Tensor, limit: int | None) -> torch.Tensor:
     if copy is None:
         host = stand_ins.stand_in(x, lambda address: _kept.pop(address, None))
         _kept[host.data_ptr()] = x.detach().clone()  # the program may write to `x`
-        copy = _Copy(x, host)
+        copy = Copy(x, host)
     return _ticket(copy)
 
 
-def _begin_out(x: torch.Tensor, limit: int | None) -> _Copy | None:
+def _begin_out(x: torch.Tensor, limit: int | None, timed: bool = False) -> Copy | None:
     """Start to copy `x` to host memory; None, with a warning at first, if the host has no room for it."""
     if not x.nbytes:  # takes no room
-        return _Copy(x, torch.empty_like(x, device="cpu"))
+        return Copy(x, torch.empty_like(x, device="cpu"))
     nbytes, capture, captured = x.nbytes, capture_under_way(), _is_captured(x.device)
     lease = pool.lease(nbytes, pinned=x.is_cuda, limit=limit, captured=captured, capture=capture)
     if lease is None and captured:
@@ -215,7 +128,7 @@ def _begin_out(x: torch.Tensor, limit: int | None) -> _Copy | None:
         return None
     host = lease.view(x.dtype).view(x.shape)
     _count("sent", nbytes)
-    return _begin(x, host, x.device, out=True)
+    return copies.begin(x, host, x.device, out=True, timed=timed)
 
 
 def fetch(host: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -226,14 +139,14 @@ def fetch(host: torch.Tensor, device: torch.device) -> torch.Tensor:
         if _is_captured(device):  # the next step's tensor has another address
             raise _capture_error(device, capture, "what found no room on the host can't be read")
         # a copy, because the reader may write over it before another backward reads it
-        return _ticket(_Copy(host, kept.clone()))
+        return _ticket(Copy(host, kept.clone()))
     return _ticket(_fetch(host, device))
 
 
-def _fetch(host: torch.Tensor, device: torch.device) -> _Copy:
+def _fetch(host: torch.Tensor, device: torch.device) -> Copy:
     target = torch.empty(host.shape, dtype=host.dtype, device=device)
     _count("fetched", host.nbytes)
-    return _begin(host, target, device, out=False)
+    return copies.begin(host, target, device, out=False)
 
 
 def fetched_here(ticket: torch.Tensor) -> bool:
@@ -247,7 +160,7 @@ def finished(ticket: torch.Tensor) -> bool:
     copy = _in_flight.get(_number(ticket))
     if copy is None or copy.event is None:
         return True
-    return not _capturing(copy.stream.device) and copy.event.query()
+    return not capturing(copy.stream.device) and copy.event.query()
 
 
 def _capture_error(device: torch.device, capture: Capture | None, text: str) -> Exception:
@@ -256,8 +169,8 @@ def _capture_error(device: torch.device, capture: Capture | None, text: str) -> 
     Also joins the streams of copies that were started in the capture, without which it could not end.
     """
     if device.type == "cuda":
-        for side in _streams_of(device)[:2]:
-            if _captures(side):
+        for side in streams_of(device)[:2]:
+            if captures(side):
                 torch.cuda.current_stream(device).wait_stream(side)
     text = f"offload: {text} during CUDA graph capture; run a step with the same shapes before, or raise max_host_bytes"
     return RuntimeError(text) if capture is None else capture.not_warm(text)
@@ -323,9 +236,11 @@ def _start(x: torch.Tensor, limit: int | None, terms: steps.Terms) -> torch.Tens
     else:
         entry, actions = _steps_of(x.device).start(x.nbytes, terms)
         _carry_out(actions)
-    sent = _begin_out(x, limit) if entry.sends else None
+    sent = _begin_out(x, limit, entry.timed) if entry.sends else None
     entry.sends = sent is not None
-    copy = sent or _Copy(x, x)
+    if sent is not None and sent.begun is not None:
+        _steps_of(x.device).copied(entry, x.nbytes, sent.begun, sent.event)
+    copy = sent or Copy(x, x)
     copy.entry = entry
     return _ticket(copy)
 
@@ -348,7 +263,7 @@ def _wait(ticket: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         if entry.follows and not entry.joined:
             entry.out = copy
         else:
-            _join(copy)
+            copies.join(copy)
         memory = block.leased()
         entry.host = functools.partial(_host_tensor, weakref.ref(memory), x.dtype, x.shape, x.device)
         weakref.finalize(memory, _release, host.data_ptr(), x.device, entry).atexit = False
@@ -369,14 +284,14 @@ def _release(address: int, device: torch.device, entry: steps.Entry) -> None:
     """Drop all that is kept for `entry`. Its host memory is gone: its backward is over, or will never come."""
     _entries.pop(address, None)
     for copy in (entry.out, entry.back):
-        _join_unclaimed(copy)
+        copies.join_unclaimed(copy)
     entry.value = entry.out = entry.back = None
     _steps_of(device).drop(entry)
 
 
 def _is_captured(device: torch.device) -> bool:
     """Whether a CUDA graph is being captured. Its replays don't run these operators, so they belong to no step."""
-    return capture_under_way() is not None or _capturing(device)
+    return capture_under_way() is not None or capturing(device)
 
 
 def _note(what: str, entry: steps.Entry, device: torch.device) -> None:
@@ -392,7 +307,7 @@ def _carry_out(actions: list[tuple[str, steps.Entry]]) -> None:
             entry.joined = True
             copy, entry.out = entry.out, None
             if copy is not None:
-                _join(copy)
+                copies.join(copy)
         elif entry.sends and entry.out is None and entry.host is not None and (found := entry.host()) is not None:
             host, device = found
             entry.back = _fetch(host, device)
@@ -422,7 +337,7 @@ def _reload(host: torch.Tensor, device: torch.device, decided: bool) -> torch.Te
             entry.value, value = value, value.clone()  # the reader may write over it before another backward reads it
         else:
             entry.value = None
-        return _ticket(_Copy(host, value))
+        return _ticket(Copy(host, value))
     if not entry.sends:
         raise RuntimeError("offload: a second backward without retain_graph reads a tensor that was freed by the first")
     copy, entry.back = entry.back, None
@@ -430,7 +345,7 @@ def _reload(host: torch.Tensor, device: torch.device, decided: bool) -> torch.Te
     if copy is not None and copy.stream in (None, current):
         copy.source = host
         return _ticket(copy)
-    _join_unclaimed(copy)  # it was fetched into the memory of another stream
+    copies.join_unclaimed(copy)  # it was fetched into the memory of another stream
     return fetch(host, device)
 
 

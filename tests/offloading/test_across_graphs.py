@@ -350,7 +350,7 @@ def test_a_capture_of_the_backward_alone_reads_nothing_that_stays(monkeypatch: p
     hooked, x = by_blocks(HOOK), torch.randn(64, 16)
     loss = hooked(x).sum()
     with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="what a forward outside of it left here"):
-        patch.setattr(transfers, "_capturing", lambda device: True)
+        patch.setattr(transfers, "capturing", lambda device: True)
         loss.backward()
 
 
@@ -359,7 +359,7 @@ def test_in_a_capture_of_both_the_graphs_go_by_their_own_plans(monkeypatch: pyte
     for _ in range(4):
         step(hooked, x)
     before = aot_hooks.offload_stats()["sent_count"]
-    monkeypatch.setattr(transfers, "_capturing", lambda device: True)
+    monkeypatch.setattr(transfers, "capturing", lambda device: True)
     assert_equal(step(hooked, x), step(plain, x))
     assert aot_hooks.offload_stats()["sent_count"] == before
 

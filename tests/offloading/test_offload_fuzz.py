@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import aot_hooks
-from aot_hooks.offloading import transfers
+from aot_hooks.offloading import copies
 
 
 @pytest.fixture(autouse=True)
@@ -33,6 +33,6 @@ def test_a_random_program_as_cuda_graphs() -> None:
 
 
 def test_the_fuzzer_notices_a_copy_that_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transfers, "_join", lambda copy: None)
+    monkeypatch.setattr(copies, "join", lambda copy: None)
     with pytest.raises(AssertionError, match=r"compiled: .*not equal"):
         fuzz_offload.check(8)

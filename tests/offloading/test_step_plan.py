@@ -64,7 +64,16 @@ def test_few_large_tensors_are_sent_rather_than_many_small_ones() -> None:
 class SharedLink:
     """Steps of six layers on a device whose steps take longer from the third tensor on that is sent."""
 
-    def __init__(self, stall_ms: float, *, adapts: bool = True, terms: Terms = TERMS, behind_ms: float = 0.0) -> None:
+    def __init__(
+        self,
+        stall_ms: float,
+        *,
+        adapts: bool = True,
+        terms: Terms = TERMS,
+        behind_ms: float = 0.0,
+        copy_ms: float | None = None,
+    ) -> None:
+        self.copy_ms, self.shares = copy_ms, list[float]()
         self.now, self.stall_ms, self.terms, self.behind_ms, self.marks = 0.0, stall_ms, terms, behind_ms, 0
         self.steps = steps.Steps(self.mark, self.times, self.plan, adapts)
 
@@ -77,8 +86,8 @@ class SharedLink:
             return None  # the device has not reached it
         return [[mark - run[0] for mark in run] for run in runs]
 
-    @staticmethod
-    def plan(trace: tuple[Event, ...], at_ms: list[float], share: float) -> StepPlan:
+    def plan(self, trace: tuple[Event, ...], at_ms: list[float], share: float) -> StepPlan:
+        self.shares.append(share)
         return plan_step(trace, at_ms, 1e6 * share, 1e6 * share)
 
     def run(self, more_ms: float = 0.0) -> int:
@@ -86,6 +95,8 @@ class SharedLink:
         entries = []
         for _ in range(6):
             entry, _ = self.steps.start(1000, self.terms)
+            if entry.timed and entry.sends and self.copy_ms is not None:
+                self.steps.copied(entry, 1000, self.now, self.now + self.copy_ms)
             entries.append(entry)
             self.now += 1
             self.steps.event("wait", entry)
@@ -105,6 +116,17 @@ def test_plans_that_send_less_are_tried_while_steps_get_faster() -> None:
     assert sent[:8] == [0, 0, 0, 5, 5, 5, 5, 5]
     assert sent[8] < 5 and 0 < sent[-1] <= 2, sent
     assert len(set(sent[-10:])) == 1, "the last plan stays"
+
+
+def test_the_next_plan_counts_on_the_speed_that_copies_had_in_the_step() -> None:
+    link = SharedLink(stall_ms=1.0, copy_ms=2.0)  # 1.05 ms were planned
+    sent = [link.run() for _ in range(36)]
+    assert link.shares[1] == pytest.approx(0.5 / 0.95) and link.shares[2] < link.shares[1], link.shares
+    assert sent[3] == 5 > sent[8] and 0 < sent[-1] <= 2, sent
+    as_planned = SharedLink(stall_ms=1.0, copy_ms=1.05)
+    for _ in range(36):
+        as_planned.run()
+    assert as_planned.shares[1] == 0.75
 
 
 def test_a_plan_is_not_judged_by_its_first_steps() -> None:

@@ -10,19 +10,19 @@ from typing import Any
 
 import torch
 
-from aot_hooks.offloading import transfers
+from aot_hooks.offloading import copies
 
 at_wait = False  # on the CPU, copy at the wait, not at the start
 log: list[str] | None = None  # if a list, gets every step: "start", "wait", "reload", "use"
 
-_begin, _join = transfers._begin, transfers._join
+_begin, _join = copies.begin, copies.join
 _out: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()  # of started copies, whether to the host
 
 
-def begin(source: torch.Tensor, target: torch.Tensor, device: torch.device, out: bool) -> Any:
+def begin(source: torch.Tensor, target: torch.Tensor, device: torch.device, **named: Any) -> Any:
     late = at_wait and device.type != "cuda"
-    copy = transfers._Copy(source, target) if late else _begin(source, target, device, out)
-    _out[copy] = out
+    copy = copies.Copy(source, target) if late else _begin(source, target, device, **named)
+    _out[copy] = out = named["out"]
     if log is not None:
         log.append("start" if out else "reload")
     return copy
@@ -38,4 +38,4 @@ def join(copy: Any) -> None:
         log.append("wait" if _out[copy] else "use")
 
 
-transfers._begin, transfers._join = begin, join
+copies.begin, copies.join = begin, join

@@ -1,0 +1,111 @@
+"""Copies between a device and the host on streams of their own: start one, and wait for it.
+
+      current stream   ... x is made | ready --> later work            | waits for `event`
+      stream out                      waits for ready | copy | event
+
+The streams of copies out and back are made once for each device. A copy between pinned memory and a device waits for
+the last one that used the same block. On the CPU copies are made at once.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from . import steps
+from .pinned_pool import HostPool
+
+pool = HostPool()
+_lock = threading.Lock()
+
+
+@dataclass(eq=False)
+class Copy:
+    """A copy in flight: started and not waited for. `source` and `target` live as long as it."""
+
+    source: torch.Tensor
+    target: torch.Tensor
+    event: Any = None  # recorded after the copy; None where there is nothing to wait for
+    begun: Any = None  # recorded before it, if it is timed
+    stream: Any = None  # the stream that owns the device memory of `source` or `target`
+    captured: bool = False  # the copy is part of a CUDA graph and runs in each replay, not now
+    entry: steps.Entry | None = None  # of a tensor that was started with terms
+
+
+_streams: dict[int, tuple[torch.cuda.Stream, torch.cuda.Stream, torch.cuda.Event]] = {}
+
+
+def streams_of(device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Stream, torch.cuda.Event]:
+    """The streams of copies out and back, made once, and the event by which they wait for the current stream."""
+    index = device.index or 0  # the device of a tensor has an index
+    if index not in _streams:
+        with _lock:
+            out, back = (torch.cuda.Stream(torch.device("cuda", index)) for _ in range(2))
+            _streams.setdefault(index, (out, back, torch.cuda.Event()))
+    return _streams[index]
+
+
+def capturing(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def captures(stream: torch.cuda.Stream) -> bool:
+    with torch.cuda.stream(stream):
+        return torch.cuda.is_current_stream_capturing()
+
+
+def begin(source: torch.Tensor, target: torch.Tensor, device: torch.device, *, out: bool, timed: bool = False) -> Copy:
+    """Start a copy between the host and `device`: to the host if `out`. If `timed`, its events have times."""
+    copy = Copy(source, target)
+    if device.type != "cuda":
+        target.copy_(source)
+        return copy
+    stream_out, stream_back, ready = streams_of(device)
+    side = stream_out if out else stream_back
+    copy.stream = torch.cuda.current_stream(device.index)  # of a number, torch knows the device at once
+    copy.captured = torch.cuda.is_current_stream_capturing()
+    block = None if copy.captured else pool.block_of(target if out else source)
+    with _lock:  # a wait is for the event's last record, so another thread may record it right after
+        ready.record(copy.stream)
+        side.wait_event(ready)
+    if block is not None and block.event is not None:
+        side.wait_event(block.event)  # the last reader or writer of the block, perhaps for another stream
+    if timed:
+        copy.begun = torch.cuda.Event(enable_timing=True)
+        copy.begun.record(side)
+    _copy_on(side, copy.stream, source, target)
+    copy.event = torch.cuda.Event(enable_timing=timed)
+    copy.event.record(side)
+    if block is not None:  # outside of captures: a record in one means nothing outside of it
+        block.event = copy.event
+    return copy
+
+
+def _copy_on(side: torch.cuda.Stream, current: torch.cuda.Stream, source: torch.Tensor, target: torch.Tensor) -> None:
+    """Copy on `side`, of the device whose stream is `current`. `torch.cuda.stream` takes as long as all of the rest."""
+    before = torch.cuda.current_device()
+    torch.cuda.set_stream(side)
+    try:
+        target.copy_(source, non_blocking=True)
+    finally:
+        torch.cuda.set_stream(current)
+        if before != side.device_index:  # which `set_stream` has made the current one
+            torch.cuda.set_device(before)
+
+
+def join(copy: Copy) -> None:
+    """Have the current stream, and the stream that owns the memory, wait for the copy."""
+    if copy.event is not None:
+        current = torch.cuda.current_stream(copy.stream.device_index)
+        current.wait_event(copy.event)
+        if current != copy.stream:
+            copy.stream.wait_event(copy.event)
+
+
+def join_unclaimed(copy: Copy | None) -> None:
+    """Have the stream that owns the memory wait for a copy that nobody will claim."""
+    if copy is not None and copy.event is not None and (not copy.captured or captures(copy.stream)):
+        copy.stream.wait_event(copy.event)  # after its capture has ended, a captured copy needs no wait
