@@ -148,17 +148,18 @@ SMOOTH: dict[str, tuple[int, ...]] = {
     **_at(
         "native_layer_norm native_group_norm _fused_rms_norm linalg_vector_norm var.correction var_mean.correction", 0
     ),
-    # Attention: queries, keys, values and the result; not the logarithm of the sum of exponentials, nor the bias.
+    # Attention: values and the result. Not queries and keys: the backward computes exp(queries @ keys - logsumexp) with
+    # the logarithm that the forward saved, so an error of a score multiplies a probability, and scores grow in training.
     # Dao, FlashAttention-2 (2023), algorithm 2.
-    **_at("_scaled_dot_product_flash_attention _scaled_dot_product_cudnn_attention", 0, 1, 2),
-    **_at("_scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_efficient_attention", 0, 1, 2),
-    **_at("_scaled_dot_product_fused_attention_overrideable", 0, 1, 2),
-    **_at("_scaled_dot_product_flash_attention_backward _scaled_dot_product_cudnn_attention_backward", 0, 1, 2, 3, 4),
-    **_at("_scaled_dot_product_flash_attention_for_cpu_backward _flash_attention_backward", 0, 1, 2, 3, 4),
-    **_at("_scaled_dot_product_efficient_attention_backward _efficient_attention_backward", 0, 1, 2, 3, 5),
-    **_at("_scaled_dot_product_fused_attention_overrideable_backward", 0, 1, 2, 3, 6),
-    "flex_attention": (0, 1, 2),
-    "flex_attention_backward": (0, 1, 2, 3),
+    **_at("_scaled_dot_product_flash_attention _scaled_dot_product_cudnn_attention", 2),
+    **_at("_scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_efficient_attention", 2),
+    **_at("_scaled_dot_product_fused_attention_overrideable", 2),
+    **_at("_scaled_dot_product_flash_attention_backward _scaled_dot_product_cudnn_attention_backward", 0, 3, 4),
+    **_at("_scaled_dot_product_flash_attention_for_cpu_backward _flash_attention_backward", 0, 3, 4),
+    **_at("_scaled_dot_product_efficient_attention_backward _efficient_attention_backward", 0, 3, 5),
+    **_at("_scaled_dot_product_fused_attention_overrideable_backward", 0, 3, 6),
+    "flex_attention": (2,),
+    "flex_attention_backward": (2, 3),
     **_at("mse_loss_backward", 0, 1, 2),  # a difference
     **_at("_thnn_fused_lstm_cell_backward_impl", 0, 1, 2, 3, 4),  # recurrent cells: sigmoid, tanh and products
     # Collectives: sums and moves.
@@ -217,7 +218,7 @@ ATTENTION = _names(
 ATTENTION_BACKWARD = frozenset(f"{name.removesuffix('_forward')}_backward" for name in ATTENTION)
 
 # How reports call these reads; with or without an entry they are not rounded. Names have no overload.
-SINGULAR = _names(
+SINGULAR = (ATTENTION | ATTENTION_BACKWARD) | _names(
     "log log2 log10 log1p exp exp2 expm1 rsqrt reciprocal sqrt pow div tan acos asin acosh atanh cosh sinh logit",
     "_softmax _log_softmax _log_softmax_backward_data logsumexp logaddexp logaddexp2 logcumsumexp prod cumprod xlogy",
     "digamma polygamma lgamma erfinv",
