@@ -149,7 +149,7 @@ SMOOTH: dict[str, tuple[int, ...]] = {
         "native_layer_norm native_group_norm _fused_rms_norm linalg_vector_norm var.correction var_mean.correction", 0
     ),
     # Attention: values and the result. Not queries and keys: the backward computes exp(queries @ keys - logsumexp) with
-    # the logarithm that the forward saved, so an error of a score multiplies a probability, and scores grow in training.
+    # the logarithm that the forward saved. An error of a score multiplies a probability, and scores grow in training.
     # Dao, FlashAttention-2 (2023), algorithm 2.
     **_at("_scaled_dot_product_flash_attention _scaled_dot_product_cudnn_attention", 2),
     **_at("_scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_efficient_attention", 2),
