@@ -21,7 +21,7 @@ import functools
 import operator
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.fx import GraphModule, Node
@@ -30,12 +30,12 @@ from cudagraph.placeholder import nearest_first
 
 from ..torch_private import values as torch_values
 from . import read_tables as tables
+from .cancellation import may_cancel, too_high_power
 from .nodes import argument_positions, has_tag, is_view, op_name, region_body, source_line, tensor_bytes
 from .read_tables import Test
 
 _MAX_ANSWER_BYTES = 1 / 4  # of the saved tensor's; larger answers are not worth their bytes beside the packed ones
 _BROADCAST = 16  # a number that is read for more results than this is a statistic: one error would shift them all
-_MOST_POWER = 4  # x ** n has n times the relative error of x
 _aten = torch.ops.aten
 _WHY = {
     "decision": "the backward decides by it: ",
@@ -193,21 +193,23 @@ class BackwardReads:
         inside, *after = [str(n.meta.get("original_aten")) in tables.SMOOTH_INSIDE for n in (user, *user.users)]
         if inside and len(set(after)) <= 1:
             return "smooth", False
-        power: Any = user.args[1] if user.target is _aten.pow.Tensor_Scalar else 1
-        if not isinstance(power, int | float) or abs(power) > _MOST_POWER:
+        if too_high_power(user):
             return "singular", False
         if norm and positions == [tables.ROOTS.get(name)]:
             return "smooth", user.target is _aten.sqrt.default
         keeps_norm = norm and (name in tables.KEEPS_NORM or (name in tables.SCALES_NORM and _grows(user)))
         if user.target is _aten.pow.Tensor_Scalar and positions == [0]:
-            smooth = power >= 1
+            smooth = cast("float", user.args[1]) >= 1
         else:
             listed = tables.SMOOTH.get(name, (0,) if keeps_norm else ())
             smooth = positions != [] and set(positions) <= set(listed)
         broadcast = has_tag(user, torch.Tag.pointwise) and _numel(user) > _BROADCAST * _numel(value)
-        if smooth and (broadcast or _is_difference(user) or self._is_divided(user)):
+        if smooth and (broadcast or self._is_divided(user)):
             return "singular", False
-        if smooth and user in self.of_tangents and set(positions) & set(tables.ADDENDS.get(name, ())):
+        again = user not in self.of_tangents
+        if smooth and again and may_cancel(user, norm=norm, gives_norm=_gives_norm(user)):
+            return "singular", False
+        if smooth and not again and set(positions) & set(tables.ADDENDS.get(name, ())):
             return "singular", False
         if _is_sine(user) and not _may_be_rounded_for_sine(value):
             return "singular", False
@@ -334,18 +336,6 @@ def _is_square(node: Node) -> bool:
     if node.target is _aten.mul.Tensor:
         return node.args[0] is node.args[1]
     return node.target is _aten.pow.Tensor_Scalar and node.args[1:] == (2,)
-
-
-def _is_difference(user: Node) -> bool:
-    """Whether `user` adds or subtracts numbers of one tensor (neighbours, say), which may cancel each other."""
-    if user.target not in (_aten.sub.Tensor, _aten.add.Tensor, _aten.rsub.Tensor):
-        return False
-    sources = []
-    for node in user.args[:2]:
-        while isinstance(node, Node) and str(node.target) in tables.MOVES and isinstance(node.args[0], Node):
-            node = node.args[0]
-        sources.append(node)
-    return sources[0] is sources[1] and user.args[0] is not user.args[1]
 
 
 def _is_minus_square(node: Node) -> bool:

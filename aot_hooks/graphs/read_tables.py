@@ -185,6 +185,13 @@ ADDENDS: dict[str, tuple[int, ...]] = {
     **_at("prims.fma.default", 2),
 }
 
+# Sums whose terms may cancel, of two or three operands, and of the numbers of one. See cancellation.py.
+SUMS_OF_PRODUCTS = _ops("addcmul addcdiv lerp.Tensor")
+SUMS = SUMS_OF_PRODUCTS | _ops("add.Tensor add.Scalar sub.Tensor sub.Scalar rsub.Tensor rsub.Scalar lerp.Scalar")
+TOTALS_OF_NUMBERS = _ops("var.correction var_mean.correction std.correction std_mean.correction")  # they are centred
+TOTALS = TOTALS_OF_NUMBERS | _ops("sum sum.dim_IntList mean mean.dim cumsum")
+WITHIN_ONE = _ops("tanh sigmoid erf sin cos")  # results from -1 to 1
+
 # Operators whose decompositions in Inductor have pieces that jump or explode, though the whole does not: silu is
 # x / (1 + exp(-x)).
 SMOOTH_INSIDE = _ops(

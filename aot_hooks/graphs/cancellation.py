@@ -1,0 +1,80 @@
+"""Sums and differences that a backward computes again, and powers of powers: there a small relative error may grow.
+
+      d = x - x.mean()     eager mode saves d, and rounds it: off by a share of d
+      gelu(d)              a backward that saved x computes d again from the rounded x: off by the same share of x,
+                           which is more than d itself where d is small beside x
+
+What torch has as one operator (a norm, a loss) reads in eager mode what it reads here, so its pieces are none of these.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from . import read_tables as tables
+
+__all__ = ["may_cancel", "too_high_power"]
+
+_aten = torch.ops.aten
+_MOST_POWER = 4
+
+
+def may_cancel(user: Node, *, norm: bool, gives_norm: bool) -> bool:
+    """Whether `user` adds up numbers of either sign.
+
+    Args:
+        norm: it reads a sum of squares or absolute values.
+        gives_norm: it makes one.
+    """
+    name, whole = str(user.target), str(user.meta.get("original_aten", user.target))
+    if name not in tables.SUMS | tables.TOTALS or whole not in tables.SUMS | tables.TOTALS:
+        return False
+    if name in tables.TOTALS:
+        return whole in tables.TOTALS_OF_NUMBERS or not (norm or gives_norm)
+    operands: list[Any] = [*user.args[: 3 if name in tables.SUMS_OF_PRODUCTS else 2]]
+    constants = [a for a in operands if not isinstance(a, Node)]
+    if norm and all(isinstance(c, int | float) and c >= 0 for c in (*constants, *user.kwargs.values())):
+        return False
+    if len(operands) == 2 and constants:
+        (value,) = (a for a in operands if isinstance(a, Node))
+        return not (str(value.target) in tables.WITHIN_ONE and all(map(_within_one, constants)))
+    return name != "aten.add.Tensor" or bool(user.kwargs) or not _same_sign(*operands)
+
+
+def too_high_power(user: Node) -> bool:
+    """Whether `user` is a power of a power, or a high one: x ** n has n times the relative error of x."""
+    if user.target is _aten.pow.Tensor_Scalar:
+        exponent: Any = user.args[1]
+        high = not isinstance(exponent, int | float) or abs(exponent) > _MOST_POWER
+        return high or (_is_power(user.args[0]) and exponent != 1)
+    return user.target is _aten.mul.Tensor and user.args[0] is user.args[1] and _is_power(user.args[0])
+
+
+def _is_power(node: Any) -> bool:
+    if not isinstance(node, Node):
+        return False
+    squared = node.target is _aten.mul.Tensor and node.args[0] is node.args[1]
+    return squared or (node.target is _aten.pow.Tensor_Scalar and not _within_one(node.args[1]))
+
+
+def _within_one(number: Any) -> bool:
+    return isinstance(number, int | float) and abs(number) <= 1
+
+
+def _same_sign(a: Any, b: Any) -> bool:
+    """Whether two terms have the same sign: x and a positive number times x ** 3, as in the usual formula of GELU."""
+    for term, base in ((a, b), (b, a)):
+        while isinstance(term, Node) and term.target is _aten.mul.Tensor:
+            first, second = term.args
+            number, other = (first, second) if isinstance(first, int | float) else (second, first)
+            if not isinstance(number, int | float) or number < 0:
+                break
+            term = other
+        if term is base:
+            return True
+        if isinstance(term, Node) and term.target is _aten.pow.Tensor_Scalar and term.args[0] is base:
+            return isinstance(term.args[1], int | float) and term.args[1] % 2 == 1
+    return False
