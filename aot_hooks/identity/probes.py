@@ -55,7 +55,7 @@ _numbers = itertools.count(1)
 _KNOWN_METACLASSES = sys.stdlib_module_names | {"torch", "numpy"}  # modules whose metaclasses hold no user's numbers
 # since 2.13 a function may have a limit of its own; past it Dynamo logs a warning and traces earlier values again
 _HAS_LIMIT = "recompile_limit" in inspect.signature(torch.compile).parameters
-_LIMIT: dict[str, Any] = {"recompile_limit": 64} if _HAS_LIMIT else {}
+_LIMIT: dict[str, int] = {"recompile_limit": 64} if _HAS_LIMIT else {}
 
 
 class Probe:
@@ -85,7 +85,7 @@ class Probe:
         probe = made["make"](**names)
         if self.scope is not None:
             probe = types.FunctionType(probe.__code__, self.scope, "probe", None, probe.__closure__)
-        self.call = torch.compile(probe, backend=self._backend, fullgraph=True, **_LIMIT)
+        self.call = dynamo_guards.compiled_whole(probe, self._backend, **_LIMIT)
 
     def token(self, pack: Any, unpack: Any) -> Token:
         """The token of the pair's value; equal values have equal tokens.

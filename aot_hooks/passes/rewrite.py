@@ -29,6 +29,7 @@ from .edits import log, show
 from .inline import inline, lift_constants
 from .plan import Choice, Decision, Plan, decide
 from .units import Trace, Unit, bytes_of, choose_positions, trace_units, tracer
+from .view_regions import label_views
 
 
 def rewrite(
@@ -59,6 +60,8 @@ def rewrite(
     """
     show("forward before", fw)
     show("backward before", bw)
+    if regions:
+        label_views(bw.graph)
     cross = boundary(fw, bw, num_fwd_outputs, static_inputs, roots)
     choices = decide(cross, ambient, regions)
     cross, choices = add_answers(fw, bw, cross, choices, for_inductor=for_inductor)

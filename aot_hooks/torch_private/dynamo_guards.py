@@ -22,11 +22,13 @@ from .symbols import needing
 SYMBOLS = {
     "telling when a hook changes": "torch._C._set_grad_enabled .DisableTorchFunction torch._dynamo.config "
     "torch._dynamo.exc.FailOnRecompileLimitHit",
+    "tracing a hook as one graph": "torch._dynamo.optimize_assert",
     "saying why a hook cannot be traced": "torch._dynamo.exc.Unsupported",
     "leaving probes out of Dynamo's counts": "torch._dynamo.utils.counters",
     "telling what a hook reads": "torch._guards.TracingContext",
 }
 PROTOCOLS = {
+    "tracing a hook as one graph": {"torch._dynamo.eval_frame.OptimizeContext": "fullgraph"},
     "telling what a hook reads": {
         "torch._dynamo.output_graph.OutputGraph": "global_scope random_calls variable_tracker_cache",
         "torch._guards.TracingContext": "try_get guards_context",
@@ -46,6 +48,18 @@ limit_error: Callable[[], type[Exception]] = functools.partial(need, "torch._dyn
 _no_functions = need("torch._C.DisableTorchFunction")
 _set_grad_enabled = need("torch._C._set_grad_enabled")
 _AUTOCAST = {kind: torch.get_autocast_dtype(kind) for kind in ("cpu", "cuda")}
+
+
+def compiled_whole(fn: Callable[..., Any], backend: Callable[..., Any], **limit: int) -> Callable[..., Any]:
+    """`torch.compile(fn, fullgraph=True)`, for calls from several threads.
+
+    With `fullgraph=True` each call counts the frames that are compiled until it returns, in a number that all threads
+    share. Meanwhile frames of another thread ran eagerly. Graph breaks are errors without that, too.
+    """
+    context = need("torch._dynamo.optimize_assert")(backend, **limit)
+    context.fullgraph = False
+    compiled: Callable[..., Any] = context(fn)
+    return compiled
 
 
 def in_same_state(fn: Callable[..., Any], *args: Any) -> Any:

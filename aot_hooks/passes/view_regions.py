@@ -1,0 +1,37 @@
+"""The region of a view in the backward is that of its readers.
+
+      h is saved; v = h.t() is called in region A, v @ w in region B
+      backward   v = h.t() [A] --> mm [B]       becomes       v = h.t() [B] --> mm [B]
+
+A region covers what its operators save. `mm` saved v, but v is made of h again, so h is read by the view. A view that
+is read from several regions becomes one view for each.
+"""
+
+from __future__ import annotations
+
+from torch.fx import Graph, Node
+
+from ..graphs.nodes import REGION, annotation, view_source
+
+__all__ = ["label_views"]
+
+
+def label_views(graph: Graph) -> None:
+    """Give each view in `graph`, a backward, the region of its readers, in place."""
+    for node in reversed(graph.nodes):
+        if node.op != "call_function" or view_source(node) is None:
+            continue
+        readers: dict[str | None, list[Node]] = {}
+        for user in node.users:
+            if user.op != "output":
+                readers.setdefault(annotation(user, REGION), []).append(user)
+        for number, (region, users) in enumerate(readers.items()):
+            view = node
+            if number:
+                with graph.inserting_after(node):
+                    view = graph.node_copy(node)
+                for user in users:
+                    user.replace_input_with(node, view)
+            if annotation(view, REGION) != region:
+                custom = {key: value for key, value in (view.meta.get("custom") or {}).items() if key != REGION}
+                view.meta["custom"] = custom if region is None else {**custom, REGION: region}
