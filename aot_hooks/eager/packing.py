@@ -120,6 +120,11 @@ def unpack_eager(value: Any) -> torch.Tensor:
         _pack(value)
     if value.state in (State.PACKED, State.MUTATED):
         return _unpack(value)
+    return _unchanged(value)
+
+
+def _unchanged(value: EagerValue) -> torch.Tensor:
+    """The tensor of `value`. Raises autograd's error if it was changed in place since it was saved."""
     tensor = value.tensor
     assert tensor is not None
     if tensor._version != value.version:
@@ -247,7 +252,16 @@ def _pack(value: EagerValue) -> None:
     if tensor._version != value.version or _digests(value.hook, [compact]) != before:
         raise input_mutated(_at(value, "pack"))
     check_packed(packed, lambda: _at(value, "pack"))
-    value.packed, value.tensor, value.state = (packed, compact.shape, compact.stride()), None, State.PACKED
+    leaves: list[torch.Tensor] = []
+    _copy_containers(packed, leaves)
+    if not any(_share_memory(leaf, tensor) for leaf in leaves):
+        value.tensor = None  # else a write to the tensor is one to what was packed
+    value.packed, value.state = (packed, compact.shape, compact.stride()), State.PACKED
+
+
+def _share_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
+    both_strided = a.layout is torch.strided is b.layout
+    return a is b or (both_strided and torch_values.storage_key(a) == torch_values.storage_key(b))
 
 
 def _unpack(value: EagerValue) -> torch.Tensor:
@@ -257,6 +271,8 @@ def _unpack(value: EagerValue) -> torch.Tensor:
             "by a second backward with retain_graph); expected a pure function. Work on packed.clone(), or use the "
             "out-of-place form of the op"
         )
+    if value.tensor is not None:
+        _unchanged(value)
     shape, dtype, device = value.like
     packed, compact_shape, stride = value.packed
     tensors: list[torch.Tensor] = []

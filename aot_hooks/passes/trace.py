@@ -62,7 +62,8 @@ def trace_hook(
     Args:
         where: the saved tensor in words, for messages.
         decompositions: Inductor's table of decompositions, or None.
-        twice: trace again and compare, to find hidden state.
+        twice: trace again and compare, to find hidden state. A trace may add guards on sizes (`x.numel() == 15`), and
+            the next then has numbers in place of symbols; so the last two are compared.
 
     Raises:
         HookContractError, HookTraceError: with the hook, the saved tensor and the way out.
@@ -87,14 +88,20 @@ def trace_hook(
                 f"from the saved tensor's shape. Pack into a fixed size, or {_EAGERLY}"
             )
         if twice:
-            again = _trace(hook, value, at, decompositions)
-            if (canonical(again.pack), canonical(again.unpack)) != (canonical(traced.pack), canonical(traced.unpack)):
+            before, traced = traced, _trace(hook, value, at, decompositions)
+            if not _equal(before, traced):
+                before, traced = traced, _trace(hook, value, at, decompositions)
+            if not _equal(before, traced):
                 raise HookContractError(
                     f"{at}: two traces of it differ, so it depends on hidden state (a counter, Python's random, the "
                     "time); expected pure functions of the tensor. Use torch's random functions, pass state as a "
                     f"tensor, or {_EAGERLY}"
                 )
     return traced
+
+
+def _equal(a: TracedHook, b: TracedHook) -> bool:
+    return (canonical(a.pack), canonical(a.unpack)) == (canonical(b.pack), canonical(b.unpack))
 
 
 def canonical(gm: GraphModule) -> list[str]:

@@ -246,3 +246,21 @@ def test_no_cycles_left_for_the_collector(model: Chain, x: Tensor) -> None:
         assert len(gc.get_objects()) - before < 200
     finally:
         gc.enable()
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("scope", ["donated", "no_static", "all"])
+@pytest.mark.parametrize(
+    ("pack", "unpack"),
+    [(lambda x: x, lambda p: p), (lambda x: (x.view(-1), 1), lambda p: p[0].view(4, 4))],
+    ids=["its argument", "a view"],
+)
+def test_a_write_to_what_pack_returned_as_it_was_is_an_error(pack, unpack, scope):
+    """As without hooks: pack has made no copy."""
+    x = torch.randn(4, 4, requires_grad=True)
+    with saved_tensors_hooks(pack, unpack, scope=scope):
+        a = x * 2
+        b = a * a
+        a.mul_(3)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            b.sum().backward()

@@ -110,3 +110,24 @@ def test_a_size_that_torch_reads_by_several_ways_is_no_hidden_state() -> None:
         x = torch.randn(size, requires_grad=True)
         assert_same(step(fn, x, hook=hook), step(f, x))
     assert packed_count(fn) == 1
+
+
+@pytest.mark.core
+def test_a_hook_may_ask_whether_a_dynamic_size_is_a_number():
+    """The trace that finds it equal makes the size a constant, so the next trace has a number in its place."""
+    w = torch.linspace(-1, 1, 9).reshape(3, 3).requires_grad_()
+
+    def pack(x):
+        return (x.half() if x.numel() == 15 else x.half().reshape(-1)), tuple(x.shape)
+
+    def unpack(p):
+        return p[0].float().reshape(p[1])
+
+    compiled = torch.compile(lambda x: (x @ w) @ w, backend="aot_hooks", options={"inner": "aten"})
+    for rows in (4, 6, 5, 7):
+        x = torch.randn(rows, 3)
+        with aot_hooks.saved_tensors_hooks(pack, unpack):
+            loss = compiled(x).sum()
+        (found,) = torch.autograd.grad(loss, w)
+        (expected,) = torch.autograd.grad(((x @ w) @ w).sum(), w)
+        torch.testing.assert_close(found, expected, rtol=2e-3, atol=2e-3)
