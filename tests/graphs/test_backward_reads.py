@@ -239,7 +239,7 @@ SCORES = {
     "gated by hand": (lambda h, t: (h * torch.sigmoid(1.7 * h)).square().sum(), False),
     "a Gaussian": (lambda h, t: (-h.pow(2) / 2).exp().square().sum(), False),
     "distances to each other": (lambda h, t: (-(h[:8, None] - h[:8]).pow(2).sum(-1)).exp().square().sum(), True),
-    "two classes": (lambda h, t: F.binary_cross_entropy_with_logits(h, (h > 0).float()), False),
+    "two classes": (lambda h, t: F.binary_cross_entropy_with_logits(h, (h > 0).float()), True),
     "normalized": (lambda h, t: F.rms_norm(h, (128,)).square().sum(), False),
     "gelu": (lambda h, t: F.gelu(h).square().sum(), False),
     "softplus": (lambda h, t: F.softplus(h).square().sum(), False),
@@ -270,7 +270,7 @@ def test_what_is_exponentiated_again_is_known_and_left_alone(name: str) -> None:
 # backward(h, t) -> the reads of h that are not smooth: (kind, operator, answered)
 KINDS = {
     "a product": (lambda h, t: (h * t,), []),
-    "a smooth chain": (lambda h, t: ((h.tanh().sigmoid() * 3 + 1).cos() * t,), []),
+    "a smooth chain": (lambda h, t: ((h.tanh().sigmoid() * 3).cos() * t,), []),
     "a sine of its square": (lambda h, t: ((h * h).cos() * t,), [("singular", "cos.default", False)]),
     "a sine of a matrix product": (lambda h, t: ((h @ h.t()).cos() @ t,), [("singular", "cos.default", False)]),
     "a matrix product": (lambda h, t: (torch.mm(h.t(), t),), []),
@@ -282,14 +282,14 @@ KINDS = {
     ),
     "a number and a negative multiple of a norm": (
         lambda h, t: (torch.rsqrt(1 + -0.5 * h.pow(2).sum(-1)) * t[:, 0],),
-        [("singular", "rsqrt.default", False)],
+        [("singular", "add.Tensor", False)],
     ),
     "a norm less a number": (
         lambda h, t: (torch.rsqrt(torch.add(h.pow(2).sum(-1), 0.5, alpha=-1)) * t[:, 0],),
-        [("singular", "rsqrt.default", False)],
+        [("singular", "add.Tensor", False)],
     ),
     "divided by a norm": (lambda h, t: (h / h.abs().sum(-1, keepdim=True).clamp_min(1e-6) * t,), []),
-    "a standard deviation": (lambda h, t: (t / h.var(-1, keepdim=True).sqrt(),), []),
+    "a deviation": (lambda h, t: (t / h.var(-1, keepdim=True).sqrt(),), [("singular", "var.correction", False)]),
     "a constant of its shape": (lambda h, t: (torch.ones_like(h).exp() * t,), []),
     "a dividend": (lambda h, t: (h / t.new_ones(4, 6).sin() * t,), [("singular", "div.Tensor", False)]),
     "a gradient that is divided": (lambda h, t: (h * t / t.new_ones(4, 6).sin(),), [("singular", "mul.Tensor", False)]),
@@ -297,7 +297,7 @@ KINDS = {
     "a difference of neighbours": (lambda h, t: ((h[1:] - h[:-1]) * t[1:],), [("singular", "sub.Tensor", False)]),
     "divided by the mean of numbers of both signs": (
         lambda h, t: (t / h.mean(-1, keepdim=True),),
-        [("singular", "div.Tensor", False)],
+        [("singular", "mean.dim", False)],
     ),
     "a root": (lambda h, t: (torch.rsqrt(h) * t,), [("singular", "rsqrt.default", False)]),
     "a divisor": (lambda h, t: (t / h,), [("singular", "div.Tensor", False)]),
@@ -356,7 +356,7 @@ def test_a_statistic_is_not_rounded() -> None:
     def read(size):
         pair = by_hand(
             lambda x: (x.exp(), x.mean(-1, keepdim=True), x.sin()),
-            lambda m, h, t: ((h - m) * t,),
+            lambda m, h, t: ((h * m) * t,),
             torch.randn(4, size),
         )
         return [v.row.backward_reads for v in boundary(pair.fw, pair.bw, 1).tensors]

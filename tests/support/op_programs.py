@@ -1,7 +1,7 @@
 """Programs around the operators of torch's own `op_db`: each operator reads an intermediate, a projection reads it.
 
       direct        x --mm--> h --operator--> out --* fixed weights, sum--> scalar
-      activated     x --mm--> h --- h - silu(h) / 16 ---> t --operator--> out --* fixed weights, sum--> scalar
+      activated     x --mm--> h --- 2 * h * sigmoid(h / 16) --> t --operator--> out --* fixed weights, sum--> scalar
 
 `mm` is a product with the identity matrix: exact, and never computed again by the partitioner, so `h` or what is made
 of it has to be saved. `t` is cheap, so the backward computes it again, from an `h` that was rounded. All floating-point
@@ -228,7 +228,7 @@ def _samples(op: Any, dtype: torch.dtype) -> Iterator[Any]:
 def _lift(x: torch.Tensor, identity: torch.Tensor, form: str) -> torch.Tensor:
     """An intermediate like `x`."""
     h = (x.reshape(-1, identity.shape[0]) @ identity).view(x.shape)
-    return h if form == "direct" else h - torch.nn.functional.silu(h) / 16
+    return h if form == "direct" else 2 * h * torch.sigmoid(h / 16)
 
 
 def _leaf(x: torch.Tensor) -> torch.Tensor:
