@@ -50,7 +50,7 @@ HOOKS = {
 CAPTURED = {"cudagraphs": "no hooks", "float8 cudagraphs": "float8"}  # the same rows, with `options["cudagraphs"]`
 BUDGETS = {"budget": ("stock", 0.5), "budget as checkpointing": ("checkpointing", 1.0)}  # a share of a row's peak
 ROWS = ("stock", "checkpointing", *HOOKS, *CAPTURED, *BUDGETS, "save_on_cpu")
-WARM_UP = 36  # steps; plans are made after the third, judged after five more, and replaced up to five times
+WARM_UP = 41  # steps; plans are made after the third, judged after five more, and replaced up to six times
 
 
 def prepared(row: str, parallel: str, stack: Stack, mesh: DeviceMesh, inner: str, budget_gib: float) -> Any:

@@ -4,7 +4,7 @@
       two more       the same, and when each of them runs; the faster counts        plan_step --> StepPlan
       five more      start 0 [send] ... start 5 [join 0] ... | reload 7 [fetch 5] ... reload 5
       five more      the same with a plan for the speed that the link had meanwhile, or else for three quarters of the
-                     speed that was planned with; and so on while steps get faster
+                     speed that was planned with; and so on, until two plans in a row made steps no faster
       then           the plan that sends most, of those that are nearly as fast as the fastest
 
 A graph that is compiled once runs for every layer, so what differs between layers is read at run time: `transfers`
@@ -36,6 +36,7 @@ _TIMED = 2  # runs with times before a plan: the allocator may grow in one of th
 _TRIED = 5  # runs of a plan before it is judged: new sizes are pinned in the first, which takes long
 _AS_FAST = 1.005  # steps that take at most this many times as long as others, besides what their hooks allow
 _NEXT_SHARE, _LEAST_SHARE = 0.75, 0.25  # of the link's speed, that the next plan counts on
+_MISSES = 2  # plans in a row that are no faster, after which no other is tried
 _SLOWER = 0.97  # of the speed planned with: copies that are slower than this tell the next plan their own
 _ENOUGH = 0.95  # of the bytes that could be sent: small tensors take as much of the host's time as large ones
 _SIZES = 4  # least sizes that are tried for that
@@ -186,6 +187,7 @@ class _Known:
         plan: what it follows; `share`: of the link's speed, that this counts on. If `settled`, it is the last one.
         copies: of these runs, the bytes of each copy out, and the marks at its begin and end.
         at_ms: when each event runs without a plan.
+        misses: how many of the last plans were no faster than one before.
         tried: the plans that were timed, each sends less than the one before, and the ms of a step with it.
     """
 
@@ -195,6 +197,7 @@ class _Known:
     plan: StepPlan | None = None
     share: float = 1.0
     settled: bool = False
+    misses: int = 0
     at_ms: list[float] = field(default_factory=list)
     tried: list[tuple[StepPlan, float]] = field(default_factory=list)
 
@@ -322,7 +325,8 @@ class Steps:
             took = sorted(run[-1] for run in times)[1]  # the fastest but one
             fastest = min((ms for _, ms in known.tried), default=math.inf)
             known.tried.append((known.plan, took))
-            if _AS_FAST * took <= fastest:
+            known.misses = 0 if _AS_FAST * took <= fastest else known.misses + 1
+            if known.misses < _MISSES:
                 share = 1e3 * copied / sum(copies_ms) / known.plan.to_host if copied else 1.0
                 while known.plan.sends == known.tried[-1][0].sends and known.share >= _LEAST_SHARE:
                     known.share, share = known.share * (share if share < _SLOWER else _NEXT_SHARE), 1.0

@@ -347,7 +347,7 @@ def test_blocks_of_one_graph_send_as_a_step(inner: str) -> None:
         allocated.append(torch.cuda.memory_allocated())
     stats = aot_hooks.offload_stats()
     assert stats["step_graph_count"] == 12 and stats["step_sent_bytes"] >= 64 * MIB, stats
-    assert plain_peak - peak > stats["step_sent_bytes"] // 2, (plain_peak, peak, stats)
+    assert plain_peak - peak >= stats["step_sent_bytes"] // 2, (plain_peak, peak, stats)
     assert allocated[-1] == allocated[8] and stats["host_leased_bytes"] == 0
 
 
