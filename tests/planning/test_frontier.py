@@ -68,7 +68,7 @@ def model_and_input() -> tuple[nn.Module, torch.Tensor]:
 
 
 @pytest.mark.core
-def test_no_point_beats_another(model_and_input):
+def test_no_point_beats_another_and_the_policy_of_a_point_gives_its_plan(model_and_input):
     model, x = model_and_input
     found = aot_hooks.frontier(model, x, inner="aten", max_error=0)
     peaks, ratios = [p.peak_bytes for p in found], [p.step_ratio for p in found]
@@ -82,11 +82,7 @@ def test_no_point_beats_another(model_and_input):
             assert point.peak_bytes <= point.policy.peak
     lines = str(found).splitlines()
     assert len(lines) == len(found) + 1 and "recompute" in lines[1] and "keep 100%" in lines[-1]
-
-
-def test_a_point_s_policy_gives_its_plan(model_and_input):
-    model, x = model_and_input
-    point = next(p for p in aot_hooks.frontier(model, x, inner="aten", max_error=0) if p.policy is not None)
+    point = next(p for p in found if p.policy is not None)
     again = aot_hooks.plan(model, x, policy=point.policy, inner="aten")
     assert again.decisions == point.plan.decisions
 

@@ -116,14 +116,15 @@ def test_everything_is_as_it_was() -> None:
     before = {k: v.clone() for k, v in model.state_dict().items()}
     buffers = dict(model.named_buffers())
     state, pythons, values = torch.get_rng_state(), random.getstate(), x.detach().clone()
-    first = check(lowers, x, y, policy=aot_hooks.int4())
+    policy = aot_hooks.int8(stochastic=True)
+    first = check(lowers, x, y, policy=policy)
     assert torch.equal(y, held)
     assert torch.equal(state, torch.get_rng_state()) and random.getstate() == pythons and torch.equal(x, values)
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
     assert all(b is buffers[name] for name, b in model.named_buffers())
     assert torch.equal(model.head.weight.grad, torch.ones(4, 16)) and model.body[0].weight.grad is None
     assert torch.equal(x.grad, torch.ones(32, 16))
-    assert str(check(lowers, x, y, policy=aot_hooks.int4())) == str(first)
+    assert str(check(lowers, x, y, policy=policy)) == str(first)
     assert {row.name for row in first.rows} >= {"model.head.weight", "argument x"}
 
 
@@ -148,7 +149,7 @@ def test_where_the_hooks_come_from() -> None:
 @pytest.mark.core
 def test_many_checks_are_none_too_many() -> None:
     """Each compiles anew: none runs eagerly because Dynamo's limit is reached."""
-    for i in range(2 * torch._dynamo.config.recompile_limit):
+    for i in range(torch._dynamo.config.recompile_limit + 2):
         report = check(lambda x, i=i: (x * (i + 1)).sin().exp(), X.clone().requires_grad_(), policy=COPY, scope="all")
         assert report.plan.decisions and report.error == 0
 
