@@ -29,7 +29,7 @@ def may_cancel(user: Node, *, norm: bool, gives_norm: bool) -> bool:
         norm: it reads a sum of squares or absolute values.
         gives_norm: it makes one.
     """
-    name, whole = str(user.target), str(user.meta.get("original_aten", user.target))
+    name, whole = str(user.target), str(user.meta.get("original_aten") or user.target)
     if name not in tables.SUMS | tables.TOTALS or whole not in tables.SUMS | tables.TOTALS:
         return False
     if name in tables.TOTALS:
