@@ -197,7 +197,7 @@ def test_each_hook_of_a_graph_has_limits_of_its_own() -> None:
 def test_a_capture_without_a_free_block_fails_in_words_that_cudagraph_knows(monkeypatch: pytest.MonkeyPatch) -> None:
     from cudagraph.tree.driver import cuda_driver
 
-    monkeypatch.setattr(transfers, "_capturing", lambda device: True)
+    monkeypatch.setattr(transfers, "capturing", lambda device: True)
     with pytest.raises(RuntimeError, match="no pinned block of 400 bytes is free") as raised:
         transfers.send(torch.randn(100), None)
     assert cuda_driver().is_capture_error(raised.value)
