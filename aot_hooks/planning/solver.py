@@ -279,11 +279,14 @@ def _solved(program: _Program, by_value: Sequence[Sequence[int]], over: int, err
     bounds = list(program.lower), list(program.upper)
     if (relaxed := _relaxed(program, over, errors, room, _ERROR_ROOM)) is None:
         return None
+    with_room = program.objective(relaxed)
     _fix_most(program, relaxed, by_value, over, errors, room)
     best = program.solved(whole)
     program.lower, program.upper = map(list, bounds)
     if best is None:  # it takes long
         return program.solved(whole)
+    if program.objective(best) <= with_room:  # as good as the relaxed program with lower limits
+        return best
     least = program.solved(0)
     near = (1 + _NEAR) * program.objective(relaxed if least is None else least)
     parts = -(-whole // _OPEN_AGAIN)

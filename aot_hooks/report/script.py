@@ -132,10 +132,11 @@ def run_script(path: str, arguments: list[str], options: Mapping[str, Any], step
     if found.compiled:
         found.eager.clear()
     if not found.plan.decisions:
-        why = "".join(f"\n  {note}" for note in found.notes)
+        if found.notes:
+            raise ScriptError(f"{path}: no module could be planned:" + "".join(f"\n  {note}" for note in found.notes))
         raise ScriptError(
             f"{path} saved nothing for backward: no compiled function and no module was called with gradients "
-            f"enabled; does it train in another process, or only when given arguments (after --)?{why}"
+            "enabled; does it train in another process, or only when given arguments (after --)?"
         )
     return found
 

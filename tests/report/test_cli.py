@@ -411,6 +411,16 @@ def test_errors_are_clear(source: str | None, message: str, tmp_path: Path, caps
     assert message in error
 
 
+def test_a_budget_that_no_module_meets_is_what_the_error_says(tmp_path: Path, capsys: Any) -> None:
+    path = tmp_path / "train.py"
+    layers = "torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 8)"
+    path.write_text(f"import torch\nm = torch.nn.Sequential({layers})\nm(torch.ones(64, 8)).sum().backward()")
+    assert main(["report", "--inner", "aten", "--budget", "10B", str(path)]) == 1
+    error = capsys.readouterr().err
+    assert "no module could be planned" in error and "expected a step under" in error
+    assert "saved nothing" not in error
+
+
 @pytest.mark.parametrize(
     "arguments, message",
     [
