@@ -4,7 +4,8 @@
       gelu(d)              a backward that saved x computes d again from the rounded x: off by the same share of x,
                            which is more than d itself where d is small beside x
 
-What torch has as one operator (a norm, a loss) reads in eager mode what it reads here, so its pieces are none of these.
+What torch has as one smooth operator (a norm, a loss) reads in eager mode what it reads here, so its pieces are none of
+these. Pieces of an operator that no table lists are.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from . import read_tables as tables
 __all__ = ["may_cancel", "too_high_power"]
 
 _aten = torch.ops.aten
-_MOST_POWER = 4
+_MOST_POWER = 4  # x ** n has n times the relative error of x
 
 
 def may_cancel(user: Node, *, norm: bool, gives_norm: bool) -> bool:
@@ -30,17 +31,19 @@ def may_cancel(user: Node, *, norm: bool, gives_norm: bool) -> bool:
         gives_norm: it makes one.
     """
     name, whole = str(user.target), str(user.meta.get("original_aten") or user.target)
-    if name not in tables.SUMS | tables.TOTALS or whole not in tables.SUMS | tables.TOTALS:
+    sums = tables.SUMS | tables.TOTALS
+    if name not in sums or (whole not in sums and whole in tables.SMOOTH.keys() | tables.NORMS):
         return False
     if name in tables.TOTALS:
         return whole in tables.TOTALS_OF_NUMBERS or not (norm or gives_norm)
     operands: list[Any] = [*user.args[: 3 if name in tables.SUMS_OF_PRODUCTS else 2]]
     constants = [a for a in operands if not isinstance(a, Node)]
-    if norm and all(isinstance(c, int | float) and c >= 0 for c in (*constants, *user.kwargs.values())):
+    positive = all(isinstance(c, int | float) and c >= 0 for c in (*constants, *user.kwargs.values()))
+    if norm and constants and positive and name in tables.SCALES_NORM:  # a norm and a number, not two norms
         return False
-    if len(operands) == 2 and constants:
+    if len(operands) == 2 and constants:  # 1 + tanh(x), 1 - sigmoid(x)
         (value,) = (a for a in operands if isinstance(a, Node))
-        return not (str(value.target) in tables.WITHIN_ONE and all(map(_within_one, constants)))
+        return bool(user.kwargs) or str(value.target) not in tables.WITHIN_ONE or constants not in ([1], [-1])
     return name != "aten.add.Tensor" or bool(user.kwargs) or not _same_sign(*operands)
 
 

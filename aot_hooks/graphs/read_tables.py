@@ -190,7 +190,12 @@ SUMS_OF_PRODUCTS = _ops("addcmul addcdiv lerp.Tensor")
 SUMS = SUMS_OF_PRODUCTS | _ops("add.Tensor add.Scalar sub.Tensor sub.Scalar rsub.Tensor rsub.Scalar lerp.Scalar")
 TOTALS_OF_NUMBERS = _ops("var.correction var_mean.correction std.correction std_mean.correction")  # they are centred
 TOTALS = TOTALS_OF_NUMBERS | _ops("sum sum.dim_IntList mean mean.dim cumsum")
-WITHIN_ONE = _ops("tanh sigmoid erf sin cos")  # results from -1 to 1
+WITHIN_ONE = _ops("tanh sigmoid erf")  # their results come near 1 or -1 where x is large, and stay there
+# Norms in the forward, whose pieces center numbers as their backward does in eager mode.
+NORMS = _ops(
+    "native_batch_norm _native_batch_norm_legit _native_batch_norm_legit.no_stats _native_batch_norm_legit_functional",
+    "_batch_norm_with_update _batch_norm_with_update_functional cudnn_batch_norm miopen_batch_norm",
+)
 
 # Operators whose decompositions in Inductor have pieces that jump or explode, though the whole does not: silu is
 # x / (1 + exp(-x)).

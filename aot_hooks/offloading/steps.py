@@ -313,8 +313,8 @@ class Steps:
         times = self.times([*known.runs, *(marks for _, marks in known.copies)])
         if times is None:
             return
-        times, copies_ms = times[: len(known.runs)], [run[-1] for run in times[len(known.runs) :]]
-        copied = sum(nbytes for nbytes, _ in known.copies)
+        times, copies_ms = times[: len(known.runs)], sum(run[-1] for run in times[len(known.runs) :])
+        speed = 1e3 * sum(nbytes for nbytes, _ in known.copies) / copies_ms if copies_ms else 0.0  # 0: no copy
         known.runs, known.copies = [], []
         if known.plan is None:  # the host may have held up one run here and one there
             steps = [[b - a for a, b in itertools.pairwise(run)] for run in times]
@@ -327,7 +327,7 @@ class Steps:
             known.tried.append((known.plan, took))
             known.misses = 0 if _AS_FAST * took <= fastest else known.misses + 1
             if known.misses < _MISSES:
-                share = 1e3 * copied / sum(copies_ms) / known.plan.to_host if copied else 1.0
+                share = speed / known.plan.to_host if speed else 1.0
                 while known.plan.sends == known.tried[-1][0].sends and known.share >= _LEAST_SHARE:
                     known.share, share = known.share * (share if share < _SLOWER else _NEXT_SHARE), 1.0
                     known.plan = self.plan(known.trace, known.at_ms, known.share)
@@ -341,7 +341,7 @@ class Steps:
             known.plan.nbytes,
             known.share,
             [round(ms, 1) for _, ms in known.tried],
-            f"; the last copies had {1e-6 * copied / sum(copies_ms):.1f} GB/s" if copied else "",
+            f"; the last copies had {1e-9 * speed:.1f} GB/s" if speed else "",
         )
 
     def _end(self) -> None:

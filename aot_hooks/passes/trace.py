@@ -17,6 +17,7 @@ from __future__ import annotations
 import operator
 import traceback
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,26 +72,15 @@ def trace_hook(
     fake_mode = value.fake_mode  # type: ignore[attr-defined]
     at = f"hook '{hook.name}' on saved {where}"
     note_trace(hook, value, where, torch_values.hint)
+
     with torch_values.dropping_new_unbacked(fake_mode) as made_unbacked, torch_values.tracing_on_fakes(fake_mode):
         traced = _trace(hook, value, at, decompositions)
-        for part, fn, gm in (("pack", hook.pack, traced.pack), ("unpack", hook.unpack, traced.unpack)):
-            if torch_values.reads_values(gm):
-                raise HookContractError(f"{at}: {function_named(part, fn)} {_READS_VALUE}")
-            held = (getattr(gm, str(node.target)) for node in gm.graph.find_nodes(op="get_attr"))
-            if others := [type(v).__name__ for v in held if not isinstance(v, torch.Tensor | GraphModule)]:
-                raise HookTraceError(
-                    f"{at}: {function_named(part, fn)} calls an operator on a {others[0]} that it holds; "
-                    f"expected tensors and numbers, which a graph can hold. Use torch's own random state, or {_EAGERLY}"
-                )
-        if made_unbacked() or torch_values.makes_unbacked(traced.pack) or torch_values.makes_unbacked(traced.unpack):
-            raise HookContractError(
-                f"{at}: a size depends on the values (as `nonzero` or `x[mask]` makes); expected sizes that follow "
-                f"from the saved tensor's shape. Pack into a fixed size, or {_EAGERLY}"
-            )
+        _check(hook, traced, at, made_unbacked)
         if twice:
             before, traced = traced, _trace(hook, value, at, decompositions)
             if not _equal(before, traced):
                 before, traced = traced, _trace(hook, value, at, decompositions)
+                _check(hook, traced, at, made_unbacked)
             if not _equal(before, traced):
                 raise HookContractError(
                     f"{at}: two traces of it differ, so it depends on hidden state (a counter, Python's random, the "
@@ -98,6 +88,24 @@ def trace_hook(
                     f"tensor, or {_EAGERLY}"
                 )
     return traced
+
+
+def _check(hook: Hook, traced: TracedHook, at: str, made_unbacked: Callable[[], Any]) -> None:
+    """Refuse a hook that reads values, holds what no graph can, or has sizes that depend on values."""
+    for part, fn, gm in (("pack", hook.pack, traced.pack), ("unpack", hook.unpack, traced.unpack)):
+        if torch_values.reads_values(gm):
+            raise HookContractError(f"{at}: {function_named(part, fn)} {_READS_VALUE}")
+        held = (getattr(gm, str(node.target)) for node in gm.graph.find_nodes(op="get_attr"))
+        if others := [type(v).__name__ for v in held if not isinstance(v, torch.Tensor | GraphModule)]:
+            raise HookTraceError(
+                f"{at}: {function_named(part, fn)} calls an operator on a {others[0]} that it holds; "
+                f"expected tensors and numbers, which a graph can hold. Use torch's own random state, or {_EAGERLY}"
+            )
+    if made_unbacked() or torch_values.makes_unbacked(traced.pack) or torch_values.makes_unbacked(traced.unpack):
+        raise HookContractError(
+            f"{at}: a size depends on the values (as `nonzero` or `x[mask]` makes); expected sizes that follow "
+            f"from the saved tensor's shape. Pack into a fixed size, or {_EAGERLY}"
+        )
 
 
 def _equal(a: TracedHook, b: TracedHook) -> bool:

@@ -278,7 +278,7 @@ KINDS = {
     "a norm's root": (lambda h, t: (torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + 1e-6) * t,), []),
     "a number less a norm": (
         lambda h, t: (torch.rsqrt(1 - 0.5 * h.pow(2).sum(-1)) * t[:, 0],),
-        [("singular", "rsqrt.default", False)],
+        [("singular", "rsub.Scalar", False)],
     ),
     "a number and a negative multiple of a norm": (
         lambda h, t: (torch.rsqrt(1 + -0.5 * h.pow(2).sum(-1)) * t[:, 0],),

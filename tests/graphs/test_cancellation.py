@@ -9,6 +9,7 @@ from oracle import compare
 from torch import Tensor
 
 import aot_hooks
+from aot_hooks.graphs.cancellation import may_cancel
 
 ROWS, WIDTH = 16, 32
 SIGNS = torch.tensor([1.0, -1.0]).repeat(16)
@@ -75,3 +76,34 @@ def test_sums_that_do_not_cancel_are_smooth(f):
     x = torch.randn(ROWS, WIDTH, requires_grad=True)
     plan = aot_hooks.plan(lambda x: f(x @ w).tanh(), x, policy=aot_hooks.float8(), inner="aten")
     assert any(d.hook is not aot_hooks.KEEP and "mm" in d.saved.op for d in plan.decisions), plan
+
+
+@pytest.mark.core
+@pytest.mark.parametrize(
+    ("operator", "made_by", "others", "norm", "whole", "expected"),
+    [
+        ("add.Tensor", "tanh.default", (1,), False, None, False),
+        ("rsub.Scalar", "sigmoid.default", (1,), False, None, False),
+        ("sub.Tensor", "tanh.default", (0.5,), False, None, True),
+        ("add.Tensor", "cos.default", (1,), False, None, True),
+        ("add.Tensor", "relu.default", (1,), False, None, True),
+        ("add.Scalar", "sum.default", (1e-6,), True, None, False),
+        ("add.Scalar", "sum.default", (-1.0,), True, None, True),
+        ("sub.Tensor", "sum.default", ("y",), True, None, True),
+        ("add.Tensor", "sum.default", ("y",), True, None, True),
+        ("sub.Tensor", "relu.default", ("y",), False, "native_layer_norm.default", False),
+        ("sub.Tensor", "relu.default", ("y",), False, "an operator that no table lists", True),
+    ],
+)
+def test_which_sums_may_cancel(operator, made_by, others, norm, whole, expected):
+    def aten(name: str) -> object:
+        packet, overload = name.split(".")
+        return getattr(getattr(torch.ops.aten, packet), overload)
+
+    graph = torch.fx.Graph()
+    x, y = graph.placeholder("x"), graph.placeholder("y")
+    value = graph.call_function(aten(made_by), (x,))
+    user = graph.call_function(aten(operator), (value, *(y if other == "y" else other for other in others)))
+    if whole is not None:
+        user.meta["original_aten"] = aten(whole) if "." in whole else whole
+    assert may_cancel(user, norm=norm, gives_norm=False) is expected
