@@ -406,8 +406,9 @@ def _plain(x: torch.Tensor) -> Iterator[torch.Tensor]:
     if not hasattr(x, "__tensor_flatten__"):
         yield x
         return
-    for name in x.__tensor_flatten__()[0]:
-        yield from _plain(getattr(x, name))
+    for part in (getattr(x, name) for name in x.__tensor_flatten__()[0]):
+        if isinstance(part, torch.Tensor):  # from torch 2.13 on, parts of a DTensor are its mesh, too
+            yield from _plain(part)
 
 
 def _is_freed(x: torch.Tensor) -> bool:
