@@ -113,7 +113,8 @@ def by_switch(saved: SavedTensor) -> Hook:
     if not saved.dtype.is_floating_point:
         return KEEP
     kind = kind_of(saved)
-    return Hook(f"switch({kind})", _Through(kind), _same)  # names no switch: what a policy reads is part of what it is
+    # names no switch: what a policy reads is part of what it is; lossy, so that queries and keys stay, as with hooks
+    return Hook(f"switch({kind})", _Through(kind), _same, lossy=True)
 
 
 def kind_of(saved: SavedTensor) -> str:
