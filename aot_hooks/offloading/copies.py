@@ -10,6 +10,7 @@ the last one that used the same block. On the CPU copies are made at once.
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,43 +58,47 @@ def captures(stream: torch.cuda.Stream) -> bool:
         return torch.cuda.is_current_stream_capturing()
 
 
-def begin(source: torch.Tensor, target: torch.Tensor, device: torch.device, *, out: bool, timed: bool = False) -> Copy:
-    """Start a copy between the host and `device`: to the host if `out`. If `timed`, its events have times."""
-    copy = Copy(source, target)
+def begin(
+    pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], device: torch.device, *, out: bool, timed: bool = False
+) -> list[Copy]:
+    """Start copies between the host and `device`: to the host if `out`. If `timed`, their events have times.
+
+    Args:
+        pairs: the source and the target of each. They are copied in this order.
+    """
+    begun = [Copy(source, target) for source, target in pairs]
     if device.type != "cuda":
-        target.copy_(source)
-        return copy
+        for copy in begun:
+            copy.target.copy_(copy.source)
+        return begun
     stream_out, stream_back, ready = streams_of(device)
     side = stream_out if out else stream_back
-    copy.stream = torch.cuda.current_stream(device.index)  # of a number, torch knows the device at once
-    copy.captured = torch.cuda.is_current_stream_capturing()
-    block = None if copy.captured else pool.block_of(target if out else source)
+    current = torch.cuda.current_stream(device.index)  # of a number, torch knows the device at once
+    captured = torch.cuda.is_current_stream_capturing()
     with _lock:  # a wait is for the event's last record, so another thread may record it right after
-        ready.record(copy.stream)
+        ready.record(current)
         side.wait_event(ready)
-    if block is not None and block.event is not None:
-        side.wait_event(block.event)  # the last reader or writer of the block, perhaps for another stream
-    if timed:
-        copy.begun = torch.cuda.Event(enable_timing=True)
-        copy.begun.record(side)
-    _copy_on(side, copy.stream, source, target)
-    copy.event = torch.cuda.Event(enable_timing=timed)
-    copy.event.record(side)
-    if block is not None:  # outside of captures: a record in one means nothing outside of it
-        block.event = copy.event
-    return copy
-
-
-def _copy_on(side: torch.cuda.Stream, current: torch.cuda.Stream, source: torch.Tensor, target: torch.Tensor) -> None:
-    """Copy on `side`, of the device whose stream is `current`. `torch.cuda.stream` takes as long as all of the rest."""
-    before = torch.cuda.current_device()
-    torch.cuda.set_stream(side)
+    device_before = torch.cuda.current_device()
+    torch.cuda.set_stream(side)  # `torch.cuda.stream` takes as long as all of the rest
     try:
-        target.copy_(source, non_blocking=True)
+        for copy in begun:
+            copy.stream, copy.captured = current, captured
+            block = None if captured else pool.block_of(copy.target if out else copy.source)
+            if block is not None and block.event is not None:
+                side.wait_event(block.event)  # the last reader or writer of the block, perhaps for another stream
+            if timed:
+                copy.begun = torch.cuda.Event(enable_timing=True)
+                copy.begun.record(side)
+            copy.target.copy_(copy.source, non_blocking=True)
+            copy.event = torch.cuda.Event(enable_timing=timed)
+            copy.event.record(side)
+            if block is not None:  # outside of captures: a record in one means nothing outside of it
+                block.event = copy.event
     finally:
         torch.cuda.set_stream(current)
-        if before != side.device_index:  # which `set_stream` has made the current one
-            torch.cuda.set_device(before)
+        if device_before != side.device_index:  # which `set_stream` has made the current one
+            torch.cuda.set_device(device_before)
+    return begun
 
 
 def join(copy: Copy) -> None:

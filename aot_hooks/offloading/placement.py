@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import operator
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
@@ -26,7 +27,15 @@ from ..torch_private.inductor_fusion import FROM_HOOK
 from .hook import OffloadSettings
 from .schedule import Item, Limits, Placement, Schedule, Transfer, schedule
 from .steps import Terms
-from .transfers import COPIES, offload_start, offload_wait, reload_start, reload_wait
+from .transfers import (
+    COPIES,
+    offload_start,
+    offload_together,
+    offload_wait,
+    reload_start,
+    reload_together,
+    reload_wait,
+)
 
 _BUILT_IN = ("aten", "prims", "inductor_prims")
 _MEMORY_OF_OTHERS = "memory of an input or output, which the program may write to: no call can decide to send it"
@@ -149,11 +158,10 @@ def place(
 def decide_at_run_time(fw: GraphModule, bw: GraphModule, num_fwd_outputs: int) -> None:
     """Let the operators of `offload(across_graphs=True)` decide at run time what is sent; see steps.py.
 
-    A tensor that `place` left on the device gets operators, too. Its copy out starts when it is made; the wait is at
-    the end, and the copy back before its first reader. One that is read after its wait gets a wait at the end, too: a
-    compiler may have the last reader write over it. A tensor whose memory the program has, an input or an output, is
-    on the device by `place`: the program may write to it, and a copy that its graph waits for would wait for those of
-    all graphs before it.
+    What `place` sends keeps its operators. What it left on the device gets two for all: at the end of the forward, and
+    before the first reader. A tensor that is read after its wait gets a wait at the end, too: a compiler may have the
+    last reader write over it. A tensor whose memory the program has, an input or an output, is on the device by
+    `place`: the program may write to it, and a copy that its graph waits for would wait for those of all graphs before.
     """
     if not any(_CANDIDATE in slot.meta for slot in bw.graph.find_nodes(op="placeholder")):
         return
@@ -161,44 +169,60 @@ def decide_at_run_time(fw: GraphModule, bw: GraphModule, num_fwd_outputs: int) -
     tensors = {n: _sent_by(n).args[0] if n.target is offload_wait else n for n in output.all_input_nodes}
     has_own_memory = _own_memory(fw)
     last_reader = {storage_of(n): node for node in fw.graph.nodes if node is not output for n in node.all_input_nodes}
-    pairs = crossing_pairs(fw, bw, num_fwd_outputs)
-    # late waits of what a graph sends by itself come before those of what it doesn't: see `graph_count`
-    for saved, slot in sorted(pairs, key=lambda pair: pair[0].target is not offload_wait):
+    staying: dict[tuple[Any, ...], list[_Staying]] = defaultdict(list)
+    for saved, slot in crossing_pairs(fw, bw, num_fwd_outputs):
         value = tensors.get(saved)
-        if _CANDIDATE not in slot.meta or not isinstance(value, Node) or not slot.users:
+        if _CANDIDATE not in slot.meta or not isinstance(value, Node) or not slot.users or not has_own_memory(value):
             continue
         leaf, limit, device, metas = slot.meta[_CANDIDATE]
         planned, settings = saved.target is offload_wait, leaf.settings
-        if not has_own_memory(value):
-            continue
         link = settings.rates and (settings.rates.to_host, settings.rates.to_device)
         terms = str(Terms(planned, settings.in_flight_bytes, settings.max_stall_ms, link))
-        if planned:
-            _sent_by(saved).args = (value, limit, terms)
-            if saved < last_reader[storage_of(value)]:
-                output.prepend(saved)
-            next(u for u in slot.users if u.target is reload_start).args = (slot, device, True)
+        if not planned:
+            staying[device, limit, terms].append(_Staying(value, slot, metas))
             continue
-        with fw.graph.inserting_after(value):
-            start = fw.graph.call_function(offload_start, (value, limit, terms))
-        with fw.graph.inserting_before(output):
-            wait = fw.graph.call_function(offload_wait, (start, value))
-        readers = sorted(slot.users)
-        with bw.graph.inserting_before(readers[0]):
-            reload = bw.graph.call_function(reload_start, (slot, device, True))
-            back = bw.graph.call_function(reload_wait, (reload, slot, device))
-        for node, meta in zip((start, wait, reload, back), metas, strict=True):
-            node.meta.update(meta)
-        for mark in (PACKED, NO_VERSION_CHECK):
-            wait.meta.pop(mark, None)
-            wait.meta.update({mark: value.meta[mark]} if mark in value.meta else {})
-        output.replace_input_with(value, wait)
-        for reader in readers:
-            reader.replace_input_with(slot, back)
-        slot.meta["val"] = wait.meta["val"]
+        _sent_by(saved).args = (value, limit, terms)
+        if saved < last_reader[storage_of(value)]:
+            output.prepend(saved)
+        next(u for u in slot.users if u.target is reload_start).args = (slot, device, True)
+    for (device, limit, terms), group in staying.items():
+        _pass_together(group, device, limit, terms)
     for gm in (fw, bw):
         gm.graph.lint()
         gm.recompile()
+
+
+@dataclass(frozen=True)
+class _Staying:
+    """A tensor that the plan of its graph leaves on the device; the metas of operators that would send it."""
+
+    value: Node
+    slot: Node
+    metas: Sequence[dict[str, Any]]
+
+
+def _pass_together(group: Sequence[_Staying], device: torch.device, limit: int, terms: str) -> None:
+    """Have the tensors of `group` cross by two operators."""
+    forward, backward = group[0].value.graph, group[0].slot.graph
+    output, readers = forward.output_node(), {each.slot: sorted(each.slot.users) for each in group}
+    with forward.inserting_before(output):
+        out = forward.call_function(offload_together, ([each.value for each in group], limit, terms))
+        waits = [forward.call_function(operator.getitem, (out, i)) for i in range(len(group))]
+    with backward.inserting_before(min(found[0] for found in readers.values())):
+        reload = backward.call_function(reload_together, ([each.slot for each in group], device))
+        backs = [backward.call_function(operator.getitem, (reload, i)) for i in range(len(group))]
+    for each, wait, back in zip(group, waits, backs, strict=True):
+        for node, meta in ((wait, each.metas[1]), (back, each.metas[3])):
+            node.meta.update(meta)
+        for mark in (PACKED, NO_VERSION_CHECK):
+            wait.meta.pop(mark, None)
+            wait.meta.update({mark: each.value.meta[mark]} if mark in each.value.meta else {})
+        output.replace_input_with(each.value, wait)
+        for reader in readers[each.slot]:
+            reader.replace_input_with(each.slot, back)
+        each.slot.meta["val"] = wait.meta["val"]
+    for node, parts, meta in ((out, waits, group[0].metas[0]), (reload, backs, group[0].metas[2])):
+        node.meta.update(meta | {"val": [part.meta["val"] for part in parts]})
 
 
 def _own_memory(fw: GraphModule) -> Callable[[Node], bool]:

@@ -234,26 +234,35 @@ class Steps:
     _alive: int = 0
     _number: int = 0
 
-    def start(self, nbytes: int, terms: Terms) -> tuple[Entry, list[tuple[str, Entry]]]:
-        """Note that a tensor starts. Returns its entry, which says whether to send it, and the actions before that."""
+    def start(
+        self, nbytes: Sequence[int], terms: Terms, *, wait: bool = False
+    ) -> tuple[list[Entry], list[tuple[str, Entry]]]:
+        """Note that tensors start and, if `wait`, that they wait at once.
+
+        Returns the entry of each, which says whether to send it, and the actions before that.
+        """
         with self._lock:
             while self._dropped:
                 self._alive -= self._dropped.popleft().step == self._number
             if self._trace and (not self._alive or len(self._trace) >= _MOST_EVENTS):
                 self._end()
-            entry = Entry(terms.planned, len(self._entries), self._number)
-            self._entries.append(entry)
-            self._alive += 1
-            actions = self._note(("start", nbytes, terms))
+            first = len(self._entries)
+            entries = [Entry(terms.planned, first + i, self._number) for i in range(len(nbytes))]
+            self._entries += entries
+            self._alive += len(entries)
+            waits = [("wait", entry.number) for entry in entries] if wait else []
+            actions = self._note([*(("start", size, terms) for size in nbytes), *waits])
             if self._followed is not None and self._followed.plan is not None:
-                entry.sends, entry.follows = self._followed.plan.sends[entry.number], True
-                entry.timed = self._marks is not None
-            return entry, actions
+                for entry in entries:
+                    entry.sends, entry.follows = self._followed.plan.sends[entry.number], True
+                    entry.timed = self._marks is not None
+            return entries, actions
 
-    def event(self, what: str, entry: Entry) -> list[tuple[str, Entry]]:
-        """Note a "wait" or "reload" of `entry`. Returns the actions before it."""
+    def event(self, what: str, entries: Sequence[Entry]) -> list[tuple[str, Entry]]:
+        """Note a "wait" or "reload" of `entries`. Returns the actions before it."""
         with self._lock:
-            return self._note((what, entry.number)) if entry.step == self._number else []
+            events = [(what, entry.number) for entry in entries if entry.step == self._number]
+            return self._note(events) if events else []
 
     def copied(self, entry: Entry, nbytes: int, begin: Any, end: Any) -> None:
         """Note the marks at the begin and the end of a copy out."""
@@ -276,26 +285,28 @@ class Steps:
             self._known.clear()
             self.last = None
 
-    def _note(self, event: Event) -> list[tuple[str, Entry]]:
+    def _note(self, events: list[Event]) -> list[tuple[str, Entry]]:
+        """Note events that happen at once. Returns the actions before them."""
         at, known = len(self._trace), self._followed
-        self._trace.append(event)
+        self._trace += events
+        end = len(self._trace)
         actions: list[tuple[str, Entry]] = []
         if at == 0:
             self._follow()
             known = self._followed
             if known is not None and not (known.settled or known.is_timed) and graph_count(known.trace) > 1:
                 self._marks = []
-        elif known is not None and known.trace[at : at + 1] != (event,):
+        elif known is not None and known.trace[at:end] != tuple(events):
             self._marks = None
             self._follow()
             actions = [("join", entry) for entry in self._entries]
         known = self._followed
         if self._marks is not None and known is not None:
-            if known.plan is None or at in (0, len(known.trace) - 1):
-                self._marks.append(self.mark())
-        if self._followed is not None and self._followed.plan is not None:
-            planned = self._followed.plan.actions.get(at, ())
-            actions += [(what, self._entries[number]) for what, number in planned]
+            marked = range(at, end) if known.plan is None else {0, len(known.trace) - 1} & {*range(at, end)}
+            self._marks += [self.mark()] * len(marked) if marked else []
+        if known is not None and known.plan is not None and known.plan.actions:
+            for i in range(at, end):
+                actions += [(what, self._entries[number]) for what, number in known.plan.actions.get(i, ())]
         return actions
 
     def _follow(self) -> None:

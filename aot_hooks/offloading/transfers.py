@@ -1,4 +1,4 @@
-"""Copies to host memory and back that run beside the compute, as four operators.
+"""Copies to host memory and back that run beside the compute, as operators.
 
       forward    t = offload_start(x)        the copy begins after the work that the current stream has queued so far
                  host = offload_wait(t, x)   the current stream waits for the copy; until then x must live
@@ -13,7 +13,11 @@ that stream waited. When a ticket dies unclaimed (an exception between start and
 the operators copy at once. Nothing here synchronizes with the host, so CUDA graphs can capture it.
 
 With `terms` the operators decide when they run, see steps.py: a tensor may stay on the device, and a stand-in crosses
-to the backward instead. The copies of one graph may be waited for, or be started, by the operators of another.
+to the backward instead. The copies of one graph may be waited for, or be started, by the operators of another. What a
+graph's own plan leaves on the device passes through two operators in all, as the host's time for each one counts:
+
+      forward    hosts = offload_together(xs)      at its end
+      backward   xs = reload_together(hosts)       before the first reader
 """
 
 from __future__ import annotations
@@ -34,6 +38,7 @@ import torch
 from ..errors import UnusedWarning
 from ..graphs.roofline import measured_rates
 from ..torch_private.autograd import keeps_graph
+from ..torch_private.inductor_lowering import ALIGNMENT, returns_aligned
 from . import copies, stand_ins, steps
 from .copies import Copy, captures, capturing, pool, streams_of
 
@@ -103,16 +108,23 @@ def send(x: torch.Tensor, limit: int | None) -> torch.Tensor:
     """
     copy = _begin_out(x, limit)
     if copy is None:
-        host = stand_ins.stand_in(x, lambda address: _kept.pop(address, None))
-        _kept[host.data_ptr()] = x.detach().clone()  # the program may write to `x`
+        (host,) = stand_ins.stand_ins([x], lambda: _kept.pop(address, None))
+        address = host.data_ptr()
+        _kept[address] = x.detach().clone()  # the program may write to `x`
         copy = Copy(x, host)
     return _ticket(copy)
 
 
-def _begin_out(x: torch.Tensor, limit: int | None, timed: bool = False) -> Copy | None:
+def _begin_out(x: torch.Tensor, limit: int | None) -> Copy | None:
     """Start to copy `x` to host memory; None, with a warning at first, if the host has no room for it."""
     if not x.nbytes:  # takes no room
         return Copy(x, torch.empty_like(x, device="cpu"))
+    host = _host_memory(x, limit)
+    return None if host is None else copies.begin([(x, host)], x.device, out=True)[0]
+
+
+def _host_memory(x: torch.Tensor, limit: int | None) -> torch.Tensor | None:
+    """Memory of the pool for a copy of `x`; None, with a warning at first, if the host has no room for it."""
     nbytes, capture, captured = x.nbytes, capture_under_way(), _is_captured(x.device)
     lease = pool.lease(nbytes, pinned=x.is_cuda, limit=limit, captured=captured, capture=capture)
     if lease is None and captured:
@@ -126,9 +138,8 @@ def _begin_out(x: torch.Tensor, limit: int | None, timed: bool = False) -> Copy 
                 stacklevel=2,
             )
         return None
-    host = lease.view(x.dtype).view(x.shape)
     _count("sent", nbytes)
-    return copies.begin(x, host, x.device, out=True, timed=timed)
+    return stand_ins.shaped(lease.view(x.dtype), x.shape)
 
 
 def fetch(host: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -140,13 +151,14 @@ def fetch(host: torch.Tensor, device: torch.device) -> torch.Tensor:
             raise _capture_error(device, capture, "what found no room on the host can't be read")
         # a copy, because the reader may write over it before another backward reads it
         return _ticket(Copy(host, kept.clone()))
-    return _ticket(_fetch(host, device))
+    return _ticket(*_fetch([host], device))
 
 
-def _fetch(host: torch.Tensor, device: torch.device) -> Copy:
-    target = torch.empty(host.shape, dtype=host.dtype, device=device)
-    _count("fetched", host.nbytes)
-    return copies.begin(host, target, device, out=False)
+def _fetch(hosts: Sequence[torch.Tensor], device: torch.device) -> list[Copy]:
+    for host in hosts:
+        _count("fetched", host.nbytes)
+    pairs = [(host, torch.empty(host.shape, dtype=host.dtype, device=device)) for host in hosts]
+    return copies.begin(pairs, device, out=False)
 
 
 def fetched_here(ticket: torch.Tensor) -> bool:
@@ -229,47 +241,70 @@ def several_graphs() -> bool:
     return any(each.graph_count > 1 for each in _steps.values())
 
 
-def _start(x: torch.Tensor, limit: int | None, terms: steps.Terms) -> torch.Tensor:
-    """Start to send `x` if the step's plan does; else it stays on the device. Returns the ticket for `_wait`."""
-    if _is_captured(x.device):
-        entry = steps.Entry(terms.planned)
+def _begin_decided(tensors: Sequence[torch.Tensor], limit: int, terms: str, *, wait: bool) -> list[Copy]:
+    """Start to send those of `tensors` that the step's plan sends; the others stay. If `wait`, they wait at once."""
+    device, terms_of_all = tensors[0].device, steps.Terms.parse(terms)
+    if _is_captured(device):
+        entries = [steps.Entry(terms_of_all.planned) for _ in tensors]
     else:
-        entry, actions = _steps_of(x.device).start(x.nbytes, terms)
+        entries, actions = _steps_of(device).start([x.nbytes for x in tensors], terms_of_all, wait=wait)
         _carry_out(actions)
-    sent = _begin_out(x, limit, entry.timed) if entry.sends else None
-    entry.sends = sent is not None
-    if sent is not None and sent.begun is not None:
-        _steps_of(x.device).copied(entry, x.nbytes, sent.begun, sent.event)
-    copy = sent or Copy(x, x)
-    copy.entry = entry
-    return _ticket(copy)
+    most = None if limit == NO_LIMIT else limit
+    hosts = [_host_memory(x, most) if entry.sends else None for x, entry in zip(tensors, entries, strict=True)]
+    pairs = [(x, host) for x, host in zip(tensors, hosts, strict=True) if host is not None]
+    begun = iter(copies.begin(pairs, device, out=True, timed=entries[0].timed) if pairs else ())
+    found = []
+    for x, entry, host in zip(tensors, entries, hosts, strict=True):
+        entry.sends = host is not None
+        copy = next(begun) if entry.sends else Copy(x, x)
+        copy.entry = entry
+        if copy.begun is not None:
+            _steps_of(device).copied(entry, x.nbytes, copy.begun, copy.event)
+        found.append(copy)
+    return found
+
+
+def _cross(begun: Sequence[Copy]) -> list[torch.Tensor]:
+    """What crosses to the backward: the host tensor of each copy, or a stand-in for a tensor that stays on the device.
+
+    The current stream waits for the copies here, unless the step's plan has it wait elsewhere.
+    """
+    device, staying = begun[0].source.device, []
+    hosts: list[torch.Tensor] = []
+    for copy in begun:
+        entry, host = copy.entry, copy.target
+        assert entry is not None
+        block = pool.block_of(host) if entry.sends else None
+        if block is None:
+            entry.value = copy.source
+            staying.append(entry)
+        else:
+            memory = block.leased()
+            entry.host = functools.partial(_host_tensor, weakref.ref(memory), host.dtype, host.shape, device)
+            weakref.finalize(memory, _release, [entry], [host.data_ptr()], device).atexit = False
+            if entry.follows and not entry.joined:
+                entry.out, copy.target = copy, copy.source  # it ends with the host tensor, and must not keep it alive
+            else:
+                copies.join(copy)
+        hosts.append(host)
+    if staying:
+        addresses: list[int] = []
+        release = functools.partial(_release, staying, addresses, device)
+        stand_in = iter(stand_ins.stand_ins([entry.value for entry in staying], release))
+        hosts = [next(stand_in) if copy.entry in staying else host for copy, host in zip(begun, hosts, strict=True)]
+        addresses += [host.data_ptr() for copy, host in zip(begun, hosts, strict=True) if copy.entry in staying]
+    _entries.update({host.data_ptr(): copy.entry for copy, host in zip(begun, hosts, strict=True) if copy.entry})
+    return hosts
 
 
 def _wait(ticket: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """The host tensor that crosses to the backward: the copy of `x`, or a stand-in if `x` stays on the device.
-
-    The current stream waits for the copy here, unless the step's plan has it wait elsewhere.
-    """
+    """What crosses to the backward for one tensor."""
     copy = _in_flight.get(_number(ticket))
     if copy is None or copy.entry is None:
         return claim(ticket)
-    entry, host = copy.entry, copy.target
-    _note("wait", entry, x.device)
-    block = pool.block_of(host) if entry.sends else None
-    if block is None:
-        entry.value, device = copy.source, x.device
-        host = stand_ins.stand_in(copy.source, lambda address: _release(address, device, entry))
-    else:
-        if entry.follows and not entry.joined:
-            entry.out = copy
-        else:
-            copies.join(copy)
-        memory = block.leased()
-        entry.host = functools.partial(_host_tensor, weakref.ref(memory), x.dtype, x.shape, x.device)
-        weakref.finalize(memory, _release, host.data_ptr(), x.device, entry).atexit = False
+    _note("wait", [copy.entry], x.device)
     del _in_flight[_number(ticket)]
-    _entries[host.data_ptr()] = entry
-    return host
+    return _cross([copy])[0]
 
 
 def _host_tensor(
@@ -277,16 +312,18 @@ def _host_tensor(
 ) -> tuple[torch.Tensor, torch.device] | None:
     """The host tensor in `memory`, and where it goes back to; None if its memory is gone."""
     raw = memory()
-    return None if raw is None else (torch.frombuffer(raw, dtype=torch.uint8).view(dtype).view(shape), device)
+    return None if raw is None else (stand_ins.shaped(torch.frombuffer(raw, dtype=dtype), shape), device)
 
 
-def _release(address: int, device: torch.device, entry: steps.Entry) -> None:
-    """Drop all that is kept for `entry`. Its host memory is gone: its backward is over, or will never come."""
-    _entries.pop(address, None)
-    for copy in (entry.out, entry.back):
-        copies.join_unclaimed(copy)
-    entry.value = entry.out = entry.back = None
-    _steps_of(device).drop(entry)
+def _release(entries: Sequence[steps.Entry], addresses: Sequence[int], device: torch.device) -> None:
+    """Drop all that is kept for `entries`. Their host memory is gone: the backward is over, or will never come."""
+    for address in addresses:
+        _entries.pop(address, None)
+    for entry in entries:
+        for copy in (entry.out, entry.back):
+            copies.join_unclaimed(copy)
+        entry.value = entry.out = entry.back = None
+        _steps_of(device).drop(entry)
 
 
 def _is_captured(device: torch.device) -> bool:
@@ -294,28 +331,32 @@ def _is_captured(device: torch.device) -> bool:
     return capture_under_way() is not None or capturing(device)
 
 
-def _note(what: str, entry: steps.Entry, device: torch.device) -> None:
-    """Note a "wait" or "reload" of `entry` in the trace, and do what the step's plan has before it."""
+def _note(what: str, entries: Sequence[steps.Entry], device: torch.device) -> None:
+    """Note a "wait" or "reload" of `entries` in the trace, and do what the step's plan has before it."""
     if not _is_captured(device):
-        _carry_out(_steps_of(device).event(what, entry))
+        _carry_out(_steps_of(device).event(what, entries))
 
 
 def _carry_out(actions: list[tuple[str, steps.Entry]]) -> None:
     """Wait for copies out ("join") and start copies back ("fetch")."""
+    ahead: list[tuple[steps.Entry, torch.Tensor]] = []
     for what, entry in actions:
         if what == "join":
             entry.joined = True
             copy, entry.out = entry.out, None
-            if copy is not None:
+            if copy is not None and entry.host is not None and (found := entry.host()) is not None:
+                copy.target, _ = found
                 copies.join(copy)
         elif entry.sends and entry.out is None and entry.host is not None and (found := entry.host()) is not None:
             host, device = found
-            entry.back = _fetch(host, device)
-            entry.back.source = entry.back.target  # the copy ends with the host tensor, and must not keep it alive
+            ahead.append((entry, host))
+    if ahead:
+        for (entry, _), copy in zip(ahead, _fetch([host for _, host in ahead], device), strict=True):
+            entry.back = copy
+            copy.source = copy.target  # as above
 
 
-def _reload(host: torch.Tensor, device: torch.device, decided: bool) -> torch.Tensor:
-    """Start the copy back; returns the ticket for `claim`. A tensor that was `decided` may be on the device already."""
+def _entry_of(host: torch.Tensor, decided: bool) -> steps.Entry | None:
     entry = _entries.get(host.data_ptr())
     if entry is None and decided:
         raise RuntimeError(
@@ -323,9 +364,20 @@ def _reload(host: torch.Tensor, device: torch.device, decided: bool) -> torch.Te
             "finds what stayed on the device. A saved-tensor hook around the compiled function has copied it: leave "
             "that context before the call"
         )
+    return entry
+
+
+def _reload(host: torch.Tensor, device: torch.device, decided: bool) -> torch.Tensor:
+    """Start the copy back; returns the ticket for `claim`. A tensor that was `decided` may be on the device already."""
+    entry = _entry_of(host, decided)
     if entry is None:
         return fetch(host, device)
-    _note("reload", entry, device)
+    _note("reload", [entry], device)
+    return _ticket(_back(host, device, entry))
+
+
+def _back(host: torch.Tensor, device: torch.device, entry: steps.Entry) -> Copy:
+    """The copy back of `entry`: under way, started now, or none if the tensor is on the device."""
     value, copy = entry.value, entry.out
     if copy is not None:
         _carry_out([("join", entry)])
@@ -333,20 +385,21 @@ def _reload(host: torch.Tensor, device: torch.device, decided: bool) -> torch.Te
     if value is not None:
         if entry.step >= 0 and _is_captured(device):  # the next step's tensor has another address
             raise _capture_error(device, capture_under_way(), "what a forward outside of it left here can't be read")
-        if keeps_graph():
-            entry.value, value = value, value.clone()  # the reader may write over it before another backward reads it
-        else:
-            entry.value = None
-        return _ticket(Copy(host, value))
+        entry.value = value if keeps_graph() else None
+        # another backward reads it, so its reader must not write over it; or it is a view that begins elsewhere
+        if entry.value is not None or value.data_ptr() % ALIGNMENT:
+            value = value.clone()
+        return Copy(host, value)
     if not entry.sends:
         raise RuntimeError("offload: a second backward without retain_graph reads a tensor that was freed by the first")
-    copy, entry.back = entry.back, None
+    ahead: Copy | None = entry.back
+    entry.back = None
     current = torch.cuda.current_stream(device.index) if device.type == "cuda" else None
-    if copy is not None and copy.stream in (None, current):
-        copy.source = host
-        return _ticket(copy)
-    copies.join_unclaimed(copy)  # it was fetched into the memory of another stream
-    return fetch(host, device)
+    if ahead is not None and ahead.stream in (None, current):
+        ahead.source = host
+        return ahead
+    copies.join_unclaimed(ahead)  # it was fetched into the memory of another stream
+    return _fetch([host], device)[0]
 
 
 def offload_stats() -> dict[str, int]:
@@ -383,7 +436,7 @@ def reset() -> None:
 _library = torch.library.Library("aot_hooks", "FRAGMENT")
 
 
-def _operator(schema: str, kernel: Callable[..., torch.Tensor], fake: Callable[..., torch.Tensor]) -> Any:
+def _operator(schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]) -> Any:
     """Defines the operator `torch.ops.aot_hooks.*` with this schema."""
     name = schema.partition("(")[0]
     _library.define(schema)
@@ -393,8 +446,29 @@ def _operator(schema: str, kernel: Callable[..., torch.Tensor], fake: Callable[.
 
 
 def _offload_start(x: torch.Tensor, limit: int, terms: str = "") -> torch.Tensor:
-    x, most = x if x.is_contiguous() else x.contiguous(), None if limit == NO_LIMIT else limit
-    return _start(x, most, steps.Terms.parse(terms)) if terms and x.nbytes else send(x, most)
+    x = x.contiguous()
+    if not terms or not x.nbytes:
+        return send(x, None if limit == NO_LIMIT else limit)
+    return _ticket(*_begin_decided([x], limit, terms, wait=False))
+
+
+def _offload_together(tensors: Sequence[torch.Tensor], limit: int, terms: str) -> list[torch.Tensor]:
+    tensors = [x.contiguous() for x in tensors]
+    some = [x for x in tensors if x.nbytes]
+    hosts = iter(_cross(_begin_decided(some, limit, terms, wait=True)) if some else ())
+    return [next(hosts) if x.nbytes else torch.empty_like(x, device="cpu") for x in tensors]
+
+
+def _reload_together(hosts: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
+    entries = [_entry_of(host, decided=True) if host.nbytes else None for host in hosts]
+    _note("reload", [entry for entry in entries if entry is not None], device)
+    found = [
+        Copy(host, torch.empty_like(host, device=device)) if entry is None else _back(host, device, entry)
+        for host, entry in zip(hosts, entries, strict=True)
+    ]
+    for copy in found:
+        copies.join(copy)
+    return [copy.target for copy in found]
 
 
 def _fake_ticket(*_: Any) -> torch.Tensor:
@@ -417,4 +491,16 @@ reload_wait = _operator(
     lambda ticket, host, device: claim(ticket),
     lambda ticket, host, device: torch.empty(host.shape, dtype=host.dtype, device=device),
 )
-COPIES = (offload_start, offload_wait, reload_start, reload_wait)
+offload_together = _operator(
+    "offload_together(Tensor[] tensors, int limit, str terms) -> Tensor[]",
+    _offload_together,
+    lambda tensors, limit, terms: [torch.empty(x.shape, dtype=x.dtype, device="cpu") for x in tensors],
+)
+reload_together = _operator(
+    "reload_together(Tensor[] hosts, Device device) -> Tensor[]",
+    _reload_together,
+    lambda hosts, device: [torch.empty(host.shape, dtype=host.dtype, device=device) for host in hosts],
+)
+for _op in (reload_wait, reload_together):
+    returns_aligned(_op)
+COPIES = (offload_start, offload_wait, reload_start, reload_wait, offload_together, reload_together)

@@ -15,7 +15,7 @@ from cudagraph.torch_private import compilers
 from cudagraph.torch_private.symbols import Protocols, Symbols
 
 from .inductor_fusion import choices, custom_pass, marks_of, order_pass
-from .inductor_lowering import packed_asm_in_force, register_loops
+from .inductor_lowering import packed_asm_in_force, register_operators
 from .symbols import needing
 
 SYMBOLS: Symbols = {
@@ -126,7 +126,7 @@ def compile_with_hooks(
     """
     inner = need("torch._inductor.compile_fx.compile_fx_inner")
     handler = need("torch._inductor.virtualized.V").set_choices_handler
-    register_loops()
+    register_operators()
 
     def inner_compile(graph: GraphModule, *args: Any, **kwargs: Any) -> Any:
         compiling()

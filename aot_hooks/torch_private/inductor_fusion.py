@@ -164,7 +164,8 @@ def choices() -> Any:
     return Choices()
 
 
-_OFFLOAD = tuple(f"aot_hooks.{part}" for part in ("offload_start", "offload_wait", "reload_start", "reload_wait"))
+_OFFLOAD = ("aot_hooks.offload_", "aot_hooks.reload_")
+_ENDS = ("aot_hooks.offload_wait", "aot_hooks.offload_together")  # after them a tensor crosses to the backward
 
 
 def _decides_at_run_time(node: Any) -> bool:
@@ -195,7 +196,7 @@ def _order_offload(nodes: list[Any]) -> list[Any]:
     readers: dict[str, list[Any]] = {}
     for node in nodes if any(is_ours[n] and _decides_at_run_time(n) for n in nodes) else ():
         reads = [dep.name for dep in node.read_writes.reads]
-        if "offload_wait" in str(getattr(node.node, "op_overload", "")):
+        if str(getattr(node.node, "op_overload", "")).startswith(_ENDS):
             after(node, [each for name in reads for each in readers.get(name, ())])
         for name in reads:
             readers.setdefault(name, []).append(node)
@@ -280,7 +281,7 @@ def order_pass(patches: dict[str, Any]) -> dict[str, Any]:
 
     def uuid() -> str | None:
         then = "" if after is None else after.uuid()
-        return None if then is None else f"aot_hooks order 3 {then}"
+        return None if then is None else f"aot_hooks order 4 {then}"
 
     if after is not None and not hasattr(after, "uuid"):
         return {name: run}  # torch caches no graph with a pass that has no uuid

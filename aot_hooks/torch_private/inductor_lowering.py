@@ -1,7 +1,7 @@
-"""Operators that Inductor compiles as one loop, with inline PTX.
+"""How Inductor compiles our operators: as one loop with inline PTX, or as calls whose results are aligned.
 
-lower_to_loop(op, body, ...)   when the library is imported; does not import Inductor
-register_loops()               before Inductor first compiles hooks
+lower_to_loop(op, body, ...), returns_aligned(op)   when the library is imported; do not import Inductor
+register_operators()                                before Inductor first compiles hooks
 """
 
 from __future__ import annotations
@@ -20,11 +20,17 @@ from .symbols import needing
 
 SYMBOLS: Symbols = {
     "kernels that pack without holding memory": "torch._inductor.virtualized.V",
+    "aligned results of operators": "torch._inductor.lowering.register_lowering .fallback_handler "
+    "torch._inductor.virtualized.V",
     "operators that Inductor compiles as one loop": "torch._inductor.codegen.triton.TritonOverrides "
     "torch._inductor.ir.Pointwise .TensorBox torch._inductor.lowering.register_lowering .fallback_handler .lowerings "
     "torch._inductor.virtualized.ops",
 }
 PROTOCOLS: Protocols = {
+    "aligned results of operators": {
+        "torch._inductor.graph.GraphLowering": "unaligned_buffers",
+        "torch._inductor.ir.TensorBox": "get_name",
+    },
     "operators that Inductor compiles as one loop": {
         "torch._inductor.ir.TensorBox": "get_size get_device make_loader",
         "torch._inductor.ir.Pointwise": "create",
@@ -35,7 +41,8 @@ PROTOCOLS: Protocols = {
 }
 
 need = needing(SYMBOLS)
-_loops: list[tuple[Any, Callable[..., Any], Callable[..., torch.dtype], str | None]] = []
+ALIGNMENT = 16  # bytes that a kernel loads at once
+_lowerings: list[tuple[Any, Callable[[], Callable[..., Any]]]] = []  # of operators, not registered yet
 
 
 def emits_ptx(device: torch.device) -> bool:
@@ -46,7 +53,7 @@ def emits_ptx(device: torch.device) -> bool:
 def lower_to_loop(
     op: Any, body: Callable[..., Any], dtype_of: Callable[..., torch.dtype], *, reduce_last: str | None = None
 ) -> None:
-    """Have Inductor compile `op` as one loop over its first argument, once `register_loops` has run.
+    """Have Inductor compile `op` as one loop over its first argument, once `register_operators` has run.
 
     Only where PTX can be emitted; elsewhere Inductor calls the operator.
 
@@ -58,7 +65,16 @@ def lower_to_loop(
 
     Goes when a tensor operator can be lowered as one node publicly.
     """
-    _loops.append((op, body, dtype_of, reduce_last))
+    _lowerings.append((op, lambda: _loop(op, body, dtype_of, reduce_last)))
+
+
+def returns_aligned(op: Any) -> None:
+    """Tell Inductor, once `register_operators` has run, that all results of `op` start at multiples of ALIGNMENT.
+
+    Inductor takes tensors on a CPU to be not aligned, and so all results of an operator that reads one: kernels that
+    read what `offload` fetched loaded a value at a time instead of 16 bytes. Goes when it can be said publicly.
+    """
+    _lowerings.append((op, lambda: _aligned_call(op)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,15 +146,27 @@ def packed_asm_in_force() -> Iterator[None]:
                 overrides.inline_asm_elementwise = stock
 
 
-def register_loops() -> None:
-    """Register with Inductor what `lower_to_loop` was called for."""
+def register_operators() -> None:
+    """Register with Inductor what `lower_to_loop` and `returns_aligned` were called for."""
     register = need("torch._inductor.lowering.register_lowering")
-    while _loops:
-        loop = _loops.pop()
-        register(loop[0], type_promotion_kind=None)(_lowering(*loop))
+    while _lowerings:
+        op, lowering = _lowerings.pop()
+        register(op, type_promotion_kind=None)(lowering())
 
 
-def _lowering(
+def _aligned_call(op: Any) -> Callable[..., Any]:
+    call, graph = need("torch._inductor.lowering.fallback_handler")(op), need("torch._inductor.virtualized.V")
+
+    def lower(*args: Any) -> Any:
+        results = call(*args)
+        for result in results if isinstance(results, list | tuple) else [results]:
+            graph.graph.unaligned_buffers.discard(result.get_name())
+        return results
+
+    return lower
+
+
+def _loop(
     op: Any, body: Callable[..., Any], dtype_of: Callable[..., torch.dtype], reduce_last: str | None
 ) -> Callable[..., Any]:
     lowerings, call = need("torch._inductor.lowering.lowerings"), need("torch._inductor.lowering.fallback_handler")(op)

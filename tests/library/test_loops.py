@@ -16,7 +16,7 @@ import aot_hooks
 from aot_hooks.hook import compiled_by, compiling_for
 from aot_hooks.library.loops import operators
 from aot_hooks.torch_private import inductor_lowering
-from aot_hooks.torch_private.inductor_lowering import register_loops
+from aot_hooks.torch_private.inductor_lowering import register_operators
 
 RANGE = {torch.float8_e4m3fn: (416.0, 448.0), torch.float8_e5m2: (49152.0, 57344.0)}
 
@@ -88,7 +88,7 @@ def test_an_operator_is_one_loop_over_its_first_argument(reduce_last, toy_librar
 
     op = getattr(torch.ops.toy_loops, name).default
     inductor_lowering.lower_to_loop(op, body, lambda *_: torch.float64, reduce_last=reduce_last)
-    register_loops()
+    register_operators()
     monkeypatch.setattr(inductor_lowering, "emits_ptx", lambda device: True)
     torch._dynamo.reset()
     compiled = torch.compile(lambda x, scale: op(x, scale, 0.5), fullgraph=True)
@@ -99,7 +99,7 @@ def test_an_operator_is_one_loop_over_its_first_argument(reduce_last, toy_librar
 
 @pytest.mark.core
 def test_without_ptx_inductor_calls_the_operators():
-    register_loops()
+    register_operators()
     for fn, option in ((there_and_back, torch.float8_e5m2), (int8_there_and_back, True), (int8_there_and_back, False)):
         torch._dynamo.reset()
         x = rows(torch.bfloat16)
@@ -230,7 +230,7 @@ def test_through_the_backend_the_gradient_is_that_of_the_tensor_code(hook, monke
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_on_cuda_specials_come_back_and_codes_agree(dtype):
     """Conversions that saturate, which the lowering leaves to the hardware."""
-    register_loops()
+    register_operators()
 
     x = rows(dtype)
     some = x.isfinite().any(-1)  # a row without finite values may have any scale
@@ -252,7 +252,7 @@ def test_on_cuda_specials_come_back_and_codes_agree(dtype):
 @pytest.mark.gpu
 @pytest.mark.parametrize("power", [False, True])
 def test_on_cuda_every_code_comes_back_where_a_block_holds_one_value_or_lies_across(power):
-    register_loops()
+    register_operators()
     q = torch.arange(256, dtype=torch.uint8).expand(4, 256).contiguous()
     x = torch.randn(4, 256) * 3
     bits = operators.amax_exponent(x) if power else operators.amax_word(x)

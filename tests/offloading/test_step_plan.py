@@ -94,17 +94,17 @@ class SharedLink:
         """A step in which each tensor takes `more_ms` more, sent or not; returns how many it sends."""
         entries = []
         for _ in range(6):
-            entry, _ = self.steps.start(1000, self.terms)
+            (entry,), _ = self.steps.start([1000], self.terms)
             if entry.timed and entry.sends and self.copy_ms is not None:
                 self.steps.copied(entry, 1000, self.now, self.now + self.copy_ms)
             entries.append(entry)
             self.now += 1
-            self.steps.event("wait", entry)
+            self.steps.event("wait", [entry])
             self.now += 1 + more_ms
         sent = sum(entry.sends for entry in entries)
         self.now += self.stall_ms * max(0, sent - 2)
         for entry in reversed(entries):
-            self.steps.event("reload", entry)
+            self.steps.event("reload", [entry])
             self.now += 2
             self.steps.drop(entry)
         return sent

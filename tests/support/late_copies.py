@@ -19,13 +19,13 @@ _begin, _join = copies.begin, copies.join
 _out: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()  # of started copies, whether to the host
 
 
-def begin(source: torch.Tensor, target: torch.Tensor, device: torch.device, **named: Any) -> Any:
+def begin(pairs: Any, device: torch.device, **named: Any) -> Any:
     late = at_wait and device.type != "cuda"
-    copy = copies.Copy(source, target) if late else _begin(source, target, device, **named)
-    _out[copy] = out = named["out"]
+    begun = [copies.Copy(*pair) for pair in pairs] if late else _begin(pairs, device, **named)
+    _out.update(dict.fromkeys(begun, named["out"]))
     if log is not None:
-        log.append("start" if out else "reload")
-    return copy
+        log.extend(["start" if named["out"] else "reload"] * len(begun))
+    return begun
 
 
 def join(copy: Any) -> None:

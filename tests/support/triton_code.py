@@ -31,7 +31,7 @@ from aot_hooks.library.blocks import broadcast_scales, in_blocks
 from aot_hooks.library.loops import operators, ptx
 from aot_hooks.torch_private.inductor import decompositions
 from aot_hooks.torch_private.inductor_fusion import FROM_HOOK, choices, order_pass
-from aot_hooks.torch_private.inductor_lowering import packed_asm_in_force, register_loops
+from aot_hooks.torch_private.inductor_lowering import packed_asm_in_force, register_operators
 
 NUMBERS: dict[str, Any] = {
     "major": 9,
@@ -78,7 +78,7 @@ def code(f: Callable[..., Any], make_inputs: Callable[[], Sequence[torch.Tensor]
     for node in gm.graph.nodes:
         if str(node.target).startswith("aot_hooks."):
             node.meta[FROM_HOOK] = "x"
-    register_loops()
+    register_operators()
     patches = {"graph_partition": False, **order_pass({})}
     lowering = GraphLowering(gm, example_inputs=inputs, shape_env=mode.shape_env)
     with contextlib.ExitStack() as stack:

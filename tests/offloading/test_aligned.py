@@ -1,0 +1,71 @@
+"""Kernels that read fetched tensors load 16 bytes at once."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from aot_hooks.offloading import transfers
+from aot_hooks.offloading.steps import Terms
+
+# In a process of its own, because it pretends that there is a GPU. Prints the arguments that each kernel may take to
+# be aligned, beside all of its arguments.
+PROGRAM = """
+import re
+import triton_code
+triton_code.pretend()
+import torch
+from aot_hooks.offloading import transfers as t
+
+device = torch.device("cuda", 0)
+
+def backward(host, other, grad, weight):
+    x = t.reload_wait(t.reload_start(host, device, False), host, device)
+    y, = t.reload_together([other], device)
+    return x * grad, (y * grad) @ weight
+
+def inputs():
+    host = [torch.empty(64, 64, dtype=torch.bfloat16) for _ in range(2)]
+    return *host, *(torch.empty(64, 64, dtype=torch.bfloat16, device=device) for _ in range(2))
+
+for line in triton_code.code(backward, inputs).splitlines():
+    if "triton_meta=" in line:
+        arguments = re.search(r"'signature': {(.*?)}", line)[1].count("*")
+        print(arguments, len(re.findall(r"\\(\\d+,\\): \\[\\['tt.divisibility', 16\\]\\]", line.split("'xnumel'")[-1])))
+"""
+
+
+def test_kernels_load_16_bytes_at_once() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=Path(__file__).parents[1] / "support",
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    kernels = [tuple(map(int, line.split())) for line in done.stdout.splitlines()]
+    assert kernels
+    assert all(aligned == pointers + 1 for pointers, aligned in kernels), "all pointers, and the number of elements"
+
+
+@pytest.mark.parametrize("sends", [False, True])
+def test_what_comes_back_is_aligned(sends: bool) -> None:
+    """A tensor that stays may be a view that begins anywhere."""
+    terms = str(Terms(sends, 1 << 30, 0.0, (1.0, 1.0)))
+    x = torch.arange(4096.0)[1:2049]
+    assert x.is_contiguous()
+    assert x.data_ptr() % 16
+    host = transfers.offload_together([x, x[8:]], transfers.NO_LIMIT, terms)
+    for back, expected in zip(transfers.reload_together(host, x.device), (x, x[8:]), strict=True):
+        assert back.data_ptr() % 16 == 0
+        assert torch.equal(back, expected)
+    host = transfers.offload_wait(ticket := transfers.offload_start(x, transfers.NO_LIMIT, terms), x)
+    assert ticket.numel() == 1
+    back = transfers.reload_wait(transfers.reload_start(host, x.device, True), host, x.device)
+    assert back.data_ptr() % 16 == 0
+    assert torch.equal(back, x)
