@@ -17,7 +17,7 @@ from .library.integer import int4, int8
 from .library.lossless import lossless
 from .offloading.hook import offload
 from .offloading.schedule import Transfer
-from .offloading.transfers import offload_stats
+from .offloading.stats import offload_stats
 from .passes.plan import Decision, Plan
 from .planning.budget import budget
 from .report.dry_run import plan, saved_tensors

@@ -34,6 +34,7 @@ from .graphs.nodes import REGION, annotation, donates
 from .graphs.roofline import step_ms
 from .identity.frozen import described
 from .identity.records import Recording, recording
+from .offloading import stats as offload_stats
 from .offloading import transfers
 from .offloading.placement import decide_at_run_time
 from .options import Options, inductor_patches
@@ -80,7 +81,7 @@ def reset() -> None:
     """
     records.forget()
     cudagraphs.forget()
-    transfers.reset()
+    offload_stats.reset()
     pairs.forget()
     region.forget()
     lookup.forget()

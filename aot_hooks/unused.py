@@ -21,7 +21,7 @@ import torch
 
 from .errors import TORCH, UnusedWarning, warn_user
 from .hook import KEEP
-from .offloading.transfers import several_graphs
+from .offloading.schedule import DECIDED_LATER
 from .passes.plan import Decision, Plan
 from .policies import ByKey, key_text, keys_in
 from .settings.setting import Setting
@@ -129,7 +129,8 @@ def _warn_of(suspects: list[Setting]) -> None:
         use = _uses.get(setting.text)
         if use is None:
             continue
-        if use.packed_nothing and not use.unmatched and not several_graphs():
+        decided_later = any(DECIDED_LATER in d.reason for d in use.kept)
+        if use.packed_nothing and not use.unmatched and not decided_later:
             reasons = collections.Counter(d.reason for d in use.kept).most_common(3)
             why = "; ".join(f"{count} {reason}" for reason, count in reasons)
             _warn(

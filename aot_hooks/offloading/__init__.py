@@ -1,1 +1,1 @@
-"""Saved tensors in host memory: the hook, its four operators and streams, pinned memory, and when copies start."""
+"""Saved tensors in host memory: the hook, its operators and streams, pinned memory, and when copies start."""

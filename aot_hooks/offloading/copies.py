@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 
-from . import steps
 from .pinned_pool import HostPool
 
 pool = HostPool()
@@ -33,7 +32,6 @@ class Copy:
     begun: Any = None  # recorded before it, if it is timed
     stream: Any = None  # the stream that owns the device memory of `source` or `target`
     captured: bool = False  # the copy is part of a CUDA graph and runs in each replay, not now
-    entry: steps.Entry | None = None  # of a tensor that was started with terms
 
 
 _streams: dict[int, tuple[torch.cuda.Stream, torch.cuda.Stream, torch.cuda.Event]] = {}

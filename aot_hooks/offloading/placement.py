@@ -12,7 +12,7 @@ from __future__ import annotations
 import operator
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,21 +24,15 @@ from ..graphs.nodes import NO_VERSION_CHECK, PACKED, input_storages, is_view, st
 from ..graphs.roofline import Rates, has_formula, is_attention, measured_rates, node_ms
 from ..graphs.saved import crossing_pairs
 from ..torch_private.inductor_fusion import FROM_HOOK
+from .at_run_time import layouts_of, offload_together, reload_together
 from .hook import OffloadSettings
-from .schedule import Item, Limits, Placement, Schedule, Transfer, schedule
+from .schedule import DECIDED_LATER, Item, Limits, Placement, Schedule, Transfer, schedule
 from .steps import Terms
-from .transfers import (
-    COPIES,
-    offload_start,
-    offload_together,
-    offload_wait,
-    reload_start,
-    reload_together,
-    reload_wait,
-)
+from .transfers import COPIES, offload_start, offload_wait, reload_start, reload_wait
 
 _BUILT_IN = ("aten", "prims", "inductor_prims")
 _MEMORY_OF_OTHERS = "memory of an input or output, which the program may write to: no call can decide to send it"
+_TOGETHER = 16  # at most so many tensors an operator: those of a layer, so that copies begin while a large graph runs
 _CANDIDATE = "aot_hooks_offload"  # meta of a backward's placeholder, for `decide_at_run_time`
 
 
@@ -122,7 +116,7 @@ def place(
         kinds = {settings: kind for kind, settings in enumerate(dict.fromkeys(c.leaf.settings for c in crossings))}
         pairs = [(_item(c, kinds[c.leaf.settings], forward, backward), c) for c in crossings]
         pairs.sort(key=lambda pair: pair[0].made)
-        decided = [not at_run_time or not c.leaf.settings.across_graphs or has_own_memory(c.value) for _, c in pairs]
+        decided = [not at_run_time or not c.leaf.settings.across_graphs for _, c in pairs]
         items = [pair for pair, is_decided in zip(pairs, decided, strict=True) if is_decided]
         planned = schedule(
             [item for item, _ in items],
@@ -136,10 +130,11 @@ def place(
         )
         placements = iter(planned.placements)
         for (item, crossing), is_decided in zip(pairs, decided, strict=True):
-            placement = next(placements) if is_decided else Placement(False, _MEMORY_OF_OTHERS)
-            if crossing.leaf.settings.across_graphs:
-                metas = [dict(n.meta) for n in (crossing.start, crossing.wait, crossing.reload, crossing.back)]
-                crossing.slot.meta[_CANDIDATE] = crossing.leaf, crossing.start.args[1], device, metas
+            later = DECIDED_LATER if has_own_memory(crossing.value) else _MEMORY_OF_OTHERS
+            placement = next(placements) if is_decided else Placement(False, later)
+            if not is_decided:
+                metas = [dict(node.meta) for node in (crossing.start, crossing.reload, crossing.back)]
+                crossing.slot.meta[_CANDIDATE] = crossing.leaf.settings, crossing.start.args[1], device, metas
             if not placement.offloaded:
                 _keep_on_device(bw, crossing)
                 on_device[crossing.wait] = crossing.value, placement.reason
@@ -156,73 +151,88 @@ def place(
 
 
 def decide_at_run_time(fw: GraphModule, bw: GraphModule, num_fwd_outputs: int) -> None:
-    """Let the operators of `offload(across_graphs=True)` decide at run time what is sent; see steps.py.
+    """Give the tensors of `offload(across_graphs=True)` the operators that decide when they run, see at_run_time.py.
 
-    What `place` sends keeps its operators. What it left on the device gets two for all: at the end of the forward, and
-    before the first reader. A tensor that is read after its wait gets a wait at the end, too: a compiler may have the
-    last reader write over it. A tensor whose memory the program has, an input or an output, is on the device by
-    `place`: the program may write to it, and a copy that its graph waits for would wait for those of all graphs before.
+    One operator takes several tensors, after the last reader of each: a pass of the compiler may have that one write
+    over it. Tensors whose memory the program has, inputs and outputs, stay as they are: the program may write to them.
     """
     if not any(_CANDIDATE in slot.meta for slot in bw.graph.find_nodes(op="placeholder")):
         return
-    output = fw.graph.output_node()
-    tensors = {n: _sent_by(n).args[0] if n.target is offload_wait else n for n in output.all_input_nodes}
-    has_own_memory = _own_memory(fw)
+    output, has_own_memory = fw.graph.output_node(), _own_memory(fw)
     last_reader = {storage_of(n): node for node in fw.graph.nodes if node is not output for n in node.all_input_nodes}
-    staying: dict[tuple[Any, ...], list[_Staying]] = defaultdict(list)
-    for saved, slot in crossing_pairs(fw, bw, num_fwd_outputs):
-        value = tensors.get(saved)
-        if _CANDIDATE not in slot.meta or not isinstance(value, Node) or not slot.users or not has_own_memory(value):
-            continue
-        leaf, limit, device, metas = slot.meta[_CANDIDATE]
-        planned, settings = saved.target is offload_wait, leaf.settings
-        link = settings.rates and (settings.rates.to_host, settings.rates.to_device)
-        terms = str(Terms(planned, settings.in_flight_bytes, settings.max_stall_ms, link))
-        if not planned:
-            staying[device, limit, terms].append(_Staying(value, slot, metas))
-            continue
-        _sent_by(saved).args = (value, limit, terms)
-        if saved < last_reader[storage_of(value)]:
-            output.prepend(saved)
-        next(u for u in slot.users if u.target is reload_start).args = (slot, device, True)
-    for (device, limit, terms), group in staying.items():
-        _pass_together(group, device, limit, terms)
+
+    def place_of(pair: tuple[Node, Node]) -> Node:
+        value, _ = pair
+        last: Node = last_reader.get(storage_of(value), value)
+        return last
+
+    kinds: dict[tuple[Any, ...], list[tuple[Node, Node]]] = defaultdict(list)
+    for value, slot in crossing_pairs(fw, bw, num_fwd_outputs):
+        if _CANDIDATE in slot.meta and slot.users and isinstance(value, Node) and has_own_memory(value):
+            settings, limit, device, _ = slot.meta[_CANDIDATE]
+            link = settings.rates and (settings.rates.to_host, settings.rates.to_device)
+            terms = Terms(settings.in_flight_bytes, settings.max_stall_ms, link)
+            # torch saves those without a check of versions after the others
+            kinds[device, limit, terms, value.meta.get(NO_VERSION_CHECK)].append((value, slot))
+    groups = []
+    for (device, limit, terms, _), found in kinds.items():
+        found.sort(key=place_of)
+        for first in range(0, len(found), _TOGETHER):
+            groups.append((found[first : first + _TOGETHER], device, limit, terms))
+    groups.sort(key=lambda group: place_of(group[0][-1]))
+    for i, (found, device, limit, terms) in enumerate(groups):
+        text = str(replace(terms, ends_graph=i == len(groups) - 1))
+        _cross_together(fw, bw, place_of(found[-1]), found, device, limit, text)
     for gm in (fw, bw):
         gm.graph.lint()
         gm.recompile()
 
 
-@dataclass(frozen=True)
-class _Staying:
-    """A tensor that the plan of its graph leaves on the device; the metas of operators that would send it."""
-
-    value: Node
-    slot: Node
-    metas: Sequence[dict[str, Any]]
-
-
-def _pass_together(group: Sequence[_Staying], device: torch.device, limit: int, terms: str) -> None:
-    """Have the tensors of `group` cross by two operators."""
-    forward, backward = group[0].value.graph, group[0].slot.graph
-    output, readers = forward.output_node(), {each.slot: sorted(each.slot.users) for each in group}
-    with forward.inserting_before(output):
-        out = forward.call_function(offload_together, ([each.value for each in group], limit, terms))
-        waits = [forward.call_function(operator.getitem, (out, i)) for i in range(len(group))]
-    with backward.inserting_before(min(found[0] for found in readers.values())):
-        reload = backward.call_function(reload_together, ([each.slot for each in group], device))
-        backs = [backward.call_function(operator.getitem, (reload, i)) for i in range(len(group))]
-    for each, wait, back in zip(group, waits, backs, strict=True):
-        for node, meta in ((wait, each.metas[1]), (back, each.metas[3])):
-            node.meta.update(meta)
-        for mark in (PACKED, NO_VERSION_CHECK):
-            wait.meta.pop(mark, None)
-            wait.meta.update({mark: each.value.meta[mark]} if mark in each.value.meta else {})
-        output.replace_input_with(each.value, wait)
-        for reader in readers[each.slot]:
-            reader.replace_input_with(each.slot, back)
-        each.slot.meta["val"] = wait.meta["val"]
-    for node, parts, meta in ((out, waits, group[0].metas[0]), (reload, backs, group[0].metas[2])):
-        node.meta.update(meta | {"val": [part.meta["val"] for part in parts]})
+def _cross_together(
+    fw: GraphModule,
+    bw: GraphModule,
+    after: Node,
+    pairs: Sequence[tuple[Node, Node]],
+    device: torch.device,
+    limit: int,
+    terms: str,
+) -> None:
+    """Have the values of `pairs` cross to their placeholders by one operator in each graph, in `fw` behind `after`."""
+    values, slots = [value for value, _ in pairs], [slot for _, slot in pairs]
+    fakes = [value.meta["val"] for value in values]
+    carried = [i for i, fake in enumerate(fakes) if not all(isinstance(n, int) for n in fake.shape)]
+    with fw.graph.inserting_after(after):
+        out = fw.graph.call_function(offload_together, (values, limit, terms, carried))
+    with fw.graph.inserting_after(out):
+        crossing = [fw.graph.call_function(operator.getitem, (out, i)) for i in range(1 + len(carried))]
+    *_, (out_meta, reload_meta, back_meta) = slots[0].meta[_CANDIDATE]
+    out.meta = {**out_meta, "val": offload_together(fakes, limit, terms, carried)}
+    for node, fake in zip(crossing, out.meta["val"], strict=True):
+        version_check = {key: values[0].meta[key] for key in (NO_VERSION_CHECK,) if key in values[0].meta}
+        node.meta = {PACKED: True, "val": fake, **version_check}
+    ticket, carriers = crossing[0], {values[i]: node for i, node in zip(carried, crossing[1:], strict=True)}
+    first = min(slots)
+    with bw.graph.inserting_before(first):
+        slot = bw.graph.placeholder(f"{slots[0].name}_ticket")
+    slot.target, slot.meta = slot.name, {"val": ticket.meta["val"]}
+    slot.meta |= {key: slots[0].meta[key] for key in ("desc",) if key in slots[0].meta}
+    carrying = [slots[i] for i in carried]
+    with bw.graph.inserting_before(min(reader for each in slots for reader in each.users)):
+        reload = bw.graph.call_function(reload_together, (slot, carrying, device, layouts_of(fakes)))
+        backs = [bw.graph.call_function(operator.getitem, (reload, i)) for i in range(len(values))]
+    reload.meta = {**reload_meta, "val": fakes}
+    for each, back, value, fake in zip(slots, backs, values, fakes, strict=True):
+        back.meta = {**back_meta, "val": fake}
+        each.replace_all_uses_with(back, delete_user_cb=lambda user: user is not reload)
+        if value in carriers:
+            each.meta["val"] = carriers[value].meta["val"]
+        else:
+            bw.graph.erase_node(each)
+    saved: list[Any] = []
+    for value in results_of(fw.graph):
+        saved += [ticket] if value is values[slots.index(first)] else []
+        saved += [carriers[value]] if value in carriers else [] if value in values else [value]
+    fw.graph.output_node().args = (tuple(saved),)
 
 
 def _own_memory(fw: GraphModule) -> Callable[[Node], bool]:

@@ -29,6 +29,7 @@ _SLACK_MS = 0.3
 
 TOO_SOON = "back on the device too soon to be worth sending"
 NO_TIME = "no compute left to hide its copies"
+DECIDED_LATER = "each call decides, by the plan of its step"
 
 Event = tuple[int, str, int]  # the gap, what happens ("start", "wait", "reload", "use"), the item's number
 

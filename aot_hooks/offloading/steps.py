@@ -1,18 +1,19 @@
 """One plan for all graphs of a step: which tensors are sent in which call, where to wait, where to fetch.
 
-      first step     start 0, wait 0, start 1, wait 1 ... | reload 1, reload 0      recorded: the trace
-      two more       the same, and when each of them runs; the faster counts        plan_step --> StepPlan
-      five more      start 0 [send] ... start 5 [join 0] ... | reload 7 [fetch 5] ... reload 5
+      first step     start 0 1, start 2 3 ... | reload 2 3, reload 0 1       recorded: the trace
+      two more       the same, and when each of them runs; the faster counts  plan_step --> StepPlan
+      five more      start 0 [send] 1 ... start 6 [join 0] 7 ... | reload 8 9 [fetch 6] ... reload 6 7
       five more      the same with a plan for the speed that the link had meanwhile, or else for three quarters of the
                      speed that was planned with; and so on, until two plans in a row made steps no faster
       then           the plan that sends most, of those that are nearly as fast as the fastest
 
-A graph that is compiled once runs for every layer, so what differs between layers is read at run time: `transfers`
+A graph that is compiled once runs for every layer, so what differs between layers is read at run time: at_run_time.py
 notes each of its operators here as an event, and gets the actions for it. Item n is the n-th tensor that the step
 starts. A step begins when a tensor is started while none is saved from before.
 
-The plan holds for as long as events come as in its trace. At the first other event all copies in flight are joined, and
-the rest of the step goes by the plans of the single graphs. Nothing here touches a device.
+The plan holds for as long as events come as in its trace. At the first other event all copies in flight are joined.
+Without a plan all tensors stay; or, if their hook allows any stall, all are sent, and waited for at the next operator.
+Nothing here touches a device.
 """
 
 from __future__ import annotations
@@ -42,18 +43,18 @@ _ENOUGH = 0.95  # of the bytes that could be sent: small tensors take as much of
 _SIZES = 4  # least sizes that are tried for that
 _MOST_EVENTS = 1 << 17  # a step that never ends: something keeps its saved tensors
 
-Event = tuple[Any, ...]  # ("start", nbytes, Terms) or ("wait" or "reload", item)
+Event = tuple[Any, ...]  # of an operator: ("start", the bytes of its tensors, Terms) or ("reload", their items)
 Action = tuple[str, int]  # "join" (wait for the copy out) or "fetch" (start the copy back), and the item
 
 
 @dataclass(frozen=True)
 class Terms:
-    """The conditions under which a tensor is sent. Operators take them as a text."""
+    """The conditions under which the tensors of an operator are sent, which it takes as a text."""
 
-    planned: bool  # whether the plan of its graph alone sends it
     in_flight_bytes: int
     max_stall_ms: float
     link: tuple[float, float] | None  # bytes a second to the host and back; None measures them
+    ends_graph: bool = True  # no other operator of its graph comes after this one
 
     def __str__(self) -> str:
         return json.dumps(asdict(self))
@@ -91,10 +92,8 @@ class StepPlan:
 
 
 def graph_count(trace: Sequence[Event]) -> int:
-    """How many calls of graphs a trace has. A graph waits at its end for what its own plan leaves on the device."""
-    starts = [event for event in trace if event[0] == "start"]
-    at_end = [event[0] == "wait" and not starts[event[1]][2].planned for event in trace if event[0] != "reload"]
-    return sum(before and not after for before, after in itertools.pairwise([*at_end, False]))
+    """How many calls of graphs a trace has."""
+    return sum(event[0] == "start" and event[2].ends_graph for event in trace)
 
 
 def plan_step(trace: Sequence[Event], at_ms: Sequence[float], to_host: float, to_device: float) -> StepPlan:
@@ -103,14 +102,14 @@ def plan_step(trace: Sequence[Event], at_ms: Sequence[float], to_host: float, to
     Sends items in the order in which they start, as long as compute hides the copies; of these only the largest, if
     they alone are nearly as many bytes. Items that start after the first reload stay on the device.
     """
-    starts = [(i, event) for i, event in enumerate(trace) if event[0] == "start"]
-    reloads = {event[1]: i for i, event in reversed(list(enumerate(trace))) if event[0] == "reload"}
+    starts = [(i, nbytes, event[2]) for i, event in enumerate(trace) if event[0] == "start" for nbytes in event[1]]
+    reloads = {n: i for i, event in reversed([*enumerate(trace)]) if event[0] == "reload" for n in event[1]}
     backward = min(reloads.values(), default=len(trace))
     kinds: dict[Limits, int] = {}
     items: list[Item] = []
     numbers: list[int] = []  # of the items in the step
-    for number, (i, (_, nbytes, terms)) in enumerate(starts):
-        if i < backward and number in reloads:
+    for number, (i, nbytes, terms) in enumerate(starts):
+        if i < backward and number in reloads and nbytes:
             kind = kinds.setdefault(Limits(terms.in_flight_bytes, terms.max_stall_ms), len(kinds))
             items.append(Item(nbytes, i - 1, reloads[number] - backward, kind))
             numbers.append(number)
@@ -152,8 +151,8 @@ def plan_step(trace: Sequence[Event], at_ms: Sequence[float], to_host: float, to
         tuple(number in sent for number in range(len(starts))),
         actions,
         graph_count(trace),
-        sum(event[1] for _, event in starts),
-        sum(starts[n][1][1] for n in sent),
+        sum(nbytes for _, nbytes, _ in starts),
+        sum(starts[n][1] for n in sent),
         planned.forward_ms,
         planned.backward_ms,
         allowed_ms,
@@ -161,20 +160,19 @@ def plan_step(trace: Sequence[Event], at_ms: Sequence[float], to_host: float, to
     )
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Entry:
-    """A tensor from its start to the end of its backward. `transfers` sets `joined` and all after it."""
+    """A tensor from its start to the end of its backward. at_run_time.py sets `joined` and all after it."""
 
     sends: bool
     number: int = -1  # in its step; -1 outside of steps
     step: int = -1
-    follows: bool = False  # a plan for the step joins and fetches it; else the graph does
     timed: bool = False  # its copy out shall be timed, see `Steps.copied`
     joined: bool = False  # the place of the wait has passed
-    value: Any = None  # the tensor, while it is on the device and no copy is under way
+    value: Any = None  # the tensor, if it stays on the device
     out: Any = None  # the copy out, while it holds the tensor
+    host: Any = None  # its copy on the host
     back: Any = None  # the copy back that has been started ahead
-    host: Callable[[], Any] | None = None  # the host tensor, while the backward needs it
 
 
 @dataclass(eq=False)
@@ -231,38 +229,34 @@ class Steps:
     _marks: list[Any] | None = None
     _copies: list[tuple[int, list[Any]]] = field(default_factory=list)
     _entries: list[Entry] = field(default_factory=list)
+    _unplanned: list[Entry] = field(default_factory=list)  # sent by the last event without a plan
     _alive: int = 0
     _number: int = 0
 
-    def start(
-        self, nbytes: Sequence[int], terms: Terms, *, wait: bool = False
-    ) -> tuple[list[Entry], list[tuple[str, Entry]]]:
-        """Note that tensors start and, if `wait`, that they wait at once.
-
-        Returns the entry of each, which says whether to send it, and the actions before that.
-        """
+    def start(self, nbytes: Sequence[int], terms: Terms) -> tuple[list[Entry], list[tuple[str, Entry]]]:
+        """Note that tensors start. Returns their entries, which say whether to send them, and the actions before."""
         with self._lock:
             while self._dropped:
                 self._alive -= self._dropped.popleft().step == self._number
             if self._trace and (not self._alive or len(self._trace) >= _MOST_EVENTS):
                 self._end()
-            first = len(self._entries)
-            entries = [Entry(terms.planned, first + i, self._number) for i in range(len(nbytes))]
+            first, sends = len(self._entries), math.isinf(terms.max_stall_ms)
+            entries = [Entry(sends, first + i, self._number) for i in range(len(nbytes))]
             self._entries += entries
             self._alive += len(entries)
-            waits = [("wait", entry.number) for entry in entries] if wait else []
-            actions = self._note([*(("start", size, terms) for size in nbytes), *waits])
+            actions = self._note(("start", tuple(nbytes), terms))
             if self._followed is not None and self._followed.plan is not None:
                 for entry in entries:
-                    entry.sends, entry.follows = self._followed.plan.sends[entry.number], True
-                    entry.timed = self._marks is not None
+                    entry.sends, entry.timed = self._followed.plan.sends[entry.number], self._marks is not None
+            elif sends:
+                self._unplanned += entries
             return entries, actions
 
-    def event(self, what: str, entries: Sequence[Entry]) -> list[tuple[str, Entry]]:
-        """Note a "wait" or "reload" of `entries`. Returns the actions before it."""
+    def reload(self, entries: Sequence[Entry]) -> list[tuple[str, Entry]]:
+        """Note that tensors are needed again. Returns the actions before that."""
         with self._lock:
-            events = [(what, entry.number) for entry in entries if entry.step == self._number]
-            return self._note(events) if events else []
+            numbers = tuple(entry.number for entry in entries if entry.step == self._number)
+            return self._note(("reload", numbers)) if numbers else []
 
     def copied(self, entry: Entry, nbytes: int, begin: Any, end: Any) -> None:
         """Note the marks at the begin and the end of a copy out."""
@@ -274,39 +268,32 @@ class Steps:
         """`entry` is not saved any more. Takes no lock: the garbage collector may call it anywhere."""
         self._dropped.append(entry)
 
-    @property
-    def graph_count(self) -> int:
-        """How many calls of graphs the step has had so far."""
-        return graph_count(self._trace)
-
     def forget(self) -> None:
         with self._lock:
             self._end()
             self._known.clear()
             self.last = None
 
-    def _note(self, events: list[Event]) -> list[tuple[str, Entry]]:
-        """Note events that happen at once. Returns the actions before them."""
+    def _note(self, event: Event) -> list[tuple[str, Entry]]:
         at, known = len(self._trace), self._followed
-        self._trace += events
-        end = len(self._trace)
-        actions: list[tuple[str, Entry]] = []
+        self._trace.append(event)
+        actions = [("join", entry) for entry in self._unplanned]
+        self._unplanned = []
         if at == 0:
             self._follow()
             known = self._followed
-            if known is not None and not (known.settled or known.is_timed) and graph_count(known.trace) > 1:
+            if known is not None and not (known.settled or known.is_timed):
                 self._marks = []
-        elif known is not None and known.trace[at:end] != tuple(events):
+        elif known is not None and known.trace[at : at + 1] != (event,):
             self._marks = None
             self._follow()
             actions = [("join", entry) for entry in self._entries]
         known = self._followed
         if self._marks is not None and known is not None:
-            marked = range(at, end) if known.plan is None else {0, len(known.trace) - 1} & {*range(at, end)}
-            self._marks += [self.mark()] * len(marked) if marked else []
-        if known is not None and known.plan is not None and known.plan.actions:
-            for i in range(at, end):
-                actions += [(what, self._entries[number]) for what, number in known.plan.actions.get(i, ())]
+            if known.plan is None or at in (0, len(known.trace) - 1):
+                self._marks.append(self.mark())
+        if known is not None and known.plan is not None:
+            actions += [(what, self._entries[number]) for what, number in known.plan.actions.get(at, ())]
         return actions
 
     def _follow(self) -> None:
@@ -367,5 +354,5 @@ class Steps:
         if any(event[0] == "reload" for event in trace):
             self._known = [*(k for k in self._known if k is not known), known][-_MOST_TRACES:]
         self._followed, self._marks, self._alive = None, None, 0
-        self._trace, self._entries, self._copies = [], [], []
+        self._trace, self._entries, self._unplanned, self._copies = [], [], [], []
         self._number += 1

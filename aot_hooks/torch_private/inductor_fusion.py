@@ -165,12 +165,6 @@ def choices() -> Any:
 
 
 _OFFLOAD = ("aot_hooks.offload_", "aot_hooks.reload_")
-_ENDS = ("aot_hooks.offload_wait", "aot_hooks.offload_together")  # after them a tensor crosses to the backward
-
-
-def _decides_at_run_time(node: Any) -> bool:
-    """Whether `node`, an operator of offload, decides when it runs whether to send: it then has a text, its `Terms`."""
-    return any(isinstance(arg, str) and arg for arg in getattr(node.node, "constant_args", ()))
 
 
 def _order_offload(nodes: list[Any]) -> list[Any]:
@@ -179,9 +173,6 @@ def _order_offload(nodes: list[Any]) -> list[Any]:
     Before fusion the scheduler has its nodes in the order of the graph. Some kernels are fused with no other: products,
     attention, other operators. Each of these depends on the operator of offload before it, and each operator of offload
     on all of these since the one before it. The dependencies are of order alone (`is_fake`), which hold no memory.
-
-    With `across_graphs`, a wait also comes after all readers of its tensor that the graph has before it: the tensor may
-    stay on the device, and the last reader may write over it.
     """
     is_ours = {n: str(getattr(n.node, "op_overload", "")).startswith(_OFFLOAD) for n in nodes}
     if not any(is_ours.values()):
@@ -193,13 +184,6 @@ def _order_offload(nodes: list[Any]) -> list[Any]:
         for each in others:
             node.add_fake_dep(weak(next(iter(each.get_buffer_names())), node.get_name(), is_fake=True))
 
-    readers: dict[str, list[Any]] = {}
-    for node in nodes if any(is_ours[n] and _decides_at_run_time(n) for n in nodes) else ():
-        reads = [dep.name for dep in node.read_writes.reads]
-        if str(getattr(node.node, "op_overload", "")).startswith(_ENDS):
-            after(node, [each for name in reads for each in readers.get(name, ())])
-        for name in reads:
-            readers.setdefault(name, []).append(node)
     before: list[Any] = []
     since: list[Any] = []
     for node in placed:

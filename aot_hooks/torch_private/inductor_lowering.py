@@ -1,7 +1,7 @@
-"""How Inductor compiles our operators: as one loop with inline PTX, or as calls whose results are aligned.
+"""How Inductor compiles our operators: as one loop with inline PTX, or as calls.
 
-lower_to_loop(op, body, ...), returns_aligned(op)   when the library is imported; do not import Inductor
-register_operators()                                before Inductor first compiles hooks
+lower_to_loop(op, ...), lower_to_call(op, ...)   when the library is imported; do not import Inductor
+register_operators()                             before Inductor first compiles hooks
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from .symbols import needing
 
 SYMBOLS: Symbols = {
     "kernels that pack without holding memory": "torch._inductor.virtualized.V",
-    "aligned results of operators": "torch._inductor.lowering.register_lowering .fallback_handler "
+    "copies of offload in kernels' memory": "torch._inductor.lowering.register_lowering .fallback_handler "
     "torch._inductor.virtualized.V",
     "operators that Inductor compiles as one loop": "torch._inductor.codegen.triton.TritonOverrides "
     "torch._inductor.ir.Pointwise .TensorBox torch._inductor.lowering.register_lowering .fallback_handler .lowerings "
     "torch._inductor.virtualized.ops",
 }
 PROTOCOLS: Protocols = {
-    "aligned results of operators": {
-        "torch._inductor.graph.GraphLowering": "unaligned_buffers",
+    "copies of offload in kernels' memory": {
+        "torch._inductor.graph.GraphLowering": "unaligned_buffers never_reuse_buffers",
         "torch._inductor.ir.TensorBox": "get_name",
     },
     "operators that Inductor compiles as one loop": {
@@ -68,13 +68,19 @@ def lower_to_loop(
     _lowerings.append((op, lambda: _loop(op, body, dtype_of, reduce_last)))
 
 
-def returns_aligned(op: Any) -> None:
-    """Tell Inductor, once `register_operators` has run, that all results of `op` start at multiples of ALIGNMENT.
+def lower_to_call(op: Any, *, returns_aligned: bool = False, keeps_tensors: bool = False) -> None:
+    """Have Inductor call `op`, once `register_operators` has run, knowing more about it than Inductor can be told.
 
-    Inductor takes tensors on a CPU to be not aligned, and so all results of an operator that reads one: kernels that
-    read what `offload` fetched loaded a value at a time instead of 16 bytes. Goes when it can be said publicly.
+    Args:
+        returns_aligned: all results start at multiples of ALIGNMENT. Inductor takes tensors on a CPU to be not aligned,
+            and so all results of an operator that reads one: kernels that read what `offload` fetched loaded a value at
+            a time instead of 16 bytes.
+        keeps_tensors: the tensors that `op` gets, in a list, are read after it has returned. No later reader may write
+            over them.
+
+    Goes when both can be said publicly.
     """
-    _lowerings.append((op, lambda: _aligned_call(op)))
+    _lowerings.append((op, lambda: _call(op, returns_aligned, keeps_tensors)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,20 +153,22 @@ def packed_asm_in_force() -> Iterator[None]:
 
 
 def register_operators() -> None:
-    """Register with Inductor what `lower_to_loop` and `returns_aligned` were called for."""
+    """Register with Inductor what `lower_to_loop` and `lower_to_call` were called for."""
     register = need("torch._inductor.lowering.register_lowering")
     while _lowerings:
         op, lowering = _lowerings.pop()
         register(op, type_promotion_kind=None)(lowering())
 
 
-def _aligned_call(op: Any) -> Callable[..., Any]:
+def _call(op: Any, returns_aligned: bool, keeps_tensors: bool) -> Callable[..., Any]:
     call, graph = need("torch._inductor.lowering.fallback_handler")(op), need("torch._inductor.virtualized.V")
 
     def lower(*args: Any) -> Any:
         results = call(*args)
-        for result in results if isinstance(results, list | tuple) else [results]:
+        for result in (results if isinstance(results, list | tuple) else [results]) if returns_aligned else ():
             graph.graph.unaligned_buffers.discard(result.get_name())
+        for tensor in args[0] if keeps_tensors else ():
+            graph.graph.never_reuse_buffers.add(tensor.get_name())
         return results
 
     return lower

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import math
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -16,7 +17,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import aot_hooks
-from aot_hooks.offloading import steps, transfers
+from aot_hooks.offloading import at_run_time, placement, steps, transfers
 
 pytestmark = pytest.mark.filterwarnings("error::aot_hooks.errors.UnusedWarning")
 
@@ -35,10 +36,10 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         now += 1e-3
         return now
 
-    monkeypatch.setattr(transfers, "_mark", mark)
+    monkeypatch.setattr(at_run_time, "_mark", mark)
     yield
     torch._dynamo.reset()
-    assert not transfers._entries and not transfers._kept
+    assert not at_run_time._entries and not transfers._kept
 
 
 def by_blocks(hook: aot_hooks.Hook | None, layers: int = 6, *, inner: str = "aten") -> nn.Sequential:
@@ -99,6 +100,29 @@ def test_copies_end_in_other_graphs() -> None:
     ends = [i for i, what in enumerate(log) if what == "wait"]
     assert ends and any(log[i - 1] == "start" and "start" in log[i:] for i in ends), log
     assert log.count("start") > 4
+
+
+@pytest.mark.parametrize("inner", ["aten", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("max_stall_ms", [0.0, math.inf])
+def test_a_graph_of_many_layers_has_several_operators(
+    monkeypatch: pytest.MonkeyPatch, inner: str, max_stall_ms: float
+) -> None:
+    monkeypatch.setattr(placement, "_TOGETHER", 4)
+    hook = aot_hooks.offload(0, rates=RATES, across_graphs=True, max_stall_ms=max_stall_ms)
+    torch.manual_seed(0)
+    plain = nn.Sequential(*(Block() for _ in range(6)))
+    hooked = copy.deepcopy(plain)
+    run = torch.compile(hooked, backend="aot_hooks", options={"inner": inner, "policy": hook})
+    for i in range(6):
+        x = torch.randn(64, 16)
+        late_copies.log = []
+        for a, b in zip(step(hooked, x, run), step(plain, x), strict=True):
+            torch.testing.assert_close(a, b)
+        starts = [n for n, what in enumerate(late_copies.log) if what == "start"]
+        assert bool(starts) == (i > 2 or max_stall_ms > 0), "without a plan all stay, or all are sent"
+        if starts:
+            assert "wait" in late_copies.log[starts[0] : starts[-1]], "the first copies end while the forward runs"
+    assert aot_hooks.offload_stats()["step_graph_count"] == 1
 
 
 class Saturating(nn.Module):
@@ -287,7 +311,7 @@ def test_an_output_that_is_held_disturbs_no_step() -> None:
 
 
 def test_a_step_that_never_ends_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(steps, "_MOST_EVENTS", 100)  # a step has 90
+    monkeypatch.setattr(steps, "_MOST_EVENTS", 14)  # a step has 12
     plain, hooked = by_blocks(None), by_blocks(HOOK)
     held = [hooked(torch.randn(64, 16))]
     for _ in range(8):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from aot_hooks.offloading import transfers
+from aot_hooks.offloading import at_run_time, transfers
 from aot_hooks.offloading.steps import Terms
 
 # In a process of its own, because it pretends that there is a GPU. Prints the arguments that each kernel may take to
@@ -19,17 +20,17 @@ import re
 import triton_code
 triton_code.pretend()
 import torch
-from aot_hooks.offloading import transfers as t
+from aot_hooks.offloading import at_run_time as r, transfers as t
 
 device = torch.device("cuda", 0)
 
-def backward(host, other, grad, weight):
-    x = t.reload_wait(t.reload_start(host, device, False), host, device)
-    y, = t.reload_together([other], device)
+def backward(host, ticket, grad, weight):
+    x = t.reload_wait(t.reload_start(host, device), host, device)
+    y, = r.reload_together(ticket, [], device, r.layouts_of([host]))
     return x * grad, (y * grad) @ weight
 
 def inputs():
-    host = [torch.empty(64, 64, dtype=torch.bfloat16) for _ in range(2)]
+    host = torch.empty(64, 64, dtype=torch.bfloat16), torch.empty(1, dtype=torch.int64)
     return *host, *(torch.empty(64, 64, dtype=torch.bfloat16, device=device) for _ in range(2))
 
 for line in triton_code.code(backward, inputs).splitlines():
@@ -53,19 +54,16 @@ def test_kernels_load_16_bytes_at_once() -> None:
     assert all(aligned == pointers + 1 for pointers, aligned in kernels), "all pointers, and the number of elements"
 
 
-@pytest.mark.parametrize("sends", [False, True])
-def test_what_comes_back_is_aligned(sends: bool) -> None:
+@pytest.mark.parametrize("max_stall_ms", [0.0, math.inf])
+def test_what_comes_back_is_aligned(max_stall_ms: float) -> None:
     """A tensor that stays may be a view that begins anywhere."""
-    terms = str(Terms(sends, 1 << 30, 0.0, (1.0, 1.0)))
+    terms = str(Terms(1 << 30, max_stall_ms, (1.0, 1.0)))
     x = torch.arange(4096.0)[1:2049]
     assert x.is_contiguous()
     assert x.data_ptr() % 16
-    host = transfers.offload_together([x, x[8:]], transfers.NO_LIMIT, terms)
-    for back, expected in zip(transfers.reload_together(host, x.device), (x, x[8:]), strict=True):
+    xs = x, x[8:]
+    (ticket,) = at_run_time.offload_together(xs, transfers.NO_LIMIT, terms, [])
+    backs = at_run_time.reload_together(ticket, [], x.device, at_run_time.layouts_of(xs))
+    for back, expected in zip(backs, xs, strict=True):
         assert back.data_ptr() % 16 == 0
         assert torch.equal(back, expected)
-    host = transfers.offload_wait(ticket := transfers.offload_start(x, transfers.NO_LIMIT, terms), x)
-    assert ticket.numel() == 1
-    back = transfers.reload_wait(transfers.reload_start(host, x.device, True), host, x.device)
-    assert back.data_ptr() % 16 == 0
-    assert torch.equal(back, x)

@@ -21,7 +21,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import aot_hooks
-from aot_hooks.offloading import transfers
+from aot_hooks.offloading import at_run_time
 from aot_hooks.planning import many
 
 pytestmark = [
@@ -164,7 +164,7 @@ def work(rank: int, folder: str, way: str, hook: str) -> None:
         now += 1e-3
         return now
 
-    transfers._mark = mark
+    at_run_time._mark = mark
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
     try:
         expected = WAYS[way](rank, None)

@@ -9,12 +9,11 @@ import pytest
 from aot_hooks.offloading import steps
 from aot_hooks.offloading.steps import Event, StepPlan, Terms, graph_count, plan_step
 
-TERMS = Terms(False, 1 << 30, 0.0, None)
+TERMS = Terms(1 << 30, 0.0, None)
 
 
 def layers(count: int, nbytes: int) -> list[Event]:
-    forward = [event for n in range(count) for event in (("start", nbytes, TERMS), ("wait", n))]
-    return [*forward, *(("reload", n) for n in reversed(range(count)))]
+    return [*[("start", (nbytes,), TERMS)] * count, *(("reload", (n,)) for n in reversed(range(count)))]
 
 
 def traced(trace: list[Event], plan: StepPlan) -> list[str]:
@@ -23,16 +22,16 @@ def traced(trace: list[Event], plan: StepPlan) -> list[str]:
     for i, event in enumerate(trace):
         found += [f"{what} {n}" for what, n in plan.actions.get(i, ())]
         if event[0] == "start":
-            found += [f"send {started}"] * plan.sends[started]
-            started += 1
-        elif event[0] == "reload":
-            found.append(f"use {event[1]}")
+            found += [f"send {n}" for n in range(started, started + len(event[1])) if plan.sends[n]]
+            started += len(event[1])
+        else:
+            found += [f"use {n}" for n in event[1]]
     return found
 
 
 def test_the_first_layers_are_sent_and_fetched_during_other_layers() -> None:
     trace = layers(6, 1000)  # 2 ms a layer forward, 2 ms a layer backward; 1 ms and a bit a copy
-    at_ms = [*range(12), *range(12, 24, 2)]
+    at_ms = [*range(0, 24, 2)]
     plan = plan_step(trace, at_ms, 1e6, 1e6)
     assert (plan.graph_count, plan.nbytes, plan.sent_bytes) == (6, 6000, 5000)
     assert traced(trace, plan) == (
@@ -42,22 +41,24 @@ def test_the_first_layers_are_sent_and_fetched_during_other_layers() -> None:
 
 
 def test_without_time_nothing_is_sent_unless_a_stall_is_allowed() -> None:
-    trace, at_ms = layers(4, 1000), [0.001 * i for i in range(12)]
+    trace, at_ms = layers(4, 1000), [0.001 * i for i in range(8)]
     assert plan_step(trace, at_ms, 1e6, 1e6).sent_bytes == 0
-    free = [(e[0], e[1], Terms(False, 1 << 30, math.inf, None)) if e[0] == "start" else e for e in trace]
+    free = [(e[0], e[1], Terms(1 << 30, math.inf, None)) if e[0] == "start" else e for e in trace]
     assert (
-        plan_step(free, [1.0 * i for i in range(12)], 3e5, 3e5).sent_bytes
-        > plan_step(trace, [1.0 * i for i in range(12)], 3e5, 3e5).sent_bytes
+        plan_step(free, [2.0 * i for i in range(8)], 3e5, 3e5).sent_bytes
+        > plan_step(trace, [2.0 * i for i in range(8)], 3e5, 3e5).sent_bytes
     )
 
 
 def test_few_large_tensors_are_sent_rather_than_many_small_ones() -> None:
     def planned(sizes: list[int]) -> tuple[bool, ...]:
-        forward = [event for n, size in enumerate(sizes) for event in (("start", size, TERMS), ("wait", n))]
-        trace = [*forward, *(("reload", n) for n in reversed(range(len(sizes))))]
-        return plan_step(trace, [float(i) for i in range(len(trace))], 1e6, 1e6).sends
+        trace = [
+            *(("start", (size,), TERMS) for size in sizes),
+            *(("reload", (n,)) for n in reversed(range(len(sizes)))),
+        ]
+        return plan_step(trace, [2.0 * i for i in range(len(trace))], 1e6, 1e6).sends
 
-    assert planned([1000, 10] * 8) == (True, False) * 7 + (False, False)
+    assert planned([1000, 10] * 8) == (True, False) * 8
     assert sum(planned([1000] * 4 + [100] * 40)) > 30, "as many bytes as the large ones have: worth their copies"
 
 
@@ -98,13 +99,11 @@ class SharedLink:
             if entry.timed and entry.sends and self.copy_ms is not None:
                 self.steps.copied(entry, 1000, self.now, self.now + self.copy_ms)
             entries.append(entry)
-            self.now += 1
-            self.steps.event("wait", [entry])
-            self.now += 1 + more_ms
+            self.now += 2 + more_ms
         sent = sum(entry.sends for entry in entries)
         self.now += self.stall_ms * max(0, sent - 2)
         for entry in reversed(entries):
-            self.steps.event("reload", [entry])
+            self.steps.reload([entry])
             self.now += 2
             self.steps.drop(entry)
         return sent
@@ -162,10 +161,11 @@ def test_fewer_copies_that_are_no_faster_bring_back_the_plan_with_more(more_ms: 
 def test_hooks_that_allow_a_stall_keep_their_plan() -> None:
     sent = []
     for allowed_ms in (4.0, math.inf):
-        link = SharedLink(1.0, terms=Terms(False, 1 << 30, allowed_ms, None))
+        link = SharedLink(1.0, terms=Terms(1 << 30, allowed_ms, None))
         sent.append([link.run() for _ in range(36)])
     for runs in sent:
-        assert runs[0] == 0 < runs[3] == runs[-1], "the first plan comes back, however fast others were"
+        assert 0 < runs[3] == runs[-1], "the first plan comes back, however fast others were"
+    assert (sent[0][0], sent[1][0]) == (0, 6), "without a plan all stay, or all are sent if any stall is allowed"
     assert len({*sent[1][3:]}) == 1, "without a limit no other is tried"
 
 
@@ -182,27 +182,21 @@ def test_a_plan_stays_where_no_copies_run_beside_the_compute() -> None:
 
 
 def test_what_starts_after_the_first_reload_or_has_no_backward_stays() -> None:
-    begin: list[Event] = [("start", 8, TERMS), ("wait", 0), ("start", 8, TERMS), ("wait", 1), ("start", 8, TERMS)]
-    trace = [*begin, ("wait", 2), ("reload", 1), ("start", 8, TERMS), ("wait", 3), ("reload", 3), ("reload", 0)]
+    begin: list[Event] = [("start", (8, 0), TERMS), ("start", (8,), TERMS), ("start", (8,), TERMS)]
+    trace = [*begin, ("reload", (2,)), ("start", (8,), TERMS), ("reload", (4,)), ("reload", (0, 1))]
     plan = plan_step(trace, [10.0 * i for i in range(len(trace))], 1e9, 1e9)
-    assert plan.sends == (True, False, False, False)  # 1 is needed at once, 2 never, 3 is of the backward
+    # 1 has no bytes, 2 is needed at once, 3 never, 4 is of the backward
+    assert plan.sends == (True, False, False, False, False)
 
 
-def test_graphs_are_counted_by_what_waits_at_their_end() -> None:
-    own = Terms(True, 1 << 30, 0.0, None)
-    one: list[Event] = [
-        ("start", 8, own),
-        ("start", 8, TERMS),
-        ("wait", 0),
-        ("start", 8, TERMS),
-        ("wait", 1),
-        ("wait", 2),
-    ]
-    assert graph_count([*one, ("reload", 0)]) == 1
+def test_graphs_are_counted_by_their_last_operators() -> None:
+    first = Terms(1 << 30, 0.0, None, ends_graph=False)
+    one: list[Event] = [("start", (8, 8), first), ("start", (8,), TERMS)]
+    assert graph_count([*one, ("reload", (0, 1))]) == 1
     assert graph_count(layers(5, 8)) == 5
     assert graph_count([]) == 0
 
 
 def test_terms_are_a_text_in_the_graph() -> None:
-    for terms in (TERMS, Terms(True, 0, math.inf, (1e9, 2.5e9))):
+    for terms in (TERMS, Terms(0, math.inf, (1e9, 2.5e9), False)):
         assert Terms.parse(str(terms)) == terms

@@ -40,10 +40,6 @@ COPIES = {  # operators that hold device memory, or host memory, where fake tens
     "offload_wait": lambda sent, *_: sent,
     "reload_start": lambda x, *_: torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device=CUDA),
     "reload_wait": lambda fetched, *_: fetched,
-    "offload_together": lambda tensors, *_: [torch.empty_strided(x.size(), x.stride(), dtype=x.dtype) for x in tensors],
-    "reload_together": lambda hosts, *_: [
-        torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device=CUDA) for x in hosts
-    ],
 }
 
 

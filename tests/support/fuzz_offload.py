@@ -39,7 +39,7 @@ from torch.utils.checkpoint import checkpoint
 import aot_hooks
 import cudagraph
 from aot_hooks import policies
-from aot_hooks.offloading import transfers
+from aot_hooks.offloading import at_run_time, transfers
 
 replays: list[int] = []  # of each captured program
 SAME = aot_hooks.Hook("same", lambda x: (x,), lambda p: p[0])
@@ -228,7 +228,7 @@ def check(seed: int, inner: str = "aten", captured: bool = False, across: bool =
         stack.enter_context(warnings.catch_warnings())
         if across:
             clock = itertools.count(step=drawn.tick_s)
-            stack.enter_context(pytest.MonkeyPatch.context()).setattr(transfers, "_mark", lambda _: next(clock))
+            stack.enter_context(pytest.MonkeyPatch.context()).setattr(at_run_time, "_mark", lambda _: next(clock))
         if captured:
             simulate(stack.enter_context(pytest.MonkeyPatch.context()), 1 << 22)
         warnings.filterwarnings("ignore", message="aot_hooks.offload: the host has no room")
