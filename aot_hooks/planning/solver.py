@@ -19,8 +19,9 @@ is there from that point, unpacked. A source outside of the segment must not be 
 
 A large program is solved relaxed first. The values that come out nearest to whole are fixed, and it is solved again,
 until so few are open that they can be solved whole. While many are open, the relaxed programs have lower limits than
-the whole one: a relaxed choice that uses up its limits has no whole one beside it. If the result is poor, some values
-at a time are solved again beside the others. The same step gives the same choice: the search is bounded by counts.
+the whole one: a relaxed choice that uses up its limits has no whole one beside it. If the result is poor, but under the
+peak, some values at a time are solved again beside the others. One above the peak would get there by recomputing all:
+it is returned, and who asks lowers the peak. The same step gives the same choice: the search is bounded by counts.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ __all__ = ["Solution", "solve"]
 _GAP = 1e-3  # of the step's time, or of the peak; a plan this near to the best is taken
 _WHOLE = 300  # integer columns of a program that is solved whole
 _NODES = 40
-_OPEN, _OPEN_AGAIN = 400, 100  # integer columns of a large program that are solved whole at once
+_OPEN, _OPEN_AGAIN = 100, 100  # integer columns of a large program that are solved whole at once
 _NODES_AGAIN = 5
 _AT_ONCE, _SURE = 8, 0.8  # values that are fixed at once if they are as near to whole as this
 _TURNS = 2  # in which all values are solved again
@@ -291,7 +292,8 @@ def _solved(program: _Program, by_value: Sequence[Sequence[int]], over: int, err
     near = (1 + _NEAR) * program.objective(relaxed if least is None else least)
     parts = -(-whole // _OPEN_AGAIN)
     guide = relaxed if least is None else least
-    for turn in range(_TURNS):  # layer by layer, then first those that are furthest from the relaxed program
+    turns = _TURNS if best[over] <= _MOST_OVER else 0
+    for turn in range(turns):  # layer by layer, then first those that are furthest from the relaxed program
         order, poor = list(by_value), 0
         if turn:
             order.sort(key=lambda own: -sum(abs(best[c] - guide[c]) for c in own))
