@@ -204,7 +204,7 @@ def _compile_graph(
     graph, paths = records.Graph(), roots()
     donated: list[bool] = []
     live = listed is not None
-    at_run_time = compilation is None and not inductor.fixes_memory(patches)
+    at_run_time = compilation is None and not inductor.fixes_copies(patches)
     partition = planning_partition(
         hooks, options.inner, graph.plans, paths, donated, live=live, at_run_time=at_run_time
     )
@@ -417,7 +417,7 @@ def partition_without_hooks(joint: GraphModule, joint_inputs: Any, **kwargs: Any
 def plan_graph(gm: GraphModule, inputs: Sequence[Any], options: Options) -> list[Plan]:
     """What `aot_hooks(gm, inputs)` would decide, with the live bytes; makes no code. `gm` may be changed."""
     plans: list[Plan] = []
-    at_run_time = not options.cudagraphs and not inductor.fixes_memory(options.inductor or {})
+    at_run_time = not options.cudagraphs and not inductor.fixes_copies(options.inductor or {})
     hooks = _in_force(gm, inputs, options)
     partition = planning_partition(hooks, options.inner, plans, roots(), [], live=True, at_run_time=at_run_time)
     with autograd.covered_hooks(), without_autograd_cache():

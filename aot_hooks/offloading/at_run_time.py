@@ -15,7 +15,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import itertools
-import json
 import time
 import warnings
 import weakref
@@ -37,23 +36,31 @@ _steps: dict[torch.device, steps.Steps] = {}
 
 
 def layouts_of(tensors: Sequence[torch.Tensor]) -> str:
-    """The dtypes and shapes of `tensors` as a text for `reload_together`; a shape with symbolic sizes is null."""
-    shapes = [list(x.shape) if all(isinstance(n, int) for n in x.shape) else None for x in tensors]
-    return json.dumps([[str(x.dtype).removeprefix("torch."), shape] for x, shape in zip(tensors, shapes, strict=True)])
+    """The dtypes and shapes of `tensors` as a text for `reload_together`: "float32 4 4,bfloat16 ?" for unknown sizes.
+
+    Without quotes, which Inductor's C++ code does not escape.
+    """
+    shapes = [x.shape if all(isinstance(n, int) for n in x.shape) else "?" for x in tensors]
+    dtypes = [str(x.dtype).removeprefix("torch.") for x in tensors]
+    return ",".join(" ".join(map(str, (dtype, *shape))) for dtype, shape in zip(dtypes, shapes, strict=True))
 
 
 def _offload_together(
     tensors: Sequence[torch.Tensor], limit: int, terms: str, carried: Sequence[int]
 ) -> list[torch.Tensor]:
     device, most = tensors[0].device, None if limit == NO_LIMIT else limit
-    tensors = [x.contiguous() for x in tensors]
-    if is_captured(device):  # a replay belongs to no step
-        entries = [steps.Entry(False) for _ in tensors]
-    else:
-        entries, actions = steps_of(device).start([x.nbytes for x in tensors], steps.Terms.parse(terms))
-        _carry_out(actions, device)
+    kept = [_in_own_memory(x.contiguous()) for x in tensors]
+    memory = (ctypes.c_int64 * 1)()
+    ticket = torch.frombuffer(memory, dtype=torch.int64)
+    entries = [steps.Entry(False) for _ in kept]
+    actions: list[tuple[str, steps.Entry]] = []
+    if not is_captured(device):  # a replay belongs to no step
+        entries, actions = steps_of(device).start([x.nbytes for x in kept], steps.Terms.parse(terms))
+    _entries[ticket.data_ptr()] = entries
+    weakref.finalize(memory, _release, ticket.data_ptr(), device).atexit = False  # if something below raises, too
+    _carry_out(actions, device)
     sent: list[tuple[steps.Entry, torch.Tensor, torch.Tensor]] = []
-    for entry, x in zip(entries, tensors, strict=True):
+    for entry, x in zip(entries, kept, strict=True):
         host = host_memory(x, most) if entry.sends and x.nbytes else None
         if host is None:
             entry.value = x
@@ -67,11 +74,15 @@ def _offload_together(
                 steps_of(device).copied(entry, x.nbytes, copy.begun, copy.event)
             if entry.joined:
                 _join(entry)
-    memory = (ctypes.c_int64 * 1)()
-    ticket = torch.frombuffer(memory, dtype=torch.int64)
-    _entries[ticket.data_ptr()] = entries
-    weakref.finalize(memory, _release, ticket.data_ptr(), device).atexit = False
     return [ticket, *(torch.empty(()).expand(tensors[i].shape) for i in carried)]
+
+
+def _in_own_memory(x: torch.Tensor) -> torch.Tensor:
+    """`x`, or a copy if it is a part of some memory: a compiler may have several tensors in one.
+
+    The backward takes what comes back to be in memory of its own, and may write over it.
+    """
+    return x if x.untyped_storage().nbytes() == x.nbytes else x.clone()
 
 
 def _reload_together(
@@ -217,8 +228,10 @@ def _fake_reload(
 ) -> list[torch.Tensor]:
     carried = iter(carriers)
     return [
-        torch.empty(next(carried).shape if shape is None else shape, dtype=getattr(torch, dtype), device=device)
-        for dtype, shape in json.loads(layouts)
+        torch.empty(
+            next(carried).shape if shape == ["?"] else [*map(int, shape)], dtype=getattr(torch, dtype), device=device
+        )
+        for dtype, *shape in map(str.split, layouts.split(","))
     ]
 
 

@@ -30,6 +30,10 @@ from .schedule import DECIDED_LATER, Item, Limits, Placement, Schedule, Transfer
 from .steps import Terms
 from .transfers import COPIES, offload_start, offload_wait, reload_start, reload_wait
 
+_MAY_BE_DROPPED = frozenset(  # those of Inductor's passes, 2.11 to 2.15
+    "slice slice_scatter repeat constant_pad_nd convert_element_type device_put ceil floor round trunc pow cat copy "
+    "alias clone _to_copy lift_fresh_copy".split()
+)
 _BUILT_IN = ("aten", "prims", "inductor_prims")
 _MEMORY_OF_OTHERS = "memory of an input or output, which the program may write to: no call can decide to send it"
 _TOGETHER = 16  # at most so many tensors an operator: those of a layer, so that copies begin while a large graph runs
@@ -177,8 +181,8 @@ def decide_at_run_time(fw: GraphModule, bw: GraphModule, num_fwd_outputs: int) -
     groups = []
     for (device, limit, terms, _), found in kinds.items():
         found.sort(key=place_of)
-        for first in range(0, len(found), _TOGETHER):
-            groups.append((found[first : first + _TOGETHER], device, limit, terms))
+        for part in _parts(found, terms.in_flight_bytes):
+            groups.append((part, device, limit, terms))
     groups.sort(key=lambda group: place_of(group[0][-1]))
     for i, (found, device, limit, terms) in enumerate(groups):
         text = str(replace(terms, ends_graph=i == len(groups) - 1))
@@ -186,6 +190,20 @@ def decide_at_run_time(fw: GraphModule, bw: GraphModule, num_fwd_outputs: int) -
     for gm in (fw, bw):
         gm.graph.lint()
         gm.recompile()
+
+
+def _parts(pairs: Sequence[tuple[Node, Node]], most_bytes: int) -> list[list[tuple[Node, Node]]]:
+    """`pairs` in runs of at most `_TOGETHER`, and of at most `most_bytes` where there is more than one."""
+    parts: list[list[tuple[Node, Node]]] = [[]]
+    nbytes = 0
+    for pair in pairs:
+        own = tensor_bytes(pair[0].meta["val"])
+        if parts[-1] and (len(parts[-1]) == _TOGETHER or nbytes + own > most_bytes):
+            parts.append([])
+            nbytes = 0
+        parts[-1].append(pair)
+        nbytes += own
+    return parts
 
 
 def _cross_together(
@@ -239,8 +257,25 @@ def _own_memory(fw: GraphModule) -> Callable[[Node], bool]:
     """Tells of a node of the forward whether it is in memory of its own: of no input, and of no other output."""
     outputs = [n for n in results_of(fw.graph) if isinstance(n, Node)]  # what is saved and returned is there twice
     tensors = (_sent_by(n).args[0] if n.target is offload_wait else n for n in outputs)
-    inputs, count = input_storages(fw.graph), Counter(storage_of(n) for n in tensors if isinstance(n, Node))
-    return lambda node: storage_of(node) not in inputs and count[storage_of(node)] == 1
+    inputs, count = input_storages(fw.graph), Counter(m for n in tensors if isinstance(n, Node) for m in _memories(n))
+    return lambda node: all(memory not in inputs and count[memory] == 1 for memory in _memories(node))
+
+
+def _memories(node: Node) -> set[Any]:
+    """The storages that `node` may be in.
+
+    A compiler may drop operators that copy all of their input, and have the parts of a `cat` written where it is.
+    """
+    found = {storage_of(node)}
+    name = str(getattr(node.target, "overloadpacket", "")).removeprefix("aten.").removeprefix("prims.")
+    if node.op == "call_function" and (is_view(node) or name in _MAY_BE_DROPPED):
+        value = node.meta["val"]
+        for source in node.all_input_nodes:
+            other = source.meta.get("val")
+            same = isinstance(other, torch.Tensor) and (other.dtype, other.numel()) == (value.dtype, value.numel())
+            if same or name == "cat":
+                found |= _memories(source)
+    return found
 
 
 def _sent_by(wait: Node) -> Node:

@@ -20,13 +20,12 @@ from __future__ import annotations
 
 import functools
 import itertools
-import json
 import logging
 import math
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from .schedule import LINK, Item, Limits, Schedule, schedule
@@ -57,13 +56,15 @@ class Terms:
     ends_graph: bool = True  # no other operator of its graph comes after this one
 
     def __str__(self) -> str:
-        return json.dumps(asdict(self))
+        """Numbers only: Inductor's C++ code does not escape quotes."""
+        to_host, to_device = self.link or (0.0, 0.0)
+        return f"{self.in_flight_bytes} {self.max_stall_ms} {to_host} {to_device} {int(self.ends_graph)}"
 
     @staticmethod
     @functools.cache
     def parse(text: str) -> Terms:
-        fields = json.loads(text)
-        return Terms(**fields | {"link": fields["link"] and tuple(fields["link"])})
+        in_flight, stall, *link, ends_graph = map(float, text.split())
+        return Terms(int(in_flight), stall, (link[0], link[1]) if any(link) else None, bool(ends_graph))
 
 
 @dataclass(frozen=True)
@@ -244,7 +245,11 @@ class Steps:
             entries = [Entry(sends, first + i, self._number) for i in range(len(nbytes))]
             self._entries += entries
             self._alive += len(entries)
-            actions = self._note(("start", tuple(nbytes), terms))
+            try:
+                actions = self._note(("start", tuple(nbytes), terms))
+            except Warning:  # one that the program has made an error
+                self._dropped += entries
+                raise
             if self._followed is not None and self._followed.plan is not None:
                 for entry in entries:
                     entry.sends, entry.timed = self._followed.plan.sends[entry.number], self._marks is not None

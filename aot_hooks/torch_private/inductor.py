@@ -146,9 +146,11 @@ def _has_cuda_graphs(patches: Mapping[str, Any]) -> bool:
     return bool(patches.get("triton.cudagraphs", need("torch._inductor.config").triton.cudagraphs))
 
 
-def fixes_memory(patches: Mapping[str, Any]) -> bool:
-    """Whether a graph's code decides alone how long memory is used: by CUDA graphs, or by reuse of its buffers."""
-    return _has_cuda_graphs(patches) or bool(patches.get("allow_buffer_reuse", False))
+def fixes_copies(patches: Mapping[str, Any]) -> bool:
+    """Whether a graph's code can't ask in each call what to copy: with CUDA graphs, with reuse of its buffers, and in
+    C++, which crashes in calls of operators of Python that return a list (2.13)."""
+    in_cpp = patches.get("cpp_wrapper", need("torch._inductor.config").cpp_wrapper)
+    return _has_cuda_graphs(patches) or bool(in_cpp) or bool(patches.get("allow_buffer_reuse", False))
 
 
 def partition_only(gm: GraphModule, inputs: Sequence[Any], patches: dict[str, Any]) -> None:

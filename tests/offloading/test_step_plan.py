@@ -197,6 +197,7 @@ def test_graphs_are_counted_by_their_last_operators() -> None:
     assert graph_count([]) == 0
 
 
-def test_terms_are_a_text_in_the_graph() -> None:
+def test_terms_are_a_text_without_quotes_in_the_graph() -> None:
     for terms in (TERMS, Terms(0, math.inf, (1e9, 2.5e9), False)):
         assert Terms.parse(str(terms)) == terms
+        assert '"' not in str(terms)
