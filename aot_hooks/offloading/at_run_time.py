@@ -134,9 +134,11 @@ def _back(entry: steps.Entry, device: torch.device, keeps: bool, current: Any) -
 
 def _join(entry: steps.Entry) -> None:
     """Have the current stream wait for the copy out, and let go of the tensor on the device."""
-    copy, entry.out, entry.joined = entry.out, None, True
+    entry.joined = True  # first: a thread that begins the copy meanwhile looks here after that
+    copy = entry.out
     if copy is not None:
         copies.join(copy)
+        entry.out = None
 
 
 def _carry_out(actions: list[tuple[str, steps.Entry]], device: torch.device) -> None:
