@@ -38,7 +38,7 @@ from ..torch_private.values import is_traced_value
 from .budget import Budget
 from .measured import StepCheck, step_check
 from .moments import Event, between, moments_of, shares
-from .step import Bytes
+from .step import ALONE, Bytes
 from .within import bytes_of
 
 __all__ = ["forget", "graph_of", "noted"]
@@ -85,7 +85,8 @@ class Graph:
             if self.wants == "alone" and step.holding and step.held_bytes > _SMALL * self.group.peak_bytes:
                 self.wants = "least"
             if self.wants == "least":
-                return replace(given, free=None, least=True)
+                moments = moments_of(self, self.group.traces, lambda _: _NOT_KNOWN) if self.group.counted else ALONE
+                return replace(given, free=None, least=True, moments=moments)
             if self.wants == "planned":
                 moments = moments_of(self, self.group.traces, lambda graph: graph.share)
                 over = given.over + self.group.over
@@ -201,6 +202,7 @@ class Group:
         looks: whether calls note their parameters, to know of their gradients; `waits`: a step needs that.
         gathered_bytes: of the first call's parameters, if any in the step has memory for a part of it, as with FSDP2.
         incomplete: steps in a row in which calls had no backward.
+        counted: whether the least of a graph is that for the number of calls in `traces`, not for many.
     """
 
     budget: Budget
@@ -216,6 +218,7 @@ class Group:
     waits: bool = False
     gathered_bytes: int = 0
     incomplete: int = 0
+    counted: bool = False
     warned: bool = False
     _local: threading.local = field(default_factory=threading.local)
 
@@ -335,6 +338,10 @@ class Group:
         stock = {graph: graph.stock for graph in graphs}
         least = {graph: graph.least or graph.stock for graph in graphs}
         share = shares(trace, least, stock, self.peak_bytes)
+        if share < 0 and not self.counted and all(graph.least for graph in graphs):
+            # What holds the least may take much while it runs: which is right depends on the number of calls.
+            self.counted, self.traces = True, [trace]
+            return all([graph.anew("least") for graph in graphs])
         unknown = {graph for graph in graphs if graph.least is None}
         calls = [version for how, _, version in step.marks if how == "forward"]
         held = sum(version.nbytes.held for version in calls if version.graph in unknown)

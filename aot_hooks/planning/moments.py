@@ -72,7 +72,7 @@ def shares(trace: Sequence[Event], least: Mapping[Any, Bytes], most: Mapping[Any
     share = 1.0
     for event in trace:
         low, high = event.nbytes(least.__getitem__), event.nbytes(most.__getitem__)
-        if high > peak:
+        if max(low, high) > peak:
             share = min(share, (peak - low) / (high - low) if high > low else -1.0)
     return share
 

@@ -106,7 +106,7 @@ def partition_within(
         return Graphs(fw, bw, num_fwd_outputs, tuple(static_inputs), roots, fused, trace)
 
     stock = read(*split())
-    moments = _UNKNOWN if budget.least else budget.moments
+    moments = _UNKNOWN if budget.least and budget.moments == ALONE else budget.moments
     step, groups = step_of(stock, setting.scope, budget.allow, budget.max_error)
     step = dataclasses.replace(step, moments=moments)
     before, before_ms = stock.live(), step_ms(stock.fw, stock.bw, fused)
