@@ -13,7 +13,7 @@ import aot_hooks
 import cudagraph
 from aot_hooks import cudagraphs
 from aot_hooks.backend import aot_hooks as backend
-from aot_hooks.offloading import transfers
+from aot_hooks.offloading import stats, transfers
 from aot_hooks.options import Options
 from cudagraph.compile.compilation import Compilation
 from cudagraph.compile.pieces import whole_piece
@@ -168,6 +168,6 @@ def test_without_cuda_it_runs(caplog):
 def test_reset_forgets_recordings_before_host_memory_goes(monkeypatch):
     order = []
     monkeypatch.setattr(cudagraph, "reset", lambda: order.append("recordings"))
-    monkeypatch.setattr(transfers, "reset", lambda: order.append("host memory"))
+    monkeypatch.setattr(stats, "reset", lambda: order.append("host memory"))
     backend.reset()
     assert order == ["recordings", "host memory"]
