@@ -49,12 +49,13 @@ def _offload_together(
     tensors: Sequence[torch.Tensor], limit: int, terms: str, carried: Sequence[int]
 ) -> list[torch.Tensor]:
     device, most = tensors[0].device, None if limit == NO_LIMIT else limit
-    kept = [_in_own_memory(x.contiguous()) for x in tensors]
+    kept = _in_own_memory([x.contiguous() for x in tensors])
     memory = (ctypes.c_int64 * 1)()
     ticket = torch.frombuffer(memory, dtype=torch.int64)
-    entries = [steps.Entry(False) for _ in kept]
     actions: list[tuple[str, steps.Entry]] = []
-    if not is_captured(device):  # a replay belongs to no step
+    if is_captured(device):  # a replay belongs to no step
+        entries = [steps.Entry(False) for _ in kept]
+    else:
         entries, actions = steps_of(device).start([x.nbytes for x in kept], steps.Terms.parse(terms))
     _entries[ticket.data_ptr()] = entries
     weakref.finalize(memory, _release, ticket.data_ptr(), device).atexit = False  # if something below raises, too
@@ -77,12 +78,21 @@ def _offload_together(
     return [ticket, *(torch.empty(()).expand(tensors[i].shape) for i in carried)]
 
 
-def _in_own_memory(x: torch.Tensor) -> torch.Tensor:
-    """`x`, or a copy if it is a part of some memory: a compiler may have several tensors in one.
+def _in_own_memory(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """`tensors`, with a copy of each that is a part of some memory, or in that of one before it.
 
-    The backward takes what comes back to be in memory of its own, and may write over it.
+    A compiler may have several tensors in one memory. The backward takes each that comes back to be alone in its own,
+    and may write over it.
     """
-    return x if x.untyped_storage().nbytes() == x.nbytes else x.clone()
+    taken: set[int] = set()
+    found = []
+    for x in tensors:
+        if x.untyped_storage().nbytes() != x.nbytes or x.data_ptr() in taken:
+            x = x.clone()
+        if x.nbytes:
+            taken.add(x.data_ptr())
+        found.append(x)
+    return found
 
 
 def _reload_together(

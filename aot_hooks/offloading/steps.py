@@ -247,7 +247,7 @@ class Steps:
             self._alive += len(entries)
             try:
                 actions = self._note(("start", tuple(nbytes), terms))
-            except Warning:  # one that the program has made an error
+            except BaseException:  # also a warning that the program has made an error
                 self._dropped += entries
                 raise
             if self._followed is not None and self._followed.plan is not None:

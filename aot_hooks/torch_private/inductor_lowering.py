@@ -72,11 +72,10 @@ def lower_to_call(op: Any, *, returns_aligned: bool = False, keeps_tensors: bool
     """Have Inductor call `op`, once `register_operators` has run, knowing more about it than Inductor can be told.
 
     Args:
-        returns_aligned: all results start at multiples of ALIGNMENT. Inductor takes tensors on a CPU to be not aligned,
-            and so all results of an operator that reads one: kernels that read what `offload` fetched loaded a value at
-            a time instead of 16 bytes.
-        keeps_tensors: the tensors that `op` gets, in a list, are read after it has returned. No later reader may write
-            over them.
+        returns_aligned: all results start at multiples of ALIGNMENT. Kernels that read them load 16 bytes at once.
+            Inductor assumes that they do not, because `op` reads a tensor on a CPU, whose address it knows nothing of.
+        keeps_tensors: the first argument of `op` is a list of tensors that are read after it has returned. Inductor
+            must not have a later kernel write its result over one of them.
 
     Goes when both can be said publicly.
     """

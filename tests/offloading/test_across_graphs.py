@@ -378,7 +378,7 @@ def test_a_capture_of_the_backward_alone_reads_nothing_that_stays(monkeypatch: p
         loss.backward()
 
 
-def test_in_a_capture_of_both_the_graphs_go_by_their_own_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_in_a_capture_of_both_nothing_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     plain, hooked, x = by_blocks(None), by_blocks(HOOK), torch.randn(64, 16)
     for _ in range(4):
         step(hooked, x)
