@@ -6,111 +6,37 @@ import gc
 import math
 import threading
 import warnings
-from collections.abc import Callable, Sequence
 from typing import Any
 
+import many_blocks
 import pytest
 import torch
+from many_blocks import (
+    ROWS,
+    WIDTH,
+    Block,
+    Other,
+    assert_equal,
+    compile_blocks,
+    gradients,
+    loss_of,
+    measured,
+    model_of,
+    peak_of,
+    train,
+)
 from profiled import most_allocated
 from steps import ATEN
 from torch import nn
-from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint
 
 import aot_hooks
 from aot_hooks import budget
 from aot_hooks.errors import BudgetError, BudgetWarning, unwrapped
 from aot_hooks.planning import many
-from aot_hooks.planning import measured as measuring
 from aot_hooks.torch_private import dynamo
 
-WIDTH, ROWS = 32, 512
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.gate, self.up = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(WIDTH, 4 * WIDTH)
-        self.down = nn.Linear(4 * WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        h = self.norm(x)
-        return x + self.down(nn.functional.silu(self.gate(h)) * self.up(h))
-
-
-class Other(nn.Module):
-    """Another block, which saves more."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, 8 * WIDTH), nn.Linear(8 * WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(nn.functional.gelu(self.up(x)).tanh())
-
-
-def model_of(*kinds: type[nn.Module]) -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(*(kind() for kind in kinds))
-
-
-@pytest.fixture
-def x() -> torch.Tensor:
-    return torch.randn(ROWS, WIDTH, requires_grad=True)
-
-
-@pytest.fixture
-def compiled_kinds(monkeypatch) -> list[str]:
-    """For each compilation with a backward under a budget: "alone", "least" or "planned"."""
-    kinds: list[str] = []
-    compiled = many.Graph.compiled
-
-    def counted(graph: Any, *args: Any) -> Any:
-        version = compiled(graph, *args)
-        if version is not None:
-            kinds.append(version.kind)
-        return version
-
-    monkeypatch.setattr(many.Graph, "compiled", counted)
-    return kinds
-
-
-def peak_of(model: nn.Module, x: torch.Tensor, share: float) -> int:
-    """A share of what the step takes if it is one graph, without hooks."""
-    return int(share * aot_hooks.plan(model, x, policy=aot_hooks.KEEP, inner="aten").peak_bytes)
-
-
-def loss_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    return model(x).sin().sum()
-
-
-def gradients(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
-    return list(torch.autograd.grad(loss_of(model, x), [*model.parameters()]))
-
-
-def train(model: nn.Module, x: torch.Tensor, step: Callable[[], Any] | None = None) -> list[torch.Tensor]:
-    model.zero_grad(set_to_none=True)
-    if step is None:
-        loss_of(model, x).backward()
-    else:
-        step()
-    return [p.grad for p in model.parameters()]
-
-
-def assert_equal(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> None:
-    assert all(map(torch.equal, found, expected))
-
-
-def compile_blocks(model: nn.Module, policy: Any) -> None:
-    for block in model:
-        block.compile(backend="aot_hooks", options={**ATEN, "policy": policy})
-
-
-def measured(model: nn.Module, x: torch.Tensor, folder: Any) -> int:
-    model.zero_grad(set_to_none=True)
-    x.grad = None
-    return most_allocated(lambda: loss_of(model, x).backward(), folder)
+x, compiled_kinds = many_blocks.x, many_blocks.compiled_kinds  # fixtures
 
 
 # --- equal blocks -----------------------------------------------------------------------------------------------------
@@ -522,124 +448,6 @@ def test_compiled_autograd_gives_the_same(x):
             assert_equal(train(model, x), expected)
 
 
-# --- measured peaks ---------------------------------------------------------------------------------------------------
-
-
-class Scripted:
-    """Counters that say what each step took, once it is measured alone; before that, too much."""
-
-    def __init__(self, *steps: int) -> None:
-        self.steps, self.restarts, self.taken = iter(steps), 0, 1 << 40
-
-    def __call__(self, device: torch.device) -> Scripted:
-        self.taken = 1 << 40
-        return self
-
-    def allocated(self) -> int:
-        return 1000
-
-    def most(self) -> int:
-        return 1000 + self.taken
-
-    def restart(self) -> None:
-        self.taken, self.restarts = next(self.steps), self.restarts + 1
-
-
-def measured_steps(model: nn.Module, x: torch.Tensor, counters: Scripted, monkeypatch: Any) -> list[str]:
-    """Twelve steps with `counters`; their warnings."""
-    expected = gradients(model, x)
-    compile_blocks(model, budget(peak_of(model, x, 0.7), max_error=0))
-    monkeypatch.setattr(measuring, "Counters", counters)
-    monkeypatch.setattr(measuring, "_cuda_device", lambda plans: torch.device("cpu"))
-    monkeypatch.setattr(measuring, "checked", lambda run, *_: run)
-    with warnings.catch_warnings(record=True) as seen:
-        warnings.simplefilter("always")
-        for _ in range(12):
-            assert_equal(train(model, x), expected)
-    return [str(w.message) for w in seen if w.category is BudgetWarning]
-
-
-@pytest.mark.parametrize("kinds", [(Block,) * 5, (Other, Block, Block, Block)])
-def test_a_measured_step_over_the_budget_gets_one_tighter_plan(x, kinds, compiled_kinds, monkeypatch):
-    model = model_of(*kinds)
-    peak, excess = peak_of(model, x, 0.7), 64 << 10
-    counters = Scripted(peak + excess, peak - excess)
-    assert not measured_steps(model, x, counters, monkeypatch)
-    assert max(plan.peak_bytes for plan in aot_hooks.last_plans(model)) <= peak - excess
-    assert compiled_kinds.count("planned") == 2 * len(set(kinds))
-    assert counters.restarts == 2
-
-
-def test_a_tighter_plan_that_is_over_the_budget_too_is_a_warning(x, compiled_kinds, monkeypatch):
-    model = model_of(*[Block] * 5)
-    peak = peak_of(model, x, 0.7)
-    (text,) = measured_steps(model, x, Scripted(peak + 1000, peak + 5000), monkeypatch)
-    assert "with a plan that is tighter" in text
-    assert "for the compiled graphs of the step" in text
-    assert compiled_kinds.count("planned") == 2
-
-
-def test_a_measured_step_within_the_budget_keeps_its_plan(x, compiled_kinds, monkeypatch):
-    model = model_of(*[Block] * 5)
-    counters = Scripted(peak_of(model, x, 0.7))
-    assert not measured_steps(model, x, counters, monkeypatch)
-    assert compiled_kinds == ["alone", "least", "planned"]
-    assert counters.restarts == 1
-
-
-class Gathered(nn.Module):
-    """A block whose parameters have memory while it runs, as with FSDP2."""
-
-    def __init__(self, block: nn.Module) -> None:
-        super().__init__()
-        self.block = block
-        self.kept = {p: p.detach().clone() for p in block.parameters()}
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.gather()
-        y = self.block(x)
-        self.free()
-        x.register_hook(self.free)
-        y.register_hook(self.gather)
-        return y
-
-    def gather(self, *_: torch.Tensor) -> None:
-        for p, value in self.kept.items():
-            if not p.untyped_storage().nbytes():
-                p.untyped_storage().resize_(value.nbytes)
-                p.data.copy_(value)
-
-    def free(self, *_: torch.Tensor) -> None:
-        for p in self.kept:
-            p.untyped_storage().resize_(0)
-
-
-@pytest.mark.parametrize("first", [True, False])
-def test_parameters_that_are_gathered_for_the_first_call_are_of_the_step(x, first, monkeypatch):
-    """Also if only later calls show that somebody gathers: whether those of the first are gathered is not known."""
-    x.requires_grad_()
-    model = model_of(*[Block] * 5)
-    expected = gradients(model, x)
-    compile_blocks(model, budget(peak_of(model, x, 0.7), max_error=0))
-    begun = []
-    monkeypatch.setattr(measuring, "Counters", Scripted(*[1000] * 12))
-    monkeypatch.setattr(measuring, "_cuda_device", lambda plans: torch.device("cpu"))
-    monkeypatch.setattr(measuring.StepCheck, "ended", lambda self, before, predicted: begun.append(before) or 0)
-    gathered = nn.Sequential(*(Gathered(block) if first or i else block for i, block in enumerate(model)))
-    for _ in range(6):
-        assert_equal(train(gathered, x), expected)
-    assert begun[-1] == 1000 - 2 * sum(p.numel() * p.element_size() for p in model[0].parameters())
-
-
-def test_freed_memory_is_seen_in_tensors_of_any_kind():
-    whole, freed = torch.ones(3), torch.ones(3)
-    freed.untyped_storage().resize_(0)
-    assert many._is_freed(freed) and not many._is_freed(whole) and not many._is_freed(torch.ones(0))
-    assert not many._is_freed(torch.eye(3).to_sparse())
-    two = TwoTensor(whole, freed)
-    assert [many._is_freed(part) for part in many._plain(two)] == [False, True]
-
-
 # --- warm starts ------------------------------------------------------------------------------------------------------
 
 
@@ -678,6 +486,3 @@ def test_a_report_says_what_the_other_calls_hold(x):
     text = aot_hooks.format_report(plans)
     assert f"-> {plans[0].peak_bytes / 2**10:.2f} KiB" in text
     assert "of a step in which 5 calls of one graph hold saved tensors at the same time" in text
-
-
-# --- pure functions ---------------------------------------------------------------------------------------------------

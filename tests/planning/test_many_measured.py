@@ -1,0 +1,148 @@
+"""The peaks that steps of many compiled calls are measured to have, beside their budget."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import many_blocks
+import pytest
+import torch
+from many_blocks import Block, Other, assert_equal, compile_blocks, gradients, model_of, peak_of, train
+from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
+
+import aot_hooks
+from aot_hooks import budget
+from aot_hooks.errors import BudgetWarning
+from aot_hooks.planning import many
+from aot_hooks.planning import measured as measuring
+
+x, compiled_kinds = many_blocks.x, many_blocks.compiled_kinds  # fixtures
+
+
+class Scripted:
+    """Counters that say what each step took, once it is measured alone; before that, too much."""
+
+    def __init__(self, *steps: int) -> None:
+        self.steps, self.restarts, self.taken = iter(steps), 0, 1 << 40
+
+    def __call__(self, device: torch.device) -> Scripted:
+        self.taken = 1 << 40
+        return self
+
+    def allocated(self) -> int:
+        return 1000
+
+    def most(self) -> int:
+        return 1000 + self.taken
+
+    def restart(self) -> None:
+        self.taken, self.restarts = next(self.steps), self.restarts + 1
+
+
+def measured_steps(model: nn.Module, x: torch.Tensor, counters: Scripted, monkeypatch: Any) -> list[str]:
+    """Twelve steps with `counters`; their warnings."""
+    expected = gradients(model, x)
+    compile_blocks(model, budget(peak_of(model, x, 0.7), max_error=0))
+    monkeypatch.setattr(measuring, "Counters", counters)
+    monkeypatch.setattr(measuring, "_cuda_device", lambda plans: torch.device("cpu"))
+    monkeypatch.setattr(measuring, "checked", lambda run, *_: run)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        for _ in range(12):
+            assert_equal(train(model, x), expected)
+    return [str(w.message) for w in seen if w.category is BudgetWarning]
+
+
+@pytest.mark.parametrize("kinds", [(Block,) * 5, (Other, Block, Block, Block)])
+def test_a_measured_step_over_the_budget_gets_one_tighter_plan(x, kinds, compiled_kinds, monkeypatch):
+    model = model_of(*kinds)
+    peak, excess = peak_of(model, x, 0.7), 64 << 10
+    counters = Scripted(peak + excess, peak - excess)
+    assert not measured_steps(model, x, counters, monkeypatch)
+    assert max(plan.peak_bytes for plan in aot_hooks.last_plans(model)) <= peak - excess
+    assert compiled_kinds.count("planned") == 2 * len(set(kinds))
+    assert counters.restarts == 2
+
+
+def test_a_tighter_plan_that_is_over_the_budget_too_is_a_warning(x, compiled_kinds, monkeypatch):
+    model = model_of(*[Block] * 5)
+    peak = peak_of(model, x, 0.7)
+    (text,) = measured_steps(model, x, Scripted(peak + 1000, peak + 5000), monkeypatch)
+    assert "with a plan that is tighter" in text
+    assert "for the compiled graphs of the step" in text
+    assert compiled_kinds.count("planned") == 2
+
+
+def test_a_measured_step_within_the_budget_keeps_its_plan(x, compiled_kinds, monkeypatch):
+    model = model_of(*[Block] * 5)
+    counters = Scripted(peak_of(model, x, 0.7))
+    assert not measured_steps(model, x, counters, monkeypatch)
+    assert compiled_kinds == ["alone", "least", "planned"]
+    assert counters.restarts == 1
+
+
+class Gathered(nn.Module):
+    """A block whose parameters have memory while it runs, as with FSDP2."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+        self.kept = {p: p.detach().clone() for p in block.parameters()}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.gather()
+        y = self.block(x)
+        self.free()
+        x.register_hook(self.free)
+        y.register_hook(self.gather)
+        return y
+
+    def gather(self, *_: torch.Tensor) -> None:
+        for p, value in self.kept.items():
+            if not p.untyped_storage().nbytes():
+                p.untyped_storage().resize_(value.nbytes)
+                p.data.copy_(value)
+
+    def free(self, *_: torch.Tensor) -> None:
+        for p in self.kept:
+            p.untyped_storage().resize_(0)
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_parameters_that_are_gathered_for_the_first_call_are_of_the_step(x, first, monkeypatch):
+    """Also if only later calls show that somebody gathers: whether those of the first are gathered is not known."""
+    x.requires_grad_()
+    model = model_of(*[Block] * 5)
+    expected = gradients(model, x)
+    compile_blocks(model, budget(peak_of(model, x, 0.7), max_error=0))
+    begun = []
+    monkeypatch.setattr(measuring, "Counters", Scripted(*[1000] * 12))
+    monkeypatch.setattr(measuring, "_cuda_device", lambda plans: torch.device("cpu"))
+    monkeypatch.setattr(measuring.StepCheck, "ended", lambda self, before, predicted: begun.append(before) or 0)
+    gathered = nn.Sequential(*(Gathered(block) if first or i else block for i, block in enumerate(model)))
+    for _ in range(6):
+        assert_equal(train(gathered, x), expected)
+    assert begun[-1] == 1000 - 2 * sum(p.numel() * p.element_size() for p in model[0].parameters())
+
+
+def test_freed_memory_is_seen_in_tensors_of_any_kind():
+    whole, freed = torch.ones(3), torch.ones(3)
+    freed.untyped_storage().resize_(0)
+    assert many._is_freed(freed) and not many._is_freed(whole) and not many._is_freed(torch.ones(0))
+    assert not many._is_freed(torch.eye(3).to_sparse())
+    two = TwoTensor(whole, freed)
+    assert [many._is_freed(part) for part in many._plain(two)] == [False, True]
+
+
+def test_what_a_tensor_consists_of_beside_tensors_is_left_out():
+    """As the mesh of a DTensor, which torch 2.13 names among its parts."""
+
+    class Meshed:
+        local, mesh = torch.ones(3), object()
+
+        def __tensor_flatten__(self):
+            return ["local", "mesh"], None
+
+    assert [*many._plain(Meshed())] == [Meshed.local]
