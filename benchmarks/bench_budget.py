@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import functools
 import gc
 import json
@@ -103,26 +104,25 @@ def _planned_peak(bench: WholeStep, policy: Any) -> int:
     return aot_hooks.plan(bench.stack, bench.x, policy=policy, inner=bench.inner).peak_bytes
 
 
-def serve(connection: Any, options: argparse.Namespace, kind: str, name: str, policy: Any, link: Any) -> None:
-    """A row in a process of its own: answers "compile" with what is known of it then, "time" with the ms of a step,
-    "profile" with its kernels."""
+def serve(connection: Any, options: argparse.Namespace, kind: str, name: str, policy: Any) -> None:
+    """A row in a process of its own: answers "rates" with those of the device that its plan is made with, "compile" with
+    what is known of it then, "time" with the ms of a step, "profile" with its kernels."""
     bench = WholeStep(options)
     if policy is None:
         variant = VARIANTS[name]
     else:
         variant = Variant(name, "aot_hooks", functools.partial(aot_hooks.saved_tensors_policy, policy))
-    with link:  # one after the other, before any step runs
-        if bench.device.type == "cuda":
-            measured_rates(bench.device)
     connection.send("ready")
     function = None
     with patched(variant):
         while (command := connection.recv()) != "stop":
             try:
-                if function is None:
+                if function is None and command != "rates":
                     function = variant.compile(bench.stack, bench.inner)
-                if command == "compile":
-                    answer: Any = _first_steps(bench, variant, function, kind)
+                if command == "rates":
+                    answer: Any = {"rates_per_s": dataclasses.asdict(measured_rates(bench.device))}
+                elif command == "compile":
+                    answer = _first_steps(bench, variant, function, kind)
                 elif command == "profile":
                     answer = _kernels(bench, variant, function)
                 else:
@@ -189,11 +189,11 @@ def measure(
     """All rows, each in a process of its own: `options.jobs` of them compile at a time, and one runs when times are
     taken. `save` gets the rows whenever one is ready."""
     context = multiprocessing.get_context("spawn")
-    link, deadline, served = context.Lock(), time.monotonic() + options.seconds, []
+    deadline, served = time.monotonic() + options.seconds, []
     results: list[Row] = []
     for kind, name, policy in rows:
         ours, theirs = context.Pipe()
-        process = context.Process(target=serve, args=(theirs, options, kind, name, policy, link), daemon=True)
+        process = context.Process(target=serve, args=(theirs, options, kind, name, policy), daemon=True)
         process.start()
         theirs.close()
         result = {"name": name, "kind": kind, "policy": "" if policy is None else repr(policy)}
@@ -201,6 +201,11 @@ def measure(
         results.append(result)
     for connection, _ in served:
         _answer(connection)
+    if options.device == "cuda":  # one after the other, while no other process uses the device or the link to it
+        for (connection, result), (kind, _, _) in zip(served, rows, strict=True):
+            if kind != "peer":
+                answer = _answer(connection, "rates")
+                result |= answer if isinstance(answer, dict) else {"error": answer}
     waiting, compiling, ready = list(served), [], []
     while waiting or compiling:
         while waiting and len(compiling) < options.jobs:
