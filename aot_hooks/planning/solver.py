@@ -19,9 +19,9 @@ is there from that point, unpacked. A source outside of the segment must not be 
 
 A large program is solved relaxed first. The values that come out nearest to whole are fixed, and it is solved again,
 until so few are open that they can be solved whole. While many are open, the relaxed programs have lower limits than
-the whole one: a relaxed choice that uses up its limits has no whole one beside it. If the result is poor, but under the
-peak, some values at a time are solved again beside the others. One above the peak would get there by recomputing all:
-it is returned, and who asks lowers the peak. The same step gives the same choice: the search is bounded by counts.
+the whole one: a relaxed choice that uses up its limits has no whole one beside it. If the result is above the peak, all
+is solved again for a lower one. If it is poor, but under the peak, some values at a time are solved again beside the
+others. The same step gives the same choice: the search is bounded by counts.
 """
 
 from __future__ import annotations
@@ -43,6 +43,8 @@ _NODES = 40
 _OPEN, _OPEN_AGAIN = 100, 100  # integer columns of a large program that are solved whole at once
 _NODES_AGAIN = 5
 _AT_ONCE, _SURE = 8, 0.8  # values that are fixed at once if they are as near to whole as this
+_DIVES = 4
+_FURTHER, _MORE_ROOM = 1.05, 1.5  # of what a dive was over the peak, asked for by the next; of the room, if it was poor
 _TURNS = 2  # in which all values are solved again
 _ROOM, _ERROR_ROOM = 0.02, 0.35  # of the peak, less; of the sum of squared errors
 _NEAR = 0.002  # of what the relaxed program has: a whole choice this near to it is not solved again
@@ -275,23 +277,27 @@ def _solved(program: _Program, by_value: Sequence[Sequence[int]], over: int, err
         room: MiB that the first relaxed program leaves free.
     """
     whole = sum(map(len, by_value))
-    if whole <= _WHOLE:
-        return program.solved(whole)
-    bounds = list(program.lower), list(program.upper)
-    if (relaxed := _relaxed(program, over, errors, room, _ERROR_ROOM)) is None:
-        return None
-    with_room = program.objective(relaxed)
-    _fix_most(program, relaxed, by_value, over, errors, room)
-    best = program.solved(whole)
-    program.lower, program.upper = map(list, bounds)
-    if best is None:  # it takes long
-        return program.solved(whole)
-    if program.objective(best) <= with_room:  # as good as the relaxed program with lower limits
+    best = program.solved(whole) if whole <= _WHOLE else None
+    if best is not None and best[over] <= _MOST_OVER:
         return best
-    least = program.solved(0)
-    near = (1 + _NEAR) * program.objective(relaxed if least is None else least)
+    if (guide := program.solved(0)) is None or (best is not None and guide[over] > _MOST_OVER):
+        return best
+    near, spare = (1 + _NEAR) * program.objective(guide), 0.0
+    for _ in range(_DIVES):
+        found = _dive(program, by_value, over, errors, room, spare)
+        if found is None:
+            break
+        if best is None or program.objective(found) < program.objective(best):
+            best = found
+        if program.objective(best) <= near or guide[over] > _MOST_OVER:  # as good as can be, or nothing can be under it
+            return best
+        if found[over] > _MOST_OVER:
+            spare += _FURTHER * found[over]
+        else:
+            room *= _MORE_ROOM
+    if best is None or whole <= _WHOLE:
+        return best
     parts = -(-whole // _OPEN_AGAIN)
-    guide = relaxed if least is None else least
     turns = _TURNS if best[over] <= _MOST_OVER else 0
     for turn in range(turns):  # layer by layer, then first those that are furthest from the relaxed program
         order, poor = list(by_value), 0
@@ -306,6 +312,28 @@ def _solved(program: _Program, by_value: Sequence[Sequence[int]], over: int, err
     return best
 
 
+def _dive(
+    program: _Program, by_value: Sequence[Sequence[int]], over: int, errors: int | None, room: float, spare: float
+) -> Any:
+    """The values of the columns, found by fixing most of them in turns, or None.
+
+    Args:
+        spare: MiB that they stay below the peak by, if they can.
+    """
+    bounds = list(program.lower), list(program.upper)
+    if (relaxed := _relaxed(program, over, errors, room + spare, _ERROR_ROOM)) is None:
+        return None
+    _fix_most(program, relaxed, by_value, over, errors, room, spare)
+    program.lower[over] = -spare
+    found = program.solved(sum(map(len, by_value)))
+    program.lower, program.upper = bounds
+    if found is None:  # it takes long
+        found = program.solved(sum(map(len, by_value)))
+    else:
+        found[over] = max(0.0, found[over])
+    return found
+
+
 def _again(program: _Program, best: Any, by_value: Sequence[Sequence[int]], left: Sequence[Sequence[int]]) -> Any:
     """`best`, or a better one that differs from it in the values `left` alone."""
     bounds = list(program.lower), list(program.upper)
@@ -317,7 +345,13 @@ def _again(program: _Program, best: Any, by_value: Sequence[Sequence[int]], left
 
 
 def _fix_most(
-    program: _Program, relaxed: Any, by_value: Sequence[Sequence[int]], over: int, errors: int | None, room: float
+    program: _Program,
+    relaxed: Any,
+    by_value: Sequence[Sequence[int]],
+    over: int,
+    errors: int | None,
+    room: float,
+    spare: float,
 ) -> None:
     """Fix what is nearest to whole in `relaxed`, and solve again, until few values are left open.
 
@@ -338,8 +372,8 @@ def _fix_most(
                 program.lower[c] = program.upper[c] = float(c == likely and not kept)
         undecided = len(left[len(fixed) :]) / len(by_value)
         error_room = 1 - (1 - _ERROR_ROOM) * undecided
-        found = _relaxed(program, over, errors, undecided * room, error_room)
-        found = _relaxed(program, over, errors, 0.0, 1.0) if found is None else found
+        found = _relaxed(program, over, errors, spare + undecided * room, error_room)
+        found = _relaxed(program, over, errors, spare, 1.0) if found is None else found
         if found is not None:
             left, relaxed, most = left[len(fixed) :], found, len(by_value)
             continue
