@@ -17,7 +17,7 @@ import logging
 import math
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -31,22 +31,19 @@ from ..torch_private.values import hint
 from .budget import Budget
 from .step import ALONE
 
-__all__ = ["Counters", "StepCheck", "checked", "for_sizes", "forget", "step_check", "tightened"]
-
 log = logging.getLogger("aot_hooks")
 _MIB = 1 << 20
 _AFTER = "after the compiled forward: in the loss, or in the backward"
 _TRIES = 3  # calls that are measured alone
-_ROOM = 1.25  # of what no plan foresaw: of another plan it may be more
+_ROOM = 1.25  # times the bytes that a plan did not foresee: the next plan may miss more
 _tighter: Memo[dict[Any, Budget]] = Memo()  # by the `torch.compile` wrapper: by code and budget, the one to plan with
 
 
 def tightened(rule: Any, wrapper: Any) -> Any:
-    """`rule`; if it is a budget that a step of what Dynamo is compiling was over, a lower one."""
-    known = _tighter.get(wrapper) if isinstance(rule, Budget) else None
-    if not known:
+    """The setting's `rule`; a lower budget, if a step of what Dynamo is compiling took more than that of `rule`."""
+    if not isinstance(rule, Budget):
         return rule
-    return known.get((dynamo.code_being_compiled(), replace(rule, free=None)), rule)
+    return (_tighter.get(wrapper) or {}).get((dynamo.code_being_compiled(), replace(rule, free=None)), rule)
 
 
 def forget() -> None:
@@ -54,11 +51,11 @@ def forget() -> None:
     _tighter.known.clear()
 
 
+@dataclass(frozen=True)
 class Counters:
     """The allocator's counters of a CUDA device, in bytes."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
+    device: torch.device
 
     def allocated(self) -> int:
         return torch.cuda.memory_allocated(self.device)
@@ -71,12 +68,7 @@ class Counters:
         torch.cuda.reset_peak_memory_stats(self.device)
 
 
-def checked(
-    run: Callable[..., Any],
-    budget: Budget,
-    plans: Sequence[Plan],
-    wrapper: Any,
-) -> Callable[..., Any]:
+def checked(run: Callable[..., Any], budget: Budget, plans: Sequence[Plan], wrapper: Any) -> Callable[..., Any]:
     """`run`, a compiled forward, with the peaks of its first steps compared with `budget`.
 
     Args:
@@ -88,17 +80,13 @@ def checked(
     if peak is None or device is None or budget.least or budget.moments != ALONE:
         return run
     predicted = max(plan.peak_bytes for plan in plans)
-    counter = Counters(device)
-    done = alone = False
-    restarts = 0
+    check = StepCheck(budget, peak, Counters(device), tighter=budget.over > 0)
     measured = 0  # the number of the last call: one that another interrupts, or whose backward has run, is over
 
     def run_and_measure(*args: Any) -> Any:
-        nonlocal done, measured, restarts
-        if done:
-            return run(*args)
-        if restarts == _TRIES:
-            done = True
+        nonlocal measured
+        if check.restarts == _TRIES and not check.done:
+            check.done = True
             warnings.warn(
                 f"aot_hooks: {budget!r}: the first step was over the budget, and none of the next {_TRIES} could be "
                 "measured: other calls of the compiled function came between forward and backward, or there was no "
@@ -106,39 +94,30 @@ def checked(
                 BudgetWarning,
                 stacklevel=2,
             )
+        if (before := check.begins()) is None:
             return run(*args)
-        if alone:
-            restarts += 1
-            counter.restart()
         measured += 1
-        number, before = measured, counter.allocated()
+        number = measured
         outputs = run(*args)
-        in_forward = counter.most()
+        in_forward = check.counter.most()
         after_backward(outputs, lambda: ended(number, before, in_forward))
         return outputs
 
     def ended(number: int, before: int, in_forward: int) -> None:
-        nonlocal done, alone, measured
+        nonlocal measured
         if number != measured:
             return
         measured += 1  # a second backward of the same call is not measured
-        most = counter.most()
-        excess = most - before - peak
-        if excess <= 0:
-            done = True
-            log.info("%r: a step took at most %d bytes", budget, most - before)
-        elif not alone:
-            alone = True  # the first step allocates more, and so may have what ran before
+        most = check.counter.most()
+        phase = "in the compiled forward" if most == in_forward else _AFTER
+        where = f"the compiled graph alone; the most was alive {phase}"
+        if (over := check.ended(before, predicted, where)) == 0:
+            return
+        if wrapper is None or code is None or not dynamo.compile_anew(code):
+            _warn(budget, peak, most - before, predicted, where, tighter=False)
         else:
-            done = True
-            log.info("%r: a step took %d bytes, predicted %d", budget, most - before, predicted)
-            if budget.over or wrapper is None or code is None or not dynamo.compile_anew(code):
-                phase = "in the compiled forward" if most == in_forward else _AFTER
-                where = f"the compiled graph alone; the most was alive {phase}"
-                _warn(budget, peak, most - before, predicted, where, tighter=budget.over > 0)
-            else:
-                tighter = replace(budget, over=_unforeseen(most - before, predicted, peak))
-                (_tighter.get(wrapper) or _tighter.set(wrapper, {}))[code, replace(budget, free=None)] = tighter
+            known = _tighter.get(wrapper) or _tighter.set(wrapper, {})
+            known[code, replace(budget, free=None)] = replace(budget, over=over)
 
     return run_and_measure
 
@@ -174,13 +153,22 @@ def for_sizes(
     return run_and_compare
 
 
+@dataclass
 class StepCheck:
-    """The measured peaks of the first steps of many calls, beside their budget of `peak` bytes."""
+    """The measured peaks of the first steps, beside their budget of `peak` bytes.
 
-    def __init__(self, budget: Budget, peak: int, counter: Counters, *, tighter: bool) -> None:
-        self.budget, self.peak, self.counter, self.tighter = budget, peak, counter, tighter
-        self.done = self.alone = False
-        self.restarts = 0
+    Attributes:
+        tighter: the steps run a plan that was made tighter because an earlier step was over the budget.
+        alone: a step was over the budget, so the counters are restarted for each of the next ones.
+    """
+
+    budget: Budget
+    peak: int
+    counter: Counters
+    tighter: bool
+    done: bool = False
+    alone: bool = False
+    restarts: int = 0
 
     def begins(self) -> int | None:
         """A step begins; returns the bytes that are allocated, None if it is not measured."""
@@ -191,20 +179,24 @@ class StepCheck:
             self.counter.restart()
         return self.counter.allocated()
 
-    def ended(self, before: int | None, predicted: int) -> int:
-        """A step that began with `before` bytes is over; returns how many bytes of the budget no plan may take."""
+    def ended(self, before: int | None, predicted: int, where: str = "the compiled graphs of the step") -> int:
+        """A step that began with `before` bytes is over; returns how many bytes of the budget no plan may take.
+
+        `predicted` are its bytes `where` they were predicted for.
+        """
         if self.done or before is None:
             return 0
         taken = self.counter.most() - before
+        log.info("%r: a step took %d bytes or less, predicted %d", self.budget, taken, predicted)
+        if taken > self.peak and not self.alone:
+            self.alone = True  # the first step allocates more, and so may have what ran before
+            return 0
+        self.done = True
         if taken <= self.peak:
-            self.done = True
-        elif not self.alone:
-            self.alone = True
-        else:
-            self.done = True
-            if not self.tighter:
-                return _unforeseen(taken, predicted, self.peak)
-            _warn(self.budget, self.peak, taken, predicted, "the compiled graphs of the step", tighter=True)
+            return 0
+        if not self.tighter:  # the next plan leaves free what this one did not foresee
+            return math.ceil(_ROOM * (taken - min(predicted, self.peak)))
+        _warn(self.budget, self.peak, taken, predicted, where, tighter=True)
         return 0
 
 
@@ -214,11 +206,6 @@ def step_check(budget: Budget, free: int | None, plans: Sequence[Plan], *, tight
     if device is None or peak is None:
         return None
     return StepCheck(budget, peak, Counters(device), tighter=tighter)
-
-
-def _unforeseen(taken: int, predicted: int, peak: int) -> int:
-    """The bytes of a budget of `peak` bytes that a tighter plan leaves free."""
-    return math.ceil(_ROOM * (taken - min(predicted, peak)))
 
 
 def _warn(budget: Budget, peak: int, taken: int, predicted: int, where: str, *, tighter: bool) -> None:

@@ -120,6 +120,7 @@ def test_parameters_that_are_gathered_for_the_first_call_are_of_the_step(x, firs
     begun = []
     monkeypatch.setattr(measuring, "Counters", Scripted(*[1000] * 12))
     monkeypatch.setattr(measuring, "_cuda_device", lambda plans: torch.device("cpu"))
+    monkeypatch.setattr(measuring, "checked", lambda run, *_: run)
     monkeypatch.setattr(measuring.StepCheck, "ended", lambda self, before, predicted: begun.append(before) or 0)
     gathered = nn.Sequential(*(Gathered(block) if first or i else block for i, block in enumerate(model)))
     for _ in range(6):
