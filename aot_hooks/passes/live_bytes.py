@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 
 import torch
 from torch.fx import GraphModule, Node
@@ -42,12 +41,7 @@ class LivePoint:
 
 
 def live_bytes(
-    fw: GraphModule,
-    bw: GraphModule,
-    *,
-    num_fwd_outputs: int,
-    fused: bool,
-    roots: Mapping[str, str] = MappingProxyType({}),
+    fw: GraphModule, bw: GraphModule, *, num_fwd_outputs: int, fused: bool, roots: Mapping[str, str]
 ) -> tuple[LivePoint, ...]:
     """The points of a forward and its backward, in the order they run; with `fused`, as a fusing compiler allocates.
 
@@ -112,8 +106,8 @@ def _bytes(node: Node) -> int:
 def join(graphs: Sequence[Sequence[LivePoint]], *, apart: bool = False) -> tuple[LivePoint, ...]:
     """One step of several graphs: their forwards in order, then their backwards in reverse order.
 
-    The bytes of each graph count over those that the other graphs have alive at that time. With `apart` they have these
-    already.
+    The bytes that the other graphs have alive at that time are added to those of each graph. With `apart` the points
+    contain them already.
     """
     if apart:
         in_order = (("forward", graphs), ("backward", graphs[::-1]))

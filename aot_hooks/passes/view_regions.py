@@ -13,8 +13,6 @@ from torch.fx import Graph, Node
 
 from ..graphs.nodes import REGION, annotation, view_source
 
-__all__ = ["label_views"]
-
 
 def label_views(graph: Graph) -> None:
     """Give each view in `graph`, a backward, the region of its readers, in place."""

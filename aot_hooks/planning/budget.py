@@ -14,8 +14,6 @@ from ..graphs.saved import SavedTensor
 from ..hook import KEEP, Hook
 from .step import ALONE, Moment
 
-__all__ = ["ALLOWED", "Budget", "budget", "bytes_of", "fitted"]
-
 ALLOWED = ("recompute", "lossless", "offload", "float8", "int8", "int4")
 _FIT = 0.95  # share of the device's free memory that "fit" may take
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30}
@@ -109,9 +107,10 @@ def budget(
 
 
 def fitted(budget: Budget, devices: Iterable[torch.device]) -> Budget:
-    """`budget`; one of "fit" with the bytes that the CUDA devices of `devices` have free, so that cache keys have them.
+    """A budget of "fit" with the free bytes of the CUDA devices in `devices`, so that cache keys contain them.
 
-    They are 95%, rounded down to 1/128 of the device: a process with nearly as much finds the same plan.
+    95% of what is free counts, rounded down to 1/128 of the device, so that a process with nearly as much free memory
+    finds the same plan. Any other budget comes back as it is.
     """
     on_cuda = {device for device in devices if device.type == "cuda"}
     if budget.peak != "fit" or not on_cuda:

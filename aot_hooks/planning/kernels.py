@@ -26,14 +26,12 @@ from ..passes.edits import with_inputs
 from ..passes.live_bytes import LivePoint
 from ..torch_private.inductor_fusion import ALONE, ALONE_IF_WRITTEN, FROM_HOOK, WRITTEN, mark_alone
 
-__all__ = ["fusion_zones", "hold_kernels", "join_kernels", "split_kernels", "unpack_early", "write_when_made"]
-
 
 def write_when_made(gm: GraphModule) -> None:
-    """Let Inductor write each value that is written at all where it stands in the graph, in place.
+    """Mark each value that goes to memory, in place, so that Inductor writes it at its position in the graph.
 
-    Where a kernel comes after other readers, Inductor would compute the value again for those, from what it was
-    computed of. That would be alive for longer.
+    If the kernel came after other readers, Inductor would compute the value a second time for these. The inputs of the
+    value would be alive until then.
     """
     nodes = list(gm.graph.nodes)
     written = written_storages(nodes, fuse_loops=True)
@@ -43,10 +41,10 @@ def write_when_made(gm: GraphModule) -> None:
 
 
 def unpack_early(gm: GraphModule) -> None:
-    """Move what unpacks a value for a fused kernel in front of that kernel, in place.
+    """Move the nodes that unpack a value for a fused kernel in front of that kernel, in place.
 
-    Hooks put it in front of the first node that reads it. A kernel runs at the first of its nodes, which may stand
-    before that: the kernel would be two, and what the first reads alive until the second.
+    Hooks put them in front of the first node that reads the value. But a kernel runs at the first of its nodes, which
+    may stand before that. The kernel would become two, and the inputs of the first would live until the second.
     """
     nodes = list(gm.graph.nodes)
     position = {node: i for i, node in enumerate(nodes)}
@@ -91,17 +89,19 @@ def split_kernels(gm: GraphModule) -> None:
         if len(results) < 2 or position in reused:
             continue
         *_, anchor, node = sorted(results, key=nodes.index)
+        value = node.meta["val"]
         read_last = (key for key in kernels.reads[node] if key not in inputs and last[key] == position)
-        if any(_same_memory(first[key][2], node) for key in read_last):
+        taken_over = (first[key][2].meta["val"] for key in read_last)
+        if any(v.dtype == value.dtype and storage_bytes(v) == storage_bytes(value) for v in taken_over):
             _move_behind(node, anchor, counted)
     gm.graph.lint()
     gm.recompile()
 
 
 def join_kernels(gm: GraphModule, live: Sequence[LivePoint], most: float) -> bool:
-    """Join those parts again that keep the step under `most` bytes as one kernel; `live` are the points of `gm`.
+    """Undo each split without which the step stays under `most` bytes; returns whether there were any.
 
-    Returns whether there are any.
+    `live` are the points of `gm`.
     """
     alive = {point.node: point.live_bytes for point in live}
     split = [n for n in gm.graph.nodes if n.meta.get(SPLIT) == n.name]
@@ -110,11 +110,6 @@ def join_kernels(gm: GraphModule, live: Sequence[LivePoint], most: float) -> boo
         if node.meta.get(SPLIT) in joined:
             del node.meta[SPLIT]
     return bool(joined)
-
-
-def _same_memory(a: Node, b: Node) -> bool:
-    one, other = a.meta["val"], b.meta["val"]
-    return one.dtype == other.dtype and storage_bytes(one) == storage_bytes(other)
 
 
 def _move_behind(node: Node, anchor: Node, counted: Collection[Any]) -> None:

@@ -41,8 +41,6 @@ from .moments import Event, between, moments_of, shares
 from .step import ALONE, Bytes
 from .within import bytes_of
 
-__all__ = ["forget", "graph_of", "noted"]
-
 _SMALL = 0.25  # of the budget: calls that hold less together change nothing
 _MOST_COMPILED = 6  # times that a graph is compiled for plans of steps
 _MOST_TRACES = 8

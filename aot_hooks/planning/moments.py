@@ -15,8 +15,6 @@ from typing import Any
 
 from .step import Bytes, Moment
 
-__all__ = ["Event", "between", "moments_of", "shares"]
-
 
 @dataclass(frozen=True)
 class Event:
@@ -46,8 +44,7 @@ def moments_of(graph: Any, traces: Iterable[Sequence[Event]], of: Callable[[Any]
     for event in (event for trace in traces for event in trace):
         calls, ours = event.holding.get(graph, 0), event.runs == graph
         if ours or calls:
-            known = Event(event.phase, event.runs, {g: n for g, n in event.holding.items() if g != graph})
-            beside = known.nbytes(lambda g: Bytes(0, 0, 0) if g == graph else of(g)) + event.gradient_bytes
+            beside = event.nbytes(lambda g: Bytes(0, 0, 0) if g == graph else of(g))
             found.add(Moment(event.phase if ours else "", calls, beside))
     return tuple(m for phase in ("forward", "backward", "") for m in _worst([f for f in found if f.phase == phase]))
 

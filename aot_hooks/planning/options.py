@@ -11,7 +11,7 @@ import functools
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,19 +19,9 @@ import torch
 from torch.fx import GraphModule, Node
 
 from ..graphs.lifetimes import Kernels, alive_along, fuses, is_loop, last_readers, on_cuda, written_storages
-from ..graphs.nodes import (
-    REGION,
-    SNAPSHOT,
-    annotation,
-    input_storages,
-    is_view,
-    output_storages,
-    producer,
-    storage_of,
-)
+from ..graphs.nodes import REGION, SNAPSHOT, annotation, input_storages, is_view, output_storages, producer, storage_of
 from ..graphs.roofline import SPARED, Rates, has_formula, link_ms, measured_rates, memory_ms, node_ms, row_lengths
 from ..graphs.saved import Boundary, SavedValue, boundary
-from ..hook import Hook
 from ..library.float8 import float8
 from ..library.integer import int4, int8
 from ..library.lossless import lossless
@@ -45,8 +35,6 @@ from ..settings.setting import Setting, out_of_scope
 from ..torch_private.values import hint
 from .recomputation import with_recompute
 from .step import Option, Step, Value
-
-__all__ = ["Graphs", "step_of"]
 
 # relative error of a value that comes back, root mean square over normal data (benchmarks/results, errors.cpu)
 _ERRORS = {"float8": 0.032, "int8": 0.01, "int4": 0.165}
@@ -81,30 +69,31 @@ class Graphs:
 def step_of(
     graphs: Graphs, scope: str | None, allow: Iterable[Any], max_error: float, reached: Mapping[Any, int] | None = None
 ) -> tuple[Step, list[list[SavedValue]]]:
-    """The step of one graph, and for each of its saved values those of the graph that share its storage.
+    """The step of one graph, and the graph's saved values by storage, in the order of the step's values.
 
-    The step may have more values than that: what isn't saved, but others could be computed again from it.
+    Further values of the step come after these: tensors that aren't saved, but that others could be computed from.
 
     Args:
         reached: by storage, bytes of what is computed again from it.
     """
     cross = graphs.boundary
-    forward, backward = _nodes(graphs.fw), _nodes(graphs.bw)
     points = graphs.live()
     groups = _storages_in_scope(cross, scope)
     rates = _rates(groups)
-    times = [node_ms(gm, lambda _: rates, graphs.fused, fuse_loops=True) for gm in (graphs.fw, graphs.bw)]
+    both = (graphs.fw, graphs.bw)
+    times = [node_ms(gm, lambda _: rates, graphs.fused, fuse_loops=True) for gm in both]
+    copies = [node_ms(gm, lambda _: rates, graphs.fused) for gm in both]
     hooks = _hook_options(graphs, cross, groups, scope, allow, max_error, rates, times[1])
     gone = _gone(graphs)
     lasts, begins = _readers(graphs.bw)
-    shift = len(forward) + len(backward) - len(lasts)
-    position = {node: len(forward) + i for i, node in enumerate(backward)}
+    forward_count = len(_nodes(graphs.fw))
+    shift = forward_count - len(graphs.bw.graph.find_nodes(op="placeholder"))
+    position = {node: shift + i for i, node in enumerate(graphs.bw.graph.nodes)}
     firsts = []
     for group in groups:
         readers = [position[u] for v in group for u in v.bw_node.users if u.op != "output"]
-        firsts.append(
-            min([*readers, *(shift + begins[key] for v in group if (key := storage_of(v.bw_node)) in begins)])
-        )
+        begun = [shift + begins[key] for v in group if (key := storage_of(v.bw_node)) in begins]
+        firsts.append(min(readers + begun))
     order = sorted(range(len(groups)), key=firsts.__getitem__)
     segment_of = dict(zip(order, _segments([groups[i] for i in order]), strict=True))
     starts: dict[int, int] = {}
@@ -117,7 +106,7 @@ def step_of(
             Value(
                 tuple(v.row.name for v in group),
                 row.nbytes,
-                gone.get(storage_of(group[0].fw_node), len(forward) - 1) + 1,
+                gone.get(storage_of(group[0].fw_node), forward_count - 1) + 1,
                 firsts[i],
                 segment_of[i],
                 starts[segment_of[i]],
@@ -128,25 +117,25 @@ def step_of(
             )
         )
     if "recompute" in allow:
-        values = with_recompute(values, groups, _numbered(cross, groups), times[0], gone)
+        numbers: dict[Any, int | None] = {storage_of(v.fw_node): None for v in cross.tensors}  # None: no value
+        numbers |= {storage_of(group[0].fw_node): i for i, group in enumerate(groups)}
+        values = with_recompute(values, groups, numbers, times[0], gone)
     step = Step(
         tuple(p.live_bytes for p in points),
         tuple(values),
-        _in_order(times, forward, backward),
-        len(forward),
+        _in_order(times),
+        forward_count,
         rates.to_host,
         rates.to_device,
         tuple(f"{p.phase} {p.node}" for p in points),
         tuple(p.module_path for p in points),
-        copies_ms=_in_order(
-            [node_ms(gm, lambda _: rates, graphs.fused) for gm in (graphs.fw, graphs.bw)], forward, backward
-        ),
+        copies_ms=_in_order(copies),
     )
     return step, groups
 
 
-def _in_order(times: Sequence[Mapping[Node, float]], *graphs: Sequence[Node]) -> tuple[float, ...]:
-    return tuple(each[node] for each, nodes in zip(times, graphs, strict=True) for node in nodes)
+def _in_order(times: Sequence[Mapping[Node, float]]) -> tuple[float, ...]:
+    return tuple(ms for each in times for node, ms in each.items() if node.op != "placeholder")
 
 
 def _readers(bw: GraphModule) -> tuple[dict[Node, int], dict[Any, int]]:
@@ -164,12 +153,6 @@ def _rates(groups: Sequence[Sequence[SavedValue]]) -> Rates:
     device = next((d for d in devices if d.type == "cuda"), torch.device("cpu"))
     rates = dataclasses.asdict(measured_rates(device))
     return Rates(**{name: float(f"{rate:.1e}") for name, rate in rates.items()})
-
-
-def _numbered(cross: Boundary, groups: Sequence[Sequence[SavedValue]]) -> dict[Any, int | None]:
-    """The number of each saved storage; None for those that the budget does not decide for."""
-    numbers: dict[Any, int | None] = {storage_of(v.fw_node): None for v in cross.tensors}
-    return numbers | {storage_of(group[0].fw_node): i for i, group in enumerate(groups)}
 
 
 def _nodes(gm: GraphModule) -> list[Node]:
@@ -219,7 +202,12 @@ def _hook_options(
 ) -> list[list[Option]]:
     """For each storage the hooks that can take it, with their bytes and times."""
     lengths = row_lengths(graphs.fw)
-    known: dict[tuple[TracedHook, bool, bool], tuple[float, int]] = {}  # equal layers share what was traced
+
+    @functools.cache  # equal layers share what was traced
+    def cost(nbytes: int, in_passing: bool, registers: bool, traced: TracedHook) -> tuple[float, int]:
+        work = max(_work_bytes(gm, graphs.fused) for gm in (traced.pack, traced.unpack))
+        return _hook_ms(nbytes, in_passing, registers, traced, graphs.fused, rates), work
+
     found: list[list[Option]] = [[] for _ in groups]
     on_gpu = [group[0].row.device.type == "cuda" for group in groups]
     ours = dataclasses.replace(cross, tensors=[value for group in groups for value in group])
@@ -241,12 +229,7 @@ def _hook_options(
             readers = [u for v in group for u in _readers_of(v.bw_node)]
             registers = graphs.fused and all(map(fuses, readers)) and _only_loops(traced.unpack)
             in_passing = graphs.fused and any(_passes(value.fw_node, traced.pack, lengths) for value in group)
-            key = (traced, registers, in_passing)
-            if key not in known:
-                work = max(_work_bytes(gm, graphs.fused) for gm in (traced.pack, traced.unpack))
-                hook_ms = _hook_ms(group[0].row.nbytes, in_passing, registers, traced, graphs.fused, rates)
-                known[key] = hook_ms, work
-            ms, work = known[key]
+            ms, work = cost(group[0].row.nbytes, in_passing, registers, traced)
             ms += link_ms(on_host, rates)
             if on_gpu[i] and any(rounded in name for rounded in _FEW_DIGITS):
                 ms -= min(ms, SPARED * sum(bw_ms[n] for n in readers if has_formula(n)))
@@ -280,17 +263,13 @@ def _only_loops(gm: GraphModule) -> bool:
 
 
 def _rules(allow: tuple[Any, ...], max_error: float) -> dict[str, Any]:
-    policies = [means for means in allow if not isinstance(means, str)]
-    rules = {repr(policy): policy for policy in policies if _error_of(repr(policy)) <= _MOST * max_error}
+    policies = {repr(means): means for means in allow if not isinstance(means, str)}
+    rules = {name: policy for name, policy in policies.items() if _error_of(name) <= _MOST * max_error}
     if "lossless" in allow:
         rules["lossless()"] = lossless()
-    lossy: dict[str, Callable[[], Hook]] = {
-        "float8": float8,
-        "int8": lambda: int8(128, power_of_two=True),
-        "int4": int4,
-    }
+    lossy = {"float8": float8(), "int8": int8(128, power_of_two=True), "int4": int4()}
     fits = [name for name in lossy if name in allow and _ERRORS[name] <= _MOST * max_error]
-    rounded = {f"{name}()": lossy[name]() for name in fits}
+    rounded = {f"{name}()": lossy[name] for name in fits}
     rules |= rounded
     if "offload" in allow:
         # the schedule must not drop a copy of the plan: the peak would be higher than planned
@@ -300,7 +279,7 @@ def _rules(allow: tuple[Any, ...], max_error: float) -> dict[str, Any]:
 
 
 def _error_of(name: str) -> float:
-    """The relative error of values stored by a rule of `_rules`; one that is not known is never within a limit."""
+    """The relative error of values stored by a rule of `_rules`; infinite, so above any limit, for an unknown one."""
     return 0.0 if name in _EXACT else max((e for kind, e in _ERRORS.items() if kind in name), default=math.inf)
 
 
@@ -333,11 +312,10 @@ def _hook_ms(
 
 def _segments(groups: Sequence[Sequence[SavedValue]]) -> list[int]:
     """A number for each storage, in the order of the backward: by layers as modules mark them off, or runs of a few."""
-    keys = [_layer(group[0].row.module_path) for group in groups]
     numbers: list[int] = []
     number = -1
-    for _, run in itertools.groupby(range(len(keys)), key=keys.__getitem__):
-        for k, _i in enumerate(run):
+    for _, run in itertools.groupby(_layer(group[0].row.module_path) for group in groups):
+        for k, _ in enumerate(run):
             number += k % _SEGMENT == 0
             numbers.append(number)
     return numbers

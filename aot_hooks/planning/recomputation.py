@@ -3,7 +3,7 @@
       chain   the nodes that compute a value again, back to what is there: inputs, saved values, or a smaller tensor
               that is saved for it (keys before they are repeated)
 
-What is not known to give the same once more is never in a chain.
+A chain has only operators that are known to give the same result again.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import math
 import operator
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node
@@ -26,8 +26,6 @@ from ..graphs.saved import SavedValue
 from ..torch_private.values import is_operator
 from .step import RECOMPUTE, Option, Value
 
-__all__ = ["with_recompute"]
-
 
 def with_recompute(
     values: list[Value],
@@ -36,9 +34,9 @@ def with_recompute(
     times: Mapping[Node, float],
     gone: Mapping[Any, int],
 ) -> list[Value]:
-    """`values` with the option to compute them again: from what is saved, or from something smaller that could be.
+    """`values` with the option to compute them again, from saved values or from a smaller tensor saved for that.
 
-    What could be saved for that comes after the values.
+    The smaller tensors come after the values.
     """
     found = list(values)
     numbers = dict(numbers)
@@ -57,18 +55,21 @@ def with_recompute(
                 elif _unsaved(found, number := numbers[key]) and number is not None:
                     other = found[number]
                     found[number] = dataclasses.replace(other, first=max(other.first, values[i].first))
-            sources = {numbers[storage_of(n)] for n in chain.reads} - {None}
-            exact = {numbers[storage_of(n)] for n in _read_exactly(chain, group, position)} & sources
             option = Option(
                 RECOMPUTE,
                 ms=sum(times[n] for n in chain.nodes),
-                sources=tuple(sorted(cast("set[int]", sources))),
-                exact=tuple(sorted(cast("set[int]", exact))),
+                sources=_known(numbers, chain.reads),
+                exact=_known(numbers, _read_exactly(chain, group, position)),
                 again=tuple(n.name for n in chain.nodes),
                 reads=tuple(n.name for n in chain.reads),
             )
             found[i] = dataclasses.replace(found[i], options=(*found[i].options, option))
     return found
+
+
+def _known(numbers: Mapping[Any, int | None], nodes: Iterable[Node]) -> tuple[int, ...]:
+    """The numbers of the storages of `nodes`, without those that have none."""
+    return tuple(sorted({number for n in nodes if (number := numbers[storage_of(n)]) is not None}))
 
 
 def _unsaved(values: Sequence[Value], number: int | None) -> bool:

@@ -35,8 +35,6 @@ from typing import Any
 
 from .step import COMPUTED, KEPT, RECOMPUTE, Moment, Option, Step, Value
 
-__all__ = ["Solution", "solve"]
-
 _GAP = 1e-3  # of the step's time, or of the peak; a plan this near to the best is taken
 _WHOLE = 300  # integer columns of a program that is solved whole
 _NODES = 40
@@ -129,12 +127,7 @@ class _Program:
 
 
 def solve(
-    step: Step,
-    *,
-    peak: float | None,
-    max_error: float = math.inf,
-    max_ms: float | None = None,
-    under: bool = False,
+    step: Step, *, peak: float | None, max_error: float = math.inf, max_ms: float | None = None, under: bool = False
 ) -> Solution | None:
     """The fastest choice whose peak is at most `peak` bytes; with `peak=None` the lowest peak that `max_ms` allows.
 
@@ -162,8 +155,8 @@ def solve(
     if peak is not None:
         program.column(1, 1, step.ms)  # so that the gap is a share of the step
 
-    early, starts = _early_sources(step)
-    early_columns = {u: program.column(0, 1, _TIE * scale) for u in early}
+    starts = _early_starts(step)
+    early_columns = {u: program.column(0, 1, _TIE * scale) for u in starts}
     recompute = {v: [c for c in own if choices[c][1].name == RECOMPUTE] for v, own in columns.items()}
     for own in columns.values():
         program.row(dict.fromkeys(own, 1.0), 0, 1)
@@ -172,11 +165,11 @@ def solve(
             stored = dict.fromkeys(columns[u], 1.0)
             if not step.values[u].saved:
                 program.row({c: -1.0} | stored, 0, math.inf)  # saved for this
-            elif u in early:
+            elif u in starts:
                 program.row({c: 1.0, early_columns[u]: -1.0} | stored, -math.inf, 1.0)  # unless it is kept anyway
             if u in option.exact:
                 program.row({c: 1.0} | {k: 1.0 for k in columns[u] if choices[k][1].error}, 0, 1)
-            if recompute.get(u) and step.values[u].segment != step.values[v].segment:
+            if recompute[u] and step.values[u].segment != step.values[v].segment:
                 program.row({c: 1.0} | dict.fromkeys(recompute[u], 1.0), 0, 1)
 
     change: dict[int, dict[int, float]] = defaultdict(lambda: defaultdict(float))  # position -> column -> MiB
@@ -249,29 +242,30 @@ def solve(
     for c, (v, option) in enumerate(choices):
         if x[c] > 0.5:
             options[v] = option
-    added = [float(sum(coefficient * x[c] for c, coefficient in terms.items())) for terms in alive]
+
+    def total(terms: dict[int, float]) -> float:
+        return float(sum(coefficient * x[c] for c, coefficient in terms.items()))
+
+    added = [total(terms) for terms in alive]
     ends = [*(position for position, _ in groups[1:]), len(step.live)]
     spans = zip(added, groups, ends, strict=False)  # no position: no group
-    live: list[float] = [
-        float(nbytes + _MIB * mib) for mib, (start, _), end in spans for nbytes in step.live[start:end]
-    ]
+    live = [nbytes + _MIB * mib for mib, (start, _), end in spans for nbytes in step.live[start:end]]
     for (_, position), terms in work.items():
-        needed = float(sum(coefficient * x[c] for c, coefficient in terms.items()))
+        needed = total(terms)
         if needed > 1e-6 and position:  # a value is packed after the position before, unpacked before this one
             at = position if position >= step.forward_count else position - 1
             beside = min(step.live[position - 1 : position + 1]) + _MIB * (added[group_at[position]] + needed)
             live[at] = max(live[at], beside)
-    error = _error(step, options)
     ms = step.ms + sum(o.ms for o in options)
     found = tuple(map(round, live))
-    return Solution(tuple(options), found, step.bytes_of(found).peak(step.moments), ms, error)
+    return Solution(tuple(options), found, step.bytes_of(found).peak(step.moments), ms, _error(step, options))
 
 
 def _solved(program: _Program, by_value: Sequence[Sequence[int]], over: int, errors: int | None, *, room: float) -> Any:
     """The values of the columns.
 
     Args:
-        by_value: those that must be whole, of which at most one of each value is 1.
+        by_value: for each value its columns, which must be whole; at most one of them is 1.
         over: the column of MiB over the peak.
         errors: the row that limits the errors.
         room: MiB that the first relaxed program leaves free.
@@ -335,7 +329,7 @@ def _dive(
 
 
 def _again(program: _Program, best: Any, by_value: Sequence[Sequence[int]], left: Sequence[Sequence[int]]) -> Any:
-    """`best`, or a better one that differs from it in the values `left` alone."""
+    """A better solution than `best` that differs from it in the values `left` only; `best` if none is found."""
     bounds = list(program.lower), list(program.upper)
     for c in {c for own in by_value for c in own} - {c for own in left for c in own}:
         program.lower[c] = program.upper[c] = float(round(best[c]))
@@ -400,13 +394,13 @@ def _relaxed(program: _Program, over: int, errors: int | None, room: float, erro
 def _computed(
     step: Step, program: _Program, columns: dict[int, list[int]], recompute: dict[int, list[int]]
 ) -> dict[int, float]:
-    """The errors of what is computed again from values that come back with an error, as terms of all errors."""
+    """Terms for the row of errors: those of values that are computed again from rounded ones. Adds rows for them."""
     options = {v: step.values[v].options for v in columns}
     of_column = {c: option for v, own in columns.items() for c, option in zip(own, options[v], strict=True)}
     computed = {v: program.column() for v, own in recompute.items() if own}
 
-    # Of each source. What sums up more than that counts even if it is not computed again, so too much is counted, never
-    # too little. An exact bound doubles with each layer of a residual network.
+    # The most that one source can add. A value whose sources add up to more counts even if it is not computed again, so
+    # too much is counted, never too little. An exact bound doubles with each layer of a residual network.
     most = _CHAINED * _UNITS * max((option.error**2 for option in of_column.values()), default=0.0)
     for v, own in recompute.items():
         for c in own:
@@ -434,7 +428,7 @@ def _error(step: Step, options: Sequence[Option]) -> float:
 
 
 def _share(step: Step, value: Value) -> float:
-    """Of all saved bytes, those that are wrong if `value` is."""
+    """The share of all saved bytes that is wrong if `value` is."""
     return (value.reached_bytes or value.nbytes) / (step.weighed_bytes or step.saved_bytes or 1)
 
 
@@ -470,14 +464,14 @@ def _on_their_way(
     return terms
 
 
-def _early_sources(step: Step) -> tuple[dict[int, int], dict[int, int]]:
-    """Values that a recomputation may read before their own first reader: numbers for them, and from where on."""
+def _early_starts(step: Step) -> dict[int, int]:
+    """For each value that a recomputation may read before its own first reader, the position of that read."""
     starts: dict[int, int] = {}
     for value in step.values:
         for u in (u for option in value.options for u in option.sources if step.values[u].saved):
             if value.segment_first < step.values[u].first:
                 starts[u] = min(starts.get(u, step.values[u].first), value.segment_first)
-    return {u: number for number, u in enumerate(starts)}, starts
+    return starts
 
 
 def _groups(step: Step, starts: dict[int, int]) -> list[tuple[int, int]]:

@@ -16,8 +16,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["ALONE", "COMPUTED", "KEPT", "RECOMPUTE", "Bytes", "Moment", "Option", "Step", "Value"]
-
 RECOMPUTE = "recompute"  # the name of such an option
 COMPUTED = 4  # squared: what is computed from a rounded value may be twice as wrong
 
@@ -117,13 +115,12 @@ class Value:
         gone: the first position of the forward at which only the backward needs it.
         first: the position of its first reader in the backward.
         last: that of its last reader.
-        segment: number of the part of the backward that it belongs to, and the position where that part begins. What is
-            recomputed for a part is counted from its begin.
-        segment_first: that position.
+        segment: number of the part of the backward that reads it.
+        segment_first: the position where that part begins. What is recomputed for a part is alive from there on.
         options: besides keeping it.
         where: module path or line, for messages.
-        saved: False: not without a budget. It is not in `Step.live`, and without an option it isn't there.
-        reached_bytes: bytes of what is wrong if it is, itself included; 0: `nbytes`.
+        saved: False: without a budget it is not saved. `Step.live` does not count it, and only an option stores it.
+        reached_bytes: bytes of all values that are wrong if this one is, itself included; 0 stands for `nbytes`.
     """
 
     names: tuple[str, ...]

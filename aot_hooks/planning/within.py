@@ -41,9 +41,6 @@ from .options import Graphs, step_of
 from .solver import Solution, solve
 from .step import ALONE, COMPUTED, KEPT, RECOMPUTE, Bytes, Moment, Option, Step
 
-__all__ = ["RECOMPUTED", "bytes_of", "partition_within"]
-
-
 RECOMPUTED = Hook(RECOMPUTE, in_plans_only, in_plans_only)
 """Stands in plans for the hook of a value that the backward computes again. Never run."""
 
@@ -113,7 +110,8 @@ def partition_within(
     cross = stock.boundary
     peak = None if budget.least else _peak(budget, groups)
     less = budget.over + (int(_UNSEEN * peak) if peak is not None and on_cuda(stock.bw.graph.nodes) else 0)
-    limits = _Limits(None if peak is None else peak - less, budget.max_slowdown, _ERROR * budget.max_error)
+    slowdown = math.inf if budget.max_slowdown is None else budget.max_slowdown
+    limits = _Limits(None if peak is None else peak - less, slowdown, _ERROR * budget.max_error)
     hooks_only = [name for name in budget.allow if name != RECOMPUTE]
 
     def partitioned(chosen: Solution) -> tuple[Graphs, Step]:
@@ -139,9 +137,14 @@ def partition_within(
             after = found.live()
         plan = _with_recomputed(plan, cross, groups, saved, chosen, step)
         after_ms = step_ms(found.fw, found.bw, fused, COPIES, plan.transfers)
-        decisions = tuple(dataclasses.replace(d, settings=(setting.key,)) for d in plan.decisions)
-        plan = dataclasses.replace(plan, decisions=decisions, live_before=before, live_after=after)
-        plan = dataclasses.replace(plan, before_ms=before_ms, after_ms=after_ms)
+        plan = dataclasses.replace(
+            plan,
+            decisions=tuple(dataclasses.replace(d, settings=(setting.key,)) for d in plan.decisions),
+            live_before=before,
+            live_after=after,
+            before_ms=before_ms,
+            after_ms=after_ms,
+        )
         return _Tried(found, plan, own, solution, live, bytes_of(plan.live_after).peak(moments))
 
     best, least = _search(step, limits, partitioned, tried)
@@ -188,8 +191,8 @@ def _in_step(plan: Plan, moments: Sequence[Moment]) -> Plan:
         own.beside(moments, "backward"),
         own.beside(moments, ""),
     )
-    live_before, live_after = shifted(plan.live_before), shifted(plan.live_after)
-    return dataclasses.replace(plan, live_before=live_before, live_after=live_after, in_step=share)
+    before, after = shifted(plan.live_before), shifted(plan.live_after)
+    return dataclasses.replace(plan, live_before=before, live_after=after, in_step=share)
 
 
 def _marks(chosen: Solution, cross: Boundary, groups: Sequence[Sequence[SavedValue]]) -> tuple[set[str], set[str]]:
@@ -204,7 +207,7 @@ def _marks(chosen: Solution, cross: Boundary, groups: Sequence[Sequence[SavedVal
 
 
 def _reached(chosen: Solution, step: Step, groups: Sequence[Sequence[SavedValue]]) -> dict[Any, int]:
-    """By storage, the bytes of what is computed again from it, by `COMPUTED`."""
+    """For each storage the bytes of all values that are computed again from it, weighted by `COMPUTED`."""
     readers: dict[int, list[int]] = defaultdict(list)
     for v, option in enumerate(chosen.options):
         for source in option.sources:
@@ -220,11 +223,11 @@ def _reached(chosen: Solution, step: Step, groups: Sequence[Sequence[SavedValue]
 @dataclass(frozen=True)
 class _Limits:
     peak: int | None
-    slowdown: float | None
+    slowdown: float
     error: float
 
     def max_ms(self, step: Step) -> float | None:
-        return None if self.slowdown is None or math.isinf(self.slowdown) else step.ms * self.slowdown
+        return None if math.isinf(self.slowdown) else step.ms * self.slowdown
 
 
 @dataclass(frozen=True)
@@ -237,8 +240,7 @@ class _Tried:
     peak: int  # of the step, with all of its calls
 
     def fits(self, limits: _Limits) -> bool:
-        slowest = math.inf if limits.slowdown is None else limits.slowdown
-        in_time = not self.plan.before_ms or self.plan.step_ratio <= slowest * (1 + _ROUNDING)
+        in_time = not self.plan.before_ms or self.plan.step_ratio <= limits.slowdown * (1 + _ROUNDING)
         return in_time and (limits.peak is None or self.peak <= limits.peak)
 
 
@@ -344,7 +346,7 @@ def _hooked(
         corrected = dataclasses.replace(program, live=tuple(map(operator.add, program.live, off)))
         programs[1:] = [(corrected, limits.peak * (1 - (attempt + 1) * _LESS))]
         if max_ms is not None and found.plan.before_ms:
-            max_ms -= 1.05 * max(0.0, found.plan.after_ms - found.plan.before_ms * (limits.slowdown or math.inf))
+            max_ms -= 1.05 * max(0.0, found.plan.after_ms - found.plan.before_ms * limits.slowdown)
 
 
 def _off(points: Sequence[LivePoint], nodes: Sequence[str], predicted: Sequence[int]) -> list[int]:
