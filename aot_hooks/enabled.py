@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import sys
 import threading
-import weakref
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -31,10 +31,9 @@ from .torch_private import dynamo, dynamo_backends, inductor
 _lock = threading.RLock()
 _open: list[Enabled] = []  # the innermost last
 _end: Callable[[], None] | None = None  # ends the exchange of callbacks; None while nothing is enabled
-# Dynamo's callback -> the wrapper of its function, None if that is for another backend; and
-# by the key of an `Enabled` the callback that replaces it, with the backend of that one
-_exchanged: Memo[tuple[Any, dict[str, tuple[Any, _Backend]]]] = Memo()
-_backends: list[weakref.ref[_Backend]] = []  # all that are alive; equal ones share their graphs
+# for each callback of Dynamo: the wrapper of its function, None if that has another backend than "inductor"; and the
+# callbacks that replace it, by the key of the `Enabled`
+_exchanged: Memo[tuple[Any, dict[str, Any]]] = Memo()
 
 
 @dynamo.outermost_runs_in_python
@@ -70,6 +69,7 @@ class Enabled:
     """What `enable` returns: a context manager, which may be entered once, and a switch."""
 
     def __init__(self, policy: Any, scope: str | None, options: dict[str, Any]) -> None:
+        global _end
         if wrong := [name for name in ("policy", "scope") if name in options]:
             raise OptionError(f"enable: options has {wrong[0]!r}, which is an argument of enable itself: pass it there")
         if dynamo_backends.in_compiled_function():
@@ -77,17 +77,11 @@ class Enabled:
         settings = {} if scope is None else {"scope": scope}
         self.options = Options.parse(options | {"policy": policy} | settings)
         self.thread = threading.current_thread()
-        self._backends: dict[int, _Backend] = {}  # of the functions that were called meanwhile, by id
-        self._seen: dict[Graph, int] = {}  # its run count when runs were counted last
-        self._since: dict[Graph, int] = {}  # its runs since `runs` was called
-        self._ran = False
+        self.is_used = False  # "inductor" was to compile a graph, or one has run, while this was the innermost
+        self._run_counts: Counter[Graph] = Counter()  # since the last call of `runs`, while this was the innermost
         setting = "" if policy is None else Setting(policy, self.options.scope).key
         others = sorted((name, repr(value)) for name, value in options.items())
         self.key = f"{setting} {others}"
-        self._begin()
-
-    def _begin(self) -> None:
-        global _end
         with _lock:
             if other := next((each for each in _open if each.thread is not self.thread), None):
                 raise OptionError(
@@ -100,37 +94,15 @@ class Enabled:
 
     @property
     def is_enabled(self) -> bool:
-        return any(each is self for each in _open)
-
-    @property
-    def is_used(self) -> bool:
-        """Whether "inductor" was to compile a graph, or one has run, while this was the innermost."""
-        self._count_runs()
-        return self._ran or any(backend.is_called for backend in self._backends.values())
+        return self in _open
 
     def runs(self) -> list[tuple[Plan, int]]:
         """The plans of graphs that ran since the last call, each with the number of its runs.
 
-        Only runs of functions that were called while this was the innermost one count.
+        Only runs while this was the innermost one count.
         """
-        since, self._since = self._count_runs(), {}
-        return [(plan, n) for graph, n in since.items() for plan in graph.plans]
-
-    def _count_runs(self) -> dict[Graph, int]:
-        """The runs of each graph since the last call of `runs`."""
-        backends = list(self._backends.values())
-        for graph in dict.fromkeys(graph for backend in backends for graph in list(backend.graphs)):
-            if n := graph.run_count - self._seen.get(graph, 0):
-                self._since[graph] = self._since.get(graph, 0) + n
-                self._ran = True
-            self._seen[graph] = graph.run_count
-        return self._since
-
-    def _use(self, backend: _Backend) -> None:
-        if id(backend) not in self._backends:
-            if not any(backend.graphs is other.graphs for other in self._backends.values()):
-                self._seen.update((graph, graph.run_count) for graph in backend.graphs)  # ran before
-            self._backends[id(backend)] = backend
+        counts, self._run_counts = self._run_counts, Counter()
+        return [(plan, n) for graph, n in counts.items() for plan in graph.plans]
 
     def disable(self) -> None:
         """End it; of nested ones any may end first. A second call does nothing."""
@@ -138,7 +110,7 @@ class Enabled:
         with _lock:
             if not self.is_enabled:
                 return
-            _open[:] = [each for each in _open if each is not self]
+            _open.remove(self)
             if not _open and _end is not None:
                 _end()
                 _end = None
@@ -169,41 +141,30 @@ def _callback_for(callback: Any) -> Any:
     if enabled is None or callback in (None, False):
         return callback
     known = _exchanged.get(callback)
-    if known is None:
-        known = _exchanged.set(callback, (dynamo_backends.inductor_wrapper_of(callback), {}))
-    wrapper, by_key = known
+    wrapper, by_key = known or _exchanged.set(callback, (dynamo_backends.inductor_wrapper_of(callback), {}))
     if wrapper is None:
         return callback
-    found = by_key.get(enabled.key)
-    if found is None:
+    if enabled.key not in by_key:
         backend = _Backend(wrapper, enabled.options, enabled.key)
         if dynamo_backends.is_precompiled(callback):
             # raised when it compiles: only after that torch puts back what it has set for the call
             backend.refusal = (
                 "torch._dynamo.config.caching_precompile stores compiled functions without their hooks; switch it off"
             )
-        found = by_key[enabled.key] = dynamo_backends.with_backend(callback, backend), backend
-    enabled._use(found[1])
-    return found[0]
+        by_key[enabled.key] = dynamo_backends.with_backend(callback, backend)
+    return by_key[enabled.key]
 
 
 class _Backend(dynamo_backends.InPlaceOf):
     """The backend that compiles one function with the hooks and options of an `enable`.
 
-    Attributes:
-        graphs: all that were compiled, shared by equal backends.
-        is_called: whether Dynamo had a graph for it. It has none for code that it skips, such as that of torch.nn.
-        refusal: why it compiles nothing, "" if it does.
+    Dynamo uses the graphs of an equal backend, so the same model made anew compiles nothing. `refusal` is why it
+    compiles nothing, "" if it does.
     """
 
     def __init__(self, wrapper: Any, options: Options, key: str) -> None:
         super().__init__(wrapper)
-        self.options, self.key, self.refusal, self.is_called = options, key, "", False
-        # Dynamo uses the graphs of an equal backend, so the same model made anew compiles nothing
-        with _lock:
-            alive = [other for ref in _backends if (other := ref()) is not None]
-            self.graphs: list[Graph] = next((other.graphs for other in alive if other == self), [])
-            _backends[:] = [weakref.ref(each) for each in (*alive, self)]
+        self.options, self.key, self.refusal = options, key, ""
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Backend) and self.key == other.key and bool(self.wrapper == other.wrapper)
@@ -213,7 +174,8 @@ class _Backend(dynamo_backends.InPlaceOf):
     def __call__(
         self, gm: GraphModule, inputs: Sequence[Any], *, config_patches: Mapping[str, Any] | None = None
     ) -> Callable[..., Any]:
-        self.is_called = True
+        for innermost in _open[-1:]:
+            innermost.is_used = True
         settings = {**(self.options.inductor or {}), **self.settings, **(config_patches or {})}
         refusal = self.refusal
         if inductor.custom_partitioner(settings) is not None:
@@ -226,10 +188,11 @@ class _Backend(dynamo_backends.InPlaceOf):
         options = replace(self.options, inductor=settings)
         compiled = compile_for(self.wrapper, gm, inputs, None, options, "inductor")
         graph = Graph(known[before:])
-        self.graphs.append(graph)
 
         def run(*args: Any) -> Any:
-            graph.run_count += 1
+            for innermost in _open[-1:]:
+                innermost.is_used = True
+                innermost._run_counts[graph] += 1
             return compiled(*args)
 
         return run
