@@ -137,7 +137,7 @@ def _of_budget(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def explain_miss(options: argparse.Namespace) -> None:
-    """Print why the last miss was one."""
+    """Print why the last graph with hooks was not in torch's cache."""
     miss = notes.last_miss(options.dir)
     if miss is None:
         raise AotHooksError(f"no graph with hooks has missed torch's cache in {options.dir or aot_cache.cache_dir()}")

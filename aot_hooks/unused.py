@@ -5,7 +5,7 @@
       an eager operator saves, a context ends --context_left-->       no tensor was saved in the context
       AOTAutograd traces a pair of ours       --traced-->             another backend compiles the function
 
-A step whose graphs packed something pays for a flag that eager parts set, and for a set lookup when a context ends.
+If its graphs packed something, a step pays for a counter in eager parts, and a set lookup when a context ends.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ _FILES = tuple(f"{path.name}:" for path in pathlib.Path(float8_linear.__file__).
 
 @dataclass(frozen=True)
 class _Declines:
-    """The reasons of `hook` to leave a tensor, but for how the backward reads it."""
+    """Why `hook` leaves a tensor, without regard to how the backward reads it."""
 
     hook: Hook
 

@@ -50,15 +50,14 @@ def add_answers(
     forward_node_of = dict(boundary.reads.forward_node_of) if any(c.answers for c in choices) else {}
     current = {choice.value: choice for choice in choices}
     new: dict[SavedValue, list[Choice]] = {}  # the answers, each beside the value whose reader decides
-    answered: dict[SavedValue, None] = {}
     alone = {c.value for c in choices if c.view_of is None} - {c.view_of for c in choices}  # packed for no other value
     for choice in choices:
-        value = choice.value
+        value, is_answered = choice.value, False
         for node, users, tests, op in _wanted(choice) if choice.packs else ():
             users = tuple(user for user in users if node in user.all_input_nodes)
             if not users:
                 continue  # another value had the same answer
-            answered[value] = None
+            is_answered = True
             choice = current[value]
             if (
                 tests
@@ -70,8 +69,8 @@ def add_answers(
                 current[value] = replace(choice, uses=((compare_hook(tests, value.row.dtype), readers),))
                 continue
             computed = _compute(fw, forward_node_of, node, for_inductor)
-            known = next((v for v in tensors if v.fw_node is computed), None) if not tests else None
-            if known is None:
+            answer = next((v for v in tensors if v.fw_node is computed), None) if not tests else None
+            if answer is None:
                 answer = _new_value(bw, value, node, computed, max(v.row.storage for v in tensors) + 1)
                 forward_node_of[answer.bw_node] = computed
                 tensors.insert(tensors.index(value) + 1, answer)
@@ -79,15 +78,14 @@ def add_answers(
                 reason = f"the outcome of {op} for '{value.row.name}'"
                 new.setdefault(value, []).append(Choice(answer, uses, reason, settings=choice.settings, is_answer=True))
             else:
-                answer = known
-                (hook, readers), *others = current[known].uses or ((KEEP, ()),)
-                current[known] = replace(current[known], uses=((hook, (*readers, *users)), *others))
+                (hook, readers), *others = current[answer].uses or ((KEEP, ()),)
+                current[answer] = replace(current[answer], uses=((hook, (*readers, *users)), *others))
             for user in users:
                 user.replace_input_with(node, answer.bw_node)
             _erase_unread(node)
-    for value in answered:
-        reason = f"{current[value].reason}; comparisons keep their answers"
-        current[value] = replace(current[value], reason=reason)
+        if is_answered:
+            reason = f"{current[value].reason}; comparisons keep their answers"
+            current[value] = replace(current[value], reason=reason)
     found = [c for value, choice in current.items() for c in (choice, *new.get(value, ()))]
     return replace(boundary, tensors=tensors), _drop_unread(found)
 
@@ -113,7 +111,7 @@ def _exact_hook(value: SavedValue, tests: tuple[Test, ...] | None) -> Hook:
 
 
 def _compute(fw: GraphModule, forward_node_of: Mapping[Node, Node], node: Node, for_inductor: bool) -> Node:
-    """The node of the forward that computes the same as the backward's `node`; a new one if there is none."""
+    """The forward's node that computes the same as the backward's `node`; a copy of `node` if there is none."""
     if node in forward_node_of:
         return forward_node_of[node]
     cone = with_inputs([node], until=forward_node_of)
@@ -168,7 +166,7 @@ def _new_value(bw: GraphModule, near: SavedValue, node: Node, computed: Node, st
 
 
 def _erase_unread(node: Node) -> None:
-    """Erase `node` and what only it read."""
+    """Erase `node` and all that it is computed from, as far as nothing reads it."""
     for current in sorted(with_inputs([node]), reverse=True):
         if current.op == "call_function" and not current.users and not current.is_impure():
             current.graph.erase_node(current)

@@ -13,7 +13,7 @@ of the rows before the move.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -50,22 +50,17 @@ def dedup_copies(choices: Sequence[Choice], kept_storages: Collection[Any]) -> t
 def _copied(
     choice: Choice, current: dict[SavedValue, Choice], packed_at: dict[Node, SavedValue], kept_storages: Collection[Any]
 ) -> Choice:
-    """`choice`, brought back from another packed value, or packed before its data was copied; or as it is."""
-    chain: list[Node] = []
-    node = choice.value.fw_node
-    smallest, smallest_at = _numel(node), 0
-    while _moves(node, _COPIES) and isinstance(node.args[0], Node):
-        chain.append(node)
-        node = node.args[0]
-        other = packed_at.get(_without_aliases(node))
+    """The choice for a value that may be a copy: made again from another packed value, or packed before the copying."""
+    node, best = choice.value.fw_node, None
+    smallest = _numel(node)
+    for source, replay in _moved_from(node, _COPIES):
+        other = packed_at.get(_without_aliases(source))
         if other is not None and other is not choice.value and _is_simple(current[other]):
             if current[other].uses[0][0] == choice.uses[0][0]:
-                return replace(choice, view_of=other, replay=tuple(reversed(chain)), reason=f"a copy of '{node.name}'")
-        if storage_of(node) not in kept_storages and _numel(node) < smallest:
-            smallest, smallest_at = _numel(node), len(chain)
-    if not smallest_at:
-        return choice
-    return _packed_before(choice, chain[:smallest_at], "packed before it was copied from '{}'")
+                return replace(choice, view_of=other, replay=replay, reason=f"a copy of '{source.name}'")
+        if storage_of(source) not in kept_storages and _numel(source) < smallest:
+            smallest, best = _numel(source), (source, replay)
+    return choice if best is None else _packed_before(choice, *best, "packed before it was copied from '{}'")
 
 
 def _transposed(choice: Choice) -> Choice | None:
@@ -73,24 +68,29 @@ def _transposed(choice: Choice) -> Choice | None:
 
     For the gradient of `h @ w` the partitioner saves `h.t()`. The rows of h lie in memory, as eager mode packs them.
     """
-    node, chain = choice.value.fw_node, []
-    while not _rows_in_memory(node) and _moves(node, _PERMUTATIONS) and isinstance(node.args[0], Node):
-        chain.append(node)
-        node = node.args[0]
-    if not chain or not _rows_in_memory(node):
-        return None
-    return _packed_before(choice, chain, "packed as '{}', which it is the transpose of")
+    node = choice.value.fw_node
+    for source, replay in () if _rows_in_memory(node) else _moved_from(node, _PERMUTATIONS):
+        if _rows_in_memory(source):
+            return _packed_before(choice, source, replay, "packed as '{}', which it is the transpose of")
+    return None
 
 
-def _packed_before(choice: Choice, chain: list[Node], why: str) -> Choice:
-    """`choice`, packed before the operators of `chain`, which are listed from the last to the first."""
-    source = chain[-1].all_input_nodes[0]
+def _moved_from(node: Node, operators: Collection[str]) -> Iterator[tuple[Node, tuple[Node, ...]]]:
+    """Each node that `operators` made `node` from, the nearest first, with the nodes that make `node` from it again."""
+    replay: tuple[Node, ...] = ()
+    while _moves(node, operators) and isinstance(node.args[0], Node):
+        node, replay = node.args[0], (node, *replay)
+        yield node, replay
+
+
+def _packed_before(choice: Choice, source: Node, replay: tuple[Node, ...], why: str) -> Choice:
+    """`choice`, packed as `source`, from which `replay` makes the value again."""
     reason = f"{choice.reason}; {why.format(source.name)}"
-    return replace(choice, source=source, replay=tuple(reversed(chain)), reason=reason)
+    return replace(choice, source=source, replay=replay, reason=reason)
 
 
 def _is_simple(choice: Choice) -> bool:
-    """Packed by one hook for all its readers, and not brought back by another value."""
+    """Whether one hook packs the value for all its readers, and it is not made from another value."""
     return len(choice.uses) == 1 and choice.uses[0][0] is not KEEP and choice.view_of is None and choice.source is None
 
 

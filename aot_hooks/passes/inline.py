@@ -39,8 +39,7 @@ def inline(fw: GraphModule, bw: GraphModule, boundary: Boundary, units: Iterable
     """Put the packings of `units` into both graphs, in place; returns the units with the leaves that cross."""
     units = tuple(units)
     # a source other than the value itself is read where the copy is made, so as not to keep it for longer
-    values = [(u.saved.fw_node, u.source is u.saved.fw_node) for u in units]
-    ends = [after_inputs(last_use(node) if own else node) for node, own in values]
+    ends = [after_inputs(last_use(u.source) if u.source is u.saved.fw_node else u.saved.fw_node) for u in units]
     crossing: dict[Node, _Pairs] = {}  # by the old backward placeholder
     numbers: _Pairs = list(boundary.symints)
     inlined: list[Unit] = []

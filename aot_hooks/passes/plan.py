@@ -26,8 +26,8 @@ from .live_bytes import LivePoint, join
 
 # operators that make or read the state of a random generator; registered late, so by name (2.11 to 2.15)
 _RANDOM_STATE = frozenset(
-    ["prims.inductor_seeds.default", "prims.inductor_lookup_seed.default", "run_and_save_rng_state"]
-    + ["run_with_rng_state", "graphsafe_run_with_rng_state"]
+    "prims.inductor_seeds.default prims.inductor_lookup_seed.default run_and_save_rng_state run_with_rng_state "
+    "graphsafe_run_with_rng_state".split()
 )
 _RETURNED = "the backward gives it back as it is"
 
@@ -122,7 +122,7 @@ class Plan:
 
 
 def joined(plans: Sequence[Plan]) -> Plan:
-    """Several graphs as one plan; storages are numbered through."""
+    """Several graphs as one plan; no two graphs share the number of a storage."""
     decisions: list[Decision] = []
     offset = 0
     for each in plans:
@@ -186,7 +186,7 @@ def repeats_across_regions(graph: torch.fx.Graph) -> bool:
 
 
 def decide(boundary: Boundary, ambient: Setting | None, regions: Mapping[str, Setting]) -> tuple[Choice, ...]:
-    """Which hook for which reader of which saved value.
+    """Choose a hook for each reader of each saved value.
 
     A reader inside a region of the program follows the region's setting, any other the ambient one. One storage is
     packed once: of several views of it one is packed, and if one must stay all stay. A lossy hook takes a value only if

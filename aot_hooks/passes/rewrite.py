@@ -28,7 +28,7 @@ from .dedup_copies import dedup_copies
 from .edits import log, show
 from .inline import inline, lift_constants
 from .plan import Choice, Decision, Plan, decide
-from .units import Trace, Unit, bytes_of, choose_positions, trace_units, tracer
+from .units import Packing, Trace, Unit, bytes_of, choose_positions, trace_units, tracer
 from .view_regions import label_views
 
 
@@ -112,27 +112,26 @@ def _place_transfers(
     )
     inputs = input_storages(fw.graph)
     current = {choice.value: choice for choice in choices}
-    placed = []
-    for unit in units:
-        packings = []
-        for packing in unit.packings:
-            if (settings := settings_of(packing.hook)) is not None:
-                staying = [stay[leaf] for leaf in packing.leaves if leaf in stay]
-                on_device = [*(node for node, _ in staying), *(leaf for leaf in packing.leaves if leaf not in leaves)]
-                nbytes = bytes_of(node for node in on_device if storage_of(node) not in inputs)
-                packing = replace(packing, packed_bytes=nbytes)
-                if staying:
-                    choice = current[unit.saved]
-                    reasons = ", ".join(dict.fromkeys(why for _, why in staying))
-                    current[unit.saved] = replace(choice, reason=f"{choice.reason}; {reasons}")
-                if staying and len(staying) == len(packing.leaves) and settings.exact:
-                    # nothing is packed: the value and its views are as they were
-                    for saved in (unit.saved, *unit.views):
-                        uses = tuple((KEEP if h == packing.hook else h, rs) for h, rs in current[saved].uses)
-                        current[saved] = replace(current[saved], uses=uses)
-            packings.append(packing)
-        placed.append(replace(unit, packings=tuple(packings)))
-    return tuple(current.values()), tuple(placed), transfers
+
+    def placed(unit: Unit, packing: Packing) -> Packing:
+        """`packing` with the bytes that it has on the device; the choices in `current` get the reasons."""
+        if (settings := settings_of(packing.hook)) is None:
+            return packing
+        staying = [stay[leaf] for leaf in packing.leaves if leaf in stay]
+        on_device = [*(node for node, _ in staying), *(leaf for leaf in packing.leaves if leaf not in leaves)]
+        if staying:
+            choice = current[unit.saved]
+            reasons = ", ".join(dict.fromkeys(why for _, why in staying))
+            current[unit.saved] = replace(choice, reason=f"{choice.reason}; {reasons}")
+        if staying and len(staying) == len(packing.leaves) and settings.exact:
+            # nothing is packed: the value and its views are as they were
+            for saved in (unit.saved, *unit.views):
+                uses = tuple((KEEP if h == packing.hook else h, rs) for h, rs in current[saved].uses)
+                current[saved] = replace(current[saved], uses=uses)
+        return replace(packing, packed_bytes=bytes_of(node for node in on_device if storage_of(node) not in inputs))
+
+    after = [replace(unit, packings=tuple(placed(unit, packing) for packing in unit.packings)) for unit in units]
+    return tuple(current.values()), tuple(after), transfers
 
 
 def _as_plan(choices: Sequence[Choice], units: Sequence[Unit], transfers: tuple[Transfer, ...]) -> Plan:

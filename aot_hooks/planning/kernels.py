@@ -143,11 +143,8 @@ def hold_kernels(gm: GraphModule, live: Sequence[LivePoint], peak: int) -> None:
     """Let Inductor fuse only what the prediction of live bytes has in one kernel, except where any order stays low.
 
     Left alone, it computes a tensor again together with a later kernel that reads the same, when both of their results
-    and all of their inputs are alive: 0.9 GiB more for a Llama block of 16,384 tokens.
-
-    Args:
-        live: the predicted points of `gm`.
-        peak: bytes that no fusion may exceed.
+    and all of their inputs are alive: 0.9 GiB more for a Llama block of 16,384 tokens. `live` are the predicted points
+    of `gm`, `peak` the bytes that no fusion may exceed.
     """
     nodes = list(gm.graph.nodes)
     written = written_storages(nodes, fuse_loops=True) | output_storages(gm.graph)
@@ -173,12 +170,8 @@ def hold_kernels(gm: GraphModule, live: Sequence[LivePoint], peak: int) -> None:
 def fusion_zones(at_start: Sequence[int], writes: Sequence[int], peak: int) -> list[int]:
     """For each stretch of a graph between two products, the number of its zone; kernels are fused within a zone only.
 
-    Several stretches are one zone if whatever they write fits beside what is alive at the start, with nothing freed.
-
-    Args:
-        at_start: bytes alive at the start of each stretch.
-        writes: bytes that each stretch writes.
-        peak: bytes.
+    Several stretches are one zone if all that they write fits under `peak` bytes, with nothing freed. `at_start` has
+    the bytes alive at the start of each stretch, `writes` those that it writes.
     """
     zones: list[int] = []
     alive = math.inf

@@ -76,7 +76,7 @@ class Graph:
     stale: list[tuple[list[Plan], list[Plan]]] = field(default_factory=list)
 
     def rule(self, given: Budget) -> Budget:
-        """The budget to compile it with."""
+        """The budget to compile the graph with."""
         with _lock:
             step = self.group.step
             step.drop()
@@ -116,7 +116,7 @@ class Graph:
             return version
 
     def anew(self, wants: str) -> bool:
-        """Have the next calls compile it; False if they can't."""
+        """Have the next calls compile the graph again with that plan; False if they can't."""
         self.wants = wants
         self.compiled_count += 1
         self.stale += self.listed
@@ -365,7 +365,7 @@ class Group:
 
 
 def graph_of(rule: Budget, gm: GraphModule, inputs: Sequence[Any]) -> Graph | None:
-    """The graph `gm` under the budget `rule`; None if that has no bytes. Equal graphs are one."""
+    """The graph `gm` under the budget `rule`; None if its peak is not in bytes. Equal graphs are one."""
     if rule.peak_bytes is None:
         return None
     sizes = [
@@ -384,7 +384,6 @@ def graph_of(rule: Budget, gm: GraphModule, inputs: Sequence[Any]) -> Graph | No
 
 def noted(run: Callable[..., Any], version: Version, *, own_hooks: bool) -> Callable[..., Any]:
     """`run`, a compiled forward, with its calls noted. `own_hooks`: its context is on torch's stack of hooks."""
-
     group = version.graph.group
 
     def run_and_note(*args: Any) -> Any:

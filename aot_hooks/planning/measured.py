@@ -69,11 +69,9 @@ class Counters:
 
 
 def checked(run: Callable[..., Any], budget: Budget, plans: Sequence[Plan], wrapper: Any) -> Callable[..., Any]:
-    """`run`, a compiled forward, with the peaks of its first steps compared with `budget`.
+    """`run`, a compiled forward with `plans`, with the peaks of its first steps compared with `budget`.
 
-    Args:
-        plans: of `run`'s graphs.
-        wrapper: what `torch.compile` returned for the function that Dynamo is compiling, None if there is none.
+    `wrapper` is what `torch.compile` returned for the function that Dynamo is compiling, None if there is none.
     """
     device, code = _cuda_device(plans), dynamo.code_being_compiled()
     peak = budget.peak_bytes

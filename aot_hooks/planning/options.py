@@ -72,9 +72,7 @@ def step_of(
     """The step of one graph, and the graph's saved values by storage, in the order of the step's values.
 
     Further values of the step come after these: tensors that aren't saved, but that others could be computed from.
-
-    Args:
-        reached: by storage, bytes of what is computed again from it.
+    `reached` has for each storage the bytes of all that is computed again from it.
     """
     cross = graphs.boundary
     points = graphs.live()
@@ -284,7 +282,7 @@ def _error_of(name: str) -> float:
 
 
 def _work_bytes(gm: GraphModule, fused: bool) -> int:
-    """The most bytes alive inside of a traced pack or unpack, without its input; with its result."""
+    """The most bytes alive in a traced pack or unpack. Its result counts, its input does not."""
     nodes = list(gm.graph.nodes)
     outputs = output_storages(gm.graph)
     counted = written_storages(nodes, fuse_loops=True) | outputs if fused else {storage_of(n) for n in nodes}
@@ -295,11 +293,10 @@ def _work_bytes(gm: GraphModule, fused: bool) -> int:
 def _hook_ms(
     nbytes: int, in_passing: bool, into_registers: bool, traced: TracedHook, fused: bool, rates: Rates
 ) -> float:
-    """Time of pack and unpack of `nbytes`.
+    """Milliseconds of pack and unpack of `nbytes`.
 
-    Args:
-        in_passing: pack is in a kernel that has the value in registers.
-        into_registers: unpack is in the kernels of the readers, which would read the value from memory else.
+    `in_passing`: pack is in a kernel that has the value in registers. `into_registers`: unpack is in the kernels of the
+    readers, which would otherwise read the value from memory.
     """
     times = [node_ms(gm, lambda _: rates, fused, fuse_loops=True) for gm in (traced.pack, traced.unpack)]
     pack, unpack = (sum(ms for node, ms in each.items() if node.target not in COPIES) for each in times)

@@ -126,7 +126,7 @@ def _chain(ends: Iterable[Node], stops: Collection[Any]) -> _Chain | None:
 
 
 def _read_exactly(chain: _Chain, group: Sequence[SavedValue], position: Mapping[Node, int]) -> list[Node]:
-    """Of what `chain` reads, the nodes that must not be rounded."""
+    """The nodes that `chain` reads and that must not be rounded."""
     exact = (not v.value.dtype.is_floating_point or any(not f.read.answered for f in v.reads) for v in group)
     if any(exact):
         return list(chain.reads)
@@ -190,7 +190,7 @@ _REPEATABLE = frozenset(
 
 
 def _repeatable(node: Node) -> bool:
-    """Whether `node` is known to give the same once more. What is not known is never computed again.
+    """Whether `node` is known to give the same result again. An unknown operator is never computed again.
 
     So random operators, communication, writes, custom operators, and sums in any order on CUDA (`scatter_add`) are not.
     """

@@ -377,7 +377,7 @@ def _fix_most(
 
 
 def _relaxed(program: _Program, over: int, errors: int | None, room: float, error_room: float) -> Any:
-    """The values of the columns of the relaxed program, with `room` MiB left and a part of the errors."""
+    """The columns of the relaxed program that leaves `room` MiB free and takes a part of the errors; None if none."""
     program.lower[over] = -room
     if errors is not None:
         most = program.high[errors]

@@ -89,7 +89,7 @@ class Bytes:
 
     @staticmethod
     def of(forward: Sequence[int], backward: Sequence[int]) -> Bytes:
-        """Of a call with these bytes alive at the positions of its graphs."""
+        """The bytes of a call whose graphs have these bytes alive at their positions."""
         return Bytes(max(forward, default=0), forward[-1] if forward else 0, max(backward, default=0))
 
     def beside(self, moments: Sequence[Moment], phase: str) -> int:

@@ -115,7 +115,7 @@ def partition_within(
     hooks_only = [name for name in budget.allow if name != RECOMPUTE]
 
     def partitioned(chosen: Solution) -> tuple[Graphs, Step]:
-        """Graphs that compute again what `chosen` says, and their step."""
+        """The graphs that compute again the values that `chosen` recomputes, and their step."""
         again, kept = _marks(chosen, cross, groups)
         with aot.recomputed(joint, again, kept):
             graphs = read(*split())
@@ -124,7 +124,7 @@ def partition_within(
         return graphs, dataclasses.replace(own, moments=moments, weighed_bytes=step.saved_bytes)
 
     def tried(graphs: Graphs, own: Step, solution: Solution, chosen: Solution) -> _Tried:
-        """What comes of the hooks of `solution` in `graphs`: a plan with its live bytes and times."""
+        """A copy of `graphs` with the hooks of `solution`, and its plan with live bytes and times."""
         found = dataclasses.replace(graphs, fw=aot.copied(graphs.fw), bw=aot.copied(graphs.bw))
         saved = {v.row.name: storage_of(v.fw_node) for v in graphs.boundary.tensors}
         plan = rewrite(found.fw, found.bw, Setting(_policy(solution, own), setting.scope), trace)
@@ -396,7 +396,7 @@ def _policy(solution: Solution, step: Step) -> _Chosen:
 
 
 def _why(solution: Solution, step: Step, number: int) -> str:
-    """What the choice for a value gives and costs, and the next best of its other options."""
+    """The reason for a choice: what it frees and costs, and the next best option of the value."""
     value, option = step.values[number], solution.options[number]
     others = [o for o in value.options if o.name != option.name]
     best = min(others, key=lambda o: o.ms / max(1, value.nbytes - o.packed_bytes), default=None)
@@ -461,7 +461,7 @@ def _infeasible(budget: Budget, step: Step, peak: int | None, least: _Tried) -> 
 
 
 def _calls(plan: Plan, moments: Sequence[Moment]) -> str:
-    """What the step has beside one call of the graph."""
+    """A sentence on the other calls of the step, for messages; "" if there are none."""
     if (share := _in_step(plan, moments).in_step) is None:
         return ""
     return (

@@ -151,8 +151,8 @@ def check_gradients(
             # Inductor may order random operators differently even so: take the reference that is closer
             packing = run(saved_tensors_policy(_PackButRestore(setting), scope=setting.scope))
             reference = min((reference, packing), key=lambda other: _output_error(other, found))
-    both = zip(reference.names, reference.grads, found.grads, strict=True)
-    gradients = [(name, g0, torch.zeros_like(g0) if g is None else g) for name, g0, g in both if g0 is not None]
+    both = [(name, g0, found.grads[name]) for name, g0 in reference.grads.items() if g0 is not None]
+    gradients = [(name, g0, torch.zeros_like(g0) if g is None else g) for name, g0, g in both]
     finite = [(g0, g) for _, g0, g in gradients if _is_finite(g0)]
     total_norm = _norm([g0 for g0, _ in finite])
     rows = sorted((_row(name, g0, g, total_norm) for name, g0, g in gradients), key=_worst_first)
@@ -189,9 +189,8 @@ def _last(packed: Any) -> torch.Tensor:
 
 @dataclass
 class _Run:
-    names: list[str]
     outputs: list[torch.Tensor]
-    grads: list[torch.Tensor | None]
+    grads: dict[str, torch.Tensor | None]  # by the name of the parameter or argument
     random_states: list[bytes]  # of the generators, after the forward
     plan: Plan
 
@@ -229,7 +228,7 @@ def _run(
         cotangents = [_cotangent(t) for t in outputs]
         grads = torch.autograd.grad(outputs, list(sources.values()), cotangents, allow_unused=True)
     plan = joined([plan for graph in graphs for plan in graph.plans])
-    return _Run(list(sources), [t.detach() for t in outputs], list(grads), random_states, plan)
+    return _Run([t.detach() for t in outputs], dict(zip(sources, grads, strict=True)), random_states, plan)
 
 
 def _cotangent(output: torch.Tensor) -> torch.Tensor:

@@ -61,8 +61,8 @@ def trial(
 
 
 def taken_apart(caller: str, fn: Any) -> tuple[Any, dict[str, Any], bool | None]:
-    """The function or module that `fn` was compiled of, with the options of our backend and `dynamic`. Raises
-    `OptionError` if it is none."""
+    """The function or module inside of `fn`, a result of `torch.compile`, the options of our backend, and `dynamic`.
+    Raises `OptionError` if `fn` is not callable."""
     fn, wrapper = dynamo.uncompiled(fn)
     if not callable(fn):
         raise OptionError(f"{caller}: expected a module or function, got {fn!r}")
