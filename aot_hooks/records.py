@@ -38,7 +38,7 @@ def forget() -> None:
 
 @dataclass(eq=False)
 class Graph:
-    """A compiled graph, as `recorded` and `enable` list it.
+    """A compiled graph, as `recorded` lists it. `enable` counts runs by it.
 
     Attributes:
         plans: with live bytes; empty if it has no backward, several if Dynamo's graph became several.

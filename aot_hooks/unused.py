@@ -37,7 +37,7 @@ class _Use:
 
     Attributes:
         unmatched: keys of its policies that no saved tensor has matched yet.
-        seen: values that were compared with the keys, by the function that made the policy; for messages.
+        seen: for messages, the values compared with the keys, by the function that made the policy.
         kept: decisions that left a tensor, while none packed one.
         packs: a decision packed a tensor.
     """

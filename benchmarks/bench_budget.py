@@ -105,7 +105,7 @@ def _planned_peak(bench: WholeStep, policy: Any) -> int:
 
 
 def serve(connection: Any, options: argparse.Namespace, kind: str, name: str, policy: Any) -> None:
-    """A row in a process of its own: answers "rates" with those of the device that its plan is made with, "compile" with
+    """A row in a process of its own: answers "rates" with those of the device that plans are made with, "compile" with
     what is known of it then, "time" with the ms of a step, "profile" with its kernels."""
     bench = WholeStep(options)
     if policy is None:

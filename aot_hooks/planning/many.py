@@ -56,12 +56,12 @@ class Graph:
     """A graph of Dynamo under a budget, in all versions that it is compiled to.
 
     Attributes:
-        wants: with which plan it is to be compiled: "alone", as the whole step, "least", or "planned".
+        wants: the plan to compile it with: "alone", as the whole step, "least", or "planned".
         stock, least: bytes of a call without hooks, and of one that holds the least; None: not known.
         share: bytes that a call may take, or takes, in the step that is planned.
         compiled_count: how often it was compiled for a step of many calls.
-        codes: of its functions, weakly.
-        listed: for each version, its plans and the list that reports read; `stale`: likewise of versions that are gone.
+        codes: weak references to the code of its functions.
+        listed: for each version its plans, and the list that reports read; `stale`: the same of versions that are gone.
     """
 
     group: Group
@@ -144,8 +144,8 @@ class Step:
         holding: calls that hold what they saved, by number.
         allocated: bytes at its begin, if it is measured.
         count, most: calls so far, and the most that held something at the same time.
-        leaves: for each call its parameters, weakly; None: not noted.
-        gone: numbers of calls that were dropped. Without the lock: a collection may run in its holder.
+        leaves: for each call weak references to its parameters; None: not noted.
+        gone: numbers of calls that were dropped. Appended without the lock: a collection may run while it is held.
     """
 
     marks: list[tuple[str, int, Version]] = field(default_factory=list)
@@ -196,10 +196,10 @@ class Group:
         over: bytes of the budget that no plan may take, because a measured step took more than predicted.
         predicted: bytes of the last step that fits.
         check: compares measured steps with the budget.
-        fits: the marks of the last steps that need nothing.
-        looks: whether calls note their parameters, to know of their gradients; `waits`: a step needs that.
+        fits: the marks of the last steps that need no other plan.
+        looks: whether calls note their parameters, to find the bytes of gradients; `waits`: a step is to be planned.
         gathered_bytes: of the first call's parameters, if any in the step has memory for a part of it, as with FSDP2.
-        incomplete: steps in a row in which calls had no backward.
+        incomplete: how many steps in a row had calls without a backward.
         counted: whether the least of a graph is that for the number of calls in `traces`, not for many.
     """
 

@@ -81,7 +81,7 @@ def step_of(
     both = (graphs.fw, graphs.bw)
     times = [node_ms(gm, lambda _: rates, graphs.fused, fuse_loops=True) for gm in both]
     copies = [node_ms(gm, lambda _: rates, graphs.fused) for gm in both]
-    hooks = _hook_options(graphs, cross, groups, scope, allow, max_error, rates, times[1])
+    hooks = _hook_options(graphs, groups, scope, allow, max_error, rates, times[1])
     gone = _gone(graphs)
     lasts, begins = _readers(graphs.bw)
     forward_count = len(_nodes(graphs.fw))
@@ -190,7 +190,6 @@ def _gone(graphs: Graphs) -> dict[Any, int]:
 
 def _hook_options(
     graphs: Graphs,
-    cross: Boundary,
     groups: Sequence[Sequence[SavedValue]],
     scope: str | None,
     allow: Iterable[Any],
@@ -208,7 +207,7 @@ def _hook_options(
 
     found: list[list[Option]] = [[] for _ in groups]
     on_gpu = [group[0].row.device.type == "cuda" for group in groups]
-    ours = dataclasses.replace(cross, tensors=[value for group in groups for value in group])
+    ours = dataclasses.replace(graphs.boundary, tensors=[value for group in groups for value in group])
     for name, rule in _rules(tuple(allow), max_error).items():
         choices = decide(ours, Setting(rule, scope), {})
         choices, units = trace_units(choices, graphs.trace)

@@ -77,7 +77,13 @@ class Solution:
 
 
 class _Program:
-    """Columns with a cost each, and rows `low <= sum of coefficient * column <= high`."""
+    """Columns with a cost each, and rows `low <= sum of coefficient * column <= high`.
+
+    `over` is the column of MiB over the peak, `errors` the row that limits the errors, None if nothing does.
+    """
+
+    over: int
+    errors: int | None = None
 
     def __init__(self) -> None:
         self.cost: list[float] = []
@@ -151,7 +157,7 @@ def solve(
     price = 1.0 if peak is None else max(step.ms, 1.0) / (_OVER * max(allowed, 1.0))
     for v, o in choices:
         program.column(0, 1, scale * (o.ms + _TIE * (1 + o.error) * step.values[v].nbytes / _MIB))
-    over = program.column(0, math.inf, price)  # MiB over `allowed`
+    program.over = program.column(0, math.inf, price)
     if peak is not None:
         program.column(1, 1, step.ms)  # so that the gap is a share of the step
 
@@ -211,7 +217,7 @@ def solve(
     def limit(terms: dict[int, float], nbytes: int, moments: Sequence[Moment]) -> None:
         """At `moments`, `nbytes` with `terms` added are under the peak."""
         for moment in moments:
-            row = terms | {over: -1.0}
+            row = terms | {program.over: -1.0}
             if held_at is not None:
                 row[deltas[held_at]] = row.get(deltas[held_at], 0.0) + moment.calls
             program.row(row, -math.inf, allowed - (nbytes + moment.calls * held + moment.nbytes) / _MIB)
@@ -224,18 +230,17 @@ def solve(
         between = min(step.live[max(0, position - 1) : position + 1])
         there = alive[group_at[position]]
         limit({c: terms.get(c, 0.0) + there.get(c, 0.0) for c in terms | there}, between, step.moments_at(position))
-    errors = None
     if math.isfinite(max_error):
         terms = {c: _UNITS * _share(step, step.values[v]) * o.error**2 for c, (v, o) in enumerate(choices)}
         terms |= _computed(step, program, columns, recompute)
-        errors = len(program.low)
+        program.errors = len(program.low)
         program.row(terms, 0, _UNITS * max_error**2 + 1e-9)
     if max_ms is not None:
         program.row({c: o.ms for c, (_, o) in enumerate(choices)}, -math.inf, max_ms - step.ms)
 
-    if under and ((relaxed := program.solved(0)) is None or relaxed[over] > _MOST_OVER):
+    if under and ((relaxed := program.solved(0)) is None or relaxed[program.over] > _MOST_OVER):
         return None
-    x = _solved(program, [own for own in columns.values() if own], over, errors, room=_ROOM * allowed)
+    x = _solved(program, [own for own in columns.values() if own], _ROOM * allowed)
     if x is None:
         return None
     options = [KEPT] * len(step.values)
@@ -261,38 +266,36 @@ def solve(
     return Solution(tuple(options), found, step.bytes_of(found).peak(step.moments), ms, _error(step, options))
 
 
-def _solved(program: _Program, by_value: Sequence[Sequence[int]], over: int, errors: int | None, *, room: float) -> Any:
+def _solved(program: _Program, by_value: Sequence[Sequence[int]], room: float) -> Any:
     """The values of the columns.
 
-    Args:
-        by_value: for each value its columns, which must be whole; at most one of them is 1.
-        over: the column of MiB over the peak.
-        errors: the row that limits the errors.
-        room: MiB that the first relaxed program leaves free.
+    `by_value` has for each value its columns, which must be whole; at most one of them is 1. `room` is the MiB that the
+    first relaxed program leaves free.
     """
     whole = sum(map(len, by_value))
     best = program.solved(whole) if whole <= _WHOLE else None
-    if best is not None and best[over] <= _MOST_OVER:
+    if best is not None and best[program.over] <= _MOST_OVER:
         return best
-    if (guide := program.solved(0)) is None or (best is not None and guide[over] > _MOST_OVER):
+    guide = program.solved(0)
+    if guide is None or (best is not None and guide[program.over] > _MOST_OVER):
         return best
     near, spare = (1 + _NEAR) * program.objective(guide), 0.0
     for _ in range(_DIVES):
-        found = _dive(program, by_value, over, errors, room, spare)
+        found = _dive(program, by_value, room, spare)
         if found is None:
             break
         if best is None or program.objective(found) < program.objective(best):
             best = found
-        if program.objective(best) <= near or guide[over] > _MOST_OVER:  # as good as can be, or nothing can be under it
-            return best
-        if found[over] > _MOST_OVER:
-            spare += _FURTHER * found[over]
+        if program.objective(best) <= near or guide[program.over] > _MOST_OVER:
+            return best  # as good as can be, or nothing can be under the peak
+        if found[program.over] > _MOST_OVER:
+            spare += _FURTHER * found[program.over]
         else:
             room *= _MORE_ROOM
     if best is None or whole <= _WHOLE:
         return best
     parts = -(-whole // _OPEN_AGAIN)
-    turns = _TURNS if best[over] <= _MOST_OVER else 0
+    turns = _TURNS if best[program.over] <= _MOST_OVER else 0
     for turn in range(turns):  # layer by layer, then first those that are furthest from the relaxed program
         order, poor = list(by_value), 0
         if turn:
@@ -306,25 +309,21 @@ def _solved(program: _Program, by_value: Sequence[Sequence[int]], over: int, err
     return best
 
 
-def _dive(
-    program: _Program, by_value: Sequence[Sequence[int]], over: int, errors: int | None, room: float, spare: float
-) -> Any:
-    """The values of the columns, found by fixing most of them in turns, or None.
+def _dive(program: _Program, by_value: Sequence[Sequence[int]], room: float, spare: float) -> Any:
+    """The values of the columns, most of them fixed in turns; None if there are none.
 
-    Args:
-        spare: MiB that they stay below the peak by, if they can.
+    They stay `spare` MiB below the peak, if they can.
     """
     bounds = list(program.lower), list(program.upper)
-    if (relaxed := _relaxed(program, over, errors, room + spare, _ERROR_ROOM)) is None:
+    if (relaxed := _relaxed(program, spare + room, _ERROR_ROOM)) is None:
         return None
-    _fix_most(program, relaxed, by_value, over, errors, room, spare)
-    program.lower[over] = -spare
+    _fix_most(program, relaxed, by_value, room, spare)
+    program.lower[program.over] = -spare
     found = program.solved(sum(map(len, by_value)))
     program.lower, program.upper = bounds
     if found is None:  # it takes long
-        found = program.solved(sum(map(len, by_value)))
-    else:
-        found[over] = max(0.0, found[over])
+        return program.solved(sum(map(len, by_value)))
+    found[program.over] = max(0.0, found[program.over])
     return found
 
 
@@ -338,15 +337,7 @@ def _again(program: _Program, best: Any, by_value: Sequence[Sequence[int]], left
     return best if found is None or program.objective(found) > program.objective(best) else found
 
 
-def _fix_most(
-    program: _Program,
-    relaxed: Any,
-    by_value: Sequence[Sequence[int]],
-    over: int,
-    errors: int | None,
-    room: float,
-    spare: float,
-) -> None:
+def _fix_most(program: _Program, relaxed: Any, by_value: Sequence[Sequence[int]], room: float, spare: float) -> None:
     """Fix what is nearest to whole in `relaxed`, and solve again, until few values are left open.
 
     Where no choice is left for these, half as many are fixed at once.
@@ -366,8 +357,8 @@ def _fix_most(
                 program.lower[c] = program.upper[c] = float(c == likely and not kept)
         undecided = len(left[len(fixed) :]) / len(by_value)
         error_room = 1 - (1 - _ERROR_ROOM) * undecided
-        found = _relaxed(program, over, errors, spare + undecided * room, error_room)
-        found = _relaxed(program, over, errors, spare, 1.0) if found is None else found
+        found = _relaxed(program, spare + undecided * room, error_room)
+        found = _relaxed(program, spare, 1.0) if found is None else found
         if found is not None:
             left, relaxed, most = left[len(fixed) :], found, len(by_value)
             continue
@@ -376,18 +367,16 @@ def _fix_most(
         most //= 2
 
 
-def _relaxed(program: _Program, over: int, errors: int | None, room: float, error_room: float) -> Any:
+def _relaxed(program: _Program, room: float, error_room: float) -> Any:
     """The columns of the relaxed program that leaves `room` MiB free and takes a part of the errors; None if none."""
-    program.lower[over] = -room
-    if errors is not None:
-        most = program.high[errors]
-        program.high[errors] *= error_room
+    high = list(program.high)
+    program.lower[program.over] = -room
+    if program.errors is not None:
+        program.high[program.errors] *= error_room
     found = program.solved(0)
-    program.lower[over] = 0.0
-    if errors is not None:
-        program.high[errors] = most
+    program.lower[program.over], program.high = 0.0, high
     if found is not None:
-        found[over] = max(0.0, found[over])
+        found[program.over] = max(0.0, found[program.over])
     return found
 
 

@@ -55,8 +55,6 @@ _MIB = 1 << 20
 _MANY = 63  # other calls of a graph of which nobody knows yet how many there are
 _UNKNOWN = (Moment("forward", _MANY), Moment("backward", _MANY))
 
-Split = Callable[[], tuple[GraphModule, GraphModule]]
-
 
 @dataclass(frozen=True, eq=False)
 class _Chosen:
@@ -76,7 +74,7 @@ class _Chosen:
 
 def partition_within(
     joint: GraphModule,
-    split: Split,
+    split: Callable[[], tuple[GraphModule, GraphModule]],
     rewrite: Callable[[GraphModule, GraphModule, Setting, Trace], Plan],
     setting: Setting,
     *,
@@ -123,7 +121,7 @@ def partition_within(
         own = step_of(graphs, setting.scope, hooks_only, budget.max_error, reached)[0]
         return graphs, dataclasses.replace(own, moments=moments, weighed_bytes=step.saved_bytes)
 
-    def tried(graphs: Graphs, own: Step, solution: Solution, chosen: Solution) -> _Tried:
+    def tried(graphs: Graphs, chosen: Solution, own: Step, solution: Solution) -> _Tried:
         """A copy of `graphs` with the hooks of `solution`, and its plan with live bytes and times."""
         found = dataclasses.replace(graphs, fw=aot.copied(graphs.fw), bw=aot.copied(graphs.bw))
         saved = {v.row.name: storage_of(v.fw_node) for v in graphs.boundary.tensors}
@@ -248,7 +246,7 @@ def _search(
     step: Step,
     limits: _Limits,
     partitioned: Callable[[Solution], tuple[Graphs, Step]],
-    tried: Callable[[Graphs, Step, Solution, Solution], _Tried],
+    tried: Callable[[Graphs, Solution, Step, Solution], _Tried],
 ) -> tuple[_Tried | None, _Tried]:
     """The best plan that fits, None if none was found, and the one with the lowest peak.
 
@@ -265,7 +263,7 @@ def _search(
         chosen = solve(step, peak=None if last else limit, max_error=limits.error, max_ms=max_ms)
         chosen = chosen or _nothing(step)  # no time at all
         graphs, own = partitioned(chosen)
-        found = list(_hooked(graphs, own, chosen, limits, max_ms, tried))
+        found = list(_hooked(own, limits, max_ms, functools.partial(tried, graphs, chosen)))
         all_tried += found
         if last or limit is None or limits.peak is None or not found:  # none is as fast as was predicted
             break
@@ -279,7 +277,7 @@ def _search(
 
     if min((one.peak for one in all_tried), default=math.inf) > step.peak_bytes:  # the program was wrong about all
         graphs, own = partitioned(_nothing(step))
-        all_tried.append(tried(graphs, own, _nothing(own), _nothing(step)))
+        all_tried.append(tried(graphs, _nothing(step), own, _nothing(own)))
 
     def fastest(one: _Tried) -> tuple[float, float]:
         return (one.plan.after_ms, one.peak)
@@ -298,14 +296,9 @@ def _nothing(step: Step) -> Solution:
 
 
 def _hooked(
-    graphs: Graphs,
-    step: Step,
-    chosen: Solution,
-    limits: _Limits,
-    max_ms: float | None,
-    tried: Callable[[Graphs, Step, Solution, Solution], _Tried],
+    step: Step, limits: _Limits, max_ms: float | None, tried: Callable[[Step, Solution], _Tried]
 ) -> Iterator[_Tried]:
-    """Attempts with hooks in `graphs`, each nearer to the limits.
+    """Attempts with hooks for the values of `step`, each nearer to the limits.
 
     An attempt tells how far the program was off. There are two ways to do better: add at each position what it was off
     there, or ask the program as it was for a lower peak. The first is wrong for other hooks, the second too careful
@@ -328,7 +321,7 @@ def _hooked(
             return
         *_, used, solution = min(plans, key=operator.itemgetter(0, 1, 2))
         program, asked = programs[used]
-        found = tried(graphs, program, solution, chosen)
+        found = tried(program, solution)
         yield found
         if limits.peak is None or (fitted and not found.fits(limits)):  # with more, it no longer does
             return
