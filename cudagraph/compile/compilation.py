@@ -31,21 +31,17 @@ class Compilation:
     """The compilers of the graphs that one graph of Dynamo becomes.
 
     Backends that call AOTAutograd or Inductor themselves pass them `aten_compilers()` or `inner_compile()`.
-
-    Attributes:
-        number: the number in the names of its graphs. By default the next free one, taken when the first graph is
-            named: torch may restart a compilation, and a warm start must get the same numbers.
-        static_names: names of the forward's inputs that are parameters or buffers; the backward uses the same names.
-        store: this compilation's entry in torch's cache; set by `through_cache`.
-        inference: the callable of the inference graph. It has a `replay` if the graph is captured whole.
     """
 
     options: Options
     driver: CaptureDriver = field(default_factory=cuda_driver)
+    # In the names of its graphs. By default the next free number, taken when the first graph is named: torch may
+    # restart a compilation, and a warm start must get the same numbers.
     number: int | None = None
+    # Names of the forward's inputs that are parameters or buffers; the backward uses the same names.
     static_names: set[str] = field(default_factory=set)
-    store: entry.Store | None = None
-    inference: Any = None
+    store: entry.Store | None = None  # this compilation's entry in torch's cache; set by `through_cache`
+    inference: Any = None  # the callable of the inference graph. It has a `replay` if the graph is captured whole
 
     def kind(self, gm: GraphModule, word: str, static: Sequence[int] | None = None) -> Kind:
         """The `Kind` of `gm`, which AOTAutograd compiles now. `static`: a forward's static inputs in Inductor."""

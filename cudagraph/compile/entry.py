@@ -31,6 +31,7 @@ from torch.fx import GraphModule
 from ..errors import CudaGraphError
 from ..graph.analyse import Analysis, Kind
 from ..graph.blockers import REBINDS_INPUT, is_host_operator
+from ..graph.partition import Part
 from ..options import Options
 from ..placeholder import source_line, trace_of
 from ..torch_private import autograd_cache
@@ -52,18 +53,12 @@ class Refused(CudaGraphError):
 
 @dataclass(frozen=True, eq=False)
 class AnalysedGraph:
-    """A graph as it was analysed before Inductor compiled it.
+    """A graph as it was analysed before Inductor compiled it."""
 
-    Attributes:
-        verdict: what can be captured, and the blockers. Its parts have no nodes.
-        piece: the whole graph; None if there is nothing to capture. `run`, `mutated_inputs` and `constants` come with
-            the code.
-        operators: names and descriptions of its operators that are not torch's own. Where an operator has another
-            description, the entry is refused.
-    """
-
-    verdict: Analysis
+    verdict: Analysis  # what can be captured, and the blockers. Its parts have no nodes
+    # The whole graph; None if there is nothing to capture. `run`, `mutated_inputs`, `constants` come with the code.
     piece: Piece | None
+    # Operators that are not torch's own: name, description. If a description differs, the entry is refused.
     operators: tuple[tuple[str, str], ...] = ()
 
     @property
@@ -84,7 +79,9 @@ def analysed_graph(gm: GraphModule, kind: Kind, analysis: Analysis) -> AnalysedG
     if analysis.device is not None and not rebinds:
         piece = whole_piece(gm, kind, analysis.device, _comes_with_the_code)
         piece = dataclasses.replace(piece, constants=())
-    return AnalysedGraph(analysis.as_data(), piece, operators_of(gm))
+    # Without nodes: parts can be pickled and compared.
+    parts = tuple(Part(part.captured, part.kernel_count) for part in analysis.parts)
+    return AnalysedGraph(dataclasses.replace(analysis, parts=parts), piece, operators_of(gm))
 
 
 def _comes_with_the_code(inputs: list[Any]) -> Any:
@@ -119,23 +116,17 @@ def _sources() -> str:
 
 
 class Store(autograd_cache.Extension):
-    """Stores the captures of one graph of Dynamo in an entry of torch's cache, or takes them from one.
-
-    Attributes:
-        finish: `finish(code, found)` returns what replaces code that was loaded from the cache.
-        refused: why an entry was found but not taken; "" if it was taken, or none was found.
-        cannot: why no program can use the stored captures; "" if one can.
-    """
+    """Stores the captures of one graph of Dynamo in an entry of torch's cache, or takes them from one."""
 
     def __init__(
         self, gm: GraphModule, options: Options, device_type: str, finish: Callable[[Any, AnalysedGraph], Any]
     ) -> None:
         super().__init__(key_of(gm, options, device_type))
-        self.finish = finish
+        self.finish = finish  # `finish(code, found)` returns what replaces code that was loaded from the cache
         self.traces = list(map(trace_of, _nodes(gm)))
         self.stored: dict[str, AnalysedGraph] = {}
-        self.refused = ""
-        self.cannot = ""
+        self.refused = ""  # why an entry was found but not taken; "" if it was taken, or none was found
+        self.cannot = ""  # why no program can use the stored captures; "" if one can
         self._attach: Callable[[bytes], None] | None = None
 
     def add(self, found: AnalysedGraph) -> None:

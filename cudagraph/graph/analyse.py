@@ -8,7 +8,7 @@ The backend with either inner compiler and `explain` call the same function, so 
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch.fx import Graph, GraphModule, Node
@@ -40,22 +40,14 @@ reported: set[tuple[str, ...]] = set()  # causes that were logged
 
 @dataclass(frozen=True)
 class Kind:
-    """Which graph of a compiled function this is.
+    """Which graph of a compiled function this is. Inputs and outputs are named by position."""
 
-    Attributes:
-        word: "forward", "backward" or "inference".
-        number: of the compiled function.
-        static_inputs: positions of the inputs that are parameters or buffers.
-        returned_count: how many of the first outputs the user gets; the others are saved for the backward. None if
-            unknown.
-        rebound_inputs: inputs that get an output's memory from AOTAutograd after the graph has run.
-    """
-
-    word: str
-    number: int
-    static_inputs: tuple[int, ...] = ()
+    word: str  # "forward", "backward" or "inference"
+    number: int  # of the compiled function
+    static_inputs: tuple[int, ...] = ()  # parameters and buffers
+    # How many of the first outputs the user gets; the others are saved for the backward. None if unknown.
     returned_count: int | None = None
-    rebound_inputs: tuple[int, ...] = ()
+    rebound_inputs: tuple[int, ...] = ()  # those that get an output's memory from AOTAutograd after the graph has run
 
     @property
     def name(self) -> str:
@@ -75,18 +67,12 @@ def word_of(is_backward: bool, is_inference: bool) -> str:
 
 @dataclass(frozen=True)
 class Analysis:
-    """Which parts of a graph can be captured.
-
-    Attributes:
-        device: the device to capture on; None if there is nothing to capture.
-        parts: in the order they run. A graph without blockers is one captured part.
-        blockers: why there are several parts, or none is captured.
-    """
+    """Which parts of a graph can be captured."""
 
     kind: Kind
-    device: torch.device | None
-    parts: tuple[Part, ...]
-    blockers: tuple[Blocker, ...]
+    device: torch.device | None  # the device to capture on; None if there is nothing to capture
+    parts: tuple[Part, ...]  # in the order they run. A graph without blockers is one captured part
+    blockers: tuple[Blocker, ...]  # why there are several parts, or none is captured
 
     @property
     def whole(self) -> bool:
@@ -100,10 +86,6 @@ class Analysis:
     @property
     def captured_count(self) -> int:
         return sum(part.captured for part in self.parts)
-
-    def as_data(self) -> Analysis:
-        """Without the nodes of its parts: can be pickled and compared."""
-        return replace(self, parts=tuple(Part(part.captured, kernel_count=part.kernel_count) for part in self.parts))
 
 
 def prepare_and_analyse(

@@ -33,23 +33,17 @@ _numbers = itertools.count(1)
 
 @dataclass(frozen=True)
 class Part:
-    """A sequence of operators that is captured, or not, as a whole.
-
-    Attributes:
-        kernel_count: how many of `nodes` are not free.
-        nodes: its operators, in order. Constants (`get_attr`) are in no part; each part that reads one gets it.
-        inputs: values from before the part: inputs of the graph, or operators of earlier parts. A captured part also
-            takes the sizes of its tensors, because a recording is for one size.
-        outputs: its operators that later parts or the graph's output read.
-        written_later: inputs of the graph that later parts write to; none for an uncaptured part.
-    """
+    """A sequence of operators that is captured, or not, as a whole."""
 
     captured: bool
-    kernel_count: int
+    kernel_count: int  # how many of `nodes` are not free
+    # Operators, in order. Constants (`get_attr`) are in no part; each part that reads one gets it.
     nodes: tuple[Node, ...] = ()
+    # Values from before the part: inputs of the graph, or operators of earlier parts. A captured part also takes the
+    # sizes of its tensors, because a recording is for one size.
     inputs: tuple[Node, ...] = ()
-    outputs: tuple[Node, ...] = ()
-    written_later: tuple[Node, ...] = ()
+    outputs: tuple[Node, ...] = ()  # operators of the part that later parts or the graph's output read
+    written_later: tuple[Node, ...] = ()  # inputs of the graph that later parts write to; none for an uncaptured part
 
     @property
     def arguments(self) -> tuple[Node, ...]:
