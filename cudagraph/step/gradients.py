@@ -39,11 +39,8 @@ class Gradients:
     """The gradients of `parameters`. Made before a capture; call `finish` after it, also if it failed."""
 
     def __init__(self, parameters: Sequence[torch.Tensor], last: LastGradients, *, reads: bool) -> None:
-        """
-        Args:
-            last: one dict for all recordings of the step.
-            reads: whether the step may read gradients. If False and it does, the capture raises `ReadsGradients`.
-        """
+        """`last` is one dict for all recordings of the step. If `reads` is False and the step reads a gradient, the
+        capture raises `ReadsGradients`."""
         self._parameters = parameters
         self._before = [x.grad for x in parameters]
         self._wires = [x if x is None or reads else torch_cuda.tripwire(x, ReadsGradients) for x in self._before]

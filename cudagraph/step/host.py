@@ -72,26 +72,16 @@ def names_in(code: types.CodeType) -> frozenset[str]:
 
 
 class HostState:
-    """A snapshot of the host values that can be reached from `roots`. It keeps them alive.
-
-    Attributes:
-        leaves: what is compared, by path, such as "optimizer.param_groups[0]['lr']".
-        tensors: each tensor that was found, by its path.
-        optimizers: each optimizer that was found, by its path.
-        schedulers: each scheduler of learning rates that was found, by its path. It is not followed.
-        compiled: whether a function or module was found that Dynamo compiles.
-        numbers: the tensors on the CPU, if the step is on another device. Their versions are compared.
-
-    Raises `TooManyValues`.
-    """
+    """A snapshot of the host values that can be reached from `roots`. It keeps them alive. Raises `TooManyValues`."""
 
     def __init__(self, roots: Mapping[str, Any], device_type: str, *, follows_schedulers: bool = False) -> None:
+        # By path, such as "optimizer.param_groups[0]['lr']": what is compared, and the objects that were found.
         self.leaves: dict[str, Any] = {}
         self.tensors: dict[str, torch.Tensor] = {}
         self.optimizers: dict[str, torch.optim.Optimizer] = {}
-        self.schedulers: dict[str, Scheduler] = {}
-        self.compiled = False
-        self.numbers: list[torch.Tensor] = []
+        self.schedulers: dict[str, Scheduler] = {}  # of learning rates; not followed
+        self.compiled = False  # whether a function or module was found that Dynamo compiles
+        self.numbers: list[torch.Tensor] = []  # tensors on the CPU, if the step is on another device: versions count
         self._device_type, self._follows_schedulers = device_type, follows_schedulers
         self._dicts: list[dict[Any, Any]] = []
         self._lists: list[Any] = []

@@ -51,15 +51,11 @@ def reason_against(flat: Sequence[Any]) -> str | None:
 
 
 class Inputs:
-    """The graph's own copies of the tensors that a step is called with, allocated in `pool`.
-
-    Attributes:
-        positions: positions of the tensors among the arguments.
-        staged: the copies that the graph reads.
-    """
+    """The graph's own copies of the tensors that a step is called with, allocated in `pool`."""
 
     def __init__(self, pool: Any, flat: Sequence[Any], device: torch.device) -> None:
         self.device = device
+        # Positions of the tensors among the arguments, and the copies that the graph reads.
         self.positions = [i for i, x in enumerate(flat) if isinstance(x, torch.Tensor)]
         with pool.staging():
             self.staged = [copy_preserving_layout(flat[i].to(device)) for i in self.positions]

@@ -73,37 +73,24 @@ def on_device(rates: Sequence[Rate]) -> Iterator[None]:
 
 @dataclass(eq=False)
 class StepRecording:
-    """A captured step.
+    """A captured step."""
 
-    Attributes:
-        key: see `key_of`.
-        rates: learning rates that the graph reads on the device, by their paths in `host`.
-        tensors: those that the graph may read where they are.
-        written: those of `tensors` that the graph writes to.
-        results: what the step returns, flat: tensors of the graph and other values.
-        result_spec: what `torch_cuda.unflatten` needs to make the result of them; None for one tensor alone.
-        update: runs after each launch, outside of the graph.
-        blocks: addresses in `pool` that are in use between replays.
-        gradients_in_use: other recordings' gradients that existed during the capture, so that no replay writes there.
-        owner: lives as long as the recording; see tree/capture.py.
-    """
-
-    key: tuple[Any, ...]
+    key: tuple[Any, ...]  # see `key_of`
     host: HostState
-    rates: Mapping[str, Rate]
+    rates: Mapping[str, Rate]  # learning rates that the graph reads on the device, by their paths in `host`
     inputs: Inputs
     gradients: Gradients
-    tensors: list[torch.Tensor]
-    written: list[torch.Tensor]
-    results: list[Any]
-    result_spec: Any
-    update: Callable[[], None] | None
+    tensors: list[torch.Tensor]  # those that the graph may read where they are
+    written: list[torch.Tensor]  # those of `tensors` that the graph writes to
+    results: list[Any]  # what the step returns, flat: tensors of the graph and other values
+    result_spec: Any  # what `torch_cuda.unflatten` needs to make the result of them; None for one tensor alone
+    update: Callable[[], None] | None  # runs after each launch, outside of the graph
     graph: Any
     cursor: Cursor
     pool: Any
-    blocks: set[int]
-    gradients_in_use: set[StorageWeakRef]
-    owner: Owner
+    blocks: set[int]  # addresses in `pool` that are in use between replays
+    gradients_in_use: set[StorageWeakRef]  # of other recordings during the capture: no replay writes there
+    owner: Owner  # lives as long as the recording; see tree/capture.py
 
     def __post_init__(self) -> None:
         self.launch = self.cursor.driver.launcher(self.graph)
@@ -163,43 +150,39 @@ def parameters_of(host: HostState) -> list[torch.Tensor]:
     return [x for x in host.tensors.values() if x.is_leaf and (x.requires_grad or isinstance(x, torch.nn.Parameter))]
 
 
-@dataclass(frozen=True, eq=False)
-class ToRecord:
-    """A step to capture: `run`, called with the arguments `flat` and `spec`; see `flat_arguments`.
+def record(
+    pool: Any,
+    cursor: Cursor,
+    run: Callable[..., Any],
+    update: Callable[[], None] | None,
+    key: tuple[Any, ...],
+    flat: Sequence[Any],
+    spec: Any,
+    *,
+    take_snapshot: Callable[[], HostState],
+    host: HostState,
+    rate_groups: Mapping[str, dict[str, Any]],
+    blocks_of_others: set[int],
+    gradients_in_use: set[StorageWeakRef],
+    last_gradients: LastGradients,
+    reads_gradients: bool,
+    calls_compiled: bool,
+) -> StepRecording:
+    """Capture `run`, called with the arguments `flat` and `spec`. Whether that succeeds or not, all is as before.
 
-    Attributes:
+    Args:
         update: runs after each replay, outside of the graph.
+        key, flat, spec: see `key_of` and `flat_arguments`.
         take_snapshot: takes a snapshot of host values; `host` is that of now.
         rate_groups: groups of optimizers whose learning rate the graph reads on the device, by the path of the rate.
         blocks_of_others: addresses in the pool that other recordings keep.
         gradients_in_use: gradients of other recordings, whose memory is among `blocks_of_others`.
         last_gradients, reads_gradients: see `Gradients`.
         calls_compiled: whether the step has called a function that Dynamo compiles.
-    """
-
-    pool: Any
-    cursor: Cursor
-    run: Callable[..., Any]
-    update: Callable[[], None] | None
-    key: tuple[Any, ...]
-    flat: Sequence[Any]
-    spec: Any
-    take_snapshot: Callable[[], HostState]
-    host: HostState
-    rate_groups: Mapping[str, dict[str, Any]]
-    blocks_of_others: set[int]
-    gradients_in_use: set[StorageWeakRef]
-    last_gradients: LastGradients
-    reads_gradients: bool
-    calls_compiled: bool
-
-
-def record(step: ToRecord) -> StepRecording:
-    """Capture a step. Whether that succeeds or not, all is as before.
 
     Raises `CannotCapture` with a reason against the capture, or the capture's own error.
     """
-    pool, host, device = step.pool, step.host, step.cursor.device
+    device = cursor.device
     for path, x in host.tensors.items():
         if x.layout is not torch.strided or type(x) not in (torch.Tensor, torch.nn.Parameter):
             raise CannotCapture(f"{path} is a {type(x).__name__} of layout {x.layout}")
@@ -209,18 +192,19 @@ def record(step: ToRecord) -> StepRecording:
     numbers = [(x, x._version, x.detach().clone()) for x in host.numbers]
     random_states = [torch.get_rng_state()]
     random_numbers, schedulers = HostRandom(host.objects()), host.of_schedulers()
-    rates = {path: Rate(group, device) for path, group in step.rate_groups.items()}
+    rates = {path: Rate(group, device) for path, group in rate_groups.items()}
     owner, graph = Owner(), None
-    gradients = Gradients(parameters_of(host), step.last_gradients, reads=step.reads_gradients)
+    gradients = Gradients(parameters_of(host), last_gradients, reads=reads_gradients)
     try:
-        inputs = Inputs(pool, step.flat, device)
+        inputs = Inputs(pool, flat, device)
         watch = OperatorWatch(device, inputs.by_storage())
+        # Under a dispatch mode Dynamo gives compiled code up.
+        is_watched = not host.compiled and not calls_compiled
 
         def captured() -> Any:
-            args, kwargs = arguments_of(inputs.arguments(step.flat), step.spec)
-            is_compiled = host.compiled or step.calls_compiled  # under a dispatch mode Dynamo gives compiled code up
-            with contextlib.nullcontext() if is_compiled else watch(), as_they_are():
-                result = step.run(*args, **kwargs)
+            args, kwargs = arguments_of(inputs.arguments(flat), spec)
+            with torch_cuda.dispatching(watch.operator) if is_watched else contextlib.nullcontext(), as_they_are():
+                result = run(*args, **kwargs)
             random_states.append(torch.get_rng_state())  # before the capture puts it back
             return ([result], None) if isinstance(result, torch.Tensor) else torch_cuda.flatten(result)
 
@@ -228,7 +212,7 @@ def record(step: ToRecord) -> StepRecording:
             graph, (results, result_spec) = pool.capture(captured, snapshot.generators)
         if random_numbers.changed() or not torch.equal(*random_states):
             raise CannotCapture("draws random numbers on the host")
-        now = step.take_snapshot()
+        now = take_snapshot()
         changed = host.differences(now) | schedulers.differences(now.of_schedulers())
         host.restore()  # the step may have put equal containers in the place of the old ones
         host.note_versions()
@@ -252,9 +236,9 @@ def record(step: ToRecord) -> StepRecording:
         own = {torch_cuda.storage_key(x) for x in tensors}
         blocks = {s.data_ptr() for s in storages if s.nbytes() and torch_cuda.identity(s) not in own}
         gradients.finish()
-        if not pool.live_blocks_are(blocks | step.blocks_of_others):
+        if not pool.live_blocks_are(blocks | blocks_of_others):
             gc.collect()
-            leaked = pool.live_blocks() - blocks - step.blocks_of_others
+            leaked = pool.live_blocks() - blocks - blocks_of_others
             if leaked:
                 raise CannotCapture(f"keeps {len(leaked)} tensors that it made, in a place that is not known")
         written = [
@@ -263,8 +247,8 @@ def record(step: ToRecord) -> StepRecording:
             if version is not None and (x._version != version or torch_cuda.storage_key(x) in watch.written)
         ]
         return StepRecording(
-            step.key, host, rates, inputs, gradients, [*tensors, *gradients.static], written, results, result_spec,
-            step.update, graph, step.cursor, pool, blocks, step.gradients_in_use, owner,
+            key, host, rates, inputs, gradients, [*tensors, *gradients.static], written, results, result_spec, update,
+            graph, cursor, pool, blocks, gradients_in_use, owner,
         )  # fmt: skip
     except BaseException as error:
         traceback.clear_frames(error.__traceback__)  # they hold blocks of the pool

@@ -14,7 +14,6 @@ import linecache
 import os
 import traceback
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any
 
@@ -41,10 +40,6 @@ class OperatorWatch:
         self.device, self.inputs = device, inputs
         self.written: set[int | None] = set()  # identities of storages
         self.made: dict[int, torch.UntypedStorage] = {}  # those that the step made on the CPU
-
-    def __call__(self) -> AbstractContextManager[Any]:
-        context: AbstractContextManager[Any] = torch_cuda.dispatching(self.operator)
-        return context
 
     def operator(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run `func`, or raise `CannotCapture` with the user's line."""

@@ -36,7 +36,7 @@ from .gradients import LastGradients, ReadsGradients
 from .host import HostState, TooManyValues
 from .inputs import arguments_of, flat_arguments, key_of, reason_against
 from .model_step import ModelStep
-from .recording import StepRecording, ToRecord, parameters_of, rates_of, record
+from .recording import StepRecording, parameters_of, rates_of, record
 from .watch import users_line
 
 log = logging.getLogger("cudagraph")
@@ -52,12 +52,7 @@ every_step: weakref.WeakSet[WholeStep] = weakref.WeakSet()
 
 
 class WholeStep:
-    """A step that runs as a CUDA graph. `whole_step` makes it.
-
-    Attributes:
-        refused: why it runs without a graph from now on; "" as long as it may have one.
-        update_refused: why the update of the parameters runs outside of the graph; "" if it is inside.
-    """
+    """A step that runs as a CUDA graph. `whole_step` makes it."""
 
     def __init__(
         self,
@@ -82,7 +77,8 @@ class WholeStep:
         every_step.add(self)
 
     def _begin(self) -> None:
-        self.refused = self.update_refused = ""
+        self.refused = ""  # why it runs without a graph from now on; "" as long as it may have one
+        self.update_refused = ""  # why the update of the parameters runs outside of the graph; "" if it is inside
         self.latest: StepRecording | None = None
         self.recordings: dict[tuple[Any, ...], list[StepRecording]] = {}
         self.warm: dict[tuple[Any, ...], tuple[HostState, int]] = {}  # by key: a snapshot, warm-ups with these values
@@ -239,11 +235,11 @@ class WholeStep:
         run, update = (self._forward_backward, self.update) if self.update_refused else (self._all, None)
         rates = rates_of(host) if self.reads_rates else {}
         try:
-            recording = record(ToRecord(
+            recording = record(
                 pool, self.cursor, run, update, key, flat, spec, take_snapshot=self._host, host=host, rate_groups=rates,
                 blocks_of_others=blocks, gradients_in_use=in_use, last_gradients=self._last_gradients,
                 reads_gradients=self.reads_gradients, calls_compiled=self.calls_compiled,
-            ))  # fmt: skip
+            )  # fmt: skip
         except AssertionError:  # a bug, which is not to be hidden
             raise
         except Exception as error:
