@@ -27,10 +27,6 @@ from .node import EdgeKey
 from .tree import Tree, close_later, close_pending, one_at_a_time
 
 
-class Life:
-    """Sentinel whose finalizer runs when the user's callable is gone. `Function` can't serve: the tree holds it."""
-
-
 class Trees(dict[int, Tree]):
     """The trees of one thread, by the number of their driver and device."""
 
@@ -72,7 +68,6 @@ def capture(
     """
     function = Function(piece, options, driver if driver is not None else cuda_driver())
     number = numbers.setdefault((function.driver, piece.device), len(numbers))
-    life = Life()
     key_without_values: EdgeKey = (function,)
     call_counter = function.call_counter
 
@@ -118,7 +113,8 @@ def capture(
             if function not in tree.functions:
                 with one_at_a_time:
                     tree.functions.add(function)
-                weakref.finalize(life, _drop, weakref.ref(tree), weakref.ref(function)).atexit = False
+                # `replay` goes with the user's callable; `function` does not, because the tree holds it
+                weakref.finalize(replay, _drop, weakref.ref(tree), weakref.ref(function)).atexit = False
             now = marks_so_far(trees)  # the module of torch that counts marks may have been imported meanwhile
             if now != tree.marks:
                 tree.mark(now, inputs)

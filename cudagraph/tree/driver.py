@@ -32,15 +32,12 @@ class Pool(torch_cuda.PrivatePool):
     """The memory that all recordings of a tree share: a private pool of the caching allocator.
 
     The allocator reuses a block only on the stream that it was made for, so all graphs are recorded on one stream.
-
-    Attributes:
-        broken: whether a capture could not be ended, or left memory allocated: nothing more is recorded in the pool.
-        owner: lives as long as the recordings in the pool; see capture.py.
     """
 
     def __init__(self, device: torch.device) -> None:
+        # A capture could not be ended, or left memory allocated: nothing more is recorded in the pool.
         self.broken = False
-        self.owner: Owner | None = Owner()
+        self.owner: Owner | None = Owner()  # lives as long as the recordings in the pool; see capture.py
         with torch.cuda.device(device):
             torch.cuda.synchronize()
             self.side_stream = torch.cuda.Stream()

@@ -35,10 +35,6 @@ class Seen:
     recording: Recording
     wasted: int  # moves in a row, up to this one, each from a recording that was replayed less than `EARNED` times
 
-    def wasted_at(self, address: int) -> int:
-        """The value of `wasted` for a new recording that reads the input at `address`."""
-        return 0 if self.recording.replay_count >= EARNED else self.wasted + (address != self.address)
-
 
 @dataclass(eq=False)
 class Moves:
@@ -49,8 +45,12 @@ class Moves:
 
     def wasted(self, static: Mapping[int, torch.Tensor]) -> dict[int, int]:
         """The wasted moves in a row of each of the inputs `static`, if the function is recorded with them now."""
-        known = {i: self.seen.get(x) for i, x in static.items()}
-        return {i: seen.wasted_at(static[i].data_ptr()) for i, seen in known.items() if seen is not None}
+        wasted: dict[int, int] = {}
+        for i, x in static.items():
+            if (seen := self.seen.get(x)) is not None:
+                moved = x.data_ptr() != seen.address
+                wasted[i] = 0 if seen.recording.replay_count >= EARNED else seen.wasted + moved
+        return wasted
 
     def in_each_step(self, static: Mapping[int, torch.Tensor]) -> frozenset[int]:
         """The inputs that move in each step; none as long as another recording may serve."""
