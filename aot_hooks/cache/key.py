@@ -46,19 +46,13 @@ Line = tuple[str, str]  # what, and its content
 
 @dataclass(frozen=True)
 class Key:
-    """What decides the result of a compilation, as text.
+    """What decides the result of a compilation, as text."""
 
-    Attributes:
-        lines: the content that is hashed.
-        settings: of the graph: the ambient one, None if there is none, then those of its regions in the order of their
-            first node.
-        opaque: operators of other packages that hooks call without a `cache_hash`; with one, the key is not used.
-        sizes: this program's names for symbols of sizes, in the order of their numbers.
-    """
-
-    lines: tuple[Line, ...]
+    lines: tuple[Line, ...]  # the content that is hashed
+    # The ambient setting, None if there is none, then those of regions, in the order of the regions' first nodes.
     settings: tuple[Setting | None, ...]
-    sizes: tuple[str, ...] = ()
+    sizes: tuple[str, ...] = ()  # this program's names for symbols of sizes, in the order of their numbers
+    # Operators of other packages that hooks call without a `cache_hash`; with one, the key is not used.
     opaque: tuple[str, ...] = ()
 
     @functools.cached_property

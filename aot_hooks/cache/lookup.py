@@ -96,7 +96,7 @@ def through_cache(
     options: Mapping[str, Any],
     roots: Mapping[str, str],
     plans: list[Plan],
-    compile_graph: Callable[[Callable[[], None]], Any],
+    compile_graph: Callable[..., Any],
     refused: Callable[[], str] = lambda: "",
 ) -> Any:
     """`compile_graph(compiling)`, from torch's cache if it has the entry; `plans` then come from the entry.
@@ -104,12 +104,12 @@ def through_cache(
     Args:
         gm, inputs, ambient, regions, options, roots: see `key_of`.
         plans: the list that a compilation appends its plans to.
-        compile_graph: calls `compiling()` before each graph that it compiles.
+        compile_graph: calls `compiling()` before each graph that it compiles; does not need it outside of the cache.
         refused: why `compile_graph` did not take an entry that was found, "" if it did.
     """
     _use_writable_directory()
     if not aot_cache.autograd_cache_is_on():
-        return bypassed("torch's cache is switched off", lambda: compile_graph(lambda: None))
+        return bypassed("torch's cache is switched off", compile_graph)
     key = key_of(gm, inputs, ambient, regions, options=options, roots=roots)
     if key.opaque:
         operators = ", ".join(key.opaque)
@@ -120,7 +120,7 @@ def through_cache(
             "graph, so no cache key holds it. Give the hook Hook(..., cache_hash='1'), a text that you change whenever "
             "they do something else",
         )
-        return bypassed(f"operators of others in {what}", lambda: compile_graph(lambda: None))
+        return bypassed(f"operators of others in {what}", compile_graph)
     nodes = nodes_of(gm)  # now: Inductor's passes change the graph
     with without_collections() as collect:
         lookup = _Lookup(key, plans, lambda: [place_of(node, roots) for node in nodes], collect)

@@ -32,7 +32,7 @@ class _Context(contextlib.ContextDecorator):
 
     note: Callable[[Any], None]  # notes the region that Dynamo enters, from its compile-time context
 
-    def __init__(self, pack: Any, unpack: Any, scope: str | None) -> None:
+    def __init__(self, pack: Any, unpack: Any = None, *, scope: str | None = None) -> None:
         self.pack, self.unpack, self.scope = pack, unpack, scope  # `pack` may be a hook or policy, without `unpack`
         self.open_regions: list[Any] = []  # entered in a compiled function, innermost last
 
@@ -110,9 +110,6 @@ class saved_tensors_hooks(_Context):
             compiled call if the values that the hooks read have changed since the context around it was entered.
     """
 
-    def __init__(self, pack: Any, unpack: Any = None, *, scope: str | None = None) -> None:
-        super().__init__(pack, unpack, scope)
-
     def _recreate_cm(self) -> saved_tensors_hooks:
         # at each call of a decorated function: Dynamo before 2.15 enters only contexts made in the function it traces
         return saved_tensors_hooks(self.pack, self.unpack, scope=self.scope)
@@ -133,7 +130,7 @@ class saved_tensors_policy(_Context):
     """
 
     def __init__(self, policy: Policy | Hook, *, scope: str | None = None) -> None:
-        super().__init__(policy, None, scope)
+        super().__init__(policy, scope=scope)
 
     def _recreate_cm(self) -> saved_tensors_policy:
         return saved_tensors_policy(self.pack, scope=self.scope)

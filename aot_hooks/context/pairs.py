@@ -78,10 +78,9 @@ def forget() -> None:
 def _keep_alive(pair: Pair) -> None:
     """Keep `pair` alive until other pairs have been entered: Dynamo guards its modules by their ids."""
     with _lock:  # another thread may forget them
-        if not _recent or _recent[-1] is not pair:
-            if pair in _recent:
-                _recent.remove(pair)
-            _recent.append(pair)
+        if pair in _recent:
+            _recent.remove(pair)
+        _recent.append(pair)
 
 
 def _module(name: str, call: Callable[[Any], Any]) -> GraphModule:

@@ -254,14 +254,10 @@ def _pack(value: EagerValue) -> None:
     check_packed(packed, lambda: _at(value, "pack"))
     leaves: list[torch.Tensor] = []
     _copy_containers(packed, leaves)
-    if not any(_share_memory(leaf, tensor) for leaf in leaves):
+    strided = (leaf for leaf in leaves if leaf.layout is torch.strided)
+    if torch_values.storage_key(tensor) not in map(torch_values.storage_key, strided):
         value.tensor = None  # else a write to the tensor is one to what was packed
     value.packed, value.state = (packed, compact.shape, compact.stride()), State.PACKED
-
-
-def _share_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
-    both_strided = a.layout is torch.strided is b.layout
-    return a is b or (both_strided and torch_values.storage_key(a) == torch_values.storage_key(b))
 
 
 def _unpack(value: EagerValue) -> torch.Tensor:

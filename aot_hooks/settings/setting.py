@@ -30,15 +30,11 @@ _last_number = itertools.count(1)
 
 @dataclass(frozen=True)
 class Setting:
-    """A hook or policy with its scope.
+    """A hook or policy with its scope."""
 
-    Attributes:
-        rule: a `Hook` for every tensor in scope, or a policy: a pure function `SavedTensor -> Hook`.
-        scope: "donated" (only intermediates: no parameters, buffers, inputs, outputs), "no_static" (all but parameters
-            and buffers) or "all". None: the scope in the options of the compiled function.
-    """
-
-    rule: Hook | Policy
+    rule: Hook | Policy  # a `Hook` for every tensor in scope, or a policy: a pure function `SavedTensor -> Hook`
+    # "donated" (only intermediates: no parameters, buffers, inputs, outputs), "no_static" (all but parameters and
+    # buffers) or "all". None: the scope in the options of the compiled function.
     scope: str | None = None
 
     def __post_init__(self) -> None:
