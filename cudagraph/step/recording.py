@@ -34,7 +34,7 @@ def settings() -> tuple[Any, ...]:
     """Global settings that choose kernels or change what a step does, except for those of `torch_cuda.global_guard`."""
     sdp, cudnn = torch.backends.cuda, torch.backends.cudnn
     return (
-        torch_cuda.ambient_hooks(), *torch_cuda.function_modes(),
+        torch_cuda.top_saved_tensor_hooks(False), *torch_cuda.function_modes(),
         sdp.flash_sdp_enabled(), sdp.mem_efficient_sdp_enabled(), sdp.math_sdp_enabled(), sdp.cudnn_sdp_enabled(),
         cudnn.enabled, cudnn.benchmark, cudnn.deterministic,
     )  # fmt: skip

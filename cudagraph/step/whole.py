@@ -320,9 +320,10 @@ class WholeStep:
     def _forward_backward(self, *args: Any, **kwargs: Any) -> Any:
         torch.clear_autocast_cache()  # it may have copies of earlier values of parameters
         try:
-            return detached(self.run(*args, **kwargs))
+            flat, spec = torch_cuda.flatten(self.run(*args, **kwargs))
         finally:
             torch.clear_autocast_cache()
+        return torch_cuda.unflatten([x.detach() if isinstance(x, torch.Tensor) else x for x in flat], spec)
 
     def _all(self, *args: Any, **kwargs: Any) -> Any:
         result = self._forward_backward(*args, **kwargs)
@@ -356,11 +357,6 @@ class WholeStep:
         if self._pool is None or self._pool.broken:
             self._pool = self.driver.open_pool(self.cursor.device)
         return self._pool
-
-
-def detached(result: Any) -> Any:
-    flat, spec = torch_cuda.flatten(result)
-    return torch_cuda.unflatten([x.detach() if isinstance(x, torch.Tensor) else x for x in flat], spec)
 
 
 def parallel(host: HostState) -> str | None:

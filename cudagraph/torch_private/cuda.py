@@ -126,7 +126,6 @@ def data_dependent_sizes(value: Any) -> set[Any]:
 
 
 def free_symbols(value: Any) -> set[Any]:
-    """The symbols in the sizes of `value`."""
     return set(need("torch.fx.experimental.symbolic_shapes.free_symbols")(value))
 
 
@@ -173,6 +172,8 @@ dispatch_modes: Callable[[], int] = late(need, "torch._C._len_torch_dispatch_sta
 # The modes of `torch.overrides` that are on, such as `torch.set_default_device` makes.
 function_modes: Callable[[], list[Any]] = late(need, "torch.overrides._get_current_function_mode_stack")
 capturable_devices: Callable[[], list[str]] = late(need, "torch.optim.optimizer._get_capturable_supported_devices")
+# The saved-tensor hooks that are on: called with False, the innermost pair, or None.
+top_saved_tensor_hooks: Callable[[bool], Any] = late(need, "torch._C._autograd._top_saved_tensors_default_hooks")
 # The hooks of a tensor on its gradient; its `__dict__` lacks them.
 gradient_hooks = operator.attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
 
@@ -208,20 +209,13 @@ def tripwire(x: torch.Tensor, error: type[Exception]) -> torch.Tensor:
             raise error("an operator reads a gradient of before")
 
     make = need("torch.Tensor._make_wrapper_subclass")
-    wire: torch.Tensor = make(Tripwire, x.shape, strides=x.stride(), dtype=x.dtype, device=x.device)
-    return wire
-
-
-def ambient_hooks() -> Any:
-    """The saved-tensor hooks that are on: the innermost pair, or None."""
-    return need("torch._C._autograd._top_saved_tensors_default_hooks")(False)
+    return make(Tripwire, x.shape, strides=x.stride(), dtype=x.dtype, device=x.device)
 
 
 def global_guard() -> Callable[[], bool]:
     """A function that tells whether torch's global settings are as they are now: grad mode, autocast, determinism,
     precision of matrix products, default dtype, threads."""
-    check: Callable[[], bool] = need("torch._C._dynamo.guards.GlobalStateGuard")().check
-    return check
+    return need("torch._C._dynamo.guards.GlobalStateGuard")().check
 
 
 def tensor_guard(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
@@ -231,8 +225,7 @@ def tensor_guard(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
         return lambda: True
     sizes, strides = [list(x.shape) for x in tensors], [list(x.stride()) for x in tensors]
     guards = need("torch._C._dynamo.guards.TensorGuards")
-    check: Callable[..., bool] = guards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
-    return check
+    return guards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
 
 
 # --- the allocator and capture ---
@@ -401,6 +394,6 @@ def caches_memory() -> bool:
     return not has(name) or bool(need(name)())
 
 
-def raw_stream(device: int) -> Callable[[], int]:
+def raw_stream(device: torch.device) -> Callable[[], int]:
     """A function that returns the number of the current stream of `device`."""
-    return functools.partial(torch._C._cuda_getCurrentRawStream, device)
+    return functools.partial(torch._C._cuda_getCurrentRawStream, device.index)

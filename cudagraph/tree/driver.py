@@ -175,9 +175,7 @@ class CaptureDriver:
             return None
         return "torch's allocator caches no memory, so there are no pools; unset PYTORCH_NO_CUDA_MEMORY_CACHING"
 
-    def stream(self, device: torch.device) -> Callable[[], int]:
-        """A function that returns the number of the current stream."""
-        return torch_cuda.raw_stream(device.index)
+    stream = staticmethod(torch_cuda.raw_stream)
 
     def order_streams(self, device: torch.device, before: Any) -> Any:
         """Let the current stream wait for the stream `before` (None: for nothing), and return the current one."""
@@ -186,7 +184,7 @@ class CaptureDriver:
             now.wait_stream(before)
         return now
 
-    let_wait = staticmethod(torch.cuda.Stream.wait_stream)  # one stream for the work launched on another so far
+    let_wait = staticmethod(torch.cuda.Stream.wait_stream)  # a stream waits for what another has been given so far
     launcher = staticmethod(torch_cuda.bare_replay)  # the fastest function that replays a graph
     poison = staticmethod(torch_cuda.poison)
     is_capturing = staticmethod(torch.cuda.is_current_stream_capturing)  # in this thread, for a tree or not
