@@ -61,7 +61,7 @@ def cache_stats() -> dict[str, Any]:
 
 
 def forget() -> None:
-    """Count from zero."""
+    """Set all counts to zero."""
     with _lock:
         _counts.clear()
 
@@ -208,8 +208,8 @@ def without_collections() -> Iterator[Callable[[], None]]:
     """No garbage collections until the end, or until the function that is yielded is called.
 
     Taking an entry makes next to no garbage, but many objects that stay, because it imports the compiler. Collecting
-    among them again and again was 7% of a warm start. Where there is no entry, collections go on at once. So it is
-    with planning a budget, which holds all graphs that it has tried: 12% of its time.
+    among them again and again was 7% of a warm start. Where there is no entry, collections go on at once. Planning a
+    budget holds all graphs that it has tried: there collections were 12% of the time.
     """
     with contextlib.ExitStack() as stack:
         _pause(1)

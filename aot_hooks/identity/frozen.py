@@ -158,17 +158,16 @@ def _graph_text(gm: torch.fx.GraphModule) -> str | None:
             return None
         if node.op == "get_attr":
             value: Any = functools.reduce(getattr, str(node.target).split("."), gm)
-            text = _graph_text(value) if isinstance(value, torch.fx.GraphModule) else _value_text(value)
+            if isinstance(value, torch.fx.GraphModule):
+                text = _graph_text(value)
+            elif isinstance(value, torch.Tensor):
+                text = tensor_digest(value)
+            else:
+                text = repr(value) if isinstance(value, (bool, int, float, str, torch.dtype, type(None))) else None
             if text is None:
                 return None
             lines.append(f"{node.target} = {text}")
     return "\n".join(lines)
-
-
-def _value_text(value: Any) -> str | None:
-    if isinstance(value, torch.Tensor):
-        return tensor_digest(value)
-    return repr(value) if isinstance(value, (bool, int, float, str, torch.dtype, type(None))) else None
 
 
 def _is_library(target: Any) -> bool:

@@ -91,13 +91,16 @@ def _piece_of(part: Part, name: str, run: Callable[..., Any], kind: Kind, device
         saved = tuple(i for i, node in enumerate(part.outputs) if node in saved_nodes)
     static = static_nodes(graph, kind)
     fixed = {i for i, node in enumerate(arguments) if node in static}
+    targets = {target for node in part.nodes for target in written_nodes(node)}
+    written = set().union(*map(storages_of, targets))
     constants = {n: attribute_of(n) for node in part.nodes for n in node.all_input_nodes if n.op == "get_attr"}
     return Piece(
         name=name,
         run=run,
         device=device,
         static_inputs=tuple(sorted(fixed | host_inputs(arguments, device))),
-        mutated_inputs=_written_inputs(arguments, part.nodes),
+        # Those that an operator writes to, directly or through another view of their memory.
+        mutated_inputs=tuple(i for i, n in enumerate(arguments) if n in targets or storages_of(n) & written),
         written_later=tuple(i for i, node in enumerate(arguments) if node in part.written_later),
         unread_inputs=tuple(range(len(part.inputs), len(arguments))),
         placeholders=tuple(map(info_of, arguments)),
@@ -108,10 +111,3 @@ def _piece_of(part: Part, name: str, run: Callable[..., Any], kind: Kind, device
         saved_outputs=saved,
         compiled=kind.number,
     )
-
-
-def _written_inputs(inputs: Sequence[Node], nodes: Sequence[Node]) -> tuple[int, ...]:
-    """Positions of the `inputs` that `nodes` write to, directly or through another view of their memory."""
-    targets = {target for node in nodes for target in written_nodes(node)}
-    written = set().union(*map(storages_of, targets))
-    return tuple(i for i, node in enumerate(inputs) if node in targets or storages_of(node) & written)
