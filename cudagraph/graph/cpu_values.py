@@ -11,6 +11,7 @@ rounds one on the device to the tensor's type first. `arange` of floats stays, t
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
@@ -38,8 +39,11 @@ def prepare(gm: GraphModule, device: torch.device, *, numbers: bool) -> None:
     """Rewrite `gm` in place for capture on `device`; with `numbers`, also operators that read a number from the CPU."""
     if device.type == "cpu":
         return
-    changed = _create_on_device(gm, device) + _copy_constants(gm, device) + _move_numbers(gm, device, unknown=numbers)
-    if changed:
+    before = list(gm.graph.nodes)
+    _create_on_device(gm, device)
+    _copy_constants(gm, device)
+    _move_numbers(gm, device, unknown=numbers)
+    if list(gm.graph.nodes) != before:  # each rewrite adds or erases nodes
         gm.graph.eliminate_dead_code()
         gm.graph.lint()
         gm.recompile()
@@ -55,8 +59,7 @@ def _moved_to(node: Node, device: torch.device) -> bool:
     return source.device == CPU and result.device == device and source.dtype == result.dtype
 
 
-def _create_on_device(gm: GraphModule, device: torch.device) -> int:
-    count = 0
+def _create_on_device(gm: GraphModule, device: torch.device) -> None:
     for node in list(gm.graph.nodes):
         if node.target not in _FACTORIES or not node.users or not all(_moved_to(u, device) for u in node.users):
             continue
@@ -68,8 +71,6 @@ def _create_on_device(gm: GraphModule, device: torch.device) -> int:
         for copy in copies:
             copy.replace_all_uses_with(node)
             gm.graph.erase_node(copy)
-        count += 1
-    return count
 
 
 def _constant_behind(node: Node) -> torch.Tensor | None:
@@ -80,16 +81,13 @@ def _constant_behind(node: Node) -> torch.Tensor | None:
     return constant if type(constant) is torch.Tensor else None
 
 
-def _copy_constants(gm: GraphModule, device: torch.device) -> int:
+def _copy_constants(gm: GraphModule, device: torch.device) -> None:
     """Move constants to the device, once. Each call copies them there, because the user may write to the copy."""
-    count = 0
     for node in list(gm.graph.nodes):
         constant = _constant_behind(node.all_input_nodes[0]) if _moved_to(node, device) else None
         if constant is None:
             continue
-        name = f"_on_device_{count}"
-        while hasattr(gm, name):
-            name += "_"
+        name = next(name for i in itertools.count() if not hasattr(gm, name := f"_on_device_{i}"))
         with torch_cuda.without_modes():
             gm.register_buffer(name, constant.to(device), persistent=False)
         with gm.graph.inserting_before(node):
@@ -99,13 +97,10 @@ def _copy_constants(gm: GraphModule, device: torch.device) -> int:
         fresh.meta = dict(node.meta)
         node.replace_all_uses_with(fresh)
         gm.graph.erase_node(node)
-        count += 1
-    return count
 
 
-def _move_numbers(gm: GraphModule, device: torch.device, *, unknown: bool) -> int:
+def _move_numbers(gm: GraphModule, device: torch.device, *, unknown: bool) -> None:
     """Create known numbers on the device, and with `unknown` copy the others, for operators that read them there."""
-    count = 0
     for node in list(gm.graph.nodes):
         value = value_of(node)
         if not isinstance(value, torch.Tensor) or value.device != CPU or value.ndim > 0:
@@ -127,8 +122,6 @@ def _move_numbers(gm: GraphModule, device: torch.device, *, unknown: bool) -> in
             moved.meta["val"] = torch.empty((), dtype=value.dtype, device=device)
         for reader in readers:
             reader.replace_input_with(node, moved)
-        count += 1
-    return count
 
 
 def _known(node: Node) -> bool | int | float | complex | None:

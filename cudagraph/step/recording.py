@@ -83,7 +83,7 @@ class StepRecording:
     tensors: list[torch.Tensor]  # those that the graph may read where they are
     written: list[torch.Tensor]  # those of `tensors` that the graph writes to
     results: list[Any]  # what the step returns, flat: tensors of the graph and other values
-    result_spec: Any  # what `torch_cuda.unflatten` needs to make the result of them; None for one tensor alone
+    result_spec: Any  # what `torch_cuda.unflatten` needs to make the result of them
     update: Callable[[], None] | None  # runs after each launch, outside of the graph
     graph: Any
     cursor: Cursor
@@ -138,7 +138,7 @@ class StepRecording:
         if self.written:
             torch.autograd.graph.increment_version(self.written)  # as the step does: autograd may have saved one
         results = [x.clone() if isinstance(x, torch.Tensor) else x for x in self.results]
-        return results[0] if self.result_spec is None else torch_cuda.unflatten(results, self.result_spec)
+        return torch_cuda.unflatten(results, self.result_spec)
 
     def close(self) -> None:
         self.gradients.close()
@@ -206,7 +206,7 @@ def record(
             with torch_cuda.dispatching(watch.operator) if is_watched else contextlib.nullcontext(), as_they_are():
                 result = run(*args, **kwargs)
             random_states.append(torch.get_rng_state())  # before the capture puts it back
-            return ([result], None) if isinstance(result, torch.Tensor) else torch_cuda.flatten(result)
+            return torch_cuda.flatten(result)
 
         with one_capture(), under_way(Capture(owner, ())), on_device([*rates.values()]):
             graph, (results, result_spec) = pool.capture(captured, snapshot.generators)
