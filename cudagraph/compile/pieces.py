@@ -84,10 +84,9 @@ def whole_piece(gm: GraphModule, kind: Kind, device: torch.device, run: Boxed) -
 
 def _piece_of(part: Part, name: str, run: Callable[..., Any], kind: Kind, device: torch.device) -> Piece:
     graph, arguments = part.nodes[0].graph, part.arguments
-    results = results_of(graph)
-    saved = kind.saved_outputs(len(results))
-    if saved is not None:
-        saved_nodes = {results[i] for i in saved}
+    saved: tuple[int, ...] | None = None if kind.word == "forward" else ()
+    if kind.word == "forward" and kind.returned_count is not None:
+        saved_nodes = set(results_of(graph)[kind.returned_count :])
         saved = tuple(i for i, node in enumerate(part.outputs) if node in saved_nodes)
     static = static_nodes(graph, kind)
     fixed = {i for i, node in enumerate(arguments) if node in static}

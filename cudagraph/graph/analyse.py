@@ -54,12 +54,6 @@ class Kind:
         """For messages, such as "backward 3"."""
         return f"{self.word} {self.number}"
 
-    def saved_outputs(self, count: int) -> tuple[int, ...] | None:
-        """Positions, among `count` outputs, that are saved for a backward; None if unknown."""
-        if self.word != "forward":
-            return ()
-        return None if self.returned_count is None else tuple(range(self.returned_count, count))
-
 
 def word_of(is_backward: bool, is_inference: bool) -> str:
     return "backward" if is_backward else "inference" if is_inference else "forward"
