@@ -214,13 +214,18 @@ class Recording(Node):
         return self.make_outputs(inputs)
 
     def make_outputs(self, inputs: list[Any]) -> list[Any]:
-        """What the function returned, over the same memory. Empties `inputs`."""
+        """What the function returned, over the same memory, or over one copy of a slot that asks for it. Empties
+        `inputs`."""
         layout = self.outputs
         made = layout.skeleton.copy()
-        for template, tensor in zip(layout.templates, self.templates, strict=True):
-            made[template.position] = tensor.data
-        if self.gives_copies:
-            self._copy(made)
+        copies: dict[Slot, torch.UntypedStorage] = {}
+        for (position, _, slot, _), tensor in zip(layout.templates, self.templates, strict=True):
+            if slot is None or not slot.given_as_copies:
+                made[position] = tensor.data
+                continue
+            if slot not in copies:
+                copies[slot] = bytes_of(slot.storage).clone().untyped_storage()
+            made[position] = tensor_on(copies[slot], layout_of(tensor))
         for position, index in layout.same_inputs:
             made[position] = inputs[index]
         for position, index, distance, where in layout.input_aliases:
@@ -230,22 +235,11 @@ class Recording(Node):
         inputs.clear()
         return made
 
-    def _copy(self, made: list[Any]) -> None:
-        """Replace outputs by copies where their slots ask for it. Outputs that share a slot share its copy."""
-        copies: dict[Slot, torch.UntypedStorage] = {}
-        for template, tensor in zip(self.outputs.templates, self.templates, strict=True):
-            slot = template.slot
-            if slot is not None and slot.given_as_copies:
-                if slot not in copies:
-                    copies[slot] = bytes_of(slot.storage).clone().untyped_storage()
-                made[template.position] = tensor_on(copies[slot], layout_of(tensor))
-
     def choose_output_path(self) -> None:
-        """Find out whether the outputs are the templates, in order, so that a replay can take the short way, and
-        whether some are given out as copies; see `Slot.given_as_copies`."""
-        self.gives_copies = any(slot.given_as_copies for slot in self.slots)
+        """Find out whether the outputs are aliases of the templates, in order: then a replay takes the short way."""
+        gives_copies = any(slot.given_as_copies for slot in self.slots)
         positions = [template.position for template in self.outputs.templates]
-        self.is_plain = positions == list(range(len(self.outputs.skeleton))) and not self.gives_copies
+        self.is_plain = positions == list(range(len(self.outputs.skeleton))) and not gives_copies
 
     def close(self) -> None:
         super().close()
