@@ -21,7 +21,6 @@ from ..eager.packing import pack_eager, unpack_eager
 from ..errors import HookContractError
 from ..hook import Hook
 from ..identity.frozen import described
-from ..identity.memo import Memo
 from ..identity.records import Record, Recording
 from ..settings.setting import Setting, choose
 from ..torch_private import autograd, dynamo
@@ -44,7 +43,6 @@ class Pair:
         self.open_count = 0  # open contexts
         self.pack = _module("AotHooksPack", lambda x: pack_eager(_as_entered(self), x))
         self.unpack = _module("AotHooksUnpack", unpack_eager)
-        _pair_of_module.set(self.pack, weakref.ref(self))
         vars(self.pack)["_aot_hooks_pair"] = self  # the module keeps its pair alive
 
     @dynamo.outermost_runs_in_python
@@ -65,7 +63,6 @@ open_contexts = _OpenContexts()
 # scope and text of a rule, see `described` -> its pairs; the one entered last is the first
 _pairs: dict[tuple[str | None, str], list[weakref.ref[Pair]]] = {}
 _recent: collections.deque[Pair] = collections.deque(maxlen=_MAX_RECENT)
-_pair_of_module: Memo[weakref.ref[Pair]] = Memo()  # by its pack module
 _lock = threading.RLock()
 
 
@@ -167,9 +164,8 @@ def ambient() -> tuple[Setting | None, Any]:
     if top is None:
         return None, None
     pack, unpack = top
-    ref = _pair_of_module.get(pack)
-    pair = ref() if ref is not None else None
-    if pair is not None:
+    pair = getattr(pack, "_aot_hooks_pair", None)
+    if isinstance(pair, Pair) and pair.pack is pack:  # a copy of the module is no pair of ours
         return _as_entered(pair), pair
     if isinstance(pack, GraphModule) and isinstance(unpack, GraphModule):
         return Setting(Hook("saved_tensors_hooks", pack, unpack), autograd.filtering_mode()), (pack, unpack)
