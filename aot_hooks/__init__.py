@@ -5,7 +5,7 @@ from ._version import __version__ as __version__
 from .backend import last_plans, reset
 from .cache.lookup import cache_stats
 from .context.entering import saved_tensors_hooks, saved_tensors_policy
-from .enabled import enable
+from .enabled import disable, enable
 from .errors import AotHooksError
 from .graphs.roofline import Rates
 from .graphs.saved import SavedTensor
@@ -30,8 +30,8 @@ from .settings.names import checkpoint_name
 __all__ = [
     "KEEP", "AotHooksError", "Decision", "Frontier", "GradientReport", "GradientRow", "Hook", "Plan", "Rates",
     "SavedTensor", "Transfer", "bitmask", "budget", "cache_stats", "cast", "check_gradients", "checkpoint_name",
-    "enable", "errors", "float8", "format_report", "frontier", "int4", "int8", "last_plans", "lossless", "offload",
-    "offload_stats", "plan", "policies", "print_report", "reset", "saved_tensors", "saved_tensors_hooks",
+    "disable", "enable", "errors", "float8", "format_report", "frontier", "int4", "int8", "last_plans", "lossless",
+    "offload", "offload_stats", "plan", "policies", "print_report", "reset", "saved_tensors", "saved_tensors_hooks",
     "saved_tensors_policy",
 ]
 # fmt: on

@@ -34,6 +34,8 @@ _end: Callable[[], None] | None = None  # ends the exchange of callbacks; None w
 # for each callback of Dynamo: the wrapper of its function, None if that has another backend than "inductor"; and the
 # callbacks that replace it, by the key of the `Enabled`
 _exchanged: Memo[tuple[Any, dict[str, Any]]] = Memo()
+_caller = threading.local()  # `wrapper`: of the compiled function that this thread called last
+_borrows: Memo[bool] = Memo()  # wrappers of functions for which Dynamo runs graphs of equal ones
 
 
 @dynamo.outermost_runs_in_python
@@ -50,8 +52,8 @@ def enable(policy: Any = None, *, scope: str | None = None, options: Mapping[str
         options: other options of the backend, see `Options`; "inductor" has settings that `torch.compile(options=...)`
             of the function overrides.
 
-    May be nested; the innermost counts. Other backends are left alone. A call of a compiled function raises what
-    backend="aot_hooks" raises, wrapped by Dynamo.
+    May be nested; the innermost counts. `aot_hooks.disable()` ends all. Other backends are left alone. A call of a
+    compiled function raises what backend="aot_hooks" raises, wrapped by Dynamo.
 
     Raises:
         OptionError: a wrong argument; inside a compiled function; while another thread has it enabled. From a call of a
@@ -63,6 +65,12 @@ def enable(policy: Any = None, *, scope: str | None = None, options: Mapping[str
         UnusedWarning: on its end, if no graph that "inductor" compiles has run meanwhile.
     """
     return Enabled(policy, scope, dict(options or {}))
+
+
+def disable() -> None:
+    """End all that `enable` has enabled, such as one whose switch is lost."""
+    for enabled in list(_open):
+        enabled.disable()
 
 
 class Enabled:
@@ -77,6 +85,7 @@ class Enabled:
         settings = {} if scope is None else {"scope": scope}
         self.options = Options.parse(options | {"policy": policy} | settings)
         self.thread = threading.current_thread()
+        self.is_called = False  # a function compiled for "inductor" was called while this was the innermost
         self.is_used = False  # "inductor" was to compile a graph, or one has run, while this was the innermost
         self._run_counts: Counter[Graph] = Counter()  # since the last call of `runs`, while this was the innermost
         setting = "" if policy is None else Setting(policy, self.options.scope).key
@@ -117,10 +126,29 @@ class Enabled:
         if not self.is_used and sys.exc_info()[0] is None:
             warn_user(
                 f"aot_hooks: {self!r} ended, and no graph that backend 'inductor' compiles has run meanwhile, so "
-                "it had no effect. Compile the model (torch.compile, or the trainer's own switch) and call it inside. "
-                "Before torch 2.15 nn.Sequential(...).compile() compiles nothing; torch.compile(module) does",
+                f"it had no effect. {self.why_unused}",
                 UnusedWarning,
             )
+
+    @property
+    def why_unused(self) -> str:
+        """What to do if it had no effect."""
+        if not self.is_called:
+            return "Compile the model (torch.compile, or the trainer's own switch) and call it inside"
+        return (
+            "A compiled function was called, but Dynamo ran none of its graphs. It compiles a function once for each "
+            "policy, at most torch._dynamo.config.recompile_limit times: call torch._dynamo.reset(), or raise the "
+            "limit. Before torch 2.15 nn.Sequential(...).compile() compiles nothing; torch.compile(module) does"
+        )
+
+    def __call__(self, *_: Any, **__: Any) -> Any:
+        with _lock:
+            self.is_used = True  # the error says enough
+            self.disable()
+        raise OptionError(
+            "aot_hooks.enable(...) is no decorator: write `with aot_hooks.enable(...):` around the calls, or "
+            "`hooks = aot_hooks.enable(...)` and, at the end, `hooks.disable()`"
+        )
 
     def __enter__(self) -> Enabled:
         if not self.is_enabled:
@@ -144,6 +172,7 @@ def _callback_for(callback: Any) -> Any:
     wrapper, by_key = known or _exchanged.set(callback, (dynamo_backends.inductor_wrapper_of(callback), {}))
     if wrapper is None:
         return callback
+    enabled.is_called, _caller.wrapper = True, wrapper
     if enabled.key not in by_key:
         backend = _Backend(wrapper, enabled.options, enabled.key)
         if dynamo_backends.is_precompiled(callback):
@@ -183,16 +212,26 @@ class _Backend(dynamo_backends.InPlaceOf):
         if refusal:
             error = OptionError(f"enable: {refusal}, or don't enable hooks for this function")
             raise dynamo.backend_failure("inductor", error)
-        known = plans_of(self.wrapper)
-        before = len(known)
+        before = list(plans_of(self.wrapper))  # a budget may take some out of it
         options = replace(self.options, inductor=settings)
         compiled = compile_for(self.wrapper, gm, inputs, None, options, "inductor")
-        graph = Graph(known[before:])
+        graph = Graph([plan for plan in plans_of(self.wrapper) if not any(plan is other for other in before)])
 
         def run(*args: Any) -> Any:
             for innermost in _open[-1:]:
                 innermost.is_used = True
                 innermost._run_counts[graph] += 1
+            if (caller := getattr(_caller, "wrapper", None)) is not None and caller is not self.wrapper:
+                _lend(graph, caller)
             return compiled(*args)
 
         return run
+
+
+def _lend(graph: Graph, wrapper: Any) -> None:
+    """List the plans of `graph` for `wrapper` too, if Dynamo has compiled nothing for that function itself."""
+    plans = plans_of(wrapper)
+    if not plans:
+        _borrows.set(wrapper, True)
+    if _borrows.get(wrapper):
+        plans += [plan for plan in graph.plans if not any(plan is other for other in plans)]

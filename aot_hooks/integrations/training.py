@@ -64,8 +64,7 @@ class Training:
             try:
                 raise OptionError(
                     f"{self._enabled!r}: a batch was trained, and no function that torch.compile gave to backend "
-                    "'inductor' ran, so no hook had an effect. Switch the trainer's compilation on, or compile the "
-                    "model before training (torch.compile(model), or model.compile()), without another backend"
+                    f"'inductor' ran, so no hook had an effect. {self._enabled.why_unused}, without another backend"
                 )
             finally:
                 self.stop()

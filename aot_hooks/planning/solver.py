@@ -273,7 +273,7 @@ def _solved(program: _Program, by_value: Sequence[Sequence[int]], room: float) -
     first relaxed program leaves free.
     """
     whole = sum(map(len, by_value))
-    best = program.solved(whole) if whole <= _WHOLE else None
+    best: Any = program.solved(whole) if whole <= _WHOLE else None
     if best is not None and best[program.over] <= _MOST_OVER:
         return best
     guide = program.solved(0)

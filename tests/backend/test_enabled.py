@@ -270,6 +270,74 @@ def test_runs_are_counted_with_their_plans() -> None:
         assert again.runs() == [(plan, 3)]
 
 
+def test_runs_of_a_budget_are_counted_after_its_plan_for_the_step() -> None:
+    first, second = nn.Linear(64, 256), nn.Linear(256, 64)
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        h = nn.functional.gelu(first(x))
+        torch._dynamo.graph_break()
+        return second(h).tanh().square().mean()
+
+    compiled = torch.compile(function)
+    policy = budget("2.2MiB", allow=("recompute", "float8", "int4"), max_error=1)
+    with enable(policy, options=ATEN) as hooks:
+        for _ in range(5):  # after the third a plan for both graphs replaces those of each alone
+            compiled(torch.randn(512, 64)).backward()
+            runs = hooks.runs()
+            assert len(runs) == 2 and sum(plan.saved_bytes for plan, _ in runs) > 0
+    assert [plan for plan, _ in runs] == list(last_plans(compiled))
+
+
+def test_a_model_made_anew_has_the_plans_of_the_graphs_that_it_runs() -> None:
+    plans = []
+    for _ in range(3):
+        torch.manual_seed(0)
+        compiled = torch.compile(Net(1))
+        with enable(float8(), options=ATEN) as hooks:
+            compiled(torch.randn(8, 32)).sum().backward()
+            ((plan, count),) = hooks.runs()
+        assert count == 1 and last_plans(compiled) == (plan,)
+        plans.append(plan)
+    assert plans[0] is plans[1] is plans[2]
+
+
+def test_a_lost_switch_can_be_ended() -> None:
+    x, compiled = torch.randn(8, 32), torch.compile(Net(1))
+    for _ in range(2):  # as a cell of a notebook that runs twice
+        hooks = enable(float8(), options=ATEN)
+        compiled(x)
+    hooks.disable()
+    assert not hooks.is_enabled
+    aot_hooks.disable()
+    compiled(x).sum().backward()
+    with enable(int8(), options=ATEN) as last:
+        compiled(x).sum().backward()
+    assert len(last.runs()) == 1
+
+
+def test_it_is_no_decorator_and_says_so() -> None:
+    with pytest.raises(errors.OptionError, match="is no decorator: write `with"):
+
+        @enable(float8(), options=ATEN)
+        def train() -> None: ...
+
+    compiled = torch.compile(Net(1))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        aot_hooks.disable()  # nothing is left
+    compiled.eval()
+
+
+def test_too_many_policies_for_one_function_are_said() -> None:
+    compiled, x = torch.compile(Net(1)), torch.randn(8, 32)
+    with torch._dynamo.config.patch(recompile_limit=2):
+        for i in range(2):
+            with enable(offload(min_bytes=i), options=ATEN):
+                compiled(x).sum().backward()
+        with pytest.warns(errors.UnusedWarning, match="recompile_limit"), enable(offload(min_bytes=9), options=ATEN):
+            compiled(x).sum().backward()
+
+
 def test_an_exception_ends_it() -> None:
     with contextlib.suppress(ValueError), enable(float8(), options=ATEN):
         raise ValueError
