@@ -3,8 +3,8 @@
       first step     start 0 1, start 2 3 ... | reload 2 3, reload 0 1       recorded: the trace
       two more       the same, and when each of them runs; the faster counts  plan_step --> StepPlan
       five more      start 0 [send] 1 ... start 6 [join 0] 7 ... | reload 8 9 [fetch 6] ... reload 6 7
-      five more      the same with a plan for the speed that the link had meanwhile, or else for three quarters of the
-                     speed that was planned with; and so on, until two plans in a row made steps no faster
+      five more      a plan for the speed that the link had, or for three quarters of the speed planned with before;
+                     and so on, until two plans in a row made steps no faster
       then           the plan that sends most, of those that are nearly as fast as the fastest
 
 A graph that is compiled once runs for every layer, so what differs between layers is read at run time: at_run_time.py
@@ -23,7 +23,7 @@ import itertools
 import logging
 import math
 import threading
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -34,12 +34,13 @@ log = logging.getLogger("aot_hooks")
 _MOST_TRACES = 16
 _TIMED = 2  # runs with times before a plan: the allocator may grow in one of them
 _TRIED = 5  # runs of a plan before it is judged: new sizes are pinned in the first, which takes long
-_AS_FAST = 1.005  # steps that take at most this many times as long as others, besides what their hooks allow
-_NEXT_SHARE, _LEAST_SHARE = 0.75, 0.25  # of the link's speed, that the next plan counts on
-_MISSES = 2  # plans in a row that are no faster, after which no other is tried
-_SLOWER = 0.97  # of the speed planned with: copies that are slower than this tell the next plan their own
+_AS_FAST = 1.005  # a step counts as fast as another that takes up to this many times longer
+_NEXT_SHARE = 0.75  # the next plan counts on this share of the speed that the last one did
+_LEAST_SHARE = 0.25  # of the link's speed; no plan for less is tried
+_MISSES = 2  # after this many plans in a row that are no faster, no other is tried
+_SLOWER = 0.97  # of the speed planned with: if copies were slower than this, the next plan counts on their speed
 _ENOUGH = 0.95  # of the bytes that could be sent: small tensors take as much of the host's time as large ones
-_SIZES = 4  # least sizes that are tried for that
+_SIZES = 4  # how many least sizes are tried for that
 _MOST_EVENTS = 1 << 17  # a step that never ends: something keeps its saved tensors
 
 Event = tuple[Any, ...]  # of an operator: ("start", the bytes of its tensors, Terms) or ("reload", their items)
@@ -48,7 +49,7 @@ Action = tuple[str, int]  # "join" (wait for the copy out) or "fetch" (start the
 
 @dataclass(frozen=True)
 class Terms:
-    """The conditions under which the tensors of an operator are sent, which it takes as a text."""
+    """The conditions under which an operator sends its tensors. The operator takes them as a text."""
 
     in_flight_bytes: int
     max_stall_ms: float
@@ -77,8 +78,8 @@ class StepPlan:
         graph_count: how many calls of graphs send or could send.
         nbytes, sent_bytes: bytes that could be sent in the step, and those that are.
         forward_ms, backward_ms: from the first event to the first reload, and from there to the last.
-        allowed_ms: how much longer its hooks let the step get.
-        to_host: bytes a second that it counts on.
+        allowed_ms: how much longer the step may get by the limits of its hooks.
+        to_host: the speed of copies out that the plan counts on, in bytes a second.
     """
 
     sends: tuple[bool, ...]
@@ -100,8 +101,8 @@ def graph_count(trace: Sequence[Event]) -> int:
 def plan_step(trace: Sequence[Event], at_ms: Sequence[float], to_host: float, to_device: float) -> StepPlan:
     """Plan a step whose events ran `at_ms`. `to_host`, `to_device`: bytes a second over the link.
 
-    Sends items in the order in which they start, as long as compute hides the copies; of these only the largest, if
-    they alone are nearly as many bytes. Items that start after the first reload stay on the device.
+    Sends items in the order in which they start, as long as compute hides the copies. If the largest of them have
+    nearly all of the bytes, only those are sent. Items that start after the first reload stay on the device.
     """
     starts = [(i, nbytes, event[2]) for i, event in enumerate(trace) if event[0] == "start" for nbytes in event[1]]
     reloads = {n: i for i, event in reversed([*enumerate(trace)]) if event[0] == "reload" for n in event[1]}
@@ -115,45 +116,38 @@ def plan_step(trace: Sequence[Event], at_ms: Sequence[float], to_host: float, to
             items.append(Item(nbytes, i - 1, reloads[number] - backward, kind))
             numbers.append(number)
     took = [b - a for a, b in itertools.pairwise([*at_ms, at_ms[-1]])]
+    place = functools.partial(schedule, to_host=to_host, to_device=to_device, limits=[*kinds])
 
-    def planned_of(least_bytes: int) -> tuple[list[int], Schedule, int]:
-        """The numbers of the items with `least_bytes` or more, their schedule, and the bytes that it sends."""
-        chosen = [(item, number) for item, number in zip(items, numbers, strict=True) if item.nbytes >= least_bytes]
-        forward_ms, backward_ms = took[:backward], took[backward:]
-        found = schedule(
-            [i for i, _ in chosen], forward_ms, backward_ms, to_host=to_host, to_device=to_device, limits=[*kinds]
-        )
-        nbytes = sum(item.nbytes for (item, _), p in zip(chosen, found.placements, strict=True) if p.offloaded)
-        return [number for _, number in chosen], found, nbytes
+    def plan_larger(least_bytes: int) -> tuple[list[int], Schedule, set[int], int]:
+        """Plan the items of `least_bytes` or more: their numbers, the schedule, those it sends, and the bytes."""
+        chosen = [i for i, item in enumerate(items) if item.nbytes >= least_bytes]
+        found = place([items[i] for i in chosen], took[:backward], took[backward:])
+        sent = [i for i, placement in zip(chosen, found.placements, strict=True) if placement.offloaded]
+        nbytes = sum(items[i].nbytes for i in sent)
+        return [numbers[i] for i in chosen], found, {numbers[i] for i in sent}, nbytes
 
-    numbers_of, planned, most = planned_of(0)
+    number_of, planned, sent, sent_bytes = plan_larger(0)
     allowed_ms = max((limit.max_stall_ms for limit in kinds), default=0.0)
-    bytes_of: Counter[int] = Counter()
-    for item in items:
-        bytes_of[item.nbytes] += item.nbytes
-    sizes = sorted(bytes_of, reverse=True)
-    totals = itertools.accumulate(bytes_of[size] for size in sizes)  # of all tensors that are as large, or larger
-    large = [size for size, total in zip(sizes, totals, strict=True) if total >= _ENOUGH * most]
-    for least_bytes in large[:: -(-len(large) // _SIZES) or 1] if math.isfinite(allowed_ms) else ():
-        larger = planned_of(least_bytes)
-        if larger[2] >= _ENOUGH * most:
-            numbers_of, planned, _ = larger
+    enough = _ENOUGH * sent_bytes
+    sizes = sorted({item.nbytes for item in items}, reverse=True)
+    large = [size for size in sizes if sum(item.nbytes for item in items if item.nbytes >= size) >= enough]
+    for size in large[:: -(-len(large) // _SIZES) or 1] if math.isfinite(allowed_ms) else ():
+        larger = plan_larger(size)
+        if larger[-1] >= enough:
+            number_of, planned, sent, sent_bytes = larger
             break
     actions: dict[int, list[Action]] = {}
-    for what, name, first, events in (
-        ("wait", "join", 0, planned.forward),
-        ("reload", "fetch", backward, planned.backward),
-    ):
-        for gap, found, i in events:
-            if found == what:
-                actions.setdefault(first + gap, []).append((name, numbers_of[i]))
-    sent = [n for n, placement in zip(numbers_of, planned.placements, strict=True) if placement.offloaded]
+    names = {"wait": "join", "reload": "fetch"}
+    for first, events in ((0, planned.forward), (backward, planned.backward)):
+        for gap, what, i in events:
+            if what in names:
+                actions.setdefault(first + gap, []).append((names[what], number_of[i]))
     return StepPlan(
         tuple(number in sent for number in range(len(starts))),
         actions,
         graph_count(trace),
         sum(nbytes for _, nbytes, _ in starts),
-        sum(starts[n][1] for n in sent),
+        sent_bytes,
         planned.forward_ms,
         planned.backward_ms,
         allowed_ms,
@@ -163,13 +157,13 @@ def plan_step(trace: Sequence[Event], at_ms: Sequence[float], to_host: float, to
 
 @dataclass(eq=False, slots=True)
 class Entry:
-    """A tensor from its start to the end of its backward. at_run_time.py sets `joined` and all after it."""
+    """A tensor from its start to the end of its backward. at_run_time.py sets the attributes from `joined` on."""
 
     sends: bool
     number: int = -1  # in its step; -1 outside of steps
     step: int = -1
-    timed: bool = False  # its copy out shall be timed, see `Steps.copied`
-    joined: bool = False  # the place of the wait has passed
+    timed: bool = False  # whether to time its copy out, see `Steps.copied`
+    joined: bool = False  # whether the wait for its copy out has been reached, even if that copy has not started
     value: Any = None  # the tensor, if it stays on the device
     out: Any = None  # the copy out, while it holds the tensor
     host: Any = None  # its copy on the host
@@ -182,12 +176,15 @@ class _Known:
 
     Attributes:
         trace: its events.
-        runs: marks in the runs since the last plan: of all events before the first plan, then of the first and last.
-        plan: what it follows; `share`: of the link's speed, that this counts on. If `settled`, it is the last one.
-        copies: of these runs, the bytes of each copy out, and the marks at its begin and end.
+        runs: the marks of each run since the last plan: of all events before the first plan, then of the first and
+            the last event.
+        copies: the bytes of each copy out in these runs, and the marks at its begin and end.
+        plan: the plan that it follows now.
+        share: the share of the link's speed that the plan counts on.
+        settled: no other plan is tried any more.
+        misses: how many plans in a row were no faster than one before.
         at_ms: when each event runs without a plan.
-        misses: how many of the last plans were no faster than one before.
-        tried: the plans that were timed, each sends less than the one before, and the ms of a step with it.
+        tried: the plans that were timed, with the ms of a step. Each sends less than the one before.
     """
 
     trace: tuple[Event, ...]
@@ -211,9 +208,10 @@ class Steps:
     """The steps of one device.
 
     Args:
-        mark: the time now, as the device will reach it.
-        times: of the marks of several runs, ms from the first of each; None while the device has not reached them.
-        plan: plans a trace by its times, on a link with a share of its speed.
+        mark: returns a mark at this point of the device's work.
+        times: turns the marks of several runs into ms from the first of each; None while the device has not reached
+            them all.
+        plan: plans a trace by its times, for a share of the link's speed.
         adapts: whether copies run beside the compute, so that fewer of them may be faster.
     """
 
