@@ -111,11 +111,11 @@ class HostPool:
     @property
     def total_bytes(self) -> int:
         """Bytes of all blocks, in use or free."""
-        return _bytes(self._blocks())
+        return sum(block.capacity for block in self._blocks())
 
     @property
     def leased_bytes(self) -> int:
-        return _bytes(block for block in self._blocks() if block.leases)
+        return sum(block.capacity for block in self._blocks() if block.leases)
 
     @property
     def block_count(self) -> int:
@@ -288,10 +288,6 @@ class HostPool:
             block = _allocate(capacity, pinned)
         self.made_count += block is not None
         return block
-
-
-def _bytes(blocks: Iterable[Block]) -> int:
-    return sum(block.capacity for block in blocks)
 
 
 def _in_pages(nbytes: int) -> int:

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 NO_LIMIT = -1  # not None: inner compilers differ in how they pass an optional number to an operator
 _numbers = itertools.count(1)
 _in_flight: dict[int, Copy] = {}
-_kept: dict[int, torch.Tensor] = {}  # tensors without room on the host, by the address of their stand-in there
+_kept: dict[int, torch.Tensor] = {}  # tensors that found no room on the host, by the address of their stand-in
 counts: Counter[str] = Counter()  # since the last `reset`
 _lock = threading.Lock()
 
@@ -64,7 +64,7 @@ def _ticket(copy: Copy) -> torch.Tensor:
     number = next(_numbers)
     _in_flight[number] = copy
     raw = (ctypes.c_int64 * 1)(number)
-    weakref.finalize(raw, _abandon, number).atexit = False
+    weakref.finalize(raw, lambda: copies.join_unclaimed(_in_flight.pop(number, None))).atexit = False
     return torch.frombuffer(raw, dtype=torch.int64)
 
 
@@ -73,7 +73,7 @@ def _number(ticket: torch.Tensor) -> int:
 
 
 def claim(ticket: torch.Tensor) -> torch.Tensor:
-    """What `send` or `fetch` has copied, after the current stream waits for it."""
+    """The tensor that `send` or `fetch` has copied to. Has the current stream wait for the copy."""
     copy = _in_flight.pop(_number(ticket), None)
     if copy is None:
         raise RuntimeError(
@@ -81,10 +81,6 @@ def claim(ticket: torch.Tensor) -> torch.Tensor:
         )
     copies.join(copy)
     return copy.target
-
-
-def _abandon(number: int) -> None:
-    copies.join_unclaimed(_in_flight.pop(number, None))
 
 
 def send(x: torch.Tensor, limit: int | None) -> torch.Tensor:
