@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,7 +26,7 @@ from ..graphs.saved import crossing_pairs
 from ..torch_private.inductor_fusion import FROM_HOOK
 from .at_run_time import layouts_of, offload_together, reload_together
 from .hook import OffloadSettings
-from .schedule import DECIDED_LATER, Item, Limits, Placement, Schedule, Transfer, schedule
+from .schedule import DECIDED_LATER, Item, Limits, Placement, Transfer, schedule
 from .steps import Terms
 from .transfers import COPIES, offload_start, offload_wait, reload_start, reload_wait
 
@@ -37,6 +37,7 @@ _MAY_BE_DROPPED = frozenset(  # those of Inductor's passes, 2.11 to 2.15
 _BUILT_IN = ("aten", "prims", "inductor_prims")
 _MEMORY_OF_OTHERS = "memory of an input or output, which the program may write to: no call can decide to send it"
 _TOGETHER = 16  # at most so many tensors an operator: those of a layer, so that copies begin while a large graph runs
+_Pairs = list[tuple[Node, Node]]  # values of the forward with their placeholders in the backward
 _CANDIDATE = "aot_hooks_offload"  # meta of a backward's placeholder, for `decide_at_run_time`
 
 
@@ -120,10 +121,9 @@ def place(
         kinds = {settings: kind for kind, settings in enumerate(dict.fromkeys(c.leaf.settings for c in crossings))}
         pairs = [(_item(c, kinds[c.leaf.settings], forward, backward), c) for c in crossings]
         pairs.sort(key=lambda pair: pair[0].made)
-        decided = [not at_run_time or not c.leaf.settings.across_graphs for _, c in pairs]
-        items = [pair for pair, is_decided in zip(pairs, decided, strict=True) if is_decided]
+        planned_now = [(i, c) for i, c in pairs if not (at_run_time and c.leaf.settings.across_graphs)]
         planned = schedule(
-            [item for item, _ in items],
+            [item for item, _ in planned_now],
             forward.ms,
             backward.ms,
             to_host=rates.to_host,
@@ -132,21 +132,24 @@ def place(
             wait_gaps=forward.gaps,
             reload_gaps=backward.gaps,
         )
-        placements = iter(planned.placements)
-        for (item, crossing), is_decided in zip(pairs, decided, strict=True):
-            later = DECIDED_LATER if has_own_memory(crossing.value) else _MEMORY_OF_OTHERS
-            placement = next(placements) if is_decided else Placement(False, later)
-            if not is_decided:
+        placements = {c.wait: p for (_, c), p in zip(planned_now, planned.placements, strict=True)}
+        for item, crossing in pairs:
+            placement = placements.get(crossing.wait)
+            if placement is None:
+                placement = Placement(False, DECIDED_LATER if has_own_memory(crossing.value) else _MEMORY_OF_OTHERS)
                 metas = [dict(node.meta) for node in (crossing.start, crossing.reload, crossing.back)]
                 crossing.slot.meta[_CANDIDATE] = crossing.leaf.settings, crossing.start.args[1], device, metas
             if not placement.offloaded:
                 _keep_on_device(bw, crossing)
                 on_device[crossing.wait] = crossing.value, placement.reason
-            transfers.append(_transfer(crossing, item.nbytes, placement, forward, backward, planned))
+            leaf, names = crossing.leaf, _names_of(crossing, placement, forward, backward)
+            times = planned.forward_ms, planned.backward_ms, planned.full_stall_ms
+            ends = str(device), leaf.settings.max_stall_ms
+            transfers.append(Transfer(leaf.name, item.nbytes, placement, *names, *times, *ends))
         for steps, events in ((forward, planned.forward), (backward, planned.backward)):
             for gap, what, i in events:
                 following = steps.after(gap)
-                for node in _to_move(items[i][1], what, following):
+                for node in _to_move(planned_now[i][1], what, following):
                     following.prepend(node)
     for gm in (fw, bw):
         gm.graph.lint()
@@ -170,7 +173,7 @@ def decide_at_run_time(fw: GraphModule, bw: GraphModule, num_fwd_outputs: int) -
         last: Node = last_reader.get(storage_of(value), value)
         return last
 
-    kinds: dict[tuple[Any, ...], list[tuple[Node, Node]]] = defaultdict(list)
+    kinds: dict[tuple[Any, ...], _Pairs] = defaultdict(list)
     for value, slot in crossing_pairs(fw, bw, num_fwd_outputs):
         if _CANDIDATE in slot.meta and slot.users and isinstance(value, Node) and has_own_memory(value):
             settings, limit, device, _ = slot.meta[_CANDIDATE]
@@ -192,9 +195,9 @@ def decide_at_run_time(fw: GraphModule, bw: GraphModule, num_fwd_outputs: int) -
         gm.recompile()
 
 
-def _parts(pairs: Sequence[tuple[Node, Node]], most_bytes: int) -> list[list[tuple[Node, Node]]]:
+def _parts(pairs: _Pairs, most_bytes: int) -> list[_Pairs]:
     """`pairs` in runs of at most `_TOGETHER`, and of at most `most_bytes` where there is more than one."""
-    parts: list[list[tuple[Node, Node]]] = [[]]
+    parts: list[_Pairs] = [[]]
     nbytes = 0
     for pair in pairs:
         own = tensor_bytes(pair[0].meta["val"])
@@ -207,13 +210,7 @@ def _parts(pairs: Sequence[tuple[Node, Node]], most_bytes: int) -> list[list[tup
 
 
 def _cross_together(
-    fw: GraphModule,
-    bw: GraphModule,
-    after: Node,
-    pairs: Sequence[tuple[Node, Node]],
-    device: torch.device,
-    limit: int,
-    terms: str,
+    fw: GraphModule, bw: GraphModule, after: Node, pairs: _Pairs, device: torch.device, limit: int, terms: str
 ) -> None:
     """Have the values of `pairs` cross to their placeholders by one operator in each graph, in `fw` behind `after`."""
     values, slots = [value for value, _ in pairs], [slot for _, slot in pairs]
@@ -254,7 +251,7 @@ def _cross_together(
 
 
 def _own_memory(fw: GraphModule) -> Callable[[Node], bool]:
-    """Tells of a node of the forward whether it is in memory of its own: of no input, and of no other output."""
+    """Returns whether a node of the forward shares its memory with no input and no other output, as a function."""
     outputs = [n for n in results_of(fw.graph) if isinstance(n, Node)]  # what is saved and returned is there twice
     tensors = (_sent_by(n).args[0] if n.target is offload_wait else n for n in outputs)
     inputs, count = input_storages(fw.graph), Counter(m for n in tensors if isinstance(n, Node) for m in _memories(n))
@@ -322,7 +319,7 @@ def _is_free(node: Node) -> bool:
 
 
 def _sources_of_view(node: Node) -> list[Node]:
-    """What `node` reads if it computes nothing, as a view does; [] if it computes."""
+    """The nodes that `node` reads, if it computes nothing, as a view does; else []."""
     return node.all_input_nodes if _is_free(node) else []
 
 
@@ -343,22 +340,12 @@ def _is_unfused_kernel(node: Node) -> bool:
     return foreign or has_formula(node) or is_attention(node)
 
 
-def _transfer(
-    crossing: _Crossing,
-    nbytes: int,
-    placement: Placement,
-    forward: _GraphSteps,
-    backward: _GraphSteps,
-    planned: Schedule,
-) -> Transfer:
-    names = ("", "", "", "")
-    if placement.offloaded:
-        wait = forward.nodes[placement.wait].name if placement.wait < len(forward.nodes) else "(end)"
-        reload, use = backward.nodes[placement.reload].name, backward.nodes[placement.use].name
-        names = (crossing.source.name, wait, reload, use)
-    times = planned.forward_ms, planned.backward_ms, planned.full_stall_ms
-    settings = crossing.leaf.settings
-    return Transfer(crossing.leaf.name, nbytes, placement, *names, *times, str(crossing.device), settings.max_stall_ms)
+def _names_of(c: _Crossing, p: Placement, forward: _GraphSteps, backward: _GraphSteps) -> tuple[str, str, str, str]:
+    """The names for `Transfer` of the nodes where the four operators stand."""
+    if not p.offloaded:
+        return "", "", "", ""
+    wait = forward.nodes[p.wait].name if p.wait < len(forward.nodes) else "(end)"
+    return c.source.name, wait, backward.nodes[p.reload].name, backward.nodes[p.use].name
 
 
 def _to_move(crossing: _Crossing, what: str, following: Node) -> list[Node]:
