@@ -17,8 +17,6 @@ from torch.fx import Node
 
 from . import read_tables as tables
 
-__all__ = ["may_cancel", "too_high_power"]
-
 _aten = torch.ops.aten
 _MOST_POWER = 4  # x ** n has n times the relative error of x
 
@@ -59,12 +57,10 @@ def too_high_power(user: Node) -> bool:
 def _is_power(node: Any) -> bool:
     if not isinstance(node, Node):
         return False
-    squared = node.target is _aten.mul.Tensor and node.args[0] is node.args[1]
-    return squared or (node.target is _aten.pow.Tensor_Scalar and not _within_one(node.args[1]))
-
-
-def _within_one(number: Any) -> bool:
-    return isinstance(number, int | float) and abs(number) <= 1
+    if node.target is _aten.mul.Tensor:
+        return node.args[0] is node.args[1]
+    exponent = node.args[1] if node.target is _aten.pow.Tensor_Scalar else 1
+    return not (isinstance(exponent, int | float) and abs(exponent) <= 1)
 
 
 def _same_sign(a: Any, b: Any) -> bool:

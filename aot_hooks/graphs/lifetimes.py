@@ -26,16 +26,7 @@ from torch.fx import GraphModule, Node
 from cudagraph.placeholder import nearest_first
 
 from ..torch_private import values as torch_values
-from .nodes import (
-    has_tag,
-    input_storages,
-    is_view,
-    output_storages,
-    storage_bytes,
-    storage_of,
-    storages,
-    tensor_bytes,
-)
+from .nodes import has_tag, input_storages, is_view, output_storages, storage_bytes, storage_of, storages, tensor_bytes
 
 SPLIT = "aot_hooks_split"  # in the `meta` of nodes that are not in the kernel of those before them
 _MOST_JOINED = 8  # max_complex_pointwise_cat_inputs
@@ -73,12 +64,7 @@ def reduces(node: Node) -> bool:
 
 
 def is_loop(node: Node) -> bool:
-    return node.op == "call_function" and _is_loop(node.target)
-
-
-@functools.cache
-def _is_loop(target: Any) -> bool:
-    return str(target).startswith(_LOOPS)
+    return node.op == "call_function" and str(node.target).startswith(_LOOPS)
 
 
 def alive_bytes(gm: GraphModule, packed: Mapping[Node, int]) -> dict[Node, int]:
