@@ -47,7 +47,7 @@ def candidates(x: torch.Tensor) -> Iterator[tuple[str, Call, int]]:
             yield from both(
                 name,
                 lambda b=block, f=fmt: ops.pack_float8(x, b, f),
-                lambda q, s, b=block: ops.unpack_float8(q, s, b, dtype),
+                lambda q, s, b=block: ops.unpack8(q, s, b, dtype),
                 x,
             )
     for noise, name in ((None, ""), (seed, ", stochastic")):
@@ -55,7 +55,7 @@ def candidates(x: torch.Tensor) -> Iterator[tuple[str, Call, int]]:
             yield from both(
                 f"int8({block}{name}{scales})",
                 lambda n=noise, b=block, p=power: ops.pack_int8(x, b, p, n),
-                lambda q, s, b=block: ops.unpack_int8(q, s, b, dtype),
+                lambda q, s, b=block: ops.unpack8(q, s, b, dtype),
                 x,
             )
         yield from both(

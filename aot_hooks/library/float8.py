@@ -80,7 +80,7 @@ class _Unpack:
         q, scale, dtype, permutation = packed
         block = _BLOCKS[self.scaling]
         if block is not None and ops.has_kernel(q, self.dtype):
-            return from_memory_order(ops.unpack_float8(q, scale, block, dtype), permutation)
+            return from_memory_order(ops.unpack8(q, scale, block, dtype), permutation)
         rows, row_scale = broadcast_scales(q, scale, block) if block else (q, scale)
         if scale.dtype is torch.int32:  # packed by `operators`
             y = operators.from_float8(rows, row_scale, dtype, *FLOAT8_RANGE[self.dtype])

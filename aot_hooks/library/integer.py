@@ -163,7 +163,7 @@ class _Unpack:
             power = scale.dtype is torch.uint8
             y = operators.from_int8(*broadcast_scales(q, scale, self.block), dtype, power).view(q.shape)
         elif self.bits == 8:
-            y = (ops.unpack_int8 if kernel else unpack_int8)(q, scale, self.block, dtype)
+            y = (ops.unpack8 if kernel else unpack_int8)(q, scale, self.block, dtype)
         else:
             y = (ops.unpack_int4 if kernel else unpack_int4)(q, scale, length, self.block, dtype)
         return from_memory_order(y, permutation)

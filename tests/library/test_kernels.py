@@ -42,7 +42,7 @@ def test_fake_results_are_like_the_plain_ones():
         q, scale, *_ = hook.pack(x)
         got = ops.pack_int8(meta, block, power, None) if bits == 8 else ops.pack_int4(meta, block, None)
         assert [(t.shape, t.dtype, t.stride()) for t in got] == [(t.shape, t.dtype, t.stride()) for t in (q, scale)]
-    assert ops.unpack_int8(got[0], got[1], 8, torch.float16).dtype is torch.float16
+    assert ops.unpack8(got[0], got[1], 8, torch.float16).dtype is torch.float16
     assert ops.unpack_int4(got[0], got[1], 33, 8, torch.float16).shape == x.shape
     assert [t.shape[-1] for t in ops.pack_float8(meta, 0, torch.float8_e5m2)] == [33, 1]
     bits = ops.pack_bits(torch.empty(3, 5, device="meta", dtype=torch.bool))

@@ -32,7 +32,7 @@ def integers(device: str, dtypes: tuple[torch.dtype, ...], columns: tuple[int, .
         for block, power in ((64, False), (32, True)):
             q, scale = expected = integer.pack_int8(x, block, False, power)
             same(kernels8.pack_int8(x, block, power, None), expected)
-            same(kernels8.unpack_int8(q, scale, block, dtype), integer.unpack_int8(q, scale, block, dtype))
+            same(kernels8.unpack8(q, scale, block, dtype), integer.unpack_int8(q, scale, block, dtype))
         q, scale = expected = integer.pack_int4(x, 32, False)
         same(kernels4.pack_int4(x, 32, None), expected)
         same(kernels4.unpack_int4(q, scale, n, 32, dtype), integer.unpack_int4(q, scale, n, 32, dtype))
@@ -67,7 +67,7 @@ def rounding_at_random(device: str, dtypes: tuple[torch.dtype, ...]) -> int:
         again, other, far = (pack(x[:8], block, seed)[0] for seed in seeds[1:])
         assert torch.equal(q[:8], again) and not torch.equal(q[:8], other) and not torch.equal(q[:8], far)
         if bits == 8:
-            y = kernels8.unpack_int8(q, scale, block, x.dtype)
+            y = kernels8.unpack8(q, scale, block, x.dtype)
         else:
             y = kernels4.unpack_int4(q, scale, 128, block, x.dtype)
         error = (y - x) / step
@@ -84,7 +84,7 @@ def rounding_at_random(device: str, dtypes: tuple[torch.dtype, ...]) -> int:
         ):
             q, scale = pack(given.contiguous(), block, seeds[0])
             if bits == 8:
-                y = kernels8.unpack_int8(q, scale, block, torch.float32)
+                y = kernels8.unpack8(q, scale, block, torch.float32)
             else:
                 y = kernels4.unpack_int4(q, scale, given.shape[1], block, torch.float32)
             assert ((y - given).abs() <= bound * (1 + 2**-7)).all() and y[:, :block].any()
@@ -170,7 +170,7 @@ def float8s(device: str, dtypes: tuple[torch.dtype, ...], exact: bool) -> int:
         got, got_scale = kernels8.pack_float8(x, block, fmt)
         same(got_scale, scale)
         same(got.float(), codes.flatten(-2).float())
-        same(kernels8.unpack_float8(got, got_scale, block, dtype), y)
+        same(kernels8.unpack8(got, got_scale, block, dtype), y)
         count += 1
     return count
 

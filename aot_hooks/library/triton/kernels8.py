@@ -273,7 +273,7 @@ def pack_float8(x: torch.Tensor, block: int, dtype: torch.dtype) -> tuple[torch.
     return _pack(x, block, dtype, torch.float32, None)
 
 
-def unpack_int8(q: torch.Tensor, scale: torch.Tensor, block: int, dtype: torch.dtype) -> torch.Tensor:
+def unpack8(q: torch.Tensor, scale: torch.Tensor, block: int, dtype: torch.dtype) -> torch.Tensor:
     """Undoes `pack_int8` or `pack_float8`, in `dtype`."""
     y, size = torch.empty_like(q, dtype=dtype), block or q.shape[-1]
     groups = scale.numel()
@@ -284,9 +284,6 @@ def unpack_int8(q: torch.Tensor, scale: torch.Tensor, block: int, dtype: torch.d
             P=p, W=w, EVEN=length == size and size % w == 0, num_warps=warps, enable_fp_fusion=False,
         )  # fmt: skip
     return y
-
-
-unpack_float8 = unpack_int8
 
 
 def pack_bits(x: torch.Tensor) -> torch.Tensor:

@@ -39,7 +39,7 @@ def has_kernel(x: torch.Tensor, dtype: torch.dtype | None = None, *, beats_induc
 
 
 def _operator(file: str) -> Callable[[Callable[..., Any]], Any]:
-    """Makes an operator of a function that only allocates the results. On CUDA the one of this name in `file` runs."""
+    """Makes an operator of a function that only allocates the results. On CUDA its namesake in `file` runs."""
 
     def define(fake: Callable[..., Any]) -> Any:
         name = fake.__name__
@@ -69,18 +69,13 @@ def pack_int8(x: torch.Tensor, block: int, power: bool, seed: torch.Tensor | Non
 
 
 @_operator("kernels8")
-def unpack_int8(q: torch.Tensor, scale: torch.Tensor, block: int, dtype: torch.dtype) -> torch.Tensor:
-    return q.new_empty(q.shape, dtype=dtype)
-
-
-@_operator("kernels8")
 def pack_float8(x: torch.Tensor, block: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """`x` [..., m] to (float8[..., m], float32[..., ceil(m / block)]); a block of 0 is the row."""
     return packed_like(x, x.shape[-1], dtype, block, torch.float32)
 
 
 @_operator("kernels8")
-def unpack_float8(q: torch.Tensor, scale: torch.Tensor, block: int, dtype: torch.dtype) -> torch.Tensor:
+def unpack8(q: torch.Tensor, scale: torch.Tensor, block: int, dtype: torch.dtype) -> torch.Tensor:
     return q.new_empty(q.shape, dtype=dtype)
 
 
