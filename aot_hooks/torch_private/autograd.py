@@ -172,16 +172,14 @@ def after_backward(outputs: Any, call: Callable[[], None]) -> None:
 
 
 def _node_behind(outputs: Any) -> Any:
-    tensors = (t for t in pytree.tree_leaves(outputs) if isinstance(t, torch.Tensor))
-    return next((n for t in tensors if (n := _node_of(t)) is not None), None)
-
-
-def _node_of(x: torch.Tensor) -> Any:
-    """The autograd node of the compiled graph behind `x`, or behind what `x` is a view of; None without one.
+    """The autograd node of the compiled graph behind a tensor in `outputs`, or behind its view's base; None without.
 
     AOTAutograd makes a class for each graph, which alone has an `_aot_id` (2.11 to 2.15).
     """
-    node: Any = x.grad_fn
-    while node is not None and not hasattr(getattr(node, "_forward_cls", None), "_aot_id"):
-        node = node.next_functions[0][0] if node.next_functions else None
-    return node
+    for x in pytree.tree_leaves(outputs):
+        node = x.grad_fn if isinstance(x, torch.Tensor) else None
+        while node is not None and not hasattr(getattr(node, "_forward_cls", None), "_aot_id"):
+            node = node.next_functions[0][0] if node.next_functions else None
+        if node is not None:
+            return node
+    return None

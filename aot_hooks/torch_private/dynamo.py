@@ -123,15 +123,14 @@ def code_being_compiled() -> types.CodeType | None:
 
 
 def compile_anew(code: types.CodeType, *, while_running: bool = False) -> bool:
-    """Remove all compiled versions of `code`, so that its next call compiles.
+    """Remove all compiled versions of `code`, so that its next call compiles. Returns whether it will.
 
-    False, and nothing is removed, if the user's `torch.compiler.set_stance` says that calls do not compile, if some
-    thread compiles it, or if it is running. With `while_running` it then keeps its versions, but no call takes one of
-    them any more. They count against the recompile limit.
+    It will not, and nothing is removed, if the user's `torch.compiler.set_stance` says that calls do not compile, or if
+    some thread compiles or runs `code`. With `while_running`, versions of code that runs are invalidated instead: no
+    later call takes them, and they count against the recompile limit.
     """
     if need("torch._dynamo.eval_frame._stance").stance != "default":
         return False
-
     # the code that Dynamo makes has these of the original
     place = operator.attrgetter("co_name", "co_filename", "co_firstlineno")
     compiling = need("torch._dynamo.convert_frame._compile").__code__

@@ -69,7 +69,7 @@ def lower_to_loop(
 
 
 def lower_to_call(op: Any, *, returns_aligned: bool = False, keeps_tensors: bool = False) -> None:
-    """Have Inductor call `op`, once `register_operators` has run, knowing more about it than Inductor can be told.
+    """Have Inductor call `op`, once `register_operators` has run, and rely on facts that torch has no public API for.
 
     Args:
         returns_aligned: all results start at multiples of ALIGNMENT. Kernels that read them load 16 bytes at once.
@@ -77,7 +77,7 @@ def lower_to_call(op: Any, *, returns_aligned: bool = False, keeps_tensors: bool
         keeps_tensors: the first argument of `op` is a list of tensors that are read after it has returned. Inductor
             must not have a later kernel write its result over one of them.
 
-    Goes when both can be said publicly.
+    Goes when torch has a public API for both.
     """
     _lowerings.append((op, lambda: _call(op, returns_aligned, keeps_tensors)))
 
