@@ -299,8 +299,8 @@ def _is_sine(node: Node) -> bool:
 def _may_be_rounded_for_sine(node: Node) -> bool:
     """Whether `node` is a saved tensor, or made of saved tensors by operators that let no error grow.
 
-    The argument of a sine that is computed again from a rounded `h` may have more of an error than if it were rounded
-    itself, as in eager mode, and no end bounds it: twice as much for `h * h`.
+    Eager mode rounds the argument of a sine itself. An argument that is computed again from a rounded `h` may have a
+    larger error, twice as large for `h * h`, and a sine does not bound it.
     """
 
     def keeps(n: Node) -> bool:

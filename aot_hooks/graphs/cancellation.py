@@ -4,8 +4,8 @@
       gelu(d)              a backward that saved x computes d again from the rounded x: off by the same share of x,
                            which is more than d itself where d is small beside x
 
-What torch has as one smooth operator (a norm, a loss) reads in eager mode what it reads here, so its pieces are none of
-these. Pieces of an operator that no table lists are.
+The pieces of an operator that is smooth as a whole (a norm, a loss) do not count: in eager mode it reads the same
+rounded numbers. The pieces of an operator that no table lists do.
 """
 
 from __future__ import annotations

@@ -48,8 +48,11 @@ def _is_pointwise(target: Any) -> bool:
 
 
 def _is_pointwise_cat(node: Node) -> bool:
-    """Whether Inductor computes `node` element by element: on CUDA, a concatenation of few tensors, each of which is
-    computed for it alone, element by element and of no reduction. Rotary embeddings are such."""
+    """Whether `node` is a concatenation that Inductor computes element by element, as in a rotary embedding.
+
+    It does so on CUDA, for few tensors, if each is computed for `node` alone, element by element and without a
+    reduction.
+    """
     if node.target is not torch.ops.aten.cat.default or not on_cuda([node]):
         return False
     parts = node.all_input_nodes

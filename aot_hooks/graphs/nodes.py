@@ -58,7 +58,7 @@ def storage_of(node: Node) -> Any:
 
 
 def storages(nodes: Iterable[Any]) -> set[Any]:
-    """The storages of those of `nodes` that are nodes and hold a tensor."""
+    """The storages of the tensors among `nodes`; anything else there is skipped."""
     return {storage_of(n) for n in nodes if isinstance(n, Node)} - {None}
 
 
@@ -88,7 +88,7 @@ def storage_bytes(value: torch.Tensor) -> int:
 
 
 def tensor_bytes(value: torch.Tensor) -> int:
-    """Bytes of the elements of a fake tensor, likewise."""
+    """Bytes of the elements of a fake tensor, by the hints of symbolic sizes."""
     return torch_values.hint(value.numel()) * value.element_size()
 
 

@@ -218,33 +218,26 @@ def workspace_bytes(node: Node) -> int:
 def _operation_count(node: Node) -> int:
     values = (node.args, dict(node.kwargs), node.meta.get("val"))
     leaves, spec = torch_values.pytree.tree_flatten(values)
-    sizes = map(_plain, leaves)
-    count = _count(flop_registry[_packet(node)], spec, tuple((type(size), size) for size in sizes))
+    plain = map(_plain, leaves)
+    count = _count(flop_registry[_packet(node)], spec, tuple((type(leaf), leaf) for leaf in plain))
     # causal attention skips half of the products, which the formulas count
     return count // 2 if argument_called("is_causal", node) is True else count
 
 
-@dataclass(frozen=True)
-class _Sizes:
-    """A tensor, as formulas see it; sizes are numbers, because a formula must leave no guard."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-
 def _plain(value: Any) -> Any:
+    """(shape, dtype) of a tensor, else `value`; symbolic sizes as numbers, because a formula must leave no guard."""
     value = value.meta.get("val") if isinstance(value, Node) else value
     if isinstance(value, torch.Tensor):
-        return _Sizes(tuple(torch_values.hint(n) for n in value.shape), value.dtype)
+        return tuple(torch_values.hint(n) for n in value.shape), value.dtype
     return torch_values.hint(value) if isinstance(value, torch.SymInt) else value
 
 
 @functools.lru_cache(maxsize=1024)  # equal layers have equal products
 def _count(formula: Callable[..., int], spec: Any, typed_leaves: tuple[tuple[type, Any], ...]) -> int:
-    """What `formula` gives for leaves with their types, because `1 == True`."""
+    """The operations that `formula` counts, by leaves of `_plain` with their types, because `1 == True`."""
 
     def tensor(leaf: Any) -> Any:
-        return torch.empty(leaf.shape, dtype=leaf.dtype, device="meta") if isinstance(leaf, _Sizes) else leaf
+        return torch.empty(leaf[0], dtype=leaf[1], device="meta") if isinstance(leaf, tuple) else leaf
 
     with torch_values.without_modes():
         leaves = [tensor(leaf) for _, leaf in typed_leaves]

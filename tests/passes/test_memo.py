@@ -73,8 +73,8 @@ def test_a_formula_is_asked_again_for_other_sizes_dtypes_and_numbers():
         return 2 * x.numel() if flag is True else x.numel()
 
     def count(shape: tuple[int, ...], dtype: torch.dtype, flag: Any, of: Any = formula) -> int:
-        leaves, spec = pytree.tree_flatten(((roofline._Sizes(shape, dtype), flag), {}, None))
-        return roofline._count(of, spec, tuple((type(leaf), leaf) for leaf in leaves))
+        leaves, spec = pytree.tree_flatten(((torch.empty(shape, dtype=dtype), flag), {}, None))
+        return roofline._count(of, spec, tuple((type(leaf), leaf) for leaf in map(roofline._plain, leaves)))
 
     asked: list[tuple[Any, ...]] = [((4, 8), torch.float32, True), ((4, 8), torch.float32, 1)]
     asked += [((4, 8), torch.float16, 1), ((8, 8), torch.float32, 1), ((4, 8), torch.float32, 1.0)]
