@@ -56,24 +56,20 @@ class _Pack(Pack):
     def __call__(self, x: torch.Tensor) -> Any:
         packed = x if self.then is None else self.then.pack(x)
         leaves, spec = pytree.tree_flatten(packed)
-        if not any(self._large(a) for a in leaves):
+        tensors = [(i, a) for i, a in enumerate(leaves) if isinstance(a, torch.Tensor)]
+        large = [(i, a) for i, a in tensors if tensor_bytes(a) >= self.settings.min_bytes]
+        if not large:
             return packed, None, ()
         marks: list[_Sent | None] = [None] * len(leaves)  # tells unpack which leaves a graph sent
-        for i, a in enumerate(leaves):
-            if not self._large(a):
-                continue
+        limit = transfers.NO_LIMIT if self.settings.max_host_bytes is None else self.settings.max_host_bytes
+        for i, a in large:
             if compiled_by() == "eager":
                 leaves[i] = tape().send(a, self.settings)
                 continue
             y, permutation = _contiguous_in_memory(a)
-            limit = self.settings.max_host_bytes
-            ticket = transfers.offload_start(y, transfers.NO_LIMIT if limit is None else limit)
-            leaves[i] = transfers.offload_wait(ticket, y)
+            leaves[i] = transfers.offload_wait(transfers.offload_start(y, limit), y)
             marks[i] = a.device, permutation
         return leaves, spec, tuple(marks)
-
-    def _large(self, a: Any) -> bool:
-        return isinstance(a, torch.Tensor) and tensor_bytes(a) >= self.settings.min_bytes
 
 
 @dataclass(frozen=True)
