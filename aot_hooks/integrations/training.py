@@ -73,6 +73,8 @@ class Training:
     def metrics(self) -> dict[str, float]:
         """Numbers of the last batch whose graphs ran with gradients; none before.
 
+        Bytes of a graph with symbolic sizes are those of the sizes that it was compiled with.
+
         - `saved_mib`, `packed_mib`, `host_mib`: saved for backward without hooks, with them on the device, on the host;
         - `budget_mib`, `predicted_peak_mib`: of a budget, where it is given in bytes, and of the largest graph's plan;
         - `peak_mib`: `torch.cuda.max_memory_allocated()`, where there is a CUDA device;

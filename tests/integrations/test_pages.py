@@ -29,6 +29,7 @@ def test_there_are_blocks() -> None:
 
 
 @pytest.mark.usefixtures("stock_is_aten")
+@pytest.mark.filterwarnings("error::aot_hooks.errors.UnusedWarning")  # a recipe whose hooks do nothing
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize(("page", "line", "source"), BLOCKS)
 def test_block_runs(page: Path, line: int, source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
