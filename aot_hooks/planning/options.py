@@ -41,7 +41,8 @@ _ERRORS = {"float8": 0.032, "int8": 0.01, "int4": 0.165}
 _EXACT = ("lossless()", "offload()")  # of `_rules`
 _FEW_DIGITS = ("float8()", "int4()")  # of `_rules`, see `SPARED`
 _MOST = 4  # times the limit on the gradient's error that a single value's may be
-_SEGMENT = 8  # most storages of a part of the backward that no module marks off
+_SEGMENT = 8  # most storages of a part of the backward
+_LAYER = 4  # storages, on average, of modules that count as layers without a number in their names
 
 
 @dataclass(frozen=True)
@@ -307,18 +308,33 @@ def _hook_ms(
 
 
 def _segments(groups: Sequence[Sequence[SavedValue]]) -> list[int]:
-    """A number for each storage, in the order of the backward: by layers as modules mark them off, or runs of a few."""
+    """A number for each storage, in the order of the backward: by layers as modules mark them off, or runs of a few.
+
+    The output of a layer is read inside of the next one. It belongs to that, which goes on to its own last storage.
+    """
+    runs = itertools.groupby(_layers([group[0].row.module_path for group in groups]))
+    layers = [layer or n for n, (layer, run) in enumerate(runs) for _ in run]  # n: in no layer
+    last = {layer: i for i, layer in enumerate(layers)}
     numbers: list[int] = []
-    number = -1
-    for _, run in itertools.groupby(_layer(group[0].row.module_path) for group in groups):
-        for k, _ in enumerate(run):
-            number += k % _SEGMENT == 0
-            numbers.append(number)
+    number, begin, end = -1, 0, -1
+    for i, layer in enumerate(layers):
+        if i > end:
+            begin, end = i, last[layer]
+        number += (i - begin) % _SEGMENT == 0
+        numbers.append(number)
     return numbers
 
 
-def _layer(path: str) -> str:
-    """The module path up to its first number: "model.layers.3" of "model.layers.3.mlp.up"."""
-    parts = path.split(".")
-    at = next((i for i, part in enumerate(parts) if part.isdigit()), None)
-    return path if at is None else ".".join(parts[: at + 1])
+def _layers(paths: Sequence[str]) -> list[str]:
+    """The layer of each module path: the path up to its first number, "model.layers.3" of "model.layers.3.mlp.up".
+
+    Where no path has a number, the children of their common parent, if these are large enough. "" is no layer.
+    """
+    split = [path.split(".") for path in paths]
+    ends = [next((i + 1 for i, part in enumerate(parts) if part.isdigit()), 0) for parts in split]
+    if not any(ends):
+        shared = itertools.takewhile(lambda parts: len(set(parts)) == 1, zip(*split, strict=False))
+        above = len(list(shared)) + 1
+        children = {tuple(parts[:above]) for parts in split if len(parts) >= above}
+        ends = [above if len(split) >= _LAYER * len(children) and len(parts) >= above else 0 for parts in split]
+    return [".".join(parts[:end]) for parts, end in zip(split, ends, strict=True)]
