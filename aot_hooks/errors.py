@@ -54,7 +54,12 @@ class UnsupportedTorchError(AotHooksError, RuntimeError):
 
 
 class BudgetError(AotHooksError, RuntimeError):
-    """No plan keeps a step within its budget; the message names the least that can be reached, and what holds it."""
+    """No plan keeps a step within its budget; the message names the least that can be reached, and what holds it.
+
+    `least_bytes` is that peak; None if no plan was tried.
+    """
+
+    least_bytes: int | None = None
 
 
 class BudgetWarning(UserWarning):

@@ -15,6 +15,7 @@ from ..hook import KEEP, Hook
 from .step import ALONE, Moment
 
 ALLOWED = ("recompute", "lossless", "offload", "float8", "int8", "int4")
+EXACT = ("recompute", "lossless", "offload")  # of these
 _FIT = 0.95  # share of the device's free memory that "fit" may take
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30}
 _UNITS["ti"] = 1 << 40
@@ -31,6 +32,7 @@ class Budget:
         free: of "fit": bytes that the device had free when the graph was compiled, less a margin; None: not asked yet.
         over: bytes by which a measured step was over `peak`; the plan takes less by that, see measured.py.
         moments: what is alive beside the graph in a step of many compiled calls, see many.py.
+        moments_at_least: the same if graphs that are compiled later hold their least; (): as `moments`.
         least: the graph shall hold the least that it can: other calls hold saved tensors, nobody knows yet how many.
         lenient: if nothing stays under the peak, the least is taken, with a warning.
     """
@@ -42,6 +44,7 @@ class Budget:
     free: int | None = None
     over: int = 0
     moments: tuple[Moment, ...] = ALONE
+    moments_at_least: tuple[Moment, ...] = ()
     least: bool = False
     lenient: bool = False
 

@@ -58,7 +58,7 @@ class Graph:
     Attributes:
         wants: the plan to compile it with: "alone", as the whole step, "least", or "planned".
         stock, least: bytes of a call without hooks, and of one that holds the least; None: not known.
-        share: bytes that a call may take, or takes, in the step that is planned.
+        share: bytes that a call may take in the step that is planned, or takes if it is compiled for it (`is_fixed`).
         compiled_count: how often it was compiled for a step of many calls.
         codes: weak references to the code of its functions.
         listed: for each version its plans, and the list that reports read; `stale`: the same of versions that are gone.
@@ -69,11 +69,17 @@ class Graph:
     stock: Bytes = _NOT_KNOWN
     least: Bytes | None = None
     share: Bytes = _NOT_KNOWN
+    is_fixed: bool = False
     compiled_count: int = 0
     was_planned: bool = False
     codes: list[weakref.ref[types.CodeType]] = field(default_factory=list)
     listed: list[tuple[list[Plan], list[Plan]]] = field(default_factory=list)
     stale: list[tuple[list[Plan], list[Plan]]] = field(default_factory=list)
+
+    @property
+    def can_hold(self) -> Bytes:
+        """The fewest bytes of a call in the step that is planned."""
+        return self.share if self.is_fixed else self.least or self.stock
 
     def rule(self, given: Budget) -> Budget:
         """The budget to compile the graph with."""
@@ -87,8 +93,9 @@ class Graph:
                 return replace(given, free=None, least=True, moments=moments)
             if self.wants == "planned":
                 moments = moments_of(self, self.group.traces, lambda graph: graph.share)
-                over = given.over + self.group.over
-                return replace(given, free=self.group.free, over=over, moments=moments, lenient=self.was_planned)
+                least = moments_of(self, self.group.traces, lambda graph: graph.can_hold)
+                rule = replace(given, free=self.group.free, over=given.over + self.group.over, moments=moments)
+                return replace(rule, moments_at_least=() if least == moments else least, lenient=self.was_planned)
             return given
 
     def compiled(self, plans: list[Plan], listed: list[Plan] | None) -> Version | None:
@@ -107,7 +114,7 @@ class Graph:
                 self.codes.append(weakref.ref(code))
             version = Version(self, self.wants, _sum(map(_own_bytes, found)))
             if self.wants == "planned":
-                self.was_planned, self.share = True, version.nbytes
+                self.was_planned, self.is_fixed, self.share = True, True, version.nbytes
                 self.group.check = step_check(self.group.budget, self.group.free, plans, tighter=self.group.over > 0)
             else:
                 self.stock = _sum(bytes_of(plan.live_before) for plan in found)
@@ -347,7 +354,7 @@ class Group:
             return all([graph.anew("least") for graph in unknown])
         self.traces, self.planned_peak = [*self.traces, trace][-_MOST_TRACES:], self.peak_bytes
         for graph in graphs:
-            graph.share = between(least[graph], stock[graph], max(0.0, share))
+            graph.share, graph.is_fixed = between(least[graph], stock[graph], max(0.0, share)), False
         return all([graph.anew("planned") for graph in graphs])
 
     def warn(self, taken: int, step: Step) -> None:

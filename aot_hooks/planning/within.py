@@ -13,11 +13,10 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-import operator
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch.fx import GraphModule
@@ -35,22 +34,18 @@ from ..passes.plan import Decision, InStep, Plan
 from ..passes.units import Trace, tracer
 from ..settings.setting import Setting
 from ..torch_private import aot
-from .budget import Budget, fitted
+from .budget import EXACT, Budget, fitted
 from .kernels import hold_kernels, join_kernels, split_kernels, unpack_early, write_when_made
 from .options import Graphs, step_of
-from .solver import Solution, solve
+from .search import NEAR, Limits, Tried, search
+from .solver import Solution
 from .step import ALONE, COMPUTED, KEPT, RECOMPUTE, Bytes, Moment, Option, Step
 
 RECOMPUTED = Hook(RECOMPUTE, in_plans_only, in_plans_only)
 """Stands in plans for the hook of a value that the backward computes again. Never run."""
 
-_PARTITIONS = 2  # choices of what to recompute that are tried
-_ATTEMPTS = 5  # choices of hooks for each
-_ROUNDING = 1e-6  # of ratios of sums
-_LESS = 0.003  # of the peak that each attempt asks for less, for what changes with the choice
 _UNSEEN = 0.001  # of the peak, on CUDA: what the allocator rounds up, and kernels' small workspaces
 _ERROR = 0.9  # of `max_error`, for what errors add up to beyond the estimate; GPT-2 on an H200 was off by 1.06 of it
-_NEAR = 0.98  # of the peak: a plan this near to it is not improved
 _MIB = 1 << 20
 _MANY = 63  # other calls of a graph of which nobody knows yet how many there are
 _UNKNOWN = (Moment("forward", _MANY), Moment("backward", _MANY))
@@ -94,7 +89,44 @@ def partition_within(
     """
     budget: Any = setting.rule
     assert isinstance(budget, Budget)
+    parts: dict[str, Any] = {"static_inputs": static_inputs, "roots": roots, "fused": fused}
+    parts["num_fwd_outputs"] = num_fwd_outputs
 
+    def within(rule: Budget) -> tuple[GraphModule, GraphModule, Plan]:
+        return _partition(joint, split, rewrite, setting, rule, **parts)
+
+    strict = replace(budget, lenient=False)
+    ways = [strict]
+    if strict.moments_at_least:  # other graphs hold their least, in place of their share of the budget
+        ways.append(replace(strict, moments=strict.moments_at_least))
+    exact = tuple(name for name in budget.allow if name in EXACT)
+    if budget.max_error and exact and exact != budget.allow:  # the search tries few choices, and these are fewer
+        ways.append(replace(ways[-1], allow=exact, max_error=0.0))
+    errors: list[BudgetError] = []
+    for way in ways:
+        try:
+            return within(way)
+        except BudgetError as error:
+            errors.append(error)
+    if budget.lenient:
+        return within(budget)
+    raise min(errors, key=lambda error: error.least_bytes or math.inf)
+
+
+def _partition(
+    joint: GraphModule,
+    split: Callable[[], tuple[GraphModule, GraphModule]],
+    rewrite: Callable[[GraphModule, GraphModule, Setting, Trace], Plan],
+    setting: Setting,
+    budget: Budget,
+    *,
+    num_fwd_outputs: int,
+    static_inputs: Sequence[int],
+    roots: Mapping[str, str],
+    fused: bool,
+) -> tuple[GraphModule, GraphModule, Plan]:
+    """What `partition_within` does, with `budget` in place of that of `setting`, which errors name."""
+    rule: Any = setting.rule
     trace = tracer(fused)
 
     def read(fw: GraphModule, bw: GraphModule) -> Graphs:
@@ -109,7 +141,7 @@ def partition_within(
     peak = None if budget.least else _peak(budget, groups)
     less = budget.over + (int(_UNSEEN * peak) if peak is not None and on_cuda(stock.bw.graph.nodes) else 0)
     slowdown = math.inf if budget.max_slowdown is None else budget.max_slowdown
-    limits = _Limits(None if peak is None else peak - less, slowdown, _ERROR * budget.max_error)
+    limits = Limits(None if peak is None else peak - less, slowdown, _ERROR * budget.max_error)
     hooks_only = [name for name in budget.allow if name != RECOMPUTE]
 
     def partitioned(chosen: Solution) -> tuple[Graphs, Step]:
@@ -121,7 +153,7 @@ def partition_within(
         own = step_of(graphs, setting.scope, hooks_only, budget.max_error, reached)[0]
         return graphs, dataclasses.replace(own, moments=moments, weighed_bytes=step.saved_bytes)
 
-    def tried(graphs: Graphs, chosen: Solution, own: Step, solution: Solution) -> _Tried:
+    def tried(graphs: Graphs, chosen: Solution, own: Step, solution: Solution) -> Tried:
         """A copy of `graphs` with the hooks of `solution`, and its plan with live bytes and times."""
         found = dataclasses.replace(graphs, fw=aot.copied(graphs.fw), bw=aot.copied(graphs.bw))
         saved = {v.row.name: storage_of(v.fw_node) for v in graphs.boundary.tensors}
@@ -130,7 +162,7 @@ def partition_within(
             unpack_early(found.bw)
             split_kernels(found.bw)
         live = after = found.live()
-        within = 0.0 if limits.peak is None else _NEAR * limits.peak - bytes_of(live).beside(moments, "backward")
+        within = 0.0 if limits.peak is None else NEAR * limits.peak - bytes_of(live).beside(moments, "backward")
         if limits.peak is not None and join_kernels(found.bw, live, within):
             after = found.live()
         plan = _with_recomputed(plan, cross, groups, saved, chosen, step)
@@ -143,16 +175,18 @@ def partition_within(
             before_ms=before_ms,
             after_ms=after_ms,
         )
-        return _Tried(found, plan, own, solution, live, bytes_of(plan.live_after).peak(moments))
+        return Tried(found, plan, own, solution, live, bytes_of(plan.live_after).peak(moments))
 
-    best, least = _search(step, limits, partitioned, tried)
+    best, least = search(step, limits, partitioned, tried)
     if best is None and peak is not None and least.fits(dataclasses.replace(limits, peak=peak)):
         best = least  # nothing is tighter; the next steps are measured again
     if best is None:
         if budget.lenient:
-            _warn(budget, limits.peak, least)
+            _warn(rule, limits.peak, least)
         elif not budget.least:
-            raise BudgetError(_infeasible(budget, step, limits.peak, least))
+            error = BudgetError(_infeasible(rule, step, limits.peak, least))
+            error.least_bytes = least.peak
+            raise error
         best = least
     for gm, phase in ((best.graphs.fw, "forward"), (best.graphs.bw, "backward")):
         if fused and on_cuda(gm.graph.nodes):
@@ -184,7 +218,7 @@ def _in_step(plan: Plan, moments: Sequence[Moment]) -> Plan:
     share = InStep(
         1 + max(m.calls for m in running),
         own.held,
-        max(m.nbytes for m in running),
+        max(m.nbytes for m in moments),
         own.beside(moments, "forward"),
         own.beside(moments, "backward"),
         own.beside(moments, ""),
@@ -216,150 +250,6 @@ def _reached(chosen: Solution, step: Step, groups: Sequence[Sequence[SavedValue]
         return sum(COMPUTED * step.values[reader].nbytes + reached(reader) for reader in readers[v])
 
     return {storage_of(group[0].fw_node): reached(v) for v, group in enumerate(groups)}
-
-
-@dataclass(frozen=True)
-class _Limits:
-    peak: int | None
-    slowdown: float
-    error: float
-
-    def max_ms(self, step: Step) -> float | None:
-        return None if math.isinf(self.slowdown) else step.ms * self.slowdown
-
-
-@dataclass(frozen=True)
-class _Tried:
-    graphs: Graphs
-    plan: Plan
-    step: Step
-    solution: Solution
-    live: tuple[LivePoint, ...]  # with every kernel split that can be
-    peak: int  # of the step, with all of its calls
-
-    def fits(self, limits: _Limits) -> bool:
-        in_time = not self.plan.before_ms or self.plan.step_ratio <= limits.slowdown * (1 + _ROUNDING)
-        return in_time and (limits.peak is None or self.peak <= limits.peak)
-
-
-def _search(
-    step: Step,
-    limits: _Limits,
-    partitioned: Callable[[Solution], tuple[Graphs, Step]],
-    tried: Callable[[Graphs, Solution, Step, Solution], _Tried],
-) -> tuple[_Tried | None, _Tried]:
-    """The best plan that fits, None if none was found, and the one with the lowest peak.
-
-    First what to recompute, with a guess of the hooks, and then the hooks for the graphs that result. The rewritten
-    graphs tell how far the program was off, at each position; what it is solved with next has that added. If none
-    fits after some attempts, the lowest peak is tried.
-    """
-    all_tried: list[_Tried] = []
-    limit, max_ms = None if limits.peak is None else float(limits.peak), limits.max_ms(step)
-    for attempt in range(_PARTITIONS + 1):
-        last = attempt == _PARTITIONS
-        if last and any(one.fits(limits) for one in all_tried):
-            break
-        chosen = solve(step, peak=None if last else limit, max_error=limits.error, max_ms=max_ms)
-        chosen = chosen or _nothing(step)  # no time at all
-        graphs, own = partitioned(chosen)
-        found = list(_hooked(own, limits, max_ms, functools.partial(tried, graphs, chosen)))
-        all_tried += found
-        if last or limit is None or limits.peak is None or not found:  # none is as fast as was predicted
-            break
-        reached = max((one.peak for one in found if one.fits(limits)), default=None)
-        if reached is None:
-            limit -= 1.05 * max(0, min(one.peak for one in found) - limits.peak)
-        elif reached < _NEAR * limits.peak and set(chosen.options) != {KEPT}:  # less to recompute may do
-            limit += _NEAR * limits.peak - reached
-        else:
-            break
-
-    if min((one.peak for one in all_tried), default=math.inf) > step.peak_bytes:  # the program was wrong about all
-        graphs, own = partitioned(_nothing(step))
-        all_tried.append(tried(graphs, _nothing(step), own, _nothing(own)))
-
-    def fastest(one: _Tried) -> tuple[float, float]:
-        return (one.plan.after_ms, one.peak)
-
-    def lowest(one: _Tried) -> tuple[float, float]:
-        return (one.peak, one.plan.after_ms)
-
-    fitting = [one for one in all_tried if one.fits(limits)]
-    best = min(fitting, key=lowest if limits.peak is None else fastest, default=None)
-    return best, min(all_tried, key=lowest)
-
-
-def _nothing(step: Step) -> Solution:
-    """The choice to keep every value."""
-    return Solution((KEPT,) * len(step.values), step.live, step.peak_bytes, step.ms, 0.0)
-
-
-def _hooked(
-    step: Step, limits: _Limits, max_ms: float | None, tried: Callable[[Step, Solution], _Tried]
-) -> Iterator[_Tried]:
-    """Attempts with hooks for the values of `step`, each nearer to the limits.
-
-    An attempt tells how far the program was off. There are two ways to do better: add at each position what it was off
-    there, or ask the program as it was for a lower peak. The first is wrong for other hooks, the second too careful
-    elsewhere, so the faster of the two plans is tried. Where an attempt stays far below the peak, the program that it
-    came from is asked for a higher one.
-    """
-    solved = functools.partial(solve, max_error=limits.error)
-    asked = math.inf if limits.peak is None else limits.peak
-    programs: list[tuple[Step, float]] = [(step, asked)]  # with the peak that each is asked for
-    fitted = False
-    for attempt in range(_ATTEMPTS):
-        plans: list[tuple[bool, float, int, Solution]] = []
-        if limits.peak is not None and (fitted or attempt < _ATTEMPTS - 1):
-            for used, (program, asked) in enumerate(programs):
-                if (one := solved(program, peak=asked, max_ms=max_ms, under=used > 0)) is not None:
-                    plans.append((one.peak_bytes > asked + 1, one.ms, used, one))
-        if not plans and (one := solved(programs[-1][0], peak=None, max_ms=max_ms)) is not None:
-            plans = [(True, one.ms, len(programs) - 1, one)]
-        if not plans:
-            return
-        *_, used, solution = min(plans, key=operator.itemgetter(0, 1, 2))
-        program, asked = programs[used]
-        found = tried(program, solution)
-        yield found
-        if limits.peak is None or (fitted and not found.fits(limits)):  # with more, it no longer does
-            return
-        fitted = fitted or found.fits(limits)
-        if attempt == 0 and solution.peak_bytes > (1 + _LESS) * limits.peak:  # out of reach
-            return
-        if found.fits(limits) and (found.peak >= _NEAR * limits.peak or set(solution.options) == {KEPT}):
-            return
-        if fitted:  # the program was too careful
-            programs = [(program, asked + limits.peak - found.peak)]
-            continue
-        if used == 0:
-            programs[0] = (step, asked - 1.05 * max(0, found.peak - limits.peak))
-        off = _off(found.live, step.nodes, solution.live)
-        corrected = dataclasses.replace(program, live=tuple(map(operator.add, program.live, off)))
-        programs[1:] = [(corrected, limits.peak * (1 - (attempt + 1) * _LESS))]
-        if max_ms is not None and found.plan.before_ms:
-            max_ms -= 1.05 * max(0.0, found.plan.after_ms - found.plan.before_ms * limits.slowdown)
-
-
-def _off(points: Sequence[LivePoint], nodes: Sequence[str], predicted: Sequence[int]) -> list[int]:
-    """By how many bytes `points` are above what was `predicted` at each of `nodes`.
-
-    A node of a hook counts for the one before it in the forward, and for the one after it in the backward.
-    """
-    position = {node: i for i, node in enumerate(nodes)}
-    most: dict[int, int] = {}
-    at, waiting = 0, 0
-    for point in points:
-        own = position.get(f"{point.phase} {point.node}")
-        if point.phase == "forward":
-            at = at if own is None else own
-            most[at] = max(most.get(at, 0), point.live_bytes)
-        else:
-            waiting = max(waiting, point.live_bytes)
-            if own is not None:
-                most[own], waiting = waiting, 0
-    return [most.get(i, nbytes) - nbytes for i, nbytes in enumerate(predicted)]
 
 
 def _peak(budget: Budget, groups: Sequence[Sequence[SavedValue]]) -> int | None:
@@ -435,7 +325,7 @@ def _with_recomputed(
 # --- what can't be ----------------------------------------------------------------------------------------------------
 
 
-def _infeasible(budget: Budget, step: Step, peak: int | None, least: _Tried) -> str:
+def _infeasible(budget: Budget, step: Step, peak: int | None, least: Tried) -> str:
     where = max(range(len(step.live)), key=step.live.__getitem__)
     top = f"{step.nodes[where]} ({step.places[where]})" if step.nodes else "no node"
     options = zip(least.step.values, least.solution.options, strict=True)
@@ -463,7 +353,7 @@ def _calls(plan: Plan, moments: Sequence[Moment]) -> str:
     )
 
 
-def _warn(budget: Budget, peak: int | None, least: _Tried) -> None:
+def _warn(budget: Budget, peak: int | None, least: Tried) -> None:
     warnings.warn(
         f"aot_hooks: {budget!r}: a step of many compiled calls has more of them alive at the same time than before. "
         f"The least that was found for it takes {_mib(least.peak)}, as predicted, "

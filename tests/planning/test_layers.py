@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import math
 
+import pytest
 import torch
 from torch import nn
+from torch._dynamo.exc import BackendCompilerFailed
 
 import aot_hooks
+from aot_hooks.errors import BudgetError, unwrapped
 
 
 class Named(nn.Module):
@@ -43,16 +46,40 @@ def test_the_least_does_not_depend_on_the_names_of_modules():
     assert peaks[0] == peaks[1] == peaks[2] < 0.6 * aot_hooks.plan(models[0], x, inner="aten").peak_bytes
 
 
-def test_a_block_alone_is_one_layer():
-    """It has no path but those of its children, which are no layers."""
-    blocks, x = [Residual() for _ in range(6)], torch.randn(256, 32)
+def trained(block_count: int, policy: aot_hooks.policies.Policy, *, requires_grad: bool) -> tuple[aot_hooks.Plan, ...]:
+    """The plans of blocks that are compiled one by one, after four steps. Without a gradient the input makes the first
+    block another graph."""
+    torch._dynamo.reset()
+    blocks, x = [Residual() for _ in range(block_count)], torch.randn(256, 32, requires_grad=requires_grad)
     for block in blocks:
-        options = {"inner": "aten", "policy": aot_hooks.budget(1_000_000, max_error=0)}
-        block.compile(backend="aot_hooks", options=options)
-    for _ in range(4):  # 1.27 MiB is the least where each child is a layer of its own
-        y = x * 1
+        block.compile(backend="aot_hooks", options={"inner": "aten", "policy": policy})
+    for _ in range(4):
+        y = x
         for block in blocks:
             y = block(y)
         y.square().mean().backward()
-    plans = [plan for block in blocks for plan in aot_hooks.last_plans(block)]
+    return tuple(plan for block in blocks for plan in aot_hooks.last_plans(block))
+
+
+def test_a_block_alone_is_one_layer():
+    """It has no path but those of its children, which are no layers: then 1.27 MiB would be the least."""
+    plans = trained(6, aot_hooks.budget(1_000_000, max_error=0), requires_grad=True)
     assert plans and max(plan.peak_bytes for plan in plans) <= 1_000_000
+
+
+@pytest.mark.parametrize("budget_bytes", [750_000, 800_000, 850_000])
+def test_a_budget_above_the_least_of_two_graphs_is_met(budget_bytes: int):
+    """What the graphs can hold has gaps: where one can't keep to its share, the other holds less."""
+    with pytest.raises(BackendCompilerFailed) as error:
+        trained(6, aot_hooks.budget(500_000, max_error=0), requires_grad=False)
+    found = unwrapped(error.value)
+    assert isinstance(found, BudgetError) and found.least_bytes is not None and found.least_bytes < 750_000
+    plans = trained(6, aot_hooks.budget(budget_bytes, max_error=0), requires_grad=False)
+    assert len(plans) == 2 and max(plan.peak_bytes for plan in plans) <= budget_bytes
+
+
+def test_more_means_refuse_no_budget_that_fewer_meet():
+    """The search tries few choices of many. With rounding, none of these was under the peak."""
+    for means in ({"max_error": 0}, {}, {"allow": ("recompute", "float8")}):
+        (plan,) = trained(6, aot_hooks.budget(730_000, **means), requires_grad=True)
+        assert plan.peak_bytes <= 730_000

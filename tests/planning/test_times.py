@@ -117,14 +117,14 @@ def test_steps_run_at_the_rates_that_a_device_keeps_up() -> None:
 
 def test_on_a_gpu_a_plan_leaves_a_thousandth(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
-    search = within._search
+    search = within.search
 
     def noted(step: Any, limits: Any, *rest: Any) -> Any:
         asked.append(limits.peak)
         return search(step, dataclasses.replace(limits, peak=10**9), *rest)
 
     x = torch.randn(16, 32)
-    monkeypatch.setattr(within, "_search", noted)
+    monkeypatch.setattr(within, "search", noted)
     aot_hooks.plan(MODEL, x, policy=aot_hooks.budget(1_000_000), inner="aten")
     monkeypatch.setattr(within, "on_cuda", lambda _: True)
     aot_hooks.plan(MODEL, x, policy=aot_hooks.budget(1_000_000), inner="aten")

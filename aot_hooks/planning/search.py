@@ -1,0 +1,175 @@
+"""The search for a plan: choices that the solver finds, tried in the graphs, until one fits and is near the peak.
+
+      solve --> what to recompute --> graphs --solve--> hooks --tried--> live bytes, times
+        ^                                       ^                            |
+        '---- another limit --------------------'------ by how much it was off
+
+The solver sees a program of numbers; what the rewritten graphs take is known only after they are rewritten.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from ..passes.live_bytes import LivePoint
+from ..passes.plan import Plan
+from .options import Graphs
+from .solver import Solution, solve
+from .step import KEPT, Step
+
+__all__ = ["NEAR", "Limits", "Tried", "search"]
+
+_PARTITIONS = 2  # choices of what to recompute that are tried
+_ATTEMPTS = 5  # choices of hooks for each
+_ROUNDING = 1e-6  # of ratios of sums
+_LESS = 0.003  # of the peak that each attempt asks for less, for what changes with the choice
+NEAR = 0.98  # of the peak: a plan this near to it is not improved
+
+
+@dataclass(frozen=True)
+class Limits:
+    peak: int | None
+    slowdown: float
+    error: float
+
+    def max_ms(self, step: Step) -> float | None:
+        return None if math.isinf(self.slowdown) else step.ms * self.slowdown
+
+
+@dataclass(frozen=True)
+class Tried:
+    graphs: Graphs
+    plan: Plan
+    step: Step
+    solution: Solution
+    live: tuple[LivePoint, ...]  # with every kernel split that can be
+    peak: int  # of the step, with all of its calls
+
+    def fits(self, limits: Limits) -> bool:
+        in_time = not self.plan.before_ms or self.plan.step_ratio <= limits.slowdown * (1 + _ROUNDING)
+        return in_time and (limits.peak is None or self.peak <= limits.peak)
+
+
+def search(
+    step: Step,
+    limits: Limits,
+    partitioned: Callable[[Solution], tuple[Graphs, Step]],
+    tried: Callable[[Graphs, Solution, Step, Solution], Tried],
+) -> tuple[Tried | None, Tried]:
+    """The best plan that fits, None if none was found, and the one with the lowest peak.
+
+    First what to recompute, with a guess of the hooks, and then the hooks for the graphs that result. The rewritten
+    graphs tell how far the program was off, at each position; what it is solved with next has that added. If none
+    fits after some attempts, the lowest peak is tried.
+    """
+    all_tried: list[Tried] = []
+    limit, max_ms = None if limits.peak is None else float(limits.peak), limits.max_ms(step)
+    for attempt in range(_PARTITIONS + 1):
+        last = attempt == _PARTITIONS
+        if last and any(one.fits(limits) for one in all_tried):
+            break
+        chosen = solve(step, peak=None if last else limit, max_error=limits.error, max_ms=max_ms)
+        chosen = chosen or _nothing(step)  # no time at all
+        graphs, own = partitioned(chosen)
+        found = list(_hooked(own, limits, max_ms, functools.partial(tried, graphs, chosen)))
+        all_tried += found
+        if last or limit is None or limits.peak is None or not found:  # none is as fast as was predicted
+            break
+        reached = max((one.peak for one in found if one.fits(limits)), default=None)
+        if reached is None:
+            limit -= 1.05 * max(0, min(one.peak for one in found) - limits.peak)
+        elif reached < NEAR * limits.peak and set(chosen.options) != {KEPT}:  # less to recompute may do
+            limit += NEAR * limits.peak - reached
+        else:
+            break
+
+    if min((one.peak for one in all_tried), default=math.inf) > step.peak_bytes:  # the program was wrong about all
+        graphs, own = partitioned(_nothing(step))
+        all_tried.append(tried(graphs, _nothing(step), own, _nothing(own)))
+
+    def fastest(one: Tried) -> tuple[float, float]:
+        return (one.plan.after_ms, one.peak)
+
+    def lowest(one: Tried) -> tuple[float, float]:
+        return (one.peak, one.plan.after_ms)
+
+    fitting = [one for one in all_tried if one.fits(limits)]
+    best = min(fitting, key=lowest if limits.peak is None else fastest, default=None)
+    return best, min(all_tried, key=lowest)
+
+
+def _nothing(step: Step) -> Solution:
+    """The choice to keep every value."""
+    return Solution((KEPT,) * len(step.values), step.live, step.peak_bytes, step.ms, 0.0)
+
+
+def _hooked(
+    step: Step, limits: Limits, max_ms: float | None, tried: Callable[[Step, Solution], Tried]
+) -> Iterator[Tried]:
+    """Attempts with hooks for the values of `step`, each nearer to the limits.
+
+    An attempt tells how far the program was off. There are two ways to do better: add at each position what it was off
+    there, or ask the program as it was for a lower peak. The first is wrong for other hooks, the second too careful
+    elsewhere, so the faster of the two plans is tried. Where an attempt stays far below the peak, the program that it
+    came from is asked for a higher one.
+    """
+    solved = functools.partial(solve, max_error=limits.error)
+    asked = math.inf if limits.peak is None else limits.peak
+    programs: list[tuple[Step, float]] = [(step, asked)]  # with the peak that each is asked for
+    fitted = False
+    for attempt in range(_ATTEMPTS):
+        plans: list[tuple[bool, float, int, Solution]] = []
+        if limits.peak is not None and (fitted or attempt < _ATTEMPTS - 1):
+            for used, (program, asked) in enumerate(programs):
+                if (one := solved(program, peak=asked, max_ms=max_ms, under=used > 0)) is not None:
+                    plans.append((one.peak_bytes > asked + 1, one.ms, used, one))
+        if not plans and (one := solved(programs[-1][0], peak=None, max_ms=max_ms)) is not None:
+            plans = [(True, one.ms, len(programs) - 1, one)]
+        if not plans:
+            return
+        *_, used, solution = min(plans, key=operator.itemgetter(0, 1, 2))
+        program, asked = programs[used]
+        found = tried(program, solution)
+        yield found
+        if limits.peak is None or (fitted and not found.fits(limits)):  # with more, it no longer does
+            return
+        fitted = fitted or found.fits(limits)
+        if attempt == 0 and solution.peak_bytes > (1 + _LESS) * limits.peak:  # out of reach
+            return
+        if found.fits(limits) and (found.peak >= NEAR * limits.peak or set(solution.options) == {KEPT}):
+            return
+        if fitted:  # the program was too careful
+            programs = [(program, asked + limits.peak - found.peak)]
+            continue
+        if used == 0:
+            programs[0] = (step, asked - 1.05 * max(0, found.peak - limits.peak))
+        off = _off(found.live, step.nodes, solution.live)
+        corrected = dataclasses.replace(program, live=tuple(map(operator.add, program.live, off)))
+        programs[1:] = [(corrected, limits.peak * (1 - (attempt + 1) * _LESS))]
+        if max_ms is not None and found.plan.before_ms:
+            max_ms -= 1.05 * max(0.0, found.plan.after_ms - found.plan.before_ms * limits.slowdown)
+
+
+def _off(points: Sequence[LivePoint], nodes: Sequence[str], predicted: Sequence[int]) -> list[int]:
+    """By how many bytes `points` are above what was `predicted` at each of `nodes`.
+
+    A node of a hook counts for the one before it in the forward, and for the one after it in the backward.
+    """
+    position = {node: i for i, node in enumerate(nodes)}
+    most: dict[int, int] = {}
+    at, waiting = 0, 0
+    for point in points:
+        own = position.get(f"{point.phase} {point.node}")
+        if point.phase == "forward":
+            at = at if own is None else own
+            most[at] = max(most.get(at, 0), point.live_bytes)
+        else:
+            waiting = max(waiting, point.live_bytes)
+            if own is not None:
+                most[own], waiting = waiting, 0
+    return [most.get(i, nbytes) - nbytes for i, nbytes in enumerate(predicted)]
