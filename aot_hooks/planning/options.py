@@ -95,9 +95,6 @@ def step_of(
         firsts.append(min(readers + begun))
     order = sorted(range(len(groups)), key=firsts.__getitem__)
     segment_of = dict(zip(order, _segments([groups[i] for i in order]), strict=True))
-    starts: dict[int, int] = {}
-    for i in order:
-        starts.setdefault(segment_of[i], firsts[i])
     values = []
     for i, group in enumerate(groups):
         row = group[0].row
@@ -108,7 +105,7 @@ def step_of(
                 gone.get(storage_of(group[0].fw_node), forward_count - 1) + 1,
                 firsts[i],
                 segment_of[i],
-                starts[segment_of[i]],
+                firsts[i],
                 tuple(hooks[i]),
                 row.module_path or row.source_line,
                 reached_bytes=row.nbytes + (reached or {}).get(storage_of(group[0].fw_node), 0),
@@ -118,7 +115,7 @@ def step_of(
     if "recompute" in allow:
         numbers: dict[Any, int | None] = {storage_of(v.fw_node): None for v in cross.tensors}  # None: no value
         numbers |= {storage_of(group[0].fw_node): i for i, group in enumerate(groups)}
-        values = with_recompute(values, groups, numbers, times[0], gone)
+        values = _with_begins(with_recompute(values, groups, numbers, times[0], gone))
     step = Step(
         tuple(p.live_bytes for p in points),
         tuple(values),
@@ -302,6 +299,20 @@ def _hook_ms(
     pack, unpack = (sum(ms for node, ms in each.items() if node.target not in COPIES) for each in times)
     pass_ms = memory_ms(nbytes, rates)
     return max(0.0, pack - pass_ms * in_passing) + max(0.0, unpack - 2 * pass_ms * into_registers)
+
+
+def _with_begins(values: Sequence[Value]) -> list[Value]:
+    """`values` with the positions where they are read at the earliest: by their first reader, or to compute others of
+    their segment again."""
+    begins = [value.first for value in values]
+    waiting = list(range(len(values)))
+    while waiting:
+        v = waiting.pop()
+        for u in {u for option in values[v].options for u in option.sources}:
+            if values[u].segment == values[v].segment and begins[u] > begins[v]:
+                begins[u] = begins[v]
+                waiting.append(u)
+    return [dataclasses.replace(value, begin=begin) for value, begin in zip(values, begins, strict=True)]
 
 
 # --- parts of the backward --------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@
                   computed[v] >= squared errors of what v is computed from again, if it is
 
 A value that is packed is whole from its first reader on, unless its readers unpack it in registers. A value that is
-recomputed reads its sources from the begin of its segment on. If a source is stored in another way, it
+recomputed reads its sources from its own begin on. If a source is stored in another way, it
 is there from that point, unpacked. A source outside of the segment must not be recomputed itself.
 
 A large program is solved relaxed first. The values that come out nearest to whole are fixed, and it is solved again,
@@ -41,9 +41,10 @@ _NODES = 40
 _OPEN, _OPEN_AGAIN = 100, 100  # integer columns of a large program that are solved whole at once
 _NODES_AGAIN = 5
 _AT_ONCE, _SURE = 8, 0.8  # values that are fixed at once if they are as near to whole as this
-_DIVES = 4
-_FURTHER, _MORE_ROOM = 1.05, 1.5  # of what a dive was over the peak, asked for by the next; of the room, if it was poor
-_TURNS = 2  # in which all values are solved again
+_DIVES = 6
+_FURTHER = 1.05  # of what a dive was over the peak: the next asks for as much less
+_LOWER = 0.5  # of the room: the same after a poor one
+_TURNS = 4  # in which all values are solved again
 _ROOM, _ERROR_ROOM = 0.02, 0.35  # of the peak, less; of the sum of squared errors
 _NEAR = 0.002  # of what the relaxed program has: a whole choice this near to it is not solved again
 _OVER = 0.01  # of the peak: being over it by as much costs as much as the whole step
@@ -185,7 +186,6 @@ def solve(
     for c, (v, option) in enumerate(choices):
         value = step.values[v]
         end = value.last + 1 if option.in_registers else value.first
-        end = value.segment_first if option.name == RECOMPUTE else end
         if end > value.gone:
             more = (option.packed_bytes - (value.nbytes if value.saved else 0)) / _MIB
             if option.in_registers:  # what was fetched
@@ -291,7 +291,7 @@ def _solved(program: _Program, by_value: Sequence[Sequence[int]], room: float) -
         if found[program.over] > _MOST_OVER:
             spare += _FURTHER * found[program.over]
         else:
-            room *= _MORE_ROOM
+            spare += _LOWER * room
     if best is None or whole <= _WHOLE:
         return best
     parts = -(-whole // _OPEN_AGAIN)
@@ -458,8 +458,8 @@ def _early_starts(step: Step) -> dict[int, int]:
     starts: dict[int, int] = {}
     for value in step.values:
         for u in (u for option in value.options for u in option.sources if step.values[u].saved):
-            if value.segment_first < step.values[u].first:
-                starts[u] = min(starts.get(u, step.values[u].first), value.segment_first)
+            if value.begin < step.values[u].first:
+                starts[u] = min(starts.get(u, step.values[u].first), value.begin)
     return starts
 
 
@@ -467,7 +467,7 @@ def _groups(step: Step, starts: dict[int, int]) -> list[tuple[int, int]]:
     """Runs of positions in which no option changes anything: the first of each, and the most that is alive in it."""
     ends = {0, step.forward_count, *starts.values()}
     for value in step.values:
-        ends |= {value.gone, value.first, value.last + 1, value.segment_first}
+        ends |= {value.gone, value.first, value.last + 1, value.begin}
     firsts = sorted(p for p in ends if p < len(step.live))
     limits = [*firsts[1:], len(step.live)][: len(firsts)]
     return [(a, max(step.live[a:b])) for a, b in zip(firsts, limits, strict=True)]

@@ -116,7 +116,7 @@ class Value:
         first: the position of its first reader in the backward.
         last: that of its last reader.
         segment: number of the part of the backward that reads it.
-        segment_first: the position where that part begins. What is recomputed for a part is alive from there on.
+        begin: the position where it is read at the earliest: by `first`, or to recompute others of its segment.
         options: besides keeping it.
         where: module path or line, for messages.
         saved: False: without a budget it is not saved. `Step.live` does not count it, and only an option stores it.
@@ -128,7 +128,7 @@ class Value:
     gone: int
     first: int
     segment: int = 0
-    segment_first: int = 0
+    begin: int = 0
     options: tuple[Option, ...] = ()
     where: str = ""
     saved: bool = True

@@ -8,7 +8,7 @@ from torch import nn
 
 import aot_hooks
 from aot_hooks import budget
-from aot_hooks.planning import options, within
+from aot_hooks.planning import options, search
 from aot_hooks.planning.solver import solve
 
 
@@ -28,7 +28,7 @@ def test_what_a_statistic_is_computed_from_again_must_be_exact(monkeypatch):
         steps.append(step)
         return solve(step, **kwargs)
 
-    monkeypatch.setattr(within, "solve", noted)
+    monkeypatch.setattr(search, "solve", noted)
 
     class Norm(nn.Module):
         def __init__(self) -> None:
@@ -58,6 +58,6 @@ def test_a_tenth_of_the_error_is_left(monkeypatch):
         asked.append(named["max_error"])
         return solve(*args, **named)
 
-    monkeypatch.setattr(within, "solve", noted)
+    monkeypatch.setattr(search, "solve", noted)
     aot_hooks.plan(model, torch.randn(256, 32), policy=budget(max_slowdown=9.0, max_error=0.05), inner="aten")
     assert asked and all(error == pytest.approx(0.045) for error in asked)
