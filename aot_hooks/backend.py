@@ -49,7 +49,7 @@ from .planning.within import partition_within
 from .settings import recompiles
 from .settings.names import carry_names, name_given
 from .settings.setting import Setting
-from .torch_private import aot, autograd, dynamo, inductor
+from .torch_private import aot, autograd, dynamo, dynamo_trace, inductor
 from .torch_private.aot_cache import without_autograd_cache
 
 _Compiled = Callable[..., Any]
@@ -182,10 +182,13 @@ def _compile_graph(
     - a context around the call: Dynamo guards on the id of its pair, so the graph keeps the pair alive;
     - a context inside of the graph: Dynamo guards on the objects that its functions read;
     - functions of the user's, around the call or in the options: `_checked` compares them with the traced ones;
+    - a policy in the options: `_guard_hooks_of_others` keeps it from calls under these, and these from its graphs;
     - hooks on torch's stack: `_without_hooks` hides those that are inlined, `_with_eager_hooks` is for the others.
     """
     patches = inductor_patches(options, mode)
     hooks = _in_force(gm, inputs, options)
+    if options.policy is not None and hooks.pair is None:
+        _guard_hooks_of_others()
     in_steps = None
     if (setting := hooks.setting) is not None:
         rule = measured.tightened(setting.rule, wrapper)
@@ -239,6 +242,16 @@ def _compile_graph(
     return _wrapped(compiled, graph, hooks, seen, wrapper, version, inputs, counted=live)
 
 
+def _guard_hooks_of_others() -> None:
+    """Keep calls with Python functions on torch's stack of hooks, as of its checkpoint, and calls without apart.
+
+    To Dynamo both are without hooks. As the innermost setting, such functions keep the policy of the options away.
+    """
+    around = autograd.top_hooks() is not None
+    what = f"{'eager' if around else 'no eager'} saved-tensor hooks are around the call"
+    dynamo_trace.guard_state(lambda: (autograd.top_hooks() is not None) == around, what)
+
+
 def _why_not_stored(options: Options, compilation: Compilation | None, *, reported: bool) -> str:
     """Why a graph with hooks bypasses torch's cache; "" if it does not."""
     if options.inner == "aten" and (compilation is not None or not aot.is_stored()):
@@ -277,7 +290,7 @@ def _wrapped(
         compiled = measured.checked(compiled, rule, graph.plans, wrapper)
         compiled = measured.for_sizes(compiled, rule, graph.plans, inputs)
     if version is not None:  # plans for all calls of a step together
-        compiled = many.noted(compiled, version, own_hooks=hooks.pair is not None)
+        compiled = many.noted(compiled, version)
     if check is not None:  # raises if a user's function has changed since
         compiled = _checked(compiled, check)
     return _with_eager_hooks(compiled) if hooks.pair is None else _without_hooks(compiled, hooks.pair)

@@ -389,13 +389,11 @@ def graph_of(rule: Budget, gm: GraphModule, inputs: Sequence[Any]) -> Graph | No
         return group.graphs.setdefault(digest, Graph(group))
 
 
-def noted(run: Callable[..., Any], version: Version, *, own_hooks: bool) -> Callable[..., Any]:
-    """`run`, a compiled forward, with its calls noted. `own_hooks`: its context is on torch's stack of hooks."""
+def noted(run: Callable[..., Any], version: Version) -> Callable[..., Any]:
+    """`run`, a compiled forward, with its calls noted."""
     group = version.graph.group
 
     def run_and_note(*args: Any) -> Any:
-        if not own_hooks and autograd.top_hooks() is not None:  # torch's checkpoint has hooks there, and holds nothing
-            return run(*args)
         if any(isinstance(a, torch.Tensor) and is_traced_value(a) for a in args):  # while DDP's graphs are cut
             return run(*args)
         group.begins()

@@ -25,6 +25,7 @@ from .values import FakeTensor
 SYMBOLS = {
     "globals of hooks made inside a compiled function": "torch._dynamo.source.GlobalStateSource",
     "recompiling when a hook inside a compiled function changes": "torch._dynamo.guards.install_guard",
+    "graphs for calls under hooks of others": "torch._guards.TracingContext",
 }
 PROTOCOLS = {
     "contexts inside a compiled function": {
@@ -52,7 +53,7 @@ PROTOCOLS = {
     "recompiling when a hook inside a compiled function changes": {
         "torch._dynamo.source.GlobalSource": "name make_guard",
         "torch._dynamo.guards.GuardBuilder": "get_guard_manager",
-        "torch._guards.Guard": "name user_stack",
+        "torch._guards.Guard": "user_stack",
         "torch._C._dynamo.guards.GuardManager": "add_lambda_guard",
     },
 }
@@ -274,17 +275,31 @@ class Traced:
                     parts[at] = now
                 return not any(part is None for part in parts) and holds(*(each(parts) for each in build))
 
-            def create(builder: Any, guard: Any) -> None:
-                name = guard.name if isinstance(guard.name, str) else guard.name()
-                text = f"aot_hooks: {'what is made inside' if at is None else name} is the same hook or policy"
-                builder.get_guard_manager(guard).add_lambda_guard(check, [text], guard.user_stack)
-
-            need("torch._dynamo.guards.install_guard")(source.make_guard(create))
+            name = source.name if isinstance(source.name, str) else source.name()  # a method before 2.13
+            _install(source, check, f"{'what is made inside' if at is None else name} is the same hook or policy")
 
         for at, (source, _) in enumerate(self.parts):
             install(source, at)
         if not self.parts:  # made of constants; a guard needs a source
             install(need("torch._dynamo.source.GlobalStateSource")(), None)
+
+
+def guard_state(holds: Callable[[], bool], text: str) -> None:
+    """Recompile the function that Dynamo is compiling when `holds()` is false, which its log calls `text`.
+
+    Outside of Dynamo it does nothing.
+    """
+    if need("torch._guards.TracingContext").try_get() is not None:
+        _install(need("torch._dynamo.source.GlobalStateSource")(), lambda _: holds(), text)
+
+
+def _install(source: Any, check: Callable[[Any], bool], text: str) -> None:
+    """Have Dynamo guard that `check` is true for the value of `source`."""
+
+    def create(builder: Any, guard: Any) -> None:
+        builder.get_guard_manager(guard).add_lambda_guard(check, [f"aot_hooks: {text}"], guard.user_stack)
+
+    need("torch._dynamo.guards.install_guard")(source.make_guard(create))
 
 
 def _weakly(value: Any) -> Callable[[], Any]:

@@ -225,6 +225,39 @@ def test_policy_and_scope_of_the_options_are_used_where_no_context_is() -> None:
     assert all(d.hook is aot_hooks.KEEP for d in last_plans(compiled)[-1].decisions)
 
 
+AROUND = {
+    "save_on_cpu": torch.autograd.graph.save_on_cpu,
+    "Python functions": lambda: torch.autograd.graph.saved_tensors_hooks(lambda x: x * 2, lambda x: x),
+    "an eager hook": lambda: saved_tensors_hooks(Hook("eager", lambda x: x * 2, lambda x: x, eager=True)),
+}
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("enabled", [False, True])
+@pytest.mark.parametrize("around", list(AROUND))
+def test_eager_hooks_around_a_call_keep_the_policy_from_it_alone(around: str, enabled: bool) -> None:
+    """To Dynamo such hooks are as none. Calls with and without them have graphs of their own, whichever comes first."""
+    model, x = Wrapped(), torch.randn(4, 8)
+    options = {**ATEN, "policy": Hook("times 3", lambda x: x * 3, lambda x: x)}
+    compiled = torch.compile(model) if enabled else torch.compile(model, backend="aot_hooks", options=options)
+
+    def gradient(compiled: Any = compiled) -> torch.Tensor:
+        model.zero_grad()
+        compiled(x).sum().backward()
+        return model.mlp[2].weight.grad  # of what its input was saved as
+
+    with aot_hooks.enable(options.pop("policy"), options=options) if enabled else contextlib.nullcontext():
+        exact, found = gradient(model), []
+        for hooked in (True, False, True, False):
+            with AROUND[around]() if hooked else contextlib.nullcontext():
+                found.append(gradient())
+    assert torch.allclose(found[1], 3 * exact)
+    assert torch.equal(found[1], found[3])
+    assert torch.equal(found[0], found[2])
+    assert torch.allclose(found[0], exact if around == "save_on_cpu" else 2 * exact)
+    assert len(last_plans(compiled)) == 1
+
+
 # --- plans -----------------------------------------------------------------------------------------------------------
 
 

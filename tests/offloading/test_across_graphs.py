@@ -361,11 +361,28 @@ def test_graph_breaks() -> None:
     assert aot_hooks.offload_stats()["step_sent_bytes"] > 0
 
 
-def test_a_hook_that_copies_what_is_saved_ends_in_an_error() -> None:
-    hooked, x = by_blocks(HOOK), torch.randn(64, 16)
-    step(hooked, x)  # compiled inside of that context, it would have no hooks of ours
-    with torch.autograd.graph.saved_tensors_hooks(lambda x: x.clone(), lambda x: x):
-        loss = hooked(x).sum()
+def copying() -> Any:
+    return torch.autograd.graph.saved_tensors_hooks(lambda x: x.clone(), lambda x: x)
+
+
+def test_hooks_that_copy_what_is_saved_get_no_tensors_of_ours() -> None:
+    plain, hooked, x = by_blocks(None), by_blocks(HOOK), torch.randn(64, 16)
+    for _ in range(2):
+        assert_equal(step(plain, x), step(hooked, x))
+        with copying():
+            assert_equal(step(plain, x), step(hooked, x))
+
+
+def test_a_hook_that_copies_what_is_saved_in_a_region_ends_in_an_error() -> None:
+    model, x = Block(), torch.randn(64, 16)
+
+    @torch.compile(backend="aot_hooks", options={"inner": "aten"})
+    def run(x: torch.Tensor) -> torch.Tensor:
+        with aot_hooks.saved_tensors_hooks(HOOK):
+            return model(x)
+
+    with copying():
+        loss = run(x).sum()
     with pytest.raises(RuntimeError, match="A saved-tensor hook around the compiled function has copied it"):
         loss.backward()
 

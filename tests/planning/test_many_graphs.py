@@ -74,7 +74,7 @@ def test_the_third_step_of_equal_blocks_stays_under_the_budget(x, compiled, shar
 def test_a_plan_for_each_block_alone_is_far_over_the_budget(x, tmp_path, monkeypatch):
     model = model_of(*[Block] * 6)
     peak = peak_of(model, x, 0.6)
-    monkeypatch.setattr(many, "noted", lambda run, version, own_hooks: run)
+    monkeypatch.setattr(many, "noted", lambda run, version: run)
     compile_blocks(model, budget(peak, max_error=0))
     train(model, x)
     train(model, x)
