@@ -11,7 +11,8 @@ When all backwards of the step have run, its trace tells. Each graph gets a shar
 what it holds without hooks as all graphs can go together. A graph that is planned later finds what the earlier ones
 left of theirs.
 
-A step is what one thread runs between two points at which nothing is saved. Bytes are predicted, on all devices.
+A step is what one thread runs between two points at which nothing is saved. Bytes are predicted, on all devices. Calls
+that hold something while their graphs run forward and backward again are left out: the output of an evaluation is kept.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
-from ..errors import BudgetWarning
+from ..errors import BudgetWarning, warn_user
 from ..passes.plan import Plan
 from ..passes.trace import canonical
 from ..torch_private import autograd, dynamo
@@ -44,6 +45,10 @@ from .within import bytes_of
 _SMALL = 0.25  # of the budget: calls that hold less together change nothing
 _MOST_COMPILED = 6  # times that a graph is compiled for plans of steps
 _MOST_TRACES = 8
+# A step has no end if, while the same calls hold something,
+_KEPT_AFTER = 2  # their graphs have run forward and backward that many times,
+_MOST_AFTER = 256  # or that many calls have; and if
+_MOST_MARKS = 8192  # it has that many marks
 _MIB = 1 << 20
 _NOT_KNOWN = Bytes(0, 0, 0)
 
@@ -171,9 +176,28 @@ class Step:
         while self.gone:
             self.release("dropped", self.gone.popleft())
 
-    def release(self, how: str, number: int) -> None:
-        if (version := self.holding.pop(number, None)) is not None:
-            self.marks.append((how, number, version))
+    def release(self, how: str, number: int) -> bool:
+        """Mark that a call holds nothing any more; False if it is left out."""
+        if (version := self.holding.pop(number, None)) is None:
+            return False
+        self.marks.append((how, number, version))
+        return True
+
+    @property
+    def is_endless(self) -> bool:
+        """Whether, before a forward, calls have held something for longer than a step, as calls with kept outputs do.
+
+        Not while a backward runs: checkpoints may run one graph many times there before its first call goes backward.
+        """
+        if len(self.marks) >= _MOST_MARKS:
+            return True
+        newest = next(reversed(self.holding))
+        after = self.count - 1 - newest  # calls that hold nothing any more
+        if after < _KEPT_AFTER * len(self.holding) or autograd.current_backward() != -1:
+            return False
+        ran = Counter(version.graph for how, number, version in self.marks if how == "backward" and number > newest)
+        kept = Counter(version.graph for version in self.holding.values())
+        return after >= _MOST_AFTER or all(ran[graph] >= _KEPT_AFTER * count for graph, count in kept.items())
 
     def trace(self, key: Callable[[Version], Any]) -> list[Event]:
         """The events with a `key` for each version. Gradients are those that parameters have now."""
@@ -225,6 +249,7 @@ class Group:
     incomplete: int = 0
     counted: bool = False
     warned: bool = False
+    warned_of_kept: bool = False
     _local: threading.local = field(default_factory=threading.local)
 
     @property
@@ -246,6 +271,8 @@ class Group:
         with _lock:
             step = self.step
             step.drop()
+            if step.holding and step.is_endless:
+                self.leave_out(step)
             if not step.holding:
                 if step.marks and step.marks[-1][0] == "dropped":
                     self.ended(step)
@@ -253,6 +280,21 @@ class Group:
                 # What is gathered for the first call is of the step. Twice, because FSDP2 keeps the buffer that it has
                 # gathered into until it gathers the next block.
                 self.begin().allocated = None if allocated is None else allocated - 2 * self.gathered_bytes
+
+    def leave_out(self, step: Step) -> None:
+        """Forget `step`, which is endless, with a warning."""
+        if not self.warned_of_kept:
+            self.warned_of_kept = True
+            since = step.count - 1 - next(iter(step.holding))
+            warn_user(
+                f"aot_hooks: {self.budget!r}: {len(step.holding)} compiled calls hold {step.held_bytes / _MIB:.1f} MiB "
+                f"of saved tensors, and {since} calls have run since the first of them. A step ends where nothing is "
+                "saved, so none could be planned or checked. Such calls are left out from now on, and what they hold "
+                "comes on top of the budget. Is the output of an evaluation kept? Compute it under torch.no_grad(), or "
+                "keep output.detach()",
+                BudgetWarning,
+            )
+        step.marks, step.holding = [], {}
 
     def called(self, version: Version, args: Sequence[Any], outputs: Any) -> None:
         """A forward has run."""
@@ -276,8 +318,7 @@ class Group:
     def has_run(self, step: Step, number: int) -> None:
         with _lock:
             step.drop()
-            step.release("backward", number)
-            if not step.holding:
+            if step.release("backward", number) and not step.holding:
                 self.ended(step)
 
     def ended(self, step: Step) -> None:

@@ -28,6 +28,7 @@ SYMBOLS = {
     "the scope of torch's own contexts": "torch._functorch.config",
     "policies by module in eager parts": "torch._C._autograd._get_sequence_nr",
     "tensors that offload leaves on the device": "torch._C._autograd._get_current_graph_task_keep_graph",
+    "steps of many calls under a budget": "torch._C._current_graph_task_id",
 }
 PROTOCOLS = {
     "policies by module in eager parts": {"torch.autograd.graph.Node torch._C._FunctionBase": "_sequence_nr"},
@@ -46,6 +47,8 @@ _disable = need("torch._C._autograd._saved_tensors_hooks_disable")
 next_sequence_number: Callable[[], int] = late(need, "torch._C._autograd._get_sequence_nr")
 # whether the backward that runs on this thread may run again (`retain_graph`); True outside of a backward
 keeps_graph: Callable[[], bool] = late(need, "torch._C._autograd._get_current_graph_task_keep_graph")
+# the number of the backward that runs on this thread; -1 outside of one
+current_backward: Callable[[], int] = late(need, "torch._C._current_graph_task_id")
 
 # Why hooks are disabled on this thread (`disable_saved_tensors_hooks`); None if they are not.
 disabled_because: Callable[[], str | None] = need("torch._C._autograd._saved_tensors_hooks_get_disabled_error_message")

@@ -1,20 +1,27 @@
-"""Steps under a budget whose calls hold nothing, in a checkpoint."""
+"""Steps under a budget whose calls hold nothing, in a checkpoint, or for ever, with a kept output."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 
 import many_blocks
 import pytest
 import torch
-from many_blocks import Block, assert_equal, compile_blocks, gradients, model_of, peak_of, train
+from many_blocks import ROWS, WIDTH, Block, assert_equal, compile_blocks, gradients, measured, model_of, peak_of, train
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from aot_hooks import budget
-from aot_hooks.errors import BudgetError, unwrapped
+from aot_hooks.errors import BudgetError, BudgetWarning, unwrapped
+from aot_hooks.planning import many
 
 x, compiled_kinds = many_blocks.x, many_blocks.compiled_kinds  # fixtures
+
+
+def mark_count() -> int:
+    (group,) = many._groups.values()
+    return len(group.step.marks)
 
 
 # --- checkpoints ------------------------------------------------------------------------------------------------------
@@ -48,3 +55,64 @@ def test_a_budget_that_cannot_be_met_raises_beside_checkpointed_blocks(x):
         for _ in range(3):
             checkpointed(model, x, lambda i: i % 2 == 0, reentrant=False)
     assert isinstance(unwrapped(caught.value), BudgetError)
+
+
+def test_a_call_is_of_the_step_while_checkpoints_run_its_graph_in_the_backward(x):
+    model = model_of(*[Block] * 8)
+    expected = gradients(model, x)
+    compile_blocks(model, budget(peak_of(model, x, 5.0), max_error=0))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", BudgetWarning)
+        for _ in range(3):
+            found = train(model, x, lambda: checkpointed(model, x, bool, reentrant=True))
+            assert_equal(found, expected)
+
+
+# --- kept outputs -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.core
+def test_an_evaluation_that_is_kept_with_its_graph_is_left_out_of_steps(x, compiled_kinds, tmp_path):
+    model = model_of(*[Block] * 6)
+    expected, peak = gradients(model, x), peak_of(model, x, 0.6)
+    compile_blocks(model, budget(peak, max_error=0))
+    kept = [model(x)]
+    with pytest.warns(BudgetWarning, match=r"6 compiled calls hold .* MiB .* 17 calls .*no_grad") as caught:
+        for _ in range(8):
+            assert_equal(train(model, x), expected)
+    assert len([w for w in caught if issubclass(w.category, BudgetWarning)]) == 1
+    assert compiled_kinds == ["alone", "least", "planned"]
+    assert mark_count() == 12
+    assert measured(model, x, tmp_path) <= peak
+    kept.pop().sum().backward()
+    assert mark_count() == 12
+    assert_equal(train(model, x), expected)
+
+
+def test_an_evaluation_of_other_sizes_is_left_out_later(x, compiled_kinds, monkeypatch):
+    monkeypatch.setattr(many, "_MOST_AFTER", 40)
+    model = model_of(*[Block] * 4)
+    expected = gradients(model, x)
+    compile_blocks(model, budget(peak_of(model, x, 0.6), max_error=0), dynamic=False)
+    kept = [model(torch.randn(ROWS // 2, WIDTH))]
+    with pytest.warns(BudgetWarning, match="43 calls have run since the first of them"):
+        for _ in range(14):
+            assert_equal(train(model, x), expected)
+    assert compiled_kinds[-1] == "planned"
+    assert mark_count() == 8
+    assert kept
+
+
+def test_evaluation_with_gradients_has_no_step_without_an_end(x, monkeypatch):
+    """Its last output is there until the next one is, so there is no point at which nothing is saved."""
+    monkeypatch.setattr(many, "_MOST_MARKS", 50)
+    model = model_of(*[Block] * 4)
+    compile_blocks(model, budget(peak_of(model, x, 5.0), max_error=0))
+    with pytest.warns(BudgetWarning, match="torch.no_grad"):
+        for _ in range(20):
+            out = model(x)
+            assert mark_count() <= 54
+    del out
+    train(model, x)
+    train(model, x)
+    assert mark_count() == 8

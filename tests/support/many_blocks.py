@@ -92,9 +92,9 @@ def assert_equal(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]
     assert all(map(torch.equal, found, expected))
 
 
-def compile_blocks(model: nn.Module, policy: Any) -> None:
+def compile_blocks(model: nn.Module, policy: Any, **others: Any) -> None:
     for block in model:
-        block.compile(backend="aot_hooks", options={**ATEN, "policy": policy})
+        block.compile(backend="aot_hooks", options={**ATEN, "policy": policy}, **others)
 
 
 def measured(model: nn.Module, x: torch.Tensor, folder: Any) -> int:
