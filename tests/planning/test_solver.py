@@ -86,7 +86,7 @@ def test_of_equal_options_the_exact_one_is_taken():
 
 
 def test_a_recomputation_brings_its_source_back_early():
-    """`b` is read at 4 at the earliest, to compute another again, and made of `a`. Sent away until 6, `a` is back at 4."""
+    """To compute others again, `b` is read at 4, and it is made of `a`. Sent away until 6, `a` is back at 4, too."""
     away, recompute = Option("away", object(), 0, -1.0), Option(RECOMPUTE, ms=-1.0, sources=(0,))
     a = Value(("a",), 8 * MIB, 1, 6, 0, 4, (away,))
     b = Value(("b",), 8 * MIB, 2, 5, 0, 4, (recompute,))
