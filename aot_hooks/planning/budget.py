@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, cast
 
@@ -35,6 +35,7 @@ class Budget:
         moments_at_least: the same if graphs that are compiled later hold their least; (): as `moments`.
         least: the graph shall hold the least that it can: other calls hold saved tensors, nobody knows yet how many.
         lenient: if nothing stays under the peak, the least is taken, with a warning.
+        around: of `check_gradients`: makes of each lossy hook of the plan the one that is put into the graphs.
     """
 
     peak: int | str | None
@@ -47,6 +48,7 @@ class Budget:
     moments_at_least: tuple[Moment, ...] = ()
     least: bool = False
     lenient: bool = False
+    around: Callable[[Hook], Hook] | None = None
 
     looks_at_modules: ClassVar[bool] = False
     decides_for_graph: ClassVar[bool] = True  # so no other policy may ask it for one tensor

@@ -43,6 +43,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Tried:
+    without_hooks: Graphs
     graphs: Graphs
     plan: Plan
     step: Step

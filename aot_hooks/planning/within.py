@@ -175,7 +175,7 @@ def _partition(
             before_ms=before_ms,
             after_ms=after_ms,
         )
-        return Tried(found, plan, own, solution, live, bytes_of(plan.live_after).peak(moments))
+        return Tried(graphs, found, plan, own, solution, live, bytes_of(plan.live_after).peak(moments))
 
     best, least = search(step, limits, partitioned, tried)
     if best is None and peak is not None and least.fits(dataclasses.replace(limits, peak=peak)):
@@ -193,10 +193,28 @@ def _partition(
             points = [point for point in best.plan.live_after if point.phase == phase]
             write_when_made(gm)
             hold_kernels(gm, points, best.peak - bytes_of(best.plan.live_after).beside(moments, phase))
+    if budget.around is not None:
+        best = _around(budget.around, best, rewrite, setting, trace)
     plan = best.plan if budget.least else _in_step(best.plan, moments)
     if fused:
         return best.graphs.fw, best.graphs.bw, plan
     return aot.copied(best.graphs.fw, lazily=False), aot.copied(best.graphs.bw, lazily=False), plan
+
+
+def _around(
+    around: Callable[[Hook], Hook],
+    found: _Tried,
+    rewrite: Callable[[GraphModule, GraphModule, Setting, Trace], Plan],
+    setting: Setting,
+    trace: Trace,
+) -> _Tried:
+    """`found` with other graphs: `around(hook)` stands in them for each lossy hook."""
+    bare = found.without_hooks
+    graphs = dataclasses.replace(bare, fw=aot.copied(bare.fw), bw=aot.copied(bare.bw))
+    policy = _policy(found.solution, found.step)
+    hooks = {name: around(hook) if hook.lossy else hook for name, hook in policy.hooks.items()}
+    rewrite(graphs.fw, graphs.bw, Setting(_Chosen(hooks, policy.reasons), setting.scope), trace)
+    return dataclasses.replace(found, graphs=graphs)
 
 
 def bytes_of(points: Sequence[LivePoint]) -> Bytes:

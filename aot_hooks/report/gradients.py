@@ -26,6 +26,7 @@ from ..errors import OptionError
 from ..hook import KEEP, Hook
 from ..options import Options
 from ..passes.plan import Plan, joined
+from ..planning.budget import Budget
 from ..records import recorded
 from ..settings.setting import Setting
 from ..torch_private import autograd, dynamo
@@ -95,7 +96,10 @@ class GradientReport:
             f"packed, {plan.saved_bytes} -> {plan.packed_bytes} bytes"
         ]
         if not self.same_random_numbers:
-            lines.append("the two runs took different random numbers: use model.eval(), or hooks with stochastic=False")
+            lines.append(
+                "the two runs took different random numbers: use model.eval(), hooks with stochastic=False, or a budget "
+                "whose allow has no 'int4'"
+            )
         lines.append(f"{'error':>10} {'norm':>10}  gradient")
         for row in self.rows[:_SHOWN]:
             dtype = str(row.dtype).removeprefix("torch.")
@@ -149,7 +153,9 @@ def check_gradients(
         setting = hooks.setting if hooks is not None else ambient()[0]
         if setting is not None and not setting.eager:
             # Inductor may order random operators differently even so: take the reference that is closer
-            packing = run(saved_tensors_policy(_PackButRestore(setting), scope=setting.scope))
+            rule = setting.rule
+            packing_policy = replace(rule, around=_exact) if isinstance(rule, Budget) else _PackButRestore(setting)
+            packing = run(saved_tensors_policy(packing_policy, scope=setting.scope))
             reference = min((reference, packing), key=lambda other: _output_error(other, found))
     both = [(name, g0, found.grads[name]) for name, g0 in reference.grads.items() if g0 is not None]
     gradients = [(name, g0, torch.zeros_like(g0) if g is None else g) for name, g0, g in both]
@@ -169,9 +175,12 @@ class _PackButRestore:
 
     def __call__(self, saved: Any) -> Hook:
         hook = self.setting.choose(saved)
-        if hook is KEEP:
-            return KEEP
-        return replace(hook, name=f"{hook.name}, exact", pack=_PackBoth(hook), unpack=_last, cache_hash=None)
+        return KEEP if hook is KEEP else _exact(hook)
+
+
+def _exact(hook: Hook) -> Hook:
+    """A hook that packs as `hook` does, but restores the exact tensor."""
+    return replace(hook, name=f"{hook.name}, exact", pack=_PackBoth(hook), unpack=_last, cache_hash=None)
 
 
 @dataclass(frozen=True)
