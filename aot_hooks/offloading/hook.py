@@ -110,7 +110,7 @@ class EagerCopy:
         self.version, self.changed = y._version, False
         self.host: torch.Tensor | None = None
         self.ticket: Any = transfers.send(y, settings.max_host_bytes)  # None while no copy is under way
-        self.device, self.nbytes = y.device, y.nbytes
+        self.device, self.nbytes, self.shape = y.device, y.nbytes, list(x.shape)
         self.settings, self.tape, self.index = settings, tape, index
 
     def note_changes(self) -> None:
@@ -137,10 +137,9 @@ class EagerCopy:
         with self.tape.lock:  # autograd has a thread a device
             self.note_changes()
             if self.changed:
-                shape = list(self.original.shape) if self.original is not None else ""
                 raise RuntimeError(
                     "one of the variables needed for gradient computation has been modified by an inplace operation "
-                    f"while it was copied to the host: [{shape}]"
+                    f"while it was copied to the host: {self.shape}; write to a copy of it instead"
                 )
             y = self.original  # its copy may go on: the ticket's end waits for it
             if y is None:

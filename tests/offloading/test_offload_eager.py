@@ -14,6 +14,7 @@ from steps import assert_same, step
 
 import aot_hooks
 from aot_hooks.offloading import transfers
+from aot_hooks.offloading.hook import tape
 
 
 @pytest.mark.parametrize("in_flight_bytes", [0, 2000, 1 << 30])
@@ -52,6 +53,21 @@ def late(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transfers, "finished", lambda ticket: False)
 
 
+@pytest.mark.parametrize("in_flight_bytes", [1 << 20, 0], ids=["in flight", "released"])
+def test_eager_the_error_of_a_change_in_place_has_the_shape(
+    monkeypatch: pytest.MonkeyPatch, in_flight_bytes: int
+) -> None:
+    late(monkeypatch)
+    x = torch.randn(8, 4, requires_grad=True)
+    with aot_hooks.saved_tensors_hooks(aot_hooks.offload(0, in_flight_bytes=1 << 20), scope="all"):
+        h = (x * 1.5).t()
+        y = torch.sin(h)
+        h.mul_(-3)
+    tape().release_copied(in_flight_bytes)
+    with pytest.raises(RuntimeError, match=r"copied to the host: \[4, 8\];"):
+        y.sum().backward()
+
+
 @pytest.mark.parametrize("max_host_bytes", [None, 0])
 def test_eager_a_change_in_place_while_it_is_copied_is_an_error(
     monkeypatch: pytest.MonkeyPatch, max_host_bytes: int | None
@@ -70,8 +86,6 @@ def test_eager_a_change_in_place_while_it_is_copied_is_an_error(
 
 
 def test_eager_pipelines_do_not_grow_the_tape() -> None:
-    from aot_hooks.offloading.hook import tape
-
     model = stack(2)
     pending: list[torch.Tensor] = []
     sizes = []
