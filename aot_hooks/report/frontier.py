@@ -4,13 +4,16 @@ without hooks ... peak 24.0 GiB, step 1.000
 budget(p1)        peak p1,       step 1.01         budgets between the lowest peak and that without hooks;
 ...                                                points that another point beats are left out
 the lowest peak
+
+A step of several compiled calls also gets the plan in which each call holds the least between its forward and its
+backward: that is what adds up, while the budget with the lowest peak of each call alone may hold more.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..errors import BudgetError, OptionError, error_behind
@@ -44,9 +47,14 @@ class Frontier:
     """Plans of which none is both faster and smaller than another, by their peak.
 
     `str()` is a table; iterating gives the points.
+
+    Attributes:
+        points: those of the lowest peak first.
+        in_parts: the step has several compiled calls: planned one by one here, by a budget in training together.
     """
 
     points: tuple[Point, ...]
+    in_parts: bool = False
 
     def __iter__(self) -> Iterator[Point]:
         return iter(self.points)
@@ -58,6 +66,11 @@ class Frontier:
         lines = [f"{'peak MiB':>10}  {'step':>6}  saved bytes by what is done with them"]
         for point in self.points:
             lines.append(f"{point.peak_bytes / 2**20:10.1f}  {point.step_ratio:6.3f}  {_means(point.plan)}")
+        if self.in_parts:
+            lines.append(
+                "The step has several compiled calls, which are planned one by one here. In training a budget plans "
+                "them together:\nit reaches peaks between these, and may reach a lower one."
+            )
         return "\n".join(lines)
 
 
@@ -102,24 +115,28 @@ def frontier_of(
     stock = plan_with(KEEP)
     if not stock.decisions:
         raise OptionError("frontier: expected a function that saves tensors for backward, but it saves none")
+    in_parts = sum(point.phase == "forward" and point.node == "(end)" for point in stock.live_after) > 1
     found = [Point(stock.peak_bytes, 1.0, stock, None)]
-    policies = [budget(max_slowdown=float("inf"), allow=allow, max_error=max_error)]
-    while policies:
-        policy = policies.pop(0)
+
+    def try_out(policy: Budget) -> None:
         try:
             planned = plan_with(policy)
         except Exception as e:
             if error_behind(e, BudgetError) is None:
                 raise
-            continue  # the solver's bounds lie a little under what it can reach
+            return  # the solver's bounds lie a little under what it can reach
         found.append(Point(planned.peak_bytes, planned.step_ratio, planned, policy))
-        if policy.peak is None:
-            least, most = planned.peak_bytes, stock.peak_bytes
-            peaks = [least + (most - least) * k // _POINTS for k in range(1, _POINTS)]
-            policies = [budget(peak, allow=allow, max_error=max_error) for peak in peaks if peak > 0]
+
+    lowest = budget(max_slowdown=float("inf"), allow=allow, max_error=max_error)
+    try_out(lowest)
+    if in_parts:
+        try_out(replace(lowest, least=True))
+    least, most = min(point.peak_bytes for point in found), stock.peak_bytes
+    for peak in sorted({least + (most - least) * k // _POINTS for k in range(1, _POINTS)} - {0}):
+        try_out(budget(peak, allow=allow, max_error=max_error))
     found.sort(key=lambda point: (point.peak_bytes, point.step_ratio))
     best: list[Point] = []
     for point in found:
         if not best or point.step_ratio < best[-1].step_ratio:
             best.append(point)
-    return Frontier(tuple(best))
+    return Frontier(tuple(best), in_parts)

@@ -97,8 +97,8 @@ class GradientReport:
         ]
         if not self.same_random_numbers:
             lines.append(
-                "the two runs took different random numbers: use model.eval(), hooks with stochastic=False, or a budget "
-                "whose allow has no 'int4'"
+                "the two runs took different random numbers: use model.eval(), hooks with stochastic=False, or a "
+                "budget whose allow has no 'int4'"
             )
         lines.append(f"{'error':>10} {'norm':>10}  gradient")
         for row in self.rows[:_SHOWN]:

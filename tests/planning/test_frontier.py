@@ -87,6 +87,34 @@ def test_no_point_beats_another_and_the_policy_of_a_point_gives_its_plan(model_a
     assert again.decisions == point.plan.decisions
 
 
+class Widened(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(32, width), nn.Linear(width, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(nn.functional.gelu(self.up(x)))
+
+
+@pytest.mark.core
+def test_of_several_graphs_each_holds_the_least_between_forward_and_backward() -> None:
+    model, x = nn.ModuleList(map(Widened, (128, 132, 136, 140))), torch.randn(256, 32)
+
+    def in_parts(x: torch.Tensor) -> torch.Tensor:
+        for block in model:
+            x = block(x)
+            torch._dynamo.graph_break()
+        return x
+
+    found = aot_hooks.frontier(in_parts, x, inner="aten", max_error=0, allow=["recompute"])
+    alone = aot_hooks.budget(max_slowdown=float("inf"), max_error=0, allow=["recompute"])
+    each = aot_hooks.plan(in_parts, x, policy=alone, inner="aten")
+    assert found.in_parts and found.points[0].peak_bytes < 0.9 * each.peak_bytes
+    again = aot_hooks.plan(in_parts, x, policy=found.points[0].policy, inner="aten")
+    assert again.peak_bytes == found.points[0].peak_bytes
+    assert "several compiled calls, which are planned one by one" in str(found)
+
+
 def test_of_what_saves_nothing():
     with pytest.raises(OptionError, match="saves none"):
         aot_hooks.frontier(lambda x: x + 1, torch.randn(4, 4, requires_grad=True), inner="aten")
