@@ -23,12 +23,13 @@ from torch.fx import GraphModule, Node
 
 from cudagraph.placeholder import results_of
 
+from ..graphs.layout import in_memory_order
 from ..graphs.nodes import PACKED, has_tag
 from ..graphs.saved import Boundary, SavedValue
 from ..torch_private import values as torch_values
 from ..torch_private.inductor_fusion import FROM_HOOK, mark_alone
 from .edits import after_inputs, call, clean_name, insert_backward_input, last_use, with_inputs
-from .plan import same_view
+from .plan import has_symbols, same_view
 from .units import Packing, Unit, bytes_of
 
 _CONSTANT = "_aot_hooks_constant_"  # attributes of the graphs
@@ -59,7 +60,7 @@ def inline(fw: GraphModule, bw: GraphModule, boundary: Boundary, units: Iterable
                 packing = replace(packing, leaves=tuple(leaves), packed_bytes=bytes_of(leaves))
             with bw.graph.inserting_before(first):
                 (out,) = _copy_in(packing.traced.unpack, bw, inputs, f"{value.row.name}_unpack")
-                _read_from(bw, out, packing.readers, unit)
+                _read_from(bw, out, packing.readers, unit, numbers)
             packings.append(packing)
         inlined.append(replace(unit, packings=tuple(packings)))
     _set_outputs(fw, boundary, crossing, numbers)
@@ -179,7 +180,7 @@ def _cross(bw: GraphModule, value: SavedValue, i: int, leaf: Node, pairs: _Pairs
     return placeholder
 
 
-def _read_from(bw: GraphModule, out: Node, readers: Collection[Node], unit: Unit) -> None:
+def _read_from(bw: GraphModule, out: Node, readers: Collection[Node], unit: Unit, numbers: _Pairs) -> None:
     """Make `readers` read the unpacked `out`, or a value made from it, instead of the placeholders of `unit`."""
     head = unit.saved
     dense: Node | None = None
@@ -188,7 +189,11 @@ def _read_from(bw: GraphModule, out: Node, readers: Collection[Node], unit: Unit
         if member.bw_node in unit.replays:
             for node in unit.replays[member.bw_node]:
                 source = call(bw.graph, node.target, source, *node.args[1:], **node.kwargs)
-        elif not same_view(head.value, member.value):
+        elif same_view(head.value, member.value):
+            pass
+        elif has_symbols(head.value) or has_symbols(member.value):
+            source = _in_shape_of(bw, out, head.value, member.value, numbers)
+        else:
             if dense is None:  # as_strided counts from the start of the storage
                 dense = call(bw.graph, torch.ops.aten.clone.default, out, memory_format=torch.preserve_format)
             like = member.value
@@ -198,6 +203,19 @@ def _read_from(bw: GraphModule, out: Node, readers: Collection[Node], unit: Unit
         for reader in list(member.bw_node.users):
             if reader in readers:
                 reader.replace_input_with(member.bw_node, source)
+
+
+def _in_shape_of(bw: GraphModule, out: Node, like: torch.Tensor, view: torch.Tensor, numbers: _Pairs) -> Node:
+    """The `view` of all memory of `out`, which has the layout of `like`. Its sizes are inputs of the backward."""
+    sizes: dict[str, Any] = {torch_values.expression(node.meta["val"]): placeholder for node, placeholder in numbers}
+    memory, order = in_memory_order(view, keep_rows=False)
+    shape = [sizes.get(torch_values.expression(n), n) for n in memory.shape]  # the others are plain numbers
+    if (permutation := in_memory_order(like, keep_rows=False)[1]) is not None:
+        out = call(bw.graph, torch.ops.aten.permute.default, out, list(permutation))
+    out = call(bw.graph, torch.ops.aten.view.default, out, shape)
+    if order is None:
+        return out
+    return call(bw.graph, torch.ops.aten.permute.default, out, sorted(range(len(order)), key=order.__getitem__))
 
 
 def _set_outputs(fw: GraphModule, boundary: Boundary, crossing: dict[Node, _Pairs], numbers: _Pairs) -> None:

@@ -9,6 +9,7 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch.fx import Node
@@ -22,6 +23,7 @@ from ..hook import KEEP, Hook
 from ..library.lossless import compare_hook
 from ..offloading.schedule import Transfer
 from ..settings.setting import KEPT, Setting, out_of_scope, why_kept, why_packed
+from ..torch_private.values import expression, same_size
 from .live_bytes import LivePoint, join
 
 # operators that make or read the state of a random generator; registered late, so by name (2.11 to 2.15)
@@ -196,7 +198,8 @@ def decide(boundary: Boundary, ambient: Setting | None, regions: Mapping[str, Se
     by_storage: dict[int, list[Choice]] = defaultdict(list)
     for choice in choices:
         by_storage[choice.value.row.storage].append(choice)
-    decided = {choice.value: choice for views in by_storage.values() for choice in _pack_once(views)}
+    numbers = {expression(node.meta["val"]) for node, _ in boundary.symints}
+    decided = {choice.value: choice for views in by_storage.values() for choice in _pack_once(views, numbers)}
     return tuple(decided[choice.value] for choice in choices)
 
 
@@ -269,8 +272,8 @@ def _hook_for(setting: Setting | None, value: SavedValue) -> tuple[Hook, str]:
     return hook, why
 
 
-def _pack_once(views: list[Choice]) -> list[Choice]:
-    """Of several saved views of one storage, pack one that covers the others, or none."""
+def _pack_once(views: list[Choice], numbers: set[str]) -> list[Choice]:
+    """Of several saved views of one storage, pack one that covers the others, or none. The symbolic `numbers` cross."""
     if len(views) == 1:
         return views
     kept = next((c for c in views if not c.packs), None)
@@ -279,7 +282,7 @@ def _pack_once(views: list[Choice]) -> list[Choice]:
         return [c.kept(reason) if c.packs else c for c in views]
     if len({hook for c in views for hook, _ in c.uses}) != 1:
         return views  # different hooks for different readers or views: each its own packing
-    head = next((c for c in views if all(_covers(c.value.value, o.value.value) for o in views)), None)
+    head = next((c for c in views if all(_covers(c.value.value, o.value.value, numbers) for o in views)), None)
     if head is None:
         return views
     hook = head.uses[0][0]
@@ -288,21 +291,32 @@ def _pack_once(views: list[Choice]) -> list[Choice]:
 
 
 def same_view(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two views of one storage are the same."""
-    return a is b or (a.shape == b.shape and a.stride() == b.stride() and a.storage_offset() == b.storage_offset())
+    """Whether two views of one storage are the same for certain; leaves no guard."""
+    one, other = ((*x.shape, *x.stride(), x.storage_offset()) for x in (a, b))
+    return a is b or (a.dim() == b.dim() and all(map(same_size, one, other)))
 
 
-def _covers(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether `b` is a view of exactly the memory of `a`, for certain."""
+def _covers(a: torch.Tensor, b: torch.Tensor, numbers: set[str]) -> bool:
+    """Whether `b` is a view of exactly the memory of `a`, for certain, that can be made from `a` and `numbers`."""
     if (a.dtype, a.is_conj(), a.is_neg()) != (b.dtype, b.is_conj(), b.is_neg()):
         return False
     if same_view(a, b):
         return True
-    numbers = [*a.shape, *a.stride(), a.storage_offset(), *b.shape, *b.stride(), b.storage_offset()]
-    if not all(isinstance(n, int) for n in numbers):
-        return False
     if not is_contiguous(in_memory_order(a, keep_rows=False)[0]):
         return False  # not dense: unpacking it does not bring its gaps back
+    if has_symbols(a) or has_symbols(b):  # all of it, in another shape
+        same = same_size(a.storage_offset(), b.storage_offset()) and same_size(a.numel(), b.numel())
+        return same and _symbols(*b.shape) <= numbers and is_contiguous(in_memory_order(b, keep_rows=False)[0])
     low = b.storage_offset() - a.storage_offset()
     high = low + sum((n - 1) * s for n, s in zip(b.shape, b.stride(), strict=True))
     return b.numel() > 0 and low >= 0 and high < a.numel()
+
+
+def has_symbols(x: torch.Tensor) -> bool:
+    """Whether a size, a stride or the offset of `x` is symbolic."""
+    return bool(_symbols(*x.shape, *x.stride(), x.storage_offset()))
+
+
+def _symbols(*sizes: Any) -> set[str]:
+    """The expressions of those of `sizes` that are symbolic."""
+    return {expression(n) for n in sizes if isinstance(n, torch.SymInt)}

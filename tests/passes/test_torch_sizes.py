@@ -48,6 +48,37 @@ def test_hooks_add_no_recompiles(hook: Hook, dynamic: bool | None, mark: bool) -
 
 
 @pytest.mark.core
+@pytest.mark.parametrize(("dims", "other"), [((0,), (7, 6)), ((1,), (4, 9)), ((0, 1), (7, 9))])
+def test_views_of_one_storage_are_packed_once_with_symbolic_sizes_too(
+    dims: tuple[int, ...], other: tuple[int, int]
+) -> None:
+    """Attention saves its result, and a linear layer the same memory as a matrix. With Inductor one of them crosses."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    torch.manual_seed(0)
+    first, last = torch.nn.Linear(16, 16), torch.nn.Linear(16, 16)
+
+    def attend(x: Tensor) -> Tensor:
+        b, s, _ = x.shape
+        q = first(x).view(b, s, 2, 8).transpose(1, 2)
+        y = torch.nn.functional.scaled_dot_product_attention(q, q.sin(), q.cos(), is_causal=True)
+        return last(y.transpose(1, 2).reshape(b, s, 16)).sin()
+
+    call = torch.compile(attend, backend="aot_hooks", options={"inner": "aten", "policy": BITS})
+    for sizes in ((4, 6), other):
+        x = torch.randn(*sizes, 16, requires_grad=True)
+        for dim in dims:
+            torch._dynamo.mark_dynamic(x, dim)
+        parts = (x, *first.parameters(), *last.parameters())
+        torch.testing.assert_close(gradients(call(x), *parts), gradients(attend(x), *parts))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    (plan,) = last_plans(call)
+    views = [d for d in plan.decisions if d.reason.startswith("a view of '")]
+    assert len(views) == 1 and views[0].packed_bytes == 0
+    assert plan.packed_bytes == plan.saved_bytes
+
+
+@pytest.mark.core
 def test_unbacked_sizes() -> None:
     def f(x: Tensor, w: Tensor, n: Tensor) -> Tensor:
         size = n.item()
