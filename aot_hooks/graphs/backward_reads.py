@@ -148,16 +148,16 @@ class BackwardReads:
 
     def _follow(self, start: Node, reader: Node | None) -> Iterator[FoundRead]:
         """The reads of `start` through `reader` (None: through all its users) that are not smooth."""
-        stack: list[tuple[Node, Node | None, bool]] = [(start, reader, False)]  # value, its reader, whether it's a norm
-        seen: set[tuple[Node, Node, bool]] = set()
+        stack: list[tuple[Node, Node | None]] = [(start, reader)]  # a value, and its reader
+        seen: set[tuple[Node, Node]] = set()
         while stack:
-            value, only, norm = stack.pop()
+            value, only = stack.pop()
             for user in value.users if only is None else (only,):
-                if (value, user, norm) in seen or (user.op == "call_function" and not user.users):
+                if (value, user) in seen or (user.op == "call_function" and not user.users):
                     continue
-                seen.add((value, user, norm))
+                seen.add((value, user))
                 direct = reader or user
-                kind, norm_after = self._classify(value, user, norm)
+                kind = self._classify(value, user)
                 if kind == "none" or (user.op == "output" and self.fw is not None):
                     continue
                 if kind == "nested":
@@ -165,10 +165,10 @@ class BackwardReads:
                 elif kind != "smooth":
                     yield self._found(kind, start, value, user, direct)
                 elif user not in self.of_tangents:
-                    stack.append((user, None, norm_after))
+                    stack.append((user, None))
 
-    def _classify(self, value: Node, user: Node, norm: bool) -> tuple[str, bool]:
-        """The kind of the read of `value` by `user`, and whether the result is a norm.
+    def _classify(self, value: Node, user: Node) -> str:
+        """The kind of the read of `value` by `user`.
 
         Kinds beside those of `Read`: "smooth", "none" (only the shape is read), "nested" (read inside of a region).
 
@@ -177,48 +177,44 @@ class BackwardReads:
         """
         name = str(user.target)
         if user.op != "call_function":
-            return "unknown", False
+            return "unknown"
         positions = argument_positions(user, value)
         result = user.meta.get("val")
         if name in tables.SHAPE_ONLY and positions == [tables.SHAPE_ONLY[name]]:
-            return "none", False
+            return "none"
         if user.target is torch.ops.higher_order.invoke_subgraph:
-            return "nested", False
+            return "nested"
         if user.target is operator.getitem:
             floating = not isinstance(result, torch.Tensor) or result.dtype.is_floating_point
-            return ("smooth", norm or _gives_norm(user)) if floating else ("decision", False)
+            return "smooth" if floating else "decision"
         if isinstance(result, torch.Tensor) and not (result.dtype.is_floating_point or result.dtype.is_complex):
-            return "decision", False
+            return "decision"
         # a piece of an operator that is smooth as a whole: the result, or only read by other pieces
         inside, *after = [str(n.meta.get("original_aten")) in tables.SMOOTH_INSIDE for n in (user, *user.users)]
         if inside and len(set(after)) <= 1:
-            return "smooth", False
+            return "smooth"
         if too_high_power(user):
-            return "singular", False
-        if norm and positions == [tables.ROOTS.get(name)]:
-            return "smooth", user.target is _aten.sqrt.default
-        keeps_norm = norm and (name in tables.KEEPS_NORM or (name in tables.SCALES_NORM and _grows(user)))
+            return "singular"
         if user.target is _aten.pow.Tensor_Scalar and positions == [0]:
             smooth = cast("float", user.args[1]) >= 1
         else:
-            listed = tables.SMOOTH.get(name, (0,) if keeps_norm else ())
-            smooth = positions != [] and set(positions) <= set(listed)
+            smooth = positions != [] and set(positions) <= set(tables.SMOOTH.get(name, ()))
         broadcast = has_tag(user, torch.Tag.pointwise) and _numel(user) > _BROADCAST * _numel(value)
         if smooth and (broadcast or self._is_divided(user)):
-            return "singular", False
+            return "singular"
         again = user not in self.of_tangents
-        if smooth and again and may_cancel(user, norm=norm, gives_norm=_gives_norm(user)):
-            return "singular", False
+        if smooth and again and may_cancel(user):
+            return "singular"
         if smooth and not again and set(positions) & set(tables.ADDENDS.get(name, ())):
-            return "singular", False
+            return "singular"
         if _is_sine(user) and not _may_be_rounded_for_sine(value):
-            return "singular", False
+            return "singular"
         if user.target is _aten.exp.default and _is_minus_square(value):
-            return "smooth", False
+            return "smooth"
         if smooth:
-            return "smooth", (keeps_norm and len(user.all_input_nodes) == 1) or _gives_norm(user)
+            return "smooth"
         plain = name.split(".")[1] if name.count(".") == 2 else name
-        return "decision" if plain in tables.DECIDES else "singular" if plain in tables.SINGULAR else "unknown", False
+        return "decision" if plain in tables.DECIDES else "singular" if plain in tables.SINGULAR else "unknown"
 
     def _is_divided(self, user: Node) -> bool:
         """Whether `user` divides element by element, or moves a gradient into such a division.
@@ -310,26 +306,6 @@ def _may_be_rounded_for_sine(node: Node) -> bool:
         return n.op != "call_function" or of_number or str(n.target) in tables.BEFORE_SINES
 
     return all(map(keeps, nearest_first(node, lambda n: n.all_input_nodes)))
-
-
-def _gives_norm(user: Node) -> bool:
-    """Whether `user` sums up squares or absolute values, or is a variance."""
-    if user.target in (_aten.linalg_vector_norm.default, _aten.var.correction):
-        return True
-    source = user.args[0] if user.args else None
-    if not isinstance(source, Node):
-        return False
-    if user.target is operator.getitem:
-        return source.target is _aten.var_mean.correction and user.args[1:] == (0,)
-    if user.target not in (_aten.sum.dim_IntList, _aten.sum.default, _aten.mean.dim, _aten.mean.default):
-        return False
-    return source.target is _aten.abs.default or _is_square(source)
-
-
-def _grows(user: Node) -> bool:
-    """Whether no constant of `user` is negative."""
-    constants = [a for a in (*user.args, *user.kwargs.values()) if not isinstance(a, Node)]
-    return all(isinstance(c, int | float) and c >= 0 for c in constants)
 
 
 def _is_square(node: Node) -> bool:

@@ -21,28 +21,20 @@ _aten = torch.ops.aten
 _MOST_POWER = 4  # x ** n has n times the relative error of x
 
 
-def may_cancel(user: Node, *, norm: bool, gives_norm: bool) -> bool:
-    """Whether `user` adds up numbers of either sign.
+def may_cancel(user: Node) -> bool:
+    """Whether `user` adds up numbers that may be of either sign.
 
-    Args:
-        norm: it reads a sum of squares or absolute values.
-        gives_norm: it makes one.
+    Every total counts, also one of squares, and every sum with a factor such as `alpha`.
     """
     name, whole = str(user.target), str(user.meta.get("original_aten") or user.target)
     sums = tables.SUMS | tables.TOTALS
     if name not in sums or (whole not in sums and whole in tables.SMOOTH.keys() | tables.NORMS):
         return False
-    if name in tables.TOTALS:
-        return whole in tables.TOTALS_OF_NUMBERS or not (norm or gives_norm)
-    operands: list[Any] = [*user.args[: 3 if name in tables.SUMS_OF_PRODUCTS else 2]]
-    constants = [a for a in operands if not isinstance(a, Node)]
-    positive = all(isinstance(c, int | float) and c >= 0 for c in (*constants, *user.kwargs.values()))
-    if norm and constants and positive and name in tables.SCALES_NORM:  # a norm and a number, not two norms
-        return False
-    if len(operands) == 2 and constants:  # 1 + tanh(x), 1 - sigmoid(x)
-        (value,) = (a for a in operands if isinstance(a, Node))
-        return bool(user.kwargs) or str(value.target) not in tables.WITHIN_ONE or constants not in ([1], [-1])
-    return name != "aten.add.Tensor" or bool(user.kwargs) or not _same_sign(*operands)
+    if name in tables.TOTALS or user.kwargs or len(user.args) != 2:
+        return True
+    if constants := [a for a in user.args if not isinstance(a, Node)]:  # 1 + tanh(x), 1 - sigmoid(x)
+        return str(user.all_input_nodes[0].target) not in tables.WITHIN_ONE or constants not in ([1], [-1])
+    return name != "aten.add.Tensor" or not _same_sign(*user.args)
 
 
 def too_high_power(user: Node) -> bool:

@@ -185,11 +185,13 @@ ADDENDS: dict[str, tuple[int, ...]] = {
     **_at("prims.fma.default", 2),
 }
 
-# Sums whose terms may cancel, of two or three operands, and of the numbers of one. See cancellation.py.
-SUMS_OF_PRODUCTS = _ops("addcmul addcdiv lerp.Tensor")
-SUMS = SUMS_OF_PRODUCTS | _ops("add.Tensor add.Scalar sub.Tensor sub.Scalar rsub.Tensor rsub.Scalar lerp.Scalar")
-TOTALS_OF_NUMBERS = _ops("var.correction var_mean.correction std.correction std_mean.correction")  # they are centred
-TOTALS = TOTALS_OF_NUMBERS | _ops("sum sum.dim_IntList mean mean.dim cumsum")
+# Sums whose terms may cancel: of two or three operands, and of the numbers of one. See cancellation.py.
+SUMS = _ops(
+    "add.Tensor add.Scalar sub.Tensor sub.Scalar rsub.Tensor rsub.Scalar lerp.Scalar lerp.Tensor addcmul addcdiv"
+)
+TOTALS = _ops(
+    "sum sum.dim_IntList mean mean.dim cumsum", "var.correction var_mean.correction std.correction std_mean.correction"
+)
 WITHIN_ONE = _ops("tanh sigmoid erf")  # their results come near 1 or -1 where x is large, and stay there
 # Norms in the forward, whose pieces center numbers as their backward does in eager mode.
 NORMS = _ops(
@@ -203,14 +205,6 @@ SMOOTH_INSIDE = _ops(
     "gelu gelu_backward silu silu_backward sigmoid sigmoid_backward tanh tanh_backward softplus softplus_backward",
     "mish mish_backward log_sigmoid_forward log_sigmoid_backward glu glu_backward",
 )
-
-# The relative error of a sum of squares is at most twice that of its largest numbers. So its roots and reciprocals are
-# smooth, where those of single numbers are not. The result of these is such a sum again (if the rest are constants):
-KEEPS_NORM = (MOVES | CONVERSIONS) | _ops("clamp clamp_min sum sum.dim_IntList mean mean.dim sqrt")
-# likewise with constants of at least 0: 1 - norm may be as small as its error
-SCALES_NORM = _ops("add.Tensor add.Scalar mul.Tensor mul.Scalar div.Tensor div.Scalar")
-# and these take its root or reciprocal: operator -> position
-ROOTS: dict[str, int] = {**dict.fromkeys(_ops("sqrt rsqrt reciprocal pow.Tensor_Scalar"), 0), "aten.div.Tensor": 1}
 
 # What may stand between a saved tensor and a sine: the error of its result is about what rounding the result would
 # make, as eager mode does. A product with a tensor is none of these, with a number it is.
