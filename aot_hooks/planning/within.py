@@ -203,11 +203,11 @@ def _partition(
 
 def _around(
     around: Callable[[Hook], Hook],
-    found: _Tried,
+    found: Tried,
     rewrite: Callable[[GraphModule, GraphModule, Setting, Trace], Plan],
     setting: Setting,
     trace: Trace,
-) -> _Tried:
+) -> Tried:
     """`found` with other graphs: `around(hook)` stands in them for each lossy hook."""
     bare = found.without_hooks
     graphs = dataclasses.replace(bare, fw=aot.copied(bare.fw), bw=aot.copied(bare.bw))
