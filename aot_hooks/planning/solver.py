@@ -42,8 +42,7 @@ _OPEN, _OPEN_AGAIN = 100, 100  # integer columns of a large program that are sol
 _NODES_AGAIN = 5
 _AT_ONCE, _SURE = 8, 0.8  # values that are fixed at once if they are as near to whole as this
 _DIVES = 6
-_FURTHER = 1.05  # of what a dive was over the peak: the next asks for as much less
-_LOWER = 0.5  # of the room: the same after a poor one
+_FURTHER, _LOWER = 1.05, 1.0  # of what a dive was over the peak, and of the room: the next asks for as much less
 _TURNS = 4  # in which all values are solved again
 _ROOM, _ERROR_ROOM = 0.02, 0.35  # of the peak, less; of the sum of squared errors
 _NEAR = 0.002  # of what the relaxed program has: a whole choice this near to it is not solved again
@@ -288,10 +287,7 @@ def _solved(program: _Program, by_value: Sequence[Sequence[int]], room: float) -
             best = found
         if program.objective(best) <= near or guide[program.over] > _MOST_OVER:
             return best  # as good as can be, or nothing can be under the peak
-        if found[program.over] > _MOST_OVER:
-            spare += _FURTHER * found[program.over]
-        else:
-            spare += _LOWER * room
+        spare += max(_FURTHER * found[program.over], _LOWER * room)
     if best is None or whole <= _WHOLE:
         return best
     parts = -(-whole // _OPEN_AGAIN)
