@@ -44,7 +44,7 @@ from .step import ALONE, COMPUTED, KEPT, RECOMPUTE, Bytes, Moment, Option, Step
 RECOMPUTED = Hook(RECOMPUTE, in_plans_only, in_plans_only)
 """Stands in plans for the hook of a value that the backward computes again. Never run."""
 
-_UNSEEN = 0.001  # of the peak, on CUDA: what the allocator rounds up, and kernels' small workspaces
+_UNSEEN = 0.003  # of the peak, on CUDA: what the allocator rounds up, and kernels' small workspaces
 _ERROR = 0.9  # of `max_error`, for what errors add up to beyond the estimate; GPT-2 on an H200 was off by 1.06 of it
 _MIB = 1 << 20
 _MANY = 63  # other calls of a graph of which nobody knows yet how many there are

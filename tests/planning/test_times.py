@@ -115,7 +115,7 @@ def test_steps_run_at_the_rates_that_a_device_keeps_up() -> None:
     assert kept[loop] == pytest.approx(burst[loop] / (1.1 / 0.7))
 
 
-def test_on_a_gpu_a_plan_leaves_a_thousandth(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_a_gpu_a_plan_leaves_three_thousandths(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
     search = within.search
 
@@ -128,7 +128,7 @@ def test_on_a_gpu_a_plan_leaves_a_thousandth(monkeypatch: pytest.MonkeyPatch) ->
     aot_hooks.plan(MODEL, x, policy=aot_hooks.budget(1_000_000), inner="aten")
     monkeypatch.setattr(within, "on_cuda", lambda _: True)
     aot_hooks.plan(MODEL, x, policy=aot_hooks.budget(1_000_000), inner="aten")
-    assert asked == [1_000_000, 999_000]
+    assert asked == [1_000_000, 997_000]
 
 
 def test_graphs_that_are_slower_than_planned_are_no_crash(monkeypatch: pytest.MonkeyPatch) -> None:
