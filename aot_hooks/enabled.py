@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -34,7 +35,7 @@ _end: Callable[[], None] | None = None  # ends the exchange of callbacks; None w
 # for each callback of Dynamo: the wrapper of its function, None if that has another backend than "inductor"; and the
 # callbacks that replace it, by the key of the `Enabled`
 _exchanged: Memo[tuple[Any, dict[str, Any]]] = Memo()
-_caller = threading.local()  # `wrapper`: of the compiled function that this thread called last
+_caller = threading.local()  # `wrapper`: weakly, of the compiled function that this thread called last
 _borrows: Memo[bool] = Memo()  # wrappers of functions for which Dynamo runs graphs of equal ones
 
 
@@ -134,7 +135,10 @@ class Enabled:
     def why_unused(self) -> str:
         """What to do if it had no effect."""
         if not self.is_called:
-            return "Compile the model (torch.compile, or the trainer's own switch) and call it inside"
+            return (
+                "Compile the model with that backend (torch.compile, or the trainer's own switch, without another "
+                "backend) and call it inside"
+            )
         return (
             "A compiled function was called, but Dynamo ran none of its graphs. It compiles a function once for each "
             "policy, at most torch._dynamo.config.recompile_limit times: call torch._dynamo.reset(), or raise the "
@@ -172,7 +176,7 @@ def _callback_for(callback: Any) -> Any:
     wrapper, by_key = known or _exchanged.set(callback, (dynamo_backends.inductor_wrapper_of(callback), {}))
     if wrapper is None:
         return callback
-    enabled.is_called, _caller.wrapper = True, wrapper
+    enabled.is_called, _caller.wrapper = True, weakref.ref(wrapper)
     if enabled.key not in by_key:
         backend = _Backend(wrapper, enabled.options, enabled.key)
         if dynamo_backends.is_precompiled(callback):
@@ -221,7 +225,8 @@ class _Backend(dynamo_backends.InPlaceOf):
             for innermost in _open[-1:]:
                 innermost.is_used = True
                 innermost._run_counts[graph] += 1
-            if (caller := getattr(_caller, "wrapper", None)) is not None and caller is not self.wrapper:
+            caller = _caller.wrapper() if hasattr(_caller, "wrapper") else None
+            if caller is not None and caller is not self.wrapper:
                 _lend(graph, caller)
             return compiled(*args)
 

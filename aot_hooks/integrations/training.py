@@ -64,7 +64,7 @@ class Training:
             try:
                 raise OptionError(
                     f"{self._enabled!r}: a batch was trained, and no function that torch.compile gave to backend "
-                    f"'inductor' ran, so no hook had an effect. {self._enabled.why_unused}, without another backend"
+                    f"'inductor' ran, so no hook had an effect. {self._enabled.why_unused}"
                 )
             finally:
                 self.stop()

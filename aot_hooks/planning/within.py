@@ -89,11 +89,12 @@ def partition_within(
     """
     budget: Any = setting.rule
     assert isinstance(budget, Budget)
-    parts: dict[str, Any] = {"static_inputs": static_inputs, "roots": roots, "fused": fused}
-    parts["num_fwd_outputs"] = num_fwd_outputs
+    trace = tracer(fused)
 
-    def within(rule: Budget) -> tuple[GraphModule, GraphModule, Plan]:
-        return _partition(joint, split, rewrite, setting, rule, **parts)
+    def read(fw: GraphModule, bw: GraphModule) -> Graphs:
+        return Graphs(fw, bw, num_fwd_outputs, tuple(static_inputs), roots, fused, trace)
+
+    within = functools.partial(_partition, joint, lambda: read(*split()), rewrite, setting)
 
     strict = replace(budget, lenient=False)
     ways = [strict]
@@ -115,24 +116,15 @@ def partition_within(
 
 def _partition(
     joint: GraphModule,
-    split: Callable[[], tuple[GraphModule, GraphModule]],
+    split: Callable[[], Graphs],
     rewrite: Callable[[GraphModule, GraphModule, Setting, Trace], Plan],
     setting: Setting,
     budget: Budget,
-    *,
-    num_fwd_outputs: int,
-    static_inputs: Sequence[int],
-    roots: Mapping[str, str],
-    fused: bool,
 ) -> tuple[GraphModule, GraphModule, Plan]:
     """What `partition_within` does, with `budget` in place of that of `setting`, which errors name."""
     rule: Any = setting.rule
-    trace = tracer(fused)
-
-    def read(fw: GraphModule, bw: GraphModule) -> Graphs:
-        return Graphs(fw, bw, num_fwd_outputs, tuple(static_inputs), roots, fused, trace)
-
-    stock = read(*split())
+    stock = split()
+    fused, trace = stock.fused, stock.trace
     moments = _UNKNOWN if budget.least and budget.moments == ALONE else budget.moments
     step, groups = step_of(stock, setting.scope, budget.allow, budget.max_error)
     step = dataclasses.replace(step, moments=moments)
@@ -148,7 +140,7 @@ def _partition(
         """The graphs that compute again the values that `chosen` recomputes, and their step."""
         again, kept = _marks(chosen, cross, groups)
         with aot.recomputed(joint, again, kept):
-            graphs = read(*split())
+            graphs = split()
         reached = _reached(chosen, step, groups)
         own = step_of(graphs, setting.scope, hooks_only, budget.max_error, reached)[0]
         return graphs, dataclasses.replace(own, moments=moments, weighed_bytes=step.saved_bytes)
