@@ -63,7 +63,12 @@ def _is_pointwise_cat(node: Node) -> bool:
 
 
 def reduces(node: Node) -> bool:
-    return has_tag(node, torch.Tag.reduction) or str(node.target).startswith(_REDUCTIONS)
+    return has_tag(node, torch.Tag.reduction) or str(node.target).startswith("aot_hooks.amax_")
+
+
+def _finds_scales(node: Node) -> bool:
+    """Whether `node` reduces rows for a hook. Then a kernel that reads these rows too is the same kernel."""
+    return node.op == "call_function" and str(node.target).startswith("aot_hooks.amax_")
 
 
 def is_loop(node: Node) -> bool:
@@ -160,7 +165,7 @@ class Kernels:
     """Where a fusing compiler runs nodes, and what the kernel of each reads from memory.
 
     Pointwise nodes of one size that read the same tensors are one kernel, at the position of the first: the gradients
-    of both factors of a product, say.
+    of both factors of a product, say. So are those that read rows of which a hook finds the scales.
     """
 
     at: Mapping[Node, int]  # the position at which its kernel runs
@@ -192,6 +197,10 @@ class Kernels:
                 continue
             value = node.meta["val"]
             sizes[key] = tensor_bytes(value)
+            if _finds_scales(node):
+                count = torch_values.hint(node.all_input_nodes[0].meta["val"].numel())
+                for s in own:
+                    kernels.setdefault(s, []).append((i, count))
             if (fuses(node) or is_loop(node)) and SPLIT not in node.meta:
                 count = torch_values.hint(value.numel())
                 from_on = max((ready[s] for s in own), default=-1)

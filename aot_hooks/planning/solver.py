@@ -20,7 +20,8 @@ is there from that point, unpacked. A source outside of the segment must not be 
 A large program is solved relaxed first. The values that come out nearest to whole are fixed, and it is solved again,
 until so few are open that they can be solved whole. While many are open, the relaxed programs have lower limits than
 the whole one: a relaxed choice that uses up its limits has no whole one beside it. If the result is above the peak, all
-is solved again for a lower one. If it is poor, but under the peak, some values at a time are solved again beside the
+is solved again for a lower one. An option that costs much alone, and that the relaxed program hardly uses, is left out
+until nothing is under the peak without it. If the result is poor, some values at a time are solved again beside the
 others. The same step gives the same choice: the search is bounded by counts.
 """
 
@@ -41,7 +42,8 @@ _NODES = 40
 _OPEN, _OPEN_AGAIN = 100, 100  # integer columns of a large program that are solved whole at once
 _NODES_AGAIN = 5
 _AT_ONCE, _SURE = 8, 0.8  # values that are fixed at once if they are as near to whole as this
-_DIVES = 6
+_DIVES, _POOR = 6, 2  # at most; and of those that find nothing better
+_COSTLY = 0.2  # of what the relaxed program adds to the step
 _FURTHER, _LOWER = 1.05, 1.0  # of what a dive was over the peak, and of the room: the next asks for as much less
 _TURNS = 4  # in which all values are solved again
 _ROOM, _ERROR_ROOM = 0.02, 0.35  # of the peak, less; of the sum of squared errors
@@ -269,7 +271,7 @@ def _solved(program: _Program, by_value: Sequence[Sequence[int]], room: float) -
     """The values of the columns.
 
     `by_value` has for each value its columns, which must be whole; at most one of them is 1. `room` is the MiB that the
-    first relaxed program leaves free.
+    first relaxed program leaves free, 0 if the lowest peak is asked for.
     """
     whole = sum(map(len, by_value))
     best: Any = program.solved(whole) if whole <= _WHOLE else None
@@ -278,21 +280,20 @@ def _solved(program: _Program, by_value: Sequence[Sequence[int]], room: float) -
     guide = program.solved(0)
     if guide is None or (best is not None and guide[program.over] > _MOST_OVER):
         return best
-    near, spare = (1 + _NEAR) * program.objective(guide), 0.0
-    for _ in range(_DIVES):
-        found = _dive(program, by_value, room, spare)
-        if found is None:
-            break
-        if best is None or program.objective(found) < program.objective(best):
-            best = found
-        if program.objective(best) <= near or guide[program.over] > _MOST_OVER:
-            return best  # as good as can be, or nothing can be under the peak
-        spare += max(_FURTHER * found[program.over], _LOWER * room)
-    if best is None or whole <= _WHOLE:
+    upper, near = list(program.upper), (1 + _NEAR) * program.objective(guide)
+    for c in _costly(program, guide, by_value):
+        program.upper[c] = 0.0
+    best = _dives(program, best, guide, by_value, room, near)
+    if program.upper != upper:
+        program.upper = upper
+        if best is None or best[program.over] > _MOST_OVER:
+            best = _dives(program, best, guide, by_value, room, near)
+    least = room == 0  # asked for: no peak is out of reach
+    out_of_reach = not least and guide[program.over] > _MOST_OVER
+    if best is None or program.objective(best) <= near or out_of_reach or whole <= _WHOLE:
         return best
     parts = -(-whole // _OPEN_AGAIN)
-    turns = _TURNS if best[program.over] <= _MOST_OVER else 0
-    for turn in range(turns):  # layer by layer, then first those that are furthest from the relaxed program
+    for turn in range(1 if least else _TURNS):  # layer by layer, then those furthest from the relaxed program
         order, poor = list(by_value), 0
         if turn:
             order.sort(key=lambda own: -sum(abs(best[c] - guide[c]) for c in own))
@@ -302,6 +303,34 @@ def _solved(program: _Program, by_value: Sequence[Sequence[int]], room: float) -
                 break
             best = _again(program, best, by_value, order[part * len(order) // parts :][: len(order) // parts + 1])
             poor = 0 if program.objective(best) < reached - _GAP * abs(near) else poor + 1
+    return best
+
+
+def _costly(program: _Program, guide: Any, by_value: Sequence[Sequence[int]]) -> list[int]:
+    """The columns that the relaxed program uses little, each of which costs a large part of all that it adds.
+
+    A dive that rounds one of them up has no way back.
+    """
+    fixed = sum(cost for cost, low in zip(program.cost, program.lower, strict=True) if low)
+    most = _COSTLY * (program.objective(guide) - fixed)
+    return [c for own in by_value for c in own if program.cost[c] > most and guide[c] < 0.5]
+
+
+def _dives(
+    program: _Program, best: Any, guide: Any, by_value: Sequence[Sequence[int]], room: float, near: float
+) -> Any:
+    """The best of `best` and some dives, each for a lower peak, up to one whose objective is at most `near`."""
+    spare, poor = 0.0, 0
+    for _ in range(_DIVES):
+        found = _dive(program, by_value, room, spare)
+        if found is None:
+            break
+        poor += 1
+        if best is None or program.objective(found) < program.objective(best):
+            best, poor = found, 0
+        if program.objective(best) <= near or guide[program.over] > _MOST_OVER or poor == _POOR:
+            break
+        spare += max(_FURTHER * found[program.over], _LOWER * room)
     return best
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -28,11 +29,15 @@ SYMBOLS = {
     "the scope of torch's own contexts": "torch._functorch.config",
     "policies by module in eager parts": "torch._C._autograd._get_sequence_nr",
     "tensors that offload leaves on the device": "torch._C._autograd._get_current_graph_task_keep_graph",
-    "steps of many calls under a budget": "torch._C._current_graph_task_id",
+    "steps of many calls under a budget": "torch._C._current_graph_task_id "
+    "torch._dynamo.compiled_autograd torch.autograd.Variable._execution_engine",
 }
 PROTOCOLS = {
     "policies by module in eager parts": {"torch.autograd.graph.Node torch._C._FunctionBase": "_sequence_nr"},
-    "the end of a compiled graph's backward": {"torch.autograd.function.BackwardCFunction": "_forward_cls"},
+    "the end of a compiled graph's backward": {
+        "torch.autograd.function.BackwardCFunction": "_forward_cls",
+        "torch._dynamo.compiled_autograd": "in_compiled_autograd_region",
+    },
 }
 
 need = needing(SYMBOLS)
@@ -139,10 +144,39 @@ def sequence_number(node: Any) -> int:
 #
 #   outputs --grad_fn, through views--> the graph's autograd node --+-- has run -------+--> on_release(), once
 #                                                                   +-- is collected --+
+#
+# A node has run when the next one on its thread begins, or when the pass ends. A hook that autograd calls after a node
+# would tell it at once, but for such a hook it holds the node's gradients while the node runs.
 
 
 class _Token:
-    """An object that only an autograd node holds."""
+    """An object that only an autograd node, or the pass that runs it, holds."""
+
+
+class _Pass:
+    """A backward pass on one thread, as autograd's callback for the pass's end, which autograd drops if the pass fails.
+
+    Attributes:
+        running: of the node that runs, what to call when it has run, and its token.
+    """
+
+    running: tuple[Callable[[], None], _Token] | None = None
+
+    def begins(self, call: Callable[[], None], token: _Token) -> None:
+        self.has_run()
+        self.running = call, token
+
+    def has_run(self) -> None:
+        if (ended := self.running) is not None:
+            self.running = None
+            ended[0]()
+
+    @untraced
+    def __call__(self) -> None:
+        self.has_run()
+
+
+_passes: weakref.WeakValueDictionary[tuple[int, int], _Pass] = weakref.WeakValueDictionary()  # by number and thread
 
 
 def at_end_of_backward(outputs: Any, on_release: Callable[[], None], on_run: Callable[[], None] | None = None) -> bool:
@@ -157,21 +191,31 @@ def at_end_of_backward(outputs: Any, on_release: Callable[[], None], on_run: Cal
         return False
     token = _Token()
     once = weakref.finalize(token, on_release)
-    node.metadata.setdefault("aot_hooks", []).append(token)
-    node.register_hook(functools.partial(_has_run, once, on_run or on_release))
+    node.register_prehook(functools.partial(_begins, token, once, on_run or on_release))
     return True
 
 
 @untraced  # a backward may run where Dynamo compiles each function that is called
-def _has_run(once: weakref.finalize[..., Any], call: Callable[[], None], *_: Any) -> None:
-    if once.detach() is not None:
-        call()
+def _begins(token: _Token, once: weakref.finalize[..., Any], call: Callable[[], None], *_: Any) -> None:
+    if not once.alive:  # it runs again
+        return
+
+    def ended() -> None:
+        if once.detach() is not None:
+            call()
+
+    if need("torch._dynamo.compiled_autograd").in_compiled_autograd_region:  # calls nothing when a pass ends
+        return ended()
+    key = current_backward(), threading.get_ident()
+    if (found := _passes.get(key)) is None:
+        _passes[key] = found = _Pass()
+        need("torch.autograd.Variable._execution_engine").queue_callback(found)
+    found.begins(ended, token)
 
 
 def after_backward(outputs: Any, call: Callable[[], None]) -> None:
-    """Call `call` whenever the backward of the graph that returned `outputs` has run; never if it saved nothing."""
-    if (node := _node_behind(outputs)) is not None:
-        node.register_hook(untraced(lambda *_: call()))
+    """Call `call` once when the backward of the graph that returned `outputs` has run; never if it saved nothing."""
+    at_end_of_backward(outputs, lambda: None, call)
 
 
 def _node_behind(outputs: Any) -> Any:

@@ -131,18 +131,27 @@ def compile_anew(code: types.CodeType, *, while_running: bool = False) -> bool:
     """
     if need("torch._dynamo.eval_frame._stance").stance != "default":
         return False
-    # the code that Dynamo makes has these of the original
-    place = operator.attrgetter("co_name", "co_filename", "co_firstlineno")
-    compiling = need("torch._dynamo.convert_frame._compile").__code__
-    frames = [frame for newest in sys._current_frames().values() for frame, _ in traceback.walk_stack(newest)]
-    if any(frame.f_code is compiling and frame.f_locals.get("code") is code for frame in frames):
+    compiles, runs = _busy_with(code)
+    if compiles:
         return False
-    if any(place(frame.f_code) == place(code) for frame in frames):
+    if runs:
         if while_running:
             invalidate(code, "a budget needs another plan")
         return while_running
     need("torch._C._dynamo.eval_frame.reset_code")(code)
     return True
+
+
+def _busy_with(code: types.CodeType) -> tuple[bool, bool]:
+    """Whether a thread compiles `code`, and whether one runs it or what Dynamo made of it."""
+    place = operator.attrgetter("co_name", "co_filename", "co_firstlineno")  # Dynamo's code has those of the original
+    compiling = need("torch._dynamo.convert_frame._compile").__code__
+    frames = [frame for newest in sys._current_frames().values() for frame, _ in traceback.walk_stack(newest)]
+    try:
+        compiles = any(frame.f_code is compiling and frame.f_locals.get("code") is code for frame in frames)
+        return compiles, any(place(frame.f_code) == place(code) for frame in frames)
+    finally:
+        frames.clear()  # this function's frame is among them, and would keep all alive, gradients in a hook too
 
 
 def entries_of(code: types.CodeType) -> Any:

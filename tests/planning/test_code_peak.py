@@ -19,7 +19,7 @@ SUPPORT = Path(__file__).resolve().parents[1] / "support"
 def test_the_code_holds_what_was_planned():
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(SUPPORT.parents[1]), str(SUPPORT)])}
     run = subprocess.run(
-        [sys.executable, str(SUPPORT / "code_peak.py"), "0.9", "0.75", "0.6"],
+        [sys.executable, str(SUPPORT / "code_peak.py"), "0.9", "0.75", "0.65", "0.6"],
         env=env,
         capture_output=True,
         text=True,
@@ -27,8 +27,6 @@ def test_the_code_holds_what_was_planned():
     )
     assert run.returncode == 0, run.stderr[-3000:]
     rows = json.loads(run.stdout.splitlines()[-1])
-    assert [phase for _, phase, *_ in rows] == ["forward", "backward"] * 3
+    assert [phase for _, phase, *_ in rows] == ["forward", "backward"] * 4
     for share, phase, of_code, planned in rows:
-        # in the forward Inductor may write sooner what a plan has computed by each of its readers
-        least = 0.95 if phase == "backward" else 0.9
-        assert least * planned <= of_code <= 1.002 * planned, (share, phase)
+        assert 0.99 * planned <= of_code <= 1.001 * planned, (share, phase)

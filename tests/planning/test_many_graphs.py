@@ -34,7 +34,6 @@ import aot_hooks
 from aot_hooks import budget
 from aot_hooks.errors import BudgetError, BudgetWarning, unwrapped
 from aot_hooks.planning import many
-from aot_hooks.torch_private import dynamo
 
 x, compiled_kinds = many_blocks.x, many_blocks.compiled_kinds  # fixtures
 
@@ -418,25 +417,6 @@ def test_where_the_stance_forbids_to_compile_steps_go_on_with_one_warning(x, com
                 assert_equal(train(model, x), expected)
     assert len([w for w in seen if w.category is BudgetWarning]) == 1
     assert compiled_kinds == ["alone"]
-
-
-def test_what_dynamo_is_compiling_is_left_alone(x):
-    done: list[bool] = []
-
-    def backend(gm: torch.fx.GraphModule, inputs: Any) -> Any:
-        done.append(dynamo.compile_anew(dynamo.code_being_compiled(), while_running=True))
-        return gm.forward
-
-    def f(x: torch.Tensor) -> torch.Tensor:
-        return x.sin()
-
-    compiled = torch.compile(f, backend=backend)
-    assert torch.equal(compiled(x), x.sin())
-    assert torch.equal(compiled(x), x.sin())
-    assert done == [False]
-    assert dynamo.compile_anew(f.__code__)
-    compiled(x)
-    assert len(done) == 2
 
 
 def test_compiled_autograd_gives_the_same(x):

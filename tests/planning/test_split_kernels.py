@@ -178,6 +178,20 @@ def test_what_unpacks_for_a_fused_kernel_stands_in_front_of_it(late):
     assert all(map(torch.equal, gm(*inputs), expected))
 
 
+def test_a_kernel_runs_where_the_scales_of_the_rows_that_it_reads_are_found():
+    def function(x, w):
+        y = x @ w
+        scales = torch.ops.aot_hooks.amax_bits(y)
+        other = x.t() @ x
+        return scales, other, torch.sigmoid(y), torch.sin(y[:2])
+
+    gm = make_fx(function, tracing_mode="fake")(torch.randn(ROWS, WIDTH), torch.randn(WIDTH, WIDTH))
+    nodes = {n.name: n for n in gm.graph.nodes}
+    at = Kernels.of(list(nodes.values()), written_storages(list(nodes.values())) | output_storages(gm.graph)).at
+    assert at[nodes["sigmoid"]] == at[nodes["amax_bits"]] < at[nodes["mm_1"]]
+    assert at[nodes["sin"]] > at[nodes["mm_1"]]  # of other rows
+
+
 def test_a_reduction_alone_has_nothing_written():
     def function(x, w):
         return torch.sigmoid(x).sum(1), torch.cos(x) @ w
