@@ -16,13 +16,6 @@
 A value that is packed is whole from its first reader on, unless its readers unpack it in registers. A value that is
 recomputed reads its sources from its own begin on. If a source is stored in another way, it
 is there from that point, unpacked. A source outside of the segment must not be recomputed itself.
-
-A large program is solved relaxed first. The values that come out nearest to whole are fixed, and it is solved again,
-until so few are open that they can be solved whole. While many are open, the relaxed programs have lower limits than
-the whole one: a relaxed choice that uses up its limits has no whole one beside it. If the result is above the peak, all
-is solved again for a lower one. An option that costs much alone, and that the relaxed program hardly uses, is left out
-until nothing is under the peak without it. If the result is poor, some values at a time are solved again beside the
-others. The same step gives the same choice: the search is bounded by counts.
 """
 
 from __future__ import annotations
@@ -34,23 +27,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from .program import MOST_OVER, Program, whole_choice
 from .step import COMPUTED, KEPT, RECOMPUTE, Moment, Option, Step, Value
 
-_GAP = 1e-3  # of the step's time, or of the peak; a plan this near to the best is taken
-_WHOLE = 300  # integer columns of a program that is solved whole
-_NODES = 40
-_OPEN, _OPEN_AGAIN = 100, 100  # integer columns of a large program that are solved whole at once
-_NODES_AGAIN = 5
-_AT_ONCE, _SURE = 8, 0.8  # values that are fixed at once if they are as near to whole as this
-_DIVES, _POOR = 6, 2  # at most; and of those that find nothing better
-_COSTLY = 0.2  # of what the relaxed program adds to the step
-_FURTHER, _LOWER = 1.05, 1.0  # of what a dive was over the peak, and of the room: the next asks for as much less
-_TURNS = 4  # in which all values are solved again
-_ROOM, _ERROR_ROOM = 0.02, 0.35  # of the peak, less; of the sum of squared errors
-_NEAR = 0.002  # of what the relaxed program has: a whole choice this near to it is not solved again
+_APART = 400  # integer columns of a program in which equal layers are decided together
+_ROOM = 0.02  # of the peak, less: a relaxed choice that uses it up has no whole one beside it
 _OVER = 0.01  # of the peak: being over it by as much costs as much as the whole step
-_MOST_OVER = 1e-3  # MiB, for rounding
-_SECONDS = 100  # a guard: nodes end the search long before, on a busy machine as well
 _MIB = float(1 << 20)
 # shares of the link's rates that the schedule of offload plans with, and most MiB that may be on their way
 _SENT, _BROUGHT, _IN_FLIGHT = 0.89, 0.76, 1024.0
@@ -78,62 +60,6 @@ class Solution:
     error: float
 
 
-class _Program:
-    """Columns with a cost each, and rows `low <= sum of coefficient * column <= high`.
-
-    `over` is the column of MiB over the peak, `errors` the row that limits the errors, None if nothing does.
-    """
-
-    over: int
-    errors: int | None = None
-
-    def __init__(self) -> None:
-        self.cost: list[float] = []
-        self.lower: list[float] = []
-        self.upper: list[float] = []
-        self.data: list[float] = []
-        self.rows: list[int] = []
-        self.columns: list[int] = []
-        self.low: list[float] = []
-        self.high: list[float] = []
-
-    def column(self, lower: float = 0.0, upper: float = math.inf, cost: float = 0.0) -> int:
-        self.cost.append(cost)
-        self.lower.append(lower)
-        self.upper.append(upper)
-        return len(self.cost) - 1
-
-    def row(self, terms: dict[int, float], low: float, high: float) -> None:
-        for column, coefficient in terms.items():
-            if coefficient:
-                self.data.append(coefficient)
-                self.rows.append(len(self.low))
-                self.columns.append(column)
-        self.low.append(low)
-        self.high.append(high)
-
-    def objective(self, x: Any) -> float:
-        return float(sum(cost * value for cost, value in zip(self.cost, x, strict=True)))
-
-    def solved(self, whole: int, nodes: int = _NODES) -> Any:
-        """The values of the columns, the first `whole` of them whole numbers; None if there are none."""
-        # 0.2 s, for those who set a budget
-        import numpy
-        from scipy import optimize, sparse  # type: ignore[import-untyped]
-
-        shape = (len(self.low), len(self.cost))
-        matrix = sparse.csr_array((self.data, (self.rows, self.columns)), shape=shape)
-        integrality = numpy.zeros(len(self.cost))
-        integrality[:whole] = 1
-        return optimize.milp(
-            self.cost,
-            constraints=optimize.LinearConstraint(matrix, self.low, self.high),
-            bounds=optimize.Bounds(self.lower, self.upper),
-            integrality=integrality,
-            options={"mip_rel_gap": _GAP, "node_limit": nodes, "time_limit": _SECONDS},
-        ).x
-
-
 def solve(
     step: Step, *, peak: float | None, max_error: float = math.inf, max_ms: float | None = None, under: bool = False
 ) -> Solution | None:
@@ -153,7 +79,7 @@ def solve(
     columns: dict[int, list[int]] = {v: [] for v in range(len(step.values))}
     for c, (v, _) in enumerate(choices):
         columns[v].append(c)
-    program = _Program()
+    program = Program()
     scale = 1.0 if peak is not None else 1e-6  # of time beside the peak
     allowed = 0.0 if peak is None else peak / _MIB
     price = 1.0 if peak is None else max(step.ms, 1.0) / (_OVER * max(allowed, 1.0))
@@ -239,9 +165,10 @@ def solve(
     if max_ms is not None:
         program.row({c: o.ms for c, (_, o) in enumerate(choices)}, -math.inf, max_ms - step.ms)
 
-    if under and ((relaxed := program.solved(0)) is None or relaxed[program.over] > _MOST_OVER):
+    if under and ((relaxed := program.solved(0)) is None or relaxed[program.over] > MOST_OVER):
         return None
-    x = _solved(program, [own for own in columns.values() if own], _ROOM * allowed)
+    decided = [own for own in columns.values() if own]
+    x = whole_choice(program, decided, _ROOM * allowed, _alike(step, columns, max(1, math.ceil(len(choices) / _APART))))
     if x is None:
         return None
     options = [KEPT] * len(step.values)
@@ -267,146 +194,25 @@ def solve(
     return Solution(tuple(options), found, step.bytes_of(found).peak(step.moments), ms, _error(step, options))
 
 
-def _solved(program: _Program, by_value: Sequence[Sequence[int]], room: float) -> Any:
-    """The values of the columns.
-
-    `by_value` has for each value its columns, which must be whole; at most one of them is 1. `room` is the MiB that the
-    first relaxed program leaves free, 0 if the lowest peak is asked for.
-    """
-    whole = sum(map(len, by_value))
-    best: Any = program.solved(whole) if whole <= _WHOLE else None
-    if best is not None and best[program.over] <= _MOST_OVER:
-        return best
-    guide = program.solved(0)
-    if guide is None or (best is not None and guide[program.over] > _MOST_OVER):
-        return best
-    upper, near = list(program.upper), (1 + _NEAR) * program.objective(guide)
-    for c in _costly(program, guide, by_value):
-        program.upper[c] = 0.0
-    best = _dives(program, best, guide, by_value, room, near)
-    if program.upper != upper:
-        program.upper = upper
-        if best is None or best[program.over] > _MOST_OVER:
-            best = _dives(program, best, guide, by_value, room, near)
-    least = room == 0  # asked for: no peak is out of reach
-    out_of_reach = not least and guide[program.over] > _MOST_OVER
-    if best is None or program.objective(best) <= near or out_of_reach or whole <= _WHOLE:
-        return best
-    parts = -(-whole // _OPEN_AGAIN)
-    for turn in range(1 if least else _TURNS):  # layer by layer, then those furthest from the relaxed program
-        order, poor = list(by_value), 0
-        if turn:
-            order.sort(key=lambda own: -sum(abs(best[c] - guide[c]) for c in own))
-        for part in range(parts):
-            reached = program.objective(best)
-            if reached < near or 2 * poor > parts:
-                break
-            best = _again(program, best, by_value, order[part * len(order) // parts :][: len(order) // parts + 1])
-            poor = 0 if program.objective(best) < reached - _GAP * abs(near) else poor + 1
-    return best
-
-
-def _costly(program: _Program, guide: Any, by_value: Sequence[Sequence[int]]) -> list[int]:
-    """The columns that the relaxed program uses little, each of which costs a large part of all that it adds.
-
-    A dive that rounds one of them up has no way back.
-    """
-    fixed = sum(cost for cost, low in zip(program.cost, program.lower, strict=True) if low)
-    most = _COSTLY * (program.objective(guide) - fixed)
-    return [c for own in by_value for c in own if program.cost[c] > most and guide[c] < 0.5]
-
-
-def _dives(
-    program: _Program, best: Any, guide: Any, by_value: Sequence[Sequence[int]], room: float, near: float
-) -> Any:
-    """The best of `best` and some dives, each for a lower peak, up to one whose objective is at most `near`."""
-    spare, poor = 0.0, 0
-    for _ in range(_DIVES):
-        found = _dive(program, by_value, room, spare)
-        if found is None:
-            break
-        poor += 1
-        if best is None or program.objective(found) < program.objective(best):
-            best, poor = found, 0
-        if program.objective(best) <= near or guide[program.over] > _MOST_OVER or poor == _POOR:
-            break
-        spare += max(_FURTHER * found[program.over], _LOWER * room)
-    return best
-
-
-def _dive(program: _Program, by_value: Sequence[Sequence[int]], room: float, spare: float) -> Any:
-    """The values of the columns, most of them fixed in turns; None if there are none.
-
-    They stay `spare` MiB below the peak, if they can.
-    """
-    bounds = list(program.lower), list(program.upper)
-    if (relaxed := _relaxed(program, spare + room, _ERROR_ROOM)) is None:
-        return None
-    _fix_most(program, relaxed, by_value, room, spare)
-    program.lower[program.over] = -spare
-    found = program.solved(sum(map(len, by_value)))
-    program.lower, program.upper = bounds
-    if found is None:  # it takes long
-        return program.solved(sum(map(len, by_value)))
-    found[program.over] = max(0.0, found[program.over])
-    return found
-
-
-def _again(program: _Program, best: Any, by_value: Sequence[Sequence[int]], left: Sequence[Sequence[int]]) -> Any:
-    """A better solution than `best` that differs from it in the values `left` only; `best` if none is found."""
-    bounds = list(program.lower), list(program.upper)
-    for c in {c for own in by_value for c in own} - {c for own in left for c in own}:
-        program.lower[c] = program.upper[c] = float(round(best[c]))
-    found = program.solved(sum(map(len, by_value)), _NODES_AGAIN)
-    program.lower, program.upper = bounds
-    return best if found is None or program.objective(found) > program.objective(best) else found
-
-
-def _fix_most(program: _Program, relaxed: Any, by_value: Sequence[Sequence[int]], room: float, spare: float) -> None:
-    """Fix what is nearest to whole in `relaxed`, and solve again, until few values are left open.
-
-    Where no choice is left for these, half as many are fixed at once.
-    """
-    lower, upper, left, most = list(program.lower), list(program.upper), list(by_value), len(by_value)
-    while sum(map(len, left)) > _OPEN and most:
-        near = {own[0]: max(1 - sum(relaxed[c] for c in own), *(relaxed[c] for c in own)) for own in left}
-        left.sort(key=lambda own: -near[own[0]])
-        settled = sum(near[own[0]] > 1 - 1e-6 for own in left)
-        sure = sum(near[own[0]] > _SURE for own in left[settled:])
-        most = min(most, max(1, min(sure, _AT_ONCE), (len(left) - settled) // 20))
-        fixed = left[: settled + most]
-        for own in fixed:
-            likely = max(own, key=relaxed.__getitem__)
-            kept = relaxed[likely] < 1 - sum(relaxed[c] for c in own)
-            for c in own:
-                program.lower[c] = program.upper[c] = float(c == likely and not kept)
-        undecided = len(left[len(fixed) :]) / len(by_value)
-        error_room = 1 - (1 - _ERROR_ROOM) * undecided
-        found = _relaxed(program, spare + undecided * room, error_room)
-        found = _relaxed(program, spare, 1.0) if found is None else found
-        if found is not None:
-            left, relaxed, most = left[len(fixed) :], found, len(by_value)
-            continue
-        for c in (c for own in fixed[settled:] for c in own):
-            program.lower[c], program.upper[c] = lower[c], upper[c]
-        most //= 2
-
-
-def _relaxed(program: _Program, room: float, error_room: float) -> Any:
-    """The columns of the relaxed program that leaves `room` MiB free and takes a part of the errors; None if none."""
-    high = list(program.high)
-    program.lower[program.over] = -room
-    if program.errors is not None:
-        program.high[program.errors] *= error_room
-    found = program.solved(0)
-    program.lower[program.over], program.high = 0.0, high
-    if found is not None:
-        found[program.over] = max(0.0, found[program.over])
-    return found
+def _alike(step: Step, columns: dict[int, list[int]], count: int) -> dict[int, int]:
+    """Columns of equal layers, each with the one of the first of `count` layers, which may stand for all of them."""
+    segments: dict[int, list[int]] = defaultdict(list)
+    for v, value in enumerate(step.values):
+        segments[value.segment].append(v)
+    kinds: dict[Any, list[list[int]]] = defaultdict(list)
+    for own in segments.values():
+        values = [step.values[v] for v in own]
+        kinds[tuple((v.nbytes, v.saved, tuple(o.name for o in v.options)) for v in values)].append(own)
+    same: dict[int, int] = {}
+    for alike in kinds.values():
+        for first, *others in (alike[k : k + count] for k in range(0, len(alike), count)):
+            for v, u in ((v, u) for other in others for v, u in zip(other, first, strict=True)):
+                same |= zip(columns[v], columns[u], strict=True)
+    return same
 
 
 def _computed(
-    step: Step, program: _Program, columns: dict[int, list[int]], recompute: dict[int, list[int]]
+    step: Step, program: Program, columns: dict[int, list[int]], recompute: dict[int, list[int]]
 ) -> dict[int, float]:
     """Terms for the row of errors: those of values that are computed again from rounded ones. Adds rows for them."""
     options = {v: step.values[v].options for v in columns}
@@ -448,7 +254,7 @@ def _share(step: Step, value: Value) -> float:
 
 def _on_their_way(
     step: Step,
-    program: _Program,
+    program: Program,
     groups: list[tuple[int, int]],
     sent: dict[int, dict[int, float]],
     fetched: dict[int, dict[int, float]],

@@ -190,9 +190,9 @@ def test_a_step_that_saves_nothing(live):
 
 
 @pytest.mark.slow
-def test_eighty_equal_layers_are_solved_quickly():
+def test_many_equal_layers_that_are_decided_together_are_solved_quickly():
     """Not timed: that it ends at all, with every value decided, is what is asserted."""
-    layers, per_layer = 80, 6
+    layers, per_layer = 90, 6
     values, live = [], [0] * (2 * layers * per_layer + 2)
     count = layers * per_layer
     for i in range(count):
