@@ -73,14 +73,10 @@ class Program:
     def merged(self, same: dict[int, int]) -> tuple[Program, list[int]]:
         """The program in which each column of `same` is the one given there, and for each column its number in it."""
         small = Program()
-        numbers: list[int] = []
-        for c, cost in enumerate(self.cost):
-            if c in same:
-                number = numbers[same[c]]
-                small.cost[number] += cost
-            else:
-                number = small.column(self.lower[c], self.upper[c], cost)
-            numbers.append(number)
+        number = {c: small.column(self.lower[c], self.upper[c]) for c in range(len(self.cost)) if c not in same}
+        numbers = [number[same.get(c, c)] for c in range(len(self.cost))]
+        for c, cost in zip(numbers, self.cost, strict=True):
+            small.cost[c] += cost
         small.data, small.rows, small.low, small.high = self.data, self.rows, self.low, self.high
         small.columns = [numbers[c] for c in self.columns]
         small.over, small.errors = numbers[self.over], self.errors

@@ -405,6 +405,7 @@ def test_on_cuda_what_is_taken_computes_the_same(tmp_path: Path, monkeypatch: py
 
     def step() -> tuple[list[torch.Tensor], Any, dict[str, Any]]:
         torch._dynamo.reset()
+        aot_hooks.reset()  # counts of other tests too
         model.zero_grad()
         compiled = torch.compile(model, backend="aot_hooks")
         with aot_hooks.saved_tensors_hooks(aot_hooks.float8()):
