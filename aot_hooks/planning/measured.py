@@ -13,6 +13,7 @@ warns where a graph with symbolic sizes is called with larger ones than its plan
 
 from __future__ import annotations
 
+import gc
 import logging
 import math
 import warnings
@@ -174,6 +175,7 @@ class StepCheck:
             return None
         if self.alone:
             self.restarts += 1
+            gc.collect()  # tensors that compiling left in cycles: freed during the step, they would hide what it takes
             self.counter.restart()
         return self.counter.allocated()
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
+import weakref
 from typing import Any
 
 import pytest
@@ -99,6 +101,22 @@ def test_a_step_whose_earlier_peak_hides_it_is_measured_alone(train, peak):
     _, said = train(counters, 4)
     assert not said
     assert counters.restarts == 1
+
+
+def test_what_compiling_left_in_cycles_is_gone_before_a_step_is_measured_alone():
+    class Node:
+        pass
+
+    node = Node()
+    node.itself, alive = node, weakref.ref(node)
+    check = measured.StepCheck(budget(100), 100, Scripted([50, 50]), tighter=False, alone=True)
+    gc.disable()
+    try:
+        del node
+        assert check.begins() == 1000
+        assert alive() is None
+    finally:
+        gc.enable()
 
 
 def test_a_step_over_its_budget_gets_one_tighter_plan(train, peak):
