@@ -157,19 +157,25 @@ class _Pass:
     """A backward pass on one thread, as autograd's callback for the pass's end, which autograd drops if the pass fails.
 
     Attributes:
-        running: of the node that runs, what to call when it has run, and its token.
+        node: the `id` of the node that runs.
+        waiting: what to call when it has run, with tokens of it.
     """
 
-    running: tuple[Callable[[], None], _Token] | None = None
+    node: int = 0
 
-    def begins(self, call: Callable[[], None], token: _Token) -> None:
-        self.has_run()
-        self.running = call, token
+    def __init__(self) -> None:
+        self.waiting: list[tuple[Callable[[], None], _Token]] = []
+
+    def begins(self, node: int, call: Callable[[], None], token: _Token) -> None:
+        if node != self.node:
+            self.has_run()
+            self.node = node
+        self.waiting.append((call, token))
 
     def has_run(self) -> None:
-        if (ended := self.running) is not None:
-            self.running = None
-            ended[0]()
+        ended, self.waiting = self.waiting, []
+        for call, _ in ended:
+            call()
 
     @untraced
     def __call__(self) -> None:
@@ -191,12 +197,12 @@ def at_end_of_backward(outputs: Any, on_release: Callable[[], None], on_run: Cal
         return False
     token = _Token()
     once = weakref.finalize(token, on_release)
-    node.register_prehook(functools.partial(_begins, token, once, on_run or on_release))
+    node.register_prehook(functools.partial(_begins, id(node), token, once, on_run or on_release))
     return True
 
 
 @untraced  # a backward may run where Dynamo compiles each function that is called
-def _begins(token: _Token, once: weakref.finalize[..., Any], call: Callable[[], None], *_: Any) -> None:
+def _begins(node: int, token: _Token, once: weakref.finalize[..., Any], call: Callable[[], None], *_: Any) -> None:
     if not once.alive:  # it runs again
         return
 
@@ -210,7 +216,7 @@ def _begins(token: _Token, once: weakref.finalize[..., Any], call: Callable[[], 
     if (found := _passes.get(key)) is None:
         _passes[key] = found = _Pass()
         need("torch.autograd.Variable._execution_engine").queue_callback(found)
-    found.begins(ended, token)
+    found.begins(node, ended, token)
 
 
 def after_backward(outputs: Any, call: Callable[[], None]) -> None:

@@ -59,6 +59,16 @@ def test_each_block_has_run_before_the_next_begins_and_the_last_at_the_end(call,
     assert seen[-1] == ("ran", "a") and x.grad is not None
 
 
+def test_all_that_wait_for_one_block_are_told_after_it(call, seen):
+    x = torch.randn(4, requires_grad=True)
+    y = call(x, "a")
+    for name in ("second", "third"):
+        assert at_end_of_backward(y, lambda: None, functools.partial(seen.append, ("ran", name)))
+    x.register_hook(lambda _: seen.append("the gradient is there"))
+    y.sum().backward()
+    assert seen == ["the gradient is there", ("ran", "a"), ("ran", "second"), ("ran", "third")]
+
+
 def test_what_never_runs_is_released_with_its_output(call, seen):
     y = call(torch.randn(4, requires_grad=True), "a")
     assert seen == []
