@@ -31,7 +31,6 @@ from .nodes import has_tag, input_storages, is_view, output_storages, storage_by
 SPLIT = "aot_hooks_split"  # in the `meta` of nodes that are not in the kernel of those before them
 _MOST_JOINED = 8  # max_complex_pointwise_cat_inputs
 _MOST_READ = 4  # torch._inductor.config.realize_reads_threshold
-_REDUCTIONS = ("aot_hooks.amax_word", "aot_hooks.amax_exponent")
 # operators of library/loops, which Inductor fuses like pointwise ones on NVIDIA GPUs
 _LOOPS = ("aot_hooks.to_float8", "aot_hooks.from_float8", "aot_hooks.to_int8", "aot_hooks.from_int8")
 
@@ -63,7 +62,7 @@ def _is_pointwise_cat(node: Node) -> bool:
 
 
 def reduces(node: Node) -> bool:
-    return has_tag(node, torch.Tag.reduction) or str(node.target).startswith("aot_hooks.amax_")
+    return has_tag(node, torch.Tag.reduction) or _finds_scales(node)
 
 
 def _finds_scales(node: Node) -> bool:

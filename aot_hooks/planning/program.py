@@ -105,7 +105,7 @@ class Program:
 
 
 def whole_choice(program: Program, by_value: Sequence[Sequence[int]], room: float, same: dict[int, int]) -> Any:
-    """The values of the columns.
+    """A value for each column, with those of `by_value` whole. None if there are none.
 
     Args:
         by_value: for each value its columns, which must be whole; at most one of them is 1.
@@ -145,9 +145,9 @@ def whole_choice(program: Program, by_value: Sequence[Sequence[int]], room: floa
 
 
 def _costly(program: Program, guide: Any, by_value: Sequence[Sequence[int]]) -> list[int]:
-    """The columns that the relaxed program uses little, each of which costs a large part of all that it adds.
+    """The columns that alone cost much of what the relaxed program adds to the step, and that it hardly uses.
 
-    A dive that rounds one of them up has no way back.
+    For example the second computation of one matrix product. A dive that rounds such a column up has no way back.
     """
     fixed = sum(cost for cost, low in zip(program.cost, program.lower, strict=True) if low)
     most = _COSTLY * (program.objective(guide) - fixed)
