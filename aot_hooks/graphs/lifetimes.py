@@ -31,6 +31,7 @@ from .nodes import has_tag, input_storages, is_view, output_storages, storage_by
 SPLIT = "aot_hooks_split"  # in the `meta` of nodes that are not in the kernel of those before them
 _MOST_JOINED = 8  # max_complex_pointwise_cat_inputs
 _MOST_READ = 4  # torch._inductor.config.realize_reads_threshold
+_FAR = 8  # products between a product and the sum that it is added to: more than a layer's gradients have
 # operators of library/loops, which Inductor fuses like pointwise ones on NVIDIA GPUs
 _LOOPS = ("aot_hooks.to_float8", "aot_hooks.from_float8", "aot_hooks.to_int8", "aot_hooks.from_int8")
 
@@ -248,6 +249,35 @@ class Kernels:
         return found
 
 
+def late_products(nodes: Sequence[Node]) -> dict[Node, Node]:
+    """Products that Inductor computes as late as a sum far behind them, as one `addmm`: each with that sum.
+
+    What a product reads lives as long then. So in a model with tied weights, whose gradient is a product at the start
+    of the backward and a sum at its end. Sums near their product are left out: they change the peak little.
+    """
+    products = list(itertools.accumulate(node.target is torch.ops.aten.mm.default for node in nodes))
+    count = dict(zip(nodes, products, strict=True))
+    found: dict[Node, Node] = {}
+    for node in nodes:
+        if node.target is not torch.ops.aten.add.Tensor or node.kwargs or len(node.all_input_nodes) < 2:
+            continue
+        for other, product in (node.args, node.args[::-1]):  # in the order that Inductor tries them
+            if isinstance(product, Node) and isinstance(other, Node) and _is_addmm(node, product, other):
+                if count[node] - count[product] > _FAR:
+                    found[product] = node
+                break
+    return found
+
+
+def _is_addmm(node: Node, product: Node, other: Node) -> bool:
+    """Whether Inductor computes `node`, the sum of both, as one `addmm`; not if it fuses the sum with its readers."""
+    if product.target is not torch.ops.aten.mm.default or len(product.users) > 1:
+        return False
+    value, added = product.meta["val"], other.meta["val"]
+    same = added.dtype == value.dtype and added.shape == value.shape
+    return same and not all(user.op == "call_function" and fuses(user) for user in node.users)
+
+
 def written_storages(nodes: Sequence[Node], *, fuse_loops: bool = False) -> set[Any]:
     """The storages that unfused operators make or read, and None if one makes a tuple. A fusing compiler writes them.
 
@@ -255,10 +285,14 @@ def written_storages(nodes: Sequence[Node], *, fuse_loops: bool = False) -> set[
     and reads more than `_MOST_READ` storages itself is written, as Inductor does it.
     `fuse_loops`: the operators of library/loops are fused, as Inductor compiles them.
     """
+    late = late_products(nodes)
     kernels = [node for node in nodes if not fuses(node) and node.op != "output"]
     if fuse_loops:
         kernels = [node for node in kernels if not is_loop(node)]
+    kernels = [node for node in kernels if node not in late] + [*late.values()]
     written = {storage_of(n) for node in kernels for n in (node, *(() if reduces(node) else node.all_input_nodes))}
+    for product in late:
+        written = written - {storage_of(product)} | {storage_of(n) for n in product.all_input_nodes}
     reads: dict[Any, set[Any]] = {}  # by storage that stays in registers, those that are read to compute it
     for node in nodes:
         key = storage_of(node)

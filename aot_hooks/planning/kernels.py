@@ -17,14 +17,41 @@ from collections import defaultdict
 from collections.abc import Collection, Sequence
 from typing import Any
 
+import torch
 from torch.fx import GraphModule, Node
 
-from ..graphs.lifetimes import SPLIT, Kernels, fuses, is_loop, last_readers, lifetimes, written_storages
+from ..graphs.lifetimes import (
+    SPLIT,
+    Kernels,
+    fuses,
+    is_loop,
+    last_readers,
+    late_products,
+    lifetimes,
+    written_storages,
+)
 from ..graphs.nodes import input_storages, is_view, output_storages, storage_bytes, storage_of
 from ..graphs.roofline import has_formula, is_attention, workspace_bytes
-from ..passes.edits import with_inputs
+from ..passes.edits import call, with_inputs
 from ..passes.live_bytes import LivePoint
 from ..torch_private.inductor_fusion import ALONE, ALONE_IF_WRITTEN, FROM_HOOK, WRITTEN, mark_alone
+
+
+def multiply_early(gm: GraphModule) -> None:
+    """Have each product computed where it stands, in place, if Inductor would compute it with a sum far behind it.
+
+    In a model with tied weights the gradients of all logits would live to the end of the backward: 0.8 GiB for GPT-2
+    and 8192 tokens. Inductor does not see a product through a view.
+    """
+    for node in late_products(list(gm.graph.nodes)).values():
+        value = node.meta["val"]
+        with gm.graph.inserting_before(node):
+            parts = [call(gm.graph, torch.ops.aten.view.default, n, [1, *value.shape]) for n in node.args]
+            total = call(gm.graph, torch.ops.aten.add.Tensor, *parts)
+            node.replace_all_uses_with(call(gm.graph, torch.ops.aten.view.default, total, list(value.shape)))
+        gm.graph.erase_node(node)
+    gm.graph.lint()
+    gm.recompile()
 
 
 def write_when_made(gm: GraphModule) -> None:

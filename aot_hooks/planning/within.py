@@ -35,7 +35,7 @@ from ..passes.units import Trace, tracer
 from ..settings.setting import Setting
 from ..torch_private import aot
 from .budget import EXACT, Budget, fitted
-from .kernels import hold_kernels, join_kernels, split_kernels, unpack_early, write_when_made
+from .kernels import hold_kernels, join_kernels, multiply_early, split_kernels, unpack_early, write_when_made
 from .options import Graphs, step_of
 from .search import NEAR, Limits, Tried, search
 from .solver import Solution
@@ -125,10 +125,13 @@ def _partition(
     rule: Any = setting.rule
     stock = split()
     fused, trace = stock.fused, stock.trace
+    on_device = fused and on_cuda(stock.bw.graph.nodes)
     moments = _UNKNOWN if budget.least and budget.moments == ALONE else budget.moments
+    before, before_ms = stock.live(), step_ms(stock.fw, stock.bw, fused)
+    if on_device:
+        multiply_early(stock.bw)
     step, groups = step_of(stock, setting.scope, budget.allow, budget.max_error)
     step = dataclasses.replace(step, moments=moments)
-    before, before_ms = stock.live(), step_ms(stock.fw, stock.bw, fused)
     cross = stock.boundary
     peak = None if budget.least else _peak(budget, groups)
     less = budget.over + (int(_UNSEEN * peak) if peak is not None and on_cuda(stock.bw.graph.nodes) else 0)
@@ -141,6 +144,8 @@ def _partition(
         again, kept = _marks(chosen, cross, groups)
         with aot.recomputed(joint, again, kept):
             graphs = split()
+        if on_device:
+            multiply_early(graphs.bw)
         reached = _reached(chosen, step, groups)
         own = step_of(graphs, setting.scope, hooks_only, budget.max_error, reached)[0]
         return graphs, dataclasses.replace(own, moments=moments, weighed_bytes=step.saved_bytes)
@@ -150,7 +155,7 @@ def _partition(
         found = dataclasses.replace(graphs, fw=aot.copied(graphs.fw), bw=aot.copied(graphs.bw))
         saved = {v.row.name: storage_of(v.fw_node) for v in graphs.boundary.tensors}
         plan = rewrite(found.fw, found.bw, Setting(_policy(solution, own), setting.scope), trace)
-        if fused and on_cuda(found.bw.graph.nodes):
+        if on_device:
             unpack_early(found.bw)
             split_kernels(found.bw)
         live = after = found.live()
@@ -181,7 +186,7 @@ def _partition(
             raise error
         best = least
     for gm, phase in ((best.graphs.fw, "forward"), (best.graphs.bw, "backward")):
-        if fused and on_cuda(gm.graph.nodes):
+        if on_device:
             points = [point for point in best.plan.live_after if point.phase == phase]
             write_when_made(gm)
             hold_kernels(gm, points, best.peak - bytes_of(best.plan.live_after).beside(moments, phase))

@@ -16,10 +16,11 @@ SUPPORT = Path(__file__).resolve().parents[1] / "support"
 
 @pytest.mark.skipif(torch.version.cuda is not None, reason="a CUDA build asks the driver, tests with a GPU measure it")
 @pytest.mark.slow
-def test_the_code_holds_what_was_planned():
+@pytest.mark.parametrize(("model", "shares"), [("blocks", [0.9, 0.75, 0.65, 0.6]), ("tied", [1.0, 0.8])])
+def test_the_code_holds_what_was_planned(model, shares):
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(SUPPORT.parents[1]), str(SUPPORT)])}
     run = subprocess.run(
-        [sys.executable, str(SUPPORT / "code_peak.py"), "0.9", "0.75", "0.65", "0.6"],
+        [sys.executable, str(SUPPORT / "code_peak.py"), model, *map(str, shares)],
         env=env,
         capture_output=True,
         text=True,
@@ -27,6 +28,6 @@ def test_the_code_holds_what_was_planned():
     )
     assert run.returncode == 0, run.stderr[-3000:]
     rows = json.loads(run.stdout.splitlines()[-1])
-    assert [phase for _, phase, *_ in rows] == ["forward", "backward"] * 4
+    assert [phase for _, phase, *_ in rows] == ["forward", "backward"] * len(shares)
     for share, phase, of_code, planned in rows:
         assert 0.99 * planned <= of_code <= 1.001 * planned, (share, phase)

@@ -9,7 +9,7 @@ from torch._inductor.utils import run_and_get_code
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from aot_hooks.graphs.lifetimes import SPLIT, Kernels, alive_along, last_readers, written_storages
+from aot_hooks.graphs.lifetimes import SPLIT, Kernels, alive_along, last_readers, late_products, written_storages
 from aot_hooks.graphs.nodes import output_storages, storage_bytes, storage_of, storages
 from aot_hooks.graphs.roofline import workspace_bytes
 from aot_hooks.passes.live_bytes import LivePoint
@@ -17,6 +17,7 @@ from aot_hooks.planning.kernels import (
     fusion_zones,
     hold_kernels,
     join_kernels,
+    multiply_early,
     split_kernels,
     unpack_early,
     write_when_made,
@@ -259,3 +260,52 @@ def test_what_the_backward_of_attention_works_with_is_counted():
         backward.args[1].meta["val"] = torch.empty(batch, heads, length, width, dtype=torch.bfloat16)
     # measured on an H200: 12.1875 MiB for 4 x 12 heads of 1024 x 64, 258 MiB for 2 x 32 heads of 8192 x 128
     assert workspace_bytes(backward) == 4 * batch * heads * length * (width + 1)
+
+
+def tied(count, *, swapped=False, scaled=False):
+    """A gradient that is a product, and a sum after `count` more products."""
+
+    def function(grad, weight):
+        product = grad.t() @ grad
+        x = grad
+        for _ in range(count):
+            x = x @ weight
+        rest = (x.sum(0) + x[:1]).expand(WIDTH, WIDTH)
+        total = torch.add(product, rest, alpha=2) if scaled else rest + product if swapped else product + rest
+        return total, x
+
+    return traced(function)
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+def test_a_product_far_before_its_sum_is_computed_where_it_stands(swapped):
+    gm, inputs = tied(9, swapped=swapped)
+    late = late_products(list(gm.graph.nodes))
+    assert [(p.target, n.target) for p, n in late.items()] == [(torch.ops.aten.mm.default, torch.ops.aten.add.Tensor)]
+    (product,) = late
+    nodes = list(gm.graph.nodes)
+    assert storage_of(product) not in written_storages(nodes)
+    assert last_readers(nodes, written_storages(nodes))[product.all_input_nodes[0]] > nodes.index(product)
+    before = gm(*inputs)
+    multiply_early(gm)
+    nodes = list(gm.graph.nodes)
+    assert not late_products(nodes) and storage_of(product) in written_storages(nodes)
+    assert all(map(torch.equal, gm(*inputs), before))
+
+
+@pytest.mark.parametrize("gm", [tied(8)[0], tied(9, scaled=True)[0]], ids=["near", "scaled"])
+def test_a_product_near_its_sum_and_a_scaled_one_stay_as_they_are(gm):
+    code = gm.code
+    multiply_early(gm)
+    assert gm.code == code
+
+
+def test_of_two_products_inductor_moves_the_second():
+    def function(grad, weight):
+        x = grad
+        for _ in range(9):
+            x = x @ weight
+        return (grad.t() @ grad + x.t() @ grad), x
+
+    gm, _ = traced(function)
+    assert not late_products(list(gm.graph.nodes))

@@ -1,6 +1,6 @@
 """The bytes that generated CUDA code holds at each line, on a machine without CUDA; beside the plan's.
 
-    python tests/support/code_peak.py 0.8 0.6        budgets, as shares of the peak without any
+    python tests/support/code_peak.py blocks 0.8 0.6        a model, and budgets as shares of its peak without any
 
 A model is traced on the CPU. Its joint graph gets fake CUDA tensors before it is planned, so hooks, plan and Inductor's
 code are those for CUDA. The code's `call` then runs on fake tensors, with kernels that do nothing, and after each line
@@ -53,6 +53,21 @@ class Block(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.norm(x)
         return x + self.down(nn.functional.silu(self.gate(y)) * self.up(y))
+
+
+class Tied(nn.Module):
+    """Its weight is read at both ends, so its gradient is a product at the start of the backward and a sum at its end.
+
+    An embedding would be the usual one, but Inductor's embedding runs on a device while it is compiled.
+    """
+
+    def __init__(self, width: int, words: int) -> None:
+        super().__init__()
+        self.words = nn.Parameter(torch.randn(words, width))
+        self.blocks = nn.Sequential(*(Block(width) for _ in range(3)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.blocks(x + self.words.mean(0)) @ self.words.t()).float().logsumexp(-1).mean()
 
 
 def on_cuda(gm: GraphModule) -> None:
@@ -168,14 +183,15 @@ def seed(_seeds: torch.Tensor, _index: int) -> torch.Tensor:
     return torch.empty((), dtype=torch.int64, device=CUDA)
 
 
-def main(shares: list[float]) -> None:
-    model = nn.Sequential(*(Block(512) for _ in range(3))).to(torch.bfloat16)
-    x = torch.randn(8192, 512, dtype=torch.bfloat16, requires_grad=True)
+def main(name: str, shares: list[float]) -> None:
+    tied = name == "tied"
+    model = Tied(512, 4096) if tied else nn.Sequential(*(Block(512) for _ in range(3)))
+    model, x = model.to(torch.bfloat16), torch.randn(8192, 512, dtype=torch.bfloat16, requires_grad=True)
     pretend()
-    for name, answer in {"get_rng_state": torch.zeros(16, dtype=torch.uint8), "_exchange_device": -1}.items():
-        setattr(torch.cuda, name, lambda *_, answer=answer: answer)
-    for name in ("set_rng_state", "_maybe_exchange_device", "_lazy_init", "synchronize"):
-        setattr(torch.cuda, name, lambda *_: None)
+    for attribute, answer in {"get_rng_state": torch.zeros(16, dtype=torch.uint8), "_exchange_device": -1}.items():
+        setattr(torch.cuda, attribute, lambda *_, answer=answer: answer)
+    for attribute in ("set_rng_state", "_maybe_exchange_device", "_lazy_init", "synchronize"):
+        setattr(torch.cuda, attribute, lambda *_: None)
     torch.ops.prims.inductor_lookup_seed.default.prim_meta_impl = seed  # rounds int4's codes at random
     stock = aot_hooks.plan(model, x, policy=aot_hooks.KEEP).peak_bytes
     found = []
@@ -186,10 +202,11 @@ def main(shares: list[float]) -> None:
             codes, (plan,) = compiled(model, x, policy)
             for phase, code in codes:
                 planned = max(p.live_bytes for p in plan.live_after if p.phase == phase)
-                more = x.nbytes if phase == "backward" else 0  # the output, which the program holds
+                # the output, which the program holds
+                more = x.nbytes if phase == "backward" and not tied else 0
                 found.append((share, phase, peak_of(code) + more, planned))
     print(json.dumps(found))
 
 
 if __name__ == "__main__":
-    main([float(share) for share in sys.argv[1:]])
+    main(sys.argv[1], [float(share) for share in sys.argv[2:]])
