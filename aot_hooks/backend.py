@@ -372,7 +372,7 @@ def planning_partition(
         donated: for each graph, nested regions first, whether the backward may reuse the memory of saved tensors when
             there are no hooks.
         live: plans have the bytes alive along both graphs, before and after the rewrite.
-        at_run_time: `offload` decides when the graph runs what it sends; a budget has decided already.
+        at_run_time: the host runs each kernel, so `offload` decides then what it sends; a budget has decided already.
     """
 
     def partition(joint: GraphModule, joint_inputs: Any, **kwargs: Any) -> tuple[GraphModule, GraphModule]:
@@ -400,14 +400,20 @@ def planning_partition(
 
         if hooks.setting is not None and isinstance(hooks.setting.rule, Budget) and not nested:
             with without_collections():
-                fw, bw, plan = partition_within(joint, split, rewritten, hooks.setting, fused=fused, **parts)
+                fw, bw, plan = partition_within(
+                    joint, split, rewritten, hooks.setting, fused=fused, launched=at_run_time, **parts
+                )
             plans.append(plan)
             return fw, bw
         fw, bw = split()
-        before = (live_bytes(fw, bw, fused=fused, **outputs), step_ms(fw, bw, fused)) if live else ((), 0.0)
+        before = (
+            (live_bytes(fw, bw, fused=fused, **outputs), step_ms(fw, bw, fused, launched=at_run_time))
+            if live
+            else ((), 0.0)
+        )
         plan = rewritten(fw, bw, hooks.setting)
         if live:
-            after_ms = step_ms(fw, bw, fused, transfers.COPIES, plan.transfers)
+            after_ms = step_ms(fw, bw, fused, transfers.COPIES, plan.transfers, launched=at_run_time)
             after = live_bytes(fw, bw, fused=fused, **outputs)
             plan = dataclasses.replace(
                 plan, live_before=before[0], live_after=after, before_ms=before[1], after_ms=after_ms

@@ -2,9 +2,10 @@
 
       Rates     bytes a second over the link each way and in the device's memory, multiplications and additions a second
       node_ms   max(operations / rate, bytes / rate), from the formulas of `torch.utils.flop_counter`
+      host_ms   kernels * time of a launch: a step of small layers takes the host longer than the device
 
 Rates are measured once per device, in some ten milliseconds, or come from the user. A CPU has no copy engine: its
-copies count as instant.
+copies count as instant. Nor does it launch kernels.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from torch.fx import GraphModule, Node
 from torch.utils.flop_counter import flop_registry
 
 from ..torch_private import values as torch_values
-from .lifetimes import SPLIT, Kernels, fuses, is_loop, reduces, written_storages
+from .lifetimes import SPLIT, Kernels, fuses, is_loop, on_cuda, reduces, written_storages
 from .nodes import (
     argument_called,
     has_tag,
@@ -64,6 +65,9 @@ _SUSTAINED, _KERNEL = 0.86, 1.1 / 0.7
 # many digits as a bfloat16.
 SPARED = 0.027
 _FEW_DIGITS = ("aot_hooks.from_float8", "aot_hooks.unpack_int4")
+# Milliseconds of the host in a step of Inductor's, seen beside an H200: for a kernel, with its share of autograd
+# and of Dynamo; for an operator written in Python; to send a tensor, or to fetch it.
+LAUNCH_MS, _CALL_MS, COPY_MS = 0.03, 0.2, 0.22
 # the share of a plain matrix product's speed that attention and its backward reach on an H100 or H200
 _SHARES = dict.fromkeys(ATTENTION, 0.65) | dict.fromkeys(ATTENTION_BACKWARD, 0.55)
 
@@ -174,6 +178,32 @@ def node_ms(
     return found
 
 
+def host_ms(gm: GraphModule, fused: bool) -> float:
+    """Milliseconds that the host takes to launch what `gm` runs on a CUDA device.
+
+    Waits for copies count nothing: each belongs to a copy.
+    """
+    nodes = list(gm.graph.nodes)
+    if not on_cuda(nodes):
+        return 0.0
+    written = written_storages(nodes, fuse_loops=True) | output_storages(gm.graph)
+    kernels = Kernels.of(nodes, written | input_storages(gm.graph))
+    total, seen = 0.0, set()
+    for node in nodes:
+        if node.op != "call_function" or is_view(node) or node.target is operator.getitem:
+            continue
+        packet = str(_packet(node))
+        if packet.startswith("aot_hooks.") and not (fused and is_loop(node)):
+            waits = packet.endswith("_wait")
+            total += 0.0 if waits else COPY_MS if packet.endswith("load_start") else _CALL_MS
+        elif not fused or not _runs_fused(node, fuse_loops=True):
+            total += LAUNCH_MS
+        elif storage_of(node) in written and kernels.at[node] not in seen:
+            seen.add(kernels.at[node])
+            total += LAUNCH_MS
+    return total
+
+
 def memory_ms(nbytes: int, rates: Rates) -> float:
     """Milliseconds that a step takes longer for generated kernels that move `nbytes`."""
     return 1e3 * nbytes / (rates.memory * _KERNEL)
@@ -188,12 +218,20 @@ def link_ms(nbytes: int, rates: Rates) -> float:
 
 
 def step_ms(
-    fw: GraphModule, bw: GraphModule, fused: bool, copies: Collection[Any] = (), transfers: Iterable[Any] = ()
+    fw: GraphModule,
+    bw: GraphModule,
+    fused: bool,
+    copies: Collection[Any] = (),
+    transfers: Iterable[Any] = (),
+    *,
+    launched: bool = True,
 ) -> float:
-    """Milliseconds of a forward and its backward, with the copies of `transfers` beside them.
+    """Milliseconds of a forward and its backward, with the copies of `transfers` beside them: of the device, or of the
+    host if that takes longer.
 
     Args:
-        copies: the operators that copy; they count no time of their own.
+        copies: the operators that copy; they count no time of their own on the device.
+        launched: the host launches each kernel. CUDA graphs take it nearly no time.
     """
     found = (node_ms(gm, measured_rates, fused, fuse_loops=True) for gm in (fw, bw))
     compute = sum(ms for times in found for node, ms in times.items() if node.target not in copies)
@@ -201,7 +239,7 @@ def step_ms(
     for t in transfers:
         if t.placement.offloaded:
             beside += t.placement.stall_ms + link_ms(t.nbytes, measured_rates(torch.device(t.device)))
-    return compute + beside
+    return max(compute + beside, (host_ms(fw, fused) + host_ms(bw, fused)) * launched)
 
 
 def workspace_bytes(node: Node) -> int:

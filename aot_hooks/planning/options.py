@@ -20,12 +20,25 @@ from torch.fx import GraphModule, Node
 
 from ..graphs.lifetimes import Kernels, alive_along, fuses, is_loop, last_readers, on_cuda, written_storages
 from ..graphs.nodes import REGION, SNAPSHOT, annotation, input_storages, is_view, output_storages, producer, storage_of
-from ..graphs.roofline import SPARED, Rates, has_formula, link_ms, measured_rates, memory_ms, node_ms, row_lengths
+from ..graphs.roofline import (
+    LAUNCH_MS,
+    SPARED,
+    Rates,
+    has_formula,
+    host_ms,
+    link_ms,
+    measured_rates,
+    memory_ms,
+    node_ms,
+    row_lengths,
+    step_ms,
+)
 from ..graphs.saved import Boundary, SavedValue, boundary
 from ..library.float8 import float8
 from ..library.integer import int4, int8
 from ..library.lossless import lossless
 from ..offloading.hook import offload
+from ..offloading.schedule import Transfer
 from ..offloading.transfers import COPIES
 from ..passes.live_bytes import LivePoint, live_bytes
 from ..passes.plan import decide
@@ -56,6 +69,7 @@ class Graphs:
     roots: Mapping[str, str]
     fused: bool
     trace: Trace
+    launched: bool = True  # the host launches each kernel, not a CUDA graph
 
     @functools.cached_property
     def boundary(self) -> Boundary:
@@ -65,6 +79,9 @@ class Graphs:
     def live(self) -> tuple[LivePoint, ...]:
         outputs = self.num_fwd_outputs
         return live_bytes(self.fw, self.bw, num_fwd_outputs=outputs, fused=self.fused, roots=self.roots)
+
+    def ms(self, transfers: Iterable[Transfer] = ()) -> float:
+        return step_ms(self.fw, self.bw, self.fused, COPIES, transfers, launched=self.launched)
 
 
 def step_of(
@@ -126,6 +143,7 @@ def step_of(
         tuple(f"{p.phase} {p.node}" for p in points),
         tuple(p.module_path for p in points),
         copies_ms=_in_order(copies),
+        host_ms=sum(host_ms(gm, graphs.fused) for gm in both) if graphs.launched else -math.inf,
     )
     return step, groups
 
@@ -199,9 +217,11 @@ def _hook_options(
     lengths = row_lengths(graphs.fw)
 
     @functools.cache  # equal layers share what was traced
-    def cost(nbytes: int, in_passing: bool, registers: bool, traced: TracedHook) -> tuple[float, int]:
-        work = max(_work_bytes(gm, graphs.fused) for gm in (traced.pack, traced.unpack))
-        return _hook_ms(nbytes, in_passing, registers, traced, graphs.fused, rates), work
+    def cost(nbytes: int, in_passing: bool, registers: bool, traced: TracedHook) -> tuple[float, int, float]:
+        both = (traced.pack, traced.unpack)
+        work = max(_work_bytes(gm, graphs.fused) for gm in both)
+        by_host = sum(host_ms(gm, graphs.fused) for gm in both) - LAUNCH_MS * (in_passing + registers)
+        return _hook_ms(nbytes, in_passing, registers, traced, graphs.fused, rates), work, max(0.0, by_host)
 
     found: list[list[Option]] = [[] for _ in groups]
     on_gpu = [group[0].row.device.type == "cuda" for group in groups]
@@ -224,12 +244,12 @@ def _hook_options(
             readers = [u for v in group for u in _readers_of(v.bw_node)]
             registers = graphs.fused and all(map(fuses, readers)) and _only_loops(traced.unpack)
             in_passing = graphs.fused and any(_passes(value.fw_node, traced.pack, lengths) for value in group)
-            ms, work = cost(group[0].row.nbytes, in_passing, registers, traced)
+            ms, work, by_host = cost(group[0].row.nbytes, in_passing, registers, traced)
             ms += link_ms(on_host, rates)
             if on_gpu[i] and any(rounded in name for rounded in _FEW_DIGITS):
                 ms -= min(ms, SPARED * sum(bw_ms[n] for n in readers if has_formula(n)))
             option = Option(name, hook, nbytes, ms, _error_of(name), on_host, work, registers and on_gpu[i])
-            found[i].append(option)
+            found[i].append(dataclasses.replace(option, host_ms=by_host))
     return found
 
 

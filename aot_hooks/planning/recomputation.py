@@ -19,9 +19,9 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from ..graphs.backward_reads import BackwardReads
-from ..graphs.lifetimes import fuses
+from ..graphs.lifetimes import fuses, on_cuda
 from ..graphs.nodes import storage_bytes, storage_of
-from ..graphs.roofline import has_formula
+from ..graphs.roofline import LAUNCH_MS, has_formula
 from ..graphs.saved import SavedValue
 from ..torch_private.values import is_operator
 from .step import RECOMPUTE, Option, Value
@@ -62,6 +62,7 @@ def with_recompute(
                 exact=_known(numbers, _read_exactly(chain, group, position)),
                 again=tuple(n.name for n in chain.nodes),
                 reads=tuple(n.name for n in chain.reads),
+                host_ms=LAUNCH_MS * (1 + sum(not fuses(n) for n in chain.nodes)) if on_cuda(chain.nodes) else 0.0,
             )
             found[i] = dataclasses.replace(found[i], options=(*found[i].options, option))
     return found
@@ -84,7 +85,8 @@ def _saved_for(value: Value, node: Node, gone: int) -> Value:
     def scaled(option: Option) -> Option:
         sizes = (int(share * n) for n in (option.packed_bytes, option.link_bytes, option.work_bytes))
         packed_bytes, link_bytes, work_bytes = sizes
-        return Option(option.name, None, packed_bytes, share * option.ms, option.error, link_bytes, work_bytes)
+        new = Option(option.name, None, packed_bytes, share * option.ms, option.error, link_bytes, work_bytes)
+        return dataclasses.replace(new, host_ms=option.host_ms)
 
     options = tuple(scaled(option) for option in value.options if option.name != RECOMPUTE)
     return dataclasses.replace(

@@ -1,6 +1,6 @@
 """The fastest choice under a peak, as a mixed-integer linear program for HiGHS.
 
-      minimize    sum of ms, and a high price for each byte over the peak
+      minimize    sum of ms, what the host takes longer than the device, and a high price for each byte over the peak
                   x[value, option] in {0, 1}, at most one option of a value
       subject to  live[p] + delta[p] + queued[p] + fetched[p] <= peak + over     at every position p
                   delta[p]   = delta[p-1] + what options give back or take at p
@@ -87,7 +87,13 @@ def solve(
         program.column(0, 1, scale * (o.ms + _TIE * (1 + o.error) * step.values[v].nbytes / _MIB))
     program.over = program.column(0, math.inf, price)
     if peak is not None:
-        program.column(1, 1, step.ms)  # so that the gap is a share of the step
+        program.column(1, 1, step.device_ms)  # so that the gap is a share of the step
+    longer = {c: o.host_ms - o.ms for c, (_, o) in enumerate(choices)}
+    most = sum(max(0.0, *(longer[c] for c in own)) for own in columns.values() if own)
+    waits: dict[int, float] = {}  # by how much the host takes longer
+    if step.host_ms + most > step.device_ms:
+        waits = {program.column(0, math.inf, scale): 1.0}
+        program.row(longer | {c: -1.0 for c in waits}, -math.inf, step.device_ms - step.host_ms)
 
     starts = _early_starts(step)
     early_columns = {u: program.column(0, 1, _TIE * scale) for u in starts}
@@ -163,7 +169,7 @@ def solve(
         program.errors = len(program.low)
         program.row(terms, 0, _UNITS * max_error**2 + 1e-9)
     if max_ms is not None:
-        program.row({c: o.ms for c, (_, o) in enumerate(choices)}, -math.inf, max_ms - step.ms)
+        program.row({c: o.ms for c, (_, o) in enumerate(choices)} | waits, -math.inf, max_ms - step.device_ms)
 
     if under and ((relaxed := program.solved(0)) is None or relaxed[program.over] > MOST_OVER):
         return None
@@ -189,9 +195,9 @@ def solve(
             at = position if position >= step.forward_count else position - 1
             beside = min(step.live[position - 1 : position + 1]) + _MIB * (added[group_at[position]] + needed)
             live[at] = max(live[at], beside)
-    ms = step.ms + sum(o.ms for o in options)
     found = tuple(map(round, live))
-    return Solution(tuple(options), found, step.bytes_of(found).peak(step.moments), ms, _error(step, options))
+    peak_bytes = step.bytes_of(found).peak(step.moments)
+    return Solution(tuple(options), found, peak_bytes, step.ms_with(options), _error(step, options))
 
 
 def _alike(step: Step, columns: dict[int, list[int]], count: int) -> dict[int, int]:

@@ -12,7 +12,7 @@ may be made of many.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,7 +28,8 @@ class Option:
         name: "keep", "recompute", or the hook as a user types it.
         hook: None for "keep" and "recompute".
         packed_bytes: what is alive on the device while the value is stored.
-        ms: how much longer the step takes.
+        ms: how much longer the device takes for the step.
+        host_ms: how much longer the host takes for it.
         error: relative error of the value that comes back; 0 if exact.
         link_bytes: bytes sent to the host, and back.
         work_bytes: most bytes alive while it is packed or unpacked, beside the value itself when it is packed.
@@ -50,6 +51,7 @@ class Option:
     exact: tuple[int, ...] = ()
     again: tuple[str, ...] = field(default=(), repr=False)
     reads: tuple[str, ...] = field(default=(), repr=False)
+    host_ms: float = 0.0
 
 
 KEPT = Option("keep")
@@ -152,6 +154,7 @@ class Step:
         moments: what is alive beside it, if the step has more calls of compiled graphs.
         weighed_bytes: what the backward reads of the forward, also if it computes it again: a value's error counts by
             its share of that. 0: `saved_bytes`.
+        host_ms: predicted time of the host if every value is kept; it counts if the device waits for the host.
     """
 
     live: tuple[int, ...]
@@ -165,6 +168,7 @@ class Step:
     copies_ms: tuple[float, ...] = field(default=(), repr=False)
     moments: tuple[Moment, ...] = ALONE
     weighed_bytes: int = 0
+    host_ms: float = float("-inf")
 
     @functools.cached_property
     def saved_bytes(self) -> int:
@@ -182,6 +186,16 @@ class Step:
         phase = "forward" if position < self.forward_count else "backward"
         return [moment for moment in self.moments if moment.phase == phase]
 
+    @functools.cached_property
+    def device_ms(self) -> float:
+        return sum(self.node_ms)
+
     @property
     def ms(self) -> float:
-        return sum(self.node_ms)
+        """Predicted time of the step if every value is kept."""
+        return self.ms_with(())
+
+    def ms_with(self, options: Iterable[Option]) -> float:
+        """Predicted time of the step with `options`: the device's, or the host's if that takes longer."""
+        options = list(options)
+        return max(self.device_ms + sum(o.ms for o in options), self.host_ms + sum(o.host_ms for o in options))

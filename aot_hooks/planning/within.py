@@ -24,10 +24,8 @@ from torch.fx import GraphModule
 from ..errors import BudgetError, BudgetWarning
 from ..graphs.lifetimes import on_cuda
 from ..graphs.nodes import storage_of
-from ..graphs.roofline import step_ms
 from ..graphs.saved import Boundary, SavedTensor, SavedValue
 from ..hook import KEEP, Hook
-from ..offloading.transfers import COPIES
 from ..passes.answers import in_plans_only
 from ..passes.live_bytes import LivePoint
 from ..passes.plan import Decision, InStep, Plan
@@ -77,12 +75,14 @@ def partition_within(
     static_inputs: Sequence[int],
     roots: Mapping[str, str],
     fused: bool,
+    launched: bool,
 ) -> tuple[GraphModule, GraphModule, Plan]:
     """The two graphs with the budget of `setting` met, and their plan with live bytes and times.
 
     Args:
         split: partitions `joint`; called again after marks have changed.
         rewrite: puts the hooks of a setting into two graphs, in place.
+        launched: the host launches each kernel, not a CUDA graph.
 
     Raises:
         BudgetError: no choice stays under the peak.
@@ -92,7 +92,7 @@ def partition_within(
     trace = tracer(fused)
 
     def read(fw: GraphModule, bw: GraphModule) -> Graphs:
-        return Graphs(fw, bw, num_fwd_outputs, tuple(static_inputs), roots, fused, trace)
+        return Graphs(fw, bw, num_fwd_outputs, tuple(static_inputs), roots, fused, trace, launched)
 
     within = functools.partial(_partition, joint, lambda: read(*split()), rewrite, setting)
 
@@ -127,7 +127,7 @@ def _partition(
     fused, trace = stock.fused, stock.trace
     on_device = fused and on_cuda(stock.bw.graph.nodes)
     moments = _UNKNOWN if budget.least and budget.moments == ALONE else budget.moments
-    before, before_ms = stock.live(), step_ms(stock.fw, stock.bw, fused)
+    before, before_ms = stock.live(), stock.ms()
     if on_device:
         multiply_early(stock.bw)
     step, groups = step_of(stock, setting.scope, budget.allow, budget.max_error)
@@ -163,7 +163,7 @@ def _partition(
         if limits.peak is not None and join_kernels(found.bw, live, within):
             after = found.live()
         plan = _with_recomputed(plan, cross, groups, saved, chosen, step)
-        after_ms = step_ms(found.fw, found.bw, fused, COPIES, plan.transfers)
+        after_ms = found.ms(plan.transfers)
         plan = dataclasses.replace(
             plan,
             decisions=tuple(dataclasses.replace(d, settings=(setting.key,)) for d in plan.decisions),

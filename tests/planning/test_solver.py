@@ -31,7 +31,7 @@ def brute_force(step: Step, peak: float, max_error: float = math.inf) -> float |
                     live[p] -= value.nbytes - option.packed_bytes
         error = math.sqrt(sum(v.nbytes / total * o.error**2 for v, o in zip(step.values, options, strict=True)))
         if max(live) <= peak and error <= max_error:
-            ms = step.ms + sum(o.ms for o in options)
+            ms = step.ms_with(options)
             best = ms if best is None else min(best, ms)
     return best
 
@@ -48,11 +48,12 @@ def random_step(seed: int) -> Step:
         ]
         if choose.random() < 0.5:
             options.append(Option(RECOMPUTE, ms=choose.random()))
+        options = [dataclasses.replace(option, host_ms=choose.random()) for option in options]
         for p in range(gone, first + 1):
             live[p] += nbytes
         segment = choose.randint(11, first)
         values.append(Value((f"v{i}",), nbytes, gone, first, i, segment, tuple(options)))
-    return Step(tuple(live), tuple(values), (10.0,))
+    return Step(tuple(live), tuple(values), (10.0,), host_ms=choose.choice([0.0, 9.5, 10.0, 11.0]))
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -98,6 +99,24 @@ def test_of_equal_options_the_exact_one_is_taken():
     value = Value(("v",), 4 * MIB, 1, 3, options=options)
     step = Step((0, 4 * MIB, 4 * MIB, 0, 0), (value,), (1.0,))
     assert solve(step, peak=2 * MIB).options[0].name == "b"
+
+
+def test_the_time_of_the_host_counts_where_the_device_waits_for_it():
+    """Copies cost the device nothing and the host 0.4 ms each, to compute again costs both 0.1."""
+    copy = Option("offload()", object(), 0, 0.0, host_ms=0.4)
+    again = Option(RECOMPUTE, ms=0.1, host_ms=0.1)
+    values = tuple(Value((f"v{i}",), 4 * MIB, 1, 3, i, 3, (copy, again)) for i in range(4))
+    step = Step((0, 16 * MIB, 16 * MIB, 0, 0), values, (10.0,))
+
+    def chosen(host_ms, **limits):
+        found = solve(dataclasses.replace(step, host_ms=host_ms), peak=0.0, **limits)
+        return sum(o is copy for o in found.options), sum(o is again for o in found.options), round(found.ms, 6)
+
+    assert chosen(-math.inf) == chosen(8.4) == (4, 0, 10.0)
+    assert chosen(9.2) == (2, 2, 10.2)  # 9.2 + 0.8 + 0.2
+    assert chosen(10.0) == (0, 4, 10.4)
+    assert dataclasses.replace(step, host_ms=12.0).ms == 12.0 and chosen(12.0) == (0, 4, 12.4)
+    assert sum(chosen(12.0, max_ms=12.25)[:2]) == 2  # no time for more
 
 
 def test_a_recomputation_brings_its_source_back_early():

@@ -115,6 +115,25 @@ def test_steps_run_at_the_rates_that_a_device_keeps_up() -> None:
     assert kept[loop] == pytest.approx(burst[loop] / (1.1 / 0.7))
 
 
+def test_the_host_launches_each_kernel_of_a_cuda_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A product, a kernel of two sums that are fused, a copy to the host and back, and an operator of Python."""
+    ours = torch.ops.aot_hooks
+
+    def function(x: torch.Tensor) -> list[torch.Tensor]:
+        product = torch.relu(x @ x).t()
+        host = ours.offload_wait(ours.offload_start(product, -1), product)
+        fetched = ours.reload_wait(ours.reload_start(host, x.device), host, x.device)
+        return [product, fetched, ours.pack_int4(product.sum(1), 32, None)[0]]
+
+    with FakeTensorMode():
+        gm = make_fx(function, tracing_mode="fake")(torch.empty(64, 64))
+    assert roofline.host_ms(gm, fused=True) == 0.0
+    monkeypatch.setattr(roofline, "on_cuda", lambda _: True)
+    copies = 2 * roofline.COPY_MS + roofline._CALL_MS
+    assert roofline.host_ms(gm, fused=True) == pytest.approx(3 * roofline.LAUNCH_MS + copies)
+    assert roofline.step_ms(gm, gm, True) > roofline.step_ms(gm, gm, True, launched=False)
+
+
 def test_on_a_gpu_a_plan_leaves_three_thousandths(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
     search = within.search
