@@ -1,8 +1,8 @@
-"""Two processes on gloo: a small stack that FSDP2 shards over them, and how each of them ended.
+"""Two processes, on gloo or on NCCL: a small stack that FSDP2 shards over them, and how each of them ended.
 
     run_ranks(work, folder) -- work(0), work(1), in processes of their own --> (Ended, Ended)
 
-No process waits longer than `WAIT_S` for another one.
+No process waits longer than `WAIT_S` for another one. With NCCL it is aborted then, without an error of Python.
 """
 
 from __future__ import annotations
@@ -40,13 +40,17 @@ def blocks(count: int = 6) -> nn.Sequential:
     return nn.Sequential(*(Block() for _ in range(count)))
 
 
+def device_type() -> str:
+    return "cuda" if dist.is_initialized() and dist.get_backend() == "nccl" else "cpu"
+
+
 def batch(step: int, rank: int, rows: int = ROWS) -> torch.Tensor:
-    return torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(10 * step + rank))
+    return torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(10 * step + rank)).to(device_type())
 
 
 def sharded(count: int = 6, **compiled: Any) -> nn.Sequential:
     """A stack whose blocks are compiled, one graph for all, and sharded over the two processes."""
-    model, mesh = blocks(count), init_device_mesh("cpu", (2,))
+    model, mesh = blocks(count).to(device_type()), init_device_mesh(device_type(), (2,))
     for block in model:
         block.compile(**compiled)
         fully_shard(block, mesh=mesh)
@@ -57,14 +61,26 @@ class Ended(NamedTuple):
     exit_code: int | None  # None: it had to be killed; minus a signal's number
     error: str  # text of the exception that ended it
 
+    @property
+    def failed(self) -> bool:
+        """Whether it ended by itself, and not well."""
+        return self.exit_code not in (0, None)
 
-def run_ranks(work: Callable[..., None], folder: pathlib.Path, *arguments: Any, limit_s: float = 60) -> list[Ended]:
-    """Call `work(rank, *arguments)` in two processes. `work` is a function of a module."""
+
+def run_ranks(
+    work: Callable[..., None], folder: pathlib.Path, *arguments: Any, limit_s: float = 60, device: str = "cpu"
+) -> list[Ended]:
+    """Call `work(rank, *arguments)` in two processes, each with a GPU if `device` is "cuda".
+
+    `work` is a function of a module.
+    """
     there = os.path.dirname(work.__code__.co_filename)  # where a new process finds the module
     context = mp.get_context("spawn")
     sys.path.insert(0, there)
     try:
-        processes = [context.Process(target=_run, args=(work, rank, str(folder), arguments)) for rank in range(2)]
+        processes = [
+            context.Process(target=_run, args=(work, rank, str(folder), device, arguments)) for rank in range(2)
+        ]
         for process in processes:
             process.start()
     finally:
@@ -81,10 +97,13 @@ def run_ranks(work: Callable[..., None], folder: pathlib.Path, *arguments: Any, 
     return [Ended(code, text) for code, text in zip(codes, texts, strict=True)]
 
 
-def _run(work: Callable[..., None], rank: int, folder: str, arguments: tuple[Any, ...]) -> None:
+def _run(work: Callable[..., None], rank: int, folder: str, device: str, arguments: tuple[Any, ...]) -> None:
     torch.set_num_threads(1)
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    how: dict[str, Any] = {"init_method": f"file://{folder}/meet", "rank": rank, "world_size": 2}
     wait = datetime.timedelta(seconds=WAIT_S)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2, timeout=wait)
+    dist.init_process_group("nccl" if device == "cuda" else "gloo", timeout=wait, **how)
     try:
         work(rank, *arguments)
     except Exception as error:
