@@ -45,6 +45,7 @@ from .passes.snapshots import save_what_was_read
 from .passes.units import Trace
 from .planning import many, measured
 from .planning.budget import Budget, fitted
+from .planning.recorded import Version
 from .planning.within import partition_within
 from .settings import recompiles
 from .settings.names import carry_names, name_given
@@ -189,11 +190,13 @@ def _compile_graph(
     hooks = _in_force(gm, inputs, options)
     if options.policy is not None and hooks.pair is None:
         _guard_hooks_of_others()
-    in_steps = None
+    in_steps = tight = None
     if (setting := hooks.setting) is not None:
         rule = measured.tightened(setting.rule, wrapper)
         if isinstance(rule, Budget) and (in_steps := many.graph_of(rule, gm, inputs)) is not None:
-            rule = in_steps.rule(rule)
+            given, rule = rule, in_steps.rule(rule)
+            if (other := in_steps.tight_rule(given)) is not None:
+                tight = dataclasses.replace(hooks, setting=Setting(other, setting.scope))
         if isinstance(rule, Budget) and options.inner == "inductor":
             patches = inductor.IN_PLANNED_ORDER | patches
         if rule != setting.rule:
@@ -204,37 +207,45 @@ def _compile_graph(
     if not hooks.settings and listed is None:
         return _with_eager_hooks(_compile(gm, inputs, options, patches, None, lambda: None, compilation))
 
-    graph, paths = records.Graph(), roots()
-    donated: list[bool] = []
-    live = listed is not None
+    paths, live = roots(), listed is not None
     at_run_time = compilation is None and not inductor.fixes_copies(patches)
-    partition = planning_partition(
-        hooks, options.inner, graph.plans, paths, donated, live=live, at_run_time=at_run_time
-    )
 
-    def compile_graph(compiling: Callable[[], None] = lambda: None) -> _Compiled:
-        def before_each_graph() -> None:
-            compiling()
-            if donated and not donated[-1]:  # else a second backward would raise, which it doesn't without hooks
-                aot.donate_nothing()
+    def compiled_with(gm: GraphModule, hooks: _InForce, graph: records.Graph) -> _Compiled:
+        donated: list[bool] = []
+        partition = planning_partition(
+            hooks, options.inner, graph.plans, paths, donated, live=live, at_run_time=at_run_time
+        )
 
-        return _compile(gm, inputs, options, patches, partition, before_each_graph, compilation)
+        def compile_graph(compiling: Callable[[], None] = lambda: None) -> _Compiled:
+            def before_each_graph() -> None:
+                compiling()
+                if donated and not donated[-1]:  # else a second backward would raise, which it doesn't without hooks
+                    aot.donate_nothing()
 
-    with autograd.covered_hooks(), recording() as seen:
+            return _compile(gm, inputs, options, patches, partition, before_each_graph, compilation)
+
         if why := _why_not_stored(options, compilation, reported=live):
-            compiled = bypassed(why, compile_graph)
-        else:
-            in_key: dict[str, Any] = {"mode": mode, "inductor": patches, "inner": options.inner}
-            if compilation is not None:
-                in_key["cudagraphs"] = compilation.key(gm)
-            # fmt: off
-            compiled = through_cache(
-                gm, inputs, hooks.setting, hooks.regions, options=in_key, roots=paths, plans=graph.plans,
-                compile_graph=compile_graph, refused=lambda: compilation.refused if compilation is not None else "",
-            )
-            # fmt: on
+            compiled: _Compiled = bypassed(why, compile_graph)
+            return compiled
+        in_key: dict[str, Any] = {"mode": mode, "inductor": patches, "inner": options.inner}
+        if compilation is not None:
+            in_key["cudagraphs"] = compilation.key(gm)
+        # fmt: off
+        compiled = through_cache(
+            gm, inputs, hooks.setting, hooks.regions, options=in_key, roots=paths, plans=graph.plans,
+            compile_graph=compile_graph, refused=lambda: compilation.refused if compilation is not None else "",
+        )
+        # fmt: on
+        return compiled
+
+    graph, tight_graph = records.Graph(), records.Graph()
+    with autograd.covered_hooks(), recording() as seen:
+        tight_run = None if tight is None else compiled_with(aot.copied(gm), tight, tight_graph)
+        compiled = compiled_with(gm, hooks, graph)
     known = records.plans_of(wrapper) if hooks.settings and wrapper is not None else None
-    version = in_steps.compiled(graph.plans, known) if in_steps is not None else None
+    version = None if in_steps is None else in_steps.compiled(graph.plans, known, tight_graph.plans)
+    if version is not None and tight_run is not None:
+        compiled = many.by_call(compiled, tight_run, version)
     if known is not None:
         known.extend(graph.plans)
     if listed is not None:
@@ -269,7 +280,7 @@ def _wrapped(
     hooks: _InForce,
     seen: Recording,
     wrapper: Any,
-    version: many.Version | None,
+    version: Version | None,
     inputs: Sequence[Any],
     *,
     counted: bool,

@@ -65,6 +65,7 @@ class InStep:
         beside_forward, beside_backward: of all of these, the most beside a forward and a backward. They are in the
             live bytes of the plan.
         elsewhere_bytes: most that is alive in the step while another graph runs.
+        tight_calls, tight_bytes: how many of `calls`, the first, hold the least instead of `held_bytes`, and how much.
     """
 
     calls: int
@@ -73,6 +74,8 @@ class InStep:
     beside_forward: int = 0
     beside_backward: int = 0
     elsewhere_bytes: int = 0
+    tight_calls: int = 0
+    tight_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -85,6 +88,8 @@ class Plan:
         live_before, live_after: bytes alive along the step without and with the hooks, if `aot_hooks.plan` made it.
         before_ms, after_ms: predicted time of the step without and with the hooks, likewise.
         in_step: what is alive beside the graph in a step of many calls; None if it was planned as the whole step.
+        offers: of a plan that holds the least, for planning a step of many calls: bytes that a call could hold between
+            forward and backward, from the least on, with the ms that it would take then.
     """
 
     decisions: tuple[Decision, ...]
@@ -94,6 +99,7 @@ class Plan:
     before_ms: float = field(default=0.0, compare=False, repr=False)
     after_ms: float = field(default=0.0, compare=False, repr=False)
     in_step: InStep | None = field(default=None, compare=False, repr=False)
+    offers: tuple[tuple[int, float], ...] = field(default=(), compare=False, repr=False)
 
     @property
     def peak_bytes(self) -> int:

@@ -4,12 +4,13 @@
                   whole budget | the least
       after it    for A and B: how many other calls of it hold saved tensors, and the bytes of all else   moments_of
       2nd step    A and B are compiled with their moments; the others count with what their plans hold
+                  if it is faster, B in two versions: the first calls hold the least, the last ones more
 
 A graph that is compiled first takes the budget as its own, which is right if it is the whole step. Once calls hold a
 quarter of the budget, functions are compiled anew and hold the least that they can: nobody knows how many calls follow.
 When all backwards of the step have run, its trace tells. Each graph gets a share: as much of the way from its least to
 what it holds without hooks as all graphs can go together. A graph that is planned later finds what the earlier ones
-left of theirs.
+left of theirs. Which version a call runs is decided when it runs, by what other calls hold then.
 
 A step is what one thread runs between two points at which nothing is saved. Bytes are predicted, on all devices. Calls
 that hold something while their graphs run forward and backward again are left out: the output of an evaluation is kept.
@@ -19,11 +20,12 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import math
 import threading
 import types
 import warnings
 import weakref
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -38,17 +40,14 @@ from ..torch_private import autograd, dynamo
 from ..torch_private.values import is_traced_value
 from .budget import Budget
 from .measured import StepCheck, step_check
-from .moments import Event, between, moments_of, shares
+from .moments import Event, between, moments_of, shares, tight_calls
+from .recorded import Step, Version
 from .step import ALONE, Bytes
 from .within import bytes_of
 
 _SMALL = 0.25  # of the budget: calls that hold less together change nothing
 _MOST_COMPILED = 6  # times that a graph is compiled for plans of steps
 _MOST_TRACES = 8
-# A step has no end if, while the same calls hold something,
-_KEPT_AFTER = 2  # their graphs have run forward and backward that many times,
-_MOST_AFTER = 256  # or that many calls have; and if
-_MOST_MARKS = 8192  # it has that many marks
 _MIB = 1 << 20
 _NOT_KNOWN = Bytes(0, 0, 0)
 
@@ -63,7 +62,11 @@ class Graph:
     Attributes:
         wants: the plan to compile it with: "alone", as the whole step, "least", or "planned".
         stock, least: bytes of a call without hooks, and of one that holds the least; None: not known.
-        share: bytes that a call may take in the step that is planned, or takes if it is compiled for it (`is_fixed`).
+        share: bytes that a call may take in the step that is planned, or takes if it is compiled for it (`is_fixed`);
+            on average, if some calls hold less than others.
+        offers: what a call may hold, from the least on, with the time that it takes then; see `Plan.offers`.
+        calls, tight_calls: how many hold something at the same time in the planned step, and how many of these, the
+            first, hold the least so that the others may hold more.
         compiled_count: how often it was compiled for a step of many calls.
         codes: weak references to the code of its functions.
         listed: for each version its plans, and the list that reports read; `stale`: the same of versions that are gone.
@@ -74,6 +77,9 @@ class Graph:
     stock: Bytes = _NOT_KNOWN
     least: Bytes | None = None
     share: Bytes = _NOT_KNOWN
+    offers: tuple[tuple[int, float], ...] = ()
+    calls: int = 1
+    tight_calls: int = 0
     is_fixed: bool = False
     compiled_count: int = 0
     was_planned: bool = False
@@ -94,17 +100,30 @@ class Graph:
             if self.wants == "alone" and step.holding and step.held_bytes > _SMALL * self.group.peak_bytes:
                 self.wants = "least"
             if self.wants == "least":
-                moments = moments_of(self, self.group.traces, lambda _: _NOT_KNOWN) if self.group.counted else ALONE
-                return replace(given, free=None, least=True, moments=moments)
+                return self._least_rule(given)
             if self.wants == "planned":
-                moments = moments_of(self, self.group.traces, lambda graph: graph.share)
-                least = moments_of(self, self.group.traces, lambda graph: graph.can_hold)
+                tight = (self.tight_calls, 0 if self.least is None else self.least.held)
+                moments = moments_of(self, self.group.traces, lambda graph: graph.share, tight)
+                least = moments_of(self, self.group.traces, lambda graph: graph.can_hold, tight)
                 rule = replace(given, free=self.group.free, over=given.over + self.group.over, moments=moments)
                 return replace(rule, moments_at_least=() if least == moments else least, lenient=self.was_planned)
             return given
 
-    def compiled(self, plans: list[Plan], listed: list[Plan] | None) -> Version | None:
-        """Note a version that was compiled with `rule()`; None if no plan of it says how many bytes it holds."""
+    def tight_rule(self, given: Budget) -> Budget | None:
+        """The budget to compile a second version with, for the calls that hold less; None: all are alike."""
+        return self._least_rule(given) if self.wants == "planned" and self.tight_calls else None
+
+    def _least_rule(self, given: Budget) -> Budget:
+        moments = moments_of(self, self.group.traces, lambda _: _NOT_KNOWN) if self.group.counted else ALONE
+        return replace(given, free=None, least=True, moments=moments)
+
+    def compiled(
+        self, plans: list[Plan], listed: list[Plan] | None, tight_plans: Sequence[Plan] = ()
+    ) -> Version | None:
+        """Note a version that was compiled with `rule()`; None if no plan of it says how many bytes it holds.
+
+        `tight_plans` are those of `tight_rule()`. Then the plan in `plans` gets the time of a call on average.
+        """
         found = [plan for plan in plans if plan.live_after]
         if not found:
             return None
@@ -120,11 +139,15 @@ class Graph:
             version = Version(self, self.wants, _sum(map(_own_bytes, found)))
             if self.wants == "planned":
                 self.was_planned, self.is_fixed, self.share = True, True, version.nbytes
+                if len(plans) == len(tight_plans) == 1:
+                    version.tight = Version(self, self.wants, _own_bytes(tight_plans[0]))
+                    version.tight_calls, version.loose_calls = self.tight_calls, self.calls - self.tight_calls
+                    plans[0], self.share = _mixed(plans[0], tight_plans[0], version)
                 self.group.check = step_check(self.group.budget, self.group.free, plans, tighter=self.group.over > 0)
             else:
                 self.stock = _sum(bytes_of(plan.live_before) for plan in found)
             if self.wants == "least":
-                self.least = version.nbytes
+                self.least, self.offers = version.nbytes, found[0].offers if len(found) == 1 else ()
             return version
 
     def anew(self, wants: str) -> bool:
@@ -136,84 +159,6 @@ class Graph:
         codes = [code for ref in self.codes if (code := ref()) is not None]
         done = [dynamo.compile_anew(code, while_running=True) for code in codes]
         return bool(codes) and all(done)
-
-
-@dataclass(eq=False)
-class Version:
-    """A compiled version of a graph, with the bytes of a call of it."""
-
-    graph: Graph
-    kind: str
-    nbytes: Bytes
-
-
-@dataclass(eq=False)
-class Step:
-    """What a thread runs between two points at which nothing is saved.
-
-    Attributes:
-        marks: "forward", "backward", or "dropped" without one, with the number of the call and its version.
-        holding: calls that hold what they saved, by number.
-        allocated: bytes at its begin, if it is measured.
-        count, most: calls so far, and the most that held something at the same time.
-        leaves: for each call weak references to its parameters; None: not noted.
-        gone: numbers of calls that were dropped. Appended without the lock: a collection may run while it is held.
-    """
-
-    marks: list[tuple[str, int, Version]] = field(default_factory=list)
-    holding: dict[int, Version] = field(default_factory=dict)
-    allocated: int | None = None
-    count: int = 0
-    most: int = 0
-    leaves: list[list[weakref.ref[torch.Tensor]]] | None = None
-    gone: deque[int] = field(default_factory=deque)
-
-    @property
-    def held_bytes(self) -> int:
-        return sum(version.nbytes.held for version in self.holding.values())
-
-    def drop(self) -> None:
-        while self.gone:
-            self.release("dropped", self.gone.popleft())
-
-    def release(self, how: str, number: int) -> bool:
-        """Mark that a call holds nothing any more; False if it is left out."""
-        if (version := self.holding.pop(number, None)) is None:
-            return False
-        self.marks.append((how, number, version))
-        return True
-
-    @property
-    def is_endless(self) -> bool:
-        """Whether, before a forward, calls have held something for longer than a step, as calls with kept outputs do.
-
-        Not while a backward runs: checkpoints may run one graph many times there before its first call goes backward.
-        """
-        if len(self.marks) >= _MOST_MARKS:
-            return True
-        newest = next(reversed(self.holding))
-        after = self.count - 1 - newest  # calls that hold nothing any more
-        if after < _KEPT_AFTER * len(self.holding) or autograd.current_backward() != -1:
-            return False
-        ran = Counter(version.graph for how, number, version in self.marks if how == "backward" and number > newest)
-        kept = Counter(version.graph for version in self.holding.values())
-        return after >= _MOST_AFTER or all(ran[graph] >= _KEPT_AFTER * count for graph, count in kept.items())
-
-    def trace(self, key: Callable[[Version], Any]) -> list[Event]:
-        """The events with a `key` for each version. Gradients are those that parameters have now."""
-        events: list[Event] = []
-        holding: dict[int, Version] = {}
-        gradients: dict[int, int] = {}
-        for how, number, version in self.marks:
-            holding.pop(number, None)
-            if how != "dropped":
-                events.append(Event(how, key(version), Counter(map(key, holding.values())), sum(gradients.values())))
-            if how == "forward":
-                holding[number] = version
-            elif how == "backward" and self.leaves is not None:
-                leaves = [leaf for ref in self.leaves[number] if (leaf := ref()) is not None]
-                gradients |= {id(p): p.grad.numel() * p.grad.element_size() for p in leaves if p.grad is not None}
-        return events
 
 
 @dataclass(eq=False)
@@ -396,6 +341,9 @@ class Group:
         self.traces, self.planned_peak = [*self.traces, trace][-_MOST_TRACES:], self.peak_bytes
         for graph in graphs:
             graph.share, graph.is_fixed = between(least[graph], stock[graph], max(0.0, share)), False
+            graph.calls = max(event.holding.get(graph, 0) + (event.runs is graph) for event in trace)
+            apart = share > 0 and step.is_nested and graph.least is not None
+            graph.tight_calls = tight_calls(graph.offers, graph.share.held, graph.calls) if apart else 0
         return all([graph.anew("planned") for graph in graphs])
 
     def warn(self, taken: int, step: Step) -> None:
@@ -430,6 +378,15 @@ def graph_of(rule: Budget, gm: GraphModule, inputs: Sequence[Any]) -> Graph | No
         return group.graphs.setdefault(digest, Graph(group))
 
 
+def by_call(loose: Callable[..., Any], tight: Callable[..., Any], version: Version) -> Callable[..., Any]:
+    """Two compiled forwards as one, which decides in each call. `version` is that of `loose`; it may have no other."""
+
+    def run(*args: Any) -> Any:
+        return (loose if version.for_next_call(version.graph.group.step) is version else tight)(*args)
+
+    return loose if version.tight is None else run
+
+
 def noted(run: Callable[..., Any], version: Version) -> Callable[..., Any]:
     """`run`, a compiled forward, with its calls noted."""
     group = version.graph.group
@@ -438,8 +395,9 @@ def noted(run: Callable[..., Any], version: Version) -> Callable[..., Any]:
         if any(isinstance(a, torch.Tensor) and is_traced_value(a) for a in args):  # while DDP's graphs are cut
             return run(*args)
         group.begins()
+        now = version.for_next_call(group.step)
         outputs = run(*args)
-        group.called(version, args, outputs)
+        group.called(now, args, outputs)
         return outputs
 
     return run_and_note
@@ -472,6 +430,24 @@ def _own_bytes(plan: Plan) -> Bytes:
     if (share := plan.in_step) is None:
         return found
     return Bytes(found.forward - share.beside_forward, share.held_bytes, found.backward - share.beside_backward)
+
+
+def _mixed(loose: Plan, tight: Plan, version: Version) -> tuple[Plan, Bytes]:
+    """The plan of the looser calls with the time of a call on average, and the bytes of a call likewise."""
+    assert version.tight is not None
+    own, other, counts = version.nbytes, version.tight.nbytes, (version.loose_calls, version.tight_calls)
+    calls = sum(counts)
+
+    def average(*numbers: float) -> float:
+        return sum(count * number for count, number in zip(counts, numbers, strict=True)) / calls
+
+    held = math.ceil(average(own.held, other.held))
+    share = Bytes(max(own.forward, other.forward), held, max(own.backward, other.backward))
+    step = loose.in_step
+    if step is not None:
+        beside = max(0, step.other_bytes - version.tight_calls * other.held)
+        step = replace(step, calls=calls, other_bytes=beside, tight_calls=version.tight_calls, tight_bytes=other.held)
+    return replace(loose, after_ms=average(loose.after_ms, tight.after_ms), in_step=step), share
 
 
 def _sum(parts: Iterable[Bytes]) -> Bytes:

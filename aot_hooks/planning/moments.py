@@ -15,6 +15,8 @@ from typing import Any
 
 from .step import Bytes, Moment
 
+_GAIN = 0.02  # of the time of all calls of a graph: for less they are not planned apart
+
 
 @dataclass(frozen=True)
 class Event:
@@ -38,14 +40,20 @@ class Event:
         return int(getattr(of(self.runs), self.phase)) + held + self.gradient_bytes
 
 
-def moments_of(graph: Any, traces: Iterable[Sequence[Event]], of: Callable[[Any], Bytes]) -> tuple[Moment, ...]:
-    """What is alive beside a call of `graph`, at worst, if calls of other graphs have the bytes that `of` returns."""
+def moments_of(
+    graph: Any, traces: Iterable[Sequence[Event]], of: Callable[[Any], Bytes], tight: tuple[int, int] = (0, 0)
+) -> tuple[Moment, ...]:
+    """What is alive beside a call of `graph`, at worst, if calls of other graphs have the bytes that `of` returns.
+
+    `tight`: how many of its own calls, the first of those that hold something, hold which bytes by another plan.
+    """
     found = set()
+    count, nbytes = tight
     for event in (event for trace in traces for event in trace):
         calls, ours = event.holding.get(graph, 0), event.runs == graph
-        if ours or calls:
-            beside = event.nbytes(lambda g: Bytes(0, 0, 0) if g == graph else of(g))
-            found.add(Moment(event.phase if ours else "", calls, beside))
+        if calls >= count if ours else calls:
+            beside = event.nbytes(lambda g: Bytes(0, 0, 0) if g == graph else of(g)) + min(calls, count) * nbytes
+            found.add(Moment(event.phase if ours else "", max(0, calls - count), beside))
     return tuple(m for phase in ("forward", "backward", "") for m in _worst([f for f in found if f.phase == phase]))
 
 
@@ -81,3 +89,24 @@ def between(least: Bytes, most: Bytes, share: float) -> Bytes:
         return int(low + share * (high - low))
 
     return Bytes(part(least.forward, most.forward), part(least.held, most.held), part(least.backward, most.backward))
+
+
+def tight_calls(offers: Sequence[tuple[int, float]], held: int, calls: int) -> int:
+    """How many of `calls` should hold the least, so that the others may hold more than `held` each; 0: all hold alike.
+
+    That is faster where the time of a call falls in steps. `offers` has what a call may hold and the time that it takes
+    then, from the least on.
+    """
+    if len(offers) < 2:
+        return 0
+
+    def ms(nbytes: float) -> float:
+        return min(ms for held, ms in offers if held <= max(nbytes, offers[0][0]))
+
+    least = offers[0][0]
+    best, best_ms = 0, (1 - _GAIN) * calls * ms(held)
+    for tight in range(1, calls):
+        more = held + (held - least) * tight / (calls - tight)
+        if (total := tight * ms(least) + (calls - tight) * ms(more)) < best_ms:
+            best, best_ms = tight, total
+    return best

@@ -200,6 +200,10 @@ def _peak_lines(plan: Plan, size: int, unit: str) -> list[str]:
             f"  of a step in which {step.calls} calls of one graph hold saved tensors at the same time, "
             f"{_number(step.held_bytes, size)} {unit} each"
         )
+        if step.tight_calls:
+            lines.append(
+                f"  the first {step.tight_calls} of them hold the least: {_number(step.tight_bytes, size)} {unit}"
+            )
         lines.append(f"  other graphs and gradients beside them: {_number(step.other_bytes, size)} {unit}")
     if saving <= 0:
         return lines

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from aot_hooks import budget
 from aot_hooks.errors import BudgetError, BudgetWarning, unwrapped
-from aot_hooks.planning import many
+from aot_hooks.planning import many, recorded
 
 x, compiled_kinds = many_blocks.x, many_blocks.compiled_kinds  # fixtures
 
@@ -90,7 +90,7 @@ def test_an_evaluation_that_is_kept_with_its_graph_is_left_out_of_steps(x, compi
 
 
 def test_an_evaluation_of_other_sizes_is_left_out_later(x, compiled_kinds, monkeypatch):
-    monkeypatch.setattr(many, "_MOST_AFTER", 40)
+    monkeypatch.setattr(recorded, "_MOST_AFTER", 40)
     model = model_of(*[Block] * 4)
     expected = gradients(model, x)
     compile_blocks(model, budget(peak_of(model, x, 0.6), max_error=0), dynamic=False)
@@ -105,7 +105,7 @@ def test_an_evaluation_of_other_sizes_is_left_out_later(x, compiled_kinds, monke
 
 def test_evaluation_with_gradients_has_no_step_without_an_end(x, monkeypatch):
     """Its last output is there until the next one is, so there is no point at which nothing is saved."""
-    monkeypatch.setattr(many, "_MOST_MARKS", 50)
+    monkeypatch.setattr(recorded, "_MOST_MARKS", 50)
     model = model_of(*[Block] * 4)
     compile_blocks(model, budget(peak_of(model, x, 5.0), max_error=0))
     with pytest.warns(BudgetWarning, match="torch.no_grad"):

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from aot_hooks.planning.moments import Event, between, moments_of, shares
+from aot_hooks.planning.moments import Event, between, moments_of, shares, tight_calls
 from aot_hooks.planning.step import Bytes, Moment
 
 
@@ -68,3 +68,41 @@ def test_shares_fit_together(peak):
     else:
         assert taken(share) <= peak
         assert share == 1 or taken(min(1, share + 0.02)) > peak
+
+
+def test_beside_calls_that_hold_less_only_the_others_count():
+    """Three calls of A, the first of which holds 5 bytes by another plan, and one of B between them."""
+    trace = [
+        Event("forward", "A", {}),
+        Event("forward", "A", {"A": 1}),
+        Event("forward", "B", {"A": 2}),
+        Event("forward", "A", {"A": 2, "B": 1}),
+        Event("backward", "A", {"A": 2, "B": 1}),
+        Event("backward", "B", {"A": 2}),
+        Event("backward", "A", {"A": 1}, 100),
+        Event("backward", "A", {}, 1000),
+    ]
+    found = moments_of("A", [trace], lambda _: Bytes(7, 3, 9), (1, 5))
+    # the last backward, beside 1000 bytes, is one of the call that holds less
+    assert set(found) == {
+        Moment("forward", 1, 8),
+        Moment("backward", 0, 105),
+        Moment("backward", 1, 8),
+        Moment("", 1, 14),
+    }
+
+
+@pytest.mark.parametrize(
+    ("offers", "expected"),
+    [
+        ([(10, 4.0)], 0),
+        ([(10, 4.0), (50, 1.0)], 4),  # 4 at 10 bytes and 4 at 50 take as much as 8 at 30
+        ([(10, 4.0), (30, 2.5), (50, 1.0)], 0),  # nothing is gained along a line
+        ([(10, 4.0), (30, 3.9), (90, 1.0)], 6),
+        ([(10, 1.01), (50, 1.0)], 0),  # too little
+    ],
+)
+def test_calls_are_planned_apart_where_their_time_falls_in_steps(offers, expected):
+    assert tight_calls(offers, 30, 8) == expected
+    assert tight_calls(offers, 30, 1) == 0
+    assert tight_calls(offers, 5, 8) == 0  # less than the least

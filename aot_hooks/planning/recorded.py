@@ -1,0 +1,132 @@
+"""What one thread runs between two points at which nothing is saved, as many.py watches it.
+
+marks     forward 0, forward 1, backward 1, backward 0        each with the version of the graph that ran
+trace     the same, with how many calls of each graph hold saved tensors meanwhile
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ..torch_private import autograd
+from .moments import Event
+from .step import Bytes
+
+# A step has no end if, while the same calls hold something,
+_KEPT_AFTER = 2  # their graphs have run forward and backward that many times,
+_MOST_AFTER = 256  # or that many calls have; and if
+_MOST_MARKS = 8192  # it has that many marks
+
+
+@dataclass(eq=False)
+class Version:
+    """A compiled version of a graph, with the bytes of a call of it.
+
+    Attributes:
+        tight: a version that holds less, which the first `tight_calls` calls of a step run.
+        loose_calls: how many may run this one at the same time, if there is a tight one.
+    """
+
+    graph: Any
+    kind: str
+    nbytes: Bytes
+    tight: Version | None = None
+    tight_calls: int = 0
+    loose_calls: int = 0
+
+    def for_next_call(self, step: Step) -> Version:
+        """The version for a call in `step`: this one only beside all planned calls of the tight one.
+
+        So whatever order calls come in, no more hold as much as this one than were planned.
+        """
+        if self.tight is None:
+            return self
+        holding = Counter(step.holding.values())
+        fits = holding[self.tight] == self.tight_calls and holding[self] < self.loose_calls
+        return self if fits else self.tight
+
+
+@dataclass(eq=False)
+class Step:
+    """What a thread runs between two points at which nothing is saved.
+
+    Attributes:
+        marks: "forward", "backward", or "dropped" without one, with the number of the call and its version.
+        holding: calls that hold what they saved, by number.
+        allocated: bytes at its begin, if it is measured.
+        count, most: calls so far, and the most that held something at the same time.
+        leaves: for each call weak references to its parameters; None: not noted.
+        gone: numbers of calls that were dropped. Appended without the lock: a collection may run while it is held.
+    """
+
+    marks: list[tuple[str, int, Version]] = field(default_factory=list)
+    holding: dict[int, Version] = field(default_factory=dict)
+    allocated: int | None = None
+    count: int = 0
+    most: int = 0
+    leaves: list[list[weakref.ref[torch.Tensor]]] | None = None
+    gone: deque[int] = field(default_factory=deque)
+
+    @property
+    def held_bytes(self) -> int:
+        return sum(version.nbytes.held for version in self.holding.values())
+
+    def drop(self) -> None:
+        while self.gone:
+            self.release("dropped", self.gone.popleft())
+
+    def release(self, how: str, number: int) -> bool:
+        """Mark that a call holds nothing any more; False if it is left out."""
+        if (version := self.holding.pop(number, None)) is None:
+            return False
+        self.marks.append((how, number, version))
+        return True
+
+    @property
+    def is_nested(self) -> bool:
+        """Whether of each graph the call that ran forward last ran backward first."""
+        waiting: dict[Any, list[int]] = defaultdict(list)
+        for how, number, version in self.marks:
+            if how == "forward":
+                waiting[version.graph].append(number)
+            elif waiting[version.graph].pop() != number:
+                return False
+        return True
+
+    @property
+    def is_endless(self) -> bool:
+        """Whether, before a forward, calls have held something for longer than a step, as calls with kept outputs do.
+
+        Not while a backward runs: checkpoints may run one graph many times there before its first call goes backward.
+        """
+        if len(self.marks) >= _MOST_MARKS:
+            return True
+        newest = next(reversed(self.holding))
+        after = self.count - 1 - newest  # calls that hold nothing any more
+        if after < _KEPT_AFTER * len(self.holding) or autograd.current_backward() != -1:
+            return False
+        ran = Counter(version.graph for how, number, version in self.marks if how == "backward" and number > newest)
+        kept = Counter(version.graph for version in self.holding.values())
+        return after >= _MOST_AFTER or all(ran[graph] >= _KEPT_AFTER * count for graph, count in kept.items())
+
+    def trace(self, key: Callable[[Version], Any]) -> list[Event]:
+        """The events with a `key` for each version. Gradients are those that parameters have now."""
+        events: list[Event] = []
+        holding: dict[int, Version] = {}
+        gradients: dict[int, int] = {}
+        for how, number, version in self.marks:
+            holding.pop(number, None)
+            if how != "dropped":
+                events.append(Event(how, key(version), Counter(map(key, holding.values())), sum(gradients.values())))
+            if how == "forward":
+                holding[number] = version
+            elif how == "backward" and self.leaves is not None:
+                leaves = [leaf for ref in self.leaves[number] if (leaf := ref()) is not None]
+                gradients |= {id(p): p.grad.numel() * p.grad.element_size() for p in leaves if p.grad is not None}
+        return events

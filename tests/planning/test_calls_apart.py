@@ -1,0 +1,165 @@
+"""Calls of one graph that are planned apart: the first of a step hold the least, the last ones more."""
+
+from __future__ import annotations
+
+import gc
+from collections import Counter
+from typing import Any
+
+import many_blocks
+import pytest
+import torch
+from many_blocks import Block, assert_equal, compile_blocks, gradients, measured, model_of, peak_of, train
+from torch import nn
+
+import aot_hooks
+from aot_hooks import budget
+from aot_hooks.planning import many, moments
+from aot_hooks.planning.recorded import Step, Version
+from aot_hooks.planning.step import Bytes
+
+x, compiled_kinds = many_blocks.x, many_blocks.compiled_kinds  # fixtures
+COUNT, SHARE = 8, 0.45
+
+
+@pytest.fixture
+def ran(monkeypatch) -> list[str]:
+    """For each call under a plan, "tight" or "loose"."""
+    found: list[str] = []
+    called = many.Group.called
+
+    def noted(group: Any, version: Any, *args: Any) -> Any:
+        if version.kind == "planned":
+            found.append("tight" if version.tight is None else "loose")
+        return called(group, version, *args)
+
+    monkeypatch.setattr(many.Group, "called", noted)
+    return found
+
+
+def planned(x: torch.Tensor, **options: Any) -> tuple[nn.Sequential, list[torch.Tensor], int]:
+    """Blocks after three steps, the gradients without hooks, and the budget."""
+    model = model_of(*[Block] * COUNT)
+    expected, peak = gradients(model, x), peak_of(model, x, SHARE)
+    compile_blocks(model, budget(peak, max_error=0), **options)
+    for _ in range(3):
+        assert_equal(train(model, x), expected)
+    return model, expected, peak
+
+
+@pytest.mark.core
+@pytest.mark.filterwarnings("error::aot_hooks.errors.BudgetWarning")
+def test_the_first_calls_hold_the_least_and_the_step_is_faster(x, ran, compiled_kinds, tmp_path, monkeypatch):
+    model, expected, peak = planned(x)
+    (plan,) = aot_hooks.last_plans(model)
+    step = plan.in_step
+    assert step.calls == COUNT and 0 < step.tight_calls < COUNT and step.tight_bytes < step.held_bytes
+    assert compiled_kinds == ["alone", "least", "planned"]
+    ran.clear()
+    assert_equal(train(model, x), expected)
+    assert ran == ["tight"] * step.tight_calls + ["loose"] * (COUNT - step.tight_calls)
+    taken = measured(model, x, tmp_path)
+    assert plan.peak_bytes <= peak and abs(taken - plan.peak_bytes) <= 0.06 * plan.peak_bytes
+
+    aot_hooks.reset()
+    torch._dynamo.reset()
+    monkeypatch.setattr(moments, "_GAIN", 1.0)  # all alike
+    model, *_ = planned(x)
+    (alike,) = aot_hooks.last_plans(model)
+    assert alike.in_step.tight_calls == 0 and alike.peak_bytes <= peak
+    assert plan.step_ratio < alike.step_ratio - 0.02
+
+
+def test_a_report_says_which_calls_hold_the_least(x):
+    model, *_ = planned(x)
+    (plan,) = aot_hooks.last_plans(model)
+    text = aot_hooks.format_report([plan])
+    assert f"the first {plan.in_step.tight_calls} of them hold the least" in text
+
+
+def test_fewer_calls_are_within_the_budget_and_more_are_planned_once(x, compiled_kinds, tmp_path):
+    model, _, peak = planned(x)
+    few = model[: COUNT // 2]
+    few.zero_grad()
+    found = train(few, x)
+    assert_equal(found, gradients(few, x))
+    assert measured(few, x, tmp_path) <= peak
+    more = nn.Sequential(*model, *model[:2])
+    for _ in range(4):
+        train(more, x)
+    assert measured(more, x, tmp_path) <= peak
+    assert compiled_kinds.count("planned") == 2
+
+
+def test_no_more_calls_hold_much_than_were_planned_in_whatever_order(x, ran):
+    """Microbatches in flight: the call that ran first is the first to run backward, and new ones come in."""
+    model, *_ = planned(x)
+    (plan,) = aot_hooks.last_plans(model)
+    tight = plan.in_step.tight_calls
+    (group,) = many._groups.values()
+    most: Counter[str] = Counter()
+    waiting = []
+    for i in range(24):
+        waiting.append(model[i % COUNT](x).square().sum())
+        held = Counter("tight" if v.tight is None else "loose" for v in group.step.holding.values())
+        assert held["loose"] <= COUNT - tight
+        assert held["tight"] >= min(tight, held.total())
+        most |= held
+        if len(waiting) == COUNT:
+            waiting.pop(0).backward()
+    assert most["loose"] > 0
+    for each in waiting:
+        each.backward()
+
+
+def test_an_exception_between_calls_leaves_nothing(x, ran):
+    model, expected, _ = planned(x)
+    with pytest.raises(ZeroDivisionError):
+        model[:6](x)[0, 0].item() / 0
+    gc.collect()
+    ran.clear()
+    assert_equal(train(model, x), expected)
+    (plan,) = aot_hooks.last_plans(model)
+    assert ran.count("tight") == plan.in_step.tight_calls
+
+
+def test_a_warm_start_takes_both_versions(x, tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    _, expected, _ = planned(x)
+    aot_hooks.reset()
+    torch._dynamo.reset()
+    before = torch._dynamo.utils.counters["aot_autograd"]["autograd_cache_miss"]
+    model, *_ = planned(x)
+    assert torch._dynamo.utils.counters["aot_autograd"]["autograd_cache_miss"] == before
+    assert_equal(train(model, x), expected)
+    (plan,) = aot_hooks.last_plans(model)
+    assert plan.in_step.tight_calls > 0
+
+
+def test_a_version_without_a_tight_one_runs_every_call():
+    alone = Version(None, "planned", Bytes(1, 1, 1))
+    step = Step(holding={0: alone, 1: alone})
+    assert alone.for_next_call(step) is alone
+    tight = Version(None, "planned", Bytes(1, 1, 1))
+    loose = Version(None, "planned", Bytes(3, 3, 3), tight, tight_calls=1, loose_calls=1)
+    assert [loose.for_next_call(Step(holding=dict(enumerate(held)))) for held in ([], [tight], [tight, loose])] == [
+        tight,
+        loose,
+        tight,
+    ]
+    assert loose.for_next_call(Step(holding={0: loose})) is tight  # the tight one is gone: too few hold little
+
+
+def test_a_step_is_nested_if_each_graph_runs_backward_in_reverse():
+    a, b = (Version(name, "planned", Bytes(1, 1, 1)) for name in "ab")
+    for order, nested in (("a b b' a'", True), ("a b a' b'", True), ("a a a' a'", False)):
+        step = Step()
+        numbers: dict[str, list[int]] = {"a": [], "b": []}
+        for i, word in enumerate(order.split()):
+            version = a if word[0] == "a" else b
+            if word.endswith("'"):
+                step.marks.append(("backward", numbers[word[0]].pop(0), version))
+            else:
+                numbers[word[0]].append(i)
+                step.marks.append(("forward", i, version))
+        assert step.is_nested == nested, order
