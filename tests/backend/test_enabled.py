@@ -113,13 +113,17 @@ def test_gradients_are_those_of_eager_in_many_steps_of_changing_shapes(policy: A
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("policy", [float8(), budget(max_slowdown=2.0)], ids=repr)
-def test_with_inductor_too(policy: Any) -> None:
+@pytest.mark.parametrize(
+    ("policy", "least"),
+    [(float8(), 1e-6), (budget(max_slowdown=2.0), 0.0)],  # the budget may choose exact means
+    ids=repr,
+)
+def test_with_inductor_too(policy: Any, least: float) -> None:
     model, x = Net(1), torch.randn(32, 32)
     compiled = torch.compile(model, options={"fallback_random": True})
     with enable(policy):
         found = gradients(compiled, model, x)
-    assert 1e-6 < error(found, gradients(model, model, x)) < 0.06
+    assert least < error(found, gradients(model, model, x)) < 0.06
     assert packed(compiled) > 0
 
 
