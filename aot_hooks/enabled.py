@@ -23,7 +23,7 @@ from torch.fx import GraphModule
 from .backend import compile_for
 from .errors import OptionError, UnusedWarning, warn_user
 from .identity.memo import Memo
-from .options import Options
+from .options import Options, with_arguments
 from .passes.plan import Plan
 from .records import Graph, plans_of
 from .settings.setting import Setting
@@ -65,7 +65,7 @@ def enable(policy: Any = None, *, scope: str | None = None, options: Mapping[str
     Warns:
         UnusedWarning: on its end, if no graph that "inductor" compiles has run meanwhile.
     """
-    return Enabled(policy, scope, dict(options or {}))
+    return Enabled(policy, scope, options)
 
 
 def disable() -> None:
@@ -77,20 +77,17 @@ def disable() -> None:
 class Enabled:
     """What `enable` returns: a context manager, which may be entered once, and a switch."""
 
-    def __init__(self, policy: Any, scope: str | None, options: dict[str, Any]) -> None:
+    def __init__(self, policy: Any, scope: str | None, options: Mapping[str, Any] | None) -> None:
         global _end
-        if wrong := [name for name in ("policy", "scope") if name in options]:
-            raise OptionError(f"enable: options has {wrong[0]!r}, which is an argument of enable itself: pass it there")
         if dynamo_backends.in_compiled_function():
             raise OptionError("enable was called inside a compiled function; call it around the compiled call")
-        settings = {} if scope is None else {"scope": scope}
-        self.options = Options.parse(options | {"policy": policy} | settings)
+        self.options = Options.parse(with_arguments(policy, scope, options))
         self.thread = threading.current_thread()
         self.is_called = False  # a function compiled for "inductor" was called while this was the innermost
         self.is_used = False  # "inductor" was to compile a graph, or one has run, while this was the innermost
         self._run_counts: Counter[Graph] = Counter()  # since the last call of `runs`, while this was the innermost
         setting = "" if policy is None else Setting(policy, self.options.scope).key
-        others = sorted((name, repr(value)) for name, value in options.items())
+        others = sorted((name, repr(value)) for name, value in (options or {}).items())
         self.key = f"{setting} {others}"
         with _lock:
             if other := next((each for each in _open if each.thread is not self.thread), None):

@@ -25,7 +25,7 @@ class Options:
     @classmethod
     def parse(cls, options: Mapping[str, Any] | None) -> Options:
         """Raises `OptionError` that names the unknown option and lists the valid ones."""
-        values = dict(options or {})
+        values = _as_dict(options)
         valid = list(cls.__dataclass_fields__)
         if unknown := [k for k in values if k not in valid]:
             meant = did_you_mean(str(unknown[0]), valid)
@@ -49,6 +49,22 @@ class Options:
             if wrong := [k for k in parsed.inductor if k not in inductor.config_keys()]:
                 raise OptionError(f"options['inductor']: Inductor has no setting {wrong[0]!r}")
         return parsed
+
+
+def with_arguments(policy: Any, scope: str | None, options: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The options of a function for which `policy` and `scope` are arguments. Raises `OptionError` for a wrong one."""
+    values = _as_dict(options)
+    if wrong := [name for name in ("policy", "scope") if name in values]:
+        raise OptionError(f"options has {wrong[0]!r}, which is an argument beside it: pass {wrong[0]}=... instead")
+    values |= {"policy": policy} if scope is None else {"policy": policy, "scope": scope}
+    Options.parse(values)
+    return values
+
+
+def _as_dict(options: Any) -> dict[str, Any]:
+    if not isinstance(options, Mapping | None):
+        raise OptionError(f"options must be a dict such as {{'inner': 'aten'}}, got {options!r}")
+    return dict(options or {})
 
 
 def inductor_patches(options: Options, mode: str | None) -> dict[str, Any]:

@@ -17,6 +17,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import compile_regions
 
+from ..options import with_arguments
 from .training import Training
 
 
@@ -62,8 +63,10 @@ def compile_model(
         policy, scope: of saved tensors that no context covers.
         regional: compile one block of each repeated class, as Accelerate does it: repeated blocks share their graphs.
         settings: of `torch.compile`; `options` are those of the backend.
+
+    Raises `OptionError` for a wrong argument.
     """
-    options = {**(settings.pop("options", None) or {}), "policy": policy, "scope": scope}
+    options = with_arguments(policy, scope, settings.pop("options", None))
     compile_it: Any = compile_regions if regional else torch.compile
     compiled: torch.nn.Module = compile_it(model, backend="aot_hooks", options=options, **settings)
     return compiled

@@ -16,7 +16,7 @@ import torch
 from ..enabled import Enabled, enable
 from ..errors import OptionError
 from ..hook import KEEP
-from ..options import Options
+from ..options import with_arguments
 from ..passes.plan import Plan
 from ..planning.budget import Budget
 
@@ -30,9 +30,8 @@ class Training:
     def __init__(
         self, policy: Any = None, *, scope: str | None = None, options: Mapping[str, Any] | None = None
     ) -> None:
+        with_arguments(policy, scope, options)  # raises now, not when the training begins
         self._arguments: dict[str, Any] = {"policy": policy, "scope": scope, "options": dict(options or {})}
-        # now, not when the training begins
-        Options.parse(self._arguments["options"] | {"policy": policy} | ({} if scope is None else {"scope": scope}))
         self._enabled: Enabled | None = None
         self._end: Any = None
         self._latest: list[tuple[Plan, int]] = []

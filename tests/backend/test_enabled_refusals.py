@@ -38,8 +38,9 @@ def nothing_stays() -> Iterator[None]:
         ({"policy": float8}, "float8 is the function that makes one"),
         ({"scope": "most"}, "got 'most'"),
         ({"options": {"inne": "aten"}}, "unknown option 'inne'; did you mean 'inner'"),
-        ({"options": {"policy": float8()}}, "'policy', which is an argument of enable"),
-        ({"options": {"scope": "all"}}, "'scope', which is an argument of enable"),
+        ({"options": {"policy": float8()}}, "'policy', which is an argument beside it: pass policy="),
+        ({"options": {"scope": "all"}}, "'scope', which is an argument beside it: pass scope="),
+        ({"options": "aten"}, "options must be a dict such as .*, got 'aten'"),
     ],
 )
 def test_wrong_arguments_change_nothing(arguments: dict[str, Any], says: str) -> None:

@@ -42,6 +42,12 @@ def test_options(model: Chain, x: Tensor, options: dict[str, Any], parts: list[s
 
 
 @pytest.mark.core
+def test_options_that_are_no_dict(model: Chain, x: Tensor) -> None:
+    with raises(OptionError, "options must be a dict", "got ['aten']"):
+        torch.compile(model, backend="aot_hooks", options=["aten"])(x)  # type: ignore[arg-type]
+
+
+@pytest.mark.core
 def test_our_message_stands_first_in_what_dynamo_raises(model: Chain, x: Tensor) -> None:
     with pytest.raises(torch._dynamo.exc.BackendCompilerFailed) as info:
         compiled(model, polcy=KEEP)(x)

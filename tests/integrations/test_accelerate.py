@@ -219,3 +219,10 @@ def test_nothing_compiled_is_an_error() -> None:
     accelerator = accelerate.Accelerator(cpu=True)
     with pytest.raises(errors.OptionError, match="no function that"), hooks(accelerator, float8()) as training:
         train(accelerator, llama(), training)
+
+
+def test_the_helper_refuses_wrong_arguments_at_once() -> None:
+    with pytest.raises(errors.OptionError, match="pass policy="):
+        compile_model(llama(), options={"policy": float8()})
+    with pytest.raises(errors.OptionError, match="got 3"):
+        compile_model(llama(), 3)

@@ -210,3 +210,7 @@ def test_wrong_arguments_are_refused_at_once() -> None:
         AotHooksCallback(3)
     with pytest.raises(errors.OptionError, match="unknown option"):
         AotHooksCallback(float8(), options={"iner": "aten"})
+    with pytest.raises(errors.OptionError, match="pass policy="):
+        AotHooksCallback(options={"policy": float8()})
+    with pytest.raises(errors.OptionError, match="options must be a dict"):
+        AotHooksCallback(float8(), options="aten")  # type: ignore[arg-type]
