@@ -63,7 +63,7 @@ def enable(policy: Any = None, *, scope: str | None = None, options: Mapping[str
         UnsupportedTorchError: this torch lacks what it needs.
 
     Warns:
-        UnusedWarning: on its end, if no graph that "inductor" compiles has run meanwhile.
+        UnusedWarning: on its end, if no graph that "inductor" compiles has run while it was the innermost.
     """
     return Enabled(policy, scope, options)
 
@@ -84,6 +84,7 @@ class Enabled:
         self.options = Options.parse(with_arguments(policy, scope, options))
         self.thread = threading.current_thread()
         self.is_called = False  # a function compiled for "inductor" was called while this was the innermost
+        self.inner = ""  # the last one that was enabled inside this one
         self.is_used = False  # "inductor" was to compile a graph, or one has run, while this was the innermost
         self._run_counts: Counter[Graph] = Counter()  # since the last call of `runs`, while this was the innermost
         setting = "" if policy is None else Setting(policy, self.options.scope).key
@@ -97,6 +98,8 @@ class Enabled:
                 )
             if _end is None:
                 _end = dynamo_backends.exchange_callbacks(_callback_for)
+            for outer in _open:
+                outer.inner = repr(self)
             _open.append(self)
 
     @property
@@ -123,14 +126,16 @@ class Enabled:
                 _end = None
         if not self.is_used and sys.exc_info()[0] is None:
             warn_user(
-                f"aot_hooks: {self!r} ended, and no graph that backend 'inductor' compiles has run meanwhile, so "
-                f"it had no effect. {self.why_unused}",
+                f"aot_hooks: {self!r} ended, and no graph that backend 'inductor' compiles has run while it was the "
+                f"innermost, so it had no effect. {self.why_unused}",
                 UnusedWarning,
             )
 
     @property
     def why_unused(self) -> str:
         """What to do if it had no effect."""
+        if not self.is_called and self.inner:
+            return f"Only the innermost counts, and {self.inner} was enabled inside this one"
         if not self.is_called:
             return (
                 "Compile the model with that backend (torch.compile, or the trainer's own switch, without another "

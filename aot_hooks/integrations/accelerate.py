@@ -18,7 +18,7 @@ from accelerate import Accelerator
 from accelerate.utils import compile_regions
 
 from ..options import with_arguments
-from .training import Training
+from .training import COMPILED_ONCE, Training
 
 
 class hooks(Training):  # a context manager, named as one
@@ -48,7 +48,7 @@ class hooks(Training):  # a context manager, named as one
 
     def log(self, step: int) -> dict[str, float]:
         """Log `metrics()` of the batch that has just run its backward to all trackers; returns them."""
-        self.batch_done()
+        self.batch_done(COMPILED_ONCE)
         metrics = self.metrics()
         self.accelerator.log(metrics, step=step)
         return metrics

@@ -22,6 +22,10 @@ from ..planning.budget import Budget
 
 _MIB = 1 << 20
 
+COMPILED_ONCE = (
+    ". Accelerate compiles a model for the first Trainer or Accelerator only: call model.compile() before a second one"
+)
+
 
 class Training:
     """Hooks that are enabled from `start` to `stop`. Takes the arguments of `enable`, and raises `OptionError` for a
@@ -55,15 +59,15 @@ class Training:
         if self._enabled is not None:
             self._enabled.runs()
 
-    def batch_done(self) -> None:
-        """Note which graphs ran. Raises `OptionError` if the trainer has compiled nothing."""
+    def batch_done(self, hint: str = "") -> None:
+        """Note which graphs ran. Raises `OptionError`, with `hint`, if the trainer has compiled nothing."""
         if self._enabled is None:
             return
         if not self._enabled.is_used:
             try:
                 raise OptionError(
                     f"{self._enabled!r}: a batch was trained, and no function that torch.compile gave to backend "
-                    f"'inductor' ran, so no hook had an effect. {self._enabled.why_unused}"
+                    f"'inductor' ran under it, so it had no effect. {self._enabled.why_unused}{hint}"
                 )
             finally:
                 self.stop()

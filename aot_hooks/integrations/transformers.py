@@ -15,7 +15,7 @@ from typing import Any
 from transformers import Trainer, TrainerCallback
 
 from ..errors import OptionError
-from .training import Training
+from .training import COMPILED_ONCE, Training
 
 
 class AotHooksCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]  # no types where it is not installed
@@ -48,7 +48,7 @@ class AotHooksCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]  #
         self.training.start()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.training.batch_done()
+        self.training.batch_done(COMPILED_ONCE)
 
     on_substep_end = on_step_end
 

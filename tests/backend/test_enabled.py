@@ -367,6 +367,14 @@ def test_an_evaluation_alone_warns_of_nothing() -> None:
             compiled(x)
 
 
+def test_an_outer_one_without_effect_names_the_inner_one() -> None:
+    compiled, x = torch.compile(Net(1)), torch.randn(8, 32)
+    says = "while it was the innermost.*Only the innermost counts, and enable(int8()) was enabled inside"
+    with pytest.warns(errors.UnusedWarning, match=says.replace("(", r"\(").replace(")", r"\)")):
+        with enable(float8(), options=ATEN), enable(int8(), options=ATEN):
+            compiled(x).sum().backward()
+
+
 def test_other_backends_are_left_alone() -> None:
     model, x = Net(1), torch.randn(8, 32)
     eager = torch.compile(model, backend="eager")

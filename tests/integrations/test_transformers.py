@@ -185,6 +185,24 @@ def test_nothing_compiled_is_an_error(tmp_path: Path) -> None:
         trainer.train()
 
 
+def test_a_second_trainer_of_a_model_compiled_in_place(tmp_path: Path) -> None:
+    model = llama()
+    trainer_of(tmp_path, model, float8(), max_steps=1).train()
+    with pytest.raises(errors.OptionError, match=r"first Trainer or Accelerator only: call model\.compile\(\)"):
+        trainer_of(tmp_path, model, float8(), max_steps=1).train()
+    model.compile()
+    trainer = trainer_of(tmp_path, model, float8(), max_steps=1)
+    trainer.train()
+    assert trainer.state.log_history[0]["aot_hooks/packed_mib"] > 0
+
+
+def test_of_two_callbacks_the_error_names_the_one_that_counts(tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path, policy=float8())
+    AotHooksCallback(lossless(), options=ATEN).add_to(trainer)  # begins first: it is before the other
+    with pytest.raises(errors.OptionError, match=r"enable\(lossless.*innermost counts, and enable\(float8"):
+        trainer.train()
+
+
 def test_a_training_that_raises_leaves_nothing_once_it_trains_again_or_is_dropped(tmp_path: Path) -> None:
     import torch._dynamo.eval_frame as eval_frame
 
