@@ -71,7 +71,10 @@ def inductor_patches(options: Options, mode: str | None) -> dict[str, Any]:
     """Inductor's settings. Raises `OptionError` for an unknown mode, and for settings if Inductor does not run."""
     if options.inner != "inductor":
         if options.inductor:
-            raise OptionError("options['inductor'] needs options['inner'] = 'inductor'")
+            raise OptionError(
+                "options['inductor'] needs options['inner'] = 'inductor', and so do mode and options of a function "
+                "under enable: leave them out, or inner='aten'"
+            )
         return {}
     try:
         patches = inductor.mode_options(mode)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch._dynamo.eval_frame as eval_frame
+from raising import raises
 from steps import ATEN
 from torch import nn
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
@@ -46,6 +47,12 @@ def nothing_stays() -> Iterator[None]:
 def test_wrong_arguments_change_nothing(arguments: dict[str, Any], says: str) -> None:
     with pytest.raises(errors.OptionError, match=says):
         enable(**arguments)
+
+
+def test_a_mode_of_the_function_without_inductor() -> None:
+    compiled = torch.compile(torch.nn.Linear(8, 8), mode="max-autotune-no-cudagraphs")
+    with raises(errors.OptionError, "mode and options of a function under enable"), enable(float8(), options=ATEN):
+        compiled(torch.randn(4, 8))
 
 
 def test_a_second_thread_is_refused() -> None:
