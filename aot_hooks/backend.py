@@ -240,7 +240,7 @@ def _compile_graph(
 
     graph, tight_graph = records.Graph(), records.Graph()
     with autograd.covered_hooks(), recording() as seen:
-        tight_run = None if tight is None else compiled_with(aot.copied(gm), tight, tight_graph)
+        tight_run = None if tight is None else compiled_with(aot.twin(gm), tight, tight_graph)
         compiled = compiled_with(gm, hooks, graph)
     known = records.plans_of(wrapper) if hooks.settings and wrapper is not None else None
     version = None if in_steps is None else in_steps.compiled(graph.plans, known, tight_graph.plans)

@@ -148,6 +148,17 @@ def copied(gm: GraphModule, *, lazily: bool = True) -> GraphModule:
     return made
 
 
+def twin(gm: GraphModule) -> GraphModule:
+    """A copy of a graph of Dynamo, to compile it twice, with all that Dynamo has set on it and on its nodes.
+
+    By where inputs come from, for one, AOTAutograd knows parameters.
+    """
+    made = copied(gm)
+    for new, old in ((made, gm), *zip(made.graph.nodes, gm.graph.nodes, strict=True)):
+        vars(new).update({name: value for name, value in vars(old).items() if name not in vars(new)})
+    return made
+
+
 def inlines_hooks() -> bool:
     """Whether AOTAutograd is inlining the hooks in force into a graph; 2.11 to 2.15."""
     code = need("torch._functorch._aot_autograd.graph_compile.maybe_inline_graph_saved_tensors_hooks").__code__

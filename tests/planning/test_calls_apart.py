@@ -17,6 +17,7 @@ from aot_hooks import budget
 from aot_hooks.planning import many, moments
 from aot_hooks.planning.recorded import Step, Version
 from aot_hooks.planning.step import Bytes
+from aot_hooks.torch_private import aot
 
 x, compiled_kinds = many_blocks.x, many_blocks.compiled_kinds  # fixtures
 COUNT, SHARE = 8, 0.45
@@ -134,6 +135,19 @@ def test_a_warm_start_takes_both_versions(x, tmp_path, monkeypatch):
     assert_equal(train(model, x), expected)
     (plan,) = aot_hooks.last_plans(model)
     assert plan.in_step.tight_calls > 0
+
+
+def test_a_graph_that_is_compiled_twice_keeps_what_tells_parameters_from_inputs(x):
+    def check(gm: Any, _: Any) -> Any:
+        twin = aot.twin(gm)
+        assert twin._param_name_to_source == gm._param_name_to_source and twin.meta == gm.meta
+        inputs = zip(*(g.graph.find_nodes(op="placeholder") for g in (twin, gm)), strict=True)
+        assert all(own._dynamo_source is not None and own._dynamo_source == of._dynamo_source for own, of in inputs)
+        twin.graph.erase_node(twin.graph.output_node())
+        return gm  # which still runs
+
+    block = Block()
+    assert torch.equal(torch.compile(block, backend=check)(x), block(x))
 
 
 def test_a_version_without_a_tight_one_runs_every_call():

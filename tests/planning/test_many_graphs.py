@@ -450,7 +450,7 @@ def test_a_warm_start_takes_the_stored_plans_and_another_model_does_not(x, tmp_p
         assert (seen["hits"], seen["misses"]) == (3, 0)
         assert (warm.decisions, warm.in_step, warm.peak_bytes) == (cold.decisions, cold.in_step, cold.peak_bytes)
         longer, seen = run(model_of(*[Block] * 7))
-        assert (seen["hits"], seen["misses"]) == (2, 1)
+        assert (seen["hits"], seen["misses"]) == (3, 1)  # the least is compiled again, for the first calls
         assert longer.in_step.calls == 7
 
 
