@@ -101,6 +101,7 @@ def _run(work: Callable[..., None], rank: int, folder: str, device: str, argumen
     torch.set_num_threads(1)
     if device == "cuda":
         torch.cuda.set_device(rank)
+        os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] = "0"  # takes a minute
     how: dict[str, Any] = {"init_method": f"file://{folder}/meet", "rank": rank, "world_size": 2}
     wait = datetime.timedelta(seconds=WAIT_S)
     dist.init_process_group("nccl" if device == "cuda" else "gloo", timeout=wait, **how)
