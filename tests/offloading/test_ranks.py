@@ -44,8 +44,7 @@ def losses(rank: int, hook: aot_hooks.Hook | None, count: int) -> list[torch.Ten
 
     The memory of the host, all of it and that of offload, is the same in the last; so is what a GPU has allocated.
     """
-    inner = "inductor" if device_type() == "cuda" else "aten"
-    model = sharded(2, backend="aot_hooks", options={"inner": inner, "policy": hook})
+    model = sharded(2, backend="aot_hooks", options={"inner": "aten", "policy": hook})
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     found, host_bytes, resident_bytes, allocated = [], [], [], []
     for i in range(count):
