@@ -18,6 +18,7 @@ import functools
 import gc
 import json
 import logging
+import math
 import os
 import pathlib
 import statistics
@@ -36,7 +37,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import aot_hooks
 import cudagraph
+from aot_hooks.planning import moments
 
+GAIN = moments._GAIN
 HOOKS = {
     "no hooks": None,
     "float8": aot_hooks.float8(),
@@ -48,7 +51,12 @@ HOOKS = {
     "offload(then=float8) one graph": aot_hooks.offload(then=aot_hooks.float8()),
 }
 CAPTURED = {"cudagraphs": "no hooks", "float8 cudagraphs": "float8"}  # the same rows, with `options["cudagraphs"]`
-BUDGETS = {"budget": ("stock", 0.5), "budget as checkpointing": ("checkpointing", 1.0)}  # a share of a row's peak
+BUDGETS = {  # a share of a row's peak
+    "budget": ("stock", 0.5),
+    "tight budget": ("stock", 0.25),
+    "tight budget alike": ("stock", 0.25),  # no call of a graph holds less than another
+    "budget as checkpointing": ("checkpointing", 1.0),
+}
 ROWS = ("stock", "checkpointing", *HOOKS, *CAPTURED, *BUDGETS, "save_on_cpu")
 WARM_UP = 41  # steps; plans are made after the third, judged after five more, and replaced up to six times
 
@@ -94,6 +102,7 @@ def measured(
         if of not in peaks:
             raise ValueError(f"the row {row!r} needs the row {of!r} before it")
         budget_gib = share * peaks[of]
+    moments._GAIN = math.inf if "alike" in row else GAIN
     torch.manual_seed(0)
     sizes = {"layers": said.layers, "width": said.width, "tokens": said.tokens, "batch": 1}
     stack, x = stack_and_input(device, **sizes)
@@ -143,6 +152,8 @@ def measured(
         "could_send_gib": after["step_bytes"] / GIB,
         "budget_gib": budget_gib or None,
         "predicted_gib": max((plan.peak_bytes for plan in plans), default=0) / GIB or None,
+        "predicted_ratio": max((plan.step_ratio for plan in plans), default=None),
+        "tight_calls": max((plan.in_step.tight_calls for plan in plans if plan.in_step), default=0),
         "graphs_in_step": after["step_graph_count"],
         "recordings": captures["recordings"],
         "replays_in_step": (captures["replays"] - replays) / len(times),
