@@ -37,9 +37,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import aot_hooks
 import cudagraph
-from aot_hooks.planning import moments
+from aot_hooks.planning import apart
 
-GAIN = moments._GAIN
+GAIN = apart._GAIN
 HOOKS = {
     "no hooks": None,
     "float8": aot_hooks.float8(),
@@ -102,7 +102,7 @@ def measured(
         if of not in peaks:
             raise ValueError(f"the row {row!r} needs the row {of!r} before it")
         budget_gib = share * peaks[of]
-    moments._GAIN = math.inf if "alike" in row else GAIN
+    apart._GAIN = math.inf if "alike" in row else GAIN
     torch.manual_seed(0)
     sizes = {"layers": said.layers, "width": said.width, "tokens": said.tokens, "batch": 1}
     stack, x = stack_and_input(device, **sizes)

@@ -88,8 +88,8 @@ class Plan:
         live_before, live_after: bytes alive along the step without and with the hooks, if `aot_hooks.plan` made it.
         before_ms, after_ms: predicted time of the step without and with the hooks, likewise.
         in_step: what is alive beside the graph in a step of many calls; None if it was planned as the whole step.
-        offers: of a plan that holds the least, for planning a step of many calls: bytes that a call could hold between
-            forward and backward, from the least on, with the ms that it would take then.
+        program: of a plan that holds the least, its step as data and the error that it may have, for planning a step of
+            many calls.
     """
 
     decisions: tuple[Decision, ...]
@@ -99,7 +99,7 @@ class Plan:
     before_ms: float = field(default=0.0, compare=False, repr=False)
     after_ms: float = field(default=0.0, compare=False, repr=False)
     in_step: InStep | None = field(default=None, compare=False, repr=False)
-    offers: tuple[tuple[int, float], ...] = field(default=(), compare=False, repr=False)
+    program: tuple[Any, float] | None = field(default=None, compare=False, repr=False)
 
     @property
     def peak_bytes(self) -> int:

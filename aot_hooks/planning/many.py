@@ -38,12 +38,13 @@ from ..passes.plan import Plan
 from ..passes.trace import canonical
 from ..torch_private import autograd, dynamo
 from ..torch_private.values import is_traced_value
+from .apart import tight_calls
 from .budget import Budget
 from .measured import StepCheck, step_check
-from .moments import Event, between, moments_of, shares, tight_calls
+from .moments import Event, between, moments_of, shares
 from .recorded import Step, Version
-from .step import ALONE, Bytes
-from .within import bytes_of
+from .step import ALONE, Bytes, Moment
+from .within import UNSEEN, bytes_of
 
 _SMALL = 0.25  # of the budget: calls that hold less together change nothing
 _MOST_COMPILED = 6  # times that a graph is compiled for plans of steps
@@ -64,7 +65,8 @@ class Graph:
         stock, least: bytes of a call without hooks, and of one that holds the least; None: not known.
         share: bytes that a call may take in the step that is planned, or takes if it is compiled for it (`is_fixed`);
             on average, if some calls hold less than others.
-        offers: what a call may hold, from the least on, with the time that it takes then; see `Plan.offers`.
+        program: see `Plan.program`.
+        is_nested: the call that ran forward last runs backward first.
         calls, tight_calls: how many hold something at the same time in the planned step, and how many of these, the
             first, hold the least so that the others may hold more.
         compiled_count: how often it was compiled for a step of many calls.
@@ -77,7 +79,8 @@ class Graph:
     stock: Bytes = _NOT_KNOWN
     least: Bytes | None = None
     share: Bytes = _NOT_KNOWN
-    offers: tuple[tuple[int, float], ...] = ()
+    program: tuple[Any, float] | None = None
+    is_nested: bool = False
     calls: int = 1
     tight_calls: int = 0
     is_fixed: bool = False
@@ -102,12 +105,23 @@ class Graph:
             if self.wants == "least":
                 return self._least_rule(given)
             if self.wants == "planned":
-                tight = (self.tight_calls, 0 if self.least is None else self.least.held)
-                moments = moments_of(self, self.group.traces, lambda graph: graph.share, tight)
-                least = moments_of(self, self.group.traces, lambda graph: graph.can_hold, tight)
+                self.tight_calls = self._tight_calls()
+                moments = self._moments(self.tight_calls)
+                least = self._moments(self.tight_calls, lambda graph: graph.can_hold)
                 rule = replace(given, free=self.group.free, over=given.over + self.group.over, moments=moments)
                 return replace(rule, moments_at_least=() if least == moments else least, lenient=self.was_planned)
             return given
+
+    def _moments(self, tight: int, of: Callable[[Any], Bytes] = lambda graph: graph.share) -> tuple[Moment, ...]:
+        held = self.least.held if self.least is not None else 0
+        return moments_of(self, self.group.traces, of, (tight, held))
+
+    def _tight_calls(self) -> int:
+        if self.program is None or self.least is None or not self.is_nested:
+            return 0
+        step, max_error = self.program
+        peak = int((1 - UNSEEN) * self.group.peak_bytes)
+        return tight_calls(step, self.least, self.calls, peak, self._moments, max_error)
 
     def tight_rule(self, given: Budget) -> Budget | None:
         """The budget to compile a second version with, for the calls that hold less; None: all are alike."""
@@ -132,8 +146,6 @@ class Graph:
             for old, gone in self.stale:
                 old[:] = [plan for plan in old if all(plan is not each for each in gone)]
             self.stale = []
-            if listed is not None:
-                self.listed.append((listed, list(plans)))
             if code is not None and all(ref() is not code for ref in self.codes):
                 self.codes.append(weakref.ref(code))
             version = Version(self, self.wants, _sum(map(_own_bytes, found)))
@@ -146,8 +158,10 @@ class Graph:
                 self.group.check = step_check(self.group.budget, self.group.free, plans, tighter=self.group.over > 0)
             else:
                 self.stock = _sum(bytes_of(plan.live_before) for plan in found)
+            if listed is not None:
+                self.listed.append((listed, list(plans)))
             if self.wants == "least":
-                self.least, self.offers = version.nbytes, found[0].offers if len(found) == 1 else ()
+                self.least, self.program = version.nbytes, found[0].program if len(found) == 1 else None
             return version
 
     def anew(self, wants: str) -> bool:
@@ -342,8 +356,7 @@ class Group:
         for graph in graphs:
             graph.share, graph.is_fixed = between(least[graph], stock[graph], max(0.0, share)), False
             graph.calls = max(event.holding.get(graph, 0) + (event.runs is graph) for event in trace)
-            apart = share > 0 and step.is_nested and graph.least is not None
-            graph.tight_calls = tight_calls(graph.offers, graph.share.held, graph.calls) if apart else 0
+            graph.is_nested = step.is_nested
         return all([graph.anew("planned") for graph in graphs])
 
     def warn(self, taken: int, step: Step) -> None:

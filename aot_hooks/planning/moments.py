@@ -15,8 +15,6 @@ from typing import Any
 
 from .step import Bytes, Moment
 
-_GAIN = 0.02  # of the time of all calls of a graph: for less they are not planned apart
-
 
 @dataclass(frozen=True)
 class Event:
@@ -89,24 +87,3 @@ def between(least: Bytes, most: Bytes, share: float) -> Bytes:
         return int(low + share * (high - low))
 
     return Bytes(part(least.forward, most.forward), part(least.held, most.held), part(least.backward, most.backward))
-
-
-def tight_calls(offers: Sequence[tuple[int, float]], held: int, calls: int) -> int:
-    """How many of `calls` should hold the least, so that the others may hold more than `held` each; 0: all hold alike.
-
-    That is faster where the time of a call falls in steps. `offers` has what a call may hold and the time that it takes
-    then, from the least on.
-    """
-    if len(offers) < 2:
-        return 0
-
-    def ms(nbytes: float) -> float:
-        return min(ms for held, ms in offers if held <= max(nbytes, offers[0][0]))
-
-    least = offers[0][0]
-    best, best_ms = 0, (1 - _GAIN) * calls * ms(held)
-    for tight in range(1, calls):
-        more = held + (held - least) * tight / (calls - tight)
-        if (total := tight * ms(least) + (calls - tight) * ms(more)) < best_ms:
-            best, best_ms = tight, total
-    return best

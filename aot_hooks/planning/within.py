@@ -32,20 +32,21 @@ from ..passes.plan import Decision, InStep, Plan
 from ..passes.units import Trace, tracer
 from ..settings.setting import Setting
 from ..torch_private import aot
+from .apart import without_hooks
 from .budget import EXACT, Budget, fitted
 from .kernels import hold_kernels, join_kernels, multiply_early, split_kernels, unpack_early, write_when_made
 from .options import Graphs, step_of
 from .search import NEAR, Limits, Tried, search
-from .solver import Solution, solve
+from .solver import Solution
 from .step import ALONE, COMPUTED, KEPT, RECOMPUTE, Bytes, Moment, Option, Step
 
 RECOMPUTED = Hook(RECOMPUTE, in_plans_only, in_plans_only)
 """Stands in plans for the hook of a value that the backward computes again. Never run."""
 
-_UNSEEN = 0.003  # of the peak, on CUDA: what the allocator rounds up, and kernels' small workspaces
+UNSEEN = 0.003  # of the peak, on CUDA: what the allocator rounds up, and kernels' small workspaces
 _ERROR = 0.9  # of `max_error`, for what errors add up to beyond the estimate; GPT-2 on an H200 was off by 1.06 of it
 _MIB = 1 << 20
-_FEW, _OFFERS = 64, 16  # values of a graph whose calls may be planned apart, and points of its frontier
+_FEW = 64  # values of a graph whose calls may be planned apart: no step has many calls of a large one
 _MANY = 63  # other calls of a graph of which nobody knows yet how many there are
 _UNKNOWN = (Moment("forward", _MANY), Moment("backward", _MANY))
 
@@ -135,7 +136,7 @@ def _partition(
     step = dataclasses.replace(step, moments=moments)
     cross = stock.boundary
     peak = None if budget.least else _peak(budget, groups)
-    less = budget.over + (int(_UNSEEN * peak) if peak is not None and on_cuda(stock.bw.graph.nodes) else 0)
+    less = budget.over + (int(UNSEEN * peak) if peak is not None and on_cuda(stock.bw.graph.nodes) else 0)
     slowdown = math.inf if budget.max_slowdown is None else budget.max_slowdown
     limits = Limits(None if peak is None else peak - less, slowdown, _ERROR * budget.max_error)
     hooks_only = [name for name in budget.allow if name != RECOMPUTE]
@@ -193,10 +194,12 @@ def _partition(
             hold_kernels(gm, points, best.peak - bytes_of(best.plan.live_after).beside(moments, phase))
     if budget.around is not None:
         best = _around(budget.around, best, rewrite, setting, trace)
-    if budget.least:
-        plan = dataclasses.replace(best.plan, offers=_offers(step, bytes_of(best.plan.live_after), limits.error))
-    else:
+    if not budget.least:
         plan = _in_step(best.plan, moments)
+    elif len(step.values) <= _FEW:
+        plan = dataclasses.replace(best.plan, program=(without_hooks(step), limits.error))
+    else:
+        plan = best.plan
     if fused:
         return best.graphs.fw, best.graphs.bw, plan
     return aot.copied(best.graphs.fw, lazily=False), aot.copied(best.graphs.bw, lazily=False), plan
@@ -216,24 +219,6 @@ def _around(
     hooks = {name: around(hook) if hook.lossy else hook for name, hook in policy.hooks.items()}
     rewrite(graphs.fw, graphs.bw, Setting(_Chosen(hooks, policy.reasons), setting.scope), trace)
     return dataclasses.replace(found, graphs=graphs)
-
-
-def _offers(step: Step, least: Bytes, max_error: float) -> tuple[tuple[int, float], ...]:
-    """What a call of `step` could hold, from its `least` on, and the predicted time that it would take then.
-
-    Empty for large graphs: no step has many calls of one, and it would take long.
-    """
-    most = step.bytes_of(step.live).held
-    if len(step.values) > _FEW or most <= least.held:
-        return ()
-    between = dataclasses.replace(step, moments=(Moment("", 1),))  # limits what is held, and nothing else
-    found = []
-    for k in range(_OFFERS):
-        held = int(least.held + (most - least.held) * (k / _OFFERS) ** 1.5)  # more of them where it is tight
-        solution = solve(between, peak=held, max_error=max_error)
-        if solution is not None and step.bytes_of(solution.live).held <= held * (1 + _UNSEEN):
-            found.append((held, solution.ms))
-    return (*found, (most, step.ms))
 
 
 def bytes_of(points: Sequence[LivePoint]) -> Bytes:

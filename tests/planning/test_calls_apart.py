@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 from collections import Counter
 from typing import Any
@@ -14,9 +15,12 @@ from torch import nn
 
 import aot_hooks
 from aot_hooks import budget
-from aot_hooks.planning import many, moments
+from aot_hooks.planning import apart, many
+from aot_hooks.planning.apart import tight_calls
+from aot_hooks.planning.moments import Event, moments_of
 from aot_hooks.planning.recorded import Step, Version
-from aot_hooks.planning.step import Bytes
+from aot_hooks.planning.step import RECOMPUTE, Bytes, Option, Value
+from aot_hooks.planning.step import Step as PlannedStep
 from aot_hooks.torch_private import aot
 
 x, compiled_kinds = many_blocks.x, many_blocks.compiled_kinds  # fixtures
@@ -64,7 +68,7 @@ def test_the_first_calls_hold_the_least_and_the_step_is_faster(x, ran, compiled_
 
     aot_hooks.reset()
     torch._dynamo.reset()
-    monkeypatch.setattr(moments, "_GAIN", 1.0)  # all alike
+    monkeypatch.setattr(apart, "_GAIN", 1.0)  # all alike
     model, *_ = planned(x)
     (alike,) = aot_hooks.last_plans(model)
     assert alike.in_step.tight_calls == 0 and alike.peak_bytes <= peak
@@ -177,3 +181,27 @@ def test_a_step_is_nested_if_each_graph_runs_backward_in_reverse():
                 numbers[word[0]].append(i)
                 step.marks.append(("forward", i, version))
         assert step.is_nested == nested, order
+
+
+def test_as_many_calls_hold_the_least_as_make_the_step_fastest():
+    """A call holds one value, whole or not at all, so calls that are alike leave a part of the budget unused."""
+    size, again = 10 << 20, Option(RECOMPUTE, ms=1.0)
+    value = Value(("v",), size, 1, 2, begin=2, options=(again,))
+    step = PlannedStep((size,) * 4, (value,), (4.0,), forward_count=2)
+    trace = [Event(phase, "g", {"g": i}) for phase in ("forward", "backward") for i in range(6)]
+
+    def count(mib: int) -> int:
+        beside = functools.partial(_beside, trace)
+        return tight_calls(step, Bytes(size, 0, size), 6, mib << 20, beside, 0.0)
+
+    assert [count(mib) for mib in (60, 59, 45, 30, 20, 10, 9)] == [0, 1, 2, 3, 4, 5, 0]
+
+
+def _beside(trace: list[Event], tight: int) -> Any:
+    return moments_of("g", [trace], lambda _: Bytes(0, 0, 0), (tight, 0))
+
+
+def test_a_step_is_stored_without_its_hooks():
+    value = Value(("v",), 10, 1, 2, options=(Option("hook", object(), 3, 1.0),))
+    (stored,) = apart.without_hooks(PlannedStep((10,), (value,), (4.0,))).values
+    assert stored.options == (Option("hook", None, 3, 1.0),)

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from aot_hooks.planning.moments import Event, between, moments_of, shares, tight_calls
+from aot_hooks.planning.moments import Event, between, moments_of, shares
 from aot_hooks.planning.step import Bytes, Moment
 
 
@@ -90,19 +90,3 @@ def test_beside_calls_that_hold_less_only_the_others_count():
         Moment("backward", 1, 8),
         Moment("", 1, 14),
     }
-
-
-@pytest.mark.parametrize(
-    ("offers", "expected"),
-    [
-        ([(10, 4.0)], 0),
-        ([(10, 4.0), (50, 1.0)], 4),  # 4 at 10 bytes and 4 at 50 take as much as 8 at 30
-        ([(10, 4.0), (30, 2.5), (50, 1.0)], 0),  # nothing is gained along a line
-        ([(10, 4.0), (30, 3.9), (90, 1.0)], 6),
-        ([(10, 1.01), (50, 1.0)], 0),  # too little
-    ],
-)
-def test_calls_are_planned_apart_where_their_time_falls_in_steps(offers, expected):
-    assert tight_calls(offers, 30, 8) == expected
-    assert tight_calls(offers, 30, 1) == 0
-    assert tight_calls(offers, 5, 8) == 0  # less than the least

@@ -1,0 +1,57 @@
+"""How many calls of a graph should hold the least, so that the others in a step may hold more.
+
+      all alike     each call may hold 200 MiB, and the best that fits there holds 117 and takes 1.21 of the time
+      apart         8 calls hold 64 MiB at 1.21, and 8 hold 320 at 1.04
+
+The time of a call falls in jumps as it may hold more, where one more value is kept instead of computed again. Between
+two jumps calls that are alike leave a part of the budget unused.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Sequence
+
+from .solver import solve
+from .step import Bytes, Moment, Step
+
+_GAIN = 0.01  # of the time of all calls: for less they are not planned apart, which takes another compilation
+_TRIED = 16  # counts
+_ROUNDING = 1e-6
+
+
+def without_hooks(step: Step) -> Step:
+    """`step` with the names of hooks only, to be stored."""
+    values = (
+        dataclasses.replace(v, options=tuple(dataclasses.replace(o, hook=None) for o in v.options)) for v in step.values
+    )
+    return dataclasses.replace(step, values=tuple(values))
+
+
+def tight_calls(
+    step: Step, least: Bytes, calls: int, peak: int, moments: Callable[[int], Sequence[Moment]], max_error: float
+) -> int:
+    """How many of `calls`, the first ones, should hold the `least` of `step`; 0: all are alike.
+
+    Args:
+        peak: bytes that the whole step may take.
+        moments: what is alive beside one of the others if that many calls hold the least.
+    """
+    solved = functools.partial(solve, max_error=max_error)
+    tight = solved(dataclasses.replace(step, moments=(Moment("", 1),)), peak=least.held)  # limits what is held only
+    if tight is None:
+        return 0
+
+    def ms(count: int) -> float:
+        found = solved(dataclasses.replace(step, moments=tuple(moments(count))), peak=peak, under=True)
+        if found is None or found.peak_bytes > peak * (1 + _ROUNDING):
+            return math.inf
+        return count * tight.ms + (calls - count) * found.ms
+
+    best, best_ms = 0, (1 - _GAIN) * min(ms(0), calls * tight.ms)
+    for count in sorted({round(calls * k / _TRIED) for k in range(1, _TRIED)} - {0, calls}):
+        if (total := ms(count)) < best_ms:
+            best, best_ms = count, total
+    return best
