@@ -20,11 +20,13 @@ from ..passes.live_bytes import LivePoint
 from ..passes.plan import Plan
 from .options import Graphs
 from .solver import Solution, solve
-from .step import KEPT, Step
+from .step import ALONE, KEPT, Step
 
 __all__ = ["NEAR", "Limits", "Tried", "search"]
 
 _PARTITIONS = 2  # choices of what to recompute that are tried
+_PARTITIONS_OF_MANY = 6  # likewise, for a graph that many calls of a step run: what it is off by counts as often
+_LOWER = 0.92  # of the peak: the last of these asks for as much
 _ATTEMPTS = 5  # choices of hooks for each
 _ROUNDING = 1e-6  # of ratios of sums
 _LESS = 0.003  # of the peak that each attempt asks for less, for what changes with the choice
@@ -70,8 +72,10 @@ def search(
     """
     all_tried: list[Tried] = []
     limit, max_ms = None if limits.peak is None else float(limits.peak), limits.max_ms(step)
-    for attempt in range(_PARTITIONS + 1):
-        last = attempt == _PARTITIONS
+    low, high = -math.inf, math.inf  # the program was asked for a peak that fitted, and for one that was too high
+    partitions = _PARTITIONS if step.moments == ALONE else _PARTITIONS_OF_MANY
+    for attempt in range(partitions + 1):
+        last = attempt == partitions
         if last and any(one.fits(limits) for one in all_tried):
             break
         chosen = solve(step, peak=None if last else limit, max_error=limits.error, max_ms=max_ms)
@@ -83,11 +87,17 @@ def search(
             break
         reached = max((one.peak for one in found if one.fits(limits)), default=None)
         if reached is None:
+            high = limit
             limit -= 1.05 * max(0, min(one.peak for one in found) - limits.peak)
         elif reached < NEAR * limits.peak and set(chosen.options) != {KEPT}:  # less to recompute may do
+            low = limit
             limit += NEAR * limits.peak - reached
         else:
             break
+        if not low < limit < high:
+            limit = (low + high) / 2
+        if attempt == _PARTITIONS_OF_MANY - 2:  # what is far from these may be faster
+            limit = _LOWER * limits.peak
 
     if min((one.peak for one in all_tried), default=math.inf) > step.peak_bytes:  # the program was wrong about all
         graphs, own = partitioned(_nothing(step))

@@ -20,6 +20,7 @@ is there from that point, unpacked. A source outside of the segment must not be 
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections import defaultdict
@@ -196,8 +197,10 @@ def solve(
             beside = min(step.live[position - 1 : position + 1]) + _MIB * (added[group_at[position]] + needed)
             live[at] = max(live[at], beside)
     found = tuple(map(round, live))
-    peak_bytes = step.bytes_of(found).peak(step.moments)
-    return Solution(tuple(options), found, peak_bytes, step.ms_with(options), _error(step, options))
+    one = step.bytes_of(found)
+    if held_at is not None:  # without what waits to be sent at the end of the forward, which is gone before another call
+        one = dataclasses.replace(one, held=round(held + _MIB * x[deltas[held_at]]))
+    return Solution(tuple(options), found, one.peak(step.moments), step.ms_with(options), _error(step, options))
 
 
 def _alike(step: Step, columns: dict[int, list[int]], count: int) -> dict[int, int]:
