@@ -198,7 +198,9 @@ def solve(
             live[at] = max(live[at], beside)
     found = tuple(map(round, live))
     one = step.bytes_of(found)
-    if held_at is not None:  # without what waits to be sent at the end of the forward, which is gone before another call
+    if (
+        held_at is not None
+    ):  # without what waits to be sent at the end of the forward, which is gone before another call
         one = dataclasses.replace(one, held=round(held + _MIB * x[deltas[held_at]]))
     return Solution(tuple(options), found, one.peak(step.moments), step.ms_with(options), _error(step, options))
 

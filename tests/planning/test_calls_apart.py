@@ -183,8 +183,9 @@ def test_a_step_is_nested_if_each_graph_runs_backward_in_reverse():
         assert step.is_nested == nested, order
 
 
-def test_as_many_calls_hold_the_least_as_make_the_step_fastest():
+def test_as_many_calls_hold_the_least_as_make_the_step_fastest(monkeypatch):
     """A call holds one value, whole or not at all, so calls that are alike leave a part of the budget unused."""
+    monkeypatch.setattr(apart, "_OFF", 0.0)
     size, again = 10 << 20, Option(RECOMPUTE, ms=1.0)
     value = Value(("v",), size, 1, 2, begin=2, options=(again,))
     step = PlannedStep((size,) * 4, (value,), (4.0,), forward_count=2)
