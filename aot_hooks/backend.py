@@ -202,15 +202,16 @@ def _compile_graph(
         if rule != setting.rule:
             hooks = dataclasses.replace(hooks, setting=Setting(rule, setting.scope))
     capture = cudagraphs.capture_options(options.inner, options.cudagraphs)
-    compilation = cudagraphs.compilation(capture) if capture is not None else None
     listed = records.recording_graphs()
     if not hooks.settings and listed is None:
+        compilation = cudagraphs.compilation(capture) if capture is not None else None
         return _with_eager_hooks(_compile(gm, inputs, options, patches, None, lambda: None, compilation))
 
     paths, live = roots(), listed is not None
-    at_run_time = compilation is None and not inductor.fixes_copies(patches)
+    at_run_time = capture is None and not inductor.fixes_copies(patches)
 
     def compiled_with(gm: GraphModule, hooks: _InForce, graph: records.Graph) -> _Compiled:
+        compilation = cudagraphs.compilation(capture) if capture is not None else None
         donated: list[bool] = []
         partition = planning_partition(
             hooks, options.inner, graph.plans, paths, donated, live=live, at_run_time=at_run_time
@@ -240,7 +241,10 @@ def _compile_graph(
 
     graph, tight_graph = records.Graph(), records.Graph()
     with autograd.covered_hooks(), recording() as seen:
-        tight_run = None if tight is None else compiled_with(aot.twin(gm), tight, tight_graph)
+        tight_run = None
+        if tight is not None:
+            with aot.apart():
+                tight_run = compiled_with(aot.twin(gm), tight, tight_graph)
         compiled = compiled_with(gm, hooks, graph)
     known = records.plans_of(wrapper) if hooks.settings and wrapper is not None else None
     version = None if in_steps is None else in_steps.compiled(graph.plans, known, tight_graph.plans)

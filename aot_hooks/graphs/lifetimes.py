@@ -274,8 +274,14 @@ def _is_addmm(node: Node, product: Node, other: Node) -> bool:
     if product.target is not torch.ops.aten.mm.default or len(product.users) > 1:
         return False
     value, added = product.meta["val"], other.meta["val"]
-    same = added.dtype == value.dtype and added.shape == value.shape
-    return same and not all(user.op == "call_function" and fuses(user) for user in node.users)
+    sizes = (*value.shape, *added.shape)
+    if not all(isinstance(n, int) for n in sizes):  # to compare symbolic sizes would leave a guard
+        return False
+    return (
+        added.dtype == value.dtype
+        and added.shape == value.shape
+        and not all(user.op == "call_function" and fuses(user) for user in node.users)
+    )
 
 
 def written_storages(nodes: Sequence[Node], *, fuse_loops: bool = False) -> set[Any]:

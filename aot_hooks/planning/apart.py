@@ -15,7 +15,7 @@ import math
 from collections.abc import Callable, Sequence
 
 from .solver import solve
-from .step import Bytes, Moment, Step
+from .step import Moment, Step
 
 _GAIN = 0.01  # of the time of all calls: for less they are not planned apart, which takes another compilation
 _TRIED = 16  # counts
@@ -34,19 +34,22 @@ def without_hooks(step: Step) -> Step:
 
 
 def tight_calls(
-    step: Step, least: Bytes, calls: int, peak: int, moments: Callable[[int], Sequence[Moment]], max_error: float
+    step: Step,
+    tight_ms: float,
+    calls: int,
+    peak: int,
+    moments: Callable[[int], Sequence[Moment]],
+    max_error: float,
+    fits: Callable[[int], bool] = lambda count: True,
 ) -> int:
-    """How many of `calls`, the first ones, should hold the `least` of `step`; 0: all are alike.
+    """How many of `calls`, the first ones, should hold the least that `step` can, in `tight_ms`; 0: all are alike.
 
     Args:
         peak: bytes that the whole step may take.
         moments: what is alive beside one of the others if that many calls hold the least.
+        fits: whether the calls that hold the least are under the peak, if they are that many.
     """
     solved = functools.partial(solve, max_error=max_error)
-    tight = solved(dataclasses.replace(step, moments=(Moment("", 1),)), peak=least.held)  # limits what is held only
-    if tight is None:
-        return 0
-
     off = _OFF * step.bytes_of(step.live).held
 
     def ms(count: int) -> float:
@@ -54,10 +57,10 @@ def tight_calls(
         found = solved(dataclasses.replace(step, moments=tuple(moments(count))), peak=asked, under=True)
         if found is None or found.peak_bytes > asked * (1 + _ROUNDING):
             return math.inf
-        return count * tight.ms + (calls - count) * found.ms
+        return count * tight_ms + (calls - count) * found.ms
 
-    best, best_ms = 0, (1 - _GAIN) * min(ms(0), calls * tight.ms)
+    best, best_ms = 0, (1 - _GAIN) * min(ms(0), calls * tight_ms)
     for count in sorted({round(calls * k / _TRIED) for k in range(1, _TRIED)} - {0, calls}):
-        if (total := ms(count)) < best_ms:
+        if fits(count) and (total := ms(count)) < best_ms:
             best, best_ms = count, total
     return best

@@ -44,11 +44,10 @@ def multiply_early(gm: GraphModule) -> None:
     and 8192 tokens. Inductor does not see a product through a view.
     """
     for node in late_products(list(gm.graph.nodes)).values():
-        value = node.meta["val"]
         with gm.graph.inserting_before(node):
-            parts = [call(gm.graph, torch.ops.aten.view.default, n, [1, *value.shape]) for n in node.args]
+            parts = [call(gm.graph, torch.ops.aten.unsqueeze.default, n, 0) for n in node.args]
             total = call(gm.graph, torch.ops.aten.add.Tensor, *parts)
-            node.replace_all_uses_with(call(gm.graph, torch.ops.aten.view.default, total, list(value.shape)))
+            node.replace_all_uses_with(call(gm.graph, torch.ops.aten.squeeze.dim, total, 0))
         gm.graph.erase_node(node)
     gm.graph.lint()
     gm.recompile()

@@ -36,12 +36,12 @@ from torch.fx import GraphModule
 from ..errors import BudgetWarning, warn_user
 from ..passes.plan import Plan
 from ..passes.trace import canonical
-from ..torch_private import autograd, dynamo
+from ..torch_private import aot, autograd, dynamo
 from ..torch_private.values import is_traced_value
 from .apart import tight_calls
 from .budget import Budget
 from .measured import StepCheck, step_check
-from .moments import Event, between, moments_of, shares
+from .moments import Event, between, moments_of, shares, tight_peak
 from .recorded import Step, Version
 from .step import ALONE, Bytes, Moment
 from .within import UNSEEN, bytes_of
@@ -65,8 +65,8 @@ class Graph:
         stock, least: bytes of a call without hooks, and of one that holds the least; None: not known.
         share: bytes that a call may take in the step that is planned, or takes if it is compiled for it (`is_fixed`);
             on average, if some calls hold less than others.
-        program: see `Plan.program`.
-        is_nested: the call that ran forward last runs backward first.
+        program, least_ratio: see `Plan.program`, and the time of that plan over that without hooks.
+        is_nested: in all steps that were planned for, the call that ran forward last runs backward first.
         calls, tight_calls: how many hold something at the same time in the planned step, and how many of these, the
             first, hold the least so that the others may hold more.
         compiled_count: how often it was compiled for a step of many calls.
@@ -80,7 +80,8 @@ class Graph:
     least: Bytes | None = None
     share: Bytes = _NOT_KNOWN
     program: tuple[Any, float] | None = None
-    is_nested: bool = False
+    least_ratio: float = 1.0
+    is_nested: bool = True
     calls: int = 1
     tight_calls: int = 0
     is_fixed: bool = False
@@ -117,11 +118,19 @@ class Graph:
         return moments_of(self, self.group.traces, of, (tight, held))
 
     def _tight_calls(self) -> int:
-        if self.program is None or self.least is None or not self.is_nested:
+        if self.program is None or self.least is None or not self.is_nested or aot.cuts_for_ddp():
             return 0
         step, max_error = self.program
         peak = int((1 - UNSEEN) * self.group.peak_bytes)
-        return tight_calls(step, self.least, self.calls, peak, self._moments, max_error)
+        tight_ms = step.ms * self.least_ratio
+        fits = functools.partial(self._tight_fits, peak, self.least)
+        return tight_calls(step, tight_ms, self.calls, peak, self._moments, max_error, fits)
+
+    def _tight_fits(self, peak: int, least: Bytes, count: int) -> bool:
+        return self._tight_peak(count, least) <= peak
+
+    def _tight_peak(self, count: int, nbytes: Bytes) -> int:
+        return max(tight_peak(self, trace, lambda graph: graph.share, count, nbytes) for trace in self.group.traces)
 
     def tight_rule(self, given: Budget) -> Budget | None:
         """The budget to compile a second version with, for the calls that hold less; None: all are alike."""
@@ -151,17 +160,21 @@ class Graph:
             version = Version(self, self.wants, _sum(map(_own_bytes, found)))
             if self.wants == "planned":
                 self.was_planned, self.is_fixed, self.share = True, True, version.nbytes
-                if len(plans) == len(tight_plans) == 1:
-                    version.tight = Version(self, self.wants, _own_bytes(tight_plans[0]))
-                    version.tight_calls, version.loose_calls = self.tight_calls, self.calls - self.tight_calls
-                    plans[0], self.share = _mixed(plans[0], tight_plans[0], version)
+                if tight_plans:
+                    version.tight = Version(self, self.wants, _own_bytes(tight_plans[0]), is_tight=True)
+                    as_planned = self.least is not None and version.tight.nbytes.held <= self.least.held
+                    version.tight_calls = self.tight_calls
+                    version.loose_calls = self.calls - self.tight_calls if as_planned else 0
+                    peak = self._tight_peak(self.tight_calls, version.tight.nbytes)
+                    plans[0], self.share = _mixed(plans[0], tight_plans[0], version, peak)
                 self.group.check = step_check(self.group.budget, self.group.free, plans, tighter=self.group.over > 0)
             else:
                 self.stock = _sum(bytes_of(plan.live_before) for plan in found)
             if listed is not None:
                 self.listed.append((listed, list(plans)))
             if self.wants == "least":
-                self.least, self.program = version.nbytes, found[0].program if len(found) == 1 else None
+                self.least, self.program = version.nbytes, plans[0].program if len(plans) == 1 else None
+                self.least_ratio = found[0].step_ratio
             return version
 
     def anew(self, wants: str) -> bool:
@@ -314,6 +327,7 @@ class Group:
             self.measure(step)
         elif all(v.kind == v.graph.wants == "planned" for v in versions) and self.knows(step):
             self.fits.append(step.marks)  # nothing is tighter, which was a warning when it was compiled
+            self.predicted = taken
         elif all(graph.compiled_count < _MOST_COMPILED for graph in graphs) and self.plan(step, graphs):
             self.looks = self.waits = True
         else:
@@ -355,8 +369,8 @@ class Group:
         self.traces, self.planned_peak = [*self.traces, trace][-_MOST_TRACES:], self.peak_bytes
         for graph in graphs:
             graph.share, graph.is_fixed = between(least[graph], stock[graph], max(0.0, share)), False
-            graph.calls = max(event.holding.get(graph, 0) + (event.runs is graph) for event in trace)
-            graph.is_nested = step.is_nested
+            most = max(event.holding.get(graph, 0) + (event.runs is graph) for event in trace)
+            graph.calls, graph.is_nested = max(graph.calls, most), graph.is_nested and step.is_nested
         return all([graph.anew("planned") for graph in graphs])
 
     def warn(self, taken: int, step: Step) -> None:
@@ -445,8 +459,11 @@ def _own_bytes(plan: Plan) -> Bytes:
     return Bytes(found.forward - share.beside_forward, share.held_bytes, found.backward - share.beside_backward)
 
 
-def _mixed(loose: Plan, tight: Plan, version: Version) -> tuple[Plan, Bytes]:
-    """The plan of the looser calls with the time of a call on average, and the bytes of a call likewise."""
+def _mixed(loose: Plan, tight: Plan, version: Version, tight_peak: int) -> tuple[Plan, Bytes]:
+    """The plan of the looser calls with the time of a call on average, and the bytes of a call likewise.
+
+    `tight_peak`: the most that is alive in the step while one of the tighter calls runs.
+    """
     assert version.tight is not None
     own, other, counts = version.nbytes, version.tight.nbytes, (version.loose_calls, version.tight_calls)
     calls = sum(counts)
@@ -459,7 +476,9 @@ def _mixed(loose: Plan, tight: Plan, version: Version) -> tuple[Plan, Bytes]:
     step = loose.in_step
     if step is not None:
         beside = max(0, step.other_bytes - version.tight_calls * other.held)
-        step = replace(step, calls=calls, other_bytes=beside, tight_calls=version.tight_calls, tight_bytes=other.held)
+        elsewhere = max(step.elsewhere_bytes, tight_peak)
+        step = replace(step, calls=calls, other_bytes=beside, elsewhere_bytes=elsewhere)
+        step = replace(step, tight_calls=version.tight_calls, tight_bytes=other.held)
     return replace(loose, after_ms=average(loose.after_ms, tight.after_ms), in_step=step), share
 
 

@@ -55,6 +55,12 @@ def moments_of(
     return tuple(m for phase in ("forward", "backward", "") for m in _worst([f for f in found if f.phase == phase]))
 
 
+def tight_peak(graph: Any, trace: Sequence[Event], of: Callable[[Any], Bytes], count: int, nbytes: Bytes) -> int:
+    """The most that is alive while one of the first `count` calls of `graph` runs, which have `nbytes` each."""
+    found = [e for e in trace if e.runs == graph and e.holding.get(graph, 0) < count]
+    return max((e.nbytes(lambda g: nbytes if g == graph else of(g)) for e in found), default=0)
+
+
 def _worst(moments: Collection[Moment]) -> list[Moment]:
     """Those that are the worst for some number of bytes that a call may hold: the upper hull of lines."""
     hull: list[Moment] = []

@@ -29,8 +29,9 @@ class Version:
     """A compiled version of a graph, with the bytes of a call of it.
 
     Attributes:
-        tight: a version that holds less, which the first `tight_calls` calls of a step run.
+        tight: a version that holds less, which the first `tight_calls` calls of the graph in a step run.
         loose_calls: how many may run this one at the same time, if there is a tight one.
+        is_tight: it is such a version.
     """
 
     graph: Any
@@ -39,6 +40,7 @@ class Version:
     tight: Version | None = None
     tight_calls: int = 0
     loose_calls: int = 0
+    is_tight: bool = False
 
     def for_next_call(self, step: Step) -> Version:
         """The version for a call in `step`: this one only beside all planned calls of the tight one.
@@ -47,8 +49,8 @@ class Version:
         """
         if self.tight is None:
             return self
-        holding = Counter(step.holding.values())
-        fits = holding[self.tight] == self.tight_calls and holding[self] < self.loose_calls
+        holding = Counter(version.is_tight for version in step.holding.values() if version.graph is self.graph)
+        fits = holding[True] == self.tight_calls and holding[False] < self.loose_calls
         return self if fits else self.tight
 
 

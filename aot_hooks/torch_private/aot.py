@@ -38,6 +38,7 @@ SYMBOLS: dict[str | Needed, str] = {
     "trying hooks for a budget": "torch.fx._lazy_graph_module._LazyGraphModule",
     "regions that compute the same": "torch._functorch.config torch._functorch.config.cse",
     "a second backward (retain_graph) of graphs with hooks": "torch._guards.TracingContext",
+    "two versions of a graph": "torch._guards.TracingContext torch._guards.tracing",
     "predicting the bytes of a backward": "torch._functorch.partitioners._is_tangent",
     Needed("telling that a backward holds its tangents", ("2.11.0",)): "torch._functorch._aot_autograd."
     "runtime_wrappers._backward_prologue_functional",
@@ -48,6 +49,7 @@ PROTOCOLS = {
     "storing graphs of options['inner'] = 'aten'": {
         "torch._inductor.output_code.OutputCode": "prepare_for_serialization post_compile set_triton_bundle",
     },
+    "two versions of a graph": {"torch._guards.TracingContext": "try_get fakify_first_call"},
     "a second backward (retain_graph)": {
         "torch._functorch._aot_autograd.schemas.ViewAndMutationMeta": "bw_donated_idxs",
     },
@@ -157,6 +159,23 @@ def twin(gm: GraphModule) -> GraphModule:
     for new, old in ((made, gm), *zip(made.graph.nodes, gm.graph.nodes, strict=True)):
         vars(new).update({name: value for name, value in vars(old).items() if name not in vars(new)})
     return made
+
+
+@contextlib.contextmanager
+def apart() -> Iterator[None]:
+    """For one of several compilations in the same call of a backend; 2.11 to 2.15.
+
+    AOTAutograd leaves facts of a graph in the context of the call, and reads them when it compiles the backward, later:
+    which saved tensors that may write over. Without this they would be those of the last compilation.
+    """
+    context = need("torch._guards.TracingContext").try_get()
+    with contextlib.nullcontext() if context is None else need("torch._guards.tracing")(copy.copy(context)):
+        yield
+
+
+def cuts_for_ddp() -> bool:
+    """Whether torch has cut the graph that is compiled for DDP, and so expects one compilation; 2.11 to 2.15."""
+    return bool(getattr(need("torch._guards.TracingContext").try_get(), "fakify_first_call", False))
 
 
 def inlines_hooks() -> bool:

@@ -10,14 +10,14 @@ from typing import Any
 import many_blocks
 import pytest
 import torch
-from many_blocks import Block, assert_equal, compile_blocks, gradients, measured, model_of, peak_of, train
+from many_blocks import WIDTH, Block, assert_equal, compile_blocks, gradients, measured, model_of, peak_of, train
 from torch import nn
 
 import aot_hooks
 from aot_hooks import budget
 from aot_hooks.planning import apart, many
 from aot_hooks.planning.apart import tight_calls
-from aot_hooks.planning.moments import Event, moments_of
+from aot_hooks.planning.moments import Event, moments_of, tight_peak
 from aot_hooks.planning.recorded import Step, Version
 from aot_hooks.planning.step import RECOMPUTE, Bytes, Option, Value
 from aot_hooks.planning.step import Step as PlannedStep
@@ -35,7 +35,7 @@ def ran(monkeypatch) -> list[str]:
 
     def noted(group: Any, version: Any, *args: Any) -> Any:
         if version.kind == "planned":
-            found.append("tight" if version.tight is None else "loose")
+            found.append("tight" if version.is_tight else "loose")
         return called(group, version, *args)
 
     monkeypatch.setattr(many.Group, "called", noted)
@@ -106,7 +106,7 @@ def test_no_more_calls_hold_much_than_were_planned_in_whatever_order(x, ran):
     waiting = []
     for i in range(24):
         waiting.append(model[i % COUNT](x).square().sum())
-        held = Counter("tight" if v.tight is None else "loose" for v in group.step.holding.values())
+        held = Counter("tight" if v.is_tight else "loose" for v in group.step.holding.values())
         assert held["loose"] <= COUNT - tight
         assert held["tight"] >= min(tight, held.total())
         most |= held
@@ -158,7 +158,7 @@ def test_a_version_without_a_tight_one_runs_every_call():
     alone = Version(None, "planned", Bytes(1, 1, 1))
     step = Step(holding={0: alone, 1: alone})
     assert alone.for_next_call(step) is alone
-    tight = Version(None, "planned", Bytes(1, 1, 1))
+    tight = Version(None, "planned", Bytes(1, 1, 1), is_tight=True)
     loose = Version(None, "planned", Bytes(3, 3, 3), tight, tight_calls=1, loose_calls=1)
     assert [loose.for_next_call(Step(holding=dict(enumerate(held)))) for held in ([], [tight], [tight, loose])] == [
         tight,
@@ -193,13 +193,58 @@ def test_as_many_calls_hold_the_least_as_make_the_step_fastest(monkeypatch):
 
     def count(mib: int) -> int:
         beside = functools.partial(_beside, trace)
-        return tight_calls(step, Bytes(size, 0, size), 6, mib << 20, beside, 0.0)
+        return tight_calls(step, 5.0, 6, mib << 20, beside, 0.0)
 
     assert [count(mib) for mib in (60, 59, 45, 30, 20, 10, 9)] == [0, 1, 2, 3, 4, 5, 0]
 
 
 def _beside(trace: list[Event], tight: int) -> Any:
     return moments_of("g", [trace], lambda _: Bytes(0, 0, 0), (tight, 0))
+
+
+def test_what_runs_beside_the_calls_that_hold_the_least_counts():
+    """The last backwards are theirs, beside all gradients."""
+    trace = [Event("forward", "g", {"g": i}) for i in range(4)]
+    trace += [Event("backward", "g", {"g": 3 - i}, 100 * i) for i in range(4)]
+    assert tight_peak("g", trace, lambda _: Bytes(0, 0, 0), 2, Bytes(50, 10, 300)) == 300 + 300
+    assert tight_peak("g", trace, lambda _: Bytes(0, 0, 0), 0, Bytes(50, 10, 300)) == 0
+
+
+def test_versions_of_equal_graphs_are_counted_together():
+    """Blocks whose guards differ have a version each, of one graph."""
+    graph = object()
+    versions = []
+    for _ in range(4):
+        tight = Version(graph, "planned", Bytes(1, 1, 1), is_tight=True)
+        versions.append(Version(graph, "planned", Bytes(3, 3, 3), tight, tight_calls=2, loose_calls=2))
+    step = Step()
+    for number, version in enumerate(versions):
+        step.holding[number] = version.for_next_call(step)
+    assert [v.is_tight for v in step.holding.values()] == [True, True, False, False]
+
+
+class Tanh(nn.Module):
+    """Its output is saved, and is the user's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 8 * WIDTH), nn.Linear(8 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.down(nn.functional.gelu(self.up(x)).sin()))
+
+
+@pytest.mark.slow
+def test_each_version_writes_over_its_own_saved_tensors_only(x, ran):
+    """Without caches both are compiled in one call of the backend, and their backwards later."""
+    model = model_of(*[Tanh] * COUNT)
+    expected, peak = gradients(model, x), peak_of(model, x, SHARE)
+    with torch._inductor.config.patch(force_disable_caches=True):
+        for block in model:
+            block.compile(backend="aot_hooks", options={"policy": budget(peak, max_error=0)})
+        for _ in range(4):
+            assert all(map(torch.allclose, train(model, x), expected))
+    assert {"tight", "loose"} <= set(ran)
 
 
 def test_a_step_is_stored_without_its_hooks():

@@ -309,3 +309,18 @@ def test_of_two_products_inductor_moves_the_second():
 
     gm, _ = traced(function)
     assert not late_products(list(gm.graph.nodes))
+
+
+def test_symbolic_sizes_get_no_guard_and_stay_as_they_are():
+    def function(grad, weight, bias):
+        x = grad
+        for _ in range(9):
+            x = x @ weight
+        return grad @ weight + bias, x
+
+    inputs = torch.randn(ROWS, WIDTH), torch.randn(WIDTH, WIDTH), torch.ones(WIDTH)
+    gm = make_fx(function, tracing_mode="symbolic")(*inputs)
+    tensors = [n.meta["val"] for n in gm.graph.find_nodes(op="placeholder")]
+    guards = tensors[0].fake_mode.shape_env.guards
+    before = len(guards)
+    assert not late_products(list(gm.graph.nodes)) and len(guards) == before
