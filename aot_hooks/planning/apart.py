@@ -15,7 +15,7 @@ import math
 from collections.abc import Callable, Sequence
 
 from .solver import solve
-from .step import Moment, Step
+from .step import Moment, Step, Value
 
 _GAIN = 0.01  # of the time of all calls: for less they are not planned apart, which takes another compilation
 _TRIED = 16  # counts
@@ -25,12 +25,14 @@ _OFF = 0.02
 _ROUNDING = 1e-6
 
 
-def without_hooks(step: Step) -> Step:
-    """`step` with the names of hooks only, to be stored."""
-    values = (
-        dataclasses.replace(v, options=tuple(dataclasses.replace(o, hook=None) for o in v.options)) for v in step.values
-    )
-    return dataclasses.replace(step, values=tuple(values))
+def as_data(step: Step) -> Step:
+    """`step` to be stored: what `solve` reads of it, without hooks and without names of the program."""
+
+    def bare(value: Value) -> Value:
+        options = tuple(dataclasses.replace(o, hook=None, again=(), reads=()) for o in value.options)
+        return dataclasses.replace(value, names=(), where="", options=options)
+
+    return dataclasses.replace(step, values=tuple(map(bare, step.values)), nodes=(), places=())
 
 
 def tight_calls(

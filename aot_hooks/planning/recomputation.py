@@ -62,10 +62,17 @@ def with_recompute(
                 exact=_known(numbers, _read_exactly(chain, group, position)),
                 again=tuple(n.name for n in chain.nodes),
                 reads=tuple(n.name for n in chain.reads),
-                host_ms=LAUNCH_MS * (1 + sum(not fuses(n) for n in chain.nodes)) if on_cuda(chain.nodes) else 0.0,
+                host_ms=_host_ms(chain),
             )
             found[i] = dataclasses.replace(found[i], options=(*found[i].options, option))
     return found
+
+
+def _host_ms(chain: _Chain) -> float:
+    """Milliseconds of the host for `chain`: a kernel for each operator that is not fused, and one more."""
+    if not on_cuda(chain.nodes):
+        return 0.0
+    return LAUNCH_MS * (1 + sum(n.target is not operator.getitem and not fuses(n) for n in chain.nodes))
 
 
 def _known(numbers: Mapping[Any, int | None], nodes: Iterable[Node]) -> tuple[int, ...]:

@@ -32,7 +32,7 @@ from ..passes.plan import Decision, InStep, Plan
 from ..passes.units import Trace, tracer
 from ..settings.setting import Setting
 from ..torch_private import aot
-from .apart import without_hooks
+from .apart import as_data
 from .budget import EXACT, Budget, fitted
 from .kernels import hold_kernels, join_kernels, multiply_early, split_kernels, unpack_early, write_when_made
 from .options import Graphs, step_of
@@ -197,7 +197,7 @@ def _partition(
     if not budget.least:
         plan = _in_step(best.plan, moments)
     elif len(step.values) <= _FEW:
-        plan = dataclasses.replace(best.plan, program=(without_hooks(step), limits.error))
+        plan = dataclasses.replace(best.plan, program=(as_data(step), limits.error))
     else:
         plan = best.plan
     if fused:

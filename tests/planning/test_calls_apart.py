@@ -247,7 +247,21 @@ def test_each_version_writes_over_its_own_saved_tensors_only(x, ran):
     assert {"tight", "loose"} <= set(ran)
 
 
-def test_a_step_is_stored_without_its_hooks():
-    value = Value(("v",), 10, 1, 2, options=(Option("hook", object(), 3, 1.0),))
-    (stored,) = apart.without_hooks(PlannedStep((10,), (value,), (4.0,))).values
-    assert stored.options == (Option("hook", None, 3, 1.0),)
+def test_a_step_is_stored_without_hooks_and_names():
+    value = Value(("v",), 10, 1, 2, options=(Option("hook", object(), 3, 1.0, again=("mm",)),), where="block.up")
+    stored = apart.as_data(PlannedStep((10,), (value,), (4.0,), nodes=("forward mm",), places=("block",)))
+    assert stored == PlannedStep((10,), (Value((), 10, 1, 2, options=(Option("hook", None, 3, 1.0),)),), (4.0,))
+
+
+def test_a_compilation_apart_leaves_its_facts_in_a_context_of_its_own(x):
+    def check(gm: Any, _: Any) -> Any:
+        context = torch._guards.TracingContext.get()
+        context.fw_metadata = "of the graph"
+        with aot.apart():
+            inside = torch._guards.TracingContext.get()
+            assert inside is not context and inside.guards_context is context.guards_context
+            inside.fw_metadata = "of another version"
+        assert torch._guards.TracingContext.get() is context and context.fw_metadata == "of the graph"
+        return gm
+
+    torch.compile(Block(), backend=check)(x)
