@@ -234,6 +234,15 @@ class Group:
         found: Step | None = getattr(self._local, "step", None)
         return self.begin() if found is None else found
 
+    @property
+    def decided(self) -> Version | None:
+        """The version that the last call of this thread runs."""
+        return getattr(self._local, "decided", None)
+
+    @decided.setter
+    def decided(self, version: Version) -> None:
+        self._local.decided = version
+
     def begin(self) -> Step:
         self._local.step = step = Step(leaves=[] if self.looks else None)
         return step
@@ -406,10 +415,11 @@ def graph_of(rule: Budget, gm: GraphModule, inputs: Sequence[Any]) -> Graph | No
 
 
 def by_call(loose: Callable[..., Any], tight: Callable[..., Any], version: Version) -> Callable[..., Any]:
-    """Two compiled forwards as one, which decides in each call. `version` is that of `loose`; it may have no other."""
+    """Two compiled forwards as one: each call runs what `noted` has decided. `version` is that of `loose`, which may be
+    the only one."""
 
     def run(*args: Any) -> Any:
-        return (loose if version.for_next_call(version.graph.group.step) is version else tight)(*args)
+        return (loose if version.graph.group.decided is version else tight)(*args)
 
     return loose if version.tight is None else run
 
@@ -422,7 +432,7 @@ def noted(run: Callable[..., Any], version: Version) -> Callable[..., Any]:
         if any(isinstance(a, torch.Tensor) and is_traced_value(a) for a in args):  # while DDP's graphs are cut
             return run(*args)
         group.begins()
-        now = version.for_next_call(group.step)
+        group.decided = now = version.for_next_call(group.step)
         outputs = run(*args)
         group.called(now, args, outputs)
         return outputs

@@ -11,7 +11,7 @@ import pytest
 
 from aot_hooks.planning.program import Program
 from aot_hooks.planning.solver import solve
-from aot_hooks.planning.step import KEPT, RECOMPUTE, Option, Step, Value
+from aot_hooks.planning.step import KEPT, RECOMPUTE, Moment, Option, Step, Value
 
 MIB = 1 << 20
 
@@ -330,3 +330,15 @@ def test_what_is_fetched_for_a_fused_reader_is_alive_while_that_reads():
     value = Value(("v",), 40 * MIB, 1, 3, 3, 3, (sent,), last=4)
     step = Step(tuple(live), (value,), (1.0,) * 6, 2)
     assert solve(step, peak=None).live[3:] == (20 * MIB, 20 * MIB, 0)
+
+
+def test_what_waits_to_be_sent_does_not_count_for_other_calls():
+    """8 MiB are sent during the last 8 ms of the forward, so they are still there when these begin, for one call."""
+    away = Option("offload()", object(), 0, link_bytes=8 * MIB)
+    value = Value(("v",), 8 * MIB, 2, 5, begin=5, options=(away,))
+    live = (0, 8 * MIB, 10 * MIB, 10 * MIB, 10 * MIB, 8 * MIB)  # the forward leaves 2 MiB more
+    step = Step(live, (value,), (1.0, 1.0, 8.0, 4.0, 4.0, 8.0), 3, 2e9, 2e9)
+    step = dataclasses.replace(step, moments=(Moment("forward", 9), Moment("backward", 9)))
+    found = solve(step, peak=30.0 * MIB)
+    assert found.options == (away,)
+    assert found.peak_bytes == 9 * 2 * MIB + 10 * MIB  # nine others hold 2 MiB each
