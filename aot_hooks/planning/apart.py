@@ -42,14 +42,14 @@ def tight_calls(
     peak: int,
     moments: Callable[[int], Sequence[Moment]],
     max_error: float,
-    fits: Callable[[int], bool] = lambda count: True,
+    tight_peak: Callable[[int], int] = lambda count: 0,
 ) -> int:
     """How many of `calls`, the first ones, should hold the least that `step` can, in `tight_ms`; 0: all are alike.
 
     Args:
         peak: bytes that the whole step may take.
         moments: what is alive beside one of the others if that many calls hold the least.
-        fits: whether the calls that hold the least are under the peak, if they are that many.
+        tight_peak: the most that is alive while one of that many calls that hold the least runs.
     """
     solved = functools.partial(solve, max_error=max_error)
     off = _OFF * step.bytes_of(step.live).held
@@ -63,6 +63,6 @@ def tight_calls(
 
     best, best_ms = 0, (1 - _GAIN) * min(ms(0), calls * tight_ms)
     for count in sorted({round(calls * k / _TRIED) for k in range(1, _TRIED)} - {0, calls}):
-        if fits(count) and (total := ms(count)) < best_ms:
+        if tight_peak(count) <= peak and (total := ms(count)) < best_ms:
             best, best_ms = count, total
     return best

@@ -40,8 +40,8 @@ from ..torch_private.inductor_fusion import ALONE, ALONE_IF_WRITTEN, FROM_HOOK, 
 def multiply_early(gm: GraphModule) -> None:
     """Have each product computed where it stands, in place, if Inductor would compute it with a sum far behind it.
 
-    In a model with tied weights the gradients of all logits would live to the end of the backward: 0.8 GiB for GPT-2
-    and 8192 tokens. Inductor does not see a product through a view.
+    In a model with tied weights the gradients of all logits would live to the end of the backward: 0.8 GiB for 8192
+    tokens and the 50257 words of GPT-2, in bfloat16. Inductor does not see a product through a view.
     """
     for node in late_products(list(gm.graph.nodes)).values():
         with gm.graph.inserting_before(node):

@@ -123,13 +123,10 @@ class Graph:
         step, max_error = self.program
         peak = int((1 - UNSEEN) * self.group.peak_bytes)
         tight_ms = step.ms * self.least_ratio
-        fits = functools.partial(self._tight_fits, peak, self.least)
-        return tight_calls(step, tight_ms, self.calls, peak, self._moments, max_error, fits)
+        beside = functools.partial(self._tight_peak, self.least)
+        return tight_calls(step, tight_ms, self.calls, peak, self._moments, max_error, beside)
 
-    def _tight_fits(self, peak: int, least: Bytes, count: int) -> bool:
-        return self._tight_peak(count, least) <= peak
-
-    def _tight_peak(self, count: int, nbytes: Bytes) -> int:
+    def _tight_peak(self, nbytes: Bytes, count: int) -> int:
         return max(tight_peak(self, trace, lambda graph: graph.share, count, nbytes) for trace in self.group.traces)
 
     def tight_rule(self, given: Budget) -> Budget | None:
@@ -165,7 +162,7 @@ class Graph:
                     as_planned = self.least is not None and version.tight.nbytes.held <= self.least.held
                     version.tight_calls = self.tight_calls
                     version.loose_calls = self.calls - self.tight_calls if as_planned else 0
-                    peak = self._tight_peak(self.tight_calls, version.tight.nbytes)
+                    peak = self._tight_peak(version.tight.nbytes, self.tight_calls)
                     plans[0], self.share = _mixed(plans[0], tight_plans[0], version, peak)
                 self.group.check = step_check(self.group.budget, self.group.free, plans, tighter=self.group.over > 0)
             else:

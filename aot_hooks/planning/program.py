@@ -145,9 +145,10 @@ def whole_choice(program: Program, by_value: Sequence[Sequence[int]], room: floa
 
 
 def _costly(program: Program, guide: Any, by_value: Sequence[Sequence[int]]) -> list[int]:
-    """The columns that alone cost much of what the relaxed program adds to the step, and that it hardly uses.
+    """Columns of expensive options, such as computing one matrix product again.
 
-    For example the second computation of one matrix product. A dive that rounds such a column up has no way back.
+    An option is expensive if it costs more than the share `_COSTLY` of the time that the relaxed program adds. Those
+    that the relaxed program uses are left out. A dive that rounds such a column up has no way back.
     """
     fixed = sum(cost for cost, low in zip(program.cost, program.lower, strict=True) if low)
     most = _COSTLY * (program.objective(guide) - fixed)

@@ -235,8 +235,8 @@ class Tanh(nn.Module):
 
 
 @pytest.mark.slow
-def test_each_version_writes_over_its_own_saved_tensors_only(x, ran):
-    """Without caches both are compiled in one call of the backend, and their backwards later."""
+def test_both_versions_are_right_with_inductor_and_without_caches(x, ran):
+    """Both are compiled in one call of the backend then, and their backwards later."""
     model = model_of(*[Tanh] * COUNT)
     expected, peak = gradients(model, x), peak_of(model, x, SHARE)
     with torch._inductor.config.patch(force_disable_caches=True):
@@ -262,6 +262,10 @@ def test_a_compilation_apart_leaves_its_facts_in_a_context_of_its_own(x):
             assert inside is not context and inside.guards_context is context.guards_context
             inside.fw_metadata = "of another version"
         assert torch._guards.TracingContext.get() is context and context.fw_metadata == "of the graph"
+        assert not aot.cuts_for_ddp()
+        context.fakify_first_call = True  # as torch does for the parts of a graph that it cuts for DDP
+        assert aot.cuts_for_ddp()
+        context.fakify_first_call = False
         return gm
 
     torch.compile(Block(), backend=check)(x)
