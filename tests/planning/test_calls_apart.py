@@ -72,7 +72,7 @@ def test_the_first_calls_hold_the_least_and_the_step_is_faster(x, ran, compiled_
     model, *_ = planned(x)
     (alike,) = aot_hooks.last_plans(model)
     assert alike.in_step.tight_calls == 0 and alike.peak_bytes <= peak
-    assert plan.step_ratio < alike.step_ratio - 0.02
+    assert plan.step_ratio < 1.14 and alike.step_ratio > 1.19
 
 
 def test_a_report_says_which_calls_hold_the_least(x):
