@@ -7,8 +7,8 @@ from .cache.lookup import cache_stats
 from .context.entering import saved_tensors_hooks, saved_tensors_policy
 from .enabled import disable, enable
 from .errors import AotHooksError
-from .graphs.roofline import Rates
 from .graphs.saved import SavedTensor
+from .graphs.speeds import Rates
 from .hook import KEEP, Hook
 from .library.bitmask import bitmask
 from .library.cast import cast

@@ -36,7 +36,7 @@ from bench_memory import Bench
 from variants import VARIANTS, Variant, patched
 
 import aot_hooks
-from aot_hooks.graphs.roofline import measured_rates
+from aot_hooks.graphs.speeds import measured_rates
 from aot_hooks.planning.budget import ALLOWED
 
 

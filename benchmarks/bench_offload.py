@@ -40,7 +40,7 @@ from bench_memory import (
 from variants import VARIANTS, Forward, Variant, patched
 
 import aot_hooks
-from aot_hooks.graphs.roofline import measured_rates
+from aot_hooks.graphs.speeds import measured_rates
 
 DEFAULT = (
     "stock,ours_offload,ours_offload_all,ours_float8_rowwise,ours_float8_offload,ours_int8_offload,save_on_cpu,"

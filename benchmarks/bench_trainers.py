@@ -46,7 +46,7 @@ sys.path.append(str(ROOT / "examples"))
 from train_gpt import read_corpus
 
 import aot_hooks
-from aot_hooks.graphs.roofline import measured_rates
+from aot_hooks.graphs.speeds import measured_rates
 from aot_hooks.integrations.transformers import AotHooksCallback
 
 VOCABULARY = 256

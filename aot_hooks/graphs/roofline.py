@@ -1,22 +1,19 @@
 """Estimates for plans: how long a node takes, how fast a copy is.
 
-      Rates     bytes a second over the link each way and in the device's memory, multiplications and additions a second
-      node_ms   max(operations / rate, bytes / rate), from the formulas of `torch.utils.flop_counter`
+      node_ms   max(operations / rate, bytes / rate), from the formulas of `torch.utils.flop_counter`; attention as
+                measured, where it can be
       host_ms   kernels * time of a launch: a step of small layers takes the host longer than the device
 
-Rates are measured once per device, in some ten milliseconds, or come from the user. A CPU has no copy engine: its
-copies count as instant. Nor does it launch kernels.
+speeds.py measures the rates. A CPU launches no kernels.
 """
 
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 import operator
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -36,27 +33,8 @@ from .nodes import (
     tensor_bytes,
 )
 from .read_tables import ATTENTION, ATTENTION_BACKWARD
+from .speeds import Rates, measured_ms, measured_rates
 
-
-@dataclass(frozen=True)
-class Rates:
-    """Speeds to plan copies with.
-
-    Attributes:
-        to_host, to_device: bytes a second over the link, each way.
-        memory: bytes a second that a kernel reads and writes on the device.
-        operations: operations a second of a large product of 16-bit matrices; a multiplication and an addition are two.
-        operations32: the same for 32-bit matrices.
-    """
-
-    to_host: float
-    to_device: float
-    memory: float
-    operations: float
-    operations32: float
-
-
-INSTANT = Rates(math.inf, math.inf, 2e10, 1e11, 1e11)  # for a CPU
 # Times what `Rates` has, seen on an H200 in steps of 4 and of 16 Llama blocks. Products run at the GPU's power limit. A
 # generated kernel moves 1.1 times the bytes of a copy, and takes less power than a product: products beside it are
 # faster, so 0.7 of its time counts.
@@ -67,8 +45,8 @@ SPARED = 0.027
 _FEW_DIGITS = ("aot_hooks.from_float8", "aot_hooks.unpack_int4")
 # Milliseconds of the host in a step of Inductor's, seen beside an H200: for a kernel, with its share of autograd
 # and of Dynamo; for an operator written in Python; to send a tensor, or to fetch it.
-LAUNCH_MS, _CALL_MS, COPY_MS = 0.03, 0.2, 0.22
-# the share of a plain matrix product's speed that attention and its backward reach on an H100 or H200
+LAUNCH_MS, CALL_MS, COPY_MS = 0.03, 0.2, 0.22
+# the share of a plain matrix product's speed that attention and its backward reach on an H100 or H200 with heads of 128
 _SHARES = dict.fromkeys(ATTENTION, 0.65) | dict.fromkeys(ATTENTION_BACKWARD, 0.55)
 
 
@@ -168,7 +146,9 @@ def node_ms(
             seen |= {*reads, keys[node]}
         rate = rates(values[0].device)
         found[node] = memory_ms(moved, rate) if fuse_loops else 1e3 * moved / rate.memory
-        if has_formula(node):
+        if is_attention(node) and (alone_ms := measured_ms(node)):
+            found[node] = alone_ms
+        elif has_formula(node):
             operations = rate.operations if values[0].element_size() <= 2 else rate.operations32
             operations *= _SHARES.get(_name(node), _SUSTAINED if fuse_loops else 1.0)
             sources = [str(producer(n).target) for n in node.all_input_nodes]
@@ -186,22 +166,42 @@ def host_ms(gm: GraphModule, fused: bool) -> float:
     nodes = list(gm.graph.nodes)
     if not on_cuda(nodes):
         return 0.0
-    written = written_storages(nodes, fuse_loops=True) | output_storages(gm.graph)
-    kernels = Kernels.of(nodes, written | input_storages(gm.graph))
-    total, seen = 0.0, set()
+    total = LAUNCH_MS * _fused_kernel_count(gm, nodes) if fused else 0.0
     for node in nodes:
         if node.op != "call_function" or is_view(node) or node.target is operator.getitem:
             continue
         packet = str(_packet(node))
         if packet.startswith("aot_hooks.") and not (fused and is_loop(node)):
             waits = packet.endswith("_wait")
-            total += 0.0 if waits else COPY_MS if packet.endswith("load_start") else _CALL_MS
+            total += 0.0 if waits else COPY_MS if packet.endswith("load_start") else CALL_MS
         elif not fused or not _runs_fused(node, fuse_loops=True):
             total += LAUNCH_MS
-        elif storage_of(node) in written and kernels.at[node] not in seen:
-            seen.add(kernels.at[node])
-            total += LAUNCH_MS
     return total
+
+
+def _fused_kernel_count(gm: GraphModule, nodes: Sequence[Node]) -> int:
+    """How many kernels Inductor makes of the fused operators of `gm`.
+
+    Between two unfused operators, those that run over equally many elements are one. A reduction runs over the elements
+    that it reads, and what is computed of its results is in its kernel. One that is not of rows is two kernels.
+    """
+    written = written_storages(nodes, fuse_loops=True) | output_storages(gm.graph)
+    kernels, (numbers, _) = Kernels.of(nodes, written | input_storages(gm.graph)), _numbered(nodes)
+    loops: set[tuple[int, int]] = set()
+    of_results: set[tuple[int, int]] = set()  # loops over results of a reduction
+    count = 0
+    for node in nodes:
+        made: Any = node.meta.get("val")
+        if not _runs_fused(node, fuse_loops=True) or is_view(node) or storage_of(node) not in written:
+            continue
+        number = numbers[kernels.at[node]]
+        if reduces(node):
+            of_results.add((number, torch_values.hint(made.numel())))
+            made = node.all_input_nodes[0].meta["val"]
+            count += 0 if _row_length(node) else 2
+        if not reduces(node) or _row_length(node):
+            loops.add((number, torch_values.hint(made.numel())))
+    return count + len(loops - of_results)
 
 
 def memory_ms(nbytes: int, rates: Rates) -> float:
@@ -281,40 +281,3 @@ def _count(formula: Callable[..., int], spec: Any, typed_leaves: tuple[tuple[typ
         leaves = [tensor(leaf) for _, leaf in typed_leaves]
         args, kwargs, out = torch_values.pytree.tree_unflatten(leaves, spec)
         return int(formula(*args, **kwargs, out_val=out))
-
-
-def measured_rates(device: torch.device) -> Rates:
-    """The rates of `device`, measured on the first call; `INSTANT` for a CPU."""
-    return _measured(device.index or 0) if device.type == "cuda" else INSTANT
-
-
-@functools.cache
-def _measured(index: int) -> Rates:
-    device = torch.device("cuda", index)
-    copied = 64 << 20
-    with torch_values.without_modes(), torch.no_grad(), torch.cuda.device(device):
-        block = torch.empty(copied, dtype=torch.uint8, device=device)
-        other = torch.empty_like(block)
-        host = torch.empty(copied, dtype=torch.uint8, pin_memory=True)
-        a = torch.randn(4096, 4096, device=device, dtype=torch.float32)
-        h = a.bfloat16() if torch.cuda.is_bf16_supported() else a.half()
-        speeds = {
-            "to_host": copied / _seconds(lambda: host.copy_(block, non_blocking=True)),
-            "to_device": copied / _seconds(lambda: block.copy_(host, non_blocking=True)),
-            "memory": 2 * copied / _seconds(lambda: other.copy_(block)),
-            "operations": 2 * 4096**3 / _seconds(lambda: h @ h),
-            "operations32": 2 * 4096**3 / _seconds(lambda: a @ a),
-        }
-    return Rates(**speeds)
-
-
-def _seconds(work: Callable[[], Any]) -> float:
-    """The time of the fastest of six runs, by the device's clock."""
-    marks = [torch.cuda.Event(enable_timing=True) for _ in range(7)]
-    work()
-    marks[0].record()
-    for mark in marks[1:]:
-        work()
-        mark.record()
-    marks[-1].synchronize()
-    return float(min(a.elapsed_time(b) for a, b in itertools.pairwise(marks))) / 1e3

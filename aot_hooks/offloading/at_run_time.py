@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from ..errors import UnusedWarning
-from ..graphs.roofline import measured_rates
+from ..graphs.speeds import measured_rates
 from ..torch_private.autograd import keeps_graph
 from ..torch_private.inductor_lowering import ALIGNMENT, lower_to_call
 from . import copies, steps

@@ -22,7 +22,7 @@ import torch
 from ..errors import OptionError
 from ..graphs.layout import from_memory_order, in_memory_order
 from ..graphs.nodes import tensor_bytes
-from ..graphs.roofline import Rates
+from ..graphs.speeds import Rates
 from ..hook import Hook, Pack, compiled_by, hook_of, interned
 from ..torch_private.values import pytree
 from . import transfers

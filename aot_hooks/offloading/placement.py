@@ -21,8 +21,9 @@ from torch.fx import GraphModule, Node
 from cudagraph.placeholder import nearest_first, results_of
 
 from ..graphs.nodes import NO_VERSION_CHECK, PACKED, input_storages, is_view, storage_of, tensor_bytes
-from ..graphs.roofline import Rates, has_formula, is_attention, measured_rates, node_ms
+from ..graphs.roofline import has_formula, is_attention, node_ms
 from ..graphs.saved import crossing_pairs
+from ..graphs.speeds import Rates, measured_rates
 from ..torch_private.inductor_fusion import FROM_HOOK
 from .at_run_time import layouts_of, offload_together, reload_together
 from .hook import OffloadSettings

@@ -23,17 +23,16 @@ from ..graphs.nodes import REGION, SNAPSHOT, annotation, input_storages, is_view
 from ..graphs.roofline import (
     LAUNCH_MS,
     SPARED,
-    Rates,
     has_formula,
     host_ms,
     link_ms,
-    measured_rates,
     memory_ms,
     node_ms,
     row_lengths,
     step_ms,
 )
 from ..graphs.saved import Boundary, SavedValue, boundary
+from ..graphs.speeds import Rates, measured_rates
 from ..library.float8 import float8
 from ..library.integer import int4, int8
 from ..library.lossless import lossless

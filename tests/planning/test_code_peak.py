@@ -1,4 +1,4 @@
-"""The generated CUDA code of a budget holds what was planned, seen without a GPU: tests/support/code_peak.py."""
+"""Generated CUDA code of a budget beside its plan, seen without a GPU: bytes, and kernels. See support/code_peak.py."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SUPPORT = Path(__file__).resolve().parents[1] / "support"
 @pytest.mark.skipif(torch.version.cuda is not None, reason="a CUDA build asks the driver, tests with a GPU measure it")
 @pytest.mark.slow
 @pytest.mark.parametrize(("model", "shares"), [("blocks", [0.9, 0.75, 0.65, 0.6]), ("tied", [1.0, 0.8])])
-def test_the_code_holds_what_was_planned(model, shares):
+def test_the_code_holds_and_launches_what_was_planned(model, shares):
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(SUPPORT.parents[1]), str(SUPPORT)])}
     run = subprocess.run(
         [sys.executable, str(SUPPORT / "code_peak.py"), model, *map(str, shares)],
@@ -29,5 +29,6 @@ def test_the_code_holds_what_was_planned(model, shares):
     assert run.returncode == 0, run.stderr[-3000:]
     rows = json.loads(run.stdout.splitlines()[-1])
     assert [phase for _, phase, *_ in rows] == ["forward", "backward"] * len(shares)
-    for share, phase, of_code, planned in rows:
+    for share, phase, of_code, planned, launched, counted in rows:
         assert 0.99 * planned <= of_code <= 1.001 * planned, (share, phase)
+        assert launched <= counted <= 1.2 * launched, (share, phase)

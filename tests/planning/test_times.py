@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,7 +17,7 @@ from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
 import aot_hooks
 from aot_hooks.errors import BudgetError
-from aot_hooks.graphs import lifetimes, roofline
+from aot_hooks.graphs import lifetimes, roofline, speeds
 from aot_hooks.planning import options, within
 
 AT = torch.ops.aten
@@ -90,7 +92,7 @@ def normed(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
 def test_rows_of_another_length_are_read_again() -> None:
     """A norm reduces rows of 4096 elements, the scales of packed blocks 128: two kernels, and the second reads again
     what the first wrote."""
-    rates, nbytes = roofline.Rates(1e9, 1e9, 1e9, 1e18, 1e18), 4 * 4096 * 4096
+    rates, nbytes = speeds.Rates(1e9, 1e9, 1e9, 1e18, 1e18), 4 * 4096 * 4096
     ms = {}
     for function in (packed, normed):
         gm = symbolic_trace(function)
@@ -105,7 +107,7 @@ def test_rows_of_another_length_are_read_again() -> None:
 def test_steps_run_at_the_rates_that_a_device_keeps_up() -> None:
     gm = symbolic_trace(read)
     FakeTensorProp(gm).propagate(torch.randn(8, 4), torch.randn(8, 8))
-    rates = roofline.Rates(1e9, 1e9, 1e10, 1e9, 1e9)
+    rates = speeds.Rates(1e9, 1e9, 1e10, 1e9, 1e9)
     burst, kept = (roofline.node_ms(gm, lambda _: rates, True, fuse_loops=step) for step in (False, True))
     operations = 2 * 4 * 8 * 8
     for node in (n for n in gm.graph.nodes if n.target is torch.ops.aten.mm.default):
@@ -129,7 +131,7 @@ def test_the_host_launches_each_kernel_of_a_cuda_graph(monkeypatch: pytest.Monke
         gm = make_fx(function, tracing_mode="fake")(torch.empty(64, 64))
     assert roofline.host_ms(gm, fused=True) == 0.0
     monkeypatch.setattr(roofline, "on_cuda", lambda _: True)
-    copies = 2 * roofline.COPY_MS + roofline._CALL_MS
+    copies = 2 * roofline.COPY_MS + roofline.CALL_MS
     assert roofline.host_ms(gm, fused=True) == pytest.approx(3 * roofline.LAUNCH_MS + copies)
     assert roofline.step_ms(gm, gm, True) > roofline.step_ms(gm, gm, True, launched=False)
 
@@ -165,3 +167,73 @@ def test_graphs_that_are_slower_than_planned_are_no_crash(monkeypatch: pytest.Mo
         aot_hooks.plan(MODEL, x, policy=aot_hooks.budget(peak // 2, max_slowdown=0.1), inner="aten")
     enough = aot_hooks.plan(MODEL, x, policy=aot_hooks.budget(2 * peak, max_slowdown=0.1), inner="aten")
     assert enough.peak_bytes == peak
+
+
+def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    return AT._scaled_dot_product_flash_attention.default(q, k, v, 0.0, True)[0]
+
+
+def node_of_attention() -> torch.fx.Node:
+    """An attention of four heads, a batch of 64, and keys that all heads share."""
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.device("meta"):
+        q, k = torch.empty(64, 4, 1024, 128, dtype=torch.bfloat16), torch.empty(64, 1, 1024, 128, dtype=torch.bfloat16)
+        gm = make_fx(attention, tracing_mode="fake")(q, k.expand(-1, 4, -1, -1), k.expand(-1, 4, -1, -1))
+    (node,) = (n for n in gm.graph.nodes if roofline.is_attention(n))
+    return node
+
+
+def test_attention_is_measured_with_a_part_of_its_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """32 MiB of queries are 32 of 64: half the batch is run, and the time is doubled."""
+    ran: list[Any] = []
+
+    def run(work: Callable[[], Any]) -> float:
+        work()
+        return 2.04e-3
+
+    node = node_of_attention()
+    spec_and_leaves = torch.utils._pytree.tree_flatten((node.args, dict(node.kwargs)))
+    leaves = tuple((type(x), x) for x in map(speeds._like, spec_and_leaves[0]))
+    monkeypatch.setattr(speeds, "_seconds", run)
+    monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(torch.random, "fork_rng", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(speeds, "_cuda", lambda _: torch.device("cpu"))
+    assert speeds._alone_ms(lambda *args, **_: ran.extend(args), spec_and_leaves[1], leaves, 7) == 4.1
+    q, k = ran[0], ran[1]
+    assert q.shape == k.shape == (32, 4, 1024, 128) and k.stride(1) == 0 and q.dtype == torch.bfloat16
+    assert q.float().std() > 0.9
+
+    def fails(*_: Any, **__: Any) -> None:
+        raise RuntimeError("no memory")
+
+    assert speeds._alone_ms(fails, spec_and_leaves[1], leaves, 7) is None
+
+
+def test_estimates_take_what_was_measured_of_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    node = node_of_attention()
+    rates = speeds.Rates(1e9, 1e9, 1e12, 1e15, 1e15)
+
+    def ms() -> float:
+        return roofline.node_ms(node.graph.owning_module, lambda _: rates, True, fuse_loops=True)[node]
+
+    by_formula = ms()
+    monkeypatch.setattr(roofline, "measured_ms", lambda _: 12.0)
+    assert ms() == 12.0 != by_formula
+    monkeypatch.setattr(roofline, "measured_ms", lambda _: None)
+    assert ms() == by_formula
+
+
+@pytest.mark.gpu
+def test_attention_is_measured_on_a_gpu_and_leaves_random_numbers_alone() -> None:
+    shape, device = (4, 8, 1024, 64), torch.device("cuda")
+    with FakeTensorMode():
+        q = torch.empty(shape, dtype=torch.bfloat16, device=device)
+        gm = make_fx(attention, tracing_mode="fake")(q, q, q)
+    (node,) = (n for n in gm.graph.nodes if roofline.is_attention(n))
+    torch.manual_seed(1)
+    expected = torch.randn(8, device=device)
+    torch.manual_seed(1)
+    speeds._alone_ms.cache_clear()
+    ms = speeds.measured_ms(node)
+    assert ms is not None and 0.005 < ms < 50
+    assert torch.equal(torch.randn(8, device=device), expected)
+    assert speeds.measured_ms(node) == ms

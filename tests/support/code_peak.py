@@ -6,7 +6,8 @@ A model is traced on the CPU. Its joint graph gets fake CUDA tensors before it i
 code are those for CUDA. The code's `call` then runs on fake tensors, with kernels that do nothing, and after each line
 the storages of its local variables are added up. Parameters and inputs count nothing, as in a plan.
 
-In a process of its own, see triton_code.py. Prints a list of [share, phase, bytes of the code, bytes of the plan].
+In a process of its own, see triton_code.py. Prints a list of [share, phase, bytes of the code, bytes of the plan,
+kernels that the code launches, kernels that a plan counts].
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ from triton_code import pretend
 
 import aot_hooks
 from aot_hooks import backend
-from aot_hooks.graphs.roofline import Rates
+from aot_hooks.graphs.roofline import CALL_MS, COPY_MS, LAUNCH_MS, host_ms
+from aot_hooks.graphs.speeds import Rates
 from aot_hooks.torch_private.aot import keeps_tangents
 
 H200 = Rates(55e9, 55e9, 3.9e12, 8.2e14, 5.2e13)
@@ -86,9 +88,10 @@ def on_cuda(gm: GraphModule) -> None:
     gm.recompile()
 
 
-def compiled(model: nn.Module, x: torch.Tensor, policy: Any) -> tuple[list[tuple[str, str]], list[aot_hooks.Plan]]:
-    """The code of each graph, by phase, and the plans."""
-    codes: list[tuple[str, str]] = []
+def compiled(model: nn.Module, x: torch.Tensor, policy: Any) -> tuple[list[tuple[str, str, int]], list[aot_hooks.Plan]]:
+    """The phase of each graph, its code, and the kernels that a plan counts; and the plans."""
+    codes: list[tuple[str, str, int]] = []
+    counted = 0
     partition_within, inner = backend.partition_within, compile_fx.compile_fx_inner
 
     def partition(joint: GraphModule, *args: Any, **named: Any) -> Any:
@@ -96,10 +99,12 @@ def compiled(model: nn.Module, x: torch.Tensor, policy: Any) -> tuple[list[tuple
         return partition_within(joint, *args, **named)
 
     def compile_inner(gm: GraphModule, _: Any, **named: Any) -> Any:
+        nonlocal counted
+        counted = round(host_ms(gm, fused=True) / LAUNCH_MS)
         return inner(gm, [n.meta["val"] for n in gm.graph.find_nodes(op="placeholder")], **named)
 
     def keep_code(graph: GraphLowering) -> Any:
-        codes.append(("backward" if graph.is_backward else "forward", str(graph.codegen()[0].value)))
+        codes.append(("backward" if graph.is_backward else "forward", str(graph.codegen()[0].value), counted))
         return types.SimpleNamespace(call=lambda _: None, __file__="")
 
     compiled = torch.compile(model, backend="aot_hooks", options={"policy": policy})
@@ -178,6 +183,16 @@ def peak_of(code: str) -> int:
     return most
 
 
+def launches_of(code: str) -> int:
+    """The kernels that `call` of `code` launches; other operators count as the kernels that take the host as long."""
+    call = code.split("def call(")[1]
+    ours = re.findall(r"torch\.ops\.aot_hooks\.(\w+)\.default\(", call)
+    copies = sum(name.endswith("load_start") for name in ours)
+    others = sum(not name.endswith(("load_start", "_wait")) for name in ours)
+    kernels = len(re.findall(r"\.run\(|extern_kernels\.|torch\.ops\.aten\.|\.sum\(dim=0\)", call))
+    return kernels + round((copies * COPY_MS + others * CALL_MS) / LAUNCH_MS)
+
+
 def seed(_seeds: torch.Tensor, _index: int) -> torch.Tensor:
     """What Inductor's operator for one of several seeds returns, but without a kernel, which the CPU build lacks."""
     return torch.empty((), dtype=torch.int64, device=CUDA)
@@ -195,16 +210,16 @@ def main(name: str, shares: list[float]) -> None:
     torch.ops.prims.inductor_lookup_seed.default.prim_meta_impl = seed  # rounds int4's codes at random
     stock = aot_hooks.plan(model, x, policy=aot_hooks.KEEP).peak_bytes
     found = []
-    with mock.patch("aot_hooks.graphs.roofline._measured", lambda _: H200):
+    with mock.patch("aot_hooks.graphs.speeds._measured", lambda _: H200):
         for share in shares:
             torch._dynamo.reset()
             policy = aot_hooks.budget(int(share * stock))
             codes, (plan,) = compiled(model, x, policy)
-            for phase, code in codes:
+            for phase, code, launches in codes:
                 planned = max(p.live_bytes for p in plan.live_after if p.phase == phase)
                 # the output, which the program holds
                 more = x.nbytes if phase == "backward" and not tied else 0
-                found.append((share, phase, peak_of(code) + more, planned))
+                found.append((share, phase, peak_of(code) + more, planned, launches_of(code), launches))
     print(json.dumps(found))
 
 

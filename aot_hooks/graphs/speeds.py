@@ -1,0 +1,144 @@
+"""How fast a device is: rates, and attention alone, each measured once in a process.
+
+Fused attention is measured for its sizes, because its speed hangs on the size of the heads, on masks and on dropout: by
+a factor of three on an H100, where a product of matrices is within a tenth of what the rate says. A CPU has no copy
+engine: its copies count as instant.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import logging
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch.fx import Node
+
+from ..torch_private import values as torch_values
+
+log = logging.getLogger("aot_hooks")
+_ENOUGH = 32 << 20  # bytes of queries that fill a device: a larger batch takes as much longer
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Speeds to plan copies with.
+
+    Attributes:
+        to_host, to_device: bytes a second over the link, each way.
+        memory: bytes a second that a kernel reads and writes on the device.
+        operations: operations a second of a large product of 16-bit matrices; a multiplication and an addition are two.
+        operations32: the same for 32-bit matrices.
+    """
+
+    to_host: float
+    to_device: float
+    memory: float
+    operations: float
+    operations32: float
+
+
+INSTANT = Rates(math.inf, math.inf, 2e10, 1e11, 1e11)  # for a CPU
+
+
+def measured_rates(device: torch.device) -> Rates:
+    """The rates of `device`, measured on the first call; `INSTANT` for a CPU."""
+    return _measured(device.index or 0) if device.type == "cuda" else INSTANT
+
+
+def _cuda(index: int) -> torch.device:
+    return torch.device("cuda", index)
+
+
+@functools.cache
+def _measured(index: int) -> Rates:
+    device = _cuda(index)
+    copied = 64 << 20
+    with torch_values.without_modes(), torch.no_grad(), torch.cuda.device(device), torch.random.fork_rng([index]):
+        block = torch.empty(copied, dtype=torch.uint8, device=device)
+        other = torch.empty_like(block)
+        host = torch.empty(copied, dtype=torch.uint8, pin_memory=True)
+        a = torch.randn(4096, 4096, device=device, dtype=torch.float32)
+        h = a.bfloat16() if torch.cuda.is_bf16_supported() else a.half()
+        speeds = {
+            "to_host": copied / _seconds(lambda: host.copy_(block, non_blocking=True)),
+            "to_device": copied / _seconds(lambda: block.copy_(host, non_blocking=True)),
+            "memory": 2 * copied / _seconds(lambda: other.copy_(block)),
+            "operations": 2 * 4096**3 / _seconds(lambda: h @ h),
+            "operations32": 2 * 4096**3 / _seconds(lambda: a @ a),
+        }
+    return Rates(**speeds)
+
+
+def _seconds(work: Callable[[], Any]) -> float:
+    """The time of the fastest of six runs, by the device's clock."""
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(7)]
+    work()
+    marks[0].record()
+    for mark in marks[1:]:
+        work()
+        mark.record()
+    marks[-1].synchronize()
+    return float(min(a.elapsed_time(b) for a, b in itertools.pairwise(marks))) / 1e3
+
+
+class _Like(NamedTuple):
+    """A tensor without its content."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    def made(self, batch: int, part: int, device: torch.device) -> torch.Tensor:
+        """Such a tensor with random content, for the first `part` of a `batch`."""
+        whole = len(self.shape) < 3 or self.shape[0] != batch
+        sizes = self.shape if whole else (part, *self.shape[1:])
+        own = [1 if step == 0 else n for n, step in zip(sizes, self.stride, strict=True)]
+        x = torch.empty_strided(own, self.stride, dtype=self.dtype, device=device)
+        return (x.normal_() if x.is_floating_point() else x.zero_()).expand(sizes)
+
+
+def _like(value: Any) -> Any:
+    value = value.meta.get("val") if isinstance(value, Node) else value
+    if isinstance(value, torch.Tensor):
+        shape, stride = (tuple(map(torch_values.hint, sizes)) for sizes in (value.shape, value.stride()))
+        return _Like(shape, stride, value.dtype)
+    return torch_values.hint(value) if isinstance(value, torch.SymInt) else value
+
+
+def measured_ms(node: Node) -> float | None:
+    """Milliseconds of the operator of `node`, a fused attention or its backward, alone on the device of its tensors.
+
+    None where it can't be measured. Two digits, so that another process finds the same plan.
+    """
+    values = (n.meta.get("val") for n in node.all_input_nodes)
+    device = next((v.device for v in values if isinstance(v, torch.Tensor) and v.is_cuda), None)
+    if device is None or not torch.cuda.is_available():
+        return None
+    leaves, spec = torch_values.pytree.tree_flatten((node.args, dict(node.kwargs)))
+    return _alone_ms(node.target, spec, tuple((type(x), x) for x in map(_like, leaves)), device.index or 0)
+
+
+@functools.lru_cache(maxsize=1024)
+def _alone_ms(target: Any, spec: Any, typed_leaves: tuple[tuple[type, Any], ...], index: int) -> float | None:
+    """The operator `target` with random tensors, and with as much of a batch as fills the device."""
+    device = _cuda(index)
+    leaves = [x for _, x in typed_leaves]
+    query = next((x for x in leaves if isinstance(x, _Like) and len(x.shape) == 4), None)
+    if query is None or 0 in query.shape:
+        return None
+    batch = query.shape[0]
+    part = min(batch, max(1, _ENOUGH * batch // (math.prod(query.shape) * query.dtype.itemsize)))
+    with torch_values.without_modes(), torch.no_grad(), torch.cuda.device(device), torch.random.fork_rng([index]):
+        try:
+            made = [x.made(batch, part, device) if isinstance(x, _Like) else x for x in leaves]
+            args, kwargs = torch_values.pytree.tree_unflatten(made, spec)
+            ms = 1e3 * _seconds(lambda: target(*args, **kwargs))
+        except RuntimeError as error:  # no memory for it, or it reads a random state that is not there
+            log.info("%s was not measured: %s", target, error)
+            return None
+    return float(f"{ms * batch / part:.1e}")
