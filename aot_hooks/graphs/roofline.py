@@ -69,9 +69,15 @@ def is_attention(node: Node) -> bool:
     return _name(node) in ATTENTION or _name(node) in ATTENTION_BACKWARD
 
 
+def _first_tensor(node: Node) -> Any:
+    """The result of `node`, or the first of several: those of a reduction are of one size. None: it makes no tensor."""
+    leaves = torch_values.pytree.tree_leaves(node.meta.get("val"))
+    return next((x for x in leaves if isinstance(x, torch.Tensor)), None)
+
+
 def _row_length(node: Node) -> int:
     """How many elements a reduction of rows takes for each result; 0: `node` is none."""
-    source, made = (n.meta.get("val") for n in (*node.all_input_nodes[:1], node))
+    made, source = _first_tensor(node), next((n.meta.get("val") for n in node.all_input_nodes), None)
     if not reduces(node) or not isinstance(made, torch.Tensor) or not isinstance(source, torch.Tensor):
         return 0
     sizes, kept = ([torch_values.hint(n) for n in t.shape] for t in (source, made))
@@ -191,8 +197,8 @@ def _fused_kernel_count(gm: GraphModule, nodes: Sequence[Node]) -> int:
     of_results: set[tuple[int, int]] = set()  # loops over results of a reduction
     count = 0
     for node in nodes:
-        made: Any = node.meta.get("val")
-        if not _runs_fused(node, fuse_loops=True) or is_view(node) or storage_of(node) not in written:
+        made = _first_tensor(node)
+        if not _runs_fused(node, fuse_loops=True) or is_view(node) or storage_of(node) not in written or made is None:
             continue
         number = numbers[kernels.at[node]]
         if reduces(node):

@@ -169,6 +169,20 @@ def test_graphs_that_are_slower_than_planned_are_no_crash(monkeypatch: pytest.Mo
     assert enough.peak_bytes == peak
 
 
+def test_what_a_reduction_shares_a_kernel_with() -> None:
+    """A norm with its sum, and what follows in the same rows, is one kernel; a sum over columns is two."""
+
+    def function(x: torch.Tensor, w: torch.Tensor) -> list[torch.Tensor]:
+        y = x @ w
+        variance, mean = AT.var_mean.correction(y, [1], correction=0, keepdim=True)
+        normed = (y - mean) * variance.rsqrt()
+        return [mean, variance, normed, normed @ w, (normed * 2).sum(0)]
+
+    with FakeTensorMode():
+        gm = make_fx(function, tracing_mode="fake")(torch.empty(64, 16), torch.empty(16, 16))
+    assert roofline._fused_kernel_count(gm, list(gm.graph.nodes)) == 3
+
+
 def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     return AT._scaled_dot_product_flash_attention.default(q, k, v, 0.0, True)[0]
 
