@@ -26,7 +26,7 @@ import types
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -110,7 +110,9 @@ class Graph:
                 moments = self._moments(self.tight_calls)
                 least = self._moments(self.tight_calls, lambda graph: graph.can_hold)
                 rule = replace(given, free=self.group.free, over=given.over + self.group.over, moments=moments)
-                return replace(rule, moments_at_least=() if least == moments else least, lenient=self.was_planned)
+                estimated = any(event.gathered_bytes for trace in self.group.traces for event in trace)
+                lenient = self.was_planned or estimated
+                return replace(rule, moments_at_least=() if least == moments else least, lenient=lenient)
             return given
 
     def _moments(self, tight: int, of: Callable[[Any], Bytes] = lambda graph: graph.share) -> tuple[Moment, ...]:
@@ -198,7 +200,7 @@ class Group:
         check: compares measured steps with the budget.
         fits: the marks of the last steps that need no other plan.
         looks: whether calls note their parameters, to find the bytes of gradients; `waits`: a step is to be planned.
-        gathered_bytes: of the first call's parameters, if any in the step has memory for a part of it, as with FSDP2.
+        gathered_bytes: what is gathered for the first call, see `Step.note_gathered`.
         incomplete: how many steps in a row had calls without a backward.
         counted: whether the least of a graph is that for the number of calls in `traces`, not for many.
     """
@@ -255,9 +257,8 @@ class Group:
                 if step.marks and step.marks[-1][0] == "dropped":
                     self.ended(step)
                 allocated = None if self.check is None else self.check.begins()
-                # What is gathered for the first call is of the step. Twice, because FSDP2 keeps the buffer that it has
-                # gathered into until it gathers the next block.
-                self.begin().allocated = None if allocated is None else allocated - 2 * self.gathered_bytes
+                # what is gathered for the first call is of the step
+                self.begin().allocated = None if allocated is None else allocated - self.gathered_bytes
 
     def leave_out(self, step: Step) -> None:
         """Forget `step`, which is endless, with a warning."""
@@ -301,11 +302,7 @@ class Group:
 
     def ended(self, step: Step) -> None:
         """Plan for `step`, if it is not one that fits."""
-        noted = [[leaf for ref in refs if (leaf := ref()) is not None] for refs in step.leaves or ()]
-        if any(_is_freed(part) for leaves in noted for leaf in leaves for part in _plain(leaf)):
-            # Those of the first call are here again by its next begin, or still. Which is not known, so they count.
-            own = (part for p in noted[0] if isinstance(p, torch.nn.Parameter) for part in _plain(p))
-            self.gathered_bytes = max(self.gathered_bytes, sum(part.numel() * part.element_size() for part in own))
+        self.gathered_bytes = max(self.gathered_bytes, step.note_gathered())
         if step.marks in self.fits:
             self.measure(step)
             return
@@ -441,21 +438,6 @@ def forget() -> None:
     """Forget all steps."""
     with _lock:
         _groups.clear()
-
-
-def _plain(x: torch.Tensor) -> Iterator[torch.Tensor]:
-    """`x`, or the plain tensors that it is made of, as a DTensor is of its local one."""
-    if not hasattr(x, "__tensor_flatten__"):
-        yield x
-        return
-    for part in (getattr(x, name) for name in x.__tensor_flatten__()[0]):
-        if isinstance(part, torch.Tensor):  # from torch 2.13 on, parts of a DTensor are its mesh, too
-            yield from _plain(part)
-
-
-def _is_freed(x: torch.Tensor) -> bool:
-    """Whether somebody has taken the memory of `x`, a plain tensor."""
-    return x.layout is torch.strided and x.numel() > 0 and x.untyped_storage().nbytes() == 0
 
 
 def _own_bytes(plan: Plan) -> Bytes:

@@ -25,17 +25,19 @@ class Event:
         runs: the graph.
         holding: how many other calls hold their saved tensors meanwhile, by graph.
         gradient_bytes: gradients of parameters that earlier backwards left.
+        gathered_bytes: parameters that are gathered for a while, as with FSDP2.
     """
 
     phase: str
     runs: Any
     holding: Mapping[Any, int]
     gradient_bytes: int = 0
+    gathered_bytes: int = 0
 
     def nbytes(self, of: Callable[[Any], Bytes]) -> int:
         """The most that is alive, with the bytes that `of` returns for a call of a graph."""
         held = sum(count * of(graph).held for graph, count in self.holding.items())
-        return int(getattr(of(self.runs), self.phase)) + held + self.gradient_bytes
+        return int(getattr(of(self.runs), self.phase)) + held + self.gradient_bytes + self.gathered_bytes
 
 
 def moments_of(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +22,7 @@ from .step import Bytes
 _KEPT_AFTER = 2  # their graphs have run forward and backward that many times,
 _MOST_AFTER = 256  # or that many calls have; and if
 _MOST_MARKS = 8192  # it has that many marks
+_GATHERED = 2  # times a call's parameters: FSDP2 keeps the buffer that it has gathered into until it gathers the next
 
 
 @dataclass(eq=False)
@@ -64,6 +65,7 @@ class Step:
         allocated: bytes at its begin, if it is measured.
         count, most: calls so far, and the most that held something at the same time.
         leaves: for each call weak references to its parameters; None: not noted.
+        gathered_bytes: of the parameters that are gathered for the largest call, and of the buffer beside them.
         gone: numbers of calls that were dropped. Appended without the lock: a collection may run while it is held.
     """
 
@@ -73,6 +75,7 @@ class Step:
     count: int = 0
     most: int = 0
     leaves: list[list[weakref.ref[torch.Tensor]]] | None = None
+    gathered_bytes: int = 0
     gone: deque[int] = field(default_factory=deque)
 
     @property
@@ -89,6 +92,19 @@ class Step:
             return False
         self.marks.append((how, number, version))
         return True
+
+    def note_gathered(self) -> int:
+        """Set `gathered_bytes` if parameters have memory for a part of the step, as with FSDP2, and return those of
+        the first call.
+
+        Those of the first call are here again by its next begin, or still. Which is not known, so they count.
+        """
+        noted = [[leaf for ref in refs if (leaf := ref()) is not None] for refs in self.leaves or ()]
+        if not any(_is_freed(part) for leaves in noted for leaf in leaves for part in _plain(leaf)):
+            return 0
+        gathered = [_GATHERED * sum(map(_parameter_bytes, leaves)) for leaves in noted]
+        self.gathered_bytes = max(gathered)
+        return gathered[0]
 
     @property
     def is_nested(self) -> bool:
@@ -125,10 +141,31 @@ class Step:
         for how, number, version in self.marks:
             holding.pop(number, None)
             if how != "dropped":
-                events.append(Event(how, key(version), Counter(map(key, holding.values())), sum(gradients.values())))
+                held = Counter(map(key, holding.values()))
+                events.append(Event(how, key(version), held, sum(gradients.values()), self.gathered_bytes))
             if how == "forward":
                 holding[number] = version
             elif how == "backward" and self.leaves is not None:
                 leaves = [leaf for ref in self.leaves[number] if (leaf := ref()) is not None]
                 gradients |= {id(p): p.grad.numel() * p.grad.element_size() for p in leaves if p.grad is not None}
         return events
+
+
+def _plain(x: torch.Tensor) -> Iterator[torch.Tensor]:
+    """`x`, or the plain tensors that it is made of, as a DTensor is of its local one."""
+    if not hasattr(x, "__tensor_flatten__"):
+        yield x
+        return
+    for part in (getattr(x, name) for name in x.__tensor_flatten__()[0]):
+        if isinstance(part, torch.Tensor):  # from torch 2.13 on, parts of a DTensor are its mesh, too
+            yield from _plain(part)
+
+
+def _is_freed(x: torch.Tensor) -> bool:
+    """Whether somebody has taken the memory of `x`, a plain tensor."""
+    return x.layout is torch.strided and x.numel() > 0 and x.untyped_storage().nbytes() == 0
+
+
+def _parameter_bytes(x: torch.Tensor) -> int:
+    parts = _plain(x) if isinstance(x, torch.nn.Parameter) else ()
+    return sum(part.numel() * part.element_size() for part in parts)

@@ -15,7 +15,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 import aot_hooks
 from aot_hooks import budget
 from aot_hooks.errors import BudgetWarning
-from aot_hooks.planning import many
+from aot_hooks.planning import many, recorded
 from aot_hooks.planning import measured as measuring
 
 x, compiled_kinds = many_blocks.x, many_blocks.compiled_kinds  # fixtures
@@ -125,16 +125,21 @@ def test_parameters_that_are_gathered_for_the_first_call_are_of_the_step(x, firs
     gathered = nn.Sequential(*(Gathered(block) if first or i else block for i, block in enumerate(model)))
     for _ in range(6):
         assert_equal(train(gathered, x), expected)
-    assert begun[-1] == 1000 - 2 * sum(p.numel() * p.element_size() for p in model[0].parameters())
+    parameter_bytes = sum(p.numel() * p.element_size() for p in model[0].parameters())
+    assert begun[-1] == 1000 - 2 * parameter_bytes
+    (group,) = many._groups.values()
+    assert {event.gathered_bytes for trace in group.traces for event in trace} == {2 * parameter_bytes}
+    plan = aot_hooks.last_plans(model)[0]
+    assert plan.in_step is not None and plan.in_step.other_bytes >= 2 * parameter_bytes
 
 
 def test_freed_memory_is_seen_in_tensors_of_any_kind():
     whole, freed = torch.ones(3), torch.ones(3)
     freed.untyped_storage().resize_(0)
-    assert many._is_freed(freed) and not many._is_freed(whole) and not many._is_freed(torch.ones(0))
-    assert not many._is_freed(torch.eye(3).to_sparse())
+    assert recorded._is_freed(freed) and not recorded._is_freed(whole) and not recorded._is_freed(torch.ones(0))
+    assert not recorded._is_freed(torch.eye(3).to_sparse())
     two = TwoTensor(whole, freed)
-    assert [many._is_freed(part) for part in many._plain(two)] == [False, True]
+    assert [recorded._is_freed(part) for part in recorded._plain(two)] == [False, True]
 
 
 def test_what_a_tensor_consists_of_beside_tensors_is_left_out():
@@ -146,4 +151,4 @@ def test_what_a_tensor_consists_of_beside_tensors_is_left_out():
         def __tensor_flatten__(self):
             return ["local", "mesh"], None
 
-    assert [*many._plain(Meshed())] == [Meshed.local]
+    assert [*recorded._plain(Meshed())] == [Meshed.local]
