@@ -73,12 +73,16 @@ def search(
     all_tried: list[Tried] = []
     limit, max_ms = None if limits.peak is None else float(limits.peak), limits.max_ms(step)
     low, high = -math.inf, math.inf  # the program was asked for a peak that fitted, and for one that was too high
+    reached: int | None = 0
     partitions = _PARTITIONS if step.moments == ALONE else _PARTITIONS_OF_MANY
     for attempt in range(partitions + 1):
         last = attempt == partitions
         if last and any(one.fits(limits) for one in all_tried):
             break
-        chosen = solve(step, peak=None if last else limit, max_error=limits.error, max_ms=max_ms)
+        early = attempt % 2 == 1 and reached is None  # the last choice was too high
+        chosen = solve(
+            step, peak=None if last else limit, max_error=limits.error, max_ms=max_ms, fetch_early=early and not last
+        )
         chosen = chosen or _nothing(step)  # no time at all
         graphs, own = partitioned(chosen)
         found = list(_hooked(own, limits, max_ms, functools.partial(tried, graphs, chosen)))

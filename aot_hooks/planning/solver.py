@@ -62,7 +62,13 @@ class Solution:
 
 
 def solve(
-    step: Step, *, peak: float | None, max_error: float = math.inf, max_ms: float | None = None, under: bool = False
+    step: Step,
+    *,
+    peak: float | None,
+    max_error: float = math.inf,
+    max_ms: float | None = None,
+    under: bool = False,
+    fetch_early: bool = False,
 ) -> Solution | None:
     """The fastest choice whose peak is at most `peak` bytes; with `peak=None` the lowest peak that `max_ms` allows.
 
@@ -73,6 +79,8 @@ def solve(
         max_error: predicted relative error of the gradient.
         max_ms: the most that the step may take.
         under: return None, in a tenth of the time, if the relaxed program is over the peak already.
+        fetch_early: what is read to compute another value again is fetched before all of its segment is, not before
+            its own first reader. Which is right depends on the order that the graphs get.
 
     Returns None if no choice is within `max_error` and `max_ms`.
     """
@@ -137,6 +145,14 @@ def solve(
     for u, c in early_columns.items():
         change[starts[u]][c] += step.values[u].nbytes / _MIB
         change[step.values[u].first][c] -= step.values[u].nbytes / _MIB
+        links = {k: choices[k][1].link_bytes / _MIB for k in columns[u] if choices[k][1].link_bytes}
+        if links and fetch_early:  # what is fetched early: all that was sent, if the value is read early
+            most = max(links.values())
+            fetched_early = program.column(0, most)
+            program.row({fetched_early: 1.0} | {k: -mib for k, mib in links.items()}, -math.inf, 0)
+            program.row(links | {fetched_early: -1.0, c: most}, -math.inf, most)
+            fetched[starts[u]][fetched_early] = 1.0
+            fetched[step.values[u].first][fetched_early] = -1.0
 
     groups = _groups(step, starts)
     deltas = [program.column(-math.inf) for _ in groups]
