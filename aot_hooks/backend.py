@@ -190,13 +190,13 @@ def _compile_graph(
     hooks = _in_force(gm, inputs, options)
     if options.policy is not None and hooks.pair is None:
         _guard_hooks_of_others()
-    in_steps = tight = None
+    in_steps: many.Graph | None = None
+    given: Any = None
+    rule: Any = None
     if (setting := hooks.setting) is not None:
-        rule = measured.tightened(setting.rule, wrapper)
+        given = rule = measured.tightened(setting.rule, wrapper)
         if isinstance(rule, Budget) and (in_steps := many.graph_of(rule, gm, inputs)) is not None:
-            given, rule = rule, in_steps.rule(rule)
-            if (other := in_steps.tight_rule(given)) is not None:
-                tight = dataclasses.replace(hooks, setting=Setting(other, setting.scope))
+            rule = in_steps.rule(rule)
         if isinstance(rule, Budget) and options.inner == "inductor":
             patches = inductor.IN_PLANNED_ORDER | patches
         if rule != setting.rule:
@@ -241,11 +241,13 @@ def _compile_graph(
 
     graph, tight_graph = records.Graph(), records.Graph()
     with autograd.covered_hooks(), recording() as seen:
-        tight_run = None
-        if tight is not None:
-            with aot.apart():
-                tight_run = compiled_with(aot.twin(gm), tight, tight_graph)
-        compiled = compiled_with(gm, hooks, graph)
+        twin = aot.twin(gm) if isinstance(rule, Budget) and rule.apart else None
+        compiled, tight_run = compiled_with(gm, hooks, graph), None
+        if twin is not None and in_steps is not None and setting is not None:
+            if (tight := in_steps.tight_rule(given, graph.plans)) is not None:
+                tight_hooks = dataclasses.replace(hooks, setting=Setting(tight, setting.scope))
+                with aot.apart():
+                    tight_run = compiled_with(twin, tight_hooks, tight_graph)
     known = records.plans_of(wrapper) if hooks.settings and wrapper is not None else None
     version = None if in_steps is None else in_steps.compiled(graph.plans, known, tight_graph.plans)
     if version is not None and tight_run is not None:

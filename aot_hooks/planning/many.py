@@ -38,12 +38,12 @@ from ..passes.plan import Plan
 from ..passes.trace import canonical
 from ..torch_private import aot, autograd, dynamo
 from ..torch_private.values import is_traced_value
-from .apart import tight_calls
+from .apart import ways_apart
 from .budget import Budget
 from .measured import StepCheck, step_check
 from .moments import Event, between, moments_of, shares, tight_peak
 from .recorded import Step, Version
-from .step import ALONE, Bytes, Moment
+from .step import ALONE, Apart, Bytes, Moment
 from .within import UNSEEN, bytes_of
 
 _SMALL = 0.25  # of the budget: calls that hold less together change nothing
@@ -67,8 +67,7 @@ class Graph:
             on average, if some calls hold less than others.
         program, least_ratio: see `Plan.program`, and the time of that plan over that without hooks.
         is_nested: in all steps that were planned for, the call that ran forward last runs backward first.
-        calls, tight_calls: how many hold something at the same time in the planned step, and how many of these, the
-            first, hold the least so that the others may hold more.
+        calls: how many hold something at the same time in the planned step.
         compiled_count: how often it was compiled for a step of many calls.
         codes: weak references to the code of its functions.
         listed: for each version its plans, and the list that reports read; `stale`: the same of versions that are gone.
@@ -83,7 +82,6 @@ class Graph:
     least_ratio: float = 1.0
     is_nested: bool = True
     calls: int = 1
-    tight_calls: int = 0
     is_fixed: bool = False
     compiled_count: int = 0
     was_planned: bool = False
@@ -106,34 +104,33 @@ class Graph:
             if self.wants == "least":
                 return self._least_rule(given)
             if self.wants == "planned":
-                self.tight_calls = self._tight_calls()
-                moments = self._moments(self.tight_calls)
-                least = self._moments(self.tight_calls, lambda graph: graph.can_hold)
+                moments, least = self._moments(), self._moments(of=lambda graph: graph.can_hold)
                 rule = replace(given, free=self.group.free, over=given.over + self.group.over, moments=moments)
                 estimated = any(event.gathered_bytes for trace in self.group.traces for event in trace)
+                at_least = () if least == moments else least
                 lenient = self.was_planned or estimated
-                return replace(rule, moments_at_least=() if least == moments else least, lenient=lenient)
+                return replace(rule, moments_at_least=at_least, lenient=lenient, apart=self._apart())
             return given
 
-    def _moments(self, tight: int, of: Callable[[Any], Bytes] = lambda graph: graph.share) -> tuple[Moment, ...]:
+    def _moments(self, tight: int = 0, of: Callable[[Any], Bytes] = lambda graph: graph.share) -> tuple[Moment, ...]:
         held = self.least.held if self.least is not None else 0
         return moments_of(self, self.group.traces, of, (tight, held))
 
-    def _tight_calls(self) -> int:
+    def _apart(self) -> tuple[Apart, ...]:
         if self.program is None or self.least is None or not self.is_nested or aot.cuts_for_ddp():
-            return 0
+            return ()
         step, max_error = self.program
         peak = int((1 - UNSEEN) * self.group.peak_bytes)
-        tight_ms = step.ms * self.least_ratio
         beside = functools.partial(self._tight_peak, self.least)
-        return tight_calls(step, tight_ms, self.calls, peak, self._moments, max_error, beside)
+        return ways_apart(step, step.ms * self.least_ratio, self.calls, peak, self._moments, max_error, beside)
 
     def _tight_peak(self, nbytes: Bytes, count: int) -> int:
         return max(tight_peak(self, trace, lambda graph: graph.share, count, nbytes) for trace in self.group.traces)
 
-    def tight_rule(self, given: Budget) -> Budget | None:
+    def tight_rule(self, given: Budget, plans: Sequence[Plan]) -> Budget | None:
         """The budget to compile a second version with, for the calls that hold less; None: all are alike."""
-        return self._least_rule(given) if self.wants == "planned" and self.tight_calls else None
+        share = plans[0].in_step if len(plans) == 1 else None
+        return self._least_rule(given) if self.wants == "planned" and share and share.tight_calls else None
 
     def _least_rule(self, given: Budget) -> Budget:
         moments = moments_of(self, self.group.traces, lambda _: _NOT_KNOWN) if self.group.counted else ALONE
@@ -162,9 +159,9 @@ class Graph:
                 if tight_plans:
                     version.tight = Version(self, self.wants, _own_bytes(tight_plans[0]), is_tight=True)
                     as_planned = self.least is not None and version.tight.nbytes.held <= self.least.held
-                    version.tight_calls = self.tight_calls
-                    version.loose_calls = self.calls - self.tight_calls if as_planned else 0
-                    peak = self._tight_peak(version.tight.nbytes, self.tight_calls)
+                    version.tight_calls = plans[0].in_step.tight_calls if plans[0].in_step else 0
+                    version.loose_calls = self.calls - version.tight_calls if as_planned else 0
+                    peak = self._tight_peak(version.tight.nbytes, version.tight_calls)
                     plans[0], self.share = _mixed(plans[0], tight_plans[0], version, peak)
                 self.group.check = step_check(self.group.budget, self.group.free, plans, tighter=self.group.over > 0)
             else:
@@ -466,8 +463,7 @@ def _mixed(loose: Plan, tight: Plan, version: Version, tight_peak: int) -> tuple
     if step is not None:
         beside = max(0, step.other_bytes - version.tight_calls * other.held)
         elsewhere = max(step.elsewhere_bytes, tight_peak)
-        step = replace(step, calls=calls, other_bytes=beside, elsewhere_bytes=elsewhere)
-        step = replace(step, tight_calls=version.tight_calls, tight_bytes=other.held)
+        step = replace(step, calls=calls, other_bytes=beside, elsewhere_bytes=elsewhere, tight_bytes=other.held)
     return replace(loose, after_ms=average(loose.after_ms, tight.after_ms), in_step=step), share
 
 

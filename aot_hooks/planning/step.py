@@ -76,6 +76,28 @@ ALONE = (Moment("forward"), Moment("backward"))  # of a step that is one call
 
 
 @dataclass(frozen=True)
+class Apart:
+    """A way to plan the calls of a graph apart: the first ones hold the least, so that the others may hold more.
+
+    Attributes:
+        moments: what is alive beside one of the others.
+        tight_calls, calls: how many hold the least, and how many there are.
+        tight_ratio: the time of one that holds the least, over that without hooks.
+        ratio: the same of all calls, as the program predicts it.
+    """
+
+    moments: tuple[Moment, ...]
+    tight_calls: int
+    calls: int
+    tight_ratio: float
+    ratio: float
+
+    def ratio_with(self, loose_ratio: float) -> float:
+        """The same of all calls, with that of one that does not hold the least."""
+        return (self.tight_calls * self.tight_ratio + (self.calls - self.tight_calls) * loose_ratio) / self.calls
+
+
+@dataclass(frozen=True)
 class Bytes:
     """The bytes of one call of a graph.
 

@@ -16,7 +16,7 @@ from torch import nn
 import aot_hooks
 from aot_hooks import budget
 from aot_hooks.planning import apart, many
-from aot_hooks.planning.apart import tight_calls
+from aot_hooks.planning.apart import ways_apart
 from aot_hooks.planning.moments import Event, moments_of, tight_peak
 from aot_hooks.planning.recorded import Step, Version
 from aot_hooks.planning.step import RECOMPUTE, Bytes, Option, Value
@@ -184,18 +184,19 @@ def test_a_step_is_nested_if_each_graph_runs_backward_in_reverse():
 
 
 def test_as_many_calls_hold_the_least_as_make_the_step_fastest(monkeypatch):
-    """A call holds one value, whole or not at all, so calls that are alike leave a part of the budget unused."""
+    """A call holds one value, whole or not at all: those that are alike leave a part of the budget unused."""
     monkeypatch.setattr(apart, "_OFF", 0.0)
     size, again = 10 << 20, Option(RECOMPUTE, ms=1.0)
     value = Value(("v",), size, 1, 2, begin=2, options=(again,))
     step = PlannedStep((size,) * 4, (value,), (4.0,), forward_count=2)
     trace = [Event(phase, "g", {"g": i}) for phase in ("forward", "backward") for i in range(6)]
 
-    def count(mib: int) -> int:
-        beside = functools.partial(_beside, trace)
-        return tight_calls(step, 5.0, 6, mib << 20, beside, 0.0)
+    def best(mib: int) -> tuple[int, float]:
+        found, *_ = ways_apart(step, 5.0, 6, mib << 20, functools.partial(_beside, trace), 0.0) or [None]
+        return (0, 0.0) if found is None else (found.tight_calls, round(24 * found.ratio))
 
-    assert [count(mib) for mib in (60, 59, 45, 30, 20, 10, 9)] == [0, 1, 2, 3, 4, 5, 0]
+    counts = [best(mib) for mib in (60, 59, 45, 30, 20, 10, 9)]
+    assert counts == [(1, 25), (1, 25), (2, 26), (3, 27), (4, 28), (5, 29), (0, 0)]
 
 
 def _beside(trace: list[Event], tight: int) -> Any:
