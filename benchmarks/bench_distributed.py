@@ -66,7 +66,8 @@ def prepared(row: str, parallel: str, stack: Stack, mesh: DeviceMesh, inner: str
     one_graph = "one graph" in row
     how: dict[str, Any] = {}
     if row in HOOKS or row in CAPTURED or row in BUDGETS:
-        policy = aot_hooks.budget(int(budget_gib * GIB)) if row in BUDGETS else HOOKS[CAPTURED.get(row, row)]
+        nbytes = int(budget_gib * GIB) + ("alike" in row)  # a byte more, so that no stored plan is taken
+        policy = aot_hooks.budget(nbytes) if row in BUDGETS else HOOKS[CAPTURED.get(row, row)]
         options = {"inner": inner, "policy": policy, "cudagraphs": row in CAPTURED}
         if parallel == "ddp":  # what crosses from bucket to bucket is an input and an output, and nobody else's
             options["scope"] = "no_static"
