@@ -299,8 +299,8 @@ GOALS = (
     *(
         goal
         for how, kind in (
-            ("FSDP2", "distributed_fsdp.h100"), ("tensor parallel", "distributed_tp.h100"),
-            ("DDP", "distributed_ddp.h100"),
+            ("FSDP2", "distributed_fsdp.h100"), ("tensor parallel", "distributed_tp.h200"),
+            ("DDP", "distributed_ddp.h200"),
         )
         for goal in (
             Goal(f"{how}, two GPUs, float8: step over stock's", kind, of_row("float8", "ms", "stock"), 1.02),
