@@ -152,7 +152,7 @@ def node_ms(
             seen |= {*reads, keys[node]}
         rate = rates(values[0].device)
         found[node] = memory_ms(moved, rate) if fuse_loops else 1e3 * moved / rate.memory
-        if is_attention(node) and (alone_ms := measured_ms(node)):
+        if fuse_loops and is_attention(node) and (alone_ms := measured_ms(node)):
             found[node] = alone_ms
         elif has_formula(node):
             operations = rate.operations if values[0].element_size() <= 2 else rate.operations32

@@ -19,9 +19,12 @@ import torch
 from torch.fx import Node
 
 from ..torch_private import values as torch_values
+from .nodes import argument_called
 
 log = logging.getLogger("aot_hooks")
-_ENOUGH = 32 << 20  # bytes of queries that fill a device: a larger batch takes as much longer
+_ENOUGH = 32 << 20  # bytes of queries that fill a device: more samples and heads take as much longer
+_LEAST_MS = 0.05  # less is the host's time to launch it
+_MEASURED = "aten._scaled_dot_product_"  # operators of other names take lengths or functions, which random data has not
 
 
 @dataclass(frozen=True)
@@ -71,7 +74,8 @@ def _measured(index: int) -> Rates:
             "operations": 2 * 4096**3 / _seconds(lambda: h @ h),
             "operations32": 2 * 4096**3 / _seconds(lambda: a @ a),
         }
-    return Rates(**speeds)
+    # two digits, so that another process finds the same plan
+    return Rates(**{name: float(f"{rate:.1e}") for name, rate in speeds.items()})
 
 
 def _seconds(work: Callable[[], Any]) -> float:
@@ -93,13 +97,14 @@ class _Like(NamedTuple):
     stride: tuple[int, ...]
     dtype: torch.dtype
 
-    def made(self, batch: int, part: int, device: torch.device) -> torch.Tensor:
-        """Such a tensor with random content, for the first `part` of a `batch`."""
-        whole = len(self.shape) < 3 or self.shape[0] != batch
-        sizes = self.shape if whole else (part, *self.shape[1:])
+    def made(self, whole: tuple[int, ...], part: tuple[int, ...], device: torch.device) -> torch.Tensor:
+        """Such a tensor with random content, for a `part` of the `whole` numbers of samples and of heads."""
+        sizes = self.shape
+        if len(sizes) > 2 and sizes[0] == whole[0]:
+            sizes = (part[0], part[1] if sizes[1] == whole[1] else sizes[1], *sizes[2:])
         own = [1 if step == 0 else n for n, step in zip(sizes, self.stride, strict=True)]
         x = torch.empty_strided(own, self.stride, dtype=self.dtype, device=device)
-        return (x.normal_() if x.is_floating_point() else x.zero_()).expand(sizes)
+        return (x.normal_(generator=torch.Generator(device)) if x.is_floating_point() else x.zero_()).expand(sizes)
 
 
 def _like(value: Any) -> Any:
@@ -113,32 +118,47 @@ def _like(value: Any) -> Any:
 def measured_ms(node: Node) -> float | None:
     """Milliseconds of the operator of `node`, a fused attention or its backward, alone on the device of its tensors.
 
-    None where it can't be measured. Two digits, so that another process finds the same plan.
+    None where it is not measured: another form of attention, such as one of sequences of different lengths, or a
+    backward with dropout, which reads where random numbers came from. In two digits, as a plan should be the same in
+    another process.
     """
     values = (n.meta.get("val") for n in node.all_input_nodes)
     device = next((v.device for v in values if isinstance(v, torch.Tensor) and v.is_cuda), None)
-    if device is None or not torch.cuda.is_available():
+    name = str(getattr(node.target, "overloadpacket", ""))
+    dropout = argument_called("dropout_p", node)
+    unsafe = "backward" in name and "cudnn" not in name and dropout not in (None, 0.0)
+    if device is None or not name.startswith(_MEASURED) or unsafe or not torch.cuda.is_available():
         return None
     leaves, spec = torch_values.pytree.tree_flatten((node.args, dict(node.kwargs)))
-    return _alone_ms(node.target, spec, tuple((type(x), x) for x in map(_like, leaves)), device.index or 0)
+    try:
+        return _alone_ms(node.target, spec, tuple((type(x), x) for x in map(_like, leaves)), device.index or 0)
+    except torch.OutOfMemoryError:  # later there may be memory
+        return None
 
 
 @functools.lru_cache(maxsize=1024)
 def _alone_ms(target: Any, spec: Any, typed_leaves: tuple[tuple[type, Any], ...], index: int) -> float | None:
-    """The operator `target` with random tensors, and with as much of a batch as fills the device."""
+    """The operator `target` with random tensors, and with as many samples and heads as fill the device."""
     device = _cuda(index)
     leaves = [x for _, x in typed_leaves]
-    query = next((x for x in leaves if isinstance(x, _Like) and len(x.shape) == 4), None)
-    if query is None or 0 in query.shape:
+    queries = [x for x in leaves if isinstance(x, _Like) and len(x.shape) == 4]
+    if not queries or any(0 in x.shape for x in queries):
         return None
-    batch = query.shape[0]
-    part = min(batch, max(1, _ENOUGH * batch // (math.prod(query.shape) * query.dtype.itemsize)))
+    whole = queries[0].shape[:2]
+    of_head = math.prod(queries[0].shape[2:]) * queries[0].dtype.itemsize
+    samples = min(whole[0], max(1, _ENOUGH // (of_head * whole[1])))
+    grouped = any(x.shape[1] not in (1, whole[1]) for x in queries)  # heads that share keys
+    heads = whole[1] if samples > 1 or grouped else min(whole[1], max(1, _ENOUGH // of_head))
     with torch_values.without_modes(), torch.no_grad(), torch.cuda.device(device), torch.random.fork_rng([index]):
         try:
-            made = [x.made(batch, part, device) if isinstance(x, _Like) else x for x in leaves]
+            made = [x.made(whole, (samples, heads), device) if isinstance(x, _Like) else x for x in leaves]
             args, kwargs = torch_values.pytree.tree_unflatten(made, spec)
             ms = 1e3 * _seconds(lambda: target(*args, **kwargs))
-        except RuntimeError as error:  # no memory for it, or it reads a random state that is not there
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # an estimate must not break a compilation
             log.info("%s was not measured: %s", target, error)
             return None
-    return float(f"{ms * batch / part:.1e}")
+    if ms < _LEAST_MS:
+        return None
+    return float(f"{ms * whole[0] * whole[1] / (samples * heads):.1e}")

@@ -61,7 +61,8 @@ class InStep:
     Attributes:
         calls: calls of the graph that hold saved tensors at the same time, the one that runs included.
         held_bytes: what each of them holds between its forward and its backward: what it saved, and its outputs.
-        other_bytes: most that other graphs hold beside them, with gradients of backwards that have run.
+        other_bytes: most that other graphs hold beside them, with gradients of backwards that have run and parameters
+            that are gathered.
         beside_forward, beside_backward: of all of these, the most beside a forward and a backward. They are in the
             live bytes of the plan.
         elsewhere_bytes: most that is alive in the step while another graph runs.

@@ -68,7 +68,8 @@ def ways_apart(
         if found is None or found.peak_bytes > asked * (1 + _ROUNDING):
             continue
         ms = count * tight_ms + (calls - count) * found.ms
-        ways.append(Apart(beside, count, calls, tight_ms / step.ms, ms / (calls * step.ms)))
+        ratios = round(tight_ms / step.ms, 3), round(ms / (calls * step.ms), 3)  # in keys of caches
+        ways.append(Apart(beside, count, calls, *ratios))
     taken: list[Apart] = []
     for way in sorted(ways, key=lambda way: way.ratio):
         if len(taken) < _WAYS and all(

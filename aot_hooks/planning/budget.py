@@ -35,7 +35,8 @@ class Budget:
         moments_at_least: the same if graphs that are compiled later hold their least; (): as `moments`.
         apart: ways to have some calls of the graph hold less than others. The first that is faster is taken.
         least: the graph shall hold the least that it can: other calls hold saved tensors, nobody knows yet how many.
-        lenient: if nothing stays under the peak, the least is taken, with a warning.
+        lenient: if nothing stays under the peak, the least is taken, with a warning: a step was planned before, or has
+            gathered parameters, whose bytes are an estimate.
         around: of `check_gradients`: makes of each lossy hook of the plan the one that is put into the graphs.
     """
 

@@ -129,8 +129,9 @@ class Graph:
 
     def tight_rule(self, given: Budget, plans: Sequence[Plan]) -> Budget | None:
         """The budget to compile a second version with, for the calls that hold less; None: all are alike."""
-        share = plans[0].in_step if len(plans) == 1 else None
-        return self._least_rule(given) if self.wants == "planned" and share and share.tight_calls else None
+        share = plans[0].in_step if plans else None
+        with _lock:
+            return self._least_rule(given) if share is not None and share.tight_calls else None
 
     def _least_rule(self, given: Budget) -> Budget:
         moments = moments_of(self, self.group.traces, lambda _: _NOT_KNOWN) if self.group.counted else ALONE
@@ -153,11 +154,12 @@ class Graph:
             self.stale = []
             if code is not None and all(ref() is not code for ref in self.codes):
                 self.codes.append(weakref.ref(code))
-            version = Version(self, self.wants, _sum(map(_own_bytes, found)))
-            if self.wants == "planned":
+            kind = "planned" if found[0].in_step is not None else self.wants  # which another thread may have changed
+            version = Version(self, kind, _sum(map(_own_bytes, found)))
+            if kind == "planned":
                 self.was_planned, self.is_fixed, self.share = True, True, version.nbytes
                 if tight_plans:
-                    version.tight = Version(self, self.wants, _own_bytes(tight_plans[0]), is_tight=True)
+                    version.tight = Version(self, kind, _own_bytes(tight_plans[0]), is_tight=True)
                     as_planned = self.least is not None and version.tight.nbytes.held <= self.least.held
                     version.tight_calls = plans[0].in_step.tight_calls if plans[0].in_step else 0
                     version.loose_calls = self.calls - version.tight_calls if as_planned else 0
@@ -168,7 +170,7 @@ class Graph:
                 self.stock = _sum(bytes_of(plan.live_before) for plan in found)
             if listed is not None:
                 self.listed.append((listed, list(plans)))
-            if self.wants == "least":
+            if kind == "least":
                 self.least, self.program = version.nbytes, plans[0].program if len(plans) == 1 else None
                 self.least_ratio = found[0].step_ratio
             return version

@@ -161,11 +161,9 @@ def _readers(bw: GraphModule) -> tuple[dict[Node, int], dict[Any, int]]:
 
 
 def _rates(groups: Sequence[Sequence[SavedValue]]) -> Rates:
-    """The rates of the GPU, or else of the CPU. Two digits of each, so that another process finds the same plan."""
+    """The rates of the GPU, or else of the CPU."""
     devices = [group[0].row.device for group in groups]
-    device = next((d for d in devices if d.type == "cuda"), torch.device("cpu"))
-    rates = dataclasses.asdict(measured_rates(device))
-    return Rates(**{name: float(f"{rate:.1e}") for name, rate in rates.items()})
+    return measured_rates(next((d for d in devices if d.type == "cuda"), torch.device("cpu")))
 
 
 def _nodes(gm: GraphModule) -> list[Node]:

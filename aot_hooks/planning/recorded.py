@@ -100,10 +100,11 @@ class Step:
         Those of the first call are here again by its next begin, or still. Which is not known, so they count.
         """
         noted = [[leaf for ref in refs if (leaf := ref()) is not None] for refs in self.leaves or ()]
-        if not any(_is_freed(part) for leaves in noted for leaf in leaves for part in _plain(leaf)):
+        freed = [any(_is_freed(part) for leaf in leaves for part in _plain(leaf)) for leaves in noted]
+        if not any(freed):
             return 0
         gathered = [_GATHERED * sum(map(_parameter_bytes, leaves)) for leaves in noted]
-        self.gathered_bytes = max(gathered)
+        self.gathered_bytes = max(n for i, n in enumerate(gathered) if freed[i] or not i)
         return gathered[0]
 
     @property

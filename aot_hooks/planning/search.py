@@ -79,10 +79,10 @@ def search(
         last = attempt == partitions
         if last and any(one.fits(limits) for one in all_tried):
             break
-        early = attempt % 2 == 1 and reached is None  # the last choice was too high
-        chosen = solve(
-            step, peak=None if last else limit, max_error=limits.error, max_ms=max_ms, fetch_early=early and not last
-        )
+        # calls begin their backward with nothing fetched; the program may not know how early they read it
+        early = attempt % 2 == 1 and reached is None and step.moments != ALONE
+        peak = None if last else limit
+        chosen = solve(step, peak=peak, max_error=limits.error, max_ms=max_ms, fetch_early=early)
         chosen = chosen or _nothing(step)  # no time at all
         graphs, own = partitioned(chosen)
         found = list(_hooked(own, limits, max_ms, functools.partial(tried, graphs, chosen)))

@@ -151,6 +151,7 @@ def solve(
             fetched_early = program.column(0, most)
             program.row({fetched_early: 1.0} | {k: -mib for k, mib in links.items()}, -math.inf, 0)
             program.row(links | {fetched_early: -1.0, c: most}, -math.inf, most)
+            program.row({fetched_early: 1.0, c: -most}, -math.inf, 0)
             fetched[starts[u]][fetched_early] = 1.0
             fetched[step.values[u].first][fetched_early] = -1.0
 

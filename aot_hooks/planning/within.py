@@ -384,15 +384,16 @@ def _calls(plan: Plan, moments: Sequence[Moment]) -> str:
         return ""
     return (
         f" The step has {share.calls} calls of this graph at the same time, each of which then holds "
-        f"{_mib(share.held_bytes)}, and beside them {_mib(share.other_bytes)} of other graphs and gradients."
+        f"{_mib(share.held_bytes)}, and beside them {_mib(share.other_bytes)} of other graphs, gradients and gathered "
+        "parameters."
     )
 
 
 def _warn(budget: Budget, peak: int | None, least: Tried) -> None:
     warnings.warn(
-        f"aot_hooks: {budget!r}: a step of many compiled calls has more of them alive at the same time than before. "
-        f"The least that was found for it takes {_mib(least.peak)}, as predicted, "
-        f"{_mib(least.peak - (peak or 0))} more than the budget, and is taken."
+        f"aot_hooks: {budget!r}: no plan of a step of many compiled calls stays under the budget. "
+        f"The least that was found for it takes {_mib(least.peak)}, as predicted, {_mib(least.peak - (peak or 0))} more than the budget, and "
+        "is taken."
         f"{_calls(least.plan, least.step.moments)} Raise the peak, or allow more means, time or error",
         BudgetWarning,
         stacklevel=2,

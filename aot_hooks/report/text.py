@@ -204,7 +204,9 @@ def _peak_lines(plan: Plan, size: int, unit: str) -> list[str]:
             lines.append(
                 f"  the first {step.tight_calls} of them hold the least: {_number(step.tight_bytes, size)} {unit}"
             )
-        lines.append(f"  other graphs and gradients beside them: {_number(step.other_bytes, size)} {unit}")
+        lines.append(
+            f"  other graphs, gradients and gathered parameters beside them: {_number(step.other_bytes, size)} {unit}"
+        )
     if saving <= 0:
         return lines
     if _place(after) != _place(before):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import itertools
 from collections import Counter
 from typing import Any
 
@@ -15,11 +16,13 @@ from torch import nn
 
 import aot_hooks
 from aot_hooks import budget
-from aot_hooks.planning import apart, many
+from aot_hooks.errors import BudgetError
+from aot_hooks.passes.plan import InStep, Plan
+from aot_hooks.planning import apart, many, within
 from aot_hooks.planning.apart import ways_apart
 from aot_hooks.planning.moments import Event, moments_of, tight_peak
 from aot_hooks.planning.recorded import Step, Version
-from aot_hooks.planning.step import RECOMPUTE, Bytes, Option, Value
+from aot_hooks.planning.step import RECOMPUTE, Apart, Bytes, Option, Value
 from aot_hooks.planning.step import Step as PlannedStep
 from aot_hooks.torch_private import aot
 
@@ -270,3 +273,37 @@ def test_a_compilation_apart_leaves_its_facts_in_a_context_of_its_own(x):
         return gm
 
     torch.compile(Block(), backend=check)(x)
+
+
+def test_calls_are_apart_if_their_graphs_are_faster_so_not_if_the_program_says_it():
+    """Ways, the fastest by the program first: one that does not fit, one that is slower than said, one that is not."""
+    ways = [Apart((), count, 4, 1.2, ratio) for count, ratio in ((1, 1.0), (2, 1.05), (3, 1.08), (3, 1.19))]
+    loose = {1: None, 2: 1.3, 3: 0.8}
+    asked = []
+
+    def plan(ratio: float) -> Any:
+        return None, None, Plan((), before_ms=10.0, after_ms=10.0 * ratio, in_step=InStep(4, 0))
+
+    def planned(way: Apart) -> Any:
+        asked.append(way.tight_calls)
+        if (ratio := loose[way.tight_calls]) is None:
+            raise BudgetError("it does not fit")
+        return plan(ratio)
+
+    def tight(ratio: float, ways: Any = ways) -> int:
+        return within._or_apart(plan(ratio), ways, planned)[2].in_step.tight_calls
+
+    assert tight(1.2) == 3 and asked == [1, 2, 3]
+    asked.clear()
+    assert tight(1.055) == 0 and asked == [1]  # the others gain less than a hundredth
+    assert tight(1.2, ways=()) == 0
+
+
+def test_ways_to_plan_apart_are_not_near_each_other():
+    size, again = 10 << 20, Option(RECOMPUTE, ms=1.0)
+    step = PlannedStep((size,) * 4, (Value(("v",), size, 1, 2, begin=2, options=(again,)),), (4.0,), forward_count=2)
+    trace = [Event(phase, "g", {"g": i}) for phase in ("forward", "backward") for i in range(16)]
+    ways = ways_apart(step, 5.0, 16, 200 << 20, functools.partial(_beside, trace), 0.0)
+    counts = [way.tight_calls for way in ways]
+    assert len(counts) == 3 and all(b - a > 2 for a, b in itertools.pairwise(counts))
+    assert [way.ratio for way in ways] == sorted(way.ratio for way in ways)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+import weakref
 from typing import Any
 
 import many_blocks
@@ -152,3 +153,29 @@ def test_what_a_tensor_consists_of_beside_tensors_is_left_out():
             return ["local", "mesh"], None
 
     assert [*recorded._plain(Meshed())] == [Meshed.local]
+
+
+def test_only_calls_whose_parameters_are_taken_away_count_as_gathered():
+    """The first one's may be here again by the next step. A large block that stays is no part of what is gathered."""
+    small, freed, large = (nn.Parameter(torch.ones(n)) for n in (2, 5, 1000))
+    freed.untyped_storage().resize_(0)
+    step = recorded.Step(leaves=[[weakref.ref(p)] for p in (small, freed, large)])
+    assert step.note_gathered() == 2 * 8 and step.gathered_bytes == 2 * 20
+    step = recorded.Step(leaves=[[weakref.ref(p)] for p in (small, large)])
+    assert step.note_gathered() == 0 == step.gathered_bytes
+
+
+def test_a_budget_that_gathered_parameters_make_impossible_is_a_warning(x):
+    """Their bytes are an estimate, so the least is taken."""
+    x.requires_grad_()
+    model = model_of(*[Block] * 5)
+    expected, peak = gradients(model, x), peak_of(model, x, 0.33)
+    compile_blocks(model, budget(peak, max_error=0))
+    gathered = nn.Sequential(*map(Gathered, model))
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        for _ in range(5):
+            assert_equal(train(gathered, x), expected)
+    (text,) = {str(w.message) for w in seen if w.category is BudgetWarning}
+    assert "The least that was found for it takes" in text and "gathered parameters" in text
+    assert aot_hooks.last_plans(model)[0].peak_bytes > peak

@@ -119,6 +119,29 @@ def test_the_time_of_the_host_counts_where_the_device_waits_for_it():
     assert sum(chosen(12.0, max_ms=12.25)[:2]) == 2  # no time for more
 
 
+def test_what_is_fetched_early_is_there_and_takes_the_link_early():
+    """`b` is computed again from `a`, at 4, where the backward begins. Before it nothing is fetched, so `a` can't be
+    away then; for its own reader at 6 it can. Where `b` is not computed again, early fetches change nothing."""
+    away = Option("away", object(), 0, -1.0, link_bytes=8 * MIB)
+    again = Option(RECOMPUTE, ms=-1.5, sources=(0,))
+    a = Value(("a",), 8 * MIB, 1, 6, 0, 4, (away,))
+    b = Value(("b",), 8 * MIB, 2, 5, 0, 4, (again,))
+    live = (0, 8 * MIB, 16 * MIB, 16 * MIB, 17 * MIB, 16 * MIB, 8 * MIB, 0)
+    step = Step(live, (a, b), (10.0,) * 8, 4, to_host=1e12, to_device=1.1e10)
+
+    def chosen(step, **named):
+        found = solve(step, **named)
+        return [o.name for o in found.options], found.peak_bytes
+
+    assert chosen(step, peak=64 * MIB)[0] == ["away", RECOMPUTE]
+    assert chosen(step, peak=64 * MIB, fetch_early=True)[0] == ["keep", RECOMPUTE]
+    a, b = dataclasses.replace(a, first=8, begin=5), dataclasses.replace(b, first=7, begin=5)
+    b = dataclasses.replace(b, options=(dataclasses.replace(again, packed_bytes=8 * MIB, ms=1.0),))
+    live = (0, 8 * MIB, 16 * MIB, 16 * MIB, 16 * MIB, 16 * MIB, 17 * MIB, 20 * MIB, 8 * MIB, 0)
+    kept = Step(live, (a, b), (10.0,) * 10, 4, to_host=1e12, to_device=1.1e10)
+    assert chosen(kept, peak=None) == chosen(kept, peak=None, fetch_early=True) == (["away", "keep"], 20 * MIB)
+
+
 def test_a_recomputation_brings_its_source_back_early():
     """To compute others again, `b` is read at 4, and it is made of `a`. Sent away until 6, `a` is back at 4, too."""
     away, recompute = Option("away", object(), 0, -1.0), Option(RECOMPUTE, ms=-1.0, sources=(0,))

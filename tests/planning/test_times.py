@@ -183,57 +183,124 @@ def test_what_a_reduction_shares_a_kernel_with() -> None:
     assert roofline._fused_kernel_count(gm, list(gm.graph.nodes)) == 3
 
 
+def node_of(operator: Any, *args: Any) -> torch.fx.Node:
+    """A call of `operator` in a graph, with fake tensors of these shapes and dtypes as if on a CUDA device."""
+    graph = torch.fx.Graph()
+    leaves, spec = torch.utils._pytree.tree_flatten(args)
+    nodes = []
+    for leaf in leaves:
+        if isinstance(leaf, torch.Tensor):
+            node = graph.placeholder("x")
+            node.meta["val"] = leaf
+        nodes.append(node if isinstance(leaf, torch.Tensor) else leaf)
+    node = graph.call_function(operator, torch.utils._pytree.tree_unflatten(nodes, spec))
+    node.meta["val"] = leaves[0]
+    return node
+
+
+def heads(*shape: int) -> torch.Tensor:
+    return torch.empty(shape, dtype=torch.bfloat16, device="meta")
+
+
+@pytest.fixture
+def ran(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Arguments of what is timed, each taken to last 2.04 ms; tensors are made on the CPU."""
+    found: list[Any] = []
+
+    def seconds(work: Callable[[], Any]) -> float:
+        found.append(work())
+        return 2.04e-3
+
+    monkeypatch.setattr(speeds, "_seconds", seconds)
+    monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(torch.random, "fork_rng", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(speeds, "_cuda", lambda _: torch.device("cpu"))
+    return found
+
+
+def alone_ms(operator: Any, *args: Any) -> float | None:
+    leaves, spec = torch.utils._pytree.tree_flatten((args, {}))
+    return speeds._alone_ms(operator, spec, tuple((type(x), x) for x in map(speeds._like, leaves)), 7)
+
+
+def test_attention_is_measured_with_a_part_of_its_batch(ran: list[Any]) -> None:
+    """32 MiB of queries are 32 of 64 samples: half the batch is run, and the time is doubled."""
+    q, k = heads(64, 4, 1024, 128), heads(64, 1, 1024, 128).expand(-1, 4, -1, -1)
+    assert alone_ms(lambda *args: args, q, k, k, 0.5, True) == 4.1
+    ((q, k, _, scale, _),) = ran
+    assert q.shape == k.shape == (32, 4, 1024, 128) and k.stride(1) == 0 and q.dtype == torch.bfloat16
+    assert q.float().std() > 0.9 and scale == 0.5
+
+
+def test_attention_is_measured_with_a_part_of_the_heads_of_a_long_sample(ran: list[Any]) -> None:
+    q, rows = heads(1, 16, 65536, 64), torch.empty(1, 16, 65536, device="meta")
+    assert alone_ms(lambda *args: args, q, q, q, rows) == 8.2  # 4 of 16 heads
+    assert [x.shape[:2] for x in ran[0]] == [(1, 4)] * 4
+    k = heads(1, 4, 65536, 64)  # four heads share keys: all are run
+    assert alone_ms(lambda *args: args, q, k, k) == 2.0
+    assert [x.shape[:2] for x in ran[1]] == [(1, 16), (1, 4), (1, 4)]
+
+
+def test_what_can_not_be_measured_is_estimated(ran: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    q = heads(2, 4, 64, 128)
+
+    def fails(kind: type[Exception]) -> Callable[..., Any]:
+        def operator(*_: Any) -> Any:
+            raise kind("not now")
+
+        return operator
+
+    assert alone_ms(fails(TypeError), q, q, q) is None
+    with pytest.raises(torch.OutOfMemoryError):  # which is not kept
+        alone_ms(fails(torch.OutOfMemoryError), q, q, q)
+    monkeypatch.setattr(speeds, "_seconds", lambda work: 4e-5)
+    assert alone_ms(lambda *args: args, q, q, heads(2, 4, 64, 128)) is None  # the host's time
+
+
+@pytest.mark.parametrize(
+    ("measured", "operator", "args"),
+    [
+        (True, AT._scaled_dot_product_cudnn_attention.default, (None, True, 0.1)),
+        (True, AT._scaled_dot_product_flash_attention.default, (0.1, True)),
+        (False, AT._scaled_dot_product_efficient_attention_backward.default, (None, None, None, None, None, 0.1)),
+        (False, AT._flash_attention_forward.default, (None, None, 64, 64, 0.0, False, False)),
+        (False, torch.ops.higher_order.flex_attention, (None, (), 1.0, {})),
+    ],
+)
+def test_which_attention_is_measured(
+    measured: bool, operator: Any, args: tuple[Any, ...], ran: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """None that reads lengths, functions, or where random numbers came from: with made-up ones a process may end."""
+    asked: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(speeds, "_alone_ms", lambda *named: asked.append(named) or 3.0)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        q = torch.empty(2, 4, 64, 128, dtype=torch.bfloat16, device="cuda")
+    tensors = 4 if "backward" in str(operator) else 3
+    assert speeds.measured_ms(node_of(operator, *[q] * tensors, *args)) == (3.0 if measured else None)
+    assert bool(asked) == measured
+
+
 def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     return AT._scaled_dot_product_flash_attention.default(q, k, v, 0.0, True)[0]
 
 
-def node_of_attention() -> torch.fx.Node:
-    """An attention of four heads, a batch of 64, and keys that all heads share."""
-    with FakeTensorMode(allow_non_fake_inputs=True), torch.device("meta"):
-        q, k = torch.empty(64, 4, 1024, 128, dtype=torch.bfloat16), torch.empty(64, 1, 1024, 128, dtype=torch.bfloat16)
-        gm = make_fx(attention, tracing_mode="fake")(q, k.expand(-1, 4, -1, -1), k.expand(-1, 4, -1, -1))
-    (node,) = (n for n in gm.graph.nodes if roofline.is_attention(n))
-    return node
-
-
-def test_attention_is_measured_with_a_part_of_its_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """32 MiB of queries are 32 of 64: half the batch is run, and the time is doubled."""
-    ran: list[Any] = []
-
-    def run(work: Callable[[], Any]) -> float:
-        work()
-        return 2.04e-3
-
-    node = node_of_attention()
-    spec_and_leaves = torch.utils._pytree.tree_flatten((node.args, dict(node.kwargs)))
-    leaves = tuple((type(x), x) for x in map(speeds._like, spec_and_leaves[0]))
-    monkeypatch.setattr(speeds, "_seconds", run)
-    monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
-    monkeypatch.setattr(torch.random, "fork_rng", lambda _: contextlib.nullcontext())
-    monkeypatch.setattr(speeds, "_cuda", lambda _: torch.device("cpu"))
-    assert speeds._alone_ms(lambda *args, **_: ran.extend(args), spec_and_leaves[1], leaves, 7) == 4.1
-    q, k = ran[0], ran[1]
-    assert q.shape == k.shape == (32, 4, 1024, 128) and k.stride(1) == 0 and q.dtype == torch.bfloat16
-    assert q.float().std() > 0.9
-
-    def fails(*_: Any, **__: Any) -> None:
-        raise RuntimeError("no memory")
-
-    assert speeds._alone_ms(fails, spec_and_leaves[1], leaves, 7) is None
-
-
 def test_estimates_take_what_was_measured_of_attention(monkeypatch: pytest.MonkeyPatch) -> None:
-    node = node_of_attention()
+    """Of steps, not of the schedule of copies, which has shares of its own."""
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        q = heads(4, 4, 1024, 128)
+        gm = make_fx(attention, tracing_mode="fake")(q, q, q)
+    (node,) = (n for n in gm.graph.nodes if roofline.is_attention(n))
     rates = speeds.Rates(1e9, 1e9, 1e12, 1e15, 1e15)
 
-    def ms() -> float:
-        return roofline.node_ms(node.graph.owning_module, lambda _: rates, True, fuse_loops=True)[node]
+    def ms(**named: bool) -> float:
+        return roofline.node_ms(gm, lambda _: rates, True, **named)[node]
 
-    by_formula = ms()
+    by_formula, scheduled = ms(fuse_loops=True), ms()
     monkeypatch.setattr(roofline, "measured_ms", lambda _: 12.0)
-    assert ms() == 12.0 != by_formula
+    assert ms(fuse_loops=True) == 12.0 != by_formula and ms() == scheduled
     monkeypatch.setattr(roofline, "measured_ms", lambda _: None)
-    assert ms() == by_formula
+    assert ms(fuse_loops=True) == by_formula
 
 
 @pytest.mark.gpu
