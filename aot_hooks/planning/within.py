@@ -392,8 +392,8 @@ def _calls(plan: Plan, moments: Sequence[Moment]) -> str:
 def _warn(budget: Budget, peak: int | None, least: Tried) -> None:
     warnings.warn(
         f"aot_hooks: {budget!r}: no plan of a step of many compiled calls stays under the budget. "
-        f"The least that was found for it takes {_mib(least.peak)}, as predicted, {_mib(least.peak - (peak or 0))} more than the budget, and "
-        "is taken."
+        f"The least that was found for it takes {_mib(least.peak)}, as predicted, "
+        f"{_mib(least.peak - (peak or 0))} more than the budget, and is taken."
         f"{_calls(least.plan, least.step.moments)} Raise the peak, or allow more means, time or error",
         BudgetWarning,
         stacklevel=2,
