@@ -27,6 +27,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.hookimpl(trylast=True)  # after `-m` and `-k`: of what these leave
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     every = config.getoption("--every")
+    if every < 1:
+        raise pytest.UsageError(f"--every: expected a number of at least 1, got {every}")
     cases: Counter[str] = Counter()
     chosen, left = [], []
     for item in items:

@@ -184,7 +184,7 @@ def test_what_a_reduction_shares_a_kernel_with() -> None:
 
 
 def node_of(operator: Any, *args: Any) -> torch.fx.Node:
-    """A call of `operator` in a graph, with fake tensors of these shapes and dtypes as if on a CUDA device."""
+    """A call of `operator` in a graph, with these tensors and other arguments."""
     graph = torch.fx.Graph()
     leaves, spec = torch.utils._pytree.tree_flatten(args)
     nodes = []
@@ -274,8 +274,8 @@ def test_which_attention_is_measured(
     asked: list[Any] = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(speeds, "_alone_ms", lambda *named: asked.append(named) or 3.0)
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        q = torch.empty(2, 4, 64, 128, dtype=torch.bfloat16, device="cuda")
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda _: True))
+    q = heads(2, 4, 64, 128)
     tensors = 4 if "backward" in str(operator) else 3
     assert speeds.measured_ms(node_of(operator, *[q] * tensors, *args)) == (3.0 if measured else None)
     assert bool(asked) == measured
