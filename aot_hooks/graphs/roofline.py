@@ -46,6 +46,12 @@ _FEW_DIGITS = ("aot_hooks.from_float8", "aot_hooks.unpack_int4")
 # Milliseconds of the host in a step of Inductor's, seen beside an H200: for a kernel, with its share of autograd
 # and of Dynamo; for an operator written in Python; to send a tensor, or to fetch it.
 LAUNCH_MS, CALL_MS, COPY_MS = 0.03, 0.2, 0.22
+# Operators that Inductor computes in the kernels of their readers, with what they read: constants, a gradient that is
+# put into zeros, random numbers, lookups.
+_IN_READERS = frozenset(
+    "aten.full aten.scalar_tensor aten.slice_scatter aten.select_scatter aten.constant_pad_nd aten.index aten.gather "
+    "aten.embedding prims.iota prims.inductor_lookup_seed prims.inductor_random".split()
+)
 # the share of a plain matrix product's speed that attention and its backward reach on an H100 or H200 with heads of 128
 _SHARES = dict.fromkeys(ATTENTION, 0.65) | dict.fromkeys(ATTENTION_BACKWARD, 0.55)
 
@@ -180,7 +186,7 @@ def host_ms(gm: GraphModule, fused: bool) -> float:
         if packet.startswith("aot_hooks.") and not (fused and is_loop(node)):
             waits = packet.endswith("_wait")
             total += 0.0 if waits else COPY_MS if packet.endswith("load_start") else CALL_MS
-        elif not fused or not _runs_fused(node, fuse_loops=True):
+        elif not fused or not (_runs_fused(node, fuse_loops=True) or packet in _IN_READERS):
             total += LAUNCH_MS
     return total
 
@@ -199,6 +205,8 @@ def _fused_kernel_count(gm: GraphModule, nodes: Sequence[Node]) -> int:
     for node in nodes:
         made = _first_tensor(node)
         if not _runs_fused(node, fuse_loops=True) or is_view(node) or storage_of(node) not in written or made is None:
+            continue
+        if all(str(_packet(reader)) in _IN_READERS for reader in node.users):
             continue
         number = numbers[kernels.at[node]]
         if reduces(node):

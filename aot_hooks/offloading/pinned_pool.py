@@ -48,7 +48,6 @@ class Block:
     pinned: bool
     event: Any = None  # the last copy from or to it, outside of captures
     requested: int = 0  # bytes of its last lease
-    leased: Callable[[], Any] = lambda: None  # the object whose death ends the last lease, while it lives
     leases: int = 0  # how many are alive; those of one tree's recordings may overlap
     owner: Callable[[], object | None] | None = None  # lives as long as CUDA graphs that write to it in each replay
     replayed: bool = False  # a replay may still write to it, which `event` does not cover
@@ -174,7 +173,6 @@ class HostPool:
             self.peak_bytes = max(self.peak_bytes, self._total())
         raw = (ctypes.c_ubyte * nbytes).from_address(block.address)
         weakref.finalize(raw, self._returned.append, block).atexit = False
-        block.leased = weakref.ref(raw)
         return torch.frombuffer(raw, dtype=torch.uint8)
 
     def block_of(self, host: torch.Tensor) -> Block | None:

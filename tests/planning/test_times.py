@@ -183,6 +183,21 @@ def test_what_a_reduction_shares_a_kernel_with() -> None:
     assert roofline._fused_kernel_count(gm, list(gm.graph.nodes)) == 3
 
 
+def test_gradients_of_slices_are_computed_in_their_readers_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in the backward of a rotary embedding: both halves are put into zeros and added up, in one kernel."""
+
+    def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        y = x @ w
+        zeros = torch.full((64, 16), 0.0)
+        first, second = (AT.slice_scatter.default(zeros, -y[:, a:b], 1, a, b) for a, b in ((0, 8), (8, 16)))
+        return (first + second) @ w
+
+    with FakeTensorMode():
+        gm = make_fx(function, tracing_mode="fake")(torch.empty(64, 16), torch.empty(16, 16))
+    monkeypatch.setattr(roofline, "on_cuda", lambda _: True)
+    assert roofline.host_ms(gm, fused=True) == pytest.approx(3 * roofline.LAUNCH_MS)
+
+
 def node_of(operator: Any, *args: Any) -> torch.fx.Node:
     """A call of `operator` in a graph, with these tensors and other arguments."""
     graph = torch.fx.Graph()
