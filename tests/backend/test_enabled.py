@@ -319,19 +319,6 @@ def test_a_lost_switch_can_be_ended() -> None:
     assert len(last.runs()) == 1
 
 
-def test_it_is_no_decorator_and_says_so() -> None:
-    with pytest.raises(errors.OptionError, match="is no decorator: write `with"):
-
-        @enable(float8(), options=ATEN)
-        def train() -> None: ...
-
-    compiled = torch.compile(Net(1))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        aot_hooks.disable()  # nothing is left
-    compiled.eval()
-
-
 def test_too_many_policies_for_one_function_are_said() -> None:
     compiled, x = torch.compile(Net(1)), torch.randn(8, 32)
     with torch._dynamo.config.patch(recompile_limit=2):

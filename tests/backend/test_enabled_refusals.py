@@ -122,3 +122,16 @@ def test_an_error_of_a_hook_stands_first() -> None:
         compiled(torch.randn(8, 32))
     assert isinstance(errors.unwrapped(caught.value), errors.HookContractError)
     assert "backend='inductor'" in str(caught.value)
+
+
+def test_it_is_no_decorator_and_says_so() -> None:
+    with pytest.raises(errors.OptionError, match="is no decorator: write `with"):
+
+        @enable(float8(), options=ATEN)
+        def train() -> None: ...
+
+    compiled = torch.compile(net())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        aot_hooks.disable()  # nothing is left
+    compiled.eval()

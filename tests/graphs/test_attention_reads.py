@@ -6,6 +6,7 @@ Scores of trained models have a standard deviation of several units, fresh ones 
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable
 
 import pytest
@@ -15,6 +16,9 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
 import aot_hooks
+from aot_hooks.graphs.read_tables import ATTENTION, ATTENTION_BACKWARD
+from aot_hooks.graphs.roofline import is_attention
+from aot_hooks.torch_private.values import operator_names
 
 SCORES = 10.0  # their standard deviation
 
@@ -92,3 +96,16 @@ def test_budgets_round_no_queries_and_keys(share):
     stock = aot_hooks.plan(layers(), x, policy=aot_hooks.KEEP, inner="aten").peak_bytes
     found = gradient(layers(), aot_hooks.budget(int(share * stock)))
     assert (found - exact(layers)).norm() <= 0.1 * exact(layers).norm()
+
+
+def test_torchs_operators_of_fused_attention_are_in_the_tables() -> None:
+    """Offload starts copies before them, as before other kernels of their own."""
+    names = {name.split("::")[1].split(".")[0] for name in operator_names() if name.startswith("aten::")}
+    fused = {name for name in names if re.search("(dot_product|flash|efficient|cudnn).*attention", name)}
+    others = {"scaled_dot_product_attention", "_scaled_dot_product_attention_math"}  # made of other operators
+    others |= {"_scaled_dot_product_attention_math_for_mps", "_flash_attention_forward_no_dropout_inplace"}
+    assert fused - others == (ATTENTION | ATTENTION_BACKWARD) - {"flex_attention", "flex_attention_backward"}
+    for name in fused - others:
+        node = torch.fx.Graph().call_function(getattr(torch.ops.aten, name).default)
+        assert is_attention(node) and node.target.namespace == "aten"
+    assert not is_attention(torch.fx.Graph().call_function(torch.ops.aten.mm.default))

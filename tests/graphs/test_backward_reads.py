@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import re
 
 import pytest
 import torch
@@ -14,10 +13,8 @@ from graphs import by_hand
 
 import aot_hooks
 from aot_hooks import policies
-from aot_hooks.graphs.read_tables import ATTENTION, ATTENTION_BACKWARD, ONLY_TESTS, SHAPE_ONLY, SMOOTH, Test
-from aot_hooks.graphs.roofline import is_attention
+from aot_hooks.graphs.read_tables import ONLY_TESTS, SHAPE_ONLY, SMOOTH, Test
 from aot_hooks.graphs.saved import boundary
-from aot_hooks.torch_private.values import operator_names
 
 aten = torch.ops.aten
 LE0 = Test("le", (0.0,))
@@ -491,16 +488,3 @@ def test_a_lossy_hook_takes_floating_point_only():
     _, _, decisions = decided_with(fn, (64, 64), (64, 256), hook=hook)
     assert {d.reason for d in decisions if d.saved.dtype is torch.int64} == {"own rounds: it leaves int64 as it is"}
     assert any(d.hook is hook for d in decisions)
-
-
-def test_torchs_operators_of_fused_attention_are_in_the_tables() -> None:
-    """Offload starts copies before them, as before other kernels of their own."""
-    names = {name.split("::")[1].split(".")[0] for name in operator_names() if name.startswith("aten::")}
-    fused = {name for name in names if re.search("(dot_product|flash|efficient|cudnn).*attention", name)}
-    others = {"scaled_dot_product_attention", "_scaled_dot_product_attention_math"}  # made of other operators
-    others |= {"_scaled_dot_product_attention_math_for_mps", "_flash_attention_forward_no_dropout_inplace"}
-    assert fused - others == (ATTENTION | ATTENTION_BACKWARD) - {"flex_attention", "flex_attention_backward"}
-    for name in fused - others:
-        node = torch.fx.Graph().call_function(getattr(torch.ops.aten, name).default)
-        assert is_attention(node) and node.target.namespace == "aten"
-    assert not is_attention(torch.fx.Graph().call_function(torch.ops.aten.mm.default))
