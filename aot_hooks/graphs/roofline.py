@@ -46,8 +46,8 @@ _FEW_DIGITS = ("aot_hooks.from_float8", "aot_hooks.unpack_int4")
 # Milliseconds of the host in a step of Inductor's, seen beside an H200: for a kernel, with its share of autograd
 # and of Dynamo; for an operator written in Python; to send a tensor, or to fetch it.
 LAUNCH_MS, CALL_MS, COPY_MS = 0.03, 0.2, 0.22
-# Operators that Inductor computes in the kernels of their readers, with what they read: constants, a gradient that is
-# put into zeros, random numbers, lookups.
+# Constants, lookups, random numbers, and gradients that are put into zeros. Inductor has no kernel for them where all
+# readers are fused: each reader's kernel computes them.
 _IN_READERS = frozenset(
     "aten.full aten.scalar_tensor aten.slice_scatter aten.select_scatter aten.constant_pad_nd aten.index aten.gather "
     "aten.embedding prims.iota prims.inductor_lookup_seed prims.inductor_random".split()
@@ -186,9 +186,15 @@ def host_ms(gm: GraphModule, fused: bool) -> float:
         if packet.startswith("aot_hooks.") and not (fused and is_loop(node)):
             waits = packet.endswith("_wait")
             total += 0.0 if waits else COPY_MS if packet.endswith("load_start") else CALL_MS
-        elif not fused or not (_runs_fused(node, fuse_loops=True) or packet in _IN_READERS):
+        elif not fused or not (_runs_fused(node, fuse_loops=True) or _in_readers(node)):
             total += LAUNCH_MS
     return total
+
+
+def _in_readers(node: Node) -> bool:
+    """Whether the kernels of the readers of `node` compute it."""
+    fused = (_runs_fused(n, fuse_loops=True) or str(_packet(n)) in _IN_READERS for n in node.users)
+    return str(_packet(node)) in _IN_READERS and all(fused)
 
 
 def _fused_kernel_count(gm: GraphModule, nodes: Sequence[Node]) -> int:

@@ -119,14 +119,14 @@ def measured_ms(node: Node) -> float | None:
     """Milliseconds of the operator of `node`, a fused attention or its backward, alone on the device of its tensors.
 
     None where it is not measured: another form of attention, such as one of sequences of different lengths, or a
-    backward with dropout, which reads where random numbers came from. In two digits, as a plan should be the same in
+    backward that may have dropout, which reads where random numbers came from (cuDNN's does so on the device). In two
+    digits, as a plan should be the same in
     another process.
     """
     values = (n.meta.get("val") for n in node.all_input_nodes)
     device = next((v.device for v in values if isinstance(v, torch.Tensor) and v.is_cuda), None)
     name = str(getattr(node.target, "overloadpacket", ""))
-    dropout = argument_called("dropout_p", node)
-    unsafe = "backward" in name and "cudnn" not in name and dropout not in (None, 0.0)
+    unsafe = "backward" in name and "cudnn" not in name and argument_called("dropout_p", node) != 0
     if device is None or not name.startswith(_MEASURED) or unsafe or not torch.cuda.is_available():
         return None
     leaves, spec = torch_values.pytree.tree_flatten((node.args, dict(node.kwargs)))

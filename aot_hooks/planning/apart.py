@@ -52,8 +52,8 @@ def ways_apart(
 
     Args:
         peak: bytes that the whole step may take.
-        moments: what is alive beside one of the others if that many calls hold the least.
-        tight_peak: the most that is alive while one of that many calls that hold the least runs.
+        moments: given how many calls hold the least, what is alive beside one of the others.
+        tight_peak: given the same, the bytes of the step while a call that holds the least runs.
 
     Returns few, the fastest first, with numbers that are not near each other: where the program is wrong about one, it
     is about its neighbours.
