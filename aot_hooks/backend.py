@@ -241,7 +241,7 @@ def _compile_graph(
 
     graph, tight_graph = records.Graph(), records.Graph()
     with autograd.covered_hooks(), recording() as seen:
-        twin = aot.twin(gm) if isinstance(rule, Budget) and rule.apart else None
+        twin = aot.twin(gm) if isinstance(rule, Budget) and rule.apart is not None else None
         compiled, tight_run = compiled_with(gm, hooks, graph), None
         if twin is not None and in_steps is not None and setting is not None:
             if (tight := in_steps.tight_rule(given, graph.plans)) is not None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from .solver import solve
 from .step import Apart, Moment, Step, Value
@@ -39,41 +40,61 @@ def is_faster(ratio: float, than: float) -> bool:
     return ratio < (1 - _GAIN) * than
 
 
-def ways_apart(
-    step: Step,
-    tight_ms: float,
-    calls: int,
-    peak: int,
-    moments: Callable[[int], tuple[Moment, ...]],
-    max_error: float,
-    tight_peak: Callable[[int], int] = lambda count: 0,
-) -> tuple[Apart, ...]:
-    """The fastest ways to have some of `calls`, the first ones, hold the least that `step` can, in `tight_ms`.
+@dataclass(frozen=True)
+class Ways:
+    """The ways to have some calls of a graph, the first ones, hold the least that it can, and the others more.
 
-    Args:
+    This is data, a part of the budget that the graph is compiled with and so of cache keys: only a compilation solves.
+
+    Attributes:
+        step: of one call, see `as_data`.
+        tight_ms: the time of a call that holds the least.
+        calls: how many there are.
         peak: bytes that the whole step may take.
-        moments: given how many calls hold the least, what is alive beside one of the others.
-        tight_peak: given the same, the bytes of the step while a call that holds the least runs.
-
-    Returns few, the fastest first, with numbers that are not near each other: where the program is wrong about one, it
-    is about its neighbours.
+        max_error: see `solve`.
+        counts: of calls that hold the least; each with what is alive beside one of the others, and the bytes of the
+            step while a call that holds the least runs.
     """
-    off = _OFF * step.bytes_of(step.live).held
-    ways = []
-    for count in sorted({round(calls * k / _TRIED) for k in range(1, _TRIED)} - {0, calls}):
-        if tight_peak(count) > peak:
-            continue
-        beside, asked = moments(count), peak - off * (calls - count)
-        found = solve(dataclasses.replace(step, moments=beside), peak=asked, max_error=max_error, under=True)
-        if found is None or found.peak_bytes > asked * (1 + _ROUNDING):
-            continue
-        ms = count * tight_ms + (calls - count) * found.ms
-        ratios = round(tight_ms / step.ms, 3), round(ms / (calls * step.ms), 3)  # in keys of caches
-        ways.append(Apart(beside, count, calls, *ratios))
-    taken: list[Apart] = []
-    for way in sorted(ways, key=lambda way: way.ratio):
-        if len(taken) < _WAYS and all(
-            abs(way.tight_calls - other.tight_calls) > calls // _WAYS // 2 for other in taken
-        ):
-            taken.append(way)
-    return tuple(taken)
+
+    step: Step
+    tight_ms: float
+    calls: int
+    peak: int
+    max_error: float
+    counts: tuple[tuple[int, tuple[Moment, ...], int], ...]
+
+    @staticmethod
+    def of(
+        step: Step,
+        tight_ms: float,
+        calls: int,
+        peak: int,
+        max_error: float,
+        moments: Callable[[int], tuple[Moment, ...]],
+        tight_peak: Callable[[int], int] = lambda count: 0,
+    ) -> Ways:
+        """The ways with the rest of `counts` as functions of a count."""
+        tried = sorted({round(calls * k / _TRIED) for k in range(1, _TRIED)} - {0, calls})
+        return Ways(step, tight_ms, calls, peak, max_error, tuple((n, moments(n), tight_peak(n)) for n in tried))
+
+    def fastest(self) -> tuple[Apart, ...]:
+        """Few, the fastest first, with counts that are not near each other: where the program is wrong about one, it is
+        about its neighbours."""
+        off = _OFF * self.step.bytes_of(self.step.live).held
+        ways = []
+        for count, beside, tight_peak in self.counts:
+            if tight_peak > self.peak:
+                continue
+            asked = self.peak - off * (self.calls - count)
+            program = dataclasses.replace(self.step, moments=beside)
+            found = solve(program, peak=asked, max_error=self.max_error, under=True)
+            if found is None or found.peak_bytes > asked * (1 + _ROUNDING):
+                continue
+            ms = (count * self.tight_ms + (self.calls - count) * found.ms) / self.calls
+            ways.append(Apart(beside, count, self.calls, self.tight_ms / self.step.ms, ms / self.step.ms))
+        taken: list[Apart] = []
+        for way in sorted(ways, key=lambda way: way.ratio):
+            apart = all(abs(way.tight_calls - other.tight_calls) > self.calls // _WAYS // 2 for other in taken)
+            if len(taken) < _WAYS and apart:
+                taken.append(way)
+        return tuple(taken)

@@ -12,7 +12,8 @@ import torch
 from ..errors import OptionError
 from ..graphs.saved import SavedTensor
 from ..hook import KEEP, Hook
-from .step import ALONE, Apart, Moment
+from .apart import Ways
+from .step import ALONE, Moment
 
 ALLOWED = ("recompute", "lossless", "offload", "float8", "int8", "int4")
 EXACT = ("recompute", "lossless", "offload")  # of these
@@ -33,7 +34,7 @@ class Budget:
         over: bytes by which a measured step was over `peak`; the plan takes less by that, see measured.py.
         moments: what is alive beside the graph in a step of many compiled calls, see many.py.
         moments_at_least: the same if graphs that are compiled later hold their least; (): as `moments`.
-        apart: ways to have some calls of the graph hold less than others. The first that is faster is taken.
+        apart: ways to have some calls of the graph hold less than others, which are taken if they are faster.
         least: the graph shall hold the least that it can: other calls hold saved tensors, nobody knows yet how many.
         lenient: if nothing stays under the peak, the least is taken, with a warning: a step was planned before, or has
             gathered parameters, whose bytes are an estimate.
@@ -48,7 +49,7 @@ class Budget:
     over: int = 0
     moments: tuple[Moment, ...] = ALONE
     moments_at_least: tuple[Moment, ...] = ()
-    apart: tuple[Apart, ...] = ()
+    apart: Ways | None = None
     least: bool = False
     lenient: bool = False
     around: Callable[[Hook], Hook] | None = None

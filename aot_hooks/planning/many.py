@@ -38,12 +38,12 @@ from ..passes.plan import Plan
 from ..passes.trace import canonical
 from ..torch_private import aot, autograd, dynamo
 from ..torch_private.values import is_traced_value
-from .apart import ways_apart
+from .apart import Ways
 from .budget import Budget
 from .measured import StepCheck, step_check
 from .moments import Event, between, moments_of, shares, tight_peak
 from .recorded import Step, Version
-from .step import ALONE, Apart, Bytes, Moment
+from .step import ALONE, Bytes, Moment
 from .within import UNSEEN, bytes_of
 
 _SMALL = 0.25  # of the budget: calls that hold less together change nothing
@@ -116,13 +116,13 @@ class Graph:
         held = self.least.held if self.least is not None else 0
         return moments_of(self, self.group.traces, of, (tight, held))
 
-    def _apart(self) -> tuple[Apart, ...]:
+    def _apart(self) -> Ways | None:
         if self.program is None or self.least is None or not self.is_nested or aot.cuts_for_ddp():
-            return ()
+            return None
         step, max_error = self.program
         peak = int((1 - UNSEEN) * self.group.peak_bytes)
         beside = functools.partial(self._tight_peak, self.least)
-        return ways_apart(step, step.ms * self.least_ratio, self.calls, peak, self._moments, max_error, beside)
+        return Ways.of(step, step.ms * self.least_ratio, self.calls, peak, max_error, self._moments, beside)
 
     def _tight_peak(self, nbytes: Bytes, count: int) -> int:
         return max(tight_peak(self, trace, lambda graph: graph.share, count, nbytes) for trace in self.group.traces)

@@ -33,7 +33,7 @@ from ..passes.plan import Decision, InStep, Plan
 from ..passes.units import Trace, tracer
 from ..settings.setting import Setting
 from ..torch_private import aot
-from .apart import as_data, is_faster
+from .apart import Ways, as_data, is_faster
 from .budget import EXACT, Budget, fitted
 from .kernels import hold_kernels, join_kernels, multiply_early, split_kernels, unpack_early, write_when_made
 from .options import Graphs, step_of
@@ -107,21 +107,28 @@ def partition_within(
     exact = tuple(name for name in budget.allow if name in EXACT)
     if budget.max_error and exact and exact != budget.allow:  # the search tries few choices, and these are fewer
         ways.append(replace(ways[-1], allow=exact, max_error=0.0))
-    errors: list[BudgetError] = []
+    found, errors = None, []
     for way in ways:
         try:
-            return _or_apart(within(way), budget.apart, lambda apart: within(replace(strict, moments=apart.moments)))
+            found = within(way)
+            break
         except BudgetError as error:
             errors.append(error)
+    found = _or_apart(found, budget.apart, lambda apart: within(replace(strict, moments=apart.moments)))
+    if found is not None:
+        return found
     if budget.lenient:
         return within(budget)
     raise min(errors, key=lambda error: error.least_bytes or math.inf)
 
 
-def _or_apart(found: _Planned, ways: Sequence[Apart], planned: Callable[[Apart], _Planned]) -> _Planned:
-    """`found`, or what is `planned` for those calls of the graph that don't hold the least, if all are faster so."""
-    ratio = found[2].step_ratio
-    for apart in (way for way in ways if is_faster(way.ratio, ratio)):
+def _or_apart(found: _Planned | None, ways: Ways | None, planned: Callable[[Apart], _Planned]) -> _Planned | None:
+    """`found`, the plan of calls that are alike, if any fits; or what is `planned` for those calls of the graph that
+    don't hold the least, if all are faster so."""
+    ratio = math.inf if found is None else found[2].step_ratio
+    if ways is None or not is_faster(1.0, ratio):
+        return found
+    for apart in (way for way in ways.fastest() if is_faster(way.ratio, ratio)):
         with contextlib.suppress(BudgetError):
             fw, bw, plan = planned(apart)
             if plan.in_step is not None and is_faster(apart.ratio_with(plan.step_ratio), ratio):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import itertools
+import types
 from collections import Counter
 from typing import Any
 
@@ -20,7 +21,7 @@ from aot_hooks.errors import BudgetError
 from aot_hooks.passes.live_bytes import LivePoint
 from aot_hooks.passes.plan import InStep, Plan
 from aot_hooks.planning import apart, many, within
-from aot_hooks.planning.apart import ways_apart
+from aot_hooks.planning.apart import Ways
 from aot_hooks.planning.moments import Event, moments_of, tight_peak
 from aot_hooks.planning.recorded import Step, Version
 from aot_hooks.planning.step import RECOMPUTE, Apart, Bytes, Option, Value
@@ -132,15 +133,19 @@ def test_an_exception_between_calls_leaves_nothing(x, ran):
     assert ran.count("tight") == plan.in_step.tight_calls
 
 
-def test_a_warm_start_takes_both_versions(x, tmp_path, monkeypatch):
+def test_a_warm_start_takes_both_versions_and_solves_nothing(x, tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    _, expected, _ = planned(x)
-    aot_hooks.reset()
-    torch._dynamo.reset()
-    before = torch._dynamo.utils.counters["aot_autograd"]["autograd_cache_miss"]
-    model, *_ = planned(x)
-    assert torch._dynamo.utils.counters["aot_autograd"]["autograd_cache_miss"] == before
-    assert_equal(train(model, x), expected)
+    counters = torch._dynamo.utils.counters["aot_autograd"]
+    with torch._functorch.config.patch(bundled_autograd_cache=True):
+        _, expected, _ = planned(x)
+        missed = counters["autograd_cache_miss"]
+        assert missed
+        aot_hooks.reset()
+        torch._dynamo.reset()
+        monkeypatch.delattr(apart, "solve")
+        model, *_ = planned(x)
+        assert counters["autograd_cache_miss"] == missed
+        assert_equal(train(model, x), expected)
     (plan,) = aot_hooks.last_plans(model)
     assert plan.in_step.tight_calls > 0
 
@@ -196,7 +201,7 @@ def test_as_many_calls_hold_the_least_as_make_the_step_fastest(monkeypatch):
     trace = [Event(phase, "g", {"g": i}) for phase in ("forward", "backward") for i in range(6)]
 
     def best(mib: int) -> tuple[int, float]:
-        found, *_ = ways_apart(step, 5.0, 6, mib << 20, functools.partial(_beside, trace), 0.0) or [None]
+        found, *_ = Ways.of(step, 5.0, 6, mib << 20, 0.0, functools.partial(_beside, trace)).fastest() or [None]
         return (0, 0.0) if found is None else (found.tight_calls, round(24 * found.ratio))
 
     counts = [best(mib) for mib in (60, 59, 45, 30, 20, 10, 9)]
@@ -291,13 +296,18 @@ def test_calls_are_apart_if_their_graphs_are_faster_so_not_if_the_program_says_i
             raise BudgetError("it does not fit")
         return plan(ratio)
 
-    def tight(ratio: float, ways: Any = ways) -> int:
-        return within._or_apart(plan(ratio), ways, planned)[2].in_step.tight_calls
+    def tight(ratio: float | None, ways: Any = ways) -> int:
+        asked.clear()
+        alike = None if ratio is None else plan(ratio)
+        found = within._or_apart(alike, types.SimpleNamespace(fastest=lambda: ways), planned)
+        return -1 if found is None else found[2].in_step.tight_calls
 
     assert tight(1.2) == 3 and asked == [1, 2, 3]
-    asked.clear()
     assert tight(1.055) == 0 and asked == [1]  # the others gain less than a hundredth
     assert tight(1.2, ways=()) == 0
+    assert tight(1.005, ways=None) == 0  # nothing is solved: none can be faster enough
+    assert tight(None) == 2 and tight(None, ways[:1]) == -1  # none that are alike fit
+    assert within._or_apart(plan(1.2), None, planned)[2].in_step.tight_calls == 0
 
 
 def test_calls_apart_without_a_version_that_holds_the_least_are_refused():
@@ -314,7 +324,7 @@ def test_ways_to_plan_apart_are_not_near_each_other():
     size, again = 10 << 20, Option(RECOMPUTE, ms=1.0)
     step = PlannedStep((size,) * 4, (Value(("v",), size, 1, 2, begin=2, options=(again,)),), (4.0,), forward_count=2)
     trace = [Event(phase, "g", {"g": i}) for phase in ("forward", "backward") for i in range(16)]
-    ways = ways_apart(step, 5.0, 16, 200 << 20, functools.partial(_beside, trace), 0.0)
+    ways = Ways.of(step, 5.0, 16, 200 << 20, 0.0, functools.partial(_beside, trace)).fastest()
     counts = [way.tight_calls for way in ways]
     assert len(counts) == 3 and all(b - a > 2 for a, b in itertools.pairwise(counts))
     assert [way.ratio for way in ways] == sorted(way.ratio for way in ways)
