@@ -31,7 +31,9 @@ from .nodes import has_tag, input_storages, is_view, output_storages, storage_by
 SPLIT = "aot_hooks_split"  # in the `meta` of nodes that are not in the kernel of those before them
 _MOST_JOINED = 8  # max_complex_pointwise_cat_inputs
 _MOST_READ = 4  # torch._inductor.config.realize_reads_threshold
+_LONG_ROW = 1024  # torch._inductor.config.padding_stride_threshold
 _FAR = 8  # products between a product and the sum that it is added to: more than a layer's gradients have
+_CONSTANTS = ("aten.full.default", "aten.scalar_tensor.default", "prims.iota.default")
 # operators of library/loops, which Inductor fuses like pointwise ones on NVIDIA GPUs
 _LOOPS = ("aot_hooks.to_float8", "aot_hooks.from_float8", "aot_hooks.to_int8", "aot_hooks.from_int8")
 
@@ -69,6 +71,15 @@ def reduces(node: Node) -> bool:
 def _finds_scales(node: Node) -> bool:
     """Whether `node` reduces rows for a hook. Then a kernel that reads these rows too is the same kernel."""
     return node.op == "call_function" and str(node.target).startswith("aot_hooks.amax_")
+
+
+def _pads_rows(node: Node) -> bool:
+    """Whether Inductor makes rows of the result longer, so that each begins at a multiple of 128 bytes."""
+    value = node.meta["val"]
+    if not (fuses(node) or reduces(node) or is_loop(node)) or value.device.type != "cuda":
+        return False
+    align = max(1, 128 // value.element_size())
+    return any(isinstance(n, int) and n > _LONG_ROW and n % align for n in value.stride())
 
 
 def is_loop(node: Node) -> bool:
@@ -225,8 +236,11 @@ class Kernels:
         """Storages that are written over others, by Inductor's rules: each with the one whose memory it takes.
 
         A kernel takes over the memory of one storage at most, with as many bytes and of the same dtype. It reads that
-        storage last, and by no node but the one that writes there. `first` and `last` are those of `lifetimes`.
+        storage last, and by no node but the one that writes there. Rows that Inductor pads in its own kernels don't fit
+        into the memory of others; user's outputs have none, which does not count here. `first` and `last` are those of
+        `lifetimes`.
         """
+        padded = {key for key, (_, _, node) in first.items() if _pads_rows(node)}
         found: dict[Any, Any] = {}
         used: set[int] = set()
         made = {node: key for key, (_, _, node) in first.items() if node.op != "placeholder"}
@@ -242,7 +256,7 @@ class Kernels:
                 if s not in first or s == key or readers[position, s] > 1:
                     continue
                 same = first[s][1] == nbytes and first[s][2].meta["val"].dtype == node.meta["val"].dtype
-                if same and last[s] == position > first[s][0]:
+                if same and (s in padded) == (key in padded) and last[s] == position > first[s][0]:
                     found[key] = s
                     used.add(position)
                     break
@@ -287,12 +301,13 @@ def _is_addmm(node: Node, product: Node, other: Node) -> bool:
 def written_storages(nodes: Sequence[Node], *, fuse_loops: bool = False) -> set[Any]:
     """The storages that unfused operators make or read, and None if one makes a tuple. A fusing compiler writes them.
 
-    What a reduction reads is computed in its kernel, so it alone is no reason to write that. What has several readers
-    and reads more than `_MOST_READ` storages itself is written, as Inductor does it.
+    Constants are computed where they are read, but for an unfused operator. What a reduction reads is computed in its
+    kernel, so it alone is no reason to write that. What has several readers and reads more than `_MOST_READ` storages
+    itself is written, as Inductor does it.
     `fuse_loops`: the operators of library/loops are fused, as Inductor compiles them.
     """
     late = late_products(nodes)
-    kernels = [node for node in nodes if not fuses(node) and node.op != "output"]
+    kernels = [node for node in nodes if not fuses(node) and node.op != "output" and str(node.target) not in _CONSTANTS]
     if fuse_loops:
         kernels = [node for node in kernels if not is_loop(node)]
     kernels = [node for node in kernels if node not in late] + [*late.values()]

@@ -16,8 +16,11 @@ SUPPORT = Path(__file__).resolve().parents[1] / "support"
 
 @pytest.mark.skipif(torch.version.cuda is not None, reason="a CUDA build asks the driver, tests with a GPU measure it")
 @pytest.mark.slow
-@pytest.mark.parametrize(("model", "shares"), [("blocks", [0.9, 0.75, 0.65, 0.6]), ("tied", [1.0, 0.8])])
-def test_the_code_holds_and_launches_what_was_planned(model, shares):
+@pytest.mark.parametrize(
+    ("model", "shares", "counted_least"),
+    [("blocks", [0.9, 0.75, 0.65, 0.6], 1.0), ("tied", [1.0, 0.8], 1.0), ("odd", [1.0, 0.8], 0.9)],
+)
+def test_the_code_holds_and_launches_what_was_planned(model, shares, counted_least):
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(SUPPORT.parents[1]), str(SUPPORT)])}
     run = subprocess.run(
         [sys.executable, str(SUPPORT / "code_peak.py"), model, *map(str, shares)],
@@ -31,4 +34,4 @@ def test_the_code_holds_and_launches_what_was_planned(model, shares):
     assert [phase for _, phase, *_ in rows] == ["forward", "backward"] * len(shares)
     for share, phase, of_code, planned, launched, counted in rows:
         assert 0.99 * planned <= of_code <= 1.001 * planned, (share, phase)
-        assert launched <= counted <= 1.2 * launched, (share, phase)
+        assert counted_least * launched <= counted <= 1.2 * launched, (share, phase)
