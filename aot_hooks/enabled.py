@@ -21,7 +21,7 @@ from typing import Any
 from torch.fx import GraphModule
 
 from .backend import compile_for
-from .errors import OptionError, UnusedWarning, warn_user
+from .errors import OptionError, UnusedWarning, names_arguments, warn_user
 from .identity.memo import Memo
 from .options import Options, with_arguments
 from .passes.plan import Plan
@@ -40,6 +40,7 @@ _borrows: Memo[bool] = Memo()  # wrappers of functions for which Dynamo runs gra
 
 
 @dynamo.outermost_runs_in_python
+@names_arguments
 def enable(policy: Any = None, *, scope: str | None = None, options: Mapping[str, Any] | None = None) -> Enabled:
     """Compile by this package what `torch.compile` gives to torch's own backend "inductor".
 

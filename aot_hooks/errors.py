@@ -8,6 +8,7 @@ begins with ours.
 from __future__ import annotations
 
 import difflib
+import functools
 import inspect
 import os
 import sys
@@ -15,7 +16,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from types import FrameType
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
@@ -67,6 +68,8 @@ class BudgetWarning(UserWarning):
 
 
 _Error = TypeVar("_Error", bound=AotHooksError)
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
 
 
 class CacheWarning(UserWarning):
@@ -97,14 +100,28 @@ def bind(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[st
     try:
         return signature.bind(*args, **kwargs)
     except TypeError as e:
-        name = getattr(function, "__name__", repr(function))
+        name = getattr(function, "__qualname__", repr(function)).removesuffix(".__init__")
         wrong = next((k for k in kwargs if k not in signature.parameters), None)
         hint = "." if wrong is None else did_you_mean(wrong, signature.parameters) or "."
         problem = f"{e}{hint}" if wrong is None else f"no argument {wrong!r}{hint}"
         required = inspect.Parameter.empty
-        parameters = signature.parameters.values()
+        parameters = [p for p in signature.parameters.values() if p.name != "self"]
         shown = ", ".join(p.name if p.default is required else f"{p.name}={p.default!r}" for p in parameters)
         raise OptionError(f"{name}: {problem} Expected {name}({shown})") from None
+
+
+def names_arguments(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
+    """`function` with the error of `bind`, in place of Python's, for arguments that it does not take."""
+
+    @functools.wraps(function)
+    def call(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
+        try:
+            return function(*args, **kwargs)
+        except TypeError:
+            bind(function, args, kwargs)
+            raise
+
+    return call
 
 
 # weakref runs finalizers of this package; the others are code that torch or Python generates. A user's code may have a

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
-from .errors import OptionError
+from .errors import OptionError, names_arguments
 from .graphs.saved import SavedTensor
 from .hook import KEEP, Hook
 from .settings.operators import operator_key, same_operator
@@ -39,11 +39,13 @@ __all__ = [
 Rule: TypeAlias = Hook | Policy
 
 
+@names_arguments
 def everything(hook: Rule) -> Policy:
     """`hook` for every tensor in scope."""
     return _Policy((_rule("everything", hook),))
 
 
+@names_arguments
 def larger_than(nbytes: int, hook: Rule) -> Policy:
     """`hook` for tensors whose storage has more than `nbytes` bytes.
 
@@ -59,6 +61,7 @@ def larger_than(nbytes: int, hook: Rule) -> Policy:
     return _LargerThan(rules, nbytes)
 
 
+@names_arguments
 def only_these_ops(hooks: Mapping[Any, Rule]) -> Policy:
     """A hook by the operator that made the tensor, looking through views.
 
@@ -73,6 +76,7 @@ def only_these_ops(hooks: Mapping[Any, Rule]) -> Policy:
     return _by_key("only_these_ops", hooks)
 
 
+@names_arguments
 def only_these_modules(hooks: Mapping[str, Rule]) -> Policy:
     """A hook by the module that the tensor was made in.
 
@@ -84,11 +88,13 @@ def only_these_modules(hooks: Mapping[str, Rule]) -> Policy:
     return _by_key("only_these_modules", hooks)
 
 
+@names_arguments
 def only_these_names(hooks: Mapping[str, Rule]) -> Policy:
     """A hook by the name that `aot_hooks.checkpoint_name(x, name)` set on the tensor, or on the base of the view."""
     return _by_key("only_these_names", hooks)
 
 
+@names_arguments
 def only_these_dtypes(hooks: Mapping[torch.dtype, Rule]) -> Policy:
     """A hook by dtype: `{torch.float32: hook}`."""
     return _by_key("only_these_dtypes", hooks)

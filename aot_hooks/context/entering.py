@@ -11,7 +11,7 @@ import torch
 
 from .. import unused
 from ..eager.packing import has_pending, pack_pending, unpack_eager
-from ..errors import OptionError
+from ..errors import OptionError, names_arguments
 from ..hook import Hook
 from ..settings.setting import Policy, Setting, uncalled_factory
 from ..torch_private import autograd, dynamo
@@ -30,11 +30,11 @@ class _Context(contextlib.ContextDecorator):
     take itself for traced.
     """
 
+    pack: Any  # may be a hook or policy, without `unpack`
+    unpack: Any
+    scope: str | None
+    open_regions: list[Any]  # entered in a compiled function, innermost last
     note: Callable[[Any], None]  # notes the region that Dynamo enters, from its compile-time context
-
-    def __init__(self, pack: Any, unpack: Any = None, *, scope: str | None = None) -> None:
-        self.pack, self.unpack, self.scope = pack, unpack, scope  # `pack` may be a hook or policy, without `unpack`
-        self.open_regions: list[Any] = []  # entered in a compiled function, innermost last
 
     @functools.cached_property
     def setting(self) -> Setting:
@@ -110,6 +110,10 @@ class saved_tensors_hooks(_Context):
             compiled call if the values that the hooks read have changed since the context around it was entered.
     """
 
+    @names_arguments
+    def __init__(self, pack: Any, unpack: Any = None, *, scope: str | None = None) -> None:
+        self.pack, self.unpack, self.scope, self.open_regions = pack, unpack, scope, []
+
     def _recreate_cm(self) -> saved_tensors_hooks:
         # at each call of a decorated function: Dynamo before 2.15 enters only contexts made in the function it traces
         return saved_tensors_hooks(self.pack, self.unpack, scope=self.scope)
@@ -129,8 +133,9 @@ class saved_tensors_policy(_Context):
     Else as `saved_tensors_hooks`.
     """
 
+    @names_arguments
     def __init__(self, policy: Policy | Hook, *, scope: str | None = None) -> None:
-        super().__init__(policy, scope=scope)
+        self.pack, self.unpack, self.scope, self.open_regions = policy, None, scope, []
 
     def _recreate_cm(self) -> saved_tensors_policy:
         return saved_tensors_policy(self.pack, scope=self.scope)

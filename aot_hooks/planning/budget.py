@@ -9,7 +9,7 @@ from typing import Any, ClassVar, cast
 
 import torch
 
-from ..errors import OptionError
+from ..errors import OptionError, names_arguments
 from ..graphs.saved import SavedTensor
 from ..hook import KEEP, Hook
 from .apart import Ways
@@ -76,6 +76,7 @@ class Budget:
         return f"budget({', '.join(arguments)})"
 
 
+@names_arguments
 def budget(
     peak: int | str | None = None,
     *,

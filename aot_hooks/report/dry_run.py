@@ -11,7 +11,7 @@ graphs raises.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -64,7 +64,7 @@ def saved_tensors(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Sa
 def plans_of(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], **overrides: Any) -> list[Plan]:
     """A plan for each graph with a backward; `overrides` come before the options of `fn`."""
     fn, own_options, dynamic = taken_apart("aot_hooks.plan", fn)
-    _check_keywords(fn, kwargs, overrides)
+    check_keywords("aot_hooks.plan", fn, kwargs, overrides)
     options = Options.parse(own_options | {name: value for name, value in overrides.items() if value is not None})
     plans: list[Plan] = []
     reachable = reachable_values(fn)
@@ -111,8 +111,8 @@ def plans_of(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
     return plans
 
 
-def _check_keywords(fn: Callable[..., Any], kwargs: dict[str, Any], overrides: dict[str, Any]) -> None:
-    """Raises `OptionError` for a keyword that is neither ours nor one of `fn`."""
+def check_keywords(caller: str, fn: Callable[..., Any], kwargs: dict[str, Any], own: Iterable[str]) -> None:
+    """Raises `OptionError` for a keyword that is neither one of `fn` nor our `own`."""
     try:
         parameters = signature_of(fn).parameters
     except (TypeError, ValueError):  # a function of C
@@ -120,8 +120,8 @@ def _check_keywords(fn: Callable[..., Any], kwargs: dict[str, Any], overrides: d
     wrong = [name for name in kwargs if name not in parameters]
     if wrong and not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         name = getattr(fn, "__name__", type(fn).__name__)
-        valid = [*overrides, *parameters]
+        valid = [*own, *parameters]
         raise OptionError(
-            f"aot_hooks.plan: no argument {wrong[0]!r}{did_you_mean(wrong[0], valid) or ';'} its own are "
-            f"{', '.join(overrides)}; others go to {name}({', '.join(parameters)})"
+            f"{caller}: no argument {wrong[0]!r}{did_you_mean(wrong[0], valid) or ';'} its own are "
+            f"{', '.join(own)}; others go to {name}({', '.join(parameters)})"
         )

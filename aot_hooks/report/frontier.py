@@ -20,7 +20,8 @@ from ..errors import BudgetError, OptionError, error_behind
 from ..hook import KEEP
 from ..passes.plan import Plan
 from ..planning.budget import ALLOWED, Budget, budget
-from .dry_run import plan
+from .dry_run import check_keywords, plan
+from .trial import taken_apart
 
 _POINTS = 8
 
@@ -101,6 +102,9 @@ def frontier(
 
     Raises as `plan` and `budget` do.
     """
+
+    inside, _, _ = taken_apart("aot_hooks.frontier", fn)
+    check_keywords("aot_hooks.frontier", inside, kwargs, ("allow", "max_error", "scope", "inner"))
 
     def plan_with(policy: Any) -> Plan:
         return plan(fn, *args, policy=policy, scope=scope, inner=inner, **kwargs)

@@ -16,6 +16,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, TextIO
 
+from ..errors import OptionError
 from ..hook import KEEP
 from ..offloading.schedule import Transfer
 from ..passes.live_bytes import LivePoint
@@ -117,8 +118,15 @@ def format_report(
         plan: a result of `aot_hooks.plan`, or of `aot_hooks.last_plans(compiled)`, which predicts no live bytes.
         measured_peak_bytes: the allocator's peak in forward and backward, over the bytes before the step.
         measured_optimizer_bytes: likewise during the optimizer's step.
+
+    Raises:
+        OptionError: `plan` is something else.
     """
-    plan = plan if isinstance(plan, Plan) else joined(plan)
+    if not isinstance(plan, Plan):
+        given: Any = plan
+        if not isinstance(given, list | tuple) or not all(isinstance(p, Plan) for p in given):
+            raise OptionError(f"format_report: expected a Plan, or a list of them as of last_plans, got {plan!r}")
+        plan = joined(plan)
     if not plan.decisions:
         return (
             "nothing is saved for backward, because no graph was compiled that has one. What may be the case:\n"
