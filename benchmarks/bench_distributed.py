@@ -78,13 +78,14 @@ def prepared(row: str, parallel: str, stack: Stack, mesh: DeviceMesh, inner: str
         if row == "checkpointing":
             raise ValueError("DDP compiles the whole model; measure checkpointing under fsdp or tp")
         return torch.compile(nn.parallel.DistributedDataParallel(stack), **how)
-    if one_graph:  # of a rank alone: what a single plan sends
+    if parallel == "tp":
+        columns, rows = ("attention.q", "attention.k", "attention.v", "w1", "w3"), ("attention.out", "w2")
+        plan = {name: ColwiseParallel() for name in columns} | {name: RowwiseParallel() for name in rows}
+        for block in stack.blocks:
+            parallelize_module(block, mesh, plan)
+    if one_graph:  # the layers of a rank: what a single plan sends
         return torch.compile(stack, **how)
     for block in stack.blocks:
-        if parallel == "tp":
-            columns, rows = ("attention.q", "attention.k", "attention.v", "w1", "w3"), ("attention.out", "w2")
-            plan = {name: ColwiseParallel() for name in columns} | {name: RowwiseParallel() for name in rows}
-            parallelize_module(block, mesh, plan)
         block.compile(**how)
         if parallel == "fsdp":
             fully_shard(block, mesh=mesh)
