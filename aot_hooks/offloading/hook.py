@@ -223,7 +223,8 @@ def _partial_blocks(then: Hook, saved: Any) -> str | None:
     """Why `then` must not pack `saved` before it is sent.
 
     Gradients of a ViT, with rows of 64 and 1025, were NaN on an H200 with `offload(then=int8(128, power_of_two=True))`,
-    and right with that hook alone. The cause is not known, so no such rows are packed and sent.
+    and right with that hook alone: torch 2.11 read their scales with the wrong strides. Graphs that send have no padded
+    rows any more. Until that has run on a GPU, no such rows are packed and sent.
     """
     block = getattr(then.pack, "block", None) if getattr(then.pack, "bits", None) == 8 else None
     length = saved.shape[-1] if saved.shape else 1

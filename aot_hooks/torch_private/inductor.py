@@ -132,7 +132,10 @@ def compile_with_hooks(
         compiling()
         # torch's key has a graph's attributes, but not its nodes' meta, where our marks for fusion are
         vars(graph)["_aot_hooks_marks"] = marks_of(graph)
-        with handler(choices()), packed_asm_in_force():
+        # Inductor 2.11 reads scales that are sent with padded strides, of memory without: they were wrong, or NaN
+        unpadded = any(str(node.target).startswith("aot_hooks.offload_") for node in graph.graph.nodes)
+        config = need("torch._inductor.config").patch({"comprehensive_padding": False} if unpadded else {})
+        with handler(choices()), packed_asm_in_force(), config:
             return inner(graph, *args, **kwargs)
 
     # a buffer that waits for its reuse stays alive: the backward of a transformer block held 0.4 GiB

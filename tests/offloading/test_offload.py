@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import math
 from dataclasses import replace
 from typing import Any
@@ -117,6 +118,26 @@ def test_small_parts_of_what_another_hook_makes_stay() -> None:
     (plan,) = aot_hooks.last_plans(fn)
     assert {t.nbytes for t in plan.transfers} == {64 * 64}  # the codes, not the scales
     assert plan.packed_bytes % (64 * 4) == 0 and plan.packed_bytes > 0
+
+
+@pytest.mark.slow
+def test_a_graph_that_sends_has_no_padded_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inductor 2.11 reads views with padded strides of memory that has none."""
+    compile_fx = importlib.import_module("torch._inductor.compile_fx")
+    inner, seen = compile_fx.compile_fx_inner, []
+
+    def compiled_inner(gm: torch.fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
+        sends = any("offload_start" in str(node.target) for node in gm.graph.nodes)
+        seen.append((sends, torch._inductor.config.comprehensive_padding))
+        return inner(gm, *args, **kwargs)
+
+    monkeypatch.setattr(compile_fx, "compile_fx_inner", compiled_inner)
+    before = torch._inductor.config.comprehensive_padding
+    options = {"policy": aot_hooks.offload(0, max_stall_ms=math.inf)}
+    model, x = stack(), torch.randn(8, 16, requires_grad=True)
+    torch.compile(model, backend="aot_hooks", options=options)(x).sum().backward()
+    assert (True, False) in seen and (False, before) in seen
+    assert torch._inductor.config.comprehensive_padding == before
 
 
 @pytest.mark.parametrize(
