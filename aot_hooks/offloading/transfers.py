@@ -212,7 +212,5 @@ reload_wait = define(
     lambda ticket, host, device: claim(ticket),
     lambda ticket, host, device: torch.empty(host.shape, dtype=host.dtype, device=device),
 )
-lower_to_call(offload_start, keeps_tensors=True)
-lower_to_call(offload_wait)
 lower_to_call(reload_wait, returns_aligned=True)
 COPIES = (offload_start, offload_wait, reload_start, reload_wait)

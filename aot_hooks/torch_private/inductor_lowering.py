@@ -20,8 +20,8 @@ from .symbols import needing
 
 SYMBOLS: Symbols = {
     "kernels that pack without holding memory": "torch._inductor.virtualized.V",
-    "copies of offload in kernels' memory": "torch._inductor.ir.ExternKernel "
-    "torch._inductor.lowering.register_lowering .fallback_handler torch._inductor.virtualized.V",
+    "copies of offload in kernels' memory": "torch._inductor.lowering.register_lowering .fallback_handler "
+    "torch._inductor.virtualized.V",
     "operators that Inductor compiles as one loop": "torch._inductor.codegen.triton.TritonOverrides "
     "torch._inductor.ir.Pointwise .TensorBox torch._inductor.lowering.register_lowering .fallback_handler .lowerings "
     "torch._inductor.virtualized.ops",
@@ -29,7 +29,6 @@ SYMBOLS: Symbols = {
 PROTOCOLS: Protocols = {
     "copies of offload in kernels' memory": {
         "torch._inductor.graph.GraphLowering": "unaligned_buffers never_reuse_buffers",
-        "torch._inductor.ir.ExternKernel": "realize_input",
         "torch._inductor.ir.TensorBox": "get_name",
     },
     "operators that Inductor compiles as one loop": {
@@ -75,8 +74,8 @@ def lower_to_call(op: Any, *, returns_aligned: bool = False, keeps_tensors: bool
     Args:
         returns_aligned: all results start at multiples of ALIGNMENT. Kernels that read them load 16 bytes at once.
             Inductor assumes that they do not, because `op` reads a tensor on a CPU, whose address it knows nothing of.
-        keeps_tensors: the first argument of `op`, a tensor or a list, is read after it has returned. Inductor must not
-            have a later kernel write its result over it, nor over a copy that is made for the call alone.
+        keeps_tensors: the first argument of `op` is a list of tensors that are read after it has returned. Inductor
+            must not have a later kernel write its result over one of them.
 
     Goes when torch has a public API for both.
     """
@@ -162,16 +161,13 @@ def register_operators() -> None:
 
 def _call(op: Any, returns_aligned: bool, keeps_tensors: bool) -> Callable[..., Any]:
     call, graph = need("torch._inductor.lowering.fallback_handler")(op), need("torch._inductor.virtualized.V")
-    realized = need("torch._inductor.ir.ExternKernel").realize_input
 
     def lower(*args: Any) -> Any:
-        if keeps_tensors:
-            kept = [realized(x) for x in (args[0] if isinstance(args[0], list | tuple) else [args[0]])]
-            graph.graph.never_reuse_buffers.update(x.get_name() for x in kept)
-            args = (kept if isinstance(args[0], list | tuple) else kept[0], *args[1:])
         results = call(*args)
         for result in (results if isinstance(results, list | tuple) else [results]) if returns_aligned else ():
             graph.graph.unaligned_buffers.discard(result.get_name())
+        for tensor in args[0] if keeps_tensors else ():
+            graph.graph.never_reuse_buffers.add(tensor.get_name())
         return results
 
     return lower
