@@ -236,11 +236,11 @@ class Kernels:
         """Storages that are written over others, by Inductor's rules: each with the one whose memory it takes.
 
         A kernel takes over the memory of one storage at most, with as many bytes and of the same dtype. It reads that
-        storage last, and by no node but the one that writes there. Rows that Inductor pads in its own kernels don't fit
-        into the memory of others; user's outputs have none, which does not count here. `first` and `last` are those of
-        `lifetimes`.
+        storage last, and by no node but the one that writes there. Padded rows take over memory of the same strides
+        only. Inductor pads no outputs of the program; here they count as padded too, which is safe. `first` and `last`
+        are those of `lifetimes`.
         """
-        padded = {key for key, (_, _, node) in first.items() if _pads_rows(node)}
+        padded = {key: node.meta["val"].stride() for key, (_, _, node) in first.items() if _pads_rows(node)}
         found: dict[Any, Any] = {}
         used: set[int] = set()
         made = {node: key for key, (_, _, node) in first.items() if node.op != "placeholder"}
@@ -256,7 +256,7 @@ class Kernels:
                 if s not in first or s == key or readers[position, s] > 1:
                     continue
                 same = first[s][1] == nbytes and first[s][2].meta["val"].dtype == node.meta["val"].dtype
-                if same and (s in padded) == (key in padded) and last[s] == position > first[s][0]:
+                if same and padded.get(s) == padded.get(key) and last[s] == position > first[s][0]:
                     found[key] = s
                     used.add(position)
                     break

@@ -162,10 +162,10 @@ def _hooked(
             programs = [(program, asked + limits.peak - found.peak)]
             continue
         if used == 0:
-            less = max(
-                1.05 * (found.peak - limits.peak), (attempt + 1) * _LESS * limits.peak
-            )  # for as little, the same
-            programs[0] = (step, asked - (less if found.peak > limits.peak else 0))
+            over = found.peak - limits.peak
+            # a program that is asked for a few bytes less gives the same plan again
+            less = max(1.05 * over, (attempt + 1) * _LESS * limits.peak) if over > 0 else 0
+            programs[0] = (step, asked - less)
         off = _off(found.live, step.nodes, solution.live)
         corrected = dataclasses.replace(program, live=tuple(map(operator.add, program.live, off)))
         programs[1:] = [(corrected, limits.peak * (1 - (attempt + 1) * _LESS))]

@@ -123,8 +123,13 @@ def partition_within(
 
 
 def _or_apart(found: _Planned | None, ways: Ways | None, planned: Callable[[Apart], _Planned]) -> _Planned | None:
-    """`found`, the plan of calls that are alike, if any fits; or what is `planned` for those calls of the graph that
-    don't hold the least, if all are faster so."""
+    """The plan to take: `found`, or a faster one with some calls of the graph at their least.
+
+    Args:
+        found: the plan with equal calls; None if none fits.
+        ways: how many calls may hold the least, with the time that the program predicts.
+        planned: makes the plan of the other calls for one of `ways`. Raises `BudgetError` if none fits.
+    """
     ratio = math.inf if found is None else found[2].step_ratio
     if ways is None or not is_faster(1.0, ratio):
         return found
