@@ -216,23 +216,7 @@ class _Declines:
             return f"offload has no copies beside the compute for device {saved.device}"
         if saved.nbytes < self.min_bytes:
             return f"smaller than min_bytes={self.min_bytes}"
-        return self.then.why_not(saved) or _partial_blocks(self.then, saved) if self.then is not None else None
-
-
-def _partial_blocks(then: Hook, saved: Any) -> str | None:
-    """Why `then` must not pack `saved` before it is sent.
-
-    Gradients of a ViT, with rows of 64 and 1025, were NaN on an H200 with `offload(then=int8(128, power_of_two=True))`,
-    and right with that hook alone: torch 2.11 read their scales with the wrong strides. Graphs that send have no padded
-    rows any more. Until that has run on a GPU, no such rows are packed and sent.
-    """
-    block = getattr(then.pack, "block", None) if getattr(then.pack, "bits", None) == 8 else None
-    length = saved.shape[-1] if saved.shape else 1
-    if block is None or saved.device.type != "cuda" or (isinstance(length, int) and length % block == 0):
-        return None
-    return (
-        f"rows of {length} are no whole blocks of {block}, and {then.name} of such rows is not sent from CUDA devices"
-    )
+        return None if self.then is None else self.then.why_not(saved)
 
 
 @interned

@@ -140,20 +140,6 @@ def test_a_graph_that_sends_has_no_padded_rows(monkeypatch: pytest.MonkeyPatch) 
     assert torch._inductor.config.comprehensive_padding == before
 
 
-@pytest.mark.parametrize(
-    ("device", "length", "declined"),
-    [("cuda", 1025, True), ("cuda", 64, True), ("cuda", 256, False), ("cpu", 1025, False)],
-)
-def test_int8_of_rows_that_are_no_whole_blocks_is_not_sent_from_cuda(device: str, length: int, declined: bool) -> None:
-    """Gradients were NaN there, see hook.py."""
-    saved, *_ = aot_hooks.saved_tensors(lambda x: x * x.sin(), torch.randn(8, 1 << 16, requires_grad=True))
-    saved = dataclasses.replace(saved, device=torch.device(device), shape=(8, length))
-    why = aot_hooks.offload(then=aot_hooks.int8(128, power_of_two=True)).why_not(saved)
-    assert (why is not None and "no whole blocks of 128" in why) is declined
-    assert aot_hooks.offload(then=aot_hooks.int4()).why_not(saved) is None
-    assert aot_hooks.offload(then=aot_hooks.float8()).why_not(saved) is None
-
-
 def test_min_bytes() -> None:
     model, x = stack(2), torch.randn(8, 16, requires_grad=True)
     fn = compiled(model)

@@ -53,6 +53,32 @@ def gradients(fn: Any, model: torch.nn.Module, x: torch.Tensor, hook: Any) -> li
     return [p.grad.clone() for p in model.parameters()]
 
 
+def test_packed_rows_that_are_no_whole_blocks_are_sent_as_they_are() -> None:
+    """The scores of attention over 1025 tokens, as in a ViT. Padded, their scales came back wrong, or NaN."""
+    torch.manual_seed(0)
+    tokens, heads, width = 1025, 4, 256
+    layers = [torch.nn.Linear(width, 3 * width), torch.nn.Linear(width, width)]
+    model = torch.nn.ModuleList(layers).cuda().to(torch.bfloat16)
+
+    def attend(x: torch.Tensor) -> torch.Tensor:
+        qkv = model[0](x).unflatten(-1, (3, heads, -1)).permute(2, 0, 3, 1, 4)
+        scores = torch.softmax((qkv[0] @ qkv[1].mT).float(), -1).to(x.dtype)
+        return x + model[1]((scores @ qkv[2]).transpose(1, 2).flatten(2))
+
+    x = torch.randn(4, tokens, width, device="cuda", dtype=torch.bfloat16)
+    int8 = aot_hooks.int8(128, power_of_two=True)
+    found = []
+    for hook in (None, int8, aot_hooks.offload(then=int8, max_stall_ms=math.inf)):
+        torch._dynamo.reset()
+        fn = torch.compile(lambda x: attend(attend(x)), backend="aot_hooks")
+        found.append(torch.cat([g.flatten() for g in gradients(fn, model, x, hook)]).double())
+    exact, packed, sent = found
+    assert aot_hooks.offload_stats()["sent_bytes"] > 0
+    assert packed.isfinite().all() and sent.isfinite().all()
+    assert (packed - exact).norm() > 0
+    assert (sent - exact).norm() <= 1.05 * (packed - exact).norm()
+
+
 def test_roundtrip_is_exact_and_pinned() -> None:
     for dtype in (torch.bfloat16, torch.float32, torch.int64, torch.bool):
         x = torch.randn(1000, 37, device="cuda").to(dtype)
