@@ -129,7 +129,10 @@ def rows_of(name: str, options: argparse.Namespace) -> tuple[list[dict[str, Any]
     model, x = model_and_batch(name, sizes, device, dtype)
 
     def planned(policy: Any) -> int:
-        return aot_hooks.plan(model, x, policy=policy, inner=inner).peak_bytes
+        began = time.perf_counter()
+        found = aot_hooks.plan(model, x, policy=policy, inner=inner).peak_bytes
+        print(f"{name}, {policy!r}: planned in {time.perf_counter() - began:.0f} s", file=sys.stderr, flush=True)
+        return found
 
     stock = planned(aot_hooks.KEEP)
     rows: list[dict[str, Any]] = [{"model": name, "means": "no hooks", "policy": aot_hooks.KEEP}]
@@ -146,6 +149,7 @@ def rows_of(name: str, options: argparse.Namespace) -> tuple[list[dict[str, Any]
         for _ in range(2):
             gradient(model, function, x)
         row["first_steps_s"] = time.perf_counter() - began
+        print(f"{name}, {row['means']}: first steps took {row['first_steps_s']:.0f} s", file=sys.stderr, flush=True)
         found = gradient(model, function, x)
         reference = found if reference is None else reference
         again = gradient(model, function, x)
