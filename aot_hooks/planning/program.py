@@ -5,11 +5,11 @@
 
 A large program is solved relaxed first. The values that come out nearest to whole are fixed, and it is solved again,
 until so few are open that they can be solved whole. While many are open, the relaxed programs have lower limits than
-the whole one: a relaxed choice that uses up its limits has no whole one beside it. If the result is above the peak, all
-is solved again for a lower one. An option that costs much alone, and that the relaxed program hardly uses, is left out
-until nothing is under the peak without it. If the result is poor, some values at a time are solved again beside the
-others. In a very large program some equal layers at a time share their choices first. The same program gives the same
-choice: the search is bounded by counts.
+the whole one: a relaxed choice that uses up its limits has no whole one beside it. If the result is above the peak,
+values are fixed again for a lower one. An option that costs much alone, and that the relaxed program hardly uses, is
+left out until nothing is under the peak without it. If the result is poor, some values at a time are solved again
+beside the others. In a very large program some equal layers at a time share their choices first. The same program gives
+the same choice: the search is bounded by counts.
 """
 
 from __future__ import annotations
@@ -164,8 +164,9 @@ def _dives(program: Program, best: Any, guide: Any, by_value: Sequence[Sequence[
         if not closed:
             program.upper = list(upper)
         spare, poor = 0.0, 0
+        solved: set[tuple[float, ...]] = set()  # bounds of programs, few of whose values were open
         for _ in range(_DIVES):
-            found = _dive(program, by_value, room, spare)
+            found = _dive(program, by_value, room, spare, solved)
             if found is None:
                 break
             poor += 1
@@ -182,16 +183,22 @@ def _dives(program: Program, best: Any, guide: Any, by_value: Sequence[Sequence[
     return best
 
 
-def _dive(program: Program, by_value: Sequence[Sequence[int]], room: float, spare: float) -> Any:
-    """The values of the columns, most of them fixed in turns; None if there are none.
+def _dive(
+    program: Program, by_value: Sequence[Sequence[int]], room: float, spare: float, solved: set[tuple[float, ...]]
+) -> Any:
+    """The values of the columns, most of them fixed in turns; None if there are none, or none but those of `solved`.
 
-    They stay `spare` MiB below the peak, if they can.
+    What is fixed stays `spare` MiB below the peak, if it can.
     """
     bounds = list(program.lower), list(program.upper)
     if (relaxed := _relaxed(program, spare + room, _ERROR_ROOM)) is None:
         return None
     _fix_most(program, relaxed, by_value, room, spare)
-    program.lower[program.over] = -spare
+    fixed = *program.lower, *program.upper
+    if fixed in solved:
+        program.lower, program.upper = bounds
+        return None
+    solved.add(fixed)
     found = program.solved(sum(map(len, by_value)))
     program.lower, program.upper = bounds
     if found is None:  # it takes long
