@@ -31,8 +31,8 @@ from .nodes import has_tag, input_storages, is_view, output_storages, storage_by
 SPLIT = "aot_hooks_split"  # in the `meta` of nodes that are not in the kernel of those before them
 _MOST_JOINED = 8  # max_complex_pointwise_cat_inputs
 _MOST_READ = 4  # torch._inductor.config.realize_reads_threshold
-_LONG_ROW = 1024  # torch._inductor.config.padding_stride_threshold
 _FAR = 8  # products between a product and the sum that it is added to: more than a layer's gradients have
+_UNTAGGED = ("prims.convert_element_type.default", "prims.inductor_random.default")  # pointwise too
 _CONSTANTS = ("aten.full.default", "aten.scalar_tensor.default", "prims.iota.default")
 # operators of library/loops, which Inductor fuses like pointwise ones on NVIDIA GPUs
 _LOOPS = ("aot_hooks.to_float8", "aot_hooks.from_float8", "aot_hooks.to_int8", "aot_hooks.from_int8")
@@ -45,8 +45,7 @@ def fuses(node: Node) -> bool:
 
 @functools.cache  # operators are few
 def _is_pointwise(target: Any) -> bool:
-    tagged = torch.Tag.pointwise in getattr(target, "tags", ())
-    return tagged or str(target) == "prims.convert_element_type.default"  # has no tag
+    return torch.Tag.pointwise in getattr(target, "tags", ()) or str(target) in _UNTAGGED
 
 
 def _is_pointwise_cat(node: Node) -> bool:
@@ -71,15 +70,6 @@ def reduces(node: Node) -> bool:
 def _finds_scales(node: Node) -> bool:
     """Whether `node` reduces rows for a hook. Then a kernel that reads these rows too is the same kernel."""
     return node.op == "call_function" and str(node.target).startswith("aot_hooks.amax_")
-
-
-def _pads_rows(node: Node) -> bool:
-    """Whether Inductor makes rows of the result longer, so that each begins at a multiple of 128 bytes."""
-    value = node.meta["val"]
-    if not (fuses(node) or reduces(node) or is_loop(node)) or value.device.type != "cuda":
-        return False
-    align = max(1, 128 // value.element_size())
-    return any(isinstance(n, int) and n > _LONG_ROW and n % align for n in value.stride())
 
 
 def is_loop(node: Node) -> bool:
@@ -236,11 +226,8 @@ class Kernels:
         """Storages that are written over others, by Inductor's rules: each with the one whose memory it takes.
 
         A kernel takes over the memory of one storage at most, with as many bytes and of the same dtype. It reads that
-        storage last, and by no node but the one that writes there. Padded rows take over memory of the same strides
-        only. Inductor pads no outputs of the program; here they count as padded too, which is safe. `first` and `last`
-        are those of `lifetimes`.
+        storage last, and by no node but the one that writes there. `first` and `last` are those of `lifetimes`.
         """
-        padded = {key: node.meta["val"].stride() for key, (_, _, node) in first.items() if _pads_rows(node)}
         found: dict[Any, Any] = {}
         used: set[int] = set()
         made = {node: key for key, (_, _, node) in first.items() if node.op != "placeholder"}
@@ -256,7 +243,7 @@ class Kernels:
                 if s not in first or s == key or readers[position, s] > 1:
                     continue
                 same = first[s][1] == nbytes and first[s][2].meta["val"].dtype == node.meta["val"].dtype
-                if same and padded.get(s) == padded.get(key) and last[s] == position > first[s][0]:
+                if same and last[s] == position > first[s][0]:
                     found[key] = s
                     used.add(position)
                     break
@@ -298,12 +285,28 @@ def _is_addmm(node: Node, product: Node, other: Node) -> bool:
     )
 
 
+def random_masks(nodes: Iterable[Node]) -> list[Node]:
+    """Masks of dropout that several read, and at least one in a kernel of its own, which packs them into bits.
+
+    Left alone, Inductor would write the random numbers for that kernel, with four times as many bytes.
+    """
+    drawn = (n for n in nodes if str(n.target) == "prims.inductor_random.default")
+    computed = (m for n in drawn for u in n.users for m in (u, *u.users) if m.op == "call_function" and fuses(m))
+    masks = [m for m in dict.fromkeys(computed) if m.meta["val"].dtype is torch.bool]
+    return [mask for mask in masks if len(mask.users) > 1 and _read_elsewhere(mask)]
+
+
+def _read_elsewhere(node: Node) -> bool:
+    """Whether a kernel other than that of `node` reads it: a view of it, a reduction, or an unfused operator."""
+    return any(is_view(user) or not fuses(user) for user in node.users if user.op != "output")
+
+
 def written_storages(nodes: Sequence[Node], *, fuse_loops: bool = False) -> set[Any]:
     """The storages that unfused operators make or read, and None if one makes a tuple. A fusing compiler writes them.
 
     Constants are computed where they are read, but for an unfused operator. What a reduction reads is computed in its
     kernel, so it alone is no reason to write that. What has several readers and reads more than `_MOST_READ` storages
-    itself is written, as Inductor does it.
+    itself is written, as Inductor does it. So are `random_masks`.
     `fuse_loops`: the operators of library/loops are fused, as Inductor compiles them.
     """
     late = late_products(nodes)
@@ -312,6 +315,7 @@ def written_storages(nodes: Sequence[Node], *, fuse_loops: bool = False) -> set[
         kernels = [node for node in kernels if not is_loop(node)]
     kernels = [node for node in kernels if node not in late] + [*late.values()]
     written = {storage_of(n) for node in kernels for n in (node, *(() if reduces(node) else node.all_input_nodes))}
+    written |= {storage_of(mask) for mask in random_masks(nodes)}
     for product in late:
         written = written - {storage_of(product)} | {storage_of(n) for n in product.all_input_nodes}
     reads: dict[Any, set[Any]] = {}  # by storage that stays in registers, those that are read to compute it

@@ -183,7 +183,7 @@ def host_ms(gm: GraphModule, fused: bool) -> float:
         if node.op != "call_function" or is_view(node) or node.target is operator.getitem:
             continue
         packet = str(_packet(node))
-        if packet.startswith("aot_hooks.") and not (fused and is_loop(node)):
+        if packet.startswith("aot_hooks.") and not (fused and (is_loop(node) or reduces(node))):
             waits = packet.endswith("_wait")
             total += 0.0 if waits else COPY_MS if packet.endswith("load_start") else CALL_MS
         elif not fused or not (_runs_fused(node, fuse_loops=True) or _in_readers(node)):

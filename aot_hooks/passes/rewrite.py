@@ -14,6 +14,7 @@ from types import MappingProxyType
 import torch
 from torch.fx import GraphModule, Node
 
+from ..graphs.lifetimes import random_masks
 from ..graphs.nodes import input_storages, storage_of
 from ..graphs.saved import SavedValue, boundary
 from ..hook import KEEP
@@ -23,6 +24,7 @@ from ..offloading.schedule import Transfer
 from ..offloading.transfers import offload_wait
 from ..settings.setting import Setting
 from ..torch_private import inductor
+from ..torch_private.inductor_fusion import WRITTEN
 from .answers import ANSWERS, add_answers
 from .dedup_copies import dedup_copies
 from .edits import log, show
@@ -78,6 +80,8 @@ def rewrite(
                 lift_constants(gm)
                 if torch.Tag.nondeterministic_seeded in tags:
                     inductor.replace_random(gm)
+            for mask in random_masks(fw.graph.nodes):
+                mask.meta[WRITTEN] = True
         choices, units, transfers = _place_transfers(
             fw, bw, num_fwd_outputs, choices, units, fused=for_inductor, at_run_time=at_run_time
         )

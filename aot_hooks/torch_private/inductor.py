@@ -14,7 +14,7 @@ from torch.fx import GraphModule
 from cudagraph.torch_private import compilers
 from cudagraph.torch_private.symbols import Protocols, Symbols
 
-from .inductor_fusion import choices, custom_pass, marks_of, order_pass
+from .inductor_fusion import WRITTEN, choices, custom_pass, marks_of, order_pass
 from .inductor_lowering import packed_asm_in_force, register_operators
 from .symbols import needing
 
@@ -132,8 +132,10 @@ def compile_with_hooks(
         compiling()
         # torch's key has a graph's attributes, but not its nodes' meta, where our marks for fusion are
         vars(graph)["_aot_hooks_marks"] = marks_of(graph)
-        # Inductor 2.11 reads scales that are sent with padded strides, of memory without: they were wrong, or NaN
-        unpadded = any(str(node.target).startswith("aot_hooks.offload_") for node in graph.graph.nodes)
+        # Rows that Inductor pads are not written over others, so a plan's bytes would be wrong. And Inductor 2.11 reads
+        # scales that are sent with padded strides, of memory without: they were wrong, or NaN.
+        nodes = graph.graph.nodes
+        unpadded = any(WRITTEN in n.meta or str(n.target).startswith("aot_hooks.offload_") for n in nodes)
         config = need("torch._inductor.config").patch({"comprehensive_padding": False} if unpadded else {})
         with handler(choices()), packed_asm_in_force(), config:
             return inner(graph, *args, **kwargs)

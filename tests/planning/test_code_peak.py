@@ -18,7 +18,12 @@ SUPPORT = Path(__file__).resolve().parents[1] / "support"
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "shares", "counted_least"),
-    [("blocks", [0.9, 0.75, 0.65, 0.6], 1.0), ("tied", [1.0, 0.8], 1.0), ("odd", [1.0, 0.8], 0.9)],
+    [
+        ("blocks", [0.9, 0.75, 0.65, 0.6], 1.0),
+        ("tied", [1.0, 0.8], 1.0),
+        ("odd", [1.0, 0.8], 0.9),
+        ("masks", [1.0, 0.7, 0.5], 1.0),
+    ],
 )
 def test_the_code_holds_and_launches_what_was_planned(model, shares, counted_least):
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(SUPPORT.parents[1]), str(SUPPORT)])}

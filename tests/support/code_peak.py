@@ -1,7 +1,8 @@
 """The bytes that generated CUDA code holds at each line, on a machine without CUDA; beside the plan's.
 
     python tests/support/code_peak.py blocks 0.8 0.6        a model, and budgets as shares of its peak without any
-    python tests/support/code_peak.py odd 1 0.8             rows of odd lengths; `tied`: tied weights
+    python tests/support/code_peak.py odd 1 0.8             rows of odd lengths
+    python tests/support/code_peak.py tied 1 0.8            tied weights; `masks`: dropout and ReLU
 
 A model is traced on the CPU. Its joint graph gets fake CUDA tensors before it is planned, so hooks, plan and Inductor's
 code are those for CUDA. The code's `call` then runs on fake tensors, with kernels that do nothing, and after each line
@@ -88,6 +89,21 @@ class Attention(nn.Module):
         scores = torch.where(at[:, None] >= at - 99, q @ k.mT, torch.full((257, 257), -1e9, device=x.device))
         y = (scores.softmax(-1) @ v).to(x.dtype)
         return (x + self.out(y.transpose(1, 2).flatten(2))).flatten(0, 1)
+
+
+class Masked(nn.Module):
+    """Its masks are read by the backward. ReLU's stands at the end of the forward, far from what it is computed of."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.dropout = nn.RMSNorm(width), nn.Dropout(0.1)
+        self.up, self.down = nn.Linear(width, 4 * width, bias=False), nn.Linear(4 * width, width, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.dropout(self.down(self.dropout(self.up(self.norm(x)).relu())))
+
+
+LAYERS = {"blocks": Block, "odd": Attention, "masks": Masked}
 
 
 def on_cuda(gm: GraphModule) -> None:
@@ -218,8 +234,7 @@ def seed(_seeds: torch.Tensor, _index: int) -> torch.Tensor:
 
 def main(name: str, shares: list[float]) -> None:
     tied, tokens = name == "tied", 8 * 257 if name == "odd" else 8192
-    layer = Attention if name == "odd" else Block
-    model = Tied(512, 4096) if tied else nn.Sequential(*(layer(512) for _ in range(3)))
+    model = Tied(512, 4096) if tied else nn.Sequential(*(LAYERS[name](512) for _ in range(8 if name == "masks" else 3)))
     model, x = model.to(torch.bfloat16), torch.randn(tokens, 512, dtype=torch.bfloat16, requires_grad=True)
     pretend()
     for attribute, answer in {"get_rng_state": torch.zeros(16, dtype=torch.uint8), "_exchange_device": -1}.items():
@@ -232,7 +247,8 @@ def main(name: str, shares: list[float]) -> None:
     with mock.patch("aot_hooks.graphs.speeds._measured", lambda _: H200):
         for share in shares:
             torch._dynamo.reset()
-            allow = ("recompute", "float8") if name == "odd" else ALLOWED  # int8 pads such rows by a CUDA function
+            # int8 pads odd rows by a CUDA function; without recompute no mask is computed again
+            allow = {"odd": ("recompute", "float8"), "masks": ("lossless", "float8")}.get(name, ALLOWED)
             policy = aot_hooks.budget(int(share * stock), allow=allow)
             codes, (plan,) = compiled(model, x, policy)
             for phase, code, launches in codes:
