@@ -120,6 +120,16 @@ def budgets(off: Callable[[dict[str, Any]], float]) -> Callable[[Any], float]:
     return value
 
 
+def of_models(key: str, base: str, *, off: bool = False) -> Callable[[Any], float]:
+    """The most of `key` over `base` of the budgets of models; with `off`, by how much that differs from 1."""
+
+    def value(result: Any) -> float:
+        ratios = [float(r[key] / r[base]) for r in result["rows"] if "budget_bytes" in r]
+        return max(abs(ratio - 1) for ratio in ratios) if off else max(ratios)
+
+    return value
+
+
 def of_batch(result: Any, model: str, size: int) -> dict[str, Any]:
     """The row of a model at a batch size."""
     return {(row["model"], row.get("batch")): row for row in result["rows"]}[model, size]
@@ -279,6 +289,22 @@ GOALS = (
     Goal(
         "budgets: peers below the frontier", "budget.h200", lambda r: float(len(r["peers_below_the_frontier"])), 0,
     ),
+    Goal(
+        "budgets of a Llama, a ViT, a T5: measured peak over the budget", "budget_models.h200",
+        of_models("peak_bytes", "budget_bytes"), 1.0,
+    ),
+    Goal(
+        "budgets of a Llama, a ViT, a T5: measured peak against predicted, share", "budget_models.h200",
+        of_models("peak_bytes", "predicted_peak_bytes", off=True), 0.03,
+    ),
+    Goal(
+        "budgets of a Llama, a ViT, a T5: error of gradients", "budget_models.h200",
+        lambda result: max(float(r["error"]) for r in result["rows"]), 0.05,
+    ),
+    Goal(
+        "budgets of a Llama, a ViT, a T5: step over predicted", "budget_models.h200",
+        of_models("ratio", "predicted_ratio"), 1.02,
+    ),
     Goal("offload: GiB sent", "offload.h200", offloaded("planned_bytes", GIB), 2.2, at_least=True),
     Goal(f"offload: {BLOCKS}", "offload.h200", row("ours_offload", "ratio_to_stock"), 1.03),
     Goal("offload: share of copy time hidden", "offload.h200", offloaded("hidden_share"), 0.9, at_least=True),
@@ -299,7 +325,7 @@ GOALS = (
     *(
         goal
         for how, kind in (
-            ("FSDP2", "distributed_fsdp.h100"), ("tensor parallel", "distributed_tp.h200"),
+            ("FSDP2", "distributed_fsdp.h100"), ("tensor parallel", "distributed_tp.h100"),
             ("DDP", "distributed_ddp.h200"),
         )
         for goal in (
@@ -314,6 +340,10 @@ GOALS = (
     Goal(
         "FSDP2, two GPUs, float8, then offload: GiB sent", "distributed_fsdp.h100",
         lambda result: named(result["rows"], by="row")["offload(then=float8)"]["sent_gib"], 3.9, at_least=True,
+    ),
+    Goal(
+        "tensor parallel, two GPUs, float8, then offload: bytes sent over those of one graph", "distributed_tp.h100",
+        of_row("offload(then=float8)", "sent_gib", "offload(then=float8) one graph"), 0.7, at_least=True,
     ),
     Goal(
         "FSDP2, two GPUs: measured peak over the budget", "distributed_budget.h100",
