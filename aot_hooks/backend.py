@@ -45,6 +45,7 @@ from .passes.snapshots import save_what_was_read
 from .passes.units import Trace
 from .planning import many, measured
 from .planning.budget import Budget, fitted
+from .planning.kernels import compute_early
 from .planning.recorded import Version
 from .planning.within import partition_within
 from .settings import recompiles
@@ -409,6 +410,8 @@ def planning_partition(
             if len(donated) == number:  # the first time: as it is without hooks
                 donated.append(donates(fw, bw, kwargs["num_fwd_outputs"]))
             save_what_was_read(fw, bw, kwargs["num_fwd_outputs"])
+            if fused and (hooks.setting is not None or hooks.regions):
+                compute_early(fw)
             return fw, bw
 
         def rewritten(fw: GraphModule, bw: GraphModule, setting: Setting | None, trace: Trace | None = None) -> Plan:

@@ -35,15 +35,7 @@ from ..settings.setting import Setting
 from ..torch_private import aot
 from .apart import Ways, as_data, is_faster
 from .budget import EXACT, Budget, fitted
-from .kernels import (
-    compute_early,
-    hold_kernels,
-    join_kernels,
-    multiply_early,
-    split_kernels,
-    unpack_early,
-    write_when_made,
-)
+from .kernels import hold_kernels, join_kernels, multiply_early, split_kernels, unpack_early, write_when_made
 from .options import Graphs, step_of
 from .search import NEAR, Limits, Tried, search
 from .solver import Solution
@@ -104,8 +96,6 @@ def partition_within(
     trace = tracer(fused)
 
     def read(fw: GraphModule, bw: GraphModule) -> Graphs:
-        if fused and on_cuda(fw.graph.nodes):
-            compute_early(fw)
         return Graphs(fw, bw, num_fwd_outputs, tuple(static_inputs), roots, fused, trace, launched)
 
     within = functools.partial(_partition, joint, lambda: read(*split()), rewrite, setting)
