@@ -32,12 +32,14 @@ from .eager.packing import call_compiled
 from .errors import AotHooksError, OptionError
 from .graphs.nodes import REGION, annotation, donates
 from .graphs.roofline import step_ms
+from .hook import KEEP
 from .identity.frozen import described
 from .identity.records import Recording, recording
 from .offloading import stats as offload_stats
 from .offloading import transfers
 from .offloading.placement import decide_at_run_time
 from .options import Options, inductor_patches
+from .passes.early import compute_early
 from .passes.live_bytes import live_bytes
 from .passes.plan import Plan, repeats_across_regions
 from .passes.rewrite import rewrite
@@ -45,7 +47,6 @@ from .passes.snapshots import save_what_was_read
 from .passes.units import Trace
 from .planning import many, measured
 from .planning.budget import Budget, fitted
-from .planning.kernels import compute_early
 from .planning.recorded import Version
 from .planning.within import partition_within
 from .settings import recompiles
@@ -410,8 +411,8 @@ def planning_partition(
             if len(donated) == number:  # the first time: as it is without hooks
                 donated.append(donates(fw, bw, kwargs["num_fwd_outputs"]))
             save_what_was_read(fw, bw, kwargs["num_fwd_outputs"])
-            if fused and (hooks.setting is not None or hooks.regions):
-                compute_early(fw)
+            if fused and any(setting.rule is not KEEP for setting in hooks.settings):
+                compute_early(fw, kwargs["num_fwd_outputs"])
             return fw, bw
 
         def rewritten(fw: GraphModule, bw: GraphModule, setting: Setting | None, trace: Trace | None = None) -> Plan:

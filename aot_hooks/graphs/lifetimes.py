@@ -31,8 +31,8 @@ from .nodes import has_tag, input_storages, is_view, output_storages, storage_by
 SPLIT = "aot_hooks_split"  # in the `meta` of nodes that are not in the kernel of those before them
 _MOST_JOINED = 8  # max_complex_pointwise_cat_inputs
 _MOST_READ = 4  # torch._inductor.config.realize_reads_threshold
+_LONG_ROW = 1024  # torch._inductor.config.padding_stride_threshold
 _FAR = 8  # products between a product and the sum that it is added to: more than a layer's gradients have
-_UNTAGGED = ("prims.convert_element_type.default", "prims.inductor_random.default")  # pointwise too
 _CONSTANTS = ("aten.full.default", "aten.scalar_tensor.default", "prims.iota.default")
 # operators of library/loops, which Inductor fuses like pointwise ones on NVIDIA GPUs
 _LOOPS = ("aot_hooks.to_float8", "aot_hooks.from_float8", "aot_hooks.to_int8", "aot_hooks.from_int8")
@@ -45,7 +45,8 @@ def fuses(node: Node) -> bool:
 
 @functools.cache  # operators are few
 def _is_pointwise(target: Any) -> bool:
-    return torch.Tag.pointwise in getattr(target, "tags", ()) or str(target) in _UNTAGGED
+    tagged = torch.Tag.pointwise in getattr(target, "tags", ())
+    return tagged or str(target) == "prims.convert_element_type.default"  # has no tag
 
 
 def _is_pointwise_cat(node: Node) -> bool:
@@ -70,6 +71,15 @@ def reduces(node: Node) -> bool:
 def _finds_scales(node: Node) -> bool:
     """Whether `node` reduces rows for a hook. Then a kernel that reads these rows too is the same kernel."""
     return node.op == "call_function" and str(node.target).startswith("aot_hooks.amax_")
+
+
+def _pads_rows(node: Node) -> bool:
+    """Whether Inductor makes rows of the result longer, so that each begins at a multiple of 128 bytes."""
+    value = node.meta["val"]
+    if not (fuses(node) or reduces(node) or is_loop(node)) or value.device.type != "cuda":
+        return False
+    align = max(1, 128 // value.element_size())
+    return any(isinstance(n, int) and n > _LONG_ROW and n % align for n in value.stride())
 
 
 def is_loop(node: Node) -> bool:
@@ -172,9 +182,16 @@ class Kernels:
     at: Mapping[Node, int]  # the position at which its kernel runs
     reads: Mapping[Node, Collection[Any]]  # the storages that its kernel reads for it
     joined: Collection[Node]  # those computed from a concatenation: they read elsewhere than they write
+    pads_rows: bool  # Inductor does so unless it is told not to, see torch_private/inductor.py
 
     @staticmethod
-    def of(nodes: Sequence[Node], written: Collection[Any], ready_early: Collection[Node] = ()) -> Kernels:
+    def of(
+        nodes: Sequence[Node],
+        written: Collection[Any],
+        ready_early: Collection[Node] = (),
+        *,
+        pads_rows: bool = False,
+    ) -> Kernels:
         """`ready_early`: nodes whose results count as if they were there from the start."""
         at: dict[Node, int] = {}
         reads: dict[Node, set[Any]] = {}
@@ -212,7 +229,7 @@ class Kernels:
                 for s in own:
                     kernels.setdefault(s, []).append((at[node], count))
             ready[key] = -1 if node in ready_early else at[node]
-        return Kernels(at, reads, joined)
+        return Kernels(at, reads, joined, pads_rows)
 
     def begins(self, readers: Iterable[Node]) -> dict[Any, int]:
         """By storage, the position of the first kernel that reads it to compute one of `readers`."""
@@ -226,8 +243,12 @@ class Kernels:
         """Storages that are written over others, by Inductor's rules: each with the one whose memory it takes.
 
         A kernel takes over the memory of one storage at most, with as many bytes and of the same dtype. It reads that
-        storage last, and by no node but the one that writes there. `first` and `last` are those of `lifetimes`.
+        storage last, and by no node but the one that writes there. Padded rows take over memory of the same strides
+        only. Inductor pads no outputs of the program; here they count as padded too, which is safe. `first` and `last`
+        are those of `lifetimes`.
         """
+        found_padded = ((key, node) for key, (_, _, node) in first.items() if self.pads_rows and _pads_rows(node))
+        padded = {key: node.meta["val"].stride() for key, node in found_padded}
         found: dict[Any, Any] = {}
         used: set[int] = set()
         made = {node: key for key, (_, _, node) in first.items() if node.op != "placeholder"}
@@ -243,7 +264,7 @@ class Kernels:
                 if s not in first or s == key or readers[position, s] > 1:
                     continue
                 same = first[s][1] == nbytes and first[s][2].meta["val"].dtype == node.meta["val"].dtype
-                if same and last[s] == position > first[s][0]:
+                if same and padded.get(s) == padded.get(key) and last[s] == position > first[s][0]:
                     found[key] = s
                     used.add(position)
                     break
@@ -285,20 +306,29 @@ def _is_addmm(node: Node, product: Node, other: Node) -> bool:
     )
 
 
-def random_masks(nodes: Iterable[Node]) -> list[Node]:
-    """Masks of dropout that several read, and at least one in a kernel of its own, which packs them into bits.
+def random_masks(nodes: Iterable[Node]) -> dict[Node, Node]:
+    """Comparisons of random numbers that nothing else reads, as in dropout: each with the node that draws these."""
+    drawn = [node for node in nodes if str(node.target) == "prims.inductor_random.default"]
+    return {mask: node for node in drawn if (mask := _only_mask(node)) is not None}
 
-    Left alone, Inductor would write the random numbers for that kernel, with four times as many bytes.
+
+def _only_mask(drawn: Node) -> Node | None:
+    node = drawn
+    for _ in range(2):  # at most behind a conversion
+        if len(node.users) != 1 or not fuses(node := next(iter(node.users))):
+            return None
+        value = node.meta.get("val")
+        if isinstance(value, torch.Tensor) and value.dtype is torch.bool:
+            return node
+    return None
+
+
+def is_packed_alone(mask: Node) -> bool:
+    """Whether `mask`, one of `random_masks`, is read by a kernel that does not compute it, as one that packs bits.
+
+    Inductor would write the random numbers for it, four times as many bytes, if the mask is not written.
     """
-    drawn = (n for n in nodes if str(n.target) == "prims.inductor_random.default")
-    computed = (m for n in drawn for u in n.users for m in (u, *u.users) if m.op == "call_function" and fuses(m))
-    masks = [m for m in dict.fromkeys(computed) if m.meta["val"].dtype is torch.bool]
-    return [mask for mask in masks if len(mask.users) > 1 and _read_elsewhere(mask)]
-
-
-def _read_elsewhere(node: Node) -> bool:
-    """Whether a kernel other than that of `node` reads it: a view of it, a reduction, or an unfused operator."""
-    return any(is_view(user) or not fuses(user) for user in node.users if user.op != "output")
+    return any(is_view(user) or not fuses(user) for user in mask.users if user.op != "output")
 
 
 def written_storages(nodes: Sequence[Node], *, fuse_loops: bool = False) -> set[Any]:
@@ -306,16 +336,17 @@ def written_storages(nodes: Sequence[Node], *, fuse_loops: bool = False) -> set[
 
     Constants are computed where they are read, but for an unfused operator. What a reduction reads is computed in its
     kernel, so it alone is no reason to write that. What has several readers and reads more than `_MOST_READ` storages
-    itself is written, as Inductor does it. So are `random_masks`.
+    itself is written, as Inductor does it. Random numbers are not, if only a mask is made of them.
     `fuse_loops`: the operators of library/loops are fused, as Inductor compiles them.
     """
     late = late_products(nodes)
     kernels = [node for node in nodes if not fuses(node) and node.op != "output" and str(node.target) not in _CONSTANTS]
     if fuse_loops:
         kernels = [node for node in kernels if not is_loop(node)]
-    kernels = [node for node in kernels if node not in late] + [*late.values()]
+    masks = random_masks(nodes)
+    kernels = [node for node in kernels if node not in late and node not in masks.values()] + [*late.values()]
     written = {storage_of(n) for node in kernels for n in (node, *(() if reduces(node) else node.all_input_nodes))}
-    written |= {storage_of(mask) for mask in random_masks(nodes)}
+    written |= {storage_of(mask) for mask in masks if is_packed_alone(mask)}
     for product in late:
         written = written - {storage_of(product)} | {storage_of(n) for n in product.all_input_nodes}
     reads: dict[Any, set[Any]] = {}  # by storage that stays in registers, those that are read to compute it

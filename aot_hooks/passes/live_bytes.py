@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
@@ -27,6 +28,7 @@ from ..graphs.roofline import workspace_bytes
 from ..graphs.saved import crossing_pairs, place_of
 from ..offloading.transfers import offload_wait, reload_start
 from ..torch_private import aot
+from ..torch_private.inductor_fusion import pads_no_rows
 
 
 @dataclass(frozen=True)
@@ -41,16 +43,24 @@ class LivePoint:
 
 
 def live_bytes(
-    fw: GraphModule, bw: GraphModule, *, num_fwd_outputs: int, fused: bool, roots: Mapping[str, str]
+    fw: GraphModule,
+    bw: GraphModule,
+    *,
+    num_fwd_outputs: int,
+    fused: bool,
+    roots: Mapping[str, str],
+    planned: bool = False,
 ) -> tuple[LivePoint, ...]:
     """The points of a forward and its backward, in the order they run; with `fused`, as a fusing compiler allocates.
 
-    The graphs are as the partitioner gives them, with hooks in or without. The other arguments are `saved.boundary`'s.
+    The graphs are as the partitioner gives them, with hooks in or without. `planned`: Inductor will pad no rows in
+    them, as a budget asks it to. The other arguments are `saved.boundary`'s.
     """
     pairs = [(node, slot) for node, slot in crossing_pairs(fw, bw, num_fwd_outputs) if isinstance(node, Node)]
     inputs = input_storages(fw.graph)
     outputs = {storage_of(n): _bytes(n) for n in results_of(fw.graph)[:num_fwd_outputs] if isinstance(n, Node)}
-    forward = _points(fw, dict.fromkeys(fw.graph.find_nodes(op="placeholder"), 0), "forward", fused, roots, 0)
+    own: dict[str, Any] = {"fused": fused, "roots": roots, "planned": planned}
+    forward = _points(fw, dict.fromkeys(fw.graph.find_nodes(op="placeholder"), 0), "forward", 0, **own)
     # a backward input counts nothing if the step has it anyway: a forward input, an output that stays, a repeat
     known = inputs | set(outputs)
     saved = {slot: storage_of(node) for node, slot in pairs}
@@ -62,7 +72,7 @@ def live_bytes(
         known.add(key)
     returned_bytes = sum(nbytes for key, nbytes in outputs.items() if key not in inputs)
     tangents = {n for n in input_bytes if n not in saved and aot.is_tangent(n)} if aot.keeps_tangents() else set()
-    backward = _points(bw, input_bytes, "backward", fused, roots, returned_bytes, tangents)
+    backward = _points(bw, input_bytes, "backward", returned_bytes, tangents, **own)
     return (*forward, *backward)
 
 
@@ -70,16 +80,20 @@ def _points(
     gm: GraphModule,
     input_bytes: Mapping[Node, int],
     phase: str,
-    fused: bool,
-    roots: Mapping[str, str],
     base: int,
     held: Iterable[Node] = (),  # inputs that live to the end
+    *,
+    fused: bool,
+    roots: Mapping[str, str],
+    planned: bool,
 ) -> list[LivePoint]:
     nodes = list(gm.graph.nodes)
     outputs = output_storages(gm.graph) | storages(held)
     written = written_storages(nodes, fuse_loops=True) if fused else {storage_of(n) for n in nodes}
     counted = written | outputs | storages(input_bytes)
-    kernels = Kernels.of(nodes, counted) if fused and on_cuda(nodes) else None  # seen there; C++ kernels differ
+    kernels = None
+    if fused and on_cuda(nodes):  # seen there; C++ kernels differ
+        kernels = Kernels.of(nodes, counted, pads_rows=not planned and not pads_no_rows(gm))
     # from there on the memory that a copy back fills counts as that of its wait's result
     last = {n: i - 1 if n.target is reload_start else i for n, i in last_readers(nodes, counted, kernels).items()}
     sizes = {n: input_bytes.get(n, _bytes(n)) for n in nodes}

@@ -14,7 +14,7 @@ from types import MappingProxyType
 import torch
 from torch.fx import GraphModule, Node
 
-from ..graphs.lifetimes import random_masks
+from ..graphs.lifetimes import is_packed_alone, random_masks
 from ..graphs.nodes import input_storages, storage_of
 from ..graphs.saved import SavedValue, boundary
 from ..hook import KEEP
@@ -80,7 +80,7 @@ def rewrite(
                 lift_constants(gm)
                 if torch.Tag.nondeterministic_seeded in tags:
                     inductor.replace_random(gm)
-            for mask in random_masks(fw.graph.nodes):
+            for mask in filter(is_packed_alone, random_masks(fw.graph.nodes)):
                 mask.meta[WRITTEN] = True
         choices, units, transfers = _place_transfers(
             fw, bw, num_fwd_outputs, choices, units, fused=for_inductor, at_run_time=at_run_time

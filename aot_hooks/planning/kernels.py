@@ -53,30 +53,6 @@ def multiply_early(gm: GraphModule) -> None:
     gm.recompile()
 
 
-def compute_early(gm: GraphModule) -> None:
-    """Move what a forward computes at its end for the backward to the kernels that read the same, in place.
-
-    Such as the mask of a ReLU. Inductor does not fuse nodes that are far apart, so what the mask is computed of would
-    live to the end, and before a hook packs the mask.
-    """
-    nodes = list(gm.graph.nodes)
-    position = {node: i for i, node in enumerate(nodes)}
-    outputs, inputs = output_storages(gm.graph), input_storages(gm.graph)
-    kernels = Kernels.of(nodes, written_storages(nodes, fuse_loops=True) | outputs | inputs)
-    for node in nodes:
-        if node.op != "call_function" or storage_of(node) not in outputs or is_view(node) or not fuses(node):
-            continue
-        begin = kernels.at[node]
-        chain = with_inputs([node], until=set(nodes[: begin + 1]))
-        if begin < position[node] and all(map(fuses, chain)):
-            at = nodes[begin]
-            for each in sorted(chain, key=position.__getitem__):
-                at.append(each)
-                at = each
-    gm.graph.lint()
-    gm.recompile()
-
-
 def write_when_made(gm: GraphModule) -> None:
     """Mark each value that goes to memory, in place, so that Inductor writes it at its position in the graph.
 

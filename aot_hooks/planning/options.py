@@ -75,9 +75,9 @@ class Graphs:
         """What crosses; read once, so the graphs must not change after that."""
         return boundary(self.fw, self.bw, self.num_fwd_outputs, self.static_inputs, self.roots)
 
-    def live(self) -> tuple[LivePoint, ...]:
-        outputs = self.num_fwd_outputs
-        return live_bytes(self.fw, self.bw, num_fwd_outputs=outputs, fused=self.fused, roots=self.roots)
+    def live(self, *, planned: bool = True) -> tuple[LivePoint, ...]:
+        parts: dict[str, Any] = {"num_fwd_outputs": self.num_fwd_outputs, "fused": self.fused, "roots": self.roots}
+        return live_bytes(self.fw, self.bw, planned=planned, **parts)
 
     def ms(self, transfers: Iterable[Transfer] = ()) -> float:
         return step_ms(self.fw, self.bw, self.fused, COPIES, transfers, launched=self.launched)

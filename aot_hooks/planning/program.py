@@ -164,7 +164,7 @@ def _dives(program: Program, best: Any, guide: Any, by_value: Sequence[Sequence[
         if not closed:
             program.upper = list(upper)
         spare, poor = 0.0, 0
-        solved: set[tuple[float, ...]] = set()  # bounds of programs, few of whose values were open
+        solved: dict[tuple[float, ...], Any] = {}  # by the bounds of a program few of whose values were open
         for _ in range(_DIVES):
             found = _dive(program, by_value, room, spare, solved)
             if found is None:
@@ -184,22 +184,20 @@ def _dives(program: Program, best: Any, guide: Any, by_value: Sequence[Sequence[
 
 
 def _dive(
-    program: Program, by_value: Sequence[Sequence[int]], room: float, spare: float, solved: set[tuple[float, ...]]
+    program: Program, by_value: Sequence[Sequence[int]], room: float, spare: float, solved: dict[tuple[float, ...], Any]
 ) -> Any:
-    """The values of the columns, most of them fixed in turns; None if there are none, or none but those of `solved`.
+    """The values of the columns, most of them fixed in turns; None if there are none.
 
-    What is fixed stays `spare` MiB below the peak, if it can.
+    What is fixed stays `spare` MiB below the peak, if it can. What earlier dives have found is in `solved`.
     """
     bounds = list(program.lower), list(program.upper)
     if (relaxed := _relaxed(program, spare + room, _ERROR_ROOM)) is None:
         return None
     _fix_most(program, relaxed, by_value, room, spare)
     fixed = *program.lower, *program.upper
-    if fixed in solved:
-        program.lower, program.upper = bounds
-        return None
-    solved.add(fixed)
-    found = program.solved(sum(map(len, by_value)))
+    if fixed not in solved:
+        solved[fixed] = program.solved(sum(map(len, by_value)))
+    found = solved[fixed]
     program.lower, program.upper = bounds
     if found is None:  # it takes long
         return program.solved(sum(map(len, by_value)))

@@ -154,7 +154,7 @@ def _partition(
     fused, trace = stock.fused, stock.trace
     on_device = fused and on_cuda(stock.bw.graph.nodes)
     moments = _UNKNOWN if budget.least and budget.moments == ALONE else budget.moments
-    before, before_ms = stock.live(), stock.ms()
+    before, before_ms = stock.live(planned=False), stock.ms()
     if on_device:
         multiply_early(stock.bw)
     step, groups = step_of(stock, setting.scope, budget.allow, budget.max_error)

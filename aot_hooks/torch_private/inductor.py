@@ -14,7 +14,7 @@ from torch.fx import GraphModule
 from cudagraph.torch_private import compilers
 from cudagraph.torch_private.symbols import Protocols, Symbols
 
-from .inductor_fusion import WRITTEN, choices, custom_pass, marks_of, order_pass
+from .inductor_fusion import choices, custom_pass, marks_of, order_pass, pads_no_rows
 from .inductor_lowering import packed_asm_in_force, register_operators
 from .symbols import needing
 
@@ -132,11 +132,7 @@ def compile_with_hooks(
         compiling()
         # torch's key has a graph's attributes, but not its nodes' meta, where our marks for fusion are
         vars(graph)["_aot_hooks_marks"] = marks_of(graph)
-        # Rows that Inductor pads are not written over others, so a plan's bytes would be wrong. And Inductor 2.11 reads
-        # scales that are sent with padded strides, of memory without: they were wrong, or NaN.
-        nodes = graph.graph.nodes
-        unpadded = any(WRITTEN in n.meta or str(n.target).startswith("aot_hooks.offload_") for n in nodes)
-        config = need("torch._inductor.config").patch({"comprehensive_padding": False} if unpadded else {})
+        config = need("torch._inductor.config").patch({"comprehensive_padding": False} if pads_no_rows(graph) else {})
         with handler(choices()), packed_asm_in_force(), config:
             return inner(graph, *args, **kwargs)
 

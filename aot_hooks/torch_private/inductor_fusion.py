@@ -63,6 +63,15 @@ def mark_alone(nodes: Sequence[Node], name: str, key: str = ALONE) -> None:
         node.meta[key] = name
 
 
+def pads_no_rows(gm: GraphModule) -> bool:
+    """Whether `gm` is compiled without padded rows: values are written where a plan says, or sent to the host.
+
+    Padded rows are not written over others, so a plan's bytes would be wrong. And Inductor 2.11 reads scales that are
+    sent with padded strides, of memory without: they were wrong, or NaN.
+    """
+    return any(WRITTEN in n.meta or str(n.target).startswith("aot_hooks.offload_") for n in gm.graph.nodes)
+
+
 def marks_of(graph: GraphModule) -> str:
     """All marks of a graph's nodes with their positions, as text for cache keys."""
     keys = (ALONE, ALONE_IF_WRITTEN, WRITTEN)

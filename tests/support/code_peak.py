@@ -76,7 +76,7 @@ class Tied(nn.Module):
 
 
 class Attention(nn.Module):
-    """Attention written out, with a mask. Inductor pads rows of 257 in memory of its own, and so can't reuse others."""
+    """Attention written out, with a mask. Inductor would pad rows of 257, in memory of its own, without a plan."""
 
     def __init__(self, width: int) -> None:
         super().__init__()

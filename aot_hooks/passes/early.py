@@ -1,0 +1,71 @@
+"""Computes what only the backward reads where the forward has what it is computed of.
+
+y = relu(x)   ...many layers...   mask = y <= 0    return y, mask      x, or y, lives to the end for the mask
+y = relu(x)   mask = y <= 0   ...many layers...    return y, mask      and here only the mask does
+"""
+
+from __future__ import annotations
+
+from torch.fx import GraphModule, Node
+
+from cudagraph.placeholder import results_of
+
+from ..graphs.lifetimes import Kernels, fuses, last_readers, lifetimes, written_storages
+from ..graphs.nodes import input_storages, is_view, output_storages, storage_bytes, storage_of
+
+
+def compute_early(fw: GraphModule, num_fwd_outputs: int) -> None:
+    """Move such nodes behind what they are computed of, or what reads the same, if memory is free earlier then.
+
+    In place. A partitioner leaves them at the end of the forward, and Inductor fuses no nodes that are far apart. A
+    hook packs a value where it is computed.
+    """
+    nodes = list(fw.graph.nodes)
+    outputs, inputs = output_storages(fw.graph), input_storages(fw.graph)
+    counted = written_storages(nodes, fuse_loops=True) | outputs | inputs
+    kernels = Kernels.of(nodes, counted)
+    _, last = lifetimes(
+        nodes,
+        counted,
+        to_end=outputs,
+        last_reader=last_readers(nodes, counted),
+        nbytes=lambda node: storage_bytes(node.meta["val"]),
+        kernels=None,
+    )
+    position = {node: i for i, node in enumerate(nodes)}
+    asked_for = set(results_of(fw.graph)[:num_fwd_outputs])
+    late = {n for n in nodes if _is_for_backward(n) and n not in asked_for and storage_of(n) in outputs}
+    moved: set[Node] = set()
+    for node in (node for node in nodes if node in late):
+        ends = (last[key] for key in kernels.reads[node] if key in last and key not in inputs)
+        if not any(end < len(nodes) and nodes[end] in late for end in ends):
+            continue  # others read all of it later
+        chain = _computed_for(node)
+        sources = {n for each in chain for n in each.all_input_nodes} - chain
+        beside = nodes[kernels.at[node]]  # the kernel that reads the same, if there is one
+        at = max(sources | ({beside} - chain), key=position.__getitem__)
+        if at.op == "placeholder" or not moved.isdisjoint({at, *sources}):
+            continue
+        for each in sorted(chain, key=position.__getitem__):
+            at.append(each)
+            at = each
+        moved |= chain
+    fw.graph.lint()
+    fw.recompile()
+
+
+def _is_for_backward(node: Node) -> bool:
+    """Whether only the graph's output reads `node`, which a compiler fuses with others."""
+    only_output = all(user.op == "output" for user in node.users)
+    return node.op == "call_function" and only_output and fuses(node) and not is_view(node)
+
+
+def _computed_for(node: Node) -> set[Node]:
+    """`node`, and what is computed for it alone and fused with it."""
+    chain, stack = {node}, [node]
+    while stack:
+        for source in stack.pop().all_input_nodes:
+            if source.op == "call_function" and fuses(source) and chain.issuperset(source.users):
+                chain.add(source)
+                stack.append(source)
+    return chain
