@@ -247,8 +247,9 @@ class Kernels:
         only. Inductor pads no outputs of the program; here they count as padded too, which is safe. `first` and `last`
         are those of `lifetimes`.
         """
-        found_padded = ((key, node) for key, (_, _, node) in first.items() if self.pads_rows and _pads_rows(node))
-        padded = {key: node.meta["val"].stride() for key, node in found_padded}
+        padded: dict[Any, Any] = {}
+        if self.pads_rows:
+            padded = {key: node.meta["val"].stride() for key, (_, _, node) in first.items() if _pads_rows(node)}
         found: dict[Any, Any] = {}
         used: set[int] = set()
         made = {node: key for key, (_, _, node) in first.items() if node.op != "placeholder"}
@@ -344,7 +345,8 @@ def written_storages(nodes: Sequence[Node], *, fuse_loops: bool = False) -> set[
     if fuse_loops:
         kernels = [node for node in kernels if not is_loop(node)]
     masks = random_masks(nodes)
-    kernels = [node for node in kernels if node not in late and node not in masks.values()] + [*late.values()]
+    drawn = set(masks.values())
+    kernels = [node for node in kernels if node not in late and node not in drawn] + [*late.values()]
     written = {storage_of(n) for node in kernels for n in (node, *(() if reduces(node) else node.all_input_nodes))}
     written |= {storage_of(mask) for mask in masks if is_packed_alone(mask)}
     for product in late:

@@ -1,45 +1,44 @@
 """Computes what only the backward reads where the forward has what it is computed of.
 
-y = relu(x)   ...many layers...   mask = y <= 0    return y, mask      x, or y, lives to the end for the mask
-y = relu(x)   mask = y <= 0   ...many layers...    return y, mask      and here only the mask does
+      left alone    y = relu(x)   ...many layers...   mask = y <= 0    return z, mask      x lives to the end
+      moved         y = relu(x)   mask = y <= 0   ...many layers...    return z, mask      only the mask does
+
+A partitioner leaves such nodes at the end of the forward, and Inductor fuses no nodes that are far apart.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 from torch.fx import GraphModule, Node
 
 from cudagraph.placeholder import results_of
 
-from ..graphs.lifetimes import Kernels, fuses, last_readers, lifetimes, written_storages
-from ..graphs.nodes import input_storages, is_view, output_storages, storage_bytes, storage_of
+from ..graphs.lifetimes import Kernels, fuses, last_readers, written_storages
+from ..graphs.nodes import input_storages, is_view, output_storages, storage_of
 
 
 def compute_early(fw: GraphModule, num_fwd_outputs: int) -> None:
     """Move such nodes behind what they are computed of, or what reads the same, if memory is free earlier then.
 
-    In place. A partitioner leaves them at the end of the forward, and Inductor fuses no nodes that are far apart. A
-    hook packs a value where it is computed.
+    In place. Hooks are put in afterwards: they pack a value where it is computed.
     """
     nodes = list(fw.graph.nodes)
     outputs, inputs = output_storages(fw.graph), input_storages(fw.graph)
-    counted = written_storages(nodes, fuse_loops=True) | outputs | inputs
-    kernels = Kernels.of(nodes, counted)
-    _, last = lifetimes(
-        nodes,
-        counted,
-        to_end=outputs,
-        last_reader=last_readers(nodes, counted),
-        nbytes=lambda node: storage_bytes(node.meta["val"]),
-        kernels=None,
-    )
-    position = {node: i for i, node in enumerate(nodes)}
     asked_for = set(results_of(fw.graph)[:num_fwd_outputs])
     late = {n for n in nodes if _is_for_backward(n) and n not in asked_for and storage_of(n) in outputs}
+    if not late:
+        return
+    counted = written_storages(nodes, fuse_loops=True) | outputs | inputs
+    kernels = Kernels.of(nodes, counted)
+    ends: dict[Any, int] = {}  # by storage, the position of its last reader
+    for node, last in last_readers(nodes, counted).items():
+        ends[storage_of(node)] = max(last, ends.get(storage_of(node), last))
+    position = {node: i for i, node in enumerate(nodes)}
     moved: set[Node] = set()
     for node in (node for node in nodes if node in late):
-        ends = (last[key] for key in kernels.reads[node] if key in last and key not in inputs)
-        if not any(end < len(nodes) and nodes[end] in late for end in ends):
-            continue  # others read all of it later
+        if not any(nodes[ends[key]] in late for key in set(kernels.reads[node]) - outputs - inputs):
+            continue  # what it reads is alive later anyway
         chain = _computed_for(node)
         sources = {n for each in chain for n in each.all_input_nodes} - chain
         beside = nodes[kernels.at[node]]  # the kernel that reads the same, if there is one

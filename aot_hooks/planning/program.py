@@ -194,14 +194,12 @@ def _dive(
     if (relaxed := _relaxed(program, spare + room, _ERROR_ROOM)) is None:
         return None
     _fix_most(program, relaxed, by_value, room, spare)
-    fixed = *program.lower, *program.upper
-    if fixed not in solved:
-        solved[fixed] = program.solved(sum(map(len, by_value)))
-    found = solved[fixed]
+    fixed, whole = (*program.lower, *program.upper), sum(map(len, by_value))
+    found = solved[fixed] if fixed in solved else program.solved(whole)
     program.lower, program.upper = bounds
     if found is None:  # it takes long
-        return program.solved(sum(map(len, by_value)))
-    found[program.over] = max(0.0, found[program.over])
+        found = program.solved(whole)
+    solved[fixed] = found
     return found
 
 

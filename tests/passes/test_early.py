@@ -12,6 +12,7 @@ import aot_hooks
 from aot_hooks import backend
 from aot_hooks.graphs.lifetimes import is_packed_alone, random_masks
 from aot_hooks.passes import early
+from aot_hooks.torch_private.inductor_fusion import pads_no_rows
 
 W = torch.eye(16)
 X = torch.randn(16, 16)
@@ -100,7 +101,7 @@ def two_results(x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("policy", [aot_hooks.float8(), aot_hooks.KEEP, aot_hooks.budget("1GiB")])
 def test_random_numbers_with_several_views(policy: Any) -> None:
-    aot_hooks.plan(two_results, X.clone().requires_grad_(), policy=policy)
+    assert aot_hooks.plan(two_results, X.clone().requires_grad_(), policy=policy).decisions
 
 
 def dropped(x: torch.Tensor) -> torch.Tensor:
@@ -137,3 +138,18 @@ def test_masks_of_random_numbers(
     assert len(seen) == masks
     assert sum(map(is_packed_alone, seen)) == packed
     assert all(("inductor_realize_to_strides" in mask.meta) is is_packed_alone(mask) for mask in seen)
+
+
+def test_rows_are_not_padded_where_a_mask_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[bool] = []
+    rewrite = backend.rewrite
+
+    def rewritten(fw: torch.fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
+        plan = rewrite(fw, *args, **kwargs)
+        seen.append(pads_no_rows(fw))
+        return plan
+
+    monkeypatch.setattr(backend, "rewrite", rewritten)
+    for policy in (aot_hooks.KEEP, aot_hooks.float8(), aot_hooks.lossless()):
+        aot_hooks.plan(dropped, X.clone().requires_grad_(), policy=policy)
+    assert seen == [False, False, True]
