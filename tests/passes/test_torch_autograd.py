@@ -382,22 +382,28 @@ def test_backward_in_another_thread() -> None:
 
 @pytest.mark.core
 def test_forwards_in_threads_follow_their_own_contexts() -> None:
-    call, found = compiled(block), {}
+    call, found, start = compiled(block), {}, threading.Barrier(2)
 
-    def work(name: str, factor: float) -> None:
+    def steps(factor: float) -> Tensor:
         x, w = torch.ones(4, 8, requires_grad=True), torch.eye(8).requires_grad_()
         with saved_tensors_hooks(lambda x: x * factor, lambda p: p * 1):
             for _ in range(3):
                 out = call(x, w)
-        found[name] = gradients(out, x)[0]
+        return gradients(out, x)[0]
 
-    threads = [threading.Thread(target=work, args=(f"{i}", float(i))) for i in range(1, 3)]
+    def work(factor: float) -> None:
+        start.wait(timeout=60)
+        found[factor] = steps(factor)
+
+    for factor in (1.0, 2.0):
+        steps(factor)  # compiled here: no torch lets one thread call a function while another compiles (pytorch#126024)
+    threads = [threading.Thread(target=work, args=(factor,)) for factor in (1.0, 2.0)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    for name, grad in found.items():
-        torch.testing.assert_close(grad, torch.full((4, 8), float(name)).cos())
+    for factor, grad in found.items():
+        torch.testing.assert_close(grad, torch.full((4, 8), factor).cos())
     assert len(found) == 2
 
 
