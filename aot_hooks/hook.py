@@ -19,7 +19,7 @@ from typing import Any, ParamSpec
 
 import torch
 
-from .errors import OptionError, bind
+from .errors import OptionError, bind, names_arguments
 from .torch_private import dynamo
 
 _compiler: contextvars.ContextVar[str] = contextvars.ContextVar("compiler of the graph a hook is traced into")
@@ -131,6 +131,8 @@ class Hook:
 def _identity(x: Any) -> Any:
     return x
 
+
+Hook.__init__ = names_arguments(Hook.__init__)  # type: ignore[method-assign]
 
 KEEP = Hook("keep", _identity, _identity)
 """The hook that leaves a saved tensor as it is."""

@@ -10,6 +10,8 @@ from aot_hooks import policies
 from aot_hooks.errors import OptionError
 
 WRONG_ARGUMENTS = {
+    "Hook('a', abs)": "Hook: missing a required argument: 'unpack'",
+    "Hook('a', abs, abs, lossi=True)": "Hook: no argument 'lossi'; did you mean 'lossy'",
     "budget(peek=3)": "no argument 'peek'; did you mean 'peak'",
     "budget(1, 2)": "too many positional arguments",
     "enable(float8(), opts={})": "no argument 'opts'; did you mean 'options'",
