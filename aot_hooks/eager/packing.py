@@ -10,8 +10,9 @@ Scope "donated" must mean the same as in a graph:
 
 When x is saved, nobody knows yet whether it will be an output. A tensor that dies while the outermost module still runs
 is not one. So x is pending until a weak reference reports its death, which costs no memory: the user holds x anyway.
-It is packed at the next save or at the end of the context, where an error can be raised. A tensor that is saved twice
-is packed once.
+It is packed at the next save or at the end of the context, where an error can be raised. A tensor that one operator
+saves twice is packed once, and one that is saved again before it is packed. After that it is packed again: a write
+through `x.data`, or a changed value of the hook, would not be noticed.
 
 Saved values are checked for in-place changes, as autograd does without hooks. The user's functions could write past
 autograd's versions, so small arguments of theirs are also compared by their bytes.
@@ -65,6 +66,7 @@ class EagerValue:
         self.packed: Any = None
         self.state = State.STAYS
         self.death: Any = None  # the weak reference that reports the death of `x`
+        self.operator = autograd.next_sequence_number()  # greater than that of the operator that saves `x`
         self.like = (x.shape, x.dtype, x.device)
 
 
@@ -95,8 +97,9 @@ def pack_eager(setting: Setting, x: torch.Tensor) -> Any:
     if hook is KEEP and reconsider is None:
         return EagerValue(x, hook)
     layout = (x.storage_offset(), x.shape, x.stride(), x.dtype, x.is_conj(), x.is_neg())
-    key = (torch_values.storage_key(x), *layout, x._version, setting.key if reconsider else hook)
-    if (value := _local.seen.get(key)) is not None:
+    key = (torch_values.storage_key(x), *layout, x._version, setting.key if reconsider else id(hook))
+    value = _local.seen.get(key)
+    if value is not None and (value.packed is None or value.operator == autograd.next_sequence_number()):
         return value
     value = _local.seen[key] = EagerValue(x, hook, reconsider)
     if _local.saved_by_compiled is not None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import weakref
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -264,3 +266,48 @@ def test_a_write_to_what_pack_returned_as_it_was_is_an_error(pack, unpack, scope
         a.mul_(3)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             b.sum().backward()
+
+
+# --- a tensor that is saved again ------------------------------------------------------------------------------------
+
+
+@pytest.mark.core
+def test_a_write_through_data_between_two_saves_is_seen() -> None:
+    """An optimizer of one's own, weight clipping: autograd counts no version for a write through `.data`."""
+    w, x = torch.ones(3, requires_grad=True), torch.ones(3, requires_grad=True)
+    h = w * 2
+    with saved_tensors_hooks(lambda t: t.clone(), lambda p: p):
+        a = x * h
+        h.data.mul_(3)
+        b = x * h
+    assert torch.autograd.grad(a.sum(), x)[0].tolist() == [2.0] * 3
+    assert torch.autograd.grad(b.sum(), x)[0].tolist() == [6.0] * 3
+
+
+def test_a_context_entered_anew_packs_with_the_hooks_new_value() -> None:
+    w, number = torch.ones(3, requires_grad=True), SimpleNamespace(k=2.0)
+    h = w * 2
+    pack, unpack = (lambda x: x * number.k), (lambda p: p / number.k)
+    outs = []
+    for number.k in (2.0, 4.0):
+        with saved_tensors_hooks(pack, unpack):
+            outs.append(h * h)
+    assert torch.autograd.grad(outs[1].sum(), w)[0].tolist() == [8.0] * 3
+
+
+@dataclasses.dataclass
+class Divided:
+    by: Tensor
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return x / self.by
+
+
+def test_hooks_that_cannot_be_compared() -> None:
+    """Dataclasses compare their tensors element by element."""
+    w = torch.ones(4, requires_grad=True)
+    h, outs = w * 2, []
+    for _ in range(2):
+        with saved_tensors_hooks(Divided(torch.full((4,), 2.0)), lambda p: p * 2):
+            outs.append(h * h)
+    assert torch.autograd.grad(sum(outs).sum(), w)[0].tolist() == [16.0] * 4
