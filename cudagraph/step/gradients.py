@@ -58,6 +58,11 @@ class Gradients:
         self._orphans: Sequence[StorageWeakRef] = ()  # see `require_free`
 
     @property
+    def before(self) -> list[torch.Tensor]:
+        """The gradients from before the capture, and what stands in for them."""
+        return [x for x in (*self._before, *self._wires) if x is not None]
+
+    @property
     def static(self) -> list[torch.Tensor]:
         """The gradients that the graph reads and writes where they are."""
         return [old for _, old in self._expected if old is not None]

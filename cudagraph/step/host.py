@@ -8,20 +8,23 @@ Containers are compared first: dicts by their version, which Python counts, othe
 differs, nothing that the walk reaches has changed. Otherwise leaves are compared: numbers, strings and the like by type
 and value, all else by identity.
 
-The walk follows attributes of objects, containers, closures, and globals that the user's own functions name. It does
-not follow code of torch, of Python and of installed packages.
+The walk follows attributes of objects, containers, closures, and globals that the user's own functions name, also in
+the user's modules that they name. It does not follow code of torch, of Python and of installed packages, but functions
+of the user's that a decorator of theirs holds.
 """
 
 from __future__ import annotations
 
 import array
+import contextlib
 import functools
+import operator
 import os
 import sys
 import sysconfig
 import types
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain, repeat
 from operator import is_
 from typing import Any
@@ -83,19 +86,24 @@ class HostState:
         self.compiled = False  # whether a function or module was found that Dynamo compiles
         self.numbers: list[torch.Tensor] = []  # tensors on the CPU, if the step is on another device: versions count
         self._device_type, self._follows_schedulers = device_type, follows_schedulers
+        self._objects: list[Any] = []  # whose class is compared
+        self._functions: list[types.FunctionType] = []  # whose code and defaults are compared
         self._dicts: list[dict[Any, Any]] = []
         self._lists: list[Any] = []
         # Containers of other kinds: a function that reads their values, one that puts values back, and the values.
         self._views: list[tuple[Callable[[], list[Any]], Callable[[list[Any]], Any], list[Any]]] = []
         self._arrays: list[tuple[Any, bytes]] = []  # of NumPy and the like, and their bytes
         self._seen: dict[int, tuple[Any, str]] = {}
-        self._waiting: deque[tuple[str, Any]] = deque(roots.items())
+        self._waiting: deque[tuple[str, Any]] = deque(
+            {**roots, "all modules": torch_cuda.global_module_hooks()}.items()
+        )
         while self._waiting:
             path, value = self._waiting.popleft()
             self._visit(path, value)
             if len(self.leaves) > MOST_VALUES:
                 raise TooManyValues(f"reaches more than {MOST_VALUES} host values, such as {path}")
-        self._items = [*chain.from_iterable(self._lists)]
+        self._items, self._lengths = [*chain.from_iterable(self._lists)], [*map(len, self._lists)]
+        self._classes, self._parts = [*map(type, self._objects)], [*map(FUNCTION_PARTS, self._functions)]
         self._copies = [each.copy() for each in (*self._dicts, *self._lists)]
         self._full, self._empty = [d for d in self._dicts if d], [d for d in self._dicts if not d]
         self._hooked = [x for x in self.tensors.values() if x.requires_grad]
@@ -120,8 +128,10 @@ class HostState:
         return (
             [*map(torch_cuda.dict_version, self._full)] == self._versions
             and not any(self._empty)
-            and sum(map(len, self._lists)) == len(self._items)
+            and [*map(len, self._lists)] == self._lengths
             and all(map(is_, chain.from_iterable(self._lists), self._items))
+            and all(map(is_, map(type, self._objects), self._classes))
+            and all(map(is_, chain(*map(FUNCTION_PARTS, self._functions)), chain(*self._parts)))
             and [*map(torch_cuda.gradient_hooks, self._hooked)] == self._hooks
             and all(_same(read(), saved) for read, _, saved in self._views)
             and all(_bytes(value) == saved for value, saved in self._arrays)
@@ -143,22 +153,14 @@ class HostState:
                     self._versions[[*map(id, self._full)].index(id(each))] = torch_cuda.dict_version(each)
 
     def restore(self) -> None:
-        """Put back the contents of containers."""
-        for each, saved in zip((*self._dicts, *self._lists), self._copies, strict=True):
-            is_dict, is_set = isinstance(each, dict), isinstance(each, set)
-            if is_set:  # a copy may have another order, and putting it back would change what comes first
-                is_same = {*map(id, each)} == {*map(id, saved)}
-            else:
-                is_same = _same(each, saved) and not (is_dict and not _same(dict.values(each), dict.values(saved)))
-            if not is_same:
-                each.clear()
-                each.update(saved) if is_dict or is_set else each.extend(saved)
-        for read, write, saved in self._views:
-            if not _same(read(), saved):
-                write(saved)
-        for value, saved in self._arrays:
-            if _bytes(value) != saved:
-                memoryview(value).cast("B")[:] = saved
+        """Put back the contents of containers: of all, also if some raise."""
+        with contextlib.ExitStack() as stack:
+            for each in self._arrays:
+                stack.callback(_restore_array, *each)
+            for view in self._views:
+                stack.callback(_restore_view, *view)
+            for container, copy in zip((*self._dicts, *self._lists), self._copies, strict=True):
+                stack.callback(_restore_container, container, copy)
 
     # --- the walk
 
@@ -181,14 +183,16 @@ class HostState:
             self._dict(path, ".{}", value.__dict__)
             if value.requires_grad:
                 self._later(path, ".{}", ("hooks", "hooks after accumulation"), torch_cuda.gradient_hooks(value))
-        elif isinstance(value, dict):
+        elif isinstance(value, (dict, list, deque, set, tuple, frozenset)):
             self.leaves[path] = type(value)  # not its id: an equal dict in its place is no change
-            self._dict(path, "[{!r}]", value)
-        elif isinstance(value, (list, deque, set, tuple, frozenset)):
-            self.leaves[path] = type(value)
-            if isinstance(value, (list, deque, set)):
-                self._lists.append(value)
-            self._later(path, "[{}]", range(len(value)), value)
+            if isinstance(value, dict):
+                self._dict(path, "[{!r}]", value)
+            else:
+                if isinstance(value, (list, deque, set)):
+                    self._lists.append(value)
+                self._later(path, "[{}]", range(len(value)), value)
+            if type(value).__module__ not in ("builtins", "collections") and is_users_class(type(value)):
+                self._dict(path, ".{}", getattr(value, "__dict__", {}))
         elif isinstance(value, types.MappingProxyType):
             self.leaves[path] = type(value)
             self._view(path, map(str, range(2 * len(value))), lambda: [*value, *value.values()])
@@ -205,9 +209,14 @@ class HostState:
             self._later(path, ".{}", names, [getattr(value, name) for name in names])
         elif isinstance(value, type):
             if is_users_class(value):
-                space = vars(value)
-                names = [name for name, x in space.items() if name[:2] != "__" or isinstance(x, CODE)]
-                self._view(path, names, lambda: [space.get(name, MISSING) for name in names])
+                own = {name: x for name, x in vars(value).items() if _is_users_own(name, x)}
+                self._later(path, ", {}", own, own.values())
+                self._views.append((*_class_access(value), [*vars(value), *vars(value).values()]))
+        elif isinstance(value, types.ModuleType):  # as an attribute: any code may read it
+            if _is_users_module(value):
+                self._named(path, vars(value), [name for name in vars(value) if name[:2] != "__"])
+        elif hasattr(type(value), "host_roots"):  # a whole step within this one
+            self._later(path, ".{}", *zip(*value.host_roots().items(), strict=True))
         elif isinstance(value, types.BuiltinMethodType):
             if not isinstance(value.__self__, types.ModuleType):
                 self._waiting.append((f"{path}.__self__", value.__self__))
@@ -217,9 +226,10 @@ class HostState:
             if isinstance(value, torch.optim.Optimizer):
                 self.optimizers[path] = value
             self.compiled |= compilers.is_compiled_module(value)
+            self._objects.append(value)
             for cls in type(value).__mro__[:-1]:
                 self._waiting.append((f"{cls.__module__}.{cls.__qualname__}", cls))
-                slots = [slot for slot in vars(cls).get("__slots__", ()) if hasattr(value, slot)]
+                slots = [slot for slot in _slots(cls) if hasattr(value, slot)]
                 read = functools.partial(lambda slots: [getattr(value, slot, MISSING) for slot in slots], slots)
                 self._view(path, slots, read, functools.partial(_call_for_each, setattr, repeat(value), slots))
             self._dict(path, ".{}", getattr(value, "__dict__", {}))
@@ -239,11 +249,23 @@ class HostState:
         names: Iterable[str],
         read: Callable[[], list[Any]],
         write: Callable[[list[Any]], Any] = lambda _: None,
+        *,
+        by_name: bool = False,
     ) -> None:
+        """Watch the values that `read` returns, and follow them: modules only where code names what it reads there."""
         saved = read()
         if saved:
             self._views.append((read, write, saved))
-            self._later(path, ", {}", names, saved)
+            is_module = by_name and types.ModuleType
+            self._later(
+                path, ", {}", names, [x.__name__ if is_module and isinstance(x, is_module) else x for x in saved]
+            )
+
+    def _named(self, path: str, space: dict[str, Any], names: Sequence[str]) -> None:
+        """Watch and follow those of `names` that are in `space`."""
+        names = [name for name in names if name in space]
+        write = functools.partial(_call_for_each, space.__setitem__, names)
+        self._view(path, names, lambda: [space.get(name, MISSING) for name in names], write, by_name=True)
 
     def _function(self, path: str, function: types.FunctionType) -> None:
         inner, is_compiled = compilers.inside_wrapper(function)
@@ -252,24 +274,32 @@ class HostState:
             self._waiting.append((path, inner))
             return
         code, space = function.__code__, function.__globals__
-        if not is_users(code.co_filename):
-            return
-        self.leaves[path] = id(code)  # not the function's id: it may be made anew in each step
-        self._seen[id(code)] = code, path
         named = zip(code.co_freevars, function.__closure__ or (), strict=True)
         cells = {name: cell for name, cell in named if cell != EMPTY_CELL}
+        if not is_users(code.co_filename):  # it may be a decorator around a function of the user's
+            inside = {name: cell.cell_contents for name, cell in cells.items()}
+            inside["__wrapped__"] = getattr(function, "__wrapped__", None)
+            inside = {name: x for name, x in inside.items() if isinstance(x, (types.FunctionType, types.MethodType))}
+            self._later(path, ".{}", inside, inside.values())
+            return
+        self._functions.append(function)
+        self.leaves[path] = id(code)  # not the function's id: it may be made anew in each step
+        self._seen[id(code)] = code, path
         write = functools.partial(_call_for_each, setattr, cells.values(), repeat("cell_contents"))
-        self._view(path, cells, lambda: [cell.cell_contents for cell in cells.values()], write)
-        for each in (space, *map(vars, filter(_is_users_module, map(space.get, names_in(code))))):
-            names = sorted(names_in(code).intersection(each))
-            read = functools.partial(lambda each, names: [each.get(name, MISSING) for name in names], each, names)
-            self._view(path, names, read, functools.partial(_call_for_each, each.__setitem__, names))
+        self._view(path, cells, lambda: [cell.cell_contents for cell in cells.values()], write, by_name=True)
+        names = sorted(names_in(code))
+        self._named(path, space, names)
+        imported = [sys.modules.get(name) for each in names for name in (each, f"{space.get('__package__')}.{each}")]
+        known = [*map(space.get, names), *imported, *(cell.cell_contents for cell in cells.values())]
+        for module in _users_modules(known, names):
+            self._named(f"{path}, {module.__name__}", vars(module), names)
         self._dict(path, ".{}", function.__dict__)
         names = [name for name in ("__defaults__", "__kwdefaults__") if getattr(function, name, None)]
         self._later(path, ".{}", names, [getattr(function, name) for name in names])
 
 
 CODE = (types.FunctionType, staticmethod, classmethod, property)
+FUNCTION_PARTS = operator.attrgetter("__code__", "__defaults__", "__kwdefaults__")
 
 
 def _call_for_each(function: Callable[..., Any], *arguments: Iterable[Any]) -> None:
@@ -280,6 +310,72 @@ def _call_for_each(function: Callable[..., Any], *arguments: Iterable[Any]) -> N
 def _same(now: Iterable[Any], saved: Iterable[Any]) -> bool:
     now, saved = [*now], [*saved]
     return len(now) == len(saved) and all(map(is_, now, saved))
+
+
+def _restore_container(each: Any, saved: Any) -> None:
+    is_dict, is_set = isinstance(each, dict), isinstance(each, set)
+    if is_set:  # a copy may have another order, and putting it back would change what comes first
+        is_same = {*map(id, each)} == {*map(id, saved)}
+    else:
+        is_same = _same(each, saved) and not (is_dict and not _same(dict.values(each), dict.values(saved)))
+    if not is_same:
+        each.clear()
+        each.update(saved) if is_dict or is_set else each.extend(saved)
+
+
+def _restore_view(read: Callable[[], list[Any]], write: Callable[[list[Any]], Any], saved: list[Any]) -> None:
+    if not _same(read(), saved):
+        write(saved)
+
+
+def _restore_array(value: Any, saved: bytes) -> None:
+    if _bytes(value) == saved:
+        return
+    if isinstance(value, (bytearray, array.array)):
+        memoryview(value).cast("B")[:] = saved
+    else:  # it may be a view with steps
+        numpy = sys.modules["numpy"]
+        value[...] = numpy.frombuffer(saved, value.dtype).reshape(value.shape)
+
+
+def _is_users_own(name: str, value: Any) -> bool:
+    """Whether an attribute of a class is the user's, not one that Python adds."""
+    return name[:2] != "__" or isinstance(value, CODE)
+
+
+def _class_access(cls: type) -> tuple[Callable[[], list[Any]], Callable[[list[Any]], None]]:
+    """Functions that return the names and values of a class, and that put them back."""
+    space = vars(cls)
+
+    def write(saved: list[Any]) -> None:
+        before = dict(zip(saved[: len(saved) // 2], saved[len(saved) // 2 :], strict=True))
+        for name in [name for name, x in space.items() if name not in before and _is_users_own(name, x)]:
+            delattr(cls, name)
+        for name, value in before.items():
+            if space.get(name, MISSING) is not value and _is_users_own(name, value):
+                setattr(cls, name, value)
+
+    return lambda: [*space, *space.values()], write
+
+
+def _slots(cls: type) -> list[str]:
+    """The attributes that a class stores in slots, private ones as Python stores them."""
+    slots = vars(cls).get("__slots__", ())
+    private = f"_{cls.__name__.lstrip('_')}"
+    names = [slots] if isinstance(slots, str) else [*slots]
+    return [private + name if name[:2] == "__" != name[-2:] else name for name in names]
+
+
+def _users_modules(values: Iterable[Any], names: Iterable[str]) -> list[types.ModuleType]:
+    """The user's modules among `values`, and those that `names` lead to from there."""
+    found: dict[int, types.ModuleType] = {}
+    waiting = [*values]
+    while waiting:
+        value = waiting.pop()
+        if id(value) not in found and _is_users_module(value):
+            found[id(value)] = value
+            waiting += map(vars(value).get, names)
+    return [*found.values()]
 
 
 def _bytes(value: Any) -> bytes:

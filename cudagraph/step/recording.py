@@ -33,10 +33,11 @@ from .watch import OperatorWatch
 def settings() -> tuple[Any, ...]:
     """Global settings that choose kernels or change what a step does, except for those of `torch_cuda.global_guard`."""
     sdp, cudnn = torch.backends.cuda, torch.backends.cudnn
+    parts = (getattr(cudnn, "conv", None), getattr(cudnn, "rnn", None))
     return (
         torch_cuda.top_saved_tensor_hooks(False), *torch_cuda.function_modes(),
         sdp.flash_sdp_enabled(), sdp.mem_efficient_sdp_enabled(), sdp.math_sdp_enabled(), sdp.cudnn_sdp_enabled(),
-        cudnn.enabled, cudnn.benchmark, cudnn.deterministic,
+        cudnn.enabled, cudnn.benchmark, cudnn.deterministic, *(getattr(x, "fp32_precision", None) for x in parts),
     )  # fmt: skip
 
 
@@ -98,10 +99,21 @@ class StepRecording:
         self._indices = list(range(len(self.tensors)))
         self._guard, self._global_guard = torch_cuda.tensor_guard(self.tensors), torch_cuda.global_guard()
         self._settings = settings()
+        self._written_storages = {torch_cuda.storage_key(x) for x in self.written}
 
-    def applies(self, key: tuple[Any, ...], now: HostState | None = None) -> bool:
-        """Whether a replay does what the step would do. `now`: a new snapshot, if there is one."""
+    def aliased(self, flat: Sequence[Any]) -> int | None:
+        """The position of an input in memory that the step writes to: the graph would read a copy from before."""
+        storages = self._written_storages
+        for i, x in enumerate(flat):
+            if isinstance(x, torch.Tensor) and torch_cuda.storage_key(x) in storages:
+                return i
+        return None
+
+    def applies(self, key: tuple[Any, ...], flat: Sequence[Any], now: HostState | None = None) -> bool:
+        """Whether a replay with the inputs `flat` does what the step would. `now`: a new snapshot, if there is one."""
         if key != self.key or not self._global_guard() or settings() != self._settings or torch_cuda.dispatch_modes():
+            return False
+        if self.aliased(flat) is not None:
             return False
         if now is not None:
             groups = rates_of(now)
@@ -115,6 +127,7 @@ class StepRecording:
             if value is not rate.value:
                 if type(value) not in (float, int):
                     return False
+                self.cursor.follow_stream()  # the replay before may still read it
                 rate.tensor.fill_(value)
                 rate.value = value
                 self.host.accept(rate.group, "lr")
@@ -197,7 +210,8 @@ def record(
     gradients = Gradients(parameters_of(host), last_gradients, reads=reads_gradients)
     try:
         inputs = Inputs(pool, flat, device)
-        watch = OperatorWatch(device, inputs.by_storage())
+        known = [*tensors, *gradients.before, *(rate.tensor for rate in rates.values())]
+        watch = OperatorWatch(device, inputs.by_storage(), known)
         # Under a dispatch mode Dynamo gives compiled code up.
         is_watched = not host.compiled and not calls_compiled
 
@@ -246,23 +260,31 @@ def record(
             for x, version in zip(tensors, versions, strict=True)
             if version is not None and (x._version != version or torch_cuda.storage_key(x) in watch.written)
         ]
-        return StepRecording(
+        recording = StepRecording(
             key, host, rates, inputs, gradients, [*tensors, *gradients.static], written, results, result_spec, update,
             graph, cursor, pool, blocks, gradients_in_use, owner,
         )  # fmt: skip
+        if (aliased := recording.aliased(flat)) is not None:
+            raise CannotCapture(f"writes to the memory of input {aliased}; give it a copy")
+        return recording
     except BaseException as error:
         traceback.clear_frames(error.__traceback__)  # they hold blocks of the pool
-        if graph is not None:
-            graph.reset()
-        host.restore()
-        schedulers.restore()
-        host.note_versions()
-        snapshot.restore()
-        with torch.no_grad():
-            for x, version, copy in numbers:
-                if x._version != version:
-                    x.copy_(copy)
-        random_numbers.restore()
-        gradients.finish()
-        gradients.close()
+        with contextlib.ExitStack() as stack:  # the last first, and each also if one before it raises
+            stack.callback(gradients.close)
+            stack.callback(gradients.finish)
+            stack.callback(random_numbers.restore)
+            stack.callback(_restore_numbers, numbers)
+            stack.callback(snapshot.restore)
+            stack.callback(host.note_versions)
+            stack.callback(schedulers.restore)
+            stack.callback(host.restore)
+            if graph is not None:
+                stack.callback(graph.reset)
         raise
+
+
+def _restore_numbers(numbers: Sequence[tuple[torch.Tensor, int, torch.Tensor]]) -> None:
+    with torch.no_grad():
+        for x, version, copy in numbers:
+            if x._version != version:
+                x.copy_(copy)

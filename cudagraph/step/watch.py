@@ -3,7 +3,8 @@
     operator --OperatorWatch--> reads a number on the host, computes on the CPU, ... --> CannotCapture
                                 else it runs; what it writes to is noted
 
-What the step itself makes on the CPU, such as `torch.tensor(2.0)`, is the same in each replay. A step with a part that
+A tensor that the walk of the step's variables has not found is refused: nobody would notice that it moved. What the
+step itself makes on the CPU, such as `torch.tensor(2.0)`, is the same in each replay. A step with a part that
 Dynamo compiles is not watched: under a dispatch mode Dynamo runs it as it is, then and ever after. CUDA's own errors
 stop its capture.
 """
@@ -13,7 +14,7 @@ from __future__ import annotations
 import linecache
 import os
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from types import TracebackType
 from typing import Any
 
@@ -30,14 +31,24 @@ INDEXED = ("aten::index", "aten::index_put", "aten::index_put_", "aten::_index_p
 ATTENTION = (
     "aten::_scaled_dot_product", "aten::_flash_attention", "aten::_efficient_attention", "aten::_cudnn_attention",
 )  # fmt: skip
+FRESH = (
+    "aten::lift_fresh",
+    "aten::detach_",
+)  # of `torch.tensor` and `x.new_tensor`: the first that is seen of a result
 SIZE = "has a size that depends on the values of a tensor"
 
 
 class OperatorWatch:
-    """Looks at each operator of a step that is captured on `device`. `inputs`: positions by identity of storages."""
+    """Looks at each operator of a step that is captured on `device`.
 
-    def __init__(self, device: torch.device, inputs: Mapping[int, int]) -> None:
+    Args:
+        inputs: positions of the arguments, by the identity of storages.
+        known: tensors from before the capture whose addresses are compared before each replay.
+    """
+
+    def __init__(self, device: torch.device, inputs: Mapping[int, int], known: Iterable[torch.Tensor]) -> None:
         self.device, self.inputs = device, inputs
+        self.known = {*inputs, *map(torch_cuda.storage_key, known)}  # storages; those of results are added
         self.written: set[int | None] = set()  # identities of storages
         self.made: dict[int, torch.UntypedStorage] = {}  # those that the step made on the CPU
 
@@ -50,6 +61,7 @@ class OperatorWatch:
         reason = None if is_host_operator(func) else self._reason_against(func, args, kwargs, tensors)
         if reason is None:
             result = func(*args, **kwargs)
+            self.known.update(map(torch_cuda.storage_key, tensors_in(result)))
             if self.device == CPU or is_host_operator(func):
                 return result
             for x in tensors_in(result):
@@ -61,6 +73,10 @@ class OperatorWatch:
             line = users_line()
             raise CannotCapture(f"{func} {reason}{f' ({line})' if line else ''}")
         return result
+
+    def _is_unknown(self, x: torch.Tensor) -> bool:
+        storage = torch_cuda.storage_key(x)
+        return storage is not None and storage not in self.known
 
     def _reason_against(self, func: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor]) -> str | None:
         name = name_of(func)
@@ -74,6 +90,8 @@ class OperatorWatch:
                 return "reads a tensor on the CPU"
         if others and len(others) < len(tensors) and name in COPIES:
             return f"copies between the CPU and {self.device}"
+        if name not in FRESH and any(x.device == self.device and self._is_unknown(x) for x in tensors):
+            return "reads a tensor that no argument, variable or attribute of the step leads to; give it as an input"
         on_host = self.device != CPU and len(others) == len(tensors)
         if on_host and others and torch.Tag.nondeterministic_seeded in func.tags:
             return "draws random numbers on the CPU"

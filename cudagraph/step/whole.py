@@ -111,17 +111,25 @@ class WholeStep:
         """The step of one object, if this decorates a method."""
         if instance is None or self.update is not None:
             return self
+        if not hasattr(instance, "__dict__"):
+            raise OptionError(f"{self.name} decorates a method of {type(instance).__name__}, which has no __dict__")
         known: dict[str, Any] = instance.__dict__
-        if self._attribute not in known:
-            known[self._attribute] = step_of(types.MethodType(self.run, instance), self._made_of[-1])
-        step: WholeStep = known[self._attribute]
+        step: WholeStep | None = known.get(self._attribute)
+        if step is None or getattr(step.run, "__self__", None) is not instance:  # that of what it was copied from
+            step = known[self._attribute] = step_of(types.MethodType(self.run, instance), self._made_of[-1])
         return step
+
+    def host_roots(self) -> dict[str, Any]:
+        """What a step around this one reads through it."""
+        return {**self.roots, **self.update_roots}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run one step; see `whole_step`."""
+        if torch.compiler.is_dynamo_compiling():
+            return _outside_of_compiled_code(self, args, kwargs)
         flat, spec = flat_arguments(args, kwargs)
         key = key_of(flat, spec)
-        if self.latest is not None and self.latest.applies(key):
+        if self.latest is not None and self.latest.applies(key, flat):
             return self.latest.replay(flat)
         if self.refused:
             return self._skip(self.refused, flat, spec)
@@ -139,9 +147,11 @@ class WholeStep:
         if reason is not None:
             return self._skip(reason, flat, spec)
         for recording in self.recordings.get(key, ()):
-            if recording.applies(key):
+            if recording.applies(key, flat):
                 self.latest = recording
                 return recording.replay(flat)
+            if key == recording.key and (aliased := recording.aliased(flat)) is not None:
+                return self._skip(f"input {aliased} is in memory that the step writes to; give it a copy", flat, spec)
         if key not in self.warm and len(self.warm) >= self.options.size_limit:
             return self._skip(f"it was called with {len(self.warm)} shapes (options['size_limit'])", flat, spec)
         host = self._host()
@@ -158,7 +168,7 @@ class WholeStep:
         self._close_stale_recordings(host)
         known = self.recordings.get(key, [])
         for recording in known:
-            if recording.applies(key, host):
+            if recording.applies(key, flat, host):
                 self.latest = recording
                 return recording.replay(flat)
         if self.update is not None and any(x.grad is not None for x in parameters_of(host)):
@@ -186,7 +196,11 @@ class WholeStep:
                     return self._find_or_record(key, flat, spec)
                 return self._refuse(what, flat, spec)
         result = self._warm_up(flat, spec)
-        self.warm[key] = self._host(), 1 if changed else count + 1
+        try:
+            self.warm[key] = self._host(), 1 if changed else count + 1
+        except TooManyValues as error:  # the next call says so; this one has run
+            self.reset()
+            self.refused = str(error)
         return result
 
     def _close_stale_recordings(self, host: HostState) -> None:
@@ -254,8 +268,8 @@ class WholeStep:
             self._watch_later_gradients()
             self.warm[key] = host, self.options.warmup_steps
             self.unstable_calls = self.failed_captures = 0
-            now = None if recording.applies(key) else self._host()
-            if now is None or recording.applies(key, now):
+            now = None if recording.applies(key, flat) else self._host()
+            if now is None or recording.applies(key, flat, now):
                 self.latest = recording
                 return recording.replay(flat)
             changed = ", ".join(f"{path}: {text}" for path, text in host.differences(now).items())
@@ -333,7 +347,7 @@ class WholeStep:
 
     def _as_it_is(self, flat: Sequence[Any], spec: Any) -> Any:
         args, kwargs = self._arguments(flat, spec)
-        return self._all(*args, **kwargs)
+        return _copied(self._all(*args, **kwargs))
 
     def _warm_up(self, flat: Sequence[Any], spec: Any) -> Any:
         """Run the step uncaptured, on the stream of captures, so that a capture can have the memory that it frees. The
@@ -350,13 +364,24 @@ class WholeStep:
                 result = self._forward_backward(*args, **kwargs)
             if self.update is not None:
                 self.update()
-        return result
+        return _copied(result)
 
     def _opened_pool(self) -> Any:
         assert self.cursor is not None
         if self._pool is None or self._pool.broken:
             self._pool = self.driver.open_pool(self.cursor.device)
         return self._pool
+
+
+@functools.partial(torch.compiler.disable, reason="a whole step is a CUDA graph of its own")
+def _outside_of_compiled_code(step: WholeStep, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return step(*args, **kwargs)
+
+
+def _copied(result: Any) -> Any:
+    """The result of a step in memory of its own: a later step may write to what it returned."""
+    flat, spec = torch_cuda.flatten(result)
+    return torch_cuda.unflatten([x.clone() if isinstance(x, torch.Tensor) else x for x in flat], spec)
 
 
 def parallel(host: HostState) -> str | None:

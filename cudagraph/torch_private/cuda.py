@@ -54,6 +54,8 @@ SYMBOLS: dict[str | Needed, str] = {
     "torch._C._dynamo.guards.dict_version "
     "torch._C._autograd._top_saved_tensors_default_hooks torch._C._len_torch_dispatch_stack "
     "torch.overrides._get_current_function_mode_stack",
+    "telling whether all modules have got a hook": "torch.nn.modules.module._global_forward_hooks "
+    "._global_forward_pre_hooks ._global_backward_hooks ._global_backward_pre_hooks",
     "optimizers that can be captured": "torch.optim.optimizer._get_capturable_supported_devices",
     Needed("replaying on the current stream", cuda=True): "torch._C._cuda_getCurrentRawStream",
 }
@@ -216,6 +218,12 @@ def global_guard() -> Callable[[], bool]:
     """A function that tells whether torch's global settings are as they are now: grad mode, autocast, determinism,
     precision of matrix products, default dtype, threads."""
     return need("torch._C._dynamo.guards.GlobalStateGuard")().check
+
+
+def global_module_hooks() -> list[dict[int, Any]]:
+    """The hooks of all modules: those before and after their forward, and of their backward."""
+    names = ("forward_hooks", "forward_pre_hooks", "backward_hooks", "backward_pre_hooks")
+    return [need(f"torch.nn.modules.module._global_{name}") for name in names]
 
 
 def tensor_guard(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:

@@ -169,7 +169,7 @@ def test_too_many_values_are_refused(monkeypatch):
 
 def test_code_of_torch_and_python_is_not_followed():
     state = HostState({"loss": torch.nn.functional.cross_entropy, "os": sys.modules["os"]}, "cpu")
-    assert len(state.leaves) == 2
+    assert len([path for path in state.leaves if not path.startswith("all modules")]) == 2
 
 
 def test_a_set_that_did_not_change_keeps_its_order():

@@ -1,0 +1,368 @@
+"""Changes between calls that a replay must not miss: in modules, classes, functions, containers, and in memory."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import io
+import sys
+import types
+
+import numpy
+import pytest
+import torch
+from torch import nn
+
+import cudagraph
+
+PACKAGE = "users_package_of_a_test"
+
+
+@pytest.fixture
+def w(device):
+    return torch.ones(4, device=device, requires_grad=True)
+
+
+@pytest.fixture
+def x(device):
+    return torch.ones(4, device=device)
+
+
+@pytest.fixture
+def config(monkeypatch):
+    """A module of a package of the user's."""
+    package, module = types.ModuleType(PACKAGE), types.ModuleType(f"{PACKAGE}.config")
+    for each in (package, module):
+        each.__file__ = __file__
+        monkeypatch.setitem(sys.modules, each.__name__, each)
+    package.config, module.scale = module, 2.0
+    monkeypatch.setitem(globals(), "package", package)
+    monkeypatch.setitem(globals(), "SCALE", 2.0)
+    return module
+
+
+class Slotted:
+    __slots__ = "scale"
+
+
+class Private:
+    __slots__ = ("__scale",)
+
+    def set(self, scale):
+        self.__scale = scale
+
+    def get(self):
+        return self.__scale
+
+
+class Settings(dict):
+    pass
+
+
+class Base(nn.Module):
+    def forward(self, x):
+        return x * 2
+
+
+class Derived(Base):
+    pass
+
+
+class Other(Base):
+    def forward(self, x):
+        return x * 3
+
+
+@contextlib.contextmanager
+def scaled():
+    yield SCALE  # noqa: F821
+
+
+def recorded(step, *args):
+    for _ in range(4):
+        step(*args)
+    assert cudagraph.stats()["replays"] > 0, step.refused
+    return step
+
+
+def in_a_submodule(w, config):
+    return lambda x: x * w * package.config.scale, lambda: setattr(config, "scale", 3.0)  # noqa: F821
+
+
+def in_a_closure(w, config):
+    return lambda x: x * w * config.scale, lambda: setattr(config, "scale", 3.0)
+
+
+def in_an_attribute(w, config):
+    module = nn.Module()
+    module.settings = config
+    return lambda x: x * w * module.settings.scale, lambda: setattr(config, "scale", 3.0)
+
+
+def imported_inside(w, config):
+    def step(x):
+        from users_package_of_a_test import config
+
+        return x * w * config.scale
+
+    return step, lambda: setattr(config, "scale", 3.0)
+
+
+def beside_a_global_of_that_name(w, config):
+    config.SCALE = 2.0
+    return lambda x: x * w * config.SCALE * (SCALE / 2), lambda: setattr(config, "SCALE", 3.0)  # noqa: F821
+
+
+def behind_a_decorator(w, config):
+    return torch.no_grad()(lambda x: x * w * SCALE), lambda: globals().update(SCALE=3.0)  # noqa: F821
+
+
+def behind_a_context_manager(w, config):
+    def step(x):
+        with scaled() as scale:
+            return x * w * scale
+
+    return step, lambda: globals().update(SCALE=3.0)
+
+
+def in_slots(w, config):
+    holder = Slotted()
+    holder.scale = 2.0
+    return lambda x: x * w * holder.scale, lambda: setattr(holder, "scale", 3.0)
+
+
+def in_private_slots(w, config):
+    holder = Private()
+    holder.set(2.0)
+    return lambda x: x * w * holder.get(), lambda: holder.set(3.0)
+
+
+def in_an_attribute_of_a_dict(w, config):
+    settings = Settings()
+    settings.scale = 2.0
+    return lambda x: x * w * settings.scale, lambda: setattr(settings, "scale", 3.0)
+
+
+def from_one_list_to_the_next(w, config):
+    a, b = [1.0, 1.0], [0.0]
+    return lambda x: x * w * (2 * sum(a) + 3 * sum(b)) / 2, lambda: b.insert(0, a.pop()) or a.append(0.5)
+
+
+def in_defaults(w, config):
+    def scale(x, k=2.0):
+        return x * w * k
+
+    return lambda x: scale(x), lambda: setattr(scale, "__defaults__", (3.0,))
+
+
+def in_code(w, config):
+    def scale(x):
+        return x * w * 2.0
+
+    return lambda x: scale(x), lambda: setattr(scale, "__code__", (lambda x: x * w * 3.0).__code__)
+
+
+def in_another_class(w, config):
+    model = Base()
+    return lambda x: model(x) * w, lambda: setattr(model, "__class__", Other)
+
+
+def in_hooks_of_all_modules(w, config):
+    model = Base()
+
+    def change():
+        handle = nn.modules.module.register_module_forward_hook(lambda module, args, out: out * 1.5)
+        config.undo = handle.remove
+
+    return lambda x: model(x) * w, change
+
+
+CHANGES = [
+    in_a_submodule, in_a_closure, in_an_attribute, imported_inside, beside_a_global_of_that_name, behind_a_decorator,
+    behind_a_context_manager, in_slots, in_private_slots, in_an_attribute_of_a_dict, in_defaults, in_code,
+    in_another_class, in_hooks_of_all_modules,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_change_is_seen(device, change, w, x, config):
+    run, change = change(w, config)
+    step = recorded(cudagraph.whole_step(run), x)
+    assert step(x)[0] == 2
+    try:
+        change()
+        assert step(x)[0] == 3
+    finally:
+        getattr(config, "undo", lambda: None)()
+
+
+def test_elements_that_move_from_one_list_to_the_next(device, w, x):
+    a, b = [1.0, 2.0], [3.0]
+    step = recorded(cudagraph.whole_step(lambda x: x * w * sum(a) * 10 + sum(b)), x)
+    b.insert(0, a.pop())
+    assert step(x)[0] == 15
+
+
+def test_a_method_that_was_inherited(device, x, w):
+    model = Derived()
+    step = recorded(cudagraph.whole_step(lambda x: model(x) * w), x)
+    Derived.forward = lambda self, x: x * 7
+    try:
+        assert step(x)[0] == 7
+    finally:
+        del Derived.forward
+
+
+def test_a_step_around_a_step(device, x):
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight, self.scale = nn.Parameter(torch.ones(4)), 1.0
+
+        def forward(self, x):
+            return x * self.weight * self.scale
+
+    model, ema = Model().to(device), torch.zeros(4, device=device)
+    inner = cudagraph.whole_step(model, lambda out: out.sum(), torch.optim.SGD(model.parameters(), lr=0.0))
+
+    @cudagraph.whole_step
+    def outer(x):
+        ema.add_(x)
+        return inner(x)
+
+    for _ in range(4):
+        assert outer(x) == 4
+    model.scale = 5.0
+    assert outer(x) == 20
+
+
+def test_a_tensor_that_nothing_leads_to_is_not_captured(device, x, w):
+    """A table in a cache, say: nobody would see that it moved, or that another one took its place."""
+    table = functools.lru_cache(lambda: torch.full((4,), 2.0, device=device))
+    table()
+    step = cudagraph.whole_step(lambda x: x * w * table())
+    for _ in range(4):
+        assert step(x)[0] == 2
+    assert "reads a tensor that no argument, variable or attribute of the step leads to" in step.refused
+
+
+def test_tensors_that_a_step_makes_are_its_own(device, x, w):
+    step = cudagraph.whole_step(lambda x: x * w * torch.tensor([2.0], device=device) + x.new_tensor([1.0]))
+    assert recorded(step, x)(x)[0] == 3 and step.refused == ""
+
+
+def test_an_input_in_memory_that_the_step_writes_to(device, x, w):
+    count = torch.zeros(4, device=device)
+    step = recorded(cudagraph.whole_step(lambda x: (count.add_(1), x * w)[1]), x)
+    for n in range(5, 8):
+        assert step(count)[0] == n
+    assert step(x)[0] == 1 and step.refused == ""
+    always = cudagraph.whole_step(lambda x: (count.add_(1), x * w)[1])
+    for n in range(9, 14):
+        assert always(count)[0] == n
+
+
+def test_a_step_that_reaches_too_much_runs_once_in_that_call(device, x):
+    parameter = nn.Parameter(torch.zeros(4, device=device))
+    optimizer, state = torch.optim.SGD([parameter], lr=1.0), types.SimpleNamespace(table=None)
+
+    @cudagraph.whole_step
+    def step(x):
+        if state.table is None:
+            state.table = numpy.zeros(200_000)
+        optimizer.zero_grad()
+        (parameter * x).sum().backward()
+        optimizer.step()
+
+    for n in range(1, 4):
+        step(x)
+        assert parameter[0] == -n
+    assert "too many to compare" in step.refused
+
+
+def test_a_view_of_an_array_is_put_back(device, x):
+    counts, parameter = numpy.zeros(8)[::2], nn.Parameter(torch.ones(4, device=device))
+
+    @cudagraph.whole_step
+    def step(x):
+        counts[0] += 1
+        loss = (parameter * x).sum()
+        loss.backward()
+        return loss
+
+    for n in range(1, 5):
+        step(x)
+        assert counts[0] == n and type(parameter.grad) is torch.Tensor
+    assert "counts" in step.refused
+
+
+def test_attributes_of_a_class_are_put_back(device, x, w):
+    class Counter:
+        n = 0
+
+    def run(x):
+        Counter.n += 1
+        Counter.last = Counter.n
+        return x * w
+
+    step = cudagraph.whole_step(run)
+    for n in range(1, 5):
+        step(x)
+        assert Counter.n == Counter.last == n
+
+
+class Trainer:
+    def __init__(self, w):
+        self.w, self.scale = w, 2.0
+
+    @cudagraph.whole_step
+    def step(self, x):
+        return x * self.w * self.scale
+
+
+def test_a_copy_of_an_object_has_a_step_of_its_own(device, x, w):
+    trainer = Trainer(w)
+    recorded(trainer.step, x)
+    other = copy.copy(trainer)
+    other.scale = 5.0
+    assert other.step(x)[0] == 5 and trainer.step(x)[0] == 2
+    buffer = io.BytesIO()
+    torch.save(trainer, buffer)
+    buffer.seek(0)
+    loaded = torch.load(buffer, weights_only=False)
+    for _ in range(4):
+        assert loaded.step(x)[0] == 2
+    assert loaded.step.refused == ""
+
+
+def test_a_step_in_compiled_code_runs_beside_it(device, x, w):
+    step = cudagraph.whole_step(lambda x: x * w)
+    compiled = torch.compile(lambda x: step(x) + 1, backend="eager")
+    for _ in range(5):
+        assert compiled(x)[0] == 2
+    assert step.refused == "" and cudagraph.stats()["replays"] > 0
+
+
+def test_results_are_in_memory_of_their_own_from_the_first_call(device):
+    total = torch.zeros((), device=device)
+
+    @cudagraph.whole_step
+    def step(x):
+        total.add_(x.sum())
+        return total
+
+    assert [result.item() for result in [step(torch.ones(1, device=device)) for _ in range(5)]] == [1, 2, 3, 4, 5]
+
+
+def test_precision_of_convolutions(device, x, w):
+    step = recorded(cudagraph.whole_step(lambda x: x * w), x)
+    recordings = cudagraph.stats()["recordings"]
+    before = torch.backends.cudnn.allow_tf32
+    try:
+        torch.backends.cudnn.allow_tf32 = not before
+        for _ in range(4):
+            step(x)
+        assert cudagraph.stats()["recordings"] > recordings
+    finally:
+        torch.backends.cudnn.allow_tf32 = before
