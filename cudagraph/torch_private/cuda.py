@@ -222,8 +222,12 @@ def global_guard() -> Callable[[], bool]:
 
 def global_module_hooks() -> list[dict[int, Any]]:
     """The hooks of all modules: those before and after their forward, and of their backward."""
-    names = ("forward_hooks", "forward_pre_hooks", "backward_hooks", "backward_pre_hooks")
-    return [need(f"torch.nn.modules.module._global_{name}") for name in names]
+    return [
+        need("torch.nn.modules.module._global_forward_hooks"),
+        need("torch.nn.modules.module._global_forward_pre_hooks"),
+        need("torch.nn.modules.module._global_backward_hooks"),
+        need("torch.nn.modules.module._global_backward_pre_hooks"),
+    ]
 
 
 def tensor_guard(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
