@@ -454,8 +454,11 @@ def partition_without_hooks(joint: GraphModule, joint_inputs: Any, **kwargs: Any
     return fw, bw
 
 
-def plan_graph(gm: GraphModule, inputs: Sequence[Any], options: Options) -> list[Plan]:
-    """What `aot_hooks(gm, inputs)` would decide, with the live bytes; makes no code. `gm` may be changed."""
+def plan_graph(gm: GraphModule, inputs: Sequence[Any], options: Options) -> tuple[list[Plan], Budget | None]:
+    """What `aot_hooks(gm, inputs)` would decide, with the live bytes, and the budget that decides if there is one.
+
+    Makes no code. `gm` may be changed.
+    """
     plans: list[Plan] = []
     at_run_time = not options.cudagraphs and not inductor.fixes_copies(options.inductor or {})
     hooks = _in_force(gm, inputs, options)
@@ -465,7 +468,8 @@ def plan_graph(gm: GraphModule, inputs: Sequence[Any], options: Options) -> list
             aot.compile_graph(gm, inputs, partition)
         else:
             inductor.partition_only(gm, inputs, _partitioned_by(partition, gm, dict(options.inductor or {})))
-    return plans
+    rule = None if hooks.setting is None else hooks.setting.rule
+    return plans, rule if isinstance(rule, Budget) else None
 
 
 def _partitioned_by(partition: Callable[..., Any], gm: GraphModule, patches: dict[str, Any]) -> dict[str, Any]:

@@ -18,10 +18,11 @@ import torch
 from torch.fx import Graph, GraphModule
 
 from ..backend import plan_graph
-from ..errors import OptionError, UnsupportedGraphError, did_you_mean
+from ..errors import BudgetWarning, OptionError, UnsupportedGraphError, did_you_mean, warn_user
 from ..graphs.saved import SavedTensor
 from ..options import Options
 from ..passes.plan import Plan, joined
+from ..planning.budget import Budget
 from ..torch_private import dry_run as torch_dry_run
 from ..torch_private.values import data_dependent_errors, pytree, without_modes
 from .trial import reachable_values, signature_of, taken_apart, trial
@@ -46,14 +47,30 @@ def plan(
         inner: "inductor" (the default) or "aten", see `Options`: they decompose, and so save, differently.
 
     Returns:
-        One `Plan` for all graphs, in order, with the bytes alive along the step.
+        One `Plan` for all graphs, in order, with the bytes alive along the step. A budget plans each alone here, and a
+        `BudgetWarning` says if they are over it together.
 
     Raises:
         OptionError: for a wrong option, or if `fn` steps an optimizer.
         UnsupportedGraphError: if `fn` reads a tensor's value outside of its compiled graphs.
         HookContractError, HookTraceError, PolicyError: as compiling does.
     """
-    return joined(plans_of(fn, args, kwargs, policy=policy, scope=scope, inner=inner))
+    budgets: list[Budget | None] = []
+    found = joined(plans_of(fn, args, kwargs, budgets, policy=policy, scope=scope, inner=inner))
+    if len(budgets) > 1 and len(set(budgets)) == 1 and (budget := budgets[0]) is not None:
+        peak = budget.peak_bytes
+        if peak is not None and found.peak_bytes > peak:
+            warn_user(
+                f"aot_hooks: {budget!r}: expected a step under {_mib(peak)}, but its {len(budgets)} graphs are planned "
+                f"one by one here, and take {_mib(found.peak_bytes)} together. In training a budget plans them as one "
+                "step after the first steps: look at aot_hooks.last_plans(compiled) then",
+                BudgetWarning,
+            )
+    return found
+
+
+def _mib(nbytes: int) -> str:
+    return f"{nbytes / 2**20:.4g} MiB"
 
 
 def saved_tensors(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[SavedTensor, ...]:
@@ -61,8 +78,17 @@ def saved_tensors(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Sa
     return tuple(d.saved for d in plan(fn, *args, **kwargs).decisions)
 
 
-def plans_of(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], **overrides: Any) -> list[Plan]:
-    """A plan for each graph with a backward; `overrides` come before the options of `fn`."""
+def plans_of(
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    budgets: list[Budget | None] | None = None,
+    **overrides: Any,
+) -> list[Plan]:
+    """A plan for each graph with a backward; `overrides` come before the options of `fn`.
+
+    The budget of each graph of Dynamo with a plan is appended to `budgets`, None for another policy.
+    """
     fn, own_options, dynamic = taken_apart("aot_hooks.plan", fn)
     check_keywords("aot_hooks.plan", fn, kwargs, overrides)
     options = Options.parse(own_options | {name: value for name, value in overrides.items() if value is not None})
@@ -78,7 +104,10 @@ def plans_of(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
         graph.output(graph.graph_copy(gm.graph, {}))
         program = GraphModule(gm, graph)  # a copy, because Inductor's passes change `gm`
         with without_modes():
-            plans.extend(plan_graph(gm, inputs, options))
+            found, budget = plan_graph(gm, inputs, options)
+        plans.extend(found)
+        if found and budgets is not None:
+            budgets.append(budget)
 
         def run(*values: Any) -> Any:
             with mode:

@@ -18,9 +18,9 @@ from typing import Any
 
 from ..errors import BudgetError, OptionError, error_behind
 from ..hook import KEEP
-from ..passes.plan import Plan
+from ..passes.plan import Plan, joined
 from ..planning.budget import ALLOWED, Budget, budget
-from .dry_run import check_keywords, plan
+from .dry_run import check_keywords, plans_of
 from .trial import taken_apart
 
 _POINTS = 8
@@ -107,7 +107,7 @@ def frontier(
     check_keywords("aot_hooks.frontier", inside, kwargs, ("allow", "max_error", "scope", "inner"))
 
     def plan_with(policy: Any) -> Plan:
-        return plan(fn, *args, policy=policy, scope=scope, inner=inner, **kwargs)
+        return joined(plans_of(fn, args, kwargs, policy=policy, scope=scope, inner=inner))  # without its warning
 
     return frontier_of(plan_with, allow=allow, max_error=max_error)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import warnings
 from collections import Counter
 from dataclasses import replace
 from typing import Any
@@ -374,6 +375,32 @@ def test_a_value_that_is_read_between_graphs_is_an_error() -> None:
 
     with pytest.raises(errors.UnsupportedGraphError, match=r"move what reads it .* or compile and run it"):
         aot_hooks.plan(f, torch.randn(4, requires_grad=True))
+
+
+def test_graphs_that_together_are_over_a_budget_are_a_warning() -> None:
+    model, x = nn.ModuleList(Block(False) for _ in range(2)), torch.randn(256, 8)
+
+    def f(x: torch.Tensor) -> torch.Tensor:
+        for block in model:
+            x = block(x)
+            torch._dynamo.graph_break()
+        return x
+
+    stock = aot_hooks.plan(f, x, policy=KEEP, inner="aten").peak_bytes
+    tight, loose = (aot_hooks.budget(int(share * stock), max_error=0) for share in (0.9, 1.0))
+    with pytest.warns(errors.BudgetWarning, match="its 2 graphs are planned one by one here") as warned:
+        plan = aot_hooks.plan(f, x, policy=tight, inner="aten")
+    assert plan.peak_bytes > tight.peak and len(warned) == 1 and warned[0].filename == __file__
+    text = str(warned[0].message)
+    assert f"under {tight.peak / 2**20:.4g} MiB" in text and f"take {plan.peak_bytes / 2**20:.4g} MiB together" in text
+    assert "In training a budget plans them as one step" in text and "last_plans" in text
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", errors.BudgetWarning)
+        assert aot_hooks.plan(f, x, policy=loose, inner="aten").peak_bytes <= loose.peak
+        aot_hooks.frontier(f, x, inner="aten", max_error=0, allow=["recompute"])
+    compiled = torch.compile(f, backend="aot_hooks", options=ATEN | {"policy": tight})
+    with pytest.warns(errors.BudgetWarning, match="planned one by one"):
+        aot_hooks.plan(compiled, x)
 
 
 def test_stepping_an_optimizer_is_refused() -> None:
