@@ -67,6 +67,7 @@ class InStep:
             live bytes of the plan.
         elsewhere_bytes: most that is alive in the step while another graph runs.
         tight_calls, tight_bytes: how many of `calls`, the first, hold the least instead of `held_bytes`, and how much.
+        stock_bytes: most that is alive in the step if no graph of it has hooks.
     """
 
     calls: int
@@ -77,6 +78,7 @@ class InStep:
     elsewhere_bytes: int = 0
     tight_calls: int = 0
     tight_bytes: int = 0
+    stock_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -138,6 +140,10 @@ def joined(plans: Sequence[Plan]) -> Plan:
         decisions += [replace(d, saved=replace(d.saved, storage=d.saved.storage + offset)) for d in each.decisions]
         offset += len({d.saved.storage for d in each.decisions})
     in_step = [p.in_step for p in plans if p.in_step is not None]
+    step = max(in_step, key=lambda each: each.calls * each.held_bytes, default=None)
+    if step is not None:
+        most = {name: max(getattr(each, name) for each in in_step) for name in ("elsewhere_bytes", "stock_bytes")}
+        step = replace(step, **most)
     return Plan(
         tuple(decisions),
         tuple(replace(t, graph=i) for i, p in enumerate(plans) for t in p.transfers),
@@ -145,7 +151,7 @@ def joined(plans: Sequence[Plan]) -> Plan:
         live_after=join([p.live_after for p in plans], apart=bool(in_step)),
         before_ms=sum(p.before_ms for p in plans),
         after_ms=sum(p.after_ms for p in plans),
-        in_step=max(in_step, key=lambda each: each.calls * each.held_bytes, default=None),
+        in_step=step,
     )
 
 

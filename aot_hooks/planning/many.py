@@ -170,6 +170,10 @@ class Graph:
                     version.loose_calls = self.calls - version.tight_calls if as_planned else 0
                     peak = self._tight_peak(version.tight.nbytes, version.tight_calls)
                     plans[0], self.share = _mixed(plans[0], tight_plans[0], version, peak)
+                stock = max(event.nbytes(lambda graph: graph.stock) for trace in self.group.traces for event in trace)
+                for i, plan in enumerate(plans):
+                    if plan.in_step is not None:
+                        plans[i] = replace(plan, in_step=replace(plan.in_step, stock_bytes=stock))
                 self.group.check = step_check(self.group.budget, self.group.free, plans, tighter=self.group.over > 0)
             else:
                 self.stock = _sum(bytes_of(plan.live_before) for plan in found)

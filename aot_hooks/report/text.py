@@ -196,14 +196,11 @@ def _peak_lines(plan: Plan, size: int, unit: str) -> list[str]:
     if not plan.live_before or not plan.live_after:
         return []
     before, after = _peak(plan.live_before), _peak(plan.live_after)
-    step = plan.in_step
-    decrease, saving = before.live_bytes - after.live_bytes, plan.saved_bytes - plan.packed_bytes
     lines = [
-        f"predicted peak of the step, over parameters and inputs: {_number(before.live_bytes, size)} -> "
-        f"{_number(max(plan.peak_bytes, after.live_bytes), size)} {unit}",
-        _cut(f"  it stands {_place(before)}"),
+        f"predicted peak of the step, over parameters and inputs: {_number(_peak_before(plan), size)} -> "
+        f"{_number(plan.peak_bytes, size)} {unit}"
     ]
-    if step is not None:
+    if (step := plan.in_step) is not None:  # its points are those of graphs beside others as planned
         lines.append(
             f"  of a step in which {step.calls} calls of one graph hold saved tensors at the same time, "
             f"{_number(step.held_bytes, size)} {unit} each"
@@ -215,6 +212,11 @@ def _peak_lines(plan: Plan, size: int, unit: str) -> list[str]:
         lines.append(
             f"  other graphs, gradients and gathered parameters beside them: {_number(step.other_bytes, size)} {unit}"
         )
+        if after.live_bytes == plan.peak_bytes:
+            lines.append(_cut(f"  with hooks it stands {_place(after)}"))
+        return lines
+    lines.append(_cut(f"  it stands {_place(before)}"))
+    decrease, saving = before.live_bytes - after.live_bytes, plan.saved_bytes - plan.packed_bytes
     if saving <= 0:
         return lines
     if _place(after) != _place(before):
@@ -226,13 +228,18 @@ def _peak_lines(plan: Plan, size: int, unit: str) -> list[str]:
     return lines
 
 
+def _peak_before(plan: Plan) -> int:
+    """Most bytes alive without hooks: without those of the other graphs of its step, too."""
+    return _peak(plan.live_before).live_bytes if plan.in_step is None else plan.in_step.stock_bytes
+
+
 def _measured_lines(plan: Plan, peak: int | None, optimizer: int | None, size: int, unit: str) -> list[str]:
     if peak is None:
         return []
     lines = [f"measured peak of forward and backward, over what was allocated before: {_number(peak, size)} {unit}"]
     if optimizer is not None and optimizer > peak:
         lines.append(f"  the step's peak cannot fall further: it stands in the optimizer, {_number(optimizer, size)}")
-    elif plan.live_after and peak > 1.25 * _peak(plan.live_after).live_bytes:
+    elif plan.live_after and peak > 1.25 * plan.peak_bytes:
         lines.append("  more than predicted: the rest is outside of the planned graphs, or inside of operators")
     return lines
 
@@ -329,7 +336,8 @@ def as_data(plan: Plan | Sequence[Plan]) -> dict[str, Any]:
             "packed_bytes": plan.packed_bytes,
             "tensor_count": len(plan.decisions),
             "packed_tensor_count": sum(d.hook is not KEEP for d in plan.decisions),
-            **{f"predicted_peak_{k}_bytes": _peak(v).live_bytes if v else None for k, v in points.items()},
+            "predicted_peak_before_bytes": _peak_before(plan) if plan.live_before else None,
+            "predicted_peak_after_bytes": plan.peak_bytes if plan.live_after else None,
         },
         "rows": [_decision_as_data(d) for d in plan.decisions],
         "transfers": _transfers_as_data(plan.transfers),

@@ -34,6 +34,7 @@ import aot_hooks
 from aot_hooks import budget
 from aot_hooks.errors import BudgetError, BudgetWarning, unwrapped
 from aot_hooks.planning import many
+from aot_hooks.report.text import as_data
 
 x, compiled_kinds = many_blocks.x, many_blocks.compiled_kinds  # fixtures
 
@@ -466,3 +467,21 @@ def test_a_report_says_what_the_other_calls_hold(x):
     text = aot_hooks.format_report(plans)
     assert f"-> {plans[0].peak_bytes / 2**10:.2f} KiB" in text
     assert "of a step in which 5 calls of one graph hold saved tensors at the same time" in text
+
+
+def test_a_report_of_several_graphs_has_the_peaks_of_the_step(x):
+    """Live bytes of a plan count the other graphs as planned, also those without hooks."""
+    model = model_of(Block, Other, Block)
+    stock = peak_of(model, x, 1.0)
+    compile_blocks(model, budget(int(0.8 * stock), max_error=0))
+    for _ in range(4):
+        train(model, x)
+    plans = aot_hooks.last_plans(model)
+    assert len(plans) == 2 and len({plan.peak_bytes for plan in plans}) == 2
+    peak = max(plan.peak_bytes for plan in plans)
+    for given in (plans, plans[::-1]):
+        text = aot_hooks.format_report(given)
+        assert f": {stock / 2**20:.2f} -> {peak / 2**20:.2f} MiB" in text
+        assert "other tensors are alive" not in text
+    totals = as_data(plans)["totals"]
+    assert (totals["predicted_peak_before_bytes"], totals["predicted_peak_after_bytes"]) == (stock, peak)
