@@ -158,6 +158,7 @@ def _partition(
     if on_device:
         multiply_early(stock.bw)
     step, groups = step_of(stock, setting.scope, budget.allow, budget.max_error)
+    again = _recomputations(step)
     step = dataclasses.replace(step, moments=moments)
     cross = stock.boundary
     peak = None if budget.least else _peak(budget, groups)
@@ -181,7 +182,7 @@ def _partition(
         """A copy of `graphs` with the hooks of `solution`, and its plan with live bytes and times."""
         found = dataclasses.replace(graphs, fw=aot.copied(graphs.fw), bw=aot.copied(graphs.bw))
         saved = {v.row.name: storage_of(v.fw_node) for v in graphs.boundary.tensors}
-        plan = rewrite(found.fw, found.bw, Setting(_policy(solution, own), setting.scope), trace)
+        plan = rewrite(found.fw, found.bw, Setting(_policy(solution, own, again), setting.scope), trace)
         if on_device:
             unpack_early(found.bw)
             split_kernels(found.bw)
@@ -240,7 +241,7 @@ def _around(
     """`found` with other graphs: `around(hook)` stands in them for each lossy hook."""
     bare = found.without_hooks
     graphs = dataclasses.replace(bare, fw=aot.copied(bare.fw), bw=aot.copied(bare.bw))
-    policy = _policy(found.solution, found.step)
+    policy = _policy(found.solution, found.step, {})
     hooks = {name: around(hook) if hook.lossy else hook for name, hook in policy.hooks.items()}
     rewrite(graphs.fw, graphs.bw, Setting(_Chosen(hooks, policy.reasons), setting.scope), trace)
     return dataclasses.replace(found, graphs=graphs)
@@ -315,30 +316,37 @@ def _peak(budget: Budget, groups: Sequence[Sequence[SavedValue]]) -> int | None:
 # --- what was chosen --------------------------------------------------------------------------------------------------
 
 
-def _policy(solution: Solution, step: Step) -> _Chosen:
+def _recomputations(step: Step) -> dict[str, Option]:
+    """By name of the value: how to compute it again. From what is saved anyway, if that can be: it comes first."""
+    found = ((v, next((o for o in v.options if o.name == RECOMPUTE), None)) for v in step.values)
+    return {name: option for value, option in found if option is not None for name in value.names}
+
+
+def _policy(solution: Solution, step: Step, again: Mapping[str, Option]) -> _Chosen:
+    """The hooks of `solution`. `again`: how its values could be computed again, which `step` does not offer."""
     hooks: dict[str, Hook] = {}
     reasons: dict[str, str] = {}
     for i, (value, option) in enumerate(zip(step.values, solution.options, strict=True)):
-        reasons |= dict.fromkeys(value.names, _why(solution, step, i))
+        reasons |= dict.fromkeys(value.names, _why(solution, step, i, again.get(value.names[0])))
         if option.hook is not None:
             hooks |= dict.fromkeys(value.names, option.hook)
     return _Chosen(hooks, reasons)
 
 
-def _why(solution: Solution, step: Step, number: int) -> str:
-    """The reason for a choice: what it frees and costs, and the next best option of the value."""
+def _why(solution: Solution, step: Step, number: int, again: Option | None = None) -> str:
+    """The reason for a choice: what it frees and costs, and the next best of the value's options and `again`."""
     value, option = step.values[number], solution.options[number]
-    others = [o for o in value.options if o.name != option.name]
+    others = [o for o in (*value.options, again) if o is not None and o.name != option.name]
     best = min(others, key=lambda o: o.ms / max(1, value.nbytes - o.packed_bytes), default=None)
-    offer = "nothing else can store it" if best is None else _offer(best, value.nbytes)
+    offer = "nothing else can store it" if best is None else _offer(best, value.nbytes, "would free")
     if option is KEPT:
         return f"budget: kept{',' if best is None else ';'} {offer}"
-    text = f"budget: {_offer(option, value.nbytes)}"
+    text = f"budget: {_offer(option, value.nbytes, 'frees')}"
     return text if best is None else f"{text}; next best {offer}"
 
 
-def _offer(option: Option, nbytes: int) -> str:
-    return f"{option.name} frees {(nbytes - option.packed_bytes) / _MIB:.1f} MiB for {option.ms:.3f} ms"
+def _offer(option: Option, nbytes: int, frees: str) -> str:
+    return f"{option.name} {frees} {(nbytes - option.packed_bytes) / _MIB:.1f} MiB for {option.ms:.3f} ms"
 
 
 def _with_recomputed(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from typing import Any
 
 import pytest
@@ -119,6 +120,18 @@ def test_every_decision_has_its_reason(model, x):
     assert all(d.packed_bytes == 0 for d in recomputed)
     stock = aot_hooks.plan(model, x, policy=aot_hooks.KEEP, inner="aten")
     assert plan.saved_bytes == stock.saved_bytes  # the header is that of the step without hooks
+
+
+@pytest.mark.parametrize("share", [10, 0.8])
+def test_what_is_kept_says_what_recomputing_it_would_free(model, x, share):
+    policy = budget(int(share * stock_peak(model, x)), allow=("recompute",), max_error=0)
+    plan = aot_hooks.plan(model, x, policy=policy, inner="aten")
+    kept = [d for d in plan.decisions if d.hook is aot_hooks.KEEP and d.saved_bytes]
+    assert kept and all(
+        re.match(r"budget: kept; recompute would free 0\.\d MiB for 0\.\d+ ms$", d.reason) for d in kept
+    )
+    random = aot_hooks.plan(nn.functional.dropout, x.requires_grad_(), policy=policy, inner="aten")
+    assert [d.reason for d in random.decisions if d.saved_bytes] == ["budget: kept, nothing else can store it"]
 
 
 @pytest.mark.core
