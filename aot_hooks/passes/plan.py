@@ -67,7 +67,7 @@ class InStep:
             live bytes of the plan.
         elsewhere_bytes: most that is alive in the step while another graph runs.
         tight_calls, tight_bytes: how many of `calls`, the first, hold the least instead of `held_bytes`, and how much.
-        stock_bytes: most that is alive in the step if no graph of it has hooks.
+        stock_bytes: most that is alive in the step if no graph of it has hooks; 0: unknown, the plan is a cached one.
     """
 
     calls: int

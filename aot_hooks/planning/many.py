@@ -170,7 +170,8 @@ class Graph:
                     version.loose_calls = self.calls - version.tight_calls if as_planned else 0
                     peak = self._tight_peak(version.tight.nbytes, version.tight_calls)
                     plans[0], self.share = _mixed(plans[0], tight_plans[0], version, peak)
-                stock = max(event.nbytes(lambda graph: graph.stock) for trace in self.group.traces for event in trace)
+                events = [event for trace in self.group.traces for event in trace]  # none if it comes from the cache
+                stock = max((event.nbytes(lambda graph: graph.stock) for event in events), default=0)
                 for i, plan in enumerate(plans):
                     if plan.in_step is not None:
                         plans[i] = replace(plan, in_step=replace(plan.in_step, stock_bytes=stock))
