@@ -199,12 +199,23 @@ def _value_of(variable: Any) -> Any:
     """The constant or the object behind `variable`. Raises `TypeError` if there is neither.
 
     A number that Dynamo made symbolic, because it changed, gets a guard on its present value: another number makes
-    another hook, and recompiles.
+    another hook, and recompiles. Dynamo has no constant for a partial or container that holds one.
     """
+    variable = variable.realize() if hasattr(variable, "realize") else variable
     number = getattr(variable, "sym_num", None)
     try:
         return variable.as_python_constant() if number is None else guard_scalar(number)
     except Exception as e:
+        kind = variable.python_type()
+        if kind is functools.partial:
+            named = {name: _value_of(item) for name, item in variable.keywords.items()}
+            return functools.partial(_value_of(variable.func), *map(_value_of, variable.args), **named)
+        items = getattr(variable, "items", None)
+        if kind is dict and isinstance(items, dict):
+            return {key.vt.as_python_constant(): _value_of(item) for key, item in items.items()}
+        make = kind if kind in (list, tuple) else getattr(kind, "_make", None)  # of a named tuple
+        if make is not None and isinstance(items, list | tuple):
+            return make(map(_value_of, items))
         if not hasattr(variable, "value"):
             raise TypeError(f"{type(variable).__name__}: {e}") from e
         return variable.value

@@ -7,7 +7,7 @@ import gc
 import warnings
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -363,6 +363,67 @@ def test_a_number_that_changes_recompiles_once(model: Chain, x: Tensor) -> None:
     call, before = compiled(forward), graph_count()
     for k in (2.0, 2.0, 3.0, 3.0, 5.0, 2.0):
         assert_same(gradients(lambda x, k=k: call(x, k), model, x), hand_gradients(model, x, h1=k))
+    assert graph_count() - before == 3
+
+
+class Factors(NamedTuple):
+    first: float
+    second: float
+
+
+HELD_NUMBERS: dict[str, Callable[[float], Any]] = {
+    "keyword of a partial": lambda k: functools.partial(times, k=k),
+    "integer": lambda k: functools.partial(times, k=int(k)),
+    "argument of a partial": lambda k: functools.partial(lambda k, x: x * k, k),
+    "list": lambda k: functools.partial(lambda held, x: x * held[0], [k]),
+    "tuple in a dict": lambda k: functools.partial(times_first, held={"k": (k, "other")}),
+    "named tuple": lambda k: functools.partial(lambda held, x: x * held.first, Factors(k, 5.0)),
+    "partial in a partial": lambda k: functools.partial(functools.partial(times, k=k)),
+    "pack of a partial": lambda k: functools.partial(lambda pack, x: pack(x), functools.partial(times, k=k)),
+}
+
+
+def times(x: Tensor, k: float) -> Tensor:
+    return x * k
+
+
+def times_first(x: Tensor, held: Any) -> Tensor:
+    return x * held["k"][0]
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("kind", HELD_NUMBERS)
+def test_a_changed_number_in_a_partial_recompiles_once(model: Chain, x: Tensor, kind: str) -> None:
+    table: dict[str, Any] = {}
+
+    def forward(x: Tensor) -> Tensor:
+        h1 = x @ model.weights[0]
+        with saved_tensors_hooks(table["pack"], lambda p: p.clone()):
+            h2 = h1 @ model.weights[1]
+        return h2 @ model.weights[2]
+
+    call, before = compiled(forward), graph_count()
+    for k in (2.0, 2.0, 3.0, 3.0, 5.0, 2.0):
+        table["pack"] = HELD_NUMBERS[kind](k)
+        assert_same(gradients(call, model, x), hand_gradients(model, x, h1=k))
+    assert graph_count() - before == 3
+
+
+@pytest.mark.core
+def test_a_number_that_changes_in_a_list_of_a_partial_recompiles_once(model: Chain, x: Tensor) -> None:
+    held = [2.0]
+    pack = functools.partial(lambda held, x: x * held[0], held)
+
+    def forward(x: Tensor) -> Tensor:
+        h1 = x @ model.weights[0]
+        with saved_tensors_hooks(pack, lambda p: p.clone()):
+            h2 = h1 @ model.weights[1]
+        return h2 @ model.weights[2]
+
+    call, before = compiled(forward), graph_count()
+    for k in (2.0, 2.0, 3.0, 3.0, 5.0, 2.0):
+        held[0] = k
+        assert_same(gradients(call, model, x), hand_gradients(model, x, h1=k))
     assert graph_count() - before == 3
 
 
