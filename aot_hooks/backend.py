@@ -120,11 +120,15 @@ def compile_for(
     mode: str | None,
     options: Options | Mapping[str, Any] | None,
     backend: str,
+    enabled: pairs.Pair | None = None,
 ) -> _Compiled:
-    """Compile `gm` for a function whose `torch.compile` wrapper is `wrapper`; errors are wrapped as of `backend`."""
+    """Compile `gm` for a function whose `torch.compile` wrapper is `wrapper`; errors are wrapped as of `backend`.
+
+    `enabled` stands for the policy of the options, if it is one of `enable` that may change.
+    """
     try:
         parsed = options if isinstance(options, Options) else Options.parse(options)
-        return _compile_graph(gm, inputs, mode, parsed, wrapper)
+        return _compile_graph(gm, inputs, mode, parsed, wrapper, enabled)
     except AotHooksError as e:
         # wrapped here, so that our message stands first
         failure = dynamo.backend_failure(backend, e, inspect.currentframe())
@@ -151,16 +155,19 @@ class _InForce:
     setting: Setting | None  # of the context around the call, or of the options
     pair: Any  # the object on torch's stack of hooks that stands for the context; None for the options
     regions: dict[str, Setting]  # of the contexts inside the graph, by key
+    enabled: pairs.Pair | None  # of `enable`, if `setting` is its policy
 
     @property
     def settings(self) -> list[Setting]:
         return [s for s in (self.setting, *self.regions.values()) if s is not None]
 
 
-def _in_force(gm: GraphModule, inputs: Sequence[Any], options: Options) -> _InForce:
+def _in_force(gm: GraphModule, inputs: Sequence[Any], options: Options, enabled: pairs.Pair | None) -> _InForce:
     setting, pair = pairs.ambient()
     if setting is None and options.policy is not None and autograd.top_hooks() is None:
         setting = Setting(options.policy, options.scope)
+    else:
+        enabled = None
     if setting is not None and setting.eager:
         raise OptionError(f"options['policy']: '{setting.rule!r}' is to run eagerly, which a context can ask for only")
     if setting is not None and isinstance(setting.rule, Budget):
@@ -172,11 +179,16 @@ def _in_force(gm: GraphModule, inputs: Sequence[Any], options: Options) -> _InFo
     for inside in regions.values():
         if isinstance(inside.rule, Budget):
             raise OptionError(f"{inside.title} is for whole compiled functions; put its context around the call")
-    return _InForce(setting and setting.in_scope(options.scope), pair, regions)
+    return _InForce(setting and setting.in_scope(options.scope), pair, regions, enabled)
 
 
 def _compile_graph(
-    gm: GraphModule, inputs: Sequence[Any], mode: str | None, options: Options, wrapper: Any = None
+    gm: GraphModule,
+    inputs: Sequence[Any],
+    mode: str | None,
+    options: Options,
+    wrapper: Any = None,
+    enabled: pairs.Pair | None = None,
 ) -> _Compiled:
     """Compile a graph of Dynamo, and append its plans to those of `wrapper`, which `torch.compile` returned.
 
@@ -189,7 +201,7 @@ def _compile_graph(
     - hooks on torch's stack: `_without_hooks` hides those that are inlined, `_with_eager_hooks` is for the others.
     """
     patches = inductor_patches(options, mode)
-    hooks = _in_force(gm, inputs, options)
+    hooks = _in_force(gm, inputs, options, enabled)
     if options.policy is not None and hooks.pair is None:
         _guard_hooks_of_others()
     in_steps: many.Graph | None = None
@@ -300,7 +312,7 @@ def _wrapped(
     rule = hooks.setting.rule if hooks.setting is not None and graph.plans else None
     check: Callable[[], None] | None = None
     if hooks.setting is not None and rule is not None and not described(rule).frozen:
-        record, check = pairs.record_for(seen, hooks.setting, hooks.pair)
+        record, check = pairs.record_for(seen, hooks.setting, hooks.pair, hooks.enabled)
         recompiles.note(wrapper, hooks.setting, record)
     if counted:  # counts the runs, for a report
         compiled = graph.counted(compiled)
@@ -461,7 +473,7 @@ def plan_graph(gm: GraphModule, inputs: Sequence[Any], options: Options) -> tupl
     """
     plans: list[Plan] = []
     at_run_time = not options.cudagraphs and not inductor.fixes_copies(options.inductor or {})
-    hooks = _in_force(gm, inputs, options)
+    hooks = _in_force(gm, inputs, options, None)
     partition = planning_partition(hooks, options.inner, plans, roots(), [], live=True, at_run_time=at_run_time)
     with autograd.covered_hooks(), without_autograd_cache():
         if options.inner == "aten":

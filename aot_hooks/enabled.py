@@ -21,7 +21,9 @@ from typing import Any
 from torch.fx import GraphModule
 
 from .backend import compile_for
+from .context.pairs import Pair, pair_of
 from .errors import OptionError, UnusedWarning, names_arguments, warn_user
+from .identity.frozen import described
 from .identity.memo import Memo
 from .options import Options, with_arguments
 from .passes.plan import Plan
@@ -88,11 +90,17 @@ class Enabled:
         self.inner = ""  # the last one that was enabled inside this one
         self.is_used = False  # "inductor" was to compile a graph, or one has run, while this was the innermost
         self._run_counts: Counter[Graph] = Counter()  # since the last call of `runs`, while this was the innermost
-        setting = "" if policy is None else Setting(policy, self.options.scope).key
+        self.setting = None if policy is None else Setting(policy, self.options.scope)
+        self.pair: Pair | None = None  # stands for what the policy is now, if that may change
+        which = ""
+        if self.setting is not None:
+            self.pair = None if described(policy).frozen else pair_of(self.setting)
+            which = self.setting.key if self.pair is None else f"pair {self.pair.number}"
         others = sorted((name, repr(value)) for name, value in (options or {}).items())
-        self.key = f"{setting} {others}"
+        self.key = f"{which} {others}"
         with _lock:
             if other := next((each for each in _open if each.thread is not self.thread), None):
+                self._close()
                 raise OptionError(
                     f"enable is for the whole process, and thread {other.thread.name!r} has {other!r} enabled: "
                     "disable that first, or use torch.compile(..., backend='aot_hooks')"
@@ -115,6 +123,10 @@ class Enabled:
         counts, self._run_counts = self._run_counts, Counter()
         return [(plan, n) for graph, n in counts.items() for plan in graph.plans]
 
+    def _close(self) -> None:
+        if self.pair is not None:
+            self.pair.count_open(-1)
+
     def disable(self) -> None:
         """End it; of nested ones any may end first. A second call does nothing."""
         global _end
@@ -122,6 +134,7 @@ class Enabled:
             if not self.is_enabled:
                 return
             _open.remove(self)
+            self._close()
             if not _open and _end is not None:
                 _end()
                 _end = None
@@ -180,8 +193,10 @@ def _callback_for(callback: Any) -> Any:
     if wrapper is None:
         return callback
     enabled.is_called, _caller.wrapper = True, weakref.ref(wrapper)
+    if enabled.pair is not None and enabled.setting is not None:
+        enabled.pair.setting = enabled.setting  # an equal one may have been enabled inside this one
     if enabled.key not in by_key:
-        backend = _Backend(wrapper, enabled.options, enabled.key)
+        backend = _Backend(wrapper, enabled)
         if dynamo_backends.is_precompiled(callback):
             # raised when it compiles: only after that torch puts back what it has set for the call
             backend.refusal = (
@@ -198,9 +213,9 @@ class _Backend(dynamo_backends.InPlaceOf):
     compiles nothing, "" if it does.
     """
 
-    def __init__(self, wrapper: Any, options: Options, key: str) -> None:
+    def __init__(self, wrapper: Any, enabled: Enabled) -> None:
         super().__init__(wrapper)
-        self.options, self.key, self.refusal = options, key, ""
+        self.options, self.key, self.pair, self.refusal = enabled.options, enabled.key, enabled.pair, ""
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Backend) and self.key == other.key and bool(self.wrapper == other.wrapper)
@@ -220,8 +235,9 @@ class _Backend(dynamo_backends.InPlaceOf):
             error = OptionError(f"enable: {refusal}, or don't enable hooks for this function")
             raise dynamo.backend_failure("inductor", error)
         before = list(plans_of(self.wrapper))  # a budget may take some out of it
-        options = replace(self.options, inductor=settings)
-        compiled = compile_for(self.wrapper, gm, inputs, None, options, "inductor")
+        policy = self.options.policy if self.pair is None else self.pair.setting.rule
+        options = replace(self.options, inductor=settings, policy=policy)
+        compiled = compile_for(self.wrapper, gm, inputs, None, options, "inductor", self.pair)
         graph = Graph([plan for plan in plans_of(self.wrapper) if not any(plan is other for other in before)])
 
         def run(*args: Any) -> Any:

@@ -1,6 +1,7 @@
 """Pairs of GraphModules on torch's stack: one pair stands for all equal settings.
 
 setting --pair_for--> Pair --push--> torch's stack --ambient--> the setting, while a graph is compiled
+                       |     (a pair of `enable` is not pushed: its graphs get it from `enable` itself)
                        |
                        +-- record: what graphs depend on; `record_for` adds to it and checks it at each call
 """
@@ -8,6 +9,7 @@ setting --pair_for--> Pair --push--> torch's stack --ambient--> the setting, whi
 from __future__ import annotations
 
 import collections
+import itertools
 import threading
 import types
 import weakref
@@ -26,6 +28,7 @@ from ..settings.setting import Setting, choose
 from ..torch_private import autograd, dynamo
 
 _MAX_KEYS, _MAX_RECENT = 4096, 8
+_numbers = itertools.count(1)
 
 
 class Pair:
@@ -36,6 +39,7 @@ class Pair:
     """
 
     def __init__(self, setting: Setting) -> None:
+        self.number = next(_numbers)
         self.setting = setting  # the equal one that was entered last; messages show its name
         self.record = Record(setting.rule, choose)  # what graphs depend on
         description = described(setting.rule)
@@ -109,7 +113,7 @@ def pair_for(context: Any) -> Pair | None:
     setting: Setting = context.setting
     if setting.eager:
         return None
-    pair = _pair_of_setting(setting)
+    pair = pair_of(setting)
     if plain or described(setting.rule).frozen:
         alive = [ref for ref in refs if ref() not in (None, pair)]
         _pairs_of_parts[key] = (tuple(map(weakref.ref, parts)), [weakref.ref(pair), *alive])
@@ -124,7 +128,8 @@ _pairs_of_parts: collections.OrderedDict[Any, tuple[tuple[Any, ...], Sequence[we
 _pairs_of_parts = collections.OrderedDict()
 
 
-def _pair_of_setting(setting: Setting) -> Pair:
+def pair_of(setting: Setting) -> Pair:
+    """The pair that stands for `setting`, counted as open."""
     key = (setting.scope, described(setting.rule).text)
     with _lock:
         pairs = [pair for ref in _pairs.get(key, ()) if (pair := ref()) is not None]
@@ -180,30 +185,37 @@ def _as_entered(pair: Pair) -> Setting:
     return pair.setting
 
 
-def record_for(seen: Recording, setting: Setting, alive: Any) -> tuple[Record, Callable[[], None]]:
+def record_for(
+    seen: Recording, setting: Setting, alive: Any, enabled: Pair | None
+) -> tuple[Record, Callable[[], None]]:
     """The record of a graph under `setting`, and a check to call before each run of the graph.
 
-    `setting` and `alive` are from `ambient()`, or from the options (None). Both this function and the check raise
-    `HookContractError` if the setting has changed.
+    `setting` and `alive` are from `ambient()`, or from the options (None); `enabled` is the pair of options that
+    `enable` has. Both this function and the check raise `HookContractError` if the setting has changed.
     """
     record = seen.record(setting.rule, choose)
-    pair = alive if isinstance(alive, Pair) else None
+    pair = enabled or (alive if isinstance(alive, Pair) else None)
+    anew = "Enter a context" if enabled is None else "Call aot_hooks.enable"
+    if enabled is not None:
+        since = "aot_hooks.enable was called"
+    else:
+        since = "torch.compile made graphs with it" if alive is None else "its context was entered"
     if pair is not None:
         if not pair.record.matches(setting.rule):
-            raise _changed(setting, "its context was entered")
+            raise _changed(setting, since, anew)
         pair.record.add(record)
 
     def check() -> None:
         now = setting if pair is None else _as_entered(pair)
         if not record.matches(now.rule):
-            raise _changed(now, "torch.compile made graphs with it" if alive is None else "its context was entered")
+            raise _changed(now, since, anew)
 
     return record, check
 
 
-def _changed(setting: Setting, since: str) -> HookContractError:
+def _changed(setting: Setting, since: str, anew: str) -> HookContractError:
     return HookContractError(
         f"{setting.title} has changed since {since}: something that it holds, or a global that it reads, is another "
-        "now. Graphs are made of what it was then; expected no change in between. Enter a context anew after each "
+        f"now. Graphs are made of what it was then; expected no change in between. {anew} anew after each "
         "change (`with` inside of the loop), or run the hook as it is with Hook(..., eager=True)"
     )

@@ -1,4 +1,7 @@
-"""Hooks and policies that change while their context is open: noticed by compiled calls, followed by eager ones."""
+"""Hooks and policies that change while their context is open, or what `enable` returns is enabled.
+
+Compiled calls notice it, eager ones follow.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +12,13 @@ from typing import Any
 
 import pytest
 import torch
+from raising import raises
 from sentinel import Chain, assert_same, compiled, gradients, graph_count, hand_gradients
+from steps import ATEN
 from torch import Tensor, nn
 
 import aot_hooks
-from aot_hooks import Hook, saved_tensors_hooks
+from aot_hooks import Hook, enable, saved_tensors_hooks
 from aot_hooks.errors import HookContractError
 
 
@@ -53,6 +58,54 @@ def test_a_graph_is_made_of_what_hooks_are_then_and_found_by_that(model: Chain, 
         with saved_tensors_hooks(*pair):
             assert_same(gradients(call, model, x), hand_gradients(model, x, h=k))
     assert graph_count() - before == 2
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("made", ["once", "anew"])
+def test_a_hook_that_has_changed_before_it_is_enabled_again_recompiles_once(model: Chain, x: Tensor, made: str) -> None:
+    held, call, before = types.SimpleNamespace(k=2.0), torch.compile(model), graph_count()
+    hook = Hook("h", *hooks(held))
+    for k in (2.0, 2.0, 3.0, 3.0, 2.0, 3.0):
+        held.k = k
+        with enable(hook if made == "once" else Hook("h", *hooks(types.SimpleNamespace(k=k))), options=ATEN):
+            assert_same(gradients(call, model, x), hand_gradients(model, x, h=k))
+    assert graph_count() - before == 2
+
+
+@pytest.mark.core
+def test_a_policy_that_has_changed_before_it_is_enabled_again_recompiles_once(model: Chain, x: Tensor) -> None:
+    held, call, before = types.SimpleNamespace(k=2.0), torch.compile(model), graph_count()
+    kinds = {k: Hook("h", *hooks(types.SimpleNamespace(k=k))) for k in (2.0, 3.0)}
+    policy = lambda saved: kinds[held.k]  # noqa: E731
+    for k in (2.0, 2.0, 3.0, 2.0):
+        held.k = k
+        with enable(policy, options=ATEN):
+            assert_same(gradients(call, model, x), hand_gradients(model, x, h=k))
+    assert graph_count() - before == 2
+
+
+@pytest.mark.core
+def test_a_change_of_an_enabled_hook_is_refused(model: Chain, x: Tensor) -> None:
+    held, other = types.SimpleNamespace(k=2.0), types.SimpleNamespace(k=2.0)
+    call, hook = torch.compile(model), Hook("h", *hooks(held))
+    says = r"'h' has changed since aot_hooks\.enable was called.*Call aot_hooks.enable anew after each change"
+    with enable(hook, options=ATEN):
+        assert_same(gradients(call, model, x), hand_gradients(model, x, h=2))
+        with enable(Hook("h", *hooks(other)), options=ATEN):  # has the same graph
+            held.k = 3.0
+            assert_same(gradients(call, model, x), hand_gradients(model, x, h=2))
+            other.k = 3.0
+            with pytest.raises(HookContractError, match=says):
+                call(x)
+        with pytest.raises(HookContractError, match=says):
+            call(x)
+        with raises(HookContractError, "'h' has changed since aot_hooks.enable was called"):
+            torch.compile(lambda x: model(x))(x)
+        held.k = 2.0
+        assert_same(gradients(call, model, x), hand_gradients(model, x, h=2))
+    held.k = 3.0
+    with enable(hook, options=ATEN):
+        assert_same(gradients(call, model, x), hand_gradients(model, x, h=3))
 
 
 class Slotted:
