@@ -107,9 +107,9 @@ def float8(dtype: torch.dtype = torch.float8_e4m3fn, scaling: str = "rowwise") -
     Raises:
         OptionError: for another dtype or scaling.
     """
-    if dtype not in FLOAT8_RANGE:
+    if dtype not in tuple(FLOAT8_RANGE):  # an argument may have no hash
         raise OptionError(f"float8: dtype must be one of {', '.join(map(str, FLOAT8_RANGE))}, got {dtype}")
-    if scaling not in _BLOCKS:
+    if scaling not in tuple(_BLOCKS):
         raise OptionError(f"float8: scaling must be one of {', '.join(map(repr, _BLOCKS))}, got {scaling!r}")
     name = f"float8({str(dtype).removeprefix('torch.float8_')}, {scaling})"
     declines = Declines("float8", 8, 4, _BLOCKS[scaling] or 1 << 62)
