@@ -24,6 +24,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from ..errors import names_arguments
 from ..graphs.layout import from_memory_order, in_memory_order
 from ..graphs.read_tables import Test
 from ..graphs.saved import SavedTensor
@@ -60,6 +61,7 @@ class Lossless:
         return "lossless()"
 
 
+@names_arguments
 def lossless() -> Lossless:
     """The policy that stores in fewer bytes what it can store exactly, and leaves everything else.
 

@@ -22,6 +22,7 @@ WRONG_ARGUMENTS = {
     "float8(scaling=[1])": "float8: scaling must be one of 'tensorwise', 'rowwise', 'blockwise', got [1]",
     "int4(32, [1])": "got [1]",
     "int8([1])": "got [1]",
+    "lossless([1])": "lossless: too many positional arguments",
     "offload(then=[1])": "offload: then must be a Hook that is traced, got [1]",
     "policies.larger_than(1, [1])": "got [1]",
     "policies.only_these_dtypes([1])": "got [1]",
