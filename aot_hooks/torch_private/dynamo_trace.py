@@ -122,11 +122,14 @@ def _from_outside(context: Any, variable: Any) -> Any:
 
 
 def _has_changed_items(variable: Any, side_effects: Any) -> bool:
-    """Whether the compiled function has changed the items of `variable`, a container, or of a container in it.
+    """Whether the compiled function has changed the items of `variable`, a container or partial, or of one in it.
 
     The value of such a variable is a new container with the new items, and `pending_changes` knows the old one only.
     """
+    variable = variable.realize() if hasattr(variable, "realize") else variable
     items = vars(variable).get("items")
+    if variable.python_type() is functools.partial and hasattr(variable, "keywords"):
+        items = (variable.func, *variable.args, *variable.keywords.values())
     if not isinstance(items, (list, tuple, dict)):
         return False
     if getattr(variable, "mutation_type", None) is not None and side_effects.is_modified(variable):

@@ -306,7 +306,17 @@ def test_what_is_not_known_while_compiling_is_named(model: Chain, x: Tensor) -> 
         with saved_tensors_hooks(Factor(3.0).pack, lambda h: h.clone()):
             return h1 @ model.weights[1]
 
+    held = [3.0]
+    from_outside = functools.partial(lambda held, h: h * held[0], held)
+
+    def by_changed_list(x: Tensor) -> Tensor:
+        held[0] = held[0] + 1
+        h1 = x @ model.weights[0]
+        with saved_tensors_hooks(from_outside, lambda h: h.clone()):
+            return h1 @ model.weights[1]
+
     for fn, what in (
+        (by_changed_list, "a partial that the compiled function has changed before"),
         (by_object, "a Factor that the compiled function makes"),
         (Counting(model, "methods"), "'self.k' that the compiled function has changed before"),
         (by_tensor, r"a tensor by itself, and not as an attribute of an object \(`self.table`\)"),
