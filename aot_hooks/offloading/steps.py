@@ -348,7 +348,7 @@ class Steps:
     def _end(self) -> None:
         trace, known = tuple(self._trace), self._followed
         if known is None or known.trace != trace:
-            known = _Known(trace)
+            known = next((each for each in self._known if each.trace == trace), None) or _Known(trace)
         elif self._marks is not None:
             known.runs.append(self._marks)
             known.copies += self._copies

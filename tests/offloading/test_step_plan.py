@@ -181,6 +181,20 @@ def test_a_plan_stays_where_no_copies_run_beside_the_compute() -> None:
     assert [link.run() for _ in range(12)] == [0, 0, 0] + [5] * 9
 
 
+def test_steps_that_break_off_do_not_push_out_the_plan() -> None:
+    """As a step whose loss reads fewer of its graphs: it begins as the planned one, and ends before it."""
+    link = SharedLink(1.0, adapts=False)
+    assert [link.run() for _ in range(5)][-1] == 5
+    for _ in range(40):
+        for _ in range(6):
+            (entry,), _ = link.steps.start([1000], link.terms)
+            link.now += 2
+        link.steps.reload([entry])
+        for gone in link.steps._entries:
+            link.steps.drop(gone)
+    assert link.run() == 5 and len(link.steps._known) == 2
+
+
 def test_what_starts_after_the_first_reload_or_has_no_backward_stays() -> None:
     begin: list[Event] = [("start", (8, 0), TERMS), ("start", (8,), TERMS), ("start", (8,), TERMS)]
     trace = [*begin, ("reload", (2,)), ("start", (8,), TERMS), ("reload", (4,)), ("reload", (0, 1))]
