@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
+import threading
 import types
 import warnings
 import weakref
@@ -72,6 +73,7 @@ class WholeStep:
         self.driver: CaptureDriver = cuda_driver()
         self.name = self._attribute = getattr(run, "__name__", "step")
         self.cursor: Cursor | None = None
+        self._lock = threading.RLock()
         self._logged: set[str] = set()
         self._begin()
         every_step.add(self)
@@ -127,18 +129,19 @@ class WholeStep:
         """Run one step; see `whole_step`."""
         if torch.compiler.is_dynamo_compiling():
             return _outside_of_compiled_code(self, args, kwargs)
-        flat, spec = flat_arguments(args, kwargs)
-        key = key_of(flat, spec)
-        if self.latest is not None and self.latest.applies(key, flat):
-            return self.latest.replay(flat)
-        if self.refused:
-            return self._skip(self.refused, flat, spec)
-        if torch_cuda.dispatch_modes() or (self.cursor is not None and self.driver.is_capturing()):
-            return self._as_it_is(flat, spec)
-        try:
-            return self._find_or_record(key, flat, spec)
-        except TooManyValues as error:
-            return self._refuse(str(error), flat, spec)
+        with self._lock:  # another thread's call would write to the same inputs
+            flat, spec = flat_arguments(args, kwargs)
+            key = key_of(flat, spec)
+            if self.latest is not None and self.latest.applies(key, flat):
+                return self.latest.replay(flat)
+            if self.refused:
+                return self._skip(self.refused, flat, spec)
+            if torch_cuda.dispatch_modes() or (self.cursor is not None and self.driver.is_capturing()):
+                return self._as_it_is(flat, spec)
+            try:
+                return self._find_or_record(key, flat, spec)
+            except TooManyValues as error:
+                return self._refuse(str(error), flat, spec)
 
     # --- without a recording that applies
 

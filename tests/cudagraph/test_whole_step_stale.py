@@ -8,6 +8,7 @@ import functools
 import io
 import sys
 import types
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy
 import pytest
@@ -342,6 +343,17 @@ def test_a_step_in_compiled_code_runs_beside_it(device, x, w):
     for _ in range(5):
         assert compiled(x)[0] == 2
     assert step.refused == "" and cudagraph.stats()["replays"] > 0
+
+
+def test_threads_that_call_one_step_get_their_own_results(device, w):
+    step = recorded(cudagraph.whole_step(lambda x: x * w), torch.ones(4, device=device))
+
+    def work(number):
+        x = torch.full((4,), float(number), device=device)
+        return {step(x)[0].item() for _ in range(100)}
+
+    with ThreadPoolExecutor(4) as pool:
+        assert [*pool.map(work, range(4))] == [{0.0}, {1.0}, {2.0}, {3.0}]
 
 
 def test_results_are_in_memory_of_their_own_from_the_first_call(device):
