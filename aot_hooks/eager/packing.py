@@ -211,8 +211,8 @@ def _out_of_scope(scope: str, x: torch.Tensor, outermost: FrameType | None) -> b
         if isinstance(root, torch.nn.Parameter):
             return True
         module = outermost.f_locals.get("self") if outermost else None
-        buffers = list(module.buffers()) if isinstance(module, torch.nn.Module) else []
-        return torch_values.storage_key(x) in _storages(buffers)
+        static = [] if not isinstance(module, torch.nn.Module) else [*module.buffers(), *module.parameters()]
+        return torch_values.storage_key(x) in _storages(static)  # also as `weight.detach()`
     return False
 
 

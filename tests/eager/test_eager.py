@@ -107,6 +107,23 @@ def test_every_way_to_run_packs_the_same(model: Chain, x: Tensor, way: Any, scop
 
 
 @pytest.mark.core
+@pytest.mark.parametrize("way", WAYS, ids=lambda f: f.__name__)
+def test_other_names_of_a_parameter_are_static(way: Any) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(3, 5))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (x * 2) @ self.weight.detach() * self.weight.data[0]
+
+    x = torch.ones(4, 3, requires_grad=True)
+    with saved_tensors_hooks(*quadruple, scope="no_static"):
+        way(Model())(x).sum().backward()
+    assert x.grad is not None and x.grad.tolist() == [[10.0] * 3] * 4
+
+
+@pytest.mark.core
 @pytest.mark.parametrize(
     ("broken", "donated"),
     [
