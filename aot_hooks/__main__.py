@@ -199,6 +199,7 @@ def _heading(script: str, recorded: Recorded) -> str:
         what = f"run eagerly, reported as torch.compile would save: {modules}"
         notes.append("what the script computes outside of these modules, such as its loss")
     lines = [f"{script}: {what}" + (f"; optimizer steps: {recorded.step_count}" if recorded.step_count else "")]
+    lines += [f"  {text}" for text in recorded.over_budget]
     if recorded.keeps_own_hooks:
         lines.append("  by the hooks and options of the script itself")
         notes.append("what the script compiles by other backends than aot_hooks")

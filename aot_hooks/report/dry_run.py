@@ -11,7 +11,7 @@ graphs raises.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -57,16 +57,22 @@ def plan(
     """
     budgets: list[Budget | None] = []
     found = joined(plans_of(fn, args, kwargs, budgets, policy=policy, scope=scope, inner=inner))
-    if len(budgets) > 1 and len(set(budgets)) == 1 and (budget := budgets[0]) is not None:
-        peak = budget.peak_bytes
-        if peak is not None and found.peak_bytes > peak:
-            warn_user(
-                f"aot_hooks: {budget!r}: expected a step under {_mib(peak)}, but its {len(budgets)} graphs are planned "
-                f"one by one here, and take {_mib(found.peak_bytes)} together. In training a budget plans them as one "
-                "step after the first steps: look at aot_hooks.last_plans(compiled) then",
-                BudgetWarning,
-            )
+    if (text := over_together(budgets, found)) is not None:
+        warn_user(f"aot_hooks: {text}", BudgetWarning)
     return found
+
+
+def over_together(budgets: Sequence[Budget | None], plan: Plan) -> str | None:
+    """What to say if graphs that were planned one by one, by these budgets, are over their budget in `plan`."""
+    budget = budgets[0] if len(budgets) > 1 and len(set(budgets)) == 1 else None
+    peak = None if budget is None else budget.peak_bytes
+    if peak is None or plan.peak_bytes <= peak:
+        return None
+    return (
+        f"{budget!r}: expected a step under {_mib(peak)}, but its {len(budgets)} graphs are planned one by one here, "
+        f"and take {_mib(plan.peak_bytes)} together. In training a budget plans them as one step after the first "
+        "steps: look at aot_hooks.last_plans(compiled) then"
+    )
 
 
 def _mib(nbytes: int) -> str:

@@ -32,10 +32,11 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from ..backend import with_options
 from ..errors import AotHooksError, unwrapped
 from ..passes.plan import Plan, joined
+from ..planning.budget import Budget
 from ..records import Graph, recorded
 from ..torch_private import dynamo
 from ..torch_private import values as torch_values
-from .dry_run import plans_of
+from .dry_run import over_together, plans_of
 
 
 class ScriptError(AotHooksError, RuntimeError):
@@ -56,6 +57,7 @@ class Recorded:
     last_step: dict[Graph, int] = field(default_factory=dict)
     keeps_own_hooks: bool = False  # the script uses this package, and its own hooks were in force
     hooks_overridden: bool = False  # it does, and the policy passed in replaced its backend's options
+    over_budget: list[str] = field(default_factory=list)  # modules whose graphs are, planned one by one
     notes: list[str] = field(default_factory=list)  # modules that could not be planned, with the reason
     step_count: int = 0  # of the optimizer
     # peaks on the CUDA device over the bytes before: forward and backward, gradients included; the optimizer's step
@@ -223,8 +225,9 @@ def _plan_eager(found: Recorded, module: torch.nn.Module, options: Mapping[str, 
     if not trains or dynamo.compile_wrapper_of(module) is not None:
         return False  # of a compiled module the backend reports the graphs
     name = type(module).__name__
+    budgets: list[Budget | None] = []
     try:
-        plans = plans_of(module, args, kwargs, **options)
+        plans = plans_of(module, args, kwargs, budgets, **options)
     except AotHooksError as e:
         found.notes.append(f"{name}: {e}")
     except dynamo.dynamo_error() as e:  # the script does not compile it, and may go on
@@ -232,6 +235,8 @@ def _plan_eager(found: Recorded, module: torch.nn.Module, options: Mapping[str, 
     else:
         if plans:
             found.eager.append((name, joined(plans)))
+            if (text := over_together(budgets, joined(plans))) is not None:
+                found.over_budget.append(f"{name}: {text}")
     return True
 
 

@@ -421,6 +421,22 @@ def test_a_budget_that_no_module_meets_is_what_the_error_says(tmp_path: Path, ca
     assert "saved nothing" not in error
 
 
+def test_a_budget_that_graphs_are_over_together_is_in_the_heading(tmp_path: Path, capsys: Any) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(
+        "import torch\n"
+        "class Model(torch.nn.Module):\n"
+        "    def forward(self, x):\n"
+        "        x = torch.nn.functional.gelu(x * 2)\n"
+        "        torch._dynamo.graph_break()\n"
+        "        return torch.nn.functional.gelu(x * 2).sum()\n"
+        "Model()(torch.ones(256, 256, requires_grad=True)).backward()\n"
+    )
+    assert main(["report", "--inner", "aten", "--budget", "1200KiB", str(path)]) == 0
+    text = capsys.readouterr().out
+    assert "its 2 graphs are planned one by one here" in text and "last_plans(compiled)" in text
+
+
 @pytest.mark.parametrize(
     "arguments, message",
     [
