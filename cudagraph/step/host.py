@@ -17,7 +17,9 @@ from __future__ import annotations
 
 import array
 import contextlib
+import dis
 import functools
+import importlib.util
 import operator
 import os
 import sys
@@ -42,6 +44,7 @@ PLAIN = (
 )  # fmt: skip
 # Objects of torch that are followed. Others, such as what Dynamo compiled, change by themselves.
 TORCH_OBJECTS = (torch.nn.Module, torch.optim.Optimizer, torch.amp.GradScaler)
+TORCH_CLASSES = ("torch.distributions.", "torch.utils.data.dataset", "torch.nn.attention.")  # likewise
 Scheduler = torch.optim.lr_scheduler.LRScheduler  # counts outside of the step; what it sets is the optimizer's
 WRAPPERS = ("__self__", "__func__", "func", "args", "keywords", "fget")  # of methods, partials and properties
 MISSING = object()
@@ -74,6 +77,20 @@ def names_in(code: types.CodeType) -> frozenset[str]:
     return frozenset(code.co_names).union(*inner)
 
 
+@functools.cache
+def imports_of(code: types.CodeType, package: str) -> tuple[str, ...]:
+    """The modules that `code` and functions inside of it import, and what they import from these, as full names."""
+    found: list[str] = []
+    instructions = [each for each in dis.get_instructions(code) if each.opname != "EXTENDED_ARG"]
+    for level, names, each in zip(instructions, instructions[1:], instructions[2:], strict=False):
+        if each.opname == "IMPORT_NAME" and level.argval <= len(package.split(".")):
+            module = importlib.util.resolve_name("." * level.argval + each.argval, package)
+            found += [module, *(f"{module}.{name}" for name in names.argval or ())]
+    for const in code.co_consts:
+        found += imports_of(const, package) if isinstance(const, types.CodeType) else ()
+    return tuple(found)
+
+
 class HostState:
     """A snapshot of the host values that can be reached from `roots`. It keeps them alive. Raises `TooManyValues`."""
 
@@ -97,7 +114,10 @@ class HostState:
         self._waiting: deque[tuple[str, Any]] = deque(
             {**roots, "all modules": torch_cuda.global_module_hooks()}.items()
         )
-        while self._waiting:
+        self._modules: dict[
+            int, tuple[str, types.ModuleType, set[str]]
+        ] = {}  # that are attributes; names watched there
+        while self._waiting or self._found_in_modules():
             path, value = self._waiting.popleft()
             self._visit(path, value)
             if len(self.leaves) > MOST_VALUES:
@@ -212,9 +232,9 @@ class HostState:
                 own = {name: x for name, x in vars(value).items() if _is_users_own(name, x)}
                 self._later(path, ", {}", own, own.values())
                 self._views.append((*_class_access(value), [*vars(value), *vars(value).values()]))
-        elif isinstance(value, types.ModuleType):  # as an attribute: any code may read it
+        elif isinstance(value, types.ModuleType):
             if _is_users_module(value):
-                self._named(path, vars(value), [name for name in vars(value) if name[:2] != "__"])
+                self._modules[id(value)] = path, value, set()
         elif hasattr(type(value), "host_roots"):  # a whole step within this one
             self._later(path, ".{}", *zip(*value.host_roots().items(), strict=True))
         elif isinstance(value, types.BuiltinMethodType):
@@ -233,6 +253,18 @@ class HostState:
                 read = functools.partial(lambda slots: [getattr(value, slot, MISSING) for slot in slots], slots)
                 self._view(path, slots, read, functools.partial(_call_for_each, setattr, repeat(value), slots))
             self._dict(path, ".{}", getattr(value, "__dict__", {}))
+            if isinstance(value, torch.jit.ScriptModule):  # its tensors are in no dict
+                tensors = {**dict(value.named_parameters()), **dict(value.named_buffers())}
+                self._later(path, ".{}", tensors, tensors.values())
+
+    def _found_in_modules(self) -> bool:
+        """Follow what the functions found so far may read of modules that are attributes. Whether there is more."""
+        names = frozenset[str]().union(*(names_in(function.__code__) for function in self._functions))
+        for path, module, known in self._modules.values():
+            new = names.intersection(vars(module)) - known
+            known |= new
+            self._named(path, vars(module), sorted(new))
+        return bool(self._waiting)
 
     def _later(self, path: str, how: str, names: Iterable[Any], values: Iterable[Any]) -> None:
         self._waiting.extend((path + how.format(name), value) for name, value in zip(names, values, strict=True))
@@ -279,7 +311,7 @@ class HostState:
         if not is_users(code.co_filename):  # it may be a decorator around a function of the user's
             inside = {name: cell.cell_contents for name, cell in cells.items()}
             inside["__wrapped__"] = getattr(function, "__wrapped__", None)
-            inside = {name: x for name, x in inside.items() if isinstance(x, (types.FunctionType, types.MethodType))}
+            inside = {name: x for name, x in inside.items() if isinstance(x, INSIDE) or is_users_class(type(x))}
             self._later(path, ".{}", inside, inside.values())
             return
         self._functions.append(function)
@@ -289,7 +321,7 @@ class HostState:
         self._view(path, cells, lambda: [cell.cell_contents for cell in cells.values()], write, by_name=True)
         names = sorted(names_in(code))
         self._named(path, space, names)
-        imported = [sys.modules.get(name) for each in names for name in (each, f"{space.get('__package__')}.{each}")]
+        imported = map(sys.modules.get, imports_of(code, space.get("__package__") or ""))
         known = [*map(space.get, names), *imported, *(cell.cell_contents for cell in cells.values())]
         for module in _users_modules(known, names):
             self._named(f"{path}, {module.__name__}", vars(module), names)
@@ -299,6 +331,7 @@ class HostState:
 
 
 CODE = (types.FunctionType, staticmethod, classmethod, property)
+INSIDE = (types.FunctionType, types.MethodType, functools.partial, torch.nn.Module)  # followed in a decorator
 FUNCTION_PARTS = operator.attrgetter("__code__", "__defaults__", "__kwdefaults__")
 
 
@@ -383,13 +416,16 @@ def _bytes(value: Any) -> bytes:
 
 
 def _is_users_module(value: Any) -> bool:
-    return isinstance(value, types.ModuleType) and is_users(getattr(value, "__file__", None) or "<frozen")
+    file = vars(value).get("__file__") if isinstance(value, types.ModuleType) else None  # no lazy module is loaded
+    return isinstance(file, str) and is_users(file)
 
 
 def is_users_class(cls: type) -> bool:
     """Whether instances of `cls` are followed: a class of the user's, or of an installed package other than torch."""
     root = cls.__module__.partition(".")[0]
     if root in ("argparse", "collections", "types"):  # namespaces, and containers that are written in Python
+        return True
+    if cls.__module__.startswith(TORCH_CLASSES):
         return True
     return root not in sys.stdlib_module_names and root not in ("torch", "builtins", "numpy", "cudagraph", "aot_hooks")
 

@@ -99,7 +99,7 @@ class StepRecording:
         self._indices = list(range(len(self.tensors)))
         self._guard, self._global_guard = torch_cuda.tensor_guard(self.tensors), torch_cuda.global_guard()
         self._settings = settings()
-        self._written_storages = {torch_cuda.storage_key(x) for x in self.written}
+        self._written_storages = {torch_cuda.storage_key(x) for x in (*self.written, *self.gradients.static)}
 
     def aliased(self, flat: Sequence[Any]) -> int | None:
         """The position of an input in memory that the step writes to: the graph would read a copy from before."""
@@ -112,8 +112,6 @@ class StepRecording:
     def applies(self, key: tuple[Any, ...], flat: Sequence[Any], now: HostState | None = None) -> bool:
         """Whether a replay with the inputs `flat` does what the step would. `now`: a new snapshot, if there is one."""
         if key != self.key or not self._global_guard() or settings() != self._settings or torch_cuda.dispatch_modes():
-            return False
-        if self.aliased(flat) is not None:
             return False
         if now is not None:
             groups = rates_of(now)
@@ -136,6 +134,7 @@ class StepRecording:
         return (
             torch_cuda.pointers_equal(self.tensors, self._addresses, self._indices)
             and self._guard(*self.tensors)
+            and self.aliased(flat) is None
             and self.gradients.may_replay()
         )
 
@@ -160,7 +159,11 @@ class StepRecording:
 
 def parameters_of(host: HostState) -> list[torch.Tensor]:
     """The tensors that may have a gradient."""
-    return [x for x in host.tensors.values() if x.is_leaf and (x.requires_grad or isinstance(x, torch.nn.Parameter))]
+    return [x for x in host.tensors.values() if x.is_leaf and (x.requires_grad or _may_have_gradient(x))]
+
+
+def _may_have_gradient(x: torch.Tensor) -> bool:
+    return isinstance(x, torch.nn.Parameter) or x.grad is not None
 
 
 def record(

@@ -35,6 +35,10 @@ FRESH = (
     "aten::lift_fresh",
     "aten::detach_",
 )  # of `torch.tensor` and `x.new_tensor`: the first that is seen of a result
+UNKNOWN = (
+    "reads a tensor that was not found in the step's arguments, variables and attributes, where objects of Python's "
+    "library and most of torch's are not searched; give it as an input"
+)
 SIZE = "has a size that depends on the values of a tensor"
 
 
@@ -90,8 +94,12 @@ class OperatorWatch:
                 return "reads a tensor on the CPU"
         if others and len(others) < len(tensors) and name in COPIES:
             return f"copies between the CPU and {self.device}"
+        if name.startswith("aten::_cudnn_rnn"):  # cuDNN's random state, which torch keeps as long as the process runs
+            self.known.update(
+                map(torch_cuda.storage_key, tensors_in(torch_cuda.argument(func, "dropout_state", args, kwargs)))
+            )
         if name not in FRESH and any(x.device == self.device and self._is_unknown(x) for x in tensors):
-            return "reads a tensor that no argument, variable or attribute of the step leads to; give it as an input"
+            return UNKNOWN
         on_host = self.device != CPU and len(others) == len(tensors)
         if on_host and others and torch.Tag.nondeterministic_seeded in func.tags:
             return "draws random numbers on the CPU"

@@ -114,7 +114,9 @@ class WholeStep:
         if instance is None or self.update is not None:
             return self
         if not hasattr(instance, "__dict__"):
-            raise OptionError(f"{self.name} decorates a method of {type(instance).__name__}, which has no __dict__")
+            raise AttributeError(
+                f"{self.name} is a whole step, which is kept in the __dict__ that {type(instance)} lacks"
+            )
         known: dict[str, Any] = instance.__dict__
         step: WholeStep | None = known.get(self._attribute)
         if step is None or getattr(step.run, "__self__", None) is not instance:  # that of what it was copied from

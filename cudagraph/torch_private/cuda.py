@@ -85,6 +85,13 @@ def is_higher_order(target: Any) -> bool:
     return isinstance(target, need("torch._ops.HigherOrderOperator"))
 
 
+def argument(op: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """The argument `name` of a call of `op`; None if it has none of that name."""
+    names = [each.name for each in op._schema.arguments]
+    position = names.index(name) if name in names else len(args)
+    return args[position] if position < len(args) else kwargs.get(name)
+
+
 def written_arguments(target: Any) -> list[tuple[int, str]]:
     """(position, name) of each argument that an operator's schema says it writes to."""
     infos = [(i, argument.name, argument.alias_info) for i, argument in enumerate(target._schema.arguments)]

@@ -245,7 +245,67 @@ def test_a_tensor_that_nothing_leads_to_is_not_captured(device, x, w):
     step = cudagraph.whole_step(lambda x: x * w * table())
     for _ in range(4):
         assert step(x)[0] == 2
-    assert "reads a tensor that no argument, variable or attribute of the step leads to" in step.refused
+    assert "reads a tensor that was not found" in step.refused
+
+
+@pytest.mark.parametrize("kind", ["distribution", "dataset", "vmap", "partial in vmap", "gradient", "traced"])
+def test_tensors_in_objects_of_torch_are_found(device, x, kind):
+    model = nn.Linear(4, 4).to(device).eval()
+    if kind == "distribution":
+        prior = torch.distributions.Normal(torch.zeros_like(x), torch.ones_like(x), validate_args=False)
+        run = lambda x: prior.log_prob(x)  # noqa: E731
+    elif kind == "dataset":
+        data = torch.utils.data.TensorDataset(torch.ones(3, 4, device=device))
+        run = lambda x: data.tensors[0].sum(0) * x  # noqa: E731
+    elif kind == "vmap":
+        batched = torch.vmap(model)
+        run = lambda x: batched(x.expand(2, 4))  # noqa: E731
+    elif kind == "partial in vmap":
+        batched = torch.vmap(functools.partial(nn.functional.linear, weight=model.weight.detach().clone()))
+        run = lambda x: batched(x.expand(2, 4))  # noqa: E731
+    elif kind == "gradient":
+        master = torch.ones_like(x)
+        master.grad = torch.zeros_like(x)
+        run = lambda x: (master.grad.copy_(x), master.sub_(master.grad))[1].clone()  # noqa: E731
+    else:
+        norm = nn.Sequential(model, nn.BatchNorm1d(4).to(device)).eval()
+        traced = torch.jit.trace(norm, x.expand(2, 4), check_trace=False)
+        run = lambda x: traced(x.expand(2, 4))  # noqa: E731
+    anchor = torch.zeros_like(x)
+    step = cudagraph.whole_step(lambda x: run(x) + anchor)
+    recorded(step, x)
+    assert step.refused == ""
+
+
+def test_modules_that_are_odd_are_left_alone(device, x, w, monkeypatch):
+    class Stub(types.ModuleType):
+        def __getattr__(self, name):
+            raise RuntimeError("not installed")
+
+    monkeypatch.setitem(sys.modules, "fancy", Stub("fancy"))
+    holder = types.SimpleNamespace(fancy=1.0, main=sys.modules["fancy"])
+
+    def run(x):
+        import fancy
+
+        return x * w * (1.0 if fancy is None else holder.fancy)
+
+    assert recorded(cudagraph.whole_step(run), x).refused == ""
+
+
+def test_only_what_code_imports_and_names_in_modules_is_compared(device, x, w, config):
+    """`model.train()` names no module `train`, and a table that nobody reads is none of the step's."""
+    config.table = [f"word {i}" for i in range(150_000)]
+    holder, model = types.SimpleNamespace(settings=config), nn.Linear(4, 4)
+    train = sys.modules[f"{__package__}.train" if __package__ else "train"] = types.ModuleType("train")
+    train.__file__, train.loss = __file__, 0.0
+    step = cudagraph.whole_step(lambda x: (model.train(), x * w * holder.settings.scale)[1])
+    try:
+        for i in range(5):
+            train.loss = step(x)[0].item() + i
+    finally:
+        del sys.modules[train.__name__ if not __package__ else f"{__package__}.train"]
+    assert step.refused == "" and cudagraph.stats()["replays"] > 0
 
 
 def test_tensors_that_a_step_makes_are_its_own(device, x, w):
@@ -259,6 +319,10 @@ def test_an_input_in_memory_that_the_step_writes_to(device, x, w):
     for n in range(5, 8):
         assert step(count)[0] == n
     assert step(x)[0] == 1 and step.refused == ""
+    parameter = nn.Parameter(torch.ones(4, device=device))
+    parameter.grad = torch.zeros(4, device=device)
+    adds = recorded(cudagraph.whole_step(lambda g: ((parameter * 2).sum().backward(), g * 1)[1]), x)
+    assert torch.equal(adds(parameter.grad), parameter.grad)
     always = cudagraph.whole_step(lambda x: (count.add_(1), x * w)[1])
     for n in range(9, 14):
         assert always(count)[0] == n

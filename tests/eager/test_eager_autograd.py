@@ -13,7 +13,7 @@ import torch
 from sentinel import Chain, assert_same, compiled, gradients, hand_gradients, integers, quadruple, scale
 from torch import Tensor, nn
 
-from aot_hooks import Hook, saved_tensors_hooks
+from aot_hooks import Hook, saved_tensors_hooks, saved_tensors_policy
 from aot_hooks.errors import HookContractError
 
 # --- autograd's own rules --------------------------------------------------------------------------------------------
@@ -301,6 +301,19 @@ class Divided:
 
     def __call__(self, x: Tensor) -> Tensor:
         return x / self.by
+
+
+def test_equal_hooks_of_a_policy_pack_once_for_an_operator() -> None:
+    packed = []
+
+    def pack(x: Tensor) -> Tensor:
+        packed.append(tuple(x.shape))
+        return x.clone()
+
+    h = torch.ones(3, requires_grad=True) * 2
+    with saved_tensors_policy(lambda _: Hook("h", pack, torch.clone)):
+        h * h
+    assert packed == [(3,)]
 
 
 def test_hooks_that_cannot_be_compared() -> None:
