@@ -215,6 +215,11 @@ def test_a_method_that_was_inherited(device, x, w):
         del Derived.forward
 
 
+@pytest.mark.skipif(
+    torch.__version__.startswith("2.11."),
+    reason="a step in a step, on the simulator, corrupts memory in torch 2.11, with older versions of this package "
+    "too; cause not found",
+)
 def test_a_step_around_a_step(device, x):
     class Model(nn.Module):
         def __init__(self):
