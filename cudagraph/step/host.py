@@ -8,9 +8,9 @@ Containers are compared first: dicts by their version, which Python counts, othe
 differs, nothing that the walk reaches has changed. Otherwise leaves are compared: numbers, strings and the like by type
 and value, all else by identity.
 
-The walk follows attributes of objects, containers, closures, and globals that the user's own functions name, also in
-the user's modules that they name. It does not follow code of torch, of Python and of installed packages, but functions
-of the user's that a decorator of theirs holds.
+The walk follows attributes of objects, containers, closures, and globals that the user's own functions name. In
+modules of the user's it follows what these functions name. It does not follow code of torch, of Python and of installed
+packages. If such code is a decorator, the function inside is followed.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ PLAIN = (
 )  # fmt: skip
 # Objects of torch that are followed. Others, such as what Dynamo compiled, change by themselves.
 TORCH_OBJECTS = (torch.nn.Module, torch.optim.Optimizer, torch.amp.GradScaler)
-TORCH_CLASSES = ("torch.distributions.", "torch.utils.data.dataset", "torch.nn.attention.")  # likewise
+TORCH_CLASSES = ("torch.distributions.", "torch.utils.data.dataset", "torch.nn.attention.")  # modules of such, too
 Scheduler = torch.optim.lr_scheduler.LRScheduler  # counts outside of the step; what it sets is the optimizer's
 WRAPPERS = ("__self__", "__func__", "func", "args", "keywords", "fget")  # of methods, partials and properties
 MISSING = object()
@@ -114,9 +114,8 @@ class HostState:
         self._waiting: deque[tuple[str, Any]] = deque(
             {**roots, "all modules": torch_cuda.global_module_hooks()}.items()
         )
-        self._modules: dict[
-            int, tuple[str, types.ModuleType, set[str]]
-        ] = {}  # that are attributes; names watched there
+        # Modules that are attributes: path, module, and the names that are watched there.
+        self._modules: dict[int, tuple[str, types.ModuleType, set[str]]] = {}
         while self._waiting or self._found_in_modules():
             path, value = self._waiting.popleft()
             self._visit(path, value)
@@ -254,8 +253,8 @@ class HostState:
                 self._view(path, slots, read, functools.partial(_call_for_each, setattr, repeat(value), slots))
             self._dict(path, ".{}", getattr(value, "__dict__", {}))
             if isinstance(value, torch.jit.ScriptModule):  # its tensors are in no dict
-                tensors = {**dict(value.named_parameters()), **dict(value.named_buffers())}
-                self._later(path, ".{}", tensors, tensors.values())
+                names = [name for name, _ in (*value.named_parameters(), *value.named_buffers())]
+                self._view(path, names, lambda: [*value.parameters(), *value.buffers()])
 
     def _found_in_modules(self) -> bool:
         """Follow what the functions found so far may read of modules that are attributes. Whether there is more."""

@@ -31,10 +31,7 @@ INDEXED = ("aten::index", "aten::index_put", "aten::index_put_", "aten::_index_p
 ATTENTION = (
     "aten::_scaled_dot_product", "aten::_flash_attention", "aten::_efficient_attention", "aten::_cudnn_attention",
 )  # fmt: skip
-FRESH = (
-    "aten::lift_fresh",
-    "aten::detach_",
-)  # of `torch.tensor` and `x.new_tensor`: the first that is seen of a result
+FRESH = "aten::lift_fresh"  # the first operator that is seen of what `torch.tensor` makes
 UNKNOWN = (
     "reads a tensor that was not found in the step's arguments, variables and attributes, where objects of Python's "
     "library and most of torch's are not searched; give it as an input"
@@ -98,7 +95,7 @@ class OperatorWatch:
             self.known.update(
                 map(torch_cuda.storage_key, tensors_in(torch_cuda.argument(func, "dropout_state", args, kwargs)))
             )
-        if name not in FRESH and any(x.device == self.device and self._is_unknown(x) for x in tensors):
+        if name != FRESH and any(x.device == self.device and self._is_unknown(x) for x in tensors):
             return UNKNOWN
         on_host = self.device != CPU and len(others) == len(tensors)
         if on_host and others and torch.Tag.nondeterministic_seeded in func.tags:

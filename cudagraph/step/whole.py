@@ -29,7 +29,7 @@ from ..errors import NotCapturableError, OptionError
 from ..options import Options
 from ..torch_private import compilers
 from ..torch_private import cuda as torch_cuda
-from ..tree.dispatch import as_they_are
+from ..tree.dispatch import as_they_are, run_as_they_are
 from ..tree.driver import CaptureDriver, cuda_driver
 from ..tree.node import Cursor
 from ..tree.tree import Failure
@@ -114,9 +114,7 @@ class WholeStep:
         if instance is None or self.update is not None:
             return self
         if not hasattr(instance, "__dict__"):
-            raise AttributeError(
-                f"{self.name} is a whole step, which is kept in the __dict__ that {type(instance)} lacks"
-            )
+            raise AttributeError(f"{self.name} is a whole step: it needs a __dict__, which {type(instance)} lacks")
         known: dict[str, Any] = instance.__dict__
         step: WholeStep | None = known.get(self._attribute)
         if step is None or getattr(step.run, "__self__", None) is not instance:  # that of what it was copied from
@@ -133,6 +131,8 @@ class WholeStep:
             return _outside_of_compiled_code(self, args, kwargs)
         with self._lock:  # another thread's call would write to the same inputs
             flat, spec = flat_arguments(args, kwargs)
+            if run_as_they_are():  # a part of a step around it
+                return self._as_it_is(flat, spec)
             key = key_of(flat, spec)
             if self.latest is not None and self.latest.applies(key, flat):
                 return self.latest.replay(flat)

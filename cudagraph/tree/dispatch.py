@@ -191,6 +191,11 @@ def as_they_are() -> Iterator[None]:
         torch_cuda.keep_for_backward_threads(trees)
 
 
+def run_as_they_are() -> bool:
+    """Whether this thread is inside of `as_they_are`."""
+    return getattr(local, "trees", None) is no_trees
+
+
 def mark_step_begin() -> None:
     """Begin a new step of this thread: the next call may overwrite the outputs of the step before.
 

@@ -215,11 +215,6 @@ def test_a_method_that_was_inherited(device, x, w):
         del Derived.forward
 
 
-@pytest.mark.skipif(
-    torch.__version__.startswith("2.11."),
-    reason="a step in a step, on the simulator, corrupts memory in torch 2.11, with older versions of this package "
-    "too; cause not found",
-)
 def test_a_step_around_a_step(device, x):
     class Model(nn.Module):
         def __init__(self):
@@ -239,6 +234,7 @@ def test_a_step_around_a_step(device, x):
 
     for _ in range(4):
         assert outer(x) == 4
+    assert cudagraph.stats()["recordings"] == 1, "the step inside is a part of the one around it"
     model.scale = 5.0
     assert outer(x) == 20
 
@@ -311,6 +307,23 @@ def test_only_what_code_imports_and_names_in_modules_is_compared(device, x, w, c
     finally:
         del sys.modules[train.__name__ if not __package__ else f"{__package__}.train"]
     assert step.refused == "" and cudagraph.stats()["replays"] > 0
+
+
+def test_a_tensor_from_a_cache_stays_unknown_when_it_is_detached(device, x, w):
+    table = functools.lru_cache(lambda: torch.full((4,), 2.0, device=device))
+    table()
+    step = cudagraph.whole_step(lambda x: x * w * table().detach_())
+    for _ in range(4):
+        assert step(x)[0] == 2
+    assert "reads a tensor that was not found" in step.refused
+
+
+def test_a_traced_module_with_another_buffer(device):
+    norm = nn.BatchNorm1d(4).to(device).eval()
+    traced, x = torch.jit.trace(norm, torch.ones(2, 4, device=device)), torch.ones(2, 4, device=device)
+    step = recorded(cudagraph.whole_step(lambda x: traced(x)), x)
+    traced.running_mean = torch.ones(4, device=device)
+    assert torch.equal(step(x), torch.zeros(2, 4, device=device))
 
 
 def test_tensors_that_a_step_makes_are_its_own(device, x, w):
