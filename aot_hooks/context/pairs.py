@@ -195,11 +195,13 @@ def record_for(
     """
     record = seen.record(setting.rule, choose)
     pair = enabled or (alive if isinstance(alive, Pair) else None)
-    anew = "Enter a context" if enabled is None else "Call aot_hooks.enable"
+    since = "torch.compile made graphs with it" if alive is None else "its context was entered"
+    anew = (
+        "Enter a context anew after each change (`with` inside of the loop), or run the hook as it is with Hook(..., "
+    )
+    anew += "eager=True)"
     if enabled is not None:
-        since = "aot_hooks.enable was called"
-    else:
-        since = "torch.compile made graphs with it" if alive is None else "its context was entered"
+        since, anew = "aot_hooks.enable was called", "Call aot_hooks.enable anew after each change"
     if pair is not None:
         if not pair.record.matches(setting.rule):
             raise _changed(setting, since, anew)
@@ -216,6 +218,5 @@ def record_for(
 def _changed(setting: Setting, since: str, anew: str) -> HookContractError:
     return HookContractError(
         f"{setting.title} has changed since {since}: something that it holds, or a global that it reads, is another "
-        f"now. Graphs are made of what it was then; expected no change in between. {anew} anew after each "
-        "change (`with` inside of the loop), or run the hook as it is with Hook(..., eager=True)"
+        f"now. Graphs are made of what it was then; expected no change in between. {anew}"
     )

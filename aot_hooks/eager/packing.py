@@ -212,8 +212,10 @@ def _out_of_scope(scope: str, x: torch.Tensor, outermost: FrameType | None) -> b
         if isinstance(root, torch.nn.Parameter):
             return True
         module = outermost.f_locals.get("self") if outermost else None
-        static = [] if not isinstance(module, torch.nn.Module) else [*module.buffers(), *module.parameters()]
-        return torch_values.storage_key(x) in _storages(static)  # also as `weight.detach()`
+        if not isinstance(module, torch.nn.Module):
+            return False
+        parameters = module.parameters() if x.grad_fn is None else ()  # x may be `weight.detach()`
+        return torch_values.storage_key(x) in _storages([*module.buffers(), *parameters])
     return False
 
 
