@@ -33,6 +33,7 @@ _MOST_JOINED = 8  # max_complex_pointwise_cat_inputs
 _MOST_READ = 4  # torch._inductor.config.realize_reads_threshold
 _LONG_ROW = 1024  # torch._inductor.config.padding_stride_threshold
 _FAR = 8  # products between a product and the sum that it is added to: more than a layer's gradients have
+_INTO_LARGER = ("aten.slice_scatter.default", "aten.select_scatter.default", "aten.constant_pad_nd.default")
 _CONSTANTS = ("aten.full.default", "aten.scalar_tensor.default", "prims.iota.default")
 # operators of library/loops, which Inductor fuses like pointwise ones on NVIDIA GPUs
 _LOOPS = ("aot_hooks.to_float8", "aot_hooks.from_float8", "aot_hooks.to_int8", "aot_hooks.from_int8")
@@ -40,7 +41,7 @@ _LOOPS = ("aot_hooks.to_float8", "aot_hooks.from_float8", "aot_hooks.to_int8", "
 
 def fuses(node: Node) -> bool:
     """Whether a compiler fuses `node` with its neighbours: pointwise operators, views and some concatenations."""
-    return node.op == "call_function" and (_is_pointwise(node.target) or is_view(node) or _is_pointwise_cat(node))
+    return node.op == "call_function" and (_is_pointwise(node.target) or is_view(node) or _shifts(node))
 
 
 @functools.cache  # operators are few
@@ -49,19 +50,35 @@ def _is_pointwise(target: Any) -> bool:
     return tagged or str(target) == "prims.convert_element_type.default"  # has no tag
 
 
+def _shifts(node: Node) -> bool:
+    """Whether `node` is pointwise but reads elsewhere than it writes: it puts tensors into a larger one."""
+    return str(node.target) in _INTO_LARGER or _is_pointwise_cat(node)
+
+
 def _is_pointwise_cat(node: Node) -> bool:
     """Whether `node` is a concatenation that Inductor computes element by element, as in a rotary embedding.
 
-    It does so on CUDA, for few tensors, if each is computed for `node` alone, element by element and without a
-    reduction.
+    It does so on CUDA, for few tensors, if all of them are computed for `node` alone, element by element and without a
+    reduction; or if one of them is, and all that reads `node` is pointwise.
     """
     if node.target is not torch.ops.aten.cat.default or not on_cuda([node]):
         return False
     parts = node.all_input_nodes
-    if not 2 <= len(parts) <= _MOST_JOINED or any(not _is_pointwise(n.target) or len(n.users) > 1 for n in parts):
+    if not 2 <= len(parts) <= _MOST_JOINED:
         return False
+    computed = [_is_pointwise(n.target) and len(n.users) == 1 for n in parts]
+    if any(computed) and all(map(_reads_pointwise, node.users)):
+        return True
     fused = nearest_first(node, lambda n: n.all_input_nodes if n is node or fuses(n) else ())
-    return not any(map(reduces, fused))
+    return all(computed) and not any(map(reduces, fused))
+
+
+def _reads_pointwise(reader: Node) -> bool:
+    """Whether Inductor counts `reader`, or the readers of a view, as pointwise where it lowers a concatenation."""
+    if is_view(reader):
+        return all(map(_reads_pointwise, reader.users))
+    joins = reader.target in (torch.ops.aten.cat.default, torch.ops.aten.constant_pad_nd.default)
+    return joins or torch.Tag.pointwise in getattr(reader.target, "tags", ())
 
 
 def reduces(node: Node) -> bool:
@@ -181,7 +198,7 @@ class Kernels:
 
     at: Mapping[Node, int]  # the position at which its kernel runs
     reads: Mapping[Node, Collection[Any]]  # the storages that its kernel reads for it
-    joined: Collection[Node]  # those computed from a concatenation: they read elsewhere than they write
+    joined: Collection[Node]  # those computed of what `_shifts`: they read elsewhere than they write
     pads_rows: bool  # Inductor does so unless it is told not to, see torch_private/inductor.py
 
     @staticmethod
@@ -203,7 +220,7 @@ class Kernels:
         for i, node in enumerate(nodes):
             key = keys[node]
             own: set[Any] = set()
-            if _is_pointwise_cat(node):
+            if node.op == "call_function" and _shifts(node):
                 joined.add(node)
             for n in node.all_input_nodes:
                 own |= {keys[n]} if keys[n] in ready else reads[n]

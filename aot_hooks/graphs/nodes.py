@@ -130,7 +130,10 @@ def has_tag(node: Node, tag: torch.Tag) -> bool:
 
 
 def is_view(node: Node) -> bool:
-    """Whether the result of `node` shares the storage of its first argument."""
+    """Whether the result of `node` shares the storage of its first argument, or is one of several that do."""
+    if node.target is operator.getitem:
+        call = node.args[0]
+        return isinstance(call, Node) and is_view(call)
     return node.op == "call_function" and _returns_view(node.target)
 
 

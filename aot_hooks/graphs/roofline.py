@@ -46,11 +46,11 @@ _FEW_DIGITS = ("aot_hooks.from_float8", "aot_hooks.unpack_int4")
 # Milliseconds of the host in a step of Inductor's, seen beside an H200: for a kernel, with its share of autograd
 # and of Dynamo; for an operator written in Python; to send a tensor, or to fetch it.
 LAUNCH_MS, CALL_MS, COPY_MS = 0.03, 0.2, 0.22
-# Constants, lookups, random numbers, and gradients that are put into zeros. Inductor has no kernel for them where all
-# readers are fused: each reader's kernel computes them.
+# Constants, lookups and random numbers. Inductor has no kernel for them where all readers are fused: each reader's
+# kernel computes them.
 _IN_READERS = frozenset(
-    "aten.full aten.scalar_tensor aten.slice_scatter aten.select_scatter aten.constant_pad_nd aten.index aten.gather "
-    "aten.embedding prims.iota prims.inductor_lookup_seed prims.inductor_random".split()
+    "aten.full aten.scalar_tensor aten.index aten.gather aten.embedding prims.iota prims.inductor_lookup_seed "
+    "prims.inductor_random".split()
 )
 # the share of a plain matrix product's speed that attention and its backward reach on an H100 or H200 with heads of 128
 _SHARES = dict.fromkeys(ATTENTION, 0.65) | dict.fromkeys(ATTENTION_BACKWARD, 0.55)

@@ -327,8 +327,14 @@ def test_a_traced_module_with_another_buffer(device):
 
 
 def test_tensors_that_a_step_makes_are_its_own(device, x, w):
-    step = cudagraph.whole_step(lambda x: x * w * torch.tensor([2.0], device=device) + x.new_tensor([1.0]))
+    step = cudagraph.whole_step(lambda x: x * w * torch.full((1,), 2.0, device=device) + x.new_ones(1))
     assert recorded(step, x)(x)[0] == 3 and step.refused == ""
+
+
+def test_a_number_copied_to_a_device_in_the_step(device, x, w):
+    step = recorded(cudagraph.whole_step(lambda x: x * w * torch.tensor([2.0], device=device)), x)
+    assert step(x)[0] == 2
+    assert ("Cannot copy between CPU and CUDA" in step.refused) == (device.type == "cuda")
 
 
 def test_an_input_in_memory_that_the_step_writes_to(device, x, w):

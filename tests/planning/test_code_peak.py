@@ -23,6 +23,7 @@ SUPPORT = Path(__file__).resolve().parents[1] / "support"
         ("tied", [1.0, 0.8], 1.0),
         ("odd", [1.0, 0.8], 0.9),
         ("masks", [1.0, 0.7, 0.5], 1.0),
+        ("rotary", [1.0, 0.8, 0.6], 0.9),
     ],
 )
 def test_the_code_holds_and_launches_what_was_planned(model, shares, counted_least):

@@ -2,7 +2,7 @@
 
     python tests/support/code_peak.py blocks 0.8 0.6        a model, and budgets as shares of its peak without any
     python tests/support/code_peak.py odd 1 0.8             rows of odd lengths
-    python tests/support/code_peak.py tied 1 0.8            tied weights; `masks`: dropout and ReLU
+    python tests/support/code_peak.py tied 1 0.8            tied weights; `masks`: dropout and ReLU; `rotary`: embeddings
 
 A model is traced on the CPU. Its joint graph gets fake CUDA tensors before it is planned, so hooks, plan and Inductor's
 code are those for CUDA. The code's `call` then runs on fake tensors, with kernels that do nothing, and after each line
@@ -103,7 +103,30 @@ class Masked(nn.Module):
         return x + self.dropout(self.down(self.dropout(self.up(self.norm(x)).relu())))
 
 
-LAYERS = {"blocks": Block, "odd": Attention, "masks": Masked}
+class Rotary(nn.Module):
+    """Attention with rotary embeddings as in transformers: halves are swapped by a concatenation of two slices."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.out = nn.RMSNorm(width), nn.Linear(width, width, bias=False)
+        self.q, self.k, self.v = (nn.Linear(width, width, bias=False) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.unflatten(0, (-1, 256))
+        y = self.norm(x)
+        q, k, v = (f(y).unflatten(-1, (8, -1)).transpose(1, 2) for f in (self.q, self.k, self.v))
+        angle = torch.outer(torch.arange(256, device=x.device), torch.arange(32, device=x.device) / 32).repeat(1, 2)
+        cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
+
+        def rotated(y: torch.Tensor) -> torch.Tensor:
+            first, second = y.chunk(2, dim=-1)
+            return y * cos + torch.cat((-second, first), dim=-1) * sin
+
+        y = (rotated(q) @ rotated(k).mT).softmax(-1) @ v
+        return (x + self.out(y.transpose(1, 2).flatten(2))).flatten(0, 1)
+
+
+LAYERS = {"blocks": Block, "odd": Attention, "masks": Masked, "rotary": Rotary}
 
 
 def on_cuda(gm: GraphModule) -> None:
@@ -248,7 +271,8 @@ def main(name: str, shares: list[float]) -> None:
         for share in shares:
             torch._dynamo.reset()
             # int8 pads odd rows by a CUDA function; without recompute no mask is computed again
-            allow = {"odd": ("recompute", "float8"), "masks": ("lossless", "float8")}.get(name, ALLOWED)
+            no_int8 = ("recompute", "float8")
+            allow = {"odd": no_int8, "rotary": no_int8, "masks": ("lossless", "float8")}.get(name, ALLOWED)
             policy = aot_hooks.budget(int(share * stock), allow=allow)
             codes, (plan,) = compiled(model, x, policy)
             for phase, code, launches in codes:
