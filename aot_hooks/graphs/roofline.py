@@ -33,7 +33,7 @@ from .nodes import (
     tensor_bytes,
 )
 from .read_tables import ATTENTION, ATTENTION_BACKWARD
-from .speeds import Rates, measured_ms, measured_rates
+from .speeds import Rates, host_slowness, measured_ms, measured_rates
 
 # Times what `Rates` has, seen on an H200 in steps of 4 and of 16 Llama blocks. Products run at the GPU's power limit. A
 # generated kernel moves 1.1 times the bytes of a copy, and takes less power than a product: products beside it are
@@ -43,9 +43,10 @@ _SUSTAINED, _KERNEL = 0.86, 1.1 / 0.7
 # many digits as a bfloat16.
 SPARED = 0.027
 _FEW_DIGITS = ("aot_hooks.from_float8", "aot_hooks.unpack_int4")
-# Milliseconds of the host in a step of Inductor's, seen beside an H200: for a kernel, with its share of autograd
-# and of Dynamo; for an operator written in Python; to send a tensor, or to fetch it.
-LAUNCH_MS, CALL_MS, COPY_MS = 0.03, 0.2, 0.22
+# The host's time in a step of Inductor's, seen beside an H200, which `host_slowness` scales: for a kernel, with its share
+# of autograd and of Dynamo; for an operator written in Python; to send a tensor, or to fetch it. In the milliseconds of
+# `node_ms`, which has a step of small kernels at 0.89 of what the device takes: 30 us for a kernel were seen.
+LAUNCH_MS, CALL_MS, COPY_MS = 0.027, 0.18, 0.2
 # Constants, lookups and random numbers. Inductor has no kernel for them where all readers are fused: each reader's
 # kernel computes them.
 _IN_READERS = frozenset(
@@ -188,7 +189,12 @@ def host_ms(gm: GraphModule, fused: bool) -> float:
             total += 0.0 if waits else COPY_MS if packet.endswith("load_start") else CALL_MS
         elif not fused or not (_runs_fused(node, fuse_loops=True) or _in_readers(node)):
             total += LAUNCH_MS
-    return total
+    return total * host_slowness()
+
+
+def launch_ms() -> float:
+    """Milliseconds that the host takes to launch a kernel."""
+    return LAUNCH_MS * host_slowness()
 
 
 def _in_readers(node: Node) -> bool:

@@ -2,7 +2,8 @@
 
     python tests/support/code_peak.py blocks 0.8 0.6        a model, and budgets as shares of its peak without any
     python tests/support/code_peak.py odd 1 0.8             rows of odd lengths
-    python tests/support/code_peak.py tied 1 0.8            tied weights; `masks`: dropout and ReLU; `rotary`: embeddings
+    python tests/support/code_peak.py tied 1 0.8            tied weights
+    python tests/support/code_peak.py rotary 1 0.8          rotary embeddings; `masks`: dropout and ReLU
 
 A model is traced on the CPU. Its joint graph gets fake CUDA tensors before it is planned, so hooks, plan and Inductor's
 code are those for CUDA. The code's `call` then runs on fake tensors, with kernels that do nothing, and after each line
