@@ -43,8 +43,8 @@ _SUSTAINED, _KERNEL = 0.86, 1.1 / 0.7
 # many digits as a bfloat16.
 SPARED = 0.027
 _FEW_DIGITS = ("aot_hooks.from_float8", "aot_hooks.unpack_int4")
-# The host's time in a step of Inductor's, seen beside an H200, which `host_slowness` scales: for a kernel, with its share
-# of autograd and of Dynamo; for an operator written in Python; to send a tensor, or to fetch it. In the milliseconds of
+# The host's time in a step of Inductor's, seen beside an H200; `host_slowness` scales it. For a kernel, with its share
+# of autograd and of Dynamo; for an operator written in Python; to send a tensor, or to fetch it. In milliseconds of
 # `node_ms`, which has a step of small kernels at 0.89 of what the device takes: 30 us for a kernel were seen.
 LAUNCH_MS, CALL_MS, COPY_MS = 0.027, 0.18, 0.2
 # Constants, lookups and random numbers. Inductor has no kernel for them where all readers are fused: each reader's
