@@ -33,7 +33,7 @@ from .nodes import (
     tensor_bytes,
 )
 from .read_tables import ATTENTION, ATTENTION_BACKWARD
-from .speeds import Rates, host_slowness, measured_ms, measured_rates
+from .speeds import Rates, measured_ms, measured_rates
 
 # Times what `Rates` has, seen on an H200 in steps of 4 and of 16 Llama blocks. Products run at the GPU's power limit. A
 # generated kernel moves 1.1 times the bytes of a copy, and takes less power than a product: products beside it are
@@ -43,10 +43,10 @@ _SUSTAINED, _KERNEL = 0.86, 1.1 / 0.7
 # many digits as a bfloat16.
 SPARED = 0.027
 _FEW_DIGITS = ("aot_hooks.from_float8", "aot_hooks.unpack_int4")
-# The host's time in a step of Inductor's, seen beside an H200; `host_slowness` scales it. For a kernel, with its share
-# of autograd and of Dynamo; for an operator written in Python; to send a tensor, or to fetch it. In milliseconds of
-# `node_ms`, which has a step of small kernels at 0.89 of what the device takes: 30 us for a kernel were seen.
-LAUNCH_MS, CALL_MS, COPY_MS = 0.027, 0.18, 0.2
+# The host's time in a step of Inductor's, in milliseconds: for a kernel, with its share of autograd and of Dynamo; for
+# an operator written in Python; to send a tensor, or to fetch it. Hosts of H200s took 30 to 38 us for a kernel, and the
+# slowest counts. It is 0.89 of that here, as `node_ms` has 0.89 of the device's time in a step of small kernels.
+LAUNCH_MS, CALL_MS, COPY_MS = 0.034, 0.23, 0.25
 # Constants, lookups and random numbers. Inductor has no kernel for them where all readers are fused: each reader's
 # kernel computes them.
 _IN_READERS = frozenset(
@@ -189,12 +189,7 @@ def host_ms(gm: GraphModule, fused: bool) -> float:
             total += 0.0 if waits else COPY_MS if packet.endswith("load_start") else CALL_MS
         elif not fused or not (_runs_fused(node, fuse_loops=True) or _in_readers(node)):
             total += LAUNCH_MS
-    return total * host_slowness()
-
-
-def launch_ms() -> float:
-    """Milliseconds that the host takes to launch a kernel."""
-    return LAUNCH_MS * host_slowness()
+    return total
 
 
 def _in_readers(node: Node) -> bool:

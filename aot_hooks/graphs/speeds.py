@@ -11,9 +11,7 @@ import functools
 import itertools
 import logging
 import math
-import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -24,7 +22,6 @@ from ..torch_private import values as torch_values
 from .nodes import argument_called
 
 log = logging.getLogger("aot_hooks")
-_PRODUCT_S = 9e-6  # a host's time to launch a small product, where LAUNCH_MS and its like were seen
 _ENOUGH = 32 << 20  # bytes of queries that fill a device: more samples and heads take as much longer
 _LEAST_MS = 0.05  # less is the host's time to launch it
 _MEASURED = "aten._scaled_dot_product_"  # operators of other names take lengths or functions, which random data has not
@@ -79,35 +76,6 @@ def _measured(index: int) -> Rates:
         }
     # two digits, so that another process finds the same plan
     return Rates(**{name: float(f"{rate:.1e}") for name, rate in speeds.items()})
-
-
-@functools.cache
-def host_slowness() -> float:
-    """How many times as long this host takes for a kernel as the one that roofline's times are of; 1 without CUDA.
-
-    By the time to launch a small product, the fastest of some runs of 100. In two digits, as `measured_rates`. In a
-    thread of its own: where a graph is traced, each operator passes through Python.
-    """
-    if not torch.cuda.is_available():
-        return 1.0
-    index = torch.cuda.current_device()
-    with ThreadPoolExecutor(1) as thread:
-        return float(f"{thread.submit(_product_launch_s, index).result() / _PRODUCT_S:.1e}")
-
-
-def _product_launch_s(index: int) -> float:
-    with torch.no_grad(), torch.cuda.device(index):
-        a = torch.zeros(64, 64, device=_cuda(index))
-        out = torch.empty_like(a)
-
-        def launched() -> float:
-            torch.cuda.synchronize()
-            began = time.perf_counter()
-            for _ in range(100):
-                torch.mm(a, a, out=out)
-            return (time.perf_counter() - began) / 100
-
-        return min(launched() for _ in range(10))
 
 
 def _seconds(work: Callable[[], Any]) -> float:

@@ -21,10 +21,10 @@ from torch.fx import GraphModule, Node
 from ..graphs.lifetimes import Kernels, alive_along, fuses, is_loop, last_readers, on_cuda, written_storages
 from ..graphs.nodes import REGION, SNAPSHOT, annotation, input_storages, is_view, output_storages, producer, storage_of
 from ..graphs.roofline import (
+    LAUNCH_MS,
     SPARED,
     has_formula,
     host_ms,
-    launch_ms,
     link_ms,
     memory_ms,
     node_ms,
@@ -217,7 +217,7 @@ def _hook_options(
     def cost(nbytes: int, in_passing: bool, registers: bool, traced: TracedHook) -> tuple[float, int, float]:
         both = (traced.pack, traced.unpack)
         work = max(_work_bytes(gm, graphs.fused) for gm in both)
-        by_host = sum(host_ms(gm, graphs.fused) for gm in both) - launch_ms() * (in_passing + registers)
+        by_host = sum(host_ms(gm, graphs.fused) for gm in both) - LAUNCH_MS * (in_passing + registers)
         return _hook_ms(nbytes, in_passing, registers, traced, graphs.fused, rates), work, max(0.0, by_host)
 
     found: list[list[Option]] = [[] for _ in groups]

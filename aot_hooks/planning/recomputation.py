@@ -21,7 +21,7 @@ from torch.fx import Graph, GraphModule, Node
 from ..graphs.backward_reads import BackwardReads
 from ..graphs.lifetimes import fuses, on_cuda
 from ..graphs.nodes import storage_bytes, storage_of
-from ..graphs.roofline import has_formula, launch_ms
+from ..graphs.roofline import LAUNCH_MS, has_formula
 from ..graphs.saved import SavedValue
 from ..torch_private.values import is_operator
 from .step import RECOMPUTE, Option, Value
@@ -72,7 +72,7 @@ def _host_ms(chain: _Chain) -> float:
     """Milliseconds of the host for `chain`: a kernel for each operator that is not fused, and one more."""
     if not on_cuda(chain.nodes):
         return 0.0
-    return launch_ms() * (1 + sum(n.target is not operator.getitem and not fuses(n) for n in chain.nodes))
+    return LAUNCH_MS * (1 + sum(n.target is not operator.getitem and not fuses(n) for n in chain.nodes))
 
 
 def _known(numbers: Mapping[Any, int | None], nodes: Iterable[Node]) -> tuple[int, ...]:

@@ -268,17 +268,12 @@ def main(name: str, shares: list[float]) -> None:
     torch.ops.prims.inductor_lookup_seed.default.prim_meta_impl = seed  # rounds int4's codes at random
     stock = aot_hooks.plan(model, x, policy=aot_hooks.KEEP).peak_bytes
     found = []
-    with (
-        mock.patch("aot_hooks.graphs.speeds._measured", lambda _: H200),
-        mock.patch("aot_hooks.graphs.roofline.host_slowness", lambda: 1.0),
-    ):
+    with mock.patch("aot_hooks.graphs.speeds._measured", lambda _: H200):
         for share in shares:
             torch._dynamo.reset()
             # int8 pads odd rows by a CUDA function; without recompute no mask is computed again
             no_int8 = ("recompute", "float8")
-            allow = {"odd": no_int8, "llama": no_int8, "rotary": no_int8, "masks": ("lossless", "float8")}.get(
-                name, ALLOWED
-            )
+            allow = {"odd": no_int8, "rotary": no_int8, "masks": ("lossless", "float8")}.get(name, ALLOWED)
             policy = aot_hooks.budget(int(share * stock), allow=allow)
             codes, (plan,) = compiled(model, x, policy)
             for phase, code, launches in codes:
