@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
 import aot_hooks
 from aot_hooks.errors import BudgetError
-from aot_hooks.graphs import lifetimes, roofline, speeds
+from aot_hooks.graphs import lifetimes, nodes, roofline, speeds
 from aot_hooks.planning import options, within
 
 AT = torch.ops.aten
@@ -55,7 +56,25 @@ def read_twice(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return AT.cat.default([AT.add.Tensor(half, y), half], 1)
 
 
-@pytest.mark.parametrize("function", [halves, as_they_are, of_sums, read_twice])
+def swapped(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    first, second = AT.split.Tensor(x, 2, 1)
+    return AT.mul.Tensor(AT.permute.default(AT.cat.default([AT.neg.default(second), first], 1), [0, 1]), y)
+
+
+def swapped_for_a_product(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    first, second = AT.split.Tensor(x, 2, 1)
+    turned = AT.cat.default([AT.neg.default(second), first], 1)
+    return AT.add.Tensor(AT.mul.Tensor(turned, y), AT.mm.default(turned, AT.permute.default(turned, [1, 0])).sum())
+
+
+def slices_for_a_sum(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return AT.add.Tensor(AT.cat.default([AT.slice.Tensor(x, 0, 4), y], 0), 1)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [halves, as_they_are, of_sums, read_twice, swapped, swapped_for_a_product, slices_for_a_sum],
+)
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
 def test_a_concatenation_is_fused_on_cuda_if_its_parts_are_computed_for_it(function: Any, device: str) -> None:
     gm = symbolic_trace(function)
@@ -63,7 +82,20 @@ def test_a_concatenation_is_fused_on_cuda_if_its_parts_are_computed_for_it(funct
         parts = [torch.empty(8, 4, device=device) for _ in range(2)]
         FakeTensorProp(gm, mode).propagate_dont_convert_inputs(*parts)
     (cat,) = (n for n in gm.graph.nodes if n.target is AT.cat.default)
-    assert lifetimes.fuses(cat) == (function is halves and device == "cuda")
+    assert lifetimes.fuses(cat) == (function in (halves, swapped) and device == "cuda")
+
+
+def test_each_part_of_a_split_is_a_view_of_what_is_split_now() -> None:
+    graph = torch.fx.Graph()
+    old, new = (graph.placeholder(name) for name in ("old", "new"))
+    part = graph.call_function(operator.getitem, (graph.call_function(AT.split.Tensor, (old, 2)), 1))
+    sizes = graph.call_function(operator.getitem, (graph.call_function(AT.sort.default, (old,)), 1))
+    with FakeTensorMode():
+        old.meta["val"], new.meta["val"] = torch.empty(4), torch.empty(4)
+        part.meta["val"] = old.meta["val"].split(2)[1]
+    part.args[0].args = (new, 2)
+    assert nodes.is_view(part) and not nodes.is_view(sizes)
+    assert nodes.storage_of(part) == nodes.storage_of(new) != nodes.storage_of(old)
 
 
 def test_what_is_read_by_many_paths_is_looked_at_once() -> None:
