@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch._dynamo.eval_frame as eval_frame
+from ranks import group_of_one
 from steps import ATEN, BITS
 from torch import nn
 from torch._dynamo.utils import counters
@@ -452,9 +453,7 @@ def test_it_counts_in_other_threads() -> None:
 def test_ddp_cuts_graphs_as_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch compiles each bucket of DDP by the backend of the function, with its own way of exchanging backends."""
     monkeypatch.setattr(torch.distributed, "_DEFAULT_FIRST_BUCKET_BYTES", 1 << 14)
-    store = torch.distributed.HashStore()
-    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    try:
+    with group_of_one():
         model, x = Net(3), torch.randn(8, 32)
         exact = gradients(model, model, x)
         parallel = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=0.02)
@@ -463,8 +462,6 @@ def test_ddp_cuts_graphs_as_ever(monkeypatch: pytest.MonkeyPatch) -> None:
             found = gradients(compiled, model, x)
         assert 1e-6 < error(found, exact) < 0.05
         assert packed(compiled) > 0 and len(last_plans(compiled)) > 1
-    finally:
-        torch.distributed.destroy_process_group()
 
 
 @pytest.mark.gpu

@@ -11,6 +11,7 @@ import weakref
 import pytest
 import torch
 from failing_captures import FailingDriver, Fault
+from ranks import group_of_one
 from torch import nn
 from torch.nn import functional as F
 from whole_steps import OPTIMIZERS, Net, adamw, assert_equal, batches, eager_step, pair, run, steps
@@ -270,9 +271,7 @@ class TestExceptions:
 
 @pytest.mark.parametrize("name", ["DistributedDataParallel", "FSDPModule"])
 def test_models_of_several_processes_run_as_they_are(device, name):
-    store = torch.distributed.HashStore()
-    torch.distributed.init_process_group("nccl" if device.type == "cuda" else "gloo", store=store, rank=0, world_size=1)
-    try:
+    with group_of_one(device.type):
         ours, eager = nn.Linear(4, 2).to(device), nn.Linear(4, 2).to(device)
         eager.load_state_dict(ours.state_dict())
         if name == "FSDPModule":
@@ -286,8 +285,6 @@ def test_models_of_several_processes_run_as_they_are(device, name):
         for x, y in batches(device, 4):
             torch.testing.assert_close(step(x, y), expected(x, y))
         assert step.refused == f"the model is a {name}, and what processes send each other is not captured"
-    finally:
-        torch.distributed.destroy_process_group()
 
 
 def test_results_are_memory_of_their_own(device):

@@ -7,6 +7,7 @@ import threading
 
 import pytest
 import torch
+from ranks import group_of_one
 from test_whole_step_loops import adamw_fused, train
 from torch import nn
 from torch.nn import functional as F
@@ -19,11 +20,8 @@ from cudagraph.step.watch import OperatorWatch
 
 @pytest.fixture
 def process_group(device):
-    """A group of this process alone: NCCL on a GPU, Gloo on the simulator."""
-    store = torch.distributed.HashStore()
-    torch.distributed.init_process_group("nccl" if device.type == "cuda" else "gloo", store=store, rank=0, world_size=1)
-    yield torch.distributed.group.WORLD
-    torch.distributed.destroy_process_group()
+    with group_of_one(device.type) as group:
+        yield group
 
 
 @pytest.mark.parametrize("how", ["all_reduce", "functional", "DistributedDataParallel", "FSDPModule", "DTensor"])

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from ranks import leave_group
 from torch import nn
 
 import aot_hooks
@@ -50,7 +51,7 @@ def work(rank: int, folder: str, inner: str, device_type: str) -> None:
         grads = [p.grad.cpu() for p in parallel.parameters()]
         torch.save(grads, pathlib.Path(folder) / f"grads{rank}.pt")
     finally:
-        dist.destroy_process_group()
+        leave_group()
 
 
 def compare(folder: pathlib.Path, inner: str, device_type: str) -> None:

@@ -1,19 +1,21 @@
 """Two processes, on gloo or on NCCL: a small stack that FSDP2 shards over them, and how each of them ended.
 
     run_ranks(work, folder) -- work(0), work(1), in processes of their own --> (Ended, Ended)
+    with group_of_one():    -- this process as the only rank
 
 No process waits longer than `WAIT_S` for another one. With NCCL it is aborted then, without an error of Python.
 """
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import multiprocessing as mp
 import os
 import pathlib
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +26,27 @@ from torch.distributed.fsdp import fully_shard
 
 ROWS, WIDTH = 32, 16
 WAIT_S = 10
+_left: list[Any] = []  # groups
+
+
+def leave_group() -> None:
+    """Leave the group of all ranks, and keep it in memory.
+
+    Torch 2.13 may wait for ever where DDP holds the last reference to a group of Gloo: it joins Gloo's thread with the
+    interpreter locked, and that thread needs the lock to free its last exchange.
+    """
+    _left.append(dist.group.WORLD)
+    dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def group_of_one(device: str = "cpu") -> Iterator[Any]:
+    """A group of this process alone: NCCL on a GPU, Gloo on a CPU."""
+    dist.init_process_group("nccl" if device == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield dist.group.WORLD
+    finally:
+        leave_group()
 
 
 class Block(nn.Module):
@@ -110,4 +133,4 @@ def _run(work: Callable[..., None], rank: int, folder: str, device: str, argumen
     except Exception as error:
         (pathlib.Path(folder) / f"error{rank}").write_text(f"{type(error).__name__}: {error}")
         raise
-    dist.destroy_process_group()
+    leave_group()
