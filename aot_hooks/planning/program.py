@@ -1,35 +1,41 @@
 """Whole choices of a mixed-integer linear program, by HiGHS.
 
       relaxed --fix what is nearest to whole--> relaxed --...--> few are open: solved whole     a dive
-      the best of some dives --some values at a time are open again--> better
+      the best of some dives --over the peak: some values at a time are open again--> under it --likewise--> better
 
 A large program is solved relaxed first. The values that come out nearest to whole are fixed, and it is solved again,
 until so few are open that they can be solved whole. While many are open, the relaxed programs have lower limits than
 the whole one: a relaxed choice that uses up its limits has no whole one beside it. If the result is above the peak,
-values are fixed again for a lower one. An option that costs much alone, and that the relaxed program hardly uses, is
-left out until nothing is under the peak without it. If the result is poor, some values at a time are solved again
-beside the others. In a very large program some equal layers at a time share their choices first. The same program gives
-the same choice: the search is bounded by counts.
+values are fixed again for a lower one, without the options that cost much alone and that the relaxed program hardly
+uses. Then some values at a time are solved again beside the others, until all is under the peak or nothing helps, and
+further if the result is poor. In a very large program some equal layers at a time share their choices first. The same
+program gives the same choice: the search is bounded by counts.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 MOST_OVER = 1e-3  # MiB over the peak, for rounding
 _GAP = 1e-3  # of the step's time, or of the peak; a plan this near to the best is taken
 _WHOLE = 300  # integer columns of a program that is solved whole
 _NODES = 40
-_OPEN, _OPEN_AGAIN = 100, 100  # integer columns of a large program that are solved whole at once
-_NODES_AGAIN = 5
+_PASSED, _REPAIRS, _HIGH = 3, 24, 0.3
+_OPEN = 100  # integer columns of a large program that are solved whole at once
+_NODES_AGAIN = 1
 _AT_ONCE, _SURE = 8, 0.8  # values that are fixed at once if they are as near to whole as this
 _LARGE = 2000  # integer columns of a program that is solved with equal layers decided together
 _DIVES, _POOR = 6, 2  # at most; and of those that find nothing better
 _COSTLY = 0.2  # of what the relaxed program adds to the step
 _FURTHER, _LOWER = 1.05, 1.0  # of what a dive was over the peak, and of the room: the next asks for as much less
-_TURNS = 4  # in which all values are solved again
+_TURNS = 2  # in which all values are solved again
+_PASSED = 2  # times in a row that this is of no use before it ends
+_EACH = 0.05  # of the price of the highest position: what each pays that is over the peak
+_REPAIRS, _HIGH = 24, 0.3  # times, at most, of values that are over the peak, by this share of the most or more
 _NEAR = 0.002  # of what the relaxed program has: a whole choice this near to it is not solved again
 _ENOUGH = 0.003  # further from it than that: no more dives if the last one found little better
 _SECONDS = 100  # a guard: nodes end the search long before, on a busy machine as well
@@ -82,6 +88,27 @@ class Program:
         small.over, small.errors = numbers[self.over], self.errors
         return small, numbers
 
+    def each_over(self) -> tuple[Program, dict[int, int]]:
+        """The program with a column in place of `over` for each of its rows; and these columns, with their rows."""
+        apart = Program()
+        apart.cost, apart.lower, apart.upper = list(self.cost), list(self.lower), list(self.upper)
+        apart.data, apart.rows, apart.low, apart.high = self.data, self.rows, self.low, self.high
+        apart.over, apart.errors = self.over, self.errors
+        overs: dict[int, int] = {}
+        for row, column in zip(self.rows, self.columns, strict=True):
+            if column == self.over:
+                column = apart.column(cost=_EACH * self.cost[self.over])
+                overs[column] = row
+            apart.columns.append(column)
+        return apart, overs
+
+    def excess(self, x: Any) -> list[float]:
+        """For each row by how much it is above its limit, with `over` at 0."""
+        found = [-high for high in self.high]
+        for row, column, coefficient in zip(self.rows, self.columns, self.data, strict=True):
+            found[row] += coefficient * x[column] * (column != self.over)
+        return found
+
     def objective(self, x: Any) -> float:
         return float(sum(cost * value for cost, value in zip(self.cost, x, strict=True)))
 
@@ -124,24 +151,80 @@ def whole_choice(program: Program, by_value: Sequence[Sequence[int]], room: floa
     if same and (least or whole > _LARGE):
         small, numbers = program.merged(same)
         found = whole_choice(small, [[numbers[c] for c in own] for own in by_value if own[0] not in same], room, {})
-        best = None if found is None else found[numbers]
+        best = None if found is None else [found[n] for n in numbers]
     if best is None or whole <= _LARGE:
         best = _dives(program, best, guide, by_value, room, near)
     out_of_reach = not least and guide[program.over] > MOST_OVER
-    if best is None or program.objective(best) <= near or out_of_reach or whole <= _WHOLE:
+    if best is None or program.objective(best) <= near or out_of_reach:
         return best
-    parts = -(-whole // _OPEN_AGAIN)
+    if not least and best[program.over] > MOST_OVER:
+        best = _under_the_peak(program, best, guide, by_value)
+    count = -(-whole // _OPEN)
     for turn in range(1 if least else _TURNS):  # layer by layer, then those furthest from the relaxed program
-        order, poor = list(by_value), 0
-        if turn:
-            order.sort(key=lambda own: -sum(abs(best[c] - guide[c]) for c in own))
-        for part in range(parts):
+        order, passed = _furthest(best, guide, by_value) if turn else by_value, 0
+        for part in range(count):
             reached = program.objective(best)
-            if reached < near or 2 * poor > parts:
+            if reached < near or (passed == _PASSED and not least):
                 break
-            best = _again(program, best, by_value, order[part * len(order) // parts :][: len(order) // parts + 1])
-            poor = 0 if program.objective(best) < reached - _GAP * abs(near) else poor + 1
+            best = _again(program, best, by_value, order[part * len(order) // count :][: len(order) // count + 1])
+            passed = 0 if program.objective(best) < reached - _GAP * abs(near) else passed + 1
     return best
+
+
+def _under_the_peak(program: Program, best: Any, guide: Any, by_value: Sequence[Sequence[int]]) -> Any:
+    """A choice near `best` that is under the peak, or over it by less; `best` if none is found.
+
+    Several positions may be as high as the highest. So here each pays for what it is over the peak, and not the highest
+    alone. The values that are solved again are those furthest from the relaxed program and, in turns, those nearest to
+    the highest positions; where neither helps, those next to them.
+    """
+    apart, overs = program.each_over()
+    excess = program.excess(best)
+    x = [*best, *(max(0.0, excess[row]) for row in overs.values())]
+    x[program.over] = 0.0
+    passed = turn = 0
+    while passed < 3 * _PASSED and turn < _REPAIRS and max(x[c] for c in overs) > MOST_OVER:
+        order = _nearest(apart, x, overs, by_value) if turn % 2 else _furthest(x, guide, by_value)
+        found = _again(apart, x, by_value, _behind(order, passed // 2 * _OPEN // 2))
+        passed = 0 if apart.objective(found) < (1 - _GAP) * apart.objective(x) else passed + 1
+        x, turn = found, turn + 1
+    excess = program.excess(x)
+    x = x[: len(program.cost)]
+    x[program.over] = max(0.0, *(excess[row] for row in overs.values()))
+    return min(best, x, key=program.objective)
+
+
+def _behind(order: Sequence[Sequence[int]], without: int) -> list[Sequence[int]]:
+    """The first of `order` that have `_OPEN` columns together, behind those that have the number `without`."""
+    ends = itertools.accumulate(map(len, order))
+    return [own for own, end in zip(order, ends, strict=True) if without < end <= without + _OPEN]
+
+
+def _furthest(best: Any, guide: Any, by_value: Sequence[Sequence[int]]) -> list[Sequence[int]]:
+    return sorted(by_value, key=lambda own: -sum(abs(best[c] - guide[c]) for c in own))
+
+
+def _nearest(
+    program: Program, x: Any, overs: Mapping[int, int], by_value: Sequence[Sequence[int]]
+) -> list[Sequence[int]]:
+    """`by_value` from the highest positions on, by how many rows and continuous columns lie between."""
+    of_row, of_column = defaultdict(list), defaultdict(list)
+    for row, column in zip(program.rows, program.columns, strict=True):
+        of_row[row].append(column)
+        of_column[column].append(row)
+    value = {c: v for v, own in enumerate(by_value) for c in own}
+    most = max(x[c] for c in overs)
+    rows = [row for c, row in overs.items() if x[c] > _HIGH * most]
+    seen, found = {*rows, program.errors}, dict[int, None]()
+    for row in rows:  # grows
+        for c in of_row[row]:
+            if c in value:
+                found[value[c]] = None
+            else:
+                new = [r for r in of_column.pop(c, ()) if r not in seen]
+                rows += new
+                seen.update(new)
+    return [by_value[v] for v in found]
 
 
 def _costly(program: Program, guide: Any, by_value: Sequence[Sequence[int]]) -> list[int]:
@@ -156,7 +239,8 @@ def _costly(program: Program, guide: Any, by_value: Sequence[Sequence[int]]) -> 
 
 
 def _dives(program: Program, best: Any, guide: Any, by_value: Sequence[Sequence[int]], room: float, near: float) -> Any:
-    """The best of `best` and some dives, first without the costly columns, then with them if all are over the peak."""
+    """The best of `best` and some dives without the costly columns; or with them, if none or no peak can be reached."""
+    out_of_reach = guide[program.over] > MOST_OVER
     upper = list(program.upper)
     for c in _costly(program, guide, by_value):
         program.upper[c] = 0.0
@@ -165,7 +249,7 @@ def _dives(program: Program, best: Any, guide: Any, by_value: Sequence[Sequence[
             program.upper = list(upper)
         spare, poor = 0.0, 0
         solved: dict[tuple[float, ...], Any] = {}  # by the bounds of a program few of whose values were open
-        for _ in range(_DIVES):
+        for k in range(_DIVES):
             found = _dive(program, by_value, room, spare, solved)
             if found is None:
                 break
@@ -174,10 +258,11 @@ def _dives(program: Program, best: Any, guide: Any, by_value: Sequence[Sequence[
             if best is None or program.objective(found) < program.objective(best):
                 best, poor = found, 0
             enough = (1 + _ENOUGH) * near if little else near
-            if program.objective(best) <= enough or guide[program.over] > MOST_OVER or poor == _POOR:
+            over = best[program.over] > MOST_OVER
+            if program.objective(best) <= enough or out_of_reach or poor == _POOR or (over and k):
                 break
             spare += max(_FURTHER * found[program.over], _LOWER * room)  # the next for a lower peak
-        if best is not None and best[program.over] <= MOST_OVER:
+        if best is not None and (not out_of_reach or best[program.over] <= MOST_OVER):
             break
     program.upper = upper
     return best

@@ -137,6 +137,7 @@ def _hooked(
     asked = math.inf if limits.peak is None else limits.peak
     programs: list[tuple[Step, float]] = [(step, asked)]  # with the peak that each is asked for
     fitted = False
+    known: dict[tuple[int, ...], Tried] = {}  # by the options, which are those of `step` in all programs
     for attempt in range(_ATTEMPTS):
         plans: list[tuple[bool, float, int, Solution]] = []
         if limits.peak is not None and (fitted or attempt < _ATTEMPTS - 1):
@@ -149,8 +150,11 @@ def _hooked(
             return
         *_, used, solution = min(plans, key=operator.itemgetter(0, 1, 2))
         program, asked = programs[used]
-        found = tried(program, solution)
-        yield found
+        options = tuple(map(id, solution.options))
+        if options not in known:
+            known[options] = tried(program, solution)
+            yield known[options]
+        found = known[options]
         if limits.peak is None or (fitted and not found.fits(limits)):  # with more, it no longer does
             return
         fitted = fitted or found.fits(limits)

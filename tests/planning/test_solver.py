@@ -9,7 +9,7 @@ import random
 
 import pytest
 
-from aot_hooks.planning.program import Program
+from aot_hooks.planning.program import MOST_OVER, Program, _nearest, _under_the_peak
 from aot_hooks.planning.solver import solve
 from aot_hooks.planning.step import KEPT, RECOMPUTE, Moment, Option, Step, Value
 
@@ -365,3 +365,53 @@ def test_what_waits_to_be_sent_does_not_count_for_other_calls():
     found = solve(step, peak=30.0 * MIB)
     assert found.options == (away,)
     assert found.peak_bytes == 9 * 2 * MIB + 10 * MIB  # nine others hold 2 MiB each
+
+
+def peaks_program(count: int) -> tuple[Program, list[list[int]]]:
+    """`count` values of 10 MiB and as many positions, at each of which three of them are alive, 9 MiB over the peak.
+
+    A value may be stored in 8 MiB for 1 ms, or in 5 for 3. A continuous column carries what that saves.
+    """
+    p = Program()
+    choices = [[p.column(0, 1, ms) for ms in (1.0, 3.0)] for _ in range(count)]
+    p.over = p.column(cost=1000.0)
+    for own in choices:
+        p.row(dict.fromkeys(own, 1.0), 0, 1)
+    saved = [p.column(-float("inf")) for _ in choices]
+    for (small, smaller), delta in zip(choices, saved, strict=True):
+        p.row({delta: -1.0, small: -2.0, smaller: -5.0}, 0, 0)
+    for k in range(count):
+        p.row({saved[(k + i) % count]: 1.0 for i in range(3)} | {p.over: -1.0}, -float("inf"), 21 - 30.0)
+    return p, choices
+
+
+def test_a_choice_over_the_peak_at_many_positions_is_brought_under_it_by_parts() -> None:
+    """No part of the values alone lowers the highest of 120 equal positions."""
+    p, choices = peaks_program(120)
+    columns = [c for own in choices for c in own]
+    kept = p.solved(0)
+    for c in columns:
+        kept[c] = 0.0
+    kept[-120:], kept[p.over] = 0.0, 9.0
+    assert max(p.excess(kept)) == 9.0
+
+    found = _under_the_peak(p, kept, p.solved(0), choices)
+    assert found[p.over] <= MOST_OVER
+    assert max(p.excess(found)) <= MOST_OVER
+    assert all(abs(found[c] - round(found[c])) < 1e-6 for c in columns)
+    assert sum(p.cost[c] * found[c] for c in columns) <= 1.02 * sum(
+        p.cost[c] * x for c, x in enumerate(p.solved(240)) if c < 240
+    )
+
+
+def test_values_near_the_highest_positions_come_first() -> None:
+    p, choices = peaks_program(30)
+    apart, overs = p.each_over()
+    x = [0.0] * len(apart.cost)
+    row_of_7 = [row for c, row in overs.items()][7]
+    for c, row in overs.items():
+        x[c] = 9.0 if row == row_of_7 else 1.0
+    order = _nearest(apart, x, overs, choices)
+    assert {choices.index(own) for own in order[:3]} == {7, 8, 9}
+    assert {choices.index(own) for own in order[3:7]} == {5, 6, 10, 11}
+    assert sorted(order) == sorted(choices)
