@@ -29,6 +29,9 @@ _PARTITIONS_OF_MANY = 6  # likewise, for a graph that many calls of a step run: 
 _LOWER = 0.92  # of the peak: the last of these asks for as much. 16 calls in 3.7 GiB were faster so: 1.19 for 1.21
 _ATTEMPTS = 5  # choices of hooks for each
 _ROUNDING = 1e-6  # of ratios of sums
+# Near the lowest peak the program of what to recompute counts by up to as much more than the graphs turn out to have;
+# the choice for as much more memory is tried as well if it takes this share of the time less.
+_TOO_MUCH, _SHORTER = 0.03, 0.004
 _LESS = 0.003  # of the peak that each attempt asks for less, for what changes with the choice
 NEAR = 0.98  # of the peak: a plan this near to it is not improved
 
@@ -75,6 +78,7 @@ def search(
     low, high = -math.inf, math.inf  # the program was asked for a peak that fitted, and for one that was too high
     reached: int | None = 0
     partitions = _PARTITIONS if step.moments == ALONE else _PARTITIONS_OF_MANY
+    shorter: Solution | None = None
     for attempt in range(partitions + 1):
         last = attempt == partitions
         if last and any(one.fits(limits) for one in all_tried):
@@ -82,7 +86,7 @@ def search(
         # calls begin their backward with nothing fetched; the program may not know how early they read it
         early = attempt % 2 == 1 and reached is None and step.moments != ALONE
         peak = None if last else limit
-        chosen = solve(step, peak=peak, max_error=limits.error, max_ms=max_ms, fetch_early=early)
+        chosen = shorter or solve(step, peak=peak, max_error=limits.error, max_ms=max_ms, fetch_early=early)
         chosen = chosen or _nothing(step)  # no time at all
         graphs, own = partitioned(chosen)
         found = list(_hooked(own, limits, max_ms, functools.partial(tried, graphs, chosen)))
@@ -96,8 +100,16 @@ def search(
         elif reached < NEAR * limits.peak and set(chosen.options) != {KEPT}:  # less to recompute may do
             low = limit
             limit += NEAR * limits.peak - reached
+        elif attempt == 0 and step.moments == ALONE:
+            low = limit
+            limit *= 1 + _TOO_MUCH
+            shorter = solve(step, peak=limit, max_error=limits.error, max_ms=max_ms, under=True)
+            if shorter is None or shorter.ms > (1 - _SHORTER) * chosen.ms:
+                break
+            continue
         else:
             break
+        shorter = None
         if not low < limit < high:
             limit = (low + high) / 2 if math.isfinite(low + high) else _LOWER * limit
         if attempt == _PARTITIONS_OF_MANY - 2:  # what is far from these may be faster
