@@ -41,7 +41,7 @@ from ..torch_private.values import is_traced_value
 from .apart import Ways
 from .budget import Budget
 from .measured import StepCheck, step_check
-from .moments import Event, between, moments_of, shares, tight_peak
+from .moments import Event, between, latest, moments_of, shares, tight_peak
 from .recorded import Step, Version
 from .step import ALONE, Bytes, Moment
 from .within import UNSEEN, bytes_of
@@ -203,7 +203,7 @@ class Group:
     Attributes:
         budget: as users write it.
         free: bytes that "fit" found before the first graph was compiled.
-        traces: steps that are planned for, the last of them with `planned_peak` bytes.
+        traces: steps that are planned for, one at least for each planned graph; the last with `planned_peak` bytes.
         over: bytes of the budget that no plan may take, because a measured step took more than predicted.
         predicted: bytes of the last step that fits.
         check: compares measured steps with the budget.
@@ -217,7 +217,7 @@ class Group:
     budget: Budget
     free: int | None
     graphs: dict[str, Graph] = field(default_factory=dict)
-    traces: list[list[Event]] = field(default_factory=list)
+    traces: list[Sequence[Event]] = field(default_factory=list)
     planned_peak: int = 0
     over: int = 0
     predicted: int = 0
@@ -371,14 +371,14 @@ class Group:
         share = shares(trace, least, stock, self.peak_bytes)
         if share < 0 and not self.counted and all(graph.least for graph in graphs):
             # What holds the least may take much while it runs: which is right depends on the number of calls.
-            self.counted, self.traces = True, [trace]
+            self.counted, self.traces = True, latest([*self.traces, trace], 1)
             return all([graph.anew("least") for graph in graphs])
         unknown = {graph for graph in graphs if graph.least is None}
         calls = [version for how, _, version in step.marks if how == "forward"]
         held = sum(version.nbytes.held for version in calls if version.graph in unknown)
         if unknown and (share < 0 or held > _SMALL * self.peak_bytes):
             return all([graph.anew("least") for graph in unknown])
-        self.traces, self.planned_peak = [*self.traces, trace][-_MOST_TRACES:], self.peak_bytes
+        self.traces, self.planned_peak = latest([*self.traces, trace], _MOST_TRACES), self.peak_bytes
         for graph in graphs:
             graph.share, graph.is_fixed = between(least[graph], stock[graph], max(0.0, share)), False
             most = max(event.holding.get(graph, 0) + (event.runs is graph) for event in trace)

@@ -143,7 +143,8 @@ def for_sizes(
             warnings.warn(
                 f"aot_hooks: {budget!r}: a graph runs with sizes that it was not planned for ({sizes}). It may "
                 f"take {growth * predicted / _MIB:.1f} MiB, more than the budget of {peak / _MIB:.1f}. Run the largest "
-                "sizes first, so that the plan is for them, or compile with dynamic=False, for a plan for each size",
+                "sizes first (if there are several graphs, in the first three steps), so that the plan is for them, or "
+                "compile with dynamic=False, for a plan for each size",
                 BudgetWarning,
                 stacklevel=2,
             )

@@ -57,6 +57,18 @@ def moments_of(
     return tuple(m for phase in ("forward", "backward", "") for m in _worst([f for f in found if f.phase == phase]))
 
 
+def latest(traces: Sequence[Sequence[Event]], count: int) -> list[Sequence[Event]]:
+    """The last `count` of `traces`, and of those before them the last one for each graph that runs in none of these."""
+    kept: list[Sequence[Event]] = []
+    seen: set[Any] = set()
+    for trace in reversed(traces):
+        runs = {event.runs for event in trace}
+        if len(kept) < count or not runs <= seen:
+            kept.append(trace)
+            seen |= runs
+    return kept[::-1]
+
+
 def tight_peak(graph: Any, trace: Sequence[Event], of: Callable[[Any], Bytes], count: int, nbytes: Bytes) -> int:
     """The most that is alive while one of the first `count` calls of `graph` runs, which have `nbytes` each."""
     found = [e for e in trace if e.runs == graph and e.holding.get(graph, 0) < count]

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from aot_hooks.planning.moments import Event, between, moments_of, shares
+from aot_hooks.planning.moments import Event, between, latest, moments_of, shares
 from aot_hooks.planning.step import Bytes, Moment
 
 
@@ -90,3 +90,10 @@ def test_beside_calls_that_hold_less_only_the_others_count():
         Moment("backward", 1, 8),
         Moment("", 1, 14),
     }
+
+
+def test_the_latest_traces_have_one_of_each_graph():
+    a, ab, b, c, other_c = (trace_of(graphs) for graphs in ("a", "ab", "b", "c", "cc"))
+    assert latest([a, ab, b, c, other_c], 2) == [ab, b, c, other_c]
+    assert latest([a, ab], 1) == [ab]
+    assert latest([a, b, c], 3) == [a, b, c]
