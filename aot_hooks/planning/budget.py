@@ -84,7 +84,7 @@ def budget(
     allow: Sequence[Any] = ALLOWED,
     max_error: float = 0.05,
 ) -> Budget:
-    """A policy: the fastest step that takes at most `peak` bytes, as predicted.
+    """A policy: the fastest step found that takes at most `peak` bytes, as predicted.
 
     For each saved tensor one of these is chosen: keep it, compute it again in the backward, store it exactly in fewer
     bytes, round it, or send it to the host.

@@ -24,7 +24,6 @@ MOST_OVER = 1e-3  # MiB over the peak, for rounding
 _GAP = 1e-3  # of the step's time, or of the peak; a plan this near to the best is taken
 _WHOLE = 300  # integer columns of a program that is solved whole
 _NODES = 40
-_PASSED, _REPAIRS, _HIGH = 3, 24, 0.3
 _OPEN = 100  # integer columns of a large program that are solved whole at once
 _NODES_AGAIN = 1
 _AT_ONCE, _SURE = 8, 0.8  # values that are fixed at once if they are as near to whole as this

@@ -281,26 +281,6 @@ def test_steps_that_change_again_and_again_are_a_warning_in_the_end(x, compiled_
     assert len(compiled_kinds) <= 1 + many._MOST_COMPILED
 
 
-def test_more_sizes_than_steps_are_remembered(x, compiled_kinds):
-    """The graphs of each size wait for their second step, after those of all others have been planned."""
-    model = model_of(*[Block] * 4)
-    sizes = [len(x) - 8 * i for i in range(many._MOST_TRACES + 3)]
-    batches = [x[:size].detach().requires_grad_() for size in sizes]
-    expected = [gradients(model, batch) for batch in batches]
-    peak = peak_of(model, x, 0.6)
-    for block in model:
-        options = {**ATEN, "policy": budget(peak, max_error=0)}
-        block.compile(backend="aot_hooks", dynamic=False, options=options)
-    with torch._dynamo.config.patch(recompile_limit=64):
-        for _ in range(4):
-            for batch, right in zip(batches, expected, strict=True):
-                assert_equal(train(model, batch), right)
-        count = len(compiled_kinds)
-        assert compiled_kinds.count("planned") >= 3
-        train(model, batches[0])
-    assert len(compiled_kinds) == count
-
-
 def test_a_first_plan_that_can_not_be_is_an_error_at_the_call_and_names_the_step(x):
     model = model_of(*[Block] * 6)
     least = aot_hooks.plan(Block(), x, policy=budget(max_slowdown=math.inf, max_error=0), inner="aten").peak_bytes
