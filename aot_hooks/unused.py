@@ -2,7 +2,7 @@
 
       a graph is compiled under a setting     --compiled-->           tensors packed, keys of policies matched
       the first backward after that           --warning_if_unused-->  nothing packed; a key that matched nothing
-      an eager operator saves, a context ends --context_left-->       no tensor was saved in the context
+      an eager operator saves, a context ends --context_left-->       no tensor was saved, or a budget had no graph
       AOTAutograd traces a pair of ours       --traced-->             another backend compiles the function
 
 If its graphs packed something, a step pays for a counter in eager parts, and a set lookup when a context ends.
@@ -171,14 +171,23 @@ def is_suspect(setting: Setting) -> bool:
 
 
 def context_left(setting: Setting, before: int) -> None:
-    """Warn if the first context of `setting` that ends saw no saved tensor; `before` is `saved_count` on its entry."""
+    """Warn if the first context of `setting` that ends had no effect; `before` is `saved_count` on its entry."""
     _ended.add(setting.text)
-    if this_thread.saved_count == before and setting.rule != KEEP and sys.exc_info()[0] is None:
+    if setting.rule == KEEP or sys.exc_info()[0] is not None:
+        return
+    if this_thread.saved_count == before:
         _warn(
             (setting.text, "context"),
             f"a context of {setting.title} saw no saved tensor: no operator saved one eagerly inside it, and no "
             "function that backend='aot_hooks' compiles ran there. Put the context around the forward (backward() "
             "alone saves nothing), compile with backend='aot_hooks', and see that something requires grad",
+        )
+    elif getattr(setting.rule, "decides_for_graph", False):
+        _warn(
+            (setting.text, "context"),
+            f"a context of {setting.title} had no effect: a budget decides for compiled graphs, and no function that "
+            "backend='aot_hooks' compiles ran there. What eager operators save is kept. Compile the model with "
+            "torch.compile(..., backend='aot_hooks')",
         )
 
 

@@ -18,7 +18,7 @@ import torch
 from torch.fx import Graph, GraphModule
 
 from ..backend import plan_graph
-from ..errors import BudgetWarning, OptionError, UnsupportedGraphError, did_you_mean, warn_user
+from ..errors import BudgetWarning, OptionError, UnsupportedGraphError, UnusedWarning, did_you_mean, warn_user
 from ..graphs.saved import SavedTensor
 from ..options import Options
 from ..passes.plan import Plan, joined
@@ -57,6 +57,8 @@ def plan(
     """
     budgets: list[Budget | None] = []
     found = joined(plans_of(fn, args, kwargs, budgets, policy=policy, scope=scope, inner=inner))
+    if not found.decisions and not torch.is_grad_enabled():
+        warn_user("aot_hooks.plan: gradients are disabled here (torch.no_grad), so nothing is saved", UnusedWarning)
     if (text := over_together(budgets, found)) is not None:
         warn_user(f"aot_hooks: {text}", BudgetWarning)
     return found

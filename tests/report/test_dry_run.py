@@ -434,7 +434,7 @@ def test_a_bad_hook_is_named_by_its_own_error() -> None:
 
 
 def test_without_gradients_there_is_nothing_to_plan() -> None:
-    with torch.no_grad():
+    with torch.no_grad(), pytest.warns(errors.UnusedWarning, match="gradients are disabled"):
         assert aot_hooks.plan(mlp(), torch.randn(4, 8)).decisions == ()
 
 

@@ -171,6 +171,30 @@ def test_a_context_around_backward_alone() -> None:
     assert warned(run) == []
 
 
+def test_a_budget_around_what_nobody_compiled() -> None:
+    policy = aot_hooks.budget("1MiB")
+
+    def run() -> None:
+        with saved_tensors_policy(policy):
+            loss = model()(torch.ones(4, 8)).sum()
+        loss.backward()
+
+    (message,) = warned(run)
+    assert "budget(1048576) had no effect" in message and "torch.compile(" in message
+    assert warned(run) == []
+
+
+def test_a_budget_around_a_graph_and_eager_parts() -> None:
+    call = torch.compile(model(), backend="aot_hooks", options=ATEN)
+
+    def run() -> None:
+        with saved_tensors_policy(aot_hooks.budget("2MiB")):
+            loss = model()(call(torch.ones(4, 8))).sum()
+        loss.backward()
+
+    assert warned(run) == []
+
+
 def test_a_context_in_which_something_is_saved_eagerly_or_nothing_is_to_be() -> None:
     def run() -> None:
         with saved_tensors_hooks(HALF):
