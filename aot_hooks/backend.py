@@ -48,12 +48,14 @@ from .passes.units import Trace
 from .planning import many, measured
 from .planning.budget import Budget, fitted
 from .planning.recorded import Version
+from .planning.sizes import guarded, product_of, symbolic_sizes
 from .planning.within import partition_within
 from .settings import recompiles
 from .settings.names import carry_names, name_given
 from .settings.setting import Setting
 from .torch_private import aot, autograd, dynamo, dynamo_trace, inductor
 from .torch_private.aot_cache import without_autograd_cache
+from .torch_private.values import hint
 
 _Compiled = Callable[..., Any]
 
@@ -207,10 +209,12 @@ def _compile_graph(
     in_steps: many.Graph | None = None
     given: Any = None
     rule: Any = None
+    sizes = symbolic_sizes(gm)
+    size = product_of(sizes)
     if (setting := hooks.setting) is not None:
         given = rule = measured.tightened(setting.rule, wrapper)
-        if isinstance(rule, Budget) and (in_steps := many.graph_of(rule, gm, inputs)) is not None:
-            rule = in_steps.rule(rule)
+        if isinstance(rule, Budget) and (in_steps := many.graph_of(rule, gm, inputs, size)) is not None:
+            rule = in_steps.rule(rule, size)
         if isinstance(rule, Budget) and options.inner == "inductor":
             patches = inductor.IN_PLANNED_ORDER | patches
         if rule != setting.rule:
@@ -243,6 +247,8 @@ def _compile_graph(
             compiled: _Compiled = bypassed(why, compile_graph)
             return compiled
         in_key: dict[str, Any] = {"mode": mode, "inductor": patches, "inner": options.inner}
+        if isinstance(rule, Budget):  # a plan is for the sizes that it was made at
+            in_key["sizes"] = [*map(hint, sizes.values())]
         if compilation is not None:
             in_key["cudagraphs"] = compilation.key(gm)
         # fmt: off
@@ -263,14 +269,14 @@ def _compile_graph(
                 with aot.apart():
                     tight_run = compiled_with(twin, tight_hooks, tight_graph)
     known = records.plans_of(wrapper) if hooks.settings and wrapper is not None else None
-    version = None if in_steps is None else in_steps.compiled(graph.plans, known, tight_graph.plans)
+    version = None if in_steps is None else in_steps.compiled(graph.plans, known, tight_graph.plans, size)
     if version is not None and tight_run is not None:
         compiled = many.by_call(compiled, tight_run, version)
     if known is not None:
         known.extend(graph.plans)
     if listed is not None:
         listed.append(graph)
-    return _wrapped(compiled, graph, hooks, seen, wrapper, version, inputs, counted=live)
+    return _wrapped(compiled, graph, hooks, seen, wrapper, version, sizes, counted=live)
 
 
 def _guard_hooks_of_others() -> None:
@@ -301,7 +307,7 @@ def _wrapped(
     seen: Recording,
     wrapper: Any,
     version: Version | None,
-    inputs: Sequence[Any],
+    sizes: Mapping[int, torch.SymInt],
     *,
     counted: bool,
 ) -> _Compiled:
@@ -319,8 +325,8 @@ def _wrapped(
     compiled = unused.warning_if_unused(compiled, suspects)
     if isinstance(rule, Budget):  # compares the peaks of the first steps with the budget
         compiled = measured.checked(compiled, rule, graph.plans, wrapper)
-        compiled = measured.for_sizes(compiled, rule, graph.plans, inputs)
-    if version is not None:  # plans for all calls of a step together
+    if version is not None:  # plans for all calls of a step together, and for larger sizes anew
+        compiled = guarded(compiled, version, graph.plans, sizes)
         compiled = many.noted(compiled, version)
     if check is not None:  # raises if a user's function has changed since
         compiled = _checked(compiled, check)

@@ -26,7 +26,7 @@ import types
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -40,6 +40,7 @@ from ..torch_private import aot, autograd, dynamo
 from ..torch_private.values import is_traced_value
 from .apart import Ways
 from .budget import Budget
+from .calls import averaged, own_bytes, total
 from .measured import StepCheck, step_check
 from .moments import Event, between, latest, moments_of, shares, tight_peak
 from .recorded import Step, Version
@@ -49,6 +50,7 @@ from .within import UNSEEN, bytes_of
 _SMALL = 0.25  # of the budget: calls that hold less together change nothing
 _MOST_COMPILED = 6  # times that a graph is compiled for plans of steps
 _MOST_TRACES = 8
+_HEADROOM = 1.25
 _MIB = 1 << 20
 _NOT_KNOWN = Bytes(0, 0, 0)
 
@@ -69,6 +71,9 @@ class Graph:
         is_nested: in all steps that were planned for, the call that ran forward last runs backward first.
         calls: how many hold something at the same time in the planned step.
         compiled_count: how often it was compiled for a step of many calls.
+        size: the product of symbolic sizes that its bytes are for, the largest that it was compiled for; 1: none.
+        most: the largest product that fits under the peak. A call of more gets a graph of its own, planned anew.
+        grown: how often that was so.
         codes: weak references to the code of its functions.
         listed: for each version its plans, and the list that reports read; `stale`: the same of versions that are gone.
     """
@@ -85,6 +90,9 @@ class Graph:
     is_fixed: bool = False
     compiled_count: int = 0
     was_planned: bool = False
+    size: int = 1
+    most: float = math.inf
+    grown: int = 0
     codes: list[weakref.ref[types.CodeType]] = field(default_factory=list)
     listed: list[tuple[list[Plan], list[Plan]]] = field(default_factory=list)
     stale: list[tuple[list[Plan], list[Plan]]] = field(default_factory=list)
@@ -94,9 +102,26 @@ class Graph:
         """The fewest bytes of a call in the step that is planned."""
         return self.share if self.is_fixed else self.least or self.stock
 
-    def rule(self, given: Budget) -> Budget:
-        """The budget to compile the graph with."""
+    def for_larger(self, size: int) -> Graph:
+        """A graph for calls with sizes of the product `size`."""
+        # the first time for just that, then for more, so that sizes that grow slowly end soon
+        return Graph(self.group, size=int(size * (_HEADROOM if self.grown else 1)), grown=self.grown + 1)
+
+    def saw(self, size: int) -> float:
+        """Note that it is compiled for sizes of the product `size`; returns the share of that in `self.size`."""
+        if size > self.size:
+            growth, self.size = size / self.size, size
+            self.stock, self.share = self.stock.times(growth), self.share.times(growth)
+            self.least = self.least and self.least.times(growth)
+            self.program = None  # of other sizes
+        return size / self.size
+
+    def rule(self, given: Budget, size: int = 1) -> Budget:
+        """The budget to compile the graph with, for sizes of the product `size`: all bytes in their measure."""
         with _lock:
+            part = self.saw(size)
+            less = int((1 - part) * (given.peak_bytes or 0))
+            given = replace(given, over=given.over + less, lenient=self.grown > 0) if less or self.grown else given
             step = self.group.step
             step.drop()
             if self.wants == "alone" and step.holding and step.held_bytes > _SMALL * self.group.peak_bytes:
@@ -105,11 +130,13 @@ class Graph:
                 return self._least_rule(given)
             if self.wants == "planned":
                 moments, least = self._moments(), self._moments(of=lambda graph: graph.can_hold)
+                moments, least = (tuple(m.times(part) for m in ms) for ms in (moments, least))
                 rule = replace(given, free=self.group.free, over=given.over + self.group.over, moments=moments)
                 estimated = any(event.gathered_bytes for trace in self.group.traces for event in trace)
                 at_least = () if least == moments else least
-                lenient = self.was_planned or estimated
-                return replace(rule, moments_at_least=at_least, lenient=lenient, apart=self._apart())
+                lenient = self.was_planned or estimated or self.grown > 0
+                apart = self._apart() if part == 1 else None
+                return replace(rule, moments_at_least=at_least, lenient=lenient, apart=apart)
             return given
 
     def _moments(self, tight: int = 0, of: Callable[[Any], Bytes] = lambda graph: graph.share) -> tuple[Moment, ...]:
@@ -138,11 +165,12 @@ class Graph:
         return replace(given, free=None, least=True, moments=moments)
 
     def compiled(
-        self, plans: list[Plan], listed: list[Plan] | None, tight_plans: Sequence[Plan] = ()
+        self, plans: list[Plan], listed: list[Plan] | None, tight_plans: Sequence[Plan] = (), size: int = 1
     ) -> Version | None:
         """Note a version that was compiled with `rule()`; None if no plan of it says how many bytes it holds.
 
         `tight_plans` are those of `tight_rule()`. Then the plan in `plans` gets the time of a call on average.
+        `size` is that of `rule()`.
         """
         found = [plan for plan in plans if plan.live_after]
         if not found:
@@ -160,16 +188,17 @@ class Graph:
             if code is not None and all(ref() is not code for ref in self.codes):
                 self.codes.append(weakref.ref(code))
             kind = "planned" if found[0].in_step is not None else self.wants  # which another thread may have changed
-            version = Version(self, kind, _sum(map(_own_bytes, found)))
+            growth = self.size / size
+            version = Version(self, kind, total(map(own_bytes, found)).times(growth))
             if kind == "planned":
                 self.was_planned, self.is_fixed, self.share = True, True, version.nbytes
                 if tight_plans:
-                    version.tight = Version(self, kind, _own_bytes(tight_plans[0]), is_tight=True)
+                    version.tight = Version(self, kind, own_bytes(tight_plans[0]), is_tight=True)
                     as_planned = self.least is not None and version.tight.nbytes.held <= self.least.held
                     version.tight_calls = plans[0].in_step.tight_calls if plans[0].in_step else 0
                     version.loose_calls = self.calls - version.tight_calls if as_planned else 0
                     peak = self._tight_peak(version.tight.nbytes, version.tight_calls)
-                    plans[0], self.share = _mixed(plans[0], tight_plans[0], version, peak)
+                    plans[0], self.share = averaged(plans[0], tight_plans[0], version, peak)
                 events = [event for trace in self.group.traces for event in trace]  # none if it comes from the cache
                 stock = max((event.nbytes(lambda graph: graph.stock) for event in events), default=0)
                 for i, plan in enumerate(plans):
@@ -177,11 +206,11 @@ class Graph:
                         plans[i] = replace(plan, in_step=replace(plan.in_step, stock_bytes=stock))
                 self.group.check = step_check(self.group.budget, self.group.free, plans, tighter=self.group.over > 0)
             else:
-                self.stock = _sum(bytes_of(plan.live_before) for plan in found)
+                self.stock = total(bytes_of(plan.live_before) for plan in found).times(growth)
             if listed is not None:
                 self.listed.append((listed, list(plans)))
             if kind == "least":
-                self.least, self.program = version.nbytes, plans[0].program if len(plans) == 1 else None
+                self.least, self.program = version.nbytes, plans[0].program if len(plans) == 1 and growth == 1 else None
                 self.least_ratio = found[0].step_ratio
             return version
 
@@ -333,7 +362,8 @@ class Group:
         taken = max(event.nbytes(lambda version: version.nbytes) for event in step.trace(lambda version: version))
         versions = {version: None for _, _, version in step.marks}
         graphs = list({version.graph: None for version in versions})
-        if taken <= self.peak_bytes and all(version.kind != "least" for version in versions):
+        bounded = all(version.kind == "planned" or version.graph.size == 1 for version in versions)  # by guards
+        if taken <= self.peak_bytes and bounded and all(version.kind != "least" for version in versions):
             self.fits.append(step.marks)
             self.predicted = taken
             self.measure(step)
@@ -399,8 +429,11 @@ class Group:
         )
 
 
-def graph_of(rule: Budget, gm: GraphModule, inputs: Sequence[Any]) -> Graph | None:
-    """The graph `gm` under the budget `rule`; None if its peak is not in bytes. Equal graphs are one."""
+def graph_of(rule: Budget, gm: GraphModule, inputs: Sequence[Any], size: int = 1) -> Graph | None:
+    """The graph `gm` under the budget `rule`; None if its peak is not in bytes.
+
+    Equal graphs are one, but for sizes, of the product `size`, that are too large for its plans.
+    """
     if rule.peak_bytes is None:
         return None
     sizes = [
@@ -414,7 +447,10 @@ def graph_of(rule: Budget, gm: GraphModule, inputs: Sequence[Any]) -> Graph | No
         group = _groups.setdefault(replace(rule, free=None), Group(rule, rule.free))
         if rule.free is not None:  # in the middle of a step less is free
             group.free = max(rule.free, group.free or 0)
-        return group.graphs.setdefault(digest, Graph(group))
+        graph = group.graphs.setdefault(digest, Graph(group))
+        if size > graph.most:
+            graph = group.graphs[digest] = graph.for_larger(size)
+        return graph
 
 
 def by_call(loose: Callable[..., Any], tight: Callable[..., Any], version: Version) -> Callable[..., Any]:
@@ -447,38 +483,3 @@ def forget() -> None:
     """Forget all steps."""
     with _lock:
         _groups.clear()
-
-
-def _own_bytes(plan: Plan) -> Bytes:
-    """The bytes of a call, without those of others beside it."""
-    found = bytes_of(plan.live_after)
-    if (share := plan.in_step) is None:
-        return found
-    return Bytes(found.forward - share.beside_forward, share.held_bytes, found.backward - share.beside_backward)
-
-
-def _mixed(loose: Plan, tight: Plan, version: Version, tight_peak: int) -> tuple[Plan, Bytes]:
-    """The plan of the looser calls with the time of a call on average, and the bytes of a call likewise.
-
-    `tight_peak`: the most that is alive in the step while one of the tighter calls runs.
-    """
-    assert version.tight is not None
-    own, other, counts = version.nbytes, version.tight.nbytes, (version.loose_calls, version.tight_calls)
-    calls = sum(counts)
-
-    def average(*numbers: float) -> float:
-        return sum(count * number for count, number in zip(counts, numbers, strict=True)) / calls
-
-    held = math.ceil(average(own.held, other.held))
-    share = Bytes(max(own.forward, other.forward), held, max(own.backward, other.backward))
-    step = loose.in_step
-    if step is not None:
-        beside = max(0, step.other_bytes - version.tight_calls * other.held)
-        elsewhere = max(step.elsewhere_bytes, tight_peak)
-        step = replace(step, calls=calls, other_bytes=beside, elsewhere_bytes=elsewhere, tight_bytes=other.held)
-    return replace(loose, after_ms=average(loose.after_ms, tight.after_ms), in_step=step), share
-
-
-def _sum(parts: Iterable[Bytes]) -> Bytes:
-    parts = list(parts)
-    return Bytes(sum(p.forward for p in parts), sum(p.held for p in parts), sum(p.backward for p in parts))

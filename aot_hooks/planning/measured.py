@@ -7,8 +7,7 @@ forward starts: a bytes allocated        backward has run: at most n since the c
 2nd step   over the budget: what it took more than predicted is taken off, and the function is compiled once more
 of the tighter plan's steps likewise; if that is over the budget too, a warning says by how much, and where
 
-`checked` does this for a graph that is the whole step, `StepCheck` for the steps of many.py. On any device `for_sizes`
-warns where a graph with symbolic sizes is called with larger ones than its plan is for.
+`checked` does this for a graph that is the whole step, `StepCheck` for the steps of many.py.
 """
 
 from __future__ import annotations
@@ -28,7 +27,6 @@ from ..identity.memo import Memo
 from ..passes.plan import Plan
 from ..torch_private import dynamo
 from ..torch_private.autograd import after_backward
-from ..torch_private.values import hint
 from .budget import Budget
 from .step import ALONE
 
@@ -119,38 +117,6 @@ def checked(run: Callable[..., Any], budget: Budget, plans: Sequence[Plan], wrap
             known[code, replace(budget, free=None)] = replace(budget, over=over)
 
     return run_and_measure
-
-
-def for_sizes(
-    run: Callable[..., Any], budget: Budget, plans: Sequence[Plan], inputs: Sequence[Any]
-) -> Callable[..., Any]:
-    """`run`, which warns once if it gets larger sizes than the examples in `inputs`, too large for the budget.
-
-    Bytes are taken to grow as the product of the symbolic sizes does.
-    """
-    planned = {i: hint(size) for i, size in enumerate(inputs) if isinstance(size, torch.SymInt)}
-    peak, predicted = budget.peak_bytes, max((plan.peak_bytes for plan in plans), default=0)
-    if peak is None or not all(planned.values()) or not planned or not predicted:
-        return run
-    warned = False
-
-    def run_and_compare(*args: Any) -> Any:
-        nonlocal warned
-        growth = math.prod(args[i] / size for i, size in planned.items()) if not warned else 0.0
-        if growth * predicted > peak and growth > 1:
-            warned = True
-            sizes = ", ".join(f"{args[i]} in place of {size}" for i, size in planned.items() if args[i] != size)
-            warnings.warn(
-                f"aot_hooks: {budget!r}: a graph runs with sizes that it was not planned for ({sizes}). It may "
-                f"take {growth * predicted / _MIB:.1f} MiB, more than the budget of {peak / _MIB:.1f}. Run the largest "
-                "sizes first (if there are several graphs, in the first three steps), so that the plan is for them, or "
-                "compile with dynamic=False, for a plan for each size",
-                BudgetWarning,
-                stacklevel=2,
-            )
-        return run(*args)
-
-    return run_and_compare
 
 
 @dataclass

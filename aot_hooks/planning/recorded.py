@@ -20,7 +20,8 @@ from .step import Bytes
 
 # A step has no end if, while the same calls hold something,
 _KEPT_AFTER = 2  # their graphs have run forward and backward that many times,
-_MOST_AFTER = 256  # or that many calls have; and if
+_MOST_AFTER = 256  # or that many calls have; if
+_MOST_REPLACED = 2  # that many were dropped that had held something during the backward of a later call; and if
 _MOST_MARKS = 8192  # it has that many marks
 _GATHERED = 2  # times a call's parameters: FSDP2 keeps the buffer that it has gathered into until it gathers the next
 
@@ -66,6 +67,7 @@ class Step:
         count, most: calls so far, and the most that held something at the same time.
         leaves: for each call weak references to its parameters; None: not noted.
         gathered_bytes: of the parameters that are gathered for the largest call, and of the buffer beside them.
+        replaced: how many calls were dropped that had held something during the backward of a later one.
         gone: numbers of calls that were dropped. Appended without the lock: a collection may run while it is held.
     """
 
@@ -76,6 +78,7 @@ class Step:
     most: int = 0
     leaves: list[list[weakref.ref[torch.Tensor]]] | None = None
     gathered_bytes: int = 0
+    replaced: int = 0
     gone: deque[int] = field(default_factory=deque)
 
     @property
@@ -90,6 +93,8 @@ class Step:
         """Mark that a call holds nothing any more; False if it is left out."""
         if (version := self.holding.pop(number, None)) is None:
             return False
+        if how == "dropped":
+            self.replaced += any(one == "backward" and other > number for one, other, _ in self.marks)
         self.marks.append((how, number, version))
         return True
 
@@ -126,9 +131,13 @@ class Step:
         """
         if len(self.marks) >= _MOST_MARKS:
             return True
+        if autograd.current_backward() != -1:
+            return False
+        if self.replaced >= _MOST_REPLACED:
+            return True
         newest = next(reversed(self.holding))
         after = self.count - 1 - newest  # calls that hold nothing any more
-        if after < _KEPT_AFTER * len(self.holding) or autograd.current_backward() != -1:
+        if after < _KEPT_AFTER * len(self.holding):
             return False
         ran = Counter(version.graph for how, number, version in self.marks if how == "backward" and number > newest)
         kept = Counter(version.graph for version in self.holding.values())

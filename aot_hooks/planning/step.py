@@ -12,6 +12,7 @@ may be made of many.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -71,6 +72,10 @@ class Moment:
     calls: int = 0
     nbytes: int = 0
 
+    def times(self, growth: float) -> Moment:
+        """The same with other sizes."""
+        return Moment(self.phase, self.calls, int(growth * self.nbytes))
+
 
 ALONE = (Moment("forward"), Moment("backward"))  # of a step that is one call
 
@@ -115,6 +120,10 @@ class Bytes:
     def of(forward: Sequence[int], backward: Sequence[int]) -> Bytes:
         """The bytes of a call whose graphs have these bytes alive at their positions."""
         return Bytes(max(forward, default=0), forward[-1] if forward else 0, max(backward, default=0))
+
+    def times(self, growth: float) -> Bytes:
+        """The bytes of a call with larger sizes."""
+        return Bytes(*(math.ceil(growth * nbytes) for nbytes in (self.forward, self.held, self.backward)))
 
     def beside(self, moments: Sequence[Moment], phase: str) -> int:
         """The most that is alive beside the call in `phase`, if all calls of the graph are like it."""

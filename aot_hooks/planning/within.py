@@ -207,7 +207,7 @@ def _partition(
         best = least  # nothing is tighter; the next steps are measured again
     if best is None:
         if budget.lenient:
-            _warn(rule, limits.peak, least)
+            _warn(rule, peak, least)
         elif not budget.least:
             error = BudgetError(_infeasible(rule, step, limits.peak, least))
             error.least_bytes = least.peak
@@ -388,7 +388,7 @@ def _infeasible(budget: Budget, step: Step, peak: int | None, least: Tried) -> s
     largest = sorted(kept, key=lambda value: -value.nbytes)[:3]
     names = ", ".join(f"'{v.names[0]}' {_mib(v.nbytes)} ({v.where})" for v in largest) or "none"
     within = "" if budget.max_slowdown is None else f" within {budget.max_slowdown} times the time"
-    calls = _calls(least.plan, step.moments)
+    calls = _calls(least.plan, step.moments) or " Other compiled calls of the step, if there are any, come on top."
     return (
         f"{budget!r}: expected a step under {_mib(peak or 0)}{within}, but the least that was found takes "
         f"{_mib(least.peak)}, and {least.plan.step_ratio:.3f} times the time.{calls} Without hooks it takes "
@@ -411,7 +411,7 @@ def _calls(plan: Plan, moments: Sequence[Moment]) -> str:
 
 def _warn(budget: Budget, peak: int | None, least: Tried) -> None:
     warnings.warn(
-        f"aot_hooks: {budget!r}: no plan of a step of many compiled calls stays under the budget. "
+        f"aot_hooks: {budget!r}: no plan of a later step, with more calls or larger sizes, stays under the budget. "
         f"The least that was found for it takes {_mib(least.peak)}, as predicted, "
         f"{_mib(least.peak - (peak or 0))} more than the budget, and is taken."
         f"{_calls(least.plan, least.step.moments)} Raise the peak, or allow more means, time or error",

@@ -184,6 +184,11 @@ def expression(size: Any) -> str:
     return str(size.node.expr) if isinstance(size, torch.SymInt) else str(size)
 
 
+def symbols_of(size: Any) -> frozenset[Any]:
+    """The symbols in a size; none if it is an int."""
+    return frozenset(size.node.expr.free_symbols) if isinstance(size, torch.SymInt) else frozenset()
+
+
 def upper_bound(size: torch.SymInt) -> int | None:
     """The largest number that a symbolic size can be in any run of the graph, without a guard; None without a bound."""
     bound = size.node.shape_env.bound_sympy(size.node.expr).upper

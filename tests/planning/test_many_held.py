@@ -103,6 +103,22 @@ def test_an_evaluation_of_other_sizes_is_left_out_later(x, compiled_kinds, monke
     assert kept
 
 
+def test_an_evaluation_whose_output_is_kept_until_the_next_one(x, compiled_kinds, tmp_path):
+    model = model_of(*[Block] * 4)
+    expected = gradients(model, x)
+    peak = peak_of(model, x, 0.6)
+    compile_blocks(model, budget(peak, max_error=0))
+    kept = []
+    with pytest.warns(BudgetWarning, match="compiled calls hold .*no_grad") as caught:
+        for _ in range(12):
+            assert_equal(train(model, x), expected)
+            kept = [model(x)]
+    assert len([w for w in caught if issubclass(w.category, BudgetWarning)]) == 1
+    assert compiled_kinds[-1] == "planned"
+    assert kept
+    assert measured(model, x, tmp_path) <= peak  # with what is kept as before it
+
+
 def test_evaluation_with_gradients_has_no_step_without_an_end(x, monkeypatch):
     """Its last output is there until the next one is, so there is no point at which nothing is saved."""
     monkeypatch.setattr(recorded, "_MOST_MARKS", 50)

@@ -1,14 +1,31 @@
-"""Steps of several sizes under a budget, with graphs of their own for each."""
+"""Steps of several sizes under a budget: with graphs of their own for each, or with symbolic sizes."""
 
 from __future__ import annotations
 
-import many_blocks
-import torch
-from many_blocks import Block, assert_equal, gradients, model_of, peak_of, train
-from steps import ATEN
+import warnings
 
+import many_blocks
+import pytest
+import torch
+from many_blocks import (
+    WIDTH,
+    Block,
+    assert_equal,
+    compile_blocks,
+    gradients,
+    loss_of,
+    measured,
+    model_of,
+    peak_of,
+    train,
+)
+from steps import ATEN
+from torch import nn
+
+import aot_hooks
 from aot_hooks import budget
-from aot_hooks.planning import many
+from aot_hooks.errors import BudgetWarning
+from aot_hooks.planning import many, sizes
 
 x, compiled_kinds = many_blocks.x, many_blocks.compiled_kinds  # fixtures
 
@@ -31,3 +48,109 @@ def test_more_sizes_than_steps_are_remembered(x, compiled_kinds):
         assert compiled_kinds.count("planned") >= 3
         train(model, batches[0])
     assert len(compiled_kinds) == count
+
+
+def batch(rows: int) -> torch.Tensor:
+    return torch.randn(rows, WIDTH, requires_grad=True)
+
+
+@pytest.mark.core
+def test_larger_sizes_of_one_graph_are_planned_anew(x, compiled_kinds, tmp_path):
+    model = model_of(*[Block] * 4)
+    peak = peak_of(model, x, 0.7)
+    compiled = torch.compile(
+        model, backend="aot_hooks", dynamic=True, options={**ATEN, "policy": budget(peak, max_error=0)}
+    )
+    counts = []
+    for rows in (256, 200, 300, len(x), 400, 64, len(x)):
+        y = batch(rows)
+        assert_equal(train(compiled, y), gradients(model, y))
+        assert measured(compiled, y, tmp_path) <= peak
+        counts.append(len(compiled_kinds))
+    assert counts == [1, 1, 1, 2, 2, 2, 2]
+    assert aot_hooks.last_plans(compiled)[-1].peak_bytes <= peak
+
+
+@pytest.mark.core
+def test_larger_sizes_of_many_calls_are_planned_anew(x, compiled_kinds, tmp_path):
+    model, plain = model_of(*[Block] * 6), model_of(*[Block] * 6)
+    peak = peak_of(model, x, 0.6)
+    compile_blocks(model, budget(peak, max_error=0), dynamic=True)
+    for rows in (250, 200, 150, len(x), 200, 100, 500, len(x), 40):
+        y = batch(rows)
+        assert_equal(train(model, y), gradients(plain, y))
+        count = len(compiled_kinds)
+        assert measured(model, y, tmp_path) <= peak, rows
+        assert count == len(compiled_kinds) or rows in (250, len(x))  # nothing is compiled for smaller ones
+    assert compiled_kinds == ["alone", "least", "planned", "alone", "least", "planned"]
+
+
+def test_calls_that_fit_as_they_are_fit_with_larger_sizes_too(x, compiled_kinds, tmp_path):
+    """Each call is small, so nothing but the whole step tells when sizes are too large."""
+    model = model_of(*[Block] * 6)
+    peak = peak_of(model, x, 0.6)
+    compile_blocks(model, budget(peak, max_error=0), dynamic=True)
+    for _ in range(3):
+        train(model, batch(16))
+    assert compiled_kinds == ["alone", "planned"]
+    for _ in range(3):
+        train(model, batch(len(x)))
+    assert measured(model, batch(len(x)), tmp_path) <= peak
+
+
+def test_sizes_that_grow_slowly(x, compiled_kinds, tmp_path):
+    model = model_of(*[Block] * 4)
+    compile_blocks(model, budget(peak_of(model, x, 0.5), max_error=0), dynamic=True)
+    over = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for rows in range(160, len(x), 16):
+            y = batch(rows)
+            train(model, y)
+            over.append(measured(model, y, tmp_path) > peak_of(model, x, 0.5))
+    assert not any(over)
+    assert compiled_kinds.count("alone") <= 1 + sizes.MOST_GROWN
+    assert not [w for w in caught if issubclass(w.category, BudgetWarning)]
+
+
+def warnings_of(compiled: nn.Module, rows: int) -> list[str]:
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        loss_of(compiled, batch(rows)).backward()
+    return [str(w.message) for w in seen if w.category is BudgetWarning]
+
+
+def test_a_user_who_bounds_sizes_is_warned_once(x):
+    """torch refuses guards that are tighter than the user's bounds."""
+    model = model_of(*[Block] * 3)
+    policy = budget(peak_of(model, x, 0.4), max_error=0)
+    compiled = torch.compile(model, backend="aot_hooks", options={**ATEN, "policy": policy})
+    y = batch(128)
+    torch._dynamo.mark_dynamic(y, 0, min=2, max=4096)
+    loss_of(compiled, y).backward()
+    assert warnings_of(compiled, 128) == []
+    (said,) = warnings_of(compiled, 512)
+    assert "512 in place of 128" in said and "Run the largest sizes first" in said
+    assert warnings_of(compiled, 1024) == []
+
+
+def test_larger_sizes_that_nothing_fits_take_the_least_with_a_warning(x):
+    model = model_of(*[Block] * 3)
+    policy = budget(peak_of(model, x, 0.5), max_error=0)
+    compiled = torch.compile(model, backend="aot_hooks", dynamic=True, options={**ATEN, "policy": policy})
+    assert warnings_of(compiled, 200) == []
+    (said,) = warnings_of(compiled, 4 * len(x))
+    assert "larger sizes" in said and "the least" in said.lower()
+
+
+def test_a_number_that_is_no_size_changes_nothing(x, compiled_kinds):
+    model = model_of(*[Block] * 3)
+
+    def scaled(y: torch.Tensor, number: int) -> torch.Tensor:
+        return model(y) * number
+
+    policy = budget(peak_of(model, x, 0.7), max_error=0)
+    compiled = torch.compile(scaled, backend="aot_hooks", dynamic=True, options={**ATEN, "policy": policy})
+    for number in (3, 30, 300, 3000):
+        compiled(x, number).sin().sum().backward()
+    assert compiled_kinds == ["alone"]

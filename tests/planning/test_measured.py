@@ -239,20 +239,3 @@ def test_memory_that_the_loss_takes_makes_the_plan_tighter():
             del held
     first, *_, last = aot_hooks.last_plans(compiled)
     assert last.peak_bytes < first.peak_bytes
-
-
-def test_larger_sizes_than_those_planned_for_warn_once(model: nn.Module, peak: int):
-    compiled = torch.compile(
-        model, backend="aot_hooks", dynamic=True, options={**ATEN, "policy": budget(peak, max_error=0)}
-    )
-
-    def warnings_of(rows: int) -> list[str]:
-        with warnings.catch_warnings(record=True) as seen:
-            warnings.simplefilter("always")
-            compiled(torch.randn(rows, 32)).sin().sum().backward()
-        return [str(w.message) for w in seen if w.category is BudgetWarning]
-
-    assert warnings_of(256) == warnings_of(200) == []
-    (said,) = warnings_of(512)
-    assert "512 in place of 256" in said and "Run the largest sizes first" in said
-    assert warnings_of(1024) == []
