@@ -143,6 +143,22 @@ def test_larger_sizes_that_nothing_fits_take_the_least_with_a_warning(x):
     assert "larger sizes" in said and "the least" in said.lower()
 
 
+def test_a_stored_plan_is_for_the_sizes_that_it_was_made_at(x, tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    model = model_of(*[Block] * 4)
+    policy = budget(peak_of(model, x, 0.7), max_error=0)
+
+    def misses(rows: int) -> int:
+        torch._dynamo.reset()
+        compiled = torch.compile(model, backend="aot_hooks", dynamic=True, options={**ATEN, "policy": policy})
+        train(compiled, batch(rows))
+        assert measured(compiled, batch(rows), tmp_path) <= policy.peak_bytes
+        return aot_hooks.cache_stats()["misses"]
+
+    with torch._functorch.config.patch(bundled_autograd_cache=True):
+        assert (misses(200), misses(200), misses(len(x)), misses(200)) == (1, 0, 1, 0)
+
+
 def test_a_number_that_is_no_size_changes_nothing(x, compiled_kinds):
     model = model_of(*[Block] * 3)
 
