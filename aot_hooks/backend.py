@@ -48,14 +48,13 @@ from .passes.units import Trace
 from .planning import many, measured
 from .planning.budget import Budget, fitted
 from .planning.recorded import Version
-from .planning.sizes import guarded, product_of, symbolic_sizes
+from .planning.sizes import Sizes, guarded
 from .planning.within import partition_within
 from .settings import recompiles
 from .settings.names import carry_names, name_given
 from .settings.setting import Setting
 from .torch_private import aot, autograd, dynamo, dynamo_trace, inductor
 from .torch_private.aot_cache import without_autograd_cache
-from .torch_private.values import hint
 
 _Compiled = Callable[..., Any]
 
@@ -209,12 +208,12 @@ def _compile_graph(
     in_steps: many.Graph | None = None
     given: Any = None
     rule: Any = None
-    sizes = symbolic_sizes(gm)
-    size = product_of(sizes)
+    sizes = Sizes.of(gm)
+    products = sizes.hints()
     if (setting := hooks.setting) is not None:
         given = rule = measured.tightened(setting.rule, wrapper)
-        if isinstance(rule, Budget) and (in_steps := many.graph_of(rule, gm, inputs, size)) is not None:
-            rule = in_steps.rule(rule, size)
+        if isinstance(rule, Budget) and (in_steps := many.graph_of(rule, gm, inputs, products)) is not None:
+            rule = in_steps.rule(rule, products)
         if isinstance(rule, Budget) and options.inner == "inductor":
             patches = inductor.IN_PLANNED_ORDER | patches
         if rule != setting.rule:
@@ -248,7 +247,7 @@ def _compile_graph(
             return compiled
         in_key: dict[str, Any] = {"mode": mode, "inductor": patches, "inner": options.inner}
         if isinstance(rule, Budget):  # a plan is for the sizes that it was made at
-            in_key["sizes"] = [*map(hint, sizes.values())]
+            in_key["sizes"] = [*products.values()]
         if compilation is not None:
             in_key["cudagraphs"] = compilation.key(gm)
         # fmt: off
@@ -269,7 +268,7 @@ def _compile_graph(
                 with aot.apart():
                     tight_run = compiled_with(twin, tight_hooks, tight_graph)
     known = records.plans_of(wrapper) if hooks.settings and wrapper is not None else None
-    version = None if in_steps is None else in_steps.compiled(graph.plans, known, tight_graph.plans, size)
+    version = None if in_steps is None else in_steps.compiled(graph.plans, known, tight_graph.plans, products)
     if version is not None and tight_run is not None:
         compiled = many.by_call(compiled, tight_run, version)
     if known is not None:
@@ -307,7 +306,7 @@ def _wrapped(
     seen: Recording,
     wrapper: Any,
     version: Version | None,
-    sizes: Mapping[int, torch.SymInt],
+    sizes: Sizes,
     *,
     counted: bool,
 ) -> _Compiled:

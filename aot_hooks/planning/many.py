@@ -20,14 +20,14 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import math
 import threading
 import types
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -53,6 +53,7 @@ _MOST_TRACES = 8
 _HEADROOM = 1.25
 _MIB = 1 << 20
 _NOT_KNOWN = Bytes(0, 0, 0)
+Products = Mapping[Any, int]  # of symbolic sizes, see sizes.py
 
 _lock = threading.RLock()
 _groups: dict[Budget, Group] = {}
@@ -71,8 +72,8 @@ class Graph:
         is_nested: in all steps that were planned for, the call that ran forward last runs backward first.
         calls: how many hold something at the same time in the planned step.
         compiled_count: how often it was compiled for a step of many calls.
-        size: the product of symbolic sizes that its bytes are for, the largest that it was compiled for; 1: none.
-        most: the largest product that fits under the peak. A call of more gets a graph of its own, planned anew.
+        sizes: products of symbolic sizes that its bytes are for, the largest that it was compiled for.
+        most: the largest of these that fit under the peak. A call of more gets a graph of its own, planned anew.
         grown: how often that was so.
         codes: weak references to the code of its functions.
         listed: for each version its plans, and the list that reports read; `stale`: the same of versions that are gone.
@@ -90,8 +91,8 @@ class Graph:
     is_fixed: bool = False
     compiled_count: int = 0
     was_planned: bool = False
-    size: int = 1
-    most: float = math.inf
+    sizes: Products = field(default_factory=dict)
+    most: Products = field(default_factory=dict)
     grown: int = 0
     codes: list[weakref.ref[types.CodeType]] = field(default_factory=list)
     listed: list[tuple[list[Plan], list[Plan]]] = field(default_factory=list)
@@ -102,24 +103,26 @@ class Graph:
         """The fewest bytes of a call in the step that is planned."""
         return self.share if self.is_fixed else self.least or self.stock
 
-    def for_larger(self, size: int) -> Graph:
-        """A graph for calls with sizes of the product `size`."""
+    def for_larger(self, sizes: Products) -> Graph:
+        """A graph for calls with these sizes."""
         # the first time for just that, then for more, so that sizes that grow slowly end soon
-        return Graph(self.group, size=int(size * (_HEADROOM if self.grown else 1)), grown=self.grown + 1)
+        headroom = _HEADROOM if self.grown else 1
+        return Graph(self.group, sizes={k: int(headroom * n) for k, n in sizes.items()}, grown=self.grown + 1)
 
-    def saw(self, size: int) -> float:
-        """Note that it is compiled for sizes of the product `size`; returns the share of that in `self.size`."""
-        if size > self.size:
-            growth, self.size = size / self.size, size
+    def saw(self, sizes: Products) -> float:
+        """Note that it is compiled for `sizes`; returns, at the least, the share of their bytes in those of its own."""
+        growth = max((n / self.sizes.get(k, n) for k, n in sizes.items()), default=1.0)
+        if sizes and (growth > 1 or not self.sizes):
             self.stock, self.share = self.stock.times(growth), self.share.times(growth)
             self.least = self.least and self.least.times(growth)
             self.program = None  # of other sizes
-        return size / self.size
+            self.sizes = {k: max(n, self.sizes.get(k, n)) for k, n in sizes.items()}
+        return min((n / self.sizes[k] for k, n in sizes.items()), default=1.0)
 
-    def rule(self, given: Budget, size: int = 1) -> Budget:
-        """The budget to compile the graph with, for sizes of the product `size`: all bytes in their measure."""
+    def rule(self, given: Budget, sizes: Products = MappingProxyType({})) -> Budget:
+        """The budget to compile the graph with, for symbolic `sizes`: all bytes in the measure of its own."""
         with _lock:
-            part = self.saw(size)
+            part = self.saw(sizes)
             less = int((1 - part) * (given.peak_bytes or 0))
             given = replace(given, over=given.over + less, lenient=self.grown > 0) if less or self.grown else given
             step = self.group.step
@@ -165,12 +168,16 @@ class Graph:
         return replace(given, free=None, least=True, moments=moments)
 
     def compiled(
-        self, plans: list[Plan], listed: list[Plan] | None, tight_plans: Sequence[Plan] = (), size: int = 1
+        self,
+        plans: list[Plan],
+        listed: list[Plan] | None,
+        tight_plans: Sequence[Plan] = (),
+        sizes: Products = MappingProxyType({}),
     ) -> Version | None:
         """Note a version that was compiled with `rule()`; None if no plan of it says how many bytes it holds.
 
         `tight_plans` are those of `tight_rule()`. Then the plan in `plans` gets the time of a call on average.
-        `size` is that of `rule()`.
+        `sizes` are those of `rule()`.
         """
         found = [plan for plan in plans if plan.live_after]
         if not found:
@@ -188,7 +195,7 @@ class Graph:
             if code is not None and all(ref() is not code for ref in self.codes):
                 self.codes.append(weakref.ref(code))
             kind = "planned" if found[0].in_step is not None else self.wants  # which another thread may have changed
-            growth = self.size / size
+            growth = 1 / self.saw(sizes)
             version = Version(self, kind, total(map(own_bytes, found)).times(growth))
             if kind == "planned":
                 self.was_planned, self.is_fixed, self.share = True, True, version.nbytes
@@ -362,7 +369,7 @@ class Group:
         taken = max(event.nbytes(lambda version: version.nbytes) for event in step.trace(lambda version: version))
         versions = {version: None for _, _, version in step.marks}
         graphs = list({version.graph: None for version in versions})
-        bounded = all(version.kind == "planned" or version.graph.size == 1 for version in versions)  # by guards
+        bounded = all(version.kind == "planned" or not version.graph.sizes for version in versions)  # by guards
         if taken <= self.peak_bytes and bounded and all(version.kind != "least" for version in versions):
             self.fits.append(step.marks)
             self.predicted = taken
@@ -429,27 +436,29 @@ class Group:
         )
 
 
-def graph_of(rule: Budget, gm: GraphModule, inputs: Sequence[Any], size: int = 1) -> Graph | None:
+def graph_of(
+    rule: Budget, gm: GraphModule, inputs: Sequence[Any], sizes: Products = MappingProxyType({})
+) -> Graph | None:
     """The graph `gm` under the budget `rule`; None if its peak is not in bytes.
 
-    Equal graphs are one, but for sizes, of the product `size`, that are too large for its plans.
+    Equal graphs are one, but for those with symbolic `sizes` that are too large for its plans.
     """
     if rule.peak_bytes is None:
         return None
-    sizes = [
+    inputs_like = [
         (str(x.shape), str(x.stride()), x.dtype, x.device, x.requires_grad) if isinstance(x, torch.Tensor) else type(x)
         for x in (n.meta.get("example_value") for n in gm.graph.find_nodes(op="placeholder"))
     ]
     training = [x.requires_grad for x in inputs if isinstance(x, torch.Tensor)]
-    content = (canonical(gm), sizes, training, torch.is_grad_enabled())
+    content = (canonical(gm), inputs_like, training, torch.is_grad_enabled())
     digest = hashlib.sha256(repr(content).encode()).hexdigest()
     with _lock:
         group = _groups.setdefault(replace(rule, free=None), Group(rule, rule.free))
         if rule.free is not None:  # in the middle of a step less is free
             group.free = max(rule.free, group.free or 0)
         graph = group.graphs.setdefault(digest, Graph(group))
-        if size > graph.most:
-            graph = group.graphs[digest] = graph.for_larger(size)
+        if any(n > graph.most.get(k, n) for k, n in sizes.items()):
+            graph = group.graphs[digest] = graph.for_larger(sizes)
         return graph
 
 

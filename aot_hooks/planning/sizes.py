@@ -3,14 +3,17 @@
 compiled at 12 rows     fits under the peak up to 15 rows: a guard of the compiled graph
 called with 20          misses the guard: compiled for 20, as another graph of the step, see `many.graph_of`
 
-Bytes are taken to grow as the product of the symbolic sizes does.
+Bytes are taken to grow as fast as the product of symbolic sizes in the shape of some tensor that grows fastest: for
+attention without a fused kernel that is batch * length * length.
 """
 
 from __future__ import annotations
 
 import math
 import warnings
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,62 +21,86 @@ from torch.fx import GraphModule
 
 from ..errors import BudgetWarning
 from ..passes.plan import Plan
-from ..torch_private.values import hint, symbols_of, upper_bound
+from ..torch_private.values import hint, pytree, symbols_of, upper_bound
 from .budget import Budget
 from .recorded import Version
 from .within import UNSEEN
 
 MOST_GROWN = 4  # times that a graph is planned for larger sizes
 _MIB = 1 << 20
+Product = tuple[tuple[int, int], ...]  # of inputs' places and exponents
 
 
-def symbolic_sizes(gm: GraphModule) -> dict[int, torch.SymInt]:
-    """The symbolic numbers among the inputs of a graph of Dynamo that are sizes of its tensors, by their place."""
-    inputs = [node.meta.get("example_value") for node in gm.graph.find_nodes(op="placeholder")]
-    shapes = {symbol for x in inputs if isinstance(x, torch.Tensor) for n in x.shape for symbol in symbols_of(n)}
-    return {i: n for i, n in enumerate(inputs) if isinstance(n, torch.SymInt) and symbols_of(n) & shapes and hint(n)}
+@dataclass(frozen=True)
+class Sizes:
+    """The symbolic sizes of a graph.
+
+    Attributes:
+        numbers: those among its inputs, by their place.
+        products: what the bytes of its tensors are multiples of: places with exponents.
+    """
+
+    numbers: Mapping[int, torch.SymInt]
+    products: tuple[Product, ...]
+
+    @staticmethod
+    def of(gm: GraphModule) -> Sizes:
+        """Those of a graph of Dynamo. Numbers that are no sizes of tensors are left out."""
+        values = [node.meta.get("example_value") for node in gm.graph.nodes]
+        inputs = [node.meta.get("example_value") for node in gm.graph.find_nodes(op="placeholder")]
+        places = {symbol: i for i, n in enumerate(inputs) if hint(n) for symbol in symbols_of(n)}
+        found: set[Product] = set()
+        for x in pytree.tree_leaves(values):
+            if isinstance(x, torch.Tensor):
+                powers = Counter(places[symbol] for n in x.shape for symbol in symbols_of(n) if symbol in places)
+                found.add(tuple(sorted(powers.items())))
+        used = {i for product in found for i, _ in product}
+        return Sizes({i: n for i, n in enumerate(inputs) if i in used}, tuple(sorted(found - {()})))
+
+    def hints(self) -> dict[Product, int]:
+        """The products at the sizes that the graph is compiled for."""
+        hints = {i: hint(n) for i, n in self.numbers.items()}
+        return {product: value_of(product, hints) for product in self.products}
 
 
-def product_of(sizes: Mapping[int, torch.SymInt]) -> int:
-    """The product of the example values of `sizes`; 1 if there is none."""
-    return math.prod(map(hint, sizes.values()))
+def value_of(product: Product, numbers: Any) -> Any:
+    """The value of a product, of ints or of symbolic sizes by their place."""
+    return math.prod(numbers[i] ** power for i, power in product)
 
 
-def guarded(
-    run: Callable[..., Any], version: Version, plans: Sequence[Plan], sizes: Mapping[int, torch.SymInt]
-) -> Callable[..., Any]:
+def guarded(run: Callable[..., Any], version: Version, plans: Sequence[Plan], sizes: Sizes) -> Callable[..., Any]:
     """`run`, a compiled `version` of a graph with `plans`, for sizes that stay under the budget.
 
     Larger ones miss a guard. Where there can't be one, or the graph was planned anew often, `run` warns of them, once.
     """
     graph = version.graph
-    graph.most = math.inf
-    if not sizes or version.kind == "least":  # the next one is planned
+    graph.most = {}
+    if not sizes.products or version.kind == "least":  # the next one is planned
         return run
     peak, predicted = graph.group.peak_bytes, max(plan.peak_bytes for plan in plans)
-    product = product_of(sizes)
-    most = max(int(product * (1 - UNSEEN) * peak / predicted), product if predicted <= peak else 0)
-    if most >= product and graph.grown < MOST_GROWN and all(upper_bound(size) is None for size in sizes.values()):
-        graph.most = most
-        assert math.prod(sizes.values()) <= most  # evaluated while Dynamo compiles, this is a guard
+    growth, products = max((1 - UNSEEN) * peak / predicted, 1.0), sizes.hints()
+    free = all(upper_bound(size) is None for size in sizes.numbers.values())
+    if predicted <= peak and graph.grown < MOST_GROWN and free:
+        graph.most = {product: int(growth * value) for product, value in products.items()}
+        for product, most in graph.most.items():
+            assert value_of(product, sizes.numbers) <= most  # evaluated while Dynamo compiles, this is a guard
         return run
-    return _warning(run, graph.group.budget, peak, predicted, {i: hint(size) for i, size in sizes.items()})
+    return _warning(run, graph.group.budget, peak, predicted, sizes)
 
 
-def _warning(
-    run: Callable[..., Any], budget: Budget, peak: int, predicted: int, planned: Mapping[int, int]
-) -> Callable[..., Any]:
-    """`run`, which warns once of larger sizes than `planned`, by their place, if they are too large for the budget."""
+def _warning(run: Callable[..., Any], budget: Budget, peak: int, predicted: int, sizes: Sizes) -> Callable[..., Any]:
+    """`run`, which warns once of larger sizes than planned if they are too large for the budget."""
     warned = False
+    planned, products = {i: hint(n) for i, n in sizes.numbers.items()}, sizes.hints()
 
     def run_and_compare(*args: Any) -> Any:
         nonlocal warned
-        growth = math.prod(args[i] / size for i, size in planned.items()) if not warned else 0.0
+        growth = 0.0 if warned else max(value_of(product, args) / value for product, value in products.items())
         if growth * predicted > peak and growth > 1:
             warned = True
-            sizes = ", ".join(f"{args[i]} in place of {size}" for i, size in planned.items() if args[i] != size)
+            larger = ", ".join(f"{args[i]} in place of {size}" for i, size in planned.items() if args[i] != size)
             warnings.warn(
-                f"aot_hooks: {budget!r}: a graph runs with sizes that it was not planned for ({sizes}). It may "
+                f"aot_hooks: {budget!r}: a graph runs with sizes that it was not planned for ({larger}). It may "
                 f"take {growth * predicted / _MIB:.1f} MiB, more than the budget of {peak / _MIB:.1f}, and is not "
                 "compiled again: it was, several times, nothing takes less, or its sizes have bounds of their own. "
                 "Run the largest sizes first, or compile with dynamic=False, for a plan for each size",

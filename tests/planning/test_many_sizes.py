@@ -170,3 +170,31 @@ def test_a_number_that_is_no_size_changes_nothing(x, compiled_kinds):
     for number in (3, 30, 300, 3000):
         compiled(x, number).sin().sum().backward()
     assert compiled_kinds == ["alone"]
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.both, self.out = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        keys, values = self.both(x).chunk(2, -1)
+        return x + self.out((x @ keys.transpose(-1, -2)).softmax(-1) @ values)
+
+
+def test_bytes_that_grow_as_the_square_of_a_length(compiled_kinds, tmp_path):
+    """2 x 190 rows are fewer than 4 x 100, but attention holds more."""
+    model = model_of(*[Attention] * 3)
+
+    def sequences(batch: int, length: int) -> torch.Tensor:
+        return torch.randn(batch, length, WIDTH, requires_grad=True)
+
+    peak = peak_of(model, sequences(4, 100), 0.9)
+    compiled = torch.compile(
+        model, backend="aot_hooks", dynamic=True, options={**ATEN, "policy": budget(peak, max_error=0)}
+    )
+    for batch, length in ((4, 100), (5, 70), (2, 190), (3, 20)):
+        y = sequences(batch, length)
+        assert_equal(train(compiled, y), gradients(model, y))
+        assert measured(compiled, y, tmp_path) <= peak, (batch, length)
+    assert len(compiled_kinds) <= 4
