@@ -38,10 +38,12 @@ class Sizes:
     Attributes:
         numbers: those among its inputs, by their place.
         products: what the bytes of its tensors are multiples of: places with exponents.
+        bounded: some of `numbers` had an upper bound before it was compiled. Inductor adds bounds, which don't count.
     """
 
     numbers: Mapping[int, torch.SymInt]
     products: tuple[Product, ...]
+    bounded: bool
 
     @staticmethod
     def of(gm: GraphModule) -> Sizes:
@@ -55,7 +57,9 @@ class Sizes:
                 powers = Counter(places[symbol] for n in x.shape for symbol in symbols_of(n) if symbol in places)
                 found.add(tuple(sorted(powers.items())))
         used = {i for product in found for i, _ in product}
-        return Sizes({i: n for i, n in enumerate(inputs) if i in used}, tuple(sorted(found - {()})))
+        numbers = {i: n for i, n in enumerate(inputs) if i in used}
+        bounded = any(upper_bound(n) is not None for n in numbers.values())
+        return Sizes(numbers, tuple(sorted(found - {()})), bounded)
 
     def hints(self) -> dict[Product, int]:
         """The products at the sizes that the graph is compiled for."""
@@ -79,11 +83,10 @@ def guarded(run: Callable[..., Any], version: Version, plans: Sequence[Plan], si
         return run
     peak, predicted = graph.group.peak_bytes, max(plan.peak_bytes for plan in plans)
     growth, products = max((1 - UNSEEN) * peak / predicted, 1.0), sizes.hints()
-    free = all(upper_bound(size) is None for size in sizes.numbers.values())
-    if predicted <= peak and graph.grown < MOST_GROWN and free:
+    if predicted <= peak and graph.grown < MOST_GROWN and not sizes.bounded:
         graph.most = {product: int(growth * value) for product, value in products.items()}
         for product, most in graph.most.items():
-            assert value_of(product, sizes.numbers) <= most  # evaluated while Dynamo compiles, this is a guard
+            bool(value_of(product, sizes.numbers) <= most)  # evaluated while Dynamo compiles, this is a guard
         return run
     return _warning(run, graph.group.budget, peak, predicted, sizes)
 

@@ -159,6 +159,19 @@ def test_a_stored_plan_is_for_the_sizes_that_it_was_made_at(x, tmp_path, monkeyp
         assert (misses(200), misses(200), misses(len(x)), misses(200)) == (1, 0, 1, 0)
 
 
+def test_inductor_bounds_sizes_itself_which_changes_nothing(x, compiled_kinds):
+    model = model_of(Block, Block)
+    policy = budget(peak_of(model, x, 0.7), max_error=0)
+    for _ in range(2):  # the second time from torch's cache, which adds the bounds that were found
+        torch._dynamo.reset()
+        compiled_kinds.clear()
+        compiled = torch.compile(model, backend="aot_hooks", dynamic=True, options={"policy": policy})
+        for rows in (128, 100, len(x), 200):
+            train(compiled, batch(rows))
+        assert len(compiled_kinds) == 2
+        assert aot_hooks.last_plans(compiled)[-1].peak_bytes <= policy.peak_bytes
+
+
 def test_a_number_that_is_no_size_changes_nothing(x, compiled_kinds):
     model = model_of(*[Block] * 3)
 
