@@ -48,7 +48,7 @@ from .passes.units import Trace
 from .planning import many, measured
 from .planning.budget import Budget, fitted
 from .planning.recorded import Version
-from .planning.sizes import Sizes, guarded
+from .planning.sizes import NO_SIZES, Sizes, guarded
 from .planning.within import partition_within
 from .settings import recompiles
 from .settings.names import carry_names, name_given
@@ -208,12 +208,13 @@ def _compile_graph(
     in_steps: many.Graph | None = None
     given: Any = None
     rule: Any = None
-    sizes = Sizes.of(gm)
-    products = sizes.hints()
+    sizes = NO_SIZES
     if (setting := hooks.setting) is not None:
         given = rule = measured.tightened(setting.rule, wrapper)
-        if isinstance(rule, Budget) and (in_steps := many.graph_of(rule, gm, inputs, products)) is not None:
-            rule = in_steps.rule(rule, products)
+        if isinstance(rule, Budget):
+            sizes = Sizes.of(gm)
+            if (in_steps := many.graph_of(rule, gm, inputs, sizes.hints())) is not None:
+                rule = in_steps.rule(rule, sizes.hints())
         if isinstance(rule, Budget) and options.inner == "inductor":
             patches = inductor.IN_PLANNED_ORDER | patches
         if rule != setting.rule:
@@ -247,7 +248,7 @@ def _compile_graph(
             return compiled
         in_key: dict[str, Any] = {"mode": mode, "inductor": patches, "inner": options.inner}
         if isinstance(rule, Budget):  # a plan is for the sizes that it was made at
-            in_key["sizes"] = [*products.values()]
+            in_key["sizes"] = [*sizes.hints().values()]
         if compilation is not None:
             in_key["cudagraphs"] = compilation.key(gm)
         # fmt: off
@@ -268,7 +269,7 @@ def _compile_graph(
                 with aot.apart():
                     tight_run = compiled_with(twin, tight_hooks, tight_graph)
     known = records.plans_of(wrapper) if hooks.settings and wrapper is not None else None
-    version = None if in_steps is None else in_steps.compiled(graph.plans, known, tight_graph.plans, products)
+    version = None if in_steps is None else in_steps.compiled(graph.plans, known, tight_graph.plans, sizes.hints())
     if version is not None and tight_run is not None:
         compiled = many.by_call(compiled, tight_run, version)
     if known is not None:

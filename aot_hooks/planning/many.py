@@ -50,7 +50,7 @@ from .within import UNSEEN, bytes_of
 _SMALL = 0.25  # of the budget: calls that hold less together change nothing
 _MOST_COMPILED = 6  # times that a graph is compiled for plans of steps
 _MOST_TRACES = 8
-_HEADROOM = 1.25
+_HEADROOM = 1.25  # of sizes that have grown more than once: they may grow slowly
 _MIB = 1 << 20
 _NOT_KNOWN = Bytes(0, 0, 0)
 Products = Mapping[Any, int]  # of symbolic sizes, see sizes.py
@@ -72,9 +72,8 @@ class Graph:
         is_nested: in all steps that were planned for, the call that ran forward last runs backward first.
         calls: how many hold something at the same time in the planned step.
         compiled_count: how often it was compiled for a step of many calls.
-        sizes: products of symbolic sizes that its bytes are for, the largest that it was compiled for.
-        most: the largest of these that fit under the peak. A call of more gets a graph of its own, planned anew.
-        grown: how often that was so.
+        sizes: the products of symbolic sizes that its bytes are for. A call of larger ones gets a graph of its own.
+        grown: how many graphs for smaller sizes were before it.
         codes: weak references to the code of its functions.
         listed: for each version its plans, and the list that reports read; `stale`: the same of versions that are gone.
     """
@@ -92,7 +91,6 @@ class Graph:
     compiled_count: int = 0
     was_planned: bool = False
     sizes: Products = field(default_factory=dict)
-    most: Products = field(default_factory=dict)
     grown: int = 0
     codes: list[weakref.ref[types.CodeType]] = field(default_factory=list)
     listed: list[tuple[list[Plan], list[Plan]]] = field(default_factory=list)
@@ -103,26 +101,14 @@ class Graph:
         """The fewest bytes of a call in the step that is planned."""
         return self.share if self.is_fixed else self.least or self.stock
 
-    def for_larger(self, sizes: Products) -> Graph:
-        """A graph for calls with these sizes."""
-        # the first time for just that, then for more, so that sizes that grow slowly end soon
-        headroom = _HEADROOM if self.grown else 1
-        return Graph(self.group, sizes={k: int(headroom * n) for k, n in sizes.items()}, grown=self.grown + 1)
-
-    def saw(self, sizes: Products) -> float:
-        """Note that it is compiled for `sizes`; returns, at the least, the share of their bytes in those of its own."""
-        growth = max((n / self.sizes.get(k, n) for k, n in sizes.items()), default=1.0)
-        if sizes and (growth > 1 or not self.sizes):
-            self.stock, self.share = self.stock.times(growth), self.share.times(growth)
-            self.least = self.least and self.least.times(growth)
-            self.program = None  # of other sizes
-            self.sizes = {k: max(n, self.sizes.get(k, n)) for k, n in sizes.items()}
+    def share_of(self, sizes: Products) -> float:
+        """The share of a call's bytes at `sizes` in those at its own, or less."""
         return min((n / self.sizes[k] for k, n in sizes.items()), default=1.0)
 
     def rule(self, given: Budget, sizes: Products = MappingProxyType({})) -> Budget:
         """The budget to compile the graph with, for symbolic `sizes`: all bytes in the measure of its own."""
         with _lock:
-            part = self.saw(sizes)
+            part = self.share_of(sizes)
             less = int((1 - part) * (given.peak_bytes or 0))
             given = replace(given, over=given.over + less, lenient=self.grown > 0) if less or self.grown else given
             step = self.group.step
@@ -195,7 +181,7 @@ class Graph:
             if code is not None and all(ref() is not code for ref in self.codes):
                 self.codes.append(weakref.ref(code))
             kind = "planned" if found[0].in_step is not None else self.wants  # which another thread may have changed
-            growth = 1 / self.saw(sizes)
+            growth = 1 / self.share_of(sizes)
             version = Version(self, kind, total(map(own_bytes, found)).times(growth))
             if kind == "planned":
                 self.was_planned, self.is_fixed, self.share = True, True, version.nbytes
@@ -456,9 +442,11 @@ def graph_of(
         group = _groups.setdefault(replace(rule, free=None), Group(rule, rule.free))
         if rule.free is not None:  # in the middle of a step less is free
             group.free = max(rule.free, group.free or 0)
-        graph = group.graphs.setdefault(digest, Graph(group))
-        if any(n > graph.most.get(k, n) for k, n in sizes.items()):
-            graph = group.graphs[digest] = graph.for_larger(sizes)
+        graph = group.graphs.setdefault(digest, Graph(group, sizes=sizes))
+        if any(n > graph.sizes[k] for k, n in sizes.items()):
+            headroom, grown = _HEADROOM if graph.grown else 1, graph.grown + 1
+            graph = Graph(group, sizes={k: int(headroom * n) for k, n in sizes.items()}, grown=grown)
+            group.graphs[digest] = graph
         return graph
 
 

@@ -2,6 +2,7 @@
 
 compiled at 12 rows     fits under the peak up to 15 rows: a guard of the compiled graph
 called with 20          misses the guard: compiled for 20, as another graph of the step, see `many.graph_of`
+sizes nobody knows      as those of `nonzero` count nothing, with a warning
 
 Bytes are taken to grow as fast as the product of symbolic sizes in the shape of some tensor that grows fastest: for
 attention without a fused kernel that is batch * length * length.
@@ -19,8 +20,9 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
-from ..errors import BudgetWarning
+from ..errors import BudgetWarning, warn_user
 from ..passes.plan import Plan
+from ..torch_private import dynamo
 from ..torch_private.values import hint, pytree, symbols_of, upper_bound
 from .budget import Budget
 from .recorded import Version
@@ -39,11 +41,13 @@ class Sizes:
         numbers: those among its inputs, by their place.
         products: what the bytes of its tensors are multiples of: places with exponents.
         bounded: some of `numbers` had an upper bound before it was compiled. Inductor adds bounds, which don't count.
+        unknown: some sizes of tensors are no function of `numbers`, as those of `nonzero`, or of `mark_unbacked`.
     """
 
     numbers: Mapping[int, torch.SymInt]
     products: tuple[Product, ...]
     bounded: bool
+    unknown: bool
 
     @staticmethod
     def of(gm: GraphModule) -> Sizes:
@@ -52,19 +56,24 @@ class Sizes:
         inputs = [node.meta.get("example_value") for node in gm.graph.find_nodes(op="placeholder")]
         places = {symbol: i for i, n in enumerate(inputs) if hint(n) for symbol in symbols_of(n)}
         found: set[Product] = set()
+        unknown = False
         for x in pytree.tree_leaves(values):
             if isinstance(x, torch.Tensor):
-                powers = Counter(places[symbol] for n in x.shape for symbol in symbols_of(n) if symbol in places)
-                found.add(tuple(sorted(powers.items())))
+                symbols = [symbol for n in x.shape for symbol in symbols_of(n)]
+                unknown = unknown or any(symbol not in places for symbol in symbols)
+                found.add(tuple(sorted(Counter(places[symbol] for symbol in symbols if symbol in places).items())))
         used = {i for product in found for i, _ in product}
         numbers = {i: n for i, n in enumerate(inputs) if i in used}
         bounded = any(upper_bound(n) is not None for n in numbers.values())
-        return Sizes(numbers, tuple(sorted(found - {()})), bounded)
+        return Sizes(numbers, tuple(sorted(found - {()})), bounded, unknown)
 
     def hints(self) -> dict[Product, int]:
         """The products at the sizes that the graph is compiled for."""
         hints = {i: hint(n) for i, n in self.numbers.items()}
         return {product: value_of(product, hints) for product in self.products}
+
+
+NO_SIZES = Sizes({}, (), bounded=False, unknown=False)
 
 
 def value_of(product: Product, numbers: Any) -> Any:
@@ -78,15 +87,23 @@ def guarded(run: Callable[..., Any], version: Version, plans: Sequence[Plan], si
     Larger ones miss a guard. Where there can't be one, or the graph was planned anew often, `run` warns of them, once.
     """
     graph = version.graph
-    graph.most = {}
-    if not sizes.products or version.kind == "least":  # the next one is planned
+    if version.kind == "least":  # the next one is planned
+        return run
+    if sizes.unknown:
+        warn_user(
+            f"aot_hooks: {graph.group.budget!r}: a graph has sizes that nobody knows when it is compiled, as those of "
+            "mark_unbacked or of nonzero(). Tensors of such sizes count nothing in its plan, so a step may take more. "
+            "Leave room for them, or give these sizes an example value (mark_dynamic)",
+            BudgetWarning,
+        )
+    if not sizes.products:
         return run
     peak, predicted = graph.group.peak_bytes, max(plan.peak_bytes for plan in plans)
-    growth, products = max((1 - UNSEEN) * peak / predicted, 1.0), sizes.hints()
-    if predicted <= peak and graph.grown < MOST_GROWN and not sizes.bounded:
-        graph.most = {product: int(growth * value) for product, value in products.items()}
-        for product, most in graph.most.items():
-            bool(value_of(product, sizes.numbers) <= most)  # evaluated while Dynamo compiles, this is a guard
+    growth = max((1 - UNSEEN) * peak / predicted, 1.0)
+    again = graph.grown < MOST_GROWN and dynamo.may_compile_again(dynamo.code_being_compiled())
+    if predicted <= peak and again and not sizes.bounded:
+        for product, value in sizes.hints().items():
+            bool(value_of(product, sizes.numbers) <= int(growth * value))  # while Dynamo compiles this is a guard
         return run
     return _warning(run, graph.group.budget, peak, predicted, sizes)
 
@@ -105,8 +122,9 @@ def _warning(run: Callable[..., Any], budget: Budget, peak: int, predicted: int,
             warnings.warn(
                 f"aot_hooks: {budget!r}: a graph runs with sizes that it was not planned for ({larger}). It may "
                 f"take {growth * predicted / _MIB:.1f} MiB, more than the budget of {peak / _MIB:.1f}, and is not "
-                "compiled again: it was, several times, nothing takes less, or its sizes have bounds of their own. "
-                "Run the largest sizes first, or compile with dynamic=False, for a plan for each size",
+                "compiled again: it was, several times, nothing takes less, its sizes have bounds of their own, or "
+                "its function has half of the versions that torch._dynamo.config.recompile_limit allows. Run the "
+                "largest sizes first, or compile with dynamic=False, for a plan for each size",
                 BudgetWarning,
                 stacklevel=2,
             )

@@ -22,7 +22,8 @@ from .symbols import needing
 
 SYMBOLS = {
     "another plan for a budget": "torch._C._dynamo.eval_frame.reset_code torch._dynamo.eval_frame._stance "
-    "torch._C._dynamo.eval_frame._debug_get_cache_entry_list torch._dynamo.guards.DeletedGuardManagerWrapper",
+    "torch._C._dynamo.eval_frame._debug_get_cache_entry_list torch._dynamo.guards.DeletedGuardManagerWrapper "
+    "torch._dynamo.config",
     "contexts inside a compiled function": "torch._dynamo.assume_constant_result torch._dynamo.comptime.comptime",
     "errors of contexts inside a compiled function": "torch._dynamo.exc.BackendCompilerFailed",
     "reports of scripts with a module that cannot be planned": "torch._dynamo.exc.TorchDynamoException",
@@ -157,6 +158,12 @@ def _busy_with(code: types.CodeType) -> tuple[bool, bool]:
 def entries_of(code: types.CodeType) -> Any:
     """The compiled versions of `code`."""
     return need("torch._C._dynamo.eval_frame._debug_get_cache_entry_list")(code)
+
+
+def may_compile_again(code: types.CodeType | None) -> bool:
+    """Whether half of the versions that Dynamo may make of `code` are still free. It runs eagerly if there are more."""
+    limit = need("torch._dynamo.config").recompile_limit
+    return code is None or 2 * len(entries_of(code)) < limit
 
 
 def invalidate(code: types.CodeType, why: str, backend: str | None = None) -> None:

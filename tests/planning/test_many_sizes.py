@@ -10,6 +10,7 @@ import torch
 from many_blocks import (
     WIDTH,
     Block,
+    Other,
     assert_equal,
     compile_blocks,
     gradients,
@@ -19,6 +20,7 @@ from many_blocks import (
     peak_of,
     train,
 )
+from profiled import most_allocated
 from steps import ATEN
 from torch import nn
 
@@ -170,6 +172,82 @@ def test_inductor_bounds_sizes_itself_which_changes_nothing(x, compiled_kinds):
             train(compiled, batch(rows))
         assert len(compiled_kinds) == 2
         assert aot_hooks.last_plans(compiled)[-1].peak_bytes <= policy.peak_bytes
+
+
+def test_sizes_that_grow_before_the_step_is_planned(compiled_kinds, tmp_path):
+    """Bytes of a graph at small sizes say nothing of large ones: its least may not have been looked for."""
+    model, plain = model_of(Block, Other, Other), model_of(Block, Other, Other)
+    peak = peak_of(model, batch(512), 0.7)
+    compile_blocks(model, budget(peak, max_error=0), dynamic=True)
+    for rows in (100, 512, 512, 512):
+        y = batch(rows)
+        assert_equal(train(model, y), gradients(plain, y))
+    assert compiled_kinds[-2:] == ["planned", "planned"]
+    assert measured(model, batch(512), tmp_path) <= peak
+
+
+def test_two_lengths_of_which_one_shrinks(tmp_path):
+    model = model_of(*[Block] * 2)
+
+    def both(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return model(x).sin().sum() + model(y).sin().sum()
+
+    peak = int(0.8 * aot_hooks.plan(both, batch(200), batch(190), policy=aot_hooks.KEEP, inner="aten").peak_bytes)
+    compiled = torch.compile(
+        both, backend="aot_hooks", dynamic=True, options={**ATEN, "policy": budget(peak, max_error=0)}
+    )
+    for a, b in ((200, 190), (320, 24), (24, 320)):
+        first, second = batch(a), batch(b)
+        compiled(first, second).backward()
+        model.zero_grad(set_to_none=True)
+        first.grad = second.grad = None
+        taken = most_allocated(lambda x=first, y=second: compiled(x, y).backward(), tmp_path)
+        assert taken <= peak, (a, b)
+
+
+def test_a_number_that_makes_sizes(compiled_kinds, x, tmp_path):
+    model = model_of(*[Block] * 3)
+    peak = peak_of(model, x, 0.7)
+
+    def repeated(y: torch.Tensor, count: int) -> torch.Tensor:
+        return model(y.repeat(count, 1))
+
+    policy = budget(peak, max_error=0)
+    compiled = torch.compile(repeated, backend="aot_hooks", dynamic=True, options={**ATEN, "policy": policy})
+    for count in (3, 8):
+        y = batch(64)
+        compiled(y, count).sin().sum().backward()
+        model.zero_grad(set_to_none=True)
+        y.grad = None
+        taken = most_allocated(lambda y=y, count=count: compiled(y, count).sin().sum().backward(), tmp_path)
+        assert taken <= peak
+    assert compiled_kinds == ["alone", "alone"]
+
+
+def test_sizes_that_nobody_knows_are_said(x):
+    model = model_of(*[Block] * 2)
+    policy = budget(peak_of(model, x, 1.0), max_error=0)
+    compiled = torch.compile(model, backend="aot_hooks", options={**ATEN, "policy": policy})
+    y = batch(64)
+    torch._dynamo.decorators.mark_unbacked(y, 0)
+    with pytest.warns(BudgetWarning, match="nobody knows"):
+        loss_of(compiled, y).backward()
+
+
+def test_versions_of_a_function_never_reach_dynamos_limit(x, compiled_kinds):
+    model = model_of(*[Block] * 2)
+
+    def scaled(y: torch.Tensor, flag: str) -> torch.Tensor:
+        return model(y) * len(flag)
+
+    policy = budget(peak_of(model, x, 0.8), max_error=0)
+    compiled = torch.compile(scaled, backend="aot_hooks", dynamic=True, options={**ATEN, "policy": policy})
+    with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True), warnings.catch_warnings():
+        warnings.simplefilter("ignore", BudgetWarning)
+        for rows in (100, 400, 500, 600, 700):
+            for flag in ("a", "bb", "ccc", "dddd"):
+                compiled(batch(rows), flag).sin().sum().backward()
+    assert 4 < len(compiled_kinds) <= 8
 
 
 def test_a_number_that_is_no_size_changes_nothing(x, compiled_kinds):
