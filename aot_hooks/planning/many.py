@@ -443,7 +443,7 @@ def graph_of(
         if rule.free is not None:  # in the middle of a step less is free
             group.free = max(rule.free, group.free or 0)
         graph = group.graphs.setdefault(digest, Graph(group, sizes=sizes))
-        if any(n > graph.sizes[k] for k, n in sizes.items()):
+        if any(n > graph.sizes.get(k, 0) for k, n in sizes.items()):
             headroom, grown = _HEADROOM if graph.grown else 1, graph.grown + 1
             graph = Graph(group, sizes={k: int(headroom * n) for k, n in sizes.items()}, grown=grown)
             group.graphs[digest] = graph
