@@ -34,7 +34,8 @@ _FURTHER, _LOWER = 1.05, 1.0  # of what a dive was over the peak, and of the roo
 _TURNS = 2  # in which all values are solved again
 _PASSED = 2  # times in a row that this is of no use before it ends
 _EACH = 0.05  # of the price of the highest position: what each pays that is over the peak
-_REPAIRS, _HIGH = 24, 0.3  # times, at most, of values that are over the peak, by this share of the most or more
+_FIRST_REPAIRS, _REPAIRS = 6, 24  # times, at most, without costly columns and with them
+_HIGH = 0.3  # of the most that a position is over the peak
 _NEAR = 0.002  # of what the relaxed program has: a whole choice this near to it is not solved again
 _ENOUGH = 0.003  # further from it than that: no more dives if the last one found little better
 _SECONDS = 100  # a guard: nodes end the search long before, on a busy machine as well
@@ -179,14 +180,22 @@ def _under_the_peak(program: Program, best: Any, guide: Any, by_value: Sequence[
     """
     apart, overs = program.each_over()
     excess = program.excess(best)
-    x = [*best, *(max(0.0, excess[row]) for row in overs.values())]
-    x[program.over] = 0.0
-    passed = turn = 0
-    while passed < 3 * _PASSED and turn < _REPAIRS and max(x[c] for c in overs) > MOST_OVER:
-        order = _nearest(apart, x, overs, by_value) if turn % 2 else _furthest(x, guide, by_value)
-        found = _again(apart, x, by_value, _behind(order, passed // 2 * _OPEN // 2))
-        passed = 0 if apart.objective(found) < (1 - _GAP) * apart.objective(x) else passed + 1
-        x, turn = found, turn + 1
+    start = [*best, *(max(0.0, excess[row]) for row in overs.values())]
+    start[program.over] = 0.0
+    costly = [c for c in _costly(program, guide, by_value) if best[c] < 0.5]
+    x = start
+    for without, most in ((costly, _FIRST_REPAIRS), ([], _REPAIRS)):
+        if x is not start and max(x[c] for c in overs) <= MOST_OVER:
+            break
+        apart.upper[: len(program.upper)] = program.upper
+        for c in without:
+            apart.upper[c] = 0.0
+        x, passed, turn = start, 0, 0
+        while passed < 3 * _PASSED and turn < most and max(x[c] for c in overs) > MOST_OVER:
+            order = _nearest(apart, x, overs, by_value) if turn % 2 else _furthest(x, guide, by_value)
+            found = _again(apart, x, by_value, _behind(order, passed // 2 * _OPEN // 2))
+            passed = 0 if apart.objective(found) < (1 - _GAP) * apart.objective(x) else passed + 1
+            x, turn = found, turn + 1
     excess = program.excess(x)
     x = x[: len(program.cost)]
     x[program.over] = max(0.0, *(excess[row] for row in overs.values()))
@@ -252,10 +261,10 @@ def _dives(program: Program, best: Any, guide: Any, by_value: Sequence[Sequence[
             found = _dive(program, by_value, room, spare, solved)
             if found is None:
                 break
-            poor += 1
             little = best is not None and program.objective(found) > (1 - _GAP) * program.objective(best)
+            poor = poor + 1 if little else 0
             if best is None or program.objective(found) < program.objective(best):
-                best, poor = found, 0
+                best = found
             enough = (1 + _ENOUGH) * near if little else near
             over = best[program.over] > MOST_OVER
             if program.objective(best) <= enough or out_of_reach or poor == _POOR or (over and k):

@@ -96,7 +96,11 @@ def search(
         reached = max((one.peak for one in found if one.fits(limits)), default=None)
         if reached is None:
             high = limit
-            limit -= 1.05 * max(0, min(one.peak for one in found) - limits.peak)
+            nearest = min(found, key=operator.attrgetter("peak"))
+            over = nearest.peak - limits.peak
+            if nearest.solution.peak_bytes > limits.peak:  # the hooks can't do it; what else they were off by may pass
+                over = min(over, nearest.solution.peak_bytes - limits.peak)
+            limit -= 1.05 * max(0, over)
         elif reached < NEAR * limits.peak and set(chosen.options) != {KEPT}:  # less to recompute may do
             low = limit
             limit += NEAR * limits.peak - reached

@@ -249,16 +249,29 @@ def _computed(
 
     # The most that one source can add. A value whose sources add up to more counts even if it is not computed again, so
     # too much is counted, never too little. An exact bound doubles with each layer of a residual network.
-    most = _CHAINED * _UNITS * max((option.error**2 for option in of_column.values()), default=0.0)
+    limit = _CHAINED * _UNITS * max((option.error**2 for option in of_column.values()), default=0.0)
+    most: dict[int, float] = {}
+    for v in sorted(columns, key=lambda v: step.values[v].gone):  # sources first
+        sums = [_UNITS * o.error**2 + sum(most.get(u, limit) for u in o.sources) for o in options[v]]
+        most[v] = min(limit, max(sums, default=0.0))
     for v, own in recompute.items():
         for c in own:
             sources = of_column[c].sources
-            errors = {k: -_UNITS * of_column[k].error ** 2 for u in sources for k in columns[u]}
-            errors |= {computed[u]: -1.0 for u in sources if u in computed}
-            unless = most * len(sources)
-            program.row({computed[v]: 1.0, c: -unless} | errors, -unless, math.inf)
+            rounded = {
+                u: {k: _UNITS * of_column[k].error ** 2 for k in columns[u] if of_column[k].error} for u in sources
+            }
+            errors = {k: -error for u in sources for k, error in rounded[u].items()}
+            unless = sum(most[u] for u in sources)
+            terms = errors | {computed[u]: -1.0 for u in sources if u in computed}
+            program.row({computed[v]: 1.0, c: -unless} | terms, -unless, math.inf)
+            # The same with larger errors taken for smaller ones, which the relaxed program can't evade: if a value is
+            # computed again by two thirds, the row above asks for nothing where most is an error of int4.
+            for level in sorted({-error for error in errors.values()})[:-1]:
+                unless = level * sum(map(bool, rounded.values()))
+                terms = {k: max(error, -level) for k, error in errors.items()}
+                program.row({computed[v]: 1.0, c: -unless} | terms, -unless, math.inf)
             for u in (u for u in of_column[c].exact if u in computed):
-                program.row({computed[u]: 1.0, c: most}, 0, most)
+                program.row({computed[u]: 1.0, c: most[u]}, 0, most[u])
     return {c: COMPUTED * _share(step, step.values[v]) for v, c in computed.items()}
 
 
