@@ -18,18 +18,20 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from ..errors import AotHooksError, PolicyError
 from ..graphs.saved import Dim, SavedTensor
 from ..hook import KEEP, Hook, compiling_for
 from ..identity.frozen import described
 from ..passes.live_bytes import LivePoint
-from ..passes.plan import Decision, Plan
+from ..passes.plan import Decision, Layout, Plan
 from ..passes.trace import canonical, trace_hook
 from ..settings.setting import out_of_scope
 from ..torch_private import values as torch_values
 from .key import Key, foreign_operator
 
-_FORMAT = 3
+_FORMAT = 4
 Place = tuple[str, str]  # module and line
 _Hook = tuple[str, Any]  # ("keep", 0), ("rule", number of the setting), or ("value", the pickled hook)
 
@@ -88,7 +90,7 @@ def pack_up(plans: Sequence[Plan], check: Checks, places: Callable[[], Sequence[
             chosen_by=chosen_by,
             hook=check.stored_hook(d.hook, row, chosen_by),
             choices=check.choices(row, chosen_by),
-            traces_to=check.programs(d.hook, row, chosen_by),
+            traces_to=check.programs(d.hook, row, d.layout, chosen_by),
         )
 
     try:
@@ -140,7 +142,7 @@ def unpack(data: bytes, check: Checks, places: Callable[[], Sequence[Place]]) ->
         if check.choices(saved, row.chosen_by) != row.choices:
             raise ForAnother(f"the policy chooses otherwise for {saved.describe()} than when the entry was made")
         try:
-            traces_to = check.programs(hook, saved, row.chosen_by)
+            traces_to = check.programs(hook, saved, row.decision.layout, row.chosen_by)
         except Unusable as e:  # what made the entry could be checked
             raise Refused(str(e)) from e
         if row.traces_to != traces_to:
@@ -240,36 +242,38 @@ class Checks:
             texts.append("" if in_key else described(self.chosen(number, row)).portable)
         return tuple(texts)
 
-    def programs(self, hook: Hook, row: SavedTensor, chosen_by: tuple[int, ...]) -> str:
-        """Digests of the programs of `hook`, and of the hooks that the settings choose, on a dense tensor of the row.
+    def programs(self, hook: Hook, row: SavedTensor, layout: Layout | None, chosen_by: tuple[int, ...]) -> str:
+        """Digests of the programs of `hook`, and of the hooks that the settings choose, on a tensor of the row.
 
-        Symbolic sizes have their example values. Hooks of this package have no digest: their arguments are in the key.
-        Raises `Unusable` if a hook cannot be traced on such a tensor: the saved one may have another order in memory.
+        It has the `layout` that the hooks saw, a dense one if that is not known; symbolic sizes have their example
+        values. Hooks of this package have no digest: their arguments are in the key. Raises `Unusable` if a hook cannot
+        be traced on such a tensor.
         """
+        shape, strides, dtype = layout or (tuple(map(int, row.shape)), None, row.dtype)
         found = []
         for each in (hook, *(self.chosen(number, row) for number in chosen_by)):
             if described(each).own:  # also a hook that declined: it may accept the tensor now
                 if each.declines is not None and (declined := each.declines(row)):
                     found.append(f"declines: {declined}")
                     continue
-                example = (id(each), tuple(map(int, row.shape)), row.dtype, row.device)
+                example = (id(each), shape, strides, dtype, row.device)
                 if example not in self.known:
-                    self.known[example] = each, _program(each, row)
+                    with torch_values.fake_tensor(shape, dtype, row.device, strides) as value:
+                        self.known[example] = each, _program(each, row, value)
                 found.append(self.known[example][1])
         return " ".join(dict.fromkeys(found))
 
 
-def _program(hook: Hook, row: SavedTensor) -> str:
-    """A digest of the graphs of `hook` for a dense tensor like `row`. Raises `Unusable`."""
-    shape = tuple(map(int, row.shape))
-    with compiling_for("inductor"), torch_values.fake_tensor(shape, row.dtype, row.device) as value:
-        try:
+def _program(hook: Hook, row: SavedTensor, value: torch.Tensor) -> str:
+    """A digest of the graphs of `hook` for `value`, a fake tensor like that of `row`. Raises `Unusable`."""
+    try:
+        with compiling_for("inductor"):
             traced = trace_hook(hook, value, row.describe(), decompositions=None)
-        except (AotHooksError, RuntimeError) as e:
-            raise Unusable(
-                f"hook '{hook.name}' cannot be traced on a dense tensor like {row.describe()}, so that what it does "
-                f"cannot be checked later ({str(e).splitlines()[0] if str(e) else type(e).__name__})"
-            ) from e
+    except (AotHooksError, RuntimeError) as e:
+        raise Unusable(
+            f"hook '{hook.name}' cannot be traced on a tensor like {row.describe()} of static sizes, so that what it "
+            f"does cannot be checked later ({str(e).splitlines()[0] if str(e) else type(e).__name__})"
+        ) from e
     operator = foreign_operator(traced.pack) or foreign_operator(traced.unpack)
     if operator is not None and hook.cache_hash is None:
         raise Unusable(

@@ -34,6 +34,9 @@ _RANDOM_STATE = frozenset(
 _RETURNED = "the backward gives it back as it is"
 
 
+Layout = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
+
+
 @dataclass(frozen=True)
 class Decision:
     """What happens to one saved tensor.
@@ -44,6 +47,8 @@ class Decision:
         packed_bytes: bytes kept for it from forward to backward; 0 for a further view of a storage counted elsewhere.
         saved_bytes: bytes that would be kept without hooks; 0 likewise.
         settings: keys of the settings that chose for it: those around its readers in the backward.
+        layout: shape, strides and dtype of the tensor that the hooks see, which may be a source of the saved one. Sizes
+            that are symbolic have their example values. None where no graph was rewritten.
     """
 
     saved: SavedTensor
@@ -52,6 +57,7 @@ class Decision:
     packed_bytes: int
     saved_bytes: int
     settings: tuple[str, ...] = field(default=(), repr=False)
+    layout: Layout | None = field(default=None, repr=False)
 
 
 @dataclass(frozen=True)
@@ -169,6 +175,11 @@ class Choice:
     answers: tuple[FoundRead, ...] = ()  # decisions of the backward to be made in the forward: a hook rounds the value
     is_answer: bool = False  # the value is such an outcome; without hooks it would not be saved
     is_dropped: bool = False  # nothing reads the value any more, its decisions are answered; it does not cross
+
+    @property
+    def seen(self) -> Node:
+        """The forward node whose value the hooks see."""
+        return self.value.fw_node if self.source is None else self.source
 
     @property
     def packs(self) -> bool:

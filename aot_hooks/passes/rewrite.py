@@ -25,6 +25,7 @@ from ..offloading.transfers import offload_wait
 from ..settings.setting import Setting
 from ..torch_private import inductor
 from ..torch_private.inductor_fusion import WRITTEN
+from ..torch_private.values import hint
 from .answers import ANSWERS, add_answers
 from .dedup_copies import dedup_copies
 from .edits import log, show
@@ -152,5 +153,8 @@ def _as_plan(choices: Sequence[Choice], units: Sequence[Unit], transfers: tuple[
             packed = (unpacked if unit.keep else 0) + sum(p.packed_bytes for p in unit.packings)
         hook = ANSWERS if choice.is_dropped else next((h for h, _ in choice.uses if h is not KEEP), KEEP)
         saved_bytes = 0 if choice.is_answer else unpacked
-        decisions.append(Decision(row, hook, choice.reason, packed, saved_bytes, choice.settings))
+        seen, layout = choice.seen.meta["val"], None
+        if isinstance(seen, torch.Tensor) and seen.layout is torch.strided:
+            layout = tuple(map(hint, seen.shape)), tuple(map(hint, seen.stride())), seen.dtype
+        decisions.append(Decision(row, hook, choice.reason, packed, saved_bytes, choice.settings, layout))
     return Plan(tuple(decisions), transfers)

@@ -128,7 +128,7 @@ def trace_units(choices: Sequence[Choice], trace: Trace) -> tuple[tuple[Choice, 
 
 def _traced(choice: Choice, views: list[Choice], trace: Trace) -> tuple[Choice, Unit | None]:
     """The choice, with `KEEP` for hooks that change nothing, and its unit, if a hook is left."""
-    source = choice.value.fw_node if choice.source is None else choice.source
+    source = choice.seen
     packings: list[Packing] = []
     uses: list[tuple[Hook, tuple[Node, ...]]] = []
     reason = choice.reason

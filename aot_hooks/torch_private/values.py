@@ -114,14 +114,17 @@ def dropping_new_unbacked(fake_mode: Any) -> Iterator[Callable[[], bool]]:
 
 
 @contextlib.contextmanager
-def fake_tensor(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Iterator[torch.Tensor]:
-    """A dense fake tensor of static sizes, in the fake mode of the current compilation."""
+def fake_tensor(
+    shape: Sequence[int], dtype: torch.dtype, device: torch.device, strides: Sequence[int] | None = None
+) -> Iterator[torch.Tensor]:
+    """A fake tensor of static sizes, dense without `strides`, in the fake mode of the current compilation."""
     mode = getattr(need("torch._guards.TracingContext").try_get(), "fake_mode", None)
     if mode is None:
         mode = need("torch._subclasses.fake_tensor.FakeTensorMode")(allow_non_fake_inputs=True)
     with without_modes():
         with mode:
             value = torch.empty(shape, dtype=dtype, device=device)
+            value = value if strides is None else torch.empty_strided(shape, strides, dtype=dtype, device=device)
         yield value
 
 

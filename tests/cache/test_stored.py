@@ -15,7 +15,7 @@ from torch import nn
 import aot_hooks
 from aot_hooks import policies
 from aot_hooks.cache import entry
-from aot_hooks.cache.entry import Checks, Refused, Unusable, pack_up, unpack
+from aot_hooks.cache.entry import Checks, ForAnother, Refused, Unusable, pack_up, unpack
 from aot_hooks.cache.key import Key
 from aot_hooks.identity.frozen import described
 from aot_hooks.settings.setting import Setting
@@ -210,7 +210,7 @@ def test_only_settings_that_were_asked_are_asked_again() -> None:
 
 
 def test_a_hook_that_cannot_be_checked_is_never_taken() -> None:
-    """It was traced on a tensor of another order in memory than the one that checks are made on."""
+    """It refuses the layout that the rows name."""
 
     def pack(x: torch.Tensor) -> Any:
         if x.dim() == 2 and x.stride(0) >= x.stride(1):
@@ -226,8 +226,35 @@ def test_a_hook_that_cannot_be_checked_is_never_taken() -> None:
         if d.hook.name != "keep"
     ]
     plans = [dataclasses.replace(plan, decisions=tuple(rows))]
-    with pytest.raises(Unusable, match=r"'columns' cannot be traced on a dense tensor like .*for columns"):
+    with pytest.raises(Unusable, match=r"'columns' cannot be traced on a tensor like .*for columns"):
         unpack(pack_up(plans, Checks(key), lambda: places(plans)), Checks(key), lambda: places(plans))
+
+
+def transposed(w: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
+    h = torch.tanh((w @ w).t()).t().contiguous().t()
+    return h.sin() @ h + u
+
+
+def repeated(w: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
+    rows = (w @ w).sum(0, keepdim=True) + w.detach() @ w
+    return rows.repeat_interleave(4, 0) @ u
+
+
+@pytest.mark.parametrize(
+    ("function", "is_other"),
+    [(transposed, lambda x: x.stride(-1) != 1), (repeated, lambda x: x.shape[0] == 32)],
+    ids=["order in memory", "transpose"],
+)
+def test_a_hook_is_checked_on_what_it_saw(function: Any, is_other: Any) -> None:
+    gain = [2.0]
+    hook = aot_hooks.Hook("gain", lambda x: x * gain[0] if is_other(x) else x, lambda x: x)
+    plans = [aot_hooks.plan(function, *(torch.randn(8, 8, requires_grad=True) for _ in "wu"), policy=hook)]
+    key = key_for(hook)
+    data = pack_up(plans, Checks(key), lambda: places(plans))
+    assert unpack(data, Checks(key), lambda: places(plans))
+    gain[0] = 3.0
+    with pytest.raises(ForAnother, match="'gain' traces to another program"):
+        unpack(data, Checks(key), lambda: places(plans))
 
 
 @torch.library.custom_op("test_stored::half", mutates_args=())
