@@ -15,9 +15,19 @@ import torch
 
 from ..graphs.layout import is_contiguous
 from ..graphs.saved import SavedTensor
+from ..hook import compiled_by
 from ..torch_private.values import same_size
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def rounded(x: torch.Tensor) -> torch.Tensor:
+    """`x`, of 16-bit numbers, as the backward would have read it.
+
+    Inductor computes in float32 and gives a fused reader the number before it is rounded, and before it overflows. A
+    view as bits forces the rounded number.
+    """
+    return x.view(torch.int16).view(x.dtype) if compiled_by() == "inductor" else x
 
 
 def padded(x: torch.Tensor, multiple: int, length: Any = None) -> torch.Tensor:

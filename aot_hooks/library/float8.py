@@ -30,7 +30,7 @@ import torch
 from ..errors import OptionError
 from ..graphs.layout import from_memory_order, in_memory_order
 from ..hook import Hook, Pack, hook_of, interned
-from .blocks import FLOATS, Declines, broadcast_scales, in_blocks
+from .blocks import FLOATS, Declines, broadcast_scales, in_blocks, rounded
 from .loops import operators
 from .scales import FLOAT8_RANGE, finite_magnitudes, float8_codes, float8_values, largest_scale, power_of_two
 from .triton import ops
@@ -49,6 +49,7 @@ class _Pack(Pack):
         top, _ = FLOAT8_RANGE[self.dtype]
         block = _BLOCKS[self.scaling]
         y, permutation = in_memory_order(x)
+        y = rounded(y) if x.dtype is torch.float16 else y  # else what overflows sets the scale of others
         if block is not None and ops.has_kernel(y, self.dtype):
             q, scale = ops.pack_float8(y, block, self.dtype)
             return q, scale, x.dtype, permutation

@@ -28,10 +28,10 @@ from ..errors import names_arguments
 from ..graphs.layout import from_memory_order, in_memory_order
 from ..graphs.read_tables import Test
 from ..graphs.saved import SavedTensor
-from ..hook import KEEP, Hook, compiled_by
+from ..hook import KEEP, Hook
 from ..torch_private import values as torch_values
 from .bitmask import bitmask, pack_bits, unpack_bits
-from .blocks import convert_back
+from .blocks import convert_back, rounded
 
 _MOST_BITS = 4  # of a number in a range stored bit by bit; beyond that a byte is as good
 
@@ -146,10 +146,7 @@ class _PackAnswers:
 
     def __call__(self, x: torch.Tensor) -> Any:
         y, permutation = in_memory_order(x, keep_rows=False)
-        if x.dtype.itemsize == 2 and compiled_by() == "inductor":
-            # Inductor computes in float32 and gives a fused reader the number before it is rounded. A view as bits
-            # forces the rounded number, which the backward would have read.
-            y = y.view(torch.int16).view(x.dtype)
+        y = rounded(y) if x.dtype.itemsize == 2 else y
         answers = [test(y) for test in self.tests]
         bits = []
         for k in range(self.bits):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -184,3 +186,24 @@ def test_dynamo_has_nothing_to_warn_of(fmt):
         warnings.simplefilter("error")
         y = torch.compile(lambda x: hook.unpack(hook.pack(x)), backend="eager", fullgraph=True)(x)
     assert torch.equal(y, hook.unpack(hook.pack(x)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    "make", [aot_hooks.float8, aot_hooks.int8, functools.partial(aot_hooks.int4, stochastic=False)]
+)
+def test_float16_that_overflows_in_a_fused_kernel(make: Any, device: str) -> None:
+    """Inductor computes 300 * 30000 in float32; as float16 it is infinite, and sets no scale."""
+
+    def multiplied(x: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return x.amax(0) * 300 * v
+
+    x = torch.ones(16, 4, 128, dtype=torch.float16, device=device)
+    x[:, :, 5] = 30000
+    v = torch.ones(4, 128, dtype=torch.float16, device=device, requires_grad=True)
+    torch.compile(multiplied, backend="aot_hooks", options={"policy": make()})(x, v).backward(torch.ones_like(v))
+    finite = v.grad.isfinite()
+    assert finite.sum() == finite.numel() - 4
+    assert v.grad[:, 5].isinf().all()
+    torch.testing.assert_close(v.grad[finite], torch.full_like(v.grad[finite], 300), rtol=1 / 16, atol=0)
