@@ -15,6 +15,8 @@ from ..settings.setting import Setting, choose
 from ..torch_private import autograd, dynamo, dynamo_trace
 
 _MAX_REGIONS = 4096
+# operators whose bodies may have a context: what a checkpoint saves is seen, and a custom function's body saves nothing
+_BODIES = {"tag_activation_checkpoint", "wrap_activation_checkpoint", "autograd.Function"}
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,11 @@ def note_region(context: Any, names: tuple[str, ...], make: Callable[..., Settin
     try:
         if (why := autograd.disabled_because()) is not None:
             raise OptionError(f"hooks are disabled here, by torch.autograd.graph.disable_saved_tensors_hooks: {why}")
+        if other := [name for name in dynamo_trace.bodies(context) if name not in _BODIES]:
+            raise OptionError(
+                f"a context inside a function that '{other[0]}' calls would not see all that is saved there; "
+                f"expected it around the call of '{other[0]}', whose functions it then covers"
+            )
         setting = make(*traced.values)
         description = described(setting.rule)
         if description.functions and (pending.objects or pending.names):  # nobody knows what a policy reads

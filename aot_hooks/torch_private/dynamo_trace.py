@@ -32,8 +32,8 @@ PROTOCOLS = {
         "torch._dynamo.comptime.ComptimeContext": "get_local _i_will_not_complain_if_bc_breaks_InstructionTranslator",
         "torch._dynamo.comptime.ComptimeVar": "_i_will_not_complain_if_bc_breaks_VariableTracker",
         "torch._dynamo.symbolic_convert.InstructionTranslator": "output",
-        "torch._dynamo.output_graph.OutputGraph": "side_effects root_tracer global_scope",
-        "torch._dynamo.output_graph.SubgraphTracer": "graph",
+        "torch._dynamo.output_graph.OutputGraph": "side_effects root_tracer current_tracer global_scope",
+        "torch._dynamo.output_graph.SubgraphTracer": "graph source_fn_stack",
         "torch._dynamo.side_effects.SideEffects": "id_to_variable store_attr_mutations is_modified load_cell",
         "torch._dynamo.variables.base.VariableTracker": "source realize mutation_type python_type as_python_constant "
         "var_getattr|tp_getattro_impl",
@@ -160,6 +160,11 @@ class PendingMutations(NamedTuple):
         if changed is None or changed & parts:
             return True
         return isinstance(value, torch.Tensor) and storage_key(value) in self.storages
+
+
+def bodies(context: Any) -> list[str]:
+    """The names of the operators whose bodies Dynamo is tracing, the outermost first, as in `cond`."""
+    return [str(target) for _, target in output_graph(context).current_tracer.source_fn_stack]
 
 
 def pending_changes(context: Any) -> PendingMutations:

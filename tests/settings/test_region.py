@@ -243,6 +243,27 @@ def test_an_exception_inside_leaves_nothing_behind(model: Chain, x: Tensor) -> N
     assert_same(gradients(call, model, x), hand_gradients(model, x, h1=3))
 
 
+@pytest.mark.core
+@pytest.mark.parametrize("operator", ["cond", "invoke_subgraph"])
+def test_a_context_in_the_body_of_an_operator_is_refused(model: Chain, x: Tensor, operator: str) -> None:
+    """Its backward computes the body anew, or is made of the body alone: what is saved there would not be packed."""
+
+    def body(h: Tensor) -> Tensor:
+        with saved_tensors_hooks(*scale(3)):
+            return torch.tanh(h @ h.t()) @ h
+
+    nested = torch.compiler.nested_compile_region(body)
+
+    def forward(x: Tensor) -> Tensor:
+        if operator == "cond":
+            return torch.cond(x.sum() > -1e9, body, lambda h: h.cos(), (x * 2,))
+        return nested(x * 2)
+
+    with pytest.raises(Exception, match=f"OptionError: a context inside a function that '{operator}' calls.*around"):
+        compiled(forward)(x)
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+
+
 def test_an_exception_caught_in_the_function_ends_the_region(model: Chain, x: Tensor, wrap: Any) -> None:
     def forward(x: Tensor) -> Tensor:
         h1 = x @ model.weights[0]
