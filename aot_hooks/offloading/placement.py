@@ -269,8 +269,10 @@ def _memories(node: Node) -> set[Any]:
     if node.op == "call_function" and (is_view(node) or name in _MAY_BE_DROPPED):
         value = node.meta["val"]
         for source in node.all_input_nodes:
-            other = source.meta.get("val")
-            same = isinstance(other, torch.Tensor) and (other.dtype, other.numel()) == (value.dtype, value.numel())
+            other: Any = source.meta.get("val")
+            same = isinstance(other, torch.Tensor) and other.dtype == value.dtype
+            if same and isinstance(other.numel(), int) and isinstance(value.numel(), int):  # else they may be equal
+                same = other.numel() == value.numel()
             if same or name == "cat":
                 found |= _memories(source)
     return found

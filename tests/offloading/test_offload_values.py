@@ -33,6 +33,21 @@ def test_a_storage_crosses_the_link_once() -> None:
     assert plan.host_bytes <= plan.saved_bytes
 
 
+def test_sizes_that_depend_on_values() -> None:
+    def f(w: torch.Tensor) -> torch.Tensor:
+        rows = (w > 0.1).nonzero()[:, 0]
+        h = torch.tanh(w[rows] @ w).sin()
+        return (h @ h.t()).sum()
+
+    w = torch.linspace(-1, 1, 4096).reshape(64, 64).requires_grad_()
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        expected = step(compiled(f), w)
+        torch._dynamo.reset()
+        fn = compiled(f)
+        assert_same(step(fn, w, hook=ALL), expected)
+    assert packed_count(fn) > 0
+
+
 @pytest.mark.core
 def test_a_square_matrix_and_its_transpose_are_not_mixed_up() -> None:
     def f(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
