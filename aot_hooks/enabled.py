@@ -99,6 +99,8 @@ class Enabled:
         others = sorted((name, repr(value)) for name, value in (options or {}).items())
         self.key = f"{which} {others}"
         with _lock:
+            for ended in [each for each in _open if not each.thread.is_alive()]:  # nobody else will
+                ended.disable()
             if other := next((each for each in _open if each.thread is not self.thread), None):
                 self._close()
                 raise OptionError(

@@ -20,7 +20,7 @@ class AotHooksCallback(Callback):  # type: ignore[misc, unused-ignore]  # no typ
     The module, or what it calls, must be compiled by backend "inductor", at the latest in `configure_model`.
 
     Takes the arguments of `aot_hooks.enable`. Raises `OptionError` for a wrong one, and at the end of the first batch
-    if nothing was compiled.
+    that is not skipped, if no compiled graph ran in it with gradients.
     """
 
     def __init__(
@@ -31,9 +31,14 @@ class AotHooksCallback(Callback):  # type: ignore[misc, unused-ignore]  # no typ
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.training.start()
 
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        self.training.next_batch()
+
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
+        if pl_module.automatic_optimization and not outputs:  # a batch that `training_step` skipped
+            return
         self.training.batch_done()
         pl_module.log_dict(self.training.metrics())
 

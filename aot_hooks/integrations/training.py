@@ -1,6 +1,6 @@
 """What every integration does: enable hooks while a trainer trains, and give its tracker numbers.
 
-start() --> batch_done() after each forward and backward --> metrics() --> the trainer's tracker --> stop()
+start() --> next_batch(), forward and backward, batch_done() --> metrics() --> the trainer's tracker --> stop()
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ..enabled import Enabled, enable
-from ..errors import OptionError
+from ..errors import OptionError, UnusedWarning, warn_user
 from ..hook import KEEP
 from ..options import with_arguments
 from ..passes.plan import Plan
@@ -38,6 +38,8 @@ class Training:
         self._arguments: dict[str, Any] = {"policy": policy, "scope": scope, "options": dict(options or {})}
         self._enabled: Enabled | None = None
         self._end: Any = None
+        self.has_started = False
+        self._has_run = self._has_warned = False  # a graph with gradients has run; a batch without any was warned of
         self._latest: list[tuple[Plan, int]] = []
 
     def start(self) -> None:
@@ -47,6 +49,7 @@ class Training:
         # a trainer that raised and is dropped leaves nothing enabled
         self._end = weakref.finalize(self, Enabled.disable, self._enabled)
         self._end.atexit = False
+        self.has_started, self._has_run, self._has_warned = True, False, False
         self._latest = []
 
     def stop(self) -> None:
@@ -55,26 +58,36 @@ class Training:
         self._enabled = self._end = None
 
     def next_batch(self) -> None:
-        """Forget which graphs have run; for a trainer that calls `batch_done` after some batches only."""
+        """A batch begins: what ran since the last one, such as an evaluation, is not of it."""
         if self._enabled is not None:
             self._enabled.runs()
 
     def batch_done(self, hint: str = "") -> None:
-        """Note which graphs ran. Raises `OptionError`, with `hint`, if the trainer has compiled nothing."""
+        """Note which graphs ran with gradients.
+
+        Raises `OptionError`, with `hint`, if none has since `start`; of later batches without any, one is warned of.
+        """
         if self._enabled is None:
             return
-        if not self._enabled.is_used:
+        self._latest = self._enabled.runs()
+        if self._latest:
+            self._has_run = True
+            return
+        nothing = (
+            f"{self._enabled!r}: a batch was trained, and no function that torch.compile gave to backend 'inductor' "
+            f"ran under it with gradients, so it had no effect. {self._enabled.why_unused}{hint}"
+        )
+        if not self._has_run:
             try:
-                raise OptionError(
-                    f"{self._enabled!r}: a batch was trained, and no function that torch.compile gave to backend "
-                    f"'inductor' ran under it, so it had no effect. {self._enabled.why_unused}{hint}"
-                )
+                raise OptionError(nothing)
             finally:
                 self.stop()
-        self._latest = self._enabled.runs() or self._latest
+        if not self._has_warned:
+            self._has_warned = True
+            warn_user(f"aot_hooks: {nothing}. Earlier batches ran such graphs", UnusedWarning)
 
     def metrics(self) -> dict[str, float]:
-        """Numbers of the last batch whose graphs ran with gradients; none before.
+        """Numbers of the last batch; none if no graph with gradients ran in it.
 
         Bytes of a graph with symbolic sizes are those of the sizes that it was compiled with.
 

@@ -9,6 +9,7 @@ that are passed so: the numbers are then in `trainer.state.log_history` alone.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -24,7 +25,7 @@ class AotHooksCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]  #
     The model must be compiled by backend "inductor": `TrainingArguments(torch_compile=True)`, or `model.compile()`.
 
     Takes the arguments of `aot_hooks.enable`. Raises `OptionError` for a wrong one, when training begins with TRL's
-    `activation_offloading=True`, and at the end of the first batch if nothing was compiled.
+    `activation_offloading=True`, and at the end of the first batch if no compiled graph ran in it with gradients.
     """
 
     def __init__(
@@ -33,10 +34,23 @@ class AotHooksCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]  #
         self.training = Training(policy, scope=scope, options=options)
 
     def add_to(self, trainer: Trainer) -> AotHooksCallback:
-        """Add this callback to `trainer`, before its trackers, so that they log its numbers. Returns it."""
+        """Add this callback to `trainer`, before its trackers, so that they log its numbers. Returns it.
+
+        The hooks end with `trainer.train()`, also if it raises: no callback of a Trainer hears of that.
+        """
         trainer.add_callback(self)
         callbacks = trainer.callback_handler.callbacks
         callbacks.insert(0, callbacks.pop())
+        train = trainer.train
+
+        @functools.wraps(train)
+        def ends_hooks(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return train(*args, **kwargs)
+            finally:
+                self.training.stop()
+
+        trainer.train = ends_hooks
         return self
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -46,6 +60,9 @@ class AotHooksCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]  #
                 "tensors twice; leave activation_offloading out and pass offload() here"
             )
         self.training.start()
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.training.next_batch()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.training.batch_done(COMPILED_ONCE)

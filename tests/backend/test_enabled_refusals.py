@@ -16,6 +16,7 @@ from torch import nn
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
 import aot_hooks
+import aot_hooks.enabled as enabled_module
 from aot_hooks import enable, errors, float8, int8
 
 pytestmark = pytest.mark.core
@@ -71,6 +72,16 @@ def test_a_second_thread_is_refused() -> None:
             thread.start()
             thread.join()
     assert "'MainThread' has enable(float8()) enabled" in str(raised[0])
+
+
+def test_what_a_thread_left_enabled_ends_with_the_next() -> None:
+    thread = threading.Thread(target=enable, args=(int8(),))
+    thread.start()
+    thread.join()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", errors.UnusedWarning)
+        with enable(float8()) as enabled:
+            assert [each.thread for each in enabled_module._open] == [enabled.thread]
 
 
 @pytest.mark.usefixtures("stock_is_aten")

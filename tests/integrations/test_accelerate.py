@@ -221,6 +221,30 @@ def test_nothing_compiled_is_an_error() -> None:
         train(accelerator, llama(), training)
 
 
+def test_hooks_without_a_with_are_an_error() -> None:
+    training = hooks(accelerate.Accelerator(cpu=True), float8())
+    with pytest.raises(errors.OptionError, match="no effect without a with"):
+        training.log(1)
+
+
+def test_a_batch_that_runs_no_graphs_is_warned_of_once() -> None:
+    """Dynamo compiles a function for so many lengths, then runs it in Python: nothing is packed there."""
+    accelerator = accelerate.Accelerator(cpu=True, dynamo_plugin=plugin(dynamic=False))
+    model = accelerator.prepare(llama())
+    logged = []
+    with (
+        torch._dynamo.config.patch(recompile_limit=2),
+        hooks(accelerator, float8(), options=ATEN) as training,
+        pytest.warns(errors.UnusedWarning, match="a batch was trained.*recompile_limit") as warned,
+    ):
+        for length in range(8, 13):
+            batch = torch.tensor(TEXT[:4])[:, :length]
+            accelerator.backward(model(input_ids=batch, labels=batch).loss)
+            logged.append("aot_hooks/packed_mib" in training.log(length))
+    assert logged == [True, True, False, False, False]
+    assert len([w for w in warned if w.category is errors.UnusedWarning]) == 1
+
+
 def test_the_helper_refuses_wrong_arguments_at_once() -> None:
     with pytest.raises(errors.OptionError, match="pass policy="):
         compile_model(llama(), options={"policy": float8()})

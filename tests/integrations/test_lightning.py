@@ -187,6 +187,38 @@ def test_nothing_compiled_is_an_error_and_ends_it(tmp_path: Path) -> None:
         trained(tmp_path, "eager", float8())
 
 
+def test_a_first_batch_that_is_skipped(tmp_path: Path) -> None:
+    class Skipping(Module):
+        def training_step(self, batch: Any, index: int) -> Any:
+            return super().training_step(batch, index) if index else None
+
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            """Reads no loss: there may be none."""
+
+    callback = AotHooksCallback(float8(), options=ATEN)
+    module = Skipping("configure")
+    trainer = lightning.Trainer(
+        max_epochs=1, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, log_every_n_steps=1, default_root_dir=tmp_path, callbacks=[callback],
+    )  # fmt: skip
+    trainer.fit(module, torch.utils.data.DataLoader(torch.tensor(TEXT[:16]), batch_size=8))
+    assert callback.training.metrics()["aot_hooks/packed_mib"] > 0
+
+
+def test_a_compiled_validation_alone_is_an_error(tmp_path: Path) -> None:
+    class Validated(Module):
+        def validation_step(self, batch: Any, index: int) -> None:
+            torch.compile(self.net)(input_ids=batch, labels=batch)
+
+    trainer = lightning.Trainer(
+        max_steps=2, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, default_root_dir=tmp_path, callbacks=[AotHooksCallback(float8(), options=ATEN)],
+    )  # fmt: skip
+    data = torch.utils.data.DataLoader(torch.tensor(TEXT[:16]), batch_size=8)
+    with pytest.raises(errors.OptionError, match="ran under it with gradients"):
+        trainer.fit(Validated("eager"), data, data)
+
+
 def test_an_exception_ends_it(tmp_path: Path) -> None:
     import torch._dynamo.eval_frame as eval_frame
 

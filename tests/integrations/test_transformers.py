@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._dynamo import eval_frame
 from torch._dynamo.utils import counters
 
 transformers = pytest.importorskip("transformers")
@@ -183,6 +184,37 @@ def test_nothing_compiled_is_an_error(tmp_path: Path) -> None:
     trainer = trainer_of(tmp_path, policy=float8(), torch_compile=False)
     with pytest.raises(errors.OptionError, match="no function that"):
         trainer.train()
+
+
+def test_a_training_that_raises_leaves_nothing_enabled(tmp_path: Path) -> None:
+    class Failing(transformers.TrainerCallback):  # type: ignore[misc, name-defined]
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            raise KeyboardInterrupt
+
+    before = eval_frame._callback_from_stance
+    trainer = trainer_of(tmp_path, policy=float8())
+    trainer.add_callback(Failing())
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    assert eval_frame._callback_from_stance is before
+    trainer.remove_callback(Failing)
+    trainer.train()
+    assert trainer.state.log_history[0]["aot_hooks/packed_mib"] > 0
+
+
+def test_an_evaluation_with_gradients_is_not_of_the_batch(tmp_path: Path) -> None:
+    class Evaluating(transformers.TrainerCallback):  # type: ignore[misc, name-defined]
+        def on_step_begin(self, *_: Any, model: Any, **__: Any) -> None:
+            row = torch.tensor(TEXT[:8])
+            model(input_ids=row, labels=row)
+
+    trainer = trainer_of(tmp_path, policy=float8())
+    trainer.callback_handler.callbacks.insert(0, Evaluating())
+    trainer.train()
+    saved = [log["aot_hooks/saved_mib"] for log in trainer.state.log_history if "aot_hooks/saved_mib" in log]
+    assert len(set(saved)) == 1
+    _, alone = trained(tmp_path, float8())
+    assert saved[0] == alone.state.log_history[0]["aot_hooks/saved_mib"]
 
 
 def test_a_second_trainer_of_a_model_compiled_in_place(tmp_path: Path) -> None:
