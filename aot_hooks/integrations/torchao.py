@@ -29,8 +29,13 @@ from ..graphs.saved import SavedTensor
 from ..hook import Hook
 from ..library.float8 import float8
 
-# torchao's own files: its linear layer, and how it finds scales
-_FILES = tuple(f"{path.name}:" for path in pathlib.Path(float8_linear.__file__).parent.glob("float8_*.py"))
+# the lines of torchao's linear layer, and of how it finds scales, as `Read.line` has them; a file of the same name may
+# be a user's
+_LINES = {
+    f"{path.name}:{number}: {line.strip()}"
+    for path in pathlib.Path(float8_linear.__file__).parent.glob("float8_*.py")
+    for number, line in enumerate(path.read_text().splitlines(), 1)
+}
 
 
 @dataclass(frozen=True)
@@ -76,7 +81,7 @@ class Float8Training:
 
 def _is_scale(read: Read) -> bool:
     """Whether `read` is a part of how a linear layer of torchao finds the scale of what it casts."""
-    return read.line.startswith(_FILES)
+    return read.line in _LINES
 
 
 def float8_training(hook: Hook | None = None) -> Float8Training:

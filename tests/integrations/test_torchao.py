@@ -151,3 +151,19 @@ def test_a_budget_takes_it() -> None:
     assert plan.peak_bytes <= policy.peak
     assert any(d.reason.startswith("budget: float8_training(float8()) frees") for d in plan.decisions)
     assert pickle.loads(pickle.dumps(policy)) == policy
+
+
+def test_files_of_the_user_that_are_named_like_torchaos(tmp_path: Any) -> None:
+    """`float8_utils.py` of torchao finds scales; a quotient in another one is protected as everywhere."""
+    file = tmp_path / "float8_utils.py"
+    file.write_text("def normalized(x):\n    return x / x.abs().amax(-1, keepdim=True)\n")
+    scope: dict[str, Any] = {}
+    exec(compile(file.read_text(), str(file), "exec"), scope)
+    torch.manual_seed(0)
+    linear = nn.Linear(256, 256)
+    compiled = torch.compile(lambda x: scope["normalized"](torch.sin(linear(x))))
+    with enable(float8_training(), options=ATEN):
+        (compiled(torch.randn(64, 256)) ** 3).sum().backward()
+    assert linear.weight.grad.isfinite().all()
+    reasons = [d.reason for plan in last_plans(compiled) for d in plan.decisions]
+    assert not any("float8 linear layers" in reason for reason in reasons)
