@@ -107,13 +107,18 @@ def partition_within(
     exact = tuple(name for name in budget.allow if name in EXACT)
     if budget.max_error and exact and exact != budget.allow:  # the search tries few choices, and these are fewer
         ways.append(replace(ways[-1], allow=exact, max_error=0.0))
-    found, errors = None, []
+    found: _Planned | None = None
+    errors: list[BudgetError] = []
     for way in ways:
         try:
-            found = within(way)
-            break
+            planned = within(way)
         except BudgetError as error:
             errors.append(error)
+            continue
+        if found is None or planned[2].peak_bytes < found[2].peak_bytes:
+            found = planned
+        if budget.peak is not None or found[2].packed_bytes < found[2].saved_bytes:  # else nothing lowered the peak
+            break
     found = _or_apart(found, budget.apart, lambda apart: within(replace(strict, moments=apart.moments)))
     if found is not None:
         return found

@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import aot_hooks
 from aot_hooks import budget
 from aot_hooks.errors import BudgetError, OptionError, unwrapped
+from aot_hooks.planning import within
 from aot_hooks.planning.budget import ALLOWED, bytes_of, fitted
 
 KEEP_ALL = aot_hooks.policies.everything(aot_hooks.KEEP)
@@ -157,6 +158,19 @@ def test_a_slowdown_instead_of_a_peak(model, x):
         peaks.append(plan.peak_bytes)
         assert plan.step_ratio <= (slowdown if slowdown >= 1 else 1 + slowdown) + 1e-6
     assert stock >= peaks[0] >= peaks[1] >= peaks[2] >= peaks[3] and peaks[3] < 0.7 * stock
+
+
+def test_without_a_peak_exact_means_count_where_others_lower_nothing(model, x, monkeypatch):
+    """The search tries one choice of all means. If it turns out above the peak without hooks, nothing is packed."""
+    partition = within._partition
+
+    def as_if_wrong(joint, split, rewrite, setting, given):
+        given = dataclasses.replace(given, max_slowdown=1.0) if given.max_error else given
+        return partition(joint, split, rewrite, setting, given)
+
+    monkeypatch.setattr(within, "_partition", as_if_wrong)
+    stock = aot_hooks.plan(model, x, policy=aot_hooks.KEEP).peak_bytes
+    assert aot_hooks.plan(model, x, policy=budget(max_slowdown=9.0)).peak_bytes < stock
 
 
 def test_a_context_around_the_call(model, x):

@@ -91,13 +91,14 @@ def test_the_table_of_the_readme(column: int, names: list[str]) -> None:
 
 
 def test_what_the_introduction_says_of_float8() -> None:
-    result = json.loads((ROOT / "benchmarks/results/current/budget_4_layers.h200.json").read_text())
-    rows = {row["name"]: row for row in result["rows"]}
-    stock, float8 = rows["no hooks"], rows["ours_float8_rowwise"]
-    gib = [row["peak_bytes"] / GIB for row in (stock, float8)]
-    saved = f"{gib[0] - gib[1]:.0f} of {gib[0]:.0f} GiB off the peak"
-    assert f"float8 takes {saved} for less than 1% of the step" in README
-    assert max(float8["ratio"], float8["median_ratio"]) < 1.01
+    for name in ("budget", "budget_4_layers"):
+        result = json.loads((ROOT / f"benchmarks/results/current/{name}.h200.json").read_text())
+        rows = {row["name"]: row for row in result["rows"]}
+        stock, float8 = rows["no hooks"], rows["ours_float8_rowwise"]
+        gib = [row["peak_bytes"] / GIB for row in (stock, float8)]
+        saved = f"{gib[0] - gib[1]:.0f} of {gib[0]:.0f} GiB off the peak"
+        assert f"float8 takes {saved} for about 1% of the step" in README
+        assert max(float8["ratio"], float8["median_ratio"]) < 1.015
 
 
 def test_every_row_of_that_table_is_looked_at() -> None:
