@@ -21,12 +21,14 @@ SHOWN = {
     "budget_0.7": "torch's memory budget 0.7",
     "budget_0.5": "torch's memory budget 0.5",
     "budget_0.3": "torch's memory budget 0.3",
+    "budget_0.1": "torch's memory budget 0.1",
     "checkpoint_blocks": "activation checkpointing",
     "torch_inlined_float8": "torch: float8 hooks inlined",
     "inductor_float8_pass": "Inductor: float8 pass",
     "ours_float8_rowwise": "float8()",
     "ours_float8_offload": "offload(then=float8())",
 }
+ABOVE = {"inductor_offload": "Inductor's offloading", "save_on_cpu": "save_on_cpu"}  # too slow for the picture
 OURS = {"budget": ("C1", 'budget("...")'), "exact budget": ("C2", 'budget("...", max_error=0)')}
 
 
@@ -53,10 +55,17 @@ def draw(rows: list[dict[str, Any]], where: str, path: pathlib.Path) -> None:
             continue
         by_hand = "(" in text
         axes.plot(peak, ms, "o" if by_hand else "s", color="C0" if by_hand else "C7", markersize=6)
-        above = sum(abs(peak - p) < 15 and abs(ms - t) < 2 for p, t in placed)
-        placed.append((peak, ms))
-        beside = -11 if by_hand and ms < 101 else 2 + 9 * above  # below the line of budgets, if it lies on it
+        line = ms + 0.2  # of the text, in %: about 10 points each
+        while any(abs(peak - p) < 20 and abs(line - t) < 0.9 for p, t in placed):
+            line += 0.3
+        beside = 10 * (line - ms)
+        if by_hand and ms < 101:
+            beside = -11  # below the line of budgets, as it lies on it
+        else:
+            placed.append((peak, line))
         axes.annotate(text, (peak, ms), xytext=(7, beside), textcoords="offset points", fontsize=8)
+    above = [f"{ABOVE[row['name']]}: {ms:.0f}% at {peak:.0f}%" for row, peak, ms in shares if row["name"] in ABOVE]
+    axes.text(26, 118, "\n".join(["not shown:", *above]) if above else "", fontsize=8)
     axes.set(xlabel="peak memory, % of torch.compile's", ylabel="step time, % of torch.compile's", title=where)
     axes.set_xlim(25, 105)
     axes.grid(alpha=0.3)
