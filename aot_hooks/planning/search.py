@@ -98,7 +98,9 @@ def search(
             high = limit
             nearest = min(found, key=operator.attrgetter("peak"))
             over = nearest.peak - limits.peak
-            if nearest.solution.peak_bytes > limits.peak:  # the hooks can't do it; what else they were off by may pass
+            # Where the program of hooks alone is over the peak, ask for what it is over. What the graphs take more than
+            # that program says, its next attempts may correct.
+            if nearest.solution.peak_bytes > limits.peak:
                 over = min(over, nearest.solution.peak_bytes - limits.peak)
             limit -= 1.05 * max(0, over)
         elif reached < NEAR * limits.peak and set(chosen.options) != {KEPT}:  # less to recompute may do

@@ -264,8 +264,9 @@ def _computed(
             unless = sum(most[u] for u in sources)
             terms = errors | {computed[u]: -1.0 for u in sources if u in computed}
             program.row({computed[v]: 1.0, c: -unless} | terms, -unless, math.inf)
-            # The same with larger errors taken for smaller ones, which the relaxed program can't evade: if a value is
-            # computed again by two thirds, the row above asks for nothing where most is an error of int4.
+            # The row above is weak in the relaxed program: a value that is computed again by two thirds counts nothing,
+            # as a third of the bound, an error of int4, is more than the error of float8. So there is a row for each
+            # smaller error, in which larger ones count as much as it, and with a bound as small.
             for level in sorted({-error for error in errors.values()})[:-1]:
                 unless = level * sum(map(bool, rounded.values()))
                 terms = {k: max(error, -level) for k, error in errors.items()}
