@@ -25,8 +25,8 @@ from .training import COMPILED_ONCE, Training
 class hooks(Training):  # a context manager, named as one
     """Enables hooks in a `with`, and logs what they did to the trackers of `accelerator`.
 
-    Takes the arguments of `aot_hooks.enable`. Raises `OptionError` for a wrong one; `log` raises it without a `with`,
-    and if no graph that backend "inductor" compiles has run with gradients.
+    Takes the arguments of `aot_hooks.enable`. Raises `OptionError` for a wrong one; `log` raises it outside of
+    the `with`, and if no graph that backend "inductor" compiles has run with gradients.
     """
 
     def __init__(
@@ -49,10 +49,8 @@ class hooks(Training):  # a context manager, named as one
 
     def log(self, step: int) -> dict[str, float]:
         """Log `metrics()` of the batch that has just run its backward to all trackers; returns them."""
-        if not self.has_started:
-            raise OptionError(
-                "hooks(accelerator, ...) has no effect without a with; write `with hooks(...) as training:`"
-            )
+        if not self.is_on:
+            raise OptionError("hooks(accelerator, ...) has no effect outside of `with hooks(...) as training:`")
         self.batch_done(COMPILED_ONCE)
         metrics = self.metrics()
         self.accelerator.log(metrics, step=step)

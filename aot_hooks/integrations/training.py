@@ -38,7 +38,6 @@ class Training:
         self._arguments: dict[str, Any] = {"policy": policy, "scope": scope, "options": dict(options or {})}
         self._enabled: Enabled | None = None
         self._end: Any = None
-        self.has_started = False
         self._has_run = self._has_warned = False  # a graph with gradients has run; a batch without any was warned of
         self._latest: list[tuple[Plan, int]] = []
 
@@ -49,13 +48,17 @@ class Training:
         # a trainer that raised and is dropped leaves nothing enabled
         self._end = weakref.finalize(self, Enabled.disable, self._enabled)
         self._end.atexit = False
-        self.has_started, self._has_run, self._has_warned = True, False, False
+        self._has_run = self._has_warned = False
         self._latest = []
 
     def stop(self) -> None:
         if self._end is not None:
             self._end()
         self._enabled = self._end = None
+
+    @property
+    def is_on(self) -> bool:
+        return self._enabled is not None
 
     def next_batch(self) -> None:
         """A batch begins: what ran since the last one, such as an evaluation, is not of it."""

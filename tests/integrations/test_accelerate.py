@@ -222,9 +222,14 @@ def test_nothing_compiled_is_an_error() -> None:
 
 
 def test_hooks_without_a_with_are_an_error() -> None:
-    training = hooks(accelerate.Accelerator(cpu=True), float8())
-    with pytest.raises(errors.OptionError, match="no effect without a with"):
+    accelerator = accelerate.Accelerator(cpu=True, dynamo_plugin=plugin())
+    training = hooks(accelerator, float8(), options=ATEN)
+    with pytest.raises(errors.OptionError, match="no effect outside of `with"):
         training.log(1)
+    with training:
+        train(accelerator, llama(), training, steps=1)
+    with pytest.raises(errors.OptionError, match="no effect outside of `with"):  # these would be old numbers
+        training.log(2)
 
 
 def test_a_batch_that_runs_no_graphs_is_warned_of_once() -> None:
