@@ -145,8 +145,7 @@ def place(
                 on_device[crossing.wait] = crossing.value, placement.reason
             leaf, names = crossing.leaf, _names_of(crossing, placement, forward, backward)
             times = planned.forward_ms, planned.backward_ms, planned.full_stall_ms
-            ends = str(device), leaf.settings.max_stall_ms
-            transfers.append(Transfer(leaf.name, item.nbytes, placement, *names, *times, *ends))
+            transfers.append(Transfer(leaf.name, item.nbytes, placement, *names, *times, str(device)))
         for steps, events in ((forward, planned.forward), (backward, planned.backward)):
             for gap, what, i in events:
                 following = steps.after(gap)

@@ -88,7 +88,6 @@ class Transfer:
         forward_ms, backward_ms: estimated compute of the two graphs.
         full_stall_ms: how much longer the step would get if every candidate on this device were sent.
         device: the device that it is sent from.
-        max_stall_ms: the limit of the hook that sends it.
         graph: the number of its graph among several.
     """
 
@@ -103,7 +102,6 @@ class Transfer:
     backward_ms: float
     full_stall_ms: float
     device: str
-    max_stall_ms: float
     graph: int = 0
 
 

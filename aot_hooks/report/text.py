@@ -265,7 +265,6 @@ def _transfer_lines(transfers: Sequence[Transfer], size: int, unit: str) -> list
         lines.append(
             f"  the compute is too short for the rest: all that is worth sending would stall it {all_stall:.1f} ms"
         )
-    lines += _stalls_together(sent)
     if sent:
         lines.append(f"{unit:>10}  forward: start    wait  backward: reload     use   slack   stall ms  tensor")
     for t in sent:
@@ -279,18 +278,6 @@ def _transfer_lines(transfers: Sequence[Transfer], size: int, unit: str) -> list
         if not t.placement.offloaded:
             stays[t.placement.reason].append(t.nbytes)
     lines += [f"{sum(sizes) / size:10.3f}  in {len(sizes)} stays: {reason}" for reason, sizes in stays.items()]
-    return lines
-
-
-def _stalls_together(sent: Sequence[Transfer]) -> list[str]:
-    """A line for each `max_stall_ms` that several graphs exceed together: it limits each graph and device alone."""
-    lines = []
-    for limit in dict.fromkeys(t.max_stall_ms for t in sent):
-        own = [t for t in sent if t.max_stall_ms == limit]
-        count, stall = len({(t.graph, t.device) for t in own}), sum(t.placement.stall_ms for t in own)
-        if stall > limit and count > 1:
-            text = f"  max_stall_ms={limit:g} holds for each graph and device alone: together {count} of them stall "
-            lines.append(f"{text}{stall:.1f} ms")
     return lines
 
 

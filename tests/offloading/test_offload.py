@@ -181,10 +181,6 @@ def test_a_report_of_several_graphs_and_devices_adds_up() -> None:
     report = aot_hooks.format_report([one] * 3)
     assert f"predicted stall {3 * stall:.1f} ms of a step of {3 * compute:.1f} ms" in report
     assert f"would stall it {3 * first.full_stall_ms:.1f} ms" in report
-    assert (
-        f"max_stall_ms=1 holds for each graph and device alone: together 3 of them stall {3 * stall:.1f} ms" in report
-    )
-    assert "holds for each graph" not in aot_hooks.format_report(one)
     # two devices of one graph: its steps count once, the stalls of both devices add up
     other = tuple(replace(t, device="cuda:1", forward_ms=9 * t.forward_ms) for t in one.transfers)
     report = aot_hooks.format_report(replace(one, transfers=one.transfers + other))
