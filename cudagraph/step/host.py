@@ -17,15 +17,12 @@ from __future__ import annotations
 
 import array
 import contextlib
-import dis
 import functools
-import importlib.util
 import operator
-import os
 import sys
-import sysconfig
 import types
-from collections import deque
+import weakref
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain, repeat
 from operator import is_
@@ -36,59 +33,31 @@ import torch
 from ..errors import CudaGraphError
 from ..torch_private import compilers
 from ..torch_private import cuda as torch_cuda
+from .users_code import (
+    MISSING,
+    PLAIN,
+    class_access,
+    imports_of,
+    is_users,
+    is_users_class,
+    is_users_module,
+    is_users_own,
+    names_in,
+    slots_of,
+    users_modules,
+)  # fmt: skip
 
 MOST_VALUES = 100_000
 MOST_BYTES = 1 << 20  # of an array of NumPy
-PLAIN = (
-    bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format,
-)  # fmt: skip
 # Objects of torch that are followed. Others, such as what Dynamo compiled, change by themselves.
 TORCH_OBJECTS = (torch.nn.Module, torch.optim.Optimizer, torch.amp.GradScaler)
-TORCH_CLASSES = ("torch.distributions.", "torch.utils.data.dataset", "torch.nn.attention.")  # modules of such, too
 Scheduler = torch.optim.lr_scheduler.LRScheduler  # counts outside of the step; what it sets is the optimizer's
 WRAPPERS = ("__self__", "__func__", "func", "args", "keywords", "fget")  # of methods, partials and properties
-MISSING = object()
-EMPTY_CELL = types.CellType()  # of a closure, whose variable has no value yet; all empty cells are equal
-_PATHS = sysconfig.get_paths()
-_PACKAGE = os.path.dirname(os.path.dirname(__file__))
-_AOT_HOOKS = os.path.join(os.path.dirname(_PACKAGE), "aot_hooks")
-OUR_OWN = tuple(folder + os.sep for folder in (os.path.dirname(torch.__file__), _PACKAGE, _AOT_HOOKS))
-NOT_THE_USERS = (
-    *OUR_OWN,
-    *(_PATHS[name] + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")),
-    "<frozen",
-)
+RATES_OF_SCHEDULERS = ("get_last_lr", "_last_lr")  # code that names them reads what a scheduler has set
 
 
 class TooManyValues(CudaGraphError):
     """A step reaches more host values than can be compared before each call."""
-
-
-@functools.cache
-def is_users(filename: str) -> bool:
-    """Whether a source file is the user's: not of torch, this package, Python, or an installed package."""
-    return not filename.startswith(NOT_THE_USERS) and "site-packages" not in filename
-
-
-@functools.cache
-def names_in(code: types.CodeType) -> frozenset[str]:
-    """The names of globals and attributes that `code` and functions inside of it use."""
-    inner = (names_in(const) for const in code.co_consts if isinstance(const, types.CodeType))
-    return frozenset(code.co_names).union(*inner)
-
-
-@functools.cache
-def imports_of(code: types.CodeType, package: str) -> tuple[str, ...]:
-    """The modules that `code` and functions inside of it import, and what they import from these, as full names."""
-    found: list[str] = []
-    instructions = [each for each in dis.get_instructions(code) if each.opname != "EXTENDED_ARG"]
-    for level, names, each in zip(instructions, instructions[1:], instructions[2:], strict=False):
-        if each.opname == "IMPORT_NAME" and level.argval <= len(package.split(".")):
-            module = importlib.util.resolve_name("." * level.argval + each.argval, package)
-            found += [module, *(f"{module}.{name}" for name in names.argval or ())]
-    for const in code.co_consts:
-        found += imports_of(const, package) if isinstance(const, types.CodeType) else ()
-    return tuple(found)
 
 
 class HostState:
@@ -100,6 +69,7 @@ class HostState:
         self.tensors: dict[str, torch.Tensor] = {}
         self.optimizers: dict[str, torch.optim.Optimizer] = {}
         self.schedulers: dict[str, Scheduler] = {}  # of learning rates; not followed
+        self._rates_followed: set[str] = set()  # those whose last rates are
         self.compiled = False  # whether a function or module was found that Dynamo compiles
         self.numbers: list[torch.Tensor] = []  # tensors on the CPU, if the step is on another device: versions count
         self._device_type, self._follows_schedulers = device_type, follows_schedulers
@@ -109,10 +79,13 @@ class HostState:
         self._lists: list[Any] = []
         # Containers of other kinds: a function that reads their values, one that puts values back, and the values.
         self._views: list[tuple[Callable[[], list[Any]], Callable[[list[Any]], Any], list[Any]]] = []
-        self._arrays: list[tuple[Any, bytes]] = []  # of NumPy and the like, and their bytes
+        self._arrays: list[tuple[Any, _Content]] = []  # of NumPy and the like
+        self._ordered: list[OrderedDict[Any, Any]] = []  # `move_to_end` counts no version
+        self._owners: dict[int, Any] = {}  # objects whose `__dict__` could be replaced
+        self._spaces: dict[int, dict[str, Any]] = {}  # names that code reads there may come later
         self._seen: dict[int, tuple[Any, str]] = {}
         self._waiting: deque[tuple[str, Any]] = deque(
-            {**roots, "all modules": torch_cuda.global_module_hooks()}.items()
+            {**roots, "all modules and optimizers": torch_cuda.global_hooks()}.items()
         )
         # Modules that are attributes: path, module, and the names that are watched there.
         self._modules: dict[int, tuple[str, types.ModuleType, set[str]]] = {}
@@ -121,9 +94,14 @@ class HostState:
             self._visit(path, value)
             if len(self.leaves) > MOST_VALUES:
                 raise TooManyValues(f"reaches more than {MOST_VALUES} host values, such as {path}")
+        if owners := [*self._owners.values()]:
+            put_back = functools.partial(_call_for_each, setattr, owners, repeat("__dict__"))
+            self._views.append((lambda: [*map(_DICT, owners)], put_back, [*map(_DICT, owners)]))
         self._items, self._lengths = [*chain.from_iterable(self._lists)], [*map(len, self._lists)]
         self._classes, self._parts = [*map(type, self._objects)], [*map(FUNCTION_PARTS, self._functions)]
         self._copies = [each.copy() for each in (*self._dicts, *self._lists)]
+        self._order = [*chain.from_iterable(self._ordered)]
+        self._sizes = [*map(len, self._spaces.values())]
         self._full, self._empty = [d for d in self._dicts if d], [d for d in self._dicts if not d]
         self._hooked = [x for x in self.tensors.values() if x.requires_grad]
         self._hooks = [*map(torch_cuda.gradient_hooks, self._hooked)]
@@ -148,12 +126,14 @@ class HostState:
             [*map(torch_cuda.dict_version, self._full)] == self._versions
             and not any(self._empty)
             and [*map(len, self._lists)] == self._lengths
+            and [*map(len, self._spaces.values())] == self._sizes
             and all(map(is_, chain.from_iterable(self._lists), self._items))
+            and all(map(is_, chain.from_iterable(self._ordered), self._order))
             and all(map(is_, map(type, self._objects), self._classes))
             and all(map(is_, chain(*map(FUNCTION_PARTS, self._functions)), chain(*self._parts)))
             and [*map(torch_cuda.gradient_hooks, self._hooked)] == self._hooks
             and all(_same(read(), saved) for read, _, saved in self._views)
-            and all(_bytes(value) == saved for value, saved in self._arrays)
+            and all(_content(value) == saved for value, saved in self._arrays)
             and [x._version for x in self.numbers] == self._number_versions
         )
 
@@ -186,6 +166,9 @@ class HostState:
     def _visit(self, path: str, value: Any) -> None:
         if isinstance(value, PLAIN):
             self.leaves[path] = type(value), value.hex() if isinstance(value, float) else value
+            if type(value) not in PLAIN and id(value) not in self._seen and is_users_class(type(value)):
+                self._seen[id(value)] = value, path
+                self._dict(path, ".{}", getattr(value, "__dict__", {}))
         elif id(value) in self._seen:
             self.leaves[path] = f"what {self._seen[id(value)][1]} is"
         else:
@@ -205,6 +188,12 @@ class HostState:
         elif isinstance(value, (dict, list, deque, set, tuple, frozenset)):
             self.leaves[path] = type(value)  # not its id: an equal dict in its place is no change
             if isinstance(value, dict):
+                order = [key if isinstance(key, PLAIN) else n for n, key in enumerate(value)]
+                self.leaves[f"{path}, its order"] = repr(order)
+                if isinstance(value, OrderedDict) and len(value) > 1:
+                    self._ordered.append(value)
+                if isinstance(value, defaultdict):
+                    self._view(path, ["default_factory"], lambda: [value.default_factory])
                 self._dict(path, "[{!r}]", value)
             else:
                 if isinstance(value, (list, deque, set)):
@@ -218,7 +207,7 @@ class HostState:
         elif isinstance(value, (bytearray, array.array)) or hasattr(type(value), "__array_interface__"):
             if (size := getattr(value, "nbytes", 0)) > MOST_BYTES:
                 raise TooManyValues(f"{path} is an array of {size} bytes, too many to compare; give it as an input")
-            self._arrays.append((value, content := _bytes(value)))
+            self._arrays.append((value, content := _content(value)))
             self.leaves[path] = f"{type(value).__name__} with hash {hash(content)}"
         elif isinstance(value, types.FunctionType):
             self._function(path, value)
@@ -228,14 +217,20 @@ class HostState:
             self._later(path, ".{}", names, [getattr(value, name) for name in names])
         elif isinstance(value, type):
             if is_users_class(value):
-                own = {name: x for name, x in vars(value).items() if _is_users_own(name, x)}
+                for cls in (*value.__mro__[1:-1], type(value)):
+                    self._waiting.append((f"{cls.__module__}.{cls.__qualname__}", cls))
+                own = {name: x for name, x in vars(value).items() if is_users_own(name, x)}
                 self._later(path, ", {}", own, own.values())
-                self._views.append((*_class_access(value), [*vars(value), *vars(value).values()]))
+                self._views.append((*class_access(value), [*vars(value), *vars(value).values()]))
         elif isinstance(value, types.ModuleType):
-            if _is_users_module(value):
+            if is_users_module(value):
                 self._modules[id(value)] = path, value, set()
         elif hasattr(type(value), "host_roots"):  # a whole step within this one
             self._later(path, ".{}", *zip(*value.host_roots().items(), strict=True))
+            names = [name for name in vars(value) if name not in value.own_names]
+            self._view(path, names, lambda: [x for name, x in vars(value).items() if name not in value.own_names])
+        elif isinstance(value, weakref.ref):
+            self._waiting.append((f"{path}()", value()))
         elif isinstance(value, types.BuiltinMethodType):
             if not isinstance(value.__self__, types.ModuleType):
                 self._waiting.append((f"{path}.__self__", value.__self__))
@@ -248,10 +243,12 @@ class HostState:
             self._objects.append(value)
             for cls in type(value).__mro__[:-1]:
                 self._waiting.append((f"{cls.__module__}.{cls.__qualname__}", cls))
-                slots = [slot for slot in _slots(cls) if hasattr(value, slot)]
+                slots = [slot for slot in slots_of(cls) if hasattr(value, slot)]
                 read = functools.partial(lambda slots: [getattr(value, slot, MISSING) for slot in slots], slots)
                 self._view(path, slots, read, functools.partial(_call_for_each, setattr, repeat(value), slots))
-            self._dict(path, ".{}", getattr(value, "__dict__", {}))
+            if hasattr(value, "__dict__"):
+                self._owners[id(value)] = value
+                self._dict(path, ".{}", value.__dict__)
             if isinstance(value, torch.jit.ScriptModule):  # its tensors are in no dict
                 names = [name for name, _ in (*value.named_parameters(), *value.named_buffers())]
                 self._view(path, names, lambda: [*value.parameters(), *value.buffers()])
@@ -259,6 +256,11 @@ class HostState:
     def _found_in_modules(self) -> bool:
         """Follow what the functions found so far may read of modules that are attributes. Whether there is more."""
         names = frozenset[str]().union(*(names_in(function.__code__) for function in self._functions))
+        if not names.isdisjoint(RATES_OF_SCHEDULERS):
+            for path, scheduler in self.schedulers.items():
+                if path not in self._rates_followed:
+                    self._rates_followed.add(path)
+                    self._view(path, ["_last_lr"], functools.partial(_last_rates, scheduler))
         for path, module, known in self._modules.values():
             new = names.intersection(vars(module)) - known
             known |= new
@@ -293,7 +295,8 @@ class HostState:
             )
 
     def _named(self, path: str, space: dict[str, Any], names: Sequence[str]) -> None:
-        """Watch and follow those of `names` that are in `space`."""
+        """Watch and follow those of `names` that are in `space`, and notice others that come later."""
+        self._spaces[id(space)] = space
         names = [name for name in names if name in space]
         write = functools.partial(_call_for_each, space.__setitem__, names)
         self._view(path, names, lambda: [space.get(name, MISSING) for name in names], write, by_name=True)
@@ -306,9 +309,9 @@ class HostState:
             return
         code, space = function.__code__, function.__globals__
         named = zip(code.co_freevars, function.__closure__ or (), strict=True)
-        cells = {name: cell for name, cell in named if cell != EMPTY_CELL}
+        cells = dict(named)
         if not is_users(code.co_filename):  # it may be a decorator around a function of the user's
-            inside = {name: cell.cell_contents for name, cell in cells.items()}
+            inside = {name: _value_in(cell) for name, cell in cells.items()}
             inside["__wrapped__"] = getattr(function, "__wrapped__", None)
             inside = {name: x for name, x in inside.items() if isinstance(x, INSIDE) or is_users_class(type(x))}
             self._later(path, ".{}", inside, inside.values())
@@ -316,22 +319,42 @@ class HostState:
         self._functions.append(function)
         self.leaves[path] = id(code)  # not the function's id: it may be made anew in each step
         self._seen[id(code)] = code, path
-        write = functools.partial(_call_for_each, setattr, cells.values(), repeat("cell_contents"))
-        self._view(path, cells, lambda: [cell.cell_contents for cell in cells.values()], write, by_name=True)
+        write = functools.partial(_call_for_each, _put_into, cells.values())
+        self._view(path, cells, lambda: [*map(_value_in, cells.values())], write, by_name=True)
         names = sorted(names_in(code))
         self._named(path, space, names)
         imported = map(sys.modules.get, imports_of(code, space.get("__package__") or ""))
-        known = [*map(space.get, names), *imported, *(cell.cell_contents for cell in cells.values())]
-        for module in _users_modules(known, names):
+        known = [*map(space.get, names), *imported, *map(_value_in, cells.values())]
+        for module in users_modules(known, names):
             self._named(f"{path}, {module.__name__}", vars(module), names)
         self._dict(path, ".{}", function.__dict__)
         names = [name for name in ("__defaults__", "__kwdefaults__") if getattr(function, name, None)]
         self._later(path, ".{}", names, [getattr(function, name) for name in names])
 
 
-CODE = (types.FunctionType, staticmethod, classmethod, property)
 INSIDE = (types.FunctionType, types.MethodType, functools.partial, torch.nn.Module)  # followed in a decorator
 FUNCTION_PARTS = operator.attrgetter("__code__", "__defaults__", "__kwdefaults__")
+
+
+_DICT = operator.attrgetter("__dict__")
+
+
+def _value_in(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # the variable has no value yet
+        return MISSING
+
+
+def _put_into(cell: types.CellType, value: Any) -> None:
+    if value is not MISSING:
+        cell.cell_contents = value
+    elif _value_in(cell) is not MISSING:
+        del cell.cell_contents
+
+
+def _last_rates(scheduler: Any) -> list[Any]:
+    return [getattr(scheduler, "_last_lr", None)]
 
 
 def _call_for_each(function: Callable[..., Any], *arguments: Iterable[Any]) -> None:
@@ -360,73 +383,26 @@ def _restore_view(read: Callable[[], list[Any]], write: Callable[[list[Any]], An
         write(saved)
 
 
-def _restore_array(value: Any, saved: bytes) -> None:
-    if _bytes(value) == saved:
+def _restore_array(value: Any, saved: _Content) -> None:
+    if _content(value) == saved:
         return
-    if isinstance(value, (bytearray, array.array)):
-        memoryview(value).cast("B")[:] = saved
-    else:  # it may be a view with steps
-        numpy = sys.modules["numpy"]
-        value[...] = numpy.frombuffer(saved, value.dtype).reshape(value.shape)
+    content, shape, dtype = saved
+    if shape is None:
+        memoryview(value).cast("B")[:] = content
+        return
+    numpy = sys.modules["numpy"]
+    if value.dtype != dtype:
+        value.dtype = dtype
+    value.shape = shape
+    value[...] = numpy.frombuffer(content, dtype).reshape(shape)  # it may be a view with steps
 
 
-def _is_users_own(name: str, value: Any) -> bool:
-    """Whether an attribute of a class is the user's, not one that Python adds."""
-    return name[:2] != "__" or isinstance(value, CODE)
+_Content = tuple[bytes, Any, Any]  # bytes, shape, dtype
 
 
-def _class_access(cls: type) -> tuple[Callable[[], list[Any]], Callable[[list[Any]], None]]:
-    """Functions that return the names and values of a class, and that put them back."""
-    space = vars(cls)
-
-    def write(saved: list[Any]) -> None:
-        before = dict(zip(saved[: len(saved) // 2], saved[len(saved) // 2 :], strict=True))
-        for name in [name for name, x in space.items() if name not in before and _is_users_own(name, x)]:
-            delattr(cls, name)
-        for name, value in before.items():
-            if space.get(name, MISSING) is not value and _is_users_own(name, value):
-                setattr(cls, name, value)
-
-    return lambda: [*space, *space.values()], write
-
-
-def _slots(cls: type) -> list[str]:
-    """The attributes that a class stores in slots, private ones as Python stores them."""
-    slots = vars(cls).get("__slots__", ())
-    private = f"_{cls.__name__.lstrip('_')}"
-    names = [slots] if isinstance(slots, str) else [*slots]
-    return [private + name if name[:2] == "__" != name[-2:] else name for name in names]
-
-
-def _users_modules(values: Iterable[Any], names: Iterable[str]) -> list[types.ModuleType]:
-    """The user's modules among `values`, and those that `names` lead to from there."""
-    found: dict[int, types.ModuleType] = {}
-    waiting = [*values]
-    while waiting:
-        value = waiting.pop()
-        if id(value) not in found and _is_users_module(value):
-            found[id(value)] = value
-            waiting += map(vars(value).get, names)
-    return [*found.values()]
-
-
-def _bytes(value: Any) -> bytes:
-    return value.tobytes() if hasattr(value, "tobytes") else bytes(value)
-
-
-def _is_users_module(value: Any) -> bool:
-    file = vars(value).get("__file__") if isinstance(value, types.ModuleType) else None  # no lazy module is loaded
-    return isinstance(file, str) and is_users(file)
-
-
-def is_users_class(cls: type) -> bool:
-    """Whether instances of `cls` are followed: a class of the user's, or of an installed package other than torch."""
-    root = cls.__module__.partition(".")[0]
-    if root in ("argparse", "collections", "types"):  # namespaces, and containers that are written in Python
-        return True
-    if cls.__module__.startswith(TORCH_CLASSES):
-        return True
-    return root not in sys.stdlib_module_names and root not in ("torch", "builtins", "numpy", "cudagraph", "aot_hooks")
+def _content(value: Any) -> _Content:
+    content = value.tobytes() if hasattr(value, "tobytes") else bytes(value)
+    return content, getattr(value, "shape", None), getattr(value, "dtype", None)
 
 
 def _text(leaf: Any) -> str:

@@ -36,6 +36,7 @@ def settings() -> tuple[Any, ...]:
     parts = (getattr(cudnn, "conv", None), getattr(cudnn, "rnn", None))
     return (
         torch_cuda.top_saved_tensor_hooks(False), *torch_cuda.function_modes(),
+        torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled(),
         sdp.flash_sdp_enabled(), sdp.mem_efficient_sdp_enabled(), sdp.math_sdp_enabled(), sdp.cudnn_sdp_enabled(),
         cudnn.enabled, cudnn.benchmark, cudnn.deterministic, *(getattr(x, "fp32_precision", None) for x in parts),
     )  # fmt: skip

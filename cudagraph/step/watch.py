@@ -23,7 +23,7 @@ import torch
 from ..graph.blockers import COPIES, CPU, HOST_READS, is_host_operator, name_of, tensors_in
 from ..torch_private import cuda as torch_cuda
 from ..tree.capture import CannotCapture
-from .host import OUR_OWN, is_users
+from .users_code import OUR_OWN, is_users
 
 COLLECTIVES = ("c10d", "_c10d_functional", "c10d_functional")
 INDEXED = ("aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_", "aten::_unsafe_index")

@@ -76,6 +76,7 @@ class WholeStep:
         self._lock = threading.RLock()
         self._logged: set[str] = set()
         self._begin()
+        self.own_names = {*vars(self), "own_names"}  # other attributes are the user's, as on any function
         every_step.add(self)
 
     def _begin(self) -> None:

@@ -56,6 +56,8 @@ SYMBOLS: dict[str | Needed, str] = {
     "torch.overrides._get_current_function_mode_stack",
     "telling whether all modules have got a hook": "torch.nn.modules.module._global_forward_hooks "
     "._global_forward_pre_hooks ._global_backward_hooks ._global_backward_pre_hooks",
+    "telling whether all optimizers have got a hook": "torch.optim.optimizer._global_optimizer_pre_hooks "
+    "._global_optimizer_post_hooks",
     "optimizers that can be captured": "torch.optim.optimizer._get_capturable_supported_devices",
     Needed("replaying on the current stream", cuda=True): "torch._C._cuda_getCurrentRawStream",
 }
@@ -227,13 +229,15 @@ def global_guard() -> Callable[[], bool]:
     return need("torch._C._dynamo.guards.GlobalStateGuard")().check
 
 
-def global_module_hooks() -> list[dict[int, Any]]:
-    """The hooks of all modules: those before and after their forward, and of their backward."""
+def global_hooks() -> list[dict[int, Any]]:
+    """The hooks of all modules, before and after their forward and of their backward, and of all optimizers."""
     return [
         need("torch.nn.modules.module._global_forward_hooks"),
         need("torch.nn.modules.module._global_forward_pre_hooks"),
         need("torch.nn.modules.module._global_backward_hooks"),
         need("torch.nn.modules.module._global_backward_pre_hooks"),
+        need("torch.optim.optimizer._global_optimizer_pre_hooks"),
+        need("torch.optim.optimizer._global_optimizer_post_hooks"),
     ]
 
 

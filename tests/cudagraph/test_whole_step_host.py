@@ -15,6 +15,7 @@ import torch
 
 from cudagraph.step import host
 from cudagraph.step.host import HostState, TooManyValues
+from cudagraph.step.users_code import is_users
 
 
 class Slotted:
@@ -191,4 +192,4 @@ def test_a_set_that_did_not_change_keeps_its_order():
 def test_the_packages_own_functions_are_not_followed():
     import aot_hooks.cache.key as of_ours
 
-    assert not host.is_users(of_ours.__file__) and not host.is_users(host.__file__) and host.is_users(__file__)
+    assert not is_users(of_ours.__file__) and not is_users(host.__file__) and is_users(__file__)
