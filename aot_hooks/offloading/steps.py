@@ -9,7 +9,7 @@
 
 A graph that is compiled once runs for every layer, so what differs between layers is read at run time: at_run_time.py
 notes each of its operators here as an event, and gets the actions for it. Item n is the n-th tensor that the step
-starts. A step begins when a tensor is started while none is saved from before.
+starts. A step begins when a tensor is started while none is saved from before, or only such as something keeps.
 
 The plan holds for as long as events come as in its trace. At the first other event all copies in flight are joined.
 Without a plan all tensors stay; or, if their hook allows any stall, all are sent, and waited for at the next operator.
@@ -28,6 +28,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..errors import UnusedWarning, warn_user
+from ..torch_private import autograd
 from .schedule import LINK, Item, Limits, Schedule, schedule
 
 log = logging.getLogger("aot_hooks")
@@ -41,7 +43,10 @@ _MISSES = 2  # after this many plans in a row that are no faster, no other is tr
 _SLOWER = 0.97  # of the speed planned with: if copies were slower than this, the next plan counts on their speed
 _ENOUGH = 0.95  # of the bytes that could be sent: small tensors take as much of the host's time as large ones
 _SIZES = 4  # how many least sizes are tried for that
-_MOST_EVENTS = 1 << 17  # a step that never ends: something keeps its saved tensors
+_MOST_EVENTS = 1 << 17  # of a step
+# A step has no end if something keeps its saved tensors: if this many times as many have come and gone since.
+_KEPT_AFTER, _KEPT_AGAIN = 4, 1  # for the first time, and once a warning has said it
+_MOST_DIFFERENT = 32  # steps in a row without a plan before a warning
 
 Event = tuple[Any, ...]  # of an operator: ("start", the bytes of its tensors, Terms) or ("reload", their items)
 Action = tuple[str, int]  # "join" (wait for the copy out) or "fetch" (start the copy back), and the item
@@ -229,20 +234,26 @@ class Steps:
     _copies: list[tuple[int, list[Any]]] = field(default_factory=list)
     _entries: list[Entry] = field(default_factory=list)
     _unplanned: list[Entry] = field(default_factory=list)  # sent by the last event without a plan
-    _alive: int = 0
+    _alive: dict[int, None] = field(default_factory=dict)  # numbers of the entries that are saved, in order
     _number: int = 0
+    _different: int = 0  # steps in a row that had no plan, and sent nothing
+    _kept_after: int = _KEPT_AFTER
 
     def start(self, nbytes: Sequence[int], terms: Terms) -> tuple[list[Entry], list[tuple[str, Entry]]]:
         """Note that tensors start. Returns their entries, which say whether to send them, and the actions before."""
         with self._lock:
             while self._dropped:
-                self._alive -= self._dropped.popleft().step == self._number
+                entry = self._dropped.popleft()
+                if entry.step == self._number:
+                    self._alive.pop(entry.number, None)
             if self._trace and (not self._alive or len(self._trace) >= _MOST_EVENTS):
                 self._end()
+            elif self._trace and self._is_endless():
+                self._leave_out()
             first, sends = len(self._entries), math.isinf(terms.max_stall_ms)
             entries = [Entry(sends, first + i, self._number) for i in range(len(nbytes))]
             self._entries += entries
-            self._alive += len(entries)
+            self._alive |= dict.fromkeys(entry.number for entry in entries)
             try:
                 actions = self._note(("start", tuple(nbytes), terms))
             except BaseException:  # also a warning that the program has made an error
@@ -345,6 +356,27 @@ class Steps:
             f"; the last copies had {1e-9 * speed:.1f} GB/s" if speed else "",
         )
 
+    def _is_endless(self) -> bool:
+        """Whether the entries that are alive are kept by something that is no step. Not in a backward: a checkpoint may
+        run many graphs there before the first goes backward."""
+        gone_since = len(self._entries) - 1 - next(reversed(self._alive))
+        return gone_since >= self._kept_after * len(self._alive) and autograd.current_backward() == -1
+
+    def _leave_out(self) -> None:
+        """End the step without what is alive. With a warning, for the first time."""
+        count, warns = len(self._alive), self._kept_after == _KEPT_AFTER
+        gone_since = len(self._entries) - 1 - next(reversed(self._alive))
+        self._kept_after = _KEPT_AGAIN
+        self._end()
+        if warns:
+            warn_user(
+                f"aot_hooks: offload(across_graphs=True): {count} saved tensors are kept, and {gone_since} others came "
+                "and went since. A step ends where nothing is saved, so none had an end, and nothing was sent. The "
+                "kept tensors stay where they are, and steps end without them from now on. Is the output of an "
+                "evaluation kept, or an exception? Compute it under torch.no_grad(), or keep output.detach()",
+                UnusedWarning,
+            )
+
     def _end(self) -> None:
         trace, known = tuple(self._trace), self._followed
         if known is None or known.trace != trace:
@@ -355,7 +387,18 @@ class Steps:
         if known.plan is not None:
             self.last = known.plan
         if any(event[0] == "reload" for event in trace):
+            sends = known.plan is not None or any(entry.sends for entry in self._entries)
+            self._different = 0 if sends else self._different + 1
             self._known = [*(k for k in self._known if k is not known), known][-_MOST_TRACES:]
-        self._followed, self._marks, self._alive = None, None, 0
+        self._followed, self._marks = None, None
+        self._alive.clear()
         self._trace, self._entries, self._unplanned, self._copies = [], [], [], []
         self._number += 1
+        if self._different == _MOST_DIFFERENT:  # said once
+            self._different += 1
+            warn_user(
+                f"aot_hooks: offload(across_graphs=True): the last {_MOST_DIFFERENT} steps all differ from others, so "
+                "none had a plan, and nothing was sent. Steps need the same graphs in the same order, with the same "
+                "sizes: pad batches to few lengths, or take offload(), which plans each graph alone",
+                UnusedWarning,
+            )

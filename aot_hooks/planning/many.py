@@ -22,7 +22,6 @@ import functools
 import hashlib
 import threading
 import types
-import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -33,11 +32,12 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
-from ..errors import BudgetError, BudgetWarning, warn_user
+from ..errors import BudgetError
 from ..passes.plan import Plan
 from ..passes.trace import canonical
 from ..torch_private import aot, autograd, dynamo
 from ..torch_private.values import is_traced_value
+from . import step_warnings
 from .apart import Ways
 from .budget import Budget
 from .calls import averaged, own_bytes, total
@@ -50,6 +50,8 @@ from .within import UNSEEN, bytes_of
 _SMALL = 0.25  # of the budget: calls that hold less together change nothing
 _MOST_COMPILED = 6  # times that a graph is compiled for plans of steps
 _MOST_TRACES = 8
+_MOST_BUSY = 8  # steps in a row in which a thread was compiling, before a warning
+_WARNS_AGAIN = 1.25  # times what the last warning said
 _HEADROOM = 1.25  # of sizes that have grown more than once: they may grow slowly
 _MIB = 1 << 20
 _NOT_KNOWN = Bytes(0, 0, 0)
@@ -208,14 +210,22 @@ class Graph:
             return version
 
     def anew(self, wants: str) -> bool:
-        """Have the next calls compile the graph again with that plan; False if they can't."""
+        """Have the next calls compile the graph again with that plan; False, and nothing changes, if they can't."""
+        if self.why_not_anew():
+            return False
         self.wants = wants
         self.compiled_count += 1
         self.stale += self.listed
         self.listed = []
-        codes = [code for ref in self.codes if (code := ref()) is not None]
-        done = [dynamo.compile_anew(code, while_running=True) for code in codes]
-        return bool(codes) and all(done)
+        return all([dynamo.compile_anew(code, while_running=True) for code in self._codes()])
+
+    def why_not_anew(self) -> str:
+        """Why `anew` would do nothing; "" if it would work."""
+        codes = self._codes()
+        return next(filter(None, map(dynamo.why_not_anew, codes)), "") if codes else "they are gone"
+
+    def _codes(self) -> list[types.CodeType]:
+        return [code for ref in self.codes if (code := ref()) is not None]
 
 
 @dataclass(eq=False)
@@ -250,8 +260,10 @@ class Group:
     gathered_bytes: int = 0
     incomplete: int = 0
     counted: bool = False
-    warned: bool = False
+    busy: int = 0
+    warned_bytes: int = 0
     warned_of_kept: bool = False
+    warned_of_retained: bool = False
     _local: threading.local = field(default_factory=threading.local)
 
     @property
@@ -296,14 +308,7 @@ class Group:
         if not self.warned_of_kept:
             self.warned_of_kept = True
             since = step.count - 1 - next(iter(step.holding))
-            warn_user(
-                f"aot_hooks: {self.budget!r}: {len(step.holding)} compiled calls hold {step.held_bytes / _MIB:.1f} MiB "
-                f"of saved tensors, and {since} calls have run since the first of them. A step ends where nothing is "
-                "saved, so none could be planned or checked. Such calls are left out from now on, and what they hold "
-                "comes on top of the budget. Is the output of an evaluation kept? Compute it under torch.no_grad(), or "
-                "keep output.detach()",
-                BudgetWarning,
-            )
+            step_warnings.kept(self.budget, len(step.holding), step.held_bytes, since)
         step.marks, step.holding = [], {}
 
     def called(self, version: Version, args: Sequence[Any], outputs: Any) -> None:
@@ -311,7 +316,10 @@ class Group:
         step = self.step
         number = step.count
         if not autograd.at_end_of_backward(
-            outputs, functools.partial(step.gone.append, number), functools.partial(self.has_run, step, number)
+            outputs,
+            functools.partial(step.gone.append, number),
+            functools.partial(self.has_run, step, number),
+            self.is_retained,
         ):
             return
         with _lock:
@@ -330,6 +338,12 @@ class Group:
             step.drop()
             if step.release("backward", number) and not step.holding:
                 self.ended(step)
+
+    def is_retained(self) -> None:
+        """A backward is about to run that keeps what was saved."""
+        if not self.warned_of_retained:
+            self.warned_of_retained = True
+            step_warnings.retained(self.budget)
 
     def ended(self, step: Step) -> None:
         """Plan for `step`, if it is not one that fits."""
@@ -363,11 +377,19 @@ class Group:
         elif all(v.kind == v.graph.wants == "planned" for v in versions) and self.knows(step):
             self.fits.append(step.marks)  # nothing is tighter, which was a warning when it was compiled
             self.predicted = taken
-        elif all(graph.compiled_count < _MOST_COMPILED for graph in graphs) and self.plan(step, graphs):
-            self.looks = self.waits = True
         else:
-            self.fits.append(step.marks)
-            self.warn(taken, step)
+            why = next(filter(None, (graph.why_not_anew() for graph in graphs)), "")
+            if any(graph.compiled_count >= _MOST_COMPILED for graph in graphs):
+                why = f"they were, {_MOST_COMPILED} times"
+            self.busy = self.busy + 1 if why == dynamo.BUSY else 0
+            if not why:
+                self.plan(step, graphs)
+            if not why or self.busy:
+                self.looks = self.waits = True  # the next step is checked, or planned
+            else:
+                self.fits.append(step.marks)
+            if why and not 0 < self.busy < _MOST_BUSY:
+                self.warn(taken, step, why)
 
     def measure(self, step: Step) -> None:
         """Compare what `step` took with the budget, if all of it is planned; once it is over, plan less."""
@@ -408,18 +430,11 @@ class Group:
             graph.calls, graph.is_nested = max(graph.calls, most), graph.is_nested and step.is_nested
         return all([graph.anew("planned") for graph in graphs])
 
-    def warn(self, taken: int, step: Step) -> None:
-        if taken <= self.peak_bytes or self.warned:
+    def warn(self, taken: int, step: Step, why: str) -> None:
+        if taken <= max(self.peak_bytes, _WARNS_AGAIN * self.warned_bytes):
             return
-        self.warned = True
-        warnings.warn(
-            f"aot_hooks: {self.budget!r}: a step with {step.most} compiled calls that hold saved tensors at the same "
-            f"time takes {taken / _MIB:.1f} MiB as predicted, {(taken - self.peak_bytes) / _MIB:.1f} MiB more than the "
-            "budget. Its functions are not compiled again for it: either they were, several times, or "
-            "torch.compiler.set_stance forbids it. Give steps the same number of calls, or lower the peak by that much",
-            BudgetWarning,
-            stacklevel=2,
-        )
+        self.warned_bytes = taken
+        step_warnings.over(self.budget, step.most, taken, taken - self.peak_bytes, why)
 
 
 def graph_of(

@@ -185,26 +185,41 @@ class _Pass:
 _passes: weakref.WeakValueDictionary[tuple[int, int], _Pass] = weakref.WeakValueDictionary()  # by number and thread
 
 
-def at_end_of_backward(outputs: Any, on_release: Callable[[], None], on_run: Callable[[], None] | None = None) -> bool:
+def at_end_of_backward(
+    outputs: Any,
+    on_release: Callable[[], None],
+    on_run: Callable[[], None] | None = None,
+    on_retained: Callable[[], None] = lambda: None,
+) -> bool:
     """Call `on_release` once when the saved tensors of the graph that returned `outputs` are released.
 
     False if it saved nothing.
 
     Args:
-        on_run: called in place of `on_release` if they are released because the backward has run.
+        on_run: called in place of `on_release` when the backward has run for the first time.
+        on_retained: called before that if that backward keeps the saved tensors, as with `retain_graph=True`.
     """
     if (node := _node_behind(outputs)) is None:
         return False
     token = _Token()
     once = weakref.finalize(token, on_release)
-    node.register_prehook(functools.partial(_begins, id(node), token, once, on_run or on_release))
+    node.register_prehook(functools.partial(_begins, id(node), token, once, on_run or on_release, on_retained))
     return True
 
 
 @untraced  # a backward may run where Dynamo compiles each function that is called
-def _begins(node: int, token: _Token, once: weakref.finalize[..., Any], call: Callable[[], None], *_: Any) -> None:
+def _begins(
+    node: int,
+    token: _Token,
+    once: weakref.finalize[..., Any],
+    call: Callable[[], None],
+    on_retained: Callable[[], None],
+    *_: Any,
+) -> None:
     if not once.alive:  # it runs again
         return
+    if keeps_graph():
+        on_retained()
 
     def ended() -> None:
         if once.detach() is not None:

@@ -123,24 +123,40 @@ def code_being_compiled() -> types.CodeType | None:
     return None if frame is None else cast(types.CodeType, frame.f_locals["code"])
 
 
+def why_not_anew(code: types.CodeType) -> str:
+    """Why `compile_anew(code, while_running=True)` would do nothing; "" if it would work."""
+    if need("torch._dynamo.eval_frame._stance").stance != "default":
+        return "torch.compiler.set_stance forbids it"
+    if need("torch._dynamo.config").enable_compiler_collectives and process_count() > 1:
+        return "torch._dynamo.config.enable_compiler_collectives makes each compilation wait for all processes"
+    return BUSY if _busy_with(code)[0] else ""
+
+
+def process_count() -> int:
+    """How many processes the default group of torch.distributed has; 1 without one."""
+    distributed = torch.distributed
+    return distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
+
+
 def compile_anew(code: types.CodeType, *, while_running: bool = False) -> bool:
     """Remove all compiled versions of `code`, so that its next call compiles. Returns whether it will.
 
-    It will not, and nothing is removed, if the user's `torch.compiler.set_stance` says that calls do not compile, or if
-    some thread compiles or runs `code`. With `while_running`, versions of code that runs are invalidated instead: no
-    later call takes them, and they count against the recompile limit.
+    It will not, and nothing is removed, for the reasons of `why_not_anew`, or if some thread runs `code`. With
+    `while_running`, versions of code that runs are invalidated instead: no later call takes them, and they count
+    against the recompile limit.
     """
-    if need("torch._dynamo.eval_frame._stance").stance != "default":
+    if why_not_anew(code):
         return False
-    compiles, runs = _busy_with(code)
-    if compiles:
-        return False
+    _, runs = _busy_with(code)
     if runs:
         if while_running:
             invalidate(code, "a budget needs another plan")
         return while_running
     need("torch._C._dynamo.eval_frame.reset_code")(code)
     return True
+
+
+BUSY = "a thread was compiling them"  # of `why_not_anew`; passes by itself
 
 
 def _busy_with(code: types.CodeType) -> tuple[bool, bool]:

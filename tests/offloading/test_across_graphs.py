@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import aot_hooks
+from aot_hooks.errors import UnusedWarning
 from aot_hooks.offloading import at_run_time, placement, steps, transfers
 
 pytestmark = pytest.mark.filterwarnings("error::aot_hooks.errors.UnusedWarning")
@@ -301,13 +302,33 @@ def test_an_exception_half_way_leaves_nothing_behind() -> None:
 def test_an_output_that_is_held_disturbs_no_step() -> None:
     plain, hooked = by_blocks(None), by_blocks(HOOK)
     held = hooked(torch.randn(64, 16))
-    for _ in range(4):
-        x = torch.randn(64, 16)
-        assert_equal(step(hooked, x), step(plain, x))
+    with pytest.warns(UnusedWarning, match=r"30 saved tensors are kept, and 120 others .*no_grad\(\)") as caught:
+        for _ in range(10):
+            x = torch.randn(64, 16)
+            assert_equal(step(hooked, x), step(plain, x))
+    assert len(caught) == 1
+    assert counted(lambda: step(hooked, x))[0] > 0, "steps end without what is held"
+    for _ in range(3):
+        again = hooked(torch.randn(64, 16))
+        for _ in range(2):
+            assert_equal(step(hooked, x), step(plain, x))
+        assert counted(lambda: step(hooked, x))[0] > 0
+    again.sum().backward()
     held.sum().backward()
     for _ in range(4):
         assert_equal(step(hooked, x), step(plain, x))
     assert counted(lambda: step(hooked, x))[0] > 0
+
+
+def test_steps_that_all_differ_are_said_to_send_nothing() -> None:
+    plain, hooked = by_blocks(None), by_blocks(HOOK)
+    for block in hooked:
+        block.compile(backend="aot_hooks", options={"inner": "aten", "policy": HOOK}, dynamic=True)
+    with pytest.warns(UnusedWarning, match=r"the last 32 steps all differ .* offload\(\), which plans each") as caught:
+        for i in range(40):
+            x = torch.randn(3 + i, 16)
+            assert_equal(step(hooked, x), step(plain, x))
+    assert len(caught) == 1
 
 
 def test_a_step_that_never_ends_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:

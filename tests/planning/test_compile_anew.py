@@ -31,6 +31,21 @@ def test_what_dynamo_is_compiling_is_left_alone():
     assert len(done) == 2
 
 
+def test_nothing_compiles_alone_where_processes_compile_together(monkeypatch):
+    """torch's compiler collectives: a process that compiled alone would wait for the others for ever."""
+
+    def f(x: torch.Tensor) -> torch.Tensor:
+        return x.sin()
+
+    monkeypatch.setattr(dynamo, "process_count", lambda: 2)
+    assert dynamo.compile_anew(f.__code__)
+    with torch._dynamo.config.patch(enable_compiler_collectives=True):
+        assert "wait for all processes" in dynamo.why_not_anew(f.__code__)
+        assert not dynamo.compile_anew(f.__code__)
+        monkeypatch.setattr(dynamo, "process_count", lambda: 1)
+        assert dynamo.compile_anew(f.__code__)
+
+
 def test_looking_for_running_code_keeps_no_frame_alive():
     """A hook of the backward looks, and has all gradients in its frame."""
 

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from aot_hooks import budget
 from aot_hooks.errors import BudgetError, BudgetWarning, unwrapped
 from aot_hooks.planning import many, recorded
+from aot_hooks.torch_private import dynamo
 
 x, compiled_kinds = many_blocks.x, many_blocks.compiled_kinds  # fixtures
 
@@ -132,3 +133,53 @@ def test_evaluation_with_gradients_has_no_step_without_an_end(x, monkeypatch):
     train(model, x)
     train(model, x)
     assert mark_count() == 8
+
+
+# --- kept graphs, threads, and warnings -------------------------------------------------------------------------------
+
+
+@pytest.mark.core
+def test_a_backward_that_keeps_its_graph_is_said_once(x):
+    model = model_of(*[Block] * 4)
+    compile_blocks(model, budget(peak_of(model, x, 0.6), max_error=0))
+    with pytest.warns(BudgetWarning, match="retain_graph=True keeps") as caught:
+        for _ in range(4):
+            out = model(x).sum()
+            out.backward(retain_graph=True)
+            out.backward()
+            del out
+    assert len([w for w in caught if "retain_graph" in str(w.message)]) == 1
+
+
+def test_a_step_is_planned_once_no_other_thread_compiles_its_functions(x, compiled_kinds, monkeypatch, tmp_path):
+    model = model_of(*[Block] * 6)
+    expected, peak = gradients(model, x), peak_of(model, x, 0.6)
+    compile_blocks(model, budget(peak, max_error=0))
+    monkeypatch.setattr(dynamo, "why_not_anew", lambda code: dynamo.BUSY)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", BudgetWarning)  # it passes by itself
+        for _ in range(4):
+            assert_equal(train(model, x), expected)
+    assert compiled_kinds == ["alone"]
+    with pytest.warns(BudgetWarning, match="a thread was compiling them"):
+        for _ in range(8):
+            train(model, x)
+    monkeypatch.undo()
+    for _ in range(4):
+        assert_equal(train(model, x), expected)
+    assert measured(model, x, tmp_path) <= peak
+
+
+def test_a_later_step_that_takes_more_is_said_again(x, monkeypatch):
+    monkeypatch.setattr(many, "_MOST_COMPILED", 2)
+    rule = budget(peak_of(model_of(*[Block] * 4), x, 0.6), max_error=0)
+    counts = []
+    for depth in (4, 12, 12, 60):
+        model = model_of(*[Block] * depth)
+        compile_blocks(model, rule)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always", BudgetWarning)
+            for _ in range(4):
+                train(model, x)
+        counts.append(sum("Its functions are not compiled again" in str(w.message) for w in caught))
+    assert counts == [0, 1, 0, 1]
