@@ -62,7 +62,7 @@ _Compiled = Callable[..., Any]
 def last_plans(compiled: Callable[..., Any]) -> tuple[Plan, ...]:
     """The decisions for each graph with a backward that `compiled` has now, oldest first; compiles nothing.
 
-    Of a module whose blocks are compiled, those of all blocks; blocks that share a graph have it once.
+    For a module with compiled blocks: the plans of all blocks. Blocks that share a graph have its plan once.
 
     Raises `OptionError` if neither `compiled` nor a module in it was made by `torch.compile`.
     """
@@ -125,7 +125,7 @@ def compile_for(
 ) -> _Compiled:
     """Compile `gm` for a function whose `torch.compile` wrapper is `wrapper`; errors are wrapped as of `backend`.
 
-    `enabled` stands for the policy of the options, if it is one of `enable` that may change.
+    `enabled`: the pair of an `enable` whose policy may change. It then stands for the policy of the options.
     """
     try:
         parsed = options if isinstance(options, Options) else Options.parse(options)
@@ -280,9 +280,9 @@ def _compile_graph(
 
 
 def _guard_hooks_of_others() -> None:
-    """Keep calls with Python functions on torch's stack of hooks, as of its checkpoint, and calls without apart.
+    """Guard that calls inside of eager saved-tensor hooks, such as torch's checkpoint, use graphs of their own.
 
-    To Dynamo both are without hooks. As the innermost setting, such functions keep the policy of the options away.
+    Dynamo does not guard such hooks. As the innermost setting, they keep the policy of the options away.
     """
     around = autograd.top_hooks() is not None
     what = f"{'eager' if around else 'no eager'} saved-tensor hooks are around the call"

@@ -120,7 +120,7 @@ def unpack(data: bytes, check: Checks, places: Callable[[], Sequence[Place]]) ->
     """The plans that `pack_up` stored, with the hooks and places of this program.
 
     Raises:
-        Refused: they are damaged, from another version, or a hook or policy does not do what it did.
+        Refused: the data is damaged or of another version, or a hook or policy behaves differently now.
         Unusable: no entry of this graph may be used.
     """
     stored = _read(data)
@@ -245,7 +245,7 @@ class Checks:
     def programs(self, hook: Hook, row: SavedTensor, layout: Layout | None, chosen_by: tuple[int, ...]) -> str:
         """Digests of the programs of `hook`, and of the hooks that the settings choose, on a tensor of the row.
 
-        It has the `layout` that the hooks saw, a dense one if that is not known; symbolic sizes have their example
+        The tensor has the `layout` that the hooks saw, or a dense one if that is unknown. Symbolic sizes have example
         values. Hooks of this package have no digest: their arguments are in the key. Raises `Unusable` if a hook cannot
         be traced on such a tensor.
         """

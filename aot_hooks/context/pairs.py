@@ -97,7 +97,7 @@ def _module(name: str, call: Callable[[Any], Any]) -> GraphModule:
 def pair_for(context: Any) -> Pair | None:
     """The pair that stands for the setting of a context, with this context counted as open; None for an eager hook."""
     pack, unpack = context.pack, context.unpack
-    # the parts of two plain functions that are the same when they are made anew
+    # two plain functions are known by their code objects, which stay the same when the functions are made anew
     plain = type(pack) is types.FunctionType is type(unpack) and not pack.__dict__
     parts = (pack.__code__, unpack.__code__) if plain else (pack,) if unpack is None else (pack, unpack)
     key = (*map(id, parts), str(context.scope))
@@ -190,8 +190,8 @@ def record_for(
 ) -> tuple[Record, Callable[[], None]]:
     """The record of a graph under `setting`, and a check to call before each run of the graph.
 
-    `setting` and `alive` are from `ambient()`, or from the options (None); `enabled` is the pair of options that
-    `enable` has. Both this function and the check raise `HookContractError` if the setting has changed.
+    `setting` and `alive` are from `ambient()`; `alive` is None if the setting is that of the options. `enabled`: the
+    pair of an `enable`, or None. This function and the check raise `HookContractError` if the setting has changed.
     """
     record = seen.record(setting.rule, choose)
     pair = enabled or (alive if isinstance(alive, Pair) else None)

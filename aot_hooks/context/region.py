@@ -46,7 +46,7 @@ _numbers = itertools.count(1)
 def note_region(context: Any, names: tuple[str, ...], make: Callable[..., Setting]) -> None:
     """Note the region that Dynamo, with its compile-time `context`, is entering, and guard its setting by value.
 
-    `names` are the local variables that `make` makes the setting of.
+    `names`: the local variables to pass to `make`, which returns the setting.
     """
     pending = dynamo_trace.pending_changes(context)
     traced = dynamo_trace.Traced(context, names, lambda name, e: _failure(_unknown(name, str(e))))

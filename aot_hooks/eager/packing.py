@@ -10,9 +10,9 @@ Scope "donated" must mean the same as in a graph:
 
 When x is saved, nobody knows yet whether it will be an output. A tensor that dies while the outermost module still runs
 is not one. So x is pending until a weak reference reports its death, which costs no memory: the user holds x anyway.
-It is packed at the next save or at the end of the context, where an error can be raised. A tensor that one operator
-saves twice is packed once, and one that is saved again before it is packed. After that it is packed again: a write
-through `x.data`, or a changed value of the hook, would not be noticed.
+It is packed at the next save or at the end of the context, where an error can be raised. A tensor is packed once if
+one operator saves it twice, or if it is saved again before it is packed. A later save packs it again: a write through
+`x.data`, or a changed value of the hook, would not be noticed.
 
 Saved values are checked for in-place changes, as autograd does without hooks. The user's functions could write past
 autograd's versions, so small arguments of theirs are also compared by their bytes.

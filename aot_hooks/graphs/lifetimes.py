@@ -86,7 +86,7 @@ def reduces(node: Node) -> bool:
 
 
 def _finds_scales(node: Node) -> bool:
-    """Whether `node` reduces rows for a hook. Then a kernel that reads these rows too is the same kernel."""
+    """Whether `node` finds the scales of rows for a hook. Inductor fuses it with other kernels that read these rows."""
     return node.op == "call_function" and str(node.target).startswith("aot_hooks.amax_")
 
 
@@ -192,13 +192,13 @@ def on_cuda(nodes: Iterable[Node]) -> bool:
 class Kernels:
     """Where a fusing compiler runs nodes, and what the kernel of each reads from memory.
 
-    Pointwise nodes of one size that read the same tensors are one kernel, at the position of the first: the gradients
-    of both factors of a product, say. So are those that read rows of which a hook finds the scales.
+    Pointwise nodes of one size that read the same tensors are one kernel, at the position of the first. Example: the
+    gradients of both factors of a product. Nodes that read the rows whose scales a hook finds join its kernel.
     """
 
     at: Mapping[Node, int]  # the position at which its kernel runs
     reads: Mapping[Node, Collection[Any]]  # the storages that its kernel reads for it
-    joined: Collection[Node]  # those computed of what `_shifts`: they read elsewhere than they write
+    joined: Collection[Node]  # nodes that read elsewhere than they write, see `_shifts`, and nodes fused with them
     pads_rows: bool  # Inductor does so unless it is told not to, see torch_private/inductor.py
 
     @staticmethod
@@ -292,8 +292,8 @@ class Kernels:
 def late_products(nodes: Sequence[Node]) -> dict[Node, Node]:
     """Products that Inductor computes as late as a sum far behind them, as one `addmm`: each with that sum.
 
-    What a product reads lives as long then. So in a model with tied weights, whose gradient is a product at the start
-    of the backward and a sum at its end. Sums near their product are left out: they change the peak little.
+    The inputs of such a product live until the sum. Example: tied weights, whose gradient is a product at the start of
+    the backward and a sum at its end. Sums near their product are left out: they change the peak little.
     """
     products = list(itertools.accumulate(node.target is torch.ops.aten.mm.default for node in nodes))
     count = dict(zip(nodes, products, strict=True))
@@ -342,9 +342,9 @@ def _only_mask(drawn: Node) -> Node | None:
 
 
 def is_packed_alone(mask: Node) -> bool:
-    """Whether `mask`, one of `random_masks`, is read by a kernel that does not compute it, as one that packs bits.
+    """Whether a kernel reads `mask`, one of `random_masks`, without computing it: a kernel that packs bits, say.
 
-    Inductor would write the random numbers for it, four times as many bytes, if the mask is not written.
+    If the mask were not written, Inductor would write the random numbers for it, four times as many bytes.
     """
     return any(is_view(user) or not fuses(user) for user in mask.users if user.op != "output")
 
@@ -352,9 +352,9 @@ def is_packed_alone(mask: Node) -> bool:
 def written_storages(nodes: Sequence[Node], *, fuse_loops: bool = False) -> set[Any]:
     """The storages that unfused operators make or read, and None if one makes a tuple. A fusing compiler writes them.
 
-    Constants are computed where they are read, but for an unfused operator. What a reduction reads is computed in its
-    kernel, so it alone is no reason to write that. What has several readers and reads more than `_MOST_READ` storages
-    itself is written, as Inductor does it. Random numbers are not, if only a mask is made of them.
+    Constants are computed where they are read, except for an unfused operator. A reduction computes its inputs in its
+    own kernel, so a reduction alone does not cause a write. Inductor writes a value that has several readers and reads
+    more than `_MOST_READ` storages. It does not write random numbers if only a mask is made from them.
     `fuse_loops`: the operators of library/loops are fused, as Inductor compiles them.
     """
     late = late_products(nodes)

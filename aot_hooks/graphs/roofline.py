@@ -202,8 +202,8 @@ def _in_readers(node: Node) -> bool:
 def _fused_kernel_count(gm: GraphModule, nodes: Sequence[Node]) -> int:
     """How many kernels Inductor makes of the fused operators of `gm`.
 
-    Between two unfused operators, those that run over equally many elements are one. A reduction runs over the elements
-    that it reads, and what is computed of its results is in its kernel. One that is not of rows is two kernels.
+    Between two unfused operators, fused operators over equally many elements are one kernel. A reduction runs over the
+    elements that it reads, and its kernel also computes what is made of its results. One not over rows is two kernels.
     """
     written = written_storages(nodes, fuse_loops=True) | output_storages(gm.graph)
     kernels, (numbers, _) = Kernels.of(nodes, written | input_storages(gm.graph)), _numbered(nodes)

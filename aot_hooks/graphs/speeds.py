@@ -119,9 +119,8 @@ def measured_ms(node: Node) -> float | None:
     """Milliseconds of the operator of `node`, a fused attention or its backward, alone on the device of its tensors.
 
     None where it is not measured: another form of attention, such as one of sequences of different lengths, or a
-    backward that may have dropout, which reads where random numbers came from (cuDNN's does so on the device). In two
-    digits, as a plan should be the same in
-    another process.
+    backward that may have dropout, which reads where random numbers came from (cuDNN's does so on the device).
+    Rounded to two digits, so that another process makes the same plan.
     """
     values = (n.meta.get("val") for n in node.all_input_nodes)
     device = next((v.device for v in values if isinstance(v, torch.Tensor) and v.is_cuda), None)

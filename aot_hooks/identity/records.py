@@ -70,7 +70,7 @@ class Record:
             return False
 
     def is_pair(self, pack: Any, unpack: Any) -> bool:
-        """Whether these two functions, which have the code of its hook's, have the same values. Takes microseconds."""
+        """Whether these functions, with the code of the recorded hook, also have its values. Takes microseconds."""
         try:
             for choice in list(self.choices):
                 (token,) = choice.tokens

@@ -68,7 +68,7 @@ class Training:
     def batch_done(self, hint: str = "") -> None:
         """Note which graphs ran with gradients.
 
-        Raises `OptionError`, with `hint`, if none has since `start`; of later batches without any, one is warned of.
+        Raises `OptionError`, with `hint`, if none has since `start`. Warns once of a later batch without such a graph.
         """
         if self._enabled is None:
             return

@@ -3,9 +3,9 @@
       forward    ticket = offload_together(xs)      after their last readers
       backward   xs = reload_together(ticket)       before their first reader
 
-One compiled graph serves all layers, and what is sent differs between them: see steps.py. A ticket crosses to the
-backward for all of `xs`, which stay on the device, or wait on the host, as long as it lives. It is int64[1] on the CPU
-and known by its address. What has symbolic sizes also crosses as an empty tensor of its shape.
+One compiled graph serves all layers, and what is sent differs between them: see steps.py. One ticket crosses to the
+backward for all of `xs`. While it lives, each tensor stays on the device or waits on the host. A ticket is int64[1] on
+the CPU, known by its address. A tensor with symbolic sizes also crosses as an empty tensor of its shape.
 
 Two operators rather than two for each tensor, because a host that is slower than its device waits for each one.
 """
@@ -79,10 +79,10 @@ def _offload_together(
 
 
 def _in_own_memory(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """`tensors`, with a copy of each that is a part of some memory, or in that of one before it.
+    """`tensors`, with a copy of each tensor that is a part of its storage, or shares it with an earlier one.
 
-    A compiler may have several tensors in one memory. The backward takes each that comes back to be alone in its own,
-    and may write over it.
+    A compiler may put several tensors into one storage. The backward assumes that each tensor it gets back has a
+    storage of its own, and may write over it.
     """
     taken: set[int] = set()
     found = []
@@ -186,7 +186,7 @@ def steps_of(device: torch.device) -> steps.Steps:
 
 
 def all_steps() -> list[steps.Steps]:
-    """Those of all devices."""
+    """The `Steps` of all devices."""
     return [*_steps.values()]
 
 

@@ -160,8 +160,8 @@ def place(
 def decide_at_run_time(fw: GraphModule, bw: GraphModule, num_fwd_outputs: int) -> None:
     """Give the tensors of `offload(across_graphs=True)` the operators that decide when they run, see at_run_time.py.
 
-    One operator takes several tensors, after the last reader of each: a pass of the compiler may have that one write
-    over it. Tensors whose memory the program has, inputs and outputs, stay as they are: the program may write to them.
+    One operator takes several tensors, after the last reader of each: a compiler pass may let that reader write over
+    the tensor. Inputs and outputs stay as they are: the program has their memory, and may write to it.
     """
     if not any(_CANDIDATE in slot.meta for slot in bw.graph.find_nodes(op="placeholder")):
         return
@@ -251,7 +251,7 @@ def _cross_together(
 
 
 def _own_memory(fw: GraphModule) -> Callable[[Node], bool]:
-    """Returns whether a node of the forward shares its memory with no input and no other output, as a function."""
+    """A function that tells whether a node of the forward shares memory with no input and with no other output."""
     outputs = [n for n in results_of(fw.graph) if isinstance(n, Node)]  # what is saved and returned is there twice
     tensors = (_sent_by(n).args[0] if n.target is offload_wait else n for n in outputs)
     inputs, count = input_storages(fw.graph), Counter(m for n in tensors if isinstance(n, Node) for m in _memories(n))

@@ -9,9 +9,9 @@ from .copies import pool
 def offload_stats() -> dict[str, int]:
     """Counts since the last `aot_hooks.reset()`, and the host memory in use.
 
-    Tensors and bytes sent to the host, fetched back, and kept on the device because the host had no room. The pool's
-    bytes now, at most, and leased now; its blocks now, and those allocated. Of the last step of several graphs, if it
-    had a plan: the calls of graphs, the bytes that they could send and those that they sent.
+    Tensors and bytes sent to the host, fetched back, and kept on the device because the host had no room. Of the pool:
+    bytes now, at most, and leased now; blocks now, and blocks allocated. Of the last step of several graphs that had a
+    plan: the calls of graphs, and the bytes that they could send and did send.
     """
     last = [each.last for each in at_run_time.all_steps() if each.last is not None]
     step = ("graph_count", "nbytes", "sent_bytes")

@@ -1,4 +1,4 @@
-"""Computes what only the backward reads where the forward has what it is computed of.
+"""Moves nodes that only the backward reads to where the forward has their inputs.
 
       left alone    y = relu(x)   ...many layers...   mask = y <= 0    return z, mask      x lives to the end
       moved         y = relu(x)   mask = y <= 0   ...many layers...    return z, mask      only the mask does
@@ -19,7 +19,7 @@ from ..graphs.nodes import input_storages, is_view, output_storages, storage_of
 
 
 def compute_early(fw: GraphModule, num_fwd_outputs: int) -> None:
-    """Move such nodes behind what they are computed of, or what reads the same, if memory is free earlier then.
+    """Move such nodes behind their inputs, or behind a kernel with the same inputs, if that frees memory earlier.
 
     In place. Hooks are put in afterwards: they pack a value where it is computed.
     """

@@ -69,10 +69,10 @@ class InStep:
         held_bytes: what each of them holds between its forward and its backward: what it saved, and its outputs.
         other_bytes: most that other graphs hold beside them, with gradients of backwards that have run and parameters
             that are gathered.
-        beside_forward, beside_backward: of all of these, the most beside a forward and a backward. They are in the
-            live bytes of the plan.
+        beside_forward, beside_backward: the most of all these bytes beside a forward, and beside a backward. The
+            live bytes of the plan include them.
         elsewhere_bytes: most that is alive in the step while another graph runs.
-        tight_calls, tight_bytes: how many of `calls`, the first, hold the least instead of `held_bytes`, and how much.
+        tight_calls, tight_bytes: the first `tight_calls` of `calls` hold `tight_bytes`, the least, not `held_bytes`.
         stock_bytes: most that is alive in the step if no graph of it has hooks; 0: unknown, the plan is a cached one.
     """
 
@@ -97,8 +97,8 @@ class Plan:
         live_before, live_after: bytes alive along the step without and with the hooks, if `aot_hooks.plan` made it.
         before_ms, after_ms: predicted time of the step without and with the hooks, likewise.
         in_step: what is alive beside the graph in a step of many calls; None if it was planned as the whole step.
-        program: of a plan that holds the least, its step as data and the error that it may have, for planning a step of
-            many calls.
+        program: for a plan that holds the least: its step as data, and the error that it may have. A step of many calls
+            is planned from these.
     """
 
     decisions: tuple[Decision, ...]

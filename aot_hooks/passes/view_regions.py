@@ -1,10 +1,10 @@
-"""The region of a view in the backward is that of its readers.
+"""Gives each view in the backward the region of its readers.
 
       h is saved; v = h.t() is called in region A, v @ w in region B
       backward   v = h.t() [A] --> mm [B]       becomes       v = h.t() [B] --> mm [B]
 
-A region covers what its operators save. `mm` saved v, but v is made of h again, so h is read by the view. A view that
-is read from several regions becomes one view for each.
+A region covers what its operators save. `mm` saved v, but the backward computes v from h again, so the view reads h.
+A view with readers in several regions becomes one view for each region.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
       all alike     each call may hold 200 MiB, and the best that fits there holds 117 and takes 1.21 of the time
       apart         8 calls hold 64 MiB at 1.21, and 8 hold 320 at 1.04
 
-The time of a call falls in jumps as it may hold more, where one more value is kept instead of computed again. Between
-two jumps calls that are alike leave a part of the budget unused. How much is known when their graphs are planned: the
-program takes calls that are alike to be faster than their graphs turn out, as much as by 8%.
+A call gets faster in jumps as it may hold more bytes: at each jump one more value is kept instead of recomputed.
+Between two jumps, equal calls leave a part of the budget unused. Only the planned graphs show how much: for equal
+calls, the program predicts times that are up to 8% too short.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from .step import Apart, Moment, Step, Value
 
 _GAIN = 0.01  # of the time of all calls: for less they are not planned apart, which takes another compilation
 _TRIED, _WAYS = 16, 3  # counts that are solved for, and that are returned at most
-# Of what a call holds without hooks: by so much plans of Llama-3-8B's blocks hold more than the first program says, the
-# one for what to compute again. The more calls are alike, the more this comes to.
+# How much more a planned call holds than the recomputation program predicts, as a share of what it holds without hooks.
+# Measured on Llama-3-8B's blocks. It adds up over the calls that may hold more than the least.
 _OFF = 0.02
 _ROUNDING = 1e-6
 
@@ -36,7 +36,7 @@ def as_data(step: Step) -> Step:
 
 
 def is_faster(ratio: float, than: float) -> bool:
-    """Whether calls that are planned apart, in `ratio` of the time without hooks, are faster enough than others."""
+    """Whether `ratio` is below `than` by more than the share `_GAIN`. Both are times over the time without hooks."""
     return ratio < (1 - _GAIN) * than
 
 
@@ -52,8 +52,8 @@ class Ways:
         calls: how many there are.
         peak: bytes that the whole step may take.
         max_error: see `solve`.
-        counts: of calls that hold the least; each with what is alive beside one of the others, and the bytes of the
-            step while a call that holds the least runs.
+        counts: a tuple for each tried number of calls that hold the least: the number, what is alive beside one of the
+            other calls, and the bytes of the step while a call that holds the least runs.
     """
 
     step: Step
@@ -78,8 +78,8 @@ class Ways:
         return Ways(step, tight_ms, calls, peak, max_error, tuple((n, moments(n), tight_peak(n)) for n in tried))
 
     def fastest(self) -> tuple[Apart, ...]:
-        """Few, the fastest first, with counts that are not near each other: where the program is wrong about one, it is
-        about its neighbours."""
+        """At most `_WAYS` ways, the fastest first. Their counts lie apart: an error of the program at one count also
+        affects the counts next to it."""
         off = _OFF * self.step.bytes_of(self.step.live).held
         ways = []
         for count, beside, tight_peak in self.counts:

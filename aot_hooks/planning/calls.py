@@ -21,7 +21,7 @@ def own_bytes(plan: Plan) -> Bytes:
 
 
 def averaged(loose: Plan, tight: Plan, version: Version, tight_peak: int) -> tuple[Plan, Bytes]:
-    """The plan of the looser calls with the time of a call on average, and the bytes of a call likewise.
+    """The plan of the loose version with the average time of a call; and the bytes of a call, the held ones averaged.
 
     `tight_peak`: the most that is alive in the step while one of the tighter calls runs.
     """

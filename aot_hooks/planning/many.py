@@ -8,9 +8,9 @@
 
 A graph that is compiled first takes the budget as its own, which is right if it is the whole step. Once calls hold a
 quarter of the budget, functions are compiled anew and hold the least that they can: nobody knows how many calls follow.
-When all backwards of the step have run, its trace tells. Each graph gets a share: as much of the way from its least to
-what it holds without hooks as all graphs can go together. A graph that is planned later finds what the earlier ones
-left of theirs. Which version a call runs is decided when it runs, by what other calls hold then.
+When all backwards of the step have run, its trace is known. The share of a graph is least + s * (stock - least), with
+the largest s for which all graphs fit together. A graph that is planned later may use what earlier graphs left of their
+shares. Each call chooses its version when it runs, by what other calls hold then.
 
 A step is what one thread runs between two points at which nothing is saved. Bytes are predicted, on all devices. Calls
 that hold something while their graphs run forward and backward again are left out: the output of an evaluation is kept.
@@ -71,13 +71,13 @@ class Graph:
         share: bytes that a call may take in the step that is planned, or takes if it is compiled for it (`is_fixed`);
             on average, if some calls hold less than others.
         program, least_ratio: see `Plan.program`, and the time of that plan over that without hooks.
-        is_nested: in all steps that were planned for, the call that ran forward last runs backward first.
+        is_nested: in all planned steps, its calls run backward in the reverse order of their forwards.
         calls: how many hold something at the same time in the planned step.
         compiled_count: how often it was compiled for a step of many calls.
         sizes: the products of symbolic sizes that its bytes are for. A call of larger ones gets a graph of its own.
         grown: how many graphs for smaller sizes were before it.
         codes: weak references to the code of its functions.
-        listed: for each version its plans, and the list that reports read; `stale`: the same of versions that are gone.
+        listed: for each version, the list that reports read, and its plans; `stale`: likewise for dropped versions.
     """
 
     group: Group
@@ -104,11 +104,11 @@ class Graph:
         return self.share if self.is_fixed else self.least or self.stock
 
     def share_of(self, sizes: Products) -> float:
-        """The share of a call's bytes at `sizes` in those at its own, or less."""
+        """A lower bound of the bytes of a call at `sizes`, as a share of its bytes at `self.sizes`."""
         return min((n / self.sizes[k] for k, n in sizes.items()), default=1.0)
 
     def rule(self, given: Budget, sizes: Products = MappingProxyType({})) -> Budget:
-        """The budget to compile the graph with, for symbolic `sizes`: all bytes in the measure of its own."""
+        """The budget to compile the graph with at symbolic `sizes`: all bytes are scaled by `share_of(sizes)`."""
         with _lock:
             part = self.share_of(sizes)
             less = int((1 - part) * (given.peak_bytes or 0))
@@ -243,7 +243,7 @@ class Group:
         looks: whether calls note their parameters, to find the bytes of gradients; `waits`: a step is to be planned.
         gathered_bytes: what is gathered for the first call, see `Step.note_gathered`.
         incomplete: how many steps in a row had calls without a backward.
-        counted: whether the least of a graph is that for the number of calls in `traces`, not for many.
+        counted: whether `least` is planned for the number of calls in `traces`, not for an unknown number.
     """
 
     budget: Budget

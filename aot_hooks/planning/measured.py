@@ -4,8 +4,8 @@ forward starts: a bytes allocated        backward has run: at most n since the c
                                          the step took n - a, or less if an earlier peak was higher
 
 1st step   within the budget: done. Else the counters begin anew, and the next step is measured alone
-2nd step   over the budget: what it took more than predicted is taken off, and the function is compiled once more
-of the tighter plan's steps likewise; if that is over the budget too, a warning says by how much, and where
+2nd step   over the budget: the excess over the prediction is taken off, and the function is compiled once more
+the tighter plan's steps are measured likewise; if one is over the budget too, a warning says by how much, and where
 
 `checked` does this for a graph that is the whole step, `StepCheck` for the steps of many.py.
 """
@@ -39,7 +39,7 @@ _tighter: Memo[dict[Any, Budget]] = Memo()  # by the `torch.compile` wrapper: by
 
 
 def tightened(rule: Any, wrapper: Any) -> Any:
-    """The setting's `rule`; a lower budget, if a step of what Dynamo is compiling took more than that of `rule`."""
+    """`rule`, or a tighter budget if a measured step of the function that Dynamo is compiling was over `rule`."""
     if not isinstance(rule, Budget):
         return rule
     return (_tighter.get(wrapper) or {}).get((dynamo.code_being_compiled(), replace(rule, free=None)), rule)
@@ -147,9 +147,9 @@ class StepCheck:
         return self.counter.allocated()
 
     def ended(self, before: int | None, predicted: int, where: str = "the compiled graphs of the step") -> int:
-        """A step that began with `before` bytes is over; returns how many bytes of the budget no plan may take.
+        """A step that began with `before` bytes has ended. Returns how many bytes the next plan must leave free.
 
-        `predicted` are its bytes `where` they were predicted for.
+        `predicted`: the predicted peak. `where`: what was predicted, for messages.
         """
         if self.done or before is None:
             return 0

@@ -45,7 +45,7 @@ def moments_of(
 ) -> tuple[Moment, ...]:
     """What is alive beside a call of `graph`, at worst, if calls of other graphs have the bytes that `of` returns.
 
-    `tight`: how many of its own calls, the first of those that hold something, hold which bytes by another plan.
+    `tight`: (count, bytes): the first `count` calls of `graph` that hold saved tensors hold `bytes` by another plan.
     """
     found = set()
     count, nbytes = tight
@@ -58,7 +58,7 @@ def moments_of(
 
 
 def latest(traces: Sequence[Sequence[Event]], count: int) -> list[Sequence[Event]]:
-    """The last `count` of `traces`, and of those before them the last one for each graph that runs in none of these."""
+    """The last `count` of `traces`. For each graph that runs in none of these, also the last trace that it runs in."""
     kept: list[Sequence[Event]] = []
     seen: set[Any] = set()
     for trace in reversed(traces):
@@ -76,7 +76,7 @@ def tight_peak(graph: Any, trace: Sequence[Event], of: Callable[[Any], Bytes], c
 
 
 def _worst(moments: Collection[Moment]) -> list[Moment]:
-    """Those that are the worst for some number of bytes that a call may hold: the upper hull of lines."""
+    """The moments that are the highest for some bytes of a call: the upper hull of lines `calls * bytes + nbytes`."""
     hull: list[Moment] = []
     for m in sorted(moments, key=lambda m: (m.calls, m.nbytes)):
         while hull and (hull[-1].nbytes <= m.nbytes or (len(hull) > 1 and not _above(hull[-2], hull[-1], m))):
@@ -86,12 +86,12 @@ def _worst(moments: Collection[Moment]) -> list[Moment]:
 
 
 def _above(a: Moment, b: Moment, c: Moment) -> bool:
-    """Whether `b`, between `a` and `c` in calls, is above both for some number of bytes."""
+    """Whether the line of `b` is above those of `a` and `c` for some bytes of a call. Sorted by calls: a, b, c."""
     return (a.nbytes - b.nbytes) * (c.calls - a.calls) < (a.nbytes - c.nbytes) * (b.calls - a.calls)
 
 
 def shares(trace: Sequence[Event], least: Mapping[Any, Bytes], most: Mapping[Any, Bytes], peak: int) -> float:
-    """The largest share, at most 1, of the way from `least` to `most` that all graphs can go; below 0 if none can."""
+    """The largest s up to 1 for which all graphs fit with `least + s * (most - least)`; below 0 if there is none."""
     share = 1.0
     for event in trace:
         low, high = event.nbytes(least.__getitem__), event.nbytes(most.__getitem__)

@@ -152,7 +152,7 @@ def _in_order(times: Sequence[Mapping[Node, float]]) -> tuple[float, ...]:
 
 
 def _readers(bw: GraphModule) -> tuple[dict[Node, int], dict[Any, int]]:
-    """The last reader of each node, and by storage where the first fused kernel runs that reads it."""
+    """The position of the last reader of each node; and for each storage, of the first fused kernel that reads it."""
     nodes = list(bw.graph.nodes)
     counted = written_storages(nodes, fuse_loops=True) | input_storages(bw.graph)
     kernels = Kernels.of(nodes, counted)
@@ -319,8 +319,8 @@ def _hook_ms(
 
 
 def _with_begins(values: Sequence[Value]) -> list[Value]:
-    """`values` with the positions where they are read at the earliest: by their first reader, or to compute others of
-    their segment again."""
+    """`values` with `begin`: the earliest position that reads a value, in its first reader or in a recomputation of
+    another value of its segment."""
     begins = [value.first for value in values]
     waiting = list(range(len(values)))
     while waiting:
@@ -336,9 +336,9 @@ def _with_begins(values: Sequence[Value]) -> list[Value]:
 
 
 def _segments(groups: Sequence[Sequence[SavedValue]]) -> list[int]:
-    """A number for each storage, in the order of the backward: by layers as modules mark them off, or runs of a few.
+    """The segment of each storage, numbered in the order of the backward: parts of a layer, or runs of a few storages.
 
-    The output of a layer is read inside of the next one. It belongs to that, which goes on to its own last storage.
+    A storage of one layer may be read in the middle of another layer. It then belongs to the segments of that layer.
     """
     runs = itertools.groupby(_layers([group[0].row.module_path for group in groups]))
     layers = [layer or n for n, (layer, run) in enumerate(runs) for _ in run]  # n: in no layer

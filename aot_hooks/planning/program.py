@@ -4,8 +4,8 @@
       the best of some dives --over the peak: some values at a time are open again--> under it --likewise--> better
 
 A large program is solved relaxed first. The values that come out nearest to whole are fixed, and it is solved again,
-until so few are open that they can be solved whole. While many are open, the relaxed programs have lower limits than
-the whole one: a relaxed choice that uses up its limits has no whole one beside it. If the result is above the peak,
+until so few are open that they can be solved whole. While many are open, the relaxed programs get tighter limits:
+near a relaxed choice that uses up its limits there is no whole one. If the result is above the peak,
 values are fixed again for a lower one, without the options that cost much alone and that the relaxed program hardly
 uses. Then some values at a time are solved again beside the others, until all is under the peak or nothing helps, and
 further if the result is poor. In a very large program some equal layers at a time share their choices first. The same
@@ -30,10 +30,10 @@ _AT_ONCE, _SURE = 8, 0.8  # values that are fixed at once if they are as near to
 _LARGE = 2000  # integer columns of a program that is solved with equal layers decided together
 _DIVES, _POOR = 6, 2  # at most; and of those that find nothing better
 _COSTLY = 0.2  # of what the relaxed program adds to the step
-_FURTHER, _LOWER = 1.05, 1.0  # of what a dive was over the peak, and of the room: the next asks for as much less
+_FURTHER, _LOWER = 1.05, 1.0  # times the last dive's excess, times the room: the next dive aims lower by the larger
 _TURNS = 2  # in which all values are solved again
 _PASSED = 2  # times in a row that this is of no use before it ends
-_EACH = 0.05  # of the price of the highest position: what each pays that is over the peak
+_EACH = 0.05  # price of a MiB over the peak at each position, as a share of the price at the highest one
 _FIRST_REPAIRS, _REPAIRS = 6, 24  # times, at most, without costly columns and with them
 _HIGH = 0.3  # of the most that a position is over the peak
 _NEAR = 0.002  # of what the relaxed program has: a whole choice this near to it is not solved again
@@ -77,7 +77,7 @@ class Program:
         self.high.append(high)
 
     def merged(self, same: dict[int, int]) -> tuple[Program, list[int]]:
-        """The program in which each column of `same` is the one given there, and for each column its number in it."""
+        """The program with each column `c` of `same` merged into `same[c]`; and the new number of each column."""
         small = Program()
         number = {c: small.column(self.lower[c], self.upper[c]) for c in range(len(self.cost)) if c not in same}
         numbers = [number[same.get(c, c)] for c in range(len(self.cost))]
@@ -89,7 +89,7 @@ class Program:
         return small, numbers
 
     def each_over(self) -> tuple[Program, dict[int, int]]:
-        """The program with a column in place of `over` for each of its rows; and these columns, with their rows."""
+        """The program with an `over` column of its own for each row that has `over`; and the row of each new column."""
         apart = Program()
         apart.cost, apart.lower, apart.upper = list(self.cost), list(self.lower), list(self.upper)
         apart.data, apart.rows, apart.low, apart.high = self.data, self.rows, self.low, self.high
@@ -174,9 +174,9 @@ def whole_choice(program: Program, by_value: Sequence[Sequence[int]], room: floa
 def _under_the_peak(program: Program, best: Any, guide: Any, by_value: Sequence[Sequence[int]]) -> Any:
     """A choice near `best` that is under the peak, or over it by less; `best` if none is found.
 
-    Several positions may be as high as the highest. So here each pays for what it is over the peak, and not the highest
-    alone. The values that are solved again are those furthest from the relaxed program and, in turns, those nearest to
-    the highest positions; where neither helps, those next to them.
+    Several positions may be as high as the highest. So here each position pays for its own bytes over the peak. Values
+    are solved again in turns: those furthest from the relaxed program, and those nearest to the highest positions. If
+    neither helps, the next values in both orders follow.
     """
     apart, overs = program.each_over()
     excess = program.excess(best)
@@ -203,7 +203,7 @@ def _under_the_peak(program: Program, best: Any, guide: Any, by_value: Sequence[
 
 
 def _behind(order: Sequence[Sequence[int]], without: int) -> list[Sequence[int]]:
-    """The first of `order` that have `_OPEN` columns together, behind those that have the number `without`."""
+    """The values of `order` after the first `without` columns that have at most `_OPEN` columns together."""
     ends = itertools.accumulate(map(len, order))
     return [own for own, end in zip(order, ends, strict=True) if without < end <= without + _OPEN]
 
@@ -215,7 +215,7 @@ def _furthest(best: Any, guide: Any, by_value: Sequence[Sequence[int]]) -> list[
 def _nearest(
     program: Program, x: Any, overs: Mapping[int, int], by_value: Sequence[Sequence[int]]
 ) -> list[Sequence[int]]:
-    """`by_value` from the highest positions on, by how many rows and continuous columns lie between."""
+    """The values nearest to the highest positions first, by a search through rows and continuous columns."""
     of_row, of_column = defaultdict(list), defaultdict(list)
     for row, column in zip(program.rows, program.columns, strict=True):
         of_row[row].append(column)
@@ -309,7 +309,7 @@ def _again(program: Program, best: Any, by_value: Sequence[Sequence[int]], left:
 def _fix_most(program: Program, relaxed: Any, by_value: Sequence[Sequence[int]], room: float, spare: float) -> None:
     """Fix what is nearest to whole in `relaxed`, and solve again, until few values are left open.
 
-    Where no choice is left for these, half as many are fixed at once.
+    If that leaves no solution, it is undone, and half as many values are fixed at once.
     """
     lower, upper, left, most = list(program.lower), list(program.upper), list(by_value), len(by_value)
     while sum(map(len, left)) > _OPEN and most:

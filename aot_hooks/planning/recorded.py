@@ -18,11 +18,11 @@ from ..torch_private import autograd
 from .moments import Event
 from .step import Bytes
 
-# A step has no end if, while the same calls hold something,
-_KEPT_AFTER = 2  # their graphs have run forward and backward that many times,
-_MOST_AFTER = 256  # or that many calls have; if
-_MOST_REPLACED = 2  # that many were dropped that had held something during the backward of a later call; and if
-_MOST_MARKS = 8192  # it has that many marks
+# A step counts as endless at any of these limits, see `Step.is_endless`:
+_KEPT_AFTER = 2  # for each call that holds something: backwards of its graph since the newest such call
+_MOST_AFTER = 256  # calls since the newest call that holds something
+_MOST_REPLACED = 2  # calls that were dropped although a later call had run backward
+_MOST_MARKS = 8192  # marks of the step
 _GATHERED = 2  # times a call's parameters: FSDP2 keeps the buffer that it has gathered into until it gathers the next
 
 
@@ -45,9 +45,9 @@ class Version:
     is_tight: bool = False
 
     def for_next_call(self, step: Step) -> Version:
-        """The version for a call in `step`: this one only beside all planned calls of the tight one.
+        """The version for the next call in `step`: the tight one, until all planned tight calls hold saved tensors.
 
-        So whatever order calls come in, no more hold as much as this one than were planned.
+        So at most `loose_calls` calls hold as much as this version, in whatever order calls come.
         """
         if self.tight is None:
             return self
@@ -61,7 +61,7 @@ class Step:
     """What a thread runs between two points at which nothing is saved.
 
     Attributes:
-        marks: "forward", "backward", or "dropped" without one, with the number of the call and its version.
+        marks: ("forward", "backward" or "dropped", number of the call, its version). "dropped": no backward ran.
         holding: calls that hold what they saved, by number.
         allocated: bytes at its begin, if it is measured.
         count, most: calls so far, and the most that held something at the same time.
@@ -102,7 +102,7 @@ class Step:
         """Set `gathered_bytes` if parameters have memory for a part of the step, as with FSDP2, and return those of
         the first call.
 
-        Those of the first call are here again by its next begin, or still. Which is not known, so they count.
+        Those of the first call always count: when it begins again, they were gathered again or never freed.
         """
         noted = [[leaf for ref in refs if (leaf := ref()) is not None] for refs in self.leaves or ()]
         freed = [any(_is_freed(part) for leaf in leaves for part in _plain(leaf)) for leaves in noted]
@@ -114,7 +114,7 @@ class Step:
 
     @property
     def is_nested(self) -> bool:
-        """Whether of each graph the call that ran forward last ran backward first."""
+        """Whether the calls of each graph run backward in the reverse order of their forwards."""
         waiting: dict[Any, list[int]] = defaultdict(list)
         for how, number, version in self.marks:
             if how == "forward":
@@ -162,7 +162,7 @@ class Step:
 
 
 def _plain(x: torch.Tensor) -> Iterator[torch.Tensor]:
-    """`x`, or the plain tensors that it is made of, as a DTensor is of its local one."""
+    """`x`, or the plain tensors inside of a wrapper subclass, such as the local tensor of a DTensor."""
     if not hasattr(x, "__tensor_flatten__"):
         yield x
         return
@@ -172,7 +172,7 @@ def _plain(x: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def _is_freed(x: torch.Tensor) -> bool:
-    """Whether somebody has taken the memory of `x`, a plain tensor."""
+    """Whether the storage of `x`, a plain tensor, was resized to 0 bytes."""
     return x.layout is torch.strided and x.numel() > 0 and x.untyped_storage().nbytes() == 0
 
 

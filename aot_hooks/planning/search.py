@@ -26,11 +26,11 @@ __all__ = ["NEAR", "Limits", "Tried", "search"]
 
 _PARTITIONS = 2  # choices of what to recompute that are tried
 _PARTITIONS_OF_MANY = 6  # likewise, for a graph that many calls of a step run: what it is off by counts as often
-_LOWER = 0.92  # of the peak: the last of these asks for as much. 16 calls in 3.7 GiB were faster so: 1.19 for 1.21
+_LOWER = 0.92  # share of the peak that the last of these asks for: 16 calls in 3.7 GiB then took 1.19, not 1.21
 _ATTEMPTS = 5  # choices of hooks for each
 _ROUNDING = 1e-6  # of ratios of sums
-# Near the lowest peak the program of what to recompute counts by up to as much more than the graphs turn out to have;
-# the choice for as much more memory is tried as well if it takes this share of the time less.
+# Near the lowest peak, the recomputation program may predict too many bytes, by up to this share. So the choice for a
+# peak that is higher by it is tried as well, if it saves this share of the time.
 _TOO_MUCH, _SHORTER = 0.03, 0.004
 _LESS = 0.003  # of the peak that each attempt asks for less, for what changes with the choice
 NEAR = 0.98  # of the peak: a plan this near to it is not improved
@@ -69,13 +69,13 @@ def search(
 ) -> tuple[Tried | None, Tried]:
     """The best plan that fits, None if none was found, and the one with the lowest peak.
 
-    First what to recompute, with a guess of the hooks, and then the hooks for the graphs that result. The rewritten
-    graphs tell how far the program was off, at each position; what it is solved with next has that added. If none
-    fits after some attempts, the lowest peak is tried.
+    First it chooses what to recompute, with a guess of the hooks, then the hooks for the graphs that result. These
+    graphs, rewritten, show the program's error at each position, which is added before the next solve. If no plan fits
+    after some attempts, the lowest peak is tried.
     """
     all_tried: list[Tried] = []
     limit, max_ms = None if limits.peak is None else float(limits.peak), limits.max_ms(step)
-    low, high = -math.inf, math.inf  # the program was asked for a peak that fitted, and for one that was too high
+    low, high = -math.inf, math.inf  # the last limit whose graphs fitted, and the last one whose graphs did not
     reached: int | None = 0
     partitions = _PARTITIONS if step.moments == ALONE else _PARTITIONS_OF_MANY
     shorter: Solution | None = None

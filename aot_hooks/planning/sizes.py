@@ -38,8 +38,8 @@ class Sizes:
     """The symbolic sizes of a graph.
 
     Attributes:
-        numbers: those among its inputs, by their place.
-        products: what the bytes of its tensors are multiples of: places with exponents.
+        numbers: the symbolic sizes among its inputs, by the position of the input.
+        products: products of sizes that bytes of tensors are multiples of: input positions with exponents.
         bounded: some of `numbers` had an upper bound before it was compiled. Inductor adds bounds, which don't count.
         unknown: some sizes of tensors are no function of `numbers`, as those of `nonzero`, or of `mark_unbacked`.
     """
@@ -51,7 +51,7 @@ class Sizes:
 
     @staticmethod
     def of(gm: GraphModule) -> Sizes:
-        """Those of a graph of Dynamo. Numbers that are no sizes of tensors are left out."""
+        """The sizes of Dynamo's graph `gm`. Numbers that are not sizes of tensors are left out."""
         values = [node.meta.get("example_value") for node in gm.graph.nodes]
         inputs = [node.meta.get("example_value") for node in gm.graph.find_nodes(op="placeholder")]
         places = {symbol: i for i, n in enumerate(inputs) if hint(n) for symbol in symbols_of(n)}

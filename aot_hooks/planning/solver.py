@@ -32,7 +32,7 @@ from .program import MOST_OVER, Program, whole_choice
 from .step import COMPUTED, KEPT, RECOMPUTE, Moment, Option, Step, Value
 
 _APART = 400  # integer columns of a program in which equal layers are decided together
-_ROOM = 0.02  # of the peak, less: a relaxed choice that uses it up has no whole one beside it
+_ROOM = 0.02  # of the peak, left free in the relaxed program: no whole choice lies near one that uses it up
 _OVER = 0.01  # of the peak: being over it by as much costs as much as the whole step
 _MIB = float(1 << 20)
 # shares of the link's rates that the schedule of offload plans with, and most MiB that may be on their way
@@ -223,7 +223,7 @@ def solve(
 
 
 def _alike(step: Step, columns: dict[int, list[int]], count: int) -> dict[int, int]:
-    """Columns of equal layers, each with the one of the first of `count` layers, which may stand for all of them."""
+    """For columns of equal layers: the column that stands for them, from the first layer of a group of `count`."""
     segments: dict[int, list[int]] = defaultdict(list)
     for v, value in enumerate(step.values):
         segments[value.segment].append(v)
@@ -247,8 +247,8 @@ def _computed(
     of_column = {c: option for v, own in columns.items() for c, option in zip(own, options[v], strict=True)}
     computed = {v: program.column() for v, own in recompute.items() if own}
 
-    # The most that one source can add. A value whose sources add up to more counts even if it is not computed again, so
-    # too much is counted, never too little. An exact bound doubles with each layer of a residual network.
+    # The most error that one source adds, capped at `limit`. Where sources exceed the cap, a value counts even if it is
+    # not recomputed: too much, never too little. Without the cap it doubles with each layer of a residual network.
     limit = _CHAINED * _UNITS * max((option.error**2 for option in of_column.values()), default=0.0)
     most: dict[int, float] = {}
     for v in sorted(columns, key=lambda v: step.values[v].gone):  # sources first
@@ -290,7 +290,7 @@ def _error(step: Step, options: Sequence[Option]) -> float:
 
 
 def _share(step: Step, value: Value) -> float:
-    """The share of all saved bytes that is wrong if `value` is."""
+    """The weight of an error of `value`: the bytes that it makes wrong, as a share of all saved bytes."""
     return (value.reached_bytes or value.nbytes) / (step.weighed_bytes or step.saved_bytes or 1)
 
 
@@ -301,7 +301,7 @@ def _on_their_way(
     sent: dict[int, dict[int, float]],
     fetched: dict[int, dict[int, float]],
 ) -> list[dict[int, float]]:
-    """For each group of positions, as terms, the MiB that wait to be sent and those that are back early."""
+    """For each group of positions: the terms of the MiB that wait to be sent, and of the MiB that are back early."""
     if not sent:
         return [{} for _ in groups]
     clock = [0.0]
@@ -337,7 +337,7 @@ def _early_starts(step: Step) -> dict[int, int]:
 
 
 def _groups(step: Step, starts: dict[int, int]) -> list[tuple[int, int]]:
-    """Runs of positions in which no option changes anything: the first of each, and the most that is alive in it."""
+    """Runs of positions within which no option changes a byte: (first position, most bytes alive in the run)."""
     ends = {0, step.forward_count, *starts.values()}
     for value in step.values:
         ends |= {value.gone, value.first, value.last + 1, value.begin}

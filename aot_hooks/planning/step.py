@@ -73,7 +73,7 @@ class Moment:
     nbytes: int = 0
 
     def times(self, growth: float) -> Moment:
-        """The same with other sizes."""
+        """The moment with its bytes scaled by `growth`, for other symbolic sizes."""
         return Moment(self.phase, self.calls, int(growth * self.nbytes))
 
 
@@ -87,8 +87,8 @@ class Apart:
     Attributes:
         moments: what is alive beside one of the others.
         tight_calls, calls: how many hold the least, and how many there are.
-        tight_ratio: the time of one that holds the least, over that without hooks.
-        ratio: the same of all calls, as the program predicts it.
+        tight_ratio: time of a call that holds the least, over its time without hooks.
+        ratio: time of all calls over their time without hooks, as the program predicts it.
     """
 
     moments: tuple[Moment, ...]
@@ -98,7 +98,7 @@ class Apart:
     ratio: float
 
     def ratio_with(self, loose_ratio: float) -> float:
-        """The same of all calls, with that of one that does not hold the least."""
+        """Time of all calls over their time without hooks, if each call of the loose version has `loose_ratio`."""
         return (self.tight_calls * self.tight_ratio + (self.calls - self.tight_calls) * loose_ratio) / self.calls
 
 
@@ -149,7 +149,7 @@ class Value:
         first: the position of its first reader in the backward.
         last: that of its last reader.
         segment: number of the part of the backward that reads it.
-        begin: the position where it is read at the earliest: by `first`, or to recompute others of its segment.
+        begin: the earliest position that reads it: `first`, or a recomputation of another value of its segment.
         options: besides keeping it.
         where: module path or line, for messages.
         saved: False: without a budget it is not saved. `Step.live` does not count it, and only an option stores it.
@@ -183,8 +183,8 @@ class Step:
         places: the modules of these, for messages.
         copies_ms: time of each position as the schedule of copies counts it; (): `node_ms`.
         moments: what is alive beside it, if the step has more calls of compiled graphs.
-        weighed_bytes: what the backward reads of the forward, also if it computes it again: a value's error counts by
-            its share of that. 0: `saved_bytes`.
+        weighed_bytes: bytes that the backward reads of the forward, saved or recomputed. The error of a value is
+            weighted by its share of them. 0: `saved_bytes`.
         host_ms: predicted time of the host if every value is kept; it counts if the device waits for the host.
     """
 

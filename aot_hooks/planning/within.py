@@ -153,7 +153,7 @@ def _partition(
     setting: Setting,
     budget: Budget,
 ) -> _Planned:
-    """What `partition_within` does, with `budget` in place of that of `setting`, which errors name."""
+    """`partition_within` for one `budget`. Error messages name the budget of `setting`."""
     rule: Any = setting.rule
     stock = split()
     fused, trace = stock.fused, stock.trace
@@ -243,7 +243,7 @@ def _around(
     setting: Setting,
     trace: Trace,
 ) -> Tried:
-    """`found` with other graphs: `around(hook)` stands in them for each lossy hook."""
+    """`found` with graphs that use `around(hook)` in place of each lossy hook."""
     bare = found.without_hooks
     graphs = dataclasses.replace(bare, fw=aot.copied(bare.fw), bw=aot.copied(bare.bw))
     policy = _policy(found.solution, found.step, {})
@@ -322,13 +322,13 @@ def _peak(budget: Budget, groups: Sequence[Sequence[SavedValue]]) -> int | None:
 
 
 def _recomputations(step: Step) -> dict[str, Option]:
-    """By name of the value: how to compute it again. From what is saved anyway, if that can be: it comes first."""
+    """The first recompute option of each value, by its name. Options that read only saved values come first."""
     found = ((v, next((o for o in v.options if o.name == RECOMPUTE), None)) for v in step.values)
     return {name: option for value, option in found if option is not None for name in value.names}
 
 
 def _policy(solution: Solution, step: Step, again: Mapping[str, Option]) -> _Chosen:
-    """The hooks of `solution`. `again`: how its values could be computed again, which `step` does not offer."""
+    """The policy of `solution`. `again`: the recompute option of each value, which `step` does not have."""
     hooks: dict[str, Hook] = {}
     reasons: dict[str, str] = {}
     for i, (value, option) in enumerate(zip(step.values, solution.options, strict=True)):

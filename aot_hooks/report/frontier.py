@@ -45,7 +45,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Frontier:
-    """Plans of which none is both faster and smaller than another, by their peak.
+    """Plans sorted by peak. No plan is both slower and larger than another one.
 
     `str()` is a table; iterating gives the points.
 

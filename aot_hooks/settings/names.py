@@ -100,7 +100,7 @@ class Part:
         return cls(x.dtype, int(x.storage_offset()), tuple(x.shape), x.stride())
 
     def __contains__(self, other: Part) -> bool:
-        """Whether `other`, in the same memory, views this: its first and last element and its steps are in it."""
+        """Whether `other`, in the same memory, lies in this part: its first, last, and outermost elements."""
         if self.dtype != other.dtype or 0 in other.shape:
             return self == other
         start = other.offset - self.offset

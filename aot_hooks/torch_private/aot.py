@@ -153,7 +153,7 @@ def copied(gm: GraphModule, *, lazily: bool = True) -> GraphModule:
 def twin(gm: GraphModule) -> GraphModule:
     """A copy of a graph of Dynamo, to compile it twice, with all that Dynamo has set on it and on its nodes.
 
-    By where inputs come from, for one, AOTAutograd knows parameters.
+    For example, AOTAutograd recognizes parameters by the sources that Dynamo has set on the inputs.
     """
     made = copied(gm)
     for new, old in ((made, gm), *zip(made.graph.nodes, gm.graph.nodes, strict=True)):
@@ -163,10 +163,10 @@ def twin(gm: GraphModule) -> GraphModule:
 
 @contextlib.contextmanager
 def apart() -> Iterator[None]:
-    """For one of several compilations in the same call of a backend; 2.11 to 2.15.
+    """A context for one of several compilations in the same call of a backend; 2.11 to 2.15.
 
-    AOTAutograd leaves facts of a graph in the context of the call, and reads them when it compiles the backward, later:
-    which saved tensors that may write over. Without this they would be those of the last compilation.
+    AOTAutograd keeps facts of a graph in the call's `TracingContext` until it compiles the backward: which saved
+    tensors the backward may write over, for one. A later compilation would replace them.
     """
     context = need("torch._guards.TracingContext").try_get()
     with contextlib.nullcontext() if context is None else need("torch._guards.tracing")(copy.copy(context)):

@@ -148,8 +148,8 @@ def _has_cuda_graphs(patches: Mapping[str, Any]) -> bool:
 
 
 def fixes_copies(patches: Mapping[str, Any]) -> bool:
-    """Whether a graph's code can't ask in each call what to copy: with CUDA graphs, with reuse of its buffers, and in
-    C++, which crashes in calls of operators of Python that return a list (2.13)."""
+    """Whether compiled code can't decide in each call what to copy: with CUDA graphs, reuse of buffers, or in
+    C++. Code in C++ crashes when it calls a Python operator that returns a list (2.13)."""
     in_cpp = patches.get("cpp_wrapper", need("torch._inductor.config").cpp_wrapper)
     return _has_cuda_graphs(patches) or bool(in_cpp) or bool(patches.get("allow_buffer_reuse", False))
 

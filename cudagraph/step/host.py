@@ -69,7 +69,7 @@ class HostState:
         self.tensors: dict[str, torch.Tensor] = {}
         self.optimizers: dict[str, torch.optim.Optimizer] = {}
         self.schedulers: dict[str, Scheduler] = {}  # of learning rates; not followed
-        self._rates_followed: set[str] = set()  # those whose last rates are
+        self._rates_followed: set[str] = set()  # paths of schedulers whose last rates are followed
         self.compiled = False  # whether a function or module was found that Dynamo compiles
         self.numbers: list[torch.Tensor] = []  # tensors on the CPU, if the step is on another device: versions count
         self._device_type, self._follows_schedulers = device_type, follows_schedulers
