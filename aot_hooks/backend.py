@@ -226,7 +226,7 @@ def _compile_graph(
         return _with_eager_hooks(_compile(gm, inputs, options, patches, None, lambda: None, compilation))
 
     paths, live = roots(), listed is not None
-    at_run_time = capture is None and not inductor.fixes_copies(patches)
+    at_run_time = capture is None and not inductor.copies_are_static(patches)
 
     def compiled_with(gm: GraphModule, hooks: _InForce, graph: records.Graph) -> _Compiled:
         compilation = cudagraphs.compilation(capture) if capture is not None else None
@@ -266,7 +266,7 @@ def _compile_graph(
         if twin is not None and in_steps is not None and setting is not None:
             if (tight := in_steps.tight_rule(given, graph.plans)) is not None:
                 tight_hooks = dataclasses.replace(hooks, setting=Setting(tight, setting.scope))
-                with aot.apart():
+                with aot.isolated_compilation():
                     tight_run = compiled_with(twin, tight_hooks, tight_graph)
     known = records.plans_of(wrapper) if hooks.settings and wrapper is not None else None
     version = None if in_steps is None else in_steps.compiled(graph.plans, known, tight_graph.plans, sizes.hints())
@@ -478,7 +478,7 @@ def plan_graph(gm: GraphModule, inputs: Sequence[Any], options: Options) -> tupl
     Makes no code. `gm` may be changed.
     """
     plans: list[Plan] = []
-    at_run_time = not options.cudagraphs and not inductor.fixes_copies(options.inductor or {})
+    at_run_time = not options.cudagraphs and not inductor.copies_are_static(options.inductor or {})
     hooks = _in_force(gm, inputs, options, None)
     partition = planning_partition(hooks, options.inner, plans, roots(), [], live=True, at_run_time=at_run_time)
     with autograd.covered_hooks(), without_autograd_cache():

@@ -7,10 +7,10 @@
                   if it is faster, B in two versions: the first calls hold the least, the last ones more
 
 A graph that is compiled first takes the budget as its own, which is right if it is the whole step. Once calls hold a
-quarter of the budget, functions are compiled anew and hold the least that they can: nobody knows how many calls follow.
-When all backwards of the step have run, its trace is known. The share of a graph is least + s * (stock - least), with
-the largest s for which all graphs fit together. A graph that is planned later may use what earlier graphs left of their
-shares. Each call chooses its version when it runs, by what other calls hold then.
+quarter of the budget, functions are compiled again for the least that they can hold: nobody knows how many calls
+follow. When all backwards of the step have run, its trace is known. The share of a graph is then
+least + s * (stock - least), with the largest s for which all graphs fit together. A graph that is planned later may use
+what earlier graphs left of their shares. Each call chooses its version when it runs, by what other calls hold then.
 
 A step is what one thread runs between two points at which nothing is saved. Bytes are predicted, on all devices. Calls
 that hold something while their graphs run forward and backward again are left out: the output of an evaluation is kept.
@@ -66,7 +66,7 @@ class Graph:
     """A graph of Dynamo under a budget, in all versions that it is compiled to.
 
     Attributes:
-        wants: the plan to compile it with: "alone", as the whole step, "least", or "planned".
+        mode: the plan to compile it with: "alone", as the whole step, "least", or "planned".
         stock, least: bytes of a call without hooks, and of one that holds the least; None: not known.
         share: bytes that a call may take in the step that is planned, or takes if it is compiled for it (`is_fixed`);
             on average, if some calls hold less than others.
@@ -81,7 +81,7 @@ class Graph:
     """
 
     group: Group
-    wants: str = "alone"
+    mode: str = "alone"
     stock: Bytes = _NOT_KNOWN
     least: Bytes | None = None
     share: Bytes = _NOT_KNOWN
@@ -99,7 +99,7 @@ class Graph:
     stale: list[tuple[list[Plan], list[Plan]]] = field(default_factory=list)
 
     @property
-    def can_hold(self) -> Bytes:
+    def least_in_step(self) -> Bytes:
         """The fewest bytes of a call in the step that is planned."""
         return self.share if self.is_fixed else self.least or self.stock
 
@@ -115,12 +115,12 @@ class Graph:
             given = replace(given, over=given.over + less, lenient=self.grown > 0) if less or self.grown else given
             step = self.group.step
             step.drop()
-            if self.wants == "alone" and step.holding and step.held_bytes > _SMALL * self.group.peak_bytes:
-                self.wants = "least"
-            if self.wants == "least":
+            if self.mode == "alone" and step.holding and step.held_bytes > _SMALL * self.group.peak_bytes:
+                self.mode = "least"
+            if self.mode == "least":
                 return self._least_rule(given)
-            if self.wants == "planned":
-                moments, least = self._moments(), self._moments(of=lambda graph: graph.can_hold)
+            if self.mode == "planned":
+                moments, least = self._moments(), self._moments(of=lambda graph: graph.least_in_step)
                 moments, least = (tuple(m.times(part) for m in ms) for ms in (moments, least))
                 rule = replace(given, free=self.group.free, over=given.over + self.group.over, moments=moments)
                 estimated = any(event.gathered_bytes for trace in self.group.traces for event in trace)
@@ -182,7 +182,7 @@ class Graph:
             self.stale = []
             if code is not None and all(ref() is not code for ref in self.codes):
                 self.codes.append(weakref.ref(code))
-            kind = "planned" if found[0].in_step is not None else self.wants  # which another thread may have changed
+            kind = "planned" if found[0].in_step is not None else self.mode  # which another thread may have changed
             growth = 1 / self.share_of(sizes)
             version = Version(self, kind, total(map(own_bytes, found)).times(growth))
             if kind == "planned":
@@ -209,18 +209,18 @@ class Graph:
                 self.least_ratio = found[0].step_ratio
             return version
 
-    def anew(self, wants: str) -> bool:
+    def compile_again(self, mode: str) -> bool:
         """Have the next calls compile the graph again with that plan; False, and nothing changes, if they can't."""
-        if self.why_not_anew():
+        if self.why_not_again():
             return False
-        self.wants = wants
+        self.mode = mode
         self.compiled_count += 1
         self.stale += self.listed
         self.listed = []
         return all([dynamo.compile_anew(code, while_running=True) for code in self._codes()])
 
-    def why_not_anew(self) -> str:
-        """Why `anew` would do nothing; "" if it would work."""
+    def why_not_again(self) -> str:
+        """Why `compile_again` would do nothing; "" if it would work."""
         codes = self._codes()
         return next(filter(None, map(dynamo.why_not_anew, codes)), "") if codes else "they are gone"
 
@@ -239,8 +239,9 @@ class Group:
         over: bytes of the budget that no plan may take, because a measured step took more than predicted.
         predicted: bytes of the last step that fits.
         check: compares measured steps with the budget.
-        fits: the marks of the last steps that need no other plan.
-        looks: whether calls note their parameters, to find the bytes of gradients; `waits`: a step is to be planned.
+        accepted: the marks of the last steps that need no other plan.
+        notes_parameters: whether calls note their parameters, to find the bytes of gradients.
+        needs_plan: whether a step is to be planned.
         gathered_bytes: what is gathered for the first call, see `Step.note_gathered`.
         incomplete: how many steps in a row had calls without a backward.
         counted: whether `least` is planned for the number of calls in `traces`, not for an unknown number.
@@ -254,9 +255,9 @@ class Group:
     over: int = 0
     predicted: int = 0
     check: StepCheck | None = None
-    fits: deque[list[tuple[str, int, Version]]] = field(default_factory=lambda: deque(maxlen=_MOST_TRACES))
-    looks: bool = True
-    waits: bool = False
+    accepted: deque[list[tuple[str, int, Version]]] = field(default_factory=lambda: deque(maxlen=_MOST_TRACES))
+    notes_parameters: bool = True
+    needs_plan: bool = False
     gathered_bytes: int = 0
     incomplete: int = 0
     counted: bool = False
@@ -286,10 +287,10 @@ class Group:
         self._local.decided = version
 
     def begin(self) -> Step:
-        self._local.step = step = Step(leaves=[] if self.looks else None)
+        self._local.step = step = Step(leaves=[] if self.notes_parameters else None)
         return step
 
-    def begins(self) -> None:
+    def on_forward_start(self) -> None:
         """A forward is about to run."""
         with _lock:
             step = self.step
@@ -298,7 +299,7 @@ class Group:
                 self.leave_out(step)
             if not step.holding:
                 if step.marks and step.marks[-1][0] == "dropped":
-                    self.ended(step)
+                    self.on_step_end(step)
                 allocated = None if self.check is None else self.check.begins()
                 # what is gathered for the first call is of the step
                 self.begin().allocated = None if allocated is None else allocated - self.gathered_bytes
@@ -311,14 +312,14 @@ class Group:
             step_warnings.kept(self.budget, len(step.holding), step.held_bytes, since)
         step.marks, step.holding = [], {}
 
-    def called(self, version: Version, args: Sequence[Any], outputs: Any) -> None:
+    def on_forward_end(self, version: Version, args: Sequence[Any], outputs: Any) -> None:
         """A forward has run."""
         step = self.step
         number = step.count
         if not autograd.at_end_of_backward(
             outputs,
             functools.partial(step.gone.append, number),
-            functools.partial(self.has_run, step, number),
+            functools.partial(self.on_backward_end, step, number),
             self.is_retained,
         ):
             return
@@ -329,15 +330,15 @@ class Group:
             if step.leaves is not None:
                 leaves = (a for a in args if isinstance(a, torch.Tensor) and a.requires_grad and a.is_leaf)
                 step.leaves.append([weakref.ref(a) for a in leaves])
-            alone = version.kind == version.graph.wants == "alone"
+            alone = version.kind == version.graph.mode == "alone"
             if alone and len(step.holding) > 1 and step.held_bytes > _SMALL * self.peak_bytes:
-                version.graph.anew("least")
+                version.graph.compile_again("least")
 
-    def has_run(self, step: Step, number: int) -> None:
+    def on_backward_end(self, step: Step, number: int) -> None:
         with _lock:
             step.drop()
             if step.release("backward", number) and not step.holding:
-                self.ended(step)
+                self.on_step_end(step)
 
     def is_retained(self) -> None:
         """A backward is about to run that keeps what was saved."""
@@ -345,10 +346,10 @@ class Group:
             self.warned_of_retained = True
             step_warnings.retained(self.budget)
 
-    def ended(self, step: Step) -> None:
+    def on_step_end(self, step: Step) -> None:
         """Plan for `step`, if it is not one that fits."""
         self.gathered_bytes = max(self.gathered_bytes, step.note_gathered())
-        if step.marks in self.fits:
+        if step.marks in self.accepted:
             self.measure(step)
             return
         kinds = {how for how, _, _ in step.marks}
@@ -358,12 +359,12 @@ class Group:
         if 0 < self.incomplete < 3:  # an exception may have ended it
             return
         if step.most < 2:
-            self.fits.append(step.marks)
-            self.looks = self.looks and self.waits
-            for graph in {v.graph: None for _, _, v in step.marks if v.kind == v.graph.wants == "least"}:
-                graph.anew("alone")  # it was compiled while calls held something that never had a backward
+            self.accepted.append(step.marks)
+            self.notes_parameters = self.notes_parameters and self.needs_plan
+            for graph in {v.graph: None for _, _, v in step.marks if v.kind == v.graph.mode == "least"}:
+                graph.compile_again("alone")  # it was compiled while calls held something that never had a backward
             return
-        self.looks = self.waits = step.leaves is None
+        self.notes_parameters = self.needs_plan = step.leaves is None
         if step.leaves is None:  # the next one like it tells
             return
         taken = max(event.nbytes(lambda version: version.nbytes) for event in step.trace(lambda version: version))
@@ -371,23 +372,23 @@ class Group:
         graphs = list({version.graph: None for version in versions})
         bounded = all(version.kind == "planned" or not version.graph.sizes for version in versions)  # by guards
         if taken <= self.peak_bytes and bounded and all(version.kind != "least" for version in versions):
-            self.fits.append(step.marks)
+            self.accepted.append(step.marks)
             self.predicted = taken
             self.measure(step)
-        elif all(v.kind == v.graph.wants == "planned" for v in versions) and self.knows(step):
-            self.fits.append(step.marks)  # nothing is tighter, which was a warning when it was compiled
+        elif all(v.kind == v.graph.mode == "planned" for v in versions) and self.has_plan_for(step):
+            self.accepted.append(step.marks)  # nothing is tighter, which was a warning when it was compiled
             self.predicted = taken
         else:
-            why = next(filter(None, (graph.why_not_anew() for graph in graphs)), "")
+            why = next(filter(None, (graph.why_not_again() for graph in graphs)), "")
             if any(graph.compiled_count >= _MOST_COMPILED for graph in graphs):
                 why = f"they were, {_MOST_COMPILED} times"
             self.busy = self.busy + 1 if why == dynamo.BUSY else 0
             if not why:
                 self.plan(step, graphs)
             if not why or self.busy:
-                self.looks = self.waits = True  # the next step is checked, or planned
+                self.notes_parameters = self.needs_plan = True  # the next step is checked, or planned
             else:
-                self.fits.append(step.marks)
+                self.accepted.append(step.marks)
             if why and not 0 < self.busy < _MOST_BUSY:
                 self.warn(taken, step, why)
 
@@ -396,10 +397,10 @@ class Group:
         if self.check is None or any(version.kind != "planned" for _, _, version in step.marks):
             return
         if (excess := self.check.ended(step.allocated, self.predicted)) > 0:
-            self.over, self.looks, self.waits = excess, True, True
-            self.fits.clear()  # the next step is over what is left, and gets another plan
+            self.over, self.notes_parameters, self.needs_plan = excess, True, True
+            self.accepted.clear()  # the next step is over what is left, and gets another plan
 
-    def knows(self, step: Step) -> bool:
+    def has_plan_for(self, step: Step) -> bool:
         """Whether the graphs have been planned for a step like `step`."""
 
         def calls(trace: Sequence[Event]) -> list[Any]:
@@ -409,7 +410,7 @@ class Group:
         return self.planned_peak == self.peak_bytes and any(calls(trace) == found for trace in self.traces)
 
     def plan(self, step: Step, graphs: Sequence[Graph]) -> bool:
-        """Have the graphs compiled anew for a step like `step`; False if they can't be."""
+        """Have the graphs compiled again for a step like `step`; False if they can't be."""
         trace = step.trace(lambda version: version.graph)
         stock = {graph: graph.stock for graph in graphs}
         least = {graph: graph.least or graph.stock for graph in graphs}
@@ -417,18 +418,18 @@ class Group:
         if share < 0 and not self.counted and all(graph.least for graph in graphs):
             # What holds the least may take much while it runs: which is right depends on the number of calls.
             self.counted, self.traces = True, latest([*self.traces, trace], 1)
-            return all([graph.anew("least") for graph in graphs])
+            return all([graph.compile_again("least") for graph in graphs])
         unknown = {graph for graph in graphs if graph.least is None}
         calls = [version for how, _, version in step.marks if how == "forward"]
         held = sum(version.nbytes.held for version in calls if version.graph in unknown)
         if unknown and (share < 0 or held > _SMALL * self.peak_bytes):
-            return all([graph.anew("least") for graph in unknown])
+            return all([graph.compile_again("least") for graph in unknown])
         self.traces, self.planned_peak = latest([*self.traces, trace], _MOST_TRACES), self.peak_bytes
         for graph in graphs:
             graph.share, graph.is_fixed = between(least[graph], stock[graph], max(0.0, share)), False
             most = max(event.holding.get(graph, 0) + (event.runs is graph) for event in trace)
             graph.calls, graph.is_nested = max(graph.calls, most), graph.is_nested and step.is_nested
-        return all([graph.anew("planned") for graph in graphs])
+        return all([graph.compile_again("planned") for graph in graphs])
 
     def warn(self, taken: int, step: Step, why: str) -> None:
         if taken <= max(self.peak_bytes, _WARNS_AGAIN * self.warned_bytes):
@@ -482,10 +483,10 @@ def noted(run: Callable[..., Any], version: Version) -> Callable[..., Any]:
     def run_and_note(*args: Any) -> Any:
         if any(isinstance(a, torch.Tensor) and is_traced_value(a) for a in args):  # while DDP's graphs are cut
             return run(*args)
-        group.begins()
+        group.on_forward_start()
         group.decided = now = version.for_next_call(group.step)
         outputs = run(*args)
-        group.called(now, args, outputs)
+        group.on_forward_end(now, args, outputs)
         return outputs
 
     return run_and_note

@@ -131,7 +131,7 @@ class Program:
         ).x
 
 
-def whole_choice(program: Program, by_value: Sequence[Sequence[int]], room: float, same: dict[int, int]) -> Any:
+def integer_solution(program: Program, by_value: Sequence[Sequence[int]], room: float, same: dict[int, int]) -> Any:
     """A value for each column, with those of `by_value` whole. None if there are none.
 
     Args:
@@ -150,7 +150,7 @@ def whole_choice(program: Program, by_value: Sequence[Sequence[int]], room: floa
     least = room == 0  # asked for: no peak is out of reach
     if same and (least or whole > _LARGE):
         small, numbers = program.merged(same)
-        found = whole_choice(small, [[numbers[c] for c in own] for own in by_value if own[0] not in same], room, {})
+        found = integer_solution(small, [[numbers[c] for c in own] for own in by_value if own[0] not in same], room, {})
         best = None if found is None else [found[n] for n in numbers]
     if best is None or whole <= _LARGE:
         best = _dives(program, best, guide, by_value, room, near)
@@ -158,7 +158,7 @@ def whole_choice(program: Program, by_value: Sequence[Sequence[int]], room: floa
     if best is None or program.objective(best) <= near or out_of_reach:
         return best
     if not least and best[program.over] > MOST_OVER:
-        best = _under_the_peak(program, best, guide, by_value)
+        best = _repair_peak(program, best, guide, by_value)
     count = -(-whole // _OPEN)
     for turn in range(1 if least else _TURNS):  # layer by layer, then those furthest from the relaxed program
         order, passed = _furthest(best, guide, by_value) if turn else by_value, 0
@@ -166,12 +166,12 @@ def whole_choice(program: Program, by_value: Sequence[Sequence[int]], room: floa
             reached = program.objective(best)
             if reached < near or (passed == _PASSED and not least):
                 break
-            best = _again(program, best, by_value, order[part * len(order) // count :][: len(order) // count + 1])
+            best = _improve(program, best, by_value, order[part * len(order) // count :][: len(order) // count + 1])
             passed = 0 if program.objective(best) < reached - _GAP * abs(near) else passed + 1
     return best
 
 
-def _under_the_peak(program: Program, best: Any, guide: Any, by_value: Sequence[Sequence[int]]) -> Any:
+def _repair_peak(program: Program, best: Any, guide: Any, by_value: Sequence[Sequence[int]]) -> Any:
     """A choice near `best` that is under the peak, or over it by less; `best` if none is found.
 
     Several positions may be as high as the highest. So here each position pays for its own bytes over the peak. Values
@@ -193,7 +193,7 @@ def _under_the_peak(program: Program, best: Any, guide: Any, by_value: Sequence[
         x, passed, turn = start, 0, 0
         while passed < 3 * _PASSED and turn < most and max(x[c] for c in overs) > MOST_OVER:
             order = _nearest(apart, x, overs, by_value) if turn % 2 else _furthest(x, guide, by_value)
-            found = _again(apart, x, by_value, _behind(order, passed // 2 * _OPEN // 2))
+            found = _improve(apart, x, by_value, _next_batch(order, passed // 2 * _OPEN // 2))
             passed = 0 if apart.objective(found) < (1 - _GAP) * apart.objective(x) else passed + 1
             x, turn = found, turn + 1
     excess = program.excess(x)
@@ -202,7 +202,7 @@ def _under_the_peak(program: Program, best: Any, guide: Any, by_value: Sequence[
     return min(best, x, key=program.objective)
 
 
-def _behind(order: Sequence[Sequence[int]], without: int) -> list[Sequence[int]]:
+def _next_batch(order: Sequence[Sequence[int]], without: int) -> list[Sequence[int]]:
     """The values of `order` after the first `without` columns that have at most `_OPEN` columns together."""
     ends = itertools.accumulate(map(len, order))
     return [own for own, end in zip(order, ends, strict=True) if without < end <= without + _OPEN]
@@ -296,7 +296,7 @@ def _dive(
     return found
 
 
-def _again(program: Program, best: Any, by_value: Sequence[Sequence[int]], left: Sequence[Sequence[int]]) -> Any:
+def _improve(program: Program, best: Any, by_value: Sequence[Sequence[int]], left: Sequence[Sequence[int]]) -> Any:
     """A better solution than `best` that differs from it in the values `left` only; `best` if none is found."""
     bounds = list(program.lower), list(program.upper)
     for c in {c for own in by_value for c in own} - {c for own in left for c in own}:

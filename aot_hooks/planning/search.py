@@ -188,14 +188,14 @@ def _hooked(
             # a program that is asked for a few bytes less gives the same plan again
             less = max(1.05 * over, (attempt + 1) * _LESS * limits.peak) if over > 0 else 0
             programs[0] = (step, asked - less)
-        off = _off(found.live, step.nodes, solution.live)
+        off = _prediction_errors(found.live, step.nodes, solution.live)
         corrected = dataclasses.replace(program, live=tuple(map(operator.add, program.live, off)))
         programs[1:] = [(corrected, limits.peak * (1 - (attempt + 1) * _LESS))]
         if max_ms is not None and found.plan.before_ms:
             max_ms -= 1.05 * max(0.0, found.plan.after_ms - found.plan.before_ms * limits.slowdown)
 
 
-def _off(points: Sequence[LivePoint], nodes: Sequence[str], predicted: Sequence[int]) -> list[int]:
+def _prediction_errors(points: Sequence[LivePoint], nodes: Sequence[str], predicted: Sequence[int]) -> list[int]:
     """By how many bytes `points` are above what was `predicted` at each of `nodes`.
 
     A node of a hook counts for the one before it in the forward, and for the one after it in the backward.

@@ -28,7 +28,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from .program import MOST_OVER, Program, whole_choice
+from .program import MOST_OVER, Program, integer_solution
 from .step import COMPUTED, KEPT, RECOMPUTE, Moment, Option, Step, Value
 
 _APART = 400  # integer columns of a program in which equal layers are decided together
@@ -157,7 +157,7 @@ def solve(
 
     groups = _groups(step, starts)
     deltas = [program.column(-math.inf) for _ in groups]
-    alive = _on_their_way(step, program, groups, sent, fetched)
+    alive = _in_flight_terms(step, program, groups, sent, fetched)
     for g, (position, _) in enumerate(groups):
         terms = {deltas[g]: -1.0} | ({deltas[g - 1]: 1.0} if g else {}) | change.get(position, {})
         program.row(terms, 0, 0)
@@ -183,7 +183,7 @@ def solve(
         limit({c: terms.get(c, 0.0) + there.get(c, 0.0) for c in terms | there}, between, step.moments_at(position))
     if math.isfinite(max_error):
         terms = {c: _UNITS * _share(step, step.values[v]) * o.error**2 for c, (v, o) in enumerate(choices)}
-        terms |= _computed(step, program, columns, recompute)
+        terms |= _recompute_error_rows(step, program, columns, recompute)
         program.errors = len(program.low)
         program.row(terms, 0, _UNITS * max_error**2 + 1e-9)
     if max_ms is not None:
@@ -192,7 +192,8 @@ def solve(
     if under and ((relaxed := program.solved(0)) is None or relaxed[program.over] > MOST_OVER):
         return None
     decided = [own for own in columns.values() if own]
-    x = whole_choice(program, decided, _ROOM * allowed, _alike(step, columns, max(1, math.ceil(len(choices) / _APART))))
+    same = _equal_layers(step, columns, max(1, math.ceil(len(choices) / _APART)))
+    x = integer_solution(program, decided, _ROOM * allowed, same)
     if x is None:
         return None
     options = [KEPT] * len(step.values)
@@ -222,7 +223,7 @@ def solve(
     return Solution(tuple(options), found, one.peak(step.moments), step.ms_with(options), _error(step, options))
 
 
-def _alike(step: Step, columns: dict[int, list[int]], count: int) -> dict[int, int]:
+def _equal_layers(step: Step, columns: dict[int, list[int]], count: int) -> dict[int, int]:
     """For columns of equal layers: the column that stands for them, from the first layer of a group of `count`."""
     segments: dict[int, list[int]] = defaultdict(list)
     for v, value in enumerate(step.values):
@@ -239,7 +240,7 @@ def _alike(step: Step, columns: dict[int, list[int]], count: int) -> dict[int, i
     return same
 
 
-def _computed(
+def _recompute_error_rows(
     step: Step, program: Program, columns: dict[int, list[int]], recompute: dict[int, list[int]]
 ) -> dict[int, float]:
     """Terms for the row of errors: those of values that are computed again from rounded ones. Adds rows for them."""
@@ -294,7 +295,7 @@ def _share(step: Step, value: Value) -> float:
     return (value.reached_bytes or value.nbytes) / (step.weighed_bytes or step.saved_bytes or 1)
 
 
-def _on_their_way(
+def _in_flight_terms(
     step: Step,
     program: Program,
     groups: list[tuple[int, int]],

@@ -25,7 +25,7 @@ from ..passes.plan import Plan, joined
 from ..planning.budget import Budget
 from ..torch_private import dry_run as torch_dry_run
 from ..torch_private.values import data_dependent_errors, pytree, without_modes
-from .trial import reachable_values, signature_of, taken_apart, trial
+from .trial import reachable_values, signature_of, trial, unwrap_compiled
 
 
 def plan(
@@ -97,7 +97,7 @@ def plans_of(
 
     The budget of each graph of Dynamo with a plan is appended to `budgets`, None for another policy.
     """
-    fn, own_options, dynamic = taken_apart("aot_hooks.plan", fn)
+    fn, own_options, dynamic = unwrap_compiled("aot_hooks.plan", fn)
     check_keywords("aot_hooks.plan", fn, kwargs, overrides)
     options = Options.parse(own_options | {name: value for name, value in overrides.items() if value is not None})
     plans: list[Plan] = []

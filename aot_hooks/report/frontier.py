@@ -21,7 +21,7 @@ from ..hook import KEEP
 from ..passes.plan import Plan, joined
 from ..planning.budget import ALLOWED, Budget, budget
 from .dry_run import check_keywords, plans_of
-from .trial import taken_apart
+from .trial import unwrap_compiled
 
 _POINTS = 8
 
@@ -103,7 +103,7 @@ def frontier(
     Raises as `plan` and `budget` do.
     """
 
-    inside, _, _ = taken_apart("aot_hooks.frontier", fn)
+    inside, _, _ = unwrap_compiled("aot_hooks.frontier", fn)
     check_keywords("aot_hooks.frontier", inside, kwargs, ("allow", "max_error", "scope", "inner"))
 
     def plan_with(policy: Any) -> Plan:

@@ -32,7 +32,7 @@ from ..settings.setting import Setting
 from ..torch_private import autograd, dynamo
 from ..torch_private import dry_run as torch_dry_run
 from ..torch_private import values as torch_values
-from .trial import reachable_values, signature_of, taken_apart, trial
+from .trial import reachable_values, signature_of, trial, unwrap_compiled
 
 _SAME, _ROUNDED = 1e-6, 1e-2  # error of outputs: equal up to rounding; low precision and another fusion
 _SHOWN = 40  # rows of a printed report
@@ -135,7 +135,7 @@ def check_gradients(
             optimizer.
         HookContractError, HookTraceError, PolicyError: as compiling does.
     """
-    fn, options, dynamic = taken_apart("check_gradients", fn)
+    fn, options, dynamic = unwrap_compiled("check_gradients", fn)
     options |= {"inner": inner or options.get("inner", "inductor"), "cudagraphs": False}
     own_policy = options.pop("policy", None)
     if policy is None and autograd.top_hooks() is None:

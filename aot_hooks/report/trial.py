@@ -60,7 +60,7 @@ def trial(
         random.setstate(python_random_state)
 
 
-def taken_apart(caller: str, fn: Any) -> tuple[Any, dict[str, Any], bool | None]:
+def unwrap_compiled(caller: str, fn: Any) -> tuple[Any, dict[str, Any], bool | None]:
     """The function or module inside of `fn`, a result of `torch.compile`, the options of our backend, and `dynamic`.
     Raises `OptionError` if `fn` is not callable."""
     fn, wrapper = dynamo.uncompiled(fn)

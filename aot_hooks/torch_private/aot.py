@@ -162,7 +162,7 @@ def twin(gm: GraphModule) -> GraphModule:
 
 
 @contextlib.contextmanager
-def apart() -> Iterator[None]:
+def isolated_compilation() -> Iterator[None]:
     """A context for one of several compilations in the same call of a backend; 2.11 to 2.15.
 
     AOTAutograd keeps facts of a graph in the call's `TracingContext` until it compiles the backward: which saved

@@ -147,7 +147,7 @@ def _has_cuda_graphs(patches: Mapping[str, Any]) -> bool:
     return bool(patches.get("triton.cudagraphs", need("torch._inductor.config").triton.cudagraphs))
 
 
-def fixes_copies(patches: Mapping[str, Any]) -> bool:
+def copies_are_static(patches: Mapping[str, Any]) -> bool:
     """Whether compiled code can't decide in each call what to copy: with CUDA graphs, reuse of buffers, or in
     C++. Code in C++ crashes when it calls a Python operator that returns a list (2.13)."""
     in_cpp = patches.get("cpp_wrapper", need("torch._inductor.config").cpp_wrapper)

@@ -130,8 +130,8 @@ def test_a_warning_that_is_an_error_leaves_nothing_behind() -> None:
 
 
 def test_code_in_cpp_goes_by_the_plan_of_its_graph() -> None:
-    assert inductor.fixes_copies({"cpp_wrapper": True})
-    assert not inductor.fixes_copies({})
+    assert inductor.copies_are_static({"cpp_wrapper": True})
+    assert not inductor.copies_are_static({})
     with warnings.catch_warnings(), torch._inductor.config.patch(cpp_wrapper=True):
-        assert inductor.fixes_copies({})
-        assert not inductor.fixes_copies({"cpp_wrapper": False})
+        assert inductor.copies_are_static({})
+        assert not inductor.copies_are_static({"cpp_wrapper": False})

@@ -267,7 +267,7 @@ def test_a_compilation_apart_leaves_its_facts_in_a_context_of_its_own(x):
     def check(gm: Any, _: Any) -> Any:
         context = torch._guards.TracingContext.get()
         context.fw_metadata = "of the graph"
-        with aot.apart():
+        with aot.isolated_compilation():
             inside = torch._guards.TracingContext.get()
             assert inside is not context and inside.guards_context is context.guards_context
             inside.fw_metadata = "of another version"
@@ -312,7 +312,7 @@ def test_calls_are_apart_if_their_graphs_are_faster_so_not_if_the_program_says_i
 
 def test_calls_apart_without_a_version_that_holds_the_least_are_refused():
     """Else all calls would hold what a part of them was planned to hold."""
-    graph = many.Graph(many.Group(budget(1 << 20), None), wants="planned")
+    graph = many.Graph(many.Group(budget(1 << 20), None), mode="planned")
     points = (LivePoint("forward", "mm", 10, "", ""), LivePoint("backward", "mm", 10, "", ""))
     plan = Plan((), live_before=points, live_after=points, in_step=InStep(4, 0, tight_calls=2))
     with pytest.raises(BudgetError, match="no plan of what they run"):

@@ -9,7 +9,7 @@ import random
 
 import pytest
 
-from aot_hooks.planning.program import MOST_OVER, Program, _nearest, _under_the_peak
+from aot_hooks.planning.program import MOST_OVER, Program, _nearest, _repair_peak
 from aot_hooks.planning.solver import solve
 from aot_hooks.planning.step import KEPT, RECOMPUTE, Moment, Option, Step, Value
 
@@ -395,7 +395,7 @@ def test_a_choice_over_the_peak_at_many_positions_is_brought_under_it_by_parts()
     kept[-120:], kept[p.over] = 0.0, 9.0
     assert max(p.excess(kept)) == 9.0
 
-    found = _under_the_peak(p, kept, p.solved(0), choices)
+    found = _repair_peak(p, kept, p.solved(0), choices)
     assert found[p.over] <= MOST_OVER
     assert max(p.excess(found)) <= MOST_OVER
     assert all(abs(found[c] - round(found[c])) < 1e-6 for c in columns)
