@@ -36,14 +36,14 @@ COUNT, SHARE = 8, 0.45
 def ran(monkeypatch) -> list[str]:
     """For each call under a plan, "tight" or "loose"."""
     found: list[str] = []
-    called = many.Group.called
+    called = many.Group.on_forward_end
 
     def noted(group: Any, version: Any, *args: Any) -> Any:
         if version.kind == "planned":
             found.append("tight" if version.is_tight else "loose")
         return called(group, version, *args)
 
-    monkeypatch.setattr(many.Group, "called", noted)
+    monkeypatch.setattr(many.Group, "on_forward_end", noted)
     return found
 
 
