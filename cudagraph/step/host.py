@@ -393,7 +393,8 @@ def _restore_array(value: Any, saved: _Content) -> None:
     numpy = sys.modules["numpy"]
     if value.dtype != dtype:
         value.dtype = dtype
-    value.shape = shape
+    if value.shape != shape:
+        value.shape = shape
     value[...] = numpy.frombuffer(content, dtype).reshape(shape)  # it may be a view with steps
 
 
