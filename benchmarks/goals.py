@@ -332,7 +332,7 @@ GOALS = (
     *(
         goal
         for how, kind in (
-            ("FSDP2", "distributed_fsdp.h100"), ("tensor parallel", "distributed_tp.h100"),
+            ("FSDP2", "distributed_fsdp.h200"), ("tensor parallel", "distributed_tp.h200"),
             ("DDP", "distributed_ddp.h200"),
         )
         for goal in (
@@ -345,19 +345,19 @@ GOALS = (
         )
     ),
     Goal(
-        "FSDP2, two GPUs, float8, then offload: GiB sent", "distributed_fsdp.h100",
+        "FSDP2, two GPUs, float8, then offload: GiB sent", "distributed_fsdp.h200",
         lambda result: named(result["rows"], by="row")["offload(then=float8)"]["sent_gib"], 3.9, at_least=True,
     ),
-    Goal(
-        "tensor parallel, two GPUs, float8, then offload: bytes sent over those of one graph", "distributed_tp.h100",
-        of_row("offload(then=float8)", "sent_gib", "offload(then=float8) one graph"), 0.7, at_least=True,
+    Goal(  # one graph of a rank's layers sent 2.98 GiB on two H100s (2026-11-27-a091e02)
+        "tensor parallel, two GPUs, float8, then offload: GiB sent", "distributed_tp.h200",
+        lambda result: named(result["rows"], by="row")["offload(then=float8)"]["sent_gib"], 2.09, at_least=True,
     ),
     Goal(
-        "FSDP2, two GPUs: measured peak over the budget", "distributed_budget.h100",
+        "FSDP2, two GPUs: measured peak over the budget", "distributed_fsdp.h200",
         of_row("budget", "peak_gib", "budget", "budget_gib"), 1.0,
     ),
     Goal(
-        "FSDP2, two GPUs: measured peak over the predicted", "distributed_budget.h100",
+        "FSDP2, two GPUs: measured peak over the predicted", "distributed_fsdp.h200",
         of_row("budget", "peak_gib", "budget", "predicted_gib"), 1.03,
     ),
     Goal(
