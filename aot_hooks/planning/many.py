@@ -43,7 +43,7 @@ from .budget import Budget
 from .calls import averaged, own_bytes, total
 from .measured import StepCheck, step_check
 from .moments import Event, between, latest, moments_of, shares, tight_peak
-from .recorded import Step, Version
+from .recorded import RecordedStep, Version
 from .step import ALONE, Bytes, Moment
 from .within import UNSEEN, bytes_of
 
@@ -242,7 +242,7 @@ class Group:
         accepted: the marks of the last steps that need no other plan.
         notes_parameters: whether calls note their parameters, to find the bytes of gradients.
         needs_plan: whether a step is to be planned.
-        gathered_bytes: what is gathered for the first call, see `Step.note_gathered`.
+        gathered_bytes: what is gathered for the first call, see `RecordedStep.note_gathered`.
         incomplete: how many steps in a row had calls without a backward.
         counted: whether `least` is planned for the number of calls in `traces`, not for an unknown number.
     """
@@ -272,9 +272,9 @@ class Group:
         return ((self.budget.peak_bytes if self.free is None else self.free) or 0) - self.budget.over - self.over
 
     @property
-    def step(self) -> Step:
+    def step(self) -> RecordedStep:
         """The step of this thread."""
-        found: Step | None = getattr(self._local, "step", None)
+        found: RecordedStep | None = getattr(self._local, "step", None)
         return self.begin() if found is None else found
 
     @property
@@ -286,8 +286,8 @@ class Group:
     def decided(self, version: Version) -> None:
         self._local.decided = version
 
-    def begin(self) -> Step:
-        self._local.step = step = Step(leaves=[] if self.notes_parameters else None)
+    def begin(self) -> RecordedStep:
+        self._local.step = step = RecordedStep(leaves=[] if self.notes_parameters else None)
         return step
 
     def on_forward_start(self) -> None:
@@ -304,7 +304,7 @@ class Group:
                 # what is gathered for the first call is of the step
                 self.begin().allocated = None if allocated is None else allocated - self.gathered_bytes
 
-    def leave_out(self, step: Step) -> None:
+    def leave_out(self, step: RecordedStep) -> None:
         """Forget `step`, which is endless, with a warning."""
         if not self.warned_of_kept:
             self.warned_of_kept = True
@@ -334,7 +334,7 @@ class Group:
             if alone and len(step.holding) > 1 and step.held_bytes > _SMALL * self.peak_bytes:
                 version.graph.compile_again("least")
 
-    def on_backward_end(self, step: Step, number: int) -> None:
+    def on_backward_end(self, step: RecordedStep, number: int) -> None:
         with _lock:
             step.drop()
             if step.release("backward", number) and not step.holding:
@@ -346,7 +346,7 @@ class Group:
             self.warned_of_retained = True
             step_warnings.retained(self.budget)
 
-    def on_step_end(self, step: Step) -> None:
+    def on_step_end(self, step: RecordedStep) -> None:
         """Plan for `step`, if it is not one that fits."""
         self.gathered_bytes = max(self.gathered_bytes, step.note_gathered())
         if step.marks in self.accepted:
@@ -392,7 +392,7 @@ class Group:
             if why and not 0 < self.busy < _MOST_BUSY:
                 self.warn(taken, step, why)
 
-    def measure(self, step: Step) -> None:
+    def measure(self, step: RecordedStep) -> None:
         """Compare what `step` took with the budget, if all of it is planned; once it is over, plan less."""
         if self.check is None or any(version.kind != "planned" for _, _, version in step.marks):
             return
@@ -400,7 +400,7 @@ class Group:
             self.over, self.notes_parameters, self.needs_plan = excess, True, True
             self.accepted.clear()  # the next step is over what is left, and gets another plan
 
-    def has_plan_for(self, step: Step) -> bool:
+    def has_plan_for(self, step: RecordedStep) -> bool:
         """Whether the graphs have been planned for a step like `step`."""
 
         def calls(trace: Sequence[Event]) -> list[Any]:
@@ -409,7 +409,7 @@ class Group:
         found = calls(step.trace(lambda version: version.graph))
         return self.planned_peak == self.peak_bytes and any(calls(trace) == found for trace in self.traces)
 
-    def plan(self, step: Step, graphs: Sequence[Graph]) -> bool:
+    def plan(self, step: RecordedStep, graphs: Sequence[Graph]) -> bool:
         """Have the graphs compiled again for a step like `step`; False if they can't be."""
         trace = step.trace(lambda version: version.graph)
         stock = {graph: graph.stock for graph in graphs}
@@ -431,7 +431,7 @@ class Group:
             graph.calls, graph.is_nested = max(graph.calls, most), graph.is_nested and step.is_nested
         return all([graph.compile_again("planned") for graph in graphs])
 
-    def warn(self, taken: int, step: Step, why: str) -> None:
+    def warn(self, taken: int, step: RecordedStep, why: str) -> None:
         if taken <= max(self.peak_bytes, _WARNS_AGAIN * self.warned_bytes):
             return
         self.warned_bytes = taken

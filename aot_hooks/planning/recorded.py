@@ -18,7 +18,7 @@ from ..torch_private import autograd
 from .moments import Event
 from .step import Bytes
 
-# A step counts as endless at any of these limits, see `Step.is_endless`:
+# A step counts as endless at any of these limits, see `RecordedStep.is_endless`:
 _KEPT_AFTER = 2  # for each call that holds something: backwards of its graph since the newest such call
 _MOST_AFTER = 256  # calls since the newest call that holds something
 _MOST_REPLACED = 2  # calls that were dropped although a later call had run backward
@@ -44,7 +44,7 @@ class Version:
     loose_calls: int = 0
     is_tight: bool = False
 
-    def for_next_call(self, step: Step) -> Version:
+    def for_next_call(self, step: RecordedStep) -> Version:
         """The version for the next call in `step`: the tight one, until all planned tight calls hold saved tensors.
 
         So at most `loose_calls` calls hold as much as this version, in whatever order calls come.
@@ -57,7 +57,7 @@ class Version:
 
 
 @dataclass(eq=False)
-class Step:
+class RecordedStep:
     """What a thread runs between two points at which nothing is saved.
 
     Attributes:

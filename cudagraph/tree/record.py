@@ -67,7 +67,7 @@ def _memory_of(x: torch.Tensor) -> tuple[int, int, Layout] | None:
 
 
 @dataclass(frozen=True, eq=False)
-class Plan:
+class CapturePlan:
     """How a recording treats its inputs, by position, and the slots of the path."""
 
     addresses: list[int | None]  # of each tensor; None for other inputs
@@ -80,7 +80,7 @@ class Plan:
     dead: list[Slot]  # those that nobody holds
 
 
-def _plan(parent: Node, function: Function, inputs: list[Any], in_place: frozenset[int]) -> Plan:
+def _plan(parent: Node, function: Function, inputs: list[Any], in_place: frozenset[int]) -> CapturePlan:
     """Decides how to treat each input. Takes the managed tensors out of `inputs`."""
     piece = function.piece
     addresses = [x.data_ptr() if isinstance(x, torch.Tensor) else None for x in inputs]
@@ -99,7 +99,7 @@ def _plan(parent: Node, function: Function, inputs: list[Any], in_place: frozens
     held_slots = held(parent.live)
     donated = [slot for slot in dict.fromkeys(managed.values()) if slot not in held_slots]
     dead = [slot for slot in parent.live if slot not in held_slots and slot not in donated]
-    return Plan(addresses, static, copied, managed, layouts, held_slots, donated, dead)
+    return CapturePlan(addresses, static, copied, managed, layouts, held_slots, donated, dead)
 
 
 def record(
@@ -144,7 +144,9 @@ def record(
     return recording
 
 
-def _capture(pool: Pool, parent: Node, key: EdgeKey, plan: Plan, inputs: list[Any], before: Snapshot) -> Recording:
+def _capture(
+    pool: Pool, parent: Node, key: EdgeKey, plan: CapturePlan, inputs: list[Any], before: Snapshot
+) -> Recording:
     """Capture the graph. In `inputs`, it replaces what is copied by the copies, which keep no memory of the pool."""
     function: Function = key[0]
     piece = function.piece
@@ -297,7 +299,7 @@ def _outputs(
     )
 
 
-def _connect(recording: Recording, plan: Plan) -> None:
+def _connect(recording: Recording, plan: CapturePlan) -> None:
     """Put `recording` into the tree as its parent's next one, and move the path there."""
     parent, function = recording.parent, recording.function
     recording.pending = parent.pending

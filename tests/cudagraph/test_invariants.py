@@ -45,8 +45,8 @@ def always(value: Any) -> Callable[..., Any]:
     return lambda *args, **kw: value
 
 
-def keep_plan(plan: Callable[..., record.Plan]) -> Callable[..., record.Plan]:
-    def changed(*args: Any) -> record.Plan:
+def keep_plan(plan: Callable[..., record.CapturePlan]) -> Callable[..., record.CapturePlan]:
+    def changed(*args: Any) -> record.CapturePlan:
         made = plan(*args)
         held_inputs = [slot for slot in dict.fromkeys(made.managed.values()) if slot in made.held]
         held = [slot for slot in made.held if slot not in held_inputs]

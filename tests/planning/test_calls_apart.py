@@ -23,7 +23,7 @@ from aot_hooks.passes.plan import InStep, Plan
 from aot_hooks.planning import apart, many, within
 from aot_hooks.planning.apart import Ways
 from aot_hooks.planning.moments import Event, moments_of, tight_peak
-from aot_hooks.planning.recorded import Step, Version
+from aot_hooks.planning.recorded import RecordedStep, Version
 from aot_hooks.planning.step import RECOMPUTE, Apart, Bytes, Option, Value
 from aot_hooks.planning.step import Step as PlannedStep
 from aot_hooks.torch_private import aot
@@ -165,22 +165,24 @@ def test_a_graph_that_is_compiled_twice_keeps_what_tells_parameters_from_inputs(
 
 def test_a_version_without_a_tight_one_runs_every_call():
     alone = Version(None, "planned", Bytes(1, 1, 1))
-    step = Step(holding={0: alone, 1: alone})
+    step = RecordedStep(holding={0: alone, 1: alone})
     assert alone.for_next_call(step) is alone
     tight = Version(None, "planned", Bytes(1, 1, 1), is_tight=True)
     loose = Version(None, "planned", Bytes(3, 3, 3), tight, tight_calls=1, loose_calls=1)
-    assert [loose.for_next_call(Step(holding=dict(enumerate(held)))) for held in ([], [tight], [tight, loose])] == [
+    assert [
+        loose.for_next_call(RecordedStep(holding=dict(enumerate(held)))) for held in ([], [tight], [tight, loose])
+    ] == [
         tight,
         loose,
         tight,
     ]
-    assert loose.for_next_call(Step(holding={0: loose})) is tight  # the tight one is gone: too few hold little
+    assert loose.for_next_call(RecordedStep(holding={0: loose})) is tight  # the tight one is gone: too few hold little
 
 
 def test_a_step_is_nested_if_each_graph_runs_backward_in_reverse():
     a, b = (Version(name, "planned", Bytes(1, 1, 1)) for name in "ab")
     for order, nested in (("a b b' a'", True), ("a b a' b'", True), ("a a a' a'", False)):
-        step = Step()
+        step = RecordedStep()
         numbers: dict[str, list[int]] = {"a": [], "b": []}
         for i, word in enumerate(order.split()):
             version = a if word[0] == "a" else b
@@ -227,7 +229,7 @@ def test_versions_of_equal_graphs_are_counted_together():
     for _ in range(4):
         tight = Version(graph, "planned", Bytes(1, 1, 1), is_tight=True)
         versions.append(Version(graph, "planned", Bytes(3, 3, 3), tight, tight_calls=2, loose_calls=2))
-    step = Step()
+    step = RecordedStep()
     for number, version in enumerate(versions):
         step.holding[number] = version.for_next_call(step)
     assert [v.is_tight for v in step.holding.values()] == [True, True, False, False]

@@ -159,9 +159,9 @@ def test_only_calls_whose_parameters_are_taken_away_count_as_gathered():
     """The first one's may be here again by the next step. A large block that stays is no part of what is gathered."""
     small, freed, large = (nn.Parameter(torch.ones(n)) for n in (2, 5, 1000))
     freed.untyped_storage().resize_(0)
-    step = recorded.Step(leaves=[[weakref.ref(p)] for p in (small, freed, large)])
+    step = recorded.RecordedStep(leaves=[[weakref.ref(p)] for p in (small, freed, large)])
     assert step.note_gathered() == 2 * 8 and step.gathered_bytes == 2 * 20
-    step = recorded.Step(leaves=[[weakref.ref(p)] for p in (small, large)])
+    step = recorded.RecordedStep(leaves=[[weakref.ref(p)] for p in (small, large)])
     assert step.note_gathered() == 0 == step.gathered_bytes
 
 
