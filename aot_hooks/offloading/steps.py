@@ -23,7 +23,7 @@ import itertools
 import logging
 import math
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -44,8 +44,10 @@ _SLOWER = 0.97  # of the speed planned with: if copies were slower than this, th
 _ENOUGH = 0.95  # of the bytes that could be sent: small tensors take as much of the host's time as large ones
 _SIZES = 4  # how many least sizes are tried for that
 _MOST_EVENTS = 1 << 17  # of a step
-# A step has no end if something keeps its saved tensors: if this many times as many have come and gone since.
-_KEPT_AFTER, _KEPT_AGAIN = 4, 1  # for the first time, and once a warning has said it
+# A step has no end if something keeps its saved tensors: if operators like theirs have run again and again since, and
+# what these saved is gone: this many times, or once a warning has said it; or after this many events of others. The
+# first limit rises by the factor when something that was kept is read after all.
+_KEPT_AFTER, _KEPT_AGAIN, _MOST_AFTER, _RAISED = 8, 2, 4096, 8
 _MOST_DIFFERENT = 32  # steps in a row without a plan before a warning
 
 Event = tuple[Any, ...]  # of an operator: ("start", the bytes of its tensors, Terms) or ("reload", their items)
@@ -167,6 +169,7 @@ class Entry:
     sends: bool
     number: int = -1  # in its step; -1 outside of steps
     step: int = -1
+    event: int = -1  # the position of its start in the trace
     timed: bool = False  # whether to time its copy out, see `Steps.copied`
     joined: bool = False  # whether the wait for its copy out has been reached, even if that copy has not started
     value: Any = None  # the tensor, if it stays on the device
@@ -238,6 +241,8 @@ class Steps:
     _number: int = 0
     _different: int = 0  # steps in a row that had no plan, and sent nothing
     _kept_after: int = _KEPT_AFTER
+    _warned: bool = False
+    _is_part: bool = False  # this step began without what it has read
 
     def start(self, nbytes: Sequence[int], terms: Terms) -> tuple[list[Entry], list[tuple[str, Entry]]]:
         """Note that tensors start. Returns their entries, which say whether to send them, and the actions before."""
@@ -251,7 +256,8 @@ class Steps:
             elif self._trace and self._is_endless():
                 self._leave_out()
             first, sends = len(self._entries), math.isinf(terms.max_stall_ms)
-            entries = [Entry(sends, first + i, self._number) for i in range(len(nbytes))]
+            at = len(self._trace)
+            entries = [Entry(sends, first + i, self._number, at) for i in range(len(nbytes))]
             self._entries += entries
             self._alive |= dict.fromkeys(entry.number for entry in entries)
             try:
@@ -269,6 +275,10 @@ class Steps:
     def reload(self, entries: Sequence[Entry]) -> list[tuple[str, Entry]]:
         """Note that tensors are needed again. Returns the actions before that."""
         with self._lock:
+            if any(-1 < entry.step < self._number for entry in entries):  # it was kept for a backward
+                self._kept_after = min(_RAISED * self._kept_after, _MOST_AFTER)
+                self._known.clear()  # they may be parts of steps, as this one is
+                self._is_part = True
             numbers = tuple(entry.number for entry in entries if entry.step == self._number)
             return self._note(("reload", numbers)) if numbers else []
 
@@ -286,7 +296,7 @@ class Steps:
         with self._lock:
             self._end()
             self._known.clear()
-            self.last = None
+            self.last, self._different, self._kept_after, self._warned = None, 0, _KEPT_AFTER, False
 
     def _note(self, event: Event) -> list[tuple[str, Entry]]:
         at, known = len(self._trace), self._followed
@@ -359,21 +369,27 @@ class Steps:
     def _is_endless(self) -> bool:
         """Whether the entries that are alive are kept by something that is no step. Not in a backward: a checkpoint may
         run many graphs there before the first goes backward."""
-        gone_since = len(self._entries) - 1 - next(reversed(self._alive))
-        return gone_since >= self._kept_after * len(self._alive) and autograd.current_backward() == -1
+        newest = next(reversed(self._alive))
+        if len(self._entries) - 1 - newest < len(self._alive) or autograd.current_backward() != -1:
+            return False
+        since = self._trace[self._entries[newest].event + 1 :]
+        ran = Counter(event for event in since if event[0] == "start")
+        kept = Counter(self._trace[at] for at in {self._entries[number].event for number in self._alive})
+        return len(since) >= _MOST_AFTER or all(ran[e] >= self._kept_after * n for e, n in kept.items())
 
     def _leave_out(self) -> None:
         """End the step without what is alive. With a warning, for the first time."""
-        count, warns = len(self._alive), self._kept_after == _KEPT_AFTER
+        count, warns = len(self._alive), not self._warned
         gone_since = len(self._entries) - 1 - next(reversed(self._alive))
-        self._kept_after = _KEPT_AGAIN
+        if warns:
+            self._kept_after, self._warned = _KEPT_AGAIN, True
         self._end()
         if warns:
             warn_user(
                 f"aot_hooks: offload(across_graphs=True): {count} saved tensors are kept, and {gone_since} others came "
-                "and went since. A step ends where nothing is saved, so none had an end, and nothing was sent. The "
-                "kept tensors stay where they are, and steps end without them from now on. Is the output of an "
-                "evaluation kept, or an exception? Compute it under torch.no_grad(), or keep output.detach()",
+                "and went since. A step ends where nothing is saved, so none of these had an end, or a plan. The kept "
+                "tensors stay where they are, and steps end without them from now on. Is the output of an evaluation "
+                "kept, or an exception? Compute it under torch.no_grad(), or keep output.detach()",
                 UnusedWarning,
             )
 
@@ -386,11 +402,12 @@ class Steps:
             known.copies += self._copies
         if known.plan is not None:
             self.last = known.plan
-        if any(event[0] == "reload" for event in trace):
+        if any(event[0] == "reload" for event in trace) and not self._is_part:
             sends = known.plan is not None or any(entry.sends for entry in self._entries)
-            self._different = 0 if sends else self._different + 1
+            is_new = all(known is not each for each in self._known)
+            self._different = self._different + 1 if is_new and not sends else 0
             self._known = [*(k for k in self._known if k is not known), known][-_MOST_TRACES:]
-        self._followed, self._marks = None, None
+        self._followed, self._marks, self._is_part = None, None, False
         self._alive.clear()
         self._trace, self._entries, self._unplanned, self._copies = [], [], [], []
         self._number += 1

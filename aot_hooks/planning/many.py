@@ -50,8 +50,7 @@ from .within import UNSEEN, bytes_of
 _SMALL = 0.25  # of the budget: calls that hold less together change nothing
 _MOST_COMPILED = 6  # times that a graph is compiled for plans of steps
 _MOST_TRACES = 8
-_MOST_BUSY = 8  # steps in a row in which a thread was compiling, before a warning
-_WARNS_AGAIN = 1.25  # times what the last warning said
+_MOST_BUSY, _WARNS_AGAIN = 8, 1.25  # steps in a row before a warning of busy threads; times what the last one said
 _HEADROOM = 1.25  # of sizes that have grown more than once: they may grow slowly
 _MIB = 1 << 20
 _NOT_KNOWN = Bytes(0, 0, 0)
@@ -320,7 +319,7 @@ class Group:
             outputs,
             functools.partial(step.gone.append, number),
             functools.partial(self.on_backward_end, step, number),
-            self.is_retained,
+            functools.partial(self.on_retained, step),
         ):
             return
         with _lock:
@@ -340,11 +339,14 @@ class Group:
             if step.release("backward", number) and not step.holding:
                 self.on_step_end(step)
 
-    def is_retained(self) -> None:
-        """A backward is about to run that keeps what was saved."""
-        if not self.warned_of_retained:
-            self.warned_of_retained = True
-            step_warnings.retained(self.budget)
+    def on_retained(self, step: RecordedStep) -> None:
+        """A backward is about to run that keeps what was saved, so that all of a step may be alive in another one."""
+        with _lock:
+            calls = [version.nbytes for how, _, version in step.marks if how == "forward"]
+            held, working = sum(c.held for c in calls), max((c.backward - c.held for c in calls), default=0)
+            if held + working > self.peak_bytes and not self.warned_of_retained:
+                self.warned_of_retained = True
+                step_warnings.retained(self.budget, held + working)
 
     def on_step_end(self, step: RecordedStep) -> None:
         """Plan for `step`, if it is not one that fits."""

@@ -19,12 +19,12 @@ def kept(budget: Budget, count: int, nbytes: int, since: int) -> None:
     )
 
 
-def retained(budget: Budget) -> None:
-    """A backward is about to run with `retain_graph=True`."""
+def retained(budget: Budget, nbytes: int) -> None:
+    """A backward is about to run with `retain_graph=True`; with all that it keeps, another one takes `nbytes`."""
     warn_user(
-        f"aot_hooks: {budget!r}: a backward with retain_graph=True keeps what a compiled call has saved. A plan counts "
-        "it as released, so what runs beside it comes on top of the budget. Sum the losses and run one backward, or "
-        "lower the peak",
+        f"aot_hooks: {budget!r}: a backward with retain_graph=True keeps what compiled calls have saved. A plan counts "
+        f"it as released: a second backward may take {nbytes / _MIB:.1f} MiB, and gradients. Sum the losses and run "
+        "one backward, or lower the peak",
         BudgetWarning,
     )
 

@@ -21,7 +21,6 @@ import functools
 import operator
 import sys
 import types
-import weakref
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain, repeat
@@ -37,6 +36,7 @@ from .users_code import (
     MISSING,
     PLAIN,
     class_access,
+    globals_in,
     imports_of,
     is_users,
     is_users_class,
@@ -53,7 +53,6 @@ MOST_BYTES = 1 << 20  # of an array of NumPy
 TORCH_OBJECTS = (torch.nn.Module, torch.optim.Optimizer, torch.amp.GradScaler)
 Scheduler = torch.optim.lr_scheduler.LRScheduler  # counts outside of the step; what it sets is the optimizer's
 WRAPPERS = ("__self__", "__func__", "func", "args", "keywords", "fget")  # of methods, partials and properties
-RATES_OF_SCHEDULERS = ("get_last_lr", "_last_lr")  # code that names them reads what a scheduler has set
 
 
 class TooManyValues(CudaGraphError):
@@ -69,7 +68,6 @@ class HostState:
         self.tensors: dict[str, torch.Tensor] = {}
         self.optimizers: dict[str, torch.optim.Optimizer] = {}
         self.schedulers: dict[str, Scheduler] = {}  # of learning rates; not followed
-        self._rates_followed: set[str] = set()  # paths of schedulers whose last rates are followed
         self.compiled = False  # whether a function or module was found that Dynamo compiles
         self.numbers: list[torch.Tensor] = []  # tensors on the CPU, if the step is on another device: versions count
         self._device_type, self._follows_schedulers = device_type, follows_schedulers
@@ -82,7 +80,7 @@ class HostState:
         self._arrays: list[tuple[Any, _Content]] = []  # of NumPy and the like
         self._ordered: list[OrderedDict[Any, Any]] = []  # `move_to_end` counts no version
         self._owners: dict[int, Any] = {}  # objects whose `__dict__` could be replaced
-        self._spaces: dict[int, dict[str, Any]] = {}  # names that code reads there may come later
+        self._spaces: dict[int, dict[str, Any]] = {}  # of modules, which may get more names
         self._seen: dict[int, tuple[Any, str]] = {}
         self._waiting: deque[tuple[str, Any]] = deque(
             {**roots, "all modules and optimizers": torch_cuda.global_hooks()}.items()
@@ -95,7 +93,7 @@ class HostState:
             if len(self.leaves) > MOST_VALUES:
                 raise TooManyValues(f"reaches more than {MOST_VALUES} host values, such as {path}")
         if owners := [*self._owners.values()]:
-            put_back = functools.partial(_call_for_each, setattr, owners, repeat("__dict__"))
+            put_back = functools.partial(_call_for_each, _put_dict_back, owners)
             self._views.append((lambda: [*map(_DICT, owners)], put_back, [*map(_DICT, owners)]))
         self._items, self._lengths = [*chain.from_iterable(self._lists)], [*map(len, self._lists)]
         self._classes, self._parts = [*map(type, self._objects)], [*map(FUNCTION_PARTS, self._functions)]
@@ -166,9 +164,12 @@ class HostState:
     def _visit(self, path: str, value: Any) -> None:
         if isinstance(value, PLAIN):
             self.leaves[path] = type(value), value.hex() if isinstance(value, float) else value
-            if type(value) not in PLAIN and id(value) not in self._seen and is_users_class(type(value)):
+            own = None if type(value) in PLAIN else getattr(value, "__dict__", None)
+            if isinstance(own, dict) and id(value) not in self._seen and is_users_class(type(value)):
                 self._seen[id(value)] = value, path
-                self._dict(path, ".{}", getattr(value, "__dict__", {}))
+                self._dict(path, ".{}", own)
+        elif value is MISSING:
+            self.leaves[path] = MISSING
         elif id(value) in self._seen:
             self.leaves[path] = f"what {self._seen[id(value)][1]} is"
         else:
@@ -188,8 +189,9 @@ class HostState:
         elif isinstance(value, (dict, list, deque, set, tuple, frozenset)):
             self.leaves[path] = type(value)  # not its id: an equal dict in its place is no change
             if isinstance(value, dict):
-                order = [key if isinstance(key, PLAIN) else n for n, key in enumerate(value)]
-                self.leaves[f"{path}, its order"] = repr(order)
+                if len(value) > 1:
+                    order = [key if isinstance(key, PLAIN) else n for n, key in enumerate(value)]
+                    self.leaves[f"{path}, its order"] = repr(order)
                 if isinstance(value, OrderedDict) and len(value) > 1:
                     self._ordered.append(value)
                 if isinstance(value, defaultdict):
@@ -229,8 +231,6 @@ class HostState:
             self._later(path, ".{}", *zip(*value.host_roots().items(), strict=True))
             names = [name for name in vars(value) if name not in value.own_names]
             self._view(path, names, lambda: [x for name, x in vars(value).items() if name not in value.own_names])
-        elif isinstance(value, weakref.ref):
-            self._waiting.append((f"{path}()", value()))
         elif isinstance(value, types.BuiltinMethodType):
             if not isinstance(value.__self__, types.ModuleType):
                 self._waiting.append((f"{path}.__self__", value.__self__))
@@ -243,11 +243,12 @@ class HostState:
             self._objects.append(value)
             for cls in type(value).__mro__[:-1]:
                 self._waiting.append((f"{cls.__module__}.{cls.__qualname__}", cls))
-                slots = [slot for slot in slots_of(cls) if hasattr(value, slot)]
+                slots = slots_of(cls)
                 read = functools.partial(lambda slots: [getattr(value, slot, MISSING) for slot in slots], slots)
-                self._view(path, slots, read, functools.partial(_call_for_each, setattr, repeat(value), slots))
-            if hasattr(value, "__dict__"):
-                self._owners[id(value)] = value
+                self._view(path, slots, read, functools.partial(_call_for_each, _put_into_slot, repeat(value), slots))
+            if isinstance(getattr(value, "__dict__", None), dict):
+                if value.__dict__ is value.__dict__:  # a property may make a dict in each call
+                    self._owners[id(value)] = value
                 self._dict(path, ".{}", value.__dict__)
             if isinstance(value, torch.jit.ScriptModule):  # its tensors are in no dict
                 names = [name for name, _ in (*value.named_parameters(), *value.named_buffers())]
@@ -256,15 +257,10 @@ class HostState:
     def _found_in_modules(self) -> bool:
         """Follow what the functions found so far may read of modules that are attributes. Whether there is more."""
         names = frozenset[str]().union(*(names_in(function.__code__) for function in self._functions))
-        if not names.isdisjoint(RATES_OF_SCHEDULERS):
-            for path, scheduler in self.schedulers.items():
-                if path not in self._rates_followed:
-                    self._rates_followed.add(path)
-                    self._view(path, ["_last_lr"], functools.partial(_last_rates, scheduler))
         for path, module, known in self._modules.values():
             new = names.intersection(vars(module)) - known
             known |= new
-            self._named(path, vars(module), sorted(new))
+            self._in_module(path, module, sorted(new))
         return bool(self._waiting)
 
     def _later(self, path: str, how: str, names: Iterable[Any], values: Iterable[Any]) -> None:
@@ -294,11 +290,15 @@ class HostState:
                 path, ", {}", names, [x.__name__ if is_module and isinstance(x, is_module) else x for x in saved]
             )
 
-    def _named(self, path: str, space: dict[str, Any], names: Sequence[str]) -> None:
-        """Watch and follow those of `names` that are in `space`, and notice others that come later."""
+    def _in_module(self, path: str, module: types.ModuleType, names: Iterable[str]) -> None:
+        """Watch and follow those of `names` that `module` has, and notice when it gets more."""
+        space = vars(module)
         self._spaces[id(space)] = space
-        names = [name for name in names if name in space]
-        write = functools.partial(_call_for_each, space.__setitem__, names)
+        self._named(path, space, [name for name in names if name in space])
+
+    def _named(self, path: str, space: dict[str, Any], names: Sequence[str]) -> None:
+        """Watch and follow `names` in `space`. Those that are not there may come later."""
+        write = functools.partial(_call_for_each, functools.partial(_put_into_dict, space), names)
         self._view(path, names, lambda: [space.get(name, MISSING) for name in names], write, by_name=True)
 
     def _function(self, path: str, function: types.FunctionType) -> None:
@@ -322,11 +322,11 @@ class HostState:
         write = functools.partial(_call_for_each, _put_into, cells.values())
         self._view(path, cells, lambda: [*map(_value_in, cells.values())], write, by_name=True)
         names = sorted(names_in(code))
-        self._named(path, space, names)
+        self._named(path, space, sorted(globals_in(code)))
         imported = map(sys.modules.get, imports_of(code, space.get("__package__") or ""))
         known = [*map(space.get, names), *imported, *map(_value_in, cells.values())]
         for module in users_modules(known, names):
-            self._named(f"{path}, {module.__name__}", vars(module), names)
+            self._in_module(f"{path}, {module.__name__}", module, names)
         self._dict(path, ".{}", function.__dict__)
         names = [name for name in ("__defaults__", "__kwdefaults__") if getattr(function, name, None)]
         self._later(path, ".{}", names, [getattr(function, name) for name in names])
@@ -337,6 +337,11 @@ FUNCTION_PARTS = operator.attrgetter("__code__", "__defaults__", "__kwdefaults__
 
 
 _DICT = operator.attrgetter("__dict__")
+
+
+def _put_dict_back(owner: Any, saved: dict[str, Any]) -> None:
+    if owner.__dict__ is not saved:
+        object.__setattr__(owner, "__dict__", saved)
 
 
 def _value_in(cell: types.CellType) -> Any:
@@ -353,8 +358,18 @@ def _put_into(cell: types.CellType, value: Any) -> None:
         del cell.cell_contents
 
 
-def _last_rates(scheduler: Any) -> list[Any]:
-    return [getattr(scheduler, "_last_lr", None)]
+def _put_into_slot(owner: Any, slot: str, value: Any) -> None:
+    if value is not MISSING:
+        setattr(owner, slot, value)
+    elif hasattr(owner, slot):
+        delattr(owner, slot)
+
+
+def _put_into_dict(space: dict[str, Any], name: str, value: Any) -> None:
+    if value is MISSING:
+        space.pop(name, None)
+    else:
+        space[name] = value
 
 
 def _call_for_each(function: Callable[..., Any], *arguments: Iterable[Any]) -> None:

@@ -29,6 +29,8 @@ from .inputs import Inputs, arguments_of
 from .randomness import HostRandom
 from .watch import OperatorWatch
 
+PARALLEL = {"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "DataParallel"}
+
 
 def settings() -> tuple[Any, ...]:
     """Global settings that choose kernels or change what a step does, except for those of `torch_cuda.global_guard`."""
@@ -71,6 +73,26 @@ def on_device(rates: Sequence[Rate]) -> Iterator[None]:
     finally:
         for rate in rates:
             rate.group["lr"] = rate.value
+
+
+@contextlib.contextmanager
+def noting_reads(schedulers: Mapping[str, Any], read: list[str]) -> Iterator[None]:
+    """A context in which a path is put into `read` when code calls `get_last_lr()` of its scheduler."""
+
+    def noted(path: str, of: Callable[[], Any]) -> Callable[[], Any]:
+        def get_last_lr() -> Any:
+            read.append(path)
+            return of()
+
+        return get_last_lr
+
+    try:
+        for path, scheduler in schedulers.items():
+            scheduler.get_last_lr = noted(path, scheduler.get_last_lr)
+        yield
+    finally:
+        for scheduler in schedulers.values():
+            vars(scheduler).pop("get_last_lr", None)
 
 
 @dataclass(eq=False)
@@ -158,6 +180,32 @@ class StepRecording:
         self.graph.reset()
 
 
+def parallel(host: HostState) -> str | None:
+    """Why a model that is spread over several devices is not captured; None for other models."""
+    for value in host.objects():
+        names = {cls.__name__ for cls in type(value).__mro__} & PARALLEL
+        if names:
+            return f"the model is a {names.pop()}, and what processes send each other is not captured"
+    return None
+
+
+def make_capturable(host: HostState, device: torch.device) -> bool:
+    """Have the optimizers count steps on the device, which torch requires in a capture. Returns whether any counted
+    elsewhere."""
+    groups = [
+        (o, group) for o in host.optimizers.values() for group in o.param_groups if group.get("capturable") is False
+    ]
+    if not groups or device.type not in torch_cuda.capturable_devices():
+        return False
+    for optimizer, group in groups:
+        group["capturable"] = True
+        for x in group["params"]:
+            state = optimizer.state.get(x, {})
+            if isinstance(state.get("step"), torch.Tensor):
+                state["step"] = state["step"].to(x.device)
+    return True
+
+
 def parameters_of(host: HostState) -> list[torch.Tensor]:
     """The tensors that may have a gradient."""
     return [x for x in host.tensors.values() if x.is_leaf and (x.requires_grad or _may_have_gradient(x))]
@@ -219,9 +267,12 @@ def record(
         # Under a dispatch mode Dynamo gives compiled code up.
         is_watched = not host.compiled and not calls_compiled
 
+        rates_read: list[str] = []
+
         def captured() -> Any:
             args, kwargs = arguments_of(inputs.arguments(flat), spec)
-            with torch_cuda.dispatching(watch.operator) if is_watched else contextlib.nullcontext(), as_they_are():
+            watched = torch_cuda.dispatching(watch.operator) if is_watched else contextlib.nullcontext()
+            with watched, noting_reads(host.schedulers, rates_read), as_they_are():
                 result = run(*args, **kwargs)
             random_states.append(torch.get_rng_state())  # before the capture puts it back
             return torch_cuda.flatten(result)
@@ -230,6 +281,8 @@ def record(
             graph, (results, result_spec) = pool.capture(captured, snapshot.generators)
         if random_numbers.changed() or not torch.equal(*random_states):
             raise CannotCapture("draws random numbers on the host")
+        if rates_read:
+            raise CannotCapture(f"reads {rates_read[0]}.get_last_lr(), which a replay would not; give it as an input")
         now = take_snapshot()
         changed = host.differences(now) | schedulers.differences(now.of_schedulers())
         host.restore()  # the step may have put equal containers in the place of the old ones

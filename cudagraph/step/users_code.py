@@ -44,8 +44,27 @@ def is_users(filename: str) -> bool:
 def names_in(code: types.CodeType) -> frozenset[str]:
     """The names of globals and attributes that `code` and functions inside of it use, also as strings."""
     inner = (names_in(const) for const in code.co_consts if isinstance(const, types.CodeType))
-    strings = (const for const in code.co_consts if isinstance(const, str) and const.isidentifier())
+    strings = _strings_in(code) if BY_NAME.intersection(code.co_names) else ()
     return frozenset(code.co_names).union(strings, *inner)
+
+
+@functools.cache
+def globals_in(code: types.CodeType) -> frozenset[str]:
+    """The names of globals that `code` and functions inside of it use; as strings, if it asks for all of them."""
+    inner = (globals_in(const) for const in code.co_consts if isinstance(const, types.CodeType))
+    named = (
+        each.argval for each in dis.get_instructions(code) if each.opname.endswith(("_GLOBAL", "_NAME", "GLOBALS"))
+    )
+    strings = _strings_in(code) if ALL_NAMES.intersection(code.co_names) else ()
+    return frozenset(named).union(strings, *inner)
+
+
+def _strings_in(code: types.CodeType) -> list[str]:
+    return [const for const in code.co_consts if isinstance(const, str) and const.isidentifier()]
+
+
+ALL_NAMES = frozenset(("globals", "vars", "__dict__", "eval", "exec", "modules"))
+BY_NAME = ALL_NAMES | {"getattr", "attrgetter", "hasattr"}
 
 
 @functools.cache

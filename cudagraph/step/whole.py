@@ -37,7 +37,7 @@ from .gradients import LastGradients, ReadsGradients
 from .host import HostState, TooManyValues
 from .inputs import arguments_of, flat_arguments, key_of, reason_against
 from .model_step import ModelStep
-from .recording import StepRecording, parameters_of, rates_of, record
+from .recording import StepRecording, make_capturable, parallel, parameters_of, rates_of, record
 from .watch import users_line
 
 log = logging.getLogger("cudagraph")
@@ -46,7 +46,6 @@ LIMITS = {"size_limit": 16, "rerecord_limit": 16}  # by default
 OPTIONS = ("or_error", *LIMITS, "warmup_steps")
 MOST_FAILED_CAPTURES = 3  # in a row, by errors that may not come again, such as out of memory
 MOST_UNSTABLE_CALLS = 4  # in a row, each with other host values than the one before
-PARALLEL = {"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "DataParallel"}
 CAPTURABLE_WARNING = "This instance was constructed with capturable=True"
 
 every_step: weakref.WeakSet[WholeStep] = weakref.WeakSet()
@@ -171,7 +170,10 @@ class WholeStep:
         self.cursor.follow_stream()
         if make_capturable(host, self.cursor.device):
             host = self._host()
-        self._close_stale_recordings(host)
+        gone = self._close_stale_recordings(host)
+        if gone and self.unstable_calls >= MOST_UNSTABLE_CALLS:
+            return self._refuse(f"{gone} is another tensor in each call", flat, spec)
+        self.unstable_calls += bool(gone)
         known = self.recordings.get(key, [])
         for recording in known:
             if recording.applies(key, flat, host):
@@ -209,9 +211,9 @@ class WholeStep:
             self.refused = str(error)
         return result
 
-    def _close_stale_recordings(self, host: HostState) -> None:
-        """Close recordings that read tensors which `host` does not reach, such as an optimizer's state before another
-        one was loaded."""
+    def _close_stale_recordings(self, host: HostState) -> str:
+        """Close recordings that read tensors which `host` does not reach, such as an optimizer's old state. Returns the
+        path of such a tensor of a step that has no recording yet, or ""."""
         reached = {id(x) for x in host.tensors.values()}
         for key, known in self.recordings.items():
             stale = [one for one in known if not reached.issuperset(map(id, one.host.tensors.values()))]
@@ -221,9 +223,11 @@ class WholeStep:
                 self.latest = None if recording is self.latest else self.latest
             self.recordings[key] = [one for one in known if one not in stale]
         self._watch_later_gradients()
+        gone = ""
         for key, (warm, _) in self.warm.items():
-            if not reached.issuperset(map(id, warm.tensors.values())):
-                self.warm[key] = host, 0
+            if path := next((path for path, x in warm.tensors.items() if id(x) not in reached), ""):
+                self.warm[key], gone = (host, 0), gone if self.recordings.get(key) else path
+        return gone
 
     def _watch_later_gradients(self) -> None:
         """Have each recording watch the gradients of later recordings, which may lie where it writes to."""
@@ -388,32 +392,6 @@ def _copied(result: Any) -> Any:
     """The result of a step in memory of its own: a later step may write to what it returned."""
     flat, spec = torch_cuda.flatten(result)
     return torch_cuda.unflatten([x.clone() if isinstance(x, torch.Tensor) else x for x in flat], spec)
-
-
-def parallel(host: HostState) -> str | None:
-    """Why a model that is spread over several devices is not captured; None for other models."""
-    for value in host.objects():
-        names = {cls.__name__ for cls in type(value).__mro__} & PARALLEL
-        if names:
-            return f"the model is a {names.pop()}, and what processes send each other is not captured"
-    return None
-
-
-def make_capturable(host: HostState, device: torch.device) -> bool:
-    """Have the optimizers count steps on the device, which torch requires in a capture. Returns whether any counted
-    elsewhere."""
-    groups = [
-        (o, group) for o in host.optimizers.values() for group in o.param_groups if group.get("capturable") is False
-    ]
-    if not groups or device.type not in torch_cuda.capturable_devices():
-        return False
-    for optimizer, group in groups:
-        group["capturable"] = True
-        for x in group["params"]:
-            state = optimizer.state.get(x, {})
-            if isinstance(state.get("step"), torch.Tensor):
-                state["step"] = state["step"].to(x.device)
-    return True
 
 
 def reset() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import importlib
 import types
-import weakref
 from collections import OrderedDict, defaultdict
 
 import numpy
@@ -148,10 +147,22 @@ def in_a_string():
     return lambda x: x * getattr(module, "scale"), lambda: setattr(module, "scale", 3.0)  # noqa: B009
 
 
-def weak():
-    holder = argparse.Namespace(scale=2.0)
-    parent, ref = [holder], weakref.ref(holder)
-    return lambda x: x * ref().scale, lambda: setattr(parent[0], "scale", 3.0)
+def replaced_global():
+    globals()["abs"] = 1
+
+    def change():
+        del globals()["abs"]
+        globals()["LATE"] = 3.0
+
+    return late_global(3.0)[0], change
+
+
+class Slotted:
+    __slots__ = ("scale",)
+
+
+def late_slot():
+    return on(Slotted(), lambda holder: getattr(holder, "scale", 2.0))
 
 
 def named():
@@ -190,7 +201,8 @@ CHANGES = {
     "a builtin's name": (lambda: (lambda x: abs(x * 2), lambda: globals().update(abs=lambda x: x * 1.5)), 3),
     "a variable that comes later": (late_closure, 3),
     "an attribute of the step": (attribute_of_the_step, 3),
-    "a weak reference": (weak, 3),
+    "a global in place of another one": (replaced_global, 3),
+    "a slot that has no value yet": (late_slot, 3),
     "an attribute of a text": (named, 3),
     "a name that looks like one of Python's": (
         lambda: (lambda x: x * Dunder.__scale__, lambda: setattr(Dunder, "__scale__", 3.0)), 3,
@@ -273,6 +285,84 @@ def test_the_rate_of_a_scheduler_is_that_of_now(device, x):
     for _ in range(8):
         assert step(x)[0] == scheduler.get_last_lr()[0]
         scheduler.step()
+    assert step.refused
+
+
+class Trainer:
+    def __init__(self, w):
+        self.w, self.optimizer = w, torch.optim.Adam([w], 0.5, capturable=True)
+        self.scheduler = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.5)
+
+    def rate(self):
+        return self.scheduler.get_last_lr()[0]
+
+    @cudagraph.whole_step
+    def step(self, x):
+        self.optimizer.zero_grad()
+        (self.w * x).sum().backward()
+        self.optimizer.step()
+
+
+def test_a_rate_that_is_read_outside_of_the_step_is_no_matter(device, x):
+    trainer = Trainer(torch.ones(4, device=device, requires_grad=True))
+    for i in range(12):
+        trainer.step(x)
+        assert trainer.rate() == 0.5 * 0.5**i
+        trainer.scheduler.step()
+    assert not trainer.step.refused and cudagraph.stats()["replays"] >= 8
+
+
+SCRIPT = """
+import types
+@whole_step
+def step(x):
+    "train"
+    out = types.SimpleNamespace(loss=x * w)
+    return {"loss": out.loss}
+
+for epoch in range(12):
+    train = torch.zeros(())
+    x = torch.ones(4, device=w.device)
+    loss = step(x)["loss"]
+"""
+
+
+def test_names_of_a_script_that_the_step_has_as_strings_or_attributes_are_no_matter(device):
+    w = torch.ones(4, device=device, requires_grad=True)
+    space = {"w": w, "torch": torch, "whole_step": cudagraph.whole_step}
+    exec(compile(SCRIPT, __file__, "exec"), space)
+    assert not space["step"].refused and cudagraph.stats()["replays"] >= 8
+
+
+def test_a_step_that_reads_another_tensor_in_each_call_is_refused(device, x):
+    w, holder = torch.ones(4, device=device, requires_grad=True), argparse.Namespace()
+
+    @cudagraph.whole_step
+    def step(x):
+        return x * w * holder.mask
+
+    for i in range(12):
+        holder.mask = torch.full((4,), float(i), device=device)
+        assert step(x)[0] == i
+    assert "holder.mask is another tensor in each call" in step.refused
+
+
+class Odd:
+    """Makes its `__dict__` anew, as proxies do."""
+
+    __slots__ = ()
+    __dict__ = property(lambda self: {})
+
+    def __setattr__(self, name, value):
+        raise RuntimeError("locked")
+
+
+def test_objects_whose_dict_can_not_be_set_are_no_matter(device, x):
+    w, odd = torch.ones(4, device=device, requires_grad=True), Odd()
+    step = cudagraph.whole_step(lambda x: x * w * len(vars(odd) or "a"))
+    for _ in range(6):
+        assert step(x)[0] == 1
+    assert not step.refused and cudagraph.stats()["replays"] >= 3
 
 
 def test_what_a_step_replaces_is_put_back_after_a_capture_that_fails(device, x):

@@ -174,12 +174,12 @@ def test_a_second_backward_of_a_call_is_not_measured(model, x, peak, monkeypatch
     monkeypatch.setattr(measured, "_cuda_device", lambda plans: torch.device("cpu"))
     monkeypatch.setattr(measured, "Counters", counters)
     compiled = torch.compile(model, backend="aot_hooks", options={**ATEN, "policy": budget(peak, max_error=0)})
-    with pytest.warns(BudgetWarning, match="retain_graph=True keeps") as seen:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", BudgetWarning)
         for _ in range(3):
             loss = compiled(x).sin().sum()
             loss.backward(retain_graph=True)
             loss.backward()
-    assert len([w for w in seen if w.category is BudgetWarning]) == 1
     assert counters.restarts == 1
     assert len(aot_hooks.last_plans(compiled)) == 1
 
