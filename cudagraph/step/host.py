@@ -55,12 +55,12 @@ Scheduler = torch.optim.lr_scheduler.LRScheduler  # counts outside of the step; 
 WRAPPERS = ("__self__", "__func__", "func", "args", "keywords", "fget")  # of methods, partials and properties
 
 
-class TooManyValues(CudaGraphError):
-    """A step reaches more host values than can be compared before each call."""
+class CannotCompare(CudaGraphError):
+    """A step reaches host values that can't be compared before each call: too many, or one that raises."""
 
 
 class HostState:
-    """A snapshot of the host values that can be reached from `roots`. It keeps them alive. Raises `TooManyValues`."""
+    """A snapshot of the host values that can be reached from `roots`. It keeps them alive. Raises `CannotCompare`."""
 
     def __init__(self, roots: Mapping[str, Any], device_type: str, *, follows_schedulers: bool = False) -> None:
         # By path, such as "optimizer.param_groups[0]['lr']": what is compared, and the objects that were found.
@@ -89,9 +89,14 @@ class HostState:
         self._modules: dict[int, tuple[str, types.ModuleType, set[str]]] = {}
         while self._waiting or self._found_in_modules():
             path, value = self._waiting.popleft()
-            self._visit(path, value)
+            try:
+                self._visit(path, value)
+            except CannotCompare:
+                raise
+            except Exception as error:  # code of the user's, such as a property or `__repr__`
+                raise CannotCompare(f"reaches {path}, which raises {type(error).__name__}: {error}") from error
             if len(self.leaves) > MOST_VALUES:
-                raise TooManyValues(f"reaches more than {MOST_VALUES} host values, such as {path}")
+                raise CannotCompare(f"reaches more than {MOST_VALUES} host values, such as {path}")
         if owners := [*self._owners.values()]:
             put_back = functools.partial(_call_for_each, _put_dict_back, owners)
             self._views.append((lambda: [*map(_DICT, owners)], put_back, [*map(_DICT, owners)]))
@@ -208,7 +213,7 @@ class HostState:
             self._view(path, map(str, range(2 * len(value))), lambda: [*value, *value.values()])
         elif isinstance(value, (bytearray, array.array)) or hasattr(type(value), "__array_interface__"):
             if (size := getattr(value, "nbytes", 0)) > MOST_BYTES:
-                raise TooManyValues(f"{path} is an array of {size} bytes, too many to compare; give it as an input")
+                raise CannotCompare(f"{path} is an array of {size} bytes, too many to compare; give it as an input")
             self._arrays.append((value, content := _content(value)))
             self.leaves[path] = f"{type(value).__name__} with hash {hash(content)}"
         elif isinstance(value, types.FunctionType):

@@ -34,7 +34,7 @@ from ..tree.driver import CaptureDriver, cuda_driver
 from ..tree.node import Cursor
 from ..tree.tree import Failure
 from .gradients import LastGradients, ReadsGradients
-from .host import HostState, TooManyValues
+from .host import CannotCompare, HostState
 from .inputs import arguments_of, flat_arguments, key_of, reason_against
 from .model_step import ModelStep
 from .recording import StepRecording, make_capturable, parallel, parameters_of, rates_of, record
@@ -142,7 +142,7 @@ class WholeStep:
                 return self._as_it_is(flat, spec)
             try:
                 return self._find_or_record(key, flat, spec)
-            except TooManyValues as error:
+            except CannotCompare as error:
                 return self._refuse(str(error), flat, spec)
 
     # --- without a recording that applies
@@ -206,7 +206,7 @@ class WholeStep:
         result = self._warm_up(flat, spec)
         try:
             self.warm[key] = self._host(), 1 if changed else count + 1
-        except TooManyValues as error:  # the next call says so; this one has run
+        except CannotCompare as error:  # the next call says so; this one has run
             self.reset()
             self.refused = str(error)
         return result

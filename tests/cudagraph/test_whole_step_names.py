@@ -365,6 +365,27 @@ def test_objects_whose_dict_can_not_be_set_are_no_matter(device, x):
     assert not step.refused and cudagraph.stats()["replays"] >= 3
 
 
+class Raises:
+    __dict__ = property(lambda self: 1 // 0)
+
+    def __eq__(self, other):
+        raise ValueError("not comparable")
+
+
+class RaisesKey(str):
+    def __repr__(self):
+        raise ValueError("no repr")
+
+
+@pytest.mark.parametrize("make", [Raises, lambda: {RaisesKey("a"): 1, RaisesKey("b"): 2}])
+def test_a_step_that_reaches_what_raises_runs_as_it_is(device, x, make):
+    w, odd = torch.ones(4, device=device, requires_grad=True), make()
+    step = cudagraph.whole_step(lambda x: x * w * (2 if odd is not None else 3))
+    for _ in range(4):
+        assert step(x)[0] == 2
+    assert "which raises" in step.refused
+
+
 def test_what_a_step_replaces_is_put_back_after_a_capture_that_fails(device, x):
     w = torch.ones(4, device=device, requires_grad=True)
     args = argparse.Namespace(scale=2.0)
