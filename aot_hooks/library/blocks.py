@@ -99,9 +99,12 @@ class Declines:
         if 0 in saved.shape or 4 * packed_bytes >= 3 * row * saved.dtype.itemsize:
             return f"{self.name} would save too little on rows this short"
         op = saved.op.lower().replace("_", "")  # by name, because eager code has no graph with the backward's reads
-        if "logsumexp" in op or "logsoftmax" in op:
+        if any(name in op for name in _LOGARITHMS):
             return f"{self.name} leaves logarithms that the backward exponentiates as they are"
         return None
+
+
+_LOGARITHMS = "logsumexp", "logsoftmax", "ctcloss"  # in the names of operators
 
 
 def leaves(name: str, dtype: torch.dtype) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,7 +19,8 @@ SYMBOLS = {
     "telling fake tensors from real ones": "torch._subclasses.fake_tensor.FakeTensor",
     "aot_hooks.plan": "torch._C._dynamo.eval_frame.reset_code torch._dynamo.pgo.get_code_state "
     "torch._subclasses.fake_tensor.FakeTensorMode torch._ops.HigherOrderOperator "
-    "torch._higher_order_ops.utils.registered_hop_fake_fns torch.fx.experimental.symbolic_shapes.ShapeEnv",
+    "torch._higher_order_ops.utils.registered_hop_fake_fns torch.fx.experimental.symbolic_shapes.ShapeEnv "
+    "torch._dynamo.convert_frame.register_bytecode_hook",
 }
 PROTOCOLS = {
     "aot_hooks.plan": {
@@ -91,8 +93,10 @@ class DynamoTraces:
 
     def __init__(self) -> None:
         self.codes: dict[Any, bool] = {}  # code -> whether it had entries before
+        self.thread = threading.get_ident()
 
     def __enter__(self) -> DynamoTraces:
+        self.hook = need("torch._dynamo.convert_frame.register_bytecode_hook")(lambda code, _: self._note(code))
         self.sizes = copy.deepcopy(dict(need("torch._dynamo.pgo.get_code_state")()))
         return self
 
@@ -103,9 +107,15 @@ class DynamoTraces:
     def note(self) -> None:
         """Remembers the code that Dynamo is compiling; call it in the backend."""
         if (code := code_being_compiled()) is not None:
+            self._note(code)
+
+    def _note(self, code: Any) -> None:
+        """Remembers `code`, which Dynamo compiles in this thread, also if it makes no graph of it."""
+        if threading.get_ident() == self.thread:
             self.codes.setdefault(code, bool(entries_of(code)))
 
     def __exit__(self, *exc: object) -> None:
+        self.hook.remove()
         state = need("torch._dynamo.pgo.get_code_state")()
         state.clear()
         state.update(self.sizes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 import warnings
 from collections import Counter
@@ -263,6 +264,38 @@ def test_planning_often_does_not_use_up_recompilations() -> None:
     assert counter.frame_count == 1
     compiled(x.double().float()[:2])
     assert counter.frame_count == 2
+
+
+def _as_it_is(f: Any) -> Any:
+    """A decorator, as those around the forwards of transformers."""
+
+    @functools.wraps(f)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        return f(*args, **kwargs)
+
+    return wrapper
+
+
+class Wrapped(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 32), nn.Linear(32, 8)
+
+    @_as_it_is
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.down(nn.functional.gelu(self.up(x)))
+        torch._dynamo.graph_break()
+        return h.tanh()
+
+
+def test_planning_often_does_not_use_up_recompilations_of_code_without_a_graph() -> None:
+    """Dynamo compiles the decorator too, without a graph of its own."""
+    model, x = Wrapped(), torch.randn(16, 8)
+    found = {aot_hooks.plan(model, x, policy=HALF, inner="aten").packed_bytes for _ in range(12)}
+    assert len(found) == 1 and 0 not in found
+    compiled = torch.compile(model, backend="aot_hooks", options={**ATEN, "policy": HALF})
+    compiled(x).sum().backward()
+    assert sum(plan.packed_bytes for plan in aot_hooks.last_plans(compiled)) in found
 
 
 def test_what_cannot_be_compiled_does_not_keep_others_from_it() -> None:
