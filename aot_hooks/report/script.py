@@ -129,8 +129,9 @@ def run_script(path: str, arguments: list[str], options: Mapping[str, Any], step
             why = (
                 "; it uses aot_hooks itself: leave --hook and --policy out to run it as it is" * found.hooks_overridden
             )
-            text = str(e) if unwrapped(e) else str(e).partition("\n")[0]  # the traceback has all lines
-            raise ScriptError(f"{path} raised {type(e).__name__}: {text}{why}") from e
+            ours = unwrapped(e)  # Dynamo wraps it
+            text = str(e).partition("\n")[0] if ours is None else str(ours)  # the traceback has all lines
+            raise ScriptError(f"{path} raised {type(ours or e).__name__}: {text}{why}") from e
     if found.compiled:
         found.eager.clear()
     if not found.plan.decisions:

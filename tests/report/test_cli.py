@@ -421,6 +421,19 @@ def test_a_budget_that_no_module_meets_is_what_the_error_says(tmp_path: Path, ca
     assert "saved nothing" not in error
 
 
+def test_a_budget_that_a_compiled_function_does_not_meet_is_named_without_dynamos_words(
+    tmp_path: Path, capsys: Any
+) -> None:
+    path = tmp_path / "train.py"
+    layers = "torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 8)"
+    path.write_text(
+        f"import torch\nm = torch.compile(torch.nn.Sequential({layers}))\nm(torch.ones(64, 8)).sum().backward()"
+    )
+    assert main(["report", "--inner", "aten", "--budget", "10B", str(path)]) == 1
+    error = capsys.readouterr().err
+    assert "raised BudgetError: budget(10): expected a step under" in error and "TORCHDYNAMO_VERBOSE" not in error
+
+
 def test_a_budget_that_graphs_are_over_together_is_in_the_heading(tmp_path: Path, capsys: Any) -> None:
     path = tmp_path / "train.py"
     path.write_text(
