@@ -11,10 +11,14 @@ The lines of each missed key are noted for `explain-miss`, see notes.py.
 
 from __future__ import annotations
 
+import atexit
 import collections
 import contextlib
 import gc
 import logging
+import os
+import shutil
+import tempfile
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -103,6 +107,7 @@ def through_cache(
         compile_graph: calls `compiling()` before each graph that it compiles; does not need it outside of the cache.
         refused: why `compile_graph` did not take an entry that was found, "" if it did.
     """
+    _use_writable_directory()
     if not aot_cache.autograd_cache_is_on():
         return bypassed("torch's cache is switched off", compile_graph)
     key = key_of(gm, inputs, ambient, regions, options=options, roots=roots)
@@ -261,3 +266,22 @@ def _report(lookup: _Lookup) -> None:
         notes.write(note)
     except OSError as e:
         _warn_once("notes", f"explain-miss will know nothing of this process: {e}")
+
+
+def _use_writable_directory() -> None:
+    """torch writes generated code to its cache directory and fails if it can't: then use another one meanwhile."""
+    try:
+        directory = aot_cache.cache_dir()
+        if directory in _writable:
+            return
+        with tempfile.TemporaryFile(dir=directory):
+            _writable.add(directory)
+    except OSError as e:
+        fresh = os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="aot-hooks-")
+        atexit.register(shutil.rmtree, fresh, ignore_errors=True)
+        _writable.add(fresh)
+        why = f"torch's cache directory cannot be written ({e}); this process uses {fresh} and removes it"
+        _warn_once("directory", why)
+
+
+_writable: set[str] = set()

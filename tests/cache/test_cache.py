@@ -7,6 +7,7 @@ entries are made once, in another process; each test has a copy, so that only wh
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import sys
@@ -335,6 +336,20 @@ def test_entries_travel_as_torchs_cache_artifacts(
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "elsewhere"))
     torch.compiler.load_cache_artifacts(artifacts[0])
     assert run()["seen"] == "hit"
+
+
+@pytest.mark.core
+def test_a_directory_that_cannot_be_written_breaks_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("no directory")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(blocked / "below"))
+    monkeypatch.setattr(lookup, "_warned", set())
+    with pytest.warns(CacheWarning, match="cannot be written"):
+        lookup._use_writable_directory()
+    used = os.environ["TORCHINDUCTOR_CACHE_DIR"]
+    assert used != str(blocked / "below") and Path(used).is_dir()
+    lookup._use_writable_directory()
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == used
 
 
 def test_processes_that_start_together_do_not_disturb_each_other(directory: Path) -> None:
