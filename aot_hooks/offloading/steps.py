@@ -9,7 +9,7 @@
 
 A graph that is compiled once runs for every layer, so what differs between layers is read at run time: at_run_time.py
 notes each of its operators here as an event, and gets the actions for it. Item n is the n-th tensor that the step
-starts. A step begins when a tensor is started while none is saved from before, or only such as something keeps.
+starts. A step begins when a tensor is started while none is saved from before, or only kept ones are.
 
 The plan holds for as long as events come as in its trace. At the first other event all copies in flight are joined.
 Without a plan all tensors stay; or, if their hook allows any stall, all are sent, and waited for at the next operator.
@@ -44,10 +44,10 @@ _SLOWER = 0.97  # of the speed planned with: if copies were slower than this, th
 _ENOUGH = 0.95  # of the bytes that could be sent: small tensors take as much of the host's time as large ones
 _SIZES = 4  # how many least sizes are tried for that
 _MOST_EVENTS = 1 << 17  # of a step
-# A step has no end if something keeps its saved tensors: if operators like theirs have run again and again since, and
-# what these saved is gone: this many times, or once a warning has said it; or after this many events of others. The
-# first limit rises by the factor when something that was kept is read after all.
-_KEPT_AFTER, _KEPT_AGAIN, _MOST_AFTER, _RAISED = 8, 2, 4096, 8
+# Saved tensors count as kept, and not as a part of the step, at any of these limits, see `Steps._is_endless`:
+_KEPT_AFTER, _KEPT_AGAIN = 8, 2  # later runs of the operators that saved them; the second limit holds after a warning
+_MOST_AFTER = 4096  # later events of any operators
+_RAISED = 8  # times the limit of runs, each time that a backward reads kept tensors after all
 _MOST_DIFFERENT = 32  # steps in a row without a plan before a warning
 
 Event = tuple[Any, ...]  # of an operator: ("start", the bytes of its tensors, Terms) or ("reload", their items)
@@ -367,8 +367,10 @@ class Steps:
         )
 
     def _is_endless(self) -> bool:
-        """Whether the entries that are alive are kept by something that is no step. Not in a backward: a checkpoint may
-        run many graphs there before the first goes backward."""
+        """Whether the entries that are alive are kept, as by the output of an evaluation.
+
+        False in a backward: a checkpoint may run many graphs there before the first goes backward.
+        """
         newest = next(reversed(self._alive))
         if len(self._entries) - 1 - newest < len(self._alive) or autograd.current_backward() != -1:
             return False

@@ -340,7 +340,7 @@ class Group:
                 self.on_step_end(step)
 
     def on_retained(self, step: RecordedStep) -> None:
-        """A backward is about to run that keeps what was saved, so that all of a step may be alive in another one."""
+        """Warn if a second backward, beside all saved tensors, would exceed the peak. Called before the first one."""
         with _lock:
             calls = [version.nbytes for how, _, version in step.marks if how == "forward"]
             held, working = sum(c.held for c in calls), max((c.backward - c.held for c in calls), default=0)

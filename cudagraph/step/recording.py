@@ -7,6 +7,7 @@ replay:   one fused copy of the inputs -> launch -> gradients -> copies of what 
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -86,13 +87,13 @@ def noting_reads(schedulers: Mapping[str, Any], read: list[str]) -> Iterator[Non
 
         return get_last_lr
 
-    try:
+    with contextlib.ExitStack() as stack:
         for path, scheduler in schedulers.items():
-            scheduler.get_last_lr = noted(path, scheduler.get_last_lr)
+            own = vars(scheduler)
+            put_back = functools.partial(own.__setitem__, "get_last_lr", own.get("get_last_lr"))
+            stack.callback(put_back if "get_last_lr" in own else functools.partial(own.pop, "get_last_lr"))
+            own["get_last_lr"] = noted(path, scheduler.get_last_lr)
         yield
-    finally:
-        for scheduler in schedulers.values():
-            vars(scheduler).pop("get_last_lr", None)
 
 
 @dataclass(eq=False)

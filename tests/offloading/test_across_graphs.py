@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import gc
 import math
-import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -18,8 +17,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import aot_hooks
-from aot_hooks.errors import UnusedWarning
-from aot_hooks.offloading import at_run_time, placement, steps, transfers
+from aot_hooks.offloading import at_run_time, placement, transfers
 
 pytestmark = pytest.mark.filterwarnings("error::aot_hooks.errors.UnusedWarning")
 
@@ -298,88 +296,6 @@ def test_an_exception_half_way_leaves_nothing_behind() -> None:
     gc.collect()
     assert aot_hooks.offload_stats()["host_leased_bytes"] == 0
     assert counted(lambda: step(hooked, x))[0] > 0
-
-
-def test_an_output_that_is_held_disturbs_no_step() -> None:
-    plain, hooked = by_blocks(None), by_blocks(HOOK)
-    aot_hooks.reset()
-    held = hooked(torch.randn(64, 16))
-    with pytest.warns(UnusedWarning, match=r"30 saved tensors are kept, and 240 others .*no_grad\(\)") as caught:
-        for _ in range(14):
-            x = torch.randn(64, 16)
-            assert_equal(step(hooked, x), step(plain, x))
-    assert len(caught) == 1
-    assert counted(lambda: step(hooked, x))[0] > 0, "steps end without what is held"
-    for _ in range(3):
-        again = hooked(torch.randn(64, 16))
-        for _ in range(3):
-            assert_equal(step(hooked, x), step(plain, x))
-        assert counted(lambda: step(hooked, x))[0] > 0
-    again.sum().backward()
-    held.sum().backward()
-    for _ in range(4):
-        assert_equal(step(hooked, x), step(plain, x))
-    assert counted(lambda: step(hooked, x))[0] > 0
-
-
-def test_steps_that_all_differ_are_said_to_send_nothing() -> None:
-    plain, hooked = by_blocks(None), by_blocks(HOOK)
-    for block in hooked:
-        block.compile(backend="aot_hooks", options={"inner": "aten", "policy": HOOK}, dynamic=True)
-    with pytest.warns(UnusedWarning, match=r"the last 32 steps all differ .* offload\(\), which plans each") as caught:
-        for i in range(40):
-            x = torch.randn(3 + i, 16)
-            assert_equal(step(hooked, x), step(plain, x))
-    assert len(caught) == 1
-
-
-@pytest.mark.parametrize(("updates", "equal"), [(1, False), (5, False), (5, True)])
-def test_what_is_alive_beside_complete_backwards_is_of_the_step(updates: int, equal: bool) -> None:
-    """A GAN: the generator's tensors wait while the discriminator is trained. If its graphs are equal to the
-    generator's, that looks like a kept output, until the generator's backward."""
-    aot_hooks.reset()
-    generator, critic = by_blocks(HOOK, 1), by_blocks(HOOK, 3)
-    if not equal:
-        generator = torch.compile(
-            nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 16), nn.Tanh()),
-            backend="aot_hooks",
-            options={"inner": "aten", "policy": HOOK},
-        )
-
-    def train() -> None:
-        fake = generator(torch.randn(64, 16 if equal else 8))
-        for _ in range(updates):
-            critic(torch.randn(64, 16)).mean().backward()
-            critic(fake.detach()).mean().backward()
-        critic(fake).mean().backward()
-
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for _ in range(24):
-            train()
-    assert len([w for w in caught if w.category is UnusedWarning]) == equal
-    (found,) = at_run_time.all_steps()
-    whole = found._known[-1]
-    assert len(whole.trace) > 12 * updates and whole.plan is not None
-
-
-def test_many_lengths_in_turn_are_no_steps_that_all_differ() -> None:
-    hooked = by_blocks(None)
-    for block in hooked:
-        block.compile(backend="aot_hooks", options={"inner": "aten", "policy": HOOK}, dynamic=True)
-    for i in range(64):
-        step(hooked, torch.randn(16 + i % 16, 16))
-
-
-def test_a_step_that_never_ends_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(steps, "_MOST_EVENTS", 14)  # a step has 12
-    plain, hooked = by_blocks(None), by_blocks(HOOK)
-    held = [hooked(torch.randn(64, 16))]
-    for _ in range(8):
-        x = torch.randn(64, 16)
-        assert_equal(step(hooked, x), step(plain, x))
-    assert counted(lambda: step(hooked, x))[0] > 0, "what is held is of another step"
-    held.clear()
 
 
 def test_checkpointed_blocks() -> None:
