@@ -101,6 +101,8 @@ class Declines:
         op = saved.op.lower().replace("_", "")  # by name, because eager code has no graph with the backward's reads
         if any(name in op for name in _LOGARITHMS):
             return f"{self.name} leaves logarithms that the backward exponentiates as they are"
+        if op == "compiledfunctionbackward":
+            return f"{self.name} leaves what eager code saves of a compiled function, which may be a logarithm"
         return None
 
 
