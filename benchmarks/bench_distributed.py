@@ -2,6 +2,7 @@
 
     torchrun --nproc-per-node 2 benchmarks/bench_distributed.py --json out.json
     torchrun --nproc-per-node 2 benchmarks/bench_distributed.py --parallel ddp --rows stock,offload
+    torchrun --nproc-per-node 1 benchmarks/bench_distributed.py --varied --rows stock,float8     lengths that differ
     bash benchmarks/bench_distributed.sh 2          all three parallels, the rows that a release needs
 
 The work is benchmarks/model.py with one sequence a rank. `fsdp` and `tp` compile block by block, `ddp` compiles the
@@ -16,6 +17,7 @@ import argparse
 import contextlib
 import functools
 import gc
+import itertools
 import json
 import logging
 import math
@@ -58,12 +60,13 @@ BUDGETS = {  # a share of a row's peak
     "budget as checkpointing": ("checkpointing", 1.0),
 }
 ROWS = ("stock", "checkpointing", *HOOKS, *CAPTURED, *BUDGETS, "save_on_cpu")
+LENGTHS = (11, 8, 14, 16, 9, 13, 10, 15, 12)  # of `--varied`, step by step, in sixteenths of `tokens`
 WARM_UP = 41  # steps; plans are made after the third, judged after five more, and replaced up to six times
 
 
-def prepared(row: str, parallel: str, stack: Stack, mesh: DeviceMesh, inner: str, budget_gib: float) -> Any:
+def prepared(row: str, said: argparse.Namespace, stack: Stack, mesh: DeviceMesh, budget_gib: float) -> Any:
     """`stack` compiled and distributed, as a function of x."""
-    one_graph = "one graph" in row
+    one_graph, parallel, inner = "one graph" in row, said.parallel, said.inner
     how: dict[str, Any] = {}
     if row in HOOKS or row in CAPTURED or row in BUDGETS:
         nbytes = int(budget_gib * GIB) + ("alike" in row)  # a byte more, so that no stored plan is taken
@@ -74,6 +77,7 @@ def prepared(row: str, parallel: str, stack: Stack, mesh: DeviceMesh, inner: str
         how = {"backend": "aot_hooks", "options": options}
     elif inner == "aten":
         how = {"backend": "aot_eager"}
+    how["dynamic"] = True if said.varied else None
     if parallel == "ddp" and not one_graph:
         if row == "checkpointing":
             raise ValueError("DDP compiles the whole model; measure checkpointing under fsdp or tp")
@@ -108,13 +112,18 @@ def measured(
     torch.manual_seed(0)
     sizes = {"layers": said.layers, "width": said.width, "tokens": said.tokens, "batch": 1}
     stack, x = stack_and_input(device, **sizes)
-    run = prepared(row, said.parallel, stack, mesh, said.inner, budget_gib)
+    run = prepared(row, said, stack, mesh, budget_gib)
+    lengths = itertools.cycle(said.tokens * n // 16 for n in LENGTHS) if said.varied else itertools.repeat(said.tokens)
 
     def synchronize() -> None:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
 
-    def forward() -> Tensor:
+    def varied() -> Tensor:
+        """A forward of the next length."""
+        return forward(x[:, : next(lengths)])
+
+    def forward(x: Tensor = x) -> Tensor:
         on_cpu = torch.autograd.graph.save_on_cpu(pin_memory=device.type == "cuda")
         with on_cpu if row == "save_on_cpu" else contextlib.nullcontext():
             return run(x).float().pow(2).mean()
@@ -124,11 +133,11 @@ def measured(
         x.grad = None
 
     began = time.perf_counter()
-    backward(forward())
+    backward(varied())
     synchronize()
     compiled_s = time.perf_counter() - began
     for _ in range(WARM_UP - 1 if row != "save_on_cpu" else 0):
-        backward(forward())
+        backward(varied())
         synchronize()
     before, replays = aot_hooks.offload_stats(), cudagraph.stats()["replays"]
     times = []
@@ -136,7 +145,7 @@ def measured(
         dist.barrier()
         synchronize()
         began = time.perf_counter()
-        backward(forward())
+        backward(varied())
         synchronize()
         times.append(1e3 * (time.perf_counter() - began))
     after, captures = aot_hooks.offload_stats(), cudagraph.stats()
@@ -146,7 +155,7 @@ def measured(
     plans = aot_hooks.last_plans(run if said.parallel == "ddp" else stack) if row in BUDGETS else []
     return {
         "row": row,
-        "ms": min(slowest.tolist()),
+        "ms": min(slowest.tolist()) if not said.varied else statistics.mean(slowest.tolist()),
         "median_ms": statistics.median(slowest.tolist()),
         "saved_gib": nbytes.after_forward / GIB,
         "peak_gib": nbytes.peak / GIB,
@@ -173,6 +182,7 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=4096)
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--varied", action="store_true", help="each step has another length; ms is the mean")
     parser.add_argument("--inner", choices=("inductor", "aten"), default="inductor")
     parser.add_argument("--json", type=pathlib.Path, help="written after each row")
     parser.add_argument("--verbose", action="store_true", help="log which plans of a step are tried")
@@ -188,7 +198,7 @@ def main() -> None:
         parser.error(f"unknown rows {sorted(unknown)}; there are {', '.join(ROWS)}")
     dist.init_process_group("nccl" if cuda else "gloo", device_id=device if cuda else None)
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-    work = {name: getattr(said, name) for name in ("parallel", "layers", "width", "tokens", "steps", "inner")}
+    work = {name: getattr(said, name) for name in ("parallel", "layers", "width", "tokens", "steps", "varied", "inner")}
     result = {"conditions": conditions(device, ranks=dist.get_world_size(), **work), "rows": []}
     peaks: dict[str, float] = {}
     for row in said.rows.split(","):

@@ -194,6 +194,7 @@ def make_trainer(name: str, setting: Setting, data: Text, out: str) -> Any:
             activation_offloading=name == "sft_offloading",
             max_length=setting.sequence,
             shuffle_dataset=False,
+            dataset_kwargs={"skip_prepare_dataset": True},  # its rows are tokens of the longest length
         ),
         train_dataset=datasets.Dataset.from_list([{"input_ids": row.tolist()} for row in data.rows]),
         processing_class=transformers.PreTrainedTokenizerFast(

@@ -86,11 +86,14 @@ class Stack(nn.Module):
         self.register_buffer("sin", angles.sin())
 
     def forward(self, x: Tensor, checkpointed: bool = False) -> Tensor:
+        cos, sin, tokens = self.cos, self.sin, x.shape[1]
+        if tokens != len(cos):
+            cos, sin = cos[:tokens], sin[:tokens]
         for block in self.blocks:
             if checkpointed:
-                x = checkpoint(block, x, self.cos, self.sin, use_reentrant=False)
+                x = checkpoint(block, x, cos, sin, use_reentrant=False)
             else:
-                x = block(x, self.cos, self.sin)
+                x = block(x, cos, sin)
         return x
 
 

@@ -188,8 +188,8 @@ def decide_at_run_time(fw: GraphModule, bw: GraphModule, num_fwd_outputs: int) -
             groups.append((part, device, limit, terms))
     groups.sort(key=lambda group: place_of(group[0][-1]))
     for i, (found, device, limit, terms) in enumerate(groups):
-        text = str(replace(terms, ends_graph=i == len(groups) - 1))
-        _cross_together(fw, bw, place_of(found[-1]), found, device, limit, text)
+        terms = replace(terms, ends_graph=i == len(groups) - 1)
+        _cross_together(fw, bw, place_of(found[-1]), found, device, limit, terms)
     for gm in (fw, bw):
         gm.graph.lint()
         gm.recompile()
@@ -210,18 +210,19 @@ def _parts(pairs: _Pairs, most_bytes: int) -> list[_Pairs]:
 
 
 def _cross_together(
-    fw: GraphModule, bw: GraphModule, after: Node, pairs: _Pairs, device: torch.device, limit: int, terms: str
+    fw: GraphModule, bw: GraphModule, after: Node, pairs: _Pairs, device: torch.device, limit: int, terms: Terms
 ) -> None:
     """Have the values of `pairs` cross to their placeholders by one operator in each graph, in `fw` behind `after`."""
     values, slots = [value for value, _ in pairs], [slot for _, slot in pairs]
     fakes = [value.meta["val"] for value in values]
     carried = [i for i, fake in enumerate(fakes) if not all(isinstance(n, int) for n in fake.shape)]
+    text = str(replace(terms, is_symbolic=bool(carried)))
     with fw.graph.inserting_after(after):
-        out = fw.graph.call_function(offload_together, (values, limit, terms, carried))
+        out = fw.graph.call_function(offload_together, (values, limit, text, carried))
     with fw.graph.inserting_after(out):
         crossing = [fw.graph.call_function(operator.getitem, (out, i)) for i in range(1 + len(carried))]
     *_, (out_meta, reload_meta, back_meta) = slots[0].meta[_CANDIDATE]
-    out.meta = {**out_meta, "val": offload_together(fakes, limit, terms, carried)}
+    out.meta = {**out_meta, "val": offload_together(fakes, limit, text, carried)}
     for node, fake in zip(crossing, out.meta["val"], strict=True):
         version_check = {key: values[0].meta[key] for key in (NO_VERSION_CHECK,) if key in values[0].meta}
         node.meta = {PACKED: True, "val": fake, **version_check}

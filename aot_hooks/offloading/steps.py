@@ -12,6 +12,7 @@ notes each of its operators here as an event, and gets the actions for it. Item 
 starts. A step begins when a tensor is started while none is saved from before, or only kept ones are.
 
 The plan holds for as long as events come as in its trace. At the first other event all copies in flight are joined.
+Steps that differ only in symbolic sizes share a plan. It is for the largest of them, and made anew for a larger one.
 Without a plan all tensors stay; or, if their hook allows any stall, all are sent, and waited for at the next operator.
 Nothing here touches a device.
 """
@@ -62,17 +63,20 @@ class Terms:
     max_stall_ms: float
     link: tuple[float, float] | None  # bytes a second to the host and back; None measures them
     ends_graph: bool = True  # no other operator of its graph comes after this one
+    is_symbolic: bool = False  # the bytes of its tensors differ from call to call
 
     def __str__(self) -> str:
         """Numbers only: Inductor's C++ code does not escape quotes."""
         to_host, to_device = self.link or (0.0, 0.0)
-        return f"{self.in_flight_bytes} {self.max_stall_ms} {to_host} {to_device} {int(self.ends_graph)}"
+        flags = f"{int(self.ends_graph)} {int(self.is_symbolic)}"
+        return f"{self.in_flight_bytes} {self.max_stall_ms} {to_host} {to_device} {flags}"
 
     @staticmethod
     @functools.cache
     def parse(text: str) -> Terms:
-        in_flight, stall, *link, ends_graph = map(float, text.split())
-        return Terms(int(in_flight), stall, (link[0], link[1]) if any(link) else None, bool(ends_graph))
+        in_flight, stall, *link, ends_graph, is_symbolic = map(float, text.split())
+        speeds = (link[0], link[1]) if any(link) else None
+        return Terms(int(in_flight), stall, speeds, bool(ends_graph), bool(is_symbolic))
 
 
 @dataclass(frozen=True)
@@ -103,6 +107,22 @@ class StepPlan:
 def graph_count(trace: Sequence[Event]) -> int:
     """How many calls of graphs a trace has."""
     return sum(event[0] == "start" and event[2].ends_graph for event in trace)
+
+
+def bytes_of(trace: Sequence[Event]) -> int:
+    """What the operators of a trace start, in bytes."""
+    return sum(sum(event[1]) for event in trace if event[0] == "start")
+
+
+def _key(event: Event) -> Event:
+    """What is the same in all steps that share a plan: `event`, without symbolic sizes."""
+    is_symbolic = event[0] == "start" and event[2].is_symbolic
+    return ("start", len(event[1]), event[2]) if is_symbolic else event
+
+
+def _larger(a: Event, b: Event) -> Event:
+    """The larger sizes of two events with the same key."""
+    return ("start", tuple(map(max, a[1], b[1])), a[2]) if a[0] == "start" else a
 
 
 def plan_step(trace: Sequence[Event], at_ms: Sequence[float], to_host: float, to_device: float) -> StepPlan:
@@ -153,7 +173,7 @@ def plan_step(trace: Sequence[Event], at_ms: Sequence[float], to_host: float, to
         tuple(number in sent for number in range(len(starts))),
         actions,
         graph_count(trace),
-        sum(nbytes for _, nbytes, _ in starts),
+        bytes_of(trace),
         sent_bytes,
         planned.forward_ms,
         planned.backward_ms,
@@ -183,23 +203,29 @@ class _Known:
     """A step that has run.
 
     Attributes:
-        trace: its events.
-        runs: the marks of each run since the last plan: of all events before the first plan, then of the first and
-            the last event.
+        trace: its events, with the largest sizes so far.
+        keys: what is the same in all its runs.
+        runs: the bytes and the marks of each run since the last plan: marks of all events before the first plan, then
+            of the first and the last event.
         copies: the bytes of each copy out in these runs, and the marks at its begin and end.
         plan: the plan that it follows now.
         share: the share of the link's speed that the plan counts on.
+        has_sizes: its runs had different sizes.
+        is_outgrown: a run was larger than what the plan is for.
         settled: no other plan is tried any more.
         misses: how many plans in a row were no faster than one before.
-        at_ms: when each event runs without a plan.
+        at_ms: when each event runs without a plan, for the sizes of `trace`.
         tried: the plans that were timed, with the ms of a step. Each sends less than the one before.
     """
 
     trace: tuple[Event, ...]
-    runs: list[list[Any]] = field(default_factory=list)
+    keys: tuple[Event, ...]
+    runs: list[tuple[int, list[Any]]] = field(default_factory=list)
     copies: list[tuple[int, list[Any]]] = field(default_factory=list)
     plan: StepPlan | None = None
     share: float = 1.0
+    has_sizes: bool = False
+    is_outgrown: bool = False
     settled: bool = False
     misses: int = 0
     at_ms: list[float] = field(default_factory=list)
@@ -233,6 +259,7 @@ class Steps:
     _known: list[_Known] = field(default_factory=list)  # the last to run is the last
     _followed: _Known | None = None
     _trace: list[Event] = field(default_factory=list)
+    _keys: list[Event] = field(default_factory=list)  # of `_trace`
     _marks: list[Any] | None = None
     _copies: list[tuple[int, list[Any]]] = field(default_factory=list)
     _entries: list[Entry] = field(default_factory=list)
@@ -301,6 +328,7 @@ class Steps:
     def _note(self, event: Event) -> list[tuple[str, Entry]]:
         at, known = len(self._trace), self._followed
         self._trace.append(event)
+        self._keys.append(_key(event))
         actions = [("join", entry) for entry in self._unplanned]
         self._unplanned = []
         if at == 0:
@@ -308,13 +336,13 @@ class Steps:
             known = self._followed
             if known is not None and not (known.settled or known.is_timed):
                 self._marks = []
-        elif known is not None and known.trace[at : at + 1] != (event,):
+        elif known is not None and known.keys[at : at + 1] != (self._keys[-1],):
             self._marks = None
             self._follow()
             actions = [("join", entry) for entry in self._entries]
         known = self._followed
         if self._marks is not None and known is not None:
-            if known.plan is None or at in (0, len(known.trace) - 1):
+            if known.plan is None or at in (0, len(known.keys) - 1):
                 self._marks.append(self.mark())
         if known is not None and known.plan is not None:
             actions += [(what, self._entries[number]) for what, number in known.plan.actions.get(at, ())]
@@ -322,27 +350,38 @@ class Steps:
 
     def _follow(self) -> None:
         """From now on follow the last known step that began as this one has; one with a plan, if there is one."""
-        begun = tuple(self._trace)
-        found = [known for known in self._known if known.trace[: len(begun)] == begun]
+        begun = tuple(self._keys)
+        found = [known for known in self._known if known.keys[: len(begun)] == begun]
         for known in found:
             self._decide(known)
         self._followed = max(reversed(found), key=lambda known: known.plan is not None, default=None)
 
     def _decide(self, known: _Known) -> None:
         """Plan a step that has run often enough, and compare its plan with one that sends less."""
+        if known.is_outgrown:
+            known.plan, known.is_outgrown = self.plan(known.trace, known.at_ms, known.share), False
         if known.settled or not known.is_timed:
             return
-        times = self.times([*known.runs, *(marks for _, marks in known.copies)])
+        times = self.times([marks for _, marks in (*known.runs, *known.copies)])
         if times is None:
             return
-        times, copies_ms = times[: len(known.runs)], sum(run[-1] for run in times[len(known.runs) :])
+        sizes = [nbytes for nbytes, _ in known.runs]
+        times, copies_ms = times[: len(sizes)], sum(run[-1] for run in times[len(sizes) :])
         speed = 1e3 * sum(nbytes for nbytes, _ in known.copies) / copies_ms if copies_ms else 0.0  # 0: no copy
         known.runs, known.copies = [], []
         if known.plan is None:  # the host may have held up one run here and one there
-            steps = [[b - a for a, b in itertools.pairwise(run)] for run in times]
+            scales = [bytes_of(known.trace) / nbytes if nbytes else 1.0 for nbytes in sizes]
+            steps = [
+                [scale * (b - a) for a, b in itertools.pairwise(run)] for scale, run in zip(scales, times, strict=True)
+            ]
             known.at_ms = list(itertools.accumulate(map(min, zip(*steps, strict=True)), initial=0.0))
             known.plan = self.plan(known.trace, known.at_ms, known.share)
             known.settled = not self.adapts or not math.isfinite(known.plan.allowed_ms)
+        elif known.has_sizes:  # the times of different sizes are no measure; the speed of their copies is
+            known.settled = not 0 < speed < _SLOWER * known.plan.to_host or known.share < _LEAST_SHARE
+            if not known.settled:
+                known.share *= speed / known.plan.to_host
+                known.plan = self.plan(known.trace, known.at_ms, known.share)
         else:  # steps without a plan are no measure: each graph's own copies hold them up
             took = sorted(run[-1] for run in times)[1]  # the fastest but one
             fastest = min((ms for _, ms in known.tried), default=math.inf)
@@ -395,13 +434,24 @@ class Steps:
                 UnusedWarning,
             )
 
+    @staticmethod
+    def _resize(known: _Known, trace: tuple[Event, ...]) -> None:
+        """Note a run with other sizes. If one of them is larger than all before, the next step has a plan for it."""
+        largest, known.has_sizes = tuple(map(_larger, known.trace, trace)), True
+        if largest != known.trace:
+            scale = bytes_of(largest) / max(1, bytes_of(known.trace))
+            known.trace, known.at_ms = largest, [scale * ms for ms in known.at_ms]
+            known.is_outgrown = known.plan is not None
+
     def _end(self) -> None:
-        trace, known = tuple(self._trace), self._followed
-        if known is None or known.trace != trace:
-            known = next((each for each in self._known if each.trace == trace), None) or _Known(trace)
+        trace, keys, known = tuple(self._trace), tuple(self._keys), self._followed
+        if known is None or known.keys != keys:
+            known = next((each for each in self._known if each.keys == keys), None) or _Known(trace, keys)
         elif self._marks is not None:
-            known.runs.append(self._marks)
+            known.runs.append((bytes_of(trace), self._marks))
             known.copies += self._copies
+        if known.trace != trace:
+            self._resize(known, trace)
         if known.plan is not None:
             self.last = known.plan
         if any(event[0] == "reload" for event in trace) and not self._is_part:
@@ -411,13 +461,13 @@ class Steps:
             self._known = [*(k for k in self._known if k is not known), known][-_MOST_TRACES:]
         self._followed, self._marks, self._is_part = None, None, False
         self._alive.clear()
-        self._trace, self._entries, self._unplanned, self._copies = [], [], [], []
+        self._trace, self._keys, self._entries, self._unplanned, self._copies = [], [], [], [], []
         self._number += 1
         if self._different == _MOST_DIFFERENT:  # said once
             self._different += 1
             warn_user(
                 f"aot_hooks: offload(across_graphs=True): the last {_MOST_DIFFERENT} steps all differ from others, so "
-                "none had a plan, and nothing was sent. Steps need the same graphs in the same order, with the same "
-                "sizes: pad batches to few lengths, or take offload(), which plans each graph alone",
+                "none had a plan, and nothing was sent. Steps need the same graphs in the same order; sizes may differ "
+                "where they are symbolic (dynamic=True). Or take offload(), which plans each graph alone",
                 UnusedWarning,
             )

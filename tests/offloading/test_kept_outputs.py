@@ -39,14 +39,29 @@ def test_an_output_that_is_held_disturbs_no_step() -> None:
 
 
 def test_steps_that_all_differ_are_said_to_send_nothing() -> None:
+    """Six microbatches of a short or a long static length, in another order in each step."""
+    plain, hooked = by_blocks(None, 1), by_blocks(None, 1)
+    hooked[0].compile(backend="aot_hooks", options={"inner": "aten", "policy": HOOK}, dynamic=False)
+    with pytest.warns(UnusedWarning, match=r"the last 32 steps all differ .* offload\(\), which plans each") as caught:
+        for i in range(40):
+            xs = [torch.randn(64 if i >> n & 1 else 32, 16) for n in range(6)]
+            assert_equal(*(step(model, xs, lambda xs, model=model: together(model, xs)) for model in (hooked, plain)))
+    assert len(caught) == 1
+
+
+def together(model: nn.Module, xs: list[torch.Tensor]) -> torch.Tensor:
+    return torch.cat([model(x) for x in xs])
+
+
+def test_steps_that_differ_in_symbolic_sizes_share_a_plan() -> None:
+    """Each length is new, and now and then the longest so far; each step from the fourth on sends."""
     plain, hooked = by_blocks(None), by_blocks(HOOK)
     for block in hooked:
         block.compile(backend="aot_hooks", options={"inner": "aten", "policy": HOOK}, dynamic=True)
-    with pytest.warns(UnusedWarning, match=r"the last 32 steps all differ .* offload\(\), which plans each") as caught:
-        for i in range(40):
-            x = torch.randn(3 + i, 16)
-            assert_equal(step(hooked, x), step(plain, x))
-    assert len(caught) == 1
+    for i in range(40):
+        x = torch.randn(40 + 7 * i % 41, 16)
+        sent, fetched = counted(lambda x=x: assert_equal(step(hooked, x), step(plain, x)))
+        assert (sent == fetched > 0) if i >= 3 else sent == 0, (i, sent)
 
 
 @pytest.mark.parametrize(("updates", "equal"), [(1, False), (5, False), (5, True)])
@@ -77,14 +92,6 @@ def test_what_is_alive_beside_complete_backwards_is_of_the_step(updates: int, eq
     (found,) = at_run_time.all_steps()
     whole = found._known[-1]
     assert len(whole.trace) > 12 * updates and whole.plan is not None
-
-
-def test_many_lengths_in_turn_are_no_steps_that_all_differ() -> None:
-    hooked = by_blocks(None)
-    for block in hooked:
-        block.compile(backend="aot_hooks", options={"inner": "aten", "policy": HOOK}, dynamic=True)
-    for i in range(64):
-        step(hooked, torch.randn(16 + i % 16, 16))
 
 
 def test_a_step_that_never_ends_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:

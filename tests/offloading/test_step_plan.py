@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -74,7 +75,7 @@ class SharedLink:
         behind_ms: float = 0.0,
         copy_ms: float | None = None,
     ) -> None:
-        self.copy_ms, self.shares = copy_ms, list[float]()
+        self.copy_ms, self.shares, self.planned_bytes = copy_ms, list[float](), list[int]()
         self.now, self.stall_ms, self.terms, self.behind_ms, self.marks = 0.0, stall_ms, terms, behind_ms, 0
         self.steps = steps.Steps(self.mark, self.times, self.plan, adapts)
 
@@ -89,15 +90,16 @@ class SharedLink:
 
     def plan(self, trace: tuple[Event, ...], at_ms: list[float], share: float) -> StepPlan:
         self.shares.append(share)
+        self.planned_bytes.append(trace[0][1][0])
         return plan_step(trace, at_ms, 1e6 * share, 1e6 * share)
 
-    def run(self, more_ms: float = 0.0) -> int:
+    def run(self, more_ms: float = 0.0, nbytes: int = 1000) -> int:
         """A step in which each tensor takes `more_ms` more, sent or not; returns how many it sends."""
         entries = []
         for _ in range(6):
-            (entry,), _ = self.steps.start([1000], self.terms)
+            (entry,), _ = self.steps.start([nbytes], self.terms)
             if entry.timed and entry.sends and self.copy_ms is not None:
-                self.steps.copied(entry, 1000, self.now, self.now + self.copy_ms)
+                self.steps.copied(entry, nbytes, self.now, self.now + self.copy_ms * nbytes / 1000)
             entries.append(entry)
             self.now += 2 + more_ms
         sent = sum(entry.sends for entry in entries)
@@ -193,6 +195,27 @@ def test_steps_that_break_off_do_not_push_out_the_plan() -> None:
         for gone in link.steps._entries:
             link.steps.drop(gone)
     assert link.run() == 5 and len(link.steps._known) == 2
+
+
+def test_steps_with_symbolic_sizes_have_one_plan_for_the_largest() -> None:
+    """In the first steps a tensor takes 2 ms and 1000 bytes. Plans follow the speed of copies, and no times."""
+    link = SharedLink(stall_ms=1.0, terms=replace(TERMS, is_symbolic=True), copy_ms=1.05)
+    sizes = [500, 1000, 800, 900, 990, 980, 970, 960, 950, 940, 930, 920]
+    sent = [link.run(nbytes=nbytes) for nbytes in sizes]
+    assert sent[:3] == [0, 0, 0] and set(sent[3:]) == {5}, sent
+    assert link.shares == [1.0] and link.planned_bytes == [1000], "copies are as fast as planned: no other plan"
+    assert link.run(nbytes=2000) == 5, "a larger step follows the plan that there is"
+    assert link.run(nbytes=600) == 5 and link.shares == [1.0, 1.0] and link.planned_bytes == [1000, 2000]
+    slow = SharedLink(stall_ms=1.0, terms=replace(TERMS, is_symbolic=True), copy_ms=2.0)
+    for nbytes in sizes:
+        slow.run(nbytes=nbytes)
+    assert slow.shares == [1.0, pytest.approx(0.5 / 0.95)]
+
+
+def test_static_sizes_have_a_plan_each() -> None:
+    link = SharedLink(stall_ms=0.0)
+    assert [link.run(nbytes=nbytes) for nbytes in [500, 1000, 500, 1000, 500, 1000]] == [0] * 6
+    assert link.run(nbytes=500) > 0 and link.planned_bytes == [500]
 
 
 def test_what_starts_after_the_first_reload_or_has_no_backward_stays() -> None:
