@@ -38,6 +38,7 @@ from ..graphs.layout import expanded_dimensions, has_gaps, restride
 from ..hook import KEEP, Hook
 from ..identity.frozen import described
 from ..identity.tensors import READ_EACH_TIME, tensor_digest
+from ..offloading.hook import unrounded
 from ..settings.setting import SCOPE, Setting, looks_at_modules
 from ..torch_private import autograd, dynamo
 from ..torch_private import values as torch_values
@@ -220,8 +221,11 @@ def _out_of_scope(scope: str, x: torch.Tensor, outermost: FrameType | None) -> b
 
 
 def _choose_for(setting: Setting, row: EagerRow) -> Hook:
-    hook = setting.choose(row)
-    return KEEP if hook.why_not(row) else hook
+    """The hook for `row`; of those that `offload` may not round, the one that sends them as they are."""
+    hook: Hook | None = setting.choose(row)
+    while hook is not None and hook.why_not(row):
+        hook = unrounded(hook)
+    return KEEP if hook is None else hook
 
 
 def _storages(tree: Any) -> set[int]:

@@ -48,6 +48,15 @@ def settings_of(hook: Hook) -> OffloadSettings | None:
     return hook.pack.settings if isinstance(hook.pack, _Pack) else None
 
 
+def unrounded(hook: Hook) -> Hook | None:
+    """For an `offload` with a lossy `then`: the hook that sends as they are the tensors that `then` declines."""
+    settings = settings_of(hook)
+    if settings is None or settings.exact or not hook.lossy:
+        return None
+    limits = {name: value for name, value in vars(settings).items() if name != "exact"}
+    return offload(**limits)
+
+
 @dataclass(frozen=True)
 class _Pack(Pack):
     settings: OffloadSettings
@@ -235,7 +244,8 @@ def offload(
     Args:
         min_bytes: smaller tensors stay on the device, and so do smaller tensors of the packed form of `then`.
         then: a hook for the form in which tensors wait: with `int8()` half as many bytes go over the link. It runs on
-            the device, before the copy out and after the copy back. Tensors that it declines stay on the device.
+            the device, before the copy out and after the copy back. Tensors that a lossy one declines, such as queries
+            and keys of attention, are sent as they are. Those that an exact one declines stay on the device.
         max_host_bytes: most host memory for this process' pool. Tensors that do not fit stay on the device, and
             `offload_stats` counts them. None: as much as can be pinned.
         in_flight_bytes: most bytes of this hook in flight, each way, in each compiled graph: copies that were started

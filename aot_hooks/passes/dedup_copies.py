@@ -7,12 +7,13 @@
 Each packed value is followed back over the operators that only move data. If they start from another value that the
 same hook packs, the backward makes the copy again from that one. Otherwise, if the data was smaller before, the smaller
 tensor is packed. Moving data commutes with rounding, so the same numbers come back. Only scales differ: they are those
-of the rows before the move.
+of the rows before the move. A value that no hook may round is saved as the smaller tensor, unrounded.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -20,10 +21,10 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from ..graphs.nodes import storage_of
+from ..graphs.nodes import storage_bytes, storage_of
 from ..graphs.read_tables import MOVES
 from ..graphs.saved import SavedValue
-from ..hook import KEEP
+from ..hook import KEEP, UNCOPIED
 from ..torch_private import values as torch_values
 from .plan import Choice
 
@@ -40,7 +41,10 @@ def dedup_copies(choices: Sequence[Choice], kept_storages: Collection[Any]) -> t
     current = {choice.value: choice for choice in choices}
     packed_at = {_without_aliases(c.value.fw_node): c.value for c in choices if _is_simple(c)}
     heads = {c.view_of for c in choices}  # others come back from these: they stay as they are
+    saved = Counter(storage_of(c.value.fw_node) for c in choices)
     for value, choice in current.items():
+        if choice.was_declined and saved[storage_of(value.fw_node)] == 1:
+            current[value] = _uncopied(choice, {*kept_storages, *saved})
         if _is_simple(choice) and value not in heads:
             current[value] = _transposed(choice) or _copied(choice, current, packed_at, kept_storages)
             heads.add(current[value].view_of)
@@ -61,6 +65,20 @@ def _copied(
         if storage_of(source) not in kept_storages and _numel(source) < smallest:
             smallest, best = _numel(source), (source, replay)
     return choice if best is None else _packed_before(choice, *best, "packed before it was copied from '{}'")
+
+
+def _uncopied(choice: Choice, taken: Collection[Any]) -> Choice:
+    """`choice`, saved as the smallest tensor that it is a copy of; as it is if none is smaller, or in less memory."""
+    node, best = choice.value.fw_node, None
+    smallest = _numel(node)
+    for source, replay in _moved_from(node, _COPIES):
+        in_less = storage_bytes(source.meta["val"]) < storage_bytes(node.meta["val"])
+        if storage_of(source) not in taken and _numel(source) < smallest and in_less:
+            smallest, best = _numel(source), (source, replay)
+    if best is None:
+        return choice
+    saved = _packed_before(choice, *best, "saved before it was copied from '{}'")
+    return replace(saved, uses=((UNCOPIED, choice.readers),))
 
 
 def _transposed(choice: Choice) -> Choice | None:

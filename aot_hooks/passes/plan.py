@@ -21,6 +21,7 @@ from ..graphs.nodes import PACKED, REGION, SNAPSHOT, annotation, producer, regio
 from ..graphs.saved import Boundary, SavedTensor, SavedValue
 from ..hook import KEEP, Hook
 from ..library.lossless import compare_hook
+from ..offloading.hook import unrounded
 from ..offloading.schedule import Transfer
 from ..settings.setting import KEPT, Setting, out_of_scope, why_kept, why_packed
 from ..torch_private.values import expression, same_size
@@ -174,6 +175,7 @@ class Choice:
     settings: tuple[str, ...] = ()  # keys of the settings that chose
     answers: tuple[FoundRead, ...] = ()  # decisions of the backward to be made in the forward: a hook rounds the value
     is_answer: bool = False  # the value is such an outcome; without hooks it would not be saved
+    was_declined: bool = False  # it stays because no hook that was chosen for it can take it
     is_dropped: bool = False  # nothing reads the value any more, its decisions are answered; it does not cross
 
     @property
@@ -234,13 +236,15 @@ def _choose(value: SavedValue, ambient: Setting | None, regions: Mapping[str, Se
     uses: dict[Hook, list[Node]] = {}
     reasons: dict[str, None] = {}
     settings: dict[str, None] = {}
+    was_declined = True
     for reader in readers:
         region = annotation(reader, REGION)
         if (setting := regions[region] if region is not None else ambient) is not None:
             settings[setting.key] = None
-        hook, reason = _hook_for(setting, value)
+        hook, reason, declined = _hook_for(setting, value)
         uses.setdefault(hook, []).append(reader)
         reasons[reason] = None
+        was_declined = was_declined and declined
     lossy = {reader for hook, through in uses.items() if hook.lossy for reader in through}
     choice = Choice(
         value,
@@ -248,6 +252,7 @@ def _choose(value: SavedValue, ambient: Setting | None, regions: Mapping[str, Se
         "; ".join(reasons),
         settings=tuple(settings),
         answers=tuple(found for found in value.reads if found.read.answered and found.reader in lossy),
+        was_declined=was_declined,
     )
     returned = any(user.op == "output" for user in value.bw_node.users)
     return choice.kept(_RETURNED) if returned and choice.packs else choice
@@ -270,19 +275,22 @@ def _why_unpackable(value: SavedValue, readers: Sequence[Node]) -> str:
     return ""
 
 
-def _hook_for(setting: Setting | None, value: SavedValue) -> tuple[Hook, str]:
-    """The hook that `setting` has for `value`, and why; `KEEP` if the hook can't take it."""
+def _hook_for(setting: Setting | None, value: SavedValue) -> tuple[Hook, str, bool]:
+    """The hook that `setting` has for `value`, and why; `KEEP` and True if that hook can't take it."""
     if setting is None:
-        return KEEP, "no hook covers it"
+        return KEEP, "no hook covers it", False
     if out := out_of_scope(value.row, setting.scope):
-        return KEEP, out
+        return KEEP, out, False
     hook = setting.choose(value.row)
     if hook is KEEP:
-        return KEEP, why_kept(setting.rule, value.row) or KEPT
+        return KEEP, why_kept(setting.rule, value.row) or KEPT, False
     # rounding needs a number of the dtype for each outcome of a decision's tests
     unanswered = (f.read.why() for f in value.reads if f.tests and compare_hook(f.tests, value.row.dtype) is KEEP)
     if declined := hook.why_not(value.row) or (next(unanswered, None) if hook.lossy else None):
-        return KEEP, declined
+        exact = unrounded(hook)
+        if exact is None or exact.why_not(value.row):
+            return KEEP, declined, True
+        return exact, f"{declined}; sent as it is", False
     if hook.eager:
         raise OptionError(
             f"hook '{hook.name}' is to run eagerly, but a region inside a compiled function or a policy chose "
@@ -293,7 +301,7 @@ def _hook_for(setting: Setting | None, value: SavedValue) -> tuple[Hook, str]:
     decisions = [found.read for found in value.reads if found.read.kind == "decision"]
     if decisions and hook.is_own and not hook.lossy:  # a user's own hook, which may round all the same
         why += f"; the backward decides by what unpack gives: {decisions[0]}"
-    return hook, why
+    return hook, why, False
 
 
 def _pack_once(views: list[Choice], numbers: set[str]) -> list[Choice]:
@@ -304,7 +312,11 @@ def _pack_once(views: list[Choice], numbers: set[str]) -> list[Choice]:
     if kept is not None:
         reason = f"shares its storage with '{kept.value.row.name}', which stays"
         return [c.kept(reason) if c.packs else c for c in views]
-    if len({hook for c in views for hook, _ in c.uses}) != 1:
+    hooks = {hook for c in views for hook, _ in c.uses}
+    exact = next((other for other in map(unrounded, hooks) if other in hooks), None)
+    if len(hooks) == 2 and exact is not None:  # one view must not be rounded, so none is
+        views, hooks = [replace(c, uses=((exact, c.readers),), answers=()) for c in views], {exact}
+    if len(hooks) != 1:
         return views  # different hooks for different readers or views: each its own packing
     head = next((c for c in views if all(_covers(c.value.value, o.value.value, numbers) for o in views)), None)
     if head is None:

@@ -18,7 +18,7 @@ from cudagraph.placeholder import results_of
 from ..graphs.lifetimes import alive_bytes, fuses
 from ..graphs.nodes import producer, storage_bytes, storage_of
 from ..graphs.saved import SavedValue
-from ..hook import KEEP, Hook, compiling_for
+from ..hook import KEEP, UNCOPIED, Hook, compiling_for
 from ..offloading.transfers import offload_wait
 from ..torch_private import inductor
 from .edits import last_use, log, show
@@ -135,7 +135,7 @@ def _traced(choice: Choice, views: list[Choice], trace: Trace) -> tuple[Choice, 
     for hook, readers in choice.uses:
         if hook is not KEEP:
             traced = trace(hook, source.meta["val"], choice.value)
-            if traced.identity:
+            if traced.identity and hook is not UNCOPIED:
                 hook, reason = KEEP, f"'{hook.name}' leaves it as it is"
             else:
                 packings.append(Packing(hook, traced, readers))

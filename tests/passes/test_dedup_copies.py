@@ -1,0 +1,102 @@
+"""Saved copies of smaller tensors: packed, sent or kept before they were copied."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from functorch.compile import default_partition
+from torch import Tensor, nn
+
+import aot_hooks
+from aot_hooks.torch_private import aot
+
+SEND_ALL = {"max_stall_ms": float("inf")}
+
+
+@pytest.fixture(autouse=True)
+def save_all_that_the_backward_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the partitioner does in large models. In small ones it saves the smaller tensor by itself."""
+
+    def partition(joint: Any, inputs: Any, *, num_fwd_outputs: int, **_: Any) -> Any:
+        return default_partition(joint, inputs, num_fwd_outputs=num_fwd_outputs)
+
+    monkeypatch.setattr(aot, "min_cut_partition", partition)
+
+
+class GroupedAttention(nn.Module):
+    """Four heads of queries for two of keys and values, which are repeated as transformers does it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.out = nn.Linear(64, 64), nn.Linear(64, 64)
+        self.k, self.v = nn.Linear(64, 32), nn.Linear(64, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (part(x).unflatten(-1, (-1, 16)).transpose(1, 2).sin() for part in (self.q, self.k, self.v))
+        k, v = (y[:, :, None].expand(-1, -1, 2, -1, -1).reshape(q.shape) for y in (k, v))
+        return x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+
+
+def step(hook: aot_hooks.Hook, inner: str) -> tuple[list[Tensor], aot_hooks.Plan]:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    layers, x = nn.Sequential(GroupedAttention(), GroupedAttention()), torch.randn(2, 128, 64, requires_grad=True)
+    compiled = torch.compile(layers, backend="aot_hooks", options={"inner": inner, "policy": hook})
+    compiled(x).square().mean().backward()
+    assert x.grad is not None
+    (plan,) = aot_hooks.last_plans(compiled)
+    return [x.grad, *(p.grad for p in layers.parameters() if p.grad is not None)], plan
+
+
+@pytest.mark.parametrize("inner", ["aten", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_keys_that_may_not_be_rounded_are_kept_before_they_are_repeated(inner: str) -> None:
+    """The hook rounds nothing that it takes, so gradients are equal only if the keys are."""
+    exact = aot_hooks.Hook("exact", lambda x: x + 0, lambda x: x + 0, lossy=True)
+    (expected, _), (found, plan) = step(aot_hooks.KEEP, inner), step(exact, inner)
+    assert all(map(torch.equal, found, expected))
+    rows = [d for d in plan.decisions if "before it was copied" in d.reason and d.hook.name != "exact"]
+    assert [(d.hook.name, d.saved_bytes, d.packed_bytes) for d in rows] == [("uncopied", 65536, 32768)] * 2
+    assert all("a small error of it may become any error" in d.reason for d in rows)
+    text = aot_hooks.format_report(plan)
+    assert "uncopied" in text and plan.packed_bytes == sum(d.packed_bytes for d in plan.decisions)
+
+
+def test_what_a_lossy_hook_declines_is_sent_as_it_is() -> None:
+    hook = aot_hooks.offload(0, then=aot_hooks.int8(), **SEND_ALL)  # type: ignore[arg-type]
+    found, plan = step(hook, "aten")
+    expected, _ = step(aot_hooks.int8(), "aten")
+    assert all(map(torch.equal, found, expected)), "queries and keys are not rounded either way"
+    declined = [d for d in plan.decisions if "sent as it is" in d.reason]
+    attention = [d for d in declined if "scaled_dot_product" in d.reason and d.saved.nbytes == 65536]
+    assert len(attention) == 4 and {d.hook for d in declined} == {aot_hooks.offload(0, **SEND_ALL)}  # type: ignore[arg-type]
+    assert plan.host_bytes >= 2 * (65536 + 32768) and all(d.packed_bytes == 0 for d in declined)
+
+
+def test_what_an_exact_hook_declines_stays_on_the_device() -> None:
+    _, plan = step(aot_hooks.offload(0, then=aot_hooks.bitmask(), **SEND_ALL), "aten")  # type: ignore[arg-type]
+    assert plan.host_bytes == 0
+
+
+def test_views_of_which_one_may_not_be_rounded_are_sent_once() -> None:
+    def run(x: Tensor, w: Tensor) -> Tensor:
+        y = x @ w
+        return y.log().sum() + (y.flatten() * w.sum()).sin().sum()
+
+    x, w = torch.rand(64, 64) + 1, torch.rand(64, 64, requires_grad=True)
+    hook = aot_hooks.offload(0, then=aot_hooks.float8(), **SEND_ALL)  # type: ignore[arg-type]
+    plan = aot_hooks.plan(run, x, w, policy=hook)
+    assert sum(t.nbytes for t in plan.transfers) <= plan.saved_bytes
+
+
+@pytest.mark.core
+def test_eager_code_sends_what_is_not_rounded() -> None:
+    x, index = torch.rand(64, 64, requires_grad=True), torch.randint(64, (64, 64))
+    before = aot_hooks.offload_stats()["sent_bytes"]
+    with aot_hooks.saved_tensors_hooks(aot_hooks.offload(0, then=aot_hooks.int8()), scope="all"):
+        y = x.gather(0, index)
+    assert aot_hooks.offload_stats()["sent_bytes"] - before == index.nbytes + 4096 + 2 * 64  # and x in int8
+    y.sum().backward()
+    assert torch.equal(x.grad, torch.zeros(64, 64).scatter_add(0, index, torch.ones(64, 64)))  # type: ignore[arg-type]
