@@ -8,9 +8,9 @@
                float8, offload_float8, budget        stock and AotHooksCallback
                offload_float8_again    offload_float8, where torch's partitioner does not save what is computed element
                                 by element for a product of the backward, but computes it again from what is packed
-               offload_float8_more     the same, planned with a link that is 1.2 times as fast as measured: real steps
-                                take longer than predicted, so the compute hides more
-    SFTTrainer sft, sft_offloading (TRL's activation_offloading), sft_offload_float8, sft_offload_float8_again
+               offload_float8_timed    the same, planned by the times of the first steps (across_graphs=True)
+    SFTTrainer sft, sft_checkpointing, sft_offloading (TRL's activation_offloading), sft_offload_float8,
+               sft_offload_float8_again, sft_offload_float8_timed
     torchao    float8_training  stock with torchao's rowwise linear layers; float8_training_packed: with ours as well
 
 A row of a package that is missing says so. Steps are timed by callbacks, between synchronizations, without the first
@@ -46,17 +46,16 @@ sys.path.append(str(ROOT / "examples"))
 from train_gpt import read_corpus
 
 import aot_hooks
-from aot_hooks.graphs.speeds import measured_rates
 from aot_hooks.integrations.transformers import AotHooksCallback
 
 VOCABULARY = 256
 ROWS = (
-    "stock", "checkpointing", "offload_float8_again", "offload_float8_more", "offload_float8", "sft", "sft_offloading",
-    "sft_offload_float8_again", "sft_offload_float8", "float8_training", "float8_training_packed", "budget", "float8",
-    "float8_again",
+    "stock", "checkpointing", "offload_float8_again", "offload_float8_timed", "offload_float8",
+    "sft", "sft_checkpointing", "sft_offloading", "sft_offload_float8_again", "sft_offload_float8_timed",
+    "sft_offload_float8", "float8_training", "float8_training_packed", "budget", "float8", "float8_again",
 )  # fmt: skip
 ON_CUDA = ("budget", "sft_offloading")  # under a measured peak; TRL's own offloading
-AGAIN = ("_again", "_more")  # ends of the names of rows whose partitioner computes again what it may
+AGAIN = ("_again", "_timed")  # ends of the names of rows whose partitioner computes again what it may
 NEEDS = {"sft": ("trl", "datasets"), "float8_training": ("torchao",)}  # by the beginning of a row's name
 
 
@@ -153,12 +152,8 @@ def make_model(setting: Setting, *, float8: bool) -> Any:
 def make_policy(name: str, budget_bytes: int | None) -> Any:
     if name == "budget":
         return None if budget_bytes is None else aot_hooks.budget(budget_bytes)
-    if name.endswith("_more"):
-        rates = measured_rates(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-        rates = dataclasses.replace(rates, to_host=1.2 * rates.to_host, to_device=1.2 * rates.to_device)
-        return aot_hooks.offload(then=aot_hooks.float8(), rates=rates)
     if "offload_float8" in name:
-        return aot_hooks.offload(then=aot_hooks.float8())
+        return aot_hooks.offload(then=aot_hooks.float8(), across_graphs=name.endswith("_timed"))
     if name == "float8_training_packed":
         from aot_hooks.integrations.torchao import float8_training
 
@@ -173,11 +168,11 @@ def make_trainer(name: str, setting: Setting, data: Text, out: str) -> Any:
         "save_strategy": "no", "disable_tqdm": True, "torch_compile": True, "seed": 0,
         "use_cpu": not torch.cuda.is_available(), "bf16": False, "dataloader_pin_memory": False,
         "optim": "adamw_torch_fused" if torch.cuda.is_available() else "adamw_torch",
-        "gradient_checkpointing": name == "checkpointing",
+        "gradient_checkpointing": name.endswith("checkpointing"),
     }  # fmt: skip
     if setting.inner == "aten" and make_policy(name, 1) is None:
         arguments["torch_compile_backend"] = "aot_eager"
-    if name == "checkpointing":
+    if name.endswith("checkpointing"):
         arguments["gradient_checkpointing_kwargs"] = {"use_reentrant": False}
     model = make_model(setting, float8=name.startswith("float8_training"))
     if not name.startswith("sft"):
