@@ -136,8 +136,6 @@ Hook.__init__ = names_arguments(Hook.__init__)  # type: ignore[method-assign]
 
 KEEP = Hook("keep", _identity, _identity)
 """The hook that leaves a saved tensor as it is."""
-UNCOPIED = Hook("uncopied", _identity, _identity)
-"""In plans: the tensor is a copy of a smaller one, which is saved as it is."""
 
 
 @dataclass(frozen=True)

@@ -24,9 +24,9 @@ from torch.fx import Node
 from ..graphs.nodes import storage_bytes, storage_of
 from ..graphs.read_tables import MOVES
 from ..graphs.saved import SavedValue
-from ..hook import KEEP, UNCOPIED
+from ..hook import KEEP
 from ..torch_private import values as torch_values
-from .plan import Choice
+from .plan import UNCOPIED, Choice
 
 _ALIASES = {"aten.alias.default", "aten.detach.default"}
 _PERMUTATIONS = {"aten.permute.default", "aten.transpose.int", "aten.t.default"} | _ALIASES

@@ -32,6 +32,8 @@ _RANDOM_STATE = frozenset(
     "prims.inductor_seeds.default prims.inductor_lookup_seed.default run_and_save_rng_state run_with_rng_state "
     "graphsafe_run_with_rng_state".split()
 )
+UNCOPIED = Hook("uncopied", lambda x: x, lambda x: x)
+"""The hook of a choice whose value is a copy of a smaller tensor, which is saved as it is. Its decision is `KEEP`."""
 _RETURNED = "the backward gives it back as it is"
 
 

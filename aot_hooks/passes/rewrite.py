@@ -30,7 +30,7 @@ from .answers import ANSWERS, add_answers
 from .dedup_copies import dedup_copies
 from .edits import log, show
 from .inline import inline, lift_constants
-from .plan import Choice, Decision, Plan, decide
+from .plan import UNCOPIED, Choice, Decision, Plan, decide
 from .units import Packing, Trace, Unit, bytes_of, choose_positions, trace_units, tracer
 from .view_regions import label_views
 
@@ -151,7 +151,7 @@ def _as_plan(choices: Sequence[Choice], units: Sequence[Unit], transfers: tuple[
         packed = unpacked if choice.view_of is None else 0
         if (unit := unit_of.get(choice.value)) is not None:
             packed = (unpacked if unit.keep else 0) + sum(p.packed_bytes for p in unit.packings)
-        hook = ANSWERS if choice.is_dropped else next((h for h, _ in choice.uses if h is not KEEP), KEEP)
+        hook = ANSWERS if choice.is_dropped else next((h for h, _ in choice.uses if h not in (KEEP, UNCOPIED)), KEEP)
         saved_bytes = 0 if choice.is_answer else unpacked
         seen, layout = choice.seen.meta["val"], None
         if isinstance(seen, torch.Tensor) and seen.layout is torch.strided:

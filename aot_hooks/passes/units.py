@@ -18,11 +18,11 @@ from cudagraph.placeholder import results_of
 from ..graphs.lifetimes import alive_bytes, fuses
 from ..graphs.nodes import producer, storage_bytes, storage_of
 from ..graphs.saved import SavedValue
-from ..hook import KEEP, UNCOPIED, Hook, compiling_for
+from ..hook import KEEP, Hook, compiling_for
 from ..offloading.transfers import offload_wait
 from ..torch_private import inductor
 from .edits import last_use, log, show
-from .plan import Choice
+from .plan import UNCOPIED, Choice
 from .trace import TracedHook, trace_hook
 
 _WORTH_A_KERNEL = 0.01  # of the peak
