@@ -117,6 +117,11 @@ class Enabled:
     def is_enabled(self) -> bool:
         return self in _open
 
+    @property
+    def run_count(self) -> int:
+        """How many graphs have run since the last call of `runs`, with plans or without."""
+        return self._run_counts.total()
+
     def runs(self) -> list[tuple[Plan, int]]:
         """The plans of graphs that ran since the last call, each with the number of its runs.
 
@@ -181,7 +186,7 @@ class Enabled:
         self.disable()
 
     def __repr__(self) -> str:
-        return f"enable({'' if self.options.policy is None else self.options.policy!r})"
+        return f"enable({'' if self.options.policy is None else repr(self.options.policy)})"
 
 
 def _callback_for(callback: Any) -> Any:

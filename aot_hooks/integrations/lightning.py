@@ -27,19 +27,21 @@ class AotHooksCallback(Callback):  # type: ignore[misc, unused-ignore]  # no typ
         self, policy: Any = None, *, scope: str | None = None, options: Mapping[str, Any] | None = None
     ) -> None:
         self.training = Training(policy, scope=scope, options=options)
+        self._step = 0  # of the trainer, when the batch began
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.training.start()
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         self.training.next_batch()
+        self._step = trainer.global_step
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if pl_module.automatic_optimization and not outputs:  # a batch that `training_step` skipped
-            return
-        self.training.batch_done()
+        # `training_step` may skip a batch
+        skipped = not outputs if pl_module.automatic_optimization else trainer.global_step == self._step
+        self.training.batch_done(skipped=skipped)
         pl_module.log_dict(self.training.metrics())
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

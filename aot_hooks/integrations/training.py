@@ -65,29 +65,36 @@ class Training:
         if self._enabled is not None:
             self._enabled.runs()
 
-    def batch_done(self, hint: str = "") -> None:
-        """Note which graphs ran with gradients.
+    def batch_done(self, hint: str = "", *, skipped: bool = False) -> None:
+        """Note which graphs ran with gradients. A batch that was `skipped` may run none.
 
-        Raises `OptionError`, with `hint`, if none has since `start`. Warns once of a later batch without such a graph.
+        Raises `OptionError`, with `hint`, if none has since `start`. Warns once of a later batch without such a graph,
+        and of one whose graphs no policy and no context covers.
         """
         if self._enabled is None:
             return
+        ran = self._enabled.run_count > 0
         self._latest = self._enabled.runs()
-        if self._latest:
-            self._has_run = True
+        if self._latest or skipped:
+            self._has_run = self._has_run or bool(self._latest)
             return
+        uncovered = ran and self._arguments["policy"] is None
         nothing = (
-            f"{self._enabled!r}: a batch was trained, and no function that torch.compile gave to backend 'inductor' "
-            f"ran under it with gradients, so it had no effect. {self._enabled.why_unused}{hint}"
+            f"{self._enabled!r} has no policy, and a batch was trained whose compiled graphs no context covers, so it "
+            "had no effect. Give it a policy, or enter a context around the calls"
+            if uncovered
+            else f"{self._enabled!r}: a batch was trained, and no function that torch.compile gave to backend "
+            f"'inductor' ran under it with gradients, so it had no effect. {self._enabled.why_unused}{hint}"
         )
-        if not self._has_run:
+        if not self._has_run and not uncovered:
             try:
                 raise OptionError(nothing)
             finally:
                 self.stop()
         if not self._has_warned:
             self._has_warned = True
-            warn_user(f"aot_hooks: {nothing}. Earlier batches ran such graphs", UnusedWarning)
+            earlier = ". Earlier batches ran such graphs" if self._has_run else ""
+            warn_user(f"aot_hooks: {nothing}{earlier}", UnusedWarning)
 
     def metrics(self) -> dict[str, float]:
         """Numbers of the last batch; none if no graph with gradients ran in it.

@@ -3,13 +3,15 @@
     trainer = Trainer(model, TrainingArguments(..., torch_compile=True), ...)
     AotHooksCallback(aot_hooks.float8()).add_to(trainer)
 
-`Trainer(callbacks=[AotHooksCallback(...)])` packs the same, but trackers (TensorBoard, W&B) are called before callbacks
-that are passed so: the numbers are then in `trainer.state.log_history` alone.
+`Trainer(callbacks=[AotHooksCallback(...)])` does the same. After `trainer.add_callback(...)` trackers (TensorBoard,
+W&B) are called before it, so the numbers are in `trainer.state.log_history` alone, and a training that raises leaves the
+hooks enabled.
 """
 
 from __future__ import annotations
 
-import functools
+import sys
+import types
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,6 +19,18 @@ from transformers import Trainer, TrainerCallback
 
 from ..errors import OptionError
 from .training import COMPILED_ONCE, Training
+
+_TRAIN = "_train_without_aot_hooks"
+
+
+def _train(trainer: Any, *args: Any, **kwargs: Any) -> Any:
+    """`trainer.train()`, and the end of the hooks of its callbacks."""
+    try:
+        return getattr(trainer, _TRAIN)(*args, **kwargs)
+    finally:
+        for callback in trainer.callback_handler.callbacks:
+            if isinstance(callback, AotHooksCallback):
+                callback.training.stop()
 
 
 class AotHooksCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]  # no types where it is not installed
@@ -38,20 +52,22 @@ class AotHooksCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]  #
 
         The hooks end with `trainer.train()`, also if it raises: no callback of a Trainer hears of that.
         """
-        trainer.add_callback(self)
-        callbacks = trainer.callback_handler.callbacks
-        callbacks.insert(0, callbacks.pop())
-        train = trainer.train
-
-        @functools.wraps(train)
-        def ends_hooks(*args: Any, **kwargs: Any) -> Any:
-            try:
-                return train(*args, **kwargs)
-            finally:
-                self.training.stop()
-
-        trainer.train = ends_hooks
+        if not isinstance(trainer, Trainer):
+            raise OptionError(f"AotHooksCallback.add_to: expected a Trainer of transformers, got {trainer!r}")
+        handler = trainer.callback_handler
+        handler.callbacks = [self, *(each for each in handler.callbacks if each is not self)]
+        if not hasattr(trainer, _TRAIN):
+            setattr(trainer, _TRAIN, trainer.train)
+            trainer.train = types.MethodType(_train, trainer)  # a copy of the trainer gets a method of its own
         return self
+
+    def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Among the `callbacks` of a Trainer: that Trainer is found in its `__init__`, which calls this."""
+        frame = sys._getframe(1)
+        while frame.f_back is not None and not isinstance(frame.f_locals.get("self"), Trainer):
+            frame = frame.f_back
+        if isinstance(trainer := frame.f_locals.get("self"), Trainer):
+            self.add_to(trainer)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if getattr(args, "activation_offloading", False):

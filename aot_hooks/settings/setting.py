@@ -12,6 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from ..errors import OptionError, PolicyError, is_library_file
 from ..graphs.saved import SavedTensor
 from ..hook import KEEP, Hook
@@ -137,7 +139,8 @@ def looks_at_modules(rule: Hook | Policy) -> bool:
 
 def check_rule(rule: Any, expected: str) -> None:
     """Raises `OptionError` unless `rule` is a hook or a policy."""
-    hint = uncalled_factory(rule) or ("; write aot_hooks.float8() or the like" if isinstance(rule, (str, int)) else "")
+    is_none = isinstance(rule, str | int | torch.nn.Module)  # a module can be called, but not with a saved tensor
+    hint = uncalled_factory(rule) or ("; write aot_hooks.float8() or the like" if is_none else "")
     if hint or not (isinstance(rule, Hook) or callable(rule)):
         raise OptionError(f"{expected}, got {rule!r}{hint}")
 

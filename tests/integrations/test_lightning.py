@@ -205,6 +205,41 @@ def test_a_first_batch_that_is_skipped(tmp_path: Path) -> None:
     assert callback.training.metrics()["aot_hooks/packed_mib"] > 0
 
 
+def test_a_first_batch_without_a_step_in_manual_optimization(tmp_path: Path) -> None:
+    class Warm(Module):
+        """Fills a buffer first, as reinforcement learning does."""
+
+        def __init__(self, how: str) -> None:
+            super().__init__(how)
+            self.automatic_optimization = False
+
+        def training_step(self, batch: Any, index: int) -> None:
+            if index == 0:
+                return
+            optimizer = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(super().training_step(batch, index))
+            optimizer.step()
+
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            """Reads no loss: there is none."""
+
+    callback = AotHooksCallback(float8(), options=ATEN)
+    trainer = lightning.Trainer(
+        max_epochs=1, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, log_every_n_steps=1, default_root_dir=tmp_path, callbacks=[callback],
+    )  # fmt: skip
+    data = torch.utils.data.DataLoader(torch.tensor(TEXT[:16]), batch_size=8)
+    trainer.fit(Warm("configure"), data)
+    assert callback.training.metrics()["aot_hooks/packed_mib"] > 0
+    with pytest.raises(errors.OptionError, match="no function that"):
+        trainer = lightning.Trainer(
+            max_epochs=1, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
+            enable_model_summary=False, default_root_dir=tmp_path, callbacks=[AotHooksCallback(float8())],
+        )  # fmt: skip
+        trainer.fit(Warm("eager"), data)
+
+
 def test_a_compiled_validation_alone_is_an_error(tmp_path: Path) -> None:
     class Validated(Module):
         def validation_step(self, batch: Any, index: int) -> None:

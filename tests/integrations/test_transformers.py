@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import re
 from pathlib import Path
@@ -17,6 +18,7 @@ pytest.importorskip("accelerate")
 
 from trained import ATEN, TEXT, gpt2, llama, losses_of  # noqa: E402
 
+import aot_hooks  # noqa: E402
 from aot_hooks import budget, errors, float8, lossless, offload  # noqa: E402
 from aot_hooks.integrations.transformers import AotHooksCallback  # noqa: E402
 
@@ -24,7 +26,15 @@ pytestmark = pytest.mark.usefixtures("stock_is_aten")
 
 
 def trainer_of(
-    tmp_path: Path, model: Any = None, policy: Any = None, *, rows: int = 32, callback: Any = None, **arguments: Any
+    tmp_path: Path,
+    model: Any = None,
+    policy: Any = None,
+    *,
+    rows: int = 32,
+    callback: Any = None,
+    callbacks: list[Any] | None = None,
+    kind: Any = transformers.Trainer,
+    **arguments: Any,
 ) -> Any:
     settings: dict[str, Any] = {
         "output_dir": str(tmp_path), "per_device_train_batch_size": 8, "max_steps": 6, "logging_steps": 1,
@@ -32,11 +42,12 @@ def trainer_of(
         "torch_compile": True, "seed": 0, "dataloader_pin_memory": False,
     }  # fmt: skip
     data = [{"input_ids": row, "labels": row} for row in TEXT[:rows]]
-    trainer = transformers.Trainer(
+    trainer = kind(
         llama() if model is None else model,
         transformers.TrainingArguments(**settings | arguments),
         train_dataset=data,
         eval_dataset=data[:5],
+        callbacks=callbacks,
     )
     if policy is not None or callback is not None:
         (callback or AotHooksCallback(policy, options=ATEN)).add_to(trainer)
@@ -172,7 +183,7 @@ def test_trackers_see_the_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert [event.value for event in events.Scalars("train/aot_hooks/budget_mib")][-1] == 1024
 
 
-def test_passed_as_an_argument_it_logs_to_the_history(tmp_path: Path) -> None:
+def test_added_behind_the_trackers_it_logs_to_the_history(tmp_path: Path) -> None:
     callback = AotHooksCallback(float8(), options=ATEN)
     trainer = trainer_of(tmp_path, max_steps=2)
     trainer.add_callback(callback)
@@ -264,3 +275,58 @@ def test_wrong_arguments_are_refused_at_once() -> None:
         AotHooksCallback(options={"policy": float8()})
     with pytest.raises(errors.OptionError, match="options must be a dict"):
         AotHooksCallback(float8(), options="aten")  # type: ignore[arg-type]
+    with pytest.raises(errors.OptionError, match="must be a policy or a Hook, got Linear"):
+        AotHooksCallback(torch.nn.Linear(1, 1))
+    with pytest.raises(errors.OptionError, match="expected a Trainer"):
+        AotHooksCallback(float8()).add_to(torch.nn.Linear(1, 1))
+
+
+class Fails(transformers.TrainerCallback):  # type: ignore[misc, name-defined]
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 2:
+            raise RuntimeError("once")
+
+
+def test_among_the_callbacks_of_a_trainer_it_ends_when_that_raises(tmp_path: Path) -> None:
+    before = eval_frame._callback_from_stance
+    callback = AotHooksCallback(float8(), options=ATEN)
+    trainer = trainer_of(tmp_path, callbacks=[callback, Fails()])
+    assert trainer.callback_handler.callbacks[0] is callback, "before the trackers"
+    with pytest.raises(RuntimeError, match="once"):
+        trainer.train()
+    assert eval_frame._callback_from_stance is before
+    assert trainer.state.log_history[0]["aot_hooks/packed_mib"] > 0
+
+
+def test_a_copied_trainer_trains_its_own_model(tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path, policy=float8(), max_steps=2)
+    other = copy.deepcopy(trainer)
+    weights = [[p.detach().clone() for p in each.model.parameters()] for each in (trainer, other)]
+    other.train()
+    assert all(map(torch.equal, weights[0], trainer.model.parameters()))
+    assert not all(map(torch.equal, weights[1], other.model.parameters()))
+    assert other.state.log_history[0]["aot_hooks/packed_mib"] > 0 and not trainer.state.log_history
+
+
+@pytest.mark.filterwarnings("error::aot_hooks.errors.UnusedWarning")
+def test_the_same_callback_twice_is_one(tmp_path: Path) -> None:
+    callback = AotHooksCallback(float8(), options=ATEN)
+    trainer = trainer_of(tmp_path, callbacks=[callback])
+    callback.add_to(trainer)
+    callback.add_to(trainer)
+    trainer.train()
+    assert trainer.state.log_history[0]["aot_hooks/packed_mib"] > 0
+
+
+def test_without_a_policy_contexts_may_begin_late(tmp_path: Path) -> None:
+    class Late(transformers.Trainer):  # type: ignore[misc, name-defined]
+        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+            late = self.state.global_step >= 2
+            with aot_hooks.saved_tensors_hooks(float8()) if late else contextlib.nullcontext():
+                return super().compute_loss(*args, **kwargs)
+
+    trainer = trainer_of(tmp_path, kind=Late, callbacks=[AotHooksCallback(options=ATEN)], max_steps=4)
+    with pytest.warns(errors.UnusedWarning, match=r"enable\(\) has no policy, .* no context covers"):
+        trainer.train()
+    packed = [log.get("aot_hooks/packed_mib", 0) for log in trainer.state.log_history[:4]]
+    assert packed[:2] == [0, 0] and min(packed[2:]) > 0, packed
