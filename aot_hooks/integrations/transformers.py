@@ -4,8 +4,8 @@
     AotHooksCallback(aot_hooks.float8()).add_to(trainer)
 
 `Trainer(callbacks=[AotHooksCallback(...)])` does the same. After `trainer.add_callback(...)` trackers (TensorBoard,
-W&B) are called before it, so the numbers are in `trainer.state.log_history` alone, and a training that raises leaves the
-hooks enabled.
+W&B) are called before it, so the numbers are in `trainer.state.log_history` alone. And a training that raises leaves
+the hooks enabled.
 """
 
 from __future__ import annotations

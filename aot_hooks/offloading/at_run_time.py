@@ -53,7 +53,8 @@ def _offload_together(
     memory = (ctypes.c_int64 * 1)()
     ticket = torch.frombuffer(memory, dtype=torch.int64)
     actions: list[tuple[str, steps.Entry]] = []
-    if is_captured(device):  # a replay belongs to no step
+    captured = is_captured(device)
+    if captured:  # a replay belongs to no step
         entries = [steps.Entry(False) for _ in kept]
     else:
         entries, actions = steps_of(device).start([x.nbytes for x in kept], steps.Terms.parse(terms))
@@ -75,6 +76,8 @@ def _offload_together(
                 steps_of(device).copied(entry, x.nbytes, copy.begun, copy.event)
             if entry.joined:
                 _join(entry)
+    if not captured:
+        steps_of(device).waited()
     return [ticket, *(torch.empty(()).expand(tensors[i].shape) for i in carried)]
 
 
@@ -114,6 +117,8 @@ def _reload_together(
     found = [_back(entry, device, keeps, current) for entry in entries]
     for copy in found:
         copies.join(copy)
+    if not captured:
+        steps_of(device).waited()
     return [copy.target for copy in found]
 
 

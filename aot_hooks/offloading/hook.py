@@ -256,8 +256,8 @@ def offload(
         rates: speeds of link and device to plan with, see `Rates`; None measures them once per device. The first hook
             of a graph that has rates sets them for all others on its device.
         across_graphs: one plan for all graphs of a step, as compiled blocks or graph breaks make them. Which call
-            sends is decided when the graphs run, by two operators of Python in each graph. In the first steps, which
-            are timed, all stays on the device, or all is sent if `max_stall_ms` is infinite.
+            sends is decided when the graphs run, by two operators of Python in each graph. The first steps are timed.
+            They send all, and wait for it.
 
     On CUDA the copies have streams of their own. On a CPU they are plain copies, so that a program can be tried out.
 

@@ -1,6 +1,6 @@
 """One plan for all graphs of a step: which tensors are sent in which call, where to wait, where to fetch.
 
-      first step     start 0 1, start 2 3 ... | reload 2 3, reload 0 1       recorded: the trace
+      first step     start 0 1, start 2 3 ... | reload 2 3, reload 0 1       recorded: the trace; all is sent
       two more       the same, and when each of them runs; the faster counts  plan_step --> StepPlan
       five more      start 0 [send] 1 ... start 6 [join 0] 7 ... | reload 8 9 [fetch 6] ... reload 6 7
       five more      a plan for the speed that the link had, or for three quarters of the speed planned with before;
@@ -13,7 +13,8 @@ starts. A step begins when a tensor is started while none is saved from before, 
 
 The plan holds for as long as events come as in its trace. At the first other event all copies in flight are joined.
 Steps that differ only in symbolic sizes share a plan. It is for the largest of them, and made anew for a larger one.
-Without a plan all tensors stay; or, if their hook allows any stall, all are sent, and waited for at the next operator.
+In the first steps of a program all tensors are sent, and waited for at the next operator: it may not fit otherwise.
+Later, what has no plan stays, unless its hook allows any stall.
 Nothing here touches a device.
 """
 
@@ -49,6 +50,7 @@ _MOST_EVENTS = 1 << 17  # of a step
 _KEPT_AFTER, _KEPT_AGAIN = 8, 2  # later runs of the operators that saved them; the second limit holds after a warning
 _MOST_AFTER = 4096  # later events of any operators
 _RAISED = 8  # times the limit of runs, each time that a backward reads kept tensors after all
+_FIRST = 6  # as many steps send all if there is no plan
 _MOST_DIFFERENT = 32  # steps in a row without a plan before a warning
 
 Event = tuple[Any, ...]  # of an operator: ("start", the bytes of its tensors, Terms) or ("reload", their items)
@@ -205,8 +207,8 @@ class _Known:
     Attributes:
         trace: its events, with the largest sizes so far.
         keys: what is the same in all its runs.
-        runs: the bytes and the marks of each run since the last plan: marks of all events before the first plan, then
-            of the first and the last event.
+        runs: the bytes and the marks of each run since the last plan: before the first plan two marks of each event,
+            before and after what the device waits for there; then one of the first and one of the last event.
         copies: the bytes of each copy out in these runs, and the marks at its begin and end.
         plan: the plan that it follows now.
         share: the share of the link's speed that the plan counts on.
@@ -214,7 +216,7 @@ class _Known:
         is_outgrown: a run was larger than what the plan is for.
         settled: no other plan is tried any more.
         misses: how many plans in a row were no faster than one before.
-        at_ms: when each event runs without a plan, for the sizes of `trace`.
+        at_ms: when each event runs if nothing is waited for, for the sizes of `trace`.
         tried: the plans that were timed, with the ms of a step. Each sends less than the one before.
     """
 
@@ -266,6 +268,8 @@ class Steps:
     _unplanned: list[Entry] = field(default_factory=list)  # sent by the last event without a plan
     _alive: dict[int, None] = field(default_factory=dict)  # numbers of the entries that are saved, in order
     _number: int = 0
+    _ended: int = 0  # steps
+    _sends_all: bool = False  # this step, what has no plan
     _different: int = 0  # steps in a row that had no plan, and sent nothing
     _kept_after: int = _KEPT_AFTER
     _warned: bool = False
@@ -282,8 +286,10 @@ class Steps:
                 self._end()
             elif self._trace and self._is_endless():
                 self._leave_out()
-            first, sends = len(self._entries), math.isinf(terms.max_stall_ms)
-            at = len(self._trace)
+            first, at = len(self._entries), len(self._trace)
+            if at == 0:
+                self._sends_all = self._ended < _FIRST and all(known.plan is None for known in self._known)
+            sends = self._sends_all or math.isinf(terms.max_stall_ms)
             entries = [Entry(sends, first + i, self._number, at) for i in range(len(nbytes))]
             self._entries += entries
             self._alive |= dict.fromkeys(entry.number for entry in entries)
@@ -309,6 +315,12 @@ class Steps:
             numbers = tuple(entry.number for entry in entries if entry.step == self._number)
             return self._note(("reload", numbers)) if numbers else []
 
+    def waited(self) -> None:
+        """Note that the device has done what the last event waits for."""
+        with self._lock:
+            if self._marks is not None and len(self._marks) % 2 and getattr(self._followed, "plan", None) is None:
+                self._marks.append(self.mark())
+
     def copied(self, entry: Entry, nbytes: int, begin: Any, end: Any) -> None:
         """Note the marks at the begin and the end of a copy out."""
         with self._lock:
@@ -323,7 +335,8 @@ class Steps:
         with self._lock:
             self._end()
             self._known.clear()
-            self.last, self._different, self._kept_after, self._warned = None, 0, _KEPT_AFTER, False
+            self.last, self._kept_after, self._warned = None, _KEPT_AFTER, False
+            self._different = self._ended = 0
 
     def _note(self, event: Event) -> list[tuple[str, Entry]]:
         at, known = len(self._trace), self._followed
@@ -372,7 +385,8 @@ class Steps:
         if known.plan is None:  # the host may have held up one run here and one there
             scales = [bytes_of(known.trace) / nbytes if nbytes else 1.0 for nbytes in sizes]
             steps = [
-                [scale * (b - a) for a, b in itertools.pairwise(run)] for scale, run in zip(scales, times, strict=True)
+                [scale * (b - a) for a, b in zip(run[1::2], run[2::2], strict=False)]
+                for scale, run in zip(scales, times, strict=True)
             ]
             known.at_ms = list(itertools.accumulate(map(min, zip(*steps, strict=True)), initial=0.0))
             known.plan = self.plan(known.trace, known.at_ms, known.share)
@@ -447,7 +461,7 @@ class Steps:
         trace, keys, known = tuple(self._trace), tuple(self._keys), self._followed
         if known is None or known.keys != keys:
             known = next((each for each in self._known if each.keys == keys), None) or _Known(trace, keys)
-        elif self._marks is not None:
+        elif self._marks is not None and len(self._marks) == (2 * len(trace) if known.plan is None else 2):
             known.runs.append((bytes_of(trace), self._marks))
             known.copies += self._copies
         if known.trace != trace:
@@ -457,7 +471,7 @@ class Steps:
         if any(event[0] == "reload" for event in trace) and not self._is_part:
             sends = known.plan is not None or any(entry.sends for entry in self._entries)
             is_new = all(known is not each for each in self._known)
-            self._different = self._different + 1 if is_new and not sends else 0
+            self._different, self._ended = self._different + 1 if is_new and not sends else 0, self._ended + 1
             self._known = [*(k for k in self._known if k is not known), known][-_MOST_TRACES:]
         self._followed, self._marks, self._is_part = None, None, False
         self._alive.clear()
