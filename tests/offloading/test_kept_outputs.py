@@ -54,7 +54,7 @@ def together(model: nn.Module, xs: list[torch.Tensor]) -> torch.Tensor:
 
 
 def test_steps_that_differ_in_symbolic_sizes_share_a_plan() -> None:
-    """Each length is new, and now and then the longest so far. The first three steps send all, as many as a step has."""
+    """Each length is new, and now and then the longest so far. The first three steps send all they save."""
     plain, hooked = by_blocks(None), by_blocks(HOOK)
     for block in hooked:
         block.compile(backend="aot_hooks", options={"inner": "aten", "policy": HOOK}, dynamic=True)
