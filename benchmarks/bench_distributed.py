@@ -135,7 +135,12 @@ def measured(
     began = time.perf_counter()
     backward(varied())
     synchronize()
-    compiled_s = time.perf_counter() - began
+    compiled_s, early_gib = time.perf_counter() - began, 0.0
+    if device.type == "cuda":  # the second step: nothing is compiled, and no plan is made
+        torch.cuda.reset_peak_memory_stats()
+        early_gib = -torch.cuda.memory_allocated() / GIB
+        backward(varied())
+        early_gib += torch.cuda.max_memory_allocated() / GIB
     for _ in range(WARM_UP - 1 if row != "save_on_cpu" else 0):
         backward(varied())
         synchronize()
@@ -159,6 +164,7 @@ def measured(
         "median_ms": statistics.median(slowest.tolist()),
         "saved_gib": nbytes.after_forward / GIB,
         "peak_gib": nbytes.peak / GIB,
+        "second_step_peak_gib": early_gib,
         "sent_gib": (after["sent_bytes"] - before["sent_bytes"]) / len(times) / GIB,
         "could_send_gib": after["step_bytes"] / GIB,
         "budget_gib": budget_gib or None,
