@@ -30,7 +30,7 @@ from .context import pairs, region
 from .eager.modules import roots
 from .eager.packing import call_compiled
 from .errors import AotHooksError, OptionError
-from .graphs.nodes import REGION, annotation, donates
+from .graphs.nodes import REGION, annotation, crosses_twice, donates
 from .graphs.roofline import step_ms
 from .hook import KEEP
 from .identity.frozen import described
@@ -435,7 +435,9 @@ def planning_partition(
 
         def rewritten(fw: GraphModule, bw: GraphModule, setting: Setting | None, trace: Trace | None = None) -> Plan:
             settings: dict[str, Any] = {"ambient": setting, "regions": hooks.regions}
-            return rewrite(fw, bw, for_inductor=fused, trace=trace, at_run_time=at_run_time, **settings, **parts)
+            plan = rewrite(fw, bw, for_inductor=fused, trace=trace, at_run_time=at_run_time, **settings, **parts)
+            donated[number] = donated[number] and not crosses_twice(fw, kwargs["num_fwd_outputs"])
+            return plan
 
         if hooks.setting is not None and isinstance(hooks.setting.rule, Budget) and not nested:
             with without_collections():
@@ -445,17 +447,14 @@ def planning_partition(
             plans.append(plan)
             return fw, bw
         fw, bw = split()
-        before = (
-            (live_bytes(fw, bw, fused=fused, **outputs), step_ms(fw, bw, fused, launched=at_run_time))
-            if live
-            else ((), 0.0)
-        )
+        before = live_bytes(fw, bw, fused=fused, **outputs) if live else ()
+        before_ms = step_ms(fw, bw, fused, launched=at_run_time) if live else 0.0
         plan = rewritten(fw, bw, hooks.setting)
         if live:
             after_ms = step_ms(fw, bw, fused, transfers.COPIES, plan.transfers, launched=at_run_time)
             after = live_bytes(fw, bw, fused=fused, **outputs)
             plan = dataclasses.replace(
-                plan, live_before=before[0], live_after=after, before_ms=before[1], after_ms=after_ms
+                plan, live_before=before, live_after=after, before_ms=before_ms, after_ms=after_ms
             )
         plans.append(plan)
         if at_run_time and plan.transfers:

@@ -72,8 +72,8 @@ def inductor_patches(options: Options, mode: str | None) -> dict[str, Any]:
     if options.inner != "inductor":
         if options.inductor:
             raise OptionError(
-                "options['inductor'] needs options['inner'] = 'inductor', and so do mode and options of a compiled "
-                f"function under enable. inner is {options.inner!r}: leave out one or the other"
+                "options['inductor'] needs options['inner'] = 'inductor', and so do mode and options of a function "
+                f"under enable. inner is {options.inner!r}: leave out one or the other"
             )
         return {}
     try:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import operator
 import re
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
@@ -78,6 +79,16 @@ def donates(fw: GraphModule, bw: GraphModule, num_fwd_outputs: int) -> bool:
     outputs = results_of(fw.graph)
     others = input_storages(fw.graph) | storages(outputs[:num_fwd_outputs]) | output_storages(bw.graph)
     return not storages(outputs[num_fwd_outputs:]) <= others
+
+
+def crosses_twice(fw: GraphModule, num_fwd_outputs: int) -> bool:
+    """Whether something that a hook has packed shares its memory with another saved tensor.
+
+    Then the backward must write over neither: Inductor takes each for free after its own last reader.
+    """
+    outputs = [node for node in results_of(fw.graph)[num_fwd_outputs:] if isinstance(node, Node)]
+    count = Counter(map(storage_of, outputs))
+    return any(node.meta.get(PACKED) and count[storage_of(node)] > 1 for node in outputs)
 
 
 def storage_bytes(value: torch.Tensor) -> int:

@@ -12,8 +12,9 @@ notes each of its operators here as an event, and gets the actions for it. Item 
 starts. A step begins when a tensor is started while none is saved from before, or only kept ones are.
 
 The plan holds for as long as events come as in its trace. At the first other event all copies in flight are joined.
-Steps that differ only in symbolic sizes share a plan. It is for the largest of them, and made anew for a larger one.
-In the first steps of a program all tensors are sent, and waited for at the next operator: it may not fit otherwise.
+A step of symbolic sizes may follow the plan of one whose sizes are a bit larger.
+In the first steps of a program, and in those of new symbolic sizes, all tensors are sent, and waited for at the next
+operator: they may not fit otherwise.
 Later, what has no plan stays, unless its hook allows any stall.
 Nothing here touches a device.
 """
@@ -35,7 +36,9 @@ from ..torch_private import autograd
 from .schedule import LINK, Item, Limits, Schedule, schedule
 
 log = logging.getLogger("aot_hooks")
-_MOST_TRACES = 16
+_MOST_TRACES = 32
+_ALIKE = 0.8  # a step may follow a plan for larger symbolic sizes, if each of its own is at least this share of them
+_MOST_PLANNED = 32  # plans for symbolic sizes: no more are made
 _TIMED = 2  # runs with times before a plan: the allocator may grow in one of them
 _TRIED = 5  # runs of a plan before it is judged: new sizes are pinned in the first, which takes long
 _AS_FAST = 1.008  # a step counts as fast as another that takes up to this many times longer
@@ -117,14 +120,16 @@ def bytes_of(trace: Sequence[Event]) -> int:
 
 
 def _key(event: Event) -> Event:
-    """What is the same in all steps that share a plan: `event`, without symbolic sizes."""
+    """`event` without symbolic sizes."""
     is_symbolic = event[0] == "start" and event[2].is_symbolic
     return ("start", len(event[1]), event[2]) if is_symbolic else event
 
 
-def _larger(a: Event, b: Event) -> Event:
-    """The larger sizes of two events with the same key."""
-    return ("start", tuple(map(max, a[1], b[1])), a[2]) if a[0] == "start" else a
+def _fits(planned: Event, event: Event) -> bool:
+    """Whether `event` can be the one that a plan has as `planned`: it is equal, or of smaller symbolic sizes."""
+    if planned == event or _key(planned) != _key(event):
+        return planned == event
+    return all(_ALIKE * most <= nbytes <= most for most, nbytes in zip(planned[1], event[1], strict=True))
 
 
 def plan_step(trace: Sequence[Event], at_ms: Sequence[float], to_host: float, to_device: float) -> StepPlan:
@@ -205,29 +210,25 @@ class _Known:
     """A step that has run.
 
     Attributes:
-        trace: its events, with the largest sizes so far.
-        keys: what is the same in all its runs.
-        runs: the bytes and the marks of each run since the last plan: before the first plan two marks of each event,
+        trace: its events.
+        runs: the marks of each run since the last plan: before the first plan two marks of each event,
             before and after what the device waits for there; then one of the first and one of the last event.
         copies: the bytes of each copy out in these runs, and the marks at its begin and end.
         plan: the plan that it follows now.
         share: the share of the link's speed that the plan counts on.
-        has_sizes: its runs had different sizes.
-        is_outgrown: a run was larger than what the plan is for.
+        alike_count: how many steps of smaller symbolic sizes followed its plan.
         settled: no other plan is tried any more.
         misses: how many plans in a row were no faster than one before.
-        at_ms: when each event runs if nothing is waited for, for the sizes of `trace`.
+        at_ms: when each event runs if nothing is waited for.
         tried: the plans that were timed, with the ms of a step. Each sends less than the one before.
     """
 
     trace: tuple[Event, ...]
-    keys: tuple[Event, ...]
-    runs: list[tuple[int, list[Any]]] = field(default_factory=list)
+    runs: list[list[Any]] = field(default_factory=list)
     copies: list[tuple[int, list[Any]]] = field(default_factory=list)
     plan: StepPlan | None = None
     share: float = 1.0
-    has_sizes: bool = False
-    is_outgrown: bool = False
+    alike_count: int = 0
     settled: bool = False
     misses: int = 0
     at_ms: list[float] = field(default_factory=list)
@@ -235,8 +236,14 @@ class _Known:
 
     @property
     def is_timed(self) -> bool:
-        """Whether it has run often enough to plan it, or to judge its plan."""
-        return len(self.runs) >= (_TIMED if self.plan is None else _TRIED)
+        """Whether it has run often enough to plan it, or to judge its plan. Symbolic sizes may not come again."""
+        if self.plan is not None:
+            return max(len(self.runs), self.alike_count) >= _TRIED
+        return len(self.runs) >= (1 if self.is_symbolic else _TIMED)
+
+    @property
+    def is_symbolic(self) -> bool:
+        return any(event[0] == "start" and event[2].is_symbolic for event in self.trace)
 
 
 @dataclass(eq=False)
@@ -261,7 +268,6 @@ class Steps:
     _known: list[_Known] = field(default_factory=list)  # the last to run is the last
     _followed: _Known | None = None
     _trace: list[Event] = field(default_factory=list)
-    _keys: list[Event] = field(default_factory=list)  # of `_trace`
     _marks: list[Any] | None = None
     _copies: list[tuple[int, list[Any]]] = field(default_factory=list)
     _entries: list[Entry] = field(default_factory=list)
@@ -270,6 +276,7 @@ class Steps:
     _number: int = 0
     _ended: int = 0  # steps
     _sends_all: bool = False  # this step, what has no plan
+    _planned: int = 0  # plans for symbolic sizes
     _different: int = 0  # steps in a row that had no plan, and sent nothing
     _kept_after: int = _KEPT_AFTER
     _warned: bool = False
@@ -288,7 +295,8 @@ class Steps:
                 self._leave_out()
             first, at = len(self._entries), len(self._trace)
             if at == 0:
-                self._sends_all = self._ended < _FIRST and all(known.plan is None for known in self._known)
+                is_first = self._ended < _FIRST and all(known.plan is None for known in self._known)
+                self._sends_all = self._planned < _MOST_PLANNED if terms.is_symbolic else is_first
             sends = self._sends_all or math.isinf(terms.max_stall_ms)
             entries = [Entry(sends, first + i, self._number, at) for i in range(len(nbytes))]
             self._entries += entries
@@ -336,62 +344,65 @@ class Steps:
             self._end()
             self._known.clear()
             self.last, self._kept_after, self._warned = None, _KEPT_AFTER, False
-            self._different = self._ended = 0
+            self._different = self._ended = self._planned = 0
 
     def _note(self, event: Event) -> list[tuple[str, Entry]]:
         at, known = len(self._trace), self._followed
         self._trace.append(event)
-        self._keys.append(_key(event))
         actions = [("join", entry) for entry in self._unplanned]
         self._unplanned = []
         if at == 0:
             self._follow()
             known = self._followed
-            if known is not None and not (known.settled or known.is_timed):
-                self._marks = []
-        elif known is not None and known.keys[at : at + 1] != (self._keys[-1],):
+            if known is None:  # the times of a step of new symbolic sizes are of use if its graphs are compiled
+                is_timed = _key(event) != event and any(_key(each.trace[0]) == _key(event) for each in self._known)
+            else:
+                is_timed = not (known.settled or known.is_timed)
+            self._marks = [] if is_timed else None
+        elif known is not None and not (at < len(known.trace) and _fits(known.trace[at], event)):
             self._marks = None
             self._follow()
             actions = [("join", entry) for entry in self._entries]
         known = self._followed
-        if self._marks is not None and known is not None:
-            if known.plan is None or at in (0, len(known.keys) - 1):
-                self._marks.append(self.mark())
+        if self._marks is not None and (known is None or known.plan is None or at in (0, len(known.trace) - 1)):
+            self._marks.append(self.mark())
         if known is not None and known.plan is not None:
             actions += [(what, self._entries[number]) for what, number in known.plan.actions.get(at, ())]
         return actions
 
     def _follow(self) -> None:
-        """From now on follow the last known step that began as this one has; one with a plan, if there is one."""
-        begun = tuple(self._keys)
-        found = [known for known in self._known if known.keys[: len(begun)] == begun]
+        """From now on follow a known step that began as this one has: one with a plan, if there is one.
+
+        Of several that of the nearest sizes, and of these the last.
+        """
+        begun = tuple(self._trace)
+        found = [k for k in self._known if len(k.trace) >= len(begun) and all(map(_fits, k.trace, begun))]
         for known in found:
             self._decide(known)
-        self._followed = max(reversed(found), key=lambda known: known.plan is not None, default=None)
+        found = [k for k in found if k.plan is not None or k.trace[: len(begun)] == begun]
+
+        def rank(known: _Known) -> tuple[bool, int]:
+            return known.plan is not None, -bytes_of(known.trace[: len(begun)])
+
+        self._followed = max(reversed(found), key=rank, default=None)
 
     def _decide(self, known: _Known) -> None:
         """Plan a step that has run often enough, and compare its plan with one that sends less."""
-        if known.is_outgrown:
-            known.plan, known.is_outgrown = self.plan(known.trace, known.at_ms, known.share), False
-        if known.settled or not known.is_timed:
+        if known.settled or not known.is_timed or (known.plan is None and self._planned >= _MOST_PLANNED):
             return
-        times = self.times([marks for _, marks in (*known.runs, *known.copies)])
+        times = self.times([*known.runs, *(marks for _, marks in known.copies)])
         if times is None:
             return
-        sizes = [nbytes for nbytes, _ in known.runs]
-        times, copies_ms = times[: len(sizes)], sum(run[-1] for run in times[len(sizes) :])
+        times, copies_ms = times[: len(known.runs)], sum(run[-1] for run in times[len(known.runs) :])
         speed = 1e3 * sum(nbytes for nbytes, _ in known.copies) / copies_ms if copies_ms else 0.0  # 0: no copy
-        known.runs, known.copies = [], []
+        known.runs, known.copies, known.alike_count = [], [], 0
         if known.plan is None:  # the host may have held up one run here and one there
-            scales = [bytes_of(known.trace) / nbytes if nbytes else 1.0 for nbytes in sizes]
-            steps = [
-                [scale * (b - a) for a, b in zip(run[1::2], run[2::2], strict=False)]
-                for scale, run in zip(scales, times, strict=True)
-            ]
+            steps = [[b - a for a, b in zip(run[1::2], run[2::2], strict=False)] for run in times]
             known.at_ms = list(itertools.accumulate(map(min, zip(*steps, strict=True)), initial=0.0))
             known.plan = self.plan(known.trace, known.at_ms, known.share)
             known.settled = not self.adapts or not math.isfinite(known.plan.allowed_ms)
-        elif known.has_sizes:  # the times of different sizes are no measure; the speed of their copies is
+            self._planned += known.is_symbolic
+        elif len(times) < _TRIED:  # the times of steps of other sizes are no measure; the speed of their copies is
             known.settled = not 0 < speed < _SLOWER * known.plan.to_host or known.share < _LEAST_SHARE
             if not known.settled:
                 known.share *= speed / known.plan.to_host
@@ -428,8 +439,8 @@ class Steps:
         if len(self._entries) - 1 - newest < len(self._alive) or autograd.current_backward() != -1:
             return False
         since = self._trace[self._entries[newest].event + 1 :]
-        ran = Counter(event for event in since if event[0] == "start")
-        kept = Counter(self._trace[at] for at in {self._entries[number].event for number in self._alive})
+        ran = Counter(_key(event) for event in since if event[0] == "start")
+        kept = Counter(_key(self._trace[at]) for at in {self._entries[number].event for number in self._alive})
         return len(since) >= _MOST_AFTER or all(ran[e] >= self._kept_after * n for e, n in kept.items())
 
     def _leave_out(self) -> None:
@@ -448,24 +459,17 @@ class Steps:
                 UnusedWarning,
             )
 
-    @staticmethod
-    def _resize(known: _Known, trace: tuple[Event, ...]) -> None:
-        """Note a run with other sizes. If one of them is larger than all before, the next step has a plan for it."""
-        largest, known.has_sizes = tuple(map(_larger, known.trace, trace)), True
-        if largest != known.trace:
-            scale = bytes_of(largest) / max(1, bytes_of(known.trace))
-            known.trace, known.at_ms = largest, [scale * ms for ms in known.at_ms]
-            known.is_outgrown = known.plan is not None
-
     def _end(self) -> None:
-        trace, keys, known = tuple(self._trace), tuple(self._keys), self._followed
-        if known is None or known.keys != keys:
-            known = next((each for each in self._known if each.keys == keys), None) or _Known(trace, keys)
-        elif self._marks is not None and len(self._marks) == (2 * len(trace) if known.plan is None else 2):
-            known.runs.append((bytes_of(trace), self._marks))
-            known.copies += self._copies
+        trace, known, marks = tuple(self._trace), self._followed, self._marks
+        if known is not None and len(known.trace) == len(trace) and all(map(_fits, known.trace, trace)):
+            known.copies += self._copies if marks is not None else []
+        else:
+            known = next((each for each in self._known if each.trace == trace), None) or _Known(trace)
+            marks = marks if self._followed is None else None
         if known.trace != trace:
-            self._resize(known, trace)
+            known.alike_count += marks is not None
+        elif marks is not None and len(marks) == (2 * len(trace) if known.plan is None else 2):
+            known.runs.append(marks)
         if known.plan is not None:
             self.last = known.plan
         if any(event[0] == "reload" for event in trace) and not self._is_part:
@@ -475,7 +479,7 @@ class Steps:
             self._known = [*(k for k in self._known if k is not known), known][-_MOST_TRACES:]
         self._followed, self._marks, self._is_part = None, None, False
         self._alive.clear()
-        self._trace, self._keys, self._entries, self._unplanned, self._copies = [], [], [], [], []
+        self._trace, self._entries, self._unplanned, self._copies = [], [], [], []
         self._number += 1
         if self._different == _MOST_DIFFERENT:  # said once
             self._different += 1

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -42,9 +42,12 @@ def dedup_copies(choices: Sequence[Choice], kept_storages: Collection[Any]) -> t
     packed_at = {_without_aliases(c.value.fw_node): c.value for c in choices if _is_simple(c)}
     heads = {c.view_of for c in choices}  # others come back from these: they stay as they are
     saved = Counter(storage_of(c.value.fw_node) for c in choices)
+    uncopied: dict[Any, Choice] = {}  # by the storage of its source
     for value, choice in current.items():
         if choice.was_declined and saved[storage_of(value.fw_node)] == 1:
-            current[value] = _uncopied(choice, {*kept_storages, *saved})
+            current[value] = found = _uncopied(choice, {*kept_storages, *saved}, uncopied)
+            if found.source is not None:
+                uncopied[storage_of(found.source)] = found
         if _is_simple(choice) and value not in heads:
             current[value] = _transposed(choice) or _copied(choice, current, packed_at, kept_storages)
             heads.add(current[value].view_of)
@@ -67,18 +70,29 @@ def _copied(
     return choice if best is None else _packed_before(choice, *best, "packed before it was copied from '{}'")
 
 
-def _uncopied(choice: Choice, taken: Collection[Any]) -> Choice:
-    """`choice`, saved as the smallest tensor that it is a copy of; as it is if none is smaller, or in less memory."""
+def _uncopied(choice: Choice, taken: Collection[Any], others: Mapping[Any, Choice]) -> Choice:
+    """`choice`, saved as the smallest tensor that it is a copy of; as it is if none is smaller, or in less memory.
+
+    If one of `others` is saved as that tensor, it comes back from that one. A storage crosses once: the backward may
+    write over each tensor that it gets.
+    """
     node, best = choice.value.fw_node, None
     smallest = _numel(node)
     for source, replay in _moved_from(node, _COPIES):
         in_less = storage_bytes(source.meta["val"]) < storage_bytes(node.meta["val"])
-        if storage_of(source) not in taken and _numel(source) < smallest and in_less:
+        smaller = _numel(source) < smallest and in_less and storage_of(source) not in taken
+        # of several views the first, which other copies have come from as well
+        earlier = best is not None and _numel(source) == smallest and storage_of(source) == storage_of(best[0])
+        if smaller or earlier:
             smallest, best = _numel(source), (source, replay)
     if best is None:
         return choice
-    saved = _packed_before(choice, *best, "saved before it was copied from '{}'")
-    return replace(saved, uses=((UNCOPIED, choice.readers),))
+    source, replay = best
+    saved = _packed_before(choice, source, replay, "saved before it was copied from '{}'")
+    saved = replace(saved, uses=((UNCOPIED, choice.readers),))
+    if (other := others.get(storage_of(source))) is None:
+        return saved
+    return replace(saved, source=None, view_of=other.value) if other.source is source else choice
 
 
 def _transposed(choice: Choice) -> Choice | None:

@@ -195,7 +195,7 @@ class Choice:
 
     def kept(self, reason: str) -> Choice:
         """The same choice without a hook."""
-        return replace(self, uses=((KEEP, self.readers),), reason=reason, view_of=None, answers=())
+        return replace(self, uses=((KEEP, self.readers),), reason=reason, view_of=None, answers=(), was_declined=False)
 
 
 def repeats_across_regions(graph: torch.fx.Graph) -> bool:
@@ -238,15 +238,22 @@ def _choose(value: SavedValue, ambient: Setting | None, regions: Mapping[str, Se
     uses: dict[Hook, list[Node]] = {}
     reasons: dict[str, None] = {}
     settings: dict[str, None] = {}
+    unrounded_hooks = set()
     was_declined = True
     for reader in readers:
         region = annotation(reader, REGION)
         if (setting := regions[region] if region is not None else ambient) is not None:
             settings[setting.key] = None
         hook, reason, declined = _hook_for(setting, value)
+        if declined and hook is not KEEP:
+            unrounded_hooks.add(hook)
         uses.setdefault(hook, []).append(reader)
         reasons[reason] = None
         was_declined = was_declined and declined
+    if KEEP in uses:  # the value stays for one reader: sending it for others as it is gains nothing
+        for hook in unrounded_hooks & uses.keys():
+            uses[KEEP] += uses.pop(hook)
+    returned = any(user.op == "output" for user in value.bw_node.users)
     lossy = {reader for hook, through in uses.items() if hook.lossy for reader in through}
     choice = Choice(
         value,
@@ -254,9 +261,8 @@ def _choose(value: SavedValue, ambient: Setting | None, regions: Mapping[str, Se
         "; ".join(reasons),
         settings=tuple(settings),
         answers=tuple(found for found in value.reads if found.read.answered and found.reader in lossy),
-        was_declined=was_declined,
+        was_declined=was_declined and uses.keys() == {KEEP} and not returned,
     )
-    returned = any(user.op == "output" for user in value.bw_node.users)
     return choice.kept(_RETURNED) if returned and choice.packs else choice
 
 
@@ -278,7 +284,7 @@ def _why_unpackable(value: SavedValue, readers: Sequence[Node]) -> str:
 
 
 def _hook_for(setting: Setting | None, value: SavedValue) -> tuple[Hook, str, bool]:
-    """The hook that `setting` has for `value`, and why; `KEEP` and True if that hook can't take it."""
+    """The hook that `setting` has for `value`, why, and whether it is `KEEP` or another because that can't take it."""
     if setting is None:
         return KEEP, "no hook covers it", False
     if out := out_of_scope(value.row, setting.scope):
@@ -292,7 +298,7 @@ def _hook_for(setting: Setting | None, value: SavedValue) -> tuple[Hook, str, bo
         exact = unrounded(hook)
         if exact is None or exact.why_not(value.row):
             return KEEP, declined, True
-        return exact, f"{declined}; sent as it is", False
+        return exact, f"{declined}; sent as it is", True
     if hook.eager:
         raise OptionError(
             f"hook '{hook.name}' is to run eagerly, but a region inside a compiled function or a policy chose "

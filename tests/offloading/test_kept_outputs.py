@@ -54,14 +54,17 @@ def together(model: nn.Module, xs: list[torch.Tensor]) -> torch.Tensor:
 
 
 def test_steps_that_differ_in_symbolic_sizes_share_a_plan() -> None:
-    """Each length is new, and now and then the longest so far. The first three steps send all they save."""
+    """Each length is new. Sizes within a fifth have a plan together; a step of others sends all, and is timed."""
     plain, hooked = by_blocks(None), by_blocks(HOOK)
     for block in hooked:
         block.compile(backend="aot_hooks", options={"inner": "aten", "policy": HOOK}, dynamic=True)
+    planned = 0
     for i in range(40):
         x = torch.randn(40 + 7 * i % 41, 16)
         sent, fetched = counted(lambda x=x: assert_equal(step(hooked, x), step(plain, x)))
-        assert sent == fetched and (sent == 30 if i < 3 else 0 < sent < 30), (i, sent)
+        assert sent == fetched > 0, (i, sent)
+        planned += sent < 30
+    assert planned >= 28, "all but the first, and one for each plan"
 
 
 @pytest.mark.parametrize(("updates", "equal"), [(1, False), (5, False), (5, True)])

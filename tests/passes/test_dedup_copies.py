@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -61,6 +62,86 @@ def test_keys_that_may_not_be_rounded_are_kept_before_they_are_repeated(inner: s
     assert [(d.hook.name, d.saved_bytes, d.packed_bytes) for d in rows] == [("keep", 65536, 32768)] * 2
     assert all("a small error of it may become any error" in d.reason for d in rows)
     assert "128.00       64.00        2  clone" in aot_hooks.format_report(plan)
+
+
+def repeated(y: Tensor, count: int) -> Tensor:
+    return y[:, :, None].expand(-1, -1, count, -1, -1).flatten(1, 2)
+
+
+def grads(run: Callable[..., Tensor], hook: aot_hooks.Hook, inner: str) -> tuple[list[Tensor], aot_hooks.Plan]:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    shapes = (1, 2, 128, 16), (16, 16), (16, 16), (1, 4, 128, 16)
+    leaves = [torch.rand(shape, requires_grad=True) for shape in shapes]
+    compiled = torch.compile(run, backend="aot_hooks", options={"inner": inner, "policy": hook})
+    found = torch.autograd.grad(compiled(*leaves).square().sum(), leaves, allow_unused=True)
+    (plan,) = aot_hooks.last_plans(compiled)
+    return [g for g in found if g is not None], plan
+
+
+INNER = ["aten", pytest.param("inductor", marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize("inner", INNER)
+@pytest.mark.parametrize("same_node", [False, True])
+def test_two_copies_of_one_tensor_do_not_share_its_memory_in_the_backward(inner: str, same_node: bool) -> None:
+    """Inductor writes over a saved tensor after its last reader, also if another one has the same memory."""
+
+    def run(x: Tensor, w: Tensor, w2: Tensor, a: Tensor) -> Tensor:
+        k = (x @ w) * 2 + 1
+        h = (a / repeated(k, 2))[:, :2] @ w2
+        return repeated(h, 4) / repeated(k if same_node else k.detach(), 4)
+
+    exact = aot_hooks.Hook("exact", lambda x: x + 0, lambda x: x + 0, lossy=True)
+    (expected, _), (found, plan) = grads(run, aot_hooks.KEEP, inner), grads(run, exact, inner)
+    assert all(map(torch.equal, found, expected))
+    rows = [d for d in plan.decisions if "before it was copied from 'add'" in d.reason]
+    assert sorted(d.packed_bytes for d in rows if "saved" in d.reason) == [0, 16384], "one of them crosses"
+
+
+@pytest.mark.parametrize("inner", INNER)
+def test_packs_that_are_views_of_one_tensor(inner: str) -> None:
+    def run(x: Tensor, w: Tensor, w2: Tensor, a: Tensor) -> Tensor:
+        k = (x @ w) * 2 + 1
+        h = (a * repeated(k, 2))[:, :2] @ w2
+        return repeated(h, 4) * repeated(k.detach(), 4)
+
+    view = aot_hooks.Hook("view", lambda x: x.transpose(0, 1), lambda x: x.transpose(0, 1))
+    (expected, _), (found, _) = grads(run, aot_hooks.KEEP, inner), grads(run, view, inner)
+    assert all(map(torch.equal, found, expected))
+
+
+def test_a_copy_that_the_backward_returns_stays() -> None:
+    class Returned(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
+            ctx.save_for_backward(b)
+            return a + 0
+
+        @staticmethod
+        def backward(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor]:
+            (b,) = ctx.saved_tensors
+            return b, g / b
+
+    def run(x: Tensor, w: Tensor, _: Tensor, a: Tensor) -> Tensor:
+        out: Tensor = Returned.apply(a, repeated((x @ w).sin() + 3, 2))
+        return out
+
+    (expected, _), (found, _) = grads(run, aot_hooks.KEEP, "aten"), grads(run, aot_hooks.float8(), "aten")
+    assert torch.equal(found[2], expected[2])
+
+
+def test_a_value_that_stays_for_one_reader_is_sent_for_none() -> None:
+    def run(x: Tensor, w: Tensor, w2: Tensor, a: Tensor) -> Tensor:
+        k = repeated((x @ w) * 2 + 1, 2)
+        with aot_hooks.saved_tensors_hooks(aot_hooks.offload(0, aot_hooks.float8(), **SEND_ALL)):  # type: ignore[arg-type]
+            y = a / k
+        with aot_hooks.saved_tensors_hooks(aot_hooks.float8()):
+            return y.sin() + k.log()
+
+    _, plan = grads(run, aot_hooks.KEEP, "aten")
+    (row,) = [d for d in plan.decisions if "before it was copied" in d.reason]
+    assert (row.hook, row.packed_bytes) == (aot_hooks.KEEP, 16384)
 
 
 def test_what_a_lossy_hook_declines_is_sent_as_it_is() -> None:
