@@ -129,9 +129,9 @@ def _back(entry: steps.Entry, device: torch.device, keeps: bool, current: Any) -
         keeps: whether another backward may read the tensor.
         current: the current stream.
     """
-    value = entry.value
-    if entry.out is not None:
-        value = entry.out.source
+    value, out = entry.value, entry.out  # another thread may join it meanwhile
+    if out is not None:
+        value = out.source
         _join(entry)
     if value is not None:
         entry.value = value if keeps else None

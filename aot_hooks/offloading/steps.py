@@ -38,7 +38,7 @@ from .schedule import LINK, Item, Limits, Schedule, schedule
 log = logging.getLogger("aot_hooks")
 _MOST_TRACES = 32
 _ALIKE = 0.8  # a step may follow a plan for larger symbolic sizes, if each of its own is at least this share of them
-_MOST_PLANNED = 32  # plans for symbolic sizes: no more are made
+_MOST_PLANNED = 24  # plans for symbolic sizes: no more are made, and a step may follow one for any larger sizes
 _TIMED = 2  # runs with times before a plan: the allocator may grow in one of them
 _TRIED = 5  # runs of a plan before it is judged: new sizes are pinned in the first, which takes long
 _AS_FAST = 1.008  # a step counts as fast as another that takes up to this many times longer
@@ -123,13 +123,6 @@ def _key(event: Event) -> Event:
     """`event` without symbolic sizes."""
     is_symbolic = event[0] == "start" and event[2].is_symbolic
     return ("start", len(event[1]), event[2]) if is_symbolic else event
-
-
-def _fits(planned: Event, event: Event) -> bool:
-    """Whether `event` can be the one that a plan has as `planned`: it is equal, or of smaller symbolic sizes."""
-    if planned == event or _key(planned) != _key(event):
-        return planned == event
-    return all(_ALIKE * most <= nbytes <= most for most, nbytes in zip(planned[1], event[1], strict=True))
 
 
 def plan_step(trace: Sequence[Event], at_ms: Sequence[float], to_host: float, to_device: float) -> StepPlan:
@@ -276,7 +269,7 @@ class Steps:
     _number: int = 0
     _ended: int = 0  # steps
     _sends_all: bool = False  # this step, what has no plan
-    _planned: int = 0  # plans for symbolic sizes
+    _planned: int = 0  # plans for symbolic sizes among the known
     _different: int = 0  # steps in a row that had no plan, and sent nothing
     _kept_after: int = _KEPT_AFTER
     _warned: bool = False
@@ -295,9 +288,9 @@ class Steps:
                 self._leave_out()
             first, at = len(self._entries), len(self._trace)
             if at == 0:
-                is_first = self._ended < _FIRST and all(known.plan is None for known in self._known)
-                self._sends_all = self._planned < _MOST_PLANNED if terms.is_symbolic else is_first
-            sends = self._sends_all or math.isinf(terms.max_stall_ms)
+                self._sends_all = self._ended < _FIRST and all(known.plan is None for known in self._known)
+            is_new = terms.is_symbolic and self._planned < _MOST_PLANNED  # it will have a plan
+            sends = self._sends_all or is_new or math.isinf(terms.max_stall_ms)
             entries = [Entry(sends, first + i, self._number, at) for i in range(len(nbytes))]
             self._entries += entries
             self._alive |= dict.fromkeys(entry.number for entry in entries)
@@ -319,6 +312,7 @@ class Steps:
             if any(-1 < entry.step < self._number for entry in entries):  # it was kept for a backward
                 self._kept_after = min(_RAISED * self._kept_after, _MOST_AFTER)
                 self._known.clear()  # they may be parts of steps, as this one is
+                self._planned = 0
                 self._is_part = True
             numbers = tuple(entry.number for entry in entries if entry.step == self._number)
             return self._note(("reload", numbers)) if numbers else []
@@ -359,7 +353,7 @@ class Steps:
             else:
                 is_timed = not (known.settled or known.is_timed)
             self._marks = [] if is_timed else None
-        elif known is not None and not (at < len(known.trace) and _fits(known.trace[at], event)):
+        elif known is not None and not (at < len(known.trace) and self._fits(known.trace[at], event)):
             self._marks = None
             self._follow()
             actions = [("join", entry) for entry in self._entries]
@@ -370,13 +364,20 @@ class Steps:
             actions += [(what, self._entries[number]) for what, number in known.plan.actions.get(at, ())]
         return actions
 
+    def _fits(self, planned: Event, event: Event) -> bool:
+        """Whether `event` can be the one that a plan has as `planned`: it is equal, or of smaller symbolic sizes."""
+        if planned == event or _key(planned) != _key(event):
+            return planned == event
+        least = _ALIKE if self._planned < _MOST_PLANNED else 0.0
+        return all(least * most <= nbytes <= most for most, nbytes in zip(planned[1], event[1], strict=True))
+
     def _follow(self) -> None:
         """From now on follow a known step that began as this one has: one with a plan, if there is one.
 
         Of several that of the nearest sizes, and of these the last.
         """
         begun = tuple(self._trace)
-        found = [k for k in self._known if len(k.trace) >= len(begun) and all(map(_fits, k.trace, begun))]
+        found = [k for k in self._known if len(k.trace) >= len(begun) and all(map(self._fits, k.trace, begun))]
         for known in found:
             self._decide(known)
         found = [k for k in found if k.plan is not None or k.trace[: len(begun)] == begun]
@@ -461,7 +462,7 @@ class Steps:
 
     def _end(self) -> None:
         trace, known, marks = tuple(self._trace), self._followed, self._marks
-        if known is not None and len(known.trace) == len(trace) and all(map(_fits, known.trace, trace)):
+        if known is not None and len(known.trace) == len(trace) and all(map(self._fits, known.trace, trace)):
             known.copies += self._copies if marks is not None else []
         else:
             known = next((each for each in self._known if each.trace == trace), None) or _Known(trace)
@@ -475,8 +476,12 @@ class Steps:
         if any(event[0] == "reload" for event in trace) and not self._is_part:
             sends = known.plan is not None or any(entry.sends for entry in self._entries)
             is_new = all(known is not each for each in self._known)
-            self._different, self._ended = self._different + 1 if is_new and not sends else 0, self._ended + 1
-            self._known = [*(k for k in self._known if k is not known), known][-_MOST_TRACES:]
+            self._different, self._ended = 0 if sends else self._different + is_new, self._ended + 1
+            self._known = [*(k for k in self._known if k is not known), known]
+            if len(self._known) > _MOST_TRACES:
+                gone = next((k for k in self._known[:-1] if k.plan is None), self._known[0])
+                self._known.remove(gone)
+                self._planned -= gone.plan is not None and gone.is_symbolic
         self._followed, self._marks, self._is_part = None, None, False
         self._alive.clear()
         self._trace, self._entries, self._unplanned, self._copies = [], [], [], []
