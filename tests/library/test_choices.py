@@ -18,7 +18,8 @@ import aot_hooks
 from aot_hooks.library.loops import operators
 from aot_hooks.torch_private.inductor_fusion import FROM_HOOK, choices
 
-LONG = {"XBLOCK": 1, "R0_BLOCK": 2048, "num_warps": 8, "num_stages": 1}
+LONG = {"XBLOCK": 1, "R0_BLOCK": 4096, "num_warps": 16, "num_stages": 1}
+MIDDLE = {"XBLOCK": 1, "R0_BLOCK": 2048, "num_warps": 8, "num_stages": 1}
 SHORT = {"XBLOCK": 1, "R0_BLOCK": 1024, "num_warps": 4, "num_stages": 1}
 
 
@@ -55,14 +56,14 @@ def fixed(features: Any, **kernel_kwargs: Any) -> Any:
 @pytest.mark.core
 @pytest.mark.parametrize(
     ("length", "reductions", "expected"),
-    [(3072, 2, SHORT), (8192, 1, SHORT), (14336, 3, LONG), (14336, 1, LONG), (4096, 3, SHORT)],
+    [(3072, 2, SHORT), (4096, 3, MIDDLE), (6144, 2, MIDDLE), (8192, 1, LONG), (14336, 3, LONG), (14336, 1, LONG)],
 )
 def test_a_row_that_is_read_twice_is_read_16_bytes_a_thread(length, reductions, expected):
     assert fixed(kernel_of(length, reductions)) == expected
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("length", "expected"), [(3072, SHORT), (14336, LONG)])
+@pytest.mark.parametrize(("length", "expected"), [(3072, SHORT), (4096, MIDDLE), (14336, LONG)])
 def test_inductor_asks_for_it(length, expected):
     x = torch.randn(8192, 64, device="cuda", dtype=torch.bfloat16)
     w = torch.randn(64, length, device="cuda", dtype=torch.bfloat16, requires_grad=True)
