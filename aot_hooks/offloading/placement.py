@@ -9,6 +9,8 @@ dependencies by which it keeps this order, see `torch_private/inductor_fusion.py
 
 from __future__ import annotations
 
+import bisect
+import functools
 import operator
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
@@ -20,7 +22,8 @@ from torch.fx import GraphModule, Node
 
 from cudagraph.placeholder import nearest_first, results_of
 
-from ..graphs.nodes import NO_VERSION_CHECK, PACKED, input_storages, is_view, storage_of, tensor_bytes
+from ..graphs.lifetimes import fuses, is_loop, last_readers, reduces, written_storages
+from ..graphs.nodes import NO_VERSION_CHECK, PACKED, input_storages, is_view, output_storages, storage_of, tensor_bytes
 from ..graphs.roofline import has_formula, is_attention, node_ms
 from ..graphs.saved import crossing_pairs
 from ..graphs.speeds import Rates, measured_rates
@@ -83,10 +86,36 @@ class _GraphSteps:
         # product and a sum after it: a compiler may make one kernel of them, which stands where the sum does.
         self.gaps = [i for i, node in enumerate(self.nodes) if _is_unfused_kernel(node)] if fused else None
         self.output = gm.graph.output_node()
+        self.fused = fused
 
     def after(self, gap: int) -> Node:
         """The node that follows a gap of the schedule."""
         return self.nodes[gap] if gap < len(self.nodes) else self.output
+
+    def in_kernel_of_last_reader(self, packed: Node, made: int, copy_ms: float) -> int:
+        """The step that makes `packed` if its packing waits to be part of the kernel that reads its source last.
+
+        Example: silu(a) * b, where a product makes b after silu(a): one kernel reads a and b, and can pack both. A
+        copy of a that starts before that product would need a kernel of its own for the packing. `made` itself if that
+        kernel is no shorter a wait than `copy_ms`, or if the packing has kernels of its own.
+        """
+        packing = [n for n in nearest_first(packed, _sources_in_hook) if FROM_HOOK in n.meta]
+        if not packing or not all(fuses(n) or reduces(n) or is_loop(n) for n in packing):
+            return made
+        sources = {n for each in packing for n in each.all_input_nodes if FROM_HOOK not in n.meta}
+        last = max((self._last_readers[n] for n in sources), default=-1)
+        step = bisect.bisect_right(self._positions, last) - 1
+        return step if made < step and sum(self.ms[made + 1 : step]) < copy_ms else made
+
+    @functools.cached_property
+    def _last_readers(self) -> dict[Node, int]:
+        nodes = list(self.output.graph.nodes)
+        return last_readers(nodes, written_storages(nodes, fuse_loops=True) | output_storages(self.output.graph))
+
+    @functools.cached_property
+    def _positions(self) -> list[int]:
+        """The positions of the steps among all nodes of the graph."""
+        return [i for i, node in enumerate(self.output.graph.nodes) if node in self.index]
 
 
 def place(
@@ -120,7 +149,7 @@ def place(
         rates = next((r for r in own_rates if r is not None), None) or measured_rates(device)
         forward, backward = _GraphSteps(fw, rates, fused), _GraphSteps(bw, rates, fused)
         kinds = {settings: kind for kind, settings in enumerate(dict.fromkeys(c.leaf.settings for c in crossings))}
-        pairs = [(_item(c, kinds[c.leaf.settings], forward, backward), c) for c in crossings]
+        pairs = [(_item(c, kinds[c.leaf.settings], forward, backward, rates.to_host), c) for c in crossings]
         pairs.sort(key=lambda pair: pair[0].made)
         planned_now = [(i, c) for i, c in pairs if not (at_run_time and c.leaf.settings.across_graphs)]
         planned = schedule(
@@ -326,9 +355,15 @@ def _sources_of_view(node: Node) -> list[Node]:
     return node.all_input_nodes if _is_free(node) else []
 
 
-def _item(crossing: _Crossing, kind: int, forward: _GraphSteps, backward: _GraphSteps) -> Item:
+def _sources_in_hook(node: Node) -> list[Node]:
+    return [n for n in node.all_input_nodes if FROM_HOOK in n.meta and n.op == "call_function"]
+
+
+def _item(crossing: _Crossing, kind: int, forward: _GraphSteps, backward: _GraphSteps, to_host: float) -> Item:
     nbytes = tensor_bytes(crossing.value.meta["val"])
     made = max(forward.index.get(n, -1) for n in nearest_first(crossing.value, _sources_of_view))
+    if forward.fused:
+        made = forward.in_kernel_of_last_reader(crossing.value, made, nbytes / to_host * 1e3)
 
     def users_of_view(node: Node) -> list[Node]:
         return [] if node in backward.index else [u for u in node.users if u.op == "call_function"]

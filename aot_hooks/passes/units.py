@@ -5,6 +5,7 @@ choices --trace_units--> units --choose_positions--> units, each pack with its p
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -19,6 +20,7 @@ from ..graphs.lifetimes import alive_bytes, fuses
 from ..graphs.nodes import producer, storage_bytes, storage_of
 from ..graphs.saved import SavedValue
 from ..hook import KEEP, Hook, compiling_for
+from ..offloading.hook import settings_of
 from ..offloading.transfers import offload_wait
 from ..torch_private import inductor
 from .edits import last_use, log, show
@@ -163,7 +165,7 @@ def choose_positions(units: tuple[Unit, ...], fw: GraphModule, *, planned: bool)
     movable = [u for u in units if not u.keep and len(u.packings) == 1 and u.saved.value.device.type == "cuda"]
     if not movable:
         return units
-    alive = alive_bytes(fw, {u.saved.fw_node: u.packings[0].leaf_bytes[0] for u in movable})
+    alive = alive_bytes(fw, {u.saved.fw_node: _left_on_device(u.packings[0]) for u in movable})
     peak = max(alive.values())
     placed = {}
     for unit in movable:
@@ -176,6 +178,16 @@ def choose_positions(units: tuple[Unit, ...], fw: GraphModule, *, planned: bool)
         packing = replace(unit.packings[0], scale_at_definition=True, pack_at_definition=early)
         placed[unit] = replace(unit, packings=(packing,))
     return tuple(placed.get(unit, unit) for unit in units)
+
+
+def _left_on_device(packing: Packing) -> int:
+    """Bytes that may stay on the device. How much `offload` sends is known later: here all stays, unless it sends all.
+
+    If all counted as sent, memory would seem as tight in each layer as in the last.
+    """
+    on_device, on_host = packing.leaf_bytes
+    settings = settings_of(packing.hook)
+    return on_device if settings is not None and math.isinf(settings.max_stall_ms) else on_device + on_host
 
 
 def bytes_of(leaves: Iterable[Node]) -> int:

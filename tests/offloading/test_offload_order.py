@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import re
+import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +20,7 @@ from aot_hooks.offloading import placement
 from aot_hooks.torch_private import inductor_fusion
 
 pytestmark = pytest.mark.slow
+SUPPORT = Path(__file__).parents[1] / "support"
 RATES = Rates(to_host=1e9, to_device=1e9, memory=1e9, operations=1e10, operations32=1e9)
 CALL = re.compile(r"torch\.ops\.aot_hooks\.(\w+)\.default\((?:buf\d+, )?(\w+_packed_\d+)?|(extern_kernels\.\w+)\(")
 
@@ -105,6 +109,19 @@ def test_without_dependencies_the_order_is_lost(monkeypatch: pytest.MonkeyPatch)
     hook = aot_hooks.offload(0, rates=RATES)
     with torch._inductor.config.patch(force_disable_caches=True):  # a cache entry would give the code of the test above
         assert any(plan != code for plan, code in both(monkeypatch, hook))
+
+
+def test_packing_is_part_of_the_kernel_that_reads_a_value_last() -> None:
+    """silu(a) * b packs a and b, though a product stands between silu(a) and b; only the last layer is at the peak."""
+    done = subprocess.run([sys.executable, str(SUPPORT / "code_order.py")], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    calls = json.loads(done.stdout.splitlines()[-1])
+    kernels = [call for call in calls if call.startswith("triton")]
+    assert sum("silu" in name for name in kernels) == 4
+    assert [call for call in kernels if re.fullmatch(r"triton_\w+?_fused_\d+", call)] == kernels[-1:]
+    first = calls.index("offload_start")
+    assert "silu" in calls[first - 1]
+    assert calls.count("offload_start") >= 4
 
 
 def test_a_pass_of_the_users_still_runs() -> None:

@@ -256,16 +256,21 @@ def seed(_seeds: torch.Tensor, _index: int) -> torch.Tensor:
     return torch.empty((), dtype=torch.int64, device=CUDA)
 
 
-def main(name: str, shares: list[float]) -> None:
-    tied, tokens = name == "tied", 8 * 257 if name == "odd" else 8192
-    model = Tied(512, 4096) if tied else nn.Sequential(*(LAYERS[name](512) for _ in range(8 if name == "masks" else 3)))
-    model, x = model.to(torch.bfloat16), torch.randn(tokens, 512, dtype=torch.bfloat16, requires_grad=True)
+def pretend_cuda() -> None:
+    """That there is an H100, also while a program is traced."""
     pretend()
     for attribute, answer in {"get_rng_state": torch.zeros(16, dtype=torch.uint8), "_exchange_device": -1}.items():
         setattr(torch.cuda, attribute, lambda *_, answer=answer: answer)
     for attribute in ("set_rng_state", "_maybe_exchange_device", "_lazy_init", "synchronize"):
         setattr(torch.cuda, attribute, lambda *_: None)
     torch.ops.prims.inductor_lookup_seed.default.prim_meta_impl = seed  # rounds int4's codes at random
+
+
+def main(name: str, shares: list[float]) -> None:
+    tied, tokens = name == "tied", 8 * 257 if name == "odd" else 8192
+    model = Tied(512, 4096) if tied else nn.Sequential(*(LAYERS[name](512) for _ in range(8 if name == "masks" else 3)))
+    model, x = model.to(torch.bfloat16), torch.randn(tokens, 512, dtype=torch.bfloat16, requires_grad=True)
+    pretend_cuda()
     stock = aot_hooks.plan(model, x, policy=aot_hooks.KEEP).peak_bytes
     found = []
     with mock.patch("aot_hooks.graphs.speeds._measured", lambda _: H200):

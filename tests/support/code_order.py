@@ -1,0 +1,46 @@
+"""The order of a CUDA program with `offload(then=float8())`, generated without a GPU: kernels, products, copies out.
+
+`python tests/support/code_order.py` prints the forward's, for layers whose copies a link hides in part. In a process of
+its own, because torch keeps what it found of devices.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+from unittest import mock
+
+import torch
+from code_peak import H200, Block, compiled, on_cuda, pretend_cuda
+from torch import nn
+
+import aot_hooks
+from aot_hooks import backend
+
+
+def main() -> None:
+    with torch.device("meta"):
+        layers = nn.Sequential(*(Block(2048) for _ in range(4))).to(torch.bfloat16)
+    model, x = layers.to_empty(device="cpu"), torch.empty(16384, 2048, dtype=torch.bfloat16, requires_grad=True)
+    pretend_cuda()
+    torch.accelerator.is_available = lambda: False  # type: ignore[assignment]
+    cut = backend.aot.min_cut_partition
+
+    def cut_on_cuda(joint: Any, *args: Any, **named: Any) -> Any:
+        on_cuda(joint)
+        return cut(joint, *args, **named)
+
+    with (
+        mock.patch.object(backend.aot, "min_cut_partition", cut_on_cuda),
+        mock.patch("aot_hooks.graphs.speeds._measured", lambda _: H200),
+        torch._functorch.config.patch(ban_recompute_materialized_backward=False),
+    ):
+        codes, _ = compiled(model, x, aot_hooks.offload(then=aot_hooks.float8()))
+    (forward,) = (code for phase, code, _ in codes if phase == "forward")
+    calls = re.finditer(r"(triton_\w+)\.run\(|(extern_kernels\.\w+)\(|(offload_start)\.default\(", forward)
+    print(json.dumps([next(filter(None, m.groups())) for m in calls]))
+
+
+if __name__ == "__main__":
+    main()
