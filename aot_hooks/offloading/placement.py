@@ -27,7 +27,7 @@ from ..graphs.nodes import NO_VERSION_CHECK, PACKED, input_storages, is_view, ou
 from ..graphs.roofline import has_formula, is_attention, node_ms
 from ..graphs.saved import crossing_pairs
 from ..graphs.speeds import Rates, measured_rates
-from ..torch_private.inductor_fusion import FROM_HOOK
+from ..torch_private.inductor_fusion import ALONE, FROM_HOOK
 from .at_run_time import layouts_of, offload_together, reload_together
 from .hook import OffloadSettings
 from .schedule import DECIDED_LATER, Item, Limits, Placement, Transfer, schedule
@@ -100,7 +100,7 @@ class _GraphSteps:
         kernel is no shorter a wait than `copy_ms`, or if the packing has kernels of its own.
         """
         packing = [n for n in nearest_first(packed, _sources_in_hook) if FROM_HOOK in n.meta]
-        if not packing or not all(fuses(n) or reduces(n) or is_loop(n) for n in packing):
+        if not packing or any(ALONE in n.meta or not (fuses(n) or reduces(n) or is_loop(n)) for n in packing):
             return made
         sources = {n for each in packing for n in each.all_input_nodes if FROM_HOOK not in n.meta}
         last = max((self._last_readers[n] for n in sources), default=-1)
