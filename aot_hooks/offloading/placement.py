@@ -97,10 +97,11 @@ class _GraphSteps:
 
         Example: silu(a) * b, where a product makes b after silu(a): one kernel reads a and b, and can pack both. A
         copy of a that starts before that product would need a kernel of its own for the packing. `made` itself if that
-        kernel is no shorter a wait than `copy_ms`, or if the packing has kernels of its own.
+        kernel is no shorter a wait than `copy_ms`, if the packing has kernels of its own, or if nothing is computed.
         """
         packing = [n for n in nearest_first(packed, _sources_in_hook) if FROM_HOOK in n.meta]
-        if not packing or any(ALONE in n.meta or not (fuses(n) or reduces(n) or is_loop(n)) for n in packing):
+        computed = [n for n in packing if isinstance(n.meta.get("val"), torch.Tensor) and not is_view(n)]
+        if not computed or any(ALONE in n.meta or not (fuses(n) or reduces(n) or is_loop(n)) for n in computed):
             return made
         sources = {n for each in packing for n in each.all_input_nodes if FROM_HOOK not in n.meta}
         last = max((self._last_readers[n] for n in sources), default=-1)
@@ -149,7 +150,11 @@ def place(
         rates = next((r for r in own_rates if r is not None), None) or measured_rates(device)
         forward, backward = _GraphSteps(fw, rates, fused), _GraphSteps(bw, rates, fused)
         kinds = {settings: kind for kind, settings in enumerate(dict.fromkeys(c.leaf.settings for c in crossings))}
-        pairs = [(_item(c, kinds[c.leaf.settings], forward, backward, rates.to_host), c) for c in crossings]
+        of_value: Counter[str] = Counter()  # a value's codes and scales start together
+        for c in crossings:
+            of_value[c.leaf.name] += tensor_bytes(c.value.meta["val"])
+        copy_ms = {name: nbytes / rates.to_host * 1e3 for name, nbytes in of_value.items()}
+        pairs = [(_item(c, kinds[c.leaf.settings], forward, backward, copy_ms[c.leaf.name]), c) for c in crossings]
         pairs.sort(key=lambda pair: pair[0].made)
         planned_now = [(i, c) for i, c in pairs if not (at_run_time and c.leaf.settings.across_graphs)]
         planned = schedule(
@@ -359,11 +364,11 @@ def _sources_in_hook(node: Node) -> list[Node]:
     return [n for n in node.all_input_nodes if FROM_HOOK in n.meta and n.op == "call_function"]
 
 
-def _item(crossing: _Crossing, kind: int, forward: _GraphSteps, backward: _GraphSteps, to_host: float) -> Item:
+def _item(crossing: _Crossing, kind: int, forward: _GraphSteps, backward: _GraphSteps, copy_ms: float) -> Item:
     nbytes = tensor_bytes(crossing.value.meta["val"])
     made = max(forward.index.get(n, -1) for n in nearest_first(crossing.value, _sources_of_view))
     if forward.fused:
-        made = forward.in_kernel_of_last_reader(crossing.value, made, nbytes / to_host * 1e3)
+        made = forward.in_kernel_of_last_reader(crossing.value, made, copy_ms)
 
     def users_of_view(node: Node) -> list[Node]:
         return [] if node in backward.index else [u for u in node.users if u.op == "call_function"]
@@ -383,7 +388,8 @@ def _names_of(c: _Crossing, p: Placement, forward: _GraphSteps, backward: _Graph
     if not p.offloaded:
         return "", "", "", ""
     wait = forward.nodes[p.wait].name if p.wait < len(forward.nodes) else "(end)"
-    return c.source.name, wait, backward.nodes[p.reload].name, backward.nodes[p.use].name
+    start = forward.nodes[p.start - 1].name if p.start else c.source.name
+    return start, wait, backward.nodes[p.reload].name, backward.nodes[p.use].name
 
 
 def _to_move(crossing: _Crossing, what: str, following: Node) -> list[Node]:

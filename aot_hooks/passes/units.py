@@ -5,7 +5,6 @@ choices --trace_units--> units --choose_positions--> units, each pack with its p
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -181,13 +180,13 @@ def choose_positions(units: tuple[Unit, ...], fw: GraphModule, *, planned: bool)
 
 
 def _left_on_device(packing: Packing) -> int:
-    """Bytes that may stay on the device. How much `offload` sends is known later: here all stays, unless it sends all.
+    """Bytes that may stay on the device. How much `offload` sends is known later: here all stays, unless it may stall.
 
     If all counted as sent, memory would seem as tight in each layer as in the last.
     """
     on_device, on_host = packing.leaf_bytes
     settings = settings_of(packing.hook)
-    return on_device if settings is not None and math.isinf(settings.max_stall_ms) else on_device + on_host
+    return on_device if settings is not None and settings.max_stall_ms else on_device + on_host
 
 
 def bytes_of(leaves: Iterable[Node]) -> int:

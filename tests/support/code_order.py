@@ -1,13 +1,14 @@
-"""The order of a CUDA program with `offload(then=float8())`, generated without a GPU: kernels, products, copies out.
+"""The order of a CUDA program with `offload(then=...)`, generated without a GPU: kernels, products, copies out.
 
-`python tests/support/code_order.py` prints the forward's, for layers whose copies a link hides in part. In a process of
-its own, because torch keeps what it found of devices.
+`python tests/support/code_order.py float8` prints the forward's, for layers whose copies a link hides in part. In a
+process of its own, because torch keeps what it found of devices.
 """
 
 from __future__ import annotations
 
 import json
 import re
+import sys
 from typing import Any
 from unittest import mock
 
@@ -19,7 +20,7 @@ import aot_hooks
 from aot_hooks import backend
 
 
-def main() -> None:
+def main(then: aot_hooks.Hook) -> None:
     with torch.device("meta"):
         layers = nn.Sequential(*(Block(2048) for _ in range(4))).to(torch.bfloat16)
     model, x = layers.to_empty(device="cpu"), torch.empty(16384, 2048, dtype=torch.bfloat16, requires_grad=True)
@@ -36,11 +37,11 @@ def main() -> None:
         mock.patch("aot_hooks.graphs.speeds._measured", lambda _: H200),
         torch._functorch.config.patch(ban_recompute_materialized_backward=False),
     ):
-        codes, _ = compiled(model, x, aot_hooks.offload(then=aot_hooks.float8()))
+        codes, _ = compiled(model, x, aot_hooks.offload(then=then))
     (forward,) = (code for phase, code, _ in codes if phase == "forward")
     calls = re.finditer(r"(triton_\w+)\.run\(|(extern_kernels\.\w+)\(|(offload_start)\.default\(", forward)
     print(json.dumps([next(filter(None, m.groups())) for m in calls]))
 
 
 if __name__ == "__main__":
-    main()
+    main({"float8": aot_hooks.float8(), "int8": aot_hooks.int8(128)}[sys.argv[1]])
