@@ -128,7 +128,7 @@ def storages_of(node: Node) -> set[int]:
 
 
 def _runs(nodes: Sequence[Node], colours: dict[Node, str], before: dict[Node, set[Node]], captured: bool) -> list[Run]:
-    """Runs of one colour, the first one `captured` or not. Runs of free operators join the run before, or the next.
+    """Runs of one colour, the first one `captured` or not; captured and uncaptured ones alternate.
 
     Taking all operators that are ready before changing colour is optimal for a given first colour: an operator in an
     earlier run never makes a later one necessary.
@@ -145,13 +145,11 @@ def _runs(nodes: Sequence[Node], colours: dict[Node, str], before: dict[Node, se
                 done.add(node)
             else:
                 left.append(node)
-        if all(colours[node] == FREE for node in run):
-            (runs[-1][1] if runs else free).extend(run)
-        elif runs and runs[-1][0] == captured:
-            runs[-1][1].extend(run)
-        else:
+        if runs or any(colours[node] != FREE for node in run):
             runs.append((captured, free + run))
             free = []
+        else:
+            free = run
         waiting, captured = left, not captured
     return runs
 
