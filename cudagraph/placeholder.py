@@ -54,22 +54,15 @@ def placeholder_info(graph: Graph) -> tuple[PlaceholderInfo, ...]:
 def info_of(node: Node) -> PlaceholderInfo:
     """The `PlaceholderInfo` of `node`: a placeholder, or any node whose value is an input of a part."""
     users = tuple(PlaceholderInfo(user.name, trace_of(user)) for user in node.users)
-    return PlaceholderInfo(node.name, trace_of(node), users, trace_of(_writer(node)))
+    # the first operator that writes to `node` itself or through a view of it
+    values = nearest_first(node, lambda value: (u for u in value.users if torch_cuda.returns_views(u.target)))
+    writer = next((user for value in values for user in value.users if value in written_nodes(user)), None)
+    return PlaceholderInfo(node.name, trace_of(node), users, trace_of(writer))
 
 
 def trace_of(value: Any) -> str | None:
     """The user's stack where a node was made; None if it is unknown, or `value` is no node."""
     return value.meta.get("stack_trace") if isinstance(value, Node) else None
-
-
-def _writer(node: Node) -> Node | None:
-    """The first operator that writes to `node` itself or through a view of it."""
-
-    def views(value: Node) -> Iterator[Node]:
-        return (u for u in value.users if torch_cuda.is_operator(u.target) and torch_cuda.returns_views(u.target))
-
-    values = nearest_first(node, views)
-    return next((user for value in values for user in value.users if value in written_nodes(user)), None)
 
 
 def nearest_first(node: Node, onward: Callable[[Node], Iterable[Node]]) -> Iterator[Node]:
@@ -84,13 +77,9 @@ def nearest_first(node: Node, onward: Callable[[Node], Iterable[Node]]) -> Itera
 
 def written_nodes(node: Node) -> list[Node]:
     """The argument nodes that the operator of `node` writes to."""
-    if not torch_cuda.is_operator(node.target):
-        return []
-    found: list[Node] = []
-    for position, name in torch_cuda.written_arguments(node.target):
-        value: Any = node.args[position] if position < len(node.args) else node.kwargs.get(name)
-        found += [v for v in (value if isinstance(value, (list, tuple)) else (value,)) if isinstance(v, Node)]
-    return found
+    values = torch_cuda.written_arguments(node.target, node.args, node.kwargs)
+    nodes = (x for value in values for x in (value if isinstance(value, (list, tuple)) else (value,)))
+    return [x for x in nodes if isinstance(x, Node)]
 
 
 def results_of(graph: Graph) -> Sequence[Any]:

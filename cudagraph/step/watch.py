@@ -107,11 +107,10 @@ class OperatorWatch:
                 return SIZE
         elif not on_host and torch.Tag.dynamic_output_shape in func.tags:
             return SIZE
-        for position, argument in torch_cuda.written_arguments(func):
-            for x in tensors_in(args[position] if position < len(args) else kwargs.get(argument)):
-                self.written.add(torch_cuda.storage_key(x))
-                if (number := self.inputs.get(torch_cuda.storage_key(x) or 0)) is not None:
-                    return f"writes to input {number}, which is the caller's own memory"
+        for x in tensors_in(torch_cuda.written_arguments(func, args, kwargs)):
+            self.written.add(torch_cuda.storage_key(x))
+            if (number := self.inputs.get(torch_cuda.storage_key(x) or 0)) is not None:
+                return f"writes to input {number}, which is the caller's own memory"
         return None
 
 

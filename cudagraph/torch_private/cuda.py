@@ -94,15 +94,15 @@ def argument(op: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) ->
     return args[position] if position < len(args) else kwargs.get(name)
 
 
-def written_arguments(target: Any) -> list[tuple[int, str]]:
-    """(position, name) of each argument that an operator's schema says it writes to."""
-    infos = [(i, argument.name, argument.alias_info) for i, argument in enumerate(target._schema.arguments)]
-    return [(i, name) for i, name, info in infos if info is not None and info.is_write]
+def written_arguments(target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
+    """The arguments of a call that the operator's schema says it writes to; none if `target` is no operator."""
+    infos = [(each.name, each.alias_info) for each in target._schema.arguments] if is_operator(target) else []
+    return [argument(target, name, args, kwargs) for name, info in infos if info is not None and info.is_write]
 
 
 def returns_views(target: Any) -> bool:
-    """Whether each result of an operator is, by its schema, a view of an argument that is not written to."""
-    infos = [returned.alias_info for returned in target._schema.returns]
+    """Whether `target` is an operator whose results are, by its schema, views of arguments that are not written to."""
+    infos = [returned.alias_info for returned in target._schema.returns] if is_operator(target) else []
     return bool(infos) and all(info is not None and not info.is_write for info in infos)
 
 
