@@ -262,6 +262,10 @@ below_autograd: Callable[[], Any] = late(need, "torch._C._AutoDispatchBelowADInp
 without_autocast: Callable[[], Any] = late(need, "torch._C._DisableAutocast")  # a context
 negated: Callable[[torch.Tensor], torch.Tensor] = late(need, "torch._neg_view")
 clear_cublas_workspaces: Callable[[], None] = late(need, "torch._C._cuda_clearCublasWorkspaces")
+# A storage over memory that it does not own.
+storage_at: Callable[[int, torch.device, int], torch.UntypedStorage] = late(
+    need, "torch._C._construct_storage_from_data_pointer"
+)
 
 
 def fake_mode_of(x: torch.Tensor) -> Any:
@@ -291,12 +295,6 @@ def calls_of_dynamo() -> Any:
     path = "torch._dynamo.mutation_guard.GenerationTracker"
     compiling = need("torch._guards.TracingContext").try_get() is not None
     return need(path) if compiling and has(path) else no_calls
-
-
-def storage_at(address: int, device: torch.device, nbytes: int) -> torch.UntypedStorage:
-    """A storage over memory that it does not own."""
-    storage: Any = torch._C._construct_storage_from_data_pointer(address, device, nbytes)
-    return storage
 
 
 def identity(storage: torch.UntypedStorage) -> int:
@@ -390,15 +388,9 @@ class PrivatePool:
 
     def live_blocks(self) -> set[int]:
         """Addresses of all allocated blocks; slow."""
-        live = set()
-        for segment in torch.cuda.memory_snapshot():
-            if tuple(segment["segment_pool_id"]) == tuple(self.handle):
-                address = segment["address"]
-                for block in segment["blocks"]:
-                    if block["state"] == "active_allocated":
-                        live.add(address)
-                    address += block["size"]
-        return live
+        segments = (s for s in torch.cuda.memory_snapshot() if tuple(s["segment_pool_id"]) == tuple(self.handle))
+        blocks = (block for segment in segments for block in segment["blocks"])
+        return {block["address"] for block in blocks if block["state"] == "active_allocated"}
 
 
 def free_keeping_address(storage: torch.UntypedStorage) -> None:
