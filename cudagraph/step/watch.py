@@ -49,7 +49,8 @@ class OperatorWatch:
 
     def __init__(self, device: torch.device, inputs: Mapping[int, int], known: Iterable[torch.Tensor]) -> None:
         self.device, self.inputs = device, inputs
-        self.known = {*inputs, *map(torch_cuda.storage_key, known)}  # storages; those of results are added
+        # Identities of storages, None for tensors that have none. Those of results are added.
+        self.known: set[int | None] = {None, *inputs, *map(torch_cuda.storage_key, known)}
         self.written: set[int | None] = set()  # identities of storages
         self.made: dict[int, torch.UntypedStorage] = {}  # those that the step made on the CPU
 
@@ -75,10 +76,6 @@ class OperatorWatch:
             raise CannotCapture(f"{func} {reason}{f' ({line})' if line else ''}")
         return result
 
-    def _is_unknown(self, x: torch.Tensor) -> bool:
-        storage = torch_cuda.storage_key(x)
-        return storage is not None and storage not in self.known
-
     def _reason_against(self, func: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor]) -> str | None:
         name = name_of(func)
         if func.namespace in COLLECTIVES:
@@ -95,7 +92,8 @@ class OperatorWatch:
             self.known.update(
                 map(torch_cuda.storage_key, tensors_in(torch_cuda.argument(func, "dropout_state", args, kwargs)))
             )
-        if name != FRESH and any(x.device == self.device and self._is_unknown(x) for x in tensors):
+        on_device = {torch_cuda.storage_key(x) for x in tensors if x.device == self.device}
+        if name != FRESH and not on_device <= self.known:
             return UNKNOWN
         on_host = self.device != CPU and len(others) == len(tensors)
         if on_host and others and torch.Tag.nondeterministic_seeded in func.tags:
