@@ -1,8 +1,6 @@
 """Finds which parts of one graph of AOTAutograd can be captured.
 
 fx graph --prepare_and_analyse--> Analysis: device, parts, blockers --report--> log, or `NotCapturableError`
-
-The backend with either inner compiler and `explain` call the same function, so they agree.
 """
 
 from __future__ import annotations
@@ -110,7 +108,10 @@ def analyse(gm: GraphModule, kind: Kind, options: Options, device_type: str) -> 
             return EAGER if is_on_another_device(node, device) else FREE
         reason, cause = reason_against(node, device), ""
         if reason is None and not options.or_error:  # with it the tree decides: it knows where an input comes from
-            reason, cause = _writes_to_caller(node, static), WRITES_TO_CALLER
+            # If the next call brought other memory for it, the tree would run the whole graph uncaptured.
+            targets = (n for n in map(source_of, written_nodes(node)) if n.op == "placeholder" and n not in static)
+            reason = next((f"writes to '{n.name}', an input that is the caller's own" for n in targets), None)
+            cause = WRITES_TO_CALLER
         if reason is None:
             return CAPTURE
         found.append(blocker_of(node, reason, cause))
@@ -147,17 +148,6 @@ def is_on_another_device(node: Node, device: torch.device) -> bool:
 def static_nodes(graph: Graph, kind: Kind) -> set[Node]:
     placeholders = graph.find_nodes(op="placeholder")
     return {placeholders[i] for i in kind.static_inputs}
-
-
-def _writes_to_caller(node: Node, static: set[Node]) -> str | None:
-    """Why `node` can't be captured if it writes to an input that is not static; None if it writes to none.
-
-    If the next call brought other memory for that input, the tree would run the whole graph uncaptured.
-    """
-    for source in map(source_of, written_nodes(node)):
-        if source.op == "placeholder" and source not in static:
-            return f"writes to '{source.name}', an input that is the caller's own"
-    return None
 
 
 def report(analysis: Analysis, options: Options, captured_count: int | None = None) -> None:
