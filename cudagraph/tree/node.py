@@ -92,8 +92,6 @@ class Cursor:
 class Node:
     """A position in the tree, and what may come next there. The root is one; all others are recordings."""
 
-    is_root = True
-
     def __init__(self, cursor: Cursor) -> None:
         self.cursor = cursor
         self.first: Function | None = None  # the function that began the path; its next call begins a step
@@ -120,11 +118,11 @@ class Node:
             node = node.parent
         return recordings[::-1]
 
-    def subtree(self) -> Iterator[Node]:
-        """This node and all recordings after it."""
-        yield self
+    def recordings(self) -> Iterator[Recording]:
+        """All recordings after this node."""
         for child in itertools.chain(*self.children.values()):
-            yield from child.subtree()
+            yield child
+            yield from child.recordings()
 
     def close(self) -> None:
         """Give back the graphs after this node, and drop its references to slots."""
@@ -138,8 +136,6 @@ class Node:
 
 class Recording(Node):
     """A captured graph of a function after `parent`."""
-
-    is_root = False
 
     def __init__(
         self, parent: Node, key: EdgeKey, graph: Any, inputs: InputLayout, outputs: OutputLayout, state: Any

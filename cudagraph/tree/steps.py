@@ -83,14 +83,14 @@ def next_of(call: Call) -> Next:
     """
     step, function, inputs, node = call.uncaptured, call.function, call.inputs, call.node
     if step is None:
-        if node.is_root:
+        if not isinstance(node, Recording):
             return Next.GOES_ON
     elif step.cause is Cause.IGNORED_MARKS:
         return Next.GOES_ON if node.waits_for_backward() else Next.BEGINS
     elif step.cause is Cause.WARMUP:
         if not _warmup_is_over(call, step):
             return Next.WARMS_UP
-        if node.is_root:
+        if not isinstance(node, Recording):
             return Next.BEGINS
     ran = [recording for recording in node.path() if recording.function is function]
     if node.watch_live.none_held():

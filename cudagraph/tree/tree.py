@@ -385,9 +385,8 @@ class Tree(Cursor):
             # Before 2.13, torch moves only storages that its allocator made: a renewed slot gives out copies.
             slot.given_as_copies = slot in wanted and not slot.host and not self.driver.can_copy_out(slot.storage)
         if any(slot.given_as_copies for slot in slots):
-            for node in self.root.subtree():
-                if isinstance(node, Recording):
-                    node.choose_output_path()
+            for recording in self.root.recordings():
+                recording.choose_output_path()
 
     def can_move(self, slot: Slot) -> bool:
         return not slot.host and self.driver.can_copy_out(slot.storage)

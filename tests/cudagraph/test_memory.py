@@ -94,7 +94,7 @@ def tree_of(world):
 
 
 def recordings(world):
-    return [node for node in tree_of(world).root.subtree() if not node.is_root]
+    return list(tree_of(world).root.recordings())
 
 
 def test_recordings_of_a_dropped_function_go(world):
@@ -121,7 +121,7 @@ def test_recordings_of_a_dropped_function_go(world):
         constant = session(number)
         steps(world, stays, lambda x: [x.sin()], lambda: (world.randn(16, 8),))
         mine = tree_of(world)
-        refusals = [key for node in (mine.off_path, *mine.root.subtree()) for key in node.refusals]
+        refusals = [key for node in (mine.off_path, mine.root, *mine.root.recordings()) for key in node.refusals]
         tables = (mine.functions, mine.states, refusals)
         used = mine.pool.peak if world.kind == "simulator" else torch.cuda.memory_reserved()
         seen.append((len(recordings(world)), *map(len, tables), used))

@@ -123,7 +123,7 @@ def test_calls_of_one_frame_are_one_path(place):
             torch.testing.assert_close(compiled(x), chained(x))
     (mine,) = [t for t in dispatch.local.trees.values() if t.root.children]
     (first,) = [node for children in mine.root.children.values() for node in children]
-    path = [first, *(node for node in first.subtree() if node is not first)]
+    path = [first, *first.recordings()]
     assert len(path) == 3 and path[0].function is path[1].function is not path[2].function
     assert cudagraph.stats()["held_outputs"] == 0
 

@@ -137,7 +137,7 @@ def compare(seed: int, driver: Any, device: torch.device) -> None:
     captured = [part for part in found.parts if part.captured]
     trees = [each for kept in dispatch.every_thread for each in kept.values()]
     # after a graph break one function may be called at several places, a recording each
-    recorded = {node.function for each in trees for node in each.root.subtree() if not node.is_root}
+    recorded = {node.function for each in trees for node in each.root.recordings()}
     assert len(recorded) == len(captured), (counts, str(found), told.text)
     assert not (found.captured_whole and counts["skips"]), (counts, str(found), told.text)
     for blocker in found.blockers:
