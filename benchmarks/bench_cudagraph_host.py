@@ -47,6 +47,7 @@ from torch import nn
 
 from cudagraph import Options
 from cudagraph.tree import dispatch
+from cudagraph.tree.driver import cuda_driver
 
 SIZES = ((1, 2, 1), (8, 16, 4), (64, 200, 16))
 DEPTHS = (4, 24)
@@ -102,7 +103,7 @@ def by_hand(
     piece = dispatch.Piece("by hand", lambda inputs: list(fn(*inputs[: len(xs)])), device, static_inputs=static)
 
     def marked(inputs: Inputs) -> Callable[[], Any]:
-        call = dispatch.capture(piece, Options())
+        call = dispatch.capture(piece, Options(), cuda_driver())
 
         def run() -> Any:
             torch.compiler.cudagraph_mark_step_begin()

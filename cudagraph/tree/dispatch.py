@@ -20,7 +20,7 @@ from .. import counters
 from ..errors import StaleOutputError
 from ..options import Options
 from ..torch_private import cuda as torch_cuda
-from .driver import CaptureDriver, cuda_driver
+from .driver import CaptureDriver
 from .function import Function, Piece, key_value
 from .liveness import STALE
 from .node import EdgeKey
@@ -51,9 +51,7 @@ def marks_so_far(trees: Trees) -> int:
     return trees.marks - int(torch_marks.mark_step_counter)
 
 
-def capture(
-    piece: Piece, options: Options, driver: CaptureDriver | None = None
-) -> Callable[[list[Any]], Sequence[Any]]:
+def capture(piece: Piece, options: Options, driver: CaptureDriver) -> Callable[[list[Any]], Sequence[Any]]:
     """A callable that does the same as `piece.run`, by replaying a graph of it as soon as there is one.
 
     It takes a list of inputs and clears it, and is marked `_boxed_call`. It warms up, records, replays, and records
@@ -66,8 +64,8 @@ def capture(
     Calls raise `NotCapturableError` where they would run without a graph and `options.or_error` is set, and
     `StaleOutputError` for an input whose memory was reused since it was an output.
     """
-    function = Function(piece, options, driver if driver is not None else cuda_driver())
-    number = numbers.setdefault((function.driver, piece.device), len(numbers))
+    function = Function(piece, options, driver)
+    number = numbers.setdefault((driver, piece.device), len(numbers))
     key_without_values: EdgeKey = (function,)
     call_counter = function.call_counter
 
@@ -107,7 +105,7 @@ def capture(
         if trees is no_trees:
             return list(piece.run(inputs))
         if number not in trees:
-            trees[number] = Tree(function.driver, piece.device, marks_so_far(trees))
+            trees[number] = Tree(driver, piece.device, marks_so_far(trees))
         tree = trees[number]
         try:
             if function not in tree.functions:

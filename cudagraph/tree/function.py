@@ -57,7 +57,7 @@ class Function:
     """A piece with its options, shared by the trees of all threads. Compared by identity."""
 
     def __init__(self, piece: Piece, options: Options, driver: CaptureDriver) -> None:
-        self.piece, self.options, self.driver = piece, options, driver
+        self.piece, self.options = piece, options
         self.name = piece.name
         self.static_inputs = frozenset(piece.static_inputs)  # without those that move; see moves.py
         # Functions of one family run with graphs or without them, all together. If only the forward ran without one, it
