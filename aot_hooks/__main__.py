@@ -50,7 +50,7 @@ def env_data() -> dict[str, Any]:
         "platform": platform.platform(),
         "torch": torch.__version__,
         "torch_tested": list(symbols.TESTED),
-        "triton": _version("triton"),
+        "triton": next((d.version for d in importlib.metadata.distributions(name="triton")), None),
         "cuda": torch.version.cuda,
         "devices": [torch.cuda.get_device_name(i) for i in range(device_count)],
         "backend_entry_point": next((e.value for e in entry_points), None),
@@ -86,13 +86,6 @@ def env(options: argparse.Namespace) -> None:
         used = f"{row['package']}: {row['needed_for']}{versions}"
         lines.append(f"  {row['status']:7} {row['path']} ({used}) {row['link']}")
     print("\n".join(lines))
-
-
-def _version(distribution: str) -> str | None:
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def report(options: argparse.Namespace) -> None:
