@@ -52,7 +52,7 @@ _STEP_BITS = ~0x7FFFF  # of a float32 int4 keeps the exponent and 4 bits of frac
 
 def pack_int8(x: torch.Tensor, block: int, stochastic: bool, power: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
     """`x` [..., m] to (int8[..., m], scale[..., ceil(m / block)]): bfloat16, or uint8 for a power of two."""
-    amax, smallest = scales.finite_magnitudes(in_blocks(x, block)).amax(-1), scales.smallest_step(x.dtype)
+    amax, smallest = scales.finite_magnitudes(in_blocks(x, block)).amax(-1), scales.smallest_scale(x.dtype)
     if power:
         step = scales.power_of_two(amax, scales.TOP_POWER, smallest)
         scale = (step.view(torch.int32) >> 23).to(torch.uint8)

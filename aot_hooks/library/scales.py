@@ -38,17 +38,13 @@ TOP_EXPONENT = 6  # 126 is 1.97 * 2**6: the scale's exponent is the largest valu
 ROUND_UP = 128 - 124  # added to 7 bits of fraction: from 124, 126 / 64, on the next power of two is taken
 
 
-def smallest_step(dtype: torch.dtype) -> float:
-    """The smallest step of int8: its reciprocal is finite, and every number of `dtype` is a multiple of it.
+def smallest_scale(dtype: torch.dtype, top: float = 1) -> float:
+    """The smallest scale: its reciprocal is finite, and the numbers of `dtype` up to `top` times it are codes.
 
     The second matters for float16, whose numbers below 2**-14 are multiples of 2**-24. Inductor may round to them only
-    after the scale was found, so that 0.6 of a multiple becomes 1, which a smaller step would push out of the codes.
+    after the scale was found, so that 0.6 of a multiple becomes 1, which a smaller scale would push out of the codes.
+    With the `top` of 1, for int8, every number of `dtype` is a multiple of it.
     """
-    return smallest_scale(dtype, 1)
-
-
-def smallest_scale(dtype: torch.dtype, top: float) -> float:
-    """The smallest scale of float8: the numbers of `dtype` up to `top` times this scale are codes."""
     limits = torch.finfo(dtype)
     divisor = int(top) & -int(top)  # 32 of 416 = 13 * 32
     return max(SMALLEST_NORMAL, limits.tiny * limits.eps / divisor)
@@ -56,7 +52,7 @@ def smallest_scale(dtype: torch.dtype, top: float) -> float:
 
 def least_exponent(dtype: torch.dtype) -> int:
     """The biased exponent of the largest value whose power-of-two step is the smallest one."""
-    return (_as_bits(smallest_step(dtype)) >> 23) + TOP_EXPONENT
+    return (_as_bits(smallest_scale(dtype)) >> 23) + TOP_EXPONENT
 
 
 def rounding_up(top: float, smallest: float = SMALLEST_NORMAL) -> tuple[int, int]:

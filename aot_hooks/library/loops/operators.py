@@ -113,7 +113,7 @@ def _amax_of_word(word: Tensor, dtype: torch.dtype) -> Tensor:
     """f32: at least the largest finite |x|, and large enough for the smallest step."""
     amax = _amax_of_bits((word.to(torch.int32) << 16) | LOW_HALF)
     amax = torch.where(amax == scales.full_word(dtype), torch.finfo(dtype).max, amax)
-    return amax.clamp(min=TOP_INT8 * scales.smallest_step(dtype))
+    return amax.clamp(min=TOP_INT8 * scales.smallest_scale(dtype))
 
 
 def _scale_of_exponent(exponent: Tensor, dtype: torch.dtype) -> Tensor:

@@ -84,7 +84,7 @@ def _amax_of_word(dtype: torch.dtype) -> _Instructions:
         f"sub.s32 bits, bits, {EXPONENT_STEP}",
         "mov.b32 amax, bits",
         *(replace_full if full != largest else ()),
-        f"max.f32 amax, amax, {_f32(TOP_INT8 * scales.smallest_step(dtype))}",
+        f"max.f32 amax, amax, {_f32(TOP_INT8 * scales.smallest_scale(dtype))}",
     )
 
 

@@ -244,7 +244,7 @@ def _pack(
     x, size = x.contiguous(), block or x.shape[-1]
     q, scale = packed_like(x, x.shape[-1], dtype, size, scale_dtype)
     top, limit = (TOP_POWER, 127.0) if scale_dtype == torch.uint8 else _RANGE[dtype]
-    smallest = scales.smallest_step(x.dtype) if dtype == torch.int8 else SMALLEST_NORMAL
+    smallest = scales.smallest_scale(x.dtype) if dtype == torch.int8 else SMALLEST_NORMAL
     limits = (1.0 / top, limit, smallest, *scales.rounding_up(top, smallest), scales.largest_scale(x.dtype, top))
     groups = scale.numel()
     count, length, p, w, warps = tiles(groups, x.shape[-1], size, size, one_warp=dtype == torch.int8)
