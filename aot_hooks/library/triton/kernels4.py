@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from ..scales import ROUND_TO_INTEGER, SLACK, SMALLEST_NORMAL
-from .kernels8 import hashes, largest_of, tiles
+from .kernels8 import groups_of_program, hashes, largest_of, tiles
 from .ops import packed_like
 
 _ROUND_TO_INTEGER = tl.constexpr(ROUND_TO_INTEGER)
@@ -30,6 +30,7 @@ def _places(groups, count, length, P: tl.constexpr, W: tl.constexpr, K: tl.const
     Returns group numbers and their mask; for values, then for words: a scalar start, offsets from it, and their mask.
     EVEN means that rows are as long as the tile is wide. Offsets then have 32 bits.
     """
+    g, row, column, left = groups_of_program(groups, count, W, length, P)
     start = tl.program_id(0).to(tl.int64) * P
     n = tl.arange(0, P)
     lane = tl.arange(0, W)
@@ -41,10 +42,6 @@ def _places(groups, count, length, P: tl.constexpr, W: tl.constexpr, K: tl.const
         mask = there[:, None]
         word_mask = there[:, None]
     else:
-        g = start + n
-        row = g // count
-        column = ((g - row * count) * W).to(tl.int32)
-        left = tl.where(g < groups, tl.minimum(length - column, W), 0)
         there = left > 0
         at, at_words = start * 0, start * 0
         places = (row * length + column)[:, None] + lane[None, :]
@@ -53,7 +50,7 @@ def _places(groups, count, length, P: tl.constexpr, W: tl.constexpr, K: tl.const
         word_mask = (i * K)[None, :] < left[:, None]
     # One word a thread, of its own values: Triton must not let it store two, whose values other threads hold
     words = tl.multiple_of(words, [1, 1])
-    return start + n, there, at, places, mask, at_words, words, word_mask
+    return g, there, at, places, mask, at_words, words, word_mask
 
 
 @triton.jit

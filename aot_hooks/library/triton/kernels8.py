@@ -107,7 +107,7 @@ def _encode(x, inverse, noise, limit, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def _groups(groups, count, size, length, P: tl.constexpr):
+def groups_of_program(groups, count, size, length, P: tl.constexpr):
     """The `P` groups of this program: numbers, rows, first columns, and lengths, which are 0 past the last group."""
     g = tl.program_id(0).to(tl.int64) * P + tl.arange(0, P)
     row = g // count
@@ -123,7 +123,7 @@ def _pack8(
 ):  # fmt: skip
     DTYPE: tl.constexpr = q_ptr.dtype.element_ty
     V: tl.constexpr = 128 // x_ptr.dtype.element_ty.primitive_bitwidth  # values that a thread loads at once
-    g, row, column, left = _groups(groups, count, size, length, P)
+    g, row, column, left = groups_of_program(groups, count, size, length, P)
     lane = tl.arange(0, W)
     if EVEN:
         at = tl.program_id(0).to(tl.int64) * (P * W)
@@ -184,7 +184,7 @@ def _unpack8(
     q_ptr, scale_ptr, y_ptr, groups, count, size, length, largest, limit,
     P: tl.constexpr, W: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    g, row, column, left = _groups(groups, count, size, length, P)
+    g, row, column, left = groups_of_program(groups, count, size, length, P)
     lane = tl.program_id(1) * W + tl.arange(0, W)
     offsets = (row * length + column)[:, None] + lane[None, :]
     mask = (left > 0)[:, None] if EVEN else lane[None, :] < left[:, None]
