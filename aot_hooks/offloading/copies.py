@@ -9,7 +9,6 @@ the last one that used the same block. On the CPU copies are made at once.
 
 from __future__ import annotations
 
-import functools
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from .pinned_pool import HostPool
 
 pool = HostPool()
 _lock = threading.Lock()
+_streams: dict[int, tuple[torch.cuda.Stream, torch.cuda.Stream, torch.cuda.Event]] = {}
 
 
 @dataclass(eq=False)
@@ -37,14 +37,11 @@ class Copy:
 
 def streams_of(device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Stream, torch.cuda.Event]:
     """The streams of copies out and back, made once, and the event by which they wait for the current stream."""
+    index = device.index or 0  # the device of a tensor has an index
     with _lock:
-        return _streams(device.index or 0)  # the device of a tensor has an index
-
-
-@functools.cache
-def _streams(index: int) -> tuple[torch.cuda.Stream, torch.cuda.Stream, torch.cuda.Event]:
-    device = torch.device("cuda", index)
-    return torch.cuda.Stream(device), torch.cuda.Stream(device), torch.cuda.Event()
+        if index not in _streams:
+            _streams[index] = torch.cuda.Stream(index), torch.cuda.Stream(index), torch.cuda.Event()
+        return _streams[index]
 
 
 def capturing(device: torch.device) -> bool:
