@@ -49,7 +49,7 @@ class hooks(Training):  # a context manager, named as one
 
     def log(self, step: int) -> dict[str, float]:
         """Log `metrics()` of the batch that has just run its backward to all trackers; returns them."""
-        if not self.is_on:
+        if self._enabled is None:
             raise OptionError("hooks(accelerator, ...) has no effect outside of `with hooks(...) as training:`")
         self.batch_done(COMPILED_ONCE)
         metrics = self.metrics()

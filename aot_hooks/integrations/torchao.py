@@ -24,7 +24,6 @@ from typing import ClassVar
 from torchao.float8 import float8_linear
 
 from ..errors import OptionError
-from ..graphs.backward_reads import Read
 from ..graphs.saved import SavedTensor
 from ..hook import Hook
 from ..library.float8 import float8
@@ -62,10 +61,11 @@ class Float8Training:
         return replace(self.hook, lossy=False, declines=_Declines(self.hook)) if self._only_scaled(saved) else self.hook
 
     def _only_scaled(self, saved: SavedTensor) -> bool:
+        """Whether a linear layer of torchao alone reads numbers of `saved` that must be exact: to find their scale."""
         return (
             saved.dtype.is_floating_point
             and bool(saved.backward_reads)
-            and all(map(_is_scale, saved.backward_reads))
+            and all(read.line in _LINES for read in saved.backward_reads)
             and not saved.backward_asks
         )
 
@@ -77,11 +77,6 @@ class Float8Training:
 
     def __repr__(self) -> str:
         return f"float8_training({self.hook!r})"
-
-
-def _is_scale(read: Read) -> bool:
-    """Whether `read` is a part of how a linear layer of torchao finds the scale of what it casts."""
-    return read.line in _LINES
 
 
 def float8_training(hook: Hook | None = None) -> Float8Training:

@@ -56,10 +56,6 @@ class Training:
             self._end()
         self._enabled = self._end = None
 
-    @property
-    def is_on(self) -> bool:
-        return self._enabled is not None
-
     def next_batch(self) -> None:
         """A batch begins: what ran since the last one, such as an evaluation, is not of it."""
         if self._enabled is not None:
