@@ -67,11 +67,6 @@ class _Crossing:
     source: Node  # the tensor that `value` is a view of
     views: list[Node]  # the nodes that make `value` from the results of steps, in order
 
-    @property
-    def device(self) -> torch.device:
-        device: torch.device = self.value.meta["val"].device
-        return device
-
 
 class _GraphSteps:
     """The steps of a graph: its nodes that compute, in order, with their estimated times."""
@@ -141,7 +136,7 @@ def place(
     _remove_copies_in_backward(bw)
     by_device: dict[torch.device, list[_Crossing]] = defaultdict(list)
     for crossing in _crossings(fw, bw, num_fwd_outputs, leaves):
-        by_device[crossing.device].append(crossing)
+        by_device[crossing.value.meta["val"].device].append(crossing)
     transfers: list[Transfer] = []
     on_device: dict[Node, tuple[Node, str]] = {}
     has_own_memory = _own_memory(fw)
@@ -288,7 +283,7 @@ def _cross_together(
 def _own_memory(fw: GraphModule) -> Callable[[Node], bool]:
     """A function that tells whether a node of the forward shares memory with no input and with no other output."""
     outputs = [n for n in results_of(fw.graph) if isinstance(n, Node)]  # what is saved and returned is there twice
-    tensors = (_sent_by(n).args[0] if n.target is offload_wait else n for n in outputs)
+    tensors = (n.args[1] if n.target is offload_wait else n for n in outputs)
     inputs, count = input_storages(fw.graph), Counter(m for n in tensors if isinstance(n, Node) for m in _memories(n))
     return lambda node: all(memory not in inputs and count[memory] == 1 for memory in _memories(node))
 
@@ -312,12 +307,6 @@ def _memories(node: Node) -> set[Any]:
     return found
 
 
-def _sent_by(wait: Node) -> Node:
-    start = wait.args[0]
-    assert isinstance(start, Node)
-    return start
-
-
 def _remove_copies_in_backward(bw: GraphModule) -> None:
     """Remove copies to the host that start in the backward.
 
@@ -336,7 +325,7 @@ def _crossings(fw: GraphModule, bw: GraphModule, num_fwd_outputs: int, leaves: M
     slot_of = dict(crossing_pairs(fw, bw, num_fwd_outputs))
     found = []
     for wait, leaf in leaves.items():
-        start, slot = _sent_by(wait), slot_of[wait]
+        start, slot = wait.all_input_nodes[0], slot_of[wait]
         reload = next(u for u in slot.users if u.target is reload_start)
         back = next(u for u in reload.users if u.target is reload_wait)
         value = source = start.all_input_nodes[0]

@@ -381,11 +381,9 @@ class Steps:
         for known in found:
             self._decide(known)
         found = [k for k in found if k.plan is not None or k.trace[: len(begun)] == begun]
-
-        def rank(known: _Known) -> tuple[bool, int]:
-            return known.plan is not None, -bytes_of(known.trace[: len(begun)])
-
-        self._followed = max(reversed(found), key=rank, default=None)
+        self._followed = max(
+            reversed(found), key=lambda k: (k.plan is not None, -bytes_of(k.trace[: len(begun)])), default=None
+        )
 
     def _decide(self, known: _Known) -> None:
         """Plan a step that has run often enough, and compare its plan with one that sends less."""
