@@ -67,7 +67,6 @@ def _private_symbols(package: types.ModuleType) -> Iterator[dict[str, Any]]:
 
 
 def env(options: argparse.Namespace) -> None:
-    """Print `env_data` as text or JSON."""
     data = env_data()
     if options.json:
         print(json.dumps(data, indent=1))
@@ -89,7 +88,6 @@ def env(options: argparse.Namespace) -> None:
 
 
 def report(options: argparse.Namespace) -> None:
-    """Run the script, print its report, write what was asked for."""
     settings = {"policy": _policy(options), "scope": options.scope, "inner": options.inner}
     _check_can_write("--json", options.json)
     _check_can_write("--plot", options.plot)
@@ -113,8 +111,6 @@ def report(options: argparse.Namespace) -> None:
 
 
 def print_frontier(options: argparse.Namespace) -> None:
-    """Run the script for one step per point, and print the frontier."""
-
     def plan_with(policy: Any) -> Plan:
         settings = {"policy": policy, "scope": options.scope, "inner": options.inner}
         torch.compiler.reset()
@@ -130,7 +126,6 @@ def _of_budget(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def explain_miss(options: argparse.Namespace) -> None:
-    """Print why the last graph with hooks was not in torch's cache."""
     miss = notes.last_miss(options.dir)
     if miss is None:
         raise AotHooksError(f"no graph with hooks has missed torch's cache in {options.dir or aot_cache.cache_dir()}")

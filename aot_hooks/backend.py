@@ -151,8 +151,6 @@ aot_hooks.reset = reset  # type: ignore[attr-defined]  # torch._dynamo.reset() c
 
 @dataclass(frozen=True)
 class _InForce:
-    """The settings that cover a graph."""
-
     setting: Setting | None  # of the context around the call, or of the options
     pair: Any  # the object on torch's stack of hooks that stands for the context; None for the options
     regions: dict[str, Setting]  # of the contexts inside the graph, by key

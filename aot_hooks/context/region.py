@@ -21,8 +21,6 @@ _BODIES = {"tag_activation_checkpoint", "wrap_activation_checkpoint", "autograd.
 
 @dataclass(frozen=True)
 class Region:
-    """A context inside a compiled function."""
-
     setting: Setting
     record: Record  # what graphs depend on; empty before the first graph
     pending: dynamo_trace.PendingMutations  # what the function changes before the region; only running it will do so
@@ -89,7 +87,6 @@ def take_key() -> str:
 
 
 def forget() -> None:
-    """Drop all regions."""
     regions.clear()
     _noted.clear()
 

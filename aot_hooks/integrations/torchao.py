@@ -49,8 +49,6 @@ class _Declines:
 
 @dataclass(frozen=True, repr=False)
 class Float8Training:
-    """The policy that `float8_training` makes."""
-
     hook: Hook
 
     is_means: ClassVar[bool] = True  # for `allow` of a budget

@@ -38,8 +38,6 @@ _MOST_BITS = 4  # of a number in a range stored bit by bit; beyond that a byte i
 
 @dataclass(frozen=True)
 class Lossless:
-    """The policy that `lossless` makes."""
-
     looks_at_modules: ClassVar[bool] = False
 
     def __call__(self, saved: SavedTensor) -> Hook:

@@ -191,7 +191,6 @@ def steps_of(device: torch.device) -> steps.Steps:
 
 
 def all_steps() -> list[steps.Steps]:
-    """The `Steps` of all devices."""
     return [*_steps.values()]
 
 

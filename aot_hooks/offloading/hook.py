@@ -51,7 +51,7 @@ def settings_of(hook: Hook) -> OffloadSettings | None:
 def unrounded(hook: Hook) -> Hook | None:
     """For an `offload` with a lossy `then`: the hook that sends as they are the tensors that `then` declines."""
     settings = settings_of(hook)
-    if settings is None or settings.exact or not hook.lossy:
+    if settings is None or not hook.lossy:
         return None
     limits = {name: value for name, value in vars(settings).items() if name != "exact"}
     return offload(**limits)
@@ -209,7 +209,6 @@ _local = threading.local()
 
 
 def tape() -> Tape:
-    """This thread's tape."""
     if not hasattr(_local, "tape"):
         _local.tape = Tape()
     return _local.tape  # type: ignore[no-any-return]

@@ -109,7 +109,6 @@ class HostPool:
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of all blocks, in use or free."""
         return sum(block.capacity for block in self._blocks())
 
     @property

@@ -36,8 +36,6 @@ Event = tuple[int, str, int]  # the gap, what happens ("start", "wait", "reload"
 
 @dataclass(frozen=True)
 class Item:
-    """A value that may be offloaded."""
-
     nbytes: int  # to copy each way
     made: int  # the forward step that makes it; -1 if it exists before the first
     used: int  # the first backward step that reads it

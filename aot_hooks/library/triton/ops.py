@@ -70,7 +70,6 @@ def pack_int8(x: torch.Tensor, block: int, power: bool, seed: torch.Tensor | Non
 
 @_operator("kernels8")
 def pack_float8(x: torch.Tensor, block: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """`x` [..., m] to (float8[..., m], float32[..., ceil(m / block)]); a block of 0 is the row."""
     return packed_like(x, x.shape[-1], dtype, block, torch.float32)
 
 
