@@ -23,7 +23,7 @@ import math
 import mmap
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -54,38 +54,29 @@ class Block:
     free_on_return: bool = False  # `reset` wants it freed as soon as nobody uses it
 
 
-class _Blocks:
-    """Blocks in the order in which they came, with totals. A step leases hundreds, so nothing here counts them each."""
+class _Blocks(dict[int, Block]):
+    """Blocks by address, as they came, with totals. A step leases hundreds, so nothing here counts them each."""
 
     def __init__(self) -> None:
-        self._of: dict[int, Block] = {}  # by address
+        super().__init__()
         self._of_size: dict[tuple[int, bool], dict[int, Block]] = {}  # likewise, by capacity and whether it is pinned
         self.bytes = 0  # of whole blocks
         self.requested_bytes = 0  # of their leases, in pages
 
-    def __iter__(self) -> Iterator[Block]:
-        return iter([*self._of.values()])
-
-    def __len__(self) -> int:
-        return len(self._of)
-
-    def at(self, address: int) -> Block | None:
-        return self._of.get(address)
-
     def add(self, block: Block) -> None:
-        self._of[block.address] = block
+        self[block.address] = block
         self._of_size.setdefault((block.capacity, block.pinned), {})[block.address] = block
         self.bytes += block.capacity
         self.requested_bytes += _in_pages(block.requested)
 
     def remove(self, block: Block) -> None:
-        del self._of[block.address]
+        del self[block.address]
         del self._of_size[block.capacity, block.pinned][block.address]
         self.bytes -= block.capacity
         self.requested_bytes -= _in_pages(block.requested)
 
     def pop_first(self) -> Block:
-        block = next(iter(self._of.values()))
+        block = next(iter(self.values()))
         self.remove(block)
         return block
 
@@ -122,7 +113,7 @@ class HostPool:
     def _blocks(self) -> list[Block]:
         with self._lock:
             self._collect()
-            return [*self._used, *self._free]
+            return [*self._used.values(), *self._free.values()]
 
     def lease(
         self,
@@ -164,7 +155,7 @@ class HostPool:
                 # other captures do not report their end: an owner that is never None
                 block.owner = object if capture is None else weakref.ref(capture.owner)
                 self._owned[block.address] = block
-            if self._used.at(block.address) is not None:
+            if block.address in self._used:
                 self._used.remove(block)  # comes again with other bytes
             block.leases += 1
             block.requested = nbytes
@@ -176,7 +167,7 @@ class HostPool:
 
     def block_of(self, host: torch.Tensor) -> Block | None:
         """The block that `host` begins; None if it is other memory."""
-        return self._used.at(host.data_ptr())
+        return self._used.get(host.data_ptr())
 
     def reset(self) -> None:
         """Free all unused blocks now, and leased ones when they return.
@@ -185,11 +176,11 @@ class HostPool:
         """
         with self._lock:
             self._collect()
-            for block in self._used:
+            for block in [*self._used.values()]:
                 block.free_on_return = True
                 if block.owner is not None:
                     self._disown(block)
-            self._to_free += self._free
+            self._to_free += self._free.values()
             self._free = _Blocks()
             self._collect()
             self.made_count = self._most_in_use = 0
@@ -241,7 +232,7 @@ class HostPool:
         if block.pinned:
             for index in range(torch.cuda.device_count()):
                 torch.cuda.synchronize(index)
-        for other in (block, *self._to_free, *self._free, *self._used):
+        for other in (block, *self._to_free, *self._free.values(), *self._used.values()):
             if other.owner is None:
                 other.replayed = False
 
@@ -257,7 +248,7 @@ class HostPool:
         """Takes the smallest free block of `nbytes` to `most`; in a capture only one that needs no waiting."""
         block = self._free.of_size(_in_pages(nbytes), pinned) if _in_pages(nbytes) <= most else None
         if block is None or (captured and block.replayed):
-            fitting = (b for b in self._free if b.pinned == pinned and not (captured and b.replayed))
+            fitting = (b for b in self._free.values() if b.pinned == pinned and not (captured and b.replayed))
             block = _smallest(fitting, nbytes, most)
         if block is not None:
             self._free.remove(block)
