@@ -11,8 +11,6 @@ Inductor makes some twenty nodes a saved tensor from the hooks' plain tensor cod
 takes fewer instructions a number: at 8 bits arithmetic costs as much time as moving the bytes.
 Compile time grows with nodes and buffers. So a row stores the result of its reduction, the bits of its largest value,
 and not its scale: with the scale as a buffer of its own, four Llama blocks had 114 kernels instead of 102.
-
-The tensor code here defines the operators. It runs wherever PTX does not, and PTX is tested against it.
 """
 
 from __future__ import annotations
