@@ -33,7 +33,7 @@ from .nodes import (
     tensor_bytes,
 )
 from .read_tables import ATTENTION, ATTENTION_BACKWARD
-from .speeds import Rates, measured_ms, measured_rates
+from .speeds import Like, Rates, leaves_of, measured_ms, measured_rates
 
 # Times what `Rates` has, seen on an H200 in steps of 4 and of 16 Llama blocks. Products run at the GPU's power limit. A
 # generated kernel moves 1.1 times the bytes of a copy, and takes less power than a product: products beside it are
@@ -276,28 +276,17 @@ def workspace_bytes(node: Node) -> int:
 
 
 def _operation_count(node: Node) -> int:
-    values = (node.args, dict(node.kwargs), node.meta.get("val"))
-    leaves, spec = torch_values.pytree.tree_flatten(values)
-    plain = map(_plain, leaves)
-    count = _count(flop_registry[_packet(node)], spec, tuple((type(leaf), leaf) for leaf in plain))
+    count = _count(flop_registry[_packet(node)], *leaves_of((node.args, dict(node.kwargs), node.meta.get("val"))))
     # causal attention skips half of the products, which the formulas count
     return count // 2 if argument_called("is_causal", node) is True else count
 
 
-def _plain(value: Any) -> Any:
-    """(shape, dtype) of a tensor, else `value`; symbolic sizes as numbers, because a formula must leave no guard."""
-    value = value.meta.get("val") if isinstance(value, Node) else value
-    if isinstance(value, torch.Tensor):
-        return tuple(torch_values.hint(n) for n in value.shape), value.dtype
-    return torch_values.hint(value) if isinstance(value, torch.SymInt) else value
-
-
 @functools.lru_cache(maxsize=1024)  # equal layers have equal products
 def _count(formula: Callable[..., int], spec: Any, typed_leaves: tuple[tuple[type, Any], ...]) -> int:
-    """The operations that `formula` counts, by leaves of `_plain` with their types, because `1 == True`."""
+    """The operations that `formula` counts, by what `leaves_of` returns."""
 
     def tensor(leaf: Any) -> Any:
-        return torch.empty(leaf[0], dtype=leaf[1], device="meta") if isinstance(leaf, tuple) else leaf
+        return torch.empty(leaf.shape, dtype=leaf.dtype, device="meta") if isinstance(leaf, Like) else leaf
 
     with torch_values.without_modes():
         leaves = [tensor(leaf) for _, leaf in typed_leaves]

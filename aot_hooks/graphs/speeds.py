@@ -90,7 +90,7 @@ def _seconds(work: Callable[[], Any]) -> float:
     return float(min(a.elapsed_time(b) for a, b in itertools.pairwise(marks))) / 1e3
 
 
-class _Like(NamedTuple):
+class Like(NamedTuple):
     """A tensor without its content."""
 
     shape: tuple[int, ...]
@@ -107,12 +107,21 @@ class _Like(NamedTuple):
         return (x.normal_(generator=torch.Generator(device)) if x.is_floating_point() else x.zero_()).expand(sizes)
 
 
-def _like(value: Any) -> Any:
-    value = value.meta.get("val") if isinstance(value, Node) else value
-    if isinstance(value, torch.Tensor):
-        shape, stride = (tuple(map(torch_values.hint, sizes)) for sizes in (value.shape, value.stride()))
-        return _Like(shape, stride, value.dtype)
-    return torch_values.hint(value) if isinstance(value, torch.SymInt) else value
+def leaves_of(values: Any) -> tuple[Any, tuple[tuple[type, Any], ...]]:
+    """The spec and the leaves of a pytree for caches, without guards: symbolic sizes count as their hints.
+
+    Nodes stand for their values, tensors become `Like`s. Each leaf comes with its type, because `1 == True`.
+    """
+
+    def plain(value: Any) -> Any:
+        value = value.meta.get("val") if isinstance(value, Node) else value
+        if isinstance(value, torch.Tensor):
+            shape, stride = (tuple(map(torch_values.hint, sizes)) for sizes in (value.shape, value.stride()))
+            return Like(shape, stride, value.dtype)
+        return torch_values.hint(value) if isinstance(value, torch.SymInt) else value
+
+    leaves, spec = torch_values.pytree.tree_flatten(values)
+    return spec, tuple((type(leaf), leaf) for leaf in map(plain, leaves))
 
 
 def measured_ms(node: Node) -> float | None:
@@ -128,9 +137,8 @@ def measured_ms(node: Node) -> float | None:
     unsafe = "backward" in name and "cudnn" not in name and argument_called("dropout_p", node) != 0
     if device is None or not name.startswith(_MEASURED) or unsafe or not torch.cuda.is_available():
         return None
-    leaves, spec = torch_values.pytree.tree_flatten((node.args, dict(node.kwargs)))
     try:
-        return _alone_ms(node.target, spec, tuple((type(x), x) for x in map(_like, leaves)), device.index or 0)
+        return _alone_ms(node.target, *leaves_of((node.args, dict(node.kwargs))), device.index or 0)
     except torch.OutOfMemoryError:  # later there may be memory
         return None
 
@@ -140,7 +148,7 @@ def _alone_ms(target: Any, spec: Any, typed_leaves: tuple[tuple[type, Any], ...]
     """The operator `target` with random tensors, and with as many samples and heads as fill the device."""
     device = _cuda(index)
     leaves = [x for _, x in typed_leaves]
-    queries = [x for x in leaves if isinstance(x, _Like) and len(x.shape) == 4]
+    queries = [x for x in leaves if isinstance(x, Like) and len(x.shape) == 4]
     if not queries or any(0 in x.shape for x in queries):
         return None
     whole = queries[0].shape[:2]
@@ -150,7 +158,7 @@ def _alone_ms(target: Any, spec: Any, typed_leaves: tuple[tuple[type, Any], ...]
     heads = whole[1] if samples > 1 or grouped else min(whole[1], max(1, _ENOUGH // of_head))
     with torch_values.without_modes(), torch.no_grad(), torch.cuda.device(device), torch.random.fork_rng([index]):
         try:
-            made = [x.made(whole, (samples, heads), device) if isinstance(x, _Like) else x for x in leaves]
+            made = [x.made(whole, (samples, heads), device) if isinstance(x, Like) else x for x in leaves]
             args, kwargs = torch_values.pytree.tree_unflatten(made, spec)
             ms = 1e3 * _seconds(lambda: target(*args, **kwargs))
         except torch.OutOfMemoryError:

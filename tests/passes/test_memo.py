@@ -8,14 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-import torch.utils._pytree as pytree
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 from aot_hooks import Hook
-from aot_hooks.graphs import roofline
+from aot_hooks.graphs import roofline, speeds
 from aot_hooks.graphs.nodes import source_line
 from aot_hooks.graphs.saved import place_of
 from aot_hooks.passes.units import tracer
@@ -73,8 +72,7 @@ def test_a_formula_is_asked_again_for_other_sizes_dtypes_and_numbers():
         return 2 * x.numel() if flag is True else x.numel()
 
     def count(shape: tuple[int, ...], dtype: torch.dtype, flag: Any, of: Any = formula) -> int:
-        leaves, spec = pytree.tree_flatten(((torch.empty(shape, dtype=dtype), flag), {}, None))
-        return roofline._count(of, spec, tuple((type(leaf), leaf) for leaf in map(roofline._plain, leaves)))
+        return roofline._count(of, *speeds.leaves_of(((torch.empty(shape, dtype=dtype), flag), {}, None)))
 
     asked: list[tuple[Any, ...]] = [((4, 8), torch.float32, True), ((4, 8), torch.float32, 1)]
     asked += [((4, 8), torch.float16, 1), ((8, 8), torch.float32, 1), ((4, 8), torch.float32, 1.0)]

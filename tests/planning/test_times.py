@@ -278,8 +278,7 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 def alone_ms(operator: Any, *args: Any) -> float | None:
-    leaves, spec = torch.utils._pytree.tree_flatten((args, {}))
-    return speeds._alone_ms(operator, spec, tuple((type(x), x) for x in map(speeds._like, leaves)), 7)
+    return speeds._alone_ms(operator, *speeds.leaves_of((args, {})), 7)
 
 
 def test_attention_is_measured_with_a_part_of_its_batch(ran: list[Any]) -> None:
