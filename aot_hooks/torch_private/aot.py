@@ -37,7 +37,6 @@ SYMBOLS: dict[str | Needed, str] = {
     "torch._functorch._aot_autograd.schemas.SerializableAOTDispatchCompiler",
     "trying hooks for a budget": "torch.fx._lazy_graph_module._LazyGraphModule",
     "regions that compute the same": "torch._functorch.config torch._functorch.config.cse",
-    "a second backward (retain_graph) of graphs with hooks": "torch._guards.TracingContext",
     "two versions of a graph": "torch._guards.TracingContext torch._guards.tracing",
     "predicting the bytes of a backward": "torch._functorch.partitioners._is_tangent",
     Needed("telling that a backward holds its tangents", ("2.11.0",)): "torch._functorch._aot_autograd."

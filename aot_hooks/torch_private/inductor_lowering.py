@@ -19,9 +19,7 @@ from cudagraph.torch_private.symbols import Protocols, Symbols
 from .symbols import needing
 
 SYMBOLS: Symbols = {
-    "kernels that pack without holding memory": "torch._inductor.virtualized.V",
-    "copies of offload in kernels' memory": "torch._inductor.lowering.register_lowering .fallback_handler "
-    "torch._inductor.virtualized.V",
+    "copies of offload in kernels' memory": "torch._inductor.virtualized.V",
     "operators that Inductor compiles as one loop": "torch._inductor.codegen.triton.TritonOverrides "
     "torch._inductor.ir.Pointwise .TensorBox torch._inductor.lowering.register_lowering .fallback_handler .lowerings "
     "torch._inductor.virtualized.ops",
