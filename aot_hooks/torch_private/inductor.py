@@ -14,7 +14,7 @@ from torch.fx import GraphModule
 from cudagraph.torch_private import compilers
 from cudagraph.torch_private.symbols import Protocols, Symbols
 
-from .inductor_fusion import choices, custom_pass, marks_of, order_pass, pads_no_rows
+from .inductor_fusion import choices, marks_of, order_pass, pads_no_rows, pass_class
 from .inductor_lowering import packed_asm_in_force, register_operators
 from .symbols import needing
 
@@ -62,7 +62,7 @@ def replace_random(gm: GraphModule) -> int:
 def partitioned_by(fn: Callable[..., Any], key: str) -> dict[str, Any]:
     """Inductor settings by which `fn` splits joint graphs; `key` is its whole identity for torch's caches."""
     base = need("torch._inductor.custom_graph_pass.CustomPartitionerFn")
-    return {"custom_partitioner_fn": custom_pass(base, fn, lambda: key)}
+    return {"custom_partitioner_fn": pass_class(base)(fn, lambda: key)}
 
 
 def custom_partitioner(patches: dict[str, Any]) -> Any:
@@ -89,7 +89,7 @@ def first_joint_pass(fn: Callable[[Any], None], patches: dict[str, Any]) -> dict
         known = [each.uuid() if isinstance(each, base) else None for each in users]
         return None if None in known else ("aot_hooks names", *map(str, known))
 
-    return {name: custom_pass(base, run, uuid)}
+    return {name: pass_class(base)(run, uuid)}
 
 
 Compile = Callable[..., Any]

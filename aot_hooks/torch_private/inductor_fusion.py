@@ -282,17 +282,12 @@ def order_pass(patches: dict[str, Any]) -> dict[str, Any]:
         return {name: run}  # torch caches no graph with a pass that has no uuid
     module = need("torch._inductor.custom_graph_pass")
     base = getattr(module, "CustomSchedulerPass", module.CustomGraphPass)  # 2.11 has the second only
-    return {name: custom_pass(base, run, uuid)}
-
-
-def custom_pass(base: type, run: Callable[..., Any], uuid: Callable[[], Any]) -> Any:
-    """`run` as a pass for Inductor, of torch's class `base`; `uuid()` is its whole identity for torch's caches."""
-    return _pass_class(base)(run, uuid)
+    return {name: pass_class(base)(run, uuid)}
 
 
 @functools.cache
-def _pass_class(base: Any) -> type:
-    """The subclass of torch's `base` whose passes call a function and are pickled as their identity."""
+def pass_class(base: Any) -> Any:
+    """The subclass of torch's `base` for passes of Inductor: `run`, with `identity()` as all that torch's keys hold."""
 
     class Pass(base):  # type: ignore[misc]
         def __init__(self, run: Callable[..., Any], identity: Callable[[], Any]) -> None:
