@@ -308,12 +308,6 @@ def _may_be_rounded_for_sine(node: Node) -> bool:
     return all(map(keeps, nearest_first(node, lambda n: n.all_input_nodes)))
 
 
-def _is_square(node: Node) -> bool:
-    if node.target is _aten.mul.Tensor:
-        return node.args[0] is node.args[1]
-    return node.target is _aten.pow.Tensor_Scalar and node.args[1:] == (2,)
-
-
 def _is_minus_square(node: Node) -> bool:
     """Whether `node` is a negative number times a square; exp(-x**2) is smooth."""
     sign = 1.0
@@ -325,7 +319,7 @@ def _is_minus_square(node: Node) -> bool:
         if not isinstance(first, Node) or not isinstance(factor, int | float):
             return False
         sign, node = sign * factor, first
-    return sign < 0 and _is_square(node)
+    return sign < 0 and node.target is _aten.pow.Tensor_Scalar and node.args[1:] == (2,)
 
 
 def _is_cheap(node: Node) -> bool:
