@@ -139,18 +139,12 @@ def _has_changed_items(variable: Any, side_effects: Any) -> bool:
 
 
 class PendingMutations(NamedTuple):
-    """Side effects of the function that Dynamo traces, which Dynamo has not replayed yet.
+    """Side effects of the function that Dynamo traces, which Dynamo has not replayed yet."""
 
-    Attributes:
-        objects: ids of objects and cells, with the names of the attributes that change; None for any attribute.
-        names: globals that change, of `scope`.
-        storages: keys of the storages of tensors that are written to.
-    """
-
-    objects: dict[int, frozenset[str] | None]
-    names: frozenset[str]
+    objects: dict[int, frozenset[str] | None]  # by id: the attributes that change, None for any; also of cells
+    names: frozenset[str]  # globals that change, of `scope`
     scope: dict[str, Any]
-    storages: frozenset[int | None]
+    storages: frozenset[int | None]  # of tensors that are written to
 
     def affects(self, value: Any, parts: frozenset[str]) -> bool:
         """Whether one of these changes is to `value`, in one of the attributes `parts`."""

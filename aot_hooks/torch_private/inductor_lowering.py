@@ -86,17 +86,12 @@ class PackedAsm:
 
     Inductor's `ops.inline_asm_elementwise` can't express the second. In 2.11 such a block does not compile; from 2.13
     on it takes every input to be as large as the first. So `code` generates this call instead.
-
-    Attributes:
-        dtype: dtype of the result.
-        four, four_constraints: for four elements. 8-bit elements share one register, others have one each.
-        one, one_constraints: for one element, with one register for each input and output.
     """
 
-    dtype: torch.dtype
-    four: str
+    dtype: torch.dtype  # of the result
+    four: str  # for four elements: 8-bit ones share one register, others have one each
     four_constraints: str
-    one: str
+    one: str  # for one element, with one register for each input and output
     one_constraints: str
 
     def __call__(self, ops: Any, *inputs: Any) -> Any:
