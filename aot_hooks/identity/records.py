@@ -8,8 +8,8 @@ record.matches(rule)           calls policies and probes again: True if all choi
 
 from __future__ import annotations
 
-import collections
 import contextlib
+import functools
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -23,18 +23,17 @@ from .probes import Example, Probe, Token, Untraceable, example_of
 
 Choose = Callable[[Any, Any], Any]  # rule, row -> the hook that the rule has for the row
 
-_MAX_FAMILIES = 256
-_probes: collections.OrderedDict[tuple[int, ...], list[Probe]] = collections.OrderedDict()  # families, by code
+
+@functools.lru_cache(maxsize=256)
+def _family(*codes: int) -> list[Probe]:
+    """The probes for functions of the same code."""
+    return []
 
 
 def _probe_for(hook: Any, examples: frozenset[Example]) -> Probe:
     """The probe for the code of `hook` whose examples include `examples`; a new one if there is none."""
     scope = own_scope(hook.pack)
-    key = (*_codes(hook), id(scope))  # a probe keeps its scope alive
-    family = _probes.setdefault(key, [])
-    _probes.move_to_end(key)
-    while len(_probes) > _MAX_FAMILIES:
-        _probes.popitem(last=False)
+    family = _family(*_codes(hook), id(scope))  # a probe keeps its scope alive
     found = next((probe for probe in family if examples <= probe.examples), None)
     if found is None:
         family.append(found := Probe(examples, scope))
