@@ -123,19 +123,16 @@ def join(graphs: Sequence[Sequence[LivePoint]], *, apart: bool = False) -> tuple
     The bytes that the other graphs have alive at that time are added to those of each graph. With `apart` the points
     contain them already.
     """
-    if apart:
-        in_order = (("forward", graphs), ("backward", graphs[::-1]))
-        return tuple(p for phase, ordered in in_order for graph in ordered for p in graph if p.phase == phase)
     points: list[LivePoint] = []
     before: list[int] = []  # bytes alive before each graph
     alive = gradients = 0  # `gradients`: what the backwards that have run leave behind
     for graph in graphs:
         before.append(alive)
         points += (found := _shifted(graph, "forward", alive))
-        alive = found[-1].live_bytes if found else alive
+        alive = found[-1].live_bytes if found and not apart else alive
     for graph, base in reversed(list(zip(graphs, before, strict=True))):
         points += (found := _shifted(graph, "backward", base + gradients))
-        gradients = found[-1].live_bytes - base if found else gradients
+        gradients = found[-1].live_bytes - base if found and not apart else gradients
     return tuple(points)
 
 
