@@ -47,8 +47,6 @@ class Dim(int):
     def __repr__(self) -> str:
         return self.expression
 
-    __str__ = __repr__
-
 
 @dataclass(frozen=True)
 class SavedTensor:
