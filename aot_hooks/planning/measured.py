@@ -26,7 +26,7 @@ from ..errors import BudgetWarning
 from ..identity.memo import Memo
 from ..passes.plan import Plan
 from ..torch_private import dynamo
-from ..torch_private.autograd import after_backward
+from ..torch_private.autograd import at_end_of_backward
 from .budget import Budget
 from .step import ALONE
 
@@ -97,7 +97,7 @@ def checked(run: Callable[..., Any], budget: Budget, plans: Sequence[Plan], wrap
         number = measured
         outputs = run(*args)
         in_forward = check.counter.most()
-        after_backward(outputs, lambda: ended(number, before, in_forward))
+        at_end_of_backward(outputs, lambda: None, lambda: ended(number, before, in_forward))
         return outputs
 
     def ended(number: int, before: int, in_forward: int) -> None:

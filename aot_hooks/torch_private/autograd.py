@@ -154,17 +154,11 @@ class _Token:
 
 
 class _Pass:
-    """A backward pass on one thread, as autograd's callback for the pass's end, which autograd drops if the pass fails.
-
-    Attributes:
-        node: the `id` of the node that runs.
-        waiting: what to call when it has run, with tokens of it.
-    """
-
-    node: int = 0
+    """A backward pass on one thread, as autograd's callback for its end, which autograd drops if the pass fails."""
 
     def __init__(self) -> None:
-        self.waiting: list[tuple[Callable[[], None], _Token]] = []
+        self.node = 0  # the `id` of the node that runs
+        self.waiting: list[tuple[Callable[[], None], _Token]] = []  # what to call when it has run, with tokens of it
 
     def begins(self, node: int, call: Callable[[], None], token: _Token) -> None:
         if node != self.node:
@@ -232,11 +226,6 @@ def _begins(
         _passes[key] = found = _Pass()
         need("torch.autograd.Variable._execution_engine").queue_callback(found)
     found.begins(node, ended, token)
-
-
-def after_backward(outputs: Any, call: Callable[[], None]) -> None:
-    """Call `call` once when the backward of the graph that returned `outputs` has run; never if it saved nothing."""
-    at_end_of_backward(outputs, lambda: None, call)
 
 
 def _node_behind(outputs: Any) -> Any:
