@@ -156,11 +156,8 @@ def copies_are_static(patches: Mapping[str, Any]) -> bool:
 
 def partition_only(gm: GraphModule, inputs: Sequence[Any], patches: dict[str, Any]) -> None:
     """Inductor up to its partition, with its decompositions and joint-graph passes; nothing is generated."""
+    compile_stock(gm, inputs, patches, inner=lambda *_args, **_kwargs: _only_planned)
 
-    def nothing(*_args: Any, **_kwargs: Any) -> Callable[..., Any]:
-        def run(_inputs: list[Any]) -> Any:
-            raise AssertionError("a graph that was only planned was called")
 
-        return run
-
-    compile_stock(gm, inputs, patches, inner=nothing)
+def _only_planned(_inputs: list[Any]) -> Any:
+    raise AssertionError("a graph that was only planned was called")

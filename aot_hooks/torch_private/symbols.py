@@ -5,13 +5,10 @@ Functions of `cudagraph.torch_private` that both packages call take `need`, so t
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import functools
 
 from cudagraph.torch_private import symbols
 
 from ..errors import UnsupportedTorchError
 
-
-def needing(table: symbols.Symbols) -> Callable[[str], Any]:
-    return symbols.needing(table, "aot_hooks", UnsupportedTorchError)
+needing = functools.partial(symbols.needing, package="aot_hooks", error=UnsupportedTorchError)
