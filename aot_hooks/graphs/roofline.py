@@ -77,18 +77,17 @@ def is_attention(node: Node) -> bool:
     return _name(node) in ATTENTION or _name(node) in ATTENTION_BACKWARD
 
 
-def _first_tensor(node: Node) -> Any:
-    """The result of `node`, or the first of several: those of a reduction are of one size. None: it makes no tensor."""
-    leaves = torch_values.pytree.tree_leaves(node.meta.get("val"))
-    return next((x for x in leaves if isinstance(x, torch.Tensor)), None)
+def _tensors(node: Node) -> list[torch.Tensor]:
+    """The tensors that `node` makes; those of a reduction are of one size."""
+    return [x for x in torch_values.pytree.tree_leaves(node.meta.get("val")) if isinstance(x, torch.Tensor)]
 
 
 def _row_length(node: Node) -> int:
     """How many elements a reduction of rows takes for each result; 0: `node` is none."""
-    made, source = _first_tensor(node), next((n.meta.get("val") for n in node.all_input_nodes), None)
-    if not reduces(node) or not isinstance(made, torch.Tensor) or not isinstance(source, torch.Tensor):
+    made, source = _tensors(node), next((n.meta.get("val") for n in node.all_input_nodes), None)
+    if not reduces(node) or not made or not isinstance(source, torch.Tensor):
         return 0
-    sizes, kept = ([torch_values.hint(n) for n in t.shape] for t in (source, made))
+    sizes, kept = ([torch_values.hint(n) for n in t.shape] for t in (source, made[0]))
     while kept and kept[-1] == 1:
         kept.pop()
     return math.prod(sizes[len(kept) :]) if sizes[: len(kept)] == kept else 0
@@ -146,10 +145,7 @@ def node_ms(
     for node in nodes:
         if node.op != "call_function" or is_view(node) or node.target is operator.getitem:
             continue
-        made = node.meta.get("val")
-        leaves = [made] if isinstance(made, torch.Tensor) else torch_values.pytree.tree_leaves(made)
-        values = [v for v in leaves if isinstance(v, torch.Tensor)]
-        if not values:
+        if not (values := _tensors(node)):
             continue
         alone = not fused or not _runs_fused(node, fuse_loops)
         moved = 0
@@ -211,7 +207,7 @@ def _fused_kernel_count(gm: GraphModule, nodes: Sequence[Node]) -> int:
     of_results: set[tuple[int, int]] = set()  # loops over results of a reduction
     count = 0
     for node in nodes:
-        made = _first_tensor(node)
+        made = next(iter(_tensors(node)), None)
         if not _runs_fused(node, fuse_loops=True) or is_view(node) or storage_of(node) not in written or made is None:
             continue
         if all(str(_packet(reader)) in _IN_READERS for reader in node.users):
