@@ -66,12 +66,7 @@ class _Stored:
 
 
 def pack_up(plans: Sequence[Plan], check: Checks, places: Callable[[], Sequence[Place]]) -> bytes:
-    """The plans of one compilation as bytes.
-
-    Args:
-        check: of the key of their graph, whose settings chose the hooks.
-        places: module and line of each node of Dynamo's graph; called once.
-    """
+    """The plans of one compilation as bytes. `places` gives module and line of each node of Dynamo's graph."""
     found = list(places())
     columns: list[list[Any]] = [found, [module for module, _ in found], [line for _, line in found]]
     both, modules, lines = map(_first_positions, columns)

@@ -85,12 +85,9 @@ class FoundRead:
 
 
 class BackwardReads:
-    """The reads of one pair of graphs.
+    """The reads of one pair of graphs; `fw` is None for the body of a nested region, where nothing can be answered.
 
-    Args:
-        fw: the forward; None for the body of a nested region, where nothing can be answered.
-        bw: the backward.
-        saved: the backward's inputs that come from the forward, with the forward's nodes.
+    `saved` has the nodes of the forward that cross, each with the backward's input.
     """
 
     def __init__(self, fw: GraphModule | None, bw: GraphModule, saved: Iterable[tuple[Any, Node]]) -> None:

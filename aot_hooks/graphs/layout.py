@@ -22,10 +22,7 @@ def in_memory_order(x: torch.Tensor, *, keep_rows: bool = True) -> tuple[torch.T
     """`x` with its dimensions permuted so that it is contiguous, and the permutation.
 
     Returns `(x, None)` if it is contiguous already, or if no permutation is certain to make it so: it may have gaps or
-    overlaps.
-
-    Args:
-        keep_rows: leave the last dimension last. A hook's scales along it then are those of the program's rows.
+    overlaps. `keep_rows` leaves the last dimension last: a hook's scales along it are those of the program's rows.
     """
     order = tuple(range(x.dim()))
     if is_contiguous(x):

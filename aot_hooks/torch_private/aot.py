@@ -139,9 +139,8 @@ def recomputed(joint: GraphModule, again: set[str], kept: set[str]) -> Iterator[
 def copied(gm: GraphModule, *, lazily: bool = True) -> GraphModule:
     """`gm` with a graph of its own; fake values are shared.
 
-    Args:
-        lazily: make its code when it is first run or read, as torch does for Inductor; 2.11 to 2.15. Code of graphs
-            that are only looked at took a fifth of the time of planning.
+    `lazily`: its code is made when it is first run or read, as torch does for Inductor; 2.11 to 2.15. Code of graphs
+    that are only looked at took a fifth of the time of planning.
     """
     make = need("torch.fx._lazy_graph_module._LazyGraphModule") if lazily else GraphModule
     made: GraphModule = make(gm, copy.deepcopy(gm.graph))
