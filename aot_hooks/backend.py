@@ -24,7 +24,7 @@ from cudagraph.compile.compilation import Compilation
 
 from . import cudagraphs, records, unused
 from .cache import lookup
-from .cache.key import nodes_of, package_digest
+from .cache.key import PACKAGE_DIGEST, nodes_of
 from .cache.lookup import bypassed, through_cache, without_collections
 from .context import pairs, region
 from .eager.modules import roots
@@ -384,7 +384,7 @@ def _compile(
             patches = _partitioned_by(partition, gm, patches)
             return inductor.compile_with_hooks(gm, inputs, patches, compiling, capture)
         if inductor.custom_partitioner(patches) is None:
-            name = f"aot_hooks {package_digest()}, no hooks"
+            name = f"aot_hooks {PACKAGE_DIGEST}, no hooks"
             patches = patches | inductor.partitioned_by(partition_without_hooks, name)
         return inductor.compile_stock(gm, inputs, patches, capture)
 
@@ -494,4 +494,4 @@ def _partitioned_by(partition: Callable[..., Any], gm: GraphModule, patches: dic
     """
     named = any(name_given(node) is not None for node in nodes_of(gm))
     names = inductor.first_joint_pass(carry_names, patches) if named else {}
-    return patches | names | inductor.partitioned_by(partition, f"aot_hooks {package_digest()}")
+    return patches | names | inductor.partitioned_by(partition, f"aot_hooks {PACKAGE_DIGEST}")

@@ -81,7 +81,7 @@ def key_of(
     order = dict.fromkeys(key for node in nodes if (key := annotation(node, REGION)) is not None)
     settings = (ambient, *(regions[key] for key in order))
     lines: list[Line] = [
-        ("aot_hooks", package_digest()),
+        ("aot_hooks", PACKAGE_DIGEST),
         ("python", sys.version.split()[0]),
         ("torch", torch.__version__),
         *((f"option {name}", repr(value)) for name, value in sorted((options or {}).items())),
@@ -184,12 +184,7 @@ def _inputs(traced: Sequence[Any], inputs: Sequence[Any], sizes: torch_values.Si
 
 _FOLDERS = (Path(PACKAGE), Path(symbols.__file__).parent)  # the second has what this package calls to compile
 # read now, in 2 ms, not when the first graph is compiled: an edit until then changes the files, not this process
-_SOURCES = sources_digest(*_FOLDERS)
-
-
-def package_digest() -> str:
-    """The version of this package and a digest of its sources as they were imported."""
-    return f"{__version__} {_SOURCES}"
+PACKAGE_DIGEST = f"{__version__} {sources_digest(*_FOLDERS)}"
 
 
 # attributes of a graph module that hold the user's names: stacks of variables, and generated code

@@ -16,7 +16,7 @@ from torch import nn
 import aot_hooks
 from aot_hooks import policies
 from aot_hooks.cache import key as cache_key
-from aot_hooks.cache.key import Key, key_of, package_digest, without_names
+from aot_hooks.cache.key import PACKAGE_DIGEST, Key, key_of, without_names
 from aot_hooks.context import region as region_module
 from aot_hooks.settings.setting import Setting
 from cudagraph.torch_private.autograd_cache import sources_digest
@@ -190,14 +190,15 @@ def test_what_changes_the_result_changes_the_key() -> None:
 
 
 def test_sources_count_as_they_were_imported(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = package_digest()
-    assert sources_digest(*cache_key._FOLDERS) in before
+    graph = graph_of(torch.relu, X)
+    assert sources_digest(*cache_key._FOLDERS) in PACKAGE_DIGEST
 
     def edited(path: pathlib.Path) -> bytes:
         return b"pass"
 
     monkeypatch.setattr(pathlib.Path, "read_bytes", edited)
-    assert sources_digest(*cache_key._FOLDERS) not in before and package_digest() == before
+    assert sources_digest(*cache_key._FOLDERS) not in PACKAGE_DIGEST
+    assert key_of(*graph, None, {}).lines[0] == ("aot_hooks", PACKAGE_DIGEST)
 
 
 # --- random programs: equal exactly when the programs are -------------------------------------------------------------
