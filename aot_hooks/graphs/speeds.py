@@ -116,8 +116,8 @@ def leaves_of(values: Any) -> tuple[Any, tuple[tuple[type, Any], ...]]:
     def plain(value: Any) -> Any:
         value = value.meta.get("val") if isinstance(value, Node) else value
         if isinstance(value, torch.Tensor):
-            shape, stride = (tuple(map(torch_values.hint, sizes)) for sizes in (value.shape, value.stride()))
-            return Like(shape, stride, value.dtype)
+            stride = value.stride() if value.layout is torch.strided else ()
+            return Like(tuple(map(torch_values.hint, value.shape)), tuple(map(torch_values.hint, stride)), value.dtype)
         return torch_values.hint(value) if isinstance(value, torch.SymInt) else value
 
     leaves, spec = torch_values.pytree.tree_flatten(values)

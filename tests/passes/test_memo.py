@@ -79,6 +79,7 @@ def test_a_formula_is_asked_again_for_other_sizes_dtypes_and_numbers():
     assert [count(*each) for each in asked * 2] == [64, 32, 32, 64, 32] * 2
     assert len(calls) == len(asked)
     assert count((4, 8), torch.float32, True, lambda x, flag, out_val=None: 7) == 7  # registered anew
+    assert roofline._count(formula, *speeds.leaves_of(((torch.eye(2).to_sparse(), 1), {}, None))) == 4  # no strides
 
 
 def test_lines_and_modules_are_those_of_each_node():
