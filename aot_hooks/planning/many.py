@@ -52,7 +52,6 @@ _MOST_COMPILED = 6  # times that a graph is compiled for plans of steps
 _MOST_TRACES = 8
 _MOST_BUSY, _WARNS_AGAIN = 8, 1.25  # steps in a row before a warning of busy threads; times what the last one said
 _HEADROOM = 1.25  # of sizes that have grown more than once: they may grow slowly
-_MIB = 1 << 20
 _NOT_KNOWN = Bytes(0, 0, 0)
 Products = Mapping[Any, int]  # of symbolic sizes, see sizes.py
 

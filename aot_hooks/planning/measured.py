@@ -15,14 +15,13 @@ from __future__ import annotations
 import gc
 import logging
 import math
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from ..errors import BudgetWarning
+from ..errors import BudgetWarning, warn_user
 from ..identity.memo import Memo
 from ..passes.plan import Plan
 from ..torch_private import dynamo
@@ -84,12 +83,11 @@ def checked(run: Callable[..., Any], budget: Budget, plans: Sequence[Plan], wrap
         nonlocal measured
         if check.restarts == _TRIES and not check.done:
             check.done = True
-            warnings.warn(
+            warn_user(
                 f"aot_hooks: {budget!r}: the first step was over the budget, and none of the next {_TRIES} could be "
                 "measured: other calls of the compiled function came between forward and backward, or there was no "
                 "backward. Look at torch.cuda.max_memory_allocated(), and lower the peak by what is over",
                 BudgetWarning,
-                stacklevel=2,
             )
         if (before := check.begins()) is None:
             return run(*args)
@@ -177,13 +175,12 @@ def step_check(budget: Budget, free: int | None, plans: Sequence[Plan], *, tight
 
 def _warn(budget: Budget, peak: int, taken: int, predicted: int, where: str, *, tighter: bool) -> None:
     tried = ", with a plan that is tighter by what the first did not foresee" if tighter else ""
-    warnings.warn(
+    warn_user(
         f"aot_hooks: {budget!r}: a step took {taken / _MIB:.1f} MiB over what was allocated before it, "
         f"{(taken - peak) / _MIB:.1f} MiB more than the budget{tried}. Predicted were {predicted / _MIB:.1f} MiB for "
         f"{where}. What code outside of the graph allocates counts too: "
         "compile the loss with the model, or lower the peak by that much",
         BudgetWarning,
-        stacklevel=2,
     )
 
 

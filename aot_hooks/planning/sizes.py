@@ -11,7 +11,6 @@ attention without a fused kernel that is batch * length * length.
 from __future__ import annotations
 
 import math
-import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -119,14 +118,13 @@ def _warning(run: Callable[..., Any], budget: Budget, peak: int, predicted: int,
         if growth * predicted > peak and growth > 1:
             warned = True
             larger = ", ".join(f"{args[i]} in place of {size}" for i, size in planned.items() if args[i] != size)
-            warnings.warn(
+            warn_user(
                 f"aot_hooks: {budget!r}: a graph runs with sizes that it was not planned for ({larger}). It may "
                 f"take {growth * predicted / _MIB:.1f} MiB, more than the budget of {peak / _MIB:.1f}, and is not "
                 "compiled again: it was, several times, nothing takes less, its sizes have bounds of their own, or "
                 "its function has half of the versions that torch._dynamo.config.recompile_limit allows. Run the "
                 "largest sizes first, or compile with dynamic=False, for a plan for each size",
                 BudgetWarning,
-                stacklevel=2,
             )
         return run(*args)
 

@@ -14,7 +14,6 @@ import contextlib
 import dataclasses
 import functools
 import math
-import warnings
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -22,7 +21,7 @@ from typing import Any
 
 from torch.fx import GraphModule
 
-from ..errors import BudgetError, BudgetWarning
+from ..errors import BudgetError, BudgetWarning, warn_user
 from ..graphs.lifetimes import on_cuda
 from ..graphs.nodes import storage_of
 from ..graphs.saved import Boundary, SavedTensor, SavedValue
@@ -415,13 +414,12 @@ def _calls(plan: Plan, moments: Sequence[Moment]) -> str:
 
 
 def _warn(budget: Budget, peak: int | None, least: Tried) -> None:
-    warnings.warn(
+    warn_user(
         f"aot_hooks: {budget!r}: no plan of a later step, with more calls or larger sizes, stays under the budget. "
         f"The least that was found for it takes {_mib(least.peak)}, as predicted, "
         f"{_mib(least.peak - (peak or 0))} more than the budget, and is taken."
         f"{_calls(least.plan, least.step.moments)} Raise the peak, or allow more means, time or error",
         BudgetWarning,
-        stacklevel=2,
     )
 
 

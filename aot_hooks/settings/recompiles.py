@@ -10,10 +10,9 @@ Graphs are counted by compiled function and by the code of the hook or policy. D
 from __future__ import annotations
 
 import types
-import warnings
 from typing import Any
 
-from ..errors import RecompileWarning
+from ..errors import RecompileWarning, warn_user
 from ..hook import Hook
 from ..identity.frozen import code_of
 from ..identity.memo import Memo
@@ -40,11 +39,10 @@ def note(compiled: Any, setting: Setting, record: Record) -> None:
     code = code_of(setting.rule.pack if isinstance(setting.rule, Hook) else setting.rule)
     is_code = isinstance(code, types.CodeType)
     line = f" ({code.co_filename.rsplit('/', 1)[-1]}:{code.co_firstlineno})" if is_code else ""
-    warnings.warn(
+    warn_user(
         f"{setting.title}{line} has been compiled {len(before)} times for one function, because "
         f"what it holds changed: {', '.join(record.changed(before[:-1])) or 'its code'}. What a hook or policy holds "
         "is built into the graph, and each change compiles again. Compute it from the saved tensor inside of pack and "
         "return it with what is packed, hold a value that stays, or run the hook as it is with Hook(..., eager=True)",
         RecompileWarning,
-        stacklevel=2,
     )
