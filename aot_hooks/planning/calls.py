@@ -43,5 +43,4 @@ def averaged(loose: Plan, tight: Plan, version: Version, tight_peak: int) -> tup
 
 
 def total(parts: Iterable[Bytes]) -> Bytes:
-    parts = list(parts)
-    return Bytes(sum(p.forward for p in parts), sum(p.held for p in parts), sum(p.backward for p in parts))
+    return Bytes(*map(sum, zip(*parts, strict=True)))

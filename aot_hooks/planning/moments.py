@@ -102,8 +102,4 @@ def shares(trace: Sequence[Event], least: Mapping[Any, Bytes], most: Mapping[Any
 
 def between(least: Bytes, most: Bytes, share: float) -> Bytes:
     """The bytes of a call that goes a share of the way from `least` to `most`."""
-
-    def part(low: int, high: int) -> int:
-        return int(low + share * (high - low))
-
-    return Bytes(part(least.forward, most.forward), part(least.held, most.held), part(least.backward, most.backward))
+    return Bytes(*(int(low + share * (high - low)) for low, high in zip(least, most, strict=True)))

@@ -20,7 +20,6 @@ is there from that point, unpacked. A source outside of the segment must not be 
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 from collections import defaultdict
@@ -216,10 +215,8 @@ def solve(
             live[at] = max(live[at], beside)
     found = tuple(map(round, live))
     one = step.bytes_of(found)
-    if (
-        held_at is not None
-    ):  # without what waits to be sent at the end of the forward, which is gone before another call
-        one = dataclasses.replace(one, held=round(held + _MIB * x[deltas[held_at]]))
+    if held_at is not None:  # what waits to be sent at the end of the forward is gone before another call
+        one = one._replace(held=round(held + _MIB * x[deltas[held_at]]))
     return Solution(tuple(options), found, one.peak(step.moments), step.ms_with(options), _error(step, options))
 
 

@@ -15,7 +15,7 @@ import functools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 RECOMPUTE = "recompute"  # the name of such an option
 COMPUTED = 4  # squared: what is computed from a rounded value may be twice as wrong
@@ -102,8 +102,7 @@ class Apart:
         return (self.tight_calls * self.tight_ratio + (self.calls - self.tight_calls) * loose_ratio) / self.calls
 
 
-@dataclass(frozen=True)
-class Bytes:
+class Bytes(NamedTuple):
     """The bytes of one call of a graph.
 
     Attributes:
@@ -123,7 +122,7 @@ class Bytes:
 
     def times(self, growth: float) -> Bytes:
         """The bytes of a call with larger sizes."""
-        return Bytes(*(math.ceil(growth * nbytes) for nbytes in (self.forward, self.held, self.backward)))
+        return Bytes(*(math.ceil(growth * nbytes) for nbytes in self))
 
     def beside(self, moments: Sequence[Moment], phase: str) -> int:
         """The most that is alive beside the call in `phase`, if all calls of the graph are like it."""
