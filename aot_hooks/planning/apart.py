@@ -11,7 +11,6 @@ calls, the program predicts times that are up to 8% too short.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from .solver import solve
@@ -40,6 +39,10 @@ def is_faster(ratio: float, than: float) -> bool:
     return ratio < (1 - _GAIN) * than
 
 
+def tried_counts(calls: int) -> list[int]:
+    return sorted({round(calls * k / _TRIED) for k in range(1, _TRIED)} - {0, calls})
+
+
 @dataclass(frozen=True)
 class Ways:
     """The ways to have some calls of a graph, the first ones, hold the least that it can, and the others more.
@@ -52,8 +55,8 @@ class Ways:
         calls: how many there are.
         peak: bytes that the whole step may take.
         max_error: see `solve`.
-        counts: a tuple for each tried number of calls that hold the least: the number, what is alive beside one of the
-            other calls, and the bytes of the step while a call that holds the least runs.
+        counts: a tuple for each of `tried_counts`: the number of calls that hold the least, what is alive beside one of
+            the other calls, and the bytes of the step while a call that holds the least runs.
     """
 
     step: Step
@@ -62,20 +65,6 @@ class Ways:
     peak: int
     max_error: float
     counts: tuple[tuple[int, tuple[Moment, ...], int], ...]
-
-    @staticmethod
-    def of(
-        step: Step,
-        tight_ms: float,
-        calls: int,
-        peak: int,
-        max_error: float,
-        moments: Callable[[int], tuple[Moment, ...]],
-        tight_peak: Callable[[int], int] = lambda count: 0,
-    ) -> Ways:
-        """The ways with the rest of `counts` as functions of a count."""
-        tried = sorted({round(calls * k / _TRIED) for k in range(1, _TRIED)} - {0, calls})
-        return Ways(step, tight_ms, calls, peak, max_error, tuple((n, moments(n), tight_peak(n)) for n in tried))
 
     def fastest(self) -> tuple[Apart, ...]:
         """At most `_WAYS` ways, the fastest first. Their counts lie apart: an error of the program at one count also

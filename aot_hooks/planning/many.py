@@ -38,7 +38,7 @@ from ..passes.trace import canonical
 from ..torch_private import aot, autograd, dynamo
 from ..torch_private.values import is_traced_value
 from . import step_warnings
-from .apart import Ways
+from .apart import Ways, tried_counts
 from .budget import Budget
 from .calls import averaged, own_bytes, total
 from .measured import StepCheck, step_check
@@ -120,7 +120,7 @@ class Graph:
             if self.mode == "planned":
                 moments, least = self._moments(), self._moments(of=lambda graph: graph.least_in_step)
                 moments, least = (tuple(m.times(part) for m in ms) for ms in (moments, least))
-                rule = replace(given, free=self.group.free, over=given.over + self.group.over, moments=moments)
+                rule = replace(given, free=self.group.budget.free, over=given.over + self.group.over, moments=moments)
                 estimated = any(event.gathered_bytes for trace in self.group.traces for event in trace)
                 at_least = () if least == moments else least
                 lenient = self.was_planned or estimated or self.grown > 0
@@ -137,8 +137,8 @@ class Graph:
             return None
         step, max_error = self.program
         peak = int((1 - UNSEEN) * self.group.peak_bytes)
-        beside = functools.partial(self._tight_peak, self.least)
-        return Ways.of(step, step.ms * self.least_ratio, self.calls, peak, max_error, self._moments, beside)
+        counts = tuple((n, self._moments(n), self._tight_peak(self.least, n)) for n in tried_counts(self.calls))
+        return Ways(step, step.ms * self.least_ratio, self.calls, peak, max_error, counts)
 
     def _tight_peak(self, nbytes: Bytes, count: int) -> int:
         return max(tight_peak(self, trace, lambda graph: graph.share, count, nbytes) for trace in self.group.traces)
@@ -197,7 +197,7 @@ class Graph:
                 for i, plan in enumerate(plans):
                     if plan.in_step is not None:
                         plans[i] = replace(plan, in_step=replace(plan.in_step, stock_bytes=stock))
-                self.group.check = step_check(self.group.budget, self.group.free, plans, tighter=self.group.over > 0)
+                self.group.check = step_check(self.group.budget, plans, tighter=self.group.over > 0)
             else:
                 self.stock = total(bytes_of(plan.live_before) for plan in found).times(growth)
             if listed is not None:
@@ -231,8 +231,7 @@ class Group:
     """All graphs under one budget, and what is known of their steps.
 
     Attributes:
-        budget: as users write it.
-        free: bytes that "fit" found before the first graph was compiled.
+        budget: as users write it; of "fit" with the bytes that were free before the first graph was compiled.
         traces: steps that are planned for, one at least for each planned graph; the last with `planned_peak` bytes.
         over: bytes of the budget that no plan may take, because a measured step took more than predicted.
         predicted: bytes of the last step that fits.
@@ -246,7 +245,6 @@ class Group:
     """
 
     budget: Budget
-    free: int | None
     graphs: dict[str, Graph] = field(default_factory=dict)
     traces: list[Sequence[Event]] = field(default_factory=list)
     planned_peak: int = 0
@@ -267,7 +265,7 @@ class Group:
 
     @property
     def peak_bytes(self) -> int:
-        return ((self.budget.peak_bytes if self.free is None else self.free) or 0) - self.budget.over - self.over
+        return (self.budget.peak_bytes or 0) - self.budget.over - self.over
 
     @property
     def step(self) -> RecordedStep:
@@ -456,9 +454,9 @@ def graph_of(
     content = (canonical(gm), inputs_like, training, torch.is_grad_enabled())
     digest = hashlib.sha256(repr(content).encode()).hexdigest()
     with _lock:
-        group = _groups.setdefault(replace(rule, free=None), Group(rule, rule.free))
+        group = _groups.setdefault(replace(rule, free=None), Group(rule))
         if rule.free is not None:  # in the middle of a step less is free
-            group.free = max(rule.free, group.free or 0)
+            group.budget = replace(group.budget, free=max(rule.free, group.budget.free or 0))
         graph = group.graphs.setdefault(digest, Graph(group, sizes=sizes))
         if any(n > graph.sizes.get(k, 0) for k, n in sizes.items()):
             headroom, grown = _HEADROOM if graph.grown else 1, graph.grown + 1

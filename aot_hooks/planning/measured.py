@@ -71,12 +71,11 @@ def checked(run: Callable[..., Any], budget: Budget, plans: Sequence[Plan], wrap
 
     `wrapper` is what `torch.compile` returned for the function that Dynamo is compiling, None if there is none.
     """
-    device, code = _cuda_device(plans), dynamo.code_being_compiled()
-    peak = budget.peak_bytes
-    if peak is None or device is None or budget.least or budget.moments != ALONE:
+    code = dynamo.code_being_compiled()
+    check = step_check(budget, plans, tighter=budget.over > 0)
+    if check is None or budget.least or budget.moments != ALONE:
         return run
     predicted = max(plan.peak_bytes for plan in plans)
-    check = StepCheck(budget, peak, Counters(device), tighter=budget.over > 0)
     measured = 0  # the number of the last call: one that another interrupts, or whose backward has run, is over
 
     def run_and_measure(*args: Any) -> Any:
@@ -109,7 +108,7 @@ def checked(run: Callable[..., Any], budget: Budget, plans: Sequence[Plan], wrap
         if (over := check.ended(before, predicted, where)) == 0:
             return
         if wrapper is None or code is None or not dynamo.compile_anew(code):
-            _warn(budget, peak, most - before, predicted, where, tighter=False)
+            _warn(budget, check.peak, most - before, predicted, where, tighter=False)
         else:
             known = _tighter.get(wrapper) or _tighter.set(wrapper, {})
             known[code, replace(budget, free=None)] = replace(budget, over=over)
@@ -165,12 +164,10 @@ class StepCheck:
         return 0
 
 
-def step_check(budget: Budget, free: int | None, plans: Sequence[Plan], *, tighter: bool) -> StepCheck | None:
-    """The check of a step with `plans`; None where nothing counts bytes. `free`: the bytes of "fit"."""
-    device, peak = _cuda_device(plans), budget.peak_bytes if free is None else free
-    if device is None or peak is None:
-        return None
-    return StepCheck(budget, peak, Counters(device), tighter=tighter)
+def step_check(budget: Budget, plans: Sequence[Plan], *, tighter: bool) -> StepCheck | None:
+    """The check of a step with `plans`; None where nothing counts bytes."""
+    device, peak = _cuda_device(plans), budget.peak_bytes
+    return None if device is None or peak is None else StepCheck(budget, peak, Counters(device), tighter)
 
 
 def _warn(budget: Budget, peak: int, taken: int, predicted: int, where: str, *, tighter: bool) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import gc
 import itertools
 import types
@@ -21,7 +20,7 @@ from aot_hooks.errors import BudgetError
 from aot_hooks.passes.live_bytes import LivePoint
 from aot_hooks.passes.plan import InStep, Plan
 from aot_hooks.planning import apart, many, within
-from aot_hooks.planning.apart import Ways
+from aot_hooks.planning.apart import Ways, tried_counts
 from aot_hooks.planning.moments import Event, moments_of, tight_peak
 from aot_hooks.planning.recorded import RecordedStep, Version
 from aot_hooks.planning.step import RECOMPUTE, Apart, Bytes, Option, Value
@@ -203,15 +202,16 @@ def test_as_many_calls_hold_the_least_as_make_the_step_fastest(monkeypatch):
     trace = [Event(phase, "g", {"g": i}) for phase in ("forward", "backward") for i in range(6)]
 
     def best(mib: int) -> tuple[int, float]:
-        found, *_ = Ways.of(step, 5.0, 6, mib << 20, 0.0, functools.partial(_beside, trace)).fastest() or [None]
+        found, *_ = _fastest(step, 6, mib, trace) or [None]
         return (0, 0.0) if found is None else (found.tight_calls, round(24 * found.ratio))
 
     counts = [best(mib) for mib in (60, 59, 45, 30, 20, 10, 9)]
     assert counts == [(1, 25), (1, 25), (2, 26), (3, 27), (4, 28), (5, 29), (0, 0)]
 
 
-def _beside(trace: list[Event], tight: int) -> Any:
-    return moments_of("g", [trace], lambda _: Bytes(0, 0, 0), (tight, 0))
+def _fastest(step: PlannedStep, calls: int, mib: int, trace: list[Event]) -> tuple[Apart, ...]:
+    counts = [(n, moments_of("g", [trace], lambda _: Bytes(0, 0, 0), (n, 0)), 0) for n in tried_counts(calls)]
+    return Ways(step, 5.0, calls, mib << 20, 0.0, tuple(counts)).fastest()
 
 
 def test_what_runs_beside_the_calls_that_hold_the_least_counts():
@@ -314,7 +314,7 @@ def test_calls_are_apart_if_their_graphs_are_faster_so_not_if_the_program_says_i
 
 def test_calls_apart_without_a_version_that_holds_the_least_are_refused():
     """Else all calls would hold what a part of them was planned to hold."""
-    graph = many.Graph(many.Group(budget(1 << 20), None), mode="planned")
+    graph = many.Graph(many.Group(budget(1 << 20)), mode="planned")
     points = (LivePoint("forward", "mm", 10, "", ""), LivePoint("backward", "mm", 10, "", ""))
     plan = Plan((), live_before=points, live_after=points, in_step=InStep(4, 0, tight_calls=2))
     with pytest.raises(BudgetError, match="no plan of what they run"):
@@ -326,7 +326,7 @@ def test_ways_to_plan_apart_are_not_near_each_other():
     size, again = 10 << 20, Option(RECOMPUTE, ms=1.0)
     step = PlannedStep((size,) * 4, (Value(("v",), size, 1, 2, begin=2, options=(again,)),), (4.0,), forward_count=2)
     trace = [Event(phase, "g", {"g": i}) for phase in ("forward", "backward") for i in range(16)]
-    ways = Ways.of(step, 5.0, 16, 200 << 20, 0.0, functools.partial(_beside, trace)).fastest()
+    ways = _fastest(step, 16, 200, trace)
     counts = [way.tight_calls for way in ways]
     assert len(counts) == 3 and all(b - a > 2 for a, b in itertools.pairwise(counts))
     assert [way.ratio for way in ways] == sorted(way.ratio for way in ways)
