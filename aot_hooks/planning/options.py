@@ -94,7 +94,8 @@ def step_of(
     cross = graphs.boundary
     points = graphs.live()
     groups = _storages_in_scope(cross, scope)
-    rates = _rates(groups)
+    devices = [group[0].row.device for group in groups]
+    rates = measured_rates(next((d for d in devices if d.type == "cuda"), torch.device("cpu")))
     both = (graphs.fw, graphs.bw)
     times = [node_ms(gm, lambda _: rates, graphs.fused, fuse_loops=True) for gm in both]
     copies = [node_ms(gm, lambda _: rates, graphs.fused) for gm in both]
@@ -160,12 +161,6 @@ def _readers(bw: GraphModule) -> tuple[dict[Node, int], dict[Any, int]]:
     return last_readers(nodes, counted, kernels), begins
 
 
-def _rates(groups: Sequence[Sequence[SavedValue]]) -> Rates:
-    """The rates of the GPU, or else of the CPU."""
-    devices = [group[0].row.device for group in groups]
-    return measured_rates(next((d for d in devices if d.type == "cuda"), torch.device("cpu")))
-
-
 def _nodes(gm: GraphModule) -> list[Node]:
     return [n for n in gm.graph.nodes if n.op != "placeholder"]
 
@@ -215,10 +210,19 @@ def _hook_options(
 
     @functools.cache  # equal layers share what was traced
     def cost(nbytes: int, in_passing: bool, registers: bool, traced: TracedHook) -> tuple[float, int, float]:
+        """Milliseconds of the device, bytes, and milliseconds of the host, to pack and unpack `nbytes`.
+
+        `in_passing`: pack is in a kernel that has the value in registers. `registers`: unpack is in the kernels of the
+        readers, which would otherwise read the value from memory.
+        """
         both = (traced.pack, traced.unpack)
         work = max(_work_bytes(gm, graphs.fused) for gm in both)
         by_host = sum(host_ms(gm, graphs.fused) for gm in both) - LAUNCH_MS * (in_passing + registers)
-        return _hook_ms(nbytes, in_passing, registers, traced, graphs.fused, rates), work, max(0.0, by_host)
+        times = [node_ms(gm, lambda _: rates, graphs.fused, fuse_loops=True) for gm in both]
+        pack, unpack = (sum(ms for node, ms in each.items() if node.target not in COPIES) for each in times)
+        pass_ms = memory_ms(nbytes, rates)
+        ms = max(0.0, pack - pass_ms * in_passing) + max(0.0, unpack - 2 * pass_ms * registers)
+        return ms, work, max(0.0, by_host)
 
     found: list[list[Option]] = [[] for _ in groups]
     on_gpu = [group[0].row.device.type == "cuda" for group in groups]
@@ -245,8 +249,9 @@ def _hook_options(
             ms += link_ms(on_host, rates)
             if on_gpu[i] and any(rounded in name for rounded in _FEW_DIGITS):
                 ms -= min(ms, SPARED * sum(bw_ms[n] for n in readers if has_formula(n)))
-            option = Option(name, hook, nbytes, ms, _error_of(name), on_host, work, registers and on_gpu[i])
-            found[i].append(dataclasses.replace(option, host_ms=by_host))
+            in_registers = registers and on_gpu[i]
+            option = Option(name, hook, nbytes, ms, _error_of(name), on_host, work, in_registers, host_ms=by_host)
+            found[i].append(option)
     return found
 
 
@@ -275,19 +280,18 @@ def _only_loops(gm: GraphModule) -> bool:
 
 
 def _rules(allow: tuple[Any, ...], max_error: float) -> dict[str, Any]:
-    policies = {repr(means): means for means in allow if not isinstance(means, str)}
-    rules = {name: policy for name, policy in policies.items() if _error_of(name) <= _MOST * max_error}
+    """The hooks and policies of `allow`, by name, without those whose error is far above `max_error`."""
+    rules: dict[str, Any] = {repr(means): means for means in allow if not isinstance(means, str)}
     if "lossless" in allow:
         rules["lossless()"] = lossless()
     lossy = {"float8": float8(), "int8": int8(128, power_of_two=True), "int4": int4()}
-    fits = [name for name in lossy if name in allow and _ERRORS[name] <= _MOST * max_error]
-    rounded = {f"{name}()": lossy[name] for name in fits}
+    rounded = {f"{name}()": hook for name, hook in lossy.items() if name in allow}
     rules |= rounded
     if "offload" in allow:
         # the schedule must not drop a copy of the plan: the peak would be higher than planned
         rules["offload()"] = offload(max_stall_ms=math.inf)
         rules |= {f"offload(then={name})": offload(then=h, max_stall_ms=math.inf) for name, h in rounded.items()}
-    return rules
+    return {name: rule for name, rule in rules.items() if _error_of(name) <= _MOST * max_error}
 
 
 def _error_of(name: str) -> float:
@@ -302,20 +306,6 @@ def _work_bytes(gm: GraphModule, fused: bool) -> int:
     counted = written_storages(nodes, fuse_loops=True) | outputs if fused else {storage_of(n) for n in nodes}
     counted = counted - input_storages(gm.graph) - {None}
     return max(alive_along(nodes, counted, to_end=outputs, last_reader=last_readers(nodes, counted)), default=0)
-
-
-def _hook_ms(
-    nbytes: int, in_passing: bool, into_registers: bool, traced: TracedHook, fused: bool, rates: Rates
-) -> float:
-    """Milliseconds of pack and unpack of `nbytes`.
-
-    `in_passing`: pack is in a kernel that has the value in registers. `into_registers`: unpack is in the kernels of the
-    readers, which would otherwise read the value from memory.
-    """
-    times = [node_ms(gm, lambda _: rates, fused, fuse_loops=True) for gm in (traced.pack, traced.unpack)]
-    pack, unpack = (sum(ms for node, ms in each.items() if node.target not in COPIES) for each in times)
-    pass_ms = memory_ms(nbytes, rates)
-    return max(0.0, pack - pass_ms * in_passing) + max(0.0, unpack - 2 * pass_ms * into_registers)
 
 
 def _with_begins(values: Sequence[Value]) -> list[Value]:
