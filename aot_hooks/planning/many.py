@@ -68,7 +68,7 @@ class Graph:
         stock, least: bytes of a call without hooks, and of one that holds the least; None: not known.
         share: bytes that a call may take in the step that is planned, or takes if it is compiled for it (`is_fixed`);
             on average, if some calls hold less than others.
-        program, least_ratio: see `Plan.program`, and the time of that plan over that without hooks.
+        least_plan: the plan of a call that holds the least, if that is one graph without larger sizes.
         is_nested: in all planned steps, its calls run backward in the reverse order of their forwards.
         calls: how many hold something at the same time in the planned step.
         compiled_count: how often it was compiled for a step of many calls.
@@ -83,8 +83,7 @@ class Graph:
     stock: Bytes = _NOT_KNOWN
     least: Bytes | None = None
     share: Bytes = _NOT_KNOWN
-    program: tuple[Any, float] | None = None
-    least_ratio: float = 1.0
+    least_plan: Plan | None = None
     is_nested: bool = True
     calls: int = 1
     is_fixed: bool = False
@@ -133,12 +132,13 @@ class Graph:
         return moments_of(self, self.group.traces, of, (tight, held))
 
     def _apart(self) -> Ways | None:
-        if self.program is None or self.least is None or not self.is_nested or aot.cuts_for_ddp():
+        found, least = self.least_plan, self.least
+        if found is None or found.program is None or least is None or not self.is_nested or aot.cuts_for_ddp():
             return None
-        step, max_error = self.program
+        step, max_error = found.program
         peak = int((1 - UNSEEN) * self.group.peak_bytes)
-        counts = tuple((n, self._moments(n), self._tight_peak(self.least, n)) for n in tried_counts(self.calls))
-        return Ways(step, step.ms * self.least_ratio, self.calls, peak, max_error, counts)
+        counts = tuple((n, self._moments(n), self._tight_peak(least, n)) for n in tried_counts(self.calls))
+        return Ways(step, step.ms * found.step_ratio, self.calls, peak, max_error, counts)
 
     def _tight_peak(self, nbytes: Bytes, count: int) -> int:
         return max(tight_peak(self, trace, lambda graph: graph.share, count, nbytes) for trace in self.group.traces)
@@ -203,19 +203,19 @@ class Graph:
             if listed is not None:
                 self.listed.append((listed, list(plans)))
             if kind == "least":
-                self.least, self.program = version.nbytes, plans[0].program if len(plans) == 1 and growth == 1 else None
-                self.least_ratio = found[0].step_ratio
+                self.least, self.least_plan = version.nbytes, plans[0] if len(plans) == 1 and growth == 1 else None
             return version
 
-    def compile_again(self, mode: str) -> bool:
-        """Have the next calls compile the graph again with that plan; False, and nothing changes, if they can't."""
+    def compile_again(self, mode: str) -> None:
+        """Have the next calls compile the graph again with that plan. Nothing changes if they can't."""
         if self.why_not_again():
-            return False
+            return
         self.mode = mode
         self.compiled_count += 1
         self.stale += self.listed
         self.listed = []
-        return all([dynamo.compile_anew(code, while_running=True) for code in self._codes()])
+        for code in self._codes():
+            dynamo.compile_anew(code, while_running=True)
 
     def why_not_again(self) -> str:
         """Why `compile_again` would do nothing; "" if it would work."""
@@ -224,6 +224,11 @@ class Graph:
 
     def _codes(self) -> list[types.CodeType]:
         return [code for ref in self.codes if (code := ref()) is not None]
+
+
+class _OfThread(threading.local):
+    step: RecordedStep | None = None
+    decided: Version | None = None  # what the last call runs
 
 
 @dataclass(eq=False)
@@ -261,7 +266,7 @@ class Group:
     warned_bytes: int = 0
     warned_of_kept: bool = False
     warned_of_retained: bool = False
-    _local: threading.local = field(default_factory=threading.local)
+    local: _OfThread = field(default_factory=_OfThread)
 
     @property
     def peak_bytes(self) -> int:
@@ -270,20 +275,10 @@ class Group:
     @property
     def step(self) -> RecordedStep:
         """The step of this thread."""
-        found: RecordedStep | None = getattr(self._local, "step", None)
-        return self.begin() if found is None else found
-
-    @property
-    def decided(self) -> Version | None:
-        """The version that the last call of this thread runs."""
-        return getattr(self._local, "decided", None)
-
-    @decided.setter
-    def decided(self, version: Version) -> None:
-        self._local.decided = version
+        return self.local.step or self.begin()
 
     def begin(self) -> RecordedStep:
-        self._local.step = step = RecordedStep(leaves=[] if self.notes_parameters else None)
+        self.local.step = step = RecordedStep(leaves=[] if self.notes_parameters else None)
         return step
 
     def on_forward_start(self) -> None:
@@ -408,8 +403,8 @@ class Group:
         found = calls(step.trace(lambda version: version.graph))
         return self.planned_peak == self.peak_bytes and any(calls(trace) == found for trace in self.traces)
 
-    def plan(self, step: RecordedStep, graphs: Sequence[Graph]) -> bool:
-        """Have the graphs compiled again for a step like `step`; False if they can't be."""
+    def plan(self, step: RecordedStep, graphs: Sequence[Graph]) -> None:
+        """Have the graphs compiled again for a step like `step`."""
         trace = step.trace(lambda version: version.graph)
         stock = {graph: graph.stock for graph in graphs}
         least = {graph: graph.least or graph.stock for graph in graphs}
@@ -417,18 +412,22 @@ class Group:
         if share < 0 and not self.counted and all(graph.least for graph in graphs):
             # What holds the least may take much while it runs: which is right depends on the number of calls.
             self.counted, self.traces = True, latest([*self.traces, trace], 1)
-            return all([graph.compile_again("least") for graph in graphs])
+            for graph in graphs:
+                graph.compile_again("least")
+            return
         unknown = {graph for graph in graphs if graph.least is None}
         calls = [version for how, _, version in step.marks if how == "forward"]
         held = sum(version.nbytes.held for version in calls if version.graph in unknown)
         if unknown and (share < 0 or held > _SMALL * self.peak_bytes):
-            return all([graph.compile_again("least") for graph in unknown])
+            for graph in unknown:
+                graph.compile_again("least")
+            return
         self.traces, self.planned_peak = latest([*self.traces, trace], _MOST_TRACES), self.peak_bytes
         for graph in graphs:
             graph.share, graph.is_fixed = between(least[graph], stock[graph], max(0.0, share)), False
             most = max(event.holding.get(graph, 0) + (event.runs is graph) for event in trace)
             graph.calls, graph.is_nested = max(graph.calls, most), graph.is_nested and step.is_nested
-        return all([graph.compile_again("planned") for graph in graphs])
+            graph.compile_again("planned")
 
     def warn(self, taken: int, step: RecordedStep, why: str) -> None:
         if taken <= max(self.peak_bytes, _WARNS_AGAIN * self.warned_bytes):
@@ -470,7 +469,7 @@ def by_call(loose: Callable[..., Any], tight: Callable[..., Any], version: Versi
     the only one."""
 
     def run(*args: Any) -> Any:
-        return (loose if version.graph.group.decided is version else tight)(*args)
+        return (loose if version.graph.group.local.decided is version else tight)(*args)
 
     return loose if version.tight is None else run
 
@@ -483,7 +482,7 @@ def noted(run: Callable[..., Any], version: Version) -> Callable[..., Any]:
         if any(isinstance(a, torch.Tensor) and is_traced_value(a) for a in args):  # while DDP's graphs are cut
             return run(*args)
         group.on_forward_start()
-        group.decided = now = version.for_next_call(group.step)
+        group.local.decided = now = version.for_next_call(group.step)
         outputs = run(*args)
         group.on_forward_end(now, args, outputs)
         return outputs
