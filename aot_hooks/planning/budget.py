@@ -144,6 +144,10 @@ def bytes_of(size: int | str | None) -> int:
     return nbytes
 
 
+def mib(nbytes: float) -> str:
+    return f"{nbytes / 2**20:.4g} MiB"
+
+
 def _is_policy(value: object) -> bool:
     return getattr(value, "is_means", False) is True
 

@@ -22,8 +22,6 @@ from .options import Graphs
 from .solver import Solution, solve
 from .step import ALONE, KEPT, Step
 
-__all__ = ["NEAR", "Limits", "Tried", "search"]
-
 _PARTITIONS = 2  # choices of what to recompute that are tried
 _PARTITIONS_OF_MANY = 6  # likewise, for a graph that many calls of a step run: what it is off by counts as often
 _LOWER = 0.92  # share of the peak that the last of these asks for: 16 calls in 3.7 GiB then took 1.19, not 1.21

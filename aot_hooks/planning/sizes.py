@@ -23,7 +23,6 @@ from ..errors import BudgetWarning, warn_user
 from ..passes.plan import Plan
 from ..torch_private import dynamo
 from ..torch_private.values import hint, pytree, symbols_of, upper_bound
-from .budget import Budget
 from .recorded import Version
 from .within import UNSEEN
 
@@ -98,17 +97,12 @@ def guarded(run: Callable[..., Any], version: Version, plans: Sequence[Plan], si
     if not sizes.products:
         return run
     peak, predicted = graph.group.peak_bytes, max(plan.peak_bytes for plan in plans)
-    growth = max((1 - UNSEEN) * peak / predicted, 1.0)
+    most_growth = max((1 - UNSEEN) * peak / predicted, 1.0)
     again = graph.grown < MOST_GROWN and dynamo.may_compile_again(dynamo.code_being_compiled())
     if predicted <= peak and again and not sizes.bounded:
         for product, value in sizes.hints().items():
-            bool(value_of(product, sizes.numbers) <= int(growth * value))  # while Dynamo compiles this is a guard
+            bool(value_of(product, sizes.numbers) <= int(most_growth * value))  # while Dynamo compiles this is a guard
         return run
-    return _warning(run, graph.group.budget, peak, predicted, sizes)
-
-
-def _warning(run: Callable[..., Any], budget: Budget, peak: int, predicted: int, sizes: Sizes) -> Callable[..., Any]:
-    """`run`, which warns once of larger sizes than planned if they are too large for the budget."""
     warned = False
     planned, products = {i: hint(n) for i, n in sizes.numbers.items()}, sizes.hints()
 
@@ -119,9 +113,9 @@ def _warning(run: Callable[..., Any], budget: Budget, peak: int, predicted: int,
             warned = True
             larger = ", ".join(f"{args[i]} in place of {size}" for i, size in planned.items() if args[i] != size)
             warn_user(
-                f"aot_hooks: {budget!r}: a graph runs with sizes that it was not planned for ({larger}). It may "
-                f"take {growth * predicted / _MIB:.1f} MiB, more than the budget of {peak / _MIB:.1f}, and is not "
-                "compiled again: it was, several times, nothing takes less, its sizes have bounds of their own, or "
+                f"aot_hooks: {graph.group.budget!r}: a graph runs with sizes that it was not planned for ({larger}). "
+                f"It may take {growth * predicted / _MIB:.1f} MiB, more than the budget of {peak / _MIB:.1f}, and is "
+                "not compiled again: it was, several times, nothing takes less, its sizes have bounds of their own, or "
                 "its function has half of the versions that torch._dynamo.config.recompile_limit allows. Run the "
                 "largest sizes first, or compile with dynamic=False, for a plan for each size",
                 BudgetWarning,

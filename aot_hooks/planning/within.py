@@ -33,7 +33,7 @@ from ..passes.units import Trace, tracer
 from ..settings.setting import Setting
 from ..torch_private import aot
 from .apart import Ways, as_data, is_faster
-from .budget import EXACT, Budget, fitted
+from .budget import EXACT, Budget, fitted, mib
 from .kernels import hold_kernels, join_kernels, multiply_early, split_kernels, unpack_early, write_when_made
 from .options import Graphs, step_of
 from .search import NEAR, Limits, Tried, search
@@ -390,13 +390,13 @@ def _infeasible(budget: Budget, step: Step, peak: int | None, least: Tried) -> s
     options = zip(least.step.values, least.solution.options, strict=True)
     kept = [v for v, option in options if option is KEPT] or least.step.values
     largest = sorted(kept, key=lambda value: -value.nbytes)[:3]
-    names = ", ".join(f"'{v.names[0]}' {_mib(v.nbytes)} ({v.where})" for v in largest) or "none"
+    names = ", ".join(f"'{v.names[0]}' {mib(v.nbytes)} ({v.where})" for v in largest) or "none"
     within = "" if budget.max_slowdown is None else f" within {budget.max_slowdown} times the time"
     calls = _calls(least.plan, step.moments) or " Other compiled calls of the step, if there are any, come on top."
     return (
-        f"{budget!r}: expected a step under {_mib(peak or 0)}{within}, but the least that was found takes "
-        f"{_mib(least.peak)}, and {least.plan.step_ratio:.3f} times the time.{calls} Without hooks it takes "
-        f"{_mib(step.peak_bytes)}, the most at {top}. The largest that stay as they are: "
+        f"{budget!r}: expected a step under {mib(peak or 0)}{within}, but the least that was found takes "
+        f"{mib(least.peak)}, and {least.plan.step_ratio:.3f} times the time.{calls} Without hooks it takes "
+        f"{mib(step.peak_bytes)}, the most at {top}. The largest that stay as they are: "
         f"{names}. Gradients, outputs and what a single layer works with can't be stored otherwise: raise the peak, "
         "allow more means, time or error, or take smaller batches"
     )
@@ -408,7 +408,7 @@ def _calls(plan: Plan, moments: Sequence[Moment]) -> str:
         return ""
     return (
         f" The step has {share.calls} calls of this graph at the same time, each of which then holds "
-        f"{_mib(share.held_bytes)}, and beside them {_mib(share.other_bytes)} of other graphs, gradients and gathered "
+        f"{mib(share.held_bytes)}, and beside them {mib(share.other_bytes)} of other graphs, gradients and gathered "
         "parameters."
     )
 
@@ -416,12 +416,8 @@ def _calls(plan: Plan, moments: Sequence[Moment]) -> str:
 def _warn(budget: Budget, peak: int | None, least: Tried) -> None:
     warn_user(
         f"aot_hooks: {budget!r}: no plan of a later step, with more calls or larger sizes, stays under the budget. "
-        f"The least that was found for it takes {_mib(least.peak)}, as predicted, "
-        f"{_mib(least.peak - (peak or 0))} more than the budget, and is taken."
+        f"The least that was found for it takes {mib(least.peak)}, as predicted, "
+        f"{mib(least.peak - (peak or 0))} more than the budget, and is taken."
         f"{_calls(least.plan, least.step.moments)} Raise the peak, or allow more means, time or error",
         BudgetWarning,
     )
-
-
-def _mib(nbytes: float) -> str:
-    return f"{nbytes / _MIB:.4g} MiB"

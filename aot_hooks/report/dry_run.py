@@ -15,14 +15,15 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-from torch.fx import Graph, GraphModule
+from torch.fx import GraphModule
 
 from ..backend import plan_graph
 from ..errors import BudgetWarning, OptionError, UnsupportedGraphError, UnusedWarning, did_you_mean, warn_user
 from ..graphs.saved import SavedTensor
 from ..options import Options
 from ..passes.plan import Plan, joined
-from ..planning.budget import Budget
+from ..planning.budget import Budget, mib
+from ..torch_private import aot
 from ..torch_private import dry_run as torch_dry_run
 from ..torch_private.values import data_dependent_errors, pytree, without_modes
 from .trial import reachable_values, signature_of, trial, unwrap_compiled
@@ -71,14 +72,10 @@ def over_together(budgets: Sequence[Budget | None], plan: Plan) -> str | None:
     if peak is None or plan.peak_bytes <= peak:
         return None
     return (
-        f"{budget!r}: expected a step under {_mib(peak)}, but its {len(budgets)} graphs are planned one by one here, "
-        f"and take {_mib(plan.peak_bytes)} together. In training a budget plans them as one step after the first "
+        f"{budget!r}: expected a step under {mib(peak)}, but its {len(budgets)} graphs are planned one by one here, "
+        f"and take {mib(plan.peak_bytes)} together. In training a budget plans them as one step after the first "
         "steps: look at aot_hooks.last_plans(compiled) then"
     )
-
-
-def _mib(nbytes: int) -> str:
-    return f"{nbytes / 2**20:.4g} MiB"
 
 
 def saved_tensors(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[SavedTensor, ...]:
@@ -108,9 +105,7 @@ def plans_of(
     mode = torch_dry_run.fake_mode_for([*leaves, *state])
 
     def planner(gm: GraphModule, inputs: Any) -> Callable[..., Any]:
-        graph = Graph()
-        graph.output(graph.graph_copy(gm.graph, {}))
-        program = GraphModule(gm, graph)  # a copy, because Inductor's passes change `gm`
+        program = aot.copied(gm)  # because Inductor's passes change `gm`
         with without_modes():
             found, budget = plan_graph(gm, inputs, options)
         plans.extend(found)
