@@ -18,6 +18,7 @@ import itertools
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 MOST_OVER = 1e-3  # MiB over the peak, for rounding
@@ -42,24 +43,23 @@ _SECONDS = 100  # a guard: nodes end the search long before, on a busy machine a
 _ERROR_ROOM = 0.35  # of the sum of squared errors, which the first relaxed program leaves free
 
 
+@dataclass(eq=False)
 class Program:
     """Columns with a cost each, and rows `low <= sum of coefficient * column <= high`.
 
     `over` is the column of MiB over the peak, `errors` the row that limits the errors, None if nothing does.
     """
 
-    over: int
+    cost: list[float] = field(default_factory=list)
+    lower: list[float] = field(default_factory=list)
+    upper: list[float] = field(default_factory=list)
+    data: list[float] = field(default_factory=list)
+    rows: list[int] = field(default_factory=list)
+    columns: list[int] = field(default_factory=list)
+    low: list[float] = field(default_factory=list)
+    high: list[float] = field(default_factory=list)
+    over: int = -1
     errors: int | None = None
-
-    def __init__(self) -> None:
-        self.cost: list[float] = []
-        self.lower: list[float] = []
-        self.upper: list[float] = []
-        self.data: list[float] = []
-        self.rows: list[int] = []
-        self.columns: list[int] = []
-        self.low: list[float] = []
-        self.high: list[float] = []
 
     def column(self, lower: float = 0.0, upper: float = math.inf, cost: float = 0.0) -> int:
         self.cost.append(cost)
@@ -78,22 +78,17 @@ class Program:
 
     def merged(self, same: dict[int, int]) -> tuple[Program, list[int]]:
         """The program with each column `c` of `same` merged into `same[c]`; and the new number of each column."""
-        small = Program()
+        small = replace(self, cost=[], lower=[], upper=[])
         number = {c: small.column(self.lower[c], self.upper[c]) for c in range(len(self.cost)) if c not in same}
         numbers = [number[same.get(c, c)] for c in range(len(self.cost))]
         for c, cost in zip(numbers, self.cost, strict=True):
             small.cost[c] += cost
-        small.data, small.rows, small.low, small.high = self.data, self.rows, self.low, self.high
-        small.columns = [numbers[c] for c in self.columns]
-        small.over, small.errors = numbers[self.over], self.errors
+        small.columns, small.over = [numbers[c] for c in self.columns], numbers[self.over]
         return small, numbers
 
     def each_over(self) -> tuple[Program, dict[int, int]]:
         """The program with an `over` column of its own for each row that has `over`; and the row of each new column."""
-        apart = Program()
-        apart.cost, apart.lower, apart.upper = list(self.cost), list(self.lower), list(self.upper)
-        apart.data, apart.rows, apart.low, apart.high = self.data, self.rows, self.low, self.high
-        apart.over, apart.errors = self.over, self.errors
+        apart = replace(self, cost=[*self.cost], lower=[*self.lower], upper=[*self.upper], columns=[])
         overs: dict[int, int] = {}
         for row, column in zip(self.rows, self.columns, strict=True):
             if column == self.over:

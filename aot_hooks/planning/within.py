@@ -11,7 +11,6 @@ puts what is recomputed just before its first reader.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import math
 from collections import defaultdict
@@ -163,7 +162,7 @@ def _partition(
         multiply_early(stock.bw)
     step, groups = step_of(stock, setting.scope, budget.allow, budget.max_error)
     again = _recomputations(step)
-    step = dataclasses.replace(step, moments=moments)
+    step = replace(step, moments=moments)
     cross = stock.boundary
     peak = None if budget.least else _peak(budget, groups)
     less = budget.over + (int(UNSEEN * peak) if peak is not None and on_cuda(stock.bw.graph.nodes) else 0)
@@ -180,11 +179,11 @@ def _partition(
             multiply_early(graphs.bw)
         reached = _reached(chosen, step, groups)
         own = step_of(graphs, setting.scope, hooks_only, budget.max_error, reached)[0]
-        return graphs, dataclasses.replace(own, moments=moments, weighed_bytes=step.saved_bytes)
+        return graphs, replace(own, moments=moments, weighed_bytes=step.saved_bytes)
 
     def tried(graphs: Graphs, chosen: Solution, own: Step, solution: Solution) -> Tried:
         """A copy of `graphs` with the hooks of `solution`, and its plan with live bytes and times."""
-        found = dataclasses.replace(graphs, fw=aot.copied(graphs.fw), bw=aot.copied(graphs.bw))
+        found = replace(graphs, fw=aot.copied(graphs.fw), bw=aot.copied(graphs.bw))
         saved = {v.row.name: storage_of(v.fw_node) for v in graphs.boundary.tensors}
         plan = rewrite(found.fw, found.bw, Setting(_policy(solution, own, again), setting.scope), trace)
         if on_device:
@@ -196,9 +195,9 @@ def _partition(
             after = found.live()
         plan = _with_recomputed(plan, cross, groups, saved, chosen, step)
         after_ms = found.ms(plan.transfers)
-        plan = dataclasses.replace(
+        plan = replace(
             plan,
-            decisions=tuple(dataclasses.replace(d, settings=(setting.key,)) for d in plan.decisions),
+            decisions=tuple(replace(d, settings=(setting.key,)) for d in plan.decisions),
             live_before=before,
             live_after=after,
             before_ms=before_ms,
@@ -207,7 +206,7 @@ def _partition(
         return Tried(graphs, found, plan, own, solution, live, bytes_of(plan.live_after).peak(moments))
 
     best, least = search(step, limits, partitioned, tried)
-    if best is None and peak is not None and least.fits(dataclasses.replace(limits, peak=peak)):
+    if best is None and peak is not None and least.fits(replace(limits, peak=peak)):
         best = least  # nothing is tighter; the next steps are measured again
     if best is None:
         if budget.lenient:
@@ -227,7 +226,7 @@ def _partition(
     if not budget.least:
         plan = _in_step(best.plan, moments)
     elif len(step.values) <= _FEW:
-        plan = dataclasses.replace(best.plan, program=(as_data(step), limits.error))
+        plan = replace(best.plan, program=(as_data(step), limits.error))
     else:
         plan = best.plan
     if fused:
@@ -244,11 +243,11 @@ def _around(
 ) -> Tried:
     """`found` with graphs that use `around(hook)` in place of each lossy hook."""
     bare = found.without_hooks
-    graphs = dataclasses.replace(bare, fw=aot.copied(bare.fw), bw=aot.copied(bare.bw))
+    graphs = replace(bare, fw=aot.copied(bare.fw), bw=aot.copied(bare.bw))
     policy = _policy(found.solution, found.step, {})
     hooks = {name: around(hook) if hook.lossy else hook for name, hook in policy.hooks.items()}
     rewrite(graphs.fw, graphs.bw, Setting(_Chosen(hooks, policy.reasons), setting.scope), trace)
-    return dataclasses.replace(found, graphs=graphs)
+    return replace(found, graphs=graphs)
 
 
 def bytes_of(points: Sequence[LivePoint]) -> Bytes:
@@ -264,7 +263,7 @@ def _in_step(plan: Plan, moments: Sequence[Moment]) -> Plan:
     def shifted(points: Sequence[LivePoint]) -> tuple[LivePoint, ...]:
         own = bytes_of(points)
         beside = {phase: own.beside(moments, phase) for phase in ("forward", "backward")}
-        return tuple(dataclasses.replace(p, live_bytes=p.live_bytes + beside[p.phase]) for p in points)
+        return tuple(replace(p, live_bytes=p.live_bytes + beside[p.phase]) for p in points)
 
     own, running = bytes_of(plan.live_after), [m for m in moments if m.phase]
     share = InStep(
@@ -276,7 +275,7 @@ def _in_step(plan: Plan, moments: Sequence[Moment]) -> Plan:
         own.beside(moments, ""),
     )
     before, after = shifted(plan.live_before), shifted(plan.live_after)
-    return dataclasses.replace(plan, live_before=before, live_after=after, in_step=share)
+    return replace(plan, live_before=before, live_after=after, in_step=share)
 
 
 def _marks(chosen: Solution, cross: Boundary, groups: Sequence[Sequence[SavedValue]]) -> tuple[set[str], set[str]]:
@@ -366,7 +365,7 @@ def _with_recomputed(
     before = {storage_of(v.fw_node) for v in stock.tensors}
     known = {v.row.name for v in stock.tensors}
     new = {name for name, key in saved.items() if key not in before and name not in known}
-    rows = [dataclasses.replace(d, saved_bytes=0) if d.saved.name in new else d for d in plan.decisions]
+    rows = [replace(d, saved_bytes=0) if d.saved.name in new else d for d in plan.decisions]
     offset = max((d.saved.storage for d in rows), default=-1) + 1
     for i, group in enumerate(groups):
         names = {value.row.name for value in group}
@@ -375,10 +374,10 @@ def _with_recomputed(
         chosen = solution.options[i].name == RECOMPUTE
         reason = _why(solution, step, i) if chosen else "budget: what is recomputed anyway gives it too"
         for k, value in enumerate(group):
-            row = dataclasses.replace(value.row, storage=offset)
+            row = replace(value.row, storage=offset)
             rows.append(Decision(row, RECOMPUTED, reason, 0, 0 if k else row.nbytes))
         offset += 1
-    return dataclasses.replace(plan, decisions=tuple(rows))
+    return replace(plan, decisions=tuple(rows))
 
 
 # --- what can't be ----------------------------------------------------------------------------------------------------
