@@ -32,12 +32,11 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
-from ..errors import BudgetError
+from ..errors import BudgetError, BudgetWarning, warn_user
 from ..passes.plan import Plan
 from ..passes.trace import canonical
 from ..torch_private import aot, autograd, dynamo
 from ..torch_private.values import is_traced_value
-from . import step_warnings
 from .apart import Ways, tried_counts
 from .budget import Budget
 from .calls import averaged, own_bytes, total
@@ -52,6 +51,7 @@ _MOST_COMPILED = 6  # times that a graph is compiled for plans of steps
 _MOST_TRACES = 8
 _MOST_BUSY, _WARNS_AGAIN = 8, 1.25  # steps in a row before a warning of busy threads; times what the last one said
 _HEADROOM = 1.25  # of sizes that have grown more than once: they may grow slowly
+_MIB = 1 << 20
 _NOT_KNOWN = Bytes(0, 0, 0)
 Products = Mapping[Any, int]  # of symbolic sizes, see sizes.py
 
@@ -300,7 +300,14 @@ class Group:
         if not self.warned_of_kept:
             self.warned_of_kept = True
             since = step.count - 1 - next(iter(step.holding))
-            step_warnings.kept(self.budget, len(step.holding), step.held_bytes, since)
+            warn_user(
+                f"aot_hooks: {self.budget!r}: {len(step.holding)} compiled calls hold {step.held_bytes / _MIB:.1f} MiB "
+                f"of saved tensors, and {since} calls have run since the first of them. A step ends where nothing is "
+                "saved, so none could be planned or checked. Such calls are left out from now on, and what they hold "
+                "comes on top of the budget. Is the output of an evaluation kept? Compute it under torch.no_grad(), or "
+                "keep output.detach()",
+                BudgetWarning,
+            )
         step.marks, step.holding = [], {}
 
     def on_forward_end(self, version: Version, args: Sequence[Any], outputs: Any) -> None:
@@ -338,7 +345,13 @@ class Group:
             held, working = sum(c.held for c in calls), max((c.backward - c.held for c in calls), default=0)
             if held + working > self.peak_bytes and not self.warned_of_retained:
                 self.warned_of_retained = True
-                step_warnings.retained(self.budget, held + working)
+                warn_user(
+                    f"aot_hooks: {self.budget!r}: a backward with retain_graph=True keeps what compiled calls have "
+                    "saved. A plan counts it as released: a second backward may take "
+                    f"{(held + working) / _MIB:.1f} MiB, and gradients. Sum the losses and run one backward, or lower "
+                    "the peak",
+                    BudgetWarning,
+                )
 
     def on_step_end(self, step: RecordedStep) -> None:
         """Plan for `step`, if it is not one that fits."""
@@ -433,7 +446,13 @@ class Group:
         if taken <= max(self.peak_bytes, _WARNS_AGAIN * self.warned_bytes):
             return
         self.warned_bytes = taken
-        step_warnings.over(self.budget, step.most, taken, taken - self.peak_bytes, why)
+        warn_user(
+            f"aot_hooks: {self.budget!r}: a step with {step.most} compiled calls that hold saved tensors at the same "
+            f"time takes {taken / _MIB:.1f} MiB as predicted, {(taken - self.peak_bytes) / _MIB:.1f} MiB more than the "
+            f"budget. Its functions are not compiled again for it: {why}. Give steps the same number of calls, or "
+            "lower the peak by that much",
+            BudgetWarning,
+        )
 
 
 def graph_of(
