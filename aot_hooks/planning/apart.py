@@ -10,11 +10,13 @@ calls, the program predicts times that are up to 8% too short.
 
 from __future__ import annotations
 
-import dataclasses
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 
+from ..passes.plan import Plan
+from .recorded import Version
 from .solver import solve
-from .step import Apart, Moment, Step, Value
+from .step import Apart, Bytes, Moment, Step, Value
 
 _GAIN = 0.01  # of the time of all calls: for less they are not planned apart, which takes another compilation
 _TRIED, _WAYS = 16, 3  # counts that are solved for, and that are returned at most
@@ -28,15 +30,37 @@ def as_data(step: Step) -> Step:
     """`step` to be stored: what `solve` reads of it, without hooks and without names of the program."""
 
     def bare(value: Value) -> Value:
-        options = tuple(dataclasses.replace(o, hook=None, again=(), reads=()) for o in value.options)
-        return dataclasses.replace(value, names=(), where="", options=options)
+        options = tuple(replace(o, hook=None, again=(), reads=()) for o in value.options)
+        return replace(value, names=(), where="", options=options)
 
-    return dataclasses.replace(step, values=tuple(map(bare, step.values)), nodes=(), places=())
+    return replace(step, values=tuple(map(bare, step.values)), nodes=(), places=())
 
 
 def is_faster(ratio: float, than: float) -> bool:
     """Whether `ratio` is below `than` by more than the share `_GAIN`. Both are times over the time without hooks."""
     return ratio < (1 - _GAIN) * than
+
+
+def averaged(loose: Plan, tight: Plan, version: Version, tight_peak: int) -> tuple[Plan, Bytes]:
+    """The plan of the loose version with the average time of a call; and the bytes of a call, the held ones averaged.
+
+    `tight_peak`: the most that is alive in the step while one of the tighter calls runs.
+    """
+    assert version.tight is not None
+    own, other, counts = version.nbytes, version.tight.nbytes, (version.loose_calls, version.tight_calls)
+    calls = sum(counts)
+
+    def average(*numbers: float) -> float:
+        return sum(count * number for count, number in zip(counts, numbers, strict=True)) / calls
+
+    held = math.ceil(average(own.held, other.held))
+    share = Bytes(max(own.forward, other.forward), held, max(own.backward, other.backward))
+    step = loose.in_step
+    if step is not None:
+        beside = max(0, step.other_bytes - version.tight_calls * other.held)
+        elsewhere = max(step.elsewhere_bytes, tight_peak)
+        step = replace(step, calls=calls, other_bytes=beside, elsewhere_bytes=elsewhere, tight_bytes=other.held)
+    return replace(loose, after_ms=average(loose.after_ms, tight.after_ms), in_step=step), share
 
 
 def tried_counts(calls: int) -> list[int]:
@@ -75,7 +99,7 @@ class Ways:
             if tight_peak > self.peak:
                 continue
             asked = self.peak - off * (self.calls - count)
-            program = dataclasses.replace(self.step, moments=beside)
+            program = replace(self.step, moments=beside)
             found = solve(program, peak=asked, max_error=self.max_error, under=True)
             if found is None or found.peak_bytes > asked * (1 + _ROUNDING):
                 continue

@@ -24,7 +24,7 @@ import threading
 import types
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
@@ -37,14 +37,13 @@ from ..passes.plan import Plan
 from ..passes.trace import canonical
 from ..torch_private import aot, autograd, dynamo
 from ..torch_private.values import is_traced_value
-from .apart import Ways, tried_counts
+from .apart import Ways, averaged, tried_counts
 from .budget import Budget
-from .calls import averaged, own_bytes, total
 from .measured import StepCheck, step_check
 from .moments import Event, between, latest, moments_of, shares, tight_peak
 from .recorded import RecordedStep, Version
 from .step import ALONE, Bytes, Moment
-from .within import UNSEEN, bytes_of
+from .within import UNSEEN, bytes_of, own_bytes
 
 _SMALL = 0.25  # of the budget: calls that hold less together change nothing
 _MOST_COMPILED = 6  # times that a graph is compiled for plans of steps
@@ -182,7 +181,7 @@ class Graph:
                 self.codes.append(weakref.ref(code))
             kind = "planned" if found[0].in_step is not None else self.mode  # which another thread may have changed
             growth = 1 / self.share_of(sizes)
-            version = Version(self, kind, total(map(own_bytes, found)).times(growth))
+            version = Version(self, kind, _total(map(own_bytes, found)).times(growth))
             if kind == "planned":
                 self.was_planned, self.is_fixed, self.share = True, True, version.nbytes
                 if tight_plans:
@@ -199,7 +198,7 @@ class Graph:
                         plans[i] = replace(plan, in_step=replace(plan.in_step, stock_bytes=stock))
                 self.group.check = step_check(self.group.budget, plans, tighter=self.group.over > 0)
             else:
-                self.stock = total(bytes_of(plan.live_before) for plan in found).times(growth)
+                self.stock = _total(bytes_of(plan.live_before) for plan in found).times(growth)
             if listed is not None:
                 self.listed.append((listed, list(plans)))
             if kind == "least":
@@ -224,6 +223,10 @@ class Graph:
 
     def _codes(self) -> list[types.CodeType]:
         return [code for ref in self.codes if (code := ref()) is not None]
+
+
+def _total(parts: Iterable[Bytes]) -> Bytes:
+    return Bytes(*map(sum, zip(*parts, strict=True)))
 
 
 class _OfThread(threading.local):

@@ -255,6 +255,14 @@ def bytes_of(points: Sequence[LivePoint]) -> Bytes:
     return Bytes.of(*([p.live_bytes for p in points if p.phase == phase] for phase in ("forward", "backward")))
 
 
+def own_bytes(plan: Plan) -> Bytes:
+    """The bytes of a call with `plan`, without those of others beside it, see `_in_step`."""
+    found = bytes_of(plan.live_after)
+    if (share := plan.in_step) is None:
+        return found
+    return Bytes(found.forward - share.beside_forward, share.held_bytes, found.backward - share.beside_backward)
+
+
 def _in_step(plan: Plan, moments: Sequence[Moment]) -> Plan:
     """`plan` with the bytes of the other calls of its step, if there are any."""
     if moments == ALONE:
